@@ -1,0 +1,73 @@
+"""The names that users of Kvax wrappers know, on top of the registry.
+
+``adaptive_flash_attention`` and ``get_flash_attention_config`` keep their usual signatures; which kernel
+runs is decided by :func:`backends.resolve`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from backends import registry
+from backends.attention import attention
+from backends.contract import AttentionSpec
+from backends.devices import Target
+
+# A shape that every flash kernel takes: availability is asked for it.
+_PROBE = AttentionSpec(
+    batch=1,
+    query_length=512,
+    key_value_length=512,
+    num_heads=8,
+    num_kv_heads=8,
+    head_dim=64,
+    dtype="bfloat16",
+    is_causal=True,
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FlashAttentionConfig:
+    """What flash attention can be had here: Kvax native or not (with the reasons), and the device."""
+
+    kvax_available: bool
+    device_type: str
+    supported: bool
+    reasons: tuple[str, ...]
+
+
+def get_flash_attention_config() -> FlashAttentionConfig:
+    """Whether Kvax runs natively on this machine; ``supported`` says whether any flash kernel does."""
+    target = Target.here()
+    reasons = ("kvax is not registered in this installation.",)
+    if "kvax" in registry.names():
+        reasons = registry.get("kvax").supports(_PROBE, target).reasons
+    kernels = [name for name in registry.names() if name not in ("standard", "chunked")]
+    supported = any(registry.get(name).supports(_PROBE, target) for name in kernels)
+    return FlashAttentionConfig(not reasons, target.platform, supported, reasons)
+
+
+def adaptive_flash_attention(
+    query: Float[Array, "batch q_len heads head_dim"],
+    key: Float[Array, "batch kv_len kv_heads head_dim"],
+    value: Float[Array, "batch kv_len kv_heads head_dim"],
+    scale: float | None = None,
+    causal: bool = True,
+    padding_mask: Bool[Array, "batch kv_len"] | None = None,
+    use_flash_attention: bool = True,
+) -> Float[Array, "batch q_len heads head_dim"]:
+    """Flash attention where there is one, the standard formula with ``use_flash_attention=False``.
+
+    ``padding_mask`` is True for real tokens; rows of padding give zero where query and key lengths agree.
+    """
+    segments: dict[str, Array] = {}
+    if padding_mask is not None:
+        padding_mask = padding_mask.astype(bool)
+        key_ids = padding_mask.astype(jnp.int32) - 1  # real: 0, padding: -1
+        query_ids = key_ids if query.shape[1] == key.shape[1] else jnp.zeros(query.shape[:2], jnp.int32)
+        segments = {"query_segment_ids": query_ids, "key_value_segment_ids": key_ids}
+    backend = "auto" if use_flash_attention else "standard"
+    return attention(query, key, value, scale=scale, is_causal=causal, backend=backend, **segments)

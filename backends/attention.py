@@ -1,0 +1,164 @@
+"""One call for one attention: plan and run together.
+
+:func:`attention` is the public call; :func:`dot_product_attention` has the signature of JAX's own, and
+:func:`attention_fn` makes a function for flax's ``MultiHeadAttention`` (nnx and linen). A model with many
+layers resolves and plans once instead; see ``models/transformer.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from backends.contract import Layout, Mode, make_spec
+from backends.resolve import OnUnavailable, resolve
+
+
+def attention(
+    query: Float[Array, "batch q_len heads head_dim"],
+    key: Float[Array, "batch kv_len kv_heads head_dim"],
+    value: Float[Array, "batch kv_len kv_heads v_dim"],
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    chunk_size: int | None = None,
+    logits_soft_cap: float | None = None,
+    query_segment_ids: Int[Array, "batch q_len"] | None = None,
+    key_value_segment_ids: Int[Array, "batch kv_len"] | None = None,
+    query_positions: Int[Array, "batch q_len"] | None = None,
+    key_value_positions: Int[Array, "batch kv_len"] | None = None,
+    key_value_seq_lengths: Int[Array, " batch"] | None = None,
+    mask: Bool[Array, "#batch #heads #q_len #kv_len"] | None = None,
+    bias: Float[Array, "#batch #heads #q_len #kv_len"] | None = None,
+    backend: str = "auto",
+    mode: Mode = "native",
+    on_unavailable: OnUnavailable = "fallback",
+    needs_grad: bool = True,
+    backend_options: Mapping[str, Any] | None = None,
+) -> Float[Array, "batch q_len heads v_dim"]:
+    """Attention through a registered backend; semantics as :mod:`backends.contract` says.
+
+    Inputs share one dtype (float32, bfloat16 or float16), which is also the output's; ``heads`` is a
+    multiple of ``kv_heads``. ``mode="interpret"`` runs a kernel backend's own kernel in an interpreter, for
+    verification. ``needs_grad=False`` admits backends that have no backward pass. Raises ValueError for
+    shapes, dtypes and options that do not fit, UnknownBackendError for a name nobody registered, and
+    BackendUnavailableError where ``on_unavailable="raise"`` and the backend refuses; otherwise a refusal
+    falls back with one BackendFallbackWarning that lists every reason.
+
+    >>> import jax.numpy as jnp
+    >>> x = jnp.ones((1, 4, 2, 8))
+    >>> attention(x, x, x, is_causal=True).shape
+    (1, 4, 2, 8)
+    """
+    layout = Layout(
+        query_segment_ids=_as_array(query_segment_ids),
+        key_value_segment_ids=_as_array(key_value_segment_ids),
+        query_positions=_as_array(query_positions),
+        key_value_positions=_as_array(key_value_positions),
+        key_value_seq_lengths=_as_array(key_value_seq_lengths),
+        mask=_as_array(mask),
+        bias=_as_array(bias),
+    )
+    query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
+    spec = make_spec(
+        query,
+        key,
+        value,
+        layout,
+        is_causal=is_causal,
+        scale=scale,
+        local_window_size=local_window_size,
+        chunk_size=chunk_size,
+        logits_soft_cap=logits_soft_cap,
+        needs_grad=needs_grad,
+    )
+    resolution = resolve(backend, spec, mode=mode, on_unavailable=on_unavailable)
+    return resolution.plan(layout, backend_options).run(query, key, value)[0]
+
+
+def dot_product_attention(
+    query: Float[Array, "*batch q_len heads head_dim"],
+    key: Float[Array, "*batch kv_len kv_heads head_dim"],
+    value: Float[Array, "*batch kv_len kv_heads head_dim"],
+    bias: Float[Array, "#batch #heads #q_len #kv_len"] | None = None,
+    mask: Bool[Array, "#batch #heads #q_len #kv_len"] | None = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: Int[Array, " batch"] | None = None,
+    key_value_seq_lengths: Int[Array, " batch"] | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    backend: str = "auto",
+) -> Float[Array, "*batch q_len heads head_dim"]:
+    """``jax.nn.dot_product_attention`` with a choice of backend: same arguments, same meaning, 3-D input too.
+
+    Where JAX leaves rows beyond ``query_seq_lengths`` or rows without a visible key unspecified, they are zero here.
+    """
+    query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
+    unbatched = query.ndim == 3
+    if unbatched:
+        query, key, value = query[None], key[None], value[None]
+    lengths = None if key_value_seq_lengths is None else jnp.atleast_1d(key_value_seq_lengths)
+    out = attention(
+        query,
+        key,
+        value,
+        bias=_as_4d(bias),
+        mask=_as_4d(mask),
+        scale=scale,
+        is_causal=is_causal,
+        key_value_seq_lengths=lengths,
+        local_window_size=local_window_size,
+        backend=backend,
+    )
+    if query_seq_lengths is not None:
+        valid = jnp.arange(query.shape[1])[None] < jnp.atleast_1d(query_seq_lengths)[:, None]
+        out = jnp.where(valid[:, :, None, None], out, jnp.zeros((), out.dtype))
+    return out[0] if unbatched else out
+
+
+def attention_fn(backend: str = "auto", **options: Any) -> Callable[..., Array]:
+    """An ``attention_fn`` for ``flax.nnx.MultiHeadAttention`` and ``flax.linen.MultiHeadDotProductAttention``.
+
+    ``options`` are those of :func:`attention` (``is_causal=True``, ``on_unavailable="raise"``, ...). Raises
+    ValueError for what no backend here computes: dropout on attention weights, and weights to be sown.
+
+    >>> from flax import nnx
+    >>> layer = nnx.MultiHeadAttention(num_heads=2, in_features=8, decode=False, rngs=nnx.Rngs(0),
+    ...                                attention_fn=attention_fn("standard", is_causal=True))
+    >>> layer(jnp.ones((1, 4, 8))).shape
+    (1, 4, 8)
+    """
+
+    def attend(
+        query: Array, key: Array, value: Array, bias: Array | None = None, mask: Array | None = None, **flax: Any
+    ) -> Array:
+        if flax.get("dropout_rate", 0.0) > 0.0 and not flax.get("deterministic", False):
+            raise ValueError(
+                f"attention_fn({backend!r}) has no dropout on attention weights (dropout_rate={flax['dropout_rate']}); "
+                "set dropout_rate=0.0, or deterministic=True."
+            )
+        if flax.get("module") is not None:
+            raise ValueError(f"attention_fn({backend!r}) cannot sow attention weights; leave sow_weights at False.")
+        if flax.get("dtype") is not None:
+            query, key, value = (x.astype(flax["dtype"]) for x in (query, key, value))
+        if mask is not None:
+            mask = mask.astype(bool)
+        return attention(query, key, value, bias=bias, mask=mask, backend=backend, **options)
+
+    return attend
+
+
+def _as_array(x: Any) -> Array | None:
+    return None if x is None else jnp.asarray(x)
+
+
+def _as_4d(x: Any) -> Array | None:
+    if x is None:
+        return None
+    x = jnp.asarray(x)
+    return x[(None,) * (4 - x.ndim)] if x.ndim < 4 else x

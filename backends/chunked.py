@@ -1,0 +1,5 @@
+import dataclasses
+
+from backends.standard import Standard
+
+CHUNKED = dataclasses.replace(Standard(), name="chunked")

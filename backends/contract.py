@@ -1,0 +1,360 @@
+"""What every attention backend must compute, and the shapes of the interface it stands behind.
+
+The semantics are those of ``jax.nn.dot_product_attention`` with the gaps closed: a query row that may
+attend to nothing gives exactly zero (and zero gradients), a negative segment id is padding that matches
+nothing (not even other padding), softmax and accumulation are float32 whatever the input dtype, and a
+backend that cannot do something says so before anything is traced. ``oracle.py`` computes these semantics
+in float64; ``tests/conformance.py`` holds every backend to them.
+
+``plan`` once per forward pass, ``run`` per layer, is FlashInfer's vocabulary (arXiv 2501.01005).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+if TYPE_CHECKING:
+    from backends.devices import Target
+
+Mode = Literal["native", "interpret", "compile"]
+Phase = Literal["prefill", "decode"]
+Carry = Any  # a pytree threaded from layer to layer: () for every backend that keeps nothing between layers
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSpec:
+    """One attention problem: everything about it that is known before there is data. Static and hashable.
+
+    ``query [batch, query_length, num_heads, head_dim]``, ``key [batch, key_value_length, num_kv_heads,
+    head_dim]``, ``value [batch, key_value_length, num_kv_heads, value_head_dim]``; query head ``n`` reads
+    KV head ``n // (num_heads // num_kv_heads)``. ``scale=None`` means ``1/sqrt(head_dim)``;
+    ``value_head_dim=None`` means ``head_dim``; ``local_window_size=w`` means ``(w, w)``: a query at
+    position p sees key positions p-left to p+right. The ``has_*`` fields say which arrays a
+    :class:`Layout` brings. Raises ValueError naming the field, what was given and what is accepted.
+
+    >>> spec = AttentionSpec(batch=1, query_length=8, key_value_length=8, num_heads=4, num_kv_heads=2,
+    ...                      head_dim=64, is_causal=True)
+    >>> spec.group_size, spec.softmax_scale
+    (2, 0.125)
+    """
+
+    batch: int
+    query_length: int
+    key_value_length: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_head_dim: int | None = None
+    dtype: str = "float32"
+    scale: float | None = None
+    is_causal: bool = False
+    local_window_size: int | tuple[int, int] | None = None
+    chunk_size: int | None = None
+    logits_soft_cap: float | None = None
+    has_segment_ids: bool = False
+    has_positions: bool = False
+    has_seq_lengths: bool = False
+    has_mask: bool = False
+    has_bias: bool = False
+    needs_grad: bool = True
+    phase: Phase = "prefill"
+
+    def __post_init__(self) -> None:
+        if self.value_head_dim is None:
+            object.__setattr__(self, "value_head_dim", self.head_dim)
+        if isinstance(self.local_window_size, int) and not isinstance(self.local_window_size, bool):
+            object.__setattr__(self, "local_window_size", (self.local_window_size, self.local_window_size))
+        for name in (
+            "batch",
+            "query_length",
+            "key_value_length",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "value_head_dim",
+        ):
+            _require_positive_int(name, getattr(self, name))
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}; "
+                "each KV head serves the same number of query heads."
+            )
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype={self.dtype!r} is not supported; use one of {', '.join(DTYPES)}.")
+        if self.chunk_size is not None:
+            _require_positive_int("chunk_size", self.chunk_size)
+        window = self.local_window_size
+        if window is not None and not (
+            isinstance(window, tuple) and len(window) == 2 and all(_is_int(w) and w >= 0 for w in window)
+        ):
+            raise ValueError(f"local_window_size={window!r} must be an int >= 0, or a pair (left, right) of them.")
+        for name in ("scale", "logits_soft_cap"):
+            value = getattr(self, name)
+            if value is not None and not (_is_real(value) and math.isfinite(value) and value > 0):
+                raise ValueError(f"{name}={value!r} must be a finite Python float above 0, or None.")
+        if self.phase not in get_args(Phase):
+            raise ValueError(f"phase={self.phase!r} must be 'prefill' or 'decode'.")
+
+    @property
+    def group_size(self) -> int:
+        """Query heads per KV head (1: multi-head; num_heads: multi-query)."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def softmax_scale(self) -> float:
+        """The factor on the logits."""
+        return self.head_dim**-0.5 if self.scale is None else float(self.scale)
+
+    @property
+    def window(self) -> tuple[int, int] | None:
+        """``local_window_size`` as (left, right)."""
+        return self.local_window_size  # pyright: ignore[reportReturnType]  (normalised in __post_init__)
+
+    @property
+    def masks_anything(self) -> bool:
+        """Whether any query-key pair could be masked."""
+        return bool(
+            self.is_causal
+            or self.local_window_size is not None
+            or self.chunk_size is not None
+            or self.has_segment_ids
+            or self.has_seq_lengths
+            or self.has_mask
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Where the tokens of a batch stand: the arrays that, with the spec, decide which pair attends.
+
+    All int32. A row with a negative segment id is padding. ``None`` positions mean ``arange`` on both
+    sides. ``key_value_seq_lengths`` counts the leading valid slots of each key sequence. ``mask`` (True:
+    may attend) and ``bias`` (added to the logits, after the soft cap) are arrays that broadcast to
+    ``[batch, heads, query, key]``; most kernels refuse them.
+    """
+
+    query_segment_ids: Int[Array, "batch q_len"] | None = None
+    key_value_segment_ids: Int[Array, "batch kv_len"] | None = None
+    query_positions: Int[Array, "batch q_len"] | None = None
+    key_value_positions: Int[Array, "batch kv_len"] | None = None
+    key_value_seq_lengths: Int[Array, " batch"] | None = None
+    mask: Bool[Array, "#batch #heads #q_len #kv_len"] | None = None
+    bias: Float[Array, "#batch #heads #q_len #kv_len"] | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Support:
+    """Whether a backend takes a spec on a target: the mode it would run in, or every reason it would not."""
+
+    mode: Mode | None
+    reasons: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if (self.mode is None) != bool(self.reasons):
+            raise ValueError("Support carries either a mode or the reasons for refusing, never both or neither.")
+
+    def __bool__(self) -> bool:
+        return self.mode is not None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plan:
+    """What a backend prepared for one forward pass: made once, run by every layer."""
+
+    attend: Callable[[Array, Array, Array, int, Carry], tuple[Array, Carry]]
+
+    def run(
+        self,
+        query: Float[Array, "batch q_len heads head_dim"],
+        key: Float[Array, "batch kv_len kv_heads head_dim"],
+        value: Float[Array, "batch kv_len kv_heads v_dim"],
+        *,
+        layer: int = 0,
+        carry: Carry = (),
+    ) -> tuple[Float[Array, "batch q_len heads v_dim"], Carry]:
+        """Attend in one layer; returns the output in the query's dtype and the carry for the next layer."""
+        return self.attend(query, key, value, layer, carry)
+
+
+@runtime_checkable
+class Backend(Protocol):
+    """One implementation of the contract. ``exact`` is False for approximations (sparse attention)."""
+
+    @property
+    def name(self) -> str:
+        """What users ask for."""
+        ...
+
+    @property
+    def exact(self) -> bool:
+        """Whether every visible pair is computed."""
+        ...
+
+    def supports(self, spec: AttentionSpec, target: Target, mode: Mode = "native") -> Support:
+        """Say whether ``spec`` runs on ``target`` in ``mode``. Never raises, never traces, never initialises a device."""
+        ...
+
+    def plan(
+        self, spec: AttentionSpec, layout: Layout, *, mode: Mode = "native", options: Mapping[str, Any] | None = None
+    ) -> Plan:
+        """Prepare one forward pass. Raises ValueError for an option that the backend does not have."""
+        ...
+
+
+def make_spec(
+    query: Any,
+    key: Any,
+    value: Any,
+    layout: Layout = Layout(),
+    *,
+    needs_grad: bool = True,
+    phase: Phase | None = None,
+    **options: Any,
+) -> AttentionSpec:
+    """Spec of a call from its arrays (or ``jax.ShapeDtypeStruct``) and options; checks every shape and dtype.
+
+    ``phase=None`` means decode where one query token meets a longer key sequence. Raises ValueError with
+    the shape or dtype given and the one expected.
+    """
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if len(x.shape) != 4:
+            raise ValueError(
+                f"{name} has shape {tuple(x.shape)}; expected 4 dimensions [batch, length, heads, head_dim]."
+            )
+    batch, q_len, heads, head_dim = query.shape
+    _, kv_len, kv_heads, v_dim = value.shape
+    if key.shape[:3] != value.shape[:3] or key.shape[0] != batch or key.shape[3] != head_dim:
+        raise ValueError(
+            f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} do not fit together; "
+            f"expected key [{batch}, S, K, {head_dim}] and value [{batch}, S, K, Hv] with the same S and K."
+        )
+    dtypes = {str(x.dtype) for x in (query, key, value)}
+    if len(dtypes) != 1:
+        raise ValueError(
+            f"query is {query.dtype}, key is {key.dtype} and value is {value.dtype}; cast all three to one dtype."
+        )
+    if phase is None:
+        phase = "decode" if q_len == 1 < kv_len else "prefill"
+    spec = AttentionSpec(
+        batch=batch,
+        query_length=q_len,
+        key_value_length=kv_len,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        value_head_dim=v_dim,
+        dtype=dtypes.pop(),
+        has_segment_ids=layout.query_segment_ids is not None,
+        has_positions=layout.query_positions is not None or layout.key_value_positions is not None,
+        has_seq_lengths=layout.key_value_seq_lengths is not None,
+        has_mask=layout.mask is not None,
+        has_bias=layout.bias is not None,
+        needs_grad=needs_grad,
+        phase=phase,
+        **options,
+    )
+    check_layout(spec, layout)
+    return spec
+
+
+def check_layout(spec: AttentionSpec, layout: Layout) -> None:
+    """Raise ValueError where an array of ``layout`` does not fit ``spec``, with expected and given."""
+    expected = {
+        "query_segment_ids": (spec.batch, spec.query_length),
+        "key_value_segment_ids": (spec.batch, spec.key_value_length),
+        "query_positions": (spec.batch, spec.query_length),
+        "key_value_positions": (spec.batch, spec.key_value_length),
+        "key_value_seq_lengths": (spec.batch,),
+    }
+    for name, shape in expected.items():
+        x = getattr(layout, name)
+        if x is None:
+            continue
+        if tuple(x.shape) != shape:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; expected {shape}.")
+        if not jnp.issubdtype(x.dtype, jnp.integer):
+            raise ValueError(f"{name} has dtype {x.dtype}; expected an integer dtype.")
+    if (layout.query_segment_ids is None) != (layout.key_value_segment_ids is None):
+        raise ValueError("query_segment_ids and key_value_segment_ids go together; give both or neither.")
+    full = (spec.batch, spec.num_heads, spec.query_length, spec.key_value_length)
+    for name, kind in (("mask", jnp.bool_), ("bias", jnp.floating)):
+        x = getattr(layout, name)
+        if x is None:
+            continue
+        if len(x.shape) != 4 or any(have not in (1, want) for have, want in zip(x.shape, full, strict=True)):
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; expected 4 dimensions that broadcast to {full}.")
+        if not jnp.issubdtype(x.dtype, kind):
+            raise ValueError(
+                f"{name} has dtype {x.dtype}; expected {'bool' if name == 'mask' else 'a floating dtype'}."
+            )
+
+
+def positions(spec: AttentionSpec, layout: Layout) -> tuple[Array, Array]:
+    """Query and key positions ``[batch or 1, length]``, with the default ``arange`` filled in."""
+    q, k = layout.query_positions, layout.key_value_positions
+    return (
+        np.arange(spec.query_length, dtype=np.int32)[None] if q is None else q,
+        np.arange(spec.key_value_length, dtype=np.int32)[None] if k is None else k,
+    )
+
+
+def may_attend(spec: AttentionSpec, layout: Layout) -> Bool[Array, "#batch #heads q_len kv_len"] | None:
+    """The whole mask of a call, or None where every pair may attend. Quadratic: for references and short input."""
+    if not spec.masks_anything:
+        return None
+    q_pos, k_pos = positions(spec, layout)
+    q_pos, k_pos = q_pos[:, None, :, None], k_pos[:, None, None, :]
+    terms = [jnp.ones((1, 1, spec.query_length, spec.key_value_length), bool)]
+    if spec.is_causal:
+        terms.append(k_pos <= q_pos)
+    if spec.window is not None:
+        left, right = spec.window
+        terms.append((k_pos >= q_pos - left) & (k_pos <= q_pos + right))
+    if spec.chunk_size is not None:
+        terms.append(q_pos // spec.chunk_size == k_pos // spec.chunk_size)
+    if layout.query_segment_ids is not None and layout.key_value_segment_ids is not None:
+        q_seg, k_seg = layout.query_segment_ids[:, None, :, None], layout.key_value_segment_ids[:, None, None, :]
+        terms.append((q_seg == k_seg) & (q_seg >= 0))
+    if layout.key_value_seq_lengths is not None:
+        slots = jnp.arange(spec.key_value_length)[None, None, None]
+        terms.append(slots < layout.key_value_seq_lengths[:, None, None, None])
+    if layout.mask is not None:
+        terms.append(layout.mask)
+    mask = terms[0]
+    for term in terms[1:]:
+        mask = mask & term
+    return mask
+
+
+def check_options(backend: str, options: Mapping[str, Any] | None, accepted: Mapping[str, str]) -> dict[str, Any]:
+    """The options as a dict; raises ValueError for a name that the backend does not have, listing those it has."""
+    given = dict(options or {})
+    unknown = sorted(set(given) - set(accepted))
+    if unknown:
+        have = "; ".join(f"{name}: {meaning}" for name, meaning in accepted.items()) or "none"
+        raise ValueError(f"{backend} has no option {', '.join(map(repr, unknown))}; its options are: {have}.")
+    return given
+
+
+def _is_int(x: object) -> bool:
+    return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
+
+
+def _is_real(x: object) -> bool:
+    return isinstance(x, (int, float, np.integer, np.floating)) and not isinstance(x, bool)
+
+
+def _require_positive_int(name: str, value: object) -> None:
+    if not _is_int(value) or value < 1:  # pyright: ignore[reportOperatorIssue]
+        raise ValueError(f"{name}={value!r} must be an integer of at least 1.")

@@ -1,0 +1,133 @@
+"""What is here, and what we compute for.
+
+A :class:`Target` names a kind of device: the one in this machine (``Target.here()``), or one that is not
+(``Target("cuda", "h100")``). Support is judged against a target, never against whichever device JAX
+happens to default to. Memory sizes of the named targets are the vendors' published figures.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import platform as host
+from pathlib import Path
+from typing import Literal, get_args
+
+import jax
+import psutil
+
+Platform = Literal["cpu", "cuda", "tpu", "rocm"]
+
+GIB = 2**30
+# kind -> (platform, bytes of device memory, CUDA compute capability). TPU memory is per chip's core as JAX sees it.
+KNOWN_KINDS: dict[str, tuple[Platform, int, tuple[int, int] | None]] = {
+    "a100": ("cuda", 80 * GIB, (8, 0)),
+    "h100": ("cuda", 80 * GIB, (9, 0)),
+    "h200": ("cuda", 140 * GIB, (9, 0)),
+    "b200": ("cuda", 180 * GIB, (10, 0)),
+    "v4": ("tpu", 32 * GIB, None),
+    "v5e": ("tpu", 16 * GIB, None),
+    "v5p": ("tpu", 95 * GIB, None),
+    "v6e": ("tpu", 32 * GIB, None),
+    "tpu7x": ("tpu", 96 * GIB, None),
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Target:
+    """A kind of device to compute for. ``present`` says whether it is the one in this machine.
+
+    >>> Target("cuda", "h100").compute_capability
+    (9, 0)
+    """
+
+    platform: Platform
+    kind: str = ""
+    memory_bytes: int | None = None
+    count: int = 1
+    compute_capability: tuple[int, int] | None = None
+    present: bool = False
+
+    def __post_init__(self) -> None:
+        if self.platform not in get_args(Platform):
+            raise ValueError(f"platform={self.platform!r} is not known; use one of {', '.join(get_args(Platform))}.")
+        known = KNOWN_KINDS.get(self.kind)
+        if known is None:
+            return
+        if known[0] != self.platform:
+            raise ValueError(f"{self.kind} is a {known[0]} device, not a {self.platform} device.")
+        if self.memory_bytes is None:
+            object.__setattr__(self, "memory_bytes", known[1])
+        if self.compute_capability is None:
+            object.__setattr__(self, "compute_capability", known[2])
+
+    @staticmethod
+    def here() -> Target:
+        """The default device of this process (initialises JAX's backend)."""
+        device = jax.config.jax_default_device or jax.devices()[0]
+        if isinstance(device, str):
+            device = jax.devices(device)[0]
+        platform = {"gpu": "cuda"}.get(device.platform, device.platform)
+        count = len([d for d in jax.devices() if d.platform == device.platform])
+        if platform == "cpu":
+            return Target("cpu", cpu_name(), psutil.virtual_memory().total, count, present=True)
+        return Target(
+            platform,
+            _short_kind(device.device_kind),
+            _device_memory(device),
+            count,
+            _compute_capability(device),
+            present=True,
+        )
+
+    @staticmethod
+    def named(name: str) -> Target:
+        """The target of a short name: ``here``, ``cpu``, or one of :data:`KNOWN_KINDS`."""
+        if name == "here":
+            return Target.here()
+        if name == "cpu":
+            return Target("cpu", cpu_name(), psutil.virtual_memory().total, present=True)
+        if name not in KNOWN_KINDS:
+            raise ValueError(f"target {name!r} is not known; use here, cpu, or one of {', '.join(KNOWN_KINDS)}.")
+        return Target(KNOWN_KINDS[name][0], name)
+
+    def __str__(self) -> str:
+        return f"{self.platform}:{self.kind}" if self.kind else self.platform
+
+
+def cpu_name() -> str:
+    """The processor's own name for itself, or its architecture where it has none."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return host.processor() or host.machine()
+
+
+def usable_cores() -> int:
+    """CPU cores that this process may use (a container or ``taskset`` may allow fewer than the machine has)."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+
+
+def _short_kind(device_kind: str) -> str:
+    """JAX's device_kind as a key of KNOWN_KINDS where it is one, else unchanged."""
+    lowered = device_kind.lower()
+    aliases = {"v5 lite": "v5e", "v5litepod": "v5e", "v6 lite": "v6e", "tpu v5": "v5p"}
+    for kind in KNOWN_KINDS:
+        if kind in lowered:
+            return kind
+    return next((kind for alias, kind in aliases.items() if alias in lowered), device_kind)
+
+
+def _device_memory(device: jax.Device) -> int | None:
+    stats = device.memory_stats()
+    return None if stats is None else stats.get("bytes_limit")
+
+
+def _compute_capability(device: jax.Device) -> tuple[int, int] | None:
+    text = getattr(device, "compute_capability", None)
+    if not isinstance(text, str):
+        return None
+    major, _, minor = text.partition(".")
+    return int(major), int(minor or 0)

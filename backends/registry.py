@@ -1,0 +1,131 @@
+"""Backends by name: those that ship here, those that other packages bring, and those registered at run time.
+
+Another package joins through the entry-point group ``attention_suite.backends``; each entry names a
+:class:`~backends.contract.Backend` instance, or a callable without arguments that returns one. Entry
+points are read when a name is looked up, and one that fails to load stays in the registry with its error
+as the reason why it cannot run: a broken package never takes the others down.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import threading
+from collections.abc import Mapping
+from importlib import metadata
+from typing import Any
+
+from backends.contract import AttentionSpec, Backend, Layout, Mode, Plan, Support
+from backends.devices import Target
+
+ENTRY_POINT_GROUP = "attention_suite.backends"
+
+BUILT_IN = {
+    "standard": "backends.standard:STANDARD",
+    "chunked": "backends.chunked:CHUNKED",
+    "cudnn": "backends.cudnn:CUDNN",
+}
+
+
+class UnknownBackendError(ValueError):
+    """A backend name that nobody registered."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BrokenBackend:
+    """Stands for a backend whose package failed to load; refuses everything with the error as the reason."""
+
+    name: str
+    error: str
+    exact: bool = True
+
+    def supports(self, spec: AttentionSpec, target: Target, mode: Mode = "native") -> Support:
+        """Refuse, with the error."""
+        return Support(None, (self.error,))
+
+    def plan(
+        self, spec: AttentionSpec, layout: Layout, *, mode: Mode = "native", options: Mapping[str, Any] | None = None
+    ) -> Plan:
+        """Raise ImportError with the error."""
+        raise ImportError(self.error)
+
+
+class Registry:
+    """A set of backends by name. Names are unique; registering one twice is an error."""
+
+    def __init__(self, built_in: Mapping[str, str] = BUILT_IN) -> None:
+        self._built_in = dict(built_in)
+        self._loaded: dict[str, Backend] = {}
+        self._lock = threading.Lock()
+
+    def register(self, backend: Backend) -> None:
+        """Add a backend for this process. Raises TypeError if it is not one, ValueError if the name is taken."""
+        if not isinstance(backend, Backend):
+            raise TypeError(f"{backend!r} is not a backend; it needs name, exact, supports(...) and plan(...).")
+        with self._lock:
+            if backend.name in self.names():
+                raise ValueError(f"a backend named {backend.name!r} is already registered; choose another name.")
+            self._loaded[backend.name] = backend
+
+    def names(self) -> tuple[str, ...]:
+        """Every registered name: built-in ones first, then the rest in alphabetical order."""
+        others = set(self._loaded) | set(_entry_points())
+        return (*self._built_in, *sorted(others - set(self._built_in)))
+
+    def get(self, name: str) -> Backend:
+        """The backend of that name. Raises UnknownBackendError, which lists the registered names."""
+        if name in self._loaded:
+            return self._loaded[name]
+        if name in self._built_in:
+            backend = _resolve_reference(self._built_in[name])
+        elif name in _entry_points():
+            backend = _load_entry_point(_entry_points()[name])
+        else:
+            raise UnknownBackendError(f"backend {name!r} is not registered; registered are: {', '.join(self.names())}.")
+        with self._lock:
+            return self._loaded.setdefault(name, backend)
+
+
+def _resolve_reference(reference: str) -> Backend:
+    module, _, attribute = reference.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def _entry_points() -> dict[str, metadata.EntryPoint]:
+    return {entry.name: entry for entry in metadata.entry_points(group=ENTRY_POINT_GROUP)}
+
+
+def _load_entry_point(entry: metadata.EntryPoint) -> Backend:
+    origin = f"{entry.value} of {entry.dist.name if entry.dist else 'an unnamed package'}"
+    try:
+        backend = entry.load()
+        if not isinstance(backend, Backend) and callable(backend):
+            backend = backend()
+    except Exception as error:  # noqa: BLE001 (whatever a foreign package raises becomes the reason)
+        return BrokenBackend(entry.name, f"entry point {origin} failed to load: {type(error).__name__}: {error}")
+    if not isinstance(backend, Backend) or backend.name != entry.name:
+        return BrokenBackend(entry.name, f"entry point {origin} is not a backend named {entry.name!r}.")
+    return backend
+
+
+# The one registry of the process: register() asks for a place that outlives the call. See docs/design.md.
+DEFAULT = Registry()
+
+
+def register(backend: Backend) -> None:
+    """Add a backend to the registry of this process; see :meth:`Registry.register`."""
+    DEFAULT.register(backend)
+
+
+def names() -> tuple[str, ...]:
+    """Names of all registered backends.
+
+    >>> "standard" in names()
+    True
+    """
+    return DEFAULT.names()
+
+
+def get(name: str) -> Backend:
+    """The backend of that name; raises UnknownBackendError listing the registered ones."""
+    return DEFAULT.get(name)

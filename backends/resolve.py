@@ -1,0 +1,118 @@
+"""From a request to what really runs, with every rejection on the way and its reason.
+
+``auto`` takes the first backend of the target's list that supports the spec. A named backend that refuses
+is replaced by the first of that list that does not, under ``mode="fallback"`` and with one warning that
+says why, or raises, as the caller asks. Nothing is ever swapped without a word.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from backends import registry
+from backends.contract import AttentionSpec, Backend, Layout, Mode, Plan
+from backends.devices import Target
+
+OnUnavailable = Literal["fallback", "raise"]
+
+# Most specialised first; chunked and standard run everywhere. Names that are not registered are passed over.
+PRIORITY: dict[str, tuple[str, ...]] = {
+    "cuda": ("cudnn", "chunked", "standard"),
+    "tpu": ("chunked", "standard"),
+    "rocm": ("chunked", "standard"),
+    "cpu": ("chunked", "standard"),
+}
+
+
+class BackendFallbackWarning(UserWarning):
+    """The requested backend was refused and another one runs in its place."""
+
+
+class BackendUnavailableError(RuntimeError):
+    """The requested backend was refused, and the caller asked for an error instead of a fallback."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rejection:
+    """A backend that was asked and refused."""
+
+    backend: str
+    reasons: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.backend}: {' '.join(self.reasons)}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Resolution:
+    """What runs for a request. ``mode`` is ``fallback`` where it is not the backend that was asked for."""
+
+    requested: str
+    backend: Backend
+    mode: Literal["native", "interpret", "compile", "fallback"]
+    spec: AttentionSpec
+    target: Target
+    rejections: tuple[Rejection, ...] = ()
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Every reason why something else was not taken, as sentences that name the backend."""
+        return tuple(str(rejection) for rejection in self.rejections)
+
+    def plan(self, layout: Layout = Layout(), options: Mapping[str, Any] | None = None) -> Plan:  # noqa: B008
+        """Plan one forward pass with what was resolved. Options belong to the requested backend; a fallback drops them."""
+        if self.mode == "fallback":
+            return self.backend.plan(self.spec, layout, mode="native", options=None)
+        return self.backend.plan(self.spec, layout, mode=self.mode, options=options)
+
+
+def resolve(
+    request: str,
+    spec: AttentionSpec,
+    target: Target | None = None,
+    *,
+    mode: Mode = "native",
+    on_unavailable: OnUnavailable = "fallback",
+) -> Resolution:
+    """Decide which backend computes ``spec`` on ``target`` (default: this machine) for ``request``.
+
+    ``request`` is a registered name or ``"auto"``. Raises UnknownBackendError for a name nobody
+    registered, and BackendUnavailableError where ``on_unavailable="raise"`` and the named backend refuses,
+    or where nothing at all supports the spec.
+    """
+    target = Target.here() if target is None else target
+    if on_unavailable not in ("fallback", "raise"):
+        raise ValueError(f"on_unavailable={on_unavailable!r} must be 'fallback' or 'raise'.")
+    rejections: list[Rejection] = []
+    if request != "auto":
+        backend = registry.get(request)
+        support = backend.supports(spec, target, mode)
+        if support.mode is not None:
+            return Resolution(request, backend, support.mode, spec, target)
+        rejections.append(Rejection(request, support.reasons))
+        if on_unavailable == "raise":
+            raise BackendUnavailableError(f"{request} cannot run this on {target}: {' '.join(support.reasons)}")
+    known = registry.names()
+    for name in PRIORITY[target.platform]:
+        if name == request or name not in known:
+            continue
+        backend = registry.get(name)
+        support = backend.supports(spec, target, "native")
+        if support.mode is None:
+            rejections.append(Rejection(name, support.reasons))
+            continue
+        if request == "auto":
+            return Resolution(request, backend, support.mode, spec, target, tuple(rejections))
+        resolution = Resolution(request, backend, "fallback", spec, target, tuple(rejections))
+        warnings.warn(
+            f"{request} cannot run this on {target}; {name} runs instead. {' '.join(resolution.reasons)}",
+            BackendFallbackWarning,
+            stacklevel=2,
+        )
+        return resolution
+    raise BackendUnavailableError(
+        f"no backend can run this on {target}: {' '.join(map(str, rejections))} Registered: {', '.join(known)}."
+    )
