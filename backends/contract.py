@@ -206,9 +206,15 @@ class Backend(Protocol):
         ...
 
     def plan(
-        self, spec: AttentionSpec, layout: Layout, *, mode: Mode = "native", options: Mapping[str, Any] | None = None
+        self,
+        spec: AttentionSpec,
+        layout: Layout,
+        *,
+        target: Target,
+        mode: Mode = "native",
+        options: Mapping[str, Any] | None = None,
     ) -> Plan:
-        """Prepare one forward pass. Raises ValueError for an option that the backend does not have."""
+        """Prepare one forward pass for ``target``. Raises ValueError for an option that the backend does not have."""
         ...
 
 

@@ -44,7 +44,13 @@ class BrokenBackend:
         return Support(None, (self.error,))
 
     def plan(
-        self, spec: AttentionSpec, layout: Layout, *, mode: Mode = "native", options: Mapping[str, Any] | None = None
+        self,
+        spec: AttentionSpec,
+        layout: Layout,
+        *,
+        target: Target,
+        mode: Mode = "native",
+        options: Mapping[str, Any] | None = None,
     ) -> Plan:
         """Raise ImportError with the error."""
         raise ImportError(self.error)

@@ -65,8 +65,8 @@ class Resolution:
     def plan(self, layout: Layout = Layout(), options: Mapping[str, Any] | None = None) -> Plan:  # noqa: B008
         """Plan one forward pass with what was resolved. Options belong to the requested backend; a fallback drops them."""
         if self.mode == "fallback":
-            return self.backend.plan(self.spec, layout, mode="native", options=None)
-        return self.backend.plan(self.spec, layout, mode=self.mode, options=options)
+            return self.backend.plan(self.spec, layout, target=self.target)
+        return self.backend.plan(self.spec, layout, target=self.target, mode=self.mode, options=options)
 
 
 def resolve(

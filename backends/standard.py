@@ -37,6 +37,7 @@ class Standard:
         spec: AttentionSpec,
         layout: Layout,
         *,
+        target: Target,
         mode: Mode = "native",
         options: Mapping[str, Any] | None = None,
     ) -> Plan:
