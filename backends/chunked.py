@@ -1,5 +1,429 @@
+"""Exact attention over blocks with an online softmax: memory linear in sequence length, forward and backward.
+
+The recurrence is FlashAttention-2's (arXiv 2307.08691), written in XLA so that it runs on every platform;
+it is the fallback for long sequences. Blocks that hold nothing visible are skipped, blocks that are all
+visible are not masked (``blocks.py``). The backward pass recomputes the probabilities from the saved
+log-sum-exp. Short queries against long keys (decoding) take the formula of ``standard``, whose scores are
+linear in the key length there.
+
+What XLA needs on a CPU, each measured (see ``docs/cpu.md``), is decided in :func:`_tricks` alone.
+"""
+
+from __future__ import annotations
+
 import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from backends.standard import Standard
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float
 
-CHUNKED = dataclasses.replace(Standard(), name="chunked")
+from backends import blocks, standard
+from backends.blocks import BlockTable, PaddedLayout
+from backends.contract import AttentionSpec, Carry, Layout, Mode, Plan, Support, check_options
+from backends.devices import Target
+
+SHORT_QUERY = 16  # query rows up to which the scores of the plain formula count as linear memory
+
+_MASKED = -1e30  # finite, so that a row with nothing visible gives no NaN
+_UNSEEN = 1e30  # log-sum-exp of a row with nothing visible: its probabilities come out as zero
+
+OPTIONS = {
+    "block_q": "query rows per block (a multiple of 8)",
+    "block_kv": "keys per block (a multiple of 8)",
+    "block_backward": "rows and keys per block in the backward pass (a multiple of 8)",
+    "heads_per_tile": "KV heads computed together (at least 1)",
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BlockSizes:
+    """Sizes of the blocks, and how many KV heads one step computes."""
+
+    block_q: int
+    block_kv: int
+    block_backward: int
+    heads_per_tile: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Program:
+    """Everything static about one planned attention."""
+
+    spec: AttentionSpec
+    sizes: BlockSizes
+    shift_to_bfloat16: bool
+    carry_bits: bool
+    scale_query: float
+    scale_scores: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Chunked:
+    """The ``chunked`` backend."""
+
+    name: str = "chunked"
+    exact: bool = True
+
+    def supports(self, spec: AttentionSpec, target: Target, mode: Mode = "native") -> Support:
+        """All of the contract but array masks and biases, on every platform."""
+        reasons = []
+        if mode == "interpret":
+            reasons.append("chunked is plain XLA, there is no kernel to interpret; use mode='native'.")
+        for name, has in (("mask", spec.has_mask), ("bias", spec.has_bias)):
+            if has:
+                reasons.append(
+                    f"an explicit {name} array is not supported by chunked, whose memory is linear in the length; "
+                    "describe it by is_causal, windows, chunks, segments or lengths, or use backend='standard'."
+                )
+        return Support(None, tuple(reasons)) if reasons else Support(mode)
+
+    def plan(
+        self,
+        spec: AttentionSpec,
+        layout: Layout,
+        *,
+        target: Target,
+        mode: Mode = "native",
+        options: Mapping[str, Any] | None = None,
+    ) -> Plan:
+        """Sort the blocks once for all layers. Options: see :data:`OPTIONS`; raises ValueError for others."""
+        given = check_options(self.name, options, OPTIONS)
+        if spec.query_length <= SHORT_QUERY:
+            return standard.STANDARD.plan(spec, layout, target=target)
+        sizes = _fit(dataclasses.replace(default_sizes(spec, target), **_checked(given)), spec, layout)
+        program = _Program(spec, sizes, *_tricks(spec, target), *_scales(spec))
+        differentiable, traced = _differentiable(program, _tables(program, layout))
+
+        def attend(query: Array, key: Array, value: Array, layer: int, carry: Carry) -> tuple[Array, Carry]:
+            return differentiable(query, key, value, traced), carry
+
+        return Plan(attend)
+
+
+def default_sizes(spec: AttentionSpec, target: Target) -> BlockSizes:
+    """Block sizes where the user gives none: by platform, length and group."""
+    length, group = min(spec.query_length, spec.key_value_length), spec.group_size
+    if target.platform != "cpu":  # few large steps; not tuned on an accelerator yet
+        return BlockSizes(512, 512, 512, spec.batch * spec.num_kv_heads)
+    block_q = 256 if length >= 1024 else 128
+    if group > 1:  # a tile has group * block_q rows: 256 to 512 of them fill the cache without spilling it
+        block_q = max(64, min(block_q, 512 // group))
+    block_kv = 512 if length >= 2048 else 256 if length >= 1024 else 128
+    block_backward = block_q if length >= 2048 else min(block_q, 128 if group == 1 else 64)
+    return BlockSizes(block_q, max(block_q, block_kv), block_backward, 2 if target.count > 1 else 4)
+
+
+def _checked(options: dict[str, Any]) -> dict[str, Any]:
+    for name, value in options.items():
+        step = 1 if name == "heads_per_tile" else 8
+        if not isinstance(value, int) or value < step or value % step:
+            raise ValueError(f"chunked: {name}={value!r} is not accepted; {name} is {OPTIONS[name]}.")
+    return options
+
+
+def _fit(sizes: BlockSizes, spec: AttentionSpec, layout: Layout) -> BlockSizes:
+    """No block longer than its sequence, and tiles whose heads all share one layout."""
+
+    def shrink(block: int, length: int) -> int:
+        return min(block, -(-length // 8) * 8)
+
+    rows = ("query_segment_ids", "query_positions", "key_value_positions", "key_value_seq_lengths")
+    per_sequence = any(getattr(layout, name) is not None for name in rows)
+    heads = spec.num_kv_heads * (1 if per_sequence else spec.batch)
+    longest = max(spec.query_length, spec.key_value_length)
+    return BlockSizes(
+        shrink(sizes.block_q, spec.query_length),
+        shrink(sizes.block_kv, spec.key_value_length),
+        shrink(sizes.block_backward, longest),
+        max(n for n in range(1, min(sizes.heads_per_tile, heads) + 1) if heads % n == 0),
+    )
+
+
+def _tricks(spec: AttentionSpec, target: Target) -> tuple[bool, bool]:
+    """(round to bfloat16 by integer arithmetic, carry bfloat16 as bits): both only where XLA's CPU compiler needs it.
+
+    Its float32 -> bfloat16 conversion is scalar code, and it widens bfloat16 loop operands to float32 and
+    narrows them again at every slice.
+    """
+    on_cpu = target.platform == "cpu" and spec.dtype == "bfloat16"
+    return on_cpu, on_cpu
+
+
+def _scales(spec: AttentionSpec) -> tuple[float, float]:
+    """Factors on the query and on the scores; their product is the softmax scale.
+
+    Scaling the query costs nothing but rounds it once more in a short dtype, unless by a power of two.
+    """
+    scale = spec.softmax_scale
+    if spec.dtype == "float32":
+        return scale, 1.0
+    if spec.dtype == "bfloat16" and math.frexp(scale)[0] == 0.5:  # noqa: PLR2004
+        return scale, 1.0
+    return 1.0, scale
+
+
+_Tables = tuple[tuple[PaddedLayout, BlockTable], tuple[PaddedLayout, BlockTable] | None]
+
+
+def _tables(program: _Program, layout: Layout) -> _Tables:
+    """Blocks to visit per query block (forward) and, transposed, per KV block (backward)."""
+    spec, sizes = program.spec, program.sizes
+    padded = blocks.pad_layout(spec, layout, sizes.block_q, sizes.block_kv)
+    forward = padded, blocks.table(blocks.classify(spec, padded, sizes.block_q, sizes.block_kv))
+    if not spec.needs_grad:
+        return forward, None
+    b = sizes.block_backward
+    padded = blocks.pad_layout(spec, layout, b, b)
+    return forward, (padded, blocks.table(blocks.classify(spec, padded, b, b).swapaxes(1, 2)))
+
+
+def _differentiable(program: _Program, tables: _Tables) -> tuple[Callable[..., Array], _Tables | None]:
+    """The attention with its own gradient, and what must be passed to it as a fourth argument.
+
+    Tables of a static layout are captured as constants, from which XLA leaves out loops that never run;
+    traced ones have to be arguments.
+    """
+    static = all(isinstance(x, np.ndarray) for x in jax.tree.leaves(tables))
+
+    @jax.custom_vjp
+    def attend(query: Array, key: Array, value: Array, traced: _Tables | None) -> Array:
+        return _forward(program, query, key, value, *(traced or tables)[0])[0]
+
+    def forward(query: Array, key: Array, value: Array, traced: _Tables | None) -> Any:
+        if (traced or tables)[1] is None:
+            raise ValueError("planned with needs_grad=False; plan with needs_grad=True to differentiate.")
+        out, lse = _forward(program, query, key, value, *(traced or tables)[0])
+        return out, (query, key, value, out, lse, traced)
+
+    def backward(residuals: Any, d_out: Array) -> Any:
+        *saved, traced = residuals
+        return *_backward(program, *saved, d_out, *(traced or tables)[1]), None
+
+    attend.defvjp(forward, backward)
+    return attend, None if static else tables
+
+
+# Tiles. A tile is `heads_per_tile` KV heads with all query heads of their groups:
+# queries [tiles * q_blocks, heads, group * block_q, dim], keys and values [tiles, heads, kv_len, dim].
+
+
+def _tile_queries(x: Array, spec: AttentionSpec, heads: int, block: int, fill: float = 0) -> Array:
+    """[B, T, N, D] -> [tiles * q_blocks, heads, group * block, D], T padded with ``fill``."""
+    x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % block), (0, 0), (0, 0)), constant_values=fill)
+    b, t, _, d = x.shape
+    kv_heads, group, n = spec.num_kv_heads, spec.group_size, t // block
+    x = x.reshape(b, n, block, kv_heads, group, d).transpose(0, 3, 1, 4, 2, 5)
+    x = x.reshape(b * kv_heads // heads, heads, n, group * block, d)
+    return x.transpose(0, 2, 1, 3, 4).reshape(-1, heads, group * block, d)
+
+
+def _untile_queries(x: Array, spec: AttentionSpec, heads: int, block: int) -> Array:
+    """The inverse: -> [B, T, N, D]."""
+    b, kv_heads, group, d = spec.batch, spec.num_kv_heads, spec.group_size, x.shape[-1]
+    n = x.shape[0] * heads // (b * kv_heads)
+    x = x.reshape(-1, n, heads, group, block, d).transpose(0, 2, 3, 1, 4, 5).reshape(b, kv_heads, group, n * block, d)
+    return x.transpose(0, 3, 1, 2, 4).reshape(b, n * block, kv_heads * group, d)[:, : spec.query_length]
+
+
+def _tile_keys(x: Array, heads: int, block: int) -> Array:
+    """[B, S, K, D] -> [tiles, heads, S, D], S padded with zeros."""
+    x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % block), (0, 0), (0, 0)))
+    b, s, kv_heads, d = x.shape
+    return x.transpose(0, 2, 1, 3).reshape(b * kv_heads // heads, heads, s, d)
+
+
+def _untile_keys(x: Array, spec: AttentionSpec) -> Array:
+    """The inverse: -> [B, S, K, D]."""
+    x = x.reshape(spec.batch, spec.num_kv_heads, -1, x.shape[-1]).transpose(0, 2, 1, 3)
+    return x[:, : spec.key_value_length]
+
+
+def _round(x: Float[Array, "..."], program: _Program) -> Array:
+    """float32 -> the input dtype; on a CPU to bfloat16 by adding half an ulp and dropping the low bits."""
+    if not program.shift_to_bfloat16:
+        return x.astype(program.spec.dtype)
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    even = (bits >> 16) & jnp.uint32(1)
+    return lax.bitcast_convert_type(((bits + jnp.uint32(0x7FFF) + even) >> 16).astype(jnp.uint16), jnp.bfloat16)
+
+
+def _pack(x: Array, program: _Program) -> Array:
+    return lax.bitcast_convert_type(x, jnp.uint16) if program.carry_bits else x
+
+
+def _unpack(x: Array, program: _Program) -> Array:
+    return lax.bitcast_convert_type(x, jnp.bfloat16) if program.carry_bits else x
+
+
+def _dot(subscripts: str, a: Array, b: Array) -> Array:
+    return jnp.einsum(subscripts, a, b, preferred_element_type=jnp.float32)
+
+
+def _soft_cap(scores: Array, spec: AttentionSpec) -> Array:
+    return scores if spec.logits_soft_cap is None else spec.logits_soft_cap * jnp.tanh(scores / spec.logits_soft_cap)
+
+
+def _visit(table: BlockTable, batch: Array, row: Array, step: Callable[[Array, Any, bool], Any], carry: Any) -> Any:
+    """Fold ``step(column, carry, mixed)`` over the blocks of one row: mixed ones, then all-visible ones."""
+    order = jnp.asarray(table.order)[batch, row]
+    partial = jnp.asarray(table.partial)[batch, row]
+    full = jnp.asarray(table.full)[batch, row]
+    if not _never(table.partial):
+        carry = lax.fori_loop(0, partial, lambda n, c: step(order[n], c, True), carry)
+    if not _never(table.full):
+        carry = lax.fori_loop(partial, partial + full, lambda n, c: step(order[n], c, False), carry)
+    return carry
+
+
+def _never(counts: Any) -> bool:
+    """Whether no row has any such block, known at trace time: the loop is left out of the program."""
+    return isinstance(counts, np.ndarray) and not counts.any()
+
+
+def _scaled_query(query: Array, program: _Program) -> Array:
+    if program.scale_query == 1.0:
+        return query
+    return (query.astype(jnp.float32) * program.scale_query).astype(query.dtype)
+
+
+def _forward(
+    program: _Program, query: Array, key: Array, value: Array, layout: PaddedLayout, table: BlockTable
+) -> tuple[Array, Array]:
+    """Output [B, T, N, Hv] and log-sum-exp [B, T, N]."""
+    spec, sizes = program.spec, program.sizes
+    heads, block_q, block_kv, group = sizes.heads_per_tile, sizes.block_q, sizes.block_kv, spec.group_size
+    keys = _tile_keys(_pack(key, program), heads, block_kv)
+    values = _tile_keys(_pack(value, program), heads, block_kv)
+    queries = _tile_queries(_pack(_scaled_query(query, program), program), spec, heads, block_q)
+    tiles, rows = keys.shape[0], queries.shape[0] // keys.shape[0]
+
+    def one_row(x: tuple[Array, Array, Array]) -> tuple[Array, Array]:
+        tile, row, q = x
+        q = _unpack(q, program)
+        batch = tile * heads // spec.num_kv_heads if layout.batch > 1 else jnp.int32(0)
+
+        def step(column: Array, carry: tuple[Array, Array, Array], mixed: bool) -> tuple[Array, Array, Array]:
+            top, total, out = carry
+            start = column * block_kv
+            k = _unpack(lax.dynamic_slice_in_dim(keys[tile], start, block_kv, 1), program)
+            v = _unpack(lax.dynamic_slice_in_dim(values[tile], start, block_kv, 1), program)
+            scores = _soft_cap(_dot("hqd,hkd->hqk", q, k) * program.scale_scores, spec)
+            if mixed:
+                mask = blocks.visible(spec, layout, batch, row * block_q, start, block_q, block_kv)
+                scores = jnp.where(mask, scores.reshape(heads, group, block_q, block_kv), _MASKED)
+                scores = scores.reshape(heads, group * block_q, block_kv)
+            new_top = jnp.maximum(top, scores.max(-1))
+            # A row that has seen nothing yet keeps top at _MASKED; subtracting half of that instead gives exp(-5e29) = 0.
+            probs = jnp.exp(scores - jnp.maximum(new_top, _MASKED / 2)[..., None])
+            probs = _round(probs, program)
+            decay = jnp.exp(top - new_top)
+            total = total * decay + probs.astype(jnp.float32).sum(-1)
+            return new_top, total, out * decay[..., None] + _dot("hqk,hkd->hqd", probs, v)
+
+        shape = (heads, group * block_q)
+        start = jnp.full(shape, _MASKED), jnp.zeros(shape), jnp.zeros((*shape, spec.value_head_dim))
+        top, total, out = _visit(table, batch, row, step, start)
+        seen = total > 0.0
+        out = out * jnp.where(seen, 1.0 / jnp.where(seen, total, 1.0), 0.0)[..., None]
+        lse = jnp.where(seen, top + jnp.log(jnp.where(seen, total, 1.0)), _UNSEEN)
+        return _pack(_round(out, program), program), lse
+
+    index = jnp.repeat(jnp.arange(tiles), rows), jnp.tile(jnp.arange(rows), tiles)
+    out, lse = lax.map(one_row, (*index, queries))
+    return (
+        _unpack(_untile_queries(out, spec, heads, block_q), program),
+        _untile_queries(lse[..., None], spec, heads, block_q)[..., 0],
+    )
+
+
+def _backward(
+    program: _Program,
+    query: Array,
+    key: Array,
+    value: Array,
+    out: Array,
+    lse: Array,
+    d_out: Array,
+    layout: PaddedLayout,
+    table: BlockTable,
+) -> tuple[Array, Array, Array]:
+    """Gradients of query, key and value, in their dtype.
+
+    Scores are kept transposed (keys by queries), so that every product contracts the last dimension of its
+    left operand: the orientation for which XLA's CPU backend has a fast kernel.
+    """
+    spec, sizes = program.spec, program.sizes
+    heads, block, group = sizes.heads_per_tile, sizes.block_backward, spec.group_size
+    delta = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1)
+
+    lses = _tile_queries(lse[..., None], spec, heads, block, _UNSEEN)[..., 0]
+    deltas = _tile_queries(delta[..., None], spec, heads, block)[..., 0]
+    queries = _tile_queries(_pack(_scaled_query(query, program), program), spec, heads, block)
+    d_outs = _tile_queries(_pack(d_out, program), spec, heads, block)
+
+    def columns_of(x: Array) -> Array:  # [B, S, K, D] -> [tiles * kv_blocks, heads, block, D]
+        x = _tile_keys(_pack(x, program), heads, block)
+        return (
+            x.reshape(x.shape[0], heads, -1, block, x.shape[-1]).swapaxes(1, 2).reshape(-1, heads, block, x.shape[-1])
+        )
+
+    keys, values = columns_of(key), columns_of(value)
+    keys_transposed = keys.swapaxes(
+        2, 3
+    )  # out here: inside the loop XLA folds it into the product, which then has no kernel
+    tiles = spec.batch * spec.num_kv_heads // heads
+    q_blocks, kv_blocks = queries.shape[0] // tiles, keys.shape[0] // tiles
+
+    def one_column(d_queries: Array, x: tuple[Array, ...]) -> tuple[Array, tuple[Array, Array]]:
+        tile, column, *kv = x
+        k, k_transposed, v = (_unpack(part, program) for part in kv)
+        batch = tile * heads // spec.num_kv_heads if layout.batch > 1 else jnp.int32(0)
+
+        def step(row: Array, carry: tuple[Array, Array, Array], mixed: bool) -> tuple[Array, Array, Array]:
+            d_k, d_v, d_queries = carry
+            at = tile * q_blocks + row
+            q, d_o = _unpack(queries[at], program), _unpack(d_outs[at], program)
+            raw = _dot("hkd,hqd->hkq", k, q) * program.scale_scores
+            scores = _soft_cap(raw, spec)
+            probs = jnp.exp(scores - lses[at][:, None])
+            if mixed:
+                mask = blocks.visible(spec, layout, batch, row * block, column * block, block, block).T[:, None]
+                probs = jnp.where(mask, probs.reshape(heads, block, group, block), 0.0).reshape(probs.shape)
+            d_scores = probs * (_dot("hkd,hqd->hkq", v, d_o) - deltas[at][:, None])
+            if spec.logits_soft_cap is not None:
+                d_scores = d_scores * (1.0 - (scores / spec.logits_soft_cap) ** 2)
+            probs, d_scores = _round(probs, program), _round(d_scores * program.scale_scores, program)
+            d_v = d_v + _dot("hkq,hqd->hkd", probs, d_o)
+            d_k = d_k + _dot("hkq,hqd->hkd", d_scores, q)
+            d_q = lax.dynamic_index_in_dim(d_queries, at, 0, keepdims=False) + _dot(
+                "hdk,hkq->hdq", k_transposed, d_scores
+            )
+            return d_k, d_v, lax.dynamic_update_index_in_dim(d_queries, d_q, at, 0)
+
+        start = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32), d_queries
+        d_k, d_v, d_queries = _visit(table, batch, column, step, start)
+        return d_queries, (_pack(_round(d_k, program), program), _pack(_round(d_v, program), program))
+
+    d_queries = jnp.zeros((tiles * q_blocks, heads, spec.head_dim, group * block))
+    index = jnp.repeat(jnp.arange(tiles), kv_blocks), jnp.tile(jnp.arange(kv_blocks), tiles)
+    d_queries, (d_keys, d_values) = lax.scan(one_column, d_queries, (*index, keys, keys_transposed, values))
+    d_query = _round(d_queries.swapaxes(2, 3) * program.scale_query, program)
+
+    def gather(x: Array) -> Array:  # the inverse of columns_of
+        x = x.reshape(tiles, kv_blocks, heads, block, x.shape[-1]).swapaxes(1, 2)
+        return _untile_keys(_unpack(x, program), spec)
+
+    return (
+        _unpack(_untile_queries(_pack(d_query, program), spec, heads, block), program),
+        gather(d_keys),
+        gather(d_values),
+    )
+
+
+CHUNKED = Chunked()

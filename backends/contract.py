@@ -95,9 +95,9 @@ class AttentionSpec:
             _require_positive_int("chunk_size", self.chunk_size)
         window = self.local_window_size
         if window is not None and not (
-            isinstance(window, tuple) and len(window) == 2 and all(_is_int(w) and w >= 0 for w in window)
+            isinstance(window, tuple) and len(window) == 2 and all(_is_int(w) and 0 <= w <= 2**30 for w in window)
         ):
-            raise ValueError(f"local_window_size={window!r} must be an int >= 0, or a pair (left, right) of them.")
+            raise ValueError(f"local_window_size={window!r} must be an int from 0 to 2**30, or a pair (left, right).")
         for name in ("scale", "logits_soft_cap"):
             value = getattr(self, name)
             if value is not None and not (_is_real(value) and math.isfinite(value) and value > 0):

@@ -1,0 +1,179 @@
+"""Which blocks of the score matrix hold anything to compute.
+
+The score matrix is cut into blocks of ``block_q`` query rows by ``block_kv`` keys. From the smallest and
+largest position and segment id of each block follows whether a pair of blocks is all masked (skip), all
+visible (no mask needed) or mixed. The same idea as FlexAttention's BlockMask (PyTorch), computed from the
+contract's fields instead of a function, so it needs no quadratic pass over single elements. Bounds are
+conservative: a block may be visited although nothing in it is visible, never the other way round.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from backends.contract import AttentionSpec, Layout, positions
+
+SKIP, PARTIAL, FULL = 0, 1, 2
+
+_LARGE = np.int32(2**31 - 1)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True)
+class PaddedLayout:
+    """A layout padded to whole blocks; NumPy where it follows from the spec alone, else traced.
+
+    ``batch`` is 1 where the same layout holds for every sequence. ``lengths`` is the number of leading
+    key slots that exist: padding of the last block lies beyond it.
+    """
+
+    query_positions: Int[Array, "batch q_pad"]
+    key_value_positions: Int[Array, "batch kv_pad"]
+    query_segment_ids: Int[Array, "batch q_pad"] | None
+    key_value_segment_ids: Int[Array, "batch kv_pad"] | None
+    lengths: Int[Array, " batch"]
+
+    @property
+    def batch(self) -> int:
+        """Distinct layouts: 1, or one per sequence."""
+        return self.lengths.shape[0]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True)
+class BlockTable:
+    """For every row of blocks, which blocks to visit: ``partial`` mixed ones first, then ``full`` ones.
+
+    ``order[b, i, :partial[b, i]]`` are the mixed blocks of row i, the next ``full[b, i]`` the all-visible
+    ones; what follows is not to be visited.
+    """
+
+    order: Int[Array, "batch rows columns"]
+    partial: Int[Array, "batch rows"]
+    full: Int[Array, "batch rows"]
+
+
+def pad_layout(spec: AttentionSpec, layout: Layout, block_q: int, block_kv: int) -> PaddedLayout:
+    """Fill in the defaults of ``layout`` and pad it to multiples of the block sizes."""
+    q_pos, k_pos = positions(spec, layout)
+    q_pad, k_pad = -spec.query_length % block_q, -spec.key_value_length % block_kv
+    lengths = layout.key_value_seq_lengths
+    if lengths is None:
+        lengths = np.full((1,), spec.key_value_length, np.int32)
+    q_seg, k_seg = layout.query_segment_ids, layout.key_value_segment_ids
+    parts = (
+        _pad(q_pos, q_pad, 0),
+        _pad(k_pos, k_pad, 0),
+        None if q_seg is None else _pad(q_seg, q_pad, -1),
+        None if k_seg is None else _pad(k_seg, k_pad, -1),
+        lengths,
+    )
+    batch = max(x.shape[0] for x in parts if x is not None)
+    return PaddedLayout(*(None if x is None else _broadcast(x, batch) for x in parts))
+
+
+def classify(
+    spec: AttentionSpec, layout: PaddedLayout, block_q: int, block_kv: int
+) -> Int[Array, "batch q_blocks kv_blocks"]:
+    """SKIP, PARTIAL or FULL for every pair of blocks."""
+    xp = _module(layout)
+    k_slots = np.arange(layout.key_value_positions.shape[1], dtype=np.int32)[None]
+    k_real = k_slots < layout.lengths[:, None]
+    q_real = (np.arange(layout.query_positions.shape[1]) < spec.query_length)[None]
+    q_low, q_high = (x[:, :, None] for x in _bounds(xp, layout.query_positions, q_real, block_q))
+    k_low, k_high = (x[:, None, :] for x in _bounds(xp, layout.key_value_positions, k_real, block_kv))
+    some = (k_low <= k_high) & (q_low <= q_high)  # a real key and a real query in it
+    every = some & _blocked(k_real, block_kv).all(-1)[:, None, :]
+    if spec.is_causal:
+        some, every = some & (k_low <= q_high), every & (k_high <= q_low)
+    if spec.window is not None:
+        left, right = spec.window
+        some = some & (k_high >= q_low - left) & (k_low <= q_high + right)
+        every = every & (k_low >= q_high - left) & (k_high <= q_low + right)
+    if spec.chunk_size is not None:
+        q_first, q_last, k_first, k_last = (x // spec.chunk_size for x in (q_low, q_high, k_low, k_high))
+        some = some & (k_first <= q_last) & (k_last >= q_first)
+        every = every & (k_first == q_last) & (k_last == q_first) & (q_first == q_last)
+    if layout.query_segment_ids is not None and layout.key_value_segment_ids is not None:
+        q_seg, k_seg = layout.query_segment_ids, layout.key_value_segment_ids
+        q_min, q_max = (x[:, :, None] for x in _bounds(xp, q_seg, q_seg >= 0, block_q))
+        k_min, k_max = (x[:, None, :] for x in _bounds(xp, k_seg, (k_seg >= 0) & k_real, block_kv))
+        padless = _blocked(q_seg >= 0, block_q).all(-1)[:, :, None] & _blocked(k_seg >= 0, block_kv).all(-1)[:, None, :]
+        some = some & (k_min <= q_max) & (k_max >= q_min) & (q_min <= q_max) & (k_min <= k_max)
+        every = every & padless & (q_min == q_max) & (k_min == k_max) & (q_min == k_min)
+    return xp.where(every & some, FULL, xp.where(some, PARTIAL, SKIP)).astype(np.int32)
+
+
+def table(kinds: Int[Array, "batch rows columns"]) -> BlockTable:
+    """The blocks to visit, row by row."""
+    xp = np if isinstance(kinds, np.ndarray) else jnp
+    rank = xp.where(kinds == PARTIAL, 0, xp.where(kinds == FULL, 1, 2))
+    return BlockTable(
+        xp.argsort(rank, axis=-1, stable=True).astype(np.int32),
+        (kinds == PARTIAL).sum(-1).astype(np.int32),
+        (kinds == FULL).sum(-1).astype(np.int32),
+    )
+
+
+def visible(
+    spec: AttentionSpec,
+    layout: PaddedLayout,
+    batch: Int[Array, ""],
+    query_start: Int[Array, ""],
+    key_start: Int[Array, ""],
+    block_q: int,
+    block_kv: int,
+) -> Bool[Array, "block_q block_kv"]:
+    """Which pairs of one mixed block may attend."""
+
+    def part(x: Any, start: Any, size: int) -> Array:
+        return jax.lax.dynamic_slice(jnp.asarray(x), (batch, start), (1, size))[0]
+
+    slots = key_start + jnp.arange(block_kv, dtype=jnp.int32)
+    q_pos = part(layout.query_positions, query_start, block_q)[:, None]
+    k_pos = part(layout.key_value_positions, key_start, block_kv)[None]
+    ok = (slots < jnp.asarray(layout.lengths)[batch])[None]
+    if spec.is_causal:
+        ok = ok & (k_pos <= q_pos)
+    if spec.window is not None:
+        left, right = spec.window
+        ok = ok & (k_pos >= q_pos - left) & (k_pos <= q_pos + right)
+    if spec.chunk_size is not None:
+        ok = ok & (q_pos // spec.chunk_size == k_pos // spec.chunk_size)
+    if layout.query_segment_ids is not None:
+        q_seg = part(layout.query_segment_ids, query_start, block_q)[:, None]
+        ok = ok & (q_seg == part(layout.key_value_segment_ids, key_start, block_kv)[None]) & (q_seg >= 0)
+    return jnp.broadcast_to(ok, (block_q, block_kv))
+
+
+def _module(layout: PaddedLayout) -> ModuleType:
+    """NumPy where nothing is traced, so that the table of a static layout is a constant of the program."""
+    return np if all(isinstance(x, np.ndarray) for x in jax.tree.leaves(layout)) else jnp
+
+
+def _blocked(x: Any, size: int) -> Any:
+    return x.reshape(x.shape[0], -1, size)
+
+
+def _bounds(xp: ModuleType, x: Any, keep: Any, size: int) -> tuple[Any, Any]:
+    """Smallest and largest kept value per block; (large, -large) where none is kept."""
+    low = _blocked(xp.where(keep, x, _LARGE), size).min(-1)
+    high = _blocked(xp.where(keep, x, -_LARGE), size).max(-1)
+    return low, high
+
+
+def _pad(x: Any, amount: int, value: int) -> Any:
+    xp = np if isinstance(x, np.ndarray) else jnp
+    return xp.pad(x, ((0, 0), (0, amount)), constant_values=value).astype(np.int32)
+
+
+def _broadcast(x: Any, batch: int) -> Any:
+    xp = np if isinstance(x, np.ndarray) else jnp
+    return xp.broadcast_to(x, (batch, *x.shape[1:])).astype(np.int32)

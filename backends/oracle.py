@@ -1,0 +1,223 @@
+"""Attention in plain float64 NumPy, and the rule by which every backend is judged against it.
+
+:func:`forward` and :func:`gradients` compute the semantics of :mod:`backends.contract` from their text, not
+from its code: the mask, the softmax and the gradient formulas (FlashAttention-2, arXiv 2307.08691, section 2.2,
+with soft cap and bias) are written out again here, so that a mistake in one of the two shows. :func:`judge` is
+the noise-floor rule. Quadratic in time, linear in memory (blocks of query rows); nothing here is for training.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import numpy as np
+from jaxtyping import Bool, Float64
+
+from backends.contract import AttentionSpec, Layout
+
+Kind = Literal["forward", "gradient"]
+
+# Distance from 1.0 to the next number of each dtype.
+EPSILON = {"float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
+
+_BLOCK_ELEMENTS = 2**19  # scores held at a time: 4 MiB of float64 per temporary
+
+
+def forward(spec: AttentionSpec, layout: Layout, query: Any, key: Any, value: Any) -> Float64[np.ndarray, "b t n v"]:
+    """The output in float64, from NumPy or JAX arrays of any float dtype in the layout of the contract."""
+    q, k, v = (_float64(x) for x in (query, key, value))
+    out = np.zeros((*q.shape[:3], v.shape[3]))
+    for b, group, head, rows in _blocks(spec):
+        probs, _ = _probabilities(spec, layout, b, group, rows, q[b, rows, group], k[b, :, head])
+        out[b, rows, group] = np.swapaxes(probs @ v[b, :, head], 0, 1)
+    return out
+
+
+def gradients(
+    spec: AttentionSpec, layout: Layout, query: Any, key: Any, value: Any, d_out: Any
+) -> tuple[Float64[np.ndarray, "b t n h"], Float64[np.ndarray, "b s k h"], Float64[np.ndarray, "b s k v"]]:
+    """``(dq, dk, dv)`` in float64 for the cotangent ``d_out [batch, query, heads, value_head_dim]`` of the output."""
+    q, k, v, g = (_float64(x) for x in (query, key, value, d_out))
+    dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
+    for b, group, head, rows in _blocks(spec):
+        q_block, g_block = q[b, rows, group], np.swapaxes(g[b, rows, group], 0, 1)
+        probs, slope = _probabilities(spec, layout, b, group, rows, q_block, k[b, :, head])
+        dv[b, :, head] += _sum_over_rows(probs, g_block)
+        d_probs = g_block @ v[b, :, head].T
+        d_probs -= np.einsum("gts,gts->gt", probs, d_probs)[..., None]
+        d_logits = d_probs
+        d_logits *= probs
+        if slope is not None:
+            d_logits *= slope
+        d_logits *= _scale(spec)
+        dq[b, rows, group] = np.swapaxes(d_logits @ k[b, :, head], 0, 1)
+        dk[b, :, head] += _sum_over_rows(d_logits, np.swapaxes(q_block, 0, 1))
+    return dq, dk, dv
+
+
+def unseen_rows(spec: AttentionSpec, layout: Layout) -> Bool[np.ndarray, "b t n"]:
+    """True where a query row of a head may attend to nothing: its output and its dq are exactly zero."""
+    unseen = np.zeros((spec.batch, spec.query_length, spec.num_heads), bool)
+    for b, group, _, rows in _blocks(spec):
+        unseen[b, rows, group] = ~_visible(spec, layout, b, group, rows).any(-1).T
+    return unseen
+
+
+def unseen_keys(spec: AttentionSpec, layout: Layout) -> Bool[np.ndarray, "b s k"]:
+    """True where no query of any head attends to a key of a KV head: its dk and dv are exactly zero."""
+    seen = np.zeros((spec.batch, spec.key_value_length, spec.num_kv_heads), bool)
+    for b, group, head, rows in _blocks(spec):
+        seen[b, :, head] |= _visible(spec, layout, b, group, rows).any((0, 1))
+    return ~seen
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Verdict:
+    """How far a result is from the oracle, and whether that passes.
+
+    Errors are relative to the largest magnitude that the oracle gives (absolute where it gives only zeros);
+    ``standard_error`` is that of the standard backend in the same dtype, None where it was not given.
+    ``max_error`` is infinite for a result of the wrong shape or dtype, or with a NaN or an infinity.
+    """
+
+    max_error: float
+    rms_error: float
+    standard_error: float | None
+    allowed: float
+    passed: bool
+
+
+def judge(
+    actual: Any,
+    expected: Float64[np.ndarray, "*shape"],
+    standard: Any,
+    dtype: str,
+    kind: Kind = "forward",
+    zero: Bool[np.ndarray, "*leading"] | None = None,
+) -> Verdict:
+    """Hold ``actual`` to the noise-floor rule against the oracle's ``expected``.
+
+    It passes where its largest error is at most ``2 * standard_error + FLOOR[kind] * EPSILON[dtype]`` and at
+    most ``ABSOLUTE[kind] * EPSILON[dtype]``, every number is finite, shape and dtype are right, and the entries
+    that ``zero`` (broadcast over trailing axes; see :func:`unseen_rows`) selects are exactly zero. ``standard`` is
+    the standard backend's result, its error if that is already known, or None: then only the absolute bound holds.
+    """
+    bound = ABSOLUTE[kind] * EPSILON[dtype]
+    standard_error = standard if standard is None or isinstance(standard, float) else _errors(standard, expected)[0]
+    allowed = bound if standard_error is None else min(bound, 2 * standard_error + FLOOR[kind] * EPSILON[dtype])
+    max_error, rms_error = _errors(actual, expected) if str(actual.dtype) == dtype else (np.inf, np.inf)
+    clean = zero is None or (np.isfinite(max_error) and not np.asarray(actual)[zero].any())
+    return Verdict(max_error, rms_error, standard_error, allowed, bool(clean and max_error <= allowed))
+
+
+FLOOR: dict[Kind, float] = {"forward": 2.0, "gradient": 4.0}
+ABSOLUTE: dict[Kind, float] = {"forward": 64.0, "gradient": 128.0}
+
+
+def _errors(actual: Any, expected: Float64[np.ndarray, "*shape"]) -> tuple[float, float]:
+    """Largest and root-mean-square error; infinite where shapes differ or a number is not finite."""
+    if tuple(actual.shape) != expected.shape:
+        return np.inf, np.inf
+    difference = _float64(actual) - expected
+    if not np.isfinite(difference).all():
+        return np.inf, np.inf
+    unit = float(np.abs(expected).max()) or 1.0
+    return float(np.abs(difference).max()) / unit, float(np.sqrt(np.mean(difference**2))) / unit
+
+
+def _float64(x: Any) -> Float64[np.ndarray, "*shape"]:
+    return np.asarray(x).astype(np.float64)
+
+
+def _scale(spec: AttentionSpec) -> float:
+    return 1.0 / np.sqrt(spec.head_dim) if spec.scale is None else spec.scale
+
+
+def _blocks(spec: AttentionSpec) -> Iterator[tuple[int, slice, int, slice]]:
+    """Every (batch entry, query heads of one KV head, that KV head, block of query rows)."""
+    size = spec.num_heads // spec.num_kv_heads
+    rows = max(1, _BLOCK_ELEMENTS // (size * spec.key_value_length))
+    for b in range(spec.batch):
+        for head in range(spec.num_kv_heads):
+            for start in range(0, spec.query_length, rows):
+                stop = min(start + rows, spec.query_length)
+                yield b, slice(head * size, (head + 1) * size), head, slice(start, stop)
+
+
+def _visible(spec: AttentionSpec, layout: Layout, b: int, group: slice, rows: slice) -> Bool[np.ndarray, "g t s"]:
+    """Which of the block's query rows may attend to which keys, from the text of the contract."""
+    slots = np.arange(spec.key_value_length)
+    q_pos = _row(layout.query_positions, b, np.arange(spec.query_length))[rows]
+    k_pos = _row(layout.key_value_positions, b, slots)
+    behind = q_pos[:, None] - k_pos[None, :]  # how far the key lies behind the query
+    visible = np.ones(behind.shape, bool)
+    if spec.is_causal:
+        visible[behind < 0] = False
+    if spec.window is not None:
+        left, right = spec.window
+        visible[(behind > left) | (behind < -right)] = False
+    if spec.chunk_size is not None:
+        first_of_chunk = q_pos - q_pos % spec.chunk_size
+        offset = k_pos[None, :] - first_of_chunk[:, None]
+        visible[(offset < 0) | (offset >= spec.chunk_size)] = False
+    if layout.query_segment_ids is not None:
+        q_seg = _row(layout.query_segment_ids, b, slots)[rows]
+        k_seg = _row(layout.key_value_segment_ids, b, slots)
+        visible[q_seg < 0, :] = False
+        visible[:, k_seg < 0] = False
+        visible[q_seg[:, None] != k_seg[None, :]] = False
+    if layout.key_value_seq_lengths is not None:
+        visible[:, slots >= int(np.asarray(layout.key_value_seq_lengths)[b])] = False
+    heads = np.broadcast_to(visible, (group.stop - group.start, *visible.shape))
+    return heads if layout.mask is None else heads & _select(layout.mask, b, group, rows).astype(bool)
+
+
+def _row(array: Any, b: int, default: np.ndarray) -> np.ndarray:
+    return default if array is None else np.asarray(array)[b].astype(np.int64)
+
+
+def _select(array: Any, b: int, group: slice, rows: slice) -> np.ndarray:
+    """The block of an array that broadcasts to [batch, heads, query, key]."""
+    full = np.asarray(array)
+    full = full[b if full.shape[0] > 1 else 0]
+    full = full[group] if full.shape[0] > 1 else full
+    return full[:, rows] if full.shape[1] > 1 else full
+
+
+def _probabilities(
+    spec: AttentionSpec,
+    layout: Layout,
+    b: int,
+    group: slice,
+    rows: slice,
+    query: Float64[np.ndarray, "t g h"],
+    key: Float64[np.ndarray, "s h"],
+) -> tuple[Float64[np.ndarray, "g t s"], Float64[np.ndarray, "g t s"] | None]:
+    """Softmax of a block, zero in rows that see nothing, and the derivative of the soft cap where there is one."""
+    size = group.stop - group.start
+    logits = np.ascontiguousarray(np.swapaxes(query, 0, 1)).reshape(-1, key.shape[1]) @ key.T
+    logits = logits.reshape(size, -1, key.shape[0])
+    logits *= _scale(spec)
+    slope = None
+    if spec.logits_soft_cap is not None:
+        squashed = np.tanh(logits / spec.logits_soft_cap)
+        logits = spec.logits_soft_cap * squashed
+        slope = 1.0 - squashed**2
+    if layout.bias is not None:
+        logits += _float64(_select(layout.bias, b, group, rows))
+    if spec.masks_anything:
+        logits[~_visible(spec, layout, b, group, rows)] = -np.inf
+    top = logits.max(-1, keepdims=True)
+    logits -= np.where(np.isneginf(top), 0.0, top)
+    probs = np.exp(logits, out=logits)
+    total = probs.sum(-1, keepdims=True)
+    probs /= np.where(total == 0.0, 1.0, total)
+    return probs, slope
+
+
+def _sum_over_rows(
+    weights: Float64[np.ndarray, "g t s"], x: Float64[np.ndarray, "g t d"]
+) -> Float64[np.ndarray, "s d"]:
+    return weights.reshape(-1, weights.shape[2]).T @ np.ascontiguousarray(x).reshape(-1, x.shape[2])
