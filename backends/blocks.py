@@ -10,6 +10,7 @@ conservative: a block may be visited although nothing in it is visible, never th
 from __future__ import annotations
 
 import dataclasses
+import functools
 from types import ModuleType
 from typing import Any
 
@@ -46,15 +47,16 @@ class PaddedLayout:
         return self.lengths.shape[0]
 
 
-@jax.tree_util.register_dataclass
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("order", "partial", "full"), meta_fields=("width",))
 @dataclasses.dataclass(frozen=True, slots=True)
 class BlockTable:
     """For every row of blocks, which blocks to visit: ``partial`` mixed ones first, then ``full`` ones.
 
     ``order[b, i, :partial[b, i]]`` are the mixed blocks of row i, the next ``full[b, i]`` the all-visible
-    ones; what follows is not to be visited.
+    ones; what follows is not to be visited. A block in column c begins at element ``c * width``.
     """
 
+    width: int
     order: Int[Array, "batch rows columns"]
     partial: Int[Array, "batch rows"]
     full: Int[Array, "batch rows"]
@@ -111,15 +113,27 @@ def classify(
     return xp.where(every & some, FULL, xp.where(some, PARTIAL, SKIP)).astype(np.int32)
 
 
-def table(kinds: Int[Array, "batch rows columns"]) -> BlockTable:
+def table(kinds: Int[Array, "batch rows columns"], width: int) -> BlockTable:
     """The blocks to visit, row by row."""
     xp = np if isinstance(kinds, np.ndarray) else jnp
     rank = xp.where(kinds == PARTIAL, 0, xp.where(kinds == FULL, 1, 2))
     return BlockTable(
+        width,
         xp.argsort(rank, axis=-1, stable=True).astype(np.int32),
         (kinds == PARTIAL).sum(-1).astype(np.int32),
         (kinds == FULL).sum(-1).astype(np.int32),
     )
+
+
+def coarsen(kinds: Int[Array, "batch rows columns"], ratio: int) -> tuple[Any, Any]:
+    """Kinds of the same blocks, and of runs of ``ratio`` of them: a run that is all visible leaves the former.
+
+    Wide blocks cost fewer passes over the running maximum and sum; narrow ones waste less where a mask is needed.
+    """
+    xp = np if isinstance(kinds, np.ndarray) else jnp
+    runs = (kinds.reshape(*kinds.shape[:2], -1, ratio) == FULL).all(-1)
+    wide = xp.where(runs, FULL, SKIP).astype(np.int32)
+    return xp.where(xp.repeat(runs, ratio, axis=-1), SKIP, kinds).astype(np.int32), wide
 
 
 def visible(

@@ -168,19 +168,25 @@ def _scales(spec: AttentionSpec) -> tuple[float, float]:
     return 1.0, scale
 
 
-_Tables = tuple[tuple[PaddedLayout, BlockTable], tuple[PaddedLayout, BlockTable] | None]
+_Tables = tuple[tuple[PaddedLayout, tuple[BlockTable, ...]], tuple[PaddedLayout, tuple[BlockTable, ...]] | None]
 
 
 def _tables(program: _Program, layout: Layout) -> _Tables:
     """Blocks to visit per query block (forward) and, transposed, per KV block (backward)."""
     spec, sizes = program.spec, program.sizes
     padded = blocks.pad_layout(spec, layout, sizes.block_q, sizes.block_kv)
-    forward = padded, blocks.table(blocks.classify(spec, padded, sizes.block_q, sizes.block_kv))
+    narrow = sizes.block_q if sizes.block_kv % sizes.block_q == 0 else sizes.block_kv
+    kinds = blocks.classify(spec, padded, sizes.block_q, narrow)
+    if narrow == sizes.block_kv:
+        forward = padded, (blocks.table(kinds, narrow),)
+    else:
+        kinds, wide = blocks.coarsen(kinds, sizes.block_kv // narrow)
+        forward = padded, (blocks.table(kinds, narrow), blocks.table(wide, sizes.block_kv))
     if not spec.needs_grad:
         return forward, None
     b = sizes.block_backward
     padded = blocks.pad_layout(spec, layout, b, b)
-    return forward, (padded, blocks.table(blocks.classify(spec, padded, b, b).swapaxes(1, 2)))
+    return forward, (padded, (blocks.table(blocks.classify(spec, padded, b, b).swapaxes(1, 2), b),))
 
 
 def _differentiable(program: _Program, tables: _Tables) -> tuple[Callable[..., Array], _Tables | None]:
@@ -245,12 +251,11 @@ def _untile_keys(x: Array, spec: AttentionSpec) -> Array:
 
 
 def _round(x: Float[Array, "..."], program: _Program) -> Array:
-    """float32 -> the input dtype; on a CPU to bfloat16 by adding half an ulp and dropping the low bits."""
+    """float32 -> the input dtype; on a CPU to bfloat16 by adding half an ulp and dropping the low bits (ties away from zero)."""
     if not program.shift_to_bfloat16:
         return x.astype(program.spec.dtype)
     bits = lax.bitcast_convert_type(x, jnp.uint32)
-    even = (bits >> 16) & jnp.uint32(1)
-    return lax.bitcast_convert_type(((bits + jnp.uint32(0x7FFF) + even) >> 16).astype(jnp.uint16), jnp.bfloat16)
+    return lax.bitcast_convert_type(((bits + jnp.uint32(0x8000)) >> 16).astype(jnp.uint16), jnp.bfloat16)
 
 
 def _pack(x: Array, program: _Program) -> Array:
@@ -269,15 +274,20 @@ def _soft_cap(scores: Array, spec: AttentionSpec) -> Array:
     return scores if spec.logits_soft_cap is None else spec.logits_soft_cap * jnp.tanh(scores / spec.logits_soft_cap)
 
 
-def _visit(table: BlockTable, batch: Array, row: Array, step: Callable[[Array, Any, bool], Any], carry: Any) -> Any:
-    """Fold ``step(column, carry, mixed)`` over the blocks of one row: mixed ones, then all-visible ones."""
-    order = jnp.asarray(table.order)[batch, row]
-    partial = jnp.asarray(table.partial)[batch, row]
-    full = jnp.asarray(table.full)[batch, row]
-    if not _never(table.partial):
-        carry = lax.fori_loop(0, partial, lambda n, c: step(order[n], c, True), carry)
-    if not _never(table.full):
-        carry = lax.fori_loop(partial, partial + full, lambda n, c: step(order[n], c, False), carry)
+def _visit(
+    tables: tuple[BlockTable, ...], batch: Array, row: Array, step: Callable[[Array, int, Any, bool], Any], carry: Any
+) -> Any:
+    """Fold ``step(start, width, carry, mixed)`` over the blocks of one row: mixed ones, then all-visible ones."""
+    for table in tables:
+        order, partial, full = (jnp.asarray(x)[batch, row] for x in (table.order, table.partial, table.full))
+
+        def visit(n: Array, carry: Any, *, mixed: bool, order: Array = order, width: int = table.width) -> Any:
+            return step(order[n] * width, width, carry, mixed)
+
+        if not _never(table.partial):
+            carry = lax.fori_loop(0, partial, functools.partial(visit, mixed=True), carry)
+        if not _never(table.full):
+            carry = lax.fori_loop(partial, partial + full, functools.partial(visit, mixed=False), carry)
     return carry
 
 
@@ -293,7 +303,7 @@ def _scaled_query(query: Array, program: _Program) -> Array:
 
 
 def _forward(
-    program: _Program, query: Array, key: Array, value: Array, layout: PaddedLayout, table: BlockTable
+    program: _Program, query: Array, key: Array, value: Array, layout: PaddedLayout, tables: tuple[BlockTable, ...]
 ) -> tuple[Array, Array]:
     """Output [B, T, N, Hv] and log-sum-exp [B, T, N]."""
     spec, sizes = program.spec, program.sizes
@@ -308,16 +318,15 @@ def _forward(
         q = _unpack(q, program)
         batch = tile * heads // spec.num_kv_heads if layout.batch > 1 else jnp.int32(0)
 
-        def step(column: Array, carry: tuple[Array, Array, Array], mixed: bool) -> tuple[Array, Array, Array]:
+        def step(start: Array, width: int, carry: tuple[Array, ...], mixed: bool) -> tuple[Array, ...]:
             top, total, out = carry
-            start = column * block_kv
-            k = _unpack(lax.dynamic_slice_in_dim(keys[tile], start, block_kv, 1), program)
-            v = _unpack(lax.dynamic_slice_in_dim(values[tile], start, block_kv, 1), program)
+            k = _unpack(lax.dynamic_slice_in_dim(keys[tile], start, width, 1), program)
+            v = _unpack(lax.dynamic_slice_in_dim(values[tile], start, width, 1), program)
             scores = _soft_cap(_dot("hqd,hkd->hqk", q, k) * program.scale_scores, spec)
             if mixed:
-                mask = blocks.visible(spec, layout, batch, row * block_q, start, block_q, block_kv)
-                scores = jnp.where(mask, scores.reshape(heads, group, block_q, block_kv), _MASKED)
-                scores = scores.reshape(heads, group * block_q, block_kv)
+                mask = blocks.visible(spec, layout, batch, row * block_q, start, block_q, width)
+                scores = jnp.where(mask, scores.reshape(heads, group, block_q, width), _MASKED)
+                scores = scores.reshape(heads, group * block_q, width)
             new_top = jnp.maximum(top, scores.max(-1))
             # A row that has seen nothing yet keeps top at _MASKED; subtracting half of that instead gives exp(-5e29) = 0.
             probs = jnp.exp(scores - jnp.maximum(new_top, _MASKED / 2)[..., None])
@@ -328,7 +337,7 @@ def _forward(
 
         shape = (heads, group * block_q)
         start = jnp.full(shape, _MASKED), jnp.zeros(shape), jnp.zeros((*shape, spec.value_head_dim))
-        top, total, out = _visit(table, batch, row, step, start)
+        top, total, out = _visit(tables, batch, row, step, start)
         seen = total > 0.0
         out = out * jnp.where(seen, 1.0 / jnp.where(seen, total, 1.0), 0.0)[..., None]
         lse = jnp.where(seen, top + jnp.log(jnp.where(seen, total, 1.0)), _UNSEEN)
@@ -351,7 +360,7 @@ def _backward(
     lse: Array,
     d_out: Array,
     layout: PaddedLayout,
-    table: BlockTable,
+    tables: tuple[BlockTable, ...],
 ) -> tuple[Array, Array, Array]:
     """Gradients of query, key and value, in their dtype.
 
@@ -385,15 +394,15 @@ def _backward(
         k, k_transposed, v = (_unpack(part, program) for part in kv)
         batch = tile * heads // spec.num_kv_heads if layout.batch > 1 else jnp.int32(0)
 
-        def step(row: Array, carry: tuple[Array, Array, Array], mixed: bool) -> tuple[Array, Array, Array]:
+        def step(start: Array, width: int, carry: tuple[Array, ...], mixed: bool) -> tuple[Array, ...]:
             d_k, d_v, d_queries = carry
-            at = tile * q_blocks + row
+            at = tile * q_blocks + start // width
             q, d_o = _unpack(queries[at], program), _unpack(d_outs[at], program)
             raw = _dot("hkd,hqd->hkq", k, q) * program.scale_scores
             scores = _soft_cap(raw, spec)
             probs = jnp.exp(scores - lses[at][:, None])
             if mixed:
-                mask = blocks.visible(spec, layout, batch, row * block, column * block, block, block).T[:, None]
+                mask = blocks.visible(spec, layout, batch, start, column * block, block, block).T[:, None]
                 probs = jnp.where(mask, probs.reshape(heads, block, group, block), 0.0).reshape(probs.shape)
             d_scores = probs * (_dot("hkd,hqd->hkq", v, d_o) - deltas[at][:, None])
             if spec.logits_soft_cap is not None:
@@ -407,7 +416,7 @@ def _backward(
             return d_k, d_v, lax.dynamic_update_index_in_dim(d_queries, d_q, at, 0)
 
         start = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32), d_queries
-        d_k, d_v, d_queries = _visit(table, batch, column, step, start)
+        d_k, d_v, d_queries = _visit(tables, batch, column, step, start)
         return d_queries, (_pack(_round(d_k, program), program), _pack(_round(d_v, program), program))
 
     d_queries = jnp.zeros((tiles * q_blocks, heads, spec.head_dim, group * block))

@@ -57,17 +57,19 @@ def _attend(
     carry: Carry,
 ) -> tuple[Float[Array, "b t n v"], Carry]:
     b, t, n, h = query.shape
-    grouped = query.reshape(b, t, spec.num_kv_heads, spec.group_size, h)
-    logits = jnp.einsum("btkgh,bskh->bkgts", grouped, key, preferred_element_type=jnp.float32)
+    kv_heads, rows = spec.num_kv_heads, spec.group_size * t
+    # Query heads of a group as rows of one product: only the small query and output are ever transposed, never the scores.
+    grouped = query.reshape(b, t, kv_heads, -1, h).transpose(0, 2, 3, 1, 4).reshape(b, kv_heads, rows, h)
+    logits = jnp.einsum("bkrh,bskh->bkrs", grouped, key, preferred_element_type=jnp.float32)
     logits = logits.reshape(b, n, t, -1) * spec.softmax_scale
     if spec.logits_soft_cap is not None:
         logits = spec.logits_soft_cap * jnp.tanh(logits / spec.logits_soft_cap)
     if bias is not None:
         logits = logits + bias.astype(jnp.float32)
-    probs = _softmax(logits, mask).astype(value.dtype)
-    probs = probs.reshape(b, spec.num_kv_heads, spec.group_size, t, -1)
-    out = jnp.einsum("bkgts,bskv->btkgv", probs, value, preferred_element_type=jnp.float32)
-    return out.reshape(b, t, n, -1).astype(query.dtype), carry
+    probs = _softmax(logits, mask).astype(value.dtype).reshape(b, kv_heads, rows, -1)
+    out = jnp.einsum("bkrs,bskv->bkrv", probs, value, preferred_element_type=jnp.float32)
+    out = out.astype(query.dtype).reshape(b, kv_heads, -1, t, value.shape[-1])
+    return out.transpose(0, 3, 1, 2, 4).reshape(b, t, n, -1), carry
 
 
 def _softmax(logits: Float[Array, "b n t s"], mask: Bool[Array, "#b #n t s"] | None) -> Float[Array, "b n t s"]:
