@@ -7,6 +7,7 @@ runs is decided by :func:`backends.resolve`.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
@@ -63,7 +64,7 @@ def adaptive_flash_attention(
 
     ``padding_mask`` is True for real tokens; rows of padding give zero where query and key lengths agree.
     """
-    segments: dict[str, Array] = {}
+    segments: dict[str, Any] = {}
     if padding_mask is not None:
         padding_mask = padding_mask.astype(bool)
         key_ids = padding_mask.astype(jnp.int32) - 1  # real: 0, padding: -1

@@ -70,15 +70,15 @@ def pad_layout(spec: AttentionSpec, layout: Layout, block_q: int, block_kv: int)
     if lengths is None:
         lengths = np.full((1,), spec.key_value_length, np.int32)
     q_seg, k_seg = layout.query_segment_ids, layout.key_value_segment_ids
-    parts = (
-        _pad(q_pos, q_pad, 0),
-        _pad(k_pos, k_pad, 0),
-        None if q_seg is None else _pad(q_seg, q_pad, -1),
-        None if k_seg is None else _pad(k_seg, k_pad, -1),
-        lengths,
-    )
-    batch = max(x.shape[0] for x in parts if x is not None)
-    return PaddedLayout(*(None if x is None else _broadcast(x, batch) for x in parts))
+    padded: dict[str, Any] = {
+        "query_positions": _pad(q_pos, q_pad, 0),
+        "key_value_positions": _pad(k_pos, k_pad, 0),
+        "query_segment_ids": None if q_seg is None else _pad(q_seg, q_pad, -1),
+        "key_value_segment_ids": None if k_seg is None else _pad(k_seg, k_pad, -1),
+        "lengths": lengths,
+    }
+    batch = max(x.shape[0] for x in padded.values() if x is not None)
+    return PaddedLayout(**{name: _broadcast(x, batch) for name, x in padded.items()})
 
 
 def classify(
@@ -115,7 +115,7 @@ def classify(
 
 def table(kinds: Int[Array, "batch rows columns"], width: int) -> BlockTable:
     """The blocks to visit, row by row."""
-    xp = np if isinstance(kinds, np.ndarray) else jnp
+    xp: Any = np if isinstance(kinds, np.ndarray) else jnp
     rank = xp.where(kinds == PARTIAL, 0, xp.where(kinds == FULL, 1, 2))
     return BlockTable(
         width,
@@ -189,5 +189,7 @@ def _pad(x: Any, amount: int, value: int) -> Any:
 
 
 def _broadcast(x: Any, batch: int) -> Any:
+    if x is None:
+        return None
     xp = np if isinstance(x, np.ndarray) else jnp
     return xp.broadcast_to(x, (batch, *x.shape[1:])).astype(np.int32)

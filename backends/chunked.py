@@ -28,7 +28,10 @@ from backends.blocks import BlockTable, PaddedLayout
 from backends.contract import AttentionSpec, Carry, Layout, Mode, Plan, Support, check_options
 from backends.devices import Target
 
-SHORT_QUERY = 16  # query rows up to which the scores of the plain formula count as linear memory
+# Where the plain formula runs instead: few query rows (its scores are linear in the key length then), or a
+# score matrix so small that it stays in the cache (128 x 128: faster than blocks, docs/cpu.md).
+SHORT_QUERY = 16
+SMALL_SCORES = 128 * 128
 
 _MASKED = -1e30  # finite, so that a row with nothing visible gives no NaN
 _UNSEEN = 1e30  # log-sum-exp of a row with nothing visible: its probabilities come out as zero
@@ -94,7 +97,8 @@ class Chunked:
     ) -> Plan:
         """Sort the blocks once for all layers. Options: see :data:`OPTIONS`; raises ValueError for others."""
         given = check_options(self.name, options, OPTIONS)
-        if spec.query_length <= SHORT_QUERY:
+        small = spec.query_length * spec.key_value_length <= SMALL_SCORES
+        if spec.query_length <= SHORT_QUERY or (small and not given):
             return standard.STANDARD.plan(spec, layout, target=target)
         sizes = _fit(dataclasses.replace(default_sizes(spec, target), **_checked(given)), spec, layout)
         program = _Program(spec, sizes, *_tricks(spec, target), *_scales(spec))
@@ -163,7 +167,7 @@ def _scales(spec: AttentionSpec) -> tuple[float, float]:
     scale = spec.softmax_scale
     if spec.dtype == "float32":
         return scale, 1.0
-    if spec.dtype == "bfloat16" and math.frexp(scale)[0] == 0.5:  # noqa: PLR2004
+    if spec.dtype == "bfloat16" and math.frexp(scale)[0] == 0.5:
         return scale, 1.0
     return 1.0, scale
 
@@ -202,14 +206,15 @@ def _differentiable(program: _Program, tables: _Tables) -> tuple[Callable[..., A
         return _forward(program, query, key, value, *(traced or tables)[0])[0]
 
     def forward(query: Array, key: Array, value: Array, traced: _Tables | None) -> Any:
-        if (traced or tables)[1] is None:
+        if (traced or tables)[1] is None:  # asked at trace time
             raise ValueError("planned with needs_grad=False; plan with needs_grad=True to differentiate.")
         out, lse = _forward(program, query, key, value, *(traced or tables)[0])
         return out, (query, key, value, out, lse, traced)
 
     def backward(residuals: Any, d_out: Array) -> Any:
-        *saved, traced = residuals
-        return *_backward(program, *saved, d_out, *(traced or tables)[1]), None
+        query, key, value, out, lse, traced = residuals
+        layout, columns = (traced or tables)[1] or ()
+        return *_backward(program, query, key, value, out, lse, d_out, layout, columns), None
 
     attend.defvjp(forward, backward)
     return attend, None if static else tables
@@ -251,7 +256,7 @@ def _untile_keys(x: Array, spec: AttentionSpec) -> Array:
 
 
 def _round(x: Float[Array, "..."], program: _Program) -> Array:
-    """float32 -> the input dtype; on a CPU to bfloat16 by adding half an ulp and dropping the low bits (ties away from zero)."""
+    """float32 -> the input dtype; on a CPU to bfloat16 by adding half an ulp and cutting (ties away from 0)."""
     if not program.shift_to_bfloat16:
         return x.astype(program.spec.dtype)
     bits = lax.bitcast_convert_type(x, jnp.uint32)
@@ -328,7 +333,7 @@ def _forward(
                 scores = jnp.where(mask, scores.reshape(heads, group, block_q, width), _MASKED)
                 scores = scores.reshape(heads, group * block_q, width)
             new_top = jnp.maximum(top, scores.max(-1))
-            # A row that has seen nothing yet keeps top at _MASKED; subtracting half of that instead gives exp(-5e29) = 0.
+            # A row that has seen nothing keeps top at _MASKED; half of that subtracted instead gives exp(-5e29) = 0.
             probs = jnp.exp(scores - jnp.maximum(new_top, _MASKED / 2)[..., None])
             probs = _round(probs, program)
             decay = jnp.exp(top - new_top)
@@ -383,9 +388,8 @@ def _backward(
         )
 
     keys, values = columns_of(key), columns_of(value)
-    keys_transposed = keys.swapaxes(
-        2, 3
-    )  # out here: inside the loop XLA folds it into the product, which then has no kernel
+    # Transposed out here: inside the loop XLA folds the transpose into the product, for which it has no kernel then.
+    keys_transposed = keys.swapaxes(2, 3)
     tiles = spec.batch * spec.num_kv_heads // heads
     q_blocks, kv_blocks = queries.shape[0] // tiles, keys.shape[0] // tiles
 

@@ -93,11 +93,10 @@ class AttentionSpec:
             raise ValueError(f"dtype={self.dtype!r} is not supported; use one of {', '.join(DTYPES)}.")
         if self.chunk_size is not None:
             _require_positive_int("chunk_size", self.chunk_size)
-        window = self.local_window_size
-        if window is not None and not (
-            isinstance(window, tuple) and len(window) == 2 and all(_is_int(w) and 0 <= w <= 2**30 for w in window)
-        ):
-            raise ValueError(f"local_window_size={window!r} must be an int from 0 to 2**30, or a pair (left, right).")
+        if self.local_window_size is not None and not _is_window(self.local_window_size):
+            raise ValueError(
+                f"local_window_size={self.local_window_size!r} must be an int from 0 to 2**30, or a pair (left, right)."
+            )
         for name in ("scale", "logits_soft_cap"):
             value = getattr(self, name)
             if value is not None and not (_is_real(value) and math.isfinite(value) and value > 0):
@@ -202,7 +201,7 @@ class Backend(Protocol):
         ...
 
     def supports(self, spec: AttentionSpec, target: Target, mode: Mode = "native") -> Support:
-        """Say whether ``spec`` runs on ``target`` in ``mode``. Never raises, never traces, never initialises a device."""
+        """Say whether ``spec`` runs on ``target`` in ``mode``. Never raises, traces or touches a device."""
         ...
 
     def plan(
@@ -228,7 +227,7 @@ def make_spec(
     phase: Phase | None = None,
     **options: Any,
 ) -> AttentionSpec:
-    """Spec of a call from its arrays (or ``jax.ShapeDtypeStruct``) and options; checks every shape and dtype.
+    """Spec of a call from its arrays (or ``jax.ShapeDtypeStruct``) and options; checks shapes and dtypes.
 
     ``phase=None`` means decode where one query token meets a longer key sequence. Raises ValueError with
     the shape or dtype given and the one expected.
@@ -306,7 +305,7 @@ def check_layout(spec: AttentionSpec, layout: Layout) -> None:
             )
 
 
-def positions(spec: AttentionSpec, layout: Layout) -> tuple[Array, Array]:
+def positions(spec: AttentionSpec, layout: Layout) -> tuple[Array | np.ndarray, Array | np.ndarray]:
     """Query and key positions ``[batch or 1, length]``, with the default ``arange`` filled in."""
     q, k = layout.query_positions, layout.key_value_positions
     return (
@@ -321,7 +320,7 @@ def may_attend(spec: AttentionSpec, layout: Layout) -> Bool[Array, "#batch #head
         return None
     q_pos, k_pos = positions(spec, layout)
     q_pos, k_pos = q_pos[:, None, :, None], k_pos[:, None, None, :]
-    terms = [jnp.ones((1, 1, spec.query_length, spec.key_value_length), bool)]
+    terms: list[Any] = [jnp.ones((1, 1, spec.query_length, spec.key_value_length), bool)]
     if spec.is_causal:
         terms.append(k_pos <= q_pos)
     if spec.window is not None:
@@ -359,6 +358,10 @@ def _is_int(x: object) -> bool:
 
 def _is_real(x: object) -> bool:
     return isinstance(x, (int, float, np.integer, np.floating)) and not isinstance(x, bool)
+
+
+def _is_window(x: object) -> bool:
+    return isinstance(x, tuple) and len(x) == 2 and all(_is_int(side) and 0 <= side <= 2**30 for side in x)
 
 
 def _require_positive_int(name: str, value: object) -> None:

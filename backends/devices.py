@@ -8,10 +8,11 @@ happens to default to. Memory sizes of the named targets are the vendors' publis
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import platform as host
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import psutil
@@ -64,10 +65,10 @@ class Target:
     @staticmethod
     def here() -> Target:
         """The default device of this process (initialises JAX's backend)."""
-        device = jax.config.jax_default_device or jax.devices()[0]
+        device = getattr(jax.config, "jax_default_device", None) or jax.devices()[0]
         if isinstance(device, str):
             device = jax.devices(device)[0]
-        platform = {"gpu": "cuda"}.get(device.platform, device.platform)
+        platform = _platform(device)
         count = len([d for d in jax.devices() if d.platform == device.platform])
         if platform == "cpu":
             return Target("cpu", cpu_name(), psutil.virtual_memory().total, count, present=True)
@@ -95,6 +96,7 @@ class Target:
         return f"{self.platform}:{self.kind}" if self.kind else self.platform
 
 
+@functools.cache
 def cpu_name() -> str:
     """The processor's own name for itself, or its architecture where it has none."""
     cpuinfo = Path("/proc/cpuinfo")
@@ -110,6 +112,12 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
 
 
+def _platform(device: Any) -> Any:
+    if device.platform != "gpu":
+        return device.platform
+    return "rocm" if "rocm" in device.client.platform_version.lower() else "cuda"
+
+
 def _short_kind(device_kind: str) -> str:
     """JAX's device_kind as a key of KNOWN_KINDS where it is one, else unchanged."""
     lowered = device_kind.lower()
@@ -120,12 +128,12 @@ def _short_kind(device_kind: str) -> str:
     return next((kind for alias, kind in aliases.items() if alias in lowered), device_kind)
 
 
-def _device_memory(device: jax.Device) -> int | None:
+def _device_memory(device: Any) -> int | None:
     stats = device.memory_stats()
     return None if stats is None else stats.get("bytes_limit")
 
 
-def _compute_capability(device: jax.Device) -> tuple[int, int] | None:
+def _compute_capability(device: Any) -> tuple[int, int] | None:
     text = getattr(device, "compute_capability", None)
     if not isinstance(text, str):
         return None

@@ -63,7 +63,7 @@ class Resolution:
         return tuple(str(rejection) for rejection in self.rejections)
 
     def plan(self, layout: Layout = Layout(), options: Mapping[str, Any] | None = None) -> Plan:  # noqa: B008
-        """Plan one forward pass with what was resolved. Options belong to the requested backend; a fallback drops them."""
+        """Plan one forward pass with what was resolved; options are the requested backend's, a fallback has none."""
         if self.mode == "fallback":
             return self.backend.plan(self.spec, layout, target=self.target)
         return self.backend.plan(self.spec, layout, target=self.target, mode=self.mode, options=options)

@@ -58,7 +58,7 @@ def _attend(
 ) -> tuple[Float[Array, "b t n v"], Carry]:
     b, t, n, h = query.shape
     kv_heads, rows = spec.num_kv_heads, spec.group_size * t
-    # Query heads of a group as rows of one product: only the small query and output are ever transposed, never the scores.
+    # The heads of a group are rows of one product: only query and output are ever transposed, never the scores.
     grouped = query.reshape(b, t, kv_heads, -1, h).transpose(0, 2, 3, 1, 4).reshape(b, kv_heads, rows, h)
     logits = jnp.einsum("bkrh,bskh->bkrs", grouped, key, preferred_element_type=jnp.float32)
     logits = logits.reshape(b, n, t, -1) * spec.softmax_scale
