@@ -1,0 +1,101 @@
+"""On a CPU-only machine, with nothing optional installed: what really runs for each request, and why."""
+
+import importlib.util
+import warnings
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import backends
+from backends.contract import AttentionSpec, Layout
+
+OPTIONAL = ("kvax", "triton", "jax_triton", "torch", "transformers", "libtpu", "matplotlib")
+
+LONG = AttentionSpec(
+    batch=1, query_length=2048, key_value_length=2048, num_heads=8, num_kv_heads=8, head_dim=64, is_causal=True
+)
+SHORT = AttentionSpec(batch=1, query_length=16, key_value_length=16, num_heads=2, num_kv_heads=2, head_dim=64)
+DECODE = AttentionSpec(
+    batch=1, query_length=1, key_value_length=8192, num_heads=8, num_kv_heads=2, head_dim=64, phase="decode"
+)
+MASKED = AttentionSpec(
+    batch=1, query_length=64, key_value_length=64, num_heads=2, num_kv_heads=2, head_dim=64, has_mask=True
+)
+
+# (request, spec) -> (what runs, its mode, words that the reasons must contain)
+EXPECTED = [
+    ("auto", LONG, "chunked", "native", ()),
+    ("auto", SHORT, "chunked", "native", ()),
+    ("auto", DECODE, "chunked", "native", ()),
+    ("auto", MASKED, "standard", "native", ("chunked:", "mask")),
+    ("standard", LONG, "standard", "native", ()),
+    ("chunked", LONG, "chunked", "native", ()),
+    ("chunked", MASKED, "standard", "fallback", ("chunked:", "mask")),
+    ("cudnn", LONG, "chunked", "fallback", ("cudnn:", "CUDA")),
+    ("cudnn", MASKED, "standard", "fallback", ("cudnn:", "CUDA", "chunked:", "mask")),
+]
+
+
+@pytest.fixture(scope="module")
+def here():
+    target = backends.Target.here()
+    assert target.platform == "cpu", f"these claims are about a CPU-only machine; this one computes on {target}"
+    return target
+
+
+def test_no_optional_package_is_needed_or_present():
+    present = [name for name in OPTIONAL if importlib.util.find_spec(name) is not None]
+    assert present == []
+
+
+@pytest.mark.parametrize(("request_", "spec", "runs", "mode", "words"), EXPECTED)
+def test_what_runs_for_a_request_and_why(here, request_, spec, runs, mode, words):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        resolution = backends.resolve(request_, spec, here)
+    assert (resolution.backend.name, resolution.mode) == (runs, mode)
+    given = " ".join(resolution.reasons)
+    for word in words:
+        assert word in given
+    assert bool(resolution.rejections) == bool(words)
+    fallbacks = [w for w in caught if w.category is backends.BackendFallbackWarning]
+    assert len(fallbacks) == (1 if mode == "fallback" else 0)
+    for warning in fallbacks:
+        assert all(reason in str(warning.message) for reason in resolution.reasons)
+
+
+@pytest.mark.parametrize("name", backends.names())
+def test_every_backend_either_runs_here_or_says_why_not(here, name):
+    support = backends.get(name).supports(LONG, here)
+    assert bool(support) != bool(support.reasons)
+    assert all(reason.endswith(".") and " " in reason for reason in support.reasons)
+
+
+@pytest.mark.parametrize("name", backends.names())
+def test_every_request_computes_the_same_attention(here, name):
+    key = jax.random.key(0)
+    q, k, v = (jax.random.normal(x, (1, 160, 4, 32)) for x in jax.random.split(key, 3))
+    expected = backends.attention(q, k, v, is_causal=True, backend="standard")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", backends.BackendFallbackWarning)
+        out = backends.attention(q, k, v, is_causal=True, backend=name)
+    assert jnp.abs(out - expected).max() < 1e-5
+
+
+def test_a_refused_backend_raises_where_the_caller_asked_for_it(here):
+    with pytest.raises(backends.BackendUnavailableError, match="CUDA"):
+        backends.resolve("cudnn", LONG, here, on_unavailable="raise")
+
+
+def test_a_fallback_is_never_silent(here):
+    with pytest.warns(backends.BackendFallbackWarning, match="chunked runs instead"):
+        backends.resolve("cudnn", LONG, here).plan(Layout())
+
+
+def test_flash_attention_config_says_why_kvax_is_not_available(here):
+    config = backends.get_flash_attention_config()
+    assert not config.kvax_available
+    assert config.device_type == "cpu"
+    assert not config.supported
+    assert config.reasons
