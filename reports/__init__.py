@@ -1,0 +1,7 @@
+"""Reports are pure functions of record files. Everything public is named here."""
+
+from reports.comparison import compare as compare
+from reports.load import ReportError as ReportError
+from reports.load import Run as Run
+from reports.load import load as load
+from reports.render import render as render

@@ -1,0 +1,79 @@
+"""What was measured, in words: the kind of a case and its problem as one readable line, in a stable order."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, get_args
+
+from suite.record import CaseKind, Record
+
+KIND_TITLES: dict[str, str] = {
+    "op_forward": "forward",
+    "op_forward_backward": "forward and backward",
+    "op_decode": "decode step",
+    "model_prefill": "model prefill",
+    "model_decode": "model decode",
+    "model_train": "model train step",
+    "perplexity": "perplexity",
+    "retrieval": "retrieval",
+}
+_KIND_ORDER = {kind: position for position, kind in enumerate(get_args(CaseKind))}
+_SAID = frozenset(
+    {"kind", "name", "model", "batch", "sequence", "heads", "kv_heads", "head_dim", "value_head_dim", "dtype"}
+)
+_DEFAULTS = {"documents": 1, "seed": 0}  # values that change nothing, so nothing is said
+_GENERATING = frozenset({"model_decode"})  # the kinds that new_tokens means something to
+
+
+def describe(kind: str, problem: Mapping[str, Any]) -> str:
+    """The problem of a case of this kind on one line; options that are off are left out.
+
+    >>> describe("op_forward", {"batch": 1, "sequence": 512, "heads": 8, "kv_heads": 2, "head_dim": 64,
+    ...                         "dtype": "float32", "causal": True, "window": None})
+    'B 1, T 512, S 512, heads 8/2, D 64, float32, causal'
+    >>> describe("perplexity", {"model": "text", "sequence": 512, "sequences": 16, "dtype": "float32"})
+    'model text, S 512, float32, sequences 16'
+    """
+    sequence, heads = problem.get("sequence"), problem.get("heads")
+    head_dim, value_head_dim = problem.get("head_dim"), problem.get("value_head_dim")
+    query = 1 if kind == "op_decode" else sequence
+    parts = {
+        f"model {problem.get('model')}": problem.get("model"),
+        f"B {problem.get('batch')}": problem.get("batch"),
+        f"T {query}": sequence and kind.startswith("op_"),
+        f"S {sequence}": sequence,
+        f"heads {heads}/{problem.get('kv_heads', heads)}": heads,
+        f"D {head_dim}": head_dim,
+        f"Dv {value_head_dim}": value_head_dim is not None and value_head_dim != head_dim,
+        f"{problem.get('dtype')}": problem.get("dtype"),
+    }
+    words = [text for text, wanted in parts.items() if wanted]
+    said = _SAID if kind in _GENERATING else _SAID | {"new_tokens"}
+    others = {name: value for name, value in problem.items() if name not in said and _DEFAULTS.get(name) != value}
+    return ", ".join(words + [_word(name, value) for name, value in others.items() if _is_on(value)])
+
+
+def _is_on(value: object) -> bool:
+    return value is not None and value is not False and value not in ("", [], {})
+
+
+def _word(name: str, value: object) -> str:
+    words = name.replace("_", " ")
+    return words if value is True else f"{words} {value}"
+
+
+def title(record: Record) -> str:
+    """Kind and problem of a record; its case's name where the problem says nothing."""
+    return f"{KIND_TITLES[record.kind]}, {describe(record.kind, record.problem) or record.case}"
+
+
+def order(record: Record) -> tuple[Any, ...]:
+    """A sort key: kinds in the schema's order, then problems with their numbers compared as numbers."""
+    return (_KIND_ORDER[record.kind], natural(describe(record.kind, record.problem)), record.case, record.target)
+
+
+def natural(text: str) -> tuple[tuple[int, int, str], ...]:
+    """A sort key under which ``T 512`` comes before ``T 4096``."""
+    parts = re.split(r"([0-9]+)", text)
+    return tuple((0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts if part)

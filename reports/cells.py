@@ -1,0 +1,165 @@
+"""A record -> what a report may say about it.
+
+The rules of the house are here and nowhere else: an interpreted cell shows accuracy only, a compiled one
+memory only, a cell whose numbers are wrong shows neither speed nor memory, a fallback goes under the name
+of what really ran, and ratios are taken against the standard backend of the same case in the same rounds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+
+from reports import cases, statistics
+from reports.statistics import Interval
+from suite.record import Record
+
+STANDARD = "standard"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Speed:
+    """What the samples of one cell say; times are seconds, rates per second."""
+
+    median: Interval
+    ratio: Interval | None  # to the standard backend, paired by round; None without a standard cell
+    flops_rate: float | None
+    peak_share: float | None  # of the matmul rate measured on this machine in the case's dtype
+    tokens_rate: float | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cell:
+    """One record with everything that is derived from it and from the standard cell of its case."""
+
+    record: Record
+    label: str
+    case: str
+    speed: Speed | None
+    temp_ratio: float | None  # compiled temporary memory relative to the standard backend
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Group:
+    """The cells of one case for one target, the standard backend first."""
+
+    kind: str
+    case: str
+    cells: tuple[Cell, ...]
+    standard: Record | None
+
+
+def label(record: Record) -> str:
+    """What ran, and for whom where that is not the same: ``chunked (for kvax)``.
+
+    A cell in which nothing ran goes under the name that was asked for.
+    """
+    if record.resolved is None or record.resolved == record.requested:
+        return record.requested
+    return f"{record.resolved} (for {record.requested})"
+
+
+def is_trusted(record: Record) -> bool:
+    """Whether the cell ran and nothing in it failed the oracle."""
+    judged = record.exact is not False
+    return record.status == "ok" and not (judged and any(not error.passed for error in record.accuracy.values()))
+
+
+def shows_speed(record: Record) -> bool:
+    """Whether the samples are times of the real kernel on the real device, with right numbers."""
+    return (
+        is_trusted(record)
+        and record.mode in ("native", "fallback")
+        and len(record.samples) > 0
+        and all(math.isfinite(sample) and sample > 0 for sample in record.samples)
+    )
+
+
+def same_rounds(first: Record, second: Record) -> bool:
+    """Whether sample i of both was taken in the same round: a run that was resumed starts new rounds."""
+    return first.environment.get("session") == second.environment.get("session")
+
+
+def shows_memory(record: Record) -> bool:
+    """Whether the sizes are those of the real kernel, run here or compiled for another device."""
+    return is_trusted(record) and record.mode in ("native", "fallback", "compile")
+
+
+def group(records: Iterable[Record]) -> tuple[Group, ...]:
+    """The records by case and target, in a stable order; a target that nothing ran on is named in the title."""
+    ordered = sorted(records, key=cases.order)
+    here = {record.target for record in ordered if record.mode in ("native", "fallback", "interpret")}
+    grouped = [
+        tuple(members)
+        for _, members in itertools.groupby(ordered, key=lambda record: (record.kind, record.case, record.target))
+    ]
+    titles = [cases.title(members[0]) for members in grouped]
+    titles = [
+        title if here <= {members[0].target} and here else f"{title}, for {members[0].target}"
+        for title, members in zip(titles, grouped, strict=True)
+    ]
+    unclear = {title for title in titles if titles.count(title) > 1}
+    return tuple(
+        _group(f"{title} ({members[0].case})" if title in unclear else title, members)
+        for title, members in zip(titles, grouped, strict=True)
+    )
+
+
+def standard_of(records: Sequence[Record]) -> Record | None:
+    """The cell that the others of its case are compared with: standard, asked for by name, with right numbers."""
+    for mode in ("native", "compile"):
+        for record in records:
+            if record.requested == record.resolved == STANDARD and record.mode == mode and is_trusted(record):
+                return record
+    return None
+
+
+def _group(title: str, members: tuple[Record, ...]) -> Group:
+    standard = standard_of(members)
+    ordered = sorted(members, key=lambda record: (record.resolved != STANDARD, record.requested != STANDARD,
+                                                  label(record), str(record.mode), record.key))  # fmt: skip
+    cells = tuple(_cell(record, title, standard) for record in ordered)
+    return Group(members[0].kind, title, cells, standard)
+
+
+def _cell(record: Record, title: str, standard: Record | None) -> Cell:
+    return Cell(record, label(record), title, _speed(record, standard), _temp_ratio(record, standard))
+
+
+def _speed(record: Record, standard: Record | None) -> Speed | None:
+    if not shows_speed(record):
+        return None
+    typical = statistics.median(record.samples)
+    comparable = standard is not None and shows_speed(standard) and same_rounds(record, standard)
+    against = standard.samples if standard is not None and comparable else ()
+    rate = _over(record.flops, typical.value)
+    return Speed(
+        median=typical,
+        ratio=statistics.paired_ratio(record.samples, against) if record is not standard else None,
+        flops_rate=rate,
+        peak_share=_over(rate, matmul_peak(record)),
+        tokens_rate=_over(record.tokens, typical.value),
+    )
+
+
+def matmul_peak(record: Record) -> float | None:
+    """FLOP/s that this machine's measured matmul reaches in the dtype of the case."""
+    machine = record.environment.get("machine")
+    rates = machine.get("matmul_flops") if isinstance(machine, dict) else None
+    rate = rates.get(str(record.problem.get("dtype"))) if isinstance(rates, dict) else None
+    return float(rate) if isinstance(rate, int | float) and math.isfinite(rate) and rate > 0 else None
+
+
+def _temp_ratio(record: Record, standard: Record | None) -> float | None:
+    if standard is None or record is standard or not (shows_memory(record) and shows_memory(standard)):
+        return None
+    return _over(record.memory.get("compiled_temp"), standard.memory.get("compiled_temp"))
+
+
+def _over(above: float | None, below: float | None) -> float | None:
+    if above is None or not below:
+        return None
+    quotient = above / below
+    return quotient if math.isfinite(quotient) else None

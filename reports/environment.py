@@ -1,0 +1,134 @@
+"""On what, with what and when a run was made: the device, versions, flags, revision, clock and the machine's limits."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime as dt
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from reports.formatting import TIMES, Value, plural, shorten
+from reports.tables import Column, Table, table
+from suite.record import Record
+
+_SHOWN_VALUES = 3
+_PACKAGES = ("jax", "jaxlib", "python", "numpy", "scipy", "kvax", "triton", "libtpu")
+_STEADY = ("versions", "source", "git_revision", "flags", "platform", "cpu", "cores", "device_kind", "device_count")
+_COLUMNS = (Column("what", "what"), Column("value", "value"))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Page:
+    """The records of one device."""
+
+    device: str
+    records: tuple[Record, ...]
+
+
+def pages(records: Sequence[Record]) -> tuple[Page, ...]:
+    """The records by the device that they were made on, devices in the order of their names."""
+    names = sorted({device_of(record) for record in records})
+    return tuple(Page(name, tuple(record for record in records if device_of(record) == name)) for name in names)
+
+
+def device_of(record: Record) -> str:
+    """The device's name, for a CPU with its cores; the target where the environment does not name a device."""
+    facts = record.environment
+    kind = str(facts.get("device_kind") or "").strip()
+    if kind and kind.lower() != "cpu":
+        count = facts.get("device_count")
+        return f"{count} {TIMES} {kind}" if isinstance(count, int) and count > 1 else kind
+    cpu = " ".join(str(facts.get("cpu") or "").split())
+    if not cpu:
+        return kind or record.target
+    return f"{cpu}, {plural(facts['cores'], 'core')}" if isinstance(facts.get("cores"), int) else cpu
+
+
+def versions_of(records: Sequence[Record]) -> dict[str, str]:
+    """Package -> version, the best known packages first; several versions in one run are all named."""
+    found: dict[str, list[str]] = {}
+    for record in records:
+        versions = record.environment.get("versions")
+        for name, version in versions.items() if isinstance(versions, Mapping) else ():
+            if version is not None and str(version) not in found.setdefault(str(name), []):
+                found[str(name)].append(str(version))
+    known = {name: found[name] for name in _PACKAGES if name in found}
+    return {name: " and ".join(found[name]) for name in [*known, *sorted(set(found) - set(known))] if found[name]}
+
+
+def date_of(records: Sequence[Record]) -> str:
+    """The day, or the first and the last day, on which the cells were started."""
+    days = sorted({record.started[:10] for record in records})
+    return days[0] if days[0] == days[-1] else f"{days[0]} to {days[-1]}"
+
+
+def ended(records: Sequence[Record]) -> str | None:
+    """When the last cell ended, from its start and the seconds that it took; None where a clock is not readable."""
+    ends = []
+    for record in records:
+        try:
+            start = dt.datetime.fromisoformat(record.started)
+            ends.append((start + dt.timedelta(seconds=record.wall_seconds or 0.0)).isoformat(timespec="seconds"))
+        except (ValueError, OverflowError):
+            continue
+    return max(ends, default=None)
+
+
+def environment_table(records: Sequence[Record]) -> Table:
+    """Every recorded fact; one that differs between cells shows its range, or each of up to three values."""
+    facts: dict[str, list[object]] = {}
+    for record in records:
+        for name, value in _flat(record.environment):
+            if value not in facts.setdefault(name, []):
+                facts[name].append(value)
+    rows: list[dict[str, Value]] = [
+        {"what": "first cell started", "value": min(record.started for record in records)},
+        {"what": "last cell ended", "value": ended(records)},
+    ]
+    rows.extend({"what": name.replace("_", " "), "value": _several(name, values)} for name, values in facts.items())
+    return table("environment", "", _COLUMNS, rows)
+
+
+def differing(records: Sequence[Record]) -> tuple[str, ...]:
+    """Facts that should hold for a whole page but are not the same in every cell of it."""
+    seen: dict[str, set[str]] = {}
+    for record in records:
+        for name, value in _flat(record.environment):
+            seen.setdefault(name, set()).add(str(value))
+    return tuple(
+        name.replace("_", " ") for name, values in seen.items() if len(values) > 1 and name.split(" ")[0] in _STEADY
+    )
+
+
+def _flat(facts: Mapping[Any, Any], prefix: str = "") -> list[tuple[str, object]]:
+    flat: list[tuple[str, object]] = []
+    for key, value in facts.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            flat += _flat(value, f"{name} ")
+        elif value is not None and value not in ("", []):
+            flat.append((name, value))
+    return flat
+
+
+def _several(name: str, values: Sequence[object]) -> str:
+    numbers = [value for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
+    if len(values) > 1 and len(numbers) == len(values):
+        return f"{_readable(name, min(numbers))} to {_readable(name, max(numbers))}"
+    shown = "; ".join(shorten(_readable(name, value)) for value in values[:_SHOWN_VALUES])
+    return shown if len(values) <= _SHOWN_VALUES else f"{shown}; and {len(values) - _SHOWN_VALUES} other values"
+
+
+def _readable(name: str, value: object) -> str:
+    """Sizes and rates in a unit that fits, by the name of the fact; everything else as it is."""
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    if "flops" in name:
+        return f"{value / 1e9:.4g} GFLOP/s"
+    if name.endswith("bytes_per_second"):
+        return f"{value / 1e9:.4g} GB/s"
+    if name.endswith(("bytes", "memory")):
+        return f"{value / 2**30:.3g} GiB"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

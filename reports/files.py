@@ -1,0 +1,130 @@
+"""Pages -> the machine-readable files: one CSV row per record, and the computed tables as JSON."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import json
+import math
+from collections.abc import Sequence
+
+from reports import cases
+from reports.cells import Cell, shows_memory
+from reports.formatting import Value
+from reports.page import Page, Section
+from reports.quality import shows_quality
+from reports.statistics import Interval
+from reports.tables import Table
+from suite.record import TensorError
+
+JSON_SCHEMA = 1
+
+
+def to_json(pages: Sequence[Page]) -> str:
+    """Every table and sentence of the pages as JSON; intervals are objects with value, low, high and count."""
+    data = {"schema": JSON_SCHEMA, "pages": [_page(page) for page in pages]}
+    return json.dumps(data, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
+
+
+def to_csv(pages: Sequence[Page]) -> str:
+    """One row per record in the order of the pages. Seconds and bytes; no value is an empty cell."""
+    cells = [(page, cell) for page in pages for group in page.groups for cell in group.cells]
+    leading = [_leading(page, cell) for page, cell in cells]
+    further = [_further(cell) for _, cell in cells]
+    names = dict.fromkeys(name for row in leading for name in row) | dict.fromkeys(sorted(set().union(*further)))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(names), restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(first | second for first, second in zip(leading, further, strict=True))
+    return text.getvalue()
+
+
+def _page(page: Page) -> dict[str, object]:
+    return {
+        "device": page.device,
+        "title": page.title,
+        "versions": page.subtitle,
+        "sections": [_section(section) for section in page.sections],
+    }
+
+
+def _section(section: Section) -> dict[str, object]:
+    return {
+        "key": section.key,
+        "title": section.title,
+        "text": [*section.paragraphs, *section.items, *section.commands],
+        "tables": [_table(table) for table in section.tables],
+    }
+
+
+def _table(table: Table) -> dict[str, object]:
+    return {
+        "key": table.key,
+        "title": table.title,
+        "columns": {column.key: column.header for column in table.columns},
+        "rows": [{column.key: _plain(row.get(column.key)) for column in table.columns} for row in table.rows],
+    }
+
+
+def _plain(value: Value) -> object:
+    if isinstance(value, Interval):
+        return {"value": value.value, "low": value.low, "high": value.high, "count": value.count}
+    if isinstance(value, TensorError):
+        return {name: _plain(number) for name, number in dataclasses.asdict(value).items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def _leading(page: Page, cell: Cell) -> dict[str, object]:
+    """The columns that every record has."""
+    record, speed = cell.record, cell.speed
+    ratio = speed.ratio if speed else None
+    return {
+        "device": page.device,
+        "suite": record.suite,
+        "key": record.key,
+        "kind": record.kind,
+        "case": record.case,
+        "problem": cases.describe(record.kind, record.problem),
+        "requested": record.requested,
+        "resolved": record.resolved,
+        "mode": record.mode,
+        "target": record.target,
+        "exact": record.exact,
+        "status": record.status,
+        "error": record.error,
+        "reasons": " ".join(record.reasons),
+        "samples": speed.median.count if speed else None,
+        "median_seconds": speed.median.value if speed else None,
+        "median_seconds_low": speed.median.low if speed else None,
+        "median_seconds_high": speed.median.high if speed else None,
+        "time_over_standard": ratio.value if ratio else None,
+        "time_over_standard_low": ratio.low if ratio else None,
+        "time_over_standard_high": ratio.high if ratio else None,
+        "flops_per_second": speed.flops_rate if speed else None,
+        "share_of_matmul_peak": speed.peak_share if speed else None,
+        "tokens_per_second": speed.tokens_rate if speed else None,
+        "compile_seconds": record.compile_seconds if speed else None,
+        "temp_over_standard": cell.temp_ratio,
+    }
+
+
+def _further(cell: Cell) -> dict[str, object]:
+    """The columns that some records have: sizes, errors of each tensor, figures of the model."""
+    record = cell.record
+    row: dict[str, object] = {}
+    if shows_memory(record):
+        row |= {f"{name}_bytes": size for name, size in record.memory.items()}
+    for tensor, error in record.accuracy.items():
+        row |= {
+            f"{tensor}_max_error": error.max_error,
+            f"{tensor}_rms_error": error.rms_error,
+            f"{tensor}_standard_error": error.standard_error,
+            f"{tensor}_allowed": error.allowed,
+            f"{tensor}_passed": error.passed,
+        }
+    if shows_quality(cell):
+        row |= {f"quality_{name}": value for name, value in record.quality.items()}
+    return row

@@ -1,0 +1,187 @@
+"""One device's page as data: a title, the short reading, and sections of prose and tables in a fixed order."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from reports import environment, quality, reading, tables
+from reports.cells import Group, group
+from reports.formatting import code, escape, plural
+from reports.load import Run
+from reports.tables import Table
+from suite.record import Record
+
+METHOD = (
+    (
+        "Each cell is one case, backend, target and mode. A table shows the median of its samples, with a 95% "
+        "percentile-bootstrap interval where there are at least six of them. The interval says how well this run "
+        "knows its median, not what another day or machine would give."
+    ),
+    (
+        "Sample i of every cell of a case was taken in round i, and ratios are taken round by round over the rounds "
+        "that both cells have, so that drift of the machine cancels."
+    ),
+    (
+        "Compile time is apart from run time and is in no median. FLOP counts are by formula, of visible pairs only; "
+        "the share of peak is against the matmul rate measured on this machine in the same dtype."
+    ),
+    (
+        "Interpreted cells show accuracy only; cells compiled for a device that is not here show memory only; cells "
+        "whose numbers fail the oracle show neither speed nor memory. A fallback goes under the name of what ran."
+    ),
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Section:
+    """A heading with Markdown paragraphs, Markdown list items, tables, and command lines."""
+
+    key: str
+    title: str
+    paragraphs: tuple[str, ...] = ()
+    items: tuple[str, ...] = ()
+    tables: tuple[Table, ...] = ()
+    commands: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Page:
+    """Everything that is said about one device."""
+
+    device: str
+    title: str
+    subtitle: str
+    sections: tuple[Section, ...]
+    groups: tuple[Group, ...]
+
+
+def build(run: Run) -> tuple[Page, ...]:
+    """The pages of a run, one per device, devices in the order of their names."""
+    return tuple(_page(page.device, page.records, run) for page in environment.pages(run.records))
+
+
+def _page(device: str, records: Sequence[Record], run: Run) -> Page:
+    groups = group(records)
+    ordered = [cell.record for member in groups for cell in member.cells]
+    numbers = tables.reason_numbers(ordered)
+    suites = ", ".join(sorted({record.suite for record in records}))
+    versions = [f"{name} {version}" for name, version in environment.versions_of(records).items()]
+    subtitle = f"Versions: {', '.join(versions) or 'not recorded'}"
+    sections = (
+        *_short(groups, numbers, run.notes),
+        Section(
+            "requested_and_run",
+            "Requested and run",
+            ("R1, R2, \u2026 are the reasons listed above.",) if numbers else (),
+            tables=(tables.requested_and_run(groups, numbers),),
+        ),
+        _speed(groups),
+        _memory(groups, records),
+        _accuracy(groups),
+        _quality(groups),
+        _environment(records),
+        Section("method", "How this was measured", items=METHOD),
+        _reproduce(run.manifest, records, suites),
+    )
+    kept = tuple(section for section in sections if section is not None)
+    title = f"Attention on {device}, {environment.date_of(records)}, suite {suites}"
+    return Page(device, title, subtitle, kept, groups)
+
+
+def _short(groups: Sequence[Group], numbers: Mapping[str, str], notes: Sequence[str]) -> tuple[Section | None, ...]:
+    cells = [cell for member in groups for cell in member.cells]
+    records = [cell.record for cell in cells]
+    changed = environment.differing(records)
+    warned = [*notes]
+    if changed:
+        warned.append(f"Not the same in every cell of this page: {', '.join(changed)} (see Environment).")
+    untimed = tables.untimed(groups)
+    if untimed:
+        names = ", ".join(cell.record.key for cell in untimed)
+        warned.append(f"{plural(len(untimed), 'cell')} with samples that are no times show no speed: {names}.")
+    impossible = [cell for cell in cells if cell.speed and (cell.speed.peak_share or 0.0) > 1]
+    if impossible:
+        warned.append(
+            f"{plural(len(impossible), 'cell')} above 100% of the measured matmul peak: the peak is too low, or the "
+            f"time is: {', '.join(cell.record.key for cell in impossible)}."
+        )
+    warned += tables.cell_notes(groups)
+    opening = (reading.counts(cells), *(f"**Note.** {escape(note)}" for note in warned))
+    sentences = (*reading.fastest(groups), *reading.model_quality(groups))
+    return (
+        Section("in_short", "In short", opening, sentences),
+        _items("failed", "Failed", reading.failed(groups)),
+        _items("refused", "Refused, and what ran instead", reading.refused(groups, numbers)),
+    )
+
+
+def _items(key: str, title: str, items: Sequence[str]) -> Section | None:
+    return Section(key, title, items=tuple(items)) if items else None
+
+
+def _speed(groups: Sequence[Group]) -> Section | None:
+    made = tables.speed(groups)
+    if not made:
+        return Section("speed", "Speed", ("No cell of this page has a speed.",))
+    told = (
+        "Only cells that ran the real kernel on this device with numbers that pass the oracle. \u201cRelative to "
+        "standard\u201d is the median over rounds of time divided by standard's time in the same round: "
+        "below 1 is less time than standard. An interval that includes 1 shows no measurable difference."
+    )
+    return Section("speed", "Speed", (told,), tables=(*tables.overview(groups), *made))
+
+
+def _memory(groups: Sequence[Group], records: Sequence[Record]) -> Section | None:
+    made = tables.memory(groups)
+    if not made:
+        return None
+    methods = {record.environment.get("process_high_water_method") for record in records}
+    named = sorted(str(method) for method in methods if method)
+    how = f" ({escape(', '.join(named))})" if named else ""
+    told = (
+        "\u201cCompiled\u201d sizes are the compiler's own for the whole program. The high-water mark is how far one "
+        "run raises the process above what it held with the program compiled and the inputs made"
+        f"{how}. The device peak is the device allocator's statistic."
+    )
+    return Section("memory", "Memory", (told,), tables=made)
+
+
+def _accuracy(groups: Sequence[Group]) -> Section | None:
+    made = tables.accuracy(groups)
+    if not made:
+        return None
+    told = (
+        "Largest absolute difference from the float64 oracle, divided by the oracle's largest absolute value. "
+        "Exact backends must stay within what is allowed, which follows from standard's own error on the same "
+        "problem in the same dtype (the standard row). Approximate backends are not judged by closeness."
+    )
+    return Section("accuracy", "Accuracy", (told,), tables=made)
+
+
+def _quality(groups: Sequence[Group]) -> Section | None:
+    made = (*quality.figures(groups), *quality.series(groups))
+    if not made:
+        return None
+    told = (
+        "Differences are taken sequence by sequence against the standard backend on the same tokens. INVALID means "
+        "that the dense model predicts no better than byte frequencies, so that no loss could show."
+    )
+    return Section("model_quality", "Model quality", (told,), tables=made)
+
+
+def _environment(records: Sequence[Record]) -> Section:
+    return Section("environment", "Environment", tables=(environment.environment_table(records),))
+
+
+def _reproduce(manifest: Mapping[str, Any], records: Sequence[Record], suites: str) -> Section:
+    revision = records[0].environment.get("git_revision")
+    at = f"At git revision {code(str(revision))}:" if revision else "The git revision is not recorded. The command:"
+    command = ["attnsuite", "run", "--suite", str(manifest.get("suite") or suites)]
+    cases = [str(case["name"]) for case in manifest.get("cases") or () if isinstance(case, Mapping) and "name" in case]
+    for option, values in (("--backends", manifest.get("backends")), ("--cases", cases)):
+        if isinstance(values, list) and values:
+            command += [option, ",".join(map(str, values))]
+    return Section("reproduce", "Reproduce", (at,), commands=(" ".join(shlex.join(command).split()),))

@@ -1,0 +1,174 @@
+"""The short reading at the top of a page: sentences that are computed, with no adjective that no number backs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from reports import quality, statistics
+from reports.cells import STANDARD, Cell, Group, same_rounds
+from reports.formatting import TIMES, code, escape, estimate, number, plural, shorten
+from reports.statistics import Interval
+from reports.tables import MILLI
+
+_FAILED = ("wrong", "oom", "timeout", "crashed")
+
+
+def counts(cells: Sequence[Cell]) -> str:
+    """How many cells there are and what became of them."""
+    modes = Counter(cell.record.mode for cell in cells if cell.record.status == "ok")
+    statuses = Counter(cell.record.status for cell in cells if cell.record.status != "ok")
+    words = {"native": "ran natively", "fallback": "ran as a fallback", "interpret": "ran in an interpreter",
+             "compile": "compiled for a device that is not here", None: "ok with no mode recorded"}  # fmt: skip
+    parts = [f"{modes[mode]} {phrase}" for mode, phrase in words.items() if modes[mode]]
+    parts += [f"{count} {status}" for status, count in sorted(statuses.items())]
+    return f"{plural(len(cells), 'cell')}: {', '.join(parts)}."
+
+
+def fastest(groups: Sequence[Group]) -> list[str]:
+    """One sentence per case that has a speed: the fastest exact backend, and how it stands to standard and the next."""
+    return [sentence for group in groups if (sentence := _fastest_of(group))]
+
+
+def exact_speeds(group: Group) -> list[Cell]:
+    """Exact cells with right numbers and a speed, fastest first; a fallback only where its backend has no own cell."""
+    native = [cell for cell in group.cells if cell.speed and cell.record.exact and cell.record.mode == "native"]
+    names = {cell.record.resolved for cell in native}
+    others = [cell for cell in group.cells if cell.speed and cell.record.exact and cell.record.resolved not in names]
+    found = {cell.record.resolved: cell for cell in sorted([*native, *others], key=_seconds, reverse=True)}
+    return sorted(found.values(), key=lambda cell: (_seconds(cell), cell.label))
+
+
+def _seconds(cell: Cell) -> float:
+    return cell.speed.median.value if cell.speed else float("inf")
+
+
+def _fastest_of(group: Group) -> str | None:
+    ranked = exact_speeds(group)
+    lead = f"**{escape(group.case)}**:"
+    if not ranked or ranked[0].speed is None:
+        timed = any(cell.speed for cell in group.cells)
+        return f"{lead} no exact backend has a speed here; the approximate ones are under Speed." if timed else None
+    best = ranked[0]
+    parts = [f"{lead} fastest exact is {code(best.label)}, {_milliseconds(best)}"]
+    ratio = best.speed.ratio if best.speed else None
+    if best.record is group.standard:
+        parts.append("the baseline itself")
+    elif ratio is not None:
+        parts.append(_against(ratio, "standard"))
+    elif any(cell.record is group.standard and cell.speed for cell in group.cells):
+        parts.append("standard was measured in another session, so they share no rounds and have no ratio")
+    else:
+        parts.append("standard has no speed in this case")
+    sentence = "; ".join(parts)
+    if best.temp_ratio is not None:
+        sentence += f"; temporary memory {number(best.temp_ratio)} {TIMES} standard's"
+    return f"{sentence}.{_runner_up(ranked)}"
+
+
+def _milliseconds(cell: Cell) -> str:
+    if cell.speed is None:
+        return ""
+    typical = cell.speed.median
+    if typical.low is None or typical.high is None:
+        return f"{number(typical.value * MILLI)} ms ({plural(typical.count, 'sample')}, too few for an interval)"
+    in_ms = Interval(typical.value * MILLI, typical.low * MILLI, typical.high * MILLI, typical.count)
+    value, interval = estimate(in_ms).split(" ", maxsplit=1)
+    return f"{value} ms {interval}"
+
+
+def _against(ratio: Interval, name: str) -> str:
+    if ratio.low is None:
+        rounds = plural(ratio.count, "round")
+        return f"{number(ratio.value)} {TIMES} {code(name)}'s time ({rounds}, too few for an interval)"
+    if ratio.excludes(1.0):
+        value, interval = estimate(ratio).split(" ", maxsplit=1)
+        return f"{value} {TIMES} {code(name)}'s time {interval}"
+    return f"no measurable difference to {code(name)} (ratio {estimate(ratio)})"
+
+
+def _runner_up(ranked: Sequence[Cell]) -> str:
+    """The next exact backend, unless it is standard, whose ratio is said already."""
+    if len(ranked) < 2 or ranked[1].record.resolved == STANDARD:
+        return ""
+    if not same_rounds(ranked[1].record, ranked[0].record):
+        return f" Next is {code(ranked[1].label)}, {_milliseconds(ranked[1])}, measured in another session."
+    ratio = statistics.paired_ratio(ranked[1].record.samples, ranked[0].record.samples)
+    if ratio is None:
+        return ""
+    return f" Next is {code(ranked[1].label)}: {_against(ratio, ranked[0].label)}."
+
+
+def refused(groups: Sequence[Group], numbers: Mapping[str, str]) -> list[str]:
+    """Every reason once, with the backends that were asked for, the cases that it applies to, and what ran instead."""
+    cells = [cell for group in groups for cell in group.cells]
+    sentences = []
+    for reason, name in numbers.items():
+        touched = [cell for cell in cells if reason in cell.record.reasons]
+        backends = list(dict.fromkeys(cell.record.requested for cell in touched))
+        asked = ", ".join(code(backend) for backend in backends)
+        told = reason.removeprefix(f"{backends[0]}: ") if len(backends) == 1 else reason
+        sentences.append(f"**{name}** {asked} in {_cases(touched, groups)}: {escape(told)} *{_instead(touched)}*")
+    return sentences
+
+
+def _cases(cells: Sequence[Cell], groups: Sequence[Group]) -> str:
+    touched = list(dict.fromkeys(cell.case for cell in cells))
+    if len(touched) == len(groups):
+        return "every case" if len(touched) > 1 else "the only case"
+    return escape(touched[0]) if len(touched) == 1 else f"{len(touched)} of {len(groups)} cases"
+
+
+def _instead(cells: Iterable[Cell]) -> str:
+    outcomes: Counter[str] = Counter()
+    for cell in cells:
+        ran, mode = cell.record.resolved, cell.record.mode
+        outcomes[f"{code(ran)} ran, mode {mode}" if ran and mode else "nothing ran"] += 1
+    told = ", ".join(f"{outcome} ({plural(count, 'cell')})" for outcome, count in sorted(outcomes.items()))
+    return f"Outcome: {told}."
+
+
+def failed(groups: Sequence[Group]) -> list[str]:
+    """Wrong, out of memory, timed out and crashed cells: each status and error once, with its cells."""
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for status in _FAILED:
+        for group in groups:
+            for cell in group.cells:
+                if cell.record.status == status:
+                    told = shorten(cell.record.error or "no error was recorded")
+                    found.setdefault((status, cell.label, told), []).append(group.case)
+    return [
+        f"**{status}**, {code(label)} in {escape(named[0]) if len(named) == 1 else plural(len(named), 'case')}: "
+        f"{escape(told)}"
+        for (status, label, told), named in found.items()
+    ]
+
+
+def model_quality(groups: Sequence[Group]) -> list[str]:
+    """What approximate backends lose, from the paired differences; cases that can show nothing say so."""
+    sentences = []
+    for group in groups:
+        shown = [cell for cell in group.cells if quality.shows_quality(cell)]
+        if any(quality.validity(group, cell) == quality.INVALID for cell in shown):
+            sentences.append(
+                f"**{escape(group.case)}**: INVALID, the dense model is no better than byte frequencies, "
+                "so nothing can be lost here."
+            )
+            continue
+        sentences += [sentence for cell in shown if cell.record.exact is False for sentence in _loss(group, cell)]
+    return sentences
+
+
+def _loss(group: Group, cell: Cell) -> list[str]:
+    sentences = []
+    for one in quality.series_of(group, cell):
+        if one.difference is None:
+            continue
+        told = f"mean {escape(one.name)} differs from standard by {estimate(one.difference)}"
+        if one.difference.excludes(0.0) is False:
+            told = f"no measurable difference to standard in mean {escape(one.name)} ({estimate(one.difference)})"
+        sentences.append(
+            f"**{escape(group.case)}**: {code(cell.label)} (approximate): {told}, "
+            f"{plural(one.difference.count, 'pair')}."
+        )
+    return sentences

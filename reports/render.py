@@ -1,0 +1,32 @@
+"""A run directory -> report.md, report.html, records.csv and report.json beside the records."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from reports import files, html, markdown
+from reports.load import load
+from reports.page import build
+
+
+def render(run_dir: Path, out: Path | None = None) -> Path:
+    """Write the report of a run into ``out`` (default: the run directory) and return the path of ``report.md``.
+
+    The files are pure functions of the run directory: the same bytes each time. Raises ReportError where no
+    report can be made from it.
+    """
+    run = load(run_dir)
+    pages = build(run)
+    text = markdown.render(pages)
+    folder = Path(run_dir) if out is None else Path(out)
+    folder.mkdir(parents=True, exist_ok=True)
+    title = "; ".join(page.title for page in pages)
+    written = {
+        "report.md": text,
+        "report.html": html.render(text, title),
+        "records.csv": files.to_csv(pages),
+        "report.json": files.to_json(pages),
+    }
+    for name, content in written.items():
+        (folder / name).write_text(content, encoding="utf-8", newline="\n")
+    return folder / "report.md"

@@ -1,0 +1,254 @@
+"""Cells -> tables: which ran, how fast, with how much memory, how exactly. Values stay numbers until they are shown."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+
+from reports import cases
+from reports.cells import Cell, Group, is_trusted, shows_memory
+from reports.formatting import Value, shorten
+from suite.record import Record
+
+MIB = 2**20
+MILLI = 1e3
+MEMORY_METHODS: dict[str, str] = {
+    "compiled_argument": "arguments, compiled (MiB)",
+    "compiled_output": "output, compiled (MiB)",
+    "compiled_temp": "temporary, compiled (MiB)",
+    "process_high_water": "process high-water mark above baseline (MiB)",
+    "device_peak": "device peak (MiB)",
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Column:
+    """A column: its key in JSON, its header with the unit, and whether equal cells in a row of rows are merged."""
+
+    key: str
+    header: str
+    merge: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of values under named columns. Columns without any value are left out by :func:`table`."""
+
+    key: str
+    title: str
+    columns: tuple[Column, ...]
+    rows: tuple[Mapping[str, Value], ...]
+
+
+CASE = Column("case", "case", merge=True)
+
+
+def table(key: str, title: str, columns: Iterable[Column], rows: Iterable[Mapping[str, Value]]) -> Table:
+    """A table of the columns that have a value in at least one row."""
+    kept = tuple(rows)
+    return Table(key, title, tuple(c for c in columns if any(row.get(c.key) is not None for row in kept)), kept)
+
+
+def reason_numbers(records: Iterable[Record]) -> dict[str, str]:
+    """Each distinct reason with its number, ``R1`` onward in the order of the records."""
+    distinct = dict.fromkeys(reason for record in records for reason in record.reasons)
+    return {reason: f"R{number}" for number, reason in enumerate(distinct, start=1)}
+
+
+def requested_and_run(groups: Sequence[Group], numbers: Mapping[str, str]) -> Table:
+    """What was asked for, what ran, and why: reasons by their number, errors in full."""
+    rows: list[dict[str, Value]] = []
+    for group in groups:
+        for cell in group.cells:
+            record = cell.record
+            why = [", ".join(numbers[reason] for reason in record.reasons), shorten(record.error or "")]
+            rows.append({
+                "case": group.case,
+                "requested": record.requested,
+                "ran": record.resolved if record.mode is not None else None,
+                "mode": record.mode,
+                "exact": record.exact,
+                "status": record.status,
+                "why": ": ".join(part for part in why if part) or None,
+            })  # fmt: skip
+    columns = [CASE, *(Column(key, key) for key in ("requested", "ran", "mode", "exact", "status", "why"))]
+    return table("requested_and_run", "", columns, rows)
+
+
+def speed(groups: Sequence[Group]) -> tuple[Table, ...]:
+    """One table for each kind of case that has a speed."""
+    return tuple(made for kind, title in cases.KIND_TITLES.items() if (made := _speed_of_kind(kind, title, groups)))
+
+
+def _speed_of_kind(kind: str, title: str, groups: Sequence[Group]) -> Table | None:
+    shown = [(group, cell) for group in groups if group.kind == kind for cell in group.cells if cell.speed]
+    if not shown:
+        return None
+    rates = [cell.speed.flops_rate or 0.0 for _, cell in shown if cell.speed]
+    unit, size = ("TFLOP/s", 1e12) if max(rates) >= 1e13 else ("GFLOP/s", 1e9)
+    columns = (
+        CASE,
+        Column("backend", "backend"),
+        Column("exact", "exact"),
+        Column("median_ms", "median (ms) [95% interval]"),
+        Column("time_over_standard", "time relative to standard [95% interval]"),
+        Column("flops_rate", unit),
+        Column("peak_percent", "% of measured matmul peak"),
+        Column("tokens_per_second", "tokens/s"),
+        Column("compile_seconds", "compile (s)"),
+        Column("samples", "samples"),
+    )
+    return table(f"speed_{kind}", _sentence_case(title), columns, [_speed_row(*pair, size) for pair in shown])
+
+
+def _speed_row(group: Group, cell: Cell, flops_unit: float) -> dict[str, Value]:
+    measured = cell.speed
+    if measured is None:
+        return {}
+    typical = dataclasses.replace(
+        measured.median,
+        value=measured.median.value * MILLI,
+        low=scaled(measured.median.low, MILLI),
+        high=scaled(measured.median.high, MILLI),
+    )
+    return {
+        "case": problem_of(group),
+        "backend": cell.label,
+        "exact": cell.record.exact,
+        "median_ms": typical,
+        "time_over_standard": "1 (baseline)" if cell.record is group.standard else measured.ratio,
+        "flops_rate": scaled(measured.flops_rate, 1 / flops_unit),
+        "peak_percent": scaled(measured.peak_share, 100),
+        "tokens_per_second": measured.tokens_rate,
+        "compile_seconds": cell.record.compile_seconds,
+        "samples": measured.median.count,
+    }
+
+
+def overview(groups: Sequence[Group]) -> tuple[Table, ...]:
+    """Median milliseconds with one row per case and one column per backend, where more than one case has a speed.
+
+    Fallbacks are left out: their backend has its own column. More than six backends take a second table.
+    """
+    timed = [group for group in groups if _native(group)]
+    names = list(dict.fromkeys(cell.label for group in timed for cell in _native(group)))
+    if len(timed) < 2:
+        return ()
+    made = []
+    for start in range(0, len(names), 6):
+        rows: list[dict[str, Value]] = []
+        for group in timed:
+            medians = {cell.label: cell.speed.median.value * MILLI for cell in _native(group) if cell.speed}
+            rows.append({"case": group.case, **medians})
+        columns = [CASE, *(Column(name, name) for name in names[start : start + 6])]
+        heading = "All cases: median (ms)" if start == 0 else "All cases: median (ms), continued"
+        made.append(table(f"overview_{start // 6 + 1}", heading, columns, rows))
+    return tuple(made)
+
+
+def _native(group: Group) -> list[Cell]:
+    return [cell for cell in group.cells if cell.speed and cell.record.mode == "native"]
+
+
+def memory(groups: Sequence[Group]) -> tuple[Table, ...]:
+    """One table for each kind of case, every column named after the method that gave the number."""
+    made = []
+    for kind, title in cases.KIND_TITLES.items():
+        rows = [
+            _memory_row(group, cell)
+            for group in groups
+            for cell in group.cells
+            if group.kind == kind and shows_memory(cell.record) and _known_sizes(cell.record)
+        ]
+        if not rows:
+            continue
+        others = sorted({key for row in rows for key in row} - set(MEMORY_METHODS) - {*_MEMORY_LEADS, "temp_ratio"})
+        columns = [
+            CASE,
+            Column("backend", "backend"),
+            Column("mode", "mode"),
+            *(Column(key, header) for key, header in MEMORY_METHODS.items()),
+            Column("temp_ratio", "temporary relative to standard"),
+            *(Column(key, f"{key.replace('_', ' ')} (MiB)") for key in others),
+        ]
+        made.append(table(f"memory_{kind}", _sentence_case(title), columns, rows))
+    return tuple(made)
+
+
+_MEMORY_LEADS = ("case", "backend", "mode")
+
+
+def _known_sizes(record: Record) -> dict[str, int]:
+    return {name: size for name, size in record.memory.items() if size is not None}
+
+
+def _memory_row(group: Group, cell: Cell) -> dict[str, Value]:
+    sizes = {name: size / MIB for name, size in _known_sizes(cell.record).items()}
+    ratio = "1 (baseline)" if cell.record is group.standard else cell.temp_ratio
+    leads = {"case": problem_of(group), "backend": cell.label, "mode": cell.record.mode}
+    return {**sizes, **leads, "temp_ratio": ratio}
+
+
+def accuracy(groups: Sequence[Group]) -> tuple[Table, ...]:
+    """Each tensor's error against the float64 oracle beside what is allowed, one table for each kind of case."""
+    made = []
+    for kind, title in cases.KIND_TITLES.items():
+        judged = [(g, cell) for g in groups if g.kind == kind for cell in g.cells if cell.record.accuracy]
+        if not judged:
+            continue
+        tensors = dict.fromkeys(name for _, cell in judged for name in cell.record.accuracy)
+        columns = (
+            CASE,
+            Column("backend", "backend"),
+            Column("mode", "mode"),
+            *(Column(name, f"{name}: max error / allowed") for name in tensors),
+            Column("verdict", "verdict"),
+        )
+        made.append(
+            table(f"accuracy_{kind}", _sentence_case(title), columns, [_accuracy_row(*pair) for pair in judged])
+        )
+    return tuple(made)
+
+
+def _accuracy_row(group: Group, cell: Cell) -> dict[str, Value]:
+    errors = cell.record.accuracy
+    outside = [name for name, error in errors.items() if not error.passed]
+    verdict = f"OUTSIDE: {', '.join(outside)}" if outside else "within"
+    shown: dict[str, Value] = dict(errors)
+    if cell.record.exact is False:
+        verdict = "not judged: approximate"
+        shown = {name: "not finite" if error.max_error is None else error.max_error for name, error in errors.items()}
+    leads = {"case": problem_of(group), "backend": cell.label, "mode": cell.record.mode}
+    return {**shown, **leads, "verdict": verdict}
+
+
+def cell_notes(groups: Sequence[Group]) -> tuple[str, ...]:
+    """The notes of the records, each once, in the order of the cells."""
+    return tuple(dict.fromkeys(note for group in groups for cell in group.cells for note in cell.record.notes))
+
+
+def untimed(groups: Sequence[Group]) -> list[Cell]:
+    """Trusted native cells that hold samples which are no times (zero, negative, not finite)."""
+    every = [cell for group in groups for cell in group.cells]
+    return [
+        cell
+        for cell in every
+        if cell.speed is None
+        and cell.record.samples
+        and is_trusted(cell.record)
+        and cell.record.mode in ("native", "fallback")
+    ]
+
+
+def problem_of(group: Group) -> str:
+    """The group's title without its kind, for tables whose heading says the kind."""
+    return group.case.removeprefix(f"{cases.KIND_TITLES[group.kind]}, ")
+
+
+def scaled(value: float | None, factor: float) -> float | None:
+    """``value`` times ``factor``, None where there is none."""
+    return None if value is None else value * factor
+
+
+def _sentence_case(title: str) -> str:
+    return title[:1].upper() + title[1:]

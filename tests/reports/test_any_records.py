@@ -1,0 +1,79 @@
+import dataclasses
+import json
+from typing import get_args
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import reports
+from suite.record import CaseKind, Status, TensorError
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
+NAMES = st.sampled_from(["standard", "chunked", "kvax", "a|b", "`", "", "auto"])
+FLOATS = st.floats(-1e30, 1e30)
+SERIES = st.lists(FLOATS, max_size=2).map(tuple) | st.just((0.3, 0.1, 0.2, 0.1, 0.4, 0.2))
+ERRORS = st.builds(
+    TensorError,
+    max_error=st.none() | FLOATS,
+    rms_error=st.none() | FLOATS,
+    standard_error=st.none() | FLOATS,
+    allowed=FLOATS,
+    passed=st.booleans(),
+)
+FIELDS = st.fixed_dictionaries({
+    "suite": TEXT,
+    "case": TEXT,
+    "kind": st.sampled_from(get_args(CaseKind)),
+    "problem": st.dictionaries(
+        st.sampled_from(["sequence", "heads", "dtype", "causal", "odd|name"]), st.none() | st.integers() | TEXT
+    ),
+    "requested": NAMES,
+    "resolved": st.none() | NAMES,
+    "mode": st.sampled_from([None, "native", "interpret", "compile", "fallback"]),
+    "exact": st.sampled_from([None, True, False]),
+    "target": st.sampled_from(["cpu", "tpu/v5e"]),
+    "reasons": st.lists(TEXT, max_size=2).map(tuple),
+    "status": st.sampled_from(get_args(Status)),
+    "error": st.none() | TEXT,
+    "notes": st.lists(TEXT, max_size=1).map(tuple),
+    "samples": SERIES,
+    "compile_seconds": st.none() | FLOATS,
+    "flops": st.none() | FLOATS,
+    "tokens": st.none() | st.integers(0, 2**40),
+    "memory": st.dictionaries(st.sampled_from(["compiled_temp", "odd"]), st.none() | st.integers(0, 2**60)),
+    "accuracy": st.dictionaries(st.sampled_from(["out", "dq", "a|b"]), ERRORS),
+    "quality": st.dictionaries(st.sampled_from(["recall", "bits_per_byte", "unigram_bits_per_byte"]), FLOATS),
+    "series": st.dictionaries(st.sampled_from(["nll", "standard_nll", "hit"]), SERIES),
+    "environment": st.dictionaries(
+        st.sampled_from(["versions", "cpu", "cores", "device_kind", "machine", "flags"]),
+        st.none() | TEXT | st.integers() | st.dictionaries(TEXT, st.none() | TEXT | FLOATS, max_size=2),
+    ),
+    "started": st.sampled_from(["2026-11-20T12:00:00+00:00", "2026-11-21T12:00:00", "yesterday"]),
+    "wall_seconds": st.none() | FLOATS,
+})  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.lists(FIELDS, min_size=1, max_size=5))
+def test_any_records_render_and_compare(record, tmp_path, drawn):
+    records = [record(key=f"cell-{i}", **fields) for i, fields in enumerate(drawn)]
+    folders = tmp_path / "a", tmp_path / "b"
+    for folder, kept in zip(folders, (records, records[:1]), strict=True):
+        folder.mkdir(exist_ok=True)
+        (folder / "records.jsonl").write_text("".join(r.to_json() + "\n" for r in kept), encoding="utf-8")
+    text = reports.render(folders[0]).read_text(encoding="utf-8")
+    assert text.startswith("# Attention on ")
+    json.loads((folders[0] / "report.json").read_text(encoding="utf-8"), parse_constant=_no_constant)
+    assert reports.compare(*folders).startswith("# Run B against run A")
+
+
+def _no_constant(name):
+    raise AssertionError(f"{name} is no JSON")
+
+
+@settings(max_examples=1, suppress_health_check=list(HealthCheck))
+@given(FIELDS)
+def test_every_field_of_a_record_is_drawn(record, drawn):
+    assert set(drawn) | {"schema", "key", "lower_seconds", "bytes_moved"} == {
+        field.name for field in dataclasses.fields(record())
+    }

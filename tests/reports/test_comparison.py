@@ -1,0 +1,57 @@
+import pytest
+
+import reports
+
+
+def runs(write_run, first, second):
+    return reports.compare(write_run(*first, name="a"), write_run(*second, name="b"))
+
+
+def scaled(cell, factor):
+    return tuple(factor * sample for sample in cell.samples)
+
+
+@pytest.mark.parametrize(
+    ("factor", "reading"), [(2.0, "B slower"), (0.5, "B faster"), (1.0, "no measurable difference")]
+)
+def test_interval_of_the_ratio_decides_the_reading(record, write_run, factor, reading):
+    told = runs(write_run, [record()], [record(samples=scaled(record(), factor))])
+    assert reading in told.split("## Speed")[1]
+
+
+def test_few_samples_give_no_reading(record, write_run):
+    told = runs(write_run, [record(samples=(0.1,) * 5)], [record(samples=(0.9,) * 5)])
+    assert "too few samples" in told
+
+
+def test_other_device_and_versions_are_said_at_the_top(record, write_run):
+    environment = {**record().environment, "cpu": "Other CPU", "versions": {"jax": "0.12.0"}}
+    told = runs(write_run, [record()], [record(environment=environment)])
+    top = told.split("## Speed")[0]
+    assert "**Different devices:** Example CPU 9000, 2 cores (A) and Other CPU, 2 cores (B)." in top
+    assert "**Different:** jax, jaxlib, python, numpy." in top
+
+
+def test_like_runs_warn_of_nothing(record, write_run):
+    told = runs(write_run, [record()], [record()])
+    assert "Different" not in told
+    assert "status, mode and what ran are the same in both" in told
+
+
+def test_wrong_cell_is_a_change_of_status_and_no_speed(record, write_run):
+    wrong = record(status="wrong", error="out: outside", samples=(0.0123457,) * 10)
+    told = runs(write_run, [record()], [wrong])
+    assert "12.3" not in told
+    assert "No cell has a speed in both runs." in told
+    assert "out: outside" in told.split("## What ran")[1]
+
+
+def test_cells_of_one_run_only_are_listed(record, write_run):
+    told = runs(write_run, [record(), record("chunked")], [record()])
+    assert "1 cell of run A not in run B" in told
+    assert "chunked" in told.split("## Only in run A")[1]
+
+
+def test_missing_run_is_a_report_error(record, write_run, tmp_path):
+    with pytest.raises(reports.ReportError, match="holds no"):
+        reports.compare(write_run(record()), tmp_path / "nowhere")

@@ -1,0 +1,180 @@
+import csv
+import io
+import json
+from html.parser import HTMLParser
+
+import pytest
+
+import reports
+from suite.record import TensorError
+
+SECRET = 0.0123457  # seconds; shows up as 12.3 wherever a speed leaks
+KVAX_REASON = "kvax: needs a CUDA device; this target is cpu."
+FILES = ("report.md", "report.html", "records.csv", "report.json")
+
+
+def outputs(folder):
+    reports.render(folder)
+    return {name: (folder / name).read_text(encoding="utf-8") for name in FILES}
+
+
+def rows_of(text):
+    return list(csv.DictReader(io.StringIO(text)))
+
+
+def section(markdown, title):
+    return markdown.split(f"\n## {title}\n", 1)[1].split("\n## ", 1)[0]
+
+
+def json_table(text, key):
+    tables = [t for page in json.loads(text)["pages"] for part in page["sections"] for t in part["tables"]]
+    return next((t["rows"] for t in tables if t["key"] == key), [])
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"status": "wrong", "error": "out: outside of what is allowed"},
+        {"mode": "interpret"},
+        {"mode": "compile"},
+        {"status": "timeout", "error": "stopped"},
+        {"accuracy": {"out": TensorError(max_error=1.0, rms_error=1.0, standard_error=0.1, allowed=0.2, passed=False)}},
+    ],
+    ids=["wrong", "interpret", "compile", "timeout", "ok but outside"],
+)
+def test_cell_without_a_right_native_result_shows_no_speed_anywhere(record, write_run, fields):
+    hidden = record("chunked", samples=(SECRET,) * 10, compile_seconds=12.3123, **fields)
+    written = outputs(write_run(record(), hidden))
+    for name, text in written.items():
+        assert "12.3" not in text, name
+        assert "0.0123" not in text, name
+    row = next(row for row in rows_of(written["records.csv"]) if row["requested"] == "chunked")
+    speed = ("samples", "median_seconds", "time_over_standard", "flops_per_second", "compile_seconds")
+    assert [row[name] for name in speed] == [""] * len(speed)
+    assert [row["backend"] for row in json_table(written["report.json"], "speed_op_forward")] == ["standard"]
+
+
+def test_native_cell_shows_its_speed_everywhere(record, write_run):
+    written = outputs(write_run(record(), record("chunked", samples=(SECRET,) * 10)))
+    assert all("12.3" in written[name] for name in ("report.md", "report.html", "report.json"))
+    assert "0.0123457" in written["records.csv"]
+
+
+def test_wrong_cell_shows_its_error_and_no_memory(record, write_run):
+    wrong = record("chunked", status="wrong", error="out: outside of what is allowed")
+    written = outputs(write_run(record(), wrong))
+    assert "out: outside of what is allowed" in section(written["report.md"], "Failed")
+    assert "chunked" not in section(written["report.md"], "Memory")
+    row = next(row for row in rows_of(written["records.csv"]) if row["requested"] == "chunked")
+    assert row["compiled_temp_bytes"] == ""
+
+
+def test_interpreted_cell_shows_accuracy_and_no_memory(record, write_run):
+    text = outputs(write_run(record(), record("splash", mode="interpret")))["report.md"]
+    assert "splash" in section(text, "Accuracy")
+    assert "splash" not in section(text, "Memory")
+    assert "splash" not in section(text, "Speed")
+
+
+def test_fallback_goes_under_the_name_of_what_ran(record, write_run):
+    fallback = record("kvax", resolved="chunked", mode="fallback", reasons=(KVAX_REASON,))
+    written = outputs(write_run(record(), fallback))
+    assert "chunked (for kvax)" in section(written["report.md"], "Speed")
+    assert "| kvax" not in section(written["report.md"], "Speed")
+
+
+def test_reason_is_told_once_with_its_backends_and_cases(record, write_run):
+    cells = [record(case=f"case-{i}", problem={"sequence": 2**i}) for i in range(3)]
+    refused = [
+        record("kvax", resolved="standard", mode="fallback", reasons=(KVAX_REASON,), case=c.case, problem=c.problem)
+        for c in cells
+    ]
+    text = outputs(write_run(*cells, *refused))["report.md"]
+    assert text.count("needs a CUDA device") == 1
+    assert "**R1** `kvax` in every case: needs a CUDA device; this target is cpu." in text
+    assert section(text, "Requested and run").count("R1 ") == 3
+
+
+def test_same_bytes_twice(record, write_run):
+    cells = [record(), record("chunked"), record("kascade", exact=False), record("splash", mode="interpret")]
+    first = outputs(write_run(*cells, name="a"))
+    second = outputs(write_run(*reversed(cells), name="b"))
+    assert first == second
+
+
+def test_pipe_newline_and_html_in_foreign_text_stay_text(record, write_run):
+    evil = "needs a | b\nand <script>alert(1)</script> `tick` *star* [link](http://example.com)"
+    odd = record("kvax", resolved=None, mode=None, status="unsupported", reasons=(evil,), error=evil, samples=())
+    written = outputs(write_run(record(), odd))
+    table = [line for line in section(written["report.md"], "Requested and run").splitlines() if line.startswith("|")]
+    bars = {line.replace("\\|", "").count("|") for line in table}
+    assert len(bars) == 1
+    assert "<script>" not in written["report.html"]
+    assert "needs a | b and &lt;script&gt;alert(1)&lt;/script&gt; `tick` *star* [link]" in written["report.html"]
+    assert 'href="http' not in written["report.html"]
+
+
+def test_page_fetches_nothing_and_closes_its_tags(record, write_run):
+    page = outputs(write_run(record(), record("chunked")))["report.html"]
+
+    class Checker(HTMLParser):
+        open_tags: list[str] = []  # noqa: RUF012
+
+        def handle_starttag(self, tag, attrs):
+            assert tag not in {"script", "link", "img", "iframe"}
+            assert not {"src", "onclick"} & {name for name, _ in attrs}
+            if tag not in {"meta", "br", "hr"}:
+                self.open_tags.append(tag)
+
+        def handle_endtag(self, tag):
+            assert self.open_tags.pop() == tag
+
+    checker = Checker()
+    checker.feed(page)
+    assert checker.open_tags == []
+    assert "http" not in page.replace('http-equiv="', "")
+
+
+def test_files_go_to_the_folder_that_was_named(record, write_run, tmp_path):
+    run = write_run(record())
+    path = reports.render(run, tmp_path / "out" / "page")
+    assert path == tmp_path / "out" / "page" / "report.md"
+    assert sorted(p.name for p in path.parent.iterdir()) == sorted(FILES)
+    assert [p.name for p in run.iterdir()] == ["records.jsonl"]
+
+
+def test_each_device_has_its_page(record, write_run):
+    other = record("chunked", environment={"device_kind": "NVIDIA H200", "device_count": 2})
+    data = json.loads(outputs(write_run(record(), other))["report.json"])
+    assert [page["device"] for page in data["pages"]] == ["2 \u00d7 NVIDIA H200", "Example CPU 9000, 2 cores"]
+
+
+def test_versions_that_change_within_a_run_are_noted(record, write_run):
+    later = record("chunked", environment={**record().environment, "versions": {"jax": "0.12.0"}})
+    text = outputs(write_run(record(), later))["report.md"]
+    assert "Not the same in every cell of this page: versions jax (see Environment)." in text
+
+
+def test_approximate_backend_says_so_and_is_not_judged(record, write_run):
+    error = TensorError(max_error=0.03, rms_error=0.01, standard_error=4e-7, allowed=1e-6, passed=False)
+    kascade = record("kascade", exact=False, accuracy={"out": error})
+    written = outputs(write_run(record(), kascade))
+    row = next(r for r in json_table(written["report.json"], "speed_op_forward") if r["backend"] == "kascade")
+    assert row["exact"] is False
+    judged = json_table(written["report.json"], "accuracy_op_forward")
+    assert [r["verdict"] for r in judged] == ["within", "not judged: approximate"]
+
+
+def test_record_notes_and_command_are_told(record, write_run):
+    run = write_run(record(notes=("accuracy was judged at S=2048",)))
+    manifest = {"suite": "my suite.toml", "backends": ["standard", "chunked"], "cases": [{"name": "a"}, {"name": "b"}]}
+    (run / "run.json").write_text(json.dumps(manifest), encoding="utf-8")
+    text = outputs(run)["report.md"]
+    assert "**Note.** accuracy was judged at S=2048" in text
+    command = "    attnsuite run --suite 'my suite.toml' --backends standard,chunked --cases a,b\n"
+    assert command in section(text, "Reproduce")
+
+
+def test_time_below_what_the_machine_can_do_is_noted(record, write_run):
+    text = outputs(write_run(record(samples=(1e-6,) * 10)))["report.md"]
+    assert "above 100% of the measured matmul peak" in text

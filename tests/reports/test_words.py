@@ -1,0 +1,48 @@
+import doctest
+import importlib
+
+import pytest
+
+from reports import cases, formatting, statistics
+from reports.statistics import Interval
+
+
+@pytest.mark.parametrize("name", ["cases", "formatting", "statistics"])
+def test_examples_in_docstrings_hold(name):
+    assert doctest.testmod(importlib.import_module(f"reports.{name}")).failed == 0
+
+
+def test_case_reads_as_one_line(record):
+    assert cases.title(record()) == "forward, B 1, T 4096, S 4096, heads 8/8, D 64, float32, causal"
+
+
+def test_decode_has_one_query():
+    assert cases.describe("op_decode", {"sequence": 4096}) == "T 1, S 4096"
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(0.0, "0"), (999.6, "1000"), (1234567.0, "1230000"), (0.00012345, "0.000123"), (1e-7, "1.00e-07"),
+     (-2.0, "-2.00"), (float("inf"), formatting.DASH), (None, formatting.DASH), (12, "12"), (True, "yes")],
+)  # fmt: skip
+def test_numbers_have_three_significant_digits(value, shown):
+    assert formatting.show(value) == shown
+
+
+def test_interval_that_excludes_one_does_not_show_one():
+    assert formatting.bounds(Interval(1.002, 1.0012, 1.003, 20)) == "[1.001, 1.003]"
+
+
+def test_intervals_are_the_same_each_time():
+    samples = [1.0, 1.2, 0.9, 1.1, 1.05, 0.95]
+    assert statistics.median(samples) == statistics.median(samples)
+    assert statistics.unpaired_ratio(samples, samples) == statistics.unpaired_ratio(samples, samples)
+
+
+def test_unpaired_ratio_of_like_samples_includes_one():
+    samples = [1.0, 1.2, 0.9, 1.1, 1.05, 0.95]
+    assert statistics.unpaired_ratio(samples, samples).excludes(1.0) is False
+
+
+def test_series_of_other_lengths_are_not_paired():
+    assert statistics.paired_difference([1.0, 2.0], [1.0]) is None
