@@ -188,7 +188,7 @@ class Plan:
 
 @runtime_checkable
 class Backend(Protocol):
-    """One implementation of the contract. ``exact`` is False for approximations (sparse attention)."""
+    """One implementation of the contract, hashable. ``exact`` is False for approximations (sparse attention)."""
 
     @property
     def name(self) -> str:
@@ -318,7 +318,7 @@ def may_attend(spec: AttentionSpec, layout: Layout) -> Bool[Array, "#batch #head
     """The whole mask of a call, or None where every pair may attend. Quadratic: for references and short input."""
     if not spec.masks_anything:
         return None
-    q_pos, k_pos = positions(spec, layout)
+    q_pos, k_pos = (jnp.asarray(x) for x in positions(spec, layout))  # traced, not a quadratic constant of the program
     q_pos, k_pos = q_pos[:, None, :, None], k_pos[:, None, None, :]
     terms: list[Any] = [jnp.ones((1, 1, spec.query_length, spec.key_value_length), bool)]
     if spec.is_causal:

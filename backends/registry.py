@@ -2,7 +2,7 @@
 
 Another package joins through the entry-point group ``attention_suite.backends``; each entry names a
 :class:`~backends.contract.Backend` instance, or a callable without arguments that returns one. Entry
-points are read when a name is looked up, and one that fails to load stays in the registry with its error
+points are read once, when a name is first looked up, and one that fails to load stays in the registry with its error
 as the reason why it cannot run: a broken package never takes the others down.
 """
 
@@ -62,6 +62,7 @@ class Registry:
     def __init__(self, built_in: Mapping[str, str] = BUILT_IN) -> None:
         self._built_in = dict(built_in)
         self._loaded: dict[str, Backend] = {}
+        self._found: dict[str, metadata.EntryPoint] | None = None
         self._lock = threading.Lock()
 
     def register(self, backend: Backend) -> None:
@@ -75,7 +76,7 @@ class Registry:
 
     def names(self) -> tuple[str, ...]:
         """Every registered name: built-in ones first, then the rest in alphabetical order."""
-        others = set(self._loaded) | set(_entry_points())
+        others = set(self._loaded) | set(self._entry_points())
         return (*self._built_in, *sorted(others - set(self._built_in)))
 
     def get(self, name: str) -> Backend:
@@ -84,21 +85,22 @@ class Registry:
             return self._loaded[name]
         if name in self._built_in:
             backend = _resolve_reference(self._built_in[name])
-        elif name in _entry_points():
-            backend = _load_entry_point(_entry_points()[name])
+        elif name in self._entry_points():
+            backend = _load_entry_point(self._entry_points()[name])
         else:
             raise UnknownBackendError(f"backend {name!r} is not registered; registered are: {', '.join(self.names())}.")
         with self._lock:
             return self._loaded.setdefault(name, backend)
 
+    def _entry_points(self) -> dict[str, metadata.EntryPoint]:
+        if self._found is None:  # reading them takes milliseconds, and every resolution asks
+            self._found = {entry.name: entry for entry in metadata.entry_points(group=ENTRY_POINT_GROUP)}
+        return self._found
+
 
 def _resolve_reference(reference: str) -> Backend:
     module, _, attribute = reference.partition(":")
     return getattr(importlib.import_module(module), attribute)
-
-
-def _entry_points() -> dict[str, metadata.EntryPoint]:
-    return {entry.name: entry for entry in metadata.entry_points(group=ENTRY_POINT_GROUP)}
 
 
 def _load_entry_point(entry: metadata.EntryPoint) -> Backend:

@@ -1,0 +1,116 @@
+"""The key-value cache: preallocated arrays per layer, and how many slots of each sequence are filled.
+
+Keys and values are kept as ``[batch, kv_heads, capacity, head_dim]``: with the heads outside, a decode step
+reads each head's keys in one run (12 times faster on a CPU with 8 KV heads than ``[batch, capacity,
+kv_heads, head_dim]``). Backends get them with the axes swapped back; XLA cancels the transposes.
+``lengths`` live on the host, so that a full cache is refused before it is written to, without waiting for
+the device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from models.config import DTYPES, ModelConfig
+
+Slots = Float[Array, "batch kv_heads capacity head_dim"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class KVCache:
+    """Keys and values of all layers, and per sequence the number of filled slots (int32, on the host).
+
+    Prefilling and decoding *donate* the arrays: afterwards only the cache that they returned is alive.
+    """
+
+    keys: tuple[Slots, ...]
+    values: tuple[Slots, ...]
+    lengths: Int[np.ndarray, " batch"]
+
+    @staticmethod
+    def create(config: ModelConfig, batch: int, capacity: int, dtype: str | None = None) -> KVCache:
+        """An empty cache with room for ``capacity`` tokens per sequence. Raises ValueError.
+
+        ``dtype=None`` means the config's, except on CPUs, where it is float32: attention over a bfloat16
+        cache reads 3-9 GB/s there (Zen 5, jaxlib 0.10.2), float32 comes near the limit of the memory.
+        """
+        for name, value in (("batch", batch), ("capacity", capacity)):
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}={value!r} must be an integer of at least 1.")
+        if not config.use_rope and capacity > config.max_length:
+            raise ValueError(
+                f"capacity={capacity} is more than the {config.max_length} positions that this model has learned; "
+                f"use at most {config.max_length}."
+            )
+        dtype = dtype or default_dtype(config)
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype={dtype!r} is not supported; use one of {', '.join(DTYPES)}.")
+        shape = (batch, config.kv_heads, capacity, config.dim)
+
+        def slots() -> tuple[Slots, ...]:
+            return tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers))
+
+        return KVCache(keys=slots(), values=slots(), lengths=np.zeros(batch, np.int32))
+
+    @property
+    def batch(self) -> int:
+        """Number of sequences."""
+        return self.keys[0].shape[0]
+
+    @property
+    def capacity(self) -> int:
+        """Slots per sequence."""
+        return self.keys[0].shape[2]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no sequence has a token yet; the first prefill then attends over its own tokens only."""
+        return not self.lengths.any()
+
+    @property
+    def dtype(self) -> str:
+        """Dtype of keys and values."""
+        return str(self.keys[0].dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values."""
+        return sum(x.nbytes for x in (*self.keys, *self.values))
+
+    def lengths_after(self, new: int, lengths: Any = None) -> Int[np.ndarray, " batch"]:
+        """How many slots are filled once ``new`` tokens (of which ``lengths`` are valid) have been written.
+
+        Raises ValueError where a sequence has no room for all ``new`` of them, padding included.
+        """
+        valid = np.full(self.batch, new, np.int32) if lengths is None else np.asarray(lengths, np.int32)
+        if valid.shape != (self.batch,) or valid.min() < 1 or valid.max() > new:
+            raise ValueError(
+                f"lengths={valid.tolist()} must hold {self.batch} integers from 1 to {new}, one per sequence."
+            )
+        used = int(self.lengths.max())
+        if used + new > self.capacity:
+            raise ValueError(
+                f"the cache has {self.capacity} slots per sequence, {used} of them filled, and {new} more do not fit; "
+                f"make one with a capacity of at least {used + new}."
+            )
+        return self.lengths + valid
+
+
+def default_dtype(config: ModelConfig) -> str:
+    """What a cache is kept in unless told: the config's dtype, but float32 on CPUs."""
+    return "float32" if jax.default_backend() == "cpu" else config.dtype
+
+
+def write(slots: Slots, new: Float[Array, "batch length kv_heads head_dim"], start: Int[Array, " batch"]) -> Slots:
+    """``new`` written into ``slots`` from each sequence's ``start``, in the dtype of the slots."""
+    new = jnp.swapaxes(new, 1, 2).astype(slots.dtype)
+    if new.shape[0] == 1:
+        return jax.lax.dynamic_update_slice(slots, new, (0, 0, start[0], 0))
+    return jax.vmap(lambda s, x, at: jax.lax.dynamic_update_slice(s, x, (0, at, 0)))(slots, new, start)

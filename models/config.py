@@ -1,0 +1,266 @@
+"""What a model is: sizes, positions, which attention each layer uses, and the presets.
+
+:class:`ModelConfig` is frozen and hashable, so that it is a static argument under ``jax.jit``. The defaults
+describe Llama (RoPE, grouped-query attention, RMSNorm, SwiGLU; arXiv 2302.13971, 2407.21783); the
+``use_*`` switches replace one part at a time, for ablations. ``huggingface.py`` reads and writes the
+``config.json`` of a checkpoint.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+AttentionType = Literal["global", "sliding", "chunked", "full"]
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RopeScaling:
+    """Llama 3's stretching of slow RoPE frequencies; see :func:`models.rope.inverse_frequencies`.
+
+    Wavelengths above ``original_max_length / low_freq_factor`` are stretched by ``factor``, those below
+    ``original_max_length / high_freq_factor`` stay, and those between are blended. Raises ValueError.
+    """
+
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_length: int = 8192
+
+    def __post_init__(self) -> None:
+        for name in ("factor", "low_freq_factor", "high_freq_factor"):
+            _require_positive_real(f"rope_scaling.{name}", getattr(self, name))
+        _require_positive_int("rope_scaling.original_max_length", self.original_max_length)
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"rope_scaling.high_freq_factor={self.high_freq_factor} must be above "
+                f"low_freq_factor={self.low_freq_factor}."
+            )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """A transformer: everything about it but its weights. Raises ValueError naming the field and what it accepts.
+
+    ``num_kv_heads=None`` means ``num_heads`` (multi-head), ``head_dim=None`` means ``hidden_size //
+    num_heads``. ``attention`` is one type for all layers or one per layer, and is kept as one per layer:
+    ``global`` (causal), ``sliding`` (causal, the last ``window_size`` tokens, itself included), ``chunked``
+    (causal within chunks of ``chunk_size``) and ``full`` (both directions). ``max_length`` is the longest
+    input only where positions are learned (``use_rope=False``); RoPE has no limit of its own. ``dtype`` is
+    what activations are computed in, ``param_dtype`` what parameters are kept in; RoPE, norm statistics,
+    softmax and logits are float32 whatever they are.
+
+    >>> config = ModelConfig.from_preset("debug", attention=("global", "sliding"), window_size=16)
+    >>> config.num_parameters, config.attention
+    (115520, ('global', 'sliding'))
+    """
+
+    vocab_size: int = 256
+    hidden_size: int = 64
+    intermediate_size: int = 172
+    num_layers: int = 2
+    num_heads: int = 2
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    max_length: int = 2048
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    norm_eps: float = 1e-5
+    tie_embeddings: bool = True
+    attention: AttentionType | tuple[AttentionType, ...] = "global"
+    window_size: int | None = None
+    chunk_size: int | None = None
+    use_rope: bool = True
+    use_rmsnorm: bool = True
+    use_swiglu: bool = True
+    dtype: str = "float32"
+    param_dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        if self.num_kv_heads is None:
+            object.__setattr__(self, "num_kv_heads", self.num_heads)
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"):
+            _require_positive_int(name, getattr(self, name))
+        _require_positive_int("max_length", self.max_length)
+        self._check_heads()
+        for name in ("rope_theta", "norm_eps"):
+            _require_positive_real(name, getattr(self, name))
+        if not isinstance(self.rope_scaling, RopeScaling | None):
+            raise ValueError(  # noqa: TRY004  (a field of the wrong type is a wrong value: one error to catch)
+                f"rope_scaling={self.rope_scaling!r} must be a RopeScaling or None."
+            )
+        for name in ("tie_embeddings", "use_rope", "use_rmsnorm", "use_swiglu"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be True or False.")  # noqa: TRY004  (as above)
+        for name in ("dtype", "param_dtype"):
+            if getattr(self, name) not in DTYPES:
+                raise ValueError(f"{name}={getattr(self, name)!r} is not supported; use one of {', '.join(DTYPES)}.")
+        self._check_attention()
+
+    def _check_heads(self) -> None:
+        if self.num_heads % self.kv_heads:
+            raise ValueError(
+                f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}; "
+                "each KV head serves the same number of query heads."
+            )
+        if self.head_dim is None:
+            if self.hidden_size % self.num_heads:
+                raise ValueError(
+                    f"hidden_size={self.hidden_size} is not a multiple of num_heads={self.num_heads}; "
+                    "choose one that is, or give head_dim."
+                )
+            object.__setattr__(self, "head_dim", self.hidden_size // self.num_heads)
+        _require_positive_int("head_dim", self.head_dim)
+        if self.use_rope and self.dim % 2:
+            raise ValueError(
+                f"head_dim={self.head_dim} is odd; RoPE rotates pairs: use an even one, or use_rope=False."
+            )
+
+    def _check_attention(self) -> None:
+        given = self.attention
+        types = (given,) * self.num_layers if isinstance(given, str) else given
+        accepted = get_args(AttentionType)
+        if not isinstance(types, tuple | list) or any(kind not in accepted for kind in types):
+            raise ValueError(f"attention={given!r} must be one of {', '.join(accepted)}, or a tuple of one per layer.")
+        if len(types) != self.num_layers:
+            raise ValueError(f"attention names {len(types)} layers, but num_layers={self.num_layers}.")
+        object.__setattr__(self, "attention", tuple(types))
+        for kind, name in (("sliding", "window_size"), ("chunked", "chunk_size")):
+            value = getattr(self, name)
+            if value is not None:
+                _require_positive_int(name, value)
+            elif kind in types:
+                raise ValueError(f"attention={kind!r} needs {name}, an integer of at least 1; it is None.")
+
+    @property
+    def kv_heads(self) -> int:
+        """``num_kv_heads``, which is never None after construction."""
+        return self.num_kv_heads  # pyright: ignore[reportReturnType]  (normalised in __post_init__)
+
+    @property
+    def dim(self) -> int:
+        """``head_dim``, which is never None after construction."""
+        return self.head_dim  # pyright: ignore[reportReturnType]  (normalised in __post_init__)
+
+    @property
+    def layer_types(self) -> tuple[AttentionType, ...]:
+        """``attention``, which is always one type per layer after construction."""
+        return self.attention  # pyright: ignore[reportReturnType]  (normalised in __post_init__)
+
+    @property
+    def attention_types(self) -> tuple[AttentionType, ...]:
+        """The distinct attention types, in order of first use: each is planned once per forward pass."""
+        return tuple(dict.fromkeys(self.layer_types))
+
+    @property
+    def num_parameters(self) -> int:
+        """How many numbers the parameters hold; tied embeddings count once."""
+        norm = self.hidden_size if self.use_rmsnorm else 2 * self.hidden_size
+        attention = 2 * self.hidden_size * self.dim * (self.num_heads + self.kv_heads)
+        mlp = (3 if self.use_swiglu else 2) * self.hidden_size * self.intermediate_size
+        tables = (1 if self.tie_embeddings else 2) * self.vocab_size + (0 if self.use_rope else self.max_length)
+        return self.num_layers * (attention + mlp + 2 * norm) + norm + tables * self.hidden_size
+
+    @staticmethod
+    def from_preset(name: str, **overrides: Any) -> ModelConfig:
+        """The preset of that name with some fields replaced. Raises ValueError listing the names that exist."""
+        if name not in PRESETS:
+            raise ValueError(f"preset {name!r} is not known; use one of {', '.join(PRESETS)}.")
+        _check_names(overrides)
+        return ModelConfig(**{**PRESETS[name], **overrides})
+
+    def replace(self, **overrides: Any) -> ModelConfig:
+        """A copy with some fields replaced, checked like a new one.
+
+        What was derived stays (``head_dim`` does not follow ``num_heads``), but an ``attention`` that is the
+        same in all layers follows ``num_layers``. A name that is no field raises ValueError listing those.
+        """
+        _check_names(overrides)
+        if len(self.attention_types) == 1:
+            overrides.setdefault("attention", self.attention_types[0])
+        return dataclasses.replace(self, **overrides)
+
+
+def _check_names(overrides: Mapping[str, Any]) -> None:
+    names = [field.name for field in dataclasses.fields(ModelConfig)]
+    unknown = sorted(set(overrides) - set(names))
+    if unknown:
+        raise ValueError(f"ModelConfig has no field {', '.join(map(repr, unknown))}; it has {', '.join(names)}.")
+
+
+def _require_positive_int(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name}={value!r} must be an integer of at least 1.")
+
+
+def _require_positive_real(name: str, value: object) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not (math.isfinite(value) and value > 0):
+        raise ValueError(f"{name}={value!r} must be a finite number above 0.")
+
+
+# All but the last two are byte-level: they need no tokenizer and train on any text. The last two are Meta's.
+PRESETS: dict[str, dict[str, Any]] = {
+    "debug": {},
+    "tiny": {
+        "hidden_size": 192,
+        "intermediate_size": 512,
+        "num_layers": 4,
+        "num_heads": 8,
+        "num_kv_heads": 2,
+        "head_dim": 32,
+    },
+    "small": {
+        "hidden_size": 512,
+        "intermediate_size": 1408,
+        "num_layers": 8,
+        "num_heads": 8,
+        "num_kv_heads": 4,
+        "max_length": 8192,
+    },
+    "medium": {
+        "hidden_size": 768,
+        "intermediate_size": 2048,
+        "num_layers": 12,
+        "num_heads": 12,
+        "num_kv_heads": 4,
+        "max_length": 8192,
+    },
+    "large": {
+        "hidden_size": 1024,
+        "intermediate_size": 2816,
+        "num_layers": 24,
+        "num_heads": 16,
+        "num_kv_heads": 8,
+        "max_length": 8192,
+    },
+    "llama-3.2-1b": {
+        "vocab_size": 128256,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_layers": 16,
+        "num_heads": 32,
+        "num_kv_heads": 8,
+        "max_length": 131072,
+        "rope_theta": 500000.0,
+        "rope_scaling": RopeScaling(factor=32.0),
+        "dtype": "bfloat16",
+        "param_dtype": "bfloat16",
+    },
+    "llama-3.1-8b": {
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_layers": 32,
+        "num_heads": 32,
+        "num_kv_heads": 8,
+        "max_length": 131072,
+        "rope_theta": 500000.0,
+        "rope_scaling": RopeScaling(factor=8.0),
+        "tie_embeddings": False,
+        "dtype": "bfloat16",
+        "param_dtype": "bfloat16",
+    },
+}

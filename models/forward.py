@@ -1,0 +1,175 @@
+"""The transformer as pure functions of its parameters: Llama's arithmetic, layer after layer.
+
+Follows Hugging Face's ``modeling_llama.py`` to the order of operations: RMSNorm in float32 with epsilon
+inside the root, half-split RoPE, ``down(silu(gate(x)) * up(x))``. The attention of each type is planned once
+per pass and run by every layer of that type, with its carry threaded from layer to layer. A Python loop over
+layers compiles as fast as a scan up to 32 layers and lets layers differ.
+
+Packed input: a document is a maximal run of equal, non-negative segment ids. Positions restart with each
+document, so that packed documents give what each gives alone; negative ids are padding.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from backends import Layout, Plan
+from backends.contract import Carry
+from models.cache import Slots, write
+from models.config import AttentionType, ModelConfig
+from models.parameters import Params
+from models.planning import Options, Resolutions
+from models.rope import angles, inverse_frequencies, rotate
+
+Tokens = Int[Array, "batch length"]
+Hidden = Float[Array, "batch length hidden"]
+
+
+def forward(
+    config: ModelConfig,
+    params: Params,
+    tokens: Tokens,
+    segment_ids: Int[Array, "batch length"] | None = None,
+    *,
+    resolutions: Resolutions,
+    options: Options = (),
+) -> Float[Array, "batch length vocab"]:
+    """Logits of every position, float32. ``resolutions`` are those of :func:`models.planning.resolve_attention`."""
+    positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    if segment_ids is not None:
+        segment_ids, positions = documents(segment_ids)
+    plans = {}
+    for kind, resolution in resolutions:
+        placed = positions if resolution.spec.has_positions else None
+        layout = Layout(
+            query_segment_ids=segment_ids,
+            key_value_segment_ids=segment_ids,
+            query_positions=placed,
+            key_value_positions=placed,
+        )
+        plans[kind] = resolution.plan(layout, dict(options))
+    carries: dict[AttentionType, Carry] = dict.fromkeys(plans, ())
+    x = _embed(config, params, tokens, positions)
+    turns = _turns(config, positions)
+    for i, layer in enumerate(params["layers"]):
+        kind = config.layer_types[i]
+        query, key, value = _project(config, layer, x, turns)
+        mixed, carries[kind] = plans[kind].run(query, key, value, layer=i, carry=carries[kind])
+        x = _finish(config, layer, x, mixed)
+    return _logits(config, params, x)
+
+
+def forward_cached(
+    config: ModelConfig,
+    params: Params,
+    tokens: Tokens,
+    keys: tuple[Slots, ...],
+    values: tuple[Slots, ...],
+    start: Int[Array, " batch"],
+    end: Int[Array, " batch"],
+    *,
+    resolutions: Resolutions,
+    options: Options = (),
+    fresh: bool = False,
+    last_only: bool = False,
+) -> tuple[Array, tuple[Slots, ...], tuple[Slots, ...]]:
+    """Logits of new tokens behind ``start`` cached ones, and the cache with the new tokens written to it.
+
+    ``end - start`` of the tokens are valid in each sequence, the rest is padding on the right. ``fresh``
+    says that the cache is empty: attention then runs over the new tokens alone. ``last_only`` gives
+    ``[batch, vocab]``, the logits of each sequence's last valid token.
+    """
+    positions = start[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    layout = Layout() if fresh else Layout(query_positions=positions, key_value_seq_lengths=end)
+    plans: dict[AttentionType, Plan] = {kind: found.plan(layout, dict(options)) for kind, found in resolutions}
+    carries: dict[AttentionType, Carry] = dict.fromkeys(plans, ())
+    x = _embed(config, params, tokens, positions)
+    turns = _turns(config, positions)
+    new_keys, new_values = list(keys), list(values)
+    for i, layer in enumerate(params["layers"]):
+        kind = config.layer_types[i]
+        query, key, value = _project(config, layer, x, turns)
+        new_keys[i], new_values[i] = write(keys[i], key, start), write(values[i], value, start)
+        if not fresh:
+            query = query.astype(keys[i].dtype)
+            key, value = jnp.swapaxes(new_keys[i], 1, 2), jnp.swapaxes(new_values[i], 1, 2)
+        mixed, carries[kind] = plans[kind].run(query, key, value, layer=i, carry=carries[kind])
+        x = _finish(config, layer, x, mixed.astype(x.dtype))
+    if last_only:
+        x = jnp.take_along_axis(x, (end - start - 1)[:, None, None], axis=1)
+    logits = _logits(config, params, x)
+    return (logits[:, 0] if last_only else logits), tuple(new_keys), tuple(new_values)
+
+
+def documents(segment_ids: Int[Array, "batch length"]) -> tuple[Tokens, Tokens]:
+    """Documents numbered in order (padding: -1), and each token's position inside its document.
+
+    >>> runs, positions = documents(jnp.array([[7, 7, 2, 2, 2, -1]]))
+    >>> runs.tolist(), positions.tolist()
+    ([[0, 0, 1, 1, 1, -1]], [[0, 1, 0, 1, 2, 0]])
+    """
+    slots = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)[None]
+    begins = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    runs = jnp.cumsum(begins, axis=1, dtype=jnp.int32) - 1
+    starts = jax.lax.cummax(jnp.where(begins, slots, 0), axis=1)
+    return jnp.where(segment_ids < 0, -1, runs), slots - starts
+
+
+def _embed(config: ModelConfig, params: Params, tokens: Tokens, positions: Tokens) -> Hidden:
+    x = params["embed_tokens"][tokens].astype(config.dtype)
+    if not config.use_rope:
+        x = x + params["embed_positions"][positions].astype(config.dtype)
+    return x
+
+
+def _turns(config: ModelConfig, positions: Tokens) -> tuple[Array, Array] | None:
+    if not config.use_rope:
+        return None
+    return angles(positions, inverse_frequencies(config.dim, config.rope_theta, config.rope_scaling))
+
+
+def _project(
+    config: ModelConfig, layer: Params, x: Hidden, turns: tuple[Array, Array] | None
+) -> tuple[Array, Array, Array]:
+    """Normalised input to queries, keys and values, queries and keys turned to their positions."""
+    x = _norm(config, layer, "input_layernorm", x)
+    heads = (*x.shape[:2], -1, config.dim)
+    query, key, value = (_linear(x, layer[name]).reshape(heads) for name in ("q_proj", "k_proj", "v_proj"))
+    if turns is not None:
+        query, key = rotate(query, *turns), rotate(key, *turns)
+    return query, key, value
+
+
+def _finish(config: ModelConfig, layer: Params, x: Hidden, mixed: Float[Array, "batch length heads dim"]) -> Hidden:
+    """The rest of a layer behind its attention."""
+    x = x + _linear(mixed.reshape(*mixed.shape[:2], -1), layer["o_proj"])
+    inner = _norm(config, layer, "post_attention_layernorm", x)
+    up = _linear(inner, layer["up_proj"])
+    if config.use_swiglu:
+        up = jax.nn.silu(_linear(inner, layer["gate_proj"])) * up
+    else:
+        up = jax.nn.gelu(up, approximate=False)
+    return x + _linear(up, layer["down_proj"])
+
+
+def _norm(config: ModelConfig, params: Params, name: str, x: Hidden) -> Hidden:
+    wide = x.astype(jnp.float32)
+    if not config.use_rmsnorm:
+        wide = wide - wide.mean(-1, keepdims=True)
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + config.norm_eps)
+    x = params[name].astype(x.dtype) * wide.astype(x.dtype)
+    return x if config.use_rmsnorm else x + params[f"{name}_bias"].astype(x.dtype)
+
+
+def _linear(x: Hidden, weight: Float[Array, "out in"]) -> Float[Array, "batch length out"]:
+    return jnp.einsum("bti,oi->bto", x, weight.astype(x.dtype))
+
+
+def _logits(config: ModelConfig, params: Params, x: Hidden) -> Float[Array, "batch length vocab"]:
+    x = _norm(config, params, "norm", x)
+    head: Any = params["embed_tokens" if config.tie_embeddings else "lm_head"]
+    return jnp.einsum("bti,oi->bto", x, head.astype(x.dtype), preferred_element_type=jnp.float32)

@@ -1,0 +1,170 @@
+"""Autoregressive generation: one prefill, then one compiled step per token with the cache donated.
+
+Greedy at ``temperature=0``, else sampling from the softened distribution, cut to its nucleus by ``top_p``
+(arXiv 1904.09751). Temperature, ``top_p`` and seed are no part of what is compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from backends.contract import Mode
+from backends.resolve import OnUnavailable
+from models.cache import Slots
+from models.config import ModelConfig
+from models.forward import forward_cached
+from models.parameters import Params
+from models.planning import Options, Resolutions, freeze_options, resolve_attention
+from models.transformer import Transformer
+
+
+def generate(
+    model: Transformer,
+    tokens: Any,
+    max_new_tokens: int,
+    *,
+    lengths: Any = None,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    stop_token: int | None = None,
+    backend: str = "auto",
+    mode: Mode = "native",
+    backend_options: Mapping[str, Any] | None = None,
+    on_unavailable: OnUnavailable = "fallback",
+) -> Int[np.ndarray, "batch max_new_tokens"]:
+    """The tokens that follow each prompt ``tokens [batch, length]``, int32.
+
+    ``lengths [batch]`` says how many tokens of each prompt are valid, the rest being padding on the right.
+    Behind ``stop_token`` a row holds only stop tokens, and generation ends once every row has one. The same
+    seed gives the same tokens. Raises ValueError for arguments out of range.
+
+    >>> model = Transformer(ModelConfig.from_preset("debug"))
+    >>> generate(model, [[1, 2, 3]], 4).shape
+    (1, 4)
+    """
+    if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens={max_new_tokens!r} must be an integer of at least 1.")
+    if not temperature >= 0.0:
+        raise ValueError(f"temperature={temperature!r} must be at least 0 (0: always the likeliest token).")
+    if not 0.0 < top_p <= 1.0:
+        raise ValueError(f"top_p={top_p!r} must be above 0 and at most 1.")
+    tokens = jnp.asarray(tokens)
+    if tokens.ndim != 2:
+        raise ValueError(f"tokens has shape {tokens.shape}; expected [batch, length].")
+    call: dict[str, Any] = {"backend": backend, "mode": mode, "on_unavailable": on_unavailable}
+    cache = model.new_cache(tokens.shape[0], tokens.shape[1] + max_new_tokens)
+    logits, cache = model.prefill(
+        tokens, cache, lengths=lengths, last_only=True, backend_options=backend_options, **call
+    )
+    sampler = (jax.random.key(seed), jnp.float32(max(temperature, 1e-6)), jnp.float32(top_p))
+    greedy = temperature == 0.0
+    latest = compiled_sample(logits, 0, *sampler, greedy=greedy)
+    resolutions = resolve_attention(
+        model.config,
+        batch=tokens.shape[0],
+        query_length=1,
+        key_value_length=cache.capacity,
+        dtype=cache.dtype,
+        needs_grad=False,
+        **call,
+    )
+    params, keys, values, start = model.arrays(), cache.keys, cache.values, cache.lengths
+    made, stopped = [latest], np.zeros(tokens.shape[0], bool)
+    for step in range(1, max_new_tokens):
+        if stop_token is not None:
+            stopped |= np.asarray(latest) == stop_token
+            if stopped.all():
+                break
+        latest, keys, values = _step(
+            model.config,
+            params,
+            latest,
+            keys,
+            values,
+            start,
+            step,
+            *sampler,
+            resolutions=resolutions,
+            options=freeze_options(backend_options),
+            greedy=greedy,
+        )
+        start = start + 1
+        made.append(latest)
+    out = np.stack([np.asarray(x) for x in made], axis=1)
+    if stop_token is not None:
+        ended = np.cumsum(out == stop_token, axis=1) > 0
+        out = np.where(ended, stop_token, out)
+        out = np.pad(out, ((0, 0), (0, max_new_tokens - out.shape[1])), constant_values=stop_token)
+    return out.astype(np.int32)
+
+
+def sample(
+    logits: Float[Array, "batch vocab"],
+    step: Any,
+    key: Array,
+    temperature: Float[Array, ""],
+    top_p: Float[Array, ""],
+    *,
+    greedy: bool,
+) -> Int[Array, " batch"]:
+    """One token per row: the likeliest, or drawn from the smallest set whose probability reaches ``top_p``.
+
+    The likeliest token is always in the set. ``step`` makes the draw differ from token to token.
+    """
+    if greedy:
+        return logits.argmax(-1).astype(jnp.int32)
+    logits = logits / temperature
+    ordered = jnp.sort(logits, axis=-1, descending=True)
+    shares = jax.nn.softmax(ordered, axis=-1)
+    before = jnp.cumsum(shares, axis=-1) - shares  # probability of everything likelier
+    least = jnp.where(before < top_p, ordered, jnp.inf).min(-1, keepdims=True)
+    kept = jnp.where(logits >= least, logits, -jnp.inf)
+    return jax.random.categorical(jax.random.fold_in(key, step), kept, axis=-1).astype(jnp.int32)
+
+
+compiled_sample = jax.jit(sample, static_argnames=("greedy",))
+
+
+def _decode_and_sample(
+    config: ModelConfig,
+    params: Params,
+    latest: Int[Array, " batch"],
+    keys: tuple[Slots, ...],
+    values: tuple[Slots, ...],
+    start: Int[Array, " batch"],
+    step: Any,
+    key: Array,
+    temperature: Array,
+    top_p: Array,
+    *,
+    resolutions: Resolutions,
+    options: Options,
+    greedy: bool,
+) -> tuple[Array, tuple[Slots, ...], tuple[Slots, ...]]:
+    logits, keys, values = forward_cached(
+        config,
+        params,
+        latest[:, None],
+        keys,
+        values,
+        start,
+        start + 1,
+        resolutions=resolutions,
+        options=options,
+        last_only=True,
+    )
+    return sample(logits, step, key, temperature, top_p, greedy=greedy), keys, values
+
+
+_step = jax.jit(
+    _decode_and_sample,
+    static_argnames=("config", "resolutions", "options", "greedy"),
+    donate_argnames=("keys", "values"),
+)

@@ -1,0 +1,45 @@
+"""Next-token cross-entropy: the loss that models train on and are compared by.
+
+In float32 whatever the dtype of the logits, and a mean over the targets that count, so that padding and the
+borders between packed documents neither help nor hurt. Bits per byte, for byte-level models, are these nats
+divided by ln 2; ``text.py`` measures them over whole files.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+
+def next_token_loss(
+    logits: Float[Array, "batch length vocab"],
+    tokens: Int[Array, "batch length"],
+    segment_ids: Int[Array, "batch length"] | None = None,
+    mask: Bool[Array, "batch length"] | None = None,
+) -> Float[Array, ""]:
+    """Mean cross-entropy in nats, float32, of predicting token t+1 from the logits at t.
+
+    With ``segment_ids`` a target counts only inside its own document, and padding (negative ids) never;
+    ``mask`` (True: counts) is over tokens as targets. Zero, with zero gradients, where nothing counts.
+
+    >>> float(next_token_loss(jnp.zeros((1, 4, 2)), jnp.zeros((1, 4), int)))  # doctest: +ELLIPSIS
+    0.6931...
+    """
+    targets = tokens[:, 1:]
+    counts = jnp.ones(targets.shape, bool)
+    if segment_ids is not None:
+        counts &= (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, 1:] >= 0)
+    if mask is not None:
+        counts &= mask[:, 1:]
+    nats = jnp.where(counts, token_nats(logits[:, :-1], targets), 0.0)
+    return nats.sum() / jnp.maximum(counts.sum(), 1)
+
+
+def token_nats(
+    logits: Float[Array, "batch length vocab"], targets: Int[Array, "batch length"]
+) -> Float[Array, "batch length"]:
+    """Cross-entropy of each target under the logits at its place, in nats, float32."""
+    logits = logits.astype(jnp.float32)
+    chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    return jax.nn.logsumexp(logits, axis=-1) - chosen

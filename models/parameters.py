@@ -1,0 +1,98 @@
+"""The parameters of a model as one plain tree of arrays: their shapes, their names on disk, their first values.
+
+The tree is ``{"embed_tokens", "layers": [{"q_proj", ...}, ...], "norm", ...}``. Matrices are kept as
+``[out, in]``, as Hugging Face stores them: loading copies nothing, and the contracted dimension is last on
+both sides. Initialisation is GPT-2's: normal, with the projections that write to the residual stream scaled
+down by the depth.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from models.config import ModelConfig
+
+Params = dict[str, Any]  # a tree of arrays as described above
+
+# Name in the tree -> name in a checkpoint, below "model.layers.{i}." for those of a layer.
+LAYER_NAMES = {
+    "input_layernorm": "input_layernorm.weight",
+    "input_layernorm_bias": "input_layernorm.bias",
+    "q_proj": "self_attn.q_proj.weight",
+    "k_proj": "self_attn.k_proj.weight",
+    "v_proj": "self_attn.v_proj.weight",
+    "o_proj": "self_attn.o_proj.weight",
+    "post_attention_layernorm": "post_attention_layernorm.weight",
+    "post_attention_layernorm_bias": "post_attention_layernorm.bias",
+    "gate_proj": "mlp.gate_proj.weight",
+    "up_proj": "mlp.up_proj.weight",
+    "down_proj": "mlp.down_proj.weight",
+}
+TOP_NAMES = {
+    "embed_tokens": "model.embed_tokens.weight",
+    "embed_positions": "model.embed_positions.weight",
+    "norm": "model.norm.weight",
+    "norm_bias": "model.norm.bias",
+    "lm_head": "lm_head.weight",
+}
+
+
+def parameter_shapes(config: ModelConfig) -> Params:
+    """The tree with a shape in the place of each array."""
+    d, f = config.hidden_size, config.intermediate_size
+    q, kv = config.num_heads * config.dim, config.kv_heads * config.dim
+    layer: dict[str, tuple[int, ...]] = {
+        "input_layernorm": (d,),
+        "q_proj": (q, d),
+        "k_proj": (kv, d),
+        "v_proj": (kv, d),
+        "o_proj": (d, q),
+        "post_attention_layernorm": (d,),
+        "up_proj": (f, d),
+        "down_proj": (d, f),
+    }
+    top: dict[str, tuple[int, ...]] = {"embed_tokens": (config.vocab_size, d), "norm": (d,)}
+    if config.use_swiglu:
+        layer["gate_proj"] = (f, d)
+    if not config.use_rmsnorm:
+        layer |= {"input_layernorm_bias": (d,), "post_attention_layernorm_bias": (d,)}
+        top["norm_bias"] = (d,)
+    if not config.use_rope:
+        top["embed_positions"] = (config.max_length, d)
+    if not config.tie_embeddings:
+        top["lm_head"] = (config.vocab_size, d)
+    return {**top, "layers": [dict(layer) for _ in range(config.num_layers)]}
+
+
+def checkpoint_names(config: ModelConfig) -> Params:
+    """The tree with the name that a checkpoint uses (Hugging Face's Llama) in the place of each array."""
+    shapes = parameter_shapes(config)
+    layers = [
+        {name: f"model.layers.{i}.{LAYER_NAMES[name]}" for name in layer} for i, layer in enumerate(shapes["layers"])
+    ]
+    return {**{name: TOP_NAMES[name] for name in shapes if name != "layers"}, "layers": layers}
+
+
+def initialise(config: ModelConfig, key: jax.Array) -> Params:
+    """Fresh parameters in ``param_dtype``: norms at one, biases at zero, everything else normal."""
+    shapes = parameter_shapes(config)
+    leaves, tree = jax.tree.flatten_with_path(shapes, is_leaf=lambda x: isinstance(x, tuple))
+    keys = jax.random.split(key, len(leaves))
+    return jax.tree.unflatten(
+        tree, [_first_value(config, path[-1].key, shape, k) for (path, shape), k in zip(leaves, keys, strict=True)]
+    )
+
+
+def _first_value(config: ModelConfig, name: str, shape: tuple[int, ...], key: jax.Array) -> jax.Array:
+    if name.endswith("_bias"):
+        return jnp.zeros(shape, config.param_dtype)
+    if len(shape) == 1:
+        return jnp.ones(shape, config.param_dtype)
+    scale = 0.02 if name.startswith("embed_") else shape[1] ** (-0.5)
+    if name in ("o_proj", "down_proj"):
+        scale /= math.sqrt(2 * config.num_layers)
+    return (jax.random.normal(key, shape, jnp.float32) * scale).astype(config.param_dtype)

@@ -1,0 +1,113 @@
+"""Which attention a forward pass needs and what will compute it, decided before anything is traced.
+
+One :class:`~backends.AttentionSpec` and one :class:`~backends.Resolution` per distinct attention type of a
+model. Both are hashable and enter the jitted functions as static arguments: a refusal is reported on every
+call, not only on the one that traces, and the same request never traces twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from backends import AttentionSpec, Resolution, Target, resolve
+from backends.contract import Mode
+from backends.resolve import OnUnavailable
+from models.config import AttentionType, ModelConfig
+
+Resolutions = tuple[tuple[AttentionType, Resolution], ...]  # a mapping, hashable
+Options = tuple[tuple[str, Any], ...]  # backend options, hashable
+
+
+def attention_spec(
+    config: ModelConfig,
+    kind: AttentionType,
+    *,
+    batch: int,
+    query_length: int,
+    key_value_length: int | None = None,
+    packed: bool = False,
+    dtype: str | None = None,
+    needs_grad: bool = True,
+) -> AttentionSpec:
+    """The attention problem of the layers of one type.
+
+    ``key_value_length`` is the capacity of a cache that is attended to, or None for attention over the
+    queries' own tokens. ``packed`` says that segment ids come with the tokens.
+    """
+    cached = key_value_length is not None
+    return AttentionSpec(
+        batch=batch,
+        query_length=query_length,
+        key_value_length=key_value_length if cached else query_length,
+        num_heads=config.num_heads,
+        num_kv_heads=config.kv_heads,
+        head_dim=config.dim,
+        dtype=dtype or config.dtype,
+        is_causal=kind != "full",
+        local_window_size=(config.window_size - 1, 0) if kind == "sliding" and config.window_size else None,
+        chunk_size=config.chunk_size if kind == "chunked" else None,
+        has_segment_ids=packed,
+        # Distances inside a document do not depend on where it starts, but chunk borders do.
+        has_positions=cached or (packed and kind == "chunked"),
+        has_seq_lengths=cached,
+        needs_grad=needs_grad,
+        phase="decode" if cached and query_length == 1 else "prefill",
+    )
+
+
+def resolve_attention(
+    config: ModelConfig,
+    *,
+    batch: int,
+    query_length: int,
+    key_value_length: int | None = None,
+    packed: bool = False,
+    dtype: str | None = None,
+    needs_grad: bool = True,
+    backend: str = "auto",
+    mode: Mode = "native",
+    on_unavailable: OnUnavailable = "fallback",
+    target: Target | None = None,
+) -> Resolutions:
+    """What runs for each distinct attention type of ``config``; arguments as for :func:`attention_spec`.
+
+    Raises what :func:`backends.resolve` raises.
+    """
+    target = Target.here() if target is None else target
+    return tuple(
+        (
+            kind,
+            resolve(
+                backend,
+                attention_spec(
+                    config,
+                    kind,
+                    batch=batch,
+                    query_length=query_length,
+                    key_value_length=key_value_length,
+                    packed=packed,
+                    dtype=dtype,
+                    needs_grad=needs_grad,
+                ),
+                target,
+                mode=mode,
+                on_unavailable=on_unavailable,
+            ),
+        )
+        for kind in config.attention_types
+    )
+
+
+def freeze_options(options: Mapping[str, Any] | None) -> Options:
+    """Backend options as a hashable tuple. Raises ValueError for a value that cannot be hashed."""
+    frozen = tuple(sorted((options or {}).items()))
+    for name, value in frozen:
+        try:
+            hash(value)
+        except TypeError:
+            raise ValueError(
+                f"backend_options[{name!r}] is a {type(value).__name__}, which cannot be a static argument of a "
+                "compiled model; give a number, a string, a tuple or a frozen dataclass."
+            ) from None
+    return frozen

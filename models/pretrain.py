@@ -1,0 +1,203 @@
+"""Train a byte-level model on text, and measure one: how the checkpoint in this package was made.
+
+``python -m models.pretrain train --out DIR [--text FILE ...]`` and ``python -m models.pretrain evaluate``.
+The optimizer is Muon for matrices (momentum orthogonalised by Newton-Schulz, kellerjordan.github.io/posts/muon,
+as ``optax.contrib.muon``) and Adam for embeddings and norms: twice as fast as Adam alone at this size. All
+seeds are fixed; the same versions on the same machine give the same weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import math
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import optax.contrib
+import tyro
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from backends import Target
+from models.config import ModelConfig
+from models.forward import forward
+from models.loss import next_token_loss
+from models.parameters import Params
+from models.planning import Resolutions, resolve_attention
+from models.text import Bytes, Corpus, bigram_bits, bits_per_byte, load_text, random_windows, unigram_bits
+from models.transformer import Transformer
+from models.weights import load, load_shipped, save
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Train:
+    """Train a model from scratch on CPython's own prose and any further files, and save it."""
+
+    out: Path
+    """Directory for model.safetensors, config.json and training.json (what was done, and how it went)."""
+    text: tuple[Path, ...] = ()
+    """Further files to train on, whole, after the training part of CPython's prose."""
+    preset: str = "tiny"
+    """Sizes: a preset of vocabulary 256."""
+    stages: tuple[tuple[int, int, int], ...] = ((1200, 8, 256), (200, 4, 512))
+    """Steps, batch and bytes per sequence of each stage, short sequences first: they cost less per byte."""
+    learning_rate: float = 0.02
+    """Peak, for matrices; embeddings and norms get a fifth of it."""
+    weight_decay: float = 0.1
+    backend: str = "standard"
+    seed: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluate:
+    """Bits per byte of a checkpoint on what CPython's prose holds out and on files, beside the baselines."""
+
+    checkpoint: Path | None = None
+    """A directory that models.load reads; the checkpoint in this package if left out."""
+    text: tuple[Path, ...] = ()
+    """Files to measure on, whole, beside the held-out part of CPython's prose."""
+    fit: tuple[Path, ...] = ()
+    """Files that were trained on: the baselines are fitted on them and on the training part of the prose."""
+    length: int = 512
+    backend: str = "auto"
+
+
+def optimizer(steps: int, learning_rate: float, weight_decay: float) -> optax.GradientTransformation:
+    """Muon and Adam under one cosine schedule with warm-up, gradients clipped to norm 1."""
+    schedule = optax.schedules.warmup_cosine_decay_schedule(
+        0.0, learning_rate, max(1, min(100, steps // 10)), steps, learning_rate * 0.02
+    )
+    return optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.contrib.muon(
+            schedule,
+            adam_b1=0.9,
+            adam_b2=0.95,
+            adam_learning_rate=lambda step: schedule(step) * 0.2,
+            weight_decay=weight_decay,
+            muon_weight_dimension_numbers=_matrices,  # pyright: ignore[reportArgumentType]  (optax takes a function)
+        ),
+    )
+
+
+def _matrices(params: Params) -> Params:
+    """Which parameters Muon updates: the matrices of layers, not tables of embeddings and not vectors."""
+    matrix = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=0)  # kept as [out, in]
+
+    def dimensions(path: Any, x: Array) -> optax.contrib.MuonDimensionNumbers | None:
+        return matrix if path[0].key == "layers" and x.ndim == 2 else None
+
+    return jax.tree.map_with_path(dimensions, params)
+
+
+def make_step(
+    config: ModelConfig, resolutions: Resolutions, update: optax.GradientTransformation
+) -> Callable[[Params, Any, Int[Array | np.ndarray, "batch length"]], tuple[Params, Any, Float[Array, ""]]]:
+    """A compiled step from parameters and optimizer state (both donated) and tokens to new ones and the loss."""
+
+    def loss(params: Params, tokens: Array) -> Array:
+        return next_token_loss(forward(config, params, tokens, resolutions=resolutions), tokens)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params: Params, state: Any, tokens: Array) -> tuple[Params, Any, Array]:
+        value, gradients = jax.value_and_grad(loss)(params, tokens)
+        updates, state = update.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, value  # pyright: ignore[reportReturnType]
+
+    return step
+
+
+def train(arguments: Train, corpora: list[Corpus]) -> tuple[Transformer, dict[str, Any]]:
+    """Train as asked on the training parts of ``corpora``; returns the model and a record of the run."""
+    config = ModelConfig.from_preset(arguments.preset)
+    data = np.concatenate([corpus.train for corpus in corpora])
+    steps = sum(stage[0] for stage in arguments.stages)
+    update = optimizer(steps, arguments.learning_rate, arguments.weight_decay)
+    params = Transformer(config, rngs=nnx.Rngs(arguments.seed)).arrays()
+    state = update.init(params)
+    rng = np.random.default_rng(arguments.seed)
+    began, cpu = time.perf_counter(), time.process_time()
+    losses: list[float] = []
+    for count, batch, length in arguments.stages:
+        resolutions = resolve_attention(
+            config, batch=batch, query_length=length, backend=arguments.backend, on_unavailable="raise"
+        )
+        step = make_step(config, resolutions, update)
+        for _ in range(count):
+            params, state, value = step(params, state, random_windows(data, length, batch, rng))
+            losses.append(float(value))
+            if len(losses) % 100 == 0 or len(losses) == steps:
+                bits, seconds = np.mean(losses[-100:]) / math.log(2), time.perf_counter() - began
+                print(f"step {len(losses)}/{steps}: {bits:.3f} bits/byte, {seconds:.0f} s", flush=True)  # noqa: T201
+    record = {
+        "preset": arguments.preset,
+        "stages": arguments.stages,
+        "tokens": sum(math.prod(stage) for stage in arguments.stages),
+        "learning_rate": arguments.learning_rate,
+        "weight_decay": arguments.weight_decay,
+        "seed": arguments.seed,
+        "backend": arguments.backend,
+        "texts": [
+            {"name": c.name, "bytes": len(c.train), "sha256": hashlib.sha256(c.train.tobytes()).hexdigest()}
+            for c in corpora
+        ],
+        "final_bits_per_byte": round(float(np.mean(losses[-100:])) / math.log(2), 4),
+        "wall_seconds": round(time.perf_counter() - began),
+        "cpu_seconds": round(time.process_time() - cpu),
+        "device": str(Target.here()),
+        "versions": {
+            "python": platform.python_version(),
+            "jax": jax.__version__,
+            "optax": optax.__version__,
+            "numpy": np.__version__,
+        },
+    }
+    return Transformer(config, params), record
+
+
+def evaluate(
+    model: Transformer, fit: Bytes, data: Bytes, *, length: int = 512, backend: str = "auto"
+) -> dict[str, Any]:
+    """Bits per byte of the model and of the baselines on the whole windows of ``data``, and the standard error."""
+    bits = bits_per_byte(model, data, length=length, backend=backend)
+    data = data[: len(bits) * length + 1]
+    return {
+        "bytes": len(data),
+        "sha256": hashlib.sha256(data.tobytes()).hexdigest(),
+        "model": round(float(bits.mean()), 4),
+        "standard_error": round(float(bits.std(ddof=1) / math.sqrt(len(bits))), 4) if len(bits) > 1 else None,
+        "bigram": round(bigram_bits(fit, data), 4),
+        "unigram": round(unigram_bits(fit, data), 4),
+    }
+
+
+def main(arguments: Train | Evaluate) -> None:
+    """Do what the command line asks and print the result as JSON."""
+    prose = load_text()
+    if isinstance(arguments, Train):
+        corpora = [prose, *(load_text(path, held_out=0.0) for path in arguments.text)]
+        model, record = train(arguments, corpora)
+        save(model, arguments.out)
+        (arguments.out / "training.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        print(json.dumps(record, indent=1))  # noqa: T201
+        return
+    model = load_shipped() if arguments.checkpoint is None else load(arguments.checkpoint)
+    fit = np.concatenate([prose.train, *(load_text(path, held_out=0.0).train for path in arguments.fit)])
+    texts = {prose.name: prose.held_out}
+    texts |= {path.name: load_text(path, held_out=0.0).train for path in arguments.text}
+    for name, data in texts.items():
+        figures = evaluate(model, fit, data, length=arguments.length, backend=arguments.backend)
+        print(json.dumps({"text": name, "length": arguments.length, **figures}))  # noqa: T201
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Train | Evaluate))  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,115 @@
+import numpy as np
+import pytest
+
+from models import KVCache, ModelConfig, Transformer
+
+TYPES = {
+    "global": {},
+    "sliding": {"attention": "sliding", "window_size": 4},
+    "chunked": {"attention": "chunked", "chunk_size": 5},
+    "mixed": {"attention": ("sliding", "global"), "window_size": 3},
+    "learned-positions": {"use_rope": False, "max_length": 32},
+}
+CALL = {"backend": "standard"}
+
+
+def make(name):
+    return Transformer(ModelConfig(num_heads=4, num_kv_heads=2, **TYPES[name]))
+
+
+def tokens_for(batch, length):
+    return np.random.default_rng(3).integers(0, 256, (batch, length))
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_prefill_and_decode_give_the_logits_of_a_full_pass(name):
+    model, tokens = make(name), tokens_for(2, 14)
+    full = model(tokens, **CALL)
+    first, cache = model.prefill(tokens[:, :6], model.new_cache(2, 20), **CALL)
+    more, cache = model.prefill(tokens[:, 6:9], cache, **CALL)
+    parts = [first, more]
+    for step in range(9, 14):
+        logits, cache = model.decode(tokens[:, step], cache, **CALL)
+        parts.append(logits[:, None])
+    np.testing.assert_allclose(np.concatenate(parts, axis=1), full, rtol=0, atol=2e-6)
+    assert cache.lengths.tolist() == [14, 14]
+
+
+def test_the_default_backend_decodes_to_the_same_logits():
+    model, tokens = make("mixed"), tokens_for(2, 8)
+    _, cache = model.prefill(tokens[:, :7], model.new_cache(2, 16))
+    logits, _ = model.decode(tokens[:, 7:], cache)
+    np.testing.assert_allclose(logits, model(tokens, **CALL)[:, -1], rtol=0, atol=5e-6)
+
+
+@pytest.mark.parametrize("name", ["global", "sliding"])
+def test_ragged_rows_give_what_each_gives_alone(name):
+    model, tokens = make(name), tokens_for(3, 9)
+    lengths, steps = [9, 2, 5], tokens_for(3, 12)[:, 9:]
+    last, cache = model.prefill(tokens, model.new_cache(3, 16), lengths=lengths, last_only=True, **CALL)
+    got = [last]
+    for step in range(3):
+        logits, cache = model.decode(steps[:, step], cache, **CALL)
+        got.append(logits)
+    joined = np.zeros((3, 12), int)
+    for row, n in enumerate(lengths):
+        joined[row, : n + 3] = [*tokens[row, :n], *steps[row]]
+    alone = model(joined, **CALL)
+    for row, n in enumerate(lengths):
+        np.testing.assert_allclose([x[row] for x in got], alone[row, n - 1 : n + 3], rtol=0, atol=2e-6)
+
+
+def test_a_bfloat16_model_decodes_from_a_float32_cache():
+    model = make("global").with_config(dtype="bfloat16")
+    tokens = tokens_for(1, 6)
+    cache = model.new_cache(1, 8, dtype="float32")
+    _, cache = model.prefill(tokens[:, :5], cache, **CALL)
+    logits, cache = model.decode(tokens[:, 5], cache, **CALL)
+    assert cache.dtype == "float32"
+    full = model(tokens, **CALL)[:, -1]
+    np.testing.assert_allclose(logits, full, rtol=0, atol=0.05 * float(np.abs(full).max()))
+
+
+def test_the_given_cache_is_donated():
+    model = make("global")
+    cache = model.new_cache(1, 8)
+    model.prefill(tokens_for(1, 4), cache, **CALL)
+    assert all(x.is_deleted() for x in (*cache.keys, *cache.values))
+
+
+def test_cache_counts_its_bytes_and_keeps_heads_outside():
+    cache = KVCache.create(ModelConfig(num_heads=4, num_kv_heads=2), 3, 10, "bfloat16")
+    assert cache.keys[0].shape == (3, 2, 10, 16)
+    assert cache.nbytes == 2 * 2 * (3 * 2 * 10 * 16) * 2
+    assert cache.is_empty
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (
+            lambda m: m.prefill(tokens_for(1, 9), m.new_cache(1, 8)),
+            "8 slots per sequence, 0 of them filled, and 9 more",
+        ),
+        (lambda m: m.prefill(tokens_for(2, 4), m.new_cache(1, 8)), "tokens has 2 rows, but the cache was made for 1"),
+        (lambda m: m.prefill(tokens_for(1, 4), m.new_cache(1, 8), lengths=[5]), r"lengths=\[5\] must hold 1 integers"),
+        (lambda m: m.prefill(tokens_for(1, 4), m.new_cache(1, 8), lengths=[0]), r"lengths=\[0\] must hold"),
+        (lambda m: m.decode(tokens_for(1, 2), m.new_cache(1, 8)), "decoding takes one token per row"),
+        (lambda m: m.new_cache(1, 0), "capacity=0 must be an integer"),
+        (lambda m: m.new_cache(1, 8, "int8"), "dtype='int8'"),
+        (
+            lambda m: m.with_config(attention="full").prefill(tokens_for(1, 4), m.new_cache(1, 8)),
+            "attention='full' sees later tokens",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_a_sentence(call, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        call(make("global"))
+
+
+def test_a_full_cache_refuses_one_more_token():
+    model = make("global")
+    _, cache = model.prefill(tokens_for(1, 4), model.new_cache(1, 4), **CALL)
+    with pytest.raises(ValueError, match="4 slots per sequence, 4 of them filled, and 1 more do not fit"):
+        model.decode([1], cache, **CALL)

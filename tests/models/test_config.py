@@ -1,0 +1,92 @@
+import dataclasses
+
+import jax
+import pytest
+
+from models import PRESETS, ModelConfig, RopeScaling
+from models.parameters import initialise, parameter_shapes
+
+PARAMETERS = {  # the last two are Meta's published counts
+    "debug": 115_520,
+    "tiny": 1_722_048,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.1-8b": 8_030_261_248,
+}
+
+
+@pytest.mark.parametrize(("preset", "count"), PARAMETERS.items())
+def test_preset_has_the_known_number_of_parameters(preset, count):
+    assert ModelConfig.from_preset(preset).num_parameters == count
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [{}, {"tie_embeddings": False}, {"use_rope": False}, {"use_rmsnorm": False}, {"use_swiglu": False}],
+    ids=str,
+)
+def test_num_parameters_counts_what_is_initialised(overrides):
+    config = ModelConfig.from_preset("debug", **overrides)
+    params = initialise(config, jax.random.key(0))
+    assert sum(x.size for x in jax.tree.leaves(params)) == config.num_parameters
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_sizes_grow_and_fit_every_preset(preset):
+    shapes = parameter_shapes(ModelConfig.from_preset(preset))
+    assert len(shapes["layers"]) == ModelConfig.from_preset(preset).num_layers
+
+
+def test_derived_fields_follow_overrides_of_a_preset():
+    config = ModelConfig.from_preset("debug", num_heads=4)
+    assert (config.num_kv_heads, config.head_dim) == (4, 16)
+
+
+def test_uniform_attention_follows_the_number_of_layers():
+    config = ModelConfig.from_preset("debug", attention="sliding", window_size=4).replace(num_layers=5)
+    assert config.attention == ("sliding",) * 5
+
+
+def test_config_is_hashable_and_frozen():
+    config = ModelConfig.from_preset("tiny")
+    assert hash(config) == hash(ModelConfig.from_preset("tiny"))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.num_layers = 3
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"num_layers": 0}, "num_layers=0 must be an integer of at least 1"),
+        ({"vocab_size": 1.5}, "vocab_size=1.5 must be an integer"),
+        ({"hidden_size": True}, "hidden_size=True must be an integer"),
+        ({"num_heads": 4, "num_kv_heads": 3}, "num_heads=4 is not a multiple of num_kv_heads=3"),
+        ({"hidden_size": 65}, "hidden_size=65 is not a multiple of num_heads=2"),
+        ({"head_dim": 33}, "head_dim=33 is odd; RoPE rotates pairs"),
+        ({"rope_theta": 0}, "rope_theta=0 must be a finite number above 0"),
+        ({"norm_eps": float("nan")}, "norm_eps=nan must be a finite number"),
+        ({"rope_scaling": {"factor": 8.0}}, "must be a RopeScaling or None"),
+        ({"use_rope": 1}, "use_rope=1 must be True or False"),
+        ({"dtype": "float64"}, "dtype='float64' is not supported; use one of float32"),
+        ({"attention": "local"}, "attention='local' must be one of global, sliding, chunked, full"),
+        ({"attention": ("global", "global", "full")}, "attention names 3 layers, but num_layers=2"),
+        ({"attention": "sliding"}, "attention='sliding' needs window_size"),
+        ({"attention": "chunked", "chunk_size": 0}, "chunk_size=0 must be an integer of at least 1"),
+        ({"max_length": -1}, "max_length=-1 must be an integer of at least 1"),
+    ],
+    ids=lambda x: str(x) if isinstance(x, dict) else "",
+)
+def test_a_wrong_field_is_refused_with_a_sentence(fields, sentence):
+    with pytest.raises(ValueError, match=sentence.replace("(", r"\(")):
+        ModelConfig(**fields)
+
+
+def test_rope_scaling_refuses_crossed_factors():
+    with pytest.raises(ValueError, match=r"high_freq_factor=1.0 must be above low_freq_factor=1.0"):
+        RopeScaling(factor=8.0, high_freq_factor=1.0)
+
+
+def test_unknown_names_list_those_that_exist():
+    with pytest.raises(ValueError, match="preset 'huge' is not known; use one of debug"):
+        ModelConfig.from_preset("huge")
+    with pytest.raises(ValueError, match="no field 'layers'; it has vocab_size"):
+        ModelConfig.from_preset("debug", layers=3)

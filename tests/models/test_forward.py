@@ -1,0 +1,163 @@
+"""The transformer against a plain float64 NumPy one, and what packing, types and switches promise."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models import ModelConfig, RopeScaling, Transformer
+from models.forward import documents
+from models.rope import inverse_frequencies
+
+SIZES = {"vocab_size": 97, "hidden_size": 48, "intermediate_size": 80, "num_heads": 4, "head_dim": 12}
+VARIANTS = {
+    "llama": {"num_kv_heads": 2, "rope_scaling": RopeScaling(factor=8.0, original_max_length=16)},
+    "untied": {"num_kv_heads": 1, "tie_embeddings": False, "norm_eps": 1e-2},
+    "sliding": {"attention": "sliding", "window_size": 5},
+    "chunked": {"attention": "chunked", "chunk_size": 7},
+    "full": {"attention": "full"},
+    "mixed": {"attention": ("global", "sliding", "chunked"), "num_layers": 3, "window_size": 3, "chunk_size": 4},
+    "learned-positions": {"use_rope": False, "max_length": 32},
+    "layernorm": {"use_rmsnorm": False},
+    "gelu": {"use_swiglu": False},
+}
+
+
+def make(name, **overrides):
+    """A model whose attention is far from uniform: with small queries and keys a test sees no mask."""
+    model = Transformer(ModelConfig(**{**SIZES, **VARIANTS[name], **overrides}))
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(lambda x: jnp.asarray(x + 0.1 * rng.normal(size=x.shape), x.dtype), model.arrays())
+    for layer in params["layers"]:
+        layer["q_proj"], layer["k_proj"] = 2.0 * layer["q_proj"], 2.0 * layer["k_proj"]
+    return Transformer(model.config, params)
+
+
+def tokens_for(model, batch=2, length=20, seed=1):
+    return np.random.default_rng(seed).integers(0, model.config.vocab_size, (batch, length))
+
+
+def visible(config, kind, length):
+    q, k = np.arange(length)[:, None], np.arange(length)[None]
+    mask = np.ones((length, length), bool) if kind == "full" else k <= q
+    if kind == "sliding":
+        mask &= k > q - config.window_size
+    if kind == "chunked":
+        mask &= q // config.chunk_size == k // config.chunk_size
+    return mask
+
+
+def by_the_book(model, tokens):
+    """One sequence through the same architecture in float64, head by head."""
+    config = model.config
+    params = jax.tree.map(lambda x: np.asarray(x, np.float64), model.arrays())
+    length = len(tokens)
+
+    def norm(scope, name, x):
+        if not config.use_rmsnorm:
+            x = x - x.mean(-1, keepdims=True)
+        x = x / np.sqrt((x * x).mean(-1, keepdims=True) + config.norm_eps) * scope[name]
+        return x if config.use_rmsnorm else x + scope[f"{name}_bias"]
+
+    def turn(x):
+        if not config.use_rope:
+            return x
+        frequencies = inverse_frequencies(config.dim, config.rope_theta, config.rope_scaling).astype(np.float64)
+        half = config.dim // 2
+        turned = (x[:, :half] + 1j * x[:, half:]) * np.exp(1j * np.arange(length)[:, None] * frequencies)
+        return np.concatenate([turned.real, turned.imag], -1)
+
+    x = params["embed_tokens"][tokens]
+    if not config.use_rope:
+        x = x + params["embed_positions"][:length]
+    for i, layer in enumerate(params["layers"]):
+        h = norm(layer, "input_layernorm", x)
+        heads = []
+        for n in range(config.num_heads):
+            at = slice(n * config.dim, (n + 1) * config.dim)
+            kv = n // (config.num_heads // config.num_kv_heads)
+            kv_at = slice(kv * config.dim, (kv + 1) * config.dim)
+            scores = turn(h @ layer["q_proj"][at].T) @ turn(h @ layer["k_proj"][kv_at].T).T / math.sqrt(config.dim)
+            scores = np.where(visible(config, config.attention[i], length), scores, -np.inf)
+            weights = np.exp(scores - scores.max(-1, keepdims=True))
+            heads.append(weights / weights.sum(-1, keepdims=True) @ (h @ layer["v_proj"][kv_at].T))
+        x = x + np.concatenate(heads, -1) @ layer["o_proj"].T
+        h = norm(layer, "post_attention_layernorm", x)
+        up = h @ layer["up_proj"].T
+        if config.use_swiglu:
+            gate = h @ layer["gate_proj"].T
+            up = gate / (1 + np.exp(-gate)) * up
+        else:
+            up = up * 0.5 * (1 + np.vectorize(math.erf)(up / math.sqrt(2)))
+        x = x + up @ layer["down_proj"].T
+    return norm(params, "norm", x) @ params["embed_tokens" if config.tie_embeddings else "lm_head"].T
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_logits_are_those_of_plain_numpy(name):
+    model = make(name)
+    tokens = tokens_for(model)
+    got = model(tokens, backend="standard")
+    expected = np.stack([by_the_book(model, row) for row in tokens])
+    assert got.shape == (2, 20, 97)
+    assert got.dtype == jnp.float32
+    np.testing.assert_allclose(got, expected, rtol=0, atol=5e-6 * np.abs(expected).max())
+
+
+def test_the_comparison_notices_a_wrong_epsilon_and_a_wrong_window():
+    model = make("sliding")
+    tokens = tokens_for(model, batch=1)
+    right = by_the_book(model, tokens[0])
+    for wrong in ({"norm_eps": 1e-3}, {"window_size": 6}):
+        off = np.abs(by_the_book(model.with_config(**wrong), tokens[0]) - right).max()
+        assert off > 20 * 5e-6 * np.abs(right).max()
+
+
+def test_every_exact_backend_computes_the_same():
+    model = make("mixed")
+    tokens = tokens_for(model)
+    np.testing.assert_allclose(model(tokens), model(tokens, backend="standard"), rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "mixed", "full", "learned-positions"])
+def test_packed_documents_give_what_each_gives_alone(name):
+    model = make(name)
+    lengths = (5, 9, 6)
+    documents_ = [tokens_for(model, 1, n, seed=n) for n in lengths]
+    packed = np.concatenate([*documents_, tokens_for(model, 1, 3)], axis=1)
+    segments = np.repeat([[4, 2, 4, -1]], [*lengths, 3], axis=1)
+    got = model(packed, segment_ids=segments, backend="standard")
+    start = 0
+    for document in documents_:
+        alone = by_the_book(model, document[0])
+        part = got[0, start : start + len(alone)]
+        np.testing.assert_allclose(part, alone, rtol=0, atol=2e-5 * np.abs(alone).max())
+        start += len(alone)
+    unpacked = model(packed, backend="standard")
+    assert np.abs(unpacked - got)[:, 5:20].max() > 1e-2, "without segment ids documents must see each other"
+
+
+def test_an_id_that_returns_is_another_document():
+    runs, positions = documents(jnp.array([[1, 1, 0, 1, -1, -1, 1], [3, 3, 3, 3, 3, 3, 3]]))
+    assert runs.tolist() == [[0, 0, 1, 2, -1, -1, 4], [0] * 7]
+    assert positions.tolist() == [[0, 1, 0, 0, 0, 1, 0], list(range(7))]
+
+
+def test_later_tokens_change_nothing_before_them():
+    model = make("mixed")
+    tokens = tokens_for(model, batch=1)
+    changed = tokens.copy()
+    changed[0, 11] = (changed[0, 11] + 1) % 97
+    before, after = model(tokens, backend="standard")[0], model(changed, backend="standard")[0]
+    assert np.array_equal(before[:11], after[:11])
+    assert not np.array_equal(before[11], after[11])
+
+
+def test_bfloat16_stays_near_float32_and_gives_float32_logits():
+    model = make("llama", param_dtype="float32")
+    tokens = tokens_for(model)
+    exact, rounded = model(tokens, backend="standard"), model.with_config(dtype="bfloat16")(tokens, backend="standard")
+    assert rounded.dtype == jnp.float32
+    assert 0 < np.abs(rounded - exact).max() < 0.1 * np.abs(exact).max()

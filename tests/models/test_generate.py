@@ -1,0 +1,86 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models import ModelConfig, Transformer, generate
+from models.generate import _step, sample
+
+MODEL = Transformer(ModelConfig.from_preset("debug"))
+PROMPTS = np.array([[5, 6, 7, 8], [9, 10, 0, 0]])
+
+
+def test_greedy_generation_follows_the_likeliest_token_of_a_full_pass():
+    made = generate(MODEL, PROMPTS[:1], 6, backend="standard")
+    everything = np.concatenate([PROMPTS[:1], made], axis=1)
+    likeliest = np.asarray(MODEL(everything, backend="standard").argmax(-1))
+    assert made.tolist() == likeliest[:, 3:-1].tolist()
+    assert made.dtype == np.int32
+
+
+def test_padded_prompts_continue_as_they_would_alone():
+    together = generate(MODEL, PROMPTS, 5, lengths=[4, 2], backend="standard")
+    alone = generate(MODEL, PROMPTS[1:, :2], 5, backend="standard")
+    assert together[1].tolist() == alone[0].tolist()
+
+
+def test_the_seed_decides_the_sample():
+    draw = {
+        seed: generate(MODEL, PROMPTS, 8, temperature=1.0, seed=seed, backend="standard").tolist() for seed in (0, 1)
+    }
+    assert draw[0] == generate(MODEL, PROMPTS, 8, temperature=1.0, seed=0, backend="standard").tolist()
+    assert draw[0] != draw[1]
+
+
+def test_a_tiny_nucleus_is_greedy():
+    greedy = generate(MODEL, PROMPTS, 5, backend="standard")
+    assert generate(MODEL, PROMPTS, 5, temperature=1.0, top_p=1e-6, backend="standard").tolist() == greedy.tolist()
+
+
+def test_other_temperatures_and_seeds_do_not_trace_again():
+    generate(MODEL, PROMPTS, 4, temperature=1.0, backend="standard")
+    traced = _step._cache_size()
+    generate(MODEL, PROMPTS, 4, temperature=0.5, top_p=0.3, seed=9, backend="standard")
+    assert _step._cache_size() == traced
+
+
+@pytest.mark.parametrize(("top_p", "kept"), [(0.4, {0}), (0.6, {0, 1}), (0.81, {0, 1, 2}), (1.0, {0, 1, 2, 3})])
+def test_top_p_keeps_the_smallest_set_that_reaches_it(top_p, kept):
+    logits = jnp.log(jnp.array([[0.5, 0.3, 0.15, 0.05]]))
+    draws = {
+        int(sample(logits, step, jax.random.key(0), jnp.float32(1.0), jnp.float32(top_p), greedy=False)[0])
+        for step in range(200)
+    }
+    assert draws == kept
+
+
+def test_low_temperature_sharpens():
+    logits = jnp.tile(jnp.array([[1.0, 0.0]]), (4000, 1))
+    shares = [
+        float((sample(logits, 0, jax.random.key(2), jnp.float32(t), jnp.float32(1.0), greedy=False) == 0).mean())
+        for t in (1.0, 0.25)
+    ]
+    assert shares == pytest.approx([1 / (1 + np.exp(-1)), 1 / (1 + np.exp(-4))], abs=0.03)
+
+
+def test_generation_ends_at_the_stop_token():
+    made = generate(MODEL, PROMPTS[:1], 6, backend="standard")[0]
+    stop = int(made[2])
+    first = made.tolist().index(stop)
+    stopped = generate(MODEL, PROMPTS[:1], 6, stop_token=stop, backend="standard")[0]
+    assert stopped.tolist() == made[:first].tolist() + [stop] * (6 - first)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens=0 must be an integer of at least 1"),
+        ({"temperature": -1.0}, "temperature=-1.0 must be at least 0"),
+        ({"top_p": 0.0}, "top_p=0.0 must be above 0 and at most 1"),
+        ({"tokens": [1, 2]}, r"tokens has shape \(2,\); expected \[batch, length\]"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(arguments, sentence):
+    call = {"tokens": PROMPTS, "max_new_tokens": 2} | arguments
+    with pytest.raises(ValueError, match=sentence):
+        generate(MODEL, **call)

@@ -1,0 +1,71 @@
+import pytest
+
+from models import PRESETS, ModelConfig, RopeScaling
+from models.huggingface import from_hf, to_hf
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+}
+SCALING = {
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_config_survives_the_way_there_and_back(preset):
+    config = ModelConfig.from_preset(preset)
+    assert from_hf(to_hf(config)) == config
+
+
+def test_config_that_llama_cannot_express_survives_under_its_own_type():
+    config = ModelConfig(attention=("chunked", "full"), chunk_size=8, use_rope=False, use_swiglu=False)
+    written = to_hf(config)
+    assert written["model_type"] != "llama"
+    assert from_hf(written) == config
+
+
+def test_both_spellings_of_rope_are_one():
+    old = from_hf(LLAMA | {"rope_theta": 5e5, "rope_scaling": SCALING})
+    new = from_hf(LLAMA | {"rope_parameters": SCALING | {"rope_theta": 5e5}})
+    assert old == new
+    assert old.rope_scaling == RopeScaling(factor=32.0, original_max_length=64)
+    assert old.rope_theta == 5e5
+
+
+def test_null_and_default_scaling_are_none():
+    assert from_hf(LLAMA | {"rope_scaling": None}).rope_scaling is None
+    assert from_hf(LLAMA | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}).rope_scaling is None
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"model_type": "gpt2"}, "model_type='gpt2' is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu' in config.json is not supported; only 'silu' is"),
+        ({"attention_bias": True}, "attention_bias=True"),
+        ({"mlp_bias": True}, "mlp_bias=True"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config="),
+        ({"sliding_window": 4096}, "sliding_window=4096"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type='yarn'"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "lacks low_freq_factor"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
+        ({"torch_dtype": "int8"}, "dtype='int8'"),
+        ({"hidden_size": None}, "lacks hidden_size"),
+        ({"num_attention_heads": 3}, "not a multiple"),
+    ],
+    ids=str,
+)
+def test_what_is_not_computed_here_is_refused(change, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        from_hf(LLAMA | change)

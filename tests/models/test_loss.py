@@ -1,0 +1,49 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models import next_token_loss
+
+RNG = np.random.default_rng(0)
+LOGITS = jnp.asarray(RNG.normal(size=(2, 6, 11)) * 3, jnp.float32)
+TOKENS = jnp.asarray(RNG.integers(0, 11, (2, 6)))
+
+
+def nats(b, t):
+    """Of predicting token t+1 of row b, in float64."""
+    row = np.asarray(LOGITS[b, t], np.float64)
+    return np.log(np.exp(row).sum()) - row[int(TOKENS[b, t + 1])]
+
+
+def mean_over(pairs):
+    return np.mean([nats(b, t) for b, t in pairs])
+
+
+EVERY = [(b, t) for b in range(2) for t in range(5)]
+
+
+def test_loss_is_the_mean_over_all_targets():
+    assert float(next_token_loss(LOGITS, TOKENS)) == pytest.approx(mean_over(EVERY), rel=1e-6)
+
+
+def test_masked_targets_do_not_count():
+    mask = jnp.array([[True] * 6, [True, True, False, False, False, False]])
+    pairs = [(b, t) for b, t in EVERY if b == 0 or t == 0]
+    assert float(next_token_loss(LOGITS, TOKENS, mask=mask)) == pytest.approx(mean_over(pairs), rel=1e-6)
+
+
+def test_borders_between_documents_and_padding_do_not_count():
+    segments = jnp.array([[0, 0, 0, 1, 1, 1], [5, 5, 5, 5, -1, -1]])
+    pairs = [(0, 0), (0, 1), (0, 3), (0, 4), (1, 0), (1, 1), (1, 2)]
+    assert float(next_token_loss(LOGITS, TOKENS, segments)) == pytest.approx(mean_over(pairs), rel=1e-6)
+
+
+def test_nothing_to_predict_is_zero_with_zero_gradients():
+    value, gradient = jax.value_and_grad(lambda x: next_token_loss(x, TOKENS, jnp.full((2, 6), -1)))(LOGITS)
+    assert value == 0.0
+    assert not gradient.any()
+
+
+def test_half_precision_logits_are_summed_in_float32():
+    assert next_token_loss(LOGITS.astype(jnp.bfloat16), TOKENS).dtype == jnp.float32

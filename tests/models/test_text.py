@@ -1,0 +1,87 @@
+from hashlib import sha256
+from pydoc_data.topics import topics
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from models import load_text
+from models.text import bigram_bits, random_windows, unigram_bits, windows
+
+PROSE = load_text()
+
+
+def test_prose_is_split_without_overlap():
+    held_out = {" ".join(p.split()) for p in PROSE.held_out.tobytes().decode().split("\n\n")} - {""}
+    train = {" ".join(p.split()) for p in PROSE.train.tobytes().decode().split("\n\n")} - {""}
+    assert len(PROSE.train) > 200_000
+    assert len(PROSE.held_out) > 20_000
+    assert not held_out & train
+
+
+def test_topics_alone_would_leak_most_of_what_is_held_out():
+    """The negative control of the test above: why paragraphs are taken out, not only topics."""
+    rest = " ".join(" ".join(topics[n].split()) for n in topics if sha256(n.encode()).digest()[0] >= 32)
+    held_out = [" ".join(p.split()) for p in PROSE.held_out.tobytes().decode().split("\n\n") if p.strip()]
+    assert sum(len(p) for p in held_out if p in rest) > 0.5 * sum(map(len, held_out))
+
+
+def test_the_split_is_stable():
+    assert load_text().sha256 == PROSE.sha256
+
+
+def test_the_end_of_a_file_is_held_out(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_bytes(bytes(range(256)) * 10)
+    corpus = load_text(path)
+    assert (corpus.name, len(corpus.train), len(corpus.held_out)) == ("text.txt", 2304, 256)
+    assert np.concatenate([corpus.train, corpus.held_out]).tobytes() == path.read_bytes()
+    assert len(load_text(path, held_out=0.0).held_out) == 0
+
+
+def test_unusable_files_are_refused_with_a_sentence(tmp_path):
+    with pytest.raises(ValueError, match=r"nowhere' cannot be read \(No such file"):
+        load_text(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="cannot be read"):
+        load_text(tmp_path)
+    (tmp_path / "empty").touch()
+    with pytest.raises(ValueError, match="has 0 bytes; give at least 1024"):
+        load_text(tmp_path / "empty")
+    (tmp_path / "short").write_bytes(b"a" * 1023)
+    with pytest.raises(ValueError, match="has 1023 bytes"):
+        load_text(tmp_path / "short")
+    with pytest.raises(ValueError, match=r"held_out=1.0 must be at least 0 and below 1"):
+        load_text(None, held_out=1.0)
+
+
+@given(st.integers(2, 200), st.integers(1, 50))
+def test_windows_predict_every_byte_once(size, length):
+    data = (np.arange(size) % 256).astype(np.uint8)
+    if size <= length:
+        with pytest.raises(ValueError, match=f"the text has {size} bytes"):
+            windows(data, length)
+        return
+    rows = windows(data, length)
+    assert rows[:, 1:].ravel().tolist() == data[1 : 1 + rows.shape[0] * length].tolist()
+    assert (rows[1:, 0] == rows[:-1, -1]).all()
+    assert size - 1 - rows.shape[0] * length < length
+
+
+def test_random_windows_are_pieces_of_the_text():
+    data = np.arange(100, dtype=np.uint8)
+    rows = random_windows(data, 10, 50, np.random.default_rng(0))
+    assert (np.diff(rows, axis=1) == 1).all()
+    assert len(np.unique(rows[:, 0])) > 20
+    with pytest.raises(ValueError, match="the text has 100 bytes; windows of 101"):
+        random_windows(data, 101, 1, np.random.default_rng(0))
+
+
+def test_baselines_know_what_they_should():
+    rng = np.random.default_rng(0)
+    uniform = rng.integers(0, 256, 200_000).astype(np.uint8)
+    assert unigram_bits(uniform, uniform) == pytest.approx(8.0, abs=0.01)
+    alternating = np.tile(np.array([65, 66], np.uint8), 5000)
+    assert unigram_bits(alternating, alternating) == pytest.approx(1.0, abs=0.05)
+    assert bigram_bits(alternating, alternating) < 0.01
+    assert bigram_bits(PROSE.train, PROSE.held_out) < unigram_bits(PROSE.train, PROSE.held_out) - 0.5

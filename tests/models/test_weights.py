@@ -1,0 +1,132 @@
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.flax import load_file, save_file
+
+from models import ModelConfig, RopeScaling, Transformer, load, save
+
+CONFIGS = {
+    "tied": ModelConfig(num_kv_heads=1, rope_scaling=RopeScaling(factor=8.0)),
+    "untied": ModelConfig(tie_embeddings=False),
+    "bfloat16": ModelConfig(dtype="bfloat16", param_dtype="bfloat16"),
+    "no-llama": ModelConfig(use_rope=False, use_rmsnorm=False, use_swiglu=False, attention="chunked", chunk_size=4),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_saving_and_loading_gives_the_same_model(name, tmp_path):
+    model = Transformer(CONFIGS[name])
+    save(model, tmp_path / "checkpoint")
+    loaded = load(tmp_path / "checkpoint")
+    assert loaded.config == model.config
+    same = jax.tree.map(lambda a, b: a.dtype == b.dtype and bool((a == b).all()), model.arrays(), loaded.arrays())
+    assert all(jax.tree.leaves(same))
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    save(Transformer(ModelConfig()), tmp_path)
+    return tmp_path
+
+
+def rewrite(directory, change):
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors")
+
+
+def reconfigure(directory, **change):
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+
+
+def test_names_are_hugging_faces_and_tied_heads_are_left_out(checkpoint):
+    names = set(load_file(checkpoint / "model.safetensors"))
+    assert "model.layers.1.self_attn.q_proj.weight" in names
+    assert "model.layers.0.mlp.gate_proj.weight" in names
+    assert "lm_head.weight" not in names
+
+
+def test_fields_can_be_overridden(checkpoint):
+    model = load(checkpoint, dtype="bfloat16", param_dtype="bfloat16", attention="sliding", window_size=3)
+    assert model.config.attention == ("sliding", "sliding")
+    assert model.arrays()["norm"].dtype == jnp.bfloat16
+
+
+def test_shards_are_read_through_their_index(checkpoint):
+    whole = load(checkpoint).arrays()
+    tensors = load_file(checkpoint / "model.safetensors")
+    names = sorted(tensors)
+    mapping = {}
+    for number, part in enumerate((names[:5], names[5:])):
+        save_file({name: tensors[name] for name in part}, checkpoint / f"part-{number}.safetensors")
+        mapping |= dict.fromkeys(part, f"part-{number}.safetensors")
+    (checkpoint / "model.safetensors").unlink()
+    (checkpoint / "model.safetensors.index.json").write_text(json.dumps({"weight_map": mapping}))
+    assert all(jax.tree.leaves(jax.tree.map(np.array_equal, whole, load(checkpoint).arrays())))
+
+
+def test_a_tied_head_that_equals_the_embeddings_is_accepted_and_another_refused(checkpoint):
+    def tie(tensors):
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+
+    rewrite(checkpoint, tie)
+    load(checkpoint)
+    rewrite(checkpoint, lambda tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"] + 1}))
+    with pytest.raises(ValueError, match=r"'lm_head.weight' differs from 'model.embed_tokens.weight'"):
+        load(checkpoint)
+
+
+def test_a_missing_tensor_is_named(checkpoint):
+    rewrite(checkpoint, lambda tensors: tensors.pop("model.layers.1.self_attn.k_proj.weight"))
+    with pytest.raises(ValueError, match=r"lacks 'model.layers.1.self_attn.k_proj.weight', which"):
+        load(checkpoint)
+
+
+def test_an_unexpected_tensor_is_named(checkpoint):
+    rewrite(checkpoint, lambda tensors: tensors.update({"model.layers.7.mlp.up_proj.weight": jnp.ones(2)}))
+    with pytest.raises(ValueError, match=r"holds 'model.layers.7.mlp.up_proj.weight', which this configuration"):
+        load(checkpoint)
+
+
+def test_a_wrong_shape_is_named_with_both_shapes(checkpoint):
+    rewrite(checkpoint, lambda tensors: tensors.update({"model.norm.weight": jnp.ones(63)}))
+    with pytest.raises(ValueError, match=r"'model.norm.weight' .* has shape \(63,\); expected \(64,\)"):
+        load(checkpoint)
+
+
+def test_a_truncated_file_is_refused_with_a_sentence(checkpoint):
+    path = checkpoint / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(ValueError, match="cannot be read as safetensors"):
+        load(checkpoint)
+
+
+def test_a_pickle_is_never_opened(checkpoint):
+    (checkpoint / "model.safetensors").rename(checkpoint / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="only safetensors are read"):
+        load(checkpoint)
+
+
+def test_an_index_cannot_point_outside_its_directory(checkpoint):
+    (checkpoint / "model.safetensors").unlink()
+    (checkpoint / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../a.safetensors"}}))
+    with pytest.raises(ValueError, match="shards lie beside it, without a path"):
+        load(checkpoint)
+
+
+def test_bad_configurations_are_refused_with_a_sentence(checkpoint):
+    reconfigure(checkpoint, num_hidden_layers=1)
+    with pytest.raises(ValueError, match="has no place for"):
+        load(checkpoint)
+    (checkpoint / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="is not valid JSON"):
+        load(checkpoint)
+    (checkpoint / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match="holds a list; expected a JSON object"):
+        load(checkpoint)
+    with pytest.raises(ValueError, match="cannot be read"):
+        load(checkpoint / "nowhere")
