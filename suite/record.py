@@ -36,11 +36,12 @@ class TensorError:
 
     ``max_error`` and ``rms_error`` are relative to the oracle's largest and root-mean-square value;
     ``standard_error`` is the max_error of the standard backend on the same problem in the same dtype, and
-    ``allowed`` the bound that follows from it (see ``backends/oracle.py``).
+    ``allowed`` the bound that follows from it (see ``backends/oracle.py``). An error that is not finite
+    (the tensor held NaN or infinity) is None, and never passes.
     """
 
-    max_error: float
-    rms_error: float
+    max_error: float | None
+    rms_error: float | None
     standard_error: float | None
     allowed: float
     passed: bool
@@ -64,6 +65,7 @@ class Record:
     reasons: tuple[str, ...] = ()  # why the requested backend, or a better one, did not run
     status: Status
     error: str | None = None  # one line, for every status but ok
+    notes: tuple[str, ...] = ()  # what a reader must know beside the figures, e.g. accuracy judged at a shorter length
     samples: tuple[float, ...] = ()  # seconds; sample i of every cell of a case was taken in the same round
     lower_seconds: float | None = None
     compile_seconds: float | None = None
@@ -102,7 +104,7 @@ class Record:
         try:
             data["accuracy"] = {name: TensorError(**value) for name, value in data.get("accuracy", {}).items()}
             data["series"] = {name: tuple(value) for name, value in data.get("series", {}).items()}
-            for name in ("samples", "reasons"):
+            for name in ("samples", "reasons", "notes"):
                 data[name] = tuple(data.get(name, ()))
             record = Record(**data)
         except (TypeError, AttributeError) as error:

@@ -1,0 +1,263 @@
+"""What is measured: one frozen dataclass per kind of case, each a complete problem.
+
+A case is data (names, shapes, options, seed) and checks itself: whatever cannot be measured raises
+InputError with one sentence when the case is made. Arrays are made from it in ``inputs.py``, FLOPs and
+bytes counted in ``formulas.py``, programs built in ``op_cell.py`` and ``model_cell.py``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any, Literal, get_args, get_type_hints
+
+from backends import AttentionSpec
+from suite.errors import InputError
+from suite.record import CaseKind
+
+OpKind = Literal["op_forward", "op_forward_backward", "op_decode"]
+ModelKind = Literal["model_prefill", "model_decode", "model_train"]
+
+_SHORT_DTYPE = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class OpCase:
+    """One attention call. ``op_decode`` is one query token at the end of ``sequence`` keys.
+
+    ``documents`` packs that many documents of unequal length into the sequence (segment ids). Without a
+    ``name`` one is made from the fields. Raises InputError for a field that does not fit.
+    """
+
+    kind: OpKind
+    sequence: int
+    name: str = ""
+    batch: int = 1
+    heads: int = 8
+    kv_heads: int = 8
+    head_dim: int = 64
+    value_head_dim: int | None = None
+    dtype: str = "float32"
+    causal: bool = True
+    window: int | None = None
+    chunk_size: int | None = None
+    soft_cap: float | None = None
+    documents: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _check_fields(self, OpKind)
+        _check_least(self, "sequence", 1)
+        _check_least(self, "documents", 1)
+        _check_least(self, "seed", 0)
+        if not self.name:
+            object.__setattr__(self, "name", _op_name(self))
+        _check_name(self.name)
+        if self.documents > self.sequence or (self.documents > 1 and self.kind == "op_decode"):
+            raise InputError(
+                f"case {self.name}: documents={self.documents} does not fit; "
+                f"use 1 to {self.sequence}, and 1 for a decode step."
+            )
+        if self.kind == "op_decode" and (self.window is not None or self.chunk_size is not None) and not self.causal:
+            raise InputError(f"case {self.name}: a decode step with a window or chunks needs causal = true.")
+        try:
+            spec_of(self)
+        except ValueError as error:
+            raise InputError(f"case {self.name}: {error}") from error
+
+    @property
+    def query_length(self) -> int:
+        """Query tokens: 1 in a decode step."""
+        return 1 if self.kind == "op_decode" else self.sequence
+
+    @property
+    def needs_grad(self) -> bool:
+        """Whether gradients are computed."""
+        return self.kind == "op_forward_backward"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCase:
+    """A pass of a whole transformer: prefill, decode of ``new_tokens`` after a prompt, or one train step.
+
+    ``model`` is a checkpoint that ships here, or a preset with random weights. ``sequence`` counts prompt
+    tokens per batch row. Raises InputError for a field that does not fit.
+    """
+
+    kind: ModelKind
+    name: str = ""
+    model: str = "text"
+    sequence: int = 1024
+    new_tokens: int = 32
+    batch: int = 1
+    dtype: str = "float32"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _check_fields(self, ModelKind)
+        for field in ("sequence", "new_tokens", "batch"):
+            _check_least(self, field, 1)
+        _check_least(self, "seed", 0)
+        _check_dtype(self)
+        if not self.name:
+            object.__setattr__(self, "name", _model_name(self))
+        _check_name(self.name)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TextCase:
+    """Perplexity of a model on held-out text: ``sequences`` windows of ``sequence`` tokens each."""
+
+    kind: Literal["perplexity"] = "perplexity"
+    name: str = ""
+    model: str = "text"
+    sequence: int = 512
+    sequences: int = 16
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        _check_fields(self, Literal["perplexity"])
+        _check_least(self, "sequence", 2)
+        _check_least(self, "sequences", 2)
+        _check_dtype(self)
+        if not self.name:
+            object.__setattr__(self, "name", f"perplexity-{self.model}-s{self.sequence}-{_SHORT_DTYPE[self.dtype]}")
+        _check_name(self.name)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RetrievalCase:
+    """Recall at distance on the constructed checkpoint: ``prompts`` needles in ``sequence`` tokens."""
+
+    kind: Literal["retrieval"] = "retrieval"
+    name: str = ""
+    sequence: int = 1024
+    prompts: int = 64
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _check_fields(self, Literal["retrieval"])
+        _check_least(self, "sequence", 64)
+        _check_least(self, "prompts", 2)
+        _check_least(self, "seed", 0)
+        if not self.name:
+            object.__setattr__(self, "name", f"retrieval-s{self.sequence}")
+        _check_name(self.name)
+
+
+Case = OpCase | ModelCase | TextCase | RetrievalCase
+
+CLASS_OF_KIND: dict[str, type[Case]] = {
+    **dict.fromkeys(get_args(OpKind), OpCase),
+    **dict.fromkeys(get_args(ModelKind), ModelCase),
+    "perplexity": TextCase,
+    "retrieval": RetrievalCase,
+}
+
+
+def make_case(fields: dict[str, Any]) -> Case:
+    """The case with these fields, ``kind`` among them. Raises InputError naming what is accepted.
+
+    >>> make_case({"kind": "op_forward", "sequence": 512}).name
+    'forward-s512-h8k8-d64-f32'
+    """
+    kind = fields.get("kind")
+    if not isinstance(kind, str) or kind not in CLASS_OF_KIND:
+        raise InputError(f"kind = {kind!r} is not a kind of case; use one of {', '.join(get_args(CaseKind))}.")
+    cls = CLASS_OF_KIND[kind]
+    accepted = [field.name for field in dataclasses.fields(cls)]
+    unknown = sorted(set(fields) - set(accepted))
+    if unknown:
+        raise InputError(f"a case of kind {kind} has no key {', '.join(unknown)}; it has {', '.join(accepted)}.")
+    missing = [
+        field.name
+        for field in dataclasses.fields(cls)
+        if field.default is dataclasses.MISSING and field.name not in fields
+    ]
+    if missing:
+        raise InputError(f"a case of kind {kind} needs the key {', '.join(missing)}.")
+    return cls(**fields)
+
+
+def problem_of(case: Case) -> dict[str, Any]:
+    """The case as JSON scalars, from which :func:`make_case` makes it again."""
+    return dataclasses.asdict(case)
+
+
+def spec_of(case: OpCase) -> AttentionSpec:
+    """The attention problem of an op case. Raises ValueError for shapes and dtypes that do not fit."""
+    return AttentionSpec(
+        batch=case.batch,
+        query_length=case.query_length,
+        key_value_length=case.sequence,
+        num_heads=case.heads,
+        num_kv_heads=case.kv_heads,
+        head_dim=case.head_dim,
+        value_head_dim=case.value_head_dim,
+        dtype=case.dtype,
+        is_causal=case.causal,
+        local_window_size=None if case.window is None else (case.window, case.window),
+        chunk_size=case.chunk_size,
+        logits_soft_cap=case.soft_cap,
+        has_segment_ids=case.documents > 1,
+        has_positions=case.kind == "op_decode" and case.causal,
+        needs_grad=case.needs_grad,
+        phase="decode" if case.kind == "op_decode" else "prefill",
+    )
+
+
+def _op_name(case: OpCase) -> str:
+    kind = case.kind.removeprefix("op_").replace("_", "-")
+    parts = [kind, f"s{case.sequence}", f"h{case.heads}k{case.kv_heads}", f"d{case.head_dim}"]
+    options = {
+        f"v{case.value_head_dim}": case.value_head_dim is not None,
+        f"b{case.batch}": case.batch != 1,
+        "full": not case.causal,
+        f"window{case.window}": case.window is not None,
+        f"chunk{case.chunk_size}": case.chunk_size is not None,
+        f"cap{case.soft_cap}": case.soft_cap is not None,
+        f"docs{case.documents}": case.documents > 1,
+        f"seed{case.seed}": case.seed != 0,
+    }
+    parts += [text for text, wanted in options.items() if wanted]
+    return "-".join([*parts, _SHORT_DTYPE.get(case.dtype, case.dtype)])
+
+
+def _model_name(case: ModelCase) -> str:
+    parts = [case.kind.removeprefix("model_"), case.model, f"s{case.sequence}"]
+    parts += [f"b{case.batch}"] if case.batch != 1 else []
+    return "-".join([*parts, _SHORT_DTYPE[case.dtype]])
+
+
+def _check_fields(case: Any, kinds: Any) -> None:
+    """Raise InputError where a field has not the type that it is declared with."""
+    label = f"case {case.name}" if isinstance(case.name, str) and case.name else f"a case of kind {case.kind}"
+    for name, hint in get_type_hints(type(case)).items():
+        value = getattr(case, name)
+        accepted = (kinds,) if name == "kind" else (get_args(hint) or (hint,))
+        if name == "kind":
+            if value not in get_args(kinds):
+                raise InputError(f"{label}: kind = {value!r} must be one of {', '.join(get_args(kinds))}.")
+            continue
+        integer_for_float = float in accepted and type(value) is int
+        if type(value) not in accepted and not integer_for_float:
+            expected = " or ".join("nothing" if t is type(None) else t.__name__ for t in accepted)
+            raise InputError(f"{label}: {name} = {value!r} must be {expected}.")
+
+
+def _check_name(name: str) -> None:
+    if not _NAME.fullmatch(name):
+        raise InputError(f"name = {name!r} cannot name a case; use letters, digits, dots, dashes and underscores.")
+
+
+def _check_least(case: Any, field: str, least: int) -> None:
+    if getattr(case, field) < least:
+        raise InputError(f"case {case.name or case.kind}: {field} = {getattr(case, field)} must be at least {least}.")
+
+
+def _check_dtype(case: Any) -> None:
+    if case.dtype not in _SHORT_DTYPE:
+        raise InputError(
+            f"case {case.name or case.kind}: dtype = {case.dtype!r} must be one of {', '.join(_SHORT_DTYPE)}."
+        )

@@ -1,0 +1,148 @@
+"""One cell inside its own process: build, compile, measure memory, judge, and keep ready to be timed.
+
+Nothing is timed here whose numbers were not judged first; a cell that fails says so and is not sampled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from backends import Target, registry
+from suite import accuracy, memory, speed
+from suite.cases import Case, ModelCase, OpCase, RetrievalCase, TextCase
+from suite.errors import CellFailure
+from suite.formulas import op_bytes, op_flops, op_tokens
+from suite.op_cell import Program, op_program
+from suite.record import TensorError
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CellRequest:
+    """What the runner asks of a cell's process. ``reference`` is the case's .npz, ``memory_limit`` in bytes."""
+
+    case: Case
+    requested: str
+    resolved: str
+    exact: bool
+    reference: Path | None
+    memory_limit: int
+    text: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A cell that ran once: what is known about it, and how to take a sample (None where nothing is timed)."""
+
+    facts: dict[str, Any]
+    take_sample: Callable[[], float] | None = None
+
+
+def prepare(request: CellRequest) -> Prepared:
+    """Bring a cell to where it can be sampled. Raises CellFailure where it needs more memory than it may have."""
+    case = request.case
+    if isinstance(case, TextCase | RetrievalCase):
+        return _prepare_quality(case, request)
+    if isinstance(case, ModelCase):
+        return _prepare_model(case, request)
+    backend = registry.get(request.resolved)
+    program = op_program(case, backend, "native", Target.here())
+    facts: dict[str, Any] = {"flops": op_flops(case), "bytes_moved": op_bytes(case), "tokens": op_tokens(case)}
+    judged, notes = accuracy.judged_case(case)
+    outputs, sample, measured = _run(program, request.memory_limit)
+    if judged != case:
+        del outputs
+        shorter = op_program(judged, backend, "native", Target.here())
+        outputs = jax.jit(shorter.function)(*shorter.arguments)
+    errors = {}
+    if request.reference is not None:
+        errors = accuracy.judge_outputs(accuracy.named_outputs(outputs), request.reference, case.dtype)
+    return Prepared(facts=facts | measured | _judgement(errors, request, notes), take_sample=sample)
+
+
+def _prepare_model(case: ModelCase, request: CellRequest) -> Prepared:
+    # An op cell does not pay for importing flax and optax.
+    from suite import model_accuracy, model_cell  # noqa: PLC0415
+
+    model = model_cell.open_model(case)
+    judged = model_cell.judged_program(case, model, request.requested)
+    errors = {}
+    if request.reference is not None:
+        errors = model_accuracy.judge_model(case, jax.jit(judged.function)(*judged.arguments), request.reference)
+    del judged
+    program = model_cell.model_program(case, model, request.requested)
+    facts = {"flops": model_cell.model_flops(case, model.config), "tokens": model_cell.model_tokens(case)}
+    _, sample, measured = _run(program, request.memory_limit)
+    return Prepared(facts=facts | measured | _judgement(errors, request, ()), take_sample=sample)
+
+
+def _prepare_quality(case: TextCase | RetrievalCase, request: CellRequest) -> Prepared:
+    from suite import quality  # noqa: PLC0415 (as above)
+
+    if isinstance(case, TextCase):
+        found = quality.perplexity(case, request.requested, request.text)
+    else:
+        found = quality.recall(case, request.requested)
+    facts = {"quality": found.figures, "series": found.series}
+    return Prepared(facts=facts | _judgement(found.accuracy, request, ()))
+
+
+def _run(program: Program, limit: int) -> tuple[Any, Callable[[], float], dict[str, Any]]:
+    """Compile, check the sizes, run once for memory, once more where that is quick, and say how to sample."""
+    compiled = speed.compile_program(program.function, program.arguments)
+    sizes = memory.compiled_sizes(compiled.executable)
+    needed = sum(size for size in sizes.values() if size)
+    target = Target.here()
+    available = limit if target.platform == "cpu" or target.memory_bytes is None else target.memory_bytes
+    if needed > available:
+        raise CellFailure("oom", f"the compiled program needs {_gib(needed)}, and the limit is {_gib(available)}.")
+    jax.block_until_ready(program.arguments)
+    start = time.perf_counter()
+    outputs, used, method = memory.measure(compiled.call, program.arguments)
+    seconds = time.perf_counter() - start
+    if seconds < 1.0:  # the first call also pays for thread pools and page faults
+        seconds = speed.sample(compiled.call, program.arguments, 1)
+    calls = speed.calls_per_sample(seconds)
+    facts = {
+        "lower_seconds": compiled.lower_seconds,
+        "compile_seconds": compiled.compile_seconds,
+        "memory": sizes | used,
+        "memory_method": method,
+        "calls": calls,
+    }
+    return outputs, lambda: speed.sample(compiled.call, program.arguments, calls), facts
+
+
+def _judgement(errors: dict[str, TensorError], request: CellRequest, notes: tuple[str, ...]) -> dict[str, Any]:
+    """The errors, and why the cell is wrong if it is; an approximate backend is wrong only where it is not finite."""
+    held = errors if request.exact else {name: e for name, e in errors.items() if e.max_error is None}
+    return {
+        "accuracy": {name: dataclasses.asdict(e) for name, e in errors.items()},
+        "wrong": accuracy.describe_failure(held),
+        "notes": notes,
+    }
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"
+
+
+def case_reference(case: Case, path: Path) -> bool:
+    """Write what cells are judged by to ``path``; False for a case that brings its own comparison.
+
+    An op case comes as :func:`suite.accuracy.judged_case` made it, short enough for the oracle.
+    """
+    if isinstance(case, OpCase):
+        accuracy.write_reference(case, path)
+        return True
+    if isinstance(case, ModelCase):
+        from suite import model_accuracy  # noqa: PLC0415 (as above)
+
+        model_accuracy.write_model_reference(case, path)
+        return True
+    return False

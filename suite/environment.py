@@ -1,0 +1,113 @@
+"""Where a run took place: versions, device, flags, source, clock; what a record needs to be compared later."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import subprocess
+import sys
+import time
+from importlib import metadata, util
+from pathlib import Path
+from typing import Any
+
+import jax
+import psutil
+
+from backends import Target
+from backends.devices import cpu_name, usable_cores
+from backends.registry import ENTRY_POINT_GROUP
+from suite.memory import machine_bytes
+
+DISTRIBUTION = "attention-suite"
+_ROOMS = ("backends", "models", "suite")
+_PACKAGES = ("jax", "jaxlib", "flax", "numpy", "scipy", "optax", "triton", "kvax", "jax-triton", "libtpu")
+_FLAGS = ("XLA_FLAGS", "JAX_PLATFORMS", "JAX_ENABLE_X64", "LIBTPU_INIT_ARGS", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+_GIT_SECONDS = 10.0
+
+
+def describe() -> dict[str, Any]:
+    """The environment of this process, as JSON (initialises JAX)."""
+    target = Target.here()
+    return {
+        "versions": versions(),
+        "source": source_digest(),
+        "git_revision": git_revision(),
+        "target": str(target),
+        "device_kind": jax.devices()[0].device_kind,
+        "device_count": target.count,
+        "device_memory": target.memory_bytes,
+        "platform": platform.platform(),
+        "cpu": cpu_name(),
+        "cores": usable_cores(),
+        "machine_memory": machine_bytes(),
+        "flags": {name: os.environ[name] for name in _FLAGS if name in os.environ},
+        "clock": _clock(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python, of this package, of what computes, and of every package that brings a backend."""
+    found = {"python": platform.python_version()}
+    for name in (DISTRIBUTION, *_PACKAGES):
+        if (version := _version(name)) is not None:
+            found[name] = version
+    for entry in metadata.entry_points(group=ENTRY_POINT_GROUP):
+        if entry.dist is not None:
+            found[entry.dist.name] = entry.dist.version
+    return found
+
+
+def source_digest() -> str:
+    """Digest of this project's own Python files: two trees under one version or revision are told apart."""
+    digest = hashlib.sha256()
+    for room in _ROOMS:
+        spec = util.find_spec(room)
+        for folder in sorted(spec.submodule_search_locations or ()) if spec else ():
+            for path in sorted(Path(folder).rglob("*.py")):
+                digest.update(str(path.relative_to(folder)).encode())
+                digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def git_revision() -> str | None:
+    """Revision of the checkout that this code runs from, ``+changes`` where it was edited; None outside of one."""
+    here = Path(__file__).parent
+    if _git(here, "ls-files", "--error-unmatch", Path(__file__).name) is None:
+        return None
+    revision = _git(here, "rev-parse", "HEAD")
+    changed = _git(here, "status", "--porcelain", "--untracked-files=no")
+    return None if revision is None else revision + ("+changes" if changed else "")
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(  # noqa: S603 (fixed arguments)
+            ["git", "--no-optional-locks", "-C", str(folder), *arguments],  # noqa: S607 (git as the user has it)
+            capture_output=True,
+            text=True,
+            timeout=_GIT_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _clock() -> dict[str, Any]:
+    frequency = psutil.cpu_freq() if hasattr(psutil, "cpu_freq") else None
+    info = time.get_clock_info("perf_counter")
+    return {
+        "cpu_mhz": round(frequency.current, 1) if frequency else None,
+        "timer": info.implementation,
+        "timer_resolution": info.resolution,
+        "byte_order": sys.byteorder,
+    }

@@ -1,0 +1,71 @@
+"""FLOPs, bytes and visible pairs of an attention call, by formula.
+
+Only pairs that may attend are counted: a backend that computes masked tiles too does not look faster for
+it. A multiply-add is two operations. The backward pass counts five products (scores again, dP, dV, dQ,
+dK), as FlashAttention-2 counts them (arXiv 2307.08691, section 4.1); softmax is left out, as there.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from jaxtyping import Int
+
+from backends.contract import DTYPES
+from suite.cases import OpCase
+
+ITEM_BYTES = {name: 4 if name == "float32" else 2 for name in DTYPES}
+
+
+def document_ids(case: OpCase) -> Int[np.ndarray, " sequence"]:
+    """Which document each position belongs to: ``case.documents`` contiguous runs, unequal, from the case's seed."""
+    rng = np.random.default_rng([case.seed, 1])
+    cuts = np.sort(rng.choice(np.arange(1, case.sequence), case.documents - 1, replace=False))
+    return np.searchsorted(cuts, np.arange(case.sequence), side="right").astype(np.int32)
+
+
+def visible_pairs(case: OpCase) -> int:
+    """Query-key pairs of one head of one batch entry that may attend; O(sequence) in time and memory."""
+    positions = np.arange(case.sequence)
+    query = positions[-1:] if case.kind == "op_decode" and case.causal else positions[: case.query_length]
+    ids = document_ids(case)
+    starts = np.searchsorted(ids, ids, side="left")[query]
+    stops = np.searchsorted(ids, ids, side="right")[query]
+    if case.causal:
+        stops = np.minimum(stops, query + 1)
+    if case.window is not None:
+        starts, stops = np.maximum(starts, query - case.window), np.minimum(stops, query + case.window + 1)
+    if case.chunk_size is not None:
+        first = query - query % case.chunk_size
+        starts, stops = np.maximum(starts, first), np.minimum(stops, first + case.chunk_size)
+    return int(np.maximum(stops - starts, 0).sum())
+
+
+def attention_flops(pairs: int, heads: int, head_dim: int, value_head_dim: int, *, backward: bool) -> float:
+    """FLOPs of ``heads`` heads over ``pairs`` visible pairs each; with ``backward``, of both passes together."""
+    forward = 2 * (head_dim + value_head_dim)
+    gradient = 2 * (3 * head_dim + 2 * value_head_dim) if backward else 0
+    return float(pairs * heads * (forward + gradient))
+
+
+def op_flops(case: OpCase) -> float:
+    """FLOPs of one call of an op case."""
+    value_dim = case.value_head_dim or case.head_dim
+    pairs = visible_pairs(case) * case.batch
+    return attention_flops(pairs, case.heads, case.head_dim, value_dim, backward=case.needs_grad)
+
+
+def op_bytes(case: OpCase) -> float:
+    """Bytes that any implementation must move: every input read once, every output written once."""
+    value_dim = case.value_head_dim or case.head_dim
+    query = case.query_length * case.heads * case.head_dim
+    out = case.query_length * case.heads * value_dim
+    key_value = case.sequence * case.kv_heads * (case.head_dim + value_dim)
+    read, written = query + key_value, out
+    if case.needs_grad:
+        read, written = read + out, written + query + key_value
+    return float((read + written) * case.batch * ITEM_BYTES[case.dtype])
+
+
+def op_tokens(case: OpCase) -> int:
+    """Query tokens of one call."""
+    return case.batch * case.query_length

@@ -1,0 +1,51 @@
+"""The arrays of an op case: fixed by its seed, the same in every process, backend and version."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from backends import Layout
+from suite.cases import OpCase
+from suite.formulas import document_ids
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Inputs:
+    """Query, key and value in the layout of the contract and a cotangent of the output, all in the case's dtype."""
+
+    query: Float[Array, "b t n h"]
+    key: Float[Array, "b s k h"]
+    value: Float[Array, "b s k v"]
+    d_out: Float[Array, "b t n v"]
+    layout: Layout
+
+
+def make_inputs(case: OpCase) -> Inputs:
+    """Standard normal arrays and the layout of ``case`` (initialises JAX)."""
+    value_dim = case.value_head_dim or case.head_dim
+    rng = np.random.default_rng([case.seed, 0])
+
+    def draw(length: int, heads: int, dim: int) -> Array:
+        return jnp.asarray(rng.standard_normal((case.batch, length, heads, dim), np.float32), case.dtype)
+
+    return Inputs(
+        query=draw(case.query_length, case.heads, case.head_dim),
+        key=draw(case.sequence, case.kv_heads, case.head_dim),
+        value=draw(case.sequence, case.kv_heads, value_dim),
+        d_out=draw(case.query_length, case.heads, value_dim),
+        layout=_layout(case),
+    )
+
+
+def _layout(case: OpCase) -> Layout:
+    if case.kind == "op_decode":
+        last = jnp.full((case.batch, 1), case.sequence - 1, jnp.int32)
+        return Layout(query_positions=last) if case.causal else Layout()
+    if case.documents == 1:
+        return Layout()
+    ids = jnp.asarray(np.broadcast_to(document_ids(case), (case.batch, case.sequence)))
+    return Layout(query_segment_ids=ids, key_value_segment_ids=ids)

@@ -1,0 +1,65 @@
+"""What this machine can do at best, measured: matmul peak by dtype and copy bandwidth.
+
+The ceilings of the roofline (Williams, Waterman and Patterson, CACM 2009) that stands beside each time.
+Measured once per run in a process of its own; a vendor's figure is never used.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+_SIZES = {"cpu": (512, 1024, 2048), "cuda": (4096, 8192), "rocm": (4096, 8192), "tpu": (4096, 8192)}
+_COPY_BYTES = {"cpu": 2**28, "cuda": 2**31, "rocm": 2**31, "tpu": 2**30}
+_DTYPES = ("float32", "bfloat16")
+_TRIES = 10
+
+
+def measure_machine() -> dict[str, Any]:
+    """``matmul_flops`` per dtype (FLOP/s, best square size) and ``copy_bytes_per_second`` (read plus written)."""
+    platform = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
+    sizes = _SIZES.get(platform, _SIZES["cpu"])
+    return {
+        "matmul_flops": {dtype: max(_matmul_flops(dtype, size) for size in sizes) for dtype in _DTYPES},
+        "copy_bytes_per_second": _copy_rate(_COPY_BYTES.get(platform, _COPY_BYTES["cpu"])),
+    }
+
+
+def _matmul_flops(dtype: str, size: int) -> float:
+    """Best of the ways to ask for it: a float32 result doubles the rate of bfloat16 on CPUs, and costs on others."""
+    left = jax.random.normal(jax.random.key(0), (size, size), dtype)
+    results = (dtype,) if dtype == "float32" else (dtype, "float32")
+    seconds = [
+        _best_seconds(
+            functools.partial(jax.jit(functools.partial(jnp.matmul, preferred_element_type=result)), left, left)
+        )
+        for result in results
+    ]
+    return 2 * size**3 / min(seconds)
+
+
+def _copy_rate(size: int) -> float:
+    """Each element is read, changed and written in place; a fresh output would measure page faults instead."""
+    step = jax.jit(lambda a: a + 1, donate_argnums=0)
+    state = [jnp.zeros(size // 4, jnp.float32)]
+
+    def once() -> Any:
+        state[0] = step(state[0])
+        return state[0]
+
+    return 2 * size / _best_seconds(once)
+
+
+def _best_seconds(call: Callable[[], Any]) -> float:
+    jax.block_until_ready(call())
+    times = []
+    for _ in range(_TRIES):
+        start = time.perf_counter()
+        jax.block_until_ready(call())
+        times.append(time.perf_counter() - start)
+    return min(times)

@@ -1,0 +1,90 @@
+"""Memory by every method that the platform offers, each under its own name.
+
+``compiled_argument``, ``compiled_output`` and ``compiled_temp`` are the compiler's own sizes (XLA's peak is
+never used: on CPU it leaves out temporaries). ``process_high_water`` is how far one execution raises the
+process above what it held with the program compiled and the inputs made. ``device_peak`` is the allocator's
+statistic, where the device keeps one. All in bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import resource
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import psutil
+
+_CLEAR_REFS = Path("/proc/self/clear_refs")
+_STATUS = Path("/proc/self/status")
+_RESET_PEAK = "5"  # Linux, proc(5): resets the peak resident set size (VmHWM)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Baseline:
+    """Resident bytes before a run, and the method by which the high-water mark above it is read."""
+
+    resident: int
+    method: str
+
+
+def compiled_sizes(executable: Any) -> dict[str, int | None]:
+    """The compiler's argument, output and temporary sizes; None where the platform gives none."""
+    analysis = executable.memory_analysis()
+    fields = ("argument", "output", "temp")
+    return {f"compiled_{name}": getattr(analysis, f"{name}_size_in_bytes", None) for name in fields}
+
+
+def mark_baseline() -> Baseline:
+    """Start watching the process's high-water mark."""
+    try:
+        _CLEAR_REFS.write_text(_RESET_PEAK, encoding="ascii")
+    except OSError:
+        return Baseline(_lifetime_peak(), "growth of getrusage ru_maxrss")
+    return Baseline(psutil.Process().memory_info().rss, "VmHWM after a reset by /proc/self/clear_refs")
+
+
+def high_water(baseline: Baseline) -> int:
+    """Bytes that the process grew above ``baseline`` at its highest."""
+    peak = _status_peak() if baseline.method.startswith("VmHWM") else _lifetime_peak()
+    return max(0, peak - baseline.resident)
+
+
+def device_peak() -> int | None:
+    """The device allocator's peak, or None where it keeps no statistics (CPU)."""
+    stats = jax.devices()[0].memory_stats()
+    return None if stats is None else stats.get("peak_bytes_in_use")
+
+
+def measure(call: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Any, dict[str, int | None], str]:
+    """Run once; the outputs, the memory by process and device, and the method behind the former."""
+    baseline = mark_baseline()
+    outputs = jax.block_until_ready(call(*arguments))
+    sizes = {"process_high_water": high_water(baseline), "device_peak": device_peak()}
+    return outputs, sizes, baseline.method
+
+
+def machine_bytes() -> int:
+    """Memory of this machine, or of the control group that this process may not exceed."""
+    total = psutil.virtual_memory().total
+    limits = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+    for path in limits:
+        text = path.read_text(encoding="ascii").strip() if path.is_file() else ""
+        if text.isdigit():
+            total = min(total, int(text))
+    return total
+
+
+def _lifetime_peak() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _status_peak() -> int:
+    for line in _STATUS.read_text(encoding="ascii", errors="replace").splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return _lifetime_peak()

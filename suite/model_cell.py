@@ -1,0 +1,219 @@
+"""A whole transformer as a program: prefill, a run of decode steps, one train step.
+
+Each is one function of arrays under ``jax.jit`` (never ``nnx.jit``, which costs more than a small model),
+with nothing donated, so that every sample starts from the same arrays. Decode runs ``new_tokens`` steps in
+one scan over fixed tokens behind a cache filled with noise: every backend decodes the same problem.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from models import PRESETS, KVCache, ModelConfig, Transformer, next_token_loss, retrieval
+from models.forward import forward, forward_cached
+from models.planning import Resolutions, resolve_attention
+from models.weights import load, load_shipped
+from suite.cases import ModelCase, OpCase, RetrievalCase, TextCase
+from suite.errors import InputError
+from suite.formulas import attention_flops, visible_pairs
+from suite.op_cell import Program
+
+SHIPPED = "text"
+_LEARNING_RATE = 1e-4
+_LEAST_CONTEXT = 1024
+
+
+def model_config(case: ModelCase | TextCase) -> ModelConfig:
+    """The configuration of a case's model. Raises InputError for a name that is none, listing those that are."""
+    if case.model in PRESETS:
+        return ModelConfig.from_preset(case.model, dtype=case.dtype)
+    return open_model(case).config
+
+
+def open_model(case: ModelCase | TextCase) -> Transformer:
+    """The model of a case, with its weights. Raises InputError as :func:`model_config` does."""
+    if case.model in PRESETS:
+        return Transformer(ModelConfig.from_preset(case.model, dtype=case.dtype))
+    try:
+        if case.model == SHIPPED:
+            return load_shipped(dtype=case.dtype)
+        if Path(case.model).is_dir():
+            return load(Path(case.model), dtype=case.dtype)
+    except (OSError, ValueError, KeyError) as error:
+        raise InputError(f"case {case.name}: model {case.model!r} cannot be loaded: {error}") from error
+    known = ", ".join((SHIPPED, *PRESETS))
+    raise InputError(f"case {case.name}: model {case.model!r} is not known; use {known}, or a checkpoint's directory.")
+
+
+def retrieval_model(case: RetrievalCase) -> Transformer:
+    """The constructed checkpoint, with room for the case's length."""
+    return retrieval.build(context=max(case.sequence, _LEAST_CONTEXT))
+
+
+def resolutions_of(case: ModelCase | TextCase | RetrievalCase, config: ModelConfig, backend: str) -> Resolutions:
+    """What computes each attention type of ``config`` in ``case`` for a request for ``backend``."""
+    if case.kind == "model_decode":
+        return resolve_attention(
+            config,
+            batch=case.batch,
+            query_length=1,
+            key_value_length=case.sequence + case.new_tokens,
+            dtype=_cache_dtype(config),
+            needs_grad=False,
+            backend=backend,
+        )
+    batch = case.batch if isinstance(case, ModelCase) else 1
+    return resolve_attention(
+        config,
+        batch=batch,
+        query_length=case.sequence,
+        needs_grad=case.kind == "model_train",
+        backend=backend,
+    )
+
+
+def model_program(case: ModelCase, model: Transformer, backend: str) -> Program:
+    """The program of a model case, attention computed by ``backend``."""
+    build: dict[str, Callable[[ModelCase, Transformer, Resolutions], Program]] = {
+        "model_prefill": _prefill,
+        "model_decode": _decode,
+        "model_train": _train,
+    }
+    return build[case.kind](case, model, resolutions_of(case, model.config, backend))
+
+
+def judged_program(case: ModelCase, model: Transformer, backend: str) -> Program:
+    """The program whose outputs are judged: ``{"logits"}``, or ``{"loss", "gradient"}`` of a train step."""
+    if case.kind == "model_train":
+        found = resolutions_of(case, model.config, backend)
+
+        def loss_and_gradient(params: Any, tokens: Any) -> dict[str, Any]:
+            loss, gradient = _loss_and_gradient(model.config, found, params, tokens)
+            return {"loss": loss, "gradient": jnp.concatenate([leaf.ravel() for leaf in jax.tree.leaves(gradient)])}
+
+        return Program(loss_and_gradient, (model.arrays(), _tokens(case, model.config)))
+    program = model_program(case, model, backend)
+    return Program(lambda *arguments: {"logits": program.function(*arguments)[0]}, program.arguments)
+
+
+def model_tokens(case: ModelCase) -> int:
+    """Tokens that one call processes: of the prompt, of the decode steps, or of the training batch."""
+    return case.batch * (case.new_tokens if case.kind == "model_decode" else case.sequence)
+
+
+def model_flops(case: ModelCase, config: ModelConfig) -> float:
+    """FLOPs of one call: two per weight and token that a matmul uses (three times that in training), and attention."""
+    mlp = (3 if config.use_swiglu else 2) * config.intermediate_size
+    per_layer = config.hidden_size * (2 * config.dim * (config.num_heads + config.kv_heads) + mlp)
+    head = config.hidden_size * config.vocab_size
+    tokens = model_tokens(case)
+    head_tokens = case.batch if case.kind == "model_prefill" else tokens  # prefill projects its last token only
+    matmul = 2.0 * (per_layer * config.num_layers * tokens + head * head_tokens)
+    training = case.kind == "model_train"
+    pairs = sum(_pairs(case, config, kind) for kind in config.layer_types)
+    attention = attention_flops(pairs * case.batch, config.num_heads, config.dim, config.dim, backward=training)
+    return matmul * (3 if training else 1) + attention
+
+
+def _pairs(case: ModelCase, config: ModelConfig, kind: str) -> int:
+    def count(length: int, op: str) -> int:
+        return visible_pairs(
+            OpCase(
+                kind=op,  # pyright: ignore[reportArgumentType]  (one of two literals)
+                sequence=length,
+                causal=kind != "full",
+                window=config.window_size - 1 if kind == "sliding" and config.window_size else None,
+                chunk_size=config.chunk_size if kind == "chunked" else None,
+            )
+        )
+
+    if case.kind != "model_decode":
+        return count(case.sequence, "op_forward")
+    return sum(count(case.sequence + step + 1, "op_decode") for step in range(case.new_tokens))
+
+
+def _prefill(case: ModelCase, model: Transformer, found: Resolutions) -> Program:
+    cache = model.new_cache(case.batch, case.sequence)
+
+    def run(params: Any, tokens: Any, keys: Any, values: Any, end: Any) -> Any:
+        start = jnp.zeros_like(end)
+        return forward_cached(
+            model.config, params, tokens, keys, values, start, end, resolutions=found, fresh=True, last_only=True
+        )
+
+    end = jnp.full((case.batch,), case.sequence, jnp.int32)
+    return Program(run, (model.arrays(), _tokens(case, model.config), cache.keys, cache.values, end))
+
+
+def _decode(case: ModelCase, model: Transformer, found: Resolutions) -> Program:
+    cache = _noisy_cache(case, model)
+
+    def run(params: Any, tokens: Any, keys: Any, values: Any, start: Any) -> Any:
+        def step(state: Any, token: Any) -> tuple[Any, Any]:
+            keys, values, start = state
+            logits, keys, values = forward_cached(
+                model.config,
+                params,
+                token[:, None],
+                keys,
+                values,
+                start,
+                start + 1,
+                resolutions=found,
+                last_only=True,
+            )
+            return (keys, values, start + 1), logits
+
+        (keys, values, _), logits = jax.lax.scan(step, (keys, values, start), tokens)
+        return logits, keys, values
+
+    tokens = _tokens(dataclasses.replace(case, sequence=case.new_tokens), model.config).T
+    return Program(run, (model.arrays(), tokens, cache.keys, cache.values, jnp.asarray(cache.lengths)))
+
+
+def _train(case: ModelCase, model: Transformer, found: Resolutions) -> Program:
+    optimizer = optax.adamw(_LEARNING_RATE)
+
+    def run(params: Any, state: Any, tokens: Any) -> Any:
+        loss, gradient = _loss_and_gradient(model.config, found, params, tokens)
+        updates, state = optimizer.update(gradient, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    params = model.arrays()
+    return Program(run, (params, optimizer.init(params), _tokens(case, model.config)))
+
+
+def _loss_and_gradient(config: ModelConfig, found: Resolutions, params: Any, tokens: Any) -> tuple[Any, Any]:
+    return jax.value_and_grad(lambda p: next_token_loss(forward(config, p, tokens, resolutions=found), tokens))(params)
+
+
+def _tokens(case: ModelCase, config: ModelConfig) -> jax.Array:
+    rng = np.random.default_rng([case.seed, 0])
+    return jnp.asarray(rng.integers(0, config.vocab_size, (case.batch, case.sequence)), jnp.int32)
+
+
+def _noisy_cache(case: ModelCase, model: Transformer) -> KVCache:
+    rng = np.random.default_rng([case.seed, 1])
+    empty = model.new_cache(case.batch, case.sequence + case.new_tokens, _cache_dtype(model.config))
+
+    def fill(slots: jax.Array) -> jax.Array:
+        noise = rng.standard_normal(slots.shape, np.float32)
+        noise[:, :, case.sequence :] = 0.0
+        return jnp.asarray(noise, slots.dtype)
+
+    lengths = np.full(case.batch, case.sequence, np.int32)
+    keys, values = tuple(map(fill, empty.keys)), tuple(map(fill, empty.values))
+    return KVCache(keys=keys, values=values, lengths=lengths)
+
+
+def _cache_dtype(config: ModelConfig) -> str:
+    """The dtype that ``KVCache.create`` chooses by itself."""
+    return "float32" if jax.default_backend() == "cpu" else config.dtype

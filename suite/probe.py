@@ -1,0 +1,87 @@
+"""Ask, in a process of its own, what is here and which backend each cell of a run would get."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from backends import BackendUnavailableError, Resolution, Target, registry, resolve
+from suite import environment
+from suite.cases import Case, OpCase, RetrievalCase, TextCase, spec_of
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CellPlan:
+    """What would run for one backend in one case. ``mode`` is None where nothing can."""
+
+    case: str
+    requested: str
+    resolved: str | None
+    mode: str | None
+    exact: bool | None
+    reasons: tuple[str, ...]
+
+
+def probe(cases: list[Case], backends: list[str], text: str | None) -> dict[str, Any]:
+    """The environment, and a :class:`CellPlan` for every case and backend.
+
+    Raises InputError for a model that is not known and for a ``text`` file that is too short for a case.
+    """
+    plans = [plan for case in cases for plan in _plans(case, backends, text)]
+    return {"environment": environment.describe(), "plans": [dataclasses.asdict(plan) for plan in plans]}
+
+
+def _plans(case: Case, backends: list[str], text: str | None) -> list[CellPlan]:
+    if isinstance(case, OpCase):
+        spec, target = spec_of(case), Target.here()
+        return [_plan(case.name, name, lambda name=name: [resolve(name, spec, target)]) for name in backends]
+    # A run of op cases alone does not import flax.
+    from suite import model_cell, quality  # noqa: PLC0415
+
+    if isinstance(case, RetrievalCase):
+        config = model_cell.retrieval_model(case).config
+    else:
+        config = model_cell.model_config(case)
+    if isinstance(case, TextCase):
+        quality.check_text_case(case, config, text)
+
+    def ask(backend: str) -> list[Resolution]:
+        return [resolution for _, resolution in model_cell.resolutions_of(case, config, backend)]
+
+    return [_plan(case.name, name, lambda name=name: ask(name)) for name in backends]
+
+
+def _plan(case: str, requested: str, ask: Any) -> CellPlan:
+    try:
+        found: list[Resolution] = ask()
+    except BackendUnavailableError as error:
+        return CellPlan(case, requested, None, None, None, (str(error),))
+    names = tuple(dict.fromkeys(resolution.backend.name for resolution in found))
+    fallback = any(resolution.mode == "fallback" for resolution in found)
+    reasons = tuple(dict.fromkeys(reason for resolution in found for reason in resolution.reasons))
+    exact = all(resolution.backend.exact for resolution in found)
+    return CellPlan(case, requested, "+".join(names), "fallback" if fallback else found[0].mode, exact, reasons)
+
+
+# What doctor asks every backend for: the problems that a transformer poses.
+_DOCTOR_CASES = {
+    "forward": OpCase(kind="op_forward", sequence=1024, kv_heads=2, dtype="bfloat16"),
+    "forward+backward": OpCase(kind="op_forward_backward", sequence=1024, kv_heads=2, dtype="bfloat16"),
+    "packed documents": OpCase(kind="op_forward", sequence=1024, kv_heads=2, dtype="bfloat16", documents=4),
+    "decode step": OpCase(kind="op_decode", sequence=1024, kv_heads=2, dtype="bfloat16"),
+}
+
+
+def examine() -> dict[str, Any]:
+    """What ``doctor`` shows: the environment, and for each backend and problem its mode or every reason against it."""
+    target = Target.here()
+    found = []
+    for name in registry.names():
+        backend = registry.get(name)
+        problems = {}
+        for label, case in _DOCTOR_CASES.items():
+            supports = {mode: backend.supports(spec_of(case), target, mode) for mode in ("native", "interpret")}
+            mode = next((mode for mode, support in supports.items() if support), None)
+            problems[label] = {"mode": mode, "reasons": list(supports["native"].reasons)}
+        found.append({"name": name, "exact": backend.exact, "problems": problems})
+    return {"environment": environment.describe(), "backends": found}

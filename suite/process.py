@@ -1,0 +1,148 @@
+"""A worker process as the runner sees it: ask, wait within limits, kill.
+
+Time is limited per request, memory by watching the process's resident size. A process that is over a
+limit is killed and becomes ``timeout`` or ``oom``; one that dies becomes ``crashed`` with the signal's name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import psutil
+
+from suite.errors import CellFailure, InputError
+
+_POLL_SECONDS = 0.05
+_ENVIRONMENT = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONUNBUFFERED": "1"}
+_LIKELY_OUT_OF_MEMORY = 0.5  # killed from outside while above this share of its limit: the kernel was short of memory
+
+
+class Worker:
+    """One worker process with a memory limit in bytes. Use as a context manager, or call :meth:`close`."""
+
+    def __init__(self, memory_limit: int) -> None:
+        self._limit = memory_limit
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (closed in close)
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "suite.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._stderr,
+            env=os.environ | _ENVIRONMENT | {"PYTHONPATH": _import_path()},
+            start_new_session=True,  # Ctrl-C is the runner's business
+        )
+        self._buffer = b""
+        self._resident = 0
+        self._closed = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def ask(self, request: dict[str, Any], seconds: float) -> Any:
+        """Send a request and wait for its answer for at most ``seconds``.
+
+        Raises CellFailure (oom, timeout, crashed) with the process killed if it did not answer, and
+        InputError where it says that the user's input cannot be used.
+        """
+        deadline = time.monotonic() + seconds
+        with contextlib.suppress(BrokenPipeError):  # its end shows when the answer is read
+            self._stdin.write(json.dumps(request).encode() + b"\n")
+            self._stdin.flush()
+        reply = self._read_line(deadline, seconds)
+        try:
+            answer = json.loads(reply)
+        except ValueError as error:
+            self.close()
+            raise CellFailure(
+                "crashed", f"the cell answered with something that is not JSON: {reply[:80]!r}"
+            ) from error
+        if "ok" in answer:
+            return answer["ok"]
+        if answer["failed"] == "input":
+            raise InputError(answer["message"])
+        raise CellFailure(answer["failed"], answer["message"])
+
+    def close(self) -> None:
+        """End the process, whatever it is doing; a second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout, self._stderr):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._process.pid
+
+    @property
+    def _stdin(self) -> Any:
+        return self._process.stdin
+
+    @property
+    def _stdout(self) -> Any:
+        return self._process.stdout
+
+    def _read_line(self, deadline: float, seconds: float) -> bytes:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._stdout, selectors.EVENT_READ)
+            while b"\n" not in self._buffer:
+                if selector.select(_POLL_SECONDS):
+                    part = os.read(self._stdout.fileno(), 1 << 16)
+                    if not part:
+                        raise self._death()
+                    self._buffer += part
+                self._check_limits(deadline, seconds)
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        return line
+
+    def _check_limits(self, deadline: float, seconds: float) -> None:
+        with contextlib.suppress(psutil.Error):
+            self._resident = psutil.Process(self._process.pid).memory_info().rss
+        if self._resident > self._limit:
+            self.close()
+            used, limit = self._resident / 2**30, self._limit / 2**30
+            raise CellFailure("oom", f"the cell held {used:.2f} GiB, and the limit is {limit:.2f} GiB (--cell-memory).")
+        if time.monotonic() > deadline and b"\n" not in self._buffer:
+            self.close()
+            raise CellFailure("timeout", f"no answer within {seconds:g} s (--cell-timeout).")
+
+    def _death(self) -> CellFailure:
+        """What a process that ended by itself is to be called."""
+        code = self._process.wait()
+        self._stderr.seek(0)
+        lines = [line for line in self._stderr.read().decode(errors="replace").splitlines() if line.strip()]
+        last = f"; it last wrote: {lines[-1].strip()[:300]}" if lines else ""
+        self.close()
+        if code < 0:
+            name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+            if name == "SIGKILL" and self._resident > _LIKELY_OUT_OF_MEMORY * self._limit:
+                return CellFailure("oom", f"killed by SIGKILL while it held {self._resident / 2**30:.2f} GiB{last}")
+            return CellFailure("crashed", f"died by {name}{last}")
+        return CellFailure("crashed", f"exited with code {code} before it answered{last}")
+
+
+def _import_path() -> str:
+    """The path that this process imports from, so that the worker finds the same packages from any directory."""
+    return os.pathsep.join(str(Path(entry).resolve()) for entry in sys.path)

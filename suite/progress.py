@@ -1,0 +1,66 @@
+"""What a person sees while a run goes on: a bar with what runs now and what is left, a line per finished cell."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Column
+
+from suite.record import Record
+from suite.summary import record_line
+
+
+class ProgressDisplay:
+    """A :class:`suite.run.RunWatcher` on a terminal, or a line per finished cell without one. A context manager."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._progress = Progress(
+            SpinnerColumn(table_column=Column(no_wrap=True)),
+            TextColumn("{task.completed:.0f} done, {task.fields[left]} left", table_column=Column(no_wrap=True)),
+            BarColumn(bar_width=12, table_column=Column(no_wrap=True)),
+            TimeElapsedColumn(table_column=Column(no_wrap=True)),
+            TextColumn(
+                "{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1)
+            ),
+            expand=True,
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._task = self._progress.add_task("starting", total=None, left="?")
+        self._total = 0
+        self._done = 0
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def begin(self, total: int, finished: int) -> None:
+        """Set the length of the bar."""
+        self._total, self._done = total, finished
+        self._progress.update(self._task, total=total, completed=finished, left=total - finished)
+        if finished:
+            self._console.print(f"resuming: {finished} of {total} cells are done")
+
+    def doing(self, case: str, backend: str, what: str) -> None:
+        """Show what runs now."""
+        self._progress.update(self._task, description=" / ".join(part for part in (case, backend, what) if part))
+
+    def warn(self, sentence: str) -> None:
+        """Show a warning above the bar."""
+        self._console.print(f"warning: {sentence}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+
+    def done(self, record: Record) -> None:
+        """Move the bar and leave a line behind."""
+        self._done += 1
+        self._progress.update(self._task, completed=self._done, left=self._total - self._done)
+        self._console.print(record_line(record), highlight=False, soft_wrap=True)

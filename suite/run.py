@@ -1,0 +1,249 @@
+"""A whole run: check what was asked for, lock the directory, probe the machine, measure what is missing.
+
+The process that does this never initialises JAX. What identifies a run (cases, backends, text, versions,
+source, device) is written to its directory before the first cell; to resume it, all of that must still hold.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import uuid
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from backends import UnknownBackendError, names, registry
+from suite.cases import Case, make_case, problem_of
+from suite.errors import CellFailure, InputError
+from suite.memory import machine_bytes
+from suite.probe import CellPlan
+from suite.process import Worker
+from suite.record import Record
+from suite.runner import Limits, References, RunContext, Watcher, cell_key, measured, run_case, unsupported
+from suite.store import RunStore, read_manifest
+from suite.suites import find_suite, select
+
+MACHINE = "machine.json"
+_PROBE_SECONDS = 300.0
+_IDENTITY = ("suite", "cases", "backends", "text", "versions", "source", "git_revision", "target", "flags")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RunRequest:
+    """What to run, checked. ``text`` is a file for perplexity, or None for the text that ships."""
+
+    suite: str
+    cases: tuple[Case, ...]
+    backends: tuple[str, ...]
+    text: Path | None
+    out: Path
+    resume: bool
+    limits: Limits
+
+
+class RunWatcher(Watcher, Protocol):
+    """Who is told how a run goes."""
+
+    def begin(self, total: int, finished: int) -> None:
+        """Cells of the run, and how many of them have a record already."""
+        ...
+
+    def warn(self, sentence: str) -> None:
+        """Something that does not stop the run."""
+        ...
+
+    def done(self, record: Record) -> None:
+        """A cell has its record, and it is on the disk."""
+        ...
+
+
+def new_request(
+    suite: str,
+    backends: str | None,
+    cases: str | None,
+    text: Path | None,
+    out: Path,
+    limits: Limits,
+) -> RunRequest:
+    """The request that these words ask for. Raises InputError with one sentence for what does not exist."""
+    found = find_suite(suite)
+    return RunRequest(
+        suite=found.name,
+        cases=found.cases if cases is None else select(found.cases, _split(cases, "--cases")),
+        backends=names() if backends is None else _known_backends(_split(backends, "--backends")),
+        text=None if text is None else checked_text(text),
+        out=out,
+        resume=False,
+        limits=limits,
+    )
+
+
+def resumed_request(
+    suite: str | None, backends: str | None, cases: str | None, text: Path | None, out: Path, limits: Limits
+) -> RunRequest:
+    """The request of the run in ``out``. Raises InputError where the words given ask for something else."""
+    manifest = read_manifest(out)
+    try:
+        kept_cases = tuple(make_case(problem) for problem in manifest["cases"])
+        kept_text = None if manifest["text"] is None else Path(manifest["text"]["path"])
+        kept = RunRequest(
+            suite=manifest["suite"],
+            cases=kept_cases,
+            backends=tuple(manifest["backends"]),
+            text=kept_text if text is None else text,
+            out=out,
+            resume=True,
+            limits=limits,
+        )
+    except (KeyError, TypeError, InputError) as error:
+        raise InputError(f"the run in {out} was written by another version ({error}); start a new one.") from error
+    pool = kept.cases if suite is None else find_suite(suite).cases
+    asked = {
+        "suite": kept.suite if suite is None else find_suite(suite).name,
+        "cases": pool if cases is None else select(pool, _split(cases, "--cases")),
+        "backends": kept.backends if backends is None else _known_backends(_split(backends, "--backends")),
+    }
+    for name, value in asked.items():
+        if value != getattr(kept, name):
+            raise InputError(
+                f"the run in {out} has other {name} than asked for; resume it with --resume --out {out} alone, "
+                "or choose another --out."
+            )
+    if kept.text is not None:
+        checked_text(kept.text)
+    return kept
+
+
+def execute(request: RunRequest, watcher: RunWatcher) -> None:
+    """Measure every cell that has no record yet. Raises InputError before anything is measured."""
+    with RunStore(request.out, resume=request.resume) as store:
+        for sentence in store.warnings:
+            watcher.warn(sentence)
+        watcher.doing("", "", "looking at the machine")
+        environment, plans = _probe(request)
+        _settle_identity(store, request, environment)
+        target = environment["target"]
+        finished = store.finished()
+        watcher.begin(len(plans), sum(cell_key(plan, target) in finished for plan in plans))
+        context = RunContext(
+            suite=request.suite,
+            limits=request.limits,
+            environment=environment | {"machine": _machine(store, watcher), "session": uuid.uuid4().hex[:12]},
+            target=target,
+            text=None if request.text is None else str(request.text.resolve()),
+            watcher=watcher,
+        )
+        references = References(request.limits.seconds)
+        try:
+            for case in request.cases:
+                missing = [p for p in plans if p.case == case.name and cell_key(p, target) not in finished]
+                for record in _case_records(case, missing, request.backends, references, context):
+                    store.append([record])
+                    watcher.done(record)
+        finally:
+            references.close()
+
+
+def checked_text(path: Path) -> Path:
+    """The path, if it is a file of text that can be read. Raises InputError."""
+    try:
+        data = path.read_bytes()
+        data.decode("utf-8")
+    except OSError as error:
+        raise InputError(f"text file {path} cannot be read: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"text file {path} is not UTF-8 text (byte {error.start}); convert it, or give another."
+        ) from error
+    if not data.strip():
+        raise InputError(f"text file {path} is empty; give one with some kilobytes of text.")
+    return path
+
+
+def _case_records(
+    case: Case, plans: Sequence[CellPlan], backends: Sequence[str], references: References, context: RunContext
+) -> Iterable[Record]:
+    for plan in plans:
+        if not measured(case, plan, backends):
+            yield unsupported(case, plan, context)
+    running = [plan for plan in plans if measured(case, plan, backends)]
+    if running:
+        yield from run_case(case, running, references, context)
+
+
+def _probe(request: RunRequest) -> tuple[dict[str, Any], list[CellPlan]]:
+    question = {
+        "do": "probe",
+        "cases": [problem_of(case) for case in request.cases],
+        "backends": list(request.backends),
+        "text": None if request.text is None else str(request.text.resolve()),
+    }
+    with Worker(machine_bytes()) as worker:
+        try:
+            answer = worker.ask(question, _PROBE_SECONDS)
+        except CellFailure as failure:
+            raise InputError(f"JAX does not start on this machine: {failure.message}") from failure
+    plans = [CellPlan(**{**plan, "reasons": tuple(plan["reasons"])}) for plan in answer["plans"]]
+    return answer["environment"], plans
+
+
+def _settle_identity(store: RunStore, request: RunRequest, environment: dict[str, Any]) -> None:
+    """Write what this run is, or check that a resumed one is still that."""
+    identity = {
+        "suite": request.suite,
+        "cases": [problem_of(case) for case in request.cases],
+        "backends": list(request.backends),
+        "text": None if request.text is None else _text_identity(request.text),
+        **{name: environment[name] for name in ("versions", "source", "git_revision", "target", "flags")},
+    }
+    if not request.resume:
+        store.write_json("run.json", identity)
+        return
+    before = read_manifest(request.out)
+    now = json.loads(json.dumps(identity))
+    differing = [name for name in _IDENTITY if before.get(name) != now[name]]
+    if differing:
+        what = "; ".join(f"{name} was {_short(before.get(name))}, is {_short(now[name])}" for name in differing)
+        raise InputError(f"the run in {request.out} cannot be resumed, since its figures would not compare: {what}.")
+
+
+def _machine(store: RunStore, watcher: Watcher) -> dict[str, Any]:
+    """The machine's measured ceilings: once per run, kept in its directory."""
+    path = store.directory / MACHINE
+    if path.is_file():
+        return json.loads(path.read_text(encoding="utf-8"))
+    watcher.doing("", "", "measuring matmul peak and copy bandwidth")
+    with Worker(machine_bytes()) as worker:
+        try:
+            found = worker.ask({"do": "machine"}, _PROBE_SECONDS)
+        except CellFailure as failure:
+            raise InputError(f"this machine's peak cannot be measured: {failure.message}") from failure
+    store.write_json(MACHINE, found)
+    return found
+
+
+def _text_identity(path: Path) -> dict[str, str]:
+    return {"path": str(path.resolve()), "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+
+
+def _known_backends(wanted: Sequence[str]) -> tuple[str, ...]:
+    for name in wanted:
+        try:
+            registry.get(name)
+        except UnknownBackendError as error:
+            raise InputError(f"backend {name!r} is not registered; use {', '.join(names())}.") from error
+    return tuple(dict.fromkeys(wanted))
+
+
+def _split(words: str, flag: str) -> list[str]:
+    parts = [part.strip() for part in words.split(",") if part.strip()]
+    if not parts:
+        raise InputError(f"{flag} is empty; give names separated by commas, or leave it out for all.")
+    return parts
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,264 @@
+"""The cells of one case, side by side: each in its own process, taking turns sample by sample.
+
+One process computes at a time, so nobody measures another's noise; turns alternate, so that a machine that
+slows down slows all of them, and ratios hold. A cell that fails, hangs or dies becomes a record and leaves the
+others running.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime as dt
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from suite.accuracy import judged_case
+from suite.cases import Case, OpCase, RetrievalCase, TextCase, problem_of
+from suite.errors import CellFailure
+from suite.memory import machine_bytes
+from suite.probe import CellPlan
+from suite.process import Worker
+from suite.record import Record, Status, TensorError
+from suite.speed import Sampling
+
+_REFERENCE_SECONDS = 600.0  # at least; the oracle is slow, and its limit is not the cells'
+_REFERENCE_SHARE = 0.9  # of the machine's memory
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Limits:
+    """What one cell may use: seconds for preparing, and again for all its samples; bytes of memory."""
+
+    seconds: float
+    memory: int
+
+
+class Watcher(Protocol):
+    """Who is told what goes on."""
+
+    def doing(self, case: str, backend: str, what: str) -> None:
+        """Work on a cell begins."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RunContext:
+    """What all cells of a run share."""
+
+    suite: str
+    limits: Limits
+    environment: dict[str, Any]
+    target: str
+    text: str | None
+    watcher: Watcher
+    sampling: Sampling = dataclasses.field(default_factory=Sampling)
+
+
+class References:
+    """What cells are judged by: one process for the whole run, its results kept in a temporary directory."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = max(seconds, _REFERENCE_SECONDS)
+        self._folder = tempfile.TemporaryDirectory(prefix="attnsuite-")
+        self._worker: Worker | None = None
+        self._paths: dict[tuple[Any, ...], Path] = {}
+
+    def path(self, case: Case) -> Path | None:
+        """The .npz of ``case``, computed on first use; None for a case that brings its own comparison.
+
+        A forward pass is judged by the file of the same problem with gradients, where there is one. Raises
+        CellFailure where the reference cannot be computed.
+        """
+        if isinstance(case, TextCase | RetrievalCase):
+            return None
+        if isinstance(case, OpCase):
+            case = judged_case(case)[0]  # cases that differ only in a length beyond the oracle share one
+        problem = {name: value for name, value in problem_of(case).items() if name not in ("kind", "name")}
+        kinds = ("op_forward", "op_forward_backward") if case.kind == "op_forward" else (case.kind,)
+        for kind in kinds:
+            if (known := self._paths.get((kind, *problem.items()))) is not None:
+                return known
+        path = Path(self._folder.name) / f"{len(self._paths)}.npz"
+        if self._worker is None:
+            self._worker = Worker(int(_REFERENCE_SHARE * machine_bytes()))
+        try:
+            self._worker.ask({"do": "reference", "case": problem_of(case), "path": str(path)}, self._seconds)
+        except CellFailure as failure:
+            self._worker.close()
+            self._worker = None
+            raise CellFailure(failure.status, f"there is no reference to judge by: {failure.message}") from failure
+        self._paths[case.kind, *problem.items()] = path
+        return path
+
+    def close(self) -> None:
+        """End the process and remove the files."""
+        if self._worker is not None:
+            self._worker.close()
+        self._folder.cleanup()
+
+
+@dataclasses.dataclass(slots=True)
+class _Cell:
+    """A cell on its way through a case."""
+
+    plan: CellPlan
+    started: str
+    worker: Worker
+    facts: dict[str, Any] = dataclasses.field(default_factory=dict)
+    samples: list[float] = dataclasses.field(default_factory=list)
+    wall: float = 0.0
+    sampling_seconds: float = 0.0
+
+
+def cell_key(plan: CellPlan, target: str) -> str:
+    """``case/backend/target/mode``; a cell where nothing runs is keyed by the mode that was asked for."""
+    return f"{plan.case}/{plan.requested}/{target}/{plan.mode or 'native'}"
+
+
+def run_case(case: Case, plans: Sequence[CellPlan], references: References, context: RunContext) -> Iterator[Record]:
+    """Measure the cells of ``case`` and yield their records: failures at once, samples when all are taken."""
+    cells: list[_Cell] = []
+    with contextlib.ExitStack() as stack:
+        for plan in plans:
+            worker = stack.enter_context(Worker(context.limits.memory))
+            cells.append(_Cell(plan, _now(), worker))
+        try:
+            context.watcher.doing(case.name, "reference", "computing what the cells are judged by")
+            reference = references.path(case)
+        except CellFailure as failure:
+            yield from (_failed(case, cell, context, failure) for cell in cells)
+            return
+        ready: list[_Cell] = []
+        for cell in cells:
+            record = _prepare(case, cell, reference, context)
+            if record is None:
+                ready.append(cell)
+            else:
+                cell.worker.close()
+                yield record
+        if isinstance(case, TextCase | RetrievalCase):
+            yield from (_record(case, cell, context, "ok") for cell in ready)
+            return
+        yield from _sample_in_turns(case, ready, context)
+
+
+def unsupported(case: Case, plan: CellPlan, context: RunContext) -> Record:
+    """The record of a cell that is not measured: refused, and what would run instead is another cell, or nothing."""
+    instead = f"{plan.resolved} would run, and is a cell of its own" if plan.resolved else "nothing else can run"
+    return _base(case, plan, context, "unsupported", _now(), error=f"refused; {instead}.")
+
+
+def _prepare(case: Case, cell: _Cell, reference: Path | None, context: RunContext) -> Record | None:
+    """Make a cell ready to be sampled; its record if it ended here."""
+    context.watcher.doing(case.name, cell.plan.requested, "compiling and judging")
+    request = {
+        "do": "prepare",
+        "case": problem_of(case),
+        "requested": cell.plan.requested,
+        "resolved": cell.plan.resolved,
+        "exact": cell.plan.exact,
+        "reference": None if reference is None else str(reference),
+        "memory_limit": context.limits.memory,
+        "text": context.text,
+    }
+    begin = time.perf_counter()
+    try:
+        cell.facts = cell.worker.ask(request, context.limits.seconds)
+    except CellFailure as failure:
+        cell.wall += time.perf_counter() - begin
+        return _failed(case, cell, context, failure)
+    cell.wall += time.perf_counter() - begin
+    if cell.facts["wrong"] is not None:
+        return _record(case, cell, context, "wrong", cell.facts["wrong"])
+    return None
+
+
+def _sample_in_turns(case: Case, cells: list[_Cell], context: RunContext) -> Iterator[Record]:
+    """Round after round, one sample of every cell that has not enough yet."""
+    done: list[_Cell] = []
+    active = list(cells)
+    number = 0
+    while active:
+        number += 1
+        for cell in tuple(active):
+            context.watcher.doing(case.name, cell.plan.requested, f"sample {number}")
+            begin = time.perf_counter()
+            try:
+                cell.samples.append(cell.worker.ask({"do": "sample"}, context.limits.seconds))
+            except CellFailure as failure:
+                active.remove(cell)
+                cell.wall += time.perf_counter() - begin
+                yield _failed(case, cell, context, failure)
+                continue
+            spent = time.perf_counter() - begin
+            cell.wall += spent
+            cell.sampling_seconds += spent
+            if (
+                context.sampling.enough(cell.samples, cell.facts["calls"])
+                or cell.sampling_seconds > context.limits.seconds
+            ):
+                active.remove(cell)
+                done.append(cell)
+                cell.worker.close()
+    yield from (_record(case, cell, context, "ok") for cell in sorted(done, key=cells.index))
+
+
+def _failed(case: Case, cell: _Cell, context: RunContext, failure: CellFailure) -> Record:
+    return _base(case, cell.plan, context, failure.status, cell.started, error=failure.message, wall_seconds=cell.wall)
+
+
+def _record(case: Case, cell: _Cell, context: RunContext, status: Status, error: str | None = None) -> Record:
+    facts = cell.facts
+    names = ("lower_seconds", "compile_seconds", "flops", "bytes_moved", "tokens", "quality")
+    record = _base(
+        case,
+        cell.plan,
+        context,
+        status,
+        cell.started,
+        error=error,
+        samples=tuple(cell.samples),
+        memory=facts.get("memory", {}),
+        accuracy={name: TensorError(**value) for name, value in facts["accuracy"].items()},
+        series={name: tuple(values) for name, values in facts.get("series", {}).items()},
+        notes=tuple(facts["notes"]),
+        wall_seconds=cell.wall,
+        **{name: facts[name] for name in names if name in facts},
+    )
+    measured = {"process_high_water_method": facts.get("memory_method"), "calls_per_sample": facts.get("calls")}
+    return dataclasses.replace(
+        record, environment=record.environment | {k: v for k, v in measured.items() if v is not None}
+    )
+
+
+def _base(case: Case, plan: CellPlan, context: RunContext, status: Status, started: str, **rest: Any) -> Record:
+    return Record(
+        key=cell_key(plan, context.target),
+        suite=context.suite,
+        case=case.name,
+        kind=case.kind,
+        problem=problem_of(case),
+        requested=plan.requested,
+        resolved=plan.resolved,
+        mode=None if status == "unsupported" else plan.mode,
+        exact=plan.exact,
+        target=context.target,
+        reasons=plan.reasons,
+        status=status,
+        environment=context.environment,
+        started=started,
+        **rest,
+    )
+
+
+def _now() -> str:
+    return dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
+
+
+def measured(case: Case, plan: CellPlan, backends: Sequence[str]) -> bool:
+    """Whether a cell is measured: it runs, and does not merely repeat another cell of the case as a fallback."""
+    return plan.mode is not None and not (plan.mode == "fallback" and plan.resolved in backends)

@@ -1,0 +1,138 @@
+"""The run directory: one manifest, one file of records, one lock.
+
+``records.jsonl`` grows by whole lines, each flushed to the disk before the next cell starts, so that a run
+that is killed loses nothing that it finished. ``run.json`` says what the run is; a resumed run must be the
+same one. The lock is the operating system's (flock): it ends with the process, however that ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from suite.errors import InputError
+from suite.record import Record, RecordError
+
+RECORDS = "records.jsonl"
+MANIFEST = "run.json"
+LOCK = "lock"
+
+
+class RunStore:
+    """A run directory, locked for writing. Use as a context manager.
+
+    Raises InputError where another run holds the directory, where it has records already and ``resume`` is
+    False, and where ``resume`` is True and there is no run in it.
+    """
+
+    def __init__(self, directory: Path, *, resume: bool) -> None:
+        self.directory = directory
+        self.warnings: tuple[str, ...] = ()
+        if resume and not (directory / MANIFEST).is_file():
+            raise InputError(f"{directory} holds no run to resume; leave out --resume to start one.")
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._lock = (directory / LOCK).open("a+")
+        except OSError as error:
+            raise InputError(f"cannot write to {directory}: {error.strerror}.") from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._lock.close()
+            raise InputError(
+                f"another run is writing to {directory}; wait for it to end, or choose another --out."
+            ) from error
+        try:
+            self.records = self._load(resume=resume)
+        except BaseException:
+            self._lock.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._lock.close()
+
+    def append(self, records: Iterable[Record]) -> None:
+        """Add finished cells: whole lines in one write, on the disk when this returns."""
+        new = tuple(records)
+        with (self.directory / RECORDS).open("a", encoding="utf-8") as file:
+            file.write("".join(record.to_json() + "\n" for record in new))
+            file.flush()
+            os.fsync(file.fileno())
+        self.records = (*self.records, *new)
+
+    def finished(self) -> frozenset[str]:
+        """Keys of the cells that have a record."""
+        return frozenset(record.key for record in self.records)
+
+    def write_json(self, name: str, data: dict[str, Any]) -> None:
+        """Write a file of the run directory so that it is there whole or not at all."""
+        target = self.directory / name
+        partial = target.with_name(name + ".partial")
+        partial.write_text(json.dumps(data, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        partial.replace(target)
+
+    def _load(self, *, resume: bool) -> tuple[Record, ...]:
+        path = self.directory / RECORDS
+        if not path.is_file() or path.stat().st_size == 0:
+            return ()
+        if not resume:
+            raise InputError(
+                f"{self.directory} already has records; add --resume to go on with that run, or choose another --out."
+            )
+        records, kept, warning = parse_records(path)
+        if warning:
+            self.warnings = (warning,)
+            with path.open("r+b") as file:
+                file.truncate(kept)
+                os.fsync(file.fileno())
+        return records
+
+
+def parse_records(path: Path) -> tuple[tuple[Record, ...], int, str | None]:
+    """The records of a file, the bytes they take, and a warning if the last line was cut off or damaged.
+
+    Raises InputError for a line before the last that is no record, and for a key that comes twice.
+    """
+    data = path.read_bytes()
+    lines = data.split(b"\n")
+    tail = lines.pop()  # empty where the file ends in a newline
+    records: list[Record] = []
+    kept = 0
+    warning = None
+    for number, line in enumerate(lines, start=1):
+        try:
+            records.append(Record.from_json(line.decode("utf-8")))
+        except (RecordError, UnicodeDecodeError) as error:
+            if number < len(lines) or tail:
+                raise InputError(f"line {number} of {path} is not a record ({error}); move the file away.") from error
+            warning = f"the last line of {path} is damaged ({error}); it is dropped and its cell runs again."
+            break
+        kept += len(line) + 1
+    if tail:
+        warning = f"the last line of {path} was cut off; it is dropped and its cell runs again."
+    keys = [record.key for record in records]
+    twice = sorted({key for key in keys if keys.count(key) > 1})
+    if twice:
+        raise InputError(f"{path} has more than one record of {', '.join(twice)}; move the file away.")
+    return tuple(records), kept, warning
+
+
+def read_manifest(directory: Path) -> dict[str, Any]:
+    """What the run in this directory is. Raises InputError where there is none or it cannot be read."""
+    path = directory / MANIFEST
+    with contextlib.suppress(OSError, ValueError):
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(data, dict):
+            return data
+    raise InputError(f"{path} is missing or damaged: {directory} is not the directory of a run.")

@@ -1,0 +1,143 @@
+"""Named suites: tuples of cases, and the same from a TOML file.
+
+A suite is data. ``quick`` runs everything there is in at most 5 minutes on 2 cores; ``full`` is for
+accelerators and large machines. A file has one ``[[case]]`` table per case, with the fields of its kind:
+
+    [[case]]
+    kind = "op_forward"
+    sequence = 512
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+
+from suite.cases import Case, ModelCase, OpCase, RetrievalCase, TextCase, make_case
+from suite.errors import InputError
+
+_FILE_KEYS = ("name", "case")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Suite:
+    """A name and the cases under it; their names are unique."""
+
+    name: str
+    cases: tuple[Case, ...]
+
+    def __post_init__(self) -> None:
+        names = [case.name for case in self.cases]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise InputError(f"suite {self.name} has two cases named {', '.join(twice)}; give each its own name.")
+        if not self.cases:
+            raise InputError(f"suite {self.name} has no cases; add a [[case]] table.")
+
+
+QUICK = Suite(
+    "quick",
+    (
+        OpCase(kind="op_forward_backward", sequence=4096),
+        OpCase(kind="op_forward", sequence=4096),
+        OpCase(kind="op_forward_backward", sequence=1024, kv_heads=2),
+        OpCase(kind="op_forward_backward", sequence=1024, kv_heads=2, dtype="bfloat16"),
+        OpCase(kind="op_forward", sequence=1024, kv_heads=2),
+        OpCase(kind="op_forward", sequence=1024, kv_heads=2, dtype="bfloat16"),
+        OpCase(kind="op_forward", sequence=2048, documents=8),
+        OpCase(kind="op_decode", sequence=8192),
+        OpCase(kind="op_decode", sequence=8192, kv_heads=2),
+        ModelCase(kind="model_prefill", sequence=1024),
+        ModelCase(kind="model_decode", sequence=1024),
+        ModelCase(kind="model_train", sequence=512, batch=2),
+        TextCase(sequence=512, sequences=16),
+        RetrievalCase(sequence=1024, prompts=16),
+    ),
+)
+
+FULL = Suite(
+    "full",
+    (
+        *(
+            OpCase(kind=kind, sequence=sequence, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)
+            for kind in ("op_forward_backward", "op_forward")
+            for sequence in (512, 1024, 2048, 4096, 8192, 16384, 32768)
+            for head_dim in (64, 128)
+            for kv_heads in (8, 2)
+            for dtype in ("float32", "bfloat16")
+        ),
+        *(
+            OpCase(kind=kind, sequence=sequence, head_dim=128, kv_heads=2, dtype="bfloat16", documents=documents)
+            for kind in ("op_forward_backward", "op_forward")
+            for sequence in (4096, 16384)
+            for documents in (4, 16)
+        ),
+        *(
+            OpCase(kind="op_forward", sequence=sequence, head_dim=128, kv_heads=2, dtype="bfloat16", window=1024)
+            for sequence in (4096, 16384)
+        ),
+        *(
+            OpCase(kind="op_decode", sequence=sequence, head_dim=128, kv_heads=kv_heads, dtype=dtype)
+            for sequence in (2048, 8192, 32768)
+            for kv_heads in (8, 2)
+            for dtype in ("float32", "bfloat16")
+        ),
+        *(
+            ModelCase(kind=kind, model=model, sequence=sequence, dtype="bfloat16")
+            for kind in ("model_prefill", "model_decode", "model_train")
+            for model in ("medium", "large")
+            for sequence in (1024, 4096)
+        ),
+        TextCase(sequence=512, sequences=64),
+        TextCase(sequence=512, sequences=64, dtype="bfloat16"),
+        *(RetrievalCase(sequence=sequence, prompts=64) for sequence in (1024, 4096)),
+    ),
+)
+
+SUITES = {suite.name: suite for suite in (QUICK, FULL)}
+
+
+def find_suite(name: str) -> Suite:
+    """The named suite, or the one in a TOML file. Raises InputError naming those that exist.
+
+    >>> find_suite("quick").cases[0].name
+    'forward-backward-s4096-h8k8-d64-f32'
+    """
+    if name in SUITES:
+        return SUITES[name]
+    if name.endswith(".toml"):
+        return _load(Path(name))
+    raise InputError(f"suite {name!r} is not known; use {', '.join(SUITES)}, or the path of a .toml file.")
+
+
+def select(cases: Sequence[Case], patterns: Sequence[str]) -> tuple[Case, ...]:
+    """The cases whose name matches any of the glob patterns. Raises InputError for one that matches nothing."""
+    names = [case.name for case in cases]
+    for pattern in patterns:
+        if not fnmatch.filter(names, pattern):
+            raise InputError(f"no case matches {pattern!r}; the cases are {', '.join(names)}.")
+    return tuple(case for case in cases if any(fnmatch.fnmatchcase(case.name, pattern) for pattern in patterns))
+
+
+def _load(path: Path) -> Suite:
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"suite file {path} cannot be read: {error.strerror}.") from error
+    except ValueError as error:  # TOML and UTF-8 both
+        raise InputError(f"suite file {path} is not valid TOML: {error}.") from error
+    unknown = sorted(set(data) - set(_FILE_KEYS))
+    if unknown:
+        raise InputError(f"suite file {path} has no use for {', '.join(unknown)}; it takes {', '.join(_FILE_KEYS)}.")
+    tables, name = data.get("case", []), data.get("name", path.stem)
+    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+        raise InputError(f"suite file {path}: 'case' must be a list of tables, each under [[case]].")
+    if not isinstance(name, str) or not name:
+        raise InputError(f"suite file {path}: name = {name!r} must be a text.")
+    try:
+        return Suite(name, tuple(make_case(table) for table in tables))
+    except InputError as error:
+        raise InputError(f"suite file {path}: {error}") from error

@@ -1,0 +1,124 @@
+"""A few lines about a run for the terminal; the whole of it is in the report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rich.text import Text
+
+from suite.formulas import ITEM_BYTES
+from suite.record import Record
+from suite.speed import median_interval, paired_ratio
+
+_STYLES = {"ok": "green", "unsupported": "dim", "wrong": "bold red"}
+
+
+def record_line(record: Record) -> Text:
+    """One finished cell: its status, and its time or what went wrong."""
+    line = Text.assemble((f"{record.status:<11} ", _style(record)), f"{record.case} / {record.requested}")
+    if record.samples:
+        line.append(f"  {format_seconds(record)}")
+    elif "recall" in record.quality:
+        line.append(f"  recall {record.quality['recall']:.3f}")
+    elif "bits_per_byte" in record.quality:
+        line.append(f"  {record.quality['bits_per_byte']:.4f} bits/byte, KL {record.quality['kl_mean']:.1e}")
+    if record.error:
+        line.append(f"  {record.error}", style="dim" if record.status == "unsupported" else "red")
+    return line
+
+
+def summary_lines(records: Sequence[Record]) -> Iterator[str]:
+    """Time, speed relative to the standard backend, share of the machine's measured peaks, memory, error."""
+    yield "time: median (95% interval); x standard: above 1 is faster; peak, copy: share of"
+    yield "this machine's measured best; temp: compiled temporaries; error: largest relative"
+    yield _columns("", "time", "x standard", "peak", "copy", "temp", "error")
+    baselines = {r.case: r for r in records if r.requested == "standard" and r.samples}
+    for case in dict.fromkeys(record.case for record in records):
+        yield case
+        for record in (r for r in records if r.case == case and r.status != "unsupported"):
+            yield _columns(
+                "  " + _name(record),
+                format_seconds(record) if record.samples else _result(record),
+                _speedup(record, baselines.get(case)),
+                *_shares(record),
+                _megabytes(record.memory.get("compiled_temp")),
+                _error(record),
+            )
+
+
+def _columns(name: str, *values: str) -> str:
+    widths = (22, 17, 6, 6, 11, 8)
+    return f"{name:<12}" + "".join(f"{value:>{width}}" for value, width in zip(values, widths, strict=True))
+
+
+def format_seconds(record: Record) -> str:
+    """The median with its interval, in the unit that suits it."""
+    interval = median_interval(record.samples)
+    scale, unit = (1e6, "us") if interval.median < 1e-3 else (1e3, "ms") if interval.median < 1 else (1, "s")
+    text = f"{interval.median * scale:.3g}"
+    if interval.low is not None and interval.high is not None:
+        text += f" ({interval.low * scale:.3g}-{interval.high * scale:.3g})"
+    return f"{text} {unit}"
+
+
+def ratio_to(record: Record, baseline: Record) -> Any:
+    """How many times faster ``record`` is than ``baseline``, by rounds where both were measured in one session."""
+    if record.environment.get("session") != baseline.environment.get("session"):
+        return None
+    return paired_ratio(baseline.samples, record.samples)
+
+
+def _speedup(record: Record, baseline: Record | None) -> str:
+    if baseline is None or baseline is record or not record.samples:
+        return ""
+    ratio = ratio_to(record, baseline)
+    if ratio is None:
+        return "not paired"
+    return f"{ratio.median:.2f}" + ("" if ratio.low is None else f" ({ratio.low:.2f}-{ratio.high:.2f})")
+
+
+def _shares(record: Record) -> tuple[str, str]:
+    """Share of the measured matmul peak of the dtype, and of the measured copy bandwidth."""
+    machine = record.environment.get("machine", {})
+    if not record.samples:
+        return "", ""
+    seconds = median_interval(record.samples).median
+    dtype = record.problem.get("dtype", "float32")
+    peaks = machine.get("matmul_flops", {})
+    peak = peaks.get(dtype) or (peaks.get("bfloat16") if ITEM_BYTES.get(dtype) == 2 else None)
+    rate = machine.get("copy_bytes_per_second")
+    return _percent(record.flops, seconds, peak), _percent(record.bytes_moved, seconds, rate)
+
+
+def _percent(amount: float | None, seconds: float, ceiling: float | None) -> str:
+    return "" if amount is None or not ceiling else f"{100 * amount / seconds / ceiling:.1f}%"
+
+
+def _name(record: Record) -> str:
+    if record.mode in ("native", None):
+        return record.requested
+    return f"{record.requested} ({record.mode}: {record.resolved})"
+
+
+def _result(record: Record) -> str:
+    if "recall" in record.quality:
+        return f"recall {record.quality['recall']:.3f}"
+    if "bits_per_byte" in record.quality:
+        return f"{record.quality['bits_per_byte']:.4f} bits/byte"
+    return record.status
+
+
+def _megabytes(size: int | None) -> str:
+    return "" if size is None else f"{size / 2**20:.1f} MiB"
+
+
+def _error(record: Record) -> str:
+    errors = [error.max_error for error in record.accuracy.values()]
+    if not errors:
+        return ""
+    return "not finite" if None in errors else f"{max(e for e in errors if e is not None):.1e}"
+
+
+def _style(record: Record) -> str:
+    return _STYLES.get(record.status, "red")

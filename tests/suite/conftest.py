@@ -1,0 +1,174 @@
+"""What the tests of the suite share: a foreign package of faulty backends, tiny suites, and the command itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from suite.record import Record
+
+ROOT = Path(__file__).resolve().parents[2]
+
+FAULTY = """
+import dataclasses, os, signal, time
+from backends.contract import Plan, Support
+from backends.standard import STANDARD
+
+@dataclasses.dataclass(frozen=True)
+class Faulty:
+    name: str
+    exact: bool = True
+
+    def supports(self, spec, target, mode="native"):
+        if self.name == "refusing":
+            return Support(None, ("refusing takes no head_dim at all.", "refusing does not like Mondays."))
+        return Support(mode) if mode != "interpret" else Support(None, ("no kernel.",))
+
+    def plan(self, spec, layout, *, target, mode="native", options=None):
+        if self.name == "hanging":
+            time.sleep(1000)
+        if self.name == "hungry":
+            held = []
+            while True:
+                held.append(b"x" * 2**25)
+                time.sleep(0.01)
+        if self.name == "dying":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        if self.name == "raising":
+            raise RuntimeError("raising raised")
+        attend = STANDARD.plan(spec, layout, target=target).attend
+        factor = 1.01 if self.name == "wrong" else float("nan") if self.name == "nan" else 1.0
+        def run(q, k, v, layer, carry):
+            print("a backend may print")
+            out, carry = attend(q, k, v, layer, carry)
+            return out * factor, carry
+        return Plan(run)
+
+def __getattr__(name):
+    return Faulty(name)
+"""
+FAULTY_NAMES = ("hanging", "hungry", "dying", "raising", "wrong", "nan", "refusing")
+
+TINY = """
+[[case]]
+kind = "op_forward"
+sequence = 64
+heads = 2
+kv_heads = 1
+name = "first"
+
+[[case]]
+kind = "op_forward_backward"
+sequence = 64
+heads = 2
+kv_heads = 2
+name = "second"
+"""
+
+
+@pytest.fixture(scope="session")
+def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with an installed package that brings faulty backends by entry point."""
+    folder = tmp_path_factory.mktemp("foreign")
+    info = folder / "faulty_backends-1.0.dist-info"
+    info.mkdir()
+    (folder / "faulty_backends.py").write_text(FAULTY)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: faulty-backends\nVersion: 1.0\n")
+    entries = "".join(f"{name} = faulty_backends:{name}\n" for name in FAULTY_NAMES)
+    (info / "entry_points.txt").write_text(f"[attention_suite.backends]\n{entries}")
+    return folder
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    """A suite file with two cases that take no time."""
+    path = tmp_path / "tiny.toml"
+    path.write_text(TINY)
+    return path
+
+
+@pytest.fixture
+def new_run(tmp_path: Path) -> Path:
+    """A run directory where the machine's peaks are known already, which saves measuring them."""
+    return _known_machine(tmp_path / "run")
+
+
+@pytest.fixture(scope="session")
+def known_machine() -> Callable[[Path], Path]:
+    """Makes such a directory."""
+    return _known_machine
+
+
+@pytest.fixture(scope="session")
+def faulty_names() -> tuple[str, ...]:
+    """Backends of the foreign package."""
+    return FAULTY_NAMES
+
+
+@pytest.fixture(scope="session")
+def example_record() -> Record:
+    """A record with nothing in it."""
+    return Record(
+        key="c/standard/cpu/native",
+        suite="s",
+        case="c",
+        kind="op_forward",
+        problem={"sequence": 64},
+        requested="standard",
+        resolved="standard",
+        mode="native",
+        exact=True,
+        target="cpu",
+        status="ok",
+        started="2026-11-20T00:00:00+00:00",
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Attnsuite:
+    """The command as a process of its own."""
+
+    start: Callable[..., subprocess.Popen[str]]
+    finish: Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="session")
+def attnsuite() -> Attnsuite:
+    """Start the command, and wait for it."""
+    return Attnsuite(_start, _finish)
+
+
+def _known_machine(out: Path) -> Path:
+    out.mkdir()
+    machine = {"matmul_flops": {"float32": 1e11, "bfloat16": 1e11}, "copy_bytes_per_second": 1e10}
+    (out / "machine.json").write_text(json.dumps(machine))
+    return out
+
+
+def _start(*arguments: object, path: Path | None = None) -> subprocess.Popen[str]:
+    """``attnsuite`` as a process of its own, with ``path`` to import from."""
+    entries = [str(ROOT), *([str(path)] if path else [])]
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "suite", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(entries), "JAX_PLATFORMS": "cpu"},
+    )
+
+
+def _finish(process: subprocess.Popen[str], seconds: float = 240) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr."""
+    try:
+        out, err = process.communicate(timeout=seconds)
+    finally:
+        process.kill()
+        process.wait()
+    return process.returncode, out, err

@@ -1,0 +1,136 @@
+"""Whatever a user gets wrong: exit code 2, one sentence on stderr, no traceback."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from suite.command_line import main
+from suite.errors import InputError
+from suite.suites import FULL, QUICK, find_suite
+
+TINY = '[[case]]\nkind = "op_forward"\nsequence = 64\nname = "first"\n'
+
+
+def refused(capsys, *arguments):
+    with pytest.raises(SystemExit) as exit_info:
+        main([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    assert exit_info.value.code == 2
+    assert "Traceback" not in captured.err
+    assert captured.err.count("\n") == 1, captured.err
+    return captured.err
+
+
+@pytest.mark.parametrize(
+    ("toml", "expected"),
+    [
+        ("", "has no cases"),
+        ("case = 3", "list of tables"),
+        ("[[case", "not valid TOML"),
+        ("speed = 1\n" + TINY, "no use for speed"),
+        ("name = 3\n" + TINY, "must be a text"),
+        ("[[case]]\nsequence = 64", "not a kind of case"),
+        ('[[case]]\nkind = "op_sideways"', "not a kind of case"),
+        ('[[case]]\nkind = "op_forward"', "needs the key sequence"),
+        ('[[case]]\nkind = "op_forward"\nsequence = 64\nhead_size = 3', "no key head_size"),
+        ('[[case]]\nkind = "op_forward"\nsequence = "long"', "must be int"),
+        ('[[case]]\nkind = "op_forward"\nsequence = true', "must be int"),
+        ('[[case]]\nkind = "op_forward"\nsequence = 0', "at least 1"),
+        ('[[case]]\nkind = "op_forward"\nsequence = 64\nheads = 3\nkv_heads = 2', "not a multiple"),
+        ('[[case]]\nkind = "op_forward"\nsequence = 64\ndtype = "int8"', "int8"),
+        ('[[case]]\nkind = "op_forward"\nsequence = 64\nwindow = -1', "window"),
+        ('[[case]]\nkind = "op_forward"\nsequence = 64\nsoft_cap = -1.0', "soft_cap"),
+        ('[[case]]\nkind = "op_forward"\nsequence = 64\ndocuments = 65', "documents=65"),
+        ('[[case]]\nkind = "op_forward"\nsequence = 64\nname = "a/b"', "cannot name a case"),
+        ('[[case]]\nkind = "op_forward"\nsequence = 64\nseed = -1', "seed"),
+        ('[[case]]\nkind = "model_prefill"\nbatch = 0', "batch"),
+        ('[[case]]\nkind = "perplexity"\ndtype = "float64"', "float64"),
+        (TINY + TINY, "two cases named first"),
+    ],
+)
+def test_suite_file_is_refused(tmp_path, capsys, toml, expected):
+    path = tmp_path / "suite.toml"
+    path.write_text(toml)
+    assert expected in refused(capsys, "run", "--suite", path, "--out", tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--suite", "slow"], "not known; use quick, full"),
+        (["--suite", "nowhere.toml"], "cannot be read"),
+        (["--backends", "standard,fastest"], "'fastest' is not registered; use standard"),
+        (["--backends", ","], "--backends is empty"),
+        (["--cases", "nothing-*"], "no case matches 'nothing-*'; the cases are"),
+        (["--text", "nowhere.txt"], "cannot be read"),
+        (["--cell-timeout", "0"], "above 0"),
+        (["--cell-timeout", "nan"], "above 0"),
+        (["--cell-memory", "much"], "not a size"),
+        (["--cell-memory", "-1GiB"], "not a size"),
+        (["--resume"], "needs --out"),
+        (["--resume", "--out", "nowhere"], "nowhere"),
+    ],
+)
+def test_flag_is_refused(tmp_path, monkeypatch, capsys, arguments, expected):
+    monkeypatch.chdir(tmp_path)
+    assert expected in refused(capsys, "run", *arguments)
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"), [(b"", "is empty"), (b" \n\n", "is empty"), (b"\xff\xfe", "not UTF-8")]
+)
+def test_text_is_refused(tmp_path, capsys, content, expected):
+    path = tmp_path / "text.txt"
+    path.write_bytes(content)
+    assert expected in refused(capsys, "run", "--text", path, "--out", tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        ('kind = "model_prefill"\nmodel = "gigantic"', "model 'gigantic' is not known"),
+        ('kind = "perplexity"\nmodel = "debug"', "windows of 512 bytes"),
+    ],
+)
+def test_what_only_the_probe_can_know_is_refused_too(tmp_path, capsys, case, expected):
+    (tmp_path / "suite.toml").write_text(f"[[case]]\n{case}\n")
+    (tmp_path / "text.txt").write_text("too short " * 200)
+    flags = ["--suite", tmp_path / "suite.toml", "--text", tmp_path / "text.txt"]
+    assert expected in refused(capsys, "run", *flags, "--out", tmp_path / "run")
+    assert not (tmp_path / "run" / "records.jsonl").exists()
+
+
+def test_out_that_is_a_file_is_refused(tmp_path, capsys):
+    (tmp_path / "run").write_text("")
+    assert "cannot write to" in refused(capsys, "run", "--out", tmp_path / "run")
+
+
+def test_report_of_no_run_is_refused(tmp_path, capsys):
+    assert str(tmp_path) in refused(capsys, "report", tmp_path)
+
+
+@pytest.mark.parametrize("arguments", [[], ["walk"], ["run", "--speed"], ["run", "--cell-timeout", "long"]])
+def test_words_that_are_no_command_are_refused(capsys, arguments):
+    with pytest.raises(SystemExit) as exit_info:
+        main(arguments)
+    assert exit_info.value.code == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_manifest_of_another_version_is_refused(tmp_path, capsys):
+    (tmp_path / "run.json").write_text(json.dumps({"suite": "tiny"}))
+    assert "another version" in refused(capsys, "run", "--resume", "--out", tmp_path)
+
+
+@pytest.mark.parametrize("suite", [QUICK, FULL], ids=lambda suite: suite.name)
+def test_named_suites_are_found(suite):
+    assert find_suite(suite.name) is suite
+    assert len({case.name for case in suite.cases}) == len(suite.cases)
+
+
+def test_unknown_suite_raises_input_error():
+    with pytest.raises(InputError):
+        find_suite("nothing")

@@ -1,0 +1,86 @@
+"""Backends that hang, eat memory, die, raise or compute nonsense: each becomes a record, and the run goes on."""
+
+from __future__ import annotations
+
+import pytest
+
+from suite.store import RECORDS, parse_records
+
+SUITE = """
+[[case]]
+kind = "op_forward"
+sequence = 64
+heads = 2
+kv_heads = 2
+name = "faults"
+"""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, foreign, faulty_names, known_machine, attnsuite):
+    folder = tmp_path_factory.mktemp("faults")
+    (folder / "suite.toml").write_text(SUITE)
+    out = known_machine(folder / "run")
+    backends = ",".join((*faulty_names, "standard", "chunked"))
+    limits = ("--cell-timeout", 20, "--cell-memory", "1GiB")
+    code, stdout, stderr = attnsuite.finish(
+        attnsuite.start(
+            "run", "--suite", folder / "suite.toml", "--backends", backends, "--out", out, *limits, path=foreign
+        )
+    )
+    assert code == 0, stderr
+    records = {record.requested: record for record in parse_records(out / RECORDS)[0]}
+    return records, stdout, stderr
+
+
+@pytest.mark.parametrize(
+    ("backend", "status", "error"),
+    [
+        ("hanging", "timeout", "20 s"),
+        ("hungry", "oom", "1.00 GiB"),
+        ("dying", "crashed", "SIGSEGV"),
+        ("raising", "crashed", "RuntimeError: raising raised"),
+        ("wrong", "wrong", "out is off by"),
+        ("nan", "wrong", "NaN or infinity"),
+        ("refusing", "unsupported", "a cell of its own"),
+    ],
+)
+def test_fault_becomes_a_record_without_samples(run, backend, status, error):
+    record = run[0][backend]
+    assert (record.status, record.samples) == (status, ())
+    assert error in record.error
+    assert "\n" not in record.error
+
+
+def test_the_other_cells_are_measured_all_the_same(run):
+    record = run[0]["standard"]
+    assert record.status == "ok"
+    assert len(record.samples) >= 5
+    assert record.accuracy["out"].passed
+    assert {"compiled_argument", "compiled_output", "compiled_temp", "process_high_water"} <= set(record.memory)
+    assert record.compile_seconds > 0
+
+
+def test_refused_cell_carries_every_reason_and_what_would_run(run):
+    record = run[0]["refusing"]
+    assert record.mode is None
+    assert record.resolved == "chunked"
+    assert "refusing takes no head_dim at all. refusing does not like Mondays." in record.reasons[0]
+
+
+def test_fallback_that_is_no_cell_is_measured_under_its_own_name(tmp_path, new_run, foreign, attnsuite):
+    (tmp_path / "suite.toml").write_text(SUITE)
+    flags = ("--suite", tmp_path / "suite.toml", "--backends", "refusing", "--out", new_run)
+    code, stdout, stderr = attnsuite.finish(attnsuite.start("run", *flags, path=foreign))
+    assert code == 0, stderr
+    (record,) = parse_records(new_run / RECORDS)[0]
+    assert (record.status, record.mode, record.resolved) == ("ok", "fallback", "chunked")
+    assert record.key.endswith("/fallback")
+    assert record.samples
+    assert len(record.reasons) == 1
+    assert "fallback" in stdout
+
+
+def test_report_and_summary_are_written(run):
+    assert "report.md" in run[1]
+    assert "Traceback" not in run[2]

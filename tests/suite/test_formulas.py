@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from backends.contract import may_attend
+from suite.cases import OpCase, make_case, problem_of, spec_of
+from suite.formulas import document_ids, op_bytes, op_flops, visible_pairs
+from suite.inputs import make_inputs
+
+CASES = [
+    OpCase(kind="op_forward", sequence=37),
+    OpCase(kind="op_forward", sequence=37, causal=False),
+    OpCase(kind="op_forward", sequence=37, window=5),
+    OpCase(kind="op_forward", sequence=37, window=0, causal=False),
+    OpCase(kind="op_forward", sequence=37, window=5, causal=False, documents=4),
+    OpCase(kind="op_forward", sequence=37, chunk_size=8),
+    OpCase(kind="op_forward", sequence=37, chunk_size=8, causal=False, documents=3),
+    OpCase(kind="op_forward", sequence=37, documents=37),
+    OpCase(kind="op_decode", sequence=37),
+    OpCase(kind="op_decode", sequence=37, causal=False),
+    OpCase(kind="op_decode", sequence=37, window=5),
+    OpCase(kind="op_decode", sequence=37, chunk_size=8),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_visible_pairs_are_those_of_the_mask(case):
+    mask = may_attend(spec_of(case), make_inputs(case).layout)
+    full = (1, 1, case.query_length, case.sequence)
+    counted = np.prod(full) if mask is None else np.broadcast_to(np.asarray(mask), full).sum()
+    assert visible_pairs(case) == counted
+
+
+def test_flops_of_a_small_case_counted_by_hand():
+    forward = OpCase(kind="op_forward", sequence=3, heads=2, kv_heads=1, head_dim=4, value_head_dim=8)
+    backward = OpCase(kind="op_forward_backward", sequence=3, heads=2, kv_heads=1, head_dim=4, value_head_dim=8)
+    pairs = 6 * 2
+    assert op_flops(forward) == pairs * (2 * 4 + 2 * 8)
+    assert op_flops(backward) == pairs * (2 * 4 + 2 * 8 + 3 * 2 * 4 + 2 * 2 * 8)
+
+
+@pytest.mark.parametrize("kind", ["op_forward", "op_forward_backward"])
+def test_bytes_are_those_of_the_arrays(kind):
+    case = OpCase(kind=kind, sequence=5, batch=2, heads=4, kv_heads=2, head_dim=8, value_head_dim=16, dtype="bfloat16")
+    inputs = make_inputs(case)
+    size = inputs.query.nbytes + inputs.key.nbytes + inputs.value.nbytes + inputs.d_out.nbytes
+    assert op_bytes(case) == (size if kind == "op_forward" else 2 * size)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 200), st.integers(1, 200), st.integers(0, 3))
+def test_documents_are_contiguous_and_all_there(sequence, documents, seed):
+    documents = min(documents, sequence)
+    ids = document_ids(OpCase(kind="op_forward", sequence=sequence, documents=documents, seed=seed))
+    assert (np.diff(ids) >= 0).all()
+    assert sorted(set(ids.tolist())) == list(range(documents))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_case_comes_back_from_its_problem(case):
+    assert make_case(problem_of(case)) == case
+
+
+def test_inputs_are_the_same_every_time():
+    case = CASES[0]
+    assert (np.asarray(make_inputs(case).query) == np.asarray(make_inputs(case).query)).all()

@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from suite.errors import InputError
+from suite.store import RECORDS, RunStore, parse_records
+
+
+@pytest.fixture
+def other(example_record):
+    return dataclasses.replace(example_record, key="c/chunked/cpu/native")
+
+
+def fill(folder, *records):
+    with RunStore(folder, resume=False) as store:
+        store.append(records)
+        store.write_json("run.json", {})
+
+
+def test_records_come_back(tmp_path, example_record, other):
+    fill(tmp_path, example_record, other)
+    with RunStore(tmp_path, resume=True) as store:
+        assert store.records == (example_record, other)
+        assert store.finished() == {example_record.key, other.key}
+        assert store.warnings == ()
+
+
+@pytest.mark.parametrize("cut", [1, 20, 300])
+def test_truncated_last_line_is_dropped_with_a_warning(tmp_path, cut, example_record, other):
+    fill(tmp_path, example_record, other)
+    path = tmp_path / RECORDS
+    path.write_bytes(path.read_bytes()[:-cut])
+    with RunStore(tmp_path, resume=True) as store:
+        assert store.records == (example_record,)
+        assert "cut off" in store.warnings[0]
+        store.append([other])
+    assert parse_records(path)[0] == (example_record, other)
+
+
+def test_damaged_last_line_is_dropped_and_a_damaged_middle_is_refused(tmp_path, example_record):
+    fill(tmp_path, example_record)
+    path = tmp_path / RECORDS
+    good = path.read_text()
+    path.write_text(good + "{}\n")
+    records, _, warning = parse_records(path)
+    assert (records, "damaged" in (warning or "")) == ((example_record,), True)
+    path.write_text("{}\n" + good)
+    with pytest.raises(InputError, match="line 1 of"):
+        parse_records(path)
+
+
+def test_a_key_that_comes_twice_is_refused(tmp_path, example_record):
+    fill(tmp_path, example_record, example_record)
+    with pytest.raises(InputError, match="more than one record"):
+        RunStore(tmp_path, resume=True)
+
+
+def test_second_run_into_one_directory_is_refused_until_the_first_ends(tmp_path):
+    with RunStore(tmp_path, resume=False), pytest.raises(InputError, match="another run is writing"):
+        RunStore(tmp_path, resume=False)
+    with RunStore(tmp_path, resume=False):
+        pass
+
+
+def test_new_run_into_a_directory_with_records_is_refused(tmp_path, example_record):
+    fill(tmp_path, example_record)
+    with pytest.raises(InputError, match="--resume"):
+        RunStore(tmp_path, resume=False)
+
+
+def test_resuming_where_there_is_no_run_is_refused(tmp_path):
+    with pytest.raises(InputError, match="no run to resume"):
+        RunStore(tmp_path, resume=True)
