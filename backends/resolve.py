@@ -59,8 +59,8 @@ class Resolution:
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Every reason why something else was not taken, as sentences that name the backend."""
-        return tuple(str(rejection) for rejection in self.rejections)
+        """Every reason why something else was not taken, one sentence each, led by the backend's name."""
+        return tuple(f"{rejection.backend}: {reason}" for rejection in self.rejections for reason in rejection.reasons)
 
     def plan(self, layout: Layout = Layout(), options: Mapping[str, Any] | None = None) -> Plan:  # noqa: B008
         """Plan one forward pass with what was resolved; options are the requested backend's, a fallback has none."""

@@ -110,7 +110,7 @@ def _short(groups: Sequence[Group], numbers: Mapping[str, str], notes: Sequence[
         )
     warned += tables.cell_notes(groups)
     opening = (reading.counts(cells), *(f"**Note.** {escape(note)}" for note in warned))
-    sentences = (*reading.fastest(groups), *reading.model_quality(groups))
+    sentences = (*reading.headline(groups), *reading.fastest(groups), *reading.model_quality(groups))
     return (
         Section("in_short", "In short", opening, sentences),
         _items("failed", "Failed", reading.failed(groups)),

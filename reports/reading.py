@@ -25,6 +25,21 @@ def counts(cells: Sequence[Cell]) -> str:
     return f"{plural(len(cells), 'cell')}: {', '.join(parts)}."
 
 
+def headline(groups: Sequence[Group]) -> list[str]:
+    """One sentence per exact backend that is the fastest somewhere: in how many timed cases, and by how much."""
+    winners = [ranked[0] for group in groups if (ranked := exact_speeds(group))]
+    sentences = []
+    for label, wins in Counter(cell.label for cell in winners).most_common():
+        ratios = [cell.speed.ratio for cell in winners if cell.label == label and cell.speed and cell.speed.ratio]
+        apart = sorted(ratio.value for ratio in ratios if ratio.excludes(1.0))
+        sentence = f"{code(label)} is the fastest exact backend in {wins} of {plural(len(winners), 'timed case')}"
+        if apart:
+            span = number(apart[0]) if len(apart) == 1 else f"{number(apart[0])} to {number(apart[-1])}"
+            sentence += f"; in {len(apart)} of them measurably, at {span} {TIMES} {code(STANDARD)}'s time"
+        sentences.append(f"{sentence}.")
+    return sentences
+
+
 def fastest(groups: Sequence[Group]) -> list[str]:
     """One sentence per case that has a speed: the fastest exact backend, and how it stands to standard and the next."""
     return [sentence for group in groups if (sentence := _fastest_of(group))]
@@ -123,7 +138,12 @@ def _instead(cells: Iterable[Cell]) -> str:
     outcomes: Counter[str] = Counter()
     for cell in cells:
         ran, mode = cell.record.resolved, cell.record.mode
-        outcomes[f"{code(ran)} ran, mode {mode}" if ran and mode else "nothing ran"] += 1
+        if ran is None:
+            outcomes["nothing can run"] += 1
+        elif mode is None:
+            outcomes[f"{code(ran)} would run, and is a cell of its own"] += 1
+        else:
+            outcomes[f"{code(ran)} ran, mode {mode}"] += 1
     told = ", ".join(f"{outcome} ({plural(count, 'cell')})" for outcome, count in sorted(outcomes.items()))
     return f"Outcome: {told}."
 

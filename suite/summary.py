@@ -30,7 +30,7 @@ def record_line(record: Record) -> Text:
 
 def summary_lines(records: Sequence[Record]) -> Iterator[str]:
     """Time, speed relative to the standard backend, share of the machine's measured peaks, memory, error."""
-    yield "time: median (95% interval); x standard: above 1 is faster; peak, copy: share of"
+    yield "time: median (95% interval); x standard: below 1 is faster; peak, copy: share of"
     yield "this machine's measured best; temp: compiled temporaries; error: largest relative"
     yield _columns("", "time", "x standard", "peak", "copy", "temp", "error")
     baselines = {r.case: r for r in records if r.requested == "standard" and r.samples}
@@ -63,10 +63,10 @@ def format_seconds(record: Record) -> str:
 
 
 def ratio_to(record: Record, baseline: Record) -> Any:
-    """How many times faster ``record`` is than ``baseline``, by rounds where both were measured in one session."""
+    """Time of ``record`` relative to ``baseline``, by rounds where both were measured in one session."""
     if record.environment.get("session") != baseline.environment.get("session"):
         return None
-    return paired_ratio(baseline.samples, record.samples)
+    return paired_ratio(record.samples, baseline.samples)
 
 
 def _speedup(record: Record, baseline: Record | None) -> str:

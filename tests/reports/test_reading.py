@@ -97,10 +97,27 @@ def test_failures_are_counted_with_their_error(record):
 def test_refusal_says_what_ran_instead(record):
     fallback = record("kvax", resolved="chunked", mode="fallback", reasons=("kvax: needs CUDA.",))
     refused = record("cudnn", resolved=None, mode=None, status="unsupported", reasons=("needs CUDA.",), samples=())
-    groups = group([fallback, refused])
-    told = reading.refused(groups, reason_numbers([fallback, refused]))
+    covered = record(
+        "splash", resolved="chunked", mode=None, status="unsupported", reasons=("splash: needs a TPU.",), samples=()
+    )
+    groups = group([fallback, refused, covered])
+    told = reading.refused(groups, reason_numbers([fallback, refused, covered]))
     assert told[0].endswith("needs CUDA. *Outcome: `chunked` ran, mode fallback (1 cell).*")
-    assert told[1].endswith("needs CUDA. *Outcome: nothing ran (1 cell).*")
+    assert told[1].endswith("needs CUDA. *Outcome: nothing can run (1 cell).*")
+    assert told[2].endswith("needs a TPU. *Outcome: `chunked` would run, and is a cell of its own (1 cell).*")
+
+
+def test_headline_counts_wins_and_only_measurable_differences(record):
+    steady = [1.0 + 0.001 * i for i in range(10)]
+    cells = [
+        record("standard", case="a", problem={"sequence": 1}, samples=tuple(steady)),
+        record("chunked", case="a", problem={"sequence": 1}, samples=tuple(s / 4 for s in steady)),
+        record("standard", case="b", problem={"sequence": 2}, samples=tuple(steady)),
+        record("chunked", case="b", problem={"sequence": 2}, samples=tuple(steady[::-1])),
+    ]
+    told = reading.headline(group(cells))
+    assert "in 1 of them measurably, at 0.250" in " ".join(told)
+    assert "of 2 timed cases" in told[0]
 
 
 def quality_pair(record, unigram=4.61, shift=0.01):
