@@ -1,5 +1,191 @@
+"""NVIDIA's fused attention, as JAX offers it: ``jax.nn.dot_product_attention(implementation="cudnn")``.
+
+What is refused follows JAX's own source (``jax/_src/cudnn/fused_attention_stablehlo.py`` and
+``jax/_src/nn/functions.py``, 0.10 to 0.12): what that path rejects, drops or leaves open is refused here with the
+reason, before anything is traced. Batch entries without a valid key and keys beyond the valid ones are handled
+here, because the library leaves them open. Never run on a machine without an NVIDIA GPU: the library is closed.
+"""
+
+from __future__ import annotations
+
 import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-from backends.standard import Standard
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
 
-CUDNN = dataclasses.replace(Standard(), name="cudnn")
+from backends.contract import AttentionSpec, Carry, Layout, Mode, Plan, Support, check_options
+from backends.devices import Target
+
+_INSTEAD = "use backend='chunked'"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cudnn:
+    """The ``cudnn`` backend."""
+
+    name: str = "cudnn"
+    exact: bool = True
+
+    def supports(self, spec: AttentionSpec, target: Target, mode: Mode = "native") -> Support:
+        """Float16 and bfloat16 on NVIDIA GPUs from Ampere on; every reason why not, judged against ``target``."""
+        reasons = (*_device_reasons(target, mode), *_shape_reasons(spec, target), *_mask_reasons(spec))
+        return Support(None, reasons) if reasons else Support(mode)
+
+    def plan(
+        self,
+        spec: AttentionSpec,
+        layout: Layout,
+        *,
+        target: Target,
+        mode: Mode = "native",
+        options: Mapping[str, Any] | None = None,
+    ) -> Plan:
+        """Nothing to prepare but the lengths; it has no options."""
+        check_options(self.name, options, {})
+        lengths = layout.key_value_seq_lengths
+
+        def attend(
+            query: Float[Array, "b t n h"],
+            key: Float[Array, "b s k h"],
+            value: Float[Array, "b s k h"],
+            layer: int,
+            carry: Carry,
+        ) -> tuple[Float[Array, "b t n h"], Carry]:
+            if lengths is None:
+                return _call(spec, query, key, value, None), carry
+            # The library does not say what it writes into the gradients of keys beyond the length, nor what it gives
+            # where the length is 0. These selects do: zero, whatever it wrote, forward and backward.
+            valid = jnp.arange(spec.key_value_length, dtype=jnp.int32)[None, :] < lengths[:, None]
+            key, value = (jnp.where(valid[:, :, None, None], x, jnp.zeros_like(x)) for x in (key, value))
+            out = _call(spec, query, key, value, jnp.maximum(lengths, 1).astype(jnp.int32))
+            return jnp.where((lengths > 0)[:, None, None, None], out, jnp.zeros_like(out)), carry
+
+        return Plan(attend)
+
+
+def _call(
+    spec: AttentionSpec,
+    query: Float[Array, "b t n h"],
+    key: Float[Array, "b s k h"],
+    value: Float[Array, "b s k h"],
+    lengths: Array | None,
+) -> Float[Array, "b t n h"]:
+    # A window that ends at the query is causal by itself; the library takes it only together with the causal mask,
+    # under which a right side has nothing left to cut.
+    return jax.nn.dot_product_attention(
+        query,
+        key,
+        value,
+        scale=spec.softmax_scale,
+        is_causal=_is_causal(spec),
+        key_value_seq_lengths=lengths,
+        local_window_size=None if spec.window is None else (spec.window[0], 0),
+        implementation="cudnn",
+    )
+
+
+def _is_causal(spec: AttentionSpec) -> bool:
+    return spec.is_causal or (spec.window is not None and spec.window[1] == 0)
+
+
+def _device_reasons(target: Target, mode: Mode) -> Iterator[str]:
+    if mode == "interpret":
+        yield "cuDNN is a closed library, there is no source to interpret; use mode='native' on an NVIDIA GPU."
+    if target.platform != "cuda":
+        yield f"cuDNN runs on NVIDIA GPUs, not on {target}; {_INSTEAD}, which runs on every platform."
+        return
+    if mode == "compile" and not target.present:
+        yield (
+            f"cuDNN attention cannot be compiled for {target} from here, because JAX asks the present device for its "
+            f"compute capability and the cuDNN version; compile on such a machine, or {_INSTEAD}."
+        )
+    capability = target.compute_capability
+    if capability is None:
+        yield (
+            f"the compute capability of {target} is not known and decides what cuDNN takes; give it, as in "
+            "Target('cuda', compute_capability=(9, 0)), or name a known kind such as 'h100'."
+        )
+    elif capability < (8, 0):
+        yield f"compute capability {_dotted(capability)} is too old for cuDNN (needs 8.0); {_INSTEAD}."
+    elif capability == (10, 3):
+        yield f"compute capability 10.3 needs cuDNN 9.11 or newer, which is not established here; {_INSTEAD}."
+
+
+def _shape_reasons(spec: AttentionSpec, target: Target) -> Iterator[str]:
+    if spec.dtype not in ("float16", "bfloat16"):
+        yield f"dtype={spec.dtype} is not supported by cudnn (float16 or bfloat16); cast the inputs, or {_INSTEAD}."
+    if spec.head_dim % 8:
+        yield (
+            f"head_dim={spec.head_dim} is not supported by cudnn (needs a multiple of 8); {_INSTEAD}, "
+            "or pad the head dimension and give scale."
+        )
+    if spec.value_head_dim != spec.head_dim:
+        yield (
+            f"value_head_dim={spec.value_head_dim} with head_dim={spec.head_dim} is not supported by cudnn, whose JAX "
+            f"interface takes keys and values of one shape; {_INSTEAD}."
+        )
+    capability = target.compute_capability or (8, 0)
+    # Hopper takes 256 forward and backward. For later devices JAX's check says so too, but for the forward pass and
+    # the backward pass alike, which cuDNN's own tables do not: only what both agree on is taken.
+    limit = 256 if capability[0] == 9 or (capability[0] > 9 and not spec.needs_grad) else 128
+    if spec.head_dim > limit:
+        passes = "forward and backward" if spec.needs_grad else "forward"
+        yield (
+            f"head_dim={spec.head_dim} is not supported by cudnn on compute capability {_dotted(capability)} "
+            f"({passes}: at most {limit}); {_INSTEAD}."
+        )
+    for name, length in (("query_length", spec.query_length), ("key_value_length", spec.key_value_length)):
+        if length == 1:
+            yield (
+                f"{name}=1 is not supported by cudnn here (2 or more): nothing in JAX's source establishes single "
+                f"tokens, and PyTorch refuses them to the same library; {_INSTEAD}."
+            )
+
+
+def _mask_reasons(spec: AttentionSpec) -> Iterator[str]:
+    causal, window = _is_causal(spec), spec.window
+    if causal and spec.query_length != spec.key_value_length:
+        yield (
+            f"query_length={spec.query_length} with key_value_length={spec.key_value_length} is not supported by cudnn "
+            "under a causal mask or window (needs equal lengths): JAX does not say at which end the mask is aligned; "
+            f"{_INSTEAD}."
+        )
+    if window is not None and window[1] > 0 and not spec.is_causal:
+        yield (
+            f"local_window_size={window} without is_causal is not supported by cudnn (needs is_causal=True, or a right "
+            f"side of 0); {_INSTEAD}."
+        )
+    if window is not None and spec.has_seq_lengths:
+        yield (
+            f"local_window_size={window} together with key_value_seq_lengths is not supported by cudnn here (one of "
+            f"the two): JAX's source does not establish the combination; {_INSTEAD}."
+        )
+    if spec.chunk_size is not None:
+        yield f"chunk_size={spec.chunk_size} is not supported by cudnn (None only); {_INSTEAD}."
+    if spec.logits_soft_cap is not None:
+        yield f"logits_soft_cap={spec.logits_soft_cap} is not supported by cudnn (None only); {_INSTEAD}."
+    if spec.has_segment_ids:
+        yield f"segment ids are not supported by cudnn, whose JAX interface has no argument for them; {_INSTEAD}."
+    if spec.has_positions:
+        yield f"explicit positions are not supported by cudnn, which masks by slot; {_INSTEAD}."
+    if spec.has_mask:
+        yield (
+            "an explicit mask array is not supported by cudnn, which adds a large negative number instead and averages "
+            "over everything in rows that see nothing; describe it by is_causal, windows or lengths, or use "
+            "backend='standard'."
+        )
+    if spec.has_bias:
+        yield (
+            "an explicit bias array is not supported by cudnn here, because JAX's source does not establish the dtype "
+            "in which it is added; use backend='standard'."
+        )
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
+
+
+CUDNN = Cudnn()

@@ -74,19 +74,21 @@ def unseen_keys(spec: AttentionSpec, layout: Layout) -> Bool[np.ndarray, "b s k"
     return ~seen
 
 
-# What the rule allows, in epsilons of the dtype: (added to twice the standard backend's error, at most in total).
-# Over the named problems of tests/problems.py, `python tests/conformance.py standard` measures for the standard
-# backend at most MEASURED
-# Half precision is judged after rounding the result to it, so half an epsilon is the least that can be asked.
-_ALLOWED: dict[tuple[str, Kind], tuple[float, float]] = {
-    ("float32", "forward"): (4.0, 128.0),
-    ("float32", "gradient"): (4.0, 256.0),
-    ("bfloat16", "forward"): (0.5, 1.0),
-    ("bfloat16", "gradient"): (1.0, 2.0),
-    ("float16", "forward"): (0.5, 1.0),
-    ("float16", "gradient"): (1.0, 2.0),
+# What the rule allows, in epsilons of the dtype: added to twice the standard backend's largest error, added to twice
+# its root-mean-square error, and at most in total. `python tests/conformance.py standard` prints what the first
+# and the last stand against: over the named problems of tests/problems.py, on a CPU, the standard backend is off by at
+# most 7 (forward) and 9 (gradient) epsilons in float32, 23 and 22 where logits reach 80, and by 0.6 in half precision.
+# The floor is for problems where it is exact by luck (one key); for gradients it covers what the flash backward
+# pass adds by taking rowsum(dO * O) for rowsum(P * dP). Half precision is judged after rounding the result, so half
+# an epsilon is the least that can be asked of it.
+_ALLOWED: dict[tuple[str, Kind], tuple[float, float, float]] = {
+    ("float32", "forward"): (4.0, 1 / 4, 128.0),
+    ("float32", "gradient"): (8.0, 1 / 4, 256.0),
+    ("bfloat16", "forward"): (0.5, 1 / 32, 1.0),
+    ("bfloat16", "gradient"): (1.0, 1 / 16, 2.0),
+    ("float16", "forward"): (0.5, 1 / 32, 1.0),
+    ("float16", "gradient"): (1.0, 1 / 16, 2.0),
 }
-_RMS_SHARE = 1 / 16  # of the floor: a root-mean-square error averages over rows, a largest error is the worst of them
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -118,13 +120,13 @@ def judge(
     """Hold ``actual`` to the noise-floor rule against the oracle's ``expected``.
 
     It passes where its largest error is at most twice the standard backend's plus a floor, and within an absolute
-    bound; its root-mean-square error at most twice the standard backend's plus a sixteenth of that floor; every
+    bound; its root-mean-square error at most twice the standard backend's plus a smaller floor; every
     number is finite; shape and dtype are right; and the entries that ``zero`` selects (over leading axes; see
     :func:`unseen_rows`) are exactly zero. ``standard`` is the standard backend's result, or the Verdict on it, or
     its largest error alone (then the second rule is void), or None (then only the absolute bound holds, as it
     does where the oracle is zero everywhere and there is nothing to be relative to).
     """
-    floor, bound = (EPSILON[dtype] * n for n in _ALLOWED[dtype, kind])
+    floor, rms_floor, bound = (EPSILON[dtype] * n for n in _ALLOWED[dtype, kind])
     if isinstance(standard, Verdict):
         standard_error, standard_rms = standard.max_error, standard.rms_error
     elif standard is None or isinstance(standard, float):
@@ -133,7 +135,7 @@ def judge(
         standard_error, standard_rms = _errors(standard, expected)
     relative = bool(expected.any())
     allowed = bound if standard_error is None or not relative else min(bound, 2 * standard_error + floor)
-    allowed_rms = math.inf if standard_rms is None or not relative else 2 * standard_rms + _RMS_SHARE * floor
+    allowed_rms = math.inf if standard_rms is None or not relative else 2 * standard_rms + rms_floor
     max_error, rms_error = _errors(actual, expected) if str(actual.dtype) == dtype else (math.inf, math.inf)
     clean = zero is None or (math.isfinite(max_error) and not np.asarray(actual)[zero].any())
     passed = clean and math.isfinite(max_error) and max_error <= allowed and rms_error <= allowed_rms

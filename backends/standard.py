@@ -1,8 +1,8 @@
 """Attention as the formula says it, through XLA: the scores are materialised.
 
 The baseline that everything is compared with, and the judge's yardstick for rounding: memory grows with
-query length times key length, gradients come from JAX's autodiff. Runs on every platform and refuses
-nothing of the contract.
+query length times key length, and gradients come from JAX's autodiff but for one product. Runs on every
+platform and refuses nothing of the contract.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
@@ -66,9 +67,8 @@ def _attend(
         logits = spec.logits_soft_cap * jnp.tanh(logits / spec.logits_soft_cap)
     if bias is not None:
         logits = logits + bias.astype(jnp.float32)
-    probs = _softmax(logits, mask).astype(value.dtype).reshape(b, kv_heads, rows, -1)
-    out = jnp.einsum("bkrs,bskv->bkrv", probs, value, preferred_element_type=jnp.float32)
-    out = out.astype(query.dtype).reshape(b, kv_heads, -1, t, value.shape[-1])
+    probs = _softmax(logits, mask).reshape(b, kv_heads, rows, -1)
+    out = _weigh(probs, value).astype(query.dtype).reshape(b, kv_heads, -1, t, value.shape[-1])
     return out.transpose(0, 3, 1, 2, 4).reshape(b, t, n, -1), carry
 
 
@@ -85,5 +85,28 @@ def _softmax(logits: Float[Array, "b n t s"], mask: Bool[Array, "#b #n t s"] | N
     total = weights.sum(-1, keepdims=True)
     return weights / jnp.where(total == 0.0, 1.0, total)
 
+
+@jax.custom_vjp
+def _weigh(probs: Float[Array, "b k r s"], value: Float[Array, "b s k v"]) -> Float[Array, "b k r v"]:
+    """Probabilities times values, in the values' dtype; the gradient of the probabilities stays float32.
+
+    Autodiff would round that gradient to the values' dtype, where float16 overflows.
+    """
+    return jnp.einsum("bkrs,bskv->bkrv", probs.astype(value.dtype), value, preferred_element_type=jnp.float32)
+
+
+def _weigh_forward(probs: Array, value: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _weigh(probs, value), (probs.astype(value.dtype), value)
+
+
+def _weigh_backward(residuals: tuple[Array, Array], d_out: Array) -> tuple[Array, Array]:
+    probs, value = residuals
+    d_out = d_out.astype(value.dtype)  # exact: the output was rounded to this dtype
+    d_probs = jnp.einsum("bkrv,bskv->bkrs", d_out, value, preferred_element_type=jnp.float32)
+    d_value = jnp.einsum("bkrs,bkrv->bskv", probs, d_out, preferred_element_type=jnp.float32)
+    return d_probs, d_value.astype(value.dtype)
+
+
+_weigh.defvjp(_weigh_forward, _weigh_backward)
 
 STANDARD = Standard()

@@ -23,7 +23,15 @@ from suite.memory import machine_bytes
 DISTRIBUTION = "attention-suite"
 _ROOMS = ("backends", "models", "suite")
 _PACKAGES = ("jax", "jaxlib", "flax", "numpy", "scipy", "optax", "triton", "kvax", "jax-triton", "libtpu")
-_FLAGS = ("XLA_FLAGS", "JAX_PLATFORMS", "JAX_ENABLE_X64", "LIBTPU_INIT_ARGS", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+_FLAGS = (
+    "XLA_FLAGS",
+    "JAX_DEFAULT_MATMUL_PRECISION",
+    "JAX_PLATFORMS",
+    "JAX_ENABLE_X64",
+    "LIBTPU_INIT_ARGS",
+    "OMP_NUM_THREADS",
+    "CUDA_VISIBLE_DEVICES",
+)
 _GIT_SECONDS = 10.0
 
 

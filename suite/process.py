@@ -24,7 +24,13 @@ import psutil
 from suite.errors import CellFailure, InputError
 
 _POLL_SECONDS = 0.05
-_ENVIRONMENT = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONUNBUFFERED": "1"}
+# GPUs and TPUs multiply float32 in fewer bits unless told otherwise; a float32 cell is judged as float32.
+_ENVIRONMENT = {
+    "JAX_DEFAULT_MATMUL_PRECISION": "highest",
+    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+    "PYTHONUNBUFFERED": "1",
+}
 _LIKELY_OUT_OF_MEMORY = 0.5  # killed from outside while above this share of its limit: the kernel was short of memory
 
 

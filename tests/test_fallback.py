@@ -32,8 +32,8 @@ EXPECTED = [
     ("standard", LONG, "standard", "native", ()),
     ("chunked", LONG, "chunked", "native", ()),
     ("chunked", MASKED, "standard", "fallback", ("chunked:", "mask")),
-    ("cudnn", LONG, "chunked", "fallback", ("cudnn:", "CUDA")),
-    ("cudnn", MASKED, "standard", "fallback", ("cudnn:", "CUDA", "chunked:", "mask")),
+    ("cudnn", LONG, "chunked", "fallback", ("cudnn:", "NVIDIA GPUs")),
+    ("cudnn", MASKED, "standard", "fallback", ("cudnn:", "NVIDIA GPUs", "chunked:", "mask")),
 ]
 
 
@@ -84,7 +84,7 @@ def test_every_request_computes_the_same_attention(here, name):
 
 
 def test_a_refused_backend_raises_where_the_caller_asked_for_it(here):
-    with pytest.raises(backends.BackendUnavailableError, match="CUDA"):
+    with pytest.raises(backends.BackendUnavailableError, match="NVIDIA GPUs"):
         backends.resolve("cudnn", LONG, here, on_unavailable="raise")
 
 

@@ -65,7 +65,10 @@ def test_refused_cell_carries_every_reason_and_what_would_run(run):
     record = run[0]["refusing"]
     assert record.mode is None
     assert record.resolved == "chunked"
-    assert "refusing takes no head_dim at all. refusing does not like Mondays." in record.reasons[0]
+    assert record.reasons == (
+        "refusing: refusing takes no head_dim at all.",
+        "refusing: refusing does not like Mondays.",
+    )
 
 
 def test_fallback_that_is_no_cell_is_measured_under_its_own_name(tmp_path, new_run, foreign, attnsuite):
@@ -77,7 +80,7 @@ def test_fallback_that_is_no_cell_is_measured_under_its_own_name(tmp_path, new_r
     assert (record.status, record.mode, record.resolved) == ("ok", "fallback", "chunked")
     assert record.key.endswith("/fallback")
     assert record.samples
-    assert len(record.reasons) == 1
+    assert len(record.reasons) == 2
     assert "fallback" in stdout
 
 

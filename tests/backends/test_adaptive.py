@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from backends import adaptive_flash_attention, get_flash_attention_config, names
+
+
+def qkv(T: int = 24, S: int = 24) -> tuple[jax.Array, jax.Array, jax.Array]:
+    rng = np.random.default_rng(0)
+    shapes = ((2, T, 4, 16), (2, S, 2, 16), (2, S, 2, 16))
+    return tuple(jnp.asarray(rng.standard_normal(shape).astype(np.float32)) for shape in shapes)
+
+
+def test_config_says_whether_kvax_runs_or_why_not() -> None:
+    config = get_flash_attention_config()
+    assert config.kvax_available != bool(config.reasons)
+    assert config.device_type == jax.default_backend().replace("gpu", "cuda")
+    assert config.supported or not config.kvax_available
+    if "kvax" not in names():
+        assert config.reasons == ("kvax is not registered in this installation.",)
+
+
+@pytest.mark.foreign_numerics
+@pytest.mark.parametrize("use_flash_attention", [True, False])
+@pytest.mark.parametrize("causal", [True, False])
+def test_gives_what_jax_gives(use_flash_attention: bool, causal: bool) -> None:
+    ours = adaptive_flash_attention(*qkv(), causal=causal, use_flash_attention=use_flash_attention)
+    np.testing.assert_allclose(ours, jax.nn.dot_product_attention(*qkv(), is_causal=causal), atol=2e-6)
+
+
+def test_is_causal_and_scaled_as_asked() -> None:
+    np.testing.assert_array_equal(adaptive_flash_attention(*qkv()), adaptive_flash_attention(*qkv(), causal=True))
+    np.testing.assert_array_equal(adaptive_flash_attention(*qkv()), adaptive_flash_attention(*qkv(), scale=0.25))
+
+
+@pytest.mark.parametrize("use_flash_attention", [True, False])
+def test_padding_is_neither_seen_nor_computed(use_flash_attention: bool) -> None:
+    query, key, value = qkv()
+    real = jnp.arange(24)[None, :] < jnp.array([[24], [9]])
+    out = adaptive_flash_attention(query, key, value, padding_mask=real, use_flash_attention=use_flash_attention)
+    alone = adaptive_flash_attention(query[1:, :9], key[1:, :9], value[1:, :9], use_flash_attention=use_flash_attention)
+    np.testing.assert_allclose(out[1:, :9], alone, atol=2e-6)
+    assert not np.asarray(out[1, 9:]).any()
+
+
+def test_padding_mask_of_the_keys_alone_where_lengths_differ() -> None:
+    query, key, value = qkv(T=5)
+    real = jnp.arange(24)[None, :] < jnp.array([[24], [9]])
+    out = adaptive_flash_attention(query, key, value, causal=False, padding_mask=real)
+    alone = adaptive_flash_attention(query[1:], key[1:, :9], value[1:, :9], causal=False)
+    np.testing.assert_allclose(out[1:], alone, atol=2e-6)

@@ -1,0 +1,175 @@
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen, nnx
+
+import backends
+from backends import attention, attention_fn, dot_product_attention
+
+# JAX's own attention and flax promote dtypes and ranks.
+pytestmark = pytest.mark.foreign_numerics
+
+BACKENDS = ("standard", "chunked", "auto")
+
+
+def draw(*shape: int, seed: int = 0) -> jax.Array:
+    return jnp.asarray(np.random.default_rng([seed, *shape]).standard_normal(shape).astype(np.float32))
+
+
+def qkv(T: int = 24, S: int = 24, N: int = 4, K: int = 2) -> tuple[jax.Array, jax.Array, jax.Array]:
+    return draw(2, T, N, 16), draw(2, S, K, 16, seed=1), draw(2, S, K, 16, seed=2)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"is_causal": True},
+        {"scale": 0.3},
+        {"local_window_size": 5},
+        {"local_window_size": (3, 7), "is_causal": True},
+        {"key_value_seq_lengths": jnp.array([24, 9])},
+        {"mask": draw(2, 1, 24, 24) > -0.5},
+        {"mask": draw(1, 4, 24, 24) > -0.5, "is_causal": False},
+        {"bias": draw(1, 4, 24, 24)},
+        {"bias": draw(2, 1, 1, 24), "mask": draw(1, 1, 24, 24) > -0.5},
+    ],
+    ids=lambda options: "-".join(options) or "plain",
+)
+def test_is_a_drop_in_for_jax(backend: str, options: dict[str, Any]) -> None:
+    if backend == "chunked" and {"mask", "bias"} & set(options):
+        with pytest.warns(backends.BackendFallbackWarning, match="chunked"):
+            ours = dot_product_attention(*qkv(), **options, backend=backend)
+    else:
+        ours = dot_product_attention(*qkv(), **options, backend=backend)
+    np.testing.assert_allclose(ours, jax.nn.dot_product_attention(*qkv(), **options), atol=2e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_valid_rows_of_query_seq_lengths_agree_with_jax_and_the_rest_is_zero(backend: str) -> None:
+    options = {"query_seq_lengths": jnp.array([24, 7]), "key_value_seq_lengths": jnp.array([24, 9])}
+    ours = dot_product_attention(*qkv(), **options, backend=backend)
+    theirs = jax.nn.dot_product_attention(*qkv(), **options)
+    np.testing.assert_allclose(ours[0], theirs[0], atol=2e-6)
+    np.testing.assert_allclose(ours[1, :7], theirs[1, :7], atol=2e-6)
+    assert not np.asarray(ours[1, 7:]).any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_input_without_a_batch_axis(backend: str) -> None:
+    query, key, value = (x[0] for x in qkv())
+    ours = dot_product_attention(query, key, value, is_causal=True, backend=backend)
+    np.testing.assert_allclose(ours, jax.nn.dot_product_attention(query, key, value, is_causal=True), atol=2e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients_agree_with_those_through_jax(backend: str) -> None:
+    def loss(attend: Any, *inputs: jax.Array) -> jax.Array:
+        return jnp.sin(attend(*inputs, is_causal=True)).sum()
+
+    ours = jax.grad(functools.partial(loss, functools.partial(dot_product_attention, backend=backend)), (0, 1, 2))
+    theirs = jax.grad(functools.partial(loss, jax.nn.dot_product_attention), (0, 1, 2))
+    for one, other in zip(jax.jit(ours)(*qkv()), theirs(*qkv()), strict=True):
+        np.testing.assert_allclose(one, other, atol=5e-6)
+
+
+def test_numpy_input_is_taken() -> None:
+    arrays = [np.asarray(x) for x in qkv()]
+    np.testing.assert_array_equal(attention(*arrays, backend="standard"), attention(*qkv(), backend="standard"))
+
+
+def test_mixed_dtypes_are_named() -> None:
+    query, key, value = qkv()
+    with pytest.raises(ValueError, match="query is bfloat16, key is float32"):
+        attention(query.astype(jnp.bfloat16), key, value)
+
+
+def test_unknown_backend_is_named() -> None:
+    with pytest.raises(backends.UnknownBackendError, match="'fast' is not registered"):
+        attention(*qkv(), backend="fast")
+
+
+def test_nothing_is_traced_before_a_refusal() -> None:
+    with pytest.raises(backends.BackendUnavailableError, match="cudnn cannot run this"):
+        jax.eval_shape(functools.partial(attention, backend="cudnn", on_unavailable="raise"), *qkv())
+
+
+def padding_mask() -> jax.Array:
+    return nnx.make_attention_mask(jnp.ones((2, 12), bool), jnp.arange(12)[None] < jnp.array([[12], [7]]))
+
+
+MASKS = {
+    "no mask": lambda: None,
+    "causal mask": lambda: nnx.make_causal_mask(jnp.ones((2, 12))),
+    "padding mask": padding_mask,
+    "both masks": lambda: nnx.combine_masks(padding_mask(), nnx.make_causal_mask(jnp.ones((2, 12)))),
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("backend", ["standard", "auto"])
+def test_nnx_layer_gives_what_it_gives_by_default(backend: str, mask: str) -> None:
+    def layer(**options: Any) -> nnx.MultiHeadAttention:
+        return nnx.MultiHeadAttention(num_heads=4, in_features=32, decode=False, rngs=nnx.Rngs(0), **options)
+
+    x, mask_array = draw(2, 12, 32), MASKS[mask]()
+    ours = layer(attention_fn=attention_fn(backend))(x, mask=mask_array)
+    np.testing.assert_allclose(ours, layer()(x, mask=mask_array), atol=2e-6)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("backend", ["standard", "auto"])
+def test_linen_layer_gives_what_it_gives_by_default(backend: str, mask: str) -> None:
+    x, mask_array = draw(2, 12, 32), MASKS[mask]()
+    default = linen.MultiHeadDotProductAttention(num_heads=4)
+    parameters = default.init(jax.random.key(0), x)
+    ours = linen.MultiHeadDotProductAttention(num_heads=4, attention_fn=attention_fn(backend))
+    np.testing.assert_allclose(
+        ours.apply(parameters, x, mask=mask_array), default.apply(parameters, x, mask=mask_array), atol=2e-6
+    )
+
+
+def test_causal_option_gives_what_a_causal_mask_gives() -> None:
+    def layer(**options: Any) -> nnx.MultiHeadAttention:
+        return nnx.MultiHeadAttention(num_heads=4, in_features=32, decode=False, rngs=nnx.Rngs(0), **options)
+
+    x = draw(2, 12, 32)
+    causal = layer(attention_fn=attention_fn("chunked", is_causal=True))(x)
+    np.testing.assert_allclose(causal, layer()(x, mask=MASKS["causal mask"]()), atol=2e-6)
+
+
+def test_layer_trains_through_attention_fn() -> None:
+    layer = nnx.MultiHeadAttention(
+        num_heads=4, in_features=32, decode=False, rngs=nnx.Rngs(0), attention_fn=attention_fn("chunked")
+    )
+    gradients = nnx.grad(lambda m: m(draw(2, 12, 32)).sum())(layer)
+    assert all(np.abs(x).max() > 0 for name, x in nnx.to_flat_state(gradients) if name[-1] == "kernel")
+
+
+def test_dropout_on_weights_is_refused() -> None:
+    layer = nnx.MultiHeadAttention(
+        num_heads=2,
+        in_features=8,
+        decode=False,
+        rngs=nnx.Rngs(0),
+        dropout_rate=0.5,
+        attention_fn=attention_fn("standard"),
+    )
+    with pytest.raises(ValueError, match=r"no dropout on attention weights \(dropout_rate=0.5\)"):
+        layer(draw(1, 4, 8), deterministic=False)
+    assert layer(draw(1, 4, 8), deterministic=True).shape == (1, 4, 8)
+
+
+def test_sowing_weights_is_refused() -> None:
+    layer = nnx.MultiHeadAttention(
+        num_heads=2, in_features=8, decode=False, rngs=nnx.Rngs(0), attention_fn=attention_fn("standard")
+    )
+    with pytest.raises(ValueError, match="cannot sow attention weights"):
+        layer(draw(1, 4, 8), sow_weights=True)

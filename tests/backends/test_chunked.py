@@ -1,0 +1,6 @@
+from conformance import Conformance
+
+
+class TestChunked(Conformance):
+    backend = "chunked"
+    refuses = frozenset({"mask-*", "bias-*"})

@@ -1,0 +1,193 @@
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conformance import Conformance
+
+from backends import AttentionSpec, Layout, Target
+from backends.cudnn import CUDNN
+
+H100, A100, B200 = Target("cuda", "h100"), Target("cuda", "a100"), Target("cuda", "b200")
+
+
+# jax.nn.dot_product_attention promotes bfloat16 and float32 by itself.
+pytestmark = pytest.mark.foreign_numerics
+
+
+class TestCudnn(Conformance):
+    """Support is judged for an H100 everywhere; the numbers need an NVIDIA GPU."""
+
+    backend = "cudnn"
+    target = H100
+    dtype = "bfloat16"
+    refuses = frozenset(
+        {
+            "head-dim-33",
+            "value-dim-*",
+            "length-1",
+            "one-key",
+            "*-keys-causal",
+            "more-queries-causal",
+            "decode-*",
+            "chunk-*",
+            "window-int",
+            "window-asymmetric",
+            "window-right-only",
+            "window-wider-than-all",
+            "window-1300",
+            "window-more-queries",
+            "window-*float16",
+            "soft-cap*",
+            "segments*",
+            "padding-*",
+            "positions-*",
+            "rows-before-every-key",
+            "combination*",
+            "mask-*",
+            "bias-*",
+        }
+    )
+
+
+def spec(**changes: Any) -> AttentionSpec:
+    plain = AttentionSpec(
+        batch=2,
+        query_length=64,
+        key_value_length=64,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=64,
+        dtype="bfloat16",
+    )
+    return dataclasses.replace(plain, value_head_dim=changes.pop("value_head_dim", changes.get("head_dim")), **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "target", "word"),
+    [
+        ({}, Target("cpu"), "NVIDIA"),
+        ({}, Target("tpu", "v5e"), "tpu:v5e"),
+        ({}, Target("rocm"), "rocm"),
+        ({}, Target("cuda"), "compute capability"),
+        ({}, Target("cuda", compute_capability=(7, 5)), "7.5"),
+        ({}, Target("cuda", compute_capability=(10, 3)), "9.11"),
+        ({"dtype": "float32"}, H100, "dtype=float32"),
+        ({"head_dim": 72 + 4}, H100, "head_dim=76"),
+        ({"head_dim": 256}, A100, "at most 128"),
+        ({"head_dim": 264}, H100, "at most 256"),
+        ({"head_dim": 256}, B200, "at most 128"),
+        ({"value_head_dim": 32}, H100, "value_head_dim=32"),
+        ({"query_length": 1}, H100, "query_length=1"),
+        ({"key_value_length": 1}, H100, "key_value_length=1"),
+        ({"query_length": 32, "is_causal": True}, H100, "query_length=32"),
+        ({"local_window_size": (8, 1)}, H100, "local_window_size=(8, 1)"),
+        ({"local_window_size": (8, 0), "has_seq_lengths": True}, H100, "key_value_seq_lengths"),
+        ({"chunk_size": 16}, H100, "chunk_size=16"),
+        ({"logits_soft_cap": 30.0}, H100, "logits_soft_cap=30.0"),
+        ({"has_segment_ids": True}, H100, "segment ids"),
+        ({"has_positions": True}, H100, "positions"),
+        ({"has_mask": True}, H100, "mask array"),
+        ({"has_bias": True}, H100, "bias array"),
+    ],
+)
+def test_refuses_with_the_offending_value(changes: dict[str, Any], target: Target, word: str) -> None:
+    support = CUDNN.supports(spec(**changes), target)
+    assert len(support.reasons) == 1
+    assert word in support.reasons[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "target"),
+    [
+        ({}, A100),
+        ({"is_causal": True}, H100),
+        ({"head_dim": 256}, H100),
+        ({"head_dim": 256, "needs_grad": False}, B200),
+        ({"query_length": 32}, H100),
+        ({"local_window_size": (8, 0)}, H100),
+        ({"local_window_size": (8, 3), "is_causal": True}, H100),
+        ({"has_seq_lengths": True, "is_causal": True}, H100),
+    ],
+)
+def test_takes_what_the_library_has(changes: dict[str, Any], target: Target) -> None:
+    assert CUDNN.supports(spec(**changes), target).mode == "native"
+
+
+def test_gives_every_reason_at_once() -> None:
+    reasons = CUDNN.supports(spec(dtype="float32", chunk_size=4, head_dim=12), Target("cpu"), "interpret").reasons
+    assert len(reasons) == 5
+
+
+def test_compiles_only_where_the_device_is() -> None:
+    present = dataclasses.replace(H100, present=True)
+    assert "from here" in CUDNN.supports(spec(), H100, "compile").reasons[0]
+    assert CUDNN.supports(spec(), present, "compile").mode == "compile"
+
+
+def test_asking_for_support_initialises_no_device() -> None:
+    code = """
+import jax._src.xla_bridge as bridge
+from backends import AttentionSpec, Target
+from backends.cudnn import CUDNN
+spec = AttentionSpec(batch=1, query_length=8, key_value_length=8, num_heads=1, num_kv_heads=1, head_dim=8)
+CUDNN.supports(spec, Target("cuda", "h100"))
+assert not bridge.backends_are_initialized()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """JAX's function in its XLA form, which writes garbage where cuDNN is free to; records its arguments."""
+    seen: list[dict[str, Any]] = []
+    real = jax.nn.dot_product_attention
+
+    def recorded(query: jax.Array, key: jax.Array, value: jax.Array, **options: Any) -> jax.Array:
+        seen.append(options)
+        return real(query, key, value, **{**options, "implementation": "xla"})
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", recorded)
+    return seen
+
+
+def test_asks_jax_for_cudnn(calls: list[dict[str, Any]]) -> None:
+    x = jnp.ones((2, 64, 4, 64), jnp.bfloat16)
+    CUDNN.plan(spec(num_kv_heads=4, scale=0.5), Layout(), target=H100).run(x, x, x)
+    assert calls[0]["implementation"] == "cudnn"
+    assert calls[0]["scale"] == 0.5
+
+
+@pytest.mark.parametrize("window", [(8, 0), (8, 5)])
+def test_window_is_passed_with_the_causal_mask_and_without_a_right_side(
+    calls: list[dict[str, Any]], window: tuple[int, int]
+) -> None:
+    x = jnp.ones((2, 64, 4, 64), jnp.bfloat16)
+    windowed = spec(num_kv_heads=4, local_window_size=window, is_causal=window[1] > 0)
+    CUDNN.plan(windowed, Layout(), target=H100).run(x, x, x)
+    assert calls[0]["is_causal"]
+    assert calls[0]["local_window_size"] == (8, 0)
+
+
+def test_batch_entry_without_a_valid_key_gives_zero_forward_and_backward(calls: list[dict[str, Any]]) -> None:
+    rng = np.random.default_rng(0)
+    ragged = spec(num_kv_heads=4, has_seq_lengths=True)
+    layout = Layout(key_value_seq_lengths=jnp.array([0, 20], jnp.int32))
+    query, key, value = (jnp.asarray(rng.standard_normal((2, 64, 4, 64)).astype(jnp.bfloat16)) for _ in range(3))
+    plan = CUDNN.plan(ragged, layout, target=H100)
+    out, pullback = jax.vjp(lambda q, k, v: plan.run(q, k, v)[0], query, key, value)
+    dq, dk, dv = (np.asarray(x) for x in pullback(jnp.ones_like(out)))
+    assert not np.asarray(out)[0].any()
+    assert not dq[0].any()
+    assert not dk[0].any()
+    assert not dv[0].any()
+    assert not dk[1, 20:].any()
+    assert not dv[1, 20:].any()
+    assert np.asarray(out)[1].all()
+    assert np.asarray(calls[0]["key_value_seq_lengths"]).tolist() == [1, 20]

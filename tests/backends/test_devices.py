@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from backends import Target
+from backends.devices import GIB, KNOWN_KINDS, cpu_name, usable_cores
+
+
+def test_here_is_present_and_names_its_processor() -> None:
+    here = Target.here()
+    assert here.present
+    assert here.kind
+    assert here.count >= 1
+
+
+def test_cpu_knows_its_memory() -> None:
+    cpu = Target.named("cpu")
+    assert (cpu.platform, cpu.kind) == ("cpu", cpu_name())
+    assert cpu.memory_bytes > GIB // 4
+
+
+@pytest.mark.parametrize("kind", KNOWN_KINDS)
+def test_named_target_is_complete_and_absent(kind: str) -> None:
+    target = Target.named(kind)
+    assert str(target) == f"{KNOWN_KINDS[kind][0]}:{kind}"
+    assert target.memory_bytes == KNOWN_KINDS[kind][1]
+    assert (target.compute_capability is not None) == (target.platform == "cuda")
+    assert not target.present
+
+
+def test_what_is_given_wins_over_the_table() -> None:
+    assert Target("cuda", "h100", memory_bytes=94 * GIB).memory_bytes == 94 * GIB
+
+
+def test_unknown_kind_is_taken_as_it_is() -> None:
+    target = Target("cuda", "RTX 9999")
+    assert (target.memory_bytes, target.compute_capability) == (None, None)
+
+
+def test_unknown_platform_lists_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="platform='metal' is not known; use one of cpu, cuda, tpu, rocm"):
+        Target("metal")
+
+
+def test_kind_of_another_platform_is_refused() -> None:
+    with pytest.raises(ValueError, match="v5e is a tpu device, not a cuda device"):
+        Target("cuda", "v5e")
+
+
+def test_unknown_name_lists_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=re.escape("target 'h300' is not known; use here, cpu, or one of a100, h100")):
+        Target.named("h300")
+
+
+def test_targets_hash_by_value() -> None:
+    assert len({Target("tpu", "v5e"), Target("tpu", "v5e"), Target("tpu", "v6e")}) == 2
+
+
+def test_naming_a_target_initialises_no_device() -> None:
+    code = """
+import jax._src.xla_bridge as bridge
+from backends import Target
+Target.named("cpu"), Target.named("v5e"), Target("cuda", "h100")
+assert not bridge.backends_are_initialized()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_at_least_one_core_is_usable() -> None:
+    assert usable_cores() >= 1

@@ -1,0 +1,276 @@
+"""One deliberately wrong implementation per rule of the contract: the suite must fail each of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import conformance
+import jax
+import jax.numpy as jnp
+import numpy as np
+import problems
+import pytest
+from problems import QUANTITIES, Problem
+
+from backends import AttentionSpec, Layout, Support
+from backends.contract import may_attend
+from backends.standard import STANDARD
+
+Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+def standard(problem: Problem, layout: Layout | None = None, **changes: Any) -> Attend:
+    """The standard backend with a changed spec or layout."""
+    spec = dataclasses.replace(problem.spec, **changes)
+    plan = STANDARD.plan(spec, problem.layout if layout is None else layout, target=None)
+    return lambda q, k, v: plan.run(q, k, v)[0]
+
+
+def masked_by(problem: Problem, mask: jax.Array) -> Attend:
+    """The standard backend with nothing but this mask."""
+    bare = dataclasses.replace(
+        problem.spec,
+        is_causal=False,
+        local_window_size=None,
+        has_segment_ids=False,
+        has_positions=False,
+        has_seq_lengths=False,
+        has_mask=True,
+    )
+    plan = STANDARD.plan(bare, Layout(mask=mask), target=None)
+    return lambda q, k, v: plan.run(q, k, v)[0]
+
+
+def causal_mask_missing(problem: Problem) -> Attend:
+    return standard(problem, is_causal=False)
+
+
+def window_off_by_one(problem: Problem) -> Attend:
+    left, right = problem.spec.window
+    return standard(problem, local_window_size=(left + 1, right))
+
+
+def window_sides_swapped(problem: Problem) -> Attend:
+    left, right = problem.spec.window
+    return standard(problem, local_window_size=(right, left))
+
+
+def padding_matches_padding(problem: Problem) -> Attend:
+    ids = (problem.layout.query_segment_ids, problem.layout.key_value_segment_ids)
+    unsigned = [jnp.where(x < 0, jnp.full_like(x, 99), x) for x in ids]
+    return standard(problem, Layout(query_segment_ids=unsigned[0], key_value_segment_ids=unsigned[1]))
+
+
+def rows_without_keys_averaged(problem: Problem) -> Attend:
+    mask = may_attend(problem.spec, problem.layout)
+    return masked_by(problem, mask | ~mask.any(-1, keepdims=True))
+
+
+def scale_missing(problem: Problem) -> Attend:
+    return standard(problem, scale=1.0)
+
+
+def heads_interleaved(problem: Problem) -> Attend:
+    """Query head n reads KV head n % K instead of n // G."""
+    attend, K, G = standard(problem), problem.spec.num_kv_heads, problem.spec.group_size
+
+    def run(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        b, t, n, h = q.shape
+        out = attend(q.reshape(b, t, G, K, h).swapaxes(2, 3).reshape(b, t, n, h), k, v)
+        return out.reshape(b, t, K, G, -1).swapaxes(2, 3).reshape(b, t, n, -1)
+
+    return run
+
+
+def soft_cap_ignored(problem: Problem) -> Attend:
+    return standard(problem, logits_soft_cap=None)
+
+
+def positions_ignored(problem: Problem) -> Attend:
+    return standard(problem, dataclasses.replace(problem.layout, query_positions=None, key_value_positions=None))
+
+
+def lengths_ignored(problem: Problem) -> Attend:
+    return standard(problem, dataclasses.replace(problem.layout, key_value_seq_lengths=None))
+
+
+def segments_ignored(problem: Problem) -> Attend:
+    return standard(problem, Layout())
+
+
+def chunks_ignored(problem: Problem) -> Attend:
+    return standard(problem, chunk_size=None)
+
+
+def group_not_summed(problem: Problem) -> Attend:
+    """dk and dv come from the first query head of each group alone."""
+    attend, G = standard(problem), problem.spec.group_size
+
+    def run(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        first = (jnp.arange(q.shape[2]) % G == 0)[None, None, :, None]
+        return jnp.where(first, attend(q, k, v), attend(q, jax.lax.stop_gradient(k), jax.lax.stop_gradient(v)))
+
+    return run
+
+
+def softmax_in_bfloat16(problem: Problem) -> Attend:
+    """Scores, exponentials and their sum are held in bfloat16."""
+    mask, G = may_attend(problem.spec, problem.layout), problem.spec.group_size
+
+    def run(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        k, v = (jnp.repeat(x, G, axis=2) for x in (k, v))
+        logits = (jnp.einsum("btnh,bsnh->bnts", q, k) * problem.spec.softmax_scale).astype(jnp.bfloat16)
+        logits = logits if mask is None else jnp.where(mask, logits, jnp.asarray(-1e9, logits.dtype))
+        return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(logits, axis=-1).astype(v.dtype), v)
+
+    return run
+
+
+def one_gradient_off(scales: tuple[float, float, float]) -> Callable[[Problem], Attend]:
+    """Gradients multiplied by these factors."""
+
+    def wrong(problem: Problem) -> Attend:
+        attend = standard(problem)
+
+        @jax.custom_vjp
+        def run(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            return attend(q, k, v)
+
+        def backward(residuals: Any, cotangent: jax.Array) -> tuple[jax.Array, ...]:
+            gradients = jax.vjp(attend, *residuals)[1](cotangent)
+            return tuple((x * scale).astype(x.dtype) for x, scale in zip(gradients, scales, strict=True))
+
+        run.defvjp(lambda *inputs: (attend(*inputs), inputs), backward)
+        return run
+
+    return wrong
+
+
+def unseen_rows_leak_gradients(problem: Problem) -> Attend:
+    """Rows that see nothing give zero, but as an average multiplied by a mask whose gradient is not stopped."""
+    averaged, unseen = rows_without_keys_averaged(problem), jnp.asarray(problem.unseen_rows[..., None])
+
+    def run(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        out = averaged(q, k, v)
+        return jnp.where(unseen, out - jax.lax.stop_gradient(out), out)
+
+    return run
+
+
+WRONG: dict[str, tuple[Callable[[Problem], Attend], str]] = {
+    "causal mask missing": (causal_mask_missing, "causal"),
+    "window off by one": (window_off_by_one, "window-asymmetric"),
+    "window off by one in 1300": (window_off_by_one, "window-1300"),
+    "window sides swapped": (window_sides_swapped, "window-asymmetric"),
+    "padding matches padding": (padding_matches_padding, "padding-both-ends"),
+    "rows without keys averaged": (rows_without_keys_averaged, "padding-both-ends"),
+    "rows without keys averaged, lengths": (rows_without_keys_averaged, "ragged"),
+    "unseen rows leak gradients": (unseen_rows_leak_gradients, "ragged"),
+    "scale missing": (scale_missing, "causal"),
+    "heads interleaved": (heads_interleaved, "gqa-4"),
+    "soft cap ignored": (soft_cap_ignored, "soft-cap"),
+    "positions ignored": (positions_ignored, "positions-reversed"),
+    "positions ignored in decoding": (positions_ignored, "decode-1"),
+    "lengths ignored": (lengths_ignored, "ragged"),
+    "segments ignored": (segments_ignored, "segments"),
+    "chunks ignored": (chunks_ignored, "chunk-causal"),
+    "group not summed": (group_not_summed, "gqa-4"),
+    "softmax in bfloat16 for float32": (softmax_in_bfloat16, "causal"),
+    "softmax in bfloat16 for bfloat16": (softmax_in_bfloat16, "window-bfloat16"),
+    "softmax in bfloat16 for float16": (softmax_in_bfloat16, "causal-float16"),
+    "dq off by 1%": (one_gradient_off((1.01, 1.0, 1.0)), "causal"),
+    "dk off by 1%": (one_gradient_off((1.0, 0.99, 1.0)), "gqa-4"),
+    "dv off by 1%": (one_gradient_off((1.0, 1.0, 1.01)), "segments"),
+    "dq off by 2% in bfloat16": (one_gradient_off((1.02, 1.0, 1.0)), "cross-bfloat16"),
+    "dk off by 2% in float16": (one_gradient_off((1.0, 1.02, 1.0)), "cross-float16"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_implementation_fails(name: str) -> None:
+    wrong, case = WRONG[name]
+    problem = problems.problem(case)
+    results = problems.forward_and_backward(wrong(problem))(*problem.inputs)
+    with pytest.raises(AssertionError, match="passed=False"):
+        conformance.check_accuracy(results, problem)
+
+
+@pytest.mark.parametrize("case", sorted({case for _, case in WRONG.values()}))
+def test_right_implementation_passes_where_the_wrong_one_fails(case: str) -> None:
+    problem = problems.problem(case)
+    conformance.check_accuracy(problem.standard_run(*problem.inputs), problem)
+
+
+@pytest.mark.parametrize("quantity", QUANTITIES)
+def test_nondeterministic_result_fails(quantity: str) -> None:
+    problem = problems.problem("causal")
+    results = problem.standard_run(*problem.inputs)
+    again = {**results, quantity: np.nextafter(np.asarray(results[quantity]), np.float32(0.0))}
+    with pytest.raises(AssertionError, match=quantity):
+        conformance.check_same(results, again)
+
+
+@pytest.mark.parametrize("quantity", QUANTITIES)
+def test_float32_result_of_bfloat16_input_fails(quantity: str) -> None:
+    problem = problems.problem("causal-bfloat16")
+    results = problem.standard_run(*problem.inputs)
+    widened = {**results, quantity: np.asarray(results[quantity]).astype(np.float32)}
+    with pytest.raises(AssertionError, match=f"{quantity}: .*passed=False"):
+        conformance.check_accuracy(widened, problem)
+
+
+@pytest.mark.parametrize("quantity", QUANTITIES)
+def test_one_nan_fails(quantity: str) -> None:
+    problem = problems.problem("causal")
+    results = {name: np.array(x) for name, x in problem.standard_run(*problem.inputs).items()}
+    results[quantity][-1, -1, -1, -1] = np.nan
+    with pytest.raises(AssertionError, match=f"{quantity}: .*passed=False"):
+        conformance.check_accuracy(results, problem)
+
+
+def test_padding_that_leaks_by_zero_weights_times_values_fails() -> None:
+    """A mask that only subtracts a large number lets huge padded keys through."""
+    problem = problems.problem("padding-both-ends")
+    mask = may_attend(problem.spec, problem.layout)
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        k, v = (jnp.repeat(x, problem.spec.group_size, axis=2) for x in (k, v))
+        logits = jnp.einsum("btnh,bsnh->bnts", q, k) * problem.spec.softmax_scale - jnp.where(mask, 0.0, 1e6)
+        return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(logits, axis=-1), v)
+
+    with pytest.raises(AssertionError):
+        conformance.check_unseen_keys_do_not_matter(problems.forward_and_backward(attend), problem)
+
+
+def test_gradients_that_leak_from_rows_that_see_nothing_fail() -> None:
+    problem = problems.problem("padding-both-ends")
+    run = problems.forward_and_backward(unseen_rows_leak_gradients(problem))
+    with pytest.raises(AssertionError):
+        conformance.check_unseeing_rows_do_not_matter(run, problem)
+
+
+@dataclasses.dataclass(frozen=True)
+class Refusing:
+    name: str
+    support: Support
+    exact: bool = True
+
+    def supports(self, *_: Any) -> Support:
+        return self.support
+
+
+@pytest.mark.parametrize(
+    ("support", "refused"),
+    [
+        (Support("native"), True),
+        (Support(None, ("The head dimension 33 is not taken by this backend.",)), False),
+        (Support(None, ("no",)), True),
+    ],
+    ids=["unexpected acceptance", "unexpected refusal", "refusal without a sentence"],
+)
+def test_undeclared_support_fails(support: Support, refused: bool) -> None:
+    spec = AttentionSpec(batch=1, query_length=1, key_value_length=1, num_heads=1, num_kv_heads=1, head_dim=33)
+    with pytest.raises(AssertionError):
+        conformance.check_support(Refusing("odd", support), spec, None, "native", refused=refused)

@@ -1,0 +1,252 @@
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import problems
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from backends import AttentionSpec, Layout, oracle
+
+SPEC = AttentionSpec(batch=2, query_length=5, key_value_length=7, num_heads=4, num_kv_heads=2, head_dim=3)
+EVERYTHING = dataclasses.replace(
+    SPEC,
+    value_head_dim=2,
+    is_causal=True,
+    local_window_size=(4, 1),
+    chunk_size=6,
+    logits_soft_cap=1.5,
+    scale=0.7,
+    has_segment_ids=True,
+    has_positions=True,
+    has_seq_lengths=True,
+    has_mask=True,
+    has_bias=True,
+)
+PROBLEMS = {
+    "plain": SPEC,
+    "causal": dataclasses.replace(SPEC, is_causal=True),
+    "window": dataclasses.replace(SPEC, local_window_size=(1, 2)),
+    "chunk": dataclasses.replace(SPEC, chunk_size=3),
+    "soft cap": dataclasses.replace(SPEC, logits_soft_cap=0.8),
+    "segments": dataclasses.replace(SPEC, has_segment_ids=True),
+    "positions": dataclasses.replace(SPEC, is_causal=True, has_positions=True),
+    "lengths": dataclasses.replace(SPEC, has_seq_lengths=True),
+    "mask": dataclasses.replace(SPEC, has_mask=True),
+    "bias": dataclasses.replace(SPEC, has_bias=True),
+    "everything": EVERYTHING,
+}
+
+
+def layout_for(spec: AttentionSpec, rng: np.random.Generator) -> Layout:
+    B, T, S, N = spec.batch, spec.query_length, spec.key_value_length, spec.num_heads
+    made = {}
+    if spec.has_segment_ids:
+        made["query_segment_ids"] = rng.integers(-1, 2, (B, T))
+        made["key_value_segment_ids"] = rng.integers(-1, 2, (B, S))
+    if spec.has_positions:
+        made["query_positions"] = rng.integers(-3, 9, (B, T))
+        made["key_value_positions"] = rng.integers(-3, 9, (B, S))
+    if spec.has_seq_lengths:
+        made["key_value_seq_lengths"] = np.array([S - 2, 0])
+    if spec.has_mask:
+        made["mask"] = rng.random((B, 1, T, S)) < 0.7
+    if spec.has_bias:
+        made["bias"] = rng.standard_normal((1, N, T, S))
+    return Layout(**made)
+
+
+def inputs_for(spec: AttentionSpec, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
+    B, T, S, N, K = spec.batch, spec.query_length, spec.key_value_length, spec.num_heads, spec.num_kv_heads
+    shapes = ((B, T, N, spec.head_dim), (B, S, K, spec.head_dim), (B, S, K, spec.value_head_dim))
+    return tuple(rng.standard_normal(shape) for shape in (*shapes, (B, T, N, spec.value_head_dim)))
+
+
+def literal(spec: AttentionSpec, layout: Layout, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+    """The contract, one query and one key at a time."""
+    out = np.zeros((*q.shape[:3], v.shape[3]))
+    for b, t, n in np.ndindex(*q.shape[:3]):
+        head, weights = n // spec.group_size, {}
+        for s in range(k.shape[1]):
+            if sees(spec, layout, b, t, s):
+                score = spec.softmax_scale * float(q[b, t, n] @ k[b, s, head])
+                if spec.logits_soft_cap is not None:
+                    score = spec.logits_soft_cap * np.tanh(score / spec.logits_soft_cap)
+                weights[s] = np.exp(score if layout.bias is None else score + layout.bias[0, n, t, s])
+        for s, weight in weights.items():
+            out[b, t, n] += weight / sum(weights.values()) * v[b, s, head]
+    return out
+
+
+def sees(spec: AttentionSpec, layout: Layout, b: int, t: int, s: int) -> bool:
+    p = t if layout.query_positions is None else layout.query_positions[b, t]
+    r = s if layout.key_value_positions is None else layout.key_value_positions[b, s]
+    if layout.query_segment_ids is not None:
+        ids = layout.query_segment_ids[b, t], layout.key_value_segment_ids[b, s]
+        if ids[0] != ids[1] or min(ids) < 0:
+            return False
+    return bool(
+        (not spec.is_causal or r <= p)
+        and (spec.window is None or p - spec.window[0] <= r <= p + spec.window[1])
+        and (spec.chunk_size is None or p // spec.chunk_size == r // spec.chunk_size)
+        and (layout.key_value_seq_lengths is None or s < layout.key_value_seq_lengths[b])
+        and (layout.mask is None or layout.mask[b, 0, t, s])
+    )
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_forward_is_the_literal_loop(name: str) -> None:
+    spec, rng = PROBLEMS[name], np.random.default_rng(0)
+    layout, (q, k, v, _) = layout_for(spec, rng), inputs_for(spec, rng)
+    np.testing.assert_allclose(oracle.forward(spec, layout, q, k, v), literal(spec, layout, q, k, v), atol=1e-14)
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_gradients_are_finite_differences_of_the_forward(name: str) -> None:
+    spec, rng, step = PROBLEMS[name], np.random.default_rng(0), 1e-6
+    layout, (*inputs, cotangent) = layout_for(spec, rng), inputs_for(spec, rng)
+    for which, gradient in enumerate(oracle.gradients(spec, layout, *inputs, cotangent)):
+        numeric = np.zeros_like(gradient)
+        for index in np.ndindex(*gradient.shape):
+            moved = [np.array(x) for x in inputs]
+            moved[which][index] += step
+            above = (oracle.forward(spec, layout, *moved) * cotangent).sum()
+            moved[which][index] -= 2 * step
+            below = (oracle.forward(spec, layout, *moved) * cotangent).sum()
+            numeric[index] = (above - below) / (2 * step)
+        np.testing.assert_allclose(gradient, numeric, atol=1e-8)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_blocks_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    spec, rng = EVERYTHING, np.random.default_rng(0)
+    layout, inputs = layout_for(spec, rng), inputs_for(spec, rng)
+    whole = oracle.gradients(spec, layout, *inputs)
+    monkeypatch.setattr(oracle, "_BLOCK_ELEMENTS", rows * spec.group_size * spec.key_value_length)
+    for one, other in zip(whole, oracle.gradients(spec, layout, *inputs), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-14)
+
+
+def test_unseen_rows_and_keys_are_those_the_loop_never_meets() -> None:
+    spec, rng = EVERYTHING, np.random.default_rng(0)
+    layout = layout_for(spec, rng)
+    seen = np.array(
+        [[[sees(spec, layout, b, t, s) for s in range(7)] for t in range(5)] for b in range(2)],
+    )
+    assert (oracle.unseen_rows(spec, layout) == ~seen.any(2)[..., None]).all()
+    assert (oracle.unseen_keys(spec, layout) == ~seen.any(1)[..., None]).all()
+
+
+def test_half_precision_input_is_widened_before_anything_else() -> None:
+    rng = np.random.default_rng(0)
+    q, k, v, _ = (jnp.asarray(x.astype(jnp.bfloat16)) for x in inputs_for(SPEC, rng))
+    wide = (np.asarray(x).astype(np.float64) for x in (q, k, v))
+    assert (oracle.forward(SPEC, Layout(), q, k, v) == oracle.forward(SPEC, Layout(), *wide)).all()
+
+
+def test_huge_logits_give_no_nan() -> None:
+    q, k, v, cotangent = (x * 1e150 for x in inputs_for(SPEC, np.random.default_rng(0)))
+    assert np.isfinite(oracle.forward(SPEC, Layout(), q, k, v)).all()
+    assert np.isfinite(oracle.gradients(SPEC, Layout(), q * 1e-140, k * 1e-140, v, cotangent)[2]).all()
+
+
+def verdict(actual: np.ndarray, *, standard: object = None, zero: np.ndarray | None = None) -> oracle.Verdict:
+    return oracle.judge(actual, np.ones((4, 4)), standard, str(actual.dtype), zero=zero)
+
+
+def test_exact_result_passes() -> None:
+    assert verdict(np.ones((4, 4), np.float32)) == oracle.Verdict(0.0, 0.0, None, 128 * 2.0**-23, passed=True)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_one_number_that_is_not_finite_fails(bad: float) -> None:
+    actual = np.ones((4, 4), np.float32)
+    actual[3, 3] = bad
+    assert not verdict(actual).passed
+    assert verdict(actual).max_error == np.inf
+
+
+def test_wrong_shape_and_wrong_dtype_fail() -> None:
+    assert not verdict(np.ones((4, 1), np.float32)).passed
+    assert not oracle.judge(np.ones((4, 4), np.float64), np.ones((4, 4)), None, "float32").passed
+
+
+def test_a_broken_standard_hides_nobody() -> None:
+    wrong = np.full((4, 4), 1.01, np.float32)
+    assert not verdict(wrong, standard=wrong).passed
+    assert not verdict(wrong, standard=1.0).passed
+
+
+@pytest.mark.parametrize("dtype", oracle.EPSILON)
+@pytest.mark.parametrize("kind", ["forward", "gradient"])
+def test_the_bound_is_between_one_and_three_times_itself(dtype: str, kind: oracle.Kind) -> None:
+    rng = np.random.default_rng(0)
+    expected = rng.standard_normal((64, 64))
+    rounded = expected.astype(jnp.dtype(dtype))
+    allowed = oracle.judge(rounded, expected, rounded, dtype, kind).allowed
+    assert oracle.judge(rounded, expected, rounded, dtype, kind).passed
+    moved = expected.copy()
+    moved[5, 5] += 3 * allowed * np.abs(expected).max()
+    assert not oracle.judge(moved.astype(rounded.dtype), expected, rounded, dtype, kind).passed
+
+
+@pytest.mark.parametrize("case", ["causal", "cross-bfloat16", "cross-float16"])
+@pytest.mark.parametrize("quantity", problems.QUANTITIES)
+def test_noise_of_three_times_the_standard_error_everywhere_fails(case: str, quantity: str) -> None:
+    problem, rng = problems.problem(case), np.random.default_rng(0)
+    expected, standard = problem.expected[quantity], problem.standard[quantity]
+    dtype, kind = problem.spec.dtype, problems.kind_of(quantity)
+    noise = rng.choice([-1.0, 1.0], expected.shape) * 3 * standard.max_error * np.abs(expected).max()
+    noisy = (expected + noise).astype(jnp.dtype(dtype))
+    assert not oracle.judge(noisy, expected, standard, dtype, kind).passed
+
+
+def test_standard_may_be_given_as_array_verdict_or_number() -> None:
+    actual = np.full((4, 4), 1 + 2e-6, np.float32)
+    as_array, as_verdict = (verdict(actual, standard=x) for x in (actual, verdict(actual)))
+    assert as_array == as_verdict
+    assert verdict(actual, standard=as_array.max_error).allowed == as_array.allowed
+
+
+def test_rows_without_keys_must_be_exactly_zero() -> None:
+    expected, actual = np.zeros((4, 4)), np.zeros((4, 4), np.float32)
+    expected[0], actual[0], actual[3, 3] = 1.0, 1.0, 1e-30
+    unseen = np.array([False, False, False, True])
+    assert oracle.judge(actual, expected, None, "float32").passed
+    assert not oracle.judge(actual, expected, None, "float32", zero=unseen).passed
+
+
+def test_zero_everywhere_is_judged_absolutely() -> None:
+    assert oracle.judge(np.full(3, 1e-6, np.float32), np.zeros(3), 0.0, "float32").passed
+    assert not oracle.judge(np.full(3, 1e-4, np.float32), np.zeros(3), 0.0, "float32").passed
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 2**32 - 1), st.sampled_from(sorted(PROBLEMS)))
+def test_forward_and_gradients_are_those_of_autodiff_in_float64(seed: int, name: str) -> None:
+    spec, rng = PROBLEMS[name], np.random.default_rng(seed)
+    layout, (q, k, v, cotangent) = layout_for(spec, rng), inputs_for(spec, rng)
+    with jax.enable_x64(new_val=True):
+        out, pullback = jax.vjp(lambda *x: _attention64(spec, layout, *x), *(jnp.asarray(x) for x in (q, k, v)))
+        gradients = pullback(jnp.asarray(cotangent))
+    np.testing.assert_allclose(oracle.forward(spec, layout, q, k, v), out, atol=1e-12)
+    for mine, autodiff in zip(oracle.gradients(spec, layout, q, k, v, cotangent), gradients, strict=True):
+        np.testing.assert_allclose(mine, autodiff, atol=1e-11)
+
+
+def _attention64(spec: AttentionSpec, layout: Layout, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    k, v = (jnp.repeat(x, spec.group_size, axis=2) for x in (k, v))
+    logits = jnp.einsum("btnh,bsnh->bnts", q, k) * spec.softmax_scale
+    if spec.logits_soft_cap is not None:
+        logits = spec.logits_soft_cap * jnp.tanh(logits / spec.logits_soft_cap)
+    if layout.bias is not None:
+        logits = logits + jnp.asarray(layout.bias)
+    B, T, S = spec.batch, spec.query_length, spec.key_value_length
+    seen = np.array([[[[sees(spec, layout, b, t, s) for s in range(S)] for t in range(T)]] for b in range(B)])
+    weights = jnp.where(seen, jnp.exp(jnp.where(seen, logits, 0.0)), 0.0)
+    total = weights.sum(-1, keepdims=True)
+    return jnp.einsum("bnts,bsnh->btnh", weights / jnp.where(total == 0.0, 1.0, total), v)

@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+from backends import (
+    AttentionSpec,
+    BackendFallbackWarning,
+    BackendUnavailableError,
+    Layout,
+    Target,
+    UnknownBackendError,
+    attention,
+    registry,
+    resolve,
+)
+from backends.devices import KNOWN_KINDS
+from backends.resolve import PRIORITY
+
+SPEC = AttentionSpec(batch=1, query_length=64, key_value_length=64, num_heads=2, num_kv_heads=1, head_dim=32)
+CPU = Target("cpu")
+PLATFORMS = (CPU, Target("rocm"), *(Target.named(kind) for kind in KNOWN_KINDS))
+
+
+def varied(**changes: Any) -> AttentionSpec:
+    return dataclasses.replace(SPEC, **changes)
+
+
+@pytest.mark.parametrize("target", PLATFORMS, ids=str)
+@pytest.mark.parametrize("changes", [{}, {"dtype": "bfloat16", "is_causal": True}, {"has_mask": True}], ids=str)
+def test_auto_finds_something_everywhere_and_never_warns(target: Target, changes: dict[str, Any]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        resolution = resolve("auto", varied(**changes), target)
+    assert resolution.mode == "native"
+    assert resolution.backend.name in PRIORITY[target.platform]
+
+
+@pytest.mark.parametrize("target", PLATFORMS, ids=str)
+def test_auto_takes_the_first_that_supports_it_and_names_all_before(target: Target) -> None:
+    resolution = resolve("auto", SPEC, target)
+    asked = [rejection.backend for rejection in resolution.rejections]
+    registered = [name for name in PRIORITY[target.platform] if name in registry.names()]
+    assert [*asked, resolution.backend.name] == registered[: len(asked) + 1]
+    assert all(rejection.reasons for rejection in resolution.rejections)
+
+
+@pytest.mark.parametrize("name", ["standard", "chunked"])
+def test_named_backend_that_supports_it_runs_without_a_warning(name: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        resolution = resolve(name, SPEC, CPU)
+    assert (resolution.requested, resolution.backend.name, resolution.mode) == (name, name, "native")
+    assert resolution.rejections == ()
+
+
+def test_fallback_warns_exactly_once_with_every_reason() -> None:
+    spec = varied(chunk_size=8, logits_soft_cap=5.0)
+    with pytest.warns(BackendFallbackWarning) as caught:
+        resolution = resolve("cudnn", spec, CPU)
+    assert len(caught) == 1
+    message = str(caught[0].message)
+    reasons = registry.get("cudnn").supports(spec, CPU).reasons
+    assert len(reasons) == 4
+    for reason in reasons:
+        assert reason in message
+    assert message.startswith("cudnn cannot run this on cpu; chunked runs instead.")
+    assert (resolution.mode, resolution.requested, resolution.backend.name) == ("fallback", "cudnn", "chunked")
+
+
+def test_fallback_warning_names_those_that_were_refused_on_the_way() -> None:
+    with pytest.warns(BackendFallbackWarning, match=r"cudnn: .* chunked: ") as caught:
+        resolution = resolve("cudnn", varied(has_mask=True), CPU)
+    assert len(caught) == 1
+    assert [rejection.backend for rejection in resolution.rejections] == ["cudnn", "chunked"]
+    assert resolution.backend.name == "standard"
+
+
+def test_fallback_warning_points_at_the_caller() -> None:
+    with pytest.warns(BackendFallbackWarning) as caught:
+        resolve("cudnn", SPEC, CPU)
+    assert caught[0].filename == __file__
+
+
+def test_caller_may_ask_for_an_error_instead() -> None:
+    with pytest.raises(BackendUnavailableError, match=r"cudnn cannot run this on cpu: .*NVIDIA.*dtype=float32"):
+        resolve("cudnn", SPEC, CPU, on_unavailable="raise")
+
+
+def test_unknown_name_lists_the_registered_ones() -> None:
+    with pytest.raises(UnknownBackendError, match="'flash' is not registered; registered are: standard, chunked"):
+        resolve("flash", SPEC, CPU)
+
+
+def test_unknown_policy_is_refused() -> None:
+    with pytest.raises(ValueError, match="on_unavailable='ignore' must be 'fallback' or 'raise'"):
+        resolve("standard", SPEC, CPU, on_unavailable="ignore")
+
+
+@pytest.mark.parametrize("name", ["standard", "chunked", "cudnn"])
+def test_interpreting_what_has_no_kernel_is_refused_with_a_reason(name: str) -> None:
+    with pytest.raises(BackendUnavailableError, match="interpret"):
+        resolve(name, SPEC, CPU, mode="interpret", on_unavailable="raise")
+
+
+def test_interpreter_is_never_the_fallback() -> None:
+    with pytest.warns(BackendFallbackWarning):
+        resolution = resolve("standard", SPEC, CPU, mode="interpret")
+    assert resolution.mode == "fallback"
+    assert resolution.backend.supports(SPEC, CPU).mode == "native"
+
+
+@pytest.mark.parametrize("name", [name for name in ("standard", "chunked", "cudnn") if name in registry.names()])
+@pytest.mark.parametrize("target", PLATFORMS, ids=str)
+@pytest.mark.parametrize("mode", ["native", "interpret", "compile"])
+def test_nothing_falls_back_silently(name: str, target: Target, mode: str) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        resolution = resolve(name, SPEC, target, mode=mode)
+    swapped = resolution.backend.name != name or resolution.mode != mode
+    assert len([w for w in caught if issubclass(w.category, BackendFallbackWarning)]) == swapped
+    assert bool(resolution.rejections) == swapped
+
+
+def test_options_belong_to_the_backend_that_was_asked_for() -> None:
+    with pytest.raises(ValueError, match="no_such_option"):
+        resolve("chunked", SPEC, CPU).plan(Layout(), {"no_such_option": 1})
+    with pytest.warns(BackendFallbackWarning):
+        fallback = resolve("cudnn", SPEC, CPU)
+    fallback.plan(Layout(), {"no_such_option": 1})
+
+
+def test_one_call_warns_once_too() -> None:
+    x = jnp.ones((1, 8, 2, 8))
+    with pytest.warns(BackendFallbackWarning) as caught:
+        attention(x, x, x, backend="cudnn")
+    assert len(caught) == 1

@@ -1,0 +1,5 @@
+from conformance import Conformance
+
+
+class TestStandard(Conformance):
+    backend = "standard"

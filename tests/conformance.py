@@ -1,0 +1,366 @@
+"""One suite that every backend passes.
+
+A backend's test file inherits :class:`Conformance` and says which named problems (``problems.CASES``) the backend
+refuses; a problem that is refused without being named there is a failure, and so is one that is named and taken.
+The ``check_*`` functions hold the claims; ``tests/backends/test_negative_controls.py`` shows that each of them fails
+a backend that breaks it. ``python tests/conformance.py standard`` prints how close a backend comes to the oracle.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import functools
+from collections.abc import Callable
+from typing import ClassVar
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import problems
+import pytest
+from hypothesis import strategies as st
+from problems import CASES, QUANTITIES, Problem
+
+from backends import AttentionSpec, Backend, Layout, make_spec, oracle, registry
+from backends.contract import Mode
+from backends.devices import Target
+
+Results = dict[str, jax.Array]
+Run = Callable[..., Results]  # (query, key, value, cotangent) -> output, dq, dk, dv
+
+# Finite and far outside what any problem holds, with room for a product with a query in the same dtype.
+HUGE = {"float32": 1e30, "bfloat16": 1e30, "float16": 1e4}
+
+
+def compiled(backend: Backend, problem: Problem, target: Target, mode: Mode = "native") -> Run:
+    """Plan outside of jit, as a model does, and compile forward and backward together."""
+    plan = backend.plan(problem.spec, problem.layout, target=target, mode=mode)
+    return problems.forward_and_backward(lambda q, k, v: plan.run(q, k, v)[0])
+
+
+def check_accuracy(results: Results, problem: Problem) -> None:
+    """Output and gradients pass the judge; what nobody sees is exactly zero."""
+    zero = {
+        "output": problem.unseen_rows,
+        "dq": problem.unseen_rows,
+        "dk": problem.unseen_keys,
+        "dv": problem.unseen_keys,
+    }
+    for name in QUANTITIES:
+        verdict = oracle.judge(
+            results[name],
+            problem.expected[name],
+            problem.standard[name],
+            problem.spec.dtype,
+            problems.kind_of(name),
+            zero=zero[name],
+        )
+        assert verdict.passed, f"{name}: {verdict}"
+
+
+def check_same(results: Results, again: Results) -> None:
+    """Bit for bit the same."""
+    for name in QUANTITIES:
+        np.testing.assert_array_equal(np.asarray(results[name]), np.asarray(again[name]), err_msg=name)
+
+
+def check_unseen_keys_do_not_matter(run: Run, problem: Problem) -> None:
+    """Huge finite keys and values where nobody looks change no bit of anything."""
+    query, key, value, cotangent = problem.inputs
+    unseen = problem.unseen_keys[..., None]
+    huge = HUGE[problem.spec.dtype]
+    key, value = (_where(unseen, huge, x) for x in (key, value))
+    check_same(run(*problem.inputs), run(query, key, value, cotangent))
+
+
+def check_unseeing_rows_do_not_matter(run: Run, problem: Problem) -> None:
+    """Huge finite queries and cotangents in rows that see nothing change no bit of anything."""
+    query, key, value, cotangent = problem.inputs
+    unseen = problem.unseen_rows[..., None]
+    huge = HUGE[problem.spec.dtype]
+    query, cotangent = (_where(unseen, huge, x) for x in (query, cotangent))
+    check_same(run(*problem.inputs), run(query, key, value, cotangent))
+
+
+def check_support(backend: Backend, spec: AttentionSpec, target: Target, mode: Mode, *, refused: bool) -> None:
+    """The backend takes or refuses the spec as declared, and refuses with reasons that are sentences."""
+    support = backend.supports(spec, target, mode)
+    if not refused:
+        assert support, f"{backend.name} refuses what it is declared to take: {support.reasons}"
+        return
+    assert not support, f"{backend.name} takes what it is declared to refuse"
+    assert support.reasons
+    for reason in support.reasons:
+        assert len(reason.split()) > 5, f"not a sentence: {reason!r}"
+        assert reason.endswith("."), f"not a sentence: {reason!r}"
+
+
+class Conformance:
+    """The suite. Subclasses set ``backend``, and the rest where it differs."""
+
+    backend: ClassVar[str]
+    mode: ClassVar[Mode] = "native"
+    target: ClassVar[Target | None] = None  # None: this machine
+    cases: ClassVar[tuple[str, ...]] = tuple(CASES)
+    dtype: ClassVar[str | None] = None  # run every case in this dtype instead of its own
+    refuses: ClassVar[frozenset[str]] = frozenset()  # names of cases, or patterns of them ("mask-*")
+    takes_traced_layouts: ClassVar[bool] = True  # whether segment ids and such may be arguments of a jit
+
+    # Each of these costs one more compilation per case.
+    cases_for_eager: ClassVar[tuple[str, ...]] = ("causal", "window-asymmetric", "padding-both-ends", "decode-4")
+    cases_for_vmap: ClassVar[tuple[str, ...]] = ("causal", "gqa-8", "combination", "decode-1", "ragged")
+    cases_for_traced_layouts: ClassVar[tuple[str, ...]] = (
+        "segments-causal",
+        "padding-both-ends",
+        "ragged-causal",
+        "positions-shuffled",
+        "decode-4",
+        "combination-ragged",
+        "mask-per-head",
+        "bias-per-head",
+    )
+
+    @classmethod
+    def is_refused(cls, case: str) -> bool:
+        """Whether the class declares the case as refused."""
+        return any(fnmatch.fnmatchcase(case, pattern) for pattern in cls.refuses)
+
+    @classmethod
+    def taken(cls, test: Callable[..., None]) -> list[str]:
+        """The cases that a test runs: those of the class that it does not refuse, or the test's own choice of them."""
+        choice = {
+            "test_eager_agrees_with_jit": cls.cases_for_eager,
+            "test_vmap_adds_an_axis": cls.cases_for_vmap,
+            "test_layout_may_be_traced": cls.cases_for_traced_layouts if cls.takes_traced_layouts else (),
+        }.get(test.__name__, cls.cases)
+        return [case for case in choice if case in cls.cases and not cls.is_refused(case)]
+
+    @functools.cached_property
+    def implementation(self) -> Backend:
+        """The backend under test."""
+        return registry.get(self.backend)
+
+    @property
+    def device(self) -> Target:
+        """What support is judged against and planned for."""
+        return Target.here() if self.target is None else self.target
+
+    def problem(self, case: str) -> Problem:
+        """The problem; skips where the backend's device is not here (what it refuses is tested all the same)."""
+        self.require_device()
+        return problems.problem(case, self.dtype)
+
+    def require_device(self) -> None:
+        """Skip where the device that the class is about is not here."""
+        here = Target.here()
+        if self.device.platform != here.platform:
+            pytest.skip(f"{self.backend} needs {self.device}; here is {here}")
+
+    def run(self, problem: Problem) -> Run:
+        """The compiled backend."""
+        if self.backend == "standard" and self.mode == "native":
+            return problem.standard_run
+        return compiled(self.implementation, problem, self.device, self.mode)
+
+    def test_every_declared_refusal_names_a_case(self) -> None:
+        for pattern in self.refuses:
+            assert fnmatch.filter(self.cases, pattern), pattern
+
+    def test_takes_or_refuses_as_declared(self, case: str) -> None:
+        layout, inputs = problems.arrays(CASES[case], case, self.dtype)
+        spec = make_spec(*inputs[:3], layout, **CASES[case].options)
+        check_support(self.implementation, spec, self.device, self.mode, refused=self.is_refused(case))
+
+    def test_matches_the_oracle(self, taken: str) -> None:
+        problem = self.problem(taken)
+        run = self.run(problem)
+        results = run(*problem.inputs)
+        check_accuracy(results, problem)
+        check_same(results, run(*problem.inputs))
+        if problem.unseen_keys.any():
+            check_unseen_keys_do_not_matter(run, problem)
+        if problem.unseen_rows.any():
+            check_unseeing_rows_do_not_matter(run, problem)
+
+    def test_eager_agrees_with_jit(self, taken: str) -> None:
+        problem = self.problem(taken)
+        plan = self.implementation.plan(problem.spec, problem.layout, target=self.device, mode=self.mode)
+        query, key, value, cotangent = problem.inputs
+        output, pullback = jax.vjp(lambda q, k, v: plan.run(q, k, v)[0], query, key, value)
+        check_accuracy(dict(zip(QUANTITIES, (output, *pullback(cotangent)), strict=True)), problem)
+
+    def test_vmap_adds_an_axis(self, taken: str) -> None:
+        problem = self.problem(taken)
+        run = self.run(problem)
+        doubled = (jnp.stack([x, -x]) for x in problem.inputs)
+        results = jax.vmap(run)(*doubled)
+        check_accuracy({name: x[0] for name, x in results.items()}, problem)
+        # (-q)(-k) gives the same probabilities: the output flips its sign with v, dv with the cotangent.
+        check_accuracy({name: -x[1] for name, x in results.items()}, problem)
+
+    def test_layout_may_be_traced(self, taken: str) -> None:
+        problem = self.problem(taken)
+        check_accuracy(self.traced(problem.spec)(problem.layout, *problem.inputs), problem)
+
+    def test_carry_is_handed_on(self) -> None:
+        problem = self.problem(self.taken(self.test_matches_the_oracle)[0])
+        plan = self.implementation.plan(problem.spec, problem.layout, target=self.device, mode=self.mode)
+        assert plan.run(*problem.inputs[:3], layer=3, carry=())[1] == ()
+
+    def test_unknown_option_is_refused(self) -> None:
+        problem = self.problem(self.taken(self.test_matches_the_oracle)[0])
+        with pytest.raises(ValueError, match="no_such_option"):
+            self.implementation.plan(
+                problem.spec, problem.layout, target=self.device, mode=self.mode, options={"no_such_option": 1}
+            )
+
+    def test_any_segments_positions_and_lengths(self) -> None:
+        """One compiled function, many layouts."""
+        self.require_device()
+        if not self.takes_traced_layouts or self.is_refused("combination"):
+            return
+        spec = AttentionSpec(
+            batch=2,
+            query_length=40,
+            key_value_length=56,
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=32,
+            dtype=self.dtype or "float32",
+            is_causal=True,
+            local_window_size=(30, 4),
+            has_segment_ids=True,
+            has_positions=True,
+            has_seq_lengths=True,
+        )
+        if not self.implementation.supports(spec, self.device, self.mode):
+            return
+        inputs = _inputs(spec, seed=0)
+        run = self.traced(spec)
+
+        @hypothesis.settings(max_examples=30)
+        @hypothesis.given(layouts(spec))
+        def holds(layout: Layout) -> None:
+            check_accuracy(run(layout, *inputs), problems.solve(spec, layout, inputs))
+
+        holds()
+
+    def test_any_shape(self) -> None:
+        self.require_device()
+        refused = self.is_refused("causal") or self.is_refused("gqa-4")
+
+        @hypothesis.settings(max_examples=8)
+        @hypothesis.given(specs(self.dtype or "float32"))
+        def holds(spec: AttentionSpec) -> None:
+            if refused or not self.implementation.supports(spec, self.device, self.mode):
+                return
+            problem = problems.solve(spec, Layout(), _inputs(spec, seed=1))
+            check_accuracy(self.run(problem)(*problem.inputs), problem)
+
+        holds()
+
+    def traced(self, spec: AttentionSpec) -> Callable[..., Results]:
+        """As :meth:`run`, with the layout as an argument of the compiled function."""
+        return problems.traced(self.implementation, spec, self.device, self.mode)
+
+
+@st.composite
+def layouts(draw: st.DrawFn, spec: AttentionSpec) -> Layout:
+    """Packed segments with padding and returning ids, positions in any order, and lengths from nothing to all."""
+
+    def ids(length: int) -> np.ndarray:
+        runs = draw(
+            st.lists(st.tuples(st.sampled_from([-1, 0, 1, 2, 7]), st.integers(1, length)), min_size=1, max_size=6)
+        )
+        row = np.concatenate([np.full(count, name) for name, count in runs])[:length]
+        return np.pad(row, (0, length - len(row)), constant_values=runs[-1][0])
+
+    def positions(length: int) -> np.ndarray:
+        start, step = draw(st.integers(-20, 60)), draw(st.sampled_from([-1, 0, 1, 2]))
+        return start + step * np.arange(length)
+
+    def batch(row: Callable[[int], np.ndarray], length: int) -> jax.Array:
+        return jnp.asarray(np.stack([row(length) for _ in range(spec.batch)]).astype(np.int32))
+
+    T, S = spec.query_length, spec.key_value_length
+    lengths = draw(st.lists(st.integers(0, S), min_size=spec.batch, max_size=spec.batch))
+    return Layout(
+        query_segment_ids=batch(ids, T),
+        key_value_segment_ids=batch(ids, S),
+        query_positions=batch(positions, T),
+        key_value_positions=batch(positions, S),
+        key_value_seq_lengths=jnp.asarray(np.array(lengths, np.int32)),
+    )
+
+
+@st.composite
+def specs(draw: st.DrawFn, dtype: str) -> AttentionSpec:
+    """Shapes and static masks."""
+    kv_heads = draw(st.integers(1, 3))
+    return AttentionSpec(
+        batch=draw(st.integers(1, 2)),
+        query_length=draw(st.integers(1, 300)),
+        key_value_length=draw(st.integers(1, 300)),
+        num_heads=kv_heads * draw(st.integers(1, 3)),
+        num_kv_heads=kv_heads,
+        head_dim=draw(st.integers(1, 8)) * 8,
+        dtype=dtype,
+        is_causal=draw(st.booleans()),
+        local_window_size=draw(st.none() | st.tuples(st.integers(0, 300), st.integers(0, 300))),
+        chunk_size=draw(st.none() | st.integers(1, 300)),
+    )
+
+
+def _inputs(spec: AttentionSpec, seed: int) -> tuple[jax.Array, ...]:
+    rng = np.random.default_rng(seed)
+    B, T, S, N, K = spec.batch, spec.query_length, spec.key_value_length, spec.num_heads, spec.num_kv_heads
+    H, Hv = spec.head_dim, spec.value_head_dim
+    shapes = ((B, T, N, H), (B, S, K, H), (B, S, K, Hv), (B, T, N, Hv))
+    return tuple(jnp.asarray(rng.standard_normal(shape).astype(jnp.dtype(spec.dtype))) for shape in shapes)
+
+
+def _where(condition: np.ndarray, number: float, x: jax.Array) -> jax.Array:
+    array = np.asarray(x)
+    return jnp.asarray(np.where(condition, np.asarray(number, array.dtype), array))
+
+
+def main() -> None:
+    """Print, per dtype and quantity, the worst errors of a backend over the named problems that it takes."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("backend")
+    parser.add_argument("--each", action="store_true", help="print every problem")
+    arguments = parser.parse_args()
+    backend, here = registry.get(arguments.backend), Target.here()
+    worst: dict[tuple[str, str], list[tuple[float, float, str]]] = {}
+    for name in CASES:
+        problem = problems.problem(name)
+        if not backend.supports(problem.spec, here):
+            continue
+        results = compiled(backend, problem, here)(*problem.inputs)
+        line = []
+        for quantity in QUANTITIES:
+            dtype = problem.spec.dtype
+            verdict = oracle.judge(
+                results[quantity],
+                problem.expected[quantity],
+                problem.standard[quantity],
+                dtype,
+                problems.kind_of(quantity),
+            )
+            share = max(verdict.max_error / verdict.allowed, verdict.rms_error / verdict.allowed_rms)
+            worst.setdefault((dtype, quantity), []).append((share, verdict.max_error / oracle.EPSILON[dtype], name))
+            line.append(f"{quantity} {verdict.max_error / oracle.EPSILON[dtype]:.2f} eps, {share:.0%} of allowed")
+        if arguments.each:
+            print(f"{name:28}", "; ".join(line))  # noqa: T201 (this is a command)
+    for (dtype, quantity), seen in sorted(worst.items()):
+        error, name = max((error, name) for _, error, name in seen)
+        share, closest = max((share, name) for share, _, name in seen)
+        print(  # noqa: T201 (this is a command)
+            f"{dtype:9} {quantity:7} worst {error:7.2f} eps ({name}); closest to the bound {share:4.0%} ({closest})"
+        )
+
+
+if __name__ == "__main__":
+    main()
