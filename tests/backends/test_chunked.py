@@ -1,6 +1,104 @@
-from conformance import Conformance
+"""The chunked backend: the contract, block sizes that do not change results, and memory that grows linearly."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import problems
+import pytest
+from conformance import Conformance, check_accuracy, compiled
+
+from backends import AttentionSpec, Layout, Target, registry
+from backends.contract import Plan
+
+CHUNKED = registry.get("chunked")
 
 
 class TestChunked(Conformance):
     backend = "chunked"
     refuses = frozenset({"mask-*", "bias-*"})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"block_q": 8, "block_kv": 8, "block_backward": 8},
+        {"block_q": 64, "block_kv": 256, "block_backward": 32, "heads_per_tile": 1},
+        {"block_q": 128, "block_kv": 72, "heads_per_tile": 2},
+        {"block_q": 4096, "block_kv": 4096, "block_backward": 4096, "heads_per_tile": 64},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("case", ["combination", "length-129"])
+def test_block_sizes_do_not_change_what_is_computed(case, options):
+    problem = problems.problem(case, None)
+    with_options = _WithOptions(options)
+    check_accuracy(compiled(with_options, problem, Target.here(), "native")(*problem.inputs), problem)
+
+
+class _WithOptions:
+    """Chunked, planned with options; hashable by identity."""
+
+    def __init__(self, options):
+        self.options = options
+
+    def plan(self, spec, layout, *, target, mode="native") -> Plan:
+        return CHUNKED.plan(spec, layout, target=target, mode=mode, options=self.options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"block_q": 12}, {"block_kv": 0}, {"block_backward": 8.0}, {"heads_per_tile": 0}, {"block_q": True}],
+    ids=str,
+)
+def test_block_size_that_does_not_fit_is_refused_by_name(options):
+    with pytest.raises(ValueError, match=f"{next(iter(options))}=.*is not accepted"):
+        CHUNKED.plan(_spec(1024), Layout(), target=Target.here(), options=options)
+
+
+def test_differentiating_what_was_planned_without_gradients_says_so():
+    plan = CHUNKED.plan(_spec(256, needs_grad=False), Layout(), target=Target.here())
+    x = jnp.ones((1, 256, 8, 64))
+    with pytest.raises(ValueError, match="needs_grad=True"):
+        jax.grad(lambda q: plan.run(q, x, x)[0].sum())(x)
+
+
+@pytest.mark.parametrize("gradient", [False, True], ids=["forward", "forward+backward"])
+def test_temporary_memory_is_at_most_an_eighth_of_the_standards(gradient):
+    assert _temporary_bytes("chunked", 4096, gradient) * 8 <= _temporary_bytes("standard", 4096, gradient)
+
+
+@pytest.mark.parametrize("gradient", [False, True], ids=["forward", "forward+backward"])
+def test_temporary_memory_grows_linearly_with_the_length(gradient):
+    lengths = (2048, 4096, 8192, 16384)
+    sizes = [_temporary_bytes("chunked", length, gradient) for length in lengths]
+    slope = np.polyfit(np.log(lengths), np.log(sizes), 1)[0]
+    assert slope < 1.1
+    standard = [_temporary_bytes("standard", length, gradient) for length in lengths[:2]]
+    assert standard[1] / standard[0] > 3.5  # the same measurement sees a quadratic one
+
+
+def _spec(length, *, needs_grad=True):
+    return AttentionSpec(
+        batch=1,
+        query_length=length,
+        key_value_length=length,
+        num_heads=8,
+        num_kv_heads=8,
+        head_dim=64,
+        is_causal=True,
+        needs_grad=needs_grad,
+    )
+
+
+def _temporary_bytes(name, length, gradient):
+    """Compiled only, never run."""
+    plan = registry.get(name).plan(_spec(length, needs_grad=gradient), Layout(), target=Target.here())
+
+    def attend(query, key, value, cotangent):
+        if not gradient:
+            return plan.run(query, key, value)[0]
+        output, pullback = jax.vjp(lambda q, k, v: plan.run(q, k, v)[0], query, key, value)
+        return output, pullback(cotangent)
+
+    x = jax.ShapeDtypeStruct((1, length, 8, 64), jnp.float32)
+    return jax.jit(attend).lower(x, x, x, x).compile().memory_analysis().temp_size_in_bytes
