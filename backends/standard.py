@@ -61,7 +61,9 @@ def _attend(
     kv_heads, rows = spec.num_kv_heads, spec.group_size * t
     # The heads of a group are rows of one product: only query and output are ever transposed, never the scores.
     grouped = query.reshape(b, t, kv_heads, -1, h).transpose(0, 2, 3, 1, 4).reshape(b, kv_heads, rows, h)
-    logits = jnp.einsum("bkrh,bskh->bkrs", grouped, key, preferred_element_type=jnp.float32)
+    # Heads before length, said outright: the transpose of a cache that is stored so cancels, XLA finds no other way.
+    key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
+    logits = jnp.einsum("bkrh,bksh->bkrs", grouped, key, preferred_element_type=jnp.float32)
     logits = logits.reshape(b, n, t, -1) * spec.softmax_scale
     if spec.logits_soft_cap is not None:
         logits = spec.logits_soft_cap * jnp.tanh(logits / spec.logits_soft_cap)
@@ -87,12 +89,12 @@ def _softmax(logits: Float[Array, "b n t s"], mask: Bool[Array, "#b #n t s"] | N
 
 
 @jax.custom_vjp
-def _weigh(probs: Float[Array, "b k r s"], value: Float[Array, "b s k v"]) -> Float[Array, "b k r v"]:
+def _weigh(probs: Float[Array, "b k r s"], value: Float[Array, "b k s v"]) -> Float[Array, "b k r v"]:
     """Probabilities times values, in the values' dtype; the gradient of the probabilities stays float32.
 
     Autodiff would round that gradient to the values' dtype, where float16 overflows.
     """
-    return jnp.einsum("bkrs,bskv->bkrv", probs.astype(value.dtype), value, preferred_element_type=jnp.float32)
+    return jnp.einsum("bkrs,bksv->bkrv", probs.astype(value.dtype), value, preferred_element_type=jnp.float32)
 
 
 def _weigh_forward(probs: Array, value: Array) -> tuple[Array, tuple[Array, Array]]:
@@ -102,8 +104,8 @@ def _weigh_forward(probs: Array, value: Array) -> tuple[Array, tuple[Array, Arra
 def _weigh_backward(residuals: tuple[Array, Array], d_out: Array) -> tuple[Array, Array]:
     probs, value = residuals
     d_out = d_out.astype(value.dtype)  # exact: the output was rounded to this dtype
-    d_probs = jnp.einsum("bkrv,bskv->bkrs", d_out, value, preferred_element_type=jnp.float32)
-    d_value = jnp.einsum("bkrs,bkrv->bskv", probs, d_out, preferred_element_type=jnp.float32)
+    d_probs = jnp.einsum("bkrv,bksv->bkrs", d_out, value, preferred_element_type=jnp.float32)
+    d_value = jnp.einsum("bkrs,bkrv->bksv", probs, d_out, preferred_element_type=jnp.float32)
     return d_probs, d_value.astype(value.dtype)
 
 

@@ -26,7 +26,9 @@ def op_program(case: OpCase, backend: Backend, mode: Mode, target: Target) -> Pr
     """The program of an op case: the output, and with gradients ``(out, dq, dk, dv)``.
 
     Planning is part of it, as in a model's forward pass, and the layout is an argument: no backend can
-    bake the mask of this one case into its code.
+    bake the mask of this one case into its code. A decode step finds its keys and values as a cache holds
+    them (``models.KVCache``: ``[batch, kv_heads, length, head_dim]``) and hands them over transposed, which
+    XLA folds into the products; in the contract's own layout a CPU reads them several times slower.
     """
     spec, inputs = spec_of(case), make_inputs(case)
 
@@ -37,7 +39,13 @@ def op_program(case: OpCase, backend: Backend, mode: Mode, target: Target) -> Pr
         out, pull_back = jax.vjp(lambda q, k, v: forward(layout, q, k, v), query, key, value)
         return out, *pull_back(d_out)
 
+    def decode(layout: Layout, query: Any, keys: Any, values: Any) -> Any:
+        return forward(layout, query, keys.swapaxes(1, 2), values.swapaxes(1, 2))
+
     arguments = (inputs.layout, inputs.query, inputs.key, inputs.value)
+    if case.kind == "op_decode":
+        caches = (x.swapaxes(1, 2) for x in (inputs.key, inputs.value))
+        return Program(decode, (inputs.layout, inputs.query, *caches))
     if case.needs_grad:
         return Program(forward_backward, (*arguments, inputs.d_out))
     return Program(forward, arguments)
