@@ -12,9 +12,10 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 
-from reports import cases, statistics
-from reports.statistics import Interval
+from reports import cases
+from suite import statistics
 from suite.record import Record
+from suite.statistics import Interval
 
 STANDARD = "standard"
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from reports import cases, environment, statistics
+from reports import cases, environment
 from reports.cells import label, shows_memory, shows_speed
 from reports.formatting import Value, escape, plural, shorten
 from reports.load import Run, load
 from reports.markdown import render_table
 from reports.tables import MILLI, Column, Table, table
+from suite import statistics
 from suite.record import Record
 
 _ABSENT = "absent"

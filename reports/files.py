@@ -14,9 +14,9 @@ from reports.cells import Cell, shows_memory
 from reports.formatting import Value
 from reports.page import Page, Section
 from reports.quality import shows_quality
-from reports.statistics import Interval
 from reports.tables import Table
 from suite.record import TensorError
+from suite.statistics import Interval
 
 JSON_SCHEMA = 1
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import re
 
-from reports.statistics import Interval
 from suite.record import TensorError
+from suite.statistics import Interval
 
 DASH = "\u2013"
 TIMES = "\u00d7"

@@ -10,11 +10,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from reports import cases, statistics
+from reports import cases
 from reports.cells import STANDARD, Cell, Group, is_trusted
 from reports.formatting import Value
-from reports.statistics import Interval
 from reports.tables import Column, Table, table
+from suite import statistics
+from suite.statistics import Interval
 
 INVALID = "INVALID"
 _PER_TABLE = 6

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from reports import quality, statistics
+from reports import quality
 from reports.cells import STANDARD, Cell, Group, same_rounds
 from reports.formatting import TIMES, code, escape, estimate, number, plural, shorten
-from reports.statistics import Interval
 from reports.tables import MILLI
+from suite import statistics
+from suite.statistics import Interval
 
 _FAILED = ("wrong", "oom", "timeout", "crashed")
 

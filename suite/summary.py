@@ -7,9 +7,9 @@ from typing import Any
 
 from rich.text import Text
 
+from suite import statistics
 from suite.formulas import ITEM_BYTES
 from suite.record import Record
-from suite.speed import median_interval, paired_ratio
 
 _STYLES = {"ok": "green", "unsupported": "dim", "wrong": "bold red"}
 
@@ -54,9 +54,9 @@ def _columns(name: str, *values: str) -> str:
 
 def format_seconds(record: Record) -> str:
     """The median with its interval, in the unit that suits it."""
-    interval = median_interval(record.samples)
-    scale, unit = (1e6, "us") if interval.median < 1e-3 else (1e3, "ms") if interval.median < 1 else (1, "s")
-    text = f"{interval.median * scale:.3g}"
+    interval = statistics.median(record.samples)
+    scale, unit = (1e6, "us") if interval.value < 1e-3 else (1e3, "ms") if interval.value < 1 else (1, "s")
+    text = f"{interval.value * scale:.3g}"
     if interval.low is not None and interval.high is not None:
         text += f" ({interval.low * scale:.3g}-{interval.high * scale:.3g})"
     return f"{text} {unit}"
@@ -66,7 +66,7 @@ def ratio_to(record: Record, baseline: Record) -> Any:
     """Time of ``record`` relative to ``baseline``, by rounds where both were measured in one session."""
     if record.environment.get("session") != baseline.environment.get("session"):
         return None
-    return paired_ratio(record.samples, baseline.samples)
+    return statistics.paired_ratio(record.samples, baseline.samples)
 
 
 def _speedup(record: Record, baseline: Record | None) -> str:
@@ -75,7 +75,7 @@ def _speedup(record: Record, baseline: Record | None) -> str:
     ratio = ratio_to(record, baseline)
     if ratio is None:
         return "not paired"
-    return f"{ratio.median:.2f}" + ("" if ratio.low is None else f" ({ratio.low:.2f}-{ratio.high:.2f})")
+    return f"{ratio.value:.2f}" + ("" if ratio.low is None else f" ({ratio.low:.2f}-{ratio.high:.2f})")
 
 
 def _shares(record: Record) -> tuple[str, str]:
@@ -83,7 +83,7 @@ def _shares(record: Record) -> tuple[str, str]:
     machine = record.environment.get("machine", {})
     if not record.samples:
         return "", ""
-    seconds = median_interval(record.samples).median
+    seconds = statistics.median(record.samples).value
     dtype = record.problem.get("dtype", "float32")
     peaks = machine.get("matmul_flops", {})
     peak = peaks.get(dtype) or (peaks.get("bfloat16") if ITEM_BYTES.get(dtype) == 2 else None)

@@ -7,29 +7,39 @@ from suite.cases import OpCase
 from suite.formulas import visible_pairs
 from suite.probe import CellPlan
 from suite.runner import measured
-from suite.speed import Sampling, calls_per_sample, median_interval, paired_ratio
+from suite.speed import Sampling, calls_per_sample
+from suite.statistics import FEWEST, mean, median, paired_difference, paired_ratio, unpaired_ratio
 
 
 def test_interval_holds_the_median_and_repeats_itself():
     values = np.random.default_rng(0).gamma(4.0, size=20).tolist()
-    first, second = median_interval(values), median_interval(values)
+    first, second = median(values), median(values)
     assert first == second
-    assert first.low <= np.median(values) == first.median <= first.high
+    assert first.low <= np.median(values) == first.value <= first.high
 
 
-def test_interval_of_two_samples_is_left_open():
-    assert median_interval([1.0, 2.0]).low is None
+def test_interval_of_too_few_samples_is_left_open():
+    assert median([1.0] * (FEWEST - 1)).low is None
+    assert median([1.0] * FEWEST).low == 1.0
 
 
 def test_ratio_is_taken_round_by_round():
     drift = np.linspace(1.0, 5.0, 10)
     ratio = paired_ratio((3.0 * drift).tolist(), drift.tolist())
-    assert (ratio.median, ratio.low, ratio.high) == pytest.approx((3.0, 3.0, 3.0))
+    assert (ratio.value, ratio.low, ratio.high) == pytest.approx((3.0, 3.0, 3.0))
 
 
-def test_ratio_without_a_common_round_is_refused():
-    with pytest.raises(ValueError, match="no round"):
-        paired_ratio([], [1.0])
+def test_no_ratio_without_a_common_round():
+    assert paired_ratio([], [1.0]) is None
+    assert mean([]) is None
+    assert paired_difference([1.0], [1.0, 2.0]) is None
+
+
+def test_ratio_of_two_runs_is_wider_than_that_of_shared_rounds():
+    drift = np.linspace(1.0, 5.0, 10)
+    apart = unpaired_ratio((3.0 * drift).tolist(), drift.tolist())
+    assert apart.low < 2.9
+    assert apart.high > 3.1
 
 
 @pytest.mark.parametrize(
