@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from backends import registry
 from backends.contract import AttentionSpec, Backend, Layout, Mode, Plan
@@ -79,13 +79,17 @@ def resolve(
 ) -> Resolution:
     """Decide which backend computes ``spec`` on ``target`` (default: this machine) for ``request``.
 
-    ``request`` is a registered name or ``"auto"``. Raises UnknownBackendError for a name nobody
-    registered, and BackendUnavailableError where ``on_unavailable="raise"`` and the named backend refuses,
-    or where nothing at all supports the spec.
+    ``request`` is a registered name or ``"auto"``. Raises UnknownBackendError for a name nobody registered,
+    ValueError for a mode that there is not, and BackendUnavailableError where ``on_unavailable="raise"`` and
+    the named backend refuses, or where nothing at all supports the spec.
     """
     target = Target.here() if target is None else target
-    if on_unavailable not in ("fallback", "raise"):
+    if on_unavailable not in get_args(OnUnavailable):
         raise ValueError(f"on_unavailable={on_unavailable!r} must be 'fallback' or 'raise'.")
+    if mode not in get_args(Mode):
+        raise ValueError(f"mode={mode!r} must be one of {', '.join(map(repr, get_args(Mode)))}.")
+    if request == "auto" and mode != "native":
+        raise ValueError(f"mode={mode!r} is for a backend by name; give backend=..., or leave mode at 'native'.")
     rejections: list[Rejection] = []
     if request != "auto":
         backend = registry.get(request)
@@ -97,7 +101,7 @@ def resolve(
             raise BackendUnavailableError(f"{request} cannot run this on {target}: {' '.join(support.reasons)}")
     known = registry.names()
     for name in PRIORITY[target.platform]:
-        if name == request or name not in known:
+        if (name == request and mode == "native") or name not in known:
             continue
         backend = registry.get(name)
         support = backend.supports(spec, target, "native")
@@ -107,8 +111,10 @@ def resolve(
         if request == "auto":
             return Resolution(request, backend, support.mode, spec, target, tuple(rejections))
         resolution = Resolution(request, backend, "fallback", spec, target, tuple(rejections))
+        asked, instead = ("", "") if mode == "native" else (f" in mode {mode!r}", " natively")
         warnings.warn(
-            f"{request} cannot run this on {target}; {name} runs instead. {' '.join(resolution.reasons)}",
+            f"{request} cannot run this{asked} on {target}; {name} runs{instead} instead. "
+            + " ".join(resolution.reasons),
             BackendFallbackWarning,
             stacklevel=2,
         )

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -109,7 +110,7 @@ class Transformer(nnx.Module):
         backends without a backward pass. Raises ValueError for shapes that do not fit, and what
         :func:`backends.resolve` raises.
         """
-        tokens = _check_tokens(tokens)
+        tokens = _check_tokens(tokens, self.config.vocab_size)
         batch, length = tokens.shape
         if not self.config.use_rope and length > self.config.max_length:
             raise ValueError(
@@ -161,7 +162,7 @@ class Transformer(nnx.Module):
         Logits are ``[batch, length, vocab]``, or with ``last_only`` the ``[batch, vocab]`` of each row's
         last valid token. The given cache is donated. Raises ValueError where the tokens do not fit.
         """
-        tokens = _check_tokens(tokens)
+        tokens = _check_tokens(tokens, self.config.vocab_size)
         batch, length = tokens.shape
         if "full" in self.config.attention_types:
             raise ValueError(
@@ -210,11 +211,17 @@ class Transformer(nnx.Module):
         return self.prefill(tokens, cache, last_only=True, **call)
 
 
-def _check_tokens(tokens: Any) -> Array:
-    tokens = jnp.asarray(tokens)
+def _check_tokens(tokens: Any, vocab_size: int) -> Array:
+    """The tokens as an array; their range is checked where that needs no wait for a device."""
+    on_device = isinstance(tokens, jax.Array)
+    tokens = tokens if on_device else np.asarray(tokens)
     if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer) or 0 in tokens.shape:
         raise ValueError(f"tokens is {tokens.dtype}{list(tokens.shape)}; expected integers [batch, length], not empty.")
-    return tokens
+    if not on_device and not 0 <= tokens.min() <= tokens.max() < vocab_size:
+        raise ValueError(
+            f"tokens reach from {tokens.min()} to {tokens.max()}; this model has tokens 0 to {vocab_size - 1}."
+        )
+    return jnp.asarray(tokens)
 
 
 def _check_shapes(config: ModelConfig, params: Params) -> None:

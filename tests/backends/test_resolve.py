@@ -107,6 +107,22 @@ def test_interpreting_what_has_no_kernel_is_refused_with_a_reason(name: str) -> 
         resolve(name, SPEC, CPU, mode="interpret", on_unavailable="raise")
 
 
+def test_mode_that_there_is_not_is_refused() -> None:
+    with pytest.raises(ValueError, match="mode='fast' must be one of 'native', 'interpret', 'compile'"):
+        resolve("standard", SPEC, CPU, mode="fast")
+
+
+def test_auto_does_not_quietly_ignore_a_mode() -> None:
+    with pytest.raises(ValueError, match="mode='interpret' is for a backend by name"):
+        resolve("auto", SPEC, CPU, mode="interpret")
+
+
+def test_backend_without_an_interpreter_falls_back_to_itself_where_it_runs_natively() -> None:
+    with pytest.warns(BackendFallbackWarning, match="in mode 'interpret' .* chunked runs natively instead"):
+        resolution = resolve("chunked", SPEC, CPU, mode="interpret")
+    assert (resolution.backend.name, resolution.mode) == ("chunked", "fallback")
+
+
 def test_interpreter_is_never_the_fallback() -> None:
     with pytest.warns(BackendFallbackWarning):
         resolution = resolve("standard", SPEC, CPU, mode="interpret")

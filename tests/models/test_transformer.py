@@ -146,3 +146,9 @@ def test_more_tokens_than_learned_positions_are_refused():
         model(TOKENS)
     with pytest.raises(ValueError, match="capacity=9 is more than the 8 positions"):
         model.new_cache(1, 9)
+
+
+def test_token_outside_the_vocabulary_is_refused():
+    model = Transformer(ModelConfig.from_preset("debug"))
+    with pytest.raises(ValueError, match="tokens reach from 0 to 256; this model has tokens 0 to 255"):
+        model(np.array([[0, 256]]))
