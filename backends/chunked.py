@@ -6,7 +6,7 @@ visible are not masked (``blocks.py``). The backward pass recomputes the probabi
 log-sum-exp. Short queries against long keys (decoding) take the formula of ``standard``, whose scores are
 linear in the key length there.
 
-What XLA needs on a CPU, each measured (see ``docs/cpu.md``), is decided in :func:`_tricks` alone.
+What XLA needs on a CPU and nowhere else is decided in :func:`_tricks`; ``attnsuite run`` measures the whole.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from backends.contract import AttentionSpec, Carry, Layout, Mode, Plan, Support,
 from backends.devices import Target
 
 # Where the plain formula runs instead: few query rows (its scores are linear in the key length then), or a
-# score matrix so small that it stays in the cache (128 x 128: faster than blocks, docs/cpu.md).
+# score matrix so small that it stays in the cache (128 x 128 is about where the two cross on a 2-core CPU).
 SHORT_QUERY = 16
 SMALL_SCORES = 128 * 128
 
