@@ -1,4 +1,4 @@
-"""The command ``attnsuite``: run a suite, look at the machine, render a report again.
+"""The command ``attnsuite``: run a suite, look at the machine, render a report again, compare two runs.
 
 Exit codes: 0 when the command did what it was asked (failed cells are results), 2 for input that cannot be
 used (one sentence on stderr), 130 after Ctrl-C (what is done is kept).
@@ -77,10 +77,21 @@ class Report:
     """Directory of the run."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Compare:
+    """Hold the second run against the first, cell by cell, as Markdown."""
+
+    run_a: tyro.conf.Positional[Path]
+    """Directory of the first run."""
+    run_b: tyro.conf.Positional[Path]
+    """Directory of the second run."""
+
+
 Command = (
     Annotated[Run, tyro.conf.subcommand("run")]
     | Annotated[Doctor, tyro.conf.subcommand("doctor")]
     | Annotated[Report, tyro.conf.subcommand("report")]
+    | Annotated[Compare, tyro.conf.subcommand("compare")]
 )
 
 
@@ -100,6 +111,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 code = _doctor(command)
             case Report():
                 code = _report(command.run_dir)
+            case Compare():
+                print(reports.compare(command.run_a, command.run_b))  # noqa: T201
+                code = 0
     except (InputError, reports.ReportError) as error:
         print(f"attnsuite: {error}", file=sys.stderr)  # noqa: T201 (the command line's output)
         code = _BAD_INPUT

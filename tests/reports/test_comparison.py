@@ -1,6 +1,7 @@
 import pytest
 
 import reports
+from suite.command_line import main
 
 
 def runs(write_run, first, second):
@@ -55,3 +56,18 @@ def test_cells_of_one_run_only_are_listed(record, write_run):
 def test_missing_run_is_a_report_error(record, write_run, tmp_path):
     with pytest.raises(reports.ReportError, match="holds no"):
         reports.compare(write_run(record()), tmp_path / "nowhere")
+
+
+def test_command_line_compares_two_runs(record, write_run, capsys):
+    folders = [write_run(record(samples=scaled(record(), factor)), name=str(factor)) for factor in (1.0, 2.0)]
+    with pytest.raises(SystemExit) as ended:
+        main(["compare", *map(str, folders)])
+    assert ended.value.code == 0
+    assert "B slower" in capsys.readouterr().out
+
+
+def test_command_line_refuses_a_directory_without_records(record, write_run, capsys, tmp_path):
+    with pytest.raises(SystemExit) as ended:
+        main(["compare", str(write_run(record())), str(tmp_path / "nowhere")])
+    assert ended.value.code == 2
+    assert "holds no records.jsonl" in capsys.readouterr().err
