@@ -34,6 +34,7 @@ SHORT_QUERY = 16
 SMALL_SCORES = 128 * 128
 
 _MASKED = -1e30  # finite, so that a row with nothing visible gives no NaN
+_ALONE = 1.0 - 2.0**-21  # of float32: a probability this near to one is one, but for the rounding of its score
 _UNSEEN = 1e30  # log-sum-exp of a row with nothing visible: its probabilities come out as zero
 
 OPTIONS = {
@@ -409,6 +410,8 @@ def _backward(
                 mask = blocks.visible(spec, layout, batch, start, column * block, block, block).T[:, None]
                 probs = jnp.where(mask, probs.reshape(heads, block, group, block), 0.0).reshape(probs.shape)
             d_scores = probs * (_dot("hkd,hqd->hkq", v, d_o) - deltas[at][:, None])
+            # A key that has the whole row moves nothing: its two terms cancel, and only their rounding would be left.
+            d_scores = jnp.where(probs > _ALONE, 0.0, d_scores)
             if spec.logits_soft_cap is not None:
                 d_scores = d_scores * (1.0 - (scores / spec.logits_soft_cap) ** 2)
             probs, d_scores = _round(probs, program), _round(d_scores * program.scale_scores, program)
