@@ -3,7 +3,7 @@
 Follows Hugging Face's ``modeling_llama.py`` to the order of operations: RMSNorm in float32 with epsilon
 inside the root, half-split RoPE, ``down(silu(gate(x)) * up(x))``. The attention of each type is planned once
 per pass and run by every layer of that type, with its carry threaded from layer to layer. A Python loop over
-layers compiles as fast as a scan up to 32 layers and lets layers differ.
+layers lets layers differ.
 
 Packed input: a document is a maximal run of equal, non-negative segment ids. Positions restart with each
 document, so that packed documents give what each gives alone; negative ids are padding.

@@ -95,7 +95,7 @@ def _prepare_quality(case: TextCase | RetrievalCase, request: CellRequest) -> Pr
 def _run(program: Program, limit: int) -> tuple[Any, Callable[[], float], dict[str, Any]]:
     """Compile, check the sizes, run once for memory, once more where that is quick, and say how to sample."""
     compiled = speed.compile_program(program.function, program.arguments)
-    sizes = memory.compiled_sizes(compiled.executable)
+    sizes = memory.compiled_sizes(compiled.call)
     needed = sum(size for size in sizes.values() if size)
     target = Target.here()
     available = limit if target.platform == "cpu" or target.memory_bytes is None else target.memory_bytes

@@ -28,7 +28,7 @@ def op_program(case: OpCase, backend: Backend, mode: Mode, target: Target) -> Pr
     Planning is part of it, as in a model's forward pass, and the layout is an argument: no backend can
     bake the mask of this one case into its code. A decode step finds its keys and values as a cache holds
     them (``models.KVCache``: ``[batch, kv_heads, length, head_dim]``) and hands them over transposed, which
-    XLA folds into the products; in the contract's own layout a CPU reads them several times slower.
+    XLA folds into the products; in the contract's own layout a CPU transposes them in memory first.
     """
     spec, inputs = spec_of(case), make_inputs(case)
 
