@@ -186,6 +186,38 @@ class Plan:
         return self.attend(query, key, value, layer, carry)
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class KernelBuild:
+    """One GPU kernel compiled ahead of time, as its assembler reports it: sizes, never a speed.
+
+    ``configuration`` holds what it was compiled with (block sizes, warps, stages). Sizes are per thread
+    (``registers``, ``spilled_bytes``) and per thread block (``shared_bytes``, of which the target has
+    ``shared_limit_bytes``). ``error`` is the compiler's own first line where it refused; the sizes are
+    None then.
+    """
+
+    name: str
+    configuration: tuple[tuple[str, int], ...]
+    registers: int | None = None
+    spilled_bytes: int | None = None
+    shared_bytes: int | None = None
+    shared_limit_bytes: int | None = None
+    vector_loads: int | None = None
+    scalar_loads: int | None = None
+    error: str | None = None
+
+
+@runtime_checkable
+class CompilesKernels(Protocol):
+    """A backend whose GPU kernels are compiled outside XLA and can say what came of it."""
+
+    def compile_kernels(
+        self, spec: AttentionSpec, target: Target, options: Mapping[str, Any] | None = None
+    ) -> tuple[KernelBuild, ...]:
+        """Compile every kernel of ``spec`` for ``target``, which need not be present. No GPU, no driver."""
+        ...
+
+
 @runtime_checkable
 class Backend(Protocol):
     """One implementation of the contract, hashable. ``exact`` is False for approximations (sparse attention)."""
