@@ -3,8 +3,8 @@
 The recurrence is FlashAttention-2's (arXiv 2307.08691), written in XLA so that it runs on every platform;
 it is the fallback for long sequences. Blocks that hold nothing visible are skipped, blocks that are all
 visible are not masked (``blocks.py``). The backward pass recomputes the probabilities from the saved
-log-sum-exp. Short queries against long keys (decoding) take the formula of ``standard``, whose scores are
-linear in the key length there.
+log-sum-exp. Short queries against long keys (decoding) take the plain formula, whose scores are linear in
+the key length there (``decode.py`` on a CPU, ``standard.py`` elsewhere).
 
 What XLA needs on a CPU and nowhere else is decided in :func:`_tricks`; ``attnsuite run`` measures the whole.
 """
@@ -23,7 +23,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from backends import blocks, standard
+from backends import blocks, decode, standard
 from backends.blocks import BlockTable, PaddedLayout
 from backends.contract import AttentionSpec, Carry, Layout, Mode, Plan, Support, check_options
 from backends.devices import Target
@@ -99,6 +99,8 @@ class Chunked:
         """Sort the blocks once for all layers. Options: see :data:`OPTIONS`; raises ValueError for others."""
         given = check_options(self.name, options, OPTIONS)
         small = spec.query_length * spec.key_value_length <= SMALL_SCORES
+        if spec.query_length <= SHORT_QUERY and not spec.needs_grad and target.platform == "cpu":
+            return decode.plan(spec, layout)
         if spec.query_length <= SHORT_QUERY or (small and not given):
             return standard.STANDARD.plan(spec, layout, target=target)
         sizes = _fit(dataclasses.replace(default_sizes(spec, target), **_checked(given)), spec, layout)
