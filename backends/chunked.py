@@ -23,10 +23,11 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from backends import blocks, decode, standard
+from backends import blocks, decode, standard, tuned
 from backends.blocks import BlockTable, PaddedLayout
 from backends.contract import AttentionSpec, Carry, Layout, Mode, Plan, Support, check_options
 from backends.devices import Target
+from backends.tuned import Entry
 
 # Where the plain formula runs instead: few query rows (its scores are linear in the key length then), or a
 # score matrix so small that it stays in the cache (128 x 128 is about where the two cross on a 2-core CPU).
@@ -42,6 +43,7 @@ OPTIONS = {
     "block_kv": "keys per block (a multiple of 8)",
     "block_backward": "rows and keys per block in the backward pass (a multiple of 8)",
     "heads_per_tile": "KV heads computed together (at least 1)",
+    "tuned": "path of a table that attnsuite tune wrote, in place of the one that ships",
 }
 
 
@@ -98,12 +100,14 @@ class Chunked:
     ) -> Plan:
         """Sort the blocks once for all layers. Options: see :data:`OPTIONS`; raises ValueError for others."""
         given = check_options(self.name, options, OPTIONS)
+        path = given.pop("tuned", None)
         small = spec.query_length * spec.key_value_length <= SMALL_SCORES
         if spec.query_length <= SHORT_QUERY and not spec.needs_grad and target.platform == "cpu":
             return decode.plan(spec, layout)
         if spec.query_length <= SHORT_QUERY or (small and not given):
             return standard.STANDARD.plan(spec, layout, target=target)
-        sizes = _fit(dataclasses.replace(default_sizes(spec, target), **_checked(given)), spec, layout)
+        entries = tuned.shipped() if path is None else tuned.load(path)
+        sizes = _fit(dataclasses.replace(default_sizes(spec, target, entries), **_checked(given)), spec, layout)
         program = _Program(spec, sizes, *_tricks(spec, target), *_scales(spec))
         differentiable, traced = _differentiable(program, _tables(program, layout))
 
@@ -112,9 +116,40 @@ class Chunked:
 
         return Plan(attend)
 
+    def defaults(self, spec: AttentionSpec, target: Target) -> Mapping[str, int]:
+        """The rule's block sizes, which ``attnsuite tune`` holds the candidates against."""
+        rule = _rule(spec, target)
+        if spec.needs_grad:
+            return {"block_backward": rule.block_backward}
+        return {"block_q": rule.block_q, "block_kv": rule.block_kv, "heads_per_tile": rule.heads_per_tile}
 
-def default_sizes(spec: AttentionSpec, target: Target) -> BlockSizes:
-    """Block sizes where the user gives none: by platform, length and group."""
+    def candidates(self, spec: AttentionSpec, target: Target) -> tuple[Mapping[str, int], ...]:
+        """Block sizes for ``attnsuite tune`` to try: of the backward pass where there is one, else of the forward."""
+        if spec.needs_grad:
+            return tuple({"block_backward": block} for block in (64, 128, 256, 512))
+        rows = [max(64, block // spec.group_size) for block in (128, 256, 512, 1024)]
+        return tuple(
+            {"block_q": block_q, "block_kv": block_kv, "heads_per_tile": heads}
+            for block_q in dict.fromkeys(rows)
+            for block_kv in (128, 256, 512, 1024)
+            for heads in (2, 4)
+            if block_q <= block_kv <= max(8 * block_q, 256)
+        )
+
+
+def default_sizes(spec: AttentionSpec, target: Target, entries: tuple[Entry, ...] = ()) -> BlockSizes:
+    """Block sizes where the user gives none: a rule by platform, length and group, and what tuning found better."""
+    sizes = _rule(spec, target)
+    for gradient in (False, True):
+        sizes = dataclasses.replace(
+            sizes, **tuned.options_for(entries, "chunked", target.platform, spec, gradient=gradient)
+        )
+    # Each device works on its own heads: more of them than two at once only make its tiles larger than its cache.
+    return dataclasses.replace(sizes, heads_per_tile=min(sizes.heads_per_tile, 2)) if target.count > 1 else sizes
+
+
+def _rule(spec: AttentionSpec, target: Target) -> BlockSizes:
+    """The prototype's rule; cells of ``backends/tuned.json`` hold how much better was found for each problem."""
     length, group = min(spec.query_length, spec.key_value_length), spec.group_size
     if target.platform != "cpu":  # few large steps; not tuned on an accelerator yet
         return BlockSizes(512, 512, 512, spec.batch * spec.num_kv_heads)
@@ -123,7 +158,7 @@ def default_sizes(spec: AttentionSpec, target: Target) -> BlockSizes:
         block_q = max(64, min(block_q, 512 // group))
     block_kv = 512 if length >= 2048 else 256 if length >= 1024 else 128
     block_backward = block_q if length >= 2048 else min(block_q, 128 if group == 1 else 64)
-    return BlockSizes(block_q, max(block_q, block_kv), block_backward, 2 if target.count > 1 else 4)
+    return BlockSizes(block_q, max(block_q, block_kv), block_backward, 4)
 
 
 def _checked(options: dict[str, Any]) -> dict[str, Any]:

@@ -114,7 +114,7 @@ def _rows(spec: AttentionSpec, layout: Layout, mesh: Mesh) -> Layout:
     axis, by_heads = mesh.axis_names[0], divided(spec, mesh.size) == "heads"
     at, size = (1, spec.num_heads) if by_heads else (0, spec.batch)
 
-    def place(x: Array | None) -> PartitionSpec | None:
+    def place(x: Array | None) -> Any:  # a Layout of PartitionSpecs: the same tree, with other leaves
         if x is None:
             return None
         is_divided = x.ndim > at and x.shape[at] == size and (x.ndim == 4 or not by_heads)

@@ -1,4 +1,4 @@
-"""The command ``attnsuite``: run a suite, look at the machine, render a report again, compare two runs.
+"""The command ``attnsuite``: run a suite, look at the machine, tune, render a report, compare two runs.
 
 Exit codes: 0 when the command did what it was asked (failed cells are results), 2 for input that cannot be
 used (one sentence on stderr), 130 after Ctrl-C (what is done is kept).
@@ -10,6 +10,7 @@ import dataclasses
 import datetime as dt
 import json
 import re
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,7 +27,9 @@ from suite.progress import ProgressDisplay
 from suite.run import RunRequest, execute, new_request, resumed_request
 from suite.runner import Limits
 from suite.store import MANIFEST, RECORDS, parse_records
+from suite.suites import select
 from suite.summary import summary_lines
+from suite.tuning import TUNED, tunable, tune
 
 _INTERRUPTED = 130
 _BAD_INPUT = 2
@@ -44,9 +47,9 @@ class Run:
     """Measure every backend on every case of a suite and write a report."""
 
     suite: Annotated[str | None, _flag("NAME|FILE", "quick")] = None
-    """quick, full, or the path of a .toml file."""
-    backends: Annotated[str | None, _flag("NAMES", "all that are registered")] = None
-    """Backends to compare, separated by commas."""
+    """quick, full, cpu-speed, or the path of a .toml file."""
+    backends: Annotated[str | None, _flag("NAMES", "all, and the suite's peers")] = None
+    """Backends (and peers) to compare, separated by commas."""
     cases: Annotated[str | None, _flag("PATTERNS", "all of the suite")] = None
     """Glob patterns of case names, separated by commas."""
     out: Annotated[Path | None, _flag("DIR", "runs/<UTC time>-<suite>")] = None
@@ -87,9 +90,24 @@ class Compare:
     """Directory of the second run."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Tune:
+    """Measure which options of a backend are the fastest here, and write them to a file that plans read."""
+
+    backends: Annotated[str | None, _flag("NAMES", "all that can be tuned")] = None
+    """Backends to tune, separated by commas."""
+    cases: Annotated[str | None, _flag("PATTERNS", "all")] = None
+    """Glob patterns of case names, separated by commas."""
+    out: Annotated[Path, _flag("FILE", "tuned.json")] = Path("tuned.json")
+    """File to write; an existing one is replaced."""
+    cell_timeout: Annotated[float, _flag("SECONDS", "120")] = 120.0
+    """Time that a case may take; five times that for all its candidates."""
+
+
 Command = (
     Annotated[Run, tyro.conf.subcommand("run")]
     | Annotated[Doctor, tyro.conf.subcommand("doctor")]
+    | Annotated[Tune, tyro.conf.subcommand("tune")]
     | Annotated[Report, tyro.conf.subcommand("report")]
     | Annotated[Compare, tyro.conf.subcommand("compare")]
 )
@@ -107,6 +125,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         match command:
             case Run():
                 code = _run(command)
+            case Tune():
+                code = _tune(command)
             case Doctor():
                 code = _doctor(command)
             case Report():
@@ -157,6 +177,20 @@ def _report(directory: Path) -> int:
     path = reports.render(directory)
     print(*summary_lines(parse_records(directory / RECORDS)[0]), sep="\n")  # noqa: T201
     print(f"records: {directory / RECORDS}\nreport:  {path}")  # noqa: T201
+    return 0
+
+
+def _tune(command: Tune) -> int:
+    backends = tunable(None if command.backends is None else command.backends.split(","))
+    cases = TUNED if command.cases is None else select(TUNED, command.cases.split(","))
+    if not command.out.parent.is_dir():
+        raise InputError(f"--out {command.out}: the directory {command.out.parent} does not exist; make it first.")
+    errors = Console(stderr=True)
+    words = shlex.join(["attnsuite", "tune", "--backends", ",".join(backends), "--out", str(command.out)])
+    limits = Limits(command.cell_timeout, int(_MEMORY_SHARE * machine_bytes()))
+    with errors.status("starting") as status:
+        tune(backends, cases, limits, command.out, words, status.update)
+    print(f"tuned:   {command.out}")  # noqa: T201
     return 0
 
 

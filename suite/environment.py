@@ -22,7 +22,21 @@ from suite.memory import machine_bytes
 
 DISTRIBUTION = "attention-suite"
 _ROOMS = ("backends", "models", "suite")
-_PACKAGES = ("jax", "jaxlib", "flax", "numpy", "scipy", "optax", "triton", "kvax", "jax-triton", "libtpu")
+_PACKAGES = (
+    "jax",
+    "jaxlib",
+    "flax",
+    "numpy",
+    "scipy",
+    "optax",
+    "triton",
+    "kvax",
+    "jax-triton",
+    "libtpu",
+    "torch",
+    "transformers",
+    "tokamax",
+)
 _FLAGS = (
     "XLA_FLAGS",
     "JAX_DEFAULT_MATMUL_PRECISION",
