@@ -293,6 +293,19 @@ def _untile_keys(x: Array, spec: AttentionSpec) -> Array:
     return x[:, : spec.key_value_length]
 
 
+def _columns(x: Array, heads: int, block: int) -> Array:
+    """[B, S, K, D] -> [tiles * kv_blocks, heads, block, D]: each KV block by itself, for the backward pass."""
+    x = _tile_keys(x, heads, block)
+    tiles, _, _, d = x.shape
+    return x.reshape(tiles, heads, -1, block, d).swapaxes(1, 2).reshape(-1, heads, block, d)
+
+
+def _uncolumns(x: Array, spec: AttentionSpec, tiles: int) -> Array:
+    """The inverse: -> [B, S, K, D]."""
+    _, heads, block, d = x.shape
+    return _untile_keys(x.reshape(tiles, -1, heads, block, d).swapaxes(1, 2), spec)
+
+
 def _round(x: Float[Array, "..."], program: _Program) -> Array:
     """float32 -> the input dtype; on a CPU to bfloat16 by adding half an ulp and cutting (ties away from 0)."""
     if not program.shift_to_bfloat16:
@@ -419,13 +432,7 @@ def _backward(
     queries = _tile_queries(_pack(_scaled_query(query, program), program), spec, heads, block)
     d_outs = _tile_queries(_pack(d_out, program), spec, heads, block)
 
-    def columns_of(x: Array) -> Array:  # [B, S, K, D] -> [tiles * kv_blocks, heads, block, D]
-        x = _tile_keys(_pack(x, program), heads, block)
-        return (
-            x.reshape(x.shape[0], heads, -1, block, x.shape[-1]).swapaxes(1, 2).reshape(-1, heads, block, x.shape[-1])
-        )
-
-    keys, values = columns_of(key), columns_of(value)
+    keys, values = (_columns(_pack(x, program), heads, block) for x in (key, value))
     # Transposed out here: inside the loop XLA folds the transpose into the product, for which it has no kernel then.
     keys_transposed = keys.swapaxes(2, 3)
     tiles = spec.batch * spec.num_kv_heads // heads
@@ -466,17 +473,9 @@ def _backward(
     d_queries = jnp.zeros((tiles * q_blocks, heads, spec.head_dim, group * block))
     index = jnp.repeat(jnp.arange(tiles), kv_blocks), jnp.tile(jnp.arange(kv_blocks), tiles)
     d_queries, (d_keys, d_values) = lax.scan(one_column, d_queries, (*index, keys, keys_transposed, values))
-    d_query = _round(d_queries.swapaxes(2, 3) * program.scale_query, program)
-
-    def gather(x: Array) -> Array:  # the inverse of columns_of
-        x = x.reshape(tiles, kv_blocks, heads, block, x.shape[-1]).swapaxes(1, 2)
-        return _untile_keys(_unpack(x, program), spec)
-
-    return (
-        _unpack(_untile_queries(_pack(d_query, program), spec, heads, block), program),
-        gather(d_keys),
-        gather(d_values),
-    )
+    d_query = _pack(_round(d_queries.swapaxes(2, 3) * program.scale_query, program), program)
+    d_key, d_value = (_uncolumns(_unpack(x, program), spec, tiles) for x in (d_keys, d_values))
+    return _unpack(_untile_queries(d_query, spec, heads, block), program), d_key, d_value
 
 
 CHUNKED = Chunked()
