@@ -39,13 +39,14 @@ class Goal:
     def concerns(self, record: Record) -> bool:
         """Whether the goal is about a case; only plain causal ones are compared."""
         problem = record.problem
-        plain = not problem.get("window") and problem.get("documents") == 1
+        length = problem.get("sequence")
+        if problem.get("window") or problem.get("documents") != 1 or not isinstance(length, int):
+            return False
         return (
-            plain
-            and record.kind in self.kinds
+            record.kind in self.kinds
             and self.dtype in (None, problem.get("dtype"))
             and self.grouped in (None, problem.get("heads") != problem.get("kv_heads"))
-            and self.shortest <= int(problem.get("sequence", 0)) <= self.longest
+            and self.shortest <= length <= self.longest
         )
 
 

@@ -53,7 +53,7 @@ def pictures(groups: Sequence[Group]) -> tuple[Picture, ...]:
             panel
             for kind in _KINDS
             for dtype in ("float32", "bfloat16", "float16")
-            if (panel := _panel(kind, dtype, [g for g in members if (g.kind, _problem(g)["dtype"]) == (kind, dtype)]))
+            if (panel := _panel(kind, dtype, [g for g in members if (g.kind, _dtype(g)) == (kind, dtype)]))
         ]
         if panels:
             title = f"heads {heads}/{kv_heads}, D {dim}, causal"
@@ -121,13 +121,17 @@ def _problem(group: Group) -> dict[str, Any]:
     return group.cells[0].record.problem
 
 
+def _dtype(group: Group) -> object:
+    return _problem(group).get("dtype")
+
+
 def _layout(group: Group) -> tuple[int, int, int]:
     problem = _problem(group)
-    return int(problem["heads"]), int(problem["kv_heads"]), int(problem["head_dim"])
+    return problem["heads"], problem["kv_heads"], problem["head_dim"]
 
 
 def _is_plain(group: Group) -> bool:
     problem = _problem(group)
-    ours = {"heads", "kv_heads", "head_dim", "sequence", "dtype"} <= set(problem)
+    ours = all(type(problem.get(name)) is int for name in ("heads", "kv_heads", "head_dim", "sequence"))
     other = any(problem.get(name) for name in ("window", "chunk_size", "soft_cap", "value_head_dim"))
     return ours and not other and problem.get("causal") is True and problem.get("documents", 1) == 1

@@ -62,6 +62,7 @@ def test_unthrottled_row_is_refused_where_there_is_no_brake(monkeypatch):
     assert "this is darwin" in mkl.refusals("Apple M3")[0]
 
 
+@pytest.mark.filterwarnings("ignore::backends.BackendFallbackWarning")
 def test_plans_hold_a_cell_per_peer_of_the_kind_and_one_for_all_cores(monkeypatch):
     monkeypatch.setattr("suite.probe.usable_cores", lambda: 4)
     found = probe([CASES[0]], ["standard", "chunked", "cudnn", "jax_nn", "transformers"], None, all_cores=True)
