@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from reports import environment, goals, peers, plot, quality, reading, tables
+from reports import environment, goals, growth, peers, plot, quality, reading, tables
 from reports.cells import Group, group
 from reports.formatting import code, escape, plural
 from reports.load import Run
@@ -189,7 +189,8 @@ def _memory(groups: Sequence[Group], records: Sequence[Record]) -> Section | Non
         "run raises the process above what it held with the program compiled and the inputs made"
         f"{how}. The device peak is the device allocator's statistic."
     )
-    return Section("memory", "Memory", (told,), tables=made)
+    grown = growth.growth(groups)
+    return Section("memory", "Memory", (told,), tables=(*((grown,) if grown else ()), *made))
 
 
 def _accuracy(groups: Sequence[Group]) -> Section | None:

@@ -97,7 +97,8 @@ def _prepare_model(case: ModelCase, request: CellRequest) -> Prepared:
     program = program or model_cell.model_program(case, model, request.requested)
     facts = {"flops": model_cell.model_flops(case, model.config), "tokens": model_cell.model_tokens(case)}
     _, sample, measured = _run(program, request)
-    return Prepared(facts=facts | measured | _judgement(errors, request, ()), take_sample=sample)
+    notes = () if is_peer else model_cell.notes(case, model.config)
+    return Prepared(facts=facts | measured | _judgement(errors, request, notes), take_sample=sample)
 
 
 def _prepare_quality(case: TextCase | RetrievalCase, request: CellRequest) -> Prepared:

@@ -109,6 +109,14 @@ def model_tokens(case: ModelCase) -> int:
     return case.batch * (case.new_tokens if case.kind == "model_decode" else case.sequence)
 
 
+def notes(case: ModelCase, config: ModelConfig) -> tuple[str, ...]:
+    """What a reader must know of how the case was run."""
+    held = _cache_dtype(config)
+    if case.kind != "model_decode" or held == config.dtype:
+        return ()
+    return (f"{case.name}: the cache is {held} although the model is {config.dtype}, since a CPU reads it faster so.",)
+
+
 def model_flops(case: ModelCase, config: ModelConfig) -> float:
     """FLOPs of one call: two per weight and token that a matmul uses (three times that in training), and attention."""
     mlp = (3 if config.use_swiglu else 2) * config.intermediate_size

@@ -138,6 +138,7 @@ CPU_SPEED = Suite(
             for model in ("small", "medium")
             for kind in ("model_prefill", "model_train", "model_decode")
         ),
+        ModelCase(kind="model_decode", model="small", sequence=2048, dtype="bfloat16"),
     ),
     peers=("jax_nn", "torch", "torch_unthrottled", "transformers", "transformers_unthrottled", "tokamax"),
     all_cores=True,

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 import reports
-from reports import goals, peers, plot
+from reports import goals, growth, peers, plot
 from reports.cells import group
 
 TIMES = tuple(0.1 + 0.001 * i for i in range(10))
@@ -106,6 +106,18 @@ def test_picture_holds_a_line_per_backend_and_the_roof(over_lengths):
     assert [length for length, _ in panel.lines[0][1]] == [512, 1024, 2048]
     assert panel.roof == 400.0
     assert picture.file == "speed-h8k8-d64.svg"
+
+
+def test_growth_of_memory_is_the_exponent_of_the_length(cells):
+    def at(length):
+        sizes = {"standard": length**2, "chunked": 64 * length}
+        records = cells(sequence=length, standard=1.0, chunked=0.4)
+        return [dataclasses.replace(r, memory={"compiled_temp": sizes[r.requested]}) for r in records]
+
+    made = growth.growth(group([record for length in (512, 1024, 2048, 4096) for record in at(length)]))
+    assert [(row["backend"], round(row["exponent"], 6)) for row in made.rows] == [("standard", 2.0), ("chunked", 1.0)]
+    assert {row["lengths"] for row in made.rows} == {"1024 to 4096"}
+    assert made.rows[1]["per_token"] == 64
 
 
 def test_two_lengths_are_no_line(over_lengths):
