@@ -7,7 +7,7 @@ each correction has a test that fails without it (tests/backends/kvax/test_inter
 - ``a and b`` on block tensors is Python's ``and`` there and keeps only ``b``, which drops Kvax's causal mask.
 - ``tl.dot`` multiplies the bit patterns of bfloat16, which it holds as uint16.
 - float32 to bfloat16 truncates; a GPU rounds to nearest even.
-- NumPy 2.4 refuses the conversion by which it takes a scalar as an index.
+- NumPy 2.4 refuses the conversion by which Triton 3.6 takes a scalar as an index.
 
 Products and sums are taken in float64 and rounded once: the order in which a GPU adds is its own, and what is verified
 here is what the kernels write down, their algorithm and every cast.
@@ -166,6 +166,11 @@ def logical(both: bool, first: Any, *rest: Callable[[], Any]) -> Any:
     return result
 
 
+def _index(self: Any) -> int:
+    """A scalar tensor as an index; Triton 3.6 converts an array of one element, which NumPy 2.4 refuses."""
+    return int(self.handle.data.item())
+
+
 def _sum(self: Any, x: Any) -> Any:
     """``tl.sum``, in float64 and rounded once."""
     total = np.sum(x.handle.data, axis=self.axis, keepdims=self.keep_dims, dtype=np.float64)
@@ -206,7 +211,7 @@ def _interpreting() -> Iterator[Callable[[JITFunction], Callable[..., Any]]]:
     before = {name: getattr(interpreter, name) for name in ("interpreter_builder", "interpreter_semantic")}
     vars(interpreter).update(interpreter_builder=builder, interpreter_semantic=semantic)
     scope = interpreter._patch_lang(types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))  # noqa: SLF001
-    scope.set_attr(tl.tensor, "__index__", lambda self: int(self.handle.data.item()))
+    scope.set_attr(tl.tensor, "__index__", _index)
     scope.set_attr(interpreter.ReduceOps, "sum", _sum)
     made: dict[Any, Callable[..., Any]] = {}
 
