@@ -22,7 +22,6 @@ from backends.kvax import blocks as block_sizes
 from backends.kvax import layout as layouts
 from backends.kvax import probe
 from backends.kvax.blocks import Blocks
-from backends.kvax.layout import KvaxLayout
 from backends.kvax.mesh import OPTIONS as MESH_OPTIONS
 from backends.kvax.mesh import OneDevice, Sharding, sharding_of
 
@@ -111,7 +110,11 @@ def plan_with(
     run = _in_the_dtype_of_its_input(kernel, spec.needs_grad)
 
     def attend(
-        query: Float[Array, "b t n h"], key: Float[Array, "b s k h"], value: Float[Array, "b s k v"], layer: int, carry: Carry
+        query: Float[Array, "b t n h"],
+        key: Float[Array, "b s k h"],
+        value: Float[Array, "b s k v"],
+        layer: int,
+        carry: Carry,
     ) -> tuple[Float[Array, "b t n v"], Carry]:
         query, key, value = (
             jnp.pad(x, ((0, 0), (0, length - x.shape[1]), (0, 0), (0, 0)))
@@ -126,7 +129,7 @@ def plan_with(
 
 
 def _in_the_dtype_of_its_input(kernel: Callable[..., Array], needs_grad: bool) -> Callable[..., Array]:
-    """``kernel(query, key, value, arrays)`` with gradients in the dtype of their input: Kvax's dk and dv are float32."""
+    """``kernel(query, key, value, arrays)`` with gradients in their input's dtype: Kvax's dk, dv are float32."""
 
     @jax.custom_vjp
     def run(query: Array, key: Array, value: Array, arrays: Any) -> Array:

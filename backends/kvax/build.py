@@ -21,11 +21,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia import compiler as nvidia
-from triton.compiler import ASTSource
-from triton.runtime.jit import JITFunction
+import triton  # pyright: ignore[reportMissingImports]
+from triton.backends.compiler import GPUTarget  # pyright: ignore[reportMissingImports]
+from triton.backends.nvidia import compiler as nvidia  # pyright: ignore[reportMissingImports]
+from triton.compiler import ASTSource  # pyright: ignore[reportMissingImports]
+from triton.runtime.jit import JITFunction  # pyright: ignore[reportMissingImports]
 
 from backends.contract import AttentionSpec, KernelBuild, Layout
 from backends.devices import Target
@@ -98,25 +98,26 @@ def _record(launches: list[RecordedLaunch], *args: Any, kernel: Any, out_shape: 
 
 def _abstract_arguments(spec: AttentionSpec) -> tuple[Any, ...]:
     B, T, S = spec.batch, spec.query_length, spec.key_value_length
-    whole = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name, shape in (("q", (B, T)), ("k", (B, S)), ("b", (B,)))}
-    layout = Layout(
-        query_segment_ids=whole["q"] if spec.has_segment_ids else None,
-        key_value_segment_ids=whole["k"] if spec.has_segment_ids else None,
-        query_positions=whole["q"] if spec.has_positions else None,
-        key_value_positions=whole["k"] if spec.has_positions else None,
-        key_value_seq_lengths=whole["b"] if spec.has_seq_lengths else None,
-    )
+    shapes_of = {
+        "query_segment_ids": (spec.has_segment_ids, (B, T)),
+        "key_value_segment_ids": (spec.has_segment_ids, (B, S)),
+        "query_positions": (spec.has_positions, (B, T)),
+        "key_value_positions": (spec.has_positions, (B, S)),
+        "key_value_seq_lengths": (spec.has_seq_lengths, (B,)),
+    }
+    abstract: dict[str, Any] = {
+        name: jax.ShapeDtypeStruct(shape, jnp.int32) for name, (has, shape) in shapes_of.items() if has
+    }
     shapes = (
         (B, T, spec.num_heads, spec.head_dim),
         (B, S, spec.num_kv_heads, spec.head_dim),
         (B, S, spec.num_kv_heads, spec.value_head_dim),
     )
-    return layout, *(jax.ShapeDtypeStruct(shape, jnp.dtype(spec.dtype)) for shape in shapes)
+    return Layout(**abstract), *(jax.ShapeDtypeStruct(shape, jnp.dtype(spec.dtype)) for shape in shapes)
 
 
 def _compile(launch: RecordedLaunch, target: Target, stride_hint: bool) -> KernelBuild:
-    capability = target.compute_capability or (0, 0)
-    limit = SHARED_LIMITS.get(capability)
+    limit = SHARED_LIMITS.get(target.compute_capability or (0, 0))
     configuration = tuple(
         (name, value) for name, value in launch.constants.items() if "block_size" in name and isinstance(value, int)
     )
@@ -125,16 +126,9 @@ def _compile(launch: RecordedLaunch, target: Target, stride_hint: bool) -> Kerne
         configuration=(*configuration, ("num_warps", launch.num_warps), ("num_stages", launch.num_stages)),
         shared_limit_bytes=limit,
     )
-    architecture = 10 * capability[0] + capability[1]
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # block pointers and "and" on tensors: Kvax uses both
-            compiled = triton.compile(
-                _source(launch, stride_hint),
-                target=GPUTarget("cuda", architecture, 32),
-                options={"num_warps": launch.num_warps, "num_stages": launch.num_stages},
-            )
-        report = _assemble(compiled.asm["ptx"], architecture)
+        compiled = compile_launch(launch, target, stride_hint)
+        report = _assemble(compiled.asm["ptx"], _architecture(target))
     except Exception as error:  # noqa: BLE001 (whatever the compiler raises is the result)
         return dataclasses.replace(build, error=_first_line(error))
     shared = compiled.metadata.shared
@@ -148,6 +142,22 @@ def _compile(launch: RecordedLaunch, target: Target, stride_hint: bool) -> Kerne
         scalar_loads=loads["scalar"],
         error=None if limit is None or shared <= limit else f"needs {shared} bytes of shared memory of {limit}.",
     )
+
+
+def compile_launch(launch: RecordedLaunch, target: Target, stride_hint: bool = True) -> Any:
+    """Triton's compiled kernel (``.asm``, ``.metadata``). Raises whatever Triton raises."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # block pointers and "and" on tensors: Kvax uses both
+        return triton.compile(
+            _source(launch, stride_hint),
+            target=GPUTarget("cuda", _architecture(target), 32),
+            options={"num_warps": launch.num_warps, "num_stages": launch.num_stages},
+        )
+
+
+def _architecture(target: Target) -> int:
+    major, minor = target.compute_capability or (0, 0)
+    return 10 * major + minor
 
 
 def _source(launch: RecordedLaunch, stride_hint: bool) -> ASTSource:
@@ -181,7 +191,11 @@ def _assemble(ptx: str, architecture: int) -> str:
     with tempfile.TemporaryDirectory(prefix="attnsuite-") as folder:
         source = Path(folder) / "kernel.ptx"
         source.write_text(ptx, encoding="utf-8")
-        command = [nvidia.get_ptxas(architecture).path, "-v", f"--gpu-name={nvidia.sm_arch_from_capability(architecture)}"]
+        command = [
+            nvidia.get_ptxas(architecture).path,
+            "-v",
+            f"--gpu-name={nvidia.sm_arch_from_capability(architecture)}",
+        ]
         done = subprocess.run(  # noqa: S603 (Triton's own assembler)
             [*command, str(source), "-o", str(Path(folder) / "kernel.cubin")],
             capture_output=True,
@@ -197,8 +211,12 @@ def _assemble(ptx: str, architecture: int) -> str:
 def count_loads(ptx: str) -> collections.Counter[str]:
     """Loads from global memory by width: ``vector`` (16 bytes at once) and ``scalar`` (anything narrower).
 
-    >>> sorted(count_loads("ld.global.v4.b32 {..};\\nld.global.b16 ..;\\ncp.async.cg.shared.global [a], [b], 0x10;").items())
-    [('scalar', 1), ('vector', 2)]
+    >>> count_loads("ld.global.v4.b32 {%r1,%r2,%r3,%r4}, [%rd1];")["vector"]
+    1
+    >>> count_loads("cp.async.cg.shared.global [%r1], [%rd1], 0x10;")["vector"]
+    1
+    >>> count_loads("ld.global.b16 %rs1, [%rd1];")["scalar"]
+    1
     """
     loads: collections.Counter[str] = collections.Counter()
     for line in ptx.splitlines():

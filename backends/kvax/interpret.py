@@ -31,9 +31,9 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import triton.language as tl
-from triton.runtime import interpreter
-from triton.runtime.jit import JITFunction
+import triton.language as tl  # pyright: ignore[reportMissingImports]
+from triton.runtime import interpreter  # pyright: ignore[reportMissingImports]
+from triton.runtime.jit import JITFunction  # pyright: ignore[reportMissingImports]
 
 from backends.kvax import upstream
 

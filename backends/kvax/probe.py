@@ -75,7 +75,7 @@ def _numbers(version: str) -> tuple[int, ...] | None:
     ((3, 6, 0), None)
     """
     numbers = []
-    for part in version.split("+")[0].split("."):
+    for part in version.split("+", maxsplit=1)[0].split("."):
         if not part.isdigit():
             break
         numbers.append(int(part))

@@ -40,7 +40,7 @@ class Upstream:
     permute_tokens: Callable[..., Any]
     unpermute_tokens: Callable[..., Any]
     parameters: Callable[..., Any]
-    mask: Callable[..., Any]
+    mask: Any  # the class AttentionMask
     specs_lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
 
@@ -145,7 +145,7 @@ def _adaptations(flash: types.ModuleType) -> None:
             setattr(flash, name, constexpr(value))
 
 
-def _divisible_scalars(library: types.ModuleType) -> None:
+def _divisible_scalars(library: Any) -> None:
     """jax-triton 0.3: tell Triton again which integer scalars are divisible by 16, as jax-triton 0.2 did.
 
     Kvax's strides are such scalars; without the hint its loads are neither vectorised nor pipelined, and registers
@@ -170,7 +170,7 @@ def _divisible_scalars(library: types.ModuleType) -> None:
             finally:
                 library._triton = triton  # noqa: SLF001
 
-    library.get_or_create_triton_kernel = with_hint  # pyright: ignore[reportAttributeAccessIssue]
+    library.get_or_create_triton_kernel = with_hint
 
 
 def is_divisible(value: object) -> bool:

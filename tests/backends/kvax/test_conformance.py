@@ -42,7 +42,13 @@ class TestKvax(Conformance):
             "bias-*",
         }
     )
-    cases_for_traced_layouts = ("segments-causal", "padding-both-ends", "ragged-causal", "positions-reversed", "decode-4")
+    cases_for_traced_layouts = (
+        "segments-causal",
+        "padding-both-ends",
+        "ragged-causal",
+        "positions-reversed",
+        "decode-4",
+    )
 
 
 @pytest.mark.parametrize("case", LOSES_DQ)
@@ -66,7 +72,12 @@ class _SmallBlocks:
     """Kvax in blocks so small that a short sequence has many."""
 
     def plan(self, spec, layout, *, target, mode):
-        sizes = {"query_block_size": 16, "kv_block_size": 32, "backward_query_block_size": 32, "backward_kv_block_size": 16}
+        sizes = {
+            "query_block_size": 16,
+            "kv_block_size": 32,
+            "backward_query_block_size": 32,
+            "backward_kv_block_size": 16,
+        }
         return KVAX.plan(spec, layout, target=target, mode=mode, options=sizes)
 
 

@@ -79,7 +79,7 @@ def test_length_that_128_does_not_divide(monkeypatch):
     case = problem(length=64)
     check(case, **SMALL)
     monkeypatch.setattr(blocks, "PREPROCESS_BLOCK", 64)  # padded to the blocks alone
-    with pytest.raises(AssertionError, match="dq: .*passed=False"):
+    with pytest.raises(AssertionError, match=r"dq: .*passed=False"):
         check(case, **SMALL)
 
 
@@ -127,7 +127,7 @@ def test_gradients_have_the_dtype_of_their_input(monkeypatch, dtype):
         return kernel
 
     monkeypatch.setattr(backend, "_in_the_dtype_of_its_input", as_kvax_gives_them)
-    with pytest.raises((AssertionError, TypeError), match="dk: .*passed=False|dtype"):
+    with pytest.raises((AssertionError, TypeError), match=r"dk: .*passed=False|dtype"):
         check(case)
 
 
@@ -136,7 +136,7 @@ def test_rows_that_see_nothing_are_zero(monkeypatch):
     check(case)
     convert = layouts.convert
     monkeypatch.setattr(layouts, "convert", lambda *args: dataclasses.replace(convert(*args), seen=None))
-    with pytest.raises(AssertionError, match="output: .*passed=False"):
+    with pytest.raises(AssertionError, match=r"output: .*passed=False"):
         check(case)
 
 
@@ -144,7 +144,7 @@ def test_padding_does_not_match_padding(monkeypatch):
     case = problem(ids=PADDED)
     finer = {"query_block_size": 16}  # skips rows that the backward pass, in blocks of its own, does not
     check_unseeing_rows_do_not_matter(run(case, **finer), case)
-    monkeypatch.setattr(layouts, "key_padding", lambda length: layouts.QUERY_PADDING)
+    monkeypatch.setattr(layouts, "key_padding", lambda _: layouts.QUERY_PADDING)
     with pytest.raises(AssertionError):
         check_unseeing_rows_do_not_matter(run(case, **finer), case)
 
@@ -157,7 +157,7 @@ def test_fewer_keys_than_queries_in_the_backward_pass(monkeypatch):
         return 256, 128
 
     monkeypatch.setattr(layouts, "padded_lengths", each_for_itself)
-    with pytest.raises(AssertionError, match="dq: .*passed=False"):
+    with pytest.raises(AssertionError, match=r"dq: .*passed=False"):
         check(case)
 
 

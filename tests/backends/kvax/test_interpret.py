@@ -42,14 +42,14 @@ def test_and_of_two_masks_is_taken_element_by_element(monkeypatch, interpret):
         return result
 
     monkeypatch.setattr(interpret, "logical", as_python)
-    with pytest.raises(AssertionError, match="output: .*passed=False"):
+    with pytest.raises(AssertionError, match=r"output: .*passed=False"):
         check("segments-causal")
 
 
 def test_products_of_bfloat16_are_of_values_and_not_of_bit_patterns(monkeypatch, interpret):
     check("causal-bfloat16")
     monkeypatch.delattr(interpret.Builder, "create_dot")
-    with pytest.raises(AssertionError, match="output: .*passed=False"):
+    with pytest.raises(AssertionError, match=r"output: .*passed=False"):
         check("causal-bfloat16")
 
 
@@ -98,7 +98,7 @@ def test_sums_are_not_the_interpreters_own_rounding(monkeypatch, interpret):
 
     monkeypatch.setattr(interpret, "_sum", narrow)
     monkeypatch.setattr(interpret.Builder, "create_dot", narrow_dot)
-    with pytest.raises(AssertionError, match="dk: .*passed=False"):
+    with pytest.raises(AssertionError, match=r"dk: .*passed=False"):
         check("ragged")
 
 
@@ -106,7 +106,7 @@ def test_what_a_kernel_leaves_unwritten_is_not_a_number(interpret, triton):
     from backends.kvax import upstream
 
     seen = []
-    kvax = upstream.load(lambda *_, kernel, out_shape, **__: seen.append(kernel) or [jnp.zeros(1)] * 4)
+    kvax = upstream.load(lambda *_, kernel, **__: seen.append(kernel) or [jnp.zeros(1)] * 4)
     ids = jnp.zeros((1, 128), jnp.int32)
     kvax.mask_one_device(ids, ids, ids, ids, kv_block_size=128, query_block_size=128)
     shape = [np.zeros((1, 1, 1), np.float32)] * 4
