@@ -10,6 +10,9 @@ from suite import environment
 from suite.cases import Case, OpCase, RetrievalCase, TextCase, spec_of
 
 
+INTERPRETED_LENGTH = 1024  # tokens: longer, an interpreter needs minutes
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class CellPlan:
     """What would run for one backend in one case. ``mode`` is None where nothing can."""
@@ -34,7 +37,8 @@ def probe(cases: list[Case], backends: list[str], text: str | None) -> dict[str,
 def _plans(case: Case, backends: list[str], text: str | None) -> list[CellPlan]:
     if isinstance(case, OpCase):
         spec, target = spec_of(case), Target.here()
-        return [_plan(case.name, name, lambda name=name: [resolve(name, spec, target)]) for name in backends]
+        plans = [_plan(case.name, name, lambda name=name: [resolve(name, spec, target)]) for name in backends]
+        return [_interpreted(plan, case, target) for plan in plans]
     # A run of op cases alone does not import flax.
     from suite import model_cell, quality  # noqa: PLC0415
 
@@ -49,6 +53,16 @@ def _plans(case: Case, backends: list[str], text: str | None) -> list[CellPlan]:
         return [resolution for _, resolution in model_cell.resolutions_of(case, config, backend)]
 
     return [_plan(case.name, name, lambda name=name: ask(name)) for name in backends]
+
+
+def _interpreted(plan: CellPlan, case: OpCase, target: Target) -> CellPlan:
+    """The plan, or where the backend cannot run here but its kernel can be interpreted, that: for its accuracy alone."""
+    backend = registry.get(plan.requested)
+    if plan.mode == "native" or case.sequence > INTERPRETED_LENGTH:
+        return plan
+    if not backend.supports(spec_of(case), target, "interpret"):
+        return plan
+    return dataclasses.replace(plan, resolved=plan.requested, mode="interpret", exact=backend.exact)
 
 
 def _plan(case: str, requested: str, ask: Any) -> CellPlan:
