@@ -9,7 +9,6 @@ from backends import BackendUnavailableError, Resolution, Target, registry, reso
 from suite import environment
 from suite.cases import Case, OpCase, RetrievalCase, TextCase, spec_of
 
-
 INTERPRETED_LENGTH = 1024  # tokens: longer, an interpreter needs minutes
 
 
@@ -56,7 +55,7 @@ def _plans(case: Case, backends: list[str], text: str | None) -> list[CellPlan]:
 
 
 def _interpreted(plan: CellPlan, case: OpCase, target: Target) -> CellPlan:
-    """The plan, or where the backend cannot run here but its kernel can be interpreted, that: for its accuracy alone."""
+    """The plan, or where the backend cannot run here and its kernel can be interpreted, that: for its accuracy."""
     backend = registry.get(plan.requested)
     if plan.mode == "native" or case.sequence > INTERPRETED_LENGTH:
         return plan
