@@ -29,6 +29,7 @@ class CellRequest:
     """What the runner asks of a cell's process. ``reference`` is the case's .npz, ``memory_limit`` in bytes."""
 
     case: Case
+    mode: str | None = "native"
     requested: str
     resolved: str
     exact: bool
@@ -53,6 +54,8 @@ def prepare(request: CellRequest) -> Prepared:
         return _prepare_quality(case, request)
     if isinstance(case, ModelCase):
         return _prepare_model(case, request)
+    if request.mode == "interpret":
+        return _prepare_interpreted(case, request)
     build = _builder(request)
     program = build(case)
     facts: dict[str, Any] = {"flops": op_flops(case), "bytes_moved": op_bytes(case), "tokens": op_tokens(case)}
@@ -80,6 +83,15 @@ def _outputs(program: Program) -> Any:
     if program.arrays is not None:
         return program.arrays(program.function(*program.arguments))
     return jax.jit(program.function)(*program.arguments)
+
+
+def _prepare_interpreted(case: OpCase, request: CellRequest) -> Prepared:
+    """The kernel itself, executed once by its interpreter: judged, and never timed."""
+    judged, notes = accuracy.judged_case(case)
+    program = op_program(judged, registry.get(request.resolved), "interpret", Target.here())
+    outputs = accuracy.named_outputs(jax.jit(program.function)(*program.arguments))
+    errors = {} if request.reference is None else accuracy.judge_outputs(outputs, request.reference, case.dtype)
+    return Prepared(facts=_judgement(errors, request, notes))
 
 
 def _prepare_model(case: ModelCase, request: CellRequest) -> Prepared:

@@ -12,6 +12,7 @@ from suite import environment, peers
 from suite.cases import Case, OpCase, RetrievalCase, TextCase, spec_of
 
 _BASELINE = "standard"
+INTERPRETED_LENGTH = 1024  # tokens: longer, an interpreter needs minutes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,7 +46,8 @@ def probe(cases: list[Case], backends: list[str], text: str | None, *, all_cores
 def _plans(case: Case, backends: list[str], text: str | None) -> list[CellPlan]:
     if isinstance(case, OpCase):
         spec, target = spec_of(case), Target.here()
-        return [_plan(case.name, name, lambda name=name: [resolve(name, spec, target)]) for name in backends]
+        plans = [_plan(case.name, name, lambda name=name: [resolve(name, spec, target)]) for name in backends]
+        return [_interpreted(plan, case, target) for plan in plans]
     # A run of op cases alone does not import flax.
     from suite import model_cell, quality  # noqa: PLC0415
 
@@ -84,6 +86,16 @@ def _peer_plan(case: Case, name: str) -> CellPlan:
     if reasons:
         return CellPlan(case.name, name, None, None, None, reasons)
     return CellPlan(case.name, name, name, "native", True, ())  # noqa: FBT003 (a peer is exact)
+
+
+def _interpreted(plan: CellPlan, case: OpCase, target: Target) -> CellPlan:
+    """The plan, or where the backend cannot run here and its kernel can be interpreted, that: for its accuracy."""
+    backend = registry.get(plan.requested)
+    if plan.mode == "native" or case.sequence > INTERPRETED_LENGTH:
+        return plan
+    if not backend.supports(spec_of(case), target, "interpret"):
+        return plan
+    return dataclasses.replace(plan, resolved=plan.requested, mode="interpret", exact=backend.exact)
 
 
 def _plan(case: str, requested: str, ask: Any) -> CellPlan:

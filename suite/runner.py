@@ -168,6 +168,7 @@ def _prepare(case: Case, cell: _Cell, reference: Path | None, context: RunContex
     request = {
         "do": "prepare",
         "case": problem_of(case),
+        "mode": cell.plan.mode,
         "requested": cell.plan.requested,
         "resolved": cell.plan.resolved,
         "exact": cell.plan.exact,
@@ -185,6 +186,8 @@ def _prepare(case: Case, cell: _Cell, reference: Path | None, context: RunContex
     cell.wall += time.perf_counter() - begin
     if cell.facts["wrong"] is not None:
         return _record(case, cell, context, "wrong", cell.facts["wrong"])
+    if cell.plan.mode == "interpret":  # judged, and never timed
+        return _record(case, cell, context, "ok")
     return None
 
 

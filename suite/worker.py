@@ -85,6 +85,7 @@ def _cell_request(request: dict[str, Any]) -> cell.CellRequest:
     reference = request["reference"]
     return cell.CellRequest(
         case=make_case(request["case"]),
+        mode=request["mode"],
         requested=request["requested"],
         resolved=request["resolved"],
         exact=request["exact"],
