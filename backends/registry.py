@@ -24,6 +24,7 @@ BUILT_IN = {
     "standard": "backends.standard:STANDARD",
     "chunked": "backends.chunked:CHUNKED",
     "cudnn": "backends.cudnn:CUDNN",
+    "splash": "backends.splash:SPLASH",
 }
 
 
