@@ -85,9 +85,9 @@ class Splash:
             query, key = _without_gradient_where_one_key_is_seen(ids, query, key)
             q, k, v = _to_kernel(spec, grid.lengths, query, key, value)
             sinks = jnp.full(q.shape[1], _NO_SINK, jnp.float32)
-            call = lambda q, k, v, ids: run(q, k, v, ids, sinks)  # noqa: E731 (one call, vmapped once)
-            out = jax.vmap(call, in_axes=(0, 0, 0, None if ids is None else 0))(q, k, v, ids)
-            return _from_kernel(spec, out), carry
+            batched = jax.vmap(lambda q, k, v, ids: run(q, k, v, ids, sinks), (0, 0, 0, None if ids is None else 0))
+            call = batched if spec.dtype == "float32" else _in_default_precision(batched)
+            return _from_kernel(spec, call(q, k, v, ids)), carry
 
         return Plan(attend if spec.needs_grad else _forward_only(attend))
 
@@ -184,7 +184,7 @@ class _SlotMask(kernel.Mask):
         return self.masking.query_length, self.masking.key_value_length
 
     def __getitem__(self, index: tuple[slice, slice]) -> Bool[np.ndarray, "q k"]:
-        rows, columns = (np.arange(length, dtype=np.int32)[part] for length, part in zip(self.shape, index, strict=True))
+        rows, columns = (np.arange(n, dtype=np.int32)[part] for n, part in zip(self.shape, index, strict=True))
         return self.masking.visible(rows[:, None], columns[None, :])
 
     def __eq__(self, other: object) -> bool:
@@ -269,6 +269,31 @@ def _from_kernel(spec: AttentionSpec, out: Float[Array, "b n t v"]) -> Float[Arr
     if spec.query_length == 1:
         return out[:, :, : spec.group_size].reshape(spec.batch, 1, spec.num_heads, -1)
     return out[:, :, : spec.query_length].swapaxes(1, 2)
+
+
+def _in_default_precision(call: Callable[..., Array]) -> Callable[..., Array]:
+    """``call(q, k, v, ids)`` whatever ``jax_default_matmul_precision`` says, forward and backward.
+
+    Products of bfloat16 are exact in float32 as they are, and Mosaic rejects a higher precision for them ("Bad lhs
+    type"). A gradient is traced after the call has returned, hence its own rule.
+    """
+
+    def forward(q: Array, k: Array, v: Array, ids: Any) -> tuple[Array, Any]:
+        with jax.default_matmul_precision("default"):
+            out, pull_back = jax.vjp(lambda q, k, v: call(q, k, v, ids), q, k, v)
+        return out, pull_back
+
+    def backward(pull_back: Any, d_out: Array) -> tuple[Any, ...]:
+        with jax.default_matmul_precision("default"):
+            return *pull_back(d_out), None
+
+    @jax.custom_vjp
+    def run(q: Array, k: Array, v: Array, ids: Any) -> Array:
+        with jax.default_matmul_precision("default"):
+            return call(q, k, v, ids)
+
+    run.defvjp(forward, backward)
+    return run
 
 
 def _forward_only(attend: Callable[..., Any]) -> Callable[..., Any]:

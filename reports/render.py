@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from reports import files, html, markdown
+from reports import compiled, files, html, markdown
 from reports.load import load
 from reports.page import build
 
@@ -16,7 +16,7 @@ def render(run_dir: Path, out: Path | None = None) -> Path:
     report can be made from it.
     """
     run = load(run_dir)
-    pages = build(run)
+    pages = (compiled.build(run),) if compiled.is_compiled(run) else build(run)
     text = markdown.render(pages)
     folder = Path(run_dir) if out is None else Path(out)
     folder.mkdir(parents=True, exist_ok=True)

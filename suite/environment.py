@@ -22,7 +22,8 @@ from suite.memory import machine_bytes
 
 DISTRIBUTION = "attention-suite"
 _ROOMS = ("backends", "models", "suite")
-_PACKAGES = ("jax", "jaxlib", "flax", "numpy", "scipy", "optax", "triton", "kvax", "jax-triton", "libtpu")
+_COMPILERS = ("libtpu", "jax-cuda12-plugin")
+_PACKAGES = ("jax", "jaxlib", "flax", "numpy", "scipy", "optax", "triton", "kvax", "jax-triton", *_COMPILERS)
 _FLAGS = (
     "XLA_FLAGS",
     "JAX_DEFAULT_MATMUL_PRECISION",

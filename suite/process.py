@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -35,17 +36,22 @@ _LIKELY_OUT_OF_MEMORY = 0.5  # killed from outside while above this share of its
 
 
 class Worker:
-    """One worker process with a memory limit in bytes. Use as a context manager, or call :meth:`close`."""
+    """One worker process with a memory limit in bytes. Use as a context manager, or call :meth:`close`.
 
-    def __init__(self, memory_limit: int) -> None:
+    ``module`` is what it runs, ``environment`` what it finds set beside this process's own variables.
+    """
+
+    def __init__(
+        self, memory_limit: int, module: str = "suite.worker", environment: Mapping[str, str] | None = None
+    ) -> None:
         self._limit = memory_limit
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (closed in close)
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "suite.worker"],
+        self._process = subprocess.Popen(  # noqa: S603 (one of this package's own modules)
+            [sys.executable, "-P", "-m", module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
-            env=os.environ | _ENVIRONMENT | {"PYTHONPATH": _import_path()},
+            env=os.environ | _ENVIRONMENT | {"PYTHONPATH": _import_path()} | dict(environment or {}),
             start_new_session=True,  # Ctrl-C is the runner's business
         )
         self._buffer = b""

@@ -9,4 +9,15 @@ pytestmark = pytest.mark.foreign_numerics  # JAX's kernel promotes dtypes and ra
 class TestSplash(Conformance):
     backend = "splash"
     mode = "interpret"
-    refuses = frozenset({"*-float16", "positions-*", "rows-before-every-key", "decode-4", "chunk-of-prefill", "combination-ragged", "mask-*", "bias-*"})
+    refuses = frozenset(
+        {
+            "*-float16",
+            "positions-*",
+            "rows-before-every-key",
+            "decode-4",
+            "chunk-of-prefill",
+            "combination-ragged",
+            "mask-*",
+            "bias-*",
+        }
+    )
