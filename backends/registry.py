@@ -25,6 +25,7 @@ BUILT_IN = {
     "chunked": "backends.chunked:CHUNKED",
     "cudnn": "backends.cudnn:CUDNN",
     "splash": "backends.splash:SPLASH",
+    "pallas_flash": "backends.pallas_flash:PALLAS_FLASH",
 }
 
 

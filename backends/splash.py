@@ -21,7 +21,7 @@ import numpy as np
 from jax.experimental.pallas.ops.tpu import splash_attention as kernel
 from jaxtyping import Array, Bool, Float, Int
 
-from backends.contract import AttentionSpec, Carry, Layout, Mode, Plan, Support, check_options, may_attend
+from backends.contract import AttentionSpec, Carry, Layout, Mode, Plan, Support, check_options, forward_only, may_attend
 from backends.devices import Target
 
 # Rows and keys per block where none are given, for head dims up to 256. Not tuned on a TPU, where nothing of this
@@ -89,7 +89,7 @@ class Splash:
             call = batched if spec.dtype == "float32" else _in_default_precision(batched)
             return _from_kernel(spec, call(q, k, v, ids)), carry
 
-        return Plan(attend if spec.needs_grad else _forward_only(attend))
+        return Plan(attend if spec.needs_grad else forward_only(attend))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -245,7 +245,7 @@ def _without_gradient_where_one_key_is_seen(
     if ids is None:
         return query, key
     alone = ((ids.kv != _UNSEEN_KEY).sum(1) == 1)[:, None, None, None]
-    return tuple(jnp.where(alone, jax.lax.stop_gradient(x), x) for x in (query, key))
+    return jnp.where(alone, jax.lax.stop_gradient(query), query), jnp.where(alone, jax.lax.stop_gradient(key), key)
 
 
 def _to_kernel(
@@ -293,17 +293,6 @@ def _in_default_precision(call: Callable[..., Array]) -> Callable[..., Array]:
             return call(q, k, v, ids)
 
     run.defvjp(forward, backward)
-    return run
-
-
-def _forward_only(attend: Callable[..., Any]) -> Callable[..., Any]:
-    """``attend``, whose gradient says that it was not planned."""
-
-    def no_gradient(*_: Any) -> Any:
-        raise ValueError("planned with needs_grad=False; plan with needs_grad=True to differentiate.")
-
-    run = jax.custom_vjp(attend, nondiff_argnums=(3,))
-    run.defvjp(no_gradient, no_gradient)
     return run
 
 
