@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from importlib import util
 from typing import Any
 
@@ -23,7 +23,10 @@ from backends.contract import AttentionSpec, Carry, Layout, Mode, Plan, Support,
 from backends.devices import Target
 
 _MODULE = "jax.experimental.pallas.ops.gpu.attention"
-_BLOCK = 128  # the kernel's default; lengths are padded to multiples of it
+# Lengths are padded to multiples of it. Blocks of 128 are the kernel's default; at head dim 256 they need more shared
+# memory than any GPU has, blocks of 64 do not (`attnsuite compile --backends pallas_flash`).
+_BLOCK = 128
+_LARGEST_HEAD_DIM = 256
 _PADDING = -1
 _INSTEAD = "use backend='chunked'"
 
@@ -52,7 +55,9 @@ class PallasFlash:
         """Nothing to prepare but the ids of the padding; it has no options."""
         check_options(self.name, options, {})
         ids = _padding_ids(spec)
-        run = functools.partial(_kernel(), sm_scale=spec.softmax_scale, causal=spec.is_causal)
+        kernel, block = _kernel(), 128 if spec.head_dim <= 128 else 64
+        sizes = kernel.BlockSizes(block_q=block, block_k=block)
+        run = functools.partial(kernel.mha, sm_scale=spec.softmax_scale, causal=spec.is_causal, block_sizes=sizes)
 
         def attend(
             query: Float[Array, "b t n h"],
@@ -68,11 +73,11 @@ class PallasFlash:
         return Plan(forward_only(attend))
 
 
-def _kernel() -> Callable[..., Array]:
+def _kernel() -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # said above
         from jax.experimental.pallas.ops.gpu import attention  # noqa: PLC0415
-    return attention.mha
+    return attention
 
 
 def _padding_ids(spec: AttentionSpec) -> Int[Array, "b padded"] | None:
@@ -105,6 +110,8 @@ def _shape_reasons(spec: AttentionSpec) -> Iterator[str]:
             "gradients are not supported by pallas_flash, whose backward pass rounds rowsum(dO * O) to half precision: "
             f"with large logits dq fails the judge; plan with needs_grad=False, or {_INSTEAD}."
         )
+    if spec.head_dim > _LARGEST_HEAD_DIM:
+        yield f"head_dim={spec.head_dim} is not supported by pallas_flash (at most {_LARGEST_HEAD_DIM}); {_INSTEAD}."
     if spec.value_head_dim != spec.head_dim:
         yield (
             f"value_head_dim={spec.value_head_dim} with head_dim={spec.head_dim} is not supported by pallas_flash "

@@ -82,7 +82,8 @@ class Splash:
             layer: int,
             carry: Carry,
         ) -> tuple[Float[Array, "b t n v"], Carry]:
-            query, key = _without_gradient_where_one_key_is_seen(ids, query, key)
+            if spec.needs_grad:
+                query, key = _without_gradient_where_one_key_is_seen(ids, query, key)
             q, k, v = _to_kernel(spec, grid.lengths, query, key, value)
             sinks = jnp.full(q.shape[1], _NO_SINK, jnp.float32)
             batched = jax.vmap(lambda q, k, v, ids: run(q, k, v, ids, sinks), (0, 0, 0, None if ids is None else 0))

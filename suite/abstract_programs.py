@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from backends import Backend, Layout, Target
+from backends import AttentionSpec, Backend, Layout, Target
 from models import PRESETS, ModelConfig, next_token_loss
 from models.forward import forward, forward_cached
 from models.parameters import initialise
-from models.planning import Resolutions, resolve_attention
+from models.planning import Resolutions, attention_spec, resolve_attention
 from suite.cases import ModelCase, OpCase, spec_of
 from suite.errors import InputError
 
@@ -80,21 +80,29 @@ def model_config(case: ModelCase) -> ModelConfig:
     return ModelConfig.from_preset(case.model, dtype=case.dtype)
 
 
+def attention_specs(case: OpCase | ModelCase) -> tuple[AttentionSpec, ...]:
+    """The attention problem of a call, or of each type of layer of a model."""
+    if isinstance(case, OpCase):
+        return (spec_of(case),)
+    config, asked = model_config(case), _asked(case)
+    return tuple(attention_spec(config, kind, **asked) for kind in config.attention_types)
+
+
 def resolutions(case: ModelCase, backend: str, target: Target) -> Resolutions:
     """What computes the attention of each type of layer. Raises BackendUnavailableError where the backend refuses."""
-    config = model_config(case)
-    decoding = case.kind == "model_decode"
     return resolve_attention(
-        config,
-        batch=case.batch,
-        query_length=1 if decoding else case.sequence,
-        key_value_length=case.sequence if decoding else None,
-        needs_grad=case.kind == "model_train",
-        backend=backend,
-        mode="compile",
-        on_unavailable="raise",
-        target=target,
+        model_config(case), **_asked(case), backend=backend, mode="compile", on_unavailable="raise", target=target
     )
+
+
+def _asked(case: ModelCase) -> dict[str, Any]:
+    decoding = case.kind == "model_decode"
+    return {
+        "batch": case.batch,
+        "query_length": 1 if decoding else case.sequence,
+        "key_value_length": case.sequence if decoding else None,
+        "needs_grad": case.kind == "model_train",
+    }
 
 
 def model_program(case: ModelCase, found: Resolutions) -> AbstractProgram:

@@ -103,12 +103,12 @@ class Compile:
     """Glob patterns of case names, separated by commas."""
     model: Annotated[str | None, _flag("PRESETS", "none")] = None
     """Whole models to compile, such as llama-3.2-1b, separated by commas."""
-    seq_lens: Annotated[str | None, _flag("LENGTHS", "none with --longest, else 2048")] = None
+    seq_lens: Annotated[str | None, _flag("LENGTHS", "2048")] = None
     """Sequence lengths of the models, separated by commas."""
     phases: Annotated[str | None, _flag("NAMES", "prefill,train,decode")] = None
     """What the models do, separated by commas."""
-    longest: Annotated[bool, tyro.conf.FlagCreatePairsOff, _flag("", "off")] = False
-    """Search the longest sequence that fits each device (up to 131072, in quarters of powers of two)."""
+    longest: Annotated[str | None, _flag("PHASES", "none")] = None
+    """Phases whose longest sequence that fits each device is searched (to 131072, by quarters of powers of two)."""
     batch: Annotated[int, _flag("N", "1")] = 1
     """Sequences per batch of the models."""
     dtype: Annotated[str, _flag("DTYPE", "bfloat16")] = "bfloat16"

@@ -18,11 +18,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, SingleDeviceSharding
 
-from backends import AttentionSpec, Backend, BackendUnavailableError, Target, registry
+from backends import Backend, Target, registry
 from backends.contract import CompilesKernels, KernelBuild
 from suite import topologies
-from suite.abstract_programs import AbstractProgram, model_program, op_program, resolutions
-from suite.cases import ModelCase, OpCase, spec_of
+from suite.abstract_programs import AbstractProgram, attention_specs, model_program, op_program, resolutions
+from suite.cases import ModelCase, OpCase
 
 _REASON_LENGTH = 300
 # Memory of the device itself. Running out of a core's own (vmem, smem, shared memory) is a kernel's fault instead.
@@ -36,12 +36,13 @@ def compile_cell(case: OpCase | ModelCase, backend_name: str, target: Target) ->
     Never raises for what a backend or a compiler does: that is the result.
     """
     backend = registry.get(backend_name)
-    reasons = _refusals(case, backend, target)
+    specs = attention_specs(case)
+    reasons = dict.fromkeys(reason for spec in specs for reason in backend.supports(spec, target, "compile").reasons)
     if reasons:
-        return {"status": "unsupported", "reasons": reasons, "error": "refused before it was compiled."}
+        return {"status": "unsupported", "reasons": list(reasons), "error": "refused before it was compiled."}
     try:
         if target.platform == "cuda" and isinstance(backend, CompilesKernels):
-            return _kernels(backend.compile_kernels(spec, target) for spec in _specs(case, backend_name, target))
+            return _kernels(backend.compile_kernels(spec, target) for spec in specs)
         if (absent := topologies.missing(target)) is not None:
             return {"status": "unsupported", "reasons": [absent], "error": "there is no compiler for this device here."}
         program = _program(case, backend, target)
@@ -99,22 +100,6 @@ def one_line(error: Exception) -> str:
     """The compiler's own words, on one line, without the pages that follow them."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}"[:_REASON_LENGTH]
-
-
-def _refusals(case: OpCase | ModelCase, backend: Backend, target: Target) -> list[str]:
-    if isinstance(case, OpCase):
-        return list(backend.supports(spec_of(case), target, "compile").reasons)
-    try:
-        resolutions(case, backend.name, target)
-    except BackendUnavailableError as error:
-        return [str(error)]
-    return []
-
-
-def _specs(case: OpCase | ModelCase, backend_name: str, target: Target) -> list[AttentionSpec]:
-    if isinstance(case, OpCase):
-        return [spec_of(case)]
-    return [resolution.spec for _, resolution in resolutions(case, backend_name, target)]
 
 
 def _program(case: OpCase | ModelCase, backend: Backend, target: Target) -> AbstractProgram:

@@ -6,6 +6,7 @@ import dataclasses
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from backends import Target, UnknownBackendError, names, registry
 from suite import topologies
@@ -44,7 +45,7 @@ class ModelWords:
     phases: str | None
     batch: int
     dtype: str
-    longest: bool
+    longest: str | None
 
 
 def compile_request(
@@ -83,34 +84,48 @@ def _ops(suite: str | None, patterns: str | None, *, wanted: bool) -> tuple[OpCa
         return ()
     found = COMPILE if suite in (None, COMPILE.name) else find_suite(suite)
     chosen = found.cases if patterns is None else select(found.cases, _split(patterns, "--cases"))
-    kept = tuple(case for case in chosen if isinstance(case, OpCase | ModelCase))
-    for case in kept:
-        if isinstance(case, ModelCase):
-            model_config(case)
+    kept = tuple(_one_step(case) for case in chosen if isinstance(case, OpCase | ModelCase))
     if not kept:
         raise InputError(f"suite {found.name} has no case that can be compiled without data; use op and model cases.")
     return kept
+
+
+def _one_step(case: OpCase | ModelCase) -> OpCase | ModelCase:
+    """A decode case as it is compiled: one token. Raises InputError for a model that is no preset."""
+    if isinstance(case, OpCase):
+        return case
+    model_config(case)
+    return dataclasses.replace(case, new_tokens=1)
 
 
 def _models(words: ModelWords) -> tuple[tuple[ModelCase, ...], tuple[ModelCase, ...]]:
     """Cases at the given lengths, and cases whose longest length is to be searched."""
     if words.models is None:
         for flag, given in (("--seq-lens", words.lengths), ("--phases", words.phases), ("--longest", words.longest)):
-            if given:
+            if given is not None:
                 raise InputError(f"{flag} is about models; add --model with a preset, such as --model llama-3.2-1b.")
         return (), ()
-    kinds = [_known(_PHASES, name, "phase") for name in _split(words.phases or ",".join(_PHASES), "--phases")]
-    given = words.lengths or ("" if words.longest else _DEFAULT_LENGTH)
-    lengths = [_length(text) for text in _split(given, "--seq-lens")] if given else []
+    models = _split(words.models, "--model")
+    phases = _split(words.phases or ",".join(_PHASES), "--phases")
+    lengths = [_length(text) for text in _split(words.lengths or _DEFAULT_LENGTH, "--seq-lens")]
+    cells = tuple(
+        dataclasses.replace(base, sequence=length, name="")
+        for base in _bases(models, phases, words)
+        for length in lengths
+    )
+    return cells, _bases(models, _split(words.longest, "--longest") if words.longest is not None else (), words)
+
+
+def _bases(models: Sequence[str], phases: Sequence[str], words: ModelWords) -> tuple[ModelCase, ...]:
+    kinds: list[Any] = [_known(_PHASES, name, "phase") for name in phases]
     bases = [
-        ModelCase(kind=kind, model=model, batch=words.batch, dtype=words.dtype)  # pyright: ignore[reportArgumentType]  (kinds of models)
-        for model in _split(words.models, "--model")
+        ModelCase(kind=kind, model=model, batch=words.batch, dtype=words.dtype, new_tokens=1)
+        for model in models
         for kind in kinds
     ]
     for base in bases:
         model_config(base)
-    cells = tuple(dataclasses.replace(base, sequence=length, name="") for base in bases for length in lengths)
-    return cells, tuple(bases) if words.longest else ()
+    return tuple(bases)
 
 
 def _known_backend(name: str) -> str:

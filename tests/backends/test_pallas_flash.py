@@ -69,7 +69,7 @@ def test_why_gradients_are_refused():
     verdicts = {}
     for case in ("causal-bfloat16", "big-logits-bfloat16"):
         problem = problems.problem(case)
-        kernel = pallas_flash._kernel()
+        kernel = pallas_flash._kernel().mha
         group, behind = problem.spec.group_size, -problem.spec.query_length % 128
         query, key, value, d_out = (jax.numpy.pad(x, ((0, 0), (0, behind), (0, 0), (0, 0))) for x in problem.inputs)
 
@@ -108,6 +108,7 @@ SPEC = AttentionSpec(
         ({}, Target("tpu", "v5e"), "compile", "not for tpu:v5e"),
         ({"needs_grad": True}, H100, "native", "gradients"),
         ({"dtype": "float32"}, H100, "native", "dtype=float32"),
+        ({"head_dim": 320, "value_head_dim": 320}, H100, "native", "head_dim=320"),
         ({"value_head_dim": 32}, H100, "native", "value_head_dim=32"),
         ({"query_length": 1}, H100, "native", "query_length=1"),
         ({"local_window_size": 8}, H100, "native", "local_window_size=(8, 8)"),
