@@ -186,6 +186,17 @@ class Plan:
         return self.attend(query, key, value, layer, carry)
 
 
+def forward_only(attend: Callable[..., Any]) -> Callable[..., Any]:
+    """The ``attend`` of a plan without gradients: differentiating it raises ValueError, which says what to plan."""
+
+    def no_gradient(*_: Any) -> Any:
+        raise ValueError("planned with needs_grad=False; plan with needs_grad=True to differentiate.")
+
+    run = jax.custom_vjp(attend, nondiff_argnums=(3,))
+    run.defvjp(no_gradient, no_gradient)
+    return run
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class KernelBuild:
     """One GPU kernel compiled ahead of time, as its assembler reports it: sizes, never a speed.

@@ -25,6 +25,8 @@ BUILT_IN = {
     "chunked": "backends.chunked:CHUNKED",
     "cudnn": "backends.cudnn:CUDNN",
     "kvax": "backends.kvax:KVAX",
+    "splash": "backends.splash:SPLASH",
+    "pallas_flash": "backends.pallas_flash:PALLAS_FLASH",
 }
 
 

@@ -21,7 +21,7 @@ OnUnavailable = Literal["fallback", "raise"]
 # Most specialised first; chunked and standard run everywhere. Names that are not registered are passed over.
 PRIORITY: dict[str, tuple[str, ...]] = {
     "cuda": ("cudnn", "kvax", "chunked", "standard"),
-    "tpu": ("chunked", "standard"),
+    "tpu": ("splash", "chunked", "standard"),
     "rocm": ("chunked", "standard"),
     "cpu": ("chunked", "standard"),
 }

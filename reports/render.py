@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from reports import files, html, markdown, plot
+from reports import compiled, files, html, markdown, plot
 from reports.load import load
 from reports.page import build
 
@@ -16,7 +16,7 @@ def render(run_dir: Path, out: Path | None = None) -> Path:
     report can be made from it.
     """
     run = load(run_dir)
-    pages = build(run)
+    pages = (compiled.build(run),) if compiled.is_compiled(run) else build(run)
     pictures = {picture.file: plot.draw(picture) for page in pages for section in page.sections
                 for picture in section.pictures}  # fmt: skip
     text = markdown.render(pages)

@@ -20,6 +20,8 @@ import tyro
 from rich.console import Console
 
 import reports
+from suite import compile_run
+from suite.compile_request import ModelWords, compile_request
 from suite.doctor import describe, examine_here
 from suite.errors import InputError
 from suite.memory import machine_bytes
@@ -104,12 +106,47 @@ class Tune:
     """Time that a case may take; five times that for all its candidates."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Compile:
+    """Compile every backend for devices that are not here: does it compile, does it fit. Nothing is run."""
+
+    backends: Annotated[str | None, _flag("NAMES", "all that are registered")] = None
+    """Backends to compile, separated by commas."""
+    targets: Annotated[str | None, _flag("NAMES", "all that are known")] = None
+    """Devices to compile for, such as v5e,h100, separated by commas."""
+    suite: Annotated[str | None, _flag("NAME|FILE", "compile")] = None
+    """Where the cases are from: compile, quick, full, or the path of a .toml file."""
+    cases: Annotated[str | None, _flag("PATTERNS", "all, or none with --model")] = None
+    """Glob patterns of case names, separated by commas."""
+    model: Annotated[str | None, _flag("PRESETS", "none")] = None
+    """Whole models to compile, such as llama-3.2-1b, separated by commas."""
+    seq_lens: Annotated[str | None, _flag("LENGTHS", "2048")] = None
+    """Sequence lengths of the models, separated by commas."""
+    phases: Annotated[str | None, _flag("NAMES", "prefill,train,decode")] = None
+    """What the models do, separated by commas."""
+    longest: Annotated[str | None, _flag("PHASES", "none")] = None
+    """Phases whose longest sequence that fits each device is searched (to 131072, by quarters of powers of two)."""
+    batch: Annotated[int, _flag("N", "1")] = 1
+    """Sequences per batch of the models."""
+    dtype: Annotated[str, _flag("DTYPE", "bfloat16")] = "bfloat16"
+    """What the models compute in."""
+    out: Annotated[Path | None, _flag("DIR", "runs/<UTC time>-compile")] = None
+    """Directory for records and report."""
+    cache: Annotated[Path | None, _flag("DIR", "~/.cache/attention-suite/compile")] = None
+    """Where answers of the compilers are kept."""
+    cell_timeout: Annotated[float, _flag("SECONDS", "600")] = 600.0
+    """Time that one program may take to compile."""
+    cell_memory: Annotated[str | None, _flag("SIZE", "70% of the machine")] = None
+    """Memory of this machine that one compiler may hold, such as 4GiB."""
+
+
 Command = (
     Annotated[Run, tyro.conf.subcommand("run")]
     | Annotated[Doctor, tyro.conf.subcommand("doctor")]
     | Annotated[Tune, tyro.conf.subcommand("tune")]
     | Annotated[Report, tyro.conf.subcommand("report")]
     | Annotated[Compare, tyro.conf.subcommand("compare")]
+    | Annotated[Compile, tyro.conf.subcommand("compile")]
 )
 
 
@@ -131,6 +168,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 code = _doctor(command)
             case Report():
                 code = _report(command.run_dir)
+            case Compile():
+                code = _compile(command, sys.argv[1:] if arguments is None else arguments)
             case Compare():
                 print(reports.compare(command.run_a, command.run_b))  # noqa: T201
                 code = 0
@@ -158,11 +197,39 @@ def _run(command: Run) -> int:
     return _report(request.out)
 
 
-def _request(command: Run) -> RunRequest:
+def _limits(command: Run | Compile) -> Limits:
     if not command.cell_timeout > 0:
         raise InputError(f"--cell-timeout {command.cell_timeout:g} must be above 0 seconds.")
     memory = int(_MEMORY_SHARE * machine_bytes()) if command.cell_memory is None else parse_size(command.cell_memory)
-    limits = Limits(command.cell_timeout, memory)
+    return Limits(command.cell_timeout, memory)
+
+
+def _compile(command: Compile, arguments: Sequence[str]) -> int:
+    now = dt.datetime.now(dt.UTC).strftime("%Y%m%dT%H%M%SZ")
+    request = compile_request(
+        suite=command.suite,
+        cases=command.cases,
+        backends=command.backends,
+        targets=command.targets,
+        models=ModelWords(
+            command.model, command.seq_lens, command.phases, command.batch, command.dtype, command.longest
+        ),
+        out=command.out or Path("runs") / f"{now}-compile",
+        limits=_limits(command),
+        cache=command.cache,
+        command=("attnsuite", *arguments),
+    )
+    try:
+        with ProgressDisplay(Console(stderr=True)) as display:
+            compile_run.execute(request, display)
+    except KeyboardInterrupt:
+        print("\ninterrupted: what is compiled is kept; ask for the same again to go on.", file=sys.stderr)  # noqa: T201
+        return _INTERRUPTED
+    return _report(request.out)
+
+
+def _request(command: Run) -> RunRequest:
+    limits = _limits(command)
     if command.resume:
         if command.out is None:
             raise InputError("--resume needs --out with the directory of the run to go on with.")
@@ -175,7 +242,10 @@ def _request(command: Run) -> RunRequest:
 
 def _report(directory: Path) -> int:
     path = reports.render(directory)
-    print(*summary_lines(parse_records(directory / RECORDS)[0]), sep="\n")  # noqa: T201
+    if reports.is_compiled(reports.load(directory)):
+        print(reports.compiled_overview(directory))  # noqa: T201
+    else:
+        print(*summary_lines(parse_records(directory / RECORDS)[0]), sep="\n")  # noqa: T201
     print(f"records: {directory / RECORDS}\nreport:  {path}")  # noqa: T201
     return 0
 

@@ -22,6 +22,7 @@ from suite.memory import machine_bytes
 
 DISTRIBUTION = "attention-suite"
 _ROOMS = ("backends", "models", "suite")
+_COMPILERS = ("libtpu", "jax-cuda12-plugin")
 _PACKAGES = (
     "jax",
     "jaxlib",
@@ -32,7 +33,7 @@ _PACKAGES = (
     "triton",
     "kvax",
     "jax-triton",
-    "libtpu",
+    *_COMPILERS,
     "torch",
     "transformers",
     "tokamax",

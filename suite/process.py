@@ -36,16 +36,18 @@ _LIKELY_OUT_OF_MEMORY = 0.5  # killed from outside while above this share of its
 
 
 class Worker:
-    """One worker process with a memory limit in bytes and, on request, more environment variables.
+    """One worker process with a memory limit in bytes. Use as a context manager, or call :meth:`close`.
 
-    Use as a context manager, or call :meth:`close`.
+    ``module`` is what it runs, ``environment`` what it finds set beside this process's own variables.
     """
 
-    def __init__(self, memory_limit: int, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, memory_limit: int, module: str = "suite.worker", environment: Mapping[str, str] | None = None
+    ) -> None:
         self._limit = memory_limit
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (closed in close)
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "suite.worker"],
+        self._process = subprocess.Popen(  # noqa: S603 (one of this package's own modules)
+            [sys.executable, "-P", "-m", module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,

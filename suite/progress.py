@@ -51,6 +51,11 @@ class ProgressDisplay:
         if finished:
             self._console.print(f"resuming: {finished} of {total} cells are done")
 
+    def fewer(self, cells: int) -> None:
+        """The run turned out to have so many cells less than :meth:`begin` said."""
+        self._total -= cells
+        self._progress.update(self._task, total=self._total, left=self._total - self._done)
+
     def doing(self, case: str, backend: str, what: str) -> None:
         """Show what runs now."""
         self._progress.update(self._task, description=" / ".join(part for part in (case, backend, what) if part))

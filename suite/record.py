@@ -74,7 +74,9 @@ class Record:
     bytes_moved: float | None = None  # by formula: every input read once and every output written once
     tokens: int | None = None  # tokens that one sample processes, for tokens per second
     memory: dict[str, int | None] = dataclasses.field(default_factory=dict)
-    # method -> bytes: compiled_argument, compiled_output, compiled_temp, process_high_water, device_peak
+    # method -> bytes: compiled_argument, compiled_output, compiled_temp, process_high_water, device_peak;
+    # in mode compile also compiled_alias, compiled_peak, compiled_generated_code
+    kernels: tuple[dict[str, Any], ...] = ()  # mode compile: what backends.contract.KernelBuild says of each
     accuracy: dict[str, TensorError] = dataclasses.field(default_factory=dict)
     quality: dict[str, float] = dataclasses.field(default_factory=dict)
     # model level: perplexity, bits_per_byte, nll_per_sequence count, kl_mean, top1_agreement, recall, ...
@@ -105,7 +107,7 @@ class Record:
         try:
             data["accuracy"] = {name: TensorError(**value) for name, value in data.get("accuracy", {}).items()}
             data["series"] = {name: tuple(value) for name, value in data.get("series", {}).items()}
-            for name in ("samples", "reasons", "notes"):
+            for name in ("samples", "reasons", "notes", "kernels"):
                 data[name] = tuple(data.get(name, ()))
             record = Record(**data)
         except (TypeError, AttributeError) as error:

@@ -127,7 +127,9 @@ def run_case(case: Case, plans: Sequence[CellPlan], references: References, cont
     cells: list[_Cell] = []
     with contextlib.ExitStack() as stack:
         for plan in plans:
-            worker = stack.enter_context(Worker(context.limits.memory, _environment(plan, references.folder)))
+            worker = stack.enter_context(
+                Worker(context.limits.memory, environment=_environment(plan, references.folder))
+            )
             cells.append(_Cell(plan, _now(), worker))
         try:
             context.watcher.doing(case.name, "reference", "computing what the cells are judged by")

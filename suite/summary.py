@@ -23,6 +23,10 @@ def record_line(record: Record) -> Text:
         line.append(f"  recall {record.quality['recall']:.3f}")
     elif "bits_per_byte" in record.quality:
         line.append(f"  {record.quality['bits_per_byte']:.4f} bits/byte, KL {record.quality['kl_mean']:.1e}")
+    if "target_memory" in record.environment:  # compiled for a device that is not here
+        line.append(f" / {record.target}")
+    if (peak := record.memory.get("compiled_peak")) is not None:
+        line.append(f"  peak {_megabytes(peak)}")
     if record.error:
         line.append(f"  {record.error}", style="dim" if record.status == "unsupported" else "red")
     return line

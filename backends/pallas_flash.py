@@ -1,0 +1,148 @@
+"""JAX's Pallas flash attention for GPUs (``jax.experimental.pallas.ops.gpu.attention``), behind the contract.
+
+FlashAttention-2 (arXiv 2307.08691) in Pallas' Triton dialect, without any package but JAX. It knows self-attention
+that is causal or full; all else is refused, segments too, since the kernel has one array of ids where the contract
+has two, and gradients (see :func:`_shape_reasons`). This file brings odd lengths (padded behind the last token) and
+grouped queries (keys and values repeated). JAX has deprecated the module in favour of tokamax and may take it away;
+then it is refused. Never run on a GPU here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Iterator, Mapping
+from importlib import util
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from backends.contract import AttentionSpec, Carry, Layout, Mode, Plan, Support, check_options, forward_only
+from backends.devices import Target
+
+_MODULE = "jax.experimental.pallas.ops.gpu.attention"
+# Lengths are padded to multiples of it. Blocks of 128 are the kernel's default; at head dim 256 they need more shared
+# memory than any GPU has, blocks of 64 do not (`attnsuite compile --backends pallas_flash`).
+_BLOCK = 128
+_LARGEST_HEAD_DIM = 256
+_PADDING = -1
+_INSTEAD = "use backend='chunked'"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PallasFlash:
+    """The ``pallas_flash`` backend."""
+
+    name: str = "pallas_flash"
+    exact: bool = True
+
+    def supports(self, spec: AttentionSpec, target: Target, mode: Mode = "native") -> Support:
+        """Half-precision self-attention, forward, on NVIDIA GPUs, and through the interpreter; every reason why not."""
+        reasons = (*_device_reasons(target, mode), *_shape_reasons(spec), *_mask_reasons(spec))
+        return Support(None, reasons) if reasons else Support(mode)
+
+    def plan(
+        self,
+        spec: AttentionSpec,
+        layout: Layout,
+        *,
+        target: Target,
+        mode: Mode = "native",
+        options: Mapping[str, Any] | None = None,
+    ) -> Plan:
+        """Nothing to prepare but the ids of the padding; it has no options."""
+        check_options(self.name, options, {})
+        ids = _padding_ids(spec)
+        kernel, block = _kernel(), 128 if spec.head_dim <= 128 else 64
+        sizes = kernel.BlockSizes(block_q=block, block_k=block)
+        run = functools.partial(kernel.mha, sm_scale=spec.softmax_scale, causal=spec.is_causal, block_sizes=sizes)
+
+        def attend(
+            query: Float[Array, "b t n h"],
+            key: Float[Array, "b t k h"],
+            value: Float[Array, "b t k h"],
+            layer: int,
+            carry: Carry,
+        ) -> tuple[Float[Array, "b t n h"], Carry]:
+            key, value = (jnp.repeat(x, spec.group_size, axis=2) for x in (key, value))
+            padded = (jnp.pad(x, ((0, 0), (0, -x.shape[1] % _BLOCK), (0, 0), (0, 0))) for x in (query, key, value))
+            return run(*padded, ids, interpret=mode == "interpret")[:, : spec.query_length], carry
+
+        return Plan(forward_only(attend))
+
+
+def _kernel() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # said above
+        from jax.experimental.pallas.ops.gpu import attention  # noqa: PLC0415
+    return attention
+
+
+def _padding_ids(spec: AttentionSpec) -> Int[Array, "b padded"] | None:
+    """Which tokens are padding. Under a causal mask none is needed: no token sees what is behind it."""
+    behind = -spec.query_length % _BLOCK
+    if not behind or spec.is_causal:
+        return None
+    ids = jnp.zeros((spec.batch, spec.query_length), jnp.int32)
+    return jnp.pad(ids, ((0, 0), (0, behind)), constant_values=_PADDING)
+
+
+def _device_reasons(target: Target, mode: Mode) -> Iterator[str]:
+    if util.find_spec(_MODULE) is None:
+        yield f"this version of jax no longer has {_MODULE}, which pallas_flash is; {_INSTEAD}."
+    if mode != "interpret" and target.platform != "cuda":
+        yield (
+            f"pallas_flash is a kernel for NVIDIA GPUs, not for {target}; {_INSTEAD}, which runs on every platform, "
+            "or mode='interpret' to check its numbers."
+        )
+
+
+def _shape_reasons(spec: AttentionSpec) -> Iterator[str]:
+    if spec.dtype == "float32":
+        yield (
+            "dtype=float32 is not supported by pallas_flash (bfloat16 or float16), whose products of float32 may be "
+            f"TF32; cast the inputs, or {_INSTEAD}."
+        )
+    if spec.needs_grad:
+        yield (
+            "gradients are not supported by pallas_flash, whose backward pass rounds rowsum(dO * O) to half precision: "
+            f"with large logits dq fails the judge; plan with needs_grad=False, or {_INSTEAD}."
+        )
+    if spec.head_dim > _LARGEST_HEAD_DIM:
+        yield f"head_dim={spec.head_dim} is not supported by pallas_flash (at most {_LARGEST_HEAD_DIM}); {_INSTEAD}."
+    if spec.value_head_dim != spec.head_dim:
+        yield (
+            f"value_head_dim={spec.value_head_dim} with head_dim={spec.head_dim} is not supported by pallas_flash "
+            f"(needs both alike); {_INSTEAD}."
+        )
+    if spec.query_length != spec.key_value_length:
+        yield (
+            f"query_length={spec.query_length} with key_value_length={spec.key_value_length} is not supported by "
+            f"pallas_flash, which is for self-attention (needs equal lengths); {_INSTEAD}."
+        )
+
+
+def _mask_reasons(spec: AttentionSpec) -> Iterator[str]:
+    if spec.window is not None:
+        yield f"local_window_size={spec.window} is not supported by pallas_flash (None only); {_INSTEAD}."
+    if spec.chunk_size is not None:
+        yield f"chunk_size={spec.chunk_size} is not supported by pallas_flash (None only); {_INSTEAD}."
+    if spec.logits_soft_cap is not None:
+        yield f"logits_soft_cap={spec.logits_soft_cap} is not supported by pallas_flash (None only); {_INSTEAD}."
+    if spec.has_segment_ids:
+        yield (
+            "segment ids are not supported by pallas_flash, whose kernel has one array of them for queries and keys; "
+            f"{_INSTEAD}."
+        )
+    if spec.has_positions and spec.is_causal:
+        yield f"explicit positions are not supported by pallas_flash, which masks by slot; {_INSTEAD}."
+    if spec.has_seq_lengths:
+        yield f"key_value_seq_lengths are not supported by pallas_flash, which masks by slot; {_INSTEAD}."
+    for name, has in (("mask", spec.has_mask), ("bias", spec.has_bias)):
+        if has:
+            yield f"an explicit {name} array is not supported by pallas_flash; use backend='standard'."
+
+
+PALLAS_FLASH = PallasFlash()

@@ -1,0 +1,325 @@
+"""JAX's Pallas kernel for TPUs, "splash" (sparse flash) attention, behind the contract.
+
+The kernel is ``jax.experimental.pallas.ops.tpu.splash_attention``: FlashAttention-2's recurrence (arXiv 2307.08691)
+over a static block mask, so that blocks with nothing visible cost nothing. Native on TPUs, through Pallas'
+interpreter anywhere, compiled for TPUs that are not here. This file brings what the kernel leaves to its caller:
+batch, scale, lengths that are no multiple of a block, key lengths and padding (as segment ids), one query token
+(any mask of one row is a segmentation of the keys), and zero where a row may attend to nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas.ops.tpu import splash_attention as kernel
+from jaxtyping import Array, Bool, Float, Int
+
+from backends.contract import AttentionSpec, Carry, Layout, Mode, Plan, Support, check_options, forward_only, may_attend
+from backends.devices import Target
+
+# Rows and keys per block where none are given, for head dims up to 256. Not tuned on a TPU, where nothing of this
+# project has run: the larger generations have twice the VMEM, and half of what overflows it is taken
+# (`attnsuite compile`; tests/suite/test_compiling.py).
+DEFAULT_BLOCK = {"v4": 512, "v5e": 512, "v5p": 512, "v6e": 1024, "tpu7x": 1024}
+LANES = 128  # of a TPU's vector unit; every block is a multiple of it
+
+OPTIONS = {
+    "block_q": "query rows per block, a multiple of 128",
+    "block_kv": "keys per block, a multiple of 128",
+    "block_kv_compute": "keys per step inside a block, a multiple of 128 that divides block_kv",
+    "block_q_backward": "query rows per block in the backward pass, a multiple of 128",
+    "block_kv_backward": "keys per block in the backward pass, a multiple of 128",
+    "fused_backward": "whether one kernel computes dq, dk and dv (True or False)",
+}
+
+# Ids that match nothing: real ones are not negative, and these two differ from each other.
+_UNSEEING_QUERY, _UNSEEN_KEY = -1, -2
+# An attention sink (a logit without a value) so small that it changes no row that sees a key, and larger than the
+# kernel's mask value (-2.4e38): a row that sees nothing is the sink alone, which is exactly zero, as are its gradients.
+_NO_SINK = -1e30
+_INSTEAD = "use backend='chunked'"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Splash:
+    """The ``splash`` backend."""
+
+    name: str = "splash"
+    exact: bool = True
+
+    def supports(self, spec: AttentionSpec, target: Target, mode: Mode = "native") -> Support:
+        """TPUs natively or compiled, everything through the interpreter; every reason why not."""
+        reasons = (*_device_reasons(target, mode), *_spec_reasons(spec))
+        return Support(None, reasons) if reasons else Support(mode)
+
+    def plan(
+        self,
+        spec: AttentionSpec,
+        layout: Layout,
+        *,
+        target: Target,
+        mode: Mode = "native",
+        options: Mapping[str, Any] | None = None,
+    ) -> Plan:
+        """Make the block masks once for all layers. Options: see :data:`OPTIONS`; raises ValueError for others."""
+        given = _checked(check_options(self.name, options, OPTIONS))
+        grid = _grid(spec, target, given)
+        masks = _Masking.of(spec, *grid.lengths)
+        run = _kernel(masks, grid.blocks, spec.logits_soft_cap, mode == "interpret")
+        ids = _segment_ids(spec, layout, grid.lengths)
+
+        def attend(
+            query: Float[Array, "b t n h"],
+            key: Float[Array, "b s k h"],
+            value: Float[Array, "b s k v"],
+            layer: int,
+            carry: Carry,
+        ) -> tuple[Float[Array, "b t n v"], Carry]:
+            if spec.needs_grad:
+                query, key = _without_gradient_where_one_key_is_seen(ids, query, key)
+            q, k, v = _to_kernel(spec, grid.lengths, query, key, value)
+            sinks = jnp.full(q.shape[1], _NO_SINK, jnp.float32)
+            batched = jax.vmap(lambda q, k, v, ids: run(q, k, v, ids, sinks), (0, 0, 0, None if ids is None else 0))
+            call = batched if spec.dtype == "float32" else _in_default_precision(batched)
+            return _from_kernel(spec, call(q, k, v, ids)), carry
+
+        return Plan(attend if spec.needs_grad else forward_only(attend))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Grid:
+    """Block sizes, and the query and key lengths padded to whole blocks."""
+
+    blocks: kernel.BlockSizes
+    lengths: tuple[int, int]
+
+
+def _grid(spec: AttentionSpec, target: Target, given: dict[str, Any]) -> _Grid:
+    rows = spec.group_size if spec.query_length == 1 else spec.query_length
+    largest = DEFAULT_BLOCK.get(target.kind, min(DEFAULT_BLOCK.values()))
+    while largest > LANES and largest * max(spec.head_dim, spec.value_head_dim or 0) > 512 * 256:
+        largest //= 2
+    q, kv = (_even_block(length, largest) for length in (rows, spec.key_value_length))
+    q, kv = given.get("block_q", q), given.get("block_kv", kv)
+    q_back, kv_back = given.get("block_q_backward", q), given.get("block_kv_backward", kv)
+    compute = given.get("block_kv_compute", kv)
+    if kv % compute:
+        raise ValueError(f"splash: block_kv_compute={compute} does not divide block_kv={kv}; give one that does.")
+    fused = given.get("fused_backward", False)
+    backward: dict[str, Any] = {}
+    if spec.needs_grad:
+        backward = {"block_q_dkv": q_back, "block_kv_dkv": kv_back, "use_fused_bwd_kernel": fused}
+        backward |= {} if fused else {"block_q_dq": q_back, "block_kv_dq": kv_back}
+    blocks = kernel.BlockSizes(block_q=q, block_kv=kv, block_kv_compute=compute, **backward)
+    step_q, step_kv = (q, kv) if not spec.needs_grad else (math.lcm(q, q_back), math.lcm(kv, kv_back))
+    return _Grid(blocks, (_round_up(rows, step_q), _round_up(spec.key_value_length, step_kv)))
+
+
+def _even_block(length: int, largest: int) -> int:
+    """The block that covers ``length`` in as few blocks as ``largest`` allows, with as little padding."""
+    return _round_up(-(-length // -(-length // largest)), LANES)
+
+
+def _round_up(length: int, step: int) -> int:
+    return -(-length // step) * step
+
+
+def _checked(options: dict[str, Any]) -> dict[str, Any]:
+    for name, value in options.items():
+        is_size = isinstance(value, int) and not isinstance(value, bool) and value >= LANES and value % LANES == 0
+        if not (isinstance(value, bool) if name == "fused_backward" else is_size):
+            raise ValueError(f"splash: {name}={value!r} is not accepted; {name} is {OPTIONS[name]}.")
+    return options
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Masking:
+    """What is visible by slot alone, known before there is data. Hashable: block masks are cached by it."""
+
+    query_length: int
+    key_value_length: int
+    is_causal: bool = False
+    window: tuple[int, int] | None = None
+    chunk_size: int | None = None
+
+    @staticmethod
+    def of(spec: AttentionSpec, query_length: int, key_value_length: int) -> _Masking:
+        if spec.query_length == 1:  # all of it is in the segment ids
+            return _Masking(query_length, key_value_length)
+        return _Masking(query_length, key_value_length, spec.is_causal, spec.window, spec.chunk_size)
+
+    @property
+    def hides_nothing(self) -> bool:
+        return not self.is_causal and self.window is None and self.chunk_size is None
+
+    def visible(self, q: Any, k: Any) -> Any:
+        """Whether a query slot sees a key slot; NumPy arrays for the block mask, traced ones inside the kernel."""
+        terms = [k <= q] if self.is_causal else []
+        if self.window is not None:
+            terms += [k >= q - self.window[0], k <= q + self.window[1]]
+        if self.chunk_size is not None:
+            terms.append(q // self.chunk_size == k // self.chunk_size)
+        return functools.reduce(lambda a, b: a & b, terms)
+
+
+class _SlotMask(kernel.Mask):
+    """A :class:`_Masking` as the kernel's block sorting asks for it.
+
+    With ``q_sequence`` and ``mask_function`` the kernel computes the mask of a mixed block by itself.
+    """
+
+    def __init__(self, masking: _Masking) -> None:
+        self.masking = masking
+        self.q_sequence = np.arange(masking.query_length, dtype=np.int32)
+        self.mask_function = masking.visible
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.masking.query_length, self.masking.key_value_length
+
+    def __getitem__(self, index: tuple[slice, slice]) -> Bool[np.ndarray, "q k"]:
+        rows, columns = (np.arange(n, dtype=np.int32)[part] for n, part in zip(self.shape, index, strict=True))
+        return self.masking.visible(rows[:, None], columns[None, :])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _SlotMask) and self.masking == other.masking
+
+    def __hash__(self) -> int:
+        return hash(self.masking)
+
+
+@functools.lru_cache(maxsize=32)
+def _kernel(
+    masking: _Masking, blocks: kernel.BlockSizes, soft_cap: float | None, interpret: bool
+) -> Callable[..., Array]:
+    """The kernel with its block masks as NumPy arrays: no device, no trace, the same for every head."""
+    mask = kernel.FullMask(_SlotMask(masking).shape) if masking.hides_nothing else _SlotMask(masking)
+    with jax.ensure_compile_time_eval():  # plans are made inside of jit too
+        made = kernel.make_splash_mha_single_device(
+            kernel.MultiHeadMask([mask]), block_sizes=blocks, attn_logits_soft_cap=soft_cap, interpret=interpret
+        )
+        return jax.tree.map(np.asarray, made)
+
+
+def _segment_ids(spec: AttentionSpec, layout: Layout, lengths: tuple[int, int]) -> kernel.SegmentIds | None:
+    """Everything about visibility that is not known before there is data, as ids that match or do not."""
+    rows, keys = spec.query_length, spec.key_value_length
+    if rows == 1:
+        mask = may_attend(spec, layout)
+        seen = jnp.ones((1, keys), bool) if mask is None else mask[:, 0, 0]
+        ids = jnp.zeros((spec.batch, lengths[0]), jnp.int32)
+        keys_seen = jnp.broadcast_to(seen, (spec.batch, keys))
+        return kernel.SegmentIds(ids, _pad_ids(jnp.where(keys_seen, 0, _UNSEEN_KEY), lengths[1], _UNSEEN_KEY))
+    # Under a causal mask no row sees the padding behind the last key, if there are no more rows than keys.
+    padding_shows = keys < lengths[1] and not (spec.is_causal and rows <= keys)
+    if not (spec.has_segment_ids or spec.has_seq_lengths or padding_shows):
+        return None
+    q = jnp.zeros((spec.batch, rows), jnp.int32)
+    k = jnp.zeros((spec.batch, keys), jnp.int32)
+    if layout.query_segment_ids is not None and layout.key_value_segment_ids is not None:
+        q, k = layout.query_segment_ids, layout.key_value_segment_ids
+        q, k = jnp.where(q < 0, _UNSEEING_QUERY, q), jnp.where(k < 0, _UNSEEN_KEY, k)
+    if layout.key_value_seq_lengths is not None:
+        slots = jnp.arange(keys, dtype=jnp.int32)[None, :]
+        k = jnp.where(slots < layout.key_value_seq_lengths[:, None], k, _UNSEEN_KEY)
+    return kernel.SegmentIds(_pad_ids(q, lengths[0], _UNSEEING_QUERY), _pad_ids(k, lengths[1], _UNSEEN_KEY))
+
+
+def _pad_ids(ids: Int[Array, "b s"], length: int, fill: int) -> Int[Array, "b padded"]:
+    return jnp.pad(ids.astype(jnp.int32), ((0, 0), (0, length - ids.shape[1])), constant_values=fill)
+
+
+def _without_gradient_where_one_key_is_seen(
+    ids: kernel.SegmentIds | None, query: Float[Array, "b t n h"], key: Float[Array, "b s k h"]
+) -> tuple[Array, Array]:
+    """The same numbers. A softmax over one key is 1 whatever the scores; the kernel's gradient is 0 but for rounding.
+
+    All rows of a batch entry add that rounding up in its one key, where there is nothing else to drown it.
+    """
+    if ids is None:
+        return query, key
+    alone = ((ids.kv != _UNSEEN_KEY).sum(1) == 1)[:, None, None, None]
+    return jnp.where(alone, jax.lax.stop_gradient(query), query), jnp.where(alone, jax.lax.stop_gradient(key), key)
+
+
+def _to_kernel(
+    spec: AttentionSpec, lengths: tuple[int, int], query: Array, key: Array, value: Array
+) -> tuple[Float[Array, "b n t h"], Float[Array, "b k s h"], Float[Array, "b k s v"]]:
+    """Heads outside, lengths padded, the scale on the query; one query token has its group's heads as rows."""
+    query = (query.astype(jnp.float32) * spec.softmax_scale).astype(query.dtype)
+    if spec.query_length == 1:
+        query = query.reshape(spec.batch, spec.num_kv_heads, spec.group_size, spec.head_dim)
+    else:
+        query = query.swapaxes(1, 2)
+    key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
+
+    def pad(x: Array, length: int) -> Array:
+        return jnp.pad(x, ((0, 0), (0, 0), (0, length - x.shape[2]), (0, 0)))
+
+    return pad(query, lengths[0]), pad(key, lengths[1]), pad(value, lengths[1])
+
+
+def _from_kernel(spec: AttentionSpec, out: Float[Array, "b n t v"]) -> Float[Array, "b t n v"]:
+    if spec.query_length == 1:
+        return out[:, :, : spec.group_size].reshape(spec.batch, 1, spec.num_heads, -1)
+    return out[:, :, : spec.query_length].swapaxes(1, 2)
+
+
+def _in_default_precision(call: Callable[..., Array]) -> Callable[..., Array]:
+    """``call(q, k, v, ids)`` whatever ``jax_default_matmul_precision`` says, forward and backward.
+
+    Products of bfloat16 are exact in float32 as they are, and Mosaic rejects a higher precision for them ("Bad lhs
+    type"). A gradient is traced after the call has returned, hence its own rule.
+    """
+
+    def forward(q: Array, k: Array, v: Array, ids: Any) -> tuple[Array, Any]:
+        with jax.default_matmul_precision("default"):
+            out, pull_back = jax.vjp(lambda q, k, v: call(q, k, v, ids), q, k, v)
+        return out, pull_back
+
+    def backward(pull_back: Any, d_out: Array) -> tuple[Any, ...]:
+        with jax.default_matmul_precision("default"):
+            return *pull_back(d_out), None
+
+    @jax.custom_vjp
+    def run(q: Array, k: Array, v: Array, ids: Any) -> Array:
+        with jax.default_matmul_precision("default"):
+            return call(q, k, v, ids)
+
+    run.defvjp(forward, backward)
+    return run
+
+
+def _device_reasons(target: Target, mode: Mode) -> Iterator[str]:
+    if mode != "interpret" and target.platform != "tpu":
+        yield (
+            f"splash is a kernel for TPUs, not for {target}; {_INSTEAD}, which runs on every platform, "
+            "or mode='interpret' to check its numbers."
+        )
+
+
+def _spec_reasons(spec: AttentionSpec) -> Iterator[str]:
+    if spec.dtype == "float16":
+        yield f"dtype=float16 is not supported by splash (float32 or bfloat16, as TPUs compute); {_INSTEAD}."
+    by_position = spec.is_causal or spec.window is not None or spec.chunk_size is not None
+    if spec.has_positions and by_position and spec.query_length > 1:
+        yield (
+            f"explicit positions with query_length={spec.query_length} are not supported by splash, whose mask is by "
+            f"slot (one query token, or positions left out); {_INSTEAD}."
+        )
+    for name, has in (("mask", spec.has_mask), ("bias", spec.has_bias)):
+        if has:
+            yield (
+                f"an explicit {name} array is not supported by splash, whose memory is linear in the length; "
+                "describe it by is_causal, windows, chunks, segments or lengths, or use backend='standard'."
+            )
+
+
+SPLASH = Splash()

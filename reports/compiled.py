@@ -1,0 +1,269 @@
+"""Records of ``attnsuite compile`` -> one page: what compiles for which device, and whether it fits there.
+
+Everything is computed from the records; the longest sequence that fits is the longest record that does, and stands
+beside the shortest that does not. Nothing here is a time of anything but the compilers themselves.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from reports import cases, environment, markdown
+from reports.cells import group
+from reports.formatting import DASH, Value, code, escape, plural
+from reports.load import Run, load
+from reports.page import Page, Section
+from reports.tables import MIB, Column, Table, table
+from suite.record import Record
+
+METHOD = (
+    (
+        "Each cell is lowered and compiled in a process of its target, by the compiler that would compile it there, "
+        "from shapes alone: no weights, no inputs, no accelerator, nothing run. So there are sizes here, and no speed."
+    ),
+    (
+        "\u201cPeak\u201d is the compiler's own figure for the device's memory: arguments, outputs and temporaries at "
+        "their worst moment. A cell fits where the compiler takes it and the peak is at most the device's memory; "
+        "whatever else a process holds on the device is not in it."
+    ),
+    (
+        "Prefill and decode donate their cache, a train step (AdamW) its parameters and state; there is no "
+        "rematerialisation. Parameters are kept in the preset's dtype. One device: nothing is sharded."
+    ),
+    (
+        "The compilers of TPUs refuse what does not fit the device; the one of GPUs compiles it, and the peak says so. "
+        "It gives no size of the code."
+    ),
+    "Compile seconds are those of this machine with other compilers at work beside them.",
+)
+
+
+def is_compiled(run: Run) -> bool:
+    """Whether a run is one of ``attnsuite compile``."""
+    return "targets" in run.manifest
+
+
+def build(run: Run) -> Page:
+    """The page of such a run."""
+    records = sorted(run.records, key=cases.order)
+    numbers = _numbers(records)
+    targets = [str(name) for name in run.manifest.get("targets", ())] or sorted({r.target for r in records})
+    ops = [record for record in records if record.kind.startswith("op_")]
+    models = [record for record in records if record.kind.startswith("model_")]
+    legend = (
+        "Peak memory where it compiles and fits; **no fit** where it is more than the device has; **rejected** where "
+        "the compiler does not take it; refused where the backend says so first. Reasons by number below."
+    )
+    sections = (
+        Section("in_short", "In short", (_counts(records),), tuple(_longest_sentences(models))),
+        _matrix("ops", "Attention calls", legend, ops, targets, numbers),
+        _matrix("models", "Whole models", legend, models, targets, numbers),
+        _longest("longest", models, targets),
+        _kernels(records),
+        Section("reasons", "Reasons", items=tuple(f"**{n}** {escape(text)}" for text, n in numbers.items())),
+        Section("cells", "Every cell", tables=(_cells(records, numbers),)),
+        Section("environment", "Environment", tables=(environment.environment_table(records),)),
+        Section("method", "How this was made", items=METHOD),
+        _reproduce(run.manifest),
+    )
+    kept = tuple(section for section in sections if section is not None and (section.key != "reasons" or numbers))
+    versions = [f"{name} {version}" for name, version in environment.versions_of(records).items()]
+    title = f"Compiled for {plural(len(targets), 'device')} that are not here, {environment.date_of(records)}"
+    return Page("compiled", title, f"Versions: {', '.join(versions)}", kept, group(records))
+
+
+def compiled_overview(run_dir: Path) -> str:
+    """The tables of a compiled run for a terminal, as Markdown. Raises ReportError as :func:`reports.load` does."""
+    page = build(load(run_dir))
+    shown = [section for section in page.sections if section.key in ("in_short", "ops", "models", "longest", "reasons")]
+    return markdown.render([Page(page.device, page.title, page.subtitle, tuple(shown), ())])
+
+
+def verdict(record: Record) -> str:
+    """One of: fits, no fit, rejected, refused, timeout."""
+    return {"ok": "fits", "oom": "no fit", "unsupported": "refused", "timeout": "timeout"}.get(
+        record.status, "rejected"
+    )
+
+
+def _numbers(records: Iterable[Record]) -> dict[str, str]:
+    """Every distinct reason against a cell, numbered: R for refusals by the backend, E for the compiler's."""
+    refusals = dict.fromkeys(reason for record in records for reason in record.reasons)
+    errors = dict.fromkeys(r.error for r in records if r.error and r.status not in ("ok", "unsupported"))
+    return {text: f"R{n}" for n, text in enumerate(refusals, 1)} | {text: f"E{n}" for n, text in enumerate(errors, 1)}
+
+
+def _why(record: Record, numbers: Mapping[str, str]) -> str:
+    texts = record.reasons if record.status == "unsupported" else (record.error,)
+    return ", ".join(numbers[text] for text in texts if text)
+
+
+def _counts(records: Sequence[Record]) -> str:
+    found = [verdict(record) for record in records]
+    words = {name: found.count(name) for name in ("fits", "no fit", "rejected", "refused", "timeout")}
+    return (
+        f"{plural(len(records), 'cell')}: {words['fits']} compile and fit, {words['no fit']} do not fit the device, "
+        f"{words['rejected']} are rejected by the compiler, {words['refused']} are refused by the backend"
+        + (f", {words['timeout']} took too long" if words["timeout"] else "")
+        + "."
+    )
+
+
+def _matrix(
+    key: str, title: str, legend: str, records: Sequence[Record], targets: Sequence[str], numbers: Mapping[str, str]
+) -> Section | None:
+    """A row per case and backend, a column per device."""
+    if not records:
+        return None
+    rows: dict[tuple[str, str], dict[str, Value]] = {}
+    for record in records:
+        row = rows.setdefault((cases.title(record), record.requested), {})
+        row |= {"case": cases.title(record), "backend": record.requested, record.target: _short(record, numbers)}
+    columns = [Column("case", "case", merge=True), Column("backend", "backend"), *(_device(name) for name in targets)]
+    return Section(key, title, (legend,), tables=(table(key, "", columns, rows.values()),))
+
+
+def _device(target: str) -> Column:
+    return Column(target, target.partition(":")[2] or target)
+
+
+def _short(record: Record, numbers: Mapping[str, str]) -> str:
+    if record.status == "ok":
+        peak = record.memory.get("compiled_peak")
+        return "compiles" if peak is None else _size(peak)
+    return f"{verdict(record)} ({_why(record, numbers)})"
+
+
+def _size(size: int) -> str:
+    return f"{size / MIB:.1f} MiB" if size < 1024 * MIB else f"{size / 1024 / MIB:.2f} GiB"
+
+
+Found = dict[tuple[str, str, str], tuple[int | None, int | None]]
+
+
+def _bounds(records: Iterable[Record]) -> Found:
+    """(model and what it does, backend, target) -> the longest sequence that fits, the shortest that does not."""
+    lengths: dict[tuple[str, str, str], tuple[list[int], list[int]]] = {}
+    for record in records:
+        if record.status not in ("ok", "oom"):
+            continue
+        problem = {name: value for name, value in record.problem.items() if name != "sequence"}
+        what = f"{cases.KIND_TITLES[record.kind]}, {cases.describe(record.kind, problem)}"
+        fit, not_fit = lengths.setdefault((what, record.requested, record.target), ([], []))
+        (fit if record.status == "ok" else not_fit).append(int(record.problem["sequence"]))
+    return {key: (max(fit, default=None), min(not_fit, default=None)) for key, (fit, not_fit) in lengths.items()}
+
+
+def _longest(key: str, records: Sequence[Record], targets: Sequence[str]) -> Section | None:
+    found = _bounds(records)
+    if not found:
+        return None
+    rows: dict[tuple[str, str], dict[str, Value]] = {}
+    for (what, backend, target), (fit, not_fit) in found.items():
+        row = rows.setdefault((what, backend), {"case": what, "backend": backend})
+        row[target] = f"{fit or DASH} / {not_fit or DASH}"
+    columns = [Column("case", "model", merge=True), Column("backend", "backend"), *(_device(name) for name in targets)]
+    told = (
+        "The longest sequence of this page that fits / the shortest that does not; \u201c\u2013\u201d where none was "
+        "found. Between the two nothing was tried."
+    )
+    return Section(key, "Up to which length", (told,), tables=(table(key, "", columns, rows.values()),))
+
+
+def _longest_sentences(records: Sequence[Record]) -> Iterator[str]:
+    """What the page is for: up to which length a model fits a device, with which backend."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for (what, backend, target), (fit, not_fit) in _bounds(records).items():
+        if fit is not None and not_fit is not None:
+            found.setdefault((what, target), []).append(f"{fit} with {code(backend)}")
+    for (what, target), parts in found.items():
+        yield f"{escape(what)} on {escape(target)}: fits up to {', '.join(parts)} (of the lengths tried)."
+
+
+def _kernels(records: Sequence[Record]) -> Section | None:
+    """Kernels that a backend compiled outside XLA, as their assembler describes them."""
+    rows: list[dict[str, Value]] = [
+        {
+            "case": cases.title(record),
+            "backend": record.requested,
+            "target": record.target,
+            "kernel": kernel["name"],
+            "configuration": ", ".join(f"{name} {value}" for name, value in kernel["configuration"].items()),
+            "registers": kernel["registers"],
+            "spilled": kernel["spilled_bytes"],
+            "shared": kernel["shared_bytes"],
+            "limit": kernel["shared_limit_bytes"],
+            "vector": kernel["vector_loads"],
+            "scalar": kernel["scalar_loads"],
+            "error": kernel["error"],
+        }
+        for record in records
+        for kernel in record.kernels
+    ]
+    if not rows:
+        return None
+    headers = {
+        "backend": "backend",
+        "target": "device",
+        "kernel": "kernel",
+        "configuration": "configuration",
+        "registers": "registers per thread",
+        "spilled": "spilled (bytes per thread)",
+        "shared": "shared memory (bytes)",
+        "limit": "of (bytes)",
+        "vector": "vector loads",
+        "scalar": "scalar loads",
+        "error": "the compiler's reason",
+    }
+    columns = (Column("case", "case", merge=True), *(Column(key, header) for key, header in headers.items()))
+    return Section("kernels", "Kernels", tables=(table("kernels", "", columns, rows),))
+
+
+def _cells(records: Sequence[Record], numbers: Mapping[str, str]) -> Table:
+    sizes: dict[str, Callable[[Record], Value]] = {
+        name: lambda record, name=name: _mib(record.memory.get(f"compiled_{name}"))
+        for name in ("argument", "output", "temp", "peak", "generated_code")
+    }
+    rows: list[dict[str, Value]] = []
+    for record in records:
+        peak, limit = record.memory.get("compiled_peak"), record.environment.get("target_memory")
+        rows.append({
+            "case": cases.title(record),
+            "backend": record.requested,
+            "target": record.target,
+            "verdict": verdict(record),
+            "why": _why(record, numbers) or None,
+            "lower": record.lower_seconds,
+            "compile": record.compile_seconds,
+            **{name: size(record) for name, size in sizes.items()},
+            "share": 100 * peak / limit if peak is not None and limit else None,
+        })  # fmt: skip
+    headers = {
+        "backend": "backend",
+        "target": "device",
+        "verdict": "verdict",
+        "why": "why",
+        "lower": "lower (s)",
+        "compile": "compile (s)",
+        "argument": "arguments (MiB)",
+        "output": "outputs (MiB)",
+        "temp": "temporaries (MiB)",
+        "peak": "peak (MiB)",
+        "share": "% of the device's memory",
+        "generated_code": "code (MiB)",
+    }
+    columns = (Column("case", "case", merge=True), *(Column(key, header) for key, header in headers.items()))
+    return table("cells", "", columns, rows)
+
+
+def _mib(size: int | None) -> float | None:
+    return None if size is None else size / MIB
+
+
+def _reproduce(manifest: Mapping[str, object]) -> Section:
+    command = manifest.get("command")
+    words = [str(word) for word in command] if isinstance(command, list) else ["attnsuite", "compile"]
+    need = "With both compilers (pip install 'attention-suite[tpu,compile-cuda]'), on any Linux machine:"
+    return Section("reproduce", "Reproduce", (need,), commands=(shlex.join(words),))

@@ -1,0 +1,121 @@
+"""One cell compiled ahead of time: one case, one backend, one device that need not be here.
+
+What comes out: whether the compiler takes it, or its own reason in one line; its sizes in bytes, and whether they fit
+the device; for kernels that are compiled outside XLA (Triton) registers, spills and shared memory. Nothing is run, so
+there is no time but the compiler's own. XLA's estimate of the run time (``optimal_seconds``) is not kept: it counts a
+Pallas call as no work at all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, SingleDeviceSharding
+
+from backends import Backend, Target, registry
+from backends.contract import CompilesKernels, KernelBuild
+from suite import topologies
+from suite.abstract_programs import AbstractProgram, attention_specs, model_program, op_program, resolutions
+from suite.cases import ModelCase, OpCase
+
+_REASON_LENGTH = 300
+# Memory of the device itself. Running out of a core's own (vmem, smem, shared memory) is a kernel's fault instead.
+_DEVICE_MEMORY = re.compile(r"\bHBM\b", re.IGNORECASE)
+_SIZES = ("argument", "output", "temp", "alias", "generated_code", "peak")
+
+
+def compile_cell(case: OpCase | ModelCase, backend_name: str, target: Target) -> dict[str, Any]:
+    """``status`` (ok, unsupported, oom, crashed), ``reasons``, ``error``, and what is known of the program.
+
+    Never raises for what a backend or a compiler does: that is the result.
+    """
+    backend = registry.get(backend_name)
+    specs = attention_specs(case)
+    reasons = dict.fromkeys(reason for spec in specs for reason in backend.supports(spec, target, "compile").reasons)
+    if reasons:
+        return {"status": "unsupported", "reasons": list(reasons), "error": "refused before it was compiled."}
+    try:
+        if target.platform == "cuda" and isinstance(backend, CompilesKernels):
+            return _kernels(backend.compile_kernels(spec, target) for spec in specs)
+        if (absent := topologies.missing(target)) is not None:
+            return {"status": "unsupported", "reasons": [absent], "error": "there is no compiler for this device here."}
+        program = _program(case, backend, target)
+        return _judged(compile_program(program, topologies.device(target)), target)
+    except Exception as error:  # noqa: BLE001 (whatever the compiler raises is what this cell is about)
+        return _rejected(error)
+
+
+def compile_program(program: AbstractProgram, device: Any) -> dict[str, Any]:
+    """Lower and compile for ``device``; seconds of either, and the compiler's sizes in bytes.
+
+    Raises what the compiler raises.
+    """
+    sharding = SingleDeviceSharding(device)
+    arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), program.arguments)
+    jitted = jax.jit(program.function, donate_argnums=program.donated)
+    # The mesh is what tells Pallas which TPU it lowers for.
+    with jax.sharding.use_abstract_mesh(Mesh(np.array([device]), ("device",)).abstract_mesh):
+        start = time.perf_counter()
+        lowered = jitted.trace(*arguments).lower(lowering_platforms=(_platform(device),))
+        middle = time.perf_counter()
+        compiled = lowered.compile()
+    end = time.perf_counter()
+    return {"lower_seconds": middle - start, "compile_seconds": end - middle, "memory": _sizes(compiled)}
+
+
+def _platform(device: Any) -> str:
+    return "cuda" if device.platform == "gpu" else device.platform
+
+
+def _sizes(compiled: Any) -> dict[str, int | None]:
+    analysis = compiled.memory_analysis()
+    found = {name: getattr(analysis, f"{name}_size_in_bytes", None) for name in _SIZES}
+    found["peak"] = getattr(analysis, "peak_memory_in_bytes", None)
+    found["generated_code"] = found["generated_code"] or None  # XLA's GPU compiler does not say
+    return {f"compiled_{name}": size for name, size in found.items()}
+
+
+def _judged(facts: dict[str, Any], target: Target) -> dict[str, Any]:
+    """TPU compilers refuse what does not fit the device's memory; the GPU's does not look."""
+    peak, limit = facts["memory"]["compiled_peak"], target.memory_bytes
+    if peak is not None and limit is not None and peak > limit:
+        error = f"needs {peak / 2**30:.2f} GiB of device memory; {target} has {limit / 2**30:g} GiB."
+        return facts | {"status": "oom", "error": error}
+    return facts | {"status": "ok", "error": None}
+
+
+def _rejected(error: Exception) -> dict[str, Any]:
+    message = one_line(error)
+    out_of_memory = "RESOURCE_EXHAUSTED" in message and _DEVICE_MEMORY.search(message)
+    return {"status": "oom" if out_of_memory else "crashed", "error": message}
+
+
+def one_line(error: Exception) -> str:
+    """The compiler's own words, on one line, without the pages that follow them."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}"[:_REASON_LENGTH]
+
+
+def _program(case: OpCase | ModelCase, backend: Backend, target: Target) -> AbstractProgram:
+    if isinstance(case, OpCase):
+        return op_program(case, backend, target)
+    return model_program(case, resolutions(case, backend.name, target))
+
+
+def _kernels(builds: Iterable[tuple[KernelBuild, ...]]) -> dict[str, Any]:
+    """Kernels that XLA does not see, and so no sizes of the program around them."""
+    start = time.perf_counter()
+    kernels = [dataclasses.asdict(build) for group in builds for build in group]
+    failed = [f"{kernel['name']}: {kernel['error']}" for kernel in kernels if kernel["error"] is not None]
+    return {
+        "status": "crashed" if failed else "ok",
+        "error": " ".join(failed)[:_REASON_LENGTH] or None,
+        "compile_seconds": time.perf_counter() - start,
+        "kernels": [kernel | {"configuration": dict(kernel["configuration"])} for kernel in kernels],
+    }

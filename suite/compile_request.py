@@ -1,0 +1,160 @@
+"""What ``attnsuite compile`` was asked for, checked: cases, models, backends and devices that there are."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from backends import Target, UnknownBackendError, names, registry
+from suite import topologies
+from suite.abstract_programs import model_config
+from suite.cases import ModelCase, OpCase
+from suite.compile_run import CompileRequest
+from suite.errors import InputError
+from suite.runner import Limits
+from suite.store import RECORDS
+from suite.suites import Suite, find_suite, select
+
+# Problems of a transformer of today: grouped queries, head dim 128, bfloat16, from short to as long as they get.
+COMPILE = Suite(
+    "compile",
+    (
+        OpCase(kind="op_forward_backward", sequence=4096, heads=32, head_dim=128, dtype="bfloat16"),
+        OpCase(kind="op_forward_backward", sequence=4096, heads=32, head_dim=128, dtype="float32"),
+        OpCase(kind="op_forward_backward", sequence=8192, heads=32, head_dim=128, dtype="bfloat16", documents=8),
+        OpCase(kind="op_forward", sequence=16384, heads=32, head_dim=128, dtype="bfloat16", window=1024),
+        OpCase(kind="op_forward", sequence=32768, heads=32, head_dim=128, dtype="bfloat16"),
+        OpCase(kind="op_forward", sequence=1000, heads=32, head_dim=256, dtype="bfloat16", causal=False),
+        OpCase(kind="op_decode", sequence=32768, heads=32, head_dim=128, dtype="bfloat16", batch=8),
+    ),
+)
+
+_PHASES = {"prefill": "model_prefill", "train": "model_train", "decode": "model_decode"}
+_DEFAULT_LENGTH = "2048"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelWords:
+    """The words about models as they were given."""
+
+    models: str | None
+    lengths: str | None
+    phases: str | None
+    batch: int
+    dtype: str
+    longest: str | None
+
+
+def compile_request(
+    *,
+    suite: str | None,
+    cases: str | None,
+    backends: str | None,
+    targets: str | None,
+    models: ModelWords,
+    out: Path,
+    limits: Limits,
+    cache: Path | None,
+    command: Sequence[str],
+) -> CompileRequest:
+    """The request that these words ask for. Raises InputError with one sentence for what does not exist."""
+    if (out / RECORDS).exists():
+        raise InputError(
+            f"{out} already has records; choose another --out (what was compiled before is not compiled again)."
+        )
+    cells, searches = _models(models)
+    chosen = names() if backends is None else _split(backends, "--backends")
+    return CompileRequest(
+        cases=(*_ops(suite, cases, wanted=models.models is None), *cells),
+        searches=searches,
+        backends=tuple(_known_backend(name) for name in chosen),
+        targets=tuple(_known_target(name) for name in _split(targets or ",".join(topologies.KINDS), "--targets")),
+        out=out,
+        limits=limits,
+        cache=cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "attention-suite" / "compile",
+        command=tuple(command),
+    )
+
+
+def _ops(suite: str | None, patterns: str | None, *, wanted: bool) -> tuple[OpCase | ModelCase, ...]:
+    if patterns is None and suite is None and not wanted:
+        return ()
+    found = COMPILE if suite in (None, COMPILE.name) else find_suite(suite)
+    chosen = found.cases if patterns is None else select(found.cases, _split(patterns, "--cases"))
+    kept = tuple(_one_step(case) for case in chosen if isinstance(case, OpCase | ModelCase))
+    if not kept:
+        raise InputError(f"suite {found.name} has no case that can be compiled without data; use op and model cases.")
+    return kept
+
+
+def _one_step(case: OpCase | ModelCase) -> OpCase | ModelCase:
+    """A decode case as it is compiled: one token. Raises InputError for a model that is no preset."""
+    if isinstance(case, OpCase):
+        return case
+    model_config(case)
+    return dataclasses.replace(case, new_tokens=1)
+
+
+def _models(words: ModelWords) -> tuple[tuple[ModelCase, ...], tuple[ModelCase, ...]]:
+    """Cases at the given lengths, and cases whose longest length is to be searched."""
+    if words.models is None:
+        for flag, given in (("--seq-lens", words.lengths), ("--phases", words.phases), ("--longest", words.longest)):
+            if given is not None:
+                raise InputError(f"{flag} is about models; add --model with a preset, such as --model llama-3.2-1b.")
+        return (), ()
+    models = _split(words.models, "--model")
+    phases = _split(words.phases or ",".join(_PHASES), "--phases")
+    lengths = [_length(text) for text in _split(words.lengths or _DEFAULT_LENGTH, "--seq-lens")]
+    cells = tuple(
+        dataclasses.replace(base, sequence=length, name="")
+        for base in _bases(models, phases, words)
+        for length in lengths
+    )
+    return cells, _bases(models, _split(words.longest, "--longest") if words.longest is not None else (), words)
+
+
+def _bases(models: Sequence[str], phases: Sequence[str], words: ModelWords) -> tuple[ModelCase, ...]:
+    kinds: list[Any] = [_known(_PHASES, name, "phase") for name in phases]
+    bases = [
+        ModelCase(kind=kind, model=model, batch=words.batch, dtype=words.dtype, new_tokens=1)
+        for model in models
+        for kind in kinds
+    ]
+    for base in bases:
+        model_config(base)
+    return tuple(bases)
+
+
+def _known_backend(name: str) -> str:
+    try:
+        return registry.get(name).name
+    except UnknownBackendError as error:
+        raise InputError(f"backend {name!r} is not registered; use {', '.join(names())}.") from error
+
+
+def _known_target(name: str) -> Target:
+    if name not in topologies.KINDS:
+        raise InputError(f"target {name!r} cannot be compiled for; use {', '.join(topologies.KINDS)}.")
+    return Target.named(name)
+
+
+def _known(table: dict[str, str], name: str, what: str) -> str:
+    if name not in table:
+        raise InputError(f"{what} {name!r} is not known; use {', '.join(table)}.")
+    return table[name]
+
+
+def _length(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise InputError(f"--seq-lens {text!r} is not a length; give integers of at least 1, separated by commas.")
+    return int(text)
+
+
+def _split(words: str, flag: str) -> list[str]:
+    parts = list(dict.fromkeys(part.strip() for part in words.split(",") if part.strip()))
+    if not parts:
+        raise InputError(f"{flag} is empty; give names separated by commas, or leave it out.")
+    return parts

@@ -1,0 +1,290 @@
+"""``attnsuite compile``: every case for every backend and every device, with no accelerator in the machine.
+
+One process per kind of device, as many at a time as there are cores and memory for. Whatever a compiler said is kept
+under a hash of the case, the backend, the device and everything that could change the answer (versions, this
+project's source, flags), so that a run that was stopped, or is asked again, compiles nothing twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime as dt
+import hashlib
+import json
+import os
+import platform
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol
+
+from backends import Target, registry
+from backends.devices import cpu_name, usable_cores
+from suite import environment, topologies
+from suite.cases import ModelCase, OpCase, problem_of
+from suite.errors import CellFailure
+from suite.memory import machine_bytes
+from suite.process import Worker
+from suite.record import Record, RecordError, Status
+from suite.runner import Limits, Watcher
+from suite.store import RunStore
+
+SUITE = "compile"
+_BYTES_PER_PROCESS = 5 * 2**30  # of this machine: a compiler on a whole model
+_FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+# Lengths that a search tries: quarters of powers of two, so many (2**5 - 1) that five answers find the place.
+SEARCH_LENGTHS = (768, 896, *(2**power * quarter // 4 for power in range(10, 17) for quarter in range(4, 8)), 2**17)
+SEARCH_STEPS = 5
+
+
+class CompileWatcher(Watcher, Protocol):
+    """Who is told how a run goes."""
+
+    def begin(self, total: int, finished: int) -> None:
+        """Cells of the run."""
+        ...
+
+    def fewer(self, cells: int) -> None:
+        """So many cells less than that."""
+        ...
+
+    def done(self, record: Record) -> None:
+        """A cell has its record, and it is on the disk."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CompileRequest:
+    """What to compile, checked. ``searches`` are model cases whose longest length that fits is wanted."""
+
+    cases: tuple[OpCase | ModelCase, ...]
+    searches: tuple[ModelCase, ...]
+    backends: tuple[str, ...]
+    targets: tuple[Target, ...]
+    out: Path
+    limits: Limits
+    cache: Path
+    command: tuple[str, ...]
+
+
+def processes() -> int:
+    """How many compilers run side by side on this machine."""
+    return max(1, min(usable_cores(), machine_bytes() // _BYTES_PER_PROCESS))
+
+
+def execute(request: CompileRequest, watcher: CompileWatcher) -> None:
+    """Compile everything and write the records. Raises InputError where ``out`` holds records already."""
+    with RunStore(request.out, resume=False) as store:
+        store.write_json("run.json", _manifest(request))
+        per_target = len(request.backends) * (len(request.cases) + SEARCH_STEPS * len(request.searches))
+        watcher.begin(len(request.targets) * per_target, 0)
+        for record in _in_parallel(request, watcher):
+            store.append([record])
+            watcher.done(record)
+
+
+def longest(fits: Callable[[int], bool], lengths: Sequence[int]) -> int | None:
+    """The longest of the ascending ``lengths`` that fits, by bisection; None where none does.
+
+    >>> longest(lambda length: length <= 5000, (1024, 2048, 4096, 8192))
+    4096
+    """
+    low, high = 0, len(lengths)  # everything below low fits, nothing from high on does
+    while low < high:
+        middle = (low + high) // 2
+        if fits(lengths[middle]):
+            low = middle + 1
+        else:
+            high = middle
+    return lengths[low - 1] if low else None
+
+
+def _in_parallel(request: CompileRequest, watcher: CompileWatcher) -> Iterator[Record]:
+    """The records of all targets as they come."""
+    found: queue.SimpleQueue[Record | BaseException | None] = queue.SimpleQueue()
+    compilers = [_Compiler(target, request, watcher) for target in request.targets]
+
+    def work(compiler: _Compiler) -> None:
+        try:
+            with contextlib.closing(compiler):
+                for record in compiler.records():
+                    found.put(record)
+        except BaseException as error:  # noqa: BLE001 (raised again where the records are read)
+            found.put(error)
+        found.put(None)
+
+    with ThreadPoolExecutor(processes()) as pool:
+        for compiler in compilers:
+            pool.submit(work, compiler)
+        try:
+            for _ in compilers:
+                while (record := found.get()) is not None:
+                    if isinstance(record, BaseException):
+                        raise record
+                    yield record
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for compiler in compilers:
+                compiler.stop()
+
+
+class _Compiler:
+    """The cells of one target: its process, made when it is first needed, and its records."""
+
+    def __init__(self, target: Target, request: CompileRequest, watcher: CompileWatcher) -> None:
+        self._target = target
+        self._request = request
+        self._watcher = watcher
+        self._worker: Worker | None = None
+        self._records: dict[str, Record] = {}
+        self._environment = _environment(target)
+        self._stopped = threading.Event()
+
+    def records(self) -> Iterator[Record]:
+        """Every cell once: the cases in order, then what the searches try."""
+        for case in self._request.cases:
+            for backend in self._request.backends:
+                yield from self._once(case, backend)
+        for case in self._request.searches:
+            for backend in self._request.backends:
+                yield from self._search(case, backend)
+
+    def close(self) -> None:
+        """End the process."""
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
+
+    def stop(self) -> None:
+        """End the process, and everything that is still to come."""
+        self._stopped.set()
+        self.close()
+
+    def _search(self, case: ModelCase, backend: str) -> Iterator[Record]:
+        made: list[Record] = []
+
+        def fits(length: int) -> bool:
+            attempt = dataclasses.replace(case, sequence=length, name="")
+            made.extend(self._once(attempt, backend))
+            return self._records[_key(attempt, backend, self._target)].status == "ok"
+
+        first = dataclasses.replace(case, sequence=SEARCH_LENGTHS[len(SEARCH_LENGTHS) // 2], name="")
+        made.extend(self._once(first, backend))
+        if self._records[_key(first, backend, self._target)].status != "unsupported":
+            longest(fits, SEARCH_LENGTHS)
+        self._watcher.fewer(SEARCH_STEPS - len(made))
+        yield from made
+
+    def _once(self, case: OpCase | ModelCase, backend: str) -> Iterator[Record]:
+        key = _key(case, backend, self._target)
+        if key in self._records or self._stopped.is_set():
+            return
+        self._watcher.doing(case.name, backend, f"for {self._target}")
+        path = self._request.cache / f"{self._digest(case, backend)}.json"
+        record = _cached(path, key)
+        if record is None:
+            record, lasting = self._compile(case, backend, key)
+            if lasting:
+                _keep(path, record)
+        self._records[key] = record
+        yield record
+
+    def _compile(self, case: OpCase | ModelCase, backend: str, key: str) -> tuple[Record, bool]:
+        """The record of a cell, and whether it would be the same another time."""
+        started, begin = dt.datetime.now(dt.UTC).isoformat(timespec="seconds"), time.perf_counter()
+        facts: dict[str, Any]
+        try:
+            facts = self._ask(case, backend)
+            lasting = facts["status"] != "unsupported"
+        except CellFailure as failure:
+            self.close()
+            facts, lasting = {"status": _status_of(failure), "error": f"the compiler: {failure.message}"}, False
+        refused = facts["status"] == "unsupported"
+        record = Record(
+            key=key,
+            suite=SUITE,
+            case=case.name,
+            kind=case.kind,
+            problem=problem_of(case),
+            requested=backend,
+            resolved=None if refused else backend,
+            mode=None if refused else "compile",
+            exact=registry.get(backend).exact,
+            target=str(self._target),
+            reasons=tuple(facts.get("reasons", ())),
+            status=facts["status"],
+            error=facts["error"],
+            lower_seconds=facts.get("lower_seconds"),
+            compile_seconds=facts.get("compile_seconds"),
+            memory=facts.get("memory", {}),
+            kernels=tuple(facts.get("kernels", ())),
+            environment=self._environment,
+            started=started,
+            wall_seconds=time.perf_counter() - begin,
+        )
+        return record, lasting
+
+    def _ask(self, case: OpCase | ModelCase, backend: str) -> dict[str, Any]:
+        if self._worker is None:
+            self._worker = Worker(self._request.limits.memory, "suite.compile_worker", topologies.ENVIRONMENT)
+        question = {"case": problem_of(case), "backend": backend, "target": self._target.kind}
+        return self._worker.ask(question, self._request.limits.seconds)
+
+    def _digest(self, case: OpCase | ModelCase, backend: str) -> str:
+        what = {"case": problem_of(case), "backend": backend, "target": dataclasses.asdict(self._target)}
+        circumstances = {name: self._environment[name] for name in ("versions", "source", "flags")}
+        return hashlib.sha256(json.dumps(what | circumstances, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _key(case: OpCase | ModelCase, backend: str, target: Target) -> str:
+    return f"{case.name}/{backend}/{target}/compile"
+
+
+def _status_of(failure: CellFailure) -> Status:
+    """``oom`` is about the device; a compiler that is too large for this machine is something else."""
+    return "crashed" if failure.status == "oom" else failure.status
+
+
+def _environment(target: Target) -> dict[str, Any]:
+    return {
+        "versions": environment.versions(),
+        "source": environment.source_digest(),
+        "git_revision": environment.git_revision(),
+        "platform": platform.platform(),
+        "cpu": cpu_name(),
+        "cores": usable_cores(),
+        "machine_memory": machine_bytes(),
+        "flags": {name: os.environ[name] for name in _FLAGS if name in os.environ},
+        "target_memory": target.memory_bytes,
+    }
+
+
+def _manifest(request: CompileRequest) -> dict[str, Any]:
+    return {
+        "suite": SUITE,
+        "targets": [str(target) for target in request.targets],
+        "backends": list(request.backends),
+        "cases": [problem_of(case) for case in request.cases],
+        "searches": [problem_of(case) for case in request.searches],
+        "command": list(request.command),
+    }
+
+
+def _cached(path: Path, key: str) -> Record | None:
+    with contextlib.suppress(OSError, UnicodeDecodeError, RecordError):
+        record = Record.from_json(path.read_text(encoding="utf-8"))
+        return record if record.key == key else None
+    return None
+
+
+def _keep(path: Path, record: Record) -> None:
+    """Whole or not at all; a cache that cannot be written costs time, not the run."""
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
+        partial.write_text(record.to_json(), encoding="utf-8")
+        partial.replace(path)

@@ -1,0 +1,115 @@
+"""Devices that are not here, as a compiler sees them: what to install for which, and one device object for each.
+
+A TPU comes from ``libtpu``, an NVIDIA GPU from XLA's CUDA plugin and a description of the chip; neither needs a
+driver or an accelerator. Both compilers allow one kind of device per process, so whoever calls :func:`device` runs in
+a process of its own, under :data:`ENVIRONMENT` (see ``compile_worker.py``). GPU figures are NVIDIA's data sheets'.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from importlib import util
+from typing import Any
+
+from backends import Target
+
+# libtpu asks a metadata server and its own chip where it runs, and takes a lock, unless told otherwise.
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+
+_TPU_TOPOLOGIES = {
+    "v4": "v4:2x2x1",
+    "v5e": "v5e:2x2",
+    "v5p": "v5p:2x2x1",
+    "v6e": "v6e:2x2",
+    "tpu7x": "tpu7x:2x2x1",
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Chip:
+    """What XLA's GPU compiler wants to know: sizes in bytes, bandwidth in bytes per second, clock in GHz."""
+
+    name: str
+    cores: int
+    float_units: int  # per core
+    shared_memory: int  # per core
+    bandwidth: int
+    l2_cache: int
+    clock: float
+
+
+_CHIPS = {
+    "a100": _Chip("NVIDIA A100-SXM4-80GB", 108, 64, 167936, 2039 * 10**9, 40 * 2**20, 1.41),
+    "h100": _Chip("NVIDIA H100 80GB HBM3", 132, 128, 233472, 3352 * 10**9, 50 * 2**20, 1.98),
+    "h200": _Chip("NVIDIA H200", 132, 128, 233472, 4800 * 10**9, 50 * 2**20, 1.98),
+    "b200": _Chip("NVIDIA B200", 148, 128, 233472, 7672 * 10**9, 126 * 2**20, 1.965),
+}
+
+KINDS = (*_TPU_TOPOLOGIES, *_CHIPS)
+
+_MODULES = {"tpu": ("libtpu", "tpu"), "cuda": ("jax_cuda12_plugin", "compile-cuda")}
+
+
+def missing(target: Target) -> str | None:
+    """Which line installs the compiler for ``target``, as a sentence; None where it is installed."""
+    module, extra = _MODULES[target.platform]
+    if util.find_spec(module) is not None:
+        return None
+    return f"the compiler for {target} is not installed; install it with: pip install 'attention-suite[{extra}]'."
+
+
+@functools.cache
+def device(target: Target) -> Any:
+    """A device of this kind to compile for. The first one of a process decides which kind it can have."""
+    from jax.experimental import topologies  # noqa: PLC0415 (initialises nothing, but takes its time)
+
+    if target.platform == "tpu":
+        return topologies.get_topology_desc(platform="tpu", topology_name=_TPU_TOPOLOGIES[target.kind]).devices[0]
+    return topologies.get_topology_desc(
+        platform="cuda", topology_name="1x1x1", topology="1x1x1", target_config=_target_config(target)
+    ).devices[0]
+
+
+def _target_config(target: Target) -> str:
+    """XLA's ``GpuTargetConfigProto`` as text."""
+    chip, (major, minor) = _CHIPS[target.kind], target.compute_capability or (0, 0)
+    accelerated = "feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
+    return f"""
+        gpu_device_info {{
+          threads_per_block_limit: 1024
+          threads_per_warp: 32
+          threads_per_core_limit: 2048
+          shared_memory_per_block: 49152
+          shared_memory_per_block_optin: {chip.shared_memory - 1024}
+          shared_memory_per_core: {chip.shared_memory}
+          core_count: {chip.cores}
+          fpus_per_core: {chip.float_units}
+          block_dim_limit_x: 2147483647
+          block_dim_limit_y: 65535
+          block_dim_limit_z: 65535
+          thread_dim_limit_x: 1024
+          thread_dim_limit_y: 1024
+          thread_dim_limit_z: 64
+          registers_per_core_limit: 65536
+          registers_per_block_limit: 65536
+          memory_bandwidth: {chip.bandwidth}
+          l2_cache_size: {chip.l2_cache}
+          clock_rate_ghz: {chip.clock}
+          device_memory_size: {target.memory_bytes}
+          cuda_compute_capability {{ major: {major} minor: {minor} {accelerated} }}
+          runtime_version: "12.9.0"
+          driver_version: "13.0.0"
+          compile_time_toolkit_version: "12.9.0"
+          dnn_version: "9.10.0"
+          name: "{chip.name}"
+        }}
+        platform_name: "CUDA"
+        dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
+        device_description_str: "{chip.name}"
+    """

@@ -1,0 +1,133 @@
+"""JAX's Pallas attention for GPUs through the interpreter: forward in half precision, and every refusal."""
+
+import dataclasses
+from importlib import util
+
+import jax
+import problems
+import pytest
+
+from backends import AttentionSpec, Target, make_spec, oracle, pallas_flash
+from backends.pallas_flash import PALLAS_FLASH
+
+H100 = Target("cuda", "h100")
+pytestmark = pytest.mark.foreign_numerics  # JAX's kernel promotes dtypes and ranks by itself
+
+TAKEN = (
+    "plain",
+    "causal",
+    "gqa-1",
+    "gqa-4",
+    "gqa-8",
+    "mqa",
+    "scale",
+    *(f"head-dim-{size}" for size in (33, 64, 72, 80, 128, 256)),
+    *(f"length-{length}" for length in (1, 127, 128, 129, 1000)),
+    "big-logits-bfloat16",
+)
+
+
+LIKE_THESE = {  # in another dtype or length
+    "length-2100",
+    "big-logits-float32",
+    "big-logits-float16",
+    "causal-1000-bfloat16",
+    "causal-bfloat16",
+    "causal-float16",
+}
+
+
+def problem_in(case, dtype):
+    solved = problems.problem(case, dtype)
+    return solved, dataclasses.replace(solved.spec, needs_grad=False)
+
+
+def run(spec, problem):
+    plan = PALLAS_FLASH.plan(spec, problem.layout, target=Target.here(), mode="interpret")
+    return lambda q, k, v: plan.run(q, k, v)[0]
+
+
+@pytest.mark.parametrize(("case", "dtype"), [*((case, "bfloat16") for case in TAKEN), ("causal", "float16")])
+def test_output_passes_the_judge(case, dtype):
+    problem, spec = problem_in(case, dtype)
+    assert PALLAS_FLASH.supports(spec, Target.here(), "interpret")
+    out = jax.jit(run(spec, problem))(*problem.inputs[:3])
+    verdict = oracle.judge(out, problem.expected["output"], problem.standard["output"], dtype)
+    assert verdict.passed, verdict
+
+
+@pytest.mark.parametrize("case", sorted(set(problems.CASES) - set(TAKEN) - LIKE_THESE))
+def test_every_other_problem_is_refused(case):
+    layout, inputs = problems.arrays(problems.CASES[case], case, "bfloat16")
+    spec = make_spec(*inputs[:3], layout, needs_grad=False, **problems.CASES[case].options)
+    support = PALLAS_FLASH.supports(spec, H100)
+    assert not support, f"{case} is taken and nowhere judged"
+
+
+def test_why_gradients_are_refused():
+    """The kernel's own dq at large logits, which the judge does not pass; at ordinary ones it does."""
+    verdicts = {}
+    for case in ("causal-bfloat16", "big-logits-bfloat16"):
+        problem = problems.problem(case)
+        kernel = pallas_flash._kernel().mha
+        group, behind = problem.spec.group_size, -problem.spec.query_length % 128
+        query, key, value, d_out = (jax.numpy.pad(x, ((0, 0), (0, behind), (0, 0), (0, 0))) for x in problem.inputs)
+
+        def attend(query, key, value, kernel=kernel, group=group, scale=problem.spec.softmax_scale):
+            key, value = (jax.numpy.repeat(x, group, axis=2) for x in (key, value))
+            return kernel(query, key, value, None, sm_scale=scale, causal=True, interpret=True)
+
+        dq = jax.vjp(attend, query, key, value)[1](d_out)[0][:, : problem.spec.query_length]
+        verdicts[case] = oracle.judge(dq, problem.expected["dq"], problem.standard["dq"], "bfloat16", "gradient")
+    assert verdicts["causal-bfloat16"].passed
+    assert not verdicts["big-logits-bfloat16"].passed
+
+
+def test_differentiating_says_so():
+    problem, spec = problem_in("causal", "bfloat16")
+    with pytest.raises(ValueError, match="needs_grad=True"):
+        jax.vjp(run(spec, problem), *problem.inputs[:3])
+
+
+SPEC = AttentionSpec(
+    batch=1,
+    query_length=64,
+    key_value_length=64,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    dtype="bfloat16",
+    needs_grad=False,
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "target", "mode", "word"),
+    [
+        ({}, Target("cpu"), "native", "not for cpu"),
+        ({}, Target("tpu", "v5e"), "compile", "not for tpu:v5e"),
+        ({"needs_grad": True}, H100, "native", "gradients"),
+        ({"dtype": "float32"}, H100, "native", "dtype=float32"),
+        ({"head_dim": 320, "value_head_dim": 320}, H100, "native", "head_dim=320"),
+        ({"value_head_dim": 32}, H100, "native", "value_head_dim=32"),
+        ({"query_length": 1}, H100, "native", "query_length=1"),
+        ({"local_window_size": 8}, H100, "native", "local_window_size=(8, 8)"),
+        ({"chunk_size": 8}, H100, "native", "chunk_size=8"),
+        ({"logits_soft_cap": 3.0}, H100, "native", "logits_soft_cap=3.0"),
+        ({"has_segment_ids": True}, H100, "native", "segment ids"),
+        ({"is_causal": True, "has_positions": True}, H100, "native", "positions"),
+        ({"has_seq_lengths": True}, H100, "native", "key_value_seq_lengths"),
+        ({"has_mask": True}, H100, "native", "mask array"),
+        ({"has_bias": True}, H100, "native", "bias array"),
+    ],
+)
+def test_refuses_with_the_offending_value(changes, target, mode, word):
+    support = PALLAS_FLASH.supports(dataclasses.replace(SPEC, **changes), target, mode)
+    assert len(support.reasons) == 1
+    assert word in support.reasons[0]
+    assert support.reasons[0].endswith(".")
+
+
+def test_jax_without_the_module_is_a_reason(monkeypatch):
+    monkeypatch.setattr(util, "find_spec", lambda _: None)
+    assert "no longer has" in PALLAS_FLASH.supports(SPEC, H100).reasons[0]

@@ -1,0 +1,210 @@
+"""The splash backend through Pallas' interpreter: the contract, and what its kernel leaves to its caller."""
+
+import dataclasses
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import problems
+import pytest
+from conformance import Conformance, check_accuracy, compiled, layouts
+from jax.experimental.pallas.ops.tpu import splash_attention
+
+from backends import AttentionSpec, Layout, Target, oracle
+from backends.contract import Plan
+from backends.splash import DEFAULT_BLOCK, SPLASH
+
+pytestmark = pytest.mark.foreign_numerics  # JAX's kernel promotes dtypes and ranks by itself
+
+V5E = Target("tpu", "v5e")
+
+
+class TestSplash(Conformance):
+    backend = "splash"
+    mode = "interpret"
+    refuses = frozenset(
+        {
+            "*-float16",
+            "decode-4",
+            "chunk-of-prefill",
+            "positions-*",
+            "rows-before-every-key",
+            "combination-ragged",
+            "mask-*",
+            "bias-*",
+        }
+    )
+
+    def test_any_segments_and_lengths(self) -> None:
+        """One compiled function, many layouts: as the suite's own test, without positions."""
+        spec = spec_of(40, 56, is_causal=True, local_window_size=(30, 4), has_segment_ids=True, has_seq_lengths=True)
+        run = self.traced(spec)
+        inputs = inputs_of(spec)
+
+        @hypothesis.settings(max_examples=30)
+        @hypothesis.given(layouts(dataclasses.replace(spec, has_positions=True)))
+        def holds(layout: Layout) -> None:
+            layout = dataclasses.replace(layout, query_positions=None, key_value_positions=None)
+            check_accuracy(run(layout, *inputs), problems.solve(spec, layout, inputs))
+
+        holds()
+
+
+def spec_of(query_length: int, key_value_length: int, **options) -> AttentionSpec:
+    sizes = {"batch": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32}
+    return AttentionSpec(query_length=query_length, key_value_length=key_value_length, **(sizes | options))
+
+
+def inputs_of(spec: AttentionSpec) -> tuple[jax.Array, ...]:
+    rng = np.random.default_rng(0)
+    q, kv = (spec.batch, spec.query_length, spec.num_heads), (spec.batch, spec.key_value_length, spec.num_kv_heads)
+    return tuple(jnp.asarray(rng.standard_normal((*shape, spec.head_dim), np.float32)) for shape in (q, kv, kv, q))
+
+
+class _WithOptions:
+    """Splash, planned with options; hashable by identity."""
+
+    def __init__(self, options):
+        self.options = options
+
+    def plan(self, spec, layout, *, target, mode="native") -> Plan:
+        return SPLASH.plan(spec, layout, target=target, mode=mode, options=self.options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"fused_backward": True},
+        {"block_q": 128, "block_kv": 256, "block_kv_compute": 128},
+        {"block_q": 384, "block_kv": 128, "block_q_backward": 256, "block_kv_backward": 384},
+        {"block_q": 128, "block_kv": 128, "fused_backward": True, "block_kv_backward": 256},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("case", ["combination", "length-1000", "more-keys", "decode-1"])
+def test_options_do_not_change_what_is_computed(case, options):
+    problem = problems.problem(case, None)
+    check_accuracy(compiled(_WithOptions(options), problem, Target.here(), "interpret")(*problem.inputs), problem)
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"block_q": 100}, "block_q=100 is not accepted"),
+        ({"block_kv": 0}, "block_kv=0 is not accepted"),
+        ({"block_kv": True}, "block_kv=True is not accepted"),
+        ({"block_q_backward": 128.0}, "block_q_backward=128.0 is not accepted"),
+        ({"fused_backward": 1}, "fused_backward=1 is not accepted"),
+        ({"block_kv": 256, "block_kv_compute": 384}, "block_kv_compute=384 does not divide block_kv=256"),
+    ],
+    ids=str,
+)
+def test_option_that_does_not_fit_is_refused_before_anything_is_traced(options, word):
+    with pytest.raises(ValueError, match=word):
+        SPLASH.plan(spec_of(1024, 1024), Layout(), target=V5E, mode="compile", options=options)
+
+
+@pytest.mark.parametrize(
+    ("changes", "target", "mode", "word"),
+    [
+        ({}, Target("cpu"), "native", "not for cpu"),
+        ({}, Target("cuda", "h100"), "compile", "not for cuda:h100"),
+        ({"dtype": "float16"}, V5E, "native", "dtype=float16"),
+        ({"is_causal": True, "has_positions": True}, V5E, "native", "query_length=64"),
+        ({"local_window_size": 4, "has_positions": True}, V5E, "native", "positions"),
+        ({"has_mask": True}, V5E, "native", "mask array"),
+        ({"has_bias": True}, V5E, "native", "bias array"),
+    ],
+)
+def test_refuses_with_the_offending_value(changes, target, mode, word):
+    support = SPLASH.supports(spec_of(64, 64, **changes), target, mode)
+    assert len(support.reasons) == 1
+    assert word in support.reasons[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "target", "mode"),
+    [
+        ({}, V5E, "native"),
+        ({"dtype": "bfloat16"}, Target("tpu", "v4"), "compile"),
+        ({"has_positions": True}, V5E, "native"),  # nothing here is about positions
+        ({"query_length": 1, "is_causal": True, "has_positions": True}, V5E, "native"),
+        ({"dtype": "bfloat16"}, Target("cpu"), "interpret"),
+    ],
+)
+def test_takes_what_the_kernel_has(changes, target, mode):
+    assert SPLASH.supports(spec_of(64, 64) if not changes else _changed(changes), target, mode).mode == mode
+
+
+def _changed(changes):
+    return dataclasses.replace(spec_of(64, 64), **changes)
+
+
+def test_gives_every_reason_at_once():
+    spec = spec_of(64, 64, dtype="float16", has_mask=True, has_bias=True, is_causal=True, has_positions=True)
+    assert len(SPLASH.supports(spec, Target("cuda", "h100")).reasons) == 5
+
+
+def test_differentiating_what_was_planned_without_gradients_says_so():
+    spec = spec_of(128, 128, needs_grad=False)
+    plan = SPLASH.plan(spec, Layout(), target=Target.here(), mode="interpret")
+    query, key, value, _ = inputs_of(spec)
+    with pytest.raises(ValueError, match="needs_grad=True"):
+        jax.grad(lambda q: plan.run(q, key, value)[0].sum())(query)
+
+
+def test_mask_is_sorted_once_for_all_layers_passes_and_traces(monkeypatch):
+    sorted_masks = []
+    real = splash_attention.make_splash_mha_single_device
+
+    def counted(*arguments, **options):
+        sorted_masks.append(1)
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(splash_attention, "make_splash_mha_single_device", counted)
+    spec = spec_of(333, 333, is_causal=True)  # a length that no other test has
+
+    def layers(query, key, value):
+        plan = SPLASH.plan(spec, Layout(), target=Target.here(), mode="interpret")
+        for layer in range(3):
+            query, _ = plan.run(query, key, value, layer=layer)
+        return query
+
+    query, key, value, _ = inputs_of(spec)
+    eager = layers(query, key, value)
+    np.testing.assert_allclose(jax.jit(layers)(query, key, value), eager, atol=1e-6)
+    np.testing.assert_allclose(jax.jit(jax.checkpoint(layers))(query, key, value), eager, atol=1e-6)
+    assert len(sorted_masks) == 1
+
+
+@pytest.mark.parametrize("kind", DEFAULT_BLOCK)
+def test_lengths_are_padded_by_less_than_a_lane_per_block(kind):
+    from backends.splash import _grid  # noqa: PLC0415
+
+    for length in (1, 128, 129, 1000, 1153, 5000):
+        grid = _grid(spec_of(length + 1, length), Target("tpu", kind), {})
+        blocks = grid.lengths[0] // grid.blocks.block_q
+        assert 0 <= grid.lengths[0] - length - 1 < 128 * blocks
+
+
+def test_kernel_alone_gives_garbage_where_a_row_sees_nothing():
+    """The control of the zero rows: what the conformance suite would have caught without the sink."""
+    problem = problems.problem("segments-unmatched")
+    spec, layout = problem.spec, problem.layout
+    kernel = splash_attention.make_splash_mha_single_device(
+        splash_attention.MultiHeadMask([splash_attention.FullMask((256, 256))]), interpret=True
+    )
+    query, key, value = (jnp.pad(x[0].swapaxes(0, 1), ((0, 0), (0, 96), (0, 0))) for x in problem.inputs[:3])
+    ids = splash_attention.SegmentIds(
+        jnp.pad(layout.query_segment_ids[0], (0, 96), constant_values=-1),
+        jnp.pad(layout.key_value_segment_ids[0], (0, 96), constant_values=-2),
+    )
+    alone = kernel(query * spec.softmax_scale, key, value, ids).swapaxes(0, 1)[:160]
+    blind = problem.unseen_rows[0]
+    assert blind.any()
+    assert np.abs(np.asarray(alone)[blind]).min(-1).max() > 0
+    ours = SPLASH.plan(spec, layout, target=Target.here(), mode="interpret").run(*problem.inputs[:3])[0]
+    assert not np.asarray(ours)[0][blind].any()
+    expected = oracle.forward(spec, layout, *problem.inputs[:3])[0]
+    np.testing.assert_allclose(np.asarray(alone)[~blind], expected[~blind], atol=1e-5)

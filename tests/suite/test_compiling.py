@@ -1,0 +1,234 @@
+"""With both compilers installed: what compiles for TPUs and GPUs that are not here, and what must be rejected.
+
+`tox -e compile` installs them and requires them; elsewhere these tests are skipped for want of a compiler.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib import util
+from pathlib import Path
+
+import pytest
+
+from suite.store import RECORDS, parse_records
+
+REQUIRED = "ATTNSUITE_COMPILERS_REQUIRED"
+MISSING = [name for name in ("libtpu", "jax_cuda12_plugin") if util.find_spec(name) is None]
+pytestmark = pytest.mark.skipif(
+    bool(MISSING) and REQUIRED not in os.environ,
+    reason=f"not installed: {', '.join(MISSING)} (tox -e compile has them)",
+)
+
+PUBLISHED = Path(__file__).parents[2] / "reports" / "published" / "compiled" / RECORDS
+
+SUITE = """
+[[case]]
+kind = "op_forward_backward"
+sequence = 1000
+heads = 4
+kv_heads = 2
+head_dim = 128
+dtype = "bfloat16"
+documents = 3
+name = "packed"
+
+[[case]]
+kind = "op_forward"
+sequence = 1024
+heads = 4
+kv_heads = 2
+head_dim = 128
+dtype = "bfloat16"
+name = "forward"
+
+[[case]]
+kind = "op_decode"
+sequence = 1024
+heads = 4
+kv_heads = 2
+head_dim = 64
+name = "decode"
+
+[[case]]
+kind = "model_prefill"
+model = "debug"
+sequence = 256
+name = "prefill"
+"""
+
+# Kernels that no compiler may take: a block that is no multiple of a tile (TPU) or no power of two (Triton), and one
+# tile larger than the memory of a core.
+ILLEGAL = """
+import dataclasses
+import jax, jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu, triton as plgpu
+from backends.contract import Plan, Support
+
+def copy(x_ref, y_ref, *scratch):
+    y_ref[...] = x_ref[...] + 1
+    for ref in scratch:  # in use, or it would not be allocated
+        ref[:8, :128] = x_ref[:8, :]
+        y_ref[:8, :] += ref[:8, :128]
+
+def gram(x_ref, y_ref):
+    y_ref[...] = jnp.dot(x_ref[...], x_ref[...].T)
+
+@dataclasses.dataclass(frozen=True)
+class Illegal:
+    name: str
+    exact: bool = True
+
+    def supports(self, spec, target, mode="native"):
+        return Support(mode)
+
+    def plan(self, spec, layout, *, target, mode="native", options=None):
+        gpu, oversized = target.platform == "cuda", self.name == "oversized"
+        kernel = gram if gpu and oversized else copy
+        block = (100, 96) if self.name == "illegal_block" else (256, 512) if kernel is gram else (128, 128)
+        tile = (256, 256) if kernel is gram else block
+        extra = {"compiler_params": plgpu.CompilerParams()} if gpu else {}
+        if oversized and not gpu:
+            extra = {"scratch_shapes": [pltpu.VMEM((2**15, 2**11), jnp.float32)]}  # 256 MiB
+        def run(q, k, v, layer, carry):
+            x = jnp.zeros((2 * block[0], block[1]), jnp.float32) + q.astype(jnp.float32).mean()
+            y = pl.pallas_call(
+                kernel, out_shape=jax.ShapeDtypeStruct((2 * tile[0], tile[1]), jnp.float32), grid=(2,),
+                in_specs=[pl.BlockSpec(block, lambda i: (i, 0))], out_specs=pl.BlockSpec(tile, lambda i: (i, 0)),
+                **extra,
+            )(x)
+            return q + y.mean().astype(q.dtype), carry
+        return Plan(run)
+
+def __getattr__(name):
+    return Illegal(name)
+"""
+ILLEGAL_NAMES = ("illegal_block", "oversized", "legal")
+KINDS = ("v5e", "v6e", "h100")
+
+
+@pytest.fixture(scope="module")
+def illegal(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("illegal")
+    info = folder / "illegal_kernels-1.0.dist-info"
+    info.mkdir()
+    (folder / "illegal_kernels.py").write_text(ILLEGAL)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: illegal-kernels\nVersion: 1.0\n")
+    entries = "".join(f"{name} = illegal_kernels:{name}\n" for name in ILLEGAL_NAMES)
+    (info / "entry_points.txt").write_text(f"[attention_suite.backends]\n{entries}")
+    return folder
+
+
+def compile_records(attnsuite, folder, *flags, path=None):
+    flags = ("--out", folder / "run", "--cache", folder / "cache", *flags)
+    code, stdout, stderr = attnsuite.finish(attnsuite.start("compile", *flags, path=path), seconds=580)
+    assert code == 0, stderr
+    return {record.key: record for record in parse_records(folder / "run" / RECORDS)[0]}, stdout
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, attnsuite):
+    folder = tmp_path_factory.mktemp("compile")
+    (folder / "suite.toml").write_text(SUITE)
+    backends = "standard,chunked,cudnn,splash,pallas_flash"
+    return compile_records(
+        attnsuite, folder, "--suite", folder / "suite.toml", "--targets", ",".join(KINDS), "--backends", backends
+    )
+
+
+@pytest.fixture(scope="module")
+def rejected(tmp_path_factory, attnsuite, illegal):
+    folder = tmp_path_factory.mktemp("rejected")
+    (folder / "suite.toml").write_text(SUITE)
+    flags = ("--suite", folder / "suite.toml", "--cases", "forward", "--targets", ",".join(KINDS))
+    return compile_records(attnsuite, folder, *flags, "--backends", ",".join(ILLEGAL_NAMES), path=illegal)[0]
+
+
+def test_compilers_are_here_where_they_are_required():
+    assert not MISSING
+
+
+@pytest.mark.parametrize("case", ["packed", "forward", "decode", "prefill"])
+@pytest.mark.parametrize(
+    ("backend", "kinds"), [("standard", KINDS), ("chunked", KINDS), ("splash", ("v5e", "v6e"))], ids=str
+)
+def test_kernels_compile_and_fit(run, case, backend, kinds):
+    for record in run[0].values():
+        if record.case == case and record.requested == backend and record.target.partition(":")[2] in kinds:
+            assert (record.status, record.mode) == ("ok", "compile"), record.error
+            assert 0 < record.memory["compiled_peak"] < record.environment["target_memory"]
+            assert record.compile_seconds > 0
+            assert record.samples == ()
+
+
+def test_gpu_kernel_compiles_for_the_gpu(run):
+    record = run[0]["forward/pallas_flash/cuda:h100/compile"]
+    assert record.status == "ok", record.error
+
+
+def test_what_a_backend_refuses_is_not_compiled(run):
+    for key in (
+        "forward/splash/cuda:h100/compile",
+        "forward/cudnn/cuda:h100/compile",
+        "packed/pallas_flash/tpu:v5e/compile",
+    ):
+        record = run[0][key]
+        assert (record.status, record.mode, record.memory) == ("unsupported", None, {})
+        assert record.reasons
+
+
+def test_every_cell_has_one_record(run):
+    assert len(run[0]) == 4 * 5 * len(KINDS)
+
+
+def test_table_is_printed(run):
+    assert "| v5e" in run[1].replace("  ", "")
+    assert "report.md" in run[1]
+
+
+@pytest.mark.parametrize("target", ["tpu:v5e", "tpu:v6e", "cuda:h100"])
+@pytest.mark.parametrize(
+    ("backend", "words"),
+    [
+        ("illegal_block", {"tpu": "divisible by", "cuda": "power of 2"}),
+        ("oversized", {"tpu": "vmem", "cuda": "Shared memory"}),
+    ],
+)
+def test_illegal_kernel_is_rejected_with_the_compilers_reason(rejected, backend, words, target):
+    record = rejected[f"forward/{backend}/{target}/compile"]
+    assert record.status == "crashed", record
+    assert words[target.partition(":")[0]] in record.error
+    assert "\n" not in record.error
+
+
+@pytest.mark.parametrize("target", ["tpu:v5e", "tpu:v6e", "cuda:h100"])
+def test_same_kernel_with_a_legal_block_is_not_rejected(rejected, target):
+    assert rejected[f"forward/legal/{target}/compile"].status == "ok"
+
+
+def test_more_than_the_device_has_does_not_fit(tmp_path, attnsuite):
+    (tmp_path / "suite.toml").write_text('[[case]]\nkind = "op_forward"\nsequence = 262144\nname = "long"\n')
+    found, _ = compile_records(
+        attnsuite, tmp_path, "--suite", tmp_path / "suite.toml", "--targets", "v5e,a100", "--backends", "standard"
+    )
+    assert {record.status for record in found.values()} == {"oom"}
+    assert "HBM" in found["long/standard/tpu:v5e/compile"].error
+    assert "has 80 GiB" in found["long/standard/cuda:a100/compile"].error
+
+
+def test_published_page_matches_a_fresh_small_run(tmp_path, attnsuite):
+    """Same cells, same statuses; with the same compilers the same bytes."""
+    published = {record.key: record for record in parse_records(PUBLISHED)[0]}
+    cases = "forward-s1000*,decode-*"
+    fresh, _ = compile_records(
+        attnsuite, tmp_path, "--cases", cases, "--targets", "v5e,h100", "--backends", "chunked,splash"
+    )
+    assert len(fresh) == 2 * 2 * 2
+    for key, record in fresh.items():
+        before = published[key]
+        assert (record.status, record.mode, record.problem) == (before.status, before.mode, before.problem)
+        assert set(record.memory) == set(before.memory)
+        compilers = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin")
+        if all(record.environment["versions"][name] == before.environment["versions"][name] for name in compilers):
+            assert record.memory.get("compiled_argument") == before.memory.get("compiled_argument")
