@@ -186,10 +186,11 @@ def _tune(command: Tune) -> int:
     if not command.out.parent.is_dir():
         raise InputError(f"--out {command.out}: the directory {command.out.parent} does not exist; make it first.")
     errors = Console(stderr=True)
-    words = shlex.join(["attnsuite", "tune", "--backends", ",".join(backends), "--out", str(command.out)])
+    words = ["attnsuite", "tune", "--backends", ",".join(backends)]
+    words += [] if command.cases is None else ["--cases", command.cases]
     limits = Limits(command.cell_timeout, int(_MEMORY_SHARE * machine_bytes()))
     with errors.status("starting") as status:
-        tune(backends, cases, limits, command.out, words, status.update)
+        tune(backends, cases, limits, command.out, shlex.join(words), status.update)
     print(f"tuned:   {command.out}")  # noqa: T201
     return 0
 

@@ -113,7 +113,8 @@ def tune(
         "environment": {name: (environment or {}).get(name) for name in kept},
         "entries": entries,
     }
-    out.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+    head, lines = json.dumps(table | {"entries": []})[:-2], ",\n".join(json.dumps(entry) for entry in entries)
+    out.write_text(f"{head}\n{lines}\n]}}\n", encoding="utf-8")
 
 
 def try_candidates(case: OpCase, name: str, reference: Path) -> dict[str, Any]:
