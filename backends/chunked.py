@@ -141,9 +141,7 @@ def default_sizes(spec: AttentionSpec, target: Target, entries: tuple[Entry, ...
     """Block sizes where the user gives none: a rule by platform, length and group, and what tuning found better."""
     sizes = _rule(spec, target)
     for gradient in (False, True):
-        sizes = dataclasses.replace(
-            sizes, **tuned.options_for(entries, "chunked", target.platform, spec, gradient=gradient)
-        )
+        sizes = dataclasses.replace(sizes, **tuned.options_for(entries, "chunked", target, spec, gradient=gradient))
     # Each device works on its own heads: more of them than two at once only make its tiles larger than its cache.
     return dataclasses.replace(sizes, heads_per_tile=min(sizes.heads_per_tile, 2)) if target.count > 1 else sizes
 

@@ -1,8 +1,8 @@
 """Options that were measured to be the fastest: the table that ships, and tables that ``attnsuite tune`` writes.
 
-A table is JSON: an entry per problem that was tuned, with the winning options, their time relative to the
-defaults, and everything else that was tried. It is looked up by platform, dtype, grouping and length; the
-nearest shorter length holds for those between.
+A table is JSON: an entry per problem that was tuned, with the winning options, how they won (measured, or
+ranked by what compiles where the device was not there) and everything else that was tried. It is looked up
+by device, dtype, grouping and length; the nearest shorter length holds for those between.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from importlib import resources
 from pathlib import Path
 
 from backends.contract import AttentionSpec
+from backends.devices import Target
 
 SCHEMA = 1
 SHIPPED = "tuned.json"
@@ -27,6 +28,7 @@ class Entry:
 
     backend: str
     platform: str
+    kind: str
     dtype: str
     grouped: bool
     gradient: bool
@@ -50,16 +52,19 @@ def load(path: str | Path) -> tuple[Entry, ...]:
 
 
 def options_for(
-    entries: tuple[Entry, ...], backend: str, platform: str, spec: AttentionSpec, *, gradient: bool
+    entries: tuple[Entry, ...], backend: str, target: Target, spec: AttentionSpec, *, gradient: bool
 ) -> Mapping[str, int]:
     """What the table says for ``spec``; empty where it says nothing.
 
-    float16 takes what was measured for bfloat16 where it has no entry of its own: blocks of the same size.
+    A CPU takes what was measured on another where it has no entries of its own; no other device does. float16
+    takes what was measured for bfloat16 where it has no entry of its own: blocks of the same size.
     """
     length = min(spec.query_length, spec.key_value_length)
     grouped = spec.group_size > 1
     matching = [e for e in entries if (e.backend, e.platform, e.grouped, e.gradient) ==
-                (backend, platform, grouped, gradient)]  # fmt: skip
+                (backend, target.platform, grouped, gradient)]  # fmt: skip
+    own = [entry for entry in matching if entry.kind == target.kind]
+    matching = own if own or target.platform != "cpu" else matching
     alike = _SHORT_DTYPES if spec.dtype in _SHORT_DTYPES else (spec.dtype,)
     for dtype in (spec.dtype, *alike):
         of_dtype = sorted((e for e in matching if e.dtype == dtype), key=lambda e: e.length)

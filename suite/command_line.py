@@ -20,6 +20,7 @@ import tyro
 from rich.console import Console
 
 import reports
+from backends import Target
 from suite import compile_run
 from suite.compile_request import ModelWords, compile_request
 from suite.doctor import describe, examine_here
@@ -31,7 +32,7 @@ from suite.runner import Limits
 from suite.store import MANIFEST, RECORDS, parse_records
 from suite.suites import select
 from suite.summary import summary_lines
-from suite.tuning import TUNED, tunable, tune
+from suite.tuning import TUNED, TuneRequest, tunable, tune
 
 _INTERRUPTED = 130
 _BAD_INPUT = 2
@@ -94,10 +95,12 @@ class Compare:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tune:
-    """Measure which options of a backend are the fastest here, and write them to a file that plans read."""
+    """Find options of a backend: the fastest here, or the most plausible for a device that is not here."""
 
     backends: Annotated[str | None, _flag("NAMES", "all that can be tuned")] = None
     """Backends to tune, separated by commas."""
+    target: Annotated[str, _flag("NAME", "here")] = "here"
+    """Device to tune for: here, or a kind such as h100, for which candidates are compiled and not timed."""
     cases: Annotated[str | None, _flag("PATTERNS", "all")] = None
     """Glob patterns of case names, separated by commas."""
     out: Annotated[Path, _flag("FILE", "tuned.json")] = Path("tuned.json")
@@ -251,15 +254,28 @@ def _report(directory: Path) -> int:
 
 
 def _tune(command: Tune) -> int:
-    backends = tunable(None if command.backends is None else command.backends.split(","))
-    cases = TUNED if command.cases is None else select(TUNED, command.cases.split(","))
+    try:
+        target = None if command.target == "here" else Target.named(command.target)
+    except ValueError as error:
+        raise InputError(f"--target: {error}") from error
     if not command.out.parent.is_dir():
         raise InputError(f"--out {command.out}: the directory {command.out.parent} does not exist; make it first.")
+    backends = tunable(None if command.backends is None else command.backends.split(","), target)
+    words = ["attnsuite", "tune", "--backends", ",".join(backends), "--target", command.target]
+    words += [] if command.cases is None else ["--cases", command.cases]
+    request = TuneRequest(
+        backends=backends,
+        cases=TUNED if command.cases is None else select(TUNED, command.cases.split(",")),
+        target=target,
+        limits=Limits(command.cell_timeout, int(_MEMORY_SHARE * machine_bytes())),
+        out=command.out,
+        command=shlex.join(words),
+    )
     errors = Console(stderr=True)
-    words = shlex.join(["attnsuite", "tune", "--backends", ",".join(backends), "--out", str(command.out)])
-    limits = Limits(command.cell_timeout, int(_MEMORY_SHARE * machine_bytes()))
+    if target is not None:
+        errors.print(f"{target} is not here: candidates are ranked by what compiles; no time is measured.")
     with errors.status("starting") as status:
-        tune(backends, cases, limits, command.out, words, status.update)
+        tune(request, status.update)
     print(f"tuned:   {command.out}")  # noqa: T201
     return 0
 

@@ -111,18 +111,24 @@ FULL = Suite(
     ),
 )
 
+
+def _grid(lengths: tuple[int, ...], head_dims: tuple[int, ...]) -> tuple[OpCase, ...]:
+    """Causal attention forward, and forward with backward, in every combination."""
+    return tuple(
+        OpCase(kind=kind, sequence=sequence, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)
+        for sequence in lengths
+        for head_dim in head_dims
+        for kind in ("op_forward_backward", "op_forward")
+        for dtype in ("float32", "bfloat16")
+        for kv_heads in (8, 2)
+    )
+
+
 CPU_SPEED = Suite(
     "cpu-speed",
     (
-        *(
-            OpCase(kind=kind, sequence=sequence, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)
-            for kind in ("op_forward_backward", "op_forward")
-            for dtype in ("float32", "bfloat16")
-            for head_dim, lengths in ((64, (512, 1024, 2048, 4096, 8192)), (128, (512, 2048, 4096)))
-            for kv_heads in (8, 2)
-            for sequence in lengths
-        ),
-        *(OpCase(kind=kind, sequence=16384) for kind in ("op_forward", "op_forward_backward")),
+        *_grid((512, 1024, 2048, 4096), (64,)),
+        *_grid((512, 2048), (128,)),
         OpCase(kind="op_forward", sequence=4096, window=512),
         OpCase(kind="op_forward", sequence=4096, documents=8),
         OpCase(kind="op_forward_backward", sequence=4096, documents=8),
@@ -139,6 +145,9 @@ CPU_SPEED = Suite(
             for kind in ("model_prefill", "model_train", "model_decode")
         ),
         ModelCase(kind="model_decode", model="small", sequence=2048, dtype="bfloat16"),
+        *_grid((8192,), (64,)),
+        *_grid((4096,), (128,)),
+        *(OpCase(kind=kind, sequence=16384) for kind in ("op_forward", "op_forward_backward")),
     ),
     peers=("jax_nn", "torch", "torch_unthrottled", "transformers", "transformers_unthrottled", "tokamax"),
     all_cores=True,

@@ -1,15 +1,20 @@
-"""``attnsuite tune``: which options of a backend are the fastest for each problem, measured on this machine.
+"""``attnsuite tune``: which options of a backend to take for each problem, tried on this machine.
 
 Every candidate is compiled, judged by the oracle, and sampled in turns with the others in one process; after
-a first look the best few are sampled on. Winners, and all that was tried or failed, go to one JSON file
-(``backends/tuned.py`` reads it).
+a first look the best few are sampled on. For a device that is not here candidates are ranked by what the
+compiler says of their kernels: those that compile and fit, fewest spilled bytes first, then the largest
+blocks. That is no measurement, and the file says which of the two it holds. Winners, and all that was tried
+or failed, go to one JSON file (``backends/tuned.py`` reads it).
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime as dt
+import itertools
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -17,6 +22,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 
 from backends import AttentionSpec, Backend, Target, names, registry
+from backends.contract import CompilesKernels
 from backends.tuned import SCHEMA
 from suite import accuracy, speed, statistics
 from suite.cases import OpCase, problem_of, spec_of
@@ -74,46 +80,101 @@ TUNED = tuple(
 )  # fmt: skip
 
 
-def tunable(wanted: Sequence[str] | None) -> tuple[str, ...]:
-    """Those of the backends that can be tuned. Raises InputError for one that was asked for and cannot."""
+def tunable(wanted: Sequence[str] | None, target: Target | None) -> tuple[str, ...]:
+    """The backends that can be tuned for ``target``. Raises InputError for one that was asked for and cannot."""
     able = tuple(name for name in names() if isinstance(registry.get(name), Tunable))
+    if target is not None:
+        able = tuple(name for name in able if isinstance(registry.get(name), CompilesKernels))
     for name in wanted or ():
         if name not in able:
-            raise InputError(f"backend {name!r} has nothing to tune; use {', '.join(able) or 'none: no backend has'}.")
+            where = "" if target is None else f" for {target}, which is not here"
+            raise InputError(f"backend {name!r} has nothing to tune{where}; use {', '.join(able) or 'none: none has'}.")
     return tuple(wanted or able)
 
 
-def tune(
-    backends: Sequence[str], cases: Sequence[OpCase], limits: Limits, out: Path, command: str, watcher: Any
-) -> None:
-    """Measure every backend's candidates on every case and write the table to ``out``."""
-    references = References(limits.seconds)
-    entries, environment = [], None
-    try:
-        for case in cases:
-            reference = references.path(case)
-            for name in backends:
-                watcher(f"{case.name} / {name}")
-                with Worker(limits.memory) as worker:
-                    environment = environment or worker.ask({"do": "doctor"}, limits.seconds)["environment"]
-                    question = {"do": "tune", "case": problem_of(case), "backend": name, "reference": str(reference)}
-                    try:
-                        found = worker.ask(question, limits.seconds * 5)
-                    except CellFailure as failure:
-                        watcher(f"{case.name} / {name}: {failure.message}")
-                        continue
-                entries.append(_entry(case, name, found))
-    finally:
-        references.close()
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TuneRequest:
+    """What to tune, checked: for this machine, or for a ``target`` that is not here. ``command`` is what was typed."""
+
+    backends: tuple[str, ...]
+    cases: tuple[OpCase, ...]
+    target: Target | None
+    limits: Limits
+    out: Path
+    command: str
+
+
+def tune(request: TuneRequest, tell: Callable[[str], None]) -> None:
+    """Try every backend's candidates on every case and write the table to ``request.out``.
+
+    Raises InputError, and writes nothing, where not one case could be tuned.
+    """
+    entries: list[dict[str, Any]] = []
+    refused: list[str] = []
+    with contextlib.closing(References(request.limits.seconds)) as references:
+        for case, name in itertools.product(request.cases, request.backends):
+            tell(f"{case.name} / {name}")
+            try:
+                if request.target is None:
+                    entries.append(_entry(case, name, _measure(case, name, references, request.limits)))
+                else:
+                    entries.append(_compiled_entry(case, name, request.target))
+            except (CellFailure, InputError) as error:
+                refused.append(f"{case.name} / {name}: {error}")
+                tell(refused[-1])
+    if not entries:
+        raise InputError(f"nothing could be tuned: {refused[0]}")
+    with Worker(request.limits.memory) as worker:
+        environment = worker.ask({"do": "doctor"}, request.limits.seconds)["environment"]
     kept = ("versions", "git_revision", "target", "cpu", "cores", "flags")
     table = {
         "schema": SCHEMA,
-        "command": command,
+        "command": request.command,
         "date": dt.datetime.now(dt.UTC).date().isoformat(),
-        "environment": {name: (environment or {}).get(name) for name in kept},
-        "entries": entries,
+        "environment": {name: environment[name] for name in kept},
+        "refused": refused,
     }
-    out.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+    head, lines = json.dumps(table | {"entries": []})[:-2], ",\n".join(json.dumps(entry) for entry in entries)
+    request.out.write_text(f"{head}\n{lines}\n]}}\n", encoding="utf-8")
+
+
+def _measure(case: OpCase, name: str, references: References, limits: Limits) -> dict[str, Any]:
+    """:func:`try_candidates` in a process of its own."""
+    reference = str(references.path(case))
+    with Worker(limits.memory) as worker:
+        question = {"do": "tune", "case": problem_of(case), "backend": name, "reference": reference}
+        return worker.ask(question, limits.seconds * 5)
+
+
+def rank_candidates(case: OpCase, name: str, target: Target) -> list[dict[str, Any]]:
+    """What the compiler says of every candidate's kernels, the defaults first; none is run."""
+    backend, spec = registry.get(name), spec_of(case)
+    if not isinstance(backend, Tunable) or not isinstance(backend, CompilesKernels):
+        raise InputError(f"backend {name!r} cannot be compiled for {target} from here; tune it on such a device.")
+    if not (support := backend.supports(spec, target, "compile")):
+        raise InputError(f"case {case.name}: {' '.join(support.reasons)}")
+    default = dict(backend.defaults(spec, target))
+    others = [dict(options) for options in backend.candidates(spec, target) if dict(options) != default]
+    return [_compiled(backend, spec, target, options) for options in (default, *others)]
+
+
+def _compiled(backend: CompilesKernels, spec: AttentionSpec, target: Target, options: dict[str, int]) -> dict[str, Any]:
+    try:
+        builds = backend.compile_kernels(spec, target, options)
+    except Exception as error:  # noqa: BLE001 (a candidate that cannot be compiled is a result)
+        return {"options": options, "error": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
+    errors = [f"{build.name}: {build.error}" for build in builds if build.error]
+    return {
+        "options": options,
+        "error": errors[0] if errors else None,
+        "spilled_bytes": max((build.spilled_bytes or 0 for build in builds), default=0),
+        "shared_bytes": max((build.shared_bytes or 0 for build in builds), default=0),
+    }
+
+
+def _plausibility(trial: dict[str, Any]) -> tuple[int, int, int]:
+    block = math.prod(value for name, value in trial["options"].items() if name.endswith("block_size"))
+    return trial["spilled_bytes"], -block, trial["shared_bytes"]
 
 
 def try_candidates(case: OpCase, name: str, reference: Path) -> dict[str, Any]:
@@ -130,7 +191,7 @@ def try_candidates(case: OpCase, name: str, reference: Path) -> dict[str, Any]:
     ranked = sorted(ready, key=lambda candidate: statistics.median(candidate.samples).value)
     _sample([c for c in ready if c in ranked[:KEPT] or c.options == default], LAST_ROUNDS)
     tried = [{"options": c.options, "samples": c.samples, "error": c.error} for c in candidates]
-    return {"platform": target.platform, "tried": tried}
+    return {"platform": target.platform, "kind": target.kind, "tried": tried}
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -176,13 +237,8 @@ def _entry(case: OpCase, name: str, found: dict[str, Any]) -> dict[str, Any]:
             best, ratio = attempt, found_ratio
             break
     return {
-        "backend": name,
-        "platform": found["platform"],
-        "dtype": case.dtype,
-        "grouped": case.heads != case.kv_heads,
-        "gradient": case.needs_grad,
-        "length": case.sequence,
-        "case": case.name,
+        **_of(case, name, found["platform"], found["kind"]),
+        "method": "measured",
         "options": best["options"],
         "time_over_default": None
         if ratio is None
@@ -195,4 +251,30 @@ def _entry(case: OpCase, name: str, found: dict[str, Any]) -> dict[str, Any]:
             }
             for t in found["tried"]
         ],
+    }
+
+
+def _compiled_entry(case: OpCase, name: str, target: Target) -> dict[str, Any]:
+    """The most plausible of those that compile and fit; no options where none does."""
+    tried = rank_candidates(case, name, target)
+    working = [trial for trial in tried if trial["error"] is None]
+    best = min(working, key=_plausibility)["options"] if working else {}
+    return {
+        **_of(case, name, target.platform, target.kind),
+        "method": "compiled: ranked by what compiles, since the device was not there; no time was measured",
+        "options": best,
+        "tried": tried,
+    }
+
+
+def _of(case: OpCase, name: str, platform: str, kind: str) -> dict[str, Any]:
+    return {
+        "backend": name,
+        "platform": platform,
+        "kind": kind,
+        "dtype": case.dtype,
+        "grouped": case.heads != case.kv_heads,
+        "gradient": case.needs_grad,
+        "length": case.sequence,
+        "case": case.name,
     }

@@ -11,7 +11,7 @@ from backends.tuned import Entry
 
 CHUNKED = registry.get("chunked")
 CPU = Target("cpu")
-FIELDS = {"backend": "chunked", "platform": "cpu", "dtype": "float32", "grouped": False, "gradient": False}
+FIELDS = {"backend": "chunked", "platform": "cpu", "kind": "", "dtype": "float32", "grouped": False, "gradient": False}
 
 
 def entry(length, block_q, **fields):
@@ -24,7 +24,7 @@ def spec(length, **fields):
 
 
 def looked_up(entries, problem):
-    return dict(tuned.options_for(entries, "chunked", "cpu", problem, gradient=False)).get("block_q")
+    return dict(tuned.options_for(entries, "chunked", CPU, problem, gradient=False)).get("block_q")
 
 
 def test_nearest_shorter_length_holds_and_the_shortest_for_what_is_shorter_still():
@@ -43,6 +43,15 @@ def test_other_platform_and_grouping_do_not_match():
     assert looked_up((entry(512, 1),), spec(512, num_kv_heads=2)) is None
 
 
+def test_cpu_takes_another_cpus_entries_and_a_gpu_its_own_alone():
+    entries = entry(512, 1, kind="one"), entry(512, 2, kind="other")
+    assert looked_up(entries, spec(512)) is not None
+    options = tuned.options_for(entries, "chunked", Target("cpu", "other"), spec(512), gradient=False)
+    assert dict(options) == {"block_q": 2}
+    on_gpu = tuple(entry(512, 1, platform="cuda", kind=kind) for kind in ("h100", "b200"))
+    assert not tuned.options_for(on_gpu, "chunked", Target("cuda", "a100"), spec(512), gradient=False)
+
+
 def test_shipped_table_says_what_made_it_and_covers_what_it_should():
     data = json.loads((resources.files("backends") / tuned.SHIPPED).read_text(encoding="utf-8"))
     assert data["command"].startswith("attnsuite tune --backends chunked")
@@ -57,7 +66,7 @@ def test_shipped_table_decides_what_chunked_does():
     problem = spec(2048)
     expected = {}
     for gradient in (False, True):
-        expected |= tuned.options_for(tuned.shipped(), "chunked", "cpu", problem, gradient=gradient)
+        expected |= tuned.options_for(tuned.shipped(), "chunked", CPU, problem, gradient=gradient)
     sizes = default_sizes(problem, CPU, tuned.shipped())
     assert expected
     assert {name: getattr(sizes, name) for name in expected} == expected

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
 
-from backends import Layout, Target, registry, tuned
+from backends import Layout, Support, Target, registry, tuned
+from backends.contract import KernelBuild
 from suite import accuracy, tuning
 from suite.cases import OpCase, spec_of
 from suite.command_line import main
+from suite.errors import InputError
+from suite.runner import Limits
 
 CASE = OpCase(kind="op_forward", sequence=192, heads=2, kv_heads=2)
 CHUNKED = registry.get("chunked")
@@ -63,7 +67,7 @@ def test_candidate_with_wrong_numbers_is_never_timed(monkeypatch, tmp_path):
 def test_winner_must_be_measurably_faster_than_the_defaults():
     def entry(*samples):
         tried = [{"options": {"n": i}, "samples": list(s), "error": None} for i, s in enumerate(samples)]
-        return tuning._entry(CASE, "chunked", {"platform": "cpu", "tried": tried})
+        return tuning._entry(CASE, "chunked", {"platform": "cpu", "kind": "", "tried": tried})
 
     level, faster = [1.0, 1.1] * 6, [0.8, 0.9] * 6
     assert entry(level, faster)["options"] == {"n": 1}
@@ -85,9 +89,61 @@ def test_table_is_written_and_read_back(tmp_path, capsys):
     CHUNKED.plan(spec, Layout(), target=Target.here(), options={"tuned": str(out)})
 
 
+# Block size -> spilled bytes and shared memory of the kernel; 256 does not fit, 512 is not known to the compiler.
+BUILDS = {32: (0, 1000), 64: (0, 2000), 128: (40, 3000), 256: (0, 900_000)}
+
+
+class Compiles(Candidates):
+    """A backend whose kernels are compiled for GPUs that are not here."""
+
+    def supports(self, spec, target, mode="native"):
+        return Support(mode) if spec.dtype != "float32" else Support(None, ("float32 is refused here.",))
+
+    def defaults(self, spec, target):
+        return {"block_size": 32}
+
+    def compile_kernels(self, spec, target, options=None):
+        spilled, shared = BUILDS[options["block_size"]]
+        error = "does not fit" if shared > 200_000 else None
+        return (KernelBuild(name="kernel", configuration=(), spilled_bytes=spilled, shared_bytes=shared, error=error),)
+
+
+def tune_for_h100(monkeypatch, tmp_path, dtype):
+    backend = Compiles(*({"block_size": size} for size in (32, 64, 128, 256, 512)))
+    monkeypatch.setattr(tuning.registry, "get", lambda _: backend)
+    request = tuning.TuneRequest(
+        backends=("chunked",),
+        cases=(dataclasses.replace(CASE, dtype=dtype, name=""),),
+        target=Target("cuda", "h100"),
+        limits=Limits(60, 2**33),
+        out=tmp_path / "tuned.json",
+        command="attnsuite tune",
+    )
+    tuning.tune(request, lambda _: None)
+    return json.loads(request.out.read_text())
+
+
+def test_device_that_is_not_here_gets_what_spills_least_and_is_the_largest_of_those(monkeypatch, tmp_path):
+    (entry,) = tune_for_h100(monkeypatch, tmp_path, "bfloat16")["entries"]
+    assert (entry["kind"], entry["options"]) == ("h100", {"block_size": 64})
+    assert entry["method"].startswith("compiled: ")
+    assert "no time was measured" in entry["method"]
+    errors = {trial["options"]["block_size"]: trial["error"] for trial in entry["tried"]}
+    assert errors == {32: None, 64: None, 128: None, 256: "kernel: does not fit", 512: "KeyError: 512"}
+    assert "median_seconds" not in json.dumps(entry)
+
+
+def test_case_that_is_refused_everywhere_writes_no_file(monkeypatch, tmp_path):
+    with pytest.raises(InputError, match=r"nothing could be tuned: .*float32 is refused here"):
+        tune_for_h100(monkeypatch, tmp_path, "float32")
+    assert not (tmp_path / "tuned.json").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
+        (["--target", "h1000"], "target 'h1000' is not known"),
+        (["--backends", "chunked", "--target", "h100"], "'chunked' has nothing to tune for cuda:h100, which is not"),
         (["--backends", "standard"], "'standard' has nothing to tune"),
         (["--cases", "nothing*"], "no case matches"),
         (["--out", "/no/such/folder/t.json"], "does not exist"),
