@@ -19,6 +19,8 @@ import tyro
 from rich.console import Console
 
 import reports
+from backends import Target
+from suite.cases import OpCase
 from suite.doctor import describe, examine_here
 from suite.errors import InputError
 from suite.memory import machine_bytes
@@ -26,6 +28,7 @@ from suite.progress import ProgressDisplay
 from suite.run import RunRequest, execute, new_request, resumed_request
 from suite.runner import Limits
 from suite.store import MANIFEST, RECORDS, parse_records
+from suite.suites import find_suite, select
 from suite.summary import summary_lines
 
 _INTERRUPTED = 130
@@ -87,11 +90,30 @@ class Compare:
     """Directory of the second run."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Tune:
+    """Search block sizes: timed where the device is here, ranked by what compiles where it is not."""
+
+    backends: Annotated[str, _flag("NAMES", "kvax")] = "kvax"
+    """Backends to tune, separated by commas."""
+    target: Annotated[str, _flag("NAME", "here")] = "here"
+    """Device to tune for: here, or a kind such as h100."""
+    suite: Annotated[str, _flag("NAME|FILE", "full")] = "full"
+    """Suite whose op cases are tuned for."""
+    cases: Annotated[str, _flag("PATTERNS", "forward-backward-s4096-h8k8-d128-bf16")] = (
+        "forward-backward-s4096-h8k8-d128-bf16"
+    )
+    """Glob patterns of case names, separated by commas."""
+    out: Annotated[Path, _flag("FILE", "tuned.json")] = Path("tuned.json")
+    """JSON to add the results to; pass it to a backend as its option `tuned`."""
+
+
 Command = (
     Annotated[Run, tyro.conf.subcommand("run")]
     | Annotated[Doctor, tyro.conf.subcommand("doctor")]
     | Annotated[Report, tyro.conf.subcommand("report")]
     | Annotated[Compare, tyro.conf.subcommand("compare")]
+    | Annotated[Tune, tyro.conf.subcommand("tune")]
 )
 
 
@@ -114,6 +136,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             case Compare():
                 print(reports.compare(command.run_a, command.run_b))  # noqa: T201
                 code = 0
+            case Tune():
+                code = _tune(command)
     except (InputError, reports.ReportError) as error:
         print(f"attnsuite: {error}", file=sys.stderr)  # noqa: T201 (the command line's output)
         code = _BAD_INPUT
@@ -166,6 +190,27 @@ def _doctor(command: Doctor) -> int:
         print(json.dumps(found, indent=1))  # noqa: T201
     else:
         Console().print(describe(found))
+    return 0
+
+
+def _tune(command: Tune) -> int:
+    # The only command that runs JAX in this process.
+    from suite import tuning  # noqa: PLC0415
+
+    try:
+        target = Target.named(command.target)
+    except ValueError as error:
+        raise InputError(f"--target: {error}") from error
+    names = [name.strip() for name in command.backends.split(",")]
+    patterns = [pattern.strip() for pattern in command.cases.split(",")]
+    for case in select(find_suite(command.suite).cases, patterns):
+        if not isinstance(case, OpCase):
+            raise InputError(f"case {case.name} is not one attention call; choose forward- or forward-backward- cases.")
+        for name in names:
+            found = tuning.tune(name, case, target)
+            tuning.write(command.out, [found])
+            print(*tuning.describe(found, case.name), sep="\n")  # noqa: T201
+    print(f"written: {command.out}")  # noqa: T201
     return 0
 
 

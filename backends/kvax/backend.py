@@ -24,11 +24,13 @@ from backends.kvax import probe
 from backends.kvax.blocks import Blocks
 from backends.kvax.mesh import OPTIONS as MESH_OPTIONS
 from backends.kvax.mesh import OneDevice, Sharding, sharding_of
+from backends.kvax.tuned import OPTIONS as TUNED_OPTIONS
+from backends.kvax.tuned import tuned_options
 
 if TYPE_CHECKING:
     from backends.kvax.upstream import Upstream
 
-OPTIONS = block_sizes.OPTIONS | MESH_OPTIONS
+OPTIONS = block_sizes.OPTIONS | TUNED_OPTIONS | MESH_OPTIONS
 HEAD_DIMS = (16, 32, 64, 128, 192, 256)
 VALUE_HEAD_DIMS = (16, 32, 64, 128, 256)
 _INSTEAD = "use backend='chunked'"
@@ -66,7 +68,7 @@ class Kvax:
         Raises ImportError where Kvax cannot be used here, with the reasons.
         """
         given = check_options(self.name, options, OPTIONS)
-        blocks = block_sizes.choose(spec, target, given)
+        blocks = _blocks(spec, target, given)
         sharding = sharding_of(spec, given)
         if reasons := probe.missing(mode):
             raise ImportError(" ".join(reasons))
@@ -84,8 +86,18 @@ class Kvax:
 
         given = check_options(self.name, options, OPTIONS)
         if support := self.supports(spec, target, "compile"):
-            return build.compile_kernels(spec, target, block_sizes.choose(spec, target, given))
+            return build.compile_kernels(spec, target, _blocks(spec, target, given))
         raise ValueError(" ".join(support.reasons))
+
+    def tuning_candidates(self, spec: AttentionSpec) -> dict[str, tuple[dict[str, int], ...]]:
+        """Options for ``attnsuite tune`` to try, for each pass apart from the others."""
+        return block_sizes.candidates(spec)
+
+
+def _blocks(spec: AttentionSpec, target: Target, given: Mapping[str, Any]) -> Blocks:
+    """By generation, then by the file of ``tuned``, then by the options themselves."""
+    tuned = tuned_options(given["tuned"], spec, target) if "tuned" in given else {}
+    return block_sizes.choose(spec, target, {**tuned, **given})
 
 
 def upstream_of(mode: Mode) -> Upstream:

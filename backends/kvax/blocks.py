@@ -67,6 +67,25 @@ _LARGE = Blocks(KernelBlocks(128, 128, 8, 3), KernelBlocks(64, 128, 8, 3))
 _WIDE = Blocks(KernelBlocks(64, 64, 8, 2), KernelBlocks(32, 64, 8, 2))
 
 
+# What tuning tries: query rows, keys, warps, stages. Kvax's own and what lies around them.
+_FORWARD_CANDIDATES = (
+    (128, 128, 8, 3),
+    (128, 128, 8, 2),
+    (128, 64, 8, 3),
+    (128, 64, 4, 3),
+    (64, 64, 8, 2),
+    (64, 64, 4, 3),
+)
+_BACKWARD_CANDIDATES = (
+    (64, 128, 8, 3),
+    (64, 128, 8, 2),
+    (32, 128, 8, 2),
+    (64, 64, 8, 2),
+    (32, 64, 8, 2),
+    (64, 64, 4, 3),
+)
+
+
 def choose(spec: AttentionSpec, target: Target, options: Mapping[str, Any]) -> Blocks:
     """The blocks for a target, with those that ``options`` names replaced.
 
@@ -82,6 +101,16 @@ def choose(spec: AttentionSpec, target: Target, options: Mapping[str, Any]) -> B
     return Blocks(
         dataclasses.replace(blocks.forward, **given[""]), dataclasses.replace(blocks.backward, **given["backward_"])
     )
+
+
+def candidates(spec: AttentionSpec) -> dict[str, tuple[dict[str, int], ...]]:
+    """Block sizes worth trying, as options, for each pass of the spec."""
+    names = tuple(_ACCEPTED)
+    found = {"forward": tuple(dict(zip(names, sizes, strict=True)) for sizes in _FORWARD_CANDIDATES)}
+    if spec.needs_grad:
+        names = tuple(f"backward_{name}" for name in names)
+        found["backward"] = tuple(dict(zip(names, sizes, strict=True)) for sizes in _BACKWARD_CANDIDATES)
+    return found
 
 
 def _default(spec: AttentionSpec, target: Target) -> Blocks:
