@@ -5,9 +5,9 @@ import json
 
 import pytest
 
-from backends import Registry, Support, Target
+from backends import Layout, Registry, Support, Target
 from backends.contract import KernelBuild
-from backends.kvax import KVAX
+from backends.kvax import KVAX, backend
 from backends.standard import STANDARD
 from suite import tuning
 from suite.cases import OpCase, spec_of
@@ -38,9 +38,8 @@ class Adjustable:
         if max(options.values()) == 512:
             raise RuntimeError("512 is too much\nfor anybody")
         plan = STANDARD.plan(spec, layout, target=target)
-        return dataclasses.replace(
-            plan, attend=lambda *given: (plan.attend(*given)[0] * (1.1 if size == 16 else 1.0), ())
-        )
+        factor = 1.1 if size == 16 else 1.0
+        return dataclasses.replace(plan, attend=lambda *given: (plan.attend(*given)[0] * factor, ()))
 
     def compile_kernels(self, spec, target, options=None):
         size = options["backward_block_size" if spec.needs_grad else "block_size"]
@@ -63,7 +62,7 @@ def test_compiled_winner_spills_least_and_is_the_largest_of_those():
     assert tuned.method == "compiled"
     assert tuned.options == {"block_size": 64, "backward_block_size": 64}
     assert {trial.seconds for trial in tuned.trials} == {None}
-    failed = {(trial.kernel_pass, *trial.options.values()): trial.error for trial in tuned.trials if trial.error}
+    failed = {(trial.stage, *trial.options.values()): trial.error for trial in tuned.trials if trial.error}
     assert failed["forward", 256] == "kernel: does not fit"
     assert failed["backward", 512] == "kernel: no such size"
     assert "no time was measured" in tuning.describe(tuned, CASE.name)[0]
@@ -81,7 +80,7 @@ def test_measured_winner_is_right_and_the_failed_ones_say_why():
         elif size == 512:
             assert trial.error == "RuntimeError: 512 is too much"
         assert (trial.seconds is None) == (size in {16, 512})
-    fastest = min((t for t in tuned.trials if t.kernel_pass == "forward" and t.seconds), key=lambda t: t.seconds)
+    fastest = min((t for t in tuned.trials if t.stage == "forward" and t.seconds), key=lambda t: t.seconds)
     assert tuned.options["block_size"] == fastest.options["block_size"]
 
 
@@ -93,8 +92,6 @@ def test_file_keeps_what_was_in_it_and_kvax_reads_its_own(tmp_path):
     tuning.write(path, [tuned])
     tuning.write(path, [own])
     assert [entry["backend"] for entry in json.loads(path.read_text())["entries"]] == ["adjustable", "kvax"]
-    from backends.kvax import backend
-
     blocks = backend._blocks(spec, H100, {"tuned": str(path), "num_stages": 4})
     assert dataclasses.astuple(blocks.forward) == (128, 32, 8, 4)  # the generation's, the file's, the caller's
     with pytest.raises(ValueError, match="has no entry for cuda:a100"):
@@ -106,8 +103,8 @@ def test_file_keeps_what_was_in_it_and_kvax_reads_its_own(tmp_path):
     [
         (None, "cannot be read"),
         ("{", "is not a file that"),
-        ('{"schema": 2}', "schema 2"),
         ("[]", "is not a file that"),
+        ('{"schema": 2, "entries": []}', "schema 2"),
     ],
 )
 def test_file_that_is_no_tuning_is_refused_in_a_sentence(tmp_path, content, words):
@@ -116,8 +113,9 @@ def test_file_that_is_no_tuning_is_refused_in_a_sentence(tmp_path, content, word
         path.write_text(content)
         with pytest.raises(InputError, match="choose another"):
             tuning.write(path, [])
+    spec = dataclasses.replace(spec_of(CASE), dtype="bfloat16")
     with pytest.raises(ValueError, match=words):
-        KVAX.compile_kernels(dataclasses.replace(spec_of(CASE), dtype="bfloat16"), H100, {"tuned": str(path)})
+        KVAX.plan(spec, Layout(), target=H100, options={"tuned": str(path)})
 
 
 @pytest.mark.parametrize(
