@@ -106,8 +106,9 @@ class Chunked:
             return decode.plan(spec, layout)
         if spec.query_length <= SHORT_QUERY or (small and not given):
             return standard.STANDARD.plan(spec, layout, target=target)
-        entries = tuned.shipped() if path is None else tuned.load(path)
-        sizes = _fit(dataclasses.replace(default_sizes(spec, target, entries), **_checked(given)), spec, layout)
+        named = {} if path is None else tuned.from_file(path, self.name, target, spec)
+        sizes = default_sizes(spec, target, tuned.shipped())
+        sizes = _fit(dataclasses.replace(sizes, **_checked({**named, **given})), spec, layout)
         program = _Program(spec, sizes, *_tricks(spec, target), *_scales(spec))
         differentiable, traced = _differentiable(program, _tables(program, layout))
 

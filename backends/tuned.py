@@ -51,6 +51,22 @@ def load(path: str | Path) -> tuple[Entry, ...]:
     return _parse(text, str(path))
 
 
+def from_file(path: str | Path, backend: str, target: Target, spec: AttentionSpec) -> dict[str, int]:
+    """What the table in a file says for ``spec`` on ``target``, forward and, where it is needed, backward.
+
+    Raises ValueError where the file is no table, or says nothing about such a problem on this device.
+    """
+    entries, found = load(path), {}
+    for gradient in (False, True) if spec.needs_grad else (False,):
+        found |= options_for(entries, backend, target, spec, gradient=gradient)
+    if not found:
+        raise ValueError(
+            f"tuned options {str(path)!r} have nothing for {backend} on {target} in {spec.dtype}; add it with "
+            "attnsuite tune, or leave the option out for the defaults."
+        )
+    return found
+
+
 def options_for(
     entries: tuple[Entry, ...], backend: str, target: Target, spec: AttentionSpec, *, gradient: bool
 ) -> Mapping[str, int]:

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from backends import tuned
 from backends.contract import AttentionSpec, Carry, KernelBuild, Layout, Mode, Plan, Support, check_options
 from backends.devices import Target
 from backends.kvax import blocks as block_sizes
@@ -28,7 +29,11 @@ from backends.kvax.mesh import OneDevice, Sharding, sharding_of
 if TYPE_CHECKING:
     from backends.kvax.upstream import Upstream
 
-OPTIONS = block_sizes.OPTIONS | MESH_OPTIONS
+OPTIONS = (
+    block_sizes.OPTIONS
+    | {"tuned": "path of a table that attnsuite tune wrote, with entries for the device"}
+    | MESH_OPTIONS
+)
 HEAD_DIMS = (16, 32, 64, 128, 192, 256)
 VALUE_HEAD_DIMS = (16, 32, 64, 128, 256)
 _INSTEAD = "use backend='chunked'"
@@ -66,9 +71,10 @@ class Kvax:
         Raises ImportError where Kvax cannot be used here, with the reasons.
         """
         given = check_options(self.name, options, OPTIONS)
-        blocks = block_sizes.choose(spec, target, given)
+        blocks = _blocks(spec, target, given)
         sharding = sharding_of(spec, given)
-        if reasons := probe.missing(mode):
+        # A plan to be compiled by XLA goes through jax-triton, as a native one; compile_kernels does without.
+        if reasons := probe.missing("native" if mode == "compile" else mode):
             raise ImportError(" ".join(reasons))
         return plan_with(upstream_of(mode), spec, layout, blocks, sharding)
 
@@ -84,8 +90,22 @@ class Kvax:
 
         given = check_options(self.name, options, OPTIONS)
         if support := self.supports(spec, target, "compile"):
-            return build.compile_kernels(spec, target, block_sizes.choose(spec, target, given))
+            return build.compile_kernels(spec, target, _blocks(spec, target, given))
         raise ValueError(" ".join(support.reasons))
+
+    def defaults(self, spec: AttentionSpec, target: Target) -> Mapping[str, int]:
+        """The generation's block sizes, which ``attnsuite tune`` holds the candidates against."""
+        return block_sizes.as_options(block_sizes.choose(spec, target, {}), backward=spec.needs_grad)
+
+    def candidates(self, spec: AttentionSpec, target: Target) -> tuple[Mapping[str, int], ...]:
+        """Block sizes for ``attnsuite tune`` to try: of the backward pass where there is one, else of the forward."""
+        return block_sizes.candidates(backward=spec.needs_grad)
+
+
+def _blocks(spec: AttentionSpec, target: Target, given: Mapping[str, Any]) -> Blocks:
+    """By generation, then by the file of ``tuned``, then by the options themselves."""
+    found = tuned.from_file(given["tuned"], "kvax", target, spec) if "tuned" in given else {}
+    return block_sizes.choose(spec, target, {**found, **given})
 
 
 def upstream_of(mode: Mode) -> Upstream:

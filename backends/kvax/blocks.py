@@ -67,6 +67,25 @@ _LARGE = Blocks(KernelBlocks(128, 128, 8, 3), KernelBlocks(64, 128, 8, 3))
 _WIDE = Blocks(KernelBlocks(64, 64, 8, 2), KernelBlocks(32, 64, 8, 2))
 
 
+# What tuning tries: query rows, keys, warps, stages. Kvax's own and what lies around them.
+_FORWARD_CANDIDATES = (
+    (128, 128, 8, 3),
+    (128, 128, 8, 2),
+    (128, 64, 8, 3),
+    (128, 64, 4, 3),
+    (64, 64, 8, 2),
+    (64, 64, 4, 3),
+)
+_BACKWARD_CANDIDATES = (
+    (64, 128, 8, 3),
+    (64, 128, 8, 2),
+    (32, 128, 8, 2),
+    (64, 64, 8, 2),
+    (32, 64, 8, 2),
+    (64, 64, 4, 3),
+)
+
+
 def choose(spec: AttentionSpec, target: Target, options: Mapping[str, Any]) -> Blocks:
     """The blocks for a target, with those that ``options`` names replaced.
 
@@ -82,6 +101,22 @@ def choose(spec: AttentionSpec, target: Target, options: Mapping[str, Any]) -> B
     return Blocks(
         dataclasses.replace(blocks.forward, **given[""]), dataclasses.replace(blocks.backward, **given["backward_"])
     )
+
+
+def candidates(*, backward: bool) -> tuple[dict[str, int], ...]:
+    """Block sizes worth trying for one of the passes, as options."""
+    tried = _BACKWARD_CANDIDATES if backward else _FORWARD_CANDIDATES
+    return tuple(_named(KernelBlocks(*sizes), backward=backward) for sizes in tried)
+
+
+def as_options(blocks: Blocks, *, backward: bool) -> dict[str, int]:
+    """The block sizes of one of the passes, as options."""
+    return _named(blocks.backward if backward else blocks.forward, backward=backward)
+
+
+def _named(blocks: KernelBlocks, *, backward: bool) -> dict[str, int]:
+    prefix = "backward_" if backward else ""
+    return {f"{prefix}{name}": size for name, size in dataclasses.asdict(blocks).items()}
 
 
 def _default(spec: AttentionSpec, target: Target) -> Blocks:

@@ -76,6 +76,16 @@ def test_options_given_by_hand_come_before_the_table(tmp_path):
     table = tmp_path / "tuned.json"
     table.write_text(json.dumps({"schema": 1, "entries": [{**FIELDS, "length": 1, "options": {"block_q": 12}}]}))
     CHUNKED.plan(spec(1024), Layout(), target=CPU, options={"tuned": str(table), "block_q": 64})
+    with pytest.raises(ValueError, match="block_q=12 is not accepted"):
+        CHUNKED.plan(spec(1024), Layout(), target=CPU, options={"tuned": str(table)})
+
+
+def test_table_without_an_entry_for_the_device_is_refused_in_a_sentence(tmp_path):
+    table = tmp_path / "tuned.json"
+    fields = {**FIELDS, "platform": "cuda", "kind": "h100", "length": 1, "options": {}}
+    table.write_text(json.dumps({"schema": 1, "entries": [fields]}))
+    with pytest.raises(ValueError, match="have nothing for chunked on cpu in float32"):
+        CHUNKED.plan(spec(1024), Layout(), target=CPU, options={"tuned": str(table)})
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema": 2, "entries": []}', '{"schema": 1, "entries": [{}]}'])

@@ -1,6 +1,7 @@
 """What Kvax takes and refuses, judged for any target on any machine, and the options of its plan."""
 
 import dataclasses
+import json
 import subprocess
 import sys
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from backends import AttentionSpec, BackendFallbackWarning, Layout, Target, registry, resolve
-from backends.kvax import KVAX, blocks, probe
+from backends.kvax import KVAX, backend, blocks, probe
 
 A100, H100, B200 = (Target("cuda", kind) for kind in ("a100", "h100", "b200"))
 
@@ -89,7 +90,9 @@ def test_missing_packages_are_the_reason(monkeypatch, mode):
     monkeypatch.setattr(probe, "missing", lambda mode: (f"nothing here to {mode} with.",))
     target = Target("cpu") if mode == "interpret" else H100
     assert KVAX.supports(spec(), target, mode).reasons == (f"nothing here to {mode} with.",)
-    with pytest.raises(ImportError, match="nothing here"):
+    with pytest.raises(
+        ImportError, match="nothing here to native" if mode == "compile" else "nothing here to interpret"
+    ):
         KVAX.plan(spec(), Layout(), target=target, mode=mode)
 
 
@@ -185,3 +188,26 @@ def test_layout_may_be_traced_without_kvax():
     assert made.query_segment_ids[0].tolist() == [0] * 32 + [-1] * 32 + [64] * 32 + [0] * 32 + [-1] * 128
     assert made.keys_in_order.tolist() == made.queries_in_order.tolist() == [False]
     assert made.seen[0].tolist() == [True] * 32 + [False] * 32 + [True] * 64
+
+
+def test_table_of_tuned_options_comes_between_the_generation_and_the_caller(tmp_path):
+    entry = {"backend": "kvax", "platform": "cuda", "kind": "h100", "dtype": "bfloat16", "grouped": False}
+    entries = [
+        {**entry, "gradient": False, "length": 1, "options": {"kv_block_size": 32, "num_stages": 2}},
+        {**entry, "gradient": True, "length": 1, "options": {"backward_num_warps": 4}},
+    ]
+    path = tmp_path / "tuned.json"
+    path.write_text(json.dumps({"schema": 1, "entries": entries}))
+    problem = spec(num_kv_heads=8, head_dim=64)
+    chosen = backend._blocks(problem, H100, {"tuned": str(path), "num_stages": 4})
+    assert dataclasses.astuple(chosen.forward) == (128, 32, 8, 4)  # the generation's, the table's, the caller's
+    assert dataclasses.astuple(chosen.backward) == (64, 128, 4, 3)
+    with pytest.raises(ValueError, match="have nothing for kvax on cuda:a100"):
+        backend._blocks(problem, A100, {"tuned": str(path)})
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_candidates_for_tuning_are_accepted_options_and_hold_the_generations_own(needs_grad):
+    candidates = KVAX.candidates(spec(needs_grad=needs_grad), H100)
+    assert KVAX.defaults(spec(needs_grad=needs_grad), H100) in candidates
+    assert all(blocks.choose(spec(), H100, options) for options in candidates)
