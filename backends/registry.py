@@ -87,7 +87,7 @@ class Registry:
         if name in self._loaded:
             return self._loaded[name]
         if name in self._built_in:
-            backend = _resolve_reference(self._built_in[name])
+            backend = _load_built_in(name, self._built_in[name])
         elif name in self._entry_points():
             backend = _load_entry_point(self._entry_points()[name])
         else:
@@ -101,9 +101,13 @@ class Registry:
         return self._found
 
 
-def _resolve_reference(reference: str) -> Backend:
+def _load_built_in(name: str, reference: str) -> Backend:
+    """What ships here but stands on modules that JAX calls experimental may stop loading with a later JAX."""
     module, _, attribute = reference.partition(":")
-    return getattr(importlib.import_module(module), attribute)
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except Exception as error:  # noqa: BLE001 (as for a foreign package: the others go on)
+        return BrokenBackend(name, f"{name} does not load here ({type(error).__name__}: {error}).")
 
 
 def _load_entry_point(entry: metadata.EntryPoint) -> Backend:

@@ -10,19 +10,18 @@ batch, scale, lengths that are no multiple of a block, key lengths and padding (
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental.pallas.ops.tpu import splash_attention as kernel
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from backends.contract import AttentionSpec, Carry, Layout, Mode, Plan, Support, check_options, forward_only, may_attend
 from backends.devices import Target
+from backends.splash_mask import Masking, kernel_of
 
 # Rows and keys per block where none are given, for head dims up to 256. Not tuned on a TPU, where nothing of this
 # project has run: the larger generations have twice the VMEM, and half of what overflows it is taken
@@ -71,8 +70,8 @@ class Splash:
         """Make the block masks once for all layers. Options: see :data:`OPTIONS`; raises ValueError for others."""
         given = _checked(check_options(self.name, options, OPTIONS))
         grid = _grid(spec, target, given)
-        masks = _Masking.of(spec, *grid.lengths)
-        run = _kernel(masks, grid.blocks, spec.logits_soft_cap, mode == "interpret")
+        masking = Masking.of(spec, *grid.lengths)
+        run = kernel_of(masking, grid.blocks, spec.logits_soft_cap, mode == "interpret")
         ids = _segment_ids(spec, layout, grid.lengths)
 
         def attend(
@@ -137,75 +136,6 @@ def _checked(options: dict[str, Any]) -> dict[str, Any]:
         if not (isinstance(value, bool) if name == "fused_backward" else is_size):
             raise ValueError(f"splash: {name}={value!r} is not accepted; {name} is {OPTIONS[name]}.")
     return options
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Masking:
-    """What is visible by slot alone, known before there is data. Hashable: block masks are cached by it."""
-
-    query_length: int
-    key_value_length: int
-    is_causal: bool = False
-    window: tuple[int, int] | None = None
-    chunk_size: int | None = None
-
-    @staticmethod
-    def of(spec: AttentionSpec, query_length: int, key_value_length: int) -> _Masking:
-        if spec.query_length == 1:  # all of it is in the segment ids
-            return _Masking(query_length, key_value_length)
-        return _Masking(query_length, key_value_length, spec.is_causal, spec.window, spec.chunk_size)
-
-    @property
-    def hides_nothing(self) -> bool:
-        return not self.is_causal and self.window is None and self.chunk_size is None
-
-    def visible(self, q: Any, k: Any) -> Any:
-        """Whether a query slot sees a key slot; NumPy arrays for the block mask, traced ones inside the kernel."""
-        terms = [k <= q] if self.is_causal else []
-        if self.window is not None:
-            terms += [k >= q - self.window[0], k <= q + self.window[1]]
-        if self.chunk_size is not None:
-            terms.append(q // self.chunk_size == k // self.chunk_size)
-        return functools.reduce(lambda a, b: a & b, terms)
-
-
-class _SlotMask(kernel.Mask):
-    """A :class:`_Masking` as the kernel's block sorting asks for it.
-
-    With ``q_sequence`` and ``mask_function`` the kernel computes the mask of a mixed block by itself.
-    """
-
-    def __init__(self, masking: _Masking) -> None:
-        self.masking = masking
-        self.q_sequence = np.arange(masking.query_length, dtype=np.int32)
-        self.mask_function = masking.visible
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.masking.query_length, self.masking.key_value_length
-
-    def __getitem__(self, index: tuple[slice, slice]) -> Bool[np.ndarray, "q k"]:
-        rows, columns = (np.arange(n, dtype=np.int32)[part] for n, part in zip(self.shape, index, strict=True))
-        return self.masking.visible(rows[:, None], columns[None, :])
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _SlotMask) and self.masking == other.masking
-
-    def __hash__(self) -> int:
-        return hash(self.masking)
-
-
-@functools.lru_cache(maxsize=32)
-def _kernel(
-    masking: _Masking, blocks: kernel.BlockSizes, soft_cap: float | None, interpret: bool
-) -> Callable[..., Array]:
-    """The kernel with its block masks as NumPy arrays: no device, no trace, the same for every head."""
-    mask = kernel.FullMask(_SlotMask(masking).shape) if masking.hides_nothing else _SlotMask(masking)
-    with jax.ensure_compile_time_eval():  # plans are made inside of jit too
-        made = kernel.make_splash_mha_single_device(
-            kernel.MultiHeadMask([mask]), block_sizes=blocks, attn_logits_soft_cap=soft_cap, interpret=interpret
-        )
-        return jax.tree.map(np.asarray, made)
 
 
 def _segment_ids(spec: AttentionSpec, layout: Layout, lengths: tuple[int, int]) -> kernel.SegmentIds | None:

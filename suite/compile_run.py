@@ -10,8 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime as dt
-import hashlib
-import json
 import os
 import platform
 import queue
@@ -24,12 +22,12 @@ from typing import Any, Protocol
 
 from backends import Target, registry
 from backends.devices import cpu_name, usable_cores
-from suite import environment, topologies
+from suite import compile_cache, environment, topologies
 from suite.cases import ModelCase, OpCase, problem_of
 from suite.errors import CellFailure
 from suite.memory import machine_bytes
 from suite.process import Worker
-from suite.record import Record, RecordError, Status
+from suite.record import Record, Status
 from suite.runner import Limits, Watcher
 from suite.store import RunStore
 
@@ -184,12 +182,12 @@ class _Compiler:
         if key in self._records or self._stopped.is_set():
             return
         self._watcher.doing(case.name, backend, f"for {self._target}")
-        path = self._request.cache / f"{self._digest(case, backend)}.json"
-        record = _cached(path, key)
+        path = compile_cache.path_of(self._request.cache, case, backend, self._target, self._environment)
+        record = compile_cache.find(path, key)
         if record is None:
             record, lasting = self._compile(case, backend, key)
             if lasting:
-                _keep(path, record)
+                compile_cache.keep(path, record)
         self._records[key] = record
         yield record
 
@@ -234,11 +232,6 @@ class _Compiler:
         question = {"case": problem_of(case), "backend": backend, "target": self._target.kind}
         return self._worker.ask(question, self._request.limits.seconds)
 
-    def _digest(self, case: OpCase | ModelCase, backend: str) -> str:
-        what = {"case": problem_of(case), "backend": backend, "target": dataclasses.asdict(self._target)}
-        circumstances = {name: self._environment[name] for name in ("versions", "source", "flags")}
-        return hashlib.sha256(json.dumps(what | circumstances, sort_keys=True).encode()).hexdigest()[:32]
-
 
 def _key(case: OpCase | ModelCase, backend: str, target: Target) -> str:
     return f"{case.name}/{backend}/{target}/compile"
@@ -272,19 +265,3 @@ def _manifest(request: CompileRequest) -> dict[str, Any]:
         "searches": [problem_of(case) for case in request.searches],
         "command": list(request.command),
     }
-
-
-def _cached(path: Path, key: str) -> Record | None:
-    with contextlib.suppress(OSError, UnicodeDecodeError, RecordError):
-        record = Record.from_json(path.read_text(encoding="utf-8"))
-        return record if record.key == key else None
-    return None
-
-
-def _keep(path: Path, record: Record) -> None:
-    """Whole or not at all; a cache that cannot be written costs time, not the run."""
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
-        partial.write_text(record.to_json(), encoding="utf-8")
-        partial.replace(path)

@@ -171,3 +171,10 @@ attention(*[jnp.ones((1, 4, 1, 8))] * 3, backend="standard", on_unavailable="rai
     said = python(installed, code)
     assert reason in said
     assert "thirdparty-attention" in said or "thirdparty_attention" in said
+
+
+def test_built_in_backend_that_does_not_load_says_why_and_leaves_the_others() -> None:
+    registry = Registry({"standard": "backends.standard:STANDARD", "gone": "backends.no_such_module:GONE"})
+    support = registry.get("gone").supports(SPEC, Target("cpu"))
+    assert "gone does not load here (ModuleNotFoundError" in support.reasons[0]
+    assert registry.get("standard").supports(SPEC, Target("cpu"))

@@ -1,0 +1,91 @@
+"""Splash's block masks: what is visible by slot alone, sorted into blocks once and kept.
+
+Sorting reads every block of the mask, which takes seconds at long lengths, and it has to be done with concrete
+numbers although plans are made while a model is traced. So the kernel is made once per shape, mask and block sizes,
+with its tables as NumPy arrays: they belong to no device and no trace, and serve every head.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental.pallas.ops.tpu import splash_attention as kernel
+from jaxtyping import Array, Bool
+
+from backends.contract import AttentionSpec
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Masking:
+    """What is visible by slot alone, known before there is data. Hashable: block masks are cached by it."""
+
+    query_length: int
+    key_value_length: int
+    is_causal: bool = False
+    window: tuple[int, int] | None = None
+    chunk_size: int | None = None
+
+    @staticmethod
+    def of(spec: AttentionSpec, query_length: int, key_value_length: int) -> Masking:
+        """The mask of ``spec`` over padded lengths."""
+        if spec.query_length == 1:  # all of it is in the segment ids
+            return Masking(query_length, key_value_length)
+        return Masking(query_length, key_value_length, spec.is_causal, spec.window, spec.chunk_size)
+
+    @property
+    def hides_nothing(self) -> bool:
+        """Whether every slot sees every slot."""
+        return not self.is_causal and self.window is None and self.chunk_size is None
+
+    def visible(self, q: Any, k: Any) -> Any:
+        """Whether a query slot sees a key slot; NumPy arrays for the block mask, traced ones inside the kernel."""
+        terms = [k <= q] if self.is_causal else []
+        if self.window is not None:
+            terms += [k >= q - self.window[0], k <= q + self.window[1]]
+        if self.chunk_size is not None:
+            terms.append(q // self.chunk_size == k // self.chunk_size)
+        return functools.reduce(lambda a, b: a & b, terms)
+
+
+class _SlotMask(kernel.Mask):
+    """A :class:`Masking` as the kernel's block sorting asks for it.
+
+    With ``q_sequence`` and ``mask_function`` the kernel computes the mask of a mixed block by itself.
+    """
+
+    def __init__(self, masking: Masking) -> None:
+        self.masking = masking
+        self.q_sequence = np.arange(masking.query_length, dtype=np.int32)
+        self.mask_function = masking.visible
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.masking.query_length, self.masking.key_value_length
+
+    def __getitem__(self, index: tuple[slice, slice]) -> Bool[np.ndarray, "q k"]:
+        rows, columns = (np.arange(n, dtype=np.int32)[part] for n, part in zip(self.shape, index, strict=True))
+        return self.masking.visible(rows[:, None], columns[None, :])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _SlotMask) and self.masking == other.masking
+
+    def __hash__(self) -> int:
+        return hash(self.masking)
+
+
+@functools.lru_cache(maxsize=32)
+def kernel_of(
+    masking: Masking, blocks: kernel.BlockSizes, soft_cap: float | None, interpret: bool
+) -> Callable[..., Array]:
+    """The kernel for this mask: a function of query, key, value, segment ids and sinks."""
+    mask = kernel.FullMask(_SlotMask(masking).shape) if masking.hides_nothing else _SlotMask(masking)
+    with jax.ensure_compile_time_eval():  # plans are made inside of jit too
+        made = kernel.make_splash_mha_single_device(
+            kernel.MultiHeadMask([mask]), block_sizes=blocks, attn_logits_soft_cap=soft_cap, interpret=interpret
+        )
+        return jax.tree.map(np.asarray, made)

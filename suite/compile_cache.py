@@ -1,0 +1,49 @@
+"""Answers of compilers that are kept: one file per cell, named by a hash of all that could change the answer.
+
+That is the case, the backend, the device, the versions, this project's source and the flags. A file that is damaged or
+was written by another version is as good as none; one that cannot be written costs time, not the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from backends import Target
+from suite.cases import ModelCase, OpCase, problem_of
+from suite.record import Record, RecordError
+
+_CIRCUMSTANCES = ("versions", "source", "flags")
+
+
+def path_of(
+    folder: Path, case: OpCase | ModelCase, backend: str, target: Target, environment: Mapping[str, Any]
+) -> Path:
+    """The file of a cell in ``folder``; ``environment`` as in its record."""
+    what = {"case": problem_of(case), "backend": backend, "target": dataclasses.asdict(target)}
+    what |= {name: environment[name] for name in _CIRCUMSTANCES}
+    return folder / f"{hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:32]}.json"
+
+
+def find(path: Path, key: str) -> Record | None:
+    """The record of the cell ``key``, if it is kept."""
+    with contextlib.suppress(OSError, UnicodeDecodeError, RecordError):
+        record = Record.from_json(path.read_text(encoding="utf-8"))
+        return record if record.key == key else None
+    return None
+
+
+def keep(path: Path, record: Record) -> None:
+    """Write the record, whole or not at all."""
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
+        partial.write_text(record.to_json(), encoding="utf-8")
+        partial.replace(path)

@@ -1,0 +1,434 @@
+"""`attnsuite compile` without a compiler for other devices: what is asked, kept, searched, judged and shown."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+from importlib import util
+from pathlib import Path
+
+import hypothesis
+import jax
+import pytest
+from hypothesis import strategies as st
+
+import reports
+from backends import Target, registry
+from backends.contract import KernelBuild, Support
+from backends.devices import KNOWN_KINDS
+from suite import compile_cell, compile_run, topologies
+from suite.abstract_programs import AbstractProgram, attention_specs, model_program, op_program, resolutions
+from suite.cases import ModelCase, OpCase, spec_of
+from suite.command_line import main
+from suite.compile_run import SEARCH_LENGTHS, SEARCH_STEPS, CompileRequest, longest
+from suite.errors import CellFailure
+from suite.op_cell import op_program as measured_program
+from suite.runner import Limits
+from suite.store import RECORDS, parse_records
+
+PUBLISHED = Path(__file__).parents[2] / "reports" / "published" / "compiled"
+V5E, H100 = Target("tpu", "v5e"), Target("cuda", "h100")
+OP = OpCase(kind="op_forward", sequence=64)
+MODEL = ModelCase(kind="model_prefill", model="debug", dtype="bfloat16", new_tokens=1)
+
+
+# What is asked
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--targets", "h300"], "target 'h300' cannot be compiled for; use v4, v5e, v5p, v6e, tpu7x, a100"),
+        (["--targets", "cpu"], "target 'cpu' cannot be compiled for"),
+        (["--targets", ","], "--targets is empty"),
+        (["--backends", "fastest"], "backend 'fastest' is not registered"),
+        (["--suite", "slow"], "not known"),
+        (["--cases", "nothing-*"], "no case matches 'nothing-*'"),
+        (["--suite", "quick", "--cases", "retrieval*"], "no case that can be compiled without data"),
+        (["--suite", "quick", "--cases", "train*"], "'text' is not a preset"),
+        (["--model", "llama-9"], "'llama-9' is not a preset; use one of debug, tiny"),
+        (["--model", "debug", "--phases", "sleep"], "phase 'sleep' is not known; use prefill, train, decode"),
+        (["--model", "debug", "--seq-lens", "64,long"], "'long' is not a length"),
+        (["--model", "debug", "--seq-lens", "0"], "'0' is not a length"),
+        (["--model", "debug", "--dtype", "int8"], "int8"),
+        (["--model", "debug", "--batch", "0"], "batch"),
+        (["--longest", "prefill"], "--longest is about models; add --model"),
+        (["--seq-lens", "64"], "--seq-lens is about models"),
+        (["--cell-timeout", "0"], "above 0"),
+        (["--cell-memory", "much"], "not a size"),
+    ],
+)
+def test_flag_is_refused_in_one_sentence(tmp_path, monkeypatch, capsys, arguments, expected):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as exit_info:
+        main(["compile", *arguments])
+    error = capsys.readouterr().err
+    assert exit_info.value.code == 2
+    assert expected in error
+    assert error.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_directory_with_records_is_refused(tmp_path, capsys):
+    (tmp_path / RECORDS).write_text("")
+    with pytest.raises(SystemExit):
+        main(["compile", "--out", str(tmp_path)])
+    assert "already has records; choose another --out" in capsys.readouterr().err
+
+
+# What is compiled
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        OP,
+        OpCase(kind="op_forward_backward", sequence=64, kv_heads=2, value_head_dim=32, documents=3),
+        OpCase(kind="op_decode", sequence=64, kv_heads=2, batch=2),
+        OpCase(kind="op_decode", sequence=64, causal=False),
+    ],
+    ids=lambda case: case.name,
+)
+def test_shapes_are_those_of_the_program_that_is_measured(case):
+    backend, here = registry.get("standard"), Target.here()
+    abstract, measured = op_program(case, backend, here), measured_program(case, backend, "native", here)
+    given = jax.eval_shape(lambda *x: x, *measured.arguments)
+    assert abstract.arguments == given
+    results = [jax.tree.leaves(jax.eval_shape(program.function, *given)) for program in (abstract, measured)]
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("kind", ["model_prefill", "model_train", "model_decode"])
+def test_whole_model_is_made_of_shapes_alone(kind):
+    case = ModelCase(kind=kind, model="llama-3.1-8b", sequence=8192, dtype="bfloat16", new_tokens=1)
+    program = model_program(case, resolutions(case, "standard", H100))
+    leaves = jax.tree.leaves(program.arguments)
+    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
+    assert sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) > 16 * 10**9  # no test machine holds this by chance
+    outputs = jax.eval_shape(program.function, *program.arguments)
+    donated = jax.tree.leaves([program.arguments[place] for place in program.donated])
+    assert {leaf.shape for leaf in donated} <= {leaf.shape for leaf in jax.tree.leaves(outputs)}
+
+
+def test_cache_of_a_model_for_another_device_is_in_the_dtype_of_that_device():
+    case = dataclasses.replace(MODEL, kind="model_decode", name="")
+    assert {spec.dtype for spec in attention_specs(case)} == {"bfloat16"}  # on a CPU it would be float32
+
+
+@pytest.mark.parametrize("case", [OP, dataclasses.replace(MODEL, sequence=64, name="")], ids=lambda case: case.name)
+def test_sizes_are_the_compilers(case):
+    """On the device that is here, where the same sizes can be had another way."""
+    here = Target.here()
+    if isinstance(case, OpCase):
+        program = op_program(case, registry.get("standard"), here)
+    else:
+        program = model_program(case, resolutions(case, "standard", here))
+    facts = compile_cell.compile_program(program, jax.devices()[0])
+    direct = jax.jit(program.function, donate_argnums=program.donated).lower(*program.arguments).compile()
+    analysis = direct.memory_analysis()
+    assert facts["memory"]["compiled_argument"] == analysis.argument_size_in_bytes > 0
+    assert facts["memory"]["compiled_temp"] == analysis.temp_size_in_bytes
+    assert facts["memory"]["compiled_alias"] == analysis.alias_size_in_bytes
+    assert facts["compile_seconds"] > 0
+
+
+# How it is judged
+
+
+@pytest.mark.parametrize(
+    ("message", "status"),
+    [
+        ("RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: memory required exceeds available HBM (15.75G).", "oom"),
+        ("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 20.00G of 15.48G hbm.", "oom"),
+        ("RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem. Used 17.20M of 16.00M vmem.", "crashed"),
+        ("RESOURCE_EXHAUSTED: Shared memory size limit exceeded: requested 328192, available: 232448", "crashed"),
+        ("INTERNAL: Mosaic failed to compile TPU kernel:\n\n  Bad lhs type", "crashed"),
+    ],
+)
+def test_running_out_of_the_devices_memory_is_told_from_a_kernel_that_does_not_compile(monkeypatch, message, status):
+    found = judge(monkeypatch, V5E, error=RuntimeError(message))
+    assert found["status"] == status
+    assert "\n" not in found["error"]
+    assert found["error"].startswith("RuntimeError: ")
+
+
+@pytest.mark.parametrize(("gib", "status"), [(79, "ok"), (81, "oom")])
+def test_peak_is_held_against_the_memory_of_the_target(monkeypatch, gib, status):
+    found = judge(monkeypatch, H100, memory={"compiled_peak": gib * 2**30})
+    assert found["status"] == status
+    assert (found["error"] is not None) == (status == "oom")
+
+
+def judge(monkeypatch, target, error=None, memory=None):
+    def compiler(program, device):
+        assert isinstance(program, AbstractProgram)
+        if error is not None:
+            raise error
+        return {"lower_seconds": 0.1, "compile_seconds": 1.0, "memory": memory}
+
+    monkeypatch.setattr(topologies, "missing", lambda _: None)
+    monkeypatch.setattr(topologies, "device", lambda _: None)
+    monkeypatch.setattr(compile_cell, "compile_program", compiler)
+    return compile_cell.compile_cell(OP, "standard", target)
+
+
+@pytest.mark.parametrize(("target", "extra"), [(V5E, "tpu"), (H100, "compile-cuda")])
+def test_missing_compiler_names_the_line_that_installs_it(monkeypatch, target, extra):
+    monkeypatch.setattr(util, "find_spec", lambda _: None)
+    found = compile_cell.compile_cell(OP, "standard", target)
+    assert found["status"] == "unsupported"
+    assert f"pip install 'attention-suite[{extra}]'" in found["reasons"][0]
+
+
+def test_what_a_backend_refuses_is_refused_for_the_target_before_it_is_compiled(monkeypatch):
+    monkeypatch.setattr(topologies, "missing", lambda _: pytest.fail("asked for a compiler"))
+    found = compile_cell.compile_cell(OP, "splash", H100)
+    assert (found["status"], found["reasons"]) == (
+        "unsupported",
+        list(registry.get("splash").supports(spec_of(OP), H100, "compile").reasons),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class OutsideXla:
+    """A backend that compiles its own kernels."""
+
+    error: str | None = None
+    name: str = "outside"
+    exact: bool = True
+
+    def supports(self, spec, target, mode="native"):
+        return Support(mode)
+
+    def plan(self, spec, layout, **_):
+        raise AssertionError("nothing is lowered for a backend that compiles its own kernels")
+
+    def compile_kernels(self, spec, target, options=None):
+        sizes = {} if self.error else {"registers": 208, "spilled_bytes": 0, "shared_bytes": 98304}
+        blocks = (("block_q", 128), ("num_warps", 8))
+        return (
+            KernelBuild(name="forward", configuration=blocks, error=self.error, shared_limit_bytes=232448, **sizes),
+        )
+
+
+@pytest.mark.parametrize("case", [OP, dataclasses.replace(MODEL, sequence=64, name="")], ids=lambda case: case.name)
+@pytest.mark.parametrize("error", [None, "shared memory: 459776 of 232448 bytes"])
+def test_kernels_outside_xla_show_registers_spills_and_shared_memory(monkeypatch, case, error):
+    monkeypatch.setattr(registry, "get", lambda _: OutsideXla(error))
+    found = compile_cell.compile_cell(case, "outside", H100)
+    assert found["status"] == ("ok" if error is None else "crashed")
+    assert found["error"] == (None if error is None else f"forward: {error}")
+    (kernel,) = found["kernels"]
+    assert kernel["registers"] == (208 if error is None else None)
+    assert kernel["configuration"] == {"block_q": 128, "num_warps": 8}
+
+
+# How the longest length is searched
+
+
+def test_lengths_of_a_search_take_five_answers():
+    assert list(SEARCH_LENGTHS) == sorted(set(SEARCH_LENGTHS))
+    assert len(SEARCH_LENGTHS) == 2**SEARCH_STEPS - 1
+    assert (SEARCH_LENGTHS[-1], {1024, 1280, 1536, 1792, 2048} <= set(SEARCH_LENGTHS)) == (131072, True)
+
+
+@hypothesis.given(st.integers(0, 200_000))
+def test_search_finds_the_longest_that_fits(limit):
+    asked = []
+
+    def fits(length):
+        asked.append(length)
+        return length <= limit
+
+    found = longest(fits, SEARCH_LENGTHS)
+    assert found == max((length for length in SEARCH_LENGTHS if length <= limit), default=None)
+    assert len(asked) == len(set(asked)) == SEARCH_STEPS
+
+
+# What a run keeps
+
+
+class FakeWorker:
+    """Answers as a compiler would whose device holds 5000 tokens."""
+
+    asked: list[tuple[str, str, str]]
+    failure: CellFailure | None = None
+
+    def __init__(self, *_):
+        pass
+
+    def ask(self, request, seconds):
+        case, what = request["case"], (request["case"]["name"], request["backend"], request["target"])
+        type(self).asked.append(what)
+        if self.failure is not None:
+            raise self.failure
+        if request["backend"] == "cudnn":
+            return {"status": "unsupported", "reasons": ["cuDNN does not compile here."], "error": "refused."}
+        if case["sequence"] > 5000:
+            return {"status": "oom", "error": "JaxRuntimeError: exceeds available HBM (15.75G)."}
+        sizes = {"compiled_peak": 3 * 2**30, "compiled_argument": 2**30, "compiled_generated_code": None}
+        return {"status": "ok", "error": None, "lower_seconds": 0.1, "compile_seconds": 2.0, "memory": sizes}
+
+    def close(self):
+        pass
+
+
+class Silent:
+    def __init__(self):
+        self.total = self.seen = 0
+
+    def begin(self, total, finished):
+        self.total += total
+
+    def fewer(self, cells):
+        self.total -= cells
+
+    def doing(self, *_):
+        pass
+
+    def done(self, record):
+        self.seen += 1
+
+
+@pytest.fixture
+def compile_with_fakes(tmp_path, monkeypatch):
+    """Run a request of one op case and one search with a fake compiler; returns records and what was asked."""
+
+    def run(name, failure=None, **changes):
+        FakeWorker.asked, FakeWorker.failure = [], failure
+        monkeypatch.setattr(compile_run, "Worker", FakeWorker)
+        request = CompileRequest(
+            cases=(OP,),
+            searches=(MODEL,),
+            backends=("standard", "cudnn"),
+            targets=(V5E, H100),
+            out=tmp_path / name,
+            limits=Limits(10.0, 2**30),
+            cache=tmp_path / "cache",
+            command=("attnsuite", "compile", "--targets", "v5e,h100"),
+        )
+        watcher = Silent()
+        compile_run.execute(dataclasses.replace(request, **changes), watcher)
+        records = parse_records(tmp_path / name / RECORDS)[0]
+        assert watcher.total == watcher.seen == len(records)
+        return records, FakeWorker.asked
+
+    return run
+
+
+def test_every_cell_and_every_attempt_of_a_search_has_one_record(compile_with_fakes):
+    records, _ = compile_with_fakes("run")
+    keys = [record.key for record in records]
+    assert len(keys) == len(set(keys)) == 2 * (2 + SEARCH_STEPS + 1)
+    assert all(record.samples == () for record in records)
+    refused = [record for record in records if record.requested == "cudnn"]
+    assert {(r.status, r.mode, r.resolved, r.reasons) for r in refused} == {
+        ("unsupported", None, None, ("cuDNN does not compile here.",))
+    }
+
+
+def test_what_was_compiled_is_not_compiled_again(compile_with_fakes):
+    first, asked = compile_with_fakes("first")
+    second, again = compile_with_fakes("second")
+    assert len(asked) == 2 * (2 + SEARCH_STEPS + 1)
+    assert {backend for _, backend, _ in again} == {
+        "cudnn"
+    }  # refusals cost nothing, and may change with what is installed
+    kept = [[r for r in records if r.requested == "standard"] for records in (first, second)]
+    assert sorted(kept[0], key=lambda r: r.key) == sorted(kept[1], key=lambda r: r.key)
+
+
+@pytest.mark.parametrize("what", ["versions", "flags", "target"])
+def test_another_version_flag_or_device_is_compiled_again(compile_with_fakes, monkeypatch, what):
+    compile_with_fakes("first")
+    changes = {}
+    if what == "versions":
+        monkeypatch.setattr(compile_run.environment, "versions", lambda: {"jax": "99.0"})
+    elif what == "flags":
+        monkeypatch.setenv("XLA_FLAGS", "--xla_something=1")
+    else:
+        changes = {"targets": (Target("tpu", "v6e"),)}
+    _, again = compile_with_fakes("second", **changes)
+    assert "standard" in {backend for _, backend, _ in again}
+
+
+def test_damaged_cache_is_compiled_again(compile_with_fakes, tmp_path):
+    compile_with_fakes("first")
+    for path in (tmp_path / "cache").iterdir():
+        path.write_text(path.read_text()[:50])
+    _, again = compile_with_fakes("second")
+    assert "standard" in {backend for _, backend, _ in again}
+
+
+def test_compiler_that_dies_or_hangs_is_a_record_and_is_asked_another_time(compile_with_fakes):
+    failed, _ = compile_with_fakes("first", CellFailure("timeout", "no answer within 10 s."))
+    assert {record.status for record in failed} == {"timeout"}
+    too_large, _ = compile_with_fakes("second", CellFailure("oom", "the cell held 9 GiB."))
+    assert {record.status for record in too_large} == {"crashed"}  # oom would be about the device
+    assert "the compiler: the cell held 9 GiB." in {record.error for record in too_large}
+    assert {record.status for record in compile_with_fakes("third")[0]} == {"ok", "oom", "unsupported"}
+
+
+# What is shown
+
+
+def test_page_shows_what_fits_what_does_not_and_why(compile_with_fakes, tmp_path):
+    records, _ = compile_with_fakes("run")
+    page = reports.render(tmp_path / "run").read_text(encoding="utf-8")
+    fit, not_fit, refused = (sum(r.status == status for r in records) for status in ("ok", "oom", "unsupported"))
+    assert min(fit, not_fit, refused) > 0
+    assert (
+        f"{len(records)} cells: {fit} compile and fit, {not_fit} do not fit the device, 0 are rejected by the "
+        f"compiler, {refused} are refused by the backend." in page
+    )
+    assert "3.00 GiB" in page
+    assert "no fit (E1)" in page
+    assert "**E1** JaxRuntimeError: exceeds available HBM (15.75G)." in page
+    assert "refused (R1)" in page
+    assert "**R1** cuDNN does not compile here." in page
+    assert "4096 / 5120" in page
+    assert "fits up to 4096 with `standard`" in page
+    assert "attnsuite compile --targets v5e,h100" in page
+    assert "18.75" in page or "18.8" in page  # of the 16 GiB of a v5e
+    assert page == reports.render(tmp_path / "run").read_text(encoding="utf-8")
+
+
+def test_page_shows_kernels(compile_with_fakes, tmp_path):
+    compile_with_fakes("run")
+    path = tmp_path / "run" / RECORDS
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    kernel = dataclasses.asdict(OutsideXla().compile_kernels(None, H100)[0])
+    lines[0]["kernels"] = [kernel | {"configuration": dict(kernel["configuration"])}]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = reports.render(tmp_path / "run").read_text(encoding="utf-8")
+    assert "registers per thread" in page
+    assert "block\\_q 128, num\\_warps 8" in page or "block_q 128, num_warps 8" in page
+    assert "98304" in page
+
+
+def test_no_time_but_the_compilers_own_is_shown(compile_with_fakes, tmp_path):
+    compile_with_fakes("run")
+    page = reports.render(tmp_path / "run").read_text(encoding="utf-8")
+    for word in ("median", "tokens/s", "FLOP/s", "optimal"):
+        assert word not in page
+
+
+# What is published
+
+
+def test_published_page_is_what_its_records_say(tmp_path):
+    fresh = reports.render(PUBLISHED, tmp_path).read_text(encoding="utf-8")
+    assert fresh == (PUBLISHED / "report.md").read_text(encoding="utf-8")
+
+
+def test_published_page_has_every_device_both_levels_and_its_command():
+    records = parse_records(PUBLISHED / RECORDS)[0]
+    manifest = json.loads((PUBLISHED / "run.json").read_text(encoding="utf-8"))
+    assert {record.target.partition(":")[2] for record in records} == set(topologies.KINDS) == set(KNOWN_KINDS)
+    assert {record.kind.partition("_")[0] for record in records} == {"op", "model"}
+    assert len(records) == len(KNOWN_KINDS) * len(manifest["backends"]) * len(manifest["cases"])
+    assert all(record.samples == () for record in records)
+    assert all(record.mode == "compile" or record.status == "unsupported" for record in records)
+    page = (PUBLISHED / "report.md").read_text(encoding="utf-8")
+    assert shlex.join(manifest["command"]) in page
