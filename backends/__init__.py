@@ -22,3 +22,4 @@ from backends.resolve import BackendUnavailableError as BackendUnavailableError
 from backends.resolve import Rejection as Rejection
 from backends.resolve import Resolution as Resolution
 from backends.resolve import resolve as resolve
+from backends.sharding import plan_sharded as plan_sharded

@@ -3,8 +3,8 @@
 The recurrence is FlashAttention-2's (arXiv 2307.08691), written in XLA so that it runs on every platform;
 it is the fallback for long sequences. Blocks that hold nothing visible are skipped, blocks that are all
 visible are not masked (``blocks.py``). The backward pass recomputes the probabilities from the saved
-log-sum-exp. Short queries against long keys (decoding) take the formula of ``standard``, whose scores are
-linear in the key length there.
+log-sum-exp. Short queries against long keys (decoding) take the plain formula, whose scores are linear in
+the key length there (``decode.py`` on a CPU, ``standard.py`` elsewhere).
 
 What XLA needs on a CPU and nowhere else is decided in :func:`_tricks`; ``attnsuite run`` measures the whole.
 """
@@ -23,10 +23,11 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from backends import blocks, standard
+from backends import blocks, decode, standard, tuned
 from backends.blocks import BlockTable, PaddedLayout
 from backends.contract import AttentionSpec, Carry, Layout, Mode, Plan, Support, check_options
 from backends.devices import Target
+from backends.tuned import Entry
 
 # Where the plain formula runs instead: few query rows (its scores are linear in the key length then), or a
 # score matrix so small that it stays in the cache (128 x 128 is about where the two cross on a 2-core CPU).
@@ -42,6 +43,7 @@ OPTIONS = {
     "block_kv": "keys per block (a multiple of 8)",
     "block_backward": "rows and keys per block in the backward pass (a multiple of 8)",
     "heads_per_tile": "KV heads computed together (at least 1)",
+    "tuned": "path of a table that attnsuite tune wrote, in place of the one that ships",
 }
 
 
@@ -98,10 +100,14 @@ class Chunked:
     ) -> Plan:
         """Sort the blocks once for all layers. Options: see :data:`OPTIONS`; raises ValueError for others."""
         given = check_options(self.name, options, OPTIONS)
+        path = given.pop("tuned", None)
         small = spec.query_length * spec.key_value_length <= SMALL_SCORES
+        if spec.query_length <= SHORT_QUERY and not spec.needs_grad and target.platform == "cpu":
+            return decode.plan(spec, layout)
         if spec.query_length <= SHORT_QUERY or (small and not given):
             return standard.STANDARD.plan(spec, layout, target=target)
-        sizes = _fit(dataclasses.replace(default_sizes(spec, target), **_checked(given)), spec, layout)
+        entries = tuned.shipped() if path is None else tuned.load(path)
+        sizes = _fit(dataclasses.replace(default_sizes(spec, target, entries), **_checked(given)), spec, layout)
         program = _Program(spec, sizes, *_tricks(spec, target), *_scales(spec))
         differentiable, traced = _differentiable(program, _tables(program, layout))
 
@@ -110,9 +116,38 @@ class Chunked:
 
         return Plan(attend)
 
+    def defaults(self, spec: AttentionSpec, target: Target) -> Mapping[str, int]:
+        """The rule's block sizes, which ``attnsuite tune`` holds the candidates against."""
+        rule = _rule(spec, target)
+        if spec.needs_grad:
+            return {"block_backward": rule.block_backward}
+        return {"block_q": rule.block_q, "block_kv": rule.block_kv, "heads_per_tile": rule.heads_per_tile}
 
-def default_sizes(spec: AttentionSpec, target: Target) -> BlockSizes:
-    """Block sizes where the user gives none: by platform, length and group."""
+    def candidates(self, spec: AttentionSpec, target: Target) -> tuple[Mapping[str, int], ...]:
+        """Block sizes for ``attnsuite tune`` to try: of the backward pass where there is one, else of the forward."""
+        if spec.needs_grad:
+            return tuple({"block_backward": block} for block in (64, 128, 256, 512))
+        rows = [max(64, block // spec.group_size) for block in (128, 256, 512, 1024)]
+        return tuple(
+            {"block_q": block_q, "block_kv": block_kv, "heads_per_tile": heads}
+            for block_q in dict.fromkeys(rows)
+            for block_kv in (128, 256, 512, 1024)
+            for heads in (2, 4)
+            if block_q <= block_kv <= max(8 * block_q, 256)
+        )
+
+
+def default_sizes(spec: AttentionSpec, target: Target, entries: tuple[Entry, ...] = ()) -> BlockSizes:
+    """Block sizes where the user gives none: a rule by platform, length and group, and what tuning found better."""
+    sizes = _rule(spec, target)
+    for gradient in (False, True):
+        sizes = dataclasses.replace(sizes, **tuned.options_for(entries, "chunked", target, spec, gradient=gradient))
+    # Each device works on its own heads: more of them than two at once only make its tiles larger than its cache.
+    return dataclasses.replace(sizes, heads_per_tile=min(sizes.heads_per_tile, 2)) if target.count > 1 else sizes
+
+
+def _rule(spec: AttentionSpec, target: Target) -> BlockSizes:
+    """The prototype's rule; cells of ``backends/tuned.json`` hold how much better was found for each problem."""
     length, group = min(spec.query_length, spec.key_value_length), spec.group_size
     if target.platform != "cpu":  # few large steps; not tuned on an accelerator yet
         return BlockSizes(512, 512, 512, spec.batch * spec.num_kv_heads)
@@ -121,7 +156,7 @@ def default_sizes(spec: AttentionSpec, target: Target) -> BlockSizes:
         block_q = max(64, min(block_q, 512 // group))
     block_kv = 512 if length >= 2048 else 256 if length >= 1024 else 128
     block_backward = block_q if length >= 2048 else min(block_q, 128 if group == 1 else 64)
-    return BlockSizes(block_q, max(block_q, block_kv), block_backward, 2 if target.count > 1 else 4)
+    return BlockSizes(block_q, max(block_q, block_kv), block_backward, 4)
 
 
 def _checked(options: dict[str, Any]) -> dict[str, Any]:
@@ -256,6 +291,19 @@ def _untile_keys(x: Array, spec: AttentionSpec) -> Array:
     return x[:, : spec.key_value_length]
 
 
+def _columns(x: Array, heads: int, block: int) -> Array:
+    """[B, S, K, D] -> [tiles * kv_blocks, heads, block, D]: each KV block by itself, for the backward pass."""
+    x = _tile_keys(x, heads, block)
+    tiles, _, _, d = x.shape
+    return x.reshape(tiles, heads, -1, block, d).swapaxes(1, 2).reshape(-1, heads, block, d)
+
+
+def _uncolumns(x: Array, spec: AttentionSpec, tiles: int) -> Array:
+    """The inverse: -> [B, S, K, D]."""
+    _, heads, block, d = x.shape
+    return _untile_keys(x.reshape(tiles, -1, heads, block, d).swapaxes(1, 2), spec)
+
+
 def _round(x: Float[Array, "..."], program: _Program) -> Array:
     """float32 -> the input dtype; on a CPU to bfloat16 by adding half an ulp and cutting (ties away from 0)."""
     if not program.shift_to_bfloat16:
@@ -382,13 +430,7 @@ def _backward(
     queries = _tile_queries(_pack(_scaled_query(query, program), program), spec, heads, block)
     d_outs = _tile_queries(_pack(d_out, program), spec, heads, block)
 
-    def columns_of(x: Array) -> Array:  # [B, S, K, D] -> [tiles * kv_blocks, heads, block, D]
-        x = _tile_keys(_pack(x, program), heads, block)
-        return (
-            x.reshape(x.shape[0], heads, -1, block, x.shape[-1]).swapaxes(1, 2).reshape(-1, heads, block, x.shape[-1])
-        )
-
-    keys, values = columns_of(key), columns_of(value)
+    keys, values = (_columns(_pack(x, program), heads, block) for x in (key, value))
     # Transposed out here: inside the loop XLA folds the transpose into the product, for which it has no kernel then.
     keys_transposed = keys.swapaxes(2, 3)
     tiles = spec.batch * spec.num_kv_heads // heads
@@ -429,17 +471,9 @@ def _backward(
     d_queries = jnp.zeros((tiles * q_blocks, heads, spec.head_dim, group * block))
     index = jnp.repeat(jnp.arange(tiles), kv_blocks), jnp.tile(jnp.arange(kv_blocks), tiles)
     d_queries, (d_keys, d_values) = lax.scan(one_column, d_queries, (*index, keys, keys_transposed, values))
-    d_query = _round(d_queries.swapaxes(2, 3) * program.scale_query, program)
-
-    def gather(x: Array) -> Array:  # the inverse of columns_of
-        x = x.reshape(tiles, kv_blocks, heads, block, x.shape[-1]).swapaxes(1, 2)
-        return _untile_keys(_unpack(x, program), spec)
-
-    return (
-        _unpack(_untile_queries(_pack(d_query, program), spec, heads, block), program),
-        gather(d_keys),
-        gather(d_values),
-    )
+    d_query = _pack(_round(d_queries.swapaxes(2, 3) * program.scale_query, program), program)
+    d_key, d_value = (_uncolumns(_unpack(x, program), spec, tiles) for x in (d_keys, d_values))
+    return _unpack(_untile_queries(d_query, spec, heads, block), program), d_key, d_value
 
 
 CHUNKED = Chunked()

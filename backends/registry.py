@@ -24,6 +24,7 @@ BUILT_IN = {
     "standard": "backends.standard:STANDARD",
     "chunked": "backends.chunked:CHUNKED",
     "cudnn": "backends.cudnn:CUDNN",
+    "kvax": "backends.kvax:KVAX",
     "splash": "backends.splash:SPLASH",
     "pallas_flash": "backends.pallas_flash:PALLAS_FLASH",
 }

@@ -20,7 +20,7 @@ OnUnavailable = Literal["fallback", "raise"]
 
 # Most specialised first; chunked and standard run everywhere. Names that are not registered are passed over.
 PRIORITY: dict[str, tuple[str, ...]] = {
-    "cuda": ("cudnn", "chunked", "standard"),
+    "cuda": ("cudnn", "kvax", "chunked", "standard"),
     "tpu": ("splash", "chunked", "standard"),
     "rocm": ("chunked", "standard"),
     "cpu": ("chunked", "standard"),

@@ -69,23 +69,28 @@ def _attend(
         logits = spec.logits_soft_cap * jnp.tanh(logits / spec.logits_soft_cap)
     if bias is not None:
         logits = logits + bias.astype(jnp.float32)
-    probs = _softmax(logits, mask).reshape(b, kv_heads, rows, -1)
-    out = _weigh(probs, value).astype(query.dtype).reshape(b, kv_heads, -1, t, value.shape[-1])
+    weights, total = exponentials(logits, mask)
+    out = (
+        _weigh((weights / total).reshape(b, kv_heads, rows, -1), value)
+        .astype(query.dtype)
+        .reshape(b, kv_heads, -1, t, value.shape[-1])
+    )
     return out.transpose(0, 3, 1, 2, 4).reshape(b, t, n, -1), carry
 
 
-def _softmax(logits: Float[Array, "b n t s"], mask: Bool[Array, "#b #n t s"] | None) -> Float[Array, "b n t s"]:
-    """Softmax over the last axis; a row with nothing to attend to is all zero, and so are its gradients."""
+def exponentials(
+    logits: Float[Array, "b n t s"], mask: Bool[Array, "#b #n t s"] | None
+) -> tuple[Float[Array, "b n t s"], Float[Array, "b n t 1"]]:
+    """exp(logits - largest) and the sum to divide it by; a row with nothing to attend to is all zero over one."""
     if mask is None:
-        top = logits.max(-1, keepdims=True)
-        weights = jnp.exp(logits - top)
-        return weights / weights.sum(-1, keepdims=True)
+        weights = jnp.exp(logits - logits.max(-1, keepdims=True))
+        return weights, weights.sum(-1, keepdims=True)
     masked = jnp.where(mask, logits, -jnp.inf)
     top = masked.max(-1, keepdims=True)
     top = jnp.where(jnp.isfinite(top), top, 0.0)  # a row with no visible key has top = -inf
     weights = jnp.exp(masked - top)
     total = weights.sum(-1, keepdims=True)
-    return weights / jnp.where(total == 0.0, 1.0, total)
+    return weights, jnp.where(total == 0.0, 1.0, total)
 
 
 @jax.custom_vjp

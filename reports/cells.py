@@ -29,6 +29,7 @@ class Speed:
     flops_rate: float | None
     peak_share: float | None  # of the matmul rate measured on this machine in the case's dtype
     tokens_rate: float | None
+    read_share: float | None = None  # of the read bandwidth measured on this machine, by the bytes that must be read
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,13 +54,14 @@ class Group:
 
 
 def label(record: Record) -> str:
-    """What ran, and for whom where that is not the same: ``chunked (for kvax)``.
+    """What ran, for whom where that is not the same, and on how many devices: ``chunked (for kvax), 2 devices``.
 
     A cell in which nothing ran goes under the name that was asked for.
     """
-    if record.resolved is None or record.resolved == record.requested:
-        return record.requested
-    return f"{record.resolved} (for {record.requested})"
+    name = record.requested
+    if record.resolved not in (None, record.requested):
+        name = f"{record.resolved} (for {record.requested})"
+    return name if record.devices == 1 else f"{name}, {record.devices} devices"
 
 
 def is_trusted(record: Record) -> bool:
@@ -142,14 +144,26 @@ def _speed(record: Record, standard: Record | None) -> Speed | None:
         flops_rate=rate,
         peak_share=_over(rate, matmul_peak(record)),
         tokens_rate=_over(record.tokens, typical.value),
+        read_share=_over(_over(record.bytes_moved, typical.value), _machine(record, "read_bytes_per_second")),
     )
 
 
 def matmul_peak(record: Record) -> float | None:
     """FLOP/s that this machine's measured matmul reaches in the dtype of the case."""
+    rates = _measured(record, "matmul_flops")
+    return _rate(rates.get(str(record.problem.get("dtype"))) if isinstance(rates, dict) else None)
+
+
+def _machine(record: Record, name: str) -> float | None:
+    return _rate(_measured(record, name))
+
+
+def _measured(record: Record, name: str) -> object:
     machine = record.environment.get("machine")
-    rates = machine.get("matmul_flops") if isinstance(machine, dict) else None
-    rate = rates.get(str(record.problem.get("dtype"))) if isinstance(rates, dict) else None
+    return machine.get(name) if isinstance(machine, dict) else None
+
+
+def _rate(rate: object) -> float | None:
     return float(rate) if isinstance(rate, int | float) and math.isfinite(rate) and rate > 0 else None
 
 

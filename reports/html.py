@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import html
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 _TOGETHER = re.compile(r"(?:(?<=\b[BTSD])|(?<=\bheads)) (?=[0-9])|(?<=\(for) (?=\S+\))| (?=\(for )")
 _STYLE = """
 :root { color-scheme: light dark; --text: #1c2128; --soft: #59636e; --line: #d8dee4; --head: #f3f5f7;
@@ -43,17 +44,22 @@ td strong { color: var(--loud); }
 code { background: var(--code); border-radius: 4px; padding: .08em .3em; font: .9em ui-monospace, Consolas, monospace; }
 pre { background: var(--code); border-radius: 6px; padding: .8rem 1rem; overflow-x: auto; }
 pre code { padding: 0; background: none; }
+img { max-width: 100%; background: #ffffff; border-radius: 6px; }
 @media print { body { max-width: none; padding: 0; } .wide { overflow: visible; } nav { display: none; } }
 """
 
 
-def render(markdown: str, title: str) -> str:
-    """The HTML page of a Markdown report. Raw HTML in the Markdown is shown as text, never passed through."""
+def render(markdown: str, title: str, pictures: Mapping[str, str]) -> str:
+    """The HTML page of a Markdown report, with its ``pictures`` (file name -> SVG) inside.
+
+    Raw HTML in the Markdown is shown as text, never passed through.
+    """
     parser = MarkdownIt("commonmark", {"html": False}).enable("table")
     tokens = parser.parse(markdown)
     headings = _name_headings(tokens)
     tokens = _span_merged_rows(tokens)
     _keep_together(tokens)
+    _embed(tokens, pictures)
     body = parser.renderer.render(tokens, parser.options, {})
     body = body.replace("<table>", '<div class="wide"><table>').replace("</table>", "</table></div>")
     links = "".join(f'<a href="#{name}">{html.escape(text)}</a>' for name, text in headings)
@@ -65,6 +71,14 @@ def render(markdown: str, title: str) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{html.escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n{body}</body>\n</html>\n"
     )
+
+
+def _embed(tokens: Sequence[Token], pictures: Mapping[str, str]) -> None:
+    for token in tokens:
+        for child in token.children or ():
+            if child.type == "image" and (picture := pictures.get(str(child.attrGet("src")))):
+                data = base64.b64encode(picture.encode()).decode("ascii")
+                child.attrSet("src", f"data:image/svg+xml;base64,{data}")
 
 
 def _name_headings(tokens: Sequence[Token]) -> list[tuple[str, str]]:

@@ -49,6 +49,8 @@ def _section(section: Section) -> Iterable[str]:
         if table.title:
             yield f"### {escape(table.title)}"
         yield render_table(table)
+    for picture in section.pictures:
+        yield f"![{escape(picture.title)}]({picture.file})"
     for command in section.commands:
         yield f"    {command}"
 

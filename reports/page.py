@@ -7,10 +7,11 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from reports import environment, quality, reading, tables
+from reports import environment, goals, growth, peers, plot, quality, reading, tables
 from reports.cells import Group, group
 from reports.formatting import code, escape, plural
 from reports.load import Run
+from reports.plot import Picture
 from reports.tables import Table
 from suite.record import Record
 
@@ -37,13 +38,14 @@ METHOD = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Section:
-    """A heading with Markdown paragraphs, Markdown list items, tables, and command lines."""
+    """A heading with Markdown paragraphs, Markdown list items, tables, pictures, and command lines."""
 
     key: str
     title: str
     paragraphs: tuple[str, ...] = ()
     items: tuple[str, ...] = ()
     tables: tuple[Table, ...] = ()
+    pictures: tuple[Picture, ...] = ()
     commands: tuple[str, ...] = ()
 
 
@@ -78,7 +80,10 @@ def _page(device: str, records: Sequence[Record], run: Run) -> Page:
             ("R1, R2, \u2026 are the reasons listed above.",) if numbers else (),
             tables=(tables.requested_and_run(groups, numbers),),
         ),
+        _goals(groups),
         _speed(groups),
+        _peers(groups),
+        _over_length(groups),
         _memory(groups, records),
         _accuracy(groups),
         _quality(groups),
@@ -134,6 +139,44 @@ def _speed(groups: Sequence[Group]) -> Section | None:
     return Section("speed", "Speed", (told,), tables=(*tables.overview(groups), *made))
 
 
+def _goals(groups: Sequence[Group]) -> Section | None:
+    made = goals.goals(groups)
+    if made is None:
+        return None
+    told = (
+        "What this suite is there to show, judged on the medians of this run. \u201cAll cores\u201d is one JAX device "
+        "per core with the heads divided among them, \u201cbest\u201d the better of the two. The times relative to "
+        "PyTorch are to the row with its math library unthrottled; PyTorch as installed is under Against peers."
+    )
+    return Section("goals", "Goals", (told,), tables=(made,))
+
+
+def _peers(groups: Sequence[Group]) -> Section | None:
+    made = peers.against(groups)
+    if not made:
+        return None
+    told = (
+        "The same, relative to implementations outside this project, measured in the same rounds on the same arrays "
+        "and judged by the same oracle. Unthrottled: with the vendor check of PyTorch's math library lifted, which "
+        "slows it on processors that are not Intel's."
+    )
+    return Section("peers", "Against peers", (told,), tables=made)
+
+
+def _over_length(groups: Sequence[Group]) -> Section | None:
+    found = plot.pictures(groups)
+    if not found:
+        return None
+    if not plot.is_available():
+        told = "Not drawn: matplotlib is not installed; pip install 'attention-suite[plot]', then attnsuite report."
+        return Section("over_length", "Speed over length", (told,))
+    told = (
+        "FLOP/s by formula, of visible pairs only, so that causal attention done in full stays low. The dashed line is "
+        "the matmul rate measured on this machine in the same dtype."
+    )
+    return Section("over_length", "Speed over length", (told,), pictures=found)
+
+
 def _memory(groups: Sequence[Group], records: Sequence[Record]) -> Section | None:
     made = tables.memory(groups)
     if not made:
@@ -146,7 +189,8 @@ def _memory(groups: Sequence[Group], records: Sequence[Record]) -> Section | Non
         "run raises the process above what it held with the program compiled and the inputs made"
         f"{how}. The device peak is the device allocator's statistic."
     )
-    return Section("memory", "Memory", (told,), tables=made)
+    grown = growth.growth(groups)
+    return Section("memory", "Memory", (told,), tables=(*((grown,) if grown else ()), *made))
 
 
 def _accuracy(groups: Sequence[Group]) -> Section | None:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from reports import quality
 from reports.cells import STANDARD, Cell, Group, same_rounds
 from reports.formatting import TIMES, code, escape, estimate, number, plural, shorten
+from reports.peers import is_peer
 from reports.tables import MILLI
 from suite import statistics
 from suite.statistics import Interval
@@ -48,9 +49,10 @@ def fastest(groups: Sequence[Group]) -> list[str]:
 
 def exact_speeds(group: Group) -> list[Cell]:
     """Exact cells with right numbers and a speed, fastest first; a fallback only where its backend has no own cell."""
-    native = [cell for cell in group.cells if cell.speed and cell.record.exact and cell.record.mode == "native"]
+    timed = [cell for cell in group.cells if cell.speed and cell.record.exact and not is_peer(cell.record)]
+    native = [cell for cell in timed if cell.record.mode == "native"]
     names = {cell.record.resolved for cell in native}
-    others = [cell for cell in group.cells if cell.speed and cell.record.exact and cell.record.resolved not in names]
+    others = [cell for cell in timed if cell.record.resolved not in names]
     found = {cell.record.resolved: cell for cell in sorted([*native, *others], key=_seconds, reverse=True)}
     return sorted(found.values(), key=lambda cell: (_seconds(cell), cell.label))
 

@@ -1,10 +1,10 @@
-"""A run directory -> report.md, report.html, records.csv and report.json beside the records."""
+"""A run directory -> report.md, report.html, records.csv, report.json and pictures beside the records."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from reports import compiled, files, html, markdown
+from reports import compiled, files, html, markdown, plot
 from reports.load import load
 from reports.page import build
 
@@ -17,15 +17,18 @@ def render(run_dir: Path, out: Path | None = None) -> Path:
     """
     run = load(run_dir)
     pages = (compiled.build(run),) if compiled.is_compiled(run) else build(run)
+    pictures = {picture.file: plot.draw(picture) for page in pages for section in page.sections
+                for picture in section.pictures}  # fmt: skip
     text = markdown.render(pages)
     folder = Path(run_dir) if out is None else Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     title = "; ".join(page.title for page in pages)
     written = {
         "report.md": text,
-        "report.html": html.render(text, title),
+        "report.html": html.render(text, title, pictures),
         "records.csv": files.to_csv(pages),
         "report.json": files.to_json(pages),
+        **pictures,
     }
     for name, content in written.items():
         (folder / name).write_text(content, encoding="utf-8", newline="\n")

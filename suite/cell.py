@@ -6,6 +6,7 @@ Nothing is timed here whose numbers were not judged first; a cell that fails say
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,11 +15,12 @@ from typing import Any
 import jax
 
 from backends import Target, registry
-from suite import accuracy, memory, speed
+from suite import accuracy, memory, peers, speed
 from suite.cases import Case, ModelCase, OpCase, RetrievalCase, TextCase
 from suite.errors import CellFailure
 from suite.formulas import op_bytes, op_flops, op_tokens
-from suite.op_cell import Program, op_program
+from suite.op_cell import op_program
+from suite.program import Program
 from suite.record import TensorError
 
 
@@ -27,11 +29,13 @@ class CellRequest:
     """What the runner asks of a cell's process. ``reference`` is the case's .npz, ``memory_limit`` in bytes."""
 
     case: Case
+    mode: str | None = "native"
     requested: str
     resolved: str
     exact: bool
     reference: Path | None
     memory_limit: int
+    devices: int = 1
     text: str | None = None
 
 
@@ -50,19 +54,44 @@ def prepare(request: CellRequest) -> Prepared:
         return _prepare_quality(case, request)
     if isinstance(case, ModelCase):
         return _prepare_model(case, request)
-    backend = registry.get(request.resolved)
-    program = op_program(case, backend, "native", Target.here())
+    if request.mode == "interpret":
+        return _prepare_interpreted(case, request)
+    build = _builder(request)
+    program = build(case)
     facts: dict[str, Any] = {"flops": op_flops(case), "bytes_moved": op_bytes(case), "tokens": op_tokens(case)}
     judged, notes = accuracy.judged_case(case)
-    outputs, sample, measured = _run(program, request.memory_limit)
+    outputs, sample, measured = _run(program, request)
     if judged != case:
         del outputs
-        shorter = op_program(judged, backend, "native", Target.here())
-        outputs = jax.jit(shorter.function)(*shorter.arguments)
+        outputs = _outputs(build(judged))
     errors = {}
     if request.reference is not None:
         errors = accuracy.judge_outputs(accuracy.named_outputs(outputs), request.reference, case.dtype)
     return Prepared(facts=facts | measured | _judgement(errors, request, notes), take_sample=sample)
+
+
+def _builder(request: CellRequest) -> Callable[[OpCase], Program]:
+    """How the cell makes a program of an op case."""
+    if request.requested in peers.PEERS:
+        return functools.partial(peers.program, request.requested)
+    backend, target = registry.get(request.resolved), Target.here()
+    return lambda case: op_program(case, backend, "native", target, request.devices)
+
+
+def _outputs(program: Program) -> Any:
+    """One run, with its outputs as JAX gives them."""
+    if program.arrays is not None:
+        return program.arrays(program.function(*program.arguments))
+    return jax.jit(program.function)(*program.arguments)
+
+
+def _prepare_interpreted(case: OpCase, request: CellRequest) -> Prepared:
+    """The kernel itself, executed once by its interpreter: judged, and never timed."""
+    judged, notes = accuracy.judged_case(case)
+    program = op_program(judged, registry.get(request.resolved), "interpret", Target.here())
+    outputs = accuracy.named_outputs(jax.jit(program.function)(*program.arguments))
+    errors = {} if request.reference is None else accuracy.judge_outputs(outputs, request.reference, case.dtype)
+    return Prepared(facts=_judgement(errors, request, notes))
 
 
 def _prepare_model(case: ModelCase, request: CellRequest) -> Prepared:
@@ -70,15 +99,18 @@ def _prepare_model(case: ModelCase, request: CellRequest) -> Prepared:
     from suite import model_accuracy, model_cell  # noqa: PLC0415
 
     model = model_cell.open_model(case)
-    judged = model_cell.judged_program(case, model, request.requested)
+    is_peer = request.requested in peers.PEERS
+    program = peers.program(request.requested, case) if is_peer else None
+    judged = program or model_cell.judged_program(case, model, request.requested)
     errors = {}
     if request.reference is not None:
-        errors = model_accuracy.judge_model(case, jax.jit(judged.function)(*judged.arguments), request.reference)
+        errors = model_accuracy.judge_model(case, _outputs(judged), request.reference)
     del judged
-    program = model_cell.model_program(case, model, request.requested)
+    program = program or model_cell.model_program(case, model, request.requested)
     facts = {"flops": model_cell.model_flops(case, model.config), "tokens": model_cell.model_tokens(case)}
-    _, sample, measured = _run(program, request.memory_limit)
-    return Prepared(facts=facts | measured | _judgement(errors, request, ()), take_sample=sample)
+    _, sample, measured = _run(program, request)
+    notes = () if is_peer else model_cell.notes(case, model.config)
+    return Prepared(facts=facts | measured | _judgement(errors, request, notes), take_sample=sample)
 
 
 def _prepare_quality(case: TextCase | RetrievalCase, request: CellRequest) -> Prepared:
@@ -92,12 +124,16 @@ def _prepare_quality(case: TextCase | RetrievalCase, request: CellRequest) -> Pr
     return Prepared(facts=facts | _judgement(found.accuracy, request, ()))
 
 
-def _run(program: Program, limit: int) -> tuple[Any, Callable[[], float], dict[str, Any]]:
+def _run(program: Program, request: CellRequest) -> tuple[Any, Callable[[], float], dict[str, Any]]:
     """Compile, check the sizes, run once for memory, once more where that is quick, and say how to sample."""
-    compiled = speed.compile_program(program.function, program.arguments)
-    sizes = memory.compiled_sizes(compiled.call)
+    if program.arrays is None:
+        compiled = speed.compile_program(program.function, program.arguments)
+        sizes = memory.compiled_sizes(compiled.call, request.devices)
+    else:
+        compiled, sizes = speed.Compiled(program.function), {}
     needed = sum(size for size in sizes.values() if size)
     target = Target.here()
+    limit = request.memory_limit
     available = limit if target.platform == "cpu" or target.memory_bytes is None else target.memory_bytes
     if needed > available:
         raise CellFailure("oom", f"the compiled program needs {_gib(needed)}, and the limit is {_gib(available)}.")
@@ -108,6 +144,8 @@ def _run(program: Program, limit: int) -> tuple[Any, Callable[[], float], dict[s
     if seconds < 1.0:  # the first call also pays for thread pools and page faults
         seconds = speed.sample(compiled.call, program.arguments, 1)
     calls = speed.calls_per_sample(seconds)
+    if program.arrays is not None:
+        outputs = program.arrays(outputs)
     facts = {
         "lower_seconds": compiled.lower_seconds,
         "compile_seconds": compiled.compile_seconds,

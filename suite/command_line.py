@@ -1,4 +1,4 @@
-"""The command ``attnsuite``: run a suite, look at the machine, render a report again, compare two runs.
+"""The command ``attnsuite``: run a suite, look at the machine, tune, render a report, compare two runs.
 
 Exit codes: 0 when the command did what it was asked (failed cells are results), 2 for input that cannot be
 used (one sentence on stderr), 130 after Ctrl-C (what is done is kept).
@@ -10,6 +10,7 @@ import dataclasses
 import datetime as dt
 import json
 import re
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ import tyro
 from rich.console import Console
 
 import reports
+from backends import Target
 from suite import compile_run
 from suite.compile_request import ModelWords, compile_request
 from suite.doctor import describe, examine_here
@@ -28,7 +30,9 @@ from suite.progress import ProgressDisplay
 from suite.run import RunRequest, execute, new_request, resumed_request
 from suite.runner import Limits
 from suite.store import MANIFEST, RECORDS, parse_records
+from suite.suites import select
 from suite.summary import summary_lines
+from suite.tuning import TUNED, TuneRequest, tunable, tune
 
 _INTERRUPTED = 130
 _BAD_INPUT = 2
@@ -46,9 +50,9 @@ class Run:
     """Measure every backend on every case of a suite and write a report."""
 
     suite: Annotated[str | None, _flag("NAME|FILE", "quick")] = None
-    """quick, full, or the path of a .toml file."""
-    backends: Annotated[str | None, _flag("NAMES", "all that are registered")] = None
-    """Backends to compare, separated by commas."""
+    """quick, full, cpu-speed, or the path of a .toml file."""
+    backends: Annotated[str | None, _flag("NAMES", "all, and the suite's peers")] = None
+    """Backends (and peers) to compare, separated by commas."""
     cases: Annotated[str | None, _flag("PATTERNS", "all of the suite")] = None
     """Glob patterns of case names, separated by commas."""
     out: Annotated[Path | None, _flag("DIR", "runs/<UTC time>-<suite>")] = None
@@ -90,6 +94,22 @@ class Compare:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Tune:
+    """Find options of a backend: the fastest here, or the most plausible for a device that is not here."""
+
+    backends: Annotated[str | None, _flag("NAMES", "all that can be tuned")] = None
+    """Backends to tune, separated by commas."""
+    target: Annotated[str, _flag("NAME", "here")] = "here"
+    """Device to tune for: here, or a kind such as h100, for which candidates are compiled and not timed."""
+    cases: Annotated[str | None, _flag("PATTERNS", "all")] = None
+    """Glob patterns of case names, separated by commas."""
+    out: Annotated[Path, _flag("FILE", "tuned.json")] = Path("tuned.json")
+    """File to write; an existing one is replaced."""
+    cell_timeout: Annotated[float, _flag("SECONDS", "120")] = 120.0
+    """Time that a case may take; five times that for all its candidates."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Compile:
     """Compile every backend for devices that are not here: does it compile, does it fit. Nothing is run."""
 
@@ -126,6 +146,7 @@ class Compile:
 Command = (
     Annotated[Run, tyro.conf.subcommand("run")]
     | Annotated[Doctor, tyro.conf.subcommand("doctor")]
+    | Annotated[Tune, tyro.conf.subcommand("tune")]
     | Annotated[Report, tyro.conf.subcommand("report")]
     | Annotated[Compare, tyro.conf.subcommand("compare")]
     | Annotated[Compile, tyro.conf.subcommand("compile")]
@@ -144,6 +165,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         match command:
             case Run():
                 code = _run(command)
+            case Tune():
+                code = _tune(command)
             case Doctor():
                 code = _doctor(command)
             case Report():
@@ -227,6 +250,33 @@ def _report(directory: Path) -> int:
     else:
         print(*summary_lines(parse_records(directory / RECORDS)[0]), sep="\n")  # noqa: T201
     print(f"records: {directory / RECORDS}\nreport:  {path}")  # noqa: T201
+    return 0
+
+
+def _tune(command: Tune) -> int:
+    try:
+        target = None if command.target == "here" else Target.named(command.target)
+    except ValueError as error:
+        raise InputError(f"--target: {error}") from error
+    if not command.out.parent.is_dir():
+        raise InputError(f"--out {command.out}: the directory {command.out.parent} does not exist; make it first.")
+    backends = tunable(None if command.backends is None else command.backends.split(","), target)
+    words = ["attnsuite", "tune", "--backends", ",".join(backends), "--target", command.target]
+    words += [] if command.cases is None else ["--cases", command.cases]
+    request = TuneRequest(
+        backends=backends,
+        cases=TUNED if command.cases is None else select(TUNED, command.cases.split(",")),
+        target=target,
+        limits=Limits(command.cell_timeout, int(_MEMORY_SHARE * machine_bytes())),
+        out=command.out,
+        command=shlex.join(words),
+    )
+    errors = Console(stderr=True)
+    if target is not None:
+        errors.print(f"{target} is not here: candidates are ranked by what compiles; no time is measured.")
+    with errors.status("starting") as status:
+        tune(request, status.update)
+    print(f"tuned:   {command.out}")  # noqa: T201
     return 0
 
 

@@ -23,7 +23,21 @@ from suite.memory import machine_bytes
 DISTRIBUTION = "attention-suite"
 _ROOMS = ("backends", "models", "suite")
 _COMPILERS = ("libtpu", "jax-cuda12-plugin")
-_PACKAGES = ("jax", "jaxlib", "flax", "numpy", "scipy", "optax", "triton", "kvax", "jax-triton", *_COMPILERS)
+_PACKAGES = (
+    "jax",
+    "jaxlib",
+    "flax",
+    "numpy",
+    "scipy",
+    "optax",
+    "triton",
+    "kvax",
+    "jax-triton",
+    *_COMPILERS,
+    "torch",
+    "transformers",
+    "tokamax",
+)
 _FLAGS = (
     "XLA_FLAGS",
     "JAX_DEFAULT_MATMUL_PRECISION",

@@ -1,4 +1,4 @@
-"""What this machine can do at best, measured: matmul peak by dtype and copy bandwidth.
+"""What this machine can do at best, measured: matmul peak by dtype, copy and read bandwidth.
 
 The ceilings of the roofline (Williams, Waterman and Patterson, CACM 2009) that stands beside each time.
 Measured once per run in a process of its own; a vendor's figure is never used.
@@ -17,16 +17,18 @@ import jax.numpy as jnp
 _SIZES = {"cpu": (512, 1024, 2048), "cuda": (4096, 8192), "rocm": (4096, 8192), "tpu": (4096, 8192)}
 _COPY_BYTES = {"cpu": 2**28, "cuda": 2**31, "rocm": 2**31, "tpu": 2**30}
 _DTYPES = ("float32", "bfloat16")
+_COLUMNS = (2**12, 2**16, 2**20)
 _TRIES = 10
 
 
 def measure_machine() -> dict[str, Any]:
-    """``matmul_flops`` per dtype (FLOP/s, best square size) and ``copy_bytes_per_second`` (read plus written)."""
+    """FLOP/s of a matmul by dtype (best square size), bytes/s copied (read plus written) and bytes/s read."""
     platform = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
     sizes = _SIZES.get(platform, _SIZES["cpu"])
     return {
         "matmul_flops": {dtype: max(_matmul_flops(dtype, size) for size in sizes) for dtype in _DTYPES},
         "copy_bytes_per_second": _copy_rate(_COPY_BYTES.get(platform, _COPY_BYTES["cpu"])),
+        "read_bytes_per_second": _read_rate(_COPY_BYTES.get(platform, _COPY_BYTES["cpu"])),
     }
 
 
@@ -53,6 +55,16 @@ def _copy_rate(size: int) -> float:
         return state[0]
 
     return 2 * size / _best_seconds(once)
+
+
+def _read_rate(size: int) -> float:
+    """Nothing is written to speak of. Long rows are read fastest: which length is best differs by machine."""
+    numbers = jnp.ones(size // 4, jnp.float32)
+    times = []
+    for columns in _COLUMNS:
+        matrix, vector = numbers.reshape(-1, columns), jnp.ones(columns, jnp.float32)
+        times.append(_best_seconds(functools.partial(jax.jit(jnp.matmul), matrix, vector)))
+    return size / min(times)
 
 
 def _best_seconds(call: Callable[[], Any]) -> float:

@@ -31,11 +31,11 @@ class Baseline:
     method: str
 
 
-def compiled_sizes(executable: Any) -> dict[str, int | None]:
-    """The compiler's argument, output and temporary sizes; None where the platform gives none."""
-    analysis = executable.memory_analysis()
-    fields = ("argument", "output", "temp")
-    return {f"compiled_{name}": getattr(analysis, f"{name}_size_in_bytes", None) for name in fields}
+def compiled_sizes(executable: Any, devices: int = 1) -> dict[str, int | None]:
+    """The compiler's argument, output and temporary sizes, of all devices; None where the platform gives none."""
+    analysis = executable.memory_analysis()  # of one device
+    sizes = {name: getattr(analysis, f"{name}_size_in_bytes", None) for name in ("argument", "output", "temp")}
+    return {f"compiled_{name}": None if size is None else size * devices for name, size in sizes.items()}
 
 
 def mark_baseline() -> Baseline:

@@ -24,10 +24,10 @@ from models.weights import load, load_shipped
 from suite.cases import ModelCase, OpCase, RetrievalCase, TextCase
 from suite.errors import InputError
 from suite.formulas import attention_flops, visible_pairs
-from suite.op_cell import Program
+from suite.program import Program
 
 SHIPPED = "text"
-_LEARNING_RATE = 1e-4
+LEARNING_RATE = 1e-4
 _LEAST_CONTEXT = 1024
 
 
@@ -99,7 +99,7 @@ def judged_program(case: ModelCase, model: Transformer, backend: str) -> Program
             loss, gradient = _loss_and_gradient(model.config, found, params, tokens)
             return {"loss": loss, "gradient": jnp.concatenate([leaf.ravel() for leaf in jax.tree.leaves(gradient)])}
 
-        return Program(loss_and_gradient, (model.arrays(), _tokens(case, model.config)))
+        return Program(loss_and_gradient, (model.arrays(), case_tokens(case, model.config)))
     program = model_program(case, model, backend)
     return Program(lambda *arguments: {"logits": program.function(*arguments)[0]}, program.arguments)
 
@@ -107,6 +107,14 @@ def judged_program(case: ModelCase, model: Transformer, backend: str) -> Program
 def model_tokens(case: ModelCase) -> int:
     """Tokens that one call processes: of the prompt, of the decode steps, or of the training batch."""
     return case.batch * (case.new_tokens if case.kind == "model_decode" else case.sequence)
+
+
+def notes(case: ModelCase, config: ModelConfig) -> tuple[str, ...]:
+    """What a reader must know of how the case was run."""
+    held = _cache_dtype(config)
+    if case.kind != "model_decode" or held == config.dtype:
+        return ()
+    return (f"{case.name}: the cache is {held} although the model is {config.dtype}, since a CPU reads it faster so.",)
 
 
 def model_flops(case: ModelCase, config: ModelConfig) -> float:
@@ -150,11 +158,11 @@ def _prefill(case: ModelCase, model: Transformer, found: Resolutions) -> Program
         )
 
     end = jnp.full((case.batch,), case.sequence, jnp.int32)
-    return Program(run, (model.arrays(), _tokens(case, model.config), cache.keys, cache.values, end))
+    return Program(run, (model.arrays(), case_tokens(case, model.config), cache.keys, cache.values, end))
 
 
 def _decode(case: ModelCase, model: Transformer, found: Resolutions) -> Program:
-    cache = _noisy_cache(case, model)
+    cache = noisy_cache(case, model)
 
     def run(params: Any, tokens: Any, keys: Any, values: Any, start: Any) -> Any:
         def step(state: Any, token: Any) -> tuple[Any, Any]:
@@ -175,12 +183,12 @@ def _decode(case: ModelCase, model: Transformer, found: Resolutions) -> Program:
         (keys, values, _), logits = jax.lax.scan(step, (keys, values, start), tokens)
         return logits, keys, values
 
-    tokens = _tokens(dataclasses.replace(case, sequence=case.new_tokens), model.config).T
+    tokens = decoded_tokens(case, model.config).T
     return Program(run, (model.arrays(), tokens, cache.keys, cache.values, jnp.asarray(cache.lengths)))
 
 
 def _train(case: ModelCase, model: Transformer, found: Resolutions) -> Program:
-    optimizer = optax.adamw(_LEARNING_RATE)
+    optimizer = optax.adamw(LEARNING_RATE)
 
     def run(params: Any, state: Any, tokens: Any) -> Any:
         loss, gradient = _loss_and_gradient(model.config, found, params, tokens)
@@ -188,19 +196,26 @@ def _train(case: ModelCase, model: Transformer, found: Resolutions) -> Program:
         return optax.apply_updates(params, updates), state, loss
 
     params = model.arrays()
-    return Program(run, (params, optimizer.init(params), _tokens(case, model.config)))
+    return Program(run, (params, optimizer.init(params), case_tokens(case, model.config)))
 
 
 def _loss_and_gradient(config: ModelConfig, found: Resolutions, params: Any, tokens: Any) -> tuple[Any, Any]:
     return jax.value_and_grad(lambda p: next_token_loss(forward(config, p, tokens, resolutions=found), tokens))(params)
 
 
-def _tokens(case: ModelCase, config: ModelConfig) -> jax.Array:
+def case_tokens(case: ModelCase, config: ModelConfig) -> jax.Array:
+    """The prompt or training batch of a case, ``[batch, sequence]`` int32, from its seed."""
     rng = np.random.default_rng([case.seed, 0])
     return jnp.asarray(rng.integers(0, config.vocab_size, (case.batch, case.sequence)), jnp.int32)
 
 
-def _noisy_cache(case: ModelCase, model: Transformer) -> KVCache:
+def decoded_tokens(case: ModelCase, config: ModelConfig) -> jax.Array:
+    """The fixed tokens that a decode case feeds in, ``[batch, new_tokens]`` int32."""
+    return case_tokens(dataclasses.replace(case, sequence=case.new_tokens), config)
+
+
+def noisy_cache(case: ModelCase, model: Transformer) -> KVCache:
+    """A cache with ``sequence`` slots of noise and room for ``new_tokens`` more."""
     rng = np.random.default_rng([case.seed, 1])
     empty = model.new_cache(case.batch, case.sequence + case.new_tokens, _cache_dtype(model.config))
 

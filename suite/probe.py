@@ -6,13 +6,18 @@ import dataclasses
 from typing import Any
 
 from backends import BackendUnavailableError, Resolution, Target, registry, resolve
-from suite import environment
+from backends.devices import usable_cores
+from backends.sharding import divided
+from suite import environment, peers
 from suite.cases import Case, OpCase, RetrievalCase, TextCase, spec_of
+
+_BASELINE = "standard"
+INTERPRETED_LENGTH = 1024  # tokens: longer, an interpreter needs minutes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CellPlan:
-    """What would run for one backend in one case. ``mode`` is None where nothing can."""
+    """What would run for one backend or peer in one case. ``mode`` is None where nothing can."""
 
     case: str
     requested: str
@@ -20,21 +25,29 @@ class CellPlan:
     mode: str | None
     exact: bool | None
     reasons: tuple[str, ...]
+    devices: int = 1
 
 
-def probe(cases: list[Case], backends: list[str], text: str | None) -> dict[str, Any]:
-    """The environment, and a :class:`CellPlan` for every case and backend.
+def probe(cases: list[Case], backends: list[str], text: str | None, *, all_cores: bool = False) -> dict[str, Any]:
+    """The environment, and a :class:`CellPlan` for every case and every backend or peer of ``backends``.
 
-    Raises InputError for a model that is not known and for a ``text`` file that is too short for a case.
+    With ``all_cores`` a CPU gets a second cell, on one device per core, for each exact backend but the baseline
+    in each op case that can be divided. Raises InputError for a model that is not known and for a ``text``
+    file that is too short for a case.
     """
-    plans = [plan for case in cases for plan in _plans(case, backends, text)]
+    plans = []
+    for case in cases:
+        found = _plans(case, [name for name in backends if name not in peers.PEERS], text)
+        plans += [*found, *(_on_all_cores(case, found) if all_cores else ())]
+        plans += [_peer_plan(case, name) for name in backends if name in peers.PEERS if _concerns(name, case)]
     return {"environment": environment.describe(), "plans": [dataclasses.asdict(plan) for plan in plans]}
 
 
 def _plans(case: Case, backends: list[str], text: str | None) -> list[CellPlan]:
     if isinstance(case, OpCase):
         spec, target = spec_of(case), Target.here()
-        return [_plan(case.name, name, lambda name=name: [resolve(name, spec, target)]) for name in backends]
+        plans = [_plan(case.name, name, lambda name=name: [resolve(name, spec, target)]) for name in backends]
+        return [_interpreted(plan, case, target) for plan in plans]
     # A run of op cases alone does not import flax.
     from suite import model_cell, quality  # noqa: PLC0415
 
@@ -49,6 +62,40 @@ def _plans(case: Case, backends: list[str], text: str | None) -> list[CellPlan]:
         return [resolution for _, resolution in model_cell.resolutions_of(case, config, backend)]
 
     return [_plan(case.name, name, lambda name=name: ask(name)) for name in backends]
+
+
+def _on_all_cores(case: Case, plans: list[CellPlan]) -> list[CellPlan]:
+    cores = usable_cores()
+    if not isinstance(case, OpCase) or Target.here().platform != "cpu" or cores == 1:
+        return []
+    if divided(spec_of(case), cores) is None:
+        return []
+    return [
+        dataclasses.replace(plan, devices=cores)
+        for plan in plans
+        if plan.mode == "native" and plan.exact and plan.requested != _BASELINE
+    ]
+
+
+def _concerns(name: str, case: Case) -> bool:
+    return case.kind in peers.PEERS[name].kinds
+
+
+def _peer_plan(case: Case, name: str) -> CellPlan:
+    reasons = peers.refusals(name, case)
+    if reasons:
+        return CellPlan(case.name, name, None, None, None, reasons)
+    return CellPlan(case.name, name, name, "native", True, ())  # noqa: FBT003 (a peer is exact)
+
+
+def _interpreted(plan: CellPlan, case: OpCase, target: Target) -> CellPlan:
+    """The plan, or where the backend cannot run here and its kernel can be interpreted, that: for its accuracy."""
+    backend = registry.get(plan.requested)
+    if plan.mode == "native" or case.sequence > INTERPRETED_LENGTH:
+        return plan
+    if not backend.supports(spec_of(case), target, "interpret"):
+        return plan
+    return dataclasses.replace(plan, resolved=plan.requested, mode="interpret", exact=backend.exact)
 
 
 def _plan(case: str, requested: str, ask: Any) -> CellPlan:

@@ -52,7 +52,7 @@ class Record:
     """One cell of a run."""
 
     schema: int = SCHEMA_VERSION
-    key: str  # case/backend/target/mode: unique within a run
+    key: str  # case/backend/target/mode, backend@n on n devices: unique within a run
     suite: str
     case: str
     kind: CaseKind
@@ -60,6 +60,7 @@ class Record:
     requested: str
     resolved: str | None  # the backend that ran, or would have run; None where none could
     mode: str | None  # native | interpret | compile | fallback; None where nothing ran
+    devices: int = 1  # JAX devices among which heads or sequences were divided
     exact: bool | None
     target: str
     reasons: tuple[str, ...] = ()  # why the requested backend, or a better one, did not run

@@ -18,6 +18,7 @@ from backends import UnknownBackendError, names, registry
 from suite.cases import Case, make_case, problem_of
 from suite.errors import CellFailure, InputError
 from suite.memory import machine_bytes
+from suite.peers import PEERS
 from suite.probe import CellPlan
 from suite.process import Worker
 from suite.record import Record
@@ -27,7 +28,7 @@ from suite.suites import find_suite, select
 
 MACHINE = "machine.json"
 _PROBE_SECONDS = 300.0
-_IDENTITY = ("suite", "cases", "backends", "text", "versions", "source", "git_revision", "target", "flags")
+_IDENTITY = ("suite", "cases", "backends", "all_cores", "text", "versions", "source", "git_revision", "target", "flags")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +42,7 @@ class RunRequest:
     out: Path
     resume: bool
     limits: Limits
+    all_cores: bool = False
 
 
 class RunWatcher(Watcher, Protocol):
@@ -72,7 +74,8 @@ def new_request(
     return RunRequest(
         suite=found.name,
         cases=found.cases if cases is None else select(found.cases, _split(cases, "--cases")),
-        backends=names() if backends is None else _known_backends(_split(backends, "--backends")),
+        backends=(*names(), *found.peers) if backends is None else _known(_split(backends, "--backends")),
+        all_cores=found.all_cores,
         text=None if text is None else checked_text(text),
         out=out,
         resume=False,
@@ -92,6 +95,7 @@ def resumed_request(
             suite=manifest["suite"],
             cases=kept_cases,
             backends=tuple(manifest["backends"]),
+            all_cores=manifest["all_cores"],
             text=kept_text if text is None else text,
             out=out,
             resume=True,
@@ -103,7 +107,7 @@ def resumed_request(
     asked = {
         "suite": kept.suite if suite is None else find_suite(suite).name,
         "cases": pool if cases is None else select(pool, _split(cases, "--cases")),
-        "backends": kept.backends if backends is None else _known_backends(_split(backends, "--backends")),
+        "backends": kept.backends if backends is None else _known(_split(backends, "--backends")),
     }
     for name, value in asked.items():
         if value != getattr(kept, name):
@@ -178,6 +182,7 @@ def _probe(request: RunRequest) -> tuple[dict[str, Any], list[CellPlan]]:
         "do": "probe",
         "cases": [problem_of(case) for case in request.cases],
         "backends": list(request.backends),
+        "all_cores": request.all_cores,
         "text": None if request.text is None else str(request.text.resolve()),
     }
     with Worker(machine_bytes()) as worker:
@@ -195,6 +200,7 @@ def _settle_identity(store: RunStore, request: RunRequest, environment: dict[str
         "suite": request.suite,
         "cases": [problem_of(case) for case in request.cases],
         "backends": list(request.backends),
+        "all_cores": request.all_cores,
         "text": None if request.text is None else _text_identity(request.text),
         **{name: environment[name] for name in ("versions", "source", "git_revision", "target", "flags")},
     }
@@ -228,12 +234,15 @@ def _text_identity(path: Path) -> dict[str, str]:
     return {"path": str(path.resolve()), "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
 
 
-def _known_backends(wanted: Sequence[str]) -> tuple[str, ...]:
+def _known(wanted: Sequence[str]) -> tuple[str, ...]:
     for name in wanted:
+        if name in PEERS:
+            continue
         try:
             registry.get(name)
         except UnknownBackendError as error:
-            raise InputError(f"backend {name!r} is not registered; use {', '.join(names())}.") from error
+            known = f"{', '.join(names())}, or of the peers {', '.join(PEERS)}"
+            raise InputError(f"backend {name!r} is not registered; use {known}.") from error
     return tuple(dict.fromkeys(wanted))
 
 

@@ -12,10 +12,11 @@ import dataclasses
 import datetime as dt
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from suite import peers
 from suite.accuracy import judged_case
 from suite.cases import Case, OpCase, RetrievalCase, TextCase, problem_of
 from suite.errors import CellFailure
@@ -63,7 +64,8 @@ class References:
 
     def __init__(self, seconds: float) -> None:
         self._seconds = max(seconds, _REFERENCE_SECONDS)
-        self._folder = tempfile.TemporaryDirectory(prefix="attnsuite-")
+        self._directory = tempfile.TemporaryDirectory(prefix="attnsuite-")
+        self.folder = Path(self._directory.name)
         self._worker: Worker | None = None
         self._paths: dict[tuple[Any, ...], Path] = {}
 
@@ -82,7 +84,7 @@ class References:
         for kind in kinds:
             if (known := self._paths.get((kind, *problem.items()))) is not None:
                 return known
-        path = Path(self._folder.name) / f"{len(self._paths)}.npz"
+        path = self.folder / f"{len(self._paths)}.npz"
         if self._worker is None:
             self._worker = Worker(int(_REFERENCE_SHARE * machine_bytes()))
         try:
@@ -98,7 +100,7 @@ class References:
         """End the process and remove the files."""
         if self._worker is not None:
             self._worker.close()
-        self._folder.cleanup()
+        self._directory.cleanup()
 
 
 @dataclasses.dataclass(slots=True)
@@ -115,8 +117,9 @@ class _Cell:
 
 
 def cell_key(plan: CellPlan, target: str) -> str:
-    """``case/backend/target/mode``; a cell where nothing runs is keyed by the mode that was asked for."""
-    return f"{plan.case}/{plan.requested}/{target}/{plan.mode or 'native'}"
+    """``case/backend/target/mode``, ``backend@n`` on n devices; where nothing runs, the mode that was asked for."""
+    devices = "" if plan.devices == 1 else f"@{plan.devices}"
+    return f"{plan.case}/{plan.requested}{devices}/{target}/{plan.mode or 'native'}"
 
 
 def run_case(case: Case, plans: Sequence[CellPlan], references: References, context: RunContext) -> Iterator[Record]:
@@ -124,7 +127,9 @@ def run_case(case: Case, plans: Sequence[CellPlan], references: References, cont
     cells: list[_Cell] = []
     with contextlib.ExitStack() as stack:
         for plan in plans:
-            worker = stack.enter_context(Worker(context.limits.memory))
+            worker = stack.enter_context(
+                Worker(context.limits.memory, environment=_environment(plan, references.folder))
+            )
             cells.append(_Cell(plan, _now(), worker))
         try:
             context.watcher.doing(case.name, "reference", "computing what the cells are judged by")
@@ -146,6 +151,13 @@ def run_case(case: Case, plans: Sequence[CellPlan], references: References, cont
         yield from _sample_in_turns(case, ready, context)
 
 
+def _environment(plan: CellPlan, folder: Path) -> Mapping[str, str]:
+    """What a cell's process starts with: JAX takes its number of CPU devices, a library its preload, only then."""
+    devices = {} if plan.devices == 1 else {"JAX_NUM_CPU_DEVICES": str(plan.devices)}
+    peer = peers.worker_environment(plan.requested, folder) if plan.requested in peers.PEERS else {}
+    return {**devices, **peer}
+
+
 def unsupported(case: Case, plan: CellPlan, context: RunContext) -> Record:
     """The record of a cell that is not measured: refused, and what would run instead is another cell, or nothing."""
     instead = f"{plan.resolved} would run, and is a cell of its own" if plan.resolved else "nothing else can run"
@@ -158,9 +170,11 @@ def _prepare(case: Case, cell: _Cell, reference: Path | None, context: RunContex
     request = {
         "do": "prepare",
         "case": problem_of(case),
+        "mode": cell.plan.mode,
         "requested": cell.plan.requested,
         "resolved": cell.plan.resolved,
         "exact": cell.plan.exact,
+        "devices": cell.plan.devices,
         "reference": None if reference is None else str(reference),
         "memory_limit": context.limits.memory,
         "text": context.text,
@@ -174,6 +188,8 @@ def _prepare(case: Case, cell: _Cell, reference: Path | None, context: RunContex
     cell.wall += time.perf_counter() - begin
     if cell.facts["wrong"] is not None:
         return _record(case, cell, context, "wrong", cell.facts["wrong"])
+    if cell.plan.mode == "interpret":  # judged, and never timed
+        return _record(case, cell, context, "ok")
     return None
 
 
@@ -245,6 +261,7 @@ def _base(case: Case, plan: CellPlan, context: RunContext, status: Status, start
         requested=plan.requested,
         resolved=plan.resolved,
         mode=None if status == "unsupported" else plan.mode,
+        devices=plan.devices,
         exact=plan.exact,
         target=context.target,
         reasons=plan.reasons,

@@ -25,8 +25,8 @@ class Compiled:
     """A compiled program and what it took to get it, in seconds."""
 
     call: Any  # the executable: callable, and it knows its sizes
-    lower_seconds: float
-    compile_seconds: float
+    lower_seconds: float | None = None  # None for what is not JAX's, and called as it stands
+    compile_seconds: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

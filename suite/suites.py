@@ -15,21 +15,35 @@ import fnmatch
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from suite.cases import Case, ModelCase, OpCase, RetrievalCase, TextCase, make_case
 from suite.errors import InputError
+from suite.peers import PEERS
 
-_FILE_KEYS = ("name", "case")
+C = TypeVar("C", bound=Case)
+_FILE_KEYS = ("name", "peers", "all_cores", "case")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Suite:
-    """A name and the cases under it; their names are unique."""
+    """A name and the cases under it; their names are unique.
+
+    ``peers`` are measured beside the backends; with ``all_cores`` each backend on a CPU also with one device
+    per core.
+    """
 
     name: str
     cases: tuple[Case, ...]
+    peers: tuple[str, ...] = ()
+    all_cores: bool = False
 
     def __post_init__(self) -> None:
+        unknown = [peer for peer in self.peers if peer not in PEERS]
+        if unknown:
+            raise InputError(f"suite {self.name}: {', '.join(map(repr, unknown))} is no peer; use {', '.join(PEERS)}.")
+        if not isinstance(self.all_cores, bool):
+            raise InputError(f"suite {self.name}: all_cores = {self.all_cores!r} must be true or false.")
         names = [case.name for case in self.cases]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
@@ -97,7 +111,49 @@ FULL = Suite(
     ),
 )
 
-SUITES = {suite.name: suite for suite in (QUICK, FULL)}
+
+def _grid(lengths: tuple[int, ...], head_dims: tuple[int, ...]) -> tuple[OpCase, ...]:
+    """Causal attention forward, and forward with backward, in every combination."""
+    return tuple(
+        OpCase(kind=kind, sequence=sequence, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)
+        for sequence in lengths
+        for head_dim in head_dims
+        for kind in ("op_forward_backward", "op_forward")
+        for dtype in ("float32", "bfloat16")
+        for kv_heads in (8, 2)
+    )
+
+
+CPU_SPEED = Suite(
+    "cpu-speed",
+    (
+        *_grid((512, 1024, 2048, 4096), (64,)),
+        *_grid((512, 2048), (128,)),
+        OpCase(kind="op_forward", sequence=4096, window=512),
+        OpCase(kind="op_forward", sequence=4096, documents=8),
+        OpCase(kind="op_forward_backward", sequence=4096, documents=8),
+        *(
+            OpCase(kind="op_decode", sequence=sequence, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)
+            for dtype in ("float32", "bfloat16")
+            for head_dim in (64, 128)
+            for kv_heads in (8, 2)
+            for sequence in (8192, 32768)
+        ),
+        *(
+            ModelCase(kind=kind, model=model, sequence=1024 if kind == "model_train" else 2048)
+            for model in ("small", "medium")
+            for kind in ("model_prefill", "model_train", "model_decode")
+        ),
+        ModelCase(kind="model_decode", model="small", sequence=2048, dtype="bfloat16"),
+        *_grid((8192,), (64,)),
+        *_grid((4096,), (128,)),
+        *(OpCase(kind=kind, sequence=16384) for kind in ("op_forward", "op_forward_backward")),
+    ),
+    peers=("jax_nn", "torch", "torch_unthrottled", "transformers", "transformers_unthrottled", "tokamax"),
+    all_cores=True,
+)
+
+SUITES = {suite.name: suite for suite in (QUICK, FULL, CPU_SPEED)}
 
 
 def find_suite(name: str) -> Suite:
@@ -113,7 +169,7 @@ def find_suite(name: str) -> Suite:
     raise InputError(f"suite {name!r} is not known; use {', '.join(SUITES)}, or the path of a .toml file.")
 
 
-def select(cases: Sequence[Case], patterns: Sequence[str]) -> tuple[Case, ...]:
+def select(cases: Sequence[C], patterns: Sequence[str]) -> tuple[C, ...]:
     """The cases whose name matches any of the glob patterns. Raises InputError for one that matches nothing."""
     names = [case.name for case in cases]
     for pattern in patterns:
@@ -137,7 +193,11 @@ def _load(path: Path) -> Suite:
         raise InputError(f"suite file {path}: 'case' must be a list of tables, each under [[case]].")
     if not isinstance(name, str) or not name:
         raise InputError(f"suite file {path}: name = {name!r} must be a text.")
+    peers = data.get("peers", [])
+    if not isinstance(peers, list) or not all(isinstance(peer, str) for peer in peers):
+        raise InputError(f"suite file {path}: peers = {peers!r} must be a list of names.")
     try:
-        return Suite(name, tuple(make_case(table) for table in tables))
+        cases = tuple(make_case(table) for table in tables)
+        return Suite(name, cases, tuple(peers), data.get("all_cores", False))
     except InputError as error:
         raise InputError(f"suite file {path}: {error}") from error

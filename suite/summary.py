@@ -16,7 +16,7 @@ _STYLES = {"ok": "green", "unsupported": "dim", "wrong": "bold red"}
 
 def record_line(record: Record) -> Text:
     """One finished cell: its status, and its time or what went wrong."""
-    line = Text.assemble((f"{record.status:<11} ", _style(record)), f"{record.case} / {record.requested}")
+    line = Text.assemble((f"{record.status:<11} ", _style(record)), f"{record.case} / {_name(record)}")
     if record.samples:
         line.append(f"  {format_seconds(record)}")
     elif "recall" in record.quality:
@@ -36,12 +36,14 @@ def summary_lines(records: Sequence[Record]) -> Iterator[str]:
     """Time, speed relative to the standard backend, share of the machine's measured peaks, memory, error."""
     yield "time: median (95% interval); x standard: below 1 is faster; peak, copy: share of"
     yield "this machine's measured best; temp: compiled temporaries; error: largest relative"
-    yield _columns("", "time", "x standard", "peak", "copy", "temp", "error")
+    width = max((len(_name(record)) for record in records), default=0) + 3
+    yield _columns(width, "", "time", "x standard", "peak", "copy", "temp", "error")
     baselines = {r.case: r for r in records if r.requested == "standard" and r.samples}
     for case in dict.fromkeys(record.case for record in records):
         yield case
         for record in (r for r in records if r.case == case and r.status != "unsupported"):
             yield _columns(
+                width,
                 "  " + _name(record),
                 format_seconds(record) if record.samples else _result(record),
                 _speedup(record, baselines.get(case)),
@@ -51,9 +53,9 @@ def summary_lines(records: Sequence[Record]) -> Iterator[str]:
             )
 
 
-def _columns(name: str, *values: str) -> str:
+def _columns(first: int, name: str, *values: str) -> str:
     widths = (22, 17, 6, 6, 11, 8)
-    return f"{name:<12}" + "".join(f"{value:>{width}}" for value, width in zip(values, widths, strict=True))
+    return f"{name:<{first}}" + "".join(f"{value:>{width}}" for value, width in zip(values, widths, strict=True))
 
 
 def format_seconds(record: Record) -> str:
@@ -101,7 +103,7 @@ def _percent(amount: float | None, seconds: float, ceiling: float | None) -> str
 
 def _name(record: Record) -> str:
     if record.mode in ("native", None):
-        return record.requested
+        return record.requested + ("" if record.devices == 1 else f" on {record.devices}")
     return f"{record.requested} ({record.mode}: {record.resolved})"
 
 

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from backends import BackendFallbackWarning
-from suite import cell, machine, probe
-from suite.cases import make_case
+from suite import cell, machine, probe, tuning
+from suite.cases import OpCase, make_case
 from suite.errors import CellFailure, InputError
 
 _OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "out of memory", "Out of memory")
@@ -58,24 +58,38 @@ def _answer(request: dict[str, Any]) -> Any:
     match request["do"]:
         case "probe":
             return probe.probe(
-                [make_case(problem) for problem in request["cases"]], request["backends"], request["text"]
+                [make_case(problem) for problem in request["cases"]],
+                request["backends"],
+                request["text"],
+                all_cores=request["all_cores"],
             )
         case "machine":
             return machine.measure_machine()
         case "doctor":
             return probe.examine()
+        case "tune":
+            return tuning.try_candidates(_op_case(request["case"]), request["backend"], Path(request["reference"]))
         case "reference":
             return cell.case_reference(make_case(request["case"]), Path(request["path"]))
     raise CellFailure("crashed", f"the worker does not know the request {request['do']!r}.")
+
+
+def _op_case(problem: dict[str, Any]) -> OpCase:
+    case = make_case(problem)
+    if not isinstance(case, OpCase):
+        raise InputError(f"case {case.name} is no attention call; only those are tuned.")
+    return case
 
 
 def _cell_request(request: dict[str, Any]) -> cell.CellRequest:
     reference = request["reference"]
     return cell.CellRequest(
         case=make_case(request["case"]),
+        mode=request["mode"],
         requested=request["requested"],
         resolved=request["resolved"],
         exact=request["exact"],
+        devices=request["devices"],
         reference=None if reference is None else Path(reference),
         memory_limit=request["memory_limit"],
         text=request["text"],

@@ -9,6 +9,7 @@ a backend that breaks it. ``python tests/conformance.py standard`` prints how cl
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import fnmatch
 import functools
 from collections.abc import Callable
@@ -42,22 +43,17 @@ def compiled(backend: Backend, problem: Problem, target: Target, mode: Mode = "n
 
 def check_accuracy(results: Results, problem: Problem) -> None:
     """Output and gradients pass the judge; what nobody sees is exactly zero."""
-    zero = {
-        "output": problem.unseen_rows,
-        "dq": problem.unseen_rows,
-        "dk": problem.unseen_keys,
-        "dv": problem.unseen_keys,
-    }
+    assert set(results) == set(QUANTITIES)
     for name in QUANTITIES:
-        verdict = oracle.judge(
-            results[name],
-            problem.expected[name],
-            problem.standard[name],
-            problem.spec.dtype,
-            problems.kind_of(name),
-            zero=zero[name],
-        )
-        assert verdict.passed, f"{name}: {verdict}"
+        check_quantity(name, results[name], problem)
+
+
+def check_quantity(name: str, result: jax.Array, problem: Problem) -> None:
+    """One of the output and the gradients passes the judge."""
+    unseen = problem.unseen_rows if name in ("output", "dq") else problem.unseen_keys
+    expected, standard = problem.expected[name], problem.standard[name]
+    verdict = oracle.judge(result, expected, standard, problem.spec.dtype, problems.kind_of(name), zero=unseen)
+    assert verdict.passed, f"{name}: {verdict}"
 
 
 def check_same(results: Results, again: Results) -> None:
@@ -110,6 +106,13 @@ class Conformance:
 
     # Each of these costs one more compilation per case.
     cases_for_eager: ClassVar[tuple[str, ...]] = ("causal", "window-asymmetric", "padding-both-ends", "decode-4")
+    cases_for_forward_alone: ClassVar[tuple[str, ...]] = (
+        *fnmatch.filter(CASES, "decode-*"),
+        "causal",
+        "gqa-8",
+        "combination",
+        "padding-both-ends",
+    )
     cases_for_vmap: ClassVar[tuple[str, ...]] = ("causal", "gqa-8", "combination", "decode-1", "ragged")
     cases_for_traced_layouts: ClassVar[tuple[str, ...]] = (
         "segments-causal",
@@ -132,6 +135,7 @@ class Conformance:
         """The cases that a test runs: those of the class that it does not refuse, or the test's own choice of them."""
         choice = {
             "test_eager_agrees_with_jit": cls.cases_for_eager,
+            "test_forward_alone_matches_the_oracle": cls.cases_for_forward_alone,
             "test_vmap_adds_an_axis": cls.cases_for_vmap,
             "test_layout_may_be_traced": cls.cases_for_traced_layouts if cls.takes_traced_layouts else (),
         }.get(test.__name__, cls.cases)
@@ -183,6 +187,16 @@ class Conformance:
             check_unseen_keys_do_not_matter(run, problem)
         if problem.unseen_rows.any():
             check_unseeing_rows_do_not_matter(run, problem)
+
+    def test_forward_alone_matches_the_oracle(self, taken: str) -> None:
+        """A backend may take another way where no gradient is wanted; decoding does."""
+        problem = self.problem(taken)
+        spec = dataclasses.replace(problem.spec, needs_grad=False)
+        plan = self.implementation.plan(spec, problem.layout, target=self.device, mode=self.mode)
+        run = jax.jit(lambda q, k, v: plan.run(q, k, v)[0])
+        output = run(*problem.inputs[:3])
+        check_quantity("output", output, problem)
+        np.testing.assert_array_equal(np.asarray(output), np.asarray(run(*problem.inputs[:3])))
 
     def test_eager_agrees_with_jit(self, taken: str) -> None:
         problem = self.problem(taken)

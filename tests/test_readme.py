@@ -1,12 +1,16 @@
-"""The README's Python runs as it stands, in order, in one namespace."""
+"""The Python in README and docs runs as it stands."""
 
+import os
 import re
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
 import backends
 
 README = Path(__file__).parents[1] / "README.md"
+CPU = Path(__file__).parents[1] / "docs" / "cpu.md"
 
 
 def test_examples_run(capsys):
@@ -19,3 +23,13 @@ def test_examples_run(capsys):
             exec(compile(block, str(README), "exec"), namespace)  # noqa: S102 (our own README)
     assert namespace["out"].shape == (1, 1024, 8, 64)
     assert "cudnn: dtype=float32" in capsys.readouterr().out
+
+
+def test_all_cores_example_runs():
+    (block,) = re.findall(r"```python\n(.*?)```", CPU.read_text(encoding="utf-8"), re.DOTALL)
+    check = "\nassert out.shape == q.shape and len(out.sharding.device_set) == 2"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", block + check], env=environment, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr

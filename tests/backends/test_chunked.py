@@ -1,5 +1,9 @@
 """The chunked backend: the contract, block sizes that do not change results, and memory that grows linearly."""
 
+import os
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -75,6 +79,25 @@ def test_temporary_memory_grows_linearly_with_the_length(gradient):
     assert slope < 1.1
     standard = [_temporary_bytes("standard", length, gradient) for length in lengths[:2]]
     assert standard[1] / standard[0] > 3.5  # the same measurement sees a quadratic one
+
+
+def test_another_process_gives_the_same_bits():
+    script = """
+import hashlib, jax, numpy as np, problems
+from conformance import compiled
+from backends import Target, registry
+results = compiled(registry.get("chunked"), problems.problem("causal-1000-bfloat16"), Target.here())(
+    *problems.problem("causal-1000-bfloat16").inputs)
+print(hashlib.sha256(b"".join(np.asarray(results[name]).tobytes() for name in sorted(results))).hexdigest())
+"""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    digests = {
+        subprocess.run(
+            [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True, timeout=120
+        ).stdout
+        for _ in range(2)
+    }
+    assert len(digests) == 1
 
 
 def _spec(length, *, needs_grad=True):

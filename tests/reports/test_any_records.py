@@ -21,15 +21,17 @@ ERRORS = st.builds(
     passed=st.booleans(),
 )
 FIELDS = st.fixed_dictionaries({
-    "suite": TEXT,
+    "suite": st.just("cpu-speed") | TEXT,
     "case": TEXT,
     "kind": st.sampled_from(get_args(CaseKind)),
     "problem": st.dictionaries(
-        st.sampled_from(["sequence", "heads", "dtype", "causal", "odd|name"]), st.none() | st.integers() | TEXT
+        st.sampled_from(["sequence", "heads", "kv_heads", "head_dim", "dtype", "causal", "documents", "odd|name"]),
+        st.none() | st.integers() | st.booleans() | TEXT,
     ),
     "requested": NAMES,
     "resolved": st.none() | NAMES,
     "mode": st.sampled_from([None, "native", "interpret", "compile", "fallback"]),
+    "devices": st.integers(1, 64),
     "exact": st.sampled_from([None, True, False]),
     "target": st.sampled_from(["cpu", "tpu/v5e"]),
     "reasons": st.lists(TEXT, max_size=2).map(tuple),

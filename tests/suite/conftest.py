@@ -29,6 +29,9 @@ class Faulty:
     def supports(self, spec, target, mode="native"):
         if self.name == "refusing":
             return Support(None, ("refusing takes no head_dim at all.", "refusing does not like Mondays."))
+        if self.name == "elsewhere":
+            reason = "elsewhere is for devices that are not here."
+            return Support(mode) if mode == "interpret" else Support(None, (reason,))
         return Support(mode) if mode != "interpret" else Support(None, ("no kernel.",))
 
     def plan(self, spec, layout, *, target, mode="native", options=None):
@@ -54,7 +57,7 @@ class Faulty:
 def __getattr__(name):
     return Faulty(name)
 """
-FAULTY_NAMES = ("hanging", "hungry", "dying", "raising", "wrong", "nan", "refusing")
+FAULTY_NAMES = ("elsewhere", "hanging", "hungry", "dying", "raising", "wrong", "nan", "refusing")
 
 TINY = """
 [[case]]

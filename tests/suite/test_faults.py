@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from suite.probe import INTERPRETED_LENGTH
 from suite.store import RECORDS, parse_records
 
 SUITE = """
@@ -69,6 +70,23 @@ def test_refused_cell_carries_every_reason_and_what_would_run(run):
         "refusing: refusing takes no head_dim at all.",
         "refusing: refusing does not like Mondays.",
     )
+
+
+def test_kernel_that_can_only_be_interpreted_here_shows_its_accuracy_and_no_time(run):
+    record = run[0]["elsewhere"]
+    assert (record.status, record.mode, record.resolved) == ("ok", "interpret", "elsewhere")
+    assert record.accuracy["out"].passed
+    assert (record.samples, record.compile_seconds, record.memory) == ((), None, {})
+    assert record.reasons[0] == "elsewhere: elsewhere is for devices that are not here."
+
+
+def test_nothing_long_is_interpreted(tmp_path, new_run, foreign, attnsuite):
+    (tmp_path / "suite.toml").write_text(SUITE.replace("64", str(INTERPRETED_LENGTH + 1)))
+    flags = ("--suite", tmp_path / "suite.toml", "--backends", "elsewhere", "--out", new_run)
+    code, _, stderr = attnsuite.finish(attnsuite.start("run", *flags, path=foreign))
+    assert code == 0, stderr
+    (record,) = parse_records(new_run / RECORDS)[0]
+    assert (record.mode, record.resolved) == ("fallback", "chunked")
 
 
 def test_fallback_that_is_no_cell_is_measured_under_its_own_name(tmp_path, new_run, foreign, attnsuite):

@@ -1,0 +1,69 @@
+"""A few query rows against many keys: the decode step on a CPU, without gradients.
+
+The plain formula of ``standard``: with so few rows its scores are linear in the key length, and the step
+costs what reading the keys and values costs. What is particular here is the form of its two products,
+which decides on a CPU whether XLA reads at the memory's rate or at a tenth of it. Keys and values are
+wanted as a cache holds them, heads before length (``models.KVCache``).
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float
+
+from backends import standard
+from backends.contract import AttentionSpec, Carry, Layout, Plan, may_attend
+
+
+def plan(spec: AttentionSpec, layout: Layout) -> Plan:
+    """Plan a decode step; ``spec`` needs no gradient and ``layout`` brings no bias."""
+    return Plan(functools.partial(_attend, spec, may_attend(spec, layout)))
+
+
+def _attend(
+    spec: AttentionSpec,
+    mask: Bool[Array, "#b #n t s"] | None,
+    query: Float[Array, "b t n h"],
+    key: Float[Array, "b s k h"],
+    value: Float[Array, "b s k v"],
+    layer: int,
+    carry: Carry,
+) -> tuple[Float[Array, "b t n v"], Carry]:
+    b, t, n, h = query.shape
+    kv_heads, rows = spec.num_kv_heads, spec.group_size * t
+    grouped = query.reshape(b, t, kv_heads, -1, h).transpose(0, 2, 3, 1, 4).reshape(b, kv_heads, rows, h)
+    key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)  # cancels the transpose of a cache
+    logits = _scores(grouped, key).reshape(b, n, t, -1) * spec.softmax_scale
+    if spec.logits_soft_cap is not None:
+        logits = spec.logits_soft_cap * jnp.tanh(logits / spec.logits_soft_cap)
+    weights, total = standard.exponentials(logits, mask)
+    out = _weigh(weights.reshape(b, kv_heads, rows, -1), value).reshape(b, kv_heads, -1, t, value.shape[-1])
+    # Divided at the end: there are fewer outputs than weights.
+    out = out / total.reshape(b, kv_heads, -1, t, 1)
+    return out.transpose(0, 3, 1, 2, 4).reshape(b, t, n, -1).astype(query.dtype), carry
+
+
+def _scores(query: Float[Array, "b k r h"], key: Float[Array, "b k s h"]) -> Float[Array, "b k r s"]:
+    """Keys on the left: with them on the right, and several rows, XLA's kernel packs every key anew.
+
+    The barrier keeps its simplifier from turning the product round again to save the small transpose.
+    """
+    rows = query.shape[2]
+    if query.dtype != jnp.float32:
+        query = _two_rows(query)
+    scores = jnp.einsum("bksh,bkrh->bksr", key, query, preferred_element_type=jnp.float32)
+    return lax.optimization_barrier(scores)[..., :rows].swapaxes(2, 3)
+
+
+def _weigh(weights: Float[Array, "b k r s"], value: Float[Array, "b k s v"]) -> Float[Array, "b k r v"]:
+    rows = weights.shape[2]
+    weights = _two_rows(weights.astype(value.dtype))
+    return jnp.einsum("bkrs,bksv->bkrv", weights, value, preferred_element_type=jnp.float32)[:, :, :rows]
+
+
+def _two_rows(x: Float[Array, "b k r d"]) -> Float[Array, "b k r2 d"]:
+    """A single row doubled: for one row XLA makes its own loop, scalar in bfloat16; for two it calls a kernel."""
+    return x if x.shape[2] > 1 else jnp.concatenate([x, x], axis=2)

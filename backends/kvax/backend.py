@@ -1,0 +1,211 @@
+"""Kvax flash attention (Nebius) behind the contract: what it takes, and one forward pass of it.
+
+The kernels are Kvax 0.1.0's own Triton kernels: a block mask made once per forward pass, FlashAttention-2 forward and
+backward over it. Native on NVIDIA GPUs, executed by Triton's interpreter on a CPU, compiled ahead of time for GPUs
+that are not here. What Kvax gets wrong is prevented in ``layout.py``; versions are ``upstream.py``'s business.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from backends.contract import AttentionSpec, Carry, KernelBuild, Layout, Mode, Plan, Support, check_options
+from backends.devices import Target
+from backends.kvax import blocks as block_sizes
+from backends.kvax import layout as layouts
+from backends.kvax import probe
+from backends.kvax.blocks import Blocks
+from backends.kvax.mesh import OPTIONS as MESH_OPTIONS
+from backends.kvax.mesh import OneDevice, Sharding, sharding_of
+
+if TYPE_CHECKING:
+    from backends.kvax.upstream import Upstream
+
+OPTIONS = block_sizes.OPTIONS | MESH_OPTIONS
+HEAD_DIMS = (16, 32, 64, 128, 192, 256)
+VALUE_HEAD_DIMS = (16, 32, 64, 128, 256)
+_INSTEAD = "use backend='chunked'"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Kvax:
+    """The ``kvax`` backend."""
+
+    name: str = "kvax"
+    exact: bool = True
+
+    def supports(self, spec: AttentionSpec, target: Target, mode: Mode = "native") -> Support:
+        """Causal or full attention with segments, lengths and positions; every reason why not.
+
+        Whether the packages are here is asked where it matters: for the present device, and for what runs on the host
+        (interpreting and compiling).
+        """
+        reasons = (*_device_reasons(target, mode), *_shape_reasons(spec, mode), *_mask_reasons(spec))
+        if not reasons and (target.present or mode != "native"):
+            reasons = probe.missing(mode)
+        return Support(None, reasons) if reasons else Support(mode)
+
+    def plan(
+        self,
+        spec: AttentionSpec,
+        layout: Layout,
+        *,
+        target: Target,
+        mode: Mode = "native",
+        options: Mapping[str, Any] | None = None,
+    ) -> Plan:
+        """Make the block mask once for all layers. Options: see :data:`OPTIONS`; raises ValueError for others.
+
+        Raises ImportError where Kvax cannot be used here, with the reasons.
+        """
+        given = check_options(self.name, options, OPTIONS)
+        blocks = block_sizes.choose(spec, target, given)
+        sharding = sharding_of(spec, given)
+        if reasons := probe.missing(mode):
+            raise ImportError(" ".join(reasons))
+        return plan_with(upstream_of(mode), spec, layout, blocks, sharding)
+
+    def compile_kernels(
+        self, spec: AttentionSpec, target: Target, options: Mapping[str, Any] | None = None
+    ) -> tuple[KernelBuild, ...]:
+        """Compile every kernel of ``spec`` for a GPU that need not be here; sizes, never a speed.
+
+        Options are those of :meth:`plan`. Raises ValueError for a spec or target that is refused, with the reasons,
+        and ImportError where Triton is not here.
+        """
+        from backends.kvax import build  # noqa: PLC0415 (imports Triton)
+
+        given = check_options(self.name, options, OPTIONS)
+        if support := self.supports(spec, target, "compile"):
+            return build.compile_kernels(spec, target, block_sizes.choose(spec, target, given))
+        raise ValueError(" ".join(support.reasons))
+
+
+def upstream_of(mode: Mode) -> Upstream:
+    """Kvax with the launcher of the mode. Importing this module imports neither Kvax nor Triton."""
+    if mode == "interpret":
+        from backends.kvax import interpret  # noqa: PLC0415
+
+        return interpret.interpreted()
+    from backends.kvax import upstream  # noqa: PLC0415
+
+    return upstream.native()
+
+
+def plan_with(
+    kvax: Upstream, spec: AttentionSpec, layout: Layout, blocks: Blocks, sharding: Sharding | OneDevice
+) -> Plan:
+    """The plan on a given copy of Kvax."""
+    lengths = layouts.padded_lengths(spec, blocks, sharding.context_size)
+    converted = layouts.convert(spec, layout, *lengths)
+    kernel = sharding.kernel(kvax, spec, blocks)
+    arrays = sharding.prepare(kvax, spec, blocks, converted)
+    run = _in_the_dtype_of_its_input(kernel, spec.needs_grad)
+
+    def attend(
+        query: Float[Array, "b t n h"],
+        key: Float[Array, "b s k h"],
+        value: Float[Array, "b s k v"],
+        layer: int,
+        carry: Carry,
+    ) -> tuple[Float[Array, "b t n v"], Carry]:
+        query, key, value = (
+            jnp.pad(x, ((0, 0), (0, length - x.shape[1]), (0, 0), (0, 0)))
+            for x, length in ((query, lengths[0]), (key, lengths[1]), (value, lengths[1]))
+        )
+        out = run(query, key, value, arrays)[:, : spec.query_length]
+        if converted.seen is None:
+            return out, carry
+        return jnp.where(converted.seen[:, :, None, None], out, jnp.zeros_like(out)), carry
+
+    return Plan(attend)
+
+
+def _in_the_dtype_of_its_input(kernel: Callable[..., Array], needs_grad: bool) -> Callable[..., Array]:
+    """``kernel(query, key, value, arrays)`` with gradients in their input's dtype: Kvax's dk, dv are float32."""
+
+    @jax.custom_vjp
+    def run(query: Array, key: Array, value: Array, arrays: Any) -> Array:
+        return kernel(query, key, value, arrays)
+
+    def forward(query: Array, key: Array, value: Array, arrays: Any) -> tuple[Array, Any]:
+        if not needs_grad:
+            raise ValueError("this was planned with needs_grad=False; plan with needs_grad=True to differentiate it.")
+        return jax.vjp(functools.partial(_last, kernel, arrays), query, key, value)
+
+    def backward(pullback: Any, d_out: Array) -> tuple[Any, ...]:
+        return *(x.astype(d_out.dtype) for x in pullback(d_out)), None
+
+    run.defvjp(forward, backward)
+    return run
+
+
+def _last(kernel: Callable[..., Array], arrays: Any, *inputs: Array) -> Array:
+    return kernel(*inputs, arrays)
+
+
+def _device_reasons(target: Target, mode: Mode) -> Iterator[str]:
+    if mode == "interpret":
+        if target.platform != "cpu":
+            yield f"interpret mode runs Kvax's kernels on a CPU, not on {target}; start with JAX_PLATFORMS=cpu."
+        return
+    if target.platform != "cuda":
+        yield (
+            f"Kvax's kernels run on NVIDIA GPUs, not on {target}; {_INSTEAD}, which runs on every platform, or "
+            "mode='interpret' to verify the kernels on a CPU."
+        )
+    elif target.compute_capability is None:
+        yield (
+            f"the compute capability of {target} is not known and decides Kvax's block sizes; give it, as in "
+            "Target('cuda', compute_capability=(9, 0)), or name a known kind such as 'h100'."
+        )
+    elif target.compute_capability < (8, 0):
+        yield (
+            f"compute capability {'.'.join(map(str, target.compute_capability))} is too old for Kvax's kernels "
+            f"(8.0 or newer); {_INSTEAD}."
+        )
+
+
+def _shape_reasons(spec: AttentionSpec, mode: Mode) -> Iterator[str]:
+    if spec.dtype == "float32" and mode != "interpret":
+        yield (
+            "dtype=float32 is not supported by kvax on GPUs (bfloat16 or float16): its kernels multiply float32 as "
+            f"TF32, to 10 bits; cast the inputs, or {_INSTEAD}."
+        )
+    for name, value, accepted in (
+        ("head_dim", spec.head_dim, HEAD_DIMS),
+        ("value_head_dim", spec.value_head_dim, VALUE_HEAD_DIMS),
+    ):
+        if value not in accepted and (name == "head_dim" or value != spec.head_dim or value in HEAD_DIMS):
+            yield (
+                f"{name}={value} is not supported by kvax (needs one of {', '.join(map(str, accepted))}); {_INSTEAD}, "
+                "or pad the head dimension and give scale."
+            )
+
+
+def _mask_reasons(spec: AttentionSpec) -> Iterator[str]:
+    if spec.window is not None:
+        yield f"local_window_size={spec.window} is not supported by kvax (None only); {_INSTEAD}."
+    if spec.chunk_size is not None:
+        yield (
+            f"chunk_size={spec.chunk_size} is not supported by kvax (None only); {_INSTEAD}, or give the chunks as "
+            "segment ids."
+        )
+    if spec.logits_soft_cap is not None:
+        yield f"logits_soft_cap={spec.logits_soft_cap} is not supported by kvax (None only); {_INSTEAD}."
+    for name, has in (("mask", spec.has_mask), ("bias", spec.has_bias)):
+        if has:
+            yield (
+                f"an explicit {name} array is not supported by kvax, whose memory is linear in the length; describe it "
+                "by is_causal, segments, positions or lengths, or use backend='standard'."
+            )
+
+
+KVAX = Kvax()

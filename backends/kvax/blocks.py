@@ -1,0 +1,92 @@
+"""Block sizes of Kvax's kernels: chosen per GPU generation, or given by the user and checked.
+
+They are always passed on explicitly. Kvax's own default asks the present device for its name and knows "H100" only,
+so that an H200 silently gets the small blocks, and asks for a GPU even where none is needed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from backends.contract import AttentionSpec
+from backends.devices import Target
+
+OPTIONS = {
+    "query_block_size": "query rows per block, forward (16, 32, 64, 128 or 256)",
+    "kv_block_size": "keys per block, forward (16, 32, 64, 128 or 256)",
+    "num_warps": "warps per thread block, forward (1, 2, 4, 8 or 16)",
+    "num_stages": "stages of the loads' pipeline, forward (1 to 8)",
+    "backward_query_block_size": "query rows per block, backward (16, 32, 64, 128 or 256)",
+    "backward_kv_block_size": "keys per block, backward (16, 32, 64, 128 or 256)",
+    "backward_num_warps": "warps per thread block, backward (1, 2, 4, 8 or 16)",
+    "backward_num_stages": "stages of the loads' pipeline, backward (1 to 8)",
+}
+_ACCEPTED = {
+    "query_block_size": (16, 32, 64, 128, 256),
+    "kv_block_size": (16, 32, 64, 128, 256),
+    "num_warps": (1, 2, 4, 8, 16),
+    "num_stages": tuple(range(1, 9)),
+}
+
+PREPROCESS_BLOCK = 128  # rows per block of the backward pass's first kernel; fixed in Kvax, which drops a remainder
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KernelBlocks:
+    """Parameters of one pass, by Kvax's names."""
+
+    query_block_size: int
+    kv_block_size: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Blocks:
+    """Parameters of both passes."""
+
+    forward: KernelBlocks
+    backward: KernelBlocks
+
+    def step(self, needs_grad: bool) -> int:
+        """What padded lengths are multiples of: every block divides it (all are powers of two)."""
+        passes = (self.forward, self.backward) if needs_grad else (self.forward,)
+        sizes = [size for blocks in passes for size in (blocks.query_block_size, blocks.kv_block_size)]
+        return max(*sizes, PREPROCESS_BLOCK)
+
+
+_SMALL = Blocks(KernelBlocks(64, 64, 4, 3), KernelBlocks(64, 64, 4, 3))  # Kvax's own for all but an H100
+# Kvax's own for an H100, taken for all of its generation; on a CPU too, so that what is verified there is what runs.
+_LARGE = Blocks(KernelBlocks(128, 128, 8, 3), KernelBlocks(64, 128, 8, 3))
+
+
+# For head dimensions above 128, where Kvax's own need more shared memory than there is. Of those tried it fits an
+# A100, an H100 and a B200 and spills least (tests/backends/kvax/test_build.py compiles it for each).
+_WIDE = Blocks(KernelBlocks(64, 64, 8, 2), KernelBlocks(32, 64, 8, 2))
+
+
+def choose(spec: AttentionSpec, target: Target, options: Mapping[str, Any]) -> Blocks:
+    """The blocks for a target, with those that ``options`` names replaced.
+
+    Raises ValueError for a value that is not accepted, naming the option and what is.
+    """
+    blocks = _default(spec, target)
+    given: dict[str, dict[str, int]] = {"": {}, "backward_": {}}
+    for option in OPTIONS.keys() & options.keys():
+        name, value = option.removeprefix("backward_"), options[option]
+        if isinstance(value, bool) or value not in _ACCEPTED[name]:
+            raise ValueError(f"kvax: {option}={value!r} is not accepted; {option} is {OPTIONS[option]}.")
+        given["backward_" if option.startswith("backward_") else ""][name] = value
+    return Blocks(
+        dataclasses.replace(blocks.forward, **given[""]), dataclasses.replace(blocks.backward, **given["backward_"])
+    )
+
+
+def _default(spec: AttentionSpec, target: Target) -> Blocks:
+    if max(spec.head_dim, spec.value_head_dim or 0) > 128:
+        return _WIDE
+    if target.platform == "cpu" or (target.compute_capability or (0, 0))[0] == 9:
+        return _LARGE
+    return _SMALL

@@ -1,0 +1,161 @@
+"""From the contract's layout to what Kvax's kernels compute rightly.
+
+Kvax 0.1.0 gives wrong numbers without a word for lengths that its blocks do not divide, for segment ids beyond the key
+length, for segments that come back, for positions out of order, and where query and key lengths differ in the
+backward pass; rows that see nothing are unspecified. Here lengths are padded, segments are named anew, rows that see
+nothing become padding, and where the order of keys or queries breaks Kvax's shortcut through unmasked blocks
+(:func:`in_order`) every block is masked instead. Each guard has a test that fails without it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from backends.contract import AttentionSpec, Layout, positions
+from backends.kvax.blocks import Blocks
+
+QUERY_PADDING = -1  # Kvax's padding id. Keys get key_padding() instead: in its kernels padding matches padding.
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True)
+class KvaxLayout:
+    """Positions and segments for Kvax, padded; which rows see anything; and whose order is as Kvax assumes.
+
+    ``seen`` is None where every row sees something, ``keys_in_order`` and ``queries_in_order`` where they are for sure.
+    """
+
+    query_positions: Int[Array, "batch padded_q_len"]
+    query_segment_ids: Int[Array, "batch padded_q_len"]
+    key_positions: Int[Array, "batch padded_kv_len"]
+    key_segment_ids: Int[Array, "batch padded_kv_len"]
+    seen: Bool[Array, "batch q_len"] | None
+    keys_in_order: Bool[Array, " batch"] | None
+    queries_in_order: Bool[Array, " batch"] | None
+
+
+def padded_lengths(spec: AttentionSpec, blocks: Blocks, shards: int = 1) -> tuple[int, int]:
+    """Query and key lengths as the kernels get them; ``shards`` is how many parts the queries are dealt to.
+
+    Kvax's backward pass computes dq and dk, dv on one grid, and so right for equal lengths only.
+    """
+    step = blocks.step(spec.needs_grad)
+    query = _up(spec.query_length, step * shards)
+    key = _up(spec.key_value_length, step)
+    if spec.needs_grad:
+        query = key = _up(max(query, key), step * shards)
+    return query, key
+
+
+def key_padding(padded_key_length: int) -> int:
+    """The id of padded keys: what Kvax's mask kernel turns its own padding id into, and skips.
+
+    Given from the start, it matches no query in the other kernels, where Kvax's -1 of a key would match a query's -1.
+    """
+    return padded_key_length + 1
+
+
+def convert(spec: AttentionSpec, layout: Layout, padded_query_length: int, padded_key_length: int) -> KvaxLayout:
+    """The layout of a call for Kvax's kernels. Arrays may be traced."""
+    B, T, S = spec.batch, spec.query_length, spec.key_value_length
+    nowhere = (np.zeros((1, T), np.int32), np.zeros((1, S), np.int32))  # not causal: everything is at one place
+    q_pos, k_pos = positions(spec, layout) if spec.is_causal else nowhere
+    q_pos, k_pos = (jnp.broadcast_to(jnp.asarray(x, jnp.int32), (B, n)) for x, n in ((q_pos, T), (k_pos, S)))
+    plain = not (spec.has_segment_ids or spec.has_seq_lengths or (spec.has_positions and spec.is_causal))
+    q_ids, k_ids = jnp.zeros((B, T), jnp.int32), jnp.zeros((B, S), jnp.int32)
+    seen = keys_in_order = queries_in_order = None
+    if not plain:
+        q_valid, k_valid = jnp.ones((B, T), bool), jnp.ones((B, S), bool)
+        q_segments, k_segments = q_ids, k_ids
+        if layout.query_segment_ids is not None and layout.key_value_segment_ids is not None:
+            q_given, k_given = layout.query_segment_ids, layout.key_value_segment_ids
+            k_ids, _ = first_slots(k_given, k_given)
+            q_ids, found = first_slots(k_given, q_given)
+            q_segments, k_segments = first_slots(q_given, q_given)[0], k_ids
+            q_valid, k_valid = found & (q_given >= 0), k_given >= 0
+        if layout.key_value_seq_lengths is not None:
+            k_valid &= jnp.arange(S)[None, :] < layout.key_value_seq_lengths[:, None]
+        seen = q_valid & _sees_a_key(q_ids, q_pos, k_ids, k_pos, k_valid)
+        keys_in_order = in_order(k_segments, k_pos, k_valid)
+        queries_in_order = in_order(q_segments, q_pos, seen)
+        q_ids = jnp.where(seen, q_ids, QUERY_PADDING)
+        k_ids = jnp.where(k_valid, k_ids, key_padding(padded_key_length))
+    return KvaxLayout(
+        # As for Kvax's sequential positions, where it counts slots itself: padding goes on counting.
+        _extend(q_pos, padded_query_length),
+        _pad(q_ids, padded_query_length, QUERY_PADDING),
+        _extend(k_pos, padded_key_length),
+        _pad(k_ids, padded_key_length, key_padding(padded_key_length)),
+        seen,
+        keys_in_order,
+        queries_in_order,
+    )
+
+
+def first_slots(
+    ids: Int[Array, "batch length"], wanted: Int[Array, "batch wanted"]
+) -> tuple[Int[Array, "batch wanted"], Bool[Array, "batch wanted"]]:
+    """For each id in ``wanted``, the first slot of ``ids`` that holds it, and whether there is one.
+
+    A name for a segment that is small, counts upwards along the sequence, and is the same on both sides.
+    """
+
+    def one(ids: Array, wanted: Array) -> tuple[Array, Array]:
+        order = jnp.argsort(ids, stable=True)
+        sorted_ids = ids[order]
+        where = jnp.minimum(jnp.searchsorted(sorted_ids, wanted), ids.shape[0] - 1)
+        return order[where].astype(jnp.int32), sorted_ids[where] == wanted
+
+    return jax.vmap(one)(ids, wanted)
+
+
+def in_order(
+    segment: Int[Array, "batch length"], position: Int[Array, "batch length"], valid: Bool[Array, "batch length"]
+) -> Bool[Array, " batch"]:
+    """Whether no segment comes back and no position falls inside of one, so that full blocks are neighbours.
+
+    ``segment`` names each valid slot's segment by a number below the length. Between the first and the last block
+    that a block sees in full Kvax masks nothing, and on one side of them only by segment.
+    """
+    length = segment.shape[1]
+    slots = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), segment.shape)
+
+    def begins(segment: Array, valid: Array, slots: Array) -> Array:
+        return slots == jax.ops.segment_min(jnp.where(valid, slots, length), segment, length)[segment]
+
+    begins_here = jax.vmap(begins)(segment, valid, slots)[:, 1:]
+    goes_on = (segment[:, 1:] == segment[:, :-1]) & valid[:, :-1] & (position[:, 1:] >= position[:, :-1])
+    return (goes_on | begins_here | ~valid[:, 1:]).all(1)
+
+
+def _sees_a_key(q_ids: Array, q_pos: Array, k_ids: Array, k_pos: Array, k_valid: Array) -> Array:
+    """Whether the earliest valid key of a row's segment is at or before the row."""
+
+    def one(q_ids: Array, q_pos: Array, k_ids: Array, k_pos: Array, k_valid: Array) -> Array:
+        length = k_ids.shape[0]
+        group = jnp.where(k_valid, k_ids, length)
+        earliest = jax.ops.segment_min(k_pos, group, length + 1)
+        any_key = jax.ops.segment_max(k_valid.astype(jnp.int32), group, length + 1) > 0
+        return any_key[q_ids] & (earliest[q_ids] <= q_pos)
+
+    return jax.vmap(one)(q_ids, q_pos, k_ids, k_pos, k_valid)
+
+
+def _up(length: int, step: int) -> int:
+    return -(-length // step) * step
+
+
+def _pad(x: Array, length: int, value: int) -> Array:
+    return jnp.pad(x, ((0, 0), (0, length - x.shape[1])), constant_values=value)
+
+
+def _extend(x: Array, length: int) -> Array:
+    """Positions of padding: those of the slots, which is what Kvax takes them for where it counts itself."""
+    return jnp.concatenate(
+        [x, jnp.broadcast_to(jnp.arange(x.shape[1], length, dtype=x.dtype), (x.shape[0], length - x.shape[1]))], 1
+    )

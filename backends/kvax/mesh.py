@@ -1,0 +1,191 @@
+"""One device or a caller's mesh: Kvax's mask and kernel on either, behind one pair of functions.
+
+Without a mesh the kernels run where the arrays are, inside whatever ``jit``, ``vmap`` or ``shard_map`` the caller has.
+With one, batch, heads and query length are each dealt to a mesh axis: data, tensor and context parallelism. For
+context parallelism queries are dealt in Kvax's order (a shard gets an early and a late part), so that every device
+has the same share of a causal mask; keys and values are whole on every device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from backends.contract import AttentionSpec
+from backends.kvax.blocks import Blocks
+from backends.kvax.layout import KvaxLayout
+
+if TYPE_CHECKING:
+    from backends.kvax.upstream import Upstream
+
+OPTIONS = {
+    "mesh": "jax.sharding.Mesh to run on (default: where the arrays are)",
+    "batch_axis": "mesh axis that the batch is dealt to (data parallelism)",
+    "head_axis": "mesh axis that the heads are dealt to (tensor parallelism)",
+    "context_axis": "mesh axis that the query length is dealt to (context parallelism)",
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OneDevice:
+    """No mesh: the kernels of a single device."""
+
+    context_size: int = 1
+
+    def prepare(self, kvax: Upstream, spec: AttentionSpec, blocks: Blocks, layout: KvaxLayout) -> Any:
+        """The layout and its block masks: forward, and for gradients dq and dk, dv."""
+        masks = []
+        for sizes, of_keys in _passes(spec, blocks):
+            bounds = kvax.mask_one_device(
+                *_tokens(layout), **dict(zip(_SIZES, sizes, strict=True)), calculate_dkdv_mask=of_keys
+            )
+            masks.append(mask_everything_out_of_order(bounds, layout, of_keys))
+        return layout, tuple(masks)
+
+    def kernel(self, kvax: Upstream, spec: AttentionSpec, blocks: Blocks) -> Callable[..., Array]:
+        """``(query, key, value, prepared) -> output``, all ``[batch, length, heads, head_dim]``."""
+        options = _kernel_options(kvax, spec, blocks)
+
+        def run(query: Array, key: Array, value: Array, prepared: Any) -> Array:
+            layout, masks = prepared
+            query, key, value = (x.swapaxes(1, 2) for x in (query, key, value))
+            out = kvax.flash_attention_one_device(query, key, value, *_tokens(layout), masks, **options)
+            return out.swapaxes(1, 2)
+
+        return run
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sharding:
+    """A caller's mesh, and the axis that each dimension is dealt to (None: to none)."""
+
+    mesh: jax.sharding.Mesh
+    batch_axis: str | None = None
+    head_axis: str | None = None
+    context_axis: str | None = None
+
+    @property
+    def context_size(self) -> int:
+        """Parts that a query length is a multiple of: an early and a late one for each device of the context axis."""
+        return 1 if self.context_axis is None else 2 * self.mesh.shape[self.context_axis]
+
+    def prepare(self, kvax: Upstream, spec: AttentionSpec, blocks: Blocks, layout: KvaxLayout) -> Any:
+        """As :meth:`OneDevice.prepare`, the masks dealt to the mesh and the queries in Kvax's order."""
+        forward, backward = (
+            kvax.parameters(**dataclasses.asdict(sizes)) for sizes in (blocks.forward, blocks.backward)
+        )
+        with self._specs(kvax):
+            dealt = self._deal(kvax, layout.query_positions, layout.query_segment_ids)
+            layout = dataclasses.replace(layout, query_positions=dealt[0], query_segment_ids=dealt[1])
+            masks = kvax.create_attention_mask(
+                *_tokens(layout),
+                fwd_params=forward,
+                bwd_params=backward,
+                calc_bwd_mask=spec.needs_grad,
+                mesh=self.mesh,
+            )
+        return layout, tuple(
+            mask_everything_out_of_order(mask.flatten(), layout, of_keys)
+            for mask, (_, of_keys) in zip(masks, _passes(spec, blocks), strict=True)
+        )
+
+    def kernel(self, kvax: Upstream, spec: AttentionSpec, blocks: Blocks) -> Callable[..., Array]:
+        """As :meth:`OneDevice.kernel`, over the mesh."""
+        options = _kernel_options(kvax, spec, blocks) | {"permute_tokens_for_load_balance": False, "mesh": self.mesh}
+        if self.context_axis is not None:
+            options["assume_sequential_positions"] = False
+
+        def run(query: Array, key: Array, value: Array, prepared: Any) -> Array:
+            layout, masks = prepared
+            masks = tuple(kvax.mask.unflatten(mask) for mask in masks)
+            with self._specs(kvax):
+                (query,) = self._deal(kvax, query)
+                out = kvax.flash_attention(query, key, value, *_tokens(layout), masks, **options)
+                return out if self.context_axis is None else kvax.unpermute_tokens(out, mesh=self.mesh)
+
+        return run
+
+    def _deal(self, kvax: Upstream, *arrays: Array) -> tuple[Array, ...]:
+        return arrays if self.context_axis is None else tuple(kvax.permute_tokens(arrays, mesh=self.mesh))
+
+    @contextlib.contextmanager
+    def _specs(self, kvax: Upstream) -> Iterator[None]:
+        """Kvax keeps these in its module, so one thread at a time."""
+        query = (self.batch_axis, self.context_axis, self.head_axis, None)
+        with kvax.specs_lock, kvax.attention_specs(query, (self.batch_axis, None, self.head_axis, None)):
+            yield
+
+
+def sharding_of(spec: AttentionSpec, options: Mapping[str, Any]) -> Sharding | OneDevice:
+    """The sharding that the options ask for. Raises ValueError for axes that the mesh lacks or that do not divide."""
+    axes = {name: options[name] for name in OPTIONS if name != "mesh" and options.get(name) is not None}
+    mesh = options.get("mesh")
+    if mesh is None:
+        if axes:
+            raise ValueError(f"kvax: {', '.join(axes)} need a mesh; give mesh=jax.sharding.Mesh(...).")
+        return OneDevice()
+    if not isinstance(mesh, jax.sharding.Mesh):
+        raise ValueError(f"kvax: mesh={mesh!r} is not accepted; give a jax.sharding.Mesh.")  # noqa: TRY004 (an option)
+    for name, axis in axes.items():
+        if axis not in mesh.shape:
+            raise ValueError(f"kvax: {name}={axis!r} is not an axis of the mesh; it has {', '.join(mesh.axis_names)}.")
+    if len(set(axes.values())) < len(axes):
+        raise ValueError(f"kvax: {', '.join(axes)} must be different axes of the mesh, not {axes}.")
+    for axis, name, size in (("batch_axis", "batch", spec.batch), ("head_axis", "num_kv_heads", spec.num_kv_heads)):
+        if axis in axes and size % mesh.shape[axes[axis]]:
+            raise ValueError(
+                f"kvax: {name}={size} cannot be dealt to the {mesh.shape[axes[axis]]} devices of {axis}="
+                f"{axes[axis]!r}; it must be a multiple."
+            )
+    return Sharding(mesh, **axes)
+
+
+_SIZES = ("query_block_size", "kv_block_size")
+
+
+def _passes(spec: AttentionSpec, blocks: Blocks) -> Iterator[tuple[tuple[int, int], bool]]:
+    """Query and key block size of each mask, and whether it is the one of the keys. dq has the sizes swapped."""
+    backward = blocks.backward
+    yield (blocks.forward.query_block_size, blocks.forward.kv_block_size), False
+    if spec.needs_grad:
+        yield (backward.kv_block_size, backward.query_block_size), False
+        yield (backward.query_block_size, backward.kv_block_size), True
+
+
+def mask_everything_out_of_order(
+    bounds: tuple[Array, ...], layout: KvaxLayout, of_keys: bool
+) -> tuple[Array, Array, Array, Array]:
+    """Where the layout breaks Kvax's order, no block of the range counts as full: each is masked by both rules.
+
+    ``bounds`` are ``(lower, upper, lower_full, upper_full)``, each ``[batch, shards or 1, blocks]``. Kvax masks by
+    position and segment from ``upper_full`` to ``upper`` in the masks of queries, from ``lower`` to ``lower_full`` in
+    that of keys.
+    """
+    lower, upper, lower_full, upper_full = bounds
+    orderly = layout.queries_in_order if of_keys else layout.keys_in_order
+    if orderly is None:
+        return lower, upper, lower_full, upper_full
+    end = upper if of_keys else lower
+    keep = functools.partial(jnp.where, orderly[:, None, None])
+    return lower, upper, keep(lower_full, end), keep(upper_full, end)
+
+
+def _tokens(layout: KvaxLayout) -> tuple[Array, Array, Array, Array]:
+    return layout.query_positions, layout.query_segment_ids, layout.key_positions, layout.key_segment_ids
+
+
+def _kernel_options(kvax: Upstream, spec: AttentionSpec, blocks: Blocks) -> dict[str, Any]:
+    return {
+        "scale": spec.softmax_scale,
+        "fwd_params": kvax.parameters(**dataclasses.asdict(blocks.forward)),
+        "bwd_params": kvax.parameters(**dataclasses.asdict(blocks.backward)),
+        # Kvax then counts slots instead of loading positions.
+        "assume_sequential_positions": spec.is_causal and not spec.has_positions,
+    }

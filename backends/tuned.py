@@ -1,0 +1,89 @@
+"""Options that were measured to be the fastest: the table that ships, and tables that ``attnsuite tune`` writes.
+
+A table is JSON: an entry per problem that was tuned, with the winning options, how they won (measured, or
+ranked by what compiles where the device was not there) and everything else that was tried. It is looked up
+by device, dtype, grouping and length; the nearest shorter length holds for those between.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+
+from backends.contract import AttentionSpec
+from backends.devices import Target
+
+SCHEMA = 1
+SHIPPED = "tuned.json"
+_SHORT_DTYPES = ("bfloat16", "float16")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Entry:
+    """The best options of ``backend`` for problems of one kind. ``gradient``: of forward and backward together."""
+
+    backend: str
+    platform: str
+    kind: str
+    dtype: str
+    grouped: bool
+    gradient: bool
+    length: int
+    options: tuple[tuple[str, int], ...]
+
+
+def shipped() -> tuple[Entry, ...]:
+    """The table in this package, made by the command that it names."""
+    return _parse((resources.files("backends") / SHIPPED).read_text(encoding="utf-8"), SHIPPED)
+
+
+def load(path: str | Path) -> tuple[Entry, ...]:
+    """The table in a file. Raises ValueError, in a sentence, for a file that is none."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"tuned options {str(path)!r} cannot be read ({error.strerror}); give a file that "
+                         "attnsuite tune wrote.") from error  # fmt: skip
+    return _parse(text, str(path))
+
+
+def options_for(
+    entries: tuple[Entry, ...], backend: str, target: Target, spec: AttentionSpec, *, gradient: bool
+) -> Mapping[str, int]:
+    """What the table says for ``spec``; empty where it says nothing.
+
+    A CPU takes what was measured on another where it has no entries of its own; no other device does. float16
+    takes what was measured for bfloat16 where it has no entry of its own: blocks of the same size.
+    """
+    length = min(spec.query_length, spec.key_value_length)
+    grouped = spec.group_size > 1
+    matching = [e for e in entries if (e.backend, e.platform, e.grouped, e.gradient) ==
+                (backend, target.platform, grouped, gradient)]  # fmt: skip
+    own = [entry for entry in matching if entry.kind == target.kind]
+    matching = own if own or target.platform != "cpu" else matching
+    alike = _SHORT_DTYPES if spec.dtype in _SHORT_DTYPES else (spec.dtype,)
+    for dtype in (spec.dtype, *alike):
+        of_dtype = sorted((e for e in matching if e.dtype == dtype), key=lambda e: e.length)
+        if of_dtype:
+            shorter = [entry for entry in of_dtype if entry.length <= length]
+            return dict((shorter[-1] if shorter else of_dtype[0]).options)
+    return {}
+
+
+@functools.lru_cache(maxsize=8)
+def _parse(text: str, name: str) -> tuple[Entry, ...]:
+    try:
+        data = json.loads(text)
+        if (found := data["schema"]) != SCHEMA:
+            raise ValueError(f"it has schema {found!r}, and this version reads {SCHEMA}")  # noqa: TRY301
+        fields = [field.name for field in dataclasses.fields(Entry)]
+        return tuple(
+            Entry(**{**{f: entry[f] for f in fields}, "options": tuple(sorted(entry["options"].items()))})
+            for entry in data["entries"]
+        )
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"tuned options {name!r} cannot be used: {error}; make them with attnsuite tune.") from error

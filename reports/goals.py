@@ -1,0 +1,161 @@
+"""What the CPU page sets out to reach, and where it does: each goal with its worst figure, missed ones by name.
+
+The goals are this project's own, for the ``cpu-speed`` suite. A goal is judged on the medians of one run;
+nothing is rounded towards it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+
+from reports.cells import Cell, Group, same_rounds
+from reports.formatting import TIMES, Value, number
+from reports.tables import Column, Table, problem_of, table
+from suite import statistics
+from suite.record import Record
+
+SUITE = "cpu-speed"
+BACKEND = "chunked"
+
+Figure = Callable[[Group, Cell], float | None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Goal:
+    """A bound on a figure of some rows in some cases; ``least`` where more is better."""
+
+    text: str
+    figure: Figure
+    bound: float
+    least: bool = False
+    rows: str = "all cores"  # "all cores" | "one device" | "best"
+    kinds: tuple[str, ...] = ("op_forward",)
+    dtype: str | None = None
+    grouped: bool | None = None  # whether query heads share KV heads
+    shortest: int = 0
+    longest: int = 10**9
+
+    def concerns(self, record: Record) -> bool:
+        """Whether the goal is about a case; only plain causal ones are compared."""
+        problem = record.problem
+        length = problem.get("sequence")
+        if problem.get("window") or problem.get("documents") != 1 or not isinstance(length, int):
+            return False
+        return (
+            record.kind in self.kinds
+            and self.dtype in (None, problem.get("dtype"))
+            and self.grouped in (None, problem.get("heads") != problem.get("kv_heads"))
+            and self.shortest <= length <= self.longest
+        )
+
+
+def time_over(peer: str) -> Figure:
+    """Time relative to a peer, or another backend, of the same case: the median over shared rounds."""
+
+    def figure(group: Group, cell: Cell) -> float | None:
+        other = next((c.record for c in group.cells if c.label == peer and c.speed), None)
+        if other is None or not same_rounds(cell.record, other):
+            return None
+        ratio = statistics.paired_ratio(cell.record.samples, other.samples)
+        return None if ratio is None else ratio.value
+
+    return figure
+
+
+def _peak(_: Group, cell: Cell) -> float | None:
+    return cell.speed.peak_share if cell.speed else None
+
+
+def _read(_: Group, cell: Cell) -> float | None:
+    return cell.speed.read_share if cell.speed else None
+
+
+def _temporary(_: Group, cell: Cell) -> float | None:
+    return cell.temp_ratio
+
+
+_FORWARD, _BOTH, _DECODE = ("op_forward",), ("op_forward_backward",), ("op_decode",)
+_EVERY = (*_FORWARD, *_BOTH)
+_TORCH = "torch_unthrottled"
+
+GOALS = (
+    Goal(text="never slower than jax.nn", figure=time_over("jax_nn"), bound=1.0, rows="one device", kinds=_EVERY),
+    Goal(text="a fifth of jax.nn's time or less, float32, S 2048", figure=time_over("jax_nn"), bound=1 / 5,
+         dtype="float32", shortest=2048, longest=2048),
+    Goal(text="a tenth of jax.nn's time or less, bfloat16, S 2048", figure=time_over("jax_nn"), bound=1 / 10,
+         dtype="bfloat16", shortest=2048, longest=2048),
+    Goal(text="a fifth of jax.nn's time or less, S 2048", figure=time_over("jax_nn"), bound=1 / 5, kinds=_BOTH,
+         shortest=2048, longest=2048),
+    Goal(text="at most 1.10 of torch_unthrottled, float32, S from 1024", figure=time_over(_TORCH), bound=1.10,
+         dtype="float32", shortest=1024),
+    Goal(text="at most 1.15 of torch_unthrottled, bfloat16, equal heads", figure=time_over(_TORCH), bound=1.15,
+         dtype="bfloat16", grouped=False),
+    Goal(text="at most 1.35 of torch_unthrottled, bfloat16, shared KV heads", figure=time_over(_TORCH), bound=1.35,
+         dtype="bfloat16", grouped=True),
+    Goal(text="at most 1.35 of torch_unthrottled, S from 2048", figure=time_over(_TORCH), bound=1.35,
+         rows="one device", shortest=2048),
+    Goal(text="at most 1.00 of torch_unthrottled", figure=time_over(_TORCH), bound=1.0, kinds=_BOTH),
+    Goal(text="45% of the measured matmul rate, float32, S from 2048", figure=_peak, bound=0.45, least=True,
+         kinds=_EVERY, dtype="float32", shortest=2048, longest=8192),
+    Goal(text="35% of the measured matmul rate, bfloat16, S from 2048", figure=_peak, bound=0.35, least=True,
+         kinds=_EVERY, dtype="bfloat16", shortest=2048, longest=8192),
+    Goal(text="70% of the measured read bandwidth, float32", figure=_read, bound=0.70, least=True, rows="best",
+         kinds=_DECODE, dtype="float32"),
+    Goal(text="an eighth of standard's temporary memory or less, S 4096", figure=_temporary, bound=1 / 8,
+         rows="one device", kinds=_EVERY, shortest=4096, longest=4096),
+)  # fmt: skip
+
+
+def goals(groups: Sequence[Group]) -> Table | None:
+    """The goals that this run can judge; None for a run of another suite."""
+    records = [cell.record for group in groups for cell in group.cells]
+    if not records or any(record.suite != SUITE for record in records):
+        return None
+    rows = [row for goal in GOALS if (row := _row(goal, groups))]
+    columns = (
+        Column("goal", "goal"),
+        Column("row", "row"),
+        Column("met", "met"),
+        Column("worst", "worst figure"),
+        Column("missed", "missed in"),
+    )
+    return table("goals", "", columns, rows) if rows else None
+
+
+def _row(goal: Goal, groups: Sequence[Group]) -> dict[str, Value] | None:
+    found = [(value, group) for group in groups if goal.concerns(group.cells[0].record)
+             for value in _value(goal, group)]  # fmt: skip
+    if not found:
+        return None
+    worst, _ = (min if goal.least else max)(found, key=lambda pair: pair[0])
+    missed = [
+        f"{problem_of(group)}: {_shown(goal, value)}"
+        for value, group in found
+        if (value < goal.bound if goal.least else value > goal.bound)
+    ]
+    kinds = " and ".join({"op_forward": "forward", "op_forward_backward": "forward and backward"}.get(k, "decode")
+                         for k in goal.kinds)  # fmt: skip
+    return {
+        "goal": f"{kinds}: {goal.text}",
+        "row": goal.rows,
+        "met": f"{len(found) - len(missed)} of {len(found)}",
+        "worst": _shown(goal, worst),
+        "missed": "; ".join(missed) or None,
+    }
+
+
+def _shown(goal: Goal, value: float) -> str:
+    return f"{number(100 * value)}%" if goal.least else f"{number(value)}{TIMES}"
+
+
+def _value(goal: Goal, group: Group) -> Iterator[float]:
+    rows = [cell for cell in group.cells if cell.record.requested == BACKEND and cell.record.resolved == BACKEND]
+    if goal.figure is not _temporary:
+        rows = [cell for cell in rows if cell.speed]
+    most = max((cell.record.devices for cell in rows), default=1)
+    if goal.rows != "best":
+        rows = [cell for cell in rows if cell.record.devices == (1 if goal.rows == "one device" else most)]
+    values = [value for cell in rows if (value := goal.figure(group, cell)) is not None]
+    if values:
+        yield (max if goal.least else min)(values)

@@ -1,0 +1,94 @@
+"""What others give for the same problem: implementations outside this project, measured beside the backends.
+
+A peer is a comparator, never a backend: nothing falls back to it and no model can use it. It runs in a cell
+of its own, on the same arrays, judged by the same oracle, in the same rounds. Each is imported only in its
+cell's process; one whose package is missing, or that has no such problem, is refused with the reason.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Mapping
+from importlib import util
+from pathlib import Path
+from typing import get_args
+
+from backends.devices import cpu_name
+from suite.cases import Case, ModelKind, OpCase, OpKind
+from suite.peers import mkl
+from suite.program import Program
+from suite.record import CaseKind
+
+_OPS: tuple[CaseKind, ...] = get_args(OpKind)
+_MODELS: tuple[CaseKind, ...] = get_args(ModelKind)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Peer:
+    """An implementation to compare with. ``module`` (of this package) has ``program(case) -> Program``.
+
+    ``masks`` are the options of an op case that it takes besides causal. ``unthrottled`` lifts the vendor
+    check of the math library that it computes with (``mkl.py``).
+    """
+
+    name: str
+    module: str
+    packages: tuple[str, ...]
+    kinds: tuple[CaseKind, ...]
+    masks: frozenset[str] = frozenset()
+    unthrottled: bool = False
+
+
+PEERS = {
+    peer.name: peer
+    for peer in (
+        Peer(name="jax_nn", module="jax_nn", packages=(), kinds=_OPS, masks=frozenset({"window", "documents"})),
+        Peer(name="tokamax", module="tokamax_chunked", packages=("tokamax",), kinds=_OPS),
+        Peer(name="torch", module="torch_sdpa", packages=("torch",), kinds=_OPS),
+        Peer(name="torch_unthrottled", module="torch_sdpa", packages=("torch",), kinds=_OPS, unthrottled=True),
+        Peer(name="transformers", module="torch_llama", packages=("torch", "transformers"), kinds=_MODELS),
+        Peer(
+            name="transformers_unthrottled",
+            module="torch_llama",
+            packages=("torch", "transformers"),
+            kinds=_MODELS,
+            unthrottled=True,
+        ),
+    )
+}
+
+
+def refusals(name: str, case: Case) -> tuple[str, ...]:
+    """Every reason why the peer cannot be measured on this machine in this case; nothing is imported."""
+    peer, reasons = PEERS[name], []
+    missing = [package for package in peer.packages if util.find_spec(package) is None]
+    if missing:
+        reasons.append(f"{name}: {' and '.join(missing)} not installed; pip install 'attention-suite[peers]'.")
+    if peer.unthrottled:
+        reasons += [f"{name}: {reason}" for reason in mkl.refusals(cpu_name())]
+    if isinstance(case, OpCase):
+        given = {
+            "window": case.window is not None,
+            "chunk_size": case.chunk_size is not None,
+            "soft_cap": case.soft_cap is not None,
+            "documents": case.documents > 1,
+            "value_head_dim": case.value_head_dim not in (None, case.head_dim),
+        }
+        reasons += [
+            f"{name}: {option}={getattr(case, option)} is outside of what is compared with it; "
+            f"it takes causal and full attention{' and ' + ', '.join(sorted(peer.masks)) if peer.masks else ''}."
+            for option, is_given in given.items()
+            if is_given and option not in peer.masks
+        ]
+    return tuple(reasons)
+
+
+def worker_environment(name: str, folder: Path) -> Mapping[str, str]:
+    """Environment variables that the peer's process starts with; ``folder`` holds what they point to."""
+    return mkl.environment(folder) if PEERS[name].unthrottled else {}
+
+
+def program(name: str, case: Case) -> Program:
+    """The peer's program of ``case``."""
+    return importlib.import_module(f"suite.peers.{PEERS[name].module}").program(case)

@@ -1,0 +1,37 @@
+"""``jax.nn.dot_product_attention`` with its XLA implementation: what a JAX user has without this project."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from suite.cases import OpCase
+from suite.formulas import document_ids
+from suite.inputs import make_inputs
+from suite.program import Program, with_gradients
+
+
+def program(case: OpCase) -> Program:
+    """The program of an op case, arrays in JAX's own layout."""
+    inputs, documents = make_inputs(case), jnp.asarray(document_ids(case))
+    # One token at the end of its keys sees all of them. JAX counts query positions from 0, so "causal" would not.
+    causal = case.causal and case.kind != "op_decode"
+
+    def attend(query: Any, key: Any, value: Any) -> Any:
+        packed = case.documents > 1
+        return jax.nn.dot_product_attention(
+            query,
+            key,
+            value,
+            is_causal=causal,
+            local_window_size=None if case.window is None else (case.window, 0 if causal else case.window),
+            mask=(documents[:, None] == documents[None])[None, None] if packed else None,
+            implementation="xla",
+        )
+
+    arguments = (inputs.query, inputs.key, inputs.value)
+    if case.needs_grad:
+        return Program(with_gradients(attend), (*arguments, inputs.d_out))
+    return Program(attend, arguments)

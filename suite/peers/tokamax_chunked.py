@@ -1,0 +1,25 @@
+"""tokamax's chunked XLA attention: the other implementation of linear memory that runs on every platform."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tokamax  # pyright: ignore[reportMissingImports]  (extra "peers")
+
+from suite.cases import OpCase
+from suite.inputs import make_inputs
+from suite.program import Program, with_gradients
+
+
+def program(case: OpCase) -> Program:
+    """The program of an op case."""
+    inputs = make_inputs(case)
+    causal = case.causal and case.kind != "op_decode"  # one token at the end of its keys sees all of them
+
+    def attend(query: Any, key: Any, value: Any) -> Any:
+        return tokamax.dot_product_attention(query, key, value, is_causal=causal, implementation="xla_chunked")
+
+    arguments = (inputs.query, inputs.key, inputs.value)
+    if case.needs_grad:
+        return Program(with_gradients(attend), (*arguments, inputs.d_out))
+    return Program(attend, arguments)

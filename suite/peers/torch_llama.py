@@ -1,0 +1,99 @@
+"""The same Llama in Hugging Face's transformers on PyTorch: same configuration, same weights, same tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+import torch  # pyright: ignore[reportMissingImports]  (extra "peers")
+import transformers  # pyright: ignore[reportMissingImports]
+
+from models import Transformer
+from models.huggingface import to_hf
+from models.parameters import checkpoint_names
+from suite import model_cell
+from suite.cases import ModelCase
+from suite.peers.torch_sdpa import to_torch
+from suite.program import Program
+
+
+def program(case: ModelCase) -> Program:
+    """The program of a model case; outputs as those of ``model_cell.judged_program``."""
+    model = model_cell.open_model(case)
+    llama, names = _llama(model)
+    if case.kind == "model_train":
+        return _train(case, model, llama, names)
+    return _decode(case, model, llama) if case.kind == "model_decode" else _prefill(case, model, llama)
+
+
+def _llama(model: Transformer) -> tuple[Any, list[str]]:
+    names = jax.tree.leaves(checkpoint_names(model.config))
+    weights = {name: to_torch(x) for name, x in zip(names, jax.tree.leaves(model.arrays()), strict=True)}
+    config = transformers.LlamaConfig(**{k: v for k, v in to_hf(model.config).items() if k != "model_type"})
+    llama = transformers.LlamaForCausalLM._from_config(config, attn_implementation="sdpa")  # noqa: SLF001 (public there)
+    missing, unexpected = llama.load_state_dict(weights, strict=False)
+    if unexpected or set(missing) - {"lm_head.weight"}:
+        raise ValueError(f"transformers has other weights: missing {missing}, unexpected {unexpected}.")
+    return llama.to(getattr(torch, model.config.dtype)).eval(), names
+
+
+def _tokens(case: ModelCase, model: Transformer) -> Any:
+    return torch.from_numpy(np.array(model_cell.case_tokens(case, model.config))).long()
+
+
+def _prefill(case: ModelCase, model: Transformer, llama: Any) -> Program:
+    tokens = _tokens(case, model)
+
+    def run() -> Any:
+        with torch.no_grad():
+            return llama(tokens, use_cache=True, logits_to_keep=1).logits
+
+    return Program(run, (), arrays=lambda logits: {"logits": _numpy(logits[:, -1])})
+
+
+def _decode(case: ModelCase, model: Transformer, llama: Any) -> Program:
+    cache = model_cell.noisy_cache(case, model)
+    dtype = getattr(torch, model.config.dtype)
+    held = [
+        tuple(to_torch(x[:, :, : case.sequence]).to(dtype) for x in layer)
+        for layer in zip(cache.keys, cache.values, strict=True)
+    ]
+    tokens = torch.from_numpy(np.array(model_cell.decoded_tokens(case, model.config))).long()
+
+    def run() -> Any:
+        past, logits = transformers.DynamicCache(), []
+        for layer, (keys, values) in enumerate(held):
+            past.update(keys, values, layer)
+        with torch.no_grad():
+            for token in tokens.T:
+                step = llama(token[:, None], past_key_values=past, use_cache=True)
+                past = step.past_key_values
+                logits.append(step.logits)
+        return logits
+
+    return Program(run, (), arrays=lambda logits: {"logits": np.stack([_numpy(x[:, -1]) for x in logits])})
+
+
+def _train(case: ModelCase, model: Transformer, llama: Any, names: list[str]) -> Program:
+    tokens, parameters = _tokens(case, model), dict(llama.named_parameters())
+    # The optimiser of the JAX train step (optax.adamw with its defaults).
+    optimizer = torch.optim.AdamW(llama.parameters(), lr=model_cell.LEARNING_RATE, weight_decay=1e-4)
+    first: dict[str, Any] = {}
+
+    def run() -> Any:
+        optimizer.zero_grad()
+        logits = llama(tokens, use_cache=False).logits[:, :-1].float()
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        if not first:  # judged before the first step changes the weights
+            gradient = np.concatenate([_numpy(parameters[name].grad).ravel() for name in names])
+            first.update(loss=_numpy(loss), gradient=gradient)
+        optimizer.step()
+        return loss
+
+    return Program(run, (), arrays=lambda _: first)
+
+
+def _numpy(x: Any) -> np.ndarray:
+    return x.detach().float().numpy().copy()

@@ -1,0 +1,50 @@
+"""PyTorch's ``scaled_dot_product_attention`` on the CPU, with as many threads as it takes by itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import torch  # pyright: ignore[reportMissingImports]  (extra "peers")
+from torch.nn.functional import scaled_dot_product_attention  # pyright: ignore[reportMissingImports]
+
+from suite.cases import OpCase
+from suite.inputs import make_inputs
+from suite.program import Program
+
+
+def program(case: OpCase) -> Program:
+    """The program of an op case; tensors are [batch, heads, length, dim] as PyTorch wants them."""
+    inputs = make_inputs(case)
+    query, key, value, d_out = (
+        to_torch(x).transpose(1, 2).contiguous() for x in (inputs.query, inputs.key, inputs.value, inputs.d_out)
+    )
+    grouped = case.kv_heads != case.heads
+    causal = case.causal and case.kind != "op_decode"  # one token at the end of its keys sees all of them
+
+    def forward() -> Any:
+        with torch.no_grad():
+            return scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=grouped)
+
+    def forward_backward() -> Any:
+        leaves = [x.requires_grad_() for x in (query, key, value)]
+        out = scaled_dot_product_attention(*leaves, is_causal=causal, enable_gqa=grouped)
+        return out, *torch.autograd.grad(out, leaves, d_out)
+
+    def arrays(outputs: Any) -> Any:
+        if isinstance(outputs, tuple):
+            return tuple(to_jax(x.transpose(1, 2)) for x in outputs)
+        return to_jax(outputs.transpose(1, 2))
+
+    return Program(forward_backward if case.needs_grad else forward, (), arrays=arrays)
+
+
+def to_torch(x: Any) -> Any:
+    """A JAX array as a tensor of the same dtype (NumPy has no bfloat16 that PyTorch knows: by way of float32)."""
+    return torch.from_numpy(np.array(x, np.float32)).to(getattr(torch, str(x.dtype)))
+
+
+def to_jax(x: Any) -> Any:
+    """A tensor as a JAX array of the same dtype."""
+    return jnp.asarray(x.detach().float().numpy(), str(x.dtype).removeprefix("torch."))

@@ -1,0 +1,136 @@
+"""Kvax's kernels compiled for GPUs that are not here."""
+
+import dataclasses
+
+import pytest
+
+from backends import AttentionSpec, Target
+from backends.contract import CompilesKernels
+from backends.kvax import KVAX
+from backends.kvax.blocks import Blocks, KernelBlocks, choose
+
+pytestmark = pytest.mark.kvax
+
+H100 = Target("cuda", "h100")
+MASKS = ["compute_attention_mask_kernel"] * 3
+BACKWARD = ["attn_bwd_preprocess", "flash_attention_backward_kernel"]
+
+
+def spec(head_dim=128, **changes):
+    return AttentionSpec(
+        **{
+            "batch": 1,
+            "query_length": 2048,
+            "key_value_length": 2048,
+            "num_heads": 8,
+            "num_kv_heads": 2,
+            "head_dim": head_dim,
+            "dtype": "bfloat16",
+            "is_causal": True,
+            **changes,
+        }
+    )
+
+
+@pytest.mark.parametrize("head_dim", [128, 256])
+@pytest.mark.parametrize("kind", ["a100", "h100", "b200"])
+def test_every_kernel_fits_every_generation(kind, head_dim):
+    target = Target("cuda", kind)
+    builds = KVAX.compile_kernels(spec(head_dim), target)
+    assert [build.name for build in builds] == [*MASKS, "flash_attention_forward_kernel", *BACKWARD]
+    chosen = choose(spec(head_dim), target, {})
+    forward, backward = (
+        dict(build.configuration) for build in builds if build.name.endswith(("ward_kernel", "forward_kernel"))
+    )
+    assert forward == dataclasses.asdict(chosen.forward)
+    assert backward["kv_block_size_dkdv"] == backward["query_block_size_dq"] == chosen.backward.kv_block_size
+    for build in builds:
+        assert build.error is None, build
+        assert 16 <= build.registers <= 255
+        assert 0 < build.shared_bytes <= build.shared_limit_bytes
+        assert build.vector_loads or build.name in MASKS
+
+
+def test_h200_is_compiled_as_an_h100():
+    forward = {"needs_grad": False}
+    assert KVAX.compile_kernels(spec(**forward), Target("cuda", "h200")) == KVAX.compile_kernels(spec(**forward), H100)
+
+
+def test_stride_hint_removes_spills_and_widens_loads():
+    from backends.kvax import build
+
+    blocks = choose(spec(), H100, {})
+
+    def forward(*, stride_hint):
+        built = build.compile_kernels(spec(needs_grad=False), H100, blocks, stride_hint=stride_hint)
+        return next(x for x in built if x.name == "flash_attention_forward_kernel")
+
+    hinted, plain = forward(stride_hint=True), forward(stride_hint=False)
+    assert hinted.spilled_bytes == 0
+    assert hinted.vector_loads > 100
+    assert plain.spilled_bytes > 500
+    assert plain.vector_loads == 0
+    assert plain.scalar_loads > 400
+
+
+def test_hint_is_what_is_patched_into_jax_triton():
+    """The same decision for the table and for what runs: a fake of jax-triton's library is asked with the hint."""
+    import types
+
+    from backends.kvax import upstream
+
+    asked = []
+    triton = types.SimpleNamespace(native_specialize_impl=lambda *given: asked.append((given[1], given[4])), ir=None)
+
+    def create(init, platform, fn, arg_dtypes, scalar_args, **_):
+        for dtype in arg_dtypes:
+            library._triton.native_specialize_impl(*(None, dtype, False, True, dtype.startswith("*")))
+
+    library = types.SimpleNamespace(_triton=triton, get_or_create_triton_kernel=create)
+    upstream._divisible_scalars(library)
+    arguments = ["*bf16", "i32", "i32", "i32", "fp64"]
+    library.get_or_create_triton_kernel(None, "cuda", None, arguments, [(1, "i32", 128), (2, "i32", 1), (3, "i32", 72)])
+    assert asked == [("*bf16", True), (128, True), ("i32", False), ("i32", False), ("fp64", False)]
+    assert library._triton is triton
+
+
+def test_kernel_that_does_not_fit_says_so_and_the_others_are_there():
+    builds = KVAX.compile_kernels(
+        spec(256, needs_grad=False), H100, {"query_block_size": 128, "kv_block_size": 128, "num_stages": 3}
+    )
+    errors = {build.name: build.error for build in builds if build.error}
+    assert list(errors) == ["flash_attention_forward_kernel"]
+    assert "bytes of shared memory of 232448" in errors["flash_attention_forward_kernel"]
+
+
+def test_kernel_that_does_not_compile_is_a_result(monkeypatch):
+    from backends.kvax import build
+
+    def refuse(*_, **__):
+        raise RuntimeError("\n  no such instruction\nmore")
+
+    monkeypatch.setattr(build.triton, "compile", refuse)
+    built = KVAX.compile_kernels(spec(needs_grad=False), H100)
+    assert {x.error for x in built} == {"RuntimeError: no such instruction"}
+    assert {x.registers for x in built} == {None}
+
+
+def test_float32_would_be_multiplied_as_tf32():
+    """What ``supports`` refuses float32 for."""
+    from backends.kvax import build
+
+    blocks = Blocks(KernelBlocks(64, 64, 4, 2), KernelBlocks(64, 64, 4, 2))
+    launches = build.record_launches(spec(64, dtype="float32", needs_grad=False), blocks)
+    ptx = build.compile_launch(launches[-1], H100).asm["ptx"]
+    assert ".tf32" in ptx
+    assert "fma.rn.f32" not in ptx.split("mma")[0]
+
+
+def test_refused_spec_and_option_raise_with_the_reason():
+    assert isinstance(KVAX, CompilesKernels)
+    with pytest.raises(ValueError, match="head_dim=80"):
+        KVAX.compile_kernels(spec(80), H100)
+    with pytest.raises(ValueError, match="NVIDIA"):
+        KVAX.compile_kernels(spec(), Target("cpu"))
+    with pytest.raises(ValueError, match="no_such_option"):
+        KVAX.compile_kernels(spec(), H100, {"no_such_option": 1})

@@ -1,0 +1,168 @@
+"""What Kvax 0.1.0 computes wrongly without a word, prevented; and without its guard each is wrong."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import problems
+import pytest
+from conformance import (
+    check_accuracy,
+    check_unseeing_rows_do_not_matter,
+    compiled,
+)
+
+from backends import AttentionSpec, Layout, Target
+from backends.kvax import KVAX, backend, blocks, mesh
+from backends.kvax import layout as layouts
+
+pytestmark = pytest.mark.kvax
+
+
+def problem(*, ids=None, key_ids=None, positions=None, length=384, dtype="float32", **changes):
+    """One head over ``length`` tokens, causal."""
+    spec = AttentionSpec(
+        **{
+            "batch": 1,
+            "query_length": length,
+            "key_value_length": length,
+            "num_heads": 1,
+            "num_kv_heads": 1,
+            "head_dim": 16,
+            "dtype": dtype,
+            "is_causal": True,
+            "has_segment_ids": ids is not None,
+            "has_positions": positions is not None,
+            **changes,
+        }
+    )
+    rng = np.random.default_rng(0)
+    T, S, N, K = spec.query_length, spec.key_value_length, spec.num_heads, spec.num_kv_heads
+    shapes = ((1, T, N, 16), (1, S, K, 16), (1, S, K, 16), (1, T, N, 16))
+    inputs = tuple(jnp.asarray(rng.standard_normal(shape).astype(jnp.dtype(dtype))) for shape in shapes)
+    row = lambda x: None if x is None else jnp.asarray(np.array(x, np.int32)[None])  # noqa: E731
+    layout = Layout(
+        query_segment_ids=row(ids),
+        key_value_segment_ids=row(ids if key_ids is None else key_ids),
+        query_positions=row(positions),
+        key_value_positions=row(positions),
+    )
+    return problems.solve(spec, layout, inputs)
+
+
+def run(case, **options):
+    class WithOptions:
+        def plan(self, spec, layout, *, target, mode):
+            return KVAX.plan(spec, layout, target=target, mode=mode, options=options)
+
+    return compiled(WithOptions(), case, Target.here(), "interpret")
+
+
+def check(case, **options):
+    check_accuracy(run(case, **options)(*case.inputs), case)
+
+
+SMALL = {
+    "query_block_size": 64,
+    "kv_block_size": 64,
+    "backward_query_block_size": 64,
+    "backward_kv_block_size": 64,
+}
+PACKED = np.repeat([1, 0], 192)
+RETURNING = np.repeat([1, 0, 1], 128)
+PADDED = np.repeat([0, 3, -1], [100, 140, 144])
+ROTATED = np.roll(np.arange(384), 192)
+
+
+def test_length_that_128_does_not_divide(monkeypatch):
+    case = problem(length=64)
+    check(case, **SMALL)
+    monkeypatch.setattr(blocks, "PREPROCESS_BLOCK", 64)  # padded to the blocks alone
+    with pytest.raises(AssertionError, match=r"dq: .*passed=False"):
+        check(case, **SMALL)
+
+
+def test_segment_ids_beyond_the_key_length(monkeypatch):
+    case = problem(ids=np.where(PADDED < 0, PADDED, PADDED + 10**6))
+    check(case)
+
+    def unnamed(ids, wanted):
+        return wanted, jnp.ones(wanted.shape, bool)
+
+    monkeypatch.setattr(layouts, "first_slots", unnamed)
+    monkeypatch.setattr(layouts, "_sees_a_key", lambda q_ids, *_: jnp.ones(q_ids.shape, bool))
+    monkeypatch.setattr(layouts, "in_order", lambda segment, *_: jnp.ones(segment.shape[:1], bool))
+    with pytest.raises(AssertionError, match="passed=False"):
+        check(case)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [{"ids": RETURNING}, {"positions": ROTATED}, {"positions": np.arange(384)[::-1], "ids": PACKED}],
+    ids=["segment that comes back", "rotated positions", "falling positions"],
+)
+def test_layout_out_of_the_order_that_kvax_assumes(monkeypatch, case):
+    case = problem(**case)
+    check(case, **SMALL)
+    monkeypatch.setattr(mesh, "mask_everything_out_of_order", lambda bounds, *_: bounds)
+    with pytest.raises(AssertionError, match="passed=False"):
+        check(case, **SMALL)
+
+
+def test_layout_in_order_is_not_masked_everywhere():
+    for ids in (PACKED, PADDED, PADDED[::-1]):
+        case = problem(ids=ids)
+        converted = layouts.convert(case.spec, case.layout, 384, 384)
+        assert converted.keys_in_order.all()
+        assert converted.queries_in_order.all()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_gradients_have_the_dtype_of_their_input(monkeypatch, dtype):
+    case = problem(length=128, dtype=dtype)
+    check(case)
+
+    def as_kvax_gives_them(kernel, needs_grad):
+        return kernel
+
+    monkeypatch.setattr(backend, "_in_the_dtype_of_its_input", as_kvax_gives_them)
+    with pytest.raises((AssertionError, TypeError), match=r"dk: .*passed=False|dtype"):
+        check(case)
+
+
+def test_rows_that_see_nothing_are_zero(monkeypatch):
+    case = problem(ids=PADDED)
+    check(case)
+    convert = layouts.convert
+    monkeypatch.setattr(layouts, "convert", lambda *args: dataclasses.replace(convert(*args), seen=None))
+    with pytest.raises(AssertionError, match=r"output: .*passed=False"):
+        check(case)
+
+
+def test_padding_does_not_match_padding(monkeypatch):
+    case = problem(ids=PADDED)
+    finer = {"query_block_size": 16}  # skips rows that the backward pass, in blocks of its own, does not
+    check_unseeing_rows_do_not_matter(run(case, **finer), case)
+    monkeypatch.setattr(layouts, "key_padding", lambda _: layouts.QUERY_PADDING)
+    with pytest.raises(AssertionError):
+        check_unseeing_rows_do_not_matter(run(case, **finer), case)
+
+
+def test_fewer_keys_than_queries_in_the_backward_pass(monkeypatch):
+    case = problem(query_length=256, key_value_length=128)
+    check(case)
+
+    def each_for_itself(spec, blocks, shards=1):
+        return 256, 128
+
+    monkeypatch.setattr(layouts, "padded_lengths", each_for_itself)
+    with pytest.raises(AssertionError, match=r"dq: .*passed=False"):
+        check(case)
+
+
+def test_differentiating_what_was_planned_without_gradients_says_so():
+    case = problem(length=128, needs_grad=False)
+    plan = KVAX.plan(case.spec, case.layout, target=Target.here(), mode="interpret")
+    with pytest.raises(ValueError, match="needs_grad=True"):
+        jax.grad(lambda q: plan.run(q, *case.inputs[1:3])[0].sum())(case.inputs[0])

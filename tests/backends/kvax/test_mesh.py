@@ -1,0 +1,142 @@
+"""Kvax over a caller's mesh: data, tensor and context parallelism on four devices that the host pretends to have.
+
+One process of its own: devices are counted once per process. ``NPROC`` gives JAX's CPU client enough threads: a device
+that waits in a callback keeps one, and with fewer than there are devices they wait for each other.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.kvax
+
+PARALLELISM = {
+    "data": {"shape": (4,), "axes": ("x",), "batch_axis": "x"},
+    "tensor": {"shape": (2,), "axes": ("x",), "head_axis": "x"},
+    "context": {"shape": (2,), "axes": ("x",), "context_axis": "x"},
+    "all three": {
+        "shape": (2, 1, 2),
+        "axes": ("x", "y", "z"),
+        "batch_axis": "x",
+        "head_axis": "y",
+        "context_axis": "z",
+    },
+}
+CASES = {
+    "data": ["ragged-causal"],
+    "tensor": ["causal-bfloat16", "segments-causal"],
+    "context": ["causal", "padding-both-ends", "positions-reversed"],
+    "all three": ["gqa-4", "more-keys-causal"],
+}
+
+
+def in_four_devices(code):
+    environment = os.environ | {
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "NPROC": "16",
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, sys.path)]),
+    }
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", PARALLELISM)
+def test_same_as_the_oracle_however_it_is_dealt(name):
+    options = dict(PARALLELISM[name])
+    shape, axes = options.pop("shape"), options.pop("axes")
+    count = 1
+    for size in shape:
+        count *= size
+    code = f"""
+import conformance, jax, numpy as np, problems
+from backends import Target
+from backends.kvax import KVAX
+
+mesh = jax.sharding.Mesh(np.array(jax.devices()[:{count}]).reshape({shape}), {axes})
+
+class OnMesh:
+    def plan(self, spec, layout, *, target, mode):
+        return KVAX.plan(spec, layout, target=target, mode=mode, options={{"mesh": mesh, **{options}}})
+
+for case in {CASES[name]}:
+    problem = problems.problem(case)
+    results = conformance.compiled(OnMesh(), problem, Target.here(), "interpret")(*problem.inputs)
+    conformance.check_accuracy(results, problem)
+    assert len(results["output"].sharding.device_set) == {count}
+    print(case)
+"""
+    assert in_four_devices(code).split() == CASES[name]
+
+
+def test_wrong_order_of_the_queries_is_seen():
+    """Negative control: queries that are dealt in Kvax's order but not taken back are not the answer."""
+    code = """
+import conformance, dataclasses, jax, numpy as np, problems
+from backends import Target
+from backends.kvax import KVAX, interpret
+
+interpreted = dataclasses.replace(interpret.interpreted(), unpermute_tokens=lambda x, mesh: x)
+interpret.interpreted = lambda: interpreted
+mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
+
+class OnMesh:
+    def plan(self, spec, layout, *, target, mode):
+        return KVAX.plan(spec, layout, target=target, mode=mode, options={"mesh": mesh, "context_axis": "x"})
+
+problem = problems.problem("length-1000")
+results = conformance.compiled(OnMesh(), problem, Target.here(), "interpret")(*problem.inputs)
+try:
+    conformance.check_accuracy(results, problem)
+except AssertionError as error:
+    print(str(error)[:20])
+"""
+    assert in_four_devices(code).startswith("output: Verdict")
+
+
+def test_shape_that_the_mesh_does_not_divide_is_refused():
+    code = """
+import jax, numpy as np
+from backends import AttentionSpec, Layout, Target
+from backends.kvax import KVAX
+
+mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
+spec = AttentionSpec(batch=3, query_length=8, key_value_length=8, num_heads=3, num_kv_heads=3, head_dim=16)
+for axis in ("batch_axis", "head_axis"):
+    try:
+        KVAX.plan(spec, Layout(), target=Target("cpu"), mode="interpret", options={"mesh": mesh, axis: "x"})
+    except ValueError as error:
+        print(error)
+"""
+    lines = in_four_devices(code).splitlines()
+    assert lines[0].startswith("kvax: batch=3 cannot be dealt to the 2 devices of batch_axis='x'")
+    assert lines[1].startswith("kvax: num_kv_heads=3 cannot be dealt to the 2 devices of head_axis='x'")
+
+
+def test_inside_a_callers_own_shard_map():
+    """Without a mesh option the kernels run where the arrays are, so a caller may deal them himself."""
+    code = """
+import jax, numpy as np, jax.numpy as jnp, problems, conformance, dataclasses
+from jax.sharding import PartitionSpec as P
+from backends import Layout, Target
+from backends.kvax import KVAX
+
+mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
+problem = problems.problem("gqa-4")
+half = dataclasses.replace(problem.spec, num_heads=4, num_kv_heads=1)
+
+def attend(query, key, value):
+    return KVAX.plan(half, Layout(), target=Target("cpu"), mode="interpret").run(query, key, value)[0]
+
+heads = P(None, None, "x")
+dealt = jax.shard_map(attend, mesh=mesh, in_specs=(heads, heads, heads), out_specs=heads, check_vma=False)
+results = problems.forward_and_backward(dealt)(*problem.inputs)
+conformance.check_accuracy(results, problem)
+print("done")
+"""
+    assert in_four_devices(code) == "done\n"

@@ -1,0 +1,132 @@
+"""Probing never raises: every way in which an environment can be wrong is a reason with the line that mends it.
+
+The wrong sets are throw-away environments: folders with the metadata and the modules that such packages have, in front
+of a process's path. (Really installed ones are wrong in the same ways: see docs/kvax.md.)
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from backends.kvax import probe
+
+GOOD = {"kvax": "0.1.0", "triton": "3.7.1", "chex": "0.1.92", "jax-triton": "0.3.1"}
+INSTALL = "pip install 'attention-suite[kvax]'"
+
+
+@pytest.fixture
+def environment(tmp_path):
+    """Write packages and ask the probe, in a process that finds them before any other."""
+
+    def ask(versions, sources=None, mode="interpret"):
+        for name, version in versions.items():
+            info = tmp_path / f"{name.replace('-', '_')}-{version}.dist-info"
+            info.mkdir()
+            (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        for name, source in (sources or {}).items():
+            package = tmp_path / name
+            package.mkdir()
+            (package / "__init__.py").write_text(source)
+        code = f"from backends.kvax import probe; print('\\n'.join(probe.missing({mode!r})))"
+        path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONPATH": path},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return done.stdout.strip()
+
+    return ask
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "accepted"),
+    [
+        ("kvax", "0.2.0", "0.1.0 or newer, older than 0.1.1"),
+        ("triton", "3.5.1", "3.6 or newer, older than 3.8"),
+        ("triton", "3.8.0", "3.6 or newer, older than 3.8"),
+        ("triton", "3.9.0+git123", "3.6 or newer, older than 3.8"),
+        ("triton", "nightly", "3.6 or newer, older than 3.8"),
+        ("chex", "0.1.7", "0.1.85 or newer, older than 0.2"),
+    ],
+)
+def test_wrong_version_is_named_with_the_right_ones(environment, package, version, accepted):
+    found = environment(GOOD | {package: version})
+    assert found == f"kvax needs {package} {accepted}, and found {version}; {INSTALL}."
+
+
+def test_jax_triton_matters_natively_only(environment):
+    found = environment(GOOD | {"jax-triton": "0.4.1"}, mode="native")
+    assert found == f"kvax needs jax-triton 0.3.1 or newer, older than 0.3.2, and found 0.4.1; {INSTALL}."
+
+
+def test_every_missing_package_is_named(monkeypatch):
+    monkeypatch.setattr(probe, "_version", lambda _: None)
+    found = probe.missing.__wrapped__("native")
+    assert len(found) == len(probe.NATIVE_VERSIONS)
+    for reason, package in zip(found, probe.NATIVE_VERSIONS, strict=True):
+        assert f"the package {package} (" in reason
+        assert "not installed" in reason
+        assert INSTALL in reason
+
+
+@pytest.mark.parametrize(
+    ("mode", "package", "source", "what"),
+    [
+        (
+            "native",
+            "jax_triton",
+            "raise ImportError('jax-triton needs a GPU.\\nSee there.')",
+            "ImportError: jax-triton needs",
+        ),
+        ("native", "jax_triton", "raise RuntimeError", "RuntimeError: no message"),
+        ("native", "jax_triton", "def broken(:", "SyntaxError: invalid syntax"),
+        ("native", "jax_triton", "import ctypes; ctypes.CDLL('no_driver.so')", "OSError: no_driver.so"),
+        ("interpret", "triton", "import types; types.no_name", "AttributeError: module 'types' has no attribute"),
+    ],
+    ids=["ImportError", "no message", "SyntaxError", "no driver", "AttributeError"],
+)
+def test_whatever_the_import_raises_is_the_reason(environment, mode, package, source, what):
+    found = environment(GOOD, {package: source}, mode)
+    assert found.startswith("kvax does not import here (")
+    assert what in found
+    assert "found kvax 0.1.0, triton 3.7.1" in found
+    assert INSTALL in found
+    assert ("jax[cuda12]" in found) == (mode == "native")
+
+
+def test_broken_metadata_is_a_missing_package(monkeypatch):
+    def broken(_):
+        raise UnicodeDecodeError("utf-8", b"", 0, 1, "damaged")
+
+    monkeypatch.setattr(probe.metadata, "version", broken)
+    assert "not installed" in probe.missing.__wrapped__("interpret")[0]
+
+
+@pytest.mark.kvax
+def test_nothing_is_missing_where_the_extra_is_installed():
+    assert probe.missing("interpret") == ()
+    assert probe.missing("compile") == ()
+
+
+def test_extra_and_probe_ask_for_the_same():
+    pyproject = Path(__file__).parents[3] / "pyproject.toml"
+    if not pyproject.is_file():
+        pytest.skip("the checkout is not here")
+    import tomllib
+
+    extra = tomllib.loads(pyproject.read_text())["project"]["optional-dependencies"]["kvax"]
+    ranges = {"triton>=3.6,<3.8", "chex>=0.1.85,<0.2", "kvax==0.1.0", "jax-triton==0.3.1"}
+    assert set(extra) == ranges
+    assert probe.NATIVE_VERSIONS == {
+        "kvax": ((0, 1, 0), (0, 1, 1)),
+        "triton": ((3, 6), (3, 8)),
+        "chex": ((0, 1, 85), (0, 2)),
+        "jax-triton": ((0, 3, 1), (0, 3, 2)),
+    }

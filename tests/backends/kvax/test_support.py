@@ -1,0 +1,187 @@
+"""What Kvax takes and refuses, judged for any target on any machine, and the options of its plan."""
+
+import dataclasses
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from backends import AttentionSpec, BackendFallbackWarning, Layout, Target, registry, resolve
+from backends.kvax import KVAX, blocks, probe
+
+A100, H100, B200 = (Target("cuda", kind) for kind in ("a100", "h100", "b200"))
+
+
+def spec(**changes):
+    plain = AttentionSpec(
+        batch=2,
+        query_length=1024,
+        key_value_length=1024,
+        num_heads=8,
+        num_kv_heads=2,
+        head_dim=64,
+        dtype="bfloat16",
+        is_causal=True,
+    )
+    return dataclasses.replace(plain, value_head_dim=changes.pop("value_head_dim", changes.get("head_dim")), **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "target", "word"),
+    [
+        ({}, Target("cpu"), "NVIDIA"),
+        ({}, Target("tpu", "v5e"), "tpu:v5e"),
+        ({}, Target("rocm"), "rocm"),
+        ({}, Target("cuda"), "compute capability"),
+        ({}, Target("cuda", compute_capability=(7, 5)), "7.5"),
+        ({"dtype": "float32"}, H100, "dtype=float32"),
+        ({"head_dim": 80}, H100, "head_dim=80"),
+        ({"value_head_dim": 48}, H100, "value_head_dim=48"),
+        ({"head_dim": 192}, H100, "value_head_dim=192"),
+        ({"value_head_dim": 512}, H100, "value_head_dim=512"),
+        ({"local_window_size": 8}, H100, "local_window_size=(8, 8)"),
+        ({"chunk_size": 16}, H100, "chunk_size=16"),
+        ({"logits_soft_cap": 30.0}, H100, "logits_soft_cap=30.0"),
+        ({"has_mask": True}, H100, "mask array"),
+        ({"has_bias": True}, H100, "bias array"),
+    ],
+)
+def test_refuses_with_the_offending_value(changes, target, word):
+    support = KVAX.supports(spec(**changes), target)
+    assert len(support.reasons) == 1
+    assert word in support.reasons[0]
+    assert "use " in support.reasons[0] or "give it" in support.reasons[0]
+
+
+@pytest.mark.parametrize("target", [A100, H100, B200])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"is_causal": False},
+        {"dtype": "float16"},
+        {"head_dim": 256},
+        {"head_dim": 192, "value_head_dim": 128},
+        {"num_heads": 7, "num_kv_heads": 1},
+        {"query_length": 1, "phase": "decode", "has_positions": True},
+        {"query_length": 1000, "key_value_length": 333},
+        {"has_segment_ids": True, "has_positions": True, "has_seq_lengths": True},
+    ],
+)
+def test_takes_what_its_kernels_have_on_a_gpu_that_is_not_here(changes, target):
+    assert KVAX.supports(spec(**changes), target).mode == "native"
+
+
+def test_gives_every_reason_at_once():
+    reasons = KVAX.supports(spec(dtype="float32", chunk_size=4, head_dim=12), Target("cpu")).reasons
+    assert len(reasons) == 4
+
+
+def test_interprets_on_a_cpu_only():
+    assert "JAX_PLATFORMS=cpu" in KVAX.supports(spec(), H100, "interpret").reasons[0]
+
+
+@pytest.mark.parametrize("mode", ["interpret", "compile"])
+def test_missing_packages_are_the_reason(monkeypatch, mode):
+    monkeypatch.setattr(probe, "missing", lambda mode: (f"nothing here to {mode} with.",))
+    target = Target("cpu") if mode == "interpret" else H100
+    assert KVAX.supports(spec(), target, mode).reasons == (f"nothing here to {mode} with.",)
+    with pytest.raises(ImportError, match="nothing here"):
+        KVAX.plan(spec(), Layout(), target=target, mode=mode)
+
+
+def test_packages_matter_natively_only_where_the_device_is(monkeypatch):
+    monkeypatch.setattr(probe, "missing", lambda _: ("no kvax.",))
+    assert KVAX.supports(spec(), H100)
+    assert KVAX.supports(spec(), dataclasses.replace(H100, present=True)).reasons == ("no kvax.",)
+
+
+def test_is_asked_for_packed_documents_before_chunked_on_a_gpu():
+    assert resolve("auto", spec(has_segment_ids=True), H100).backend is KVAX
+    with pytest.warns(BackendFallbackWarning, match="kvax cannot run this"):
+        assert resolve("kvax", spec(), Target("cpu")).backend.name == "chunked"
+
+
+def test_asking_imports_nothing_and_touches_no_device():
+    code = """
+import sys
+import jax._src.xla_bridge as bridge
+from backends import AttentionSpec, Target, registry
+kvax = registry.get("kvax")
+spec = AttentionSpec(batch=1, query_length=8, key_value_length=8, num_heads=1, num_kv_heads=1, head_dim=16)
+kvax.supports(spec, Target("cuda", "h100"))
+loaded = [name for name in sys.modules if name.split(".")[0] in ("kvax", "triton", "jax_triton")]
+assert not loaded, loaded
+assert kvax.supports(spec, Target("cpu"), "interpret") is not None
+assert not bridge.backends_are_initialized()
+"""
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
+
+
+def test_is_hashable():
+    assert hash(KVAX) == hash(registry.get("kvax"))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"query_block_size": 100},
+        {"kv_block_size": 8},
+        {"num_warps": 3},
+        {"num_stages": 0},
+        {"backward_query_block_size": 512},
+        {"backward_kv_block_size": 64.5},
+        {"backward_num_warps": True},
+        {"backward_num_stages": "3"},
+    ],
+    ids=str,
+)
+def test_block_parameter_that_does_not_fit_is_refused_by_name(options):
+    with pytest.raises(ValueError, match=f"{next(iter(options))}=.*is not accepted"):
+        KVAX.plan(spec(), Layout(), target=Target("cpu"), mode="interpret", options=options)
+
+
+def test_block_parameters_are_those_given_and_the_generations_own():
+    chosen = blocks.choose(spec(), H100, {"kv_block_size": 64, "backward_num_stages": 2})
+    assert chosen.forward == blocks.KernelBlocks(128, 64, 8, 3)
+    assert chosen.backward == blocks.KernelBlocks(64, 128, 8, 2)
+
+
+def test_h200_has_the_blocks_of_an_h100_and_not_the_small_ones():
+    assert blocks.choose(spec(), Target("cuda", "h200"), {}) == blocks.choose(spec(), H100, {})
+    assert blocks.choose(spec(), H100, {}) != blocks.choose(spec(), A100, {})
+
+
+MESH = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "model"))
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"batch_axis": "data"}, "need a mesh"),
+        ({"mesh": "data"}, "jax.sharding.Mesh"),
+        ({"mesh": MESH, "batch_axis": "rows"}, "it has data, model"),
+        ({"mesh": MESH, "batch_axis": "data", "head_axis": "data"}, "different axes"),
+    ],
+)
+def test_mesh_option_that_does_not_fit_is_refused(options, word):
+    with pytest.raises(ValueError, match=word):
+        KVAX.plan(spec(), Layout(), target=Target("cpu"), mode="interpret", options=options)
+
+
+def test_layout_may_be_traced_without_kvax():
+    """The guards are plain JAX; what they make of a layout does not depend on the packages."""
+    from backends.kvax import layout as layouts
+
+    ids = jnp.asarray(np.repeat([7, -1, 10**9, 7], 32).astype(np.int32)[None])
+    small = spec(batch=1, query_length=128, key_value_length=128, has_segment_ids=True)
+    made = jax.jit(lambda x: layouts.convert(small, x, 256, 256))(
+        Layout(query_segment_ids=ids, key_value_segment_ids=ids)
+    )
+    assert made.key_segment_ids[0].tolist() == [0] * 32 + [257] * 32 + [64] * 32 + [0] * 32 + [257] * 128
+    assert made.query_segment_ids[0].tolist() == [0] * 32 + [-1] * 32 + [64] * 32 + [0] * 32 + [-1] * 128
+    assert made.keys_in_order.tolist() == made.queries_in_order.tolist() == [False]
+    assert made.seen[0].tolist() == [True] * 32 + [False] * 32 + [True] * 64

@@ -1,0 +1,91 @@
+"""Tables of measured options: what ships, how they are looked up, and files that are none."""
+
+import json
+from importlib import resources
+
+import pytest
+
+from backends import AttentionSpec, Layout, Target, registry, tuned
+from backends.chunked import default_sizes
+from backends.tuned import Entry
+
+CHUNKED = registry.get("chunked")
+CPU = Target("cpu")
+FIELDS = {"backend": "chunked", "platform": "cpu", "kind": "", "dtype": "float32", "grouped": False, "gradient": False}
+
+
+def entry(length, block_q, **fields):
+    return Entry(**{**FIELDS, **fields}, length=length, options=(("block_q", block_q),))
+
+
+def spec(length, **fields):
+    sizes = {"batch": 1, "query_length": length, "key_value_length": length, "num_heads": 8, "num_kv_heads": 8}
+    return AttentionSpec(**{**sizes, "head_dim": 64, **fields})
+
+
+def looked_up(entries, problem):
+    return dict(tuned.options_for(entries, "chunked", CPU, problem, gradient=False)).get("block_q")
+
+
+def test_nearest_shorter_length_holds_and_the_shortest_for_what_is_shorter_still():
+    entries = entry(512, 1), entry(2048, 2)
+    assert [looked_up(entries, spec(length)) for length in (100, 512, 2047, 2048, 10**6)] == [1, 1, 1, 2, 2]
+
+
+def test_float16_takes_what_was_measured_for_bfloat16():
+    entries = entry(512, 1), entry(512, 2, dtype="bfloat16")
+    assert looked_up(entries, spec(512, dtype="float16")) == 2
+    assert looked_up((entry(512, 1),), spec(512, dtype="float16")) is None
+
+
+def test_other_platform_and_grouping_do_not_match():
+    assert looked_up((entry(512, 1, platform="cuda"),), spec(512)) is None
+    assert looked_up((entry(512, 1),), spec(512, num_kv_heads=2)) is None
+
+
+def test_cpu_takes_another_cpus_entries_and_a_gpu_its_own_alone():
+    entries = entry(512, 1, kind="one"), entry(512, 2, kind="other")
+    assert looked_up(entries, spec(512)) is not None
+    options = tuned.options_for(entries, "chunked", Target("cpu", "other"), spec(512), gradient=False)
+    assert dict(options) == {"block_q": 2}
+    on_gpu = tuple(entry(512, 1, platform="cuda", kind=kind) for kind in ("h100", "b200"))
+    assert not tuned.options_for(on_gpu, "chunked", Target("cuda", "a100"), spec(512), gradient=False)
+
+
+def test_shipped_table_says_what_made_it_and_covers_what_it_should():
+    data = json.loads((resources.files("backends") / tuned.SHIPPED).read_text(encoding="utf-8"))
+    assert data["command"].startswith("attnsuite tune --backends chunked")
+    assert data["date"]
+    assert data["environment"]["cpu"]
+    assert data["environment"]["versions"]["jax"]
+    found = {(e.dtype, e.grouped, e.gradient, e.length) for e in tuned.shipped() if e.backend == "chunked"}
+    assert len(found) == 2 * 2 * 2 * 4
+
+
+def test_shipped_table_decides_what_chunked_does():
+    problem = spec(2048)
+    expected = {}
+    for gradient in (False, True):
+        expected |= tuned.options_for(tuned.shipped(), "chunked", CPU, problem, gradient=gradient)
+    sizes = default_sizes(problem, CPU, tuned.shipped())
+    assert expected
+    assert {name: getattr(sizes, name) for name in expected} == expected
+
+
+def test_options_given_by_hand_come_before_the_table(tmp_path):
+    table = tmp_path / "tuned.json"
+    table.write_text(json.dumps({"schema": 1, "entries": [{**FIELDS, "length": 1, "options": {"block_q": 12}}]}))
+    CHUNKED.plan(spec(1024), Layout(), target=CPU, options={"tuned": str(table), "block_q": 64})
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema": 2, "entries": []}', '{"schema": 1, "entries": [{}]}'])
+def test_file_that_is_no_table_is_refused_in_a_sentence(tmp_path, text):
+    path = tmp_path / "tuned.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"cannot be used: .*; make them with attnsuite tune"):
+        CHUNKED.plan(spec(1024), Layout(), target=CPU, options={"tuned": str(path)})
+
+
+def test_missing_file_is_refused_in_a_sentence(tmp_path):
+    with pytest.raises(ValueError, match=r"cannot be read \(No such file or directory\)"):
+        CHUNKED.plan(spec(1024), Layout(), target=CPU, options={"tuned": str(tmp_path / "none.json")})

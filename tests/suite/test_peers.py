@@ -1,0 +1,82 @@
+"""Peers: measured like backends, judged like backends, refused with reasons, never a fallback."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+
+import pytest
+
+from suite import accuracy, peers
+from suite.cases import ModelCase, OpCase
+from suite.peers import PEERS, mkl
+from suite.probe import probe
+
+# What is compared here is compared on every machine; PyTorch and tokamax where they are installed (extra "peers").
+CASES = [
+    OpCase(kind="op_forward", sequence=96),
+    OpCase(kind="op_forward_backward", sequence=96, kv_heads=2),
+    OpCase(kind="op_forward", sequence=96, dtype="bfloat16", causal=False),
+    OpCase(kind="op_decode", sequence=96, kv_heads=2),
+    OpCase(kind="op_forward", sequence=96, window=17),
+    OpCase(kind="op_forward", sequence=96, window=17, causal=False),
+    OpCase(kind="op_forward", sequence=96, documents=3),
+]
+PAIRS = [(name, case) for name in PEERS for case in CASES if case.kind in PEERS[name].kinds]
+
+
+@pytest.mark.parametrize(("name", "case"), PAIRS, ids=lambda x: x if isinstance(x, str) else x.name)
+def test_peer_computes_the_same_problem_or_says_why_not(tmp_path, name, case):
+    reasons = peers.refusals(name, case)
+    if reasons:
+        assert all(reason.startswith(f"{name}: ") and reason.endswith(".") for reason in reasons)
+        return
+    program = peers.program(name, case)
+    outputs = program.function(*program.arguments)
+    if program.arrays is not None:
+        outputs = program.arrays(outputs)
+    accuracy.write_reference(case, tmp_path / "reference.npz")
+    errors = accuracy.judge_outputs(accuracy.named_outputs(outputs), tmp_path / "reference.npz", case.dtype)
+    assert accuracy.describe_failure(errors) is None
+
+
+def test_jax_nn_is_never_refused_for_a_package():
+    assert peers.refusals("jax_nn", CASES[0]) == ()
+
+
+def test_missing_package_is_named_with_the_line_that_installs_it(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    (reason, *_) = peers.refusals("transformers", ModelCase(kind="model_prefill"))
+    assert reason == "transformers: torch and transformers not installed; pip install 'attention-suite[peers]'."
+
+
+def test_option_outside_of_the_comparison_is_named_with_its_value():
+    reasons = peers.refusals("jax_nn", OpCase(kind="op_forward", sequence=96, soft_cap=30.0))
+    told = "jax_nn: soft_cap=30.0 is outside of what is compared with it; it takes causal and full attention"
+    assert reasons == (f"{told} and documents, window.",)
+
+
+def test_unthrottled_row_is_refused_where_there_is_no_brake(monkeypatch):
+    assert "no brake on Intel(R) Xeon(R)" in mkl.refusals("Intel(R) Xeon(R)")[-1]
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert "this is darwin" in mkl.refusals("Apple M3")[0]
+
+
+@pytest.mark.filterwarnings("ignore::backends.BackendFallbackWarning")
+def test_plans_hold_a_cell_per_peer_of_the_kind_and_one_for_all_cores(monkeypatch):
+    monkeypatch.setattr("suite.probe.usable_cores", lambda: 4)
+    found = probe([CASES[0]], ["standard", "chunked", "cudnn", "jax_nn", "transformers"], None, all_cores=True)
+    cells = [(plan["requested"], plan["devices"], plan["mode"]) for plan in found["plans"]]
+    assert cells == [
+        ("standard", 1, "native"),
+        ("chunked", 1, "native"),
+        ("cudnn", 1, "fallback"),
+        ("chunked", 4, "native"),
+        ("jax_nn", 1, "native"),
+    ]
+
+
+def test_what_cannot_be_divided_has_no_cell_for_all_cores(monkeypatch):
+    monkeypatch.setattr("suite.probe.usable_cores", lambda: 3)
+    found = probe([CASES[0]], ["chunked"], None, all_cores=True)
+    assert [plan["devices"] for plan in found["plans"]] == [1]

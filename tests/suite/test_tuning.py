@@ -1,0 +1,156 @@
+"""attnsuite tune: every candidate judged before it is timed, failures kept, a table that plans read."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from backends import Layout, Support, Target, registry, tuned
+from backends.contract import KernelBuild
+from suite import accuracy, tuning
+from suite.cases import OpCase, spec_of
+from suite.command_line import main
+from suite.errors import InputError
+from suite.runner import Limits
+
+CASE = OpCase(kind="op_forward", sequence=192, heads=2, kv_heads=2)
+CHUNKED = registry.get("chunked")
+
+
+class Candidates:
+    """Chunked, with these block sizes to try."""
+
+    name, exact = "chunked", True
+
+    def __init__(self, *candidates, spoil=None):
+        self._candidates, self._spoil = candidates, spoil
+
+    def supports(self, spec, target, mode="native"):
+        return CHUNKED.supports(spec, target, mode)
+
+    def plan(self, spec, layout, *, target, mode="native", options=None):
+        plan = CHUNKED.plan(spec, layout, target=target, mode=mode, options=options)
+        if options != self._spoil:
+            return plan
+        return type(plan)(lambda *x: (plan.attend(*x)[0] * 1.01, ()))
+
+    def defaults(self, spec, target):
+        return {"block_q": 64, "block_kv": 64}
+
+    def candidates(self, spec, target):
+        return self._candidates
+
+
+def try_all(monkeypatch, tmp_path, backend):
+    monkeypatch.setattr(tuning.registry, "get", lambda _: backend)
+    accuracy.write_reference(CASE, tmp_path / "reference.npz")
+    return tuning.try_candidates(CASE, "chunked", tmp_path / "reference.npz")["tried"]
+
+
+def test_defaults_come_first_and_failures_are_kept_with_their_error(monkeypatch, tmp_path):
+    tried = try_all(monkeypatch, tmp_path, Candidates({"block_q": 64, "block_kv": 64}, {"block_q": 13}))
+    assert [attempt["options"] for attempt in tried] == [{"block_q": 64, "block_kv": 64}, {"block_q": 13}]
+    assert len(tried[0]["samples"]) == tuning.FIRST_ROUNDS + tuning.LAST_ROUNDS
+    assert tried[1]["samples"] == []
+    assert "block_q=13 is not accepted" in tried[1]["error"]
+
+
+def test_candidate_with_wrong_numbers_is_never_timed(monkeypatch, tmp_path):
+    spoilt = {"block_q": 128, "block_kv": 128}
+    tried = try_all(monkeypatch, tmp_path, Candidates(spoilt, spoil=spoilt))
+    assert "wrong numbers" in tried[1]["error"]
+    assert tried[1]["samples"] == []
+
+
+def test_winner_must_be_measurably_faster_than_the_defaults():
+    def entry(*samples):
+        tried = [{"options": {"n": i}, "samples": list(s), "error": None} for i, s in enumerate(samples)]
+        return tuning._entry(CASE, "chunked", {"platform": "cpu", "kind": "", "tried": tried})
+
+    level, faster = [1.0, 1.1] * 6, [0.8, 0.9] * 6
+    assert entry(level, faster)["options"] == {"n": 1}
+    assert entry(level, [1.1, 0.99] * 6)["options"] == {"n": 0}
+    assert entry(level, [0.5] * 3)["options"] == {"n": 0}  # left out after the first look
+
+
+def test_table_is_written_and_read_back(tmp_path, capsys):
+    out = tmp_path / "tuned.json"
+    with pytest.raises(SystemExit) as exit_info:
+        main(["tune", "--backends", "chunked", "--cases", "forward-s512-h8k2-d64-bf16", "--out", str(out)])
+    assert exit_info.value.code == 0
+    (entry,) = tuned.load(out)
+    assert (entry.backend, entry.dtype, entry.grouped, entry.length) == ("chunked", "bfloat16", True, 512)
+    written = json.loads(out.read_text())
+    assert written["environment"]["cpu"]
+    assert all(t["median_seconds"] or t["error"] for t in written["entries"][0]["tried"])
+    spec = spec_of(OpCase(kind="op_forward", sequence=512, kv_heads=2, dtype="bfloat16"))
+    CHUNKED.plan(spec, Layout(), target=Target.here(), options={"tuned": str(out)})
+
+
+# Block size -> spilled bytes and shared memory of the kernel; 256 does not fit, 512 is not known to the compiler.
+BUILDS = {32: (0, 1000), 64: (0, 2000), 128: (40, 3000), 256: (0, 900_000)}
+
+
+class Compiles(Candidates):
+    """A backend whose kernels are compiled for GPUs that are not here."""
+
+    def supports(self, spec, target, mode="native"):
+        return Support(mode) if spec.dtype != "float32" else Support(None, ("float32 is refused here.",))
+
+    def defaults(self, spec, target):
+        return {"block_size": 32}
+
+    def compile_kernels(self, spec, target, options=None):
+        spilled, shared = BUILDS[options["block_size"]]
+        error = "does not fit" if shared > 200_000 else None
+        return (KernelBuild(name="kernel", configuration=(), spilled_bytes=spilled, shared_bytes=shared, error=error),)
+
+
+def tune_for_h100(monkeypatch, tmp_path, dtype):
+    backend = Compiles(*({"block_size": size} for size in (32, 64, 128, 256, 512)))
+    monkeypatch.setattr(tuning.registry, "get", lambda _: backend)
+    request = tuning.TuneRequest(
+        backends=("chunked",),
+        cases=(dataclasses.replace(CASE, dtype=dtype, name=""),),
+        target=Target("cuda", "h100"),
+        limits=Limits(60, 2**33),
+        out=tmp_path / "tuned.json",
+        command="attnsuite tune",
+    )
+    tuning.tune(request, lambda _: None)
+    return json.loads(request.out.read_text())
+
+
+def test_device_that_is_not_here_gets_what_spills_least_and_is_the_largest_of_those(monkeypatch, tmp_path):
+    (entry,) = tune_for_h100(monkeypatch, tmp_path, "bfloat16")["entries"]
+    assert (entry["kind"], entry["options"]) == ("h100", {"block_size": 64})
+    assert entry["method"].startswith("compiled: ")
+    assert "no time was measured" in entry["method"]
+    errors = {trial["options"]["block_size"]: trial["error"] for trial in entry["tried"]}
+    assert errors == {32: None, 64: None, 128: None, 256: "kernel: does not fit", 512: "KeyError: 512"}
+    assert "median_seconds" not in json.dumps(entry)
+
+
+def test_case_that_is_refused_everywhere_writes_no_file(monkeypatch, tmp_path):
+    with pytest.raises(InputError, match=r"nothing could be tuned: .*float32 is refused here"):
+        tune_for_h100(monkeypatch, tmp_path, "float32")
+    assert not (tmp_path / "tuned.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--target", "h1000"], "target 'h1000' is not known"),
+        (["--backends", "chunked", "--target", "h100"], "'chunked' has nothing to tune for cuda:h100, which is not"),
+        (["--backends", "standard"], "'standard' has nothing to tune"),
+        (["--cases", "nothing*"], "no case matches"),
+        (["--out", "/no/such/folder/t.json"], "does not exist"),
+    ],
+)
+def test_bad_input_is_one_sentence(capsys, arguments, expected):
+    with pytest.raises(SystemExit) as exit_info:
+        main(["tune", *arguments])
+    assert exit_info.value.code == 2
+    assert expected in capsys.readouterr().err
