@@ -23,6 +23,7 @@ _BASE = AttentionSpec(
 )
 PROBLEMS: dict[str, dict[str, object]] = {
     "causal, bfloat16, forward and backward": {},
+    "causal, bfloat16, forward only": {"needs_grad": False},
     "float32": {"dtype": "float32"},
     "not causal": {"is_causal": False},
     "grouped queries (8 heads on 2)": {"num_kv_heads": 2},

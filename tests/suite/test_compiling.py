@@ -220,7 +220,7 @@ def test_more_than_the_device_has_does_not_fit(tmp_path, attnsuite):
 def test_published_page_matches_a_fresh_small_run(tmp_path, attnsuite):
     """Same cells, same statuses; with the same compilers the same bytes."""
     published = {record.key: record for record in parse_records(PUBLISHED)[0]}
-    cases = "forward-s1000*,decode-*"
+    cases = "forward-backward-s4096*-bf16,decode-*"
     fresh, _ = compile_records(
         attnsuite, tmp_path, "--cases", cases, "--targets", "v5e,h100", "--backends", "chunked,splash"
     )
