@@ -63,8 +63,8 @@ def pictures(groups: Sequence[Group]) -> tuple[Picture, ...]:
 
 def draw(picture: Picture) -> str:
     """The picture as SVG text; needs matplotlib."""
-    import matplotlib as mpl  # noqa: PLC0415 (an optional package)
-    from matplotlib.figure import Figure  # noqa: PLC0415
+    import matplotlib as mpl  # noqa: PLC0415 (an optional package)  # pyright: ignore[reportMissingImports]
+    from matplotlib.figure import Figure  # noqa: PLC0415  # pyright: ignore[reportMissingImports]
 
     columns = min(2, len(picture.panels))
     rows = -(-len(picture.panels) // columns)

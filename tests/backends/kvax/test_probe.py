@@ -1,7 +1,7 @@
 """Probing never raises: every way in which an environment can be wrong is a reason with the line that mends it.
 
 The wrong sets are throw-away environments: folders with the metadata and the modules that such packages have, in front
-of a process's path. (Really installed ones are wrong in the same ways: see docs/kvax.md.)
+of a process's path.
 """
 
 import os
