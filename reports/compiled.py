@@ -82,10 +82,10 @@ def compiled_overview(run_dir: Path) -> str:
 
 
 def verdict(record: Record) -> str:
-    """One of: fits, no fit, rejected, refused, timeout."""
-    return {"ok": "fits", "oom": "no fit", "unsupported": "refused", "timeout": "timeout"}.get(
-        record.status, "rejected"
-    )
+    """One of: fits, compiles (kernels alone: the program's size is not known), no fit, rejected, refused, timeout."""
+    if record.status == "ok":
+        return "compiles" if record.memory.get("compiled_peak") is None else "fits"
+    return {"oom": "no fit", "unsupported": "refused", "timeout": "timeout"}.get(record.status, "rejected")
 
 
 def _numbers(records: Iterable[Record]) -> dict[str, str]:
@@ -100,15 +100,20 @@ def _why(record: Record, numbers: Mapping[str, str]) -> str:
     return ", ".join(numbers[text] for text in texts if text)
 
 
+_COUNTED = {
+    "fits": "compile and fit",
+    "compiles": "compile as kernels alone, whose program has no size here",
+    "no fit": "do not fit the device",
+    "rejected": "are rejected by the compiler",
+    "refused": "are refused by the backend",
+    "timeout": "took too long",
+}
+
+
 def _counts(records: Sequence[Record]) -> str:
     found = [verdict(record) for record in records]
-    words = {name: found.count(name) for name in ("fits", "no fit", "rejected", "refused", "timeout")}
-    return (
-        f"{plural(len(records), 'cell')}: {words['fits']} compile and fit, {words['no fit']} do not fit the device, "
-        f"{words['rejected']} are rejected by the compiler, {words['refused']} are refused by the backend"
-        + (f", {words['timeout']} took too long" if words["timeout"] else "")
-        + "."
-    )
+    parts = [f"{found.count(name)} {words}" for name, words in _COUNTED.items() if name in found]
+    return f"{plural(len(records), 'cell')}: {', '.join(parts)}."
 
 
 def _matrix(

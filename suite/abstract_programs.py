@@ -22,6 +22,7 @@ from models.parameters import initialise
 from models.planning import Resolutions, attention_spec, resolve_attention
 from suite.cases import ModelCase, OpCase, spec_of
 from suite.errors import InputError
+from suite.program import with_gradients
 
 _LEARNING_RATE = 1e-4
 
@@ -36,15 +37,14 @@ class AbstractProgram:
 
 
 def op_program(case: OpCase, backend: Backend, target: Target) -> AbstractProgram:
-    """The output of one attention call, with gradients ``(out, (dq, dk, dv))``; the layout is an argument."""
+    """The output of one attention call, with gradients ``(out, dq, dk, dv)``; the layout is an argument."""
     spec = spec_of(case)
 
     def attend(layout: Layout, query: Any, key: Any, value: Any) -> Any:
         return backend.plan(spec, layout, target=target, mode="compile").run(query, key, value)[0]
 
-    def with_gradients(layout: Layout, query: Any, key: Any, value: Any, d_out: Any) -> Any:
-        out, pull_back = jax.vjp(lambda q, k, v: attend(layout, q, k, v), query, key, value)
-        return out, pull_back(d_out)
+    def forward_backward(layout: Layout, query: Any, key: Any, value: Any, d_out: Any) -> Any:
+        return with_gradients(lambda q, k, v: attend(layout, q, k, v))(query, key, value, d_out)
 
     def decode(layout: Layout, query: Any, keys: Any, values: Any) -> Any:
         return attend(layout, query, keys.swapaxes(1, 2), values.swapaxes(1, 2))
@@ -60,7 +60,7 @@ def op_program(case: OpCase, backend: Backend, target: Target) -> AbstractProgra
         return AbstractProgram(decode, (_layout(case), query, keys, values))
     if case.needs_grad:
         d_out = shape(case.query_length, case.heads, value_dim)
-        return AbstractProgram(with_gradients, (_layout(case), query, key, value, d_out))
+        return AbstractProgram(forward_backward, (_layout(case), query, key, value, d_out))
     return AbstractProgram(attend, (_layout(case), query, key, value))
 
 

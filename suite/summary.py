@@ -102,7 +102,7 @@ def _percent(amount: float | None, seconds: float, ceiling: float | None) -> str
 
 
 def _name(record: Record) -> str:
-    if record.mode in ("native", None):
+    if record.mode in ("native", "compile", None):
         return record.requested + ("" if record.devices == 1 else f" on {record.devices}")
     return f"{record.requested} ({record.mode}: {record.resolved})"
 
