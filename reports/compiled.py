@@ -270,5 +270,5 @@ def _mib(size: int | None) -> float | None:
 def _reproduce(manifest: Mapping[str, object]) -> Section:
     command = manifest.get("command")
     words = [str(word) for word in command] if isinstance(command, list) else ["attnsuite", "compile"]
-    need = "With both compilers (pip install 'attention-suite[tpu,compile-cuda]'), on any Linux machine:"
+    need = "With the compilers (pip install 'attention-suite[tpu,compile-cuda,kvax]'), on any Linux machine:"
     return Section("reproduce", "Reproduce", (need,), commands=(shlex.join(words),))
