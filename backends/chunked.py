@@ -35,7 +35,9 @@ SHORT_QUERY = 16
 SMALL_SCORES = 128 * 128
 
 _MASKED = -1e30  # finite, so that a row with nothing visible gives no NaN
-_ALONE = 1.0 - 2.0**-21  # of float32: a probability this near to one is one, but for the rounding of its score
+# A probability is one, but for the rounding of its score, where the score is this near to the row's log-sum-exp; with
+# logits above the second number their rounding is too coarse to tell.
+_ALONE, _LARGE_LOGIT = 2.0**-21, 64.0
 _UNSEEN = 1e30  # log-sum-exp of a row with nothing visible: its probabilities come out as zero
 
 OPTIONS = {
@@ -427,6 +429,7 @@ def _backward(
     delta = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1)
 
     lses = _tile_queries(lse[..., None], spec, heads, block, _UNSEEN)[..., 0]
+    alone = jnp.where(jnp.abs(lses) < _LARGE_LOGIT, _ALONE, _MASKED)
     deltas = _tile_queries(delta[..., None], spec, heads, block)[..., 0]
     queries = _tile_queries(_pack(_scaled_query(query, program), program), spec, heads, block)
     d_outs = _tile_queries(_pack(d_out, program), spec, heads, block)
@@ -448,13 +451,14 @@ def _backward(
             q, d_o = _unpack(queries[at], program), _unpack(d_outs[at], program)
             raw = _dot("hkd,hqd->hkq", k, q) * program.scale_scores
             scores = _soft_cap(raw, spec)
-            probs = jnp.exp(scores - lses[at][:, None])
+            below = lses[at][:, None] - scores
+            probs = jnp.exp(-below)
             if mixed:
                 mask = blocks.visible(spec, layout, batch, start, column * block, block, block).T[:, None]
                 probs = jnp.where(mask, probs.reshape(heads, block, group, block), 0.0).reshape(probs.shape)
             d_scores = probs * (_dot("hkd,hqd->hkq", v, d_o) - deltas[at][:, None])
             # A key that has the whole row moves nothing: its two terms cancel, and only their rounding would be left.
-            d_scores = jnp.where(probs > _ALONE, 0.0, d_scores)
+            d_scores = jnp.where(below < alone[at][:, None], 0.0, d_scores)
             if spec.logits_soft_cap is not None:
                 d_scores = d_scores * (1.0 - (scores / spec.logits_soft_cap) ** 2)
             probs, d_scores = _round(probs, program), _round(d_scores * program.scale_scores, program)

@@ -13,7 +13,13 @@ MODULES = sorted(
     for info in pkgutil.walk_packages(importlib.import_module(room).__path__, prefix=f"{room}.")
     if not info.name.endswith("__main__")
 )
-NEEDS = {"backends.kvax.build": "triton", "backends.kvax.interpret": "triton"}  # tox -e kvax runs these too
+NEEDS = {
+    "backends.kvax.build": "triton",  # tox -e kvax runs these two
+    "backends.kvax.interpret": "triton",
+    "suite.peers.tokamax_chunked": "tokamax",
+    "suite.peers.torch_llama": "transformers",
+    "suite.peers.torch_sdpa": "torch",
+}
 
 
 def load(name):
