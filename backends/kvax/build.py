@@ -148,6 +148,7 @@ def compile_launch(launch: RecordedLaunch, target: Target, stride_hint: bool = T
     """Triton's compiled kernel (``.asm``, ``.metadata``). Raises whatever Triton raises."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # block pointers and "and" on tensors: Kvax uses both
+        warnings.simplefilter("ignore", DeprecationWarning)  # Triton 3.7 builds syntax trees as Python 3.13 deprecates
         return triton.compile(
             _source(launch, stride_hint),
             target=GPUTarget("cuda", _architecture(target), 32),
