@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -165,13 +164,7 @@ def _start(*arguments: object, path: Path | None = None) -> subprocess.Popen[str
         stderr=subprocess.PIPE,
         text=True,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(entries), "JAX_PLATFORMS": "cpu"},
-        # Whoever runs the tests in the background of a shell has Ctrl-C ignored, and children inherit that.
-        preexec_fn=_heed_interrupts,  # noqa: PLW1509 (one call, no lock)
     )
-
-
-def _heed_interrupts() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _finish(process: subprocess.Popen[str], seconds: float = 240) -> tuple[int, str, str]:
