@@ -71,7 +71,8 @@ def build(run: Run) -> Page:
     )
     kept = tuple(section for section in sections if section is not None and (section.key != "reasons" or numbers))
     versions = [f"{name} {version}" for name, version in environment.versions_of(records).items()]
-    title = f"Compiled for {plural(len(targets), 'device')} that are not here, {environment.date_of(records)}"
+    absent = "that is not here" if len(targets) == 1 else "that are not here"
+    title = f"Compiled for {plural(len(targets), 'device')} {absent}, {environment.date_of(records)}"
     return Page("compiled", title, f"Versions: {', '.join(versions)}", kept, group(records))
 
 
