@@ -273,7 +273,9 @@ def _tune(command: Tune) -> int:
     )
     errors = Console(stderr=True)
     if target is not None:
-        errors.print(f"{target} is not here: candidates are ranked by what compiles; no time is measured.")
+        errors.print(
+            f"{target} is not here: candidates are ranked by what compiles; no time is measured.", soft_wrap=True
+        )
     with errors.status("starting") as status:
         tune(request, status.update)
     print(f"tuned:   {command.out}")  # noqa: T201

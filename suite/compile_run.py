@@ -172,7 +172,8 @@ class _Compiler:
 
         first = dataclasses.replace(case, sequence=SEARCH_LENGTHS[len(SEARCH_LENGTHS) // 2], name="")
         made.extend(self._once(first, backend))
-        if self._records[_key(first, backend, self._target)].status != "unsupported":
+        answer = self._records[_key(first, backend, self._target)]
+        if answer.status != "unsupported" and not answer.notes:  # refused, or kernels alone: no length says more
             longest(fits, SEARCH_LENGTHS)
         self._watcher.fewer(SEARCH_STEPS - len(made))
         yield from made
@@ -216,6 +217,7 @@ class _Compiler:
             reasons=tuple(facts.get("reasons", ())),
             status=facts["status"],
             error=facts["error"],
+            notes=tuple(facts.get("notes", ())),
             lower_seconds=facts.get("lower_seconds"),
             compile_seconds=facts.get("compile_seconds"),
             memory=facts.get("memory", {}),

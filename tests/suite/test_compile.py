@@ -192,7 +192,7 @@ def test_what_a_backend_refuses_is_refused_for_the_target_before_it_is_compiled(
 
 @dataclasses.dataclass(frozen=True)
 class OutsideXla:
-    """A backend that compiles its own kernels."""
+    """A backend that compiles its own kernels, and cannot put them into XLA's program."""
 
     error: str | None = None
     name: str = "outside"
@@ -202,7 +202,7 @@ class OutsideXla:
         return Support(mode)
 
     def plan(self, spec, layout, **_):
-        raise AssertionError("nothing is lowered for a backend that compiles its own kernels")
+        raise ImportError("outside needs\nwhat launches its kernels.")
 
     def compile_kernels(self, spec, target, options=None):
         sizes = {} if self.error else {"registers": 208, "spilled_bytes": 0, "shared_bytes": 98304}
@@ -216,12 +216,45 @@ class OutsideXla:
 @pytest.mark.parametrize("error", [None, "shared memory: 459776 of 232448 bytes"])
 def test_kernels_outside_xla_show_registers_spills_and_shared_memory(monkeypatch, case, error):
     monkeypatch.setattr(registry, "get", lambda _: OutsideXla(error))
+    monkeypatch.setattr(topologies, "missing", lambda _: "no compiler for it.")
     found = compile_cell.compile_cell(case, "outside", H100)
     assert found["status"] == ("ok" if error is None else "crashed")
     assert found["error"] == (None if error is None else f"forward: {error}")
     (kernel,) = found["kernels"]
     assert kernel["registers"] == (208 if error is None else None)
     assert kernel["configuration"] == {"block_q": 128, "num_warps": 8}
+    assert "memory" not in found
+
+
+@pytest.mark.parametrize(
+    ("absent", "note"),
+    [("no compiler for it.", "no compiler for it."), (None, "outside needs what launches its kernels.")],
+)
+def test_kernels_without_their_program_say_why_its_size_is_not_known(monkeypatch, absent, note):
+    monkeypatch.setattr(registry, "get", lambda _: OutsideXla())
+    monkeypatch.setattr(topologies, "missing", lambda _: absent)
+    monkeypatch.setattr(topologies, "device", lambda _: jax.devices()[0])
+    found = compile_cell.compile_cell(OP, "outside", H100)
+    assert (found["status"], found["notes"]) == ("ok", [note])
+
+
+@pytest.mark.parametrize(("peak", "status"), [(2**30, "ok"), (2**40, "oom"), (None, "crashed")])
+def test_program_around_kernels_is_judged_by_its_size(monkeypatch, peak, status):
+    def compiled(program, device):
+        if peak is None:
+            raise RuntimeError("INTERNAL: no such call")
+        return {"lower_seconds": 1.0, "compile_seconds": 2.0, "memory": {"compiled_peak": peak}}
+
+    monkeypatch.setattr(registry, "get", lambda _: OutsideXla())
+    monkeypatch.setattr(topologies, "missing", lambda _: None)
+    monkeypatch.setattr(topologies, "device", lambda _: None)
+    monkeypatch.setattr(compile_cell, "compile_program", compiled)
+    found = compile_cell.compile_cell(OP, "outside", H100)
+    assert (found["status"], len(found["kernels"])) == (status, 1)
+    assert found.get("notes") is None
+    if peak is not None:
+        assert found["memory"] == {"compiled_peak": peak}
+        assert found["compile_seconds"] >= 2.0
 
 
 # How the longest length is searched
@@ -400,12 +433,14 @@ def test_page_shows_kernels(compile_with_fakes, tmp_path):
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     kernel = dataclasses.asdict(OutsideXla().compile_kernels(None, H100)[0])
     assert lines[0]["status"] == "ok"
-    lines[0]["memory"] = {}
+    lines[0] |= {"memory": {}, "notes": ["no compiler for it."]}
     lines[0]["kernels"] = [kernel | {"configuration": dict(kernel["configuration"])}]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     page = reports.render(tmp_path / "run").read_text(encoding="utf-8")
     assert "registers per thread" in page
     assert "1 compile as kernels alone" in page
+    assert "compiles (N1)" in page
+    assert "**N1** no compiler for it." in page
     assert "block\\_q 128, num\\_warps 8" in page or "block_q 128, num_warps 8" in page
     assert "98304" in page
 
