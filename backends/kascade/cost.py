@@ -1,0 +1,77 @@
+"""What Kascade computes, counted honestly: pairs and FLOPs of a whole model against *causal* dense attention.
+
+A layer is never "skipped": a reuse layer costs what it attends to, an anchor its selection besides, a dense layer all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from backends.contract import AttentionSpec
+from backends.kascade.schedule import LayerRole
+from backends.kascade.settings import Settings, Tiling
+
+# Products of the size queries x keys. Dense: scores and weighted values. A selection computes the scores of all earlier
+# keys once by tiles (block sums are rescaled afterwards), twice by single keys (log-sums first).
+_DENSE, _ATTEND = 2, 2
+_SELECT = {"tile": 1, "token": 2}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KeptFraction:
+    """Shares of what causal dense attention computes over all layers (1.0: as much; anchors may bring it above).
+
+    ``pairs``: query-key pairs attended to, on average over the layers. ``flops``: of both products, selection included.
+    ``reuse``: pairs of one reuse layer. ``anchor`` and ``dense``: FLOPs of one such layer.
+    """
+
+    pairs: float
+    flops: float
+    reuse: float
+    anchor: float
+    dense: float
+
+
+def kept_fraction(
+    spec: AttentionSpec, settings: Settings, num_layers: int = 1, *, position: int | None = None
+) -> KeptFraction:
+    """The share of causal FLOPs that ``num_layers`` layers compute under ``settings`` for ``spec``, without padding.
+
+    Without a schedule every layer is an anchor. Decoding (``query_length`` 1) is counted at ``position``, by default
+    that of the last key. Raises ValueError where the schedule is for another number of layers.
+
+    >>> spec = AttentionSpec(batch=1, query_length=4096, key_value_length=4096, num_heads=8, num_kv_heads=8,
+    ...                      head_dim=64, is_causal=True)
+    >>> round(kept_fraction(spec, Settings(top_k=1.0)).pairs, 3)
+    1.0
+    """
+    roles = (LayerRole("anchor", 0),) * num_layers if settings.schedule is None else settings.schedule.layers
+    if len(roles) != num_layers:
+        raise ValueError(f"the schedule is for {len(roles)} layers, the model has {num_layers}.")
+    tiling = Tiling.of(spec, settings)
+    at = spec.key_value_length - 1 if position is None else position
+    first = at if spec.query_length == 1 else 0
+    rows = first + np.arange(spec.query_length)
+    starts = np.repeat(rows[:: tiling.query_tile], tiling.query_tile)[: len(rows)] // tiling.unit  # own region's unit
+    visible = np.minimum(rows + 1, spec.key_value_length)
+    earlier = np.minimum(starts * tiling.unit, spec.key_value_length)
+    chosen = np.asarray(tiling.budgets)[np.minimum(starts, len(tiling.budgets) - 1)] * tiling.unit
+    kept = np.minimum(chosen, earlier) + (visible - np.minimum(earlier, visible))
+    causal, attended = float(visible.sum()), float(kept.sum())
+    select = _SELECT[settings.granularity]
+    share = attended / causal
+    cost = {
+        "reuse": share,
+        "anchor": share + select / _DENSE,
+        "dense": 1.0 + (select - 1) / _DENSE,  # the scores of the dense layer serve the selection too
+    }
+    pairs = [1.0 if role.role == "dense" else share for role in roles]
+    return KeptFraction(
+        float(np.mean(pairs)),
+        float(np.mean([cost[role.role] for role in roles])),
+        share,
+        cost["anchor"],
+        cost["dense"],
+    )
