@@ -205,7 +205,7 @@ class StackCase:
 
     ``layers`` with keys and values of their own, of which layer 0 is dense and ``anchors`` (layer 0 among them) select,
     evenly spread; the others reuse. With one layer its parts are timed: an anchor, a reuse layer. ``kascade_decode`` is
-    one query token behind ``sequence`` cached keys. Raises InputError for a field that does not fit.
+    one query token behind ``sequence`` cached keys. ``by_token``: selecting single keys is timed too. Raises InputError for a field that does not fit.
     """
 
     kind: StackKind
@@ -220,6 +220,7 @@ class StackCase:
     top_k: float = 0.125
     min_keys: int = 0
     tile_size: int = 128
+    by_token: bool = True
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -60,8 +60,7 @@ def problem(case: SelectionCase, text: str | None) -> Problem:
     """What is asked of the model; the same for every row."""
     if case.kind == "kascade_text":
         return Problem(read_text(_as_text(case), text))
-    # A gap of all but everything lets needles stand at any distance.
-    batch = retrieval.sample(np.random.default_rng([case.seed, 0]), case.sequence, batch=case.sequences)
+    batch = retrieval.sample(np.random.default_rng([case.seed, 0]), case.sequence, batch=case.sequences, gap=_gap(case))
     at, needles = np.asarray(batch.query_positions), np.asarray(batch.needle_positions)
     return Problem(np.asarray(batch.tokens), at, np.asarray(batch.answers), at - needles)
 
@@ -108,7 +107,12 @@ def _calibration_prompts(case: SelectionCase) -> list[Any]:
     rng = np.random.default_rng([case.seed, 1])
     if case.kind == "kascade_text":
         return list(random_windows(load_text().train, case.sequence, PROMPTS, rng))
-    return list(retrieval.sample(rng, case.sequence, batch=PROMPTS).tokens)
+    return list(retrieval.sample(rng, case.sequence, batch=PROMPTS, gap=_gap(case)).tokens)
+
+
+def _gap(case: SelectionCase) -> int:
+    """Least distance of a needle: in the gate all are far away, elsewhere recall is told by distance."""
+    return case.sequence // (2 if case.kind == "kascade_gate" else 8)
 
 
 def _batches(tokens: np.ndarray) -> list[np.ndarray]:

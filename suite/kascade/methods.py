@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from suite.cases import Case, SelectionCase, StackCase
+from backends.kascade import Schedule, manual
+from backends.kascade.cost import not_profitable
+from suite.cases import Case, SelectionCase, StackCase, settings_of, stack_spec
 from suite.record import CaseKind
 
 _QUALITY: tuple[CaseKind, ...] = ("kascade_text", "kascade_retrieval")
@@ -74,7 +76,7 @@ def methods_of(case: Case) -> tuple[str, ...]:
     names = [method.name for method in METHODS.values() if case.kind in method.kinds]
     if isinstance(case, StackCase):
         whole = ("dense", *_PARTS) if case.layers == 1 else tuple(name for name in names if name not in _PARTS)
-        names = [name for name in names if name in whole]
+        names = [name for name in names if name in whole and (case.by_token or name != "kascade_token")]
     return tuple(names)
 
 
@@ -85,4 +87,16 @@ def refusals(name: str, case: Case) -> tuple[str, ...]:
             return ("kascade_greedy: the case's own schedule is greedy, so this row would repeat kascade.",)
         if name == "kascade_token" and case.granularity == "token":
             return ("kascade_token: the case selects single keys already, so this row would repeat kascade.",)
+    if name == "kascade_profitable" and isinstance(case, StackCase):
+        settings, spec = settings_of(case, schedule=schedule_of(case, case.kv_heads)), stack_spec(case)
+        if not_profitable(spec, settings) is None:
+            return ("kascade_profitable: sparse is expected to be faster here, so this row would repeat kascade.",)
     return ()
+
+
+def schedule_of(case: StackCase, kv_heads: int) -> Schedule:
+    """Layer 0 dense, anchors evenly spread, the others reuse; for a single layer's parts: dense, anchor, reuse."""
+    if case.layers == 1:
+        return manual((0, 1), num_layers=3, kv_heads=kv_heads)
+    anchors = tuple(i * case.layers // case.anchors for i in range(case.anchors))
+    return manual(anchors, num_layers=case.layers, kv_heads=kv_heads)

@@ -146,8 +146,8 @@ def _kept_figures(parts: list[list[Kept]]) -> dict[str, float]:
     layers = [kept for part in parts for kept in part]
     if not layers:
         return {"kept_pairs": 1.0, "mass_mean": 1.0, "mass_min": 1.0}
-    pairs = sum(float(np.sum(kept.pairs, dtype=np.float64)) for kept in layers)
-    causal = sum(float(np.sum(kept.causal, dtype=np.float64)) for kept in layers)
+    pairs = sum(float(np.asarray(kept.pairs, np.float64).sum()) for kept in layers)
+    causal = sum(float(np.asarray(kept.causal, np.float64).sum()) for kept in layers)
     mass = np.concatenate([np.asarray(kept.mass).ravel() for kept in layers])
     return {"kept_pairs": pairs / causal, "mass_mean": float(mass.mean()), "mass_min": float(mass.min())}
 
