@@ -7,6 +7,7 @@ table says why.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -83,7 +84,9 @@ def gate(groups: Sequence[Group]) -> tuple[Table, ...]:
             Column("mass_min", "least, per head and tile"),
             Column("reading", "reading"),
         )
-        made.append(table(f"kascade_gate_{_phase(group)}", f"{_phase(group).capitalize()}, {_told(group)}", columns, rows))
+        made.append(
+            table(f"kascade_gate_{_phase(group)}", f"{_phase(group).capitalize()}, {_told(group)}", columns, rows)
+        )
     return tuple(made)
 
 
@@ -170,7 +173,7 @@ def _bins(group: Group) -> list[tuple[str, float, float]]:
     if group.kind == TEXT:
         return []
     edges = [0, length // 4, length // 2, length]
-    return [(f"{low} to {high - 1} back", low, high) for low, high in zip(edges, edges[1:], strict=False)]
+    return [(f"{low} to {high - 1} back", low, high) for low, high in itertools.pairwise(edges)]
 
 
 def picture(groups: Sequence[Group]) -> Picture | None:

@@ -154,7 +154,7 @@ def _kascade(groups: Sequence[Group]) -> Iterator[Section]:
         told = (
             "A hand-built model with a known circuit: an anchor layer can fetch one half of an answer, a reuse layer "
             "the other, so that an answer is right only where both attend to the needle. Chance is 1 in 16 where both "
-            "look elsewhere, 1 in 4 where one does. Kascade’s row stands only where dense finds everything and "
+            "look elsewhere, 1 in 4 where one does. Kascade's row stands only where dense finds everything and "
             "every control is there and fails beyond its interval."
         )
         yield Section("kascade_gate", "The retrieval gate", (told,), tables=made)
@@ -163,8 +163,8 @@ def _kascade(groups: Sequence[Group]) -> Iterator[Section]:
             "All rows of one share keep the same number of units (layer 0 dense in all of them); “pairs "
             "kept” is measured: query-key pairs that were computed, of all causal ones, in the other layers. "
             "Shares of units are rounded up, and every query tile has its own region besides, so the measured share "
-            "is the larger. “FLOPs” are of the whole model’s attention, dense layers and the anchors’ selection "
-            "included. “Attention kept” is the part of dense attention, of the row’s own queries and keys, that "
+            "is the larger. “FLOPs” are of the whole model's attention, dense layers and the anchors' selection "
+            "included. “Attention kept” is the part of dense attention, of the row's own queries and keys, that "
             "lies on computed pairs. A row is withheld where random tiles do not fail."
         )
         drawn = kascade.picture(groups)
@@ -178,7 +178,7 @@ def _kascade(groups: Sequence[Group]) -> Iterator[Section]:
         told = (
             "Attention only, of all layers, what the anchors cost included, relative to the fastest dense row of the "
             "case: dense is timed on one device and on one per core. “Time relative to its share of pairs” is 1 "
-            "where a reuse layer is as much faster as it computes less. Before it is timed every row has to be equal to dense "
+            "where a reuse layer is as much faster as it computes less. Before it is timed, a row has to equal dense "
             "with everything selected. DENSE: the row decided by itself not to run sparse."
         )
         goal = kascade.goals(groups)

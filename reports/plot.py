@@ -92,7 +92,15 @@ def _draw_panel(axis: Any, panel: Panel, names: Sequence[str]) -> None:
     for name, points in panel.lines:
         place = names.index(name)
         color, style = f"C{place % 10}", "-" if place < 10 else "--"
-        axis.plot(*zip(*points, strict=True), marker="o", markersize=3.5, linewidth=1.3, label=name, color=color, linestyle=style)
+        axis.plot(
+            *zip(*points, strict=True),
+            marker="o",
+            markersize=3.5,
+            linewidth=1.3,
+            label=name,
+            color=color,
+            linestyle=style,
+        )
     if panel.roof is not None:
         axis.axhline(panel.roof, color="black", linestyle="--", linewidth=1, label="measured matmul rate")
     axis.set_xscale("log", base=2)

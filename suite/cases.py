@@ -205,7 +205,8 @@ class StackCase:
 
     ``layers`` with keys and values of their own, of which layer 0 is dense and ``anchors`` (layer 0 among them) select,
     evenly spread; the others reuse. With one layer its parts are timed: an anchor, a reuse layer. ``kascade_decode`` is
-    one query token behind ``sequence`` cached keys. ``by_token``: selecting single keys is timed too. Raises InputError for a field that does not fit.
+    one query token behind ``sequence`` cached keys. ``by_token``: selecting single keys is timed too.
+    Raises InputError for a field that does not fit.
     """
 
     kind: StackKind
@@ -264,7 +265,9 @@ def anchor_layers(case: SelectionCase) -> tuple[int, ...]:
     """The numbers in ``anchors``: one for "dp" (2 unless given), the layers for "manual". Raises InputError."""
     words = [word.strip() for word in case.anchors.split(",") if word.strip()]
     if case.schedule == "greedy" and words:
-        raise InputError(f"case {case.name}: anchors = {case.anchors!r} has no place in a greedy schedule; leave it out.")
+        raise InputError(
+            f"case {case.name}: anchors = {case.anchors!r} has no place in a greedy schedule; leave it out."
+        )
     if case.schedule == "dp" and not words:
         words = ["2"]
     whole = all(word.isdecimal() for word in words)

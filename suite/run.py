@@ -17,9 +17,9 @@ from typing import Any, Protocol
 from backends import UnknownBackendError, names, registry
 from suite.cases import Case, make_case, problem_of
 from suite.errors import CellFailure, InputError
-from suite.memory import machine_bytes
 from suite.kascade.methods import METHODS, has_methods, methods_of
 from suite.kascade.words import KascadeWords, applied
+from suite.memory import machine_bytes
 from suite.peers import PEERS
 from suite.probe import CellPlan
 from suite.process import Worker

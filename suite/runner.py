@@ -92,7 +92,9 @@ class References:
         if self._worker is None:
             self._worker = Worker(int(_REFERENCE_SHARE * machine_bytes()))
         try:
-            self._worker.ask({"do": "reference", "case": problem_of(case), "path": str(path), "text": self._text}, self._seconds)
+            self._worker.ask(
+                {"do": "reference", "case": problem_of(case), "path": str(path), "text": self._text}, self._seconds
+            )
         except CellFailure as failure:
             self._worker.close()
             self._worker = None

@@ -29,9 +29,11 @@ Attend = Callable[[Array, Array, Array, int, Carry], tuple[Array, Carry, Bool[Ar
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Kept:
-    """What one layer kept. ``mass [batch, kv_heads, query_tiles]``: share of the dense attention of these very queries
-    and keys that lies on pairs which were computed, mean over the rows and heads of a tile. ``pairs`` and ``causal``:
-    how many pairs were computed, and how many causal attention has.
+    """What one layer kept.
+
+    ``mass [batch, kv_heads, query_tiles]``: share of the dense attention of these very queries and keys that lies on
+    pairs which were computed, mean over the rows and heads of a tile. ``pairs`` and ``causal``: how many pairs were
+    computed, and how many causal attention has.
     """
 
     mass: Float[Array, "batch kv_heads query_tiles"]
@@ -264,7 +266,7 @@ def _kept(spec: AttentionSpec, layout: Layout, tiling: Tiling, query: Array, key
     probs = _probabilities(spec, layout, query, key)
     mask = jnp.broadcast_to(mask, probs.shape)
     rows = (probs * mask).sum(-1)
-    b, n, t = rows.shape
+    b, _, t = rows.shape
     grouped = rows.reshape(b, spec.num_kv_heads, -1, t).mean(2)
     padded = jnp.pad(grouped, ((0, 0), (0, 0), (0, tiling.padded_queries - t)))
     counts = jnp.minimum(t - jnp.arange(tiling.query_tiles) * tiling.query_tile, tiling.query_tile)

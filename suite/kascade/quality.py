@@ -17,15 +17,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from backends import Resolution, Target, registry
-from backends.kascade import Schedule, kept_fraction
+from backends.kascade import LayerRole, Schedule, kept_fraction
 from models import Transformer, retrieval
 from models.forward import forward, forward_cached
 from models.loss import token_nats
 from models.planning import Resolutions, attention_spec
 from suite.cases import SelectionCase, settings_of
+from suite.errors import CellFailure
 from suite.kascade import dense
 from suite.kascade.controls import Kept, Watched
-from suite.record import TensorError
 
 DECODED = 64  # tokens at the end of a text that are decoded
 
@@ -37,11 +37,10 @@ class RowQuality:
     figures: dict[str, float]
     series: dict[str, tuple[float, ...]]
     notes: tuple[str, ...]
-    errors: dict[str, TensorError]
 
 
 def measure(case: SelectionCase, method: str, reference: Path, text: str | None) -> RowQuality:
-    """The row ``method`` of ``case``."""
+    """The row ``method`` of ``case``. Raises CellFailure where its logits are not finite."""
     model, asked = dense.model_of(case), dense.problem(case, text)
     theirs = dense.read_dense(reference)
     first = case.sequence - _decoded(case) if case.phase == "decode" else 0
@@ -50,15 +49,15 @@ def measure(case: SelectionCase, method: str, reference: Path, text: str | None)
     run = _program(case, model, method, schedule)
     parts = [run(tokens) for tokens in dense.batches(asked.tokens)]
     ours = np.concatenate([np.asarray(logits) for logits, _ in parts])[: len(asked.tokens)]
+    if not np.isfinite(ours).all():
+        raise CellFailure("wrong", f"{method} gives logits that are not finite.")
     figures, series = _losses(case, asked, ours, theirs[:, first:], first)
     figures |= _kept_figures([kept for _, kept in parts])
     if method.startswith("kascade"):
         figures["anchors"] = float(len(schedule.anchors))
         figures["flops"] = _flops(case, model, method, schedule)
     notes = _schedule_note(method, schedule)
-    finite = bool(np.isfinite(ours).all())
-    errors = {} if finite else {"logits": TensorError(max_error=None, rms_error=None, standard_error=None, allowed=0.0, passed=False)}  # fmt: skip  # noqa: E501
-    return RowQuality(figures, series, notes, errors)
+    return RowQuality(figures, series, notes)
 
 
 def _decoded(case: SelectionCase) -> int:
@@ -75,9 +74,7 @@ def _flops(case: SelectionCase, model: Transformer, method: str, schedule: Sched
     if case.phase == "prefill":
         spec = attention_spec(model.config, "global", batch=1, query_length=length, needs_grad=False)
         return kept_fraction(spec, settings, layers).flops
-    spec = attention_spec(
-        model.config, "global", batch=1, query_length=1, key_value_length=length, needs_grad=False
-    )
+    spec = attention_spec(model.config, "global", batch=1, query_length=1, key_value_length=length, needs_grad=False)
     steps = range(length - _decoded(case), length)
     shares = np.array([kept_fraction(spec, settings, layers, position=at).flops for at in steps])
     return float(np.average(shares, weights=np.array(steps) + 1))
@@ -86,11 +83,14 @@ def _flops(case: SelectionCase, model: Transformer, method: str, schedule: Sched
 def _schedule_note(method: str, schedule: Schedule) -> tuple[str, ...]:
     if method not in ("kascade", "kascade_greedy"):
         return ()
-    roles = ", ".join(
-        f"{i} {role.role}" + (f" of {role.anchor} (heads {' '.join(map(str, role.head_map))})" if role.role == "reuse" else "")
-        for i, role in enumerate(schedule.layers)
-    )  # fmt: skip
+    roles = ", ".join(f"{i} {_role(role)}" for i, role in enumerate(schedule.layers))
     return (f"{method}: schedule {schedule.method}: {roles}.",)
+
+
+def _role(role: LayerRole) -> str:
+    if role.role != "reuse":
+        return role.role
+    return f"reuse of {role.anchor} (heads {' '.join(map(str, role.head_map))})"
 
 
 def _program(

@@ -58,9 +58,7 @@ def stack_program(case: StackCase, method: str, devices: int = 1, dense: str | N
     if devices == 1:
         return Program(_stack(case, method, spec, target, dense), (*arrays, *_selection(case, method, spec, arrays)))
     mesh = Mesh(np.array(jax.devices()[:devices]), ("devices",))
-    share = dataclasses.replace(
-        spec, num_heads=spec.num_heads // devices, num_kv_heads=spec.num_kv_heads // devices
-    )
+    share = dataclasses.replace(spec, num_heads=spec.num_heads // devices, num_kv_heads=spec.num_kv_heads // devices)
     local = _stack(case, method, share, target, dense)
     by_query = PartitionSpec(None, None, "devices")
     by_key = PartitionSpec(None, "devices") if case.kind == "kascade_decode" else by_query
@@ -97,9 +95,7 @@ def figures(case: StackCase, method: str) -> dict[str, float]:
 
 def judge(case: StackCase, method: str, devices: int) -> dict[str, TensorError]:
     """The row with everything selected, on a short sequence, held to the standard backend."""
-    short = dataclasses.replace(
-        case, name=f"{case.name}-judged", sequence=min(case.sequence, JUDGED_LENGTH), top_k=1.0
-    )
+    short = dataclasses.replace(case, name=f"{case.name}-judged", sequence=min(case.sequence, JUDGED_LENGTH), top_k=1.0)
     ours, theirs = (
         stack_program(short, method, devices),
         stack_program(short, "dense", dense="standard"),
