@@ -16,6 +16,8 @@ from reports.formatting import TIMES, Value, code, estimate, number, plural
 from reports.plot import Panel, Picture
 from reports.tables import MILLI, Column, Table, scaled, table
 from suite import statistics
+from suite.cases import make_case
+from suite.errors import InputError
 from suite.kascade.methods import CONTROLS, METHODS
 from suite.record import Record
 from suite.statistics import Interval
@@ -30,8 +32,16 @@ _FEWEST = 3  # kept fractions that make a line
 
 
 def is_kascade(group: Group) -> bool:
-    """Whether the cells of a group are rows of Kascade's suite."""
-    return group.kind in KINDS
+    """Whether all cells of a group are rows of Kascade's suite, as this version knows them."""
+    return group.kind in KINDS and all(_is_row(cell.record) for cell in group.cells)
+
+
+def _is_row(record: Record) -> bool:
+    try:
+        case = make_case(record.problem)
+    except InputError:
+        return False
+    return case.kind == record.kind and record.requested in METHODS
 
 
 def recall_of(record: Record, near: float = 0.0, far: float = float("inf")) -> Interval | None:

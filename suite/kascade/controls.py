@@ -202,11 +202,17 @@ def _score(
         return jnp.broadcast_to(at.at[0].set(tiling.units), shape)
     if method == "random_tiles":
         return jax.random.uniform(jax.random.fold_in(jax.random.key(0), layer), shape)
-    return _quest(spec, tiling, query, key)
+    bound = quest_bound(spec, tiling, query, key)
+    return bound - bound.min() + 1.0
 
 
-def _quest(spec: AttentionSpec, tiling: Tiling, query: Array, key: Array) -> Array:
-    """The largest logit that any key within the bounds of a unit could have, largest over the rows of a query tile."""
+def quest_bound(
+    spec: AttentionSpec, tiling: Tiling, query: Array, key: Array
+) -> Float[Array, "batch kv_heads query_tiles units"]:
+    """No logit (unscaled) of a query tile's rows and heads with a key of a unit is above this (arXiv 2406.10774).
+
+    From the least and the largest value of each channel among the unit's keys, largest over rows and heads.
+    """
     b, t, n, h = query.shape
     s, k = key.shape[1:3]
     pad = ((0, 0), (0, tiling.units * tiling.unit - s), (0, 0), (0, 0))
@@ -217,8 +223,7 @@ def _quest(spec: AttentionSpec, tiling: Tiling, query: Array, key: Array) -> Arr
     bound = jnp.einsum("btkgh,bukh->bkgtu", jnp.maximum(grouped, 0), high)
     bound = bound + jnp.einsum("btkgh,bukh->bkgtu", jnp.minimum(grouped, 0), low)
     rows = jnp.pad(bound, ((0, 0),) * 3 + ((0, tiling.padded_queries - t), (0, 0)), mode="edge").max(2)
-    pooled = rows.reshape(b, k, tiling.query_tiles, tiling.query_tile, tiling.units).max(3)
-    return pooled - pooled.min() + 1.0
+    return rows.reshape(b, k, tiling.query_tiles, tiling.query_tile, tiling.units).max(3)
 
 
 def _oracle_mask(
