@@ -11,6 +11,7 @@ import math
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Int
 
 from backends.contract import AttentionSpec, check_options
@@ -33,6 +34,7 @@ OPTIONS = {
     "query_tile": "queries that share a selection (default: 128, or 32 with granularity='token')",
     "ablation": "None, 'all_heads' (one selection for all KV heads) or 'no_remap' (each KV head reuses its own)",
     "kernel": "'xla' or 'pallas' (default: 'pallas' in mode 'interpret', else 'xla')",
+    "mesh": "a jax.sharding.Mesh of one axis, whose devices divide the KV heads among them (default: one device)",
     "when": "'always', or 'profitable': dense where sparse would be slower; the plan's notes then say so",
 }
 
@@ -53,6 +55,7 @@ class Settings:
     query_tile: int = 0
     ablation: Ablation | None = None
     kernel: Kernel = "xla"
+    mesh: Mesh | None = None
     when: When = "always"
 
     def __post_init__(self) -> None:
@@ -67,6 +70,7 @@ class Settings:
             "query_tile": _is_int(self.query_tile, 1),
             "ablation": self.ablation is None or self.ablation in get_args(Ablation),
             "kernel": self.kernel in get_args(Kernel),
+            "mesh": self.mesh is None or (isinstance(self.mesh, Mesh) and len(self.mesh.axis_names) == 1),
             "when": self.when in get_args(When),
         }
         for name, accepted in good.items():

@@ -88,15 +88,15 @@ def refusals(name: str, case: Case) -> tuple[str, ...]:
         if name == "kascade_token" and case.granularity == "token":
             return ("kascade_token: the case selects single keys already, so this row would repeat kascade.",)
     if name == "kascade_profitable" and isinstance(case, StackCase):
-        settings, spec = settings_of(case, schedule=schedule_of(case, case.kv_heads)), stack_spec(case)
+        settings, spec = settings_of(case, schedule=schedule_of(case)), stack_spec(case)
         if not_profitable(spec, settings) is None:
             return ("kascade_profitable: sparse is expected to be faster here, so this row would repeat kascade.",)
     return ()
 
 
-def schedule_of(case: StackCase, kv_heads: int) -> Schedule:
+def schedule_of(case: StackCase) -> Schedule:
     """Layer 0 dense, anchors evenly spread, the others reuse; for a single layer's parts: dense, anchor, reuse."""
     if case.layers == 1:
-        return manual((0, 1), num_layers=3, kv_heads=kv_heads)
+        return manual((0, 1), num_layers=3, kv_heads=case.kv_heads)
     anchors = tuple(i * case.layers // case.anchors for i in range(case.anchors))
-    return manual(anchors, num_layers=case.layers, kv_heads=kv_heads)
+    return manual(anchors, num_layers=case.layers, kv_heads=case.kv_heads)

@@ -2,8 +2,7 @@
 
 Each layer's queries are the first's plus the output of the layer before, so that none can run ahead of another. Keys
 and values differ from layer to layer; four pairs of arrays take turns, since a stack's own would not fit in memory
-beside the other rows, and each is far larger than any cache. On several devices the heads of the whole stack are
-divided: no layer needs another device's.
+beside the other rows, and each is far larger than any cache.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from backends import AttentionSpec, Layout, Target, registry, resolve
+from backends import Layout, Target, plan_sharded, registry, resolve
 from backends.contract import Plan
 from backends.kascade import Selection, Settings, kept_fraction
 from suite.accuracy import as_model_error
@@ -35,9 +34,9 @@ JUDGED = (
 _PARTS = ("anchor_layer", "reuse_layer")
 
 
-def settings(case: StackCase, method: str, kv_heads: int) -> Settings:
+def settings(case: StackCase, method: str) -> Settings:
     """Kascade's settings in a row. Single keys are selected for query tiles of 32, the paper's."""
-    others: dict[str, Any] = {"schedule": schedule_of(case, kv_heads)}
+    others: dict[str, Any] = {"schedule": schedule_of(case)}
     if method == "kascade_token":
         others |= {"granularity": "token", "query_tile": 32}
     if method == "kascade_profitable":
@@ -45,46 +44,36 @@ def settings(case: StackCase, method: str, kv_heads: int) -> Settings:
     return settings_of(case, **others)
 
 
-def dense_backend(case: StackCase, target: Target) -> str:
-    """The fastest exact backend here, by the order of preference that ``auto`` follows."""
-    return resolve("auto", stack_spec(case), target).backend.name
-
-
 def stack_program(case: StackCase, method: str, devices: int = 1, dense: str | None = None) -> Program:
-    """The program of a row, ``dense`` being the backend of a dense one: the last layer's output."""
-    spec, target = stack_spec(case), Target.here()
+    """The program of a row, ``dense`` being the backend of a dense one: the last layer's output.
+
+    On several devices the heads are divided as a user of these backends divides them: ``plan_sharded`` for a dense
+    row, the option ``mesh`` of ``kascade``.
+    """
     arrays = _arrays(case)
-    dense = dense or dense_backend(case, target)
-    if devices == 1:
-        return Program(_stack(case, method, spec, target, dense), (*arrays, *_selection(case, method, spec, arrays)))
-    mesh = Mesh(np.array(jax.devices()[:devices]), ("devices",))
-    share = dataclasses.replace(spec, num_heads=spec.num_heads // devices, num_kv_heads=spec.num_kv_heads // devices)
-    local = _stack(case, method, share, target, dense)
-    by_query = PartitionSpec(None, None, "devices")
-    by_key = PartitionSpec(None, "devices") if case.kind == "kascade_decode" else by_query
-    selection = _selection(case, method, spec, arrays)
-    placed = (
-        jax.device_put(arrays[0], NamedSharding(mesh, by_query)),
-        *(jax.device_put(x, NamedSharding(mesh, by_key)) for x in arrays[1:]),
-        *(jax.device_put(x, NamedSharding(mesh, PartitionSpec(None, "devices"))) for x in selection),
-    )
-    specs = (by_query, by_key, by_key, *[PartitionSpec(None, "devices")] * len(selection))
-    run = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=by_query, check_vma=False)
-    return Program(run, placed)
+    mesh = None if devices == 1 else Mesh(np.array(jax.devices()[:devices]), ("devices",))
+    if mesh is not None:
+        by_query = PartitionSpec(None, None, "devices")
+        by_key = PartitionSpec(None, "devices") if case.kind == "kascade_decode" else by_query
+        arrays = (
+            jax.device_put(arrays[0], NamedSharding(mesh, by_query)),
+            *(jax.device_put(x, NamedSharding(mesh, by_key)) for x in arrays[1:]),
+        )
+    dense = dense or resolve("auto", stack_spec(case), Target.here()).backend.name
+    handed = _selection(case, mesh, arrays) if method == "reuse_layer" else ()
+    return Program(_stack(case, method, mesh, dense), (*arrays, *handed))
 
 
 def plan_notes(case: StackCase, method: str) -> tuple[str, ...]:
     """What the plan of a Kascade row says of how it computes: with ``when="profitable"``, that it ran dense."""
     if method in ("dense", *_PARTS):
         return ()
-    spec = stack_spec(case)
-    return _kascade(case, method, spec, Target.here()).notes
+    return _kascade(case, method).notes
 
 
 def figures(case: StackCase, method: str) -> dict[str, float]:
     """Kept fractions by formula: of causal pairs, and of causal FLOPs with the anchors' selection."""
-    spec = stack_spec(case)
-    chosen = settings(case, method, spec.num_kv_heads)
+    spec, chosen = stack_spec(case), settings(case, method)
     if method == "dense" or plan_notes(case, method):
         return {"kept_pairs": 1.0, "flops": 1.0}
     kept = kept_fraction(spec, chosen, len(chosen.schedule.layers) if chosen.schedule else 1)
@@ -105,18 +94,14 @@ def judge(case: StackCase, method: str, devices: int) -> dict[str, TensorError]:
     return {"out": as_model_error(actual, expected, expected, case.dtype)}
 
 
-def _stack(case: StackCase, method: str, spec: AttentionSpec, target: Target, dense: str) -> Callable[..., Any]:
-    decode = case.kind == "kascade_decode"
-
-    def run(query: Any, keys: Any, values: Any, *selected: Any) -> Any:
-        if method == "dense":
-            plan = registry.get(dense).plan(spec, _layout(case), target=target)
-        else:
-            plan = _kascade(case, method, spec, target)
-        if decode:  # as a cache holds them
-            keys, values = _swapped(keys), _swapped(values)
-        if method in _PARTS:
-            return _part(method, plan, query, keys, values, selected)
+def _stack(case: StackCase, method: str, mesh: Mesh | None, dense: str) -> Callable[..., Any]:
+    def run(query: Any, keys: Any, values: Any, *handed: Any) -> Any:
+        plan = _dense(case, mesh, dense) if method == "dense" else _kascade(case, method, mesh)
+        keys, values = _as_in_the_contract(case, keys, values)
+        if method == "anchor_layer":
+            return query + plan.run(query, keys[0], values[0], layer=1)[0]
+        if method == "reuse_layer":
+            return query + plan.run(query, keys[0], values[0], layer=2, carry=handed[0])[0]
         x, carry = query, ()
         for layer in range(case.layers):
             at = layer % len(keys)
@@ -127,36 +112,35 @@ def _stack(case: StackCase, method: str, spec: AttentionSpec, target: Target, de
     return run
 
 
-def _part(method: str, plan: Plan, query: Any, keys: Any, values: Any, selected: tuple[Any, ...]) -> Any:
-    """One layer of its kind, as in a stack of one."""
-    if method == "anchor_layer":
-        return query + plan.run(query, keys[0], values[0], layer=1)[0]
-    return query + plan.run(query, keys[0], values[0], layer=2, carry=Selection(*selected))[0]
+def _dense(case: StackCase, mesh: Mesh | None, dense: str) -> Plan:
+    backend, spec, layout, target = registry.get(dense), stack_spec(case), _layout(case), Target.here()
+    if mesh is None:
+        return backend.plan(spec, layout, target=target)
+    return plan_sharded(backend, spec, layout, mesh, target=target)
 
 
-def _kascade(case: StackCase, method: str, spec: AttentionSpec, target: Target) -> Plan:
-    chosen = settings(case, method, spec.num_kv_heads)
+def _kascade(case: StackCase, method: str, mesh: Mesh | None = None) -> Plan:
+    chosen = dataclasses.replace(settings(case, method), mesh=mesh)
     options = {field.name: value for field in dataclasses.fields(chosen)
                if (value := getattr(chosen, field.name)) is not None}  # fmt: skip
-    return registry.get("kascade").plan(spec, _layout(case), target=target, options=options)
+    return registry.get("kascade").plan(stack_spec(case), _layout(case), target=Target.here(), options=options)
 
 
-def _selection(case: StackCase, method: str, spec: AttentionSpec, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
+def _selection(case: StackCase, mesh: Mesh | None, arrays: tuple[Any, ...]) -> tuple[Selection]:
     """What a reuse layer is handed: made by an anchor, outside of what is timed."""
-    if method != "reuse_layer":
-        return ()
 
     def select(query: Any, keys: Any, values: Any) -> Any:
-        if case.kind == "kascade_decode":
-            keys, values = _swapped(keys), _swapped(values)
-        carry = _kascade(case, method, spec, Target.here()).run(query, keys[0], values[0], layer=1)[1]
-        return carry.selected, carry.count
+        keys, values = _as_in_the_contract(case, keys, values)
+        return _kascade(case, "anchor_layer", mesh).run(query, keys[0], values[0], layer=1)[1]
 
-    return jax.jit(select)(*arrays)
+    return (jax.jit(select)(*arrays),)
 
 
-def _swapped(arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    return tuple(x.swapaxes(1, 2) for x in arrays)
+def _as_in_the_contract(case: StackCase, *caches: tuple[jax.Array, ...]) -> list[tuple[jax.Array, ...]]:
+    """Keys and values as a plan takes them; those of a cache are handed over transposed."""
+    if case.kind != "kascade_decode":
+        return list(caches)
+    return [tuple(x.swapaxes(1, 2) for x in cache) for cache in caches]
 
 
 def _layout(case: StackCase) -> Layout:
