@@ -11,6 +11,7 @@ document, so that packed documents give what each gives alone; negative ids are 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -27,6 +28,7 @@ from models.rope import angles, inverse_frequencies, rotate
 
 Tokens = Int[Array, "batch length"]
 Hidden = Float[Array, "batch length hidden"]
+Observe = Callable[[int, Array, Array, Hidden, Hidden], None]
 
 
 def forward(
@@ -37,8 +39,13 @@ def forward(
     *,
     resolutions: Resolutions,
     options: Options = (),
+    observe: Observe | None = None,
 ) -> Float[Array, "batch length vocab"]:
-    """Logits of every position, float32. ``resolutions`` are those of :func:`models.planning.resolve_attention`."""
+    """Logits of every position, float32. ``resolutions`` are those of :func:`models.planning.resolve_attention`.
+
+    ``observe(layer, query, key, x, attended)`` is called in each layer with its queries and keys, the stream before
+    its attention, and what its attention adds to it.
+    """
     positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     if segment_ids is not None:
         segment_ids, positions = documents(segment_ids)
@@ -59,7 +66,10 @@ def forward(
         kind = config.layer_types[i]
         query, key, value = _project(config, layer, x, turns)
         mixed, carries[kind] = plans[kind].run(query, key, value, layer=i, carry=carries[kind])
-        x = _finish(config, layer, x, mixed)
+        attended = _attended(layer, mixed)
+        if observe is not None:
+            observe(i, query, key, x, attended)
+        x = _finish(config, layer, x, attended)
     return _logits(config, params, x)
 
 
@@ -98,7 +108,7 @@ def forward_cached(
             query = query.astype(keys[i].dtype)
             key, value = jnp.swapaxes(new_keys[i], 1, 2), jnp.swapaxes(new_values[i], 1, 2)
         mixed, carries[kind] = plans[kind].run(query, key, value, layer=i, carry=carries[kind])
-        x = _finish(config, layer, x, mixed.astype(x.dtype))
+        x = _finish(config, layer, x, _attended(layer, mixed.astype(x.dtype)))
     if last_only:
         x = jnp.take_along_axis(x, (end - start - 1)[:, None, None], axis=1)
     logits = _logits(config, params, x)
@@ -144,9 +154,14 @@ def _project(
     return query, key, value
 
 
-def _finish(config: ModelConfig, layer: Params, x: Hidden, mixed: Float[Array, "batch length heads dim"]) -> Hidden:
+def _attended(layer: Params, mixed: Float[Array, "batch length heads dim"]) -> Hidden:
+    """What a layer's attention adds to the stream."""
+    return _linear(mixed.reshape(*mixed.shape[:2], -1), layer["o_proj"])
+
+
+def _finish(config: ModelConfig, layer: Params, x: Hidden, attended: Hidden) -> Hidden:
     """The rest of a layer behind its attention."""
-    x = x + _linear(mixed.reshape(*mixed.shape[:2], -1), layer["o_proj"])
+    x = x + attended
     inner = _norm(config, layer, "post_attention_layernorm", x)
     up = _linear(inner, layer["up_proj"])
     if config.use_swiglu:
