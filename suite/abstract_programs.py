@@ -8,6 +8,7 @@ so that the compiler's peak is that of real use. Attention is planned for the ta
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 import optax
 
 from backends import AttentionSpec, Backend, Layout, Target
+from backends.contract import HasRoles
 from models import PRESETS, ModelConfig, next_token_loss
 from models.forward import forward, forward_cached
 from models.parameters import initialise
@@ -36,18 +38,28 @@ class AbstractProgram:
     donated: tuple[int, ...] = ()
 
 
-def op_program(case: OpCase, backend: Backend, target: Target) -> AbstractProgram:
-    """The output of one attention call, with gradients ``(out, dq, dk, dv)``; the layout is an argument."""
-    spec = spec_of(case)
+def op_program(case: OpCase, backend: Backend, target: Target, role: str | None = None) -> AbstractProgram:
+    """The output of one attention call, with gradients ``(out, dq, dk, dv)``; the layout is an argument.
 
-    def attend(layout: Layout, query: Any, key: Any, value: Any) -> Any:
-        return backend.plan(spec, layout, target=target, mode="compile").run(query, key, value)[0]
+    With a ``role`` (of a backend that has roles) the output and the carry of a layer that plays it; the carry that it
+    takes from the layer before it is the last argument.
+    """
+    spec = spec_of(case)
+    options, layer = backend.roles(spec)[role] if role is not None and isinstance(backend, HasRoles) else ({}, 0)
+
+    def run(layer: int, layout: Layout, query: Any, key: Any, value: Any, carry: Any = ()) -> Any:
+        plan = backend.plan(spec, layout, target=target, mode="compile", options=options)
+        return plan.run(query, key, value, layer=layer, carry=carry)
+
+    def attend(*arguments: Any) -> Any:
+        out, carry = run(layer, *arguments)
+        return out if role is None else (out, carry)
 
     def forward_backward(layout: Layout, query: Any, key: Any, value: Any, d_out: Any) -> Any:
         return with_gradients(lambda q, k, v: attend(layout, q, k, v))(query, key, value, d_out)
 
-    def decode(layout: Layout, query: Any, keys: Any, values: Any) -> Any:
-        return attend(layout, query, keys.swapaxes(1, 2), values.swapaxes(1, 2))
+    def decode(layout: Layout, query: Any, keys: Any, values: Any, *carry: Any) -> Any:
+        return attend(layout, query, keys.swapaxes(1, 2), values.swapaxes(1, 2), *carry)
 
     def shape(length: int, heads: int, dim: int) -> Any:
         return jax.ShapeDtypeStruct((case.batch, length, heads, dim), jnp.dtype(case.dtype))
@@ -55,13 +67,16 @@ def op_program(case: OpCase, backend: Backend, target: Target) -> AbstractProgra
     value_dim = case.value_head_dim or case.head_dim
     query = shape(case.query_length, case.heads, case.head_dim)
     key, value = shape(case.sequence, case.kv_heads, case.head_dim), shape(case.sequence, case.kv_heads, value_dim)
+    layout = _layout(case)
+    # What the layer before hands on has a shape that only the backend knows.
+    carry = () if layer == 0 else (jax.eval_shape(functools.partial(run, layer - 1), layout, query, key, value)[1],)
     if case.kind == "op_decode":  # as a cache holds them, see models.KVCache
         keys, values = (jax.ShapeDtypeStruct((x.shape[0], *x.shape[2:0:-1], x.shape[3]), x.dtype) for x in (key, value))
-        return AbstractProgram(decode, (_layout(case), query, keys, values))
+        return AbstractProgram(decode, (layout, query, keys, values, *carry))
     if case.needs_grad:
         d_out = shape(case.query_length, case.heads, value_dim)
-        return AbstractProgram(forward_backward, (_layout(case), query, key, value, d_out))
-    return AbstractProgram(attend, (_layout(case), query, key, value))
+        return AbstractProgram(forward_backward, (layout, query, key, value, d_out))
+    return AbstractProgram(attend, (layout, query, key, value, *carry))
 
 
 def _layout(case: OpCase) -> Layout:

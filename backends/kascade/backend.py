@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 from backends.contract import AttentionSpec, Carry, Layout, Mode, Plan, Support
 from backends.devices import Target
 from backends.kascade import kernels, reference
-from backends.kascade.schedule import LayerRole
+from backends.kascade.schedule import LayerRole, manual
 from backends.kascade.selection import Places, Selection
 from backends.kascade.settings import Settings, Tiling
 
@@ -35,6 +35,11 @@ class Kascade:
         if mode == "interpret":
             reasons += kernels.pallas(target).refuses(spec, Settings.of({}, "pallas"), target)
         return Support(None, tuple(reasons)) if reasons else Support(mode)
+
+    def roles(self, spec: AttentionSpec) -> Mapping[str, tuple[Mapping[str, Any], int]]:
+        """One layer that selects and one that reuses its selection; dense layers are the other backends'."""
+        schedule = manual((0, 1), num_layers=3, kv_heads=spec.num_kv_heads)
+        return {"anchor": ({}, 0), "reuse": ({"schedule": schedule}, 2)}
 
     def plan(
         self,

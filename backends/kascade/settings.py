@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Int
 
 from backends.contract import AttentionSpec, check_options
+from backends.kascade.block_sizes import KascadeBlockSizes
 from backends.kascade.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -33,6 +34,9 @@ OPTIONS = {
     "query_tile": "queries that share a selection (default: 128, or 32 with granularity='token')",
     "ablation": "None, 'all_heads' (one selection for all KV heads) or 'no_remap' (each KV head reuses its own)",
     "kernel": "'xla' or 'pallas' (default: 'pallas' in mode 'interpret', else 'xla')",
+    "block_q": "queries that a Pallas kernel takes at a time, at most: a power of two of at least 16 (default 512)",
+    "block_kv_sparse": "keys that a Pallas kernel loads at a time, at most: likewise (default 256)",
+    "block_kv_compute": "keys that a Pallas kernel computes with at a time, at most: likewise (default 128)",
     "when": "'always', or 'profitable': dense where sparse would be slower; the plan's notes then say so",
 }
 
@@ -54,6 +58,9 @@ class Settings:
     ablation: Ablation | None = None
     kernel: Kernel = "xla"
     when: When = "always"
+    block_q: int | None = None
+    block_kv_sparse: int | None = None
+    block_kv_compute: int | None = None
 
     def __post_init__(self) -> None:
         if self.query_tile == 0:
@@ -72,6 +79,7 @@ class Settings:
         for name, accepted in good.items():
             if not accepted:
                 raise ValueError(f"kascade: {name}={getattr(self, name)!r} is not accepted; {name} is {OPTIONS[name]}.")
+        KascadeBlockSizes.of(self)  # raises for sizes that are none
         if self.granularity == "tile" and self.tile_size % self.query_tile and self.query_tile % self.tile_size:
             raise ValueError(
                 f"kascade: query_tile={self.query_tile} and tile_size={self.tile_size} do not fit; "
