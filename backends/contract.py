@@ -169,9 +169,14 @@ class Support:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
-    """What a backend prepared for one forward pass: made once, run by every layer."""
+    """What a backend prepared for one forward pass: made once, run by every layer.
+
+    ``notes``: what a reader of the result must know of how it was computed, one sentence each (an approximate backend
+    that decided to run dense says so here).
+    """
 
     attend: Callable[[Array, Array, Array, int, Carry], tuple[Array, Carry]]
+    notes: tuple[str, ...] = ()
 
     def run(
         self,

@@ -7,17 +7,20 @@ anchor. Training-free and forward only. Approximate: ``exact`` is False, and ``a
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from backends.contract import AttentionSpec, Carry, Layout, Mode, Plan, Support
+from backends.contract import AttentionSpec, Carry, Layout, Mode, Plan, Support, forward_only
 from backends.devices import Target
-from backends.kascade import kernels, reference
+from backends.kascade import kernels, steps, xla
+from backends.kascade.cost import not_profitable
 from backends.kascade.schedule import LayerRole, manual
-from backends.kascade.selection import Places, Selection
+from backends.kascade.selection import Places, Selection, candidates, choose, with_own
 from backends.kascade.settings import Settings, Tiling
+from backends.resolve import resolve
 
 _INSTEAD = "use backend='chunked'"
 
@@ -33,7 +36,7 @@ class Kascade:
         """Causal attention without gradients, over slots; every reason why not."""
         reasons = [*_spec_reasons(spec)]
         if mode == "interpret":
-            reasons += kernels.pallas(target).refuses(spec, Settings.of({}, "pallas"), target)
+            reasons += _interpreter_reasons(spec, target)
         return Support(None, tuple(reasons)) if reasons else Support(mode)
 
     def roles(self, spec: AttentionSpec) -> Mapping[str, tuple[Mapping[str, Any], int]]:
@@ -58,7 +61,13 @@ class Kascade:
         """
         settings = Settings.of(options, "pallas" if mode == "interpret" else "xla")
         tiling = Tiling.of(spec, settings)
-        Places.of(spec, layout, tiling)
+        places = Places.of(spec, layout, tiling)
+        if settings.when == "profitable":
+            instead = not_profitable(spec, settings)
+            if instead is not None:
+                dense = resolve("auto", spec, target)
+                return Plan(dense.plan(layout).attend, (f"{instead}; {dense.backend.name} ran.",))
+        compute = _computation(spec, settings, tiling, places, layout, target, mode)
 
         def attend(
             query: Float[Array, "b t n h"],
@@ -70,15 +79,67 @@ class Kascade:
             role = _role(settings, spec, layer)
             if role.role == "reuse":
                 selection = _carried(carry, tiling, spec, layer)
-                if settings.ablation != "no_remap":
-                    selection = selection.remapped(role.head_map or tuple(range(spec.num_kv_heads)))
-                return reference.attend(spec, layout, tiling, query, key, value, selection), carry
-            selection = reference.select(spec, layout, tiling, query, key, settings.ablation)
+                if settings.ablation != "no_remap" and role.head_map:
+                    selection = selection.remapped(role.head_map)
+                return compute.attend(query, key, value, selection), carry
             if role.role == "dense":
-                return reference.dense(spec, layout, query, key, value), selection
-            return reference.attend(spec, layout, tiling, query, key, value, selection), selection
+                return compute.dense(query, key, value)
+            selection = compute.select(query, key)
+            return compute.attend(query, key, value, selection), selection
 
-        return Plan(attend)
+        return Plan(forward_only(attend))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Computation:
+    """The three things that a layer does, by whatever kernels."""
+
+    select: Callable[[Array, Array], Selection]
+    dense: Callable[[Array, Array, Array], tuple[Array, Selection]]
+    attend: Callable[[Array, Array, Array, Selection], Array]
+
+
+def _computation(
+    spec: AttentionSpec,
+    settings: Settings,
+    tiling: Tiling,
+    places: Places,
+    layout: Layout,
+    target: Target,
+    mode: Mode,
+) -> _Computation:
+    if settings.kernel == "xla":
+        if mode == "interpret":
+            raise ValueError("kascade: kernel='xla' is plain XLA, there is no kernel to interpret; use mode='native'.")
+        chooser = steps.select if spec.query_length == 1 else xla.select
+        problem = spec, tiling, places
+        return _Computation(
+            lambda query, key: chooser(*problem, query, key, None, settings.ablation)[0],
+            lambda query, key, value: chooser(*problem, query, key, value, settings.ablation)[::-1],  # pyright: ignore[reportArgumentType]  (with values there is an output)
+            lambda query, key, value, selection: xla.attend(*problem, query, key, value, selection),
+        )
+    module = kernels.pallas(target)
+    refused = module.refuses(spec, settings, target)
+    if refused:
+        raise ValueError("kascade: kernel='pallas' cannot run this: " + " ".join(refused))
+    how: dict[str, Any] = {"settings": settings, "interpret": mode == "interpret"}
+
+    def select(query: Array, key: Array) -> Selection:
+        mass = module.pooled_mass(spec, tiling, places, query, key, **how)
+        if settings.ablation == "all_heads":
+            mass = jnp.broadcast_to(mass.sum(1, keepdims=True), mass.shape)
+        allowed = candidates(tiling, places.of_all(spec.batch))[:, None]
+        return Selection(*choose(tiling, mass, jnp.broadcast_to(allowed, mass.shape)))
+
+    def attend(query: Array, key: Array, value: Array, selection: Selection) -> Array:
+        listed = with_own(tiling, places, selection)
+        return module.attend(spec, tiling, places, query, key, value, listed, **how)
+
+    def dense(query: Array, key: Array, value: Array) -> tuple[Array, Selection]:
+        out, _ = resolve("auto", spec, target).plan(layout).run(query, key, value)
+        return out, select(query, key)
+
+    return _Computation(select, dense, attend)
 
 
 def _role(settings: Settings, spec: AttentionSpec, layer: int) -> LayerRole:
@@ -109,6 +170,13 @@ def _carried(carry: Carry, tiling: Tiling, spec: AttentionSpec, layer: int) -> S
             "[batch, KV heads, query tiles, slots]."
         )
     return carry
+
+
+def _interpreter_reasons(spec: AttentionSpec, target: Target) -> tuple[str, ...]:
+    try:
+        return kernels.pallas(target).refuses(spec, Settings(kernel="pallas"), target)
+    except ImportError as error:
+        return (f"kascade's Pallas kernels do not load here ({error}); use mode='native', which is plain XLA.",)
 
 
 def _spec_reasons(spec: AttentionSpec) -> Iterator[str]:

@@ -18,6 +18,9 @@ from backends.kascade.settings import Settings, Tiling
 _DENSE, _ATTEND = 2, 2
 _SELECT = {"tile": 1, "token": 2}
 
+# Share of dense attention's FLOPs from which dense is faster. Zen 5, 2 cores, float32: docs/kascade.md.
+WORTHWHILE = 0.75
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KeptFraction:
@@ -56,7 +59,7 @@ def kept_fraction(
     rows = first + np.arange(spec.query_length)
     starts = np.repeat(rows[:: tiling.query_tile], tiling.query_tile)[: len(rows)] // tiling.unit  # own region's unit
     visible = np.minimum(rows + 1, spec.key_value_length)
-    earlier = np.minimum(starts * tiling.unit, spec.key_value_length)
+    earlier = np.minimum(starts, spec.key_value_length // tiling.unit) * tiling.unit
     chosen = np.asarray(tiling.budgets)[np.minimum(starts, len(tiling.budgets) - 1)] * tiling.unit
     kept = np.minimum(chosen, earlier) + (visible - np.minimum(earlier, visible))
     causal, attended = float(visible.sum()), float(kept.sum())
@@ -74,4 +77,20 @@ def kept_fraction(
         share,
         cost["anchor"],
         cost["dense"],
+    )
+
+
+def not_profitable(spec: AttentionSpec, settings: Settings) -> str | None:
+    """Why ``when="profitable"`` runs this dense, as the beginning of a sentence; None where it runs sparse.
+
+    Decided from the shapes alone, by the share of FLOPs that is kept: of the whole schedule, or of an anchor without
+    one. Fewer FLOPs are not yet less time: :data:`WORTHWHILE` is what they have to stay under.
+    """
+    layers = 1 if settings.schedule is None else len(settings.schedule.layers)
+    kept = kept_fraction(spec, settings, layers).flops
+    if kept < WORTHWHILE:
+        return None
+    return (
+        f"kascade: sparse attention would compute {kept:.2f} of dense attention's causal FLOPs here, and "
+        f"when='profitable' runs dense from {WORTHWHILE} on"
     )

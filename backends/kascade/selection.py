@@ -47,7 +47,8 @@ class Selection:
 class Places:
     """Where queries and keys stand: what of a layout decides who may see whom. Key positions are slots.
 
-    ``first_own [batch or 1, query_tiles]``: the unit at which each query tile's own region begins. ``query_positions``
+    ``first_own [batch or 1, query_tiles]``: the unit at which each query tile's own region begins (at the latest, the
+    unit that the end of the keys cuts; the number of units where it cuts none). ``query_positions``
     and ids are padded to whole query tiles (ids with -1). ``lengths`` counts the key slots that exist. ``batch`` is 1
     where all sequences stand alike.
     """
@@ -81,7 +82,8 @@ class Places:
         q_seg, k_seg = layout.query_segment_ids, layout.key_value_segment_ids
         if q_seg is not None:
             q_seg = jnp.pad(jnp.asarray(q_seg, jnp.int32), ((0, 0), (0, pad)), constant_values=-1)
-        first = q_pos[:, :: tiling.query_tile] // tiling.unit
+        # A unit that the keys' end cuts is never selected, so that whole units can be read.
+        first = (q_pos[:, :: tiling.query_tile] // tiling.unit).clip(0, spec.key_value_length // tiling.unit)
         batch = max(x.shape[0] for x in (q_pos, lengths, q_seg) if x is not None)
 
         def spread(x: Array | np.ndarray) -> Array | np.ndarray:
