@@ -85,9 +85,7 @@ class Blocks:
         """The blocks of ``sizes`` in the tiles of ``tiling``."""
         tile_q = max(LEAST, 1 << (tiling.query_tile - 1).bit_length())
         block_kv = min(sizes.block_kv_sparse, tiling.unit & -tiling.unit)
-        return Blocks(
-            tile_q, min(sizes.block_q, tile_q), tiling.unit, block_kv, min(sizes.block_kv_compute, block_kv)
-        )
+        return Blocks(tile_q, min(sizes.block_q, tile_q), tiling.unit, block_kv, min(sizes.block_kv_compute, block_kv))
 
     @property
     def blocks_q(self) -> int:
@@ -170,7 +168,7 @@ def gpu_reasons(spec: AttentionSpec, tiling: Tiling, settings: Settings, target:
 
 
 def vmem_bytes(blocks: Blocks, spec: AttentionSpec) -> int:
-    """About what the kernel for attention holds: its blocks twice, since the next is loaded meanwhile, and its state."""
+    """About what the kernel for attention holds: its blocks twice (the next is loaded meanwhile), and its state."""
     rows, element = spec.group_size * blocks.block_q, _BYTES[spec.dtype]
     dim, v_dim = (-(-size // LANES) * LANES for size in (spec.head_dim, spec.value_head_dim or spec.head_dim))
     loaded = 2 * element * (rows + blocks.block_kv) * (dim + v_dim)

@@ -61,8 +61,12 @@ class Problem:
     def queries(self, rows: Float[Array, "blocks rows v"], block_q: int) -> Float[Array, "b t n v"]:
         """What :meth:`rows` did, undone."""
         spec, tiling = self.spec, self.tiling
-        out = rows.reshape(spec.batch, spec.num_kv_heads, tiling.query_tiles, -1, spec.group_size, block_q, rows.shape[-1])
-        out = out.transpose(0, 2, 3, 5, 1, 4, 6).reshape(spec.batch, tiling.query_tiles, -1, spec.num_heads, rows.shape[-1])
+        out = rows.reshape(
+            spec.batch, spec.num_kv_heads, tiling.query_tiles, -1, spec.group_size, block_q, rows.shape[-1]
+        )
+        out = out.transpose(0, 2, 3, 5, 1, 4, 6).reshape(
+            spec.batch, tiling.query_tiles, -1, spec.num_heads, rows.shape[-1]
+        )
         out = out[:, :, : tiling.query_tile].reshape(spec.batch, -1, spec.num_heads, rows.shape[-1])
         return out[:, : spec.query_length]
 
@@ -82,7 +86,7 @@ class Problem:
         return jnp.broadcast_to(jnp.asarray(places.lengths), (self.spec.batch,))
 
     def segment_ids(self, places: Places) -> tuple[()] | tuple[Int[Array, "b tiles_q"], Int[Array, "b padded"]]:
-        """Ids of queries, padded as the query tiles are, and of keys, padded to whole tiles; () where there are none."""
+        """Ids of queries, padded as query tiles are, and of keys, padded to whole tiles; () where there are none."""
         if places.query_segment_ids is None or places.key_value_segment_ids is None:
             return ()
         b, tiling = self.spec.batch, self.tiling
@@ -91,9 +95,7 @@ class Problem:
         behind = self.blocks.tile_q - tiling.query_tile
         queries = jnp.pad(queries, ((0, 0), (0, 0), (0, behind)), constant_values=_UNSEEING_QUERY).reshape(b, -1)
         behind = tiling.units * tiling.unit - keys.shape[1]
-        keys = jnp.pad(
-            jnp.broadcast_to(keys, (b, keys.shape[1])), ((0, 0), (0, behind)), constant_values=_UNSEEN_KEY
-        )
+        keys = jnp.pad(jnp.broadcast_to(keys, (b, keys.shape[1])), ((0, 0), (0, behind)), constant_values=_UNSEEN_KEY)
         return jnp.where(queries < 0, _UNSEEING_QUERY, queries), jnp.where(keys < 0, _UNSEEN_KEY, keys)
 
     def queries_of(self, tile: Any, offset: Any, firsts: Any, lengths: Any) -> Queries:
@@ -153,10 +155,10 @@ def block_visible(
     return queries.visible(place, slot, (jnp.tile(id_refs[0][...], (problem.spec.group_size, 1)), id_refs[1][:, some]))
 
 
-def where_needed(there: Any, for_all: Any, has_ids: bool, work: Callable[[bool], None]) -> None:
+def where_needed(there: Any, for_all: Any, has_ids: bool, work: Callable[..., None]) -> None:
     """``work(masked)``, once, ``there``: without a mask where every row sees every key (never so with segments)."""
     if has_ids:
-        pl.when(there)(functools.partial(work, True))
+        pl.when(there)(functools.partial(work, masked=True))
         return
-    pl.when(there & for_all)(functools.partial(work, False))
-    pl.when(there & ~for_all)(functools.partial(work, True))
+    pl.when(there & for_all)(functools.partial(work, masked=False))
+    pl.when(there & ~for_all)(functools.partial(work, masked=True))

@@ -48,10 +48,11 @@ def token_reasons(settings: Settings) -> tuple[str, ...]:
     """Why these settings are for no Pallas kernel."""
     if settings.granularity == "tile":
         return ()
-    return (
+    reason = (
         "granularity='token' is not supported by kascade's Pallas kernels, which load whole tiles; use "
-        "granularity='tile', or kernel='xla'.",
+        "granularity='tile', or kernel='xla'."
     )
+    return (reason,)
 
 
 def attend(

@@ -1,4 +1,4 @@
-"""How much attention each tile of keys gets from each query tile: a Pallas kernel for TPUs, in two passes over the keys.
+"""How much attention each tile of keys gets from each query tile: a Pallas kernel for TPUs, in two passes.
 
 What Kascade's anchor layers choose by (arXiv 2512.16391): probabilities after the softmax, summed over the queries of
 a tile and the heads of a group. The first pass finds each row's log-sum-exp, the second sums probabilities per tile;
@@ -46,15 +46,18 @@ def pooled_mass(
         queries = problem.queries_of(step // parts, step % parts * blocks.block_q, firsts, lengths)
         return jnp.minimum(block, _last_block(problem, queries))
 
+    def of_keys(step: Any, _turn: Any, block: Any, *at: Any) -> tuple[Any, ...]:
+        return step // parts // tiling.query_tiles, block_kv(step, block, *at), 0
+
+    def of_key_ids(step: Any, _turn: Any, block: Any, *at: Any) -> tuple[Any, ...]:
+        return problem.sequence(step // parts), 0, block_kv(step, block, *at)
+
     id_specs = [
         pl.BlockSpec(
             (None, blocks.block_q, 1),
             lambda step, *_: (problem.sequence(step // parts), step % (tiling.query_tiles * parts), 0),
         ),
-        pl.BlockSpec(
-            (None, 1, blocks.block_kv),
-            lambda step, turn, block, *at: (problem.sequence(step // parts), 0, block_kv(step, block, *at)),
-        ),
+        pl.BlockSpec((None, 1, blocks.block_kv), of_key_ids),
     ]
     mass = pl.pallas_call(
         functools.partial(_sum, problem=problem),
@@ -63,14 +66,7 @@ def pooled_mass(
             grid=(rows.shape[0], 2, problem.kv_blocks),
             in_specs=[
                 pl.BlockSpec((None, n_rows, spec.head_dim), lambda step, *_: (step, 0, 0)),
-                pl.BlockSpec(
-                    (None, blocks.block_kv, spec.head_dim),
-                    lambda step, turn, block, *at: (
-                        step // parts // tiling.query_tiles,
-                        block_kv(step, block, *at),
-                        0,
-                    ),
-                ),
+                pl.BlockSpec((None, blocks.block_kv, spec.head_dim), of_keys),
                 *id_specs[: len(ids)],
             ],
             out_specs=pl.BlockSpec((None, 1, tiling.units), lambda step, *_: (step, 0, 0)),
@@ -96,9 +92,7 @@ def _last_block(problem: Problem, queries: Queries) -> Any:
     return jnp.maximum(end - 1, 0) // problem.blocks.block_kv
 
 
-def _sum(
-    firsts_ref: Any, lengths_ref: Any, query_ref: Any, key_ref: Any, *refs: Any, problem: Problem
-) -> None:
+def _sum(firsts_ref: Any, lengths_ref: Any, query_ref: Any, key_ref: Any, *refs: Any, problem: Problem) -> None:
     """One block of queries against one block of keys, in the first or the second pass.
 
     ``max_ref`` and ``sum_ref`` hold the running maximum and sum of each row in the first pass; after it the log-sum-exp

@@ -150,11 +150,12 @@ def _attend(
 ) -> None:
     *id_refs, out_ref = refs
     blocks, rows = problem.blocks, _Rows(problem, firsts_ref, lengths_ref, id_refs)
-    steps, query = blocks.tile_kv // blocks.step_kv, query_ref[...]
+    steps, query = jnp.int32(blocks.tile_kv // blocks.step_kv), query_ref[...]
 
     def step(number: Any, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         before, total, acc = state
-        begin = tiles_ref[rows.tile, number // steps] * blocks.tile_kv + number % steps * blocks.step_kv
+        # div and rem of what is not negative: Triton's dialect cannot lower Python's signs of % inside a loop.
+        begin = tiles_ref[rows.tile, lax.div(number, steps)] * blocks.tile_kv + lax.rem(number, steps) * blocks.step_kv
         some = pl.ds(begin, blocks.step_kv)
         seen = rows.visible(begin)
         score = jnp.where(seen, problem.scores(query, key_ref[rows.head, some, :]), HIDDEN)
@@ -169,13 +170,13 @@ def _attend(
     out_ref[...] = (acc / jnp.where(total == 0.0, 1.0, total)[:, None]).astype(out_ref.dtype)
 
 
-def _sum(
-    query_ref: Any, key_ref: Any, firsts_ref: Any, lengths_ref: Any, *refs: Any, problem: Problem
-) -> None:
+def _sum(query_ref: Any, key_ref: Any, firsts_ref: Any, lengths_ref: Any, *refs: Any, problem: Problem) -> None:
     *id_refs, mass_ref = refs
     blocks, rows = problem.blocks, _Rows(problem, firsts_ref, lengths_ref, id_refs)
     steps, query = blocks.tile_kv // blocks.step_kv, query_ref[...]
-    end = jnp.minimum(rows.queries.first + jnp.minimum(rows.queries.number, problem.tiling.query_tile), rows.queries.length)
+    end = jnp.minimum(
+        rows.queries.first + jnp.minimum(rows.queries.number, problem.tiling.query_tile), rows.queries.length
+    )
     visited = (end + blocks.tile_kv - 1) // blocks.tile_kv
 
     def score_of(begin: Any) -> tuple[Array, Array]:

@@ -33,7 +33,7 @@ OPTIONS = {
     "tile_size": "keys per tile (default 128); with granularity='token' it has no meaning",
     "query_tile": "queries that share a selection (default: 128, or 32 with granularity='token')",
     "ablation": "None, 'all_heads' (one selection for all KV heads) or 'no_remap' (each KV head reuses its own)",
-    "kernel": "'xla' or 'pallas' (default: 'pallas' in mode 'interpret', else 'xla')",
+    "kernel": "'xla' or 'pallas' (default: 'pallas' for TPUs, NVIDIA GPUs and in mode 'interpret')",
     "block_q": "queries that a Pallas kernel takes at a time, at most: a power of two of at least 16 (default 512)",
     "block_kv_sparse": "keys that a Pallas kernel loads at a time, at most: likewise (default 256)",
     "block_kv_compute": "keys that a Pallas kernel computes with at a time, at most: likewise (default 128)",

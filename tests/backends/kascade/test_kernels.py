@@ -1,4 +1,4 @@
-"""Kascade's Pallas kernels through Pallas' interpreter, against float64 under an explicit mask; and what they refuse."""
+"""Kascade's Pallas kernels through the interpreter, against float64 under an explicit mask; and what they refuse."""
 
 import dataclasses
 import functools
@@ -119,7 +119,9 @@ def problem(name: str) -> Problem:
     shapes = ((b, t, n, h), (b, s, k, h), (b, s, k, v))
     inputs = tuple(jnp.asarray(2 * rng.standard_normal(shape), spec.dtype) for shape in shapes)
     positions = layout.get("query_positions", np.broadcast_to(np.arange(t), (b, t)))
-    listed = _some_tiles(rng, positions, k, min(settings.query_tile, t), settings.tile_size, -(-s // settings.tile_size))
+    listed = _some_tiles(
+        rng, positions, k, min(settings.query_tile, t), settings.tile_size, -(-s // settings.tile_size)
+    )
     visible = _visible(layout, positions, b, t, s)
     tile_of_query, tile_of_key = np.arange(t) // min(settings.query_tile, t), np.arange(s) // settings.tile_size
     chosen = (listed[:, :, tile_of_query, :, None] == tile_of_key).any(3)  # [b, k, t, s]
@@ -258,14 +260,18 @@ def test_kernel_without_its_mask_fails(case, kernels, monkeypatch):
 
 def test_kernel_that_takes_the_diagonal_for_visible_fails(monkeypatch):
     given = problem("plain")
-    monkeypatch.setattr(pallas_rows.Queries, "all_see", lambda self, end: end > 0)
+    monkeypatch.setattr(pallas_rows.Queries, "all_see", lambda _queries, end: end > 0)
     assert not verdict(given, attend(pallas_tpu, given)).passed
 
 
 @both
 @pytest.mark.parametrize(
     "wrong",
-    [lambda listed: listed[:, ::-1], lambda listed: np.where(listed > 0, listed - 1, listed), lambda listed: listed[:, :, ::-1]],
+    [
+        lambda listed: listed[:, ::-1],
+        lambda listed: np.where(listed > 0, listed - 1, listed),
+        lambda listed: listed[:, :, ::-1],
+    ],
     ids=["heads-swapped", "one-tile-off", "query-tiles-reversed"],
 )
 def test_wrong_list_of_tiles_fails(kernels, wrong):
@@ -311,9 +317,7 @@ def test_nothing_is_gathered_and_no_scores_are_written(kernels):
 
     def both_layers(query, key, value, listed):
         mass = kernels.pooled_mass(spec, tiling, places, query, key, settings=settings, interpret=False)
-        return mass, kernels.attend(
-            spec, tiling, places, query, key, value, listed, settings=settings, interpret=False
-        )
+        return mass, kernels.attend(spec, tiling, places, query, key, value, listed, settings=settings, interpret=False)
 
     largest, primitives = _arrays(jax.make_jaxpr(both_layers)(query, key, key, listed).jaxpr)
     assert largest <= 2 * 8192 * 128
@@ -400,7 +404,9 @@ def test_what_a_device_cannot_hold_is_refused_before_anything_is_traced(target, 
         assert word in said
 
 
-@pytest.mark.parametrize("target", [*(Target("tpu", kind) for kind in ("v4", "v5e", "v5p", "v6e", "tpu7x")), H100], ids=str)
+@pytest.mark.parametrize(
+    "target", [*(Target("tpu", kind) for kind in ("v4", "v5e", "v5p", "v6e", "tpu7x")), H100], ids=str
+)
 @pytest.mark.parametrize(
     "spec",
     [{}, {"num_heads": 128}, {"dtype": "float32", "head_dim": 256}, {"num_kv_heads": 32}, {"query_length": 1}],

@@ -37,9 +37,11 @@ module = kernels.pallas(target)
 def compiled(what, length, queries=None, oversized=False, segments=False):
     spec = AttentionSpec(
         batch=1, query_length=queries or length, key_value_length=length, num_heads=8, num_kv_heads=2, head_dim=128,
-        dtype="bfloat16", is_causal=True, needs_grad=False, has_positions=queries is not None, has_segment_ids=segments,
+        dtype="bfloat16", is_causal=True, needs_grad=False, has_positions=queries is not None,
+        has_seq_lengths=queries is not None, has_segment_ids=segments,
     )
-    sizes = {"block_q": 4096, "query_tile": 4096, "block_kv_sparse": 4096, "block_kv_compute": 4096, "tile_size": 4096}
+    # Of keys and values 16 MiB each, loaded while the next are on their way, and 1024 of either in a step.
+    sizes = {"block_q": 16, "query_tile": 16, "tile_size": 65536, "block_kv_sparse": 65536, "block_kv_compute": 1024}
     settings = Settings(**(sizes if oversized else {"query_tile": 512, "tile_size": 256}), top_k=0.125)
     tiling = Tiling.of(spec, settings)
 
@@ -51,6 +53,7 @@ def compiled(what, length, queries=None, oversized=False, segments=False):
 
     layout = Layout(
         query_positions=integers(1, queries) if queries else None,
+        key_value_seq_lengths=integers(1) if queries else None,
         query_segment_ids=integers(1, length) if segments else None,
         key_value_segment_ids=integers(1, length) if segments else None,
     )
@@ -79,7 +82,7 @@ answers = {
     "attend": compiled("attend", 8192),
     "attend-segments": compiled("attend", 2048, segments=True),
     "decode": compiled("attend", 8192, queries=1),
-    "oversized": compiled("attend", 8192, oversized=True),
+    "oversized": compiled("attend", 65536, queries=16, oversized=True),
 }
 print("ANSWER", json.dumps(answers))
 """
