@@ -7,10 +7,13 @@ anchor. Training-free and forward only. Approximate: ``exact`` is False, and ``a
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from backends.contract import AttentionSpec, Carry, Layout, Mode, Plan, Support, forward_only
@@ -111,13 +114,9 @@ def _computation(
     if settings.kernel == "xla":
         if mode == "interpret":
             raise ValueError("kascade: kernel='xla' is plain XLA, there is no kernel to interpret; use mode='native'.")
-        chooser = steps.select if spec.query_length == 1 else xla.select
-        problem = spec, tiling, places
-        return _Computation(
-            lambda query, key: chooser(*problem, query, key, None, settings.ablation)[0],
-            lambda query, key, value: chooser(*problem, query, key, value, settings.ablation)[::-1],  # pyright: ignore[reportArgumentType]  (with values there is an output)
-            lambda query, key, value, selection: xla.attend(*problem, query, key, value, selection),
-        )
+        return _in_xla(spec, settings, tiling, places)
+    if settings.mesh is not None:
+        raise ValueError("kascade: mesh is for kernel='xla'; leave it out, or shard the call yourself.")
     module = kernels.pallas(target)
     refused = module.refuses(spec, settings, target)
     if refused:
@@ -140,6 +139,44 @@ def _computation(
         return out, select(query, key)
 
     return _Computation(select, dense, attend)
+
+
+def _in_xla(spec: AttentionSpec, settings: Settings, tiling: Tiling, places: Places) -> _Computation:
+    """XLA's code, each device of a mesh with its share of the KV heads; indices alone cross from one to another."""
+    mesh, ablation = settings.mesh, settings.ablation
+    choose_units = steps.select if spec.query_length == 1 else xla.select
+    share = spec
+    if mesh is not None:
+        if spec.num_kv_heads % mesh.size or ablation == "all_heads":
+            raise ValueError(
+                f"kascade: {mesh.size} devices cannot divide num_kv_heads={spec.num_kv_heads} with "
+                f"ablation={ablation!r}; use a number of devices that divides the KV heads, and not 'all_heads', "
+                "which needs all of them at once."
+            )
+        heads, kv_heads = spec.num_heads // mesh.size, spec.num_kv_heads // mesh.size
+        share = dataclasses.replace(spec, num_heads=heads, num_kv_heads=kv_heads)
+
+    def divided(function: Callable[..., Any], *arrays: Any) -> Any:
+        if mesh is None:
+            return function(places, *arrays)
+        by_head, by_kv_head = PartitionSpec(None, None, mesh.axis_names[0]), PartitionSpec(None, mesh.axis_names[0])
+        given = tuple(by_kv_head if isinstance(x, Selection) else by_head for x in arrays)
+        back = {"select": by_kv_head, "dense": (by_head, by_kv_head), "attend": by_head}[function.__name__]
+        run = jax.shard_map(function, mesh=mesh, in_specs=(PartitionSpec(), *given), out_specs=back, check_vma=False)
+        return run(places, *arrays)
+
+    def select(places: Places, query: Array, key: Array) -> Selection:
+        return choose_units(share, tiling, places, query, key, None, ablation)[0]
+
+    def dense(places: Places, query: Array, key: Array, value: Array) -> tuple[Any, Selection]:
+        return choose_units(share, tiling, places, query, key, value, ablation)[::-1]
+
+    def attend(places: Places, query: Array, key: Array, value: Array, selection: Selection) -> Array:
+        return xla.attend(share, tiling, places, query, key, value, selection)
+
+    return _Computation(
+        functools.partial(divided, select), functools.partial(divided, dense), functools.partial(divided, attend)
+    )
 
 
 def _role(settings: Settings, spec: AttentionSpec, layer: int) -> LayerRole:

@@ -42,8 +42,9 @@ def kept_fraction(
 ) -> KeptFraction:
     """The share of causal FLOPs that ``num_layers`` layers compute under ``settings`` for ``spec``, without padding.
 
-    Without a schedule every layer is an anchor. Decoding (``query_length`` 1) is counted at ``position``, by default
-    that of the last key. Raises ValueError where the schedule is for another number of layers.
+    Without a schedule every layer is an anchor. ``position`` is that of the last query: by default the last key's
+    where the queries are new tokens behind a cache, else ``query_length - 1``. Raises ValueError where the schedule
+    is for another number of layers.
 
     >>> spec = AttentionSpec(batch=1, query_length=4096, key_value_length=4096, num_heads=8, num_kv_heads=8,
     ...                      head_dim=64, is_causal=True)
@@ -54,9 +55,9 @@ def kept_fraction(
     if len(roles) != num_layers:
         raise ValueError(f"the schedule is for {len(roles)} layers, the model has {num_layers}.")
     tiling = Tiling.of(spec, settings)
-    at = spec.key_value_length - 1 if position is None else position
-    first = at if spec.query_length == 1 else 0
-    rows = first + np.arange(spec.query_length)
+    behind_a_cache = spec.has_positions or spec.query_length == 1
+    last = (spec.key_value_length if behind_a_cache else spec.query_length) - 1 if position is None else position
+    rows = last + 1 - spec.query_length + np.arange(spec.query_length)
     starts = np.repeat(rows[:: tiling.query_tile], tiling.query_tile)[: len(rows)] // tiling.unit  # own region's unit
     visible = np.minimum(rows + 1, spec.key_value_length)
     earlier = np.minimum(starts, spec.key_value_length // tiling.unit) * tiling.unit

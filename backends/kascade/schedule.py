@@ -189,6 +189,7 @@ def _from_anchors(
             layers.append(LayerRole("reuse", a, identity))
         else:
             between = _by_heads(calibration, similarity)[a, b]
-            head_map = tuple(int(h) for h in between.argmax(axis=0))
+            # A tie goes to the head of the same number: where attention is flat, all serve alike.
+            head_map = tuple(int(h) for h in (between + 1e-6 * np.eye(kv_heads)).argmax(axis=0))
             layers.append(LayerRole("reuse", a, head_map, float(between.max(axis=0).mean())))
     return Schedule(tuple(layers), method)

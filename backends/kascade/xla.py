@@ -10,6 +10,7 @@ single keys needs two. A decode step is one query row per head: see ``steps.py``
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -126,7 +127,7 @@ def attend(
     keys, values = _heads(key), _heads(value)
     together = max(1, min(tiling.slots, _KEYS_PER_STEP // tiling.unit))
     width = together * tiling.unit
-    selected = selection.selected.reshape(-1, tiling.slots)
+    selected = selection.selected.reshape(math.prod(selection.count.shape), tiling.slots)
     selected = jnp.pad(selected, ((0, 0), (0, -tiling.slots % together)), constant_values=-1)
 
     def one_tile(head: Array, tile: Array, q: Array, chosen: Array, count: Array) -> Array:

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import subprocess
+import sys
 
 import hypothesis
 import jax
@@ -11,6 +13,7 @@ import problems
 import pytest
 from conformance import check_quantity, check_support
 from hypothesis import strategies as st
+from jax.sharding import Mesh
 from sparse_problems import PROBLEMS, cached, packed, settings, sparse
 
 from backends import AttentionSpec, Layout, Target, attention, make_spec, names, resolve
@@ -350,3 +353,47 @@ def test_the_carry_is_the_selection():
     _, carry = _anchor(sparse())
     assert isinstance(carry, Selection)
     assert carry.selected.dtype == jnp.int32
+
+
+DEVICES = """
+import sys, jax, numpy as np
+jax.config.update("jax_num_cpu_devices", 2)
+sys.path[:0] = sys.argv[1:]
+from sparse_problems import PROBLEMS
+from jax.sharding import Mesh
+from backends import Target
+from backends.kascade import KASCADE, LayerRole, Schedule
+mesh = Mesh(np.array(jax.devices()), ("cores",))
+roles = (LayerRole("dense", 0), LayerRole("reuse", 0, (1, 0)), LayerRole("anchor", 2), LayerRole("reuse", 2, (0, 0)))
+for name in ("tiles", "packed", "behind a cache", "decode"):
+    problem, outs = PROBLEMS[name](), []
+    for where in (None, mesh):
+        options = {"top_k": 0.3, "min_keys": 0, "tile_size": 16, "query_tile": 16, "schedule": Schedule(roles)}
+        def layers(layout, q, k, v):
+            plan = KASCADE.plan(problem.spec, layout, target=Target("cpu"), options=options | {"mesh": where})
+            carry, found = (), []
+            for layer in range(4):
+                out, carry = plan.run(q, k, v, layer=layer, carry=carry)
+                found.append(out)
+            return found
+        outs.append(jax.jit(layers)(problem.layout, *problem.inputs))
+    for one, two in zip(*outs):
+        np.testing.assert_allclose(one, two, atol=1e-6)
+print("same on", len(mesh.devices), "devices")
+"""
+
+
+def test_devices_that_divide_the_heads_compute_the_same(pytestconfig):
+    paths = [str(pytestconfig.rootpath / "tests"), *sys.path]
+    done = subprocess.run([sys.executable, "-c", DEVICES, *paths], capture_output=True, text=True, check=False)
+    assert done.stdout == "same on 2 devices\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [({"ablation": "all_heads"}, "needs all of them at once"), ({"kernel": "pallas"}, "mesh is for kernel='xla'")],
+)
+def test_a_mesh_that_cannot_divide_is_refused(options, word):
+    mesh = Mesh(np.array(jax.devices()[:1]), ("cores",))
+    with pytest.raises(ValueError, match=word):
+        KASCADE.plan(sparse().spec, Layout(), target=Target("cpu"), options={"mesh": mesh} | options)
