@@ -265,6 +265,18 @@ class Backend(Protocol):
         ...
 
 
+@runtime_checkable
+class BackendWithRoles(Backend, Protocol):
+    """A backend whose layers do different things, so that a single call shows one of them only."""
+
+    def roles(self, spec: AttentionSpec) -> Mapping[str, tuple[Mapping[str, Any], int]]:
+        """What a layer may be, each with the options to plan with and the layer that then is it.
+
+        A layer after another one takes the carry that the layer before it returned.
+        """
+        ...
+
+
 def make_spec(
     query: Any,
     key: Any,

@@ -8,6 +8,7 @@ so that the compiler's peak is that of real use. Attention is planned for the ta
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from backends import AttentionSpec, Backend, Layout, Target
+from backends.contract import BackendWithRoles
 from models import PRESETS, ModelConfig
 from models.forward import forward_cached
 from models.parameters import initialise
@@ -36,20 +38,51 @@ class AbstractProgram:
 
 def op_program(case: OpCase, backend: Backend, target: Target) -> AbstractProgram:
     """One attention call, see :func:`suite.program.op_function`."""
-    spec = spec_of(case)
+    spec, (layout, query, key, value) = spec_of(case), _arrays(case)
     function = op_function(case, lambda layout: backend.plan(spec, layout, target=target, mode="compile"))
+    if case.kind == "op_decode":
+        return AbstractProgram(function, (layout, query, _as_cached(key), _as_cached(value)))
+    d_out = (jax.ShapeDtypeStruct((*query.shape[:3], value.shape[3]), query.dtype),) if case.needs_grad else ()
+    return AbstractProgram(function, (layout, query, key, value, *d_out))
+
+
+def role_program(case: OpCase, backend: BackendWithRoles, target: Target, role: str) -> AbstractProgram:
+    """Output and carry of one layer that plays ``role``, without gradients.
+
+    The carry that it takes from the layer before it is the last argument.
+    """
+    spec, (layout, query, key, value) = spec_of(case), _arrays(case)
+    options, layer = backend.roles(spec)[role]
+
+    def run(layer: int, layout: Layout, query: Any, key: Any, value: Any, carry: Any = ()) -> Any:
+        plan = backend.plan(spec, layout, target=target, mode="compile", options=options)
+        return plan.run(query, key, value, layer=layer, carry=carry)
+
+    def decode(layout: Layout, query: Any, keys: Any, values: Any, *carry: Any) -> Any:
+        return run(layer, layout, query, keys.swapaxes(1, 2), values.swapaxes(1, 2), *carry)
+
+    # What the layer before hands on has a shape that only the backend knows.
+    carry = () if layer == 0 else (jax.eval_shape(functools.partial(run, layer - 1), layout, query, key, value)[1],)
+    if case.kind == "op_decode":
+        return AbstractProgram(decode, (layout, query, _as_cached(key), _as_cached(value), *carry))
+    return AbstractProgram(functools.partial(run, layer), (layout, query, key, value, *carry))
+
+
+def _arrays(case: OpCase) -> tuple[Layout, Any, Any, Any]:
+    """Layout, query, key and value in the contract's own shapes."""
 
     def shape(length: int, heads: int, dim: int) -> Any:
         return jax.ShapeDtypeStruct((case.batch, length, heads, dim), jnp.dtype(case.dtype))
 
-    value_dim = case.value_head_dim or case.head_dim
     query = shape(case.query_length, case.heads, case.head_dim)
-    key, value = shape(case.sequence, case.kv_heads, case.head_dim), shape(case.sequence, case.kv_heads, value_dim)
-    if case.kind == "op_decode":  # as a cache holds them, see models.KVCache
-        keys, values = (jax.ShapeDtypeStruct((x.shape[0], *x.shape[2:0:-1], x.shape[3]), x.dtype) for x in (key, value))
-        return AbstractProgram(function, (_layout(case), query, keys, values))
-    d_out = (shape(case.query_length, case.heads, value_dim),) if case.needs_grad else ()
-    return AbstractProgram(function, (_layout(case), query, key, value, *d_out))
+    key = shape(case.sequence, case.kv_heads, case.head_dim)
+    return _layout(case), query, key, shape(case.sequence, case.kv_heads, case.value_head_dim or case.head_dim)
+
+
+def _as_cached(x: Any) -> Any:
+    """As a cache holds keys or values, see ``models.KVCache``."""
+    batch, length, heads, dim = x.shape
+    return jax.ShapeDtypeStruct((batch, heads, length, dim), x.dtype)
 
 
 def _layout(case: OpCase) -> Layout:

@@ -19,22 +19,41 @@ import numpy as np
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from backends import Backend, Target, registry
-from backends.contract import CompilesKernels, KernelBuild
+from backends.contract import BackendWithRoles, CompilesKernels, KernelBuild
 from suite import topologies
-from suite.abstract_programs import AbstractProgram, attention_specs, model_program, op_program, resolutions
-from suite.cases import ModelCase, OpCase
+from suite.abstract_programs import (
+    AbstractProgram,
+    attention_specs,
+    model_program,
+    op_program,
+    resolutions,
+    role_program,
+)
+from suite.cases import ModelCase, OpCase, spec_of
 
+ROLE = ":"  # between a backend and its role
 _REASON_LENGTH = 300
 # Memory of the device itself. Running out of a core's own (vmem, smem, shared memory) is a kernel's fault instead.
 _DEVICE_MEMORY = re.compile(r"\bHBM\b", re.IGNORECASE)
 _SIZES = ("argument", "output", "temp", "alias", "generated_code", "peak")
 
 
+def in_roles(case: OpCase | ModelCase, backend_name: str) -> tuple[str, ...]:
+    """The names under which a case is compiled for a backend: one per role where a single call has roles."""
+    backend = registry.get(backend_name)
+    if isinstance(case, OpCase) and isinstance(backend, BackendWithRoles):
+        return tuple(f"{backend_name}{ROLE}{role}" for role in backend.roles(spec_of(case)))
+    return (backend_name,)
+
+
 def compile_cell(case: OpCase | ModelCase, backend_name: str, target: Target) -> dict[str, Any]:
     """``status`` (ok, unsupported, oom, crashed), ``reasons``, ``error``, and what is known of the program.
 
+    ``backend_name`` may name one role of a backend that has roles: ``kascade:reuse``.
+
     Never raises for what a backend or a compiler does: that is the result.
     """
+    backend_name, _, role = backend_name.partition(ROLE)
     backend = registry.get(backend_name)
     specs = attention_specs(case)
     reasons = dict.fromkeys(reason for spec in specs for reason in backend.supports(spec, target, "compile").reasons)
@@ -47,7 +66,8 @@ def compile_cell(case: OpCase | ModelCase, backend_name: str, target: Target) ->
             return kernels if kernels["error"] else _around(kernels, case, backend, target, absent)
         if absent is not None:
             return {"status": "unsupported", "reasons": [absent], "error": "there is no compiler for this device here."}
-        return _judged(compile_program(_program(case, backend, target), topologies.device(target)), target)
+        program = _program(case, backend, target, role or None)
+        return _judged(compile_program(program, topologies.device(target)), target)
     except Exception as error:  # noqa: BLE001 (whatever the compiler raises is what this cell is about)
         return _rejected(error)
 
@@ -103,8 +123,10 @@ def one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {text}"[:_REASON_LENGTH]
 
 
-def _program(case: OpCase | ModelCase, backend: Backend, target: Target) -> AbstractProgram:
+def _program(case: OpCase | ModelCase, backend: Backend, target: Target, role: str | None = None) -> AbstractProgram:
     if isinstance(case, OpCase):
+        if role is not None and isinstance(backend, BackendWithRoles):
+            return role_program(case, backend, target, role)
         return op_program(case, backend, target)
     return model_program(case, resolutions(case, backend.name, target))
 

@@ -9,7 +9,7 @@ from backends import BackendUnavailableError, Resolution, Target, registry, reso
 from backends.devices import usable_cores
 from backends.sharding import divided
 from suite import environment, peers
-from suite.cases import Case, OpCase, RetrievalCase, SelectionCase, StackCase, TextCase, spec_of, stack_spec
+from suite.cases import Case, ModelCase, OpCase, RetrievalCase, SelectionCase, StackCase, TextCase, spec_of, stack_spec
 from suite.kascade.methods import METHODS, methods_of, refusals
 
 _BASELINE = "standard"
@@ -47,7 +47,9 @@ def probe(cases: list[Case], backends: list[str], text: str | None, *, all_cores
     return {"environment": environment.describe(), "plans": [dataclasses.asdict(plan) for plan in plans]}
 
 
-def _plans(case: Case, backends: list[str], text: str | None) -> list[CellPlan]:
+def _plans(
+    case: OpCase | ModelCase | TextCase | RetrievalCase, backends: list[str], text: str | None
+) -> list[CellPlan]:
     backends = [name for name in backends if name not in METHODS or name in registry.names()]
     if isinstance(case, OpCase):
         spec, target = spec_of(case), Target.here()

@@ -20,9 +20,9 @@ from backends.contract import AttentionSpec, Carry, Layout, Mode, Plan, Support,
 from backends.devices import Target
 from backends.kascade import kernels, steps, xla
 from backends.kascade.cost import not_profitable
-from backends.kascade.schedule import LayerRole
+from backends.kascade.schedule import LayerRole, manual
 from backends.kascade.selection import Places, Selection, candidates, choose, with_own
-from backends.kascade.settings import Settings, Tiling
+from backends.kascade.settings import Kernel, Settings, Tiling
 from backends.resolve import resolve
 
 _INSTEAD = "use backend='chunked'"
@@ -38,9 +38,14 @@ class Kascade:
     def supports(self, spec: AttentionSpec, target: Target, mode: Mode = "native") -> Support:
         """Causal attention without gradients, over slots; every reason why not."""
         reasons = [*_spec_reasons(spec)]
-        if mode == "interpret":
-            reasons += _interpreter_reasons(spec, target)
+        if _kernel(target, mode) == "pallas":
+            reasons += _kernel_reasons(spec, target)
         return Support(None, tuple(reasons)) if reasons else Support(mode)
+
+    def roles(self, spec: AttentionSpec) -> Mapping[str, tuple[Mapping[str, Any], int]]:
+        """One layer that selects and one that reuses its selection; dense layers are the other backends'."""
+        schedule = manual((0, 1), num_layers=3, kv_heads=spec.num_kv_heads)
+        return {"anchor": ({}, 0), "reuse": ({"schedule": schedule}, 2)}
 
     def plan(
         self,
@@ -57,7 +62,7 @@ class Kascade:
         layer is an anchor. Raises ValueError for options that are not accepted, for key positions, and, when a layer
         runs, where the schedule does not know it or a reuse layer gets no selection.
         """
-        settings = Settings.of(options, "pallas" if mode == "interpret" else "xla")
+        settings = Settings.of(options, _kernel(target, mode))
         tiling = Tiling.of(spec, settings)
         places = Places.of(spec, layout, tiling)
         if settings.when == "profitable":
@@ -164,7 +169,8 @@ def _in_xla(spec: AttentionSpec, settings: Settings, tiling: Tiling, places: Pla
         return choose_units(share, tiling, places, query, key, None, ablation)[0]
 
     def dense(places: Places, query: Array, key: Array, value: Array) -> tuple[Any, Selection]:
-        return choose_units(share, tiling, places, query, key, value, ablation)[::-1]
+        selection, out = choose_units(share, tiling, places, query, key, value, ablation)
+        return out, selection
 
     def attend(places: Places, query: Array, key: Array, value: Array, selection: Selection) -> Array:
         return xla.attend(share, tiling, places, query, key, value, selection)
@@ -204,11 +210,16 @@ def _carried(carry: Carry, tiling: Tiling, spec: AttentionSpec, layer: int) -> S
     return carry
 
 
-def _interpreter_reasons(spec: AttentionSpec, target: Target) -> tuple[str, ...]:
+def _kernel(target: Target, mode: Mode) -> Kernel:
+    """The kernels that compute where the options do not say."""
+    return "pallas" if mode == "interpret" or target.platform in ("tpu", "cuda") else "xla"
+
+
+def _kernel_reasons(spec: AttentionSpec, target: Target) -> tuple[str, ...]:
     try:
         return kernels.pallas(target).refuses(spec, Settings(kernel="pallas"), target)
     except ImportError as error:
-        return (f"kascade's Pallas kernels do not load here ({error}); use mode='native', which is plain XLA.",)
+        return (f"kascade's Pallas kernels do not load here ({error}); use backend='chunked'.",)
 
 
 def _spec_reasons(spec: AttentionSpec) -> Iterator[str]:

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from jaxtyping import Int
 
 from backends.contract import AttentionSpec, check_options
+from backends.kascade.block_sizes import KascadeBlockSizes
 from backends.kascade.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -33,7 +34,10 @@ OPTIONS = {
     "tile_size": "keys per tile (default 128); with granularity='token' it has no meaning",
     "query_tile": "queries that share a selection (default: 128, or 32 with granularity='token')",
     "ablation": "None, 'all_heads' (one selection for all KV heads) or 'no_remap' (each KV head reuses its own)",
-    "kernel": "'xla' or 'pallas' (default: 'pallas' in mode 'interpret', else 'xla')",
+    "kernel": "'xla' or 'pallas' (default: 'pallas' for TPUs, NVIDIA GPUs and in mode 'interpret')",
+    "block_q": "queries that a Pallas kernel takes at a time, at most: a power of two of at least 16 (default 512)",
+    "block_kv_sparse": "keys that a Pallas kernel loads at a time, at most: likewise (default 256)",
+    "block_kv_compute": "keys that a Pallas kernel computes with at a time, at most: likewise (default 128)",
     "mesh": "a jax.sharding.Mesh of one axis, whose devices divide the KV heads among them (default: one device)",
     "when": "'always', or 'profitable': dense where sparse would be slower; the plan's notes then say so",
 }
@@ -57,6 +61,9 @@ class Settings:
     kernel: Kernel = "xla"
     mesh: Mesh | None = None
     when: When = "always"
+    block_q: int | None = None
+    block_kv_sparse: int | None = None
+    block_kv_compute: int | None = None
 
     def __post_init__(self) -> None:
         if self.query_tile == 0:
@@ -76,6 +83,7 @@ class Settings:
         for name, accepted in good.items():
             if not accepted:
                 raise ValueError(f"kascade: {name}={getattr(self, name)!r} is not accepted; {name} is {OPTIONS[name]}.")
+        KascadeBlockSizes.of(self)  # raises for sizes that are none
         if self.granularity == "tile" and self.tile_size % self.query_tile and self.query_tile % self.tile_size:
             raise ValueError(
                 f"kascade: query_tile={self.query_tile} and tile_size={self.tile_size} do not fit; "

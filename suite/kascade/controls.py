@@ -171,7 +171,7 @@ def _chosen(method: str, spec: AttentionSpec, layout: Layout, tiling: Tiling, ta
     bare = dataclasses.replace(
         spec, is_causal=False, has_segment_ids=False, has_positions=False, has_seq_lengths=False, has_mask=True
     )
-    causal = may_attend(spec, layout)
+    causal = _causal(spec, layout)
     dense = STANDARD.plan(spec, layout, target=target)
     places = Places.of(spec, layout, tiling)
     candidate = candidates(tiling, places.of_all(spec.batch))
@@ -250,7 +250,7 @@ def _oracle_mask(
     own = (with_own(tiling, places, none)[..., None] == units.reshape(1, 1, 1, 1, -1)).any(-2)
     chosen = chosen | jnp.repeat(own, tiling.query_tile, 2)[:, :, :t]
     chosen = jnp.repeat(chosen, tiling.unit, 3)[..., :s]
-    causal = may_attend(spec, layout)
+    causal = _causal(spec, layout)
     return chosen if causal is None else chosen & causal
 
 
@@ -276,5 +276,10 @@ def _kept(spec: AttentionSpec, layout: Layout, tiling: Tiling, query: Array, key
     padded = jnp.pad(grouped, ((0, 0), (0, 0), (0, tiling.padded_queries - t)))
     counts = jnp.minimum(t - jnp.arange(tiling.query_tiles) * tiling.query_tile, tiling.query_tile)
     mass = padded.reshape(b, spec.num_kv_heads, tiling.query_tiles, tiling.query_tile).sum(-1) / counts
-    causal = jnp.broadcast_to(may_attend(spec, layout), probs.shape)
+    causal = jnp.broadcast_to(_causal(spec, layout), probs.shape)
     return Kept(mass, mask.sum(dtype=jnp.float32), causal.sum(dtype=jnp.float32))
+
+
+def _causal(spec: AttentionSpec, layout: Layout) -> Bool[Array, "#b #n t s"]:
+    mask = may_attend(spec, layout)
+    return jnp.ones((1, 1, spec.query_length, spec.key_value_length), bool) if mask is None else mask

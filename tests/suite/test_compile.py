@@ -18,7 +18,14 @@ from backends import Target, registry
 from backends.contract import KernelBuild, Support
 from backends.devices import KNOWN_KINDS
 from suite import compile_cell, compile_run, topologies
-from suite.abstract_programs import AbstractProgram, attention_specs, model_program, op_program, resolutions
+from suite.abstract_programs import (
+    AbstractProgram,
+    attention_specs,
+    model_program,
+    op_program,
+    resolutions,
+    role_program,
+)
 from suite.cases import ModelCase, OpCase, spec_of
 from suite.command_line import main
 from suite.compile_run import SEARCH_LENGTHS, SEARCH_STEPS, CompileRequest, longest
@@ -97,6 +104,22 @@ def test_shapes_are_those_of_the_program_that_is_measured(case):
     assert abstract.arguments == given
     results = [jax.tree.leaves(jax.eval_shape(program.function, *given)) for program in (abstract, measured)]
     assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("target", [V5E, H100], ids=str)
+@pytest.mark.parametrize("kind", ["op_forward", "op_decode"])
+def test_layer_that_reuses_takes_the_selection_as_an_argument_and_hands_it_on(kind, target):
+    case, backend = OpCase(kind=kind, sequence=1024, kv_heads=2, dtype="bfloat16"), registry.get("kascade")
+    assert compile_cell.in_roles(case, "kascade") == ("kascade:anchor", "kascade:reuse")
+    assert compile_cell.in_roles(case, "splash") == ("splash",)
+    assert compile_cell.in_roles(dataclasses.replace(MODEL, sequence=64, name=""), "kascade") == ("kascade",)
+    anchor, reuse = (role_program(case, backend, target, role) for role in ("anchor", "reuse"))
+    assert reuse.arguments[:-1] == anchor.arguments
+    out, selection = jax.eval_shape(anchor.function, *anchor.arguments)
+    assert (out.shape, selection) == ((1, case.query_length, 8, 64), reuse.arguments[-1])
+    kernels = [str(jax.make_jaxpr(program.function)(*program.arguments)) for program in (anchor, reuse)]
+    assert ["kascade_pooled_mass" in text for text in kernels] == [True, False]
+    assert all("kascade_attend" in text for text in kernels)
 
 
 @pytest.mark.parametrize("kind", ["model_prefill", "model_train", "model_decode"])
