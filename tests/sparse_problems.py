@@ -117,6 +117,15 @@ def cached(T: int, *filled: int) -> Layout:
     return Layout(query_positions=jnp.asarray(positions, jnp.int32), key_value_seq_lengths=jnp.asarray(used, jnp.int32))
 
 
+def inner_jaxprs(equation):
+    """The programs that one step of a program runs: bodies of loops, branches, kernels."""
+    for value in equation.params.values():
+        for part in value if isinstance(value, tuple | list) else (value,):
+            program = getattr(part, "jaxpr", part)
+            if hasattr(program, "eqns"):
+                yield program
+
+
 def settings(**changes) -> Settings:
     return dataclasses.replace(SETTINGS, **changes)
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from sparse_problems import inner_jaxprs
 
 from backends import AttentionSpec, Layout, Target, oracle
 from backends.kascade import Places, Settings, Tiling, block_sizes, pallas_rows, pallas_tpu, pallas_triton, reference
@@ -342,7 +343,7 @@ def _arrays(jaxpr) -> tuple[int, set[str]]:
         largest = max([largest, *(out.aval.size for out in equation.outvars)])
         if equation.primitive.name == "pallas_call":
             continue
-        for inner in jax.core.jaxprs_in_params(equation.params):
+        for inner in inner_jaxprs(equation):
             below, more = _arrays(inner)
             largest, primitives = max(largest, below), primitives | more
     return largest, primitives

@@ -14,10 +14,22 @@ import pytest
 from conformance import check_quantity, check_support
 from hypothesis import strategies as st
 from jax.sharding import Mesh
-from sparse_problems import PROBLEMS, cached, packed, settings, sparse
+from sparse_problems import PROBLEMS, cached, inner_jaxprs, packed, settings, sparse
 
 from backends import AttentionSpec, Layout, Target, attention, make_spec, names, resolve
-from backends.kascade import KASCADE, OPTIONS, Schedule, Selection, Settings, Tiling, manual, reference, steps, xla
+from backends.kascade import (
+    KASCADE,
+    OPTIONS,
+    Places,
+    Schedule,
+    Selection,
+    Settings,
+    Tiling,
+    manual,
+    reference,
+    steps,
+    xla,
+)
 from backends.resolve import PRIORITY
 
 EVERYTHING = {
@@ -318,6 +330,32 @@ def test_memory_is_linear_in_the_length():
     short, long = temporaries(2048), temporaries(4096)
     assert long < 2.5 * short
     assert long < 4 * 4096 * 4096  # one head's scores are four times as much
+
+
+@pytest.mark.parametrize("granularity", ["tile", "token"])
+@pytest.mark.parametrize("T", [8192, 1])
+def test_no_head_is_copied_for_a_query_tile(T, granularity):
+    """Over shapes alone: in the loop over query tiles nothing is as large as one head's keys."""
+    problem = settings(granularity=granularity, tile_size=128, query_tile=128)
+    layout = cached(1, 8192) if T == 1 else Layout()
+    small = sparse(T=8, layout=layout, batch=1, head_dim=64).spec
+    spec = dataclasses.replace(small, query_length=T, key_value_length=8192)
+    tiling = Tiling.of(spec, problem)
+    places = Places.of(spec, layout, tiling)
+    query, key = (jax.ShapeDtypeStruct((1, length, heads, 64), jnp.float32) for length, heads in ((T, 4), (8192, 2)))
+    lead = (1, 2, tiling.query_tiles)
+    selection = Selection(jax.ShapeDtypeStruct((*lead, tiling.slots), jnp.int32), jax.ShapeDtypeStruct(lead, jnp.int32))
+    attend = jax.make_jaxpr(functools.partial(xla.attend, spec, tiling, places))(query, key, key, selection)
+    select = jax.make_jaxpr(functools.partial(xla.select, spec, tiling, places))(query, key, key)
+    for program in (attend, select):
+        (loop,) = (x for x in program.jaxpr.eqns if x.primitive.name == "scan")
+        assert 0 < _largest(loop.params["jaxpr"].jaxpr) < 8192 * 64
+
+
+def _largest(jaxpr) -> int:
+    """Elements of the largest array that a program makes on its way."""
+    inner = [_largest(below) for equation in jaxpr.eqns for below in inner_jaxprs(equation)]
+    return max([0, *inner, *(out.aval.size for equation in jaxpr.eqns for out in equation.outvars)])
 
 
 def test_the_budget_rolls_and_has_a_floor():
