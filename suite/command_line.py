@@ -1,4 +1,4 @@
-"""The command ``attnsuite``: run a suite, look at the machine, tune, render a report, compare two runs.
+"""The command ``attnsuite``: run a suite, look at the machine, tune, report, compare, compile, convert.
 
 Exit codes: 0 when the command did what it was asked (failed cells are results), 2 for input that cannot be
 used (one sentence on stderr), 130 after Ctrl-C (what is done is kept).
@@ -14,11 +14,12 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
 
+import models
 import reports
 from backends import Target
 from suite import compile_run
@@ -143,6 +144,24 @@ class Compile:
     """Memory of this machine that one compiler may hold, such as 4GiB."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Convert:
+    """Write a checkpoint (Hugging Face's safetensors, or Meta's .pth) as safetensors and JSON, tensor by tensor."""
+
+    input: Annotated[Path, tyro.conf.arg(metavar="DIR")]
+    """Directory of the checkpoint."""
+    output: Annotated[Path | None, _flag("DIR", "the input's name with -converted")] = None
+    """Directory to write; it must be new or empty."""
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, _flag("DTYPE", "as stored")] = None
+    """float32, bfloat16 or float16."""
+    quantize: Annotated[Literal["none"], _flag("none", "none")] = "none"
+    """How weights are quantized; there is none yet."""
+    chunked: Annotated[bool, tyro.conf.FlagCreatePairsOff, _flag("", "off")] = False
+    """Write a file per layer."""
+    preset: Annotated[str | None, _flag("NAME", "the one with these sizes")] = None
+    """Preset whose RoPE scaling holds, for Meta's checkpoints, which lack it."""
+
+
 Command = (
     Annotated[Run, tyro.conf.subcommand("run")]
     | Annotated[Doctor, tyro.conf.subcommand("doctor")]
@@ -150,6 +169,7 @@ Command = (
     | Annotated[Report, tyro.conf.subcommand("report")]
     | Annotated[Compare, tyro.conf.subcommand("compare")]
     | Annotated[Compile, tyro.conf.subcommand("compile")]
+    | Annotated[Convert, tyro.conf.subcommand("convert")]
 )
 
 
@@ -173,6 +193,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 code = _report(command.run_dir)
             case Compile():
                 code = _compile(command, sys.argv[1:] if arguments is None else arguments)
+            case Convert():
+                code = _convert(command)
             case Compare():
                 print(reports.compare(command.run_a, command.run_b))  # noqa: T201
                 code = 0
@@ -277,6 +299,19 @@ def _tune(command: Tune) -> int:
     with errors.status("starting") as status:
         tune(request, status.update)
     print(f"tuned:   {command.out}")  # noqa: T201
+    return 0
+
+
+def _convert(command: Convert) -> int:
+    output = command.output or command.input.resolve().with_name(command.input.resolve().name + "-converted")
+    try:
+        overrides = {}
+        if command.preset is not None:
+            overrides["rope_scaling"] = models.ModelConfig.from_preset(command.preset).rope_scaling
+        config = models.convert(command.input, output, dtype=command.dtype, chunked=command.chunked, **overrides)
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    print(f"{config.num_parameters:,} parameters, {config.param_dtype}: {output}")  # noqa: T201
     return 0
 
 
