@@ -1,7 +1,7 @@
 """A checkpoint on disk, read layer by layer: Hugging Face's safetensors or Meta's ``.pth``, the same to its reader.
 
-Opening looks at names and shapes only and refuses, with a sentence that names the tensor, what does not fit the
-configuration. A layer is read when it is asked for, in the dtype that is asked for; keys and values keep the heads
+Opening looks at names and shapes (and at a head that should equal the embeddings) and refuses, with a sentence that
+names the tensor, what does not fit the configuration. A layer is read when it is asked for, in the dtype that is asked for; keys and values keep the heads
 that they have.
 """
 
@@ -35,7 +35,7 @@ class Source(Protocol):
         ...
 
     def read(self, names: Sequence[str]) -> Iterator[tuple[str, Any]]:
-        """The tensors of these names in any order, each with its own name."""
+        """The tensors of these names in any order, each with its own name, in memory that nobody else changes."""
         ...
 
 
@@ -73,8 +73,7 @@ class Checkpoint:
     def _read(self, names: dict[str, str]) -> Params:
         ours = {stored: name for name, stored in names.items()}
         read = self._source.read(list(ours))
-        # copy: an array that only borrowed its memory would keep the file mapped, and follow what becomes of it.
-        return {ours[stored]: jnp.array(value, self.config.param_dtype) for stored, value in read}
+        return {ours[stored]: jnp.asarray(value, self.config.param_dtype) for stored, value in read}
 
     def _check(self) -> None:
         """Raise ValueError where a tensor is missing, of another shape, or has no place."""

@@ -83,9 +83,7 @@ def _from_json(path: Path) -> Tokenizer:
 def _from_ranks(path: Path) -> Tokenizer:
     library = _library("tiktoken", RANKS)
     ranks = _read_ranks(path)
-    reserved = (f"<|reserved_special_token_{i}|>" for i in range(3, _SPECIALS))
-    names = (*_SPECIAL, *reserved)[:_SPECIALS]
-    special = {name: len(ranks) + i for i, name in enumerate(names)}
+    special = {name: len(ranks) + i for i, name in enumerate(special_tokens())}
     found = library.Encoding("llama3", pat_str=_PATTERN, mergeable_ranks=ranks, special_tokens=special)
     begin, ordinary = special[_BEGIN], len(ranks)
     return Tokenizer(
@@ -93,6 +91,11 @@ def _from_ranks(path: Path) -> Tokenizer:
         encode=lambda text: [begin, *found.encode_ordinary(text)],
         decode=lambda tokens: found.decode([token for token in tokens if token < ordinary]),
     )
+
+
+def special_tokens() -> tuple[str, ...]:
+    """The special tokens of Llama 3, in the order of their numbers, which follow those of the ranks."""
+    return (*_SPECIAL, *(f"<|reserved_special_token_{i}|>" for i in range(3, _SPECIALS - len(_SPECIAL) + 3)))
 
 
 def _read_ranks(path: Path) -> dict[bytes, int]:

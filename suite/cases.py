@@ -82,7 +82,8 @@ class ModelCase:
     """A pass of a whole transformer: prefill, decode of ``new_tokens`` after a prompt, or one train step.
 
     ``model`` is a checkpoint that ships here, or a preset with random weights. ``sequence`` counts prompt
-    tokens per batch row. Raises InputError for a field that does not fit.
+    tokens per batch row; with ``ragged`` it is the longest prompt of the batch, and the others are shorter, down
+    to a quarter of it, padded on the right. Raises InputError for a field that does not fit.
     """
 
     kind: ModelKind
@@ -91,6 +92,7 @@ class ModelCase:
     sequence: int = 1024
     new_tokens: int = 32
     batch: int = 1
+    ragged: bool = False
     dtype: str = "float32"
     seed: int = 0
 
@@ -100,6 +102,11 @@ class ModelCase:
             _check_least(self, field, 1)
         _check_least(self, "seed", 0)
         _check_dtype(self)
+        if self.ragged and (self.batch == 1 or self.kind == "model_train"):
+            raise InputError(
+                f"case {self.name or self.kind}: ragged = true is about several prompts; use it in a prefill or a "
+                "decode with batch of at least 2."
+            )
         if not self.name:
             object.__setattr__(self, "name", _model_name(self))
         _check_name(self.name)
@@ -227,6 +234,7 @@ def _op_name(case: OpCase) -> str:
 def _model_name(case: ModelCase) -> str:
     parts = [case.kind.removeprefix("model_"), case.model, f"s{case.sequence}"]
     parts += [f"b{case.batch}"] if case.batch != 1 else []
+    parts += ["ragged"] if case.ragged else []
     return "-".join([*parts, _SHORT_DTYPE[case.dtype]])
 
 

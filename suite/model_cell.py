@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jaxtyping import Int
 
 from models import PRESETS, KVCache, ModelConfig, Transformer, next_token_loss, retrieval
 from models.forward import forward, forward_cached
@@ -105,8 +106,33 @@ def judged_program(case: ModelCase, model: Transformer, backend: str) -> Program
 
 
 def model_tokens(case: ModelCase) -> int:
-    """Tokens that one call processes: of the prompt, of the decode steps, or of the training batch."""
-    return case.batch * (case.new_tokens if case.kind == "model_decode" else case.sequence)
+    """Tokens that one call processes: of the prompts, of the decode steps, or of the training batch; no padding."""
+    return case.batch * case.new_tokens if case.kind == "model_decode" else int(prompt_lengths(case).sum())
+
+
+def model_steps(case: ModelCase) -> int | None:
+    """Forward passes that a call makes one after the other until it has its tokens; None for a train step."""
+    return {"model_prefill": 1, "model_decode": case.new_tokens}.get(case.kind)
+
+
+def kv_bytes_per_token(case: ModelCase, config: ModelConfig) -> int | None:
+    """Bytes that the cache keeps of one token of one sequence, all layers together; None for a train step."""
+    if case.kind == "model_train":
+        return None
+    return KVCache.create(config, 1, 1, _cache_dtype(config)).nbytes
+
+
+def prompt_lengths(case: ModelCase) -> Int[np.ndarray, " batch"]:
+    """Valid tokens of each prompt: all of ``sequence``, or where they are ragged from a quarter of it upward.
+
+    The first is the longest, so that the shapes are those of the case.
+    """
+    if not case.ragged:
+        return np.full(case.batch, case.sequence, np.int32)
+    rng = np.random.default_rng([case.seed, 2])
+    lengths = rng.integers(max(1, case.sequence // 4), case.sequence, case.batch, endpoint=True)
+    lengths[0] = case.sequence
+    return lengths.astype(np.int32)
 
 
 def notes(case: ModelCase, config: ModelConfig) -> tuple[str, ...]:
@@ -126,12 +152,16 @@ def model_flops(case: ModelCase, config: ModelConfig) -> float:
     head_tokens = case.batch if case.kind == "model_prefill" else tokens  # prefill projects its last token only
     matmul = 2.0 * (per_layer * config.num_layers * tokens + head * head_tokens)
     training = case.kind == "model_train"
-    pairs = sum(_pairs(case, config, kind) for kind in config.layer_types)
-    attention = attention_flops(pairs * case.batch, config.num_heads, config.dim, config.dim, backward=training)
+    pairs = sum(
+        _pairs(case, config, kind, int(length)) for kind in config.layer_types for length in prompt_lengths(case)
+    )
+    attention = attention_flops(pairs, config.num_heads, config.dim, config.dim, backward=training)
     return matmul * (3 if training else 1) + attention
 
 
-def _pairs(case: ModelCase, config: ModelConfig, kind: str) -> int:
+def _pairs(case: ModelCase, config: ModelConfig, kind: str, prompt: int) -> int:
+    """Visible pairs of a layer of this type in one sequence."""
+
     def count(length: int, op: str) -> int:
         return visible_pairs(
             OpCase(
@@ -144,8 +174,8 @@ def _pairs(case: ModelCase, config: ModelConfig, kind: str) -> int:
         )
 
     if case.kind != "model_decode":
-        return count(case.sequence, "op_forward")
-    return sum(count(case.sequence + step + 1, "op_decode") for step in range(case.new_tokens))
+        return count(prompt, "op_forward")
+    return sum(count(prompt + step + 1, "op_decode") for step in range(case.new_tokens))
 
 
 def _prefill(case: ModelCase, model: Transformer, found: Resolutions) -> Program:
@@ -157,7 +187,7 @@ def _prefill(case: ModelCase, model: Transformer, found: Resolutions) -> Program
             model.config, params, tokens, keys, values, start, end, resolutions=found, fresh=True, last_only=True
         )
 
-    end = jnp.full((case.batch,), case.sequence, jnp.int32)
+    end = jnp.asarray(prompt_lengths(case))
     return Program(run, (model.arrays(), case_tokens(case, model.config), cache.keys, cache.values, end))
 
 
@@ -224,9 +254,8 @@ def noisy_cache(case: ModelCase, model: Transformer) -> KVCache:
         noise[:, :, case.sequence :] = 0.0
         return jnp.asarray(noise, slots.dtype)
 
-    lengths = np.full(case.batch, case.sequence, np.int32)
     keys, values = tuple(map(fill, empty.keys)), tuple(map(fill, empty.values))
-    return KVCache(keys=keys, values=values, lengths=lengths)
+    return KVCache(keys=keys, values=values, lengths=prompt_lengths(case))
 
 
 def _cache_dtype(config: ModelConfig) -> str:
