@@ -1,8 +1,8 @@
 """A checkpoint on disk, read layer by layer: Hugging Face's safetensors or Meta's ``.pth``, the same to its reader.
 
-Opening looks at names and shapes (and at a head that should equal the embeddings) and refuses, with a sentence that
-names the tensor, what does not fit the configuration. A layer is read when it is asked for, in the dtype that is asked for; keys and values keep the heads
-that they have.
+Opening looks at names and shapes (and at a head that should equal the embeddings) and refuses what does not fit
+the configuration, with a sentence that names the tensor. A layer is read when it is asked for, in the dtype that
+is asked for; keys and values keep the heads that they have.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Checkpoint:
 def open_checkpoint(directory: str | Path, **overrides: Any) -> Checkpoint:
     """The checkpoint in ``directory``; ``overrides`` replace fields of its configuration.
 
-    Parameters are given in the dtype in which they are stored (override ``param_dtype``), and computed with
+    Parameters are given in the dtype that the checkpoint names (override ``param_dtype``), and computed with
     in the same (override ``dtype``). Raises ValueError, in a sentence, for a directory, configuration or
     tensor that is missing, unreadable, unexpected or of the wrong shape.
     """

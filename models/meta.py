@@ -80,6 +80,7 @@ class MetaSource:
         self._torch = _import_torch()
         self._paths = sorted(directory.glob("consolidated.*.pth"))
         params = read_json(directory / PARAMS)
+        self._width = params.get("dim")
         self._pieces = self._piece_shapes()
         self.shapes = {name: self._whole_shape(name) for name in self._pieces}
         self.config = self._config(params, rope_scaling)
@@ -123,20 +124,20 @@ class MetaSource:
                 if theirs != _IGNORED:
                     shapes.setdefault(_our_name(theirs), []).append(tuple(tensor.shape))
         for name, pieces in shapes.items():
-            if len(pieces) != len(self._paths) or len(set(pieces)) != 1:
+            if len(pieces) != len(self._paths) or len(set(pieces)) != 1 or not pieces[0]:
                 raise ValueError(f"{_meta_name(name)!r} is not in equal pieces in all of {len(self._paths)} files.")
         return shapes
 
     def _axis(self, name: str) -> int | None:
         known = _OUTER.get(name) or _LAYER.get(re.sub(r"^model\.layers\.\d+\.", "", name))
         axis = known[1] if known else None
-        if name == "model.embed_tokens.weight" and self._pieces[name][0][1] != self._pieces["model.norm.weight"][0][0]:
+        if name == "model.embed_tokens.weight" and self._pieces[name][0][1:] != (self._width,):
             return 1  # Llama 2 divides the embeddings by columns, Llama 3 by rows
         return axis
 
     def _whole_shape(self, name: str) -> tuple[int, ...]:
         shape, axis = list(self._pieces[name][0]), self._axis(name)
-        if axis is not None:
+        if axis is not None and axis < len(shape):
             shape[axis] *= len(self._paths)
         return tuple(shape)
 

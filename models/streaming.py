@@ -51,6 +51,10 @@ def streamed_nats(
     if not isinstance(batch, int) or batch < 1:
         raise ValueError(f"batch={batch!r} must be an integer of at least 1.")
     count, length = tokens.shape[0], tokens.shape[1] - 1
+    if not config.use_rope and length > config.max_length:
+        raise ValueError(
+            f"tokens has {length} inputs per sequence, but this model has learned {config.max_length} positions."
+        )
     padded = np.pad(tokens, ((0, -count % batch), (0, 0)))  # one shape, one compilation
     parts = [jnp.asarray(part, jnp.int32) for part in padded.reshape(-1, batch, length + 1)]
     resolutions = dict(

@@ -31,7 +31,7 @@ _ReadTensors = Callable[[Sequence[str]], Iterable[tuple[str, np.ndarray]]]
 def load(directory: str | Path, **overrides: Any) -> Transformer:
     """The model in ``directory``: a Hugging Face checkpoint in safetensors, one of Meta's, or what :func:`save` wrote.
 
-    ``overrides`` replace fields of its configuration. Parameters are kept in the dtype in which they are stored
+    ``overrides`` replace fields of its configuration. Parameters are kept in the dtype that the checkpoint names
     (override ``param_dtype``), and computed with in the same (override ``dtype``). Besides the model itself it
     takes about the memory of one tensor. Raises ValueError, in a sentence, for a directory, configuration or
     tensor that is missing, unreadable, unexpected or of the wrong shape.
@@ -79,7 +79,7 @@ def convert(
 ) -> ModelConfig:
     """Write the checkpoint in ``directory`` (what :func:`load` reads) to ``output``; returns its configuration.
 
-    ``dtype=None`` keeps the dtype in which it is stored. ``chunked`` writes a file per layer. One tensor at a
+    ``dtype=None`` keeps the dtype that it names. ``chunked`` writes a file per layer. One tensor at a
     time is in memory. Tokenizer files are copied. Raises ValueError as :func:`load` does, and for an ``output``
     that already holds files.
     """

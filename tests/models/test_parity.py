@@ -77,7 +77,7 @@ def theirs(name):
             elif at.endswith(".bias"):
                 parameter.normal_(0, 0.5)
             elif "q_proj" in at or "k_proj" in at:
-                parameter.normal_(0, 0.4)
+                parameter.normal_(0, 0.25)
             elif "layers" in at:
                 parameter.normal_(0, 0.1)
     return model
@@ -233,7 +233,7 @@ def meta_logits(state, params, scaling):
     return (norm("norm.weight", x) @ state["output.weight"].double().T).numpy()
 
 
-META = {"dim": 48, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 131, "norm_eps": 1e-5}
+META = {"dim": 48, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 132, "norm_eps": 1e-5}
 META |= {"multiple_of": 16, "ffn_dim_multiplier": 1.3, "rope_theta": 500000.0}
 
 
@@ -247,7 +247,7 @@ def meta_state(tied=False):
         shapes |= {f"layers.{i}.feed_forward.w2.weight": (48, 80)}
         shapes |= {f"layers.{i}.{n}.weight": (48,) for n in ("attention_norm", "ffn_norm")}
     scales = {"tok_embeddings.weight": 0.02, "output.weight": 0.1}
-    state = {n: torch.randn(s) * scales.get(n, 0.4 if n[-9:-7] in ("wq", "wk") else 0.1) for n, s in shapes.items()}
+    state = {n: torch.randn(s) * scales.get(n, 0.25 if n[-9:-7] in ("wq", "wk") else 0.1) for n, s in shapes.items()}
     state |= {n: 1 + 3 * w for n, w in state.items() if n.endswith("norm.weight")}
     if tied:
         state["output.weight"] = state["tok_embeddings.weight"].clone()
@@ -273,8 +273,6 @@ def write_meta(directory, state, params, ranks=1, embedding_axis=0):
     ids=["one-file", "tied-factor8", "two-files-factor32", "four-files-llama2"],
 )
 def test_a_checkpoint_of_meta_means_what_it_means_to_meta(ranks, factor, tied, embedding_axis, tmp_path):
-    if ranks == 4:
-        pytest.skip("n_kv_heads below the number of ranks") if META["n_kv_heads"] * 12 % 4 else None
     state, scaling = meta_state(tied), None if factor is None else RopeScaling(factor=factor, original_max_length=64)
     write_meta(tmp_path, state, META | ({} if factor is None else {"use_scaled_rope": True}), ranks, embedding_axis)
     expected = meta_logits(state, META, scaling)

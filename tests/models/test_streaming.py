@@ -33,6 +33,12 @@ def test_streamed_layers_give_the_loss_of_the_whole_model(name, batch, tmp_path)
     np.testing.assert_allclose(got, expected, rtol=0, atol=2e-5)
 
 
+def test_more_tokens_than_learned_positions_are_refused(tmp_path):
+    save(Transformer(ModelConfig(use_rope=False, max_length=8)), tmp_path)
+    with pytest.raises(ValueError, match="tokens has 16 inputs per sequence, but this model has learned 8 positions"):
+        streamed_nats(open_checkpoint(tmp_path), TOKENS)
+
+
 def test_streaming_notices_a_layer_that_is_not_its_own(tmp_path):
     shipped = load_shipped()
     params = shipped.arrays()
