@@ -104,15 +104,17 @@ def _write(directory: Path, config: ModelConfig, read: _ReadTensors, *, chunked:
         {stored[name]: shape[name] for name in stored}
         for stored, shape in zip(names["layers"], shapes["layers"], strict=True)
     ]
-    files = {"outer.safetensors": outer} | {f"layer-{i:05d}.safetensors": layer for i, layer in enumerate(layers)}
+    files = {"outer.safetensors": [outer]} | {f"layer-{i:05d}.safetensors": [layer] for i, layer in enumerate(layers)}
     if not chunked:
-        files = {WEIGHTS: {name: shape for group in files.values() for name, shape in group.items()}}
+        files = {WEIGHTS: [outer, *layers]}
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        for file, tensors in files.items():
-            write_safetensors(directory / file, tensors, config.param_dtype, read(list(tensors)))
+        for file, groups in files.items():
+            tensors = {name: shape for group in groups for name, shape in group.items()}
+            values = (value for group in groups for value in read(list(group)))  # a layer at a time is read
+            write_safetensors(directory / file, tensors, config.param_dtype, values)
         if chunked:
-            mapping = {name: file for file, tensors in files.items() for name in tensors}
+            mapping = {name: file for file, (group,) in files.items() for name in group}
             _write_json(directory / INDEX, {"metadata": {}, "weight_map": mapping})
         _write_json(directory / CONFIG, to_hf(config))
     except OSError as error:

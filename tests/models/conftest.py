@@ -27,7 +27,7 @@ def noise_checkpoint(tmp_path):
         def read(names):
             return ((name, noise[: int(np.prod(places[name]))].reshape(places[name])) for name in names)
 
-        _write(tmp_path / "noise", config, read, chunked=True)
+        _write(tmp_path / "noise", config, read, chunked=False)
         return tmp_path / "noise", layer_bytes(config)
 
     return write
