@@ -11,6 +11,7 @@ document, so that packed documents give what each gives alone; negative ids are 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -28,6 +29,7 @@ from models.rope import angles, inverse_frequencies, rotate
 Tokens = Int[Array, "batch length"]
 Hidden = Float[Array, "batch length hidden"]
 Turns = tuple[Float[Array, "batch length half"], Float[Array, "batch length half"]]  # cosines and sines
+Observe = Callable[[int, Array, Array, Hidden, Hidden], None]
 
 
 def forward(
@@ -38,8 +40,13 @@ def forward(
     *,
     resolutions: Resolutions,
     options: Options = (),
+    observe: Observe | None = None,
 ) -> Float[Array, "batch length vocab"]:
-    """Logits of every position, float32. ``resolutions`` are those of :func:`models.planning.resolve_attention`."""
+    """Logits of every position, float32. ``resolutions`` are those of :func:`models.planning.resolve_attention`.
+
+    ``observe(layer, query, key, x, attended)`` is called in each layer with its queries and keys, the stream before
+    its attention, and what its attention adds to it.
+    """
     positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     if segment_ids is not None:
         segment_ids, positions = documents(segment_ids)
@@ -58,7 +65,7 @@ def forward(
     turns = turns_of(config, positions)
     for i, layer in enumerate(params["layers"]):
         kind = config.layer_types[i]
-        x, carries[kind] = layer_forward(config, layer, x, turns, plans[kind], i, carries[kind])
+        x, carries[kind] = layer_forward(config, layer, x, turns, plans[kind], i, carries[kind], observe)
     return logits_of(config, params, x)
 
 
@@ -97,7 +104,7 @@ def forward_cached(
             query = query.astype(keys[i].dtype)
             key, value = jnp.swapaxes(new_keys[i], 1, 2), jnp.swapaxes(new_values[i], 1, 2)
         mixed, carries[kind] = plans[kind].run(query, key, value, layer=i, carry=carries[kind])
-        x = _finish(config, layer, x, mixed.astype(x.dtype))
+        x = _finish(config, layer, x, _attended(layer, mixed.astype(x.dtype)))
     if last_only:
         x = jnp.take_along_axis(x, (end - start - 1)[:, None, None], axis=1)
     logits = logits_of(config, params, x)
@@ -105,12 +112,22 @@ def forward_cached(
 
 
 def layer_forward(
-    config: ModelConfig, layer: Params, x: Hidden, turns: Turns | None, plan: Plan, index: int, carry: Carry
+    config: ModelConfig,
+    layer: Params,
+    x: Hidden,
+    turns: Turns | None,
+    plan: Plan,
+    index: int,
+    carry: Carry,
+    observe: Observe | None = None,
 ) -> tuple[Hidden, Carry]:
     """One layer over whole sequences: the hidden state behind it, and what it tells the next of its type."""
     query, key, value = _project(config, layer, x, turns)
     mixed, carry = plan.run(query, key, value, layer=index, carry=carry)
-    return _finish(config, layer, x, mixed), carry
+    attended = _attended(layer, mixed)
+    if observe is not None:
+        observe(index, query, key, x, attended)
+    return _finish(config, layer, x, attended), carry
 
 
 def documents(segment_ids: Int[Array, "batch length"]) -> tuple[Tokens, Tokens]:
@@ -154,9 +171,14 @@ def _project(config: ModelConfig, layer: Params, x: Hidden, turns: Turns | None)
     return query, key, value
 
 
-def _finish(config: ModelConfig, layer: Params, x: Hidden, mixed: Float[Array, "batch length heads dim"]) -> Hidden:
+def _attended(layer: Params, mixed: Float[Array, "batch length heads dim"]) -> Hidden:
+    """What a layer's attention adds to the stream."""
+    return _linear(mixed.reshape(*mixed.shape[:2], -1), layer, "o_proj")
+
+
+def _finish(config: ModelConfig, layer: Params, x: Hidden, attended: Hidden) -> Hidden:
     """The rest of a layer behind its attention."""
-    x = x + _linear(mixed.reshape(*mixed.shape[:2], -1), layer, "o_proj")
+    x = x + attended
     inner = _norm(config, layer, "post_attention_layernorm", x)
     up = _linear(inner, layer, "up_proj")
     if config.use_swiglu:

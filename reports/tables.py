@@ -67,7 +67,7 @@ def requested_and_run(groups: Sequence[Group], numbers: Mapping[str, str]) -> Ta
             rows.append({
                 "case": group.case,
                 "requested": record.requested,
-                "ran": record.resolved if record.mode is not None else None,
+                "ran": _what_ran(record),
                 "mode": record.mode,
                 "exact": record.exact,
                 "status": record.status,
@@ -75,6 +75,12 @@ def requested_and_run(groups: Sequence[Group], numbers: Mapping[str, str]) -> Ta
             })  # fmt: skip
     columns = [CASE, *(Column(key, key) for key in ("requested", "ran", "mode", "exact", "status", "why"))]
     return table("requested_and_run", "", columns, rows)
+
+
+def _what_ran(record: Record) -> str | None:
+    if record.mode is None or record.resolved is None:
+        return None
+    return record.resolved if record.devices == 1 else f"{record.resolved}, {record.devices} devices"
 
 
 def speed(groups: Sequence[Group]) -> tuple[Table, ...]:

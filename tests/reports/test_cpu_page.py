@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 import reports
-from reports import goals, growth, peers, plot
+from reports import goals, growth, peers, plot, tables
 from reports.cells import group
 
 TIMES = tuple(0.1 + 0.001 * i for i in range(10))
@@ -55,6 +55,14 @@ def test_goal_for_one_device_is_not_judged_on_two(cells):
     goal = "forward and forward and backward: never slower than jax.nn"
     rows = goal_rows(cells(standard=1.0, chunked=1.1, chunked_on_2=0.5, jax_nn=1.0))
     assert rows[goal]["met"] == "0 of 1"
+
+
+def test_torch_as_installed_is_the_peer_only_where_it_was_not_unthrottled(cells):
+    goal = "forward: at most 1.10 of torch, float32, S from 1024"
+    plain = goal_rows(cells(standard=1.0, chunked=0.3, torch=0.2))[goal]
+    assert (plain["met"], plain["worst"]) == ("0 of 1", "1.50\u00d7")
+    both = goal_rows(cells(standard=1.0, chunked=0.3, torch=0.4, torch_unthrottled=0.2))[goal]
+    assert (both["met"], both["worst"]) == ("0 of 1", "1.50\u00d7")
 
 
 def test_share_of_the_roof_is_a_lower_bound(cells):
@@ -142,3 +150,17 @@ def test_without_matplotlib_the_page_says_what_is_missing(over_lengths, write_ru
     reports.render(folder := write_run(*over_lengths))
     assert "matplotlib is not installed; pip install" in (folder / "report.md").read_text(encoding="utf-8")
     assert not list(folder.glob("*.svg"))
+
+
+@pytest.mark.parametrize(("timed", "one_by_one"), [(20, 20), (21, 0)])
+def test_a_long_run_is_told_by_its_tables_and_a_short_one_case_by_case(cells, write_run, timed, one_by_one):
+    folder = write_run(*(r for i in range(timed) for r in cells(sequence=512 + i, standard=1.0, chunked=0.4)))
+    reports.render(folder)
+    text = (folder / "report.md").read_text(encoding="utf-8")
+    assert text.count("fastest exact is") == one_by_one
+    assert (f"the tables under Speed ({timed} timed cases)" in text) == (one_by_one == 0)
+
+
+def test_what_ran_says_on_how_many_devices(cells):
+    table = tables.requested_and_run(group(cells(standard=1.0, chunked=0.4, chunked_on_2=0.3)), {})
+    assert [row["ran"] for row in table.rows] == ["standard", "chunked", "chunked, 2 devices"]
