@@ -371,13 +371,11 @@ def _calibrate(command: Calibrate) -> int:
             calibrate.CalibrateRequest(settings=settings, **rest), status.update
         )
     least = calibration.mass.min(axis=(1, 2))
-    print(f"schedule {schedule.method}, anchors {', '.join(map(str, schedule.anchors))}
-{schedule.table()}")  # noqa: T201
+    print(f"schedule {schedule.method}, anchors {', '.join(map(str, schedule.anchors))}\n{schedule.table()}")  # noqa: T201
     print("mass kept by each layer's own selection, mean and least over heads and query tiles:")  # noqa: T201
     for layer, (mean, low) in enumerate(zip(calibration.mass.mean(axis=(1, 2)), least, strict=True)):
         print(f"  layer {layer}: {mean:.3f}, {low:.3f}; importance {calibration.importance[layer]:.4f}")  # noqa: T201
-    print(f"calibration: {path}
-             {path.with_suffix('.json')}")  # noqa: T201
+    print(f"calibration: {path}\n             {path.with_suffix('.json')}")  # noqa: T201
     return 0
 
 
