@@ -1,8 +1,8 @@
 """One checkpoint on one page: what each backend loses and what it costs, a row each.
 
 The figures of a row are from several cases of the same model: text (for Kascade the case that holds it to its
-controls), prefill and decoding. Where the dense model is no better than a unigram model no row says anything about loss; where
-Kascade's control does not fail, its row says nothing.
+controls), prefill and decoding. Where the dense model is no better than a unigram model no row says anything about
+loss; where Kascade's control does not fail, its row says nothing.
 """
 
 from __future__ import annotations
