@@ -28,6 +28,7 @@ from models.rope import angles, inverse_frequencies, rotate
 
 Tokens = Int[Array, "batch length"]
 Hidden = Float[Array, "batch length hidden"]
+Turns = tuple[Float[Array, "batch length half"], Float[Array, "batch length half"]]  # cosines and sines
 Observe = Callable[[int, Array, Array, Hidden, Hidden], None]
 
 
@@ -60,17 +61,12 @@ def forward(
         )
         plans[kind] = resolution.plan(layout, dict(options))
     carries: dict[AttentionType, Carry] = dict.fromkeys(plans, ())
-    x = _embed(config, params, tokens, positions)
-    turns = _turns(config, positions)
+    x = embed(config, params, tokens, positions)
+    turns = turns_of(config, positions)
     for i, layer in enumerate(params["layers"]):
         kind = config.layer_types[i]
-        query, key, value = _project(config, layer, x, turns)
-        mixed, carries[kind] = plans[kind].run(query, key, value, layer=i, carry=carries[kind])
-        attended = _attended(layer, mixed)
-        if observe is not None:
-            observe(i, query, key, x, attended)
-        x = _finish(config, layer, x, attended)
-    return _logits(config, params, x)
+        x, carries[kind] = layer_forward(config, layer, x, turns, plans[kind], i, carries[kind], observe)
+    return logits_of(config, params, x)
 
 
 def forward_cached(
@@ -97,8 +93,8 @@ def forward_cached(
     layout = Layout() if fresh else Layout(query_positions=positions, key_value_seq_lengths=end)
     plans: dict[AttentionType, Plan] = {kind: found.plan(layout, dict(options)) for kind, found in resolutions}
     carries: dict[AttentionType, Carry] = dict.fromkeys(plans, ())
-    x = _embed(config, params, tokens, positions)
-    turns = _turns(config, positions)
+    x = embed(config, params, tokens, positions)
+    turns = turns_of(config, positions)
     new_keys, new_values = list(keys), list(values)
     for i, layer in enumerate(params["layers"]):
         kind = config.layer_types[i]
@@ -111,8 +107,27 @@ def forward_cached(
         x = _finish(config, layer, x, _attended(layer, mixed.astype(x.dtype)))
     if last_only:
         x = jnp.take_along_axis(x, (end - start - 1)[:, None, None], axis=1)
-    logits = _logits(config, params, x)
+    logits = logits_of(config, params, x)
     return (logits[:, 0] if last_only else logits), tuple(new_keys), tuple(new_values)
+
+
+def layer_forward(
+    config: ModelConfig,
+    layer: Params,
+    x: Hidden,
+    turns: Turns | None,
+    plan: Plan,
+    index: int,
+    carry: Carry,
+    observe: Observe | None = None,
+) -> tuple[Hidden, Carry]:
+    """One layer over whole sequences: the hidden state behind it, and what it tells the next of its type."""
+    query, key, value = _project(config, layer, x, turns)
+    mixed, carry = plan.run(query, key, value, layer=index, carry=carry)
+    attended = _attended(layer, mixed)
+    if observe is not None:
+        observe(index, query, key, x, attended)
+    return _finish(config, layer, x, attended), carry
 
 
 def documents(segment_ids: Int[Array, "batch length"]) -> tuple[Tokens, Tokens]:
@@ -129,26 +144,28 @@ def documents(segment_ids: Int[Array, "batch length"]) -> tuple[Tokens, Tokens]:
     return jnp.where(segment_ids < 0, -1, runs), slots - starts
 
 
-def _embed(config: ModelConfig, params: Params, tokens: Tokens, positions: Tokens) -> Hidden:
+def embed(config: ModelConfig, params: Params, tokens: Tokens, positions: Tokens) -> Hidden:
+    """The hidden state before the first layer."""
     x = params["embed_tokens"][tokens].astype(config.dtype)
     if not config.use_rope:
         x = x + params["embed_positions"][positions].astype(config.dtype)
     return x
 
 
-def _turns(config: ModelConfig, positions: Tokens) -> tuple[Array, Array] | None:
+def turns_of(config: ModelConfig, positions: Tokens) -> Turns | None:
+    """What turns queries and keys to their positions, shared by all layers; None without RoPE."""
     if not config.use_rope:
         return None
     return angles(positions, inverse_frequencies(config.dim, config.rope_theta, config.rope_scaling))
 
 
-def _project(
-    config: ModelConfig, layer: Params, x: Hidden, turns: tuple[Array, Array] | None
-) -> tuple[Array, Array, Array]:
+def _project(config: ModelConfig, layer: Params, x: Hidden, turns: Turns | None) -> tuple[Array, Array, Array]:
     """Normalised input to queries, keys and values, queries and keys turned to their positions."""
     x = _norm(config, layer, "input_layernorm", x)
     heads = (*x.shape[:2], -1, config.dim)
-    query, key, value = (_linear(x, layer[name]).reshape(heads) for name in ("q_proj", "k_proj", "v_proj"))
+    query, key, value = (_linear(x, layer, name).reshape(heads) for name in ("q_proj", "k_proj", "v_proj"))
+    if config.qk_norm:
+        query, key = _norm(config, layer, "q_norm", query), _norm(config, layer, "k_norm", key)
     if turns is not None:
         query, key = rotate(query, *turns), rotate(key, *turns)
     return query, key, value
@@ -156,22 +173,22 @@ def _project(
 
 def _attended(layer: Params, mixed: Float[Array, "batch length heads dim"]) -> Hidden:
     """What a layer's attention adds to the stream."""
-    return _linear(mixed.reshape(*mixed.shape[:2], -1), layer["o_proj"])
+    return _linear(mixed.reshape(*mixed.shape[:2], -1), layer, "o_proj")
 
 
 def _finish(config: ModelConfig, layer: Params, x: Hidden, attended: Hidden) -> Hidden:
     """The rest of a layer behind its attention."""
     x = x + attended
     inner = _norm(config, layer, "post_attention_layernorm", x)
-    up = _linear(inner, layer["up_proj"])
+    up = _linear(inner, layer, "up_proj")
     if config.use_swiglu:
-        up = jax.nn.silu(_linear(inner, layer["gate_proj"])) * up
+        up = jax.nn.silu(_linear(inner, layer, "gate_proj")) * up
     else:
         up = jax.nn.gelu(up, approximate=False)
-    return x + _linear(up, layer["down_proj"])
+    return x + _linear(up, layer, "down_proj")
 
 
-def _norm(config: ModelConfig, params: Params, name: str, x: Hidden) -> Hidden:
+def _norm(config: ModelConfig, params: Params, name: str, x: Float[Array, "*rows dim"]) -> Float[Array, "*rows dim"]:
     wide = x.astype(jnp.float32)
     if not config.use_rmsnorm:
         wide = wide - wide.mean(-1, keepdims=True)
@@ -180,11 +197,15 @@ def _norm(config: ModelConfig, params: Params, name: str, x: Hidden) -> Hidden:
     return x if config.use_rmsnorm else x + params[f"{name}_bias"].astype(x.dtype)
 
 
-def _linear(x: Hidden, weight: Float[Array, "out in"]) -> Float[Array, "batch length out"]:
-    return jnp.einsum("bti,oi->bto", x, weight.astype(x.dtype))
+def _linear(x: Hidden, layer: Params, name: str) -> Float[Array, "batch length out"]:
+    """A projection of a layer, with its bias where the layer has one."""
+    out = jnp.einsum("bti,oi->bto", x, layer[name].astype(x.dtype))
+    bias = layer.get(f"{name}_bias")
+    return out if bias is None else out + bias.astype(x.dtype)
 
 
-def _logits(config: ModelConfig, params: Params, x: Hidden) -> Float[Array, "batch length vocab"]:
+def logits_of(config: ModelConfig, params: Params, x: Hidden) -> Float[Array, "batch length vocab"]:
+    """Logits, float32, of the hidden state behind the last layer."""
     x = _norm(config, params, "norm", x)
     head: Any = params["embed_tokens" if config.tie_embeddings else "lm_head"]
     return jnp.einsum("bti,oi->bto", x, head.astype(x.dtype), preferred_element_type=jnp.float32)

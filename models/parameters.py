@@ -26,6 +26,12 @@ LAYER_NAMES = {
     "k_proj": "self_attn.k_proj.weight",
     "v_proj": "self_attn.v_proj.weight",
     "o_proj": "self_attn.o_proj.weight",
+    "q_proj_bias": "self_attn.q_proj.bias",
+    "k_proj_bias": "self_attn.k_proj.bias",
+    "v_proj_bias": "self_attn.v_proj.bias",
+    "o_proj_bias": "self_attn.o_proj.bias",
+    "q_norm": "self_attn.q_norm.weight",
+    "k_norm": "self_attn.k_norm.weight",
     "post_attention_layernorm": "post_attention_layernorm.weight",
     "post_attention_layernorm_bias": "post_attention_layernorm.bias",
     "gate_proj": "mlp.gate_proj.weight",
@@ -58,6 +64,12 @@ def parameter_shapes(config: ModelConfig) -> Params:
     top: dict[str, tuple[int, ...]] = {"embed_tokens": (config.vocab_size, d), "norm": (d,)}
     if config.use_swiglu:
         layer["gate_proj"] = (f, d)
+    if config.qkv_bias:
+        layer |= {"q_proj_bias": (q,), "k_proj_bias": (kv,), "v_proj_bias": (kv,)}
+    if config.output_bias:
+        layer["o_proj_bias"] = (d,)
+    if config.qk_norm:
+        layer |= {"q_norm": (config.dim,), "k_norm": (config.dim,)}
     if not config.use_rmsnorm:
         layer |= {"input_layernorm_bias": (d,), "post_attention_layernorm_bias": (d,)}
         top["norm_bias"] = (d,)

@@ -1,4 +1,4 @@
-"""The command ``attnsuite``: run a suite, look at the machine, tune, render a report, compare two runs.
+"""The command ``attnsuite``: run a suite, look at the machine, tune, report, compare, compile, convert.
 
 Exit codes: 0 when the command did what it was asked (failed cells are results), 2 for input that cannot be
 used (one sentence on stderr), 130 after Ctrl-C (what is done is kept).
@@ -14,7 +14,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
@@ -22,6 +22,7 @@ from rich.console import Console
 import reports
 from backends import Target
 from suite import compile_run
+from suite.checkpoint import CheckpointWords
 from suite.compile_request import ModelWords, compile_request
 from suite.doctor import describe, examine_here
 from suite.errors import InputError
@@ -52,6 +53,8 @@ class Run:
 
     suite: Annotated[str | None, _flag("NAME|FILE", "quick")] = None
     """quick, full, cpu-speed, kascade, or the path of a .toml file."""
+    model: Annotated[Path | None, _flag("DIR", "none")] = None
+    """Instead of a suite: every backend in the checkpoint in this directory, on text and on the clock."""
     backends: Annotated[str | None, _flag("NAMES", "all, and the suite's peers")] = None
     """Backends (and peers) to compare, separated by commas."""
     cases: Annotated[str | None, _flag("PATTERNS", "all of the suite")] = None
@@ -62,6 +65,12 @@ class Run:
     """Go on with the run in --out; finished cells are kept."""
     text: Annotated[Path | None, _flag("FILE", "prose that ships with Python")] = None
     """Text (UTF-8) to measure perplexity on."""
+    seq_len: Annotated[int | None, _flag("TOKENS", "512")] = None
+    """With --model: length of the texts and prompts."""
+    batch: Annotated[int | None, _flag("N", "1")] = None
+    """With --model: prompts at a time; several are of unequal length."""
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, _flag("DTYPE", "as stored")] = None
+    """With --model: what it computes in."""
     cell_timeout: Annotated[float, _flag("SECONDS", "120")] = 120.0
     """Time that a cell may take to get ready, and again for its samples."""
     cell_memory: Annotated[str | None, _flag("SIZE", "70% of the machine")] = None
@@ -190,6 +199,24 @@ class Compile:
     """Memory of this machine that one compiler may hold, such as 4GiB."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Convert:
+    """Write a checkpoint (Hugging Face's safetensors, or Meta's .pth) as safetensors and JSON, tensor by tensor."""
+
+    input: Annotated[Path, tyro.conf.arg(metavar="DIR")]
+    """Directory of the checkpoint."""
+    output: Annotated[Path | None, _flag("DIR", "the input's name with -converted")] = None
+    """Directory to write; it must be new or empty."""
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, _flag("DTYPE", "as stored")] = None
+    """float32, bfloat16 or float16."""
+    quantize: Annotated[Literal["none"], _flag("none", "none")] = "none"
+    """How weights are quantized; there is none yet."""
+    chunked: Annotated[bool, tyro.conf.FlagCreatePairsOff, _flag("", "off")] = False
+    """Write a file per layer."""
+    preset: Annotated[str | None, _flag("NAME", "the one with these sizes")] = None
+    """Preset whose RoPE scaling holds, for Meta's checkpoints, which lack it."""
+
+
 Command = (
     Annotated[Run, tyro.conf.subcommand("run")]
     | Annotated[Doctor, tyro.conf.subcommand("doctor")]
@@ -198,6 +225,7 @@ Command = (
     | Annotated[Report, tyro.conf.subcommand("report")]
     | Annotated[Compare, tyro.conf.subcommand("compare")]
     | Annotated[Compile, tyro.conf.subcommand("compile")]
+    | Annotated[Convert, tyro.conf.subcommand("convert")]
 )
 
 
@@ -223,6 +251,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 code = _report(command.run_dir)
             case Compile():
                 code = _compile(command, sys.argv[1:] if arguments is None else arguments)
+            case Convert():
+                code = _convert(command)
             case Compare():
                 print(reports.compare(command.run_a, command.run_b))  # noqa: T201
                 code = 0
@@ -285,16 +315,31 @@ def _request(command: Run) -> RunRequest:
     limits = _limits(command)
     names = ("tile_size", "top_k", "threshold", "max_reuse_dist", "schedule", "anchors", "granularity")
     words = KascadeWords(**{name: getattr(command, name) for name in names})
+    checkpoint = _checkpoint(command)
     if command.resume:
         if command.out is None:
             raise InputError("--resume needs --out with the directory of the run to go on with.")
-        if words.given:
-            raise InputError(f"{words.flags()} cannot change a run that was begun; leave it out, or start a new run.")
+        said = words.flags() or ("--model" if checkpoint else "")
+        if said:
+            raise InputError(f"{said} cannot change a run that was begun; leave it out, or start a new run.")
         return resumed_request(command.suite, command.backends, command.cases, command.text, command.out, limits)
     suite = command.suite or "quick"
     now = dt.datetime.now(dt.UTC).strftime("%Y%m%dT%H%M%SZ")
-    out = command.out or Path("runs") / f"{now}-{Path(suite).stem}"
-    return new_request(suite, command.backends, command.cases, command.text, out, limits, words)
+    out = command.out or Path("runs") / f"{now}-{checkpoint.model.resolve().name if checkpoint else Path(suite).stem}"
+    return new_request(checkpoint or suite, command.backends, command.cases, command.text, out, limits, words)
+
+
+def _checkpoint(command: Run) -> CheckpointWords | None:
+    sizes = {"--seq-len": command.seq_len, "--batch": command.batch, "--dtype": command.dtype}
+    given = [flag for flag, value in sizes.items() if value is not None]
+    if command.model is None:
+        if given:
+            raise InputError(f"{', '.join(given)} is about a checkpoint; add --model with its directory.")
+        return None
+    if command.suite is not None:
+        raise InputError("--model brings its own cases; leave out --suite.")
+    words = {"sequence": command.seq_len, "batch": command.batch, "dtype": command.dtype}
+    return CheckpointWords(model=command.model, **{name: value for name, value in words.items() if value is not None})
 
 
 def _report(directory: Path) -> int:
@@ -354,6 +399,21 @@ def _calibrate(command: Calibrate) -> int:
     for layer, (mean, low) in enumerate(zip(calibration.mass.mean(axis=(1, 2)), least, strict=True)):
         print(f"  layer {layer}: {mean:.3f}, {low:.3f}; importance {calibration.importance[layer]:.4f}")  # noqa: T201
     print(f"calibration: {path}\n             {path.with_suffix('.json')}")  # noqa: T201
+    return 0
+
+
+def _convert(command: Convert) -> int:
+    import models  # noqa: PLC0415 (as above)
+
+    output = command.output or command.input.resolve().with_name(command.input.resolve().name + "-converted")
+    try:
+        overrides = {}
+        if command.preset is not None:
+            overrides["rope_scaling"] = models.ModelConfig.from_preset(command.preset).rope_scaling
+        config = models.convert(command.input, output, dtype=command.dtype, chunked=command.chunked, **overrides)
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    print(f"{config.num_parameters:,} parameters, {config.param_dtype}: {output}")  # noqa: T201
     return 0
 
 

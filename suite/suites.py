@@ -105,6 +105,10 @@ FULL = Suite(
             for model in ("medium", "large")
             for sequence in (1024, 4096)
         ),
+        *(
+            ModelCase(kind=kind, model="medium", sequence=2048, batch=8, ragged=True, dtype="bfloat16")
+            for kind in ("model_prefill", "model_decode")
+        ),
         TextCase(sequence=512, sequences=64),
         TextCase(sequence=512, sequences=64, dtype="bfloat16"),
         *(RetrievalCase(sequence=sequence, prompts=64) for sequence in (1024, 4096)),

@@ -22,6 +22,8 @@ VARIANTS = {
     "learned-positions": {"use_rope": False, "max_length": 32},
     "layernorm": {"use_rmsnorm": False},
     "gelu": {"use_swiglu": False},
+    "qwen2": {"num_kv_heads": 2, "qkv_bias": True},
+    "qwen3": {"num_kv_heads": 2, "qk_norm": True, "qkv_bias": True, "output_bias": True, "norm_eps": 1e-2},
 }
 
 
@@ -61,6 +63,10 @@ def by_the_book(model, tokens):
         x = x / np.sqrt((x * x).mean(-1, keepdims=True) + config.norm_eps) * scope[name]
         return x if config.use_rmsnorm else x + scope[f"{name}_bias"]
 
+    def linear(scope, name, x, rows=slice(None)):
+        bias = scope.get(f"{name}_bias")
+        return x @ scope[name][rows].T + (0 if bias is None else bias[rows])
+
     def turn(x):
         if not config.use_rope:
             return x
@@ -79,11 +85,14 @@ def by_the_book(model, tokens):
             at = slice(n * config.dim, (n + 1) * config.dim)
             kv = n // (config.num_heads // config.num_kv_heads)
             kv_at = slice(kv * config.dim, (kv + 1) * config.dim)
-            scores = turn(h @ layer["q_proj"][at].T) @ turn(h @ layer["k_proj"][kv_at].T).T / math.sqrt(config.dim)
+            q, k, v = (linear(layer, f"{x}_proj", h, place) for x, place in (("q", at), ("k", kv_at), ("v", kv_at)))
+            if config.qk_norm:
+                q, k = norm(layer, "q_norm", q), norm(layer, "k_norm", k)
+            scores = turn(q) @ turn(k).T / math.sqrt(config.dim)
             scores = np.where(visible(config, config.attention[i], length), scores, -np.inf)
             weights = np.exp(scores - scores.max(-1, keepdims=True))
-            heads.append(weights / weights.sum(-1, keepdims=True) @ (h @ layer["v_proj"][kv_at].T))
-        x = x + np.concatenate(heads, -1) @ layer["o_proj"].T
+            heads.append(weights / weights.sum(-1, keepdims=True) @ v)
+        x = x + linear(layer, "o_proj", np.concatenate(heads, -1))
         h = norm(layer, "post_attention_layernorm", x)
         up = h @ layer["up_proj"].T
         if config.use_swiglu:
