@@ -12,6 +12,7 @@ from models.forward import documents
 from models.rope import inverse_frequencies
 
 SIZES = {"vocab_size": 97, "hidden_size": 48, "intermediate_size": 80, "num_heads": 4, "head_dim": 12}
+LATENT = {"kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 14}
 VARIANTS = {
     "llama": {"num_kv_heads": 2, "rope_scaling": RopeScaling(factor=8.0, original_max_length=16)},
     "untied": {"num_kv_heads": 1, "tie_embeddings": False, "norm_eps": 1e-2},
@@ -19,6 +20,16 @@ VARIANTS = {
     "chunked": {"attention": "chunked", "chunk_size": 7},
     "full": {"attention": "full"},
     "mixed": {"attention": ("global", "sliding", "chunked"), "num_layers": 3, "window_size": 3, "chunk_size": 4},
+    "latent": {"attention": "latent", "q_lora_rank": 9, "output_bias": True, **LATENT},
+    "all-types": {
+        "attention": ("latent", "global", "sliding", "chunked", "full"),
+        "num_layers": 5,
+        "num_kv_heads": 2,
+        "rope_scaling": RopeScaling(factor=8.0, original_max_length=16),
+        "window_size": 3,
+        "chunk_size": 4,
+        **LATENT,
+    },
     "learned-positions": {"use_rope": False, "max_length": 32},
     "layernorm": {"use_rmsnorm": False},
     "gelu": {"use_swiglu": False},
@@ -33,7 +44,8 @@ def make(name, **overrides):
     rng = np.random.default_rng(0)
     params = jax.tree.map(lambda x: jnp.asarray(x + 0.1 * rng.normal(size=x.shape), x.dtype), model.arrays())
     for layer in params["layers"]:
-        layer["q_proj"], layer["k_proj"] = 2.0 * layer["q_proj"], 2.0 * layer["k_proj"]
+        for name in {"q_proj", "k_proj", "q_b_proj", "kv_a_proj_with_mqa"} & set(layer):
+            layer[name] = 2.0 * layer[name]
     return Transformer(model.config, params)
 
 
@@ -51,10 +63,10 @@ def visible(config, kind, length):
     return mask
 
 
-def by_the_book(model, tokens):
+def by_the_book(model, tokens, params=None):
     """One sequence through the same architecture in float64, head by head."""
     config = model.config
-    params = jax.tree.map(lambda x: np.asarray(x, np.float64), model.arrays())
+    params = jax.tree.map(lambda x: np.asarray(x, np.float64), params or model.arrays())
     length = len(tokens)
 
     def norm(scope, name, x):
@@ -70,10 +82,36 @@ def by_the_book(model, tokens):
     def turn(x):
         if not config.use_rope:
             return x
-        frequencies = inverse_frequencies(config.dim, config.rope_theta, config.rope_scaling).astype(np.float64)
-        half = config.dim // 2
+        half = x.shape[1] // 2
+        frequencies = inverse_frequencies(2 * half, config.rope_theta, config.rope_scaling).astype(np.float64)
         turned = (x[:, :half] + 1j * x[:, half:]) * np.exp(1j * np.arange(length)[:, None] * frequencies)
         return np.concatenate([turned.real, turned.imag], -1)
+
+    def one_head(layer, h, n):
+        """Queries, keys and values."""
+        if "kv_b_proj" in layer:
+            return one_latent_head(layer, h, n)
+        at = slice(n * config.dim, (n + 1) * config.dim)
+        kv = n // (config.num_heads // config.num_kv_heads)
+        kv_at = slice(kv * config.dim, (kv + 1) * config.dim)
+        q, k, v = (linear(layer, f"{x}_proj", h, place) for x, place in (("q", at), ("k", kv_at), ("v", kv_at)))
+        if config.qk_norm:
+            q, k = norm(layer, "q_norm", q), norm(layer, "k_norm", k)
+        return turn(q), turn(k), v
+
+    def one_latent_head(layer, h, n):
+        """Equations 37 to 47 of arXiv 2405.04434."""
+        nope, rope, rank, v_dim = config.qk_nope_head_dim, config.qk_rope_head_dim, config.kv_lora_rank, config.v_head_dim
+        queries = h @ layer["q_proj"].T if config.q_lora_rank is None else compressed_queries(layer, h)
+        query = queries[:, n * (nope + rope) : (n + 1) * (nope + rope)]
+        down = h @ layer["kv_a_proj_with_mqa"].T
+        up = norm(layer, "kv_a_layernorm", down[:, :rank]) @ layer["kv_b_proj"].T
+        up = up[:, n * (nope + v_dim) : (n + 1) * (nope + v_dim)]
+        query = np.concatenate([query[:, :nope], turn(query[:, nope:])], -1)
+        return query, np.concatenate([up[:, :nope], turn(down[:, rank:])], -1), up[:, nope:]
+
+    def compressed_queries(layer, h):
+        return norm(layer, "q_a_layernorm", h @ layer["q_a_proj"].T) @ layer["q_b_proj"].T
 
     x = params["embed_tokens"][tokens]
     if not config.use_rope:
@@ -82,13 +120,8 @@ def by_the_book(model, tokens):
         h = norm(layer, "input_layernorm", x)
         heads = []
         for n in range(config.num_heads):
-            at = slice(n * config.dim, (n + 1) * config.dim)
-            kv = n // (config.num_heads // config.num_kv_heads)
-            kv_at = slice(kv * config.dim, (kv + 1) * config.dim)
-            q, k, v = (linear(layer, f"{x}_proj", h, place) for x, place in (("q", at), ("k", kv_at), ("v", kv_at)))
-            if config.qk_norm:
-                q, k = norm(layer, "q_norm", q), norm(layer, "k_norm", k)
-            scores = turn(q) @ turn(k).T / math.sqrt(config.dim)
+            q, k, v = one_head(layer, h, n)
+            scores = q @ k.T / math.sqrt(k.shape[1])
             scores = np.where(visible(config, config.attention[i], length), scores, -np.inf)
             weights = np.exp(scores - scores.max(-1, keepdims=True))
             heads.append(weights / weights.sum(-1, keepdims=True) @ v)
@@ -130,7 +163,7 @@ def test_every_exact_backend_computes_the_same():
     np.testing.assert_allclose(model(tokens), model(tokens, backend="standard"), rtol=0, atol=2e-4)
 
 
-@pytest.mark.parametrize("name", ["llama", "mixed", "full", "learned-positions"])
+@pytest.mark.parametrize("name", ["llama", "all-types", "learned-positions"])
 def test_packed_documents_give_what_each_gives_alone(name):
     model = make(name)
     lengths = (5, 9, 6)
