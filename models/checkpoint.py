@@ -103,6 +103,17 @@ class Checkpoint:
             raise ValueError(f"config.json ties the embeddings, but {_HEAD!r} differs from {_EMBEDDING!r}.")
 
 
+def read_config(directory: str | Path, **overrides: Any) -> ModelConfig:
+    """The configuration of the checkpoint in ``directory``; errors and ``overrides`` as :func:`open_checkpoint`.
+
+    Of Hugging Face's form only ``config.json`` is read; Meta's says its sizes in its weights.
+    """
+    directory = Path(directory)
+    if _is_only_meta(directory):
+        return open_checkpoint(directory, **overrides).config
+    return from_hf(read_json(directory / CONFIG)).replace(**overrides)
+
+
 def open_checkpoint(directory: str | Path, **overrides: Any) -> Checkpoint:
     """The checkpoint in ``directory``; ``overrides`` replace fields of its configuration.
 
@@ -111,8 +122,12 @@ def open_checkpoint(directory: str | Path, **overrides: Any) -> Checkpoint:
     tensor that is missing, unreadable, unexpected or of the wrong shape.
     """
     directory = Path(directory)
-    if not (directory / CONFIG).is_file() and is_meta(directory):
+    if _is_only_meta(directory):
         source = MetaSource(directory, overrides.get("rope_scaling", "preset"))
         return Checkpoint(source.config.replace(**overrides), source)
     config = from_hf(read_json(directory / CONFIG)).replace(**overrides)
     return Checkpoint(config, SafetensorsSource(directory))
+
+
+def _is_only_meta(directory: Path) -> bool:
+    return not (directory / CONFIG).is_file() and is_meta(directory)

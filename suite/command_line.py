@@ -19,10 +19,10 @@ from typing import Annotated, Any, Literal
 import tyro
 from rich.console import Console
 
-import models
 import reports
 from backends import Target
 from suite import compile_run
+from suite.checkpoint import CheckpointWords
 from suite.compile_request import ModelWords, compile_request
 from suite.doctor import describe, examine_here
 from suite.errors import InputError
@@ -53,6 +53,8 @@ class Run:
 
     suite: Annotated[str | None, _flag("NAME|FILE", "quick")] = None
     """quick, full, cpu-speed, kascade, or the path of a .toml file."""
+    model: Annotated[Path | None, _flag("DIR", "none")] = None
+    """Instead of a suite: every backend in the checkpoint in this directory, on text and on the clock."""
     backends: Annotated[str | None, _flag("NAMES", "all, and the suite's peers")] = None
     """Backends (and peers) to compare, separated by commas."""
     cases: Annotated[str | None, _flag("PATTERNS", "all of the suite")] = None
@@ -63,6 +65,12 @@ class Run:
     """Go on with the run in --out; finished cells are kept."""
     text: Annotated[Path | None, _flag("FILE", "prose that ships with Python")] = None
     """Text (UTF-8) to measure perplexity on."""
+    seq_len: Annotated[int | None, _flag("TOKENS", "512")] = None
+    """With --model: length of the texts and prompts."""
+    batch: Annotated[int | None, _flag("N", "1")] = None
+    """With --model: prompts at a time; several are of unequal length."""
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, _flag("DTYPE", "as stored")] = None
+    """With --model: what it computes in."""
     cell_timeout: Annotated[float, _flag("SECONDS", "120")] = 120.0
     """Time that a cell may take to get ready, and again for its samples."""
     cell_memory: Annotated[str | None, _flag("SIZE", "70% of the machine")] = None
@@ -307,16 +315,31 @@ def _request(command: Run) -> RunRequest:
     limits = _limits(command)
     names = ("tile_size", "top_k", "threshold", "max_reuse_dist", "schedule", "anchors", "granularity")
     words = KascadeWords(**{name: getattr(command, name) for name in names})
+    checkpoint = _checkpoint(command)
     if command.resume:
         if command.out is None:
             raise InputError("--resume needs --out with the directory of the run to go on with.")
-        if words.given:
-            raise InputError(f"{words.flags()} cannot change a run that was begun; leave it out, or start a new run.")
+        said = words.flags() or ("--model" if checkpoint else "")
+        if said:
+            raise InputError(f"{said} cannot change a run that was begun; leave it out, or start a new run.")
         return resumed_request(command.suite, command.backends, command.cases, command.text, command.out, limits)
     suite = command.suite or "quick"
     now = dt.datetime.now(dt.UTC).strftime("%Y%m%dT%H%M%SZ")
-    out = command.out or Path("runs") / f"{now}-{Path(suite).stem}"
-    return new_request(suite, command.backends, command.cases, command.text, out, limits, words)
+    out = command.out or Path("runs") / f"{now}-{checkpoint.model.resolve().name if checkpoint else Path(suite).stem}"
+    return new_request(checkpoint or suite, command.backends, command.cases, command.text, out, limits, words)
+
+
+def _checkpoint(command: Run) -> CheckpointWords | None:
+    sizes = {"--seq-len": command.seq_len, "--batch": command.batch, "--dtype": command.dtype}
+    given = [flag for flag, value in sizes.items() if value is not None]
+    if command.model is None:
+        if given:
+            raise InputError(f"{', '.join(given)} is about a checkpoint; add --model with its directory.")
+        return None
+    if command.suite is not None:
+        raise InputError("--model brings its own cases; leave out --suite.")
+    words = {"sequence": command.seq_len, "batch": command.batch, "dtype": command.dtype}
+    return CheckpointWords(model=command.model, **{name: value for name, value in words.items() if value is not None})
 
 
 def _report(directory: Path) -> int:
@@ -371,17 +394,17 @@ def _calibrate(command: Calibrate) -> int:
             calibrate.CalibrateRequest(settings=settings, **rest), status.update
         )
     least = calibration.mass.min(axis=(1, 2))
-    print(f"schedule {schedule.method}, anchors {', '.join(map(str, schedule.anchors))}
-{schedule.table()}")  # noqa: T201
+    print(f"schedule {schedule.method}, anchors {', '.join(map(str, schedule.anchors))}\n{schedule.table()}")  # noqa: T201
     print("mass kept by each layer's own selection, mean and least over heads and query tiles:")  # noqa: T201
     for layer, (mean, low) in enumerate(zip(calibration.mass.mean(axis=(1, 2)), least, strict=True)):
         print(f"  layer {layer}: {mean:.3f}, {low:.3f}; importance {calibration.importance[layer]:.4f}")  # noqa: T201
-    print(f"calibration: {path}
-             {path.with_suffix('.json')}")  # noqa: T201
+    print(f"calibration: {path}\n             {path.with_suffix('.json')}")  # noqa: T201
     return 0
 
 
 def _convert(command: Convert) -> int:
+    import models  # noqa: PLC0415 (as above)
+
     output = command.output or command.input.resolve().with_name(command.input.resolve().name + "-converted")
     try:
         overrides = {}

@@ -7,9 +7,10 @@ one scan over fixed tokens behind a cache filled with noise: every backend decod
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,11 @@ import numpy as np
 import optax
 from jaxtyping import Int
 
-from models import PRESETS, KVCache, ModelConfig, Transformer, next_token_loss, retrieval
+from backends.kascade import manual
+from models import PRESETS, KVCache, ModelConfig, Transformer, next_token_loss, open_checkpoint, retrieval
 from models.forward import forward, forward_cached
 from models.parameters import parameter_shapes
-from models.planning import Resolutions, attention_spec, resolve_attention
+from models.planning import Options, Resolutions, attention_spec, freeze_options, resolve_attention
 from models.weights import load, load_shipped
 from suite.cases import ModelCase, OpCase, RetrievalCase, TextCase
 from suite.errors import InputError
@@ -32,28 +34,46 @@ from suite.program import Program
 SHIPPED = "text"
 LEARNING_RATE = 1e-4
 _LEAST_CONTEXT = 1024
+_TILE = 16
 
 
 def model_config(case: ModelCase | TextCase) -> ModelConfig:
     """The configuration of a case's model. Raises InputError for a name that is none, listing those that are."""
     if case.model in PRESETS:
         return ModelConfig.from_preset(case.model, dtype=case.dtype)
-    return open_model(case).config
+    if case.model == SHIPPED:
+        return open_model(case).config
+    directory = _directory(case)
+    with _readable(case):
+        return open_checkpoint(directory, dtype=case.dtype).config
 
 
 def open_model(case: ModelCase | TextCase) -> Transformer:
     """The model of a case, with its weights. Raises InputError as :func:`model_config` does."""
     if case.model in PRESETS:
         return Transformer(ModelConfig.from_preset(case.model, dtype=case.dtype))
+    if case.model == SHIPPED:
+        return load_shipped(dtype=case.dtype)
+    directory = _directory(case)
+    with _readable(case):
+        return load(directory, dtype=case.dtype)
+
+
+def _directory(case: ModelCase | TextCase) -> Path:
+    if not Path(case.model).is_dir():
+        known = ", ".join((SHIPPED, *PRESETS))
+        raise InputError(
+            f"case {case.name}: model {case.model!r} is not known; use {known}, or a checkpoint's directory."
+        )
+    return Path(case.model)
+
+
+@contextlib.contextmanager
+def _readable(case: ModelCase | TextCase) -> Iterator[None]:
     try:
-        if case.model == SHIPPED:
-            return load_shipped(dtype=case.dtype)
-        if Path(case.model).is_dir():
-            return load(Path(case.model), dtype=case.dtype)
+        yield
     except (OSError, ValueError, KeyError) as error:
         raise InputError(f"case {case.name}: model {case.model!r} cannot be loaded: {error}") from error
-    known = ", ".join((SHIPPED, *PRESETS))
-    raise InputError(f"case {case.name}: model {case.model!r} is not known; use {known}, or a checkpoint's directory.")
 
 
 def retrieval_model(case: RetrievalCase) -> Transformer:
@@ -85,12 +105,22 @@ def resolutions_of(case: ModelCase | TextCase | RetrievalCase, config: ModelConf
 
 def model_program(case: ModelCase, model: Transformer, backend: str) -> Program:
     """The program of a model case, attention computed by ``backend``."""
-    build: dict[str, Callable[[ModelCase, Transformer, Resolutions], Program]] = {
-        "model_prefill": _prefill,
-        "model_decode": _decode,
-        "model_train": _train,
-    }
-    return build[case.kind](case, model, resolutions_of(case, model.config, backend))
+    found = resolutions_of(case, model.config, backend)
+    if case.kind == "model_train":
+        return _train(case, model, found)
+    options = freeze_options(options_of(case, model.config, backend))
+    return (_decode if case.kind == "model_decode" else _prefill)(case, model, found, options)
+
+
+def options_of(case: ModelCase, config: ModelConfig, backend: str) -> Mapping[str, Any]:
+    """The backend's options: for Kascade what the case says, with the anchors spread evenly, which the time is of."""
+    if backend != "kascade" or case.top_k is None:
+        return {}
+    layers, tile = config.num_layers, case.tile_size or _TILE
+    count = min(case.anchors or max(2, layers // 4), layers)
+    schedule = manual(tuple(i * layers // count for i in range(count)), num_layers=layers, kv_heads=config.kv_heads)
+    sizes = {"min_keys": 0, "tile_size": tile, "query_tile": tile, "granularity": "tile"}
+    return {"top_k": float(case.top_k), "schedule": schedule, **sizes}
 
 
 def judged_program(case: ModelCase, model: Transformer, backend: str) -> Program:
@@ -183,13 +213,23 @@ def _pairs(case: ModelCase, config: ModelConfig, kind: str, prompt: int) -> int:
     return sum(count(prompt + step + 1, "op_decode") for step in range(case.new_tokens))
 
 
-def prefill(config: ModelConfig, found: Resolutions) -> Callable[..., Any]:
+def prefill(config: ModelConfig, found: Resolutions, options: Options = ()) -> Callable[..., Any]:
     """``(params, tokens, keys, values, end) -> (logits of the last token, keys, values)``, behind an empty cache."""
 
     def run(params: Any, tokens: Any, keys: Any, values: Any, end: Any) -> Any:
         start = jnp.zeros_like(end)
         return forward_cached(
-            config, params, tokens, keys, values, start, end, resolutions=found, fresh=True, last_only=True
+            config,
+            params,
+            tokens,
+            keys,
+            values,
+            start,
+            end,
+            resolutions=found,
+            options=options,
+            fresh=True,
+            last_only=True,
         )
 
     return run
@@ -207,14 +247,14 @@ def train_step(config: ModelConfig, found: Resolutions) -> tuple[Callable[..., A
     return run, optimizer.init
 
 
-def _prefill(case: ModelCase, model: Transformer, found: Resolutions) -> Program:
+def _prefill(case: ModelCase, model: Transformer, found: Resolutions, options: Options) -> Program:
     cache = model.new_cache(case.batch, case.sequence)
     end = jnp.asarray(prompt_lengths(case))
     tokens = case_tokens(case, model.config)
-    return Program(prefill(model.config, found), (model.arrays(), tokens, cache.keys, cache.values, end))
+    return Program(prefill(model.config, found, options), (model.arrays(), tokens, cache.keys, cache.values, end))
 
 
-def _decode(case: ModelCase, model: Transformer, found: Resolutions) -> Program:
+def _decode(case: ModelCase, model: Transformer, found: Resolutions, options: Options) -> Program:
     cache = noisy_cache(case, model)
 
     def run(params: Any, tokens: Any, keys: Any, values: Any, start: Any) -> Any:
@@ -229,6 +269,7 @@ def _decode(case: ModelCase, model: Transformer, found: Resolutions) -> Program:
                 start,
                 start + 1,
                 resolutions=found,
+                options=options,
                 last_only=True,
             )
             return (keys, values, start + 1), logits

@@ -26,6 +26,7 @@ from suite.cases import SelectionCase, settings_of
 from suite.errors import CellFailure
 from suite.kascade import dense
 from suite.kascade.controls import Kept, Watched
+from suite.text import bits
 
 DECODED = 64  # tokens at the end of a text that are decoded
 
@@ -165,7 +166,7 @@ def _losses(
         figures = {
             "perplexity": math.exp(nll.mean()),
             "dense_perplexity": math.exp(dense_nll.mean()),
-            "bits_per_byte": float(nll.mean()) / math.log(2),
+            "bits_per_byte": bits(float(nll.mean()), asked.bytes_per_token),
         }
     else:
         rows, at = np.arange(len(ours))[:, None], asked.query_positions - first
