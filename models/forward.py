@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from backends import Layout, Plan
 from backends.contract import Carry
+from models import latent
 from models.cache import Slots, write
 from models.config import AttentionType, ModelConfig
 from models.parameters import Params
@@ -28,7 +29,7 @@ from models.rope import angles, inverse_frequencies, rotate
 
 Tokens = Int[Array, "batch length"]
 Hidden = Float[Array, "batch length hidden"]
-Turns = tuple[Float[Array, "batch length half"], Float[Array, "batch length half"]]  # cosines and sines
+Turns = dict[int, tuple[Array, Array]]  # cosines and sines [batch, length, width / 2], by the width that is turned
 Observe = Callable[[int, Array, Array, Hidden, Hidden], None]
 
 
@@ -103,7 +104,13 @@ def forward_cached(
         if not fresh:
             query = query.astype(keys[i].dtype)
             key, value = jnp.swapaxes(new_keys[i], 1, 2), jnp.swapaxes(new_values[i], 1, 2)
+        if _is_latent(layer) and fresh:
+            key, value = latent.expand(config, layer["kv_b_proj"], key)
+        elif _is_latent(layer):
+            query, key, value = latent.absorb(config, layer["kv_b_proj"], query, key)
         mixed, carries[kind] = plans[kind].run(query, key, value, layer=i, carry=carries[kind])
+        if _is_latent(layer) and not fresh:
+            mixed = latent.release(config, layer["kv_b_proj"], mixed)
         x = _finish(config, layer, x, _attended(layer, mixed.astype(x.dtype)))
     if last_only:
         x = jnp.take_along_axis(x, (end - start - 1)[:, None, None], axis=1)
@@ -115,7 +122,7 @@ def layer_forward(
     config: ModelConfig,
     layer: Params,
     x: Hidden,
-    turns: Turns | None,
+    turns: Turns,
     plan: Plan,
     index: int,
     carry: Carry,
@@ -123,6 +130,8 @@ def layer_forward(
 ) -> tuple[Hidden, Carry]:
     """One layer over whole sequences: the hidden state behind it, and what it tells the next of its type."""
     query, key, value = _project(config, layer, x, turns)
+    if _is_latent(layer):
+        key, value = latent.expand(config, layer["kv_b_proj"], key)
     mixed, carry = plan.run(query, key, value, layer=index, carry=carry)
     attended = _attended(layer, mixed)
     if observe is not None:
@@ -152,23 +161,49 @@ def embed(config: ModelConfig, params: Params, tokens: Tokens, positions: Tokens
     return x
 
 
-def turns_of(config: ModelConfig, positions: Tokens) -> Turns | None:
-    """What turns queries and keys to their positions, shared by all layers; None without RoPE."""
+def turns_of(config: ModelConfig, positions: Tokens) -> Turns:
+    """What turns queries and keys to their positions, shared by all layers; nothing without RoPE."""
     if not config.use_rope:
-        return None
-    return angles(positions, inverse_frequencies(config.dim, config.rope_theta, config.rope_scaling))
+        return {}
+    widths = {config.latent.rope if kind == "latent" else config.dim for kind in config.attention_types}
+    return {
+        width: angles(positions, inverse_frequencies(width, config.rope_theta, config.rope_scaling))
+        for width in sorted(widths)
+    }
 
 
-def _project(config: ModelConfig, layer: Params, x: Hidden, turns: Turns | None) -> tuple[Array, Array, Array]:
+def _project(config: ModelConfig, layer: Params, x: Hidden, turns: Turns) -> tuple[Array, Array, Array]:
     """Normalised input to queries, keys and values, queries and keys turned to their positions."""
     x = _norm(config, layer, "input_layernorm", x)
+    if _is_latent(layer):
+        return _project_latent(config, layer, x, turns)
     heads = (*x.shape[:2], -1, config.dim)
     query, key, value = (_linear(x, layer, name).reshape(heads) for name in ("q_proj", "k_proj", "v_proj"))
     if config.qk_norm:
         query, key = _norm(config, layer, "q_norm", query), _norm(config, layer, "k_norm", key)
-    if turns is not None:
-        query, key = rotate(query, *turns), rotate(key, *turns)
+    if config.use_rope:
+        query, key = rotate(query, *turns[config.dim]), rotate(key, *turns[config.dim])
     return query, key, value
+
+
+def _is_latent(layer: Params) -> bool:
+    """Asked of the parameters: a layer that is streamed does not know which one it is."""
+    return "kv_b_proj" in layer
+
+
+def _project_latent(config: ModelConfig, layer: Params, x: Hidden, turns: Turns) -> tuple[Array, Array, Array]:
+    """Queries of every head, as the only key what a cache holds of a token, and no value; see ``models/latent.py``."""
+    sizes = config.latent
+    turn = turns[sizes.rope]
+    kept, shared = jnp.split(_linear(x, layer, "kv_a_proj_with_mqa")[:, :, None], [sizes.rank], axis=-1)
+    key = jnp.concatenate([_norm(config, layer, "kv_a_layernorm", kept), rotate(shared, *turn)], axis=-1)
+    if config.q_lora_rank is None:
+        query = _linear(x, layer, "q_proj")
+    else:
+        query = _linear(_norm(config, layer, "q_a_layernorm", _linear(x, layer, "q_a_proj")), layer, "q_b_proj")
+    query = query.reshape(*x.shape[:2], config.num_heads, -1)
+    plain, placed = jnp.split(query, [sizes.nope], axis=-1)
+    return jnp.concatenate([plain, rotate(placed, *turn)], axis=-1), key, key[..., :0]
 
 
 def _attended(layer: Params, mixed: Float[Array, "batch length heads dim"]) -> Hidden:

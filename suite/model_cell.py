@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,8 @@ from jaxtyping import Int
 from backends.kascade import manual
 from models import PRESETS, KVCache, ModelConfig, Transformer, next_token_loss, open_checkpoint, retrieval
 from models.forward import forward, forward_cached
-from models.planning import Options, Resolutions, freeze_options, resolve_attention
+from models.parameters import parameter_shapes
+from models.planning import Options, Resolutions, attention_spec, freeze_options, resolve_attention
 from models.weights import load, load_shipped
 from suite.cases import ModelCase, OpCase, RetrievalCase, TextCase
 from suite.errors import InputError
@@ -175,17 +177,20 @@ def notes(case: ModelCase, config: ModelConfig) -> tuple[str, ...]:
 
 def model_flops(case: ModelCase, config: ModelConfig) -> float:
     """FLOPs of one call: two per weight and token that a matmul uses (three times that in training), and attention."""
-    mlp = (3 if config.use_swiglu else 2) * config.intermediate_size
-    per_layer = config.hidden_size * (2 * config.dim * (config.num_heads + config.kv_heads) + mlp)
+    layers = parameter_shapes(config)["layers"]
+    weights = sum(math.prod(shape) for layer in layers for shape in layer.values() if len(shape) > 1)
     head = config.hidden_size * config.vocab_size
     tokens = model_tokens(case)
     head_tokens = case.batch if case.kind == "model_prefill" else tokens  # prefill projects its last token only
-    matmul = 2.0 * (per_layer * config.num_layers * tokens + head * head_tokens)
+    matmul = 2.0 * (weights * tokens + head * head_tokens)
     training = case.kind == "model_train"
-    pairs = sum(
-        _pairs(case, config, kind, int(length)) for kind in config.layer_types for length in prompt_lengths(case)
-    )
-    attention = attention_flops(pairs, config.num_heads, config.dim, config.dim, backward=training)
+    attention = 0.0
+    for kind in config.layer_types:
+        cached = case.sequence if case.kind == "model_decode" else None
+        spec = attention_spec(config, kind, batch=1, query_length=1, key_value_length=cached)
+        pairs = sum(_pairs(case, config, kind, int(length)) for length in prompt_lengths(case))
+        dims = spec.head_dim, spec.value_head_dim or spec.head_dim
+        attention += attention_flops(pairs, config.num_heads, *dims, backward=training)
     return matmul * (3 if training else 1) + attention
 
 

@@ -6,6 +6,13 @@ import pytest
 from models import PRESETS, ModelConfig, RopeScaling
 from models.parameters import initialise, parameter_shapes
 
+LATENT = {
+    "attention": ("latent", "global"),
+    "kv_lora_rank": 10,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 14,
+}
 PARAMETERS = {  # from llama-3.2-1b on: the counts that their publishers give
     "debug": 115_520,
     "tiny": 1_722_048,
@@ -35,6 +42,8 @@ def test_preset_has_the_known_number_of_parameters(preset, count):
         {"qkv_bias": True, "num_kv_heads": 1},
         {"output_bias": True},
         {"qk_norm": True, "head_dim": 24},
+        LATENT,
+        LATENT | {"q_lora_rank": 3, "output_bias": True},
     ],
     ids=str,
 )
@@ -87,6 +96,13 @@ def test_config_is_hashable_and_frozen():
         ({"attention": ("global", "global", "full")}, "attention names 3 layers, but num_layers=2"),
         ({"attention": "sliding"}, "attention='sliding' needs window_size"),
         ({"attention": "chunked", "chunk_size": 0}, "chunk_size=0 must be an integer of at least 1"),
+        ({"attention": "latent"}, "attention='latent' needs kv_lora_rank, an integer of at least 1"),
+        (LATENT | {"v_head_dim": 0}, "v_head_dim=0 must be an integer of at least 1"),
+        (LATENT | {"q_lora_rank": 1.5}, "q_lora_rank=1.5 must be an integer"),
+        (LATENT | {"qk_rope_head_dim": 3}, "qk_rope_head_dim=3 is odd; RoPE rotates pairs"),
+        (LATENT | {"use_rope": False}, "use_rope=False does not go with attention='latent'; it needs use_rope=True"),
+        (LATENT | {"use_rmsnorm": False}, "use_rmsnorm=False does not go with attention='latent'"),
+        (LATENT | {"qkv_bias": True}, "qkv_bias=True does not go with attention='latent'; it needs qkv_bias=False"),
         ({"max_length": -1}, "max_length=-1 must be an integer of at least 1"),
     ],
     ids=lambda x: str(x) if isinstance(x, dict) else "",

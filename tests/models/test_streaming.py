@@ -17,6 +17,14 @@ CONFIGS = {
     "untied-mixed": ModelConfig(
         tie_embeddings=False, num_layers=4, attention=("global", "sliding") * 2, window_size=3, qkv_bias=True
     ),
+    "latent": ModelConfig(
+        num_layers=4,
+        attention=("global", "latent") * 2,
+        kv_lora_rank=10,
+        qk_nope_head_dim=6,
+        qk_rope_head_dim=4,
+        v_head_dim=14,
+    ),
     "layernorm": ModelConfig(use_rope=False, use_rmsnorm=False, use_swiglu=False, max_length=64),
 }
 TOKENS = np.random.default_rng(0).integers(0, 256, (3, 17))
