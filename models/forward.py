@@ -11,6 +11,7 @@ document, so that packed documents give what each gives alone; negative ids are 
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -23,10 +24,12 @@ from models.cache import Slots, write
 from models.config import AttentionType, ModelConfig
 from models.parameters import Params
 from models.planning import Options, Resolutions
+from models.rematerialise import Remat, rematerialised
 from models.rope import angles, inverse_frequencies, rotate
 
 Tokens = Int[Array, "batch length"]
 Hidden = Float[Array, "batch length hidden"]
+Turns = tuple[Float[Array, "batch length half"], Float[Array, "batch length half"]]  # cosines and sines
 
 
 def forward(
@@ -37,8 +40,12 @@ def forward(
     *,
     resolutions: Resolutions,
     options: Options = (),
+    remat: Remat = "none",
 ) -> Float[Array, "batch length vocab"]:
-    """Logits of every position, float32. ``resolutions`` are those of :func:`models.planning.resolve_attention`."""
+    """Logits of every position, float32. ``resolutions`` are those of :func:`models.planning.resolve_attention`.
+
+    ``remat`` says what the backward pass keeps of each layer (``models/rematerialise.py``).
+    """
     positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     if segment_ids is not None:
         segment_ids, positions = documents(segment_ids)
@@ -57,9 +64,8 @@ def forward(
     turns = _turns(config, positions)
     for i, layer in enumerate(params["layers"]):
         kind = config.layer_types[i]
-        query, key, value = _project(config, layer, x, turns)
-        mixed, carries[kind] = plans[kind].run(query, key, value, layer=i, carry=carries[kind])
-        x = _finish(config, layer, x, mixed)
+        run = rematerialised(remat, functools.partial(layer_forward, config, plan=plans[kind], index=i))
+        x, carries[kind] = run(layer, x, turns, carry=carries[kind])
     return _logits(config, params, x)
 
 
@@ -105,6 +111,15 @@ def forward_cached(
     return (logits[:, 0] if last_only else logits), tuple(new_keys), tuple(new_values)
 
 
+def layer_forward(
+    config: ModelConfig, layer: Params, x: Hidden, turns: Turns | None, plan: Plan, index: int, carry: Carry
+) -> tuple[Hidden, Carry]:
+    """One layer over whole sequences: the hidden state behind it, and what it tells the next of its type."""
+    query, key, value = _project(config, layer, x, turns)
+    mixed, carry = plan.run(query, key, value, layer=index, carry=carry)
+    return _finish(config, layer, x, mixed), carry
+
+
 def documents(segment_ids: Int[Array, "batch length"]) -> tuple[Tokens, Tokens]:
     """Documents numbered in order (padding: -1), and each token's position inside its document.
 
@@ -138,7 +153,7 @@ def _project(
     """Normalised input to queries, keys and values, queries and keys turned to their positions."""
     x = _norm(config, layer, "input_layernorm", x)
     heads = (*x.shape[:2], -1, config.dim)
-    query, key, value = (_linear(x, layer[name]).reshape(heads) for name in ("q_proj", "k_proj", "v_proj"))
+    query, key, value = (_linear(x, layer, name).reshape(heads) for name in ("q_proj", "k_proj", "v_proj"))
     if turns is not None:
         query, key = rotate(query, *turns), rotate(key, *turns)
     return query, key, value
@@ -146,14 +161,14 @@ def _project(
 
 def _finish(config: ModelConfig, layer: Params, x: Hidden, mixed: Float[Array, "batch length heads dim"]) -> Hidden:
     """The rest of a layer behind its attention."""
-    x = x + _linear(mixed.reshape(*mixed.shape[:2], -1), layer["o_proj"])
+    x = x + _linear(mixed.reshape(*mixed.shape[:2], -1), layer, "o_proj")
     inner = _norm(config, layer, "post_attention_layernorm", x)
-    up = _linear(inner, layer["up_proj"])
+    up = _linear(inner, layer, "up_proj")
     if config.use_swiglu:
-        up = jax.nn.silu(_linear(inner, layer["gate_proj"])) * up
+        up = jax.nn.silu(_linear(inner, layer, "gate_proj")) * up
     else:
         up = jax.nn.gelu(up, approximate=False)
-    return x + _linear(up, layer["down_proj"])
+    return x + _linear(up, layer, "down_proj")
 
 
 def _norm(config: ModelConfig, params: Params, name: str, x: Hidden) -> Hidden:
@@ -165,8 +180,11 @@ def _norm(config: ModelConfig, params: Params, name: str, x: Hidden) -> Hidden:
     return x if config.use_rmsnorm else x + params[f"{name}_bias"].astype(x.dtype)
 
 
-def _linear(x: Hidden, weight: Float[Array, "out in"]) -> Float[Array, "batch length out"]:
-    return jnp.einsum("bti,oi->bto", x, weight.astype(x.dtype))
+def _linear(x: Hidden, layer: Params, name: str) -> Float[Array, "batch length out"]:
+    """A projection of a layer, with its low-rank update where the layer has one (``models/lora.py``)."""
+    out = jnp.einsum("bti,oi->bto", x, layer[name].astype(x.dtype))
+    adapter = layer.get(f"{name}_lora")
+    return out if adapter is None else out + adapter(x)
 
 
 def _logits(config: ModelConfig, params: Params, x: Hidden) -> Float[Array, "batch length vocab"]:
