@@ -169,9 +169,14 @@ class Support:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
-    """What a backend prepared for one forward pass: made once, run by every layer."""
+    """What a backend prepared for one forward pass: made once, run by every layer.
+
+    ``notes``: what a reader of the result must know of how it was computed, one sentence each (an approximate backend
+    that decided to run dense says so here).
+    """
 
     attend: Callable[[Array, Array, Array, int, Carry], tuple[Array, Carry]]
+    notes: tuple[str, ...] = ()
 
     def run(
         self,
@@ -257,6 +262,18 @@ class Backend(Protocol):
         options: Mapping[str, Any] | None = None,
     ) -> Plan:
         """Prepare one forward pass for ``target``. Raises ValueError for an option that the backend does not have."""
+        ...
+
+
+@runtime_checkable
+class BackendWithRoles(Backend, Protocol):
+    """A backend whose layers do different things, so that a single call shows one of them only."""
+
+    def roles(self, spec: AttentionSpec) -> Mapping[str, tuple[Mapping[str, Any], int]]:
+        """What a layer may be, each with the options to plan with and the layer that then is it.
+
+        A layer after another one takes the carry that the layer before it returned.
+        """
         ...
 
 

@@ -36,29 +36,32 @@ def _attend(
     kv_heads, rows = spec.num_kv_heads, spec.group_size * t
     grouped = query.reshape(b, t, kv_heads, -1, h).transpose(0, 2, 3, 1, 4).reshape(b, kv_heads, rows, h)
     key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)  # cancels the transpose of a cache
-    logits = _scores(grouped, key).reshape(b, n, t, -1) * spec.softmax_scale
+    logits = scores(grouped, key).reshape(b, n, t, -1) * spec.softmax_scale
     if spec.logits_soft_cap is not None:
         logits = spec.logits_soft_cap * jnp.tanh(logits / spec.logits_soft_cap)
     weights, total = standard.exponentials(logits, mask)
-    out = _weigh(weights.reshape(b, kv_heads, rows, -1), value).reshape(b, kv_heads, -1, t, value.shape[-1])
+    out = weigh(weights.reshape(b, kv_heads, rows, -1), value).reshape(b, kv_heads, -1, t, value.shape[-1])
     # Divided at the end: there are fewer outputs than weights.
     out = out / total.reshape(b, kv_heads, -1, t, 1)
     return out.transpose(0, 3, 1, 2, 4).reshape(b, t, n, -1).astype(query.dtype), carry
 
 
-def _scores(query: Float[Array, "b k r h"], key: Float[Array, "b k s h"]) -> Float[Array, "b k r s"]:
-    """Keys on the left: with them on the right, and several rows, XLA's kernel packs every key anew.
+def scores(query: Float[Array, "b k r h"], key: Float[Array, "b k s h"]) -> Float[Array, "b k r s"]:
+    """Products of each KV head's query rows with its keys, float32, as a cache lies (heads before length).
+
+    Keys on the left: with them on the right, and several rows, XLA's kernel packs every key anew.
 
     The barrier keeps its simplifier from turning the product round again to save the small transpose.
     """
     rows = query.shape[2]
     if query.dtype != jnp.float32:
         query = _two_rows(query)
-    scores = jnp.einsum("bksh,bkrh->bksr", key, query, preferred_element_type=jnp.float32)
-    return lax.optimization_barrier(scores)[..., :rows].swapaxes(2, 3)
+    turned = jnp.einsum("bksh,bkrh->bksr", key, query, preferred_element_type=jnp.float32)
+    return lax.optimization_barrier(turned)[..., :rows].swapaxes(2, 3)
 
 
-def _weigh(weights: Float[Array, "b k r s"], value: Float[Array, "b k s v"]) -> Float[Array, "b k r v"]:
+def weigh(weights: Float[Array, "b k r s"], value: Float[Array, "b k s v"]) -> Float[Array, "b k r v"]:
+    """Sums of values weighted by float32 ``weights``, which are rounded to the values' dtype; float32."""
     rows = weights.shape[2]
     weights = _two_rows(weights.astype(value.dtype))
     return jnp.einsum("bkrs,bksv->bkrv", weights, value, preferred_element_type=jnp.float32)[:, :, :rows]

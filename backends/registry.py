@@ -27,6 +27,7 @@ BUILT_IN = {
     "kvax": "backends.kvax:KVAX",
     "splash": "backends.splash:SPLASH",
     "pallas_flash": "backends.pallas_flash:PALLAS_FLASH",
+    "kascade": "backends.kascade:KASCADE",
 }
 
 

@@ -12,6 +12,7 @@ document, so that packed documents give what each gives alone; negative ids are 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -30,6 +31,7 @@ from models.rope import angles, inverse_frequencies, rotate
 Tokens = Int[Array, "batch length"]
 Hidden = Float[Array, "batch length hidden"]
 Turns = tuple[Float[Array, "batch length half"], Float[Array, "batch length half"]]  # cosines and sines
+Observe = Callable[[int, Array, Array, Hidden, Hidden], None]
 
 
 def forward(
@@ -40,11 +42,14 @@ def forward(
     *,
     resolutions: Resolutions,
     options: Options = (),
+    observe: Observe | None = None,
     remat: Remat = "none",
 ) -> Float[Array, "batch length vocab"]:
     """Logits of every position, float32. ``resolutions`` are those of :func:`models.planning.resolve_attention`.
 
-    ``remat`` says what the backward pass keeps of each layer (``models/rematerialise.py``).
+    ``observe(layer, query, key, x, attended)`` is called in each layer with its queries and keys, the stream before
+    its attention, and what its attention adds to it; arrays of a layer that is computed again (``remat``) do not leave
+    it. ``remat`` says what the backward pass keeps of each layer (``models/rematerialise.py``).
     """
     positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     if segment_ids is not None:
@@ -64,7 +69,7 @@ def forward(
     turns = _turns(config, positions)
     for i, layer in enumerate(params["layers"]):
         kind = config.layer_types[i]
-        run = rematerialised(remat, functools.partial(layer_forward, config, plan=plans[kind], index=i))
+        run = rematerialised(remat, functools.partial(layer_forward, config, plan=plans[kind], index=i, observe=observe))
         x, carries[kind] = run(layer, x, turns, carry=carries[kind])
     return _logits(config, params, x)
 
@@ -104,7 +109,7 @@ def forward_cached(
             query = query.astype(keys[i].dtype)
             key, value = jnp.swapaxes(new_keys[i], 1, 2), jnp.swapaxes(new_values[i], 1, 2)
         mixed, carries[kind] = plans[kind].run(query, key, value, layer=i, carry=carries[kind])
-        x = _finish(config, layer, x, mixed.astype(x.dtype))
+        x = _finish(config, layer, x, _attended(layer, mixed.astype(x.dtype)))
     if last_only:
         x = jnp.take_along_axis(x, (end - start - 1)[:, None, None], axis=1)
     logits = _logits(config, params, x)
@@ -112,12 +117,22 @@ def forward_cached(
 
 
 def layer_forward(
-    config: ModelConfig, layer: Params, x: Hidden, turns: Turns | None, plan: Plan, index: int, carry: Carry
+    config: ModelConfig,
+    layer: Params,
+    x: Hidden,
+    turns: Turns | None,
+    plan: Plan,
+    index: int,
+    carry: Carry,
+    observe: Observe | None = None,
 ) -> tuple[Hidden, Carry]:
     """One layer over whole sequences: the hidden state behind it, and what it tells the next of its type."""
     query, key, value = _project(config, layer, x, turns)
     mixed, carry = plan.run(query, key, value, layer=index, carry=carry)
-    return _finish(config, layer, x, mixed), carry
+    attended = _attended(layer, mixed)
+    if observe is not None:
+        observe(index, query, key, x, attended)
+    return _finish(config, layer, x, attended), carry
 
 
 def documents(segment_ids: Int[Array, "batch length"]) -> tuple[Tokens, Tokens]:
@@ -159,9 +174,14 @@ def _project(
     return query, key, value
 
 
-def _finish(config: ModelConfig, layer: Params, x: Hidden, mixed: Float[Array, "batch length heads dim"]) -> Hidden:
+def _attended(layer: Params, mixed: Float[Array, "batch length heads dim"]) -> Hidden:
+    """What a layer's attention adds to the stream."""
+    return _linear(mixed.reshape(*mixed.shape[:2], -1), layer, "o_proj")
+
+
+def _finish(config: ModelConfig, layer: Params, x: Hidden, attended: Hidden) -> Hidden:
     """The rest of a layer behind its attention."""
-    x = x + _linear(mixed.reshape(*mixed.shape[:2], -1), layer, "o_proj")
+    x = x + attended
     inner = _norm(config, layer, "post_attention_layernorm", x)
     up = _linear(inner, layer, "up_proj")
     if config.use_swiglu:

@@ -17,6 +17,11 @@ KIND_TITLES: dict[str, str] = {
     "model_train": "model train step",
     "perplexity": "perplexity",
     "retrieval": "retrieval",
+    "kascade_text": "kascade, text",
+    "kascade_retrieval": "kascade, retrieval",
+    "kascade_gate": "kascade, gate",
+    "kascade_prefill": "kascade, prefill of a stack",
+    "kascade_decode": "kascade, decode step of a stack",
 }
 _KIND_ORDER = {kind: position for position, kind in enumerate(get_args(CaseKind))}
 _SAID = frozenset(

@@ -26,7 +26,8 @@ METHOD = (
     (
         "\u201cPeak\u201d is the compiler's own figure for the device's memory: arguments, outputs and temporaries at "
         "their worst moment. A cell fits where the compiler takes it and the peak is at most the device's memory; "
-        "whatever else a process holds on the device is not in it."
+        "whatever else a process holds on the device is not in it. Kernels that another compiler made (Triton) are "
+        "calls in that program: what they read and write is in the peak, and they allocate nothing themselves."
     ),
     (
         "Prefill and decode donate their cache, a train step (AdamW) its parameters and state; there is no "
@@ -70,7 +71,8 @@ def build(run: Run) -> Page:
     )
     kept = tuple(section for section in sections if section is not None and (section.key != "reasons" or numbers))
     versions = [f"{name} {version}" for name, version in environment.versions_of(records).items()]
-    title = f"Compiled for {plural(len(targets), 'device')} that are not here, {environment.date_of(records)}"
+    absent = "that is not here" if len(targets) == 1 else "that are not here"
+    title = f"Compiled for {plural(len(targets), 'device')} {absent}, {environment.date_of(records)}"
     return Page("compiled", title, f"Versions: {', '.join(versions)}", kept, group(records))
 
 
@@ -89,14 +91,16 @@ def verdict(record: Record) -> str:
 
 
 def _numbers(records: Iterable[Record]) -> dict[str, str]:
-    """Every distinct reason against a cell, numbered: R for refusals by the backend, E for the compiler's."""
+    """Every distinct reason, numbered: R for refusals by the backend, E for the compiler's, N for a size not known."""
     refusals = dict.fromkeys(reason for record in records for reason in record.reasons)
     errors = dict.fromkeys(r.error for r in records if r.error and r.status not in ("ok", "unsupported"))
-    return {text: f"R{n}" for n, text in enumerate(refusals, 1)} | {text: f"E{n}" for n, text in enumerate(errors, 1)}
+    notes = dict.fromkeys(note for record in records for note in record.notes)
+    lettered = {"R": refusals, "E": errors, "N": notes}
+    return {text: f"{letter}{n}" for letter, texts in lettered.items() for n, text in enumerate(texts, 1)}
 
 
 def _why(record: Record, numbers: Mapping[str, str]) -> str:
-    texts = record.reasons if record.status == "unsupported" else (record.error,)
+    texts = record.reasons if record.status == "unsupported" else (record.error, *record.notes)
     return ", ".join(numbers[text] for text in texts if text)
 
 
@@ -135,10 +139,11 @@ def _device(target: str) -> Column:
 
 
 def _short(record: Record, numbers: Mapping[str, str]) -> str:
-    if record.status == "ok":
-        peak = record.memory.get("compiled_peak")
-        return "compiles" if peak is None else _size(peak)
-    return f"{verdict(record)} ({_why(record, numbers)})"
+    peak = record.memory.get("compiled_peak")
+    if record.status == "ok" and peak is not None:
+        return _size(peak)
+    why = _why(record, numbers)
+    return f"{verdict(record)} ({why})" if why else verdict(record)
 
 
 def _size(size: int) -> str:
@@ -152,12 +157,12 @@ def _bounds(records: Iterable[Record]) -> Found:
     """(model and what it does, backend, target) -> the longest sequence that fits, the shortest that does not."""
     lengths: dict[tuple[str, str, str], tuple[list[int], list[int]]] = {}
     for record in records:
-        if record.status not in ("ok", "oom"):
+        if (found := verdict(record)) not in ("fits", "no fit"):
             continue
         problem = {name: value for name, value in record.problem.items() if name != "sequence"}
         what = f"{cases.KIND_TITLES[record.kind]}, {cases.describe(record.kind, problem)}"
         fit, not_fit = lengths.setdefault((what, record.requested, record.target), ([], []))
-        (fit if record.status == "ok" else not_fit).append(int(record.problem["sequence"]))
+        (fit if found == "fits" else not_fit).append(int(record.problem["sequence"]))
     return {key: (max(fit, default=None), min(not_fit, default=None)) for key, (fit, not_fit) in lengths.items()}
 
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from reports import environment, goals, growth, peers, plot, quality, reading, tables
+from reports import environment, goals, growth, kascade, peers, plot, quality, reading, tables
 from reports.cells import Group, group
 from reports.formatting import code, escape, plural
 from reports.load import Run
 from reports.plot import Picture
 from reports.tables import Table
+from suite.kascade.methods import METHODS
 from suite.record import Record
 
 _MOST_CASES = 20  # told one by one at the top of a page; more are a table's business
@@ -74,19 +75,23 @@ def _page(device: str, records: Sequence[Record], run: Run) -> Page:
     suites = ", ".join(sorted({record.suite for record in records}))
     versions = [f"{name} {version}" for name, version in environment.versions_of(records).items()]
     subtitle = f"Versions: {', '.join(versions) or 'not recorded'}"
+    # Kascade's rows are methods of one backend: they have tables of their own, beside which the general ones say less.
+    every, groups = groups, tuple(member for member in groups if not kascade.is_kascade(member))
+    own = tuple(member for member in every if kascade.is_kascade(member))
     sections = (
-        *_short(groups, numbers, run.notes),
+        *_short(every, numbers, run.notes),
         Section(
             "requested_and_run",
             "Requested and run",
             ("R1, R2, \u2026 are the reasons listed above.",) if numbers else (),
-            tables=(tables.requested_and_run(groups, numbers),),
+            tables=(tables.requested_and_run((*groups, *_unlike(own)), numbers),),
         ),
+        *_kascade(own),
         _goals(groups),
-        _speed(groups),
+        _speed(groups) if groups or not own else None,
         _peers(groups),
         _over_length(groups),
-        _memory(groups, records),
+        _memory(every, records),
         _accuracy(groups),
         _quality(groups),
         _environment(records),
@@ -95,7 +100,7 @@ def _page(device: str, records: Sequence[Record], run: Run) -> Page:
     )
     kept = tuple(section for section in sections if section is not None)
     title = f"Attention on {device}, {environment.date_of(records)}, suite {suites}"
-    return Page(device, title, subtitle, kept, groups)
+    return Page(device, title, subtitle, kept, every)
 
 
 def _short(groups: Sequence[Group], numbers: Mapping[str, str], notes: Sequence[str]) -> tuple[Section | None, ...]:
@@ -117,15 +122,69 @@ def _short(groups: Sequence[Group], numbers: Mapping[str, str], notes: Sequence[
         )
     warned += tables.cell_notes(groups)
     opening = (reading.counts(cells), *(f"**Note.** {escape(note)}" for note in warned))
-    each = reading.fastest(groups)
+    own = [member for member in groups if kascade.is_kascade(member)]
+    ordinary = [member for member in groups if not kascade.is_kascade(member)]
+    each = reading.fastest(ordinary)
     if len(each) > _MOST_CASES:
         each = [f"Case by case: the tables under Speed ({len(each)} timed cases)."]
-    sentences = (*reading.headline(groups), *each, *reading.model_quality(groups))
+    sentences = (
+        *reading.headline(ordinary),
+        *each,
+        *reading.model_quality(ordinary),
+        *kascade.sentences(own),
+    )
     return (
         Section("in_short", "In short", opening, sentences),
         _items("failed", "Failed", reading.failed(groups)),
         _items("refused", "Refused, and what ran instead", reading.refused(groups, numbers)),
     )
+
+
+def _unlike(groups: Sequence[Group]) -> Iterator[Group]:
+    """Of Kascade's cases the cells in which something else happened than what was asked for."""
+    for member in groups:
+        cells = tuple(cell for cell in member.cells if cell.record.status != "ok" or cell.record.reasons)
+        if cells:
+            yield dataclasses.replace(member, cells=cells)
+
+
+def _kascade(groups: Sequence[Group]) -> Iterator[Section]:
+    """The gate, quality over kept fraction, and speed."""
+    if made := kascade.gate(groups):
+        told = (
+            "A hand-built model with a known circuit: an anchor layer can fetch one half of an answer, a reuse layer "
+            "the other, so that an answer is right only where both attend to the needle. Chance is 1 in 16 where both "
+            "look elsewhere, 1 in 4 where one does. Kascade's row stands only where dense finds everything and "
+            "every control is there and fails beyond its interval."
+        )
+        yield Section("kascade_gate", "The retrieval gate", (told,), tables=made)
+    if made := kascade.quality(groups):
+        told = (
+            "All rows of one share keep the same number of units (layer 0 dense in all of them); “pairs "
+            "kept” is measured: query-key pairs that were computed, of all causal ones, in the other layers. "
+            "Shares of units are rounded up, and every query tile has its own region besides, so the measured share "
+            "is the larger. “FLOPs” are of the whole model's attention, dense layers and the anchors' selection "
+            "included. “Attention kept” is the part of dense attention, of the row's own queries and keys, that "
+            "lies on computed pairs. A row is withheld where random tiles do not fail."
+        )
+        drawn = kascade.picture(groups)
+        no_plot = "The plot is not drawn: matplotlib is not installed; pip install 'attention-suite[plot]'."
+        paragraphs = (told,) if drawn is None or plot.is_available() else (told, no_plot)
+        pictures = (drawn,) if drawn is not None and plot.is_available() else ()
+        yield Section("kascade_quality", "Quality at the same kept fraction", paragraphs,
+                      tuple(f"{code(m.name)}: {escape(m.told)}." for m in METHODS.values()
+                            if "kascade_text" in m.kinds), tables=made, pictures=pictures)  # fmt: skip
+    if made := kascade.speed(groups):
+        told = (
+            "Attention only, of all layers, what the anchors cost included, relative to the fastest dense row of the "
+            "case: dense is timed on one device and on one per core. “Time relative to its share of pairs” is 1 "
+            "where a reuse layer is as much faster as it computes less. Before it is timed, a row has to equal dense "
+            "with everything selected. DENSE: the row decided by itself not to run sparse."
+        )
+        goal = kascade.goals(groups)
+        if goal is not None:
+            yield Section("kascade_goals", "Goals", ("Judged on the medians of this run.",), tables=(goal,))
+        yield Section("kascade_speed", "Speed of whole stacks", (told,), tables=made)
 
 
 def _items(key: str, title: str, items: Sequence[str]) -> Section | None:
@@ -234,4 +293,7 @@ def _reproduce(manifest: Mapping[str, Any], records: Sequence[Record], suites: s
     for option, values in (("--backends", manifest.get("backends")), ("--cases", cases)):
         if isinstance(values, list) and values:
             command += [option, ",".join(map(str, values))]
+    said = manifest.get("kascade")
+    for name, value in said.items() if isinstance(said, Mapping) else ():
+        command += [f"--{name.replace('_', '-')}", str(value)]
     return Section("reproduce", "Reproduce", (at,), commands=(" ".join(shlex.join(command).split()),))

@@ -1,4 +1,4 @@
-"""Speed over sequence length against the roofline, as SVG (extra ``plot``).
+"""Speed over sequence length against the roofline, and what else is drawn, as SVG (extra ``plot``).
 
 One picture per head layout: a panel per kind of pass and dtype, FLOP/s of every backend over S, and the
 matmul rate that this machine reached in that dtype as the roof. The same records give the same bytes.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import math
 from collections.abc import Sequence
 from importlib import util
 from typing import Any
@@ -21,11 +22,14 @@ _GIGA = 1e9
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Panel:
-    """GFLOP/s over S for each backend, under a roof in GFLOP/s."""
+    """Lines by name, each of points (x, y); of speed GFLOP/s over S for each backend, under a roof in GFLOP/s."""
 
     title: str
-    lines: tuple[tuple[str, tuple[tuple[int, float], ...]], ...]
+    lines: tuple[tuple[str, tuple[tuple[float, float], ...]], ...]
     roof: float | None
+    x_label: str = "S (tokens)"
+    y_label: str = "GFLOP/s of visible pairs"
+    log_y: bool = True
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,17 +90,29 @@ def draw(picture: Picture) -> str:
 
 def _draw_panel(axis: Any, panel: Panel, names: Sequence[str]) -> None:
     for name, points in panel.lines:
-        color = f"C{names.index(name) % 10}"
-        axis.plot(*zip(*points, strict=True), marker="o", markersize=3.5, linewidth=1.3, label=name, color=color)
+        place = names.index(name)
+        color, style = f"C{place % 10}", "-" if place < 10 else "--"
+        axis.plot(
+            *zip(*points, strict=True),
+            marker="o",
+            markersize=3.5,
+            linewidth=1.3,
+            label=name,
+            color=color,
+            linestyle=style,
+        )
     if panel.roof is not None:
         axis.axhline(panel.roof, color="black", linestyle="--", linewidth=1, label="measured matmul rate")
-    lengths = sorted({length for _, points in panel.lines for length, _ in points})
     axis.set_xscale("log", base=2)
-    axis.set_yscale("log")
-    axis.set_xticks(lengths, [str(length) for length in lengths])
+    if panel.log_y:
+        axis.set_yscale("log")
+    places = sorted({x for _, points in panel.lines for x, _ in points})
+    if not all(float(x).is_integer() for x in places):  # measured shares differ a little from line to line
+        places = [2.0**n for n in range(math.floor(math.log2(places[0])), math.ceil(math.log2(places[-1])) + 1)]
+    axis.set_xticks(places, [f"{x:g}" for x in places])
     axis.set_title(panel.title)
-    axis.set_xlabel("S (tokens)")
-    axis.set_ylabel("GFLOP/s of visible pairs")
+    axis.set_xlabel(panel.x_label)
+    axis.set_ylabel(panel.y_label)
     axis.grid(visible=True, which="both", linewidth=0.3)
 
 

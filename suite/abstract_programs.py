@@ -8,23 +8,23 @@ so that the compiler's peak is that of real use. Attention is planned for the ta
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from backends import AttentionSpec, Backend, Layout, Target
-from models import PRESETS, ModelConfig, next_token_loss
-from models.forward import forward, forward_cached
+from backends.contract import BackendWithRoles
+from models import PRESETS, ModelConfig
+from models.forward import forward_cached
 from models.parameters import initialise
 from models.planning import Resolutions, attention_spec, resolve_attention
 from suite.cases import ModelCase, OpCase, spec_of
 from suite.errors import InputError
-from suite.program import with_gradients
-
-_LEARNING_RATE = 1e-4
+from suite.model_cell import prefill, train_step
+from suite.program import op_function
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,31 +37,52 @@ class AbstractProgram:
 
 
 def op_program(case: OpCase, backend: Backend, target: Target) -> AbstractProgram:
-    """The output of one attention call, with gradients ``(out, dq, dk, dv)``; the layout is an argument."""
-    spec = spec_of(case)
+    """One attention call, see :func:`suite.program.op_function`."""
+    spec, (layout, query, key, value) = spec_of(case), _arrays(case)
+    function = op_function(case, lambda layout: backend.plan(spec, layout, target=target, mode="compile"))
+    if case.kind == "op_decode":
+        return AbstractProgram(function, (layout, query, _as_cached(key), _as_cached(value)))
+    d_out = (jax.ShapeDtypeStruct((*query.shape[:3], value.shape[3]), query.dtype),) if case.needs_grad else ()
+    return AbstractProgram(function, (layout, query, key, value, *d_out))
 
-    def attend(layout: Layout, query: Any, key: Any, value: Any) -> Any:
-        return backend.plan(spec, layout, target=target, mode="compile").run(query, key, value)[0]
 
-    def forward_backward(layout: Layout, query: Any, key: Any, value: Any, d_out: Any) -> Any:
-        return with_gradients(lambda q, k, v: attend(layout, q, k, v))(query, key, value, d_out)
+def role_program(case: OpCase, backend: BackendWithRoles, target: Target, role: str) -> AbstractProgram:
+    """Output and carry of one layer that plays ``role``, without gradients.
 
-    def decode(layout: Layout, query: Any, keys: Any, values: Any) -> Any:
-        return attend(layout, query, keys.swapaxes(1, 2), values.swapaxes(1, 2))
+    The carry that it takes from the layer before it is the last argument.
+    """
+    spec, (layout, query, key, value) = spec_of(case), _arrays(case)
+    options, layer = backend.roles(spec)[role]
+
+    def run(layer: int, layout: Layout, query: Any, key: Any, value: Any, carry: Any = ()) -> Any:
+        plan = backend.plan(spec, layout, target=target, mode="compile", options=options)
+        return plan.run(query, key, value, layer=layer, carry=carry)
+
+    def decode(layout: Layout, query: Any, keys: Any, values: Any, *carry: Any) -> Any:
+        return run(layer, layout, query, keys.swapaxes(1, 2), values.swapaxes(1, 2), *carry)
+
+    # What the layer before hands on has a shape that only the backend knows.
+    carry = () if layer == 0 else (jax.eval_shape(functools.partial(run, layer - 1), layout, query, key, value)[1],)
+    if case.kind == "op_decode":
+        return AbstractProgram(decode, (layout, query, _as_cached(key), _as_cached(value), *carry))
+    return AbstractProgram(functools.partial(run, layer), (layout, query, key, value, *carry))
+
+
+def _arrays(case: OpCase) -> tuple[Layout, Any, Any, Any]:
+    """Layout, query, key and value in the contract's own shapes."""
 
     def shape(length: int, heads: int, dim: int) -> Any:
         return jax.ShapeDtypeStruct((case.batch, length, heads, dim), jnp.dtype(case.dtype))
 
-    value_dim = case.value_head_dim or case.head_dim
     query = shape(case.query_length, case.heads, case.head_dim)
-    key, value = shape(case.sequence, case.kv_heads, case.head_dim), shape(case.sequence, case.kv_heads, value_dim)
-    if case.kind == "op_decode":  # as a cache holds them, see models.KVCache
-        keys, values = (jax.ShapeDtypeStruct((x.shape[0], *x.shape[2:0:-1], x.shape[3]), x.dtype) for x in (key, value))
-        return AbstractProgram(decode, (_layout(case), query, keys, values))
-    if case.needs_grad:
-        d_out = shape(case.query_length, case.heads, value_dim)
-        return AbstractProgram(forward_backward, (_layout(case), query, key, value, d_out))
-    return AbstractProgram(attend, (_layout(case), query, key, value))
+    key = shape(case.sequence, case.kv_heads, case.head_dim)
+    return _layout(case), query, key, shape(case.sequence, case.kv_heads, case.value_head_dim or case.head_dim)
+
+
+def _as_cached(x: Any) -> Any:
+    """As a cache holds keys or values, see ``models.KVCache``."""
+    batch, length, heads, dim = x.shape
+    return jax.ShapeDtypeStruct((batch, heads, length, dim), x.dtype)
 
 
 def _layout(case: OpCase) -> Layout:
@@ -110,34 +131,19 @@ def model_program(case: ModelCase, found: Resolutions) -> AbstractProgram:
     config = model_config(case)
     params = jax.eval_shape(lambda key: initialise(config, key), jax.random.key(0))
     if case.kind == "model_train":
-        return _train(case, config, params, found)
+        step, start = train_step(config, found)
+        state = jax.eval_shape(start, params)
+        return AbstractProgram(step, (params, state, _integers(case.batch, case.sequence)), donated=(0, 1))
     decoding = case.kind == "model_decode"
 
-    def run(params: Any, tokens: Any, keys: Any, values: Any, end: Any) -> Any:
-        start = end - 1 if decoding else jnp.zeros_like(end)
-        return forward_cached(
-            config, params, tokens, keys, values, start, end, resolutions=found, fresh=not decoding, last_only=True
-        )
+    def decode(params: Any, tokens: Any, keys: Any, values: Any, end: Any) -> Any:
+        return forward_cached(config, params, tokens, keys, values, end - 1, end, resolutions=found, last_only=True)
 
     slots = jax.ShapeDtypeStruct((case.batch, config.kv_heads, case.sequence, config.dim), jnp.dtype(config.dtype))
     cache = (slots,) * config.num_layers
     tokens = _integers(case.batch, 1 if decoding else case.sequence)
+    run = decode if decoding else prefill(config, found)
     return AbstractProgram(run, (params, tokens, cache, cache, _integers(case.batch)), donated=(2, 3))
-
-
-def _train(case: ModelCase, config: ModelConfig, params: Any, found: Resolutions) -> AbstractProgram:
-    optimizer = optax.adamw(_LEARNING_RATE)
-
-    def run(params: Any, state: Any, tokens: Any) -> Any:
-        def loss(params: Any) -> Any:
-            return next_token_loss(forward(config, params, tokens, resolutions=found), tokens)
-
-        value, gradient = jax.value_and_grad(loss)(params)
-        updates, state = optimizer.update(gradient, state, params)
-        return optax.apply_updates(params, updates), state, value
-
-    state = jax.eval_shape(optimizer.init, params)
-    return AbstractProgram(run, (params, state, _integers(case.batch, case.sequence)), donated=(0, 1))
 
 
 def _integers(*shape: int) -> Any:

@@ -12,11 +12,14 @@ import re
 from typing import Any, Literal, get_args, get_type_hints
 
 from backends import AttentionSpec
+from backends.kascade import Settings
 from suite.errors import InputError
 from suite.record import CaseKind
 
 OpKind = Literal["op_forward", "op_forward_backward", "op_decode"]
 ModelKind = Literal["model_prefill", "model_decode", "model_train"]
+SelectionKind = Literal["kascade_text", "kascade_retrieval", "kascade_gate"]
+StackKind = Literal["kascade_prefill", "kascade_decode"]
 
 _SHORT_DTYPE = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -146,13 +149,165 @@ class RetrievalCase:
         _check_name(self.name)
 
 
-Case = OpCase | ModelCase | TextCase | RetrievalCase
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SelectionCase:
+    """What a model loses when each query attends to few keys, and who chose them: one row per way to choose.
+
+    ``kascade_text``: a byte-level model on held-out text. ``kascade_retrieval``: the constructed checkpoint, needles at
+    every distance. ``kascade_gate``: the same with the controls that have to fail. In all rows layer 0 is dense, and
+    every other layer attends to the own region and the share ``top_k`` of the earlier keys. ``phase`` says where:
+    "prefill" the whole sequence, "decode" the last tokens, one by one behind a cache that was filled densely.
+    ``anchors`` is a number of layers for ``schedule`` "dp" and their list ("0,2") for "manual"; "greedy" goes by
+    ``threshold`` and ``max_reuse_dist``. Raises InputError for a field that does not fit.
+    """
+
+    kind: SelectionKind
+    name: str = ""
+    model: str = "text"
+    phase: str = "prefill"
+    sequence: int = 512
+    sequences: int = 12
+    top_k: float = 0.125
+    min_keys: int = 0
+    granularity: str = "tile"
+    tile_size: int = 16
+    schedule: str = "dp"
+    anchors: str = ""
+    threshold: float = 0.65
+    max_reuse_dist: int = 4
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _check_fields(self, SelectionKind)
+        _check_least(self, "sequence", 64)
+        _check_least(self, "sequences", 2)
+        _check_least(self, "max_reuse_dist", 1)
+        _check_least(self, "seed", 0)
+        if not self.name:
+            parts = [self.kind.replace("_", "-"), self.phase, f"s{self.sequence}", f"k{self.top_k:g}"]
+            parts += [self.granularity] if self.granularity != "tile" else []
+            object.__setattr__(self, "name", "-".join([*parts, f"t{self.tile_size}"]))
+        _check_name(self.name)
+        for field, accepted in (("phase", ("prefill", "decode")), ("schedule", ("dp", "greedy", "manual"))):
+            if getattr(self, field) not in accepted:
+                raise InputError(
+                    f"case {self.name}: {field} = {getattr(self, field)!r} must be one of {', '.join(accepted)}."
+                )
+        if not 0 <= self.threshold <= 1:
+            raise InputError(f"case {self.name}: threshold = {self.threshold:g} must be from 0 to 1.")
+        anchor_layers(self)
+        settings_of(self)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StackCase:
+    """The attention of all layers of a Llama-shaped model, one after the other: what Kascade costs as a whole.
+
+    ``layers`` with keys and values of their own, of which layer 0 is dense and ``anchors`` (layer 0 among them) select,
+    evenly spread; the others reuse. With one layer its parts are timed: an anchor, a reuse layer. ``kascade_decode`` is
+    one query token behind ``sequence`` cached keys. ``by_token``: selecting single keys is timed too.
+    Raises InputError for a field that does not fit.
+    """
+
+    kind: StackKind
+    sequence: int
+    name: str = ""
+    layers: int = 16
+    anchors: int = 5
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 64
+    dtype: str = "float32"
+    top_k: float = 0.125
+    min_keys: int = 0
+    tile_size: int = 128
+    by_token: bool = True
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _check_fields(self, StackKind)
+        for field in ("sequence", "layers", "anchors", "heads", "kv_heads", "head_dim", "tile_size"):
+            _check_least(self, field, 1)
+        _check_least(self, "seed", 0)
+        _check_dtype(self)
+        if not self.name:
+            parts = [self.kind.replace("_", "-"), f"s{self.sequence}", f"l{self.layers}a{self.anchors}"]
+            parts += [f"h{self.heads}k{self.kv_heads}", f"d{self.head_dim}", f"k{self.top_k:g}", f"t{self.tile_size}"]
+            object.__setattr__(self, "name", "-".join([*parts, _SHORT_DTYPE[self.dtype]]))
+        _check_name(self.name)
+        if self.anchors > self.layers:
+            raise InputError(
+                f"case {self.name}: anchors = {self.anchors} must be at most {self.layers}, the number of layers."
+            )
+        settings_of(self)
+        try:
+            stack_spec(self)
+        except ValueError as error:
+            raise InputError(f"case {self.name}: {error}") from error
+
+
+def settings_of(case: SelectionCase | StackCase, **others: Any) -> Settings:
+    """Kascade's settings as the case has them, without a schedule; ``others`` replace some. Raises InputError.
+
+    Query tiles are as long as key tiles, also where single keys are selected: all rows share one own region.
+    """
+    fields: dict[str, Any] = {"top_k": float(case.top_k), "min_keys": case.min_keys, "tile_size": case.tile_size}
+    fields |= {"query_tile": case.tile_size}
+    if isinstance(case, SelectionCase):
+        fields["granularity"] = case.granularity
+    try:
+        return Settings(**{**fields, **others})
+    except ValueError as error:
+        raise InputError(f"case {case.name}: {str(error).removeprefix('kascade: ')}") from error
+
+
+def anchor_layers(case: SelectionCase) -> tuple[int, ...]:
+    """The numbers in ``anchors``: one for "dp" (2 unless given), the layers for "manual". Raises InputError."""
+    words = [word.strip() for word in case.anchors.split(",") if word.strip()]
+    if case.schedule == "greedy" and words:
+        raise InputError(
+            f"case {case.name}: anchors = {case.anchors!r} has no place in a greedy schedule; leave it out."
+        )
+    if case.schedule == "dp" and not words:
+        words = ["2"]
+    whole = all(word.isdecimal() for word in words)
+    if not whole or (case.schedule == "dp" and (len(words) != 1 or int(words[0]) < 1)):
+        raise InputError(
+            f"case {case.name}: anchors = {case.anchors!r} must be one number of layers for schedule dp, "
+            "and layers separated by commas for schedule manual."
+        )
+    if case.schedule == "manual" and not words:
+        raise InputError(f"case {case.name}: schedule manual needs anchors, such as 0,2.")
+    return tuple(map(int, words))
+
+
+def stack_spec(case: StackCase) -> AttentionSpec:
+    """The attention problem of each layer of a stack. Raises ValueError for shapes that do not fit."""
+    decode = case.kind == "kascade_decode"
+    return AttentionSpec(
+        batch=1,
+        query_length=1 if decode else case.sequence,
+        key_value_length=case.sequence,
+        num_heads=case.heads,
+        num_kv_heads=case.kv_heads,
+        head_dim=case.head_dim,
+        dtype=case.dtype,
+        is_causal=True,
+        has_positions=decode,
+        has_seq_lengths=decode,
+        phase="decode" if decode else "prefill",
+    )
+
+
+Case = OpCase | ModelCase | TextCase | RetrievalCase | SelectionCase | StackCase
 
 CLASS_OF_KIND: dict[str, type[Case]] = {
     **dict.fromkeys(get_args(OpKind), OpCase),
     **dict.fromkeys(get_args(ModelKind), ModelCase),
     "perplexity": TextCase,
     "retrieval": RetrievalCase,
+    **dict.fromkeys(get_args(SelectionKind), SelectionCase),
+    **dict.fromkeys(get_args(StackKind), StackCase),
 }
 
 

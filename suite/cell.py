@@ -16,7 +16,7 @@ import jax
 
 from backends import Target, registry
 from suite import accuracy, memory, peers, speed
-from suite.cases import Case, ModelCase, OpCase, RetrievalCase, TextCase
+from suite.cases import Case, ModelCase, OpCase, RetrievalCase, SelectionCase, StackCase, TextCase, stack_spec
 from suite.errors import CellFailure
 from suite.formulas import op_bytes, op_flops, op_tokens
 from suite.op_cell import op_program
@@ -54,6 +54,10 @@ def prepare(request: CellRequest) -> Prepared:
         return _prepare_quality(case, request)
     if isinstance(case, ModelCase):
         return _prepare_model(case, request)
+    if isinstance(case, SelectionCase):
+        return _prepare_selection(case, request)
+    if isinstance(case, StackCase):
+        return _prepare_stack(case, request)
     if request.mode == "interpret":
         return _prepare_interpreted(case, request)
     build = _builder(request)
@@ -124,6 +128,30 @@ def _prepare_quality(case: TextCase | RetrievalCase, request: CellRequest) -> Pr
     return Prepared(facts=facts | _judgement(found.accuracy, request, ()))
 
 
+def _prepare_selection(case: SelectionCase, request: CellRequest) -> Prepared:
+    from suite.kascade import quality  # noqa: PLC0415 (as above)
+
+    if request.reference is None:
+        raise CellFailure("crashed", f"{case.name} has no dense logits to compare with.")
+    found = quality.measure(case, request.requested, request.reference, request.text)
+    facts = {"quality": found.figures, "series": found.series}
+    return Prepared(facts=facts | _judgement({}, request, found.notes))
+
+
+def _prepare_stack(case: StackCase, request: CellRequest) -> Prepared:
+    from suite.kascade import stack  # noqa: PLC0415 (as above)
+
+    errors = stack.judge(case, request.requested, request.devices)
+    facts: dict[str, Any] = {"quality": stack.figures(case, request.requested), "tokens": stack_spec(case).query_length}
+    notes = (*stack.plan_notes(case, request.requested), stack.JUDGED)
+    # With everything selected an approximate row has to be exact, so that its numbers are held to the same rule.
+    judgement = _judgement(errors, dataclasses.replace(request, exact=True), notes)
+    if judgement["wrong"] is not None:
+        return Prepared(facts=facts | judgement)
+    _, sample, measured = _run(stack.stack_program(case, request.requested, request.devices), request)
+    return Prepared(facts=facts | measured | judgement, take_sample=sample)
+
+
 def _run(program: Program, request: CellRequest) -> tuple[Any, Callable[[], float], dict[str, Any]]:
     """Compile, check the sizes, run once for memory, once more where that is quick, and say how to sample."""
     if program.arrays is None:
@@ -170,11 +198,16 @@ def _gib(size: int) -> str:
     return f"{size / 2**30:.2f} GiB"
 
 
-def case_reference(case: Case, path: Path) -> bool:
+def case_reference(case: Case, path: Path, text: str | None = None) -> bool:
     """Write what cells are judged by to ``path``; False for a case that brings its own comparison.
 
     An op case comes as :func:`suite.accuracy.judged_case` made it, short enough for the oracle.
     """
+    if isinstance(case, SelectionCase):
+        from suite.kascade import dense  # noqa: PLC0415 (as above)
+
+        dense.write_dense(case, path, text)
+        return True
     if isinstance(case, OpCase):
         accuracy.write_reference(case, path)
         return True

@@ -27,6 +27,7 @@ from suite import train as training
 from suite.compile_request import ModelWords, compile_request
 from suite.doctor import describe, examine_here
 from suite.errors import InputError
+from suite.kascade.words import KascadeWords
 from suite.memory import machine_bytes
 from suite.progress import ProgressDisplay
 from suite.run import RunRequest, execute, new_request, resumed_request
@@ -52,7 +53,7 @@ class Run:
     """Measure every backend on every case of a suite and write a report."""
 
     suite: Annotated[str | None, _flag("NAME|FILE", "quick")] = None
-    """quick, full, cpu-speed, or the path of a .toml file."""
+    """quick, full, cpu-speed, kascade, or the path of a .toml file."""
     backends: Annotated[str | None, _flag("NAMES", "all, and the suite's peers")] = None
     """Backends (and peers) to compare, separated by commas."""
     cases: Annotated[str | None, _flag("PATTERNS", "all of the suite")] = None
@@ -67,6 +68,52 @@ class Run:
     """Time that a cell may take to get ready, and again for its samples."""
     cell_memory: Annotated[str | None, _flag("SIZE", "70% of the machine")] = None
     """Memory that a cell may hold, such as 4GiB or 500MB."""
+    tile_size: Annotated[int | None, _flag("KEYS", "the case's")] = None
+    """Kascade: keys per tile."""
+    top_k: Annotated[float | None, _flag("SHARE", "the case's")] = None
+    """Kascade: share of the earlier keys that are attended to, above 0 and at most 1."""
+    threshold: Annotated[float | None, _flag("SHARE", "0.65")] = None
+    """Kascade, greedy schedule: least similarity to the anchor."""
+    max_reuse_dist: Annotated[int | None, _flag("LAYERS", "4")] = None
+    """Kascade, greedy schedule: how far behind its anchor a layer may be."""
+    schedule: Annotated[str | None, _flag("NAME", "dp")] = None
+    """Kascade: dp, greedy or manual."""
+    anchors: Annotated[str | None, _flag("N|LAYERS", "2")] = None
+    """Kascade: how many layers select (dp), or which (manual), such as 0,2."""
+    granularity: Annotated[str | None, _flag("NAME", "tile")] = None
+    """Kascade: tile or token."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Calibrate:
+    """Measure over some text how well one layer's selection serves another, and show Kascade's schedule."""
+
+    model: Annotated[str, _flag("NAME|DIR", "text")] = "text"
+    """text (the checkpoint that ships here), or the directory of a byte-level checkpoint."""
+    text: Annotated[Path | None, _flag("FILE", "training part of Python's prose")] = None
+    """Text to calibrate on."""
+    out: Annotated[Path, _flag("FILE", "calibration.safetensors")] = Path("calibration.safetensors")
+    """File to write, a .json beside it; existing ones are replaced."""
+    prompts: Annotated[int, _flag("N", "8")] = 8
+    """Prompts, spread evenly over the text."""
+    length: Annotated[int, _flag("TOKENS", "512")] = 512
+    """Tokens of a prompt."""
+    tile_size: Annotated[int, _flag("KEYS", "16")] = 16
+    """Keys per tile, and queries that share a selection."""
+    top_k: Annotated[float, _flag("SHARE", "0.125")] = 0.125
+    """Share of the earlier keys that is selected."""
+    min_keys: Annotated[int, _flag("KEYS", "0")] = 0
+    """Least number of earlier keys."""
+    granularity: Annotated[str, _flag("NAME", "tile")] = "tile"
+    """tile or token."""
+    schedule: Annotated[str, _flag("NAME", "dp")] = "dp"
+    """dp, greedy or manual: the schedule that is shown."""
+    anchors: Annotated[str, _flag("N|LAYERS", "a quarter of the layers")] = ""
+    """How many layers select (dp), or which (manual), such as 0,2."""
+    threshold: Annotated[float, _flag("SHARE", "0.65")] = 0.65
+    """Greedy schedule: least similarity to the anchor."""
+    max_reuse_dist: Annotated[int, _flag("LAYERS", "4")] = 4
+    """Greedy schedule: how far behind its anchor a layer may be."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,6 +260,7 @@ Command = (
     Annotated[Run, tyro.conf.subcommand("run")]
     | Annotated[Doctor, tyro.conf.subcommand("doctor")]
     | Annotated[Tune, tyro.conf.subcommand("tune")]
+    | Annotated[Calibrate, tyro.conf.subcommand("calibrate")]
     | Annotated[Report, tyro.conf.subcommand("report")]
     | Annotated[Compare, tyro.conf.subcommand("compare")]
     | Annotated[Compile, tyro.conf.subcommand("compile")]
@@ -235,6 +283,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 code = _run(command)
             case Tune():
                 code = _tune(command)
+            case Calibrate():
+                code = _calibrate(command)
             case Doctor():
                 code = _doctor(command)
             case Report():
@@ -305,14 +355,18 @@ def _compile(command: Compile, arguments: Sequence[str]) -> int:
 
 def _request(command: Run) -> RunRequest:
     limits = _limits(command)
+    names = ("tile_size", "top_k", "threshold", "max_reuse_dist", "schedule", "anchors", "granularity")
+    words = KascadeWords(**{name: getattr(command, name) for name in names})
     if command.resume:
         if command.out is None:
             raise InputError("--resume needs --out with the directory of the run to go on with.")
+        if words.given:
+            raise InputError(f"{words.flags()} cannot change a run that was begun; leave it out, or start a new run.")
         return resumed_request(command.suite, command.backends, command.cases, command.text, command.out, limits)
     suite = command.suite or "quick"
     now = dt.datetime.now(dt.UTC).strftime("%Y%m%dT%H%M%SZ")
     out = command.out or Path("runs") / f"{now}-{Path(suite).stem}"
-    return new_request(suite, command.backends, command.cases, command.text, out, limits)
+    return new_request(suite, command.backends, command.cases, command.text, out, limits, words)
 
 
 def _report(directory: Path) -> int:
@@ -348,10 +402,33 @@ def _tune(command: Tune) -> int:
     )
     errors = Console(stderr=True)
     if target is not None:
-        errors.print(f"{target} is not here: candidates are ranked by what compiles; no time is measured.")
+        errors.print(
+            f"{target} is not here: candidates are ranked by what compiles; no time is measured.", soft_wrap=True
+        )
     with errors.status("starting") as status:
         tune(request, status.update)
     print(f"tuned:   {command.out}")  # noqa: T201
+    return 0
+
+
+def _calibrate(command: Calibrate) -> int:
+    # Only this command computes in this process; the others do not pay for importing flax.
+    from suite.kascade import calibrate  # noqa: PLC0415
+
+    names = ("tile_size", "top_k", "min_keys", "granularity")
+    settings = {name: getattr(command, name) for name in names} | {"query_tile": command.tile_size}
+    rest = {name: getattr(command, name) for name in ("model", "text", "out", "prompts", "length", "schedule",
+                                                      "anchors", "threshold", "max_reuse_dist")}  # fmt: skip
+    with Console(stderr=True).status("starting") as status:
+        path, calibration, schedule = calibrate.run(
+            calibrate.CalibrateRequest(settings=settings, **rest), status.update
+        )
+    least = calibration.mass.min(axis=(1, 2))
+    print(f"schedule {schedule.method}, anchors {', '.join(map(str, schedule.anchors))}\n{schedule.table()}")  # noqa: T201
+    print("mass kept by each layer's own selection, mean and least over heads and query tiles:")  # noqa: T201
+    for layer, (mean, low) in enumerate(zip(calibration.mass.mean(axis=(1, 2)), least, strict=True)):
+        print(f"  layer {layer}: {mean:.3f}, {low:.3f}; importance {calibration.importance[layer]:.4f}")  # noqa: T201
+    print(f"calibration: {path}\n             {path.with_suffix('.json')}")  # noqa: T201
     return 0
 
 

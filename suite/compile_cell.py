@@ -1,9 +1,9 @@
 """One cell compiled ahead of time: one case, one backend, one device that need not be here.
 
 What comes out: whether the compiler takes it, or its own reason in one line; its sizes in bytes, and whether they fit
-the device; for kernels that are compiled outside XLA (Triton) registers, spills and shared memory. Nothing is run, so
-there is no time but the compiler's own. XLA's estimate of the run time (``optimal_seconds``) is not kept: it counts a
-Pallas call as no work at all.
+the device; for kernels that are compiled outside XLA (Triton) registers, spills and shared memory, beside the sizes of
+the program that calls them. Nothing is run, so there is no time but the compiler's own. XLA's estimate of the run time
+(``optimal_seconds``) is not kept: it counts a Pallas call as no work at all.
 """
 
 from __future__ import annotations
@@ -19,33 +19,54 @@ import numpy as np
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from backends import Backend, Target, registry
-from backends.contract import CompilesKernels, KernelBuild
+from backends.contract import BackendWithRoles, CompilesKernels, KernelBuild
 from suite import topologies
-from suite.abstract_programs import AbstractProgram, attention_specs, model_program, op_program, resolutions
-from suite.cases import ModelCase, OpCase
+from suite.abstract_programs import (
+    AbstractProgram,
+    attention_specs,
+    model_program,
+    op_program,
+    resolutions,
+    role_program,
+)
+from suite.cases import ModelCase, OpCase, spec_of
 
+ROLE = ":"  # between a backend and its role
 _REASON_LENGTH = 300
 # Memory of the device itself. Running out of a core's own (vmem, smem, shared memory) is a kernel's fault instead.
 _DEVICE_MEMORY = re.compile(r"\bHBM\b", re.IGNORECASE)
 _SIZES = ("argument", "output", "temp", "alias", "generated_code", "peak")
 
 
+def in_roles(case: OpCase | ModelCase, backend_name: str) -> tuple[str, ...]:
+    """The names under which a case is compiled for a backend: one per role where a single call has roles."""
+    backend = registry.get(backend_name)
+    if isinstance(case, OpCase) and isinstance(backend, BackendWithRoles):
+        return tuple(f"{backend_name}{ROLE}{role}" for role in backend.roles(spec_of(case)))
+    return (backend_name,)
+
+
 def compile_cell(case: OpCase | ModelCase, backend_name: str, target: Target) -> dict[str, Any]:
     """``status`` (ok, unsupported, oom, crashed), ``reasons``, ``error``, and what is known of the program.
 
+    ``backend_name`` may name one role of a backend that has roles: ``kascade:reuse``.
+
     Never raises for what a backend or a compiler does: that is the result.
     """
+    backend_name, _, role = backend_name.partition(ROLE)
     backend = registry.get(backend_name)
     specs = attention_specs(case)
     reasons = dict.fromkeys(reason for spec in specs for reason in backend.supports(spec, target, "compile").reasons)
     if reasons:
         return {"status": "unsupported", "reasons": list(reasons), "error": "refused before it was compiled."}
+    absent = topologies.missing(target)
     try:
         if target.platform == "cuda" and isinstance(backend, CompilesKernels):
-            return _kernels(backend.compile_kernels(spec, target) for spec in specs)
-        if (absent := topologies.missing(target)) is not None:
+            kernels = _kernels(backend.compile_kernels(spec, target) for spec in specs)
+            return kernels if kernels["error"] else _around(kernels, case, backend, target, absent)
+        if absent is not None:
             return {"status": "unsupported", "reasons": [absent], "error": "there is no compiler for this device here."}
-        program = _program(case, backend, target)
+        program = _program(case, backend, target, role or None)
         return _judged(compile_program(program, topologies.device(target)), target)
     except Exception as error:  # noqa: BLE001 (whatever the compiler raises is what this cell is about)
         return _rejected(error)
@@ -102,14 +123,31 @@ def one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {text}"[:_REASON_LENGTH]
 
 
-def _program(case: OpCase | ModelCase, backend: Backend, target: Target) -> AbstractProgram:
+def _program(case: OpCase | ModelCase, backend: Backend, target: Target, role: str | None = None) -> AbstractProgram:
     if isinstance(case, OpCase):
+        if role is not None and isinstance(backend, BackendWithRoles):
+            return role_program(case, backend, target, role)
         return op_program(case, backend, target)
     return model_program(case, resolutions(case, backend.name, target))
 
 
+def _around(
+    kernels: dict[str, Any], case: OpCase | ModelCase, backend: Backend, target: Target, absent: str | None
+) -> dict[str, Any]:
+    """The kernels, and the sizes of XLA's program that calls them; or ``notes`` why those are not known here."""
+    if absent is not None:
+        return kernels | {"notes": [absent]}
+    try:
+        facts = compile_program(_program(case, backend, target), topologies.device(target))
+    except ImportError as error:  # what puts the kernels into XLA's program (jax-triton)
+        return kernels | {"notes": [" ".join(str(error).split())]}
+    except Exception as error:  # noqa: BLE001 (as above)
+        return kernels | _rejected(error)
+    return kernels | _judged(facts | {"compile_seconds": kernels["compile_seconds"] + facts["compile_seconds"]}, target)
+
+
 def _kernels(builds: Iterable[tuple[KernelBuild, ...]]) -> dict[str, Any]:
-    """Kernels that XLA does not see, and so no sizes of the program around them."""
+    """Kernels that XLA does not compile, but their own compiler."""
     start = time.perf_counter()
     kernels = [dataclasses.asdict(build) for group in builds for build in group]
     failed = [f"{kernel['name']}: {kernel['error']}" for kernel in kernels if kernel["error"] is not None]

@@ -24,6 +24,7 @@ from backends import Target, registry
 from backends.devices import cpu_name, usable_cores
 from suite import compile_cache, environment, topologies
 from suite.cases import ModelCase, OpCase, problem_of
+from suite.compile_cell import ROLE, in_roles
 from suite.errors import CellFailure
 from suite.memory import machine_bytes
 from suite.process import Worker
@@ -78,7 +79,8 @@ def execute(request: CompileRequest, watcher: CompileWatcher) -> None:
     """Compile everything and write the records. Raises InputError where ``out`` holds records already."""
     with RunStore(request.out, resume=False) as store:
         store.write_json("run.json", _manifest(request))
-        per_target = len(request.backends) * (len(request.cases) + SEARCH_STEPS * len(request.searches))
+        cells = sum(len(in_roles(case, backend)) for case in request.cases for backend in request.backends)
+        per_target = cells + SEARCH_STEPS * len(request.searches) * len(request.backends)
         watcher.begin(len(request.targets) * per_target, 0)
         for record in _in_parallel(request, watcher):
             store.append([record])
@@ -146,7 +148,8 @@ class _Compiler:
         """Every cell once: the cases in order, then what the searches try."""
         for case in self._request.cases:
             for backend in self._request.backends:
-                yield from self._once(case, backend)
+                for name in in_roles(case, backend):
+                    yield from self._once(case, name)
         for case in self._request.searches:
             for backend in self._request.backends:
                 yield from self._search(case, backend)
@@ -172,7 +175,8 @@ class _Compiler:
 
         first = dataclasses.replace(case, sequence=SEARCH_LENGTHS[len(SEARCH_LENGTHS) // 2], name="")
         made.extend(self._once(first, backend))
-        if self._records[_key(first, backend, self._target)].status != "unsupported":
+        answer = self._records[_key(first, backend, self._target)]
+        if answer.status != "unsupported" and not answer.notes:  # refused, or kernels alone: no length says more
             longest(fits, SEARCH_LENGTHS)
         self._watcher.fewer(SEARCH_STEPS - len(made))
         yield from made
@@ -211,11 +215,12 @@ class _Compiler:
             requested=backend,
             resolved=None if refused else backend,
             mode=None if refused else "compile",
-            exact=registry.get(backend).exact,
+            exact=registry.get(backend.partition(ROLE)[0]).exact,
             target=str(self._target),
             reasons=tuple(facts.get("reasons", ())),
             status=facts["status"],
             error=facts["error"],
+            notes=tuple(facts.get("notes", ())),
             lower_seconds=facts.get("lower_seconds"),
             compile_seconds=facts.get("compile_seconds"),
             memory=facts.get("memory", {}),

@@ -148,17 +148,35 @@ def _pairs(case: ModelCase, config: ModelConfig, kind: str) -> int:
     return sum(count(case.sequence + step + 1, "op_decode") for step in range(case.new_tokens))
 
 
-def _prefill(case: ModelCase, model: Transformer, found: Resolutions) -> Program:
-    cache = model.new_cache(case.batch, case.sequence)
+def prefill(config: ModelConfig, found: Resolutions) -> Callable[..., Any]:
+    """``(params, tokens, keys, values, end) -> (logits of the last token, keys, values)``, behind an empty cache."""
 
     def run(params: Any, tokens: Any, keys: Any, values: Any, end: Any) -> Any:
         start = jnp.zeros_like(end)
         return forward_cached(
-            model.config, params, tokens, keys, values, start, end, resolutions=found, fresh=True, last_only=True
+            config, params, tokens, keys, values, start, end, resolutions=found, fresh=True, last_only=True
         )
 
+    return run
+
+
+def train_step(config: ModelConfig, found: Resolutions) -> tuple[Callable[..., Any], Callable[[Any], Any]]:
+    """``(params, state, tokens) -> (params, state, loss)``, one step of AdamW, and what makes its first state."""
+    optimizer = optax.adamw(LEARNING_RATE)
+
+    def run(params: Any, state: Any, tokens: Any) -> Any:
+        loss, gradient = _loss_and_gradient(config, found, params, tokens)
+        updates, state = optimizer.update(gradient, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    return run, optimizer.init
+
+
+def _prefill(case: ModelCase, model: Transformer, found: Resolutions) -> Program:
+    cache = model.new_cache(case.batch, case.sequence)
     end = jnp.full((case.batch,), case.sequence, jnp.int32)
-    return Program(run, (model.arrays(), case_tokens(case, model.config), cache.keys, cache.values, end))
+    tokens = case_tokens(case, model.config)
+    return Program(prefill(model.config, found), (model.arrays(), tokens, cache.keys, cache.values, end))
 
 
 def _decode(case: ModelCase, model: Transformer, found: Resolutions) -> Program:
@@ -188,15 +206,9 @@ def _decode(case: ModelCase, model: Transformer, found: Resolutions) -> Program:
 
 
 def _train(case: ModelCase, model: Transformer, found: Resolutions) -> Program:
-    optimizer = optax.adamw(LEARNING_RATE)
-
-    def run(params: Any, state: Any, tokens: Any) -> Any:
-        loss, gradient = _loss_and_gradient(model.config, found, params, tokens)
-        updates, state = optimizer.update(gradient, state, params)
-        return optax.apply_updates(params, updates), state, loss
-
+    run, start = train_step(model.config, found)
     params = model.arrays()
-    return Program(run, (params, optimizer.init(params), case_tokens(case, model.config)))
+    return Program(run, (params, start(params), case_tokens(case, model.config)))
 
 
 def _loss_and_gradient(config: ModelConfig, found: Resolutions, params: Any, tokens: Any) -> tuple[Any, Any]:

@@ -5,8 +5,6 @@ On one device, or with its heads (or sequences) divided among all devices of the
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -16,17 +14,13 @@ from backends.contract import Mode, Plan
 from backends.sharding import sharding
 from suite.cases import OpCase, spec_of
 from suite.inputs import make_inputs
-from suite.program import Program, with_gradients
+from suite.program import Program, op_function
 
 
 def op_program(case: OpCase, backend: Backend, mode: Mode, target: Target, devices: int = 1) -> Program:
-    """The program of an op case: the output, and with gradients ``(out, dq, dk, dv)``.
+    """The program of an op case, see :func:`suite.program.op_function`.
 
-    Planning is part of it, as in a model's forward pass, and the layout is an argument: no backend can
-    bake the mask of this one case into its code. A decode step finds its keys and values as a cache holds
-    them (``models.KVCache``: ``[batch, kv_heads, length, head_dim]``) and hands them over transposed, which
-    XLA folds into the products; in the contract's own layout a CPU transposes them in memory first. On
-    several devices the arrays lie divided, as in a model that divides its heads.
+    On several devices the arrays lie divided, as in a model that divides its heads.
     """
     spec, inputs = spec_of(case), make_inputs(case)
     mesh = None if devices == 1 else Mesh(np.array(jax.devices()[:devices]), ("devices",))
@@ -36,23 +30,13 @@ def op_program(case: OpCase, backend: Backend, mode: Mode, target: Target, devic
             return backend.plan(spec, layout, target=target, mode=mode)
         return plan_sharded(backend, spec, layout, mesh, target=target, mode=mode)
 
-    def forward(layout: Layout, query: Any, key: Any, value: Any) -> Any:
-        return plan(layout).run(query, key, value)[0]
-
-    def forward_backward(layout: Layout, query: Any, key: Any, value: Any, d_out: Any) -> Any:
-        return with_gradients(lambda q, k, v: forward(layout, q, k, v))(query, key, value, d_out)
-
-    def decode(layout: Layout, query: Any, keys: Any, values: Any) -> Any:
-        return forward(layout, query, keys.swapaxes(1, 2), values.swapaxes(1, 2))
-
     layout, arrays = inputs.layout, [inputs.query, inputs.key, inputs.value, inputs.d_out]
     if mesh is not None:
         placed = sharding(spec, mesh)
         layout = jax.device_put(layout, NamedSharding(mesh, PartitionSpec()))
         arrays = [jax.device_put(x, placed) for x in arrays]
     query, key, value, d_out = arrays
+    function = op_function(case, plan)
     if case.kind == "op_decode":
-        return Program(decode, (layout, query, *jax.block_until_ready([x.swapaxes(1, 2) for x in (key, value)])))
-    if case.needs_grad:
-        return Program(forward_backward, (layout, query, key, value, d_out))
-    return Program(forward, (layout, query, key, value))
+        return Program(function, (layout, query, *jax.block_until_ready([x.swapaxes(1, 2) for x in (key, value)])))
+    return Program(function, (layout, query, key, value, d_out) if case.needs_grad else (layout, query, key, value))

@@ -9,7 +9,8 @@ from backends import BackendUnavailableError, Resolution, Target, registry, reso
 from backends.devices import usable_cores
 from backends.sharding import divided
 from suite import environment, peers
-from suite.cases import Case, OpCase, RetrievalCase, TextCase, spec_of
+from suite.cases import Case, ModelCase, OpCase, RetrievalCase, SelectionCase, StackCase, TextCase, spec_of, stack_spec
+from suite.kascade.methods import METHODS, methods_of, refusals
 
 _BASELINE = "standard"
 INTERPRETED_LENGTH = 1024  # tokens: longer, an interpreter needs minutes
@@ -37,13 +38,19 @@ def probe(cases: list[Case], backends: list[str], text: str | None, *, all_cores
     """
     plans = []
     for case in cases:
+        if isinstance(case, SelectionCase | StackCase):
+            plans += _method_plans(case, backends, text, all_cores=all_cores)
+            continue
         found = _plans(case, [name for name in backends if name not in peers.PEERS], text)
         plans += [*found, *(_on_all_cores(case, found) if all_cores else ())]
         plans += [_peer_plan(case, name) for name in backends if name in peers.PEERS if _concerns(name, case)]
     return {"environment": environment.describe(), "plans": [dataclasses.asdict(plan) for plan in plans]}
 
 
-def _plans(case: Case, backends: list[str], text: str | None) -> list[CellPlan]:
+def _plans(
+    case: OpCase | ModelCase | TextCase | RetrievalCase, backends: list[str], text: str | None
+) -> list[CellPlan]:
+    backends = [name for name in backends if name not in METHODS or name in registry.names()]
     if isinstance(case, OpCase):
         spec, target = spec_of(case), Target.here()
         plans = [_plan(case.name, name, lambda name=name: [resolve(name, spec, target)]) for name in backends]
@@ -62,6 +69,34 @@ def _plans(case: Case, backends: list[str], text: str | None) -> list[CellPlan]:
         return [resolution for _, resolution in model_cell.resolutions_of(case, config, backend)]
 
     return [_plan(case.name, name, lambda name=name: ask(name)) for name in backends]
+
+
+def _method_plans(
+    case: SelectionCase | StackCase, wanted: list[str], text: str | None, *, all_cores: bool
+) -> list[CellPlan]:
+    """The rows of a case that are asked for, those that would repeat another refused."""
+    rows = [name for name in methods_of(case) if name in wanted]
+    dense = "standard"
+    if isinstance(case, SelectionCase):
+        from suite.kascade import dense as problems  # noqa: PLC0415
+
+        problems.check(case, text)
+    else:
+        dense = resolve("auto", stack_spec(case), Target.here()).backend.name
+    plans = []
+    for name in rows:
+        reasons = refusals(name, case)
+        resolved = None if reasons else dense if name == "dense" else name
+        exact = None if reasons else METHODS[name].exact
+        plans.append(CellPlan(case.name, name, resolved, None if reasons else "native", exact, reasons))
+    cores = usable_cores()
+    if not all_cores or not isinstance(case, StackCase) or Target.here().platform != "cpu":
+        return plans
+    if cores == 1 or case.kv_heads % cores:
+        return plans
+    # Rows run on all cores; dense on one device too, so that which dense is the fastest is known, not assumed.
+    divided_rows = [dataclasses.replace(plan, devices=cores) if plan.mode else plan for plan in plans]
+    return [plan for plan in plans if plan.requested == "dense"] + divided_rows
 
 
 def _on_all_cores(case: Case, plans: list[CellPlan]) -> list[CellPlan]:

@@ -23,6 +23,11 @@ CaseKind = Literal[
     "model_train",
     "perplexity",
     "retrieval",
+    "kascade_text",
+    "kascade_retrieval",
+    "kascade_gate",
+    "kascade_prefill",
+    "kascade_decode",
 ]
 
 

@@ -17,6 +17,8 @@ from typing import Any, Protocol
 from backends import UnknownBackendError, names, registry
 from suite.cases import Case, make_case, problem_of
 from suite.errors import CellFailure, InputError
+from suite.kascade.methods import METHODS, has_methods, methods_of
+from suite.kascade.words import KascadeWords, applied
 from suite.memory import machine_bytes
 from suite.peers import PEERS
 from suite.probe import CellPlan
@@ -24,7 +26,7 @@ from suite.process import Worker
 from suite.record import Record
 from suite.runner import Limits, References, RunContext, Watcher, cell_key, measured, run_case, unsupported
 from suite.store import RunStore, read_manifest
-from suite.suites import find_suite, select
+from suite.suites import Suite, find_suite, select
 
 MACHINE = "machine.json"
 _PROBE_SECONDS = 300.0
@@ -43,6 +45,7 @@ class RunRequest:
     resume: bool
     limits: Limits
     all_cores: bool = False
+    words: KascadeWords = dataclasses.field(default_factory=KascadeWords)
 
 
 class RunWatcher(Watcher, Protocol):
@@ -68,14 +71,17 @@ def new_request(
     text: Path | None,
     out: Path,
     limits: Limits,
+    words: KascadeWords = KascadeWords(),  # noqa: B008 (frozen)
 ) -> RunRequest:
     """The request that these words ask for. Raises InputError with one sentence for what does not exist."""
     found = find_suite(suite)
+    found = dataclasses.replace(found, cases=applied(words, found.cases))
     return RunRequest(
         suite=found.name,
         cases=found.cases if cases is None else select(found.cases, _split(cases, "--cases")),
-        backends=(*names(), *found.peers) if backends is None else _known(_split(backends, "--backends")),
+        backends=_rows(found) if backends is None else _known(_split(backends, "--backends")),
         all_cores=found.all_cores,
+        words=words,
         text=None if text is None else checked_text(text),
         out=out,
         resume=False,
@@ -96,6 +102,7 @@ def resumed_request(
             cases=kept_cases,
             backends=tuple(manifest["backends"]),
             all_cores=manifest["all_cores"],
+            words=KascadeWords(**manifest.get("kascade", {})),
             text=kept_text if text is None else text,
             out=out,
             resume=True,
@@ -103,7 +110,7 @@ def resumed_request(
         )
     except (KeyError, TypeError, InputError) as error:
         raise InputError(f"the run in {out} was written by another version ({error}); start a new one.") from error
-    pool = kept.cases if suite is None else find_suite(suite).cases
+    pool = kept.cases if suite is None else applied(kept.words, find_suite(suite).cases)
     asked = {
         "suite": kept.suite if suite is None else find_suite(suite).name,
         "cases": pool if cases is None else select(pool, _split(cases, "--cases")),
@@ -139,7 +146,7 @@ def execute(request: RunRequest, watcher: RunWatcher) -> None:
             text=None if request.text is None else str(request.text.resolve()),
             watcher=watcher,
         )
-        references = References(request.limits.seconds)
+        references = References(request.limits.seconds, context.text)
         try:
             for case in request.cases:
                 missing = [p for p in plans if p.case == case.name and cell_key(p, target) not in finished]
@@ -201,6 +208,7 @@ def _settle_identity(store: RunStore, request: RunRequest, environment: dict[str
         "cases": [problem_of(case) for case in request.cases],
         "backends": list(request.backends),
         "all_cores": request.all_cores,
+        "kascade": request.words.given,
         "text": None if request.text is None else _text_identity(request.text),
         **{name: environment[name] for name in ("versions", "source", "git_revision", "target", "flags")},
     }
@@ -234,9 +242,19 @@ def _text_identity(path: Path) -> dict[str, str]:
     return {"path": str(path.resolve()), "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
 
 
+def _rows(suite: Suite) -> tuple[str, ...]:
+    """What is measured unless told: every backend and the suite's peers; in Kascade's cases their own rows."""
+    rows: list[str] = []
+    if not all(has_methods(case) for case in suite.cases):
+        rows += [*names(), *suite.peers]
+    for case in suite.cases:
+        rows += methods_of(case) if has_methods(case) else ()
+    return tuple(dict.fromkeys(rows))
+
+
 def _known(wanted: Sequence[str]) -> tuple[str, ...]:
     for name in wanted:
-        if name in PEERS:
+        if name in PEERS or name in METHODS:
             continue
         try:
             registry.get(name)

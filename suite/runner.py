@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from suite import peers
 from suite.accuracy import judged_case
-from suite.cases import Case, OpCase, RetrievalCase, TextCase, problem_of
+from suite.cases import Case, OpCase, RetrievalCase, SelectionCase, StackCase, TextCase, problem_of
 from suite.errors import CellFailure
 from suite.memory import machine_bytes
 from suite.probe import CellPlan
@@ -62,7 +62,8 @@ class RunContext:
 class References:
     """What cells are judged by: one process for the whole run, its results kept in a temporary directory."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, text: str | None = None) -> None:
+        self._text = text
         self._seconds = max(seconds, _REFERENCE_SECONDS)
         self._directory = tempfile.TemporaryDirectory(prefix="attnsuite-")
         self.folder = Path(self._directory.name)
@@ -75,8 +76,11 @@ class References:
         A forward pass is judged by the file of the same problem with gradients, where there is one. Raises
         CellFailure where the reference cannot be computed.
         """
-        if isinstance(case, TextCase | RetrievalCase):
+        if isinstance(case, TextCase | RetrievalCase | StackCase):
             return None
+        if isinstance(case, SelectionCase):
+            # Prefill and decoding, and the gate, are held to the same logits; the schedule is made of the same file.
+            case = dataclasses.replace(case, phase="prefill", schedule="greedy", anchors="")
         if isinstance(case, OpCase):
             case = judged_case(case)[0]  # cases that differ only in a length beyond the oracle share one
         problem = {name: value for name, value in problem_of(case).items() if name not in ("kind", "name")}
@@ -88,7 +92,9 @@ class References:
         if self._worker is None:
             self._worker = Worker(int(_REFERENCE_SHARE * machine_bytes()))
         try:
-            self._worker.ask({"do": "reference", "case": problem_of(case), "path": str(path)}, self._seconds)
+            self._worker.ask(
+                {"do": "reference", "case": problem_of(case), "path": str(path), "text": self._text}, self._seconds
+            )
         except CellFailure as failure:
             self._worker.close()
             self._worker = None
@@ -124,6 +130,9 @@ def cell_key(plan: CellPlan, target: str) -> str:
 
 def run_case(case: Case, plans: Sequence[CellPlan], references: References, context: RunContext) -> Iterator[Record]:
     """Measure the cells of ``case`` and yield their records: failures at once, samples when all are taken."""
+    if isinstance(case, SelectionCase):
+        yield from _one_after_another(case, plans, references, context)
+        return
     cells: list[_Cell] = []
     with contextlib.ExitStack() as stack:
         for plan in plans:
@@ -149,6 +158,32 @@ def run_case(case: Case, plans: Sequence[CellPlan], references: References, cont
             yield from (_record(case, cell, context, "ok") for cell in ready)
             return
         yield from _sample_in_turns(case, ready, context)
+
+
+def _one_after_another(
+    case: SelectionCase, plans: Sequence[CellPlan], references: References, context: RunContext
+) -> Iterator[Record]:
+    """Cells in which nothing is timed or weighed share one process, until one of them takes it down."""
+    worker = Worker(context.limits.memory)
+    try:
+        context.watcher.doing(case.name, "reference", "dense logits and calibration")
+        reference, failure = None, None
+        try:
+            reference = references.path(case)
+        except CellFailure as found:
+            failure = found
+        for plan in plans:
+            cell = _Cell(plan, _now(), worker)
+            if failure is not None:
+                yield _failed(case, cell, context, failure)
+                continue
+            ended = _prepare(case, cell, reference, context)
+            if ended is not None and ended.status != "wrong":
+                worker.close()
+                worker = Worker(context.limits.memory)
+            yield ended or _record(case, cell, context, "ok")
+    finally:
+        worker.close()
 
 
 def _environment(plan: CellPlan, folder: Path) -> Mapping[str, str]:

@@ -82,6 +82,17 @@ def unpaired_ratio(samples: Sequence[float], baseline: Sequence[float]) -> Inter
     return Interval(value, float(found.confidence_interval.low), float(found.confidence_interval.high), count)
 
 
+def wilson(successes: int, count: int) -> Interval:
+    """A share with its 95% Wilson score interval (Wilson, 1927), at least one trial.
+
+    >>> found = wilson(8, 8)
+    >>> found.value, round(found.low, 3), found.high
+    (1.0, 0.676, 1.0)
+    """
+    found = stats.binomtest(successes, count).proportion_ci(method="wilson")
+    return Interval(successes / count, float(found.low), float(found.high), count)
+
+
 def _estimate(values: Sequence[float], statistic: Callable[[Sequence[float]], Any]) -> Interval:
     value, count = float(statistic(values)), len(values)
     if count < FEWEST:

@@ -3,8 +3,8 @@
 Every candidate is compiled, judged by the oracle, and sampled in turns with the others in one process; after
 a first look the best few are sampled on. For a device that is not here candidates are ranked by what the
 compiler says of their kernels: those that compile and fit, fewest spilled bytes first, then the largest
-blocks. That is no measurement, and the file says which of the two it holds. Winners, and all that was tried
-or failed, go to one JSON file (``backends/tuned.py`` reads it).
+blocks, and the defaults before what is no better. That is no measurement, and the file says which of the two
+it holds. Winners, and all that was tried or failed, go to one JSON file (``backends/tuned.py`` reads it).
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from suite.process import Worker
 from suite.runner import Limits, References
 
 FIRST_ROUNDS, LAST_ROUNDS, KEPT = 3, 9, 4
+_KERNEL_FIELDS = ("name", "registers", "spilled_bytes", "shared_bytes", "shared_limit_bytes")
 
 
 @runtime_checkable
@@ -167,14 +168,14 @@ def _compiled(backend: CompilesKernels, spec: AttentionSpec, target: Target, opt
     return {
         "options": options,
         "error": errors[0] if errors else None,
-        "spilled_bytes": max((build.spilled_bytes or 0 for build in builds), default=0),
-        "shared_bytes": max((build.shared_bytes or 0 for build in builds), default=0),
+        "kernels": [{name: getattr(build, name) for name in _KERNEL_FIELDS} for build in builds],
     }
 
 
-def _plausibility(trial: dict[str, Any]) -> tuple[int, int, int]:
+def _plausibility(trial: dict[str, Any]) -> tuple[int, int]:
+    """Spilled bytes of all kernels together (most are the same in every trial), then the blocks' size."""
     block = math.prod(value for name, value in trial["options"].items() if name.endswith("block_size"))
-    return trial["spilled_bytes"], -block, trial["shared_bytes"]
+    return sum(kernel["spilled_bytes"] or 0 for kernel in trial["kernels"]), -block
 
 
 def try_candidates(case: OpCase, name: str, reference: Path) -> dict[str, Any]:
@@ -255,7 +256,7 @@ def _entry(case: OpCase, name: str, found: dict[str, Any]) -> dict[str, Any]:
 
 
 def _compiled_entry(case: OpCase, name: str, target: Target) -> dict[str, Any]:
-    """The most plausible of those that compile and fit; no options where none does."""
+    """The most plausible of those that compile and fit, the first of equals; no options where none does."""
     tried = rank_candidates(case, name, target)
     working = [trial for trial in tried if trial["error"] is None]
     best = min(working, key=_plausibility)["options"] if working else {}

@@ -70,7 +70,7 @@ def _answer(request: dict[str, Any]) -> Any:
         case "tune":
             return tuning.try_candidates(_op_case(request["case"]), request["backend"], Path(request["reference"]))
         case "reference":
-            return cell.case_reference(make_case(request["case"]), Path(request["path"]))
+            return cell.case_reference(make_case(request["case"]), Path(request["path"]), request["text"])
     raise CellFailure("crashed", f"the worker does not know the request {request['do']!r}.")
 
 

@@ -76,7 +76,7 @@ class Kvax:
         # A plan to be compiled by XLA goes through jax-triton, as a native one; compile_kernels does without.
         if reasons := probe.missing("native" if mode == "compile" else mode):
             raise ImportError(" ".join(reasons))
-        return plan_with(upstream_of(mode), spec, layout, blocks, sharding)
+        return plan_with(upstream_of(mode, target), spec, layout, blocks, sharding)
 
     def compile_kernels(
         self, spec: AttentionSpec, target: Target, options: Mapping[str, Any] | None = None
@@ -108,7 +108,7 @@ def _blocks(spec: AttentionSpec, target: Target, given: Mapping[str, Any]) -> Bl
     return block_sizes.choose(spec, target, {**found, **given})
 
 
-def upstream_of(mode: Mode) -> Upstream:
+def upstream_of(mode: Mode, target: Target) -> Upstream:
     """Kvax with the launcher of the mode. Importing this module imports neither Kvax nor Triton."""
     if mode == "interpret":
         from backends.kvax import interpret  # noqa: PLC0415
@@ -116,7 +116,7 @@ def upstream_of(mode: Mode) -> Upstream:
         return interpret.interpreted()
     from backends.kvax import upstream  # noqa: PLC0415
 
-    return upstream.native()
+    return upstream.native(target.compute_capability if mode == "compile" else None)
 
 
 def plan_with(

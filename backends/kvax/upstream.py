@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import importlib
 import itertools
+import os
 import sys
 import threading
 import types
@@ -26,6 +27,7 @@ Launch = Callable[..., Any]  # the signature of jax_triton.triton_call
 
 _LOADING = threading.RLock()  # sys.modules has one copy of a name at a time
 _PRIVATE = ("kvax", "jax_triton")
+_TRITON_CACHE = "TRITON_CACHE_DIR"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -74,13 +76,18 @@ def load(launch: Launch) -> Upstream:
 
 
 @functools.cache
-def native() -> Upstream:
-    """Kvax on the real jax_triton. Raises ImportError and others where that does not import (no CUDA plugin)."""
-    with _private_modules():
+def native(compute_capability: tuple[int, int] | None = None) -> Upstream:
+    """Kvax on the real jax_triton. Raises ImportError and others where that does not import (no CUDA plugin).
+
+    ``compute_capability`` is that of a GPU to compile for which is not here; None asks the driver.
+    """
+    with _private_modules(), _environment_kept():
         jax_triton = importlib.import_module("jax_triton")
         library = importlib.import_module("jax_triton.triton_lib")
         _divisible_scalars(library)
-    return load(functools.partial(_launch_natively, jax_triton.triton_call))
+    number = None if compute_capability is None else 10 * compute_capability[0] + compute_capability[1]
+    launch = functools.partial(jax_triton.triton_call, compute_capability=number)
+    return load(functools.partial(_launch_natively, launch))
 
 
 def _launch_natively(triton_call: Launch, *args: Any, **options: Any) -> Any:
@@ -134,6 +141,19 @@ def _importable() -> Iterator[None]:
         finally:
             if missing:
                 del module.Specs  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@contextlib.contextmanager
+def _environment_kept() -> Iterator[None]:
+    """jax-triton 0.3 empties TRITON_CACHE_DIR when it is imported: no other user of Triton could compile any more."""
+    before = os.environ.get(_TRITON_CACHE)
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(_TRITON_CACHE, None)
+        else:
+            os.environ[_TRITON_CACHE] = before
 
 
 def _adaptations(flash: types.ModuleType) -> None:

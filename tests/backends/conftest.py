@@ -1,6 +1,9 @@
 """Strict numerics, as equinox tests with: no silent promotion of a dtype or a rank in any backend."""
 
-from collections.abc import Iterator
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 
 import jax
 import pytest
@@ -18,3 +21,21 @@ def strict_numerics(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         yield
+
+
+@pytest.fixture(scope="session")
+def loaded_by() -> Callable[[str], tuple[bool, set[str]]]:
+    """Whether a fresh process that runs some code has initialised a device, and the packages that it has imported."""
+    report = """
+import json, sys
+from jax._src import xla_bridge
+print(json.dumps([xla_bridge.backends_are_initialized(), sorted({name.partition(".")[0] for name in sys.modules})]))
+"""
+
+    def run(code: str) -> tuple[bool, set[str]]:
+        done = subprocess.run([sys.executable, "-c", code + report], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        initialised, packages = json.loads(done.stdout)
+        return initialised, set(packages)
+
+    return run

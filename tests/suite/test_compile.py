@@ -18,7 +18,14 @@ from backends import Target, registry
 from backends.contract import KernelBuild, Support
 from backends.devices import KNOWN_KINDS
 from suite import compile_cell, compile_run, topologies
-from suite.abstract_programs import AbstractProgram, attention_specs, model_program, op_program, resolutions
+from suite.abstract_programs import (
+    AbstractProgram,
+    attention_specs,
+    model_program,
+    op_program,
+    resolutions,
+    role_program,
+)
 from suite.cases import ModelCase, OpCase, spec_of
 from suite.command_line import main
 from suite.compile_run import SEARCH_LENGTHS, SEARCH_STEPS, CompileRequest, longest
@@ -97,6 +104,22 @@ def test_shapes_are_those_of_the_program_that_is_measured(case):
     assert abstract.arguments == given
     results = [jax.tree.leaves(jax.eval_shape(program.function, *given)) for program in (abstract, measured)]
     assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("target", [V5E, H100], ids=str)
+@pytest.mark.parametrize("kind", ["op_forward", "op_decode"])
+def test_layer_that_reuses_takes_the_selection_as_an_argument_and_hands_it_on(kind, target):
+    case, backend = OpCase(kind=kind, sequence=1024, kv_heads=2, dtype="bfloat16"), registry.get("kascade")
+    assert compile_cell.in_roles(case, "kascade") == ("kascade:anchor", "kascade:reuse")
+    assert compile_cell.in_roles(case, "splash") == ("splash",)
+    assert compile_cell.in_roles(dataclasses.replace(MODEL, sequence=64, name=""), "kascade") == ("kascade",)
+    anchor, reuse = (role_program(case, backend, target, role) for role in ("anchor", "reuse"))
+    assert reuse.arguments[:-1] == anchor.arguments
+    out, selection = jax.eval_shape(anchor.function, *anchor.arguments)
+    assert (out.shape, selection) == ((1, case.query_length, 8, 64), reuse.arguments[-1])
+    kernels = [str(jax.make_jaxpr(program.function)(*program.arguments)) for program in (anchor, reuse)]
+    assert ["kascade_pooled_mass" in text for text in kernels] == [True, False]
+    assert all("kascade_attend" in text for text in kernels)
 
 
 @pytest.mark.parametrize("kind", ["model_prefill", "model_train", "model_decode"])
@@ -192,7 +215,7 @@ def test_what_a_backend_refuses_is_refused_for_the_target_before_it_is_compiled(
 
 @dataclasses.dataclass(frozen=True)
 class OutsideXla:
-    """A backend that compiles its own kernels."""
+    """A backend that compiles its own kernels, and cannot put them into XLA's program."""
 
     error: str | None = None
     name: str = "outside"
@@ -202,7 +225,7 @@ class OutsideXla:
         return Support(mode)
 
     def plan(self, spec, layout, **_):
-        raise AssertionError("nothing is lowered for a backend that compiles its own kernels")
+        raise ImportError("outside needs\nwhat launches its kernels.")
 
     def compile_kernels(self, spec, target, options=None):
         sizes = {} if self.error else {"registers": 208, "spilled_bytes": 0, "shared_bytes": 98304}
@@ -216,12 +239,45 @@ class OutsideXla:
 @pytest.mark.parametrize("error", [None, "shared memory: 459776 of 232448 bytes"])
 def test_kernels_outside_xla_show_registers_spills_and_shared_memory(monkeypatch, case, error):
     monkeypatch.setattr(registry, "get", lambda _: OutsideXla(error))
+    monkeypatch.setattr(topologies, "missing", lambda _: "no compiler for it.")
     found = compile_cell.compile_cell(case, "outside", H100)
     assert found["status"] == ("ok" if error is None else "crashed")
     assert found["error"] == (None if error is None else f"forward: {error}")
     (kernel,) = found["kernels"]
     assert kernel["registers"] == (208 if error is None else None)
     assert kernel["configuration"] == {"block_q": 128, "num_warps": 8}
+    assert "memory" not in found
+
+
+@pytest.mark.parametrize(
+    ("absent", "note"),
+    [("no compiler for it.", "no compiler for it."), (None, "outside needs what launches its kernels.")],
+)
+def test_kernels_without_their_program_say_why_its_size_is_not_known(monkeypatch, absent, note):
+    monkeypatch.setattr(registry, "get", lambda _: OutsideXla())
+    monkeypatch.setattr(topologies, "missing", lambda _: absent)
+    monkeypatch.setattr(topologies, "device", lambda _: jax.devices()[0])
+    found = compile_cell.compile_cell(OP, "outside", H100)
+    assert (found["status"], found["notes"]) == ("ok", [note])
+
+
+@pytest.mark.parametrize(("peak", "status"), [(2**30, "ok"), (2**40, "oom"), (None, "crashed")])
+def test_program_around_kernels_is_judged_by_its_size(monkeypatch, peak, status):
+    def compiled(program, device):
+        if peak is None:
+            raise RuntimeError("INTERNAL: no such call")
+        return {"lower_seconds": 1.0, "compile_seconds": 2.0, "memory": {"compiled_peak": peak}}
+
+    monkeypatch.setattr(registry, "get", lambda _: OutsideXla())
+    monkeypatch.setattr(topologies, "missing", lambda _: None)
+    monkeypatch.setattr(topologies, "device", lambda _: None)
+    monkeypatch.setattr(compile_cell, "compile_program", compiled)
+    found = compile_cell.compile_cell(OP, "outside", H100)
+    assert (found["status"], len(found["kernels"])) == (status, 1)
+    assert found.get("notes") is None
+    if peak is not None:
+        assert found["memory"] == {"compiled_peak": peak}
+        assert found["compile_seconds"] >= 2.0
 
 
 # How the longest length is searched
@@ -400,12 +456,14 @@ def test_page_shows_kernels(compile_with_fakes, tmp_path):
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     kernel = dataclasses.asdict(OutsideXla().compile_kernels(None, H100)[0])
     assert lines[0]["status"] == "ok"
-    lines[0]["memory"] = {}
+    lines[0] |= {"memory": {}, "notes": ["no compiler for it."]}
     lines[0]["kernels"] = [kernel | {"configuration": dict(kernel["configuration"])}]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     page = reports.render(tmp_path / "run").read_text(encoding="utf-8")
     assert "registers per thread" in page
     assert "1 compile as kernels alone" in page
+    assert "compiles (N1)" in page
+    assert "**N1** no compiler for it." in page
     assert "block\\_q 128, num\\_warps 8" in page or "block_q 128, num_warps 8" in page
     assert "98304" in page
 

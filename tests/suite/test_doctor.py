@@ -15,5 +15,9 @@ def test_doctor_lists_every_backend_with_its_mode_or_every_reason(foreign, fault
         for support in backend["problems"].values():
             assert (support["mode"] == "native") != bool(support["reasons"])
     assert len(backends["refusing"]["problems"]["forward"]["reasons"]) == 2
+    kascade = backends["kascade"]
+    assert kascade["exact"] is False
+    assert [kascade["problems"][name]["mode"] for name in ("forward", "decode step")] == ["native", "native"]
+    assert "needs_grad=True is not supported by kascade" in kascade["problems"]["forward+backward"]["reasons"][0]
     assert found["environment"]["versions"]["jax"]
     assert describe(found)

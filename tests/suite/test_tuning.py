@@ -104,6 +104,7 @@ class Compiles(Candidates):
 
     def compile_kernels(self, spec, target, options=None):
         spilled, shared = BUILDS[options["block_size"]]
+        shared *= options.get("num_stages", 1)
         error = "does not fit" if shared > 200_000 else None
         return (KernelBuild(name="kernel", configuration=(), spilled_bytes=spilled, shared_bytes=shared, error=error),)
 
@@ -131,6 +132,15 @@ def test_device_that_is_not_here_gets_what_spills_least_and_is_the_largest_of_th
     errors = {trial["options"]["block_size"]: trial["error"] for trial in entry["tried"]}
     assert errors == {32: None, 64: None, 128: None, 256: "kernel: does not fit", 512: "KeyError: 512"}
     assert "median_seconds" not in json.dumps(entry)
+
+
+def test_defaults_stay_where_nothing_spills_less_in_a_block_that_is_larger(monkeypatch, tmp_path):
+    """Neither spilling for a larger block, nor fewer stages for less shared memory."""
+    monkeypatch.setitem(BUILDS, 64, (8, 500))
+    monkeypatch.setattr(Compiles, "defaults", lambda *_: {"block_size": 32, "num_stages": 3})
+    (entry,) = tune_for_h100(monkeypatch, tmp_path, "bfloat16")["entries"]
+    assert entry["options"] == {"block_size": 32, "num_stages": 3}
+    assert [len(trial["kernels"]) for trial in entry["tried"] if not trial["error"]] == [1] * 4
 
 
 def test_case_that_is_refused_everywhere_writes_no_file(monkeypatch, tmp_path):

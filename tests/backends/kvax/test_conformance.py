@@ -1,4 +1,4 @@
-"""Kvax's own kernels, executed on a CPU, against the oracle."""
+"""Kvax's own kernels against the oracle: executed on a CPU, and natively where there is an NVIDIA GPU."""
 
 import hypothesis
 import jax.numpy as jnp
@@ -11,14 +11,13 @@ from problems import CASES, QUANTITIES
 from backends import AttentionSpec, Layout, Target, oracle
 from backends.kvax import KVAX
 
-pytestmark = pytest.mark.kvax
-
 # Kvax's dq kernel multiplies the query by the scale and rounds the product to half precision before it recomputes the
 # scores, which the forward pass does not: where logits are large its probabilities are not those of the forward pass.
 # Nothing outside of the kernel can mend that; docs/kvax.md says so.
 LOSES_DQ = ("big-logits-bfloat16", "big-logits-float16")
 
 
+@pytest.mark.kvax
 class TestKvax(Conformance):
     backend = "kvax"
     mode = "interpret"
@@ -53,11 +52,23 @@ class TestKvax(Conformance):
     )
 
 
+class TestKvaxNative(Conformance):
+    """Support is judged for an H100 everywhere; the numbers need an NVIDIA GPU."""
+
+    backend = "kvax"
+    target = Target("cuda", "h100")
+    dtype = "bfloat16"
+    cases = tuple(case for case in CASES if not case.startswith("big-logits"))  # all are bfloat16 here
+    refuses = TestKvax.refuses
+
+
+@pytest.mark.kvax
 @pytest.mark.parametrize("case", LOSES_DQ)
 def test_only_dq_suffers_from_big_logits_in_half_precision(case):
     assert passed(problems.problem(case)) == {"output": True, "dq": False, "dk": True, "dv": True}
 
 
+@pytest.mark.kvax
 @pytest.mark.parametrize(("magnitude", "largest_logit", "dq"), [(2, 18, True), (4, 72, False)])
 def test_dq_leaves_the_noise_floor_between_logits_of_18_and_72(magnitude, largest_logit, dq):
     spec = AttentionSpec(
@@ -106,6 +117,7 @@ class _SmallBlocks:
         return KVAX.plan(spec, layout, target=target, mode=mode, options=sizes)
 
 
+@pytest.mark.kvax
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_any_segments_positions_and_lengths(is_causal):
     spec = AttentionSpec(

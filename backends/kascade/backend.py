@@ -1,0 +1,247 @@
+"""The ``kascade`` backend: calibrated cross-layer sparse attention (arXiv 2512.16391) behind the common interface.
+
+A plan holds the schedule and the tiling; the carry is the :class:`~backends.kascade.selection.Selection` of the latest
+anchor. Training-free and forward only. Approximate: ``exact`` is False, and ``auto`` never takes it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float
+
+from backends.contract import AttentionSpec, Carry, Layout, Mode, Plan, Support, forward_only
+from backends.devices import Target
+from backends.kascade import kernels, steps, xla
+from backends.kascade.cost import not_profitable
+from backends.kascade.schedule import LayerRole, manual
+from backends.kascade.selection import Places, Selection, candidates, choose, with_own
+from backends.kascade.settings import Kernel, Settings, Tiling
+from backends.resolve import resolve
+
+_INSTEAD = "use backend='chunked'"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Kascade:
+    """The ``kascade`` backend."""
+
+    name: str = "kascade"
+    exact: bool = False
+
+    def supports(self, spec: AttentionSpec, target: Target, mode: Mode = "native") -> Support:
+        """Causal attention without gradients, over slots; every reason why not."""
+        reasons = [*_spec_reasons(spec)]
+        if _kernel(target, mode) == "pallas":
+            reasons += _kernel_reasons(spec, target)
+        return Support(None, tuple(reasons)) if reasons else Support(mode)
+
+    def roles(self, spec: AttentionSpec) -> Mapping[str, tuple[Mapping[str, Any], int]]:
+        """One layer that selects and one that reuses its selection; dense layers are the other backends'."""
+        schedule = manual((0, 1), num_layers=3, kv_heads=spec.num_kv_heads)
+        return {"anchor": ({}, 0), "reuse": ({"schedule": schedule}, 2)}
+
+    def plan(
+        self,
+        spec: AttentionSpec,
+        layout: Layout,
+        *,
+        target: Target,
+        mode: Mode = "native",
+        options: Mapping[str, Any] | None = None,
+    ) -> Plan:
+        """Cut the problem into tiles once for all layers. Options: see ``backends.kascade.OPTIONS``.
+
+        ``plan.run(..., layer=i, carry=carry)`` does what the schedule says of layer ``i``; without a schedule every
+        layer is an anchor. Raises ValueError for options that are not accepted, for key positions, and, when a layer
+        runs, where the schedule does not know it or a reuse layer gets no selection.
+        """
+        settings = Settings.of(options, _kernel(target, mode))
+        tiling = Tiling.of(spec, settings)
+        places = Places.of(spec, layout, tiling)
+        if settings.when == "profitable":
+            instead = not_profitable(spec, settings)
+            if instead is not None:
+                dense = resolve("auto", spec, target)
+                return Plan(dense.plan(layout).attend, (f"{instead}; {dense.backend.name} ran.",))
+        compute = _computation(spec, settings, tiling, places, layout, target, mode)
+
+        def attend(
+            query: Float[Array, "b t n h"],
+            key: Float[Array, "b s k h"],
+            value: Float[Array, "b s k v"],
+            layer: int,
+            carry: Carry,
+        ) -> tuple[Float[Array, "b t n v"], Carry]:
+            role = _role(settings, spec, layer)
+            if role.role == "reuse":
+                selection = _carried(carry, tiling, spec, layer)
+                if settings.ablation != "no_remap" and role.head_map:
+                    selection = selection.remapped(role.head_map)
+                return compute.attend(query, key, value, selection), carry
+            if role.role == "dense":
+                return compute.dense(query, key, value)
+            selection = compute.select(query, key)
+            return compute.attend(query, key, value, selection), selection
+
+        return Plan(forward_only(attend))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Computation:
+    """The three things that a layer does, by whatever kernels."""
+
+    select: Callable[[Array, Array], Selection]
+    dense: Callable[[Array, Array, Array], tuple[Array, Selection]]
+    attend: Callable[[Array, Array, Array, Selection], Array]
+
+
+def _computation(
+    spec: AttentionSpec,
+    settings: Settings,
+    tiling: Tiling,
+    places: Places,
+    layout: Layout,
+    target: Target,
+    mode: Mode,
+) -> _Computation:
+    if settings.kernel == "xla":
+        if mode == "interpret":
+            raise ValueError("kascade: kernel='xla' is plain XLA, there is no kernel to interpret; use mode='native'.")
+        return _in_xla(spec, settings, tiling, places)
+    if settings.mesh is not None:
+        raise ValueError("kascade: mesh is for kernel='xla'; leave it out, or shard the call yourself.")
+    module = kernels.pallas(target)
+    refused = module.refuses(spec, settings, target)
+    if refused:
+        raise ValueError("kascade: kernel='pallas' cannot run this: " + " ".join(refused))
+    how: dict[str, Any] = {"settings": settings, "interpret": mode == "interpret"}
+
+    def select(query: Array, key: Array) -> Selection:
+        mass = module.pooled_mass(spec, tiling, places, query, key, **how)
+        if settings.ablation == "all_heads":
+            mass = jnp.broadcast_to(mass.sum(1, keepdims=True), mass.shape)
+        allowed = candidates(tiling, places.of_all(spec.batch))[:, None]
+        return Selection(*choose(tiling, mass, jnp.broadcast_to(allowed, mass.shape)))
+
+    def attend(query: Array, key: Array, value: Array, selection: Selection) -> Array:
+        listed = with_own(tiling, places, selection)
+        return module.attend(spec, tiling, places, query, key, value, listed, **how)
+
+    def dense(query: Array, key: Array, value: Array) -> tuple[Array, Selection]:
+        out, _ = resolve("auto", spec, target).plan(layout).run(query, key, value)
+        return out, select(query, key)
+
+    return _Computation(select, dense, attend)
+
+
+def _in_xla(spec: AttentionSpec, settings: Settings, tiling: Tiling, places: Places) -> _Computation:
+    """XLA's code, each device of a mesh with its share of the KV heads; indices alone cross from one to another."""
+    mesh, ablation = settings.mesh, settings.ablation
+    choose_units = steps.select if spec.query_length == 1 else xla.select
+    share = spec
+    if mesh is not None:
+        if spec.num_kv_heads % mesh.size or ablation == "all_heads":
+            raise ValueError(
+                f"kascade: {mesh.size} devices cannot divide num_kv_heads={spec.num_kv_heads} with "
+                f"ablation={ablation!r}; use a number of devices that divides the KV heads, and not 'all_heads', "
+                "which needs all of them at once."
+            )
+        heads, kv_heads = spec.num_heads // mesh.size, spec.num_kv_heads // mesh.size
+        share = dataclasses.replace(spec, num_heads=heads, num_kv_heads=kv_heads)
+
+    def divided(function: Callable[..., Any], *arrays: Any) -> Any:
+        if mesh is None:
+            return function(places, *arrays)
+        by_head, by_kv_head = PartitionSpec(None, None, mesh.axis_names[0]), PartitionSpec(None, mesh.axis_names[0])
+        given = tuple(by_kv_head if isinstance(x, Selection) else by_head for x in arrays)
+        back = {"select": by_kv_head, "dense": (by_head, by_kv_head), "attend": by_head}[function.__name__]
+        run = jax.shard_map(function, mesh=mesh, in_specs=(PartitionSpec(), *given), out_specs=back, check_vma=False)
+        return run(places, *arrays)
+
+    def select(places: Places, query: Array, key: Array) -> Selection:
+        return choose_units(share, tiling, places, query, key, None, ablation)[0]
+
+    def dense(places: Places, query: Array, key: Array, value: Array) -> tuple[Any, Selection]:
+        selection, out = choose_units(share, tiling, places, query, key, value, ablation)
+        return out, selection
+
+    def attend(places: Places, query: Array, key: Array, value: Array, selection: Selection) -> Array:
+        return xla.attend(share, tiling, places, query, key, value, selection)
+
+    return _Computation(
+        functools.partial(divided, select), functools.partial(divided, dense), functools.partial(divided, attend)
+    )
+
+
+def _role(settings: Settings, spec: AttentionSpec, layer: int) -> LayerRole:
+    if settings.schedule is None:
+        return LayerRole("anchor", layer)
+    layers = settings.schedule.layers
+    if not 0 <= layer < len(layers):
+        raise ValueError(f"kascade: layer {layer} runs, but the schedule is for {len(layers)} layers.")
+    role = layers[layer]
+    if role.head_map and (len(role.head_map) != spec.num_kv_heads or max(role.head_map) >= spec.num_kv_heads):
+        raise ValueError(
+            f"kascade: layer {layer} of the schedule maps its KV heads to {role.head_map}, "
+            f"but this model has {spec.num_kv_heads} of them."
+        )
+    return role
+
+
+def _carried(carry: Carry, tiling: Tiling, spec: AttentionSpec, layer: int) -> Selection:
+    if not isinstance(carry, Selection):
+        raise ValueError(  # noqa: TRY004  (a carry of () is no wrong type: the layers ran out of order)
+            f"kascade: layer {layer} reuses a selection, but none was handed to it; "
+            "run the layers in order and pass each one's carry to the next."
+        )
+    expected = (spec.batch, spec.num_kv_heads, tiling.query_tiles, tiling.slots)
+    if carry.selected.shape != expected:
+        raise ValueError(
+            f"kascade: layer {layer} was handed a selection of shape {carry.selected.shape}; expected {expected} "
+            "[batch, KV heads, query tiles, slots]."
+        )
+    return carry
+
+
+def _kernel(target: Target, mode: Mode) -> Kernel:
+    """The kernels that compute where the options do not say."""
+    return "pallas" if mode == "interpret" or target.platform in ("tpu", "cuda") else "xla"
+
+
+def _kernel_reasons(spec: AttentionSpec, target: Target) -> tuple[str, ...]:
+    try:
+        return kernels.pallas(target).refuses(spec, Settings(kernel="pallas"), target)
+    except ImportError as error:
+        return (f"kascade's Pallas kernels do not load here ({error}); use backend='chunked'.",)
+
+
+def _spec_reasons(spec: AttentionSpec) -> Iterator[str]:
+    if spec.needs_grad:
+        yield f"needs_grad=True is not supported by kascade, which has no backward pass; {_INSTEAD}."
+    if not spec.is_causal:
+        yield f"is_causal=False is not supported by kascade, which selects among earlier keys; {_INSTEAD}."
+    if spec.window is not None:
+        yield f"local_window_size={spec.window} is not supported by kascade (a window is sparse already); {_INSTEAD}."
+    if spec.chunk_size is not None:
+        yield f"chunk_size={spec.chunk_size} is not supported by kascade (a chunk is sparse already); {_INSTEAD}."
+    if spec.has_positions and spec.query_length > 1 and not spec.has_seq_lengths:
+        yield (
+            f"explicit positions with query_length={spec.query_length} are supported by kascade only as those of new "
+            f"tokens behind a cache (consecutive, with key_value_seq_lengths); {_INSTEAD}."
+        )
+    for name, has in (("mask", spec.has_mask), ("bias", spec.has_bias)):
+        if has:
+            yield (
+                f"an explicit {name} array is not supported by kascade, whose memory is linear in the length; "
+                "use backend='standard'."
+            )
+
+
+KASCADE = Kascade()

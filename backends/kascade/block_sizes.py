@@ -1,0 +1,184 @@
+"""Block sizes of Kascade's Pallas kernels, and whether a device can hold them: said before anything is traced.
+
+What is selected (``query_tile``, ``tile_size``) is the algorithm's; how a kernel works through it is here. A query tile
+is taken ``block_q`` queries at a time, with all heads of their group; a selected tile is loaded ``block_kv_sparse``
+keys at a time and computed with ``block_kv_compute`` at a time. All are at most: no block is larger than its tile.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from backends.contract import AttentionSpec
+from backends.devices import Target
+
+if TYPE_CHECKING:
+    from backends.kascade.settings import Settings, Tiling
+
+LANES = 128  # of a TPU's vector unit: scores are computed so many keys wide
+LEAST = 16  # rows of a bfloat16 register on a TPU; sides of Triton's smallest product
+_GPU_ROWS = 128  # of one program: the paper's tile, 32 queries of 4 heads
+
+_KIB, _MIB = 2**10, 2**20
+# What the compiler grants one kernel of a core's vector memory unless told otherwise; its own words when it is too
+# little ("limit 16.00M"). Seven eighths of it, since the sizes below are an estimate.
+_VMEM = {"v4": 14 * _MIB, "v5e": 14 * _MIB, "v5p": 14 * _MIB, "v6e": 28 * _MIB, "tpu7x": 28 * _MIB}
+# Shared memory of a thread block by compute capability (CUDA programming guide, technical specifications).
+_SHARED = {(8, 0): 163 * _KIB, (9, 0): 227 * _KIB, (10, 0): 227 * _KIB}
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KascadeBlockSizes:
+    """Queries and keys. Raises ValueError for a size that is no power of two, below 16, or a step above its block.
+
+    >>> KascadeBlockSizes()
+    KascadeBlockSizes(block_q=512, block_kv_sparse=256, block_kv_compute=128)
+    """
+
+    block_q: int = 512
+    block_kv_sparse: int = 256
+    block_kv_compute: int = 128
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            size = getattr(self, field.name)
+            whole = isinstance(size, int) and not isinstance(size, bool)
+            if not whole or size < LEAST or size & (size - 1):
+                raise ValueError(
+                    f"kascade: {field.name}={size!r} is not accepted; it is a power of two of at least {LEAST}."
+                )
+        if self.block_kv_compute > self.block_kv_sparse:
+            raise ValueError(
+                f"kascade: block_kv_compute={self.block_kv_compute} is more than block_kv_sparse="
+                f"{self.block_kv_sparse}; give at most a block."
+            )
+
+    @staticmethod
+    def of(settings: Settings) -> KascadeBlockSizes:
+        """The sizes that the options give, else the defaults (a step is never above a block that is given)."""
+        names = [field.name for field in dataclasses.fields(KascadeBlockSizes)]
+        given = {name: getattr(settings, name) for name in names if getattr(settings, name) is not None}
+        if "block_kv_sparse" in given and "block_kv_compute" not in given:
+            given["block_kv_compute"] = min(given["block_kv_sparse"], KascadeBlockSizes().block_kv_compute)
+        return KascadeBlockSizes(**given)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Blocks:
+    """How a kernel cuts one problem: sizes that divide, powers of two but for the tile.
+
+    A query tile is padded to ``tile_q`` queries and taken in blocks of ``block_q``; a tile of ``tile_kv`` keys in
+    blocks of ``block_kv``, each in steps of ``step_kv``.
+    """
+
+    tile_q: int
+    block_q: int
+    tile_kv: int
+    block_kv: int
+    step_kv: int
+
+    @staticmethod
+    def of(tiling: Tiling, sizes: KascadeBlockSizes) -> Blocks:
+        """The blocks of ``sizes`` in the tiles of ``tiling``."""
+        tile_q = max(LEAST, 1 << (tiling.query_tile - 1).bit_length())
+        block_kv = min(sizes.block_kv_sparse, tiling.unit & -tiling.unit)
+        return Blocks(tile_q, min(sizes.block_q, tile_q), tiling.unit, block_kv, min(sizes.block_kv_compute, block_kv))
+
+    @property
+    def blocks_q(self) -> int:
+        """Blocks of a query tile."""
+        return self.tile_q // self.block_q
+
+    @property
+    def blocks_kv(self) -> int:
+        """Blocks of a tile of keys."""
+        return self.tile_kv // self.block_kv
+
+
+def tpu_blocks(spec: AttentionSpec, tiling: Tiling, settings: Settings) -> Blocks:
+    """What the options ask for; where they do not, block_q is halved until every generation can hold the kernel."""
+    blocks = Blocks.of(tiling, KascadeBlockSizes.of(settings))
+    if settings.block_q is None:
+        while vmem_bytes(blocks, spec) > min(_VMEM.values()) and blocks.block_q > LEAST:
+            blocks = dataclasses.replace(blocks, block_q=blocks.block_q // 2)
+    return blocks
+
+
+def gpu_blocks(spec: AttentionSpec, tiling: Tiling, settings: Settings) -> Blocks:
+    """What the options ask for; where they do not, what the smallest shared memory holds.
+
+    ``block_q`` counts rows of a query tile here, whichever heads of the group they are of.
+    """
+    blocks = Blocks.of(tiling, KascadeBlockSizes.of(settings))
+    rows = spec.group_size * blocks.tile_q
+    largest = _GPU_ROWS if settings.block_q is None else settings.block_q
+    blocks = dataclasses.replace(blocks, block_q=min(largest, rows & -rows))
+    if settings.block_kv_compute is None:
+        while shared_bytes(blocks, spec) > min(_SHARED.values()) and blocks.step_kv > LEAST:
+            blocks = dataclasses.replace(blocks, step_kv=blocks.step_kv // 2)
+    return blocks
+
+
+def tpu_reasons(spec: AttentionSpec, tiling: Tiling, settings: Settings, target: Target) -> Iterator[str]:
+    """Why a TPU cannot hold the blocks, a sentence each."""
+    blocks = tpu_blocks(spec, tiling, settings)
+    if tiling.unit % LANES:
+        yield (
+            f"kascade: tile_size={tiling.unit} is not supported by its kernel for {target}, which reads keys {LANES} "
+            f"at a time; give a multiple of {LANES}, or kernel='xla'."
+        )
+    elif blocks.step_kv % LANES:
+        yield (
+            f"kascade: block_kv_compute={blocks.step_kv} is not accepted on {target}, whose scores are {LANES} keys "
+            f"wide; give at least {LANES}."
+        )
+    need, has = vmem_bytes(blocks, spec), _VMEM.get(target.kind, min(_VMEM.values()))
+    if need > has:
+        yield (
+            f"kascade: block_q={blocks.block_q} with {spec.group_size} heads in a group and head_dim={spec.head_dim} "
+            f"needs about {need / _MIB:.0f} MiB of vector memory; a kernel on {target} may have {has // _MIB} MiB; "
+            "give a smaller block_q."
+        )
+
+
+def gpu_reasons(spec: AttentionSpec, tiling: Tiling, settings: Settings, target: Target) -> Iterator[str]:
+    """Why a GPU cannot hold the blocks, a sentence each."""
+    blocks = gpu_blocks(spec, tiling, settings)
+    if blocks.step_kv < LEAST:
+        yield (
+            f"kascade: tile_size={tiling.unit} is not supported by its kernel for {target}, which reads keys {LEAST} "
+            f"at a time; give a multiple of {LEAST}, or kernel='xla'."
+        )
+    for name, dim in (("head_dim", spec.head_dim), ("value_head_dim", spec.value_head_dim or spec.head_dim)):
+        if dim < LEAST or dim & (dim - 1):
+            yield (
+                f"kascade: {name}={dim} is not supported by its kernel for {target} (a power of two of at least "
+                f"{LEAST}); use kernel='xla', or pad the head dimension."
+            )
+    need, has = shared_bytes(blocks, spec), _SHARED.get(target.compute_capability or (0, 0), min(_SHARED.values()))
+    if need > has:
+        yield (
+            f"kascade: block_q={blocks.block_q} and block_kv_compute={blocks.step_kv} with head_dim={spec.head_dim} "
+            f"in {spec.dtype} need about {need // _KIB} KiB of shared memory; {target} has {has // _KIB} KiB; "
+            "give smaller ones."
+        )
+
+
+def vmem_bytes(blocks: Blocks, spec: AttentionSpec) -> int:
+    """About what the kernel for attention holds: its blocks twice (the next is loaded meanwhile), and its state."""
+    rows, element = spec.group_size * blocks.block_q, _BYTES[spec.dtype]
+    dim, v_dim = (-(-size // LANES) * LANES for size in (spec.head_dim, spec.value_head_dim or spec.head_dim))
+    loaded = 2 * element * (rows + blocks.block_kv) * (dim + v_dim)
+    state = 4 * rows * (2 * LANES + v_dim)
+    ids = 2 * 4 * blocks.block_q * LANES if spec.has_segment_ids else 0
+    scores = 3 * 4 * rows * max(blocks.step_kv, LANES)  # scores, weights, what is seen
+    return loaded + state + ids + scores
+
+
+def shared_bytes(blocks: Blocks, spec: AttentionSpec) -> int:
+    """About what one program on a GPU keeps in shared memory: its queries, and the keys and values of one step."""
+    v_dim = spec.value_head_dim or spec.head_dim
+    return _BYTES[spec.dtype] * (blocks.block_q * spec.head_dim + blocks.step_kv * (spec.head_dim + v_dim))

@@ -1,0 +1,83 @@
+"""What was measured of one model, from which a schedule is made: similarity of layers, importance, mass kept.
+
+``models.calibration.calibrate`` fills it in; here it is held, saved (safetensors and JSON side by side) and loaded.
+The fingerprint ties it to the model and the settings that it was measured with.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+_FORMAT = 1
+_ARRAYS = ("importance", "mass_similarity", "jaccard_similarity", "mass")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Calibration:
+    """Statistics of one model over some text, float32.
+
+    ``importance [layers]``: 1 - cos(x, x + attention output), mean over tokens. ``mass_similarity [anchor, layer,
+    anchor KV head, layer KV head]``: how much of the attention that the layer's head keeps with its own selection it
+    keeps with the anchor's (both with the own region), least over query tiles, mean over prompts; zero where the anchor
+    is not before the layer. ``jaccard_similarity``, same shape: overlap of the two selected sets over their union, mean
+    over the tiles that had a choice, then over prompts. ``mass [layers, KV heads, query tiles]``: share of the pooled
+    attention mass that the layer's own selection and own region hold, mean over the prompts that reach so far.
+    ``settings``: what was selected how (tiles, top_k, ...). ``text``: where the prompts were from. ``fingerprint``: of
+    the model; see ``models.calibration``.
+    """
+
+    importance: Float[np.ndarray, " layers"]
+    mass_similarity: Float[np.ndarray, "anchor layer anchor_head head"]
+    jaccard_similarity: Float[np.ndarray, "anchor layer anchor_head head"]
+    mass: Float[np.ndarray, "layers kv_heads query_tiles"]
+    settings: dict[str, Any]
+    text: dict[str, Any]
+    fingerprint: str
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model."""
+        return self.mass_similarity.shape[0]
+
+    @property
+    def kv_heads(self) -> int:
+        """KV heads of each layer."""
+        return self.mass_similarity.shape[2]
+
+    def save(self, path: str | Path) -> Path:
+        """Write ``path`` (``.safetensors``) and, beside it, the same name with ``.json``; returns the former."""
+        path = Path(path).with_suffix(".safetensors")
+        save_file({name: np.ascontiguousarray(getattr(self, name), np.float32) for name in _ARRAYS}, path)
+        about = {"format": _FORMAT, "fingerprint": self.fingerprint, "settings": self.settings, "text": self.text}
+        path.with_suffix(".json").write_text(json.dumps(about, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        return path
+
+
+def load_calibration(path: str | Path) -> Calibration:
+    """Read what :meth:`Calibration.save` wrote. Raises ValueError, with a sentence, for anything else.
+
+    Whether it belongs to a model is for ``models.calibration.load`` to say, which takes the model too.
+    """
+    path = Path(path).with_suffix(".safetensors")
+    try:
+        arrays = load_file(path)
+        about = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+    except (OSError, SafetensorError, json.JSONDecodeError) as error:
+        raise ValueError(
+            f"{path} (with its .json beside it) cannot be read as a calibration: {error}; make one with "
+            "attnsuite calibrate."
+        ) from error
+    if about.get("format") != _FORMAT or set(arrays) != set(_ARRAYS):
+        raise ValueError(
+            f"{path} is not a calibration of format {_FORMAT} (format {about.get('format')}, arrays "
+            f"{', '.join(sorted(arrays))}); make one with attnsuite calibrate."
+        )
+    return Calibration(**arrays, settings=about["settings"], text=about["text"], fingerprint=about["fingerprint"])

@@ -1,0 +1,97 @@
+"""What Kascade computes, counted honestly: pairs and FLOPs of a whole model against *causal* dense attention.
+
+A layer is never "skipped": a reuse layer costs what it attends to, an anchor its selection besides, a dense layer all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from backends.contract import AttentionSpec
+from backends.kascade.schedule import LayerRole
+from backends.kascade.settings import Settings, Tiling
+
+# Products of the size queries x keys. Dense: scores and weighted values. A selection computes the scores of all earlier
+# keys once by tiles (block sums are rescaled afterwards), twice by single keys (log-sums first).
+_DENSE, _ATTEND = 2, 2
+_SELECT = {"tile": 1, "token": 2}
+
+# Share of dense attention's FLOPs from which dense is faster. Zen 5, 2 cores, float32: docs/kascade.md.
+WORTHWHILE = 0.75
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KeptFraction:
+    """Shares of what causal dense attention computes over all layers (1.0: as much; anchors may bring it above).
+
+    ``pairs``: query-key pairs attended to, on average over the layers. ``flops``: of both products, selection included.
+    ``reuse``: pairs of one reuse layer. ``anchor`` and ``dense``: FLOPs of one such layer.
+    """
+
+    pairs: float
+    flops: float
+    reuse: float
+    anchor: float
+    dense: float
+
+
+def kept_fraction(
+    spec: AttentionSpec, settings: Settings, num_layers: int = 1, *, position: int | None = None
+) -> KeptFraction:
+    """The share of causal FLOPs that ``num_layers`` layers compute under ``settings`` for ``spec``, without padding.
+
+    Without a schedule every layer is an anchor. ``position`` is that of the last query: by default the last key's
+    where the queries are new tokens behind a cache, else ``query_length - 1``. Raises ValueError where the schedule
+    is for another number of layers.
+
+    >>> spec = AttentionSpec(batch=1, query_length=4096, key_value_length=4096, num_heads=8, num_kv_heads=8,
+    ...                      head_dim=64, is_causal=True)
+    >>> round(kept_fraction(spec, Settings(top_k=1.0)).pairs, 3)
+    1.0
+    """
+    roles = (LayerRole("anchor", 0),) * num_layers if settings.schedule is None else settings.schedule.layers
+    if len(roles) != num_layers:
+        raise ValueError(f"the schedule is for {len(roles)} layers, the model has {num_layers}.")
+    tiling = Tiling.of(spec, settings)
+    behind_a_cache = spec.has_positions or spec.query_length == 1
+    last = (spec.key_value_length if behind_a_cache else spec.query_length) - 1 if position is None else position
+    rows = last + 1 - spec.query_length + np.arange(spec.query_length)
+    starts = np.repeat(rows[:: tiling.query_tile], tiling.query_tile)[: len(rows)] // tiling.unit  # own region's unit
+    visible = np.minimum(rows + 1, spec.key_value_length)
+    earlier = np.minimum(starts, spec.key_value_length // tiling.unit) * tiling.unit
+    chosen = np.asarray(tiling.budgets)[np.minimum(starts, len(tiling.budgets) - 1)] * tiling.unit
+    kept = np.minimum(chosen, earlier) + (visible - np.minimum(earlier, visible))
+    causal, attended = float(visible.sum()), float(kept.sum())
+    select = _SELECT[settings.granularity]
+    share = attended / causal
+    cost = {
+        "reuse": share,
+        "anchor": share + select / _DENSE,
+        "dense": 1.0 + (select - 1) / _DENSE,  # the scores of the dense layer serve the selection too
+    }
+    pairs = [1.0 if role.role == "dense" else share for role in roles]
+    return KeptFraction(
+        float(np.mean(pairs)),
+        float(np.mean([cost[role.role] for role in roles])),
+        share,
+        cost["anchor"],
+        cost["dense"],
+    )
+
+
+def not_profitable(spec: AttentionSpec, settings: Settings) -> str | None:
+    """Why ``when="profitable"`` runs this dense, as the beginning of a sentence; None where it runs sparse.
+
+    Decided from the shapes alone, by the share of FLOPs that is kept: of the whole schedule, or of an anchor without
+    one. Fewer FLOPs are not yet less time: :data:`WORTHWHILE` is what they have to stay under.
+    """
+    layers = 1 if settings.schedule is None else len(settings.schedule.layers)
+    kept = kept_fraction(spec, settings, layers).flops
+    if kept < WORTHWHILE:
+        return None
+    return (
+        f"kascade: sparse attention would compute {kept:.2f} of dense attention's causal FLOPs here, and "
+        f"when='profitable' runs dense from {WORTHWHILE} on"
+    )

@@ -1,0 +1,80 @@
+"""What a module of kernels has to bring to compute Kascade: the seam between the algorithm and who executes it.
+
+``xla`` runs on every platform; ``pallas_tpu`` and ``pallas_triton`` are Pallas forms with the same functions. Which
+one computes is the option ``kernel``, nothing else: a kernel that cannot do a problem refuses it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, Protocol
+
+from jaxtyping import Array, Float, Int
+
+from backends.contract import AttentionSpec
+from backends.devices import Target
+from backends.kascade.selection import Places
+from backends.kascade.settings import Settings, Tiling
+
+
+class Kernels(Protocol):
+    """Functions of a kernel module (the module itself is the object). Prefill and decoding (``query_length`` 1) alike.
+
+    Arrays lie as in the contract: ``query [B, T, N, H]``, ``key [B, S, K, H]``, ``value [B, S, K, Hv]``, of
+    ``spec.dtype``, not padded and not scaled (``spec.softmax_scale``, then ``spec.logits_soft_cap``). ``places`` says
+    who stands where: query positions padded to whole query tiles, key lengths, segment ids or None; NumPy where static.
+    """
+
+    def refuses(self, spec: AttentionSpec, settings: Settings, target: Target) -> tuple[str, ...]:
+        """Every reason, one sentence each, why the kernels cannot compute this; () where they can."""
+        ...
+
+    def pooled_mass(
+        self,
+        spec: AttentionSpec,
+        tiling: Tiling,
+        places: Places,
+        query: Float[Array, "batch q_len heads head_dim"],
+        key: Float[Array, "batch kv_len kv_heads head_dim"],
+        *,
+        settings: Settings,
+        interpret: bool,
+    ) -> Float[Array, "batch kv_heads query_tiles units"]:
+        """As :func:`backends.kascade.reference.pooled_mass`: post-softmax, summed over rows of a tile and a group.
+
+        float32. Never writes anything of the size of queries x keys. Of rows beyond ``query_length`` nothing may be
+        in it, and a row that sees no key adds 0.
+        """
+        ...
+
+    def attend(
+        self,
+        spec: AttentionSpec,
+        tiling: Tiling,
+        places: Places,
+        query: Float[Array, "batch q_len heads head_dim"],
+        key: Float[Array, "batch kv_len kv_heads head_dim"],
+        value: Float[Array, "batch kv_len kv_heads v_dim"],
+        listed: Int[Array, "batch kv_heads query_tiles slots"],
+        *,
+        settings: Settings,
+        interpret: bool,
+    ) -> Float[Array, "batch q_len heads v_dim"]:
+        """Attention of query tile i of KV head k to the units ``listed[b, k, i]``, in the dtype of the query.
+
+        ``listed`` int32 is what :func:`backends.kascade.selection.with_own` gives: ascending, distinct, -1 to the
+        end, own region included; unit u holds the key slots ``u * tiling.unit`` to ``(u + 1) * tiling.unit - 1``, of
+        which those from ``places.lengths`` on do not exist. The mask inside a unit is
+        :func:`backends.kascade.selection.may_see`: needed for units that reach beyond the tile's first query
+        position, beyond the length, or where there are segment ids. A row that sees nothing is exactly zero.
+        """
+        ...
+
+
+def pallas(target: Target) -> Any:
+    """The Pallas kernels for ``target``: Triton's form for NVIDIA, else the TPU's (which an interpreter runs anywhere).
+
+    A module with the functions of :class:`Kernels`. Raises ImportError where it is not installed.
+    """
+    name = "pallas_triton" if target.platform == "cuda" else "pallas_tpu"
+    return importlib.import_module(f"backends.kascade.{name}")

@@ -1,0 +1,164 @@
+"""What Kascade's Pallas kernels share: queries as rows, where a row stands, and what it sees of some keys.
+
+Row ``g * block_q + t`` of a block is query ``t`` of the block in head ``g`` of the group, so that one load of keys
+serves the whole group. The blocks of all query tiles of all KV heads of all sequences follow each other in one list.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Bool, Float, Int
+
+from backends.contract import AttentionSpec
+from backends.kascade.block_sizes import Blocks
+from backends.kascade.selection import Places
+from backends.kascade.settings import Tiling
+
+# What a hidden score becomes: below every other, and finite, so that no difference of two is NaN.
+HIDDEN = float(jnp.finfo(jnp.float32).min)
+_UNSEEING_QUERY, _UNSEEN_KEY = -1, -2  # ids that match nothing
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Problem:
+    """What is known of a problem before there is data, as the kernels need it."""
+
+    spec: AttentionSpec
+    tiling: Tiling
+    blocks: Blocks
+
+    @property
+    def tiles(self) -> int:
+        """Query tiles of all sequences and KV heads."""
+        return self.spec.batch * self.spec.num_kv_heads * self.tiling.query_tiles
+
+    @property
+    def kv_blocks(self) -> int:
+        """Blocks of one sequence of keys, padded to whole tiles."""
+        return self.tiling.units * self.blocks.blocks_kv
+
+    def sequence(self, tile: Any) -> Any:
+        """The sequence that query tile ``tile`` of the list belongs to."""
+        return tile // (self.spec.num_kv_heads * self.tiling.query_tiles)
+
+    def rows(self, query: Float[Array, "b t n h"], block_q: int) -> Float[Array, "blocks rows h"]:
+        """The blocks of ``block_q`` queries; every query tile is padded with zeros."""
+        tiling, kv_heads, group = self.tiling, self.spec.num_kv_heads, self.spec.group_size
+        b, t, _, h = query.shape
+        query = jnp.pad(query, ((0, 0), (0, tiling.padded_queries - t), (0, 0), (0, 0)))
+        query = query.reshape(b, tiling.query_tiles, tiling.query_tile, kv_heads, group, h)
+        query = jnp.pad(query, ((0, 0), (0, 0), (0, self.blocks.tile_q - tiling.query_tile), *((0, 0),) * 3))
+        query = query.reshape(b, tiling.query_tiles, -1, block_q, kv_heads, group, h)
+        return query.transpose(0, 4, 1, 2, 5, 3, 6).reshape(-1, group * block_q, h)
+
+    def queries(self, rows: Float[Array, "blocks rows v"], block_q: int) -> Float[Array, "b t n v"]:
+        """What :meth:`rows` did, undone."""
+        spec, tiling = self.spec, self.tiling
+        out = rows.reshape(
+            spec.batch, spec.num_kv_heads, tiling.query_tiles, -1, spec.group_size, block_q, rows.shape[-1]
+        )
+        out = out.transpose(0, 2, 3, 5, 1, 4, 6).reshape(
+            spec.batch, tiling.query_tiles, -1, spec.num_heads, rows.shape[-1]
+        )
+        out = out[:, :, : tiling.query_tile].reshape(spec.batch, -1, spec.num_heads, rows.shape[-1])
+        return out[:, : spec.query_length]
+
+    def heads(self, x: Float[Array, "b s k d"]) -> Float[Array, "heads padded d"]:
+        """Keys or values of every sequence and KV head, padded with zeros to whole tiles."""
+        b, s, k, d = x.shape
+        x = jnp.pad(x.swapaxes(1, 2), ((0, 0), (0, 0), (0, self.tiling.units * self.tiling.unit - s), (0, 0)))
+        return x.reshape(b * k, -1, d)
+
+    def firsts(self, places: Places) -> Int[Array, " sequences_and_tiles"]:
+        """The position of the first query of every query tile of every sequence."""
+        positions = jnp.asarray(places.query_positions)[:, :: self.tiling.query_tile]
+        return jnp.broadcast_to(positions, (self.spec.batch, self.tiling.query_tiles)).reshape(-1)
+
+    def lengths(self, places: Places) -> Int[Array, " sequences"]:
+        """The keys of every sequence."""
+        return jnp.broadcast_to(jnp.asarray(places.lengths), (self.spec.batch,))
+
+    def segment_ids(self, places: Places) -> tuple[()] | tuple[Int[Array, "b tiles_q"], Int[Array, "b padded"]]:
+        """Ids of queries, padded as query tiles are, and of keys, padded to whole tiles; () where there are none."""
+        if places.query_segment_ids is None or places.key_value_segment_ids is None:
+            return ()
+        b, tiling = self.spec.batch, self.tiling
+        queries, keys = jnp.asarray(places.query_segment_ids), jnp.asarray(places.key_value_segment_ids)
+        queries = jnp.broadcast_to(queries, (b, tiling.padded_queries)).reshape(b, tiling.query_tiles, -1)
+        behind = self.blocks.tile_q - tiling.query_tile
+        queries = jnp.pad(queries, ((0, 0), (0, 0), (0, behind)), constant_values=_UNSEEING_QUERY).reshape(b, -1)
+        behind = tiling.units * tiling.unit - keys.shape[1]
+        keys = jnp.pad(jnp.broadcast_to(keys, (b, keys.shape[1])), ((0, 0), (0, behind)), constant_values=_UNSEEN_KEY)
+        return jnp.where(queries < 0, _UNSEEING_QUERY, queries), jnp.where(keys < 0, _UNSEEN_KEY, keys)
+
+    def queries_of(self, tile: Any, offset: Any, firsts: Any, lengths: Any) -> Queries:
+        """The queries of query tile ``tile`` from its ``offset`` on, from the scalars above (inside a kernel)."""
+        tiling, sequence = self.tiling, self.sequence(tile)
+        index = tile % tiling.query_tiles
+        there = jnp.minimum(tiling.query_tile, self.spec.query_length - index * tiling.query_tile)
+        return Queries(firsts[sequence * tiling.query_tiles + index] + offset, there - offset, lengths[sequence])
+
+    def scores(self, query: Float[Array, "rows h"], key: Float[Array, "keys h"]) -> Float[Array, "rows keys"]:
+        """Scaled and capped products, float32."""
+        score = product(query, key, (1, 1)) * self.spec.softmax_scale
+        cap = self.spec.logits_soft_cap
+        return score if cap is None else cap * jnp.tanh(score / cap)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Queries:
+    """Consecutive queries: the position of the first, how many there are, and the keys of their sequence."""
+
+    first: Any
+    number: Any
+    length: Any
+
+    def all_see(self, end: Any) -> Any:
+        """Whether all of them see every key before slot ``end``, if there are no segments."""
+        return (end <= self.first + 1) & (end <= self.length)
+
+    def visible(
+        self, place: Int[Array, "rows 1"], slot: Int[Array, "1 keys"], ids: tuple[Any, Any] | None
+    ) -> Bool[Array, "rows keys"]:
+        """Which row sees which key; ``place`` counts queries from the first. Padding rows see none."""
+        position = jnp.where(place < self.number, self.first + place, -1)
+        seen = (slot <= position) & (slot < self.length)
+        return seen if ids is None else seen & (ids[0] == ids[1])
+
+
+def product(left: Array, right: Array, contracted: tuple[int, int]) -> Array:
+    """A product of two matrices in float32, in full.
+
+    Products of bfloat16 are exact in float32 as they are, and Mosaic rejects a higher precision for them.
+    """
+    precision = lax.Precision.HIGHEST if left.dtype == jnp.float32 else lax.Precision.DEFAULT
+    dims = (((contracted[0],), (contracted[1],)), ((), ()))
+    return lax.dot_general(left, right, dims, precision=precision, preferred_element_type=jnp.float32)
+
+
+def block_visible(
+    problem: Problem, queries: Queries, shape: tuple[int, ...], begin: Any, id_refs: Any, some: Any
+) -> Bool[Array, "rows keys"]:
+    """What each row of a block sees of the keys ``some`` of a block, which begin at slot ``begin``; for TPUs."""
+    # block_q is a power of two: the row's place in its head is what remains of its number.
+    place = lax.broadcasted_iota(jnp.int32, shape, 0) & (problem.blocks.block_q - 1)
+    slot = begin + lax.broadcasted_iota(jnp.int32, shape, 1)
+    if not id_refs:
+        return queries.visible(place, slot, None)
+    return queries.visible(place, slot, (jnp.tile(id_refs[0][...], (problem.spec.group_size, 1)), id_refs[1][:, some]))
+
+
+def where_needed(there: Any, for_all: Any, has_ids: bool, work: Callable[..., None]) -> None:
+    """``work(masked)``, once, ``there``: without a mask where every row sees every key (never so with segments)."""
+    if has_ids:
+        pl.when(there)(functools.partial(work, masked=True))
+        return
+    pl.when(there & for_all)(functools.partial(work, masked=False))
+    pl.when(there & ~for_all)(functools.partial(work, masked=True))

@@ -1,0 +1,99 @@
+"""Kascade in so many words: quadratic, plain, and what every faster form of it is held to.
+
+The mass is read off whole softmax rows, and attention to a selection is ``standard`` attention under an explicit mask.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from backends import standard
+from backends.contract import AttentionSpec, Layout, may_attend
+from backends.devices import Target
+from backends.kascade.selection import Places, Selection, candidates, choose, with_own
+from backends.kascade.settings import Ablation, Tiling
+
+
+def pooled_mass(
+    spec: AttentionSpec,
+    layout: Layout,
+    tiling: Tiling,
+    query: Float[Array, "batch q_len heads head_dim"],
+    key: Float[Array, "batch kv_len kv_heads head_dim"],
+) -> Float[Array, "batch kv_heads query_tiles units"]:
+    """Attention mass of each unit, float32: summed over the rows of a query tile and the heads of a group.
+
+    A row that sees anything counts 1 in total, one that sees nothing 0; padding rows of the last tile 0.
+    """
+    b, t, n, h = query.shape
+    s, kv_heads = key.shape[1:3]
+    grouped = query.reshape(b, t, kv_heads, n // kv_heads, h)
+    logits = jnp.einsum("btkgh,bskh->bkgts", grouped, key, preferred_element_type=jnp.float32) * spec.softmax_scale
+    if spec.logits_soft_cap is not None:
+        logits = spec.logits_soft_cap * jnp.tanh(logits / spec.logits_soft_cap)
+    mask = may_attend(spec, layout)
+    flat = logits.reshape(b, n, t, s)
+    weights, total = standard.exponentials(flat, mask)
+    probs = (weights / total).reshape(b, kv_heads, -1, t, s).sum(2)
+    probs = jnp.pad(probs, ((0, 0), (0, 0), (0, tiling.padded_queries - t), (0, tiling.units * tiling.unit - s)))
+    return probs.reshape(b, kv_heads, tiling.query_tiles, tiling.query_tile, tiling.units, tiling.unit).sum((3, 5))
+
+
+def select(
+    spec: AttentionSpec,
+    layout: Layout,
+    tiling: Tiling,
+    query: Float[Array, "batch q_len heads head_dim"],
+    key: Float[Array, "batch kv_len kv_heads head_dim"],
+    ablation: Ablation | None = None,
+) -> Selection:
+    """What an anchor layer selects."""
+    mass = pooled_mass(spec, layout, tiling, query, key)
+    if ablation == "all_heads":
+        mass = jnp.broadcast_to(mass.sum(1, keepdims=True), mass.shape)
+    candidate = candidates(tiling, Places.of(spec, layout, tiling).of_all(spec.batch))
+    return Selection(*choose(tiling, mass, jnp.broadcast_to(candidate[:, None], mass.shape)))
+
+
+def attended(
+    spec: AttentionSpec, layout: Layout, tiling: Tiling, selection: Selection
+) -> Bool[Array, "batch heads q_len kv_len"]:
+    """Whole mask: the pairs that are computed under ``selection``."""
+    listed = with_own(tiling, Places.of(spec, layout, tiling), selection)
+    chosen = (listed[..., None] == jnp.arange(tiling.units, dtype=jnp.int32).reshape(1, 1, 1, 1, -1)).any(-2)
+    chosen = jnp.repeat(jnp.repeat(chosen, tiling.query_tile, 2), tiling.unit, 3)
+    chosen = jnp.repeat(chosen[:, :, : spec.query_length, : spec.key_value_length], spec.group_size, 1)
+    mask = may_attend(spec, layout)
+    return chosen if mask is None else chosen & mask
+
+
+def attend(
+    spec: AttentionSpec,
+    layout: Layout,
+    tiling: Tiling,
+    query: Float[Array, "batch q_len heads head_dim"],
+    key: Float[Array, "batch kv_len kv_heads head_dim"],
+    value: Float[Array, "batch kv_len kv_heads v_dim"],
+    selection: Selection,
+) -> Float[Array, "batch q_len heads v_dim"]:
+    """Attention to the selected units and the own region, in this layer's keys and values."""
+    mask = attended(spec, layout, tiling, selection)
+    bare = dataclasses.replace(
+        spec, is_causal=False, has_segment_ids=False, has_positions=False, has_seq_lengths=False, has_mask=True
+    )
+    plan = standard.STANDARD.plan(bare, Layout(mask=mask), target=Target("cpu"))
+    return plan.run(query, key, value)[0]
+
+
+def dense(
+    spec: AttentionSpec,
+    layout: Layout,
+    query: Float[Array, "batch q_len heads head_dim"],
+    key: Float[Array, "batch kv_len kv_heads head_dim"],
+    value: Float[Array, "batch kv_len kv_heads v_dim"],
+) -> Float[Array, "batch q_len heads v_dim"]:
+    """Attention to everything visible: a dense layer's output."""
+    return standard.STANDARD.plan(spec, layout, target=Target("cpu")).run(query, key, value)[0]

@@ -1,0 +1,195 @@
+"""Which layer selects and which reuses: roles, anchors and head maps, from a calibration or by hand.
+
+``dp`` is the paper's dynamic programming over head-remapped similarity (arXiv 2512.16391, section 3); ``greedy`` walks
+the layers and starts a new anchor where the similarity to the current one falls below a threshold or the anchor is too
+far; ``manual`` takes the anchors as given.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, get_args
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from backends.kascade.calibration import Calibration
+
+Role = Literal["dense", "anchor", "reuse"]
+Similarity = Literal["mass", "jaccard"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayerRole:
+    """What one layer does.
+
+    ``dense``: full attention, and emits its selection. ``anchor``: selects, and attends to what it selected.
+    ``reuse``: attends, in its own keys and values, to what layer ``anchor`` selected; its KV head ``h`` takes the
+    selection of the anchor's KV head ``head_map[h]``. ``anchor`` of the other roles is the layer itself, with the
+    identity as head map. ``similarity`` (0 to 1) is that of the calibration to the anchor, None where it is not known.
+    """
+
+    role: Role
+    anchor: int
+    head_map: tuple[int, ...] = ()
+    similarity: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Schedule:
+    """One role per layer, hashable. Raises ValueError where a reuse layer does not follow the anchor it names.
+
+    ``method`` says how it was made. An empty head map is the identity.
+
+    >>> print(manual((0, 2), num_layers=4, kv_heads=2).table())
+      layer  role      anchor  similarity    head map
+    -------  ------  --------  ------------  ----------
+          0  dense          0                0 1
+          1  reuse          0                0 1
+          2  anchor         2                0 1
+          3  reuse          2                0 1
+    """
+
+    layers: tuple[LayerRole, ...]
+    method: str = "manual"
+
+    def __post_init__(self) -> None:
+        latest = None
+        for i, layer in enumerate(self.layers):
+            if layer.role not in get_args(Role):
+                raise ValueError(f"layer {i} has role={layer.role!r}; use one of {', '.join(get_args(Role))}.")
+            if layer.role != "reuse":
+                latest = i
+            if layer.anchor != latest:
+                raise ValueError(
+                    f"layer {i} ({layer.role}) names layer {layer.anchor} as its anchor; "
+                    f"the latest layer that selects is {latest}, and only its selection is handed on."
+                )
+
+    @property
+    def anchors(self) -> tuple[int, ...]:
+        """The layers that select, the dense ones included."""
+        return tuple(i for i, layer in enumerate(self.layers) if layer.role != "reuse")
+
+    def table(self) -> str:
+        """The schedule as text: layer, role, anchor, similarity, head map."""
+        from tabulate import tabulate  # noqa: PLC0415  (only where something is printed)
+
+        rows = [
+            (i, x.role, x.anchor, "" if x.similarity is None else f"{x.similarity:.3f}", " ".join(map(str, x.head_map)))
+            for i, x in enumerate(self.layers)
+        ]
+        return tabulate(rows, headers=["layer", "role", "anchor", "similarity", "head map"], disable_numparse=[3, 4])
+
+
+def manual(
+    anchors: Sequence[int], *, num_layers: int, kv_heads: int, calibration: Calibration | None = None
+) -> Schedule:
+    """Layers ``anchors`` select (0 among them: dense), the others reuse the latest. Raises ValueError.
+
+    Head maps and similarities are those of ``calibration``, or the identity without one.
+    """
+    chosen = tuple(sorted(set(anchors)))
+    if not chosen or chosen[0] != 0 or chosen[-1] >= num_layers:
+        raise ValueError(
+            f"anchors={tuple(anchors)} must be layers from 0 to {num_layers - 1}, and layer 0 must be one of them."
+        )
+    if calibration is not None and (calibration.num_layers, calibration.kv_heads) != (num_layers, kv_heads):
+        raise ValueError(
+            f"the calibration has {calibration.num_layers} layers of {calibration.kv_heads} KV heads; "
+            f"expected {num_layers} of {kv_heads}."
+        )
+    return _from_anchors(chosen, num_layers, kv_heads, calibration, "mass", "manual")
+
+
+def dynamic_programming(calibration: Calibration, anchors: int) -> Schedule:
+    """The paper's: ``anchors`` layers (layer 0 among them) for the largest importance-weighted similarity.
+
+    Raises ValueError for a number of layers that the model does not have. Maximises the sum over layers b of
+    ``importance[b]`` times the similarity of b to its anchor (:func:`layer_similarity`), an anchor's to itself being 1.
+    """
+    count = calibration.num_layers
+    if not 1 <= anchors <= count:
+        raise ValueError(f"anchors={anchors} must be from 1 to {count}, the number of layers.")
+    gain = calibration.importance[None] * layer_similarity(calibration.mass_similarity)
+    # best[m, a]: the largest sum over layers before a, with m anchors, the m-th of which... is followed by anchor a.
+    served = np.cumsum(gain, axis=1)  # of anchor a, up to and including layer b
+
+    def sum_of(a: int, until: int) -> float:
+        return float(served[a, until - 1] - (served[a, a - 1] if a else 0.0))
+
+    best = np.full((anchors + 1, count), -np.inf)
+    before = np.zeros((anchors + 1, count), int)
+    best[1, 0] = 0.0
+    for m in range(2, anchors + 1):
+        for a in range(m - 1, count):
+            sums = [best[m - 1, p] + sum_of(p, a) for p in range(a)]
+            before[m, a] = int(np.argmax(sums))
+            best[m, a] = sums[before[m, a]]
+    totals = [best[anchors, a] + sum_of(a, count) for a in range(count)]
+    chosen = [int(np.argmax(totals))]
+    for m in range(anchors, 1, -1):
+        chosen.append(int(before[m, chosen[-1]]))
+    return _from_anchors(tuple(reversed(chosen)), count, calibration.kv_heads, calibration, "mass", "dp")
+
+
+def greedy(
+    calibration: Calibration, *, threshold: float = 0.65, max_reuse_dist: int = 4, similarity: Similarity = "mass"
+) -> Schedule:
+    """Reuse while the similarity to the current anchor is at least ``threshold`` and it is at most so many layers back.
+
+    Layer 0 is dense. ``similarity="jaccard"`` compares the selected sets, ``"mass"`` the attention that they keep.
+    Raises ValueError.
+    """
+    if not 0 <= threshold <= 1:
+        raise ValueError(f"threshold={threshold!r} must be from 0 to 1.")
+    if max_reuse_dist < 1:
+        raise ValueError(f"max_reuse_dist={max_reuse_dist!r} must be at least 1.")
+    if similarity not in get_args(Similarity):
+        raise ValueError(f"similarity={similarity!r} must be one of {', '.join(get_args(Similarity))}.")
+    between = layer_similarity(_by_heads(calibration, similarity))
+    anchors = [0]
+    for b in range(1, calibration.num_layers):
+        if b - anchors[-1] > max_reuse_dist or between[anchors[-1], b] < threshold:
+            anchors.append(b)
+    count, kv_heads = calibration.num_layers, calibration.kv_heads
+    return _from_anchors(tuple(anchors), count, kv_heads, calibration, similarity, "greedy")
+
+
+def layer_similarity(by_heads: np.ndarray) -> np.ndarray:
+    """``[anchor, layer]``: mean over the layer's KV heads of the best over the anchor's; 1 on the diagonal.
+
+    ``by_heads [anchor, layer, anchor head, layer head]``.
+    """
+    between = by_heads.max(axis=2).mean(axis=-1)
+    np.fill_diagonal(between, 1.0)
+    return between
+
+
+def _by_heads(calibration: Calibration, similarity: Similarity) -> np.ndarray:
+    return calibration.mass_similarity if similarity == "mass" else calibration.jaccard_similarity
+
+
+def _from_anchors(
+    anchors: tuple[int, ...],
+    num_layers: int,
+    kv_heads: int,
+    calibration: Calibration | None,
+    similarity: Similarity,
+    method: str,
+) -> Schedule:
+    identity = tuple(range(kv_heads))
+    layers = []
+    for b in range(num_layers):
+        a = max(x for x in anchors if x <= b)
+        if a == b:
+            layers.append(LayerRole("anchor" if b else "dense", b, identity))
+        elif calibration is None:
+            layers.append(LayerRole("reuse", a, identity))
+        else:
+            between = _by_heads(calibration, similarity)[a, b]
+            # A tie goes to the head of the same number: where attention is flat, all serve alike.
+            head_map = tuple(int(h) for h in (between + 1e-6 * np.eye(kv_heads)).argmax(axis=0))
+            layers.append(LayerRole("reuse", a, head_map, float(between.max(axis=0).mean())))
+    return Schedule(tuple(layers), method)

@@ -1,0 +1,165 @@
+"""What a user chooses about Kascade, and the tiles that follow from it for one problem.
+
+The paper (arXiv 2512.16391) selects single keys (``granularity="token"``) for each tile of 32 queries; selecting whole
+tiles of keys (``"tile"``) is another, coarser method, and the one that hardware reads well. They are never mixed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Int
+
+from backends.contract import AttentionSpec, check_options
+from backends.kascade.block_sizes import KascadeBlockSizes
+from backends.kascade.schedule import Schedule
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+Granularity = Literal["tile", "token"]
+Ablation = Literal["all_heads", "no_remap"]
+Kernel = Literal["xla", "pallas"]
+When = Literal["always", "profitable"]
+
+OPTIONS = {
+    "schedule": "a backends.kascade.Schedule (default: every layer is an anchor)",
+    "top_k": "fraction of the earlier keys that each query tile attends to, above 0 and at most 1 (default 0.1)",
+    "min_keys": "least number of earlier keys, however short the input (default 128, the paper's)",
+    "granularity": "'tile' or 'token': whether tiles of keys or single keys are selected (default 'tile')",
+    "tile_size": "keys per tile (default 128); with granularity='token' it has no meaning",
+    "query_tile": "queries that share a selection (default: 128, or 32 with granularity='token')",
+    "ablation": "None, 'all_heads' (one selection for all KV heads) or 'no_remap' (each KV head reuses its own)",
+    "kernel": "'xla' or 'pallas' (default: 'pallas' for TPUs, NVIDIA GPUs and in mode 'interpret')",
+    "block_q": "queries that a Pallas kernel takes at a time, at most: a power of two of at least 16 (default 512)",
+    "block_kv_sparse": "keys that a Pallas kernel loads at a time, at most: likewise (default 256)",
+    "block_kv_compute": "keys that a Pallas kernel computes with at a time, at most: likewise (default 128)",
+    "mesh": "a jax.sharding.Mesh of one axis, whose devices divide the KV heads among them (default: one device)",
+    "when": "'always', or 'profitable': dense where sparse would be slower; the plan's notes then say so",
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The options of the ``kascade`` backend (:data:`OPTIONS`). Raises ValueError for what is not accepted.
+
+    >>> Settings(granularity="token").query_tile
+    32
+    """
+
+    schedule: Schedule | None = None
+    top_k: float = 0.1
+    min_keys: int = 128
+    granularity: Granularity = "tile"
+    tile_size: int = 128
+    query_tile: int = 0
+    ablation: Ablation | None = None
+    kernel: Kernel = "xla"
+    mesh: Mesh | None = None
+    when: When = "always"
+    block_q: int | None = None
+    block_kv_sparse: int | None = None
+    block_kv_compute: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.query_tile == 0:
+            object.__setattr__(self, "query_tile", 32 if self.granularity == "token" else 128)
+        good = {
+            "schedule": self.schedule is None or isinstance(self.schedule, Schedule),
+            "top_k": isinstance(self.top_k, int | float) and not isinstance(self.top_k, bool) and 0 < self.top_k <= 1,
+            "min_keys": _is_int(self.min_keys, 0),
+            "granularity": self.granularity in get_args(Granularity),
+            "tile_size": _is_int(self.tile_size, 1),
+            "query_tile": _is_int(self.query_tile, 1),
+            "ablation": self.ablation is None or self.ablation in get_args(Ablation),
+            "kernel": self.kernel in get_args(Kernel),
+            "mesh": self.mesh is None or (isinstance(self.mesh, Mesh) and len(self.mesh.axis_names) == 1),
+            "when": self.when in get_args(When),
+        }
+        for name, accepted in good.items():
+            if not accepted:
+                raise ValueError(f"kascade: {name}={getattr(self, name)!r} is not accepted; {name} is {OPTIONS[name]}.")
+        KascadeBlockSizes.of(self)  # raises for sizes that are none
+        if self.granularity == "tile" and self.tile_size % self.query_tile and self.query_tile % self.tile_size:
+            raise ValueError(
+                f"kascade: query_tile={self.query_tile} and tile_size={self.tile_size} do not fit; "
+                "one must be a multiple of the other."
+            )
+
+    @staticmethod
+    def of(options: Mapping[str, Any] | None, kernel: Kernel = "xla") -> Settings:
+        """Settings of backend options; ``kernel`` is the default. Raises ValueError for a name that is no option."""
+        return Settings(**{"kernel": kernel, **check_options("kascade", options, OPTIONS)})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tiling:
+    """How one problem is cut, all static.
+
+    Queries are cut into ``query_tiles`` of ``query_tile`` rows (the last may be short). Keys are cut into ``units`` of
+    ``unit`` slots: tiles, or single keys (``unit=1``). Key positions are slots. The *own* region of a query tile begins
+    at the unit that holds the position of its first query and is ``own_units`` long: it is always attended to, under
+    the causal mask. What is selected are units strictly before it: at most ``slots`` of them, of ``n`` candidates
+    ``budget[n]``.
+
+    >>> spec = AttentionSpec(batch=1, query_length=512, key_value_length=512, num_heads=2, num_kv_heads=2, head_dim=64)
+    >>> tiling = Tiling.of(spec, Settings(top_k=0.5, min_keys=0, tile_size=64, query_tile=128))
+    >>> tiling.query_tiles, tiling.units, tiling.own_units, tiling.slots
+    (4, 8, 2, 3)
+    """
+
+    query_tile: int
+    query_tiles: int
+    unit: int
+    units: int
+    own_units: int
+    slots: int
+    budgets: tuple[int, ...]
+
+    @staticmethod
+    def of(spec: AttentionSpec, settings: Settings) -> Tiling:
+        """The tiling of ``spec``: one query token (decoding) is a query tile of one row."""
+        unit = 1 if settings.granularity == "token" else settings.tile_size
+        rows = min(settings.query_tile, spec.query_length)
+        units = -(-spec.key_value_length // unit)
+        if rows == 1 or (not spec.has_positions and unit % settings.query_tile == 0):
+            own = 1
+        elif spec.has_positions:  # begins anywhere in a unit
+            own = (rows - 2) // unit + 2
+        else:
+            own = -(-rows // unit)
+        # Without positions the last query tile begins at a slot that is known.
+        candidates = units if spec.has_positions else min((spec.query_length - 1) // rows * rows // unit, units)
+        budgets = budget(settings, unit, candidates)
+        return Tiling(rows, -(-spec.query_length // rows), unit, units, own, int(budgets[-1]), tuple(budgets.tolist()))
+
+    @property
+    def own_width(self) -> int:
+        """Slots of an own region."""
+        return self.own_units * self.unit
+
+    @property
+    def padded_queries(self) -> int:
+        """Rows of all query tiles."""
+        return self.query_tile * self.query_tiles
+
+
+def budget(settings: Settings, unit: int, candidates: int) -> Int[np.ndarray, " n"]:
+    """How many units are selected where there are n candidates, for n from 0 to ``candidates``.
+
+    The paper's rolling k: min(max(min_keys, top_k * earlier keys), earlier keys), in whole units, rounded up.
+
+    >>> budget(Settings(top_k=0.25, min_keys=0), 64, 8).tolist()
+    [0, 1, 1, 1, 1, 2, 2, 2, 2]
+    """
+    n = np.arange(candidates + 1)
+    share = np.ceil(n * settings.top_k - 1e-9)  # in units; less what float arithmetic adds to a whole number
+    return np.minimum(np.maximum(share, math.ceil(settings.min_keys / unit)), n).astype(np.int32)
+
+
+def _is_int(x: object, least: int) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool) and x >= least

@@ -1,0 +1,52 @@
+"""What an anchor does in a decode step: one query row per head, against the keys as a cache holds them.
+
+The scores of a row are linear in the length, so that they are simply there: the mass is read off whole rows, and a
+dense layer weighs the values with them. The products are those of ``backends.decode``, which read a cache in one run.
+Attention to a selection is the loop of ``xla.py``, with one row per query head.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from backends import decode, standard
+from backends.contract import AttentionSpec
+from backends.kascade.selection import Places, Selection, candidates, choose
+from backends.kascade.settings import Ablation, Tiling
+
+
+def select(
+    spec: AttentionSpec,
+    tiling: Tiling,
+    places: Places,
+    query: Float[Array, "b 1 n h"],
+    key: Float[Array, "b s k h"],
+    value: Float[Array, "b s k v"] | None = None,
+    ablation: Ablation | None = None,
+) -> tuple[Selection, Float[Array, "b 1 n v"] | None]:
+    """What an anchor selects for one new token; with ``value``, also dense attention's output."""
+    b, k, g, s = spec.batch, spec.num_kv_heads, spec.group_size, spec.key_value_length
+    places = places.of_all(b)
+    logits = decode.scores(query.reshape(b, k, g, -1), key.swapaxes(1, 2)) * spec.softmax_scale
+    if spec.logits_soft_cap is not None:
+        logits = spec.logits_soft_cap * jnp.tanh(logits / spec.logits_soft_cap)
+    slots = jnp.arange(s, dtype=jnp.int32)
+    seen = slots[None] <= places.query_positions
+    seen = seen & (slots[None] < places.lengths[:, None])
+    if places.query_segment_ids is not None and places.key_value_segment_ids is not None:
+        ids = places.query_segment_ids
+        seen = seen & (ids == places.key_value_segment_ids) & (ids >= 0)
+    weights, total = standard.exponentials(logits, seen[:, None, None])
+    mass = (weights / total).sum(2)
+    mass = jnp.pad(mass, ((0, 0), (0, 0), (0, tiling.units * tiling.unit - s)))
+    mass = mass.reshape(b, k, tiling.units, tiling.unit).sum(-1)
+    if ablation == "all_heads":
+        mass = jnp.broadcast_to(mass.sum(1, keepdims=True), mass.shape)
+    allowed = jnp.broadcast_to(candidates(tiling, places), mass.shape)
+    selected, count = choose(tiling, mass, allowed)
+    selection = Selection(selected[:, :, None], count[:, :, None])
+    if value is None:
+        return selection, None
+    out = decode.weigh(weights, value.swapaxes(1, 2)) / total
+    return selection, out.reshape(b, 1, spec.num_heads, -1).astype(query.dtype)

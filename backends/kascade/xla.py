@@ -1,0 +1,315 @@
+"""Kascade in XLA, sparse in what it computes: a loop over the selected units of each query tile.
+
+Prefill is one loop over (sequence, KV head, query tile), with the online softmax of FlashAttention-2 (arXiv 2307.08691)
+over the own region and the selected units, each read where it lies. Nothing is gathered for all tiles at once and
+nothing is masked on dense scores: both are slower than dense attention on a CPU. A selection by tiles needs one pass
+over the scores: sums per unit are kept with the maximum of their time and put in proportion at the end; a selection by
+single keys needs two. A decode step is one query row per head: see ``steps.py``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from backends.contract import AttentionSpec
+from backends.kascade.selection import Places, Selection, candidates, choose, may_see
+from backends.kascade.settings import Ablation, Tiling
+
+_MASKED = -1e30  # finite, so that a row with nothing visible gives no NaN
+# Keys per step, in whole units. Zen 5, 2 cores, S 4096 and 8192: see docs/kascade.md.
+_KEYS_PER_STEP, _KEYS_PER_SWEEP = 256, 512
+
+_State = tuple[Float[Array, " rows"], Float[Array, " rows"], Float[Array, "rows v_dim"] | None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Prefill:
+    """One planned prefill: what is static, and who stands where."""
+
+    spec: AttentionSpec
+    tiling: Tiling
+    places: Places
+
+    @property
+    def masked(self) -> bool:
+        """Whether a unit before the own region may hold keys that a row does not see."""
+        return self.spec.has_segment_ids or self.spec.has_seq_lengths
+
+    def batch_of(self, head: Int[Array, ""]) -> Int[Array, ""]:
+        """The row of the places for KV head ``head`` of all sequences."""
+        return head // self.spec.num_kv_heads if self.places.batch > 1 else jnp.int32(0)
+
+    def seen(self, batch: Array, tile: Array, slots: Int[Array, " keys"]) -> Bool[Array, "queries keys"]:
+        """Which queries of a tile see which slots."""
+        places, size = self.places, self.tiling.query_tile
+
+        def rows(x: Any) -> Array:
+            return lax.dynamic_slice(jnp.asarray(x), (batch, tile * size), (1, size))[0]
+
+        ids = ()
+        if places.query_segment_ids is not None and places.key_value_segment_ids is not None:
+            ids = rows(places.query_segment_ids), jnp.asarray(places.key_value_segment_ids)[batch, slots]
+        return may_see(rows(places.query_positions), slots, jnp.asarray(places.lengths)[batch], *ids)
+
+    def scores(self, query: Float[Array, "rows dim"], key: Float[Array, "keys dim"]) -> Float[Array, "rows keys"]:
+        """Scaled logits, float32; a float32 query comes scaled."""
+        scores = jnp.einsum("qd,kd->qk", query, key, preferred_element_type=jnp.float32)
+        if self.spec.dtype != "float32":
+            scores = scores * self.spec.softmax_scale
+        cap = self.spec.logits_soft_cap
+        return scores if cap is None else cap * jnp.tanh(scores / cap)
+
+    def mask(self, scores: Float[Array, "rows keys"], seen: Bool[Array, "queries keys"]) -> Float[Array, "rows keys"]:
+        """Scores of what is not seen made very small; a row of scores per query head of the group."""
+        wide = scores.reshape(self.spec.group_size, -1, scores.shape[-1])
+        return jnp.where(seen[None], wide, _MASKED).reshape(scores.shape)
+
+    def fold(
+        self, state: _State, scores: Float[Array, "rows keys"], value: Float[Array, "keys v_dim"] | None
+    ) -> tuple[_State, Float[Array, "rows keys"]]:
+        """Online softmax: the state with these keys in it, and their exponentials below the new maximum."""
+        top, total, out = state
+        new_top = jnp.maximum(top, scores.max(-1))
+        # A row that has seen nothing keeps top at _MASKED; half of that subtracted instead gives exp(-5e29) = 0.
+        probs = jnp.exp(scores - jnp.maximum(new_top, _MASKED / 2)[:, None])
+        decay = jnp.exp(top - new_top)
+        if out is not None and value is not None:
+            rounded = probs.astype(value.dtype)
+            out = out * decay[:, None] + jnp.einsum("qk,kd->qd", rounded, value, preferred_element_type=jnp.float32)
+        return (new_top, total * decay + probs.sum(-1), out), probs
+
+    def start(self, *, with_output: bool) -> _State:
+        """The state before any key."""
+        rows = self.spec.group_size * self.tiling.query_tile
+        out = jnp.zeros((rows, self.spec.value_head_dim or 0)) if with_output else None
+        return jnp.full(rows, _MASKED), jnp.zeros(rows), out
+
+    def own(
+        self, state: _State, batch: Array, tile: Array, query: Array, key: Array, value: Array | None
+    ) -> tuple[_State, Any]:
+        """The state with the own region of a query tile in it."""
+        width = min(self.tiling.own_width, self.spec.key_value_length)
+        first = jnp.asarray(self.places.first_own)[batch, tile] * self.tiling.unit
+        start = jnp.minimum(first, self.spec.key_value_length - width)  # as dynamic_slice would, but known to the mask
+        slots = start + jnp.arange(width, dtype=jnp.int32)
+        seen = self.seen(batch, tile, slots) & (slots >= first)[None]
+        k = lax.dynamic_slice_in_dim(key, start, width)
+        v = None if value is None else lax.dynamic_slice_in_dim(value, start, width)
+        return self.fold(state, self.mask(self.scores(query, k), seen), v)
+
+    def finish(self, state: _State) -> Float[Array, "rows v_dim"]:
+        """Output rows in the dtype of the input; a row that saw nothing is zero."""
+        _, total, out = state
+        if out is None:
+            raise TypeError("a state without values has no output")
+        seen = total > 0.0
+        return (out * jnp.where(seen, 1.0 / jnp.where(seen, total, 1.0), 0.0)[:, None]).astype(self.spec.dtype)
+
+
+def attend(
+    spec: AttentionSpec,
+    tiling: Tiling,
+    places: Places,
+    query: Float[Array, "b t n h"],
+    key: Float[Array, "b s k h"],
+    value: Float[Array, "b s k v"],
+    selection: Selection,
+) -> Float[Array, "b t n v"]:
+    """Attention of every query tile to its own region and its selected units."""
+    this = _Prefill(spec, tiling, places)
+    keys, values = _heads(key), _heads(value)
+    together = max(1, min(tiling.slots, _KEYS_PER_STEP // tiling.unit))
+    width = together * tiling.unit
+    selected = selection.selected.reshape(math.prod(selection.count.shape), tiling.slots)
+    selected = jnp.pad(selected, ((0, 0), (0, -tiling.slots % together)), constant_values=-1)
+
+    def one_tile(head: Array, tile: Array, q: Array, chosen: Array, count: Array) -> Array:
+        batch, k_head, v_head = this.batch_of(head), keys[head], values[head]
+        state, _ = this.own(this.start(with_output=True), batch, tile, q, k_head, v_head)
+
+        def step(n: Array, state: _State) -> _State:
+            units = lax.dynamic_slice_in_dim(chosen, n * together, together)
+            read = _read_keys if tiling.unit == 1 else _read_units
+            k, v = (read(x, jnp.maximum(units, 0), tiling.unit) for x in (k_head, v_head))
+            scores = this.scores(q, k)
+            offsets = jnp.arange(tiling.unit, dtype=jnp.int32)
+            if this.masked:
+                slots = (units[:, None] * tiling.unit + offsets[None]).reshape(width)
+                scores = this.mask(scores, this.seen(batch, tile, slots) & jnp.repeat(units >= 0, tiling.unit)[None])
+            elif together > 1:
+                scores = jnp.where(jnp.repeat(units >= 0, tiling.unit)[None], scores, _MASKED)
+            return this.fold(state, scores, v)[0]
+
+        if tiling.slots:
+            state = lax.fori_loop(0, (count + together - 1) // together, step, state)
+        return this.finish(state)
+
+    out = _map(this, one_tile, query, selected, selection.count.reshape(-1))
+    return _untile(out, spec, tiling)
+
+
+def select(
+    spec: AttentionSpec,
+    tiling: Tiling,
+    places: Places,
+    query: Float[Array, "b t n h"],
+    key: Float[Array, "b s k h"],
+    value: Float[Array, "b s k v"] | None = None,
+    ablation: Ablation | None = None,
+) -> tuple[Selection, Float[Array, "b t n v"] | None]:
+    """What an anchor selects; with ``value``, also dense attention's output, from the same scores."""
+    this = _Prefill(spec, tiling, places)
+    keys = _heads(key)
+    values = None if value is None else _heads(value)
+    allowed = candidates(tiling, places)
+    sweep = _sweep_keys if tiling.unit == 1 else _sweep_units
+
+    def one_tile(head: Array, tile: Array, q: Array) -> Any:
+        batch = this.batch_of(head)
+        mass, state = sweep(this, batch, tile, q, keys[head], None if values is None else values[head])
+        chosen = mass if ablation == "all_heads" else choose(tiling, mass, allowed[batch, tile])
+        return chosen, None if values is None else this.finish(state)
+
+    chosen, out = _map(this, one_tile, query)
+    lead = (spec.batch, spec.num_kv_heads, tiling.query_tiles)
+    if ablation == "all_heads":
+        mass = chosen.reshape(*lead, tiling.units).sum(1, keepdims=True)
+        shape = (*lead, tiling.units)
+        allowed = jnp.broadcast_to(allowed[:, None], shape)
+        selection = Selection(*choose(tiling, jnp.broadcast_to(mass, shape), allowed))
+    else:
+        selection = Selection(chosen[0].reshape(*lead, tiling.slots), chosen[1].reshape(lead))
+    return selection, None if out is None else _untile(out, spec, tiling)
+
+
+def _sweep_units(
+    this: _Prefill, batch: Array, tile: Array, q: Array, key: Array, value: Array | None
+) -> tuple[Float[Array, " units"], _State]:
+    """Pooled mass of the units before the own region, in one pass over all keys, and the state behind it."""
+    tiling, group = this.tiling, max(1, _KEYS_PER_SWEEP // this.tiling.unit)
+    rows = q.shape[0]
+    earlier = jnp.asarray(this.places.first_own)[batch, tile]
+
+    def visit(units: int) -> Callable[..., Any]:
+        width = units * tiling.unit
+
+        def step(n: Array, carry: Any) -> Any:
+            state, sums, tops = carry
+            first = n * units
+            k = lax.dynamic_slice_in_dim(key, first * tiling.unit, width)
+            v = None if value is None else lax.dynamic_slice_in_dim(value, first * tiling.unit, width)
+            scores = this.scores(q, k)
+            if this.masked:
+                slots = first * tiling.unit + jnp.arange(width, dtype=jnp.int32)
+                scores = this.mask(scores, this.seen(batch, tile, slots))
+            state, probs = this.fold(state, scores, v)
+            parts = probs.reshape(rows, units, tiling.unit).sum(-1).T
+            return (
+                state,
+                lax.dynamic_update_slice(sums, parts, (first, 0)),
+                lax.dynamic_update_slice(tops, jnp.broadcast_to(state[0], parts.shape), (first, 0)),
+            )
+
+        return step
+
+    shape = (tiling.units, rows)
+    carry = this.start(with_output=value is not None), jnp.zeros(shape), jnp.full(shape, _MASKED)
+    if group > 1 and tiling.units >= group:
+        carry = lax.fori_loop(0, earlier // group, visit(group), carry)
+        carry = lax.fori_loop(earlier // group * group, earlier, visit(1), carry)
+    else:
+        carry = lax.fori_loop(0, earlier, visit(1), carry)
+    state, sums, tops = carry
+    state, _ = this.own(state, batch, tile, q, key, value)
+    top, total, _ = state
+    weight = _real(this, tile) / jnp.where(total > 0.0, total, 1.0)
+    return (sums * jnp.exp(tops - jnp.maximum(top, _MASKED / 2)[None]) * weight[None]).sum(-1), state
+
+
+def _sweep_keys(
+    this: _Prefill, batch: Array, tile: Array, q: Array, key: Array, value: Array | None
+) -> tuple[Float[Array, " units"], _State]:
+    """The same key by key, in two passes: log-sums, then the mass of each key."""
+    length = this.spec.key_value_length
+    width = min(_KEYS_PER_SWEEP, length)
+    steps = -(-(jnp.asarray(this.places.first_own)[batch, tile]) // width)
+    first_own = jnp.asarray(this.places.first_own)[batch, tile]
+
+    def scores_of(n: Array) -> tuple[Array, Array]:
+        start = jnp.minimum(n * width, length - width)
+        slots = start + jnp.arange(width, dtype=jnp.int32)
+        scores = this.scores(q, lax.dynamic_slice_in_dim(key, start, width))
+        # Inside the block's own share of the earlier keys: the last block may reach into the one before it.
+        fresh = (slots >= n * width) & (slots < first_own)
+        seen = (this.seen(batch, tile, slots) & fresh[None]) if this.masked else fresh[None]
+        return start, this.mask(scores, jnp.broadcast_to(seen, (this.tiling.query_tile, width)))
+
+    def log_sums(n: Array, state: _State) -> _State:
+        start, scores = scores_of(n)
+        v = None if value is None else lax.dynamic_slice_in_dim(value, start, width)
+        return this.fold(state, scores, v)[0]
+
+    state = lax.fori_loop(0, steps, log_sums, this.start(with_output=value is not None))
+    state, _ = this.own(state, batch, tile, q, key, value)
+    top, total, _ = state
+    weight = _real(this, tile) / jnp.where(total > 0.0, total, 1.0)
+
+    def masses(n: Array, mass: Array) -> Array:
+        start, scores = scores_of(n)
+        probs = jnp.exp(scores - jnp.maximum(top, _MASKED / 2)[:, None])
+        part = lax.dynamic_slice_in_dim(mass, start, width) + (probs * weight[:, None]).sum(0)
+        return lax.dynamic_update_slice_in_dim(mass, part, start, 0)
+
+    return lax.fori_loop(0, steps, masses, jnp.zeros(length)), state
+
+
+def _real(this: _Prefill, tile: Array) -> Float[Array, " rows"]:
+    """1 for rows that are queries, 0 for the padding of the last query tile."""
+    at = tile * this.tiling.query_tile + jnp.arange(this.tiling.query_tile, dtype=jnp.int32)
+    return jnp.tile((at < this.spec.query_length).astype(jnp.float32), this.spec.group_size)
+
+
+def _read_units(x: Float[Array, "length dim"], units: Int[Array, " n"], unit: int) -> Float[Array, "keys dim"]:
+    """Slices side by side: XLA's gather of the same is several times slower on a CPU."""
+    return jnp.concatenate([lax.dynamic_slice_in_dim(x, units[i] * unit, unit) for i in range(len(units))])
+
+
+def _read_keys(x: Float[Array, "length dim"], units: Int[Array, " n"], unit: int) -> Float[Array, "keys dim"]:
+    del unit  # 1
+    return jnp.take(x, units, axis=0)
+
+
+def _map(this: _Prefill, one_tile: Callable[..., Any], query: Array, *per_tile: Array) -> Any:
+    """``one_tile(head, tile, rows of queries, ...)`` over every KV head of every sequence and every query tile."""
+    tiles, heads = this.tiling.query_tiles, this.spec.batch * this.spec.num_kv_heads
+    if this.spec.dtype == "float32":
+        query = query * jnp.float32(this.spec.softmax_scale)
+    index = jnp.repeat(jnp.arange(heads, dtype=jnp.int32), tiles), jnp.tile(jnp.arange(tiles, dtype=jnp.int32), heads)
+    return lax.map(lambda x: one_tile(*x), (*index, _tile(query, this.spec, this.tiling), *per_tile))
+
+
+def _tile(x: Float[Array, "b t n h"], spec: AttentionSpec, tiling: Tiling) -> Float[Array, "tiles rows h"]:
+    """[B, T, N, H] -> [B * K * query_tiles, group * query_tile, H], T padded with zeros."""
+    x = jnp.pad(x, ((0, 0), (0, tiling.padded_queries - x.shape[1]), (0, 0), (0, 0)))
+    shape = (spec.batch, tiling.query_tiles, tiling.query_tile, spec.num_kv_heads, spec.group_size, x.shape[-1])
+    x = x.reshape(shape).transpose(0, 3, 1, 4, 2, 5)
+    return x.reshape(-1, spec.group_size * tiling.query_tile, x.shape[-1])
+
+
+def _untile(x: Float[Array, "tiles rows h"], spec: AttentionSpec, tiling: Tiling) -> Float[Array, "b t n h"]:
+    """The inverse."""
+    shape = (spec.batch, spec.num_kv_heads, tiling.query_tiles, spec.group_size, tiling.query_tile, x.shape[-1])
+    x = x.reshape(shape).transpose(0, 2, 4, 1, 3, 5)
+    return x.reshape(spec.batch, tiling.padded_queries, spec.num_heads, -1)[:, : spec.query_length]
+
+
+def _heads(x: Float[Array, "b s k d"]) -> Float[Array, "bk s d"]:
+    """[B, S, K, D] -> [B * K, S, D]."""
+    return x.swapaxes(1, 2).reshape(-1, x.shape[1], x.shape[3])

@@ -1,0 +1,397 @@
+"""Kascade's page: the gate, what is lost at which kept fraction, what it costs. Nothing without its controls.
+
+A row of an approximate method says something only where the test can fail: in the gate every control has to be there
+and to fail visibly, in the tables of quality random tiles have to. Where they do not, the row is withheld, and the
+table says why.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from reports.cells import Cell, Group, is_trusted, same_rounds
+from reports.formatting import TIMES, Value, code, estimate, number, plural
+from reports.plot import Panel, Picture
+from reports.tables import MILLI, Column, Table, scaled, table
+from suite import statistics
+from suite.cases import make_case
+from suite.errors import InputError
+from suite.kascade.methods import CONTROLS, METHODS
+from suite.record import Record
+from suite.statistics import Interval
+
+GATE, TEXT, RETRIEVAL = "kascade_gate", "kascade_text", "kascade_retrieval"
+STACKS = ("kascade_prefill", "kascade_decode")
+KINDS = frozenset({GATE, TEXT, RETRIEVAL, *STACKS})
+WITHHELD = "WITHHELD"
+REUSE_BOUND, DECODE_BOUND, PREFILL_BOUND = 1.3, 3.5, 2.0
+_BLIND = ("random_tiles",)  # what has to fail in a table of quality
+_FEWEST = 3  # kept fractions that make a line
+
+
+def is_kascade(group: Group) -> bool:
+    """Whether all cells of a group are rows of Kascade's suite, as this version knows them."""
+    return group.kind in KINDS and all(_is_row(cell.record) for cell in group.cells)
+
+
+def _is_row(record: Record) -> bool:
+    try:
+        case = make_case(record.problem)
+    except InputError:
+        return False
+    return case.kind == record.kind and record.requested in METHODS
+
+
+def recall_of(record: Record, near: float = 0.0, far: float = float("inf")) -> Interval | None:
+    """Recall with its 95% Wilson interval, over the queries from ``near`` up to, not including, ``far`` tokens back."""
+    hits, distances = record.series.get("hit", ()), record.series.get("distance", ())
+    found = [hit for hit, distance in zip(hits, distances, strict=True) if near <= distance < far]
+    return statistics.wilson(int(sum(found)), len(found)) if found else None
+
+
+def withheld(group: Group, controls: Sequence[str]) -> str | None:
+    """Why the approximate rows of a case show nothing; None where every control is there and fails visibly."""
+    records = {cell.record.requested: cell.record for cell in group.cells if is_trusted(cell.record)}
+    dense = records.get("dense")
+    if dense is None:
+        return "there is no dense row"
+    missing = [name for name in controls if name not in records]
+    if missing:
+        return f"no {', '.join(missing)}"
+    blind = [name for name in controls if not _fails(records[name], dense)]
+    if blind:
+        return f"{', '.join(blind)} {'does' if len(blind) == 1 else 'do'} not fail visibly"
+    if group.kind != TEXT and (found := recall_of(dense)) is not None and found.value < 1.0:
+        return "dense attention does not retrieve everything"
+    return None
+
+
+def _fails(control: Record, dense: Record) -> bool:
+    """Whether a control is worse than dense beyond doubt: by its interval."""
+    if "hit" in control.series:
+        theirs, own = recall_of(dense), recall_of(control)
+        return bool(theirs and own and own.high is not None and theirs.low is not None and own.high < theirs.low)
+    lost = statistics.paired_difference(control.series.get("nll", ()), control.series.get("standard_nll", ()))
+    return bool(lost and lost.low is not None and lost.low > 0)
+
+
+def gate(groups: Sequence[Group]) -> tuple[Table, ...]:
+    """One table per phase: dense, Kascade, and every control. Kascade's row is withheld where a control passes."""
+    made = []
+    for group in groups:
+        if group.kind != GATE:
+            continue
+        why = withheld(group, CONTROLS)
+        rows = [_gate_row(cell, why) for cell in _ordered(group)]
+        columns = (
+            Column("method", "row"),
+            Column("told", "what it attends to"),
+            Column("recall", "recall [95% Wilson interval]"),
+            Column("kept", "pairs kept (%)"),
+            Column("mass_mean", "attention kept, mean"),
+            Column("mass_min", "least, per head and tile"),
+            Column("reading", "reading"),
+        )
+        made.append(
+            table(f"kascade_gate_{_phase(group)}", f"{_phase(group).capitalize()}, {_told(group)}", columns, rows)
+        )
+    return tuple(made)
+
+
+def _gate_row(cell: Cell, why: str | None) -> dict[str, Value]:
+    record, method = cell.record, METHODS[cell.record.requested]
+    lead: dict[str, Value] = {"method": method.name, "told": method.told}
+    if not is_trusted(record):
+        return {**lead, "reading": record.error or record.status}
+    if why is not None and not method.exact and not method.control:
+        return {**lead, "reading": f"{WITHHELD}: {why}"}
+    found = recall_of(record)
+    if method.control:
+        dense_recall = record.quality.get("dense_recall")
+        word = "control: " + ("fails" if found and found.value < (dense_recall or 0.0) else "PASSES")
+    else:
+        word = "all found" if found and found.value == 1.0 else "loses"
+    return {**lead, "recall": found, **_kept(record), "reading": word}
+
+
+def _kept(record: Record) -> dict[str, Value]:
+    figures = record.quality
+    return {
+        "kept": scaled(figures.get("kept_pairs"), 100),
+        "mass_mean": figures.get("mass_mean"),
+        "mass_min": figures.get("mass_min"),
+    }
+
+
+def quality(groups: Sequence[Group]) -> tuple[Table, ...]:
+    """What is lost at which kept fraction: text and retrieval, prefill and decoding, a table each."""
+    made = []
+    for kind in (TEXT, RETRIEVAL):
+        for phase in ("prefill", "decode"):
+            members = sorted(
+                (g for g in groups if g.kind == kind and _phase(g) == phase), key=lambda g: _problem(g)["top_k"]
+            )
+            if not members:
+                continue
+            rows = [_quality_row(group, cell, why) for group in members for why in (withheld(group, _BLIND),)
+                    for cell in _ordered(group) if cell.record.status != "unsupported"]  # fmt: skip
+            columns = (
+                Column("top_k", "share asked for (%)", merge=True),
+                Column("method", "row"),
+                Column("kept", "pairs kept (%)"),
+                Column("flops", "FLOPs of the whole model's attention, selection included (%)"),
+                Column("perplexity", "perplexity"),
+                Column("lost", "nats per byte lost [95% paired interval]"),
+                Column("recall", "recall [95% Wilson interval]"),
+                *(Column(f"recall_{i}", f"recall, {name}") for i, (name, _, _) in enumerate(_bins(members[0]))),
+                Column("kl_mean", "KL to dense, mean (nats)"),
+                Column("kl_p99", "KL, 99th percentile"),
+                Column("top1", "same likeliest token (%)"),
+                Column("mass_mean", "attention kept, mean"),
+                Column("mass_min", "least, per head and tile"),
+                Column("reading", "reading"),
+            )
+            name = "Text" if kind == TEXT else "Retrieval"
+            made.append(table(f"{kind}_{phase}", f"{name}, {phase}, {_told(members[0])}", columns, rows))
+    return tuple(made)
+
+
+def _quality_row(group: Group, cell: Cell, why: str | None) -> dict[str, Value]:
+    record, method = cell.record, METHODS[cell.record.requested]
+    lead: dict[str, Value] = {"top_k": f"{number(100 * _problem(group)['top_k'])}", "method": method.name}
+    if not is_trusted(record):
+        return {**lead, "reading": record.error or record.status}
+    if why is not None and not method.exact and method.name not in _BLIND:
+        return {**lead, "reading": f"{WITHHELD}: {why}"}
+    figures = record.quality
+    row: dict[str, Value] = {**lead, **_kept(record), "flops": scaled(figures.get("flops"), 100)}
+    row |= {name: figures.get(name) for name in ("perplexity", "kl_mean", "kl_p99")}
+    row["top1"] = scaled(figures.get("top1_agreement"), 100)
+    if group.kind == TEXT and not method.exact:
+        row["lost"] = statistics.paired_difference(record.series["nll"], record.series["standard_nll"])
+    if group.kind != TEXT:
+        row["recall"] = recall_of(record)
+        row |= {f"recall_{i}": recall_of(record, near, far) for i, (_, near, far) in enumerate(_bins(group))}
+    return row
+
+
+def _bins(group: Group) -> list[tuple[str, float, float]]:
+    """Distances of needle and query: up to a quarter, a half, all of the sequence."""
+    length = int(_problem(group)["sequence"])
+    if group.kind == TEXT:
+        return []
+    edges = [0, length // 4, length // 2, length]
+    return [(f"{low} to {high - 1} back", low, high) for low, high in itertools.pairwise(edges)]
+
+
+def picture(groups: Sequence[Group]) -> Picture | None:
+    """Quality against kept fraction: KL of text and recall of needles, prefill and decoding; None without three."""
+    panels = []
+    for kind, label in ((TEXT, "KL to dense (nats per byte)"), (RETRIEVAL, "recall")):
+        for phase in ("prefill", "decode"):
+            lines: dict[str, list[tuple[float, float]]] = {}
+            for group in groups:
+                if group.kind != kind or _phase(group) != phase or withheld(group, _BLIND) is not None:
+                    continue
+                for cell in _ordered(group):
+                    figures = cell.record.quality
+                    value = figures.get("kl_mean" if kind == TEXT else "recall")
+                    if is_trusted(cell.record) and cell.record.exact is False and value is not None:
+                        at = 100 * figures["kept_pairs"]
+                        lines.setdefault(cell.record.requested, []).append((at, value))
+            kept = tuple((name, tuple(sorted(points))) for name, points in lines.items() if len(points) >= _FEWEST)
+            if kept:
+                title = f"{'text' if kind == TEXT else 'retrieval'}, {phase}"
+                panels.append(Panel(title, kept, None, x_label="pairs kept, % of causal", y_label=label,
+                                    log_y=kind == TEXT))  # fmt: skip
+    return Picture("kascade-quality.svg", "Quality against kept fraction", tuple(panels)) if panels else None
+
+
+def speed(groups: Sequence[Group]) -> tuple[Table, ...]:
+    """Whole stacks, and one layer of each kind, relative to the fastest dense row of the same rounds."""
+    made = []
+    for kind in STACKS:
+        members = sorted((g for g in groups if g.kind == kind), key=_stack_order)
+        rows = [_speed_row(group, cell) for group in members for cell in _ordered(group)
+                if cell.record.status != "unsupported"]  # fmt: skip
+        columns = (
+            Column("case", "stack", merge=True),
+            Column("method", "row"),
+            Column("devices", "devices"),
+            Column("median_ms", "median (ms) [95% interval]"),
+            Column("relative", "time relative to the fastest dense [95% interval]"),
+            Column("faster", "times as fast"),
+            Column("kept", "pairs kept (%)"),
+            Column("flops", "FLOPs, selection included (%)"),
+            Column("per_share", "time relative to its share of pairs"),
+            Column("error", "all selected: error / allowed"),
+            Column("samples", "samples"),
+            Column("ran", "ran"),
+        )
+        if rows:
+            title = "Prefill" if kind == "kascade_prefill" else "Decoding one token"
+            made.append(table(f"{kind}_speed", title, columns, rows))
+    return tuple(made)
+
+
+def _speed_row(group: Group, cell: Cell) -> dict[str, Value]:
+    record = cell.record
+    lead: dict[str, Value] = {"case": _stack_told(group), "method": record.requested, "devices": record.devices}
+    if cell.speed is None:
+        return {**lead, "ran": record.error or record.status}
+    median = cell.speed.median
+    ratio = relative(group, cell)
+    share = record.quality.get("kept_pairs")
+    return {
+        **lead,
+        "median_ms": Interval(
+            median.value * MILLI, scaled(median.low, MILLI), scaled(median.high, MILLI), median.count
+        ),
+        "relative": ratio if cell is not fastest_dense(group) else "1 (baseline)",
+        "faster": 1 / ratio.value if ratio and not record.exact else None,
+        "kept": scaled(share, 100),
+        "flops": scaled(record.quality.get("flops"), 100),
+        "per_share": ratio.value / share if ratio and share and record.requested == "reuse_layer" else None,
+        "error": record.accuracy.get("out"),
+        "samples": median.count,
+        "ran": "DENSE" if ran_dense(record) else record.resolved if record.exact else "sparse",
+    }
+
+
+def ran_dense(record: Record) -> bool:
+    """Whether a sparse row decided to run dense; its notes say so."""
+    return any("profitable" in note for note in record.notes)
+
+
+def fastest_dense(group: Group) -> Cell | None:
+    """The dense row with the lowest median, on however many devices."""
+    rows = [cell for cell in group.cells if cell.speed and cell.record.requested == "dense"]
+    return min(rows, key=lambda cell: cell.speed.median.value if cell.speed else 0.0, default=None)
+
+
+def relative(group: Group, cell: Cell) -> Interval | None:
+    """Time of a row relative to the fastest dense one, by rounds."""
+    dense = fastest_dense(group)
+    if dense is None or not cell.speed or not same_rounds(cell.record, dense.record):
+        return None
+    return statistics.paired_ratio(cell.record.samples, dense.record.samples)
+
+
+def goals(groups: Sequence[Group]) -> Table | None:
+    """What the suite is there to show, judged on the medians of this run; nothing is rounded towards a goal."""
+    parts: list[tuple[str, list[tuple[str, float]], float, bool]] = [
+        ("a reuse layer takes at most 1.3 of its share of dense time (prefill, float32)", [], REUSE_BOUND, False),
+        ("decode attention of a whole stack, by tiles, S 32768: 3.5 times as fast", [], DECODE_BOUND, True),
+        ("prefill attention of a whole stack, at most 5 anchors, S 8192: twice as fast", [], PREFILL_BOUND, True),
+    ]
+    for group in groups:
+        problem = _problem(group)
+        for cell in group.cells:
+            ratio = relative(group, cell) if group.kind in STACKS and cell.record.exact is False else None
+            if ratio is None or ran_dense(cell.record):
+                continue
+            row, told = cell.record.requested, _stack_told(group)
+            whole = row == "kascade" and problem["layers"] > 1
+            if row == "reuse_layer" and group.kind == "kascade_prefill" and problem["dtype"] == "float32":
+                parts[0][1].append((told, ratio.value / cell.record.quality["kept_pairs"]))
+            elif whole and group.kind == "kascade_decode" and problem["sequence"] == 32768:
+                parts[1][1].append((told, 1 / ratio.value))
+            elif whole and group.kind == "kascade_prefill" and problem["sequence"] == 8192 and problem["anchors"] <= 5:
+                parts[2][1].append((told, 1 / ratio.value))
+    rows = [_goal_row(*part) for part in parts if part[1]]
+    columns = (Column("goal", "goal"), Column("met", "met"), Column("worst", "worst figure"),
+               Column("missed", "missed in"))  # fmt: skip
+    return table("kascade_goals", "", columns, rows) if rows else None
+
+
+def _goal_row(text: str, found: list[tuple[str, float]], bound: float, least: bool) -> dict[str, Value]:
+    missed = [(told, value) for told, value in found if (value < bound if least else value > bound)]
+    worst = (min if least else max)(value for _, value in found)
+    return {
+        "goal": text,
+        "met": f"{len(found) - len(missed)} of {len(found)}",
+        "worst": f"{number(worst)}{TIMES}",
+        "missed": "; ".join(f"{told}: {number(value)}{TIMES}" for told, value in missed) or None,
+    }
+
+
+def sentences(groups: Sequence[Group]) -> list[str]:
+    """The gate's outcome, what Kascade loses on text, and how fast whole stacks are, in words."""
+    return [sentence for group in groups for sentence in _sentences(group)]
+
+
+def _sentences(group: Group) -> Iterator[str]:
+    rows = {cell.record.requested: cell for cell in group.cells if is_trusted(cell.record)}
+    own = rows.get("kascade")
+    if group.kind == GATE:
+        why = withheld(group, CONTROLS)
+        lead = f"**Gate, {_phase(group)}**: "
+        if why is not None:
+            yield f"{lead}Kascade's row is withheld: {why}."
+        elif own is not None and (found := recall_of(own.record)) is not None:
+            failed = [found.value for name in CONTROLS if (found := recall_of(rows[name].record))]
+            share = 100 * own.record.quality["kept_pairs"]
+            mine = recall_of(own.record)
+            yield (
+                f"{lead}dense 1, {code('kascade')} (approximate) {estimate(mine) if mine else ''} at "
+                f"{number(share)}% of the pairs; {plural(len(failed), 'control')} at {number(min(failed))} to "
+                f"{number(max(failed))}."
+            )
+    elif group.kind == TEXT and own is not None and withheld(group, _BLIND) is None:
+        lost = statistics.paired_difference(own.record.series["nll"], own.record.series["standard_nll"])
+        if lost is not None:
+            word = "loses" if lost.excludes(0.0) else "loses nothing measurable,"
+            yield (
+                f"**Text, {_phase(group)}**: {code('kascade')} (approximate) at "
+                f"{number(100 * own.record.quality['kept_pairs'])}% of the pairs {word} {estimate(lost)} nats per byte."
+            )
+    elif group.kind in STACKS and _problem(group)["layers"] > 1:
+        for name in ("kascade", "kascade_token"):
+            cell = rows.get(name)
+            ratio = relative(group, cell) if cell else None
+            dense = fastest_dense(group)
+            if ratio and dense:
+                yield (
+                    f"**{_stack_told(group)}**: {code(name)} (approximate) takes {estimate(ratio)} {TIMES} the time "
+                    f"of the fastest dense, {code(dense.label)}."
+                )
+
+
+def _problem(group: Group) -> dict[str, Any]:
+    return group.cells[0].record.problem
+
+
+def _phase(group: Group) -> str:
+    return str(_problem(group)["phase"])
+
+
+def _ordered(group: Group) -> list[Cell]:
+    """Rows in the order of the suite."""
+    names = list(METHODS)
+    return sorted(group.cells, key=lambda cell: (names.index(cell.record.requested), cell.record.devices))
+
+
+def _told(group: Group) -> str:
+    """The problem of a case of quality, in words."""
+    p = _problem(group)
+    share = f", {number(100 * p['top_k'])}% of the earlier keys" if group.kind == GATE else ""
+    model = "constructed checkpoint" if group.kind != TEXT else f"model {p['model']}"
+    units = f"tiles of {p['tile_size']} keys" if p["granularity"] == "tile" else "single keys"
+    return f"{model}, S {p['sequence']}, {p['sequences']} sequences, {units}{share}"
+
+
+def _stack_told(group: Group) -> str:
+    p = _problem(group)
+    kind = "prefill" if group.kind == "kascade_prefill" else "decode"
+    layers = "one layer" if p["layers"] == 1 else f"{p['layers']} layers, {p['anchors']} of them select"
+    return (
+        f"{kind}, S {p['sequence']}, {layers}, heads {p['heads']}/{p['kv_heads']}, D {p['head_dim']}, {p['dtype']}, "
+        f"{number(100 * p['top_k'])}% in tiles of {p['tile_size']}"
+    )
+
+
+def _stack_order(group: Group) -> tuple[Any, ...]:
+    p = _problem(group)
+    return p["layers"] == 1, p["sequence"], p["top_k"], p["anchors"]

@@ -1,0 +1,131 @@
+"""``attnsuite calibrate``: measure a model over some text, write what a schedule is made from, show the schedule."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from backends.kascade import Calibration, Schedule, Settings, dynamic_programming, greedy, manual
+from models import Transformer, load_text
+from models.calibration import calibrate
+from models.config import PRESETS
+from models.text import windows
+from models.weights import load, load_shipped
+from suite.errors import InputError
+from suite.quality import BYTE_VOCABULARY
+
+SHIPPED = "text"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrateRequest:
+    """What to calibrate, checked by :func:`run`. ``anchors`` as in :class:`suite.cases.SelectionCase`."""
+
+    model: str
+    text: Path | None
+    out: Path
+    prompts: int
+    length: int
+    settings: dict[str, Any]
+    schedule: str
+    anchors: str
+    threshold: float
+    max_reuse_dist: int
+
+
+def run(request: CalibrateRequest, progress: Callable[[str], None]) -> tuple[Path, Calibration, Schedule]:
+    """Calibrate and save; returns the file, what is in it, and the schedule that follows. Raises InputError."""
+    if not request.out.parent.is_dir():
+        raise InputError(f"--out {request.out}: the directory {request.out.parent} does not exist; make it first.")
+    if request.out.suffix not in ("", ".safetensors"):
+        raise InputError(f"--out {request.out} must end in .safetensors; the .json is written beside it.")
+    for flag, value in (("--prompts", request.prompts), ("--length", request.length)):
+        if value < 1:
+            raise InputError(f"{flag} {value} must be at least 1.")
+    try:
+        Settings(**request.settings)
+        progress("opening the model")
+        model = _open(request.model)
+        _check_anchors(request, model)
+        name, prompts = _prompts(request, model)
+        watched = _watched(prompts, progress)
+        calibration = calibrate(model, watched, request.settings, text={"name": name, "length": request.length})
+        schedule = _schedule(request, calibration)
+        return calibration.save(request.out), calibration, schedule
+    except OSError as error:
+        raise InputError(f"--out {request.out} cannot be written: {error.strerror}.") from error
+    except ValueError as error:
+        raise InputError(str(error)) from error
+
+
+def _open(name: str) -> Transformer:
+    if name == SHIPPED:
+        return load_shipped()
+    if Path(name).is_dir():
+        return load(name)
+    preset = " (a preset has no trained weights to calibrate)" if name in PRESETS else ""
+    raise InputError(f"--model {name!r} is neither {SHIPPED} nor a checkpoint's directory{preset}.")
+
+
+def _prompts(request: CalibrateRequest, model: Transformer) -> tuple[str, np.ndarray]:
+    """Spread evenly over the text: all of a file, the training part of the prose that comes with Python."""
+    if model.config.vocab_size != BYTE_VOCABULARY:
+        raise InputError(
+            f"--model {request.model!r} has {model.config.vocab_size} tokens; text is read as bytes here, so the model "
+            f"has to be byte-level ({BYTE_VOCABULARY}). models.calibration.calibrate takes tokens of any model."
+        )
+    corpus = load_text() if request.text is None else load_text(request.text, held_out=0.0)
+    rows = windows(corpus.train, request.length - 1) if request.length > 1 else np.zeros((0, 1))
+    if len(rows) < request.prompts:
+        raise InputError(
+            f"the text holds {len(rows)} prompts of {request.length} bytes, but --prompts is {request.prompts}; "
+            "give a longer text, or fewer or shorter prompts."
+        )
+    return corpus.name, rows[np.linspace(0, len(rows) - 1, request.prompts).astype(int)]
+
+
+def _watched(prompts: np.ndarray, progress: Callable[[str], None]) -> Iterator[np.ndarray]:
+    for number, prompt in enumerate(prompts, start=1):
+        progress(f"prompt {number} of {len(prompts)}")
+        yield prompt
+
+
+def _numbers(request: CalibrateRequest) -> tuple[int, ...]:
+    words = [word.strip() for word in request.anchors.split(",") if word.strip()]
+    if not all(word.isdecimal() for word in words):
+        raise InputError(f"--anchors {request.anchors!r} must be a number of layers, or layers separated by commas.")
+    return tuple(map(int, words))
+
+
+def _check_anchors(request: CalibrateRequest, model: Transformer) -> None:
+    """Before the text is read: a calibration of hours is not to end in a wrong flag."""
+    numbers, layers = _numbers(request), model.config.num_layers
+    if request.schedule == "manual":
+        manual(numbers, num_layers=layers, kv_heads=model.config.kv_heads)
+    elif request.schedule == "greedy":
+        if numbers:
+            raise InputError(f"--anchors {request.anchors!r} has no place in a greedy schedule; leave it out.")
+        if not 0 <= request.threshold <= 1 or request.max_reuse_dist < 1:
+            raise InputError(
+                f"--threshold {request.threshold:g} must be from 0 to 1, and --max-reuse-dist "
+                f"{request.max_reuse_dist} at least 1."
+            )
+    elif request.schedule != "dp":
+        raise InputError(f"--schedule {request.schedule!r} must be one of dp, greedy, manual.")
+    elif len(numbers) > 1 or (numbers and not 1 <= numbers[0] <= layers):
+        raise InputError(f"--anchors {request.anchors!r} must be one number from 1 to {layers} for schedule dp.")
+
+
+def _schedule(request: CalibrateRequest, calibration: Calibration) -> Schedule:
+    numbers = _numbers(request)
+    if request.schedule == "greedy":
+        return greedy(calibration, threshold=request.threshold, max_reuse_dist=request.max_reuse_dist)
+    if request.schedule == "manual":
+        layers, heads = calibration.num_layers, calibration.kv_heads
+        return manual(numbers, num_layers=layers, kv_heads=heads, calibration=calibration)
+    # The paper's 3 to 8 anchors are for 16 to 32 layers; a quarter of them, and at least two.
+    return dynamic_programming(calibration, numbers[0] if numbers else max(2, calibration.num_layers // 4))

@@ -1,0 +1,285 @@
+"""What each row attends to: a :class:`~backends.Backend` that no registry knows, watched while it runs.
+
+Kascade's own rows run the real backend, with the schedule or the selection that the row is about; the others choose
+units by another score, with the same candidates and the same budget, and attend under an explicit mask. Beside the
+output every layer but the dense first one notes how much of its true attention it kept. Quadratic: for short input.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from backends import AttentionSpec, Layout, Target
+from backends.contract import Carry, Mode, Plan, Support, may_attend
+from backends.kascade import KASCADE, LayerRole, Places, Schedule, Selection, Settings, Tiling, manual, reference
+from backends.kascade.selection import candidates, choose, with_own
+from backends.standard import STANDARD
+
+_SCORED = frozenset({"quest", "sinks_window", "random_tiles"})
+_HEAVIEST = 4  # what "dropped_tiles" leaves out: a KV head of the retrieval checkpoint serves four needles
+_LARGE = jnp.iinfo(jnp.int32).max
+Attend = Callable[[Array, Array, Array, int, Carry], tuple[Array, Carry, Bool[Array, "b n t s"]]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Kept:
+    """What one layer kept.
+
+    ``mass [batch, kv_heads, query_tiles]``: share of the dense attention of these very queries and keys that lies on
+    pairs which were computed, mean over the rows and heads of a tile. ``pairs`` and ``causal``: how many pairs were
+    computed, and how many causal attention has.
+    """
+
+    mass: Float[Array, "batch kv_heads query_tiles"]
+    pairs: Float[Array, ""]
+    causal: Float[Array, ""]
+
+
+jax.tree_util.register_dataclass(Kept)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Watched:
+    """A row as a backend: what its plan attends to is noted in ``kept``, one entry per layer that selects or reuses.
+
+    ``kept`` is filled while JAX traces: hand it out of the function that is being traced. ``schedule`` is Kascade's.
+    """
+
+    method: str
+    settings: Settings
+    schedule: Schedule
+    kept: list[Kept] = dataclasses.field(default_factory=list)
+    exact: bool = False
+
+    @property
+    def name(self) -> str:
+        """The row's."""
+        return self.method
+
+    def supports(self, spec: AttentionSpec, target: Target, mode: Mode = "native") -> Support:
+        """What Kascade supports."""
+        return KASCADE.supports(spec, target, mode)
+
+    def plan(
+        self,
+        spec: AttentionSpec,
+        layout: Layout,
+        *,
+        target: Target,
+        mode: Mode = "native",
+        options: Mapping[str, Any] | None = None,
+    ) -> Plan:
+        """The row's attention, layer by layer."""
+        attend = self._attend(spec, layout, target)
+
+        def run(query: Array, key: Array, value: Array, layer: int, carry: Carry) -> tuple[Array, Carry]:
+            out, carry, mask = attend(query, key, value, layer, carry)
+            if layer:
+                tiling = Tiling.of(spec, self.settings)
+                self.kept.append(_kept(spec, layout, tiling, query, key, mask))
+            return out, carry
+
+        return Plan(run)
+
+    def _attend(self, spec: AttentionSpec, layout: Layout, target: Target) -> Attend:
+        tiling = Tiling.of(spec, self.settings)
+        if self.method in _SCORED or self.method == "oracle_query":
+            return _chosen(self.method, spec, layout, tiling, target)
+        settings = dataclasses.replace(self.settings, **_row_settings(self.method, self.settings, self.schedule, spec))
+        return _kascade(self.method, spec, layout, Tiling.of(spec, settings), settings, target)
+
+
+def _row_settings(method: str, settings: Settings, schedule: Schedule, spec: AttentionSpec) -> dict[str, Any]:
+    """What a row changes about Kascade."""
+    layers, heads = len(schedule.layers), spec.num_kv_heads
+    if method == "oracle_pooled":
+        return {"schedule": manual(range(layers), num_layers=layers, kv_heads=heads)}
+    if method == "wrong_anchors":
+        late = {0, *(min(a + 1, layers - 1) for a in schedule.anchors if a)}
+        return {"schedule": manual(tuple(late), num_layers=layers, kv_heads=heads)}
+    if method == "swapped_heads":
+        swapped = tuple(_swapped(role, heads) for role in schedule.layers)
+        return {"schedule": Schedule(swapped, schedule.method)}
+    if method in ("kascade_all_heads", "kascade_no_remap"):
+        return {"schedule": schedule, "ablation": method.removeprefix("kascade_")}
+    if method == "kascade_token":
+        return {"schedule": schedule, "granularity": "token"}
+    return {"schedule": schedule}
+
+
+def _swapped(role: LayerRole, heads: int) -> LayerRole:
+    if role.role != "reuse":
+        return role
+    right = role.head_map or tuple(range(heads))
+    return dataclasses.replace(role, head_map=tuple((head + 1) % heads for head in right))
+
+
+def _kascade(
+    method: str, spec: AttentionSpec, layout: Layout, tiling: Tiling, settings: Settings, target: Target
+) -> Attend:
+    """The real backend. A gate's control tampers with what its reuse layers are handed."""
+    options = {name: value for name, value in _fields(settings).items() if value is not None}
+    plan = KASCADE.plan(spec, layout, target=target, options=options)
+    schedule = settings.schedule
+    if schedule is None:
+        raise ValueError(f"{method} needs a schedule.")
+
+    def attend(query: Array, key: Array, value: Array, layer: int, carry: Carry) -> tuple[Array, Carry, Array]:
+        role = schedule.layers[layer]
+        if role.role != "reuse":
+            out, carry = plan.run(query, key, value, layer=layer, carry=carry)
+            return out, carry, reference.attended(spec, layout, tiling, carry)
+        handed = carry
+        if method == "stale_indices":
+            handed = Selection(jnp.roll(carry.selected, 1, 0), jnp.roll(carry.count, 1, 0))
+        if method == "dropped_tiles":
+            handed = _without_heaviest(tiling, carry, reference.pooled_mass(spec, layout, tiling, query, key))
+        out, _ = plan.run(query, key, value, layer=layer, carry=handed)
+        used = handed if settings.ablation == "no_remap" or not role.head_map else handed.remapped(role.head_map)
+        return out, carry, reference.attended(spec, layout, tiling, used)
+
+    return attend
+
+
+def _fields(settings: Settings) -> dict[str, Any]:
+    return {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
+
+
+def _without_heaviest(tiling: Tiling, selection: Selection, mass: Float[Array, "b k q units"]) -> Selection:
+    """The selection less the units with the most of this layer's own attention."""
+    listed = selection.selected
+    if not listed.shape[-1]:
+        return selection
+    weight = jnp.take_along_axis(mass, jnp.maximum(listed, 0), axis=-1)
+    order = jnp.argsort(jnp.where(listed < 0, -1.0, weight), axis=-1, descending=True)
+    rank = jnp.argsort(order, axis=-1)
+    left = jnp.where((rank >= _HEAVIEST) & (listed >= 0), listed, _LARGE)
+    ascending = jnp.sort(left, axis=-1)
+    return Selection(
+        jnp.where(ascending == _LARGE, -1, ascending), jnp.maximum(selection.count - _HEAVIEST, 0).astype(jnp.int32)
+    )
+
+
+def _chosen(method: str, spec: AttentionSpec, layout: Layout, tiling: Tiling, target: Target) -> Attend:
+    """Rows in which every layer chooses by itself: layer 0 dense, then attention under the mask of what is chosen."""
+    bare = dataclasses.replace(
+        spec, is_causal=False, has_segment_ids=False, has_positions=False, has_seq_lengths=False, has_mask=True
+    )
+    causal = _causal(spec, layout)
+    dense = STANDARD.plan(spec, layout, target=target)
+    places = Places.of(spec, layout, tiling)
+    candidate = candidates(tiling, places.of_all(spec.batch))
+
+    def attend(query: Array, key: Array, value: Array, layer: int, carry: Carry) -> tuple[Array, Carry, Array]:
+        if layer == 0:
+            return *dense.run(query, key, value), causal
+        if method == "oracle_query":
+            mask = _oracle_mask(spec, layout, tiling, places, candidate, query, key)
+        else:
+            score = _score(method, spec, tiling, query, key, layer)
+            spread = jnp.broadcast_to(candidate[:, None], score.shape)
+            selection = Selection(*choose(tiling, score, spread))
+            mask = reference.attended(spec, layout, tiling, selection)
+        out = STANDARD.plan(bare, Layout(mask=mask), target=target).run(query, key, value)[0]
+        return out, carry, mask
+
+    return attend
+
+
+def _score(
+    method: str, spec: AttentionSpec, tiling: Tiling, query: Array, key: Array, layer: int
+) -> Float[Array, "batch kv_heads query_tiles units"]:
+    """By what the units are chosen; not negative."""
+    shape = (spec.batch, spec.num_kv_heads, tiling.query_tiles, tiling.units)
+    if method == "sinks_window":
+        at = jnp.arange(tiling.units, dtype=jnp.float32)
+        return jnp.broadcast_to(at.at[0].set(tiling.units), shape)
+    if method == "random_tiles":
+        return jax.random.uniform(jax.random.fold_in(jax.random.key(0), layer), shape)
+    bound = quest_bound(spec, tiling, query, key)
+    return bound - bound.min() + 1.0
+
+
+def quest_bound(
+    spec: AttentionSpec, tiling: Tiling, query: Array, key: Array
+) -> Float[Array, "batch kv_heads query_tiles units"]:
+    """No logit (unscaled) of a query tile's rows and heads with a key of a unit is above this (arXiv 2406.10774).
+
+    From the least and the largest value of each channel among the unit's keys, largest over rows and heads.
+    """
+    b, t, n, h = query.shape
+    s, k = key.shape[1:3]
+    pad = ((0, 0), (0, tiling.units * tiling.unit - s), (0, 0), (0, 0))
+    keys = jnp.pad(key, pad, mode="edge").reshape(b, tiling.units, tiling.unit, k, h)
+    low, high = keys.min(2), keys.max(2)  # [b, units, k, h]
+    grouped = query.reshape(b, t, k, n // k, h)
+    # max(q * low, q * high) is q+ * high + q- * low.
+    bound = jnp.einsum("btkgh,bukh->bkgtu", jnp.maximum(grouped, 0), high)
+    bound = bound + jnp.einsum("btkgh,bukh->bkgtu", jnp.minimum(grouped, 0), low)
+    rows = jnp.pad(bound, ((0, 0),) * 3 + ((0, tiling.padded_queries - t), (0, 0)), mode="edge").max(2)
+    return rows.reshape(b, k, tiling.query_tiles, tiling.query_tile, tiling.units).max(3)
+
+
+def _oracle_mask(
+    spec: AttentionSpec,
+    layout: Layout,
+    tiling: Tiling,
+    places: Places,
+    candidate: Bool[Array, "batch query_tiles units"],
+    query: Array,
+    key: Array,
+) -> Bool[Array, "batch heads q_len kv_len"]:
+    """Each row of each query head its own best units: as many as its query tile may have, and its own region."""
+    probs = _probabilities(spec, layout, query, key)
+    b, n, t, s = probs.shape
+    mass = jnp.pad(probs, ((0, 0),) * 3 + ((0, tiling.units * tiling.unit - s),))
+    mass = mass.reshape(b, n, t, tiling.units, tiling.unit).sum(-1)
+    by_row = jnp.repeat(candidate, tiling.query_tile, 1)[:, None, :t]
+    selected, _ = choose(tiling, mass, jnp.broadcast_to(by_row, mass.shape))
+    units = jnp.arange(tiling.units, dtype=jnp.int32)
+    chosen = (selected[..., None] == units.reshape(1, 1, 1, 1, -1)).any(-2)
+    none = Selection(
+        jnp.zeros((b, 1, tiling.query_tiles, 0), jnp.int32), jnp.zeros((b, 1, tiling.query_tiles), jnp.int32)
+    )
+    own = (with_own(tiling, places, none)[..., None] == units.reshape(1, 1, 1, 1, -1)).any(-2)
+    chosen = chosen | jnp.repeat(own, tiling.query_tile, 2)[:, :, :t]
+    chosen = jnp.repeat(chosen, tiling.unit, 3)[..., :s]
+    causal = _causal(spec, layout)
+    return chosen if causal is None else chosen & causal
+
+
+def _probabilities(
+    spec: AttentionSpec, layout: Layout, query: Array, key: Array
+) -> Float[Array, "batch heads q_len kv_len"]:
+    """Dense attention of these queries and keys, float32."""
+    b, t, n, h = query.shape
+    k = key.shape[2]
+    grouped = query.reshape(b, t, k, n // k, h)
+    logits = jnp.einsum("btkgh,bskh->bkgts", grouped, key, preferred_element_type=jnp.float32) * spec.softmax_scale
+    mask = may_attend(spec, layout)
+    logits = logits.reshape(b, n, t, -1)
+    return jax.nn.softmax(logits if mask is None else jnp.where(mask, logits, -jnp.inf), axis=-1)
+
+
+def _kept(spec: AttentionSpec, layout: Layout, tiling: Tiling, query: Array, key: Array, mask: Array) -> Kept:
+    probs = _probabilities(spec, layout, query, key)
+    mask = jnp.broadcast_to(mask, probs.shape)
+    rows = (probs * mask).sum(-1)
+    b, _, t = rows.shape
+    grouped = rows.reshape(b, spec.num_kv_heads, -1, t).mean(2)
+    padded = jnp.pad(grouped, ((0, 0), (0, 0), (0, tiling.padded_queries - t)))
+    counts = jnp.minimum(t - jnp.arange(tiling.query_tiles) * tiling.query_tile, tiling.query_tile)
+    mass = padded.reshape(b, spec.num_kv_heads, tiling.query_tiles, tiling.query_tile).sum(-1) / counts
+    causal = jnp.broadcast_to(_causal(spec, layout), probs.shape)
+    return Kept(mass, mask.sum(dtype=jnp.float32), causal.sum(dtype=jnp.float32))
+
+
+def _causal(spec: AttentionSpec, layout: Layout) -> Bool[Array, "#b #n t s"]:
+    mask = may_attend(spec, layout)
+    return jnp.ones((1, 1, spec.query_length, spec.key_value_length), bool) if mask is None else mask

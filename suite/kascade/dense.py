@@ -1,0 +1,131 @@
+"""What the rows of a case share: the model, its tokens, what it gives under dense attention, and its calibration.
+
+Computed once per problem, whatever the phase, and handed to the cells as files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Float, Int
+
+from backends.kascade import Calibration, Schedule, dynamic_programming, greedy, manual
+from models import Transformer, load_text, retrieval
+from models.calibration import calibrate, load
+from models.text import random_windows
+from suite.cases import SelectionCase, TextCase, anchor_layers, settings_of
+from suite.errors import InputError
+from suite.model_cell import open_model
+from suite.quality import check_text_case, read_text
+
+PROMPTS = 6  # that a calibration is made from
+AT_ONCE = 4  # sequences of a batch
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Problem:
+    """Tokens of a case. Of a retrieval case also where the queries stand, what is right there, and how far back."""
+
+    tokens: Int[np.ndarray, "sequences length"]
+    query_positions: Int[np.ndarray, "sequences types"] | None = None
+    answers: Int[np.ndarray, "sequences types"] | None = None
+    distances: Int[np.ndarray, "sequences types"] | None = None
+
+
+def model_of(case: SelectionCase) -> Transformer:
+    """The model: the case's own for text, the constructed checkpoint for retrieval. Raises InputError."""
+    if case.kind == "kascade_text":
+        return open_model(_as_text(case))
+    return retrieval.build(context=max(case.sequence, 1024))
+
+
+def check(case: SelectionCase, text: str | None) -> None:
+    """Raise InputError for what cannot be measured: a model that is none, a text too short, anchors out of range."""
+    model = model_of(case)
+    if case.kind == "kascade_text":
+        check_text_case(_as_text(case), model.config, text)
+    beyond = [layer for layer in anchor_layers(case) if layer > model.config.num_layers - (case.schedule == "manual")]
+    if beyond or (case.schedule == "manual" and 0 not in anchor_layers(case)):
+        raise InputError(
+            f"case {case.name}: anchors = {case.anchors!r} does not fit a model of {model.config.num_layers} layers; "
+            "a list has to begin with layer 0."
+        )
+
+
+def problem(case: SelectionCase, text: str | None) -> Problem:
+    """What is asked of the model; the same for every row."""
+    if case.kind == "kascade_text":
+        return Problem(read_text(_as_text(case), text))
+    batch = retrieval.sample(np.random.default_rng([case.seed, 0]), case.sequence, batch=case.sequences, gap=_gap(case))
+    at, needles = np.asarray(batch.query_positions), np.asarray(batch.needle_positions)
+    return Problem(np.asarray(batch.tokens), at, np.asarray(batch.answers), at - needles)
+
+
+def write_dense(case: SelectionCase, path: Path, text: str | None) -> None:
+    """Dense logits to ``path`` (.npz), the calibration beside it under the same name."""
+    model, asked = model_of(case), problem(case, text)
+    logits = [np.asarray(model(part, backend="standard", needs_grad=False)) for part in _batches(asked.tokens)]
+    np.savez(path, allow_pickle=False, logits=np.concatenate(logits)[: len(asked.tokens)])
+    options = {name: getattr(settings_of(case), name) for name in ("top_k", "min_keys", "granularity", "tile_size")}
+    options["query_tile"] = case.tile_size
+    calibrate(model, _calibration_prompts(case), options, text={"from": case.kind}).save(_calibration_path(path))
+
+
+def read_dense(path: Path) -> Float[np.ndarray, "sequences length vocab"]:
+    """The logits that :func:`write_dense` wrote."""
+    with np.load(path, allow_pickle=False) as arrays:
+        return arrays["logits"]
+
+
+def schedules(case: SelectionCase, model: Transformer, path: Path) -> dict[str, Schedule]:
+    """The case's own schedule, and the greedy one, from the calibration beside ``path``."""
+    calibration = load(_calibration_path(path), model)
+    greedy_one = greedy(calibration, threshold=case.threshold, max_reuse_dist=case.max_reuse_dist)
+    return {"own": _own(case, calibration, greedy_one), "greedy": greedy_one}
+
+
+def _own(case: SelectionCase, calibration: Calibration, greedy_one: Schedule) -> Schedule:
+    if case.schedule == "greedy":
+        return greedy_one
+    anchors = anchor_layers(case)
+    if case.schedule == "dp":
+        return dynamic_programming(calibration, anchors[0])
+    layers, heads = calibration.num_layers, calibration.kv_heads
+    return manual(anchors, num_layers=layers, kv_heads=heads, calibration=calibration)
+
+
+def _calibration_path(path: Path) -> Path:
+    return path.with_name(path.stem + "-calibration.safetensors")
+
+
+def _calibration_prompts(case: SelectionCase) -> list[Any]:
+    """Never what is measured on: training text, or prompts of another seed."""
+    rng = np.random.default_rng([case.seed, 1])
+    if case.kind == "kascade_text":
+        return list(random_windows(load_text().train, case.sequence, PROMPTS, rng))
+    return list(retrieval.sample(rng, case.sequence, batch=PROMPTS, gap=_gap(case)).tokens)
+
+
+def _gap(case: SelectionCase) -> int:
+    """Least distance of a needle: in the gate all are far away, elsewhere recall is told by distance."""
+    return case.sequence // (2 if case.kind == "kascade_gate" else 8)
+
+
+def _batches(tokens: np.ndarray) -> list[np.ndarray]:
+    """All of one shape; the last is filled up with its own first rows."""
+    short = -len(tokens) % AT_ONCE
+    filled = np.concatenate([tokens, tokens[:short]]) if short else tokens
+    return np.split(filled, len(filled) // AT_ONCE)
+
+
+def batches(tokens: np.ndarray) -> list[jax.Array]:
+    """The tokens in batches of one shape; rows beyond the last sequence repeat the first ones."""
+    return [jax.numpy.asarray(part) for part in _batches(tokens)]
+
+
+def _as_text(case: SelectionCase) -> TextCase:
+    return TextCase(name=case.name, model=case.model, sequence=case.sequence, sequences=case.sequences)

@@ -1,0 +1,102 @@
+"""The rows of the ``kascade`` suite: Kascade, its ablations, its controls, and what it is compared with.
+
+A row is a comparator, never a backend: none but ``kascade`` itself is registered, nothing falls back to one. Which
+rows a case has follows from its kind; one that would repeat another is refused with the reason.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from backends.kascade import Schedule, manual
+from backends.kascade.cost import not_profitable
+from suite.cases import Case, SelectionCase, StackCase, settings_of, stack_spec
+from suite.record import CaseKind
+
+_QUALITY: tuple[CaseKind, ...] = ("kascade_text", "kascade_retrieval")
+_GATE: tuple[CaseKind, ...] = ("kascade_gate",)
+_CHOICES = (*_QUALITY, *_GATE)
+_STACK: tuple[CaseKind, ...] = ("kascade_prefill", "kascade_decode")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Method:
+    """One way to attend. ``control`` is a row of the gate that has to fail. ``told`` says what it does."""
+
+    name: str
+    told: str
+    kinds: tuple[CaseKind, ...]
+    exact: bool = False
+    control: bool = False
+
+
+METHODS = {
+    method.name: method
+    for method in (
+        Method(name="dense", told="every layer dense (chunked in the speed cases)", kinds=(*_CHOICES, *_STACK),
+               exact=True),
+        Method(name="oracle_query", told="each query of each head attends to the tiles that hold most of its own "
+               "attention", kinds=_QUALITY),
+        Method(name="oracle_pooled", told="Kascade with every layer an anchor: nothing is reused", kinds=_QUALITY),
+        Method(name="kascade", told="Kascade under the case's schedule (dp unless told), by tiles",
+               kinds=(*_CHOICES, *_STACK)),
+        Method(name="kascade_greedy", told="Kascade, schedule by the greedy rule", kinds=_QUALITY),
+        Method(name="kascade_all_heads", told="Kascade, one selection for all KV heads", kinds=_QUALITY),
+        Method(name="kascade_no_remap", told="Kascade, each KV head reuses its own number", kinds=_QUALITY),
+        Method(name="kascade_token", told="Kascade selecting single keys, as in the paper", kinds=(*_QUALITY, *_STACK)),
+        Method(name="kascade_profitable", told="Kascade that may run dense where sparse would be slower",
+               kinds=_STACK),
+        Method(name="quest", told="tiles with the largest upper bound from the minimum and maximum of their keys "
+               "(Quest, arXiv 2406.10774), pooled over a query tile by its largest", kinds=_QUALITY),
+        Method(name="sinks_window", told="the first tile and the latest ones", kinds=_CHOICES, control=True),
+        Method(name="random_tiles", told="tiles drawn at random in every layer", kinds=_CHOICES, control=True),
+        Method(name="wrong_anchors", told="each anchor one layer too late", kinds=_GATE, control=True),
+        Method(name="swapped_heads", told="reuse layers read the selection of the other KV head", kinds=_GATE,
+               control=True),
+        Method(name="dropped_tiles", told="reuse layers lose the four heaviest selected tiles", kinds=_GATE,
+               control=True),
+        Method(name="stale_indices", told="reuse layers read the selection of another sequence", kinds=_GATE,
+               control=True),
+        Method(name="anchor_layer", told="one anchor layer: select, and attend to the selection", kinds=_STACK),
+        Method(name="reuse_layer", told="one reuse layer: attend to a selection that is there", kinds=_STACK),
+    )
+}  # fmt: skip
+
+CONTROLS = tuple(method.name for method in METHODS.values() if method.control)
+_PARTS = ("anchor_layer", "reuse_layer")
+
+
+def has_methods(case: Case) -> bool:
+    """Whether the rows of a case are methods, and not backends and peers."""
+    return isinstance(case, SelectionCase | StackCase)
+
+
+def methods_of(case: Case) -> tuple[str, ...]:
+    """The rows of a case, in the order of the table; a single layer is timed by its parts."""
+    names = [method.name for method in METHODS.values() if case.kind in method.kinds]
+    if isinstance(case, StackCase):
+        whole = ("dense", *_PARTS) if case.layers == 1 else tuple(name for name in names if name not in _PARTS)
+        names = [name for name in names if name in whole and (case.by_token or name != "kascade_token")]
+    return tuple(names)
+
+
+def refusals(name: str, case: Case) -> tuple[str, ...]:
+    """Why the row is not measured in this case."""
+    if isinstance(case, SelectionCase):
+        if name == "kascade_greedy" and case.schedule == "greedy":
+            return ("kascade_greedy: the case's own schedule is greedy, so this row would repeat kascade.",)
+        if name == "kascade_token" and case.granularity == "token":
+            return ("kascade_token: the case selects single keys already, so this row would repeat kascade.",)
+    if name == "kascade_profitable" and isinstance(case, StackCase):
+        settings, spec = settings_of(case, schedule=schedule_of(case)), stack_spec(case)
+        if not_profitable(spec, settings) is None:
+            return ("kascade_profitable: sparse is expected to be faster here, so this row would repeat kascade.",)
+    return ()
+
+
+def schedule_of(case: StackCase) -> Schedule:
+    """Layer 0 dense, anchors evenly spread, the others reuse; for a single layer's parts: dense, anchor, reuse."""
+    if case.layers == 1:
+        return manual((0, 1), num_layers=3, kv_heads=case.kv_heads)
+    anchors = tuple(i * case.layers // case.anchors for i in range(case.anchors))
+    return manual(anchors, num_layers=case.layers, kv_heads=case.kv_heads)

@@ -1,0 +1,189 @@
+"""What one row of a case loses: figures beside the dense model's, on the same tokens, sequence by sequence.
+
+Prefill and decoding are measured apart. In decoding the tokens are given (teacher forcing) behind a cache that dense
+attention filled, so that only the decode steps are sparse.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from backends import Resolution, Target, registry
+from backends.kascade import LayerRole, Schedule, kept_fraction
+from models import Transformer, retrieval
+from models.forward import forward, forward_cached
+from models.loss import token_nats
+from models.planning import Resolutions, attention_spec
+from suite.cases import SelectionCase, settings_of
+from suite.errors import CellFailure
+from suite.kascade import dense
+from suite.kascade.controls import Kept, Watched
+
+DECODED = 64  # tokens at the end of a text that are decoded
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RowQuality:
+    """Figures, the raw values behind them, and what a reader must know."""
+
+    figures: dict[str, float]
+    series: dict[str, tuple[float, ...]]
+    notes: tuple[str, ...]
+
+
+def measure(case: SelectionCase, method: str, reference: Path, text: str | None) -> RowQuality:
+    """The row ``method`` of ``case``. Raises CellFailure where its logits are not finite."""
+    model, asked = dense.model_of(case), dense.problem(case, text)
+    theirs = dense.read_dense(reference)
+    first = case.sequence - _decoded(case) if case.phase == "decode" else 0
+    found = dense.schedules(case, model, reference)
+    schedule = found["greedy" if method == "kascade_greedy" else "own"]
+    run = _program(case, model, method, schedule)
+    parts = [run(tokens) for tokens in dense.batches(asked.tokens)]
+    ours = np.concatenate([np.asarray(logits) for logits, _ in parts])[: len(asked.tokens)]
+    if not np.isfinite(ours).all():
+        raise CellFailure("wrong", f"{method} gives logits that are not finite.")
+    figures, series = _losses(case, asked, ours, theirs[:, first:], first)
+    figures |= _kept_figures([kept for _, kept in parts])
+    if method.startswith("kascade"):
+        figures["anchors"] = float(len(schedule.anchors))
+        figures["flops"] = _flops(case, model, method, schedule)
+    notes = _schedule_note(method, schedule)
+    return RowQuality(figures, series, notes)
+
+
+def _decoded(case: SelectionCase) -> int:
+    return DECODED if case.kind == "kascade_text" else retrieval.TAIL
+
+
+def _flops(case: SelectionCase, model: Transformer, method: str, schedule: Schedule) -> float:
+    """Share of the causal FLOPs of all layers' attention, selection included, by formula."""
+    others: dict[str, Any] = {"schedule": schedule}
+    if method == "kascade_token":
+        others["granularity"] = "token"
+    settings, length = settings_of(case, **others), case.sequence
+    layers = model.config.num_layers
+    if case.phase == "prefill":
+        spec = attention_spec(model.config, "global", batch=1, query_length=length, needs_grad=False)
+        return kept_fraction(spec, settings, layers).flops
+    spec = attention_spec(model.config, "global", batch=1, query_length=1, key_value_length=length, needs_grad=False)
+    steps = range(length - _decoded(case), length)
+    shares = np.array([kept_fraction(spec, settings, layers, position=at).flops for at in steps])
+    return float(np.average(shares, weights=np.array(steps) + 1))
+
+
+def _schedule_note(method: str, schedule: Schedule) -> tuple[str, ...]:
+    if method not in ("kascade", "kascade_greedy"):
+        return ()
+    roles = ", ".join(f"{i} {_role(role)}" for i, role in enumerate(schedule.layers))
+    return (f"{method}: schedule {schedule.method}: {roles}.",)
+
+
+def _role(role: LayerRole) -> str:
+    if role.role != "reuse":
+        return role.role
+    return f"reuse of {role.anchor} (heads {' '.join(map(str, role.head_map))})"
+
+
+def _program(
+    case: SelectionCase, model: Transformer, method: str, schedule: Schedule
+) -> Callable[[jax.Array], tuple[jax.Array, list[Kept]]]:
+    """From tokens to the logits of the phase, and what each layer kept (in decoding: stacked over the steps)."""
+    config, params = model.config, model.arrays()
+    settings = settings_of(case)
+
+    def resolutions(kept: list[Kept], **lengths: Any) -> Resolutions:
+        spec = attention_spec(config, "global", batch=dense.AT_ONCE, needs_grad=False, **lengths)
+        backend: Any = registry.get("standard")
+        if method != "dense":
+            backend = Watched(method, settings, schedule, kept)
+        return (("global", Resolution(method, backend, "native", spec, Target.here())),)
+
+    @jax.jit
+    def prefill(params: Any, tokens: jax.Array) -> tuple[jax.Array, list[Kept]]:
+        kept: list[Kept] = []
+        return forward(config, params, tokens, resolutions=resolutions(kept, query_length=case.sequence)), kept
+
+    decoded = _decoded(case)
+    start = case.sequence - decoded
+
+    @jax.jit
+    def decode(params: Any, tokens: jax.Array, keys: Any, values: Any) -> tuple[jax.Array, list[Kept]]:
+        def step(state: Any, token: jax.Array) -> tuple[Any, Any]:
+            keys, values, at = state
+            kept: list[Kept] = []
+            found = resolutions(kept, query_length=1, key_value_length=case.sequence, dtype=str(keys[0].dtype))
+            logits, keys, values = forward_cached(
+                config, params, token[:, None], keys, values, at, at + 1, resolutions=found, last_only=True
+            )
+            return (keys, values, at + 1), (logits, kept)
+
+        first = jnp.full((dense.AT_ONCE,), start, jnp.int32)
+        _, (logits, kept) = jax.lax.scan(step, (keys, values, first), tokens.T)
+        return logits.swapaxes(0, 1), kept
+
+    if case.phase == "prefill":
+        return lambda tokens: prefill(params, tokens)
+
+    def run(tokens: jax.Array) -> tuple[jax.Array, list[Kept]]:
+        cache = model.new_cache(dense.AT_ONCE, case.sequence)
+        _, cache = model.prefill(tokens[:, :start], cache, backend="standard", last_only=True)
+        return decode(params, tokens[:, start:], cache.keys, cache.values)
+
+    return run
+
+
+def _kept_figures(parts: list[list[Kept]]) -> dict[str, float]:
+    """Measured: share of the causal pairs that the layers but the dense first computed, and of attention mass."""
+    layers = [kept for part in parts for kept in part]
+    if not layers:
+        return {"kept_pairs": 1.0, "mass_mean": 1.0, "mass_min": 1.0}
+    pairs = sum(float(np.asarray(kept.pairs, np.float64).sum()) for kept in layers)
+    causal = sum(float(np.asarray(kept.causal, np.float64).sum()) for kept in layers)
+    mass = np.concatenate([np.asarray(kept.mass).ravel() for kept in layers])
+    return {"kept_pairs": pairs / causal, "mass_mean": float(mass.mean()), "mass_min": float(mass.min())}
+
+
+def _losses(
+    case: SelectionCase, asked: dense.Problem, ours: np.ndarray, theirs: np.ndarray, first: int
+) -> tuple[dict[str, float], dict[str, tuple[float, ...]]]:
+    """Figures and series; ``ours`` and ``theirs`` begin at token ``first``."""
+    if asked.query_positions is None or asked.answers is None or asked.distances is None:
+        tokens = jnp.asarray(asked.tokens[:, first:])
+        kl, same = _divergence(ours, theirs)
+        nll = np.asarray(token_nats(jnp.asarray(ours[:, :-1]), tokens[:, 1:])).mean(-1)
+        dense_nll = np.asarray(token_nats(jnp.asarray(theirs[:, :-1]), tokens[:, 1:])).mean(-1)
+        series = {"nll": nll, "standard_nll": dense_nll, "kl": kl.mean(-1), "top1": same.mean(-1)}
+        figures = {
+            "perplexity": math.exp(nll.mean()),
+            "dense_perplexity": math.exp(dense_nll.mean()),
+            "bits_per_byte": float(nll.mean()) / math.log(2),
+        }
+    else:
+        rows, at = np.arange(len(ours))[:, None], asked.query_positions - first
+        kl, same = _divergence(ours[rows, at], theirs[rows, at])
+        hits = (ours[rows, at].argmax(-1) == asked.answers).astype(float).ravel()
+        dense_hits = (theirs[rows, at].argmax(-1) == asked.answers).astype(float).ravel()
+        series = {"hit": hits, "standard_hit": dense_hits, "distance": asked.distances.astype(float).ravel()}
+        figures = {"recall": float(hits.mean()), "dense_recall": float(dense_hits.mean()), "queries": float(hits.size)}
+    figures |= {
+        "kl_mean": float(kl.mean()),
+        "kl_p99": float(np.quantile(kl, 0.99)),
+        "top1_agreement": float(same.mean()),
+    }
+    return figures, {name: tuple(map(float, values)) for name, values in series.items()}
+
+
+def _divergence(ours: np.ndarray, theirs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """KL(dense || ours) in nats, and whether the likeliest token is the same, per token."""
+    log_ours, log_theirs = jax.nn.log_softmax(jnp.asarray(ours)), jax.nn.log_softmax(jnp.asarray(theirs))
+    kl = (jnp.exp(log_theirs) * (log_theirs - log_ours)).sum(-1)
+    return np.asarray(kl, np.float64), np.asarray(ours.argmax(-1) == theirs.argmax(-1))

@@ -1,0 +1,164 @@
+"""The attention of a whole model as one program: layer after layer, with what the anchors cost.
+
+Each layer's queries are the first's plus the output of the layer before, so that none can run ahead of another. Keys
+and values differ from layer to layer; four pairs of arrays take turns, since a stack's own would not fit in memory
+beside the other rows, and each is far larger than any cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from backends import Layout, Target, plan_sharded, registry, resolve
+from backends.contract import Plan
+from backends.kascade import Selection, Settings, kept_fraction
+from suite.accuracy import as_model_error
+from suite.cases import StackCase, settings_of, stack_spec
+from suite.kascade.methods import schedule_of
+from suite.program import Program
+from suite.record import TensorError
+
+DISTINCT = 4  # pairs of keys and values
+JUDGED_LENGTH = 512
+JUDGED = (
+    f"attention of a whole stack was judged at sequence={JUDGED_LENGTH} with everything selected, "
+    "where each row has to be exact."
+)
+_PARTS = ("anchor_layer", "reuse_layer")
+
+
+def settings(case: StackCase, method: str) -> Settings:
+    """Kascade's settings in a row. Single keys are selected for query tiles of 32, the paper's."""
+    others: dict[str, Any] = {"schedule": schedule_of(case)}
+    if method == "kascade_token":
+        others |= {"granularity": "token", "query_tile": 32}
+    if method == "kascade_profitable":
+        others["when"] = "profitable"
+    return settings_of(case, **others)
+
+
+def stack_program(case: StackCase, method: str, devices: int = 1, dense: str | None = None) -> Program:
+    """The program of a row, ``dense`` being the backend of a dense one: the last layer's output.
+
+    On several devices the heads are divided as a user of these backends divides them: ``plan_sharded`` for a dense
+    row, the option ``mesh`` of ``kascade``.
+    """
+    arrays = _arrays(case)
+    mesh = None if devices == 1 else Mesh(np.array(jax.devices()[:devices]), ("devices",))
+    if mesh is not None:
+        by_query = PartitionSpec(None, None, "devices")
+        by_key = PartitionSpec(None, "devices") if case.kind == "kascade_decode" else by_query
+        arrays = (
+            jax.device_put(arrays[0], NamedSharding(mesh, by_query)),
+            *(jax.device_put(x, NamedSharding(mesh, by_key)) for x in arrays[1:]),
+        )
+    dense = dense or resolve("auto", stack_spec(case), Target.here()).backend.name
+    handed = _selection(case, mesh, arrays) if method == "reuse_layer" else ()
+    return Program(_stack(case, method, mesh, dense), (*arrays, *handed))
+
+
+def plan_notes(case: StackCase, method: str) -> tuple[str, ...]:
+    """What the plan of a Kascade row says of how it computes: with ``when="profitable"``, that it ran dense."""
+    if method in ("dense", *_PARTS):
+        return ()
+    return _kascade(case, method).notes
+
+
+def figures(case: StackCase, method: str) -> dict[str, float]:
+    """Kept fractions by formula: of causal pairs, and of causal FLOPs with the anchors' selection."""
+    spec, chosen = stack_spec(case), settings(case, method)
+    if method == "dense" or plan_notes(case, method):
+        return {"kept_pairs": 1.0, "flops": 1.0}
+    kept = kept_fraction(spec, chosen, len(chosen.schedule.layers) if chosen.schedule else 1)
+    if method in _PARTS:
+        return {"kept_pairs": kept.reuse, "flops": kept.reuse if method == "reuse_layer" else kept.anchor}
+    return {"kept_pairs": kept.pairs, "flops": kept.flops}
+
+
+def judge(case: StackCase, method: str, devices: int) -> dict[str, TensorError]:
+    """The row with everything selected, on a short sequence, held to the standard backend."""
+    short = dataclasses.replace(case, name=f"{case.name}-judged", sequence=min(case.sequence, JUDGED_LENGTH), top_k=1.0)
+    ours, theirs = (
+        stack_program(short, method, devices),
+        stack_program(short, "dense", dense="standard"),
+    )
+    actual = jax.jit(ours.function)(*ours.arguments)
+    expected = jax.jit(theirs.function)(*theirs.arguments)
+    return {"out": as_model_error(actual, expected, expected, case.dtype)}
+
+
+def _stack(case: StackCase, method: str, mesh: Mesh | None, dense: str) -> Callable[..., Any]:
+    def run(query: Any, keys: Any, values: Any, *handed: Any) -> Any:
+        plan = _dense(case, mesh, dense) if method == "dense" else _kascade(case, method, mesh)
+        keys, values = _as_in_the_contract(case, keys, values)
+        if method == "anchor_layer":
+            return query + plan.run(query, keys[0], values[0], layer=1)[0]
+        if method == "reuse_layer":
+            return query + plan.run(query, keys[0], values[0], layer=2, carry=handed[0])[0]
+        x, carry = query, ()
+        for layer in range(case.layers):
+            at = layer % len(keys)
+            out, carry = plan.run(x, keys[at], values[at], layer=layer, carry=carry)
+            x = query + out
+        return x
+
+    return run
+
+
+def _dense(case: StackCase, mesh: Mesh | None, dense: str) -> Plan:
+    backend, spec, layout, target = registry.get(dense), stack_spec(case), _layout(case), Target.here()
+    if mesh is None:
+        return backend.plan(spec, layout, target=target)
+    return plan_sharded(backend, spec, layout, mesh, target=target)
+
+
+def _kascade(case: StackCase, method: str, mesh: Mesh | None = None) -> Plan:
+    chosen = dataclasses.replace(settings(case, method), mesh=mesh)
+    options = {field.name: value for field in dataclasses.fields(chosen)
+               if (value := getattr(chosen, field.name)) is not None}  # fmt: skip
+    return registry.get("kascade").plan(stack_spec(case), _layout(case), target=Target.here(), options=options)
+
+
+def _selection(case: StackCase, mesh: Mesh | None, arrays: tuple[Any, ...]) -> tuple[Selection]:
+    """What a reuse layer is handed: made by an anchor, outside of what is timed."""
+
+    def select(query: Any, keys: Any, values: Any) -> Any:
+        keys, values = _as_in_the_contract(case, keys, values)
+        return _kascade(case, "anchor_layer", mesh).run(query, keys[0], values[0], layer=1)[1]
+
+    return (jax.jit(select)(*arrays),)
+
+
+def _as_in_the_contract(case: StackCase, *caches: tuple[jax.Array, ...]) -> list[tuple[jax.Array, ...]]:
+    """Keys and values as a plan takes them; those of a cache are handed over transposed."""
+    if case.kind != "kascade_decode":
+        return list(caches)
+    return [tuple(x.swapaxes(1, 2) for x in cache) for cache in caches]
+
+
+def _layout(case: StackCase) -> Layout:
+    if case.kind != "kascade_decode":
+        return Layout()
+    at = jnp.full((1, 1), case.sequence - 1, jnp.int32)
+    return Layout(query_positions=at, key_value_seq_lengths=at[0] + 1)
+
+
+def _arrays(case: StackCase) -> tuple[jax.Array, tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+    """Query ``[1, T, N, H]``; keys and values ``[1, S, K, H]`` each, in decoding ``[1, K, S, H]``."""
+    rng = np.random.default_rng([case.seed, 0])
+    spec, pairs = stack_spec(case), min(case.layers, DISTINCT)
+    lengths = (case.kv_heads, case.sequence) if case.kind == "kascade_decode" else (case.sequence, case.kv_heads)
+
+    def draw(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(shape, np.float32), case.dtype)
+
+    query = draw(1, spec.query_length, case.heads, case.head_dim)
+    keys, values = (tuple(draw(1, *lengths, case.head_dim) for _ in range(pairs)) for _ in range(2))
+    return query, keys, values

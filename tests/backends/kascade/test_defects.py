@@ -1,0 +1,344 @@
+"""Each defect that the earlier JAX fork of Kascade had, as a claim, and its broken form as the control of that claim.
+
+The numbers are those of the list in docs/kascade.md.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from sparse_problems import PROBLEMS, SETTINGS, Sparse, packed, sparse
+
+from backends import Layout, Target, registry
+from backends.contract import may_attend
+from backends.kascade import (
+    KASCADE,
+    LayerRole,
+    Schedule,
+    Selection,
+    Settings,
+    kept_fraction,
+    manual,
+    reference,
+    xla,
+)
+from backends.kascade.selection import with_own
+
+OPTIONS = {"top_k": 0.3, "min_keys": 0, "tile_size": 16, "query_tile": 16}
+CPU = Target("cpu")
+
+
+def plan_of(problem: Sparse, **options):
+    return KASCADE.plan(problem.spec, problem.layout, target=CPU, options=OPTIONS | options)
+
+
+def anchor(problem: Sparse, *inputs):
+    """One anchor layer's output and selection."""
+    plan = plan_of(problem)
+    return jax.jit(plan.run)(*(inputs or problem.inputs))
+
+
+# 1 and 2 and 7 to 10: wrong ways to attend to a right selection.
+
+
+def ours(problem: Sparse, selection: Selection):
+    attend = functools.partial(xla.attend, problem.spec, problem.tiling, problem.places)
+    return jax.jit(attend)(*problem.inputs, selection)
+
+
+def under_mask(problem: Sparse, mask, query=None, value=None):
+    """Plain attention under any mask; a row with nothing to see averages everything, as a masked softmax does."""
+    spec, query = problem.spec, problem.query if query is None else query
+    value = problem.value if value is None else value
+    key, value = (jnp.repeat(x, spec.group_size, axis=2) for x in (problem.key, value))
+    logits = jnp.einsum("btnh,bsnh->bnts", query, key) * spec.softmax_scale
+    return jnp.einsum("bnts,bsnv->btnv", jax.nn.softmax(jnp.where(mask, logits, -1e30), axis=-1), value)
+
+
+def mask_of(problem: Sparse, selection: Selection, layout=None):
+    return reference.attended(problem.spec, layout or problem.layout, problem.tiling, selection)
+
+
+def one_selection_for_all_tiles(problem, selection):
+    """Defect 1: that of the last query tile."""
+    last = jax.tree.map(lambda x: jnp.broadcast_to(x[:, :, -1:], x.shape), selection)
+    return under_mask(problem, mask_of(problem, last))
+
+
+def future_averaged(problem, selection):
+    """Defect 2: rows that see nothing average all values."""
+    return under_mask(problem, mask_of(problem, selection))
+
+
+def no_causal_mask(problem, selection):
+    """Defect 7: every key of a visited unit."""
+    spec = dataclasses.replace(problem.spec, is_causal=False)
+    return under_mask(problem, reference.attended(spec, problem.layout, problem.tiling, selection))
+
+
+def first_unit_only(problem, selection):
+    """Defect 7: one selected unit is read, whatever was selected."""
+    return under_mask(problem, mask_of(problem, _keep_slots(selection, 1)))
+
+
+def zeros_inside_the_softmax(problem, selection):
+    """Defect 7: slots without a unit count as keys with score zero."""
+    spec, mask = problem.spec, mask_of(problem, selection)
+    key, value = (jnp.repeat(x, spec.group_size, axis=2) for x in (problem.key, problem.value))
+    logits = jnp.where(mask, jnp.einsum("btnh,bsnh->bnts", problem.query, key) * spec.softmax_scale, -jnp.inf)
+    weights = jax.nn.softmax(jnp.pad(logits, ((0, 0), (0, 0), (0, 0), (0, 16))), axis=-1)[..., :-16]
+    return jnp.einsum("bnts,bsnv->btnv", weights, value)
+
+
+def heads_scrambled(problem, selection):
+    """Defect 8: a reshape in place of a transpose."""
+    b, t, n, h = problem.query.shape
+    return under_mask(problem, mask_of(problem, selection), problem.query.reshape(b, n, t, h).swapaxes(1, 2))
+
+
+def own_tile_twice(problem, selection):
+    """Defect 9: the diagonal tile among the selected ones too."""
+    tiles = jnp.arange(problem.tiling.query_tiles, dtype=jnp.int32)
+    doubled = selection.selected.at[..., 0].set(tiles[None, None])
+    return ours(problem, Selection(doubled, jnp.maximum(selection.count, 1)))
+
+
+def own_tile_missing(problem, selection):
+    """Defect 3: a slot overwritten."""
+    own = jnp.repeat(jnp.repeat(jnp.eye(problem.tiling.units, dtype=bool), 16, 0), 16, 1)
+    return under_mask(problem, mask_of(problem, selection) & ~own[None, None])
+
+
+def _keep_slots(selection, slots):
+    keep = jnp.arange(selection.selected.shape[-1]) < slots
+    return Selection(jnp.where(keep, selection.selected, -1), jnp.minimum(selection.count, slots))
+
+
+BROKEN = {
+    one_selection_for_all_tiles: "tiles",
+    future_averaged: "packed",
+    no_causal_mask: "tiles",
+    first_unit_only: "tiles",
+    zeros_inside_the_softmax: "tiles",
+    heads_scrambled: "tiles",
+    own_tile_twice: "tiles",
+    own_tile_missing: "tiles",
+}
+
+
+def check_attends(attend, problem):
+    selection = problem.selection()
+    out = np.asarray(attend(problem, selection))
+    np.testing.assert_allclose(out, problem.expected(selection), atol=1e-5)
+    dead = np.asarray(~mask_of(problem, selection).any(-1).swapaxes(1, 2))
+    assert not out[dead].any()
+
+
+@pytest.mark.parametrize("name", sorted(set(BROKEN.values())))
+def test_every_row_attends_to_its_selection_and_its_own_tile(name):
+    check_attends(ours, PROBLEMS[name]())
+
+
+@pytest.mark.parametrize(("attend", "name"), BROKEN.items(), ids=lambda x: getattr(x, "__name__", x))
+@pytest.mark.filterwarnings("error")
+def test_a_wrong_way_to_attend_is_noticed(attend, name):
+    with pytest.raises(AssertionError):
+        check_attends(attend, PROBLEMS[name]())
+
+
+def changed_rows(attend, problem, at):
+    """Whether each row's output changes when everything from token ``at`` on is replaced."""
+    other = sparse(problem.settings, seed=9)
+    edited = [
+        jnp.concatenate([a[:, :at], b[:, at:]], axis=1) for a, b in zip(problem.inputs, other.inputs, strict=True)
+    ]
+    before, after = attend(problem.inputs), attend(tuple(edited))
+    return np.asarray((before != after).any((0, 2, 3)))
+
+
+@pytest.mark.parametrize("at", [37, 48, 95])
+def test_1_later_tokens_change_no_earlier_tile(at):
+    problem = sparse()
+    changed = changed_rows(lambda inputs: anchor(problem, *inputs)[0], problem, at)
+    assert not changed[: at // 16 * 16].any()
+    assert changed[at:].all()
+
+
+def test_1_a_selection_by_the_last_tile_changes_earlier_ones():
+    problem = sparse()
+
+    def last(inputs):
+        edited = dataclasses.replace(problem, query=inputs[0], key=inputs[1], value=inputs[2])
+        return one_selection_for_all_tiles(edited, edited.selection())
+
+    assert changed_rows(last, problem, 80)[:80].any()
+
+
+def test_2_a_row_that_sees_nothing_is_zero():
+    problem = sparse(layout=packed(4, 40, -1, 40, 7, 16))
+    out, _ = anchor(problem)
+    dead = np.asarray(~may_attend(problem.spec, problem.layout).any((1, 3)))
+    assert dead.any()
+    assert not np.asarray(out)[dead].any()
+
+
+def check_distinct(problem, selection):
+    """Nothing is visited twice, nothing that was selected is lost, the own region is there."""
+    listed = np.asarray(with_own(problem.tiling, problem.places, selection))
+    for place in np.ndindex(listed.shape[:3]):
+        visited = listed[place][listed[place] >= 0].tolist()
+        chosen = np.asarray(selection.selected)[place]
+        assert len(set(visited)) == len(visited)
+        assert visited == sorted(visited)
+        own = int(np.asarray(problem.places.first_own)[0, place[2]])
+        assert set(visited) == {*chosen[chosen >= 0].tolist(), own}
+        assert (chosen >= 0).sum() == np.asarray(selection.count)[place]
+
+
+def test_3_nothing_is_listed_twice_or_overwritten():
+    problem = sparse()
+    selection = problem.selection()
+    check_distinct(problem, selection)
+    repeated = Selection(selection.selected.at[0, 0, 5].set(2), selection.count)
+    with pytest.raises(AssertionError):
+        check_distinct(problem, repeated)
+
+
+SCHEDULE = manual((0, 2), num_layers=4, kv_heads=2)
+
+
+def test_4_a_reuse_layer_without_a_selection_is_refused():
+    problem = sparse()
+    plan = plan_of(problem, schedule=SCHEDULE)
+    with pytest.raises(ValueError, match="layer 1 reuses a selection, but none was handed to it"):
+        plan.run(*problem.inputs, layer=1)
+    other = sparse(T=64)
+    _, carry = plan_of(other, schedule=SCHEDULE).run(*other.inputs, layer=0)
+    with pytest.raises(ValueError, match=r"of shape .*; expected \(2, 2, 6"):
+        plan.run(*problem.inputs, layer=1, carry=carry)
+
+
+def test_4_two_models_in_turns_do_not_mix_and_no_tracer_leaks():
+    problems_, plans, carries = (sparse(), sparse(seed=5)), [], [(), ()]
+    plans = [plan_of(problem, schedule=SCHEDULE) for problem in problems_]
+    alone = []
+    for plan, problem in zip(plans, problems_, strict=True):
+        carry, outs = (), []
+        for layer in range(4):
+            out, carry = plan.run(*problem.inputs, layer=layer, carry=carry)
+            outs.append(out)
+        alone.append(outs)
+    with jax.checking_leaks():
+        for layer in range(4):
+            for i, (plan, problem) in enumerate(zip(plans, problems_, strict=True)):
+                step = jax.jit(
+                    lambda inputs, carry, plan=plan, layer=layer: plan.run(*inputs, layer=layer, carry=carry)
+                )
+                out, carries[i] = step(problem.inputs, carries[i])
+                np.testing.assert_allclose(out, alone[i][layer], atol=1e-5)
+
+
+def test_4_control_a_selection_kept_outside_leaks():
+    kept = []
+
+    @jax.jit
+    def first(x):
+        kept.append(x * 2)
+        return x
+
+    with jax.checking_leaks(), pytest.raises(Exception, match="Leaked"):
+        first(jnp.ones(3))
+
+
+# 5 (perplexity of a broken model) is in tests/models/test_kascade.py.
+
+
+def counted(problem: Sparse, selection: Selection):
+    """Pairs attended to as a share of causal ones, by counting."""
+    return float(mask_of(problem, selection).mean() / may_attend(problem.spec, problem.layout).mean())
+
+
+@pytest.mark.parametrize("name", ["tiles", "query tile of two tiles", "tile of four query tiles", "keys"])
+def test_6_the_kept_fraction_is_that_of_causal_pairs(name):
+    problem = PROBLEMS[name]()
+    share = counted(problem, problem.selection())
+    schedule = manual((0, 2), num_layers=4, kv_heads=2)
+    kept = kept_fraction(problem.spec, dataclasses.replace(problem.settings, schedule=schedule), 4)
+    assert kept.reuse == pytest.approx(share)
+    assert kept.pairs == pytest.approx((1 + 3 * share) / 4)
+    select = 0.5 if problem.settings.granularity == "tile" else 1.0
+    assert kept.flops == pytest.approx((1 + (select - 0.5) + share + (share + select) + share) / 4)
+    # The controls: layers counted as sparsity, and tiles of the whole square.
+    square = float(mask_of(problem, problem.selection()).mean())
+    assert abs(kept.pairs - 2 / 4) > 0.05
+    assert abs(kept.reuse - square) > 0.05
+
+
+def test_6_decoding_is_counted_at_its_position():
+    problem = PROBLEMS["decode"]()
+    mask = np.asarray(mask_of(problem, problem.selection()))
+    for row, used in enumerate((200, 77)):
+        kept = kept_fraction(problem.spec, problem.settings, position=used - 1)
+        assert kept.reuse == pytest.approx(mask[row].mean() * 200 / used)
+
+
+def reuse(problem: Sparse, key, value, *, head_map=(0, 1)):
+    """Output of a reuse layer behind an anchor on the problem's own keys and values."""
+    layers = (LayerRole("anchor", 0), LayerRole("reuse", 0, head_map))
+    plan = plan_of(problem, schedule=Schedule(layers))
+    _, carry = plan.run(*problem.inputs, layer=0)
+    return plan.run(problem.query, key, value, layer=1, carry=carry)[0], carry
+
+
+@pytest.mark.parametrize("name", ["tiles", "decode"])
+def test_10_a_reuse_layer_attends_to_its_own_keys_and_values(name):
+    problem = PROBLEMS[name]()
+    own = dataclasses.replace(problem, key=problem.key[:, ::-1] * 0.5, value=problem.value[::-1] + 1.0)
+    out, carry = reuse(problem, own.key, own.value)
+    np.testing.assert_allclose(out, own.expected(carry), atol=1e-5)
+    for wrong in (problem, dataclasses.replace(own, key=problem.key), dataclasses.replace(own, value=problem.value)):
+        assert np.abs(np.asarray(out) - wrong.expected(carry)).max() > 0.1
+
+
+def test_the_head_map_says_whose_selection_each_head_takes():
+    problem = sparse()
+    straight, carry = reuse(problem, problem.key, problem.value)
+    crossed, _ = reuse(problem, problem.key, problem.value, head_map=(1, 0))
+    both_of_0, _ = reuse(problem, problem.key, problem.value, head_map=(0, 0))
+    swapped = jax.tree.map(lambda x: x[:, ::-1], carry)
+    np.testing.assert_allclose(crossed, problem.expected(swapped), atol=1e-5)
+    assert np.abs(crossed - straight).max() > 0.1
+    np.testing.assert_array_equal(both_of_0[:, :, :2], straight[:, :, :2])
+    np.testing.assert_array_equal(both_of_0[:, :, 2:], crossed[:, :, 2:])
+
+
+def test_11_running_dense_is_said_and_is_dense():
+    problem = sparse()
+    always = plan_of(problem)
+    assert always.notes == ()
+    dense = plan_of(problem, when="profitable")
+    assert len(dense.notes) == 1
+    assert "chunked ran." in dense.notes[0]
+    expected = registry.get("standard").plan(problem.spec, problem.layout, target=CPU).run(*problem.inputs)[0]
+    np.testing.assert_allclose(dense.run(*problem.inputs)[0], expected, atol=1e-5)
+    assert np.abs(np.asarray(always.run(*problem.inputs)[0]) - expected).max() > 0.1
+    worth = Settings(
+        top_k=0.05,
+        min_keys=0,
+        tile_size=16,
+        query_tile=16,
+        when="profitable",
+        schedule=manual((0,), num_layers=8, kv_heads=2),
+    )
+    long = dataclasses.replace(problem.spec, query_length=4096, key_value_length=4096)
+    assert kept_fraction(long, worth, 8).flops < 0.3
+    options = {
+        name: getattr(worth, name) for name in ("top_k", "min_keys", "tile_size", "query_tile", "when", "schedule")
+    }
+    assert KASCADE.plan(long, Layout(), target=CPU, options=options).notes == ()
+
+
+assert SETTINGS.tile_size == 16  # what the masks above are written for

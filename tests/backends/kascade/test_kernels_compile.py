@@ -1,0 +1,119 @@
+"""Kascade's kernels compiled for a TPU and a GPU that are not here, from shapes alone; nothing is run.
+
+`tox -e compile` has the compilers and requires them; elsewhere these tests are skipped.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from importlib import util
+
+import pytest
+
+from suite import topologies
+
+REQUIRED = "ATTNSUITE_COMPILERS_REQUIRED"
+MISSING = [name for name in ("libtpu", "jax_cuda12_plugin") if util.find_spec(name) is None]
+pytestmark = pytest.mark.skipif(
+    bool(MISSING) and REQUIRED not in os.environ,
+    reason=f"not installed: {', '.join(MISSING)} (tox -e compile has them)",
+)
+
+# One process per kind of device: neither compiler allows two in one.
+PROGRAM = """
+import dataclasses, json, sys
+import jax, jax.numpy as jnp
+from backends import AttentionSpec, Layout, Target
+from backends.kascade import Settings, Tiling, Places, kernels
+from backends.kascade import block_sizes
+from suite import topologies
+from suite.abstract_programs import AbstractProgram
+from suite.compile_cell import compile_program, one_line
+
+target = Target.named(sys.argv[1])
+module = kernels.pallas(target)
+
+def compiled(what, length, queries=None, oversized=False, segments=False):
+    spec = AttentionSpec(
+        batch=1, query_length=queries or length, key_value_length=length, num_heads=8, num_kv_heads=2, head_dim=128,
+        dtype="bfloat16", is_causal=True, needs_grad=False, has_positions=queries is not None,
+        has_seq_lengths=queries is not None, has_segment_ids=segments,
+    )
+    # Of keys and values 16 MiB each, loaded while the next are on their way, and 1024 of either in a step.
+    sizes = {"block_q": 16, "query_tile": 16, "tile_size": 65536, "block_kv_sparse": 65536, "block_kv_compute": 1024}
+    settings = Settings(**(sizes if oversized else {"query_tile": 512, "tile_size": 256}), top_k=0.125)
+    tiling = Tiling.of(spec, settings)
+
+    def shape(length, heads):
+        return jax.ShapeDtypeStruct((1, length, heads, 128), jnp.bfloat16)
+
+    def integers(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+    layout = Layout(
+        query_positions=integers(1, queries) if queries else None,
+        key_value_seq_lengths=integers(1) if queries else None,
+        query_segment_ids=integers(1, length) if segments else None,
+        key_value_segment_ids=integers(1, length) if segments else None,
+    )
+
+    def mass(layout, query, key):
+        places = Places.of(spec, layout, tiling)
+        return module.pooled_mass(spec, tiling, places, query, key, settings=settings, interpret=False)
+
+    def attend(layout, query, key, value, listed):
+        places = Places.of(spec, layout, tiling)
+        return module.attend(spec, tiling, places, query, key, value, listed, settings=settings, interpret=False)
+
+    query, key = shape(spec.query_length, 8), shape(length, 2)
+    if what == "mass":
+        program = AbstractProgram(mass, (layout, query, key))
+    else:
+        slots = tiling.slots + tiling.own_units
+        program = AbstractProgram(attend, (layout, query, key, key, integers(1, 2, tiling.query_tiles, slots)))
+    try:
+        return compile_program(program, topologies.device(target))
+    except Exception as error:
+        return {"error": one_line(error)}
+
+answers = {
+    "mass": compiled("mass", 8192),
+    "attend": compiled("attend", 8192),
+    "attend-segments": compiled("attend", 2048, segments=True),
+    "decode": compiled("attend", 8192, queries=1),
+    "oversized": compiled("attend", 65536, queries=16, oversized=True),
+}
+print("ANSWER", json.dumps(answers))
+"""
+
+
+@pytest.fixture(scope="module", params=["v5e", "h100"])
+def answers(request, tmp_path_factory):
+    ran = subprocess.run(
+        [sys.executable, "-c", PROGRAM, request.param],
+        env=os.environ | topologies.ENVIRONMENT,
+        cwd=tmp_path_factory.mktemp(request.param),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=550,
+    )
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    return json.loads(ran.stdout.rpartition("ANSWER")[2])
+
+
+def test_compilers_are_here_where_they_are_required():
+    assert not MISSING
+
+
+def test_kernels_compile_in_memory_that_is_linear_in_the_length(answers):
+    for what in ("mass", "attend", "attend-segments", "decode"):
+        assert "error" not in answers[what], f"{what}: {answers[what]}"
+        # Queries and outputs as rows, and what the kernel writes; scores would be 8192 x 8192 x 8 heads.
+        assert answers[what]["memory"]["compiled_temp"] < 128 * 2**20
+
+
+def test_blocks_that_no_core_can_hold_are_rejected(answers):
+    """Or this test could not fail: the plan refuses them first (test_kernels.py)."""
+    assert "error" in answers["oversized"]

@@ -1,0 +1,399 @@
+"""The XLA path: equal to the plain reference under any selection, and to dense attention where all is selected."""
+
+import dataclasses
+import functools
+import subprocess
+import sys
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import problems
+import pytest
+from conformance import check_quantity, check_support
+from hypothesis import strategies as st
+from jax.sharding import Mesh
+from sparse_problems import PROBLEMS, cached, packed, settings, sparse
+
+from backends import AttentionSpec, Layout, Target, attention, make_spec, names, resolve
+from backends.kascade import KASCADE, OPTIONS, Selection, Settings, Tiling, manual, reference, steps, xla
+from backends.resolve import PRIORITY
+
+EVERYTHING = {
+    "tiles": {"top_k": 1.0, "tile_size": 32, "query_tile": 64},
+    "tile of query tiles": {"top_k": 1.0, "tile_size": 64, "query_tile": 16},
+    "keys": {"top_k": 1.0, "granularity": "token"},
+}
+TAKEN = tuple(
+    case
+    for case, made in problems.CASES.items()
+    if KASCADE.supports(
+        make_spec(
+            *problems.arrays(made, case)[1][:3], problems.arrays(made, case)[0], needs_grad=False, **made.options
+        ),
+        Target("cpu"),
+    )
+)
+# Twice of the same for this backend: shapes that its own problems have too.
+COMPARED = (
+    "causal",
+    "gqa-8",
+    "mqa",
+    "scale",
+    "head-dim-33",
+    "value-dim-wider",
+    "length-1",
+    "length-129",
+    "more-keys-causal",
+    "more-queries-causal",
+    "decode-1",
+    "decode-4",
+    "chunk-of-prefill",
+    "soft-cap",
+    "segments-returning",
+    "padding-left",
+    "ragged-causal",
+    "causal-bfloat16",
+    "causal-float16",
+    "big-logits-float32",
+)
+
+
+@pytest.mark.parametrize("case", COMPARED)
+def test_with_everything_selected_it_is_dense(case):
+    """Anchor, and the dense layer, within the noise floor of the judge."""
+    problem = problems.problem(case)
+    spec = dataclasses.replace(problem.spec, needs_grad=False)
+    options = EVERYTHING[list(EVERYTHING)[COMPARED.index(case) % 3]]
+    schedule = manual((0, 1), num_layers=2, kv_heads=spec.num_kv_heads)
+    plan = KASCADE.plan(spec, problem.layout, target=Target("cpu"), options={**options, "schedule": schedule})
+
+    @jax.jit
+    def both(q, k, v):
+        return plan.run(q, k, v, layer=0)[0], plan.run(q, k, v, layer=1)[0]
+
+    for output in both(*problem.inputs[:3]):
+        check_quantity("output", output, problem)
+
+
+def test_with_a_unit_left_out_it_is_not_dense():
+    """The control of the test above."""
+    problem = problems.problem("causal")
+    spec = dataclasses.replace(problem.spec, needs_grad=False)
+    options = EVERYTHING["tiles"] | {"top_k": 0.5, "min_keys": 0}
+    plan = KASCADE.plan(spec, problem.layout, target=Target("cpu"), options=options)
+    with pytest.raises(AssertionError, match="output"):
+        check_quantity("output", plan.run(*problem.inputs[:3])[0], problem)
+
+
+@pytest.mark.parametrize("case", problems.CASES)
+def test_takes_causal_attention_over_slots_and_refuses_the_rest(case):
+    made = problems.CASES[case]
+    layout, inputs = problems.arrays(made, case)
+    spec = make_spec(*inputs[:3], layout, needs_grad=False, **made.options)
+    by_slot = not spec.has_positions or spec.query_length == 1 or spec.has_seq_lengths
+    plain = spec.is_causal and spec.window is None and spec.chunk_size is None
+    taken = plain and by_slot and not spec.has_mask and not spec.has_bias
+    check_support(KASCADE, spec, Target("cpu"), "native", refused=not taken)
+    check_support(KASCADE, dataclasses.replace(spec, needs_grad=True), Target("cpu"), "native", refused=True)
+
+
+def test_what_is_taken_is_compared_or_like_what_is():
+    assert set(COMPARED) <= set(TAKEN)
+    assert len(TAKEN) > len(COMPARED)
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_selects_and_attends_as_the_reference_does(name):
+    problem = PROBLEMS[name]()
+    chooser = steps.select if problem.spec.query_length == 1 else xla.select
+
+    @jax.jit
+    def ours(q, k, v):
+        selection, _ = chooser(problem.spec, problem.tiling, problem.places, q, k)
+        same, dense = chooser(problem.spec, problem.tiling, problem.places, q, k, v)
+        return selection, same, dense, xla.attend(problem.spec, problem.tiling, problem.places, q, k, v, selection)
+
+    selection, same, dense, out = ours(*problem.inputs)
+    expected = problem.selection()
+    jax.tree.map(np.testing.assert_array_equal, selection, expected)
+    jax.tree.map(np.testing.assert_array_equal, same, expected)
+    close = {"float32": 1e-5, "bfloat16": 0.04}[problem.spec.dtype]
+    wide = functools.partial(np.asarray, dtype=np.float32)
+    np.testing.assert_allclose(wide(out), wide(problem.expected(expected)), atol=close)
+    full = reference.dense(problem.spec, problem.layout, *problem.inputs)
+    np.testing.assert_allclose(wide(dense), wide(full), atol=close)
+    if problem.tiling.slots:
+        assert (np.asarray(selection.count) < problem.tiling.units).any()
+
+
+@pytest.mark.parametrize("name", ["tiles", "keys", "decode"])
+def test_all_heads_share_one_selection_of_the_summed_mass(name):
+    problem = PROBLEMS[name]()
+    chooser = steps.select if problem.spec.query_length == 1 else xla.select
+    shared, _ = chooser(problem.spec, problem.tiling, problem.places, *problem.inputs[:2], None, "all_heads")
+    expected = reference.select(problem.spec, problem.layout, problem.tiling, *problem.inputs[:2], "all_heads")
+    jax.tree.map(np.testing.assert_array_equal, shared, expected)
+    np.testing.assert_array_equal(shared.selected[:, 0], shared.selected[:, 1])
+    own = problem.selection()
+    assert (np.asarray(own.selected)[:, 0] != np.asarray(own.selected)[:, 1]).any()
+
+
+def test_no_remap_ignores_the_head_map():
+    problem = sparse()
+    options = {"top_k": 0.3, "min_keys": 0, "tile_size": 16, "query_tile": 16}
+    layers = manual((0,), num_layers=2, kv_heads=2).layers
+    crossed = dataclasses.replace(layers[1], head_map=(1, 0))
+    outs = []
+    for schedule, ablation in (((layers[0], crossed), "no_remap"), (layers, None), ((layers[0], crossed), None)):
+        made = {**options, "schedule": dataclasses.replace(manual((0,), num_layers=2, kv_heads=2), layers=schedule)}
+        plan = KASCADE.plan(problem.spec, Layout(), target=Target("cpu"), options=made | {"ablation": ablation})
+        carry = plan.run(*problem.inputs, layer=0)[1]
+        outs.append(plan.run(*problem.inputs, layer=1, carry=carry)[0])
+    np.testing.assert_array_equal(outs[0], outs[1])
+    assert np.abs(outs[0] - outs[2]).max() > 0.1
+
+
+@pytest.mark.parametrize("granularity", ["tile", "token"])
+def test_decoding_a_token_selects_and_attends_as_prefill_with_one_query_per_tile(granularity):
+    chosen = settings(query_tile=1, granularity=granularity)
+    prefill = sparse(chosen, T=40)
+    out, selection = _anchor(prefill)
+    for at in (0, 15, 16, 39):
+        one = sparse(chosen, T=1, S=64, layout=cached(1, at + 1, at + 1))
+        pad = ((0, 0), (0, 24), (0, 0), (0, 0))
+        step = dataclasses.replace(
+            one,
+            query=prefill.query[:, at : at + 1],
+            key=jnp.pad(prefill.key, pad, constant_values=7.0),
+            value=jnp.pad(prefill.value, pad, constant_values=7.0),
+        )
+        again, reselected = _anchor(step)
+        np.testing.assert_allclose(again[:, 0], out[:, at], atol=1e-5)
+        for b, h in np.ndindex(2, 2):
+            here, there = (np.asarray(x)[b, h] for x in (selection.selected[:, :, at], reselected.selected[:, :, 0]))
+            assert here[here >= 0].tolist() == there[there >= 0].tolist()
+
+
+def _anchor(problem):
+    options = {name: getattr(problem.settings, name) for name in ("top_k", "min_keys", "granularity", "query_tile")}
+    options["tile_size"] = problem.settings.tile_size
+    plan = KASCADE.plan(problem.spec, problem.layout, target=Target("cpu"), options=options)
+    return jax.jit(plan.run)(*problem.inputs)
+
+
+@pytest.mark.parametrize("name", ["tiles", "packed", "behind a cache", "decode"])
+def test_a_sequence_does_not_depend_on_the_others_of_its_batch(name):
+    problem = PROBLEMS[name]()
+    out, selection = _anchor(problem)
+    swapped = dataclasses.replace(
+        problem,
+        layout=jax.tree.map(lambda x: x[::-1], problem.layout),
+        query=problem.query[::-1],
+        key=problem.key[::-1].at[1].set(problem.key[0]),
+        value=problem.value[::-1],
+    )
+    again, reselected = _anchor(swapped)
+    np.testing.assert_array_equal(again[1], out[0])
+    np.testing.assert_array_equal(reselected.selected[1], selection.selected[0])
+
+
+def test_a_packed_document_sees_only_itself():
+    problem = sparse(layout=packed(4, 48, 2, 48))
+    out, _ = _anchor(problem)
+    alone = sparse(T=48)
+    alone = dataclasses.replace(alone, **{x: getattr(problem, x)[:, :48] for x in ("query", "key", "value")})
+    first, _ = _anchor(alone)
+    np.testing.assert_allclose(out[0, :48], first[0], atol=1e-5)
+
+
+@hypothesis.settings(max_examples=12)
+@hypothesis.given(st.data())
+def test_any_tiles_of_any_problem(data):
+    draw = data.draw
+    tile, query_tile = draw(st.sampled_from([(8, 8), (16, 4), (4, 16), (8, 1)]))
+    chosen = Settings(
+        top_k=draw(st.sampled_from([0.01, 0.3, 0.77, 1.0])),
+        min_keys=draw(st.sampled_from([0, 5, 40])),
+        tile_size=tile,
+        query_tile=query_tile,
+        granularity=draw(st.sampled_from(["tile", "token"])),
+    )
+    T = draw(st.integers(1, 50))
+    problem = sparse(chosen, T=T, S=T + draw(st.integers(0, 20)), batch=1, head_dim=8, seed=draw(st.integers(0, 9)))
+    out, selection = _anchor(problem)
+    chosen_units, count = np.asarray(selection.selected), np.asarray(selection.count)
+    assert ((chosen_units >= 0).sum(-1) == count).all()
+    for i in range(problem.tiling.query_tiles):
+        first = int(problem.places.first_own[0, i])
+        assert (chosen_units[:, :, i] < first).all()
+        assert (count[:, :, i] == problem.tiling.budgets[first]).all()
+    np.testing.assert_allclose(out, problem.expected(selection), atol=1e-5)
+
+
+def test_op_level_call_is_an_anchor():
+    x = sparse()
+    options = {"top_k": 0.3, "min_keys": 0, "tile_size": 16, "query_tile": 16}
+    call = {"is_causal": True, "backend": "kascade", "backend_options": options, "on_unavailable": "raise"}
+    out = attention(*x.inputs, needs_grad=False, **call)
+    np.testing.assert_allclose(out, x.expected(x.selection()), atol=1e-5)
+
+
+def test_is_registered_approximate_and_never_chosen():
+    assert "kascade" in names()
+    assert not KASCADE.exact
+    assert all("kascade" not in order for order in PRIORITY.values())
+    spec = sparse().spec
+    assert resolve("auto", spec, Target("cpu")).backend.name != "kascade"
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"needs_grad": True}, "no backward pass"),
+        ({"is_causal": False}, "is_causal=False"),
+        ({"local_window_size": (8, 0)}, "local_window_size"),
+        ({"chunk_size": 8}, "chunk_size=8"),
+        ({"has_positions": True}, "explicit positions with query_length=96"),
+        ({"has_mask": True}, "mask array"),
+        ({"has_bias": True}, "bias array"),
+    ],
+)
+def test_refuses_with_the_offending_value(changes, word):
+    support = KASCADE.supports(dataclasses.replace(sparse().spec, **changes), Target("cpu"))
+    assert len(support.reasons) == 1
+    assert word in support.reasons[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"top_k": 0.0}, "top_k=0.0 is not accepted"),
+        ({"top_k": 1.5}, "top_k=1.5 is not accepted"),
+        ({"top_k": True}, "top_k=True"),
+        ({"min_keys": -1}, "min_keys=-1"),
+        ({"tile_size": 0.5}, "tile_size=0.5"),
+        ({"query_tile": 48, "tile_size": 32}, "one must be a multiple of the other"),
+        ({"granularity": "block"}, "granularity='block'"),
+        ({"ablation": "none"}, "ablation='none'"),
+        ({"kernel": "triton"}, "kernel='triton'"),
+        ({"when": "never"}, "when='never'"),
+        ({"schedule": (0, 1)}, "schedule="),
+        ({"reselect_every": 4}, "no option 'reselect_every'"),
+    ],
+    ids=str,
+)
+def test_option_that_is_not_accepted_is_refused_before_anything_is_traced(options, word):
+    with pytest.raises(ValueError, match=word):
+        KASCADE.plan(sparse().spec, Layout(), target=Target("cpu"), options=options)
+    assert set(options) <= set(OPTIONS) or "reselect_every" in options
+
+
+@pytest.mark.parametrize(
+    ("layer", "schedule", "word"),
+    [
+        (2, manual((0,), num_layers=2, kv_heads=2), "layer 2 runs, but the schedule is for 2 layers"),
+        (1, manual((0,), num_layers=2, kv_heads=4), "maps its KV heads to"),
+    ],
+)
+def test_a_schedule_for_another_model_is_refused(layer, schedule, word):
+    problem = sparse()
+    plan = KASCADE.plan(problem.spec, Layout(), target=Target("cpu"), options={"schedule": schedule})
+    with pytest.raises(ValueError, match=word):
+        plan.run(*problem.inputs, layer=layer)
+
+
+def test_key_positions_are_refused_at_the_plan():
+    spec = dataclasses.replace(sparse(T=1, S=8).spec, has_positions=True)
+    layout = Layout(key_value_positions=jnp.zeros((2, 8), jnp.int32))
+    with pytest.raises(ValueError, match="key positions are slots"):
+        KASCADE.plan(spec, layout, target=Target("cpu"))
+
+
+def test_memory_is_linear_in_the_length():
+    """Compiled temporaries at twice the length: dense scores would be four times as large."""
+
+    def temporaries(length):
+        spec = AttentionSpec(
+            batch=1,
+            query_length=length,
+            key_value_length=length,
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=32,
+            is_causal=True,
+            needs_grad=False,
+        )
+        plan = KASCADE.plan(spec, Layout(), target=Target("cpu"))
+        shapes = [jax.ShapeDtypeStruct((1, length, heads, 32), jnp.float32) for heads in (4, 2, 2)]
+        return jax.jit(plan.run).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
+
+    short, long = temporaries(2048), temporaries(4096)
+    assert long < 2.5 * short
+    assert long < 4 * 4096 * 4096  # one head's scores are four times as much
+
+
+def test_the_budget_rolls_and_has_a_floor():
+    tiling = Tiling.of(sparse(T=256).spec, Settings(top_k=0.1, min_keys=64, tile_size=16, query_tile=16))
+    assert tiling.budgets == (0, 1, 2, 3, *[4] * 12)
+    rolling = Tiling.of(sparse(T=1024).spec, Settings(top_k=0.25, min_keys=0, tile_size=16, query_tile=16))
+    assert [rolling.budgets[n] for n in (4, 5, 8, 9, 40, 63)] == [1, 2, 2, 3, 10, 16]
+    assert rolling.slots == 16
+
+
+def test_nothing_can_be_differentiated():
+    problem = sparse()
+    plan = KASCADE.plan(problem.spec, Layout(), target=Target("cpu"))
+    with pytest.raises(ValueError, match="needs_grad"):
+        jax.grad(lambda q: plan.run(q, *problem.inputs[1:])[0].sum())(problem.query)
+
+
+def test_the_carry_is_the_selection():
+    _, carry = _anchor(sparse())
+    assert isinstance(carry, Selection)
+    assert carry.selected.dtype == jnp.int32
+
+
+DEVICES = """
+import sys, jax, numpy as np
+jax.config.update("jax_num_cpu_devices", 2)
+sys.path[:0] = sys.argv[1:]
+from sparse_problems import PROBLEMS
+from jax.sharding import Mesh
+from backends import Target
+from backends.kascade import KASCADE, LayerRole, Schedule
+mesh = Mesh(np.array(jax.devices()), ("cores",))
+roles = (LayerRole("dense", 0), LayerRole("reuse", 0, (1, 0)), LayerRole("anchor", 2), LayerRole("reuse", 2, (0, 0)))
+for name in ("tiles", "packed", "behind a cache", "decode"):
+    problem, outs = PROBLEMS[name](), []
+    for where in (None, mesh):
+        options = {"top_k": 0.3, "min_keys": 0, "tile_size": 16, "query_tile": 16, "schedule": Schedule(roles)}
+        def layers(layout, q, k, v):
+            plan = KASCADE.plan(problem.spec, layout, target=Target("cpu"), options=options | {"mesh": where})
+            carry, found = (), []
+            for layer in range(4):
+                out, carry = plan.run(q, k, v, layer=layer, carry=carry)
+                found.append(out)
+            return found
+        outs.append(jax.jit(layers)(problem.layout, *problem.inputs))
+    for one, two in zip(*outs):
+        np.testing.assert_allclose(one, two, atol=1e-6)
+print("same on", len(mesh.devices), "devices")
+"""
+
+
+def test_devices_that_divide_the_heads_compute_the_same(pytestconfig):
+    paths = [str(pytestconfig.rootpath / "tests"), *sys.path]
+    done = subprocess.run([sys.executable, "-c", DEVICES, *paths], capture_output=True, text=True, check=False)
+    assert done.stdout == "same on 2 devices\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [({"ablation": "all_heads"}, "needs all of them at once"), ({"kernel": "pallas"}, "mesh is for kernel='xla'")],
+)
+def test_a_mesh_that_cannot_divide_is_refused(options, word):
+    mesh = Mesh(np.array(jax.devices()[:1]), ("cores",))
+    with pytest.raises(ValueError, match=word):
+        KASCADE.plan(sparse().spec, Layout(), target=Target("cpu"), options={"mesh": mesh} | options)

@@ -1,0 +1,294 @@
+"""Kascade in a whole model: the retrieval gate with its controls, calibration, decoding, and text that stays text."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from backends import Layout, Plan, Registry, Target, registry
+from backends.kascade import (
+    KASCADE,
+    Calibration,
+    Places,
+    Schedule,
+    Selection,
+    Settings,
+    Tiling,
+    dynamic_programming,
+    greedy,
+    layer_similarity,
+    manual,
+)
+from models import calibration, load_shipped, next_token_loss, retrieval
+from models.config import ModelConfig
+from models.transformer import Transformer
+
+LENGTH, TILE = 256, 16
+OPTIONS = {"top_k": 0.4, "min_keys": 0, "tile_size": TILE, "query_tile": TILE}
+GOOD = manual((0, 1), num_layers=4, kv_heads=2)  # layer 1 finds one half of an answer, layer 2 reuses for the other
+
+
+@pytest.fixture(scope="module")
+def model():
+    return retrieval.build(4, 32, 1, 2, context=1024)
+
+
+@pytest.fixture(scope="module")
+def batch():
+    return retrieval.sample(np.random.default_rng(0), LENGTH, batch=8)
+
+
+@pytest.fixture(scope="module")
+def measured(model) -> Calibration:
+    # Twice over: queries all along, so that every tile has something to find.
+    rng = np.random.default_rng(1)
+    return calibration.calibrate(model, [retrieval.sample(rng, LENGTH).tokens[0] for _ in range(2)], OPTIONS)
+
+
+def recall(model, batch, schedule=GOOD, backend="kascade", **options):
+    options = OPTIONS | {"schedule": schedule} | options
+    logits = model(batch.tokens, backend=backend, backend_options=options, needs_grad=False, on_unavailable="raise")
+    return retrieval.recall(logits, batch)
+
+
+def test_dense_answers_and_so_does_kascade(model, batch):
+    assert retrieval.recall(model(batch.tokens, backend="standard", needs_grad=False), batch) == 1.0
+    assert recall(model, batch) == 1.0
+
+
+def test_by_single_keys_less_is_enough(model, batch):
+    assert recall(model, batch, granularity="token", top_k=0.05) == 1.0
+
+
+def test_too_few_units_are_not_enough(model, batch):
+    assert recall(model, batch, top_k=0.05) < 0.7
+
+
+def test_calibrated_schedules_pass_too(model, batch, measured):
+    for schedule in (dynamic_programming(measured, 2), greedy(measured)):
+        assert 1 in schedule.anchors
+        assert schedule.layers[2].role == "reuse"
+        assert recall(model, batch, schedule) == 1.0
+
+
+def test_wrong_anchors_fail(model, batch):
+    """Layers 1 and 2 reuse what layer 0 selected, which attends to nothing in particular."""
+    assert recall(model, batch, manual((0,), num_layers=4, kv_heads=2)) < 0.5
+
+
+def test_a_swapped_head_map_fails(model, batch):
+    layers = [dataclasses.replace(x, head_map=(1, 0)) if x.role == "reuse" else x for x in GOOD.layers]
+    assert 0.1 < recall(model, batch, Schedule(tuple(layers))) < 0.75
+    assert recall(model, batch, Schedule(tuple(layers)), ablation="no_remap") == 1.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tampered:
+    """Kascade whose reuse layers are handed another selection than the anchor made."""
+
+    name: str
+    needles: tuple[tuple[int, ...], ...] = ()
+    exact: bool = False
+
+    def supports(self, spec, target, mode="native"):
+        return KASCADE.supports(spec, target, mode)
+
+    def plan(self, spec, layout, *, target, mode="native", options=None):
+        inner = KASCADE.plan(spec, layout, target=target, mode=mode, options=options)
+        settings = Settings(**options)
+        tiling = Tiling.of(spec, settings)
+        first = jnp.asarray(Places.of(spec, Layout(), tiling).first_own)[:, None, :, None]
+
+        def attend(query, key, value, layer, carry):
+            if settings.schedule.layers[layer].role != "reuse":
+                return inner.run(query, key, value, layer=layer, carry=carry)
+            handed = getattr(self, f"_{self.name}")(carry, first)
+            return inner.run(query, key, value, layer=layer, carry=handed)[0], carry
+
+        return Plan(attend)
+
+    def _random(self, carry, first):
+        """As many units, distinct, from anywhere before."""
+        shape = (*carry.selected.shape[:3], LENGTH // TILE)
+        scores = jax.random.uniform(jax.random.key(0), shape)
+        scores = jnp.where(jnp.arange(LENGTH // TILE) < first, scores, -1.0)
+        chosen = jnp.argsort(-scores, axis=-1)[..., : carry.selected.shape[-1]].astype(jnp.int32)
+        kept = jnp.arange(carry.selected.shape[-1]) < carry.count[..., None]
+        return Selection(jnp.where(kept, chosen, -1), carry.count)
+
+    def _window(self, carry, first):
+        """The units just before."""
+        chosen = first - carry.count[..., None] + jnp.arange(carry.selected.shape[-1], dtype=jnp.int32)
+        return Selection(jnp.where(chosen < first, chosen, -1), carry.count)
+
+    def _stale(self, carry, first):
+        """What the query tile before had selected."""
+        return jax.tree.map(lambda x: jnp.pad(x[:, :, :-1], ((0, 0), (0, 0), (1, 0)) + ((0, 0),) * (x.ndim - 3)), carry)
+
+    def _dropped(self, carry, first):
+        """All that was selected but the units that hold a needle."""
+        needles = jnp.asarray(self.needles)[:, None, None, None]
+        kept = ~(carry.selected[..., None] == needles).any(-1) & (carry.selected >= 0)
+        order = jnp.argsort(~kept, axis=-1, stable=True)
+        chosen = jnp.take_along_axis(jnp.where(kept, carry.selected, -1), order, axis=-1)
+        return Selection(chosen, kept.sum(-1).astype(jnp.int32))
+
+
+@pytest.mark.parametrize(("name", "most"), [("random", 0.8), ("window", 0.4), ("stale", 0.75), ("dropped", 0.4)])
+@pytest.mark.foreign_numerics
+def test_a_selection_that_is_not_the_anchors_fails(model, batch, monkeypatch, name, most):
+    monkeypatch.setattr(registry, "DEFAULT", Registry())
+    needles = tuple(map(tuple, (batch.needle_positions // TILE).tolist())) if name == "dropped" else ()
+    registry.register(Tampered(name, needles))
+    assert 0.1 < recall(model, batch, backend=name) < most
+
+
+def test_calibration_sees_the_circuit(measured):
+    similar = layer_similarity(measured.mass_similarity)
+    assert similar[1, 2] > 0.95  # same queries and keys
+    assert similar[0, 1] < 0.7  # layer 0 attends to nothing in particular
+    assert measured.importance[[1, 2]].min() > 10 * max(measured.importance[[0, 3]].max(), 1e-9)
+    assert measured.mass.shape == (4, 2, LENGTH // TILE)
+    assert measured.mass.max() <= 1.0 + 1e-5
+    heads = measured.mass_similarity[1, 2]
+    assert heads[0, 0] > heads[1, 0]
+    assert heads[1, 1] > heads[0, 1]
+
+
+def small(**changes):
+    config = ModelConfig(num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16, hidden_size=32, **changes)
+    return Transformer(config)
+
+
+def test_calibration_agrees_with_the_definition():
+    """Similarity and mass once more, in NumPy, from whole attention matrices."""
+    model, tokens = small(), np.random.default_rng(0).integers(0, 256, 70)
+    found = calibration.calibrate(model, [tokens], OPTIONS)
+    probs = _attention_matrices(model, tokens)  # [layers, KV heads, queries, keys], summed over a group
+    layers, heads, length, _ = probs.shape
+    least = np.ones((layers, layers, heads, heads))
+    overlaps, tiles = np.zeros_like(least), 0
+    for tile in range(-(-length // TILE)):
+        rows = probs[:, :, tile * TILE : (tile + 1) * TILE].sum(2)
+        mass = np.stack([rows[..., u * TILE : (u + 1) * TILE].sum(-1) for u in range(tile)], -1) if tile else None
+        if mass is None:
+            continue
+        own = rows.sum(-1) - mass.sum(-1)
+        count = min(int(np.ceil(0.4 * tile - 1e-9)), tile)
+        chosen = np.argsort(-mass, axis=-1, kind="stable")[..., :count]
+        tiles += count < tile
+        for a, b, ha, hb in np.ndindex(least.shape):
+            on, alone = mass[b, hb][chosen[a, ha]].sum(), mass[b, hb][chosen[b, hb]].sum()
+            least[a, b, ha, hb] = min(least[a, b, ha, hb], (on + own[b, hb]) / (alone + own[b, hb]))
+            both, union = (set(chosen[a, ha]) & set(chosen[b, hb])), (set(chosen[a, ha]) | set(chosen[b, hb]))
+            overlaps[a, b, ha, hb] += len(both) / len(union) * (count < tile)
+    earlier = np.triu(np.ones((layers, layers)))[..., None, None]
+    np.testing.assert_allclose(found.mass_similarity, least * earlier, atol=1e-5)
+    np.testing.assert_allclose(found.jaccard_similarity, overlaps / tiles * earlier, atol=1e-5)
+    assert found.mass_similarity[0, 1].min() < 0.999
+
+
+def _attention_matrices(model, tokens):
+    from models.forward import forward  # noqa: PLC0415
+    from models.planning import resolve_attention  # noqa: PLC0415
+
+    seen = []
+
+    def observe(layer, query, key, x, attended):
+        q, k = np.asarray(query[0], np.float64), np.repeat(np.asarray(key[0], np.float64), 2, axis=1)
+        logits = np.einsum("tnh,snh->nts", q, k) * q.shape[-1] ** -0.5
+        logits = np.where(np.tri(len(q), dtype=bool), logits, -np.inf)
+        weights = np.exp(logits - logits.max(-1, keepdims=True))
+        weights /= weights.sum(-1, keepdims=True)
+        seen.append(weights.reshape(2, 2, *weights.shape[1:]).sum(1))
+
+    found = resolve_attention(model.config, batch=1, query_length=len(tokens), backend="standard")
+    forward(model.config, model.arrays(), jnp.asarray(tokens)[None], resolutions=found, observe=observe)
+    return np.stack(seen)
+
+
+def test_prompts_are_averaged_one_at_a_time(model):
+    rng = np.random.default_rng(3)
+    prompts = [retrieval.sample(rng, length).tokens[0] for length in (128, 256)]
+    both = calibration.calibrate(model, iter(prompts), OPTIONS)
+    alone = [calibration.calibrate(model, [prompt], OPTIONS) for prompt in prompts]
+    mean = np.mean([x.mass_similarity for x in alone], axis=0)
+    np.testing.assert_allclose(both.mass_similarity, mean, atol=1e-6)
+    np.testing.assert_allclose(both.mass[..., 8:], alone[1].mass[..., 8:], atol=1e-6)
+    assert both.text == {"prompts": 2}
+
+
+def test_a_calibration_is_for_its_model_only(tmp_path, model, measured):
+    path = measured.save(tmp_path / "calibration")
+    assert calibration.load(path, model).fingerprint == calibration.fingerprint(model)
+    assert calibration.load(path, model.with_config(dtype="bfloat16"))  # the same model, computed otherwise
+    for other in (retrieval.build(4, 32, 1, 2, context=1024, seed=1), retrieval.build(4, 32, 1, 3, context=1024)):
+        with pytest.raises(ValueError, match="was calibrated on another model"):
+            calibration.load(path, other)
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda: calibration.calibrate(small(), []), "no prompt to calibrate with"),
+        (lambda: calibration.calibrate(small(), [[[1, 2]]]), r"shape \(1, 2\); expected one dimension"),
+        (lambda: calibration.calibrate(small(), [np.zeros(100, int)]), "leaves no choice"),
+        (
+            lambda: calibration.calibrate(small(attention="sliding", window_size=8), [np.zeros(100, int)]),
+            "layers with sliding attention",
+        ),
+    ],
+)
+def test_what_cannot_be_calibrated_is_refused(call, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        call()
+
+
+@pytest.mark.parametrize("top_k", [1.0, 0.4])
+def test_decoding_equals_prefill_with_one_query_per_tile(top_k):
+    """Teacher-forced, anchors reselecting at every step; also with everything selected, against dense."""
+    model, tokens = small(), np.random.default_rng(0).integers(0, 256, (2, 40))
+    schedule = manual((0, 1), num_layers=3, kv_heads=2)
+    options = OPTIONS | {"top_k": top_k, "query_tile": 1, "tile_size": 8, "schedule": schedule}
+    call = {"backend": "kascade", "backend_options": options, "on_unavailable": "raise"}
+    whole = model(tokens, needs_grad=False, **call)
+    dense = model(tokens, backend="standard", needs_grad=False)
+    far = np.abs(whole - dense).max()
+    assert far < 1e-4 if top_k == 1.0 else far > 1e-3
+    cache = model.new_cache(2, 48)
+    logits, cache = model.prefill(tokens[:, :30], cache, **call)
+    np.testing.assert_allclose(logits, whole[:, :30], atol=1e-4)
+    for at in range(30, 40):
+        logits, cache = model.decode(tokens[:, at], cache, **call)
+        np.testing.assert_allclose(logits, whole[:, at], atol=1e-4)
+
+
+def test_a_second_prompt_behind_the_cache_is_as_one_prompt():
+    model, tokens = small(), np.random.default_rng(0).integers(0, 256, (1, 64))
+    options = OPTIONS | {"top_k": 1.0, "schedule": manual((0, 1), num_layers=3, kv_heads=2)}
+    call = {"backend": "kascade", "backend_options": options, "on_unavailable": "raise"}
+    _, cache = model.prefill(tokens[:, :37], model.new_cache(1, 80), **call)
+    logits, _ = model.prefill(tokens[:, 37:], cache, **call)
+    dense = model(tokens, backend="standard", needs_grad=False)
+    np.testing.assert_allclose(logits, dense[:, 37:], atol=1e-4)
+
+
+def test_5_perplexity_is_of_a_working_model_over_many_tokens():
+    """The earlier fork's 752,570 was one token's loss on a broken model, worse than guessing."""
+    model = load_shipped()
+    text = np.frombuffer((__doc__ * 9).encode(), np.uint8)[:512].reshape(1, -1).astype(int)
+    options = OPTIONS | {"schedule": manual((0, 2), num_layers=4, kv_heads=2)}
+    sparse = model(text, backend="kascade", backend_options=options, needs_grad=False, on_unavailable="raise")
+    dense = model(text, backend="standard", needs_grad=False)
+    losses = [float(next_token_loss(logits, jnp.asarray(text))) for logits in (dense, sparse)]
+    guessing = float(np.log(model.config.vocab_size))
+    assert max(losses) < 0.7 * guessing
+    assert 0 < abs(losses[1] - losses[0]) < 0.2
+    params = model.arrays()
+    for layer in params["layers"]:
+        layer["gate_proj"], layer["up_proj"] = layer["up_proj"], layer["gate_proj"]
+    broken = Transformer(model.config, params)(text, backend="standard", needs_grad=False)
+    assert float(next_token_loss(broken, jnp.asarray(text))) > 0.7 * guessing
+    assert Target.here().platform == "cpu"

@@ -1,0 +1,179 @@
+"""Kascade's page: no row without controls that fail, ratios against the fastest dense, dense runs named."""
+
+from __future__ import annotations
+
+import pytest
+
+from reports import kascade
+from reports.cells import group
+from reports.load import load
+from reports.page import build
+from reports.plot import draw, is_available
+from suite.cases import SelectionCase, StackCase, problem_of
+from suite.kascade.methods import CONTROLS, methods_of
+
+GATE = SelectionCase(kind="kascade_gate", sequence=1024, tile_size=32, top_k=0.25)
+STACK = StackCase(kind="kascade_prefill", sequence=8192, heads=8, kv_heads=2)
+QUERIES = 64
+
+
+def fields(case, **others):
+    return {"case": case.name, "kind": case.kind, "problem": problem_of(case), "suite": "kascade", "accuracy": {},
+            "memory": {}, "samples": (), "flops": None} | others  # fmt: skip
+
+
+@pytest.fixture
+def gate_records(record):
+    """All rows of the gate; ``recall`` changes some."""
+
+    def make(case=GATE, recall=None, leave_out=()):
+        made = []
+        for name in methods_of(case):
+            share = (recall or {}).get(name, 0.4 if name in CONTROLS else 1.0)
+            hits = int(share * QUERIES)
+            hit = (1.0,) * hits + (0.0,) * (QUERIES - hits)
+            series = {"hit": hit, "standard_hit": (1.0,) * QUERIES, "distance": (600.0,) * QUERIES}
+            figures = {"recall": share, "dense_recall": 1.0, "kept_pairs": 0.3, "mass_mean": 0.8, "mass_min": 0.2}
+            extra = {"series": series, "quality": figures, "exact": name == "dense"}
+            if name not in leave_out:
+                made.append(record(name, **fields(case, **extra)))
+        return made
+
+    return make
+
+
+def kascade_row(records):
+    (table,) = kascade.gate(group(records))
+    (row,) = [row for row in table.rows if row["method"] == "kascade"]
+    return row
+
+
+def test_row_stands_where_every_control_fails(gate_records):
+    row = kascade_row(gate_records())
+    assert row["recall"].value == 1.0
+    assert row["recall"].low == pytest.approx(0.943, abs=0.001)  # Wilson, 64 of 64
+    assert row["reading"] == "all found"
+
+
+@pytest.mark.parametrize("control", CONTROLS)
+def test_row_is_withheld_without_one_of_its_controls(gate_records, control):
+    row = kascade_row(gate_records(leave_out=(control,)))
+    assert row.get("recall") is None
+    assert row["reading"] == f"WITHHELD: no {control}"
+
+
+@pytest.mark.parametrize("control", CONTROLS)
+def test_row_is_withheld_where_a_control_does_not_fail_visibly(gate_records, control):
+    row = kascade_row(gate_records(recall={control: 0.95}))  # below dense, but not beyond the intervals
+    assert row.get("recall") is None
+    assert row["reading"] == f"WITHHELD: {control} does not fail visibly"
+
+
+def test_row_is_withheld_where_dense_misses_a_needle_or_is_not_there(gate_records):
+    assert "does not retrieve everything" in kascade_row(gate_records(recall={"dense": 0.9}))["reading"]
+    assert "no dense row" in kascade_row(gate_records(leave_out=("dense",)))["reading"]
+
+
+def test_row_that_loses_is_shown_as_such(gate_records):
+    row = kascade_row(gate_records(recall={"kascade": 0.7}))
+    assert (row["recall"].value, row["reading"]) == (pytest.approx(0.69, abs=0.01), "loses")
+
+
+def test_withheld_row_is_in_no_sentence_and_no_figure_of_the_page(gate_records, write_run):
+    (page,) = build(load(write_run(*gate_records(leave_out=("stale_indices",)))))
+    sentences = next(section for section in page.sections if section.key == "in_short").items
+    assert sentences == ("**Gate, prefill**: Kascade's row is withheld: no stale_indices.",)
+
+
+def text_records(record, random_loss, top_k=0.125):
+    case = SelectionCase(kind="kascade_text", top_k=top_k)
+    made = []
+    for name in methods_of(case):
+        loss = {"dense": 0.0, "random_tiles": random_loss}.get(name, 0.01)
+        nll = tuple(1.0 + 0.1 * i for i in range(8))
+        series = {"nll": tuple(x + loss * (1 + i % 3) for i, x in enumerate(nll)), "standard_nll": nll}
+        figures = {"perplexity": 3.0, "kl_mean": loss + 1e-6, "kl_p99": loss, "top1_agreement": 0.9,
+                   "kept_pairs": top_k + 0.05, "mass_mean": 0.8, "mass_min": 0.2}  # fmt: skip
+        made.append(record(name, **fields(case, series=series, quality=figures, exact=name == "dense")))
+    return made
+
+
+def test_text_says_nothing_where_random_tiles_lose_nothing(record):
+    (table,) = kascade.quality(group(text_records(record, 0.3)))
+    assert [row["lost"].value for row in table.rows if row["method"] == "kascade"] == [pytest.approx(0.01875)]
+    (table,) = kascade.quality(group(text_records(record, 0.0)))
+    (row,) = [row for row in table.rows if row["method"] == "kascade"]
+    assert row["reading"] == "WITHHELD: random_tiles does not fail visibly"
+    assert row.get("perplexity") is None
+
+
+def test_plot_has_a_line_from_three_shares_on_and_none_of_withheld_rows(record):
+    shares = (0.1, 0.2, 0.4)
+    records = [r for share in shares for r in text_records(record, 0.3, share)]
+    found = kascade.picture(group(records))
+    assert found is not None
+    (panel,) = found.panels
+    lines = dict(panel.lines)
+    assert [x for x, _ in lines["kascade"]] == pytest.approx([15.0, 25.0, 45.0])
+    assert "dense" not in lines
+    if is_available():
+        assert draw(found).startswith("<?xml")
+    assert kascade.picture(group(records[: len(records) // 3])) is None
+    assert kascade.picture(group([r for share in shares for r in text_records(record, 0.0, share)])) is None
+
+
+def stack_records(record, seconds, case=STACK, **changes):
+    made = []
+    for (name, devices), time in seconds.items():
+        figures = {"kept_pairs": 0.2 if name == "reuse_layer" else 0.4, "flops": 0.45}
+        extra = {"quality": figures, "exact": name == "dense", "devices": devices,
+                 "samples": tuple(time * (1 + 0.001 * i) for i in range(10)),
+                 "resolved": "chunked" if name == "dense" else name, **changes.get(name, {})}  # fmt: skip
+        key = f"{case.name}/{name}@{devices}/cpu/native"
+        made.append(record(name, **fields(case, key=key, **extra)))
+    return made
+
+
+def test_speed_is_relative_to_the_fastest_dense_on_however_many_devices(record):
+    records = stack_records(record, {("dense", 1): 4.0, ("dense", 2): 2.0, ("kascade", 2): 1.5})
+    (table,) = kascade.speed(group(records))
+    rows = {(row["method"], row["devices"]): row for row in table.rows}
+    assert rows["kascade", 2]["relative"].value == pytest.approx(0.75)
+    assert rows["dense", 2]["relative"] == "1 (baseline)"
+    assert rows["dense", 1]["relative"].value == pytest.approx(2.0)
+    assert rows["kascade", 2]["ran"] == "sparse"
+
+
+def test_row_that_ran_dense_says_so_and_meets_no_goal(record):
+    note = ("kascade: sparse would compute 0.9 here, and when='profitable' runs dense from 0.75 on; chunked ran.",)
+    records = stack_records(record, {("dense", 2): 2.0, ("kascade_profitable", 2): 2.0},
+                            kascade_profitable={"notes": note})  # fmt: skip
+    (table,) = kascade.speed(group(records))
+    assert [row["ran"] for row in table.rows] == ["chunked", "DENSE"]
+    assert kascade.goals(group(records)) is None
+
+
+def test_goals_are_judged_on_this_run_and_missed_ones_are_named(record):
+    layer = StackCase(kind="kascade_prefill", sequence=4096, layers=1, anchors=1, heads=8, kv_heads=2)
+    decode = StackCase(kind="kascade_decode", sequence=32768, top_k=0.1)
+    records = [
+        *stack_records(record, {("dense", 2): 2.0, ("kascade", 2): 0.9}),
+        *stack_records(record, {("dense", 2): 1.0, ("reuse_layer", 2): 0.3}, case=layer),
+        *stack_records(record, {("dense", 2): 1.0, ("kascade", 2): 0.3}, case=decode),
+    ]
+    table = kascade.goals(group(records))
+    assert table is not None
+    reuse, decoding, prefill = table.rows
+    assert (prefill["met"], prefill["missed"]) == ("1 of 1", None)
+    assert reuse["met"] == "0 of 1"  # 0.3 of the time for 0.2 of the pairs
+    assert reuse["worst"] == "1.50\u00d7"
+    assert decoding["met"] == "0 of 1"
+    assert "S 32768" in decoding["missed"]
+
+
+def test_wrong_row_has_no_figures(record):
+    records = stack_records(record, {("dense", 2): 2.0, ("kascade", 2): 0.1}, kascade={"status": "wrong",
+                            "error": "out is off", "samples": ()})  # fmt: skip
+    (table,) = kascade.speed(group(records))
+    (row,) = [row for row in table.rows if row["method"] == "kascade"]
+    assert (row["ran"], row.get("relative")) == ("out is off", None)

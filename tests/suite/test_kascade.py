@@ -1,0 +1,195 @@
+"""Kascade's rows: equal budgets, controls that fail, dense where everything is selected, honest counts."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from backends import AttentionSpec, Layout, Target, registry
+from backends.contract import may_attend
+from backends.kascade import Tiling, kept_fraction, manual
+from models.planning import attention_spec
+from suite.cases import SelectionCase, StackCase, settings_of
+from suite.errors import InputError
+from suite.kascade import dense, quality, stack
+from suite.kascade.controls import Watched, quest_bound
+from suite.kascade.methods import CONTROLS, METHODS, methods_of, refusals
+from suite.kascade.words import KascadeWords, applied
+from suite.suites import QUICK, SUITES
+
+GATE = SelectionCase(kind="kascade_gate", sequence=256, sequences=4, tile_size=16, top_k=0.3)
+STACK = StackCase(kind="kascade_prefill", sequence=256, layers=3, anchors=2, heads=4, kv_heads=2, head_dim=16,
+                  tile_size=32, top_k=0.25)  # fmt: skip
+SELECTING = sorted({name for kind in ("kascade_text", "kascade_gate") for name in METHODS
+                    if kind in METHODS[name].kinds} - {"dense"})  # fmt: skip
+BY_TILES = [name for name in SELECTING if name not in ("kascade_token", "dropped_tiles")]
+
+
+def one_pass(method, top_k, **changes):
+    """Two layers behind a dense one on random queries and keys, with what they kept."""
+    spec = AttentionSpec(batch=2, query_length=112, key_value_length=112, num_heads=4, num_kv_heads=2, head_dim=16,
+                         is_causal=True)  # fmt: skip
+    case = dataclasses.replace(GATE, top_k=top_k, name="", **changes)
+    rng = np.random.default_rng(0)
+    draw = lambda heads: jnp.asarray(rng.standard_normal((3, 2, 112, heads, 16)), jnp.float32)  # noqa: E731
+    query, key, value = draw(4), draw(2), draw(2)
+    watched = Watched(method, settings_of(case), manual((0, 1), num_layers=3, kv_heads=2))
+
+    @jax.jit
+    def run(query, key, value):
+        watched.kept.clear()
+        plan, carry, outs = watched.plan(spec, Layout(), target=Target("cpu")), (), []
+        for layer in range(3):
+            out, carry = plan.run(query[layer], key[layer], value[layer], layer=layer, carry=carry)
+            outs.append(out)
+        return jnp.stack(outs), list(watched.kept)
+
+    outs, kept = run(query, key, value)
+    standard = registry.get("standard").plan(spec, Layout(), target=Target("cpu"))
+    exact = jnp.stack([standard.run(query[i], key[i], value[i])[0] for i in range(3)])
+    return spec, case, np.asarray(outs), np.asarray(exact), kept
+
+
+@pytest.mark.parametrize("method", SELECTING)
+def test_row_is_dense_where_everything_is_selected_and_is_not_where_it_is_not(method):
+    spec, _, outs, exact, kept = one_pass(method, 1.0)
+    if method != "dropped_tiles":  # leaves tiles out however many are selected
+        np.testing.assert_allclose(outs, exact, atol=2e-6)
+        assert all(np.allclose(layer.mass, 1.0, atol=1e-5) for layer in kept)
+    _, _, outs, exact, kept = one_pass(method, 0.25)
+    np.testing.assert_allclose(outs[0], exact[0], atol=2e-6)  # layer 0 is dense in every row
+    assert all(np.abs(outs[layer] - exact[layer]).max() > 1e-3 for layer in (1, 2))
+    assert len(kept) == 2
+    assert all(0.0 < float(layer.mass.min()) < 0.999 for layer in kept)
+    assert int(kept[0].causal) == int(may_attend(spec, Layout()).sum()) * spec.batch * spec.num_heads
+
+
+def test_rows_of_tiles_compute_equally_many_pairs_and_as_many_as_the_formula_says():
+    counted = {}
+    for method in BY_TILES:
+        spec, case, _, _, kept = one_pass(method, 0.25)
+        counted[method] = {float(layer.pairs / layer.causal) for layer in kept}
+    by_formula = kept_fraction(spec, settings_of(case, schedule=manual((0, 1), num_layers=3, kv_heads=2)), 3).reuse
+    for method, shares in counted.items():
+        assert all(share == pytest.approx(by_formula, rel=1e-6) for share in shares), (method, shares, by_formula)
+
+
+def test_each_oracle_keeps_more_attention_than_what_it_stands_above():
+    mean = {name: np.mean([float(layer.mass.mean()) for layer in one_pass(name, 0.25)[4]])
+            for name in ("oracle_query", "oracle_pooled", "kascade", "random_tiles")}  # fmt: skip
+    assert mean["oracle_query"] > mean["oracle_pooled"] > mean["kascade"] > mean["random_tiles"]
+
+
+def test_quest_bound_is_above_every_logit():
+    spec, case, *_ = one_pass("quest", 0.25)
+    tiling = Tiling.of(spec, settings_of(case))
+    rng = np.random.default_rng(1)
+    query, key = (jnp.asarray(rng.standard_normal((2, 112, heads, 16)), jnp.float32) for heads in (4, 2))
+    bound = np.asarray(quest_bound(spec, tiling, query, key))
+    logits = np.einsum("btkgh,bskh->bkgts", np.asarray(query).reshape(2, 112, 2, 2, 16), np.asarray(key))
+    largest = logits.reshape(2, 2, 2, 7, 16, 7, 16).max((2, 4, 6))
+    assert np.all(bound >= largest - 1e-4)
+    assert np.all(bound < 4 * largest.max())
+
+
+@pytest.fixture(scope="module")
+def gate(tmp_path_factory):
+    path = tmp_path_factory.mktemp("gate") / "dense.npz"
+    dense.write_dense(GATE, path, None)
+    return path
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_gate_finds_all_with_kascade_and_every_control_fails(gate, phase):
+    case = dataclasses.replace(GATE, name="", phase=phase)
+    found = {name: quality.measure(case, name, gate, None) for name in methods_of(case)}
+    recall = {name: row.figures["recall"] for name, row in found.items()}
+    assert recall["dense"] == recall["kascade"] == 1.0
+    assert set(CONTROLS) < set(recall)
+    assert max(recall[name] for name in CONTROLS) < 0.8, recall
+    assert found["kascade"].figures["kept_pairs"] < 0.5
+    assert "1 anchor" in found["kascade"].notes[0]
+    assert found["kascade"].figures["flops"] == pytest.approx(expected_flops(case), rel=1e-6)
+
+
+def expected_flops(case):
+    """By hand: layer 0 dense, one anchor of six, four reuse layers; an anchor scores everything once more."""
+    config, settings = dense.model_of(case).config, settings_of(case)
+    if case.phase == "prefill":
+        spec = attention_spec(config, "global", batch=1, query_length=case.sequence, needs_grad=False)
+        reuse = kept_fraction(spec, settings).reuse
+    else:
+        spec = attention_spec(config, "global", batch=1, query_length=1, key_value_length=case.sequence,
+                              needs_grad=False)  # fmt: skip
+        at = range(case.sequence - 16, case.sequence)
+        reuse = np.average([kept_fraction(spec, settings, position=p).reuse for p in at], weights=np.array(at) + 1)
+    return (1.0 + (reuse + 0.5) + 4 * reuse) / 6
+
+
+def test_calibration_of_another_model_is_refused(gate):
+    other = dataclasses.replace(GATE, name="", kind="kascade_text")
+    with pytest.raises(ValueError, match="was calibrated on another model"):
+        dense.schedules(other, dense.model_of(other), gate)
+
+
+@pytest.mark.parametrize("method", ["dense", "kascade", "kascade_token"])
+@pytest.mark.parametrize("kind", ["kascade_prefill", "kascade_decode"])
+def test_stack_with_everything_selected_is_dense(kind, method):
+    case = dataclasses.replace(STACK, name="", kind=kind)
+    assert stack.judge(case, method, 1)["out"].passed
+
+
+@pytest.mark.parametrize("method", ["anchor_layer", "reuse_layer"])
+def test_part_of_a_stack_with_everything_selected_is_dense(method):
+    case = dataclasses.replace(STACK, name="", layers=1, anchors=1)
+    assert stack.judge(case, method, 1)["out"].passed
+
+
+def test_judging_a_stack_sees_what_is_left_out(monkeypatch):
+    monkeypatch.setattr(stack, "settings_of", lambda case, **others: settings_of(case, **{**others, "top_k": 0.5}))
+    assert not stack.judge(STACK, "kascade", 1)["out"].passed
+
+
+def test_row_that_may_run_dense_says_so_and_counts_as_dense():
+    most = dataclasses.replace(STACK, name="", top_k=0.9)
+    (note,) = stack.plan_notes(most, "kascade_profitable")
+    assert "when='profitable' runs dense" in note
+    assert stack.figures(most, "kascade_profitable") == {"kept_pairs": 1.0, "flops": 1.0}
+    assert refusals("kascade_profitable", most) == ()
+
+
+def test_row_that_would_repeat_another_is_refused_with_the_reason():
+    longer = dataclasses.replace(STACK, name="", sequence=4096, layers=16)
+    assert "would repeat kascade" in refusals("kascade_profitable", longer)[0]
+    assert "greedy" in refusals("kascade_greedy", dataclasses.replace(GATE, schedule="greedy"))[0]
+    assert "single keys" in refusals("kascade_token", dataclasses.replace(GATE, granularity="token"))[0]
+
+
+def test_suite_has_all_that_is_promised():
+    cases = SUITES["kascade"].cases
+    stacks = {(c.kind, c.sequence, c.top_k) for c in cases if isinstance(c, StackCase) and c.layers == 16}
+    assert {("kascade_prefill", s, k) for s in (4096, 8192) for k in (0.125, 0.25)} < stacks
+    assert ("kascade_decode", 32768, 0.1) in stacks
+    swept = {(c.kind, c.phase) for c in cases if isinstance(c, SelectionCase)}
+    assert len(swept) == 6
+
+
+def test_nothing_falls_back_to_a_row():
+    assert set(METHODS) & set(registry.names()) == {"kascade"}
+
+
+def test_words_change_cases_and_name_them_anew():
+    words = KascadeWords(tile_size=64, schedule="manual", anchors="0,2,3", top_k=0.2)
+    changed = applied(words, (GATE, STACK))
+    assert (changed[0].schedule, changed[0].anchors, changed[0].tile_size) == ("manual", "0,2,3", 64)
+    assert (changed[1].anchors, changed[1].top_k) == (3, 0.2)
+    assert changed[0].name != GATE.name
+    assert applied(KascadeWords(), (GATE,)) == (GATE,)
+    swept = [dataclasses.replace(GATE, name="", top_k=k) for k in (0.1, 0.2)]
+    assert len(applied(KascadeWords(top_k=0.5), swept)) == 1
+    with pytest.raises(InputError, match="--top-k: no case of this suite is about Kascade"):
+        applied(KascadeWords(top_k=0.5), QUICK.cases)
