@@ -69,8 +69,8 @@ def forward(
     turns = _turns(config, positions)
     for i, layer in enumerate(params["layers"]):
         kind = config.layer_types[i]
-        run = rematerialised(remat, functools.partial(layer_forward, config, plan=plans[kind], index=i, observe=observe))
-        x, carries[kind] = run(layer, x, turns, carry=carries[kind])
+        run = functools.partial(layer_forward, config, plan=plans[kind], index=i, observe=observe)
+        x, carries[kind] = rematerialised(remat, run)(layer, x, turns, carry=carries[kind])
     return _logits(config, params, x)
 
 

@@ -79,7 +79,8 @@ def loss_and_gradient(
     part_gradient = jax.value_and_grad(part_loss)
 
     def gradient(trained: Trained, batch: Batch, base: Params | None = None) -> tuple[Array, Trained]:
-        total = counted_targets(jnp.asarray(batch.tokens), batch.segment_ids).sum()
+        batch = jax.tree.map(jnp.asarray, batch)
+        total = counted_targets(batch.tokens, batch.segment_ids).sum()  # pyright: ignore[reportArgumentType]
 
         def of_part(part: Batch) -> tuple[Array, Trained]:
             return part_gradient(trained, part.tokens, part.segment_ids, total, base)

@@ -18,6 +18,22 @@ from reports.plot import is_available
 from suite.loss_curves import CURVES, FACTOR, MANIFEST, Curve, Verdict, judge, parse_curves
 
 PAGE, PICTURE = "report.md", "loss-curves.svg"
+_SETUP = (
+    "Model `{preset}` from scratch on CPython's prose, float32, {optimizer} (peak learning rate {learning_rate:g}); "
+    "{cpu}, {date}, Python {python}, jax {jax}, optax {optax}, revision {git_revision}. Kernels of other devices ran "
+    "in their interpreters."
+)
+_RULE = (
+    "A backend is ready to train with where its loss is at every step no further from the standard backend's than "
+    "{factor:g} times the standard's own noise so far. The noise is the furthest that the standard got from itself "
+    "when it trained the same model on the same batches with the hidden coordinates stored in another order: the "
+    "same mathematics, other float sums. The ratio is the largest distance in units of that noise."
+)
+_CONTROLS = (
+    "Controls are the standard backend with its gradients multiplied, and have to be found out. Each noise run is "
+    "held to the other ones: how far the rule is from a false alarm. Runs on other batches show why the spread over "
+    "seeds is no measure here: it is far wider, and every control would pass."
+)
 
 
 def render_curves(directory: Path) -> Path:
@@ -41,14 +57,13 @@ def page(manifest: dict[str, Any], curves: Sequence[Curve], *, picture: bool) ->
     lines = [
         "# Loss curves per backend",
         "",
-        f"Model `{manifest['preset']}` from scratch, float32, {manifest['optimizer']} (peak learning rate "
-        f"{manifest['learning_rate']:g}), {environment['cpu']}, Python {versions['python']}, jax {versions['jax']}, "
-        f"optax {versions['optax']}. Kernels of other devices ran in their interpreters.",
+        _SETUP.format(
+            **{name: manifest[name] for name in ("preset", "optimizer", "learning_rate", "date")},
+            **{name: environment[name] for name in ("cpu", "git_revision")},
+            **{name: versions[name] for name in ("python", "jax", "optax")},
+        ),
         "",
-        "A backend is ready to train with where its loss is at every step no further from the standard backend's "
-        f"than {FACTOR:g} times the standard's own noise so far. The noise is the furthest that the standard got from "
-        "itself when it trained the same model on the same batches with the hidden coordinates stored in another "
-        "order: the same mathematics, other float sums. The ratio is the largest distance in units of that noise.",
+        _RULE.format(factor=FACTOR),
         "",
     ]
     if picture:
@@ -57,9 +72,7 @@ def page(manifest: dict[str, Any], curves: Sequence[Curve], *, picture: bool) ->
         members = [curve for curve in curves if curve.setting == setting["name"]]
         lines += _section(setting, members)
     lines += [
-        "Controls are the standard backend with its gradients multiplied, and have to be found out. Each noise run is "
-        "held to the other ones: how far the rule is from a false alarm. Runs on other batches show why a spread over "
-        "seeds is no measure here: it is thousands of times wider, and every control would pass.",
+        _CONTROLS,
         "",
     ]
     return "\n".join(lines)
@@ -107,8 +120,7 @@ def _section(setting: dict[str, Any], curves: Sequence[Curve]) -> list[str]:
     lines = [
         f"## {setting['name']}",
         "",
-        f"{steps} steps of {batch} x {length} tokens; standard {standard.losses[0]:.4f} -> {standard.losses[-1]:.4f} "
-        f"nats. Its noise at its widest: {noise:.2g} nats.",
+        f"{steps} steps of {batch} x {length} tokens; standard: {_ends(standard)}; its widest noise: {noise:.2g} nats.",
         "",
         "| run | mode | last loss | furthest from standard, nats | ratio to noise (at step) | verdict |",
         "|---|---|---|---|---|---|",
@@ -135,6 +147,10 @@ def _row(curve: Curve, verdict: Verdict, standard: Curve) -> str:
     name = f"`{curve.name}`" if curve.role == "backend" else curve.name
     ratio = f"{verdict.ratio:.2f}" if verdict.ratio < 100 else f"{verdict.ratio:.0f}"
     return f"| {name} | {curve.mode} | {curve.losses[-1]:.6f} | {furthest:.2g} | {ratio} ({verdict.step}) | {said} |"
+
+
+def _ends(curve: Curve) -> str:
+    return f"{curve.losses[0]:.4f} -> {curve.losses[-1]:.4f} nats"
 
 
 def _standard(curves: Sequence[Curve]) -> Curve:

@@ -21,13 +21,12 @@ from rich.console import Console
 
 import reports
 from backends import Target
-from models.lora import LoraConfig
-from suite import compile_run, loss_curves
-from suite import train as training
+from suite import compile_run
 from suite.compile_request import ModelWords, compile_request
 from suite.doctor import describe, examine_here
 from suite.errors import InputError
 from suite.kascade.words import KascadeWords
+from suite.loss_curves import CURVES, Setting
 from suite.memory import machine_bytes
 from suite.progress import ProgressDisplay
 from suite.run import RunRequest, execute, new_request, resumed_request
@@ -242,7 +241,7 @@ class Train:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Curves:
-    """Train with every backend and hold its loss curve to the standard backend's noise: is it ready to train with?"""
+    """Train with every backend and hold its loss curve to the standard backend's, within its noise."""
 
     preset: Annotated[str, _flag("NAME", "tiny")] = "tiny"
     """The model: a preset of vocabulary 256."""
@@ -370,7 +369,7 @@ def _request(command: Run) -> RunRequest:
 
 
 def _report(directory: Path) -> int:
-    if (directory / loss_curves.CURVES).is_file():
+    if (directory / CURVES).is_file():
         print(f"report: {reports.render_curves(directory)}")  # noqa: T201
         return 0
     path = reports.render(directory)
@@ -433,6 +432,9 @@ def _calibrate(command: Calibrate) -> int:
 
 
 def _train(command: Train) -> int:
+    from models.lora import LoraConfig  # noqa: PLC0415 (as for calibrate)
+    from suite import train as training  # noqa: PLC0415
+
     if command.resume and command.out is None:
         raise InputError("--resume needs --out with the directory of the run to go on with.")
     now = dt.datetime.now(dt.UTC).strftime("%Y%m%dT%H%M%SZ")
@@ -454,14 +456,16 @@ def _train(command: Train) -> int:
 
 
 def _curves(command: Curves) -> int:
+    from suite.curves_run import run_curves  # noqa: PLC0415 (as for calibrate)
+
     for name in ("steps", "interpreted_steps"):
         if getattr(command, name) < 1:
             raise InputError(f"--{name.replace('_', '-')} {getattr(command, name)} must be at least 1.")
     now = dt.datetime.now(dt.UTC).strftime("%Y%m%dT%H%M%SZ")
     out = command.out or Path("runs") / f"{now}-curves"
-    native = loss_curves.Setting("native", command.steps, 4, 128)
-    interpreted = loss_curves.Setting("interpreted", command.interpreted_steps, 1, 128)
-    loss_curves.run_curves(command.preset, command.backends.split(","), native, interpreted, out)
+    native = Setting("native", command.steps, 4, 128)
+    interpreted = Setting("interpreted", command.interpreted_steps, 1, 128)
+    run_curves(command.preset, command.backends.split(","), native, interpreted, out)
     print(f"report: {reports.render_curves(out)}")  # noqa: T201
     return 0
 

@@ -164,14 +164,14 @@ def execute(request: TrainRequest, out: Path, *, resume: bool = False, say: Call
     step = compiled_step(training_step(problem.config, problem.resolutions, update, remat=request.remat))
     trained = jax.tree.map(lambda x: x.copy(), problem.trained)  # the step takes its arrays away
     with _saved(request, out) as saved:
-        state, done = (trained, update.init(trained)), 0
+        state, done = update.init(trained), 0
         if resume and saved is not None and (latest := saved.latest()) is not None:
-            state, done = _restored(saved, latest, state), latest
+            (trained, state), done = _restored(saved, latest, (trained, state)), latest
             say(f"resuming behind step {done}")
         losses = _keep(out / LOSSES, done)
         with (out / LOSSES).open("a", encoding="utf-8") as file:
             for number in range(done + 1, request.steps + 1):
-                *state, loss = step(*state, problem.batch_of(number), problem.base)
+                trained, state, loss = step(trained, state, problem.batch_of(number), problem.base)
                 losses.append(float(loss))
                 file.write(json.dumps({"step": number, "loss": losses[-1]}) + "\n")
                 file.flush()
@@ -179,10 +179,10 @@ def execute(request: TrainRequest, out: Path, *, resume: bool = False, say: Call
                     raise InputError(f"the loss of step {number} is {losses[-1]}; lower --learning-rate.")
                 last = number == request.steps
                 if saved is not None and (last or number % request.save_every == 0):
-                    saved.save(number, tuple(state))
+                    saved.save(number, (trained, state))
                 if last or number % max(1, request.steps // 20) == 0:
                     say(f"step {number}/{request.steps}: loss {losses[-1]:.4f} nats")
-    _write(request, problem, state[0], out)
+    _write(request, problem, trained, out)
 
 
 def _open_model(request: TrainRequest) -> Transformer:
