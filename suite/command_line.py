@@ -463,8 +463,8 @@ def _curves(command: Curves) -> int:
             raise InputError(f"--{name.replace('_', '-')} {getattr(command, name)} must be at least 1.")
     now = dt.datetime.now(dt.UTC).strftime("%Y%m%dT%H%M%SZ")
     out = command.out or Path("runs") / f"{now}-curves"
-    native = Setting("native", command.steps, 4, 128)
-    interpreted = Setting("interpreted", command.interpreted_steps, 1, 128)
+    native = Setting("native", command.steps, batch=2, length=256)
+    interpreted = Setting("interpreted", command.interpreted_steps, batch=1, length=256)
     run_curves(command.preset, command.backends.split(","), native, interpreted, out)
     print(f"report: {reports.render_curves(out)}")  # noqa: T201
     return 0

@@ -25,7 +25,7 @@ from backends.contract import AttentionSpec, Carry, Mode
 from models import PRESETS, ModelConfig, Transformer, load_text
 from models.optimizer import make_optimizer
 from models.parameters import Params
-from models.planning import Resolutions, attention_spec, resolve_attention
+from models.planning import Resolutions, attention_spec, freeze_options, resolve_attention
 from models.text import random_windows
 from models.training import Batch, Step, compiled_step, training_step
 from suite.environment import describe
@@ -43,6 +43,12 @@ _HIDDEN_AXIS = {
 }
 # Factors on the gradients of query, key and value: a slip of the hand, a forgotten gradient, a lost percent.
 CONTROLS = {"dk 5% small": (1.0, 0.95, 1.0), "dk dropped": (1.0, 0.0, 1.0), "dv 1% large": (1.0, 1.0, 1.01)}
+
+# Blocks so small that the sums of a short row are taken over several; the others' own are small enough.
+BLOCKS: dict[str, dict[str, int]] = {
+    "chunked": {"block_q": 64, "block_kv": 64, "block_backward": 64},
+    "splash": dict.fromkeys(("block_q", "block_kv", "block_q_backward", "block_kv_backward"), 128),
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -160,7 +166,7 @@ def curves_of(
         if found is None:
             keep(Curve(setting.name, "refused", name, ", ".join(modes), (), reasons))
         else:
-            keep(trainer.run("backend", name, found[0][1].mode, trainer.compiled(found)))
+            keep(trainer.run("backend", name, found[0][1].mode, trainer.compiled(found, BLOCKS.get(name))))
 
 
 def reordered(params: Params, order: np.ndarray) -> Params:
@@ -180,8 +186,8 @@ class _Trainer:
     data: np.ndarray
     seed: int
 
-    def compiled(self, resolutions: Resolutions) -> Step:
-        return compiled_step(training_step(self.config, resolutions, self._update()))
+    def compiled(self, resolutions: Resolutions, options: Mapping[str, Any] | None = None) -> Step:
+        return compiled_step(training_step(self.config, resolutions, self._update(), options=freeze_options(options)))
 
     def run(self, role: Role, name: str, mode: str, step: Step, *, order: int = 0, batches: int = 0) -> Curve:
         params = Transformer(self.config, rngs=nnx.Rngs(self.seed)).arrays()
