@@ -11,6 +11,7 @@ document, so that packed documents give what each gives alone; negative ids are 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,7 @@ from models.cache import Slots, write
 from models.config import AttentionType, ModelConfig
 from models.parameters import Params
 from models.planning import Options, Resolutions
+from models.rematerialise import Remat, rematerialised
 from models.rope import angles, inverse_frequencies, rotate
 
 Tokens = Int[Array, "batch length"]
@@ -42,11 +44,13 @@ def forward(
     resolutions: Resolutions,
     options: Options = (),
     observe: Observe | None = None,
+    remat: Remat = "none",
 ) -> Float[Array, "batch length vocab"]:
     """Logits of every position, float32. ``resolutions`` are those of :func:`models.planning.resolve_attention`.
 
     ``observe(layer, query, key, x, attended)`` is called in each layer with its queries and keys, the stream before
-    its attention, and what its attention adds to it.
+    its attention, and what its attention adds to it; arrays of a layer that is computed again (``remat``) do not leave
+    it. ``remat`` says what the backward pass keeps of each layer (``models/rematerialise.py``).
     """
     positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     if segment_ids is not None:
@@ -66,7 +70,8 @@ def forward(
     turns = turns_of(config, positions)
     for i, layer in enumerate(params["layers"]):
         kind = config.layer_types[i]
-        x, carries[kind] = layer_forward(config, layer, x, turns, plans[kind], i, carries[kind], observe)
+        run = functools.partial(layer_forward, config, plan=plans[kind], index=i, observe=observe)
+        x, carries[kind] = rematerialised(remat, run)(layer, x, turns, carry=carries[kind])
     return logits_of(config, params, x)
 
 
@@ -233,10 +238,11 @@ def _norm(config: ModelConfig, params: Params, name: str, x: Float[Array, "*rows
 
 
 def _linear(x: Hidden, layer: Params, name: str) -> Float[Array, "batch length out"]:
-    """A projection of a layer, with its bias where the layer has one."""
+    """A projection of a layer, with its bias and its low-rank update (``models/lora.py``) where the layer has them."""
     out = jnp.einsum("bti,oi->bto", x, layer[name].astype(x.dtype))
-    bias = layer.get(f"{name}_bias")
-    return out if bias is None else out + bias.astype(x.dtype)
+    bias, adapter = layer.get(f"{name}_bias"), layer.get(f"{name}_lora")
+    out = out if bias is None else out + bias.astype(x.dtype)
+    return out if adapter is None else out + adapter(x)
 
 
 def logits_of(config: ModelConfig, params: Params, x: Hidden) -> Float[Array, "batch length vocab"]:

@@ -1,39 +1,33 @@
 """Train a byte-level model on text, and measure one: how the checkpoint in this package was made.
 
 ``python -m models.pretrain train --out DIR [--text FILE ...]`` and ``python -m models.pretrain evaluate``.
-The optimizer is Muon for matrices (momentum orthogonalised by Newton-Schulz, kellerjordan.github.io/posts/muon,
-as ``optax.contrib.muon``) and Adam for embeddings and norms: twice as fast as Adam alone at this size. All
-seeds are fixed; the same versions on the same machine give the same weights.
+The optimizer is Muon (``optimizer.py``), the step that of ``training.py``. All seeds are fixed; the same versions on
+the same machine give the same weights.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import json
 import math
 import platform
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import optax
-import optax.contrib
 import tyro
 from flax import nnx
-from jaxtyping import Array, Float, Int
 
 from backends import Target
 from models.config import ModelConfig
-from models.forward import forward
-from models.loss import next_token_loss
-from models.parameters import Params
-from models.planning import Resolutions, resolve_attention
+from models.optimizer import make_optimizer
+from models.planning import resolve_attention
 from models.text import Bytes, Corpus, bigram_bits, bits_per_byte, load_text, random_windows, unigram_bits
+from models.training import Batch, compiled_step, training_step
 from models.transformer import Transformer
 from models.weights import load, load_shipped, save
 
@@ -71,57 +65,14 @@ class Evaluate:
     backend: str = "auto"
 
 
-def optimizer(steps: int, learning_rate: float, weight_decay: float) -> optax.GradientTransformation:
-    """Muon and Adam under one cosine schedule with warm-up, gradients clipped to norm 1."""
-    schedule = optax.schedules.warmup_cosine_decay_schedule(
-        0.0, learning_rate, max(1, min(100, steps // 10)), steps, learning_rate * 0.02
-    )
-    return optax.chain(
-        optax.clip_by_global_norm(1.0),
-        optax.contrib.muon(
-            schedule,
-            adam_b1=0.9,
-            adam_b2=0.95,
-            adam_learning_rate=lambda step: schedule(step) * 0.2,
-            weight_decay=weight_decay,
-            muon_weight_dimension_numbers=_matrices,  # pyright: ignore[reportArgumentType]  (optax takes a function)
-        ),
-    )
-
-
-def _matrices(params: Params) -> Params:
-    """Which parameters Muon updates: the matrices of layers, not tables of embeddings and not vectors."""
-    matrix = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=0)  # kept as [out, in]
-
-    def dimensions(path: Any, x: Array) -> optax.contrib.MuonDimensionNumbers | None:
-        return matrix if path[0].key == "layers" and x.ndim == 2 else None
-
-    return jax.tree.map_with_path(dimensions, params)
-
-
-def make_step(
-    config: ModelConfig, resolutions: Resolutions, update: optax.GradientTransformation
-) -> Callable[[Params, Any, Int[Array | np.ndarray, "batch length"]], tuple[Params, Any, Float[Array, ""]]]:
-    """A compiled step from parameters and optimizer state (both donated) and tokens to new ones and the loss."""
-
-    def loss(params: Params, tokens: Array) -> Array:
-        return next_token_loss(forward(config, params, tokens, resolutions=resolutions), tokens)
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(params: Params, state: Any, tokens: Array) -> tuple[Params, Any, Array]:
-        value, gradients = jax.value_and_grad(loss)(params, tokens)
-        updates, state = update.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state, value  # pyright: ignore[reportReturnType]
-
-    return step
-
-
 def train(arguments: Train, corpora: list[Corpus]) -> tuple[Transformer, dict[str, Any]]:
     """Train as asked on the training parts of ``corpora``; returns the model and a record of the run."""
     config = ModelConfig.from_preset(arguments.preset)
     data = np.concatenate([corpus.train for corpus in corpora])
     steps = sum(stage[0] for stage in arguments.stages)
-    update = optimizer(steps, arguments.learning_rate, arguments.weight_decay)
+    update = make_optimizer(
+        "muon", steps=steps, learning_rate=arguments.learning_rate, weight_decay=arguments.weight_decay
+    )
     params = Transformer(config, rngs=nnx.Rngs(arguments.seed)).arrays()
     state = update.init(params)
     rng = np.random.default_rng(arguments.seed)
@@ -131,9 +82,10 @@ def train(arguments: Train, corpora: list[Corpus]) -> tuple[Transformer, dict[st
         resolutions = resolve_attention(
             config, batch=batch, query_length=length, backend=arguments.backend, on_unavailable="raise"
         )
-        step = make_step(config, resolutions, update)
+        step = compiled_step(training_step(config, resolutions, update))
         for _ in range(count):
-            params, state, value = step(params, state, random_windows(data, length, batch, rng))
+            tokens = random_windows(data, length, batch, rng)
+            params, state, value = step(params, state, Batch(tokens[None]), None)
             losses.append(float(value))
             if len(losses) % 100 == 0 or len(losses) == steps:
                 bits, seconds = np.mean(losses[-100:]) / math.log(2), time.perf_counter() - began

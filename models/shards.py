@@ -77,7 +77,7 @@ def write_safetensors(
                     f"{name!r} is {value.dtype}{list(value.shape)}; expected {dtype}{list(tensors[name])}."
                 )
             file.seek(8 + len(raw) + places[name][0])
-            file.write(np.ascontiguousarray(value).reshape(-1).view(np.uint8))
+            file.write(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
     unfinished.replace(path)
 
 

@@ -6,4 +6,5 @@ from reports.compiled import is_compiled as is_compiled
 from reports.load import ReportError as ReportError
 from reports.load import Run as Run
 from reports.load import load as load
+from reports.loss_curves import render_curves as render_curves
 from reports.render import render as render

@@ -12,7 +12,7 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -27,6 +27,7 @@ from suite.compile_request import ModelWords, compile_request
 from suite.doctor import describe, examine_here
 from suite.errors import InputError
 from suite.kascade.words import KascadeWords
+from suite.loss_curves import CURVES, Setting
 from suite.memory import machine_bytes
 from suite.progress import ProgressDisplay
 from suite.run import RunRequest, execute, new_request, resumed_request
@@ -217,6 +218,70 @@ class Convert:
     """Preset whose RoPE scaling holds, for Meta's checkpoints, which lack it."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Train:
+    """Train a model on text, or LoRA adapters on top of one; a killed run goes on with --resume."""
+
+    model: Annotated[str, _flag("NAME|DIR", "tiny")] = "tiny"
+    """A preset (trained from scratch), text (the checkpoint in this package), or a checkpoint's directory."""
+    text: Annotated[Path | None, _flag("FILE", "prose that ships with Python")] = None
+    """Text to train on, as bytes."""
+    out: Annotated[Path | None, _flag("DIR", "runs/<UTC time>-train")] = None
+    """Directory for the model, its losses and what resuming needs."""
+    resume: Annotated[bool, tyro.conf.FlagCreatePairsOff, _flag("", "off")] = False
+    """Go on with the run in --out, asked for in the same words."""
+    steps: Annotated[int, _flag("N", "200")] = 200
+    """Updates."""
+    batch: Annotated[int, _flag("N", "8")] = 8
+    """Rows per update."""
+    length: Annotated[int, _flag("N", "256")] = 256
+    """Tokens per row."""
+    accumulate: Annotated[int, _flag("N", "1")] = 1
+    """Parts that the rows of an update are computed in, one after the other: less memory, the same update."""
+    optimizer: Annotated[Literal["adamw", "muon"], _flag("NAME", "adamw")] = "adamw"
+    """adamw or muon."""
+    learning_rate: Annotated[float, _flag("RATE", "0.002")] = 0.002
+    """Peak learning rate."""
+    weight_decay: Annotated[float, _flag("RATE", "0.1")] = 0.1
+    """Decay of matrices."""
+    dtype: Annotated[Literal["float32", "bfloat16"], _flag("DTYPE", "float32")] = "float32"
+    """What is computed in; parameters that are trained are kept in float32."""
+    remat: Annotated[Literal["none", "dots", "layer"], _flag("POLICY", "none")] = "none"
+    """What is computed again in the backward pass: none, dots (all but projections), layer (all)."""
+    packed: Annotated[bool, tyro.conf.FlagCreatePairsOff, _flag("", "off")] = False
+    """Pack whole paragraphs into rows, each seeing only itself."""
+    lora_rank: Annotated[int | None, _flag("N", "no LoRA")] = None
+    """Train adapters of this rank instead of the model."""
+    lora_alpha: Annotated[float, _flag("X", "16")] = 16.0
+    """The update is scaled by alpha / rank."""
+    lora_targets: Annotated[str, _flag("NAMES", "q_proj,v_proj")] = "q_proj,v_proj"
+    """Projections to adapt, separated by commas."""
+    backend: Annotated[str, _flag("NAME", "auto")] = "auto"
+    """Attention backend; one that cannot do it is an error."""
+    mode: Annotated[Literal["native", "interpret"], _flag("MODE", "native")] = "native"
+    """native, or interpret for kernels of a device that is not here."""
+    save_every: Annotated[int, _flag("STEPS", "50")] = 50
+    """Steps between saves (extra train); 0 saves nothing."""
+    seed: Annotated[int, _flag("N", "0")] = 0
+    """Seed of parameters and batches."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Curves:
+    """Train with every backend and hold its loss curve to the standard backend's, within its noise."""
+
+    preset: Annotated[str, _flag("NAME", "tiny")] = "tiny"
+    """The model: a preset of vocabulary 256."""
+    backends: Annotated[str, _flag("NAMES", "chunked,splash,kvax")] = "chunked,splash,kvax"
+    """Backends to train with beside standard, separated by commas."""
+    steps: Annotated[int, _flag("N", "60")] = 60
+    """Updates with what runs natively here."""
+    interpreted_steps: Annotated[int, _flag("N", "8")] = 8
+    """Updates with what runs in an interpreter."""
+    out: Annotated[Path | None, _flag("DIR", "runs/<UTC time>-curves")] = None
+    """Directory for curves, page and picture; what it holds of them is replaced."""
+
+
 Command = (
     Annotated[Run, tyro.conf.subcommand("run")]
     | Annotated[Doctor, tyro.conf.subcommand("doctor")]
@@ -226,6 +291,8 @@ Command = (
     | Annotated[Compare, tyro.conf.subcommand("compare")]
     | Annotated[Compile, tyro.conf.subcommand("compile")]
     | Annotated[Convert, tyro.conf.subcommand("convert")]
+    | Annotated[Train, tyro.conf.subcommand("train")]
+    | Annotated[Curves, tyro.conf.subcommand("curves")]
 )
 
 
@@ -237,25 +304,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description="Which attention implementation, for your shapes, on your device: measured, and checked.",
         args=arguments,
     )
+    words = sys.argv[1:] if arguments is None else arguments
+    actions: dict[type, Callable[[Any], int]] = {
+        Run: _run,
+        Tune: _tune,
+        Calibrate: _calibrate,
+        Doctor: _doctor,
+        Report: lambda asked: _report(asked.run_dir),
+        Compare: lambda asked: _compare(asked.run_a, asked.run_b),
+        Compile: lambda asked: _compile(asked, words),
+        Convert: _convert,
+        Train: _train,
+        Curves: _curves,
+    }
     try:
-        match command:
-            case Run():
-                code = _run(command)
-            case Tune():
-                code = _tune(command)
-            case Calibrate():
-                code = _calibrate(command)
-            case Doctor():
-                code = _doctor(command)
-            case Report():
-                code = _report(command.run_dir)
-            case Compile():
-                code = _compile(command, sys.argv[1:] if arguments is None else arguments)
-            case Convert():
-                code = _convert(command)
-            case Compare():
-                print(reports.compare(command.run_a, command.run_b))  # noqa: T201
-                code = 0
+        code = actions[type(command)](command)
     except (InputError, reports.ReportError) as error:
         print(f"attnsuite: {error}", file=sys.stderr)  # noqa: T201 (the command line's output)
         code = _BAD_INPUT
@@ -343,6 +406,9 @@ def _checkpoint(command: Run) -> CheckpointWords | None:
 
 
 def _report(directory: Path) -> int:
+    if (directory / CURVES).is_file():
+        print(f"report: {reports.render_curves(directory)}")  # noqa: T201
+        return 0
     path = reports.render(directory)
     if reports.is_compiled(reports.load(directory)):
         print(reports.compiled_overview(directory))  # noqa: T201
@@ -417,12 +483,56 @@ def _convert(command: Convert) -> int:
     return 0
 
 
+def _train(command: Train) -> int:
+    from models.lora import LoraConfig  # noqa: PLC0415 (as for calibrate)
+    from suite import train as training  # noqa: PLC0415
+
+    if command.resume and command.out is None:
+        raise InputError("--resume needs --out with the directory of the run to go on with.")
+    now = dt.datetime.now(dt.UTC).strftime("%Y%m%dT%H%M%SZ")
+    out = command.out or Path("runs") / f"{now}-train"
+    given = {field.name: getattr(command, field.name) for field in dataclasses.fields(command)}
+    rank, alpha, targets = (given.pop(name) for name in ("lora_rank", "lora_alpha", "lora_targets"))
+    del given["out"], given["resume"]
+    try:
+        adapters = None if rank is None else LoraConfig(rank=rank, alpha=alpha, targets=tuple(targets.split(",")))
+    except ValueError as error:
+        raise InputError(f"--lora-{error}") from error
+    try:
+        training.execute(training.TrainRequest(**given, lora=adapters), out, resume=command.resume)
+    except KeyboardInterrupt:
+        print(f"\ninterrupted: go on with the same words and --resume --out {out}", file=sys.stderr)  # noqa: T201
+        return _INTERRUPTED
+    print(f"trained: {out}")  # noqa: T201
+    return 0
+
+
+def _curves(command: Curves) -> int:
+    from suite.curves_run import run_curves  # noqa: PLC0415 (as for calibrate)
+
+    for name in ("steps", "interpreted_steps"):
+        if getattr(command, name) < 1:
+            raise InputError(f"--{name.replace('_', '-')} {getattr(command, name)} must be at least 1.")
+    now = dt.datetime.now(dt.UTC).strftime("%Y%m%dT%H%M%SZ")
+    out = command.out or Path("runs") / f"{now}-curves"
+    native = Setting("native", command.steps, batch=2, length=256)
+    interpreted = Setting("interpreted", command.interpreted_steps, batch=1, length=256)
+    run_curves(command.preset, command.backends.split(","), native, interpreted, out)
+    print(f"report: {reports.render_curves(out)}")  # noqa: T201
+    return 0
+
+
 def _doctor(command: Doctor) -> int:
     found = examine_here()
     if command.json:
         print(json.dumps(found, indent=1))  # noqa: T201
     else:
         Console().print(describe(found))
+    return 0
+
+
+def _compare(run_a: Path, run_b: Path) -> int:
+    print(reports.compare(run_a, run_b))  # noqa: T201
     return 0
 
 

@@ -30,6 +30,7 @@ _PACKAGES = (
     "numpy",
     "scipy",
     "optax",
+    "orbax-checkpoint",
     "triton",
     "kvax",
     "jax-triton",

@@ -138,7 +138,7 @@ def resumed_request(
 
 
 def _kept_checkpoint(said: dict[str, Any] | None) -> CheckpointWords | None:
-    return None if said is None else CheckpointWords(**said | {"model": Path(said["model"])})
+    return None if said is None else CheckpointWords(**{**said, "model": Path(said["model"])})
 
 
 def execute(request: RunRequest, watcher: RunWatcher) -> None:

@@ -1,7 +1,7 @@
 """What CI can hold of the speed on a noisy machine: a ratio of two programs that take turns in one process.
 
-The bound stands far from what is measured (0.2 to 0.45 on two machines, quiet or loaded): it catches a lost trick, not a
-lost percent. Two deliberately bad plans, at 1.0 and more, show that it can.
+The bound stands far from what is measured (0.2 to 0.45 on two machines, quiet or loaded): it catches a lost trick,
+not a lost percent. Two deliberately bad plans, at 1.0 and more, show that it can.
 """
 
 import jax

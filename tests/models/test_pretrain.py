@@ -6,8 +6,9 @@ import pytest
 
 from models import PRESETS, Corpus, ModelConfig, Transformer, load, load_text
 from models.planning import resolve_attention
-from models.pretrain import Train, evaluate, main, make_step, train
+from models.pretrain import Train, evaluate, main, train
 from models.text import random_windows
+from models.training import Batch, compiled_step, training_step
 
 PROSE = load_text()
 
@@ -17,11 +18,12 @@ def test_training_steps_lower_the_loss_also_of_ablated_models(overrides):
     config = ModelConfig.from_preset("debug", max_length=64, **overrides)
     resolutions = resolve_attention(config, batch=4, query_length=64, backend="standard")
     update = optax.adam(3e-3)
-    step = make_step(config, resolutions, update)
+    step = compiled_step(training_step(config, resolutions, update))
     params = Transformer(config).arrays()
     state, rng, losses = update.init(params), np.random.default_rng(0), []
     for _ in range(20):
-        params, state, value = step(params, state, random_windows(PROSE.train, 64, 4, rng))
+        batch = Batch(random_windows(PROSE.train, 64, 4, rng)[None])
+        params, state, value = step(params, state, batch, None)
         losses.append(float(value))
     assert np.isfinite(losses).all()
     assert losses[-1] < losses[0] - 1.0

@@ -1,0 +1,215 @@
+"""Low-rank adaptation (LoRA, arXiv 2106.09685): train a small update of chosen projections, leave the rest as it is.
+
+A projection ``x W^T`` gets ``(alpha / rank) x A^T B^T`` added, A ``[rank, in]`` normal with variance 1/in and B
+``[out, rank]`` zero, so that training starts from the model as it was. The base model is never changed: merging
+makes new matrices and keeps the old ones, and unmerging puts those back instead of subtracting, which would not
+give them back. On disk adapters have the names of Hugging Face's PEFT, in safetensors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+from safetensors import SafetensorError, safe_open
+from safetensors.flax import save_file
+
+from models.config import ModelConfig
+from models.parameters import LAYER_NAMES, Params, parameter_shapes
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_PREFIX = "base_model.model.model.layers"  # as PEFT wraps a causal language model
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LoraConfig:
+    """Which projections are adapted, and how. Raises ValueError naming the field and what it accepts.
+
+    >>> LoraConfig(rank=4, alpha=8.0).scale
+    2.0
+    """
+
+    rank: int = 8
+    alpha: float = 16.0
+    targets: tuple[str, ...] = ("q_proj", "v_proj")
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.rank, int) or isinstance(self.rank, bool) or self.rank < 1:
+            raise ValueError(f"rank={self.rank!r} must be an integer of at least 1.")
+        if not isinstance(self.alpha, int | float) or isinstance(self.alpha, bool) or not 0 < self.alpha < float("inf"):
+            raise ValueError(f"alpha={self.alpha!r} must be a finite number above 0.")
+        object.__setattr__(self, "targets", tuple(self.targets))
+        unknown = [name for name in self.targets if name not in PROJECTIONS]
+        if unknown or not self.targets or len(set(self.targets)) < len(self.targets):
+            raise ValueError(f"targets={self.targets!r} must name one or more of {', '.join(PROJECTIONS)}, each once.")
+
+    @property
+    def scale(self) -> float:
+        """The factor on the update."""
+        return self.alpha / self.rank
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True)
+class Adapter:
+    """The update of one projection. A pytree of A and B; ``scale`` is static."""
+
+    a: Float[Array, "rank in"]
+    b: Float[Array, "out rank"]
+    scale: float = dataclasses.field(metadata={"static": True})
+
+    def __call__(self, x: Float[Array, "batch length in"]) -> Float[Array, "batch length out"]:
+        """What is added to the projection of ``x``, in the dtype of ``x``."""
+        inner = jnp.einsum("bti,ri->btr", x, self.a.astype(x.dtype))
+        return jnp.einsum("btr,or->bto", inner, (self.b * self.scale).astype(x.dtype))
+
+    def matrix(self) -> Float[Array, "out in"]:
+        """What is added to the weight, float32."""
+        wide = jnp.float32
+        product = jnp.matmul(self.b.astype(wide), self.a.astype(wide), precision=jax.lax.Precision.HIGHEST)
+        return self.scale * product
+
+
+Adapters = tuple[dict[str, Adapter], ...]  # of each layer, by projection
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Merged:
+    """A model with its updates added to its weights, and the weights that this replaced."""
+
+    params: Params
+    replaced: tuple[Params, ...]
+    adapters: Adapters
+
+
+def initialise(config: ModelConfig, lora: LoraConfig, key: jax.Array) -> Adapters:
+    """Fresh adapters in float32 that change nothing. Raises ValueError for a target that the model lacks."""
+    shapes = parameter_shapes(config)["layers"]
+    for name in lora.targets:
+        if name not in shapes[0]:
+            raise ValueError(f"targets names {name!r}, which this model lacks; it has {_projections(shapes[0])}.")
+    keys = iter(jax.random.split(key, len(shapes) * len(lora.targets)))
+
+    def adapter(shape: tuple[int, int]) -> Adapter:
+        out, into = shape
+        a = jax.random.normal(next(keys), (lora.rank, into), jnp.float32) * into**-0.5
+        return Adapter(a, jnp.zeros((out, lora.rank), jnp.float32), lora.scale)
+
+    return tuple({name: adapter(layer[name]) for name in lora.targets} for layer in shapes)
+
+
+def attach(params: Params, adapters: Adapters) -> Params:
+    """The tree that the forward pass takes: the base model's arrays, shared, with the adapters beside them."""
+    layers = [
+        {**layer, **{f"{name}_lora": adapter for name, adapter in added.items()}}
+        for layer, added in zip(params["layers"], adapters, strict=True)
+    ]
+    return {**params, "layers": layers}
+
+
+def merge(params: Params, adapters: Adapters) -> Merged:
+    """Add the updates to the weights, in float32 and rounded once to their dtype; ``params`` stays as it is."""
+    layers, replaced = [], []
+    for layer, added in zip(params["layers"], adapters, strict=True):
+        sums = {name: _sum(layer[name], adapter) for name, adapter in added.items()}
+        layers.append({**layer, **sums})
+        replaced.append({name: layer[name] for name in added})
+    return Merged({**params, "layers": layers}, tuple(replaced), adapters)
+
+
+def unmerge(merged: Merged) -> tuple[Params, Adapters]:
+    """The model and the adapters that :func:`merge` was given, bit for bit."""
+    layers = [{**layer, **old} for layer, old in zip(merged.params["layers"], merged.replaced, strict=True)]
+    return {**merged.params, "layers": layers}, merged.adapters
+
+
+def save(adapters: Adapters, lora: LoraConfig, directory: str | Path, base: str = "") -> None:
+    """Write the adapters as PEFT reads them, making the directory. ``base`` says which model they belong to."""
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    tensors = {}
+    for i, layer in enumerate(adapters):
+        for name, adapter in layer.items():
+            tensors[_name(i, name, "A")], tensors[_name(i, name, "B")] = adapter.a, adapter.b
+    save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
+    config: dict[str, Any] = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": list(lora.targets),
+    }
+    (directory / CONFIG).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+
+
+def load(directory: str | Path, config: ModelConfig) -> tuple[Adapters, LoraConfig]:
+    """The adapters in ``directory`` for a model of ``config``, in float32.
+
+    Raises ValueError, in a sentence, for a file that cannot be read, for what is not plain LoRA, and for a tensor
+    that is missing, unexpected or of the wrong shape.
+    """
+    directory = Path(directory)
+    lora = _read_config(directory / CONFIG)
+    fresh = initialise(config, lora, jax.random.key(0))
+    wanted = {
+        _name(i, name, part): array.shape
+        for i, layer in enumerate(fresh)
+        for name, adapter in layer.items()
+        for part, array in (("A", adapter.a), ("B", adapter.b))
+    }
+    try:
+        with safe_open(directory / WEIGHTS, framework="flax") as file:
+            found = {name: jnp.asarray(file.get_tensor(name), jnp.float32) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{str(directory / WEIGHTS)!r} cannot be read as safetensors: {error}.") from error
+    if set(found) != set(wanted):
+        odd = min(set(found) ^ set(wanted))
+        raise ValueError(f"{WEIGHTS} {'holds' if odd in found else 'lacks'} {odd!r}, unlike what {CONFIG} describes.")
+    for name, shape in wanted.items():
+        if found[name].shape != shape:
+            raise ValueError(f"{name!r} in {WEIGHTS} has shape {found[name].shape}; expected {shape} for this model.")
+    adapters = tuple(
+        {name: Adapter(found[_name(i, name, "A")], found[_name(i, name, "B")], lora.scale) for name in lora.targets}
+        for i in range(config.num_layers)
+    )
+    return adapters, lora
+
+
+def _sum(weight: Float[Array, "out in"], adapter: Adapter) -> Float[Array, "out in"]:
+    return (weight.astype(jnp.float32) + adapter.matrix()).astype(weight.dtype)
+
+
+def _name(layer: int, projection: str, part: str) -> str:
+    module = LAYER_NAMES[projection].removesuffix(".weight")
+    return f"{_PREFIX}.{layer}.{module}.lora_{part}.weight"
+
+
+def _projections(layer: Params) -> str:
+    return ", ".join(name for name in PROJECTIONS if name in layer)
+
+
+def _read_config(path: Path) -> LoraConfig:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        kind, targets = content["peft_type"], content["target_modules"]
+        rank, alpha = content["r"], content["lora_alpha"]
+    except OSError as error:
+        raise ValueError(f"{str(path)!r} cannot be read ({error.strerror}); give a directory with {CONFIG}.") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{str(path)!r} is not the configuration of a LoRA adapter: {error}.") from error
+    only = {"bias": "none", "use_rslora": False, "use_dora": False, "rank_pattern": {}, "alpha_pattern": {}}
+    wrong = [key for key, value in only.items() if (content.get(key) or value) != value]
+    wrong += [key for key in ("layers_to_transform", "modules_to_save") if content.get(key)]
+    if kind != "LORA" or not isinstance(targets, list) or wrong:
+        said = ", ".join(wrong) or f"peft_type {kind!r} with target_modules {targets!r}"
+        raise ValueError(f"{str(path)!r} has {said}; only plain LoRA with a list of target_modules is supported.")
+    return LoraConfig(rank=rank, alpha=alpha, targets=tuple(targets))

@@ -1,0 +1,68 @@
+"""Optimisers by name: gradients clipped to norm 1, a cosine schedule with warm-up, decay of matrices only.
+
+``muon``: momentum orthogonalised by Newton-Schulz for the matrices of layers (kellerjordan.github.io/posts/muon, as
+``optax.contrib.muon``), Adam at a fifth of the learning rate for the rest; twice as fast as Adam alone for models of
+two million parameters. ``adamw``: arXiv 1711.05101, for everything, adapters included.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, get_args
+
+import jax
+import optax
+import optax.contrib
+from jaxtyping import Array
+
+from models.parameters import Params
+
+OptimizerName = Literal["adamw", "muon"]
+
+
+def make_optimizer(
+    name: OptimizerName, *, steps: int, learning_rate: float, weight_decay: float
+) -> optax.GradientTransformation:
+    """An optimiser for ``steps`` updates that reaches ``learning_rate`` after a tenth of them, 100 at most.
+
+    Raises ValueError for a name or a number that cannot be used.
+    """
+    if name not in get_args(OptimizerName):
+        raise ValueError(f"optimizer={name!r} is not known; use one of {', '.join(get_args(OptimizerName))}.")
+    if not (math.isfinite(learning_rate) and learning_rate > 0):
+        raise ValueError(f"learning_rate={learning_rate!r} must be a finite number above 0.")
+    if not (math.isfinite(weight_decay) and weight_decay >= 0):
+        raise ValueError(f"weight_decay={weight_decay!r} must be a finite number, at least 0.")
+    schedule = optax.schedules.warmup_cosine_decay_schedule(
+        0.0, learning_rate, max(1, min(100, steps // 10)), max(2, steps), learning_rate * 0.02
+    )
+    update = _muon(schedule, weight_decay) if name == "muon" else _adamw(schedule, weight_decay)
+    return optax.chain(optax.clip_by_global_norm(1.0), update)
+
+
+def _adamw(schedule: optax.Schedule, weight_decay: float) -> optax.GradientTransformation:
+    def matrices(tree: Params) -> Params:
+        return jax.tree.map(lambda x: x.ndim == 2, tree)
+
+    return optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=weight_decay, mask=matrices)
+
+
+def _muon(schedule: optax.Schedule, weight_decay: float) -> optax.GradientTransformation:
+    return optax.contrib.muon(
+        schedule,
+        adam_b1=0.9,
+        adam_b2=0.95,
+        adam_learning_rate=lambda step: schedule(step) * 0.2,
+        weight_decay=weight_decay,
+        muon_weight_dimension_numbers=_matrices,  # pyright: ignore[reportArgumentType]  (optax takes a function)
+    )
+
+
+def _matrices(params: Params) -> Params:
+    """Which parameters Muon updates: the matrices of layers, not tables of embeddings and not vectors."""
+    matrix = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=0)  # kept as [out, in]
+
+    def dimensions(path: Any, x: Array) -> optax.contrib.MuonDimensionNumbers | None:
+        return matrix if getattr(path[0], "key", None) == "layers" and x.ndim == 2 else None
+
+    return jax.tree.map_with_path(dimensions, params)

@@ -1,0 +1,61 @@
+"""Documents packed into rows of one length, with segment ids that keep them apart.
+
+First fit: each document goes into the first row that has room for it, a document longer than a row is cut into
+pieces, and what is left of a row is padding (id -1). The model lets no token attend across documents, positions
+restart in each (``forward.py``), and the loss has no target across a border (``loss.py``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from jaxtyping import Int
+
+PADDING = -1
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Packed:
+    """Tokens and the document that each belongs to, int32. Padding has token 0 and id -1."""
+
+    tokens: Int[np.ndarray, "rows length"]
+    segment_ids: Int[np.ndarray, "rows length"]
+
+
+def pack(documents: Iterable[Sequence[int] | np.ndarray], length: int) -> Packed:
+    """Documents in rows of ``length`` tokens, their ids counted from 0 in each row.
+
+    Documents of one token are left out: they hold nothing to predict. Raises ValueError where none is left.
+
+    >>> packed = pack([[1, 2, 3], [4, 5, 6, 7], [8, 9]], length=5)
+    >>> packed.tokens.tolist(), packed.segment_ids.tolist()
+    ([[1, 2, 3, 8, 9], [4, 5, 6, 7, 0]], [[0, 0, 0, 1, 1], [0, 0, 0, 0, -1]])
+    """
+    if length < 2:
+        raise ValueError(f"length={length} leaves nothing to predict in a row; give at least 2.")
+    rows: list[list[np.ndarray]] = []
+    room: list[int] = []
+    for document in documents:
+        whole = np.asarray(document, np.int32)
+        for piece in (whole[at : at + length] for at in range(0, len(whole), length)):
+            if len(piece) < 2:
+                continue
+            row = next((i for i, left in enumerate(room) if left >= len(piece)), len(rows))
+            if row == len(rows):
+                rows.append([])
+                room.append(length)
+            rows[row].append(piece)
+            room[row] -= len(piece)
+    if not rows:
+        raise ValueError("there is no document of two tokens or more; give text with something to predict.")
+    tokens = np.zeros((len(rows), length), np.int32)
+    segment_ids = np.full((len(rows), length), PADDING, np.int32)
+    for i, row in enumerate(rows):
+        at = 0
+        for number, piece in enumerate(row):
+            tokens[i, at : at + len(piece)] = piece
+            segment_ids[i, at : at + len(piece)] = number
+            at += len(piece)
+    return Packed(tokens, segment_ids)

@@ -1,0 +1,275 @@
+"""``attnsuite train``: train a model, or adapters on top of one, on text; saved at intervals, resumable bit for bit.
+
+The directory of a run holds ``training.json`` (what was asked, on what, with what), ``losses.jsonl`` (a line per
+step), ``saved/`` (what resuming needs) and, when it ends, the model as ``models.load`` reads it or the adapters as
+``models.lora.load`` does. The batches of a step follow from the seed and the step alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from backends import BackendUnavailableError
+from backends.contract import Mode
+from models import PRESETS, ModelConfig, Transformer, load, load_shipped, load_text, lora
+from models.optimizer import OptimizerName, make_optimizer
+from models.packing import Packed, pack
+from models.parameters import Params
+from models.planning import Resolutions, resolve_attention
+from models.rematerialise import Remat
+from models.resume import SavedSteps, missing, open_saved
+from models.text import random_windows
+from models.training import Batch, Trained, compiled_step, training_step
+from models.weights import save
+from suite.environment import describe
+from suite.errors import InputError
+from suite.model_cell import SHIPPED
+
+SETTINGS, LOSSES, SAVED = "training.json", "losses.jsonl", "saved"
+_BYTES = 256
+_ENVIRONMENT = ("versions", "source", "target", "device_kind", "device_count", "flags")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TrainRequest:
+    """What to train, on what, and how; the command line's words. Raises InputError for numbers that make no sense."""
+
+    model: str = "tiny"
+    text: Path | None = None
+    steps: int = 200
+    batch: int = 8
+    length: int = 256
+    accumulate: int = 1
+    optimizer: OptimizerName = "adamw"
+    learning_rate: float = 2e-3
+    weight_decay: float = 0.1
+    dtype: str = "float32"
+    remat: Remat = "none"
+    packed: bool = False
+    lora: lora.LoraConfig | None = None
+    backend: str = "auto"
+    mode: Mode = "native"
+    save_every: int = 50
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch", "length", "accumulate"):
+            least = 2 if name == "length" else 1
+            if getattr(self, name) < least:
+                raise InputError(f"--{name} {getattr(self, name)} must be at least {least}.")
+        for name in ("save_every", "seed"):
+            if getattr(self, name) < 0:
+                raise InputError(f"--{name.replace('_', '-')} {getattr(self, name)} must be at least 0.")
+        if self.batch % self.accumulate:
+            raise InputError(
+                f"--batch {self.batch} is not a multiple of --accumulate {self.accumulate}: an update's rows are "
+                "computed in that many equal parts."
+            )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Problem:
+    """Everything that a run's steps depend on, opened and checked."""
+
+    config: ModelConfig
+    resolutions: Resolutions
+    batch_of: Callable[[int], Batch]
+    trained: Trained
+    base: Params | None
+    text_sha256: str
+
+
+def open_problem(request: TrainRequest) -> Problem:
+    """Load what a request names. Raises InputError, in a sentence, for what cannot be used."""
+    try:
+        model = _open_model(request)
+        data = load_text(request.text, held_out=0.0 if request.text else 0.1).train
+        config = model.config
+        if config.vocab_size != _BYTES:
+            raise InputError(
+                f"--model {request.model} has a vocabulary of {config.vocab_size}; training reads text as bytes, "
+                f"which needs one of {_BYTES}."
+            )
+        resolutions = resolve_attention(
+            config,
+            batch=request.batch // request.accumulate,
+            query_length=request.length,
+            packed=request.packed,
+            backend=request.backend,
+            mode=request.mode,
+            on_unavailable="raise",
+        )
+        base = None if request.lora is None else model.arrays()
+        trained: Trained = model.arrays()
+        if request.lora is not None:
+            trained = lora.initialise(config, request.lora, jax.random.key(request.seed))
+        batch_of = packed_batches(request, data) if request.packed else window_batches(request, data)
+    except (ValueError, BackendUnavailableError) as error:
+        raise error if isinstance(error, InputError) else InputError(str(error)) from error
+    return Problem(config, resolutions, batch_of, trained, base, hashlib.sha256(data.tobytes()).hexdigest())
+
+
+def window_batches(request: TrainRequest, data: np.ndarray) -> Callable[[int], Batch]:
+    """Batches of windows from anywhere in ``data``, by step."""
+    random_windows(data, request.length, 1, np.random.default_rng(0))  # too short a text is refused now
+
+    def batch_of(step: int) -> Batch:
+        rng = np.random.default_rng([request.seed, step])
+        return Batch(_parts(random_windows(data, request.length, request.batch, rng), request.accumulate))
+
+    return batch_of
+
+
+def packed_batches(request: TrainRequest, data: np.ndarray) -> Callable[[int], Batch]:
+    """Batches of rows packed with the paragraphs of ``data``, by step."""
+    paragraphs = [np.frombuffer(part, np.uint8) for part in data.tobytes().split(b"\n\n") if part.strip()]
+    rows: Packed = pack(paragraphs, request.length)
+
+    def batch_of(step: int) -> Batch:
+        chosen = np.random.default_rng([request.seed, step]).integers(0, len(rows.tokens), request.batch)
+        return Batch(
+            _parts(rows.tokens[chosen], request.accumulate), _parts(rows.segment_ids[chosen], request.accumulate)
+        )
+
+    return batch_of
+
+
+def execute(request: TrainRequest, out: Path, *, resume: bool = False, say: Callable[[str], None] = print) -> None:
+    """Train as asked and write the results to ``out``. Raises InputError for what cannot be used.
+
+    With ``resume`` the run in ``out`` goes on behind its last saved step; what was asked, the text, versions, source
+    and device must be the same.
+    """
+    if request.save_every and (reason := missing()):
+        raise InputError(f"{reason}, or train without saving (--save-every 0).")
+    problem = open_problem(request)
+    settings = _settings(request, problem)
+    _prepare(out, settings, resume=resume)
+    update = make_optimizer(
+        request.optimizer,
+        steps=request.steps,
+        learning_rate=request.learning_rate,
+        weight_decay=request.weight_decay,
+    )
+    step = compiled_step(training_step(problem.config, problem.resolutions, update, remat=request.remat))
+    trained = jax.tree.map(lambda x: x.copy(), problem.trained)  # the step takes its arrays away
+    with _saved(request, out) as saved:
+        state, done = update.init(trained), 0
+        if resume and saved is not None and (latest := saved.latest()) is not None:
+            (trained, state), done = _restored(saved, latest, (trained, state)), latest
+            say(f"resuming behind step {done}")
+        losses = _keep(out / LOSSES, done)
+        with (out / LOSSES).open("a", encoding="utf-8") as file:
+            for number in range(done + 1, request.steps + 1):
+                trained, state, loss = step(trained, state, problem.batch_of(number), problem.base)
+                losses.append(float(loss))
+                file.write(json.dumps({"step": number, "loss": losses[-1]}) + "\n")
+                file.flush()
+                if not np.isfinite(losses[-1]):
+                    raise InputError(f"the loss of step {number} is {losses[-1]}; lower --learning-rate.")
+                last = number == request.steps
+                if saved is not None and (last or number % request.save_every == 0):
+                    saved.save(number, (trained, state))
+                if last or number % max(1, request.steps // 20) == 0:
+                    say(f"step {number}/{request.steps}: loss {losses[-1]:.4f} nats")
+    _write(request, problem, trained, out)
+
+
+def _open_model(request: TrainRequest) -> Transformer:
+    """The model with float32 parameters, or, below adapters, with those that it has."""
+    kept: dict[str, Any] = {"dtype": request.dtype}
+    if request.lora is None:
+        kept["param_dtype"] = "float32"
+    if request.model in PRESETS:
+        return Transformer(ModelConfig.from_preset(request.model, **kept), rngs=nnx.Rngs(request.seed))
+    if request.model == SHIPPED:
+        return load_shipped(**kept)
+    if Path(request.model).is_dir():
+        return load(Path(request.model), **kept)
+    known = ", ".join((SHIPPED, *PRESETS))
+    raise InputError(f"--model {request.model!r} is not known; use {known}, or a checkpoint's directory.")
+
+
+def _parts(rows: np.ndarray, parts: int) -> np.ndarray:
+    return rows.reshape(parts, len(rows) // parts, *rows.shape[1:])
+
+
+def _settings(request: TrainRequest, problem: Problem) -> dict[str, Any]:
+    found = describe()
+    settings = {
+        "request": dataclasses.asdict(request),
+        "text_sha256": problem.text_sha256,
+        "backend": {kind: f"{found.backend.name} ({found.mode})" for kind, found in problem.resolutions},
+        "environment": {name: found[name] for name in _ENVIRONMENT},
+    }
+    return json.loads(json.dumps(settings, default=str))  # as it will be read back
+
+
+def _prepare(out: Path, settings: dict[str, Any], *, resume: bool) -> None:
+    path = out / SETTINGS
+    if resume:
+        try:
+            before = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise InputError(f"--resume: {str(path)!r} is no record of a training run; start one without.") from error
+        for key, now in settings.items():
+            if before.get(key) != now:
+                raise InputError(_difference(key, before.get(key), now))
+        return
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        if any(out.iterdir()):
+            raise InputError(f"--out {out} is not empty; give a new directory, or --resume to go on with its run.")
+        path.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"--out: cannot write to {str(out)!r} ({error.strerror}).") from error
+
+
+def _difference(key: str, before: Any, now: Any) -> str:
+    if isinstance(before, dict) and isinstance(now, dict):
+        for name in now:
+            if before.get(name) != now[name]:
+                return (
+                    f"--resume: the run had {name}={before.get(name)!r}, now it is {now[name]!r}; they must be equal."
+                )
+    return f"--resume: {key} differs from that of the run; resume with what it was started with."
+
+
+def _saved(request: TrainRequest, out: Path) -> AbstractContextManager[SavedSteps | None]:
+    return nullcontext() if request.save_every == 0 else open_saved(out / SAVED)
+
+
+def _restored(saved: SavedSteps, step: int, like: Any) -> Any:
+    try:
+        return saved.restore(step, like)
+    except ValueError as error:
+        raise InputError(f"--resume: {error}") from error
+
+
+def _keep(path: Path, done: int) -> list[float]:
+    """Cut the losses file behind ``done`` lines, for the steps behind them run again; returns what is kept."""
+    lines = path.read_text(encoding="utf-8").splitlines()[:done] if path.is_file() else []
+    losses = [json.loads(line)["loss"] for line in lines]
+    if len(losses) < done:
+        raise InputError(f"--resume: {path} has {len(losses)} losses, but step {done} was saved; start the run again.")
+    whole = path.with_suffix(".part")
+    whole.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    whole.replace(path)
+    return losses
+
+
+def _write(request: TrainRequest, problem: Problem, trained: Trained, out: Path) -> None:
+    if request.lora is not None:
+        lora.save(trained, request.lora, out, base=request.model)
+        return
+    save(Transformer(problem.config, trained), out)

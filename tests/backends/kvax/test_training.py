@@ -1,0 +1,23 @@
+"""Kvax's own kernels train: forward and backward in their interpreter, within the noise of the standard backend."""
+
+import pytest
+
+from models import ModelConfig, load_text
+from reports.loss_curves import verdicts
+from suite import curves_run
+from suite.curves_run import curves_of
+from suite.loss_curves import Setting
+
+CONFIG = ModelConfig(hidden_size=32, intermediate_size=48, num_layers=1, num_heads=2, num_kv_heads=1, max_length=256)
+
+
+@pytest.mark.kvax
+def test_kvax_follows_the_loss_curve_of_standard_and_a_wrong_gradient_does_not(monkeypatch):
+    monkeypatch.setattr(curves_run, "CONTROLS", {"dv 1% large": (1.0, 1.0, 1.01)})
+    curves = []
+    curves_of(CONFIG, Setting("interpreted", 4, 1, 256), ["kvax"], ("interpret",), load_text().train, 0, curves.append)
+    found = {curve.name: (curve, verdict) for curve, verdict in verdicts(curves)}
+    assert found["kvax"][0].mode == "interpret"
+    assert found["kvax"][1].ratio > 0
+    assert found["kvax"][1].is_ready
+    assert not found["dv 1% large"][1].is_ready

@@ -1,0 +1,158 @@
+"""Adapters: they start as nothing, leave the base alone, merge into the same function and unmerge bit for bit."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from safetensors.flax import load_file, save_file
+
+from models import ModelConfig, Transformer, lora
+from models.forward import forward
+from models.planning import resolve_attention
+from models.training import Batch, loss_and_gradient
+
+CONFIG = ModelConfig(hidden_size=32, intermediate_size=48, num_layers=2, num_heads=2, num_kv_heads=1, max_length=32)
+ALL = lora.LoraConfig(rank=4, alpha=8.0, targets=lora.PROJECTIONS)
+TOKENS = np.random.default_rng(0).integers(0, 256, (1, 2, 16)).astype(np.int32)
+RESOLUTIONS = resolve_attention(CONFIG, batch=2, query_length=16, backend="standard")
+
+
+@pytest.fixture(scope="module")
+def base():
+    return Transformer(CONFIG).arrays()
+
+
+@pytest.fixture(scope="module")
+def trained(base):
+    """Adapters of every projection after three steps, with the losses and the first gradient."""
+    gradient = jax.jit(loss_and_gradient(CONFIG, RESOLUTIONS))
+    update = optax.sgd(0.5)
+    adapters = lora.initialise(CONFIG, ALL, jax.random.key(0))
+    state, losses, first = update.init(adapters), [], None
+    for _ in range(3):
+        loss, gradients = gradient(adapters, Batch(TOKENS), base)
+        change, state = update.update(gradients, state)
+        adapters = optax.apply_updates(adapters, change)
+        losses.append(float(loss))
+        first = gradients if first is None else first
+    return adapters, losses, first
+
+
+def logits(params):
+    return jax.jit(lambda p: forward(CONFIG, p, TOKENS[0], resolutions=RESOLUTIONS))(params)
+
+
+def test_fresh_adapters_change_nothing(base):
+    fresh = lora.initialise(CONFIG, ALL, jax.random.key(0))
+    assert jnp.allclose(logits(lora.attach(base, fresh)), logits(base), rtol=0, atol=1e-6)
+    assert all(bool((layer[name].matrix() == 0).all()) for layer in fresh for name in lora.PROJECTIONS)
+
+
+def test_every_projection_learns(trained):
+    adapters, losses, first = trained
+    assert losses[-1] < losses[0] - 0.01
+    for layer in first:
+        assert set(layer) == set(lora.PROJECTIONS)
+        assert all(float(jnp.abs(adapter.b).max()) > 0 for adapter in layer.values())
+        assert all(float(jnp.abs(adapter.a).max()) == 0 for adapter in layer.values())  # B is zero at first
+    assert all(adapter.scale == 2.0 for layer in adapters for adapter in layer.values())
+
+
+def test_merged_model_is_the_adapted_one_and_the_base_is_untouched(base, trained):
+    copy = jax.tree.map(np.array, base)
+    merged = lora.merge(base, trained[0])
+    adapted, plain = logits(lora.attach(base, trained[0])), logits(base)
+    error = float(jnp.abs(logits(merged.params) - adapted).max())
+    assert error < 1e-4 * float(jnp.abs(adapted - plain).max())
+    assert all(jax.tree.leaves(jax.tree.map(np.array_equal, copy, base)))
+    # The update is alpha / rank times BA, and half of it is another model.
+    halved = jax.tree.map(lambda x: x, trained[0])
+    halved = tuple({n: dataclasses.replace(a, scale=a.scale / 2) for n, a in layer.items()} for layer in halved)
+    assert float(jnp.abs(logits(lora.merge(base, halved).params) - adapted).max()) > 1000 * error
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_unmerging_gives_back_every_bit_which_subtracting_does_not(base, trained, dtype):
+    base = jax.tree.map(lambda x: x.astype(dtype), base)
+    merged = lora.merge(base, trained[0])
+    params, adapters = lora.unmerge(merged)
+    assert all(jax.tree.leaves(jax.tree.map(lambda a, b: bool((a == b).all()), params, base)))
+    assert adapters is trained[0]
+    name = "q_proj"
+    weight, adapter = merged.params["layers"][0][name], trained[0][0][name]
+    assert weight.dtype == jnp.dtype(dtype)
+    subtracted = (weight.astype(jnp.float32) - adapter.matrix()).astype(dtype)
+    assert not bool((subtracted == base["layers"][0][name]).all())
+
+
+def test_saved_adapters_come_back_bit_for_bit_under_the_names_of_peft(trained, tmp_path):
+    lora.save(trained[0], ALL, tmp_path, base="tiny")
+    again, config = lora.load(tmp_path, CONFIG)
+    assert config == ALL
+    assert all(jax.tree.leaves(jax.tree.map(lambda a, b: bool((a == b).all()), again, trained[0])))
+    tensors = load_file(tmp_path / lora.WEIGHTS)
+    assert tensors["base_model.model.model.layers.1.self_attn.k_proj.lora_A.weight"].shape == (4, 32)
+    assert tensors["base_model.model.model.layers.0.mlp.down_proj.lora_B.weight"].shape == (32, 4)
+    assert json.loads((tmp_path / lora.CONFIG).read_text())["lora_alpha"] == 8.0
+
+
+@pytest.fixture
+def saved(trained, tmp_path):
+    lora.save(trained[0], ALL, tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"peft_type": "IA3"}, "only plain LoRA"),
+        ({"use_dora": True}, "has use_dora; only plain LoRA"),
+        ({"rank_pattern": {"q_proj": 2}}, "has rank_pattern"),
+        ({"target_modules": "all-linear"}, "only plain LoRA with a list"),
+        ({"r": 0}, "rank=0 must be an integer of at least 1"),
+        ({"r": 5}, "has shape .4, 32.; expected .5, 32."),
+        ({"target_modules": ["q_proj"]}, "holds 'base_model.model.model.layers.0.mlp.down_proj"),
+    ],
+)
+def test_adapters_that_are_something_else_are_refused(saved, change, expected):
+    config = json.loads((saved / lora.CONFIG).read_text()) | change
+    (saved / lora.CONFIG).write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=expected):
+        lora.load(saved, CONFIG)
+
+
+def test_adapters_that_lack_a_tensor_or_cannot_be_read_are_refused(saved):
+    tensors = load_file(saved / lora.WEIGHTS)
+    tensors.pop("base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight")
+    save_file(tensors, saved / lora.WEIGHTS)
+    with pytest.raises(ValueError, match=r"lacks 'base_model.model.model.layers.0.self_attn.q_proj.lora_B"):
+        lora.load(saved, CONFIG)
+    (saved / lora.WEIGHTS).write_bytes(b"pickle")
+    with pytest.raises(ValueError, match="cannot be read as safetensors"):
+        lora.load(saved, CONFIG)
+    with pytest.raises(ValueError, match=r"give a directory with adapter_config.json"):
+        lora.load(saved / "nowhere", CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ({"rank": 0}, "rank=0 must be"),
+        ({"alpha": float("inf")}, "alpha=inf must be"),
+        ({"targets": ()}, "must name one or more of q_proj"),
+        ({"targets": ("q_proj", "q_proj")}, "each once"),
+        ({"targets": ("lm_head",)}, "must name one or more"),
+    ],
+)
+def test_impossible_settings_are_refused(words, expected):
+    with pytest.raises(ValueError, match=expected):
+        lora.LoraConfig(**words)
+
+
+def test_a_projection_that_the_model_lacks_is_refused():
+    with pytest.raises(ValueError, match="'gate_proj', which this model lacks; it has q_proj"):
+        lora.initialise(CONFIG.replace(use_swiglu=False), ALL, jax.random.key(0))

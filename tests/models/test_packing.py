@@ -1,0 +1,30 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from models.packing import PADDING, pack
+
+
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=12), st.integers(2, 16))
+def test_every_document_stands_whole_and_once_in_the_rows(lengths, length):
+    documents = [np.arange(n) + 100 * i for i, n in enumerate(lengths)]
+    pieces = [d[at : at + length] for d in documents for at in range(0, len(d), length)]
+    expected = sorted(tuple(piece.tolist()) for piece in pieces if len(piece) > 1)
+    if not expected:
+        with pytest.raises(ValueError, match="no document of two tokens or more"):
+            pack(documents, length)
+        return
+    packed = pack(documents, length)
+    assert packed.tokens.shape == packed.segment_ids.shape == (len(packed.tokens), length)
+    found = []
+    for row, ids in zip(packed.tokens, packed.segment_ids, strict=True):
+        assert (np.diff(ids[ids != PADDING]) >= 0).all()
+        assert (ids[np.argmax(ids == PADDING) :] == PADDING).all() or PADDING not in ids
+        found += [tuple(row[ids == i].tolist()) for i in set(ids.tolist()) - {PADDING}]
+    assert sorted(found) == expected
+
+
+def test_a_row_of_one_token_is_refused():
+    with pytest.raises(ValueError, match="length=1 leaves nothing to predict"):
+        pack([[1, 2]], 1)

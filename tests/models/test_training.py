@@ -1,0 +1,145 @@
+"""The training step: parts add up to the whole, packed documents to each alone, and memory policies change nothing."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from models import ModelConfig, Transformer
+from models.optimizer import make_optimizer
+from models.planning import resolve_attention
+from models.training import Batch, compiled_step, loss_and_gradient, training_step
+
+CONFIG = ModelConfig(hidden_size=32, intermediate_size=48, num_layers=1, num_heads=2, num_kv_heads=1, max_length=32)
+LENGTH = 24
+RNG = np.random.default_rng(0)
+TOKENS = RNG.integers(0, 256, (1, 4, LENGTH)).astype(np.int32)
+# Documents of 10 and 14 tokens; the last row is mostly padding, so that the parts of a batch count differently.
+SEGMENTS = np.repeat(np.array([[0, 1]]), [10, 14], axis=1)[None].repeat(4, axis=1).astype(np.int32)
+SEGMENTS[0, 3, 5:] = -1
+PACKED = Batch(TOKENS, SEGMENTS)
+
+
+def gradient_of(config=CONFIG, *, rows=4, packed=True, **options):
+    resolutions = resolve_attention(config, batch=rows, query_length=LENGTH, packed=packed, backend="standard")
+    return jax.jit(loss_and_gradient(config, resolutions, **options))
+
+
+def close(left, right, tolerance=1e-5):
+    """Whether two trees agree to within ``tolerance`` of the largest entry of each leaf."""
+    agree = jax.tree.map(lambda a, b: bool(jnp.abs(a - b).max() <= tolerance * jnp.abs(b).max()), left, right)
+    return all(jax.tree.leaves(agree))
+
+
+@pytest.fixture(scope="module")
+def params():
+    return Transformer(CONFIG).arrays()
+
+
+@pytest.fixture(scope="module")
+def gradient_of_whole():
+    return gradient_of()
+
+
+@pytest.fixture(scope="module")
+def whole(params, gradient_of_whole):
+    return gradient_of_whole(params, PACKED, None)
+
+
+def test_accumulated_parts_give_the_update_of_the_whole_batch(params, whole):
+    by_part = gradient_of(rows=2)
+    parts = jax.tree.map(lambda x: x.reshape(2, 2, LENGTH), PACKED)
+    loss, gradients = by_part(params, parts, None)
+    assert float(loss) == pytest.approx(float(whole[0]), rel=1e-6)
+    assert close(gradients, whole[1])
+    # The mean of the parts' means is another number where padding is uneven: the check can fail.
+    (_, first), (_, second) = (
+        by_part(params, Batch(parts.tokens[at], parts.segment_ids[at]), None) for at in (slice(1), slice(1, 2))
+    )
+    mean = jax.tree.map(lambda a, b: (a + b) / 2, first, second)
+    assert not close(mean, whole[1], 1e-3)
+
+
+def test_packed_documents_train_as_each_would_alone(params, gradient_of_whole, whole):
+    counts, losses, gradients = [], [], []
+    for begin, end in ((0, 10), (10, 24)):  # each document at the front of a row of its own
+        tokens, segments = np.zeros_like(TOKENS), np.full_like(SEGMENTS, -1)
+        tokens[..., : end - begin] = TOKENS[..., begin:end]
+        segments[..., : end - begin] = np.where(SEGMENTS[..., begin:end] < 0, -1, 0)
+        loss, gradient = gradient_of_whole(params, Batch(tokens, segments), None)
+        counts.append(int(((segments[..., 1:] == 0) & (segments[..., :-1] == 0)).sum()))
+        losses.append(loss)
+        gradients.append(gradient)
+    shares = np.array(counts) / sum(counts)
+    assert float(np.dot(shares, losses)) == pytest.approx(float(whole[0]), rel=1e-6)
+    assert close(jax.tree.map(lambda a, b: shares[0] * a + shares[1] * b, *gradients), whole[1])
+    # One document of the same tokens is something else.
+    one = Batch(TOKENS, np.where(SEGMENTS < 0, -1, 0).astype(np.int32))
+    assert abs(float(gradient_of_whole(params, one, None)[0] - whole[0])) > 1e-4
+
+
+def test_each_policy_computes_more_again_and_none_changes_the_gradient(params, whole):
+    products = []
+    for policy in ("none", "dots", "layer"):
+        gradient = gradient_of(remat=policy)
+        products.append(str(gradient.trace(params, PACKED, None).jaxpr).count("dot_general"))
+        if policy != "none":
+            loss, gradients = gradient(params, PACKED, None)
+            assert float(loss) == pytest.approx(float(whole[0]), rel=1e-6)
+            assert close(gradients, whole[1], 1e-6)
+    assert products[0] < products[1] < products[2]
+
+
+@pytest.mark.parametrize("kept", ["float32", "bfloat16"])
+def test_small_updates_of_bfloat16_training_are_kept_by_float32_parameters_only(kept):
+    config = dataclasses.replace(CONFIG, dtype="bfloat16", param_dtype=kept)
+    resolutions = resolve_attention(config, batch=4, query_length=LENGTH, packed=True, backend="standard")
+    assert all(found.spec.dtype == "bfloat16" for _, found in resolutions)
+    update = optax.sgd(1e-5)
+    step = jax.jit(training_step(config, resolutions, update))
+    before = Transformer(config).arrays()
+    after, _, loss = step(before, update.init(before), PACKED, None)
+    assert loss.dtype == jnp.float32
+    assert {str(x.dtype) for x in jax.tree.leaves(after)} == {kept}
+    norms = [tree["layers"][0]["input_layernorm"] for tree in (before, after)]  # at one: 1e-5 is below half a step
+    assert bool((norms[0] == norms[1]).all()) == (kept == "bfloat16")
+
+
+def test_the_compiled_step_takes_its_state_and_leaves_the_batch(params):
+    resolutions = resolve_attention(CONFIG, batch=4, query_length=LENGTH, packed=True, backend="standard")
+    update = make_optimizer("adamw", steps=8, learning_rate=1e-2, weight_decay=0.1)
+    step = compiled_step(training_step(CONFIG, resolutions, update))
+    trained = jax.tree.map(jnp.copy, params)
+    first, state, losses = trained, update.init(trained), []
+    for _ in range(8):
+        trained, state, loss = step(trained, state, PACKED, None)
+        losses.append(float(loss))
+    assert losses[-1] < losses[0] - 0.3
+    assert first["embed_tokens"].is_deleted()
+
+
+def test_only_matrices_decay():
+    update = make_optimizer("adamw", steps=10, learning_rate=1.0, weight_decay=0.5)
+    tree = {"matrix": jnp.ones((2, 2)), "vector": jnp.ones(2)}
+    nothing, state = jax.tree.map(jnp.zeros_like, tree), update.init(tree)
+    for _ in range(2):  # the first step of the warm-up has rate zero
+        change, state = update.update(nothing, state, tree)
+    assert (change["matrix"] == -0.5).all()
+    assert (change["vector"] == 0.0).all()
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ({"name": "sgd"}, "optimizer='sgd' is not known; use one of adamw, muon"),
+        ({"learning_rate": 0.0}, "learning_rate=0.0 must be a finite number above 0"),
+        ({"learning_rate": float("nan")}, "learning_rate=nan must be"),
+        ({"weight_decay": -0.1}, "weight_decay=-0.1 must be a finite number, at least 0"),
+    ],
+)
+def test_impossible_optimisers_are_refused(words, expected):
+    with pytest.raises(ValueError, match=expected):
+        make_optimizer(**({"name": "adamw", "steps": 1, "learning_rate": 1e-3, "weight_decay": 0.0} | words))

@@ -1,0 +1,141 @@
+"""attnsuite train: a run that was cut off goes on to the same bits; what cannot be used is a sentence."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from models import PRESETS, load, load_shipped, lora
+from models.resume import missing
+from suite.command_line import main
+from suite.errors import InputError
+from suite.train import LOSSES, TrainRequest, execute, open_problem
+
+SIZES = {"num_layers": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "max_length": 64}
+WORDS = {"model": "nano", "steps": 4, "batch": 2, "length": 32, "save_every": 2, "learning_rate": 0.01}
+needs_orbax = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+
+
+@pytest.fixture(autouse=True)
+def _nano(monkeypatch):
+    monkeypatch.setitem(PRESETS, "nano", SIZES)
+
+
+def silent(_line):
+    pass
+
+
+def losses(out):
+    return [json.loads(line)["loss"] for line in (out / LOSSES).read_text().splitlines()]
+
+
+class CutError(Exception):
+    """Stands for a kill."""
+
+
+@needs_orbax
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # Orbax's own
+def test_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path):
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    execute(TrainRequest(**WORDS), whole, say=silent)
+
+    def stop_at_three(line):
+        if line.startswith("step 3/"):
+            raise CutError
+
+    with pytest.raises(CutError):
+        execute(TrainRequest(**WORDS), cut, say=stop_at_three)
+    assert len(losses(cut)) == 3  # one more than what was saved: it runs again
+    with pytest.raises(InputError, match=r"the run had learning_rate=0.01, now it is 0.02; they must be equal"):
+        execute(TrainRequest(**WORDS | {"learning_rate": 0.02}), cut, resume=True, say=silent)
+    said = []
+    execute(TrainRequest(**WORDS), cut, resume=True, say=said.append)
+    assert said[0] == "resuming behind step 2"
+    assert losses(cut) == losses(whole)
+    assert len(losses(cut)) == 4
+    assert (cut / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    # Nothing that was saved is needed to use the model, and nothing of it is a pickle.
+    assert load(cut).config.num_layers == 1
+    assert not [path for path in cut.rglob("*") if path.suffix in (".pkl", ".pickle", ".pt", ".pth")]
+
+
+def test_adapters_are_trained_on_a_loaded_model_and_saved_apart(tmp_path):
+    base, out = tmp_path / "base", tmp_path / "adapters"
+    plain = {"steps": 2, "save_every": 0}
+    execute(TrainRequest(**WORDS | plain), base, say=silent)
+    weights = (base / "model.safetensors").read_bytes()
+    adapted = lora.LoraConfig(rank=2, alpha=4.0, targets=("k_proj", "down_proj"))
+    words = WORDS | plain | {"model": str(base), "lora": adapted, "packed": True, "accumulate": 2, "dtype": "bfloat16"}
+    execute(TrainRequest(**words), out, say=silent)
+    assert (base / "model.safetensors").read_bytes() == weights
+    assert not (out / "model.safetensors").exists()
+    adapters, config = lora.load(out, load(base).config)
+    assert config == adapted
+    assert all(np.asarray(layer[name].b).any() for layer in adapters for name in adapted.targets)
+
+
+def test_the_shipped_model_takes_adapters_and_its_loss_is_that_of_a_trained_one():
+    problem = open_problem(TrainRequest(model="text", lora=lora.LoraConfig(), backend="chunked"))
+    assert problem.base is not None
+    assert problem.config == load_shipped().config
+    assert [found.backend.name for _, found in problem.resolutions] == ["chunked"]
+    assert len(problem.trained) == problem.config.num_layers
+
+
+def test_batches_follow_from_seed_and_step_alone_and_packed_rows_hold_whole_paragraphs():
+    first, again = (open_problem(TrainRequest(**WORDS, packed=True)).batch_of for _ in range(2))
+    assert (first(3).tokens == again(3).tokens).all()
+    assert (first(3).tokens != first(4).tokens).any()
+    assert first(3).tokens.shape == (1, 2, 32)
+    assert first(3).segment_ids.shape == (1, 2, 32)
+    other = open_problem(TrainRequest(**WORDS | {"seed": 1})).batch_of
+    assert (other(3).tokens != open_problem(TrainRequest(**WORDS)).batch_of(3).tokens).any()
+
+
+def refused(capsys, *arguments):
+    with pytest.raises(SystemExit) as exit_info:
+        main([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    assert exit_info.value.code == 2
+    assert "Traceback" not in captured.err
+    assert captured.err.count("\n") == 1, captured.err
+    return captured.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--steps", "0"], "--steps 0 must be at least 1"),
+        (["--batch", "3", "--accumulate", "2"], "--batch 3 is not a multiple of --accumulate 2"),
+        (["--save-every", "-1"], "--save-every -1 must be at least 0"),
+        (["--learning-rate", "0"], "learning_rate=0.0 must be a finite number above 0"),
+        (["--model", "nothing"], "--model 'nothing' is not known; use text, "),
+        (["--text", "/nothing"], "cannot be read"),
+        (["--length", "10000000"], "windows of 10000000 need at least as many"),
+        (["--backend", "flash"], "flash"),
+        (["--backend", "splash"], "interpret"),
+        (["--lora-rank", "0"], "--lora-rank=0 must be an integer of at least 1"),
+        (["--lora-rank", "2", "--lora-targets", "q"], "--lora-targets=('q',) must name one or more of q_proj"),
+        (["--resume"], "--resume needs --out"),
+    ],
+)
+def test_what_cannot_be_used_is_a_sentence(capsys, tmp_path, arguments, expected):
+    out = () if "--resume" in arguments else ("--out", tmp_path / "out")
+    words = ("--model", "nano") if "--model" not in arguments else ()
+    assert expected in refused(capsys, "train", "--save-every", "0", *words, *out, *arguments)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_directory_that_is_in_use_or_holds_no_run_is_refused(capsys, tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    words = ("train", "--model", "nano", "--save-every", "0", "--out", tmp_path)
+    assert "is not empty; give a new directory, or --resume" in refused(capsys, *words)
+    assert "is no record of a training run; start one without" in refused(capsys, *words, "--resume")
+
+
+def test_without_orbax_the_sentence_says_what_to_install(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("suite.train.missing", lambda: "saving needs orbax-checkpoint; pip install it")
+    said = refused(capsys, "train", "--model", "nano", "--out", tmp_path / "out")
+    assert "pip install it, or train without saving (--save-every 0)" in said
