@@ -249,10 +249,13 @@ def _sweep_units(
 
     shape = (tiling.units, rows)
     carry = this.start(with_output=value is not None), jnp.zeros(shape), jnp.full(shape, _MASKED)
-    if group > 1 and tiling.units >= group:
+    whole = (
+        this.spec.key_value_length // tiling.unit
+    )  # what the end cuts is never before an own region
+    if group > 1 and whole >= group:
         carry = lax.fori_loop(0, earlier // group, visit(group), carry)
         carry = lax.fori_loop(earlier // group * group, earlier, visit(1), carry)
-    else:
+    elif whole:
         carry = lax.fori_loop(0, earlier, visit(1), carry)
     state, sums, tops = carry
     state, _ = this.own(state, batch, tile, q, key, value)

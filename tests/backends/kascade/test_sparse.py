@@ -230,6 +230,17 @@ def test_any_tiles_of_any_problem(data):
     np.testing.assert_allclose(out, problem.expected(selection), atol=1e-5)
 
 
+@pytest.mark.parametrize("length", [10, 60])
+def test_keys_may_end_inside_the_first_unit_or_the_first_group_of_units(length, monkeypatch):
+    """Shapes alone would forbid to read what is never visited. One KV head: behind it lies no other's keys."""
+    monkeypatch.setattr(xla, "_KEYS_PER_SWEEP", 64)
+    problem = sparse(T=length, batch=1, num_kv_heads=1)
+    selection, _ = jax.jit(functools.partial(xla.select, problem.spec, problem.tiling, problem.places))(
+        problem.query, problem.key
+    )
+    jax.tree.map(np.testing.assert_array_equal, selection, problem.selection())
+
+
 def test_op_level_call_is_an_anchor():
     x = sparse()
     options = {"top_k": 0.3, "min_keys": 0, "tile_size": 16, "query_tile": 16}
