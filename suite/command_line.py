@@ -21,7 +21,7 @@ from rich.console import Console
 
 import reports
 from backends import Target
-from suite import compile_run
+from suite import compile_run, sharded
 from suite.compile_request import ModelWords, compile_request
 from suite.doctor import describe, examine_here
 from suite.errors import InputError
@@ -190,6 +190,14 @@ class Compile:
     """Memory of this machine that one compiler may hold, such as 4GiB."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """Hold attention that is dealt to many devices (data, heads, context) to the oracle, on devices of the host."""
+
+    out: Annotated[Path | None, _flag("DIR", "runs/<UTC time>-sharded")] = None
+    """Directory for the table."""
+
+
 Command = (
     Annotated[Run, tyro.conf.subcommand("run")]
     | Annotated[Doctor, tyro.conf.subcommand("doctor")]
@@ -198,6 +206,7 @@ Command = (
     | Annotated[Report, tyro.conf.subcommand("report")]
     | Annotated[Compare, tyro.conf.subcommand("compare")]
     | Annotated[Compile, tyro.conf.subcommand("compile")]
+    | Annotated[Shard, tyro.conf.subcommand("sharded")]
 )
 
 
@@ -223,6 +232,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 code = _report(command.run_dir)
             case Compile():
                 code = _compile(command, sys.argv[1:] if arguments is None else arguments)
+            case Shard():
+                code = _sharded(command)
             case Compare():
                 print(reports.compare(command.run_a, command.run_b))  # noqa: T201
                 code = 0
@@ -279,6 +290,14 @@ def _compile(command: Compile, arguments: Sequence[str]) -> int:
         print("\ninterrupted: what is compiled is kept; ask for the same again to go on.", file=sys.stderr)  # noqa: T201
         return _INTERRUPTED
     return _report(request.out)
+
+
+def _sharded(command: Shard) -> int:
+    out = command.out or Path("runs") / f"{dt.datetime.now(dt.UTC).strftime('%Y%m%dT%H%M%SZ')}-sharded"
+    with Console(stderr=True).status("starting") as status:
+        facts = sharded.run(out, status.update)
+    print(f"{sharded.page(facts)}\npage: {out / sharded.PAGE}")  # noqa: T201
+    return 0
 
 
 def _request(command: Run) -> RunRequest:
