@@ -41,8 +41,8 @@ def shard_parameters(params: Params, mesh: Mesh, *, heads: str | None, rest: str
     >>> from models import Transformer, ModelConfig
     >>> mesh = Mesh(np.array(jax.devices()[:1]), ("model",))
     >>> params = shard_parameters(Transformer(ModelConfig.from_preset("debug")).arrays(), mesh, heads="model")
-    >>> params["layers"][0]["q_proj"].sharding.spec
-    PartitionSpec('model', None)
+    >>> tuple(params["layers"][0]["q_proj"].sharding.spec)
+    ('model', None)
     """
     return jax.tree.map_with_path(
         lambda path, x: jax.device_put(x, parameter_sharding(leaf_name(path), x.shape, mesh, heads=heads, rest=rest)),

@@ -41,13 +41,13 @@ def main() -> None:
             request["coordinator"], num_processes=request["processes"], process_id=request["process"]
         )
     for row in request["rows"]:
-        answer = _answer(Row(**row))
+        answer = _answer(Row(**row), alone=request["alone"])
         if jax.process_index() == 0:
             replies.write(json.dumps(answer, allow_nan=False) + "\n")
             replies.flush()
 
 
-def _answer(row: Row) -> dict[str, Any]:
+def _answer(row: Row, *, alone: bool) -> dict[str, Any]:
     """``status`` (ok, wrong, refused, crashed) and what belongs to it."""
     spec = _spec(row.problem, registry.get(row.backend))
     mesh = Mesh(np.array(jax.devices()).reshape(*row.shape.values()), tuple(row.shape))
@@ -57,12 +57,12 @@ def _answer(row: Row) -> dict[str, Any]:
     if not support:
         return {"status": "refused", "reasons": list(support.reasons)}
     try:
-        return _judged(backend, spec, row)
+        return _judged(backend, spec, row, alone=alone)
     except Exception as error:  # noqa: BLE001 (a row that fails is a result)
         return {"status": "crashed", "reasons": [one_line(error)]}
 
 
-def _judged(backend: Sharded, spec: AttentionSpec, row: Row) -> dict[str, Any]:
+def _judged(backend: Sharded, spec: AttentionSpec, row: Row, *, alone: bool) -> dict[str, Any]:
     solved = _solved(row.problem, spec)
     everywhere = NamedSharding(backend.mesh, PartitionSpec())
     inputs = [_dealt(x, backend.sharding()) for x in solved.inputs]
@@ -71,7 +71,7 @@ def _judged(backend: Sharded, spec: AttentionSpec, row: Row) -> dict[str, Any]:
     output = results["output"]
     whole = jax.jit(lambda x: x, out_shardings=everywhere)(results)
     found = {name: np.asarray(x.addressable_data(0)) for name, x in whole.items()}
-    alone = _alone(row.backend, row.mode, row.problem, spec)
+    by_itself = _alone(row.backend, row.mode, row.problem, spec) if alone else {}
     verdicts = {name: _verdict(name, x, solved, spec) for name, x in found.items()}
     return {
         "status": "ok" if all(verdict.passed for verdict in verdicts.values()) else "wrong",
@@ -79,7 +79,7 @@ def _judged(backend: Sharded, spec: AttentionSpec, row: Row) -> dict[str, Any]:
         "share": list(output.sharding.shard_shape(output.shape)),
         "errors": {name: _finite(verdict.max_error) for name, verdict in verdicts.items()},
         "allowed": {name: verdict.allowed for name, verdict in verdicts.items()},
-        "errors_of_one_device": {name: _finite(verdict.max_error) for name, verdict in alone.items()},
+        "errors_of_one_device": {name: _finite(verdict.max_error) for name, verdict in by_itself.items()},
     }
 
 

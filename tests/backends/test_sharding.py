@@ -124,9 +124,10 @@ def test_carry_of_a_backend_is_dealt_with_its_batch():
     """Kascade's reuse layer gets the selection of the anchor; one device is enough to lose it."""
     sharded = Sharded(registry.get("kascade"), _mesh("cores"), MeshAxes(data="cores"))
     spec = dataclasses.replace(_spec(batch=1, num_heads=2, num_kv_heads=2), needs_grad=False, is_causal=True)
+    spec = dataclasses.replace(spec, query_length=256, key_value_length=256)
     options, layer = registry.get("kascade").roles(spec)["reuse"]
     plan = sharded.plan(spec, Layout(), target=Target.here(), options=options)
-    x = jnp.ones((1, 8, 2, 16))
+    x = jnp.ones((1, 256, 2, 16))
     carry = plan.run(x, x, x, layer=layer - 1)[1]
     assert jax.tree.leaves(carry)
     np.testing.assert_allclose(plan.run(x, x, x, layer=layer, carry=carry)[0], x, rtol=1e-6)
