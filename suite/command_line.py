@@ -21,7 +21,7 @@ from rich.console import Console
 
 import reports
 from backends import Target
-from suite import compile_run
+from suite import compile_run, sharded
 from suite.checkpoint import CheckpointWords
 from suite.compile_request import ModelWords, compile_request
 from suite.doctor import describe, examine_here
@@ -282,6 +282,14 @@ class Curves:
     """Directory for curves, page and picture; what it holds of them is replaced."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """Hold attention that is dealt to many devices (data, heads, context) to the oracle, on devices of the host."""
+
+    out: Annotated[Path | None, _flag("DIR", "runs/<UTC time>-sharded")] = None
+    """Directory for the table."""
+
+
 Command = (
     Annotated[Run, tyro.conf.subcommand("run")]
     | Annotated[Doctor, tyro.conf.subcommand("doctor")]
@@ -293,6 +301,7 @@ Command = (
     | Annotated[Convert, tyro.conf.subcommand("convert")]
     | Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Curves, tyro.conf.subcommand("curves")]
+    | Annotated[Shard, tyro.conf.subcommand("sharded")]
 )
 
 
@@ -316,6 +325,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         Convert: _convert,
         Train: _train,
         Curves: _curves,
+        Shard: _sharded,
     }
     try:
         code = actions[type(command)](command)
@@ -372,6 +382,14 @@ def _compile(command: Compile, arguments: Sequence[str]) -> int:
         print("\ninterrupted: what is compiled is kept; ask for the same again to go on.", file=sys.stderr)  # noqa: T201
         return _INTERRUPTED
     return _report(request.out)
+
+
+def _sharded(command: Shard) -> int:
+    out = command.out or Path("runs") / f"{dt.datetime.now(dt.UTC).strftime('%Y%m%dT%H%M%SZ')}-sharded"
+    with Console(stderr=True).status("starting") as status:
+        facts = sharded.run(out, status.update)
+    print(f"{sharded.page(facts)}\npage: {out / sharded.PAGE}")  # noqa: T201
+    return 0
 
 
 def _request(command: Run) -> RunRequest:

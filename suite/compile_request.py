@@ -139,9 +139,14 @@ def _known_backend(name: str) -> str:
 
 
 def _known_target(name: str) -> Target:
-    if name not in topologies.KINDS:
-        raise InputError(f"target {name!r} cannot be compiled for; use {', '.join(topologies.KINDS)}.")
-    return Target.named(name)
+    if name.partition(":")[0] not in topologies.KINDS:
+        raise InputError(
+            f"target {name!r} cannot be compiled for; use {', '.join(topologies.KINDS)}, or a slice such as v5e:4x4."
+        )
+    try:
+        return Target.named(name)
+    except ValueError as error:
+        raise InputError(str(error)) from error
 
 
 def _known(table: dict[str, str], name: str, what: str) -> str:
