@@ -119,7 +119,7 @@ def test_the_command_converts_and_says_what_it_wrote(checkpoint, capsys):
         main(["convert", "--input", str(checkpoint), "--dtype", "float16", "--quantize", "none", "--chunked"])
     assert exit_info.value.code == 0
     output = checkpoint.with_name("in-converted")
-    assert capsys.readouterr().out == f"164,864 parameters, float16: {output}\n"
+    assert capsys.readouterr().out == f"165,056 parameters, float16: {output}\n"
     assert load(output).config.param_dtype == "float16"
 
 
