@@ -123,6 +123,21 @@ def test_the_command_converts_and_says_what_it_wrote(checkpoint, capsys):
     assert load(output).config.param_dtype == "float16"
 
 
+def test_a_preset_is_written_with_random_weights(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as exit_info:
+        main(["convert", "--input", "debug", "--output", "out", "--dtype", "bfloat16", "--chunked"])
+    assert exit_info.value.code == 0
+    assert "random parameters, bfloat16: out" in capsys.readouterr().out
+    model = load(tmp_path / "out")
+    assert model.config == ModelConfig.from_preset("debug", dtype="bfloat16", param_dtype="bfloat16")
+    layer = jax.tree.map(lambda x: np.asarray(x, np.float32), model.arrays()["layers"][1])
+    assert set(layer["input_layernorm"].tolist()) == {1.0}
+    assert layer["up_proj"].std() == pytest.approx(0.02, rel=0.05)
+    assert len({tuple(row) for row in layer["up_proj"].tolist()}) == len(layer["up_proj"])
+    assert np.isfinite(model(TOKENS, backend="standard")).all()
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

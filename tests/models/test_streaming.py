@@ -74,7 +74,7 @@ STREAM = """
 import sys, numpy as np, models
 from suite.memory import high_water, mark_baseline
 small, big = map(models.open_checkpoint, sys.argv[1:])
-tokens = np.random.default_rng(0).integers(0, 256, (2, 65))
+tokens = np.random.default_rng(0).integers(0, 256, (1, 17))  # memory is that of weights, and time of tokens
 models.streamed_nats(small, tokens, backend="standard")
 before = mark_baseline()
 nats = models.streamed_nats(big, tokens, backend="standard")
