@@ -179,38 +179,29 @@ def test_pickle_and_pytorch_are_not_even_imported_for_safetensors(checkpoint):
     subprocess.run([sys.executable, "-c", code, str(checkpoint)], check=True, timeout=120, env=environment())
 
 
-# What convert reads a file of and writes a file of, 1B-shaped: the memory is that of a tensor, not that of the file.
-SHAPE = ModelConfig(
-    vocab_size=512,
-    hidden_size=2048,
-    intermediate_size=8192,
-    num_layers=6,
-    num_heads=32,
-    num_kv_heads=8,
-    dtype="bfloat16",
-    param_dtype="bfloat16",
-)
 GROWTH = """
 import sys, models
 from suite.memory import high_water, mark_baseline
-warm, source, output, call = sys.argv[1:]
-models.convert(warm, output + "-warm"), models.load(warm)
-before = mark_baseline()
-kept = models.convert(source, output, dtype="float16") if call == "convert" else models.load(source)
-print(high_water(before))
+call, output, *sources = sys.argv[1:]
+first = mark_baseline()
+for number, source in enumerate(sources):
+    mark_baseline()
+    kept = models.load(source) if call == "load" else models.convert(source, output + str(number), dtype="float16")
+    print(high_water(first))
+    del kept
 """
 
 
-def test_converting_takes_the_memory_of_a_layer_and_loading_that_of_the_model(checkpoint, noise_checkpoint, tmp_path):
-    big, layer = noise_checkpoint(SHAPE)
-    grown = {}
+def test_converting_takes_no_more_memory_for_more_layers_and_loading_does(two_depths, tmp_path):
+    sources, layer = two_depths
+    more = {}
     for call in ("convert", "load"):
-        arguments = [str(checkpoint), str(big), str(tmp_path / call), call]
-        command = [sys.executable, "-c", GROWTH, *arguments]
+        command = [sys.executable, "-c", GROWTH, call, str(tmp_path / call), *map(str, sources)]
         done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True, env=environment())
-        grown[call] = int(done.stdout) / layer
-    assert 0.1 < grown["convert"] < 1.5, grown
-    assert 5.9 < grown["load"] < 7.5, grown
+        shallow, deep = map(int, done.stdout.split())
+        more[call] = (deep - shallow) / layer
+    assert more["convert"] < 0.7, more
+    assert 2.3 < more["load"], more  # three layers more
 
 
 def test_config_json_is_written_last(checkpoint, tmp_path):
