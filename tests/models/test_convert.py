@@ -201,7 +201,7 @@ def test_converting_takes_no_more_memory_for_more_layers_and_loading_does(two_de
         shallow, deep = map(int, done.stdout.split())
         more[call] = (deep - shallow) / layer
     assert more["convert"] < 0.7, more
-    assert 2.3 < more["load"], more  # three layers more
+    assert more["load"] > 2.3, more  # three layers more
 
 
 def test_config_json_is_written_last(checkpoint, tmp_path):
