@@ -34,7 +34,7 @@ def load(directory: str | Path, **overrides: Any) -> Transformer:
 
     ``overrides`` replace fields of its configuration. Parameters are kept in the dtype that the checkpoint names
     (override ``param_dtype``), and computed with in the same (override ``dtype``). Besides the model itself it
-    takes about the memory of one tensor. Raises ValueError, in a sentence, for a directory, configuration or
+    takes the memory of a few tensors. Raises ValueError, in a sentence, for a directory, configuration or
     tensor that is missing, unreadable, unexpected or of the wrong shape.
     """
     checkpoint = open_checkpoint(directory, **overrides)
