@@ -19,3 +19,4 @@ from models.weights import load as load
 from models.weights import load_layer as load_layer
 from models.weights import load_shipped as load_shipped
 from models.weights import save as save
+from models.weights import write_random as write_random

@@ -1,10 +1,10 @@
 """Safetensors files: which tensors lie where, reading some of them, and writing them one after the other.
 
-A checkpoint is one file or the shards that ``model.safetensors.index.json`` lists. Files are opened anew for
-every reading and closed behind it, so that no more of them stays mapped than is being read. The writer streams: the
-library's own takes all tensors of a file at once, which for a checkpoint of 16 GB is 16 GB. The format is a
-length, a header in JSON, and the tensors' bytes (github.com/huggingface/safetensors, "Format"); what is
-written here the library reads and checks.
+A checkpoint is one file or the shards that ``model.safetensors.index.json`` lists. Files are opened anew for every
+tensor: what was read of a mapped file counts as memory of the process until the file is closed. The writer streams:
+the library's own takes all tensors of a file at once, which for a checkpoint of 16 GB is 16 GB. The format is a
+length, a header in JSON, and the tensors' bytes (github.com/huggingface/safetensors, "Format"); what is written here
+the library reads and checks.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class SafetensorsSource:
 
     def read(self, names: Sequence[str]) -> Iterator[tuple[str, Any]]:
         """The tensors of these names, each with its own, in the dtype in which they are stored."""
-        for path in dict.fromkeys(self._files[name] for name in names):
-            with _opened(path) as file:
-                for name in (name for name in names if self._files[name] == path):
-                    yield name, file.get_tensor(name)
+        for name in names:
+            with _opened(self._files[name]) as file:
+                value = file.get_tensor(name)
+            yield name, value
 
 
 def write_safetensors(

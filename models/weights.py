@@ -25,6 +25,7 @@ from models.tokenizer import TOKENIZER_FILES
 from models.transformer import Transformer
 
 SHIPPED = "tiny-bytes"
+_NOISE = 1_000_003  # a prime, so that no two rows of a matrix are alike
 _ReadTensors = Callable[[Sequence[str]], Iterable[tuple[str, np.ndarray]]]
 
 
@@ -33,7 +34,7 @@ def load(directory: str | Path, **overrides: Any) -> Transformer:
 
     ``overrides`` replace fields of its configuration. Parameters are kept in the dtype that the checkpoint names
     (override ``param_dtype``), and computed with in the same (override ``dtype``). Besides the model itself it
-    takes about the memory of one tensor. Raises ValueError, in a sentence, for a directory, configuration or
+    takes the memory of a few tensors. Raises ValueError, in a sentence, for a directory, configuration or
     tensor that is missing, unreadable, unexpected or of the wrong shape.
     """
     checkpoint = open_checkpoint(directory, **overrides)
@@ -87,13 +88,41 @@ def convert(
     if dtype is not None:
         overrides |= {"dtype": dtype, "param_dtype": dtype}
     checkpoint = open_checkpoint(directory, **overrides)
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ValueError(f"output {str(output)!r} already exists and is not empty; give another directory.")
+    _check_empty(output)
     _write(output, checkpoint.config, checkpoint.tensors, chunked=chunked)
     for name in TOKENIZER_FILES:
         if (directory / name).is_file():
             shutil.copyfile(directory / name, output / name)
     return checkpoint.config
+
+
+def write_random(config: ModelConfig, directory: str | Path, *, chunked: bool = False, seed: int = 0) -> None:
+    """Write a checkpoint with random weights, for runs that measure time and memory; in memory is one tensor.
+
+    Weights are a million normal numbers (standard deviation 0.02) over and over, norms are one, biases zero. Raises
+    ValueError as :func:`convert` does.
+    """
+    directory = Path(directory)
+    _check_empty(directory)
+    noise = np.random.default_rng(seed).standard_normal(_NOISE, np.float32) * 0.02
+    noise = noise.astype(config.param_dtype)
+    is_shape = lambda x: isinstance(x, tuple)  # noqa: E731
+    names = jax.tree.leaves(checkpoint_names(config))
+    shapes = dict(zip(names, jax.tree.leaves(parameter_shapes(config), is_leaf=is_shape), strict=True))
+
+    def read(wanted: Sequence[str]) -> Iterator[tuple[str, np.ndarray]]:
+        for name in wanted:
+            if len(shapes[name]) > 1:
+                yield name, np.resize(noise, shapes[name])
+            else:
+                yield name, np.full(shapes[name], not name.endswith("bias"), noise.dtype)
+
+    _write(directory, config, read, chunked=chunked)
+
+
+def _check_empty(output: Path) -> None:
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ValueError(f"output {str(output)!r} already exists and is not empty; give another directory.")
 
 
 def _write(directory: Path, config: ModelConfig, read: _ReadTensors, *, chunked: bool) -> None:

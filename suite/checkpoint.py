@@ -17,6 +17,7 @@ from suite.suites import Suite
 
 NAME = "checkpoint"
 TOP_K, TILE_SIZE = 0.125, 16
+SEQUENCES = 12  # the same for every row, so that their perplexities compare
 # What Kascade's row of a text is published beside: dense, the best that could be selected, and what has to fail.
 ROWS = ("dense", "oracle_query", "kascade", "sinks_window", "random_tiles")
 
@@ -56,12 +57,17 @@ def checkpoint_suite(words: CheckpointWords, *, kascade: bool) -> Suite:
         **({"top_k": TOP_K, "tile_size": TILE_SIZE, "anchors": anchors} if kascade else {}),
     }
     cases: list[Case] = [
-        TextCase(**shared, dtype=words.dtype or config.dtype),
+        TextCase(**shared, sequences=SEQUENCES, dtype=words.dtype or config.dtype),
         ModelCase(kind="model_prefill", **timed),
         ModelCase(kind="model_decode", new_tokens=words.new_tokens, **timed),
     ]
     if kascade and set(config.layer_types) == {"global"}:
-        chosen: dict[str, Any] = {"top_k": TOP_K, "tile_size": TILE_SIZE, "anchors": str(anchors), "sequences": 8}
+        chosen: dict[str, Any] = {
+            "top_k": TOP_K,
+            "tile_size": TILE_SIZE,
+            "anchors": str(anchors),
+            "sequences": SEQUENCES,
+        }
         cases += [
             SelectionCase(kind="kascade_text", phase=phase, **shared, **chosen) for phase in ("prefill", "decode")
         ]

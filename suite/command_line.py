@@ -30,7 +30,7 @@ from suite.kascade.words import KascadeWords
 from suite.loss_curves import CURVES, Setting
 from suite.memory import machine_bytes
 from suite.progress import ProgressDisplay
-from suite.run import RunRequest, execute, new_request, resumed_request
+from suite.run import RunRequest, checked_text, execute, new_request, resumed_request
 from suite.runner import Limits
 from suite.store import MANIFEST, RECORDS, parse_records
 from suite.suites import select
@@ -204,8 +204,8 @@ class Compile:
 class Convert:
     """Write a checkpoint (Hugging Face's safetensors, or Meta's .pth) as safetensors and JSON, tensor by tensor."""
 
-    input: Annotated[Path, tyro.conf.arg(metavar="DIR")]
-    """Directory of the checkpoint."""
+    input: Annotated[Path, tyro.conf.arg(metavar="DIR|PRESET")]
+    """Directory of the checkpoint; or a preset such as llama-3.1-8b, which is written with random weights."""
     output: Annotated[Path | None, _flag("DIR", "the input's name with -converted")] = None
     """Directory to write; it must be new or empty."""
     dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, _flag("DTYPE", "as stored")] = None
@@ -290,6 +290,28 @@ class Shard:
     """Directory for the table."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Perplexity:
+    """Perplexity of a checkpoint on text, layer by layer: for models larger than memory."""
+
+    model: Annotated[Path, tyro.conf.arg(metavar="DIR")]
+    """Directory of the checkpoint."""
+    text: Annotated[Path | None, _flag("FILE", "prose that ships with Python")] = None
+    """Text (UTF-8) to measure on."""
+    random_tokens: Annotated[bool, tyro.conf.FlagCreatePairsOff, _flag("", "off")] = False
+    """Random tokens in place of text: for time and memory alone, of a checkpoint without a tokenizer."""
+    seq_len: Annotated[int, _flag("TOKENS", "512")] = 512
+    """Tokens of a sequence."""
+    sequences: Annotated[int, _flag("N", "8")] = 8
+    """Sequences, spread evenly over the text; each layer is read once for all of them."""
+    batch: Annotated[int, _flag("N", "1")] = 1
+    """Sequences that are computed at a time."""
+    backend: Annotated[str, _flag("NAME", "auto")] = "auto"
+    """What computes attention."""
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, _flag("DTYPE", "as stored")] = None
+    """What is computed in."""
+
+
 Command = (
     Annotated[Run, tyro.conf.subcommand("run")]
     | Annotated[Doctor, tyro.conf.subcommand("doctor")]
@@ -302,6 +324,7 @@ Command = (
     | Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Curves, tyro.conf.subcommand("curves")]
     | Annotated[Shard, tyro.conf.subcommand("sharded")]
+    | Annotated[Perplexity, tyro.conf.subcommand("perplexity")]
 )
 
 
@@ -323,6 +346,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         Compare: lambda asked: _compare(asked.run_a, asked.run_b),
         Compile: lambda asked: _compile(asked, words),
         Convert: _convert,
+        Perplexity: _perplexity,
         Train: _train,
         Curves: _curves,
         Shard: _sharded,
@@ -491,6 +515,12 @@ def _convert(command: Convert) -> int:
 
     output = command.output or command.input.resolve().with_name(command.input.resolve().name + "-converted")
     try:
+        if str(command.input) in models.PRESETS and not command.input.exists():
+            dtype = {} if command.dtype is None else {"dtype": command.dtype, "param_dtype": command.dtype}
+            config = models.ModelConfig.from_preset(str(command.input), **dtype)
+            models.write_random(config, output, chunked=command.chunked)
+            print(f"{config.num_parameters:,} random parameters, {config.param_dtype}: {output}")  # noqa: T201
+            return 0
         overrides = {}
         if command.preset is not None:
             overrides["rope_scaling"] = models.ModelConfig.from_preset(command.preset).rope_scaling
@@ -537,6 +567,27 @@ def _curves(command: Curves) -> int:
     interpreted = Setting("interpreted", command.interpreted_steps, batch=1, length=256)
     run_curves(command.preset, command.backends.split(","), native, interpreted, out)
     print(f"report: {reports.render_curves(out)}")  # noqa: T201
+    return 0
+
+
+def _perplexity(command: Perplexity) -> int:
+    from suite import streamed  # noqa: PLC0415 (as above)
+
+    for flag, value, least in (("--seq-len", command.seq_len, 2), ("--sequences", command.sequences, 1)):
+        if value < least:
+            raise InputError(f"{flag} {value} must be at least {least}.")
+    request = streamed.StreamRequest(
+        model=command.model,
+        text=None if command.text is None else checked_text(command.text),
+        random_tokens=command.random_tokens,
+        sequence=command.seq_len,
+        sequences=command.sequences,
+        batch=command.batch,
+        backend=command.backend,
+        dtype=command.dtype,
+    )
+    for line in streamed.run(request):
+        print(line)  # noqa: T201
     return 0
 
 

@@ -1,33 +1,19 @@
-"""Large checkpoints for tests that measure memory."""
+"""Checkpoints of one shape and two depths, for tests that memory does not grow with the number of layers."""
 
-import jax
-import numpy as np
 import pytest
 
-from models import ModelConfig
-from models.parameters import checkpoint_names, parameter_shapes
-from models.weights import _write
+from models import ModelConfig, write_random
+
+# Layers of Llama 3.2 1B, 116 MiB each in bfloat16, and a small vocabulary.
+SHAPE = ModelConfig.from_preset("llama-3.2-1b", vocab_size=512)
+DEPTHS = (2, 5)
 
 
-def layer_bytes(config: ModelConfig) -> int:
-    """Bytes of one layer in half precision."""
-    return 2 * (config.replace(num_layers=2).num_parameters - config.replace(num_layers=1).num_parameters)
-
-
-@pytest.fixture
-def noise_checkpoint(tmp_path):
-    """Writes a checkpoint of slices of one block of noise, cheap to make; gives its directory and bytes per layer."""
-
-    def write(config):
-        shapes = jax.tree.leaves(parameter_shapes(config), is_leaf=lambda x: isinstance(x, tuple))
-        places = dict(zip(jax.tree.leaves(checkpoint_names(config)), shapes, strict=True))
-        largest = max(int(np.prod(shape)) for shape in shapes)
-        noise = (np.random.default_rng(0).standard_normal(largest, np.float32) * 0.02).astype(config.param_dtype)
-
-        def read(names):
-            return ((name, noise[: int(np.prod(places[name]))].reshape(places[name])) for name in names)
-
-        _write(tmp_path / "noise", config, read, chunked=False)
-        return tmp_path / "noise", layer_bytes(config)
-
-    return write
+@pytest.fixture(scope="module")
+def two_depths(tmp_path_factory):
+    """Directories of a shallow and a deep checkpoint, and the bytes of a layer."""
+    folder = tmp_path_factory.mktemp("depths")
+    for depth in DEPTHS:
+        write_random(SHAPE.replace(num_layers=depth), folder / str(depth))
+    counts = [SHAPE.replace(num_layers=depth).num_parameters for depth in (1, 2)]
+    return [folder / str(depth) for depth in DEPTHS], 2 * (counts[1] - counts[0])

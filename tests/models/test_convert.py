@@ -119,8 +119,23 @@ def test_the_command_converts_and_says_what_it_wrote(checkpoint, capsys):
         main(["convert", "--input", str(checkpoint), "--dtype", "float16", "--quantize", "none", "--chunked"])
     assert exit_info.value.code == 0
     output = checkpoint.with_name("in-converted")
-    assert capsys.readouterr().out == f"164,864 parameters, float16: {output}\n"
+    assert capsys.readouterr().out == f"165,056 parameters, float16: {output}\n"
     assert load(output).config.param_dtype == "float16"
+
+
+def test_a_preset_is_written_with_random_weights(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as exit_info:
+        main(["convert", "--input", "debug", "--output", "out", "--dtype", "bfloat16", "--chunked"])
+    assert exit_info.value.code == 0
+    assert "random parameters, bfloat16: out" in capsys.readouterr().out
+    model = load(tmp_path / "out")
+    assert model.config == ModelConfig.from_preset("debug", dtype="bfloat16", param_dtype="bfloat16")
+    layer = jax.tree.map(lambda x: np.asarray(x, np.float32), model.arrays()["layers"][1])
+    assert set(layer["input_layernorm"].tolist()) == {1.0}
+    assert layer["up_proj"].std() == pytest.approx(0.02, rel=0.05)
+    assert len({tuple(row) for row in layer["up_proj"].tolist()}) == len(layer["up_proj"])
+    assert np.isfinite(model(TOKENS, backend="standard")).all()
 
 
 @pytest.mark.parametrize(
@@ -164,38 +179,29 @@ def test_pickle_and_pytorch_are_not_even_imported_for_safetensors(checkpoint):
     subprocess.run([sys.executable, "-c", code, str(checkpoint)], check=True, timeout=120, env=environment())
 
 
-# What convert reads a file of and writes a file of, 1B-shaped: the memory is that of a tensor, not that of the file.
-SHAPE = ModelConfig(
-    vocab_size=512,
-    hidden_size=2048,
-    intermediate_size=8192,
-    num_layers=6,
-    num_heads=32,
-    num_kv_heads=8,
-    dtype="bfloat16",
-    param_dtype="bfloat16",
-)
 GROWTH = """
 import sys, models
 from suite.memory import high_water, mark_baseline
-warm, source, output, call = sys.argv[1:]
-models.convert(warm, output + "-warm"), models.load(warm)
-before = mark_baseline()
-kept = models.convert(source, output, dtype="float16") if call == "convert" else models.load(source)
-print(high_water(before))
+call, output, *sources = sys.argv[1:]
+first = mark_baseline()
+for number, source in enumerate(sources):
+    mark_baseline()
+    kept = models.load(source) if call == "load" else models.convert(source, output + str(number), dtype="float16")
+    print(high_water(first))
+    del kept
 """
 
 
-def test_converting_takes_the_memory_of_a_layer_and_loading_that_of_the_model(checkpoint, noise_checkpoint, tmp_path):
-    big, layer = noise_checkpoint(SHAPE)
-    grown = {}
+def test_converting_takes_no_more_memory_for_more_layers_and_loading_does(two_depths, tmp_path):
+    sources, layer = two_depths
+    more = {}
     for call in ("convert", "load"):
-        arguments = [str(checkpoint), str(big), str(tmp_path / call), call]
-        command = [sys.executable, "-c", GROWTH, *arguments]
+        command = [sys.executable, "-c", GROWTH, call, str(tmp_path / call), *map(str, sources)]
         done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True, env=environment())
-        grown[call] = int(done.stdout) / layer
-    assert 0.1 < grown["convert"] < 1.5, grown
-    assert 5.9 < grown["load"] < 7.5, grown
+        shallow, deep = map(int, done.stdout.split())
+        more[call] = (deep - shallow) / layer
+    assert more["convert"] < 0.7, more
+    assert more["load"] > 2.3, more  # three layers more
 
 
 def test_config_json_is_written_last(checkpoint, tmp_path):

@@ -83,7 +83,7 @@ def test_null_and_default_scaling_are_none():
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"model_type": "gpt2"}, "model_type='gpt2' is not supported"),
+        ({"model_type": "gpt2"}, "model_type='gpt2' in config.json is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' in config.json is not supported; only 'silu' is"),
         ({"mlp_bias": True}, "mlp_bias=True"),
         ({"quantization_config": {"bits": 4}}, "quantization_config="),
