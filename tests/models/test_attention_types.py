@@ -111,9 +111,9 @@ def test_it_decodes_from_a_cache_to_the_same_logits(backend):
 
 @pytest.mark.parametrize(("backend", "kind"), REFUSES)
 def test_a_type_that_a_backend_cannot_is_refused_with_the_reason(backend, kind):
-    types, call = asked(backend)
+    types, call = TAKES[backend]
     assert kind not in types
-    call |= {"needs_grad": False} if backend in FORWARD_ONLY else {}
+    call = {"backend": backend, "on_unavailable": "raise", **call, "needs_grad": backend not in FORWARD_ONLY}
     with pytest.raises(BackendUnavailableError, match=re.escape(REFUSES[backend, kind])):
         model_of((kind,), dtype="bfloat16" if backend in HALF else "float32")(tokens_for(), **call)
 
