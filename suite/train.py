@@ -152,6 +152,8 @@ def execute(request: TrainRequest, out: Path, *, resume: bool = False, say: Call
     """
     if request.save_every and (reason := missing()):
         raise InputError(f"{reason}, or train without saving (--save-every 0).")
+    if resume and not request.save_every:
+        raise InputError("--resume: a run with --save-every 0 saves nothing to go on with; start it again.")
     problem = open_problem(request)
     settings = _settings(request, problem)
     _prepare(out, settings, resume=resume)
@@ -165,7 +167,10 @@ def execute(request: TrainRequest, out: Path, *, resume: bool = False, say: Call
     trained = jax.tree.map(lambda x: x.copy(), problem.trained)  # the step takes its arrays away
     with _saved(request, out) as saved:
         state, done = update.init(trained), 0
-        if resume and saved is not None and (latest := saved.latest()) is not None:
+        latest = saved.latest() if resume and saved is not None else None
+        if resume and latest is None:
+            say("nothing was saved yet: starting over")
+        elif saved is not None and latest is not None:
             (trained, state), done = _restored(saved, latest, (trained, state)), latest
             say(f"resuming behind step {done}")
         losses = _keep(out / LOSSES, done)
