@@ -1,6 +1,6 @@
 """Documents packed into rows of one length, with segment ids that keep them apart.
 
-First fit: each document goes into the first row that has room for it, a document longer than a row is cut into
+Best fit: each document goes into the row whose room it fills best, a document longer than a row is cut into
 pieces, and what is left of a row is padding (id -1). The model lets no token attend across documents, positions
 restart in each (``forward.py``), and the loss has no target across a border (``loss.py``).
 """
@@ -36,18 +36,19 @@ def pack(documents: Iterable[Sequence[int] | np.ndarray], length: int) -> Packed
     if length < 2:
         raise ValueError(f"length={length} leaves nothing to predict in a row; give at least 2.")
     rows: list[list[np.ndarray]] = []
-    room: list[int] = []
+    by_room: list[list[int]] = [[] for _ in range(length + 1)]  # rows by the tokens that they have left
     for document in documents:
         whole = np.asarray(document, np.int32)
         for piece in (whole[at : at + length] for at in range(0, len(whole), length)):
             if len(piece) < 2:
                 continue
-            row = next((i for i, left in enumerate(room) if left >= len(piece)), len(rows))
-            if row == len(rows):
+            room = next((left for left in range(len(piece), length) if by_room[left]), length)
+            if room == length:
                 rows.append([])
-                room.append(length)
+                by_room[length].append(len(rows) - 1)
+            row = by_room[room].pop()
             rows[row].append(piece)
-            room[row] -= len(piece)
+            by_room[room - len(piece)].append(row)
     if not rows:
         raise ValueError("there is no document of two tokens or more; give text with something to predict.")
     tokens = np.zeros((len(rows), length), np.int32)

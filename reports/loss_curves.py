@@ -44,10 +44,10 @@ def render_curves(directory: Path) -> Path:
         curves = parse_curves(directory / CURVES)
     except (OSError, ValueError) as error:
         raise ReportError(f"{str(directory)!r} holds no loss curves that can be read: {error}") from error
+    path, picture = directory / PAGE, directory / PICTURE
+    path.write_text(page(manifest, curves, picture=is_available() or picture.is_file()), encoding="utf-8")
     if is_available():
-        (directory / PICTURE).write_text(draw(curves), encoding="utf-8")
-    path = directory / PAGE
-    path.write_text(page(manifest, curves, picture=(directory / PICTURE).is_file()), encoding="utf-8")
+        picture.write_text(draw(curves), encoding="utf-8")
     return path
 
 

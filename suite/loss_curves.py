@@ -3,9 +3,9 @@
 Every run trains the same model on the same batches. The noise is what the standard backend does to itself when only
 the order of its float sums changes: runs that store the hidden coordinates of the model in another order, which is
 the same mathematics to the last symbol. A backend is ready where, at every step, its loss is no further from the
-standard's than twice the furthest of those runs was so far, plus one rounding of the loss. Beside it stand controls
-that have to fail: the standard backend with a gradient slightly wrong. Runs on other batches are kept for scale:
-held to that spread, the wrong gradients would pass.
+standard's than twice the sum of what the furthest of those runs was so far and one rounding of the loss. Beside it
+stand controls that have to fail: the standard backend with a gradient slightly wrong. Runs on other batches are kept
+for scale: held to that spread, the wrong gradients would pass.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 from flax import nnx
 
 from backends import BackendUnavailableError
@@ -86,12 +87,19 @@ class Problem:
     batch_of: Callable[[int], Batch]
     trained: Trained
     base: Params | None
+    update: optax.GradientTransformation
     text_sha256: str
 
 
 def open_problem(request: TrainRequest) -> Problem:
     """Load what a request names. Raises InputError, in a sentence, for what cannot be used."""
     try:
+        update = make_optimizer(
+            request.optimizer,
+            steps=request.steps,
+            learning_rate=request.learning_rate,
+            weight_decay=request.weight_decay,
+        )
         model = _open_model(request)
         data = load_text(request.text, held_out=0.0 if request.text else 0.1).train
         config = model.config
@@ -116,7 +124,7 @@ def open_problem(request: TrainRequest) -> Problem:
         batch_of = packed_batches(request, data) if request.packed else window_batches(request, data)
     except (ValueError, BackendUnavailableError) as error:
         raise error if isinstance(error, InputError) else InputError(str(error)) from error
-    return Problem(config, resolutions, batch_of, trained, base, hashlib.sha256(data.tobytes()).hexdigest())
+    return Problem(config, resolutions, batch_of, trained, base, update, hashlib.sha256(data.tobytes()).hexdigest())
 
 
 def window_batches(request: TrainRequest, data: np.ndarray) -> Callable[[int], Batch]:
@@ -152,20 +160,20 @@ def execute(request: TrainRequest, out: Path, *, resume: bool = False, say: Call
     """
     if request.save_every and (reason := missing()):
         raise InputError(f"{reason}, or train without saving (--save-every 0).")
+    if resume and not request.save_every:
+        raise InputError("--resume: a run with --save-every 0 saves nothing to go on with; start it again.")
     problem = open_problem(request)
     settings = _settings(request, problem)
     _prepare(out, settings, resume=resume)
-    update = make_optimizer(
-        request.optimizer,
-        steps=request.steps,
-        learning_rate=request.learning_rate,
-        weight_decay=request.weight_decay,
-    )
+    update = problem.update
     step = compiled_step(training_step(problem.config, problem.resolutions, update, remat=request.remat))
     trained = jax.tree.map(lambda x: x.copy(), problem.trained)  # the step takes its arrays away
     with _saved(request, out) as saved:
         state, done = update.init(trained), 0
-        if resume and saved is not None and (latest := saved.latest()) is not None:
+        latest = saved.latest() if resume and saved is not None else None
+        if resume and latest is None:
+            say("nothing was saved yet: starting over")
+        elif saved is not None and latest is not None:
             (trained, state), done = _restored(saved, latest, (trained, state)), latest
             say(f"resuming behind step {done}")
         losses = _keep(out / LOSSES, done)

@@ -77,7 +77,7 @@ def write(directory, curves):
     fields = ("setting", "role", "name", "mode", "losses", "reasons")
     lines = [json.dumps({name: getattr(curve, name) for name in fields}) for curve in curves]
     (directory / "curves.json").write_text(json.dumps(manifest))
-    (directory / "curves.jsonl").write_text("\n".join(lines) + "\n")
+    (directory / "curves.jsonl").write_text("".join(f"{line}\n" for line in lines))
 
 
 def test_the_page_says_who_is_ready_and_is_a_function_of_the_curves(curves, tmp_path, capsys):

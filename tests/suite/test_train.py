@@ -58,6 +58,8 @@ def test_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path):
     assert (cut / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
     # Nothing that was saved is needed to use the model, and nothing of it is a pickle.
     assert load(cut).config.num_layers == 1
+    with pytest.raises(InputError, match="is no record of a training run; start one without"):
+        execute(TrainRequest(**WORDS), tmp_path / "nowhere", resume=True, say=silent)
     assert not [path for path in cut.rglob("*") if path.suffix in (".pkl", ".pickle", ".pt", ".pth")]
 
 
@@ -132,7 +134,7 @@ def test_a_directory_that_is_in_use_or_holds_no_run_is_refused(capsys, tmp_path)
     (tmp_path / "notes.txt").write_text("mine")
     words = ("train", "--model", "nano", "--save-every", "0", "--out", tmp_path)
     assert "is not empty; give a new directory, or --resume" in refused(capsys, *words)
-    assert "is no record of a training run; start one without" in refused(capsys, *words, "--resume")
+    assert "saves nothing to go on with" in refused(capsys, *words, "--resume")
 
 
 def test_without_orbax_the_sentence_says_what_to_install(capsys, tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """Kvax's own kernels train: forward and backward in their interpreter, within the noise of the standard backend."""
 
+import jax
 import pytest
 
 from models import ModelConfig, load_text
@@ -15,7 +16,10 @@ CONFIG = ModelConfig(hidden_size=32, intermediate_size=48, num_layers=1, num_hea
 def test_kvax_follows_the_loss_curve_of_standard_and_a_wrong_gradient_does_not(monkeypatch):
     monkeypatch.setattr(curves_run, "CONTROLS", {"dv 1% large": (1.0, 1.0, 1.01)})
     curves = []
-    curves_of(CONFIG, Setting("interpreted", 4, 1, 256), ["kvax"], ("interpret",), load_text().train, 0, curves.append)
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):  # strict is for backends only
+        curves_of(
+            CONFIG, Setting("interpreted", 4, 1, 256), ["kvax"], ("interpret",), load_text().train, 0, curves.append
+        )
     found = {curve.name: (curve, verdict) for curve, verdict in verdicts(curves)}
     assert found["kvax"][0].mode == "interpret"
     assert found["kvax"][1].ratio > 0
