@@ -465,6 +465,10 @@ def _tune(command: Tune) -> int:
         target = None if command.target == "here" else Target.named(command.target)
     except ValueError as error:
         raise InputError(f"--target: {error}") from error
+    if target is not None and target.topology:
+        raise InputError(
+            f"--target {target.name} is a slice; block sizes are those of one chip: --target {target.kind}."
+        )
     if not command.out.parent.is_dir():
         raise InputError(f"--out {command.out}: the directory {command.out.parent} does not exist; make it first.")
     backends = tunable(None if command.backends is None else command.backends.split(","), target)

@@ -42,7 +42,8 @@ class Deal:
     def words(self) -> str:
         """A sentence for the record."""
         shares = " and ".join(f"{size} of {name}" for name, size in self.mesh.shape.items() if size > 1)
-        return f"Sizes are of one chip; chips share in parts: {shares}; parameters are cut by all."
+        dealt = f"parts: {shares}, and parameters cut by all" if shares else "every chip has all of it"
+        return f"Sizes are of one chip; {dealt}."
 
 
 def deal(case: OpCase | ModelCase, target: Target) -> Deal | str:

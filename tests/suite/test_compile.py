@@ -49,6 +49,8 @@ MODEL = ModelCase(kind="model_prefill", model="debug", dtype="bfloat16", new_tok
     [
         (["--targets", "h300"], "target 'h300' cannot be compiled for; use v4, v5e, v5p, v6e, tpu7x, a100"),
         (["--targets", "cpu"], "target 'cpu' cannot be compiled for"),
+        (["--targets", "v5e:4"], "target 'v5e:4' is not a TPU slice"),
+        (["--targets", "h100:2x2"], "target 'h100:2x2' is not a TPU slice"),
         (["--targets", ","], "--targets is empty"),
         (["--backends", "fastest"], "backend 'fastest' is not registered"),
         (["--suite", "slow"], "not known"),
