@@ -101,7 +101,7 @@ def test_it_decodes_from_a_cache_to_the_same_logits(backend):
     model = model_of(tuple(kind for kind in types if kind != "full"))
     tokens, ahead = tokens_for(), LENGTH - 3
     expected = model(tokens, backend="standard")[:, ahead - 1 :]
-    logits, cache = model.prefill(tokens[:, :ahead], model.new_cache(2, 64), last_only=True, **call)
+    logits, cache = model.prefill(tokens[:, :ahead], model.new_cache(2, 64), last_only=True, backend="standard")
     got = [logits]
     for step in range(ahead, LENGTH):
         logits, cache = model.decode(tokens[:, step], cache, **call)
