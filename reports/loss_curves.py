@@ -140,7 +140,7 @@ def _section(setting: dict[str, Any], curves: Sequence[Curve]) -> list[str]:
 def _row(curve: Curve, verdict: Verdict, standard: Curve) -> str:
     furthest = np.abs(np.asarray(curve.losses) - np.asarray(standard.losses)).max()
     # To the last bit of every step the same: most likely the very same sums, and so nothing is shown.
-    is_copy = curve.losses == standard.losses and len(curve.losses) > 1
+    is_copy = furthest == 0.0 and len(standard.losses) > 1
     said = {
         "backend": _COPY if is_copy else "ready" if verdict.is_ready else "**not ready**",
         "control": "**passes: the test is blind**" if verdict.is_ready else "found out",
