@@ -22,4 +22,7 @@ from backends.resolve import BackendUnavailableError as BackendUnavailableError
 from backends.resolve import Rejection as Rejection
 from backends.resolve import Resolution as Resolution
 from backends.resolve import resolve as resolve
+from backends.sharding import MeshAxes as MeshAxes
+from backends.sharding import Sharded as Sharded
+from backends.sharding import balanced_order as balanced_order
 from backends.sharding import plan_sharded as plan_sharded

@@ -25,7 +25,17 @@ from jaxtyping import Array, Float
 
 from backends import blocks, decode, standard, tuned
 from backends.blocks import BlockTable, PaddedLayout
-from backends.contract import AttentionSpec, Carry, Layout, Mode, Plan, Support, check_options
+from backends.contract import (
+    NOTHING_SEEN,
+    AttentionSpec,
+    Carry,
+    Layout,
+    Mode,
+    Part,
+    Plan,
+    Support,
+    check_options,
+)
 from backends.devices import Target
 from backends.tuned import Entry
 
@@ -61,7 +71,7 @@ class BlockSizes:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Program:
-    """Everything static about one planned attention."""
+    """Everything static about one planned attention. ``float32_results``: not rounded to the input dtype."""
 
     spec: AttentionSpec
     sizes: BlockSizes
@@ -69,6 +79,7 @@ class _Program:
     carry_bits: bool
     scale_query: float
     scale_scores: float
+    float32_results: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -108,16 +119,51 @@ class Chunked:
             return decode.plan(spec, layout)
         if spec.query_length <= SHORT_QUERY or (small and not given):
             return standard.STANDARD.plan(spec, layout, target=target)
-        named = {} if path is None else tuned.from_file(path, self.name, target, spec)
-        sizes = default_sizes(spec, target, tuned.shipped())
-        sizes = _fit(dataclasses.replace(sizes, **_checked({**named, **given})), spec, layout)
-        program = _Program(spec, sizes, *_tricks(spec, target), *_scales(spec))
+        program = self._program(spec, layout, target, path, given)
         differentiable, traced = _differentiable(program, _tables(program, layout))
 
         def attend(query: Array, key: Array, value: Array, layer: int, carry: Carry) -> tuple[Array, Carry]:
             return differentiable(query, key, value, traced), carry
 
         return Plan(attend)
+
+    def part(
+        self,
+        spec: AttentionSpec,
+        layout: Layout,
+        *,
+        target: Target,
+        mode: Mode = "native",
+        options: Mapping[str, Any] | None = None,
+    ) -> Part:
+        """As :meth:`plan`, for keys that are one part of all; always by blocks."""
+        given = check_options(self.name, options, OPTIONS)
+        program = self._program(spec, layout, target, given.pop("tuned", None), given)
+        program = dataclasses.replace(program, float32_results=True)
+        forward_tables, backward_tables = _tables(program, layout)
+
+        def forward(query: Array, key: Array, value: Array) -> tuple[Array, Array]:
+            out, lse = _forward(program, query, key, value, *forward_tables)
+            return out, jnp.where(lse == _UNSEEN, NOTHING_SEEN, lse)
+
+        def backward(
+            query: Array, key: Array, value: Array, out: Array, lse: Array, d_out: Array
+        ) -> tuple[Array, Array, Array]:
+            if backward_tables is None:
+                raise ValueError("planned with needs_grad=False; plan with needs_grad=True to differentiate.")
+            lse = jnp.where(lse <= NOTHING_SEEN, _UNSEEN, lse)
+            return _backward(program, query, key, value, out, lse, d_out, *backward_tables)
+
+        return Part(forward, backward)
+
+    def _program(
+        self, spec: AttentionSpec, layout: Layout, target: Target, path: str | None, given: dict[str, Any]
+    ) -> _Program:
+        """Sizes by rule, then by the table that ships, then by the file at ``path``, then as given."""
+        named = {} if path is None else tuned.from_file(path, self.name, target, spec)
+        sizes = default_sizes(spec, target, tuned.shipped())
+        sizes = _fit(dataclasses.replace(sizes, **_checked({**named, **given})), spec, layout)
+        return _Program(spec, sizes, *_tricks(spec, target), *_scales(spec))
 
     def defaults(self, spec: AttentionSpec, target: Target) -> Mapping[str, int]:
         """The rule's block sizes, which ``attnsuite tune`` holds the candidates against."""
@@ -323,6 +369,15 @@ def _unpack(x: Array, program: _Program) -> Array:
     return lax.bitcast_convert_type(x, jnp.bfloat16) if program.carry_bits else x
 
 
+def _result(x: Float[Array, "..."], program: _Program) -> Array:
+    """A result as it is carried out of a loop; :func:`_delivered` is its other end."""
+    return x if program.float32_results else _pack(_round(x, program), program)
+
+
+def _delivered(x: Array, program: _Program) -> Array:
+    return x if program.float32_results else _unpack(x, program)
+
+
 def _dot(subscripts: str, a: Array, b: Array) -> Array:
     return jnp.einsum(subscripts, a, b, preferred_element_type=jnp.float32)
 
@@ -398,12 +453,12 @@ def _forward(
         seen = total > 0.0
         out = out * jnp.where(seen, 1.0 / jnp.where(seen, total, 1.0), 0.0)[..., None]
         lse = jnp.where(seen, top + jnp.log(jnp.where(seen, total, 1.0)), _UNSEEN)
-        return _pack(_round(out, program), program), lse
+        return _result(out, program), lse
 
     index = jnp.repeat(jnp.arange(tiles), rows), jnp.tile(jnp.arange(rows), tiles)
     out, lse = lax.map(one_row, (*index, queries))
     return (
-        _unpack(_untile_queries(out, spec, heads, block_q), program),
+        _delivered(_untile_queries(out, spec, heads, block_q), program),
         _untile_queries(lse[..., None], spec, heads, block_q)[..., 0],
     )
 
@@ -419,7 +474,7 @@ def _backward(
     layout: PaddedLayout,
     tables: tuple[BlockTable, ...],
 ) -> tuple[Array, Array, Array]:
-    """Gradients of query, key and value, in their dtype.
+    """Gradients of query, key and value, in their dtype (float32 where the program says so).
 
     Scores are kept transposed (keys by queries), so that every product contracts the last dimension of its
     left operand: the orientation for which XLA's CPU backend has a fast kernel.
@@ -471,14 +526,14 @@ def _backward(
 
         start = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32), d_queries
         d_k, d_v, d_queries = _visit(tables, batch, column, step, start)
-        return d_queries, (_pack(_round(d_k, program), program), _pack(_round(d_v, program), program))
+        return d_queries, (_result(d_k, program), _result(d_v, program))
 
     d_queries = jnp.zeros((tiles * q_blocks, heads, spec.head_dim, group * block))
     index = jnp.repeat(jnp.arange(tiles), kv_blocks), jnp.tile(jnp.arange(kv_blocks), tiles)
     d_queries, (d_keys, d_values) = lax.scan(one_column, d_queries, (*index, keys, keys_transposed, values))
-    d_query = _pack(_round(d_queries.swapaxes(2, 3) * program.scale_query, program), program)
-    d_key, d_value = (_uncolumns(_unpack(x, program), spec, tiles) for x in (d_keys, d_values))
-    return _unpack(_untile_queries(d_query, spec, heads, block), program), d_key, d_value
+    d_query = _result(d_queries.swapaxes(2, 3) * program.scale_query, program)
+    d_key, d_value = (_uncolumns(_delivered(x, program), spec, tiles) for x in (d_keys, d_values))
+    return _delivered(_untile_queries(d_query, spec, heads, block), program), d_key, d_value
 
 
 CHUNKED = Chunked()

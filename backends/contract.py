@@ -277,6 +277,40 @@ class BackendWithRoles(Backend, Protocol):
         ...
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Part:
+    """Attention to a part of the keys, such that parts can be put together: what a ring of devices needs.
+
+    ``forward(query, key, value)`` gives the output over this part and the log-sum-exp of its scores ``[batch, q_len,
+    heads]``, both float32; a row that sees nothing here has an output of zero and a log-sum-exp of
+    :data:`NOTHING_SEEN`. ``backward(query, key, value, out, log_sum_exp, d_out)`` takes output and log-sum-exp over
+    *all* keys and gives what this part adds to dq, and its dk and dv, float32.
+    """
+
+    forward: Callable[..., tuple[Array, Array]]
+    backward: Callable[..., tuple[Array, Array, Array]]
+
+
+NOTHING_SEEN = -1e30  # finite, so that nothing put together from it is NaN
+
+
+@runtime_checkable
+class BackendWithParts(Backend, Protocol):
+    """A backend that can attend to some of the keys and say how much they weigh."""
+
+    def part(
+        self,
+        spec: AttentionSpec,
+        layout: Layout,
+        *,
+        target: Target,
+        mode: Mode = "native",
+        options: Mapping[str, Any] | None = None,
+    ) -> Part:
+        """As :meth:`Backend.plan`, for a spec whose keys are one part of all."""
+        ...
+
+
 def make_spec(
     query: Any,
     key: Any,

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import os
 import platform as host
+import re
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -48,6 +50,7 @@ class Target:
     count: int = 1
     compute_capability: tuple[int, int] | None = None
     present: bool = False
+    topology: str = ""  # chips of a TPU slice, such as 4x4; then count is their number
 
     def __post_init__(self) -> None:
         if self.platform not in get_args(Platform):
@@ -83,17 +86,34 @@ class Target:
 
     @staticmethod
     def named(name: str) -> Target:
-        """The target of a short name: ``here``, ``cpu``, or one of :data:`KNOWN_KINDS`."""
+        """The target of a short name: ``here``, ``cpu``, one of :data:`KNOWN_KINDS`, or a TPU slice.
+
+        >>> Target.named("v5e:4x4").count
+        16
+        """
         if name == "here":
             return Target.here()
         if name == "cpu":
             return Target("cpu", cpu_name(), psutil.virtual_memory().total, present=True)
-        if name not in KNOWN_KINDS:
+        kind, _, topology = name.partition(":")
+        if kind not in KNOWN_KINDS:
             raise ValueError(f"target {name!r} is not known; use here, cpu, or one of {', '.join(KNOWN_KINDS)}.")
-        return Target(KNOWN_KINDS[name][0], name)
+        if ":" not in name:
+            return Target(KNOWN_KINDS[kind][0], kind)
+        if KNOWN_KINDS[kind][0] != "tpu" or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", topology):
+            raise ValueError(
+                f"target {name!r} is not a TPU slice; give a TPU's name and the chips along each side, such as v5e:4x4 "
+                "or v5p:2x2x4."
+            )
+        return Target("tpu", kind, count=math.prod(map(int, topology.split("x"))), topology=topology)
+
+    @property
+    def name(self) -> str:
+        """What :meth:`named` makes it from, where its kind is one of :data:`KNOWN_KINDS`."""
+        return f"{self.kind}:{self.topology}" if self.topology else self.kind
 
     def __str__(self) -> str:
-        return f"{self.platform}:{self.kind}" if self.kind else self.platform
+        return f"{self.platform}:{self.name}" if self.kind else self.platform
 
 
 @functools.cache

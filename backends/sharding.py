@@ -1,25 +1,279 @@
-"""One attention over several devices: its heads, or the sequences of its batch, divided among them.
+"""One attention over many devices: its sequences, its heads and its length, each dealt to an axis of a mesh.
 
-No head needs another and no sequence needs another, so nothing is communicated. On a CPU this is how all
-cores are used: XLA runs the steps of a loop one after the other on one device, so a process that calls one
-core one device (``jax.config.update("jax_num_cpu_devices", n)`` before JAX starts) works on n heads at once.
-Dividing the length (context parallelism) is a matter of the kernels that can.
+A sharded backend is a backend: :class:`Sharded` takes one and a ``jax.sharding.Mesh``, and runs its plan on each
+device's share inside ``shard_map``. No sequence and no head needs another, so data and tensor parallelism communicate
+nothing. Context parallelism deals the tokens: each device keeps its queries and either gathers all keys
+(``exchange="gather"``: any exact backend that takes positions) or sees them pass by in a ring (``exchange="ring"``:
+backends that can attend to a part, see ``ring.py``).
+
+On a CPU dividing the heads is how all cores are used: XLA runs the steps of a loop one after the other on one device,
+so a process that calls one core one device (``jax.config.update("jax_num_cpu_devices", n)`` before JAX starts) works on
+n heads at once.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, Literal
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, get_args
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array
+from jaxtyping import Array, Int
 
-from backends.contract import AttentionSpec, Backend, Carry, Layout, Mode, Plan
+from backends import ring
+from backends.contract import (
+    AttentionSpec,
+    Backend,
+    BackendWithParts,
+    BackendWithRoles,
+    Carry,
+    Layout,
+    Mode,
+    Plan,
+    Support,
+)
 from backends.devices import Target
 
 Divided = Literal["heads", "batch"]
+Exchange = Literal["gather", "ring"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MeshAxes:
+    """The axis of a mesh that each dimension is dealt to (None: to none, it is whole on every device).
+
+    ``data``: the batch. ``heads``: KV heads with their queries. ``context``: the tokens, of queries and of keys;
+    ``exchange`` is how keys reach the queries of other devices.
+    """
+
+    data: str | None = None
+    heads: str | None = None
+    context: str | None = None
+    exchange: Exchange = "gather"
+
+    def __post_init__(self) -> None:
+        named = self.named()
+        if not named:
+            raise ValueError("MeshAxes names no axis; give at least one of data, heads and context.")
+        if len(set(named.values())) < len(named):
+            raise ValueError(f"{named} deals two dimensions to one axis; give each an axis of its own.")
+        if self.exchange not in get_args(Exchange):
+            raise ValueError(f"exchange={self.exchange!r} must be 'gather' or 'ring'.")
+
+    def named(self) -> dict[str, str]:
+        """The dimensions that are dealt, and to which axis."""
+        every = {"data": self.data, "heads": self.heads, "context": self.context}
+        return {name: axis for name, axis in every.items() if axis is not None}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sharded:
+    """``backend`` on every device of ``mesh``, each with its share. A backend itself, hashable, registrable.
+
+    Arrays that lie as :meth:`sharding` says stay where they are; others are moved. Support is that of one device's
+    share: a backend that refuses the share is refused with its own reasons. Raises ValueError for an axis that the
+    mesh lacks.
+
+    >>> import jax, jax.numpy as jnp, numpy as np
+    >>> from backends import Layout, registry
+    >>> mesh = Mesh(np.array(jax.devices()[:1]), ("model",))
+    >>> backend = Sharded(registry.get("chunked"), mesh, MeshAxes(heads="model"))
+    >>> spec = AttentionSpec(batch=1, query_length=8, key_value_length=8, num_heads=2, num_kv_heads=2, head_dim=16)
+    >>> x = jnp.ones((1, 8, 2, 16))
+    >>> backend.name, backend.plan(spec, Layout(), target=Target.here()).run(x, x, x)[0].shape
+    ('chunked@heads=1', (1, 8, 2, 16))
+    """
+
+    backend: Backend
+    mesh: Mesh
+    axes: MeshAxes
+
+    def __post_init__(self) -> None:
+        for name, axis in self.axes.named().items():
+            if axis not in self.mesh.axis_names:
+                raise ValueError(
+                    f"{name}={axis!r} is not an axis of the mesh; it has {', '.join(self.mesh.axis_names)}."
+                )
+
+    @property
+    def name(self) -> str:
+        """The backend's name and how many devices share each dimension."""
+        parts = [f"{name}={self._size(name)}" for name in self.axes.named()]
+        return f"{self.backend.name}@{','.join(parts)}{',ring' if self._in_ring else ''}"
+
+    @property
+    def exact(self) -> bool:
+        """As the backend."""
+        return self.backend.exact
+
+    def supports(self, spec: AttentionSpec, target: Target, mode: Mode = "native") -> Support:
+        """Whether every device's share is supported; every reason why not."""
+        reasons = (*self._indivisible(spec), *self._unshardable())
+        if reasons:
+            return Support(None, reasons)
+        share = self._share(spec)
+        parts = ring.specs_of_parts(share) if self._in_ring else (share,)
+        reasons = tuple(
+            dict.fromkeys(
+                f"{self._share_words(spec)}: {reason}"
+                for part in parts
+                for reason in self.backend.supports(part, target, mode).reasons
+            )
+        )
+        return Support(None, reasons) if reasons else Support(mode)
+
+    def plan(
+        self,
+        spec: AttentionSpec,
+        layout: Layout,
+        *,
+        target: Target,
+        mode: Mode = "native",
+        options: Mapping[str, Any] | None = None,
+    ) -> Plan:
+        """As the backend's, which each device calls for its share. Raises ValueError for what :meth:`supports` refuses.
+
+        The carry of a backend that has one is dealt with the batch.
+        """
+        if reasons := self.supports(spec, target, mode).reasons:
+            raise ValueError(" ".join(reasons))
+        share, arrays, rows = self._share(spec), self._arrays(), self._rows(spec, layout)
+        carries = PartitionSpec(self.axes.data)
+        planned: dict[str, Any] = {"target": target, "mode": mode, "options": options}
+
+        def attend(query: Array, key: Array, value: Array, layer: int, carry: Carry) -> tuple[Array, Carry]:
+            def local(layout: Layout, query: Array, key: Array, value: Array, carry: Carry) -> tuple[Array, Carry]:
+                if self._in_ring and isinstance(self.backend, BackendWithParts):
+                    axis = ring.Axis(self.axes.named()["context"], self._size("context"))
+                    return ring.Ring(self.backend, share, axis, planned).attend(layout, query, key, value), carry
+                if self.axes.context is not None:
+                    layout = self._with_positions(share, layout)
+                    key, value = _gather(self.axes.context, key), _gather(self.axes.context, value)
+                return self.backend.plan(share, layout, **planned).run(query, key, value, layer=layer, carry=carry)
+
+            run = jax.shard_map(
+                local,
+                mesh=self.mesh,
+                in_specs=(rows, arrays, arrays, arrays, carries),
+                out_specs=(arrays, carries),
+                check_vma=False,
+            )
+            return run(layout, query, key, value, carry)
+
+        return Plan(attend)
+
+    def sharding(self) -> NamedSharding:
+        """How query, key, value and output ``[batch, length, heads, dim]`` lie on the devices."""
+        return NamedSharding(self.mesh, self._arrays())
+
+    @property
+    def _in_ring(self) -> bool:
+        return self.axes.context is not None and self.axes.exchange == "ring"
+
+    def _size(self, name: str) -> int:
+        """Devices that share a dimension."""
+        axis = self.axes.named().get(name)
+        return 1 if axis is None else self.mesh.shape[axis]
+
+    def _arrays(self) -> PartitionSpec:
+        return PartitionSpec(self.axes.data, self.axes.context, self.axes.heads)
+
+    def _indivisible(self, spec: AttentionSpec) -> Iterator[str]:
+        lengths = ("query_length", "key_value_length")
+        dealt = {"data": ("batch",), "heads": ("num_kv_heads",), "context": lengths}
+        for name, axis in self.axes.named().items():
+            for field in dealt[name]:
+                if getattr(spec, field) % self._size(name):
+                    yield (
+                        f"{field}={getattr(spec, field)} cannot be dealt to the {self._size(name)} devices of "
+                        f"{name}={axis!r}; give a multiple of {self._size(name)}, or a mesh whose axis divides it."
+                    )
+
+    def _unshardable(self) -> Iterator[str]:
+        dealt = [name for name in ("heads", "context") if name in self.axes.named()]
+        if isinstance(self.backend, BackendWithRoles) and dealt:
+            yield (
+                f"{self.backend.name} selects in one layer what the next ones attend to, across heads and over all "
+                f"keys, so its {' and '.join(dealt)} cannot be dealt out from outside; deal data only, or see the "
+                f"options of {self.backend.name} itself."
+            )
+        elif self._in_ring and not isinstance(self.backend, BackendWithParts):
+            yield (
+                f"{self.backend.name} gives no log-sum-exp, by which the parts of a ring are put together; use "
+                "exchange='gather', or backend='chunked'."
+            )
+
+    def _share(self, spec: AttentionSpec) -> AttentionSpec:
+        """One device's share. In a ring its keys are those that it holds at a time, else all of them."""
+        heads, context = self._size("heads"), self._size("context")
+        return dataclasses.replace(
+            spec,
+            batch=spec.batch // self._size("data"),
+            num_heads=spec.num_heads // heads,
+            num_kv_heads=spec.num_kv_heads // heads,
+            query_length=spec.query_length // context,
+            key_value_length=spec.key_value_length // (context if self._in_ring else 1),
+            has_positions=spec.has_positions or (context > 1 and not self._in_ring and ring.by_position(spec)),
+        )
+
+    def _share_words(self, spec: AttentionSpec) -> str:
+        added = " with positions of its own" if self._share(spec).has_positions and not spec.has_positions else ""
+        return f"the share of one device{added}"
+
+    def _with_positions(self, share: AttentionSpec, layout: Layout) -> Layout:
+        """Where the queries of this device stand, if that is not said: behind those of the devices before it."""
+        if not share.has_positions or layout.query_positions is not None:
+            return layout
+        first = jax.lax.axis_index(self.axes.context) * share.query_length
+        row = first.astype(jnp.int32) + jnp.arange(share.query_length, dtype=jnp.int32)
+        row = jnp.broadcast_to(row[None, :], (share.batch, share.query_length))
+        return dataclasses.replace(layout, query_positions=row)
+
+    def _rows(self, spec: AttentionSpec, layout: Layout) -> Layout:
+        """Where each array of a layout goes: its batch, heads and tokens with theirs, keys whole unless in a ring."""
+        data, heads, context = self.axes.data, self.axes.heads, self.axes.context
+        of_keys = context if self._in_ring else None
+        dealt: dict[str, tuple[str | None, ...]] = {
+            "query_segment_ids": (data, context),
+            "query_positions": (data, context),
+            "key_value_segment_ids": (data, of_keys),
+            "key_value_positions": (data, of_keys),
+            "key_value_seq_lengths": (data,),
+            "mask": (data, heads, context, of_keys),
+            "bias": (data, heads, context, of_keys),
+        }
+
+        def place(name: str) -> Any:  # a Layout of PartitionSpecs: the same tree, with other leaves
+            x = getattr(layout, name)
+            if x is None:
+                return None  # an axis of one element is broadcast: everywhere the same
+            return PartitionSpec(*(None if size == 1 else at for size, at in zip(x.shape, dealt[name], strict=True)))
+
+        return Layout(**{name: place(name) for name in dealt})
+
+
+def balanced_order(length: int, devices: int) -> Int[np.ndarray, " length"]:
+    """An order of tokens in which a causal mask costs every device of the context axis the same.
+
+    The sequence is cut into twice as many pieces as there are devices; the first device gets the first piece and the
+    last, the second one the second and the last but one, and so on (as Kvax and ring attention's "zigzag" do). Put
+    tokens, segment ids and positions into this order once, before the model, and give the positions: ``tokens[:,
+    order]`` and ``query_positions=key_value_positions=order``. ``jnp.argsort(order)`` takes the result back. Raises
+    ValueError for a length that is no multiple of ``2 * devices``.
+
+    >>> balanced_order(8, 2).tolist()
+    [0, 1, 6, 7, 2, 3, 4, 5]
+    """
+    if length < 1 or length % (2 * devices):
+        raise ValueError(
+            f"length={length} cannot be cut into {2 * devices} equal pieces; pad it to a multiple of that."
+        )
+    pieces = np.arange(length, dtype=np.int32).reshape(2 * devices, -1)
+    return np.concatenate([pieces[[i, 2 * devices - 1 - i]].ravel() for i in range(devices)])
 
 
 def divided(spec: AttentionSpec, devices: int) -> Divided | None:
@@ -39,7 +293,7 @@ def sharding(spec: AttentionSpec, mesh: Mesh) -> NamedSharding:
 
     Raises ValueError where neither heads nor batch can be divided.
     """
-    return NamedSharding(mesh, _partition(spec, mesh))
+    return NamedSharding(mesh, PartitionSpec(*_one_axis(spec, mesh)))
 
 
 def plan_sharded(
@@ -52,10 +306,9 @@ def plan_sharded(
     mode: Mode = "native",
     options: Mapping[str, Any] | None = None,
 ) -> Plan:
-    """As ``backend.plan``, with each device of the 1-D ``mesh`` computing its share.
+    """As ``backend.plan``, with each device of the 1-D ``mesh`` computing its share: of the heads, else of the batch.
 
-    Arrays that lie as :func:`sharding` says stay where they are; others are moved. Raises ValueError where
-    neither heads nor batch can be divided, and for a backend that hands a carry from layer to layer.
+    Raises ValueError where neither can be divided, and for what :class:`Sharded` refuses.
 
     >>> import jax, jax.numpy as jnp, numpy as np
     >>> from backends import registry
@@ -66,59 +319,43 @@ def plan_sharded(
     >>> plan.run(x, x, x)[0].shape
     (1, 8, 2, 16)
     """
-    arrays, rows = _partition(spec, mesh), _rows(spec, layout, mesh)
-    share = dataclasses.replace(spec, **_share(spec, mesh.size))
-
-    def attend(query: Array, key: Array, value: Array, layer: int, carry: Carry) -> tuple[Array, Carry]:
-        if jax.tree.leaves(carry):
-            raise ValueError(
-                f"{backend.name} hands a carry from layer to layer, which plan_sharded does not divide; "
-                "use backend.plan on one device."
-            )
-
-        def local(layout: Layout, query: Array, key: Array, value: Array) -> Array:
-            plan = backend.plan(share, layout, target=target, mode=mode, options=options)
-            return plan.run(query, key, value, layer=layer)[0]
-
-        run = jax.shard_map(
-            local, mesh=mesh, in_specs=(rows, arrays, arrays, arrays), out_specs=arrays, check_vma=False
-        )
-        return run(layout, query, key, value), carry
-
-    return Plan(attend)
+    data, _, heads = _one_axis(spec, mesh)
+    sharded = Sharded(backend, mesh, MeshAxes(data=data, heads=heads))
+    return sharded.plan(spec, layout, target=target, mode=mode, options=options)
 
 
-def _partition(spec: AttentionSpec, mesh: Mesh) -> PartitionSpec:
+def _one_axis(spec: AttentionSpec, mesh: Mesh) -> tuple[str | None, None, str | None]:
     if len(mesh.axis_names) != 1:
         raise ValueError(f"the mesh has the axes {mesh.axis_names}; plan_sharded takes a mesh of one axis.")
     axis = mesh.axis_names[0]
     match divided(spec, mesh.size):
         case "heads":
-            return PartitionSpec(None, None, axis)
+            return None, None, axis
         case "batch":
-            return PartitionSpec(axis)
+            return axis, None, None
     raise ValueError(
         f"num_kv_heads={spec.num_kv_heads} and batch={spec.batch} cannot be divided among {mesh.size} devices; "
         "use a number of devices that divides one of them."
     )
 
 
-def _share(spec: AttentionSpec, devices: int) -> dict[str, int]:
-    if divided(spec, devices) == "heads":
-        return {"num_heads": spec.num_heads // devices, "num_kv_heads": spec.num_kv_heads // devices}
-    return {"batch": spec.batch // devices}
+def _gather(axis: str, x: Array) -> Array:
+    """The keys or values of all devices. Its gradient adds up in float32, whatever the dtype."""
+    return _gathered(axis, x)
 
 
-def _rows(spec: AttentionSpec, layout: Layout, mesh: Mesh) -> Layout:
-    """Where each array of a layout goes: its batch with the batch, its heads with the heads, else everywhere."""
-    axis, by_heads = mesh.axis_names[0], divided(spec, mesh.size) == "heads"
-    at, size = (1, spec.num_heads) if by_heads else (0, spec.batch)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gathered(axis: str, x: Array) -> Array:
+    return jax.lax.all_gather(x, axis, axis=1, tiled=True)
 
-    def place(x: Array | None) -> Any:  # a Layout of PartitionSpecs: the same tree, with other leaves
-        if x is None:
-            return None
-        is_divided = x.ndim > at and x.shape[at] == size and (x.ndim == 4 or not by_heads)
-        return PartitionSpec(*[None] * at, axis) if is_divided else PartitionSpec()
 
-    names = [field.name for field in dataclasses.fields(layout)]
-    return Layout(**{name: place(getattr(layout, name)) for name in names})
+def _gather_forward(axis: str, x: Array) -> tuple[Array, None]:
+    return _gathered(axis, x), None
+
+
+def _gather_backward(axis: str, _: None, d_x: Array) -> tuple[Array]:
+    total = jax.lax.psum_scatter(d_x.astype(jnp.float32), axis, scatter_dimension=1, tiled=True)
+    return (total.astype(d_x.dtype),)
+
+
+_gathered.defvjp(_gather_forward, _gather_backward)

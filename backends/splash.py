@@ -9,6 +9,7 @@ batch, scale, lengths that are no multiple of a block, key lengths and padding (
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -19,9 +20,20 @@ import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu import splash_attention as kernel
 from jaxtyping import Array, Float, Int
 
-from backends.contract import AttentionSpec, Carry, Layout, Mode, Plan, Support, check_options, forward_only, may_attend
+from backends.contract import (
+    AttentionSpec,
+    Carry,
+    Layout,
+    Mode,
+    Part,
+    Plan,
+    Support,
+    check_options,
+    forward_only,
+    may_attend,
+)
 from backends.devices import Target
-from backends.splash_mask import Masking, kernel_of
+from backends.splash_mask import Masking, kernel_of, pull_back, with_log_sum_exp
 
 # Rows and keys per block where none are given, for head dims up to 256. Not tuned on a TPU, where nothing of this
 # project has run: the larger generations have twice the VMEM, and half of what overflows it is taken
@@ -90,6 +102,54 @@ class Splash:
             return _from_kernel(spec, call(q, k, v, ids)), carry
 
         return Plan(attend if spec.needs_grad else forward_only(attend))
+
+    def part(
+        self,
+        spec: AttentionSpec,
+        layout: Layout,
+        *,
+        target: Target,
+        mode: Mode = "native",
+        options: Mapping[str, Any] | None = None,
+    ) -> Part:
+        """As :meth:`plan`, for keys that are one part of all. The kernel rounds each part's results to its dtype.
+
+        A key that is the only one of all devices is not told from others here: its gradient is zero but for rounding.
+        """
+        given = _checked(check_options(self.name, options, OPTIONS))
+        grid = _grid(spec, target, given)
+        kernel = kernel_of(Masking.of(spec, *grid.lengths), grid.blocks, spec.logits_soft_cap, mode == "interpret")
+        ids = _segment_ids(spec, layout, grid.lengths)
+        axes = None if ids is None else 0
+        # See _in_default_precision; of a Part's two functions none is differentiated.
+        exactly = contextlib.nullcontext if spec.dtype == "float32" else _default_precision
+
+        def forward(query: Array, key: Array, value: Array) -> tuple[Array, Array]:
+            q, k, v = _to_kernel(spec, grid.lengths, query, key, value)
+            sinks = jnp.full(q.shape[1], _NO_SINK, jnp.float32)
+            run = jax.vmap(lambda q, k, v, ids: with_log_sum_exp(kernel, q, k, v, ids, sinks), (0, 0, 0, axes))
+            with exactly():
+                out, lse = run(q, k, v, ids)
+            return _from_kernel(spec, out).astype(jnp.float32), _from_kernel(spec, lse[..., None])[..., 0]
+
+        def backward(
+            query: Array, key: Array, value: Array, out: Array, lse: Array, d_out: Array
+        ) -> tuple[Array, Array, Array]:
+            q, k, v = _to_kernel(spec, grid.lengths, query, key, value)
+            sinks = jnp.full(q.shape[1], _NO_SINK, jnp.float32)
+            out, d_out, lse = (_rows_to_kernel(spec, grid.lengths[0], x) for x in (out, d_out, lse[..., None]))
+            run = jax.vmap(
+                lambda q, k, v, ids, out, lse, d_out: pull_back(kernel, q, k, v, ids, sinks, out, lse, d_out),
+                (0, 0, 0, axes, 0, 0, 0),
+            )
+            with exactly():
+                gradients = run(q, k, v, ids, out, lse[..., 0], d_out)
+            dq, dk, dv = (x.astype(jnp.float32) for x in gradients)
+            length = spec.key_value_length
+            dk, dv = dk[:, :, :length].swapaxes(1, 2), dv[:, :, :length].swapaxes(1, 2)
+            return _from_kernel(spec, dq) * spec.softmax_scale, dk, dv
+
+        return Part(forward, backward)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -184,16 +244,18 @@ def _to_kernel(
 ) -> tuple[Float[Array, "b n t h"], Float[Array, "b k s h"], Float[Array, "b k s v"]]:
     """Heads outside, lengths padded, the scale on the query; one query token has its group's heads as rows."""
     query = (query.astype(jnp.float32) * spec.softmax_scale).astype(query.dtype)
+    key, value = (_pad_length(x.swapaxes(1, 2), lengths[1]) for x in (key, value))
+    return _rows_to_kernel(spec, lengths[0], query), key, value
+
+
+def _rows_to_kernel(spec: AttentionSpec, length: int, x: Float[Array, "b t n d"]) -> Float[Array, "b n padded d"]:
     if spec.query_length == 1:
-        query = query.reshape(spec.batch, spec.num_kv_heads, spec.group_size, spec.head_dim)
-    else:
-        query = query.swapaxes(1, 2)
-    key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
+        return _pad_length(x.reshape(spec.batch, spec.num_kv_heads, spec.group_size, x.shape[-1]), length)
+    return _pad_length(x.swapaxes(1, 2), length)
 
-    def pad(x: Array, length: int) -> Array:
-        return jnp.pad(x, ((0, 0), (0, 0), (0, length - x.shape[2]), (0, 0)))
 
-    return pad(query, lengths[0]), pad(key, lengths[1]), pad(value, lengths[1])
+def _pad_length(x: Float[Array, "b n s d"], length: int) -> Float[Array, "b n padded d"]:
+    return jnp.pad(x, ((0, 0), (0, 0), (0, length - x.shape[2]), (0, 0)))
 
 
 def _from_kernel(spec: AttentionSpec, out: Float[Array, "b n t v"]) -> Float[Array, "b t n v"]:
@@ -225,6 +287,10 @@ def _in_default_precision(call: Callable[..., Array]) -> Callable[..., Array]:
 
     run.defvjp(forward, backward)
     return run
+
+
+def _default_precision() -> Any:
+    return jax.default_matmul_precision("default")
 
 
 def _device_reasons(target: Target, mode: Mode) -> Iterator[str]:

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental.pallas.ops.tpu import splash_attention as kernel
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as inside
 from jaxtyping import Array, Bool
 
 from backends.contract import AttentionSpec
@@ -89,3 +90,28 @@ def kernel_of(
             kernel.MultiHeadMask([mask]), block_sizes=blocks, attn_logits_soft_cap=soft_cap, interpret=interpret
         )
         return jax.tree.map(np.asarray, made)
+
+
+def with_log_sum_exp(made: Any, *arguments: Any) -> tuple[Array, Array]:
+    """Output and log-sum-exp ``[heads, rows]`` of a kernel that :func:`kernel_of` made."""
+    made = type(made)(
+        made.fwd_mask_info, made.dq_mask_info, made.dkv_mask_info, **(made.kwargs | {"save_residuals": True})
+    )
+    out, (log_sum_exp,) = made(*arguments)
+    return out, log_sum_exp
+
+
+def pull_back(
+    made: Any, q: Array, k: Array, v: Array, ids: Any, sinks: Array, out: Array, log_sum_exp: Array, d_out: Array
+) -> tuple[Array, Array, Array]:
+    """dq, dk and dv of a kernel that :func:`kernel_of` made, from an output and a log-sum-exp that are not its own.
+
+    The kernel's public gradient takes its own only, hence the private name; ``tests/backends/test_sharding.py`` sees
+    when it changes.
+    """
+    residuals = q, k, v, ids, sinks, out, log_sum_exp, made.dq_mask_info, made.dkv_mask_info
+    names = ("mask_value", "is_mqa", "block_sizes", "residual_checkpoint_name", "mask_function")
+    names += ("attn_logits_soft_cap", "interpret")
+    static = {name: made.kwargs[name] for name in names}
+    gradients = inside._splash_attention_bwd(save_residuals=False, **static, res=residuals, do=d_out)  # noqa: SLF001
+    return gradients[3], gradients[4], gradients[5]

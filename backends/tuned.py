@@ -2,7 +2,8 @@
 
 A table is JSON: an entry per problem that was tuned, with the winning options, how they won (measured, or
 ranked by what compiles where the device was not there) and everything else that was tried. It is looked up
-by device, dtype, grouping and length; the nearest shorter length holds for those between.
+by device, dtype, grouping, head dimension and length; the nearest shorter length holds for those between, and the
+nearest wider head, whose blocks fit a narrower one as well.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ class Entry:
     kind: str
     dtype: str
     grouped: bool
+    head_dim: int
     gradient: bool
     length: int
     options: tuple[tuple[str, int], ...]
@@ -61,8 +63,8 @@ def from_file(path: str | Path, backend: str, target: Target, spec: AttentionSpe
         found |= options_for(entries, backend, target, spec, gradient=gradient)
     if not found:
         raise ValueError(
-            f"tuned options {str(path)!r} have nothing for {backend} on {target} in {spec.dtype}; add it with "
-            "attnsuite tune, or leave the option out for the defaults."
+            f"tuned options {str(path)!r} have nothing for {backend} on {target} in {spec.dtype} with "
+            f"head_dim={_width(spec)}; add it with attnsuite tune, or leave the option out for the defaults."
         )
     return found
 
@@ -72,15 +74,20 @@ def options_for(
 ) -> Mapping[str, int]:
     """What the table says for ``spec``; empty where it says nothing.
 
-    A CPU takes what was measured on another where it has no entries of its own; no other device does. float16
-    takes what was measured for bfloat16 where it has no entry of its own: blocks of the same size.
+    A CPU takes what was measured on another, or for a narrower head, where it has no entries of its own; no other
+    device does: blocks for a narrow head may need more memory than a core has when the head is wide. float16 takes
+    what was measured for bfloat16 where it has no entry of its own: blocks of the same size.
     """
     length = min(spec.query_length, spec.key_value_length)
     grouped = spec.group_size > 1
+    width = _width(spec)
     matching = [e for e in entries if (e.backend, e.platform, e.grouped, e.gradient) ==
                 (backend, target.platform, grouped, gradient)]  # fmt: skip
     own = [entry for entry in matching if entry.kind == target.kind]
     matching = own if own or target.platform != "cpu" else matching
+    wide = [entry for entry in matching if entry.head_dim >= width]
+    if wide or target.platform != "cpu":
+        matching = [entry for entry in wide if entry.head_dim == min(e.head_dim for e in wide)]
     alike = _SHORT_DTYPES if spec.dtype in _SHORT_DTYPES else (spec.dtype,)
     for dtype in (spec.dtype, *alike):
         of_dtype = sorted((e for e in matching if e.dtype == dtype), key=lambda e: e.length)
@@ -88,6 +95,10 @@ def options_for(
             shorter = [entry for entry in of_dtype if entry.length <= length]
             return dict((shorter[-1] if shorter else of_dtype[0]).options)
     return {}
+
+
+def _width(spec: AttentionSpec) -> int:
+    return max(spec.head_dim, spec.value_head_dim or 0)
 
 
 @functools.lru_cache(maxsize=8)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from models.config import DTYPES, ModelConfig
+from models.config import DTYPES, AttentionType, ModelConfig
 
 Slots = Float[Array, "batch kv_heads capacity head_dim"]
 
@@ -27,6 +27,7 @@ Slots = Float[Array, "batch kv_heads capacity head_dim"]
 class KVCache:
     """Keys and values of all layers, and per sequence the number of filled slots (int32, on the host).
 
+    A ``latent`` layer keeps what ``models/latent.py`` describes as its only key, and no values.
     Prefilling and decoding *donate* the arrays: afterwards only the cache that they returned is alive.
     """
 
@@ -52,12 +53,12 @@ class KVCache:
         dtype = dtype or default_dtype(config)
         if dtype not in DTYPES:
             raise ValueError(f"dtype={dtype!r} is not supported; use one of {', '.join(DTYPES)}.")
-        shape = (batch, config.kv_heads, capacity, config.dim)
-
-        def slots() -> tuple[Slots, ...]:
-            return tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers))
-
-        return KVCache(keys=slots(), values=slots(), lengths=np.zeros(batch, np.int32))
+        keys, values = slot_shapes(config, batch, capacity)
+        return KVCache(
+            keys=tuple(jnp.zeros(shape, dtype) for shape in keys),
+            values=tuple(jnp.zeros(shape, dtype) for shape in values),
+            lengths=np.zeros(batch, np.int32),
+        )
 
     @property
     def batch(self) -> int:
@@ -101,6 +102,20 @@ class KVCache:
                 f"make one with a capacity of at least {used + new}."
             )
         return self.lengths + valid
+
+
+def slot_shapes(
+    config: ModelConfig, batch: int, capacity: int
+) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
+    """The shape of each layer's keys, and of its values."""
+
+    def shape(kind: AttentionType, *, is_key: bool) -> tuple[int, ...]:
+        if kind == "latent":
+            return (batch, 1, capacity, (config.latent.rank + config.latent.rope) * is_key)
+        return (batch, config.kv_heads, capacity, config.dim)
+
+    keys, values = (tuple(shape(kind, is_key=is_key) for kind in config.layer_types) for is_key in (True, False))
+    return keys, values
 
 
 def default_dtype(config: ModelConfig) -> str:

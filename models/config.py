@@ -11,10 +11,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
-AttentionType = Literal["global", "sliding", "chunked", "full"]
+AttentionType = Literal["global", "sliding", "chunked", "full", "latent"]
 DTYPES = ("float32", "bfloat16", "float16")
+_LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_SWITCHES = ("tie_embeddings", "use_rope", "use_rmsnorm", "use_swiglu", "qkv_bias", "output_bias", "qk_norm")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +43,15 @@ class RopeScaling:
             )
 
 
+class LatentSizes(NamedTuple):
+    """Sizes of multi-head latent attention: of the latent, and of each head's parts; see ``models/latent.py``."""
+
+    rank: int  # kv_lora_rank
+    nope: int  # qk_nope_head_dim
+    rope: int  # qk_rope_head_dim
+    value: int  # v_head_dim
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """A transformer: everything about it but its weights. Raises ValueError naming the field and what it accepts.
@@ -48,8 +59,13 @@ class ModelConfig:
     ``num_kv_heads=None`` means ``num_heads`` (multi-head), ``head_dim=None`` means ``hidden_size //
     num_heads``. ``attention`` is one type for all layers or one per layer, and is kept as one per layer:
     ``global`` (causal), ``sliding`` (causal, the last ``window_size`` tokens, itself included), ``chunked``
-    (causal within chunks of ``chunk_size``) and ``full`` (both directions). ``max_length`` is the longest
-    input only where positions are learned (``use_rope=False``); RoPE has no limit of its own. ``dtype`` is
+    (causal within chunks of ``chunk_size``), ``full`` (both directions) and ``latent`` (causal, multi-head latent
+    attention, whose sizes have DeepSeek's names: ``kv_lora_rank``, ``qk_nope_head_dim``, ``qk_rope_head_dim``,
+    ``v_head_dim``, and ``q_lora_rank`` where queries are compressed too; such layers make no use of ``head_dim`` and
+    ``num_kv_heads``). ``max_length`` is the longest
+    input only where positions are learned (``use_rope=False``); RoPE has no limit of its own. ``qkv_bias`` and
+    ``output_bias`` add biases to the attention's projections (Qwen2: the former), ``qk_norm`` normalises queries
+    and keys per head before they are rotated (Qwen3). ``dtype`` is
     what activations are computed in, ``param_dtype`` what parameters are kept in; RoPE, norm statistics,
     softmax and logits are float32 whatever they are.
 
@@ -73,9 +89,17 @@ class ModelConfig:
     attention: AttentionType | tuple[AttentionType, ...] = "global"
     window_size: int | None = None
     chunk_size: int | None = None
+    q_lora_rank: int | None = None
+    kv_lora_rank: int | None = None
+    qk_nope_head_dim: int | None = None
+    qk_rope_head_dim: int | None = None
+    v_head_dim: int | None = None
     use_rope: bool = True
     use_rmsnorm: bool = True
     use_swiglu: bool = True
+    qkv_bias: bool = False
+    output_bias: bool = False
+    qk_norm: bool = False
     dtype: str = "float32"
     param_dtype: str = "float32"
 
@@ -92,9 +116,11 @@ class ModelConfig:
             raise ValueError(  # noqa: TRY004  (a field of the wrong type is a wrong value: one error to catch)
                 f"rope_scaling={self.rope_scaling!r} must be a RopeScaling or None."
             )
-        for name in ("tie_embeddings", "use_rope", "use_rmsnorm", "use_swiglu"):
+        for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False.")  # noqa: TRY004  (as above)
+        if self.qk_norm and not self.use_rmsnorm:
+            raise ValueError("qk_norm=True is an RMSNorm; it needs use_rmsnorm=True.")
         for name in ("dtype", "param_dtype"):
             if getattr(self, name) not in DTYPES:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not supported; use one of {', '.join(DTYPES)}.")
@@ -128,12 +154,24 @@ class ModelConfig:
         if len(types) != self.num_layers:
             raise ValueError(f"attention names {len(types)} layers, but num_layers={self.num_layers}.")
         object.__setattr__(self, "attention", tuple(types))
-        for kind, name in (("sliding", "window_size"), ("chunked", "chunk_size")):
+        needed = [("sliding", "window_size"), ("chunked", "chunk_size"), *(("latent", name) for name in _LATENT_SIZES)]
+        for kind, name in needed:
             value = getattr(self, name)
             if value is not None:
                 _require_positive_int(name, value)
             elif kind in types:
                 raise ValueError(f"attention={kind!r} needs {name}, an integer of at least 1; it is None.")
+        if self.q_lora_rank is not None:
+            _require_positive_int("q_lora_rank", self.q_lora_rank)
+        if "latent" in types:
+            self._check_latent()
+
+    def _check_latent(self) -> None:
+        if self.latent.rope % 2:
+            raise ValueError(f"qk_rope_head_dim={self.qk_rope_head_dim} is odd; RoPE rotates pairs: use an even one.")
+        for name, wanted in (("use_rope", True), ("use_rmsnorm", True), ("qkv_bias", False), ("qk_norm", False)):
+            if getattr(self, name) is not wanted:
+                raise ValueError(f"{name}={not wanted} does not go with attention='latent'; it needs {name}={wanted}.")
 
     @property
     def kv_heads(self) -> int:
@@ -156,13 +194,35 @@ class ModelConfig:
         return tuple(dict.fromkeys(self.layer_types))
 
     @property
+    def latent(self) -> LatentSizes:
+        """The sizes of the ``latent`` layers; to be asked only of a model that has some."""
+        return LatentSizes(*(getattr(self, name) for name in _LATENT_SIZES))
+
+    @property
     def num_parameters(self) -> int:
         """How many numbers the parameters hold; tied embeddings count once."""
         norm = self.hidden_size if self.use_rmsnorm else 2 * self.hidden_size
         attention = 2 * self.hidden_size * self.dim * (self.num_heads + self.kv_heads)
+        attention += (
+            self.qkv_bias * self.dim * (self.num_heads + 2 * self.kv_heads) + self.output_bias * self.hidden_size
+        )
+        attention += self.qk_norm * 2 * self.dim
+        latent = self.layer_types.count("latent")
+        attention = (self.num_layers - latent) * attention + (latent * self._latent_parameters if latent else 0)
         mlp = (3 if self.use_swiglu else 2) * self.hidden_size * self.intermediate_size
         tables = (1 if self.tie_embeddings else 2) * self.vocab_size + (0 if self.use_rope else self.max_length)
-        return self.num_layers * (attention + mlp + 2 * norm) + norm + tables * self.hidden_size
+        return attention + self.num_layers * (mlp + 2 * norm) + norm + tables * self.hidden_size
+
+    @property
+    def _latent_parameters(self) -> int:
+        """Of the attention of one ``latent`` layer."""
+        rank, nope, rope, value = self.latent
+        into, queries = self.hidden_size, self.num_heads * (nope + rope)
+        count = into * queries
+        if self.q_lora_rank is not None:
+            count = self.q_lora_rank * (into + 1 + queries)
+        count += into * (rank + rope) + rank + rank * self.num_heads * (nope + value)
+        return count + self.num_heads * value * into + self.output_bias * into
 
     @staticmethod
     def from_preset(name: str, **overrides: Any) -> ModelConfig:
@@ -201,7 +261,7 @@ def _require_positive_real(name: str, value: object) -> None:
         raise ValueError(f"{name}={value!r} must be a finite number above 0.")
 
 
-# All but the last two are byte-level: they need no tokenizer and train on any text. The last two are Meta's.
+# The first five are byte-level: they need no tokenizer and train on any text. The others are published models.
 PRESETS: dict[str, dict[str, Any]] = {
     "debug": {},
     "tiny": {
@@ -260,6 +320,76 @@ PRESETS: dict[str, dict[str, Any]] = {
         "rope_theta": 500000.0,
         "rope_scaling": RopeScaling(factor=8.0),
         "tie_embeddings": False,
+        "dtype": "bfloat16",
+        "param_dtype": "bfloat16",
+    },
+    "llama-3.2-3b": {
+        "vocab_size": 128256,
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "num_layers": 28,
+        "num_heads": 24,
+        "num_kv_heads": 8,
+        "max_length": 131072,
+        "rope_theta": 500000.0,
+        "rope_scaling": RopeScaling(factor=32.0),
+        "dtype": "bfloat16",
+        "param_dtype": "bfloat16",
+    },
+    "llama-3.1-70b": {
+        "vocab_size": 128256,
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_layers": 80,
+        "num_heads": 64,
+        "num_kv_heads": 8,
+        "max_length": 131072,
+        "rope_theta": 500000.0,
+        "rope_scaling": RopeScaling(factor=8.0),
+        "tie_embeddings": False,
+        "dtype": "bfloat16",
+        "param_dtype": "bfloat16",
+    },
+    "mistral-7b": {
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_layers": 32,
+        "num_heads": 32,
+        "num_kv_heads": 8,
+        "max_length": 32768,
+        "attention": "sliding",
+        "window_size": 4096,
+        "tie_embeddings": False,
+        "dtype": "bfloat16",
+        "param_dtype": "bfloat16",
+    },
+    "qwen2.5-0.5b": {
+        "vocab_size": 151936,
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_layers": 24,
+        "num_heads": 14,
+        "num_kv_heads": 2,
+        "max_length": 32768,
+        "rope_theta": 1000000.0,
+        "norm_eps": 1e-6,
+        "qkv_bias": True,
+        "dtype": "bfloat16",
+        "param_dtype": "bfloat16",
+    },
+    "qwen3-0.6b": {
+        "vocab_size": 151936,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_layers": 28,
+        "num_heads": 16,
+        "num_kv_heads": 8,
+        "head_dim": 128,
+        "max_length": 40960,
+        "rope_theta": 1000000.0,
+        "norm_eps": 1e-6,
+        "qk_norm": True,
         "dtype": "bfloat16",
         "param_dtype": "bfloat16",
     },

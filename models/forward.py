@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from backends import Layout, Plan
 from backends.contract import Carry
+from models import latent
 from models.cache import Slots, write
 from models.config import AttentionType, ModelConfig
 from models.parameters import Params
@@ -30,7 +31,7 @@ from models.rope import angles, inverse_frequencies, rotate
 
 Tokens = Int[Array, "batch length"]
 Hidden = Float[Array, "batch length hidden"]
-Turns = tuple[Float[Array, "batch length half"], Float[Array, "batch length half"]]  # cosines and sines
+Turns = dict[int, tuple[Array, Array]]  # cosines and sines [batch, length, width / 2], by the width that is turned
 Observe = Callable[[int, Array, Array, Hidden, Hidden], None]
 
 
@@ -65,13 +66,13 @@ def forward(
         )
         plans[kind] = resolution.plan(layout, dict(options))
     carries: dict[AttentionType, Carry] = dict.fromkeys(plans, ())
-    x = _embed(config, params, tokens, positions)
-    turns = _turns(config, positions)
+    x = embed(config, params, tokens, positions)
+    turns = turns_of(config, positions)
     for i, layer in enumerate(params["layers"]):
         kind = config.layer_types[i]
         run = functools.partial(layer_forward, config, plan=plans[kind], index=i, observe=observe)
         x, carries[kind] = rematerialised(remat, run)(layer, x, turns, carry=carries[kind])
-    return _logits(config, params, x)
+    return logits_of(config, params, x)
 
 
 def forward_cached(
@@ -98,8 +99,8 @@ def forward_cached(
     layout = Layout() if fresh else Layout(query_positions=positions, key_value_seq_lengths=end)
     plans: dict[AttentionType, Plan] = {kind: found.plan(layout, dict(options)) for kind, found in resolutions}
     carries: dict[AttentionType, Carry] = dict.fromkeys(plans, ())
-    x = _embed(config, params, tokens, positions)
-    turns = _turns(config, positions)
+    x = embed(config, params, tokens, positions)
+    turns = turns_of(config, positions)
     new_keys, new_values = list(keys), list(values)
     for i, layer in enumerate(params["layers"]):
         kind = config.layer_types[i]
@@ -108,11 +109,17 @@ def forward_cached(
         if not fresh:
             query = query.astype(keys[i].dtype)
             key, value = jnp.swapaxes(new_keys[i], 1, 2), jnp.swapaxes(new_values[i], 1, 2)
+        if _is_latent(layer) and fresh:
+            key, value = latent.expand(config, layer["kv_b_proj"], key)
+        elif _is_latent(layer):
+            query, key, value = latent.absorb(config, layer["kv_b_proj"], query, key)
         mixed, carries[kind] = plans[kind].run(query, key, value, layer=i, carry=carries[kind])
+        if _is_latent(layer) and not fresh:
+            mixed = latent.release(config, layer["kv_b_proj"], mixed)
         x = _finish(config, layer, x, _attended(layer, mixed.astype(x.dtype)))
     if last_only:
         x = jnp.take_along_axis(x, (end - start - 1)[:, None, None], axis=1)
-    logits = _logits(config, params, x)
+    logits = logits_of(config, params, x)
     return (logits[:, 0] if last_only else logits), tuple(new_keys), tuple(new_values)
 
 
@@ -120,7 +127,7 @@ def layer_forward(
     config: ModelConfig,
     layer: Params,
     x: Hidden,
-    turns: Turns | None,
+    turns: Turns,
     plan: Plan,
     index: int,
     carry: Carry,
@@ -128,6 +135,8 @@ def layer_forward(
 ) -> tuple[Hidden, Carry]:
     """One layer over whole sequences: the hidden state behind it, and what it tells the next of its type."""
     query, key, value = _project(config, layer, x, turns)
+    if _is_latent(layer):
+        key, value = latent.expand(config, layer["kv_b_proj"], key)
     mixed, carry = plan.run(query, key, value, layer=index, carry=carry)
     attended = _attended(layer, mixed)
     if observe is not None:
@@ -149,29 +158,57 @@ def documents(segment_ids: Int[Array, "batch length"]) -> tuple[Tokens, Tokens]:
     return jnp.where(segment_ids < 0, -1, runs), slots - starts
 
 
-def _embed(config: ModelConfig, params: Params, tokens: Tokens, positions: Tokens) -> Hidden:
+def embed(config: ModelConfig, params: Params, tokens: Tokens, positions: Tokens) -> Hidden:
+    """The hidden state before the first layer."""
     x = params["embed_tokens"][tokens].astype(config.dtype)
     if not config.use_rope:
         x = x + params["embed_positions"][positions].astype(config.dtype)
     return x
 
 
-def _turns(config: ModelConfig, positions: Tokens) -> tuple[Array, Array] | None:
+def turns_of(config: ModelConfig, positions: Tokens) -> Turns:
+    """What turns queries and keys to their positions, shared by all layers; nothing without RoPE."""
     if not config.use_rope:
-        return None
-    return angles(positions, inverse_frequencies(config.dim, config.rope_theta, config.rope_scaling))
+        return {}
+    widths = {config.latent.rope if kind == "latent" else config.dim for kind in config.attention_types}
+    return {
+        width: angles(positions, inverse_frequencies(width, config.rope_theta, config.rope_scaling))
+        for width in sorted(widths)
+    }
 
 
-def _project(
-    config: ModelConfig, layer: Params, x: Hidden, turns: tuple[Array, Array] | None
-) -> tuple[Array, Array, Array]:
+def _project(config: ModelConfig, layer: Params, x: Hidden, turns: Turns) -> tuple[Array, Array, Array]:
     """Normalised input to queries, keys and values, queries and keys turned to their positions."""
     x = _norm(config, layer, "input_layernorm", x)
+    if _is_latent(layer):
+        return _project_latent(config, layer, x, turns)
     heads = (*x.shape[:2], -1, config.dim)
     query, key, value = (_linear(x, layer, name).reshape(heads) for name in ("q_proj", "k_proj", "v_proj"))
-    if turns is not None:
-        query, key = rotate(query, *turns), rotate(key, *turns)
+    if config.qk_norm:
+        query, key = _norm(config, layer, "q_norm", query), _norm(config, layer, "k_norm", key)
+    if config.use_rope:
+        query, key = rotate(query, *turns[config.dim]), rotate(key, *turns[config.dim])
     return query, key, value
+
+
+def _is_latent(layer: Params) -> bool:
+    """Asked of the parameters: a layer that is streamed does not know which one it is."""
+    return "kv_b_proj" in layer
+
+
+def _project_latent(config: ModelConfig, layer: Params, x: Hidden, turns: Turns) -> tuple[Array, Array, Array]:
+    """Queries of every head, as the only key what a cache holds of a token, and no value; see ``models/latent.py``."""
+    sizes = config.latent
+    turn = turns[sizes.rope]
+    kept, shared = jnp.split(_linear(x, layer, "kv_a_proj_with_mqa")[:, :, None], [sizes.rank], axis=-1)
+    key = jnp.concatenate([_norm(config, layer, "kv_a_layernorm", kept), rotate(shared, *turn)], axis=-1)
+    if config.q_lora_rank is None:
+        query = _linear(x, layer, "q_proj")
+    else:
+        query = _linear(_norm(config, layer, "q_a_layernorm", _linear(x, layer, "q_a_proj")), layer, "q_b_proj")
+    query = query.reshape(*x.shape[:2], config.num_heads, -1)
+    plain, placed = jnp.split(query, [sizes.nope], axis=-1)
+    return jnp.concatenate([plain, rotate(placed, *turn)], axis=-1), key, key[..., :0]
 
 
 def _attended(layer: Params, mixed: Float[Array, "batch length heads dim"]) -> Hidden:
@@ -191,7 +228,7 @@ def _finish(config: ModelConfig, layer: Params, x: Hidden, attended: Hidden) -> 
     return x + _linear(up, layer, "down_proj")
 
 
-def _norm(config: ModelConfig, params: Params, name: str, x: Hidden) -> Hidden:
+def _norm(config: ModelConfig, params: Params, name: str, x: Float[Array, "*rows dim"]) -> Float[Array, "*rows dim"]:
     wide = x.astype(jnp.float32)
     if not config.use_rmsnorm:
         wide = wide - wide.mean(-1, keepdims=True)
@@ -201,13 +238,15 @@ def _norm(config: ModelConfig, params: Params, name: str, x: Hidden) -> Hidden:
 
 
 def _linear(x: Hidden, layer: Params, name: str) -> Float[Array, "batch length out"]:
-    """A projection of a layer, with its low-rank update where the layer has one (``models/lora.py``)."""
+    """A projection of a layer, with its bias and its low-rank update (``models/lora.py``) where the layer has them."""
     out = jnp.einsum("bti,oi->bto", x, layer[name].astype(x.dtype))
-    adapter = layer.get(f"{name}_lora")
+    bias, adapter = layer.get(f"{name}_bias"), layer.get(f"{name}_lora")
+    out = out if bias is None else out + bias.astype(x.dtype)
     return out if adapter is None else out + adapter(x)
 
 
-def _logits(config: ModelConfig, params: Params, x: Hidden) -> Float[Array, "batch length vocab"]:
+def logits_of(config: ModelConfig, params: Params, x: Hidden) -> Float[Array, "batch length vocab"]:
+    """Logits, float32, of the hidden state behind the last layer."""
     x = _norm(config, params, "norm", x)
     head: Any = params["embed_tokens" if config.tie_embeddings else "lm_head"]
     return jnp.einsum("bti,oi->bto", x, head.astype(x.dtype), preferred_element_type=jnp.float32)

@@ -26,6 +26,18 @@ LAYER_NAMES = {
     "k_proj": "self_attn.k_proj.weight",
     "v_proj": "self_attn.v_proj.weight",
     "o_proj": "self_attn.o_proj.weight",
+    "q_proj_bias": "self_attn.q_proj.bias",
+    "k_proj_bias": "self_attn.k_proj.bias",
+    "v_proj_bias": "self_attn.v_proj.bias",
+    "o_proj_bias": "self_attn.o_proj.bias",
+    "q_a_proj": "self_attn.q_a_proj.weight",
+    "q_a_layernorm": "self_attn.q_a_layernorm.weight",
+    "q_b_proj": "self_attn.q_b_proj.weight",
+    "kv_a_proj_with_mqa": "self_attn.kv_a_proj_with_mqa.weight",
+    "kv_a_layernorm": "self_attn.kv_a_layernorm.weight",
+    "kv_b_proj": "self_attn.kv_b_proj.weight",
+    "q_norm": "self_attn.q_norm.weight",
+    "k_norm": "self_attn.k_norm.weight",
     "post_attention_layernorm": "post_attention_layernorm.weight",
     "post_attention_layernorm_bias": "post_attention_layernorm.bias",
     "gate_proj": "mlp.gate_proj.weight",
@@ -44,13 +56,8 @@ TOP_NAMES = {
 def parameter_shapes(config: ModelConfig) -> Params:
     """The tree with a shape in the place of each array."""
     d, f = config.hidden_size, config.intermediate_size
-    q, kv = config.num_heads * config.dim, config.kv_heads * config.dim
     layer: dict[str, tuple[int, ...]] = {
         "input_layernorm": (d,),
-        "q_proj": (q, d),
-        "k_proj": (kv, d),
-        "v_proj": (kv, d),
-        "o_proj": (d, q),
         "post_attention_layernorm": (d,),
         "up_proj": (f, d),
         "down_proj": (d, f),
@@ -58,6 +65,8 @@ def parameter_shapes(config: ModelConfig) -> Params:
     top: dict[str, tuple[int, ...]] = {"embed_tokens": (config.vocab_size, d), "norm": (d,)}
     if config.use_swiglu:
         layer["gate_proj"] = (f, d)
+    if config.output_bias:
+        layer["o_proj_bias"] = (d,)
     if not config.use_rmsnorm:
         layer |= {"input_layernorm_bias": (d,), "post_attention_layernorm_bias": (d,)}
         top["norm_bias"] = (d,)
@@ -65,7 +74,36 @@ def parameter_shapes(config: ModelConfig) -> Params:
         top["embed_positions"] = (config.max_length, d)
     if not config.tie_embeddings:
         top["lm_head"] = (config.vocab_size, d)
-    return {**top, "layers": [dict(layer) for _ in range(config.num_layers)]}
+    attention = {
+        kind: _latent_shapes(config) if kind == "latent" else _attention_shapes(config)
+        for kind in config.attention_types
+    }
+    return {**top, "layers": [layer | attention[kind] for kind in config.layer_types]}
+
+
+def _attention_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    d, q, kv = config.hidden_size, config.num_heads * config.dim, config.kv_heads * config.dim
+    shapes: dict[str, tuple[int, ...]] = {"q_proj": (q, d), "k_proj": (kv, d), "v_proj": (kv, d), "o_proj": (d, q)}
+    if config.qkv_bias:
+        shapes |= {"q_proj_bias": (q,), "k_proj_bias": (kv,), "v_proj_bias": (kv,)}
+    if config.qk_norm:
+        shapes |= {"q_norm": (config.dim,), "k_norm": (config.dim,)}
+    return shapes
+
+
+def _latent_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Of ``models/latent.py``, under the names of DeepSeek's checkpoints."""
+    d, heads, sizes, compressed = config.hidden_size, config.num_heads, config.latent, config.q_lora_rank
+    q = heads * (sizes.nope + sizes.rope)
+    shapes: dict[str, tuple[int, ...]] = {
+        "kv_a_proj_with_mqa": (sizes.rank + sizes.rope, d),
+        "kv_a_layernorm": (sizes.rank,),
+        "kv_b_proj": (heads * (sizes.nope + sizes.value), sizes.rank),
+        "o_proj": (d, heads * sizes.value),
+    }
+    if compressed is None:
+        return shapes | {"q_proj": (q, d)}
+    return shapes | {"q_a_proj": (compressed, d), "q_a_layernorm": (compressed,), "q_b_proj": (q, compressed)}
 
 
 def checkpoint_names(config: ModelConfig) -> Params:

@@ -30,20 +30,28 @@ def attention_spec(
     dtype: str | None = None,
     needs_grad: bool = True,
 ) -> AttentionSpec:
-    """The attention problem of the layers of one type.
+    """The attention problem of the layers of one type; that of ``latent`` layers see ``models/latent.py``.
 
     ``key_value_length`` is the capacity of a cache that is attended to, or None for attention over the
     queries' own tokens. ``packed`` says that segment ids come with the tokens.
     """
     cached = key_value_length is not None
+    kv_heads, dim, value_dim, scale = config.kv_heads, config.dim, config.dim, None
+    if kind == "latent":
+        rank, nope, rope, value_dim = config.latent
+        kv_heads, dim = config.num_heads, nope + rope
+        if cached:
+            kv_heads, dim, value_dim, scale = 1, rank + rope, rank, dim**-0.5
     return AttentionSpec(
         batch=batch,
         query_length=query_length,
         key_value_length=key_value_length if cached else query_length,
         num_heads=config.num_heads,
-        num_kv_heads=config.kv_heads,
-        head_dim=config.dim,
+        num_kv_heads=kv_heads,
+        head_dim=dim,
+        value_head_dim=value_dim,
         dtype=dtype or config.dtype,
+        scale=scale,
         is_causal=kind != "full",
         local_window_size=(config.window_size - 1, 0) if kind == "sliding" and config.window_size else None,
         chunk_size=config.chunk_size if kind == "chunked" else None,

@@ -1,47 +1,52 @@
-"""Checkpoints on disk: safetensors with Hugging Face's names, beside a ``config.json``.
+"""Models from disk and to disk: load, save, convert. Files are safetensors and JSON.
 
-Reads one file or the shards that ``model.safetensors.index.json`` lists, one tensor at a time from a memory
-map. Every tensor that the configuration needs must be there in its shape, and no other: a checkpoint that
-does not fit is refused with a sentence that names the tensor. Nothing is ever unpickled.
+A checkpoint is written under Hugging Face's names, in one file or in one per layer (``chunked``); the latter is
+an ordinary sharded checkpoint, whose index other programs read too. Nothing is ever pickled.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
-from safetensors import SafetensorError, safe_open
-from safetensors.flax import save_file
 
+from models.checkpoint import CONFIG, open_checkpoint
 from models.config import ModelConfig
-from models.huggingface import from_hf, to_hf
-from models.parameters import checkpoint_names, parameter_shapes
+from models.huggingface import to_hf
+from models.parameters import Params, checkpoint_names, parameter_shapes
+from models.shards import INDEX, WEIGHTS, write_safetensors
+from models.tokenizer import TOKENIZER_FILES
 from models.transformer import Transformer
 
-WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 SHIPPED = "tiny-bytes"
+_NOISE = 1_000_003  # a prime, so that no two rows of a matrix are alike
+_ReadTensors = Callable[[Sequence[str]], Iterable[tuple[str, np.ndarray]]]
 
 
 def load(directory: str | Path, **overrides: Any) -> Transformer:
-    """The model in ``directory``. ``overrides`` replace fields of its configuration.
+    """The model in ``directory``: a Hugging Face checkpoint in safetensors, one of Meta's, or what :func:`save` wrote.
 
-    Parameters are kept in the dtype that config.json names (override ``param_dtype``), and computed with
-    in the same (override ``dtype``). Raises ValueError, in a sentence, for a directory, configuration or
+    ``overrides`` replace fields of its configuration. Parameters are kept in the dtype that the checkpoint names
+    (override ``param_dtype``), and computed with in the same (override ``dtype``). Besides the model itself it
+    takes the memory of a few tensors. Raises ValueError, in a sentence, for a directory, configuration or
     tensor that is missing, unreadable, unexpected or of the wrong shape.
     """
-    directory = Path(directory)
-    config = from_hf(_read_json(directory / CONFIG)).replace(**overrides)
-    names, shapes = checkpoint_names(config), parameter_shapes(config)
-    is_shape = lambda x: isinstance(x, tuple)  # noqa: E731
-    wanted = dict(zip(jax.tree.leaves(names), jax.tree.leaves(shapes, is_leaf=is_shape), strict=True))
-    tensors = _read_tensors(_shards(directory), wanted, config)
-    return Transformer(config, jax.tree.map(lambda name: tensors[name], names))
+    checkpoint = open_checkpoint(directory, **overrides)
+    return Transformer(checkpoint.config, checkpoint.params())
+
+
+def load_layer(directory: str | Path, index: int, **overrides: Any) -> Params:
+    """The parameters of one layer, as they stand in ``params["layers"][index]`` of the whole; else as :func:`load`.
+
+    For several layers of one checkpoint keep what :func:`models.checkpoint.open_checkpoint` gives.
+    """
+    return open_checkpoint(directory, **overrides).layer(index)
 
 
 def load_shipped(**overrides: Any) -> Transformer:
@@ -56,70 +61,94 @@ def load_shipped(**overrides: Any) -> Transformer:
 
 def save(model: Transformer, directory: str | Path) -> None:
     """Write ``model.safetensors`` and ``config.json``, making the directory. Tied embeddings are written once."""
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
     names = jax.tree.leaves(checkpoint_names(model.config))
-    tensors = dict(zip(names, jax.tree.leaves(model.arrays()), strict=True))
-    save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
-    (directory / CONFIG).write_text(json.dumps(to_hf(model.config), indent=1) + "\n", encoding="utf-8")
+    arrays = dict(zip(names, jax.tree.leaves(model.arrays()), strict=True))
+
+    def read(wanted: Sequence[str]) -> Iterator[tuple[str, np.ndarray]]:
+        return ((name, np.asarray(arrays[name])) for name in wanted)
+
+    _write(Path(directory), model.config, read, chunked=False)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def convert(
+    directory: str | Path,
+    output: str | Path,
+    *,
+    dtype: str | None = None,
+    chunked: bool = False,
+    **overrides: Any,
+) -> ModelConfig:
+    """Write the checkpoint in ``directory`` (what :func:`load` reads) to ``output``; returns its configuration.
+
+    ``dtype=None`` keeps the dtype that it names. ``chunked`` writes a file per layer. One tensor at a
+    time is in memory. Tokenizer files are copied. Raises ValueError as :func:`load` does, and for an ``output``
+    that already holds files.
+    """
+    directory, output = Path(directory), Path(output)
+    if dtype is not None:
+        overrides |= {"dtype": dtype, "param_dtype": dtype}
+    checkpoint = open_checkpoint(directory, **overrides)
+    _check_empty(output)
+    _write(output, checkpoint.config, checkpoint.tensors, chunked=chunked)
+    for name in TOKENIZER_FILES:
+        if (directory / name).is_file():
+            shutil.copyfile(directory / name, output / name)
+    return checkpoint.config
+
+
+def write_random(config: ModelConfig, directory: str | Path, *, chunked: bool = False, seed: int = 0) -> None:
+    """Write a checkpoint with random weights, for runs that measure time and memory; in memory is one tensor.
+
+    Weights are a million normal numbers (standard deviation 0.02) over and over, norms are one, biases zero. Raises
+    ValueError as :func:`convert` does.
+    """
+    directory = Path(directory)
+    _check_empty(directory)
+    noise = np.random.default_rng(seed).standard_normal(_NOISE, np.float32) * 0.02
+    noise = noise.astype(config.param_dtype)
+    is_shape = lambda x: isinstance(x, tuple)  # noqa: E731
+    names = jax.tree.leaves(checkpoint_names(config))
+    shapes = dict(zip(names, jax.tree.leaves(parameter_shapes(config), is_leaf=is_shape), strict=True))
+
+    def read(wanted: Sequence[str]) -> Iterator[tuple[str, np.ndarray]]:
+        for name in wanted:
+            if len(shapes[name]) > 1:
+                yield name, np.resize(noise, shapes[name])
+            else:
+                yield name, np.full(shapes[name], not name.endswith("bias"), noise.dtype)
+
+    _write(directory, config, read, chunked=chunked)
+
+
+def _check_empty(output: Path) -> None:
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ValueError(f"output {str(output)!r} already exists and is not empty; give another directory.")
+
+
+def _write(directory: Path, config: ModelConfig, read: _ReadTensors, *, chunked: bool) -> None:
+    """Files of weights, an index where there are several, and last config.json: with it the checkpoint is whole."""
+    names, shapes = checkpoint_names(config), parameter_shapes(config)
+    outer = {names[name]: shapes[name] for name in names if name != "layers"}
+    layers = [
+        {stored[name]: shape[name] for name in stored}
+        for stored, shape in zip(names["layers"], shapes["layers"], strict=True)
+    ]
+    files = {"outer.safetensors": [outer]} | {f"layer-{i:05d}.safetensors": [layer] for i, layer in enumerate(layers)}
+    if not chunked:
+        files = {WEIGHTS: [outer, *layers]}
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        directory.mkdir(parents=True, exist_ok=True)
+        for file, groups in files.items():
+            tensors = {name: shape for group in groups for name, shape in group.items()}
+            values = (value for group in groups for value in read(list(group)))  # a layer at a time is read
+            write_safetensors(directory / file, tensors, config.param_dtype, values)
+        if chunked:
+            mapping = {name: file for file, (group,) in files.items() for name in group}
+            _write_json(directory / INDEX, {"metadata": {}, "weight_map": mapping})
+        _write_json(directory / CONFIG, to_hf(config))
     except OSError as error:
-        raise ValueError(
-            f"{str(path)!r} cannot be read ({error.strerror}); a checkpoint is a directory with {CONFIG} and {WEIGHTS}."
-        ) from error
-    except ValueError as error:
-        raise ValueError(f"{str(path)!r} is not valid JSON: {error}.") from error
-    if not isinstance(content, dict):
-        raise ValueError(  # noqa: TRY004  (the content of a file is wrong, not the type of an argument)
-            f"{str(path)!r} holds a {type(content).__name__}; expected a JSON object."
-        )
-    return content
+        raise ValueError(f"{str(directory)!r} cannot be written to: {error.strerror or error}.") from error
 
 
-def _shards(directory: Path) -> list[Path]:
-    if (directory / WEIGHTS).is_file():
-        return [directory / WEIGHTS]
-    if not (directory / INDEX).is_file():
-        raise ValueError(f"{str(directory)!r} holds neither {WEIGHTS} nor {INDEX}; only safetensors are read.")
-    mapping = _read_json(directory / INDEX).get("weight_map")
-    if not isinstance(mapping, dict):
-        raise ValueError(f"{INDEX} in {str(directory)!r} has no weight_map.")  # noqa: TRY004  (as above)
-    shards = sorted(set(mapping.values()))
-    for shard in shards:
-        if Path(shard).name != shard:
-            raise ValueError(f"{INDEX} in {str(directory)!r} names {shard!r}; shards lie beside it, without a path.")
-    return [directory / shard for shard in shards]
-
-
-def _read_tensors(shards: list[Path], wanted: dict[str, tuple[int, ...]], config: ModelConfig) -> dict[str, Array]:
-    tensors: dict[str, Array] = {}
-    tied_head: Array | None = None
-    for shard in shards:
-        try:
-            with safe_open(shard, framework="flax") as file:  # "numpy" cannot read bfloat16
-                for name in file.keys():  # noqa: SIM118  (a safe_open is no mapping)
-                    if name.endswith("rotary_emb.inv_freq"):  # old checkpoints carry what the config says anyway
-                        continue
-                    if name == "lm_head.weight" and config.tie_embeddings:
-                        tied_head = file.get_tensor(name)
-                        continue
-                    if name not in wanted:
-                        raise ValueError(f"{shard.name} holds {name!r}, which this configuration has no place for.")
-                    shape = tuple(file.get_slice(name).get_shape())
-                    if shape != wanted[name]:
-                        raise ValueError(f"{name!r} in {shard.name} has shape {shape}; expected {wanted[name]}.")
-                    tensors[name] = jnp.asarray(file.get_tensor(name), config.param_dtype)
-        except (OSError, SafetensorError) as error:
-            raise ValueError(f"{str(shard)!r} cannot be read as safetensors: {error}.") from error
-    missing = [name for name in wanted if name not in tensors]
-    if missing:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise ValueError(f"the checkpoint lacks {missing[0]!r}{more}, which its configuration needs.")
-    embedding = "model.embed_tokens.weight"
-    if tied_head is not None and not np.array_equal(tensors[embedding], tied_head.astype(config.param_dtype)):
-        raise ValueError(f"config.json ties the embeddings, but 'lm_head.weight' differs from {embedding!r}.")
-    return tensors
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

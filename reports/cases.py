@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import PurePath
 from typing import Any, get_args
 
 from suite.record import CaseKind, Record
@@ -44,7 +45,7 @@ def describe(kind: str, problem: Mapping[str, Any]) -> str:
     head_dim, value_head_dim = problem.get("head_dim"), problem.get("value_head_dim")
     query = 1 if kind == "op_decode" else sequence
     parts = {
-        f"model {problem.get('model')}": problem.get("model"),
+        f"model {PurePath(str(problem.get('model'))).name}": problem.get("model"),
         f"B {problem.get('batch')}": problem.get("batch"),
         f"T {query}": sequence and kind.startswith("op_"),
         f"S {sequence}": sequence,

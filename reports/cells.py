@@ -29,6 +29,7 @@ class Speed:
     flops_rate: float | None
     peak_share: float | None  # of the matmul rate measured on this machine in the case's dtype
     tokens_rate: float | None
+    step: Interval | None  # seconds of one pass of a model: time to the first token, or for each more
     read_share: float | None = None  # of the read bandwidth measured on this machine, by the bytes that must be read
 
 
@@ -144,6 +145,7 @@ def _speed(record: Record, standard: Record | None) -> Speed | None:
         flops_rate=rate,
         peak_share=_over(rate, matmul_peak(record)),
         tokens_rate=_over(record.tokens, typical.value),
+        step=statistics.median([sample / record.steps for sample in record.samples]) if record.steps else None,
         read_share=_over(_over(record.bytes_moved, typical.value), _machine(record, "read_bytes_per_second")),
     )
 

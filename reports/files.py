@@ -106,6 +106,9 @@ def _leading(page: Page, cell: Cell) -> dict[str, object]:
         "flops_per_second": speed.flops_rate if speed else None,
         "share_of_matmul_peak": speed.peak_share if speed else None,
         "tokens_per_second": speed.tokens_rate if speed else None,
+        "ttft_seconds": speed.step.value if speed and speed.step and record.kind == "model_prefill" else None,
+        "tpot_seconds": speed.step.value if speed and speed.step and record.kind == "model_decode" else None,
+        "kv_bytes_per_token": record.kv_bytes_per_token,
         "compile_seconds": record.compile_seconds if speed else None,
         "temp_over_standard": cell.temp_ratio,
     }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from pathlib import PurePath
 from typing import Any
 
 from reports.cells import Cell, Group, is_trusted, same_rounds
@@ -377,7 +378,7 @@ def _told(group: Group) -> str:
     """The problem of a case of quality, in words."""
     p = _problem(group)
     share = f", {number(100 * p['top_k'])}% of the earlier keys" if group.kind == GATE else ""
-    model = "constructed checkpoint" if group.kind != TEXT else f"model {p['model']}"
+    model = "constructed checkpoint" if group.kind != TEXT else f"model {PurePath(p['model']).name}"
     units = f"tiles of {p['tile_size']} keys" if p["granularity"] == "tile" else "single keys"
     return f"{model}, S {p['sequence']}, {p['sequences']} sequences, {units}{share}"
 

@@ -138,9 +138,10 @@ def _section(setting: dict[str, Any], curves: Sequence[Curve]) -> list[str]:
 
 
 def _row(curve: Curve, verdict: Verdict, standard: Curve) -> str:
+    last = curve.losses[-1]
     furthest = np.abs(np.asarray(curve.losses) - np.asarray(standard.losses)).max()
     # To the last bit of every step the same: most likely the very same sums, and so nothing is shown.
-    is_copy = furthest == 0.0 and len(standard.losses) > 1
+    is_copy = len(curve.losses) > 1 and list(curve.losses) == list(standard.losses)
     said = {
         "backend": _COPY if is_copy else "ready" if verdict.is_ready else "**not ready**",
         "control": "**passes: the test is blind**" if verdict.is_ready else "found out",
@@ -149,7 +150,7 @@ def _row(curve: Curve, verdict: Verdict, standard: Curve) -> str:
     }[curve.role]
     name = f"`{curve.name}`" if curve.role == "backend" else curve.name
     ratio = f"{verdict.ratio:.2f}" if verdict.ratio < 100 else f"{verdict.ratio:.0f}"
-    return f"| {name} | {curve.mode} | {curve.losses[-1]:.6f} | {furthest:.2g} | {ratio} ({verdict.step}) | {said} |"
+    return f"| {name} | {curve.mode} | {last:.6f} | {furthest:.2g} | {ratio} ({verdict.step}) | {said} |"
 
 
 def _ends(curve: Curve) -> str:

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from reports import environment, goals, growth, kascade, peers, plot, quality, reading, tables
+from reports import checkpoint, environment, goals, growth, kascade, peers, plot, quality, reading, tables
 from reports.cells import Group, group
 from reports.formatting import code, escape, plural
 from reports.load import Run
@@ -86,6 +86,7 @@ def _page(device: str, records: Sequence[Record], run: Run) -> Page:
             ("R1, R2, \u2026 are the reasons listed above.",) if numbers else (),
             tables=(tables.requested_and_run((*groups, *_unlike(own)), numbers),),
         ),
+        _checkpoint(every),
         *_kascade(own),
         _goals(groups),
         _speed(groups) if groups or not own else None,
@@ -146,6 +147,19 @@ def _unlike(groups: Sequence[Group]) -> Iterator[Group]:
         cells = tuple(cell for cell in member.cells if cell.record.status != "ok" or cell.record.reasons)
         if cells:
             yield dataclasses.replace(member, cells=cells)
+
+
+def _checkpoint(groups: Sequence[Group]) -> Section | None:
+    made = checkpoint.of_checkpoint(groups)
+    if made is None:
+        return None
+    told = (
+        "One row per backend that ran in this model. Losses are paired, sequence by sequence, against the standard "
+        "backend on the same tokens, text in windows of the case's length; a unigram model that knows the text's own "
+        "frequencies is what the dense model has to beat, else every row is INVALID. Times are medians of the tables "
+        "under Speed, where their intervals are. Kascade's losses are those of its own case, beside its controls."
+    )
+    return Section("checkpoint", f"Backends in {escape(checkpoint.title(groups))}", (told,), tables=(made,))
 
 
 def _kascade(groups: Sequence[Group]) -> Iterator[Section]:
@@ -276,7 +290,7 @@ def _quality(groups: Sequence[Group]) -> Section | None:
         return None
     told = (
         "Differences are taken sequence by sequence against the standard backend on the same tokens. INVALID means "
-        "that the dense model predicts no better than byte frequencies, so that no loss could show."
+        "that the dense model predicts no better than unigram frequencies, so that no loss could show."
     )
     return Section("model_quality", "Model quality", (told,), tables=made)
 
@@ -294,6 +308,11 @@ def _reproduce(manifest: Mapping[str, Any], records: Sequence[Record], suites: s
         if isinstance(values, list) and values:
             command += [option, ",".join(map(str, values))]
     said = manifest.get("kascade")
+    at_checkpoint = manifest.get("checkpoint")
+    if isinstance(at_checkpoint, Mapping):
+        flags = {"--model": "model", "--seq-len": "sequence", "--batch": "batch", "--dtype": "dtype"}
+        given = {flag: at_checkpoint.get(name) for flag, name in flags.items()}
+        command[2:4] = [word for flag, value in given.items() if value is not None for word in (flag, str(value))]
     for name, value in said.items() if isinstance(said, Mapping) else ():
         command += [f"--{name.replace('_', '-')}", str(value)]
     return Section("reproduce", "Reproduce", (at,), commands=(" ".join(shlex.join(command).split()),))

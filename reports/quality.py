@@ -2,7 +2,7 @@
 
 A raw figure has an error far larger than the difference it is read for, so every series that the standard
 cell of the case holds too is compared sequence by sequence. A case whose dense model predicts no better
-than byte frequencies can show no loss at all; its rows are marked INVALID.
+than unigram frequencies can show no loss at all; its rows are marked INVALID.
 """
 
 from __future__ import annotations

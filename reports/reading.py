@@ -174,7 +174,7 @@ def model_quality(groups: Sequence[Group]) -> list[str]:
         shown = [cell for cell in group.cells if quality.shows_quality(cell)]
         if any(quality.validity(group, cell) == quality.INVALID for cell in shown):
             sentences.append(
-                f"**{escape(group.case)}**: INVALID, the dense model is no better than byte frequencies, "
+                f"**{escape(group.case)}**: INVALID, the dense model is no better than unigram frequencies, "
                 "so nothing can be lost here."
             )
             continue

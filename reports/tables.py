@@ -9,9 +9,11 @@ from reports import cases
 from reports.cells import Cell, Group, is_trusted, shows_memory
 from reports.formatting import Value, shorten
 from suite.record import Record
+from suite.statistics import Interval
 
 MIB = 2**20
 MILLI = 1e3
+_PHASES = {"model_prefill": "prefill ", "model_decode": "decode "}
 MEMORY_METHODS: dict[str, str] = {
     "compiled_argument": "arguments, compiled (MiB)",
     "compiled_output": "output, compiled (MiB)",
@@ -101,7 +103,10 @@ def _speed_of_kind(kind: str, title: str, groups: Sequence[Group]) -> Table | No
         Column("flops_rate", unit),
         Column("peak_percent", "% of measured matmul peak"),
         Column("read_percent", "% of measured read bandwidth"),
-        Column("tokens_per_second", "tokens/s"),
+        Column("ttft_ms", "TTFT (ms) [95% interval]"),
+        Column("tpot_ms", "TPOT (ms) [95% interval]"),
+        Column("tokens_per_second", f"{_PHASES.get(kind, '')}tokens/s"),
+        Column("kv_bytes_per_token", "KV cache (bytes per token)"),
         Column("compile_seconds", "compile (s)"),
         Column("samples", "samples"),
     )
@@ -112,25 +117,29 @@ def _speed_row(group: Group, cell: Cell, flops_unit: float) -> dict[str, Value]:
     measured = cell.speed
     if measured is None:
         return {}
-    typical = dataclasses.replace(
-        measured.median,
-        value=measured.median.value * MILLI,
-        low=scaled(measured.median.low, MILLI),
-        high=scaled(measured.median.high, MILLI),
-    )
     return {
         "case": problem_of(group),
         "backend": cell.label,
         "exact": cell.record.exact,
-        "median_ms": typical,
+        "median_ms": _times(measured.median, MILLI),
         "time_over_standard": "1 (baseline)" if cell.record is group.standard else measured.ratio,
         "flops_rate": scaled(measured.flops_rate, 1 / flops_unit),
         "peak_percent": scaled(measured.peak_share, 100),
         "read_percent": scaled(measured.read_share, 100) if group.kind == "op_decode" else None,
+        "ttft_ms": _times(measured.step, MILLI) if group.kind == "model_prefill" else None,
+        "tpot_ms": _times(measured.step, MILLI) if group.kind == "model_decode" else None,
         "tokens_per_second": measured.tokens_rate,
+        "kv_bytes_per_token": cell.record.kv_bytes_per_token,
         "compile_seconds": cell.record.compile_seconds,
         "samples": measured.median.count,
     }
+
+
+def _times(interval: Interval | None, factor: float) -> Interval | None:
+    if interval is None:
+        return None
+    low, high = scaled(interval.low, factor), scaled(interval.high, factor)
+    return dataclasses.replace(interval, value=interval.value * factor, low=low, high=high)
 
 
 def overview(groups: Sequence[Group]) -> tuple[Table, ...]:

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from backends import AttentionSpec, Backend, Layout, Target
 from backends.contract import BackendWithRoles
 from models import PRESETS, ModelConfig
+from models.cache import slot_shapes
 from models.forward import forward_cached
 from models.parameters import initialise
 from models.planning import Resolutions, attention_spec, resolve_attention
@@ -139,11 +140,13 @@ def model_program(case: ModelCase, found: Resolutions) -> AbstractProgram:
     def decode(params: Any, tokens: Any, keys: Any, values: Any, end: Any) -> Any:
         return forward_cached(config, params, tokens, keys, values, end - 1, end, resolutions=found, last_only=True)
 
-    slots = jax.ShapeDtypeStruct((case.batch, config.kv_heads, case.sequence, config.dim), jnp.dtype(config.dtype))
-    cache = (slots,) * config.num_layers
+    keys, values = (
+        tuple(jax.ShapeDtypeStruct(shape, jnp.dtype(config.dtype)) for shape in shapes)
+        for shapes in slot_shapes(config, case.batch, case.sequence)
+    )
     tokens = _integers(case.batch, 1 if decoding else case.sequence)
     run = decode if decoding else prefill(config, found)
-    return AbstractProgram(run, (params, tokens, cache, cache, _integers(case.batch)), donated=(2, 3))
+    return AbstractProgram(run, (params, tokens, keys, values, _integers(case.batch)), donated=(2, 3))
 
 
 def _integers(*shape: int) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from pathlib import PurePath
 from typing import Any, Literal, get_args, get_type_hints
 
 from backends import AttentionSpec
@@ -85,7 +86,10 @@ class ModelCase:
     """A pass of a whole transformer: prefill, decode of ``new_tokens`` after a prompt, or one train step.
 
     ``model`` is a checkpoint that ships here, or a preset with random weights. ``sequence`` counts prompt
-    tokens per batch row. Raises InputError for a field that does not fit.
+    tokens per batch row; with ``ragged`` it is the longest prompt of the batch, and the others are shorter, down
+    to a quarter of it, padded on the right. ``top_k``, ``tile_size`` (16) and ``anchors`` (a quarter of
+    the layers) are for Kascade's row alone, whose anchors are spread evenly; without ``top_k`` it runs as it does
+    without options. Raises InputError for a field that does not fit.
     """
 
     kind: ModelKind
@@ -94,15 +98,27 @@ class ModelCase:
     sequence: int = 1024
     new_tokens: int = 32
     batch: int = 1
+    ragged: bool = False
+    top_k: float | None = None
+    tile_size: int | None = None
+    anchors: int | None = None
     dtype: str = "float32"
     seed: int = 0
 
     def __post_init__(self) -> None:
         _check_fields(self, ModelKind)
-        for field in ("sequence", "new_tokens", "batch"):
+        given = [field for field in ("tile_size", "anchors") if getattr(self, field) is not None]
+        for field in ("sequence", "new_tokens", "batch", *given):
             _check_least(self, field, 1)
         _check_least(self, "seed", 0)
         _check_dtype(self)
+        if self.top_k is not None and not 0 < self.top_k <= 1:
+            raise InputError(f"case {self.name or self.kind}: top_k = {self.top_k:g} must be above 0 and at most 1.")
+        if self.ragged and (self.batch == 1 or self.kind == "model_train"):
+            raise InputError(
+                f"case {self.name or self.kind}: ragged = true is about several prompts; use it in a prefill or a "
+                "decode with batch of at least 2."
+            )
         if not self.name:
             object.__setattr__(self, "name", _model_name(self))
         _check_name(self.name)
@@ -125,7 +141,8 @@ class TextCase:
         _check_least(self, "sequences", 2)
         _check_dtype(self)
         if not self.name:
-            object.__setattr__(self, "name", f"perplexity-{self.model}-s{self.sequence}-{_SHORT_DTYPE[self.dtype]}")
+            dtype = _SHORT_DTYPE[self.dtype]
+            object.__setattr__(self, "name", f"perplexity-{_model_word(self.model)}-s{self.sequence}-{dtype}")
         _check_name(self.name)
 
 
@@ -380,9 +397,15 @@ def _op_name(case: OpCase) -> str:
 
 
 def _model_name(case: ModelCase) -> str:
-    parts = [case.kind.removeprefix("model_"), case.model, f"s{case.sequence}"]
+    parts = [case.kind.removeprefix("model_"), _model_word(case.model), f"s{case.sequence}"]
     parts += [f"b{case.batch}"] if case.batch != 1 else []
+    parts += ["ragged"] if case.ragged else []
     return "-".join([*parts, _SHORT_DTYPE[case.dtype]])
+
+
+def _model_word(model: str) -> str:
+    """A preset's name, or of a directory its last part, in the letters that a case's name may have."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", PurePath(model).name)
 
 
 def _check_fields(case: Any, kinds: Any) -> None:

@@ -111,7 +111,12 @@ def _prepare_model(case: ModelCase, request: CellRequest) -> Prepared:
         errors = model_accuracy.judge_model(case, _outputs(judged), request.reference)
     del judged
     program = program or model_cell.model_program(case, model, request.requested)
-    facts = {"flops": model_cell.model_flops(case, model.config), "tokens": model_cell.model_tokens(case)}
+    facts = {
+        "flops": model_cell.model_flops(case, model.config),
+        "tokens": model_cell.model_tokens(case),
+        "steps": model_cell.model_steps(case),
+        "kv_bytes_per_token": None if is_peer else model_cell.kv_bytes_per_token(case, model.config),
+    }
     _, sample, measured = _run(program, request)
     notes = () if is_peer else model_cell.notes(case, model.config)
     return Prepared(facts=facts | measured | _judgement(errors, request, notes), take_sample=sample)

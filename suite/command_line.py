@@ -1,4 +1,4 @@
-"""The command ``attnsuite``: run a suite, look at the machine, tune, render a report, compare two runs.
+"""The command ``attnsuite``: run a suite, look at the machine, tune, report, compare, compile, convert.
 
 Exit codes: 0 when the command did what it was asked (failed cells are results), 2 for input that cannot be
 used (one sentence on stderr), 130 after Ctrl-C (what is done is kept).
@@ -12,7 +12,7 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,7 +21,8 @@ from rich.console import Console
 
 import reports
 from backends import Target
-from suite import compile_run
+from suite import compile_run, sharded
+from suite.checkpoint import CheckpointWords
 from suite.compile_request import ModelWords, compile_request
 from suite.doctor import describe, examine_here
 from suite.errors import InputError
@@ -29,7 +30,7 @@ from suite.kascade.words import KascadeWords
 from suite.loss_curves import CURVES, Setting
 from suite.memory import machine_bytes
 from suite.progress import ProgressDisplay
-from suite.run import RunRequest, execute, new_request, resumed_request
+from suite.run import RunRequest, checked_text, execute, new_request, resumed_request
 from suite.runner import Limits
 from suite.store import MANIFEST, RECORDS, parse_records
 from suite.suites import select
@@ -53,6 +54,8 @@ class Run:
 
     suite: Annotated[str | None, _flag("NAME|FILE", "quick")] = None
     """quick, full, cpu-speed, kascade, or the path of a .toml file."""
+    model: Annotated[Path | None, _flag("DIR", "none")] = None
+    """Instead of a suite: every backend in the checkpoint in this directory, on text and on the clock."""
     backends: Annotated[str | None, _flag("NAMES", "all, and the suite's peers")] = None
     """Backends (and peers) to compare, separated by commas."""
     cases: Annotated[str | None, _flag("PATTERNS", "all of the suite")] = None
@@ -63,6 +66,12 @@ class Run:
     """Go on with the run in --out; finished cells are kept."""
     text: Annotated[Path | None, _flag("FILE", "prose that ships with Python")] = None
     """Text (UTF-8) to measure perplexity on."""
+    seq_len: Annotated[int | None, _flag("TOKENS", "512")] = None
+    """With --model: length of the texts and prompts."""
+    batch: Annotated[int | None, _flag("N", "1")] = None
+    """With --model: prompts at a time; several are of unequal length."""
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, _flag("DTYPE", "as stored")] = None
+    """With --model: what it computes in."""
     cell_timeout: Annotated[float, _flag("SECONDS", "120")] = 120.0
     """Time that a cell may take to get ready, and again for its samples."""
     cell_memory: Annotated[str | None, _flag("SIZE", "70% of the machine")] = None
@@ -192,6 +201,24 @@ class Compile:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Convert:
+    """Write a checkpoint (Hugging Face's safetensors, or Meta's .pth) as safetensors and JSON, tensor by tensor."""
+
+    input: Annotated[Path, tyro.conf.arg(metavar="DIR|PRESET")]
+    """Directory of the checkpoint; or a preset such as llama-3.1-8b, which is written with random weights."""
+    output: Annotated[Path | None, _flag("DIR", "the input's name with -converted")] = None
+    """Directory to write; it must be new or empty."""
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, _flag("DTYPE", "as stored")] = None
+    """float32, bfloat16 or float16."""
+    quantize: Annotated[Literal["none"], _flag("none", "none")] = "none"
+    """How weights are quantized; there is none yet."""
+    chunked: Annotated[bool, tyro.conf.FlagCreatePairsOff, _flag("", "off")] = False
+    """Write a file per layer."""
+    preset: Annotated[str | None, _flag("NAME", "the one with these sizes")] = None
+    """Preset whose RoPE scaling holds, for Meta's checkpoints, which lack it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Train:
     """Train a model on text, or LoRA adapters on top of one; a killed run goes on with --resume."""
 
@@ -255,6 +282,36 @@ class Curves:
     """Directory for curves, page and picture; what it holds of them is replaced."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """Hold attention that is dealt to many devices (data, heads, context) to the oracle, on devices of the host."""
+
+    out: Annotated[Path | None, _flag("DIR", "runs/<UTC time>-sharded")] = None
+    """Directory for the table."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Perplexity:
+    """Perplexity of a checkpoint on text, layer by layer: for models larger than memory."""
+
+    model: Annotated[Path, tyro.conf.arg(metavar="DIR")]
+    """Directory of the checkpoint."""
+    text: Annotated[Path | None, _flag("FILE", "prose that ships with Python")] = None
+    """Text (UTF-8) to measure on."""
+    random_tokens: Annotated[bool, tyro.conf.FlagCreatePairsOff, _flag("", "off")] = False
+    """Random tokens in place of text: for time and memory alone, of a checkpoint without a tokenizer."""
+    seq_len: Annotated[int, _flag("TOKENS", "512")] = 512
+    """Tokens of a sequence."""
+    sequences: Annotated[int, _flag("N", "8")] = 8
+    """Sequences, spread evenly over the text; each layer is read once for all of them."""
+    batch: Annotated[int, _flag("N", "1")] = 1
+    """Sequences that are computed at a time."""
+    backend: Annotated[str, _flag("NAME", "auto")] = "auto"
+    """What computes attention."""
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, _flag("DTYPE", "as stored")] = None
+    """What is computed in."""
+
+
 Command = (
     Annotated[Run, tyro.conf.subcommand("run")]
     | Annotated[Doctor, tyro.conf.subcommand("doctor")]
@@ -263,8 +320,11 @@ Command = (
     | Annotated[Report, tyro.conf.subcommand("report")]
     | Annotated[Compare, tyro.conf.subcommand("compare")]
     | Annotated[Compile, tyro.conf.subcommand("compile")]
+    | Annotated[Convert, tyro.conf.subcommand("convert")]
     | Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Curves, tyro.conf.subcommand("curves")]
+    | Annotated[Shard, tyro.conf.subcommand("sharded")]
+    | Annotated[Perplexity, tyro.conf.subcommand("perplexity")]
 )
 
 
@@ -276,27 +336,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description="Which attention implementation, for your shapes, on your device: measured, and checked.",
         args=arguments,
     )
+    words = sys.argv[1:] if arguments is None else arguments
+    actions: dict[type, Callable[[Any], int]] = {
+        Run: _run,
+        Tune: _tune,
+        Calibrate: _calibrate,
+        Doctor: _doctor,
+        Report: lambda asked: _report(asked.run_dir),
+        Compare: lambda asked: _compare(asked.run_a, asked.run_b),
+        Compile: lambda asked: _compile(asked, words),
+        Convert: _convert,
+        Perplexity: _perplexity,
+        Train: _train,
+        Curves: _curves,
+        Shard: _sharded,
+    }
     try:
-        match command:
-            case Run():
-                code = _run(command)
-            case Tune():
-                code = _tune(command)
-            case Calibrate():
-                code = _calibrate(command)
-            case Doctor():
-                code = _doctor(command)
-            case Report():
-                code = _report(command.run_dir)
-            case Compile():
-                code = _compile(command, sys.argv[1:] if arguments is None else arguments)
-            case Train():
-                code = _train(command)
-            case Curves():
-                code = _curves(command)
-            case Compare():
-                print(reports.compare(command.run_a, command.run_b))  # noqa: T201
-                code = 0
+        code = actions[type(command)](command)
     except (InputError, reports.ReportError) as error:
         print(f"attnsuite: {error}", file=sys.stderr)  # noqa: T201 (the command line's output)
         code = _BAD_INPUT
@@ -352,20 +408,43 @@ def _compile(command: Compile, arguments: Sequence[str]) -> int:
     return _report(request.out)
 
 
+def _sharded(command: Shard) -> int:
+    out = command.out or Path("runs") / f"{dt.datetime.now(dt.UTC).strftime('%Y%m%dT%H%M%SZ')}-sharded"
+    with Console(stderr=True).status("starting") as status:
+        facts = sharded.run(out, status.update)
+    print(f"{sharded.page(facts)}\npage: {out / sharded.PAGE}")  # noqa: T201
+    return 0
+
+
 def _request(command: Run) -> RunRequest:
     limits = _limits(command)
     names = ("tile_size", "top_k", "threshold", "max_reuse_dist", "schedule", "anchors", "granularity")
     words = KascadeWords(**{name: getattr(command, name) for name in names})
+    checkpoint = _checkpoint(command)
     if command.resume:
         if command.out is None:
             raise InputError("--resume needs --out with the directory of the run to go on with.")
-        if words.given:
-            raise InputError(f"{words.flags()} cannot change a run that was begun; leave it out, or start a new run.")
+        said = words.flags() or ("--model" if checkpoint else "")
+        if said:
+            raise InputError(f"{said} cannot change a run that was begun; leave it out, or start a new run.")
         return resumed_request(command.suite, command.backends, command.cases, command.text, command.out, limits)
     suite = command.suite or "quick"
     now = dt.datetime.now(dt.UTC).strftime("%Y%m%dT%H%M%SZ")
-    out = command.out or Path("runs") / f"{now}-{Path(suite).stem}"
-    return new_request(suite, command.backends, command.cases, command.text, out, limits, words)
+    out = command.out or Path("runs") / f"{now}-{checkpoint.model.resolve().name if checkpoint else Path(suite).stem}"
+    return new_request(checkpoint or suite, command.backends, command.cases, command.text, out, limits, words)
+
+
+def _checkpoint(command: Run) -> CheckpointWords | None:
+    sizes = {"--seq-len": command.seq_len, "--batch": command.batch, "--dtype": command.dtype}
+    given = [flag for flag, value in sizes.items() if value is not None]
+    if command.model is None:
+        if given:
+            raise InputError(f"{', '.join(given)} is about a checkpoint; add --model with its directory.")
+        return None
+    if command.suite is not None:
+        raise InputError("--model brings its own cases; leave out --suite.")
+    words = {"sequence": command.seq_len, "batch": command.batch, "dtype": command.dtype}
+    return CheckpointWords(model=command.model, **{name: value for name, value in words.items() if value is not None})
 
 
 def _report(directory: Path) -> int:
@@ -386,6 +465,10 @@ def _tune(command: Tune) -> int:
         target = None if command.target == "here" else Target.named(command.target)
     except ValueError as error:
         raise InputError(f"--target: {error}") from error
+    if target is not None and target.topology:
+        raise InputError(
+            f"--target {target.name} is a slice; block sizes are those of one chip: --target {target.kind}."
+        )
     if not command.out.parent.is_dir():
         raise InputError(f"--out {command.out}: the directory {command.out.parent} does not exist; make it first.")
     backends = tunable(None if command.backends is None else command.backends.split(","), target)
@@ -431,6 +514,27 @@ def _calibrate(command: Calibrate) -> int:
     return 0
 
 
+def _convert(command: Convert) -> int:
+    import models  # noqa: PLC0415 (as above)
+
+    output = command.output or command.input.resolve().with_name(command.input.resolve().name + "-converted")
+    try:
+        if str(command.input) in models.PRESETS and not command.input.exists():
+            dtype = {} if command.dtype is None else {"dtype": command.dtype, "param_dtype": command.dtype}
+            config = models.ModelConfig.from_preset(str(command.input), **dtype)
+            models.write_random(config, output, chunked=command.chunked)
+            print(f"{config.num_parameters:,} random parameters, {config.param_dtype}: {output}")  # noqa: T201
+            return 0
+        overrides = {}
+        if command.preset is not None:
+            overrides["rope_scaling"] = models.ModelConfig.from_preset(command.preset).rope_scaling
+        config = models.convert(command.input, output, dtype=command.dtype, chunked=command.chunked, **overrides)
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    print(f"{config.num_parameters:,} parameters, {config.param_dtype}: {output}")  # noqa: T201
+    return 0
+
+
 def _train(command: Train) -> int:
     from models.lora import LoraConfig  # noqa: PLC0415 (as for calibrate)
     from suite import train as training  # noqa: PLC0415
@@ -470,12 +574,38 @@ def _curves(command: Curves) -> int:
     return 0
 
 
+def _perplexity(command: Perplexity) -> int:
+    from suite import streamed  # noqa: PLC0415 (as above)
+
+    for flag, value, least in (("--seq-len", command.seq_len, 2), ("--sequences", command.sequences, 1)):
+        if value < least:
+            raise InputError(f"{flag} {value} must be at least {least}.")
+    request = streamed.StreamRequest(
+        model=command.model,
+        text=None if command.text is None else checked_text(command.text),
+        random_tokens=command.random_tokens,
+        sequence=command.seq_len,
+        sequences=command.sequences,
+        batch=command.batch,
+        backend=command.backend,
+        dtype=command.dtype,
+    )
+    for line in streamed.run(request):
+        print(line)  # noqa: T201
+    return 0
+
+
 def _doctor(command: Doctor) -> int:
     found = examine_here()
     if command.json:
         print(json.dumps(found, indent=1))  # noqa: T201
     else:
         Console().print(describe(found))
+    return 0
+
+
+def _compare(run_a: Path, run_b: Path) -> int:
+    print(reports.compare(run_a, run_b))  # noqa: T201
     return 0
 
 

@@ -20,7 +20,8 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from backends import Backend, Target, registry
 from backends.contract import BackendWithRoles, CompilesKernels, KernelBuild
-from suite import topologies
+from backends.sharding import Sharded
+from suite import slices, topologies
 from suite.abstract_programs import (
     AbstractProgram,
     attention_specs,
@@ -55,6 +56,8 @@ def compile_cell(case: OpCase | ModelCase, backend_name: str, target: Target) ->
     """
     backend_name, _, role = backend_name.partition(ROLE)
     backend = registry.get(backend_name)
+    if target.topology:
+        return _slice_cell(case, backend, target)
     specs = attention_specs(case)
     reasons = dict.fromkeys(reason for spec in specs for reason in backend.supports(spec, target, "compile").reasons)
     if reasons:
@@ -72,16 +75,42 @@ def compile_cell(case: OpCase | ModelCase, backend_name: str, target: Target) ->
         return _rejected(error)
 
 
-def compile_program(program: AbstractProgram, device: Any) -> dict[str, Any]:
-    """Lower and compile for ``device``; seconds of either, and the compiler's sizes in bytes.
+def _slice_cell(case: OpCase | ModelCase, backend: Backend, target: Target) -> dict[str, Any]:
+    """As :func:`compile_cell`, dealt to the chips of a slice."""
+    absent = topologies.missing(target)
+    if absent is not None:
+        return {"status": "unsupported", "reasons": [absent], "error": "there is no compiler for this device here."}
+    try:
+        dealt = slices.deal(case, target)
+        if isinstance(dealt, str):
+            return {"status": "unsupported", "reasons": [dealt], "error": "refused before it was compiled."}
+        sharded = dealt.backend(backend)
+        specs = attention_specs(case)
+        reasons = dict.fromkeys(
+            reason for spec in specs for reason in sharded.supports(spec, target, "compile").reasons
+        )
+        if reasons:
+            return {"status": "unsupported", "reasons": list(reasons), "error": "refused before it was compiled."}
+        program = slices.placed(_program(case, sharded, target), case, dealt)
+        facts = compile_program(program, topologies.device(target), dealt.mesh)
+        return _judged(facts | {"notes": [dealt.words()]}, target)
+    except Exception as error:  # noqa: BLE001 (as above)
+        return _rejected(error)
 
-    Raises what the compiler raises.
+
+def compile_program(program: AbstractProgram, device: Any, mesh: Mesh | None = None) -> dict[str, Any]:
+    """Lower and compile for ``device``; seconds of either, and the compiler's sizes in bytes (of one device).
+
+    With a ``mesh`` the program is for all its devices, and its arguments say where they lie. Raises what the compiler
+    raises.
     """
-    sharding = SingleDeviceSharding(device)
-    arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), program.arguments)
+    arguments = program.arguments
+    if mesh is None:
+        mesh, sharding = Mesh(np.array([device]), ("device",)), SingleDeviceSharding(device)
+        arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments)
     jitted = jax.jit(program.function, donate_argnums=program.donated)
     # The mesh is what tells Pallas which TPU it lowers for.
-    with jax.sharding.use_abstract_mesh(Mesh(np.array([device]), ("device",)).abstract_mesh):
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         start = time.perf_counter()
         lowered = jitted.trace(*arguments).lower(lowering_platforms=(_platform(device),))
         middle = time.perf_counter()
@@ -128,6 +157,9 @@ def _program(case: OpCase | ModelCase, backend: Backend, target: Target, role: s
         if role is not None and isinstance(backend, BackendWithRoles):
             return role_program(case, backend, target, role)
         return op_program(case, backend, target)
+    if isinstance(backend, Sharded):
+        whole = resolutions(case, backend.backend.name, target)
+        return model_program(case, tuple((kind, dataclasses.replace(each, backend=backend)) for kind, each in whole))
     return model_program(case, resolutions(case, backend.name, target))
 
 

@@ -26,7 +26,10 @@ COMPILE = Suite(
         OpCase(kind="op_forward_backward", sequence=4096, heads=32, head_dim=128, dtype="float32"),
         OpCase(kind="op_forward_backward", sequence=8192, heads=32, head_dim=128, dtype="bfloat16", documents=8),
         OpCase(kind="op_forward", sequence=16384, heads=32, head_dim=128, dtype="bfloat16", window=1024),
-        OpCase(kind="op_forward", sequence=32768, heads=32, head_dim=128, dtype="bfloat16"),
+        *(
+            OpCase(kind="op_forward", sequence=sequence, heads=32, head_dim=128, dtype="bfloat16")
+            for sequence in (8192, 32768, 131072)
+        ),
         OpCase(kind="op_forward", sequence=1000, heads=32, head_dim=256, dtype="bfloat16", causal=False),
         OpCase(kind="op_decode", sequence=32768, heads=32, head_dim=128, dtype="bfloat16", batch=8),
     ),
@@ -136,9 +139,14 @@ def _known_backend(name: str) -> str:
 
 
 def _known_target(name: str) -> Target:
-    if name not in topologies.KINDS:
-        raise InputError(f"target {name!r} cannot be compiled for; use {', '.join(topologies.KINDS)}.")
-    return Target.named(name)
+    if name.partition(":")[0] not in topologies.KINDS:
+        raise InputError(
+            f"target {name!r} cannot be compiled for; use {', '.join(topologies.KINDS)}, or a slice such as v5e:4x4."
+        )
+    try:
+        return Target.named(name)
+    except ValueError as error:
+        raise InputError(str(error)) from error
 
 
 def _known(table: dict[str, str], name: str, what: str) -> str:

@@ -176,7 +176,7 @@ class _Compiler:
         first = dataclasses.replace(case, sequence=SEARCH_LENGTHS[len(SEARCH_LENGTHS) // 2], name="")
         made.extend(self._once(first, backend))
         answer = self._records[_key(first, backend, self._target)]
-        if answer.status != "unsupported" and not answer.notes:  # refused, or kernels alone: no length says more
+        if answer.status != "unsupported" and (answer.memory or answer.error):  # refused, or kernels alone, says all
             longest(fits, SEARCH_LENGTHS)
         self._watcher.fewer(SEARCH_STEPS - len(made))
         yield from made
@@ -234,7 +234,7 @@ class _Compiler:
     def _ask(self, case: OpCase | ModelCase, backend: str) -> dict[str, Any]:
         if self._worker is None:
             self._worker = Worker(self._request.limits.memory, "suite.compile_worker", topologies.ENVIRONMENT)
-        question = {"case": problem_of(case), "backend": backend, "target": self._target.kind}
+        question = {"case": problem_of(case), "backend": backend, "target": self._target.name}
         return self._worker.ask(question, self._request.limits.seconds)
 
 

@@ -7,8 +7,10 @@ one scan over fixed tokens behind a cache filled with noise: every backend decod
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jaxtyping import Int
 
-from models import PRESETS, KVCache, ModelConfig, Transformer, next_token_loss, retrieval
+from backends.kascade import manual
+from models import PRESETS, KVCache, ModelConfig, Transformer, next_token_loss, open_checkpoint, retrieval
 from models.forward import forward, forward_cached
-from models.planning import Resolutions, resolve_attention
+from models.parameters import parameter_shapes
+from models.planning import Options, Resolutions, attention_spec, freeze_options, resolve_attention
 from models.weights import load, load_shipped
 from suite.cases import ModelCase, OpCase, RetrievalCase, TextCase
 from suite.errors import InputError
@@ -29,28 +34,46 @@ from suite.program import Program
 SHIPPED = "text"
 LEARNING_RATE = 1e-4
 _LEAST_CONTEXT = 1024
+_TILE = 16
 
 
 def model_config(case: ModelCase | TextCase) -> ModelConfig:
     """The configuration of a case's model. Raises InputError for a name that is none, listing those that are."""
     if case.model in PRESETS:
         return ModelConfig.from_preset(case.model, dtype=case.dtype)
-    return open_model(case).config
+    if case.model == SHIPPED:
+        return open_model(case).config
+    directory = _directory(case)
+    with _readable(case):
+        return open_checkpoint(directory, dtype=case.dtype).config
 
 
 def open_model(case: ModelCase | TextCase) -> Transformer:
     """The model of a case, with its weights. Raises InputError as :func:`model_config` does."""
     if case.model in PRESETS:
         return Transformer(ModelConfig.from_preset(case.model, dtype=case.dtype))
+    if case.model == SHIPPED:
+        return load_shipped(dtype=case.dtype)
+    directory = _directory(case)
+    with _readable(case):
+        return load(directory, dtype=case.dtype)
+
+
+def _directory(case: ModelCase | TextCase) -> Path:
+    if not Path(case.model).is_dir():
+        known = ", ".join((SHIPPED, *PRESETS))
+        raise InputError(
+            f"case {case.name}: model {case.model!r} is not known; use {known}, or a checkpoint's directory."
+        )
+    return Path(case.model)
+
+
+@contextlib.contextmanager
+def _readable(case: ModelCase | TextCase) -> Iterator[None]:
     try:
-        if case.model == SHIPPED:
-            return load_shipped(dtype=case.dtype)
-        if Path(case.model).is_dir():
-            return load(Path(case.model), dtype=case.dtype)
+        yield
     except (OSError, ValueError, KeyError) as error:
         raise InputError(f"case {case.name}: model {case.model!r} cannot be loaded: {error}") from error
-    known = ", ".join((SHIPPED, *PRESETS))
-    raise InputError(f"case {case.name}: model {case.model!r} is not known; use {known}, or a checkpoint's directory.")
 
 
 def retrieval_model(case: RetrievalCase) -> Transformer:
@@ -82,12 +105,22 @@ def resolutions_of(case: ModelCase | TextCase | RetrievalCase, config: ModelConf
 
 def model_program(case: ModelCase, model: Transformer, backend: str) -> Program:
     """The program of a model case, attention computed by ``backend``."""
-    build: dict[str, Callable[[ModelCase, Transformer, Resolutions], Program]] = {
-        "model_prefill": _prefill,
-        "model_decode": _decode,
-        "model_train": _train,
-    }
-    return build[case.kind](case, model, resolutions_of(case, model.config, backend))
+    found = resolutions_of(case, model.config, backend)
+    if case.kind == "model_train":
+        return _train(case, model, found)
+    options = freeze_options(options_of(case, model.config, backend))
+    return (_decode if case.kind == "model_decode" else _prefill)(case, model, found, options)
+
+
+def options_of(case: ModelCase, config: ModelConfig, backend: str) -> Mapping[str, Any]:
+    """The backend's options: for Kascade what the case says, with the anchors spread evenly, which the time is of."""
+    if backend != "kascade" or case.top_k is None:
+        return {}
+    layers, tile = config.num_layers, case.tile_size or _TILE
+    count = min(case.anchors or max(2, layers // 4), layers)
+    schedule = manual(tuple(i * layers // count for i in range(count)), num_layers=layers, kv_heads=config.kv_heads)
+    sizes = {"min_keys": 0, "tile_size": tile, "query_tile": tile, "granularity": "tile"}
+    return {"top_k": float(case.top_k), "schedule": schedule, **sizes}
 
 
 def judged_program(case: ModelCase, model: Transformer, backend: str) -> Program:
@@ -105,8 +138,33 @@ def judged_program(case: ModelCase, model: Transformer, backend: str) -> Program
 
 
 def model_tokens(case: ModelCase) -> int:
-    """Tokens that one call processes: of the prompt, of the decode steps, or of the training batch."""
-    return case.batch * (case.new_tokens if case.kind == "model_decode" else case.sequence)
+    """Tokens that one call processes: of the prompts, of the decode steps, or of the training batch; no padding."""
+    return case.batch * case.new_tokens if case.kind == "model_decode" else int(prompt_lengths(case).sum())
+
+
+def model_steps(case: ModelCase) -> int | None:
+    """Forward passes that a call makes one after the other until it has its tokens; None for a train step."""
+    return {"model_prefill": 1, "model_decode": case.new_tokens}.get(case.kind)
+
+
+def kv_bytes_per_token(case: ModelCase, config: ModelConfig) -> int | None:
+    """Bytes that the cache keeps of one token of one sequence, all layers together; None for a train step."""
+    if case.kind == "model_train":
+        return None
+    return KVCache.create(config, 1, 1, _cache_dtype(config)).nbytes
+
+
+def prompt_lengths(case: ModelCase) -> Int[np.ndarray, " batch"]:
+    """Valid tokens of each prompt: all of ``sequence``, or where they are ragged from a quarter of it upward.
+
+    The first is the longest, so that the shapes are those of the case.
+    """
+    if not case.ragged:
+        return np.full(case.batch, case.sequence, np.int32)
+    rng = np.random.default_rng([case.seed, 2])
+    lengths = rng.integers(max(1, case.sequence // 4), case.sequence, case.batch, endpoint=True)
+    lengths[0] = case.sequence
+    return lengths.astype(np.int32)
 
 
 def notes(case: ModelCase, config: ModelConfig) -> tuple[str, ...]:
@@ -119,19 +177,26 @@ def notes(case: ModelCase, config: ModelConfig) -> tuple[str, ...]:
 
 def model_flops(case: ModelCase, config: ModelConfig) -> float:
     """FLOPs of one call: two per weight and token that a matmul uses (three times that in training), and attention."""
-    mlp = (3 if config.use_swiglu else 2) * config.intermediate_size
-    per_layer = config.hidden_size * (2 * config.dim * (config.num_heads + config.kv_heads) + mlp)
+    layers = parameter_shapes(config)["layers"]
+    weights = sum(math.prod(shape) for layer in layers for shape in layer.values() if len(shape) > 1)
     head = config.hidden_size * config.vocab_size
     tokens = model_tokens(case)
     head_tokens = case.batch if case.kind == "model_prefill" else tokens  # prefill projects its last token only
-    matmul = 2.0 * (per_layer * config.num_layers * tokens + head * head_tokens)
+    matmul = 2.0 * (weights * tokens + head * head_tokens)
     training = case.kind == "model_train"
-    pairs = sum(_pairs(case, config, kind) for kind in config.layer_types)
-    attention = attention_flops(pairs * case.batch, config.num_heads, config.dim, config.dim, backward=training)
+    attention = 0.0
+    for kind in config.layer_types:
+        cached = case.sequence if case.kind == "model_decode" else None
+        spec = attention_spec(config, kind, batch=1, query_length=1, key_value_length=cached)
+        pairs = sum(_pairs(case, config, kind, int(length)) for length in prompt_lengths(case))
+        dims = spec.head_dim, spec.value_head_dim or spec.head_dim
+        attention += attention_flops(pairs, config.num_heads, *dims, backward=training)
     return matmul * (3 if training else 1) + attention
 
 
-def _pairs(case: ModelCase, config: ModelConfig, kind: str) -> int:
+def _pairs(case: ModelCase, config: ModelConfig, kind: str, prompt: int) -> int:
+    """Visible pairs of a layer of this type in one sequence."""
+
     def count(length: int, op: str) -> int:
         return visible_pairs(
             OpCase(
@@ -144,17 +209,27 @@ def _pairs(case: ModelCase, config: ModelConfig, kind: str) -> int:
         )
 
     if case.kind != "model_decode":
-        return count(case.sequence, "op_forward")
-    return sum(count(case.sequence + step + 1, "op_decode") for step in range(case.new_tokens))
+        return count(prompt, "op_forward")
+    return sum(count(prompt + step + 1, "op_decode") for step in range(case.new_tokens))
 
 
-def prefill(config: ModelConfig, found: Resolutions) -> Callable[..., Any]:
+def prefill(config: ModelConfig, found: Resolutions, options: Options = ()) -> Callable[..., Any]:
     """``(params, tokens, keys, values, end) -> (logits of the last token, keys, values)``, behind an empty cache."""
 
     def run(params: Any, tokens: Any, keys: Any, values: Any, end: Any) -> Any:
         start = jnp.zeros_like(end)
         return forward_cached(
-            config, params, tokens, keys, values, start, end, resolutions=found, fresh=True, last_only=True
+            config,
+            params,
+            tokens,
+            keys,
+            values,
+            start,
+            end,
+            resolutions=found,
+            options=options,
+            fresh=True,
+            last_only=True,
         )
 
     return run
@@ -172,14 +247,14 @@ def train_step(config: ModelConfig, found: Resolutions) -> tuple[Callable[..., A
     return run, optimizer.init
 
 
-def _prefill(case: ModelCase, model: Transformer, found: Resolutions) -> Program:
+def _prefill(case: ModelCase, model: Transformer, found: Resolutions, options: Options) -> Program:
     cache = model.new_cache(case.batch, case.sequence)
-    end = jnp.full((case.batch,), case.sequence, jnp.int32)
+    end = jnp.asarray(prompt_lengths(case))
     tokens = case_tokens(case, model.config)
-    return Program(prefill(model.config, found), (model.arrays(), tokens, cache.keys, cache.values, end))
+    return Program(prefill(model.config, found, options), (model.arrays(), tokens, cache.keys, cache.values, end))
 
 
-def _decode(case: ModelCase, model: Transformer, found: Resolutions) -> Program:
+def _decode(case: ModelCase, model: Transformer, found: Resolutions, options: Options) -> Program:
     cache = noisy_cache(case, model)
 
     def run(params: Any, tokens: Any, keys: Any, values: Any, start: Any) -> Any:
@@ -194,6 +269,7 @@ def _decode(case: ModelCase, model: Transformer, found: Resolutions) -> Program:
                 start,
                 start + 1,
                 resolutions=found,
+                options=options,
                 last_only=True,
             )
             return (keys, values, start + 1), logits
@@ -236,9 +312,8 @@ def noisy_cache(case: ModelCase, model: Transformer) -> KVCache:
         noise[:, :, case.sequence :] = 0.0
         return jnp.asarray(noise, slots.dtype)
 
-    lengths = np.full(case.batch, case.sequence, np.int32)
     keys, values = tuple(map(fill, empty.keys)), tuple(map(fill, empty.values))
-    return KVCache(keys=keys, values=values, lengths=lengths)
+    return KVCache(keys=keys, values=values, lengths=prompt_lengths(case))
 
 
 def _cache_dtype(config: ModelConfig) -> str:

@@ -42,9 +42,20 @@ def probe(cases: list[Case], backends: list[str], text: str | None, *, all_cores
             plans += _method_plans(case, backends, text, all_cores=all_cores)
             continue
         found = _plans(case, [name for name in backends if name not in peers.PEERS], text)
+        if isinstance(case, TextCase) and any(_controls(other, case) for other in cases):
+            found = [_left_to_controls(plan) if plan.requested == "kascade" else plan for plan in found]
         plans += [*found, *(_on_all_cores(case, found) if all_cores else ())]
         plans += [_peer_plan(case, name) for name in backends if name in peers.PEERS if _concerns(name, case)]
     return {"environment": environment.describe(), "plans": [dataclasses.asdict(plan) for plan in plans]}
+
+
+def _controls(other: Case, case: TextCase) -> bool:
+    return isinstance(other, SelectionCase) and other.kind == "kascade_text" and other.model == case.model
+
+
+def _left_to_controls(plan: CellPlan) -> CellPlan:
+    reason = "kascade: measured on this model's text beside its controls, in the kascade-text cases of this run."
+    return dataclasses.replace(plan, resolved=None, mode=None, exact=None, reasons=(reason,))
 
 
 def _plans(
@@ -63,7 +74,7 @@ def _plans(
     else:
         config = model_cell.model_config(case)
     if isinstance(case, TextCase):
-        quality.check_text_case(case, config, text)
+        quality.read_text(case, config, text)
 
     def ask(backend: str) -> list[Resolution]:
         return [resolution for _, resolution in model_cell.resolutions_of(case, config, backend)]

@@ -20,15 +20,14 @@ from jaxtyping import Array, Float, Int
 
 from models import ModelConfig, Transformer, load_text, retrieval
 from models.loss import token_nats
-from models.text import unigram_bits, windows
 from suite import statistics
 from suite.accuracy import as_model_error
 from suite.cases import RetrievalCase, TextCase
 from suite.errors import InputError
 from suite.model_cell import open_model, retrieval_model
 from suite.record import TensorError
+from suite.text import bits, reader_of, unigram_bits
 
-BYTE_VOCABULARY = 256
 _PROMPTS_AT_ONCE = 8
 
 
@@ -41,38 +40,30 @@ class Quality:
     accuracy: dict[str, TensorError]
 
 
-def read_text(case: TextCase, text: str | None) -> Int[np.ndarray, "sequences length"]:
-    """Windows of held-out text, spread evenly over it. Raises InputError where the text is too short."""
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class HeldOut:
+    """Windows of held-out text, and how many of its bytes a token stands for."""
+
+    rows: Int[np.ndarray, "sequences length"]
+    bytes_per_token: float
+
+
+def read_text(case: TextCase, config: ModelConfig, text: str | None) -> HeldOut:
+    """The text of a case as its model reads it. Raises InputError where it is too short, or cannot be read by it."""
     try:
         data = load_text().held_out if text is None else load_text(Path(text), held_out=0.0).train
-        rows = windows(data, case.sequence - 1)
+        return HeldOut(*reader_of(case.model, config).spread(data, case.sequence, case.sequences))
     except ValueError as error:
         raise InputError(f"case {case.name}: {error}") from error
-    if len(rows) < case.sequences:
-        raise InputError(
-            f"case {case.name}: the text holds {len(rows)} windows of {case.sequence} bytes, but sequences = "
-            f"{case.sequences}; give a longer text or fewer sequences."
-        )
-    return rows[np.linspace(0, len(rows) - 1, case.sequences).astype(int)]
-
-
-def check_text_case(case: TextCase, config: ModelConfig, text: str | None) -> None:
-    """Raise InputError where the model does not read bytes or the text is too short for the case."""
-    if config.vocab_size != BYTE_VOCABULARY:
-        raise InputError(
-            f"case {case.name}: model {case.model!r} has {config.vocab_size} tokens; perplexity reads bytes, "
-            f"so it needs a byte-level model ({BYTE_VOCABULARY})."
-        )
-    read_text(case, text)
 
 
 def perplexity(case: TextCase, backend: str, text: str | None) -> Quality:
     """Perplexity per token and bits per byte of ``backend``, with KL and top-1 agreement against ``standard``."""
     model = open_model(case)
-    rows = read_text(case, text)
+    held_out = read_text(case, model.config, text)
     series: dict[str, list[float]] = {name: [] for name in ("nll", "standard_nll", "kl", "top1")}
     errors: list[TensorError] = []
-    for row in rows:
+    for row in held_out.rows:
         tokens = jnp.asarray(row)[None]
         ours, theirs = (model(tokens, backend=name, needs_grad=False) for name in (backend, "standard"))
         for name, value in zip(series, _compare(ours, theirs, tokens), strict=True):
@@ -81,8 +72,9 @@ def perplexity(case: TextCase, backend: str, text: str | None) -> Quality:
             exact = _float32_logits(model, tokens)
             errors.append(as_model_error(ours, exact, theirs, case.dtype))
     raw = {name: tuple(values) for name, values in series.items()}
-    # Byte frequencies of the very text, known in hindsight: a model that does not beat them shows nothing.
-    figures = _figures(raw) | {"unigram_bits_per_byte": unigram_bits(rows.ravel(), rows.ravel())}
+    figures = _figures(raw, held_out.bytes_per_token)
+    # A model that does not beat the frequencies of the tokens shows nothing.
+    figures["unigram_bits_per_byte"] = unigram_bits(held_out.rows) / held_out.bytes_per_token
     return Quality(figures, raw, {"logits": errors[0]})
 
 
@@ -132,13 +124,13 @@ def _float32_logits(model: Transformer, tokens: Array) -> Array:
         return model.with_config(dtype="float32")(tokens, backend="standard", needs_grad=False)
 
 
-def _figures(series: dict[str, tuple[float, ...]]) -> dict[str, float]:
+def _figures(series: dict[str, tuple[float, ...]], bytes_per_token: float) -> dict[str, float]:
     nll = float(np.mean(series["nll"]))
     differences = [a - b for a, b in zip(series["nll"], series["standard_nll"], strict=True)]
     difference = statistics.mean(differences)
     figures = {
         "perplexity": math.exp(nll),
-        "bits_per_byte": nll / math.log(2),
+        "bits_per_byte": bits(nll, bytes_per_token),
         "nll_mean": nll,
         "kl_mean": float(np.mean(series["kl"])),
         "kl_max": float(np.max(series["kl"])),

@@ -77,7 +77,9 @@ class Record:
     compile_seconds: float | None = None
     flops: float | None = None  # by formula, of the visible pairs only
     bytes_moved: float | None = None  # by formula: every input read once and every output written once
-    tokens: int | None = None  # tokens that one sample processes, for tokens per second
+    tokens: int | None = None  # tokens that one sample processes, padding left out, for tokens per second
+    steps: int | None = None  # passes of a model one after the other in a sample: 1 to the first token, 1 for each more
+    kv_bytes_per_token: int | None = None  # what a model's cache keeps of one token, all layers together
     memory: dict[str, int | None] = dataclasses.field(default_factory=dict)
     # method -> bytes: compiled_argument, compiled_output, compiled_temp, process_high_water, device_peak;
     # in mode compile also compiled_alias, compiled_peak, compiled_generated_code

@@ -16,6 +16,8 @@ from typing import Any, Protocol
 
 from backends import UnknownBackendError, names, registry
 from suite.cases import Case, make_case, problem_of
+from suite.checkpoint import CheckpointWords, checkpoint_suite
+from suite.checkpoint import rows as checkpoint_rows
 from suite.errors import CellFailure, InputError
 from suite.kascade.methods import METHODS, has_methods, methods_of
 from suite.kascade.words import KascadeWords, applied
@@ -46,6 +48,7 @@ class RunRequest:
     limits: Limits
     all_cores: bool = False
     words: KascadeWords = dataclasses.field(default_factory=KascadeWords)
+    checkpoint: CheckpointWords | None = None
 
 
 class RunWatcher(Watcher, Protocol):
@@ -65,7 +68,7 @@ class RunWatcher(Watcher, Protocol):
 
 
 def new_request(
-    suite: str,
+    suite: str | CheckpointWords,
     backends: str | None,
     cases: str | None,
     text: Path | None,
@@ -74,14 +77,20 @@ def new_request(
     words: KascadeWords = KascadeWords(),  # noqa: B008 (frozen)
 ) -> RunRequest:
     """The request that these words ask for. Raises InputError with one sentence for what does not exist."""
-    found = find_suite(suite)
+    asked = None if backends is None else _known(_split(backends, "--backends"))
+    if isinstance(suite, CheckpointWords):
+        asked = checkpoint_rows(names() if asked is None else asked)
+        found = checkpoint_suite(suite, kascade="kascade" in asked)
+    else:
+        found = find_suite(suite)
     found = dataclasses.replace(found, cases=applied(words, found.cases))
     return RunRequest(
         suite=found.name,
         cases=found.cases if cases is None else select(found.cases, _split(cases, "--cases")),
-        backends=_rows(found) if backends is None else _known(_split(backends, "--backends")),
+        backends=_rows(found) if asked is None else asked,
         all_cores=found.all_cores,
         words=words,
+        checkpoint=suite if isinstance(suite, CheckpointWords) else None,
         text=None if text is None else checked_text(text),
         out=out,
         resume=False,
@@ -103,6 +112,7 @@ def resumed_request(
             backends=tuple(manifest["backends"]),
             all_cores=manifest["all_cores"],
             words=KascadeWords(**manifest.get("kascade", {})),
+            checkpoint=_kept_checkpoint(manifest.get("checkpoint")),
             text=kept_text if text is None else text,
             out=out,
             resume=True,
@@ -125,6 +135,10 @@ def resumed_request(
     if kept.text is not None:
         checked_text(kept.text)
     return kept
+
+
+def _kept_checkpoint(said: dict[str, Any] | None) -> CheckpointWords | None:
+    return None if said is None else CheckpointWords(**{**said, "model": Path(said["model"])})
 
 
 def execute(request: RunRequest, watcher: RunWatcher) -> None:
@@ -209,6 +223,7 @@ def _settle_identity(store: RunStore, request: RunRequest, environment: dict[str
         "backends": list(request.backends),
         "all_cores": request.all_cores,
         "kascade": request.words.given,
+        "checkpoint": None if request.checkpoint is None else request.checkpoint.as_json(),
         "text": None if request.text is None else _text_identity(request.text),
         **{name: environment[name] for name in ("versions", "source", "git_revision", "target", "flags")},
     }

@@ -265,6 +265,7 @@ def _failed(case: Case, cell: _Cell, context: RunContext, failure: CellFailure) 
 def _record(case: Case, cell: _Cell, context: RunContext, status: Status, error: str | None = None) -> Record:
     facts = cell.facts
     names = ("lower_seconds", "compile_seconds", "flops", "bytes_moved", "tokens", "quality")
+    names += ("steps", "kv_bytes_per_token")
     record = _base(
         case,
         cell.plan,

@@ -105,6 +105,10 @@ FULL = Suite(
             for model in ("medium", "large")
             for sequence in (1024, 4096)
         ),
+        *(
+            ModelCase(kind=kind, model="medium", sequence=2048, batch=8, ragged=True, dtype="bfloat16")
+            for kind in ("model_prefill", "model_decode")
+        ),
         TextCase(sequence=512, sequences=64),
         TextCase(sequence=512, sequences=64, dtype="bfloat16"),
         *(RetrievalCase(sequence=sequence, prompts=64) for sequence in (1024, 4096)),
@@ -153,7 +157,7 @@ CPU_SPEED = Suite(
     all_cores=True,
 )
 
-# Whether Kascade works, what it loses and what it costs. About 15 minutes on 2 quiet cores, half of it the speed.
+# Whether Kascade works, what it loses and what it costs. By its CPU time about 20 minutes on 2 quiet cores.
 KASCADE = Suite(
     "kascade",
     (
@@ -162,7 +166,7 @@ KASCADE = Suite(
             for phase in ("prefill", "decode")
         ),
         *(
-            SelectionCase(kind="kascade_retrieval", phase=phase, sequence=1024, sequences=16, tile_size=32, top_k=top_k)
+            SelectionCase(kind="kascade_retrieval", phase=phase, sequence=512, sequences=16, tile_size=16, top_k=top_k)
             for phase in ("prefill", "decode")
             for top_k in (0.0625, 0.125, 0.25)
         ),
@@ -179,6 +183,7 @@ KASCADE = Suite(
         ),
         StackCase(kind="kascade_decode", sequence=32768, layers=1, anchors=1, top_k=0.1),
         StackCase(kind="kascade_decode", sequence=32768, top_k=0.1),
+        StackCase(kind="kascade_decode", sequence=32768, top_k=0.1, anchors=2, by_token=False),
         *(
             StackCase(kind="kascade_prefill", sequence=4096, heads=8, kv_heads=2, top_k=top_k)
             for top_k in (0.125, 0.25)

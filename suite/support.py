@@ -1,6 +1,7 @@
 """The support matrix: which backend takes which problem on which kind of device, asked of the backends themselves.
 
-``python -m suite.support`` prints the Markdown that stands in ``docs/backends.md``; a test holds the two together.
+``python -m suite.support`` prints the Markdown that stands in ``docs/backends.md``, and the two tables of
+``docs/attention-types.md``; tests hold them together.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import dataclasses
 from tabulate import tabulate
 
 from backends import AttentionSpec, Target, registry
+from models import ModelConfig
+from models.planning import attention_spec
 
 _BASE = AttentionSpec(
     batch=1,
@@ -43,6 +46,27 @@ PROBLEMS: dict[str, dict[str, object]] = {
     "mask array": {"has_mask": True},
     "bias array": {"has_bias": True},
 }
+# A model with layers of every type; the latent ones have the sizes of DeepSeek-V2-Lite.
+ALL_TYPES = ModelConfig(
+    num_layers=5,
+    attention=("global", "sliding", "chunked", "full", "latent"),
+    hidden_size=2048,
+    num_heads=16,
+    num_kv_heads=8,
+    window_size=4096,
+    chunk_size=8192,
+    kv_lora_rank=512,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    v_head_dim=128,
+    dtype="bfloat16",
+)
+PHASES: dict[str, dict[str, object]] = {
+    "training": {"query_length": 16384},
+    "prefill": {"query_length": 16384, "needs_grad": False},
+    "prefill behind a cache": {"query_length": 512, "key_value_length": 16384, "needs_grad": False},
+    "decode": {"query_length": 1, "key_value_length": 16384, "needs_grad": False},
+}
 TARGETS = {"cpu": Target("cpu"), "h100": Target("cuda", "h100"), "v5e": Target("tpu", "v5e")}
 
 
@@ -56,6 +80,48 @@ def support_table(names: tuple[str, ...] | None = None) -> str:
     return tabulate(rows, headers=["problem", *names], tablefmt="github")
 
 
+def types_table(names: tuple[str, ...] | None = None) -> str:
+    """Markdown: a row per attention type and phase of a model, a column per backend, as in :func:`support_table`."""
+    names = registry.names() if names is None else names
+    rows = [[kind, phase, *(_targets(name, spec) for name in names)] for (kind, phase), spec in _type_specs().items()]
+    return tabulate(rows, headers=["layers", "phase", *names], tablefmt="github")
+
+
+def refusals_table(names: tuple[str, ...] | None = None) -> str:
+    """Markdown: every reason for which a backend refuses a type of layer on a target that it is for, and which."""
+    names = registry.names() if names is None else names
+    rows = []
+    for name in names:
+        refused: dict[str, dict[str, list[str]]] = {}  # reason -> type -> phases
+        for (kind, phase), spec in _type_specs().items():
+            supports = [registry.get(name).supports(spec, target) for target in _own_targets(name)]
+            for reason in dict.fromkeys(reason for support in supports for reason in support.reasons):
+                refused.setdefault(reason, {}).setdefault(kind, []).append(phase)
+        for reason, phases_of in refused.items():
+            kinds_of: dict[str, list[str]] = {}
+            for kind, phases in phases_of.items():
+                kinds_of.setdefault(", ".join(phases), []).append(kind)
+            what = "; ".join(f"{', '.join(kinds)} ({phases})" for phases, kinds in kinds_of.items())
+            rows.append([name, what, reason])
+    return tabulate(rows, headers=["backend", "refuses", "because"], tablefmt="github")
+
+
+def _type_specs() -> dict[tuple[str, str], AttentionSpec]:
+    """The attention problem of each type of layer in each phase; a cache under ``full`` attention has no meaning."""
+    return {
+        (kind, phase): attention_spec(ALL_TYPES, kind, batch=1, **asked)  # pyright: ignore[reportArgumentType]
+        for kind in ALL_TYPES.attention_types
+        for phase, asked in PHASES.items()
+        if kind != "full" or "key_value_length" not in asked
+    }
+
+
+def _own_targets(name: str) -> list[Target]:
+    """The targets that a backend is for: those on which it takes the plainest problem."""
+    plain = _type_specs()["global", "prefill"]
+    return [target for target in TARGETS.values() if registry.get(name).supports(plain, target)]
+
+
 def _targets(name: str, spec: AttentionSpec) -> str:
     backend = registry.get(name)
     taken = [label for label, target in TARGETS.items() if backend.supports(spec, target)]
@@ -63,4 +129,4 @@ def _targets(name: str, spec: AttentionSpec) -> str:
 
 
 if __name__ == "__main__":
-    print(support_table())  # noqa: T201 (its output)
+    print(support_table(), types_table(), refusals_table(), sep="\n\n")  # noqa: T201 (its output)

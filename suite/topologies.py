@@ -64,16 +64,24 @@ def missing(target: Target) -> str | None:
     return f"the compiler for {target} is not installed; install it with: pip install 'attention-suite[{extra}]'."
 
 
-@functools.cache
 def device(target: Target) -> Any:
     """A device of this kind to compile for. The first one of a process decides which kind it can have."""
+    return devices(target)[0]
+
+
+@functools.cache
+def devices(target: Target) -> tuple[Any, ...]:
+    """The devices of a slice, or at least one of a kind. Raises what the compiler raises for a slice that is none."""
     from jax.experimental import topologies  # noqa: PLC0415 (initialises nothing, but takes its time)
 
     if target.platform == "tpu":
-        return topologies.get_topology_desc(platform="tpu", topology_name=_TPU_TOPOLOGIES[target.kind]).devices[0]
-    return topologies.get_topology_desc(
-        platform="cuda", topology_name="1x1x1", topology="1x1x1", target_config=_target_config(target)
-    ).devices[0]
+        name = target.name if target.topology else _TPU_TOPOLOGIES[target.kind]
+        return tuple(topologies.get_topology_desc(platform="tpu", topology_name=name).devices)
+    return tuple(
+        topologies.get_topology_desc(
+            platform="cuda", topology_name="1x1x1", topology="1x1x1", target_config=_target_config(target)
+        ).devices
+    )
 
 
 def _target_config(target: Target) -> str:

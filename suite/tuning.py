@@ -78,6 +78,11 @@ TUNED = tuple(
     for dtype in ("float32", "bfloat16")
     for kv_heads in (8, 2)
     for sequence in (512, 1024, 2048, 4096)
+) + tuple(
+    OpCase(kind=kind, sequence=sequence, kv_heads=kv_heads, head_dim=128, dtype="bfloat16")
+    for kind in ("op_forward", "op_forward_backward")
+    for kv_heads in (8, 2)
+    for sequence in (1024, 4096)
 )  # fmt: skip
 
 
@@ -275,6 +280,7 @@ def _of(case: OpCase, name: str, platform: str, kind: str) -> dict[str, Any]:
         "kind": kind,
         "dtype": case.dtype,
         "grouped": case.heads != case.kv_heads,
+        "head_dim": max(case.head_dim, case.value_head_dim or 0),
         "gradient": case.needs_grad,
         "length": case.sequence,
         "case": case.name,

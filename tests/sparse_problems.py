@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from backends import AttentionSpec, Layout
-from backends.kascade import Places, Selection, Settings, Tiling, reference
+from backends import AttentionSpec, Layout, Target
+from backends.kascade import KASCADE, Places, Selection, Settings, Tiling, reference
 
 SETTINGS = Settings(top_k=0.3, min_keys=0, tile_size=16, query_tile=16)
 
@@ -37,12 +37,43 @@ class Sparse:
         return self.query, self.key, self.value
 
     def selection(self) -> Selection:
-        select = jax.jit(functools.partial(reference.select, self.spec, self.layout, self.tiling))
-        return select(self.query, self.key)
+        return _select(self.spec, self.tiling, self.layout, self.query, self.key)
 
     def expected(self, selection: Selection) -> np.ndarray:
-        attend = functools.partial(reference.attend, self.spec, self.layout, self.tiling)
-        return np.asarray(jax.jit(attend)(*self.inputs, selection))
+        return np.asarray(_attend(self.spec, self.tiling, self.layout, *self.inputs, selection))
+
+    def mask(self, selection: Selection) -> jax.Array:
+        return _attended(self.spec, self.tiling, self.layout, selection)
+
+    def layer(self, number: int = 0, carry=(), inputs=None, **options):
+        """A layer of Kascade, output and carry, under ``options`` beside the problem's own settings."""
+        names = ("top_k", "min_keys", "granularity", "tile_size", "query_tile")
+        given = {name: getattr(self.settings, name) for name in names} | options
+        return _layer(self.spec, tuple(given.items()), number, self.layout, inputs or self.inputs, carry)
+
+
+# Compiled once for all tests that compute the same: an eager call would compile its loops anew each time.
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _select(spec, tiling, layout, query, key):
+    return reference.select(spec, layout, tiling, query, key)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _attend(spec, tiling, layout, query, key, value, selection):
+    return reference.attend(spec, layout, tiling, query, key, value, selection)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _attended(spec, tiling, layout, selection):
+    return reference.attended(spec, layout, tiling, selection)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _layer(spec, options, number, layout, inputs, carry):
+    plan = KASCADE.plan(spec, layout, target=Target("cpu"), options=dict(options))
+    return plan.run(*inputs, layer=number, carry=carry)
 
 
 def sparse(settings: Settings = SETTINGS, *, T: int = 96, S: int | None = None, layout=None, seed=0, **sizes) -> Sparse:
@@ -86,6 +117,15 @@ def cached(T: int, *filled: int) -> Layout:
     return Layout(query_positions=jnp.asarray(positions, jnp.int32), key_value_seq_lengths=jnp.asarray(used, jnp.int32))
 
 
+def inner_jaxprs(equation):
+    """The programs that one step of a program runs: bodies of loops, branches, kernels."""
+    for value in equation.params.values():
+        for part in value if isinstance(value, tuple | list) else (value,):
+            program = getattr(part, "jaxpr", part)
+            if hasattr(program, "eqns"):
+                yield program
+
+
 def settings(**changes) -> Settings:
     return dataclasses.replace(SETTINGS, **changes)
 
@@ -96,9 +136,9 @@ PROBLEMS = {
     "tile of four query tiles": lambda: sparse(settings(tile_size=32, query_tile=8), T=100),
     "one query per tile": lambda: sparse(settings(query_tile=1), T=40),
     "keys": lambda: sparse(settings(granularity="token"), T=100),
-    "heads alone": lambda: sparse(num_kv_heads=4),
-    "value dim of its own": lambda: sparse(value_head_dim=24),
-    "soft cap": lambda: sparse(logits_soft_cap=3.0),
+    "heads alone, soft cap, value dim of its own": lambda: sparse(
+        num_kv_heads=4, logits_soft_cap=3.0, value_head_dim=24
+    ),
     "more queries than keys": lambda: sparse(T=100, S=56),
     "more keys than queries": lambda: sparse(T=50, S=90),
     "packed": lambda: sparse(layout=packed(4, 40, 2, 30, -1, 10, 7, 16)),

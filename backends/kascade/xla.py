@@ -25,8 +25,27 @@ from backends.kascade.settings import Ablation, Tiling
 _MASKED = -1e30  # finite, so that a row with nothing visible gives no NaN
 # Keys per step, in whole units. Zen 5, 2 cores, S 4096 and 8192: see docs/kascade.md.
 _KEYS_PER_STEP, _KEYS_PER_SWEEP = 256, 512
+_FEW = 4  # units per step of which the rest of a division is visited one by one
 
 _State = tuple[Float[Array, " rows"], Float[Array, " rows"], Float[Array, "rows v_dim"] | None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Slots:
+    """Keys or values of one KV head, read where they lie: a head sliced out would be copied for every query tile."""
+
+    rows: Float[Array, "heads_length dim"]  # of all heads of all sequences
+    first: Int[Array, ""]  # the row of slot 0
+
+    def read(self, start: int | Array, width: int) -> Float[Array, "keys dim"]:
+        """Slots from ``start`` on."""
+        return lax.dynamic_slice_in_dim(self.rows, self.first + start, width)
+
+    def read_units(self, units: Int[Array, " n"], unit: int) -> Float[Array, "keys dim"]:
+        """Units one behind the other. Slices side by side: XLA's gather of the same is several times slower here."""
+        if unit == 1:
+            return self.rows.at[self.first + units].get(mode="promise_in_bounds")
+        return jnp.concatenate([self.read(units[i] * unit, unit) for i in range(len(units))])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,6 +64,10 @@ class _Prefill:
     def batch_of(self, head: Int[Array, ""]) -> Int[Array, ""]:
         """The row of the places for KV head ``head`` of all sequences."""
         return head // self.spec.num_kv_heads if self.places.batch > 1 else jnp.int32(0)
+
+    def of_head(self, rows: Float[Array, "bks d"], head: Int[Array, ""]) -> _Slots:
+        """Its part of the keys or the values."""
+        return _Slots(rows, head * self.spec.key_value_length)
 
     def seen(self, batch: Array, tile: Array, slots: Int[Array, " keys"]) -> Bool[Array, "queries keys"]:
         """Which queries of a tile see which slots."""
@@ -92,7 +115,7 @@ class _Prefill:
         return jnp.full(rows, _MASKED), jnp.zeros(rows), out
 
     def own(
-        self, state: _State, batch: Array, tile: Array, query: Array, key: Array, value: Array | None
+        self, state: _State, batch: Array, tile: Array, query: Array, key: _Slots, value: _Slots | None
     ) -> tuple[_State, Any]:
         """The state with the own region of a query tile in it."""
         width = min(self.tiling.own_width, self.spec.key_value_length)
@@ -100,9 +123,8 @@ class _Prefill:
         start = jnp.minimum(first, self.spec.key_value_length - width)  # as dynamic_slice would, but known to the mask
         slots = start + jnp.arange(width, dtype=jnp.int32)
         seen = self.seen(batch, tile, slots) & (slots >= first)[None]
-        k = lax.dynamic_slice_in_dim(key, start, width)
-        v = None if value is None else lax.dynamic_slice_in_dim(value, start, width)
-        return self.fold(state, self.mask(self.scores(query, k), seen), v)
+        v = None if value is None else value.read(start, width)
+        return self.fold(state, self.mask(self.scores(query, key.read(start, width)), seen), v)
 
     def finish(self, state: _State) -> Float[Array, "rows v_dim"]:
         """Output rows in the dtype of the input; a row that saw nothing is zero."""
@@ -124,31 +146,37 @@ def attend(
 ) -> Float[Array, "b t n v"]:
     """Attention of every query tile to its own region and its selected units."""
     this = _Prefill(spec, tiling, places)
-    keys, values = _heads(key), _heads(value)
+    keys, values = _rows(key), _rows(value)
     together = max(1, min(tiling.slots, _KEYS_PER_STEP // tiling.unit))
-    width = together * tiling.unit
     selected = selection.selected.reshape(math.prod(selection.count.shape), tiling.slots)
     selected = jnp.pad(selected, ((0, 0), (0, -tiling.slots % together)), constant_values=-1)
 
     def one_tile(head: Array, tile: Array, q: Array, chosen: Array, count: Array) -> Array:
-        batch, k_head, v_head = this.batch_of(head), keys[head], values[head]
+        batch = this.batch_of(head)
+        k_head, v_head = this.of_head(keys, head), this.of_head(values, head)
         state, _ = this.own(this.start(with_output=True), batch, tile, q, k_head, v_head)
 
-        def step(n: Array, state: _State) -> _State:
-            units = lax.dynamic_slice_in_dim(chosen, n * together, together)
-            read = _read_keys if tiling.unit == 1 else _read_units
-            k, v = (read(x, jnp.maximum(units, 0), tiling.unit) for x in (k_head, v_head))
+        def step(first: Array, width: int, state: _State, *, all_real: bool) -> _State:
+            units = lax.dynamic_slice_in_dim(chosen, first, width)
+            k, v = (x.read_units(jnp.maximum(units, 0), tiling.unit) for x in (k_head, v_head))
             scores = this.scores(q, k)
-            offsets = jnp.arange(tiling.unit, dtype=jnp.int32)
+            real = jnp.repeat(units >= 0, tiling.unit)[None]
             if this.masked:
-                slots = (units[:, None] * tiling.unit + offsets[None]).reshape(width)
-                scores = this.mask(scores, this.seen(batch, tile, slots) & jnp.repeat(units >= 0, tiling.unit)[None])
-            elif together > 1:
-                scores = jnp.where(jnp.repeat(units >= 0, tiling.unit)[None], scores, _MASKED)
+                slots = (units[:, None] * tiling.unit + jnp.arange(tiling.unit, dtype=jnp.int32)[None]).reshape(-1)
+                scores = this.mask(scores, this.seen(batch, tile, slots) & real)
+            elif not all_real:
+                scores = jnp.where(real, scores, _MASKED)
             return this.fold(state, scores, v)[0]
 
-        if tiling.slots:
-            state = lax.fori_loop(0, (count + together - 1) // together, step, state)
+        if not tiling.slots:
+            return this.finish(state)
+        steps = count // together
+        state = lax.fori_loop(0, steps, lambda n, x: step(n * together, together, x, all_real=True), state)
+        if together <= _FEW:  # what is left one by one
+            state = lax.fori_loop(steps * together, count, lambda n, x: step(n, 1, x, all_real=True), state)
+        else:  # or in one masked step
+            more = (count + together - 1) // together
+            state = lax.fori_loop(steps, more, lambda n, x: step(n * together, together, x, all_real=False), state)
         return this.finish(state)
 
     out = _map(this, one_tile, query, selected, selection.count.reshape(-1))
@@ -166,14 +194,15 @@ def select(
 ) -> tuple[Selection, Float[Array, "b t n v"] | None]:
     """What an anchor selects; with ``value``, also dense attention's output, from the same scores."""
     this = _Prefill(spec, tiling, places)
-    keys = _heads(key)
-    values = None if value is None else _heads(value)
+    keys = _rows(key)
+    values = None if value is None else _rows(value)
     allowed = candidates(tiling, places)
     sweep = _sweep_keys if tiling.unit == 1 else _sweep_units
 
     def one_tile(head: Array, tile: Array, q: Array) -> Any:
         batch = this.batch_of(head)
-        mass, state = sweep(this, batch, tile, q, keys[head], None if values is None else values[head])
+        v_head = None if values is None else this.of_head(values, head)
+        mass, state = sweep(this, batch, tile, q, this.of_head(keys, head), v_head)
         chosen = mass if ablation == "all_heads" else choose(tiling, mass, allowed[batch, tile])
         return chosen, None if values is None else this.finish(state)
 
@@ -190,7 +219,7 @@ def select(
 
 
 def _sweep_units(
-    this: _Prefill, batch: Array, tile: Array, q: Array, key: Array, value: Array | None
+    this: _Prefill, batch: Array, tile: Array, q: Array, key: _Slots, value: _Slots | None
 ) -> tuple[Float[Array, " units"], _State]:
     """Pooled mass of the units before the own region, in one pass over all keys, and the state behind it."""
     tiling, group = this.tiling, max(1, _KEYS_PER_SWEEP // this.tiling.unit)
@@ -203,9 +232,8 @@ def _sweep_units(
         def step(n: Array, carry: Any) -> Any:
             state, sums, tops = carry
             first = n * units
-            k = lax.dynamic_slice_in_dim(key, first * tiling.unit, width)
-            v = None if value is None else lax.dynamic_slice_in_dim(value, first * tiling.unit, width)
-            scores = this.scores(q, k)
+            v = None if value is None else value.read(first * tiling.unit, width)
+            scores = this.scores(q, key.read(first * tiling.unit, width))
             if this.masked:
                 slots = first * tiling.unit + jnp.arange(width, dtype=jnp.int32)
                 scores = this.mask(scores, this.seen(batch, tile, slots))
@@ -221,10 +249,11 @@ def _sweep_units(
 
     shape = (tiling.units, rows)
     carry = this.start(with_output=value is not None), jnp.zeros(shape), jnp.full(shape, _MASKED)
-    if group > 1 and tiling.units >= group:
+    whole = this.spec.key_value_length // tiling.unit  # what the end cuts is never before an own region
+    if group > 1 and whole >= group:
         carry = lax.fori_loop(0, earlier // group, visit(group), carry)
         carry = lax.fori_loop(earlier // group * group, earlier, visit(1), carry)
-    else:
+    elif whole:
         carry = lax.fori_loop(0, earlier, visit(1), carry)
     state, sums, tops = carry
     state, _ = this.own(state, batch, tile, q, key, value)
@@ -234,7 +263,7 @@ def _sweep_units(
 
 
 def _sweep_keys(
-    this: _Prefill, batch: Array, tile: Array, q: Array, key: Array, value: Array | None
+    this: _Prefill, batch: Array, tile: Array, q: Array, key: _Slots, value: _Slots | None
 ) -> tuple[Float[Array, " units"], _State]:
     """The same key by key, in two passes: log-sums, then the mass of each key."""
     length = this.spec.key_value_length
@@ -245,7 +274,7 @@ def _sweep_keys(
     def scores_of(n: Array) -> tuple[Array, Array]:
         start = jnp.minimum(n * width, length - width)
         slots = start + jnp.arange(width, dtype=jnp.int32)
-        scores = this.scores(q, lax.dynamic_slice_in_dim(key, start, width))
+        scores = this.scores(q, key.read(start, width))
         # Inside the block's own share of the earlier keys: the last block may reach into the one before it.
         fresh = (slots >= n * width) & (slots < first_own)
         seen = (this.seen(batch, tile, slots) & fresh[None]) if this.masked else fresh[None]
@@ -253,7 +282,7 @@ def _sweep_keys(
 
     def log_sums(n: Array, state: _State) -> _State:
         start, scores = scores_of(n)
-        v = None if value is None else lax.dynamic_slice_in_dim(value, start, width)
+        v = None if value is None else value.read(start, width)
         return this.fold(state, scores, v)[0]
 
     state = lax.fori_loop(0, steps, log_sums, this.start(with_output=value is not None))
@@ -274,16 +303,6 @@ def _real(this: _Prefill, tile: Array) -> Float[Array, " rows"]:
     """1 for rows that are queries, 0 for the padding of the last query tile."""
     at = tile * this.tiling.query_tile + jnp.arange(this.tiling.query_tile, dtype=jnp.int32)
     return jnp.tile((at < this.spec.query_length).astype(jnp.float32), this.spec.group_size)
-
-
-def _read_units(x: Float[Array, "length dim"], units: Int[Array, " n"], unit: int) -> Float[Array, "keys dim"]:
-    """Slices side by side: XLA's gather of the same is several times slower on a CPU."""
-    return jnp.concatenate([lax.dynamic_slice_in_dim(x, units[i] * unit, unit) for i in range(len(units))])
-
-
-def _read_keys(x: Float[Array, "length dim"], units: Int[Array, " n"], unit: int) -> Float[Array, "keys dim"]:
-    del unit  # 1
-    return jnp.take(x, units, axis=0)
 
 
 def _map(this: _Prefill, one_tile: Callable[..., Any], query: Array, *per_tile: Array) -> Any:
@@ -310,6 +329,6 @@ def _untile(x: Float[Array, "tiles rows h"], spec: AttentionSpec, tiling: Tiling
     return x.reshape(spec.batch, tiling.padded_queries, spec.num_heads, -1)[:, : spec.query_length]
 
 
-def _heads(x: Float[Array, "b s k d"]) -> Float[Array, "bk s d"]:
-    """[B, S, K, D] -> [B * K, S, D]."""
-    return x.swapaxes(1, 2).reshape(-1, x.shape[1], x.shape[3])
+def _rows(x: Float[Array, "b s k d"]) -> Float[Array, "bks d"]:
+    """[B, S, K, D] -> [B * K * S, D]."""
+    return x.swapaxes(1, 2).reshape(-1, x.shape[3])

@@ -187,8 +187,12 @@ def _source(launch: RecordedLaunch, stride_hint: bool) -> ASTSource:
     )
 
 
+@functools.lru_cache(maxsize=64)
 def _assemble(ptx: str, architecture: int) -> str:
-    """What ``ptxas -v`` says of a kernel. Raises RuntimeError with its message where it refuses."""
+    """What ``ptxas -v`` says of a kernel. Raises RuntimeError with its message where it refuses.
+
+    Triton keeps what it compiled, and this what was assembled: candidates of a tuning share most of their kernels.
+    """
     with tempfile.TemporaryDirectory(prefix="attnsuite-") as folder:
         source = Path(folder) / "kernel.ptx"
         source.write_text(ptx, encoding="utf-8")

@@ -13,10 +13,9 @@ from backends.kascade import Calibration, Schedule, Settings, dynamic_programmin
 from models import Transformer, load_text
 from models.calibration import calibrate
 from models.config import PRESETS
-from models.text import windows
 from models.weights import load, load_shipped
 from suite.errors import InputError
-from suite.quality import BYTE_VOCABULARY
+from suite.text import reader_of
 
 SHIPPED = "text"
 
@@ -73,19 +72,9 @@ def _open(name: str) -> Transformer:
 
 def _prompts(request: CalibrateRequest, model: Transformer) -> tuple[str, np.ndarray]:
     """Spread evenly over the text: all of a file, the training part of the prose that comes with Python."""
-    if model.config.vocab_size != BYTE_VOCABULARY:
-        raise InputError(
-            f"--model {request.model!r} has {model.config.vocab_size} tokens; text is read as bytes here, so the model "
-            f"has to be byte-level ({BYTE_VOCABULARY}). models.calibration.calibrate takes tokens of any model."
-        )
     corpus = load_text() if request.text is None else load_text(request.text, held_out=0.0)
-    rows = windows(corpus.train, request.length - 1) if request.length > 1 else np.zeros((0, 1))
-    if len(rows) < request.prompts:
-        raise InputError(
-            f"the text holds {len(rows)} prompts of {request.length} bytes, but --prompts is {request.prompts}; "
-            "give a longer text, or fewer or shorter prompts."
-        )
-    return corpus.name, rows[np.linspace(0, len(rows) - 1, request.prompts).astype(int)]
+    rows, _ = reader_of(request.model, model.config).spread(corpus.train, request.length, request.prompts)
+    return corpus.name, rows
 
 
 def _watched(prompts: np.ndarray, progress: Callable[[str], None]) -> Iterator[np.ndarray]:

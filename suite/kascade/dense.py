@@ -14,13 +14,13 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from backends.kascade import Calibration, Schedule, dynamic_programming, greedy, manual
-from models import Transformer, load_text, retrieval
+from models import ModelConfig, Transformer, load_text, retrieval
 from models.calibration import calibrate, load
-from models.text import random_windows
 from suite.cases import SelectionCase, TextCase, anchor_layers, settings_of
 from suite.errors import InputError
-from suite.model_cell import open_model
-from suite.quality import check_text_case, read_text
+from suite.model_cell import model_config, open_model
+from suite.quality import read_text
+from suite.text import reader_of
 
 PROMPTS = 6  # that a calibration is made from
 AT_ONCE = 4  # sequences of a batch
@@ -34,6 +34,7 @@ class Problem:
     query_positions: Int[np.ndarray, "sequences types"] | None = None
     answers: Int[np.ndarray, "sequences types"] | None = None
     distances: Int[np.ndarray, "sequences types"] | None = None
+    bytes_per_token: float = 1.0
 
 
 def model_of(case: SelectionCase) -> Transformer:
@@ -45,13 +46,15 @@ def model_of(case: SelectionCase) -> Transformer:
 
 def check(case: SelectionCase, text: str | None) -> None:
     """Raise InputError for what cannot be measured: a model that is none, a text too short, anchors out of range."""
-    model = model_of(case)
     if case.kind == "kascade_text":
-        check_text_case(_as_text(case), model.config, text)
-    beyond = [layer for layer in anchor_layers(case) if layer > model.config.num_layers - (case.schedule == "manual")]
+        config = model_config(_as_text(case))
+        read_text(_as_text(case), config, text)
+    else:
+        config = model_of(case).config
+    beyond = [layer for layer in anchor_layers(case) if layer > config.num_layers - (case.schedule == "manual")]
     if beyond or (case.schedule == "manual" and 0 not in anchor_layers(case)):
         raise InputError(
-            f"case {case.name}: anchors = {case.anchors!r} does not fit a model of {model.config.num_layers} layers; "
+            f"case {case.name}: anchors = {case.anchors!r} does not fit a model of {config.num_layers} layers; "
             "a list has to begin with layer 0."
         )
 
@@ -59,7 +62,8 @@ def check(case: SelectionCase, text: str | None) -> None:
 def problem(case: SelectionCase, text: str | None) -> Problem:
     """What is asked of the model; the same for every row."""
     if case.kind == "kascade_text":
-        return Problem(read_text(_as_text(case), text))
+        held_out = read_text(_as_text(case), model_config(_as_text(case)), text)
+        return Problem(held_out.rows, bytes_per_token=held_out.bytes_per_token)
     batch = retrieval.sample(np.random.default_rng([case.seed, 0]), case.sequence, batch=case.sequences, gap=_gap(case))
     at, needles = np.asarray(batch.query_positions), np.asarray(batch.needle_positions)
     return Problem(np.asarray(batch.tokens), at, np.asarray(batch.answers), at - needles)
@@ -72,7 +76,9 @@ def write_dense(case: SelectionCase, path: Path, text: str | None) -> None:
     np.savez(path, allow_pickle=False, logits=np.concatenate(logits)[: len(asked.tokens)])
     options = {name: getattr(settings_of(case), name) for name in ("top_k", "min_keys", "granularity", "tile_size")}
     options["query_tile"] = case.tile_size
-    calibrate(model, _calibration_prompts(case), options, text={"from": case.kind}).save(_calibration_path(path))
+    calibrate(model, _calibration_prompts(case, model.config), options, text={"from": case.kind}).save(
+        _calibration_path(path)
+    )
 
 
 def read_dense(path: Path) -> Float[np.ndarray, "sequences length vocab"]:
@@ -102,11 +108,11 @@ def _calibration_path(path: Path) -> Path:
     return path.with_name(path.stem + "-calibration.safetensors")
 
 
-def _calibration_prompts(case: SelectionCase) -> list[Any]:
+def _calibration_prompts(case: SelectionCase, config: ModelConfig) -> list[Any]:
     """Never what is measured on: training text, or prompts of another seed."""
     rng = np.random.default_rng([case.seed, 1])
     if case.kind == "kascade_text":
-        return list(random_windows(load_text().train, case.sequence, PROMPTS, rng))
+        return list(reader_of(case.model, config).drawn(load_text().train, case.sequence, PROMPTS, rng))
     return list(retrieval.sample(rng, case.sequence, batch=PROMPTS, gap=_gap(case)).tokens)
 
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from suite.cases import Case, SelectionCase, StackCase
+from suite.cases import Case, ModelCase, SelectionCase, StackCase
 from suite.errors import InputError
 
 
@@ -41,11 +41,16 @@ def applied(words: KascadeWords, cases: Sequence[Case]) -> tuple[Case, ...]:
     """
     if not words.given:
         return tuple(cases)
-    taken = [case for case in cases if isinstance(case, SelectionCase | StackCase)]
+    taken = [case for case in cases if isinstance(case, SelectionCase | StackCase) or _is_timed(case)]
     if not taken:
         raise InputError(f"{words.flags()}: no case of this suite is about Kascade; use --suite kascade.")
     changed = [_changed(words.given, case) for case in cases]
     return tuple(dict.fromkeys(changed))
+
+
+def _is_timed(case: Case) -> bool:
+    """Whether it is a pass of a model with Kascade's row told how to run."""
+    return isinstance(case, ModelCase) and case.top_k is not None
 
 
 def _changed(given: dict[str, Any], case: Case) -> Case:
@@ -53,9 +58,9 @@ def _changed(given: dict[str, Any], case: Case) -> Case:
         if "schedule" in given and "anchors" not in given:
             given = {"anchors": "", **given}
         return dataclasses.replace(case, name="", **given)
-    if isinstance(case, StackCase):
+    if isinstance(case, StackCase) or _is_timed(case):
         fields = {name: given[name] for name in ("tile_size", "top_k") if name in given}
-        if case.layers > 1 and "anchors" in given:
+        if getattr(case, "layers", 2) > 1 and "anchors" in given:
             layers = [word for word in given["anchors"].split(",") if word.strip()]
             is_list = given.get("schedule") == "manual" or len(layers) != 1
             fields["anchors"] = len(layers) if is_list or not layers[0].isdecimal() else int(layers[0])

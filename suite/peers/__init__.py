@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import get_args
 
 from backends.devices import cpu_name
-from suite.cases import Case, ModelKind, OpCase, OpKind
+from suite.cases import Case, ModelCase, ModelKind, OpCase, OpKind
 from suite.peers import mkl
 from suite.program import Program
 from suite.record import CaseKind
@@ -81,6 +81,8 @@ def refusals(name: str, case: Case) -> tuple[str, ...]:
             for option, is_given in given.items()
             if is_given and option not in peer.masks
         ]
+    if isinstance(case, ModelCase) and case.ragged:
+        reasons.append(f"{name}: ragged=True is outside of what is compared with it; it takes prompts of one length.")
     return tuple(reasons)
 
 

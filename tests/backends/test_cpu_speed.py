@@ -1,7 +1,7 @@
 """What CI can hold of the speed on a noisy machine: a ratio of two programs that take turns in one process.
 
-The bounds stand far from what the published page shows (about 0.3 forward and backward at S 2048): they catch a
-lost trick, not a lost percent. Two deliberately bad plans show that they can.
+The bound stands far from what is measured (0.2 to 0.45 on two machines, quiet or loaded): it catches a lost trick,
+not a lost percent. Two deliberately bad plans, at 1.0 and more, show that it can.
 """
 
 import jax
@@ -14,22 +14,22 @@ from suite import speed
 
 ROUNDS = 7
 # Time relative to standard. Losing the skipped half of the blocks, or blocks of a workable size, goes beyond.
-BOUNDS = {"float32": 0.6, "bfloat16": 0.6}
+BOUND = 0.75
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="a claim about CPUs")
 
 
-@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("gradient", [False, True], ids=["forward", "forward+backward"])
 def test_chunked_takes_well_below_the_standards_time(dtype, gradient):
-    assert ratio(dtype, gradient) < BOUNDS[dtype]
+    assert ratio(dtype, gradient) < BOUND
 
 
 @pytest.mark.parametrize(
     "options", [{"block_q": 8, "block_kv": 8}, {"block_q": 2048, "block_kv": 2048}], ids=["tiny blocks", "one block"]
 )
 def test_bad_block_sizes_are_seen(options):
-    assert ratio("float32", gradient=False, options=options) > BOUNDS["float32"]
+    assert ratio("float32", gradient=False, options=options) > BOUND
 
 
 def test_decode_reads_the_cache_where_it_lies():

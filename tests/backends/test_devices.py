@@ -54,6 +54,18 @@ def test_unknown_name_lists_the_known_ones() -> None:
         Target.named("h300")
 
 
+def test_slice_has_the_chips_of_its_sides_and_the_memory_of_one() -> None:
+    target = Target.named("v5p:2x2x4")
+    assert (target.kind, target.count, target.memory_bytes) == ("v5p", 16, KNOWN_KINDS["v5p"][1])
+    assert (str(target), Target.named(target.name)) == ("tpu:v5p:2x2x4", target)
+
+
+@pytest.mark.parametrize("name", ["v5e:", "v5e:4", "v5e:4x", "v5e:0x4", "v5e:four", "h100:2x2"])
+def test_what_is_no_slice_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"target '{name}' is not a TPU slice; give .* such as v5e:4x4"):
+        Target.named(name)
+
+
 def test_targets_hash_by_value() -> None:
     assert len({Target("tpu", "v5e"), Target("tpu", "v5e"), Target("tpu", "v6e")}) == 2
 

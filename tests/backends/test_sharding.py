@@ -1,16 +1,18 @@
 """Attention over several devices gives what it gives on one, and refuses what cannot be divided."""
 
+import dataclasses
 import json
 import os
 import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from backends import AttentionSpec, Layout, Target, plan_sharded, registry
+from backends import AttentionSpec, Backend, Layout, MeshAxes, Sharded, Target, balanced_order, plan_sharded, registry
 from backends.sharding import divided
 
 # JAX takes the number of CPU devices once per process: the claims about two run in a process with two.
@@ -76,6 +78,71 @@ def test_mesh_of_two_axes_is_refused():
         plan_sharded(
             registry.get("standard"), _spec(batch=1, num_heads=2, num_kv_heads=2), Layout(), mesh, target=Target.here()
         )
+
+
+def test_axes_that_the_mesh_lacks_are_refused():
+    with pytest.raises(ValueError, match="heads='model' is not an axis of the mesh; it has cores"):
+        Sharded(registry.get("chunked"), _mesh("cores"), MeshAxes(heads="model"))
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({}, "names no axis"),
+        ({"data": "x", "heads": "x"}, "give each an axis of its own"),
+        ({"context": "x", "exchange": "mail"}, "must be 'gather' or 'ring'"),
+    ],
+)
+def test_axes_that_make_no_sense_are_refused(given, words):
+    with pytest.raises(ValueError, match=words):
+        MeshAxes(**given)
+
+
+def test_sharded_backend_is_a_backend_with_the_reasons_of_its_share():
+    sharded = Sharded(registry.get("splash"), _mesh("cores"), MeshAxes(context="cores"))
+    spec = _spec(batch=1, num_heads=2, num_kv_heads=2)
+    assert isinstance(sharded, Backend)
+    assert hash(sharded) == hash(Sharded(registry.get("splash"), _mesh("cores"), MeshAxes(context="cores")))
+    reasons = sharded.supports(spec, Target.here()).reasons
+    assert [reason.partition(": ")[0] for reason in reasons] == ["the share of one device"]
+    assert sharded.supports(spec, Target.here(), "interpret")
+    with pytest.raises(ValueError, match="splash is a kernel for TPUs"):
+        sharded.plan(spec, Layout(), target=Target.here())
+
+
+def test_ring_of_one_device_is_no_ring_for_a_forward_plan():
+    sharded = Sharded(registry.get("chunked"), _mesh("cores"), MeshAxes(context="cores", exchange="ring"))
+    spec = dataclasses.replace(_spec(batch=1, num_heads=2, num_kv_heads=2), needs_grad=False)
+    x = jnp.ones((1, 8, 2, 16))
+    plan = sharded.plan(spec, Layout(), target=Target.here())
+    np.testing.assert_allclose(plan.run(x, x, x)[0], x, rtol=1e-6)
+    with pytest.raises(ValueError, match="planned with needs_grad=False"):
+        jax.grad(lambda x: plan.run(x, x, x)[0].sum())(x)
+
+
+def test_carry_of_a_backend_is_dealt_with_its_batch():
+    """Kascade's reuse layer gets the selection of the anchor; one device is enough to lose it."""
+    sharded = Sharded(registry.get("kascade"), _mesh("cores"), MeshAxes(data="cores"))
+    spec = dataclasses.replace(_spec(batch=1, num_heads=2, num_kv_heads=2), needs_grad=False, is_causal=True)
+    spec = dataclasses.replace(spec, query_length=256, key_value_length=256)
+    options, layer = registry.get("kascade").roles(spec)["reuse"]
+    plan = sharded.plan(spec, Layout(), target=Target.here(), options=options)
+    x = jnp.ones((1, 256, 2, 16))
+    carry = plan.run(x, x, x, layer=layer - 1)[1]
+    assert jax.tree.leaves(carry)
+    np.testing.assert_allclose(plan.run(x, x, x, layer=layer, carry=carry)[0], x, rtol=1e-6)
+
+
+def test_balanced_order_gives_every_device_the_same_causal_work():
+    order = balanced_order(96, 4)
+    assert sorted(order) == list(range(96))
+    assert len({int((part + 1).sum()) for part in order.reshape(4, -1)}) == 1
+    with pytest.raises(ValueError, match="length=100 cannot be cut into 8 equal pieces"):
+        balanced_order(100, 4)
+
+
+def _mesh(*axes):
+    return Mesh(np.array(jax.devices()[:1]).reshape([1] * len(axes)), axes)
 
 
 def _spec(**sizes):

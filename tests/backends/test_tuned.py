@@ -11,7 +11,8 @@ from backends.tuned import Entry
 
 CHUNKED = registry.get("chunked")
 CPU = Target("cpu")
-FIELDS = {"backend": "chunked", "platform": "cpu", "kind": "", "dtype": "float32", "grouped": False, "gradient": False}
+FIELDS = {"backend": "chunked", "platform": "cpu", "kind": "", "dtype": "float32", "grouped": False}
+FIELDS |= {"gradient": False, "head_dim": 64}
 
 
 def entry(length, block_q, **fields):
@@ -50,6 +51,22 @@ def test_cpu_takes_another_cpus_entries_and_a_gpu_its_own_alone():
     assert dict(options) == {"block_q": 2}
     on_gpu = tuple(entry(512, 1, platform="cuda", kind=kind) for kind in ("h100", "b200"))
     assert not tuned.options_for(on_gpu, "chunked", Target("cuda", "a100"), spec(512), gradient=False)
+
+
+def test_wider_head_takes_nothing_from_a_narrow_one_but_on_a_cpu():
+    """128 x 128 blocks in three stages fit an A100 at head_dim=64, and need 230400 of its 166912 bytes at 128."""
+    a100 = {"platform": "cuda", "kind": "a100"}
+    narrow, wide, wider = (entry(512, width, head_dim=width, **a100) for width in (64, 128, 256))
+
+    def on_a100(entries, **fields):
+        found = tuned.options_for(entries, "chunked", Target("cuda", "a100"), spec(512, **fields), gradient=False)
+        return dict(found).get("block_q")
+
+    assert on_a100((narrow, wide, wider)) == 64
+    assert [on_a100((narrow, wide, wider), head_dim=width) for width in (96, 128, 256)] == [128, 128, 256]
+    assert on_a100((narrow,), head_dim=128) is None
+    assert on_a100((narrow,), value_head_dim=128) is None
+    assert looked_up((entry(512, 1),), spec(512, head_dim=128)) == 1
 
 
 def test_shipped_table_says_what_made_it_and_covers_what_it_should():

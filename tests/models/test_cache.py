@@ -3,11 +3,13 @@ import pytest
 
 from models import KVCache, ModelConfig, Transformer
 
+LATENT = {"kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 14}
 TYPES = {
     "global": {},
     "sliding": {"attention": "sliding", "window_size": 4},
     "chunked": {"attention": "chunked", "chunk_size": 5},
     "mixed": {"attention": ("sliding", "global"), "window_size": 3},
+    "latent": {"attention": ("latent", "global", "latent"), "num_layers": 3, "q_lora_rank": 9, **LATENT},
     "learned-positions": {"use_rope": False, "max_length": 32},
 }
 CALL = {"backend": "standard"}
@@ -42,7 +44,7 @@ def test_the_default_backend_decodes_to_the_same_logits():
     np.testing.assert_allclose(logits, model(tokens, **CALL)[:, -1], rtol=0, atol=5e-6)
 
 
-@pytest.mark.parametrize("name", ["global", "sliding"])
+@pytest.mark.parametrize("name", ["global", "sliding", "latent"])
 def test_ragged_rows_give_what_each_gives_alone(name):
     model, tokens = make(name), tokens_for(3, 9)
     lengths, steps = [9, 2, 5], tokens_for(3, 12)[:, 9:]
@@ -82,6 +84,18 @@ def test_cache_counts_its_bytes_and_keeps_heads_outside():
     assert cache.keys[0].shape == (3, 2, 10, 16)
     assert cache.nbytes == 2 * 2 * (3 * 2 * 10 * 16) * 2
     assert cache.is_empty
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_latent_layer_keeps_its_latent_and_one_key_of_a_token_and_nothing_else(dtype):
+    config = ModelConfig(num_heads=4, **TYPES["latent"])
+    cache = KVCache.create(config, 3, 7, dtype)
+    itemsize = {"float32": 4, "bfloat16": 2}[dtype]
+    latent, ordinary = (config.kv_lora_rank + config.qk_rope_head_dim) * itemsize, 2 * 4 * 16 * itemsize
+    bytes_per_token = [(k.nbytes + v.nbytes) // (3 * 7) for k, v in zip(cache.keys, cache.values, strict=True)]
+    assert bytes_per_token == [latent, ordinary, latent]
+    _, cache = Transformer(config).prefill(tokens_for(3, 5), cache, **CALL)
+    assert cache.nbytes == 3 * 7 * (2 * latent + ordinary), "after use, too"
 
 
 @pytest.mark.parametrize(

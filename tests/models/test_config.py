@@ -6,11 +6,23 @@ import pytest
 from models import PRESETS, ModelConfig, RopeScaling
 from models.parameters import initialise, parameter_shapes
 
-PARAMETERS = {  # the last two are Meta's published counts
+LATENT = {
+    "attention": ("latent", "global"),
+    "kv_lora_rank": 10,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 14,
+}
+PARAMETERS = {  # from llama-3.2-1b on: the counts that their publishers give
     "debug": 115_520,
     "tiny": 1_722_048,
     "llama-3.2-1b": 1_235_814_400,
     "llama-3.1-8b": 8_030_261_248,
+    "llama-3.2-3b": 3_212_749_824,
+    "llama-3.1-70b": 70_553_706_496,
+    "mistral-7b": 7_241_732_096,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen3-0.6b": 596_049_920,
 }
 
 
@@ -21,7 +33,18 @@ def test_preset_has_the_known_number_of_parameters(preset, count):
 
 @pytest.mark.parametrize(
     "overrides",
-    [{}, {"tie_embeddings": False}, {"use_rope": False}, {"use_rmsnorm": False}, {"use_swiglu": False}],
+    [
+        {},
+        {"tie_embeddings": False},
+        {"use_rope": False},
+        {"use_rmsnorm": False},
+        {"use_swiglu": False},
+        {"qkv_bias": True, "num_kv_heads": 1},
+        {"output_bias": True},
+        {"qk_norm": True, "head_dim": 24},
+        LATENT,
+        LATENT | {"q_lora_rank": 3, "output_bias": True},
+    ],
     ids=str,
 )
 def test_num_parameters_counts_what_is_initialised(overrides):
@@ -66,11 +89,20 @@ def test_config_is_hashable_and_frozen():
         ({"norm_eps": float("nan")}, "norm_eps=nan must be a finite number"),
         ({"rope_scaling": {"factor": 8.0}}, "must be a RopeScaling or None"),
         ({"use_rope": 1}, "use_rope=1 must be True or False"),
+        ({"qk_norm": 1}, "qk_norm=1 must be True or False"),
+        ({"qk_norm": True, "use_rmsnorm": False}, "qk_norm=True is an RMSNorm; it needs use_rmsnorm=True"),
         ({"dtype": "float64"}, "dtype='float64' is not supported; use one of float32"),
         ({"attention": "local"}, "attention='local' must be one of global, sliding, chunked, full"),
         ({"attention": ("global", "global", "full")}, "attention names 3 layers, but num_layers=2"),
         ({"attention": "sliding"}, "attention='sliding' needs window_size"),
         ({"attention": "chunked", "chunk_size": 0}, "chunk_size=0 must be an integer of at least 1"),
+        ({"attention": "latent"}, "attention='latent' needs kv_lora_rank, an integer of at least 1"),
+        (LATENT | {"v_head_dim": 0}, "v_head_dim=0 must be an integer of at least 1"),
+        (LATENT | {"q_lora_rank": 1.5}, "q_lora_rank=1.5 must be an integer"),
+        (LATENT | {"qk_rope_head_dim": 3}, "qk_rope_head_dim=3 is odd; RoPE rotates pairs"),
+        (LATENT | {"use_rope": False}, "use_rope=False does not go with attention='latent'; it needs use_rope=True"),
+        (LATENT | {"use_rmsnorm": False}, "use_rmsnorm=False does not go with attention='latent'"),
+        (LATENT | {"qkv_bias": True}, "qkv_bias=True does not go with attention='latent'; it needs qkv_bias=False"),
         ({"max_length": -1}, "max_length=-1 must be an integer of at least 1"),
     ],
     ids=lambda x: str(x) if isinstance(x, dict) else "",

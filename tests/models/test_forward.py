@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 
 from models import ModelConfig, RopeScaling, Transformer
-from models.forward import documents
+from models.forward import documents, forward
+from models.planning import resolve_attention
 from models.rope import inverse_frequencies
 
 SIZES = {"vocab_size": 97, "hidden_size": 48, "intermediate_size": 80, "num_heads": 4, "head_dim": 12}
+LATENT = {"kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 14}
 VARIANTS = {
     "llama": {"num_kv_heads": 2, "rope_scaling": RopeScaling(factor=8.0, original_max_length=16)},
     "untied": {"num_kv_heads": 1, "tie_embeddings": False, "norm_eps": 1e-2},
@@ -19,9 +21,21 @@ VARIANTS = {
     "chunked": {"attention": "chunked", "chunk_size": 7},
     "full": {"attention": "full"},
     "mixed": {"attention": ("global", "sliding", "chunked"), "num_layers": 3, "window_size": 3, "chunk_size": 4},
+    "latent": {"attention": "latent", "q_lora_rank": 9, "output_bias": True, **LATENT},
+    "all-types": {
+        "attention": ("latent", "global", "sliding", "chunked", "full"),
+        "num_layers": 5,
+        "num_kv_heads": 2,
+        "rope_scaling": RopeScaling(factor=8.0, original_max_length=16),
+        "window_size": 3,
+        "chunk_size": 4,
+        **LATENT,
+    },
     "learned-positions": {"use_rope": False, "max_length": 32},
     "layernorm": {"use_rmsnorm": False},
     "gelu": {"use_swiglu": False},
+    "qwen2": {"num_kv_heads": 2, "qkv_bias": True},
+    "qwen3": {"num_kv_heads": 2, "qk_norm": True, "qkv_bias": True, "output_bias": True, "norm_eps": 1e-2},
 }
 
 
@@ -31,7 +45,8 @@ def make(name, **overrides):
     rng = np.random.default_rng(0)
     params = jax.tree.map(lambda x: jnp.asarray(x + 0.1 * rng.normal(size=x.shape), x.dtype), model.arrays())
     for layer in params["layers"]:
-        layer["q_proj"], layer["k_proj"] = 2.0 * layer["q_proj"], 2.0 * layer["k_proj"]
+        for projection in {"q_proj", "k_proj", "q_b_proj", "kv_a_proj_with_mqa"} & set(layer):
+            layer[projection] = 2.0 * layer[projection]
     return Transformer(model.config, params)
 
 
@@ -49,42 +64,72 @@ def visible(config, kind, length):
     return mask
 
 
-def by_the_book(model, tokens):
+def norm(config, scope, name, x):
+    if not config.use_rmsnorm:
+        x = x - x.mean(-1, keepdims=True)
+    x = x / np.sqrt((x * x).mean(-1, keepdims=True) + config.norm_eps) * scope[name]
+    return x if config.use_rmsnorm else x + scope[f"{name}_bias"]
+
+
+def linear(scope, name, x, rows=slice(None)):
+    bias = scope.get(f"{name}_bias")
+    return x @ scope[name][rows].T + (0 if bias is None else bias[rows])
+
+
+def turn(config, x):
+    if not config.use_rope:
+        return x
+    half = x.shape[1] // 2
+    frequencies = inverse_frequencies(2 * half, config.rope_theta, config.rope_scaling).astype(np.float64)
+    turned = (x[:, :half] + 1j * x[:, half:]) * np.exp(1j * np.arange(len(x))[:, None] * frequencies)
+    return np.concatenate([turned.real, turned.imag], -1)
+
+
+def one_head(config, layer, h, n):
+    """Queries, keys and values."""
+    at = slice(n * config.dim, (n + 1) * config.dim)
+    kv = n // (config.num_heads // config.num_kv_heads)
+    kv_at = slice(kv * config.dim, (kv + 1) * config.dim)
+    q, k, v = (linear(layer, f"{x}_proj", h, place) for x, place in (("q", at), ("k", kv_at), ("v", kv_at)))
+    if config.qk_norm:
+        q, k = norm(config, layer, "q_norm", q), norm(config, layer, "k_norm", k)
+    return turn(config, q), turn(config, k), v
+
+
+def one_latent_head(config, layer, h, n):
+    """Queries, keys and values: equations 37 to 47 of arXiv 2405.04434."""
+    nope, rank = config.qk_nope_head_dim, config.kv_lora_rank
+    qk, kv = nope + config.qk_rope_head_dim, nope + config.v_head_dim
+    if config.q_lora_rank is None:
+        q = h @ layer["q_proj"].T
+    else:
+        q = norm(config, layer, "q_a_layernorm", h @ layer["q_a_proj"].T) @ layer["q_b_proj"].T
+    q = q[:, n * qk : (n + 1) * qk]
+    down = h @ layer["kv_a_proj_with_mqa"].T
+    up = norm(config, layer, "kv_a_layernorm", down[:, :rank]) @ layer["kv_b_proj"][n * kv : (n + 1) * kv].T
+    q = np.concatenate([q[:, :nope], turn(config, q[:, nope:])], -1)
+    return q, np.concatenate([up[:, :nope], turn(config, down[:, rank:])], -1), up[:, nope:]
+
+
+def by_the_book(model, tokens, params=None):
     """One sequence through the same architecture in float64, head by head."""
     config = model.config
-    params = jax.tree.map(lambda x: np.asarray(x, np.float64), model.arrays())
+    params = jax.tree.map(lambda x: np.asarray(x, np.float64), params or model.arrays())
     length = len(tokens)
-
-    def norm(scope, name, x):
-        if not config.use_rmsnorm:
-            x = x - x.mean(-1, keepdims=True)
-        x = x / np.sqrt((x * x).mean(-1, keepdims=True) + config.norm_eps) * scope[name]
-        return x if config.use_rmsnorm else x + scope[f"{name}_bias"]
-
-    def turn(x):
-        if not config.use_rope:
-            return x
-        frequencies = inverse_frequencies(config.dim, config.rope_theta, config.rope_scaling).astype(np.float64)
-        half = config.dim // 2
-        turned = (x[:, :half] + 1j * x[:, half:]) * np.exp(1j * np.arange(length)[:, None] * frequencies)
-        return np.concatenate([turned.real, turned.imag], -1)
-
     x = params["embed_tokens"][tokens]
     if not config.use_rope:
         x = x + params["embed_positions"][:length]
     for i, layer in enumerate(params["layers"]):
-        h = norm(layer, "input_layernorm", x)
+        h = norm(config, layer, "input_layernorm", x)
         heads = []
         for n in range(config.num_heads):
-            at = slice(n * config.dim, (n + 1) * config.dim)
-            kv = n // (config.num_heads // config.num_kv_heads)
-            kv_at = slice(kv * config.dim, (kv + 1) * config.dim)
-            scores = turn(h @ layer["q_proj"][at].T) @ turn(h @ layer["k_proj"][kv_at].T).T / math.sqrt(config.dim)
+            q, k, v = (one_latent_head if config.attention[i] == "latent" else one_head)(config, layer, h, n)
+            scores = q @ k.T / math.sqrt(k.shape[1])
             scores = np.where(visible(config, config.attention[i], length), scores, -np.inf)
             weights = np.exp(scores - scores.max(-1, keepdims=True))
-            heads.append(weights / weights.sum(-1, keepdims=True) @ (h @ layer["v_proj"][kv_at].T))
-        x = x + np.concatenate(heads, -1) @ layer["o_proj"].T
-        h = norm(layer, "post_attention_layernorm", x)
+            heads.append(weights / weights.sum(-1, keepdims=True) @ v)
+        x = x + linear(layer, "o_proj", np.concatenate(heads, -1))
+        h = norm(config, layer, "post_attention_layernorm", x)
         up = h @ layer["up_proj"].T
         if config.use_swiglu:
             gate = h @ layer["gate_proj"].T
@@ -92,7 +137,7 @@ def by_the_book(model, tokens):
         else:
             up = up * 0.5 * (1 + np.vectorize(math.erf)(up / math.sqrt(2)))
         x = x + up @ layer["down_proj"].T
-    return norm(params, "norm", x) @ params["embed_tokens" if config.tie_embeddings else "lm_head"].T
+    return norm(config, params, "norm", x) @ params["embed_tokens" if config.tie_embeddings else "lm_head"].T
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -115,13 +160,44 @@ def test_the_comparison_notices_a_wrong_epsilon_and_a_wrong_window():
         assert off > 20 * 5e-6 * np.abs(right).max()
 
 
+@pytest.mark.parametrize(
+    ("backend", "options"),
+    [("standard", ()), ("chunked", (("block_kv", 8), ("block_q", 8)))],
+    ids=["standard", "chunked"],
+)
+def test_gradients_of_latent_attention_are_the_differences_of_plain_numpy(backend, options):
+    model = make("latent", num_layers=1)
+    config, params, tokens = model.config, model.arrays(), tokens_for(model, batch=1)
+    weights = np.random.default_rng(2).normal(size=(20, 97))
+    found = resolve_attention(config, batch=1, query_length=20, backend=backend)
+
+    def weighted(layer):
+        logits = forward(config, {**params, "layers": [layer]}, tokens, resolutions=found, options=options)
+        return (logits[0] * weights).sum()
+
+    gradients = jax.jit(jax.grad(weighted))(params["layers"][0])
+    wide = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+    rng, step = np.random.default_rng(3), 1e-5
+    for name, gradient in gradients.items():
+        direction = rng.normal(size=gradient.shape)
+
+        def moved(by, name=name, direction=direction):
+            layer = {**wide["layers"][0], name: wide["layers"][0][name] + by * direction}
+            return (by_the_book(model, tokens[0], {**wide, "layers": [layer]}) * weights).sum()
+
+        expected = (moved(step) - moved(-step)) / (2 * step)
+        size = np.linalg.norm(gradient) * np.linalg.norm(direction)
+        assert abs((gradient * direction).sum() - expected) <= 1e-5 * size, name
+        assert size > 0.1, f"{name} would be right if it were zero"
+
+
 def test_every_exact_backend_computes_the_same():
     model = make("mixed")
     tokens = tokens_for(model)
     np.testing.assert_allclose(model(tokens), model(tokens, backend="standard"), rtol=0, atol=2e-4)
 
 
-@pytest.mark.parametrize("name", ["llama", "mixed", "full", "learned-positions"])
+@pytest.mark.parametrize("name", ["llama", "all-types", "learned-positions"])
 def test_packed_documents_give_what_each_gives_alone(name):
     model = make(name)
     lengths = (5, 9, 6)

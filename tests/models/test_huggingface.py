@@ -29,7 +29,7 @@ def test_config_survives_the_way_there_and_back(preset):
 
 
 def test_config_that_llama_cannot_express_survives_under_its_own_type():
-    config = ModelConfig(attention=("chunked", "full"), chunk_size=8, use_rope=False, use_swiglu=False)
+    config = ModelConfig(attention=("chunked", "full"), chunk_size=8, use_rope=False, use_swiglu=False, qkv_bias=True)
     written = to_hf(config)
     assert written["model_type"] != "llama"
     assert from_hf(written) == config
@@ -43,6 +43,38 @@ def test_both_spellings_of_rope_are_one():
     assert old.rope_theta == 5e5
 
 
+FAMILIES = {
+    "llama": ({}, {}),
+    "llama with biases": ({"attention_bias": True}, {"qkv_bias": True, "output_bias": True}),
+    "mistral": ({"model_type": "mistral", "sliding_window": 6}, {"attention": "sliding", "window_size": 6}),
+    "mistral without its key": ({"model_type": "mistral"}, {"attention": "sliding", "window_size": 4096}),
+    "mistral of later versions": ({"model_type": "mistral", "sliding_window": None}, {}),
+    "qwen2": ({"model_type": "qwen2", "sliding_window": 6}, {"qkv_bias": True}),
+    "qwen2 with windows from layer 1": (
+        {"model_type": "qwen2", "sliding_window": 6, "use_sliding_window": True, "max_window_layers": 1},
+        {"qkv_bias": True, "attention": ("global", "sliding"), "window_size": 6},
+    ),
+    "qwen3": ({"model_type": "qwen3"}, {"qk_norm": True, "head_dim": 128}),
+    "qwen3 with named layers": (
+        {"model_type": "qwen3", "head_dim": 16, "use_sliding_window": True, "sliding_window": 6}
+        | {"layer_types": ["sliding_attention", "full_attention"]},
+        {"qk_norm": True, "head_dim": 16, "attention": ("sliding", "global"), "window_size": 6},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families_differ_by_their_configuration_only(name):
+    given, expected = FAMILIES[name]
+    config = from_hf(LLAMA | given)
+    assert config == from_hf(LLAMA).replace(**{"head_dim": 16} | expected)
+    written = to_hf(config)
+    assert from_hf(written) == config
+    assert written["model_type"] == (
+        given.get("model_type", "llama") if name != "mistral of later versions" else "llama"
+    )
+
+
 def test_null_and_default_scaling_are_none():
     assert from_hf(LLAMA | {"rope_scaling": None}).rope_scaling is None
     assert from_hf(LLAMA | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}).rope_scaling is None
@@ -51,12 +83,16 @@ def test_null_and_default_scaling_are_none():
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"model_type": "gpt2"}, "model_type='gpt2' is not supported"),
+        ({"model_type": "gpt2"}, "model_type='gpt2' in config.json is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' in config.json is not supported; only 'silu' is"),
-        ({"attention_bias": True}, "attention_bias=True"),
         ({"mlp_bias": True}, "mlp_bias=True"),
         ({"quantization_config": {"bits": 4}}, "quantization_config="),
-        ({"sliding_window": 4096}, "sliding_window=4096"),
+        ({"sliding_window": 4096}, "sliding_window=4096 in config.json is not supported in a llama"),
+        ({"model_type": "qwen2", "attention_bias": False}, "attention_bias=False in config.json is not what"),
+        ({"model_type": "mistral", "attention_bias": True}, "attention_bias=True in config.json is not what"),
+        ({"model_type": "mistral", "layer_types": ["full_attention"] * 2}, "not supported in a mistral"),
+        ({"model_type": "qwen3", "layer_types": ["linear_attention"] * 2}, "layer_types='linear_attention'"),
+        ({"model_type": "qwen3", "layer_types": ["sliding_attention"] * 2}, "but no sliding_window is in use"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type='yarn'"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "lacks low_freq_factor"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),

@@ -137,7 +137,6 @@ class Tampered:
 
 
 @pytest.mark.parametrize(("name", "most"), [("random", 0.8), ("window", 0.4), ("stale", 0.75), ("dropped", 0.4)])
-@pytest.mark.foreign_numerics
 def test_a_selection_that_is_not_the_anchors_fails(model, batch, monkeypatch, name, most):
     monkeypatch.setattr(registry, "DEFAULT", Registry())
     needles = tuple(map(tuple, (batch.needle_positions // TILE).tolist())) if name == "dropped" else ()

@@ -8,10 +8,12 @@ from safetensors.flax import load_file, save_file
 
 from models import ModelConfig, RopeScaling, Transformer, load, save
 
+LATENT = {"kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 14}
 CONFIGS = {
     "tied": ModelConfig(num_kv_heads=1, rope_scaling=RopeScaling(factor=8.0)),
     "untied": ModelConfig(tie_embeddings=False),
     "bfloat16": ModelConfig(dtype="bfloat16", param_dtype="bfloat16"),
+    "latent": ModelConfig(attention=("latent", "global"), q_lora_rank=9, **LATENT),
     "no-llama": ModelConfig(use_rope=False, use_rmsnorm=False, use_swiglu=False, attention="chunked", chunk_size=4),
 }
 

@@ -26,7 +26,7 @@ from suite.abstract_programs import (
     resolutions,
     role_program,
 )
-from suite.cases import ModelCase, OpCase, spec_of
+from suite.cases import ModelCase, OpCase, make_case, spec_of
 from suite.command_line import main
 from suite.compile_run import SEARCH_LENGTHS, SEARCH_STEPS, CompileRequest, longest
 from suite.errors import CellFailure
@@ -35,6 +35,7 @@ from suite.runner import Limits
 from suite.store import RECORDS, parse_records
 
 PUBLISHED = Path(__file__).parents[2] / "reports" / "published" / "compiled"
+KASCADE = PUBLISHED.with_name("compiled-kascade")
 V5E, H100 = Target("tpu", "v5e"), Target("cuda", "h100")
 OP = OpCase(kind="op_forward", sequence=64)
 MODEL = ModelCase(kind="model_prefill", model="debug", dtype="bfloat16", new_tokens=1)
@@ -48,6 +49,8 @@ MODEL = ModelCase(kind="model_prefill", model="debug", dtype="bfloat16", new_tok
     [
         (["--targets", "h300"], "target 'h300' cannot be compiled for; use v4, v5e, v5p, v6e, tpu7x, a100"),
         (["--targets", "cpu"], "target 'cpu' cannot be compiled for"),
+        (["--targets", "v5e:4"], "target 'v5e:4' is not a TPU slice"),
+        (["--targets", "h100:2x2"], "target 'h100:2x2' is not a TPU slice"),
         (["--targets", ","], "--targets is empty"),
         (["--backends", "fastest"], "backend 'fastest' is not registered"),
         (["--suite", "slow"], "not known"),
@@ -478,18 +481,39 @@ def test_no_time_but_the_compilers_own_is_shown(compile_with_fakes, tmp_path):
 # What is published
 
 
-def test_published_page_is_what_its_records_say(tmp_path):
-    fresh = reports.render(PUBLISHED, tmp_path).read_text(encoding="utf-8")
-    assert fresh == (PUBLISHED / "report.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize("folder", [PUBLISHED, KASCADE], ids=lambda folder: folder.name)
+def test_published_page_is_what_its_records_say(folder, tmp_path):
+    fresh = reports.render(folder, tmp_path).read_text(encoding="utf-8")
+    assert fresh == (folder / "report.md").read_text(encoding="utf-8")
+
+
+def cells_of(folder):
+    """The records of a published page, one for every cell that its command asks for, and the command."""
+    records = parse_records(folder / RECORDS)[0]
+    manifest = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    names = [
+        name
+        for case in map(make_case, manifest["cases"])
+        for backend in manifest["backends"]
+        for name in compile_cell.in_roles(case, backend)
+    ]
+    assert len(records) == len({record.key for record in records}) == len(manifest["targets"]) * len(names)
+    assert all(record.samples == () for record in records)
+    assert all(record.mode == "compile" or record.status == "unsupported" for record in records)
+    return records, shlex.join(manifest["command"])
 
 
 def test_published_page_has_every_device_both_levels_and_its_command():
-    records = parse_records(PUBLISHED / RECORDS)[0]
-    manifest = json.loads((PUBLISHED / "run.json").read_text(encoding="utf-8"))
+    records, command = cells_of(PUBLISHED)
     assert {record.target.partition(":")[2] for record in records} == set(topologies.KINDS) == set(KNOWN_KINDS)
     assert {record.kind.partition("_")[0] for record in records} == {"op", "model"}
-    assert len(records) == len(KNOWN_KINDS) * len(manifest["backends"]) * len(manifest["cases"])
-    assert all(record.samples == () for record in records)
-    assert all(record.mode == "compile" or record.status == "unsupported" for record in records)
-    page = (PUBLISHED / "report.md").read_text(encoding="utf-8")
-    assert shlex.join(manifest["command"]) in page
+    assert command in (PUBLISHED / "report.md").read_text(encoding="utf-8")
+
+
+def test_published_page_of_kascade_has_both_roles_from_8k_to_131k_and_its_command():
+    records, command = cells_of(KASCADE)
+    assert {record.target.partition(":")[2] for record in records} == {"v5e", "v6e", "v5p", "h100", "a100"}
+    assert {record.requested for record in records} == {"kascade:anchor", "kascade:reuse"}
+    assert {r.problem["sequence"] for r in records if r.kind == "op_forward"} == {8192, 32768, 131072}
+    assert {(record.status, record.exact) for record in records} == {("ok", False)}
+    assert command in (KASCADE / "report.md").read_text(encoding="utf-8")

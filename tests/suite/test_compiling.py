@@ -232,3 +232,16 @@ def test_published_page_matches_a_fresh_small_run(tmp_path, attnsuite):
         compilers = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin")
         if all(record.environment["versions"][name] == before.environment["versions"][name] for name in compilers):
             assert record.memory.get("compiled_argument") == before.memory.get("compiled_argument")
+
+
+def test_slice_holds_a_share_of_what_one_chip_holds(tmp_path, attnsuite):
+    """Arguments of splash in a shard_map on four chips: a quarter of those on one."""
+    (tmp_path / "suite.toml").write_text(SUITE, encoding="utf-8")
+    words = ["--suite", tmp_path / "suite.toml", "--cases", "packed", "--backends", "splash"]
+    records = compile_records(attnsuite, tmp_path, *words, "--targets", "v5e,v5e:2x2")[0]
+    one, four = sorted(records.values(), key=lambda record: record.target)
+    assert (one.status, four.status, four.target) == ("ok", "ok", "tpu:v5e:2x2")
+    # Two chips share the KV heads, two the 1000 tokens; the ids of the tokens are whole on each.
+    ids = 4 * 1000
+    assert four.memory["compiled_argument"] - ids == pytest.approx((one.memory["compiled_argument"] - ids) / 4, rel=0.1)
+    assert "2 of context and 2 of heads" in four.notes[0]

@@ -1,15 +1,39 @@
-"""The support matrix in the docs is what the backends say."""
+"""The support matrices in the docs are what the backends say."""
 
 from pathlib import Path
+from typing import get_args
 
 from backends.registry import BUILT_IN
-from suite.support import PROBLEMS, support_table
+from models.config import AttentionType
+from suite.support import ALL_TYPES, PROBLEMS, refusals_table, support_table, types_table
 
 DOCS = Path(__file__).parents[2] / "docs" / "backends.md"
+TYPES = Path(__file__).parents[2] / "docs" / "attention-types.md"
 
 
 def test_matrix_in_the_docs_is_what_the_backends_say():
     assert support_table(tuple(BUILT_IN)) in DOCS.read_text(encoding="utf-8")
+
+
+def test_types_of_layers_in_the_docs_are_taken_and_refused_as_the_backends_say():
+    page, names = TYPES.read_text(encoding="utf-8"), tuple(BUILT_IN)
+    assert types_table(names) in page
+    assert refusals_table(names) in page
+
+
+def test_every_refused_type_has_its_reason():
+    for name in BUILT_IN:
+        refused = {
+            (kind.strip(), phase.strip())
+            for row in types_table((name,)).splitlines()[2:]
+            for _, kind, phase, taken, _ in [row.split("|")]
+            if taken.strip() == "no"
+        }
+        reasons = refusals_table((name,))
+        for kind, phase in refused:
+            assert any(kind in row and phase in row for row in reasons.splitlines()[2:]), (name, kind, phase)
+    types = {row.split("|")[1].strip() for row in types_table(("kvax",)).splitlines()[2:]}
+    assert types == set(ALL_TYPES.attention_types) == set(get_args(AttentionType))
 
 
 def test_matrix_has_refusals_and_acceptances():

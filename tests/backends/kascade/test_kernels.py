@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from sparse_problems import inner_jaxprs
 
 from backends import AttentionSpec, Layout, Target, oracle
 from backends.kascade import Places, Settings, Tiling, block_sizes, pallas_rows, pallas_tpu, pallas_triton, reference
@@ -29,12 +30,11 @@ CASES = {
     "bfloat16": ((1, 192, 192, 4, 2, 128, 128), {}, {}, {"dtype": "bfloat16"}),
     "wide-tiles": ((1, 160, 160, 2, 2, 128, 128), {"query_tile": 128, "tile_size": 32}, {}, {}),
     "small-blocks": (
-        (1, 256, 256, 2, 1, 64, 32),
+        (1, 384, 384, 2, 1, 64, 32),
         {"query_tile": 128, "tile_size": 128, "block_q": 32, "block_kv_sparse": 64, "block_kv_compute": 32},
         {},
         {"logits_soft_cap": 5.0},
     ),
-    "fewer-queries": ((1, 96, 256, 4, 2, 64, 64), {}, {}, {}),
     "segments-and-lengths": (
         (3, 150, 150, 4, 2, 64, 64),
         {"query_tile": 32, "tile_size": 32},
@@ -54,18 +54,12 @@ CASES = {
         },
         {},
     ),
-    "decode-bfloat16": (
-        (1, 1, 300, 8, 1, 128, 128),
-        {},
-        {"query_positions": np.array([[250]], np.int32), "key_value_seq_lengths": np.array([251], np.int32)},
-        {"dtype": "bfloat16"},
-    ),
     "few-behind-a-cache": (
         (2, 5, 300, 4, 2, 64, 64),
         {"query_tile": 16},
         {
-            "query_positions": np.array([[125], [0]], np.int32) + np.arange(5, dtype=np.int32),
-            "key_value_seq_lengths": np.array([130, 5], np.int32),
+            "query_positions": np.array([[189], [0]], np.int32) + np.arange(5, dtype=np.int32),
+            "key_value_seq_lengths": np.array([194, 5], np.int32),
         },
         {},
     ),
@@ -177,14 +171,22 @@ def _mass(spec, settings, query, key, visible):
     return weight
 
 
-def attend(kernels, given: Problem, listed=None, inputs=None):
+@functools.cache
+def attending(kernels, given: Problem):
+    """A kernel compiled once for all tests; ``attending.__wrapped__`` traces it anew."""
     spec, tiling, settings = given.spec, given.tiling, given.settings
 
     @jax.jit
     def run(places, listed, *inputs):
         return kernels.attend(spec, tiling, places, *inputs, listed, settings=settings, interpret=True)
 
+    return run
+
+
+def attend(kernels, given: Problem, listed=None, inputs=None, *, changed=False):
+    """``changed``: the kernel is not what it was when it was compiled."""
     listed = given.listed if listed is None else listed
+    run = (attending.__wrapped__ if changed else attending)(kernels, given)
     return run(given.places, jnp.asarray(listed), *(given.inputs if inputs is None else inputs))
 
 
@@ -254,14 +256,14 @@ def _see_everything(_queries, place, slot, _ids):
 def test_kernel_without_its_mask_fails(case, kernels, monkeypatch):
     given = problem(case)
     monkeypatch.setattr(pallas_rows.Queries, "visible", _see_everything)
-    assert not verdict(given, attend(kernels, given)).passed
+    assert not verdict(given, attend(kernels, given, changed=True)).passed
     assert mass_error(given, pooled_mass(kernels, given)) > 10 * MASS_BOUND
 
 
 def test_kernel_that_takes_the_diagonal_for_visible_fails(monkeypatch):
     given = problem("plain")
     monkeypatch.setattr(pallas_rows.Queries, "all_see", lambda _queries, end: end > 0)
-    assert not verdict(given, attend(pallas_tpu, given)).passed
+    assert not verdict(given, attend(pallas_tpu, given, changed=True)).passed
 
 
 @both
@@ -334,7 +336,7 @@ def _arrays(jaxpr) -> tuple[int, set[str]]:
         largest = max([largest, *(out.aval.size for out in equation.outvars)])
         if equation.primitive.name == "pallas_call":
             continue
-        for inner in jax.core.jaxprs_in_params(equation.params):
+        for inner in inner_jaxprs(equation):
             below, more = _arrays(inner)
             largest, primitives = max(largest, below), primitives | more
     return largest, primitives
@@ -345,7 +347,7 @@ def test_long_list_is_worked_through_in_several_calls(case, monkeypatch):
     given = problem(case)
     once = attend(pallas_tpu, given)
     monkeypatch.setattr(pallas_tpu, "LIST_BYTES", 256)
-    np.testing.assert_array_equal(attend(pallas_tpu, given), once)
+    np.testing.assert_array_equal(attend(pallas_tpu, given, changed=True), once)
 
 
 # Block sizes and refusals
@@ -423,11 +425,10 @@ def test_kernels_for_an_interpreter_take_any_tile():
 
 
 def test_blocks_are_at_most_their_tiles():
-    sizes = Settings(query_tile=512, tile_size=384)
     spec = large(num_heads=8)
-    blocks = block_sizes.tpu_blocks(spec, Tiling.of(spec, dataclasses.replace(sizes, query_tile=128)), sizes)
+    settings = Settings(query_tile=128, tile_size=384)
+    blocks = block_sizes.tpu_blocks(spec, Tiling.of(spec, settings), settings)
     assert (blocks.tile_q, blocks.block_q, blocks.tile_kv, blocks.block_kv, blocks.step_kv) == (128, 128, 384, 128, 128)
-    spec = large(num_heads=8)
     settings = Settings(query_tile=512, tile_size=256)
     blocks = block_sizes.tpu_blocks(spec, Tiling.of(spec, settings), settings)
     assert (blocks.block_q, blocks.block_kv, blocks.step_kv) == (512, 256, 128)

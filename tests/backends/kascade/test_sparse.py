@@ -14,10 +14,22 @@ import pytest
 from conformance import check_quantity, check_support
 from hypothesis import strategies as st
 from jax.sharding import Mesh
-from sparse_problems import PROBLEMS, cached, packed, settings, sparse
+from sparse_problems import PROBLEMS, cached, inner_jaxprs, packed, settings, sparse
 
 from backends import AttentionSpec, Layout, Target, attention, make_spec, names, resolve
-from backends.kascade import KASCADE, OPTIONS, Selection, Settings, Tiling, manual, reference, steps, xla
+from backends.kascade import (
+    KASCADE,
+    OPTIONS,
+    Places,
+    Schedule,
+    Selection,
+    Settings,
+    Tiling,
+    manual,
+    reference,
+    steps,
+    xla,
+)
 from backends.resolve import PRIORITY
 
 EVERYTHING = {
@@ -37,20 +49,14 @@ TAKEN = tuple(
 )
 # Twice of the same for this backend: shapes that its own problems have too.
 COMPARED = (
-    "causal",
     "gqa-8",
-    "mqa",
     "scale",
     "head-dim-33",
-    "value-dim-wider",
     "length-1",
     "length-129",
     "more-keys-causal",
-    "more-queries-causal",
-    "decode-1",
     "decode-4",
     "chunk-of-prefill",
-    "soft-cap",
     "segments-returning",
     "padding-left",
     "ragged-causal",
@@ -84,7 +90,7 @@ def test_with_a_unit_left_out_it_is_not_dense():
     options = EVERYTHING["tiles"] | {"top_k": 0.5, "min_keys": 0}
     plan = KASCADE.plan(spec, problem.layout, target=Target("cpu"), options=options)
     with pytest.raises(AssertionError, match="output"):
-        check_quantity("output", plan.run(*problem.inputs[:3])[0], problem)
+        check_quantity("output", jax.jit(plan.run)(*problem.inputs[:3])[0], problem)
 
 
 @pytest.mark.parametrize("case", problems.CASES)
@@ -132,8 +138,10 @@ def test_selects_and_attends_as_the_reference_does(name):
 def test_all_heads_share_one_selection_of_the_summed_mass(name):
     problem = PROBLEMS[name]()
     chooser = steps.select if problem.spec.query_length == 1 else xla.select
-    shared, _ = chooser(problem.spec, problem.tiling, problem.places, *problem.inputs[:2], None, "all_heads")
-    expected = reference.select(problem.spec, problem.layout, problem.tiling, *problem.inputs[:2], "all_heads")
+    ours = functools.partial(chooser, problem.spec, problem.tiling, problem.places, ablation="all_heads")
+    theirs = functools.partial(reference.select, problem.spec, problem.layout, problem.tiling, ablation="all_heads")
+    shared, _ = jax.jit(ours)(*problem.inputs[:2])
+    expected = jax.jit(theirs)(*problem.inputs[:2])
     jax.tree.map(np.testing.assert_array_equal, shared, expected)
     np.testing.assert_array_equal(shared.selected[:, 0], shared.selected[:, 1])
     own = problem.selection()
@@ -142,15 +150,12 @@ def test_all_heads_share_one_selection_of_the_summed_mass(name):
 
 def test_no_remap_ignores_the_head_map():
     problem = sparse()
-    options = {"top_k": 0.3, "min_keys": 0, "tile_size": 16, "query_tile": 16}
-    layers = manual((0,), num_layers=2, kv_heads=2).layers
-    crossed = dataclasses.replace(layers[1], head_map=(1, 0))
-    outs = []
-    for schedule, ablation in (((layers[0], crossed), "no_remap"), (layers, None), ((layers[0], crossed), None)):
-        made = {**options, "schedule": dataclasses.replace(manual((0,), num_layers=2, kv_heads=2), layers=schedule)}
-        plan = KASCADE.plan(problem.spec, Layout(), target=Target("cpu"), options=made | {"ablation": ablation})
-        carry = plan.run(*problem.inputs, layer=0)[1]
-        outs.append(plan.run(*problem.inputs, layer=1, carry=carry)[0])
+    straight, carry = manual((0,), num_layers=2, kv_heads=2), problem.selection()
+    crossed = Schedule((straight.layers[0], dataclasses.replace(straight.layers[1], head_map=(1, 0))))
+    outs = [
+        problem.layer(1, carry, schedule=schedule, ablation=ablation)[0]
+        for schedule, ablation in ((crossed, "no_remap"), (straight, None), (crossed, None))
+    ]
     np.testing.assert_array_equal(outs[0], outs[1])
     assert np.abs(outs[0] - outs[2]).max() > 0.1
 
@@ -159,7 +164,7 @@ def test_no_remap_ignores_the_head_map():
 def test_decoding_a_token_selects_and_attends_as_prefill_with_one_query_per_tile(granularity):
     chosen = settings(query_tile=1, granularity=granularity)
     prefill = sparse(chosen, T=40)
-    out, selection = _anchor(prefill)
+    out, selection = prefill.layer()
     for at in (0, 15, 16, 39):
         one = sparse(chosen, T=1, S=64, layout=cached(1, at + 1, at + 1))
         pad = ((0, 0), (0, 24), (0, 0), (0, 0))
@@ -169,24 +174,17 @@ def test_decoding_a_token_selects_and_attends_as_prefill_with_one_query_per_tile
             key=jnp.pad(prefill.key, pad, constant_values=7.0),
             value=jnp.pad(prefill.value, pad, constant_values=7.0),
         )
-        again, reselected = _anchor(step)
+        again, reselected = step.layer()
         np.testing.assert_allclose(again[:, 0], out[:, at], atol=1e-5)
         for b, h in np.ndindex(2, 2):
             here, there = (np.asarray(x)[b, h] for x in (selection.selected[:, :, at], reselected.selected[:, :, 0]))
             assert here[here >= 0].tolist() == there[there >= 0].tolist()
 
 
-def _anchor(problem):
-    options = {name: getattr(problem.settings, name) for name in ("top_k", "min_keys", "granularity", "query_tile")}
-    options["tile_size"] = problem.settings.tile_size
-    plan = KASCADE.plan(problem.spec, problem.layout, target=Target("cpu"), options=options)
-    return jax.jit(plan.run)(*problem.inputs)
-
-
 @pytest.mark.parametrize("name", ["tiles", "packed", "behind a cache", "decode"])
 def test_a_sequence_does_not_depend_on_the_others_of_its_batch(name):
     problem = PROBLEMS[name]()
-    out, selection = _anchor(problem)
+    out, selection = problem.layer()
     swapped = dataclasses.replace(
         problem,
         layout=jax.tree.map(lambda x: x[::-1], problem.layout),
@@ -194,21 +192,21 @@ def test_a_sequence_does_not_depend_on_the_others_of_its_batch(name):
         key=problem.key[::-1].at[1].set(problem.key[0]),
         value=problem.value[::-1],
     )
-    again, reselected = _anchor(swapped)
+    again, reselected = swapped.layer()
     np.testing.assert_array_equal(again[1], out[0])
     np.testing.assert_array_equal(reselected.selected[1], selection.selected[0])
 
 
 def test_a_packed_document_sees_only_itself():
     problem = sparse(layout=packed(4, 48, 2, 48))
-    out, _ = _anchor(problem)
+    out, _ = problem.layer()
     alone = sparse(T=48)
     alone = dataclasses.replace(alone, **{x: getattr(problem, x)[:, :48] for x in ("query", "key", "value")})
-    first, _ = _anchor(alone)
+    first, _ = alone.layer()
     np.testing.assert_allclose(out[0, :48], first[0], atol=1e-5)
 
 
-@hypothesis.settings(max_examples=12)
+@hypothesis.settings(max_examples=6)
 @hypothesis.given(st.data())
 def test_any_tiles_of_any_problem(data):
     draw = data.draw
@@ -222,7 +220,7 @@ def test_any_tiles_of_any_problem(data):
     )
     T = draw(st.integers(1, 50))
     problem = sparse(chosen, T=T, S=T + draw(st.integers(0, 20)), batch=1, head_dim=8, seed=draw(st.integers(0, 9)))
-    out, selection = _anchor(problem)
+    out, selection = problem.layer()
     chosen_units, count = np.asarray(selection.selected), np.asarray(selection.count)
     assert ((chosen_units >= 0).sum(-1) == count).all()
     for i in range(problem.tiling.query_tiles):
@@ -230,6 +228,17 @@ def test_any_tiles_of_any_problem(data):
         assert (chosen_units[:, :, i] < first).all()
         assert (count[:, :, i] == problem.tiling.budgets[first]).all()
     np.testing.assert_allclose(out, problem.expected(selection), atol=1e-5)
+
+
+@pytest.mark.parametrize("length", [10, 60])
+def test_keys_may_end_inside_the_first_unit_or_the_first_group_of_units(length, monkeypatch):
+    """Shapes alone would forbid to read what is never visited. One KV head: behind it lies no other's keys."""
+    monkeypatch.setattr(xla, "_KEYS_PER_SWEEP", 64)
+    problem = sparse(T=length, batch=1, num_kv_heads=1)
+    selection, _ = jax.jit(functools.partial(xla.select, problem.spec, problem.tiling, problem.places))(
+        problem.query, problem.key
+    )
+    jax.tree.map(np.testing.assert_array_equal, selection, problem.selection())
 
 
 def test_op_level_call_is_an_anchor():
@@ -334,6 +343,32 @@ def test_memory_is_linear_in_the_length():
     assert long < 4 * 4096 * 4096  # one head's scores are four times as much
 
 
+@pytest.mark.parametrize("granularity", ["tile", "token"])
+@pytest.mark.parametrize("T", [8192, 1])
+def test_no_head_is_copied_for_a_query_tile(T, granularity):
+    """Over shapes alone: in the loop over query tiles nothing is as large as one head's keys."""
+    problem = settings(granularity=granularity, tile_size=128, query_tile=128)
+    layout = cached(1, 8192) if T == 1 else Layout()
+    small = sparse(T=8, layout=layout, batch=1, head_dim=64).spec
+    spec = dataclasses.replace(small, query_length=T, key_value_length=8192)
+    tiling = Tiling.of(spec, problem)
+    places = Places.of(spec, layout, tiling)
+    query, key = (jax.ShapeDtypeStruct((1, length, heads, 64), jnp.float32) for length, heads in ((T, 4), (8192, 2)))
+    lead = (1, 2, tiling.query_tiles)
+    selection = Selection(jax.ShapeDtypeStruct((*lead, tiling.slots), jnp.int32), jax.ShapeDtypeStruct(lead, jnp.int32))
+    attend = jax.make_jaxpr(functools.partial(xla.attend, spec, tiling, places))(query, key, key, selection)
+    select = jax.make_jaxpr(functools.partial(xla.select, spec, tiling, places))(query, key, key)
+    for program in (attend, select):
+        (loop,) = (x for x in program.jaxpr.eqns if x.primitive.name == "scan")
+        assert 0 < _largest(loop.params["jaxpr"].jaxpr) < 8192 * 64
+
+
+def _largest(jaxpr) -> int:
+    """Elements of the largest array that a program makes on its way."""
+    inner = [_largest(below) for equation in jaxpr.eqns for below in inner_jaxprs(equation)]
+    return max([0, *inner, *(out.aval.size for equation in jaxpr.eqns for out in equation.outvars)])
+
+
 def test_the_budget_rolls_and_has_a_floor():
     tiling = Tiling.of(sparse(T=256).spec, Settings(top_k=0.1, min_keys=64, tile_size=16, query_tile=16))
     assert tiling.budgets == (0, 1, 2, 3, *[4] * 12)
@@ -350,7 +385,7 @@ def test_nothing_can_be_differentiated():
 
 
 def test_the_carry_is_the_selection():
-    _, carry = _anchor(sparse())
+    _, carry = sparse().layer()
     assert isinstance(carry, Selection)
     assert carry.selected.dtype == jnp.int32
 
@@ -365,7 +400,7 @@ from backends import Target
 from backends.kascade import KASCADE, LayerRole, Schedule
 mesh = Mesh(np.array(jax.devices()), ("cores",))
 roles = (LayerRole("dense", 0), LayerRole("reuse", 0, (1, 0)), LayerRole("anchor", 2), LayerRole("reuse", 2, (0, 0)))
-for name in ("tiles", "packed", "behind a cache", "decode"):
+for name in ("packed", "decode"):
     problem, outs = PROBLEMS[name](), []
     for where in (None, mesh):
         options = {"top_k": 0.3, "min_keys": 0, "tile_size": 16, "query_tile": 16, "schedule": Schedule(roles)}

@@ -197,6 +197,7 @@ def test_layout_may_be_traced_without_kvax():
 
 def test_table_of_tuned_options_comes_between_the_generation_and_the_caller(tmp_path):
     entry = {"backend": "kvax", "platform": "cuda", "kind": "h100", "dtype": "bfloat16", "grouped": False}
+    entry["head_dim"] = 64
     entries = [
         {**entry, "gradient": False, "length": 1, "options": {"kv_block_size": 32, "num_stages": 2}},
         {**entry, "gradient": True, "length": 1, "options": {"backward_num_warps": 4}},

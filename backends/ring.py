@@ -1,0 +1,207 @@
+"""Ring attention: every device keeps its queries, keys and values pass by, one device's share at a time.
+
+The method is Ring Attention's (arXiv 2310.01889): partial outputs are put together by their log-sum-exp as the blocks
+of flash attention are, and memory holds two shares of keys instead of all of them. The backward pass is a second ring,
+in which the gradients of keys and values travel with them and are home after the last step. The next share is on its
+way while the present one is worked on. Runs inside a ``shard_map`` over the axis; what a part is computed by is a
+backend's (``BackendWithParts``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from backends.contract import NOTHING_SEEN, AttentionSpec, BackendWithParts, Layout, Part
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Axis:
+    """An axis of a mesh and its size."""
+
+    name: str
+    size: int
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Share:
+    """What passes from device to device: keys, values, and what is known of each key."""
+
+    key: Float[Array, "b s k h"]
+    value: Float[Array, "b s k v"]
+    positions: Int[Array, "b s"] | None
+    segment_ids: Int[Array, "b s"] | None
+
+
+def by_position(spec: AttentionSpec) -> bool:
+    """Whether positions decide anything."""
+    return spec.is_causal or spec.window is not None or spec.chunk_size is not None
+
+
+def specs_of_parts(spec: AttentionSpec) -> tuple[AttentionSpec, AttentionSpec]:
+    """The problem of a device's own keys, and that of another's. ``spec`` has one device's queries and keys.
+
+    Under a causal mask over slots the own keys are a causal problem, those of devices before it are all visible and
+    those behind it not at all: no part needs positions. Everything else that goes by position is told them.
+    """
+    if not by_position(spec):
+        spec = dataclasses.replace(spec, has_positions=False)
+        return spec, spec
+    if _by_slot(spec):
+        return spec, dataclasses.replace(spec, is_causal=False)
+    spec = dataclasses.replace(spec, has_positions=True)
+    return spec, spec
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ring:
+    """Attention of one device of ``axis``, from its own queries, keys and values. For the inside of a ``shard_map``.
+
+    ``spec`` is the problem of one device's queries and one device's keys; ``planned`` what else the backend's
+    ``part`` is asked with (target, mode, options).
+    """
+
+    backend: BackendWithParts
+    spec: AttentionSpec
+    axis: Axis
+    planned: Mapping[str, Any]
+
+    def attend(self, layout: Layout, query: Array, key: Array, value: Array) -> Array:
+        """The output of this device's queries over the keys of all; differentiable.
+
+        ``layout`` holds this device's tokens, but ``key_value_seq_lengths`` of the whole sequences.
+        """
+        layout = self._placed(layout)
+        share = _Share(key, value, layout.key_value_positions, layout.key_value_segment_ids)
+        rest = dataclasses.replace(layout, key_value_positions=None, key_value_segment_ids=None)
+
+        @jax.custom_vjp
+        def run(query: Array, share: _Share, layout: Layout) -> Array:
+            return self._forward(query, share, layout)[0]
+
+        def forward(query: Array, share: _Share, layout: Layout) -> tuple[Array, Any]:
+            if not self.spec.needs_grad:
+                raise ValueError("planned with needs_grad=False; plan with needs_grad=True to differentiate.")
+            out, lse = self._forward(query, share, layout)
+            return out, (query, share, layout, out, lse)
+
+        def backward(residuals: Any, d_out: Array) -> tuple[Array, _Share, None]:
+            query, share, layout, out, lse = residuals
+            d_query, d_key, d_value = self._backward(query, share, layout, out, lse, d_out)
+            return d_query, _Share(d_key, d_value, None, None), None
+
+        run.defvjp(forward, backward)
+        return run(query, share, rest)
+
+    def _forward(self, query: Array, share: _Share, layout: Layout) -> tuple[Array, Array]:
+        def compute(step: Any, share: _Share, spec: AttentionSpec) -> tuple[Array, Array]:
+            return self._part(step, share, layout, spec).forward(query, share.key, share.value)
+
+        def turn(step: Any, state: tuple[Array, Array, _Share]) -> tuple[Array, Array, _Share]:
+            out, lse, share = state
+            following = self._pass_on(share)
+            nothing = jnp.zeros_like(out), jnp.full_like(lse, NOTHING_SEEN)
+            more = self._unless_behind(step, lambda: compute(step, share, self._others), nothing)
+            return *_put_together((out, lse), more), following
+
+        out, lse = compute(0, share, self._own)
+        out, lse, _ = lax.fori_loop(1, self.axis.size, turn, (out, lse, self._pass_on(share)))
+        return out.astype(query.dtype), lse
+
+    def _backward(
+        self, query: Array, share: _Share, layout: Layout, out: Array, lse: Array, d_out: Array
+    ) -> tuple[Array, Array, Array]:
+        def compute(step: Any, share: _Share, spec: AttentionSpec) -> tuple[Array, Array, Array]:
+            part = self._part(step, share, layout, spec)
+            return part.backward(query, share.key, share.value, out, lse, d_out)
+
+        def turn(step: Any, state: tuple[tuple[Array, Array, Array], _Share]) -> Any:
+            (d_query, *d_share), share = state
+            following = self._pass_on(share)
+            gradients = d_query, *self._pass_on(d_share)  # to where their keys are now
+            nothing = jax.tree.map(jnp.zeros_like, gradients)
+            more = self._unless_behind(step, lambda: compute(step, share, self._others), nothing)
+            return jax.tree.map(jnp.add, gradients, more), following
+
+        first = compute(0, share, self._own), self._pass_on(share)
+        (d_query, *d_share), _ = lax.fori_loop(1, self.axis.size, turn, first)
+        d_key, d_value = self._pass_on(d_share)
+        return d_query.astype(query.dtype), d_key.astype(query.dtype), d_value.astype(query.dtype)
+
+    @property
+    def _own(self) -> AttentionSpec:
+        return specs_of_parts(self.spec)[0]
+
+    @property
+    def _others(self) -> AttentionSpec:
+        return specs_of_parts(self.spec)[1]
+
+    def _here(self) -> Array:
+        """Asked wherever it is traced: a gradient is traced after the call has returned."""
+        return lax.axis_index(self.axis.name)
+
+    def _pass_on(self, x: Any) -> Any:
+        size = self.axis.size
+        forth = [(i, (i + 1) % size) for i in range(size)]
+        return jax.tree.map(lambda x: lax.ppermute(x, self.axis.name, forth), x)
+
+    def _unless_behind(self, step: Any, compute: Callable[[], Any], nothing: Any) -> Any:
+        """Whether the share of ``step`` devices before this one is before it, or came round the ring from behind."""
+        if self._own.is_causal == self._others.is_causal:
+            return compute()
+        return lax.cond(step <= self._here(), compute, lambda: nothing)
+
+    def _part(self, step: Any, share: _Share, layout: Layout, spec: AttentionSpec) -> Part:
+        """Attention to the share that is here after ``step`` steps."""
+        lengths = layout.key_value_seq_lengths
+        if lengths is not None:
+            before = (self._here() - step) % self.axis.size * spec.key_value_length
+            lengths = jnp.clip(lengths - before, 0, spec.key_value_length).astype(jnp.int32)
+        seen = Layout(
+            query_segment_ids=layout.query_segment_ids,
+            key_value_segment_ids=share.segment_ids,
+            query_positions=layout.query_positions,
+            key_value_positions=share.positions,
+            key_value_seq_lengths=lengths,
+        )
+        return self.backend.part(spec, seen, **self.planned)
+
+    def _placed(self, layout: Layout) -> Layout:
+        """The layout with this device's positions where the parts ask for them, and without where they do not."""
+        if not self._own.has_positions:
+            return dataclasses.replace(layout, query_positions=None, key_value_positions=None)
+
+        def place(given: Array | None, length: int) -> Array:
+            if given is not None:
+                return given
+            row = (self._here() * length).astype(jnp.int32) + jnp.arange(length, dtype=jnp.int32)
+            return jnp.broadcast_to(row[None, :], (self.spec.batch, length))
+
+        return dataclasses.replace(
+            layout,
+            query_positions=place(layout.query_positions, self.spec.query_length),
+            key_value_positions=place(layout.key_value_positions, self.spec.key_value_length),
+        )
+
+
+def _by_slot(spec: AttentionSpec) -> bool:
+    """Whether the mask is causal over slots, and no more: then whole shares are visible or not, but for the own."""
+    alone = spec.window is None and spec.chunk_size is None and not spec.has_positions
+    return spec.is_causal and alone and spec.query_length == spec.key_value_length
+
+
+def _put_together(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
+    """Outputs over two parts of the keys and their log-sum-exps, as one."""
+    (out_a, lse_a), (out_b, lse_b) = a, b
+    top = jnp.maximum(lse_a, lse_b)
+    weight_a, weight_b = jnp.exp(lse_a - top), jnp.exp(lse_b - top)
+    total = weight_a + weight_b
+    out = out_a * (weight_a / total)[..., None] + out_b * (weight_b / total)[..., None]
+    return out, top + jnp.log(total)

@@ -1,0 +1,133 @@
+"""A checkpoint on disk, read layer by layer: Hugging Face's safetensors or Meta's ``.pth``, the same to its reader.
+
+Opening looks at names and shapes (and at a head that should equal the embeddings) and refuses what does not fit
+the configuration, with a sentence that names the tensor. A layer is read when it is asked for, in the dtype that
+is asked for; keys and values keep the heads that they have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from models.config import ModelConfig
+from models.huggingface import from_hf
+from models.meta import MetaSource, is_meta
+from models.parameters import Params, checkpoint_names, parameter_shapes
+from models.shards import SafetensorsSource, read_json
+
+CONFIG = "config.json"
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+class Source(Protocol):
+    """Where tensors are from. Names are Hugging Face's, whoever wrote the files."""
+
+    shapes: dict[str, tuple[int, ...]]
+
+    def where(self, name: str) -> str:
+        """The name of the file that holds a tensor."""
+        ...
+
+    def read(self, names: Sequence[str]) -> Iterator[tuple[str, Any]]:
+        """The tensors of these names in any order, each with its own name, in memory that nobody else changes."""
+        ...
+
+
+class Checkpoint:
+    """What :func:`open_checkpoint` gives: the configuration, and the parameters on request."""
+
+    def __init__(self, config: ModelConfig, source: Source) -> None:
+        self.config = config
+        self._source = source
+        self._names = checkpoint_names(config)
+        self._check()
+
+    def outer(self, *names: str) -> Params:
+        """The parameters outside of the layers (embeddings, last norm, head), or those of them that are named."""
+        tree = {name: stored for name, stored in self._names.items() if name != "layers"}
+        return self._read({name: tree[name] for name in names or tree})
+
+    def layer(self, index: int) -> Params:
+        """The parameters of one layer. Raises ValueError for an index that is none."""
+        if not isinstance(index, int) or not 0 <= index < self.config.num_layers:
+            raise ValueError(
+                f"layer {index!r} does not exist; this checkpoint has layers 0 to {self.config.num_layers - 1}."
+            )
+        return self._read(self._names["layers"][index])
+
+    def params(self) -> Params:
+        """All parameters, read layer by layer."""
+        return {**self.outer(), "layers": [self.layer(i) for i in range(self.config.num_layers)]}
+
+    def tensors(self, names: Sequence[str]) -> Iterator[tuple[str, np.ndarray]]:
+        """Tensors by the names that a checkpoint uses, one at a time, in ``param_dtype`` and on the host."""
+        for name, value in self._source.read(names):
+            yield name, np.asarray(value).astype(self.config.param_dtype, copy=False)
+
+    def _read(self, names: dict[str, str]) -> Params:
+        ours = {stored: name for name, stored in names.items()}
+        read = self._source.read(list(ours))
+        return {ours[stored]: jnp.asarray(value, self.config.param_dtype) for stored, value in read}
+
+    def _check(self) -> None:
+        """Raise ValueError where a tensor is missing, of another shape, or has no place."""
+        is_shape = lambda x: isinstance(x, tuple)  # noqa: E731
+        shapes = jax.tree.leaves(parameter_shapes(self.config), is_leaf=is_shape)
+        wanted = dict(zip(jax.tree.leaves(self._names), shapes, strict=True))
+        found = self._source.shapes
+        for name, shape in found.items():
+            if name == _HEAD and self.config.tie_embeddings:
+                continue
+            if name not in wanted:
+                raise ValueError(
+                    f"{self._source.where(name)} holds {name!r}, which this configuration has no place for."
+                )
+            if shape != wanted[name]:
+                raise ValueError(f"{name!r} in {self._source.where(name)} has shape {shape}; expected {wanted[name]}.")
+        missing = [name for name in wanted if name not in found]
+        if missing:
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise ValueError(f"the checkpoint lacks {missing[0]!r}{more}, which its configuration needs.")
+        if self.config.tie_embeddings and _HEAD in found:
+            self._check_tied()
+
+    def _check_tied(self) -> None:
+        (_, head), (_, embedding) = sorted(self._source.read([_HEAD, _EMBEDDING]), key=lambda item: item[0])
+        if not np.array_equal(np.asarray(head), np.asarray(embedding)):
+            raise ValueError(f"config.json ties the embeddings, but {_HEAD!r} differs from {_EMBEDDING!r}.")
+
+
+def read_config(directory: str | Path, **overrides: Any) -> ModelConfig:
+    """The configuration of the checkpoint in ``directory``; errors and ``overrides`` as :func:`open_checkpoint`.
+
+    Of Hugging Face's form only ``config.json`` is read; Meta's says its sizes in its weights.
+    """
+    directory = Path(directory)
+    if _is_only_meta(directory):
+        return open_checkpoint(directory, **overrides).config
+    return from_hf(read_json(directory / CONFIG)).replace(**overrides)
+
+
+def open_checkpoint(directory: str | Path, **overrides: Any) -> Checkpoint:
+    """The checkpoint in ``directory``; ``overrides`` replace fields of its configuration.
+
+    Parameters are given in the dtype that the checkpoint names (override ``param_dtype``), and computed with
+    in the same (override ``dtype``). Raises ValueError, in a sentence, for a directory, configuration or
+    tensor that is missing, unreadable, unexpected or of the wrong shape.
+    """
+    directory = Path(directory)
+    if _is_only_meta(directory):
+        source = MetaSource(directory, overrides.get("rope_scaling", "preset"))
+        return Checkpoint(source.config.replace(**overrides), source)
+    config = from_hf(read_json(directory / CONFIG)).replace(**overrides)
+    return Checkpoint(config, SafetensorsSource(directory))
+
+
+def _is_only_meta(directory: Path) -> bool:
+    return not (directory / CONFIG).is_file() and is_meta(directory)

@@ -1,0 +1,248 @@
+"""Checkpoints as Meta publishes them: ``params.json`` and ``consolidated.*.pth``, one file per model-parallel rank.
+
+What differs from Hugging Face's: names (w1 is the gate, w3 is up), the rows of the query and key projections
+(dimension 2i is rotated with 2i + 1 there, i with i + dim/2 here), and that a matrix is cut into ranks by rows
+or by columns. ``params.json`` says whether RoPE is scaled, but not by how much: that is looked up among the
+presets by the model's sizes.
+
+A ``.pth`` is a pickle, which can run any code when it is opened. It is opened by ``torch.load`` with
+``weights_only=True``, which makes nothing but tensors and plain containers and refuses the rest, and only by a
+torch (2.6 or newer) in which that is known to hold (CVE-2025-32434). PyTorch is imported here alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float
+
+from models.config import PRESETS, ModelConfig, RopeScaling
+from models.shards import read_json
+
+PARAMS = "params.json"
+_OLDEST_TORCH = (2, 6)
+_INSTALL = "pip install 'attention-suite[meta]'"
+_KEYS = {  # what params.json may say; another key may change what is computed
+    "dim",
+    "n_layers",
+    "n_heads",
+    "n_kv_heads",
+    "vocab_size",
+    "multiple_of",
+    "ffn_dim_multiplier",
+    "norm_eps",
+    "rope_theta",
+    "use_scaled_rope",
+    "max_seq_len",
+    "max_batch_size",
+}
+# Hugging Face's name -> Meta's, and the axis along which ranks divide it (None: every rank holds all of it).
+_OUTER = {
+    "model.embed_tokens.weight": ("tok_embeddings.weight", 0),
+    "model.norm.weight": ("norm.weight", None),
+    "lm_head.weight": ("output.weight", 0),
+}
+_LAYER = {
+    "input_layernorm.weight": ("attention_norm.weight", None),
+    "self_attn.q_proj.weight": ("attention.wq.weight", 0),
+    "self_attn.k_proj.weight": ("attention.wk.weight", 0),
+    "self_attn.v_proj.weight": ("attention.wv.weight", 0),
+    "self_attn.o_proj.weight": ("attention.wo.weight", 1),
+    "post_attention_layernorm.weight": ("ffn_norm.weight", None),
+    "mlp.gate_proj.weight": ("feed_forward.w1.weight", 0),
+    "mlp.up_proj.weight": ("feed_forward.w3.weight", 0),
+    "mlp.down_proj.weight": ("feed_forward.w2.weight", 1),
+}
+_TURNED = ("self_attn.q_proj.weight", "self_attn.k_proj.weight")
+_NAMES = {theirs: (ours, axis) for ours, (theirs, axis) in _LAYER.items()}
+_IGNORED = "rope.freqs"  # Llama 2 carries what params.json says anyway
+
+
+def is_meta(directory: Path) -> bool:
+    """Whether ``directory`` holds a checkpoint in Meta's form."""
+    return (directory / PARAMS).is_file() and any(directory.glob("consolidated.*.pth"))
+
+
+class MetaSource:
+    """The tensors of Meta's files under Hugging Face's names, and the configuration that they and params.json give.
+
+    ``rope_scaling`` stands for what params.json lacks; ``"preset"`` looks it up. Raises ValueError for a file
+    that is missing, refused or does not fit, and where PyTorch is missing or too old.
+    """
+
+    def __init__(self, directory: Path, rope_scaling: RopeScaling | str | None = "preset") -> None:
+        self._torch = _import_torch()
+        self._paths = sorted(directory.glob("consolidated.*.pth"))
+        params = read_json(directory / PARAMS)
+        self._width = params.get("dim")
+        self._pieces = self._piece_shapes()
+        self.shapes = {name: self._whole_shape(name) for name in self._pieces}
+        self.config = self._config(params, rope_scaling)
+
+    def where(self, name: str) -> str:
+        """The name of the (first) file that holds a tensor."""
+        return self._paths[0].name
+
+    def read(self, names: Sequence[str]) -> Iterator[tuple[str, np.ndarray]]:
+        """The tensors of these names, each with its own, in the dtype in which they are stored."""
+        ranks = [self._load(path) for path in self._paths]
+        for name in names:
+            theirs = _meta_name(name)
+            axis = self._axis(name)
+            pieces = [_to_numpy(self._torch, rank[theirs]) for rank in (ranks[:1] if axis is None else ranks)]
+            whole = np.concatenate(pieces, axis or 0)  # copies also what is one piece: the file is not kept mapped
+            yield name, half_split(whole, self.config.dim) if name.endswith(_TURNED) else whole
+
+    def _load(self, path: Path) -> dict[str, Any]:
+        """The tensors of one file, mapped and not read. Raises ValueError."""
+        try:
+            found = self._torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except Exception as error:  # what a hostile file raises is not known beforehand
+            if type(error).__name__ == "UnpicklingError":
+                raise ValueError(
+                    f"{str(path)!r} is refused: it asks for more than tensors, which could run code on this machine; "
+                    "get the checkpoint from its publisher, best as safetensors."
+                ) from None
+            reason = " ".join(str(error).split())[:200]
+            raise ValueError(f"{str(path)!r} cannot be read as a PyTorch checkpoint: {reason}.") from error
+        is_tensor = self._torch.is_tensor
+        if not isinstance(found, dict) or not all(isinstance(k, str) and is_tensor(v) for k, v in found.items()):
+            raise ValueError(f"{str(path)!r} does not hold a dictionary of tensors; a checkpoint of Meta's does.")
+        return found
+
+    def _piece_shapes(self) -> dict[str, list[tuple[int, ...]]]:
+        """Hugging Face's name of every tensor -> the shape of its piece in each file."""
+        shapes: dict[str, list[tuple[int, ...]]] = {}
+        for path in self._paths:
+            for theirs, tensor in self._load(path).items():
+                if theirs != _IGNORED:
+                    shapes.setdefault(_our_name(theirs), []).append(tuple(tensor.shape))
+        for name, pieces in shapes.items():
+            if len(pieces) != len(self._paths) or len(set(pieces)) != 1 or not pieces[0]:
+                raise ValueError(f"{_meta_name(name)!r} is not in equal pieces in all of {len(self._paths)} files.")
+        return shapes
+
+    def _axis(self, name: str) -> int | None:
+        known = _OUTER.get(name) or _LAYER.get(re.sub(r"^model\.layers\.\d+\.", "", name))
+        axis = known[1] if known else None
+        if name == "model.embed_tokens.weight" and self._pieces[name][0][1:] != (self._width,):
+            return 1  # Llama 2 divides the embeddings by columns, Llama 3 by rows
+        return axis
+
+    def _whole_shape(self, name: str) -> tuple[int, ...]:
+        shape, axis = list(self._pieces[name][0]), self._axis(name)
+        if axis is not None and axis < len(shape):
+            shape[axis] *= len(self._paths)
+        return tuple(shape)
+
+    def _config(self, params: dict[str, Any], rope_scaling: RopeScaling | str | None) -> ModelConfig:
+        unknown = sorted(set(params) - _KEYS)
+        if unknown:
+            raise ValueError(
+                f"{PARAMS} says {', '.join(unknown)}, which is not supported; it may say {', '.join(sorted(_KEYS))}."
+            )
+        missing = [key for key in ("dim", "n_layers", "n_heads", "norm_eps") if params.get(key) is None]
+        missing += [
+            _meta_name(name)
+            for name in ("model.embed_tokens.weight", "model.norm.weight", "model.layers.0.mlp.gate_proj.weight")
+            if name not in self.shapes
+        ]
+        if missing:
+            raise ValueError(f"the checkpoint lacks {', '.join(missing)}; Meta's have it.")
+        stored = _to_numpy(self._torch, self._load(self._paths[0])["tok_embeddings.weight"][:1]).dtype.name
+        sizes = {
+            "vocab_size": self.shapes["model.embed_tokens.weight"][0],  # params.json of Llama 2 says -1
+            "hidden_size": params["dim"],
+            "intermediate_size": self.shapes["model.layers.0.mlp.gate_proj.weight"][0],
+            "num_layers": params["n_layers"],
+            "num_heads": params["n_heads"],
+            "num_kv_heads": params.get("n_kv_heads") or params["n_heads"],
+        }
+        if rope_scaling == "preset":
+            rope_scaling = _scaling_of_preset(sizes) if params.get("use_scaled_rope") else None
+        return ModelConfig(
+            **sizes,
+            max_length=params.get("max_seq_len", 131072 if rope_scaling else 8192),
+            rope_theta=params.get("rope_theta", 10000.0),
+            rope_scaling=rope_scaling,  # pyright: ignore[reportArgumentType]  (checked there)
+            norm_eps=params["norm_eps"],
+            tie_embeddings=self._is_tied(),
+            dtype=stored,
+            param_dtype=stored,
+        )
+
+    def _is_tied(self) -> bool:
+        """Whether the output projection is left out, or written a second time (Llama 3.2): compared file by file."""
+        if "lm_head.weight" not in self.shapes:
+            return True
+        if self._pieces["lm_head.weight"] != self._pieces["model.embed_tokens.weight"]:
+            return False
+        for path in self._paths:
+            rank = self._load(path)
+            if not self._torch.equal(rank["output.weight"], rank["tok_embeddings.weight"]):
+                return False
+        return True
+
+
+def half_split(weight: Float[np.ndarray, "rows in"], head_dim: int) -> Float[np.ndarray, "rows in"]:
+    """Rows of a query or key projection from interleaved pairs to halves, head by head.
+
+    >>> half_split(np.arange(8.0)[:, None], 4).ravel().tolist()
+    [0.0, 2.0, 1.0, 3.0, 4.0, 6.0, 5.0, 7.0]
+    """
+    pairs = weight.reshape(-1, head_dim // 2, 2, weight.shape[1])
+    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(weight.shape)
+
+
+def _scaling_of_preset(sizes: dict[str, Any]) -> RopeScaling:
+    for preset in PRESETS.values():
+        if preset.get("rope_scaling") and all(preset.get(name) == value for name, value in sizes.items()):
+            return preset["rope_scaling"]
+    told = ", ".join(f"{name} {value}" for name, value in sizes.items())
+    raise ValueError(
+        f"{PARAMS} says use_scaled_rope, but not by which factor, and no preset has these sizes ({told}); "
+        "give rope_scaling, or on the command line --preset with the name of one that is scaled alike."
+    )
+
+
+def _meta_name(name: str) -> str:
+    if name in _OUTER:
+        return _OUTER[name][0]
+    match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
+    return f"layers.{match[1]}.{_LAYER[match[2]][0]}" if match and match[2] in _LAYER else name
+
+
+def _our_name(theirs: str) -> str:
+    for ours, (name, _) in _OUTER.items():
+        if theirs == name:
+            return ours
+    match = re.fullmatch(r"layers\.(\d+)\.(.+)", theirs)
+    return f"model.layers.{match[1]}.{_NAMES[match[2]][0]}" if match and match[2] in _NAMES else theirs
+
+
+def _to_numpy(torch: Any, tensor: Any) -> np.ndarray:
+    if tensor.dtype == torch.bfloat16:  # NumPy has none of its own
+        return tensor.view(torch.int16).numpy().view(np.dtype(jnp.bfloat16))
+    if tensor.dtype not in (torch.float32, torch.float16):
+        raise ValueError(f"a tensor is {tensor.dtype}; supported are torch.float32, torch.bfloat16 and torch.float16.")
+    return tensor.numpy()
+
+
+def _import_torch() -> Any:
+    try:
+        torch = importlib.import_module("torch")
+    except ImportError:
+        raise ValueError(f"Meta's .pth files are read by PyTorch, which is not installed; {_INSTALL}.") from None
+    version = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
+    if version < _OLDEST_TORCH:
+        raise ValueError(
+            f"torch {torch.__version__} can be made to run code by a checkpoint (CVE-2025-32434); use 2.6 or newer: "
+            f"{_INSTALL}."
+        )
+    return torch

@@ -1,0 +1,59 @@
+"""Where the parameters of a model lie on a mesh of devices; XLA moves what its products need.
+
+Tensor parallelism as in Megatron-LM (arXiv 1909.08053): queries, keys, values and the MLP's inner dimension are cut by
+the axis that shares the heads, so that one sum per block is communicated. The other axis (data or context) cuts the
+other dimension, as ZeRO's third stage and FSDP do (arXiv 1910.02054): no device holds a whole matrix. Attention is the
+backend's (``backends.sharding.Sharded``).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from models.parameters import Params
+
+# The dimension of [out, in] that belongs to the heads (or the inner dimension, or the vocabulary).
+_BY_OUTPUT = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
+_BY_INPUT = ("o_proj", "down_proj")
+
+
+def parameter_sharding(
+    name: str, shape: tuple[int, ...], mesh: Mesh, *, heads: str | None, rest: str | None
+) -> NamedSharding:
+    """Where one parameter lies: ``heads`` and ``rest`` are axes of the mesh, None for none.
+
+    ``name`` is its own in the tree of ``models.parameters``. Vectors, unknown names and dimensions that an axis does
+    not divide are whole on every device.
+    """
+    if len(shape) != 2 or name not in (*_BY_OUTPUT, *_BY_INPUT):
+        return NamedSharding(mesh, PartitionSpec())
+    axes = (heads, rest) if name in _BY_OUTPUT else (rest, heads)
+    return NamedSharding(mesh, PartitionSpec(*(_if_divided(*each, mesh) for each in zip(shape, axes, strict=True))))
+
+
+def shard_parameters(params: Params, mesh: Mesh, *, heads: str | None, rest: str | None = None) -> Params:
+    """The tree of arrays, each where :func:`parameter_sharding` says; for what is built like it too (optimizer states).
+
+    >>> import numpy as np
+    >>> from models import Transformer, ModelConfig
+    >>> mesh = Mesh(np.array(jax.devices()[:1]), ("model",))
+    >>> params = shard_parameters(Transformer(ModelConfig.from_preset("debug")).arrays(), mesh, heads="model")
+    >>> tuple(params["layers"][0]["q_proj"].sharding.spec)
+    ('model', None)
+    """
+    return jax.tree.map_with_path(
+        lambda path, x: jax.device_put(x, parameter_sharding(leaf_name(path), x.shape, mesh, heads=heads, rest=rest)),
+        params,
+    )
+
+
+def leaf_name(path: tuple[Any, ...]) -> str:
+    """The name of a parameter from its path in a tree, or "" for what has none."""
+    return str(path[-1].key) if path and isinstance(path[-1], jax.tree_util.DictKey) else ""
+
+
+def _if_divided(size: int, axis: str | None, mesh: Mesh) -> str | None:
+    return axis if axis is not None and size % mesh.shape[axis] == 0 else None

@@ -1,0 +1,107 @@
+"""A model larger than memory: every layer is read, applied to all sequences, and forgotten.
+
+Beside one layer there are the hidden states of all sequences in memory, ``[sequences, length, hidden]``, and at
+the beginning and the end the table of embeddings and the head. Reading a checkpoint once serves all sequences,
+so more of them cost no more reading.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from backends import Layout
+from backends.contract import Carry, Mode
+from backends.resolve import OnUnavailable, Resolution
+from models.checkpoint import Checkpoint
+from models.config import ModelConfig
+from models.forward import Hidden, embed, layer_forward, logits_of, turns_of
+from models.loss import token_nats
+from models.parameters import Params
+from models.planning import Options, freeze_options, resolve_attention
+
+
+def streamed_nats(
+    checkpoint: Checkpoint,
+    tokens: Any,
+    *,
+    batch: int = 1,
+    backend: str = "auto",
+    mode: Mode = "native",
+    backend_options: dict[str, Any] | None = None,
+    on_unavailable: OnUnavailable = "fallback",
+) -> Float[np.ndarray, "sequences targets"]:
+    """Cross-entropy in nats of every token of ``tokens [sequences, length]`` but the first of each sequence.
+
+    The exponential of the mean is the perplexity. ``batch`` sequences are computed at a time. Raises ValueError
+    for tokens that do not fit.
+    """
+    config, tokens = checkpoint.config, np.asarray(tokens)
+    if tokens.ndim != 2 or not np.issubdtype(tokens.dtype, np.integer) or tokens.shape[0] < 1 or tokens.shape[1] < 2:
+        raise ValueError(f"tokens is {tokens.dtype}{list(tokens.shape)}; expected integers [sequences, 2 or more].")
+    if not 0 <= tokens.min() <= tokens.max() < config.vocab_size:
+        raise ValueError(
+            f"tokens reach from {tokens.min()} to {tokens.max()}; this model has tokens 0 to {config.vocab_size - 1}."
+        )
+    if not isinstance(batch, int) or batch < 1:
+        raise ValueError(f"batch={batch!r} must be an integer of at least 1.")
+    count, length = tokens.shape[0], tokens.shape[1] - 1
+    if not config.use_rope and length > config.max_length:
+        raise ValueError(
+            f"tokens has {length} inputs per sequence, but this model has learned {config.max_length} positions."
+        )
+    padded = np.pad(tokens, ((0, -count % batch), (0, 0)))  # one shape, one compilation
+    parts = [jnp.asarray(part, jnp.int32) for part in padded.reshape(-1, batch, length + 1)]
+    resolutions = dict(
+        resolve_attention(
+            config,
+            batch=batch,
+            query_length=length,
+            needs_grad=False,
+            backend=backend,
+            mode=mode,
+            on_unavailable=on_unavailable,
+        )
+    )
+    options = freeze_options(backend_options)
+    positions = jnp.arange(length, dtype=jnp.int32)[None]
+    outer = checkpoint.outer(*(("embed_tokens",) if config.use_rope else ("embed_tokens", "embed_positions")))
+    hidden = [embed(config, outer, part[:, :-1], positions) for part in parts]
+    del outer
+    carries: list[dict[str, Carry]] = [dict.fromkeys(resolutions, ()) for _ in parts]
+    for i in range(config.num_layers):
+        layer, kind = checkpoint.layer(i), config.layer_types[i]
+        resolution = resolutions[kind]
+        # An exact backend computes every layer of a type alike, so that one compiled program serves them all.
+        index = 0 if resolution.backend.exact else i
+        for n, x in enumerate(hidden):
+            hidden[n], carries[n][kind] = _layer(
+                config, layer, x, carries[n][kind], index=index, resolution=resolution, options=options
+            )
+        jax.block_until_ready(hidden)
+        del layer
+    last = [name for name in ("norm", "norm_bias") if name != "norm_bias" or not config.use_rmsnorm]
+    outer = checkpoint.outer(*last, "embed_tokens" if config.tie_embeddings else "lm_head")
+    nats = [np.asarray(_nats(config, outer, x, part[:, 1:])) for x, part in zip(hidden, parts, strict=True)]
+    return np.concatenate(nats)[:count]
+
+
+@functools.partial(jax.jit, static_argnames=("config", "index", "resolution", "options"), donate_argnames=("x",))
+def _layer(
+    config: ModelConfig, layer: Params, x: Hidden, carry: Carry, *, index: int, resolution: Resolution, options: Options
+) -> tuple[Hidden, Carry]:
+    plan = resolution.plan(Layout(), dict(options))
+    turns = turns_of(config, jnp.arange(x.shape[1], dtype=jnp.int32)[None])
+    return layer_forward(config, layer, x, turns, plan, index, carry)
+
+
+@functools.partial(jax.jit, static_argnames=("config",))
+def _nats(
+    config: ModelConfig, outer: Params, x: Hidden, targets: Int[Array, "batch length"]
+) -> Float[Array, "batch length"]:
+    return token_nats(logits_of(config, outer, x), targets)

@@ -1,0 +1,118 @@
+"""One checkpoint on one page: what each backend loses and what it costs, a row each.
+
+The figures of a row are from several cases of the same model: text (for Kascade the case that holds it to its
+controls), prefill and decoding. Where the dense model is no better than a unigram model no row says anything about
+loss; where Kascade's control does not fail, its row says nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import PurePath
+
+from reports import kascade, quality
+from reports.cells import STANDARD, Cell, Group, is_trusted
+from reports.formatting import Value
+from reports.tables import MIB, MILLI, Column, Table, scaled, table
+from suite import statistics
+from suite.checkpoint import NAME
+
+KASCADE = "kascade"
+
+
+def of_checkpoint(groups: Sequence[Group]) -> Table | None:
+    """The table, or None where the cells are of another suite."""
+    members = [member for member in groups if all(cell.record.suite == NAME for cell in member.cells)]
+    names = dict.fromkeys(
+        cell.record.requested
+        for member in members
+        if member.kind in ("perplexity", "model_prefill", "model_decode")
+        for cell in member.cells
+        if cell.record.status != "unsupported" or cell.record.requested == KASCADE
+    )
+    rows = [row for name in sorted(names, key=lambda name: name != STANDARD) if (row := _row(name, members))]
+    columns = (
+        Column("backend", "backend"),
+        Column("exact", "exact"),
+        Column("perplexity", "perplexity per token"),
+        Column("lost", "nats per token lost [95% paired interval]"),
+        Column("kl", "KL to standard, mean (nats)"),
+        Column("top1", "same likeliest token (%)"),
+        Column("ttft", "TTFT (ms)"),
+        Column("prefill", "prefill tokens/s"),
+        Column("tpot", "TPOT (ms)"),
+        Column("decode", "decode tokens/s"),
+        Column("memory", "prefill, temporary (MiB)"),
+        Column("kv", "KV cache (bytes per token)"),
+        Column("reading", "reading"),
+    )
+    return table("checkpoint", "", columns, rows) if rows else None
+
+
+def title(groups: Sequence[Group]) -> str:
+    """The checkpoint's name."""
+    return PurePath(str(groups[0].cells[0].record.problem.get("model"))).name
+
+
+def _row(name: str, groups: Sequence[Group]) -> dict[str, Value]:
+    prefill, decode = _cell(name, "model_prefill", groups), _cell(name, "model_decode", groups)
+    row: dict[str, Value] = {"backend": name}
+    if prefill is not None and prefill.speed and prefill.speed.step:
+        row |= {"ttft": prefill.speed.step.value * MILLI, "prefill": prefill.speed.tokens_rate}
+        row["memory"] = scaled(prefill.record.memory.get("compiled_temp"), 1 / MIB)
+    if decode is not None and decode.speed and decode.speed.step:
+        row |= {"tpot": decode.speed.step.value * MILLI, "decode": decode.speed.tokens_rate}
+        row["kv"] = decode.record.kv_bytes_per_token
+    row |= _loss(name, groups)
+    ran = [cell for cell in (prefill, decode) if cell is not None]
+    return row if len(row) > 1 or ran else {}
+
+
+def _loss(name: str, groups: Sequence[Group]) -> dict[str, Value]:
+    """Of the text: from Kascade's own case, where the row is Kascade's, else from the perplexity case."""
+    texts = [member for member in groups if member.kind == "perplexity"]
+    invalid = any(
+        quality.validity(member, cell) == quality.INVALID
+        for member in texts
+        for cell in member.cells
+        if cell.record.quality
+    )
+    own = [
+        member
+        for member in groups
+        if member.kind == kascade.TEXT and member.cells[0].record.problem.get("phase") == "prefill"
+    ]
+    if name == KASCADE and own:
+        why = kascade.withheld(own[0], ("random_tiles",))
+        if why is not None:
+            return {"exact": False, "reading": quality.INVALID if invalid else f"{kascade.WITHHELD}: {why}"}
+        texts = own
+    for member in texts:
+        for cell in member.cells:
+            if cell.record.requested == name and is_trusted(cell.record) and cell.record.quality:
+                return _figures(cell, invalid=invalid)
+    return {}
+
+
+def _figures(cell: Cell, *, invalid: bool) -> dict[str, Value]:
+    figures, series = cell.record.quality, cell.record.series
+    lost = statistics.paired_difference(series.get("nll", ()), series.get("standard_nll", ()))
+    row: dict[str, Value] = {
+        "exact": cell.record.exact,
+        "perplexity": figures.get("perplexity"),
+        "lost": "0 (baseline)" if cell.label == STANDARD else lost,
+        "kl": figures.get("kl_mean"),
+        "top1": scaled(figures.get("top1_agreement"), 100),
+    }
+    if invalid:
+        row["reading"] = f"{quality.INVALID}: the dense model is no better than a unigram model"
+    return row
+
+
+def _cell(name: str, kind: str, groups: Sequence[Group]) -> Cell | None:
+    """The cell in which the backend itself ran; a fallback is not its row."""
+    for member in groups:
+        for cell in member.cells:
+            if member.kind == kind and cell.record.requested == name and cell.record.mode == "native":
+                return cell
+    return None

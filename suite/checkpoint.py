@@ -1,0 +1,79 @@
+"""The suite that ``attnsuite run --model DIR`` measures: every backend in one model, on text and on the clock.
+
+Text for what a backend loses, prefill and decoding for what it costs, and where Kascade is asked for the cases that
+hold it to its controls. Which checkpoint it is stands in the cases; how long and how many, in :class:`CheckpointWords`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from suite.cases import Case, ModelCase, SelectionCase, TextCase
+from suite.errors import InputError
+from suite.suites import Suite
+
+NAME = "checkpoint"
+TOP_K, TILE_SIZE = 0.125, 16
+SEQUENCES = 12  # the same for every row, so that their perplexities compare
+# What Kascade's row of a text is published beside: dense, the best that could be selected, and what has to fail.
+ROWS = ("dense", "oracle_query", "kascade", "sinks_window", "random_tiles")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointWords:
+    """What the command line says: the checkpoint, and sizes that replace the suite's."""
+
+    model: Path
+    sequence: int = 512
+    batch: int = 1
+    new_tokens: int = 32
+    dtype: str | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """What was said, for the manifest of a run."""
+        return dataclasses.asdict(self) | {"model": str(self.model.resolve())}
+
+
+def checkpoint_suite(words: CheckpointWords, *, kascade: bool) -> Suite:
+    """The cases of a checkpoint. Raises InputError for a directory that holds none."""
+    # A run of another suite does not pay for importing flax.
+    from models.checkpoint import read_config  # noqa: PLC0415
+
+    if not words.model.is_dir():
+        raise InputError(f"--model {str(words.model)!r} is no directory; give that of a checkpoint.")
+    try:
+        config = read_config(words.model)
+    except ValueError as error:
+        raise InputError(f"--model {str(words.model)!r}: {error}") from error
+    model, anchors = str(words.model.resolve()), max(2, config.num_layers // 4)
+    shared: dict[str, Any] = {"model": model, "sequence": words.sequence}
+    timed = shared | {
+        "dtype": words.dtype or config.dtype,
+        "batch": words.batch,
+        "ragged": words.batch > 1,
+        **({"top_k": TOP_K, "tile_size": TILE_SIZE, "anchors": anchors} if kascade else {}),
+    }
+    cases: list[Case] = [
+        TextCase(**shared, sequences=SEQUENCES, dtype=words.dtype or config.dtype),
+        ModelCase(kind="model_prefill", **timed),
+        ModelCase(kind="model_decode", new_tokens=words.new_tokens, **timed),
+    ]
+    if kascade and set(config.layer_types) == {"global"}:
+        chosen: dict[str, Any] = {
+            "top_k": TOP_K,
+            "tile_size": TILE_SIZE,
+            "anchors": str(anchors),
+            "sequences": SEQUENCES,
+        }
+        cases += [
+            SelectionCase(kind="kascade_text", phase=phase, **shared, **chosen) for phase in ("prefill", "decode")
+        ]
+    return Suite(NAME, tuple(cases))
+
+
+def rows(asked: Sequence[str]) -> tuple[str, ...]:
+    """The rows of the suite: the backends that are asked for, and with Kascade what its row stands beside."""
+    return tuple(dict.fromkeys([*asked, *(ROWS if "kascade" in asked else ())]))

@@ -1,0 +1,180 @@
+"""The process that deals attention to its devices: ``python -m suite.sharded_worker '{"rows": [...], ...}'``.
+
+Its devices are the host's cores, as many as it pretends to have; with ``processes`` above 1 it is one of several that
+``jax.distributed`` joins over loopback, and the mesh spans them all. Each row is one backend on one mesh: output and
+gradients are held to the float64 oracle, with the standard backend on one device as the judge's yardstick. The first
+process writes one JSON line per row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from backends import AttentionSpec, Backend, Layout, Target, oracle, registry
+from backends.sharding import MeshAxes, Sharded, balanced_order
+from backends.standard import STANDARD
+from suite.compile_cell import one_line
+from suite.sharded import PROBLEMS, Problem, Row
+
+QUANTITIES = ("output", "dq", "dk", "dv")
+
+
+def main() -> None:
+    """Compute the rows of the request."""
+    request = json.loads(sys.argv[1])
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # whatever a library prints goes to stderr
+    if request["processes"] > 1:
+        jax.distributed.initialize(
+            request["coordinator"], num_processes=request["processes"], process_id=request["process"]
+        )
+    for row in request["rows"]:
+        answer = _answer(Row(**row), alone=request["alone"])
+        if jax.process_index() == 0:
+            replies.write(json.dumps(answer, allow_nan=False) + "\n")
+            replies.flush()
+
+
+def _answer(row: Row, *, alone: bool) -> dict[str, Any]:
+    """``status`` (ok, wrong, refused, crashed) and what belongs to it."""
+    spec = _spec(row.problem, registry.get(row.backend))
+    mesh = Mesh(np.array(jax.devices()).reshape(*row.shape.values()), tuple(row.shape))
+    axes = MeshAxes(**{name: name for name in row.shape}, exchange=row.exchange)
+    backend = Sharded(registry.get(row.backend), mesh, axes)
+    support = backend.supports(spec, Target.here(), row.mode)
+    if not support:
+        return {"status": "refused", "reasons": list(support.reasons)}
+    try:
+        return _judged(backend, spec, row, alone=alone)
+    except Exception as error:  # noqa: BLE001 (a row that fails is a result)
+        return {"status": "crashed", "reasons": [one_line(error)]}
+
+
+def _judged(backend: Sharded, spec: AttentionSpec, row: Row, *, alone: bool) -> dict[str, Any]:
+    solved = _solved(row.problem, spec)
+    everywhere = NamedSharding(backend.mesh, PartitionSpec())
+    inputs = [_dealt(x, backend.sharding()) for x in solved.inputs]
+    run = _forward_and_backward(backend, spec, solved.layout, row)
+    results = jax.jit(run)(*inputs)
+    output = results["output"]
+    whole = jax.jit(lambda x: x, out_shardings=everywhere)(results)
+    found = {name: np.asarray(x.addressable_data(0)) for name, x in whole.items()}
+    by_itself = _alone(row.backend, row.mode, row.problem, spec) if alone else {}
+    verdicts = {name: _verdict(name, x, solved, spec) for name, x in found.items()}
+    return {
+        "status": "ok" if all(verdict.passed for verdict in verdicts.values()) else "wrong",
+        "devices": len(output.sharding.device_set),
+        "share": list(output.sharding.shard_shape(output.shape)),
+        "errors": {name: _finite(verdict.max_error) for name, verdict in verdicts.items()},
+        "allowed": {name: verdict.allowed for name, verdict in verdicts.items()},
+        "errors_of_one_device": {name: _finite(verdict.max_error) for name, verdict in by_itself.items()},
+    }
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _Solved:
+    layout: Layout
+    inputs: tuple[np.ndarray, ...]  # query, key, value, cotangent of the output
+    expected: Mapping[str, np.ndarray]
+    standard: Mapping[str, oracle.Verdict]
+    unseen: Mapping[str, np.ndarray]
+
+
+@functools.cache
+def _solved(name: str, spec: AttentionSpec) -> _Solved:
+    """The arrays of a problem, what the oracle makes of them, and how far the standard backend is off."""
+    layout, rng = _layout(PROBLEMS[name], spec), np.random.default_rng(0)
+    query = (spec.batch, spec.query_length, spec.num_heads, spec.head_dim)
+    key = (spec.batch, spec.key_value_length, spec.num_kv_heads, spec.head_dim)
+    inputs = tuple(
+        rng.standard_normal(shape).astype(np.float32).astype(jnp.dtype(spec.dtype))
+        for shape in (query, key, key, query)
+    )
+    expected: dict[str, np.ndarray] = {"output": oracle.forward(spec, layout, *inputs[:3])}
+    if spec.needs_grad:
+        expected |= dict(zip(QUANTITIES[1:], oracle.gradients(spec, layout, *inputs), strict=True))
+    run = jax.jit(_forward_and_backward(STANDARD, spec, layout, None))
+    results = {name: np.asarray(x) for name, x in run(*inputs).items()}
+    standard = {name: oracle.judge(x, expected[name], None, spec.dtype, _kind(name)) for name, x in results.items()}
+    rows, keys = oracle.unseen_rows(spec, layout), oracle.unseen_keys(spec, layout)
+    return _Solved(layout, inputs, expected, standard, {"output": rows, "dq": rows, "dk": keys, "dv": keys})
+
+
+@functools.cache
+def _alone(backend: str, mode: Any, problem: str, spec: AttentionSpec) -> dict[str, oracle.Verdict]:
+    """The same backend on one device."""
+    solved = _solved(problem, spec)
+    run = jax.jit(
+        _forward_and_backward(registry.get(backend), spec, solved.layout, Row(backend, {}, problem, mode=mode))
+    )
+    return {name: _verdict(name, np.asarray(x), solved, spec) for name, x in run(*solved.inputs).items()}
+
+
+def _forward_and_backward(
+    backend: Backend, spec: AttentionSpec, layout: Layout, row: Row | None
+) -> Callable[..., dict[str, Any]]:
+    mode = "native" if row is None else row.mode
+
+    def run(query: Any, key: Any, value: Any, d_out: Any) -> dict[str, Any]:
+        plan = backend.plan(spec, layout, target=Target.here(), mode=mode)
+        if not spec.needs_grad:
+            return {"output": plan.run(query, key, value)[0]}
+        output, pullback = jax.vjp(lambda q, k, v: plan.run(q, k, v)[0], query, key, value)
+        return dict(zip(QUANTITIES, (output, *pullback(d_out)), strict=True))
+
+    return run
+
+
+def _verdict(name: str, x: np.ndarray, solved: _Solved, spec: AttentionSpec) -> oracle.Verdict:
+    return oracle.judge(
+        x, solved.expected[name], solved.standard[name], spec.dtype, _kind(name), zero=solved.unseen[name]
+    )
+
+
+def _kind(quantity: str) -> oracle.Kind:
+    return "forward" if quantity == "output" else "gradient"
+
+
+def _spec(problem: str, backend: Backend) -> AttentionSpec:
+    """As the problem says; without gradients for a backend that has none."""
+    spec = PROBLEMS[problem].spec()
+    return spec if backend.exact else dataclasses.replace(spec, needs_grad=False)
+
+
+def _layout(problem: Problem, spec: AttentionSpec) -> Layout:
+    arrays: dict[str, np.ndarray] = {}
+    if problem.segments is not None:
+        ids = np.repeat(problem.segments[::2], problem.segments[1::2]).astype(np.int32)
+        rows = np.stack([ids] * (spec.batch - 1) + [np.zeros_like(ids)])
+        arrays |= {"query_segment_ids": rows, "key_value_segment_ids": rows}
+    if problem.key_lengths is not None:
+        arrays["key_value_seq_lengths"] = np.array(problem.key_lengths, np.int32)
+    if problem.balanced_for is not None:
+        order = balanced_order(spec.query_length, problem.balanced_for)
+        arrays |= dict.fromkeys(("query_positions", "key_value_positions"), np.stack([order] * spec.batch))
+    return Layout(**arrays)  # pyright: ignore[reportArgumentType]  (NumPy arrays are arrays)
+
+
+def _dealt(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    """The array over all processes, each of which has it whole."""
+    return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+
+def _finite(x: float) -> float | None:
+    return x if math.isfinite(x) else None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""Programs over a slice of TPUs: which axis of a mesh shares what, and on which chips each array lies.
+
+As many chips share the KV heads as divide them; the others share the batch where it has as many sequences, else (but
+not for one decoded token) the length, keys gathered. Parameters and optimizer states are cut both ways
+(``models/sharding.py``), caches by sequences and heads. The compiler's sizes are then those of one chip.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from backends import Backend, Target
+from backends.sharding import MeshAxes, Sharded
+from models.sharding import leaf_name, parameter_sharding
+from suite import topologies
+from suite.abstract_programs import AbstractProgram, attention_specs
+from suite.cases import ModelCase, OpCase
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Deal:
+    """A mesh over the chips of a slice; ``rest`` names the axis beside ``heads``."""
+
+    mesh: Mesh
+    axes: MeshAxes
+
+    @property
+    def rest(self) -> str | None:
+        """The axis of the batch or of the length."""
+        return self.axes.data or self.axes.context
+
+    def backend(self, backend: Backend) -> Sharded:
+        """The backend with each chip computing its share."""
+        return Sharded(backend, self.mesh, self.axes)
+
+    def words(self) -> str:
+        """A sentence for the record."""
+        shares = " and ".join(f"{size} of {name}" for name, size in self.mesh.shape.items() if size > 1)
+        dealt = f"parts: {shares}, and parameters cut by all" if shares else "every chip has all of it"
+        return f"Sizes are of one chip; {dealt}."
+
+
+def deal(case: OpCase | ModelCase, target: Target) -> Deal | str:
+    """How the chips of a slice share ``case``, or the sentence that says why they cannot."""
+    spec = attention_specs(case)[0]
+    heads = math.gcd(target.count, spec.num_kv_heads)
+    rest = target.count // heads
+    decodes = spec.query_length == 1
+    if spec.batch % rest == 0:
+        name = "data"
+    elif not decodes and spec.query_length % rest == 0 and spec.key_value_length % rest == 0:
+        name = "context"
+    else:
+        shared = f"batch={spec.batch}" if decodes else f"batch={spec.batch} or query_length={spec.query_length}"
+        return (
+            f"of the {target.count} chips of {target} {heads} share num_kv_heads={spec.num_kv_heads}, and {rest} are "
+            f"left, which {shared} cannot be dealt to; give a batch that {rest} divides, or a smaller slice."
+        )
+    chips = np.array(topologies.devices(target)).reshape(rest, heads)
+    axes = MeshAxes(data="data", heads="heads") if name == "data" else MeshAxes(heads="heads", context="context")
+    return Deal(Mesh(chips, (name, "heads")), axes)
+
+
+def placed(program: AbstractProgram, case: OpCase | ModelCase, dealt: Deal) -> AbstractProgram:
+    """The program with every argument where it lies."""
+    first, *others = program.arguments
+    if isinstance(case, ModelCase):
+        first = _parameters(first, dealt)
+        state = [_parameters(others.pop(0), dealt)] if case.kind == "model_train" else []
+        return dataclasses.replace(program, arguments=(first, *state, *(_data(x, dealt) for x in others)))
+    first = jax.tree.map(lambda x: _at(x, dealt, PartitionSpec()), first)
+    arrays = PartitionSpec(dealt.axes.data, dealt.axes.context, "heads")
+    cached = PartitionSpec(dealt.axes.data, "heads")
+    where = [arrays, cached, cached] if case.kind == "op_decode" else [arrays] * len(others)
+    return dataclasses.replace(
+        program, arguments=(first, *(_at(x, dealt, spec) for x, spec in zip(others, where, strict=True)))
+    )
+
+
+def _parameters(tree: Any, dealt: Deal) -> Any:
+    """Parameters, and optimizer states, which are built like them."""
+
+    def place(path: tuple[Any, ...], x: Any) -> Any:
+        where = parameter_sharding(leaf_name(path), x.shape, dealt.mesh, heads="heads", rest=dealt.rest)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+
+    return jax.tree.map_with_path(place, tree)
+
+
+def _data(tree: Any, dealt: Deal) -> Any:
+    """Tokens ``[batch, length]``, caches ``[batch, kv_heads, length, dim]`` and lengths ``[batch]``."""
+    data, context = dealt.axes.data, dealt.axes.context
+    where = {1: (data,), 2: (data, context), 4: (data, "heads", context)}
+    return jax.tree.map(lambda x: _at(x, dealt, PartitionSpec(*where[len(x.shape)])), tree)
+
+
+def _at(x: Any, dealt: Deal, spec: PartitionSpec) -> Any:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(dealt.mesh, spec))

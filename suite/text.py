@@ -1,0 +1,103 @@
+"""Text as the tokens of a model: its tokenizer's where one lies beside the checkpoint, else bytes.
+
+Windows are of one length. What a tokenizer puts in front of every text (Llama's ``<|begin_of_text|>``, on which
+attention leans) stands in front of every window and is not predicted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Int, UInt8
+
+from models import ModelConfig, load_tokenizer
+from models.text import random_windows, windows
+from models.tokenizer import JSON, RANKS
+from suite.errors import InputError
+
+BYTE_VOCABULARY = 256
+Bytes = UInt8[np.ndarray, " length"]
+Rows = Int[np.ndarray, "sequences length"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Reader:
+    """How a model reads text: in which units, and what stands in ``front`` of every text."""
+
+    unit: str
+    encode: Callable[[Bytes], Int[np.ndarray, " tokens"]]
+    front: tuple[int, ...] = ()
+
+    def spread(self, data: Bytes, length: int, count: int) -> tuple[Rows, float]:
+        """``count`` windows of ``length`` tokens, spread evenly over the text, and the text's bytes per token.
+
+        Raises ValueError where the text holds fewer.
+        """
+        tokens = self.encode(data)
+        # With nothing in front a window begins with the last token of the one before it.
+        rows = windows(tokens, length - (len(self.front) or 1)) if length > len(self.front) else np.zeros((0, 0))
+        if len(rows) < count:
+            raise ValueError(
+                f"the text holds {len(rows)} windows of {length} {self.unit}, but sequences = {count}; "
+                "give a longer text, or fewer or shorter sequences."
+            )
+        rows = rows[np.linspace(0, len(rows) - 1, count).astype(int)]
+        return (self._led(rows[:, 1:]) if self.front else rows), len(data) / len(tokens)
+
+    def drawn(self, data: Bytes, length: int, count: int, rng: np.random.Generator) -> Rows:
+        """``count`` windows of ``length`` tokens from anywhere. Raises ValueError where the text is shorter."""
+        return self._led(random_windows(self.encode(data), length - len(self.front), count, rng))
+
+    def _led(self, rows: Rows) -> Rows:
+        front = np.tile(np.array(self.front, np.int32).reshape(1, -1), (len(rows), 1))
+        return np.concatenate([front, rows], axis=1)
+
+
+def reader_of(model: str, config: ModelConfig) -> Reader:
+    """How ``model`` reads. Raises InputError for a checkpoint of other tokens than bytes without its tokenizer."""
+    directory = Path(model)
+    if directory.is_dir() and any((directory / name).is_file() for name in (JSON, RANKS)):
+        try:
+            found = load_tokenizer(directory)
+        except ValueError as error:
+            raise InputError(str(error)) from error
+        if found.vocab_size > config.vocab_size:
+            raise InputError(
+                f"the tokenizer in {model!r} has {found.vocab_size} tokens, but the model {config.vocab_size}; they do "
+                "not belong together."
+            )
+        front = tuple(found.encode(""))
+
+        def encode(data: Bytes) -> Int[np.ndarray, " tokens"]:
+            tokens = found.encode(data.tobytes().decode("utf-8", errors="replace"))
+            return np.array(tokens[len(front) :] if tuple(tokens[: len(front)]) == front else tokens, np.int32)
+
+        return Reader("tokens", encode, front)
+    if config.vocab_size == BYTE_VOCABULARY:
+        return Reader("bytes", lambda data: data.astype(np.int32))
+    raise InputError(
+        f"model {model!r} has {config.vocab_size} tokens and no tokenizer beside it; text needs a byte-level model "
+        f"({BYTE_VOCABULARY}), or {JSON} or {RANKS} in the checkpoint's directory."
+    )
+
+
+def unigram_bits(rows: Rows) -> float:
+    """Bits per predicted token under the frequencies of the predicted tokens themselves, known in hindsight.
+
+    No unigram model does better: one that a model does not beat has been learned by looking at the answers.
+
+    >>> unigram_bits(np.array([[0, 1, 2], [0, 2, 1]]))
+    1.0
+    """
+    _, counts = np.unique(rows[:, 1:], return_counts=True)
+    shares = counts / counts.sum()
+    return float(-(shares * np.log2(shares)).sum()) + 0.0
+
+
+def bits(nats: float, bytes_per_token: float) -> float:
+    """Nats per token as bits per byte."""
+    return nats / math.log(2) / bytes_per_token

@@ -1,0 +1,135 @@
+"""Layers of every type in one model, through every backend that takes them; what a backend cannot, it refuses.
+
+The types themselves are held against plain NumPy in ``test_forward.py``, through ``standard``; here the other backends
+are held against ``standard``.
+"""
+
+import os
+import re
+import warnings
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from backends import BackendFallbackWarning, BackendUnavailableError
+from backends.kvax import probe
+from models import ModelConfig, Transformer
+
+LENGTH = 40
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 16,
+    "window_size": 7,
+    "chunk_size": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+}
+# Kascade that approximates nothing.
+KEEP_ALL = {"top_k": 1.0, "min_keys": 64, "granularity": "tile", "tile_size": 16, "query_tile": 16}
+TOLERANCE = 1e-5  # of the largest logit
+# What each backend takes, and how it is asked on this machine.
+ALL = ("global", "sliding", "chunked", "full", "latent")
+TAKES = {
+    "chunked": (ALL, {"backend_options": {"block_q": 16, "block_kv": 16}}),
+    "splash": (ALL, {"mode": "interpret"}),
+    "kvax": (("global", "full", "latent"), {"mode": "interpret"}),
+    "kascade": (("global", "latent"), {"backend_options": KEEP_ALL}),
+    "pallas_flash": (("global", "full"), {"mode": "interpret"}),
+}
+FORWARD_ONLY = ("kascade", "pallas_flash")
+HALF = ("pallas_flash",)  # takes no float32
+REFUSES = {
+    ("kvax", "sliding"): "local_window_size=(6, 0) is not supported by kvax",
+    ("kvax", "chunked"): "chunk_size=16 is not supported by kvax",
+    ("kascade", "sliding"): "local_window_size=(6, 0) is not supported by kascade",
+    ("kascade", "chunked"): "chunk_size=16 is not supported by kascade",
+    ("kascade", "full"): "is_causal=False is not supported by kascade",
+    ("pallas_flash", "sliding"): "local_window_size=(6, 0) is not supported by pallas_flash",
+    ("pallas_flash", "chunked"): "chunk_size=16 is not supported by pallas_flash",
+    ("pallas_flash", "latent"): "value_head_dim=16 with head_dim=32 is not supported by pallas_flash",
+}
+
+
+def model_of(types, **overrides):
+    """A model whose attention is far from uniform: with small queries a test sees no mask."""
+    model = Transformer(ModelConfig(**SIZES, num_layers=len(types), attention=types))
+    params = model.arrays()
+    for layer in params["layers"]:
+        layer["q_proj"] = 8.0 * layer["q_proj"]
+    return Transformer(model.config.replace(**overrides), params)
+
+
+def tokens_for(length=LENGTH):
+    return np.random.default_rng(5).integers(0, 256, (2, length))
+
+
+def asked(backend):
+    if backend == "kvax" and (reasons := probe.missing("interpret")):
+        must = os.environ.get("ATTNSUITE_REQUIRE_KVAX")  # set by tox -e kvax
+        (pytest.fail if must else pytest.skip)(" ".join(reasons))
+    types, call = TAKES[backend]
+    return types, {"backend": backend, "on_unavailable": "raise", **call}
+
+
+def distance(got, expected):
+    got, expected = np.asarray(got), np.asarray(expected)
+    assert np.ptp(expected) > 0.5, "flat logits would hide a mistake"
+    return np.abs(got - expected).max() / np.abs(expected).max()
+
+
+@pytest.mark.parametrize("backend", TAKES)
+def test_a_model_of_every_type_that_a_backend_takes_gives_what_standard_gives(backend):
+    types, call = asked(backend)
+    model, tolerance = model_of(types), TOLERANCE
+    expected = model(tokens_for(), backend="standard")
+    if backend in HALF:  # twice as far as standard is in that dtype
+        model = model.with_config(dtype="bfloat16")
+        tolerance = 2 * distance(model(tokens_for(), backend="standard"), expected)
+    got = model(tokens_for(), needs_grad=backend not in FORWARD_ONLY, **call)
+    assert distance(got, expected) <= tolerance
+
+
+@pytest.mark.parametrize("backend", [backend for backend in TAKES if backend != "pallas_flash"])
+def test_it_decodes_from_a_cache_to_the_same_logits(backend):
+    types, call = asked(backend)
+    model = model_of(tuple(kind for kind in types if kind != "full"))
+    tokens, ahead = tokens_for(), LENGTH - 3
+    expected = model(tokens, backend="standard")[:, ahead - 1 :]
+    logits, cache = model.prefill(tokens[:, :ahead], model.new_cache(2, 64), last_only=True, **call)
+    got = [logits]
+    for step in range(ahead, LENGTH):
+        logits, cache = model.decode(tokens[:, step], cache, **call)
+        got.append(logits)
+    assert distance(jnp.stack(got, axis=1), expected) <= TOLERANCE
+
+
+@pytest.mark.parametrize(("backend", "kind"), REFUSES)
+def test_a_type_that_a_backend_cannot_is_refused_with_the_reason(backend, kind):
+    types, call = TAKES[backend]
+    assert kind not in types
+    call = {"backend": backend, "on_unavailable": "raise", **call, "needs_grad": backend not in FORWARD_ONLY}
+    with pytest.raises(BackendUnavailableError, match=re.escape(REFUSES[backend, kind])):
+        model_of((kind,), dtype="bfloat16" if backend in HALF else "float32")(tokens_for(), **call)
+
+
+def test_taken_and_refused_are_all_types():
+    for backend, (types, _) in TAKES.items():
+        assert set(types) | {kind for name, kind in REFUSES if name == backend} == set(ALL)
+
+
+def test_layers_of_a_refused_type_fall_back_and_the_others_do_not():
+    model = model_of(("global", "sliding", "latent"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", BackendFallbackWarning)
+        found = model.resolutions(2, LENGTH, needs_grad=False, backend="kascade")
+    assert {kind: resolution.backend.name for kind, resolution in found.items()} == {
+        "global": "kascade",
+        "sliding": "chunked",
+        "latent": "kascade",
+    }

@@ -1,0 +1,211 @@
+"""Converting and reading layer by layer: what is written is what was read, in a layer's memory."""
+
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.flax import load_file
+
+from models import ModelConfig, Transformer, convert, load, load_layer, open_checkpoint, save
+from models.shards import write_safetensors
+from suite.command_line import main
+
+CONFIGS = {
+    "tied": ModelConfig(num_kv_heads=1, num_layers=3),
+    "untied": ModelConfig(tie_embeddings=False),
+    "qwen2": ModelConfig(qkv_bias=True, attention=("global", "sliding"), window_size=4),
+    "qwen3": ModelConfig(qk_norm=True, head_dim=24, num_kv_heads=1),
+    "layernorm": ModelConfig(use_rope=False, use_rmsnorm=False, use_swiglu=False, max_length=64),
+}
+TOKENS = np.random.default_rng(0).integers(0, 256, (3, 17))
+
+
+def equal(first, second):
+    return all(jax.tree.leaves(jax.tree.map(lambda a, b: a.dtype == b.dtype and bool((a == b).all()), first, second)))
+
+
+def environment():
+    """For a process that imports what this one does."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    save(Transformer(ModelConfig(num_layers=3)), tmp_path / "in")
+    return tmp_path / "in"
+
+
+@pytest.mark.parametrize("chunked", [False, True], ids=["one-file", "chunked"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_what_is_converted_is_the_same_model(name, chunked, tmp_path):
+    model = Transformer(CONFIGS[name])
+    save(model, tmp_path / "in")
+    assert convert(tmp_path / "in", tmp_path / "out", chunked=chunked) == model.config
+    again = load(tmp_path / "out")
+    assert again.config == model.config
+    assert equal(again.arrays(), model.arrays())
+    files = {path.name for path in (tmp_path / "out").glob("*.safetensors")}
+    layers = {f"layer-{i:05d}.safetensors" for i in range(model.config.num_layers)}
+    assert files == ({"outer.safetensors", *layers} if chunked else {"model.safetensors"})
+
+
+@pytest.mark.parametrize("chunked", [False, True], ids=["one-file", "chunked"])
+def test_a_layer_is_read_alone_as_it_stands_in_the_whole(chunked, checkpoint, tmp_path):
+    convert(checkpoint, tmp_path / "out", chunked=chunked)
+    whole = load(checkpoint).arrays()
+    for i in range(3):
+        assert equal(load_layer(tmp_path / "out", i), whole["layers"][i])
+    assert not equal(load_layer(tmp_path / "out", 0), whole["layers"][1])
+    opened = open_checkpoint(tmp_path / "out")
+    assert set(opened.outer()) == {"embed_tokens", "norm"}
+    assert set(opened.outer("norm")) == {"norm"}
+    for index in (3, -1):
+        with pytest.raises(ValueError, match=rf"layer {index} does not exist; this checkpoint has layers 0 to 2"):
+            load_layer(checkpoint, index)
+
+
+def test_a_layer_is_read_from_its_own_file_only(checkpoint, tmp_path):
+    convert(checkpoint, tmp_path / "out", chunked=True)
+    opened = open_checkpoint(tmp_path / "out")
+    (tmp_path / "out" / "layer-00002.safetensors").unlink()
+    opened.layer(1)
+    with pytest.raises(ValueError, match=r"layer-00002.safetensors' cannot be read"):
+        opened.layer(2)
+
+
+def test_the_dtype_can_be_changed(checkpoint, tmp_path):
+    convert(checkpoint, tmp_path / "out", dtype="bfloat16", chunked=True)
+    stored = load_file(tmp_path / "out" / "layer-00001.safetensors")
+    assert {x.dtype for x in stored.values()} == {jnp.dtype("bfloat16")}
+    rounded = load(checkpoint, param_dtype="bfloat16", dtype="bfloat16")
+    again = load(tmp_path / "out")
+    assert again.config == rounded.config
+    assert equal(again.arrays(), rounded.arrays())
+
+
+def test_tokenizer_files_come_along(checkpoint, tmp_path):
+    (checkpoint / "tokenizer.json").write_text("{}")
+    convert(checkpoint, tmp_path / "out")
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
+
+
+def test_an_interrupted_conversion_is_no_checkpoint(checkpoint, tmp_path, monkeypatch):
+    def fail(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("models.weights.to_hf", fail)
+    with pytest.raises(ValueError, match="cannot be written to: No space left on device"):
+        convert(checkpoint, tmp_path / "out")
+    with pytest.raises(ValueError, match=r"config.json' cannot be read"):
+        load(tmp_path / "out")
+
+
+def test_the_writer_refuses_what_was_not_announced(tmp_path):
+    values = [("a", np.zeros((2, 3), np.float32))]
+    with pytest.raises(ValueError, match=r"'a' is float32\[2, 3\]; expected float32\[3, 2\]"):
+        write_safetensors(tmp_path / "x.safetensors", {"a": (3, 2)}, "float32", values)
+    with pytest.raises(ValueError, match=r"expected float16\[2, 3\]"):
+        write_safetensors(tmp_path / "x.safetensors", {"a": (2, 3)}, "float16", values)
+    assert not (tmp_path / "x.safetensors").exists()
+
+
+def test_the_command_converts_and_says_what_it_wrote(checkpoint, capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        main(["convert", "--input", str(checkpoint), "--dtype", "float16", "--quantize", "none", "--chunked"])
+    assert exit_info.value.code == 0
+    output = checkpoint.with_name("in-converted")
+    assert capsys.readouterr().out == f"165,056 parameters, float16: {output}\n"
+    assert load(output).config.param_dtype == "float16"
+
+
+def test_a_preset_is_written_with_random_weights(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as exit_info:
+        main(["convert", "--input", "debug", "--output", "out", "--dtype", "bfloat16", "--chunked"])
+    assert exit_info.value.code == 0
+    assert "random parameters, bfloat16: out" in capsys.readouterr().out
+    model = load(tmp_path / "out")
+    assert model.config == ModelConfig.from_preset("debug", dtype="bfloat16", param_dtype="bfloat16")
+    layer = jax.tree.map(lambda x: np.asarray(x, np.float32), model.arrays()["layers"][1])
+    assert set(layer["input_layernorm"].tolist()) == {1.0}
+    assert layer["up_proj"].std() == pytest.approx(0.02, rel=0.05)
+    assert len({tuple(row) for row in layer["up_proj"].tolist()}) == len(layer["up_proj"])
+    assert np.isfinite(model(TOKENS, backend="standard")).all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--input", "nowhere"], "cannot be read"),
+        (["--input", "in", "--output", "in"], "already exists and is not empty"),
+        (["--input", "in", "--preset", "gigantic"], "preset 'gigantic' is not known; use one of"),
+    ],
+)
+def test_what_cannot_be_converted_is_refused_with_a_sentence(arguments, sentence, checkpoint, monkeypatch, capsys):
+    monkeypatch.chdir(checkpoint.parent)
+    with pytest.raises(SystemExit) as exit_info:
+        main(["convert", *arguments])
+    said = capsys.readouterr().err
+    assert exit_info.value.code == 2
+    assert sentence in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("flags", [["--quantize", "int8"], ["--dtype", "float64"]], ids=" ".join)
+def test_a_word_that_is_no_choice_is_refused(flags, checkpoint, capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        main(["convert", "--input", str(checkpoint), *flags])
+    assert exit_info.value.code == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_without_pytorch_metas_files_are_refused_with_a_sentence(tmp_path, monkeypatch):
+    (tmp_path / "params.json").write_text("{}")
+    (tmp_path / "consolidated.00.pth").write_bytes(b"")
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(
+        ValueError, match=r"read by PyTorch, which is not installed; pip install 'attention-suite\[meta"
+    ):
+        load(tmp_path)
+
+
+def test_pickle_and_pytorch_are_not_even_imported_for_safetensors(checkpoint):
+    code = "import sys, models; models.load(sys.argv[1]); assert 'torch' not in sys.modules, 'torch was imported'"
+    subprocess.run([sys.executable, "-c", code, str(checkpoint)], check=True, timeout=120, env=environment())
+
+
+GROWTH = """
+import sys, models
+from suite.memory import high_water, mark_baseline
+call, output, *sources = sys.argv[1:]
+first = mark_baseline()
+for number, source in enumerate(sources):
+    mark_baseline()
+    kept = models.load(source) if call == "load" else models.convert(source, output + str(number), dtype="float16")
+    print(high_water(first))
+    del kept
+"""
+
+
+def test_converting_takes_no_more_memory_for_more_layers_and_loading_does(two_depths, tmp_path):
+    sources, layer = two_depths
+    more = {}
+    for call in ("convert", "load"):
+        command = [sys.executable, "-c", GROWTH, call, str(tmp_path / call), *map(str, sources)]
+        done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True, env=environment())
+        shallow, deep = map(int, done.stdout.split())
+        more[call] = (deep - shallow) / layer
+    assert more["convert"] < 0.7, more
+    assert more["load"] > 2.3, more  # three layers more
+
+
+def test_config_json_is_written_last(checkpoint, tmp_path):
+    convert(checkpoint, tmp_path / "out", chunked=True)
+    newest = max((tmp_path / "out").iterdir(), key=lambda path: path.stat().st_mtime_ns)
+    assert newest.name == "config.json"
+    assert json.loads(newest.read_text())["model_type"] == "llama"

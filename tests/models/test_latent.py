@@ -1,0 +1,103 @@
+"""Multi-head latent attention against transformers' DeepSeek-V3, whose experts are left out.
+
+In transformers a rotated pair stands side by side, here half a vector apart: rows are turned round on the way in.
+"""
+
+import importlib
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models import ModelConfig, Transformer
+from models.parameters import checkpoint_names
+
+if os.environ.get("ATTNSUITE_REQUIRE_TRANSFORMERS"):  # set by tox -e llama
+    torch, transformers = (importlib.import_module(name) for name in ("torch", "transformers"))
+else:
+    torch = pytest.importorskip("torch", reason="compared with PyTorch, which is not installed; tox -e llama")
+    transformers = pytest.importorskip("transformers", reason="compared with transformers; tox -e llama")
+
+TOLERANCE = 5e-6  # of the largest logit
+TOKENS = np.random.default_rng(7).integers(0, 131, (2, 24))
+SHARED = {
+    "vocab_size": 131,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 14,
+}
+
+
+def theirs(q_lora_rank):
+    """Attention far from uniform, all layers dense, in eval mode and float32."""
+    torch.manual_seed(0)
+    config = transformers.DeepseekV3Config(
+        **SHARED,
+        q_lora_rank=q_lora_rank,
+        num_hidden_layers=2,
+        first_k_dense_replace=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=512,
+        rms_norm_eps=1e-6,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        tie_word_embeddings=False,
+    )
+    model = transformers.DeepseekV3ForCausalLM._from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+            else:
+                parameter.normal_(0, 0.25)
+    return model
+
+
+def ours(model, q_lora_rank, *, turned=True):
+    config = ModelConfig(
+        **SHARED,
+        q_lora_rank=q_lora_rank,
+        num_layers=2,
+        num_heads=4,
+        attention="latent",
+        norm_eps=1e-6,
+        tie_embeddings=False,
+    )
+    tensors = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
+    params = jax.tree.map(lambda name: jnp.asarray(tensors[name]), checkpoint_names(config))
+    if turned:
+        queries = np.concatenate([head * 20 + np.r_[:12, 12 + pairs_apart(8)] for head in range(4)])
+        key = np.r_[:20, 20 + pairs_apart(8)]
+        for layer in params["layers"]:
+            name = "q_proj" if q_lora_rank is None else "q_b_proj"
+            layer[name], layer["kv_a_proj_with_mqa"] = layer[name][queries], layer["kv_a_proj_with_mqa"][key]
+    return Transformer(config, params)
+
+
+def pairs_apart(width):
+    """The even ones, then the odd ones."""
+    return np.r_[0:width:2, 1:width:2]
+
+
+def distance(got, expected):
+    return np.abs(np.asarray(got) - expected).max() / np.abs(expected).max()
+
+
+@pytest.mark.parametrize("q_lora_rank", [None, 16])
+def test_logits_are_those_of_transformers_in_one_pass_and_from_a_cache(q_lora_rank):
+    reference = theirs(q_lora_rank)
+    with torch.no_grad():
+        expected = reference(torch.from_numpy(TOKENS)).logits.numpy()
+    model, call = ours(reference, q_lora_rank), {"backend": "standard"}
+    assert distance(model(TOKENS, **call), expected) <= TOLERANCE
+    first, cache = model.prefill(TOKENS[:, :10], model.new_cache(2, 32), **call)
+    more, cache = model.prefill(TOKENS[:, 10:23], cache, **call)
+    last, cache = model.decode(TOKENS[:, 23], cache, **call)
+    assert distance(np.concatenate([first, more, last[:, None]], axis=1), expected) <= TOLERANCE
+    as_they_lie = ours(reference, q_lora_rank, turned=False)
+    assert distance(as_they_lie(TOKENS, **call), expected) > 1e-2, "the order of rotated rows must matter"

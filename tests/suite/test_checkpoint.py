@@ -1,0 +1,230 @@
+"""``attnsuite run --model`` and ``attnsuite perplexity``: how text is read, what is refused, and what INVALID says."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import re
+
+import numpy as np
+import pytest
+
+from models import ModelConfig, Tokenizer, Transformer, load_shipped, load_text, save
+from models.loss import token_nats
+from suite import checkpoint, model_cell, quality
+from suite import text as suite_text
+from suite.cases import ModelCase, SelectionCase, TextCase
+from suite.command_line import main
+from suite.errors import InputError
+from suite.probe import probe
+from suite.store import parse_records
+
+PROSE = load_text().held_out
+
+
+def refused(capsys, *arguments):
+    with pytest.raises(SystemExit) as exit_info:
+        main([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    assert exit_info.value.code == 2
+    assert "Traceback" not in captured.err
+    return " ".join(captured.err.split())
+
+
+@pytest.fixture(scope="module")
+def shipped(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("shipped") / "tiny"
+    save(load_shipped(), directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def untrained(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("untrained") / "noise"
+    save(Transformer(ModelConfig(num_layers=2)), directory)
+    return directory
+
+
+def by_words(front=(1,)):
+    """A tokenizer: words of three letters as numbers of their own, behind what stands in front of a text."""
+
+    def encode(text):
+        return [*front, *(2 + sum(text[i : i + 3].encode()) % 500 for i in range(0, len(text), 3))]
+
+    return Tokenizer(vocab_size=502, encode=encode, decode=str)
+
+
+@pytest.fixture
+def tokenized(tmp_path, monkeypatch):
+    """A directory in which a tokenizer lies."""
+    (tmp_path / "tokenizer.json").write_text("{}")
+    monkeypatch.setattr(suite_text, "load_tokenizer", lambda _: by_words())
+    return tmp_path
+
+
+def test_every_window_begins_with_what_stands_in_front_of_a_text(tokenized):
+    reader = suite_text.reader_of(str(tokenized), ModelConfig(vocab_size=512))
+    rows, bytes_per_token = reader.spread(PROSE, 32, 6)
+    whole = by_words(front=()).encode(PROSE.tobytes().decode())
+    assert rows.shape == (6, 32)
+    assert set(rows[:, 0].tolist()) == {1}
+    assert bytes_per_token == pytest.approx(len(PROSE) / len(whole))
+    assert rows[0, 1:].tolist() == whole[1:32]
+    assert rows[-1, 1:].tolist() == whole[1 + 31 * (len(whole) // 31 - 1) :][:31], "the last window of the text"
+    drawn = reader.drawn(PROSE, 32, 5, np.random.default_rng(0))
+    assert drawn.shape == (5, 32)
+    assert set(drawn[:, 0].tolist()) == {1}
+
+
+def test_without_anything_in_front_windows_overlap_by_the_token_that_predicts(tokenized, monkeypatch):
+    monkeypatch.setattr(suite_text, "load_tokenizer", lambda _: by_words(front=()))
+    rows, _ = suite_text.reader_of(str(tokenized), ModelConfig(vocab_size=512)).spread(PROSE[:300], 25, 4)
+    assert rows.ravel()[[24, 25]].tolist() == [rows[0, -1]] * 2
+
+
+def test_bytes_are_read_as_they_are(untrained):
+    rows, bytes_per_token = suite_text.reader_of(str(untrained), ModelConfig()).spread(PROSE, 32, 2)
+    assert bytes_per_token == 1.0
+    assert rows[0].tolist() == PROSE[:32].tolist()
+
+
+def test_text_that_a_model_cannot_read_is_refused(tokenized, tmp_path):
+    with pytest.raises(InputError, match=r"has 502 tokens, but the model 400; they do not belong together"):
+        suite_text.reader_of(str(tokenized), ModelConfig(vocab_size=400))
+    with pytest.raises(InputError, match=r"has 512 tokens and no tokenizer beside it; text needs a byte-level model"):
+        suite_text.reader_of(str(tmp_path / "other"), ModelConfig(vocab_size=512))
+    with pytest.raises(ValueError, match=r"holds 4 windows of 32 tokens, but sequences = 40"):
+        suite_text.reader_of(str(tokenized), ModelConfig(vocab_size=512)).spread(PROSE[:400], 32, 40)
+
+
+def test_no_unigram_model_beats_the_one_that_knows_the_frequencies():
+    rng = np.random.default_rng(0)
+    rows = np.minimum(rng.geometric(0.2, (4, 500)), 30)
+    best = suite_text.unigram_bits(rows)
+    for other in (rng.dirichlet(np.ones(31)) for _ in range(20)):
+        assert -np.log2(other[rows[:, 1:]]).mean() > best
+    assert suite_text.unigram_bits(rng.integers(0, 256, (64, 513))) == pytest.approx(8.0, abs=0.01)
+
+
+@pytest.mark.parametrize(("name", "valid"), [("shipped", True), ("untrained", False)])
+def test_a_model_that_learned_nothing_does_not_beat_unigrams(name, valid, request):
+    case = TextCase(model=str(request.getfixturevalue(name)), sequence=64, sequences=6)
+    found = quality.perplexity(case, "standard", None)
+    assert (found.figures["bits_per_byte"] < found.figures["unigram_bits_per_byte"]) == valid
+    rows = quality.read_text(case, model_cell.model_config(case), None).rows
+    nats = token_nats(model_cell.open_model(case)(rows[:, :-1], backend="standard"), rows[:, 1:]).mean()
+    assert found.figures["perplexity"] == pytest.approx(math.exp(nats), rel=1e-4)
+
+
+def test_bits_are_counted_per_byte_of_the_text(tokenized):
+    save(Transformer(ModelConfig(vocab_size=512, num_layers=1)), tokenized)
+    found = quality.perplexity(TextCase(model=str(tokenized), sequence=32, sequences=6), "standard", None).figures
+    assert found["bits_per_byte"] == pytest.approx(found["nll_mean"] / math.log(2) / 3, rel=1e-3)
+
+
+def test_the_suite_of_a_checkpoint_has_kascades_controls_where_kascade_is_asked_for(shipped):
+    words = checkpoint.CheckpointWords(model=shipped, sequence=64, batch=3)
+    cases = checkpoint.checkpoint_suite(words, kascade=True).cases
+    assert [type(case) for case in cases] == [TextCase, ModelCase, ModelCase, SelectionCase, SelectionCase]
+    assert {case.model for case in cases} == {str(shipped.resolve())}
+    assert all(case.ragged and case.batch == 3 for case in cases[1:3])
+    assert len(checkpoint.checkpoint_suite(words, kascade=False).cases) == 3
+    assert {"dense", "random_tiles"} <= set(checkpoint.rows(["standard", "kascade"]))
+    assert checkpoint.rows(["standard"]) == ("standard",)
+    small = [dataclasses.replace(case, sequence=64) for case in cases]
+    plans = {(p["case"], p["requested"]): p for p in probe(small, ["standard", "kascade", "dense"], None)["plans"]}
+    left = plans[cases[0].name, "kascade"]
+    assert left["mode"] is None
+    assert "beside its controls" in left["reasons"][0]
+    assert plans[cases[1].name, "kascade"]["mode"] == "native"
+
+
+def test_kascades_row_of_a_model_runs_the_schedule_that_the_case_says(shipped):
+    case = ModelCase(kind="model_prefill", model=str(shipped), sequence=64, top_k=0.25, tile_size=8, anchors=2)
+    model = model_cell.open_model(case)
+    options = model_cell.options_of(case, model.config, "kascade")
+    assert options["schedule"].anchors == (0, 2)
+    assert model_cell.options_of(case, model.config, "chunked") == {}
+    assert model_cell.options_of(dataclasses.replace(case, top_k=None), model.config, "kascade") == {}
+
+    def logits(backend, **changes):
+        program = model_cell.judged_program(dataclasses.replace(case, **changes), model, backend)
+        return np.asarray(program.function(*program.arguments)["logits"])
+
+    dense = logits("standard")
+    assert np.abs(logits("kascade", top_k=1.0) - dense).max() < 1e-4
+    assert np.abs(logits("kascade") - dense).max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["run", "--model", "nowhere"], "--model 'nowhere' is no directory"),
+        (["run", "--model", "."], "config.json' cannot be read"),
+        (["run", "--model", ".", "--suite", "quick"], "--model brings its own cases; leave out --suite"),
+        (["run", "--seq-len", "64"], "--seq-len is about a checkpoint; add --model"),
+        (["run", "--resume", "--out", "x", "--model", "."], "--model cannot change a run that was begun"),
+        (["perplexity", "--model", "nowhere"], "config.json' cannot be read"),
+        (["perplexity", "--model", ".", "--seq-len", "1"], "--seq-len 1 must be at least 2"),
+        (["perplexity", "--model", ".", "--text", "nowhere.txt"], "nowhere.txt cannot be read"),
+    ],
+)
+def test_what_is_no_checkpoint_is_refused(arguments, sentence, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert sentence in refused(capsys, *arguments)
+
+
+def test_weights_that_do_not_fit_are_refused_before_anything_is_measured(untrained, tmp_path, capsys):
+    config = (untrained / "config.json").read_text()
+    (tmp_path / "config.json").write_text(config)
+    assert "holds neither model.safetensors" in refused(capsys, "run", "--model", tmp_path, "--out", tmp_path / "run")
+
+
+def test_a_run_of_a_model_that_learned_nothing_is_marked_invalid(untrained, new_run, attnsuite):
+    arguments = ["--model", untrained, "--backends", "standard,chunked", "--seq-len", "64"]
+    code, _, err = attnsuite.finish(attnsuite.start("run", *arguments, "--cases", "perpl*,prefill*", "--out", new_run))
+    assert code == 0, err
+    records = parse_records(new_run / "records.jsonl")[0]
+    assert {record.status for record in records} == {"ok"}
+    page = (new_run / "report.md").read_text()
+    section = page[page.index("## Backends in noise") : page.index("## Speed")]
+    rows = [line for line in section.splitlines() if re.match(r"\| `?(standard|chunked)", line)]
+    assert len(rows) == 2
+    assert all("INVALID: the dense model is no better than a unigram model" in row for row in rows)
+    assert "TTFT" in section
+    assert f"attnsuite run --model {untrained} --seq-len 64 --batch 1 --backends standard,chunked" in page
+
+
+def test_streaming_says_perplexity_memory_and_whether_it_means_anything(shipped, untrained, capsys):
+    said = {}
+    for model in (shipped, untrained):
+        with pytest.raises(SystemExit) as exit_info:
+            main(["perplexity", "--model", str(model), "--seq-len", "64", "--sequences", "6", "--backend", "standard"])
+        assert exit_info.value.code == 0
+        said[model] = capsys.readouterr().out
+        assert "GiB more than at the start" in said[model]
+    case = TextCase(model=str(shipped), sequence=64, sequences=6)
+    figures = quality.perplexity(case, "standard", None).figures
+    assert f"perplexity per token: {figures['perplexity']:.4f} over {6 * 63} tokens" in said[shipped]
+    assert f"bits per byte: {figures['bits_per_byte']:.4f}" in said[shipped]
+    assert "INVALID" not in said[shipped]
+    assert "INVALID" in said[untrained]
+
+
+def test_a_real_tokenizer_is_read_beside_a_checkpoint(tmp_path):
+    if not os.environ.get("ATTNSUITE_REQUIRE_TRANSFORMERS"):  # set by tox -e llama
+        pytest.importorskip("tokenizers", reason="tokenizers is not installed; tox -e llama")
+    import tokenizers  # noqa: PLC0415
+
+    words = {"[UNK]": 0, "<s>": 1} | {word: i for i, word in enumerate(dict.fromkeys(PROSE.tobytes().split()), 2)}
+    words = {word.decode() if isinstance(word, bytes) else word: i for word, i in words.items()}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))  # noqa: S106
+    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    made.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    made.save(str(tmp_path / "tokenizer.json"))
+    save(Transformer(ModelConfig(vocab_size=len(words), num_layers=1)), tmp_path)
+    case = TextCase(model=str(tmp_path), sequence=32, sequences=6)
+    found = quality.read_text(case, model_cell.model_config(case), None)
+    assert found.rows[:, 0].tolist() == [1] * 6
+    assert found.rows[0, 1:].tolist() == [words[word] for word in PROSE.tobytes().decode().split()[1:32]]

@@ -1,0 +1,120 @@
+"""Prefill and decode of a batch of unequal prompts: what is computed, counted, recorded and shown."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from models import ModelConfig
+from suite import model_cell, peers
+from suite.cases import ModelCase
+from suite.errors import InputError
+from suite.store import parse_records
+
+PREFILL = ModelCase(kind="model_prefill", model="debug", sequence=40, batch=3, ragged=True)
+DECODE = ModelCase(kind="model_decode", model="debug", sequence=40, batch=3, new_tokens=4, ragged=True)
+
+
+@pytest.mark.parametrize("case", [PREFILL, DECODE], ids=lambda case: case.kind)
+def test_each_row_is_what_its_prompt_gives_alone(case):
+    model = model_cell.open_model(case)
+    program = model_cell.judged_program(case, model, "standard")
+    logits = np.asarray(jax.jit(program.function)(*program.arguments)["logits"])
+    lengths = model_cell.prompt_lengths(case)
+    assert lengths[0] == 40
+    assert 10 <= lengths.min() < 40
+    tokens = np.asarray(model_cell.case_tokens(case, model.config))
+    cache = model_cell.noisy_cache(case, model)
+    for row, length in enumerate(lengths):
+        if case.kind == "model_prefill":
+            alone = model(tokens[row : row + 1, :length], backend="standard")[0, -1]
+            np.testing.assert_allclose(logits[row], alone, atol=2e-5)
+            continue
+        keys, values = (tuple(x[row : row + 1] for x in slots) for slots in (cache.keys, cache.values))
+        one = dataclasses.replace(cache, keys=keys, values=values, lengths=lengths[row : row + 1])
+        for step, token in enumerate(np.asarray(model_cell.decoded_tokens(case, model.config))[row]):
+            alone, one = model.decode([token], one, backend="standard")
+            np.testing.assert_allclose(logits[step, row], alone[0], atol=2e-5)
+    blind = dataclasses.replace(case, ragged=False)
+    program = model_cell.judged_program(blind, model, "standard")
+    other = np.asarray(jax.jit(program.function)(*program.arguments)["logits"])
+    assert np.abs(other - logits).max() > 1e-2, "lengths must matter, or this test sees nothing"
+
+
+def test_padding_is_not_counted():
+    lengths = model_cell.prompt_lengths(PREFILL)
+    config = model_cell.model_config(PREFILL)
+    assert model_cell.model_tokens(PREFILL) == lengths.sum() < 120
+    assert model_cell.model_tokens(DECODE) == 12
+    flops = [model_cell.model_flops(dataclasses.replace(PREFILL, ragged=ragged), config) for ragged in (True, False)]
+    pairs = [sum(n * (n + 1) // 2 for n in rows) for rows in (lengths.tolist(), [40] * 3)]
+    by_layer = config.num_layers * (2 * config.hidden_size * config.dim * 4 + 3 * 64 * 172)
+    expected = [
+        2 * (by_layer * tokens + 64 * 256 * 3) + 4 * config.num_layers * config.num_heads * config.dim * seen
+        for tokens, seen in zip((lengths.sum(), 120), pairs, strict=True)
+    ]
+    assert flops == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "size"),
+    [
+        (ModelConfig.from_preset("llama-3.1-8b"), 2 * 32 * 8 * 128),
+        (ModelConfig.from_preset("debug"), 2 * 2 * 2 * 32),
+    ],
+    ids=["llama-3.1-8b", "debug"],
+)
+def test_cache_bytes_per_token_are_keys_and_values_of_all_layers_and_not_of_all_heads(config, size):
+    assert model_cell.kv_bytes_per_token(DECODE, config) == size * 4  # float32, as caches are on a CPU
+    assert model_cell.kv_bytes_per_token(ModelCase(kind="model_train", model="debug"), config) is None
+
+
+@pytest.mark.parametrize("fields", [{"batch": 1}, {"kind": "model_train"}], ids=str)
+def test_ragged_needs_several_prompts(fields):
+    with pytest.raises(InputError, match="ragged = true is about several prompts"):
+        ModelCase(**{"kind": "model_prefill", "batch": 2, "ragged": True} | fields)
+
+
+def test_a_peer_that_takes_one_length_refuses_ragged_prompts():
+    assert "transformers: ragged=True is outside" in " ".join(peers.refusals("transformers", PREFILL))
+    assert "ragged" not in " ".join(peers.refusals("transformers", dataclasses.replace(PREFILL, ragged=False)))
+
+
+SUITE = """
+[[case]]
+kind = "model_prefill"
+model = "debug"
+sequence = 40
+batch = 3
+ragged = true
+
+[[case]]
+kind = "model_decode"
+model = "debug"
+sequence = 40
+batch = 3
+new_tokens = 4
+ragged = true
+"""
+
+
+def test_a_run_records_and_shows_ttft_tpot_and_the_cache(tmp_path, new_run, attnsuite):
+    (tmp_path / "decoding.toml").write_text(SUITE)
+    arguments = ["run", "--suite", tmp_path / "decoding.toml", "--backends", "standard", "--out", new_run]
+    code, _, err = attnsuite.finish(attnsuite.start(*arguments))
+    assert code == 0, err
+    prefill, decode = parse_records(new_run / "records.jsonl")[0]
+    assert (prefill.status, prefill.steps, prefill.tokens) == ("ok", 1, model_cell.model_tokens(PREFILL))
+    assert (decode.status, decode.steps, decode.tokens) == ("ok", 4, 12)
+    assert prefill.kv_bytes_per_token == decode.kv_bytes_per_token == 2 * 2 * 2 * 32 * 4
+    page = (new_run / "report.md").read_text()
+    shown = ("TTFT (ms)", "TPOT (ms)", "prefill tokens/s", "decode tokens/s", "KV cache (bytes per token)", "ragged")
+    assert [words for words in shown if words not in page] == []
+    rows = {row["kind"]: row for row in csv.DictReader((new_run / "records.csv").open(encoding="utf-8"))}
+    assert float(rows["model_prefill"]["ttft_seconds"]) == pytest.approx(np.median(prefill.samples))
+    assert float(rows["model_decode"]["tpot_seconds"]) == pytest.approx(np.median(decode.samples) / 4)
+    assert rows["model_prefill"]["tpot_seconds"] == rows["model_decode"]["ttft_seconds"] == ""
