@@ -249,9 +249,7 @@ def _sweep_units(
 
     shape = (tiling.units, rows)
     carry = this.start(with_output=value is not None), jnp.zeros(shape), jnp.full(shape, _MASKED)
-    whole = (
-        this.spec.key_value_length // tiling.unit
-    )  # what the end cuts is never before an own region
+    whole = this.spec.key_value_length // tiling.unit  # what the end cuts is never before an own region
     if group > 1 and whole >= group:
         carry = lax.fori_loop(0, earlier // group, visit(group), carry)
         carry = lax.fori_loop(earlier // group * group, earlier, visit(1), carry)
