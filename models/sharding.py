@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from models.parameters import Params
 
 # The dimension of [out, in] that belongs to the heads (or the inner dimension, or the vocabulary).
-_BY_OUTPUT = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
+_BY_OUTPUT = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
 _BY_INPUT = ("o_proj", "down_proj")
 
 

@@ -94,10 +94,21 @@ def _parameters(tree: Any, dealt: Deal) -> Any:
 
 
 def _data(tree: Any, dealt: Deal) -> Any:
-    """Tokens ``[batch, length]``, caches ``[batch, kv_heads, length, dim]`` and lengths ``[batch]``."""
+    """Tokens ``[batch, length]``, caches ``[batch, kv_heads, length, dim]`` and lengths ``[batch]``.
+
+    Whole where there is less than an axis shares: a latent layer keeps one head for all.
+    """
     data, context = dealt.axes.data, dealt.axes.context
-    where = {1: (data,), 2: (data, context), 4: (data, "heads", context)}
-    return jax.tree.map(lambda x: _at(x, dealt, PartitionSpec(*where[len(x.shape)])), tree)
+    axes = {1: (data,), 2: (data, context), 4: (data, "heads", context)}
+
+    def place(x: Any) -> Any:
+        where = axes[len(x.shape)]
+        divides = [
+            axis is None or size % dealt.mesh.shape[axis] == 0 for size, axis in zip(x.shape, where, strict=False)
+        ]
+        return _at(x, dealt, PartitionSpec(*(axis if ok else None for axis, ok in zip(where, divides, strict=True))))
+
+    return jax.tree.map(place, tree)
 
 
 def _at(x: Any, dealt: Deal, spec: PartitionSpec) -> Any:
