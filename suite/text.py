@@ -39,11 +39,12 @@ class Reader:
         """
         tokens = self.encode(data)
         # With nothing in front a window begins with the last token of the one before it.
-        rows = windows(tokens, length - (len(self.front) or 1)) if length > len(self.front) else np.zeros((0, 0))
+        new = length - (len(self.front) or 1)
+        rows = windows(tokens, new) if 0 < new < len(tokens) else np.zeros((0, 0))
         if len(rows) < count:
             raise ValueError(
-                f"the text holds {len(rows)} windows of {length} {self.unit}, but sequences = {count}; "
-                "give a longer text, or fewer or shorter sequences."
+                f"the text holds {len(rows)} windows of {length} {self.unit}, fewer than the {count} asked for; "
+                "give a longer text, or ask for fewer or for another length."
             )
         rows = rows[np.linspace(0, len(rows) - 1, count).astype(int)]
         return (self._led(rows[:, 1:]) if self.front else rows), len(data) / len(tokens)

@@ -42,6 +42,8 @@ FIELDS = st.fixed_dictionaries({
     "compile_seconds": st.none() | FLOATS,
     "flops": st.none() | FLOATS,
     "tokens": st.none() | st.integers(0, 2**40),
+    "steps": st.none() | st.integers(0, 2**20),
+    "kv_bytes_per_token": st.none() | st.integers(0, 2**40),
     "memory": st.dictionaries(st.sampled_from(["compiled_temp", "odd"]), st.none() | st.integers(0, 2**60)),
     "accuracy": st.dictionaries(st.sampled_from(["out", "dq", "a|b"]), ERRORS),
     "quality": st.dictionaries(st.sampled_from(["recall", "bits_per_byte", "unigram_bits_per_byte"]), FLOATS),

@@ -94,7 +94,7 @@ def test_text_that_a_model_cannot_read_is_refused(tokenized, tmp_path):
         suite_text.reader_of(str(tokenized), ModelConfig(vocab_size=400))
     with pytest.raises(InputError, match=r"has 512 tokens and no tokenizer beside it; text needs a byte-level model"):
         suite_text.reader_of(str(tmp_path / "other"), ModelConfig(vocab_size=512))
-    with pytest.raises(ValueError, match=r"holds 4 windows of 32 tokens, but sequences = 40"):
+    with pytest.raises(ValueError, match=r"holds 4 windows of 32 tokens, fewer than the 40"):
         suite_text.reader_of(str(tokenized), ModelConfig(vocab_size=512)).spread(PROSE[:400], 32, 40)
 
 

@@ -114,7 +114,8 @@ def test_a_run_records_and_shows_ttft_tpot_and_the_cache(tmp_path, new_run, attn
     page = (new_run / "report.md").read_text()
     shown = ("TTFT (ms)", "TPOT (ms)", "prefill tokens/s", "decode tokens/s", "KV cache (bytes per token)", "ragged")
     assert [words for words in shown if words not in page] == []
-    rows = {row["kind"]: row for row in csv.DictReader((new_run / "records.csv").open(encoding="utf-8"))}
+    with (new_run / "records.csv").open(encoding="utf-8") as file:
+        rows = {row["kind"]: row for row in csv.DictReader(file)}
     assert float(rows["model_prefill"]["ttft_seconds"]) == pytest.approx(np.median(prefill.samples))
     assert float(rows["model_decode"]["tpot_seconds"]) == pytest.approx(np.median(decode.samples) / 4)
     assert rows["model_prefill"]["tpot_seconds"] == rows["model_decode"]["ttft_seconds"] == ""

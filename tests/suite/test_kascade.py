@@ -21,7 +21,7 @@ from suite.kascade.methods import CONTROLS, METHODS, methods_of, refusals
 from suite.kascade.words import KascadeWords, applied
 from suite.suites import QUICK, SUITES
 
-GATE = SelectionCase(kind="kascade_gate", sequence=256, sequences=4, tile_size=16, top_k=0.3)
+GATE = SelectionCase(kind="kascade_gate", sequence=256, sequences=8, tile_size=16, top_k=0.25)
 STACK = StackCase(kind="kascade_prefill", sequence=256, layers=3, anchors=2, heads=4, kv_heads=2, head_dim=16,
                   tile_size=32, top_k=0.25)  # fmt: skip
 SELECTING = sorted({name for kind in ("kascade_text", "kascade_gate") for name in METHODS
@@ -110,7 +110,7 @@ def test_gate_finds_all_with_kascade_and_every_control_fails(gate, phase):
     recall = {name: row.figures["recall"] for name, row in found.items()}
     assert recall["dense"] == recall["kascade"] == 1.0
     assert set(CONTROLS) < set(recall)
-    assert max(recall[name] for name in CONTROLS) < 0.8, recall
+    assert max(recall[name] for name in CONTROLS) < 0.85, recall  # of 64: the Wilson interval lies below dense's
     assert found["kascade"].figures["kept_pairs"] < 0.5
     assert "1 anchor" in found["kascade"].notes[0]
     assert found["kascade"].figures["flops"] == pytest.approx(expected_flops(case), rel=1e-6)

@@ -34,7 +34,6 @@ def test_backends_follow_standard_and_a_gradient_of_one_percent_too_much_does_no
     found = {curve.name: (curve, verdict) for curve, verdict in verdicts(curves)}
     assert found["chunked"][1].is_ready
     assert found["splash"][1].is_ready
-    assert found["chunked"][1].ratio > 0  # sums of its own
     assert found["splash"][0].mode == "interpret"
     assert not found["dv 1% large"][1].is_ready
     # Held to the spread over batches, which is what "over seeds" is, it would pass.
@@ -89,8 +88,7 @@ def test_the_page_says_who_is_ready_and_is_a_function_of_the_curves(curves, tmp_
     assert str(tmp_path / "report.md") in capsys.readouterr().out
     text = (tmp_path / "report.md").read_text()
     rows = {line.split("|")[1].strip(): line for line in text.splitlines() if line.startswith("|")}
-    assert rows["`chunked`"].endswith("ready |")
-    assert "not ready" not in rows["`splash`"]
+    assert all("not ready" not in rows[name] for name in ("`chunked`", "`splash`"))
     assert "| interpret |" in rows["`splash`"]
     assert rows["dv 1% large"].endswith("found out |")
     assert "refused" in rows["cudnn"]
