@@ -140,6 +140,10 @@ def by_the_book(model, tokens, params=None):
     return norm(config, params, "norm", x) @ params["embed_tokens" if config.tie_embeddings else "lm_head"].T
 
 
+# Of float32, relative to the largest logit: 0.8e-6 to 6.3e-6 from variant to variant, on jax 0.10.1 and 0.12.
+NOISE = 1e-5
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_logits_are_those_of_plain_numpy(name):
     model = make(name)
@@ -148,7 +152,7 @@ def test_logits_are_those_of_plain_numpy(name):
     expected = np.stack([by_the_book(model, row) for row in tokens])
     assert got.shape == (2, 20, 97)
     assert got.dtype == jnp.float32
-    np.testing.assert_allclose(got, expected, rtol=0, atol=5e-6 * np.abs(expected).max())
+    np.testing.assert_allclose(got, expected, rtol=0, atol=NOISE * np.abs(expected).max())
 
 
 def test_the_comparison_notices_a_wrong_epsilon_and_a_wrong_window():
@@ -157,7 +161,7 @@ def test_the_comparison_notices_a_wrong_epsilon_and_a_wrong_window():
     right = by_the_book(model, tokens[0])
     for wrong in ({"norm_eps": 1e-3}, {"window_size": 6}):
         off = np.abs(by_the_book(model.with_config(**wrong), tokens[0]) - right).max()
-        assert off > 20 * 5e-6 * np.abs(right).max()
+        assert off > 20 * NOISE * np.abs(right).max()
 
 
 def test_gradients_of_latent_attention_are_the_differences_of_plain_numpy():
