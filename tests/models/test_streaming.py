@@ -96,5 +96,5 @@ def test_streaming_takes_no_more_memory_for_more_layers(two_depths):
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True, env=environment)
     shallow, _, deep, nats = map(float, done.stdout.split())
     assert shallow > layer
-    assert deep - shallow < 0.7 * layer, (shallow / layer, deep / layer)
+    assert deep - shallow < 1.5 * layer, (shallow / layer, deep / layer)  # of three layers more
     assert 1 < nats < 30
