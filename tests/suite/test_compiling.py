@@ -235,9 +235,9 @@ def test_published_page_matches_a_fresh_small_run(tmp_path, attnsuite):
 
 
 def test_slice_holds_a_share_of_what_one_chip_holds(tmp_path, attnsuite):
-    """Arguments of splash in a shard_map on four chips: a quarter of those on one."""
+    """Arguments of a call in a shard_map on four chips: a quarter of those on one."""
     (tmp_path / "suite.toml").write_text(SUITE, encoding="utf-8")
-    words = ["--suite", tmp_path / "suite.toml", "--cases", "packed", "--backends", "splash"]
+    words = ["--suite", tmp_path / "suite.toml", "--cases", "packed", "--backends", "chunked"]
     records = compile_records(attnsuite, tmp_path, *words, "--targets", "v5e,v5e:2x2")[0]
     one, four = sorted(records.values(), key=lambda record: record.target)
     assert (one.status, four.status, four.target) == ("ok", "ok", "tpu:v5e:2x2")
