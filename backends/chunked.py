@@ -3,8 +3,10 @@
 The recurrence is FlashAttention-2's (arXiv 2307.08691), written in XLA so that it runs on every platform;
 it is the fallback for long sequences. Blocks that hold nothing visible are skipped, blocks that are all
 visible are not masked (``blocks.py``). The backward pass recomputes the probabilities from the saved
-log-sum-exp. Short queries against long keys (decoding) take the plain formula, whose scores are linear in
-the key length there (``decode.py`` on a CPU, ``standard.py`` elsewhere).
+log-sum-exp, which is kept in two parts: the row's largest score, and the logarithm of the sum of what is
+left of each score below it. Added up, they would round at the size of the logits. Short queries against
+long keys (decoding) take the plain formula, whose scores are linear in the key length there (``decode.py``
+on a CPU, ``standard.py`` elsewhere).
 
 What XLA needs on a CPU and nowhere else is decided in :func:`_tricks`; ``attnsuite run`` measures the whole.
 """
@@ -48,7 +50,7 @@ _MASKED = -1e30  # finite, so that a row with nothing visible gives no NaN
 # A probability is one, but for the rounding of its score, where the score is this near to the row's log-sum-exp; with
 # logits above the second number their rounding is too coarse to tell.
 _ALONE, _LARGE_LOGIT = 2.0**-21, 64.0
-_UNSEEN = 1e30  # log-sum-exp of a row with nothing visible: its probabilities come out as zero
+_UNSEEN = 1e30  # largest score of a row with nothing visible: its probabilities come out as zero
 
 OPTIONS = {
     "block_q": "query rows per block (a multiple of 8)",
@@ -143,8 +145,8 @@ class Chunked:
         forward_tables, backward_tables = _tables(program, layout)
 
         def forward(query: Array, key: Array, value: Array) -> tuple[Array, Array]:
-            out, lse = _forward(program, query, key, value, *forward_tables)
-            return out, jnp.where(lse == _UNSEEN, NOTHING_SEEN, lse)
+            out, top, rest = _forward(program, query, key, value, *forward_tables)
+            return out, jnp.where(top == _UNSEEN, NOTHING_SEEN, top + rest)
 
         def backward(
             query: Array, key: Array, value: Array, out: Array, lse: Array, d_out: Array
@@ -152,7 +154,7 @@ class Chunked:
             if backward_tables is None:
                 raise ValueError("planned with needs_grad=False; plan with needs_grad=True to differentiate.")
             lse = jnp.where(lse <= NOTHING_SEEN, _UNSEEN, lse)
-            return _backward(program, query, key, value, out, lse, d_out, *backward_tables)
+            return _backward(program, query, key, value, out, lse, jnp.zeros_like(lse), d_out, *backward_tables)
 
         return Part(forward, backward)
 
@@ -293,13 +295,13 @@ def _differentiable(program: _Program, tables: _Tables) -> tuple[Callable[..., A
     def forward(query: Array, key: Array, value: Array, traced: _Tables | None) -> Any:
         if (traced or tables)[1] is None:  # asked at trace time
             raise ValueError("planned with needs_grad=False; plan with needs_grad=True to differentiate.")
-        out, lse = _forward(program, query, key, value, *(traced or tables)[0])
-        return out, (query, key, value, out, lse, traced)
+        out, top, rest = _forward(program, query, key, value, *(traced or tables)[0])
+        return out, (query, key, value, out, top, rest, traced)
 
     def backward(residuals: Any, d_out: Array) -> Any:
-        query, key, value, out, lse, traced = residuals
+        query, key, value, out, top, rest, traced = residuals
         layout, columns = (traced or tables)[1] or ()
-        return *_backward(program, query, key, value, out, lse, d_out, layout, columns), None
+        return *_backward(program, query, key, value, out, top, rest, d_out, layout, columns), None
 
     attend.defvjp(forward, backward)
     return attend, None if static else tables
@@ -416,8 +418,8 @@ def _scaled_query(query: Array, program: _Program) -> Array:
 
 def _forward(
     program: _Program, query: Array, key: Array, value: Array, layout: PaddedLayout, tables: tuple[BlockTable, ...]
-) -> tuple[Array, Array]:
-    """Output [B, T, N, Hv] and log-sum-exp [B, T, N]."""
+) -> tuple[Array, Array, Array]:
+    """Output [B, T, N, Hv], and the log-sum-exp as largest score and rest, [B, T, N] each."""
     spec, sizes = program.spec, program.sizes
     heads, block_q, block_kv, group = sizes.heads_per_tile, sizes.block_q, sizes.block_kv, spec.group_size
     keys = _tile_keys(_pack(key, program), heads, block_kv)
@@ -425,7 +427,7 @@ def _forward(
     queries = _tile_queries(_pack(_scaled_query(query, program), program), spec, heads, block_q)
     tiles, rows = keys.shape[0], queries.shape[0] // keys.shape[0]
 
-    def one_row(x: tuple[Array, Array, Array]) -> tuple[Array, Array]:
+    def one_row(x: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         tile, row, q = x
         q = _unpack(q, program)
         batch = tile * heads // spec.num_kv_heads if layout.batch > 1 else jnp.int32(0)
@@ -452,14 +454,15 @@ def _forward(
         top, total, out = _visit(tables, batch, row, step, start)
         seen = total > 0.0
         out = out * jnp.where(seen, 1.0 / jnp.where(seen, total, 1.0), 0.0)[..., None]
-        lse = jnp.where(seen, top + jnp.log(jnp.where(seen, total, 1.0)), _UNSEEN)
-        return _result(out, program), lse
+        rest = jnp.log(jnp.where(seen, total, 1.0))
+        return _result(out, program), jnp.where(seen, top, _UNSEEN), rest
 
     index = jnp.repeat(jnp.arange(tiles), rows), jnp.tile(jnp.arange(rows), tiles)
-    out, lse = lax.map(one_row, (*index, queries))
+    out, top, rest = lax.map(one_row, (*index, queries))
     return (
         _delivered(_untile_queries(out, spec, heads, block_q), program),
-        _untile_queries(lse[..., None], spec, heads, block_q)[..., 0],
+        _untile_queries(top[..., None], spec, heads, block_q)[..., 0],
+        _untile_queries(rest[..., None], spec, heads, block_q)[..., 0],
     )
 
 
@@ -469,7 +472,8 @@ def _backward(
     key: Array,
     value: Array,
     out: Array,
-    lse: Array,
+    top: Array,
+    rest: Array,
     d_out: Array,
     layout: PaddedLayout,
     tables: tuple[BlockTable, ...],
@@ -483,8 +487,9 @@ def _backward(
     heads, block, group = sizes.heads_per_tile, sizes.block_backward, spec.group_size
     delta = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1)
 
-    lses = _tile_queries(lse[..., None], spec, heads, block, _UNSEEN)[..., 0]
-    alone = jnp.where(jnp.abs(lses) < _LARGE_LOGIT, _ALONE, _MASKED)
+    tops = _tile_queries(top[..., None], spec, heads, block, _UNSEEN)[..., 0]
+    rests = _tile_queries(rest[..., None], spec, heads, block)[..., 0]
+    alone = jnp.where(jnp.abs(tops + rests) < _LARGE_LOGIT, _ALONE, _MASKED)
     deltas = _tile_queries(delta[..., None], spec, heads, block)[..., 0]
     queries = _tile_queries(_pack(_scaled_query(query, program), program), spec, heads, block)
     d_outs = _tile_queries(_pack(d_out, program), spec, heads, block)
@@ -506,7 +511,7 @@ def _backward(
             q, d_o = _unpack(queries[at], program), _unpack(d_outs[at], program)
             raw = _dot("hkd,hqd->hkq", k, q) * program.scale_scores
             scores = _soft_cap(raw, spec)
-            below = lses[at][:, None] - scores
+            below = rests[at][:, None] - (scores - tops[at][:, None])
             probs = jnp.exp(-below)
             if mixed:
                 mask = blocks.visible(spec, layout, batch, start, column * block, block, block).T[:, None]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -89,11 +90,15 @@ class Merged:
 
 
 def initialise(config: ModelConfig, lora: LoraConfig, key: jax.Array) -> Adapters:
-    """Fresh adapters in float32 that change nothing. Raises ValueError for a target that the model lacks."""
+    """Fresh adapters in float32 that change nothing, for every layer that has the projection.
+
+    Raises ValueError for a target that no layer of the model has.
+    """
     shapes = parameter_shapes(config)["layers"]
+    known = {name for layer in shapes for name in layer}
     for name in lora.targets:
-        if name not in shapes[0]:
-            raise ValueError(f"targets names {name!r}, which this model lacks; it has {_projections(shapes[0])}.")
+        if name not in known:
+            raise ValueError(f"targets names {name!r}, which this model lacks; it has {_projections(known)}.")
     keys = iter(jax.random.split(key, len(shapes) * len(lora.targets)))
 
     def adapter(shape: tuple[int, int]) -> Adapter:
@@ -101,7 +106,7 @@ def initialise(config: ModelConfig, lora: LoraConfig, key: jax.Array) -> Adapter
         a = jax.random.normal(next(keys), (lora.rank, into), jnp.float32) * into**-0.5
         return Adapter(a, jnp.zeros((out, lora.rank), jnp.float32), lora.scale)
 
-    return tuple({name: adapter(layer[name]) for name in lora.targets} for layer in shapes)
+    return tuple({name: adapter(layer[name]) for name in lora.targets if name in layer} for layer in shapes)
 
 
 def attach(params: Params, adapters: Adapters) -> Params:
@@ -178,8 +183,8 @@ def load(directory: str | Path, config: ModelConfig) -> tuple[Adapters, LoraConf
         if found[name].shape != shape:
             raise ValueError(f"{name!r} in {WEIGHTS} has shape {found[name].shape}; expected {shape} for this model.")
     adapters = tuple(
-        {name: Adapter(found[_name(i, name, "A")], found[_name(i, name, "B")], lora.scale) for name in lora.targets}
-        for i in range(config.num_layers)
+        {name: Adapter(found[_name(i, name, "A")], found[_name(i, name, "B")], lora.scale) for name in layer}
+        for i, layer in enumerate(fresh)
     )
     return adapters, lora
 
@@ -193,8 +198,9 @@ def _name(layer: int, projection: str, part: str) -> str:
     return f"{_PREFIX}.{layer}.{module}.lora_{part}.weight"
 
 
-def _projections(layer: Params) -> str:
-    return ", ".join(name for name in PROJECTIONS if name in layer)
+def _projections(known: Iterable[str]) -> str:
+    known = set(known)
+    return ", ".join(name for name in PROJECTIONS if name in known)
 
 
 def _read_config(path: Path) -> LoraConfig:

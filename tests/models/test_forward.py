@@ -29,12 +29,13 @@ VARIANTS = {
         "rope_scaling": RopeScaling(factor=8.0, original_max_length=16),
         "window_size": 3,
         "chunk_size": 4,
+        "norm_eps": 1.0,  # five layers of such sharp attention blow up the rounding of the first; this damps them
         **LATENT,
     },
     "learned-positions": {"use_rope": False, "max_length": 32},
     "layernorm": {"use_rmsnorm": False},
     "gelu": {"use_swiglu": False},
-    "qwen2": {"num_kv_heads": 2, "qkv_bias": True},
+    "qwen2": {"num_kv_heads": 2, "qkv_bias": True, "norm_eps": 1e-2},
     "qwen3": {"num_kv_heads": 2, "qk_norm": True, "qkv_bias": True, "output_bias": True, "norm_eps": 1e-2},
 }
 
@@ -140,10 +141,6 @@ def by_the_book(model, tokens, params=None):
     return norm(config, params, "norm", x) @ params["embed_tokens" if config.tie_embeddings else "lm_head"].T
 
 
-# Of float32, relative to the largest logit: 0.8e-6 to 6.3e-6 from variant to variant, on jax 0.10.1 and 0.12.
-NOISE = 1e-5
-
-
 @pytest.mark.parametrize("name", VARIANTS)
 def test_logits_are_those_of_plain_numpy(name):
     model = make(name)
@@ -152,16 +149,26 @@ def test_logits_are_those_of_plain_numpy(name):
     expected = np.stack([by_the_book(model, row) for row in tokens])
     assert got.shape == (2, 20, 97)
     assert got.dtype == jnp.float32
-    np.testing.assert_allclose(got, expected, rtol=0, atol=NOISE * np.abs(expected).max())
+    np.testing.assert_allclose(got, expected, rtol=0, atol=5e-6 * np.abs(expected).max())
 
 
-def test_the_comparison_notices_a_wrong_epsilon_and_a_wrong_window():
-    model = make("sliding")
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("sliding", {"norm_eps": 1e-3}),
+        ("sliding", {"window_size": 6}),
+        ("all-types", {"norm_eps": 1.1}),
+        ("all-types", {"window_size": 4}),
+        ("all-types", {"chunk_size": 5}),
+        ("all-types", {"rope_scaling": None}),
+    ],
+)
+def test_the_comparison_notices(name, wrong):
+    model = make(name)
     tokens = tokens_for(model, batch=1)
     right = by_the_book(model, tokens[0])
-    for wrong in ({"norm_eps": 1e-3}, {"window_size": 6}):
-        off = np.abs(by_the_book(model.with_config(**wrong), tokens[0]) - right).max()
-        assert off > 20 * NOISE * np.abs(right).max()
+    off = np.abs(by_the_book(model.with_config(**wrong), tokens[0]) - right).max()
+    assert off > 1e-4 * np.abs(right).max()
 
 
 def test_gradients_of_latent_attention_are_the_differences_of_plain_numpy():

@@ -156,3 +156,14 @@ def test_impossible_settings_are_refused(words, expected):
 def test_a_projection_that_the_model_lacks_is_refused():
     with pytest.raises(ValueError, match="'gate_proj', which this model lacks; it has q_proj"):
         lora.initialise(CONFIG.replace(use_swiglu=False), ALL, jax.random.key(0))
+
+
+def test_layers_without_a_projection_get_no_adapter_for_it(tmp_path):
+    sizes = {"kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 16}
+    mixed = CONFIG.replace(attention=("latent", "global"), **sizes)
+    adapters = lora.initialise(mixed, lora.LoraConfig(targets=("k_proj", "o_proj")), jax.random.key(0))
+    assert [set(layer) for layer in adapters] == [{"o_proj"}, {"k_proj", "o_proj"}]
+    lora.save(adapters, lora.LoraConfig(targets=("k_proj", "o_proj")), tmp_path)
+    assert [set(layer) for layer in lora.load(tmp_path, mixed)[0]] == [set(layer) for layer in adapters]
+    with pytest.raises(ValueError, match="'k_proj', which this model lacks; it has q_proj, o_proj"):
+        lora.initialise(mixed.replace(attention="latent"), ALL, jax.random.key(0))
