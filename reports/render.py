@@ -1,22 +1,22 @@
-"""A run directory -> report.md, report.html, records.csv, report.json and pictures beside the records."""
+"""One run directory or several -> report.md, report.html, records.csv, report.json and pictures beside the records."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from reports import compiled, files, html, markdown, plot
-from reports.load import load
-from reports.page import build
+from reports.load import Run, load
+from reports.page import Page, build
 
 
-def render(run_dir: Path, out: Path | None = None) -> Path:
+def render(run_dir: Path, *others: Path, out: Path | None = None) -> Path:
     """Write the report of a run into ``out`` (default: the run directory) and return the path of ``report.md``.
 
-    The files are pure functions of the run directory: the same bytes each time. Raises ReportError where no
-    report can be made from it.
+    Runs in ``others`` follow on the same page. The files are pure functions of the run directories: the same bytes
+    each time. Raises ReportError where no report can be made from one of them.
     """
-    run = load(run_dir)
-    pages = (compiled.build(run),) if compiled.is_compiled(run) else build(run)
+    runs = [load(folder) for folder in (run_dir, *others)]
+    pages = tuple(page for run in runs for page in _pages(run))
     pictures = {picture.file: plot.draw(picture) for page in pages for section in page.sections
                 for picture in section.pictures}  # fmt: skip
     text = markdown.render(pages)
@@ -33,3 +33,7 @@ def render(run_dir: Path, out: Path | None = None) -> Path:
     for name, content in written.items():
         (folder / name).write_text(content, encoding="utf-8", newline="\n")
     return folder / "report.md"
+
+
+def _pages(run: Run) -> tuple[Page, ...]:
+    return (compiled.build(run),) if compiled.is_compiled(run) else build(run)

@@ -2,7 +2,7 @@
 
 The oracle's float64 result and the standard backend's error on the same problem are computed once per case,
 in a process of their own, and reach the cells through one .npz file. An op case that is too large for
-the oracle is judged on a case of the same kind at a shorter length, and its record says so.
+the oracle, or for an interpreter, is judged on a case of the same kind at a shorter length, and its record says so.
 """
 
 from __future__ import annotations
@@ -24,20 +24,25 @@ from suite.record import TensorError
 # Score entries (batch x heads x query x key) that the oracle takes at most: 8 heads at 4096 tokens. It needs
 # about 2 s forward and 8 s with gradients for that on 2 cores of a 2026 server.
 ORACLE_ENTRIES = 8 * 4096 * 4096
+# And an interpreter: Kvax's kernels, forward and backward, need about 4 s for that, and four times that at 1024.
+INTERPRETED_ENTRIES = 8 * 512 * 512
 _ERROR = "standard_error_"
 # In units of the dtype's epsilon. float32: ten times what the shipped 4-layer model shows between exact backends.
 MODEL_FLOOR = {"float32": 128.0, "bfloat16": 1.0, "float16": 2.0}
 GRADIENTS = ("dq", "dk", "dv")
 
 
-def judged_case(case: OpCase) -> tuple[OpCase, tuple[str, ...]]:
+def judged_case(case: OpCase, mode: str | None = "native") -> tuple[OpCase, tuple[str, ...]]:
     """The case that accuracy is judged on: ``case`` itself, or a shorter one and a note that says so."""
+    slow, entries = "the float64 oracle", ORACLE_ENTRIES
+    if mode == "interpret":
+        slow, entries = "an interpreter", INTERPRETED_ENTRIES
     length = case.sequence
-    while case.batch * case.heads * min(case.query_length, length) * length > ORACLE_ENTRIES:
+    while case.batch * case.heads * min(case.query_length, length) * length > entries:
         length //= 2
     if length == case.sequence:
         return case, ()
-    note = f"accuracy was judged at sequence={length}: the float64 oracle is too slow at sequence={case.sequence}."
+    note = f"accuracy was judged at sequence={length}: {slow} is too slow at sequence={case.sequence}."
     return dataclasses.replace(case, sequence=length, name=case.name + "-judged"), (note,)
 
 

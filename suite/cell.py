@@ -91,7 +91,7 @@ def _outputs(program: Program) -> Any:
 
 def _prepare_interpreted(case: OpCase, request: CellRequest) -> Prepared:
     """The kernel itself, executed once by its interpreter: judged, and never timed."""
-    judged, notes = accuracy.judged_case(case)
+    judged, notes = accuracy.judged_case(case, "interpret")
     program = op_program(judged, registry.get(request.resolved), "interpret", Target.here())
     outputs = accuracy.named_outputs(jax.jit(program.function)(*program.arguments))
     errors = {} if request.reference is None else accuracy.judge_outputs(outputs, request.reference, case.dtype)

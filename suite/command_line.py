@@ -137,7 +137,9 @@ class Report:
     """Render the report of a run again from its records."""
 
     run_dir: tyro.conf.Positional[Path]
-    """Directory of the run."""
+    """Directory of the run; the report is written there."""
+    others: tyro.conf.Positional[tuple[Path, ...]] = ()
+    """Directories of runs that follow on the same page."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -342,7 +344,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         Tune: _tune,
         Calibrate: _calibrate,
         Doctor: _doctor,
-        Report: lambda asked: _report(asked.run_dir),
+        Report: lambda asked: _report(asked.run_dir, *asked.others),
         Compare: lambda asked: _compare(asked.run_a, asked.run_b),
         Compile: lambda asked: _compile(asked, words),
         Convert: _convert,
@@ -447,16 +449,21 @@ def _checkpoint(command: Run) -> CheckpointWords | None:
     return CheckpointWords(model=command.model, **{name: value for name, value in words.items() if value is not None})
 
 
-def _report(directory: Path) -> int:
-    if (directory / CURVES).is_file():
-        print(f"report: {reports.render_curves(directory)}")  # noqa: T201
+def _report(*directories: Path) -> int:
+    curves = [directory for directory in directories if (directory / CURVES).is_file()]
+    if curves and len(directories) > 1:
+        raise InputError(f"{curves[0]} holds loss curves, whose page stands alone; give that directory by itself.")
+    if curves:
+        print(f"report: {reports.render_curves(curves[0])}")  # noqa: T201
         return 0
-    path = reports.render(directory)
-    if reports.is_compiled(reports.load(directory)):
-        print(reports.compiled_overview(directory))  # noqa: T201
-    else:
-        print(*summary_lines(parse_records(directory / RECORDS)[0]), sep="\n")  # noqa: T201
-    print(f"records: {directory / RECORDS}\nreport:  {path}")  # noqa: T201
+    path = reports.render(*directories)
+    for directory in directories:
+        if reports.is_compiled(reports.load(directory)):
+            print(reports.compiled_overview(directory))  # noqa: T201
+        else:
+            print(*summary_lines(parse_records(directory / RECORDS)[0]), sep="\n")  # noqa: T201
+        print(f"records: {directory / RECORDS}")  # noqa: T201
+    print(f"report:  {path}")  # noqa: T201
     return 0
 
 

@@ -70,8 +70,8 @@ class References:
         self._worker: Worker | None = None
         self._paths: dict[tuple[Any, ...], Path] = {}
 
-    def path(self, case: Case) -> Path | None:
-        """The .npz of ``case``, computed on first use; None for a case that brings its own comparison.
+    def path(self, case: Case, mode: str | None = "native") -> Path | None:
+        """The .npz of ``case`` run in ``mode``, computed on first use; None for a case that brings its own comparison.
 
         A forward pass is judged by the file of the same problem with gradients, where there is one. Raises
         CellFailure where the reference cannot be computed.
@@ -82,7 +82,7 @@ class References:
             # Prefill and decoding, and the gate, are held to the same logits; the schedule is made of the same file.
             case = dataclasses.replace(case, phase="prefill", schedule="greedy", anchors="")
         if isinstance(case, OpCase):
-            case = judged_case(case)[0]  # cases that differ only in a length beyond the oracle share one
+            case = judged_case(case, mode)[0]  # cases that differ only in a length beyond the oracle share one
         problem = {name: value for name, value in problem_of(case).items() if name not in ("kind", "name")}
         kinds = ("op_forward", "op_forward_backward") if case.kind == "op_forward" else (case.kind,)
         for kind in kinds:
@@ -142,13 +142,13 @@ def run_case(case: Case, plans: Sequence[CellPlan], references: References, cont
             cells.append(_Cell(plan, _now(), worker))
         try:
             context.watcher.doing(case.name, "reference", "computing what the cells are judged by")
-            reference = references.path(case)
+            judged_by = {mode: references.path(case, mode) for mode in dict.fromkeys(plan.mode for plan in plans)}
         except CellFailure as failure:
             yield from (_failed(case, cell, context, failure) for cell in cells)
             return
         ready: list[_Cell] = []
         for cell in cells:
-            record = _prepare(case, cell, reference, context)
+            record = _prepare(case, cell, judged_by[cell.plan.mode], context)
             if record is None:
                 ready.append(cell)
             else:

@@ -1,11 +1,13 @@
 import csv
 import io
 import json
+import shutil
 from html.parser import HTMLParser
 
 import pytest
 
 import reports
+from suite.command_line import main
 from suite.record import TensorError
 
 SECRET = 0.0123457  # seconds; shows up as 12.3 wherever a speed leaks
@@ -137,10 +139,29 @@ def test_page_fetches_nothing_and_closes_its_tags(record, write_run):
 
 def test_files_go_to_the_folder_that_was_named(record, write_run, tmp_path):
     run = write_run(record())
-    path = reports.render(run, tmp_path / "out" / "page")
+    path = reports.render(run, out=tmp_path / "out" / "page")
     assert path == tmp_path / "out" / "page" / "report.md"
     assert sorted(p.name for p in path.parent.iterdir()) == sorted(FILES)
     assert [p.name for p in run.iterdir()] == ["records.jsonl"]
+
+
+def test_several_runs_make_one_page(record, write_run, tmp_path, capsys):
+    first = write_run(record())
+    second = tmp_path / "second"
+    second.mkdir()
+    shutil.copy(first / "records.jsonl", second)
+    (second / "run.json").write_text(json.dumps({"targets": ["tpu:v5e"], "command": ["attnsuite", "compile"]}))
+    with pytest.raises(SystemExit, match="0"):
+        main(["report", str(first), str(second)])
+    text = (first / "report.md").read_text(encoding="utf-8")
+    assert [line.partition(",")[0] for line in text.splitlines() if line.startswith("# ")] == [
+        "# Attention on Example CPU 9000",
+        "# Compiled for 1 device that is not here",
+    ]
+    assert "attnsuite run --suite" in text
+    assert "attnsuite compile" in text
+    assert [p.name for p in second.iterdir() if p.suffix == ".md"] == []
+    assert f"records: {second / 'records.jsonl'}" in capsys.readouterr().out
 
 
 def test_each_device_has_its_page(record, write_run):

@@ -483,7 +483,7 @@ def test_no_time_but_the_compilers_own_is_shown(compile_with_fakes, tmp_path):
 
 @pytest.mark.parametrize("folder", [PUBLISHED, KASCADE], ids=lambda folder: folder.name)
 def test_published_page_is_what_its_records_say(folder, tmp_path):
-    fresh = reports.render(folder, tmp_path).read_text(encoding="utf-8")
+    fresh = reports.render(folder, out=tmp_path).read_text(encoding="utf-8")
     assert fresh == (folder / "report.md").read_text(encoding="utf-8")
 
 

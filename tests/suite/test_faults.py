@@ -80,6 +80,19 @@ def test_kernel_that_can_only_be_interpreted_here_shows_its_accuracy_and_no_time
     assert record.reasons[0] == "elsewhere: elsewhere is for devices that are not here."
 
 
+def test_interpreted_kernel_is_judged_at_a_length_that_an_interpreter_can_take(tmp_path, new_run, foreign, attnsuite):
+    (tmp_path / "suite.toml").write_text(SUITE.replace("64", "1024").replace("heads = 2", "heads = 8"))
+    flags = ("--suite", tmp_path / "suite.toml", "--backends", "standard,elsewhere", "--out", new_run)
+    code, _, stderr = attnsuite.finish(attnsuite.start("run", *flags, path=foreign))
+    assert code == 0, stderr
+    records = {record.requested: record for record in parse_records(new_run / RECORDS)[0]}
+    assert records["elsewhere"].mode == "interpret"
+    assert records["elsewhere"].accuracy["out"].passed  # held to the oracle at 512, or the shapes would differ
+    (note,) = records["elsewhere"].notes
+    assert note == "accuracy was judged at sequence=512: an interpreter is too slow at sequence=1024."
+    assert not records["standard"].notes
+
+
 def test_nothing_long_is_interpreted(tmp_path, new_run, foreign, attnsuite):
     (tmp_path / "suite.toml").write_text(SUITE.replace("64", str(INTERPRETED_LENGTH + 1)))
     flags = ("--suite", tmp_path / "suite.toml", "--backends", "elsewhere", "--out", new_run)
