@@ -96,7 +96,7 @@ def draw(curves: Sequence[Curve]) -> str:
 
     settings = list(dict.fromkeys(curve.setting for curve in curves))
     with mpl.rc_context({"svg.hashsalt": PICTURE, "font.size": 9, "svg.fonttype": "none"}):
-        figure = Figure(figsize=(10.4, 3.8 * len(settings)), layout="constrained")
+        figure = Figure(figsize=(11.6, 3.8 * len(settings)), layout="constrained")
         axes = figure.subplots(len(settings), 2, squeeze=False)
         for (left, right), setting in zip(axes, settings, strict=True):
             members = [curve for curve in curves if curve.setting == setting]
@@ -105,10 +105,11 @@ def draw(curves: Sequence[Curve]) -> str:
             left.set_title(f"{setting}: loss")
             right.set_title(f"{setting}: distance from standard")
             left.set_ylabel("nats")
+            left.legend(frameon=False, fontsize=7)
+            right.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))  # no line under it
             for axis in (left, right):
                 axis.set_xlabel("step")
                 axis.grid(visible=True, linewidth=0.3)
-                axis.legend(frameon=False, fontsize=7)
         text = io.StringIO()
         figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
     return text.getvalue()

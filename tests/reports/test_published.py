@@ -1,13 +1,17 @@
 """The published pages are what their records say."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
 
 import reports
-from reports import plot
+from reports import loss_curves, plot
+from suite.loss_curves import CURVES, MANIFEST, parse_curves
 
 PUBLISHED = Path(__file__).parents[2] / "reports" / "published"
+TRAINING = PUBLISHED / "training-cpu-intel-xeon"
 PAGES = {
     "cpu-amd-epyc": (),
     "cpu-amd-epyc-speed": (),
@@ -28,3 +32,23 @@ def test_page_is_rendered_again_the_same(name, tmp_path):
 def test_every_folder_with_records_has_its_page():
     folders = {path.parent.name for path in PUBLISHED.glob("*/records.jsonl")}
     assert folders == {*PAGES, *(other for others in PAGES.values() for other in others), "compiled"}
+
+
+@pytest.mark.skipif(not plot.is_available(), reason="pictures need matplotlib, which is in the env report")
+def test_page_of_loss_curves_is_rendered_again_the_same(tmp_path):
+    for name in (CURVES, MANIFEST):
+        shutil.copy(TRAINING / name, tmp_path)
+    reports.render_curves(tmp_path)
+    assert (tmp_path / loss_curves.PAGE).read_bytes() == (TRAINING / loss_curves.PAGE).read_bytes()
+    assert (TRAINING / loss_curves.PICTURE).is_file()
+
+
+def test_backends_are_ready_to_train_with_and_controls_are_found_out():
+    curves = parse_curves(TRAINING / CURVES)
+    for setting in json.loads((TRAINING / MANIFEST).read_text(encoding="utf-8"))["settings"]:
+        found = loss_curves.verdicts([curve for curve in curves if curve.setting == setting["name"]])
+        ready = {curve.name for curve, verdict in found if curve.role == "backend" and verdict.is_ready}
+        assert ready == ({"chunked"} if setting["name"] == "native" else {"chunked", "splash", "kvax"})
+        controls = [verdict for curve, verdict in found if curve.role == "control"]
+        assert len(controls) == 3
+        assert not any(verdict.is_ready for verdict in controls)
