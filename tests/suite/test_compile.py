@@ -35,7 +35,7 @@ from suite.runner import Limits
 from suite.store import RECORDS, parse_records
 
 PUBLISHED = Path(__file__).parents[2] / "reports" / "published" / "compiled"
-KASCADE = PUBLISHED.with_name("compiled-kascade")
+KASCADE, LONGEST, SLICE = (PUBLISHED.with_name(f"compiled-{name}") for name in ("kascade", "v5e", "v5e-4x4"))
 V5E, H100 = Target("tpu", "v5e"), Target("cuda", "h100")
 OP = OpCase(kind="op_forward", sequence=64)
 MODEL = ModelCase(kind="model_prefill", model="debug", dtype="bfloat16", new_tokens=1)
@@ -481,7 +481,7 @@ def test_no_time_but_the_compilers_own_is_shown(compile_with_fakes, tmp_path):
 # What is published
 
 
-@pytest.mark.parametrize("folder", [PUBLISHED, KASCADE], ids=lambda folder: folder.name)
+@pytest.mark.parametrize("folder", [PUBLISHED, KASCADE, LONGEST, SLICE], ids=lambda folder: folder.name)
 def test_published_page_is_what_its_records_say(folder, tmp_path):
     fresh = reports.render(folder, out=tmp_path).read_text(encoding="utf-8")
     assert fresh == (folder / "report.md").read_text(encoding="utf-8")
@@ -508,6 +508,15 @@ def test_published_page_has_every_device_both_levels_and_its_command():
     assert {record.target.partition(":")[2] for record in records} == set(topologies.KINDS) == set(KNOWN_KINDS)
     assert {record.kind.partition("_")[0] for record in records} == {"op", "model"}
     assert command in (PUBLISHED / "report.md").read_text(encoding="utf-8")
+
+
+def test_published_search_found_for_each_backend_what_fits_beside_what_does_not():
+    records = parse_records(LONGEST / RECORDS)[0]
+    for backend in ("standard", "chunked", "splash", "kascade"):
+        tried = [r for r in records if r.requested == backend and r.kind == "model_prefill"]
+        fits = max(r.problem["sequence"] for r in tried if r.status == "ok")
+        too_long = min(r.problem["sequence"] for r in tried if r.status == "oom")
+        assert SEARCH_LENGTHS.index(too_long) == SEARCH_LENGTHS.index(fits) + 1
 
 
 def test_published_page_of_kascade_has_both_roles_from_8k_to_131k_and_its_command():
