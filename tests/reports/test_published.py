@@ -15,6 +15,7 @@ TRAINING = PUBLISHED / "training-cpu-intel-xeon"
 PAGES = {
     "cpu-amd-epyc": (),
     "cpu-amd-epyc-speed": (),
+    "cpu-intel-xeon": (),
     "cpu-intel-xeon-speed": (),
     "cpu-intel-xeon-kascade": ("compiled-kascade",),
 }
