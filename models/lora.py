@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -198,8 +197,7 @@ def _name(layer: int, projection: str, part: str) -> str:
     return f"{_PREFIX}.{layer}.{module}.lora_{part}.weight"
 
 
-def _projections(known: Iterable[str]) -> str:
-    known = set(known)
+def _projections(known: set[str]) -> str:
     return ", ".join(name for name in PROJECTIONS if name in known)
 
 

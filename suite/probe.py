@@ -13,7 +13,7 @@ from suite.cases import Case, ModelCase, OpCase, RetrievalCase, SelectionCase, S
 from suite.kascade.methods import METHODS, methods_of, refusals
 
 _BASELINE = "standard"
-INTERPRETED_LENGTH = 1024  # tokens: longer, an interpreter needs minutes
+INTERPRETED_LENGTH = 1024  # tokens: a longer case would be judged again at the length to which this one is cut
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -93,6 +93,9 @@ def test_the_page_says_who_is_ready_and_is_a_function_of_the_curves(curves, tmp_
     assert rows["dv 1% large"].endswith("found out |")
     assert "refused" in rows["cudnn"]
     assert (tmp_path / "loss-curves.svg").exists() == is_available()
+    with pytest.raises(SystemExit, match="2"):
+        main(["report", str(tmp_path), str(tmp_path)])
+    assert "holds loss curves, whose page stands alone; give that directory by itself." in capsys.readouterr().err
     before = (tmp_path / "report.md").read_bytes()
     render_curves(tmp_path)
     assert (tmp_path / "report.md").read_bytes() == before
