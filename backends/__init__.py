@@ -3,7 +3,6 @@
 from backends.adaptive import adaptive_flash_attention as adaptive_flash_attention
 from backends.adaptive import get_flash_attention_config as get_flash_attention_config
 from backends.attention import attention as attention
-from backends.attention import attention_fn as attention_fn
 from backends.attention import dot_product_attention as dot_product_attention
 from backends.contract import AttentionSpec as AttentionSpec
 from backends.contract import Backend as Backend
@@ -12,6 +11,7 @@ from backends.contract import Plan as Plan
 from backends.contract import Support as Support
 from backends.contract import make_spec as make_spec
 from backends.devices import Target as Target
+from backends.flax_attention import attention_fn as attention_fn
 from backends.registry import Registry as Registry
 from backends.registry import UnknownBackendError as UnknownBackendError
 from backends.registry import get as get

@@ -1,13 +1,13 @@
 """One call for one attention: plan and run together.
 
 :func:`attention` is the public call; :func:`dot_product_attention` has the signature of JAX's own, and
-:func:`attention_fn` makes a function for flax's ``MultiHeadAttention`` (nnx and linen). A model with many
-layers resolves and plans once instead; see ``models/transformer.py``.
+``flax_attention.py`` makes functions for flax's layers. A model with many layers resolves and plans once instead; see
+``models/transformer.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -119,38 +119,6 @@ def dot_product_attention(
         valid = jnp.arange(query.shape[1])[None] < jnp.atleast_1d(query_seq_lengths)[:, None]
         out = jnp.where(valid[:, :, None, None], out, jnp.zeros((), out.dtype))
     return out[0] if unbatched else out
-
-
-def attention_fn(backend: str = "auto", **options: Any) -> Callable[..., Array]:
-    """An ``attention_fn`` for ``flax.nnx.MultiHeadAttention`` and ``flax.linen.MultiHeadDotProductAttention``.
-
-    ``options`` are those of :func:`attention` (``is_causal=True``, ``on_unavailable="raise"``, ...). Raises
-    ValueError for what no backend here computes: dropout on attention weights, and weights to be sown.
-
-    >>> from flax import nnx
-    >>> layer = nnx.MultiHeadAttention(num_heads=2, in_features=8, decode=False, rngs=nnx.Rngs(0),
-    ...                                attention_fn=attention_fn("standard", is_causal=True))
-    >>> layer(jnp.ones((1, 4, 8))).shape
-    (1, 4, 8)
-    """
-
-    def attend(
-        query: Array, key: Array, value: Array, bias: Array | None = None, mask: Array | None = None, **flax: Any
-    ) -> Array:
-        if flax.get("dropout_rate", 0.0) > 0.0 and not flax.get("deterministic", False):
-            raise ValueError(
-                f"attention_fn({backend!r}) has no dropout on attention weights (dropout_rate={flax['dropout_rate']}); "
-                "set dropout_rate=0.0, or deterministic=True."
-            )
-        if flax.get("module") is not None:
-            raise ValueError(f"attention_fn({backend!r}) cannot sow attention weights; leave sow_weights at False.")
-        if flax.get("dtype") is not None:
-            query, key, value = (x.astype(flax["dtype"]) for x in (query, key, value))
-        if mask is not None:
-            mask = mask.astype(bool)
-        return attention(query, key, value, bias=bias, mask=mask, backend=backend, **options)
-
-    return attend
 
 
 def _as_array(x: Any) -> Array | None:

@@ -7,12 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen, nnx
 
 import backends
-from backends import attention, attention_fn, dot_product_attention
+from backends import attention, dot_product_attention
 
-# JAX's own attention and flax promote dtypes and ranks.
+# JAX's own attention promotes dtypes and ranks.
 pytestmark = pytest.mark.foreign_numerics
 
 BACKENDS = ("standard", "chunked", "auto")
@@ -99,77 +98,3 @@ def test_unknown_backend_is_named() -> None:
 def test_nothing_is_traced_before_a_refusal() -> None:
     with pytest.raises(backends.BackendUnavailableError, match="cudnn cannot run this"):
         jax.eval_shape(functools.partial(attention, backend="cudnn", on_unavailable="raise"), *qkv())
-
-
-def padding_mask() -> jax.Array:
-    return nnx.make_attention_mask(jnp.ones((2, 12), bool), jnp.arange(12)[None] < jnp.array([[12], [7]]))
-
-
-MASKS = {
-    "no mask": lambda: None,
-    "causal mask": lambda: nnx.make_causal_mask(jnp.ones((2, 12))),
-    "padding mask": padding_mask,
-    "both masks": lambda: nnx.combine_masks(padding_mask(), nnx.make_causal_mask(jnp.ones((2, 12)))),
-}
-
-
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("backend", ["standard", "auto"])
-def test_nnx_layer_gives_what_it_gives_by_default(backend: str, mask: str) -> None:
-    def layer(**options: Any) -> nnx.MultiHeadAttention:
-        return nnx.MultiHeadAttention(num_heads=4, in_features=32, decode=False, rngs=nnx.Rngs(0), **options)
-
-    x, mask_array = draw(2, 12, 32), MASKS[mask]()
-    ours = layer(attention_fn=attention_fn(backend))(x, mask=mask_array)
-    np.testing.assert_allclose(ours, layer()(x, mask=mask_array), atol=2e-6)
-
-
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("backend", ["standard", "auto"])
-def test_linen_layer_gives_what_it_gives_by_default(backend: str, mask: str) -> None:
-    x, mask_array = draw(2, 12, 32), MASKS[mask]()
-    default = linen.MultiHeadDotProductAttention(num_heads=4)
-    parameters = default.init(jax.random.key(0), x)
-    ours = linen.MultiHeadDotProductAttention(num_heads=4, attention_fn=attention_fn(backend))
-    np.testing.assert_allclose(
-        ours.apply(parameters, x, mask=mask_array), default.apply(parameters, x, mask=mask_array), atol=2e-6
-    )
-
-
-def test_causal_option_gives_what_a_causal_mask_gives() -> None:
-    def layer(**options: Any) -> nnx.MultiHeadAttention:
-        return nnx.MultiHeadAttention(num_heads=4, in_features=32, decode=False, rngs=nnx.Rngs(0), **options)
-
-    x = draw(2, 12, 32)
-    causal = layer(attention_fn=attention_fn("chunked", is_causal=True))(x)
-    np.testing.assert_allclose(causal, layer()(x, mask=MASKS["causal mask"]()), atol=2e-6)
-
-
-def test_layer_trains_through_attention_fn() -> None:
-    layer = nnx.MultiHeadAttention(
-        num_heads=4, in_features=32, decode=False, rngs=nnx.Rngs(0), attention_fn=attention_fn("chunked")
-    )
-    gradients = nnx.grad(lambda m: m(draw(2, 12, 32)).sum())(layer)
-    assert all(np.abs(x).max() > 0 for name, x in nnx.to_flat_state(gradients) if name[-1] == "kernel")
-
-
-def test_dropout_on_weights_is_refused() -> None:
-    layer = nnx.MultiHeadAttention(
-        num_heads=2,
-        in_features=8,
-        decode=False,
-        rngs=nnx.Rngs(0),
-        dropout_rate=0.5,
-        attention_fn=attention_fn("standard"),
-    )
-    with pytest.raises(ValueError, match=r"no dropout on attention weights \(dropout_rate=0.5\)"):
-        layer(draw(1, 4, 8), deterministic=False)
-    assert layer(draw(1, 4, 8), deterministic=True).shape == (1, 4, 8)
-
-
-def test_sowing_weights_is_refused() -> None:
-    layer = nnx.MultiHeadAttention(
-        num_heads=2, in_features=8, decode=False, rngs=nnx.Rngs(0), attention_fn=attention_fn("standard")
-    )
-    with pytest.raises(ValueError, match="cannot sow attention weights"):
-        layer(draw(1, 4, 8), sow_weights=True)
