@@ -1,19 +1,21 @@
 """The names that users of Kvax wrappers know, on top of the registry.
 
-``adaptive_flash_attention`` and ``get_flash_attention_config`` keep their usual signatures; which kernel
-runs is decided by :func:`backends.resolve`.
+``adaptive_flash_attention`` and ``get_flash_attention_config`` are called as their users call them; which kernel
+runs is decided by :func:`backends.resolve`. Meshes are another function's (:func:`backends.plan_sharded`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from backends import registry
-from backends.attention import attention
+from backends.attention import Scale, attention
 from backends.contract import AttentionSpec
 from backends.devices import Target
 
@@ -30,39 +32,73 @@ _PROBE = AttentionSpec(
 )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class FlashAttentionConfig:
-    """What flash attention can be had here: Kvax native or not (with the reasons), and the device."""
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class FlashAttentionConfig(Mapping[str, Any]):
+    """What flash attention can be had here, by attribute or by key (``config["kvax_available"]``).
+
+    ``flash_attention_supported`` says whether any flash kernel runs here, ``reasons`` why Kvax does not;
+    ``device_type`` is "cpu", "gpu" or "tpu", ``device_info`` is JAX's name of the first device.
+    """
 
     kvax_available: bool
     device_type: str
-    supported: bool
+    flash_attention_supported: bool
+    device_info: str
     reasons: tuple[str, ...]
+
+    @property
+    def supported(self) -> bool:
+        """Short for ``flash_attention_supported``."""
+        return self.flash_attention_supported
+
+    def __getitem__(self, key: str) -> Any:
+        if key not in _KEYS:
+            raise KeyError(key)
+        return getattr(self, key)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_KEYS)
+
+    def __len__(self) -> int:
+        return len(_KEYS)
+
+
+_KEYS = tuple(field.name for field in dataclasses.fields(FlashAttentionConfig))
 
 
 def get_flash_attention_config() -> FlashAttentionConfig:
-    """Whether Kvax runs natively on this machine; ``supported`` says whether any flash kernel does."""
+    """Whether Kvax, or any flash kernel, runs natively on this machine.
+
+    >>> get_flash_attention_config()["device_type"] in ("cpu", "gpu", "tpu")
+    True
+    """
     target = Target.here()
     reasons = ("kvax is not registered in this installation.",)
     if "kvax" in registry.names():
         reasons = registry.get("kvax").supports(_PROBE, target).reasons
     kernels = [name for name in registry.names() if name not in ("standard", "chunked")]
-    supported = any(registry.get(name).supports(_PROBE, target) for name in kernels)
-    return FlashAttentionConfig(not reasons, target.platform, supported, reasons)
+    return FlashAttentionConfig(
+        kvax_available=not reasons,
+        device_type=target.platform if target.platform in ("cpu", "tpu") else "gpu",
+        flash_attention_supported=any(registry.get(name).supports(_PROBE, target) for name in kernels),
+        device_info=str(jax.devices()[0]),
+        reasons=reasons,
+    )
 
 
 def adaptive_flash_attention(
     query: Float[Array, "batch q_len heads head_dim"],
     key: Float[Array, "batch kv_len kv_heads head_dim"],
     value: Float[Array, "batch kv_len kv_heads head_dim"],
-    scale: float | None = None,
+    scale: Scale | None = None,
     causal: bool = True,
     padding_mask: Bool[Array, "batch kv_len"] | None = None,
     use_flash_attention: bool = True,
 ) -> Float[Array, "batch q_len heads head_dim"]:
     """Flash attention where there is one, the standard formula with ``use_flash_attention=False``.
 
-    ``padding_mask`` is True for real tokens; rows of padding give zero where query and key lengths agree.
+    ``scale`` may be a concrete scalar array, as ``1.0 / jnp.sqrt(d)`` gives outside of ``jax.jit``. ``padding_mask``
+    is True for real tokens; rows of padding give zero where query and key lengths agree.
     """
     segments: dict[str, Any] = {}
     if padding_mask is not None:

@@ -10,11 +10,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array, Bool, Float, Int, Num
 
 from backends.contract import Layout, Mode, make_spec
 from backends.resolve import OnUnavailable, resolve
+
+Scale = float | Num[Array, ""] | Num[np.ndarray, ""] | np.number  # known when the program is compiled
 
 
 def attention(
@@ -23,7 +28,7 @@ def attention(
     value: Float[Array, "batch kv_len kv_heads v_dim"],
     *,
     is_causal: bool = False,
-    scale: float | None = None,
+    scale: Scale | None = None,
     local_window_size: int | tuple[int, int] | None = None,
     chunk_size: int | None = None,
     logits_soft_cap: float | None = None,
@@ -70,7 +75,7 @@ def attention(
         value,
         layout,
         is_causal=is_causal,
-        scale=scale,
+        scale=_as_float(scale),
         local_window_size=local_window_size,
         chunk_size=chunk_size,
         logits_soft_cap=logits_soft_cap,
@@ -87,7 +92,7 @@ def dot_product_attention(
     bias: Float[Array, "#batch #heads #q_len #kv_len"] | None = None,
     mask: Bool[Array, "#batch #heads #q_len #kv_len"] | None = None,
     *,
-    scale: float | None = None,
+    scale: Scale | None = None,
     is_causal: bool = False,
     query_seq_lengths: Int[Array, " batch"] | None = None,
     key_value_seq_lengths: Int[Array, " batch"] | None = None,
@@ -119,6 +124,21 @@ def dot_product_attention(
         valid = jnp.arange(query.shape[1])[None] < jnp.atleast_1d(query_seq_lengths)[:, None]
         out = jnp.where(valid[:, :, None, None], out, jnp.zeros((), out.dtype))
     return out[0] if unbatched else out
+
+
+def _as_float(scale: Any) -> Any:
+    """The number in a scalar array; the spec checks what it is."""
+    if isinstance(scale, Tracer):
+        raise ValueError(  # noqa: TRY004 (of the right type, but not known yet)
+            "scale is traced by jax.jit, jax.grad or jax.vmap, and has to be known when the program is compiled; give "
+            "a Python float such as head_dim ** -0.5 (jnp.sqrt is traced inside jit, math.sqrt is not), or None for "
+            "1/sqrt(head_dim)."
+        )
+    if isinstance(scale, jax.Array | np.ndarray | np.generic):
+        if scale.ndim:
+            raise ValueError(f"scale has shape {scale.shape}; expected one number.")
+        return scale.item()
+    return scale
 
 
 def _as_array(x: Any) -> Array | None:

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from backends import adaptive_flash_attention, get_flash_attention_config, names
+from backends import Target, adaptive, adaptive_flash_attention, get_flash_attention_config, names
 
 
 def qkv(T: int = 24, S: int = 24) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -17,10 +19,31 @@ def qkv(T: int = 24, S: int = 24) -> tuple[jax.Array, jax.Array, jax.Array]:
 def test_config_says_whether_kvax_runs_or_why_not() -> None:
     config = get_flash_attention_config()
     assert config.kvax_available != bool(config.reasons)
-    assert config.device_type == jax.default_backend().replace("gpu", "cuda")
+    assert config.device_type == jax.default_backend()
     assert config.supported or not config.kvax_available
     if "kvax" not in names():
         assert config.reasons == ("kvax is not registered in this installation.",)
+
+
+@pytest.mark.parametrize(("platform", "expected"), [("cuda", "gpu"), ("rocm", "gpu"), ("tpu", "tpu"), ("cpu", "cpu")])
+def test_device_type_is_jaxs_name(platform: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adaptive.Target, "here", lambda: Target(platform))
+    assert get_flash_attention_config().device_type == expected
+
+
+def test_config_reads_as_the_mapping_that_its_users_know() -> None:
+    config = get_flash_attention_config()
+    assert config["kvax_available"] is config.kvax_available
+    assert config["device_type"] == config.device_type
+    assert config["flash_attention_supported"] is config.supported
+    assert config["device_info"] == str(jax.devices()[0])
+    assert "forward_params" not in config
+    assert config.get("forward_params") is None
+    assert dict(config) == config
+    with pytest.raises(KeyError):
+        config["supports"]  # an attribute of the class is no key either
+    with pytest.raises(KeyError):
+        config["supported"]
 
 
 @pytest.mark.foreign_numerics
@@ -34,6 +57,32 @@ def test_gives_what_jax_gives(use_flash_attention: bool, causal: bool) -> None:
 def test_is_causal_and_scaled_as_asked() -> None:
     np.testing.assert_array_equal(adaptive_flash_attention(*qkv()), adaptive_flash_attention(*qkv(), causal=True))
     np.testing.assert_array_equal(adaptive_flash_attention(*qkv()), adaptive_flash_attention(*qkv(), scale=0.25))
+
+
+@pytest.mark.parametrize(
+    "scale", [1.0 / jnp.sqrt(16), np.float32(0.25), np.array(0.25), 0.25], ids=lambda x: type(x).__name__
+)
+@pytest.mark.parametrize("use_flash_attention", [True, False])
+def test_scale_may_be_a_concrete_scalar_array(scale: Any, use_flash_attention: bool) -> None:
+    ours = adaptive_flash_attention(*qkv(), scale=scale, use_flash_attention=use_flash_attention)
+    np.testing.assert_array_equal(ours, adaptive_flash_attention(*qkv(), use_flash_attention=use_flash_attention))
+
+
+def test_traced_scale_is_refused_with_what_to_give() -> None:
+    with pytest.raises(ValueError, match=r"scale is traced .* give a Python float such as head_dim \*\* -0.5"):
+        jax.jit(lambda q, k, v: adaptive_flash_attention(q, k, v, scale=1.0 / jnp.sqrt(16)))(*qkv())
+
+
+@pytest.mark.parametrize(
+    ("scale", "message"),
+    [
+        (jnp.ones((2,)), r"scale has shape \(2,\); expected one number"),
+        (jnp.ones((), bool), "scale=True must be a finite"),
+    ],
+)
+def test_array_that_is_no_scale_is_refused(scale: jax.Array, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        adaptive_flash_attention(*qkv(), scale=scale)
 
 
 @pytest.mark.parametrize("use_flash_attention", [True, False])
