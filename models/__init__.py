@@ -8,6 +8,7 @@ from models.config import ModelConfig as ModelConfig
 from models.config import RopeScaling as RopeScaling
 from models.generate import generate as generate
 from models.loss import next_token_loss as next_token_loss
+from models.reading import CheckpointError as CheckpointError
 from models.streaming import streamed_nats as streamed_nats
 from models.text import Corpus as Corpus
 from models.text import load_text as load_text

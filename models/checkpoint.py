@@ -1,6 +1,6 @@
 """A checkpoint on disk, read layer by layer: Hugging Face's safetensors or Meta's ``.pth``, the same to its reader.
 
-Opening looks at names and shapes (and at a head that should equal the embeddings) and refuses what does not fit
+Opening looks at names, shapes and dtypes (and at a head that should equal the embeddings) and refuses what does not fit
 the configuration, with a sentence that names the tensor. A layer is read when it is asked for, in the dtype that
 is asked for; keys and values keep the heads that they have.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +17,13 @@ import numpy as np
 
 from models.config import ModelConfig
 from models.huggingface import from_hf
+from models.huggingface_keys import CONFIG
 from models.meta import MetaSource, is_meta
 from models.parameters import Params, checkpoint_names, parameter_shapes
-from models.shards import SafetensorsSource, read_json
+from models.reading import CheckpointError, is_file, read_json
+from models.shards import SafetensorsSource, is_finite
 
-CONFIG = "config.json"
+T = TypeVar("T")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -54,9 +56,9 @@ class Checkpoint:
         return self._read({name: tree[name] for name in names or tree})
 
     def layer(self, index: int) -> Params:
-        """The parameters of one layer. Raises ValueError for an index that is none."""
+        """The parameters of one layer. Raises CheckpointError for an index that is none, and as :meth:`tensors`."""
         if not isinstance(index, int) or not 0 <= index < self.config.num_layers:
-            raise ValueError(
+            raise CheckpointError(
                 f"layer {index!r} does not exist; this checkpoint has layers 0 to {self.config.num_layers - 1}."
             )
         return self._read(self._names["layers"][index])
@@ -66,17 +68,33 @@ class Checkpoint:
         return {**self.outer(), "layers": [self.layer(i) for i in range(self.config.num_layers)]}
 
     def tensors(self, names: Sequence[str]) -> Iterator[tuple[str, np.ndarray]]:
-        """Tensors by the names that a checkpoint uses, one at a time, in ``param_dtype`` and on the host."""
+        """Tensors by the names that a checkpoint uses, one at a time, in ``param_dtype`` and on the host.
+
+        Raises CheckpointError for a tensor that holds NaN or infinity, or values beyond the range of that dtype.
+        """
         for name, value in self._source.read(names):
-            yield name, np.asarray(value).astype(self.config.param_dtype, copy=False)
+            with np.errstate(over="ignore"):  # what overflows is refused by name
+                cast = np.asarray(value).astype(self.config.param_dtype, copy=False)
+            yield name, self._finite(name, value, cast)
 
     def _read(self, names: dict[str, str]) -> Params:
         ours = {stored: name for name, stored in names.items()}
         read = self._source.read(list(ours))
-        return {ours[stored]: jnp.asarray(value, self.config.param_dtype) for stored, value in read}
+        dtype = self.config.param_dtype
+        return {ours[stored]: self._finite(stored, value, jnp.asarray(value, dtype)) for stored, value in read}
+
+    def _finite(self, name: str, stored: Any, cast: T) -> T:
+        if is_finite(cast):
+            return cast
+        where = f"{name!r} in {self._source.where(name)}"
+        if is_finite(stored):
+            raise CheckpointError(
+                f"{where} holds values beyond the range of {self.config.param_dtype}; read it as float32 or bfloat16."
+            )
+        raise CheckpointError(f"{where} holds NaN or infinity; whatever is computed with it has no meaning.")
 
     def _check(self) -> None:
-        """Raise ValueError where a tensor is missing, of another shape, or has no place."""
+        """Raise CheckpointError where a tensor is missing, of another shape, or has no place."""
         is_shape = lambda x: isinstance(x, tuple)  # noqa: E731
         shapes = jax.tree.leaves(parameter_shapes(self.config), is_leaf=is_shape)
         wanted = dict(zip(jax.tree.leaves(self._names), shapes, strict=True))
@@ -85,22 +103,24 @@ class Checkpoint:
             if name == _HEAD and self.config.tie_embeddings:
                 continue
             if name not in wanted:
-                raise ValueError(
+                raise CheckpointError(
                     f"{self._source.where(name)} holds {name!r}, which this configuration has no place for."
                 )
             if shape != wanted[name]:
-                raise ValueError(f"{name!r} in {self._source.where(name)} has shape {shape}; expected {wanted[name]}.")
+                raise CheckpointError(
+                    f"{name!r} in {self._source.where(name)} has shape {shape}; expected {wanted[name]}."
+                )
         missing = [name for name in wanted if name not in found]
         if missing:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-            raise ValueError(f"the checkpoint lacks {missing[0]!r}{more}, which its configuration needs.")
+            raise CheckpointError(f"the checkpoint lacks {missing[0]!r}{more}, which its configuration needs.")
         if self.config.tie_embeddings and _HEAD in found:
             self._check_tied()
 
     def _check_tied(self) -> None:
         (_, head), (_, embedding) = sorted(self._source.read([_HEAD, _EMBEDDING]), key=lambda item: item[0])
         if not np.array_equal(np.asarray(head), np.asarray(embedding)):
-            raise ValueError(f"config.json ties the embeddings, but {_HEAD!r} differs from {_EMBEDDING!r}.")
+            raise CheckpointError(f"config.json ties the embeddings, but {_HEAD!r} differs from {_EMBEDDING!r}.")
 
 
 def read_config(directory: str | Path, **overrides: Any) -> ModelConfig:
@@ -118,8 +138,9 @@ def open_checkpoint(directory: str | Path, **overrides: Any) -> Checkpoint:
     """The checkpoint in ``directory``; ``overrides`` replace fields of its configuration.
 
     Parameters are given in the dtype that the checkpoint names (override ``param_dtype``), and computed with
-    in the same (override ``dtype``). Raises ValueError, in a sentence, for a directory, configuration or
-    tensor that is missing, unreadable, unexpected or of the wrong shape.
+    in the same (override ``dtype``). Raises CheckpointError, in a sentence, for a directory, configuration or
+    tensor that is missing, unreadable, unexpected, or of the wrong shape or dtype (values are looked at when they are
+    read), and ValueError for ``overrides`` that do not fit.
     """
     directory = Path(directory)
     if _is_only_meta(directory):
@@ -130,4 +151,4 @@ def open_checkpoint(directory: str | Path, **overrides: Any) -> Checkpoint:
 
 
 def _is_only_meta(directory: Path) -> bool:
-    return not (directory / CONFIG).is_file() and is_meta(directory)
+    return not is_file(directory / CONFIG) and is_meta(directory)

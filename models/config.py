@@ -15,6 +15,8 @@ from typing import Any, Literal, NamedTuple, get_args
 
 AttentionType = Literal["global", "sliding", "chunked", "full", "latent"]
 DTYPES = ("float32", "bfloat16", "float16")
+MOST_LAYERS = 10_000  # a layer costs Python objects, so that a number without bound would take all memory
+_MOST = 2**31 - 1  # of any other size: what the int32 indices of XLA can name
 _LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _SWITCHES = ("tie_embeddings", "use_rope", "use_rmsnorm", "use_swiglu", "qkv_bias", "output_bias", "qk_norm")
 
@@ -106,8 +108,9 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.num_kv_heads is None:
             object.__setattr__(self, "num_kv_heads", self.num_heads)
-        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"):
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads"):
             _require_positive_int(name, getattr(self, name))
+        _require_positive_int("num_layers", self.num_layers, MOST_LAYERS)
         _require_positive_int("max_length", self.max_length)
         self._check_heads()
         for name in ("rope_theta", "norm_eps"):
@@ -150,7 +153,8 @@ class ModelConfig:
         types = (given,) * self.num_layers if isinstance(given, str) else given
         accepted = get_args(AttentionType)
         if not isinstance(types, tuple | list) or any(kind not in accepted for kind in types):
-            raise ValueError(f"attention={given!r} must be one of {', '.join(accepted)}, or a tuple of one per layer.")
+            wrong = next((kind for kind in types if kind not in accepted), given) if isinstance(types, tuple) else given
+            raise ValueError(f"attention={wrong!r} must be one of {', '.join(accepted)}, or a tuple of one per layer.")
         if len(types) != self.num_layers:
             raise ValueError(f"attention names {len(types)} layers, but num_layers={self.num_layers}.")
         object.__setattr__(self, "attention", tuple(types))
@@ -251,9 +255,11 @@ def _check_names(overrides: Mapping[str, Any]) -> None:
         raise ValueError(f"ModelConfig has no field {', '.join(map(repr, unknown))}; it has {', '.join(names)}.")
 
 
-def _require_positive_int(name: str, value: object) -> None:
+def _require_positive_int(name: str, value: object, most: int = _MOST) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{name}={value!r} must be an integer of at least 1.")
+    if value > most:
+        raise ValueError(f"{name} is above {most}, the most that is accepted.")
 
 
 def _require_positive_real(name: str, value: object) -> None:

@@ -3,9 +3,9 @@
 Llama, Mistral, Qwen2 and Qwen3 are one transformer under four names: they differ in which projections have a
 bias, whether queries and keys are normalised, and which layers see a window. Both spellings of RoPE are read:
 ``rope_parameters`` (transformers 5) and ``rope_theta`` with ``rope_scaling`` (4). What this transformer does
-not compute is refused with a sentence, never ignored. A configuration that none of the four can express (an
-ablation switch, other attention) is written under ``model_type: attention_suite``, so that no other program
-opens it and computes something else.
+not compute is refused with a sentence, never ignored; ``huggingface_keys.py`` lists the keys that are known. A
+configuration that none of the four can express (an ablation switch, other attention) is written under
+``model_type: attention_suite``, so that no other program opens it and computes something else.
 """
 
 from __future__ import annotations
@@ -13,88 +13,51 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from models.config import DTYPES, AttentionType, ModelConfig, RopeScaling
+import msgspec
 
-OWN_TYPE = "attention_suite"
-_OWN_FIELDS = (
-    "attention",
-    "window_size",
-    "chunk_size",
-    "q_lora_rank",
-    "kv_lora_rank",
-    "qk_nope_head_dim",
-    "qk_rope_head_dim",
-    "v_head_dim",
-    "use_rope",
-    "use_rmsnorm",
-    "use_swiglu",
-    "qkv_bias",
-    "output_bias",
-    "qk_norm",
-)
-_ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
-# What a missing key means there, where it is not what a missing field means here.
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
-    "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
-    "qwen3": {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28, "head_dim": 128},
-    OWN_TYPE: {},
-}
-# A key of a config.json that changes what is computed -> the only value computed here.
-_ONLY_VALUES: dict[str, Any] = {
-    "hidden_act": "silu",
-    "mlp_bias": False,
-    "partial_rotary_factor": 1.0,
-    "quantization_config": None,
-}
+from models.config import DTYPES, AttentionType, ModelConfig, RopeScaling
+from models.huggingface_keys import ARCHITECTURES, CONFIG, OWN_TYPE, Fields, OwnFields, RopeFields, read_fields
+from models.reading import CheckpointError, shown
+
 _LAYER_TYPES: dict[str, AttentionType] = {"full_attention": "global", "sliding_attention": "sliding"}
 
 
 def from_hf(config: Mapping[str, Any]) -> ModelConfig:
-    """Read the fields of a ``config.json``. Raises ValueError for a missing key or an unsupported value."""
-    model_type = config.get("model_type")
-    if model_type not in _DEFAULTS:
-        raise ValueError(
-            f"model_type={model_type!r} in config.json is not supported; use one of {', '.join(_DEFAULTS)}."
-        )
-    for key, only in _ONLY_VALUES.items():
-        if config.get(key, only) not in (only, None):
-            raise ValueError(f"{key}={config[key]!r} in config.json is not supported; only {only!r} is.")
-    config = {**_DEFAULTS[model_type], **config}
-    theta, scaling = _rope(config)
-    stored = config.get("dtype") or config.get("torch_dtype") or "float32"
+    """Read the keys of a ``config.json``. Raises CheckpointError for a key or a value that is not known here."""
+    fields = read_fields(config)
+    _check_architectures(fields)
+    theta, scaling = _rope(fields)
+    stored = fields.dtype or fields.torch_dtype or "float32"
     if stored not in DTYPES:
-        raise ValueError(f"dtype={stored!r} in config.json is not supported; use one of {', '.join(DTYPES)}.")
-    return ModelConfig(
-        vocab_size=_required(config, "vocab_size"),
-        hidden_size=_required(config, "hidden_size"),
-        intermediate_size=_required(config, "intermediate_size"),
-        num_layers=_required(config, "num_hidden_layers"),
-        num_heads=_required(config, "num_attention_heads"),
-        num_kv_heads=config.get("num_key_value_heads"),
-        head_dim=config.get("head_dim"),
-        max_length=config.get("max_position_embeddings", 2048),
-        rope_theta=theta,
-        rope_scaling=scaling,
-        norm_eps=config.get("rms_norm_eps", 1e-6),  # Hugging Face's default, not ours
-        tie_embeddings=config.get("tie_word_embeddings", False),
-        dtype=stored,
-        param_dtype=stored,
-        **_by_type(model_type, config),
-    )
+        raise CheckpointError(f"dtype={shown(stored)} in {CONFIG} is not supported; use one of {', '.join(DTYPES)}.")
+    by_type = _by_type(fields)
+    try:
+        return ModelConfig(
+            vocab_size=fields.vocab_size,
+            hidden_size=fields.hidden_size,
+            intermediate_size=fields.intermediate_size,
+            num_layers=fields.num_hidden_layers,
+            num_heads=fields.num_attention_heads,
+            num_kv_heads=fields.num_key_value_heads,
+            head_dim=fields.head_dim,
+            max_length=fields.max_position_embeddings,
+            rope_theta=theta,
+            rope_scaling=scaling,
+            norm_eps=fields.rms_norm_eps,
+            tie_embeddings=fields.tie_word_embeddings,
+            dtype=stored,
+            param_dtype=stored,
+            **by_type,
+        )
+    except ValueError as error:
+        raise CheckpointError(f"{CONFIG}: {error}") from error
 
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
     """The fields of a ``config.json``, with RoPE in the spelling that transformers 4 and 5 both read."""
     model_type, fields_of_type = _type_of(config)
     fields: dict[str, Any] = {
-        "architectures": [_ARCHITECTURES[model_type]] if model_type in _ARCHITECTURES else [],
+        "architectures": [ARCHITECTURES[model_type]] if model_type in ARCHITECTURES else [],
         "model_type": model_type,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
@@ -126,25 +89,35 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     return fields | fields_of_type
 
 
-def _by_type(model_type: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields in which the model types differ: biases, norms of queries and keys, windows."""
-    if model_type == OWN_TYPE:
-        own = dict(config.get(OWN_TYPE) or {})
-        unknown = sorted(set(own) - set(_OWN_FIELDS))
-        if unknown:
-            raise ValueError(
-                f"{OWN_TYPE} in config.json has no field {', '.join(unknown)}; it has {', '.join(_OWN_FIELDS)}."
+def _check_architectures(fields: Fields) -> None:
+    """A class of another name may compute something else from the same weights."""
+    causal = ARCHITECTURES.get(fields.model_type, "")
+    for name in fields.architectures or ():
+        if name not in (causal, causal.replace("ForCausalLM", "Model")):
+            raise CheckpointError(
+                f"architectures in {CONFIG} names {shown(name)}; of model_type={fields.model_type!r} only "
+                f"{causal or 'an empty list'} is supported."
             )
-        if isinstance(own.get("attention"), list):
-            own["attention"] = tuple(own["attention"])
-        return own
-    bias = bool(config.get("attention_bias"))
-    if model_type in ("mistral", "qwen2") and config.get("attention_bias") not in (None, model_type == "qwen2"):
-        raise ValueError(
-            f"attention_bias={config['attention_bias']!r} in config.json is not what model_type={model_type!r} means; "
-            "leave it out."
+
+
+def _by_type(fields: Fields) -> dict[str, Any]:
+    """The fields in which the model types differ: biases, norms of queries and keys, windows."""
+    model_type, said, own = fields.model_type, fields.attention_bias, fields.attention_suite
+    if model_type == OWN_TYPE:
+        own = own or OwnFields()
+        for name in ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"):
+            if getattr(fields, name):
+                raise CheckpointError(f"{name} in {CONFIG} has no place beside {OWN_TYPE}; leave it out.")
+        if said not in (None, own.qkv_bias):
+            raise CheckpointError(f"attention_bias={said} in {CONFIG} is not qkv_bias={own.qkv_bias} in {OWN_TYPE}.")
+        return msgspec.structs.asdict(own)
+    if own is not None:
+        raise CheckpointError(f"{OWN_TYPE} in {CONFIG} is for model_type={OWN_TYPE!r}, not {model_type!r}.")
+    if model_type in ("mistral", "qwen2") and said not in (None, model_type == "qwen2"):
+        raise CheckpointError(
+            f"attention_bias={said} in {CONFIG} is not what model_type={model_type!r} means; leave it out."
         )
-    windowed = _windows(model_type, config)
+    windowed, bias = _windows(fields), bool(said)
     match model_type:
         case "llama":
             return windowed | {"qkv_bias": bias, "output_bias": bias}
@@ -155,32 +128,38 @@ def _by_type(model_type: str, config: Mapping[str, Any]) -> dict[str, Any]:
     return windowed
 
 
-def _windows(model_type: str, config: Mapping[str, Any]) -> dict[str, Any]:
+def _windows(fields: Fields) -> dict[str, Any]:
     """Which layers see the last ``sliding_window`` tokens only, itself included; nothing where none does."""
-    window, named = config.get("sliding_window"), config.get("layer_types")
+    window, named, model_type = fields.sliding_window, fields.layer_types, fields.model_type
+    first = 0
     if model_type == "llama":
-        if window is not None:
-            raise ValueError(f"sliding_window={window!r} in config.json is not supported in a llama; only None is.")
-    elif model_type == "mistral" and named is not None:
-        raise ValueError("layer_types in config.json is not supported in a mistral; all of its layers are alike.")
-    elif model_type in ("qwen2", "qwen3") and not config.get("use_sliding_window"):
-        window = None
+        for name, value in (("sliding_window", window), ("use_sliding_window", fields.use_sliding_window or None)):
+            if value is not None:
+                raise CheckpointError(f"{name}={value} in {CONFIG} is not supported in a llama; leave it out.")
+    elif model_type == "mistral":
+        for name in ("layer_types", "use_sliding_window", "max_window_layers"):
+            if getattr(fields, name) is not None:
+                raise CheckpointError(f"{name} in {CONFIG} is not supported in a mistral; all of its layers are alike.")
+    else:
+        first = fields.max_window_layers or 0
+        window = window if fields.use_sliding_window else None
     if named is None:
-        first = config["max_window_layers"] if model_type in ("qwen2", "qwen3") else 0
-        named = [
-            "sliding_attention" if window is not None and i >= first else "full_attention"
-            for i in range(_required(config, "num_hidden_layers"))
-        ]
+        layers = range(fields.num_hidden_layers)
+        named = ["sliding_attention" if window is not None and i >= first else "full_attention" for i in layers]
     unknown = [kind for kind in named if kind not in _LAYER_TYPES]
     if unknown:
-        raise ValueError(
-            f"layer_types={unknown[0]!r} in config.json is not supported; use {' or '.join(_LAYER_TYPES)}."
+        raise CheckpointError(
+            f"layer_types={shown(unknown[0])} in {CONFIG} is not supported; use {' or '.join(_LAYER_TYPES)}."
+        )
+    if len(named) != fields.num_hidden_layers:
+        raise CheckpointError(
+            f"layer_types in {CONFIG} names {len(named)} layers, but num_hidden_layers={fields.num_hidden_layers}."
         )
     types = tuple(_LAYER_TYPES[kind] for kind in named)
     if "sliding" not in types:
         return {}
     if window is None:
-        raise ValueError("layer_types in config.json has sliding_attention, but no sliding_window is in use.")
+        raise CheckpointError(f"layer_types in {CONFIG} has sliding_attention, but no sliding_window is in use.")
     return {"attention": types if "global" in types else "sliding", "window_size": window}
 
 
@@ -200,34 +179,41 @@ def _type_of(config: ModelConfig) -> tuple[str, dict[str, Any]]:
             "sliding_window": config.window_size,
             "layer_types": [names[kind] for kind in config.layer_types],
         }
-    own = {name: getattr(config, name) for name in _OWN_FIELDS} | {"attention": list(config.layer_types)}
+    own = {name: getattr(config, name) for name in OwnFields.__struct_fields__} | {
+        "attention": list(config.layer_types)
+    }
     return OWN_TYPE, {OWN_TYPE: own}
 
 
-def _required(config: Mapping[str, Any], key: str) -> Any:
-    if config.get(key) is None:
-        raise ValueError(f"config.json lacks {key}; a configuration of this type has it.")
-    return config[key]
-
-
-def _rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
-    """Base and scaling from either spelling; ``rope_parameters`` wins where both stand."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(f"partial_rotary_factor={rope['partial_rotary_factor']!r} is not supported; only 1.0 is.")
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
-        return theta, None
-    if kind != "llama3":
-        raise ValueError(f"rope_type={kind!r} in config.json is not supported; use 'default' or 'llama3'.")
-    names = {
-        "factor": "factor",
-        "low_freq_factor": "low_freq_factor",
-        "high_freq_factor": "high_freq_factor",
-        "original_max_position_embeddings": "original_max_length",
+def _rope(fields: Fields) -> tuple[float, RopeScaling | None]:
+    """Base and scaling from either spelling; a base inside of them comes before the one beside them."""
+    if fields.rope_parameters and fields.rope_scaling and fields.rope_parameters != fields.rope_scaling:
+        raise CheckpointError(f"rope_parameters and rope_scaling in {CONFIG} differ; leave one of them out.")
+    rope = fields.rope_parameters or fields.rope_scaling or RopeFields()
+    theta = fields.rope_theta if rope.rope_theta is None else rope.rope_theta
+    if rope.partial_rotary_factor not in (None, 1.0):
+        raise CheckpointError(
+            f"partial_rotary_factor={rope.partial_rotary_factor} in {CONFIG} is not supported; only 1.0 is."
+        )
+    kind = rope.rope_type or rope.kind or "default"
+    if kind not in ("default", "llama3") or rope.kind not in (None, kind):
+        raise CheckpointError(
+            f"rope_type={shown(kind)} in {CONFIG} is not supported; use 'default' or 'llama3' (type, where it stands "
+            "too, has to be the same)."
+        )
+    sizes = {
+        "factor": rope.factor,
+        "low_freq_factor": rope.low_freq_factor,
+        "high_freq_factor": rope.high_freq_factor,
+        "original_max_position_embeddings": rope.original_max_position_embeddings,
     }
-    missing = [key for key in names if rope.get(key) is None]
+    if kind == "default":
+        used = [name for name, value in sizes.items() if value is not None]
+        if used:
+            raise CheckpointError(f"rope_type='default' in {CONFIG} makes no use of {', '.join(used)}; leave them out.")
+        return theta, None
+    missing = [name for name, value in sizes.items() if value is None]
     if missing:
-        raise ValueError(f"rope scaling 'llama3' in config.json lacks {', '.join(missing)}.")
-    return theta, RopeScaling(**{ours: rope[theirs] for theirs, ours in names.items()})
+        raise CheckpointError(f"rope scaling 'llama3' in {CONFIG} lacks {', '.join(missing)}.")
+    original = sizes.pop("original_max_position_embeddings")
+    return theta, RopeScaling(original_max_length=original, **sizes)  # pyright: ignore[reportArgumentType]  (not None)

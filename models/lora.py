@@ -15,16 +15,55 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import msgspec
 from jaxtyping import Array, Float
-from safetensors import SafetensorError, safe_open
 from safetensors.flax import save_file
 
 from models.config import ModelConfig
 from models.parameters import LAYER_NAMES, Params, parameter_shapes
+from models.reading import CheckpointError, checked, read_json, refuse_other_values, refuse_unknown
+from models.shards import check_dtype, is_finite, opened
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _PREFIX = "base_model.model.model.layers"  # as PEFT wraps a causal language model
+# Keys of PEFT's adapter_config.json (peft/tuners/lora/config.py). Of these only plain LoRA is computed here; null is
+# accepted beside the values. A dropout acts in training, which starts from the adapters and not from this file.
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "task_type": ("CAUSAL_LM",),
+    "bias": ("none",),
+    "init_lora_weights": (True, False, "gaussian"),  # the others change the base model too
+    "fan_in_fan_out": (False,),
+    "use_rslora": (False,),
+    "use_dora": (False,),
+    "use_qalora": (False,),
+    "lora_bias": (False,),
+    "rank_pattern": ({},),
+    "alpha_pattern": ({},),
+    "loftq_config": ({},),
+    "modules_to_save": ([],),
+    "layers_to_transform": (),
+    "layer_replication": (),
+    "auto_mapping": (),
+    "ensure_weight_tying": (False,),
+}
+_HARMLESS = (
+    "base_model_name_or_path",
+    "inference_mode",
+    "lora_dropout",
+    "layers_pattern",
+    "megatron_core",
+    "qalora_group_size",
+    "revision",
+    "peft_version",
+)
+
+
+class _Fields(msgspec.Struct):
+    r: int
+    lora_alpha: float
+    target_modules: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,32 +197,38 @@ def save(adapters: Adapters, lora: LoraConfig, directory: str | Path, base: str 
 def load(directory: str | Path, config: ModelConfig) -> tuple[Adapters, LoraConfig]:
     """The adapters in ``directory`` for a model of ``config``, in float32.
 
-    Raises ValueError, in a sentence, for a file that cannot be read, for what is not plain LoRA, and for a tensor
-    that is missing, unexpected or of the wrong shape.
+    Raises CheckpointError for a file that cannot be read, for what is not plain LoRA, and for a tensor that is missing,
+    unexpected, not finite, or of the wrong shape or dtype; ValueError where the model lacks a projection.
     """
     directory = Path(directory)
     lora = _read_config(directory / CONFIG)
-    fresh = initialise(config, lora, jax.random.key(0))
+    shapes = jax.eval_shape(lambda: initialise(config, lora, jax.random.key(0)))  # of any rank, without its memory
     wanted = {
         _name(i, name, part): array.shape
-        for i, layer in enumerate(fresh)
+        for i, layer in enumerate(shapes)
         for name, adapter in layer.items()
         for part, array in (("A", adapter.a), ("B", adapter.b))
     }
-    try:
-        with safe_open(directory / WEIGHTS, framework="flax") as file:
-            found = {name: jnp.asarray(file.get_tensor(name), jnp.float32) for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"{str(directory / WEIGHTS)!r} cannot be read as safetensors: {error}.") from error
+    found = {}
+    with opened(directory / WEIGHTS) as file:
+        for name in file.keys():  # noqa: SIM118  (a safe_open is no mapping)
+            check_dtype(name, WEIGHTS, file.get_slice(name).get_dtype())
+            found[name] = jnp.asarray(file.get_tensor(name), jnp.float32)
     if set(found) != set(wanted):
         odd = min(set(found) ^ set(wanted))
-        raise ValueError(f"{WEIGHTS} {'holds' if odd in found else 'lacks'} {odd!r}, unlike what {CONFIG} describes.")
+        raise CheckpointError(
+            f"{WEIGHTS} {'holds' if odd in found else 'lacks'} {odd!r}, unlike what {CONFIG} describes."
+        )
     for name, shape in wanted.items():
         if found[name].shape != shape:
-            raise ValueError(f"{name!r} in {WEIGHTS} has shape {found[name].shape}; expected {shape} for this model.")
+            raise CheckpointError(
+                f"{name!r} in {WEIGHTS} has shape {found[name].shape}; expected {shape} for this model."
+            )
+        if not is_finite(found[name]):
+            raise CheckpointError(f"{name!r} in {WEIGHTS} holds NaN or infinity; what is computed has no meaning.")
     adapters = tuple(
         {name: Adapter(found[_name(i, name, "A")], found[_name(i, name, "B")], lora.scale) for name in layer}
-        for i, layer in enumerate(fresh)
+        for i, layer in enumerate(shapes)
     )
     return adapters, lora
 
@@ -202,18 +247,14 @@ def _projections(known: set[str]) -> str:
 
 
 def _read_config(path: Path) -> LoraConfig:
+    said = {key: value for key, value in read_json(path).items() if value is not None}
+    refuse_other_values(said, _ONLY, CONFIG)
+    refuse_unknown(said, {*_Fields.__struct_fields__, *_ONLY, *_HARMLESS}, CONFIG)
+    missing = [name for name in _Fields.__struct_fields__ if name not in said]
+    if missing:
+        raise CheckpointError(f"{CONFIG} lacks {', '.join(missing)}; that of a LoRA adapter has it.")
+    fields = checked(said, _Fields, CONFIG)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        kind, targets = content["peft_type"], content["target_modules"]
-        rank, alpha = content["r"], content["lora_alpha"]
-    except OSError as error:
-        raise ValueError(f"{str(path)!r} cannot be read ({error.strerror}); give a directory with {CONFIG}.") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{str(path)!r} is not the configuration of a LoRA adapter: {error}.") from error
-    only = {"bias": "none", "use_rslora": False, "use_dora": False, "rank_pattern": {}, "alpha_pattern": {}}
-    wrong = [key for key, value in only.items() if (content.get(key) or value) != value]
-    wrong += [key for key in ("layers_to_transform", "modules_to_save") if content.get(key)]
-    if kind != "LORA" or not isinstance(targets, list) or wrong:
-        said = ", ".join(wrong) or f"peft_type {kind!r} with target_modules {targets!r}"
-        raise ValueError(f"{str(path)!r} has {said}; only plain LoRA with a list of target_modules is supported.")
-    return LoraConfig(rank=rank, alpha=alpha, targets=tuple(targets))
+        return LoraConfig(rank=fields.r, alpha=fields.lora_alpha, targets=fields.target_modules)
+    except ValueError as error:
+        raise CheckpointError(f"{CONFIG}: {error}") from error

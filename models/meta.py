@@ -16,32 +16,40 @@ import importlib
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 from jaxtyping import Float
 
-from models.config import PRESETS, ModelConfig, RopeScaling
-from models.shards import read_json
+from models.config import MOST_LAYERS, PRESETS, ModelConfig, RopeScaling
+from models.reading import CheckpointError, checked, is_file, read_json, refuse_unknown
+from models.shards import check_dtype
 
 PARAMS = "params.json"
 _OLDEST_TORCH = (2, 6)
 _INSTALL = "pip install 'attention-suite[meta]'"
-_KEYS = {  # what params.json may say; another key may change what is computed
-    "dim",
-    "n_layers",
-    "n_heads",
-    "n_kv_heads",
-    "vocab_size",
-    "multiple_of",
-    "ffn_dim_multiplier",
-    "norm_eps",
-    "rope_theta",
-    "use_scaled_rope",
-    "max_seq_len",
-    "max_batch_size",
-}
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+class _Params(msgspec.Struct, kw_only=True):
+    """What params.json may say; another key may change what is computed. The last four change nothing here."""
+
+    dim: int
+    n_layers: Annotated[int, msgspec.Meta(ge=1, le=MOST_LAYERS)]
+    n_heads: int
+    norm_eps: float
+    n_kv_heads: int | None = None
+    rope_theta: float | None = None
+    use_scaled_rope: bool | None = None
+    max_seq_len: int | None = None
+    max_batch_size: Any = None
+    vocab_size: Any = None  # -1 in Llama 2: the weights say it
+    multiple_of: Any = None  # sizes that the weights say
+    ffn_dim_multiplier: Any = None
+
+
 # Hugging Face's name -> Meta's, and the axis along which ranks divide it (None: every rank holds all of it).
 _OUTER = {
     "model.embed_tokens.weight": ("tok_embeddings.weight", 0),
@@ -66,21 +74,21 @@ _IGNORED = "rope.freqs"  # Llama 2 carries what params.json says anyway
 
 def is_meta(directory: Path) -> bool:
     """Whether ``directory`` holds a checkpoint in Meta's form."""
-    return (directory / PARAMS).is_file() and any(directory.glob("consolidated.*.pth"))
+    return is_file(directory / PARAMS) and any(directory.glob("consolidated.*.pth"))
 
 
 class MetaSource:
     """The tensors of Meta's files under Hugging Face's names, and the configuration that they and params.json give.
 
-    ``rope_scaling`` stands for what params.json lacks; ``"preset"`` looks it up. Raises ValueError for a file
+    ``rope_scaling`` stands for what params.json lacks; ``"preset"`` looks it up. Raises CheckpointError for a file
     that is missing, refused or does not fit, and where PyTorch is missing or too old.
     """
 
     def __init__(self, directory: Path, rope_scaling: RopeScaling | str | None = "preset") -> None:
         self._torch = _import_torch()
         self._paths = sorted(directory.glob("consolidated.*.pth"))
-        params = read_json(directory / PARAMS)
-        self._width = params.get("dim")
+        params = _read_params(directory / PARAMS)
+        self._width = params.dim
         self._pieces = self._piece_shapes()
         self.shapes = {name: self._whole_shape(name) for name in self._pieces}
         self.config = self._config(params, rope_scaling)
@@ -100,21 +108,23 @@ class MetaSource:
             yield name, half_split(whole, self.config.dim) if name.endswith(_TURNED) else whole
 
     def _load(self, path: Path) -> dict[str, Any]:
-        """The tensors of one file, mapped and not read. Raises ValueError."""
+        """The tensors of one file, mapped and not read. Raises CheckpointError."""
         try:
             found = self._torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except Exception as error:  # what a hostile file raises is not known beforehand
             if type(error).__name__ == "UnpicklingError":
-                raise ValueError(
+                raise CheckpointError(
                     f"{str(path)!r} is refused: it asks for more than tensors, which could run code on this machine; "
                     "get the checkpoint from its publisher, best as safetensors."
                 ) from None
             reason = " ".join(str(error).split())[:200]
-            raise ValueError(f"{str(path)!r} cannot be read as a PyTorch checkpoint: {reason}.") from error
-        is_tensor = self._torch.is_tensor
-        if not isinstance(found, dict) or not all(isinstance(k, str) and is_tensor(v) for k, v in found.items()):
-            raise ValueError(f"{str(path)!r} does not hold a dictionary of tensors; a checkpoint of Meta's does.")
+            raise CheckpointError(f"{str(path)!r} cannot be read as a PyTorch checkpoint: {reason}.") from error
+        if not isinstance(found, dict) or not all(isinstance(k, str) and self._is_dense(v) for k, v in found.items()):
+            raise CheckpointError(f"{str(path)!r} does not hold a dictionary of tensors; a checkpoint of Meta's does.")
         return found
+
+    def _is_dense(self, value: Any) -> bool:
+        return self._torch.is_tensor(value) and value.layout == self._torch.strided
 
     def _piece_shapes(self) -> dict[str, list[tuple[int, ...]]]:
         """Hugging Face's name of every tensor -> the shape of its piece in each file."""
@@ -122,10 +132,13 @@ class MetaSource:
         for path in self._paths:
             for theirs, tensor in self._load(path).items():
                 if theirs != _IGNORED:
+                    check_dtype(theirs, path.name, str(tensor.dtype).removeprefix("torch."), _DTYPES)
                     shapes.setdefault(_our_name(theirs), []).append(tuple(tensor.shape))
         for name, pieces in shapes.items():
             if len(pieces) != len(self._paths) or len(set(pieces)) != 1 or not pieces[0]:
-                raise ValueError(f"{_meta_name(name)!r} is not in equal pieces in all of {len(self._paths)} files.")
+                raise CheckpointError(
+                    f"{_meta_name(name)!r} is not in equal pieces in all of {len(self._paths)} files."
+                )
         return shapes
 
     def _axis(self, name: str) -> int | None:
@@ -141,41 +154,36 @@ class MetaSource:
             shape[axis] *= len(self._paths)
         return tuple(shape)
 
-    def _config(self, params: dict[str, Any], rope_scaling: RopeScaling | str | None) -> ModelConfig:
-        unknown = sorted(set(params) - _KEYS)
-        if unknown:
-            raise ValueError(
-                f"{PARAMS} says {', '.join(unknown)}, which is not supported; it may say {', '.join(sorted(_KEYS))}."
-            )
-        missing = [key for key in ("dim", "n_layers", "n_heads", "norm_eps") if params.get(key) is None]
-        missing += [
-            _meta_name(name)
-            for name in ("model.embed_tokens.weight", "model.norm.weight", "model.layers.0.mlp.gate_proj.weight")
-            if name not in self.shapes
-        ]
+    def _config(self, params: _Params, rope_scaling: RopeScaling | str | None) -> ModelConfig:
+        needed = ("model.embed_tokens.weight", "model.norm.weight", "model.layers.0.mlp.gate_proj.weight")
+        missing = [_meta_name(name) for name in needed if name not in self.shapes]
         if missing:
-            raise ValueError(f"the checkpoint lacks {', '.join(missing)}; Meta's have it.")
+            raise CheckpointError(f"the checkpoint lacks {', '.join(missing)}; Meta's have it.")
         stored = _to_numpy(self._torch, self._load(self._paths[0])["tok_embeddings.weight"][:1]).dtype.name
-        sizes = {
-            "vocab_size": self.shapes["model.embed_tokens.weight"][0],  # params.json of Llama 2 says -1
-            "hidden_size": params["dim"],
+        sizes: dict[str, Any] = {
+            "vocab_size": self.shapes["model.embed_tokens.weight"][0],
+            "hidden_size": params.dim,
             "intermediate_size": self.shapes["model.layers.0.mlp.gate_proj.weight"][0],
-            "num_layers": params["n_layers"],
-            "num_heads": params["n_heads"],
-            "num_kv_heads": params.get("n_kv_heads") or params["n_heads"],
+            "num_layers": params.n_layers,
+            "num_heads": params.n_heads,
+            "num_kv_heads": params.n_kv_heads or params.n_heads,
         }
         if rope_scaling == "preset":
-            rope_scaling = _scaling_of_preset(sizes) if params.get("use_scaled_rope") else None
-        return ModelConfig(
-            **sizes,
-            max_length=params.get("max_seq_len", 131072 if rope_scaling else 8192),
-            rope_theta=params.get("rope_theta", 10000.0),
-            rope_scaling=rope_scaling,  # pyright: ignore[reportArgumentType]  (checked there)
-            norm_eps=params["norm_eps"],
-            tie_embeddings=self._is_tied(),
-            dtype=stored,
-            param_dtype=stored,
-        )
+            rope_scaling = _scaling_of_preset(sizes) if params.use_scaled_rope else None
+        is_tied = self._is_tied()
+        try:
+            return ModelConfig(
+                **sizes,
+                max_length=params.max_seq_len or (131072 if rope_scaling else 8192),
+                rope_theta=params.rope_theta or 10000.0,
+                rope_scaling=rope_scaling,  # pyright: ignore[reportArgumentType]  (checked there)
+                norm_eps=params.norm_eps,
+                tie_embeddings=is_tied,
+                dtype=stored,
+                param_dtype=stored,
+            )
+        except ValueError as error:
+            raise CheckpointError(f"{PARAMS}: {error}") from error
 
     def _is_tied(self) -> bool:
         """Whether the output projection is left out, or written a second time (Llama 3.2): compared file by file."""
@@ -188,6 +196,15 @@ class MetaSource:
             if not self._torch.equal(rank["output.weight"], rank["tok_embeddings.weight"]):
                 return False
         return True
+
+
+def _read_params(path: Path) -> _Params:
+    said = {key: value for key, value in read_json(path).items() if value is not None}
+    refuse_unknown(said, _Params.__struct_fields__, PARAMS)
+    missing = [key for key in ("dim", "n_layers", "n_heads", "norm_eps") if key not in said]
+    if missing:
+        raise CheckpointError(f"{PARAMS} lacks {', '.join(missing)}; Meta's have it.")
+    return checked(said, _Params, PARAMS)
 
 
 def half_split(weight: Float[np.ndarray, "rows in"], head_dim: int) -> Float[np.ndarray, "rows in"]:
@@ -205,7 +222,7 @@ def _scaling_of_preset(sizes: dict[str, Any]) -> RopeScaling:
         if preset.get("rope_scaling") and all(preset.get(name) == value for name, value in sizes.items()):
             return preset["rope_scaling"]
     told = ", ".join(f"{name} {value}" for name, value in sizes.items())
-    raise ValueError(
+    raise CheckpointError(
         f"{PARAMS} says use_scaled_rope, but not by which factor, and no preset has these sizes ({told}); "
         "give rope_scaling, or on the command line --preset with the name of one that is scaled alike."
     )
@@ -227,10 +244,9 @@ def _our_name(theirs: str) -> str:
 
 
 def _to_numpy(torch: Any, tensor: Any) -> np.ndarray:
+    tensor = tensor.detach()
     if tensor.dtype == torch.bfloat16:  # NumPy has none of its own
         return tensor.view(torch.int16).numpy().view(np.dtype(jnp.bfloat16))
-    if tensor.dtype not in (torch.float32, torch.float16):
-        raise ValueError(f"a tensor is {tensor.dtype}; supported are torch.float32, torch.bfloat16 and torch.float16.")
     return tensor.numpy()
 
 
@@ -238,10 +254,10 @@ def _import_torch() -> Any:
     try:
         torch = importlib.import_module("torch")
     except ImportError:
-        raise ValueError(f"Meta's .pth files are read by PyTorch, which is not installed; {_INSTALL}.") from None
+        raise CheckpointError(f"Meta's .pth files are read by PyTorch, which is not installed; {_INSTALL}.") from None
     version = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
     if version < _OLDEST_TORCH:
-        raise ValueError(
+        raise CheckpointError(
             f"torch {torch.__version__} can be made to run code by a checkpoint (CVE-2025-32434); use 2.6 or newer: "
             f"{_INSTALL}."
         )

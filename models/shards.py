@@ -11,30 +11,49 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import msgspec
 import numpy as np
 from safetensors import SafetensorError, safe_open
+
+from models.reading import CheckpointError, checked, is_file, read_json
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _CODES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _IGNORED = "rotary_emb.inv_freq"  # old checkpoints carry what the configuration says anyway
 
 
+class _Index(msgspec.Struct):
+    """What ``model.safetensors.index.json`` says; its metadata are of no use here."""
+
+    weight_map: dict[str, str]
+
+
 class SafetensorsSource:
-    """The tensors of a directory of safetensors. Raises ValueError where there are none, or they cannot be read."""
+    """The tensors of a directory of safetensors.
+
+    Raises CheckpointError where there are none, where they cannot be read, and for a dtype that no weight has.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._files: dict[str, Path] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         for path in _shards(directory):
-            with _opened(path) as file:
+            with opened(path) as file:
                 for name in file.keys():  # noqa: SIM118  (a safe_open is no mapping)
-                    if not name.endswith(_IGNORED):
-                        self._files[name] = path
-                        self.shapes[name] = tuple(file.get_slice(name).get_shape())
+                    if name.endswith(_IGNORED):
+                        continue
+                    if name in self._files:
+                        raise CheckpointError(f"{name!r} is in {self.where(name)} and in {path.name}; expected once.")
+                    tensor = file.get_slice(name)
+                    check_dtype(name, path.name, tensor.get_dtype())
+                    self._files[name] = path
+                    self.shapes[name] = tuple(tensor.get_shape())
 
     def where(self, name: str) -> str:
         """The name of the file that holds a tensor."""
@@ -43,9 +62,24 @@ class SafetensorsSource:
     def read(self, names: Sequence[str]) -> Iterator[tuple[str, Any]]:
         """The tensors of these names, each with its own, in the dtype in which they are stored."""
         for name in names:
-            with _opened(self._files[name]) as file:
+            with opened(self._files[name]) as file:
                 value = file.get_tensor(name)
             yield name, value
+
+
+def check_dtype(name: str, file: str, dtype: str, accepted: Collection[str] = tuple(_CODES.values())) -> None:
+    """Raise CheckpointError unless ``dtype`` is one that weights are taken in: no other is cast without a word."""
+    if dtype not in accepted:
+        raise CheckpointError(
+            f"{name!r} in {file} is stored as {dtype}; weights are read from {', '.join(accepted)}: convert it with "
+            "the program that wrote it."
+        )
+
+
+@jax.jit
+def is_finite(x: Any) -> Any:
+    """Whether no number is NaN or infinity. Compiled, so that no array of the tensor's size is made beside it."""
+    return jnp.isfinite(x).all()
 
 
 def write_safetensors(
@@ -82,45 +116,28 @@ def write_safetensors(
 
 
 def _shards(directory: Path) -> list[Path]:
-    if (directory / WEIGHTS).is_file():
+    if is_file(directory / WEIGHTS):
         return [directory / WEIGHTS]
-    if not (directory / INDEX).is_file():
-        raise ValueError(
+    if not is_file(directory / INDEX):
+        raise CheckpointError(
             f"{str(directory)!r} holds neither {WEIGHTS} nor {INDEX}, nor Meta's params.json; only safetensors are "
             "read, and Meta's .pth."
         )
-    mapping = read_json(directory / INDEX).get("weight_map")
-    if not isinstance(mapping, dict) or not all(isinstance(shard, str) for shard in mapping.values()):
-        raise ValueError(f"{INDEX} in {str(directory)!r} has no weight_map from names to files.")
-    shards = sorted(set(mapping.values()))
+    index = checked(read_json(directory / INDEX), _Index, INDEX)
+    shards = sorted(set(index.weight_map.values()))
     for shard in shards:
-        if Path(shard).name != shard:
-            raise ValueError(f"{INDEX} in {str(directory)!r} names {shard!r}; shards lie beside it, without a path.")
+        if Path(shard).name != shard or not shard.isprintable():
+            raise CheckpointError(
+                f"{INDEX} in {str(directory)!r} names {shard!r}; shards lie beside it, without a path."
+            )
     return [directory / shard for shard in shards]
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def opened(path: Path) -> Iterator[Any]:
+    """A file of safetensors, whose tensors are JAX's. Raises CheckpointError where it cannot be read."""
     try:
         with safe_open(path, framework="flax") as file:  # older safetensors cannot read bfloat16 as "numpy"
             yield file
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"{str(path)!r} cannot be read as safetensors: {error}.") from error
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises ValueError for what is none."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(
-            f"{str(path)!r} cannot be read ({error.strerror}); a checkpoint is a directory with config.json and "
-            f"{WEIGHTS}, or Meta's params.json and consolidated.*.pth."
-        ) from error
-    except ValueError as error:
-        raise ValueError(f"{str(path)!r} is not valid JSON: {error}.") from error
-    if not isinstance(content, dict):
-        raise ValueError(  # noqa: TRY004  (the content of a file is wrong, not the type of an argument)
-            f"{str(path)!r} holds a {type(content).__name__}; expected a JSON object."
-        )
-    return content
+        raise CheckpointError(f"{str(path)!r} cannot be read as safetensors: {error}.") from error

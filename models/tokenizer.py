@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from models.reading import CheckpointError, is_file
+
 JSON, RANKS = "tokenizer.json", "tokenizer.model"
 TOKENIZER_FILES = (JSON, RANKS, "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
 _INSTALL = "pip install 'attention-suite[text]'"
@@ -57,14 +59,16 @@ class Tokenizer:
 def load_tokenizer(directory: str | Path) -> Tokenizer:
     """The tokenizer in a checkpoint's directory; ``tokenizer.json`` where both are there.
 
-    Raises ValueError, in a sentence, where there is none, its library is missing, or the file is no tokenizer.
+    Raises CheckpointError where there is none, its library is missing, or the file is no tokenizer.
     """
     directory = Path(directory)
-    if (directory / JSON).is_file():
+    if is_file(directory / JSON):
         return _from_json(directory / JSON)
-    if (directory / RANKS).is_file():
+    if is_file(directory / RANKS):
         return _from_ranks(directory / RANKS)
-    raise ValueError(f"{str(directory)!r} holds neither {JSON} nor {RANKS}; a byte-level model needs no tokenizer.")
+    raise CheckpointError(
+        f"{str(directory)!r} holds neither {JSON} nor {RANKS}; a byte-level model needs no tokenizer."
+    )
 
 
 def _from_json(path: Path) -> Tokenizer:
@@ -72,7 +76,7 @@ def _from_json(path: Path) -> Tokenizer:
     try:
         found = library.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing narrower
-        raise ValueError(f"{str(path)!r} cannot be read as a tokenizer: {error}.") from error
+        raise CheckpointError(f"{str(path)!r} cannot be read as a tokenizer: {error}.") from error
     return Tokenizer(
         vocab_size=found.get_vocab_size(with_added_tokens=True),
         encode=lambda text: found.encode(text).ids,
@@ -99,14 +103,16 @@ def special_tokens() -> tuple[str, ...]:
 
 
 def _read_ranks(path: Path) -> dict[bytes, int]:
-    """Byte sequence -> rank. Raises ValueError for a file of another kind, such as Llama 2's (sentencepiece)."""
+    """Byte sequence -> rank. Raises CheckpointError for a file of another kind, such as Llama 2's (sentencepiece)."""
     try:
         pairs = [line.split() for line in path.read_bytes().splitlines() if line]
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
+    except OSError as error:
+        raise CheckpointError(f"{str(path)!r} cannot be read: {error.strerror}.") from error
     except (ValueError, binascii.Error):
         ranks = {}
     if sorted(ranks.values()) != list(range(len(ranks))) or not all(bytes([i]) in ranks for i in range(256)):
-        raise ValueError(
+        raise CheckpointError(
             f"{str(path)!r} is no list of byte sequences and ranks as Llama 3 has it (Llama 2's is sentencepiece, "
             f"which is not read); put the {JSON} of the same model beside it."
         )
@@ -117,4 +123,4 @@ def _library(name: str, file: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError:
-        raise ValueError(f"{file} is read by the library {name}, which is not installed; {_INSTALL}.") from None
+        raise CheckpointError(f"{file} is read by the library {name}, which is not installed; {_INSTALL}.") from None

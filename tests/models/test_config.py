@@ -80,6 +80,8 @@ def test_config_is_hashable_and_frozen():
     ("fields", "sentence"),
     [
         ({"num_layers": 0}, "num_layers=0 must be an integer of at least 1"),
+        ({"num_layers": 10**18}, "num_layers is above 10000, the most that is accepted"),
+        ({"hidden_size": 10**18}, "hidden_size is above 2147483647"),
         ({"vocab_size": 1.5}, "vocab_size=1.5 must be an integer"),
         ({"hidden_size": True}, "hidden_size=True must be an integer"),
         ({"num_heads": 4, "num_kv_heads": 3}, "num_heads=4 is not a multiple of num_kv_heads=3"),

@@ -1,7 +1,11 @@
+import json
+
 import pytest
 
-from models import PRESETS, ModelConfig, RopeScaling
+from models import PRESETS, CheckpointError, ModelConfig, RopeScaling
+from models.checkpoint import read_config
 from models.huggingface import from_hf, to_hf
+from models.huggingface_keys import HARMLESS, ONLY, Fields
 
 LLAMA = {
     "model_type": "llama",
@@ -84,7 +88,7 @@ def test_null_and_default_scaling_are_none():
     ("change", "sentence"),
     [
         ({"model_type": "gpt2"}, "model_type='gpt2' in config.json is not supported"),
-        ({"hidden_act": "gelu"}, "hidden_act='gelu' in config.json is not supported; only 'silu' is"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu' in config.json is not supported; only 'silu' or 'swish' is"),
         ({"mlp_bias": True}, "mlp_bias=True"),
         ({"quantization_config": {"bits": 4}}, "quantization_config="),
         ({"sliding_window": 4096}, "sliding_window=4096 in config.json is not supported in a llama"),
@@ -103,5 +107,115 @@ def test_null_and_default_scaling_are_none():
     ids=str,
 )
 def test_what_is_not_computed_here_is_refused(change, sentence):
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises(CheckpointError, match=sentence):
         from_hf(LLAMA | change)
+
+
+# Real keys of other families, which change what is computed: in a llama each of them was once passed over.
+CHANGING = {
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "attention_sinks": 4,
+    "attention_chunk_size": 8192,
+    "no_rope_layers": [1, 0],
+    "clip_qkv": 8.0,
+    "use_qk_norm": True,
+    "rope_interleaved": True,
+    "use_bidirectional_attention": True,
+    "attention_dropout": 0.1,
+    "embedding_multiplier": 12.0,
+    "auto_map": {"AutoModelForCausalLM": "modeling.Custom"},
+    "num_local_experts": 8,  # known to nobody here, as are the next ones
+    "query_pre_attn_scalar": 256,
+    "sliding_window_pattern": 6,
+    "text_config": {"hidden_size": 8},
+    "original_max_position_embeddings": 4096,
+}
+
+
+@pytest.mark.parametrize("key", CHANGING)
+def test_a_key_that_changes_what_is_computed_is_never_passed_over(key):
+    with pytest.raises(CheckpointError, match=rf"{key}.* in config.json is not supported|has '{key}' \(.* not known"):
+        from_hf(LLAMA | {key: CHANGING[key]})
+    assert from_hf(LLAMA | {key: None}) == from_hf(LLAMA), "null says nothing"
+
+
+@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in ONLY.items() for value in values])
+def test_a_key_at_its_neutral_value_is_accepted(key, value):
+    assert from_hf(LLAMA | {key: value}) == from_hf(LLAMA)
+
+
+@pytest.mark.parametrize("key", sorted(HARMLESS))
+def test_a_key_that_changes_nothing_is_accepted_whatever_it_holds(key):
+    assert from_hf(LLAMA | {key: ["anything", 3]}) == from_hf(LLAMA)
+
+
+def test_the_lists_of_keys_do_not_overlap():
+    used = set(Fields.__struct_encode_fields__)
+    assert not used & HARMLESS
+    assert not used & set(ONLY)
+    assert not HARMLESS & set(ONLY)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"hidden_size": "64"}, "hidden_size in config.json is not accepted: expected `int`, got `str`"),
+        ({"num_hidden_layers": 10**18}, "num_hidden_layers in config.json is not accepted: expected `int` <= 10000"),
+        ({"num_hidden_layers": 1e18}, "num_hidden_layers in config.json is not accepted: expected `int`, got `float`"),
+        ({"vocab_size": 2**31}, "vocab_size is above 2147483647"),
+        ({"num_key_value_heads": []}, "num_key_value_heads in config.json is not accepted"),
+        ({"head_dim": True}, "head_dim in config.json is not accepted: expected `int | null`, got `bool`"),
+        ({"rms_norm_eps": {}}, "rms_norm_eps in config.json is not accepted"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings in config.json is not accepted: expected `bool`, got `int`"),
+        ({"rope_scaling": "llama3"}, "rope_scaling in config.json is not accepted: expected `object | null`"),
+        ({"rope_scaling": SCALING | {"factor": "8"}}, "rope_scaling.factor in config.json is not accepted"),
+        ({"rope_scaling": SCALING | {"beta_fast": 32}}, "rope_scaling in config.json has 'beta_fast' (32), which"),
+        ({"rope_scaling": {"factor": 8.0}}, "rope_type='default' in config.json makes no use of factor"),
+        ({"rope_scaling": SCALING | {"type": "yarn"}}, "rope_type='llama3' in config.json is not supported"),
+        ({"rope_scaling": SCALING, "rope_parameters": {"rope_type": "default"}}, "rope_parameters and rope_scaling"),
+        ({"rope_parameters": {"full_attention": SCALING}}, "rope_parameters in config.json has 'full_attention'"),
+        ({"layer_types": ["full_attention"]}, "layer_types in config.json names 1 layers, but num_hidden_layers=2"),
+        ({"layer_types": [["x"]] * 2}, "layer_types[0] in config.json is not accepted"),
+        ({"model_type": ["llama"]}, "model_type=a list of 1 in config.json is not supported"),
+        ({"torch_dtype": 16}, "torch_dtype in config.json is not accepted"),
+        ({"architectures": ["LlamaBidirectionalModel"]}, "architectures in config.json names 'LlamaBidirectionalM"),
+        ({"use_sliding_window": True}, "use_sliding_window=True in config.json is not supported in a llama"),
+        ({"model_type": "mistral", "max_window_layers": 1}, "max_window_layers in config.json is not supported in a m"),
+        ({"attention_suite": {}}, "attention_suite in config.json is for model_type='attention_suite', not 'llama'"),
+        ({"model_type": "attention_suite", "attention_suite": {"windows": 1}}, "has 'windows' (1), which is not known"),
+        ({"model_type": "attention_suite", "attention_suite": {"attention": [3]}}, "attention_suite.attention"),
+        ({"model_type": "attention_suite", "sliding_window": 4}, "sliding_window in config.json has no place beside"),
+        ({"model_type": "attention_suite", "attention_bias": True}, "attention_bias=True in config.json is not qkv"),
+    ],
+    ids=str,
+)
+def test_a_value_of_the_wrong_type_or_size_is_named(change, sentence):
+    with pytest.raises(CheckpointError) as error_info:
+        from_hf(LLAMA | change)
+    assert sentence in str(error_info.value)
+
+
+@pytest.mark.parametrize(
+    ("raw", "sentence"),
+    [
+        ("1e400", "number out of range"),
+        ("NaN", "is not valid JSON"),
+        ("9" * 5000, "integer value out of range"),
+        ("[" * 2000 + "]" * 2000, "is nested too deeply"),
+        ('"\\ud800"', "is not valid JSON"),
+        ('"\xff"', "is not valid JSON"),
+    ],
+    ids=["overflow", "nan", "digits", "nesting", "surrogate", "latin1"],
+)
+def test_json_that_no_checkpoint_has_is_refused(raw, sentence, tmp_path):
+    text = json.dumps(LLAMA | {"max_length": "here"}).replace('"here"', raw)
+    (tmp_path / "config.json").write_bytes(text.encode("latin1"))
+    with pytest.raises(CheckpointError, match=sentence):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize("directory", ["x" * 300, "a\0b", "nowhere"], ids=["long", "null", "missing"])
+def test_a_directory_that_cannot_be_is_refused(directory):
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        read_config(directory)

@@ -10,7 +10,7 @@ import optax
 import pytest
 from safetensors.flax import load_file, save_file
 
-from models import ModelConfig, Transformer, lora
+from models import CheckpointError, ModelConfig, Transformer, lora
 from models.forward import forward
 from models.planning import resolve_attention
 from models.training import Batch, loss_and_gradient
@@ -109,12 +109,17 @@ def saved(trained, tmp_path):
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"peft_type": "IA3"}, "only plain LoRA"),
-        ({"use_dora": True}, "has use_dora; only plain LoRA"),
-        ({"rank_pattern": {"q_proj": 2}}, "has rank_pattern"),
-        ({"target_modules": "all-linear"}, "only plain LoRA with a list"),
+        ({"peft_type": "IA3"}, "peft_type='IA3' in adapter_config.json is not supported; only 'LORA' is"),
+        ({"use_dora": True}, "use_dora=True in adapter_config.json is not supported; only False is"),
+        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern=an object of 1 in"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa'"),
+        ({"eva_config": {"rho": 2.0}}, "has 'eva_config' .an object of 1., which is not known here"),
+        ({"target_modules": "all-linear"}, "target_modules in adapter_config.json is not accepted: expected `array`"),
+        ({"target_modules": None}, "adapter_config.json lacks target_modules"),
+        ({"lora_alpha": "16"}, "lora_alpha in adapter_config.json is not accepted"),
+        ({"r": 10**15}, "has shape .4, 48.; expected"),
         ({"r": 0}, "rank=0 must be an integer of at least 1"),
-        ({"r": 5}, "has shape .4, 32.; expected .5, 32."),
+        ({"r": 5}, "has shape .4, 48.; expected .5, 48."),
         ({"target_modules": ["q_proj"]}, "holds 'base_model.model.model.layers.0.mlp.down_proj"),
     ],
 )
@@ -122,6 +127,21 @@ def test_adapters_that_are_something_else_are_refused(saved, change, expected):
     config = json.loads((saved / lora.CONFIG).read_text()) | change
     (saved / lora.CONFIG).write_text(json.dumps(config))
     with pytest.raises(ValueError, match=expected):
+        lora.load(saved, CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda x: x.astype(jnp.int8), "is stored as I8; weights are read from F32, BF16, F16"),
+        (lambda x: x.at[0, 0].set(jnp.inf), "holds NaN or infinity"),
+    ],
+    ids=["int8", "infinity"],
+)
+def test_adapters_that_are_no_weights_are_refused_by_name(saved, change, expected):
+    tensors, name = load_file(saved / lora.WEIGHTS), "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"
+    save_file(tensors | {name: change(jnp.asarray(tensors[name]))}, saved / lora.WEIGHTS)
+    with pytest.raises(CheckpointError, match=f"'{name}' in adapter_model.safetensors {expected}"):
         lora.load(saved, CONFIG)
 
 
@@ -134,7 +154,7 @@ def test_adapters_that_lack_a_tensor_or_cannot_be_read_are_refused(saved):
     (saved / lora.WEIGHTS).write_bytes(b"pickle")
     with pytest.raises(ValueError, match="cannot be read as safetensors"):
         lora.load(saved, CONFIG)
-    with pytest.raises(ValueError, match=r"give a directory with adapter_config.json"):
+    with pytest.raises(CheckpointError, match=r"adapter_config.json' cannot be read"):
         lora.load(saved / "nowhere", CONFIG)
 
 

@@ -6,14 +6,16 @@ Llama is made here once more, and has to be seen.
 """
 
 import importlib
+import inspect
 import json
 import os
+import re
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from models import ModelConfig, RopeScaling, Transformer, convert, generate, load
+from models import CheckpointError, ModelConfig, RopeScaling, Transformer, convert, generate, load
 
 if os.environ.get("ATTNSUITE_REQUIRE_TRANSFORMERS"):  # set by tox -e llama
     torch, transformers = (importlib.import_module(name) for name in ("torch", "transformers"))
@@ -347,7 +349,10 @@ def test_a_malicious_checkpoint_is_refused_and_not_run(tmp_path):
             lambda at: torch.save({"norm.weight": torch.ones(4)}, at / "consolidated.00.pth"),
             "the checkpoint lacks tok_embeddings.weight, layers.0.feed_forward.w1.weight",
         ),
-        (lambda at: write_meta(at, meta_state(), META | {"moe": 8}), "params.json says moe, which is not supported"),
+        (
+            lambda at: write_meta(at, meta_state(), META | {"moe": 8}),
+            r"params.json has 'moe' \(8\), which is not known",
+        ),
         (lambda at: write_meta(at, meta_state(), {"dim": 48}), "lacks n_layers, n_heads, norm_eps"),
         (lambda at: write_meta(at, meta_state(), META | {"dim": 64, "n_heads": 8}), "has shape"),
         (lambda at: write_meta(at, meta_state(), META | {"n_layers": 3}), "lacks 'model.layers.2"),
@@ -359,8 +364,24 @@ def test_a_malicious_checkpoint_is_refused_and_not_run(tmp_path):
             lambda at: torch.save({"norm.weight": torch.ones(4)}, at / "consolidated.01.pth"),
             "is not in equal pieces in all of 2 files",
         ),
+        (lambda at: write_meta(at, meta_state(), META | {"dim": "48"}), "dim in params.json is not accepted"),
+        (lambda at: write_meta(at, meta_state(), META | {"n_layers": 10**18}), "n_layers in params.json is not acc"),
+        (lambda at: write_meta(at, meta_state(), META | {"n_kv_heads": 3}), "params.json: num_heads=4 is not a mul"),
     ],
-    ids=["no-zip", "list", "empty", "params", "no-params", "dim", "layers", "unknown", "ranks"],
+    ids=[
+        "no-zip",
+        "list",
+        "empty",
+        "params",
+        "no-params",
+        "dim",
+        "layers",
+        "unknown",
+        "ranks",
+        "type",
+        "huge",
+        "heads",
+    ],
 )
 def test_a_checkpoint_of_meta_that_does_not_fit_is_refused_with_a_sentence(change, sentence, tmp_path):
     write_meta(tmp_path, meta_state(), META)
@@ -368,6 +389,58 @@ def test_a_checkpoint_of_meta_that_does_not_fit_is_refused_with_a_sentence(chang
     change(tmp_path)
     with pytest.raises(ValueError, match=sentence):
         load(tmp_path)
+
+
+WQ = "layers.1.attention.wq.weight"
+
+
+@pytest.mark.parametrize("dtype", ["float64", "int8", "int32", "bool", "complex64", "float8_e4m3fn"])
+def test_a_dtype_that_no_weight_of_meta_has_is_refused_by_name(dtype, tmp_path):
+    state = meta_state()
+    write_meta(tmp_path, state | {WQ: state[WQ].to(getattr(torch, dtype))}, META)
+    with pytest.raises(CheckpointError, match=rf"'{WQ}' in consolidated.00.pth is stored as {dtype}; weights are read"):
+        load(tmp_path)
+
+
+def test_a_weight_of_meta_that_is_not_finite_is_refused_by_name(tmp_path):
+    state = meta_state()
+    state["layers.1.feed_forward.w2.weight"][0, 0] = torch.nan
+    write_meta(tmp_path, state, META)
+    with pytest.raises(
+        CheckpointError, match=r"'model.layers.1.mlp.down_proj.weight' in consolidated.00.pth holds NaN"
+    ):
+        load(tmp_path)
+
+
+def test_a_sparse_tensor_of_meta_is_refused(tmp_path):
+    state = meta_state()
+    write_meta(tmp_path, state, META)
+    torch.save(state | {WQ: state[WQ].to_sparse()}, tmp_path / "consolidated.00.pth")
+    with pytest.raises(CheckpointError, match="does not hold a dictionary of tensors"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+def test_every_key_that_transformers_writes_or_reads_is_known_here(family):
+    """What a new release of transformers reads and this package passes over fails here."""
+    keys = importlib.import_module("models.huggingface_keys")
+    config = getattr(transformers, f"{family}Config")()
+    known = {*keys.Fields.__struct_encode_fields__, *keys.ONLY, *keys.HARMLESS}
+    written = config.to_dict()
+    assert not set(written) - known
+    folder = importlib.import_module(f"transformers.models.{family.lower()}.modeling_{family.lower()}")
+    source = inspect.getsource(folder)
+    read = set(re.findall(r"\bconfig\.([a-z_]+)", source))
+    read |= set(re.findall(r"""getattr\((?:self\.)?config, "([a-z_]+)\"""", source))
+    # An embedding's row for padding is as it was stored; who computes attention is no matter of what is computed.
+    assert not read - {*keys.Fields.__struct_encode_fields__, *keys.ONLY} - {"pad_token_id", "_attn_implementation"}
+    assert {"rms_norm_eps", "hidden_act", "rope_parameters"} <= read
+    sizes = SIZES | ({"sliding_window": 7} if family == "Mistral" else {})
+    from_hf = importlib.import_module("models.huggingface").from_hf
+    small = type(config)(**sizes)
+    diff = json.loads(small.to_json_string(use_diff=True))
+    full = json.loads(json.dumps(small.to_dict(), default=str))
+    assert from_hf(full) == from_hf(diff)
 
 
 def test_a_torch_that_can_be_made_to_run_code_is_refused(tmp_path, monkeypatch):

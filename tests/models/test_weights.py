@@ -6,7 +6,17 @@ import numpy as np
 import pytest
 from safetensors.flax import load_file, save_file
 
-from models import ModelConfig, RopeScaling, Transformer, load, save
+from models import (
+    CheckpointError,
+    ModelConfig,
+    RopeScaling,
+    Transformer,
+    convert,
+    load,
+    load_layer,
+    open_checkpoint,
+    save,
+)
 
 LATENT = {"kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 14}
 CONFIGS = {
@@ -128,7 +138,91 @@ def test_bad_configurations_are_refused_with_a_sentence(checkpoint):
     with pytest.raises(ValueError, match="is not valid JSON"):
         load(checkpoint)
     (checkpoint / "config.json").write_text("[]")
-    with pytest.raises(ValueError, match="holds a list; expected a JSON object"):
+    with pytest.raises(ValueError, match="is not accepted: expected `object`, got `array`"):
         load(checkpoint)
     with pytest.raises(ValueError, match="cannot be read"):
         load(checkpoint / "nowhere")
+
+
+NORM = "model.layers.1.input_layernorm.weight"
+# A code of the format -> bytes of an element.
+OTHER_DTYPES = {
+    "F64": 8,
+    "I64": 8,
+    "I32": 4,
+    "I16": 2,
+    "I8": 1,
+    "U8": 1,
+    "BOOL": 1,
+    "C64": 8,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+}
+
+
+def redeclare(directory, name, code, size):
+    """Another dtype for a tensor in the header, its bytes (zeros) at the end: the library writes not all of these."""
+    path = directory / "model.safetensors"
+    raw = path.read_bytes()
+    end = 8 + int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8:end])
+    begin, count = len(raw) - end, int(np.prod(header[name]["shape"]))
+    filler = header[name]["data_offsets"]  # whose bytes have to be somebody's
+    header["rotary_emb.inv_freq"] = {"dtype": "U8", "shape": [filler[1] - filler[0]], "data_offsets": filler}
+    header[name] |= {"dtype": code, "data_offsets": [begin, begin + count * size]}
+    head = json.dumps(header).encode()
+    path.write_bytes(len(head).to_bytes(8, "little") + head + raw[end:] + bytes(count * size))
+
+
+@pytest.mark.parametrize("code", OTHER_DTYPES)
+def test_a_dtype_that_no_weight_has_is_refused_by_name(code, checkpoint):
+    redeclare(checkpoint, NORM, code, OTHER_DTYPES[code])
+    sentence = rf"'{NORM}' in model.safetensors is stored as {code}; weights are read from F32, BF16, F16"
+    for call in (open_checkpoint, load, lambda at: convert(at, at / "out")):
+        with pytest.raises(CheckpointError, match=sentence):
+            call(checkpoint)
+
+
+@pytest.mark.parametrize(("code", "size"), [("F32", 4), ("BF16", 2), ("F16", 2)])
+def test_the_dtypes_of_weights_are_read(code, size, checkpoint):
+    redeclare(checkpoint, NORM, code, size)
+    assert not np.asarray(load(checkpoint).arrays()["layers"][1]["input_layernorm"]).any()
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_weight_that_is_not_finite_is_refused_by_name(value, checkpoint):
+    rewrite(checkpoint, lambda tensors: tensors.update({NORM: tensors[NORM].at[5].set(value)}))
+    sentence = rf"'{NORM}' in model.safetensors holds NaN or infinity"
+    for call in (load, lambda at: load_layer(at, 1), lambda at: convert(at, at / "out")):
+        with pytest.raises(CheckpointError, match=sentence):
+            call(checkpoint)
+    load_layer(checkpoint, 0)
+
+
+def test_a_weight_beyond_the_range_of_the_dtype_asked_for_is_refused(checkpoint):
+    rewrite(checkpoint, lambda tensors: tensors.update({NORM: tensors[NORM].at[5].set(1e5)}))
+    load(checkpoint, param_dtype="bfloat16")
+    for call in (lambda at: load(at, param_dtype="float16"), lambda at: convert(at, at / "out", dtype="float16")):
+        with pytest.raises(CheckpointError, match=rf"'{NORM}' .* values beyond the range of float16"):
+            call(checkpoint)
+
+
+def test_a_tensor_in_two_shards_is_refused(checkpoint):
+    tensors = load_file(checkpoint / "model.safetensors")
+    for part in "ab":
+        save_file(tensors, checkpoint / f"{part}.safetensors")
+    (checkpoint / "model.safetensors").unlink()
+    mapping = {name: f"{part}.safetensors" for name, part in zip(tensors, "ab" * len(tensors), strict=False)}
+    (checkpoint / "model.safetensors.index.json").write_text(json.dumps({"weight_map": mapping}))
+    with pytest.raises(CheckpointError, match=r"is in a.safetensors and in b.safetensors; expected once"):
+        load(checkpoint)
+
+
+@pytest.mark.parametrize(
+    "index", ["[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 1}}', '{"weight_map": {"a": "b\\u0000"}}']
+)
+def test_an_index_of_another_form_is_refused(index, checkpoint):
+    (checkpoint / "model.safetensors").unlink()
+    (checkpoint / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(CheckpointError, match=r"model.safetensors.index.json"):
+        load(checkpoint)

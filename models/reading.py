@@ -1,0 +1,101 @@
+"""JSON of a checkpoint, read and held to types; and the one error that reading a checkpoint raises.
+
+What a file may say is a ``msgspec.Struct``: a field per key. msgspec refuses what is no JSON (NaN, numbers that
+overflow, integers of thousands of digits) and values of another type, and says where.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+T = TypeVar("T")
+_SHOWN = 60  # characters of a value in a sentence
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be used. The message is a sentence: what was found, what is accepted."""
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises CheckpointError for what is none."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except msgspec.ValidationError as error:
+        raise _not_accepted(error, repr(str(path))) from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{str(path)!r} is not valid JSON: {error}.") from error
+    except RecursionError as error:
+        raise CheckpointError(f"{str(path)!r} is nested too deeply to be read; a checkpoint's JSON is flat.") from error
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the path
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise CheckpointError(
+            f"{str(path)!r} cannot be read ({reason}); a checkpoint is a directory with config.json and "
+            "model.safetensors, or Meta's params.json and consolidated.*.pth."
+        ) from error
+
+
+def checked(content: Any, kind: type[T], file: str) -> T:
+    """``content`` (of ``file``) as ``kind``. Raises CheckpointError naming the key, what it holds and what it may.
+
+    >>> class Sizes(msgspec.Struct):
+    ...     dim: int
+    >>> checked({"dim": 1e18}, Sizes, "params.json")
+    Traceback (most recent call last):
+        ...
+    models.reading.CheckpointError: dim in params.json is not accepted: expected `int`, got `float`.
+    """
+    try:
+        return msgspec.convert(content, kind)
+    except msgspec.ValidationError as error:
+        raise _not_accepted(error, file) from error
+
+
+def refuse_unknown(said: Mapping[str, Any], known: Collection[str], where: str) -> None:
+    """Raise CheckpointError for the keys that are not known."""
+    unknown = sorted(set(said) - set(known))
+    if unknown:
+        told = ", ".join(f"{shown(key)} ({shown(said[key])})" for key in unknown[:4])
+        raise CheckpointError(
+            f"{where} has {told}{', ...' if unknown[4:] else ''}, which is not known here and may change what is "
+            "computed; take out what changes nothing, or use a model without it."
+        )
+
+
+def refuse_other_values(said: Mapping[str, Any], only: Mapping[str, tuple[Any, ...]], where: str) -> None:
+    """Raise CheckpointError for a key of ``only`` with another value than those."""
+    for key, values in only.items():
+        if key in said and not any(_same(said[key], value) for value in values):
+            accepted = " or ".join(repr(value) for value in values) or "null"
+            raise CheckpointError(f"{key}={shown(said[key])} in {where} is not supported; only {accepted} is.")
+
+
+def shown(value: object) -> str:
+    """A value in a sentence, short whatever it is."""
+    if isinstance(value, Mapping | list | tuple):
+        return f"{'an object' if isinstance(value, Mapping) else 'a list'} of {len(value)}"
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
+
+
+def _same(value: Any, other: Any) -> bool:
+    """Equal, and both booleans or neither: 0 is not False, 1.0 is not True."""
+    return isinstance(value, bool) == isinstance(other, bool) and value == other
+
+
+def _not_accepted(error: msgspec.ValidationError, file: str) -> CheckpointError:
+    """Msgspec's "Expected `int`, got `str` - at `$.dim`" as a sentence about ``dim``."""
+    what, _, place = str(error).partition(" - at `$")
+    place = place.strip("`").removeprefix(".")
+    return CheckpointError(f"{place + ' in ' if place else ''}{file} is not accepted: {what[0].lower()}{what[1:]}.")
+
+
+def is_file(path: Path) -> bool:
+    """Whether ``path`` is a file; False also for a path that no file can have, such as one that is too long."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
