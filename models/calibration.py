@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from jaxtyping import Array, Float
 from backends import AttentionSpec, Layout
 from backends.kascade import Calibration, Places, Settings, Tiling, load_calibration
 from backends.kascade.selection import candidates, choose, may_see
+from models.checkpoint import Checkpoint
 from models.config import ModelConfig
 from models.forward import forward
 from models.parameters import Params
@@ -83,7 +84,7 @@ def calibrate(
     )
 
 
-def load(path: str | Path, model: Transformer) -> Calibration:
+def load(path: str | Path, model: Transformer | Checkpoint) -> Calibration:
     """What is in ``path``, which has to be of ``model``. Raises ValueError where it is not, or cannot be read."""
     calibration = load_calibration(path)
     own = fingerprint(model)
@@ -95,15 +96,23 @@ def load(path: str | Path, model: Transformer) -> Calibration:
     return calibration
 
 
-def fingerprint(model: Transformer) -> str:
-    """SHA-256 of configuration and parameters, hexadecimal. What activations are computed in does not count."""
+def fingerprint(model: Transformer | Checkpoint) -> str:
+    """SHA-256 of configuration and parameters, hexadecimal. What activations are computed in does not count.
+
+    Of a checkpoint one array at a time is read.
+    """
     config = dataclasses.asdict(model.config)
     config.pop("dtype")
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
-    for path, array in jax.tree_util.tree_leaves_with_path(model.arrays()):
-        digest.update(f"{jax.tree_util.keystr(path)} {array.dtype} {array.shape}".encode())
-        digest.update(np.asarray(array).tobytes())
+    for path, array in model.leaves() if isinstance(model, Checkpoint) else _leaves(model):
+        digest.update(f"{path} {array.dtype} {array.shape}".encode())
+        digest.update(array.tobytes())
     return digest.hexdigest()
+
+
+def _leaves(model: Transformer) -> Iterator[tuple[str, np.ndarray]]:
+    for path, array in jax.tree_util.tree_leaves_with_path(model.arrays()):
+        yield jax.tree_util.keystr(path), np.asarray(array)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "resolutions", "spec", "tiling"))

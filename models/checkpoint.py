@@ -77,6 +77,12 @@ class Checkpoint:
                 cast = np.asarray(value).astype(self.config.param_dtype, copy=False)
             yield name, self._finite(name, value, cast)
 
+    def leaves(self) -> Iterator[tuple[str, np.ndarray]]:
+        """What :meth:`params` holds, one array at a time behind its path, in the order of the tree."""
+        for path, stored in jax.tree_util.tree_leaves_with_path(self._names):
+            ((_, value),) = self.tensors([stored])
+            yield jax.tree_util.keystr(path), value
+
     def _read(self, names: dict[str, str]) -> Params:
         ours = {stored: name for name, stored in names.items()}
         read = self._source.read(list(ours))

@@ -23,7 +23,7 @@ from models.config import ModelConfig
 from models.forward import Hidden, embed, layer_forward, logits_of, turns_of
 from models.loss import token_nats
 from models.parameters import Params
-from models.planning import Options, freeze_options, resolve_attention
+from models.planning import Options, Resolutions, freeze_options, resolve_attention
 
 
 def streamed_nats(
@@ -35,11 +35,14 @@ def streamed_nats(
     mode: Mode = "native",
     backend_options: dict[str, Any] | None = None,
     on_unavailable: OnUnavailable = "fallback",
+    resolutions: Resolutions | None = None,
 ) -> Float[np.ndarray, "sequences targets"]:
     """Cross-entropy in nats of every token of ``tokens [sequences, length]`` but the first of each sequence.
 
-    The exponential of the mean is the perplexity. ``batch`` sequences are computed at a time. Raises ValueError
-    for tokens that do not fit.
+    The exponential of the mean is the perplexity. ``batch`` sequences are computed at a time. ``resolutions`` are those
+    of :func:`models.planning.resolve_attention` for ``batch`` and ``length - 1``, where the caller has asked already;
+    they take the place of ``backend``, ``mode`` and ``on_unavailable``. Raises ValueError for tokens that do not fit,
+    and CheckpointError as reading does.
     """
     config, tokens = checkpoint.config, np.asarray(tokens)
     if tokens.ndim != 2 or not np.issubdtype(tokens.dtype, np.integer) or tokens.shape[0] < 1 or tokens.shape[1] < 2:
@@ -57,8 +60,8 @@ def streamed_nats(
         )
     padded = np.pad(tokens, ((0, -count % batch), (0, 0)))  # one shape, one compilation
     parts = [jnp.asarray(part, jnp.int32) for part in padded.reshape(-1, batch, length + 1)]
-    resolutions = dict(
-        resolve_attention(
+    if resolutions is None:
+        resolutions = resolve_attention(
             config,
             batch=batch,
             query_length=length,
@@ -67,16 +70,16 @@ def streamed_nats(
             mode=mode,
             on_unavailable=on_unavailable,
         )
-    )
+    resolved = dict(resolutions)
     options = freeze_options(backend_options)
     positions = jnp.arange(length, dtype=jnp.int32)[None]
     outer = checkpoint.outer(*(("embed_tokens",) if config.use_rope else ("embed_tokens", "embed_positions")))
     hidden = [embed(config, outer, part[:, :-1], positions) for part in parts]
     del outer
-    carries: list[dict[str, Carry]] = [dict.fromkeys(resolutions, ()) for _ in parts]
+    carries: list[dict[str, Carry]] = [dict.fromkeys(resolved, ()) for _ in parts]
     for i in range(config.num_layers):
         layer, kind = checkpoint.layer(i), config.layer_types[i]
-        resolution = resolutions[kind]
+        resolution = resolved[kind]
         # An exact backend computes every layer of a type alike, so that one compiled program serves them all.
         index = 0 if resolution.backend.exact else i
         for n, x in enumerate(hidden):

@@ -6,6 +6,7 @@ an ordinary sharded checkpoint, whose index other programs read too. Nothing is 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -55,8 +56,13 @@ def load_shipped(**overrides: Any) -> Transformer:
     >>> load_shipped().config.vocab_size
     256
     """
-    with resources.as_file(resources.files("models") / "checkpoints" / SHIPPED) as directory:
+    with shipped() as directory:
         return load(directory, **overrides)
+
+
+def shipped() -> contextlib.AbstractContextManager[Path]:
+    """The directory of the checkpoint in this package, there as long as the context lasts."""
+    return resources.as_file(resources.files("models") / "checkpoints" / SHIPPED)
 
 
 def save(model: Transformer, directory: str | Path) -> None:

@@ -1,7 +1,8 @@
 """The command ``attnsuite``: run a suite, look at the machine, tune, report, compare, compile, convert.
 
-Exit codes: 0 when the command did what it was asked (failed cells are results), 2 for input that cannot be
-used (one sentence on stderr), 130 after Ctrl-C (what is done is kept).
+Exit codes: 0 when the command did what it was asked (failed cells are results), 1 where it did and there is no
+result (``perplexity`` of losses that are not finite), 2 for input that cannot be used (one sentence on stderr),
+130 after Ctrl-C (what is done is kept).
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from suite.tuning import TUNED, TuneRequest, tunable, tune
 
 _INTERRUPTED = 130
 _BAD_INPUT = 2
+_NO_RESULT = 1
 _MEMORY_SHARE = 0.7  # of the machine, for one cell; the other cells of its case wait beside it
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
@@ -294,10 +296,13 @@ class Shard:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Perplexity:
-    """Perplexity of a checkpoint on text, layer by layer: for models larger than memory."""
+    """Perplexity of a checkpoint on text, layer by layer: for models larger than memory.
 
-    model: Annotated[Path, tyro.conf.arg(metavar="DIR")]
-    """Directory of the checkpoint."""
+    Exits with 1 where losses are not finite (no figure), with 2 for weights that are not.
+    """
+
+    model: Annotated[str, tyro.conf.arg(metavar="text|DIR")]
+    """text (the checkpoint that ships here), or the directory of a checkpoint."""
     text: Annotated[Path | None, _flag("FILE", "prose that ships with Python")] = None
     """Text (UTF-8) to measure on."""
     random_tokens: Annotated[bool, tyro.conf.FlagCreatePairsOff, _flag("", "off")] = False
@@ -310,8 +315,22 @@ class Perplexity:
     """Sequences that are computed at a time."""
     backend: Annotated[str, _flag("NAME", "auto")] = "auto"
     """What computes attention."""
+    options: Annotated[str, _flag("NAME=VALUE,...", "the backend's")] = ""
+    """Options of the backend, such as top_k=0.125,min_keys=0, separated by commas."""
+    calibration: Annotated[Path | None, _flag("FILE", "none")] = None
+    """Kascade: what attnsuite calibrate wrote; its settings hold where --options does not say otherwise."""
+    schedule: Annotated[str | None, _flag("NAME", "dp with --calibration, else none")] = None
+    """Kascade: dp, greedy or manual; without one every layer selects for itself."""
+    anchors: Annotated[str, _flag("N|LAYERS", "a quarter of the layers")] = ""
+    """Kascade: how many layers select (dp), or which (manual), such as 0,2."""
+    threshold: Annotated[float, _flag("SHARE", "0.65")] = 0.65
+    """Kascade, greedy schedule: least similarity to the anchor."""
+    max_reuse_dist: Annotated[int, _flag("LAYERS", "4")] = 4
+    """Kascade, greedy schedule: how far behind its anchor a layer may be."""
     dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, _flag("DTYPE", "as stored")] = None
     """What is computed in."""
+    out: Annotated[Path | None, _flag("DIR", "runs/<UTC time>-perplexity")] = None
+    """Directory for the record."""
 
 
 Command = (
@@ -583,10 +602,19 @@ def _curves(command: Curves) -> int:
 
 def _perplexity(command: Perplexity) -> int:
     from suite import streamed  # noqa: PLC0415 (as above)
+    from suite.kascade.schedules import ScheduleWords  # noqa: PLC0415
 
     for flag, value, least in (("--seq-len", command.seq_len, 2), ("--sequences", command.sequences, 1)):
         if value < least:
             raise InputError(f"{flag} {value} must be at least {least}.")
+    words = ("schedule", "anchors", "threshold", "max_reuse_dist")
+    said = {name: getattr(command, name) for name in words}
+    if command.schedule is None:
+        said["schedule"] = "dp"
+        if command.calibration is None and said != dataclasses.asdict(ScheduleWords()):
+            raise InputError("--anchors, --threshold and --max-reuse-dist are about a schedule; add --schedule NAME.")
+    asked = command.schedule is not None or command.calibration is not None
+    now = dt.datetime.now(dt.UTC).strftime("%Y%m%dT%H%M%SZ")
     request = streamed.StreamRequest(
         model=command.model,
         text=None if command.text is None else checked_text(command.text),
@@ -596,10 +624,14 @@ def _perplexity(command: Perplexity) -> int:
         batch=command.batch,
         backend=command.backend,
         dtype=command.dtype,
+        options=streamed.parse_options(command.options),
+        calibration=command.calibration,
+        schedule=ScheduleWords(**said) if asked else None,
+        out=command.out or Path("runs") / f"{now}-perplexity",
     )
-    for line in streamed.run(request):
-        print(line)  # noqa: T201
-    return 0
+    found = streamed.run(request)
+    print(*found.lines, f"record: {found.path}", sep="\n")  # noqa: T201
+    return _NO_RESULT if found.record.status == "wrong" else 0
 
 
 def _doctor(command: Doctor) -> int:

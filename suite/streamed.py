@@ -1,33 +1,53 @@
 """``attnsuite perplexity``: a checkpoint's perplexity on text, layer by layer, in a fraction of its memory.
 
 For a model that does not fit; one that does is compared among backends by ``attnsuite run --model``. Beside the
-perplexity stands what a unigram model reaches on the same tokens, and how much memory the process took.
+perplexity stand the backend that computed it, what an approximate one kept, what a unigram model reaches on the same
+tokens, and how much memory the process took. The same goes into a record.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import datetime as dt
 import time
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
+import msgspec
 import numpy as np
 
-from models import ModelConfig, load_text, open_checkpoint, streamed_nats
+from backends import BackendFallbackWarning, BackendUnavailableError, Layout, Target
+from models import Checkpoint, ModelConfig, load_text, open_checkpoint, streamed_nats
+from models.calibration import load as load_calibration
+from models.planning import Resolutions, freeze_options, resolve_attention
+from models.weights import shipped
+from suite import environment
 from suite.errors import InputError
+from suite.kascade.kept import Kept
+from suite.kascade.schedules import ScheduleWords
 from suite.memory import high_water, mark_baseline
+from suite.record import Record
+from suite.store import RECORDS, RunStore
 from suite.text import bits, reader_of, unigram_bits
 
 INVALID = "INVALID: no better than a unigram model that knows the frequencies of these tokens"
+SHIPPED = "text"
 _GIB = 2**30
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StreamRequest:
-    """What to measure. ``text`` is a file, or None for the text that ships; ``random_tokens`` takes its place."""
+    """What to measure.
 
-    model: Path
+    ``model`` is ``text`` (the checkpoint that ships) or a directory; ``text`` is a file, or None for the text that
+    ships; ``random_tokens`` takes its place. ``schedule`` is None where none was asked for.
+    """
+
+    model: str
     text: Path | None
     random_tokens: bool
     sequence: int
@@ -35,32 +55,95 @@ class StreamRequest:
     batch: int
     backend: str
     dtype: str | None
+    options: Mapping[str, Any]
+    calibration: Path | None
+    schedule: ScheduleWords | None
+    out: Path
 
 
-def run(request: StreamRequest) -> Iterator[str]:
-    """Measure, and say what was found, line by line. Raises InputError."""
-    baseline, begin = mark_baseline(), time.perf_counter()
+@dataclasses.dataclass(frozen=True, slots=True)
+class Measured:
+    """What was found: lines to print, the record that was written, and where."""
+
+    lines: tuple[str, ...]
+    record: Record
+    path: Path
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Attention:
+    """What computes attention, with which options, what it keeps (by attention type), and what is to be said of it."""
+
+    resolutions: Resolutions
+    options: dict[str, Any]
+    kept: tuple[Kept, ...]
+    lines: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """Of the backend that runs; of several, joined."""
+        return "+".join(dict.fromkeys(found.backend.name for _, found in self.resolutions))
+
+
+def run(request: StreamRequest) -> Measured:
+    """Measure and write the record. Raises InputError."""
+    baseline, begin, started = mark_baseline(), time.perf_counter(), dt.datetime.now(dt.UTC)
+    if (request.out / RECORDS).is_file():
+        raise InputError(f"--out {request.out} has records already; choose another directory.")
     try:
-        overrides = {} if request.dtype is None else {"dtype": request.dtype}
-        checkpoint = open_checkpoint(request.model, **overrides)
-        config = checkpoint.config
-        rows, bytes_per_token = _tokens(request, config)
-        nats = streamed_nats(checkpoint, rows, batch=request.batch, backend=request.backend)
-    except ValueError as error:
+        with _directory(request) as directory:
+            checkpoint = open_checkpoint(directory, **({} if request.dtype is None else {"dtype": request.dtype}))
+            attention = _attention(request, checkpoint)
+            rows, bytes_per_token = _tokens(request, checkpoint.config)
+            with RunStore(request.out, resume=False) as store:  # before the work: it may not be writable
+                nats = streamed_nats(
+                    checkpoint,
+                    rows,
+                    batch=request.batch,
+                    backend_options=attention.options,
+                    resolutions=attention.resolutions,
+                )
+                seconds, used = time.perf_counter() - begin, high_water(baseline)
+                record, figures = _judged(request, checkpoint.config, attention, rows, nats, bytes_per_token)
+                record = dataclasses.replace(
+                    record,
+                    memory={"process_high_water": used},
+                    started=started.isoformat(timespec="seconds"),
+                    wall_seconds=seconds,
+                )
+                store.append([record])
+    except OSError as error:
+        raise InputError(f"--out {request.out} cannot be written: {error.strerror}.") from error
+    except (ValueError, BackendUnavailableError) as error:
         raise InputError(str(error)) from error
-    seconds, mean = time.perf_counter() - begin, float(nats.mean())
-    low = unigram_bits(rows)
-    yield f"perplexity per token: {np.exp(mean):.4f} over {nats.size} tokens ({mean:.4f} nats)"
-    if bytes_per_token is not None:
-        yield f"bits per byte: {bits(mean, bytes_per_token):.4f}, unigram model: {low / bytes_per_token:.4f}"
-    if mean / np.log(2) >= low:
-        yield INVALID
-    stored = config.num_parameters * jax.numpy.dtype(config.param_dtype).itemsize
-    yield (
-        f"memory: {high_water(baseline) / _GIB:.2f} GiB more than at the start ({baseline.method}), "
-        f"for parameters of {stored / _GIB:.2f} GiB, read layer by layer"
+    size = checkpoint.config.num_parameters * jax.numpy.dtype(checkpoint.config.param_dtype).itemsize
+    cost = (
+        f"memory: {used / _GIB:.2f} GiB more than at the start ({baseline.method}), "
+        f"for parameters of {size / _GIB:.2f} GiB, read layer by layer"
     )
-    yield f"time: {seconds:.0f} s, backend {request.backend}"
+    return Measured((*attention.lines, *figures, cost, f"time: {seconds:.0f} s"), record, request.out / RECORDS)
+
+
+def parse_options(text: str) -> dict[str, Any]:
+    """Backend options from ``name=value,name=value``; a value is a JSON scalar or a word. Raises InputError.
+
+    >>> parse_options("top_k=0.125, min_keys=0, granularity=tile")
+    {'top_k': 0.125, 'min_keys': 0, 'granularity': 'tile'}
+    """
+    options: dict[str, Any] = {}
+    for word in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, value = (part.strip() for part in word.partition("="))
+        if not (name and equals and value) or name in options:
+            raise InputError(f"--options {word!r} must be NAME=VALUE, and each name once; separate them by commas.")
+        try:
+            options[name] = msgspec.json.decode(value)
+        except (msgspec.DecodeError, UnicodeError):
+            options[name] = value
+    return options
+
+
+def _directory(request: StreamRequest) -> contextlib.AbstractContextManager[Path]:
+    return shipped() if request.model == SHIPPED else contextlib.nullcontext(Path(request.model))
 
 
 def _tokens(request: StreamRequest, config: ModelConfig) -> tuple[np.ndarray, float | None]:
@@ -69,4 +152,136 @@ def _tokens(request: StreamRequest, config: ModelConfig) -> tuple[np.ndarray, fl
         shape = (request.sequences, request.sequence)
         return np.random.default_rng(0).integers(0, config.vocab_size, shape), None
     data = load_text().held_out if request.text is None else load_text(request.text, held_out=0.0).train
-    return reader_of(str(request.model), config).spread(data, request.sequence, request.sequences)
+    return reader_of(request.model, config).spread(data, request.sequence, request.sequences)
+
+
+def _attention(request: StreamRequest, checkpoint: Checkpoint) -> _Attention:
+    """Resolved and planned once before anything is measured: what is refused is refused at the start."""
+    config, length = checkpoint.config, request.sequence - 1
+    options, sources = _options(request, checkpoint)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", BackendFallbackWarning)  # said below
+        resolutions = resolve_attention(
+            config, batch=request.batch, query_length=length, needs_grad=False, backend=request.backend
+        )
+    kept: list[Kept] = []
+    lines: list[str] = []
+    for kind, found in resolutions:
+        of = f" of {kind} layers" if len(resolutions) > 1 else ""
+        asked = "" if found.mode == "native" and found.requested == found.backend.name else (
+            f" ({found.requested} was asked for)"
+        )  # fmt: skip
+        lines += [f"backend{of}: {found.backend.name}{asked}", *(f"because {reason}" for reason in found.reasons)]
+        if found.mode == "fallback":
+            lines += [f"the options of {request.backend} were not used: another backend ran"] if options else []
+            continue
+        plan = found.plan(Layout(), dict(freeze_options(options)))
+        lines += [f"note: {note}" for note in plan.notes]
+        if found.backend.name == "kascade":
+            layers = tuple(i for i, other in enumerate(config.layer_types) if other == kind)
+            kept.append(Kept.of(found.spec, options, layers, config.num_layers))
+            lines += [*kept[-1].lines, *sources]
+        elif not found.backend.exact:
+            lines.append(f"kept: {found.backend.name} is approximate and does not say what it keeps")
+    return _Attention(resolutions, options, tuple(kept), tuple(lines))
+
+
+def _options(request: StreamRequest, checkpoint: Checkpoint) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The backend's options, with the schedule and what the calibration was measured with; and where they are from."""
+    given, words, config = dict(request.options), request.schedule, checkpoint.config
+    if words is None and request.calibration is None:
+        return given, ()
+    if request.backend != "kascade":
+        raise InputError(f"--calibration and --schedule are for --backend kascade, not {request.backend}.")
+    words = words or ScheduleWords()
+    words.check(config.num_layers, config.kv_heads)
+    if request.calibration is None:
+        schedule = words.uncalibrated(config.num_layers, config.kv_heads)
+        return {**given, "schedule": schedule}, (
+            "calibration: none; each KV head reuses the selection of its own number",
+        )
+    calibration = load_calibration(request.calibration, checkpoint)
+    changed = [
+        f"{name}={given[name]} (calibrated with {value})"
+        for name, value in calibration.settings.items()
+        if name in given and given[name] != value
+    ]
+    source = f"calibration: {request.calibration}" + (f"; measured here with {', '.join(changed)}" if changed else "")
+    return {**calibration.settings, **given, "schedule": words.made(calibration)}, (source,)
+
+
+def _judged(
+    request: StreamRequest,
+    config: ModelConfig,
+    attention: _Attention,
+    rows: np.ndarray,
+    nats: np.ndarray,
+    bytes_per_token: float | None,
+) -> tuple[Record, tuple[str, ...]]:
+    """The record and its figures as lines. A loss that is not finite has no figure: the record is ``wrong``."""
+    finite, low = bool(np.isfinite(nats).all()), unigram_bits(rows)
+    by = f"by {attention.name}" + "".join(
+        f", which kept {kept.pairs:.4f} of the causal pairs" for kept in attention.kept
+    )
+    quality = {"sequences": float(len(nats))}
+    for kept in attention.kept:
+        quality |= {"kept_pairs": kept.pairs, **{f"kept_pairs_{role}": share for role, share in kept.shares.items()}}
+    error, notes, lines = None, [*attention.lines], []
+    if finite:
+        mean = float(nats.mean())
+        quality |= {"perplexity": float(np.exp(mean)), "nll_mean": mean}
+        lines.append(f"perplexity per token: {np.exp(mean):.4f} over {nats.size} tokens ({mean:.4f} nats), {by}")
+        if bytes_per_token is not None:
+            own, other = bits(mean, bytes_per_token), low / bytes_per_token
+            quality |= {"bits_per_byte": own, "unigram_bits_per_byte": other}
+            lines.append(f"bits per byte: {own:.4f}, unigram model: {other:.4f}")
+        if mean / np.log(2) >= low:
+            lines.append(INVALID)
+            notes.append(INVALID)
+    else:
+        row, token = np.argwhere(~np.isfinite(nats))[0]
+        error = (
+            f"{int((~np.isfinite(nats)).sum())} of {nats.size} losses are not finite, the first at token {token + 1} "
+            f"of sequence {row}: all weights are, what is computed overflows {config.dtype}; try another --dtype."
+        )
+        lines.append(f"INVALID: {error}")
+    target, mode = Target.here(), next((f.mode for _, f in attention.resolutions if f.mode == "fallback"), "native")
+    name = f"perplexity-{Path(request.model).resolve().name}-s{request.sequence}-{config.dtype}"
+    record = Record(
+        key=f"{name}/{request.backend}/{target}/{mode}",
+        suite="perplexity",
+        case=name,
+        kind="perplexity",
+        problem={
+            "kind": "perplexity",
+            "name": name,
+            "model": request.model,
+            "sequence": request.sequence,
+            "sequences": request.sequences,
+            "dtype": config.dtype,
+        },
+        requested=request.backend,
+        resolved=attention.name,
+        mode=mode,
+        exact=all(found.backend.exact for _, found in attention.resolutions),
+        target=str(target),
+        reasons=tuple(dict.fromkeys(reason for _, found in attention.resolutions for reason in found.reasons)),
+        status="ok" if finite else "wrong",
+        error=error,
+        notes=(*notes, *_asked(request, attention)),
+        tokens=int(nats.size),
+        quality=quality,
+        series={"nll": tuple(map(float, nats.mean(1)))} if finite else {},
+        environment=environment.describe(),
+        started="",
+    )
+    return record, tuple(lines)
+
+
+def _asked(request: StreamRequest, attention: _Attention) -> Iterator[str]:
+    """What the case does not say: text, batch and options."""
+    text = "random tokens" if request.random_tokens else request.text or "the held-out prose that ships with Python"
+    yield f"text: {text}; batch: {request.batch}"
+    said = {name: value for name, value in attention.options.items() if name != "schedule"}
+    if said:
+        yield "options: " + ", ".join(f"{name}={value}" for name, value in said.items())

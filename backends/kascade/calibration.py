@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from jaxtyping import Float
-from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
 _FORMAT = 1
 _ARRAYS = ("importance", "mass_similarity", "jaccard_similarity", "mass")
@@ -68,16 +70,44 @@ def load_calibration(path: str | Path) -> Calibration:
     """
     path = Path(path).with_suffix(".safetensors")
     try:
-        arrays = load_file(path)
-        about = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
-    except (OSError, SafetensorError, json.JSONDecodeError) as error:
+        about = msgspec.json.decode(path.with_suffix(".json").read_bytes(), type=_About)
+        with safe_open(path, framework="numpy") as file:
+            stored = {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118 (no mapping)
+            arrays = {name: file.get_tensor(name) for name, dtype in stored.items() if dtype == "F32"}
+    except (OSError, ValueError, RecursionError, SafetensorError) as error:
         raise ValueError(
             f"{path} (with its .json beside it) cannot be read as a calibration: {error}; make one with "
             "attnsuite calibrate."
         ) from error
-    if about.get("format") != _FORMAT or set(arrays) != set(_ARRAYS):
+    shapes = {name: array.shape for name, array in arrays.items()}
+    if about.format != _FORMAT or set(stored) != set(_ARRAYS) or not _fit(shapes):
         raise ValueError(
-            f"{path} is not a calibration of format {_FORMAT} (format {about.get('format')}, arrays "
-            f"{', '.join(sorted(arrays))}); make one with attnsuite calibrate."
+            f"{path} is not a calibration of format {_FORMAT} (format {about.format}, float32 arrays {shapes}); make "
+            "one with attnsuite calibrate."
         )
-    return Calibration(**arrays, settings=about["settings"], text=about["text"], fingerprint=about["fingerprint"])
+    if not all(np.isfinite(array).all() for array in arrays.values()):
+        raise ValueError(f"{path} holds NaN or infinity; make one with attnsuite calibrate.")
+    return Calibration(**arrays, settings=about.settings, text=about.text, fingerprint=about.fingerprint)
+
+
+class _About(msgspec.Struct, forbid_unknown_fields=True):
+    """The .json beside the arrays."""
+
+    format: int
+    fingerprint: str
+    settings: dict[str, Any]
+    text: dict[str, Any]
+
+
+def _fit(shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Whether all arrays are there and of one number of layers and KV heads."""
+    similarity, mass = shapes.get("mass_similarity", ()), shapes.get("mass", ())
+    if len(similarity) != 4 or len(mass) != 3:
+        return False
+    layers, heads = similarity[1:3]
+    return (
+        0 not in similarity
+        and similarity == shapes.get("jaccard_similarity") == (layers, layers, heads, heads)
+        and shapes.get("importance") == (layers,)
+        and mass[:2] == (layers, heads)
+    )

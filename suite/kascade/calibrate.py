@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from backends.kascade import Calibration, Schedule, Settings, dynamic_programming, greedy, manual
+from backends.kascade import Calibration, Schedule, Settings
 from models import Transformer, load_text
 from models.calibration import calibrate
 from models.config import PRESETS
 from models.weights import load, load_shipped
 from suite.errors import InputError
+from suite.kascade.schedules import ScheduleWords
 from suite.text import reader_of
 
 SHIPPED = "text"
@@ -22,7 +23,7 @@ SHIPPED = "text"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrateRequest:
-    """What to calibrate, checked by :func:`run`. ``anchors`` as in :class:`suite.cases.SelectionCase`."""
+    """What to calibrate, checked by :func:`run`. The last four as in :class:`suite.kascade.schedules.ScheduleWords`."""
 
     model: str
     text: Path | None
@@ -49,12 +50,18 @@ def run(request: CalibrateRequest, progress: Callable[[str], None]) -> tuple[Pat
         Settings(**request.settings)
         progress("opening the model")
         model = _open(request.model)
-        _check_anchors(request, model)
+        words = ScheduleWords(
+            schedule=request.schedule,
+            anchors=request.anchors,
+            threshold=request.threshold,
+            max_reuse_dist=request.max_reuse_dist,
+        )
+        # Before the text is read: a calibration of hours is not to end in a wrong flag.
+        words.check(model.config.num_layers, model.config.kv_heads)
         name, prompts = _prompts(request, model)
         watched = _watched(prompts, progress)
         calibration = calibrate(model, watched, request.settings, text={"name": name, "length": request.length})
-        schedule = _schedule(request, calibration)
-        return calibration.save(request.out), calibration, schedule
+        return calibration.save(request.out), calibration, words.made(calibration)
     except OSError as error:
         raise InputError(f"--out {request.out} cannot be written: {error.strerror}.") from error
     except ValueError as error:
@@ -81,40 +88,3 @@ def _watched(prompts: np.ndarray, progress: Callable[[str], None]) -> Iterator[n
     for number, prompt in enumerate(prompts, start=1):
         progress(f"prompt {number} of {len(prompts)}")
         yield prompt
-
-
-def _numbers(request: CalibrateRequest) -> tuple[int, ...]:
-    words = [word.strip() for word in request.anchors.split(",") if word.strip()]
-    if not all(word.isdecimal() for word in words):
-        raise InputError(f"--anchors {request.anchors!r} must be a number of layers, or layers separated by commas.")
-    return tuple(map(int, words))
-
-
-def _check_anchors(request: CalibrateRequest, model: Transformer) -> None:
-    """Before the text is read: a calibration of hours is not to end in a wrong flag."""
-    numbers, layers = _numbers(request), model.config.num_layers
-    if request.schedule == "manual":
-        manual(numbers, num_layers=layers, kv_heads=model.config.kv_heads)
-    elif request.schedule == "greedy":
-        if numbers:
-            raise InputError(f"--anchors {request.anchors!r} has no place in a greedy schedule; leave it out.")
-        if not 0 <= request.threshold <= 1 or request.max_reuse_dist < 1:
-            raise InputError(
-                f"--threshold {request.threshold:g} must be from 0 to 1, and --max-reuse-dist "
-                f"{request.max_reuse_dist} at least 1."
-            )
-    elif request.schedule != "dp":
-        raise InputError(f"--schedule {request.schedule!r} must be one of dp, greedy, manual.")
-    elif len(numbers) > 1 or (numbers and not 1 <= numbers[0] <= layers):
-        raise InputError(f"--anchors {request.anchors!r} must be one number from 1 to {layers} for schedule dp.")
-
-
-def _schedule(request: CalibrateRequest, calibration: Calibration) -> Schedule:
-    numbers = _numbers(request)
-    if request.schedule == "greedy":
-        return greedy(calibration, threshold=request.threshold, max_reuse_dist=request.max_reuse_dist)
-    if request.schedule == "manual":
-        layers, heads = calibration.num_layers, calibration.kv_heads
-        return manual(numbers, num_layers=layers, kv_heads=heads, calibration=calibration)
-    # The paper's 3 to 8 anchors are for 16 to 32 layers; a quarter of them, and at least two.
-    return dynamic_programming(calibration, numbers[0] if numbers else max(2, calibration.num_layers // 4))

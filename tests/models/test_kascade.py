@@ -21,7 +21,7 @@ from backends.kascade import (
     layer_similarity,
     manual,
 )
-from models import calibration, load_shipped, next_token_loss, retrieval
+from models import calibration, load_shipped, next_token_loss, open_checkpoint, retrieval, save
 from models.config import ModelConfig
 from models.transformer import Transformer
 
@@ -230,6 +230,13 @@ def test_a_calibration_is_for_its_model_only(tmp_path, model, measured):
     for other in (retrieval.build(4, 32, 1, 2, context=1024, seed=1), retrieval.build(4, 32, 1, 3, context=1024)):
         with pytest.raises(ValueError, match="was calibrated on another model"):
             calibration.load(path, other)
+
+
+def test_a_checkpoint_on_disk_has_the_fingerprint_of_its_model(tmp_path):
+    for number, change in enumerate(({}, {"tie_embeddings": False, "param_dtype": "bfloat16"})):
+        model = small(**change)
+        save(model, tmp_path / str(number))
+        assert calibration.fingerprint(open_checkpoint(tmp_path / str(number))) == calibration.fingerprint(model)
 
 
 @pytest.mark.parametrize(

@@ -198,11 +198,12 @@ def test_a_run_of_a_model_that_learned_nothing_is_marked_invalid(untrained, new_
     assert f"attnsuite run --model {untrained} --seq-len 64 --batch 1 --backends standard,chunked" in page
 
 
-def test_streaming_says_perplexity_memory_and_whether_it_means_anything(shipped, untrained, capsys):
+def test_streaming_says_perplexity_memory_and_whether_it_means_anything(shipped, untrained, capsys, tmp_path):
     said = {}
     for model in (shipped, untrained):
+        sizes = ["--seq-len", "64", "--sequences", "6", "--backend", "standard", "--out", str(tmp_path / model.name)]
         with pytest.raises(SystemExit) as exit_info:
-            main(["perplexity", "--model", str(model), "--seq-len", "64", "--sequences", "6", "--backend", "standard"])
+            main(["perplexity", "--model", str(model), *sizes])
         assert exit_info.value.code == 0
         said[model] = capsys.readouterr().out
         assert "GiB more than at the start" in said[model]

@@ -1,9 +1,11 @@
 """Schedules from calibrations whose best answer is known."""
 
 import itertools
+import json
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from backends.kascade import (
     Calibration,
@@ -131,17 +133,43 @@ def test_a_calibration_is_read_as_it_was_written(tmp_path):
     assert (again.settings, again.text, again.fingerprint) == (known.settings, known.text, known.fingerprint)
 
 
-@pytest.mark.parametrize("damage", ["missing", "json", "arrays", "format"])
+def rewritten(path, **changes):
+    """The .json with other values."""
+    about = path.with_suffix(".json")
+    about.write_text(json.dumps(json.loads(about.read_text()) | changes))
+
+
+def with_arrays(path, change):
+    arrays = load_file(path)
+    change(arrays)
+    save_file(arrays, path)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda path: path.with_suffix(".json").unlink(),
+        lambda path: path.with_suffix(".json").write_text("{"),
+        lambda path: path.with_suffix(".json").write_text("[]"),
+        lambda path: path.with_suffix(".json").write_text("[" * 2000),
+        lambda path: path.write_bytes(b"nothing"),
+        lambda path: rewritten(path, format=2),
+        lambda path: rewritten(path, format="1"),
+        lambda path: rewritten(path, settings=None),
+        lambda path: rewritten(path, fingerprint=1),
+        lambda path: rewritten(path, more=1),
+        lambda path: with_arrays(path, lambda x: x.pop("mass")),
+        lambda path: with_arrays(path, lambda x: x.update(more=x["mass"])),
+        lambda path: with_arrays(path, lambda x: x.update(mass=x["mass"].astype(np.int8))),
+        lambda path: with_arrays(path, lambda x: x.update(mass=x["mass"][:-1])),
+        lambda path: with_arrays(path, lambda x: x.update(importance=x["importance"][None])),
+        lambda path: with_arrays(path, lambda x: x.update(importance=x["importance"] * np.nan)),
+    ],
+    ids=["missing", "json", "list", "nested", "arrays", "format", "type", "settings", "fingerprint", "key", "lacking",
+         "more", "int8", "layers", "dimensions", "nan"],
+)  # fmt: skip
 def test_what_is_no_calibration_is_refused_with_a_sentence(tmp_path, damage):
     path = random(3).save(tmp_path / "calibration")
-    if damage == "missing":
-        path.with_suffix(".json").unlink()
-    elif damage == "json":
-        path.with_suffix(".json").write_text("{")
-    elif damage == "arrays":
-        path.write_bytes(b"nothing")
-    else:
-        text = path.with_suffix(".json").read_text().replace('"format": 1', '"format": 2')
-        path.with_suffix(".json").write_text(text)
+    damage(path)
     with pytest.raises(ValueError, match="make one with attnsuite calibrate"):
         load_calibration(path)

@@ -1,0 +1,67 @@
+"""What Kascade keeps in a model: which layers select, and which share of the causal pairs each role computes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from backends import AttentionSpec
+from backends.kascade import LayerRole, Settings, kept_fraction
+from backends.kascade.cost import not_profitable
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Kept:
+    """Shares of the pairs that causal attention computes, by formula: they follow from lengths and settings.
+
+    ``roles``: the role of each layer that Kascade computes, by the layer's number. ``shares``: of each role that is
+    among them. ``pairs``: mean over these layers. ``settings``: what was asked for.
+    """
+
+    roles: Mapping[int, LayerRole]
+    shares: Mapping[str, float]
+    pairs: float
+    settings: Settings
+
+    @staticmethod
+    def of(spec: AttentionSpec, options: Mapping[str, Any], layers: tuple[int, ...], num_layers: int) -> Kept:
+        """What ``layers`` of a model of ``num_layers`` keep under ``options`` of the backend. Raises ValueError."""
+        settings = Settings.of(options)
+        fraction = kept_fraction(spec, settings, num_layers)
+        schedule = settings.schedule
+        roles = {i: schedule.layers[i] if schedule else LayerRole("anchor", i) for i in layers}
+        dense = settings.when == "profitable" and not_profitable(spec, settings) is not None
+        share = 1.0 if dense else fraction.reuse
+        shares = {role.role: 1.0 if role.role == "dense" else share for role in roles.values()}
+        return Kept(roles, shares, sum(shares[role.role] for role in roles.values()) / len(roles), settings)
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """The same as sentences."""
+        by_role = [
+            f"{role} ({_numbers(i for i, one in self.roles.items() if one.role == role)}) {share:.4f}"
+            for role, share in self.shares.items()
+        ]
+        told = [f"kept: {self.pairs:.4f} of the causal pairs; by role of layers: {', '.join(by_role)}"]
+        schedule, settings = self.settings.schedule, self.settings
+        if schedule is None:
+            told.append("schedule: none; every layer selects for itself")
+        else:
+            selects = [i for i, role in self.roles.items() if role.role != "reuse"]
+            reuses = [f"{i} from {role.anchor}" for i, role in self.roles.items() if role.role == "reuse"]
+            told.append(
+                f"schedule: {schedule.method}; layers that select: {_numbers(selects)}; that reuse: "
+                f"{', '.join(reuses) or 'none'}"
+            )
+        if self.pairs == 1.0:
+            told.append(
+                f"DENSE: every pair was kept, so that this is not a figure of sparse attention (min_keys="
+                f"{settings.min_keys}, top_k={settings.top_k:g}, tile_size={settings.tile_size}, when="
+                f"{settings.when!r}); lower min_keys, or give longer sequences"
+            )
+        return tuple(told)
+
+
+def _numbers(layers: Any) -> str:
+    return ", ".join(map(str, layers)) or "none"

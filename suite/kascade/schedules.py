@@ -1,0 +1,61 @@
+"""Kascade's schedule as the command line asks for it, checked before anything is read and made from a calibration."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from backends.kascade import Calibration, Schedule, dynamic_programming, greedy, manual
+from suite.errors import InputError
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleWords:
+    """``schedule`` is dp, greedy or manual; ``anchors`` a number of layers (dp) or their list (manual), or empty."""
+
+    schedule: str = "dp"
+    anchors: str = ""
+    threshold: float = 0.65
+    max_reuse_dist: int = 4
+
+    def check(self, num_layers: int, kv_heads: int) -> None:
+        """Raise InputError for words that fit no model of these sizes."""
+        numbers = self._numbers()
+        if self.schedule == "manual":
+            try:
+                manual(numbers, num_layers=num_layers, kv_heads=kv_heads)
+            except ValueError as error:
+                raise InputError(f"--{error}") from error
+        elif self.schedule == "greedy":
+            if numbers:
+                raise InputError(f"--anchors {self.anchors!r} has no place in a greedy schedule; leave it out.")
+            if not 0 <= self.threshold <= 1 or self.max_reuse_dist < 1:
+                raise InputError(
+                    f"--threshold {self.threshold:g} must be from 0 to 1, and --max-reuse-dist "
+                    f"{self.max_reuse_dist} at least 1."
+                )
+        elif self.schedule != "dp":
+            raise InputError(f"--schedule {self.schedule!r} must be one of dp, greedy, manual.")
+        elif len(numbers) > 1 or (numbers and not 1 <= numbers[0] <= num_layers):
+            raise InputError(f"--anchors {self.anchors!r} must be one number from 1 to {num_layers} for schedule dp.")
+
+    def made(self, calibration: Calibration) -> Schedule:
+        """The schedule that follows from a calibration."""
+        numbers, layers = self._numbers(), calibration.num_layers
+        if self.schedule == "greedy":
+            return greedy(calibration, threshold=self.threshold, max_reuse_dist=self.max_reuse_dist)
+        if self.schedule == "manual":
+            return manual(numbers, num_layers=layers, kv_heads=calibration.kv_heads, calibration=calibration)
+        # The paper's 3 to 8 anchors are for 16 to 32 layers; a quarter of them, and at least two.
+        return dynamic_programming(calibration, numbers[0] if numbers else max(2, layers // 4))
+
+    def uncalibrated(self, num_layers: int, kv_heads: int) -> Schedule:
+        """The schedule where there is no calibration: a manual one, each head reusing its own number."""
+        if self.schedule != "manual":
+            raise InputError(f"--schedule {self.schedule} is made from a calibration; give --calibration FILE.")
+        return manual(self._numbers(), num_layers=num_layers, kv_heads=kv_heads)
+
+    def _numbers(self) -> tuple[int, ...]:
+        words = [word.strip() for word in self.anchors.split(",") if word.strip()]
+        if not all(word.isdecimal() for word in words):
+            raise InputError(f"--anchors {self.anchors!r} must be a number of layers, or layers separated by commas.")
+        return tuple(map(int, words))

@@ -1,0 +1,211 @@
+"""``attnsuite perplexity``: no figure without the backend that computed it and what it kept; what is no figure."""
+
+import json
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models import ModelConfig, Transformer, load_shipped, save
+from models.weights import load, shipped
+from suite import streamed
+from suite.command_line import main
+from suite.errors import InputError
+from suite.store import parse_records
+
+LENGTH = 128  # tokens of a sequence, of which the last is only predicted
+SIZES = ["--seq-len", str(LENGTH), "--sequences", "2"]
+TILES = "tile_size=16,query_tile=16,min_keys=0,top_k=0.125"
+
+
+def perplexity(capsys, out, *arguments):
+    """Exit code, what was printed, and the record."""
+    with pytest.raises(SystemExit) as exit_info:
+        main(["perplexity", "--out", str(out), *SIZES, *map(str, arguments)])
+    said = capsys.readouterr()
+    assert "Traceback" not in said.err
+    records = parse_records(out / "records.jsonl")[0] if (out / "records.jsonl").is_file() else [None]
+    return exit_info.value.code, said.out or said.err, records[0]
+
+
+@pytest.fixture(scope="module")
+def calibrated(tmp_path_factory):
+    """Of the checkpoint that ships, with tiles of 16."""
+    path = tmp_path_factory.mktemp("calibration") / "c.safetensors"
+    with pytest.raises(SystemExit) as exit_info:
+        main(["calibrate", "--out", str(path), "--prompts", "1", "--length", "96", "--top-k", "0.25"])
+    assert exit_info.value.code == 0
+    return path
+
+
+def kept_by_hand(top_k, tile, length):
+    """Row by row: its own tile up to itself, and ``top_k`` of the tiles before it, rounded up."""
+    kept = sum(math.ceil(top_k * (row // tile)) * tile + row % tile + 1 for row in range(length))
+    return kept / (length * (length + 1) / 2)
+
+
+def test_the_backend_that_ran_is_named_beside_the_one_that_was_asked_for(tmp_path, capsys):
+    code, said, record = perplexity(capsys, tmp_path, "--model", "text", "--backend", "cudnn", "--options", "x=1")
+    assert code == 0
+    assert "backend: chunked (cudnn was asked for)" in said
+    assert "because cudnn: cuDNN runs on NVIDIA GPUs, not on cpu" in said
+    assert "the options of cudnn were not used" in said
+    assert ", by chunked" in said
+    assert (record.requested, record.resolved, record.mode, record.exact) == ("cudnn", "chunked", "fallback", True)
+    assert any("cuDNN runs on NVIDIA GPUs" in reason for reason in record.reasons)
+    assert "kept_pairs" not in record.quality
+
+
+def test_a_figure_of_kascade_that_kept_everything_says_dense(tmp_path, capsys):
+    code, said, record = perplexity(capsys, tmp_path, "--model", "text", "--backend", "kascade")
+    assert code == 0
+    assert "DENSE: every pair was kept, so that this is not a figure of sparse attention (min_keys=128" in said
+    assert "schedule: none; every layer selects for itself" in said
+    assert record.quality["kept_pairs"] == 1.0
+    assert record.exact is False
+
+
+def test_a_figure_of_kascade_stands_beside_what_each_role_of_layer_kept(tmp_path, capsys):
+    words = ["--backend", "kascade", "--schedule", "manual", "--anchors", "0,2", "--options", TILES]
+    code, said, record = perplexity(capsys, tmp_path, "--model", "text", *words)
+    share = kept_by_hand(0.125, 16, LENGTH - 1)
+    assert code == 0
+    assert f"dense (0) 1.0000, reuse (1, 3) {share:.4f}, anchor (2) {share:.4f}" in said
+    assert "schedule: manual; layers that select: 0, 2; that reuse: 1 from 0, 3 from 2" in said
+    assert f", by kascade, which kept {(1 + 3 * share) / 4:.4f} of the causal pairs" in said
+    assert "DENSE" not in said
+    assert record.quality["kept_pairs"] == pytest.approx((1 + 3 * share) / 4)
+    assert record.quality["kept_pairs_reuse"] == pytest.approx(share)
+    assert any("options: tile_size=16, query_tile=16, min_keys=0, top_k=0.125" in note for note in record.notes)
+
+
+def test_the_options_reach_the_backend(tmp_path, capsys):
+    words = ["--model", "text", "--backend", "kascade", "--options"]
+    figures = {}
+    for number, top_k in enumerate((0.125, 1.0)):
+        options = TILES.replace("0.125", str(top_k))
+        figures[top_k] = perplexity(capsys, tmp_path / str(number), *words, options)[2].quality
+    dense = perplexity(capsys, tmp_path / "dense", "--model", "text", "--backend", "standard")[2].quality
+    assert figures[1.0]["nll_mean"] == pytest.approx(dense["nll_mean"], rel=1e-5)
+    assert abs(figures[0.125]["nll_mean"] - dense["nll_mean"]) > 1e-4
+
+
+def test_a_calibration_brings_its_settings_and_a_schedule(calibrated, tmp_path, capsys):
+    words = ["--model", "text", "--backend", "kascade", "--calibration", calibrated, "--anchors", "2"]
+    code, said, record = perplexity(capsys, tmp_path / "a", *words)
+    assert code == 0
+    assert f"calibration: {calibrated}" in said
+    assert "schedule: dp; layers that select: 0, " in said
+    assert f"{kept_by_hand(0.25, 16, LENGTH - 1):.4f}" in said
+    assert any("top_k=0.25" in note for note in record.notes)
+    said = perplexity(
+        capsys, tmp_path / "b", *words, "--options", "top_k=0.5", "--schedule", "greedy", "--anchors", ""
+    )[1]
+    assert "measured here with top_k=0.5 (calibrated with 0.25)" in said
+    assert "schedule: greedy" in said
+
+
+def test_a_calibration_of_another_model_is_refused(calibrated, tmp_path, capsys):
+    model = load_shipped()
+    save(Transformer(model.config), tmp_path / "other")
+    words = ["--model", tmp_path / "other", "--backend", "kascade", "--calibration", calibrated]
+    code, said, _ = perplexity(capsys, tmp_path / "run", *words)
+    assert code == 2
+    assert "was calibrated on another model" in said
+
+
+def test_the_record_holds_what_was_printed(tmp_path, capsys):
+    _, said, record = perplexity(capsys, tmp_path, "--model", "text", "--backend", "standard")
+    assert f"perplexity per token: {record.quality['perplexity']:.4f} over {2 * (LENGTH - 1)} tokens" in said
+    assert f"bits per byte: {record.quality['bits_per_byte']:.4f}" in said
+    assert record.quality["nll_mean"] == pytest.approx(np.mean(record.series["nll"]))
+    assert (record.status, record.kind, record.problem["sequence"]) == ("ok", "perplexity", LENGTH)
+    assert json.loads((tmp_path / "records.jsonl").read_text())["environment"]["versions"]["jax"]
+    assert f"record: {tmp_path / 'records.jsonl'}" in said
+    code, said, _ = perplexity(capsys, tmp_path, "--model", "text")
+    assert code == 2
+    assert "has records already; choose another directory" in said
+
+
+@pytest.fixture
+def overflowing(tmp_path):
+    """Weights that are finite, and sums in float16 that are not."""
+    model = Transformer(ModelConfig(num_layers=1))
+    params = model.arrays()
+    for name in ("gate_proj", "up_proj"):
+        params["layers"][0][name] = jnp.full_like(params["layers"][0][name], 300.0)
+    save(Transformer(model.config, params), tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_losses_that_are_not_finite_are_no_figure_and_no_success(overflowing, tmp_path, capsys):
+    arguments = ["--model", overflowing, "--backend", "standard"]
+    code, said, record = perplexity(capsys, tmp_path / "half", *arguments, "--dtype", "float16")
+    assert code == 1
+    assert "INVALID: " in said
+    assert "losses are not finite, the first at token " in said
+    assert "what is computed overflows float16; try another --dtype" in said
+    assert "perplexity per token" not in said
+    assert record.status == "wrong"
+    assert "perplexity" not in record.quality
+    code, said, record = perplexity(capsys, tmp_path / "single", *arguments)
+    assert (code, record.status) == (0, "ok")
+
+
+def test_a_weight_that_is_not_finite_is_named(tmp_path, capsys):
+    with shipped() as directory:
+        model = load(directory)
+    params = model.arrays()
+    params["layers"][2]["up_proj"] = params["layers"][2]["up_proj"].at[3, 4].set(jnp.nan)
+    save(Transformer(model.config, params), tmp_path / "model")
+    code, said, record = perplexity(capsys, tmp_path / "run", "--model", tmp_path / "model")
+    assert code == 2
+    assert "'model.layers.2.mlp.up_proj.weight' in model.safetensors holds NaN or infinity" in said
+    assert record is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--backend", "kascade", "--options", "tile=16"], "kascade has no option 'tile'; its options are"),
+        (["--backend", "kascade", "--options", "top_k=2"], "top_k=2 is not accepted"),
+        (["--backend", "kascade", "--options", "top_k"], "--options 'top_k' must be NAME=VALUE"),
+        (["--options", "a=1,a=2"], "--options 'a=2' must be NAME=VALUE, and each name once"),
+        (["--backend", "kascade", "--schedule", "dp"], "--schedule dp is made from a calibration; give --calibration"),
+        (["--backend", "kascade", "--schedule", "best"], "--schedule 'best' must be one of dp, greedy, manual"),
+        (["--backend", "kascade", "--schedule", "manual", "--anchors", "1"], "layer 0 must be one of them"),
+        (["--backend", "chunked", "--schedule", "manual"], "are for --backend kascade, not chunked"),
+        (["--anchors", "0,2"], "are about a schedule; add --schedule"),
+        (["--backend", "kascade", "--calibration", "nowhere"], "cannot be read as a calibration"),
+        (["--backend", "nobody"], "backend 'nobody' is not registered"),
+        (["--batch", "0"], "batch=0"),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else "",
+)
+def test_words_that_cannot_be_meant_are_refused_before_anything_is_written(arguments, sentence, tmp_path, capsys):
+    code, said, _ = perplexity(capsys, tmp_path / "run", "--model", "text", *arguments)
+    assert code == 2
+    assert sentence in " ".join(said.split())
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_directory_that_cannot_be_written_is_found_out_before_the_work(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(streamed, "streamed_nats", lambda *_, **__: pytest.fail("the model ran"))
+    (tmp_path / "file").write_text("")
+    code, said, _ = perplexity(capsys, tmp_path / "file" / "run", "--model", "text")
+    assert code == 2
+    assert "cannot write to" in said
+
+
+def test_options_are_scalars_and_words():
+    assert streamed.parse_options(' a=1, b=0.5,c="x" ,d=tile,e=true') == {
+        "a": 1,
+        "b": 0.5,
+        "c": "x",
+        "d": "tile",
+        "e": True,
+    }
+    assert streamed.parse_options("") == {}
+    with pytest.raises(InputError):
+        streamed.parse_options("=1")
