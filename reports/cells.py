@@ -139,6 +139,7 @@ def _speed(record: Record, standard: Record | None) -> Speed | None:
     comparable = standard is not None and shows_speed(standard) and same_rounds(record, standard)
     against = standard.samples if standard is not None and comparable else ()
     rate = _over(record.flops, typical.value)
+    readable = record.environment.get("machine", {}).get("read_bytes_per_second")
     return Speed(
         median=typical,
         ratio=statistics.paired_ratio(record.samples, against) if record is not standard else None,
@@ -146,27 +147,21 @@ def _speed(record: Record, standard: Record | None) -> Speed | None:
         peak_share=_over(rate, matmul_peak(record)),
         tokens_rate=_over(record.tokens, typical.value),
         step=statistics.median([sample / record.steps for sample in record.samples]) if record.steps else None,
-        read_share=_over(_over(record.bytes_moved, typical.value), _machine(record, "read_bytes_per_second")),
+        read_share=_over(
+            _over(record.bytes_moved, typical.value),
+            _rate(readable),
+        ),
     )
 
 
 def matmul_peak(record: Record) -> float | None:
     """FLOP/s that this machine's measured matmul reaches in the dtype of the case."""
-    rates = _measured(record, "matmul_flops")
-    return _rate(rates.get(str(record.problem.get("dtype"))) if isinstance(rates, dict) else None)
+    rates = record.environment.get("machine", {}).get("matmul_flops", {})
+    return _rate(rates.get(str(record.problem.get("dtype"))))
 
 
-def _machine(record: Record, name: str) -> float | None:
-    return _rate(_measured(record, name))
-
-
-def _measured(record: Record, name: str) -> object:
-    machine = record.environment.get("machine")
-    return machine.get(name) if isinstance(machine, dict) else None
-
-
-def _rate(rate: object) -> float | None:
-    return float(rate) if isinstance(rate, int | float) and math.isfinite(rate) and rate > 0 else None
+def _rate(rate: float | None) -> float | None:
+    return rate if rate is not None and rate > 0 else None
 
 
 def _temp_ratio(record: Record, standard: Record | None) -> float | None:

@@ -58,7 +58,7 @@ def _origins(first: Run, second: Run) -> list[str]:
 
 
 def _facts(records: Sequence[Record]) -> dict[str, str]:
-    revisions = sorted({str(r.environment["git_revision"]) for r in records if r.environment.get("git_revision")})
+    revisions = sorted({revision for r in records if (revision := r.environment.get("git_revision"))})
     facts = {
         "device": ", ".join(page.device for page in environment.pages(records)),
         "date": environment.date_of(records),

@@ -6,17 +6,17 @@ beside the shortest that does not. Nothing here is a time of anything but the co
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from reports import cases, environment, markdown
 from reports.cells import group
-from reports.formatting import DASH, Value, code, escape, plural
+from reports.formatting import DASH, Value, code, command_line, escape, plural
 from reports.load import Run, load
 from reports.page import Page, Section
 from reports.tables import MIB, Column, Table, table
 from suite.record import Record
+from suite.store import CompileManifest
 
 METHOD = (
     (
@@ -43,14 +43,15 @@ METHOD = (
 
 def is_compiled(run: Run) -> bool:
     """Whether a run is one of ``attnsuite compile``."""
-    return "targets" in run.manifest
+    return isinstance(run.manifest, CompileManifest)
 
 
 def build(run: Run) -> Page:
     """The page of such a run."""
     records = sorted(run.records, key=cases.order)
     numbers = _numbers(records)
-    targets = [str(name) for name in run.manifest.get("targets", ())] or sorted({r.target for r in records})
+    manifest = run.manifest if isinstance(run.manifest, CompileManifest) else None
+    targets = (manifest.targets if manifest else ()) or sorted({r.target for r in records})
     ops = [record for record in records if record.kind.startswith("op_")]
     models = [record for record in records if record.kind.startswith("model_")]
     legend = (
@@ -67,7 +68,7 @@ def build(run: Run) -> Page:
         Section("cells", "Every cell", tables=(_cells(records, numbers),)),
         Section("environment", "Environment", tables=(environment.environment_table(records),)),
         Section("method", "How this was made", items=METHOD),
-        _reproduce(run.manifest),
+        _reproduce(manifest.command if manifest else ()),
     )
     kept = tuple(section for section in sections if section is not None and (section.key != "reasons" or numbers))
     versions = [f"{name} {version}" for name, version in environment.versions_of(records).items()]
@@ -157,12 +158,13 @@ def _bounds(records: Iterable[Record]) -> Found:
     """(model and what it does, backend, target) -> the longest sequence that fits, the shortest that does not."""
     lengths: dict[tuple[str, str, str], tuple[list[int], list[int]]] = {}
     for record in records:
-        if (found := verdict(record)) not in ("fits", "no fit"):
+        found, length = verdict(record), record.problem.get("sequence")
+        if found not in ("fits", "no fit") or not isinstance(length, int):
             continue
         problem = {name: value for name, value in record.problem.items() if name != "sequence"}
         what = f"{cases.KIND_TITLES[record.kind]}, {cases.describe(record.kind, problem)}"
         fit, not_fit = lengths.setdefault((what, record.requested, record.target), ([], []))
-        (fit if found == "fits" else not_fit).append(int(record.problem["sequence"]))
+        (fit if found == "fits" else not_fit).append(length)
     return {key: (max(fit, default=None), min(not_fit, default=None)) for key, (fit, not_fit) in lengths.items()}
 
 
@@ -199,15 +201,15 @@ def _kernels(records: Sequence[Record]) -> Section | None:
             "case": cases.title(record),
             "backend": record.requested,
             "target": record.target,
-            "kernel": kernel["name"],
-            "configuration": ", ".join(f"{name} {value}" for name, value in kernel["configuration"].items()),
-            "registers": kernel["registers"],
-            "spilled": kernel["spilled_bytes"],
-            "shared": kernel["shared_bytes"],
-            "limit": kernel["shared_limit_bytes"],
-            "vector": kernel["vector_loads"],
-            "scalar": kernel["scalar_loads"],
-            "error": kernel["error"],
+            "kernel": kernel.name,
+            "configuration": ", ".join(f"{name} {value}" for name, value in kernel.configuration.items()),
+            "registers": kernel.registers,
+            "spilled": kernel.spilled_bytes,
+            "shared": kernel.shared_bytes,
+            "limit": kernel.shared_limit_bytes,
+            "vector": kernel.vector_loads,
+            "scalar": kernel.scalar_loads,
+            "error": kernel.error,
         }
         for record in records
         for kernel in record.kernels
@@ -272,8 +274,6 @@ def _mib(size: int | None) -> float | None:
     return None if size is None else size / MIB
 
 
-def _reproduce(manifest: Mapping[str, object]) -> Section:
-    command = manifest.get("command")
-    words = [str(word) for word in command] if isinstance(command, list) else ["attnsuite", "compile"]
+def _reproduce(command: Sequence[str]) -> Section:
     need = "With the compilers (pip install 'attention-suite[tpu,compile-cuda,kvax]'), on any Linux machine:"
-    return Section("reproduce", "Reproduce", (need,), commands=(shlex.join(words),))
+    return Section("reproduce", "Reproduce", (need,), commands=(command_line(command or ("attnsuite", "compile")),))

@@ -34,24 +34,23 @@ def pages(records: Sequence[Record]) -> tuple[Page, ...]:
 def device_of(record: Record) -> str:
     """The device's name, for a CPU with its cores; the target where the environment does not name a device."""
     facts = record.environment
-    kind = str(facts.get("device_kind") or "").strip()
+    kind = facts.get("device_kind", "").strip()
     if kind and kind.lower() != "cpu":
-        count = facts.get("device_count")
-        return f"{count} {TIMES} {kind}" if isinstance(count, int) and count > 1 else kind
-    cpu = " ".join(str(facts.get("cpu") or "").split())
+        count = facts.get("device_count", 1)
+        return f"{count} {TIMES} {kind}" if count > 1 else kind
+    cpu = " ".join(facts.get("cpu", "").split())
     if not cpu:
         return kind or record.target
-    return f"{cpu}, {plural(facts['cores'], 'core')}" if isinstance(facts.get("cores"), int) else cpu
+    return f"{cpu}, {plural(facts['cores'], 'core')}" if "cores" in facts else cpu
 
 
 def versions_of(records: Sequence[Record]) -> dict[str, str]:
     """Package -> version, the best known packages first; several versions in one run are all named."""
     found: dict[str, list[str]] = {}
     for record in records:
-        versions = record.environment.get("versions")
-        for name, version in versions.items() if isinstance(versions, Mapping) else ():
-            if version is not None and str(version) not in found.setdefault(str(name), []):
-                found[str(name)].append(str(version))
+        for name, version in record.environment.get("versions", {}).items():
+            if version not in found.setdefault(name, []):
+                found[name].append(version)
     known = {name: found[name] for name in _PACKAGES if name in found}
     return {name: " and ".join(found[name]) for name in [*known, *sorted(set(found) - set(known))] if found[name]}
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
+from collections.abc import Iterable
 
 from suite.record import TensorError
 from suite.statistics import Interval
@@ -74,6 +76,20 @@ def code(text: str) -> str:
     """A name in code type, or escaped as text where a backtick or a pipe would break the code span."""
     plain = " ".join(text.split())
     return f"`{plain}`" if plain and plain.isprintable() and not set(plain) & set("`|\\") else escape(plain)
+
+
+def command_line(words: Iterable[str]) -> str:
+    r"""The words as a shell takes them, on one line.
+
+    >>> print(command_line(["attnsuite", "run", "--suite", "my suite.toml", "it's\n"]))
+    attnsuite run --suite 'my suite.toml' $'it\x27s\x0a'
+    """
+    return " ".join(shlex.quote(word) if word.isprintable() else _escaped(word) for word in words)
+
+
+def _escaped(word: str) -> str:
+    plain = frozenset(range(32, 127)) - frozenset(b"'\\")
+    return "$'" + "".join(chr(b) if b in plain else f"\\x{b:02x}" for b in word.encode()) + "'"
 
 
 def shorten(text: str, length: int = 240) -> str:

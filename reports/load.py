@@ -7,13 +7,12 @@ is not a record is an error, because a report that silently leaves out cells wou
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
-from typing import Any
 
 from suite import store
 from suite.errors import InputError
 from suite.record import Record
+from suite.store import CompileManifest, RunManifest
 
 
 class ReportError(ValueError):
@@ -22,10 +21,10 @@ class ReportError(ValueError):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Run:
-    """The records of one run in the order of the file, its manifest, and notes about the file."""
+    """The records of one run in the order of the file, its manifest where it has one, and notes about the file."""
 
     records: tuple[Record, ...]
-    manifest: dict[str, Any] = dataclasses.field(default_factory=dict)
+    manifest: RunManifest | CompileManifest | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -35,24 +34,15 @@ def load(run_dir: Path) -> Run:
     Raises ReportError where the directory or the file is missing, where no whole record is in it, where a
     line is not a record, and where a key comes twice.
     """
-    path = Path(run_dir) / store.RECORDS
+    path = run_dir / store.RECORDS
     if not path.is_file():
         raise ReportError(f"{run_dir} holds no {store.RECORDS}; give the directory that a run was written to.")
     try:
         records, _, warning = store.parse_records(path)
+        manifest = store.read_manifest(run_dir) if (run_dir / store.MANIFEST).exists() else None
     except InputError as error:
         raise ReportError(str(error)) from error
     if not records:
         raise ReportError(f"{path} holds no whole record; run at least one cell before asking for a report.")
     notes = (f"The last line of {store.RECORDS} is cut off or damaged and was left out.",) if warning else ()
-    return Run(records, _manifest(Path(run_dir) / store.MANIFEST), notes)
-
-
-def _manifest(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ReportError(f"{path} is not JSON ({error}); restore it or move it away.") from error
-    return data if isinstance(data, dict) else {}
+    return Run(records, manifest, notes)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from reports import checkpoint, environment, goals, growth, kascade, peers, plot, quality, reading, tables
 from reports.cells import Group, group
-from reports.formatting import code, escape, plural
+from reports.formatting import code, command_line, escape, plural
 from reports.load import Run
 from reports.plot import Picture
 from reports.tables import Table
 from suite.kascade.methods import METHODS
 from suite.record import Record
+from suite.store import RunManifest
 
 _MOST_CASES = 20  # told one by one at the top of a page; more are a table's business
 
@@ -97,7 +96,7 @@ def _page(device: str, records: Sequence[Record], run: Run) -> Page:
         _quality(groups),
         _environment(records),
         Section("method", "How this was measured", items=METHOD),
-        _reproduce(run.manifest, records, suites),
+        _reproduce(run.manifest if isinstance(run.manifest, RunManifest) else None, records, suites),
     )
     kept = tuple(section for section in sections if section is not None)
     title = f"Attention on {device}, {environment.date_of(records)}, suite {suites}"
@@ -261,7 +260,7 @@ def _memory(groups: Sequence[Group], records: Sequence[Record]) -> Section | Non
     if not made:
         return None
     methods = {record.environment.get("process_high_water_method") for record in records}
-    named = sorted(str(method) for method in methods if method)
+    named = sorted(method for method in methods if method)
     how = f" ({escape(', '.join(named))})" if named else ""
     told = (
         "\u201cCompiled\u201d sizes are the compiler's own for the whole program. The high-water mark is how far one "
@@ -299,20 +298,19 @@ def _environment(records: Sequence[Record]) -> Section:
     return Section("environment", "Environment", tables=(environment.environment_table(records),))
 
 
-def _reproduce(manifest: Mapping[str, Any], records: Sequence[Record], suites: str) -> Section:
+def _reproduce(manifest: RunManifest | None, records: Sequence[Record], suites: str) -> Section:
     revision = records[0].environment.get("git_revision")
-    at = f"At git revision {code(str(revision))}:" if revision else "The git revision is not recorded. The command:"
-    command = ["attnsuite", "run", "--suite", str(manifest.get("suite") or suites)]
-    cases = [str(case["name"]) for case in manifest.get("cases") or () if isinstance(case, Mapping) and "name" in case]
-    for option, values in (("--backends", manifest.get("backends")), ("--cases", cases)):
-        if isinstance(values, list) and values:
-            command += [option, ",".join(map(str, values))]
-    said = manifest.get("kascade")
-    at_checkpoint = manifest.get("checkpoint")
-    if isinstance(at_checkpoint, Mapping):
+    at = f"At git revision {code(revision)}:" if revision else "The git revision is not recorded. The command:"
+    words = ["--suite", suites if manifest is None else manifest.file or manifest.suite]
+    if manifest is None:
+        return Section("reproduce", "Reproduce", (at,), commands=(command_line(["attnsuite", "run", *words]),))
+    if said := manifest.checkpoint:
         flags = {"--model": "model", "--seq-len": "sequence", "--batch": "batch", "--dtype": "dtype"}
-        given = {flag: at_checkpoint.get(name) for flag, name in flags.items()}
-        command[2:4] = [word for flag, value in given.items() if value is not None for word in (flag, str(value))]
-    for name, value in said.items() if isinstance(said, Mapping) else ():
-        command += [f"--{name.replace('_', '-')}", str(value)]
-    return Section("reproduce", "Reproduce", (at,), commands=(" ".join(shlex.join(command).split()),))
+        given = {flag: said.get(name) for flag, name in flags.items()}
+        words = [word for flag, value in given.items() if value is not None for word in (flag, str(value))]
+    names = [str(case["name"]) for case in manifest.cases if "name" in case]
+    for option, values in (("--backends", manifest.backends), ("--cases", names)):
+        words += [option, ",".join(values)] if values else []
+    for name, value in manifest.kascade.items():
+        words += [f"--{name.replace('_', '-')}", str(value)]
+    return Section("reproduce", "Reproduce", (at,), commands=(command_line(["attnsuite", "run", *words]),))

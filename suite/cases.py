@@ -1,29 +1,40 @@
 """What is measured: one frozen dataclass per kind of case, each a complete problem.
 
-A case is data (names, shapes, options, seed) and checks itself: whatever cannot be measured raises
-InputError with one sentence when the case is made. Arrays are made from it in ``inputs.py``, FLOPs and
-bytes counted in ``formulas.py``, programs built in ``op_cell.py`` and ``model_cell.py``.
+A case is data (names, shapes, options, seed) and checks itself: types and bounds stand in the annotations, and whatever
+cannot be measured raises InputError with one sentence when the case is made. ``inputs.py`` makes arrays from a case,
+``formulas.py`` counts its FLOPs and bytes, ``op_cell.py`` and ``model_cell.py`` build its programs.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Mapping
 from pathlib import PurePath
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Annotated, Any, Literal, get_args
+
+from msgspec import Meta
 
 from backends import AttentionSpec
 from backends.kascade import Settings
+from suite import typed
 from suite.errors import InputError
 from suite.record import CaseKind
+from suite.typed import Count, Real, Seed
 
 OpKind = Literal["op_forward", "op_forward_backward", "op_decode"]
 ModelKind = Literal["model_prefill", "model_decode", "model_train"]
 SelectionKind = Literal["kascade_text", "kascade_retrieval", "kascade_gate"]
 StackKind = Literal["kascade_prefill", "kascade_decode"]
+Dtype = Literal["float32", "bfloat16", "float16"]
+Share = Annotated[float, Meta(gt=0, le=1)]
+Least = Annotated[int, Meta(ge=2, le=2**31 - 1)]
+Long = Annotated[int, Meta(ge=64, le=2**31 - 1)]
+Layers = Annotated[int, Meta(ge=1, le=2**16)]
+Keys = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 
 _SHORT_DTYPE = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,26 +46,23 @@ class OpCase:
     """
 
     kind: OpKind
-    sequence: int
+    sequence: Count
     name: str = ""
-    batch: int = 1
-    heads: int = 8
-    kv_heads: int = 8
-    head_dim: int = 64
-    value_head_dim: int | None = None
-    dtype: str = "float32"
+    batch: Count = 1
+    heads: Count = 8
+    kv_heads: Count = 8
+    head_dim: Count = 64
+    value_head_dim: Count | None = None
+    dtype: Dtype = "float32"
     causal: bool = True
-    window: int | None = None
-    chunk_size: int | None = None
-    soft_cap: float | None = None
-    documents: int = 1
-    seed: int = 0
+    window: Keys | None = None
+    chunk_size: Count | None = None
+    soft_cap: Real | None = None
+    documents: Count = 1
+    seed: Seed = 0
 
     def __post_init__(self) -> None:
-        _check_fields(self, OpKind)
-        _check_least(self, "sequence", 1)
-        _check_least(self, "documents", 1)
-        _check_least(self, "seed", 0)
+        _check_fields(self)
         if not self.name:
             object.__setattr__(self, "name", _op_name(self))
         _check_name(self.name)
@@ -95,25 +103,18 @@ class ModelCase:
     kind: ModelKind
     name: str = ""
     model: str = "text"
-    sequence: int = 1024
-    new_tokens: int = 32
-    batch: int = 1
+    sequence: Count = 1024
+    new_tokens: Count = 32
+    batch: Count = 1
     ragged: bool = False
-    top_k: float | None = None
-    tile_size: int | None = None
-    anchors: int | None = None
-    dtype: str = "float32"
-    seed: int = 0
+    top_k: Share | None = None
+    tile_size: Count | None = None
+    anchors: Layers | None = None
+    dtype: Dtype = "float32"
+    seed: Seed = 0
 
     def __post_init__(self) -> None:
-        _check_fields(self, ModelKind)
-        given = [field for field in ("tile_size", "anchors") if getattr(self, field) is not None]
-        for field in ("sequence", "new_tokens", "batch", *given):
-            _check_least(self, field, 1)
-        _check_least(self, "seed", 0)
-        _check_dtype(self)
-        if self.top_k is not None and not 0 < self.top_k <= 1:
-            raise InputError(f"case {self.name or self.kind}: top_k = {self.top_k:g} must be above 0 and at most 1.")
+        _check_fields(self)
         if self.ragged and (self.batch == 1 or self.kind == "model_train"):
             raise InputError(
                 f"case {self.name or self.kind}: ragged = true is about several prompts; use it in a prefill or a "
@@ -131,15 +132,12 @@ class TextCase:
     kind: Literal["perplexity"] = "perplexity"
     name: str = ""
     model: str = "text"
-    sequence: int = 512
-    sequences: int = 16
-    dtype: str = "float32"
+    sequence: Least = 512
+    sequences: Least = 16
+    dtype: Dtype = "float32"
 
     def __post_init__(self) -> None:
-        _check_fields(self, Literal["perplexity"])
-        _check_least(self, "sequence", 2)
-        _check_least(self, "sequences", 2)
-        _check_dtype(self)
+        _check_fields(self)
         if not self.name:
             dtype = _SHORT_DTYPE[self.dtype]
             object.__setattr__(self, "name", f"perplexity-{_model_word(self.model)}-s{self.sequence}-{dtype}")
@@ -152,15 +150,12 @@ class RetrievalCase:
 
     kind: Literal["retrieval"] = "retrieval"
     name: str = ""
-    sequence: int = 1024
-    prompts: int = 64
-    seed: int = 0
+    sequence: Long = 1024
+    prompts: Least = 64
+    seed: Seed = 0
 
     def __post_init__(self) -> None:
-        _check_fields(self, Literal["retrieval"])
-        _check_least(self, "sequence", 64)
-        _check_least(self, "prompts", 2)
-        _check_least(self, "seed", 0)
+        _check_fields(self)
         if not self.name:
             object.__setattr__(self, "name", f"retrieval-s{self.sequence}")
         _check_name(self.name)
@@ -181,37 +176,26 @@ class SelectionCase:
     kind: SelectionKind
     name: str = ""
     model: str = "text"
-    phase: str = "prefill"
-    sequence: int = 512
-    sequences: int = 12
-    top_k: float = 0.125
-    min_keys: int = 0
-    granularity: str = "tile"
-    tile_size: int = 16
-    schedule: str = "dp"
+    phase: Literal["prefill", "decode"] = "prefill"
+    sequence: Long = 512
+    sequences: Least = 12
+    top_k: Share = 0.125
+    min_keys: Keys = 0
+    granularity: Literal["tile", "token"] = "tile"
+    tile_size: Count = 16
+    schedule: Literal["dp", "greedy", "manual"] = "dp"
     anchors: str = ""
-    threshold: float = 0.65
-    max_reuse_dist: int = 4
-    seed: int = 0
+    threshold: Annotated[float, Meta(ge=0, le=1)] = 0.65
+    max_reuse_dist: Layers = 4
+    seed: Seed = 0
 
     def __post_init__(self) -> None:
-        _check_fields(self, SelectionKind)
-        _check_least(self, "sequence", 64)
-        _check_least(self, "sequences", 2)
-        _check_least(self, "max_reuse_dist", 1)
-        _check_least(self, "seed", 0)
+        _check_fields(self)
         if not self.name:
             parts = [self.kind.replace("_", "-"), self.phase, f"s{self.sequence}", f"k{self.top_k:g}"]
             parts += [self.granularity] if self.granularity != "tile" else []
             object.__setattr__(self, "name", "-".join([*parts, f"t{self.tile_size}"]))
         _check_name(self.name)
-        for field, accepted in (("phase", ("prefill", "decode")), ("schedule", ("dp", "greedy", "manual"))):
-            if getattr(self, field) not in accepted:
-                raise InputError(
-                    f"case {self.name}: {field} = {getattr(self, field)!r} must be one of {', '.join(accepted)}."
-                )
-        if not 0 <= self.threshold <= 1:
-            raise InputError(f"case {self.name}: threshold = {self.threshold:g} must be from 0 to 1.")
         anchor_layers(self)
         settings_of(self)
 
@@ -227,26 +211,22 @@ class StackCase:
     """
 
     kind: StackKind
-    sequence: int
+    sequence: Count
     name: str = ""
-    layers: int = 16
-    anchors: int = 5
-    heads: int = 32
-    kv_heads: int = 8
-    head_dim: int = 64
-    dtype: str = "float32"
-    top_k: float = 0.125
-    min_keys: int = 0
-    tile_size: int = 128
+    layers: Layers = 16
+    anchors: Layers = 5
+    heads: Count = 32
+    kv_heads: Count = 8
+    head_dim: Count = 64
+    dtype: Dtype = "float32"
+    top_k: Share = 0.125
+    min_keys: Keys = 0
+    tile_size: Count = 128
     by_token: bool = True
-    seed: int = 0
+    seed: Seed = 0
 
     def __post_init__(self) -> None:
-        _check_fields(self, StackKind)
-        for field in ("sequence", "layers", "anchors", "heads", "kv_heads", "head_dim", "tile_size"):
-            _check_least(self, field, 1)
-        _check_least(self, "seed", 0)
-        _check_dtype(self)
+        _check_fields(self)
         if not self.name:
             parts = [self.kind.replace("_", "-"), f"s{self.sequence}", f"l{self.layers}a{self.anchors}"]
             parts += [f"h{self.heads}k{self.kv_heads}", f"d{self.head_dim}", f"k{self.top_k:g}", f"t{self.tile_size}"]
@@ -268,7 +248,7 @@ def settings_of(case: SelectionCase | StackCase, **others: Any) -> Settings:
 
     Query tiles are as long as key tiles, also where single keys are selected: all rows share one own region.
     """
-    fields: dict[str, Any] = {"top_k": float(case.top_k), "min_keys": case.min_keys, "tile_size": case.tile_size}
+    fields: dict[str, Any] = {"top_k": case.top_k, "min_keys": case.min_keys, "tile_size": case.tile_size}
     fields |= {"query_tile": case.tile_size}
     if isinstance(case, SelectionCase):
         fields["granularity"] = case.granularity
@@ -336,20 +316,14 @@ def make_case(fields: dict[str, Any]) -> Case:
     """
     kind = fields.get("kind")
     if not isinstance(kind, str) or kind not in CLASS_OF_KIND:
-        raise InputError(f"kind = {kind!r} is not a kind of case; use one of {', '.join(get_args(CaseKind))}.")
-    cls = CLASS_OF_KIND[kind]
-    accepted = [field.name for field in dataclasses.fields(cls)]
-    unknown = sorted(set(fields) - set(accepted))
-    if unknown:
-        raise InputError(f"a case of kind {kind} has no key {', '.join(unknown)}; it has {', '.join(accepted)}.")
-    missing = [
-        field.name
-        for field in dataclasses.fields(cls)
-        if field.default is dataclasses.MISSING and field.name not in fields
-    ]
-    if missing:
-        raise InputError(f"a case of kind {kind} needs the key {', '.join(missing)}.")
-    return cls(**fields)
+        accepted = ", ".join(get_args(CaseKind))
+        raise InputError(f"kind = {typed.given(kind)} is not a kind of case; use one of {accepted}.")
+    try:
+        return typed.convert(fields, CLASS_OF_KIND[kind])
+    except InputError:
+        raise
+    except ValueError as error:
+        raise InputError(f"{_label(fields)}: {error}.") from error
 
 
 def problem_of(case: Case) -> dict[str, Any]:
@@ -393,7 +367,7 @@ def _op_name(case: OpCase) -> str:
         f"seed{case.seed}": case.seed != 0,
     }
     parts += [text for text, wanted in options.items() if wanted]
-    return "-".join([*parts, _SHORT_DTYPE.get(case.dtype, case.dtype)])
+    return "-".join([*parts, _SHORT_DTYPE[case.dtype]])
 
 
 def _model_name(case: ModelCase) -> str:
@@ -405,37 +379,22 @@ def _model_name(case: ModelCase) -> str:
 
 def _model_word(model: str) -> str:
     """A preset's name, or of a directory its last part, in the letters that a case's name may have."""
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", PurePath(model).name)
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", PurePath(model).name)[:100]
 
 
-def _check_fields(case: Any, kinds: Any) -> None:
-    """Raise InputError where a field has not the type that it is declared with."""
-    label = f"case {case.name}" if isinstance(case.name, str) and case.name else f"a case of kind {case.kind}"
-    for name, hint in get_type_hints(type(case)).items():
-        value = getattr(case, name)
-        accepted = (kinds,) if name == "kind" else (get_args(hint) or (hint,))
-        if name == "kind":
-            if value not in get_args(kinds):
-                raise InputError(f"{label}: kind = {value!r} must be one of {', '.join(get_args(kinds))}.")
-            continue
-        integer_for_float = float in accepted and type(value) is int
-        if type(value) not in accepted and not integer_for_float:
-            expected = " or ".join("nothing" if t is type(None) else t.__name__ for t in accepted)
-            raise InputError(f"{label}: {name} = {value!r} must be {expected}.")
+def _label(fields: Mapping[str, Any]) -> str:
+    name = fields.get("name")
+    return f"case {name}" if isinstance(name, str) and _NAME.fullmatch(name) else f"a case of kind {fields['kind']}"
+
+
+def _check_fields(case: Any) -> None:
+    try:
+        typed.check_fields(case)
+    except ValueError as error:
+        raise InputError(f"{_label({'name': case.name, 'kind': case.kind})}: {error}.") from error
 
 
 def _check_name(name: str) -> None:
     if not _NAME.fullmatch(name):
-        raise InputError(f"name = {name!r} cannot name a case; use letters, digits, dots, dashes and underscores.")
-
-
-def _check_least(case: Any, field: str, least: int) -> None:
-    if getattr(case, field) < least:
-        raise InputError(f"case {case.name or case.kind}: {field} = {getattr(case, field)} must be at least {least}.")
-
-
-def _check_dtype(case: Any) -> None:
-    if case.dtype not in _SHORT_DTYPE:
-        raise InputError(
-            f"case {case.name or case.kind}: dtype = {case.dtype!r} must be one of {', '.join(_SHORT_DTYPE)}."
-        )
+        accepted = "letters, digits, dots, dashes and underscores, at most 200"
+        raise InputError(f"name = {typed.given(name)} cannot name a case; use {accepted}.")

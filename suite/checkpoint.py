@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from suite.cases import Case, ModelCase, SelectionCase, TextCase
+from suite.cases import Case, Dtype, Least, SelectionCase, make_case
 from suite.errors import InputError
 from suite.suites import Suite
+from suite.typed import Count
 
 NAME = "checkpoint"
 TOP_K, TILE_SIZE = 0.125, 16
@@ -26,15 +27,15 @@ ROWS = ("dense", "oracle_query", "kascade", "sinks_window", "random_tiles")
 class CheckpointWords:
     """What the command line says: the checkpoint, and sizes that replace the suite's."""
 
-    model: Path
-    sequence: int = 512
-    batch: int = 1
-    new_tokens: int = 32
-    dtype: str | None = None
+    model: str
+    sequence: Least = 512
+    batch: Count = 1
+    new_tokens: Count = 32
+    dtype: Dtype | None = None
 
     def as_json(self) -> dict[str, Any]:
         """What was said, for the manifest of a run."""
-        return dataclasses.asdict(self) | {"model": str(self.model.resolve())}
+        return dataclasses.asdict(self) | {"model": str(Path(self.model).resolve())}
 
 
 def checkpoint_suite(words: CheckpointWords, *, kascade: bool) -> Suite:
@@ -42,13 +43,13 @@ def checkpoint_suite(words: CheckpointWords, *, kascade: bool) -> Suite:
     # A run of another suite does not pay for importing flax.
     from models.checkpoint import read_config  # noqa: PLC0415
 
-    if not words.model.is_dir():
-        raise InputError(f"--model {str(words.model)!r} is no directory; give that of a checkpoint.")
+    if not Path(words.model).is_dir():
+        raise InputError(f"--model {words.model!r} is no directory; give that of a checkpoint.")
     try:
-        config = read_config(words.model)
+        config = read_config(Path(words.model))
     except ValueError as error:
-        raise InputError(f"--model {str(words.model)!r}: {error}") from error
-    model, anchors = str(words.model.resolve()), max(2, config.num_layers // 4)
+        raise InputError(f"--model {words.model!r}: {error}") from error
+    model, anchors = str(Path(words.model).resolve()), max(2, config.num_layers // 4)
     shared: dict[str, Any] = {"model": model, "sequence": words.sequence}
     timed = shared | {
         "dtype": words.dtype or config.dtype,
@@ -57,9 +58,9 @@ def checkpoint_suite(words: CheckpointWords, *, kascade: bool) -> Suite:
         **({"top_k": TOP_K, "tile_size": TILE_SIZE, "anchors": anchors} if kascade else {}),
     }
     cases: list[Case] = [
-        TextCase(**shared, sequences=SEQUENCES, dtype=words.dtype or config.dtype),
-        ModelCase(kind="model_prefill", **timed),
-        ModelCase(kind="model_decode", new_tokens=words.new_tokens, **timed),
+        make_case({"kind": "perplexity", **shared, "sequences": SEQUENCES, "dtype": timed["dtype"]}),
+        make_case({"kind": "model_prefill", **timed}),
+        make_case({"kind": "model_decode", "new_tokens": words.new_tokens, **timed}),
     ]
     if kascade and set(config.layer_types) == {"global"}:
         chosen: dict[str, Any] = {

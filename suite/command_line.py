@@ -22,7 +22,7 @@ from rich.console import Console
 
 import reports
 from backends import Target
-from suite import compile_run, sharded
+from suite import compile_run, sharded, typed
 from suite.checkpoint import CheckpointWords
 from suite.compile_request import ModelWords, compile_request
 from suite.doctor import describe, examine_here
@@ -451,7 +451,8 @@ def _request(command: Run) -> RunRequest:
         return resumed_request(command.suite, command.backends, command.cases, command.text, command.out, limits)
     suite = command.suite or "quick"
     now = dt.datetime.now(dt.UTC).strftime("%Y%m%dT%H%M%SZ")
-    out = command.out or Path("runs") / f"{now}-{checkpoint.model.resolve().name if checkpoint else Path(suite).stem}"
+    name = Path(checkpoint.model).resolve().name if checkpoint else Path(suite).stem
+    out = command.out or Path("runs") / f"{now}-{name}"
     return new_request(checkpoint or suite, command.backends, command.cases, command.text, out, limits, words)
 
 
@@ -465,7 +466,11 @@ def _checkpoint(command: Run) -> CheckpointWords | None:
     if command.suite is not None:
         raise InputError("--model brings its own cases; leave out --suite.")
     words = {"sequence": command.seq_len, "batch": command.batch, "dtype": command.dtype}
-    return CheckpointWords(model=command.model, **{name: value for name, value in words.items() if value is not None})
+    said = {name: value for name, value in words.items() if value is not None}
+    try:
+        return typed.convert({"model": str(command.model), **said}, CheckpointWords)
+    except ValueError as error:
+        raise InputError(f"--model {command.model}: {error}.") from error
 
 
 def _report(*directories: Path) -> int:

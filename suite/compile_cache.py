@@ -34,8 +34,8 @@ def path_of(
 
 def find(path: Path, key: str) -> Record | None:
     """The record of the cell ``key``, if it is kept."""
-    with contextlib.suppress(OSError, UnicodeDecodeError, RecordError):
-        record = Record.from_json(path.read_text(encoding="utf-8"))
+    with contextlib.suppress(OSError, RecordError):
+        record = Record.from_json(path.read_bytes())
         return record if record.key == key else None
     return None
 

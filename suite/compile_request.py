@@ -120,9 +120,10 @@ def _models(words: ModelWords) -> tuple[tuple[ModelCase, ...], tuple[ModelCase, 
 
 
 def _bases(models: Sequence[str], phases: Sequence[str], words: ModelWords) -> tuple[ModelCase, ...]:
+    dtype: Any = words.dtype  # the case checks it
     kinds: list[Any] = [_known(_PHASES, name, "phase") for name in phases]
     bases = [
-        ModelCase(kind=kind, model=model, batch=words.batch, dtype=words.dtype, new_tokens=1)
+        ModelCase(kind=kind, model=model, batch=words.batch, dtype=dtype, new_tokens=1)
         for model in models
         for kind in kinds
     ]

@@ -28,9 +28,9 @@ from suite.compile_cell import ROLE, in_roles
 from suite.errors import CellFailure
 from suite.memory import machine_bytes
 from suite.process import Worker
-from suite.record import Record, Status
+from suite.record import Environment, Kernel, Record, Status
 from suite.runner import Limits, Watcher
-from suite.store import RunStore
+from suite.store import MANIFEST, CompileManifest, RunStore
 
 SUITE = "compile"
 _BYTES_PER_PROCESS = 5 * 2**30  # of this machine: a compiler on a whole model
@@ -78,7 +78,7 @@ def processes() -> int:
 def execute(request: CompileRequest, watcher: CompileWatcher) -> None:
     """Compile everything and write the records. Raises InputError where ``out`` holds records already."""
     with RunStore(request.out, resume=False) as store:
-        store.write_json("run.json", _manifest(request))
+        store.write_json(MANIFEST, dataclasses.asdict(_manifest(request)))
         cells = sum(len(in_roles(case, backend)) for case in request.cases for backend in request.backends)
         per_target = cells + SEARCH_STEPS * len(request.searches) * len(request.backends)
         watcher.begin(len(request.targets) * per_target, 0)
@@ -224,7 +224,7 @@ class _Compiler:
             lower_seconds=facts.get("lower_seconds"),
             compile_seconds=facts.get("compile_seconds"),
             memory=facts.get("memory", {}),
-            kernels=tuple(facts.get("kernels", ())),
+            kernels=tuple(Kernel(**kernel) for kernel in facts.get("kernels", ())),
             environment=self._environment,
             started=started,
             wall_seconds=time.perf_counter() - begin,
@@ -247,7 +247,7 @@ def _status_of(failure: CellFailure) -> Status:
     return "crashed" if failure.status == "oom" else failure.status
 
 
-def _environment(target: Target) -> dict[str, Any]:
+def _environment(target: Target) -> Environment:
     return {
         "versions": environment.versions(),
         "source": environment.source_digest(),
@@ -261,12 +261,12 @@ def _environment(target: Target) -> dict[str, Any]:
     }
 
 
-def _manifest(request: CompileRequest) -> dict[str, Any]:
-    return {
-        "suite": SUITE,
-        "targets": [str(target) for target in request.targets],
-        "backends": list(request.backends),
-        "cases": [problem_of(case) for case in request.cases],
-        "searches": [problem_of(case) for case in request.searches],
-        "command": list(request.command),
-    }
+def _manifest(request: CompileRequest) -> CompileManifest:
+    return CompileManifest(
+        suite=SUITE,
+        targets=tuple(str(target) for target in request.targets),
+        backends=request.backends,
+        cases=tuple(problem_of(case) for case in request.cases),
+        searches=tuple(problem_of(case) for case in request.searches),
+        command=request.command,
+    )

@@ -19,6 +19,7 @@ from backends import Target
 from backends.devices import cpu_name, usable_cores
 from backends.registry import ENTRY_POINT_GROUP
 from suite.memory import machine_bytes
+from suite.record import Environment
 
 DISTRIBUTION = "attention-suite"
 _ROOMS = ("backends", "models", "suite")
@@ -51,7 +52,7 @@ _FLAGS = (
 _GIT_SECONDS = 10.0
 
 
-def describe() -> dict[str, Any]:
+def describe() -> Environment:
     """The environment of this process, as JSON (initialises JAX)."""
     target = Target.here()
     return {

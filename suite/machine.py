@@ -14,6 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from suite.record import Machine
+
 _SIZES = {"cpu": (512, 1024, 2048), "cuda": (4096, 8192), "rocm": (4096, 8192), "tpu": (4096, 8192)}
 _COPY_BYTES = {"cpu": 2**28, "cuda": 2**31, "rocm": 2**31, "tpu": 2**30}
 _DTYPES = ("float32", "bfloat16")
@@ -21,15 +23,15 @@ _COLUMNS = (2**12, 2**16, 2**20)
 _TRIES = 10
 
 
-def measure_machine() -> dict[str, Any]:
-    """FLOP/s of a matmul by dtype (best square size), bytes/s copied (read plus written) and bytes/s read."""
+def measure_machine() -> Machine:
+    """The rates that this machine reaches now."""
     platform = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
     sizes = _SIZES.get(platform, _SIZES["cpu"])
-    return {
-        "matmul_flops": {dtype: max(_matmul_flops(dtype, size) for size in sizes) for dtype in _DTYPES},
-        "copy_bytes_per_second": _copy_rate(_COPY_BYTES.get(platform, _COPY_BYTES["cpu"])),
-        "read_bytes_per_second": _read_rate(_COPY_BYTES.get(platform, _COPY_BYTES["cpu"])),
-    }
+    return Machine(
+        matmul_flops={dtype: max(_matmul_flops(dtype, size) for size in sizes) for dtype in _DTYPES},
+        copy_bytes_per_second=_copy_rate(_COPY_BYTES.get(platform, _COPY_BYTES["cpu"])),
+        read_bytes_per_second=_read_rate(_COPY_BYTES.get(platform, _COPY_BYTES["cpu"])),
+    )
 
 
 def _matmul_flops(dtype: str, size: int) -> float:

@@ -11,6 +11,7 @@ from backends.sharding import divided
 from suite import environment, peers
 from suite.cases import Case, ModelCase, OpCase, RetrievalCase, SelectionCase, StackCase, TextCase, spec_of, stack_spec
 from suite.kascade.methods import METHODS, methods_of, refusals
+from suite.record import Mode
 
 _BASELINE = "standard"
 INTERPRETED_LENGTH = 1024  # tokens: a longer case would be judged again at the length to which this one is cut
@@ -23,7 +24,7 @@ class CellPlan:
     case: str
     requested: str
     resolved: str | None
-    mode: str | None
+    mode: Mode | None
     exact: bool | None
     reasons: tuple[str, ...]
     devices: int = 1

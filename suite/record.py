@@ -8,12 +8,15 @@ Times are seconds, sizes are bytes, rates are per second.
 from __future__ import annotations
 
 import dataclasses
-import json
-from typing import Any, Literal, get_args
+from typing import Literal, TypedDict
+
+from suite import typed
+from suite.typed import Count, Real, Scalar, Size
 
 SCHEMA_VERSION = 1
 
 Status = Literal["ok", "unsupported", "oom", "timeout", "crashed", "wrong"]
+Mode = Literal["native", "interpret", "compile", "fallback"]
 CaseKind = Literal[
     "op_forward",
     "op_forward_backward",
@@ -31,6 +34,37 @@ CaseKind = Literal[
 ]
 
 
+class Machine(TypedDict, total=False):
+    """What a machine reaches: FLOP/s of a matmul by dtype, bytes/s copied (read plus written), bytes/s read."""
+
+    matmul_flops: dict[str, Real]
+    copy_bytes_per_second: Real
+    read_bytes_per_second: Real
+
+
+class Environment(TypedDict, total=False):
+    """Where a cell was measured. Sizes are bytes; ``session`` is what cells that shared rounds have in common."""
+
+    versions: dict[str, str]
+    source: str
+    git_revision: str | None
+    target: str
+    device_kind: str
+    device_count: Count
+    device_memory: Size | None
+    target_memory: Size | None
+    platform: str
+    cpu: str
+    cores: Count
+    machine_memory: Size
+    flags: dict[str, str]
+    clock: dict[str, Scalar]
+    machine: Machine
+    session: str
+    process_high_water_method: str
+    calls_per_sample: Count
+
+
 class RecordError(ValueError):
     """A line that is not a record of this schema."""
 
@@ -45,80 +79,87 @@ class TensorError:
     (the tensor held NaN or infinity) is None, and never passes.
     """
 
-    max_error: float | None
-    rms_error: float | None
-    standard_error: float | None
-    allowed: float
+    max_error: Real | None
+    rms_error: Real | None
+    standard_error: Real | None
+    allowed: Real
     passed: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
-    """One cell of a run."""
+class Kernel:
+    """What ``backends.contract.KernelBuild`` says of one kernel; its configuration is a table here."""
 
-    schema: int = SCHEMA_VERSION
+    name: str
+    configuration: dict[str, Scalar]
+    registers: Size | None = None
+    spilled_bytes: Size | None = None
+    shared_bytes: Size | None = None
+    shared_limit_bytes: Size | None = None
+    vector_loads: Size | None = None
+    scalar_loads: Size | None = None
+    error: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """One cell of a run. Raises RecordError for a field that has not its type: what is written can be read again."""
+
+    schema: Literal[1] = SCHEMA_VERSION
     key: str  # case/backend/target/mode, backend@n on n devices: unique within a run
     suite: str
     case: str
     kind: CaseKind
-    problem: dict[str, Any]  # the case's own fields: shapes, dtype, mask, preset, ... (JSON scalars only)
+    problem: dict[str, Scalar]  # the case's own fields: shapes, dtype, mask, preset, ...
     requested: str
     resolved: str | None  # the backend that ran, or would have run; None where none could
-    mode: str | None  # native | interpret | compile | fallback; None where nothing ran
-    devices: int = 1  # JAX devices among which heads or sequences were divided
+    mode: Mode | None  # None where nothing ran
+    devices: Count = 1  # JAX devices among which heads or sequences were divided
     exact: bool | None
     target: str
     reasons: tuple[str, ...] = ()  # why the requested backend, or a better one, did not run
     status: Status
     error: str | None = None  # one line, for every status but ok
     notes: tuple[str, ...] = ()  # what a reader must know beside the figures, e.g. accuracy judged at a shorter length
-    samples: tuple[float, ...] = ()  # seconds; sample i of every cell of a case was taken in the same round
-    lower_seconds: float | None = None
-    compile_seconds: float | None = None
-    flops: float | None = None  # by formula, of the visible pairs only
-    bytes_moved: float | None = None  # by formula: every input read once and every output written once
-    tokens: int | None = None  # tokens that one sample processes, padding left out, for tokens per second
-    steps: int | None = None  # passes of a model one after the other in a sample: 1 to the first token, 1 for each more
-    kv_bytes_per_token: int | None = None  # what a model's cache keeps of one token, all layers together
-    memory: dict[str, int | None] = dataclasses.field(default_factory=dict)
+    samples: tuple[Real, ...] = ()  # seconds; sample i of every cell of a case was taken in the same round
+    lower_seconds: Real | None = None
+    compile_seconds: Real | None = None
+    flops: Real | None = None  # by formula, of the visible pairs only
+    bytes_moved: Real | None = None  # by formula: every input read once and every output written once
+    tokens: Size | None = None  # tokens that one sample processes, padding left out, for tokens per second
+    steps: Size | None = None  # passes of a model in a sample, one after the other: 1 to the first token, 1 for each
+    kv_bytes_per_token: Size | None = None  # what a model's cache keeps of one token, all layers together
+    memory: dict[str, Size | None] = dataclasses.field(default_factory=dict)
     # method -> bytes: compiled_argument, compiled_output, compiled_temp, process_high_water, device_peak;
     # in mode compile also compiled_alias, compiled_peak, compiled_generated_code
-    kernels: tuple[dict[str, Any], ...] = ()  # mode compile: what backends.contract.KernelBuild says of each
+    kernels: tuple[Kernel, ...] = ()  # mode compile
     accuracy: dict[str, TensorError] = dataclasses.field(default_factory=dict)
-    quality: dict[str, float] = dataclasses.field(default_factory=dict)
+    quality: dict[str, Real] = dataclasses.field(default_factory=dict)
     # model level: perplexity, bits_per_byte, nll_per_sequence count, kl_mean, top1_agreement, recall, ...
-    series: dict[str, tuple[float, ...]] = dataclasses.field(default_factory=dict)
+    series: dict[str, tuple[Real, ...]] = dataclasses.field(default_factory=dict)
     # raw values behind a quality figure, e.g. nll per sequence, so that paired intervals can be computed
-    environment: dict[str, Any] = dataclasses.field(default_factory=dict)
+    environment: Environment = dataclasses.field(default_factory=Environment)
     started: str  # ISO 8601, UTC
-    wall_seconds: float | None = None  # of the whole cell, process start included
+    wall_seconds: Real | None = None  # of the whole cell, process start included
+
+    def __post_init__(self) -> None:
+        try:
+            typed.check_fields(self)
+        except ValueError as error:
+            raise RecordError(str(error)) from error
 
     def to_json(self) -> str:
         """One line of JSON, keys in the order of the fields."""
-        return json.dumps(dataclasses.asdict(self), separators=(",", ":"), allow_nan=False)
+        return typed.to_json(dataclasses.asdict(self))
 
     @staticmethod
-    def from_json(line: str) -> Record:
-        """The record on one line. Raises RecordError saying what is wrong with it."""
+    def from_json(line: bytes) -> Record:
+        """The record on one line. Raises RecordError saying what is wrong with it, without a full stop."""
         try:
-            data = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise RecordError(f"not JSON: {error}") from error
-        if not isinstance(data, dict) or data.get("schema") != SCHEMA_VERSION:
-            found = data.get("schema") if isinstance(data, dict) else type(data).__name__
-            raise RecordError(f"schema {found!r}; this version reads schema {SCHEMA_VERSION}.")
-        fields = {field.name for field in dataclasses.fields(Record)}
-        unknown = sorted(set(data) - fields)
-        if unknown:
-            raise RecordError(f"unknown field(s) {', '.join(unknown)}.")
-        try:
-            data["accuracy"] = {name: TensorError(**value) for name, value in data.get("accuracy", {}).items()}
-            data["series"] = {name: tuple(value) for name, value in data.get("series", {}).items()}
-            for name in ("samples", "reasons", "notes", "kernels"):
-                data[name] = tuple(data.get(name, ()))
-            record = Record(**data)
-        except (TypeError, AttributeError) as error:
+            data = typed.parse_json(line)
+            if isinstance(data, dict) and data.get("schema") != SCHEMA_VERSION:
+                found = typed.given(data.get("schema"))
+                raise RecordError(f"schema = {found}; this version reads schema {SCHEMA_VERSION}")
+            return typed.convert(data, Record)
+        except ValueError as error:
             raise RecordError(str(error)) from error
-        if record.status not in get_args(Status) or record.kind not in get_args(CaseKind):
-            raise RecordError(f"status {record.status!r} or kind {record.kind!r} is not one of this schema.")
-        return record

@@ -10,11 +10,12 @@ import dataclasses
 import hashlib
 import json
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from backends import UnknownBackendError, names, registry
+from suite import typed
 from suite.cases import Case, make_case, problem_of
 from suite.checkpoint import CheckpointWords, checkpoint_suite
 from suite.checkpoint import rows as checkpoint_rows
@@ -25,19 +26,21 @@ from suite.memory import machine_bytes
 from suite.peers import PEERS
 from suite.probe import CellPlan
 from suite.process import Worker
-from suite.record import Record
+from suite.record import Environment, Machine, Record
 from suite.runner import Limits, References, RunContext, Watcher, cell_key, measured, run_case, unsupported
-from suite.store import RunStore, read_manifest
-from suite.suites import Suite, find_suite, select
+from suite.store import MANIFEST, RunManifest, RunStore, TextIdentity, read_manifest
+from suite.suites import SUITES, Suite, find_suite, select
 
 MACHINE = "machine.json"
 _PROBE_SECONDS = 300.0
-_IDENTITY = ("suite", "cases", "backends", "all_cores", "text", "versions", "source", "git_revision", "target", "flags")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunRequest:
-    """What to run, checked. ``text`` is a file for perplexity, or None for the text that ships."""
+    """What to run, checked. ``text`` is a file for perplexity, or None for the text that ships.
+
+    ``file`` is the path of the suite's file as it was given, None for a named suite.
+    """
 
     suite: str
     cases: tuple[Case, ...]
@@ -49,6 +52,7 @@ class RunRequest:
     all_cores: bool = False
     words: KascadeWords = dataclasses.field(default_factory=KascadeWords)
     checkpoint: CheckpointWords | None = None
+    file: str | None = None
 
 
 class RunWatcher(Watcher, Protocol):
@@ -91,6 +95,7 @@ def new_request(
         all_cores=found.all_cores,
         words=words,
         checkpoint=suite if isinstance(suite, CheckpointWords) else None,
+        file=suite if isinstance(suite, str) and suite not in SUITES else None,
         text=None if text is None else checked_text(text),
         out=out,
         resume=False,
@@ -103,23 +108,25 @@ def resumed_request(
 ) -> RunRequest:
     """The request of the run in ``out``. Raises InputError where the words given ask for something else."""
     manifest = read_manifest(out)
+    if not isinstance(manifest, RunManifest):
+        raise InputError(f"{out} holds what was compiled, which is not resumed: ask for the same in another --out.")
     try:
-        kept_cases = tuple(make_case(problem) for problem in manifest["cases"])
-        kept_text = None if manifest["text"] is None else Path(manifest["text"]["path"])
         kept = RunRequest(
-            suite=manifest["suite"],
-            cases=kept_cases,
-            backends=tuple(manifest["backends"]),
-            all_cores=manifest["all_cores"],
-            words=KascadeWords(**manifest.get("kascade", {})),
-            checkpoint=_kept_checkpoint(manifest.get("checkpoint")),
-            text=kept_text if text is None else text,
+            suite=manifest.suite,
+            cases=tuple(make_case(problem) for problem in manifest.cases),
+            backends=manifest.backends,
+            all_cores=manifest.all_cores,
+            words=typed.convert(manifest.kascade, KascadeWords),
+            checkpoint=None if manifest.checkpoint is None else typed.convert(manifest.checkpoint, CheckpointWords),
+            file=manifest.file,
+            text=text or (None if manifest.text is None else Path(manifest.text.path)),
             out=out,
             resume=True,
             limits=limits,
         )
-    except (KeyError, TypeError, InputError) as error:
-        raise InputError(f"the run in {out} was written by another version ({error}); start a new one.") from error
+    except ValueError as error:
+        said = str(error).rstrip(".")
+        raise InputError(f"the run in {out} was written by another version ({said}); start a new one.") from error
     pool = kept.cases if suite is None else applied(kept.words, find_suite(suite).cases)
     asked = {
         "suite": kept.suite if suite is None else find_suite(suite).name,
@@ -137,10 +144,6 @@ def resumed_request(
     return kept
 
 
-def _kept_checkpoint(said: dict[str, Any] | None) -> CheckpointWords | None:
-    return None if said is None else CheckpointWords(**{**said, "model": Path(said["model"])})
-
-
 def execute(request: RunRequest, watcher: RunWatcher) -> None:
     """Measure every cell that has no record yet. Raises InputError before anything is measured."""
     with RunStore(request.out, resume=request.resume) as store:
@@ -149,13 +152,13 @@ def execute(request: RunRequest, watcher: RunWatcher) -> None:
         watcher.doing("", "", "looking at the machine")
         environment, plans = _probe(request)
         _settle_identity(store, request, environment)
-        target = environment["target"]
+        target = environment.get("target", "")
         finished = store.finished()
         watcher.begin(len(plans), sum(cell_key(plan, target) in finished for plan in plans))
         context = RunContext(
             suite=request.suite,
             limits=request.limits,
-            environment=environment | {"machine": _machine(store, watcher), "session": uuid.uuid4().hex[:12]},
+            environment={**environment, "machine": _machine(store, watcher), "session": uuid.uuid4().hex[:12]},
             target=target,
             text=None if request.text is None else str(request.text.resolve()),
             watcher=watcher,
@@ -198,7 +201,7 @@ def _case_records(
         yield from run_case(case, running, references, context)
 
 
-def _probe(request: RunRequest) -> tuple[dict[str, Any], list[CellPlan]]:
+def _probe(request: RunRequest) -> tuple[Environment, list[CellPlan]]:
     question = {
         "do": "probe",
         "cases": [problem_of(case) for case in request.cases],
@@ -212,37 +215,41 @@ def _probe(request: RunRequest) -> tuple[dict[str, Any], list[CellPlan]]:
         except CellFailure as failure:
             raise InputError(f"JAX does not start on this machine: {failure.message}") from failure
     plans = [CellPlan(**{**plan, "reasons": tuple(plan["reasons"])}) for plan in answer["plans"]]
-    return answer["environment"], plans
+    return typed.convert(answer["environment"], Environment), plans
 
 
-def _settle_identity(store: RunStore, request: RunRequest, environment: dict[str, Any]) -> None:
+def _settle_identity(store: RunStore, request: RunRequest, environment: Mapping[str, Any]) -> None:
     """Write what this run is, or check that a resumed one is still that."""
-    identity = {
-        "suite": request.suite,
-        "cases": [problem_of(case) for case in request.cases],
-        "backends": list(request.backends),
-        "all_cores": request.all_cores,
-        "kascade": request.words.given,
-        "checkpoint": None if request.checkpoint is None else request.checkpoint.as_json(),
-        "text": None if request.text is None else _text_identity(request.text),
+    identity = RunManifest(
+        suite=request.suite,
+        cases=tuple(problem_of(case) for case in request.cases),
+        backends=request.backends,
+        all_cores=request.all_cores,
+        kascade=request.words.given,
+        checkpoint=None if request.checkpoint is None else request.checkpoint.as_json(),
+        text=None if request.text is None else _text_identity(request.text),
+        file=request.file,
         **{name: environment[name] for name in ("versions", "source", "git_revision", "target", "flags")},
-    }
+    )
     if not request.resume:
-        store.write_json("run.json", identity)
+        store.write_json(MANIFEST, dataclasses.asdict(identity))
         return
-    before = read_manifest(request.out)
-    now = json.loads(json.dumps(identity))
-    differing = [name for name in _IDENTITY if before.get(name) != now[name]]
+    before = dataclasses.asdict(read_manifest(request.out))
+    now = dataclasses.asdict(typed.convert(dataclasses.asdict(identity), RunManifest))
+    differing = [name for name in now if before.get(name) != now[name]]
     if differing:
         what = "; ".join(f"{name} was {_short(before.get(name))}, is {_short(now[name])}" for name in differing)
         raise InputError(f"the run in {request.out} cannot be resumed, since its figures would not compare: {what}.")
 
 
-def _machine(store: RunStore, watcher: Watcher) -> dict[str, Any]:
+def _machine(store: RunStore, watcher: Watcher) -> Machine:
     """The machine's measured ceilings: once per run, kept in its directory."""
     path = store.directory / MACHINE
     if path.is_file():
-        return json.loads(path.read_text(encoding="utf-8"))
+        try:
+            return typed.convert(typed.read_json(path), Machine)
+        except ValueError as error:
+            raise InputError(f"{path}: {error}; remove it, and the machine is measured again.") from error
     watcher.doing("", "", "measuring matmul peak and copy bandwidth")
     with Worker(machine_bytes()) as worker:
         try:
@@ -253,8 +260,8 @@ def _machine(store: RunStore, watcher: Watcher) -> dict[str, Any]:
     return found
 
 
-def _text_identity(path: Path) -> dict[str, str]:
-    return {"path": str(path.resolve()), "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+def _text_identity(path: Path) -> TextIdentity:
+    return TextIdentity(path=str(path.resolve()), sha256=hashlib.sha256(path.read_bytes()).hexdigest())
 
 
 def _rows(suite: Suite) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ from suite.errors import CellFailure
 from suite.memory import machine_bytes
 from suite.probe import CellPlan
 from suite.process import Worker
-from suite.record import Record, Status, TensorError
+from suite.record import Environment, Record, Status, TensorError
 from suite.speed import Sampling
 
 _REFERENCE_SECONDS = 600.0  # at least; the oracle is slow, and its limit is not the cells'
@@ -52,7 +52,7 @@ class RunContext:
 
     suite: str
     limits: Limits
-    environment: dict[str, Any]
+    environment: Environment
     target: str
     text: str | None
     watcher: Watcher
@@ -281,10 +281,10 @@ def _record(case: Case, cell: _Cell, context: RunContext, status: Status, error:
         wall_seconds=cell.wall,
         **{name: facts[name] for name in names if name in facts},
     )
-    measured = {"process_high_water_method": facts.get("memory_method"), "calls_per_sample": facts.get("calls")}
-    return dataclasses.replace(
-        record, environment=record.environment | {k: v for k, v in measured.items() if v is not None}
-    )
+    environment = Environment(**context.environment)
+    if "calls" in facts:
+        environment |= {"process_high_water_method": facts["memory_method"], "calls_per_sample": facts["calls"]}
+    return dataclasses.replace(record, environment=environment)
 
 
 def _base(case: Case, plan: CellPlan, context: RunContext, status: Status, started: str, **rest: Any) -> Record:

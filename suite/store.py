@@ -7,17 +7,20 @@ same one. The lock is the operating system's (flock): it ends with the process, 
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import fcntl
 import json
 import os
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from suite import typed
 from suite.errors import InputError
 from suite.record import Record, RecordError
+from suite.typed import Scalar
 
 RECORDS = "records.jsonl"
 MANIFEST = "run.json"
@@ -104,7 +107,10 @@ def parse_records(path: Path) -> tuple[tuple[Record, ...], int, str | None]:
 
     Raises InputError for a line before the last that is no record, and for a key that comes twice.
     """
-    data = path.read_bytes()
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}.") from error
     lines = data.split(b"\n")
     tail = lines.pop()  # empty where the file ends in a newline
     records: list[Record] = []
@@ -112,8 +118,8 @@ def parse_records(path: Path) -> tuple[tuple[Record, ...], int, str | None]:
     warning = None
     for number, line in enumerate(lines, start=1):
         try:
-            records.append(Record.from_json(line.decode("utf-8")))
-        except (RecordError, UnicodeDecodeError) as error:
+            records.append(Record.from_json(line))
+        except RecordError as error:
             if number < len(lines) or tail:
                 raise InputError(f"line {number} of {path} is not a record ({error}); move the file away.") from error
             warning = f"the last line of {path} is damaged ({error}); it is dropped and its cell runs again."
@@ -121,18 +127,62 @@ def parse_records(path: Path) -> tuple[tuple[Record, ...], int, str | None]:
         kept += len(line) + 1
     if tail:
         warning = f"the last line of {path} was cut off; it is dropped and its cell runs again."
-    keys = [record.key for record in records]
-    twice = sorted({key for key in keys if keys.count(key) > 1})
+    keys = Counter(record.key for record in records)
+    twice = sorted(key for key, count in keys.items() if count > 1)
     if twice:
         raise InputError(f"{path} has more than one record of {', '.join(twice)}; move the file away.")
     return tuple(records), kept, warning
 
 
-def read_manifest(directory: Path) -> dict[str, Any]:
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TextIdentity:
+    """Which text a run reads."""
+
+    path: str
+    sha256: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RunManifest:
+    """What a run is: it can be resumed only where all of this still holds, but for ``file``.
+
+    ``file`` is the path of the suite's file as it was given, ``kascade`` and ``checkpoint`` the words of the command
+    line that the cases were made with.
+    """
+
+    suite: str
+    cases: tuple[dict[str, Scalar], ...]
+    backends: tuple[str, ...]
+    versions: dict[str, str]
+    source: str
+    git_revision: str | None
+    target: str
+    flags: dict[str, str]
+    text: TextIdentity | None = None
+    all_cores: bool = False
+    kascade: dict[str, Scalar] = dataclasses.field(default_factory=dict)
+    checkpoint: dict[str, Scalar] | None = None
+    file: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CompileManifest:
+    """What was compiled: cases and searches for backends and targets, and the command."""
+
+    suite: str
+    targets: tuple[str, ...]
+    backends: tuple[str, ...]
+    cases: tuple[dict[str, Scalar], ...]
+    searches: tuple[dict[str, Scalar], ...] = ()
+    command: tuple[str, ...] = ()
+
+
+def read_manifest(directory: Path) -> RunManifest | CompileManifest:
     """What the run in this directory is. Raises InputError where there is none or it cannot be read."""
     path = directory / MANIFEST
-    with contextlib.suppress(OSError, ValueError):
-        data = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(data, dict):
-            return data
-    raise InputError(f"{path} is missing or damaged: {directory} is not the directory of a run.")
+    try:
+        data = typed.read_json(path)
+        is_compiled = isinstance(data, dict) and "targets" in data
+        return typed.convert(data, CompileManifest if is_compiled else RunManifest)
+    except ValueError as error:
+        raise InputError(f"{path} is damaged or of another version: {error}.") from error

@@ -15,14 +15,14 @@ import fnmatch
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from suite import typed
 from suite.cases import Case, ModelCase, OpCase, RetrievalCase, SelectionCase, StackCase, TextCase, make_case
 from suite.errors import InputError
 from suite.peers import PEERS
 
 C = TypeVar("C", bound=Case)
-_FILE_KEYS = ("name", "peers", "all_cores", "case")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,8 +42,6 @@ class Suite:
         unknown = [peer for peer in self.peers if peer not in PEERS]
         if unknown:
             raise InputError(f"suite {self.name}: {', '.join(map(repr, unknown))} is no peer; use {', '.join(PEERS)}.")
-        if not isinstance(self.all_cores, bool):
-            raise InputError(f"suite {self.name}: all_cores = {self.all_cores!r} must be true or false.")
         names = [case.name for case in self.cases]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
@@ -224,26 +222,29 @@ def select(cases: Sequence[C], patterns: Sequence[str]) -> tuple[C, ...]:
     return tuple(case for case in cases if any(fnmatch.fnmatchcase(case.name, pattern) for pattern in patterns))
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SuiteFile:
+    """What stands in a suite file; each ``case`` is a table that :func:`suite.cases.make_case` takes."""
+
+    name: str | None = None
+    peers: tuple[str, ...] = ()
+    all_cores: bool = False
+    case: tuple[dict[str, Any], ...] = ()
+
+
 def _load(path: Path) -> Suite:
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"suite file {path} cannot be read: {error.strerror}.") from error
-    except ValueError as error:  # TOML and UTF-8 both
-        raise InputError(f"suite file {path} is not valid TOML: {error}.") from error
-    unknown = sorted(set(data) - set(_FILE_KEYS))
-    if unknown:
-        raise InputError(f"suite file {path} has no use for {', '.join(unknown)}; it takes {', '.join(_FILE_KEYS)}.")
-    tables, name = data.get("case", []), data.get("name", path.stem)
-    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
-        raise InputError(f"suite file {path}: 'case' must be a list of tables, each under [[case]].")
-    if not isinstance(name, str) or not name:
-        raise InputError(f"suite file {path}: name = {name!r} must be a text.")
-    peers = data.get("peers", [])
-    if not isinstance(peers, list) or not all(isinstance(peer, str) for peer in peers):
-        raise InputError(f"suite file {path}: peers = {peers!r} must be a list of names.")
-    try:
-        cases = tuple(make_case(table) for table in tables)
-        return Suite(name, cases, tuple(peers), data.get("all_cores", False))
+        read: SuiteFile = typed.convert(data, SuiteFile)
+        cases = tuple(make_case(table) for table in read.case)
+        return Suite(read.name or path.stem, cases, read.peers, read.all_cores)
     except InputError as error:
         raise InputError(f"suite file {path}: {error}") from error
+    except OSError as error:
+        raise InputError(f"suite file {path} cannot be read: {error.strerror}.") from error
+    except RecursionError as error:
+        raise InputError(f"suite file {path} is nested too deeply.") from error
+    except tomllib.TOMLDecodeError as error:
+        raise InputError(f"suite file {path} is not valid TOML: {error}.") from error
+    except ValueError as error:  # typed's; UTF-8; an integer of thousands of digits
+        raise InputError(f"suite file {path}: {error}.") from error

@@ -90,7 +90,7 @@ def _shares(record: Record) -> tuple[str, str]:
     if not record.samples:
         return "", ""
     seconds = statistics.median(record.samples).value
-    dtype = record.problem.get("dtype", "float32")
+    dtype = str(record.problem.get("dtype", "float32"))
     peaks = machine.get("matmul_flops", {})
     peak = peaks.get(dtype) or (peaks.get("bfloat16") if ITEM_BYTES.get(dtype) == 2 else None)
     rate = machine.get("copy_bytes_per_second")

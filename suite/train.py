@@ -218,7 +218,7 @@ def _settings(request: TrainRequest, problem: Problem) -> dict[str, Any]:
         "request": dataclasses.asdict(request),
         "text_sha256": problem.text_sha256,
         "backend": {kind: f"{found.backend.name} ({found.mode})" for kind, found in problem.resolutions},
-        "environment": {name: found[name] for name in _ENVIRONMENT},
+        "environment": {name: value for name, value in found.items() if name in _ENVIRONMENT},
     }
     return json.loads(json.dumps(settings, default=str))  # as it will be read back
 

@@ -11,6 +11,7 @@ from suite.record import CaseKind, Status, TensorError
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
 NAMES = st.sampled_from(["standard", "chunked", "kvax", "a|b", "`", "", "auto"])
 FLOATS = st.floats(-1e30, 1e30)
+INTEGERS = st.integers(-(2**63), 2**63 - 1)
 SERIES = st.lists(FLOATS, max_size=2).map(tuple) | st.just((0.3, 0.1, 0.2, 0.1, 0.4, 0.2))
 ERRORS = st.builds(
     TensorError,
@@ -26,7 +27,7 @@ FIELDS = st.fixed_dictionaries({
     "kind": st.sampled_from(get_args(CaseKind)),
     "problem": st.dictionaries(
         st.sampled_from(["sequence", "heads", "kv_heads", "head_dim", "dtype", "causal", "documents", "odd|name"]),
-        st.none() | st.integers() | st.booleans() | TEXT,
+        st.none() | INTEGERS | st.booleans() | TEXT,
     ),
     "requested": NAMES,
     "resolved": st.none() | NAMES,
@@ -48,9 +49,24 @@ FIELDS = st.fixed_dictionaries({
     "accuracy": st.dictionaries(st.sampled_from(["out", "dq", "a|b"]), ERRORS),
     "quality": st.dictionaries(st.sampled_from(["recall", "bits_per_byte", "unigram_bits_per_byte"]), FLOATS),
     "series": st.dictionaries(st.sampled_from(["nll", "standard_nll", "hit"]), SERIES),
-    "environment": st.dictionaries(
-        st.sampled_from(["versions", "cpu", "cores", "device_kind", "machine", "flags"]),
-        st.none() | TEXT | st.integers() | st.dictionaries(TEXT, st.none() | TEXT | FLOATS, max_size=2),
+    "environment": st.fixed_dictionaries(
+        {},
+        optional={
+            "versions": st.dictionaries(TEXT, TEXT, max_size=2),
+            "git_revision": st.none() | TEXT,
+            "cpu": TEXT,
+            "cores": st.integers(1, 2**31 - 1),
+            "device_kind": TEXT,
+            "device_count": st.integers(1, 2**31 - 1),
+            "machine_memory": st.integers(0, 2**63 - 1),
+            "machine": st.fixed_dictionaries({}, optional={
+                "matmul_flops": st.dictionaries(st.sampled_from(["float32", "odd"]), FLOATS),
+                "read_bytes_per_second": FLOATS,
+            }),
+            "flags": st.dictionaries(TEXT, TEXT, max_size=2),
+            "clock": st.dictionaries(TEXT, st.none() | TEXT | INTEGERS | FLOATS, max_size=2),
+            "session": TEXT,
+        },
     ),
     "started": st.sampled_from(["2026-11-20T12:00:00+00:00", "2026-11-21T12:00:00", "yesterday"]),
     "wall_seconds": st.none() | FLOATS,

@@ -1,4 +1,5 @@
 import csv
+import dataclasses
 import io
 import json
 import shutil
@@ -9,6 +10,7 @@ import pytest
 import reports
 from suite.command_line import main
 from suite.record import TensorError
+from suite.store import CompileManifest, RunManifest
 
 SECRET = 0.0123457  # seconds; shows up as 12.3 wherever a speed leaks
 KVAX_REASON = "kvax: needs a CUDA device; this target is cpu."
@@ -150,7 +152,10 @@ def test_several_runs_make_one_page(record, write_run, tmp_path, capsys):
     second = tmp_path / "second"
     second.mkdir()
     shutil.copy(first / "records.jsonl", second)
-    (second / "run.json").write_text(json.dumps({"targets": ["tpu:v5e"], "command": ["attnsuite", "compile"]}))
+    manifest = CompileManifest(
+        suite="compile", targets=("tpu:v5e",), backends=(), cases=(), command=("attnsuite", "compile")
+    )
+    (second / "run.json").write_text(json.dumps(dataclasses.asdict(manifest)))
     with pytest.raises(SystemExit, match="0"):
         main(["report", str(first), str(second)])
     text = (first / "report.md").read_text(encoding="utf-8")
@@ -186,13 +191,26 @@ def test_approximate_backend_says_so_and_is_not_judged(record, write_run):
     assert [r["verdict"] for r in judged] == ["within", "not judged: approximate"]
 
 
+MANIFEST = RunManifest(
+    suite="its name",
+    file="my  suite.toml",
+    cases=({"name": "a"}, {"name": "b"}),
+    backends=("standard", "chunked"),
+    versions={},
+    source="",
+    git_revision=None,
+    target="cpu",
+    flags={},
+    kascade={"tile_size": 64},
+)
+
+
 def test_record_notes_and_command_are_told(record, write_run):
     run = write_run(record(notes=("accuracy was judged at S=2048",)))
-    manifest = {"suite": "my suite.toml", "backends": ["standard", "chunked"], "cases": [{"name": "a"}, {"name": "b"}]}
-    (run / "run.json").write_text(json.dumps(manifest), encoding="utf-8")
+    (run / "run.json").write_text(json.dumps(dataclasses.asdict(MANIFEST)), encoding="utf-8")
     text = outputs(run)["report.md"]
     assert "**Note.** accuracy was judged at S=2048" in text
-    command = "    attnsuite run --suite 'my suite.toml' --backends standard,chunked --cases a,b\n"
+    command = "    attnsuite run --suite 'my  suite.toml' --backends standard,chunked --cases a,b --tile-size 64\n"
     assert command in section(text, "Reproduce")
 
 

@@ -126,7 +126,7 @@ def test_bits_are_counted_per_byte_of_the_text(tokenized):
 
 
 def test_the_suite_of_a_checkpoint_has_kascades_controls_where_kascade_is_asked_for(shipped):
-    words = checkpoint.CheckpointWords(model=shipped, sequence=64, batch=3)
+    words = checkpoint.CheckpointWords(model=str(shipped), sequence=64, batch=3)
     cases = checkpoint.checkpoint_suite(words, kascade=True).cases
     assert [type(case) for case in cases] == [TextCase, ModelCase, ModelCase, SelectionCase, SelectionCase]
     assert {case.model for case in cases} == {str(shipped.resolve())}

@@ -1,0 +1,197 @@
+"""Data from outside (JSON, TOML) as typed data, or a sentence that says what is wrong with it.
+
+msgspec checks types and the bounds that stand in annotations. This module adds two things that msgspec does not do for
+dataclasses and TypedDicts: unknown keys are refused, and a sentence says what was given and what is accepted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import re
+import types
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints, is_typeddict
+
+import msgspec
+from msgspec import Meta
+
+T = TypeVar("T")
+
+# Bounds keep finite what is computed from a number, and what is allocated for it.
+Whole = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Size = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Seed = Annotated[int, Meta(ge=0, le=2**32 - 1)]
+Real = Annotated[float, Meta(ge=-1e100, le=1e100)]
+Scalar = None | bool | Whole | Real | str
+
+_SHOWN = 60
+_STEP = re.compile(r"\.(\w+)|\[(\d+|\.\.\.)\]")
+_WORDS = {str: "text", bool: "true or false", type(None): "nothing", int: "an integer", float: "a number"}
+
+
+def convert(data: Any, kind: Any) -> Any:
+    """``data`` as a ``kind``. Raises ValueError with one sentence, less its full stop, and whatever ``kind`` raises.
+
+    >>> convert({"cores": "two"}, dict[str, Count])
+    Traceback (most recent call last):
+    ValueError: cores = 'two' must be an integer from 1 to 2147483647
+    """
+    try:
+        for sentence in _unknown(data, kind):
+            raise ValueError(sentence)
+        return msgspec.convert(data, kind, strict=True)
+    except msgspec.ValidationError as error:
+        if error.__cause__ is not None:  # what a dataclass said of itself
+            raise error.__cause__ from None
+        raise ValueError(_sentence(error, data, kind)) from error
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def parse_json(text: bytes) -> Any:
+    """What the JSON says. Raises ValueError as :func:`convert`, also for NaN and for numbers beyond a float."""
+    try:
+        return msgspec.json.decode(_whole_characters(text))
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    except ValueError as error:  # msgspec's own, and UnicodeDecodeError
+        raise ValueError(f"it is not JSON: {error}") from error
+
+
+def to_json(data: Any) -> str:
+    """One line of JSON that every reader takes. Raises ValueError for NaN and infinity.
+
+    A lone surrogate (from the name of a file that is not UTF-8, say) is half a character, and becomes a question mark.
+    """
+    line = json.dumps(data, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
+    return line.encode("utf-8", "replace").decode("utf-8")
+
+
+def read_json(path: Path) -> Any:
+    """What the JSON in a file says. Raises ValueError as :func:`parse_json`, also for a file that cannot be read."""
+    try:
+        return parse_json(path.read_bytes())
+    except OSError as error:
+        raise ValueError(f"it cannot be read ({error.strerror})") from error
+
+
+def check_fields(made: Any) -> None:
+    """For ``__post_init__`` of a frozen dataclass: its fields have their types. Raises ValueError as :func:`convert`.
+
+    An integer in the place of a float becomes one.
+    """
+    for name, hint in _hints(type(made)).items():
+        value = convert({name: getattr(made, name)}, dict[str, hint])[name]
+        object.__setattr__(made, name, value)
+
+
+def given(value: Any) -> str:
+    """A value in a sentence: short and on one line, whatever it is.
+
+    >>> given(10**5000), given({"a": 1}), given("x" * 100)[-6:]
+    ('an integer of 16610 bits', 'a table', "xxx..'")
+    """
+    if isinstance(value, Mapping):
+        return "a table"
+    if isinstance(value, list | tuple):
+        return "a list"
+    if value is None or isinstance(value, bool):
+        return {None: "nothing", True: "true", False: "false"}[value]
+    if isinstance(value, int) and value.bit_length() > 64:
+        return f"an integer of {value.bit_length()} bits"
+    text = repr(value[: _SHOWN + 1] if isinstance(value, str) else value)
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..{text[-1]}"
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    return get_type_hints(cls, include_extras=True)
+
+
+def _has_fields(kind: Any) -> bool:
+    return dataclasses.is_dataclass(kind) or is_typeddict(kind)
+
+
+def _whole_characters(text: bytes) -> bytes:
+    r"""JSON may hold ``\ud800`` alone, which is no text, and records of earlier versions do."""
+    if not re.search(rb"\\u[dD][89a-fA-F]", text):
+        return text
+    return json.dumps(json.loads(text), ensure_ascii=False).encode("utf-8", "replace")
+
+
+def _unknown(data: Any, kind: Any) -> Iterator[str]:
+    """A sentence for every table that has a key which its dataclass has not."""
+    if isinstance(data, Mapping):
+        hints = _hints(kind) if _has_fields(kind) else None
+        if hints is not None and (unknown := [key for key in data if key not in hints]):
+            yield f"it has no key {', '.join(map(given, unknown[:3]))}; its keys are {', '.join(hints)}"
+    for name, value in _items(data):
+        for inner in _inner(kind, name):
+            yield from _unknown(value, inner)
+
+
+def _items(data: Any) -> list[tuple[Any, Any]]:
+    if isinstance(data, Mapping):
+        return list(data.items())
+    return list(enumerate(data)) if isinstance(data, list | tuple) else []
+
+
+def _inner(kind: Any, name: Any) -> list[Any]:
+    """What is accepted under ``name`` in a table or list that ``kind`` accepts."""
+    if get_origin(kind) in (Union, types.UnionType):
+        return [inner for each in get_args(kind) for inner in _inner(each, name)]
+    if _has_fields(kind):
+        return [hint for field, hint in _hints(kind).items() if field == name]
+    if isinstance(name, str) == (get_origin(kind) is dict) and get_origin(kind) in (dict, list, tuple):
+        return [get_args(kind)[-1 if isinstance(name, str) else 0]]
+    return []
+
+
+def _sentence(error: msgspec.ValidationError, data: Any, kind: Any) -> str:
+    message, _, path = str(error).partition(" - at `$")
+    names, kinds = [], [kind]
+    for field, index in _STEP.findall(path):
+        name = field or index if not index.isdecimal() else int(index)
+        if name == "...":
+            name = next(key for key, value in data.items() if not _fits(value, _inner(kinds[0], key)))
+        names.append(str(name))
+        data, kinds = data[name], [inner for each in kinds for inner in _inner(each, name)]
+    place = ".".join(names)
+    if missing := re.search(r"missing required field `(\w+)`", message):
+        return f"{place or 'it'} lacks the key {missing[1]}"
+    subject = f"{place} = {given(data)}" if place else f"it ({given(data)})"
+    return f"{subject} must be {' or '.join(_accepted(each) for each in kinds)}"
+
+
+def _fits(value: Any, kinds: list[Any]) -> bool:
+    for kind in kinds:
+        with contextlib.suppress(ValueError):
+            msgspec.convert(value, kind, strict=True)
+            return True
+    return False
+
+
+def _accepted(kind: Any) -> str:
+    if get_origin(kind) in (Union, types.UnionType):
+        *others, last = (_accepted(each) for each in get_args(kind))
+        return f"{', '.join(others)} or {last}"
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(get_args(kind))}"
+    if get_origin(kind) is Annotated:
+        return _accepted(get_args(kind)[0]) + _bounds(kind.__metadata__[0])
+    if get_origin(kind) in (list, tuple):
+        return "a list"
+    return _WORDS.get(kind, "a table")
+
+
+def _bounds(meta: Meta) -> str:
+    if meta.gt is not None:
+        return f" above {meta.gt:g} and at most {meta.le:g}"
+    if meta.ge < 0:  # pyright: ignore[reportOptionalOperand]  (every bounded type here has both ends)
+        return f" up to {meta.le:.3g}"
+    return f" from {meta.ge} to {meta.le}"
