@@ -9,9 +9,13 @@ from backends.contract import Backend as Backend
 from backends.contract import Layout as Layout
 from backends.contract import Plan as Plan
 from backends.contract import Support as Support
-from backends.contract import make_spec as make_spec
+from backends.contract import Terms as Terms
 from backends.devices import Target as Target
+from backends.features import FEATURES as FEATURES
+from backends.features import FEATURES_0_1 as FEATURES_0_1
+from backends.features import Takes as Takes
 from backends.flax_attention import attention_fn as attention_fn
+from backends.layout import make_spec as make_spec
 from backends.registry import Registry as Registry
 from backends.registry import UnknownBackendError as UnknownBackendError
 from backends.registry import get as get
@@ -26,3 +30,5 @@ from backends.sharding import MeshAxes as MeshAxes
 from backends.sharding import Sharded as Sharded
 from backends.sharding import balanced_order as balanced_order
 from backends.sharding import plan_sharded as plan_sharded
+from backends.support import plan as plan
+from backends.support import support as support

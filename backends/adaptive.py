@@ -18,6 +18,7 @@ from backends import registry
 from backends.attention import Scale, attention
 from backends.contract import AttentionSpec
 from backends.devices import Target
+from backends.support import support
 
 # A shape that every flash kernel takes: availability is asked for it.
 _PROBE = AttentionSpec(
@@ -75,12 +76,12 @@ def get_flash_attention_config() -> FlashAttentionConfig:
     target = Target.here()
     reasons = ("kvax is not registered in this installation.",)
     if "kvax" in registry.names():
-        reasons = registry.get("kvax").supports(_PROBE, target).reasons
+        reasons = support(registry.get("kvax"), _PROBE, target).reasons
     kernels = [name for name in registry.names() if name not in ("standard", "chunked")]
     return FlashAttentionConfig(
         kvax_available=not reasons,
         device_type=target.platform if target.platform in ("cpu", "tpu") else "gpu",
-        flash_attention_supported=any(registry.get(name).supports(_PROBE, target) for name in kernels),
+        flash_attention_supported=any(support(registry.get(name), _PROBE, target) for name in kernels),
         device_info=str(jax.devices()[0]),
         reasons=reasons,
     )

@@ -16,7 +16,9 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, Num
 
-from backends.contract import Layout, Mode, make_spec
+from backends.contract import Layout, Terms
+from backends.features import Mode
+from backends.layout import make_spec
 from backends.resolve import OnUnavailable, resolve
 
 Scale = float | Num[Array, ""] | Num[np.ndarray, ""] | np.number  # known when the program is compiled
@@ -66,14 +68,15 @@ def attention(
         key_value_positions=_as_array(key_value_positions),
         key_value_seq_lengths=_as_array(key_value_seq_lengths),
         mask=_as_array(mask),
-        bias=_as_array(bias),
     )
+    terms = Terms(bias=_as_array(bias))
     query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
     spec = make_spec(
         query,
         key,
         value,
         layout,
+        terms,
         is_causal=is_causal,
         scale=_as_float(scale),
         local_window_size=local_window_size,
@@ -81,8 +84,8 @@ def attention(
         logits_soft_cap=logits_soft_cap,
         needs_grad=needs_grad,
     )
-    resolution = resolve(backend, spec, mode=mode, on_unavailable=on_unavailable)
-    return resolution.plan(layout, backend_options).run(query, key, value)[0]
+    resolution = resolve(backend, spec, mode=mode, on_unavailable=on_unavailable, options=backend_options)
+    return resolution.plan(layout, backend_options).run(query, key, value, terms=terms)[0]
 
 
 def dot_product_attention(

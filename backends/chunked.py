@@ -8,7 +8,7 @@ left of each score below it. Added up, they would round at the size of the logit
 long keys (decoding) take the plain formula, whose scores are linear in the key length there (``decode.py``
 on a CPU, ``standard.py`` elsewhere).
 
-What XLA needs on a CPU and nowhere else is decided in :func:`_tricks`; ``attnsuite run`` measures the whole.
+What XLA needs on a CPU and nowhere else is decided in :func:`_in_cpu_bits`; ``attnsuite run`` measures the whole.
 """
 
 from __future__ import annotations
@@ -32,13 +32,12 @@ from backends.contract import (
     AttentionSpec,
     Carry,
     Layout,
-    Mode,
     Part,
     Plan,
-    Support,
     check_options,
 )
 from backends.devices import Target
+from backends.features import FEATURES_0_1, Mode, Takes
 from backends.tuned import Entry
 
 # Where the plain formula runs instead: few query rows (its scores are linear in the key length then), or a
@@ -77,8 +76,7 @@ class _Program:
 
     spec: AttentionSpec
     sizes: BlockSizes
-    shift_to_bfloat16: bool
-    carry_bits: bool
+    on_cpu: bool
     scale_query: float
     scale_scores: float
     float32_results: bool = False
@@ -91,18 +89,15 @@ class Chunked:
     name: str = "chunked"
     exact: bool = True
 
-    def supports(self, spec: AttentionSpec, target: Target, mode: Mode = "native") -> Support:
+    def takes(self, target: Target, mode: Mode) -> Takes:
         """All of the contract but array masks and biases, on every platform."""
-        reasons = []
-        if mode == "interpret":
-            reasons.append("chunked is plain XLA, there is no kernel to interpret; use mode='native'.")
-        for name, has in (("mask", spec.has_mask), ("bias", spec.has_bias)):
-            if has:
-                reasons.append(
-                    f"an explicit {name} array is not supported by chunked, whose memory is linear in the length; "
-                    "describe it by is_causal, windows, chunks, segments or lengths, or use backend='standard'."
-                )
-        return Support(None, tuple(reasons)) if reasons else Support(mode)
+        linear = "whose memory is linear in the length"
+        return Takes(
+            features=(FEATURES_0_1 | {"log_sum_exp"}) - {"mask", "bias"},
+            modes=("native", "compile"),
+            parts=True,
+            because={"mode": "which is plain XLA without a kernel to interpret", "mask": linear, "bias": linear},
+        )
 
     def plan(
         self,
@@ -124,7 +119,7 @@ class Chunked:
         program = self._program(spec, layout, target, path, given)
         differentiable, traced = _differentiable(program, _tables(program, layout))
 
-        def attend(query: Array, key: Array, value: Array, layer: int, carry: Carry) -> tuple[Array, Carry]:
+        def attend(query: Array, key: Array, value: Array, layer: int, carry: Carry) -> tuple[Any, Carry]:
             return differentiable(query, key, value, traced), carry
 
         return Plan(attend)
@@ -154,7 +149,8 @@ class Chunked:
             if backward_tables is None:
                 raise ValueError("planned with needs_grad=False; plan with needs_grad=True to differentiate.")
             lse = jnp.where(lse <= NOTHING_SEEN, _UNSEEN, lse)
-            return _backward(program, query, key, value, out, lse, jnp.zeros_like(lse), d_out, *backward_tables)
+            rest = jnp.zeros_like(lse)
+            return _backward(program, query, key, value, out, lse, rest, d_out, None, *backward_tables)
 
         return Part(forward, backward)
 
@@ -165,7 +161,7 @@ class Chunked:
         named = {} if path is None else tuned.from_file(path, self.name, target, spec)
         sizes = default_sizes(spec, target, tuned.shipped())
         sizes = _fit(dataclasses.replace(sizes, **_checked({**named, **given})), spec, layout)
-        return _Program(spec, sizes, *_tricks(spec, target), *_scales(spec))
+        return _Program(spec, sizes, target.platform == "cpu", *_scales(spec))
 
     def defaults(self, spec: AttentionSpec, target: Target) -> Mapping[str, int]:
         """The rule's block sizes, which ``attnsuite tune`` holds the candidates against."""
@@ -236,14 +232,13 @@ def _fit(sizes: BlockSizes, spec: AttentionSpec, layout: Layout) -> BlockSizes:
     )
 
 
-def _tricks(spec: AttentionSpec, target: Target) -> tuple[bool, bool]:
-    """(round to bfloat16 by integer arithmetic, carry bfloat16 as bits): both only where XLA's CPU compiler needs it.
+def _in_cpu_bits(program: _Program) -> bool:
+    """Whether bfloat16 is rounded by integer arithmetic and carried as bits: only where XLA's CPU compiler needs it.
 
     Its float32 -> bfloat16 conversion is scalar code, and it widens bfloat16 loop operands to float32 and
     narrows them again at every slice.
     """
-    on_cpu = target.platform == "cpu" and spec.dtype == "bfloat16"
-    return on_cpu, on_cpu
+    return program.on_cpu and program.spec.dtype == "bfloat16"
 
 
 def _scales(spec: AttentionSpec) -> tuple[float, float]:
@@ -288,20 +283,26 @@ def _differentiable(program: _Program, tables: _Tables) -> tuple[Callable[..., A
     """
     static = all(isinstance(x, np.ndarray) for x in jax.tree.leaves(tables))
 
+    def result(out: Array, top: Array, rest: Array) -> Any:
+        if not program.spec.return_log_sum_exp:
+            return out
+        return out, jnp.where(top == _UNSEEN, -jnp.inf, top + rest)
+
     @jax.custom_vjp
-    def attend(query: Array, key: Array, value: Array, traced: _Tables | None) -> Array:
-        return _forward(program, query, key, value, *(traced or tables)[0])[0]
+    def attend(query: Array, key: Array, value: Array, traced: _Tables | None) -> Any:
+        return result(*_forward(program, query, key, value, *(traced or tables)[0]))
 
     def forward(query: Array, key: Array, value: Array, traced: _Tables | None) -> Any:
         if (traced or tables)[1] is None:  # asked at trace time
             raise ValueError("planned with needs_grad=False; plan with needs_grad=True to differentiate.")
         out, top, rest = _forward(program, query, key, value, *(traced or tables)[0])
-        return out, (query, key, value, out, top, rest, traced)
+        return result(out, top, rest), (query, key, value, out, top, rest, traced)
 
-    def backward(residuals: Any, d_out: Array) -> Any:
+    def backward(residuals: Any, cotangents: Any) -> Any:
         query, key, value, out, top, rest, traced = residuals
         layout, columns = (traced or tables)[1] or ()
-        return *_backward(program, query, key, value, out, top, rest, d_out, layout, columns), None
+        d_out, d_lse = cotangents if program.spec.return_log_sum_exp else (cotangents, None)
+        return *_backward(program, query, key, value, out, top, rest, d_out, d_lse, layout, columns), None
 
     attend.defvjp(forward, backward)
     return attend, None if static else tables
@@ -357,18 +358,18 @@ def _uncolumns(x: Array, spec: AttentionSpec, tiles: int) -> Array:
 
 def _round(x: Float[Array, "..."], program: _Program) -> Array:
     """float32 -> the input dtype; on a CPU to bfloat16 by adding half an ulp and cutting (ties away from 0)."""
-    if not program.shift_to_bfloat16:
+    if not _in_cpu_bits(program):
         return x.astype(program.spec.dtype)
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     return lax.bitcast_convert_type(((bits + jnp.uint32(0x8000)) >> 16).astype(jnp.uint16), jnp.bfloat16)
 
 
 def _pack(x: Array, program: _Program) -> Array:
-    return lax.bitcast_convert_type(x, jnp.uint16) if program.carry_bits else x
+    return lax.bitcast_convert_type(x, jnp.uint16) if _in_cpu_bits(program) else x
 
 
 def _unpack(x: Array, program: _Program) -> Array:
-    return lax.bitcast_convert_type(x, jnp.bfloat16) if program.carry_bits else x
+    return lax.bitcast_convert_type(x, jnp.bfloat16) if _in_cpu_bits(program) else x
 
 
 def _result(x: Float[Array, "..."], program: _Program) -> Array:
@@ -475,10 +476,13 @@ def _backward(
     top: Array,
     rest: Array,
     d_out: Array,
+    d_lse: Array | None,
     layout: PaddedLayout,
     tables: tuple[BlockTable, ...],
 ) -> tuple[Array, Array, Array]:
     """Gradients of query, key and value, in their dtype (float32 where the program says so).
+
+    ``d_lse [B, T, N]`` is the cotangent of the log-sum-exp, whose gradient by a score is the probability.
 
     Scores are kept transposed (keys by queries), so that every product contracts the last dimension of its
     left operand: the orientation for which XLA's CPU backend has a fast kernel.
@@ -491,6 +495,7 @@ def _backward(
     rests = _tile_queries(rest[..., None], spec, heads, block)[..., 0]
     alone = jnp.where(jnp.abs(tops + rests) < _LARGE_LOGIT, _ALONE, _MASKED)
     deltas = _tile_queries(delta[..., None], spec, heads, block)[..., 0]
+    d_lses = None if d_lse is None else _tile_queries(d_lse[..., None], spec, heads, block)[..., 0]
     queries = _tile_queries(_pack(_scaled_query(query, program), program), spec, heads, block)
     d_outs = _tile_queries(_pack(d_out, program), spec, heads, block)
 
@@ -519,6 +524,8 @@ def _backward(
             d_scores = probs * (_dot("hkd,hqd->hkq", v, d_o) - deltas[at][:, None])
             # A key that has the whole row moves nothing: its two terms cancel, and only their rounding would be left.
             d_scores = jnp.where(below < alone[at][:, None], 0.0, d_scores)
+            if d_lses is not None:
+                d_scores = d_scores + probs * d_lses[at][:, None]
             if spec.logits_soft_cap is not None:
                 d_scores = d_scores * (1.0 - (scores / spec.logits_soft_cap) ** 2)
             probs, d_scores = _round(probs, program), _round(d_scores * program.scale_scores, program)

@@ -1,12 +1,24 @@
 """What every attention backend must compute, and the shapes of the interface it stands behind.
 
-The semantics are those of ``jax.nn.dot_product_attention`` with the gaps closed: a query row that may
-attend to nothing gives exactly zero (and zero gradients), a negative segment id is padding that matches
-nothing (not even other padding), softmax and accumulation are float32 whatever the input dtype, and a
-backend that cannot do something says so before anything is traced. ``oracle.py`` computes these semantics
-in float64; ``tests/conformance.py`` holds every backend to them.
+The semantics are those of ``jax.nn.dot_product_attention`` with the gaps closed:
 
-``plan`` once per forward pass, ``run`` per layer, is FlashInfer's vocabulary (arXiv 2501.01005).
+- A query row that may attend to nothing gives exactly zero, and zero gradients.
+- A negative segment id is padding: it matches nothing, not even other padding.
+- Softmax and accumulation are float32 whatever the input dtype.
+- ``local_window_size=(left, right)`` counts the keys beside the query's own: a row sees at most
+  ``left + 1 + right`` keys. A model whose ``sliding_window`` counts the token itself gives ``(sliding_window - 1, 0)``.
+- What a query may not see (padding, other documents, slots behind the length) changes nothing, whatever it holds, NaN
+  and infinity included.
+- A length above the number of slots means all of them.
+- The log-sum-exp of a row is that of its visible logits (scaled, capped, with the bias), float32; ``-inf`` where it
+  sees nothing. It has a gradient.
+- A backend that cannot do something says so before anything is traced (``features.py``, ``support.py``).
+
+``oracle.py`` computes these semantics in float64; ``tests/conformance.py`` holds every backend to them.
+
+What is static stands in the spec, what follows from the tokens in the :class:`Layout` (once per forward pass), what is
+learned in :class:`Terms` (per layer). ``plan`` once per forward pass, ``run`` per layer, is FlashInfer's vocabulary
+(arXiv 2501.01005).
 """
 
 from __future__ import annotations
@@ -14,21 +26,19 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from backends.features import DTYPES, Feature, Mode, asked
+
 if TYPE_CHECKING:
     from backends.devices import Target
 
-Mode = Literal["native", "interpret", "compile"]
-Phase = Literal["prefill", "decode"]
 Carry = Any  # a pytree threaded from layer to layer: () for every backend that keeps nothing between layers
-
-DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +49,9 @@ class AttentionSpec:
     head_dim]``, ``value [batch, key_value_length, num_kv_heads, value_head_dim]``; query head ``n`` reads
     KV head ``n // (num_heads // num_kv_heads)``. ``scale=None`` means ``1/sqrt(head_dim)``;
     ``value_head_dim=None`` means ``head_dim``; ``local_window_size=w`` means ``(w, w)``: a query at
-    position p sees key positions p-left to p+right. The ``has_*`` fields say which arrays a
-    :class:`Layout` brings. Raises ValueError naming the field, what was given and what is accepted.
+    position p sees key positions p-left to p+right, both included. The ``has_*`` fields say which arrays a
+    :class:`Layout` brings, ``has_bias`` which :class:`Terms` do. With ``return_log_sum_exp`` a plan gives
+    ``(output, log_sum_exp)`` for its output. Raises ValueError naming the field, what was given and what is accepted.
 
     >>> spec = AttentionSpec(batch=1, query_length=8, key_value_length=8, num_heads=4, num_kv_heads=2,
     ...                      head_dim=64, is_causal=True)
@@ -67,7 +78,7 @@ class AttentionSpec:
     has_mask: bool = False
     has_bias: bool = False
     needs_grad: bool = True
-    phase: Phase = "prefill"
+    return_log_sum_exp: bool = False
 
     def __post_init__(self) -> None:
         if self.value_head_dim is None:
@@ -101,8 +112,13 @@ class AttentionSpec:
             value = getattr(self, name)
             if value is not None and not (_is_real(value) and math.isfinite(value) and value > 0):
                 raise ValueError(f"{name}={value!r} must be a finite Python float above 0, or None.")
-        if self.phase not in get_args(Phase):
-            raise ValueError(f"phase={self.phase!r} must be 'prefill' or 'decode'.")
+        for field in dataclasses.fields(self):
+            if field.type == "bool" and not isinstance(getattr(self, field.name), bool):
+                raise ValueError(f"{field.name}={getattr(self, field.name)!r} must be True or False.")
+
+    def features(self) -> frozenset[Feature]:
+        """What the spec asks for beyond plain attention, by the names that a backend declares."""
+        return asked(self)
 
     @property
     def group_size(self) -> int:
@@ -139,8 +155,7 @@ class Layout:
 
     All int32. A row with a negative segment id is padding. ``None`` positions mean ``arange`` on both
     sides. ``key_value_seq_lengths`` counts the leading valid slots of each key sequence. ``mask`` (True:
-    may attend) and ``bias`` (added to the logits, after the soft cap) are arrays that broadcast to
-    ``[batch, heads, query, key]``; most kernels refuse them.
+    may attend) broadcasts to ``[batch, heads, query, key]``; most kernels refuse it.
     """
 
     query_segment_ids: Int[Array, "batch q_len"] | None = None
@@ -149,34 +164,60 @@ class Layout:
     key_value_positions: Int[Array, "batch kv_len"] | None = None
     key_value_seq_lengths: Int[Array, " batch"] | None = None
     mask: Bool[Array, "#batch #heads #q_len #kv_len"] | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """Operands of one layer that are learned: what is differentiated beside query, key and value.
+
+    ``bias`` is added to the logits, after the scale and the soft cap. A term ``x`` is announced by ``has_x`` of the
+    spec.
+    """
+
     bias: Float[Array, "#batch #heads #q_len #kv_len"] | None = None
+
+    def given(self) -> tuple[str, ...]:
+        """The names of the terms that are there."""
+        return tuple(field.name for field in dataclasses.fields(self) if getattr(self, field.name) is not None)
+
+
+NO_TERMS = Terms()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Support:
-    """Whether a backend takes a spec on a target: the mode it would run in, or every reason it would not."""
+    """Whether a backend takes a spec: true, or false with every reason why not, a sentence each.
 
-    mode: Mode | None
+    Made as ``Support(mode)`` or ``Support(None, reasons)``, so that a backend of version 0.1 still makes it; the mode
+    is that of the question and is not kept.
+    """
+
+    mode: dataclasses.InitVar[Mode | None]
     reasons: tuple[str, ...] = ()
 
-    def __post_init__(self) -> None:
-        if (self.mode is None) != bool(self.reasons):
-            raise ValueError("Support carries either a mode or the reasons for refusing, never both or neither.")
+    def __post_init__(self, mode: Mode | None) -> None:
+        if (mode is None) != bool(self.reasons):
+            raise ValueError("Support is made of either a mode or the reasons for refusing, never both or neither.")
 
     def __bool__(self) -> bool:
-        return self.mode is not None
+        return not self.reasons
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
     """What a backend prepared for one forward pass: made once, run by every layer.
 
-    ``notes``: what a reader of the result must know of how it was computed, one sentence each (an approximate backend
-    that decided to run dense says so here).
+    ``attend(query, key, value, layer, carry)`` gives the output and the carry for the next layer; where the spec asks
+    for terms it is called with :class:`Terms` as a sixth argument, and where it asks for the log-sum-exp the output
+    is the pair ``(output, log_sum_exp)``. ``notes``: what a reader of the result must know of how it was computed, one
+    sentence each (an approximate backend that decided to run dense says so here). ``spec`` is the problem that was
+    planned; :func:`backends.plan` adds it.
     """
 
-    attend: Callable[[Array, Array, Array, int, Carry], tuple[Array, Carry]]
+    attend: Callable[..., tuple[Any, Carry]]
     notes: tuple[str, ...] = ()
+    spec: AttentionSpec | None = None
 
     def run(
         self,
@@ -184,11 +225,47 @@ class Plan:
         key: Float[Array, "batch kv_len kv_heads head_dim"],
         value: Float[Array, "batch kv_len kv_heads v_dim"],
         *,
+        terms: Terms = NO_TERMS,
         layer: int = 0,
         carry: Carry = (),
-    ) -> tuple[Float[Array, "batch q_len heads v_dim"], Carry]:
-        """Attend in one layer; returns the output in the query's dtype and the carry for the next layer."""
+    ) -> tuple[Any, Carry]:
+        """Attend in one layer; returns the output and the carry for the next layer.
+
+        The output is ``[batch, q_len, heads, v_dim]`` in the query's dtype. Where the spec asks for the log-sum-exp it
+        is the pair of that and a float32 array ``[batch, q_len, heads]``. Raises ValueError for terms that the spec
+        does not announce, for announced ones that are missing, and for shapes and dtypes that do not fit.
+        """
+        if check_terms(self.spec, terms):
+            return self.attend(query, key, value, layer, carry, terms)
         return self.attend(query, key, value, layer, carry)
+
+
+def check_terms(spec: AttentionSpec | None, terms: Terms) -> tuple[str, ...]:
+    """The names of the terms, which are those that ``spec`` announces (None: none). Raises ValueError where not."""
+    for field in dataclasses.fields(Terms):
+        name, x = field.name, getattr(terms, field.name)
+        announced = spec is not None and getattr(spec, f"has_{name}")
+        if announced and x is None:
+            raise ValueError(
+                f"the spec says has_{name}=True, but terms.{name} is None; run the plan with terms=Terms({name}=...)."
+            )
+        if x is not None and not announced:
+            raise ValueError(
+                f"terms.{name} is given, but the spec of this plan says has_{name}=False; "
+                f"plan a spec with has_{name}=True through backends.plan."
+            )
+    if spec is not None and terms.bias is not None:
+        check_broadcast("bias", terms.bias, spec, "a floating dtype", jnp.floating)
+    return terms.given()
+
+
+def check_broadcast(name: str, x: Any, spec: AttentionSpec, wanted: str, kind: Any) -> None:
+    """Raise ValueError unless ``x`` is of ``kind`` and broadcasts to [batch, heads, query, key]."""
+    full = (spec.batch, spec.num_heads, spec.query_length, spec.key_value_length)
+    if len(x.shape) != 4 or any(have not in (1, want) for have, want in zip(x.shape, full, strict=True)):
+        raise ValueError(f"{name} has shape {tuple(x.shape)}; expected 4 dimensions that broadcast to {full}.")
+    if not jnp.issubdtype(x.dtype, kind):
+        raise ValueError(f"{name} has dtype {x.dtype}; expected {wanted}.")
 
 
 def forward_only(attend: Callable[..., Any]) -> Callable[..., Any]:
@@ -236,7 +313,13 @@ class CompilesKernels(Protocol):
 
 @runtime_checkable
 class Backend(Protocol):
-    """One implementation of the contract, hashable. ``exact`` is False for approximations (sparse attention)."""
+    """One implementation of the contract, hashable.
+
+    Beside what stands here it says what it takes, in two methods. ``takes(target, mode) -> Takes`` is its allow-list.
+    ``refuses(spec, target, mode, options)``, which it may lack, gives the reasons that no allow-list can say, one
+    sentence each. Ask :func:`backends.support`, which judges by both, and plan through :func:`backends.plan`. A backend
+    of version 0.1 has ``supports(spec, target, mode) -> Support`` instead of the two.
+    """
 
     @property
     def name(self) -> str:
@@ -245,11 +328,7 @@ class Backend(Protocol):
 
     @property
     def exact(self) -> bool:
-        """Whether every visible pair is computed."""
-        ...
-
-    def supports(self, spec: AttentionSpec, target: Target, mode: Mode = "native") -> Support:
-        """Say whether ``spec`` runs on ``target`` in ``mode``. Never raises, traces or touches a device."""
+        """Whether every visible pair is computed; False for approximations (sparse attention)."""
         ...
 
     def plan(
@@ -270,7 +349,7 @@ class BackendWithRoles(Backend, Protocol):
     """A backend whose layers do different things, so that a single call shows one of them only."""
 
     def roles(self, spec: AttentionSpec) -> Mapping[str, tuple[Mapping[str, Any], int]]:
-        """What a layer may be, each with the options to plan with and the layer that then is it.
+        """Maps a role to the options to plan with and to the index of a layer that has this role.
 
         A layer after another one takes the carry that the layer before it returned.
         """
@@ -294,9 +373,8 @@ class Part:
 NOTHING_SEEN = -1e30  # finite, so that nothing put together from it is NaN
 
 
-@runtime_checkable
-class BackendWithParts(Backend, Protocol):
-    """A backend that can attend to some of the keys and say how much they weigh."""
+class PartBackend(Backend, Protocol):
+    """A backend that says ``parts`` in its ``takes``: it can attend to some of the keys and say how much they weigh."""
 
     def part(
         self,
@@ -309,94 +387,6 @@ class BackendWithParts(Backend, Protocol):
     ) -> Part:
         """As :meth:`Backend.plan`, for a spec whose keys are one part of all."""
         ...
-
-
-def make_spec(
-    query: Any,
-    key: Any,
-    value: Any,
-    layout: Layout = Layout(),
-    *,
-    needs_grad: bool = True,
-    phase: Phase | None = None,
-    **options: Any,
-) -> AttentionSpec:
-    """Spec of a call from its arrays (or ``jax.ShapeDtypeStruct``) and options; checks shapes and dtypes.
-
-    ``phase=None`` means decode where one query token meets a longer key sequence. Raises ValueError with
-    the shape or dtype given and the one expected.
-    """
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        if len(x.shape) != 4:
-            raise ValueError(
-                f"{name} has shape {tuple(x.shape)}; expected 4 dimensions [batch, length, heads, head_dim]."
-            )
-    batch, q_len, heads, head_dim = query.shape
-    _, kv_len, kv_heads, v_dim = value.shape
-    if key.shape[:3] != value.shape[:3] or key.shape[0] != batch or key.shape[3] != head_dim:
-        raise ValueError(
-            f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} do not fit together; "
-            f"expected key [{batch}, S, K, {head_dim}] and value [{batch}, S, K, Hv] with the same S and K."
-        )
-    dtypes = {str(x.dtype) for x in (query, key, value)}
-    if len(dtypes) != 1:
-        raise ValueError(
-            f"query is {query.dtype}, key is {key.dtype} and value is {value.dtype}; cast all three to one dtype."
-        )
-    if phase is None:
-        phase = "decode" if q_len == 1 < kv_len else "prefill"
-    spec = AttentionSpec(
-        batch=batch,
-        query_length=q_len,
-        key_value_length=kv_len,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        value_head_dim=v_dim,
-        dtype=dtypes.pop(),
-        has_segment_ids=layout.query_segment_ids is not None,
-        has_positions=layout.query_positions is not None or layout.key_value_positions is not None,
-        has_seq_lengths=layout.key_value_seq_lengths is not None,
-        has_mask=layout.mask is not None,
-        has_bias=layout.bias is not None,
-        needs_grad=needs_grad,
-        phase=phase,
-        **options,
-    )
-    check_layout(spec, layout)
-    return spec
-
-
-def check_layout(spec: AttentionSpec, layout: Layout) -> None:
-    """Raise ValueError where an array of ``layout`` does not fit ``spec``, with expected and given."""
-    expected = {
-        "query_segment_ids": (spec.batch, spec.query_length),
-        "key_value_segment_ids": (spec.batch, spec.key_value_length),
-        "query_positions": (spec.batch, spec.query_length),
-        "key_value_positions": (spec.batch, spec.key_value_length),
-        "key_value_seq_lengths": (spec.batch,),
-    }
-    for name, shape in expected.items():
-        x = getattr(layout, name)
-        if x is None:
-            continue
-        if tuple(x.shape) != shape:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}; expected {shape}.")
-        if not jnp.issubdtype(x.dtype, jnp.integer):
-            raise ValueError(f"{name} has dtype {x.dtype}; expected an integer dtype.")
-    if (layout.query_segment_ids is None) != (layout.key_value_segment_ids is None):
-        raise ValueError("query_segment_ids and key_value_segment_ids go together; give both or neither.")
-    full = (spec.batch, spec.num_heads, spec.query_length, spec.key_value_length)
-    for name, kind in (("mask", jnp.bool_), ("bias", jnp.floating)):
-        x = getattr(layout, name)
-        if x is None:
-            continue
-        if len(x.shape) != 4 or any(have not in (1, want) for have, want in zip(x.shape, full, strict=True)):
-            raise ValueError(f"{name} has shape {tuple(x.shape)}; expected 4 dimensions that broadcast to {full}.")
-        if not jnp.issubdtype(x.dtype, kind):
-            raise ValueError(
-                f"{name} has dtype {x.dtype}; expected {'bool' if name == 'mask' else 'a floating dtype'}."
-            )
 
 
 def positions(spec: AttentionSpec, layout: Layout) -> tuple[Array | np.ndarray, Array | np.ndarray]:

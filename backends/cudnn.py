@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from backends.contract import AttentionSpec, Carry, Layout, Mode, Plan, Support, check_options
+from backends.contract import AttentionSpec, Carry, Layout, Plan, check_options
 from backends.devices import Target
+from backends.features import Mode, Takes
 
 _INSTEAD = "use backend='chunked'"
 
@@ -29,10 +30,33 @@ class Cudnn:
     name: str = "cudnn"
     exact: bool = True
 
-    def supports(self, spec: AttentionSpec, target: Target, mode: Mode = "native") -> Support:
-        """Float16 and bfloat16 on NVIDIA GPUs from Ampere on; every reason why not, judged against ``target``."""
-        reasons = (*_device_reasons(target, mode), *_shape_reasons(spec, target), *_mask_reasons(spec))
-        return Support(None, reasons) if reasons else Support(mode)
+    def takes(self, target: Target, mode: Mode) -> Takes:
+        """Float16 and bfloat16, masks by slot."""
+        return Takes(
+            features=frozenset({
+                "causal", "bidirectional", "window", "lengths", "scale", "gradient", "grouped_queries",
+                "cross_length",
+            }),
+            dtypes=("float16", "bfloat16"),
+            head_dims=range(8, 257, 8),
+            least_length=2,
+            modes=("native", "compile"),
+            because={
+                "mode": "which is a closed library without a source to interpret",
+                "least_length": "since JAX's source says nothing of single tokens, and PyTorch refuses them to it",
+                "value_head_dim": "whose JAX interface takes keys and values of one shape",
+                "segments": "whose JAX interface has no argument for them",
+                "positions": "which masks by slot",
+                "mask": "which adds a large negative number, so that rows that see nothing average over all keys",
+                "bias": "because JAX's source does not establish the dtype in which it is added",
+            },
+        )  # fmt: skip
+
+    def refuses(
+        self, spec: AttentionSpec, target: Target, mode: Mode, options: Mapping[str, Any] | None
+    ) -> tuple[str, ...]:
+        """Devices before Ampere, head dimensions by device, and combinations that JAX's source leaves open."""
+        return *_device_reasons(target, mode), *_shape_reasons(spec, target), *_mask_reasons(spec)
 
     def plan(
         self,
@@ -92,8 +116,6 @@ def _is_causal(spec: AttentionSpec) -> bool:
 
 
 def _device_reasons(target: Target, mode: Mode) -> Iterator[str]:
-    if mode == "interpret":
-        yield "cuDNN is a closed library, there is no source to interpret; use mode='native' on an NVIDIA GPU."
     if target.platform != "cuda":
         yield f"cuDNN runs on NVIDIA GPUs, not on {target}; {_INSTEAD}, which runs on every platform."
         return
@@ -115,34 +137,16 @@ def _device_reasons(target: Target, mode: Mode) -> Iterator[str]:
 
 
 def _shape_reasons(spec: AttentionSpec, target: Target) -> Iterator[str]:
-    if spec.dtype not in ("float16", "bfloat16"):
-        yield f"dtype={spec.dtype} is not supported by cudnn (float16 or bfloat16); cast the inputs, or {_INSTEAD}."
-    if spec.head_dim % 8:
-        yield (
-            f"head_dim={spec.head_dim} is not supported by cudnn (needs a multiple of 8); {_INSTEAD}, "
-            "or pad the head dimension and give scale."
-        )
-    if spec.value_head_dim != spec.head_dim:
-        yield (
-            f"value_head_dim={spec.value_head_dim} with head_dim={spec.head_dim} is not supported by cudnn, whose JAX "
-            f"interface takes keys and values of one shape; {_INSTEAD}."
-        )
     capability = target.compute_capability or (8, 0)
     # Hopper takes 256 forward and backward. For later devices JAX's check says so too, but for the forward pass and
     # the backward pass alike, which cuDNN's own tables do not: only what both agree on is taken.
     limit = 256 if capability[0] == 9 or (capability[0] > 9 and not spec.needs_grad) else 128
-    if spec.head_dim > limit:
+    if limit < spec.head_dim <= 256:
         passes = "forward and backward" if spec.needs_grad else "forward"
         yield (
             f"head_dim={spec.head_dim} is not supported by cudnn on compute capability {_dotted(capability)} "
             f"({passes}: at most {limit}); {_INSTEAD}."
         )
-    for name, length in (("query_length", spec.query_length), ("key_value_length", spec.key_value_length)):
-        if length == 1:
-            yield (
-                f"{name}=1 is not supported by cudnn here (2 or more): nothing in JAX's source establishes single "
-                f"tokens, and PyTorch refuses them to the same library; {_INSTEAD}."
-            )
 
 
 def _mask_reasons(spec: AttentionSpec) -> Iterator[str]:
@@ -162,25 +166,6 @@ def _mask_reasons(spec: AttentionSpec) -> Iterator[str]:
         yield (
             f"local_window_size={window} together with key_value_seq_lengths is not supported by cudnn here (one of "
             f"the two): JAX's source does not establish the combination; {_INSTEAD}."
-        )
-    if spec.chunk_size is not None:
-        yield f"chunk_size={spec.chunk_size} is not supported by cudnn (None only); {_INSTEAD}."
-    if spec.logits_soft_cap is not None:
-        yield f"logits_soft_cap={spec.logits_soft_cap} is not supported by cudnn (None only); {_INSTEAD}."
-    if spec.has_segment_ids:
-        yield f"segment ids are not supported by cudnn, whose JAX interface has no argument for them; {_INSTEAD}."
-    if spec.has_positions:
-        yield f"explicit positions are not supported by cudnn, which masks by slot; {_INSTEAD}."
-    if spec.has_mask:
-        yield (
-            "an explicit mask array is not supported by cudnn, which adds a large negative number instead and averages "
-            "over everything in rows that see nothing; describe it by is_causal, windows or lengths, or use "
-            "backend='standard'."
-        )
-    if spec.has_bias:
-        yield (
-            "an explicit bias array is not supported by cudnn here, because JAX's source does not establish the dtype "
-            "in which it is added; use backend='standard'."
         )
 
 

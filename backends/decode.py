@@ -9,6 +9,7 @@ wanted as a cache holds them, heads before length (``models.KVCache``).
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -19,7 +20,7 @@ from backends.contract import AttentionSpec, Carry, Layout, Plan, may_attend
 
 
 def plan(spec: AttentionSpec, layout: Layout) -> Plan:
-    """Plan a decode step; ``spec`` needs no gradient and ``layout`` brings no bias."""
+    """Plan a decode step; ``spec`` needs no gradient and announces no terms."""
     return Plan(functools.partial(_attend, spec, may_attend(spec, layout)))
 
 
@@ -31,7 +32,7 @@ def _attend(
     value: Float[Array, "b s k v"],
     layer: int,
     carry: Carry,
-) -> tuple[Float[Array, "b t n v"], Carry]:
+) -> tuple[Any, Carry]:
     b, t, n, h = query.shape
     kv_heads, rows = spec.num_kv_heads, spec.group_size * t
     grouped = query.reshape(b, t, kv_heads, -1, h).transpose(0, 2, 3, 1, 4).reshape(b, kv_heads, rows, h)
@@ -39,11 +40,12 @@ def _attend(
     logits = scores(grouped, key).reshape(b, n, t, -1) * spec.softmax_scale
     if spec.logits_soft_cap is not None:
         logits = spec.logits_soft_cap * jnp.tanh(logits / spec.logits_soft_cap)
-    weights, total = standard.exponentials(logits, mask)
+    weights, total, top = standard.exponentials(logits, mask)
     out = weigh(weights.reshape(b, kv_heads, rows, -1), value).reshape(b, kv_heads, -1, t, value.shape[-1])
     # Divided at the end: there are fewer outputs than weights.
     out = out / total.reshape(b, kv_heads, -1, t, 1)
-    return out.transpose(0, 3, 1, 2, 4).reshape(b, t, n, -1).astype(query.dtype), carry
+    out = out.transpose(0, 3, 1, 2, 4).reshape(b, t, n, -1).astype(query.dtype)
+    return ((out, standard.log_sum_exp(total, top)) if spec.return_log_sum_exp else out), carry
 
 
 def scores(query: Float[Array, "b k r h"], key: Float[Array, "b k s h"]) -> Float[Array, "b k r s"]:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Bool, Float64
 
-from backends.contract import AttentionSpec, Layout
+from backends.contract import NO_TERMS, AttentionSpec, Layout, Terms
 
 Kind = Literal["forward", "gradient"]
 
@@ -26,36 +26,67 @@ EPSILON = {"float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
 _BLOCK_ELEMENTS = 2**19  # scores held at a time: 4 MiB of float64 per temporary
 
 
-def forward(spec: AttentionSpec, layout: Layout, query: Any, key: Any, value: Any) -> Float64[np.ndarray, "b t n v"]:
+def forward(
+    spec: AttentionSpec, layout: Layout, query: Any, key: Any, value: Any, terms: Terms = NO_TERMS
+) -> Float64[np.ndarray, "b t n v"]:
     """The output in float64, from NumPy or JAX arrays of any float dtype in the layout of the contract."""
     q, k, v = (_float64(x) for x in (query, key, value))
     out = np.zeros((*q.shape[:3], v.shape[3]))
     for b, group, head, rows in _blocks(spec):
-        probs, _ = _probabilities(spec, layout, b, group, rows, q[b, rows, group], k[b, :, head])
+        probs, _, _ = _probabilities(spec, layout, terms, b, group, rows, q[b, rows, group], k[b, :, head])
         out[b, rows, group] = np.swapaxes(probs @ v[b, :, head], 0, 1)
     return out
 
 
+def log_sum_exp(
+    spec: AttentionSpec, layout: Layout, query: Any, key: Any, terms: Terms = NO_TERMS
+) -> Float64[np.ndarray, "b t n"]:
+    """The log-sum-exp of each row's visible logits in float64; -inf where a row sees nothing."""
+    q, k = _float64(query), _float64(key)
+    result = np.full(q.shape[:3], -np.inf)
+    for b, group, head, rows in _blocks(spec):
+        _, _, lse = _probabilities(spec, layout, terms, b, group, rows, q[b, rows, group], k[b, :, head])
+        result[b, rows, group] = lse.T
+    return result
+
+
 def gradients(
-    spec: AttentionSpec, layout: Layout, query: Any, key: Any, value: Any, d_out: Any
-) -> tuple[Float64[np.ndarray, "b t n h"], Float64[np.ndarray, "b s k h"], Float64[np.ndarray, "b s k v"]]:
-    """``(dq, dk, dv)`` in float64 for the cotangent ``d_out [batch, query, heads, value_head_dim]`` of the output."""
+    spec: AttentionSpec,
+    layout: Layout,
+    query: Any,
+    key: Any,
+    value: Any,
+    d_out: Any,
+    *,
+    d_log_sum_exp: Any = None,
+    terms: Terms = NO_TERMS,
+) -> dict[str, Float64[np.ndarray, "..."]]:
+    """Gradients in float64: ``dq``, ``dk``, ``dv``, and ``dbias`` where ``terms`` have one; shapes are the inputs'.
+
+    ``d_out [batch, query, heads, value_head_dim]`` is the cotangent of the output, ``d_log_sum_exp [batch, query,
+    heads]`` that of the log-sum-exp (None: it is not used).
+    """
     q, k, v, g = (_float64(x) for x in (query, key, value, d_out))
-    dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
+    found = {"dq": np.zeros_like(q), "dk": np.zeros_like(k), "dv": np.zeros_like(v)}
+    if terms.bias is not None:
+        found["dbias"] = np.zeros(terms.bias.shape)
     for b, group, head, rows in _blocks(spec):
         q_block, g_block = q[b, rows, group], np.swapaxes(g[b, rows, group], 0, 1)
-        probs, slope = _probabilities(spec, layout, b, group, rows, q_block, k[b, :, head])
-        dv[b, :, head] += _sum_over_rows(probs, g_block)
-        d_probs = g_block @ v[b, :, head].T
-        d_probs -= np.einsum("gts,gts->gt", probs, d_probs)[..., None]
-        d_logits = d_probs
+        probs, slope, _ = _probabilities(spec, layout, terms, b, group, rows, q_block, k[b, :, head])
+        found["dv"][b, :, head] += _sum_over_rows(probs, g_block)
+        d_logits = g_block @ v[b, :, head].T
+        d_logits -= np.einsum("gts,gts->gt", probs, d_logits)[..., None]
+        if d_log_sum_exp is not None:
+            d_logits += _float64(d_log_sum_exp)[b, rows, group].T[..., None]
         d_logits *= probs
+        if terms.bias is not None:
+            _add_broadcast(found["dbias"], d_logits, b, group, rows)
         if slope is not None:
             d_logits *= slope
         d_logits *= _scale(spec)
-        dq[b, rows, group] = np.swapaxes(d_logits @ k[b, :, head], 0, 1)
-        dk[b, :, head] += _sum_over_rows(d_logits, np.swapaxes(q_block, 0, 1))
-    return dq, dk, dv
+        found["dq"][b, rows, group] = np.swapaxes(d_logits @ k[b, :, head], 0, 1)
+        found["dk"][b, :, head] += _sum_over_rows(d_logits, np.swapaxes(q_block, 0, 1))
+    return found
 
 
 def unseen_rows(spec: AttentionSpec, layout: Layout) -> Bool[np.ndarray, "b t n"]:
@@ -215,13 +246,14 @@ def _select(array: Any, b: int, group: slice, rows: slice) -> np.ndarray:
 def _probabilities(
     spec: AttentionSpec,
     layout: Layout,
+    terms: Terms,
     b: int,
     group: slice,
     rows: slice,
     query: Float64[np.ndarray, "t g h"],
     key: Float64[np.ndarray, "s h"],
-) -> tuple[Float64[np.ndarray, "g t s"], Float64[np.ndarray, "g t s"] | None]:
-    """Softmax of a block, zero in rows that see nothing, and the derivative of the soft cap where there is one."""
+) -> tuple[Float64[np.ndarray, "g t s"], Float64[np.ndarray, "g t s"] | None, Float64[np.ndarray, "g t"]]:
+    """Softmax of a block (zero in rows that see nothing), the soft cap's derivative if any, and the log-sum-exp."""
     size = group.stop - group.start
     logits = np.ascontiguousarray(np.swapaxes(query, 0, 1)).reshape(-1, key.shape[1]) @ key.T
     logits = logits.reshape(size, -1, key.shape[0])
@@ -231,16 +263,33 @@ def _probabilities(
         squashed = np.tanh(logits / spec.logits_soft_cap)
         logits = spec.logits_soft_cap * squashed
         slope = 1.0 - squashed**2
-    if layout.bias is not None:
-        logits += _float64(_select(layout.bias, b, group, rows))
+    if terms.bias is not None:
+        logits += _float64(_select(terms.bias, b, group, rows))
     if spec.masks_anything:
         logits[~_visible(spec, layout, b, group, rows)] = -np.inf
     top = logits.max(-1, keepdims=True)
     logits -= np.where(np.isneginf(top), 0.0, top)
     probs = np.exp(logits, out=logits)
     total = probs.sum(-1, keepdims=True)
-    probs /= np.where(total == 0.0, 1.0, total)
-    return probs, slope
+    total = np.where(total == 0.0, 1.0, total)
+    probs /= total
+    return probs, slope, (top + np.log(total))[..., 0]
+
+
+def _add_broadcast(
+    total: Float64[np.ndarray, "#b #n #t #s"],
+    block: Float64[np.ndarray, "g t s"],
+    b: int,
+    group: slice,
+    rows: slice,
+) -> None:
+    """Add the block of an array [batch, heads, query, key] to ``total``, summed over the axes that it broadcasts."""
+    _, heads, length, keys = total.shape
+    axes = tuple(axis for axis, size in enumerate((heads, length, keys)) if size == 1 and block.shape[axis] > 1)
+    part = block.sum(axes, keepdims=True)
+    total[b if total.shape[0] > 1 else 0, group if heads > 1 else slice(None), rows if length > 1 else slice(None)] += (
+        part
+    )
 
 
 def _sum_over_rows(

@@ -2,7 +2,7 @@
 
 FlashAttention-2 (arXiv 2307.08691) in Pallas' Triton dialect, without any package but JAX. It knows self-attention
 that is causal or full; all else is refused, segments too, since the kernel has one array of ids where the contract
-has two, and gradients (see :func:`_shape_reasons`). This file brings odd lengths (padded behind the last token) and
+has two, and gradients (see :meth:`PallasFlash.takes`). This file brings odd lengths (padded behind the last token) and
 grouped queries (keys and values repeated). JAX has deprecated the module in favour of tokamax and may take it away;
 then it is refused. Never run on a GPU here.
 """
@@ -19,8 +19,9 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from backends.contract import AttentionSpec, Carry, Layout, Mode, Plan, Support, check_options, forward_only
+from backends.contract import AttentionSpec, Carry, Layout, Plan, check_options, forward_only
 from backends.devices import Target
+from backends.features import Mode, Takes
 
 _MODULE = "jax.experimental.pallas.ops.gpu.attention"
 # Lengths are padded to multiples of it. Blocks of 128 are the kernel's default; at head dim 256 they need more shared
@@ -38,10 +39,28 @@ class PallasFlash:
     name: str = "pallas_flash"
     exact: bool = True
 
-    def supports(self, spec: AttentionSpec, target: Target, mode: Mode = "native") -> Support:
-        """Half-precision self-attention, forward, on NVIDIA GPUs, and through the interpreter; every reason why not."""
-        reasons = (*_device_reasons(target, mode), *_shape_reasons(spec), *_mask_reasons(spec))
-        return Support(None, reasons) if reasons else Support(mode)
+    def takes(self, target: Target, mode: Mode) -> Takes:
+        """Half-precision self-attention, forward."""
+        return Takes(
+            features=frozenset({"causal", "bidirectional", "scale", "positions", "grouped_queries"}),
+            dtypes=("bfloat16", "float16"),
+            head_dims=range(1, _LARGEST_HEAD_DIM + 1),
+            because={
+                "dtype": "whose products of float32 may be TF32",
+                "gradient": (
+                    "whose backward pass rounds rowsum(dO * O) to half precision: with large logits dq fails the judge"
+                ),
+                "cross_length": "which is for self-attention",
+                "segments": "whose kernel has one array of them for queries and keys",
+                "lengths": "which masks by slot",
+            },
+        )
+
+    def refuses(
+        self, spec: AttentionSpec, target: Target, mode: Mode, options: Mapping[str, Any] | None
+    ) -> tuple[str, ...]:
+        """Devices that are no NVIDIA GPU, a JAX without the kernel, and positions that decide something."""
+        return *_device_reasons(target, mode), *_position_reasons(spec)
 
     def plan(
         self,
@@ -99,50 +118,12 @@ def _device_reasons(target: Target, mode: Mode) -> Iterator[str]:
         )
 
 
-def _shape_reasons(spec: AttentionSpec) -> Iterator[str]:
-    if spec.dtype == "float32":
-        yield (
-            "dtype=float32 is not supported by pallas_flash (bfloat16 or float16), whose products of float32 may be "
-            f"TF32; cast the inputs, or {_INSTEAD}."
-        )
-    if spec.needs_grad:
-        yield (
-            "gradients are not supported by pallas_flash, whose backward pass rounds rowsum(dO * O) to half precision: "
-            f"with large logits dq fails the judge; plan with needs_grad=False, or {_INSTEAD}."
-        )
-    if spec.head_dim > _LARGEST_HEAD_DIM:
-        yield f"head_dim={spec.head_dim} is not supported by pallas_flash (at most {_LARGEST_HEAD_DIM}); {_INSTEAD}."
-    if spec.value_head_dim != spec.head_dim:
-        yield (
-            f"value_head_dim={spec.value_head_dim} with head_dim={spec.head_dim} is not supported by pallas_flash "
-            f"(needs both alike); {_INSTEAD}."
-        )
-    if spec.query_length != spec.key_value_length:
-        yield (
-            f"query_length={spec.query_length} with key_value_length={spec.key_value_length} is not supported by "
-            f"pallas_flash, which is for self-attention (needs equal lengths); {_INSTEAD}."
-        )
-
-
-def _mask_reasons(spec: AttentionSpec) -> Iterator[str]:
-    if spec.window is not None:
-        yield f"local_window_size={spec.window} is not supported by pallas_flash (None only); {_INSTEAD}."
-    if spec.chunk_size is not None:
-        yield f"chunk_size={spec.chunk_size} is not supported by pallas_flash (None only); {_INSTEAD}."
-    if spec.logits_soft_cap is not None:
-        yield f"logits_soft_cap={spec.logits_soft_cap} is not supported by pallas_flash (None only); {_INSTEAD}."
-    if spec.has_segment_ids:
-        yield (
-            "segment ids are not supported by pallas_flash, whose kernel has one array of them for queries and keys; "
-            f"{_INSTEAD}."
-        )
+def _position_reasons(spec: AttentionSpec) -> Iterator[str]:
     if spec.has_positions and spec.is_causal:
-        yield f"explicit positions are not supported by pallas_flash, which masks by slot; {_INSTEAD}."
-    if spec.has_seq_lengths:
-        yield f"key_value_seq_lengths are not supported by pallas_flash, which masks by slot; {_INSTEAD}."
-    for name, has in (("mask", spec.has_mask), ("bias", spec.has_bias)):
-        if has:
-            yield f"an explicit {name} array is not supported by pallas_flash; use backend='standard'."
+        yield (
+            "an array of explicit positions is not supported by pallas_flash with is_causal=True, which masks by slot "
+            f"(accepted: none, or arange); {_INSTEAD}."
+        )
 
 
 PALLAS_FLASH = PallasFlash()

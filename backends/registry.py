@@ -1,7 +1,7 @@
 """Backends by name: those that ship here, those that other packages bring, and those registered at run time.
 
 Another package joins through the entry-point group ``attention_suite.backends``; each entry names a
-:class:`~backends.contract.Backend` instance, or a callable without arguments that returns one. Entry
+:class:`~backends.contract.Backend`, a class of one, or a callable without arguments that returns one. Entry
 points are read once, when a name is first looked up, and one that fails to load stays in the registry with its error
 as the reason why it cannot run: a broken package never takes the others down.
 """
@@ -15,8 +15,9 @@ from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
 
-from backends.contract import AttentionSpec, Backend, Layout, Mode, Plan, Support
+from backends.contract import AttentionSpec, Backend, Layout, Plan
 from backends.devices import Target
+from backends.features import Mode, Takes
 
 ENTRY_POINT_GROUP = "attention_suite.backends"
 
@@ -43,9 +44,15 @@ class BrokenBackend:
     error: str
     exact: bool = True
 
-    def supports(self, spec: AttentionSpec, target: Target, mode: Mode = "native") -> Support:
+    def takes(self, target: Target, mode: Mode) -> Takes:
+        """Nothing is known of it; what it refuses is all that is said."""
+        return Takes()
+
+    def refuses(
+        self, spec: AttentionSpec, target: Target, mode: Mode, options: Mapping[str, Any] | None
+    ) -> tuple[str, ...]:
         """Refuse, with the error."""
-        return Support(None, (self.error,))
+        return (self.error,)
 
     def plan(
         self,
@@ -71,8 +78,8 @@ class Registry:
 
     def register(self, backend: Backend) -> None:
         """Add a backend for this process. Raises TypeError if it is not one, ValueError if the name is taken."""
-        if not isinstance(backend, Backend):
-            raise TypeError(f"{backend!r} is not a backend; it needs name, exact, supports(...) and plan(...).")
+        if lack := _lacks(backend):
+            raise TypeError(f"{backend!r} is not a backend; it needs {lack}.")
         with self._lock:
             if backend.name in self.names():
                 raise ValueError(f"a backend named {backend.name!r} is already registered; choose another name.")
@@ -112,16 +119,34 @@ def _load_built_in(name: str, reference: str) -> Backend:
 
 
 def _load_entry_point(entry: metadata.EntryPoint) -> Backend:
-    origin = f"{entry.value} of {entry.dist.name if entry.dist else 'an unnamed package'}"
+    origin = f"entry point {entry.value} of {entry.dist.name if entry.dist else 'an unnamed package'}"
     try:
-        backend = entry.load()
-        if not isinstance(backend, Backend) and callable(backend):
-            backend = backend()
-    except Exception as error:  # noqa: BLE001 (whatever a foreign package raises becomes the reason)
-        return BrokenBackend(entry.name, f"entry point {origin} failed to load: {type(error).__name__}: {error}")
-    if not isinstance(backend, Backend) or backend.name != entry.name:
-        return BrokenBackend(entry.name, f"entry point {origin} is not a backend named {entry.name!r}.")
-    return backend
+        found: Any = entry.load()
+        if isinstance(found, type) or (_lacks(found) and callable(found)):
+            found = found()
+        lack = _lacks(found)
+        if lack:
+            return BrokenBackend(entry.name, f"{origin} is not a backend named {entry.name!r}; it needs {lack}.")
+        if found.name != entry.name:
+            return BrokenBackend(
+                entry.name, f"{origin} is not a backend named {entry.name!r}; its name is {found.name!r}."
+            )
+    except (Exception, SystemExit) as error:  # noqa: BLE001 (whatever a foreign package raises becomes the reason)
+        return BrokenBackend(entry.name, f"{origin} failed to load: {type(error).__name__}: {error}")
+    return found
+
+
+def _lacks(backend: Any) -> str:
+    """What keeps an object from being a backend; empty where it is one. A class is none, an instance of it may be."""
+    if isinstance(backend, type):
+        return f"to be an instance: {backend.__name__}(...)"
+    lacking = [name for name in ("name", "exact") if not hasattr(backend, name)]
+    lacking += [f"{name}(...)" for name in ("plan",) if not callable(getattr(backend, name, None))]
+    if not any(callable(getattr(backend, name, None)) for name in ("takes", "supports")):
+        lacking.append("takes(...)")
+    if not lacking and type(backend).__hash__ is None:
+        lacking.append("to be hashable, since models pass it as a static argument of jax.jit")
+    return ", ".join(lacking)
 
 
 # The one registry of the process: register() asks for a place that outlives the call. See docs/design.md.

@@ -13,8 +13,10 @@ from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 from backends import registry
-from backends.contract import AttentionSpec, Backend, Layout, Mode, Plan
+from backends.contract import AttentionSpec, Backend, Layout, Plan
 from backends.devices import Target
+from backends.features import Mode
+from backends.support import plan, support
 
 OnUnavailable = Literal["fallback", "raise"]
 
@@ -63,10 +65,13 @@ class Resolution:
         return tuple(f"{rejection.backend}: {reason}" for rejection in self.rejections for reason in rejection.reasons)
 
     def plan(self, layout: Layout = Layout(), options: Mapping[str, Any] | None = None) -> Plan:  # noqa: B008
-        """Plan one forward pass with what was resolved; options are the requested backend's, a fallback has none."""
+        """Plan one forward pass with what was resolved; options are the requested backend's, a fallback has none.
+
+        Raises what :func:`backends.plan` raises: ValueError where ``layout`` and the spec disagree, or for options.
+        """
         if self.mode == "fallback":
-            return self.backend.plan(self.spec, layout, target=self.target)
-        return self.backend.plan(self.spec, layout, target=self.target, mode=self.mode, options=options)
+            return plan(self.backend, self.spec, layout, target=self.target)
+        return plan(self.backend, self.spec, layout, target=self.target, mode=self.mode, options=options)
 
 
 def resolve(
@@ -76,10 +81,12 @@ def resolve(
     *,
     mode: Mode = "native",
     on_unavailable: OnUnavailable = "fallback",
+    options: Mapping[str, Any] | None = None,
 ) -> Resolution:
     """Decide which backend computes ``spec`` on ``target`` (default: this machine) for ``request``.
 
-    ``request`` is a registered name or ``"auto"``. Raises UnknownBackendError for a name nobody registered,
+    ``request`` is a registered name or ``"auto"``. ``options`` are those that the requested backend will be planned
+    with: it may refuse some together with the spec. Raises UnknownBackendError for a name nobody registered,
     ValueError for a mode that there is not, and BackendUnavailableError where ``on_unavailable="raise"`` and
     the named backend refuses, or where nothing at all supports the spec.
     """
@@ -93,23 +100,23 @@ def resolve(
     rejections: list[Rejection] = []
     if request != "auto":
         backend = registry.get(request)
-        support = backend.supports(spec, target, mode)
-        if support.mode is not None:
-            return Resolution(request, backend, support.mode, spec, target)
-        rejections.append(Rejection(request, support.reasons))
+        found = support(backend, spec, target, mode, options)
+        if found:
+            return Resolution(request, backend, mode, spec, target)
+        rejections.append(Rejection(request, found.reasons))
         if on_unavailable == "raise":
-            raise BackendUnavailableError(f"{request} cannot run this on {target}: {' '.join(support.reasons)}")
+            raise BackendUnavailableError(f"{request} cannot run this on {target}: {' '.join(found.reasons)}")
     known = registry.names()
     for name in PRIORITY[target.platform]:
         if (name == request and mode == "native") or name not in known:
             continue
         backend = registry.get(name)
-        support = backend.supports(spec, target, "native")
-        if support.mode is None:
-            rejections.append(Rejection(name, support.reasons))
+        found = support(backend, spec, target)
+        if not found:
+            rejections.append(Rejection(name, found.reasons))
             continue
         if request == "auto":
-            return Resolution(request, backend, support.mode, spec, target, tuple(rejections))
+            return Resolution(request, backend, "native", spec, target, tuple(rejections))
         resolution = Resolution(request, backend, "fallback", spec, target, tuple(rejections))
         asked, instead = ("", "") if mode == "native" else (f" in mode {mode!r}", " natively")
         warnings.warn(

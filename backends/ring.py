@@ -4,7 +4,7 @@ The method is Ring Attention's (arXiv 2310.01889): partial outputs are put toget
 of flash attention are, and memory holds two shares of keys instead of all of them. The backward pass is a second ring,
 in which the gradients of keys and values travel with them and are home after the last step. The next share is on its
 way while the present one is worked on. Runs inside a ``shard_map`` over the axis; what a part is computed by is a
-backend's (``BackendWithParts``).
+backend's (``PartBackend``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from backends.contract import NOTHING_SEEN, AttentionSpec, BackendWithParts, Layout, Part
+from backends.contract import NOTHING_SEEN, AttentionSpec, Layout, Part, PartBackend
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Ring:
     ``part`` is asked with (target, mode, options).
     """
 
-    backend: BackendWithParts
+    backend: PartBackend
     spec: AttentionSpec
     axis: Axis
     planned: Mapping[str, Any]

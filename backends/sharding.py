@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -25,18 +25,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
 from backends import ring
-from backends.contract import (
-    AttentionSpec,
-    Backend,
-    BackendWithParts,
-    BackendWithRoles,
-    Carry,
-    Layout,
-    Mode,
-    Plan,
-    Support,
-)
+from backends.contract import NO_TERMS, AttentionSpec, Backend, Carry, Layout, PartBackend, Plan, Terms
 from backends.devices import Target
+from backends.features import FEATURES_0_1, Mode, Takes
+from backends.support import plan, support, takes_of
 
 Divided = Literal["heads", "batch"]
 Exchange = Literal["gather", "ring"]
@@ -79,12 +71,12 @@ class Sharded:
     mesh lacks.
 
     >>> import jax, jax.numpy as jnp, numpy as np
-    >>> from backends import Layout, registry
+    >>> from backends import plan, registry
     >>> mesh = Mesh(np.array(jax.devices()[:1]), ("model",))
     >>> backend = Sharded(registry.get("chunked"), mesh, MeshAxes(heads="model"))
     >>> spec = AttentionSpec(batch=1, query_length=8, key_value_length=8, num_heads=2, num_kv_heads=2, head_dim=16)
     >>> x = jnp.ones((1, 8, 2, 16))
-    >>> backend.name, backend.plan(spec, Layout(), target=Target.here()).run(x, x, x)[0].shape
+    >>> backend.name, plan(backend, spec, target=Target.here()).run(x, x, x)[0].shape
     ('chunked@heads=1', (1, 8, 2, 16))
     """
 
@@ -110,21 +102,29 @@ class Sharded:
         """As the backend."""
         return self.backend.exact
 
-    def supports(self, spec: AttentionSpec, target: Target, mode: Mode = "native") -> Support:
-        """Whether every device's share is supported; every reason why not."""
-        reasons = (*self._indivisible(spec), *self._unshardable())
+    def takes(self, target: Target, mode: Mode) -> Takes:
+        """What can be dealt out; a ring passes neither masks nor biases on. What a share may be is the backend's."""
+        dealt = FEATURES_0_1 - {"mask", "bias"} if self._in_ring else FEATURES_0_1 | {"log_sum_exp"}
+        why = "which passes keys on from device to device, but no columns of such an array"
+        because = dict.fromkeys(("mask", "bias"), why) | {"log_sum_exp": "which keeps it to put the parts together"}
+        return Takes(features=dealt, carries=takes_of(self.backend, target, mode).carries, because=because)
+
+    def refuses(
+        self, spec: AttentionSpec, target: Target, mode: Mode, options: Mapping[str, Any] | None
+    ) -> tuple[str, ...]:
+        """What cannot be dealt, and what the backend refuses of one device's share; every reason."""
+        reasons = (*self._indivisible(spec), *self._unshardable(takes_of(self.backend, target, mode)))
         if reasons:
-            return Support(None, reasons)
+            return reasons
         share = self._share(spec)
         parts = ring.specs_of_parts(share) if self._in_ring else (share,)
-        reasons = tuple(
+        return tuple(
             dict.fromkeys(
                 f"{self._share_words(spec)}: {reason}"
                 for part in parts
-                for reason in self.backend.supports(part, target, mode).reasons
+                for reason in support(self.backend, part, target, mode, options).reasons
             )
         )
-        return Support(None, reasons) if reasons else Support(mode)
 
     def plan(
         self,
@@ -135,34 +135,36 @@ class Sharded:
         mode: Mode = "native",
         options: Mapping[str, Any] | None = None,
     ) -> Plan:
-        """As the backend's, which each device calls for its share. Raises ValueError for what :meth:`supports` refuses.
-
-        The carry of a backend that has one is dealt with the batch.
-        """
-        if reasons := self.supports(spec, target, mode).reasons:
-            raise ValueError(" ".join(reasons))
+        """As the backend's, which each device calls for its share. The carry of a backend is dealt with the batch."""
         share, arrays, rows = self._share(spec), self._arrays(), self._rows(spec, layout)
         carries = PartitionSpec(self.axes.data)
         planned: dict[str, Any] = {"target": target, "mode": mode, "options": options}
 
-        def attend(query: Array, key: Array, value: Array, layer: int, carry: Carry) -> tuple[Array, Carry]:
-            def local(layout: Layout, query: Array, key: Array, value: Array, carry: Carry) -> tuple[Array, Carry]:
-                if self._in_ring and isinstance(self.backend, BackendWithParts):
+        def attend(
+            query: Array, key: Array, value: Array, layer: int, carry: Carry, terms: Terms = NO_TERMS
+        ) -> tuple[Any, Carry]:
+            def local(
+                layout: Layout, query: Array, key: Array, value: Array, carry: Carry, terms: Terms
+            ) -> tuple[Any, Carry]:
+                if self._in_ring:
                     axis = ring.Axis(self.axes.named()["context"], self._size("context"))
-                    return ring.Ring(self.backend, share, axis, planned).attend(layout, query, key, value), carry
+                    of_parts = cast("PartBackend", self.backend)
+                    return ring.Ring(of_parts, share, axis, planned).attend(layout, query, key, value), carry
                 if self.axes.context is not None:
                     layout = self._with_positions(share, layout)
                     key, value = _gather(self.axes.context, key), _gather(self.axes.context, value)
-                return self.backend.plan(share, layout, **planned).run(query, key, value, layer=layer, carry=carry)
+                planned_here = plan(self.backend, share, layout, **planned)
+                return planned_here.run(query, key, value, terms=terms, layer=layer, carry=carry)
 
             run = jax.shard_map(
                 local,
                 mesh=self.mesh,
-                in_specs=(rows, arrays, arrays, arrays, carries),
-                out_specs=(arrays, carries),
+                in_specs=(rows, arrays, arrays, arrays, carries, self._columns(terms)),
+                # Of the log-sum-exp [batch, length, heads] too: a spec may be shorter than the output's.
+                out_specs=((arrays, arrays) if spec.return_log_sum_exp else arrays, carries),
                 check_vma=False,
             )
-            return run(layout, query, key, value, carry)
+            return run(layout, query, key, value, carry, terms)
 
         return Plan(attend)
 
@@ -193,15 +195,15 @@ class Sharded:
                         f"{name}={axis!r}; give a multiple of {self._size(name)}, or a mesh whose axis divides it."
                     )
 
-    def _unshardable(self) -> Iterator[str]:
+    def _unshardable(self, takes: Takes) -> Iterator[str]:
         dealt = [name for name in ("heads", "context") if name in self.axes.named()]
-        if isinstance(self.backend, BackendWithRoles) and dealt:
+        if takes.carries and dealt:
             yield (
                 f"{self.backend.name} selects in one layer what the next ones attend to, across heads and over all "
                 f"keys, so its {' and '.join(dealt)} cannot be dealt out from outside; deal data only, or see the "
                 f"options of {self.backend.name} itself."
             )
-        elif self._in_ring and not isinstance(self.backend, BackendWithParts):
+        elif self._in_ring and not takes.parts:
             yield (
                 f"{self.backend.name} gives no log-sum-exp, by which the parts of a ring are put together; use "
                 "exchange='gather', or backend='chunked'."
@@ -244,16 +246,19 @@ class Sharded:
             "key_value_positions": (data, of_keys),
             "key_value_seq_lengths": (data,),
             "mask": (data, heads, context, of_keys),
-            "bias": (data, heads, context, of_keys),
         }
+        return Layout(**{name: _placed(getattr(layout, name), axes) for name, axes in dealt.items()})
 
-        def place(name: str) -> Any:  # a Layout of PartitionSpecs: the same tree, with other leaves
-            x = getattr(layout, name)
-            if x is None:
-                return None  # an axis of one element is broadcast: everywhere the same
-            return PartitionSpec(*(None if size == 1 else at for size, at in zip(x.shape, dealt[name], strict=True)))
+    def _columns(self, terms: Terms) -> Terms:
+        """Where each term goes."""
+        return Terms(bias=_placed(terms.bias, (self.axes.data, self.axes.heads, self.axes.context, None)))
 
-        return Layout(**{name: place(name) for name in dealt})
+
+def _placed(x: Array | None, axes: tuple[str | None, ...]) -> Any:
+    """The PartitionSpec of an array that stands in its place; an axis of one element is everywhere the same."""
+    if x is None:
+        return None
+    return PartitionSpec(*(None if size == 1 else at for size, at in zip(x.shape, axes, strict=True)))
 
 
 def balanced_order(length: int, devices: int) -> Int[np.ndarray, " length"]:
@@ -306,22 +311,23 @@ def plan_sharded(
     mode: Mode = "native",
     options: Mapping[str, Any] | None = None,
 ) -> Plan:
-    """As ``backend.plan``, with each device of the 1-D ``mesh`` computing its share: of the heads, else of the batch.
+    """As :func:`backends.plan`, with each device of the 1-D ``mesh`` computing its share.
 
-    Raises ValueError where neither can be divided, and for what :class:`Sharded` refuses.
+    The share is of the heads, else of the batch. Raises ValueError where neither can be divided, and for what
+    :class:`Sharded` refuses.
 
     >>> import jax, jax.numpy as jnp, numpy as np
     >>> from backends import registry
     >>> x = jnp.ones((1, 8, 2, 16))
     >>> spec = AttentionSpec(batch=1, query_length=8, key_value_length=8, num_heads=2, num_kv_heads=2, head_dim=16)
     >>> mesh = Mesh(np.array(jax.devices()[:1]), ("cores",))
-    >>> plan = plan_sharded(registry.get("standard"), spec, Layout(), mesh, target=Target.here())
-    >>> plan.run(x, x, x)[0].shape
+    >>> planned = plan_sharded(registry.get("standard"), spec, Layout(), mesh, target=Target.here())
+    >>> planned.run(x, x, x)[0].shape
     (1, 8, 2, 16)
     """
     data, _, heads = _one_axis(spec, mesh)
     sharded = Sharded(backend, mesh, MeshAxes(data=data, heads=heads))
-    return sharded.plan(spec, layout, target=target, mode=mode, options=options)
+    return plan(sharded, spec, layout, target=target, mode=mode, options=options)
 
 
 def _one_axis(spec: AttentionSpec, mesh: Mesh) -> tuple[str | None, None, str | None]:

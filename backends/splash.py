@@ -24,15 +24,14 @@ from backends.contract import (
     AttentionSpec,
     Carry,
     Layout,
-    Mode,
     Part,
     Plan,
-    Support,
     check_options,
     forward_only,
     may_attend,
 )
 from backends.devices import Target
+from backends.features import FEATURES_0_1, Mode, Takes
 from backends.splash_mask import Masking, kernel_of, pull_back, with_log_sum_exp
 
 # Rows and keys per block where none are given, for head dims up to 256. Not tuned on a TPU, where nothing of this
@@ -65,10 +64,21 @@ class Splash:
     name: str = "splash"
     exact: bool = True
 
-    def supports(self, spec: AttentionSpec, target: Target, mode: Mode = "native") -> Support:
-        """TPUs natively or compiled, everything through the interpreter; every reason why not."""
-        reasons = (*_device_reasons(target, mode), *_spec_reasons(spec))
-        return Support(None, reasons) if reasons else Support(mode)
+    def takes(self, target: Target, mode: Mode) -> Takes:
+        """What a mask by slot can say."""
+        linear = "whose memory is linear in the length"
+        return Takes(
+            features=FEATURES_0_1 - {"mask", "bias"},
+            dtypes=("float32", "bfloat16"),
+            parts=True,
+            because={"dtype": "whose kernel computes as TPUs do", "mask": linear, "bias": linear},
+        )
+
+    def refuses(
+        self, spec: AttentionSpec, target: Target, mode: Mode, options: Mapping[str, Any] | None
+    ) -> tuple[str, ...]:
+        """Devices that are no TPU, and positions that decide something for more than one query token."""
+        return *_device_reasons(target, mode), *_position_reasons(spec)
 
     def plan(
         self,
@@ -301,21 +311,13 @@ def _device_reasons(target: Target, mode: Mode) -> Iterator[str]:
         )
 
 
-def _spec_reasons(spec: AttentionSpec) -> Iterator[str]:
-    if spec.dtype == "float16":
-        yield f"dtype=float16 is not supported by splash (float32 or bfloat16, as TPUs compute); {_INSTEAD}."
+def _position_reasons(spec: AttentionSpec) -> Iterator[str]:
     by_position = spec.is_causal or spec.window is not None or spec.chunk_size is not None
     if spec.has_positions and by_position and spec.query_length > 1:
         yield (
-            f"explicit positions with query_length={spec.query_length} are not supported by splash, whose mask is by "
-            f"slot (one query token, or positions left out); {_INSTEAD}."
+            f"an array of explicit positions with query_length={spec.query_length} is not supported by splash, whose "
+            f"mask is by slot (accepted: one query token, or positions that are arange); {_INSTEAD}."
         )
-    for name, has in (("mask", spec.has_mask), ("bias", spec.has_bias)):
-        if has:
-            yield (
-                f"an explicit {name} array is not supported by splash, whose memory is linear in the length; "
-                "describe it by is_causal, windows, chunks, segments or lengths, or use backend='standard'."
-            )
 
 
 SPLASH = Splash()

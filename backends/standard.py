@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from backends.contract import AttentionSpec, Carry, Layout, Mode, Plan, Support, check_options, may_attend
+from backends.contract import NO_TERMS, AttentionSpec, Carry, Layout, Plan, Terms, check_options, may_attend
 from backends.devices import Target
+from backends.features import FEATURES_0_1, Mode, Takes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -27,11 +28,13 @@ class Standard:
     name: str = "standard"
     exact: bool = True
 
-    def supports(self, spec: AttentionSpec, target: Target, mode: Mode = "native") -> Support:
-        """Everything in the contract, natively or compiled; there is no kernel to interpret."""
-        if mode == "interpret":
-            return Support(None, (f"{self.name} is plain XLA, there is no kernel to interpret; use mode='native'.",))
-        return Support(mode)
+    def takes(self, target: Target, mode: Mode) -> Takes:
+        """Everything in the contract, natively or compiled."""
+        return Takes(
+            features=FEATURES_0_1 | {"log_sum_exp"},
+            modes=("native", "compile"),
+            because={"mode": "which is plain XLA without a kernel to interpret"},
+        )
 
     def plan(
         self,
@@ -44,19 +47,19 @@ class Standard:
     ) -> Plan:
         """Build the mask once; it has no options."""
         check_options(self.name, options, {})
-        return Plan(functools.partial(_attend, spec, may_attend(spec, layout), layout.bias))
+        return Plan(functools.partial(_attend, spec, may_attend(spec, layout)))
 
 
 def _attend(
     spec: AttentionSpec,
     mask: Bool[Array, "#b #n t s"] | None,
-    bias: Float[Array, "#b #n t s"] | None,
     query: Float[Array, "b t n h"],
     key: Float[Array, "b s k h"],
     value: Float[Array, "b s k v"],
     layer: int,
     carry: Carry,
-) -> tuple[Float[Array, "b t n v"], Carry]:
+    terms: Terms = NO_TERMS,
+) -> tuple[Any, Carry]:
     b, t, n, h = query.shape
     kv_heads, rows = spec.num_kv_heads, spec.group_size * t
     # The heads of a group are rows of one product: only query and output are ever transposed, never the scores.
@@ -67,30 +70,39 @@ def _attend(
     logits = logits.reshape(b, n, t, -1) * spec.softmax_scale
     if spec.logits_soft_cap is not None:
         logits = spec.logits_soft_cap * jnp.tanh(logits / spec.logits_soft_cap)
-    if bias is not None:
-        logits = logits + bias.astype(jnp.float32)
-    weights, total = exponentials(logits, mask)
+    if terms.bias is not None:
+        logits = logits + terms.bias.astype(jnp.float32)
+    weights, total, top = exponentials(logits, mask)
     out = (
         _weigh((weights / total).reshape(b, kv_heads, rows, -1), value)
         .astype(query.dtype)
         .reshape(b, kv_heads, -1, t, value.shape[-1])
     )
-    return out.transpose(0, 3, 1, 2, 4).reshape(b, t, n, -1), carry
+    out = out.transpose(0, 3, 1, 2, 4).reshape(b, t, n, -1)
+    return ((out, log_sum_exp(total, top)) if spec.return_log_sum_exp else out), carry
 
 
 def exponentials(
     logits: Float[Array, "b n t s"], mask: Bool[Array, "#b #n t s"] | None
-) -> tuple[Float[Array, "b n t s"], Float[Array, "b n t 1"]]:
-    """exp(logits - largest) and the sum to divide it by; a row with nothing to attend to is all zero over one."""
+) -> tuple[Float[Array, "b n t s"], Float[Array, "b n t 1"], Float[Array, "b n t 1"]]:
+    """exp(logits - largest), the sum to divide it by, and the largest.
+
+    A row with nothing to attend to is all zero over one, and its largest is -inf.
+    """
     if mask is None:
-        weights = jnp.exp(logits - logits.max(-1, keepdims=True))
-        return weights, weights.sum(-1, keepdims=True)
+        top = logits.max(-1, keepdims=True)
+        weights = jnp.exp(logits - top)
+        return weights, weights.sum(-1, keepdims=True), top
     masked = jnp.where(mask, logits, -jnp.inf)
     top = masked.max(-1, keepdims=True)
-    top = jnp.where(jnp.isfinite(top), top, 0.0)  # a row with no visible key has top = -inf
-    weights = jnp.exp(masked - top)
+    weights = jnp.exp(masked - jnp.where(jnp.isfinite(top), top, 0.0))
     total = weights.sum(-1, keepdims=True)
-    return weights, jnp.where(total == 0.0, 1.0, total)
+    return weights, jnp.where(total == 0.0, 1.0, total), top
+
+
+def log_sum_exp(total: Float[Array, "b n t 1"], top: Float[Array, "b n t 1"]) -> Float[Array, "b t n"]:
+    """Of each row's logits, from what :func:`exponentials` gives."""
+    return (jnp.log(total) + top)[..., 0].swapaxes(1, 2)
 
 
 @jax.custom_vjp

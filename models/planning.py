@@ -60,7 +60,6 @@ def attention_spec(
         has_positions=cached or (packed and kind == "chunked"),
         has_seq_lengths=cached,
         needs_grad=needs_grad,
-        phase="decode" if cached and query_length == 1 else "prefill",
     )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from backends import AttentionSpec, Backend, Layout, Target
+from backends import AttentionSpec, Backend, Layout, Target, plan
 from backends.contract import BackendWithRoles
 from models import PRESETS, ModelConfig
 from models.cache import slot_shapes
@@ -40,7 +40,7 @@ class AbstractProgram:
 def op_program(case: OpCase, backend: Backend, target: Target) -> AbstractProgram:
     """One attention call, see :func:`suite.program.op_function`."""
     spec, (layout, query, key, value) = spec_of(case), _arrays(case)
-    function = op_function(case, lambda layout: backend.plan(spec, layout, target=target, mode="compile"))
+    function = op_function(case, lambda layout: plan(backend, spec, layout, target=target, mode="compile"))
     if case.kind == "op_decode":
         return AbstractProgram(function, (layout, query, _as_cached(key), _as_cached(value)))
     d_out = (jax.ShapeDtypeStruct((*query.shape[:3], value.shape[3]), query.dtype),) if case.needs_grad else ()
@@ -56,8 +56,8 @@ def role_program(case: OpCase, backend: BackendWithRoles, target: Target, role: 
     options, layer = backend.roles(spec)[role]
 
     def run(layer: int, layout: Layout, query: Any, key: Any, value: Any, carry: Any = ()) -> Any:
-        plan = backend.plan(spec, layout, target=target, mode="compile", options=options)
-        return plan.run(query, key, value, layer=layer, carry=carry)
+        planned = plan(backend, spec, layout, target=target, mode="compile", options=options)
+        return planned.run(query, key, value, layer=layer, carry=carry)
 
     def decode(layout: Layout, query: Any, keys: Any, values: Any, *carry: Any) -> Any:
         return run(layer, layout, query, keys.swapaxes(1, 2), values.swapaxes(1, 2), *carry)

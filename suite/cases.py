@@ -292,7 +292,7 @@ def stack_spec(case: StackCase) -> AttentionSpec:
         is_causal=True,
         has_positions=decode,
         has_seq_lengths=decode,
-        phase="decode" if decode else "prefill",
+        needs_grad=False,
     )
 
 
@@ -349,7 +349,6 @@ def spec_of(case: OpCase) -> AttentionSpec:
         has_segment_ids=case.documents > 1,
         has_positions=case.kind == "op_decode" and case.causal,
         needs_grad=case.needs_grad,
-        phase="decode" if case.kind == "op_decode" else "prefill",
     )
 
 

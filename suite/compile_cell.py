@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, SingleDeviceSharding
 
-from backends import Backend, Target, registry
+from backends import Backend, Target, registry, support
 from backends.contract import BackendWithRoles, CompilesKernels, KernelBuild
 from backends.sharding import Sharded
 from suite import slices, topologies
@@ -59,7 +59,7 @@ def compile_cell(case: OpCase | ModelCase, backend_name: str, target: Target) ->
     if target.topology:
         return _slice_cell(case, backend, target)
     specs = attention_specs(case)
-    reasons = dict.fromkeys(reason for spec in specs for reason in backend.supports(spec, target, "compile").reasons)
+    reasons = dict.fromkeys(reason for spec in specs for reason in support(backend, spec, target, "compile").reasons)
     if reasons:
         return {"status": "unsupported", "reasons": list(reasons), "error": "refused before it was compiled."}
     absent = topologies.missing(target)
@@ -87,7 +87,7 @@ def _slice_cell(case: OpCase | ModelCase, backend: Backend, target: Target) -> d
         sharded = dealt.backend(backend)
         specs = attention_specs(case)
         reasons = dict.fromkeys(
-            reason for spec in specs for reason in sharded.supports(spec, target, "compile").reasons
+            reason for spec in specs for reason in support(sharded, spec, target, "compile").reasons
         )
         if reasons:
             return {"status": "unsupported", "reasons": list(reasons), "error": "refused before it was compiled."}

@@ -20,8 +20,9 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Float
 
-from backends import Layout, Plan, Support, Target, registry
-from backends.contract import AttentionSpec, Carry, Mode
+from backends import AttentionSpec, Layout, Plan, Takes, Target, Terms, plan, registry, support
+from backends.contract import Carry
+from backends.features import Mode
 from models import PRESETS, ModelConfig, Transformer, load_text
 from models.optimizer import make_optimizer
 from models.parameters import Params
@@ -59,9 +60,9 @@ class WrongGradients:
     name: str = "wrong-gradients"
     exact: bool = True
 
-    def supports(self, spec: AttentionSpec, target: Target, mode: Mode = "native") -> Support:
-        """What the standard backend does."""
-        return registry.get("standard").supports(spec, target, mode)
+    def takes(self, target: Target, mode: Mode) -> Takes:
+        """What the standard backend does of the features that pass through here."""
+        return Takes(modes=("native", "compile"))
 
     def plan(
         self,
@@ -73,12 +74,12 @@ class WrongGradients:
         options: Mapping[str, Any] | None = None,
     ) -> Plan:
         """The standard backend's plan, with the faults."""
-        inner = registry.get("standard").plan(spec, layout, target=target, mode=mode, options=options)
+        inner = plan(registry.get("standard"), spec, layout, target=target, mode=mode, options=options)
 
-        def attend(query: Array, key: Array, value: Array, layer: int, carry: Carry) -> tuple[Array, Carry]:
+        def attend(query: Array, key: Array, value: Array, layer: int, carry: Carry, *terms: Terms) -> Any:
             of_query, of_key, of_value = self.factors
             query, key = _with_gradient(of_query, query), _with_gradient(of_key, key)
-            return inner.attend(query, key, _with_gradient(of_value, value), layer, carry)
+            return inner.attend(query, key, _with_gradient(of_value, value), layer, carry, *terms)
 
         return Plan(attend)
 
@@ -216,8 +217,8 @@ def _resolve(
         for kind in config.attention_types
     ]
     for mode in modes:
-        support = [registry.get(name).supports(spec, target, mode) for spec in specs]
-        if all(support):
+        answers = [support(registry.get(name), spec, target, mode) for spec in specs]
+        if all(answers):
             return resolve_attention(
                 config,
                 batch=setting.batch,
@@ -226,7 +227,7 @@ def _resolve(
                 mode=mode,
                 on_unavailable="raise",
             ), ()
-        reasons += [reason for found in support for reason in found.reasons]
+        reasons += [reason for found in answers for reason in found.reasons]
     return None, tuple(dict.fromkeys(reasons))
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from backends import Backend, Layout, Target, plan_sharded
+from backends import plan as plan_whole
 from backends.contract import Mode, Plan
 from backends.sharding import sharding
 from suite.cases import OpCase, spec_of
@@ -27,7 +28,7 @@ def op_program(case: OpCase, backend: Backend, mode: Mode, target: Target, devic
 
     def plan(layout: Layout) -> Plan:
         if mesh is None:
-            return backend.plan(spec, layout, target=target, mode=mode)
+            return plan_whole(backend, spec, layout, target=target, mode=mode)
         return plan_sharded(backend, spec, layout, mesh, target=target, mode=mode)
 
     layout, arrays = inputs.layout, [inputs.query, inputs.key, inputs.value, inputs.d_out]

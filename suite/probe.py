@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from backends import BackendUnavailableError, Resolution, Target, registry, resolve
+from backends import BackendUnavailableError, Resolution, Target, registry, resolve, support
 from backends.devices import usable_cores
 from backends.sharding import divided
 from suite import environment, peers
@@ -140,7 +140,7 @@ def _interpreted(plan: CellPlan, case: OpCase, target: Target) -> CellPlan:
     backend = registry.get(plan.requested)
     if plan.mode == "native" or case.sequence > INTERPRETED_LENGTH:
         return plan
-    if not backend.supports(spec_of(case), target, "interpret"):
+    if not support(backend, spec_of(case), target, "interpret"):
         return plan
     return dataclasses.replace(plan, resolved=plan.requested, mode="interpret", exact=backend.exact)
 
@@ -174,8 +174,8 @@ def examine() -> dict[str, Any]:
         backend = registry.get(name)
         problems = {}
         for label, case in _DOCTOR_CASES.items():
-            supports = {mode: backend.supports(spec_of(case), target, mode) for mode in ("native", "interpret")}
-            mode = next((mode for mode, support in supports.items() if support), None)
-            problems[label] = {"mode": mode, "reasons": list(supports["native"].reasons)}
+            answers = {mode: support(backend, spec_of(case), target, mode) for mode in ("native", "interpret")}
+            mode = next((mode for mode, answer in answers.items() if answer), None)
+            problems[label] = {"mode": mode, "reasons": list(answers["native"].reasons)}
         found.append({"name": name, "exact": backend.exact, "problems": problems})
     return {"environment": environment.describe(), "backends": found}

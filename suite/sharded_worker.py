@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from backends import AttentionSpec, Backend, Layout, Target, oracle, registry
+from backends import AttentionSpec, Backend, Layout, Target, oracle, plan, registry, support
 from backends.sharding import MeshAxes, Sharded, balanced_order
 from backends.standard import STANDARD
 from suite.compile_cell import one_line
@@ -53,9 +53,8 @@ def _answer(row: Row, *, alone: bool) -> dict[str, Any]:
     mesh = Mesh(np.array(jax.devices()).reshape(*row.shape.values()), tuple(row.shape))
     axes = MeshAxes(**{name: name for name in row.shape}, exchange=row.exchange)
     backend = Sharded(registry.get(row.backend), mesh, axes)
-    support = backend.supports(spec, Target.here(), row.mode)
-    if not support:
-        return {"status": "refused", "reasons": list(support.reasons)}
+    if reasons := support(backend, spec, Target.here(), row.mode).reasons:
+        return {"status": "refused", "reasons": list(reasons)}
     try:
         return _judged(backend, spec, row, alone=alone)
     except Exception as error:  # noqa: BLE001 (a row that fails is a result)
@@ -104,7 +103,7 @@ def _solved(name: str, spec: AttentionSpec) -> _Solved:
     )
     expected: dict[str, np.ndarray] = {"output": oracle.forward(spec, layout, *inputs[:3])}
     if spec.needs_grad:
-        expected |= dict(zip(QUANTITIES[1:], oracle.gradients(spec, layout, *inputs), strict=True))
+        expected |= oracle.gradients(spec, layout, *inputs)
     run = jax.jit(_forward_and_backward(STANDARD, spec, layout, None))
     results = {name: np.asarray(x) for name, x in run(*inputs).items()}
     standard = {name: oracle.judge(x, expected[name], None, spec.dtype, _kind(name)) for name, x in results.items()}
@@ -128,10 +127,10 @@ def _forward_and_backward(
     mode = "native" if row is None else row.mode
 
     def run(query: Any, key: Any, value: Any, d_out: Any) -> dict[str, Any]:
-        plan = backend.plan(spec, layout, target=Target.here(), mode=mode)
+        planned = plan(backend, spec, layout, target=Target.here(), mode=mode)
         if not spec.needs_grad:
-            return {"output": plan.run(query, key, value)[0]}
-        output, pullback = jax.vjp(lambda q, k, v: plan.run(q, k, v)[0], query, key, value)
+            return {"output": planned.run(query, key, value)[0]}
+        output, pullback = jax.vjp(lambda q, k, v: planned.run(q, k, v)[0], query, key, value)
         return dict(zip(QUANTITIES, (output, *pullback(d_out)), strict=True))
 
     return run

@@ -10,7 +10,7 @@ import dataclasses
 
 from tabulate import tabulate
 
-from backends import AttentionSpec, Target, registry
+from backends import AttentionSpec, Target, registry, support
 from models import ModelConfig
 from models.planning import attention_spec
 
@@ -36,7 +36,7 @@ PROBLEMS: dict[str, dict[str, object]] = {
     "value head dim unlike the key's": {"value_head_dim": 32},
     "odd length (1000)": {"query_length": 1000, "key_value_length": 1000},
     "queries shorter than keys": {"query_length": 256},
-    "decode step": {"query_length": 1, "needs_grad": False, "phase": "decode", "has_positions": True},
+    "decode step": {"query_length": 1, "needs_grad": False, "has_positions": True},
     "window": {"local_window_size": (255, 0)},
     "chunks": {"chunk_size": 256},
     "soft cap": {"logits_soft_cap": 30.0},
@@ -45,6 +45,7 @@ PROBLEMS: dict[str, dict[str, object]] = {
     "key lengths": {"has_seq_lengths": True},
     "mask array": {"has_mask": True},
     "bias array": {"has_bias": True},
+    "log-sum-exp": {"return_log_sum_exp": True},
 }
 # A model with layers of every type; the latent ones have the sizes of DeepSeek-V2-Lite.
 ALL_TYPES = ModelConfig(
@@ -94,8 +95,8 @@ def refusals_table(names: tuple[str, ...] | None = None) -> str:
     for name in names:
         refused: dict[str, dict[str, list[str]]] = {}  # reason -> type -> phases
         for (kind, phase), spec in _type_specs().items():
-            supports = [registry.get(name).supports(spec, target) for target in _own_targets(name)]
-            for reason in dict.fromkeys(reason for support in supports for reason in support.reasons):
+            answers = [support(registry.get(name), spec, target) for target in _own_targets(name)]
+            for reason in dict.fromkeys(reason for answer in answers for reason in answer.reasons):
                 refused.setdefault(reason, {}).setdefault(kind, []).append(phase)
         for reason, phases_of in refused.items():
             kinds_of: dict[str, list[str]] = {}
@@ -119,12 +120,12 @@ def _type_specs() -> dict[tuple[str, str], AttentionSpec]:
 def _own_targets(name: str) -> list[Target]:
     """The targets that a backend is for: those on which it takes the plainest problem."""
     plain = _type_specs()["global", "prefill"]
-    return [target for target in TARGETS.values() if registry.get(name).supports(plain, target)]
+    return [target for target in TARGETS.values() if support(registry.get(name), plain, target)]
 
 
 def _targets(name: str, spec: AttentionSpec) -> str:
     backend = registry.get(name)
-    taken = [label for label, target in TARGETS.items() if backend.supports(spec, target)]
+    taken = [label for label, target in TARGETS.items() if support(backend, spec, target)]
     return "everywhere" if len(taken) == len(TARGETS) else ", ".join(taken) or "no"
 
 

@@ -21,8 +21,9 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 
-from backends import AttentionSpec, Backend, Target, names, registry
+from backends import AttentionSpec, Backend, Takes, Target, names, plan, registry, support
 from backends.contract import CompilesKernels
+from backends.support import takes_of
 from backends.tuned import SCHEMA
 from suite import accuracy, speed, statistics
 from suite.cases import OpCase, problem_of, spec_of
@@ -63,13 +64,16 @@ class _WithOptions:
     def exact(self) -> bool:
         return self.backend.exact
 
-    def supports(self, spec: AttentionSpec, target: Target, mode: Any = "native") -> Any:
-        return self.backend.supports(spec, target, mode)
+    def takes(self, target: Target, mode: Any) -> Takes:
+        return dataclasses.replace(takes_of(self.backend, target, mode), parts=False)
+
+    def refuses(self, spec: AttentionSpec, target: Target, mode: Any, options: Any) -> tuple[str, ...]:
+        return support(self.backend, spec, target, mode, dict(self.options)).reasons
 
     def plan(
         self, spec: AttentionSpec, layout: Any, *, target: Target, mode: Any = "native", options: Any = None
     ) -> Any:
-        return self.backend.plan(spec, layout, target=target, mode=mode, options=dict(self.options))
+        return plan(self.backend, spec, layout, target=target, mode=mode, options=dict(self.options))
 
 
 TUNED = tuple(
@@ -157,8 +161,8 @@ def rank_candidates(case: OpCase, name: str, target: Target) -> list[dict[str, A
     backend, spec = registry.get(name), spec_of(case)
     if not isinstance(backend, Tunable) or not isinstance(backend, CompilesKernels):
         raise InputError(f"backend {name!r} cannot be compiled for {target} from here; tune it on such a device.")
-    if not (support := backend.supports(spec, target, "compile")):
-        raise InputError(f"case {case.name}: {' '.join(support.reasons)}")
+    if not (answer := support(backend, spec, target, "compile")):
+        raise InputError(f"case {case.name}: {' '.join(answer.reasons)}")
     default = dict(backend.defaults(spec, target))
     others = [dict(options) for options in backend.candidates(spec, target) if dict(options) != default]
     return [_compiled(backend, spec, target, options) for options in (default, *others)]

@@ -12,8 +12,8 @@ import argparse
 import dataclasses
 import fnmatch
 import functools
-from collections.abc import Callable
-from typing import ClassVar
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 import hypothesis
 import jax
@@ -22,11 +22,12 @@ import numpy as np
 import problems
 import pytest
 from hypothesis import strategies as st
-from problems import CASES, QUANTITIES, Problem
+from problems import CASES, Problem
 
-from backends import AttentionSpec, Backend, Layout, make_spec, oracle, registry
-from backends.contract import Mode
-from backends.devices import Target
+from backends import AttentionSpec, Backend, Layout, Target, make_spec, plan, registry, support
+from backends.contract import NO_TERMS
+from backends.features import Mode
+from backends.oracle import EPSILON
 
 Results = dict[str, jax.Array]
 Run = Callable[..., Results]  # (query, key, value, cotangent) -> output, dq, dk, dv
@@ -35,30 +36,33 @@ Run = Callable[..., Results]  # (query, key, value, cotangent) -> output, dq, dk
 HUGE = {"float32": 1e30, "bfloat16": 1e30, "float16": 1e4}
 
 
-def compiled(backend: Backend, problem: Problem, target: Target, mode: Mode = "native") -> Run:
+def compiled(
+    backend: Backend, problem: Problem, target: Target, mode: Mode = "native", options: Mapping[str, Any] | None = None
+) -> Run:
     """Plan outside of jit, as a model does, and compile forward and backward together."""
-    plan = backend.plan(problem.spec, problem.layout, target=target, mode=mode)
-    return problems.forward_and_backward(lambda q, k, v: plan.run(q, k, v)[0])
+    run = problems.planned(backend, problem, target, mode, options)
+    return problems.forward_and_backward(run, problem.terms, log_sum_exp=problem.spec.return_log_sum_exp)
 
 
 def check_accuracy(results: Results, problem: Problem) -> None:
     """Output and gradients pass the judge; what nobody sees is exactly zero."""
-    assert set(results) == set(QUANTITIES)
-    for name in QUANTITIES:
+    assert set(results) == set(problem.expected)
+    for name in problem.expected:
         check_quantity(name, results[name], problem)
 
 
 def check_quantity(name: str, result: jax.Array, problem: Problem) -> None:
     """One of the output and the gradients passes the judge."""
-    unseen = problem.unseen_rows if name in ("output", "dq") else problem.unseen_keys
-    expected, standard = problem.expected[name], problem.standard[name]
-    verdict = oracle.judge(result, expected, standard, problem.spec.dtype, problems.kind_of(name), zero=unseen)
+    rows, keys = problem.unseen_rows, problem.unseen_keys
+    zero = {"output": rows, "dq": rows, "dk": keys, "dv": keys}.get(name)
+    verdict = problems.judge(name, result, problem.expected[name], problem.standard[name], problem.spec, zero)
     assert verdict.passed, f"{name}: {verdict}"
 
 
 def check_same(results: Results, again: Results) -> None:
     """Bit for bit the same."""
-    for name in QUANTITIES:
+    assert set(results) == set(again)
+    for name in results:
         np.testing.assert_array_equal(np.asarray(results[name]), np.asarray(again[name]), err_msg=name)
 
 
@@ -82,13 +86,13 @@ def check_unseeing_rows_do_not_matter(run: Run, problem: Problem) -> None:
 
 def check_support(backend: Backend, spec: AttentionSpec, target: Target, mode: Mode, *, refused: bool) -> None:
     """The backend takes or refuses the spec as declared, and refuses with reasons that are sentences."""
-    support = backend.supports(spec, target, mode)
+    found = support(backend, spec, target, mode)
     if not refused:
-        assert support, f"{backend.name} refuses what it is declared to take: {support.reasons}"
+        assert found, f"{backend.name} refuses what it is declared to take: {found.reasons}"
         return
-    assert not support, f"{backend.name} takes what it is declared to refuse"
-    assert support.reasons
-    for reason in support.reasons:
+    assert not found, f"{backend.name} takes what it is declared to refuse"
+    assert found.reasons
+    for reason in found.reasons:
         assert len(reason.split()) > 5, f"not a sentence: {reason!r}"
         assert reason.endswith("."), f"not a sentence: {reason!r}"
 
@@ -105,13 +109,22 @@ class Conformance:
     takes_traced_layouts: ClassVar[bool] = True  # whether segment ids and such may be arguments of a jit
 
     # Each of these costs one more compilation per case.
-    cases_for_eager: ClassVar[tuple[str, ...]] = ("causal", "window-asymmetric", "padding-both-ends", "decode-4")
+    cases_for_eager: ClassVar[tuple[str, ...]] = (
+        "causal",
+        "window-asymmetric",
+        "padding-both-ends",
+        "decode-4",
+        "bias-broadcast",
+        "log-sum-exp",
+    )
     cases_for_forward_alone: ClassVar[tuple[str, ...]] = (
         *fnmatch.filter(CASES, "decode-*"),
         "causal",
         "gqa-8",
         "combination",
         "padding-both-ends",
+        "log-sum-exp",
+        "log-sum-exp-decode",
     )
     cases_for_vmap: ClassVar[tuple[str, ...]] = ("causal", "gqa-8", "combination", "decode-1", "ragged")
     cases_for_traced_layouts: ClassVar[tuple[str, ...]] = (
@@ -123,6 +136,7 @@ class Conformance:
         "combination-ragged",
         "mask-per-head",
         "bias-per-head",
+        "log-sum-exp-of-nothing",
     )
 
     @classmethod
@@ -173,8 +187,8 @@ class Conformance:
             assert fnmatch.filter(self.cases, pattern), pattern
 
     def test_takes_or_refuses_as_declared(self, case: str) -> None:
-        layout, inputs = problems.arrays(CASES[case], case, self.dtype)
-        spec = make_spec(*inputs[:3], layout, **CASES[case].options)
+        layout, terms, inputs = problems.arrays(CASES[case], case, self.dtype)
+        spec = make_spec(*inputs[:3], layout, terms, **CASES[case].options)
         check_support(self.implementation, spec, self.device, self.mode, refused=self.is_refused(case))
 
     def test_matches_the_oracle(self, taken: str) -> None:
@@ -191,19 +205,20 @@ class Conformance:
     def test_forward_alone_matches_the_oracle(self, taken: str) -> None:
         """A backend may take another way where no gradient is wanted; decoding does."""
         problem = self.problem(taken)
-        spec = dataclasses.replace(problem.spec, needs_grad=False)
-        plan = self.implementation.plan(spec, problem.layout, target=self.device, mode=self.mode)
-        run = jax.jit(lambda q, k, v: plan.run(q, k, v)[0])
-        output = run(*problem.inputs[:3])
-        check_quantity("output", output, problem)
-        np.testing.assert_array_equal(np.asarray(output), np.asarray(run(*problem.inputs[:3])))
+        forward = dataclasses.replace(problem, spec=dataclasses.replace(problem.spec, needs_grad=False))
+        planned = problems.planned(self.implementation, forward, self.device, self.mode)
+        run = jax.jit(lambda q, k, v: planned(q, k, v, problem.terms))
+        result, again = run(*problem.inputs[:3]), run(*problem.inputs[:3])
+        names = ("output", "log_sum_exp") if problem.spec.return_log_sum_exp else ("output",)
+        for name, x, same in zip(names, jax.tree.leaves(result), jax.tree.leaves(again), strict=True):
+            check_quantity(name, x, problem)
+            np.testing.assert_array_equal(np.asarray(x), np.asarray(same))
 
     def test_eager_agrees_with_jit(self, taken: str) -> None:
         problem = self.problem(taken)
-        plan = self.implementation.plan(problem.spec, problem.layout, target=self.device, mode=self.mode)
-        query, key, value, cotangent = problem.inputs
-        output, pullback = jax.vjp(lambda q, k, v: plan.run(q, k, v)[0], query, key, value)
-        check_accuracy(dict(zip(QUANTITIES, (output, *pullback(cotangent)), strict=True)), problem)
+        run = problems.planned(self.implementation, problem, self.device, self.mode)
+        lse = problem.spec.return_log_sum_exp
+        check_accuracy(problems.differentiate(run, problem.inputs, problem.terms, log_sum_exp=lse), problem)
 
     def test_vmap_adds_an_axis(self, taken: str) -> None:
         problem = self.problem(taken)
@@ -216,18 +231,23 @@ class Conformance:
 
     def test_layout_may_be_traced(self, taken: str) -> None:
         problem = self.problem(taken)
-        check_accuracy(self.traced(problem.spec)(problem.layout, *problem.inputs), problem)
+        check_accuracy(self.traced(problem.spec)(problem.layout, problem.terms, *problem.inputs), problem)
 
     def test_carry_is_handed_on(self) -> None:
         problem = self.problem(self.taken(self.test_matches_the_oracle)[0])
-        plan = self.implementation.plan(problem.spec, problem.layout, target=self.device, mode=self.mode)
-        assert plan.run(*problem.inputs[:3], layer=3, carry=())[1] == ()
+        planned = plan(self.implementation, problem.spec, problem.layout, target=self.device, mode=self.mode)
+        assert planned.run(*problem.inputs[:3], layer=3, carry=())[1] == ()
 
     def test_unknown_option_is_refused(self) -> None:
         problem = self.problem(self.taken(self.test_matches_the_oracle)[0])
         with pytest.raises(ValueError, match="no_such_option"):
-            self.implementation.plan(
-                problem.spec, problem.layout, target=self.device, mode=self.mode, options={"no_such_option": 1}
+            plan(
+                self.implementation,
+                problem.spec,
+                problem.layout,
+                target=self.device,
+                mode=self.mode,
+                options={"no_such_option": 1},
             )
 
     def test_any_segments_positions_and_lengths(self) -> None:
@@ -249,7 +269,7 @@ class Conformance:
             has_positions=True,
             has_seq_lengths=True,
         )
-        if not self.implementation.supports(spec, self.device, self.mode):
+        if not support(self.implementation, spec, self.device, self.mode):
             return
         inputs = _inputs(spec, seed=0)
         run = self.traced(spec)
@@ -257,7 +277,7 @@ class Conformance:
         @hypothesis.settings(max_examples=30)
         @hypothesis.given(layouts(spec))
         def holds(layout: Layout) -> None:
-            check_accuracy(run(layout, *inputs), problems.solve(spec, layout, inputs))
+            check_accuracy(run(layout, NO_TERMS, *inputs), problems.solve(spec, layout, inputs))
 
         holds()
 
@@ -268,7 +288,7 @@ class Conformance:
         @hypothesis.settings(max_examples=8)
         @hypothesis.given(specs(self.dtype or "float32"))
         def holds(spec: AttentionSpec) -> None:
-            if refused or not self.implementation.supports(spec, self.device, self.mode):
+            if refused or not support(self.implementation, spec, self.device, self.mode):
                 return
             problem = problems.solve(spec, Layout(), _inputs(spec, seed=1))
             check_accuracy(self.run(problem)(*problem.inputs), problem)
@@ -350,22 +370,16 @@ def main() -> None:
     worst: dict[tuple[str, str], list[tuple[float, float, str]]] = {}
     for name in CASES:
         problem = problems.problem(name)
-        if not backend.supports(problem.spec, here):
+        if not support(backend, problem.spec, here):
             continue
         results = compiled(backend, problem, here)(*problem.inputs)
         line = []
-        for quantity in QUANTITIES:
+        for quantity, expected in problem.expected.items():
+            verdict = problems.judge(quantity, results[quantity], expected, problem.standard[quantity], problem.spec)
             dtype = problem.spec.dtype
-            verdict = oracle.judge(
-                results[quantity],
-                problem.expected[quantity],
-                problem.standard[quantity],
-                dtype,
-                problems.kind_of(quantity),
-            )
             share = max(verdict.max_error / verdict.allowed, verdict.rms_error / verdict.allowed_rms)
-            worst.setdefault((dtype, quantity), []).append((share, verdict.max_error / oracle.EPSILON[dtype], name))
-            line.append(f"{quantity} {verdict.max_error / oracle.EPSILON[dtype]:.2f} eps, {share:.0%} of allowed")
+            worst.setdefault((dtype, quantity), []).append((share, verdict.max_error / EPSILON[dtype], name))
+            line.append(f"{quantity} {verdict.max_error / EPSILON[dtype]:.2f} eps, {share:.0%} of allowed")
         if arguments.each:
             print(f"{name:28}", "; ".join(line))  # noqa: T201 (this is a command)
     for (dtype, quantity), seen in sorted(worst.items()):

@@ -16,12 +16,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from backends import AttentionSpec, Backend, Layout, make_spec, oracle
-from backends.contract import Mode
-from backends.devices import Target
+from backends import AttentionSpec, Backend, Layout, Target, Terms, make_spec, oracle, plan
+from backends.contract import NO_TERMS
+from backends.features import Mode
 from backends.standard import STANDARD
 
-QUANTITIES = ("output", "dq", "dk", "dv")
+QUANTITIES = ("output", "dq", "dk", "dv")  # of every problem; some have log_sum_exp or dbias too
 TRAILING = -1  # any negative segment id is padding
 
 
@@ -38,13 +38,15 @@ class Case:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Problem:
-    """A case with its arrays and the results to compare with, by quantity (output, dq, dk, dv).
+    """A case with its arrays and the results to compare with, by quantity.
 
+    The quantities are output, dq, dk and dv, log_sum_exp where the spec asks for it, and dbias where there is a bias.
     ``standard_run`` is the compiled standard backend, kept because compiling is where the suite's time goes.
     """
 
     spec: AttentionSpec
     layout: Layout
+    terms: Terms
     inputs: tuple[jax.Array, jax.Array, jax.Array, jax.Array]  # query, key, value, cotangent of the output
     expected: dict[str, np.ndarray]
     standard: dict[str, oracle.Verdict]
@@ -262,6 +264,18 @@ CASES: dict[str, Case] = {
     "bias-per-head": _case(layout=_bias(heads=True)),
     "bias-broadcast": _case(is_causal=True, logits_soft_cap=4.0, layout=_bias(heads=False)),
     "mask-and-bias": _case(layout=_together(_mask(heads=False, dead_rows=True), _bias(heads=True))),
+    "bias-bfloat16": _case(dtype="bfloat16", N=4, K=2, layout=_bias(heads=False)),
+    # log-sum-exp
+    "log-sum-exp": _case(is_causal=True, return_log_sum_exp=True),
+    "log-sum-exp-of-nothing": _case(layout=_PADDED, return_log_sum_exp=True, local_window_size=(30, 4)),
+    "log-sum-exp-soft-cap": _case(B=1, T=100, S=230, N=8, logits_soft_cap=5.0, return_log_sum_exp=True),
+    "log-sum-exp-decode": _case(
+        B=3, T=1, S=513, is_causal=True, layout=_decoding(513, 200, 1), return_log_sum_exp=True
+    ),
+    "log-sum-exp-bfloat16": _case(dtype="bfloat16", is_causal=True, layout=_PADDED, return_log_sum_exp=True),
+    "log-sum-exp-and-bias": _case(
+        layout=_together(_mask(heads=False, dead_rows=True), _bias(heads=True)), return_log_sum_exp=True
+    ),
     # dtypes
     **{
         f"{name}-{dtype}": _case(dtype=dtype, **options)
@@ -282,66 +296,135 @@ CASES: dict[str, Case] = {
 }
 
 
-def arrays(case: Case, name: str, dtype: str | None = None) -> tuple[Layout, tuple[jax.Array, ...]]:
-    """The layout and (query, key, value, cotangent) of a case, seeded by its name."""
+def arrays(case: Case, name: str, dtype: str | None = None) -> tuple[Layout, Terms, tuple[jax.Array, ...]]:
+    """The layout, the terms and (query, key, value, cotangent) of a case, seeded by its name."""
     rng = np.random.default_rng(zlib.crc32(name.encode()))
     B, T, S, N, K, H, Hv = case.sizes
-    layout = Layout(**{key: jnp.asarray(x) for key, x in case.layout(case.sizes, rng).items()})
+    made = {key: jnp.asarray(x) for key, x in case.layout(case.sizes, rng).items()}
+    terms = Terms(bias=made.pop("bias", None))
+    layout = Layout(**made)
     big = case.magnitude
     shapes = (((B, T, N, H), big), ((B, S, K, H), big), ((B, S, K, Hv), 1.0), ((B, T, N, Hv), 1.0))
     # NumPy converts: a conversion by JAX compiles for every shape.
-    return layout, tuple(
-        jnp.asarray((rng.standard_normal(shape) * size).astype(jnp.dtype(dtype or case.dtype)))
-        for shape, size in shapes
+    return (
+        layout,
+        terms,
+        tuple(
+            jnp.asarray((rng.standard_normal(shape) * size).astype(jnp.dtype(dtype or case.dtype)))
+            for shape, size in shapes
+        ),
     )
 
 
-def solve(spec: AttentionSpec, layout: Layout, inputs: tuple[jax.Array, ...]) -> Problem:
+def solve(spec: AttentionSpec, layout: Layout, inputs: tuple[jax.Array, ...], terms: Terms = NO_TERMS) -> Problem:
     """The problem of these arrays: the oracle's results and its verdict on the standard backend."""
     query, key, value, cotangent = inputs
-    gradients = oracle.gradients(spec, layout, query, key, value, cotangent)
-    expected = dict(zip(QUANTITIES, (oracle.forward(spec, layout, query, key, value), *gradients), strict=True))
-    standard_run = functools.partial(traced(STANDARD, spec, Target("cpu")), layout)
+    expected = {"output": oracle.forward(spec, layout, query, key, value, terms)}
+    d_lse = None
+    if spec.return_log_sum_exp:
+        expected["log_sum_exp"] = oracle.log_sum_exp(spec, layout, query, key, terms)
+        d_lse = cotangent_of_log_sum_exp(cotangent)
+    expected |= oracle.gradients(spec, layout, *inputs, d_log_sum_exp=d_lse, terms=terms)
+    standard_run = functools.partial(traced(STANDARD, spec, Target("cpu")), layout, terms)
     results = standard_run(*inputs)
-    standard = {
-        name: oracle.judge(results[name], expected[name], None, spec.dtype, kind_of(name)) for name in QUANTITIES
-    }
-    return Problem(spec, layout, (query, key, value, cotangent), expected, standard, standard_run)
+    standard = {name: judge(name, results[name], expected[name], None, spec) for name in expected}
+    return Problem(spec, layout, terms, (query, key, value, cotangent), expected, standard, standard_run)
 
 
 @functools.cache
 def problem(name: str, dtype: str | None = None) -> Problem:
     """The named problem, in its own dtype or another."""
     case = CASES[name]
-    layout, inputs = arrays(case, name, dtype)
-    return solve(make_spec(*inputs[:3], layout, **case.options), layout, inputs)
+    layout, terms, inputs = arrays(case, name, dtype)
+    return solve(make_spec(*inputs[:3], layout, terms, **case.options), layout, inputs, terms)
 
 
-def forward_and_backward(run: Callable[..., jax.Array]) -> Callable[..., dict[str, jax.Array]]:
-    """``run(query, key, value)`` as one compiled function of (query, key, value, cotangent) to all four quantities."""
+def judge(
+    name: str,
+    actual: jax.Array,
+    expected: np.ndarray,
+    standard: oracle.Verdict | None,
+    spec: AttentionSpec,
+    zero: np.ndarray | None = None,
+) -> oracle.Verdict:
+    """The oracle's verdict on one quantity; the log-sum-exp and the gradient of a bias are float32 in every dtype.
+
+    Where the log-sum-exp is -inf the result has to be so too; the rest of it is judged as a number.
+    """
+    dtype = "float32" if name in ("log_sum_exp", "dbias") else spec.dtype
+    if name == "log_sum_exp":
+        zero, expected = np.isneginf(expected), np.where(np.isneginf(expected), 0.0, expected)
+        given = np.asarray(actual)
+        if given.shape == expected.shape:
+            given = np.where(zero, np.where(np.isneginf(given), given.dtype.type(0.0), given.dtype.type(1.0)), given)
+        actual = given
+    return oracle.judge(actual, expected, standard, dtype, kind_of(name), zero=zero)
+
+
+def cotangent_of_log_sum_exp(cotangent: jax.Array) -> jax.Array:
+    """That of the output, as far as the log-sum-exp has entries, float32."""
+    return cotangent[..., 0].astype(jnp.float32)
+
+
+def forward_and_backward(
+    run: Callable[..., Any], terms: Terms = NO_TERMS, *, log_sum_exp: bool = False
+) -> Callable[..., dict[str, jax.Array]]:
+    """``run(query, key, value)`` as one compiled function of (query, key, value, cotangent) to all quantities.
+
+    Where there are ``terms``, ``run`` takes them as a fourth argument; with ``log_sum_exp`` it returns that too.
+    """
 
     @jax.jit
     def compute(query: jax.Array, key: jax.Array, value: jax.Array, cotangent: jax.Array) -> dict[str, jax.Array]:
-        output, pullback = jax.vjp(run, query, key, value)
-        return dict(zip(QUANTITIES, (output, *pullback(cotangent)), strict=True))
+        return differentiate(run, (query, key, value, cotangent), terms, log_sum_exp=log_sum_exp)
 
     return compute
 
 
+def differentiate(
+    run: Callable[..., Any], inputs: tuple[jax.Array, ...], terms: Terms = NO_TERMS, *, log_sum_exp: bool = False
+) -> dict[str, jax.Array]:
+    """All quantities of ``run``, not compiled; arguments as of :func:`forward_and_backward`."""
+    *operands, cotangent = inputs
+    names = terms.given()
+    result, pullback = jax.vjp(run, *operands, *((terms,) if names else ()))
+    d_lse = cotangent_of_log_sum_exp(cotangent)
+    gradients = pullback((cotangent, d_lse) if log_sum_exp else cotangent)
+    found = dict(zip(("output", "log_sum_exp"), result, strict=True)) if log_sum_exp else {"output": result}
+    found |= dict(zip(("dq", "dk", "dv"), gradients, strict=False))
+    return found | {f"d{name}": getattr(gradients[3], name) for name in names}
+
+
+def planned(
+    backend: Backend, problem: Problem, target: Target, mode: Mode = "native", options: Mapping[str, Any] | None = None
+) -> Callable[..., Any]:
+    """``run(query, key, value, *terms)`` of a plan that is made here, outside of jit, as a model does."""
+    made = plan(backend, problem.spec, problem.layout, target=target, mode=mode, options=options)
+    return lambda q, k, v, terms=NO_TERMS: made.run(q, k, v, terms=terms)[0]
+
+
 @functools.cache
 def traced(
-    backend: Backend, spec: AttentionSpec, target: Target, mode: Mode = "native"
+    backend: Backend,
+    spec: AttentionSpec,
+    target: Target,
+    mode: Mode = "native",
+    options: tuple[tuple[str, Any], ...] = (),
 ) -> Callable[..., dict[str, jax.Array]]:
-    """A compiled function of (layout, query, key, value, cotangent) that plans while it is traced."""
+    """A compiled function of (layout, terms, query, key, value, cotangent) that plans while it is traced."""
 
     @jax.jit
-    def compute(layout: Layout, *inputs: jax.Array) -> dict[str, jax.Array]:
-        plan = backend.plan(spec, layout, target=target, mode=mode)
-        return forward_and_backward(lambda q, k, v: plan.run(q, k, v)[0])(*inputs)
+    def compute(layout: Layout, terms: Terms, *inputs: jax.Array) -> dict[str, jax.Array]:
+        made = plan(backend, spec, layout, target=target, mode=mode, options=dict(options))
+
+        def run(q: jax.Array, k: jax.Array, v: jax.Array, terms: Terms = NO_TERMS) -> Any:
+            return made.run(q, k, v, terms=terms)[0]
+
+        return differentiate(run, inputs, terms, log_sum_exp=spec.return_log_sum_exp)
 
     return compute
 
 
 def kind_of(quantity: str) -> oracle.Kind:
     """Which of the judge's two bounds a quantity falls under."""
-    return "forward" if quantity == "output" else "gradient"
+    return "forward" if quantity in ("output", "log_sum_exp") else "gradient"

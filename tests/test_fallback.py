@@ -16,9 +16,7 @@ LONG = AttentionSpec(
     batch=1, query_length=2048, key_value_length=2048, num_heads=8, num_kv_heads=8, head_dim=64, is_causal=True
 )
 SHORT = AttentionSpec(batch=1, query_length=16, key_value_length=16, num_heads=2, num_kv_heads=2, head_dim=64)
-DECODE = AttentionSpec(
-    batch=1, query_length=1, key_value_length=8192, num_heads=8, num_kv_heads=2, head_dim=64, phase="decode"
-)
+DECODE = AttentionSpec(batch=1, query_length=1, key_value_length=8192, num_heads=8, num_kv_heads=2, head_dim=64)
 MASKED = AttentionSpec(
     batch=1, query_length=64, key_value_length=64, num_heads=2, num_kv_heads=2, head_dim=64, has_mask=True
 )
@@ -67,9 +65,9 @@ def test_what_runs_for_a_request_and_why(here, request_, spec, runs, mode, words
 
 @pytest.mark.parametrize("name", backends.names())
 def test_every_backend_either_runs_here_or_says_why_not(here, name):
-    support = backends.get(name).supports(LONG, here)
-    assert bool(support) != bool(support.reasons)
-    assert all(reason.endswith(".") and " " in reason for reason in support.reasons)
+    found = backends.support(backends.get(name), LONG, here)
+    assert bool(found) != bool(found.reasons)
+    assert all(reason.endswith(".") and " " in reason for reason in found.reasons)
 
 
 @pytest.mark.parametrize("name", backends.names())

@@ -16,8 +16,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from backends.contract import AttentionSpec, Carry, Layout, Mode, Plan, Support, forward_only
+from backends.contract import AttentionSpec, Carry, Layout, Plan, forward_only
 from backends.devices import Target
+from backends.features import Mode, Takes
 from backends.kascade import kernels, steps, xla
 from backends.kascade.cost import not_profitable
 from backends.kascade.schedule import LayerRole, manual
@@ -35,12 +36,34 @@ class Kascade:
     name: str = "kascade"
     exact: bool = False
 
-    def supports(self, spec: AttentionSpec, target: Target, mode: Mode = "native") -> Support:
-        """Causal attention without gradients, over slots; every reason why not."""
-        reasons = [*_spec_reasons(spec)]
-        if _kernel(target, mode) == "pallas":
-            reasons += _kernel_reasons(spec, target)
-        return Support(None, tuple(reasons)) if reasons else Support(mode)
+    def takes(self, target: Target, mode: Mode) -> Takes:
+        """Causal attention without gradients."""
+        sparse, linear = "which selects among earlier keys itself", "whose memory is linear in the length"
+        return Takes(
+            features=frozenset({
+                "causal", "soft_cap", "scale", "segments", "positions", "lengths", "grouped_queries", "cross_length",
+                "value_head_dim",
+            }),
+            carries=True,
+            because={
+                "gradient": "which has no backward pass",
+                "bidirectional": "which selects among earlier keys",
+                "window": sparse,
+                "chunk": sparse,
+                "mask": linear,
+                "bias": linear,
+            },
+        )  # fmt: skip
+
+    def refuses(
+        self, spec: AttentionSpec, target: Target, mode: Mode, options: Mapping[str, Any] | None
+    ) -> tuple[str, ...]:
+        """Positions that are not those of new tokens behind a cache, and what the kernel that computes cannot do."""
+        try:
+            settings = Settings.of(options, _kernel(target, mode))
+        except ValueError:  # what no plan has is no reason of support: plan raises it
+            return tuple(_position_reasons(spec))
+        return *_position_reasons(spec), *_kernel_reasons(spec, settings, target, mode)
 
     def roles(self, spec: AttentionSpec) -> Mapping[str, tuple[Mapping[str, Any], int]]:
         """One layer that selects and one that reuses its selection; dense layers are the other backends'."""
@@ -112,15 +135,8 @@ def _computation(
     mode: Mode,
 ) -> _Computation:
     if settings.kernel == "xla":
-        if mode == "interpret":
-            raise ValueError("kascade: kernel='xla' is plain XLA, there is no kernel to interpret; use mode='native'.")
         return _in_xla(spec, settings, tiling, places)
-    if settings.mesh is not None:
-        raise ValueError("kascade: mesh is for kernel='xla'; leave it out, or shard the call yourself.")
     module = kernels.pallas(target)
-    refused = module.refuses(spec, settings, target)
-    if refused:
-        raise ValueError("kascade: kernel='pallas' cannot run this: " + " ".join(refused))
     how: dict[str, Any] = {"settings": settings, "interpret": mode == "interpret"}
 
     def select(query: Array, key: Array) -> Selection:
@@ -215,33 +231,29 @@ def _kernel(target: Target, mode: Mode) -> Kernel:
     return "pallas" if mode == "interpret" or target.platform in ("tpu", "cuda") else "xla"
 
 
-def _kernel_reasons(spec: AttentionSpec, target: Target) -> tuple[str, ...]:
+def _kernel_reasons(spec: AttentionSpec, settings: Settings, target: Target, mode: Mode) -> Iterator[str]:
+    if settings.kernel == "xla":
+        if mode == "interpret":
+            yield (
+                "mode='interpret' is not supported by kascade with kernel='xla', which is plain XLA without a kernel "
+                "to interpret; use mode='native', or kernel='pallas'."
+            )
+        return
+    if settings.mesh is not None:
+        yield "mesh is not supported by kascade with kernel='pallas'; use kernel='xla', or shard the call yourself."
     try:
-        return kernels.pallas(target).refuses(spec, Settings(kernel="pallas"), target)
+        yield from kernels.pallas(target).refuses(spec, settings, target)
     except ImportError as error:
-        return (f"kascade's Pallas kernels do not load here ({error}); use backend='chunked'.",)
+        yield f"kascade's Pallas kernels do not load here ({error}); {_INSTEAD}."
 
 
-def _spec_reasons(spec: AttentionSpec) -> Iterator[str]:
-    if spec.needs_grad:
-        yield f"needs_grad=True is not supported by kascade, which has no backward pass; {_INSTEAD}."
-    if not spec.is_causal:
-        yield f"is_causal=False is not supported by kascade, which selects among earlier keys; {_INSTEAD}."
-    if spec.window is not None:
-        yield f"local_window_size={spec.window} is not supported by kascade (a window is sparse already); {_INSTEAD}."
-    if spec.chunk_size is not None:
-        yield f"chunk_size={spec.chunk_size} is not supported by kascade (a chunk is sparse already); {_INSTEAD}."
+def _position_reasons(spec: AttentionSpec) -> Iterator[str]:
     if spec.has_positions and spec.query_length > 1 and not spec.has_seq_lengths:
         yield (
-            f"explicit positions with query_length={spec.query_length} are supported by kascade only as those of new "
-            f"tokens behind a cache (consecutive, with key_value_seq_lengths); {_INSTEAD}."
+            f"an array of explicit positions with query_length={spec.query_length} is not supported by kascade "
+            "(accepted: those of new tokens behind a cache, which are consecutive, with key_value_seq_lengths); "
+            f"{_INSTEAD}."
         )
-    for name, has in (("mask", spec.has_mask), ("bias", spec.has_bias)):
-        if has:
-            yield (
-                f"an explicit {name} array is not supported by kascade, whose memory is linear in the length; "
-                "use backend='standard'."
-            )
 
 
 KASCADE = Kascade()

@@ -15,6 +15,7 @@ from backends.contract import AttentionSpec, Layout, may_attend
 from backends.devices import Target
 from backends.kascade.selection import Places, Selection, candidates, choose, with_own
 from backends.kascade.settings import Ablation, Tiling
+from backends.support import plan
 
 
 def pooled_mass(
@@ -36,7 +37,7 @@ def pooled_mass(
         logits = spec.logits_soft_cap * jnp.tanh(logits / spec.logits_soft_cap)
     mask = may_attend(spec, layout)
     flat = logits.reshape(b, n, t, s)
-    weights, total = standard.exponentials(flat, mask)
+    weights, total, _ = standard.exponentials(flat, mask)
     probs = (weights / total).reshape(b, kv_heads, -1, t, s).sum(2)
     probs = jnp.pad(probs, ((0, 0), (0, 0), (0, tiling.padded_queries - t), (0, tiling.units * tiling.unit - s)))
     return probs.reshape(b, kv_heads, tiling.query_tiles, tiling.query_tile, tiling.units, tiling.unit).sum((3, 5))
@@ -84,8 +85,8 @@ def attend(
     bare = dataclasses.replace(
         spec, is_causal=False, has_segment_ids=False, has_positions=False, has_seq_lengths=False, has_mask=True
     )
-    plan = standard.STANDARD.plan(bare, Layout(mask=mask), target=Target("cpu"))
-    return plan.run(query, key, value)[0]
+    masked = plan(standard.STANDARD, bare, Layout(mask=mask), target=Target("cpu"))
+    return masked.run(query, key, value)[0]
 
 
 def dense(
@@ -96,4 +97,4 @@ def dense(
     value: Float[Array, "batch kv_len kv_heads v_dim"],
 ) -> Float[Array, "batch q_len heads v_dim"]:
     """Attention to everything visible: a dense layer's output."""
-    return standard.STANDARD.plan(spec, layout, target=Target("cpu")).run(query, key, value)[0]
+    return plan(standard.STANDARD, spec, layout, target=Target("cpu")).run(query, key, value)[0]

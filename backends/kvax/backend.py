@@ -17,14 +17,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from backends import tuned
-from backends.contract import AttentionSpec, Carry, KernelBuild, Layout, Mode, Plan, Support, check_options
+from backends.contract import AttentionSpec, Carry, KernelBuild, Layout, Plan, check_options
 from backends.devices import Target
+from backends.features import DTYPES, Mode, Takes
 from backends.kvax import blocks as block_sizes
 from backends.kvax import layout as layouts
 from backends.kvax import probe
 from backends.kvax.blocks import Blocks
 from backends.kvax.mesh import OPTIONS as MESH_OPTIONS
 from backends.kvax.mesh import OneDevice, Sharding, sharding_of
+from backends.support import support
 
 if TYPE_CHECKING:
     from backends.kvax.upstream import Upstream
@@ -46,16 +48,37 @@ class Kvax:
     name: str = "kvax"
     exact: bool = True
 
-    def supports(self, spec: AttentionSpec, target: Target, mode: Mode = "native") -> Support:
-        """Causal or full attention with segments, lengths and positions; every reason why not.
+    def takes(self, target: Target, mode: Mode) -> Takes:
+        """Causal or full attention with segments, lengths and positions."""
+        linear = "whose memory is linear in the length"
+        return Takes(
+            features=frozenset({
+                "causal", "bidirectional", "segments", "positions", "lengths", "scale", "gradient", "grouped_queries",
+                "cross_length", "value_head_dim",
+            }),
+            dtypes=("bfloat16", "float16") if mode != "interpret" else DTYPES,
+            head_dims=HEAD_DIMS,
+            value_head_dims=VALUE_HEAD_DIMS,
+            because={
+                "dtype": "whose kernels multiply float32 as TF32 on GPUs, to 10 bits",
+                "chunk": "to which chunks may be given as segment ids",
+                "mask": linear,
+                "bias": linear,
+            },
+        )  # fmt: skip
+
+    def refuses(
+        self, spec: AttentionSpec, target: Target, mode: Mode, options: Mapping[str, Any] | None
+    ) -> tuple[str, ...]:
+        """Devices that are no NVIDIA GPU from Ampere on, and what is not installed.
 
         Whether the packages are here is asked where it matters: for the present device, and for what runs on the host
         (interpreting and compiling).
         """
-        reasons = (*_device_reasons(target, mode), *_shape_reasons(spec, mode), *_mask_reasons(spec))
+        reasons = tuple(_device_reasons(target, mode))
         if not reasons and (target.present or mode != "native"):
-            reasons = probe.missing(mode)
-        return Support(None, reasons) if reasons else Support(mode)
+            return probe.missing(mode)
+        return reasons
 
     def plan(
         self,
@@ -89,9 +112,9 @@ class Kvax:
         from backends.kvax import build  # noqa: PLC0415 (imports Triton)
 
         given = check_options(self.name, options, OPTIONS)
-        if support := self.supports(spec, target, "compile"):
-            return build.compile_kernels(spec, target, _blocks(spec, target, given))
-        raise ValueError(" ".join(support.reasons))
+        if reasons := support(self, spec, target, "compile").reasons:
+            raise ValueError(" ".join(reasons))
+        return build.compile_kernels(spec, target, _blocks(spec, target, given))
 
     def defaults(self, spec: AttentionSpec, target: Target) -> Mapping[str, int]:
         """The generation's block sizes, which ``attnsuite tune`` holds the candidates against."""
@@ -191,41 +214,6 @@ def _device_reasons(target: Target, mode: Mode) -> Iterator[str]:
             f"compute capability {'.'.join(map(str, target.compute_capability))} is too old for Kvax's kernels "
             f"(8.0 or newer); {_INSTEAD}."
         )
-
-
-def _shape_reasons(spec: AttentionSpec, mode: Mode) -> Iterator[str]:
-    if spec.dtype == "float32" and mode != "interpret":
-        yield (
-            "dtype=float32 is not supported by kvax on GPUs (bfloat16 or float16): its kernels multiply float32 as "
-            f"TF32, to 10 bits; cast the inputs, or {_INSTEAD}."
-        )
-    for name, value, accepted in (
-        ("head_dim", spec.head_dim, HEAD_DIMS),
-        ("value_head_dim", spec.value_head_dim, VALUE_HEAD_DIMS),
-    ):
-        if value not in accepted and (name == "head_dim" or value != spec.head_dim or value in HEAD_DIMS):
-            yield (
-                f"{name}={value} is not supported by kvax (needs one of {', '.join(map(str, accepted))}); {_INSTEAD}, "
-                "or pad the head dimension and give scale."
-            )
-
-
-def _mask_reasons(spec: AttentionSpec) -> Iterator[str]:
-    if spec.window is not None:
-        yield f"local_window_size={spec.window} is not supported by kvax (None only); {_INSTEAD}."
-    if spec.chunk_size is not None:
-        yield (
-            f"chunk_size={spec.chunk_size} is not supported by kvax (None only); {_INSTEAD}, or give the chunks as "
-            "segment ids."
-        )
-    if spec.logits_soft_cap is not None:
-        yield f"logits_soft_cap={spec.logits_soft_cap} is not supported by kvax (None only); {_INSTEAD}."
-    for name, has in (("mask", spec.has_mask), ("bias", spec.has_bias)):
-        if has:
-            yield (
-                f"an explicit {name} array is not supported by kvax, whose memory is linear in the length; describe it "
-                "by is_causal, segments, positions or lengths, or use backend='standard'."
-            )
 
 
 KVAX = Kvax()

@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from backends import AttentionSpec, Layout, Target
-from backends.contract import Carry, Mode, Plan, Support, may_attend
+from backends import AttentionSpec, Layout, Plan, Takes, Target, plan
+from backends.contract import Carry, may_attend
+from backends.features import Mode
 from backends.kascade import KASCADE, LayerRole, Places, Schedule, Selection, Settings, Tiling, manual, reference
 from backends.kascade.selection import candidates, choose, with_own
 from backends.standard import STANDARD
@@ -62,9 +63,15 @@ class Watched:
         """The row's."""
         return self.method
 
-    def supports(self, spec: AttentionSpec, target: Target, mode: Mode = "native") -> Support:
-        """What Kascade supports."""
-        return KASCADE.supports(spec, target, mode)
+    def takes(self, target: Target, mode: Mode) -> Takes:
+        """What Kascade takes."""
+        return KASCADE.takes(target, mode)
+
+    def refuses(
+        self, spec: AttentionSpec, target: Target, mode: Mode, options: Mapping[str, Any] | None
+    ) -> tuple[str, ...]:
+        """What Kascade refuses."""
+        return KASCADE.refuses(spec, target, mode, options)
 
     def plan(
         self,
@@ -125,7 +132,7 @@ def _kascade(
 ) -> Attend:
     """The real backend. A gate's control tampers with what its reuse layers are handed."""
     options = {name: value for name, value in _fields(settings).items() if value is not None}
-    plan = KASCADE.plan(spec, layout, target=target, options=options)
+    planned = plan(KASCADE, spec, layout, target=target, options=options)
     schedule = settings.schedule
     if schedule is None:
         raise ValueError(f"{method} needs a schedule.")
@@ -133,14 +140,14 @@ def _kascade(
     def attend(query: Array, key: Array, value: Array, layer: int, carry: Carry) -> tuple[Array, Carry, Array]:
         role = schedule.layers[layer]
         if role.role != "reuse":
-            out, carry = plan.run(query, key, value, layer=layer, carry=carry)
+            out, carry = planned.run(query, key, value, layer=layer, carry=carry)
             return out, carry, reference.attended(spec, layout, tiling, carry)
         handed = carry
         if method == "stale_indices":
             handed = Selection(jnp.roll(carry.selected, 1, 0), jnp.roll(carry.count, 1, 0))
         if method == "dropped_tiles":
             handed = _without_heaviest(tiling, carry, reference.pooled_mass(spec, layout, tiling, query, key))
-        out, _ = plan.run(query, key, value, layer=layer, carry=handed)
+        out, _ = planned.run(query, key, value, layer=layer, carry=handed)
         used = handed if settings.ablation == "no_remap" or not role.head_map else handed.remapped(role.head_map)
         return out, carry, reference.attended(spec, layout, tiling, used)
 
@@ -172,7 +179,7 @@ def _chosen(method: str, spec: AttentionSpec, layout: Layout, tiling: Tiling, ta
         spec, is_causal=False, has_segment_ids=False, has_positions=False, has_seq_lengths=False, has_mask=True
     )
     causal = _causal(spec, layout)
-    dense = STANDARD.plan(spec, layout, target=target)
+    dense = plan(STANDARD, spec, layout, target=target)
     places = Places.of(spec, layout, tiling)
     candidate = candidates(tiling, places.of_all(spec.batch))
 
@@ -186,7 +193,7 @@ def _chosen(method: str, spec: AttentionSpec, layout: Layout, tiling: Tiling, ta
             spread = jnp.broadcast_to(candidate[:, None], score.shape)
             selection = Selection(*choose(tiling, score, spread))
             mask = reference.attended(spec, layout, tiling, selection)
-        out = STANDARD.plan(bare, Layout(mask=mask), target=target).run(query, key, value)[0]
+        out = plan(STANDARD, bare, Layout(mask=mask), target=target).run(query, key, value)[0]
         return out, carry, mask
 
     return attend

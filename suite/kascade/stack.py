@@ -16,8 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from backends import Layout, Target, plan_sharded, registry, resolve
-from backends.contract import Plan
+from backends import Layout, Plan, Target, plan, plan_sharded, registry, resolve
 from backends.kascade import Selection, Settings, kept_fraction
 from suite.accuracy import as_model_error
 from suite.cases import StackCase, settings_of, stack_spec
@@ -96,16 +95,16 @@ def judge(case: StackCase, method: str, devices: int) -> dict[str, TensorError]:
 
 def _stack(case: StackCase, method: str, mesh: Mesh | None, dense: str) -> Callable[..., Any]:
     def run(query: Any, keys: Any, values: Any, *handed: Any) -> Any:
-        plan = _dense(case, mesh, dense) if method == "dense" else _kascade(case, method, mesh)
+        planned = _dense(case, mesh, dense) if method == "dense" else _kascade(case, method, mesh)
         keys, values = _as_in_the_contract(case, keys, values)
         if method == "anchor_layer":
-            return query + plan.run(query, keys[0], values[0], layer=1)[0]
+            return query + planned.run(query, keys[0], values[0], layer=1)[0]
         if method == "reuse_layer":
-            return query + plan.run(query, keys[0], values[0], layer=2, carry=handed[0])[0]
+            return query + planned.run(query, keys[0], values[0], layer=2, carry=handed[0])[0]
         x, carry = query, ()
         for layer in range(case.layers):
             at = layer % len(keys)
-            out, carry = plan.run(x, keys[at], values[at], layer=layer, carry=carry)
+            out, carry = planned.run(x, keys[at], values[at], layer=layer, carry=carry)
             x = query + out
         return x
 
@@ -115,7 +114,7 @@ def _stack(case: StackCase, method: str, mesh: Mesh | None, dense: str) -> Calla
 def _dense(case: StackCase, mesh: Mesh | None, dense: str) -> Plan:
     backend, spec, layout, target = registry.get(dense), stack_spec(case), _layout(case), Target.here()
     if mesh is None:
-        return backend.plan(spec, layout, target=target)
+        return plan(backend, spec, layout, target=target)
     return plan_sharded(backend, spec, layout, mesh, target=target)
 
 
@@ -123,7 +122,7 @@ def _kascade(case: StackCase, method: str, mesh: Mesh | None = None) -> Plan:
     chosen = dataclasses.replace(settings(case, method), mesh=mesh)
     options = {field.name: value for field in dataclasses.fields(chosen)
                if (value := getattr(chosen, field.name)) is not None}  # fmt: skip
-    return registry.get("kascade").plan(stack_spec(case), _layout(case), target=Target.here(), options=options)
+    return plan(registry.get("kascade"), stack_spec(case), _layout(case), target=Target.here(), options=options)
 
 
 def _selection(case: StackCase, mesh: Mesh | None, arrays: tuple[Any, ...]) -> tuple[Selection]:

@@ -12,7 +12,6 @@ import pytest
 from conformance import Conformance, check_accuracy, compiled
 
 from backends import AttentionSpec, Layout, Target, registry
-from backends.contract import Plan
 
 CHUNKED = registry.get("chunked")
 
@@ -35,18 +34,7 @@ class TestChunked(Conformance):
 @pytest.mark.parametrize("case", ["combination", "length-129"])
 def test_block_sizes_do_not_change_what_is_computed(case, options):
     problem = problems.problem(case, None)
-    with_options = _WithOptions(options)
-    check_accuracy(compiled(with_options, problem, Target.here(), "native")(*problem.inputs), problem)
-
-
-class _WithOptions:
-    """Chunked, planned with options; hashable by identity."""
-
-    def __init__(self, options):
-        self.options = options
-
-    def plan(self, spec, layout, *, target, mode="native") -> Plan:
-        return CHUNKED.plan(spec, layout, target=target, mode=mode, options=self.options)
+    check_accuracy(compiled(CHUNKED, problem, Target.here(), "native", options)(*problem.inputs), problem)
 
 
 @pytest.mark.parametrize(

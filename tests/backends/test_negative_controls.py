@@ -14,7 +14,7 @@ import problems
 import pytest
 from problems import QUANTITIES, Problem
 
-from backends import AttentionSpec, Layout, Support
+from backends import AttentionSpec, Layout, Plan, Support
 from backends.contract import may_attend
 from backends.standard import STANDARD
 
@@ -259,6 +259,9 @@ class Refusing:
 
     def supports(self, *_: Any) -> Support:
         return self.support
+
+    def plan(self, *_: Any, **__: Any) -> Plan:
+        raise NotImplementedError
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backends import AttentionSpec, Layout, oracle
+from backends import AttentionSpec, Layout, Terms, oracle
 
 SPEC = AttentionSpec(batch=2, query_length=5, key_value_length=7, num_heads=4, num_kv_heads=2, head_dim=3)
 EVERYTHING = dataclasses.replace(
@@ -43,7 +44,7 @@ PROBLEMS = {
 
 
 def layout_for(spec: AttentionSpec, rng: np.random.Generator) -> Layout:
-    B, T, S, N = spec.batch, spec.query_length, spec.key_value_length, spec.num_heads
+    B, T, S = spec.batch, spec.query_length, spec.key_value_length
     made = {}
     if spec.has_segment_ids:
         made["query_segment_ids"] = rng.integers(-1, 2, (B, T))
@@ -55,9 +56,12 @@ def layout_for(spec: AttentionSpec, rng: np.random.Generator) -> Layout:
         made["key_value_seq_lengths"] = np.array([S - 2, 0])
     if spec.has_mask:
         made["mask"] = rng.random((B, 1, T, S)) < 0.7
-    if spec.has_bias:
-        made["bias"] = rng.standard_normal((1, N, T, S))
     return Layout(**made)
+
+
+def terms_for(spec: AttentionSpec) -> Terms:
+    T, S, N = spec.query_length, spec.key_value_length, spec.num_heads
+    return Terms(bias=np.random.default_rng(1).standard_normal((1, N, T, S)) if spec.has_bias else None)
 
 
 def inputs_for(spec: AttentionSpec, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
@@ -66,9 +70,11 @@ def inputs_for(spec: AttentionSpec, rng: np.random.Generator) -> tuple[np.ndarra
     return tuple(rng.standard_normal(shape) for shape in (*shapes, (B, T, N, spec.value_head_dim)))
 
 
-def literal(spec: AttentionSpec, layout: Layout, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-    """The contract, one query and one key at a time."""
-    out = np.zeros((*q.shape[:3], v.shape[3]))
+def literal(
+    spec: AttentionSpec, layout: Layout, terms: Terms, q: np.ndarray, k: np.ndarray, v: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """The contract, one query and one key at a time: output and log-sum-exp."""
+    out, lse = np.zeros((*q.shape[:3], v.shape[3])), np.full(q.shape[:3], -np.inf)
     for b, t, n in np.ndindex(*q.shape[:3]):
         head, weights = n // spec.group_size, {}
         for s in range(k.shape[1]):
@@ -76,10 +82,12 @@ def literal(spec: AttentionSpec, layout: Layout, q: np.ndarray, k: np.ndarray, v
                 score = spec.softmax_scale * float(q[b, t, n] @ k[b, s, head])
                 if spec.logits_soft_cap is not None:
                     score = spec.logits_soft_cap * np.tanh(score / spec.logits_soft_cap)
-                weights[s] = np.exp(score if layout.bias is None else score + layout.bias[0, n, t, s])
+                weights[s] = np.exp(score if terms.bias is None else score + terms.bias[0, n, t, s])
         for s, weight in weights.items():
             out[b, t, n] += weight / sum(weights.values()) * v[b, s, head]
-    return out
+        if weights:
+            lse[b, t, n] = np.log(sum(weights.values()))
+    return out, lse
 
 
 def sees(spec: AttentionSpec, layout: Layout, b: int, t: int, s: int) -> bool:
@@ -99,35 +107,67 @@ def sees(spec: AttentionSpec, layout: Layout, b: int, t: int, s: int) -> bool:
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_forward_is_the_literal_loop(name: str) -> None:
+def test_forward_and_log_sum_exp_are_those_of_the_literal_loop(name: str) -> None:
     spec, rng = PROBLEMS[name], np.random.default_rng(0)
-    layout, (q, k, v, _) = layout_for(spec, rng), inputs_for(spec, rng)
-    np.testing.assert_allclose(oracle.forward(spec, layout, q, k, v), literal(spec, layout, q, k, v), atol=1e-14)
+    layout, terms, (q, k, v, _) = layout_for(spec, rng), terms_for(spec), inputs_for(spec, rng)
+    out, lse = literal(spec, layout, terms, q, k, v)
+    np.testing.assert_allclose(oracle.forward(spec, layout, q, k, v, terms), out, atol=1e-14)
+    np.testing.assert_allclose(oracle.log_sum_exp(spec, layout, q, k, terms), lse, atol=1e-14)
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_gradients_are_finite_differences_of_the_forward(name: str) -> None:
+@pytest.mark.parametrize("with_log_sum_exp", [False, True])
+def test_gradients_are_finite_differences_of_the_forward(name: str, with_log_sum_exp: bool) -> None:
     spec, rng, step = PROBLEMS[name], np.random.default_rng(0), 1e-6
-    layout, (*inputs, cotangent) = layout_for(spec, rng), inputs_for(spec, rng)
-    for which, gradient in enumerate(oracle.gradients(spec, layout, *inputs, cotangent)):
+    layout, terms, (q, k, v, cotangent) = layout_for(spec, rng), terms_for(spec), inputs_for(spec, rng)
+    d_lse = rng.standard_normal(q.shape[:3]) if with_log_sum_exp else np.zeros(q.shape[:3])
+
+    def weighted(inputs: dict[str, np.ndarray]) -> float:
+        bias = Terms(bias=inputs.get("dbias"))
+        lse = oracle.log_sum_exp(spec, layout, inputs["dq"], inputs["dk"], bias)
+        out = oracle.forward(spec, layout, inputs["dq"], inputs["dk"], inputs["dv"], bias)
+        return float((out * cotangent).sum() + (np.where(np.isneginf(lse), 0.0, lse) * d_lse).sum())
+
+    found = oracle.gradients(spec, layout, q, k, v, cotangent, d_log_sum_exp=d_lse, terms=terms)
+    inputs = {"dq": q, "dk": k, "dv": v} | ({} if terms.bias is None else {"dbias": terms.bias})
+    assert set(found) == set(inputs)
+    for which, gradient in found.items():
         numeric = np.zeros_like(gradient)
         for index in np.ndindex(*gradient.shape):
-            moved = [np.array(x) for x in inputs]
+            moved = {name: np.array(x) for name, x in inputs.items()}
             moved[which][index] += step
-            above = (oracle.forward(spec, layout, *moved) * cotangent).sum()
+            above = weighted(moved)
             moved[which][index] -= 2 * step
-            below = (oracle.forward(spec, layout, *moved) * cotangent).sum()
-            numeric[index] = (above - below) / (2 * step)
-        np.testing.assert_allclose(gradient, numeric, atol=1e-8)
+            numeric[index] = (above - weighted(moved)) / (2 * step)
+        np.testing.assert_allclose(gradient, numeric, atol=1e-7, err_msg=which)
+
+
+@pytest.mark.parametrize("axes", [(0,), (1,), (2,), (3,), (0, 2), (1, 2, 3), (0, 1, 2, 3)], ids=str)
+def test_gradient_of_a_bias_is_summed_over_the_axes_that_it_broadcasts(axes: tuple[int, ...]) -> None:
+    spec, rng = dataclasses.replace(SPEC, has_bias=True), np.random.default_rng(0)
+    shape = (spec.batch, spec.num_heads, spec.query_length, spec.key_value_length)
+    narrow = rng.standard_normal([1 if axis in axes else size for axis, size in enumerate(shape)])
+    layout, inputs = Layout(), inputs_for(spec, rng)
+    narrow_gradient = oracle.gradients(spec, layout, *inputs, terms=Terms(bias=narrow))["dbias"]
+    full = oracle.gradients(spec, layout, *inputs, terms=Terms(bias=np.broadcast_to(narrow, shape)))["dbias"]
+    assert narrow_gradient.shape == narrow.shape
+    np.testing.assert_allclose(narrow_gradient, full.sum(axes, keepdims=True), atol=1e-13)
+    assert np.abs(full).max() > 1e-3
 
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_blocks_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     spec, rng = EVERYTHING, np.random.default_rng(0)
     layout, inputs = layout_for(spec, rng), inputs_for(spec, rng)
-    whole = oracle.gradients(spec, layout, *inputs)
+    terms, d_lse = terms_for(spec), rng.standard_normal(inputs[0].shape[:3])
+
+    def everything() -> dict[str, np.ndarray]:
+        lse = oracle.log_sum_exp(spec, layout, *inputs[:2], terms)
+        return oracle.gradients(spec, layout, *inputs, d_log_sum_exp=d_lse, terms=terms) | {"lse": lse}
+
+    whole = everything()
     monkeypatch.setattr(oracle, "_BLOCK_ELEMENTS", rows * spec.group_size * spec.key_value_length)
-    for one, other in zip(whole, oracle.gradients(spec, layout, *inputs), strict=True):
+    for one, other in zip(whole.values(), everything().values(), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-14)
 
 
@@ -151,7 +191,7 @@ def test_half_precision_input_is_widened_before_anything_else() -> None:
 def test_huge_logits_give_no_nan() -> None:
     q, k, v, cotangent = (x * 1e150 for x in inputs_for(SPEC, np.random.default_rng(0)))
     assert np.isfinite(oracle.forward(SPEC, Layout(), q, k, v)).all()
-    assert np.isfinite(oracle.gradients(SPEC, Layout(), q * 1e-140, k * 1e-140, v, cotangent)[2]).all()
+    assert np.isfinite(oracle.gradients(SPEC, Layout(), q * 1e-140, k * 1e-140, v, cotangent)["dv"]).all()
 
 
 def verdict(actual: np.ndarray, *, standard: object = None, zero: np.ndarray | None = None) -> oracle.Verdict:
@@ -229,22 +269,26 @@ def test_zero_everywhere_is_judged_absolutely() -> None:
 @given(st.integers(0, 2**32 - 1), st.sampled_from(sorted(PROBLEMS)))
 def test_forward_and_gradients_are_those_of_autodiff_in_float64(seed: int, name: str) -> None:
     spec, rng = PROBLEMS[name], np.random.default_rng(seed)
-    layout, (q, k, v, cotangent) = layout_for(spec, rng), inputs_for(spec, rng)
+    layout, terms, (q, k, v, cotangent) = layout_for(spec, rng), terms_for(spec), inputs_for(spec, rng)
     with jax.enable_x64(new_val=True):
-        out, pullback = jax.vjp(lambda *x: _attention64(spec, layout, *x), *(jnp.asarray(x) for x in (q, k, v)))
+        given = (q, k, v) if terms.bias is None else (q, k, v, terms.bias)
+        out, pullback = jax.vjp(functools.partial(_attention64, spec, layout), *(jnp.asarray(x) for x in given))
         gradients = pullback(jnp.asarray(cotangent))
-    np.testing.assert_allclose(oracle.forward(spec, layout, q, k, v), out, atol=1e-12)
-    for mine, autodiff in zip(oracle.gradients(spec, layout, q, k, v, cotangent), gradients, strict=True):
+    np.testing.assert_allclose(oracle.forward(spec, layout, q, k, v, terms), out, atol=1e-12)
+    found = oracle.gradients(spec, layout, q, k, v, cotangent, terms=terms)
+    for mine, autodiff in zip(found.values(), gradients, strict=True):
         np.testing.assert_allclose(mine, autodiff, atol=1e-11)
 
 
-def _attention64(spec: AttentionSpec, layout: Layout, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+def _attention64(
+    spec: AttentionSpec, layout: Layout, q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array | None = None
+) -> jax.Array:
     k, v = (jnp.repeat(x, spec.group_size, axis=2) for x in (k, v))
     logits = jnp.einsum("btnh,bsnh->bnts", q, k) * spec.softmax_scale
     if spec.logits_soft_cap is not None:
         logits = spec.logits_soft_cap * jnp.tanh(logits / spec.logits_soft_cap)
-    if layout.bias is not None:
-        logits = logits + jnp.asarray(layout.bias)
+    if bias is not None:
+        logits = logits + bias
     B, T, S = spec.batch, spec.query_length, spec.key_value_length
     seen = np.array([[[[sees(spec, layout, b, t, s) for s in range(S)] for t in range(T)]] for b in range(B)])
     weights = jnp.where(seen, jnp.exp(jnp.where(seen, logits, 0.0)), 0.0)

@@ -7,7 +7,7 @@ import jax
 import problems
 import pytest
 
-from backends import AttentionSpec, Target, make_spec, oracle, pallas_flash
+from backends import AttentionSpec, Target, make_spec, oracle, pallas_flash, support
 from backends.pallas_flash import PALLAS_FLASH
 
 H100 = Target("cuda", "h100")
@@ -50,7 +50,7 @@ def run(spec, problem):
 @pytest.mark.parametrize(("case", "dtype"), [*((case, "bfloat16") for case in TAKEN), ("causal", "float16")])
 def test_output_passes_the_judge(case, dtype):
     problem, spec = problem_in(case, dtype)
-    assert PALLAS_FLASH.supports(spec, Target.here(), "interpret")
+    assert support(PALLAS_FLASH, spec, Target.here(), "interpret")
     out = jax.jit(run(spec, problem))(*problem.inputs[:3])
     verdict = oracle.judge(out, problem.expected["output"], problem.standard["output"], dtype)
     assert verdict.passed, verdict
@@ -58,10 +58,10 @@ def test_output_passes_the_judge(case, dtype):
 
 @pytest.mark.parametrize("case", sorted(set(problems.CASES) - set(TAKEN) - LIKE_THESE))
 def test_every_other_problem_is_refused(case):
-    layout, inputs = problems.arrays(problems.CASES[case], case, "bfloat16")
-    spec = make_spec(*inputs[:3], layout, needs_grad=False, **problems.CASES[case].options)
-    support = PALLAS_FLASH.supports(spec, H100)
-    assert not support, f"{case} is taken and nowhere judged"
+    layout, terms, inputs = problems.arrays(problems.CASES[case], case, "bfloat16")
+    spec = make_spec(*inputs[:3], layout, terms, needs_grad=False, **problems.CASES[case].options)
+    found = support(PALLAS_FLASH, spec, H100)
+    assert not found, f"{case} is taken and nowhere judged"
 
 
 def test_why_gradients_are_refused():
@@ -122,12 +122,12 @@ SPEC = AttentionSpec(
     ],
 )
 def test_refuses_with_the_offending_value(changes, target, mode, word):
-    support = PALLAS_FLASH.supports(dataclasses.replace(SPEC, **changes), target, mode)
-    assert len(support.reasons) == 1
-    assert word in support.reasons[0]
-    assert support.reasons[0].endswith(".")
+    found = support(PALLAS_FLASH, dataclasses.replace(SPEC, **changes), target, mode)
+    assert len(found.reasons) == 1
+    assert word in found.reasons[0]
+    assert found.reasons[0].endswith(".")
 
 
 def test_jax_without_the_module_is_a_reason(monkeypatch):
     monkeypatch.setattr(util, "find_spec", lambda _: None)
-    assert "no longer has" in PALLAS_FLASH.supports(SPEC, H100).reasons[0]
+    assert "no longer has" in support(PALLAS_FLASH, SPEC, H100).reasons[0]

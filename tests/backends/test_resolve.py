@@ -17,6 +17,7 @@ from backends import (
     attention,
     registry,
     resolve,
+    support,
 )
 from backends.devices import KNOWN_KINDS
 from backends.resolve import PRIORITY
@@ -64,7 +65,7 @@ def test_fallback_warns_exactly_once_with_every_reason() -> None:
         resolution = resolve("cudnn", spec, CPU)
     assert len(caught) == 1
     message = str(caught[0].message)
-    reasons = registry.get("cudnn").supports(spec, CPU).reasons
+    reasons = support(registry.get("cudnn"), spec, CPU).reasons
     assert len(reasons) == 4
     for reason in reasons:
         assert reason in message
@@ -127,7 +128,7 @@ def test_interpreter_is_never_the_fallback() -> None:
     with pytest.warns(BackendFallbackWarning):
         resolution = resolve("standard", SPEC, CPU, mode="interpret")
     assert resolution.mode == "fallback"
-    assert resolution.backend.supports(SPEC, CPU).mode == "native"
+    assert support(resolution.backend, SPEC, CPU)
 
 
 @pytest.mark.parametrize("name", [name for name in ("standard", "chunked", "cudnn") if name in registry.names()])

@@ -96,8 +96,8 @@ class Tampered:
     needles: tuple[tuple[int, ...], ...] = ()
     exact: bool = False
 
-    def supports(self, spec, target, mode="native"):
-        return KASCADE.supports(spec, target, mode)
+    def takes(self, target, mode):
+        return KASCADE.takes(target, mode)
 
     def plan(self, spec, layout, *, target, mode="native", options=None):
         inner = KASCADE.plan(spec, layout, target=target, mode=mode, options=options)

@@ -87,7 +87,7 @@ def test_resolutions_say_what_would_run_per_attention_type():
     found = model.resolutions(2, 1, capacity=64, needs_grad=False, backend="standard")
     assert list(found) == ["global", "sliding"]
     spec = found["sliding"].spec
-    assert (spec.phase, spec.key_value_length, spec.window, spec.needs_grad) == ("decode", 64, (3, 0), False)
+    assert (spec.query_length, spec.key_value_length, spec.window, spec.needs_grad) == (1, 64, (3, 0), False)
     assert found["global"].backend.name == "standard"
 
 

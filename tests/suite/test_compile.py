@@ -14,7 +14,7 @@ import pytest
 from hypothesis import strategies as st
 
 import reports
-from backends import Target, registry
+from backends import Target, registry, support
 from backends.contract import KernelBuild, Support
 from backends.devices import KNOWN_KINDS
 from suite import compile_cell, compile_run, topologies
@@ -212,7 +212,7 @@ def test_what_a_backend_refuses_is_refused_for_the_target_before_it_is_compiled(
     found = compile_cell.compile_cell(OP, "splash", H100)
     assert (found["status"], found["reasons"]) == (
         "unsupported",
-        list(registry.get("splash").supports(spec_of(OP), H100, "compile").reasons),
+        list(support(registry.get("splash"), spec_of(OP), H100, "compile").reasons),
     )
 
 

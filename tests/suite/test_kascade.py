@@ -32,7 +32,7 @@ BY_TILES = [name for name in SELECTING if name not in ("kascade_token", "dropped
 def one_pass(method, top_k, **changes):
     """Two layers behind a dense one on random queries and keys, with what they kept."""
     spec = AttentionSpec(batch=2, query_length=112, key_value_length=112, num_heads=4, num_kv_heads=2, head_dim=16,
-                         is_causal=True)  # fmt: skip
+                         is_causal=True, needs_grad=False)  # fmt: skip
     case = dataclasses.replace(GATE, top_k=top_k, name="", **changes)
     rng = np.random.default_rng(0)
     draw = lambda heads: jnp.asarray(rng.standard_normal((3, 2, 112, heads, 16)), jnp.float32)  # noqa: E731

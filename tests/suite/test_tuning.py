@@ -27,8 +27,8 @@ class Candidates:
     def __init__(self, *candidates, spoil=None):
         self._candidates, self._spoil = candidates, spoil
 
-    def supports(self, spec, target, mode="native"):
-        return CHUNKED.supports(spec, target, mode)
+    def takes(self, target, mode):
+        return CHUNKED.takes(target, mode)
 
     def plan(self, spec, layout, *, target, mode="native", options=None):
         plan = CHUNKED.plan(spec, layout, target=target, mode=mode, options=options)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh
 from sparse_problems import PROBLEMS, cached, inner_jaxprs, packed, settings, sparse
 
-from backends import AttentionSpec, Layout, Target, attention, make_spec, names, resolve
+from backends import AttentionSpec, Layout, Target, attention, make_spec, names, resolve, support
 from backends.kascade import (
     KASCADE,
     OPTIONS,
@@ -40,9 +40,10 @@ EVERYTHING = {
 TAKEN = tuple(
     case
     for case, made in problems.CASES.items()
-    if KASCADE.supports(
+    if support(
+        KASCADE,
         make_spec(
-            *problems.arrays(made, case)[1][:3], problems.arrays(made, case)[0], needs_grad=False, **made.options
+            *problems.arrays(made, case)[2][:3], *problems.arrays(made, case)[:2], needs_grad=False, **made.options
         ),
         Target("cpu"),
     )
@@ -96,11 +97,11 @@ def test_with_a_unit_left_out_it_is_not_dense():
 @pytest.mark.parametrize("case", problems.CASES)
 def test_takes_causal_attention_over_slots_and_refuses_the_rest(case):
     made = problems.CASES[case]
-    layout, inputs = problems.arrays(made, case)
-    spec = make_spec(*inputs[:3], layout, needs_grad=False, **made.options)
+    layout, terms, inputs = problems.arrays(made, case)
+    spec = make_spec(*inputs[:3], layout, terms, needs_grad=False, **made.options)
     by_slot = not spec.has_positions or spec.query_length == 1 or spec.has_seq_lengths
     plain = spec.is_causal and spec.window is None and spec.chunk_size is None
-    taken = plain and by_slot and not spec.has_mask and not spec.has_bias
+    taken = plain and by_slot and not spec.has_mask and not spec.has_bias and not spec.return_log_sum_exp
     check_support(KASCADE, spec, Target("cpu"), "native", refused=not taken)
     check_support(KASCADE, dataclasses.replace(spec, needs_grad=True), Target("cpu"), "native", refused=True)
 
@@ -270,9 +271,9 @@ def test_is_registered_approximate_and_never_chosen():
     ],
 )
 def test_refuses_with_the_offending_value(changes, word):
-    support = KASCADE.supports(dataclasses.replace(sparse().spec, **changes), Target("cpu"))
-    assert len(support.reasons) == 1
-    assert word in support.reasons[0]
+    found = support(KASCADE, dataclasses.replace(sparse().spec, **changes), Target("cpu"))
+    assert len(found.reasons) == 1
+    assert word in found.reasons[0]
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ import numpy as np
 import problems
 import pytest
 from conformance import Conformance, check_accuracy, compiled, layouts
-from problems import CASES, QUANTITIES
+from problems import CASES
 
-from backends import AttentionSpec, Layout, Target, oracle
+from backends import AttentionSpec, Layout, Target
 from backends.kvax import KVAX
 
 # Kvax's dq kernel multiplies the query by the scale and rounds the product to half precision before it recomputes the
@@ -93,28 +93,17 @@ def passed(problem):
     """Which quantities pass the judge."""
     results = compiled(KVAX, problem, Target.here(), "interpret")(*problem.inputs)
     return {
-        name: oracle.judge(
-            results[name],
-            problem.expected[name],
-            problem.standard[name],
-            problem.spec.dtype,
-            problems.kind_of(name),
-        ).passed
-        for name in QUANTITIES
+        name: problems.judge(name, results[name], expected, problem.standard[name], problem.spec).passed
+        for name, expected in problem.expected.items()
     }
 
 
-class _SmallBlocks:
-    """Kvax in blocks so small that a short sequence has many."""
-
-    def plan(self, spec, layout, *, target, mode):
-        sizes = {
-            "query_block_size": 32,
-            "kv_block_size": 64,
-            "backward_query_block_size": 64,
-            "backward_kv_block_size": 32,
-        }
-        return KVAX.plan(spec, layout, target=target, mode=mode, options=sizes)
+SMALL_BLOCKS = {
+    "query_block_size": 32,
+    "kv_block_size": 64,
+    "backward_query_block_size": 64,
+    "backward_kv_block_size": 32,
+}  # so small that a short sequence has many
 
 
 @pytest.mark.kvax
@@ -136,11 +125,11 @@ def test_any_segments_positions_and_lengths(is_causal):
     shapes = ((2, 70, 2, 16), (2, 150, 1, 16), (2, 150, 1, 16), (2, 70, 2, 16))
     rng = np.random.default_rng(0)
     inputs = tuple(jnp.asarray(rng.standard_normal(shape).astype(np.float32)) for shape in shapes)
-    run = problems.traced(_SmallBlocks(), spec, Target.here(), "interpret")
+    run = problems.traced(KVAX, spec, Target.here(), "interpret", tuple(SMALL_BLOCKS.items()))
 
     @hypothesis.settings(max_examples=6)
     @hypothesis.given(layouts(spec))
     def holds(layout):
-        check_accuracy(run(layout, *inputs), problems.solve(spec, layout, inputs))
+        check_accuracy(run(layout, Terms(), *inputs), problems.solve(spec, layout, inputs))
 
     holds()

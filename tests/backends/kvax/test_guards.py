@@ -52,11 +52,7 @@ def problem(*, ids=None, key_ids=None, positions=None, length=384, dtype="float3
 
 
 def run(case, **options):
-    class WithOptions:
-        def plan(self, spec, layout, *, target, mode):
-            return KVAX.plan(spec, layout, target=target, mode=mode, options=options)
-
-    return compiled(WithOptions(), case, Target.here(), "interpret")
+    return compiled(KVAX, case, Target.here(), "interpret", options)
 
 
 def check(case, **options):

@@ -60,13 +60,10 @@ from backends.kvax import KVAX
 
 mesh = jax.sharding.Mesh(np.array(jax.devices()[:{count}]).reshape({shape}), {axes})
 
-class OnMesh:
-    def plan(self, spec, layout, *, target, mode):
-        return KVAX.plan(spec, layout, target=target, mode=mode, options={{"mesh": mesh, **{options}}})
-
+options = {{"mesh": mesh, **{options}}}
 for case in {CASES[name]}:
     problem = problems.problem(case)
-    results = conformance.compiled(OnMesh(), problem, Target.here(), "interpret")(*problem.inputs)
+    results = conformance.compiled(KVAX, problem, Target.here(), "interpret", options)(*problem.inputs)
     conformance.check_accuracy(results, problem)
     assert len(results["output"].sharding.device_set) == {count}
     print(case)
@@ -85,12 +82,9 @@ interpreted = dataclasses.replace(interpret.interpreted(), unpermute_tokens=lamb
 interpret.interpreted = lambda: interpreted
 mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
 
-class OnMesh:
-    def plan(self, spec, layout, *, target, mode):
-        return KVAX.plan(spec, layout, target=target, mode=mode, options={"mesh": mesh, "context_axis": "x"})
-
 problem = problems.problem("length-1000")
-results = conformance.compiled(OnMesh(), problem, Target.here(), "interpret")(*problem.inputs)
+options = {"mesh": mesh, "context_axis": "x"}
+results = conformance.compiled(KVAX, problem, Target.here(), "interpret", options)(*problem.inputs)
 try:
     conformance.check_accuracy(results, problem)
 except AssertionError as error:
@@ -123,7 +117,7 @@ def test_inside_a_callers_own_shard_map():
     code = """
 import jax, numpy as np, jax.numpy as jnp, problems, conformance, dataclasses
 from jax.sharding import PartitionSpec as P
-from backends import Layout, Target
+from backends import Target, plan
 from backends.kvax import KVAX
 
 mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
@@ -131,7 +125,7 @@ problem = problems.problem("gqa-4")
 half = dataclasses.replace(problem.spec, num_heads=4, num_kv_heads=1)
 
 def attend(query, key, value):
-    return KVAX.plan(half, Layout(), target=Target("cpu"), mode="interpret").run(query, key, value)[0]
+    return plan(KVAX, half, target=Target("cpu"), mode="interpret").run(query, key, value)[0]
 
 heads = P(None, None, "x")
 dealt = jax.shard_map(attend, mesh=mesh, in_specs=(heads, heads, heads), out_specs=heads, check_vma=False)

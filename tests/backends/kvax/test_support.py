@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from backends import AttentionSpec, BackendFallbackWarning, Layout, Target, registry, resolve
+from backends import AttentionSpec, BackendFallbackWarning, Layout, Target, registry, resolve, support
 from backends.kvax import KVAX, backend, blocks, probe
 
 A100, H100, B200 = (Target("cuda", kind) for kind in ("a100", "h100", "b200"))
@@ -49,10 +49,10 @@ def spec(**changes):
     ],
 )
 def test_refuses_with_the_offending_value(changes, target, word):
-    support = KVAX.supports(spec(**changes), target)
-    assert len(support.reasons) == 1
-    assert word in support.reasons[0]
-    assert "use " in support.reasons[0] or "give it" in support.reasons[0]
+    found = support(KVAX, spec(**changes), target)
+    assert len(found.reasons) == 1
+    assert word in found.reasons[0]
+    assert "use " in found.reasons[0] or "give it" in found.reasons[0]
 
 
 @pytest.mark.parametrize("target", [A100, H100, B200])
@@ -65,29 +65,29 @@ def test_refuses_with_the_offending_value(changes, target, word):
         {"head_dim": 256},
         {"head_dim": 192, "value_head_dim": 128},
         {"num_heads": 7, "num_kv_heads": 1},
-        {"query_length": 1, "phase": "decode", "has_positions": True},
+        {"query_length": 1, "has_positions": True},
         {"query_length": 1000, "key_value_length": 333},
         {"has_segment_ids": True, "has_positions": True, "has_seq_lengths": True},
     ],
 )
 def test_takes_what_its_kernels_have_on_a_gpu_that_is_not_here(changes, target):
-    assert KVAX.supports(spec(**changes), target).mode == "native"
+    assert support(KVAX, spec(**changes), target)
 
 
 def test_gives_every_reason_at_once():
-    reasons = KVAX.supports(spec(dtype="float32", chunk_size=4, head_dim=12), Target("cpu")).reasons
+    reasons = support(KVAX, spec(dtype="float32", chunk_size=4, head_dim=12), Target("cpu")).reasons
     assert len(reasons) == 4
 
 
 def test_interprets_on_a_cpu_only():
-    assert "JAX_PLATFORMS=cpu" in KVAX.supports(spec(), H100, "interpret").reasons[0]
+    assert "JAX_PLATFORMS=cpu" in support(KVAX, spec(), H100, "interpret").reasons[0]
 
 
 @pytest.mark.parametrize("mode", ["interpret", "compile"])
 def test_missing_packages_are_the_reason(monkeypatch, mode):
     monkeypatch.setattr(probe, "missing", lambda mode: (f"nothing here to {mode} with.",))
     target = Target("cpu") if mode == "interpret" else H100
-    assert KVAX.supports(spec(), target, mode).reasons == (f"nothing here to {mode} with.",)
+    assert support(KVAX, spec(), target, mode).reasons == (f"nothing here to {mode} with.",)
     with pytest.raises(
         ImportError, match="nothing here to native" if mode == "compile" else "nothing here to interpret"
     ):
@@ -96,8 +96,8 @@ def test_missing_packages_are_the_reason(monkeypatch, mode):
 
 def test_packages_matter_natively_only_where_the_device_is(monkeypatch):
     monkeypatch.setattr(probe, "missing", lambda _: ("no kvax.",))
-    assert KVAX.supports(spec(), H100)
-    assert KVAX.supports(spec(), dataclasses.replace(H100, present=True)).reasons == ("no kvax.",)
+    assert support(KVAX, spec(), H100)
+    assert support(KVAX, spec(), dataclasses.replace(H100, present=True)).reasons == ("no kvax.",)
 
 
 def test_is_asked_for_packed_documents_before_chunked_on_a_gpu():
@@ -107,15 +107,15 @@ def test_is_asked_for_packed_documents_before_chunked_on_a_gpu():
 
 
 ASKED = """
-from backends import AttentionSpec, Target, registry
+from backends import AttentionSpec, Target, registry, support
 spec = AttentionSpec(batch=1, query_length=8, key_value_length=8, num_heads=1, num_kv_heads=1, head_dim=16,
                      dtype="bfloat16")
-support = registry.get("kvax").supports(spec, Target("{0}", {1}), "{2}")
+found = support(registry.get("kvax"), spec, Target("{0}", {1}), "{2}")
 """
 
 
 def test_asking_about_a_gpu_that_is_not_here_imports_nothing_and_touches_no_device(loaded_by):
-    initialised, packages = loaded_by(ASKED.format("cuda", "'h100'", "native") + "assert support")
+    initialised, packages = loaded_by(ASKED.format("cuda", "'h100'", "native") + "assert found")
     assert initialised is False
     assert not packages & {"kvax", "triton", "jax_triton"}
     assert "backends" in packages
@@ -123,7 +123,7 @@ def test_asking_about_a_gpu_that_is_not_here_imports_nothing_and_touches_no_devi
 
 @pytest.mark.kvax
 def test_asking_whether_it_can_be_interpreted_imports_its_packages_and_touches_no_device(loaded_by):
-    initialised, packages = loaded_by(ASKED.format("cpu", "None", "interpret") + "assert support")
+    initialised, packages = loaded_by(ASKED.format("cpu", "None", "interpret") + "assert found")
     assert initialised is False
     assert "triton" in packages  # only what imports can be trusted
     assert "kvax" not in packages  # a private copy

@@ -1,0 +1,210 @@
+"""What an attention problem can ask for, what a backend says it takes, and the sentence for what it does not.
+
+Support is an allow-list. A spec names the features that it asks for (:func:`asked`), a backend declares those that it
+takes (:class:`Takes`), and :func:`refusals` writes one sentence for each of the others: the value given, the values
+accepted, and what to use instead. A feature that a backend does not declare is refused, so that a feature added
+tomorrow is refused by every backend of today.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Literal, get_args
+
+if TYPE_CHECKING:
+    from backends.contract import AttentionSpec
+
+Mode = Literal["native", "interpret", "compile"]
+Feature = Literal[
+    "causal",
+    "bidirectional",
+    "window",
+    "chunk",
+    "soft_cap",
+    "scale",
+    "segments",
+    "positions",
+    "lengths",
+    "mask",
+    "bias",
+    "gradient",
+    "grouped_queries",
+    "cross_length",
+    "value_head_dim",
+    "log_sum_exp",
+]
+FEATURES: tuple[Feature, ...] = get_args(Feature)
+DTYPES = ("float32", "bfloat16", "float16")
+
+# What the contract of version 0.1 knew. A backend without ``takes`` was written for it, and takes these and no later
+# ones: nothing is ever added here.
+FEATURES_0_1: frozenset[Feature] = frozenset({
+    "causal",
+    "bidirectional",
+    "window",
+    "chunk",
+    "soft_cap",
+    "scale",
+    "segments",
+    "positions",
+    "lengths",
+    "mask",
+    "bias",
+    "gradient",
+    "grouped_queries",
+    "cross_length",
+    "value_head_dim",
+})  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Asked:
+    """How a feature shows in a spec.
+
+    ``fields`` are the fields of :class:`~backends.contract.AttentionSpec` that ask for the feature, ``of`` says whether
+    a spec does, ``given`` words what it gave, and ``accepted`` what a backend without the feature accepts.
+    """
+
+    fields: tuple[str, ...]
+    of: Callable[[AttentionSpec], bool]
+    given: Callable[[AttentionSpec], str]
+    accepted: str
+
+
+def _is_set(field: str) -> Asked:
+    return Asked(
+        (field,),
+        lambda spec: getattr(spec, field) is not None,
+        lambda spec: f"{field}={getattr(spec, field)}",
+        "None only",
+    )
+
+
+def _flag(field: str, words: str, accepted: str) -> Asked:
+    return Asked((field,), lambda spec: getattr(spec, field), lambda _: words, accepted)
+
+
+ASKED: Mapping[Feature, Asked] = {
+    "causal": _flag("is_causal", "is_causal=True", "is_causal=False only"),
+    "bidirectional": Asked(
+        ("is_causal",), lambda spec: not spec.is_causal, lambda _: "is_causal=False", "is_causal=True only"
+    ),
+    "window": _is_set("local_window_size"),
+    "chunk": _is_set("chunk_size"),
+    "soft_cap": _is_set("logits_soft_cap"),
+    "scale": Asked(
+        ("scale",),
+        lambda spec: spec.scale not in (None, spec.head_dim**-0.5),
+        lambda spec: f"scale={spec.scale}",
+        "None only, which is 1/sqrt(head_dim)",
+    ),
+    "segments": _flag("has_segment_ids", "an array of segment ids", "none"),
+    "positions": _flag("has_positions", "an array of explicit positions", "none, or arange"),
+    "lengths": _flag("has_seq_lengths", "an array of key_value_seq_lengths", "none"),
+    "mask": _flag("has_mask", "an explicit mask array", "none; is_causal, windows, chunks, segments, lengths say most"),
+    "bias": _flag("has_bias", "an explicit bias array", "none"),
+    "gradient": _flag("needs_grad", "needs_grad=True", "needs_grad=False only"),
+    "grouped_queries": Asked(
+        ("num_heads", "num_kv_heads"),
+        lambda spec: spec.num_heads != spec.num_kv_heads,
+        lambda spec: f"num_heads={spec.num_heads} with num_kv_heads={spec.num_kv_heads}",
+        "as many of one as of the other",
+    ),
+    "cross_length": Asked(
+        ("query_length", "key_value_length"),
+        lambda spec: spec.query_length != spec.key_value_length,
+        lambda spec: f"query_length={spec.query_length} with key_value_length={spec.key_value_length}",
+        "equal lengths",
+    ),
+    "value_head_dim": Asked(
+        ("value_head_dim", "head_dim"),
+        lambda spec: spec.value_head_dim != spec.head_dim,
+        lambda spec: f"value_head_dim={spec.value_head_dim} with head_dim={spec.head_dim}",
+        "equal head dimensions",
+    ),
+    "log_sum_exp": _flag("return_log_sum_exp", "return_log_sum_exp=True", "return_log_sum_exp=False only"),
+}
+
+
+def asked(spec: AttentionSpec) -> frozenset[Feature]:
+    """The features that ``spec`` asks for."""
+    return frozenset(feature for feature in FEATURES if ASKED[feature].of(spec))
+
+
+Sizes = range | tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Takes:
+    """What a backend takes: what is not named here is refused.
+
+    ``head_dims`` bounds the head dimension of queries and keys, ``value_head_dims`` that of values (None: any), and
+    ``least_length`` both sequence lengths. ``because`` explains a refusal: a clause ("which masks by slot") by the
+    feature, "mode", "dtype", or the name of the bound. ``parts`` says that the backend has
+    :meth:`~backends.contract.PartBackend.part`, ``carries`` that its layers hand something on to later layers.
+    """
+
+    features: frozenset[Feature] = FEATURES_0_1
+    dtypes: tuple[str, ...] = DTYPES
+    head_dims: Sizes | None = None
+    value_head_dims: Sizes | None = None
+    least_length: int = 1
+    modes: tuple[Mode, ...] = get_args(Mode)
+    parts: bool = False
+    carries: bool = False
+    because: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if unknown := sorted(set(self.features) - set(FEATURES)):
+            raise ValueError(f"features {unknown} are not known; the features are {', '.join(FEATURES)}.")
+        if unknown := sorted(set(self.dtypes) - set(DTYPES)):
+            raise ValueError(f"dtypes {unknown} are not known; the dtypes are {', '.join(DTYPES)}.")
+
+
+def refusals(name: str, takes: Takes, spec: AttentionSpec, mode: Mode) -> Iterator[str]:
+    """One sentence for each thing that ``spec`` asks for and the backend ``name`` does not take."""
+    if mode not in takes.modes:
+        yield _sentence(name, takes, "mode", f"mode={mode!r}", _words(takes.modes), "use mode='native'")
+    if spec.dtype not in takes.dtypes:
+        instead = f"cast the inputs, or {_INSTEAD}"
+        yield _sentence(name, takes, "dtype", f"dtype={spec.dtype}", _words(takes.dtypes), instead)
+    wide = takes.head_dims is not None and spec.head_dim not in takes.head_dims
+    pad = f"pad the head dimension and give scale, or {_INSTEAD}"
+    if takes.head_dims is not None and wide:
+        yield _sentence(name, takes, "head_dims", f"head_dim={spec.head_dim}", _words(takes.head_dims), pad)
+    value_dim, taken = spec.value_head_dim, takes.value_head_dims
+    said = wide and value_dim == spec.head_dim
+    if taken is not None and value_dim not in taken and not said:
+        yield _sentence(name, takes, "value_head_dims", f"value_head_dim={value_dim}", _words(taken), pad)
+    for field in ("query_length", "key_value_length"):
+        length = getattr(spec, field)
+        if length < takes.least_length:
+            accepted = f"{takes.least_length} or more"
+            yield _sentence(name, takes, "least_length", f"{field}={length}", accepted, _INSTEAD)
+    for feature in FEATURES:
+        if feature in spec.features() and feature not in takes.features:
+            asks = ASKED[feature]
+            instead = _INSTEAD_OF.get(feature, _INSTEAD)
+            yield _sentence(name, takes, feature, asks.given(spec), asks.accepted, instead)
+
+
+_INSTEAD = "use backend='chunked'"
+_INSTEAD_OF: Mapping[Feature, str] = {
+    **dict.fromkeys(("mask", "bias"), "use backend='standard'"),
+    "gradient": "plan with needs_grad=False, or use backend='chunked'",
+}
+
+
+def _sentence(name: str, takes: Takes, about: str, given: str, accepted: str, instead: str) -> str:
+    why = f", {takes.because[about]}" if about in takes.because else ""
+    return f"{given} is not supported by {name}{why} (accepted: {accepted}); {instead}."
+
+
+def _words(sizes: Sizes | tuple[str, ...]) -> str:
+    """``sizes`` for a reader: a range by its step and its ends."""
+    if not isinstance(sizes, range):
+        return ", ".join(map(str, sizes))
+    least, most = sizes[0], sizes[-1]
+    multiple = f"multiples of {sizes.step} " if sizes.step > 1 else ""
+    return f"{multiple}from {least} to {most}"

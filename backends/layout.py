@@ -1,0 +1,140 @@
+"""A spec and the arrays that go with it: one made from the other, and the two held together.
+
+A spec says which arrays a layout brings before there are any, so that support can be judged; the layout brings them.
+:func:`fit` is where the two meet: what one says and the other does not is an error, never ignored.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from backends.contract import NO_TERMS, AttentionSpec, Layout, Terms, check_broadcast, check_terms
+
+# The arrays that a field of the spec announces.
+_ANNOUNCED = {
+    "has_segment_ids": ("query_segment_ids", "key_value_segment_ids"),
+    "has_positions": ("query_positions", "key_value_positions"),
+    "has_seq_lengths": ("key_value_seq_lengths",),
+    "has_mask": ("mask",),
+}
+
+
+def make_spec(
+    query: Any,
+    key: Any,
+    value: Any,
+    layout: Layout = Layout(),  # noqa: B008 (a frozen value)
+    terms: Terms = NO_TERMS,
+    *,
+    needs_grad: bool = True,
+    **options: Any,
+) -> AttentionSpec:
+    """Spec of a call from its arrays (or ``jax.ShapeDtypeStruct``) and options; checks shapes and dtypes.
+
+    Positions that are plainly ``arange`` (concrete, not traced) say nothing and leave ``has_positions`` False. Raises
+    ValueError with the shape or dtype given and the one expected.
+    """
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if len(x.shape) != 4:
+            raise ValueError(
+                f"{name} has shape {tuple(x.shape)}; expected 4 dimensions [batch, length, heads, head_dim]."
+            )
+    batch, q_len, heads, head_dim = query.shape
+    _, kv_len, kv_heads, v_dim = value.shape
+    if key.shape[:3] != value.shape[:3] or key.shape[0] != batch or key.shape[3] != head_dim:
+        raise ValueError(
+            f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} do not fit together; "
+            f"expected key [{batch}, S, K, {head_dim}] and value [{batch}, S, K, Hv] with the same S and K."
+        )
+    dtypes = {str(x.dtype) for x in (query, key, value)}
+    if len(dtypes) != 1:
+        raise ValueError(
+            f"query is {query.dtype}, key is {key.dtype} and value is {value.dtype}; cast all three to one dtype."
+        )
+    layout = _without_plain_positions(layout, (batch, q_len), (batch, kv_len))
+    brought = {field: any(getattr(layout, name) is not None for name in names) for field, names in _ANNOUNCED.items()}
+    spec = AttentionSpec(
+        batch=batch,
+        query_length=q_len,
+        key_value_length=kv_len,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        value_head_dim=v_dim,
+        dtype=dtypes.pop(),
+        **brought,
+        **{f"has_{name}": True for name in terms.given()},
+        needs_grad=needs_grad,
+        **options,
+    )
+    fit(spec, layout)
+    check_terms(spec, terms)
+    return spec
+
+
+def fit(spec: AttentionSpec, layout: Layout) -> Layout:
+    """The layout that belongs to ``spec``. Raises ValueError where the two disagree, with expected and given.
+
+    Every array that the spec announces has to be there, and no other; values may be abstract. Positions that are
+    plainly ``arange`` are left out where the spec announces none.
+    """
+    if not spec.has_positions:
+        sides = ((spec.batch, spec.query_length), (spec.batch, spec.key_value_length))
+        layout = _without_plain_positions(layout, *sides)
+    for field, names in _ANNOUNCED.items():
+        given = [name for name in names if getattr(layout, name) is not None]
+        if given and not getattr(spec, field):
+            raise ValueError(
+                f"the layout brings {' and '.join(given)}, but the spec says {field}=False; "
+                f"make the spec with {field}=True, or leave the array out."
+            )
+        if getattr(spec, field) and not given:
+            raise ValueError(
+                f"the spec says {field}=True, but the layout brings no {' or '.join(names)}; "
+                f"give the array, or make the spec with {field}=False."
+            )
+    if (layout.query_segment_ids is None) != (layout.key_value_segment_ids is None):
+        raise ValueError("query_segment_ids and key_value_segment_ids go together; give both or neither.")
+    expected = {
+        "query_segment_ids": (spec.batch, spec.query_length),
+        "key_value_segment_ids": (spec.batch, spec.key_value_length),
+        "query_positions": (spec.batch, spec.query_length),
+        "key_value_positions": (spec.batch, spec.key_value_length),
+        "key_value_seq_lengths": (spec.batch,),
+    }
+    for name, shape in expected.items():
+        x = getattr(layout, name)
+        if x is None:
+            continue
+        if tuple(x.shape) != shape:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; expected {shape}.")
+        if not jnp.issubdtype(x.dtype, jnp.integer):
+            raise ValueError(f"{name} has dtype {x.dtype}; expected an integer dtype.")
+    if layout.mask is not None:
+        check_broadcast("mask", layout.mask, spec, "bool", jnp.bool_)
+    return layout
+
+
+def _without_plain_positions(layout: Layout, query: tuple[int, int], key: tuple[int, int]) -> Layout:
+    """Positions that are ``arange`` in every row are the default: a layout with them says what one without says.
+
+    ``query`` and ``key`` are the shapes ``(batch, length)`` of the two sides.
+    """
+    sides = (("query_positions", query), ("key_value_positions", key))
+    plain = [name for name, shape in sides if _is_arange(getattr(layout, name), shape)]
+    return dataclasses.replace(layout, **dict.fromkeys(plain)) if plain else layout
+
+
+def _is_arange(x: Any, shape: tuple[int, int]) -> bool:
+    """Whether the values are there to be read (neither traced nor abstract nor on another host) and are arange."""
+    here = isinstance(x, np.ndarray) or (
+        isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.is_fully_addressable
+    )
+    if not here or tuple(x.shape) != shape or not jnp.issubdtype(x.dtype, jnp.integer):
+        return False
+    return bool((np.asarray(x) == np.arange(shape[1])).all())

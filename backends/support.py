@@ -1,0 +1,95 @@
+"""The two questions that everybody asks a backend through: whether it takes a problem, and for a plan of it.
+
+:func:`support` judges by the backend's allow-list and by the conditions that are its own. :func:`plan` is the door to
+every plan: a spec that the backend does not take, or arrays that the spec does not announce, do not get through.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from backends.contract import AttentionSpec, Backend, Layout, Plan, Support
+from backends.devices import Target
+from backends.features import FEATURES_0_1, Mode, Takes, refusals
+from backends.layout import fit
+
+_INSTEAD = "use backend='chunked'"
+
+
+def support(
+    backend: Backend,
+    spec: AttentionSpec,
+    target: Target,
+    mode: Mode = "native",
+    options: Mapping[str, Any] | None = None,
+) -> Support:
+    """Whether ``backend`` runs ``spec`` on ``target`` in ``mode`` with ``options``, or every reason why not.
+
+    Never raises: an error of the backend is the reason. Options that the backend does not have are no reason, since
+    :func:`plan` raises ValueError for them.
+    """
+    try:
+        takes = takes_of(backend, target, mode)
+        # The device first: on a wrong one nothing else matters to the reader.
+        reasons = (*_own(backend, spec, target, mode, options), *refusals(backend.name, takes, spec, mode))
+        if not all(isinstance(reason, str) for reason in reasons):
+            raise TypeError(f"its reasons are not all sentences: {reasons!r}")  # noqa: TRY301 (as its other faults)
+    except Exception as error:  # noqa: BLE001 (whatever a foreign backend raises is why it cannot be used)
+        said = f"{type(error).__name__}: {error}"
+        reasons = (f"{_name(backend)} failed when asked what it takes ({said}), a fault of its own; {_INSTEAD}.",)
+    return Support(None, reasons) if reasons else Support(mode)
+
+
+def takes_of(backend: Backend, target: Target, mode: Mode = "native") -> Takes:
+    """The allow-list of a backend. One that declares none takes the features of version 0.1, and no later one."""
+    declared = getattr(backend, "takes", None)
+    return Takes(features=FEATURES_0_1) if declared is None else declared(target, mode)
+
+
+def plan(
+    backend: Backend,
+    spec: AttentionSpec,
+    layout: Layout = Layout(),  # noqa: B008 (a frozen value)
+    *,
+    target: Target,
+    mode: Mode = "native",
+    options: Mapping[str, Any] | None = None,
+) -> Plan:
+    """Plan one forward pass of ``spec`` on ``backend``.
+
+    Raises ValueError where ``layout`` and ``spec`` disagree, where the backend refuses (with its reasons), and for
+    options that the backend does not have.
+
+    >>> from backends import AttentionSpec, Layout, Target, registry
+    >>> import jax.numpy as jnp
+    >>> spec = AttentionSpec(batch=1, query_length=8, key_value_length=8, num_heads=2, num_kv_heads=2, head_dim=16)
+    >>> x = jnp.ones((1, 8, 2, 16))
+    >>> plan(registry.get("standard"), spec, target=Target.here()).run(x, x, x)[0].shape
+    (1, 8, 2, 16)
+    """
+    layout = fit(spec, layout)
+    if reasons := support(backend, spec, target, mode, options).reasons:
+        raise ValueError(f"{backend.name} cannot run this on {target}: {' '.join(reasons)}")
+    made = backend.plan(spec, layout, target=target, mode=mode, options=options)
+    if not isinstance(made, Plan):
+        raise TypeError(f"{backend.name}.plan(...) returned a {type(made).__name__}; a backend returns a Plan.")
+    return dataclasses.replace(made, spec=spec)
+
+
+def _own(
+    backend: Any, spec: AttentionSpec, target: Target, mode: Mode, options: Mapping[str, Any] | None
+) -> tuple[str, ...]:
+    """What a backend refuses beside its allow-list; that of version 0.1 answers with a Support and sees no options."""
+    if hasattr(backend, "refuses"):
+        said = backend.refuses(spec, target, mode, options)
+        return (said,) if isinstance(said, str) else tuple(said)
+    if hasattr(backend, "supports"):
+        return tuple(backend.supports(spec, target, mode).reasons)
+    return ()
+
+
+def _name(backend: Any) -> str:
+    name = getattr(backend, "name", None)
+    return name if isinstance(name, str) else type(backend).__name__
