@@ -93,7 +93,7 @@ class Chunked:
         """All of the contract but array masks and biases, on every platform."""
         linear = "whose memory is linear in the length"
         return Takes(
-            features=(FEATURES_0_1 | {"log_sum_exp"}) - {"mask", "bias"},
+            features=frozenset({*FEATURES_0_1 - {"mask", "bias"}, "log_sum_exp"}),
             modes=("native", "compile"),
             parts=True,
             because={"mode": "which is plain XLA without a kernel to interpret", "mask": linear, "bias": linear},

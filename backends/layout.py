@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from backends.contract import NO_TERMS, AttentionSpec, Layout, Terms, check_broadcast, check_terms
 
@@ -133,7 +134,7 @@ def _without_plain_positions(layout: Layout, query: tuple[int, int], key: tuple[
 def _is_arange(x: Any, shape: tuple[int, int]) -> bool:
     """Whether the values are there to be read (neither traced nor abstract nor on another host) and are arange."""
     here = isinstance(x, np.ndarray) or (
-        isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.is_fully_addressable
+        isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_fully_addressable
     )
     if not here or tuple(x.shape) != shape or not jnp.issubdtype(x.dtype, jnp.integer):
         return False

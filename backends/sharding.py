@@ -27,7 +27,7 @@ from jaxtyping import Array, Int
 from backends import ring
 from backends.contract import NO_TERMS, AttentionSpec, Backend, Carry, Layout, PartBackend, Plan, Terms
 from backends.devices import Target
-from backends.features import FEATURES_0_1, Mode, Takes
+from backends.features import FEATURES_0_1, Feature, Mode, Takes
 from backends.support import plan, support, takes_of
 
 Divided = Literal["heads", "batch"]
@@ -104,7 +104,8 @@ class Sharded:
 
     def takes(self, target: Target, mode: Mode) -> Takes:
         """What can be dealt out; a ring passes neither masks nor biases on. What a share may be is the backend's."""
-        dealt = FEATURES_0_1 - {"mask", "bias"} if self._in_ring else FEATURES_0_1 | {"log_sum_exp"}
+        gathered: frozenset[Feature] = frozenset({*FEATURES_0_1, "log_sum_exp"})
+        dealt = gathered - {"mask", "bias", "log_sum_exp"} if self._in_ring else gathered
         why = "which passes keys on from device to device, but no columns of such an array"
         because = dict.fromkeys(("mask", "bias"), why) | {"log_sum_exp": "which keeps it to put the parts together"}
         return Takes(features=dealt, carries=takes_of(self.backend, target, mode).carries, because=because)

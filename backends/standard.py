@@ -31,7 +31,7 @@ class Standard:
     def takes(self, target: Target, mode: Mode) -> Takes:
         """Everything in the contract, natively or compiled."""
         return Takes(
-            features=FEATURES_0_1 | {"log_sum_exp"},
+            features=frozenset({*FEATURES_0_1, "log_sum_exp"}),
             modes=("native", "compile"),
             because={"mode": "which is plain XLA without a kernel to interpret"},
         )

@@ -37,7 +37,7 @@ def select(
     if places.query_segment_ids is not None and places.key_value_segment_ids is not None:
         ids = places.query_segment_ids
         seen = seen & (ids == places.key_value_segment_ids) & (ids >= 0)
-    weights, total = standard.exponentials(logits, seen[:, None, None])
+    weights, total, _ = standard.exponentials(logits, seen[:, None, None])
     mass = (weights / total).sum(2)
     mass = jnp.pad(mass, ((0, 0), (0, 0), (0, tiling.units * tiling.unit - s)))
     mass = mass.reshape(b, k, tiling.units, tiling.unit).sum(-1)
