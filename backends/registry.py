@@ -24,6 +24,7 @@ ENTRY_POINT_GROUP = "attention_suite.backends"
 BUILT_IN = {
     "standard": "backends.standard:STANDARD",
     "chunked": "backends.chunked:CHUNKED",
+    "flash_cpu": "backends.flash_cpu:FLASH_CPU",
     "cudnn": "backends.cudnn:CUDNN",
     "kvax": "backends.kvax:KVAX",
     "splash": "backends.splash:SPLASH",

@@ -25,7 +25,7 @@ PRIORITY: dict[str, tuple[str, ...]] = {
     "cuda": ("cudnn", "kvax", "chunked", "standard"),
     "tpu": ("splash", "chunked", "standard"),
     "rocm": ("chunked", "standard"),
-    "cpu": ("chunked", "standard"),
+    "cpu": ("flash_cpu", "chunked", "standard"),
 }
 
 

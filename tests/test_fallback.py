@@ -10,7 +10,7 @@ import pytest
 import backends
 from backends.contract import AttentionSpec, Layout
 
-OPTIONAL = ("kvax", "triton", "jax_triton", "torch", "transformers", "libtpu", "matplotlib")
+OPTIONAL = ("kvax", "triton", "jax_triton", "torch", "transformers", "libtpu", "matplotlib", "llvmlite")
 
 LONG = AttentionSpec(
     batch=1, query_length=2048, key_value_length=2048, num_heads=8, num_kv_heads=8, head_dim=64, is_causal=True
@@ -23,15 +23,15 @@ MASKED = AttentionSpec(
 
 # (request, spec) -> (what runs, its mode, words that the reasons must contain)
 EXPECTED = [
-    ("auto", LONG, "chunked", "native", ()),
-    ("auto", SHORT, "chunked", "native", ()),
-    ("auto", DECODE, "chunked", "native", ()),
-    ("auto", MASKED, "standard", "native", ("chunked:", "mask")),
+    ("auto", LONG, "chunked", "native", ("flash_cpu:", "llvmlite", "attention-suite[cpu]")),
+    ("auto", SHORT, "chunked", "native", ("flash_cpu:",)),
+    ("auto", DECODE, "chunked", "native", ("flash_cpu:",)),
+    ("auto", MASKED, "standard", "native", ("flash_cpu:", "chunked:", "mask")),
     ("standard", LONG, "standard", "native", ()),
     ("chunked", LONG, "chunked", "native", ()),
-    ("chunked", MASKED, "standard", "fallback", ("chunked:", "mask")),
-    ("cudnn", LONG, "chunked", "fallback", ("cudnn:", "NVIDIA GPUs")),
-    ("cudnn", MASKED, "standard", "fallback", ("cudnn:", "NVIDIA GPUs", "chunked:", "mask")),
+    ("chunked", MASKED, "standard", "fallback", ("chunked:", "mask", "flash_cpu:")),
+    ("cudnn", LONG, "chunked", "fallback", ("cudnn:", "NVIDIA GPUs", "flash_cpu:", "llvmlite")),
+    ("cudnn", MASKED, "standard", "fallback", ("cudnn:", "NVIDIA GPUs", "flash_cpu:", "chunked:", "mask")),
 ]
 
 

@@ -1,0 +1,10 @@
+"""Native attention kernels for CPUs, emitted from Python. Needs llvmlite; ``docs/cpu.md`` says how they work."""
+
+from __future__ import annotations
+
+import importlib.util
+
+if importlib.util.find_spec("llvmlite") is None:
+    raise ImportError("llvmlite compiles its kernels and is not installed: pip install 'attention-suite[cpu]'")
+
+from backends.flash_cpu.backend import FLASH_CPU as FLASH_CPU

@@ -1,0 +1,383 @@
+"""The backward kernel: dq, dk and dv from the output's cotangent, by recomputing the probabilities.
+
+Phase 1, one item per KV head and part of its key blocks: the head's queries and cotangents are packed once (plain and
+transposed); then for every key block and every tile of rows that sees it::
+
+    S = K Q^T;  dP = V dO^T;  P, dS (slopes.py);  dV += P dO;  dK += dS Q;  dQ += dS^T K
+
+Each item has its own dQ, so that every sum is taken in one order, whichever thread computes what. Phase 2 adds the
+parts. There is more than one part only where there are fewer KV heads than threads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from llvmlite import ir
+
+from backends.flash_cpu import elements, masking, rows
+from backends.flash_cpu.emit import Function, Value, aligned, f32, i32, i64, ptr, vector
+from backends.flash_cpu.forward import UNSEEN_TOP, Kernel, fits
+from backends.flash_cpu.handler import Dims, Operand, Phase, Program, State
+from backends.flash_cpu.isa import Isa
+from backends.flash_cpu.packing import emit_row_numbers
+from backends.flash_cpu.products import Scores, Weighted
+from backends.flash_cpu.slopes import (
+    ALONE,
+    D_LSE,
+    DELTA,
+    FIRST,
+    INVERSE,
+    LARGE_TOP,
+    LAST,
+    LIMIT,
+    NEVER,
+    QUERY_ID,
+    TOP,
+    slopes,
+)
+from backends.flash_cpu.softmax import GRADIENT_SCALE
+from backends.flash_cpu.visibility import NO_KEY
+
+BLOCK_KEYS = 96
+BLOCK_ROWS = 48
+
+
+def operands(kernel: Kernel) -> tuple[Operand, ...]:
+    """Those of the forward pass, what it found, the cotangent, and an array whose length is the number of parts."""
+    value = ("B", "T", "N", kernel.value_head_dim)
+    return (
+        *kernel.operands,
+        Operand("out", kernel.dtype, value),
+        Operand("top", "float32", ("B", "T", "N")),
+        Operand("total", "float32", ("B", "T", "N")),
+        Operand("d_out", kernel.dtype, value),
+        Operand("d_lse", "float32", ("B", "T", "N")),
+        Operand("parts", "float32", ("L", "P")),
+    )
+
+
+def results(kernel: Kernel) -> tuple[Operand, ...]:
+    """The gradients, in ``kernel.out_dtype``, and scratch memory."""
+    return (
+        Operand("d_query", kernel.out_dtype, ("B", "T", "N", kernel.head_dim)),
+        Operand("d_key", kernel.out_dtype, ("B", "S", "K", kernel.head_dim)),
+        Operand("d_value", kernel.out_dtype, ("B", "S", "K", kernel.value_head_dim)),
+        Operand("scratch", "uint8", ("bytes",)),
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Buffers:
+    """Where a thread keeps a tile of rows and a block of keys. Offsets and sizes in bytes."""
+
+    isa: Isa
+    kernel: Kernel
+
+    @property
+    def width(self) -> int:
+        return rows.padded(self.kernel.head_dim, self.isa)
+
+    @property
+    def value_width(self) -> int:
+        return rows.padded(self.kernel.value_head_dim, self.isa)
+
+    @property
+    def block(self) -> tuple[dict[str, int], int]:
+        """Of a block of keys, at the start of the workspace."""
+        keys = BLOCK_KEYS
+        records = masking.RECORD * (1 + keys // self.isa.strip)
+        return _places(
+            key=keys * self.width * 4,
+            value=keys * self.value_width * 4,
+            d_key=keys * self.width * 4,
+            d_value=keys * self.value_width * 4,
+            scores=keys * BLOCK_ROWS * 4,
+            d_probs=keys * BLOCK_ROWS * 4,
+            position=keys * 4,
+            key_id=keys * 4,
+            records=records,
+            row=max(self.width, self.value_width) * 4,
+        )
+
+    @property
+    def tile(self) -> tuple[dict[str, int], int]:
+        """Of a tile of rows; the tiles of a head follow each other behind the block."""
+        n = BLOCK_ROWS
+        return _places(
+            query=n * self.width * 4,
+            query_turned=n * self.width * 4,
+            d_out=n * self.value_width * 4,
+            d_out_turned=n * self.value_width * 4,
+            numbers=n * (QUERY_ID + 1) * 4,
+            bounds=n // self.isa.group * masking.QUERY_RECORD,
+            whole=masking.QUERY_RECORD,
+        )
+
+    def tiles(self, dims: Dims) -> Any:
+        """Tiles of rows of one KV head."""
+        return (dims["T"] * (dims["N"] // dims["K"]) + (BLOCK_ROWS - 1)) // BLOCK_ROWS
+
+    def gradient_bytes(self, dims: Dims) -> Any:
+        """One float32 dQ of one head."""
+        return self.tiles(dims) * (BLOCK_ROWS * self.width * 4)
+
+    def shared_bytes(self, dims: Dims) -> Any:
+        """Room for the dQ of every head and part."""
+        return dims["B"] * dims["K"] * dims["P"] * self.gradient_bytes(dims)
+
+    def worker_bytes(self, dims: Dims) -> Any:
+        """The block and all tiles of a head."""
+        return self.tiles(dims) * self.tile[1] + self.block[1]
+
+
+def _places(**sizes: int) -> tuple[dict[str, int], int]:
+    offsets, end = {}, 0
+    for name, size in sizes.items():
+        offsets[name] = end
+        end += aligned(size)
+    return offsets, end
+
+
+def _blocks(dims: Dims) -> Any:
+    return (dims["S"] + (BLOCK_KEYS - 1)) // BLOCK_KEYS
+
+
+def scratch(isa: Isa, kernel: Kernel, dims: Dims) -> tuple[Any, Any]:
+    """Bytes of scratch memory that all share, and of one thread."""
+    buffers = _Buffers(isa, kernel)
+    return buffers.shared_bytes(dims), buffers.worker_bytes(dims)
+
+
+def build(module: ir.Module, isa: Isa, kernel: Kernel) -> tuple[Program, State]:
+    """The program of a backward pass, with its functions in the module."""
+    buffers = _Buffers(isa, kernel)
+    state = State.of(operands(kernel), results(kernel), 2)
+    columns = _emit_columns(module, buffers, state)
+    add = _emit_add(module, buffers, state)
+    program = Program(
+        operands(kernel),
+        results(kernel),
+        (
+            Phase(lambda dims: dims["B"] * dims["K"] * dims["P"], columns),
+            Phase(lambda dims: dims["B"] * dims["K"] * buffers.tiles(dims), add),
+        ),
+        buffers.shared_bytes,
+        buffers.worker_bytes,
+        fits,
+    )
+    return program, state
+
+
+def _emit_columns(module: ir.Module, buffers: _Buffers, state: State) -> ir.Function:
+    """``item(state, workspace, index)``: every ``P``-th key block of one KV head, against all its rows."""
+    load_tile = _emit_load_tile(module, buffers, state)
+    load_block = _emit_load_block(module, buffers, state)
+    step = _emit_step(module, buffers)
+    store = _emit_store_block(module, buffers, state)
+    fill = rows.fill(module, buffers.isa)
+    block, block_size = buffers.block
+    width, tile_size = buffers.width, buffers.tile[1]
+    with Function(module, "columns_item", [ptr, ptr, i64]) as (e, (s, w, index)):
+        dims = state.dims(s)
+        parts, count = dims["P"], buffers.tiles(dims)
+        head, part = index // parts, index % parts
+        tiles = w.at(block_size)
+        d_query = state.pointer(s, "shared").at(index * buffers.gradient_bytes(dims))
+        zero = e.const(f32, 0.0)
+        e.run(fill, d_query, count * (BLOCK_ROWS * width), zero)
+        with e.loop(0, count) as n:
+            e.run(load_tile, s, w.at(block["row"]), tiles.at(n * tile_size), head, n * BLOCK_ROWS)
+        with e.loop(part, _blocks(dims), parts) as n:
+            e.run(load_block, s, w, head, n * BLOCK_KEYS)
+            e.run(fill, w.at(block["d_key"]), BLOCK_KEYS * buffers.width, zero)
+            e.run(fill, w.at(block["d_value"]), BLOCK_KEYS * buffers.value_width, zero)
+            with e.loop(0, count) as i:
+                tile = tiles.at(i * tile_size)
+                e.run(step, w, tile, d_query.at(i * (BLOCK_ROWS * width), 4), state.pointer(s, "data:numbers"))
+            e.run(store, s, w, head, n * BLOCK_KEYS)
+        e.ret()
+    return e.function
+
+
+def _emit_load_tile(module: ir.Module, buffers: _Buffers, state: State) -> ir.Function:
+    """``load_tile(state, row, tile, head, start)``: queries and cotangents, plain and transposed, and their numbers.
+
+    Rows that see nothing are packed as zeros, whatever they hold.
+    """
+    isa, kernel, at = buffers.isa, buffers.kernel, buffers.tile[0]
+    size, n = elements.SIZE[kernel.dtype], BLOCK_ROWS
+    width, value_width = buffers.width, buffers.value_width
+    copy_query = rows.copy_row(module, isa, "copy_query", kernel.dtype, kernel.head_dim)
+    copy_value = rows.copy_row(module, isa, "copy_d_out", kernel.dtype, kernel.value_head_dim)
+    turn_query = rows.transpose(module, isa, "transpose_query", n, width)
+    turn_value = rows.transpose(module, isa, "transpose_d_out", n, value_width)
+    fill = rows.fill(module, isa)
+    numbers = emit_row_numbers(module, isa, state)
+    type_ = vector(f32, isa.lanes)
+    with Function(module, "load_tile", [ptr, ptr, ptr, i64, i64]) as (e, (s, row, tile, head, start)):
+        dims = state.dims(s)
+        heads = dims["N"]
+        group, batch = heads // dims["K"], head // dims["K"]
+        count = e.min(dims["T"] * group - start, n)
+        pointer = {x: state.pointer(s, f"data:{x}") for x in ("query", "d_out", "out", "top", "total", "d_lse")}
+        per_query = tile.at(at["numbers"])
+        targets = (tile.at(at["query"]), tile.at(at["d_out"]))
+        e.run(fill, targets[0], n * width, e.const(f32, 0.0))
+        e.run(fill, targets[1], n * value_width, e.const(f32, 0.0))
+        for name, number in ((TOP, UNSEEN_TOP), (INVERSE, 1.0), (DELTA, 0.0), (LIMIT, NEVER), (D_LSE, 0.0)):
+            e.run(fill, per_query.at(name * n, 4), n, e.const(f32, number))
+        with e.loop(0, count) as i:
+            place = rows.query_place(e, start + i, batch, head % dims["K"], group, dims["T"], heads)
+            top = pointer["top"].at(place, 4).load(f32)
+            with e.when(top < UNSEEN_TOP / 2):
+                query, d_out = targets[0].at(i * width, 4), targets[1].at(i * value_width, 4)
+                e.run(copy_query, pointer["query"].at(place * kernel.head_dim, size), query)
+                e.run(copy_value, pointer["d_out"].at(place * kernel.value_head_dim, size), d_out)
+                e.run(copy_value, pointer["out"].at(place * kernel.value_head_dim, size), row)
+                total = e.variable(e.const(type_, 0.0))
+                with e.loop(0, value_width, isa.lanes) as d:
+                    total.set(e.fma(row.at(d, 4).load(type_), d_out.at(d, 4).load(type_), total()))
+                per_query.at(i + TOP * n, 4).store(top)
+                per_query.at(i + INVERSE * n, 4).store(e.const(f32, 1.0) / pointer["total"].at(place, 4).load(f32))
+                per_query.at(i + DELTA * n, 4).store(e.add_up(total()))
+                per_query.at(i + D_LSE * n, 4).store(pointer["d_lse"].at(place, 4).load(f32))
+                small = (top < LARGE_TOP) & (top > -LARGE_TOP)
+                per_query.at(i + LIMIT * n, 4).store(e.select(small, e.const(f32, ALONE), NEVER))
+        e.run(turn_query, targets[0], tile.at(at["query_turned"]))
+        e.run(turn_value, targets[1], tile.at(at["d_out_turned"]))
+        first, last, query_id = (per_query.at(x * n, 4) for x in (FIRST, LAST, QUERY_ID))
+        e.run(numbers, s, batch, start, count, n, first, last, query_id, tile.at(at["bounds"]))
+        masking.query_bounds(e, first, last, query_id, count, tile.at(at["whole"]))
+        e.ret()
+    return e.function
+
+
+def _emit_load_block(module: ir.Module, buffers: _Buffers, state: State) -> ir.Function:
+    """``load_block(state, workspace, head, start)``: a block of keys and values as float32, and its bounds."""
+    isa, kernel, at = buffers.isa, buffers.kernel, buffers.block[0]
+    size = elements.SIZE[kernel.dtype]
+    sides = tuple(
+        (name, depth, width, rows.copy_row(module, isa, f"copy_{name}", kernel.dtype, depth))
+        for name, depth, width in (
+            ("key", kernel.head_dim, buffers.width),
+            ("value", kernel.value_head_dim, buffers.value_width),
+        )
+    )
+    fill = rows.fill(module, isa)
+    with Function(module, "load_block", [ptr, ptr, i64, i64]) as (e, (s, w, head, start)):
+        dims = state.dims(s)
+        length, heads = dims["S"], dims["K"]
+        batch = head // heads
+        row = batch // (dims["B"] // dims["C"])
+        positions, ids = (state.pointer(s, f"data:{x}").at(row * length, 4) for x in ("position", "key_id"))
+        with e.loop(0, BLOCK_KEYS) as j:
+            slot = e.min(start + j, length - 1)
+            name = e.select(start + j < length, ids.at(slot, 4).load(i32), NO_KEY)
+            w.at(at["position"]).at(j, 4).store(positions.at(slot, 4).load(i32))
+            w.at(at["key_id"]).at(j, 4).store(name)
+            for side, depth, width, copy in sides:
+                target = w.at(at[side]).at(j * width, 4)
+                source = state.pointer(s, f"data:{side}").at(
+                    ((batch * length + slot) * heads + head % heads) * depth, size
+                )
+                e.either(
+                    name.compare("!=", NO_KEY),
+                    lambda c=copy, p=source, t=target: e.run(c, p, t) and None,
+                    lambda t=target, n=width: e.run(fill, t, n, e.const(f32, 0.0)) and None,
+                )
+        masking.key_bounds(e, w.at(at["position"]), w.at(at["key_id"]), BLOCK_KEYS, isa.strip, w.at(at["records"]))
+        e.ret()
+    return e.function
+
+
+def _emit_step(module: ir.Module, buffers: _Buffers) -> ir.Function:
+    """``step(workspace, tile, d_query, numbers)``: one tile of rows against one block of keys."""
+    isa, kernel, n = buffers.isa, buffers.kernel, BLOCK_ROWS
+    width, value_width = buffers.width, buffers.value_width
+    score = Scores.of(module, isa, "score", kernel.head_dim, width, n)
+    d_prob = score
+    if value_width != width:
+        d_prob = Scores.of(module, isa, "d_prob", kernel.value_head_dim, value_width, n)
+    elif kernel.value_head_dim != kernel.head_dim:
+        d_prob = dataclasses.replace(score, depth=kernel.value_head_dim)
+    to_key = Weighted.of(module, isa, "to_key", width, (n, 1), width, width)
+    to_value = to_key
+    if value_width != width:
+        to_value = Weighted.of(module, isa, "to_value", value_width, (n, 1), value_width, value_width)
+    to_query = Weighted.of(module, isa, "to_query", width, (1, n), width, width)
+    plain = slopes(module, isa, n, mixed=False, soft_cap=kernel.soft_cap)
+    masked = slopes(module, isa, n, mixed=True, soft_cap=kernel.soft_cap)
+    of_block, of_tile = buffers.block[0], buffers.tile[0]
+    with Function(module, "step", [ptr] * 4) as (e, (w, tile, d_query, numbers)):
+        block = {name: w.at(offset) for name, offset in of_block.items()}
+        rows_ = {name: tile.at(offset) for name, offset in of_tile.items()}
+        live = masking.live_keys(e, rows_["whole"], block["records"], BLOCK_KEYS, isa.strip)
+        with e.when(live.any):
+            with e.loop(0, n, isa.group) as g:
+                s, d = block["scores"].at(g, 4), block["d_probs"].at(g, 4)
+                score.emit(e, block["key"], rows_["query_turned"].at(g, 4), s, live.start, live.stop)
+                d_prob.emit(e, block["value"], rows_["d_out_turned"].at(g, 4), d, live.start, live.stop)
+                per_query = rows_["numbers"].at(g, 4)
+                arguments = (s, d, per_query, block["position"], block["key_id"], numbers, live.start, live.stop)
+                e.either(
+                    live.mixed,
+                    lambda a=arguments: e.run(masked, *a) and None,
+                    lambda a=arguments: e.run(plain, *a) and None,
+                )
+            keys, all_rows = (live.start, live.stop), (0, n)
+            to_value.emit(e, block["scores"], rows_["d_out"], block["d_value"], keys, all_rows)
+            to_key.emit(e, block["d_probs"], rows_["query"], block["d_key"], keys, all_rows)
+            to_query.emit(e, block["d_probs"], block["key"], d_query, all_rows, keys)
+        e.ret()
+    return e.function
+
+
+def _emit_store_block(module: ir.Module, buffers: _Buffers, state: State) -> ir.Function:
+    """``store_block(state, workspace, head, start)``: dk and dv of a block, dk times the softmax scale."""
+    isa, kernel, at = buffers.isa, buffers.kernel, buffers.block[0]
+    size = elements.SIZE[kernel.out_dtype]
+    sides = tuple(
+        (name, depth, width, rows.write_row(module, isa, f"write_{name}", kernel.out_dtype, depth))
+        for name, depth, width in (
+            ("d_key", kernel.head_dim, buffers.width),
+            ("d_value", kernel.value_head_dim, buffers.value_width),
+        )
+    )
+    with Function(module, "store_block", [ptr, ptr, i64, i64]) as (e, (s, w, head, start)):
+        dims = state.dims(s)
+        length, heads = dims["S"], dims["K"]
+        factors = {"d_key": state.pointer(s, "data:numbers").at(GRADIENT_SCALE).load(f32), "d_value": e.const(f32, 1.0)}
+        with e.loop(0, e.min(length - start, BLOCK_KEYS)) as j:
+            place = (head // heads * length + start + j) * heads + head % heads
+            for name, depth, width, write in sides:
+                target = state.pointer(s, f"data:{name}").at(place * depth, size)
+                e.run(write, w.at(at[name]).at(j * width, 4), target, factors[name])
+        e.ret()
+    return e.function
+
+
+def _emit_add(module: ir.Module, buffers: _Buffers, state: State) -> ir.Function:
+    """``item(state, workspace, index)``: one tile of dq, the sum of its parts in their order."""
+    isa, kernel, width = buffers.isa, buffers.kernel, buffers.width
+    size = elements.SIZE[kernel.out_dtype]
+    write = rows.write_row(module, isa, "write_d_query", kernel.out_dtype, kernel.head_dim)
+    type_ = vector(f32, isa.lanes)
+    with Function(module, "add_item", [ptr, ptr, i64]) as (e, (s, _, index)):
+        dims = state.dims(s)
+        count, heads, parts = buffers.tiles(dims), dims["N"], dims["P"]
+        head, start = index // count, index % count * BLOCK_ROWS
+        group = heads // dims["K"]
+        whole = buffers.gradient_bytes(dims)
+        first: Value = state.pointer(s, "shared").at(head * parts * whole).at(start * width, 4)
+        scale = state.pointer(s, "data:numbers").at(GRADIENT_SCALE).load(f32)
+        with e.loop(0, e.min(dims["T"] * group - start, BLOCK_ROWS)) as i:
+            row = first.at(i * width, 4)
+            with e.loop(1, parts) as p, e.loop(0, width, isa.lanes) as d:
+                place = row.at(d, 4)
+                place.store(place.load(type_) + row.at(p * whole).at(d, 4).load(type_))
+            place = rows.query_place(e, start + i, head // dims["K"], head % dims["K"], group, dims["T"], heads)
+            e.run(write, row, state.pointer(s, "data:d_query").at(place * kernel.head_dim, size), scale)
+        e.ret()
+    return e.function

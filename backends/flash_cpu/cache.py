@@ -1,0 +1,56 @@
+"""Object files on disk, so that a kernel is compiled once per machine and not once per process.
+
+A file is its own check: a line with the key and the digest of what follows, then the object code. The key holds all
+that the code depends on, so a file made for another processor, llvmlite, jaxlib or generator is never looked at. A file
+that is damaged or foreign is treated as absent and written anew; writing is atomic (a file of its own, then a rename).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import tempfile
+from pathlib import Path
+
+MAGIC = b"attention-suite flash_cpu object 1"
+
+
+def directory() -> Path:
+    """``$XDG_CACHE_HOME/attention-suite/flash_cpu``, by default under ``~/.cache``."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if base else Path.home() / ".cache") / "attention-suite" / "flash_cpu"
+
+
+def digest(*parts: str) -> str:
+    """One name for a list of texts."""
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def read(key: str) -> bytes | None:
+    """The object file of ``key``; None where there is none, or none that is whole and made for this key."""
+    try:
+        data = (directory() / f"{key}.o").read_bytes()
+    except OSError:
+        return None
+    header, separator, content = data.partition(b"\n")
+    return content if separator and header == _header(key, content) else None
+
+
+def write(key: str, content: bytes) -> None:
+    """Keep an object file; where the directory cannot be written nothing is kept."""
+    with contextlib.suppress(OSError):
+        place = directory()
+        place.mkdir(parents=True, exist_ok=True, mode=0o700)
+        handle, temporary = tempfile.mkstemp(dir=place, suffix=".tmp")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(_header(key, content) + b"\n" + content)
+            Path(temporary).replace(place / f"{key}.o")
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+
+
+def _header(key: str, content: bytes) -> bytes:
+    return b" ".join((MAGIC, key.encode(), hashlib.sha256(content).hexdigest().encode()))

@@ -1,0 +1,138 @@
+"""The kernels as functions of JAX arrays: forward, backward, and the two tied together for differentiation."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from backends.contract import AttentionSpec
+from backends.devices import usable_cores
+from backends.flash_cpu import backward, decode, forward, handler, targets
+from backends.flash_cpu.decode import DecodeKernel
+from backends.flash_cpu.forward import BLOCK_KEYS, Kernel
+from backends.flash_cpu.isa import Isa
+from backends.flash_cpu.packing import Blocks
+from backends.flash_cpu.visibility import Visibility
+
+_LOG2_E = math.log2(math.e)
+
+# The decode kernel: at most so many query tokens, and rows (tokens times the heads of a group); at least so many keys
+# per range, and about so many items per thread.
+DECODE_QUERIES, DECODE_ROWS = 16, 48
+DECODE_LEAST_KEYS, DECODE_ITEMS = 256, 4
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Calls:
+    """One problem's kernels. ``float32_results``: not rounded to the input dtype. At most ``threads`` threads work."""
+
+    spec: AttentionSpec
+    isa: Isa
+    float32_results: bool = False
+    threads: int = dataclasses.field(default_factory=usable_cores)
+
+    @property
+    def kernel(self) -> Kernel:
+        """What is compiled."""
+        spec = self.spec
+        out = "float32" if self.float32_results else spec.dtype
+        return Kernel(spec.dtype, spec.head_dim, spec.value_head_dim or 0, spec.logits_soft_cap is not None, out)
+
+    @property
+    def numbers(self) -> Float[np.ndarray, " 4"]:
+        """The factors of ``softmax.py``: SCALE, CAP_INNER, CAP_OUTER, GRADIENT_SCALE."""
+        scale, cap = self.spec.softmax_scale, self.spec.logits_soft_cap or 1.0
+        return np.array([scale * _LOG2_E, scale / cap, cap * _LOG2_E, scale], np.float32)
+
+    def _dims(self, seen: Visibility, **more: int) -> dict[str, int]:
+        s = self.spec
+        sizes = {"B": s.batch, "T": s.query_length, "S": s.key_value_length, "N": s.num_heads, "K": s.num_kv_heads}
+        return {**sizes, "C": seen.first.shape[0], **more}
+
+    def _per_row(self) -> Any:
+        spec = self.spec
+        return jax.ShapeDtypeStruct((spec.batch, spec.query_length, spec.num_heads), jnp.float32)
+
+    def forward(
+        self, query: Array, key: Array, value: Array, seen: Visibility
+    ) -> tuple[Float[Array, "b t n v"], Float[Array, "b t n"], Float[Array, "b t n"]]:
+        """Output, and per row the maximum in powers of two (1e30: sees nothing) and the sum above it."""
+        spec, kernel, dims = self.spec, self.kernel, self._dims(seen)
+        blocks = Blocks(self.isa, BLOCK_KEYS, spec.head_dim, kernel.value_head_dim)
+        shared, worker = blocks.shared_bytes(dims), forward.workspace_bytes(self.isa, kernel)
+        size = handler.scratch_bytes(shared, worker, self.threads)
+        out = jax.ShapeDtypeStruct((*query.shape[:3], kernel.value_head_dim), kernel.out_dtype)
+        results = (out, self._per_row(), self._per_row(), jax.ShapeDtypeStruct((size,), jnp.uint8))
+        return self._call("forward", kernel, results, query, key, value, *seen.arrays, self.numbers)[:3]
+
+    def backward(
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        seen: Visibility,
+        out: Array,
+        top: Array,
+        total: Array,
+        d_out: Array,
+        d_lse: Array | None,
+    ) -> tuple[Float[Array, "b t n h"], Float[Array, "b s k h"], Float[Array, "b s k v"]]:
+        """dq, dk and dv, from what :meth:`forward` gave and the cotangents of the output and the log-sum-exp."""
+        kernel = self.kernel
+        parts = self._parts()
+        dims = self._dims(seen, P=parts)
+        size = handler.scratch_bytes(*backward.scratch(self.isa, kernel, dims), self.threads)
+        gradients = tuple(jax.ShapeDtypeStruct(x.shape, kernel.out_dtype) for x in (query, key, value))
+        results = (*gradients, jax.ShapeDtypeStruct((size,), jnp.uint8))
+        d_lse = jnp.zeros_like(top) if d_lse is None else d_lse.astype(jnp.float32)
+        cotangents = d_out.astype(query.dtype), d_lse
+        arguments = (query, key, value, *seen.arrays, self.numbers, out.astype(query.dtype), top, total, *cotangents)
+        return self._call("backward", kernel, results, *arguments, np.zeros((1, parts), np.float32))[:3]
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether the decode kernel computes it: a few rows per KV head, and no gradient."""
+        spec = self.spec
+        few = spec.query_length <= DECODE_QUERIES and spec.query_length * spec.group_size <= DECODE_ROWS
+        return few and not spec.needs_grad and not spec.return_log_sum_exp
+
+    def decode(self, query: Array, key: Array, value: Array, seen: Visibility) -> Float[Array, "b t n v"]:
+        """The output of a few query rows. Keys and values are wanted as a cache holds them, heads before length."""
+        spec = self.spec
+        rows = spec.query_length * spec.group_size
+        tile = min(rows, decode.MOST_ROWS_PER_TILE)
+        wide = spec.value_head_dim or 0
+        kernel = DecodeKernel(spec.dtype, spec.head_dim, wide, spec.logits_soft_cap is not None, tile, heads_first=True)
+        ranges = self._ranges()
+        dims = self._dims(seen, P=ranges)
+        size = handler.scratch_bytes(*decode.scratch(self.isa, kernel, dims), self.threads)
+        out = jax.ShapeDtypeStruct((*query.shape[:3], wide), spec.dtype)
+        results = (out, jax.ShapeDtypeStruct((size,), jnp.uint8))
+        # Heads before length, said outright: the transpose of a cache that is stored so cancels.
+        key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
+        arguments = (query, key, value, *seen.arrays, self.numbers, np.zeros((1, ranges), np.float32))
+        return self._call("decode", kernel, results, *arguments)[0]
+
+    def _ranges(self) -> int:
+        """Ranges of a head's keys: enough for every thread to have several, none shorter than what costs nothing."""
+        spec = self.spec
+        heads = spec.batch * spec.num_kv_heads
+        most = max(1, spec.key_value_length // DECODE_LEAST_KEYS)
+        return max(1, min(most, -(-DECODE_ITEMS * self.threads // heads)))
+
+    def _parts(self) -> int:
+        """Parts of a head's key blocks: the fewest that give every thread an item and none a second one alone."""
+        heads, threads = self.spec.batch * self.spec.num_kv_heads, self.threads
+        most = max(1, min(threads, -(-self.spec.key_value_length // backward.BLOCK_KEYS)))
+        even = (p for p in range(1, most + 1) if heads * p >= 2 * threads or heads * p % threads == 0)
+        return next(even, most)
+
+    def _call(self, kind: str, kernel: Any, results: tuple[Any, ...], *arguments: Any) -> Any:
+        name = targets.target(kind, kernel, self.isa).name
+        return jax.ffi.ffi_call(name, results, vmap_method="broadcast_all")(*(jnp.asarray(x) for x in arguments))

@@ -1,0 +1,113 @@
+"""From a module of LLVM IR to an address in this process, and to an object file that the next process loads.
+
+llvmlite compiles for the processor at hand (or, for tests, emits assembly for another one). What is compiled stays for
+the life of the process, since XLA keeps the address.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from llvmlite import binding as llvm
+from llvmlite import ir
+
+from backends.flash_cpu import isa as isas
+from backends.flash_cpu.isa import Isa
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Processor:
+    """What to compile for: LLVM's names of the target, the processor and its features."""
+
+    triple: str
+    cpu: str
+    features: tuple[tuple[str, bool], ...]
+
+    @staticmethod
+    def here() -> Processor:
+        """The one of this machine."""
+        return _here()
+
+    def isa(self) -> Isa | None:
+        """Its best instruction set, None where it has none that is known."""
+        machine = "aarch64" if self.triple.startswith(("aarch64", "arm64")) else "x86_64"
+        return isas.choose(dict(self.features), machine)
+
+    def feature_text(self, isa: Isa) -> str:
+        """As LLVM wants them, within ``isa``."""
+        features = isas.features_for(isa, dict(self.features))
+        return ",".join(("+" if has else "-") + name for name, has in sorted(features.items()))
+
+
+@functools.cache
+def _here() -> Processor:
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    features = dict(llvm.get_host_cpu_features())
+    return Processor(llvm.get_process_triple(), llvm.get_host_cpu_name(), tuple(sorted(features.items())))
+
+
+def new_module(processor: Processor) -> ir.Module:
+    """An empty module for the processor."""
+    module = ir.Module("flash_cpu")
+    module.triple = processor.triple
+    return module
+
+
+def optimised(module: ir.Module, processor: Processor, isa: Isa, *, jit: bool = True) -> tuple[Any, Any]:
+    """(LLVM's module after its passes, the target machine). Loops are vectorised by hand: those passes are off."""
+    machine = llvm.Target.from_triple(processor.triple).create_target_machine(
+        cpu=processor.cpu, features=processor.feature_text(isa), opt=3, jit=jit
+    )
+    parsed = llvm.parse_assembly(str(module))
+    parsed.verify()
+    options = llvm.create_pipeline_tuning_options(speed_level=2)
+    options.loop_vectorization = options.slp_vectorization = options.loop_unrolling = False
+    builder = llvm.create_pass_builder(machine, options)
+    builder.getModulePassManager().run(parsed, builder)
+    return parsed, machine
+
+
+def compile_object(build: Callable[[ir.Module, Isa], Any], processor: Processor, isa: Isa) -> bytes:
+    """The object file of the module that ``build(module, isa)`` fills."""
+    module = new_module(processor)
+    build(module, isa)
+    parsed, machine = optimised(module, processor, isa)
+    return machine.emit_object(parsed)
+
+
+def assembly(build: Callable[[ir.Module, Isa], Any], processor: Processor, isa: Isa) -> str:
+    """The same as text, for a processor that need not be here."""
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    module = new_module(processor)
+    build(module, isa)
+    parsed, machine = optimised(module, processor, isa, jit=False)
+    return machine.emit_assembly(parsed)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Loaded:
+    """An object file in this process. Holds the engine: the code lives as long as this."""
+
+    engine: Any
+
+    def address(self, name: str) -> int:
+        """Of a public function."""
+        return self.engine.get_function_address(name)
+
+
+def load(data: bytes) -> Loaded:
+    """Load an object file; raises RuntimeError where it is not one."""
+    processor = Processor.here()
+    machine = llvm.Target.from_triple(processor.triple).create_target_machine(jit=True)
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
+    engine.add_object_file(llvm.ObjectFileRef.from_data(data))
+    engine.finalize_object()
+    return Loaded(engine)
+
+
+Features = Mapping[str, bool]

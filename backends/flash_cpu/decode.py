@@ -1,0 +1,443 @@
+"""The decode kernel: a few query rows against a long cache, where time is what reading keys and values takes.
+
+One item is a range of the keys of one KV head. It reads every key and value that some row sees once, in place and in
+their own dtype, for all rows (tokens times the heads of a group)::
+
+    s[r, k] = sum_d Q[r, d] K[k, d]     lanes over d, 16 keys at a time (8 with AVX2), summed across lanes by a tree
+    O[r, d] += sum_k 2**(s[r, k] - m[r]) V[k, d]     lanes over d
+
+Each range ends with its own maximum, sum and output per row; phase 2 puts the ranges of a head together in their order.
+A key that no row sees is not read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from llvmlite import ir
+
+from backends.flash_cpu import elements, rows
+from backends.flash_cpu.emit import Function, Value, aligned, f32, i32, i64, ptr, vector
+from backends.flash_cpu.forward import fits
+from backends.flash_cpu.handler import Dims, Operand, Phase, Program, State
+from backends.flash_cpu.isa import Isa
+from backends.flash_cpu.products import split
+from backends.flash_cpu.softmax import HIDDEN, SCALE, capped
+
+BLOCK_KEYS = 64
+MOST_ROWS_PER_TILE = 4
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DecodeKernel:
+    """What a decode kernel is compiled for. ``heads_first``: keys and values lie ``[B, K, S, D]``, as in a cache."""
+
+    dtype: str
+    head_dim: int
+    value_head_dim: int
+    soft_cap: bool
+    rows_per_tile: int
+    heads_first: bool
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        """As in the forward pass, and an array whose length is the number of ranges."""
+        lies = ("B", "K", "S") if self.heads_first else ("B", "S", "K")
+        return (
+            Operand("query", self.dtype, ("B", "T", "N", self.head_dim)),
+            Operand("key", self.dtype, (*lies, self.head_dim)),
+            Operand("value", self.dtype, (*lies, self.value_head_dim)),
+            Operand("first", "int32", ("C", "T")),
+            Operand("last", "int32", ("C", "T")),
+            Operand("query_id", "int32", ("C", "T")),
+            Operand("position", "int32", ("C", "S")),
+            Operand("key_id", "int32", ("C", "S")),
+            Operand("numbers", "float32", ("M",)),
+            Operand("ranges", "float32", ("L", "P")),
+        )
+
+    @property
+    def results(self) -> tuple[Operand, ...]:
+        """Output and scratch memory."""
+        return (
+            Operand("out", self.dtype, ("B", "T", "N", self.value_head_dim)),
+            Operand("scratch", "uint8", ("bytes",)),
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Buffers:
+    """A thread's buffers: per row and in all. Sizes in elements of four bytes."""
+
+    isa: Isa
+    kernel: DecodeKernel
+
+    @property
+    def width(self) -> int:
+        return rows.padded(self.kernel.head_dim, self.isa)
+
+    @property
+    def value_width(self) -> int:
+        return rows.padded(self.kernel.value_head_dim, self.isa)
+
+    @property
+    def partial(self) -> int:
+        """What a range leaves of a row: output, maximum, sum."""
+        return self.value_width + self.isa.lanes
+
+    def padded_rows(self, dims: Dims) -> Any:
+        n = self.kernel.rows_per_tile
+        return (dims["T"] * (dims["N"] // dims["K"]) + (n - 1)) // n * n
+
+    def shared_bytes(self, dims: Dims) -> Any:
+        return dims["B"] * dims["K"] * dims["P"] * self.padded_rows(dims) * (self.partial * 4)
+
+    @property
+    def flags(self) -> int:
+        """Byte offset of the flags of a block's keys, behind the widened strip of keys."""
+        return aligned(self.isa.lanes * self.width * 4)
+
+    @property
+    def widens_values(self) -> bool:
+        """Whether a row of values ends inside a vector: then a block of them is copied first."""
+        return self.value_width != self.kernel.value_head_dim
+
+    @property
+    def values(self) -> int:
+        """Byte offset of the copied block of values."""
+        return self.flags + aligned(BLOCK_KEYS * 4)
+
+    @property
+    def fixed(self) -> int:
+        """Bytes before the rows."""
+        return self.values + (BLOCK_KEYS * self.value_width * 4 if self.widens_values else 0)
+
+    @property
+    def per_row(self) -> int:
+        """Bytes: query, scores, interval and id."""
+        return (self.width + BLOCK_KEYS + self.isa.lanes) * 4
+
+    def worker_bytes(self, dims: Dims) -> Any:
+        return self.padded_rows(dims) * self.per_row + self.fixed
+
+
+def scratch(isa: Isa, kernel: DecodeKernel, dims: Dims) -> tuple[Any, Any]:
+    """Bytes of scratch memory that all share, and of one thread."""
+    buffers = _Buffers(isa, kernel)
+    return buffers.shared_bytes(dims), buffers.worker_bytes(dims)
+
+
+def build(module: ir.Module, isa: Isa, kernel: DecodeKernel) -> tuple[Program, State]:
+    """The program of a decode step, with its functions in the module."""
+    buffers = _Buffers(isa, kernel)
+    state = State.of(kernel.operands, kernel.results, 2)
+    program = Program(
+        kernel.operands,
+        kernel.results,
+        (
+            Phase(lambda dims: dims["B"] * dims["K"] * dims["P"], _emit_range(module, buffers, state)),
+            Phase(lambda dims: dims["B"] * dims["K"], _emit_join(module, buffers, state)),
+        ),
+        buffers.shared_bytes,
+        buffers.worker_bytes,
+        fits,
+    )
+    return program, state
+
+
+class _Rows:
+    """Pointers into a thread's rows: query, scores, and (first, last, id)."""
+
+    def __init__(self, buffers: _Buffers, workspace: Value) -> None:
+        self._rows, self._buffers = workspace.at(buffers.fixed), buffers
+
+    def query(self, row: Any) -> Value:
+        return self._rows.at(row, self._buffers.per_row)
+
+    def scores(self, row: Any) -> Value:
+        return self.query(row).at(self._buffers.width, 4)
+
+    def number(self, row: Any, n: int) -> Value:
+        return self.scores(row).at(BLOCK_KEYS + n, 4)
+
+
+def _strides(kernel: DecodeKernel, dims: Dims, width: int) -> tuple[Any, Any, Any]:
+    """Elements from one sequence, KV head and key to the next."""
+    if kernel.heads_first:
+        return dims["K"] * dims["S"] * width, dims["S"] * width, width
+    return dims["S"] * dims["K"] * width, width, dims["K"] * width
+
+
+def _emit_range(module: ir.Module, buffers: _Buffers, state: State) -> ir.Function:
+    """``item(state, workspace, index)``: one range of the keys of one KV head."""
+    isa, kernel = buffers.isa, buffers.kernel
+    read = _emit_read(module, buffers, state)
+    see = _emit_see(module, buffers)
+    score = _emit_score(module, buffers)
+    soften = _emit_soften(module, buffers)
+    weigh = {n: _emit_weigh(module, buffers, n) for n in set(_strips(buffers))}
+    widen = _emit_widen(module, buffers) if buffers.widens_values else None
+    size = elements.SIZE[kernel.dtype]
+    with Function(module, "range_item", [ptr, ptr, i64]) as (e, (s, w, index)):
+        dims = state.dims(s)
+        ranges, length, heads = dims["P"], dims["S"], dims["K"]
+        head, part = index // ranges, index % ranges
+        batch, padded = head // heads, buffers.padded_rows(dims)
+        blocks = (length + (BLOCK_KEYS - 1)) // BLOCK_KEYS
+        start = part * blocks // ranges * BLOCK_KEYS
+        stop = e.min((part + 1) * blocks // ranges * BLOCK_KEYS, length)
+        partial = state.pointer(s, "shared").at(index * padded * buffers.partial, 4)
+        e.run(read, s, w, partial, head)
+        layout = batch // (dims["B"] // dims["C"]) * length
+        positions, ids = (state.pointer(s, f"data:{x}").at(layout, 4) for x in ("position", "key_id"))
+        numbers = state.pointer(s, "data:numbers")
+        count = dims["T"] * (dims["N"] // heads)
+        sides = {}
+        for name, width in (("key", kernel.head_dim), ("value", kernel.value_head_dim)):
+            by_batch, by_head, by_key = _strides(kernel, dims, width)
+            first = state.pointer(s, f"data:{name}").at(batch * by_batch + head % heads * by_head, size)
+            sides[name] = (first, (by_key if isinstance(by_key, Value) else e.const(i64, by_key)) * size)
+        (keys, key_step), (values, value_step) = sides["key"], sides["value"]
+        with e.loop(start, stop, BLOCK_KEYS) as k:
+            n = e.min(stop - k, BLOCK_KEYS)
+            seen = e.run(see, w, positions.at(k, 4), ids.at(k, 4), n, count)
+            with e.when(seen > 0):
+                e.run(score, w, keys.at(k * key_step), key_step, n, count, numbers)
+                with e.loop(0, count) as r:
+                    e.run(soften, w, r, partial.at(r * buffers.partial, 4))
+                block, step, element = values.at(k * value_step), value_step, size
+                if widen is not None:
+                    e.run(widen, w, block, step, n)
+                    block, step, element = w.at(buffers.values), e.const(i64, buffers.value_width * 4), 4
+                with e.loop(0, padded, kernel.rows_per_tile) as r:
+                    column = 0
+                    for vectors in _strips(buffers):
+                        out = partial.at(r * buffers.partial + column, 4)
+                        e.run(weigh[vectors], w, r, block.at(column, element), step, out, n)
+                        column += vectors * isa.lanes
+        e.ret()
+    return e.function
+
+
+def _strips(buffers: _Buffers) -> list[int]:
+    return split(buffers.value_width // buffers.isa.lanes, buffers.isa.value_vectors)
+
+
+def _emit_read(module: ir.Module, buffers: _Buffers, state: State) -> ir.Function:
+    """``read(state, workspace, partial, head)``: the rows as float32 with their numbers, and a fresh partial result."""
+    isa, kernel = buffers.isa, buffers.kernel
+    copy = rows.copy_row(module, isa, "copy_query", kernel.dtype, kernel.head_dim)
+    fill = rows.fill(module, isa)
+    size = elements.SIZE[kernel.dtype]
+    with Function(module, "read", [ptr, ptr, ptr, i64]) as (e, (s, w, partial, head)):
+        dims = state.dims(s)
+        heads = dims["N"]
+        group, batch = heads // dims["K"], head // dims["K"]
+        padded, count = buffers.padded_rows(dims), dims["T"] * group
+        row = _Rows(buffers, w)
+        layout = batch // (dims["B"] // dims["C"]) * dims["T"]
+        e.run(fill, partial, padded * buffers.partial, e.const(f32, 0.0))
+        e.run(fill, row.query(0), padded * (buffers.per_row // 4), e.const(f32, 0.0))
+        with e.loop(0, padded) as r:
+            partial.at(r * buffers.partial + buffers.value_width, 4).store(e.const(f32, HIDDEN))
+        with e.loop(0, count) as r:
+            place = rows.query_place(e, r, batch, head % dims["K"], group, dims["T"], heads)
+            e.run(copy, state.pointer(s, "data:query").at(place * kernel.head_dim, size), row.query(r))
+            for n, name in enumerate(("first", "last", "query_id")):
+                row.number(r, n).store(state.pointer(s, f"data:{name}").at(layout + r // group, 4).load(i32))
+        e.ret()
+    return e.function
+
+
+def _emit_see(module: ir.Module, buffers: _Buffers) -> ir.Function:
+    """``see(workspace, positions, ids, keys, rows) -> whether some row sees some key``.
+
+    Sets a key's flag to 1 where some row sees it, else to 0. A row's scores are set to HIDDEN where it does not see the
+    key, else to 0. Whole vectors of keys first, then the rest of the block one by one.
+    """
+    lanes = buffers.isa.lanes
+    with Function(module, "see", [ptr, ptr, ptr, i64, i64], i64) as (e, (w, positions, ids, keys, count)):
+        row, flags = _Rows(buffers, w), w.at(buffers.flags)
+        total = e.variable(e.const(i32, 0))
+        whole = keys // lanes * lanes
+
+        def step(k: Value, width: int | None, at: Value, real: Value | None) -> None:
+            def of(x: Value) -> Value:
+                return x if width is None else e.splat(x, width)
+
+            type_ = i32 if width is None else vector(i32, width)
+            position, name = positions.at(at, 4).load(type_), ids.at(at, 4).load(type_)
+            flag = e.variable(e.const(type_, 0))
+            with e.loop(0, count) as r:
+                first, last, query = (of(row.number(r, n).load(i32)) for n in range(3))
+                seen = (first <= position) & (position <= last) & name.equals(query)
+                seen = seen if real is None else seen & real
+                row.scores(r).at(k, 4).store(e.select(seen, of(e.const(f32, 0.0)), of(e.const(f32, HIDDEN))))
+                flag.set(e.select(seen, e.const(type_, 1), flag()))
+            flags.at(k, 4).store(flag())
+            total.set(total() | (flag() if width is None else e.reduce("smax", flag())))
+
+        with e.loop(0, whole, lanes) as k:
+            step(k, lanes, k, None)
+        with e.loop(whole, BLOCK_KEYS) as k:
+            step(k, None, e.min(k, keys - 1), k < keys)
+        e.ret(total().integer(i64))
+    return e.function
+
+
+def _emit_score(module: ir.Module, buffers: _Buffers) -> ir.Function:
+    """``score(workspace, keys, step, count, rows, numbers)``: scores in powers of two of what is seen.
+
+    A strip of keys is widened to float32 once for all rows; a key that no row sees is taken as zeros.
+    """
+    isa, kernel, width = buffers.isa, buffers.kernel, buffers.width
+    copy = rows.copy_row(module, isa, "copy_key", kernel.dtype, kernel.head_dim)
+    fill = rows.fill(module, isa)
+    type_ = vector(f32, isa.lanes)
+    with Function(module, "score", [ptr, ptr, i64, i64, i64, ptr]) as (e, (w, keys, step, _, count, numbers)):
+        row, flags = _Rows(buffers, w), w.at(buffers.flags)
+        scale = e.splat(numbers.at(SCALE).load(f32), isa.lanes)
+        with e.loop(0, BLOCK_KEYS, isa.lanes) as first:
+            with e.loop(0, isa.lanes) as j:
+                e.either(
+                    flags.at(first + j, 4).load(i32).equals(1),
+                    lambda j=j: e.run(copy, keys.at((first + j) * step), w.at(j * width, 4)) and None,
+                    lambda j=j: e.run(fill, w.at(j * width, 4), width, e.const(f32, 0.0)) and None,
+                )
+            with e.loop(0, count) as r:
+                sums = [e.variable(e.const(type_, 0.0)) for _ in range(isa.lanes)]
+                with e.loop(0, width, isa.lanes) as d:
+                    q = row.query(r).at(d, 4).load(type_)
+                    for j, total in enumerate(sums):
+                        total.set(e.fma(w.at(d + j * width, 4).load(type_), q, total()))
+                raw = _across(e, isa, [x() for x in sums])
+                x = capped(e, isa, raw, numbers) if kernel.soft_cap else raw * scale
+                place = row.scores(r).at(first, 4)
+                place.store(e.select(place.load(type_) < 0.0, e.const(type_, HIDDEN), x))
+        e.ret()
+    return e.function
+
+
+def _across(e: Function, isa: Isa, vectors: list[Value]) -> Value:
+    """Lane ``j`` of the result is the sum of the lanes of ``vectors[j]``."""
+    n, bit = isa.lanes, 1
+    while len(vectors) > 1:
+        joined = []
+        for x, y in zip(vectors[::2], vectors[1::2], strict=True):
+            one = e.shuffle(x, y, [k if not k & bit else n + k - bit for k in range(n)])
+            other = e.shuffle(x, y, [k + bit if not k & bit else n + k for k in range(n)])
+            joined.append(one + other)
+        vectors, bit = joined, bit * 2
+    return vectors[0]
+
+
+def _emit_soften(module: ir.Module, buffers: _Buffers) -> ir.Function:
+    """``soften(workspace, row, partial)``: scores become weights; the row's maximum, sum and output follow."""
+    isa, type_ = buffers.isa, vector(f32, buffers.isa.lanes)
+    with Function(module, "soften", [ptr, i64, ptr]) as (e, (w, r, partial)):
+        scores = _Rows(buffers, w).scores(r)
+        top_at, total_at = partial.at(buffers.value_width, 4), partial.at(buffers.value_width + 1, 4)
+        highest = e.variable(e.const(type_, HIDDEN))
+        with e.loop(0, BLOCK_KEYS, isa.lanes) as k:
+            highest.set(e.max(scores.at(k, 4).load(type_), highest()))
+        old = top_at.load(f32)
+        new = e.max(e.call(f"llvm.vector.reduce.fmax.v{isa.lanes}f32", f32, highest()), old)
+        factor = exp2_scalar(e, isa, old - new)
+        wide, fresh = e.splat(new, isa.lanes), e.variable(e.const(type_, 0.0))
+        with e.loop(0, BLOCK_KEYS, isa.lanes) as k:
+            place = scores.at(k, 4)
+            x = place.load(type_)
+            p = e.select(x > HIDDEN / 2, elements.exp2(e, isa, x - wide), 0.0)
+            place.store(p)
+            fresh.set(fresh() + p)
+        with e.when(new > old), e.loop(0, buffers.value_width, isa.lanes) as d:
+            place = partial.at(d, 4)
+            place.store(place.load(type_) * e.splat(factor, isa.lanes))
+        total_at.store(total_at.load(f32) * factor + e.add_up(fresh()))
+        top_at.store(new)
+        e.ret()
+    return e.function
+
+
+def exp2_scalar(e: Function, isa: Isa, x: Value) -> Value:
+    """2**x of one number of at most 0; a difference to HIDDEN gives zero."""
+    wide = elements.exp2(e, isa, e.splat(x, isa.lanes))
+    one = Value(e, e.builder.extract_element(wide.raw, ir.Constant(i32, 0)))
+    return e.select(x > HIDDEN / 2, one, 0.0)
+
+
+def _emit_weigh(module: ir.Module, buffers: _Buffers, vectors: int) -> ir.Function:
+    """``weigh(workspace, row, values, step, out, keys)``: a tile of rows and columns plus weights times values.
+
+    A key that no row sees is not read: what lies there may be anything.
+    """
+    isa, kernel = buffers.isa, buffers.kernel
+    type_, count = vector(f32, isa.lanes), kernel.rows_per_tile
+    dtype = "float32" if buffers.widens_values else kernel.dtype
+    size, name = elements.SIZE[dtype], f"weigh_{vectors}"
+    with Function(module, name, [ptr, i64, ptr, i64, ptr, i64]) as (e, (w, r, values, step, out, keys)):
+        row, flags = _Rows(buffers, w), w.at(buffers.flags)
+        places = [[out.at(i * buffers.partial + j * isa.lanes, 4) for j in range(vectors)] for i in range(count)]
+        sums = [[e.variable(e.const(type_, 0.0)) for _ in line] for line in places]
+        weights = [row.scores(r + i) for i in range(count)]
+        with e.loop(0, keys) as k, e.when(flags.at(k, 4).load(i32).equals(1)):
+            place = values.at(k * step)
+            value = [elements.load(e, place.at(j * isa.lanes, size), dtype, isa.lanes) for j in range(vectors)]
+            for i in range(count):
+                p = e.splat(weights[i].at(k, 4).load(f32), isa.lanes)
+                for j in range(vectors):
+                    sums[i][j].set(e.fma(p, value[j], sums[i][j]()))
+        for i in range(count):
+            for j in range(vectors):
+                places[i][j].store(places[i][j].load(type_) + sums[i][j]())
+        e.ret()
+    return e.function
+
+
+def _emit_widen(module: ir.Module, buffers: _Buffers) -> ir.Function:
+    """``widen(workspace, values, step, keys)``: a block's values that some row sees, as float32 in whole vectors."""
+    isa, kernel, width = buffers.isa, buffers.kernel, buffers.value_width
+    copy = rows.copy_row(module, isa, "copy_value", kernel.dtype, kernel.value_head_dim)
+    with Function(module, "widen", [ptr, ptr, i64, i64]) as (e, (w, values, step, keys)):
+        flags = w.at(buffers.flags)
+        with e.loop(0, keys) as k, e.when(flags.at(k, 4).load(i32).equals(1)):
+            e.run(copy, values.at(k * step), w.at(buffers.values).at(k * width, 4))
+        e.ret()
+    return e.function
+
+
+def _emit_join(module: ir.Module, buffers: _Buffers, state: State) -> ir.Function:
+    """``item(state, workspace, index)``: the ranges of one KV head as one output; a row that saw nothing is zero."""
+    isa, kernel = buffers.isa, buffers.kernel
+    write = rows.write_row(module, isa, "write_out", kernel.dtype, kernel.value_head_dim)
+    size, type_ = elements.SIZE[kernel.dtype], vector(f32, isa.lanes)
+    top_at, total_at = buffers.value_width, buffers.value_width + 1
+    with Function(module, "join_item", [ptr, ptr, i64]) as (e, (s, _, head)):
+        dims = state.dims(s)
+        heads, ranges = dims["N"], dims["P"]
+        group = heads // dims["K"]
+        whole = buffers.padded_rows(dims) * buffers.partial
+        first = state.pointer(s, "shared").at(head * ranges * whole, 4)
+        with e.loop(0, dims["T"] * group) as r:
+            row = first.at(r * buffers.partial, 4)
+            top = e.variable(e.const(f32, HIDDEN))
+            with e.loop(0, ranges) as p:
+                top.set(e.max(row.at(p * whole + top_at, 4).load(f32), top()))
+            total = e.variable(e.const(f32, 0.0))
+            with e.loop(0, ranges) as p:
+                part = row.at(p * whole, 4)
+                factor = exp2_scalar(e, isa, part.at(top_at, 4).load(f32) - top())
+                total.set(total() + part.at(total_at, 4).load(f32) * factor)
+                with e.loop(0, buffers.value_width, isa.lanes) as d:
+                    x = part.at(d, 4).load(type_) * e.splat(factor, isa.lanes)
+                    before = e.variable(e.const(type_, 0.0))
+                    with e.when(p > 0):
+                        before.set(row.at(d, 4).load(type_))
+                    row.at(d, 4).store(x + before())
+            place = rows.query_place(e, r, head // dims["K"], head % dims["K"], group, dims["T"], heads)
+            unseen = top() <= HIDDEN / 2
+            factor = e.select(unseen, e.const(f32, 0.0), e.const(f32, 1.0) / total())
+            e.run(write, row, state.pointer(s, "data:out").at(place * kernel.value_head_dim, size), factor)
+        e.ret()
+    return e.function

@@ -1,0 +1,89 @@
+"""Numbers in a lane: conversion to and from float32, ``exp2`` and ``tanh``.
+
+All arithmetic is float32. bfloat16 is the upper half of a float32; it is rounded to nearest, ties to even.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from backends.flash_cpu.emit import Function, Value, f16, f32, i16, i32, vector
+from backends.flash_cpu.isa import AVX512, Isa
+
+SIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+XLA_TYPE = {"float32": 11, "bfloat16": 16, "float16": 10, "int32": 4, "uint8": 6}  # XLA_FFI_DataType
+
+# 2**f for |f| <= 1/2, highest power first: relative error 2e-9 before rounding.
+_EXP2 = (1.5353362e-4, 1.3398874e-3, 9.6184373e-3, 5.5503324e-2, 2.4022648e-1, 6.9314720e-1, 1.0)
+_ROUND = 12582912.0  # 1.5 * 2**23: adding and subtracting it rounds to an integer
+# tanh(x) = x + x**3 * p(x**2) for |x| < 0.625 (Cephes, tanhf)
+_TANH = (-5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1)
+
+
+def load(e: Function, place: Value, dtype: str, lanes: int | None) -> Value:
+    """``lanes`` numbers (None: one scalar) at ``place`` as float32."""
+
+    def of(element: Any) -> Any:
+        return element if lanes is None else vector(element, lanes)
+
+    if dtype == "float32":
+        return place.load(of(f32))
+    if dtype == "float16":
+        return Value(e, e.builder.fpext(place.load(of(f16), 2).raw, of(f32)))
+    bits = Value(e, e.builder.zext(place.load(of(i16), 2).raw, of(i32)))
+    return (bits << 16).bits_as(of(f32))
+
+
+def store(e: Function, place: Value, value: Value, dtype: str) -> None:
+    """float32 ``value`` (a vector or a scalar) rounded to ``dtype`` at ``place``."""
+    lanes = getattr(value.type, "count", None)
+
+    def of(element: Any) -> Any:
+        return element if lanes is None else vector(element, lanes)
+
+    if dtype == "float32":
+        place.store(value)
+    elif dtype == "float16":
+        place.store(Value(e, e.builder.fptrunc(value.raw, of(f16))), 2)
+    else:
+        bits = value.bits_as(of(i32))
+        rounded = (bits + ((bits >> 16) & 1) + 0x7FFF) >> 16
+        rounded = e.select(value.is_nan(), e.const(of(i32), 0x7FC0), rounded)
+        place.store(rounded.integer(of(i16)), 2)
+
+
+def exp2(e: Function, isa: Isa, x: Value) -> Value:
+    """2**x to an ulp or so, for x up to 127.
+
+    Below -126 AVX-512 rounds to a subnormal or zero; elsewhere the result stays at 2**-126.
+    """
+    lanes = x.type.count
+    type_ = vector(f32, lanes)
+    if isa is AVX512:
+        zero, every, nearest = e.const(type_, 0.0), e.const(i16, -1), e.const(i32, 8)
+        f = e.call("llvm.x86.avx512.mask.reduce.ps.512", type_, x, nearest, zero, every, e.const(i32, 4))
+        p = _polynomial(e, _EXP2, f)
+        return e.call("llvm.x86.avx512.mask.scalef.ps.512", type_, p, x - f, zero, every, e.const(i32, 4))
+    x = e.max(x, -126.0)
+    t = x + _ROUND
+    p = _polynomial(e, _EXP2, x - (t - _ROUND))
+    bits = vector(i32, lanes)
+    return (p.bits_as(bits) + (t.bits_as(bits) << 23)).bits_as(type_)
+
+
+def tanh(e: Function, isa: Isa, x: Value) -> Value:
+    """Hyperbolic tangent with a small relative error also near 0, where the scores of a soft cap lie."""
+    square = x * x
+    near = e.fma(x * square, _polynomial(e, _TANH, square), x)
+    size = e.max(x, e.const(x.type, 0.0) - x)
+    grown = exp2(e, isa, e.min(size, 20.0) * 2.8853900817779268)  # exp(2 |x|)
+    far = e.const(x.type, 1.0) - e.const(x.type, 2.0) / (grown + 1.0)
+    far = e.select(x < 0.0, e.const(x.type, 0.0) - far, far)
+    return e.select(size < 0.625, near, far)
+
+
+def _polynomial(e: Function, coefficients: tuple[float, ...], x: Value) -> Value:
+    total = e.const(x.type, coefficients[0])
+    for coefficient in coefficients[1:]:
+        total = e.fma(total, x, e.const(x.type, coefficient))
+    return total

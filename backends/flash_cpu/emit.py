@@ -1,0 +1,379 @@
+"""Values with operators, variables and loops over ``llvmlite.ir``: enough to write a SIMD kernel in Python.
+
+A :class:`Value` is one LLVM value; ``x * y + 1`` emits instructions at the end of the function that :class:`Function`
+builds. A Python number becomes a constant of the other operand's type. Pointers are opaque and offsets are bytes unless
+an element size is given. Control flow is a ``with`` block: ``with e.loop(0, n) as i``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from llvmlite import ir
+
+f32, f16 = ir.FloatType(), ir.HalfType()
+i1, i8, i16, i32, i64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
+ptr, void = ir.PointerType(), ir.VoidType()
+
+CACHE_LINE = 64
+
+
+class BFloat(ir.Type):
+    """LLVM's ``bfloat``, which llvmlite does not name."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BFloat)
+
+    def __hash__(self) -> int:
+        return hash(BFloat)
+
+
+def vector(element: Any, lanes: int) -> Any:
+    """The type of ``lanes`` elements."""
+    return ir.VectorType(element, lanes)
+
+
+def aligned(size: Any) -> Any:
+    """``size`` bytes (an int or a Value) rounded up to whole cache lines."""
+    return (size + (CACHE_LINE - 1)) // CACHE_LINE * CACHE_LINE
+
+
+class Value:
+    """An LLVM value in a function under construction."""
+
+    __slots__ = ("e", "raw", "type")
+
+    def __init__(self, e: Function, raw: Any) -> None:
+        self.e, self.raw, self.type = e, raw, raw.type
+
+    @property
+    def is_float(self) -> bool:
+        """Whether it holds floating-point numbers."""
+        return isinstance(getattr(self.type, "element", self.type), (ir.FloatType, ir.HalfType))
+
+    def _operand(self, other: Any) -> Any:
+        return other.raw if isinstance(other, Value) else self.e.const(self.type, other).raw
+
+    def _binary(self, other: Any, floating: str, integer: str) -> Value:
+        operation = getattr(self.e.builder, floating if self.is_float else integer)
+        return Value(self.e, operation(self.raw, self._operand(other)))
+
+    def __add__(self, other: Any) -> Value:
+        return self._binary(other, "fadd", "add")
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> Value:
+        return self._binary(other, "fsub", "sub")
+
+    def __mul__(self, other: Any) -> Value:
+        return self._binary(other, "fmul", "mul")
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: Any) -> Value:
+        return self._binary(other, "fdiv", "sdiv")
+
+    def __floordiv__(self, other: Any) -> Value:
+        return self._binary(other, "fdiv", "sdiv")
+
+    def __mod__(self, other: Any) -> Value:
+        return self._binary(other, "frem", "srem")
+
+    def __lshift__(self, other: Any) -> Value:
+        return self._binary(other, "shl", "shl")
+
+    def __rshift__(self, other: Any) -> Value:
+        return self._binary(other, "lshr", "lshr")
+
+    def __or__(self, other: Any) -> Value:
+        return self._binary(other, "or_", "or_")
+
+    def __and__(self, other: Any) -> Value:
+        return self._binary(other, "and_", "and_")
+
+    def compare(self, operator: str, other: Any) -> Value:
+        """Element by element, signed or ordered (a NaN compares false)."""
+        b = self.e.builder
+        return Value(
+            self.e, (b.fcmp_ordered if self.is_float else b.icmp_signed)(operator, self.raw, self._operand(other))
+        )
+
+    def __lt__(self, other: Any) -> Value:
+        return self.compare("<", other)
+
+    def __gt__(self, other: Any) -> Value:
+        return self.compare(">", other)
+
+    def __le__(self, other: Any) -> Value:
+        return self.compare("<=", other)
+
+    def __ge__(self, other: Any) -> Value:
+        return self.compare(">=", other)
+
+    def equals(self, other: Any) -> Value:
+        """Element by element."""
+        return self.compare("==", other)
+
+    def is_nan(self) -> Value:
+        """Element by element."""
+        return Value(self.e, self.e.builder.fcmp_unordered("uno", self.raw, self.raw))
+
+    def is_null(self) -> Value:
+        """Of a pointer."""
+        return Value(self.e, self.e.builder.icmp_unsigned("==", self.raw, ir.Constant(ptr, None)))
+
+    def bits_as(self, type_: Any) -> Value:
+        """The same bits as another type."""
+        return Value(self.e, self.e.builder.bitcast(self.raw, type_))
+
+    def integer(self, type_: Any) -> Value:
+        """An integer widened with its sign, or cut."""
+        if self.type == type_:
+            return self
+        width = getattr(type_, "element", type_).width
+        b = self.e.builder
+        wider = width > getattr(self.type, "element", self.type).width
+        return Value(self.e, (b.sext if wider else b.trunc)(self.raw, type_))
+
+    def at(self, offset: Any, size: int = 1) -> Value:
+        """Of a pointer: the address ``offset`` elements of ``size`` bytes further."""
+        offset = offset * size if isinstance(offset, Value) else self.e.const(i64, offset * size)
+        return Value(self.e, self.e.builder.gep(self.raw, [offset.raw], source_etype=i8))
+
+    def load(self, type_: Any, align: int = 4) -> Value:
+        """Of a pointer: what lies there."""
+        return Value(self.e, self.e.builder.load(self.raw, typ=type_, align=align))
+
+    def store(self, value: Value, align: int = 4) -> None:
+        """Into a pointer."""
+        self.e.builder.store(value.raw, self.raw, align=align)
+
+
+class Variable:
+    """A value that changes; it ends up in a register."""
+
+    __slots__ = ("place", "type")
+
+    def __init__(self, place: Value, type_: Any) -> None:
+        self.place, self.type = place, type_
+
+    def __call__(self) -> Value:
+        """Read."""
+        return self.place.load(self.type)
+
+    def set(self, value: Value) -> None:
+        """Assign."""
+        self.place.store(value)
+
+
+class Function:
+    """One function of a module. ``with Function(...) as (e, arguments)`` and ``e.ret()`` at the end of the body."""
+
+    def __init__(
+        self, module: ir.Module, name: str, arguments: Sequence[Any], returns: Any = void, *, public: bool = False
+    ) -> None:
+        self.module = module
+        self.function = ir.Function(module, ir.FunctionType(returns, list(arguments)), name)
+        if not public:
+            self.function.linkage = "internal"
+            self.function.attributes.add("noinline")  # called from several places; inlining costs compile time
+        self._entry = self.function.append_basic_block("entry")
+        self.builder = ir.IRBuilder(self.function.append_basic_block("body"))
+        self.arguments = [Value(self, a) for a in self.function.args]
+
+    def __enter__(self) -> tuple[Function, list[Value]]:
+        return self, self.arguments
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            ir.IRBuilder(self._entry).branch(self.function.blocks[1])
+
+    # values
+
+    def const(self, type_: Any, number: Any) -> Value:
+        """A number, in every lane of a vector type."""
+        return Value(self, ir.Constant(type_, [number] * type_.count if isinstance(type_, ir.VectorType) else number))
+
+    def null(self) -> Value:
+        """The null pointer."""
+        return Value(self, ir.Constant(ptr, None))
+
+    def lanes(self, count: int) -> Value:
+        """0, 1, 2, ... as int32."""
+        return Value(self, ir.Constant(vector(i32, count), list(range(count))))
+
+    def variable(self, initial: Value) -> Variable:
+        """A variable that starts as ``initial``."""
+        variable = Variable(self.stack(initial.type), initial.type)
+        variable.set(initial)
+        return variable
+
+    def stack(self, type_: Any) -> Value:
+        """Room for one ``type_`` until the function returns."""
+        place = ir.IRBuilder(self._entry).alloca(type_)
+        place.align, place.type = CACHE_LINE, ptr  # pyright: ignore[reportAttributeAccessIssue]  (None until set)
+        return Value(self, place)
+
+    def select(self, condition: Value, yes: Value, no: Any) -> Value:
+        """``yes`` where the condition holds."""
+        no = no if isinstance(no, Value) else self.const(yes.type, no)
+        return Value(self, self.builder.select(condition.raw, yes.raw, no.raw))
+
+    def max(self, x: Value, y: Any) -> Value:
+        """The larger one; ``y`` where ``x`` is a NaN."""
+        y = y if isinstance(y, Value) else self.const(x.type, y)
+        return self.select(x > y, x, y)
+
+    def min(self, x: Value, y: Any) -> Value:
+        """The smaller one; ``y`` where ``x`` is a NaN."""
+        y = y if isinstance(y, Value) else self.const(x.type, y)
+        return self.select(x < y, x, y)
+
+    def fma(self, x: Value, y: Value, z: Value) -> Value:
+        """The product of ``x`` and ``y`` plus ``z``, rounded once."""
+        return self.call(f"llvm.fma.{_suffix(x.type)}", x.type, x, y, z)
+
+    def splat(self, scalar: Value, lanes: int) -> Value:
+        """The scalar in every lane."""
+        undefined = ir.Constant(vector(scalar.type, lanes), ir.Undefined)
+        one = self.builder.insert_element(undefined, scalar.raw, ir.Constant(i32, 0))
+        return Value(self, self.builder.shuffle_vector(one, undefined, ir.Constant(vector(i32, lanes), [0] * lanes)))
+
+    def shuffle(self, x: Value, y: Value, lanes: Sequence[int]) -> Value:
+        """Lanes of ``x`` and, counted on, of ``y``."""
+        mask = ir.Constant(vector(i32, len(lanes)), list(lanes))
+        return Value(self, self.builder.shuffle_vector(x.raw, y.raw, mask))
+
+    def any(self, condition: Value) -> Value:
+        """Whether it holds in any lane."""
+        bits = ir.IntType(condition.type.count)
+        return Value(
+            self, self.builder.icmp_unsigned("!=", self.builder.bitcast(condition.raw, bits), ir.Constant(bits, 0))
+        )
+
+    def reduce(self, operation: str, x: Value) -> Value:
+        """All lanes of an integer vector as one, by ``smin`` or ``smax``."""
+        bits = x.type.element.width
+        return self.call(f"llvm.vector.reduce.{operation}.v{x.type.count}i{bits}", x.type.element, x)
+
+    def add_up(self, x: Value) -> Value:
+        """The sum of the lanes of a float vector, by halves, so that the order is fixed."""
+        while x.type.count > 1:
+            half = x.type.count // 2
+            x = self.shuffle(x, x, range(half)) + self.shuffle(x, x, range(half, 2 * half))
+        return Value(self, self.builder.extract_element(x.raw, ir.Constant(i32, 0)))
+
+    # control
+
+    @contextmanager
+    def loop(self, start: Any, stop: Any, step: Any = 1) -> Iterator[Value]:
+        """Counts an int64 from ``start`` until it is no longer below ``stop``."""
+        first, last = (x if isinstance(x, Value) else self.const(i64, x) for x in (start, stop))
+        i = self.variable(first)
+        with self.while_(lambda: i() < last):
+            yield i()
+            i.set(i() + step)
+
+    @contextmanager
+    def while_(self, condition: Callable[[], Value]) -> Iterator[None]:
+        """Repeats the block while the condition holds, which is evaluated anew each time."""
+        head, body, done = (self.function.append_basic_block(x) for x in ("head", "body", "done"))
+        self.builder.branch(head)
+        self.builder.position_at_end(head)
+        self.builder.cbranch(condition().raw, body, done)
+        self.builder.position_at_end(body)
+        yield
+        self.builder.branch(head)
+        self.builder.position_at_end(done)
+
+    @contextmanager
+    def when(self, condition: Value) -> Iterator[None]:
+        """The block runs where the condition holds."""
+        with self.builder.if_then(condition.raw):
+            yield
+
+    def either(self, condition: Value, yes: Callable[[], None], no: Callable[[], None]) -> None:
+        """One of the two."""
+        with self.builder.if_else(condition.raw) as (then, otherwise):
+            with then:
+                yes()
+            with otherwise:
+                no()
+
+    @contextmanager
+    def leave_when(self, condition: Value) -> Iterator[None]:
+        """The block, which must end in a return, runs where the condition holds; the function goes on otherwise."""
+        leave, go_on = (self.function.append_basic_block(x) for x in ("leave", "on"))
+        self.builder.cbranch(condition.raw, leave, go_on)
+        self.builder.position_at_end(leave)
+        yield
+        self.builder.position_at_end(go_on)
+
+    def ret(self, value: Value | None = None) -> None:
+        """Return."""
+        if value is None:
+            self.builder.ret_void()
+        else:
+            self.builder.ret(value.raw)
+
+    # calls
+
+    def call(self, name: str, returns: Any, *arguments: Value) -> Value:
+        """A function of LLVM or of the C library, declared on first use."""
+        function = self.module.globals.get(name)
+        if function is None:
+            function = ir.Function(self.module, ir.FunctionType(returns, [a.type for a in arguments]), name)
+        return Value(self, self.builder.call(function, [a.raw for a in arguments]))
+
+    def run(self, function: ir.Function, *arguments: Any) -> Value:
+        """A function of this module; an int is passed as int64."""
+        raw = [(a if isinstance(a, Value) else self.const(i64, a)).raw for a in arguments]
+        return Value(self, self.builder.call(function, raw))
+
+    def call_address(self, address: Value, returns: Any, *arguments: Value) -> Value:
+        """A function by its address."""
+        callee = _Callee(address.raw, ir.FunctionType(returns, [a.type for a in arguments]))
+        return Value(self, self.builder.call(callee, [a.raw for a in arguments]))
+
+    # memory that several threads see
+
+    def atomic_add(self, place: Value, amount: int) -> Value:
+        """Adds to an int64; returns what was there before."""
+        return Value(self, self.builder.atomic_rmw("add", place.raw, ir.Constant(i64, amount), "seq_cst"))
+
+    def atomic_load(self, place: Value) -> Value:
+        """Reads an int64."""
+        return Value(self, self.builder.load_atomic(place.raw, "seq_cst", 8, typ=i64))
+
+
+class _Callee:
+    """An address that IRBuilder.call takes for a function."""
+
+    def __init__(self, raw: Any, function_type: Any) -> None:
+        self._raw, self.function_type, self.type = raw, function_type, raw.type
+
+    def get_reference(self) -> str:
+        return self._raw.get_reference()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._raw, name)
+
+
+def text(module: ir.Module, content: str) -> ir.GlobalVariable:
+    """A C string in the module."""
+    data = bytearray(content.encode() + b"\0")
+    type_ = ir.ArrayType(i8, len(data))
+    place = ir.GlobalVariable(module, type_, module.get_unique_name("text"))
+    place.global_constant, place.linkage = True, "internal"
+    place.initializer = ir.Constant(type_, data)  # pyright: ignore[reportAttributeAccessIssue]  (None until set)
+    return place
+
+
+def _suffix(type_: Any) -> str:
+    return f"v{type_.count}f32" if isinstance(type_, ir.VectorType) else "f32"

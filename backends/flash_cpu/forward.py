@@ -1,0 +1,270 @@
+"""The forward kernel: output, and for the backward pass the maximum and sum of every row's softmax.
+
+Phase 1 packs keys and values head by head as float32, contiguous, padded with zeros to whole blocks. Phase 2 computes
+one tile of query rows of one KV head per item: all key blocks that the tile's groups of queries see, with an online
+softmax. Tiles are numbered head by head, so that the packed keys and values of one head stay in the cache, and from the
+last rows to the first, since the last see most under a causal mask.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from llvmlite import ir
+
+from backends.flash_cpu import masking, rows
+from backends.flash_cpu.emit import Function, f32, i64, ptr, vector
+from backends.flash_cpu.handler import Dims, Operand, Phase, Program, State
+from backends.flash_cpu.isa import Isa
+from backends.flash_cpu.packing import Blocks, emit_pack, emit_row_numbers
+from backends.flash_cpu.products import Scores, Weighted
+from backends.flash_cpu.softmax import HIDDEN, Places, softmax
+
+BLOCK_KEYS = 96
+UNSEEN_TOP = 1e30  # maximum of a row that sees nothing: its probabilities come out as zero in the backward pass
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Kernel:
+    """What a kernel is compiled for. ``out_dtype``: of the output (float32 where parts are put together)."""
+
+    dtype: str
+    head_dim: int
+    value_head_dim: int
+    soft_cap: bool
+    out_dtype: str
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        """Query, key, value, then the arrays of :class:`~backends.flash_cpu.visibility.Visibility` and the numbers."""
+        return (
+            Operand("query", self.dtype, ("B", "T", "N", self.head_dim)),
+            Operand("key", self.dtype, ("B", "S", "K", self.head_dim)),
+            Operand("value", self.dtype, ("B", "S", "K", self.value_head_dim)),
+            Operand("first", "int32", ("C", "T")),
+            Operand("last", "int32", ("C", "T")),
+            Operand("query_id", "int32", ("C", "T")),
+            Operand("position", "int32", ("C", "S")),
+            Operand("key_id", "int32", ("C", "S")),
+            Operand("numbers", "float32", ("M",)),
+        )
+
+    @property
+    def results(self) -> tuple[Operand, ...]:
+        """Output, maximum and sum per row, scratch memory."""
+        return (
+            Operand("out", self.out_dtype, ("B", "T", "N", self.value_head_dim)),
+            Operand("top", "float32", ("B", "T", "N")),
+            Operand("total", "float32", ("B", "T", "N")),
+            Operand("scratch", "uint8", ("bytes",)),
+        )
+
+
+def fits(dims: Dims) -> list[tuple[Any, str]]:
+    """What the shapes of one operand cannot say."""
+    return [
+        ((dims["N"] % dims["K"]).equals(0), "the query heads are not a multiple of the KV heads."),
+        ((dims["B"] % dims["C"]).equals(0), "the layout's rows do not divide the batch."),
+    ]
+
+
+def block_rows(isa: Isa) -> int:
+    """Query rows per tile: the groups that come to about 96."""
+    return max(1, 96 // isa.group) * isa.group
+
+
+def _workspace(isa: Isa, kernel: Kernel) -> tuple[dict[str, int], int]:
+    """Byte offsets of a thread's buffers, and their size."""
+    queries = block_rows(isa)
+    width, value_width = rows.padded(kernel.head_dim, isa), rows.padded(kernel.value_head_dim, isa)
+    sizes = {
+        "query": queries * width,
+        "scores": max(BLOCK_KEYS * queries, queries * width),
+        "out": queries * value_width,
+        **dict.fromkeys(("top", "total", "decay", "first", "last", "query_id"), queries),
+        "bounds": queries // isa.group * masking.QUERY_RECORD // 4,
+    }
+    offsets, end = {}, 0
+    for name, size in sizes.items():
+        offsets[name] = end
+        end += size * 4
+    return offsets, end
+
+
+def workspace_bytes(isa: Isa, kernel: Kernel) -> int:
+    """Scratch memory of one thread."""
+    return _workspace(isa, kernel)[1]
+
+
+def build(module: ir.Module, isa: Isa, kernel: Kernel) -> tuple[Program, State]:
+    """The program of a forward pass, with its functions in the module."""
+    blocks = Blocks(isa, BLOCK_KEYS, kernel.head_dim, kernel.value_head_dim)
+    queries = block_rows(isa)
+    state = State.of(kernel.operands, kernel.results, 2)
+    pack = emit_pack(module, isa, kernel.dtype, blocks, state)
+    tile = _emit_tile_item(module, isa, kernel, blocks, state)
+
+    def pack_items(dims: Dims) -> Any:
+        return dims["B"] * dims["K"] * blocks.count(dims)
+
+    def tile_items(dims: Dims) -> Any:
+        return dims["B"] * dims["K"] * tiles(dims, queries)
+
+    program = Program(
+        kernel.operands,
+        kernel.results,
+        (Phase(pack_items, pack), Phase(tile_items, tile)),
+        blocks.shared_bytes,
+        lambda _: workspace_bytes(isa, kernel),
+        fits,
+    )
+    return program, state
+
+
+def tiles(dims: Dims, queries: int) -> Any:
+    """Tiles of query rows of one KV head."""
+    return (dims["T"] * (dims["N"] // dims["K"]) + (queries - 1)) // queries
+
+
+def _emit_tile_item(module: ir.Module, isa: Isa, kernel: Kernel, blocks: Blocks, state: State) -> ir.Function:
+    """``item(state, workspace, index)``: one tile of query rows of one KV head."""
+    queries, at = block_rows(isa), _workspace(isa, kernel)[0]
+    read = _emit_read(module, isa, kernel, state, queries, at)
+    attend = _emit_attend(module, isa, kernel, blocks, at)
+    write = _emit_write(module, isa, kernel, state, at)
+    with Function(module, "tile_item", [ptr, ptr, i64]) as (e, (s, w, index)):
+        dims = state.dims(s)
+        per_head = tiles(dims, queries)
+        head, tile = index // per_head, per_head - 1 - index % per_head
+        start = tile * queries
+        count = e.min(dims["T"] * (dims["N"] // dims["K"]) - start, queries)
+        e.run(read, s, w, head, start, count)
+        batch = head // dims["K"]
+        row = batch // (dims["B"] // dims["C"])
+        shared = state.pointer(s, "shared")
+        e.run(
+            attend,
+            w,
+            blocks.keys(shared, dims, head),
+            blocks.values(shared, dims, head),
+            blocks.positions(shared, dims, row),
+            blocks.ids(shared, dims, row),
+            blocks.records(shared, dims, row),
+            state.pointer(s, "data:numbers"),
+            blocks.count(dims),
+        )
+        e.run(write, s, w, head, start, count)
+        e.ret()
+    return e.function
+
+
+def _emit_read(
+    module: ir.Module, isa: Isa, kernel: Kernel, state: State, queries: int, at: dict[str, int]
+) -> ir.Function:
+    """``read(state, workspace, head, start, count)``: the tile's queries transposed, its intervals, a fresh softmax."""
+    width, value_width = rows.padded(kernel.head_dim, isa), rows.padded(kernel.value_head_dim, isa)
+    copy = rows.copy_row(module, isa, "copy_query", kernel.dtype, kernel.head_dim)
+    turn = rows.transpose(module, isa, "transpose_query", queries, width)
+    fill = rows.fill(module, isa)
+    numbers = emit_row_numbers(module, isa, state)
+    size = 4 if kernel.dtype == "float32" else 2
+    with Function(module, "read", [ptr, ptr, i64, i64, i64]) as (e, (s, w, head, start, count)):
+        dims = state.dims(s)
+        heads = dims["N"]
+        group = heads // dims["K"]
+        batch, kv_head = head // dims["K"], head % dims["K"]
+        plain = w.at(at["scores"])  # free until the first block
+        query = state.pointer(s, "data:query")
+        with e.loop(0, count) as i:
+            place = rows.query_place(e, start + i, batch, kv_head, group, dims["T"], heads)
+            e.run(copy, query.at(place * kernel.head_dim, size), plain.at(i * width, 4))
+        e.run(fill, plain.at(count * width, 4), (e.const(i64, queries) - count) * width, e.const(f32, 0.0))
+        e.run(turn, plain, w.at(at["query"]))
+        e.run(fill, w.at(at["out"]), queries * value_width, e.const(f32, 0.0))
+        e.run(fill, w.at(at["top"]), queries, e.const(f32, HIDDEN))
+        e.run(fill, w.at(at["total"]), queries, e.const(f32, 0.0))
+        e.run(numbers, s, batch, start, count, queries, *(w.at(at[n]) for n in ("first", "last", "query_id", "bounds")))
+        e.ret()
+    return e.function
+
+
+def _emit_attend(module: ir.Module, isa: Isa, kernel: Kernel, blocks: Blocks, at: dict[str, int]) -> ir.Function:
+    """``attend(workspace, keys, values, positions, ids, records, numbers, blocks)``: the tile over all key blocks."""
+    queries = block_rows(isa)
+    key_width, value_width = blocks.key_width, blocks.value_width
+    scores = Scores.of(module, isa, "score", kernel.head_dim, key_width, queries)
+    weigh = Weighted.of(module, isa, "value", value_width, (1, queries), value_width, value_width)
+    plain = softmax(module, isa, queries, mixed=False, soft_cap=kernel.soft_cap)
+    masked = softmax(module, isa, queries, mixed=True, soft_cap=kernel.soft_cap)
+    rescale = _emit_rescale(module, isa, value_width)
+    with Function(module, "attend", [ptr] * 7 + [i64]) as (
+        e,
+        (w, keys, values, positions, ids, records, numbers, count),
+    ):
+        with e.loop(0, count) as n:
+            k, v = keys.at(n * (BLOCK_KEYS * key_width), 4), values.at(n * (BLOCK_KEYS * value_width), 4)
+            block = (positions.at(n * BLOCK_KEYS, 4), ids.at(n * BLOCK_KEYS, 4))
+            with e.loop(0, queries, isa.group) as g:
+                bounds = w.at(at["bounds"]).at(g // isa.group * masking.QUERY_RECORD)
+                live = masking.live_keys(e, bounds, records.at(n * blocks.record_bytes), BLOCK_KEYS, isa.strip)
+                with e.when(live.any):
+                    s = w.at(at["scores"]).at(g, 4)
+                    scores.emit(e, k, w.at(at["query"]).at(g, 4), s, live.start, live.stop)
+                    places = Places(
+                        *(w.at(at[n_]).at(g, 4) for n_ in ("top", "total", "decay", "first", "last", "query_id"))
+                    )
+                    arguments = (s, *places.all, *block, numbers, live.start, live.stop)
+                    raised = e.variable(e.const(ir.IntType(1), 0))
+                    e.either(
+                        live.mixed,
+                        lambda a=arguments, r=raised: r.set(e.run(masked, *a)),
+                        lambda a=arguments, r=raised: r.set(e.run(plain, *a)),
+                    )
+                    out = w.at(at["out"]).at(g * value_width, 4)
+                    with e.when(raised()):
+                        e.run(rescale, out, places.decay)
+                    weigh.emit(e, s, v, out, (0, isa.group), (live.start, live.stop))
+        e.ret()
+    return e.function
+
+
+def _emit_rescale(module: ir.Module, isa: Isa, width: int) -> ir.Function:
+    """``rescale(out, decay)``: every row of a group times its factor."""
+    type_ = vector(f32, isa.lanes)
+    with Function(module, "rescale", [ptr, ptr]) as (e, (out, decay)):
+        with e.loop(0, isa.group) as i:
+            factor = e.splat(decay.at(i, 4).load(f32), isa.lanes)
+            with e.loop(0, width, isa.lanes) as d:
+                place = out.at(i * width + d, 4)
+                place.store(place.load(type_) * factor)
+        e.ret()
+    return e.function
+
+
+def _emit_write(module: ir.Module, isa: Isa, kernel: Kernel, state: State, at: dict[str, int]) -> ir.Function:
+    """``write(state, workspace, head, start, count)``: output over sum; a row that saw nothing is zero."""
+    value_width = rows.padded(kernel.value_head_dim, isa)
+    put = rows.write_row(module, isa, "write_out", kernel.out_dtype, kernel.value_head_dim)
+    size = 4 if kernel.out_dtype == "float32" else 2
+    with Function(module, "write", [ptr, ptr, i64, i64, i64]) as (e, (s, w, head, start, count)):
+        dims = state.dims(s)
+        heads = dims["N"]
+        group = heads // dims["K"]
+        batch, kv_head = head // dims["K"], head % dims["K"]
+        out, tops, totals = (state.pointer(s, f"data:{n}") for n in ("out", "top", "total"))
+        one = e.const(f32, 1.0)
+        with e.loop(0, count) as i:
+            place = rows.query_place(e, start + i, batch, kv_head, group, dims["T"], heads)
+            total, top = (w.at(at[n]).at(i, 4).load(f32) for n in ("total", "top"))
+            unseen = top <= HIDDEN / 2
+            e.run(
+                put,
+                w.at(at["out"]).at(i * value_width, 4),
+                out.at(place * kernel.value_head_dim, size),
+                e.select(unseen, e.const(f32, 0.0), one / total),
+            )
+            tops.at(place, 4).store(e.select(unseen, e.const(f32, UNSEEN_TOP), top))
+            totals.at(place, 4).store(e.select(unseen, one, total))
+        e.ret()
+    return e.function

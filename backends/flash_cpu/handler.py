@@ -1,0 +1,342 @@
+"""The call from XLA: a typed FFI handler that checks what it is given and deals the work to XLA's own threads.
+
+A :class:`Program` is a list of operands and of phases. A phase is a number of items and a function that computes one;
+items are claimed from one counter, and a phase begins when all items of the phases before it are done. The calling
+thread works too and waits only for items that somebody has claimed, so a busy pool delays nothing. The scratch memory
+is a result that XLA allocates (and counts); only the block of counters is allocated here, since a thread that XLA
+starts late may look at it after the call has returned.
+
+Offsets are those of ``xla/ffi/api/c_api.h``, major version 0: equal in jaxlib 0.10.1 and 0.12.0.1. ``compiler.py``
+refuses another major version before any of this is compiled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from llvmlite import ir
+
+from backends.flash_cpu.elements import XLA_TYPE
+from backends.flash_cpu.emit import CACHE_LINE, Function, Value, aligned, i32, i64, ptr, text, void
+
+API_MAJOR = 0
+
+# XLA_FFI_CallFrame
+_FRAME_EXTENSION, _FRAME_API, _FRAME_CONTEXT = 8, 16, 24
+_ARG_COUNT, _ARGS, _RESULT_COUNT, _RESULTS = 56, 72, 96, 112
+# XLA_FFI_Api
+_API_SIZE, _API_MAJOR, _API_VERSION = 0, 32, 32
+_ERROR_CREATE, _ERROR_DESTROY, _SCHEDULE, _NUM_THREADS, _API_KNOWN_SIZE = 48, 64, 136, 144, 152
+# XLA_FFI_Buffer
+_DTYPE, _DATA, _RANK, _DIMS = 16, 24, 32, 40
+_INVALID_ARGUMENT, _RESOURCE_EXHAUSTED, _UNIMPLEMENTED = 3, 8, 12
+
+_COUNTERS = ("next", "done", "references", "seats")
+_SPINS = 256  # waits this many pauses before it gives the core away
+
+Dims = Mapping[str, Any]  # sizes by name: int when planned, Value in the handler
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Operand:
+    """An array of the call. ``dims`` are names or numbers; the first stands for all leading axes (``vmap`` adds some).
+
+    A name means the same size wherever it occurs.
+    """
+
+    name: str
+    dtype: str
+    dims: tuple[str | int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Phase:
+    """``count(dims)`` items, each computed by ``item(state, workspace, index)``."""
+
+    count: Callable[[Dims], Any]
+    item: ir.Function
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class State:
+    """Where the counters, sizes and pointers of a call lie, as byte offsets by name."""
+
+    offsets: Mapping[str, int]
+
+    @staticmethod
+    def of(arguments: Sequence[Operand], results: Sequence[Operand], phases: int) -> State:
+        """For these operands; ``ends`` of the phases as ``end0``, ``end1``, ..."""
+        names = [*_COUNTERS, *(f"end{p}" for p in range(phases)), "workers", "worker_bytes", "shared", "private"]
+        for operand in (*arguments, *results):
+            names += [f"data:{operand.name}", *(d for d in operand.dims if isinstance(d, str))]
+        # The counters that all threads write lie on lines of their own.
+        head = {name: n * CACHE_LINE for n, name in enumerate(_COUNTERS)}
+        rest = {name: n for n, name in enumerate(dict.fromkeys(names[len(_COUNTERS) :]))}
+        return State({**head, **{name: len(_COUNTERS) * CACHE_LINE + 8 * n for name, n in rest.items()}})
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return aligned(max(self.offsets.values()) + 8)
+
+    def place(self, state: Value, name: str) -> Value:
+        """The address of a slot."""
+        return state.at(self.offsets[name])
+
+    def number(self, state: Value, name: str) -> Value:
+        """An int64."""
+        return self.place(state, name).load(i64)
+
+    def pointer(self, state: Value, name: str) -> Value:
+        """The address in a slot: ``data:query``, or ``shared``."""
+        return self.place(state, name).load(ptr)
+
+    def dims(self, state: Value) -> Dims:
+        """All sizes of the call."""
+        skip = (*_COUNTERS, "workers", "worker_bytes", "shared", "private")
+        names = [n for n in self.offsets if n not in skip and not n.startswith(("end", "data:"))]
+        return _Lazy({name: (lambda name=name: self.number(state, name)) for name in names})
+
+
+class _Lazy(Mapping):
+    """Sizes that are loaded where they are asked for."""
+
+    def __init__(self, makers: Mapping[str, Callable[[], Value]]) -> None:
+        self._makers = makers
+
+    def __getitem__(self, name: str) -> Value:
+        return self._makers[name]()
+
+    def __iter__(self) -> Any:
+        return iter(self._makers)
+
+    def __len__(self) -> int:
+        return len(self._makers)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Program:
+    """A kernel as XLA calls it. The last result is the scratch memory, uint8.
+
+    ``shared_bytes(dims)`` and ``worker_bytes(dims)`` are the parts of the scratch memory: one for all, one per thread.
+    ``requires(dims)`` are further conditions, each with the sentence that says it.
+    """
+
+    arguments: tuple[Operand, ...]
+    results: tuple[Operand, ...]
+    phases: tuple[Phase, ...]
+    shared_bytes: Callable[[Dims], Any]
+    worker_bytes: Callable[[Dims], Any]
+    requires: Callable[[Dims], Sequence[tuple[Any, str]]] = lambda _: ()
+
+
+def scratch_bytes(shared: Any, worker: Any, workers: int) -> Any:
+    """Bytes of scratch memory for ``workers`` threads."""
+    return aligned(shared) + aligned(worker) * workers + CACHE_LINE
+
+
+def emit(module: ir.Module, program: Program, state: State) -> None:
+    """Adds the public function ``handler`` to the module, which holds the items' functions."""
+    _Handler(module, program, state, _emit_worker(module, program, state)).emit()
+
+
+def _emit_worker(module: ir.Module, program: Program, state: State) -> ir.Function:
+    wait = _emit_wait(module)
+    release = _emit_release(module, state)
+    with Function(module, "worker", [ptr]) as (e, (s,)):
+        seat = e.atomic_add(state.place(s, "seats"), 1)
+        workspace = state.pointer(s, "private").at(seat * state.number(s, "worker_bytes"))
+        total = state.number(s, f"end{len(program.phases) - 1}")
+        claimed = e.variable(e.atomic_add(state.place(s, "next"), 1))
+        with e.while_(lambda: claimed() < total):
+            for p, phase in enumerate(program.phases):
+                start = state.number(s, f"end{p - 1}") if p else e.const(i64, 0)
+                with e.when((claimed() >= start) & (claimed() < state.number(s, f"end{p}"))):
+                    if p:
+                        e.run(wait, state.place(s, "done"), start)
+                    e.run(phase.item, s, workspace, claimed() - start)
+            e.atomic_add(state.place(s, "done"), 1)
+            claimed.set(e.atomic_add(state.place(s, "next"), 1))
+        e.run(release, s)
+        e.ret()
+    return e.function
+
+
+def _emit_wait(module: ir.Module) -> ir.Function:
+    """``wait(place, number)``: until the counter at ``place`` has reached ``number``."""
+    pause = {"x86": "llvm.x86.sse2.pause", "aar": "llvm.aarch64.hint", "arm": "llvm.aarch64.hint"}[module.triple[:3]]
+    with Function(module, "wait", [ptr, i64]) as (e, (place, number)):
+        spins = e.variable(e.const(i64, 0))
+        with e.while_(lambda: e.atomic_load(place) < number):
+            e.call(pause, void, *([] if "x86" in pause else [e.const(i32, 1)]))
+            spins.set(spins() + 1)
+            with e.when((spins() % _SPINS).equals(0)):
+                e.call("sched_yield", i32)
+        e.ret()
+    return e.function
+
+
+def _emit_release(module: ir.Module, state: State) -> ir.Function:
+    """``release(state)``: the last one who holds it frees it."""
+    with Function(module, "release", [ptr]) as (e, (s,)):
+        with e.when(e.atomic_add(state.place(s, "references"), -1).equals(1)):
+            e.call("free", void, s)
+        e.ret()
+    return e.function
+
+
+class _Handler:
+    """Emits ``handler(frame) -> error or null``."""
+
+    def __init__(self, module: ir.Module, program: Program, state: State, worker: ir.Function) -> None:
+        self.module, self.program, self.state, self.worker = module, program, state, worker
+        self.fail = self._emit_fail()
+        self.wait, self.release = module.globals["wait"], module.globals["release"]
+
+    def emit(self) -> None:
+        with Function(self.module, "handler", [ptr], ptr, public=True) as (e, (frame,)):
+            api, extension = frame.at(_FRAME_API).load(ptr), frame.at(_FRAME_EXTENSION).load(ptr)
+            self._answer_version(e, api, extension)
+            known = api.at(_API_MAJOR).load(i32).equals(API_MAJOR) & (api.at(_API_SIZE).load(i64) >= _API_KNOWN_SIZE)
+            with e.leave_when(known.equals(0)):
+                e.ret(e.null())  # unreachable behind compiler.py's check; nothing is known by which to say so
+            buffers = self._buffers(e, frame, api)
+            dims = self._sizes(e, api, buffers)
+            s = self._new_state(e, api, buffers, dims)
+            extra = self._schedule(e, frame, api, s, dims)
+            e.run(self.worker, s)
+            e.run(self.wait, self.state.place(s, "done"), self.state.number(s, f"end{len(self.program.phases) - 1}"))
+            e.run(self.release, s)
+            del extra
+            e.ret(e.null())
+
+    def _emit_fail(self) -> ir.Function:
+        """``fail(api, message, code) -> error``."""
+        with Function(self.module, "fail", [ptr, ptr, i64], ptr) as (e, (api, message, code)):
+            arguments = e.stack(ir.ArrayType(i64, 4))
+            for n, x in enumerate((e.const(i64, 28), e.null(), message, code)):
+                arguments.at(8 * n).store(x, 8)
+            e.ret(e.call_address(api.at(_ERROR_CREATE).load(ptr), ptr, arguments))
+        return e.function
+
+    def _require(self, e: Function, api: Value, condition: Value, sentence: str, code: int = _INVALID_ARGUMENT) -> None:
+        with e.leave_when(condition.equals(0)):
+            message = Value(e, text(self.module, f"flash_cpu: {sentence}"))
+            e.ret(e.run(self.fail, api, message, code))
+
+    def _answer_version(self, e: Function, api: Value, extension: Value) -> None:
+        """XLA asks for the version that a handler was built for: this major one, and whatever minor one it has."""
+        version = api.at(_API_VERSION).load(i64)
+        asked = e.variable(e.const(i64, 0))
+        with e.when(extension.is_null().equals(0)):
+            asked.set(extension.at(8).load(i32).integer(i64))
+        with e.leave_when(asked().equals(1)):
+            metadata = extension.at(24).load(ptr)
+            minor = version >> 32
+            metadata.at(24).store((minor << 32) + API_MAJOR, 8)
+            metadata.at(32).store(e.const(i32, 0))
+            e.ret(e.null())
+
+    def _buffers(self, e: Function, frame: Value, api: Value) -> dict[str, Value]:
+        """The operands' buffers by name, their number, rank and dtype checked."""
+        found: dict[str, Value] = {}
+        for operands, count, table in (
+            (self.program.arguments, _ARG_COUNT, _ARGS),
+            (self.program.results, _RESULT_COUNT, _RESULTS),
+        ):
+            number = frame.at(count).load(i64)
+            self._require(e, api, number.equals(len(operands)), "the number of operands is not the planned one.")
+            for n, operand in enumerate(operands):
+                buffer = frame.at(table).load(ptr).at(8 * n).load(ptr)
+                code = XLA_TYPE[operand.dtype]
+                right = buffer.at(_DTYPE).load(i32).equals(code)
+                self._require(e, api, right, f"{operand.name} is not {operand.dtype}, for which this was compiled.")
+                deep = buffer.at(_RANK).load(i64) >= len(operand.dims)
+                self._require(e, api, deep, f"{operand.name} has fewer than {len(operand.dims)} dimensions.")
+                found[operand.name] = buffer
+        return found
+
+    def _sizes(self, e: Function, api: Value, buffers: Mapping[str, Value]) -> dict[str, Value]:
+        """The sizes by name, where all operands agree on them."""
+        dims: dict[str, Value] = {}
+        for operand in (*self.program.arguments, *self.program.results):
+            buffer = buffers[operand.name]
+            rank, sizes = buffer.at(_RANK).load(i64), buffer.at(_DIMS).load(ptr)
+            leading = rank - (len(operand.dims) - 1)
+            product = e.variable(e.const(i64, 1))
+            with e.loop(0, leading) as i:
+                product.set(product() * sizes.at(i, 8).load(i64))
+            for n, dim in enumerate(operand.dims):
+                size = sizes.at(leading + (n - 1), 8).load(i64) if n else product()
+                if isinstance(dim, str) and dim not in dims:
+                    dims[dim] = size
+                    continue
+                expected = e.const(i64, dim) if isinstance(dim, int) else dims[dim]
+                shape = " x ".join(map(str, operand.dims))
+                self._require(
+                    e, api, size.equals(expected), f"{operand.name} is not {shape}, as the other operands say."
+                )
+        for condition, sentence in self.program.requires(dims):
+            self._require(e, api, condition, sentence)
+        return dims
+
+    def _new_state(self, e: Function, api: Value, buffers: Mapping[str, Value], dims: Dims) -> Value:
+        state = self.state
+        s = e.call("aligned_alloc", ptr, e.const(i64, CACHE_LINE), e.const(i64, state.size))
+        self._require(e, api, s.is_null().equals(0), "no memory for the call's counters.", _RESOURCE_EXHAUSTED)
+        for name, size in dims.items():
+            state.place(s, name).store(size, 8)
+        for name, buffer in buffers.items():
+            state.place(s, f"data:{name}").store(buffer.at(_DATA).load(ptr), 8)
+        end: Value = e.const(i64, 0)
+        for p, phase in enumerate(self.program.phases):
+            end = end + phase.count(dims)
+            state.place(s, f"end{p}").store(end, 8)
+        for name in ("next", "done", "seats"):
+            state.place(s, name).store(e.const(i64, 0), 8)
+        return s
+
+    def _schedule(self, e: Function, frame: Value, api: Value, s: Value, dims: Dims) -> Value:
+        """Places the scratch memory and asks XLA for as many threads as it has room and work for."""
+        state, context = self.state, frame.at(_FRAME_CONTEXT).load(ptr)
+        shared, private = aligned(self.program.shared_bytes(dims)), aligned(self.program.worker_bytes(dims))
+        shared, private = (x if isinstance(x, Value) else e.const(i64, x) for x in (shared, private))
+        scratch = self.program.results[-1].name
+        address = Value(e, e.builder.ptrtoint(state.pointer(s, f"data:{scratch}").raw, i64))
+        start = (address + (CACHE_LINE - 1)) // CACHE_LINE * CACHE_LINE
+        base = Value(e, e.builder.inttoptr(start.raw, ptr))
+        room = (dims[str(self.program.results[-1].dims[0])] - (start - address) - shared) / private
+        enough = room >= 1
+        with e.leave_when(enough.equals(0)):
+            e.call("free", void, s)
+            message = Value(e, text(self.module, "flash_cpu: the scratch memory is smaller than the shapes need."))
+            e.ret(e.run(self.fail, api, message, _RESOURCE_EXHAUSTED))
+        state.place(s, "shared").store(base, 8)
+        state.place(s, "private").store(base.at(shared), 8)
+        state.place(s, "worker_bytes").store(private, 8)
+        threads = e.stack(i64)
+        threads.store(e.const(i64, 1), 8)
+        self._call(e, api, _NUM_THREADS, context, threads)
+        work = state.number(s, f"end{len(self.program.phases) - 1}")
+        extra = e.max(e.min(e.min(threads.load(i64, 8), work), room) - 1, 0)
+        state.place(s, "references").store(extra + 2, 8)
+        with e.loop(0, extra), e.when(self._call(e, api, _SCHEDULE, context, Value(e, self.worker), s).equals(0)):
+            e.atomic_add(state.place(s, "references"), -1)  # that thread never comes
+        return extra
+
+    def _call(self, e: Function, api: Value, function: int, context: Value, *fields: Value) -> Value:
+        """``api->function({size, NULL, context, fields...})``; whether there was no error. Errors are destroyed."""
+        size = 24 + 8 * len(fields)
+        arguments = e.stack(ir.ArrayType(i64, 3 + len(fields)))
+        for n, x in enumerate((e.const(i64, size), e.null(), context, *fields)):
+            arguments.at(8 * n).store(x, 8)
+        error = e.call_address(api.at(function).load(ptr), ptr, arguments)
+        fine = error.is_null()
+        with e.when(fine.equals(0)):
+            arguments = e.stack(ir.ArrayType(i64, 3))
+            for n, x in enumerate((e.const(i64, 24), e.null(), error)):
+                arguments.at(8 * n).store(x, 8)
+            e.call_address(api.at(_ERROR_DESTROY).load(ptr), void, arguments)
+        return fine

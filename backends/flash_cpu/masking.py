@@ -1,0 +1,143 @@
+"""The mask inside a kernel: bounds of keys and queries, what follows for a block, and the comparison itself.
+
+See ``visibility.py`` for the numbers. A key block has one record per strip of keys and one for the whole; a group of
+queries keeps six numbers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from backends.flash_cpu.emit import Function, Value, i1, i32, i64, vector
+from backends.flash_cpu.isa import Isa
+from backends.flash_cpu.visibility import NO_KEY, NO_QUERY
+
+_LEAST, _MOST = -(2**31), 2**31 - 1
+
+# One record: the least and largest position and id of the keys that exist, and whether all do. int32 each.
+LOW, HIGH, LOW_ID, HIGH_ID, ALL = range(0, 20, 4)
+RECORD = 32
+
+# Of a group of queries: least and largest first and last position, least and largest id, whether all exist.
+FIRST_LOW, FIRST_HIGH, LAST_LOW, LAST_HIGH, QUERY_LOW_ID, QUERY_HIGH_ID, QUERY_ALL = range(0, 28, 4)
+QUERY_RECORD = 32
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Live:
+    """What of a key block a group of queries needs: keys ``start`` to ``stop`` of the block, and whether masked."""
+
+    start: Value
+    stop: Value
+    mixed: Value
+
+    @property
+    def any(self) -> Value:
+        """Whether there is anything to compute."""
+        return self.start < self.stop
+
+
+def key_bounds(e: Function, position: Value, key_id: Value, keys: int, strip: int, records: Value) -> None:
+    """Bounds of ``keys`` keys (their positions and ids, int32): one record for all, then one per ``strip``."""
+    whole = [e.variable(e.const(i32, x)) for x in (_MOST, _LEAST, _MOST, _LEAST, 1)]
+    with e.loop(0, keys // strip) as n:
+        part = [e.variable(e.const(i32, x)) for x in (_MOST, _LEAST, _MOST, _LEAST, 1)]
+        with e.loop(n * strip, n * strip + strip) as j:
+            p, key = position.at(j, 4).load(i32), key_id.at(j, 4).load(i32)
+            _extend(e, part, (p, key), key.compare("!=", NO_KEY))
+        record = records.at(n * RECORD + RECORD)
+        _merge(e, whole, [x() for x in part])
+        for offset, x in zip((LOW, HIGH, LOW_ID, HIGH_ID, ALL), part, strict=True):
+            record.at(offset).store(x())
+    for offset, x in zip((LOW, HIGH, LOW_ID, HIGH_ID, ALL), whole, strict=True):
+        records.at(offset).store(x())
+
+
+def _extend(e: Function, bounds: list, key: tuple[Value, Value], exists: Value) -> None:
+    low, high, low_id, high_id, every = bounds
+    position, name = key
+    low.set(e.select(exists, e.min(position, low()), low()))
+    high.set(e.select(exists, e.max(position, high()), high()))
+    low_id.set(e.select(exists, e.min(name, low_id()), low_id()))
+    high_id.set(e.select(exists, e.max(name, high_id()), high_id()))
+    every.set(e.select(exists, every(), 0))
+
+
+def _merge(e: Function, whole: list, part: list[Value]) -> None:
+    for variable, x, join in zip(whole, part, (e.min, e.max, e.min, e.max, e.min), strict=True):
+        variable.set(join(x, variable()))
+
+
+def query_bounds(e: Function, first: Value, last: Value, query_id: Value, count: Value, record: Value) -> None:
+    """Bounds of ``count`` queries, from their int32 intervals and ids."""
+    at = (FIRST_LOW, FIRST_HIGH, LAST_LOW, LAST_HIGH, QUERY_LOW_ID, QUERY_HIGH_ID, QUERY_ALL)
+    bounds = [e.variable(e.const(i32, x)) for x in (_MOST, _LEAST, _MOST, _LEAST, _MOST, _LEAST, 1)]
+    with e.loop(0, count) as i:
+        name = query_id.at(i, 4).load(i32)
+        exists = name.compare("!=", NO_QUERY)
+        numbers = [x.at(i, 4).load(i32) for x in (first, first, last, last)] + [name, name]
+        for variable, x, join in zip(bounds[:6], numbers, (e.min, e.max) * 3, strict=True):
+            variable.set(e.select(exists, join(x, variable()), variable()))
+        bounds[6].set(e.select(exists, bounds[6](), 0))
+    for offset, x in zip(at, bounds, strict=True):
+        record.at(offset).store(x())
+
+
+def live_keys(e: Function, queries: Value, records: Value, keys: int, strip: int) -> Live:
+    """Empty, mixed or all visible; of a mixed block the strips from the first to the last that is not empty."""
+
+    def q(offset: int) -> Value:
+        return queries.at(offset).load(i32)
+
+    def some(record: Value) -> Value:
+        def k(offset: int) -> Value:
+            return record.at(offset).load(i32)
+
+        positions = (k(LOW) <= q(LAST_HIGH)) & (k(HIGH) >= q(FIRST_LOW)) & (k(LOW) <= k(HIGH))
+        ids = (k(LOW_ID) <= q(QUERY_HIGH_ID)) & (k(HIGH_ID) >= q(QUERY_LOW_ID))
+        return positions & ids & (q(QUERY_LOW_ID) <= q(QUERY_HIGH_ID))
+
+    def k(offset: int) -> Value:
+        return records.at(offset).load(i32)
+
+    start, stop = e.variable(e.const(i64, 0)), e.variable(e.const(i64, 0))
+    mixed = e.variable(e.const(i1, 0))
+    with e.when(some(records)):
+        inside = (k(LOW) >= q(FIRST_HIGH)) & (k(HIGH) <= q(LAST_LOW)) & (k(ALL) & q(QUERY_ALL)).equals(1)
+        same = (
+            k(LOW_ID).equals(k(HIGH_ID)) & q(QUERY_LOW_ID).equals(q(QUERY_HIGH_ID)) & k(LOW_ID).equals(q(QUERY_LOW_ID))
+        )
+        stop.set(e.const(i64, keys))
+        mixed.set(e.const(i1, 1))
+        with e.builder.if_else((inside & same).raw) as (then, otherwise):
+            with then:
+                mixed.set(e.const(i1, 0))
+            with otherwise:
+                start.set(e.const(i64, keys))
+                stop.set(e.const(i64, 0))
+                with e.loop(0, keys // strip) as n, e.when(some(records.at(n * RECORD + RECORD))):
+                    start.set(e.min(start(), n * strip))
+                    stop.set((n + 1) * strip)
+    return Live(start(), stop(), mixed())
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Lanes:
+    """The intervals and ids of a group's queries, one vector of each per vector of queries."""
+
+    first: list[Value]
+    last: list[Value]
+    query_id: list[Value]
+
+    @staticmethod
+    def of(isa: Isa, first: Value, last: Value, query_id: Value) -> Lanes:
+        """Loads a whole group."""
+        type_ = vector(i32, isa.lanes)
+        return Lanes(
+            *([x.at(v * isa.lanes, 4).load(type_) for v in range(isa.score_vectors)] for x in (first, last, query_id))
+        )
+
+    def see(self, e: Function, isa: Isa, v: int, position: Value, key_id: Value) -> Value:
+        """Which queries of vector ``v`` see the key with this position and id."""
+        p, name = e.splat(position, isa.lanes), e.splat(key_id, isa.lanes)
+        return (self.first[v] <= p) & (p <= self.last[v]) & name.equals(self.query_id[v])

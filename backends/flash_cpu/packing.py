@@ -1,0 +1,182 @@
+"""Keys and values as the forward kernel reads them, and what a tile needs to know of its rows.
+
+The shared part of the scratch memory, for every KV head of every sequence (``Sp``: S in whole blocks)::
+
+    keys    float32 [B * K][Sp][Hp]      Hp, Vp: head dimensions in whole vectors
+    values  float32 [B * K][Sp][Vp]
+    then for every row of the layout: positions int32 [C][Sp], ids int32 [C][Sp], records [C][Sp / block][1 + strips]
+
+A key that exists for nobody (padding, behind the length) is packed as zeros, whatever it holds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from llvmlite import ir
+
+from backends.flash_cpu import elements, masking, rows
+from backends.flash_cpu.emit import Function, Value, aligned, f32, i32, i64, ptr
+from backends.flash_cpu.handler import Dims, State
+from backends.flash_cpu.isa import Isa
+from backends.flash_cpu.visibility import NO_KEY, NO_QUERY
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Blocks:
+    """Where packed keys and values lie."""
+
+    isa: Isa
+    keys_per_block: int
+    head_dim: int
+    value_head_dim: int
+
+    @property
+    def key_width(self) -> int:
+        """Hp."""
+        return rows.padded(self.head_dim, self.isa)
+
+    @property
+    def value_width(self) -> int:
+        """Vp."""
+        return rows.padded(self.value_head_dim, self.isa)
+
+    @property
+    def record_bytes(self) -> int:
+        """Of one block: the bounds of all its keys and of each strip."""
+        return masking.RECORD * (1 + self.keys_per_block // self.isa.strip)
+
+    def count(self, dims: Dims) -> Any:
+        """Blocks of one head."""
+        return (dims["S"] + (self.keys_per_block - 1)) // self.keys_per_block
+
+    def length(self, dims: Dims) -> Any:
+        """Sp."""
+        return self.count(dims) * self.keys_per_block
+
+    def _heads(self, dims: Dims) -> Any:
+        return dims["B"] * dims["K"]
+
+    def keys(self, shared: Value, dims: Dims, head: Value) -> Value:
+        """The first key of a head, numbered over the batch."""
+        return shared.at(head * self.length(dims) * self.key_width, 4)
+
+    def values(self, shared: Value, dims: Dims, head: Value) -> Value:
+        """The first value of a head."""
+        before = self._heads(dims) * self.length(dims) * self.key_width
+        return shared.at(before + head * self.length(dims) * self.value_width, 4)
+
+    def _layouts(self, dims: Dims) -> Any:
+        return self._heads(dims) * self.length(dims) * (self.key_width + self.value_width)
+
+    def positions(self, shared: Value, dims: Dims, row: Value) -> Value:
+        """Of a row of the layout."""
+        return shared.at(self._layouts(dims) + row * self.length(dims), 4)
+
+    def ids(self, shared: Value, dims: Dims, row: Value) -> Value:
+        """Of a row of the layout."""
+        return shared.at(self._layouts(dims) + (dims["C"] + row) * self.length(dims), 4)
+
+    def records(self, shared: Value, dims: Dims, row: Value) -> Value:
+        """Of a row of the layout."""
+        before = (self._layouts(dims) + dims["C"] * 2 * self.length(dims)) * 4
+        return shared.at(before + row * self.count(dims) * self.record_bytes)
+
+    def shared_bytes(self, dims: Dims) -> Any:
+        """All of it."""
+        layouts = dims["C"] * (self.length(dims) * 8 + self.count(dims) * self.record_bytes)
+        return aligned(self._layouts(dims) * 4 + layouts)
+
+
+def emit_pack(module: ir.Module, isa: Isa, dtype: str, blocks: Blocks, state: State) -> ir.Function:
+    """``item(state, workspace, index)``: one block of keys and values of one KV head.
+
+    The first head that reads a row of the layout also copies that row and finds its bounds.
+    """
+    size = elements.SIZE[dtype]
+    keys_per_block, key_width, value_width = blocks.keys_per_block, blocks.key_width, blocks.value_width
+    copies = (
+        ("key", blocks.head_dim, key_width, rows.copy_row(module, isa, "copy_key", dtype, blocks.head_dim)),
+        (
+            "value",
+            blocks.value_head_dim,
+            value_width,
+            rows.copy_row(module, isa, "copy_value", dtype, blocks.value_head_dim),
+        ),
+    )
+    fill = rows.fill(module, isa)
+    bounds = _emit_layout_block(module, isa, blocks, state)
+    with Function(module, "pack_item", [ptr, ptr, i64]) as (e, (s, _, index)):
+        dims = state.dims(s)
+        length, heads = dims["S"], dims["K"]
+        head, n = index // blocks.count(dims), index % blocks.count(dims)
+        batch, start = head // heads, n * keys_per_block
+        share = dims["B"] // dims["C"]
+        row = batch // share
+        shared = state.pointer(s, "shared")
+        ids = state.pointer(s, "data:key_id").at(row * length, 4)
+        with e.loop(0, keys_per_block) as j:
+            slot = start + j
+            exists = e.variable(e.const(ir.IntType(1), 0))
+            with e.when(slot < length):
+                exists.set(ids.at(slot, 4).load(i32).compare("!=", NO_KEY))
+            for (name, width, stride, copy), base in zip(copies, (blocks.keys, blocks.values), strict=True):
+                target = base(shared, dims, head).at(slot * stride, 4)
+                source = state.pointer(s, f"data:{name}")
+                place = source.at(((batch * length + slot) * heads + head % heads) * width, size)
+                e.either(
+                    exists(),
+                    lambda c=copy, p=place, t=target: e.run(c, p, t) and None,
+                    lambda t=target, w=stride: e.run(fill, t, w, e.const(f32, 0.0)) and None,
+                )
+        with e.when((head % heads).equals(0) & (batch % share).equals(0)):
+            e.run(bounds, s, row, n)
+        e.ret()
+    return e.function
+
+
+def _emit_layout_block(module: ir.Module, isa: Isa, blocks: Blocks, state: State) -> ir.Function:
+    """``layout_block(state, row, block)``: positions, ids and bounds of one block of keys."""
+    keys = blocks.keys_per_block
+    with Function(module, "layout_block", [ptr, i64, i64]) as (e, (s, row, n)):
+        dims = state.dims(s)
+        length = dims["S"]
+        shared = state.pointer(s, "shared")
+        positions = blocks.positions(shared, dims, row).at(n * keys, 4)
+        ids = blocks.ids(shared, dims, row).at(n * keys, 4)
+        source = [state.pointer(s, f"data:{name}").at(row * length, 4) for name in ("position", "key_id")]
+        with e.loop(0, keys) as j:
+            slot = n * keys + j
+            at = e.min(slot, length - 1)
+            positions.at(j, 4).store(source[0].at(at, 4).load(i32))
+            ids.at(j, 4).store(e.select(slot < length, source[1].at(at, 4).load(i32), NO_KEY))
+        records = blocks.records(shared, dims, row).at(n * blocks.record_bytes)
+        masking.key_bounds(e, positions, ids, keys, isa.strip, records)
+        e.ret()
+    return e.function
+
+
+def emit_row_numbers(module: ir.Module, isa: Isa, state: State) -> ir.Function:
+    """``row_numbers(state, batch, start, count, rows, first, last, query_id, bounds)``.
+
+    Interval and id of each of a tile's ``rows`` rows, of which ``count`` exist, and one record of bounds per group.
+    """
+    with Function(module, "row_numbers", [ptr] + [i64] * 4 + [ptr] * 4) as (e, arguments):
+        s, batch, start, count, number, to_first, to_last, to_id, bounds = arguments
+        dims = state.dims(s)
+        group, tokens = dims["N"] // dims["K"], dims["T"]
+        row = batch // (dims["B"] // dims["C"])
+        with e.loop(0, number) as i:
+            token = e.min((start + i) // group, tokens - 1)
+            for name, target, none in zip(
+                ("first", "last", "query_id"), (to_first, to_last, to_id), (0, 0, NO_QUERY), strict=True
+            ):
+                x = state.pointer(s, f"data:{name}").at(row * tokens + token, 4).load(i32)
+                target.at(i, 4).store(e.select(i < count, x, none))
+        with e.loop(0, number, isa.group) as g:
+            real = e.min(e.max(count - g, 0), isa.group)
+            record = bounds.at(g // isa.group * masking.QUERY_RECORD)
+            masking.query_bounds(e, to_first.at(g, 4), to_last.at(g, 4), to_id.at(g, 4), real, record)
+        e.ret()
+    return e.function

@@ -1,0 +1,62 @@
+"""Whether the kernels work here: the processor, XLA's FFI, and a self-test in a process of its own.
+
+The self-test compiles and runs one small problem, forward and backward, through XLA, and compares with NumPy. A kernel
+that the processor or the system does not take may end its process, so the first use on a machine runs it in another
+one. Its outcome is kept on disk under the key of the kernels.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+
+from backends.flash_cpu import cache, targets
+from backends.flash_cpu.compiler import Processor
+from backends.flash_cpu.isa import Isa
+
+_PASSED = b"passed"
+_SECONDS = 120
+
+
+@functools.cache
+def why_not() -> str | None:
+    """A sentence that says why the kernels do not run here; None where they do."""
+    try:
+        isa = Processor.here().isa()
+        if isa is None:
+            return (
+                f"flash_cpu has kernels for AVX-512, AVX2 with FMA, and NEON; {Processor.here().cpu} has none of them; "
+                "use backend='chunked'."
+            )
+        targets.check_api(targets.api_version())
+        return _self_test(isa)
+    except (RuntimeError, OSError) as error:
+        return f"flash_cpu does not work here ({error}); use backend='chunked'."
+
+
+def _self_test(isa: Isa) -> str | None:
+    key = targets.cache_key("self-test", "", isa, Processor.here())
+    if cache.read(key) == _PASSED:
+        return None
+    failure = _run()
+    if failure is None:
+        cache.write(key, _PASSED)
+    return failure
+
+
+def _run() -> str | None:
+    """Run the self-test; None, or a sentence with its last line."""
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-m", "backends.flash_cpu.self_test"]
+    try:
+        done = subprocess.run(  # noqa: S603 (this interpreter and a module of this package)
+            command, env=environment, capture_output=True, text=True, timeout=_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"flash_cpu's self-test did not end within {_SECONDS} s on this machine; use backend='chunked'."
+    if done.returncode == 0:
+        return None
+    last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+    return f"flash_cpu's self-test failed on this machine (exit code {done.returncode}: {last}); use backend='chunked'."

@@ -1,0 +1,139 @@
+"""The two matrix products of attention as register tiles.
+
+Scores are kept transposed: one lane per query, so that neither the maximum nor the sum of a softmax row is ever taken
+across lanes.
+
+score tile      ``S[k, q] = sum_d K[k, d] Q[d, q]``     keys x vectors of queries, over the head dimension
+value tile      ``O[r, d] += sum_k P[k, r] V[k, d]``    rows x vectors of the head dimension, over the keys
+
+Both are one loop over the summed index: load the row of the right operand, broadcast each element of the left one,
+multiply and add into accumulators that stay in registers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from llvmlite import ir
+
+from backends.flash_cpu.emit import Function, Value, f32, i64, ptr, vector
+from backends.flash_cpu.isa import Isa
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tile:
+    """A register tile ``c[r, :] (+)= sum_n a[r, n] b[n, :]``; strides in elements of four bytes."""
+
+    rows: int
+    vectors: int
+    row_stride: int  # from a[r, n] to a[r + 1, n]
+    term_stride: int  # from a[r, n] to a[r, n + 1]
+    b_stride: int
+    c_stride: int
+    accumulate: bool
+
+
+def product(module: ir.Module, isa: Isa, name: str, tile: Tile) -> ir.Function:
+    """A function ``(a, b, c, terms)`` that computes one tile."""
+    type_ = vector(f32, isa.lanes)
+    columns = [j * isa.lanes for j in range(tile.vectors)]
+    with Function(module, name, [ptr, ptr, ptr, i64]) as (e, (a, b, c, terms)):
+
+        def place(r: int, j: int) -> Value:
+            return c.at(r * tile.c_stride + columns[j], 4)
+
+        sums = [[e.variable(e.const(type_, 0.0)) for _ in columns] for _ in range(tile.rows)]
+        with e.loop(0, terms) as n:
+            row = [b.at(n * tile.b_stride + column, 4).load(type_) for column in columns]
+            factors = a.at(n * tile.term_stride, 4)
+            for r in range(tile.rows):
+                factor = e.splat(factors.at(r * tile.row_stride, 4).load(f32), isa.lanes)
+                for j in range(tile.vectors):
+                    sums[r][j].set(e.fma(factor, row[j], sums[r][j]()))
+        for r in range(tile.rows):
+            for j in range(tile.vectors):
+                # What was there is added at the end: a sum over thousands of terms is then a sum of short sums.
+                total = sums[r][j]()
+                place(r, j).store(place(r, j).load(type_) + total if tile.accumulate else total)
+        e.ret()
+    return e.function
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Scores:
+    """``S[k, q] = sum_d K[k, d] Q[d, q]`` for a group of queries, by tiles of ``isa.score_rows`` keys."""
+
+    isa: Isa
+    tile: ir.Function
+    key_stride: int
+    score_stride: int
+    depth: int
+
+    @staticmethod
+    def of(module: ir.Module, isa: Isa, name: str, depth: int, key_stride: int, queries: int) -> Scores:
+        """``depth`` is the head dimension, ``queries`` the row stride of ``Q[d, q]`` and of ``S[k, q]``."""
+        tile = Tile(isa.score_rows, isa.score_vectors, key_stride, 1, queries, queries, accumulate=False)
+        return Scores(isa, product(module, isa, name, tile), key_stride, queries, depth)
+
+    def emit(self, e: Function, keys: Value, queries: Value, scores: Value, start: Value, stop: Value) -> None:
+        """Keys ``start`` to ``stop``; all pointers are to key 0 and to the group's first query."""
+        with e.loop(start, stop, self.isa.score_rows) as k:
+            e.run(
+                self.tile,
+                keys.at(k * self.key_stride, 4),
+                queries,
+                scores.at(k * self.score_stride, 4),
+                self.depth,
+            )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Weighted:
+    """``C[r, :] += sum_n A[r, n] B[n, :]`` over the padded head dimension, by tiles of ``isa.value_rows`` rows."""
+
+    isa: Isa
+    tiles: tuple[tuple[int, ir.Function], ...]  # first column of each strip of the head dimension, and its tile
+    row_stride: int
+    term_stride: int
+    b_stride: int
+    c_stride: int
+
+    @staticmethod
+    def of(
+        module: ir.Module, isa: Isa, name: str, width: int, strides: tuple[int, int], b_stride: int, c_stride: int
+    ) -> Weighted:
+        """``width`` is the padded head dimension; ``strides`` those of A's rows and terms."""
+        functions: dict[int, ir.Function] = {}
+        tiles, column = [], 0
+        for vectors in split(width // isa.lanes, isa.value_vectors):
+            if vectors not in functions:
+                tile = Tile(isa.value_rows, vectors, *strides, b_stride, c_stride, accumulate=True)
+                functions[vectors] = product(module, isa, f"{name}_{vectors}", tile)
+            tiles.append((column, functions[vectors]))
+            column += vectors * isa.lanes
+        return Weighted(isa, tuple(tiles), *strides, b_stride, c_stride)
+
+    def emit(self, e: Function, a: Value, b: Value, c: Value, rows: tuple[Any, Any], terms: tuple[Any, Any]) -> None:
+        """Rows and terms from the first to before the last; all pointers are to row 0 and term 0."""
+        start, stop = (x if isinstance(x, Value) else e.const(i64, x) for x in terms)
+        left, right = a.at(start * self.term_stride, 4), b.at(start * self.b_stride, 4)
+        for column, tile in self.tiles:
+            with e.loop(rows[0], rows[1], self.isa.value_rows) as r:
+                e.run(
+                    tile,
+                    left.at(r * self.row_stride, 4),
+                    right.at(column, 4),
+                    c.at(r * self.c_stride + column, 4),
+                    stop - start,
+                )
+
+
+def split(vectors: int, most: int) -> list[int]:
+    """``vectors`` dealt to as few strips of at most ``most`` as possible, evenly.
+
+    >>> split(5, 4)
+    [3, 2]
+    """
+    parts = -(-vectors // most)
+    return [vectors // parts + (i < vectors % parts) for i in range(parts)]

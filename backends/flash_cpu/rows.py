@@ -1,0 +1,90 @@
+"""Rows of an operand as float32, contiguous and padded to whole vectors; and their transpose.
+
+Query rows of a KV head are numbered over tokens and the heads of its group, ``r = t * group + g``: the heads of a group
+share a tile, so that a key is read once for all of them.
+"""
+
+from __future__ import annotations
+
+from llvmlite import ir
+
+from backends.flash_cpu import elements
+from backends.flash_cpu.emit import Function, Value, f32, i64, ptr, vector
+from backends.flash_cpu.isa import Isa
+
+
+def padded(width: int, isa: Isa) -> int:
+    """``width`` rounded up to whole vectors."""
+    return -(-width // isa.lanes) * isa.lanes
+
+
+def copy_row(module: ir.Module, isa: Isa, name: str, dtype: str, width: int) -> ir.Function:
+    """A function ``(source, target)``: ``width`` numbers of ``dtype`` as float32, and zeros up to whole vectors."""
+    size, whole, type_ = elements.SIZE[dtype], width // isa.lanes * isa.lanes, vector(f32, isa.lanes)
+    with Function(module, name, [ptr, ptr]) as (e, (source, target)):
+        with e.loop(0, whole, isa.lanes) as d:
+            target.at(d, 4).store(elements.load(e, source.at(d, size), dtype, isa.lanes))
+        if width > whole:
+            target.at(whole, 4).store(e.const(type_, 0.0))
+            with e.loop(whole, width) as d:
+                target.at(d, 4).store(elements.load(e, source.at(d, size), dtype, None))
+        e.ret()
+    return e.function
+
+
+def write_row(module: ir.Module, isa: Isa, name: str, dtype: str, width: int) -> ir.Function:
+    """A function ``(source, target, factor)``: ``width`` float32 numbers times ``factor``, rounded to ``dtype``."""
+    size, whole = elements.SIZE[dtype], width // isa.lanes * isa.lanes
+    with Function(module, name, [ptr, ptr, f32]) as (e, (source, target, factor)):
+        wide = e.splat(factor, isa.lanes)
+        with e.loop(0, whole, isa.lanes) as d:
+            x = source.at(d, 4).load(wide.type) * wide
+            elements.store(e, target.at(d, size), x, dtype)
+        with e.loop(whole, width) as d:
+            elements.store(e, target.at(d, size), source.at(d, 4).load(f32) * factor, dtype)
+        e.ret()
+    return e.function
+
+
+def transpose(module: ir.Module, isa: Isa, name: str, rows: int, width: int) -> ir.Function:
+    """A function ``(source, target)``: float32 ``[rows, width]`` to ``[width, rows]``, both multiples of the lanes.
+
+    A square of vectors is transposed by exchanging, for every bit of the lane number, the halves that differ in it.
+    """
+    n = isa.lanes
+    type_ = vector(f32, n)
+    with Function(module, name, [ptr, ptr]) as (e, (source, target)):
+        with e.loop(0, rows, n) as r, e.loop(0, width, n) as d:
+            square = [source.at((r + i) * width + d, 4).load(type_) for i in range(n)]
+            bit = 1
+            while bit < n:
+                for i in range(n):
+                    if not i & bit:
+                        x, y = square[i], square[i + bit]
+                        square[i] = e.shuffle(x, y, [k if not k & bit else n + k - bit for k in range(n)])
+                        square[i + bit] = e.shuffle(x, y, [k + bit if not k & bit else n + k for k in range(n)])
+                bit *= 2
+            for i in range(n):
+                target.at((d + i) * rows + r, 4).store(square[i])
+        e.ret()
+    return e.function
+
+
+def fill(module: ir.Module, isa: Isa) -> ir.Function:
+    """A function ``(target, count, number)``: float32 ``number`` in ``count`` places, a multiple of the lanes.
+
+    One for the whole module.
+    """
+    if "fill" in module.globals:
+        return module.globals["fill"]
+    with Function(module, "fill", [ptr, i64, f32]) as (e, (target, count, number)):
+        wide = e.splat(number, isa.lanes)
+        with e.loop(0, count, isa.lanes) as i:
+            target.at(i, 4).store(wide)
+        e.ret()
+    return e.function
+
+
+def query_place(e: Function, row: Value, batch: Value, head: Value, group: Value, tokens: Value, heads: Value) -> Value:
+    """Index over ``[batch, tokens, heads]`` of a row of a KV head's queries."""
+    return (batch * tokens + row // group) * heads + head * group + row % group

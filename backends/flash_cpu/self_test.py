@@ -1,0 +1,53 @@
+"""One small problem through XLA, forward and backward, against NumPy: ``python -m backends.flash_cpu.self_test``.
+
+Ends with exit code 0 where the kernels are right, else with an exception. Started by ``probe.py``.
+"""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+
+from backends import oracle
+from backends.contract import AttentionSpec, Layout
+from backends.flash_cpu.calls import Calls
+from backends.flash_cpu.compiler import Processor
+from backends.flash_cpu.visibility import visibility
+
+
+def main() -> None:
+    """Compare; raises RuntimeError with the quantity that is off."""
+    isa = Processor.here().isa()
+    if isa is None:
+        raise RuntimeError("no instruction set")
+    spec = AttentionSpec(
+        batch=1,
+        query_length=150,
+        key_value_length=130,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=24,
+        is_causal=True,
+        local_window_size=(100, 0),
+    )
+    rng = np.random.default_rng(0)
+    shapes = ((1, 150, 2, 24), (1, 130, 1, 24), (1, 130, 1, 24), (1, 150, 2, 24))
+    query, key, value, d_out = (rng.standard_normal(shape).astype(np.float32) for shape in shapes)
+    calls, seen = Calls(spec, isa), visibility(spec, Layout())
+
+    @jax.jit
+    def run(query: jax.Array, key: jax.Array, value: jax.Array, d_out: jax.Array) -> tuple[jax.Array, ...]:
+        out, top, total = calls.forward(query, key, value, seen)
+        return out, *calls.backward(query, key, value, seen, out, top, total, d_out, None)
+
+    results = run(query, key, value, d_out)
+    gradients = oracle.gradients(spec, Layout(), query, key, value, d_out)
+    expected = (oracle.forward(spec, Layout(), query, key, value), *(gradients[name] for name in ("dq", "dk", "dv")))
+    for name, actual, right in zip(("output", "dq", "dk", "dv"), results, expected, strict=True):
+        kind = "forward" if name == "output" else "gradient"
+        if not oracle.judge(actual, right, None, "float32", kind).passed:
+            raise RuntimeError(f"{name} is not what the oracle says")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""The online softmax down the columns of a block of transposed scores, one lane per query.
+
+For every query of a group, with ``m`` the maximum so far in powers of two and ``l`` the sum so far::
+
+    m' = max(m, max_k s[k]);   l = l 2**(m - m') + sum_k 2**(s[k] - m');   P[k] = 2**(s[k] - m')
+
+``m`` is raised only where the new maximum is more than 2**8 times larger (lazy rescaling, FlashAttention-4): the output
+is then rarely multiplied again, and ``l`` and the output stay consistent with whatever ``m`` is. Scores are turned into
+powers of two by one multiplication, ``s = raw * scale``, fused into the subtraction of the maximum.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from llvmlite import ir
+
+from backends.flash_cpu.elements import exp2, tanh
+from backends.flash_cpu.emit import Function, Value, f32, i1, i32, i64, ptr, vector
+from backends.flash_cpu.isa import Isa
+from backends.flash_cpu.masking import Lanes
+
+HIDDEN = -1e30  # score of what a query does not see, and the maximum of a query that has seen nothing
+_LAZY = 8.0
+
+# Numbers that every kernel is given, float32: from a raw product to a power of two, and the soft cap's two factors.
+SCALE, CAP_INNER, CAP_OUTER, GRADIENT_SCALE = range(0, 16, 4)
+NUMBERS = 4
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Places:
+    """Pointers to a group's running numbers (float32) and to its intervals and ids (int32)."""
+
+    top: Value
+    total: Value
+    decay: Value
+    first: Value
+    last: Value
+    query_id: Value
+
+    @property
+    def all(self) -> tuple[Value, ...]:
+        """In the order of the softmax function's arguments."""
+        return self.top, self.total, self.decay, self.first, self.last, self.query_id
+
+
+def capped(e: Function, isa: Isa, raw: Value, numbers: Value) -> Value:
+    """``cap * tanh(raw * scale / cap)`` in powers of two."""
+    inner, outer = (e.splat(numbers.at(n).load(f32), isa.lanes) for n in (CAP_INNER, CAP_OUTER))
+    return tanh(e, isa, raw * inner) * outer
+
+
+def softmax(module: ir.Module, isa: Isa, queries: int, *, mixed: bool, soft_cap: bool) -> ir.Function:
+    """A function over one group: ``(scores, places..., position, key_id, numbers, start, stop) -> raised``.
+
+    ``scores[k, q]`` (row stride ``queries``) become probabilities; where ``raised``, the group's output must be
+    multiplied by ``decay``. A mixed block compares positions and ids; what is hidden comes out as exactly zero.
+    """
+    lanes, vectors, type_ = isa.lanes, range(isa.score_vectors), vector(f32, isa.lanes)
+    name = "softmax_mixed" if mixed else "softmax"
+    with Function(module, name, [ptr] * 10 + [i64] * 2, i1) as (e, arguments):
+        scores, top, total, decay, first, last, query_id, position, key_id, numbers, start, stop = arguments
+
+        def of(place: Value, v: int) -> Value:
+            return place.at(v * lanes, 4)
+
+        scale = e.const(type_, 1.0) if soft_cap else e.splat(numbers.at(SCALE).load(f32), lanes)
+        see = Lanes.of(isa, first, last, query_id) if mixed else None
+        highest = [e.variable(e.const(type_, HIDDEN)) for _ in vectors]
+        with e.loop(start, stop) as k:
+            for v in vectors:
+                place = of(scores.at(k * queries, 4), v)
+                x = place.load(type_)
+                if soft_cap:
+                    x = capped(e, isa, x, numbers)
+                if see is not None:
+                    seen = see.see(e, isa, v, position.at(k, 4).load(i32), key_id.at(k, 4).load(i32))
+                    x = e.select(seen, x, HIDDEN)
+                if soft_cap or mixed:
+                    place.store(x)
+                highest[v].set(e.max(x, highest[v]()))
+        new = [highest[v]() * scale for v in vectors]
+        if mixed:
+            new = [e.select(highest[v]() > HIDDEN / 2, new[v], HIDDEN) for v in vectors]
+        old = [of(top, v).load(type_) for v in vectors]
+        raised = [new[v] > old[v] + _LAZY for v in vectors]
+        some = e.any(raised[0])
+        for v in vectors[1:]:
+            some = some | e.any(raised[v])
+        with e.when(some):
+            for v in vectors:
+                raise_to = e.select(raised[v], new[v], old[v])
+                factor = e.select(old[v] > HIDDEN / 2, exp2(e, isa, old[v] - raise_to), 0.0)
+                of(decay, v).store(factor)
+                of(total, v).store(of(total, v).load(type_) * factor)
+                of(top, v).store(raise_to)
+        negative = [e.const(type_, 0.0) - of(top, v).load(type_) for v in vectors]
+        sums = [e.variable(e.const(type_, 0.0)) for _ in vectors]
+        with e.loop(start, stop) as k:
+            for v in vectors:
+                place = of(scores.at(k * queries, 4), v)
+                x = place.load(type_)
+                p = exp2(e, isa, e.fma(x, scale, negative[v]))
+                if mixed:
+                    p = e.select(x > HIDDEN / 2, p, 0.0)
+                place.store(p)
+                sums[v].set(sums[v]() + p)
+        for v in vectors:
+            of(total, v).store(of(total, v).load(type_) + sums[v]())
+        e.ret(some)
+    return e.function

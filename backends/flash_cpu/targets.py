@@ -1,0 +1,110 @@
+"""Kernels as FFI targets of this process: compiled or read from the cache, loaded and registered once each.
+
+What is compiled depends on its arguments alone, so these are caches of pure functions; XLA keeps what was registered
+for the life of the process anyway.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+import hashlib
+import re
+import threading
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from backends.flash_cpu import backward, cache, compiler, decode, forward, handler
+from backends.flash_cpu.compiler import Loaded, Processor
+from backends.flash_cpu.handler import API_MAJOR, Program
+from backends.flash_cpu.isa import Isa
+
+BUILDERS: dict[str, Callable[..., tuple[Program, Any]]] = {
+    "forward": forward.build,
+    "backward": backward.build,
+    "decode": decode.build,
+}
+
+_LOCK = threading.Lock()  # two threads that ask for one kernel must not register its name twice
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Registered:
+    """A registered kernel. Holds the code."""
+
+    name: str
+    code: Loaded
+
+
+def target(kind: str, kernel: Any, isa: Isa) -> Registered:
+    """The FFI target of a kernel of one of :data:`BUILDERS`."""
+    with _LOCK:
+        return _target(kind, kernel, isa)
+
+
+@functools.cache
+def _target(kind: str, kernel: Any, isa: Isa) -> Registered:
+    key = cache_key(kind, kernel, isa, Processor.here())
+    code = _load_cached(key)
+    if code is None:
+        content = compiler.compile_object(functools.partial(build, kind, kernel), Processor.here(), isa)
+        cache.write(key, content)
+        code = compiler.load(content)
+    function = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(code.address("handler"))
+    name = f"attention_suite_flash_cpu_{key[:24]}"
+    jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(function), platform="cpu")
+    return Registered(name, code)
+
+
+def build(kind: str, kernel: Any, module: Any, isa: Isa) -> None:
+    """Fill a module with a kernel and its handler."""
+    handler.emit(module, *BUILDERS[kind](module, isa, kernel))
+
+
+def cache_key(kind: str, kernel: Any, isa: Isa, processor: Processor) -> str:
+    """All that the object code depends on."""
+    versions = (metadata.version("llvmlite"), metadata.version("jaxlib"), generator_digest())
+    return cache.digest(
+        kind, repr(kernel), isa.name, processor.triple, processor.cpu, processor.feature_text(isa), *versions
+    )
+
+
+@functools.cache
+def generator_digest() -> str:
+    """Of the sources of this folder: the version of the generator."""
+    sources = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"\0".join(path.read_bytes() for path in sources)).hexdigest()
+
+
+def _load_cached(key: str) -> Loaded | None:
+    content = cache.read(key)
+    if content is None:
+        return None
+    try:
+        return compiler.load(content)
+    except RuntimeError:  # whole, but not an object file that this llvmlite loads
+        return None
+
+
+def api_version() -> tuple[int, int]:
+    """The version of XLA's FFI that this jaxlib has, from the header that it ships. Raises RuntimeError without one."""
+    header = Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
+    text = header.read_text(encoding="utf-8", errors="replace") if header.is_file() else ""
+    found = [re.search(rf"#define XLA_FFI_API_{part} (\d+)", text) for part in ("MAJOR", "MINOR")]
+    if found[0] is None or found[1] is None:
+        raise RuntimeError(f"jaxlib {metadata.version('jaxlib')} ships no version of its FFI in {header}.")
+    return int(found[0][1]), int(found[1][1])
+
+
+def check_api(version: tuple[int, int]) -> None:
+    """Raise RuntimeError where the offsets in ``handler.py`` do not hold."""
+    if version[0] != API_MAJOR:
+        raise RuntimeError(
+            f"XLA's FFI here has version {version[0]}.{version[1]}; the kernels know version {API_MAJOR}, "
+            "use backend='chunked' or another jaxlib."
+        )

@@ -1,0 +1,86 @@
+"""Which query sees which key, as numbers that a kernel compares one query per lane.
+
+Causality, windows and chunks are about positions, and each leaves a query one interval of them. Segments, padding and
+lengths are about identity. So every mask of the contract is::
+
+    first[q] <= position[k] <= last[q]   and   key_id[k] == query_id[q]
+
+with ids that match nothing where a key or a query is padding. From the bounds of these numbers over a strip of keys
+and a group of queries follows, as in ``backends/blocks.py``, whether the pair is empty, mixed or all visible.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from backends.contract import AttentionSpec, Layout, positions
+
+NO_KEY, NO_QUERY = -1, -2  # ids of what is padding: they match nothing
+_LEAST, _MOST = -(2**31), 2**31 - 1
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True)
+class Visibility:
+    """int32 arrays; ``rows`` is the batch, or 1 where all sequences share one layout. NumPy where nothing is traced."""
+
+    first: Int[Array, "rows q_len"]
+    last: Int[Array, "rows q_len"]
+    query_id: Int[Array, "rows q_len"]
+    position: Int[Array, "rows kv_len"]
+    key_id: Int[Array, "rows kv_len"]
+
+    @property
+    def arrays(self) -> tuple[Any, ...]:
+        """In the order in which the kernels take them."""
+        return self.first, self.last, self.query_id, self.position, self.key_id
+
+
+def visibility(spec: AttentionSpec, layout: Layout) -> Visibility:
+    """The mask of a problem; ``layout`` has no mask array."""
+    static = all(isinstance(x, np.ndarray) for x in jax.tree.leaves(layout))
+    xp: Any = np if static else jnp
+    q_pos, k_pos = (xp.asarray(x).astype(xp.int32) for x in positions(spec, layout))
+    first, last = _interval(spec, xp, q_pos)
+    q_seg, k_seg = layout.query_segment_ids, layout.key_value_segment_ids
+    if q_seg is None or k_seg is None:
+        query_id = np.zeros((1, spec.query_length), np.int32)
+        key_id: Any = np.zeros((1, spec.key_value_length), np.int32)
+    else:
+        query_id = xp.where(q_seg >= 0, q_seg, NO_QUERY)
+        key_id = xp.where(k_seg >= 0, k_seg, NO_KEY)
+    if layout.key_value_seq_lengths is not None:
+        slots = np.arange(spec.key_value_length, dtype=np.int32)[None]
+        key_id = xp.where(slots < layout.key_value_seq_lengths[:, None], key_id, NO_KEY)
+    arrays = (first, last, query_id, k_pos, key_id)
+    rows = max(x.shape[0] for x in arrays)
+    return Visibility(*(xp.broadcast_to(x, (rows, x.shape[1])).astype(xp.int32) for x in arrays))
+
+
+def _interval(spec: AttentionSpec, xp: Any, position: Any) -> tuple[Any, Any]:
+    """First and last key position that a query sees; int32 throughout, held at its ends."""
+
+    def back(x: Any, by: Any) -> Any:
+        return xp.where(x < _LEAST + by, _LEAST, x - by).astype(xp.int32)
+
+    def ahead(x: Any, by: Any) -> Any:
+        return xp.where(x > _MOST - by, _MOST, x + by).astype(xp.int32)
+
+    first, last = xp.full_like(position, _LEAST), xp.full_like(position, _MOST)
+    if spec.is_causal:
+        last = position
+    if spec.window is not None:
+        left, right = (np.int32(side) for side in spec.window)
+        first, last = back(position, left), xp.minimum(last, ahead(position, right))
+    if spec.chunk_size is not None:
+        size = np.int32(min(spec.chunk_size, _MOST))
+        within = (position % size).astype(xp.int32)  # from 0, also for negative positions
+        first = xp.maximum(first, back(position, within))
+        last = xp.minimum(last, ahead(position, size - 1 - within))
+    return first, last

@@ -1,0 +1,349 @@
+"""What goes wrong around the kernels becomes a reason, an error of XLA's, or nothing at all; never a wrong number."""
+
+import ctypes
+import os
+import subprocess
+import sys
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("llvmlite", reason="the kernels are compiled by llvmlite (pip install 'attention-suite[cpu]')")
+
+from backends import AttentionSpec, Layout, Target, make_spec, plan, registry, resolve, support
+from backends.flash_cpu import cache, calls, compiler, probe, targets
+from backends.flash_cpu.visibility import visibility
+
+ISA = compiler.Processor.here().isa()
+SPEC = AttentionSpec(
+    batch=1, query_length=70, key_value_length=70, num_heads=2, num_kv_heads=1, head_dim=16, is_causal=True
+)
+
+
+def _inputs(seed=0):
+    rng = np.random.default_rng(seed)
+    return tuple(jnp.asarray(rng.standard_normal((1, 70, n, 16)).astype(np.float32)) for n in (2, 1, 1))
+
+
+def _run(script, **environment):
+    return subprocess.run(
+        [sys.executable, "-c", script],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "JAX_PLATFORMS": "cpu"} | environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+# What every process below computes, and how it shows it.
+PRELUDE = """
+import hashlib, sys
+import jax, jax.numpy as jnp, numpy as np
+import backends
+def digest(x):
+    return hashlib.sha256(np.asarray(x).tobytes()).hexdigest()
+rng = np.random.default_rng(0)
+q, k, v = (jnp.asarray(rng.standard_normal((2, 300, n, 16)).astype(np.float32)) for n in (4, 2, 2))
+def attend(q, k, v):
+    return backends.attention(q, k, v, is_causal=True, backend="flash_cpu", on_unavailable="raise")
+"""
+
+
+def test_without_llvmlite_chunked_runs_and_the_reason_names_the_extra():
+    done = _run("""
+import sys
+sys.modules["llvmlite"] = None
+import importlib.util
+found = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "llvmlite" else found(name, *rest)
+import backends
+spec = backends.AttentionSpec(batch=1, query_length=64, key_value_length=64, num_heads=1, num_kv_heads=1, head_dim=16)
+resolution = backends.resolve("auto", spec)
+print(resolution.backend.name, *resolution.reasons)
+""")
+    assert done.stdout.startswith("chunked flash_cpu: "), done.stderr
+    assert "attention-suite[cpu]" in done.stdout
+
+
+def test_another_major_version_of_the_ffi_is_refused_with_a_sentence(monkeypatch):
+    monkeypatch.setattr(targets, "api_version", lambda: (1, 0))
+    probe.why_not.cache_clear()
+    try:
+        answer = support(registry.get("flash_cpu"), SPEC, Target.here())
+    finally:
+        probe.why_not.cache_clear()
+    assert not answer
+    assert "version 1.0" in answer.reasons[0]
+    assert answer.reasons[0].endswith(".")
+
+
+def test_version_of_the_ffi_here_is_the_one_that_the_kernels_know():
+    targets.check_api(targets.api_version())
+
+
+def test_processor_without_a_known_instruction_set_is_refused(monkeypatch):
+    old = compiler.Processor("x86_64-unknown-linux-gnu", "core2", (("sse4.1", True),))
+    monkeypatch.setattr(compiler.Processor, "here", staticmethod(lambda: old))
+    probe.why_not.cache_clear()
+    try:
+        assert "core2 has none of them" in str(probe.why_not())
+    finally:
+        probe.why_not.cache_clear()
+
+
+def test_self_test_that_fails_is_a_reason(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(probe, "_run", lambda: "flash_cpu's self-test failed on this machine (exit code -4).")
+    probe.why_not.cache_clear()
+    try:
+        resolution = resolve("auto", SPEC)
+    finally:
+        probe.why_not.cache_clear()
+    assert resolution.backend.name == "chunked"
+    assert any("self-test failed" in reason for reason in resolution.reasons)
+
+
+def test_self_test_fails_where_a_kernel_is_wrong():
+    done = _run("""
+from backends.flash_cpu import softmax
+softmax._LAZY = -1e30
+from backends.flash_cpu import cache, elements
+cache.read = lambda key: None
+cache.write = lambda key, content: None
+elements._EXP2 = (*elements._EXP2[:-1], 1.001)
+from backends.flash_cpu import self_test
+self_test.main()
+""")
+    assert done.returncode != 0
+    assert "is not what the oracle says" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda b: b[: len(b) // 2], lambda b: b[:-1] + bytes([b[-1] ^ 1]), lambda _: b"", lambda _: b"foreign"]
+)
+def test_damaged_cache_file_counts_as_absent(monkeypatch, tmp_path, damage):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cache.write("key", b"content of an object file")
+    assert cache.read("key") == b"content of an object file"
+    path = cache.directory() / "key.o"
+    path.write_bytes(damage(path.read_bytes()))
+    assert cache.read("key") is None
+
+
+def test_cache_file_of_another_key_counts_as_absent(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cache.write("one", b"content")
+    (cache.directory() / "one.o").rename(cache.directory() / "two.o")
+    assert cache.read("two") is None
+
+
+def test_cache_that_cannot_be_written_is_done_without(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("not a directory")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    cache.write("key", b"content")
+    assert cache.read("key") is None
+
+
+def test_damaged_files_change_no_result(tmp_path):
+    script = PRELUDE + "print(digest(attend(q, k, v)))"
+    first = _run(script, XDG_CACHE_HOME=str(tmp_path))
+    files = list(tmp_path.rglob("*.o"))
+    assert files, first.stderr
+    for file in files:
+        file.write_bytes(file.read_bytes()[:100])
+    second = _run(script, XDG_CACHE_HOME=str(tmp_path))
+    assert first.stdout == second.stdout != ""
+    assert all(len(file.read_bytes()) != 100 for file in files)
+
+
+def test_several_processes_with_one_empty_cache_agree(tmp_path):
+    script = PRELUDE + "print(digest(attend(q, k, v)))"
+    results = []
+    threads = [
+        threading.Thread(target=lambda: results.append(_run(script, XDG_CACHE_HOME=str(tmp_path)))) for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({done.stdout for done in results}) == 1
+    assert all(done.returncode == 0 for done in results), results[0].stderr
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_what_a_key_stands_for_is_all_that_the_code_depends_on(monkeypatch):
+    kernel = calls.Calls(SPEC, ISA).kernel
+    here = compiler.Processor.here()
+    keys = [targets.cache_key("forward", kernel, ISA, here), targets.cache_key("backward", kernel, ISA, here)]
+    keys.append(targets.cache_key("forward", kernel, ISA, compiler.Processor(here.triple, "another", here.features)))
+    version = targets.metadata.version
+    for package in ("llvmlite", "jaxlib"):
+        with monkeypatch.context() as patched:
+            patched.setattr(
+                targets.metadata, "version", lambda name, old=package: "0.0.1" if name == old else version(name)
+            )
+            keys.append(targets.cache_key("forward", kernel, ISA, here))
+    with monkeypatch.context() as patched:
+        patched.setattr(targets, "generator_digest", lambda: "another")
+        keys.append(targets.cache_key("forward", kernel, ISA, here))
+    assert len(set(keys)) == len(keys)
+
+
+def _forward_with(change):
+    """The forward kernel, called with its operands and results changed."""
+    call = calls.Calls(SPEC, ISA)
+    name = targets.target("forward", call.kernel, ISA).name
+    results = [jax.ShapeDtypeStruct((1, 70, 2, 16), jnp.float32), *[jax.ShapeDtypeStruct((1, 70, 2), jnp.float32)] * 2]
+    results.append(jax.ShapeDtypeStruct((2**22,), jnp.uint8))
+    arguments = [*_inputs(), *map(jnp.asarray, visibility(SPEC, Layout()).arrays), jnp.asarray(call.numbers)]
+    change(arguments, results)
+    return jax.block_until_ready(jax.ffi.ffi_call(name, results)(*arguments))
+
+
+def _set(which, index, value):
+    def change(arguments, results):
+        {"arguments": arguments, "results": results}[which][index] = value
+
+    return change
+
+
+def test_unchanged_operands_are_taken():
+    out = _forward_with(lambda *_: None)[0]
+    expected = plan(registry.get("standard"), SPEC, target=Target.here()).run(*_inputs())[0]
+    np.testing.assert_allclose(out, expected, atol=1e-5)
+
+
+FLOAT = jnp.float32
+WRONG = {
+    "value is not": _set("arguments", 1, jnp.zeros((1, 71, 1, 16))),
+    "key is not": _set("arguments", 1, jnp.zeros((1, 70, 1, 17))),
+    "query is not float32": _set("arguments", 0, jnp.zeros((1, 70, 2, 16), jnp.bfloat16)),
+    "first is not": _set("arguments", 3, jnp.zeros((1, 69), jnp.int32)),
+    "position has fewer": _set("arguments", 6, jnp.zeros(70, jnp.int32)[0]),
+    "rows do not divide": lambda arguments, _: arguments.__setitem__(slice(3, 8), [jnp.zeros((3, 70), jnp.int32)] * 5),
+    "number of operands": lambda arguments, _: arguments.pop(),
+    "out is not": _set("results", 0, jax.ShapeDtypeStruct((1, 70, 2, 15), FLOAT)),
+    "scratch memory is smaller": _set("results", 3, jax.ShapeDtypeStruct((1000,), jnp.uint8)),
+}
+
+
+@pytest.mark.parametrize("sentence", WRONG)
+def test_operands_that_do_not_fit_are_an_error_of_xla(sentence):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"flash_cpu: .*{sentence}"):
+        _forward_with(WRONG[sentence])
+
+
+def test_heads_that_do_not_divide_are_an_error_of_xla():
+    def change(arguments, results):
+        arguments[1] = arguments[2] = jnp.zeros((1, 70, 3, 16))
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match="multiple of the KV heads"):
+        _forward_with(change)
+
+
+def test_allocation_that_fails_is_an_error_of_xla():
+    """XLA allocates the scratch memory: a size that no machine has is refused by XLA, and the process goes on."""
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"(?i)memory|alloc|RESOURCE_EXHAUSTED"):
+        _forward_with(_set("results", 3, jax.ShapeDtypeStruct((2**50,), jnp.uint8)))
+    test_unchanged_operands_are_taken()
+
+
+def test_threads_may_call_at_once():
+    q, k, v = _inputs()
+    spec = make_spec(q, k, v, is_causal=True)
+    planned = plan(registry.get("flash_cpu"), spec, target=Target.here())
+    run = jax.jit(lambda q: [planned.run(q + i, k, v)[0] for i in range(4)])
+    expected, wrong = [np.asarray(x) for x in run(q)], []
+
+    def work():
+        for _ in range(20):
+            wrong.extend(not np.array_equal(a, b) for a, b in zip(run(q), expected, strict=True))
+
+    threads = [threading.Thread(target=work) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(wrong) == 6 * 20 * 4
+    assert not any(wrong)
+
+
+def test_threads_may_compile_one_kernel_at_once():
+    spec = AttentionSpec(batch=1, query_length=5, key_value_length=5, num_heads=1, num_kv_heads=1, head_dim=13)
+    names = []
+    kernel = calls.Calls(spec, ISA).kernel
+    threads = [
+        threading.Thread(target=lambda: names.append(targets.target("forward", kernel, ISA).name)) for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(names) == 4
+    assert len(set(names)) == 1
+
+
+def test_number_of_threads_changes_no_bit_of_the_forward_pass():
+    q, k, v = _inputs()
+    seen = visibility(SPEC, Layout())
+    one, many = (calls.Calls(SPEC, ISA, threads=n).forward(q, k, v, seen)[0] for n in (1, 4))
+    np.testing.assert_array_equal(one, many)
+
+
+def test_several_devices_and_shard_map_agree_with_one():
+    done = _run(
+        PRELUDE
+        + """
+from jax.sharding import Mesh
+from backends import Layout, Target, get, make_spec, plan, plan_sharded
+spec = make_spec(q, k, v, is_causal=True)
+expected = plan(get("standard"), spec, target=Target.here()).run(q, k, v)[0]
+mesh = Mesh(np.array(jax.devices()), ("cores",))
+sharded = plan_sharded(get("flash_cpu"), spec, Layout(), mesh, target=Target.here())
+out = jax.jit(lambda *x: sharded.run(*x)[0])(q, k, v)
+assert len(jax.devices()) == 2
+print(float(abs(out - expected).max()))
+for device in jax.devices():
+    on = [jax.device_put(x, device) for x in (q, k, v)]
+    print(float(abs(jax.device_put(jax.jit(attend)(*on), jax.devices()[0]) - expected).max()))
+""",
+        JAX_NUM_CPU_DEVICES="2",
+    )
+    errors = [float(x) for x in done.stdout.split()]
+    assert len(errors) == 3, done.stderr
+    assert max(errors) < 1e-5
+
+
+def test_fork_leaves_the_parents_kernels_as_they_were():
+    """A child that XLA's threads did not follow into computes nothing; the parent goes on."""
+    done = _run(
+        PRELUDE
+        + """
+import os, warnings
+warnings.simplefilter("ignore")
+before = digest(attend(q, k, v))
+child = os.fork()
+if child == 0:
+    os._exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+assert digest(attend(q, k, v)) == before
+print("same")
+"""
+    )
+    assert done.stdout == "same\n", done.stderr
+
+
+def test_handler_answers_for_the_version_it_was_built_for():
+    """Without XLA: a call frame that asks for metadata, as ``c_api.h`` lays it out."""
+    name = targets.target("forward", calls.Calls(SPEC, ISA).kernel, ISA)
+    handler = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(name.code.address("handler"))
+    frame, extension, metadata, api = (np.zeros(24, np.int64) for _ in range(4))
+    extension.view(np.int32)[2] = 1
+    extension[3], frame[1], frame[2] = metadata.ctypes.data, extension.ctypes.data, api.ctypes.data
+    api.view(np.int32)[8:10] = 9, 4  # major 9, minor 4
+    assert handler(frame.ctypes.data) is None
+    assert tuple(metadata.view(np.int32)[6:8]) == (0, 4)

@@ -1,0 +1,328 @@
+"""Every emitted building block against NumPy, and the code for processors that are not here as assembly."""
+
+import ctypes
+import dataclasses
+import re
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("llvmlite", reason="the kernels are compiled by llvmlite (pip install 'attention-suite[cpu]')")
+
+from emitted import ISAS, call
+
+from backends import AttentionSpec, Layout, blocks
+from backends.flash_cpu import elements, masking, products, rows, slopes, softmax, targets
+from backends.flash_cpu.compiler import Processor, assembly
+from backends.flash_cpu.emit import Function, f32, i64, ptr, vector
+from backends.flash_cpu.forward import Kernel
+from backends.flash_cpu.isa import AVX2, AVX512, NEON, choose, features_for
+from backends.flash_cpu.visibility import NO_KEY, NO_QUERY, visibility
+
+RNG = np.random.default_rng(0)
+
+
+def _float32(*shape):
+    return RNG.standard_normal(shape).astype(np.float32)
+
+
+@pytest.fixture(params=ISAS, ids=lambda isa: isa.name)
+def isa(request):
+    return request.param
+
+
+def _elementwise(isa, function, x):
+    """``function(e, isa, vector)`` over an array whose length is a multiple of the lanes."""
+    out = np.empty_like(x)
+
+    def build(module):
+        with Function(module, "elementwise", [ptr, ptr, i64]) as (e, (source, target, count)):
+            with e.loop(0, count, isa.lanes) as i:
+                target.at(i, 4).store(function(e, isa, source.at(i, 4).load(vector(f32, isa.lanes))))
+            e.ret()
+        return e.function
+
+    call(isa, build, x, out, len(x))
+    return out
+
+
+def test_exp2_is_right_to_two_units_in_the_last_place(isa):
+    x = np.linspace(-120, 30, 4096).astype(np.float32)
+    out = _elementwise(isa, elements.exp2, x)
+    right = np.exp2(x.astype(np.float64))
+    assert np.max(np.abs(out - right) / right) < 2.5e-7
+
+
+def test_exp2_of_something_very_negative_is_next_to_nothing(isa):
+    out = _elementwise(isa, elements.exp2, np.full(64, -1e30, np.float32))
+    assert (out >= 0).all()
+    assert (out < 1.2e-38).all()
+
+
+def test_tanh_has_a_small_relative_error_also_near_zero(isa):
+    x = np.concatenate([np.linspace(-12, 12, 2048), np.geomspace(1e-8, 0.7, 2048)]).astype(np.float32)
+    out = _elementwise(isa, elements.tanh, x)
+    right = np.tanh(x.astype(np.float64))
+    assert np.max(np.abs(out - right) / np.maximum(np.abs(right), 1e-30)) < 5e-7
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_rows_are_widened_exactly_and_rounded_to_nearest_even(isa, dtype):
+    width = 21
+    number = jnp.dtype(dtype)
+    source = _float32(width).astype(number)
+    wide = np.full(rows.padded(width, isa), np.nan, np.float32)
+    call(isa, lambda m: rows.copy_row(m, isa, "copy", dtype, width), source, wide)
+    np.testing.assert_array_equal(wide[:width], source.astype(np.float32))
+    assert (wide[width:] == 0).all()
+    wide[:width] = _float32(width)
+    wide[0], wide[1] = np.nan, np.float32(1 + 2.0**-8)  # the second lies halfway between two bfloat16
+    out = np.zeros(width, number)
+    call(isa, lambda m: rows.write_row(m, isa, "write", dtype, width), wide, out, 1.0)
+    np.testing.assert_array_equal(out.astype(np.float32), wide[:width].astype(number).astype(np.float32))
+
+
+def test_transpose_turns_rows_into_columns(isa):
+    n, width = 3 * isa.lanes, 2 * isa.lanes
+    x, out = _float32(n, width), np.empty((width, n), np.float32)
+    call(isa, lambda m: rows.transpose(m, isa, "turn", n, width), x, out)
+    np.testing.assert_array_equal(out, x.T)
+
+
+def test_score_tiles_are_keys_times_queries(isa):
+    depth, queries, keys = 24, 2 * isa.group, 2 * isa.strip
+    k, q, out = _float32(keys, depth), _float32(depth, queries), np.zeros((keys, queries), np.float32)
+
+    def build(module):
+        scores = products.Scores.of(module, isa, "score", depth, depth, queries)
+        with Function(module, "all_scores", [ptr] * 3) as (e, (k, q, s)):
+            for group in range(0, queries, isa.group):
+                scores.emit(e, k, q.at(group, 4), s.at(group, 4), e.const(i64, isa.strip), e.const(i64, keys))
+            e.ret()
+        return e.function
+
+    call(isa, build, k, q, out)
+    np.testing.assert_allclose(out[isa.strip :], (k @ q)[isa.strip :], rtol=2e-5, atol=2e-5)
+    assert (out[: isa.strip] == 0).all()
+
+
+@pytest.mark.parametrize("vectors", [1, 5, 8])
+def test_value_tiles_add_weights_times_values_to_what_is_there(isa, vectors):
+    width, n, terms = vectors * isa.lanes, 2 * isa.value_rows, 10
+    p, v, out = _float32(terms, n), _float32(terms, width), _float32(n, width)
+    expected = out + p[3:].T @ v[3:]
+
+    def build(module):
+        weigh = products.Weighted.of(module, isa, "value", width, (1, n), width, width)
+        with Function(module, "all_values", [ptr] * 3) as (e, (p, v, out)):
+            weigh.emit(e, p, v, out, (0, n), (3, terms))
+            e.ret()
+        return e.function
+
+    call(isa, build, p, v, out)
+    np.testing.assert_allclose(out, expected, rtol=2e-5, atol=2e-5)
+
+
+def _numbers(scale, cap=None):
+    log2_e = np.log2(np.e)
+    inner = scale / cap if cap else 0.0
+    return np.array([scale * log2_e, inner, (cap or 0.0) * log2_e, scale], np.float32)
+
+
+@pytest.mark.parametrize("cap", [None, 2.0])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_softmax_of_two_blocks_is_the_softmax_of_both(isa, mixed, cap):
+    group, keys, scale = isa.group, 40, 0.3
+    raw = _float32(2 * keys, group) * 9
+    raw[keys:] += 60  # the second block raises the maximum by far more than the lazy bound
+    position, key_id = np.arange(2 * keys, dtype=np.int32), np.zeros(2 * keys, np.int32)
+    key_id[7] = NO_KEY
+    first, last = np.full(group, 3, np.int32), np.arange(group, dtype=np.int32) + keys - group // 2
+    query_id = np.zeros(group, np.int32)
+    last[0] = 2  # sees nothing
+    top, total, decay = (np.full(group, x, np.float32) for x in (softmax.HIDDEN, 0, np.nan))
+    logits = raw.astype(np.float64) * scale
+    if cap:
+        logits = cap * np.tanh(logits / cap)
+    if mixed:
+        seen = (position[:, None] >= first) & (position[:, None] <= last) & (key_id[:, None] == query_id)
+        logits = np.where(seen, logits, -np.inf)
+    scores, sums = raw.copy(), np.zeros(group)
+    for block in (slice(0, keys), slice(keys, 2 * keys)):
+        part = np.ascontiguousarray(scores[block])
+        decay[:] = 1
+        raised = call(
+            isa,
+            lambda m: softmax.softmax(m, isa, group, mixed=mixed, soft_cap=cap is not None),
+            part, top, total, decay, first, last, query_id,
+            np.ascontiguousarray(position[block]), np.ascontiguousarray(key_id[block]), _numbers(scale, cap), 0, keys,
+            returns=ctypes.c_bool,
+        )  # fmt: skip
+        sums = sums * (decay if raised else 1) + part.sum(0)
+        np.testing.assert_allclose(total, sums, rtol=1e-5)
+        if mixed:
+            assert (part[~seen[block]] == 0).all()
+    with np.errstate(divide="ignore"):
+        lse = np.log(total) + top * np.log(2)
+        expected = np.log(np.exp(logits).sum(0))
+    live = np.isfinite(expected)
+    np.testing.assert_allclose(lse[live], expected[live], rtol=1e-5)
+    assert live.all() != mixed
+    assert (total[~live] == 0).all()
+
+
+@pytest.mark.parametrize("cap", [None, 2.0])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_slopes_are_the_derivative_of_the_softmax(isa, mixed, cap):
+    group, keys, scale = isa.group, 24, 0.4
+    raw, d_probs = _float32(keys, group), _float32(keys, group)
+    position, key_id = np.arange(keys, dtype=np.int32), np.zeros(keys, np.int32)
+    first, last = np.zeros(group, np.int32), np.full(group, keys - 5, np.int32)
+    logits = raw.astype(np.float64) * scale
+    bend = np.ones_like(logits)
+    if cap:
+        bend = 1 - np.tanh(logits / cap) ** 2
+        logits = cap * np.tanh(logits / cap)
+    if mixed:
+        logits[position > keys - 5] = -np.inf
+    top = logits.max(0)
+    total = np.exp(logits - top).sum(0)
+    probs = np.exp(logits - top) / total
+    delta = (probs * d_probs).sum(0)
+    d_lse = _float32(group)
+    numbers = [top * np.log2(np.e), 1 / total, delta, np.full(group, slopes.NEVER), d_lse]
+    per_query = np.stack([*(x.astype(np.float32).view(np.int32) for x in numbers), first, last, np.zeros_like(first)])
+    p, d = raw.copy(), d_probs.copy()
+    call(
+        isa,
+        lambda m: slopes.slopes(m, isa, group, mixed=mixed, soft_cap=cap is not None),
+        p, d, per_query, position, key_id, _numbers(scale, cap), 0, keys,
+    )  # fmt: skip
+    np.testing.assert_allclose(p, probs, rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(d, probs * (d_probs - delta + d_lse) * bend, rtol=1e-4, atol=1e-6)
+
+
+LAYOUTS = {
+    "causal": ({"is_causal": True}, {}),
+    "window": ({"local_window_size": (20, 7)}, {}),
+    "chunk": ({"is_causal": True, "chunk_size": 30}, {}),
+    "everything visible": ({}, {}),
+    "segments": (
+        {"is_causal": True},
+        {
+            "query_segment_ids": np.repeat([0, 1, -1], [50, 100, 42])[None].astype(np.int32),
+            "key_value_segment_ids": np.repeat([0, 1, -1], [96, 20, 76])[None].astype(np.int32),
+        },
+    ),
+    "lengths": ({}, {"key_value_seq_lengths": np.array([100], np.int32)}),
+    "positions": ({"is_causal": True}, {"query_positions": RNG.permutation(192).astype(np.int32)[None]}),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_blocks_are_empty_mixed_or_full_as_the_block_table_says(isa, name):
+    """Same kinds as ``backends/blocks.py``; of a mixed block no visible key is cut off."""
+    options, arrays = LAYOUTS[name]
+    size, keys, queries = 192, 2 * isa.strip, 48
+    spec = AttentionSpec(
+        batch=1, query_length=size, key_value_length=size, num_heads=1, num_kv_heads=1, head_dim=8, **options
+    )
+    layout = Layout(**arrays)
+    seen = visibility(spec, layout)
+    padded = blocks.pad_layout(spec, layout, queries, keys)
+    kinds = np.asarray(blocks.classify(spec, padded, queries, keys))[0]
+    first, last, query_id, position, key_id = (np.ascontiguousarray(x[0]) for x in seen.arrays)
+    visible = (first[:, None] <= position) & (position <= last[:, None]) & (query_id[:, None] == key_id)
+
+    def build(module):
+        with Function(module, "classify", [ptr] * 5 + [i64, i64, ptr]) as (e, (f, l, q, p, k, row, column, out)):
+            record = e.stack(vector(f32, 16))
+            records = e.stack(vector(f32, 16 * (1 + keys // isa.strip)))
+            masking.key_bounds(e, p.at(column, 4), k.at(column, 4), keys, isa.strip, records)
+            masking.query_bounds(e, *(x.at(row, 4) for x in (f, l, q)), e.const(i64, queries), record)
+            live = masking.live_keys(e, record, records, keys, isa.strip)
+            out.at(0).store(live.start, 8)
+            out.at(8).store(live.stop, 8)
+            out.at(16).store(e.select(live.mixed, e.const(i64, 1), 0), 8)
+            e.ret()
+        return e.function
+
+    for i, row in enumerate(range(0, size, queries)):
+        for j, column in enumerate(range(0, size, keys)):
+            out = np.zeros(3, np.int64)
+            call(isa, build, first, last, query_id, position, key_id, row, column, out)
+            start, stop, mixed = out
+            inside = visible[row : row + queries, column : column + keys].any(0)
+            if kinds[i, j] == blocks.FULL:
+                assert (start, stop, mixed) == (0, keys, 0)
+            elif kinds[i, j] == blocks.SKIP:
+                assert start >= stop
+            else:
+                assert mixed or start >= stop
+                assert not inside[:start].any()
+                assert not inside[stop:].any()
+
+
+def test_ids_of_padding_match_nothing():
+    assert NO_KEY != NO_QUERY
+    assert NO_KEY < 0
+    assert NO_QUERY < 0
+
+
+def test_instruction_set_follows_from_the_features():
+    full = dict.fromkeys((*AVX512.needs, *AVX2.needs), True)
+    assert choose(full, "x86_64") is AVX512
+    assert choose({**full, "avx512bw": False}, "x86_64") is AVX2
+    assert choose({**full, "avx512bw": False, "fma": False}, "x86_64") is None
+    assert choose({}, "arm64") is NEON
+    assert not features_for(AVX2, full)["avx512f"]
+
+
+ABROAD = {
+    "neoverse-n1": (
+        Processor("aarch64-unknown-linux-gnu", "neoverse-n1", (("neon", True),)),
+        NEON,
+        r"\tfmla\t.*\[\d\]",
+    ),
+    "apple-m1": (Processor("arm64-apple-macosx13.0", "apple-m1", (("neon", True),)), NEON, r"\tfmla"),
+    "haswell": (
+        Processor("x86_64-unknown-linux-gnu", "haswell", tuple((x, True) for x in AVX2.needs)),
+        AVX2,
+        r"vfmadd\w+ps.*%ymm",
+    ),
+    "sapphirerapids": (
+        Processor("x86_64-unknown-linux-gnu", "sapphirerapids", tuple((x, True) for x in AVX512.needs)),
+        AVX512,
+        r"vfmadd\w+ps.*%zmm",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ["forward", "backward"])
+@pytest.mark.parametrize("name", ABROAD)
+def test_kernels_compile_for_processors_that_are_not_here(name, kind):
+    """Compiled and looked at, not run."""
+    processor, isa, pattern = ABROAD[name]
+    kernel = Kernel("bfloat16", 64, 64, soft_cap=False, out_dtype="bfloat16")
+    text = assembly(lambda module, isa: targets.build(kind, kernel, module, isa), processor, isa)
+    assert len(re.findall(pattern, text)) > 40
+    if isa is AVX2:
+        assert "zmm" not in text
+
+
+def test_a_wrong_tile_would_be_noticed(isa):
+    """The comparison with NumPy sees a single element that is off."""
+    wrong = dataclasses.replace(isa, value_rows=isa.value_rows - 1)  # rows that no tile covers
+    width, n, terms = isa.lanes, 2 * isa.value_rows, 8
+    p, v, out = _float32(terms, n), _float32(terms, width), np.zeros((n + 8, width), np.float32)
+
+    def build(module):
+        weigh = products.Weighted.of(module, wrong, "value", width, (1, n), width, width)
+        with Function(module, "all_values", [ptr] * 3) as (e, (p, v, out)):
+            weigh.emit(e, p, v, out, (0, n - wrong.value_rows), (0, terms))
+            e.ret()
+        return e.function
+
+    call(isa, build, p, v, out)
+    assert not np.allclose(out[:n], p.T @ v, atol=2e-5)
