@@ -142,7 +142,8 @@ class Takes:
     ``head_dims`` bounds the head dimension of queries and keys, ``value_head_dims`` that of values (None: any), and
     ``least_length`` both sequence lengths. ``because`` explains a refusal: a clause ("which masks by slot") by the
     feature, "mode", "dtype", or the name of the bound. ``parts`` says that the backend has
-    :meth:`~backends.contract.PartBackend.part`, ``carries`` that its layers hand something on to later layers.
+    :meth:`~backends.contract.PartBackend.part`, ``carries`` that its layers hand something on to later layers,
+    ``isolates`` that it keeps NaN and infinity from rows that may not see them itself (else ``isolation.py`` does).
     """
 
     features: frozenset[Feature] = FEATURES_0_1
@@ -153,6 +154,7 @@ class Takes:
     modes: tuple[Mode, ...] = get_args(Mode)
     parts: bool = False
     carries: bool = False
+    isolates: bool = False
     because: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:

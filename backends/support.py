@@ -13,6 +13,7 @@ from typing import Any
 from backends.contract import AttentionSpec, Backend, Layout, Plan, Support
 from backends.devices import Target
 from backends.features import FEATURES_0_1, Mode, Takes, refusals
+from backends.isolation import isolated
 from backends.layout import fit
 
 _INSTEAD = "use backend='chunked'"
@@ -75,7 +76,8 @@ def plan(
     made = backend.plan(spec, layout, target=target, mode=mode, options=options)
     if not isinstance(made, Plan):
         raise TypeError(f"{backend.name}.plan(...) returned a {type(made).__name__}; a backend returns a Plan.")
-    return dataclasses.replace(made, spec=spec)
+    made = dataclasses.replace(made, spec=spec)
+    return made if takes_of(backend, target, mode).isolates else isolated(spec, layout, made)
 
 
 def _own(

@@ -67,21 +67,22 @@ def check_same(results: Results, again: Results) -> None:
 
 
 def check_unseen_keys_do_not_matter(run: Run, problem: Problem) -> None:
-    """Huge finite keys and values where nobody looks change no bit of anything."""
+    """Huge, infinite and undefined keys and values where nobody looks change no bit of anything."""
     query, key, value, cotangent = problem.inputs
     unseen = problem.unseen_keys[..., None]
-    huge = HUGE[problem.spec.dtype]
-    key, value = (_where(unseen, huge, x) for x in (key, value))
-    check_same(run(*problem.inputs), run(query, key, value, cotangent))
+    expected = run(*problem.inputs)
+    for number in (HUGE[problem.spec.dtype], np.inf, np.nan):
+        check_same(expected, run(query, *(_where(unseen, number, x) for x in (key, value)), cotangent))
 
 
 def check_unseeing_rows_do_not_matter(run: Run, problem: Problem) -> None:
-    """Huge finite queries and cotangents in rows that see nothing change no bit of anything."""
+    """Huge, infinite and undefined queries, and huge cotangents, in rows that see nothing change no bit of anything."""
     query, key, value, cotangent = problem.inputs
     unseen = problem.unseen_rows[..., None]
     huge = HUGE[problem.spec.dtype]
-    query, cotangent = (_where(unseen, huge, x) for x in (query, cotangent))
-    check_same(run(*problem.inputs), run(query, key, value, cotangent))
+    expected, cotangent = run(*problem.inputs), _where(unseen, huge, cotangent)
+    for number in (huge, np.inf, np.nan):
+        check_same(expected, run(_where(unseen, number, query), key, value, cotangent))
 
 
 def check_support(backend: Backend, spec: AttentionSpec, target: Target, mode: Mode, *, refused: bool) -> None:

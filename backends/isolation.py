@@ -1,0 +1,123 @@
+"""What a query may not see changes nothing, whatever it holds: NaN and infinity stay where they are.
+
+Kernels mask by multiplying with a probability of zero, and zero times NaN is NaN: one bad value behind the length of a
+cache, in padding, in another document or in the future would spoil every row of its block. :func:`isolated` wraps the
+plan of any backend. Rows of query, key and value that are not finite are set to zero before the backend sees them, and
+the output rows that may see one of them become NaN afterwards, so that nothing is hidden. Who sees what is computed in
+blocks of query rows, and only where something is not finite. A short query without gradients (a decode step) costs
+what reading the cache costs, so there the backend runs first, and again on clean arrays if its output is not finite.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool
+
+from backends.contract import AttentionSpec, Layout, Plan, Terms, may_attend, positions
+
+SHORT_QUERY = 16  # rows: as few read the keys once
+_PAIRS = 2**22  # query-key pairs that are looked at together
+
+
+def isolated(spec: AttentionSpec, layout: Layout, made: Plan) -> Plan:
+    """``made`` with what is not finite kept from rows that may not see it; ``made`` itself where nothing is masked.
+
+    An output row that may see a key, or has a query, that is not finite is NaN and passes on no gradient.
+    """
+    if not (spec.masks_anything or spec.has_bias):
+        return made
+
+    def clean(query: Array, key: Array, value: Array, *rest: Any) -> tuple[Any, Any]:
+        bad_query = ~jnp.isfinite(query).all(-1)
+        bad_key = ~(jnp.isfinite(key).all(-1) & jnp.isfinite(value).all(-1))
+        query = jnp.where(bad_query[..., None], 0, query)
+        key, value = (jnp.where(bad_key[..., None], 0, x) for x in (key, value))
+        out, carry = made.attend(query, key, value, *rest)
+        terms = rest[2] if len(rest) > 2 else Terms()
+        spoilt = lax.cond(
+            bad_query.any() | bad_key.any(),
+            lambda: _spoilt_rows(spec, layout, terms, bad_query, bad_key),
+            lambda: jnp.zeros((spec.batch, spec.query_length, spec.num_heads), bool),
+        )
+        return _on_rows(lambda x, rows: jnp.where(rows, jnp.nan, x), out, spoilt), carry
+
+    def checked(query: Array, key: Array, value: Array, *rest: Any) -> tuple[Any, Any]:
+        out, carry = made.attend(query, key, value, *rest)
+        first = out[0] if spec.return_log_sum_exp else out
+        return lax.cond(jnp.isfinite(first).all(), lambda: (out, carry), lambda: clean(query, key, value, *rest))
+
+    def attend(query: Array, key: Array, value: Array, *rest: Any) -> tuple[Any, Any]:
+        short = spec.query_length <= SHORT_QUERY and not spec.needs_grad
+        out, carry = (checked if short else clean)(query, key, value, *rest)
+        padding = _padding(spec, layout)
+        if padding is None:
+            return out, carry
+        # The output is zero there already; the select keeps their cotangents from the gradients of others.
+        out, *others = out if spec.return_log_sum_exp else (out,)
+        out = jnp.where(padding[..., None, None], 0, out)
+        return ((out, *others) if others else out), carry
+
+    return dataclasses.replace(made, attend=attend)
+
+
+def _on_rows(change: Callable[[Array, Array], Array], out: Any, rows: Bool[Array, "b t n"]) -> Any:
+    """``change`` of the output, and of the log-sum-exp where it is there, in some rows."""
+    if isinstance(out, tuple):
+        return change(out[0], rows[..., None]), change(out[1], rows)
+    return change(out, rows[..., None])
+
+
+def _padding(spec: AttentionSpec, layout: Layout) -> Bool[Array, "b t"] | None:
+    """Rows that are known to see nothing without looking at the keys."""
+    found = []
+    if layout.query_segment_ids is not None:
+        found.append(jnp.asarray(layout.query_segment_ids) < 0)
+    if layout.key_value_seq_lengths is not None:
+        found.append(jnp.broadcast_to(jnp.asarray(layout.key_value_seq_lengths)[:, None] <= 0,
+                                      (spec.batch, spec.query_length)))  # fmt: skip
+    if not found:
+        return None
+    return found[0] if len(found) == 1 else found[0] | found[1]
+
+
+def _spoilt_rows(
+    spec: AttentionSpec, layout: Layout, terms: Terms, bad_query: Bool[Array, "b t n"], bad_key: Bool[Array, "b s k"]
+) -> Bool[Array, "b t n"]:
+    """The rows that may see a bad key, and bad rows that may see any key. Linear in memory."""
+    length = spec.query_length
+    rows = max(1, min(length, _PAIRS // (spec.batch * spec.num_heads * spec.key_value_length)))
+    starts = jnp.arange(0, length, rows)
+    query_positions, key_positions = (jnp.asarray(x) for x in positions(spec, layout))
+    of_query = {"query_positions": query_positions, "query_segment_ids": layout.query_segment_ids}
+    bad_keys = jnp.repeat(bad_key.transpose(0, 2, 1), spec.group_size, axis=1)[:, :, None]  # [b, n, 1, s]
+
+    def part(x: Any, start: Array, axis: int) -> Any:
+        """Some rows of an array; the last block overlaps the one before it, where it does not fit."""
+        return x if x is None or x.shape[axis] == 1 < length else lax.dynamic_slice_in_dim(x, start, rows, axis)
+
+    def block(start: Array) -> Bool[Array, "b rows n"]:
+        start = jnp.minimum(start, length - rows)
+        some = dataclasses.replace(
+            layout,
+            **{name: part(x, start, 1) for name, x in of_query.items()},
+            key_value_positions=key_positions,
+            mask=part(layout.mask, start, 2),
+        )
+        visible = may_attend(dataclasses.replace(spec, query_length=rows, has_positions=True), some)
+        visible = jnp.ones((1, 1, 1, 1), bool) if visible is None else visible
+        if terms.bias is not None:
+            visible = visible & ~jnp.isneginf(part(terms.bias, start, 2))
+        sees_bad = (visible & bad_keys).any(-1)
+        sees_any = jnp.broadcast_to(visible, (*visible.shape[:3], spec.key_value_length)).any(-1)
+        bad = lax.dynamic_slice_in_dim(bad_query, start, rows, 1).swapaxes(1, 2)
+        return jnp.broadcast_to(sees_bad | (bad & sees_any), (spec.batch, spec.num_heads, rows)).swapaxes(1, 2)
+
+    found = lax.map(block, starts).swapaxes(0, 1)  # [b, blocks, rows, n]
+    whole = found[:, :-1].reshape(spec.batch, -1, spec.num_heads)
+    missing = length - whole.shape[1]  # of the last block, which ends where the rows do
+    return jnp.concatenate([whole, found[:, -1, rows - missing :]], axis=1)
