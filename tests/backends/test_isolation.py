@@ -1,4 +1,4 @@
-"""NaN and infinity stay with the rows that may see them: behind the length, in padding, another document, the future."""
+"""NaN and infinity stay with the rows that may see them: behind the length, in padding, in other documents, ahead."""
 
 from __future__ import annotations
 
