@@ -4,9 +4,11 @@ The recurrence is FlashAttention-2's (arXiv 2307.08691), written in XLA so that 
 it is the fallback for long sequences. Blocks that hold nothing visible are skipped, blocks that are all
 visible are not masked (``blocks.py``). The backward pass recomputes the probabilities from the saved
 log-sum-exp, which is kept in two parts: the row's largest score, and the logarithm of the sum of what is
-left of each score below it. Added up, they would round at the size of the logits. Short queries against
-long keys (decoding) take the plain formula, whose scores are linear in the key length there (``decode.py``
-on a CPU, ``standard.py`` elsewhere).
+left of each score below it. Added up, they would round at the size of the logits. A score that is recomputed
+differs in its last bits, because XLA sums in another order in blocks of another shape. A key with more than
+half of its row is the row's largest, so its probability is taken from the saved sum and not from its score.
+Short queries against long keys (decoding) take the plain formula, whose scores are linear in the key length
+there (``decode.py`` on a CPU, ``standard.py`` elsewhere).
 
 What XLA needs on a CPU and nowhere else is decided in :func:`_in_cpu_bits`; ``attnsuite run`` measures the whole.
 """
@@ -46,9 +48,8 @@ SHORT_QUERY = 16
 SMALL_SCORES = 128 * 128
 
 _MASKED = -1e30  # finite, so that a row with nothing visible gives no NaN
-# A probability is one, but for the rounding of its score, where the score is this near to the row's log-sum-exp; with
-# logits above the second number their rounding is too coarse to tell.
-_ALONE, _LARGE_LOGIT = 2.0**-21, 64.0
+# The largest key of a row has the whole row, but for rounding, where the log-sum-exp is this little above its score.
+_ALONE = 2.0**-21
 _UNSEEN = 1e30  # largest score of a row with nothing visible: its probabilities come out as zero
 
 OPTIONS = {
@@ -139,18 +140,17 @@ class Chunked:
         program = dataclasses.replace(program, float32_results=True)
         forward_tables, backward_tables = _tables(program, layout)
 
-        def forward(query: Array, key: Array, value: Array) -> tuple[Array, Array]:
+        def forward(query: Array, key: Array, value: Array) -> tuple[Array, Array, Array]:
             out, top, rest = _forward(program, query, key, value, *forward_tables)
-            return out, jnp.where(top == _UNSEEN, NOTHING_SEEN, top + rest)
+            return out, jnp.where(top == _UNSEEN, NOTHING_SEEN, top), rest
 
         def backward(
-            query: Array, key: Array, value: Array, out: Array, lse: Array, d_out: Array
+            query: Array, key: Array, value: Array, out: Array, top: Array, rest: Array, d_out: Array
         ) -> tuple[Array, Array, Array]:
             if backward_tables is None:
                 raise ValueError("planned with needs_grad=False; plan with needs_grad=True to differentiate.")
-            lse = jnp.where(lse <= NOTHING_SEEN, _UNSEEN, lse)
-            rest = jnp.zeros_like(lse)
-            return _backward(program, query, key, value, out, lse, rest, d_out, None, *backward_tables)
+            top = jnp.where(top <= NOTHING_SEEN, _UNSEEN, top)
+            return _backward(program, query, key, value, out, top, rest, d_out, None, *backward_tables)
 
         return Part(forward, backward)
 
@@ -295,12 +295,19 @@ def _differentiable(program: _Program, tables: _Tables) -> tuple[Callable[..., A
     def forward(query: Array, key: Array, value: Array, traced: _Tables | None) -> Any:
         if (traced or tables)[1] is None:  # asked at trace time
             raise ValueError("planned with needs_grad=False; plan with needs_grad=True to differentiate.")
-        out, top, rest = _forward(program, query, key, value, *(traced or tables)[0])
-        return result(out, top, rest), (query, key, value, out, top, rest, traced)
+        unrounded = dataclasses.replace(program, float32_results=True)
+        exact, top, rest = _forward(unrounded, query, key, value, *(traced or tables)[0])
+        out = _round(exact, program)
+        # What rounding took from the output. The backward pass subtracts rowsum(dO * O), whose rounding would otherwise
+        # be as large as the gradient of a key that has nearly all of its row.
+        lost = None if program.spec.dtype == "float32" else (exact - out.astype(jnp.float32)).astype(jnp.bfloat16)
+        return result(out, top, rest), (query, key, value, out, lost, top, rest, traced)
 
     def backward(residuals: Any, cotangents: Any) -> Any:
-        query, key, value, out, top, rest, traced = residuals
+        query, key, value, out, lost, top, rest, traced = residuals
         layout, columns = (traced or tables)[1] or ()
+        if lost is not None:
+            out = out.astype(jnp.float32) + lost.astype(jnp.float32)
         d_out, d_lse = cotangents if program.spec.return_log_sum_exp else (cotangents, None)
         return *_backward(program, query, key, value, out, top, rest, d_out, d_lse, layout, columns), None
 
@@ -385,6 +392,17 @@ def _dot(subscripts: str, a: Array, b: Array) -> Array:
     return jnp.einsum(subscripts, a, b, preferred_element_type=jnp.float32)
 
 
+def _scores(rows: Float[Array, "h r d"], columns: Float[Array, "h c d"]) -> Float[Array, "h r c"]:
+    """Products of every row with every column, where one pass has queries for rows and the other has keys.
+
+    XLA's CPU kernels add up in an order that depends on the number of columns, but for multiples of 64. A score has
+    to have the same bits in both passes: with logits of 100 the last one is 64 epsilons of a probability.
+    """
+    width = columns.shape[1]
+    columns = jnp.pad(columns, ((0, 0), (0, -width % 64), (0, 0)))
+    return _dot("hrd,hcd->hrc", rows, columns)[..., :width]
+
+
 def _soft_cap(scores: Array, spec: AttentionSpec) -> Array:
     return scores if spec.logits_soft_cap is None else spec.logits_soft_cap * jnp.tanh(scores / spec.logits_soft_cap)
 
@@ -437,7 +455,7 @@ def _forward(
             top, total, out = carry
             k = _unpack(lax.dynamic_slice_in_dim(keys[tile], start, width, 1), program)
             v = _unpack(lax.dynamic_slice_in_dim(values[tile], start, width, 1), program)
-            scores = _soft_cap(_dot("hqd,hkd->hqk", q, k) * program.scale_scores, spec)
+            scores = _soft_cap(_scores(q, k) * program.scale_scores, spec)
             if mixed:
                 mask = blocks.visible(spec, layout, batch, row * block_q, start, block_q, width)
                 scores = jnp.where(mask, scores.reshape(heads, group, block_q, width), _MASKED)
@@ -493,7 +511,7 @@ def _backward(
 
     tops = _tile_queries(top[..., None], spec, heads, block, _UNSEEN)[..., 0]
     rests = _tile_queries(rest[..., None], spec, heads, block)[..., 0]
-    alone = jnp.where(jnp.abs(tops + rests) < _LARGE_LOGIT, _ALONE, _MASKED)
+    largest = jnp.exp(-rests)  # probability of the largest key
     deltas = _tile_queries(delta[..., None], spec, heads, block)[..., 0]
     d_lses = None if d_lse is None else _tile_queries(d_lse[..., None], spec, heads, block)[..., 0]
     queries = _tile_queries(_pack(_scaled_query(query, program), program), spec, heads, block)
@@ -514,16 +532,17 @@ def _backward(
             d_k, d_v, d_queries = carry
             at = tile * q_blocks + start // width
             q, d_o = _unpack(queries[at], program), _unpack(d_outs[at], program)
-            raw = _dot("hkd,hqd->hkq", k, q) * program.scale_scores
+            raw = _scores(k, q) * program.scale_scores
             scores = _soft_cap(raw, spec)
-            below = rests[at][:, None] - (scores - tops[at][:, None])
-            probs = jnp.exp(-below)
+            probs = jnp.exp((scores - tops[at][:, None]) - rests[at][:, None])
+            heavy = probs > 0.5
+            probs = jnp.where(heavy, largest[at][:, None], probs)
             if mixed:
                 mask = blocks.visible(spec, layout, batch, start, column * block, block, block).T[:, None]
                 probs = jnp.where(mask, probs.reshape(heads, block, group, block), 0.0).reshape(probs.shape)
             d_scores = probs * (_dot("hkd,hqd->hkq", v, d_o) - deltas[at][:, None])
             # A key that has the whole row moves nothing: its two terms cancel, and only their rounding would be left.
-            d_scores = jnp.where(below < alone[at][:, None], 0.0, d_scores)
+            d_scores = jnp.where(heavy & (rests[at][:, None] < _ALONE), 0.0, d_scores)
             if d_lses is not None:
                 d_scores = d_scores + probs * d_lses[at][:, None]
             if spec.logits_soft_cap is not None:

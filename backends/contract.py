@@ -360,13 +360,15 @@ class BackendWithRoles(Backend, Protocol):
 class Part:
     """Attention to a part of the keys, such that parts can be put together: what a ring of devices needs.
 
-    ``forward(query, key, value)`` gives the output over this part and the log-sum-exp of its scores ``[batch, q_len,
-    heads]``, both float32; a row that sees nothing here has an output of zero and a log-sum-exp of
-    :data:`NOTHING_SEEN`. ``backward(query, key, value, out, log_sum_exp, d_out)`` takes output and log-sum-exp over
-    *all* keys and gives what this part adds to dq, and its dk and dv, float32.
+    ``forward(query, key, value)`` gives ``(out, top, rest)``: the output over this part, and the log-sum-exp of its
+    scores as ``top + rest``, ``[batch, q_len, heads]`` each, all float32. A kernel that has the sum alone gives it as
+    ``top``, with a ``rest`` of zero; a ``top`` that is the largest score keeps the low bits of ``rest`` where logits
+    are large. A row that sees nothing here has an output of zero and a ``top`` of :data:`NOTHING_SEEN`.
+    ``backward(query, key, value, out, top, rest, d_out)`` takes output and log-sum-exp over *all* keys and gives what
+    this part adds to dq, and its dk and dv, float32.
     """
 
-    forward: Callable[..., tuple[Array, Array]]
+    forward: Callable[..., tuple[Array, Array, Array]]
     backward: Callable[..., tuple[Array, Array, Array]]
 
 

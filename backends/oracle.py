@@ -89,19 +89,19 @@ def gradients(
     return found
 
 
-def unseen_rows(spec: AttentionSpec, layout: Layout) -> Bool[np.ndarray, "b t n"]:
+def unseen_rows(spec: AttentionSpec, layout: Layout, terms: Terms = NO_TERMS) -> Bool[np.ndarray, "b t n"]:
     """True where a query row of a head may attend to nothing: its output and its dq are exactly zero."""
     unseen = np.zeros((spec.batch, spec.query_length, spec.num_heads), bool)
     for b, group, _, rows in _blocks(spec):
-        unseen[b, rows, group] = ~_visible(spec, layout, b, group, rows).any(-1).T
+        unseen[b, rows, group] = ~_visible(spec, layout, terms, b, group, rows).any(-1).T
     return unseen
 
 
-def unseen_keys(spec: AttentionSpec, layout: Layout) -> Bool[np.ndarray, "b s k"]:
+def unseen_keys(spec: AttentionSpec, layout: Layout, terms: Terms = NO_TERMS) -> Bool[np.ndarray, "b s k"]:
     """True where no query of any head attends to a key of a KV head: its dk and dv are exactly zero."""
     seen = np.zeros((spec.batch, spec.key_value_length, spec.num_kv_heads), bool)
     for b, group, head, rows in _blocks(spec):
-        seen[b, :, head] |= _visible(spec, layout, b, group, rows).any((0, 1))
+        seen[b, :, head] |= _visible(spec, layout, terms, b, group, rows).any((0, 1))
     return ~seen
 
 
@@ -203,7 +203,9 @@ def _blocks(spec: AttentionSpec) -> Iterator[tuple[int, slice, int, slice]]:
                 yield b, slice(head * size, (head + 1) * size), head, slice(start, stop)
 
 
-def _visible(spec: AttentionSpec, layout: Layout, b: int, group: slice, rows: slice) -> Bool[np.ndarray, "g t s"]:
+def _visible(
+    spec: AttentionSpec, layout: Layout, terms: Terms, b: int, group: slice, rows: slice
+) -> Bool[np.ndarray, "g t s"]:
     """Which of the block's query rows may attend to which keys, from the text of the contract."""
     slots = np.arange(spec.key_value_length)
     q_pos = _row(layout.query_positions, b, np.arange(spec.query_length))[rows]
@@ -228,7 +230,9 @@ def _visible(spec: AttentionSpec, layout: Layout, b: int, group: slice, rows: sl
     if layout.key_value_seq_lengths is not None:
         visible[:, slots >= int(np.asarray(layout.key_value_seq_lengths)[b])] = False
     heads = np.broadcast_to(visible, (group.stop - group.start, *visible.shape))
-    return heads if layout.mask is None else heads & _select(layout.mask, b, group, rows).astype(bool)
+    if layout.mask is not None:
+        heads = heads & _select(layout.mask, b, group, rows).astype(bool)
+    return heads if terms.bias is None else heads & ~np.isneginf(_float64(_select(terms.bias, b, group, rows)))
 
 
 def _row(array: Any, b: int, default: np.ndarray) -> np.ndarray:
@@ -266,7 +270,7 @@ def _probabilities(
     if terms.bias is not None:
         logits += _float64(_select(terms.bias, b, group, rows))
     if spec.masks_anything:
-        logits[~_visible(spec, layout, b, group, rows)] = -np.inf
+        logits[~_visible(spec, layout, terms, b, group, rows)] = -np.inf
     top = logits.max(-1, keepdims=True)
     logits -= np.where(np.isneginf(top), 0.0, top)
     probs = np.exp(logits, out=logits)

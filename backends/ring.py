@@ -10,7 +10,7 @@ backend's (``PartBackend``).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -38,6 +38,10 @@ class _Share:
     value: Float[Array, "b s k v"]
     positions: Int[Array, "b s"] | None
     segment_ids: Int[Array, "b s"] | None
+
+
+# What is known of a query row over some of the keys: (out, top, rest), see :class:`Part`.
+_Seen = tuple[Array, Array, Array]
 
 
 def by_position(spec: AttentionSpec) -> bool:
@@ -84,43 +88,43 @@ class Ring:
 
         @jax.custom_vjp
         def run(query: Array, share: _Share, layout: Layout) -> Array:
-            return self._forward(query, share, layout)[0]
+            return self._forward(query, share, layout)[0].astype(query.dtype)
 
         def forward(query: Array, share: _Share, layout: Layout) -> tuple[Array, Any]:
             if not self.spec.needs_grad:
                 raise ValueError("planned with needs_grad=False; plan with needs_grad=True to differentiate.")
-            out, lse = self._forward(query, share, layout)
-            return out, (query, share, layout, out, lse)
+            out, top, rest = self._forward(query, share, layout)
+            return out.astype(query.dtype), (query, share, layout, out, top, rest)
 
         def backward(residuals: Any, d_out: Array) -> tuple[Array, _Share, None]:
-            query, share, layout, out, lse = residuals
-            d_query, d_key, d_value = self._backward(query, share, layout, out, lse, d_out)
+            query, share, layout, *seen = residuals
+            d_query, d_key, d_value = self._backward(query, share, layout, seen, d_out)
             return d_query, _Share(d_key, d_value, None, None), None
 
         run.defvjp(forward, backward)
         return run(query, share, rest)
 
-    def _forward(self, query: Array, share: _Share, layout: Layout) -> tuple[Array, Array]:
-        def compute(step: Any, share: _Share, spec: AttentionSpec) -> tuple[Array, Array]:
+    def _forward(self, query: Array, share: _Share, layout: Layout) -> _Seen:
+        def compute(step: Any, share: _Share, spec: AttentionSpec) -> _Seen:
             return self._part(step, share, layout, spec).forward(query, share.key, share.value)
 
-        def turn(step: Any, state: tuple[Array, Array, _Share]) -> tuple[Array, Array, _Share]:
-            out, lse, share = state
+        def turn(step: Any, state: tuple[_Seen, _Share]) -> tuple[_Seen, _Share]:
+            seen, share = state
             following = self._pass_on(share)
-            nothing = jnp.zeros_like(out), jnp.full_like(lse, NOTHING_SEEN)
+            out, top, rest = seen
+            nothing = jnp.zeros_like(out), jnp.full_like(top, NOTHING_SEEN), jnp.zeros_like(rest)
             more = self._unless_behind(step, lambda: compute(step, share, self._others), nothing)
-            return *_put_together((out, lse), more), following
+            return _put_together(seen, more), following
 
-        out, lse = compute(0, share, self._own)
-        out, lse, _ = lax.fori_loop(1, self.axis.size, turn, (out, lse, self._pass_on(share)))
-        return out.astype(query.dtype), lse
+        first = compute(0, share, self._own), self._pass_on(share)
+        return lax.fori_loop(1, self.axis.size, turn, first)[0]
 
     def _backward(
-        self, query: Array, share: _Share, layout: Layout, out: Array, lse: Array, d_out: Array
+        self, query: Array, share: _Share, layout: Layout, seen: Iterable[Array], d_out: Array
     ) -> tuple[Array, Array, Array]:
         def compute(step: Any, share: _Share, spec: AttentionSpec) -> tuple[Array, Array, Array]:
             part = self._part(step, share, layout, spec)
-            return part.backward(query, share.key, share.value, out, lse, d_out)
+            return part.backward(query, share.key, share.value, *seen, d_out)
 
         def turn(step: Any, state: tuple[tuple[Array, Array, Array], _Share]) -> Any:
             (d_query, *d_share), share = state
@@ -197,11 +201,11 @@ def _by_slot(spec: AttentionSpec) -> bool:
     return spec.is_causal and alone and spec.query_length == spec.key_value_length
 
 
-def _put_together(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
+def _put_together(a: _Seen, b: _Seen) -> _Seen:
     """Outputs over two parts of the keys and their log-sum-exps, as one."""
-    (out_a, lse_a), (out_b, lse_b) = a, b
-    top = jnp.maximum(lse_a, lse_b)
-    weight_a, weight_b = jnp.exp(lse_a - top), jnp.exp(lse_b - top)
+    (out_a, top_a, rest_a), (out_b, top_b, rest_b) = a, b
+    top = jnp.maximum(top_a, top_b)
+    weight_a, weight_b = jnp.exp((top_a - top) + rest_a), jnp.exp((top_b - top) + rest_b)
     total = weight_a + weight_b
     out = out_a * (weight_a / total)[..., None] + out_b * (weight_b / total)[..., None]
-    return out, top + jnp.log(total)
+    return out, top, jnp.log(total)

@@ -134,20 +134,22 @@ class Splash:
         # See _in_default_precision; of a Part's two functions none is differentiated.
         exactly = contextlib.nullcontext if spec.dtype == "float32" else _default_precision
 
-        def forward(query: Array, key: Array, value: Array) -> tuple[Array, Array]:
+        def forward(query: Array, key: Array, value: Array) -> tuple[Array, Array, Array]:
             q, k, v = _to_kernel(spec, grid.lengths, query, key, value)
             sinks = jnp.full(q.shape[1], _NO_SINK, jnp.float32)
             run = jax.vmap(lambda q, k, v, ids: with_log_sum_exp(kernel, q, k, v, ids, sinks), (0, 0, 0, axes))
             with exactly():
                 out, lse = run(q, k, v, ids)
-            return _from_kernel(spec, out).astype(jnp.float32), _from_kernel(spec, lse[..., None])[..., 0]
+            lse = _from_kernel(spec, lse[..., None])[..., 0]
+            return _from_kernel(spec, out).astype(jnp.float32), lse, jnp.zeros_like(lse)
 
         def backward(
-            query: Array, key: Array, value: Array, out: Array, lse: Array, d_out: Array
+            query: Array, key: Array, value: Array, out: Array, top: Array, rest: Array, d_out: Array
         ) -> tuple[Array, Array, Array]:
             q, k, v = _to_kernel(spec, grid.lengths, query, key, value)
             sinks = jnp.full(q.shape[1], _NO_SINK, jnp.float32)
-            out, d_out, lse = (_rows_to_kernel(spec, grid.lengths[0], x) for x in (out, d_out, lse[..., None]))
+            lse = (top + rest)[..., None]
+            out, d_out, lse = (_rows_to_kernel(spec, grid.lengths[0], x) for x in (out, d_out, lse))
             run = jax.vmap(
                 lambda q, k, v, ids, out, lse, d_out: pull_back(kernel, q, k, v, ids, sinks, out, lse, d_out),
                 (0, 0, 0, axes, 0, 0, 0),

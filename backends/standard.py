@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from backends.contract import NO_TERMS, AttentionSpec, Carry, Layout, Plan, Terms, check_options, may_attend
@@ -88,14 +89,15 @@ def exponentials(
     """exp(logits - largest), the sum to divide it by, and the largest.
 
     A row with nothing to attend to is all zero over one, and its largest is -inf.
+
+    The largest logit cancels in what is made of these, so no gradient goes through it. Autodiff would divide by the
+    number of logits that equal the largest one, and where XLA computes the logits again none of them need do so.
     """
-    if mask is None:
-        top = logits.max(-1, keepdims=True)
-        weights = jnp.exp(logits - top)
-        return weights, weights.sum(-1, keepdims=True), top
-    masked = jnp.where(mask, logits, -jnp.inf)
-    top = masked.max(-1, keepdims=True)
-    weights = jnp.exp(masked - jnp.where(jnp.isfinite(top), top, 0.0))
+    if mask is not None:
+        logits = jnp.where(mask, logits, -jnp.inf)
+    top = lax.stop_gradient(logits.max(-1, keepdims=True))
+    # -inf: a row that sees nothing, by the mask or by a bias of -inf
+    weights = jnp.exp(logits - jnp.where(jnp.isneginf(top), 0.0, top))
     total = weights.sum(-1, keepdims=True)
     return weights, jnp.where(total == 0.0, 1.0, total), top
 

@@ -55,12 +55,12 @@ class Problem:
     @property
     def unseen_rows(self) -> np.ndarray:
         """[batch, query length, heads]: rows that may attend to nothing."""
-        return oracle.unseen_rows(self.spec, self.layout)
+        return oracle.unseen_rows(self.spec, self.layout, self.terms)
 
     @property
     def unseen_keys(self) -> np.ndarray:
         """[batch, key length, KV heads]: keys that nobody attends to."""
-        return oracle.unseen_keys(self.spec, self.layout)
+        return oracle.unseen_keys(self.spec, self.layout, self.terms)
 
 
 def _no_arrays(sizes: tuple[int, ...], rng: np.random.Generator) -> dict[str, np.ndarray]:
@@ -153,6 +153,14 @@ def _bias(heads: bool) -> Callable[..., dict[str, np.ndarray]]:
     return build
 
 
+def _closing_bias(sizes: tuple[int, ...], rng: np.random.Generator) -> dict[str, np.ndarray]:
+    """-inf for some pairs, and for all pairs of some rows."""
+    bias = _bias(heads=True)(sizes, rng)["bias"]
+    bias[rng.random(bias.shape) < 0.3] = -np.inf
+    bias[:, :, 3:9] = -np.inf
+    return {"bias": bias}
+
+
 def _together(*parts: Callable[..., dict[str, np.ndarray]]) -> Callable[..., dict[str, np.ndarray]]:
     def build(sizes: tuple[int, ...], rng: np.random.Generator) -> dict[str, np.ndarray]:
         return {name: array for part in parts for name, array in part(sizes, rng).items()}
@@ -233,6 +241,7 @@ CASES: dict[str, Case] = {
     "ragged": _case(B=4, layout=_lengths(160, 77, 1, 0)),
     "ragged-causal": _case(B=4, is_causal=True, layout=_lengths(160, 77, 1, 0)),
     "ragged-empty": _case(B=1, layout=_lengths(0)),
+    "ragged-beyond-all-keys": _case(B=4, layout=_lengths(300, 161, 160, -3)),
     # positions
     "positions-shifted": _case(is_causal=True, layout=_positions(lambda i: i + 1000, lambda i: i + 1000)),
     "positions-query-ahead": _case(T=100, S=230, is_causal=True, layout=_positions(lambda i: i + 130)),
@@ -263,6 +272,8 @@ CASES: dict[str, Case] = {
     "mask-dead-rows": _case(layout=_mask(heads=True, dead_rows=True)),
     "bias-per-head": _case(layout=_bias(heads=True)),
     "bias-broadcast": _case(is_causal=True, logits_soft_cap=4.0, layout=_bias(heads=False)),
+    "bias-of-minus-infinity": _case(layout=_closing_bias),
+    "bias-of-minus-infinity-and-mask": _case(layout=_together(_mask(heads=True), _closing_bias)),
     "mask-and-bias": _case(layout=_together(_mask(heads=False, dead_rows=True), _bias(heads=True))),
     "bias-bfloat16": _case(dtype="bfloat16", N=4, K=2, layout=_bias(heads=False)),
     # log-sum-exp

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import problems
 import pytest
-from conformance import Conformance, check_accuracy, compiled
+from conformance import Conformance, check_accuracy, check_quantity, compiled
 
-from backends import AttentionSpec, Layout, Target, registry
+from backends import AttentionSpec, Layout, Target, chunked, make_spec, registry
 
 CHUNKED = registry.get("chunked")
 
@@ -35,6 +35,47 @@ class TestChunked(Conformance):
 def test_block_sizes_do_not_change_what_is_computed(case, options):
     problem = problems.problem(case, None)
     check_accuracy(compiled(CHUNKED, problem, Target.here(), "native", options)(*problem.inputs), problem)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sizes", "magnitude"),
+    [
+        ("float32", {"T": 60, "S": 60, "N": 4, "K": 2}, 4.0),
+        ("bfloat16", {"T": 25, "S": 3, "N": 2, "K": 2}, 2.0),
+        ("float16", {"T": 25, "S": 3, "N": 2, "K": 2}, 2.0),
+    ],
+)
+def test_gradients_hold_where_one_key_has_nearly_all_of_its_row(dtype, sizes, magnitude):
+    problem = _peaked("b", dtype=dtype, magnitude=magnitude, **sizes)
+    check_accuracy(_in_uneven_blocks(problem), problem)
+
+
+def test_gradient_of_the_values_holds_where_the_two_passes_round_a_score_otherwise(monkeypatch):
+    """As on a device whose products have not the same bits in both passes."""
+    monkeypatch.setattr(chunked, "_scores", lambda rows, columns: chunked._dot("hrd,hcd->hrc", rows, columns))
+    problem = _peaked("a", T=60, S=60, N=4, K=2, dtype="float32", magnitude=8.0)
+    check_quantity("dv", _in_uneven_blocks(problem)["dv"], problem)
+
+
+def _peaked(seed, **sizes):
+    case = problems._case(**sizes, H=64, is_causal=True)
+    layout, _, inputs = problems.arrays(case, seed)
+    return problems.solve(make_spec(*inputs[:3], layout, **case.options), layout, inputs)
+
+
+def _in_uneven_blocks(problem):
+    """XLA's CPU compiler computes the scores of the two passes by different kernels, if it is let."""
+    options = {"block_q": 72, "block_kv": 8, "block_backward": 24}
+    return compiled(CHUNKED, problem, Target.here(), "native", options)(*problem.inputs)
+
+
+@pytest.mark.parametrize("dim", [1, 33, 64, 128])
+@pytest.mark.parametrize("sizes", [(8, 8), (8, 64), (24, 40), (96, 24), (104, 512), (512, 128)], ids=str)
+def test_score_has_the_same_bits_in_both_passes(sizes, dim):
+    rng = np.random.default_rng(0)
+    query, key = (jnp.asarray(rng.standard_normal((2, rows, dim)).astype(np.float32)) for rows in sizes)
+    scores = jax.jit(chunked._scores)
+    np.testing.assert_array_equal(scores(query, key), scores(key, query).swapaxes(1, 2))
 
 
 @pytest.mark.parametrize(
