@@ -118,6 +118,10 @@ def fit(spec: AttentionSpec, layout: Layout) -> Layout:
             raise ValueError(f"{name} has dtype {x.dtype}; expected an integer dtype.")
     if layout.mask is not None:
         check_broadcast("mask", layout.mask, spec, "bool", jnp.bool_)
+    lengths = layout.key_value_seq_lengths
+    if isinstance(lengths, np.ndarray | jax.Array):  # a number above the keys means all of them, one below 0 none
+        xp = np if isinstance(lengths, np.ndarray) else jnp
+        layout = dataclasses.replace(layout, key_value_seq_lengths=xp.clip(lengths, 0, spec.key_value_length))
     return layout
 
 

@@ -103,17 +103,18 @@ class FlashCpu:
         check_options(self.name, options, {})
         calls, seen = Calls(spec, _isa(), float32_results=True), visibility(spec, layout)
 
-        def forward(query: Array, key: Array, value: Array) -> tuple[Array, Array]:
+        def forward(query: Array, key: Array, value: Array) -> tuple[Array, Array, Array]:
             out, top, total = calls.forward(query, key, value, seen)
-            return out, _log_sum_exp(top, total, NOTHING_SEEN)
+            unseen = top == UNSEEN_TOP
+            return out, jnp.where(unseen, NOTHING_SEEN, top / _LOG2_E), jnp.where(unseen, 0.0, jnp.log(total))
 
         def backward(
-            query: Array, key: Array, value: Array, out: Array, lse: Array, d_out: Array
+            query: Array, key: Array, value: Array, out: Array, top: Array, rest: Array, d_out: Array
         ) -> tuple[Array, Array, Array]:
             if not spec.needs_grad:
                 raise ValueError(_NO_GRADIENT)
-            top = jnp.where(lse <= NOTHING_SEEN, UNSEEN_TOP, lse * _LOG2_E)
-            return calls.backward(query, key, value, seen, out, top, jnp.ones_like(lse), d_out, None)
+            top = jnp.where(top <= NOTHING_SEEN, UNSEEN_TOP, top * _LOG2_E)
+            return calls.backward(query, key, value, seen, out, top, jnp.exp(rest), d_out, None)
 
         return Part(forward, backward)
 
