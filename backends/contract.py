@@ -233,11 +233,28 @@ class Plan:
 
         The output is ``[batch, q_len, heads, v_dim]`` in the query's dtype. Where the spec asks for the log-sum-exp it
         is the pair of that and a float32 array ``[batch, q_len, heads]``. Raises ValueError for terms that the spec
-        does not announce, for announced ones that are missing, and for shapes and dtypes that do not fit.
+        does not announce, for announced ones that are missing, and for arrays that are not those of the spec.
         """
+        if self.spec is not None:
+            check_operands(self.spec, query, key, value)
         if check_terms(self.spec, terms):
             return self.attend(query, key, value, layer, carry, terms)
         return self.attend(query, key, value, layer, carry)
+
+
+def check_operands(spec: AttentionSpec, query: Any, key: Any, value: Any) -> None:
+    """Raise ValueError where an array has not the shape or the dtype that ``spec`` says."""
+    keys = (spec.batch, spec.key_value_length, spec.num_kv_heads)
+    expected = {
+        "query": (query, (spec.batch, spec.query_length, spec.num_heads, spec.head_dim)),
+        "key": (key, (*keys, spec.head_dim)),
+        "value": (value, (*keys, spec.value_head_dim)),
+    }
+    for name, (x, shape) in expected.items():
+        if tuple(x.shape) != shape:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; the spec of this plan says {shape}.")
+        if str(x.dtype) != spec.dtype:
+            raise ValueError(f"{name} is {x.dtype}; the spec of this plan says {spec.dtype}; cast one, or plan anew.")
 
 
 def check_terms(spec: AttentionSpec | None, terms: Terms) -> tuple[str, ...]:

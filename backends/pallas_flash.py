@@ -122,7 +122,7 @@ def _position_reasons(spec: AttentionSpec) -> Iterator[str]:
     if spec.has_positions and spec.is_causal:
         yield (
             "an array of explicit positions is not supported by pallas_flash with is_causal=True, which masks by slot "
-            f"(accepted: none, or arange); {_INSTEAD}."
+            f"(accepted: arange, or is_causal=False); {_INSTEAD}."
         )
 
 

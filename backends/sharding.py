@@ -206,7 +206,7 @@ class Sharded:
             )
         elif self._in_ring and not takes.parts:
             yield (
-                f"{self.backend.name} gives no log-sum-exp, by which the parts of a ring are put together; use "
+                f"{self.backend.name} cannot attend to a part of the keys, as a ring asks of it; use "
                 "exchange='gather', or backend='chunked'."
             )
 

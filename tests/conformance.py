@@ -26,8 +26,9 @@ from problems import CASES, Problem
 
 from backends import AttentionSpec, Backend, Layout, Target, make_spec, plan, registry, support
 from backends.contract import NO_TERMS
-from backends.features import Mode
+from backends.features import Feature, Mode, Takes
 from backends.oracle import EPSILON
+from backends.support import takes_of
 
 Results = dict[str, jax.Array]
 Run = Callable[..., Results]  # (query, key, value, cotangent) -> output, dq, dk, dv
@@ -108,6 +109,7 @@ class Conformance:
     dtype: ClassVar[str | None] = None  # run every case in this dtype instead of its own
     refuses: ClassVar[frozenset[str]] = frozenset()  # names of cases, or patterns of them ("mask-*")
     takes_traced_layouts: ClassVar[bool] = True  # whether segment ids and such may be arguments of a jit
+    examples: ClassVar[int] = 8  # shapes that test_any_shape tries
 
     # Each of these costs one more compilation per case.
     cases_for_eager: ClassVar[tuple[str, ...]] = (
@@ -254,8 +256,8 @@ class Conformance:
     def test_any_segments_positions_and_lengths(self) -> None:
         """One compiled function, many layouts."""
         self.require_device()
-        if not self.takes_traced_layouts or self.is_refused("combination"):
-            return
+        if not self.takes_traced_layouts:
+            pytest.skip(f"{self.backend} takes no traced layouts")
         spec = AttentionSpec(
             batch=2,
             query_length=40,
@@ -270,8 +272,9 @@ class Conformance:
             has_positions=True,
             has_seq_lengths=True,
         )
-        if not support(self.implementation, spec, self.device, self.mode):
-            return
+        if reasons := support(self.implementation, spec, self.device, self.mode).reasons:
+            assert self.is_refused("combination-ragged"), reasons
+            pytest.skip(" ".join(reasons))
         inputs = _inputs(spec, seed=0)
         run = self.traced(spec)
 
@@ -283,14 +286,14 @@ class Conformance:
         holds()
 
     def test_any_shape(self) -> None:
+        """Shapes and static masks of the allow-list. Where all of them are refused, hypothesis says so and fails."""
         self.require_device()
-        refused = self.is_refused("causal") or self.is_refused("gqa-4")
+        takes = takes_of(self.implementation, self.device, self.mode)
 
-        @hypothesis.settings(max_examples=8)
-        @hypothesis.given(specs(self.dtype or "float32"))
+        @hypothesis.settings(max_examples=self.examples)
+        @hypothesis.given(specs(takes, self.dtype or "float32"))
         def holds(spec: AttentionSpec) -> None:
-            if refused or not support(self.implementation, spec, self.device, self.mode):
-                return
+            hypothesis.assume(support(self.implementation, spec, self.device, self.mode))
             problem = problems.solve(spec, Layout(), _inputs(spec, seed=1))
             check_accuracy(self.run(problem)(*problem.inputs), problem)
 
@@ -331,20 +334,28 @@ def layouts(draw: st.DrawFn, spec: AttentionSpec) -> Layout:
 
 
 @st.composite
-def specs(draw: st.DrawFn, dtype: str) -> AttentionSpec:
-    """Shapes and static masks."""
-    kv_heads = draw(st.integers(1, 3))
+def specs(draw: st.DrawFn, takes: Takes, dtype: str) -> AttentionSpec:
+    """Shapes and static masks, of the features and head dimensions that a backend takes."""
+
+    def maybe(feature: Feature, strategy: st.SearchStrategy[Any], otherwise: Any) -> Any:
+        return draw(strategy) if feature in takes.features else otherwise
+
+    small = [dim for dim in range(8, 65, 8) if takes.head_dims is None or dim in takes.head_dims]
+    head_dim, kv_heads = draw(st.sampled_from(small)), draw(st.integers(1, 3))
+    lengths = st.integers(takes.least_length, 300)
+    query_length = draw(lengths)
+    sides = {"causal": True, "bidirectional": False}
     return AttentionSpec(
         batch=draw(st.integers(1, 2)),
-        query_length=draw(st.integers(1, 300)),
-        key_value_length=draw(st.integers(1, 300)),
-        num_heads=kv_heads * draw(st.integers(1, 3)),
+        query_length=query_length,
+        key_value_length=maybe("cross_length", lengths, query_length),
+        num_heads=kv_heads * maybe("grouped_queries", st.integers(1, 3), 1),
         num_kv_heads=kv_heads,
-        head_dim=draw(st.integers(1, 8)) * 8,
+        head_dim=head_dim,
         dtype=dtype,
-        is_causal=draw(st.booleans()),
-        local_window_size=draw(st.none() | st.tuples(st.integers(0, 300), st.integers(0, 300))),
-        chunk_size=draw(st.none() | st.integers(1, 300)),
+        is_causal=draw(st.sampled_from([is_causal for name, is_causal in sides.items() if name in takes.features])),
+        local_window_size=maybe("window", st.none() | st.tuples(st.integers(0, 300), st.integers(0, 300)), None),
+        chunk_size=maybe("chunk", st.none() | st.integers(1, 300), None),
     )
 
 

@@ -6,8 +6,7 @@ one computes is the option ``kernel``, nothing else: a kernel that cannot do a p
 
 from __future__ import annotations
 
-import importlib
-from typing import Any, Protocol
+from typing import Protocol
 
 from jaxtyping import Array, Float, Int
 
@@ -71,10 +70,15 @@ class Kernels(Protocol):
         ...
 
 
-def pallas(target: Target) -> Any:
+def pallas(target: Target) -> Kernels:
     """The Pallas kernels for ``target``: Triton's form for NVIDIA, else the TPU's (which an interpreter runs anywhere).
 
-    A module with the functions of :class:`Kernels`. Raises ImportError where it is not installed.
+    Raises ImportError where they are not installed.
     """
-    name = "pallas_triton" if target.platform == "cuda" else "pallas_tpu"
-    return importlib.import_module(f"backends.kascade.{name}")
+    if target.platform == "cuda":
+        from backends.kascade import pallas_triton  # noqa: PLC0415 (Pallas' parts for one device may be missing)
+
+        return pallas_triton
+    from backends.kascade import pallas_tpu  # noqa: PLC0415
+
+    return pallas_tpu

@@ -106,7 +106,7 @@ SPEC = AttentionSpec(
     [
         ({}, Target("cpu"), "native", "not for cpu"),
         ({}, Target("tpu", "v5e"), "compile", "not for tpu:v5e"),
-        ({"needs_grad": True}, H100, "native", "gradients"),
+        ({"needs_grad": True}, H100, "native", "needs_grad=True"),
         ({"dtype": "float32"}, H100, "native", "dtype=float32"),
         ({"head_dim": 320, "value_head_dim": 320}, H100, "native", "head_dim=320"),
         ({"value_head_dim": 32}, H100, "native", "value_head_dim=32"),

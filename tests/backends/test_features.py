@@ -1,0 +1,194 @@
+"""The allow-list: every part of a spec is a feature or a bound, and what a backend does not declare it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from declared import PLAIN, Declared, home
+
+from backends import FEATURES, FEATURES_0_1, AttentionSpec, Backend, Plan, Takes, Target, features, registry, support
+from backends.features import ASKED, DTYPES, Asked, Feature, Mode
+from backends.registry import BUILT_IN
+
+ASKING: dict[Feature, dict[str, Any]] = {
+    "causal": {},
+    "bidirectional": {"is_causal": False},
+    "window": {"local_window_size": (8, 0)},
+    "chunk": {"chunk_size": 16},
+    "soft_cap": {"logits_soft_cap": 30.0},
+    "scale": {"scale": 0.3},
+    "segments": {"has_segment_ids": True},
+    "positions": {"has_positions": True},
+    "lengths": {"has_seq_lengths": True},
+    "mask": {"has_mask": True},
+    "bias": {"has_bias": True},
+    "gradient": {"needs_grad": True},
+    "grouped_queries": {"num_kv_heads": 1},
+    "cross_length": {"key_value_length": 32},
+    "value_head_dim": {"value_head_dim": 32},
+    "log_sum_exp": {"return_log_sum_exp": True},
+}
+
+
+def asking(feature: Feature) -> AttentionSpec:
+    return dataclasses.replace(PLAIN, **ASKING[feature])
+
+
+def test_every_field_of_a_spec_is_asked_about() -> None:
+    """A field that is no feature and no bound would be let through by every backend."""
+    asked = {field for each in ASKED.values() for field in each.fields}
+    bounds = {"batch", "dtype"}  # of the batch any is taken, the dtype is a bound of every backend
+    assert asked | bounds == {field.name for field in dataclasses.fields(AttentionSpec)}
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_a_spec_that_asks_for_one_feature_asks_for_that_one(feature: Feature) -> None:
+    other = "bidirectional" if feature == "bidirectional" else "causal"
+    assert asking(feature).features() == {feature, other}
+
+
+def test_a_scale_that_is_the_default_asks_for_nothing() -> None:
+    assert dataclasses.replace(PLAIN, scale=0.125).features() == {"causal"}
+
+
+def test_the_features_of_version_0_1_never_grow() -> None:
+    assert sorted(FEATURES_0_1) == [
+        "bias",
+        "bidirectional",
+        "causal",
+        "chunk",
+        "cross_length",
+        "gradient",
+        "grouped_queries",
+        "lengths",
+        "mask",
+        "positions",
+        "scale",
+        "segments",
+        "soft_cap",
+        "value_head_dim",
+        "window",
+    ]
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_plain_attention_is_taken_at_home(name: str) -> None:
+    target, mode = home(name)
+    assert support(registry.get(name), PLAIN, target, mode)
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("feature", FEATURES)
+def test_what_is_not_declared_is_refused_in_one_sentence_whose_advice_holds(name: str, feature: Feature) -> None:
+    backend, (target, mode), spec = registry.get(name), home(name), asking(feature)
+    found = support(backend, spec, target, mode)
+    if feature in backend.takes(target, mode).features:
+        assert not any(f"(accepted: {ASKED[feature].accepted})" in reason for reason in found.reasons)
+        return
+    (reason,) = found.reasons
+    assert reason.startswith(ASKED[feature].given(spec))
+    assert f"is not supported by {name}" in reason
+    assert f"(accepted: {ASKED[feature].accepted})" in reason
+    (instead,) = re.findall(r"use backend='(\w+)'\.$", reason)
+    assert support(registry.get(instead), spec, target), reason
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_a_bound_is_refused_with_the_value_given_and_those_accepted(name: str) -> None:
+    backend, (target, mode) = registry.get(name), home(name)
+    takes = backend.takes(target, mode)
+    wide = dataclasses.replace(PLAIN, head_dim=4096, value_head_dim=4096)
+    for spec, word, taken in (
+        (wide, "head_dim=4096", takes.head_dims is None or 4096 in takes.head_dims),
+        *((dataclasses.replace(PLAIN, dtype=dtype), f"dtype={dtype}", dtype in takes.dtypes) for dtype in DTYPES),
+    ):
+        found = support(backend, spec, target, mode)
+        assert bool(found) == taken
+        for reason in found.reasons:
+            assert reason.startswith(f"{word} is not supported by {name}")
+            assert "(accepted: " in reason
+            assert reason.endswith("use backend='chunked'.")
+
+
+def reasons(changes: Mapping[str, Any] = {}, mode: Mode = "native", **allowed: Any) -> tuple[str, ...]:
+    return support(Declared(Takes(**allowed)), dataclasses.replace(PLAIN, **changes), Target("cpu"), mode).reasons
+
+
+def test_bounds_are_worded_as_they_are_declared() -> None:
+    (reason,) = reasons({"head_dim": 12, "value_head_dim": 12}, head_dims=range(8, 257, 8), value_head_dims=(8, 16))
+    assert reason == (
+        "head_dim=12 is not supported by declared (accepted: multiples of 8 from 8 to 256); pad the head dimension and "
+        "give scale, or use backend='chunked'."
+    )
+    (reason,) = reasons({"value_head_dim": 12}, head_dims=(64,), value_head_dims=(8, 16))
+    assert reason.startswith("value_head_dim=12 is not supported by declared (accepted: 8, 16); ")
+    assert reasons({"query_length": 1}, least_length=2)[0].startswith(
+        "query_length=1 is not supported by declared (accepted: 2 or more); "
+    )
+    assert reasons({"dtype": "float16"}, dtypes=("float32",))[0].startswith(
+        "dtype=float16 is not supported by declared (accepted: float32); cast the inputs, or "
+    )
+    assert reasons(mode="interpret", modes=("native", "compile"))[0].startswith(
+        "mode='interpret' is not supported by declared (accepted: native, compile); use mode='native'"
+    )
+
+
+def test_a_reason_of_the_backend_stands_in_the_sentence() -> None:
+    (reason,) = reasons({"chunk_size": 4}, features=frozenset({"causal"}), because={"chunk": "whose blocks are square"})
+    expected = "chunk_size=4 is not supported by declared, whose blocks are square (accepted: None only); "
+    assert reason == f"{expected}use backend='chunked'."
+
+
+def test_a_feature_or_dtype_that_there_is_not_cannot_be_declared() -> None:
+    with pytest.raises(ValueError, match=r"features \['sinks'\] are not known; the features are causal, "):
+        Takes(features=frozenset({"sinks"}))
+    with pytest.raises(ValueError, match=r"dtypes \['float64'\] are not known"):
+        Takes(dtypes=("float64",))
+
+
+@pytest.fixture
+def a_later_feature(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if a feature had been added to the contract, and every spec asked for it."""
+    monkeypatch.setattr(features, "FEATURES", (*FEATURES, "sinks"))
+    sinks = Asked(("has_sinks",), lambda _: True, lambda _: "an array of sinks", "none")
+    monkeypatch.setattr(features, "ASKED", {**ASKED, "sinks": sinks})
+
+
+@dataclasses.dataclass(frozen=True)
+class OfVersion01:
+    """A third-party backend as the documentation of 0.1 told its authors to write one: it declares nothing."""
+
+    name: str = "old"
+    exact: bool = True
+
+    def supports(self, spec: AttentionSpec, target: Target, mode: Mode = "native") -> Any:
+        from backends import Support  # noqa: PLC0415 (as its author imports it)
+
+        if spec.head_dim != 64:
+            return Support(None, (f"head_dim={spec.head_dim} is not supported by old (64); use backend='chunked'.",))
+        return Support(mode)
+
+    def plan(self, *_: Any, **__: Any) -> Plan:
+        raise NotImplementedError
+
+
+@pytest.mark.usefixtures("a_later_feature")
+@pytest.mark.parametrize("backend", [*map(registry.get, BUILT_IN), OfVersion01()], ids=lambda backend: backend.name)
+def test_a_feature_added_later_is_refused_by_every_backend_that_says_nothing(backend: Backend) -> None:
+    target, mode = home(backend.name)
+    (reason,) = support(backend, PLAIN, target, mode).reasons
+    assert reason.startswith(f"an array of sinks is not supported by {backend.name}")
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_a_backend_of_version_0_1_takes_the_features_of_0_1_and_no_later_one(feature: Feature) -> None:
+    assert bool(support(OfVersion01(), asking(feature), Target("cpu"))) == (feature in FEATURES_0_1)
+
+
+def test_a_backend_of_version_0_1_keeps_its_own_reasons() -> None:
+    found = support(OfVersion01(), dataclasses.replace(PLAIN, head_dim=32), Target("cpu"))
+    assert found.reasons == ("head_dim=32 is not supported by old (64); use backend='chunked'.",)
