@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,8 @@ from backends.layout import make_spec
 from backends.resolve import OnUnavailable, resolve
 
 Scale = float | Num[Array, ""] | Num[np.ndarray, ""] | np.number  # known when the program is compiled
+
+_IMPLEMENTATIONS = {"xla": "standard", "cudnn": "cudnn"}  # JAX's names
 
 
 def attention(
@@ -91,42 +93,75 @@ def attention(
 def dot_product_attention(
     query: Float[Array, "*batch q_len heads head_dim"],
     key: Float[Array, "*batch kv_len kv_heads head_dim"],
-    value: Float[Array, "*batch kv_len kv_heads head_dim"],
-    bias: Float[Array, "#batch #heads #q_len #kv_len"] | None = None,
-    mask: Bool[Array, "#batch #heads #q_len #kv_len"] | None = None,
+    value: Float[Array, "*batch kv_len kv_heads v_dim"],
+    bias: Float[Array, "..."] | None = None,
+    mask: Bool[Array, "..."] | None = None,
     *,
     scale: Scale | None = None,
     is_causal: bool = False,
     query_seq_lengths: Int[Array, " batch"] | None = None,
     key_value_seq_lengths: Int[Array, " batch"] | None = None,
     local_window_size: int | tuple[int, int] | None = None,
+    implementation: Literal["xla", "cudnn"] | None = None,
     backend: str = "auto",
-) -> Float[Array, "*batch q_len heads head_dim"]:
-    """``jax.nn.dot_product_attention`` with a choice of backend: same arguments, same meaning, 3-D input too.
+) -> Float[Array, "*batch q_len heads v_dim"]:
+    """``jax.nn.dot_product_attention`` with a choice of backend: same arguments, same meaning.
 
-    Where JAX leaves rows beyond ``query_seq_lengths`` or rows without a visible key unspecified, they are zero here.
+    Without a batch axis the lengths have shape ``(1,)``; ``bias`` and ``mask`` broadcast to ``[batch, heads, q_len,
+    kv_len]`` and may lack leading axes. ``implementation`` is JAX's way to choose: "xla" is the backend ``standard``,
+    "cudnn" is ``cudnn``, and one that cannot run is an error, as in JAX; with ``backend`` a refusal falls back with a
+    warning. Rows beyond ``query_seq_lengths`` are zero, whatever the query holds there, and so is a row with no
+    visible key, where JAX averages all values. Raises what :func:`attention` raises, and ValueError where both
+    ``implementation`` and ``backend`` are given.
     """
-    query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
-    unbatched = query.ndim == 3
-    if unbatched:
-        query, key, value = query[None], key[None], value[None]
-    lengths = None if key_value_seq_lengths is None else jnp.atleast_1d(key_value_seq_lengths)
+    on_unavailable: OnUnavailable = "fallback"
+    if implementation is not None:
+        backend, on_unavailable = _backend_of(implementation, backend), "raise"
+    unbatched = jnp.ndim(query) == 3
+    query, key, value = _as_4d("query", query, 3), _as_4d("key", key, 3), _as_4d("value", value, 3)
+    valid = None
+    if query_seq_lengths is not None:
+        valid = _leading(query.shape, jnp.asarray(query_seq_lengths))
+        query = jnp.where(valid, query, jnp.zeros((), query.dtype))
     out = attention(
         query,
         key,
         value,
-        bias=_as_4d(bias),
-        mask=_as_4d(mask),
+        bias=_as_4d("bias", bias),
+        mask=_as_4d("mask", mask),
         scale=scale,
         is_causal=is_causal,
-        key_value_seq_lengths=lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
         local_window_size=local_window_size,
         backend=backend,
+        on_unavailable=on_unavailable,
     )
-    if query_seq_lengths is not None:
-        valid = jnp.arange(query.shape[1])[None] < jnp.atleast_1d(query_seq_lengths)[:, None]
-        out = jnp.where(valid[:, :, None, None], out, jnp.zeros((), out.dtype))
+    if valid is not None:
+        out = jnp.where(valid, out, jnp.zeros((), out.dtype))
     return out[0] if unbatched else out
+
+
+def _backend_of(implementation: str, backend: str) -> str:
+    if backend != "auto":
+        raise ValueError(
+            f"implementation={implementation!r} and backend={backend!r} both say what is to run; give one of them."
+        )
+    if implementation not in _IMPLEMENTATIONS:
+        raise ValueError(
+            f"implementation={implementation!r} is not one of JAX's ({', '.join(map(repr, _IMPLEMENTATIONS))} or "
+            f"None); a backend of this package is named by backend={implementation!r}."
+        )
+    return _IMPLEMENTATIONS[implementation]
+
+
+def _leading(shape: tuple[int, ...], lengths: Array) -> Bool[Array, "batch q_len 1 1"]:
+    """Which rows of queries of that shape are within the lengths."""
+    if lengths.shape != shape[:1] or not jnp.issubdtype(lengths.dtype, jnp.integer):
+        raise ValueError(
+            f"query_seq_lengths has shape {lengths.shape} and dtype {lengths.dtype}; expected {shape[:1]} and an "
+            "integer dtype."
+        )
+    return (jnp.arange(shape[1])[None, :] < lengths[:, None])[..., None, None]
 
 
 def _as_float(scale: Any) -> Any:
@@ -148,8 +183,13 @@ def _as_array(x: Any) -> Array | None:
     return None if x is None else jnp.asarray(x)
 
 
-def _as_4d(x: Any) -> Array | None:
+def _as_4d(name: str, x: Any, least: int = 0) -> Any:
+    """With axes of one in front, as JAX takes it."""
     if x is None:
         return None
     x = jnp.asarray(x)
-    return x[(None,) * (4 - x.ndim)] if x.ndim < 4 else x
+    if not least <= x.ndim <= 4:
+        raise ValueError(
+            f"{name} has shape {x.shape}; expected {f'{least} or 4' if least else 'at most 4'} dimensions."
+        )
+    return x.reshape((1,) * (4 - x.ndim) + x.shape)

@@ -83,6 +83,8 @@ def attention_fn(backend: str = "auto", **options: Any) -> Callable[..., Array]:
         input_positions: Any = None,
         **unknown: Any,
     ) -> Array:
+        query, key, value = _promoted((query, key, value), dtype, promote_dtype)
+        _check_shapes(query, key, value)
         _refuse(
             {
                 "module": module,
@@ -98,9 +100,7 @@ def attention_fn(backend: str = "auto", **options: Any) -> Callable[..., Array]:
                 f"attention_fn has no dropout on attention weights (dropout_rate={dropout_rate}); "
                 "set dropout_rate=0.0, or deterministic=True."
             )
-        query, key, value = _promoted((query, key, value), dtype, promote_dtype)
         _check_precision(precision, query.dtype)
-        _check_batch_axes(query, key, value)
         causal = is_causal or options.get("is_causal", False)
         _check_single_query(query, key, {**options, "is_causal": causal})
         lead = query.shape[:-3]
@@ -153,12 +153,17 @@ def _check_precision(precision: Any, dtype: Any) -> None:
         )
 
 
-def _check_batch_axes(query: Array, key: Array, value: Array) -> None:
-    if not query.ndim == key.ndim == value.ndim >= 3 or not query.shape[:-3] == key.shape[:-3] == value.shape[:-3]:
-        raise ValueError(
-            f"query {query.shape}, key {key.shape} and value {value.shape} do not fit together; "
-            "expected [batch..., length, heads, head_dim] with the same batch axes."
-        )
+def _check_shapes(query: Array, key: Array, value: Array) -> None:
+    """What folding the batch axes into one would hide, and the rest in flax's order."""
+    fits = {
+        "expected the same rank, [batch..., length, heads, head_dim]": query.ndim == key.ndim == value.ndim >= 3,
+        "batch dims must match": query.shape[:-3] == key.shape[:-3] == value.shape[:-3],
+        "key and value lengths must match": key.shape[-3:-2] == value.shape[-3:-2],
+        "query and key depths must match": query.shape[-1:] == key.shape[-1:],
+    }
+    for requirement, met in fits.items():
+        if not met:
+            raise ValueError(f"query {query.shape}, key {key.shape}, value {value.shape}: {requirement}.")
 
 
 def _check_single_query(query: Array, key: Array, options: dict[str, Any]) -> None:

@@ -69,6 +69,82 @@ def test_input_without_a_batch_axis(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_lengths_without_a_batch_axis(backend: str) -> None:
+    arrays = [x[0] for x in qkv()]
+    options = {"query_seq_lengths": jnp.array([7]), "key_value_seq_lengths": jnp.array([9]), "is_causal": True}
+    ours = dot_product_attention(*arrays, **options, backend=backend)
+    assert ours.shape == (24, 4, 16)
+    np.testing.assert_allclose(ours, jax.nn.dot_product_attention(*arrays, **options), atol=2e-6)
+
+
+@pytest.mark.parametrize("shape", [(24,), (24, 24), (4, 24, 24), (1, 24, 24)])
+def test_leading_axes_of_mask_and_bias_may_be_missing(shape: tuple[int, ...]) -> None:
+    for options in ({"mask": draw(*shape) > -0.5}, {"bias": draw(*shape)}):
+        ours = dot_product_attention(*qkv(), **options)
+        np.testing.assert_allclose(ours, jax.nn.dot_product_attention(*qkv(), **options), atol=2e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_the_query_holds_beyond_its_length_changes_nothing(backend: str) -> None:
+    lengths, (query, key, value) = jnp.array([24, 7]), qkv()
+
+    def loss(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        return jnp.sin(dot_product_attention(query, key, value, query_seq_lengths=lengths, backend=backend)).sum()
+
+    for garbage in (jnp.nan, jnp.inf, 1e30):
+        dirty = query.at[1, 7:].set(garbage)
+        for one, other in zip(
+            jax.value_and_grad(loss, (0, 1, 2))(dirty, key, value),
+            jax.value_and_grad(loss, (0, 1, 2))(query, key, value),
+            strict=True,
+        ):
+            jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "given"),
+    [
+        (jnp.array(7), r"shape \(\) and dtype int32; expected \(2,\)"),
+        (jnp.array([7]), r"shape \(1,\) and dtype int32; expected \(2,\)"),
+        (jnp.array([7.0, 9.0]), r"dtype float32; expected \(2,\) and an integer dtype"),
+    ],
+)
+def test_lengths_of_another_shape_or_dtype_are_refused(lengths: jax.Array, given: str) -> None:
+    with pytest.raises(ValueError, match=f"query_seq_lengths has .*{given}"):
+        dot_product_attention(*qkv(), query_seq_lengths=lengths)
+    with pytest.raises(ValueError, match="key_value_seq_lengths has"):
+        dot_product_attention(*qkv(), key_value_seq_lengths=lengths)
+
+
+@pytest.mark.parametrize("shape", [(16,), (4, 16), (1, 2, 24, 4, 16)])
+def test_query_of_another_rank_is_refused(shape: tuple[int, ...]) -> None:
+    _, key, value = qkv()
+    with pytest.raises(ValueError, match=r"query has shape .* expected 3 or 4 dimensions"):
+        dot_product_attention(draw(*shape), key, value)
+
+
+def test_implementation_of_jax_names_a_backend() -> None:
+    np.testing.assert_array_equal(
+        dot_product_attention(*qkv(), implementation="xla"), dot_product_attention(*qkv(), backend="standard")
+    )
+    with pytest.raises(backends.BackendUnavailableError, match="cudnn cannot run this"):  # an error in JAX too
+        dot_product_attention(*qkv(), implementation="cudnn")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"implementation": "xla", "backend": "chunked"}, "both say what is to run; give one of them"),
+        ({"implementation": "mosaic"}, "'mosaic' is not one of JAX's"),
+        ({"implementation": "chunked"}, "named by backend='chunked'"),
+    ],
+)
+def test_implementation_that_cannot_be_followed_is_refused(options: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        dot_product_attention(*qkv(), **options)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_gradients_agree_with_those_through_jax(backend: str) -> None:
     def loss(attend: Any, *inputs: jax.Array) -> jax.Array:
         return jnp.sin(attend(*inputs, is_causal=True)).sum()

@@ -176,9 +176,21 @@ def test_mask_that_broadcasts_over_every_batch_axis() -> None:
     np.testing.assert_allclose(ours, nnx.dot_product_attention(query, query, query, mask=full), atol=2e-6)
 
 
-def test_batch_axes_that_only_multiply_to_the_same_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"do not fit together; expected .* with the same batch axes"):
-        attention_fn("standard")(draw(2, 3, 4, 2, 8), draw(3, 2, 4, 2, 8), draw(3, 2, 4, 2, 8))
+@pytest.mark.parametrize(
+    ("query", "key", "value", "message"),
+    [
+        ((2, 3, 4, 2, 8), (3, 2, 4, 2, 8), (3, 2, 4, 2, 8), "batch dims must match"),  # 6 sequences each
+        ((2, 4, 2, 8), (4, 2, 8), (4, 2, 8), "expected the same rank"),
+        ((4, 8), (4, 8), (4, 8), "expected the same rank"),
+        ((4, 2, 8), (5, 2, 8), (6, 2, 8), "key and value lengths must match"),
+        ((4, 2, 8), (4, 2, 6), (4, 2, 8), "query and key depths must match"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(
+    query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        attention_fn("standard")(draw(*query), draw(*key), draw(*value))
 
 
 def test_mask_of_too_many_axes_is_refused() -> None:
