@@ -7,12 +7,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, Num
 
@@ -23,26 +25,38 @@ from backends.resolve import OnUnavailable, resolve
 
 Scale = float | Num[Array, ""] | Num[np.ndarray, ""] | np.number  # known when the program is compiled
 
+Input = Array | np.ndarray
+
 _IMPLEMENTATIONS = {"xla": "standard", "cudnn": "cudnn"}  # JAX's names
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Request:
+    """Which backend is asked for, and what happens where it refuses."""
+
+    backend: str = "auto"
+    mode: Mode = "native"
+    on_unavailable: OnUnavailable = "fallback"
+    options: Mapping[str, Any] | None = None
+
+
 def attention(
-    query: Float[Array, "batch q_len heads head_dim"],
-    key: Float[Array, "batch kv_len kv_heads head_dim"],
-    value: Float[Array, "batch kv_len kv_heads v_dim"],
+    query: Float[Input, "batch q_len heads head_dim"],
+    key: Float[Input, "batch kv_len kv_heads head_dim"],
+    value: Float[Input, "batch kv_len kv_heads v_dim"],
     *,
     is_causal: bool = False,
     scale: Scale | None = None,
     local_window_size: int | tuple[int, int] | None = None,
     chunk_size: int | None = None,
     logits_soft_cap: float | None = None,
-    query_segment_ids: Int[Array, "batch q_len"] | None = None,
-    key_value_segment_ids: Int[Array, "batch kv_len"] | None = None,
-    query_positions: Int[Array, "batch q_len"] | None = None,
-    key_value_positions: Int[Array, "batch kv_len"] | None = None,
-    key_value_seq_lengths: Int[Array, " batch"] | None = None,
-    mask: Bool[Array, "#batch #heads #q_len #kv_len"] | None = None,
-    bias: Float[Array, "#batch #heads #q_len #kv_len"] | None = None,
+    query_segment_ids: Int[Input, "batch q_len"] | None = None,
+    key_value_segment_ids: Int[Input, "batch kv_len"] | None = None,
+    query_positions: Int[Input, "batch q_len"] | None = None,
+    key_value_positions: Int[Input, "batch kv_len"] | None = None,
+    key_value_seq_lengths: Int[Input, " batch"] | None = None,
+    mask: Bool[Input, "#batch #heads #q_len #kv_len"] | None = None,
+    bias: Float[Input, "#batch #heads #q_len #kv_len"] | None = None,
     backend: str = "auto",
     mode: Mode = "native",
     on_unavailable: OnUnavailable = "fallback",
@@ -71,77 +85,139 @@ def attention(
         key_value_seq_lengths=_as_array(key_value_seq_lengths),
         mask=_as_array(mask),
     )
-    terms = Terms(bias=_as_array(bias))
-    query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
-    spec = make_spec(
+    return _attend(
         query,
         key,
         value,
         layout,
-        terms,
+        Terms(bias=_as_array(bias)),
+        Request(backend, mode, on_unavailable, backend_options),
         is_causal=is_causal,
-        scale=_as_float(scale),
+        scale=scale,
         local_window_size=local_window_size,
         chunk_size=chunk_size,
         logits_soft_cap=logits_soft_cap,
         needs_grad=needs_grad,
     )
-    resolution = resolve(backend, spec, mode=mode, on_unavailable=on_unavailable, options=backend_options)
-    return resolution.plan(layout, backend_options).run(query, key, value, terms=terms)[0]
 
 
+@overload
 def dot_product_attention(
-    query: Float[Array, "*batch q_len heads head_dim"],
-    key: Float[Array, "*batch kv_len kv_heads head_dim"],
-    value: Float[Array, "*batch kv_len kv_heads v_dim"],
-    bias: Float[Array, "..."] | None = None,
-    mask: Bool[Array, "..."] | None = None,
+    query: Input,
+    key: Input,
+    value: Input,
+    bias: Input | None = None,
+    mask: Input | None = None,
     *,
     scale: Scale | None = None,
     is_causal: bool = False,
-    query_seq_lengths: Int[Array, " batch"] | None = None,
-    key_value_seq_lengths: Int[Array, " batch"] | None = None,
+    query_seq_lengths: Input | None = None,
+    key_value_seq_lengths: Input | None = None,
     local_window_size: int | tuple[int, int] | None = None,
     implementation: Literal["xla", "cudnn"] | None = None,
+    return_residual: Literal[False] = ...,
     backend: str = "auto",
-) -> Float[Array, "*batch q_len heads v_dim"]:
+) -> Array: ...
+
+
+@overload
+def dot_product_attention(
+    query: Input,
+    key: Input,
+    value: Input,
+    bias: Input | None = None,
+    mask: Input | None = None,
+    *,
+    scale: Scale | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: Input | None = None,
+    key_value_seq_lengths: Input | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    implementation: Literal["xla", "cudnn"] | None = None,
+    return_residual: Literal[True],
+    backend: str = "auto",
+) -> tuple[Array, Array]: ...
+
+
+def dot_product_attention(
+    query: Float[Input, "*batch q_len heads head_dim"],
+    key: Float[Input, "*batch kv_len kv_heads head_dim"],
+    value: Float[Input, "*batch kv_len kv_heads v_dim"],
+    bias: Float[Input, "..."] | None = None,
+    mask: Bool[Input, "..."] | None = None,
+    *,
+    scale: Scale | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: Int[Input, " batch"] | None = None,
+    key_value_seq_lengths: Int[Input, " batch"] | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    implementation: Literal["xla", "cudnn"] | None = None,
+    return_residual: bool = False,
+    backend: str = "auto",
+) -> (
+    Float[Array, "*batch q_len heads v_dim"]
+    | tuple[Float[Array, "*batch q_len heads v_dim"], Float[Array, "*batch q_len heads"]]
+):
     """``jax.nn.dot_product_attention`` with a choice of backend: same arguments, same meaning.
 
     Without a batch axis the lengths have shape ``(1,)``; ``bias`` and ``mask`` broadcast to ``[batch, heads, q_len,
     kv_len]`` and may lack leading axes. ``implementation`` is JAX's way to choose: "xla" is the backend ``standard``,
     "cudnn" is ``cudnn``, and one that cannot run is an error, as in JAX; with ``backend`` a refusal falls back with a
-    warning. Rows beyond ``query_seq_lengths`` are zero, whatever the query holds there, and so is a row with no
-    visible key, where JAX averages all values. Raises what :func:`attention` raises, and ValueError where both
-    ``implementation`` and ``backend`` are given.
+    warning. ``return_residual`` adds the log-sum-exp of each row's visible logits, in the inputs' dtype and without a
+    gradient, as in JAX.
+
+    Rows beyond ``query_seq_lengths`` are zero, whatever the query holds there, and so is a row with no visible key,
+    where JAX averages all values; the log-sum-exp of both is ``-inf``. Raises what :func:`attention` raises, and
+    ValueError where both ``implementation`` and ``backend`` are given.
     """
-    on_unavailable: OnUnavailable = "fallback"
-    if implementation is not None:
-        backend, on_unavailable = _backend_of(implementation, backend), "raise"
+    request = Request(backend) if implementation is None else _request_of(implementation, backend)
     unbatched = jnp.ndim(query) == 3
     query, key, value = _as_4d("query", query, 3), _as_4d("key", key, 3), _as_4d("value", value, 3)
-    valid = None
+    visible = None
     if query_seq_lengths is not None:
-        valid = _leading(query.shape, jnp.asarray(query_seq_lengths))
-        query = jnp.where(valid, query, jnp.zeros((), query.dtype))
-    out = attention(
+        visible = _leading(query.shape, jnp.asarray(query_seq_lengths))
+        query = jnp.where(visible[..., None], query, jnp.zeros((), query.dtype))
+    result = _attend(
         query,
         key,
         value,
-        bias=_as_4d("bias", bias),
-        mask=_as_4d("mask", mask),
+        Layout(mask=_as_4d("mask", mask), key_value_seq_lengths=_as_array(key_value_seq_lengths)),
+        Terms(bias=_as_4d("bias", bias)),
+        request,
         scale=scale,
         is_causal=is_causal,
-        key_value_seq_lengths=key_value_seq_lengths,
         local_window_size=local_window_size,
-        backend=backend,
-        on_unavailable=on_unavailable,
+        return_log_sum_exp=return_residual,
     )
-    if valid is not None:
-        out = jnp.where(valid, out, jnp.zeros((), out.dtype))
-    return out[0] if unbatched else out
+    out, log_sum_exp = result if return_residual else (result, None)
+    if visible is not None:
+        out = jnp.where(visible[..., None], out, jnp.zeros((), out.dtype))
+    out = out[0] if unbatched else out
+    if log_sum_exp is None:
+        return out
+    if visible is not None:
+        log_sum_exp = jnp.where(visible, log_sum_exp, -jnp.inf)
+    residual = lax.stop_gradient(log_sum_exp).astype(out.dtype)
+    return out, residual[0] if unbatched else residual
 
 
-def _backend_of(implementation: str, backend: str) -> str:
+def _attend(
+    query: Any, key: Any, value: Any, layout: Layout, terms: Terms, request: Request, *, scale: Any, **options: Any
+) -> Any:
+    """Spec, resolution, plan and run of one call."""
+    query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
+    spec = make_spec(query, key, value, layout, terms, scale=_as_float(scale), **options)
+    resolution = resolve(
+        request.backend,
+        spec,
+        mode=request.mode,
+        on_unavailable=request.on_unavailable,
+        options=request.options,
+    )
+    return resolution.plan(layout, request.options).run(query, key, value, terms=terms)[0]
+
+
+def _request_of(implementation: str, backend: str) -> Request:
     if backend != "auto":
         raise ValueError(
             f"implementation={implementation!r} and backend={backend!r} both say what is to run; give one of them."
@@ -151,17 +227,17 @@ def _backend_of(implementation: str, backend: str) -> str:
             f"implementation={implementation!r} is not one of JAX's ({', '.join(map(repr, _IMPLEMENTATIONS))} or "
             f"None); a backend of this package is named by backend={implementation!r}."
         )
-    return _IMPLEMENTATIONS[implementation]
+    return Request(_IMPLEMENTATIONS[implementation], on_unavailable="raise")
 
 
-def _leading(shape: tuple[int, ...], lengths: Array) -> Bool[Array, "batch q_len 1 1"]:
+def _leading(shape: tuple[int, ...], lengths: Array) -> Bool[Array, "batch q_len 1"]:
     """Which rows of queries of that shape are within the lengths."""
     if lengths.shape != shape[:1] or not jnp.issubdtype(lengths.dtype, jnp.integer):
         raise ValueError(
             f"query_seq_lengths has shape {lengths.shape} and dtype {lengths.dtype}; expected {shape[:1]} and an "
             "integer dtype."
         )
-    return (jnp.arange(shape[1])[None, :] < lengths[:, None])[..., None, None]
+    return (jnp.arange(shape[1])[None, :] < lengths[:, None])[..., None]
 
 
 def _as_float(scale: Any) -> Any:

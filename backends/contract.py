@@ -97,7 +97,7 @@ class AttentionSpec:
             _require_positive_int(name, getattr(self, name))
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
-                f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}; "
+                f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}; "
                 "each KV head serves the same number of query heads."
             )
         if self.dtype not in DTYPES:

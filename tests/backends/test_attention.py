@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any
 
 import jax
@@ -121,6 +122,64 @@ def test_query_of_another_rank_is_refused(shape: tuple[int, ...]) -> None:
     _, key, value = qkv()
     with pytest.raises(ValueError, match=r"query has shape .* expected 3 or 4 dimensions"):
         dot_product_attention(draw(*shape), key, value)
+
+
+def test_signature_is_jaxs_with_a_backend() -> None:
+    """Names, order, kinds and defaults."""
+    ours = inspect.signature(dot_product_attention).parameters
+    theirs = inspect.signature(jax.nn.dot_product_attention).parameters
+    assert [(p.name, p.kind, p.default) for p in ours.values() if p.name != "backend"] == [
+        (p.name, p.kind, p.default) for p in theirs.values()
+    ]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"is_causal": True}, {"key_value_seq_lengths": jnp.array([24, 9])}, {"scale": 0.3, "local_window_size": 5}],
+    ids=lambda options: "-".join(options) or "plain",
+)
+def test_residual_is_jaxs(backend: str, dtype: Any, options: dict[str, Any]) -> None:
+    arrays = [x.astype(dtype) for x in qkv()]
+    ours = dot_product_attention(*arrays, **options, return_residual=True, backend=backend)
+    theirs = jax.nn.dot_product_attention(*arrays, **options, return_residual=True)
+    for one, other in zip(ours, theirs, strict=True):
+        assert (one.shape, one.dtype) == (other.shape, other.dtype)
+        tolerance = 2e-6 if dtype == jnp.float32 else 2e-2
+        np.testing.assert_allclose(one.astype(jnp.float32), other.astype(jnp.float32), rtol=tolerance, atol=tolerance)
+    np.testing.assert_array_equal(ours[0], dot_product_attention(*arrays, **options, backend=backend))
+
+
+def test_residual_without_a_batch_axis() -> None:
+    arrays = [x[0] for x in qkv()]
+    _, ours = dot_product_attention(*arrays, return_residual=True)
+    _, theirs = jax.nn.dot_product_attention(*arrays, return_residual=True)
+    assert ours.shape == theirs.shape == (24, 4)
+    np.testing.assert_allclose(ours, theirs, atol=2e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_residual_is_minus_infinity_in_rows_that_see_nothing_and_beyond_the_query(backend: str) -> None:
+    lengths = {"query_seq_lengths": jnp.array([24, 7]), "key_value_seq_lengths": jnp.array([0, 9])}
+    out, residual = dot_product_attention(*qkv(), **lengths, return_residual=True, backend=backend)
+    seen = np.zeros((2, 24), bool)
+    seen[1, :7] = True
+    np.testing.assert_array_equal(np.isneginf(residual), np.broadcast_to(~seen[..., None], residual.shape))
+    assert np.isfinite(np.asarray(residual)[seen]).all()
+    assert not np.asarray(out)[~seen].any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_residual_has_no_gradient_as_in_jax(backend: str) -> None:
+    def loss(attend: Any, *arrays: jax.Array) -> jax.Array:
+        out, residual = attend(*arrays, is_causal=True, return_residual=True)
+        return jnp.sin(out).sum() + jnp.sin(residual).sum()
+
+    ours = jax.grad(functools.partial(loss, functools.partial(dot_product_attention, backend=backend)), (0, 1, 2))
+    theirs = jax.grad(functools.partial(loss, jax.nn.dot_product_attention), (0, 1, 2))
+    for one, other in zip(ours(*qkv()), theirs(*qkv()), strict=True):
+        np.testing.assert_allclose(one, other, atol=5e-6)
 
 
 def test_implementation_of_jax_names_a_backend() -> None:

@@ -41,7 +41,7 @@ def test_sizes_are_integers_of_at_least_one(field: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("num_heads", 3, "num_heads=3 is not a multiple of num_kv_heads=2"),
+        ("num_heads", 3, "num_heads=3 must be a multiple of num_kv_heads=2"),
         ("value_head_dim", 0, "value_head_dim=0 must be an integer of at least 1"),
         ("dtype", "float64", "dtype='float64' is not supported; use one of float32, bfloat16, float16"),
         ("chunk_size", 0, "chunk_size=0 must be an integer of at least 1"),
