@@ -6,16 +6,17 @@ A pure function of what ``attnsuite curves`` wrote: the same curves give the sam
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from reports.formatting import DASH
 from reports.load import ReportError
 from reports.plot import is_available
-from suite.loss_curves import CURVES, FACTOR, MANIFEST, Curve, Verdict, judge, parse_curves
+from suite.files import write_text
+from suite.loss_curves import FACTOR, Curve, Setting, Training, Verdict, judge, read_training
 
 PAGE, PICTURE = "report.md", "loss-curves.svg"
 _SETUP = (
@@ -38,30 +39,33 @@ _CONTROLS = (
 
 
 def render_curves(directory: Path) -> Path:
-    """Write the page and, where matplotlib is installed, the picture; returns the page's path. Raises ReportError."""
+    """Write the page and, where matplotlib is installed, the picture; returns the page's path.
+
+    Raises ReportError, and InputError where they cannot be written.
+    """
     try:
-        manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
-        curves = parse_curves(directory / CURVES)
-    except (OSError, ValueError) as error:
-        raise ReportError(f"{str(directory)!r} holds no loss curves that can be read: {error}") from error
+        training, curves = read_training(directory)
+    except ValueError as error:
+        raise ReportError(str(error)) from error
     path, picture = directory / PAGE, directory / PICTURE
-    path.write_text(page(manifest, curves, picture=is_available() or picture.is_file()), encoding="utf-8")
-    if is_available():
-        picture.write_text(draw(curves), encoding="utf-8")
+    drawn = draw(curves) if is_available() else None
+    write_text(path, page(training, curves, picture=is_available() or picture.is_file()))
+    if drawn is not None:
+        write_text(picture, drawn)
     return path
 
 
-def page(manifest: dict[str, Any], curves: Sequence[Curve], *, picture: bool) -> str:
-    """The page as Markdown."""
-    environment = manifest["environment"]
-    versions = environment["versions"]
+def page(training: Training, curves: Sequence[Curve], *, picture: bool) -> str:
+    """The page as Markdown; ``curves`` as :func:`suite.loss_curves.read_training` gives them."""
+    environment = training.environment
+    versions = environment.get("versions", {})
     lines = [
         "# Loss curves per backend",
         "",
         _SETUP.format(
-            **{name: manifest[name] for name in ("preset", "optimizer", "learning_rate", "date")},
-            **{name: environment[name] for name in ("cpu", "git_revision")},
-            **{name: versions[name] for name in ("python", "jax", "optax")},
+            **{name: getattr(training, name) for name in ("preset", "optimizer", "learning_rate", "date")},
+            **{name: environment.get(name, DASH) for name in ("cpu", "git_revision")},
+            **{name: versions.get(name, DASH) for name in ("python", "jax", "optax")},
         ),
         "",
         _RULE.format(factor=FACTOR),
@@ -69,8 +73,8 @@ def page(manifest: dict[str, Any], curves: Sequence[Curve], *, picture: bool) ->
     ]
     if picture:
         lines += [f"![loss, and distance from the standard backend's, per step]({PICTURE})", ""]
-    for setting in manifest["settings"]:
-        members = [curve for curve in curves if curve.setting == setting["name"]]
+    for setting in training.settings:
+        members = [curve for curve in curves if curve.setting == setting.name]
         lines += _section(setting, members)
     lines += [
         _CONTROLS,
@@ -83,7 +87,7 @@ def verdicts(curves: Sequence[Curve]) -> list[tuple[Curve, Verdict]]:
     """Every run of one setting but the standard's, held to the noise (a noise run: to the noise of the others)."""
     standard, noise = _standard(curves), [curve for curve in curves if curve.role == "noise"]
     return [
-        (curve, judge(curve.losses, standard.losses, [other.losses for other in noise if other is not curve]))
+        (curve, judge(curve.values, standard.values, [other.values for other in noise if other is not curve]))
         for curve in curves
         if curve.role not in ("standard", "refused")
     ]
@@ -115,12 +119,12 @@ def draw(curves: Sequence[Curve]) -> str:
     return text.getvalue()
 
 
-def _section(setting: dict[str, Any], curves: Sequence[Curve]) -> list[str]:
-    steps, batch, length = setting["steps"], setting["batch"], setting["length"]
+def _section(setting: Setting, curves: Sequence[Curve]) -> list[str]:
+    steps, batch, length = setting.steps, setting.batch, setting.length
     standard = _standard(curves)
-    noise = np.abs(np.asarray([c.losses for c in curves if c.role == "noise"]) - np.asarray(standard.losses)).max()
+    noise = np.abs(np.asarray([c.values for c in curves if c.role == "noise"]) - standard.values).max()
     lines = [
-        f"## {setting['name']}",
+        f"## {setting.name}",
         "",
         f"{steps} steps of {batch} x {length} tokens; standard: {_ends(standard)}; its widest noise: {noise:.2g} nats.",
         "",
@@ -139,8 +143,8 @@ def _section(setting: dict[str, Any], curves: Sequence[Curve]) -> list[str]:
 
 
 def _row(curve: Curve, verdict: Verdict, standard: Curve) -> str:
-    last = curve.losses[-1]
-    furthest = np.abs(np.asarray(curve.losses) - np.asarray(standard.losses)).max()
+    last = curve.values[-1]
+    furthest = np.abs(curve.values - standard.values).max()
     # To the last bit of every step the same: most likely the very same sums, and so nothing is shown.
     is_copy = len(curve.losses) > 1 and list(curve.losses) == list(standard.losses)
     said = {
@@ -155,14 +159,11 @@ def _row(curve: Curve, verdict: Verdict, standard: Curve) -> str:
 
 
 def _ends(curve: Curve) -> str:
-    return f"{curve.losses[0]:.4f} -> {curve.losses[-1]:.4f} nats"
+    return f"{curve.values[0]:.4f} -> {curve.values[-1]:.4f} nats"
 
 
 def _standard(curves: Sequence[Curve]) -> Curve:
-    for curve in curves:
-        if curve.role == "standard":
-            return curve
-    raise ReportError("the curves lack the standard backend's, which all are held to; train it again.")
+    return next(curve for curve in curves if curve.role == "standard")
 
 
 def _draw_losses(axis: Any, curves: Sequence[Curve]) -> None:
@@ -171,18 +172,18 @@ def _draw_losses(axis: Any, curves: Sequence[Curve]) -> None:
             is_other = curve.role == "batches"
             label = "_" if is_other else curve.name if curve.mode == "native" else f"{curve.name} ({curve.mode})"
             style = {"color": "0.8", "linewidth": 0.8} if is_other else {"linewidth": 1.2}
-            axis.plot(_steps(curve), curve.losses, label=label, **style)
+            axis.plot(_steps(curve), curve.values, label=label, **style)
 
 
 def _draw_distances(axis: Any, curves: Sequence[Curve]) -> None:
-    reference = np.asarray(_standard(curves).losses)
-    noise = np.abs(np.asarray([curve.losses for curve in curves if curve.role == "noise"]) - reference).max(0)
+    reference = _standard(curves).values
+    noise = np.abs(np.asarray([curve.values for curve in curves if curve.role == "noise"]) - reference).max(0)
     allowed = FACTOR * (np.maximum.accumulate(noise) + np.finfo(np.float32).eps * reference)
     axis.plot(np.arange(1, len(allowed) + 1), allowed, color="black", linestyle="--", label="allowed")
     axis.fill_between(np.arange(1, len(allowed) + 1), 1e-8, allowed, color="0.9")
     for curve in curves:
         if curve.role in ("backend", "control", "batches"):
-            distance = np.maximum(np.abs(np.asarray(curve.losses) - reference), 1e-8)
+            distance = np.maximum(np.abs(curve.values - reference), 1e-8)
             look = {"backend": "-", "control": ":", "batches": "-."}[curve.role]
             color = {"color": "0.6"} if curve.role == "batches" else {}
             axis.plot(_steps(curve), distance, linestyle=look, linewidth=1.2, label=curve.name, **color)

@@ -7,13 +7,14 @@ from pathlib import Path
 from reports import compiled, files, html, markdown, plot
 from reports.load import Run, load
 from reports.page import Page, build
+from suite.files import check_directory, write_text
 
 
 def render(run_dir: Path, *others: Path, out: Path | None = None) -> Path:
     """Write the report of a run into ``out`` (default: the run directory) and return the path of ``report.md``.
 
     Runs in ``others`` follow on the same page. The files are pure functions of the run directories: the same bytes
-    each time. Raises ReportError where no report can be made from one of them.
+    each time. Raises ReportError where no report can be made from one of them, InputError where it cannot be written.
     """
     runs = [load(folder) for folder in (run_dir, *others)]
     pages = tuple(page for run in runs for page in _pages(run))
@@ -21,7 +22,6 @@ def render(run_dir: Path, *others: Path, out: Path | None = None) -> Path:
                 for picture in section.pictures}  # fmt: skip
     text = markdown.render(pages)
     folder = Path(run_dir) if out is None else Path(out)
-    folder.mkdir(parents=True, exist_ok=True)
     title = "; ".join(page.title for page in pages)
     written = {
         "report.md": text,
@@ -30,8 +30,9 @@ def render(run_dir: Path, *others: Path, out: Path | None = None) -> Path:
         "report.json": files.to_json(pages),
         **pictures,
     }
+    check_directory(folder)
     for name, content in written.items():
-        (folder / name).write_text(content, encoding="utf-8", newline="\n")
+        write_text(folder / name, content)
     return folder / "report.md"
 
 

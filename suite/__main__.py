@@ -1,5 +1,5 @@
 """``python -m suite`` is ``attnsuite``."""
 
-from suite.command_line import main
+from suite.entry import main
 
 main()

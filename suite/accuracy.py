@@ -43,7 +43,7 @@ def judged_case(case: OpCase, mode: str | None = "native") -> tuple[OpCase, tupl
     if length == case.sequence:
         return case, ()
     note = f"accuracy was judged at sequence={length}: {slow} is too slow at sequence={case.sequence}."
-    return dataclasses.replace(case, sequence=length, name=case.name + "-judged"), (note,)
+    return dataclasses.replace(case, sequence=length, name=f"{case.name[:190]}-judged"), (note,)
 
 
 def write_reference(case: OpCase, path: Path) -> None:

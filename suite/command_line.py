@@ -1,17 +1,21 @@
 """The command ``attnsuite``: run a suite, look at the machine, tune, report, compare, compile, convert.
 
-Exit codes: 0 when the command did what it was asked (failed cells are results), 1 where it did and there is no
-result (``perplexity`` of losses that are not finite), 2 for input that cannot be used (one sentence on stderr),
-130 after Ctrl-C (what is done is kept).
+Exit codes (docs/measuring.md): 0 when the command did what it was asked (failed cells are results), 1 where it did and
+there is no result (``compile`` without a compiler, ``perplexity`` of losses that are not finite), 2 for input that
+cannot be used and results that cannot be written (one sentence on stderr), 128 and the number of the signal that ended
+it (130 after Ctrl-C; what is done is kept).
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime as dt
 import json
+import os
 import re
 import shlex
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,6 +29,7 @@ from backends import Target
 from suite import compile_run, sharded, typed
 from suite.checkpoint import CheckpointWords
 from suite.compile_request import ModelWords, compile_request
+from suite.compile_run import nothing_compiled
 from suite.doctor import describe, examine_here
 from suite.errors import InputError
 from suite.kascade.words import KascadeWords
@@ -38,7 +43,6 @@ from suite.suites import select
 from suite.summary import summary_lines
 from suite.tuning import TUNED, TuneRequest, tunable, tune
 
-_INTERRUPTED = 130
 _BAD_INPUT = 2
 _NO_RESULT = 1
 _MEMORY_SHARE = 0.7  # of the machine, for one cell; the other cells of its case wait beside it
@@ -350,7 +354,24 @@ Command = (
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point of ``attnsuite``; exits the process."""
+    """What ``attnsuite`` does (``entry.py`` calls it); exits the process."""
+    try:
+        code = _act(arguments)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except (InputError, reports.ReportError) as error:
+        _tell(f"attnsuite: {error}")
+        code = _BAD_INPUT
+    except OSError as error:
+        _give_up_stdout()
+        _tell(f"attnsuite: {_of_the_system(error)}")
+        code = _BAD_INPUT
+    except KeyboardInterrupt as error:
+        code = 128 + next(iter(error.args), signal.SIGINT)
+    sys.exit(code)
+
+
+def _act(arguments: Sequence[str] | None) -> int:
     command = tyro.cli(
         Command,  # pyright: ignore[reportArgumentType]  (a union of annotated types is a type to tyro)
         prog="attnsuite",
@@ -372,14 +393,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
         Curves: _curves,
         Shard: _sharded,
     }
-    try:
-        code = actions[type(command)](command)
-    except (InputError, reports.ReportError) as error:
-        print(f"attnsuite: {error}", file=sys.stderr)  # noqa: T201 (the command line's output)
-        code = _BAD_INPUT
-    except KeyboardInterrupt:
-        code = _INTERRUPTED
-    sys.exit(code)
+    return actions[type(command)](command)
+
+
+def _tell(sentence: str) -> None:
+    """One line on stderr, where there is one."""
+    with contextlib.suppress(OSError):
+        print(" ".join(sentence.split()), file=sys.stderr)  # noqa: T201 (the command line's output)
+
+
+def _of_the_system(error: OSError) -> str:
+    if isinstance(error, BrokenPipeError):
+        return "stdout was closed before all of it was written."
+    return f"{error.filename or 'the output cannot be written'}: {error.strerror or error}."
+
+
+def _give_up_stdout() -> None:
+    """What could not be written is not tried again when the interpreter ends."""
+    with contextlib.suppress(OSError, AttributeError, ValueError):  # there is none, or it is no file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(command: Run) -> int:
@@ -393,8 +425,8 @@ def _run(command: Run) -> int:
         if (request.out / MANIFEST).is_file():
             kept = "what is done is kept; " if (request.out / RECORDS).is_file() else ""
             hint = f"{kept}go on with: attnsuite run --resume --out {request.out}"
-        print(f"\ninterrupted: {hint}", file=sys.stderr)  # noqa: T201
-        return _INTERRUPTED
+        _tell(f"interrupted: {hint}")
+        raise
     return _report(request.out)
 
 
@@ -424,9 +456,14 @@ def _compile(command: Compile, arguments: Sequence[str]) -> int:
         with ProgressDisplay(Console(stderr=True)) as display:
             compile_run.execute(request, display)
     except KeyboardInterrupt:
-        print("\ninterrupted: what is compiled is kept; ask for the same again to go on.", file=sys.stderr)  # noqa: T201
-        return _INTERRUPTED
-    return _report(request.out)
+        _tell("interrupted: what is compiled is kept; ask for the same again to go on.")
+        raise
+    _report(request.out)
+    records, _, _ = parse_records(request.out / RECORDS)
+    if nothing_compiled(records):
+        _tell("attnsuite: nothing was compiled, for want of a compiler; the reasons above say how to get one.")
+        return _NO_RESULT
+    return 0
 
 
 def _sharded(command: Shard) -> int:
@@ -584,8 +621,8 @@ def _train(command: Train) -> int:
     try:
         training.execute(training.TrainRequest(**given, lora=adapters), out, resume=command.resume)
     except KeyboardInterrupt:
-        print(f"\ninterrupted: go on with the same words and --resume --out {out}", file=sys.stderr)  # noqa: T201
-        return _INTERRUPTED
+        _tell(f"interrupted: go on with the same words and --resume --out {out}")
+        raise
     print(f"trained: {out}")  # noqa: T201
     return 0
 
@@ -662,7 +699,7 @@ def parse_size(text: str) -> int:
     match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([a-z]*)\s*", text.lower())
     try:
         size = int(float(match[1]) * _UNITS[match[2]]) if match else 0
-    except (ValueError, KeyError):
+    except (ValueError, KeyError, OverflowError):
         size = 0
     if size <= 0:
         raise InputError(f"--cell-memory {text!r} is not a size; give one such as 4GiB or 500MB.")

@@ -32,6 +32,7 @@ from suite.abstract_programs import (
 )
 from suite.cases import ModelCase, OpCase, spec_of
 
+NO_COMPILER = "there is no compiler for this device here."
 ROLE = ":"  # between a backend and its role
 _REASON_LENGTH = 300
 # Memory of the device itself. Running out of a core's own (vmem, smem, shared memory) is a kernel's fault instead.
@@ -68,7 +69,7 @@ def compile_cell(case: OpCase | ModelCase, backend_name: str, target: Target) ->
             kernels = _kernels(backend.compile_kernels(spec, target) for spec in specs)
             return kernels if kernels["error"] else _around(kernels, case, backend, target, absent)
         if absent is not None:
-            return {"status": "unsupported", "reasons": [absent], "error": "there is no compiler for this device here."}
+            return {"status": "unsupported", "reasons": [absent], "error": NO_COMPILER}
         program = _program(case, backend, target, role or None)
         return _judged(compile_program(program, topologies.device(target)), target)
     except Exception as error:  # noqa: BLE001 (whatever the compiler raises is what this cell is about)
@@ -79,7 +80,7 @@ def _slice_cell(case: OpCase | ModelCase, backend: Backend, target: Target) -> d
     """As :func:`compile_cell`, dealt to the chips of a slice."""
     absent = topologies.missing(target)
     if absent is not None:
-        return {"status": "unsupported", "reasons": [absent], "error": "there is no compiler for this device here."}
+        return {"status": "unsupported", "reasons": [absent], "error": NO_COMPILER}
     try:
         dealt = slices.deal(case, target)
         if isinstance(dealt, str):

@@ -24,7 +24,7 @@ from backends import Target, registry
 from backends.devices import cpu_name, usable_cores
 from suite import compile_cache, environment, topologies
 from suite.cases import ModelCase, OpCase, problem_of
-from suite.compile_cell import ROLE, in_roles
+from suite.compile_cell import NO_COMPILER, ROLE, in_roles
 from suite.errors import CellFailure
 from suite.memory import machine_bytes
 from suite.process import Worker
@@ -85,6 +85,13 @@ def execute(request: CompileRequest, watcher: CompileWatcher) -> None:
         for record in _in_parallel(request, watcher):
             store.append([record])
             watcher.done(record)
+
+
+def nothing_compiled(records: Sequence[Record]) -> bool:
+    """Whether not one cell was compiled, and some for want of a compiler."""
+    return all(record.status == "unsupported" for record in records) and any(
+        record.error == NO_COMPILER for record in records
+    )
 
 
 def longest(fits: Callable[[int], bool], lengths: Sequence[int]) -> int | None:
@@ -234,6 +241,8 @@ class _Compiler:
     def _ask(self, case: OpCase | ModelCase, backend: str) -> dict[str, Any]:
         if self._worker is None:
             self._worker = Worker(self._request.limits.memory, "suite.compile_worker", topologies.ENVIRONMENT)
+            if self._stopped.is_set():  # while this one was made
+                self._worker.close()
         question = {"case": problem_of(case), "backend": backend, "target": self._target.name}
         return self._worker.ask(question, self._request.limits.seconds)
 

@@ -29,6 +29,7 @@ from models.parameters import Params
 from models.planning import Resolutions, attention_spec, freeze_options, resolve_attention
 from models.text import random_windows
 from models.training import Batch, Step, compiled_step, training_step
+from suite import files
 from suite.environment import describe
 from suite.errors import InputError
 from suite.loss_curves import CURVES, MANIFEST, Curve, Role, Setting
@@ -107,26 +108,23 @@ def run_curves(
     data = load_text().train
     if config.vocab_size <= int(data.max()):
         raise InputError(f"--preset {preset} has a vocabulary of {config.vocab_size}; the text's bytes need 256.")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        manifest = {
-            "date": dt.datetime.now(dt.UTC).date().isoformat(),
-            "preset": preset,
-            "seed": seed,
-            "learning_rate": LEARNING_RATE,
-            "optimizer": "adamw",
-            "settings": [dataclasses.asdict(setting) for setting in (native, interpreted)],
-            "environment": describe(),
-        }
-        (out / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
-        (out / CURVES).write_text("", encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"--out: cannot write to {str(out)!r} ({error.strerror}).") from error
+    files.check_directory(out)
+    manifest = {
+        "date": dt.datetime.now(dt.UTC).date().isoformat(),
+        "preset": preset,
+        "seed": seed,
+        "learning_rate": LEARNING_RATE,
+        "optimizer": "adamw",
+        "settings": [dataclasses.asdict(setting) for setting in (native, interpreted)],
+        "environment": describe(),
+    }
+    files.write_text(out / MANIFEST, json.dumps(manifest, indent=1) + "\n")
+    files.write_text(out / CURVES, "")
 
     def keep(curve: Curve) -> None:
-        with (out / CURVES).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(dataclasses.asdict(curve)) + "\n")
-        end = f"{curve.losses[0]:.3f} -> {curve.losses[-1]:.6f} nats" if curve.losses else curve.reasons[0]
+        with files.writing(out / CURVES, " What is trained is kept."), (out / CURVES).open("a") as file:
+            file.write(curve.to_json() + "\n")
+        end = f"{curve.values[0]:.3f} -> {curve.values[-1]:.6f} nats" if curve.losses else curve.reasons[0]
         say(f"{curve.setting}: {curve.name} ({curve.mode}): {end}")
 
     for setting in (native, interpreted):
@@ -200,7 +198,7 @@ class _Trainer:
             rng = np.random.default_rng([self.seed, batches, number])
             rows = random_windows(self.data, self.setting.length, self.setting.batch, rng)
             params, state, loss = step(params, state, Batch(rows[None]), None)
-            losses.append(float(loss))
+            losses.append(float(loss) if np.isfinite(loss) else None)
         return Curve(self.setting.name, role, name, mode, tuple(losses))
 
     def _update(self) -> optax.GradientTransformation:

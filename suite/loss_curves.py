@@ -11,15 +11,20 @@ for scale: held to that spread, the wrong gradients would pass.
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
+from jaxtyping import Float
+
+from suite import typed
+from suite.record import Environment
+from suite.typed import Count, Real, Seed
 
 CURVES, MANIFEST = "curves.jsonl", "curves.json"
 FACTOR = 2.0
+Losses = Sequence[float] | Float[np.ndarray, " steps"]
 Role = Literal["standard", "noise", "batches", "backend", "control", "refused"]
 
 
@@ -28,21 +33,46 @@ class Setting:
     """How a group of runs trains: updates, rows per update, tokens per row."""
 
     name: str
-    steps: int
-    batch: int
-    length: int
+    steps: Count
+    batch: Count
+    length: Count
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Curve:
-    """The losses of one run, nats before each update; ``reasons`` where it was refused and there are none."""
+    """The losses of one run, nats before each update; ``reasons`` where it was refused and there are none.
+
+    A loss that is not finite is None.
+    """
 
     setting: str
     role: Role
     name: str
     mode: str
-    losses: tuple[float, ...]
+    losses: tuple[Real | None, ...]
     reasons: tuple[str, ...] = ()
+
+    @property
+    def values(self) -> Float[np.ndarray, " steps"]:
+        """The losses, NaN where one was not finite."""
+        return np.asarray(self.losses, np.float64)
+
+    def to_json(self) -> str:
+        """One line of JSON."""
+        return typed.to_json(dataclasses.asdict(self))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """What all curves of a directory have in common: its manifest."""
+
+    date: str
+    preset: str
+    seed: Seed
+    learning_rate: Real
+    optimizer: str
+    settings: tuple[Setting, ...]
+    environment: Environment
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,7 +88,7 @@ class Verdict:
         return self.ratio <= FACTOR
 
 
-def judge(losses: Sequence[float], standard: Sequence[float], noise: Sequence[Sequence[float]]) -> Verdict:
+def judge(losses: Losses, standard: Losses, noise: Sequence[Losses]) -> Verdict:
     """Hold a curve to the noise of the standard's; a loss that is not finite is infinitely far away.
 
     >>> judge([2.0, 1.5], [2.0, 1.0], [[2.0, 1.25]])
@@ -73,13 +103,37 @@ def judge(losses: Sequence[float], standard: Sequence[float], noise: Sequence[Se
     return Verdict(float(ratios[step]), step + 1)
 
 
+def read_training(directory: Path) -> tuple[Training, list[Curve]]:
+    """What ``attnsuite curves`` wrote. Raises ValueError with a sentence for what can be no page."""
+    try:
+        training = typed.convert(typed.read_json(directory / MANIFEST), Training)
+    except ValueError as error:
+        raise ValueError(f"{directory / MANIFEST}: {error}.") from error
+    curves = parse_curves(directory / CURVES)
+    for setting in training.settings:
+        members = [curve for curve in curves if curve.setting == setting.name]
+        if sum(curve.role == "standard" for curve in members) != 1 or sum(c.role == "noise" for c in members) < 2:
+            raise ValueError(
+                f"{directory} lacks the standard backend's curve, or the two of its noise, that all others in setting "
+                f"{setting.name!r} are held to; train again."
+            )
+        short = [c.name for c in members if c.role != "refused" and len(c.losses) != setting.steps]
+        if short:
+            raise ValueError(f"{directory}: {short[0]!r} has not the {setting.steps} losses of its setting.")
+    known = {setting.name for setting in training.settings}
+    return training, [curve for curve in curves if curve.setting in known]
+
+
 def parse_curves(path: Path) -> list[Curve]:
-    """The curves in a file. Raises OSError, and ValueError for lines that are none."""
+    """The curves in a file. Raises ValueError with a sentence for a file that cannot be read and for other lines."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}.") from error
     curves = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for number, line in enumerate(lines, start=1):
         try:
-            fields = json.loads(line)
-            curves.append(Curve(**{**fields, "losses": tuple(fields["losses"]), "reasons": tuple(fields["reasons"])}))
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{str(path)!r} holds a line that is no loss curve: {error}.") from error
+            curves.append(typed.convert(typed.parse_json(line), Curve))
+        except ValueError as error:
+            raise ValueError(f"line {number} of {path} is no loss curve: {error}.") from error
     return curves

@@ -6,6 +6,7 @@ source, device) is written to its directory before the first cell; to resume it,
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -163,15 +164,12 @@ def execute(request: RunRequest, watcher: RunWatcher) -> None:
             text=None if request.text is None else str(request.text.resolve()),
             watcher=watcher,
         )
-        references = References(request.limits.seconds, context.text)
-        try:
+        with contextlib.closing(References(request.limits.seconds, context.text)) as references:
             for case in request.cases:
                 missing = [p for p in plans if p.case == case.name and cell_key(p, target) not in finished]
                 for record in _case_records(case, missing, request.backends, references, context):
                     store.append([record])
                     watcher.done(record)
-        finally:
-            references.close()
 
 
 def checked_text(path: Path) -> Path:
@@ -214,8 +212,10 @@ def _probe(request: RunRequest) -> tuple[Environment, list[CellPlan]]:
             answer = worker.ask(question, _PROBE_SECONDS)
         except CellFailure as failure:
             raise InputError(f"JAX does not start on this machine: {failure.message}") from failure
-    plans = [CellPlan(**{**plan, "reasons": tuple(plan["reasons"])}) for plan in answer["plans"]]
-    return typed.convert(answer["environment"], Environment), plans
+    try:
+        return typed.convert(answer["environment"], Environment), typed.convert(answer["plans"], list[CellPlan])
+    except ValueError as error:
+        raise InputError(f"what this machine says of itself cannot be recorded: {error}.") from error
 
 
 def _settle_identity(store: RunStore, request: RunRequest, environment: Mapping[str, Any]) -> None:

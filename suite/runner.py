@@ -19,11 +19,11 @@ from typing import Any, Protocol
 from suite import peers
 from suite.accuracy import judged_case
 from suite.cases import Case, OpCase, RetrievalCase, SelectionCase, StackCase, TextCase, problem_of
-from suite.errors import CellFailure
+from suite.errors import CellFailure, InputError
 from suite.memory import machine_bytes
 from suite.probe import CellPlan
 from suite.process import Worker
-from suite.record import Environment, Record, Status, TensorError
+from suite.record import Environment, Record, RecordError, Status, TensorError
 from suite.speed import Sampling
 
 _REFERENCE_SECONDS = 600.0  # at least; the oracle is slow, and its limit is not the cells'
@@ -140,15 +140,20 @@ def run_case(case: Case, plans: Sequence[CellPlan], references: References, cont
                 Worker(context.limits.memory, environment=_environment(plan, references.folder))
             )
             cells.append(_Cell(plan, _now(), worker))
-        try:
-            context.watcher.doing(case.name, "reference", "computing what the cells are judged by")
-            judged_by = {mode: references.path(case, mode) for mode in dict.fromkeys(plan.mode for plan in plans)}
-        except CellFailure as failure:
-            yield from (_failed(case, cell, context, failure) for cell in cells)
-            return
+        context.watcher.doing(case.name, "reference", "computing what the cells are judged by")
+        judged_by: dict[str | None, Path | CellFailure | None] = {}
+        for mode in dict.fromkeys(plan.mode for plan in plans):
+            try:
+                judged_by[mode] = references.path(case, mode)
+            except (CellFailure, InputError) as failure:
+                judged_by[mode] = _as_failure(failure)
         ready: list[_Cell] = []
         for cell in cells:
-            record = _prepare(case, cell, judged_by[cell.plan.mode], context)
+            reference = judged_by[cell.plan.mode]
+            if isinstance(reference, CellFailure):
+                record = _failed(case, cell, context, reference)
+            else:
+                record = _prepare(case, cell, reference, context)
             if record is None:
                 ready.append(cell)
             else:
@@ -170,8 +175,8 @@ def _one_after_another(
         reference, failure = None, None
         try:
             reference = references.path(case)
-        except CellFailure as found:
-            failure = found
+        except (CellFailure, InputError) as found:
+            failure = _as_failure(found)
         for plan in plans:
             cell = _Cell(plan, _now(), worker)
             if failure is not None:
@@ -217,9 +222,9 @@ def _prepare(case: Case, cell: _Cell, reference: Path | None, context: RunContex
     begin = time.perf_counter()
     try:
         cell.facts = cell.worker.ask(request, context.limits.seconds)
-    except CellFailure as failure:
+    except (CellFailure, InputError) as failure:
         cell.wall += time.perf_counter() - begin
-        return _failed(case, cell, context, failure)
+        return _failed(case, cell, context, _as_failure(failure))
     cell.wall += time.perf_counter() - begin
     if cell.facts["wrong"] is not None:
         return _record(case, cell, context, "wrong", cell.facts["wrong"])
@@ -258,6 +263,11 @@ def _sample_in_turns(case: Case, cells: list[_Cell], context: RunContext) -> Ite
     yield from (_record(case, cell, context, "ok") for cell in sorted(done, key=cells.index))
 
 
+def _as_failure(error: CellFailure | InputError) -> CellFailure:
+    """What cannot be used in one case ends its cells; the other cases go on."""
+    return error if isinstance(error, CellFailure) else CellFailure("crashed", str(error))
+
+
 def _failed(case: Case, cell: _Cell, context: RunContext, failure: CellFailure) -> Record:
     return _base(case, cell.plan, context, failure.status, cell.started, error=failure.message, wall_seconds=cell.wall)
 
@@ -266,21 +276,24 @@ def _record(case: Case, cell: _Cell, context: RunContext, status: Status, error:
     facts = cell.facts
     names = ("lower_seconds", "compile_seconds", "flops", "bytes_moved", "tokens", "quality")
     names += ("steps", "kv_bytes_per_token")
-    record = _base(
-        case,
-        cell.plan,
-        context,
-        status,
-        cell.started,
-        error=error,
-        samples=tuple(cell.samples),
-        memory=facts.get("memory", {}),
-        accuracy={name: TensorError(**value) for name, value in facts["accuracy"].items()},
-        series={name: tuple(values) for name, values in facts.get("series", {}).items()},
-        notes=tuple(facts["notes"]),
-        wall_seconds=cell.wall,
-        **{name: facts[name] for name in names if name in facts},
-    )
+    try:
+        record = _base(
+            case,
+            cell.plan,
+            context,
+            status,
+            cell.started,
+            error=error,
+            samples=tuple(cell.samples),
+            memory=facts.get("memory", {}),
+            accuracy={name: TensorError(**value) for name, value in facts["accuracy"].items()},
+            series={name: tuple(values) for name, values in facts.get("series", {}).items()},
+            notes=tuple(facts["notes"]),
+            wall_seconds=cell.wall,
+            **{name: facts[name] for name in names if name in facts},
+        )
+    except RecordError as wrong:
+        return _failed(case, cell, context, CellFailure("crashed", f"its figures cannot be recorded: {wrong}."))
     environment = Environment(**context.environment)
     if "calls" in facts:
         environment |= {"process_high_water_method": facts["memory_method"], "calls_per_sample": facts["calls"]}

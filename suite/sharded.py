@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from backends import AttentionSpec
 from backends.devices import cpu_name
-from suite import environment
+from suite import environment, files
 from suite.errors import InputError
 
 FACTS, PAGE = "sharded.json", "report.md"
@@ -126,6 +126,7 @@ def run(out: Path, say: Callable[[str], None]) -> dict[str, Any]:
     """Compute every row and write the facts and the page to ``out``; the facts. Raises InputError where it has some."""
     if (out / FACTS).exists():
         raise InputError(f"{out} already has {FACTS}; choose another --out.")
+    files.check_directory(out)
     parts = []
     for title, rows, processes, devices in (
         (f"one process, {DEVICES} devices", ROWS, 1, DEVICES),
@@ -140,9 +141,8 @@ def run(out: Path, say: Callable[[str], None]) -> dict[str, Any]:
         "cpu": cpu_name(),
         "date": dt.datetime.now(dt.UTC).date().isoformat(),
     }
-    out.mkdir(parents=True, exist_ok=True)
-    (out / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-    (out / PAGE).write_text(page(facts), encoding="utf-8")
+    files.write_text(out / FACTS, json.dumps(facts, indent=1) + "\n")
+    files.write_text(out / PAGE, page(facts))
     return facts
 
 
@@ -164,8 +164,14 @@ def compute(
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder) / f"out{n}" for n in range(processes)]
         errors = [Path(folder) / f"err{n}" for n in range(processes)]
-        started = [_start(request | {"process": n}, devices, outputs[n], errors[n]) for n in range(processes)]
-        _wait(started, time.monotonic() + seconds)
+        started: list[subprocess.Popen[bytes]] = []
+        try:
+            started.extend(_start(request | {"process": n}, devices, outputs[n], errors[n]) for n in range(processes))
+            _wait(started, time.monotonic() + seconds)
+        finally:
+            for process in started:
+                process.kill()
+                process.wait()
         answers = [json.loads(line) for line in outputs[0].read_text(encoding="utf-8").splitlines()]
         if len(answers) != len(rows):
             said = " ".join(" ".join(path.read_text(encoding="utf-8").split())[-600:] for path in errors)
@@ -257,16 +263,11 @@ def _start(request: Mapping[str, Any], devices: int, out: Path, err: Path) -> su
 
 
 def _wait(started: Sequence[subprocess.Popen[bytes]], end: float) -> None:
-    """Until all have ended; one that fails ends the others, which would wait for it."""
-    try:
-        while any(process.poll() is None for process in started):
-            if time.monotonic() > end or any(process.poll() not in (None, 0) for process in started):
-                return
-            time.sleep(0.05)
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
+    """Until all have ended, or one has failed, for which the others would wait."""
+    while any(process.poll() is None for process in started):
+        if time.monotonic() > end or any(process.poll() not in (None, 0) for process in started):
+            return
+        time.sleep(0.05)
 
 
 def _free_port() -> int:

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from suite import typed
+from suite import files, typed
 from suite.errors import InputError
 from suite.record import Record, RecordError
 from suite.typed import Scalar
@@ -39,11 +39,9 @@ class RunStore:
         self.warnings: tuple[str, ...] = ()
         if resume and not (directory / MANIFEST).is_file():
             raise InputError(f"{directory} holds no run to resume; leave out --resume to start one.")
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
+        files.check_directory(directory)
+        with files.writing(directory):
             self._lock = (directory / LOCK).open("a+")
-        except OSError as error:
-            raise InputError(f"cannot write to {directory}: {error.strerror}.") from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -66,9 +64,10 @@ class RunStore:
         self._lock.close()
 
     def append(self, records: Iterable[Record]) -> None:
-        """Add finished cells: whole lines in one write, on the disk when this returns."""
+        """Add finished cells: whole lines in one write, on the disk when this returns. Raises InputError."""
         new = tuple(records)
-        with (self.directory / RECORDS).open("a", encoding="utf-8") as file:
+        path = self.directory / RECORDS
+        with files.writing(path, " What is done is kept."), path.open("a", encoding="utf-8") as file:
             file.write("".join(record.to_json() + "\n" for record in new))
             file.flush()
             os.fsync(file.fileno())
@@ -79,11 +78,8 @@ class RunStore:
         return frozenset(record.key for record in self.records)
 
     def write_json(self, name: str, data: dict[str, Any]) -> None:
-        """Write a file of the run directory so that it is there whole or not at all."""
-        target = self.directory / name
-        partial = target.with_name(name + ".partial")
-        partial.write_text(json.dumps(data, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-        partial.replace(target)
+        """Write a file of the run directory so that it is there whole or not at all. Raises InputError."""
+        files.write_text(self.directory / name, json.dumps(data, indent=1, sort_keys=True) + "\n")
 
     def _load(self, *, resume: bool) -> tuple[Record, ...]:
         path = self.directory / RECORDS
@@ -96,7 +92,7 @@ class RunStore:
         records, kept, warning = parse_records(path)
         if warning:
             self.warnings = (warning,)
-            with path.open("r+b") as file:
+            with files.writing(path), path.open("r+b") as file:
                 file.truncate(kept)
                 os.fsync(file.fileno())
         return records

@@ -245,7 +245,8 @@ def _judged(
             f"of sequence {row}: all weights are, what is computed overflows {config.dtype}; try another --dtype."
         )
         lines.append(f"INVALID: {error}")
-    target, mode = Target.here(), next((f.mode for _, f in attention.resolutions if f.mode == "fallback"), "native")
+    target = Target.here()
+    mode: Any = next((f.mode for _, f in attention.resolutions if f.mode == "fallback"), "native")
     name = f"perplexity-{Path(request.model).resolve().name}-s{request.sequence}-{config.dtype}"
     record = Record(
         key=f"{name}/{request.backend}/{target}/{mode}",

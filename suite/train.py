@@ -32,9 +32,11 @@ from models.resume import SavedSteps, missing, open_saved
 from models.text import random_windows
 from models.training import Batch, Trained, compiled_step, training_step
 from models.weights import save
+from suite import files, typed
 from suite.environment import describe
 from suite.errors import InputError
 from suite.model_cell import SHIPPED
+from suite.typed import Count, Real
 
 SETTINGS, LOSSES, SAVED = "training.json", "losses.jsonl", "saved"
 _BYTES = 256
@@ -76,6 +78,14 @@ class TrainRequest:
                 f"--batch {self.batch} is not a multiple of --accumulate {self.accumulate}: an update's rows are "
                 "computed in that many equal parts."
             )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Loss:
+    """A line of the losses file: nats before the update."""
+
+    step: Count
+    loss: Real
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -165,6 +175,11 @@ def execute(request: TrainRequest, out: Path, *, resume: bool = False, say: Call
     problem = open_problem(request)
     settings = _settings(request, problem)
     _prepare(out, settings, resume=resume)
+    with files.writing(out, " What is saved is kept: go on with --resume."):
+        _steps(request, problem, out, resume=resume, say=say)
+
+
+def _steps(request: TrainRequest, problem: Problem, out: Path, *, resume: bool, say: Callable[[str], None]) -> None:
     update = problem.update
     step = compiled_step(training_step(problem.config, problem.resolutions, update, remat=request.remat))
     trained = jax.tree.map(lambda x: x.copy(), problem.trained)  # the step takes its arrays away
@@ -181,10 +196,10 @@ def execute(request: TrainRequest, out: Path, *, resume: bool = False, say: Call
             for number in range(done + 1, request.steps + 1):
                 trained, state, loss = step(trained, state, problem.batch_of(number), problem.base)
                 losses.append(float(loss))
-                file.write(json.dumps({"step": number, "loss": losses[-1]}) + "\n")
-                file.flush()
                 if not np.isfinite(losses[-1]):
                     raise InputError(f"the loss of step {number} is {losses[-1]}; lower --learning-rate.")
+                file.write(json.dumps({"step": number, "loss": losses[-1]}) + "\n")
+                file.flush()
                 last = number == request.steps
                 if saved is not None and (last or number % request.save_every == 0):
                     saved.save(number, (trained, state))
@@ -227,29 +242,25 @@ def _prepare(out: Path, settings: dict[str, Any], *, resume: bool) -> None:
     path = out / SETTINGS
     if resume:
         try:
-            before = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+            before = typed.convert(typed.read_json(path), dict[str, Any])
+        except ValueError as error:
             raise InputError(f"--resume: {str(path)!r} is no record of a training run; start one without.") from error
         for key, now in settings.items():
             if before.get(key) != now:
                 raise InputError(_difference(key, before.get(key), now))
         return
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        if any(out.iterdir()):
-            raise InputError(f"--out {out} is not empty; give a new directory, or --resume to go on with its run.")
-        path.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"--out: cannot write to {str(out)!r} ({error.strerror}).") from error
+    files.check_directory(out)
+    if any(out.iterdir()):
+        raise InputError(f"--out {out} is not empty; give a new directory, or --resume to go on with its run.")
+    files.write_text(path, json.dumps(settings, indent=1) + "\n")
 
 
 def _difference(key: str, before: Any, now: Any) -> str:
     if isinstance(before, dict) and isinstance(now, dict):
         for name in now:
             if before.get(name) != now[name]:
-                return (
-                    f"--resume: the run had {name}={before.get(name)!r}, now it is {now[name]!r}; they must be equal."
-                )
+                was, found = typed.given(before.get(name)), typed.given(now[name])
+                return f"--resume: the run had {name}={was}, now it is {found}; they must be equal."
     return f"--resume: {key} differs from that of the run; resume with what it was started with."
 
 
@@ -266,13 +277,14 @@ def _restored(saved: SavedSteps, step: int, like: Any) -> Any:
 
 def _keep(path: Path, done: int) -> list[float]:
     """Cut the losses file behind ``done`` lines, for the steps behind them run again; returns what is kept."""
-    lines = path.read_text(encoding="utf-8").splitlines()[:done] if path.is_file() else []
-    losses = [json.loads(line)["loss"] for line in lines]
+    lines = path.read_bytes().splitlines()[:done] if path.is_file() else []
+    try:
+        losses = [typed.convert(typed.parse_json(line), Loss).loss for line in lines]
+    except ValueError as error:
+        raise InputError(f"--resume: {path} holds a line that is no loss ({error}); start the run again.") from error
     if len(losses) < done:
         raise InputError(f"--resume: {path} has {len(losses)} losses, but step {done} was saved; start the run again.")
-    whole = path.with_suffix(".part")
-    whole.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    whole.replace(path)
+    files.write_text(path, "".join(f"{line.decode()}\n" for line in lines))
     return losses
 
 

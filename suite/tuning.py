@@ -25,7 +25,7 @@ from backends import AttentionSpec, Backend, Takes, Target, names, plan, registr
 from backends.contract import CompilesKernels
 from backends.support import takes_of
 from backends.tuned import SCHEMA
-from suite import accuracy, speed, statistics
+from suite import accuracy, files, speed, statistics
 from suite.cases import OpCase, problem_of, spec_of
 from suite.errors import CellFailure, InputError
 from suite.op_cell import op_program
@@ -117,8 +117,10 @@ class TuneRequest:
 def tune(request: TuneRequest, tell: Callable[[str], None]) -> None:
     """Try every backend's candidates on every case and write the table to ``request.out``.
 
-    Raises InputError, and writes nothing, where not one case could be tuned.
+    Raises InputError, and writes nothing, where not one case could be tuned, and at the start where the table cannot be
+    written.
     """
+    files.check_file(request.out)
     entries: list[dict[str, Any]] = []
     refused: list[str] = []
     with contextlib.closing(References(request.limits.seconds)) as references:
@@ -145,7 +147,7 @@ def tune(request: TuneRequest, tell: Callable[[str], None]) -> None:
         "refused": refused,
     }
     head, lines = json.dumps(table | {"entries": []})[:-2], ",\n".join(json.dumps(entry) for entry in entries)
-    request.out.write_text(f"{head}\n{lines}\n]}}\n", encoding="utf-8")
+    files.write_text(request.out, f"{head}\n{lines}\n]}}\n")
 
 
 def _measure(case: OpCase, name: str, references: References, limits: Limits) -> dict[str, Any]:

@@ -26,4 +26,4 @@ def test_the_checkpoint_and_its_card_are_in_the_package():
 @pytest.mark.skipif("ATTNSUITE_TESTED_WHEEL" not in os.environ, reason="a checkout has no metadata")
 def test_the_distribution_has_its_name_and_its_command():
     entry_points = importlib.metadata.distribution("attention-suite").entry_points
-    assert [e.value for e in entry_points if e.name == "attnsuite"] == ["suite.command_line:main"]
+    assert [e.value for e in entry_points if e.name == "attnsuite"] == ["suite.entry:main"]

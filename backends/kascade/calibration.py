@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from jaxtyping import Float
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 _FORMAT = 1
 _ARRAYS = ("importance", "mass_similarity", "jaccard_similarity", "mass")
@@ -55,11 +55,20 @@ class Calibration:
         return self.mass_similarity.shape[2]
 
     def save(self, path: str | Path) -> Path:
-        """Write ``path`` (``.safetensors``) and, beside it, the same name with ``.json``; returns the former."""
+        """Write ``path`` (``.safetensors``) and, beside it, the same name with ``.json``; returns the former.
+
+        Each file is there whole or not at all. Raises OSError.
+        """
         path = Path(path).with_suffix(".safetensors")
-        save_file({name: np.ascontiguousarray(getattr(self, name), np.float32) for name in _ARRAYS}, path)
         about = {"format": _FORMAT, "fingerprint": self.fingerprint, "settings": self.settings, "text": self.text}
-        path.with_suffix(".json").write_text(json.dumps(about, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        contents = {
+            path: save({name: np.ascontiguousarray(getattr(self, name), np.float32) for name in _ARRAYS}),
+            path.with_suffix(".json"): (json.dumps(about, indent=2, sort_keys=True) + "\n").encode(),
+        }
+        for file, content in contents.items():
+            partial = file.with_name(f"{file.name}.partial")
+            partial.write_bytes(content)
+            partial.replace(file)
         return path
 
 

@@ -14,6 +14,7 @@ from models import Transformer, load_text
 from models.calibration import calibrate
 from models.config import PRESETS
 from models.weights import load, load_shipped
+from suite import files
 from suite.errors import InputError
 from suite.kascade.schedules import ScheduleWords
 from suite.text import reader_of
@@ -39,10 +40,10 @@ class CalibrateRequest:
 
 def run(request: CalibrateRequest, progress: Callable[[str], None]) -> tuple[Path, Calibration, Schedule]:
     """Calibrate and save; returns the file, what is in it, and the schedule that follows. Raises InputError."""
-    if not request.out.parent.is_dir():
-        raise InputError(f"--out {request.out}: the directory {request.out.parent} does not exist; make it first.")
     if request.out.suffix not in ("", ".safetensors"):
         raise InputError(f"--out {request.out} must end in .safetensors; the .json is written beside it.")
+    for suffix in (".safetensors", ".json"):
+        files.check_file(request.out.with_suffix(suffix))
     for flag, value in (("--prompts", request.prompts), ("--length", request.length)):
         if value < 1:
             raise InputError(f"{flag} {value} must be at least 1.")
@@ -61,9 +62,9 @@ def run(request: CalibrateRequest, progress: Callable[[str], None]) -> tuple[Pat
         name, prompts = _prompts(request, model)
         watched = _watched(prompts, progress)
         calibration = calibrate(model, watched, request.settings, text={"name": name, "length": request.length})
-        return calibration.save(request.out), calibration, words.made(calibration)
-    except OSError as error:
-        raise InputError(f"--out {request.out} cannot be written: {error.strerror}.") from error
+        with files.writing(request.out):
+            path = calibration.save(request.out)
+        return path, calibration, words.made(calibration)
     except ValueError as error:
         raise InputError(str(error)) from error
 

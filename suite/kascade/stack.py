@@ -83,7 +83,7 @@ def figures(case: StackCase, method: str) -> dict[str, float]:
 
 def judge(case: StackCase, method: str, devices: int) -> dict[str, TensorError]:
     """The row with everything selected, on a short sequence, held to the standard backend."""
-    short = dataclasses.replace(case, name=f"{case.name}-judged", sequence=min(case.sequence, JUDGED_LENGTH), top_k=1.0)
+    short = dataclasses.replace(case, name="judged", sequence=min(case.sequence, JUDGED_LENGTH), top_k=1.0)
     ours, theirs = (
         stack_program(short, method, devices),
         stack_program(short, "dense", dense="standard"),

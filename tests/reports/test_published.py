@@ -1,6 +1,5 @@
 """The published pages are what their records say."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -8,7 +7,7 @@ import pytest
 
 import reports
 from reports import loss_curves, plot
-from suite.loss_curves import CURVES, MANIFEST, parse_curves
+from suite.loss_curves import CURVES, MANIFEST, read_training
 
 PUBLISHED = Path(__file__).parents[2] / "reports" / "published"
 TRAINING = PUBLISHED / "training-cpu-intel-xeon"
@@ -45,11 +44,11 @@ def test_page_of_loss_curves_is_rendered_again_the_same(tmp_path):
 
 
 def test_backends_are_ready_to_train_with_and_controls_are_found_out():
-    curves = parse_curves(TRAINING / CURVES)
-    for setting in json.loads((TRAINING / MANIFEST).read_text(encoding="utf-8"))["settings"]:
-        found = loss_curves.verdicts([curve for curve in curves if curve.setting == setting["name"]])
+    training, curves = read_training(TRAINING)
+    for setting in training.settings:
+        found = loss_curves.verdicts([curve for curve in curves if curve.setting == setting.name])
         ready = {curve.name for curve, verdict in found if curve.role == "backend" and verdict.is_ready}
-        assert ready == ({"chunked"} if setting["name"] == "native" else {"chunked", "splash", "kvax"})
+        assert ready == ({"chunked"} if setting.name == "native" else {"chunked", "splash", "kvax"})
         controls = [verdict for curve, verdict in found if curve.role == "control"]
         assert len(controls) == 3
         assert not any(verdict.is_ready for verdict in controls)

@@ -46,6 +46,8 @@ class Faulty:
             os.kill(os.getpid(), signal.SIGSEGV)
         if self.name == "raising":
             raise RuntimeError("raising raised")
+        if self.name == "surrogate":
+            raise RuntimeError("half a character: \\udc80")
         attend = STANDARD.plan(spec, layout, target=target).attend
         factor = 1.01 if self.name == "wrong" else float("nan") if self.name == "nan" else 1.0
         def run(q, k, v, layer, carry):
@@ -57,7 +59,7 @@ class Faulty:
 def __getattr__(name):
     return Faulty(name)
 """
-FAULTY_NAMES = ("elsewhere", "hanging", "hungry", "dying", "raising", "wrong", "nan", "refusing")
+FAULTY_NAMES = ("elsewhere", "hanging", "hungry", "dying", "raising", "wrong", "nan", "refusing", "surrogate")
 
 TINY = """
 [[case]]

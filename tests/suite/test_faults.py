@@ -41,6 +41,7 @@ def run(tmp_path_factory, foreign, faulty_names, known_machine, attnsuite):
         ("hungry", "oom", "1.00 GiB"),
         ("dying", "crashed", "SIGSEGV"),
         ("raising", "crashed", "RuntimeError: raising raised"),
+        ("surrogate", "crashed", "RuntimeError: half a character: ?"),  # and the report is written all the same
         ("wrong", "wrong", "out is off by"),
         ("nan", "wrong", "NaN or infinity"),
         ("refusing", "unsupported", "a cell of its own"),
@@ -113,6 +114,22 @@ def test_fallback_that_is_no_cell_is_measured_under_its_own_name(tmp_path, new_r
     assert record.samples
     assert len(record.reasons) == 2
     assert "fallback" in stdout
+
+
+def test_case_that_cannot_be_judged_is_its_cells_record_and_the_run_goes_on(tmp_path, new_run, attnsuite):
+    cut = '[[case]]\nkind = "op_forward"\nsequence = 16384\ndocuments = 8193\nheads = 1\nkv_heads = 1\nname = "cut"\n'
+    (tmp_path / "suite.toml").write_text(cut + SUITE)
+    flags = ("--suite", tmp_path / "suite.toml", "--backends", "standard", "--out", new_run)
+    code, _, stderr = attnsuite.finish(attnsuite.start("run", *flags))
+    assert code == 0, stderr
+    first, second = parse_records(new_run / RECORDS)[0]
+    assert (first.case, first.status) == ("cut", "crashed")
+    assert first.error == "case cut-judged: documents=8193 does not fit; use 1 to 8192, and 1 for a decode step."
+    assert (second.case, second.status) == ("faults", "ok")
+    before = (new_run / RECORDS).read_bytes()
+    code, _, stderr = attnsuite.finish(attnsuite.start("run", "--resume", "--out", new_run))
+    assert code == 0, stderr
+    assert (new_run / RECORDS).read_bytes() == before
 
 
 def test_report_and_summary_are_written(run):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import time
+from pathlib import Path
 
 import psutil
+import pytest
 
 from suite.store import RECORDS, parse_records
 
@@ -55,17 +58,55 @@ def test_killed_run_leaves_no_orphans_and_resumes_with_each_cell_once(tiny, new_
     assert keys(new_run) == found
 
 
-def test_ctrl_c_keeps_what_is_done_and_says_how_to_go_on(tiny, new_run, attnsuite):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
+def test_signal_keeps_what_is_done_and_leaves_nothing_behind(tiny, new_run, tmp_path, attnsuite, number, monkeypatch):
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
     process = attnsuite.start("run", "--suite", tiny, "--backends", "standard,chunked", "--out", new_run)
     wait_for_records(process, new_run, 1)
     workers = psutil.Process(process.pid).children(recursive=True)
-    process.send_signal(signal.SIGINT)
+    assert workers
+    assert list(temporary.iterdir())
+    process.send_signal(number)
     code, _, err = attnsuite.finish(process)
-    assert code == 130
+    assert psutil.wait_procs(workers, timeout=1)[1] == []
+    assert code == 128 + number
     assert f"attnsuite run --resume --out {new_run}" in err
     assert "Traceback" not in err
     assert len(keys(new_run)) >= 1
-    assert psutil.wait_procs(workers, timeout=20)[1] == []
+    assert list(temporary.iterdir()) == []
+
+
+def catches(process, number):
+    """Whether the process has a handler of its own for a signal that ends others."""
+    (line,) = re.findall(r"^SigCgt:\s*(\w+)$", Path(f"/proc/{process.pid}/status").read_text(), re.MULTILINE)
+    return bool(int(line, 16) & 1 << (number - 1))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
+def test_signal_during_the_imports_ends_at_once_without_a_traceback(attnsuite, number):
+    process = attnsuite.start("doctor")
+    deadline = time.monotonic() + 60
+    while not catches(process, signal.SIGTERM):
+        assert time.monotonic() < deadline
+    process.send_signal(number)
+    code, out, err = attnsuite.finish(process, seconds=60)
+    assert (code, out, err) == (128 + number, "", "")
+
+
+def test_a_signal_that_is_ignored_stays_ignored(attnsuite):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does; the child inherits it
+    try:
+        process = attnsuite.start("report", "nowhere")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    while process.poll() is None:
+        process.send_signal(signal.SIGHUP)
+        time.sleep(0.1)
+    code, _, err = attnsuite.finish(process)
+    assert code == 2
+    assert err.startswith("attnsuite: nowhere holds no records.jsonl")
 
 
 def test_resuming_under_other_versions_is_refused(tiny, new_run, attnsuite):

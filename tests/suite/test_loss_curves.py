@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import numpy as np
@@ -14,7 +15,7 @@ from reports.plot import is_available
 from suite import curves_run
 from suite.command_line import main
 from suite.curves_run import curves_of, reordered
-from suite.loss_curves import Curve, Setting, judge, parse_curves
+from suite.loss_curves import Curve, Setting, Training, judge, parse_curves
 
 CONFIG = ModelConfig(hidden_size=32, intermediate_size=48, num_layers=1, num_heads=2, num_kv_heads=1, max_length=256)
 SETTING = Setting("interpreted", steps=4, batch=1, length=256)
@@ -68,15 +69,20 @@ def test_a_loss_that_is_not_finite_is_not_near(loss):
     assert judge([1.0, loss], [1.0, 1.0], [[1.0, 2.0]]).ratio == float("inf")
 
 
+TRAINING = Training(
+    date="2026-01-01",
+    preset="nano",
+    seed=0,
+    learning_rate=0.002,
+    optimizer="adamw",
+    settings=(SETTING,),
+    environment={"cpu": "a CPU", "git_revision": "abc", "versions": {"python": "3.11", "jax": "1", "optax": "2"}},
+)
+
+
 def write(directory, curves):
-    manifest = {"preset": "nano", "learning_rate": 0.002, "optimizer": "adamw", "date": "2026-01-01",
-                "settings": [{"name": "interpreted", "steps": 4, "batch": 1, "length": 256}],
-                "environment": {"cpu": "a CPU", "git_revision": "abc",
-                                "versions": {"python": "3.11", "jax": "1", "optax": "2"}}}  # fmt: skip
-    fields = ("setting", "role", "name", "mode", "losses", "reasons")
-    lines = [json.dumps({name: getattr(curve, name) for name in fields}) for curve in curves]
-    (directory / "curves.json").write_text(json.dumps(manifest))
-    (directory / "curves.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    (directory / "curves.json").write_text(json.dumps(dataclasses.asdict(TRAINING)))
+    (directory / "curves.jsonl").write_text("".join(f"{curve.to_json()}\n" for curve in curves))
 
 
 def test_the_page_says_who_is_ready_and_is_a_function_of_the_curves(curves, tmp_path, capsys):
@@ -102,9 +108,7 @@ def test_the_page_says_who_is_ready_and_is_a_function_of_the_curves(curves, tmp_
 
 
 def test_a_blind_test_and_a_bad_backend_are_called_so():
-    manifest = {"preset": "x", "learning_rate": 1.0, "optimizer": "adamw", "date": "", "settings": [
-        {"name": "s", "steps": 2, "batch": 1, "length": 8}], "environment": {
-        "cpu": "", "git_revision": None, "versions": {"python": "", "jax": "", "optax": ""}}}  # fmt: skip
+    training = dataclasses.replace(TRAINING, settings=(Setting("s", steps=2, batch=1, length=8),))
     curves = [
         Curve("s", "standard", "standard", "native", (2.0, 1.0)),
         Curve("s", "noise", "order 1", "native", (2.0, 1.25)),
@@ -113,20 +117,30 @@ def test_a_blind_test_and_a_bad_backend_are_called_so():
         Curve("s", "backend", "same", "native", (2.0, 1.0)),
         Curve("s", "backend", "bad", "native", (2.0, 1.75)),
     ]
-    text = page(manifest, curves, picture=False)
+    text = page(training, curves, picture=False)
     assert "**passes: the test is blind**" in text
     assert "| **not ready** |" in text
     assert "| **equals standard in every bit: shows nothing** |" in text
 
 
-def test_curves_that_cannot_be_read_are_a_sentence(tmp_path):
-    with pytest.raises(ReportError, match="holds no loss curves that can be read"):
+def test_a_loss_that_is_not_finite_is_kept_and_shown(curves, tmp_path):
+    lost = Curve("interpreted", "backend", "lost", "native", (2.0, None, None, 1.0))
+    write(tmp_path, [*curves, lost])
+    rows = render_curves(tmp_path).read_text().splitlines()
+    assert next(row for row in rows if "`lost`" in row).endswith("| nan | inf (2) | **not ready** |")
+
+
+def test_curves_that_cannot_be_read_are_a_sentence(curves, tmp_path):
+    with pytest.raises(ReportError, match=r"curves\.json: it cannot be read"):
         render_curves(tmp_path)
     write(tmp_path, [])
-    with pytest.raises(ReportError, match="lack the standard backend's"):
+    with pytest.raises(ReportError, match="lacks the standard backend's"):
+        render_curves(tmp_path)
+    write(tmp_path, [*curves, Curve("interpreted", "backend", "short", "native", (1.0,))])
+    with pytest.raises(ReportError, match="'short' has not the 4 losses"):
         render_curves(tmp_path)
     (tmp_path / "curves.jsonl").write_text('{"setting": "x"}\n')
-    with pytest.raises(ReportError, match="a line that is no loss curve"):
+    with pytest.raises(ReportError, match=r"line 1 of .* is no loss curve: it lacks the key role"):
         render_curves(tmp_path)
 
 

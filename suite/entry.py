@@ -1,0 +1,42 @@
+"""Where the command begins: signals first and imports after, which take seconds.
+
+SIGTERM and SIGHUP end the command as Ctrl-C does: temporary files are removed, workers are killed, what is done is
+kept. The exit code is 128 plus the number of the signal.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from types import FrameType
+
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def main() -> None:
+    """Entry point of ``attnsuite``; exits the process."""
+    # A signal that is ignored (nohup ignores SIGHUP) stays ignored.
+    caught = [number for number in _ENDING if signal.getsignal(number) is not signal.SIG_IGN]
+    for number in caught:
+        signal.signal(number, _leave)
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # closed by whoever started this process
+            stream.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
+    from suite import command_line  # noqa: PLC0415 (this is what takes seconds)
+
+    for number in caught:
+        signal.signal(number, _interrupt)
+    command_line.main()
+
+
+def _leave(number: int, _: FrameType | None) -> None:
+    """Nothing was begun that has to be ended."""
+    os._exit(128 + number)
+
+
+def _interrupt(number: int, _: FrameType | None) -> None:
+    for other in _ENDING:
+        if other is not signal.SIGINT:  # a second Ctrl-C ends the ending, too
+            signal.signal(other, signal.SIG_IGN)
+    raise KeyboardInterrupt(number)

@@ -1,0 +1,56 @@
+"""Writing results: a file is there whole or not at all, and long work finds out at its start that it cannot write.
+
+An error of the system becomes an InputError, one sentence with the path.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from suite.errors import InputError
+
+
+@contextlib.contextmanager
+def writing(path: Path, kept: str = "") -> Iterator[None]:
+    """Within it an OSError becomes an InputError about ``path``; ``kept`` is what the user should know beside it."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"cannot write to {path}: {error.strerror or error}.{kept}") from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write beside and rename, so that a disk that is full leaves the old file. Raises InputError."""
+    partial = path.with_name(f"{path.name}.partial")
+    with writing(path):
+        try:
+            with partial.open("w", encoding="utf-8", newline="\n") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
+            raise
+
+
+def check_directory(directory: Path) -> None:
+    """Make the directory, and find out whether a file can be written into it. Raises InputError."""
+    with writing(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory) as file:
+            file.write(b"\n")
+
+
+def check_file(path: Path) -> None:
+    """Find out whether the file can be written; its directory has to be there. Raises InputError."""
+    if not path.parent.is_dir():
+        raise InputError(f"--out {path}: the directory {path.parent} does not exist; make it first.")
+    if path.is_dir():
+        raise InputError(f"--out {path} is a directory; give the path of a file.")
+    check_directory(path.parent)

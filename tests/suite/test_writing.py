@@ -1,0 +1,159 @@
+"""Results that cannot be written: one sentence, exit code 2, what was there before is there still."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from suite import command_line, compile_run, files, sharded, tuning
+from suite.command_line import main
+from suite.compile_cell import NO_COMPILER
+from suite.errors import InputError
+from suite.store import RunStore
+
+
+def refused(capsys, *arguments):
+    with pytest.raises(SystemExit) as exit_info:
+        main([str(argument) for argument in arguments])
+    err = capsys.readouterr().err
+    assert exit_info.value.code == 2, err
+    assert err.startswith("attnsuite: ")
+    assert err.count("\n") == 1, err
+    return err
+
+
+@pytest.fixture
+def run(tmp_path, example_record):
+    folder = tmp_path / "run"
+    with RunStore(folder, resume=False) as store:
+        store.append([example_record])
+    return folder
+
+
+@pytest.fixture
+def small_files(monkeypatch):
+    """A disk on which no file grows beyond 512 bytes."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (512, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_file_that_cannot_be_written_whole_is_left_as_it_was(tmp_path, small_files):
+    path = tmp_path / "file"
+    files.write_text(path, "old")
+    with pytest.raises(InputError, match=f"cannot write to {path}: File too large"):
+        files.write_text(path, "x" * 513)
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_report_that_cannot_be_written_leaves_the_old_one(run, capsys, small_files):
+    (run / "report.md").write_text("old")
+    assert "report.md: File too large" in refused(capsys, "report", run)
+    assert (run / "report.md").read_text() == "old"
+    assert not list(run.glob("*.partial"))
+
+
+def test_record_that_cannot_be_written_is_a_sentence_and_the_others_are_kept(run, example_record, small_files):
+    whole = (run / "records.jsonl").read_bytes()
+    (run / "run.json").write_text("{}")
+    other = dataclasses.replace(example_record, key="other")
+    with RunStore(run, resume=True) as store, pytest.raises(InputError, match="What is done is kept"):
+        store.append([other])
+    assert (run / "records.jsonl").read_bytes().startswith(whole)
+
+
+def test_directory_that_is_gone_is_a_sentence(tmp_path, example_record):
+    with RunStore(tmp_path / "run", resume=False) as store:
+        (tmp_path / "run" / "lock").unlink()
+        (tmp_path / "run").rmdir()
+        with pytest.raises(InputError, match=r"No such file or directory\. What is done is kept"):
+            store.append([example_record])
+        with pytest.raises(InputError, match="cannot write to"):
+            store.write_json("run.json", {})
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["run", "--suite", "quick", "--out", "{file}"],
+        ["compile", "--targets", "v5e", "--out", "{file}"],
+        ["sharded", "--out", "{file}"],
+        ["curves", "--out", "{file}"],
+        ["train", "--steps", "1", "--out", "{file}"],
+        ["perplexity", "--model", "text", "--out", "{file}"],
+        ["calibrate", "--out", "{file}/calibration.safetensors"],
+        ["tune", "--out", "{file}/tuned.json"],
+        ["tune", "--out", "{folder}"],
+        ["convert", "--input", "tiny", "--output", "{file}"],
+    ],
+    ids=" ".join,
+)
+def test_long_work_finds_out_at_the_start_that_it_cannot_write(tmp_path, capsys, monkeypatch, arguments):
+    def begins(*_, **__):
+        raise AssertionError("the work began")
+
+    for module, name in ((sharded, "compute"), (tuning, "References"), (compile_run, "_in_parallel")):
+        monkeypatch.setattr(module, name, begins)
+    file, folder = tmp_path / "file", tmp_path / "folder"
+    file.write_text("kept")
+    folder.mkdir()
+    refused(capsys, *(word.format(file=file, folder=folder) for word in arguments))
+    assert file.read_text() == "kept"
+    assert list(folder.iterdir()) == []
+
+
+def compare(run, shell="", **streams):
+    """``attnsuite compare`` of a run with itself, as a process, redirected by the ``shell``."""
+    done = subprocess.run(
+        ["sh", "-c", f'"$@" {shell}', "sh", sys.executable, "-P", "-m", "suite", "compare", str(run), str(run)],
+        stderr=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "JAX_PLATFORMS": "cpu"},
+        text=True,
+        timeout=120,
+        check=False,
+        **streams,
+    )
+    return done.returncode, done.stderr
+
+
+def test_full_disk_behind_stdout_is_a_sentence(run):
+    with Path("/dev/full").open("w") as full:
+        assert compare(run, stdout=full) == (2, "attnsuite: the output cannot be written: No space left on device.\n")
+
+
+def test_reader_that_went_away_is_a_sentence(run):
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        assert compare(run, stdout=writing) == (2, "attnsuite: stdout was closed before all of it was written.\n")
+    finally:
+        os.close(writing)
+
+
+def test_no_stdout_at_all_is_no_traceback(run):
+    assert compare(run, ">&-") == (0, "")
+
+
+@pytest.mark.parametrize(("errors", "code"), [([NO_COMPILER, NO_COMPILER], 1), ([NO_COMPILER, None], 0)])
+def test_compiling_nothing_for_want_of_a_compiler_is_no_success(
+    tmp_path, capsys, monkeypatch, example_record, errors, code
+):
+    def execute(request, _):
+        with RunStore(request.out, resume=False) as store:
+            for number, error in enumerate(errors):
+                status = {"status": "ok"} if error is None else {"status": "unsupported", "error": error}
+                store.append([dataclasses.replace(example_record, key=str(number), mode="compile", **status)])
+
+    monkeypatch.setattr(command_line.compile_run, "execute", execute)
+    with pytest.raises(SystemExit) as exit_info:
+        main(["compile", "--targets", "v5e", "--out", str(tmp_path / "run")])
+    assert exit_info.value.code == code
+    assert ("nothing was compiled, for want of a compiler" in capsys.readouterr().err) == bool(code)
