@@ -73,6 +73,7 @@ def generate(
         key_value_length=cache.capacity,
         dtype=cache.dtype,
         needs_grad=False,
+        options=backend_options,
         **call,
     )
     params, keys, values, start = model.arrays(), cache.keys, cache.values, cache.lengths

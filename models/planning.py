@@ -76,8 +76,11 @@ def resolve_attention(
     mode: Mode = "native",
     on_unavailable: OnUnavailable = "fallback",
     target: Target | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> Resolutions:
     """What runs for each distinct attention type of ``config``; arguments as for :func:`attention_spec`.
+
+    ``options`` are those that ``backend`` will be planned with: it may refuse some together with the problem.
 
     Raises what :func:`backends.resolve` raises.
     """
@@ -100,6 +103,7 @@ def resolve_attention(
                 target,
                 mode=mode,
                 on_unavailable=on_unavailable,
+                options=options,
             ),
         )
         for kind in config.attention_types

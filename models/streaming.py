@@ -69,6 +69,7 @@ def streamed_nats(
             backend=backend,
             mode=mode,
             on_unavailable=on_unavailable,
+            options=backend_options,
         )
     resolved = dict(resolutions)
     options = freeze_options(backend_options)

@@ -71,6 +71,7 @@ class Transformer(nnx.Module):
         needs_grad: bool = True,
         backend: str = "auto",
         mode: Mode = "native",
+        backend_options: Mapping[str, Any] | None = None,
         on_unavailable: OnUnavailable = "fallback",
     ) -> dict[AttentionType, Resolution]:
         """What would compute each attention type of this model, with every rejection and its reason.
@@ -89,6 +90,7 @@ class Transformer(nnx.Module):
             backend=backend,
             mode=mode,
             on_unavailable=on_unavailable,
+            options=backend_options,
         )
         return dict(found)
 
@@ -130,6 +132,7 @@ class Transformer(nnx.Module):
             backend=backend,
             mode=mode,
             on_unavailable=on_unavailable,
+            options=backend_options,
         )
         return compiled_forward(
             self.config,
@@ -181,6 +184,7 @@ class Transformer(nnx.Module):
             backend=backend,
             mode=mode,
             on_unavailable=on_unavailable,
+            options=backend_options,
         )
         logits, keys, values = compiled_forward_cached(
             self.config,

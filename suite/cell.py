@@ -118,7 +118,7 @@ def _prepare_model(case: ModelCase, request: CellRequest) -> Prepared:
         "kv_bytes_per_token": None if is_peer else model_cell.kv_bytes_per_token(case, model.config),
     }
     _, sample, measured = _run(program, request)
-    notes = () if is_peer else model_cell.notes(case, model.config)
+    notes = () if is_peer else model_cell.notes(case, model.config, request.requested)
     return Prepared(facts=facts | measured | _judgement(errors, request, notes), take_sample=sample)
 
 
@@ -130,7 +130,7 @@ def _prepare_quality(case: TextCase | RetrievalCase, request: CellRequest) -> Pr
     else:
         found = quality.recall(case, request.requested)
     facts = {"quality": found.figures, "series": found.series}
-    return Prepared(facts=facts | _judgement(found.accuracy, request, ()))
+    return Prepared(facts=facts | _judgement(found.accuracy, request, found.notes))
 
 
 def _prepare_selection(case: SelectionCase, request: CellRequest) -> Prepared:

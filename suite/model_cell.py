@@ -29,6 +29,7 @@ from models.weights import load, load_shipped
 from suite.cases import ModelCase, OpCase, RetrievalCase, TextCase
 from suite.errors import InputError
 from suite.formulas import attention_flops, visible_pairs
+from suite.kascade.kept import kept_of
 from suite.program import Program
 
 SHIPPED = "text"
@@ -92,14 +93,16 @@ def resolutions_of(case: ModelCase | TextCase | RetrievalCase, config: ModelConf
             dtype=_cache_dtype(config),
             needs_grad=False,
             backend=backend,
+            options=options_of(case, config, backend),
         )
-    batch = case.batch if isinstance(case, ModelCase) else 1
+    is_model = isinstance(case, ModelCase)
     return resolve_attention(
         config,
-        batch=batch,
+        batch=case.batch if is_model else 1,
         query_length=case.sequence,
         needs_grad=case.kind == "model_train",
         backend=backend,
+        options=options_of(case, config, backend) if is_model else None,
     )
 
 
@@ -167,12 +170,17 @@ def prompt_lengths(case: ModelCase) -> Int[np.ndarray, " batch"]:
     return lengths.astype(np.int32)
 
 
-def notes(case: ModelCase, config: ModelConfig) -> tuple[str, ...]:
-    """What a reader must know of how the case was run."""
+def notes(case: ModelCase, config: ModelConfig, backend: str) -> tuple[str, ...]:
+    """What a reader must know of how the case was run: what Kascade kept, and the dtype of the cache."""
+    kept = kept_of(resolutions_of(case, config, backend), options_of(case, config, backend), config)
+    told = tuple(line for one in kept for line in one.lines)
     held = _cache_dtype(config)
     if case.kind != "model_decode" or held == config.dtype:
-        return ()
-    return (f"{case.name}: the cache is {held} although the model is {config.dtype}, since a CPU reads it faster so.",)
+        return told
+    return (
+        *told,
+        f"{case.name}: the cache is {held} although the model is {config.dtype}, since a CPU reads it faster so.",
+    )
 
 
 def model_flops(case: ModelCase, config: ModelConfig) -> float:

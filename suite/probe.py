@@ -87,17 +87,20 @@ def _method_plans(
     case: SelectionCase | StackCase, wanted: list[str], text: str | None, *, all_cores: bool
 ) -> list[CellPlan]:
     """The rows of a case that are asked for, those that would repeat another refused."""
-    rows = [name for name in methods_of(case) if name in wanted]
-    dense = "standard"
-    if isinstance(case, SelectionCase):
-        from suite.kascade import dense as problems  # noqa: PLC0415
+    # A run of op cases alone does not import flax.
+    from suite.kascade import dense as problems  # noqa: PLC0415
+    from suite.kascade import quality, stack  # noqa: PLC0415
 
-        problems.check(case, text)
+    rows, target = [name for name in methods_of(case) if name in wanted], Target.here()
+    if isinstance(case, SelectionCase):
+        dense, config = "standard", problems.checked_config(case, text)
+        refused = {name: quality.refusals(case, name, config, target) for name in rows}
     else:
-        dense = resolve("auto", stack_spec(case), Target.here()).backend.name
+        dense = resolve("auto", stack_spec(case), target).backend.name
+        refused = {name: stack.refusals(case, name, target) for name in rows}
     plans = []
     for name in rows:
-        reasons = refusals(name, case)
+        reasons = refusals(name, case) or refused[name]
         resolved = None if reasons else dense if name == "dense" else name
         exact = None if reasons else METHODS[name].exact
         plans.append(CellPlan(case.name, name, resolved, None if reasons else "native", exact, reasons))

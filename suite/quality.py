@@ -24,7 +24,8 @@ from suite import statistics
 from suite.accuracy import as_model_error
 from suite.cases import RetrievalCase, TextCase
 from suite.errors import InputError
-from suite.model_cell import open_model, retrieval_model
+from suite.kascade.kept import kept_of
+from suite.model_cell import open_model, resolutions_of, retrieval_model
 from suite.record import TensorError
 from suite.text import bits, reader_of, unigram_bits
 
@@ -33,11 +34,15 @@ _PROMPTS_AT_ONCE = 8
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Quality:
-    """Figures, the raw values behind them, and the logits' distance from the standard backend's."""
+    """Figures, the raw values behind them, and the logits' distance from the standard backend's.
+
+    ``notes``: what an approximate backend kept, without which its figures say nothing.
+    """
 
     figures: dict[str, float]
     series: dict[str, tuple[float, ...]]
     accuracy: dict[str, TensorError]
+    notes: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -75,7 +80,9 @@ def perplexity(case: TextCase, backend: str, text: str | None) -> Quality:
     figures = _figures(raw, held_out.bytes_per_token)
     # A model that does not beat the frequencies of the tokens shows nothing.
     figures["unigram_bits_per_byte"] = unigram_bits(held_out.rows) / held_out.bytes_per_token
-    return Quality(figures, raw, {"logits": errors[0]})
+    kept = kept_of(resolutions_of(case, model.config, backend), {}, model.config)
+    figures |= {name: value for one in kept for name, value in one.figures.items()}
+    return Quality(figures, raw, {"logits": errors[0]}, tuple(line for one in kept for line in one.lines))
 
 
 def recall(case: RetrievalCase, backend: str) -> Quality:
@@ -99,7 +106,9 @@ def recall(case: RetrievalCase, backend: str) -> Quality:
         "queries": float(len(distances)),
     }
     series = {"hit": tuple(hits[backend]), "standard_hit": tuple(hits["standard"]), "distance": tuple(distances)}
-    return Quality(figures, series, {"logits": errors[0]})
+    kept = kept_of(resolutions_of(case, model.config, backend), {}, model.config)
+    figures |= {name: value for one in kept for name, value in one.figures.items()}
+    return Quality(figures, series, {"logits": errors[0]}, tuple(line for one in kept for line in one.lines))
 
 
 def _hits(logits: Float[Array, "b t v"], batch: Any) -> list[float]:

@@ -27,7 +27,7 @@ from models.planning import Resolutions, freeze_options, resolve_attention
 from models.weights import shipped
 from suite import environment
 from suite.errors import InputError
-from suite.kascade.kept import Kept
+from suite.kascade.kept import Kept, kept_of
 from suite.kascade.schedules import ScheduleWords
 from suite.memory import high_water, mark_baseline
 from suite.record import Record
@@ -162,9 +162,13 @@ def _attention(request: StreamRequest, checkpoint: Checkpoint) -> _Attention:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", BackendFallbackWarning)  # said below
         resolutions = resolve_attention(
-            config, batch=request.batch, query_length=length, needs_grad=False, backend=request.backend
+            config,
+            batch=request.batch,
+            query_length=length,
+            needs_grad=False,
+            backend=request.backend,
+            options=options,
         )
-    kept: list[Kept] = []
     lines: list[str] = []
     for kind, found in resolutions:
         of = f" of {kind} layers" if len(resolutions) > 1 else ""
@@ -177,13 +181,11 @@ def _attention(request: StreamRequest, checkpoint: Checkpoint) -> _Attention:
             continue
         plan = found.plan(Layout(), dict(freeze_options(options)))
         lines += [f"note: {note}" for note in plan.notes]
-        if found.backend.name == "kascade":
-            layers = tuple(i for i, other in enumerate(config.layer_types) if other == kind)
-            kept.append(Kept.of(found.spec, options, layers, config.num_layers))
-            lines += [*kept[-1].lines, *sources]
-        elif not found.backend.exact:
+        if not found.backend.exact and found.backend.name != "kascade":
             lines.append(f"kept: {found.backend.name} is approximate and does not say what it keeps")
-    return _Attention(resolutions, options, tuple(kept), tuple(lines))
+    kept = kept_of(resolutions, options, config)
+    lines += [line for one in kept for line in one.lines] + list(sources if kept else ())
+    return _Attention(resolutions, options, kept, tuple(lines))
 
 
 def _options(request: StreamRequest, checkpoint: Checkpoint) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -225,7 +227,7 @@ def _judged(
     )
     quality = {"sequences": float(len(nats))}
     for kept in attention.kept:
-        quality |= {"kept_pairs": kept.pairs, **{f"kept_pairs_{role}": share for role, share in kept.shares.items()}}
+        quality |= kept.figures
     error, notes, lines = None, [*attention.lines], []
     if finite:
         mean = float(nats.mean())

@@ -47,6 +47,8 @@ OPTIONS = {
 class Settings:
     """The options of the ``kascade`` backend (:data:`OPTIONS`). Raises ValueError for what is not accepted.
 
+    ``kernel`` is None until the target has decided (:meth:`of`).
+
     >>> Settings(granularity="token").query_tile
     32
     """
@@ -58,7 +60,7 @@ class Settings:
     tile_size: int = 128
     query_tile: int = 0
     ablation: Ablation | None = None
-    kernel: Kernel = "xla"
+    kernel: Kernel | None = None
     mesh: Mesh | None = None
     when: When = "always"
     block_q: int | None = None
@@ -76,7 +78,7 @@ class Settings:
             "tile_size": _is_int(self.tile_size, 1),
             "query_tile": _is_int(self.query_tile, 1),
             "ablation": self.ablation is None or self.ablation in get_args(Ablation),
-            "kernel": self.kernel in get_args(Kernel),
+            "kernel": self.kernel is None or self.kernel in get_args(Kernel),
             "mesh": self.mesh is None or (isinstance(self.mesh, Mesh) and len(self.mesh.axis_names) == 1),
             "when": self.when in get_args(When),
         }
@@ -93,7 +95,13 @@ class Settings:
     @staticmethod
     def of(options: Mapping[str, Any] | None, kernel: Kernel = "xla") -> Settings:
         """Settings of backend options; ``kernel`` is the default. Raises ValueError for a name that is no option."""
-        return Settings(**{"kernel": kernel, **check_options("kascade", options, OPTIONS)})
+        settings = Settings(**check_options("kascade", options, OPTIONS))
+        return settings if settings.kernel else dataclasses.replace(settings, kernel=kernel)
+
+    def as_options(self) -> dict[str, Any]:
+        """The options that say so; what they leave open (``kernel``) is decided by the target."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: value for name, value in fields.items() if value is not None}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

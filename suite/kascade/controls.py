@@ -15,14 +15,20 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from backends import AttentionSpec, Layout, Plan, Takes, Target, plan
+from backends import AttentionSpec, Layout, Plan, Takes, Target, plan, support
 from backends.contract import Carry, may_attend
 from backends.features import Mode
 from backends.kascade import KASCADE, LayerRole, Places, Schedule, Selection, Settings, Tiling, manual, reference
 from backends.kascade.selection import candidates, choose, with_own
 from backends.standard import STANDARD
 
-_SCORED = frozenset({"quest", "sinks_window", "random_tiles"})
+_OWN = frozenset({"dense", "oracle_query", "quest", "sinks_window", "random_tiles"})
+# What a row changes about Kascade's settings; some change the schedule too.
+_CHANGES: dict[str, dict[str, Any]] = {
+    "kascade_all_heads": {"ablation": "all_heads"},
+    "kascade_no_remap": {"ablation": "no_remap"},
+    "kascade_token": {"granularity": "token"},
+}
 _HEAVIEST = 4  # what "dropped_tiles" leaves out: a KV head of the retrieval checkpoint serves four needles
 _LARGE = jnp.iinfo(jnp.int32).max
 Attend = Callable[[Array, Array, Array, int, Carry], tuple[Array, Carry, Bool[Array, "b n t s"]]]
@@ -96,28 +102,53 @@ class Watched:
 
     def _attend(self, spec: AttentionSpec, layout: Layout, target: Target) -> Attend:
         tiling = Tiling.of(spec, self.settings)
-        if self.method in _SCORED or self.method == "oracle_query":
+        if not runs_kascade(self.method):
             return _chosen(self.method, spec, layout, tiling, target)
-        settings = dataclasses.replace(self.settings, **_row_settings(self.method, self.settings, self.schedule, spec))
+        schedule = _row_schedule(self.method, self.schedule, spec)
+        settings = dataclasses.replace(row_settings(self.method, self.settings, spec, target)[0], schedule=schedule)
         return _kascade(self.method, spec, layout, Tiling.of(spec, settings), settings, target)
 
 
-def _row_settings(method: str, settings: Settings, schedule: Schedule, spec: AttentionSpec) -> dict[str, Any]:
-    """What a row changes about Kascade."""
+def row_settings(
+    method: str, settings: Settings, spec: AttentionSpec, target: Target
+) -> tuple[Settings, tuple[str, ...]]:
+    """A row's settings, and what a reader must know of who computes it.
+
+    What a selection loses does not depend on who computes it. So a row whose tiles the kernel of the target does not
+    take (a TPU's takes no tiles of 16 keys, no kernel takes single keys) is computed by XLA's code, and says so. A row
+    that is timed is refused instead, see :func:`suite.kascade.stack.refusals`.
+    """
+    changed = dataclasses.replace(settings, **_CHANGES.get(method, {}))
+    reasons = support(KASCADE, spec, target, options=changed.as_options()).reasons
+    by_xla = dataclasses.replace(changed, kernel="xla")
+    if not reasons or not support(KASCADE, spec, target, options=by_xla.as_options()):
+        return changed, ()
+    return by_xla, (f"{method}: XLA's code computed this row, not the kernel of {target}: {' '.join(reasons)}",)
+
+
+def refusals(method: str, settings: Settings, spec: AttentionSpec, target: Target) -> tuple[str, ...]:
+    """Why the row does not run ``spec`` on ``target``: the reasons of the real backend, where it runs that."""
+    if not runs_kascade(method):
+        return ()
+    options = row_settings(method, settings, spec, target)[0].as_options()
+    return support(KASCADE, spec, target, options=options).reasons
+
+
+def runs_kascade(method: str) -> bool:
+    """Whether a row runs the real backend; the others choose and attend by themselves."""
+    return method not in _OWN
+
+
+def _row_schedule(method: str, schedule: Schedule, spec: AttentionSpec) -> Schedule:
     layers, heads = len(schedule.layers), spec.num_kv_heads
     if method == "oracle_pooled":
-        return {"schedule": manual(range(layers), num_layers=layers, kv_heads=heads)}
+        return manual(range(layers), num_layers=layers, kv_heads=heads)
     if method == "wrong_anchors":
         late = {0, *(min(a + 1, layers - 1) for a in schedule.anchors if a)}
-        return {"schedule": manual(tuple(late), num_layers=layers, kv_heads=heads)}
+        return manual(tuple(late), num_layers=layers, kv_heads=heads)
     if method == "swapped_heads":
-        swapped = tuple(_swapped(role, heads) for role in schedule.layers)
-        return {"schedule": Schedule(swapped, schedule.method)}
-    if method in ("kascade_all_heads", "kascade_no_remap"):
-        return {"schedule": schedule, "ablation": method.removeprefix("kascade_")}
-    if method == "kascade_token":
-        return {"schedule": schedule, "granularity": "token"}
-    return {"schedule": schedule}
+        return Schedule(tuple(_swapped(role, heads) for role in schedule.layers), schedule.method)
+    return schedule
 
 
 def _swapped(role: LayerRole, heads: int) -> LayerRole:
@@ -131,8 +162,7 @@ def _kascade(
     method: str, spec: AttentionSpec, layout: Layout, tiling: Tiling, settings: Settings, target: Target
 ) -> Attend:
     """The real backend. A gate's control tampers with what its reuse layers are handed."""
-    options = {name: value for name, value in _fields(settings).items() if value is not None}
-    planned = plan(KASCADE, spec, layout, target=target, options=options)
+    planned = plan(KASCADE, spec, layout, target=target, options=settings.as_options())
     schedule = settings.schedule
     if schedule is None:
         raise ValueError(f"{method} needs a schedule.")
@@ -152,10 +182,6 @@ def _kascade(
         return out, carry, reference.attended(spec, layout, tiling, used)
 
     return attend
-
-
-def _fields(settings: Settings) -> dict[str, Any]:
-    return {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
 
 
 def _without_heaviest(tiling: Tiling, selection: Selection, mass: Float[Array, "b k q units"]) -> Selection:

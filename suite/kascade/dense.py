@@ -44,8 +44,11 @@ def model_of(case: SelectionCase) -> Transformer:
     return retrieval.build(context=max(case.sequence, 1024))
 
 
-def check(case: SelectionCase, text: str | None) -> None:
-    """Raise InputError for what cannot be measured: a model that is none, a text too short, anchors out of range."""
+def checked_config(case: SelectionCase, text: str | None) -> ModelConfig:
+    """The configuration of the case's model.
+
+    Raises InputError for what cannot be measured: a model that is none, a text too short, anchors out of range.
+    """
     if case.kind == "kascade_text":
         config = model_config(_as_text(case))
         read_text(_as_text(case), config, text)
@@ -57,6 +60,7 @@ def check(case: SelectionCase, text: str | None) -> None:
             f"case {case.name}: anchors = {case.anchors!r} does not fit a model of {config.num_layers} layers; "
             "a list has to begin with layer 0."
         )
+    return config
 
 
 def problem(case: SelectionCase, text: str | None) -> Problem:

@@ -9,6 +9,8 @@ from typing import Any
 from backends import AttentionSpec
 from backends.kascade import LayerRole, Settings, kept_fraction
 from backends.kascade.cost import not_profitable
+from models import ModelConfig
+from models.planning import Resolutions
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,6 +39,11 @@ class Kept:
         return Kept(roles, shares, sum(shares[role.role] for role in roles.values()) / len(roles), settings)
 
     @property
+    def figures(self) -> dict[str, float]:
+        """The same as figures of a record."""
+        return {"kept_pairs": self.pairs, **{f"kept_pairs_{role}": share for role, share in self.shares.items()}}
+
+    @property
     def lines(self) -> tuple[str, ...]:
         """The same as sentences."""
         by_role = [
@@ -61,6 +68,19 @@ class Kept:
                 f"{settings.when!r}); lower min_keys, or give longer sequences"
             )
         return tuple(told)
+
+
+def kept_of(resolutions: Resolutions, options: Mapping[str, Any], config: ModelConfig) -> tuple[Kept, ...]:
+    """What is kept in each attention type of a model that Kascade computes; nothing where exact backends do."""
+    return tuple(
+        Kept.of(found.spec, options, _layers(config, kind), config.num_layers)
+        for kind, found in resolutions
+        if found.backend.name == "kascade" and found.mode != "fallback"
+    )
+
+
+def _layers(config: ModelConfig, kind: str) -> tuple[int, ...]:
+    return tuple(i for i, other in enumerate(config.layer_types) if other == kind)
 
 
 def _numbers(layers: Any) -> str:

@@ -16,15 +16,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from backends import Resolution, Target, registry
+from backends import AttentionSpec, Resolution, Target, registry
 from backends.kascade import LayerRole, Schedule, kept_fraction
-from models import Transformer, retrieval
+from models import ModelConfig, Transformer, retrieval
+from models.cache import default_dtype
 from models.forward import forward, forward_cached
 from models.loss import token_nats
 from models.planning import Resolutions, attention_spec
 from suite.cases import SelectionCase, settings_of
 from suite.errors import CellFailure
-from suite.kascade import dense
+from suite.kascade import controls, dense
 from suite.kascade.controls import Kept, Watched
 from suite.text import bits
 
@@ -58,7 +59,22 @@ def measure(case: SelectionCase, method: str, reference: Path, text: str | None)
         figures["anchors"] = float(len(schedule.anchors))
         figures["flops"] = _flops(case, model, method, schedule)
     notes = _schedule_note(method, schedule)
+    if controls.runs_kascade(method):
+        notes += controls.row_settings(method, settings_of(case), _spec(case, model.config), Target.here())[1]
     return RowQuality(figures, series, notes)
+
+
+def refusals(case: SelectionCase, method: str, config: ModelConfig, target: Target) -> tuple[str, ...]:
+    """Why the row does not run on ``target``; ``config`` is that of the case's model."""
+    return controls.refusals(method, settings_of(case), _spec(case, config), target)
+
+
+def _spec(case: SelectionCase, config: ModelConfig) -> AttentionSpec:
+    """The attention problem of the layers, in the phase that the case is about."""
+    lengths: dict[str, Any] = {"query_length": case.sequence}
+    if case.phase == "decode":
+        lengths = {"query_length": 1, "key_value_length": case.sequence, "dtype": default_dtype(config)}
+    return attention_spec(config, "global", batch=dense.AT_ONCE, needs_grad=False, **lengths)
 
 
 def _decoded(case: SelectionCase) -> int:
@@ -101,8 +117,9 @@ def _program(
     config, params = model.config, model.arrays()
     settings = settings_of(case)
 
-    def resolutions(kept: list[Kept], **lengths: Any) -> Resolutions:
-        spec = attention_spec(config, "global", batch=dense.AT_ONCE, needs_grad=False, **lengths)
+    spec = _spec(case, config)
+
+    def resolutions(kept: list[Kept]) -> Resolutions:
         backend: Any = registry.get("standard")
         if method != "dense":
             backend = Watched(method, settings, schedule, kept)
@@ -111,7 +128,7 @@ def _program(
     @jax.jit
     def prefill(params: Any, tokens: jax.Array) -> tuple[jax.Array, list[Kept]]:
         kept: list[Kept] = []
-        return forward(config, params, tokens, resolutions=resolutions(kept, query_length=case.sequence)), kept
+        return forward(config, params, tokens, resolutions=resolutions(kept)), kept
 
     decoded = _decoded(case)
     start = case.sequence - decoded
@@ -121,7 +138,7 @@ def _program(
         def step(state: Any, token: jax.Array) -> tuple[Any, Any]:
             keys, values, at = state
             kept: list[Kept] = []
-            found = resolutions(kept, query_length=1, key_value_length=case.sequence, dtype=str(keys[0].dtype))
+            found = resolutions(kept)
             logits, keys, values = forward_cached(
                 config, params, token[:, None], keys, values, at, at + 1, resolutions=found, last_only=True
             )

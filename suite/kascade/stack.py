@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from backends import Layout, Plan, Target, plan, plan_sharded, registry, resolve
+from backends import Layout, Plan, Target, plan, plan_sharded, registry, resolve, support
 from backends.kascade import Selection, Settings, kept_fraction
 from suite.accuracy import as_model_error
 from suite.cases import StackCase, settings_of, stack_spec
@@ -43,6 +43,14 @@ def settings(case: StackCase, method: str) -> Settings:
     return settings_of(case, **others)
 
 
+def refusals(case: StackCase, method: str, target: Target) -> tuple[str, ...]:
+    """Why Kascade does not run the row on ``target`` with the kernel of that target: no other is timed in its place."""
+    if method == "dense":
+        return ()
+    options = settings(case, method).as_options()
+    return support(registry.get("kascade"), stack_spec(case), target, options=options).reasons
+
+
 def stack_program(case: StackCase, method: str, devices: int = 1, dense: str | None = None) -> Program:
     """The program of a row, ``dense`` being the backend of a dense one: the last layer's output.
 
@@ -59,7 +67,8 @@ def stack_program(case: StackCase, method: str, devices: int = 1, dense: str | N
             *(jax.device_put(x, NamedSharding(mesh, by_key)) for x in arrays[1:]),
         )
     dense = dense or resolve("auto", stack_spec(case), Target.here()).backend.name
-    handed = _selection(case, mesh, arrays) if method == "reuse_layer" else ()
+    # Outside of what is timed.
+    handed = (jax.jit(_select(case, mesh))(*arrays),) if method == "reuse_layer" else ()
     return Program(_stack(case, method, mesh, dense), (*arrays, *handed))
 
 
@@ -119,20 +128,18 @@ def _dense(case: StackCase, mesh: Mesh | None, dense: str) -> Plan:
 
 
 def _kascade(case: StackCase, method: str, mesh: Mesh | None = None) -> Plan:
-    chosen = dataclasses.replace(settings(case, method), mesh=mesh)
-    options = {field.name: value for field in dataclasses.fields(chosen)
-               if (value := getattr(chosen, field.name)) is not None}  # fmt: skip
+    options = dataclasses.replace(settings(case, method), mesh=mesh).as_options()
     return plan(registry.get("kascade"), stack_spec(case), _layout(case), target=Target.here(), options=options)
 
 
-def _selection(case: StackCase, mesh: Mesh | None, arrays: tuple[Any, ...]) -> tuple[Selection]:
-    """What a reuse layer is handed: made by an anchor, outside of what is timed."""
+def _select(case: StackCase, mesh: Mesh | None) -> Callable[..., Selection]:
+    """What a reuse layer is handed, made by an anchor: a function of the stack's arrays."""
 
     def select(query: Any, keys: Any, values: Any) -> Any:
         keys, values = _as_in_the_contract(case, keys, values)
         return _kascade(case, "anchor_layer", mesh).run(query, keys[0], values[0], layer=1)[1]
 
-    return (jax.jit(select)(*arrays),)
+    return select
 
 
 def _as_in_the_contract(case: StackCase, *caches: tuple[jax.Array, ...]) -> list[tuple[jax.Array, ...]]:

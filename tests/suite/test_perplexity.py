@@ -9,7 +9,8 @@ import pytest
 
 from models import ModelConfig, Transformer, load_shipped, save
 from models.weights import load, shipped
-from suite import streamed
+from suite import model_cell, quality, streamed
+from suite.cases import ModelCase, RetrievalCase, TextCase
 from suite.command_line import main
 from suite.errors import InputError
 from suite.store import parse_records
@@ -209,3 +210,20 @@ def test_options_are_scalars_and_words():
     assert streamed.parse_options("") == {}
     with pytest.raises(InputError):
         streamed.parse_options("=1")
+
+
+def test_a_runs_figures_of_kascade_say_what_was_kept_too():
+    """``attnsuite run``: text, retrieval and whole models, where the options are the backend's own."""
+    text = quality.perplexity(TextCase(sequence=64, sequences=2), "kascade", None)
+    assert text.figures["kept_pairs"] == 1.0
+    assert any(note.startswith("DENSE: every pair was kept") for note in text.notes)
+    recall = quality.recall(RetrievalCase(sequence=384, prompts=2), "kascade")
+    assert recall.figures["kept_pairs"] < 1.0
+    assert recall.notes[0].startswith("kept: 0.")
+    exact = quality.recall(RetrievalCase(sequence=384, prompts=2), "standard")
+    assert not exact.notes
+    assert "kept_pairs" not in exact.figures
+    case = ModelCase(kind="model_prefill", sequence=256, top_k=0.125, tile_size=16, anchors=2)
+    notes = model_cell.notes(case, model_cell.model_config(case), "kascade")
+    assert "schedule: manual; layers that select: 0, 2; that reuse: 1 from 0, 3 from 2" in notes
+    assert not model_cell.notes(case, model_cell.model_config(case), "chunked")

@@ -1,0 +1,204 @@
+"""What every suite would run on devices that are not here: asked of a TPU v5e and an H100, traced as far as a CPU can.
+
+A row that says native has to reach a program: it is planned and traced with the device's own kernels, which are never
+compiled or run here.
+"""
+
+import dataclasses
+import warnings
+from collections import defaultdict
+
+import jax
+import pytest
+
+from backends import Target, names, registry
+from backends.kascade import manual
+from models import load_shipped, save
+from suite import checkpoint, model_cell, op_cell
+from suite.cases import ModelCase, OpCase, SelectionCase, StackCase
+from suite.kascade import controls, dense, quality, stack
+from suite.kascade.methods import METHODS
+from suite.kascade.words import KascadeWords, applied
+from suite.probe import probe
+from suite.suites import CPU_SPEED, FULL, KASCADE, QUICK
+
+TARGETS = ("v5e", "h100")
+KERNEL = "kascade_attend"  # the name of the Pallas kernels in a jaxpr
+
+
+@pytest.fixture
+def on(monkeypatch):
+    """Makes a device that is not here the default one."""
+
+    def pretend(kind):
+        target = Target.named(kind)
+        monkeypatch.setattr(Target, "here", staticmethod(lambda: target))
+        return target
+
+    return pretend
+
+
+@pytest.fixture(scope="module")
+def shipped(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("shipped") / "tiny"
+    save(load_shipped(), directory)
+    return directory
+
+
+def planned(cases, rows):
+    """(kind of case, row) -> what runs, as resolved and mode; a refusal as its reasons."""
+    found = defaultdict(set)
+    kinds = {case.name: case.kind for case in cases}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # fallbacks are in the plans
+        plans = probe(list(cases), list(rows), None)["plans"]
+    for plan in plans:
+        what = f"{plan['resolved']} {plan['mode']}" if plan["mode"] else "refused: " + " ".join(plan["reasons"])
+        found[kinds[plan["case"]], plan["requested"]].add(what)
+    return found
+
+
+def jaxpr(function, *arguments):
+    return str(jax.make_jaxpr(function)(*arguments))
+
+
+KASCADES = {"op_forward", "op_decode", "model_prefill", "model_decode", "perplexity", "retrieval"}  # without gradients
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+@pytest.mark.parametrize("suite", [QUICK, FULL, CPU_SPEED], ids=lambda suite: suite.name)
+def test_every_row_of_a_suite_runs_as_its_device_has_it(suite, kind, on):
+    on(kind)
+    own, foreign = {"v5e": ("splash", ("cudnn", "kvax", "pallas_flash")), "h100": ("kascade", ("splash",))}[kind]
+    found = planned(suite.cases, names())
+    for (case, row), whats in found.items():
+        if row in ("standard", "chunked"):
+            assert whats == {f"{row} native"}, (case, row)
+        if row in foreign:
+            assert f"{row} native" not in whats, (case, row)
+        if row == own and (own == "splash" or case in KASCADES):
+            windows = any(isinstance(one, OpCase) and one.window for one in suite.cases if one.kind == case)
+            assert f"{row} native" in whats, (case, row)
+            assert windows or len(whats) == 1, (case, row, whats)
+        if row == "kascade" and case not in KASCADES:
+            assert "kascade native" not in whats, (case, row)
+
+
+TIMED = ("kascade", "kascade_profitable", "anchor_layer", "reuse_layer")
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+def test_every_row_of_the_kascade_suite_is_run_or_refused_for_the_devices_own_kernel(kind, on):
+    on(kind)
+    found = planned(KASCADE.cases, METHODS)
+    dense = {"v5e": "splash", "h100": "chunked"}[kind]
+    repeats = "refused: kascade_profitable: sparse is expected to be faster here, so this row would repeat kascade."
+    for (case, row), whats in found.items():
+        timed = case in ("kascade_prefill", "kascade_decode")
+        if row == "dense":
+            assert whats == {f"{dense if timed else 'standard'} native"}
+        elif timed and row == "kascade_token":
+            assert len(whats) == 1
+            assert "granularity='token' is not supported by kascade's Pallas kernels" in whats.pop()
+        elif row == "kascade_profitable":
+            assert whats <= {repeats, f"{row} native"}
+        else:
+            assert whats == {f"{row} native"}, (case, row)
+    assert ("kascade_prefill", "kascade_profitable") in found
+
+
+def small(case):
+    """As the case, in a few layers of a few tiles."""
+    layers = min(case.layers, 4)
+    return dataclasses.replace(case, name="", sequence=1024, layers=layers, anchors=min(case.anchors, layers, 2))
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+@pytest.mark.parametrize("row", TIMED)
+def test_what_is_timed_as_kascade_is_the_devices_own_kernel(row, kind, on):
+    """These rows were passed kernel='xla', so that no Pallas kernel would ever have been timed."""
+    on(kind)
+    cases = {small(case) for case in KASCADE.cases if isinstance(case, StackCase)}
+    cases = [case for case in cases if (case.layers == 1) == row.endswith("_layer")]
+    assert cases
+    for case in cases:
+        arrays = stack._arrays(case)
+        handed = (jax.eval_shape(stack._select(case, None), *arrays),) if row == "reuse_layer" else ()
+        traced = jaxpr(stack._stack(case, row, None, "standard"), *arrays, *handed)
+        dense = row == "kascade_profitable" and stack.plan_notes(case, row)
+        assert (KERNEL in traced) is not bool(dense), case.name
+        assert "pallas_call" not in jaxpr(stack._stack(case, "dense", None, "standard"), *arrays)
+
+
+def test_a_cpu_has_no_kernel_of_its_own():
+    case = small(next(case for case in KASCADE.cases if isinstance(case, StackCase)))
+    assert "pallas_call" not in jaxpr(stack._stack(case, "anchor_layer", None, "standard"), *stack._arrays(case))
+
+
+def traced_row(case, row):
+    """Prefill of a row, over the retrieval checkpoint; and what is to be said of who computes it."""
+    model = dense.model_of(case)
+    schedule = manual((0, 2), num_layers=model.config.num_layers, kv_heads=model.config.kv_heads)
+    tokens = jax.numpy.zeros((dense.AT_ONCE, case.sequence), jax.numpy.int32)
+    run = quality._program(case, model, row, schedule)
+    settings = quality.settings_of(case)
+    spec = quality._spec(case, model.config)
+    return jaxpr(run, tokens), controls.row_settings(row, settings, spec, Target.here())[1]
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+@pytest.mark.parametrize("row", ["kascade", "oracle_pooled", "kascade_all_heads", "kascade_token", "stale_indices"])
+def test_a_row_that_is_watched_is_the_devices_kernel_or_says_that_it_is_not(row, kind, on):
+    on(kind)
+    case = SelectionCase(kind="kascade_gate", sequence=256, sequences=2, tile_size=16, top_k=0.25)
+    traced, notes = traced_row(case, row)
+    own = kind == "h100" and row != "kascade_token"  # a TPU's kernel takes tiles of 128 keys, none takes single keys
+    assert (KERNEL in traced) is own
+    assert bool(notes) is not own
+    if not own:
+        assert notes[0].startswith(f"{row}: XLA's code computed this row, not the kernel of ")
+        assert "give a multiple of 128" in notes[0] or "which load whole tiles" in notes[0]
+
+
+def test_a_tile_that_a_tpu_takes_is_its_kernels(on):
+    on("v5e")
+    case = SelectionCase(kind="kascade_gate", sequence=512, sequences=2, tile_size=128, top_k=0.25)
+    traced, notes = traced_row(case, "kascade")
+    assert KERNEL in traced
+    assert not notes
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+def test_a_checkpoints_timed_rows_are_refused_for_tiles_that_the_kernel_does_not_take(kind, on, shipped):
+    """On a TPU the rows said native and crashed in plan."""
+    on(kind)
+    cases = checkpoint.checkpoint_suite(checkpoint.CheckpointWords(model=shipped, sequence=256), kascade=True).cases
+    found = planned(cases, checkpoint.rows(["standard", "kascade"]))
+    fits = planned(applied(KascadeWords(tile_size=128), cases), checkpoint.rows(["standard", "kascade"]))
+    for case in ("model_prefill", "model_decode"):
+        (what,) = found[case, "kascade"]
+        assert what == ("kascade native" if kind == "h100" else "splash fallback")
+        assert fits[case, "kascade"] == {"kascade native"}
+    assert found["kascade_text", "kascade"] == {"kascade native"}
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+def test_a_checkpoints_timed_rows_reach_the_devices_kernel(kind, on, shipped):
+    on(kind)
+    for step in ("model_prefill", "model_decode"):
+        case = ModelCase(kind=step, model=str(shipped), sequence=256, new_tokens=2, top_k=0.25, tile_size=128)
+        model = model_cell.open_model(case)
+        program = model_cell.model_program(case, model, "kascade")
+        assert KERNEL in jaxpr(program.function, *program.arguments), step
+
+
+@pytest.mark.parametrize(("kind", "row"), [("v5e", "splash"), ("v5e", "kascade"), ("h100", "kascade")])
+def test_an_attention_call_that_is_native_reaches_a_kernel(kind, row, on):
+    target = on(kind)
+    kinds = set()
+    for case in QUICK.cases:
+        if isinstance(case, OpCase) and case.kind not in kinds and (row != "kascade" or not case.needs_grad):
+            kinds.add(case.kind)
+            program = op_cell.op_program(case, registry.get(row), "native", target)
+            assert "pallas_call" in jaxpr(program.function, *program.arguments), case.name
+    assert "op_decode" in kinds
