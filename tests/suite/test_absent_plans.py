@@ -69,7 +69,10 @@ KASCADES = {"op_forward", "op_decode", "model_prefill", "model_decode", "perplex
 @pytest.mark.parametrize("suite", [QUICK, FULL, CPU_SPEED], ids=lambda suite: suite.name)
 def test_every_row_of_a_suite_runs_as_its_device_has_it(suite, kind, on):
     on(kind)
-    own, foreign = {"v5e": ("splash", ("cudnn", "kvax", "pallas_flash")), "h100": ("kascade", ("splash",))}[kind]
+    own, foreign = {
+        "v5e": ("splash", ("cudnn", "kvax", "pallas_flash", "flash_cpu")),
+        "h100": ("kascade", ("splash", "flash_cpu")),
+    }[kind]
     found = planned(suite.cases, names())
     for (case, row), whats in found.items():
         if row in ("standard", "chunked"):

@@ -113,7 +113,7 @@ def test_long_work_finds_out_at_the_start_that_it_cannot_write(tmp_path, capsys,
 def compare(run, shell="", **streams):
     """``attnsuite compare`` of a run with itself, as a process, redirected by the ``shell``."""
     done = subprocess.run(
-        ["sh", "-c", f'"$@" {shell}', "sh", sys.executable, "-P", "-m", "suite", "compare", str(run), str(run)],
+        ["/bin/sh", "-c", f'"$@" {shell}', "sh", sys.executable, "-P", "-m", "suite", "compare", str(run), str(run)],
         stderr=subprocess.PIPE,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "JAX_PLATFORMS": "cpu"},
         text=True,
