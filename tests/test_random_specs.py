@@ -1,0 +1,26 @@
+"""A few dozen random problems per exact backend; ``python tests/random_specs.py`` draws any number."""
+
+from __future__ import annotations
+
+import pytest
+import random_specs
+
+from backends import Target, registry
+
+SEED = 0
+
+
+@pytest.mark.parametrize("number", range(24))
+@pytest.mark.parametrize("backend", ["standard", "chunked"])
+def test_random_problem_is_within_what_the_judge_allows(backend, number):
+    found, here = registry.get(backend), Target.here()
+    drawn = random_specs.draw(number, SEED, found, here, "native")
+    used = random_specs.shares(drawn, found, here, "native")
+    assert max(used.values()) <= 1, f"{used}: {drawn}"
+
+
+def test_features_of_the_contract_are_all_drawn():
+    backend, here = registry.get("standard"), Target.here()
+    drawn = [random_specs.draw(number, SEED, backend, here, "native") for number in range(60)]
+    asked = set().union(*(each.spec.features() for each in drawn))
+    assert asked == set(backend.takes(here, "native").features)
