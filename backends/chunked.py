@@ -463,10 +463,12 @@ def _forward(
             new_top = jnp.maximum(top, scores.max(-1))
             # A row that has seen nothing keeps top at _MASKED; half of that subtracted instead gives exp(-5e29) = 0.
             probs = jnp.exp(scores - jnp.maximum(new_top, _MASKED / 2)[..., None])
-            probs = _round(probs, program)
+            rounded = _round(probs, program)
             decay = jnp.exp(top - new_top)
-            total = total * decay + probs.astype(jnp.float32).sum(-1)
-            return new_top, total, out * decay[..., None] + _dot("hqk,hkd->hqd", probs, v)
+            # Of what is rounded, so that rounding cancels in the output; but not where the sum itself is asked for.
+            summed = probs if spec.return_log_sum_exp else rounded.astype(jnp.float32)
+            total = total * decay + summed.sum(-1)
+            return new_top, total, out * decay[..., None] + _dot("hqk,hkd->hqd", rounded, v)
 
         shape = (heads, group * block_q)
         start = jnp.full(shape, _MASKED), jnp.zeros(shape), jnp.zeros((*shape, spec.value_head_dim))

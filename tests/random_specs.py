@@ -44,7 +44,8 @@ class Drawn:
     def __str__(self) -> str:
         plain = {field.name: getattr(self.spec, field.name) for field in dataclasses.fields(self.spec)}
         said = {name: x for name, x in plain.items() if x not in (None, False)}
-        return f"{said} options={dict(self.options)} traced={self.traced} largest logit {self.largest_logit:.0f} unseen={self.spoilt}"
+        how = f"options={dict(self.options)} traced={self.traced} unseen={self.spoilt}"
+        return f"{said} {how} largest logit {self.largest_logit:.0f}"
 
 
 def draw(number: int, seed: int, backend: Backend, target: Target, mode: Mode) -> Drawn:
@@ -111,7 +112,7 @@ def _arrays(rng: np.random.Generator, sometimes: Any, B: int, T: int, S: int, N:
         return jnp.asarray(np.stack([make(length) for _ in range(B)]).astype(np.int32))
 
     def broadcastable() -> tuple[int, ...]:
-        return tuple(size if sometimes(0.6) else 1 for size in (B, N, T, S))
+        return (*(size if sometimes(0.6) else 1 for size in (B, N, T)), S)
 
     arrays: dict[str, jax.Array] = {}
     if sometimes(0.3):
@@ -125,7 +126,8 @@ def _arrays(rng: np.random.Generator, sometimes: Any, B: int, T: int, S: int, N:
         arrays["key_value_seq_lengths"] = jnp.asarray(rng.integers(-3, S + 40, B).astype(np.int32))
     if sometimes(0.15):
         arrays["mask"] = jnp.asarray(rng.random(broadcastable()) < rng.choice([0.1, 0.5, 0.9]))
-    if sometimes(0.15):
+    # A bias that is the same for all keys has a gradient of exactly zero, relative to which nothing can be judged.
+    if S > 1 and sometimes(0.15):
         bias = rng.standard_normal(broadcastable()).astype(np.float32)
         if sometimes(0.5):
             bias[rng.random(bias.shape) < 0.4] = -np.inf

@@ -33,7 +33,7 @@ CHOSEN = (
 REFUSED = {
     ("chunked", "one KV head"): "num_kv_heads=1 cannot be dealt to the 2 devices of heads='heads'",
     ("kascade", "causal"): "kascade selects in one layer what the next ones attend to",
-    ("splash", "causal"): "the share of one device with positions of its own: explicit positions",
+    ("splash", "causal"): "the share of one device with positions of its own: an array of explicit positions",
     ("splash", "balanced"): "explicit positions with query_length=160",
     ("standard", "causal"): "standard gives no log-sum-exp",
 }
