@@ -14,6 +14,7 @@ MODULES = sorted(
     if not info.name.endswith("__main__")
 )
 NEEDS = {
+    **{name: "llvmlite" for name in MODULES if name.startswith("backends.flash_cpu")},
     "backends.kvax.build": "triton",  # tox -e kvax runs these two
     "backends.kvax.interpret": "triton",
     "suite.peers.tokamax_chunked": "tokamax",

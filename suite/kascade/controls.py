@@ -70,8 +70,8 @@ class Watched:
         return self.method
 
     def takes(self, target: Target, mode: Mode) -> Takes:
-        """What Kascade takes."""
-        return KASCADE.takes(target, mode)
+        """What Kascade takes. Never traced twice, as the isolation of NaN does: what was kept is noted at each trace."""
+        return dataclasses.replace(KASCADE.takes(target, mode), isolates=True)
 
     def refuses(
         self, spec: AttentionSpec, target: Target, mode: Mode, options: Mapping[str, Any] | None

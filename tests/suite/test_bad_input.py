@@ -44,7 +44,7 @@ def refused(capsys, *arguments):
         ('[[case]]\nkind = "op_forward"\nsequence = "long"', "sequence = 'long' must be an integer from 1"),
         ('[[case]]\nkind = "op_forward"\nsequence = true', "sequence = true must be an integer"),
         ('[[case]]\nkind = "op_forward"\nsequence = 0', "sequence = 0 must be an integer from 1"),
-        ('[[case]]\nkind = "op_forward"\nsequence = 64\nheads = 3\nkv_heads = 2', "not a multiple"),
+        ('[[case]]\nkind = "op_forward"\nsequence = 64\nheads = 3\nkv_heads = 2', "must be a multiple of"),
         ('[[case]]\nkind = "op_forward"\nsequence = 64\ndtype = "int8"', "int8"),
         ('[[case]]\nkind = "op_forward"\nsequence = 64\nwindow = -1', "window"),
         ('[[case]]\nkind = "op_forward"\nsequence = 64\nsoft_cap = -1.0', "soft_cap"),

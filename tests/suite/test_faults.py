@@ -63,11 +63,16 @@ def test_the_other_cells_are_measured_all_the_same(run):
     assert record.compile_seconds > 0
 
 
+def own_reasons(record):
+    """Those of the backend that was asked for; beside them stands why a better one than the fallback is not here."""
+    return tuple(reason for reason in record.reasons if reason.startswith(f"{record.requested}: "))
+
+
 def test_refused_cell_carries_every_reason_and_what_would_run(run):
     record = run[0]["refusing"]
     assert record.mode is None
     assert record.resolved == "chunked"
-    assert record.reasons == (
+    assert own_reasons(record) == (
         "refusing: refusing takes no head_dim at all.",
         "refusing: refusing does not like Mondays.",
     )
@@ -112,7 +117,7 @@ def test_fallback_that_is_no_cell_is_measured_under_its_own_name(tmp_path, new_r
     assert (record.status, record.mode, record.resolved) == ("ok", "fallback", "chunked")
     assert record.key.endswith("/fallback")
     assert record.samples
-    assert len(record.reasons) == 2
+    assert len(own_reasons(record)) == 2
     assert "fallback" in stdout
 
 

@@ -61,7 +61,7 @@ def test_damaged_record_is_refused(example_record, change, match):
 @pytest.mark.parametrize("value", ["1e400", "NaN", "9" * 5000, "[" * 2000 + "]" * 2000])
 def test_number_or_nesting_that_json_readers_choke_on_is_refused(example_record, value):
     line = example_record.to_json().replace('"samples":[]', f'"samples":[{value}]')
-    with pytest.raises(RecordError, match=r"not JSON|nested too deeply"):
+    with pytest.raises(RecordError, match=r"not JSON|nested too deeply|a list must be a number"):
         Record.from_json(line.encode())
 
 
