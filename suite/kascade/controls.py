@@ -70,7 +70,7 @@ class Watched:
         return self.method
 
     def takes(self, target: Target, mode: Mode) -> Takes:
-        """What Kascade takes. Never traced twice, as the isolation of NaN does: what was kept is noted at each trace."""
+        """What Kascade takes. Traced once, not twice as isolation does: what a layer kept is noted at each trace."""
         return dataclasses.replace(KASCADE.takes(target, mode), isolates=True)
 
     def refuses(
