@@ -83,7 +83,13 @@ def attend(
     """Attention to the selected units and the own region, in this layer's keys and values."""
     mask = attended(spec, layout, tiling, selection)
     bare = dataclasses.replace(
-        spec, is_causal=False, has_segment_ids=False, has_positions=False, has_seq_lengths=False, has_mask=True
+        spec,
+        dtype=str(query.dtype),  # a check may ask for the float32 of a problem in half precision
+        is_causal=False,
+        has_segment_ids=False,
+        has_positions=False,
+        has_seq_lengths=False,
+        has_mask=True,
     )
     masked = plan(standard.STANDARD, bare, Layout(mask=mask), target=Target("cpu"))
     return masked.run(query, key, value)[0]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from sparse_problems import PROBLEMS, SETTINGS, Sparse, packed, sparse
 
-from backends import Layout, Target, registry
+from backends import Layout, Target, registry, resolve
 from backends.contract import may_attend
 from backends.kascade import (
     KASCADE,
@@ -315,7 +315,8 @@ def test_11_running_dense_is_said_and_is_dense():
     assert always.notes == ()
     dense = plan_of(problem, when="profitable")
     assert len(dense.notes) == 1
-    assert "chunked ran." in dense.notes[0]
+    ran = resolve("auto", problem.spec, Target("cpu")).backend.name
+    assert f"{ran} ran." in dense.notes[0]
     expected = registry.get("standard").plan(problem.spec, problem.layout, target=CPU).run(*problem.inputs)[0]
     np.testing.assert_allclose(jax.jit(dense.run)(*problem.inputs)[0], expected, atol=1e-5)
     assert np.abs(np.asarray(anchor(problem)[0]) - expected).max() > 0.1

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh
 from sparse_problems import PROBLEMS, cached, inner_jaxprs, packed, settings, sparse
 
-from backends import AttentionSpec, Layout, Target, attention, make_spec, names, resolve, support
+from backends import AttentionSpec, Layout, Target, attention, make_spec, names, plan, resolve, support
 from backends.kascade import (
     KASCADE,
     OPTIONS,
@@ -427,9 +427,12 @@ def test_devices_that_divide_the_heads_compute_the_same(pytestconfig):
 
 @pytest.mark.parametrize(
     ("options", "word"),
-    [({"ablation": "all_heads"}, "needs all of them at once"), ({"kernel": "pallas"}, "mesh is for kernel='xla'")],
+    [
+        ({"ablation": "all_heads"}, "needs all of them at once"),
+        ({"kernel": "pallas"}, "mesh is not supported by kascade"),
+    ],
 )
 def test_a_mesh_that_cannot_divide_is_refused(options, word):
     mesh = Mesh(np.array(jax.devices()[:1]), ("cores",))
     with pytest.raises(ValueError, match=word):
-        KASCADE.plan(sparse().spec, Layout(), target=Target("cpu"), options={"mesh": mesh} | options)
+        plan(KASCADE, sparse().spec, Layout(), target=Target("cpu"), options={"mesh": mesh} | options)
