@@ -103,4 +103,5 @@ def dense(
     value: Float[Array, "batch kv_len kv_heads v_dim"],
 ) -> Float[Array, "batch q_len heads v_dim"]:
     """Attention to everything visible: a dense layer's output."""
+    spec = dataclasses.replace(spec, dtype=str(query.dtype))
     return plan(standard.STANDARD, spec, layout, target=Target("cpu")).run(query, key, value)[0]
