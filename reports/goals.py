@@ -40,7 +40,12 @@ class Goal:
         """Whether the goal is about a case; only plain causal ones are compared."""
         problem = record.problem
         length = problem.get("sequence")
-        if problem.get("window") or problem.get("documents") != 1 or not isinstance(length, int):
+        if (
+            problem.get("window")
+            or problem.get("window_size")
+            or problem.get("documents") != 1
+            or not isinstance(length, int)
+        ):
             return False
         return (
             record.kind in self.kinds

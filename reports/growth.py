@@ -14,7 +14,7 @@ from reports.tables import Column, Table, table
 _KINDS = ("op_forward", "op_forward_backward")
 _FEWEST = 3
 _SHORTEST = 1024  # below, buffers that do not grow weigh in
-_OPTIONS = ("window", "chunk_size", "soft_cap", "value_head_dim")
+_OPTIONS = ("window", "window_size", "chunk_size", "soft_cap", "value_head_dim")
 
 
 def growth(groups: Sequence[Group]) -> Table | None:

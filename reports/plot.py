@@ -149,5 +149,5 @@ def _layout(group: Group) -> tuple[int, int, int]:
 def _is_plain(group: Group) -> bool:
     problem = _problem(group)
     ours = all(type(problem.get(name)) is int for name in ("heads", "kv_heads", "head_dim", "sequence"))
-    other = any(problem.get(name) for name in ("window", "chunk_size", "soft_cap", "value_head_dim"))
+    other = any(problem.get(name) for name in ("window", "window_size", "chunk_size", "soft_cap", "value_head_dim"))
     return ours and not other and problem.get("causal") is True and problem.get("documents", 1) == 1

@@ -41,8 +41,10 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 class OpCase:
     """One attention call. ``op_decode`` is one query token at the end of ``sequence`` keys.
 
-    ``documents`` packs that many documents of unequal length into the sequence (segment ids). Without a
-    ``name`` one is made from the fields. Raises InputError for a field that does not fit.
+    ``window_size`` counts the token itself, as Hugging Face's ``sliding_window`` does: a causal row sees its own key and
+    ``window_size - 1`` keys before it; without causality as many after it, too. ``documents`` packs that many documents
+    of unequal length into the sequence (segment ids). Without a ``name`` one is made from the fields. Raises InputError
+    for a field that does not fit.
     """
 
     kind: OpKind
@@ -55,7 +57,7 @@ class OpCase:
     value_head_dim: Count | None = None
     dtype: Dtype = "float32"
     causal: bool = True
-    window: Keys | None = None
+    window_size: Count | None = None
     chunk_size: Count | None = None
     soft_cap: Real | None = None
     documents: Count = 1
@@ -71,7 +73,11 @@ class OpCase:
                 f"case {self.name}: documents={self.documents} does not fit; "
                 f"use 1 to {self.sequence}, and 1 for a decode step."
             )
-        if self.kind == "op_decode" and (self.window is not None or self.chunk_size is not None) and not self.causal:
+        if (
+            self.kind == "op_decode"
+            and (self.window_size is not None or self.chunk_size is not None)
+            and not self.causal
+        ):
             raise InputError(f"case {self.name}: a decode step with a window or chunks needs causal = true.")
         try:
             spec_of(self)
@@ -315,6 +321,7 @@ def make_case(fields: dict[str, Any]) -> Case:
     'forward-s512-h8k8-d64-f32'
     """
     kind = fields.get("kind")
+    fields = _without_window(fields)
     if not isinstance(kind, str) or kind not in CLASS_OF_KIND:
         accepted = ", ".join(get_args(CaseKind))
         raise InputError(f"kind = {typed.given(kind)} is not a kind of case; use one of {accepted}.")
@@ -324,6 +331,17 @@ def make_case(fields: dict[str, Any]) -> Case:
         raise
     except ValueError as error:
         raise InputError(f"{_label(fields)}: {error}.") from error
+
+
+def _without_window(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields without ``window`` of version 0.1, which counted the keys beside the token. Raises InputError."""
+    if fields.get("window") is not None:
+        given = typed.given(fields["window"])
+        raise InputError(
+            f"{_label(fields)}: window = {given} counted the keys beside the token and is gone; use window_size, which "
+            "counts the token too (window_size = window + 1)."
+        )
+    return {name: value for name, value in fields.items() if name != "window"}
 
 
 def problem_of(case: Case) -> dict[str, Any]:
@@ -343,13 +361,20 @@ def spec_of(case: OpCase) -> AttentionSpec:
         value_head_dim=case.value_head_dim,
         dtype=case.dtype,
         is_causal=case.causal,
-        local_window_size=None if case.window is None else (case.window, case.window),
+        local_window_size=_window(case),
         chunk_size=case.chunk_size,
         logits_soft_cap=case.soft_cap,
         has_segment_ids=case.documents > 1,
         has_positions=case.kind == "op_decode" and case.causal,
         needs_grad=case.needs_grad,
     )
+
+
+def _window(case: OpCase) -> tuple[int, int] | None:
+    """Keys beside a query's own, left and right."""
+    if case.window_size is None:
+        return None
+    return case.window_size - 1, 0 if case.causal else case.window_size - 1
 
 
 def _op_name(case: OpCase) -> str:
@@ -359,7 +384,7 @@ def _op_name(case: OpCase) -> str:
         f"v{case.value_head_dim}": case.value_head_dim is not None,
         f"b{case.batch}": case.batch != 1,
         "full": not case.causal,
-        f"window{case.window}": case.window is not None,
+        f"sliding{case.window_size}": case.window_size is not None,
         f"chunk{case.chunk_size}": case.chunk_size is not None,
         f"cap{case.soft_cap}": case.soft_cap is not None,
         f"docs{case.documents}": case.documents > 1,

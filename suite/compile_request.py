@@ -25,7 +25,7 @@ COMPILE = Suite(
         OpCase(kind="op_forward_backward", sequence=4096, heads=32, head_dim=128, dtype="bfloat16"),
         OpCase(kind="op_forward_backward", sequence=4096, heads=32, head_dim=128, dtype="float32"),
         OpCase(kind="op_forward_backward", sequence=8192, heads=32, head_dim=128, dtype="bfloat16", documents=8),
-        OpCase(kind="op_forward", sequence=16384, heads=32, head_dim=128, dtype="bfloat16", window=1024),
+        OpCase(kind="op_forward", sequence=16384, heads=32, head_dim=128, dtype="bfloat16", window_size=1024),
         *(
             OpCase(kind="op_forward", sequence=sequence, heads=32, head_dim=128, dtype="bfloat16")
             for sequence in (8192, 32768, 131072)

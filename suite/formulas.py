@@ -32,8 +32,8 @@ def visible_pairs(case: OpCase) -> int:
     stops = np.searchsorted(ids, ids, side="right")[query]
     if case.causal:
         stops = np.minimum(stops, query + 1)
-    if case.window is not None:
-        starts, stops = np.maximum(starts, query - case.window), np.minimum(stops, query + case.window + 1)
+    if case.window_size is not None:
+        starts, stops = np.maximum(starts, query - case.window_size + 1), np.minimum(stops, query + case.window_size)
     if case.chunk_size is not None:
         first = query - query % case.chunk_size
         starts, stops = np.maximum(starts, first), np.minimum(stops, first + case.chunk_size)

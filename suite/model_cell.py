@@ -211,7 +211,7 @@ def _pairs(case: ModelCase, config: ModelConfig, kind: str, prompt: int) -> int:
                 kind=op,  # pyright: ignore[reportArgumentType]  (one of two literals)
                 sequence=length,
                 causal=kind != "full",
-                window=config.window_size - 1 if kind == "sliding" and config.window_size else None,
+                window_size=config.window_size if kind == "sliding" else None,
                 chunk_size=config.chunk_size if kind == "chunked" else None,
             )
         )

@@ -88,7 +88,7 @@ FULL = Suite(
             for documents in (4, 16)
         ),
         *(
-            OpCase(kind="op_forward", sequence=sequence, head_dim=128, kv_heads=2, dtype="bfloat16", window=1024)
+            OpCase(kind="op_forward", sequence=sequence, head_dim=128, kv_heads=2, dtype="bfloat16", window_size=1024)
             for sequence in (4096, 16384)
         ),
         *(
@@ -131,7 +131,7 @@ CPU_SPEED = Suite(
     (
         *_grid((512, 1024, 2048, 4096), (64,)),
         *_grid((512, 2048), (128,)),
-        OpCase(kind="op_forward", sequence=4096, window=512),
+        OpCase(kind="op_forward", sequence=4096, window_size=512),
         OpCase(kind="op_forward", sequence=4096, documents=8),
         OpCase(kind="op_forward_backward", sequence=4096, documents=8),
         *(

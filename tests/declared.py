@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from typing import Any
 
 from backends import AttentionSpec, Plan, Takes, Target
 from backends.features import Mode
+from backends.registry import BUILT_IN
 
 # Asks for nothing that a backend may lack but for one of two: is_causal is True or False.
 PLAIN = AttentionSpec(
@@ -20,6 +22,8 @@ PLAIN = AttentionSpec(
     is_causal=True,
     needs_grad=False,
 )
+# The built-in backends that have to load. flash_cpu needs llvmlite, which the tox environment flash_cpu installs.
+LOADING = tuple(name for name in BUILT_IN if name != "flash_cpu" or importlib.util.find_spec("llvmlite"))
 # Where each backend is at home.
 HOME: dict[str, tuple[Target, Mode]] = {
     "cudnn": (Target("cuda", "h100"), "native"),

@@ -43,7 +43,7 @@ class Peer:
 PEERS = {
     peer.name: peer
     for peer in (
-        Peer(name="jax_nn", module="jax_nn", packages=(), kinds=_OPS, masks=frozenset({"window", "documents"})),
+        Peer(name="jax_nn", module="jax_nn", packages=(), kinds=_OPS, masks=frozenset({"window_size", "documents"})),
         Peer(name="tokamax", module="tokamax_chunked", packages=("tokamax",), kinds=_OPS),
         Peer(name="torch", module="torch_sdpa", packages=("torch",), kinds=_OPS),
         Peer(name="torch_unthrottled", module="torch_sdpa", packages=("torch",), kinds=_OPS, unthrottled=True),
@@ -69,7 +69,7 @@ def refusals(name: str, case: Case) -> tuple[str, ...]:
         reasons += [f"{name}: {reason}" for reason in mkl.refusals(cpu_name())]
     if isinstance(case, OpCase):
         given = {
-            "window": case.window is not None,
+            "window_size": case.window_size is not None,
             "chunk_size": case.chunk_size is not None,
             "soft_cap": case.soft_cap is not None,
             "documents": case.documents > 1,
@@ -81,6 +81,9 @@ def refusals(name: str, case: Case) -> tuple[str, ...]:
             for option, is_given in given.items()
             if is_given and option not in peer.masks
         ]
+        # The peers count the positions of queries from 0: a decode step's window would lie at the first key.
+        if case.kind == "op_decode" and case.window_size is not None and "window_size" in peer.masks:
+            reasons.append(f"{name}: window_size={case.window_size} is compared in forward and backward passes alone.")
     if isinstance(case, ModelCase) and case.ragged:
         reasons.append(f"{name}: ragged=True is outside of what is compared with it; it takes prompts of one length.")
     return tuple(reasons)

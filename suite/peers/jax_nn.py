@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from suite.cases import OpCase
+from suite.cases import OpCase, spec_of
 from suite.formulas import document_ids
 from suite.inputs import make_inputs
 from suite.program import Program, with_gradients
@@ -26,7 +26,7 @@ def program(case: OpCase) -> Program:
             key,
             value,
             is_causal=causal,
-            local_window_size=None if case.window is None else (case.window, 0 if causal else case.window),
+            local_window_size=spec_of(case).window,
             mask=(documents[:, None] == documents[None])[None, None] if packed else None,
             implementation="xla",
         )

@@ -8,11 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from declared import PLAIN, Declared, home
+from declared import LOADING, PLAIN, Declared, home
 
 from backends import FEATURES, FEATURES_0_1, AttentionSpec, Backend, Plan, Takes, Target, features, registry, support
 from backends.features import ASKED, DTYPES, Asked, Feature, Mode
-from backends.registry import BUILT_IN
 
 ASKING: dict[Feature, dict[str, Any]] = {
     "causal": {},
@@ -75,13 +74,13 @@ def test_the_features_of_version_0_1_never_grow() -> None:
     ]
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("name", LOADING)
 def test_plain_attention_is_taken_at_home(name: str) -> None:
     target, mode = home(name)
     assert support(registry.get(name), PLAIN, target, mode)
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("name", LOADING)
 @pytest.mark.parametrize("feature", FEATURES)
 def test_what_is_not_declared_is_refused_in_one_sentence_whose_advice_holds(name: str, feature: Feature) -> None:
     backend, (target, mode), spec = registry.get(name), home(name), asking(feature)
@@ -97,7 +96,7 @@ def test_what_is_not_declared_is_refused_in_one_sentence_whose_advice_holds(name
     assert support(registry.get(instead), spec, target), reason
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("name", LOADING)
 def test_a_bound_is_refused_with_the_value_given_and_those_accepted(name: str) -> None:
     backend, (target, mode) = registry.get(name), home(name)
     takes = backend.takes(target, mode)
@@ -177,7 +176,7 @@ class OfVersion01:
 
 
 @pytest.mark.usefixtures("a_later_feature")
-@pytest.mark.parametrize("backend", [*map(registry.get, BUILT_IN), OfVersion01()], ids=lambda backend: backend.name)
+@pytest.mark.parametrize("backend", [*map(registry.get, LOADING), OfVersion01()], ids=lambda backend: backend.name)
 def test_a_feature_added_later_is_refused_by_every_backend_that_says_nothing(backend: Backend) -> None:
     target, mode = home(backend.name)
     (reason,) = support(backend, PLAIN, target, mode).reasons

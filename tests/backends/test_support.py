@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from declared import HOME, PLAIN, Declared, home
+from declared import HOME, LOADING, PLAIN, Declared, home
 
 from backends import (
     AttentionSpec,
@@ -33,12 +33,12 @@ from backends import (
 )
 from backends.features import Mode
 from backends.kascade import KASCADE
-from backends.registry import BUILT_IN
 from backends.splash import SPLASH
 from backends.standard import STANDARD
 
-BOTH = tuple(name for name in BUILT_IN if name != "kascade")  # causal and not
+BOTH = tuple(name for name in LOADING if name != "kascade")  # causal and not
 CPU, H100, V5E = Target("cpu"), Target("cuda", "h100"), Target("tpu", "v5e")
+AUTO = resolve("auto", PLAIN, CPU).backend.name
 B, T, N, H = PLAIN.batch, PLAIN.query_length, PLAIN.num_heads, PLAIN.head_dim
 IDS = np.repeat([[0, 1]], T // 2, axis=1).repeat(B, axis=0).astype(np.int32)
 ARRAYS: dict[str, dict[str, np.ndarray]] = {
@@ -108,7 +108,7 @@ def test_one_sentence_that_is_no_tuple_is_one_reason() -> None:
 def test_an_error_of_the_backend_stops_no_resolution(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry.DEFAULT, "_loaded", {**registry.DEFAULT._loaded, "declared": Asked(answer=raises)})
     with pytest.warns(BackendFallbackWarning, match="declared failed when asked"):
-        assert resolve("declared", PLAIN, CPU).backend.name == "chunked"
+        assert resolve("declared", PLAIN, CPU).backend.name == AUTO
 
 
 # Options are seen.
@@ -122,7 +122,7 @@ def test_options_are_judged_with_the_spec() -> None:
     with pytest.raises(ValueError, match="granularity='token' is not supported by kascade's Pallas kernels"):
         plan(KASCADE, PLAIN, target=CPU, options=options)
     with pytest.warns(BackendFallbackWarning, match="granularity='token'"):
-        assert resolve("kascade", PLAIN, CPU, options=options).backend.name == "chunked"
+        assert resolve("kascade", PLAIN, CPU, options=options).backend.name == AUTO
 
 
 def test_every_condition_of_a_kernel_that_was_an_error_of_plan_is_a_reason() -> None:
@@ -135,7 +135,7 @@ def test_every_condition_of_a_kernel_that_was_an_error_of_plan_is_a_reason() -> 
     assert support(KASCADE, PLAIN, V5E, options={"tile_size": 24, "query_tile": 24, "kernel": "xla"})
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("name", LOADING)
 def test_an_option_that_there_is_not_is_an_error_of_the_caller_and_no_fallback(name: str) -> None:
     target, mode = home(name)
     options = {"no_such_option": 1}
@@ -152,7 +152,7 @@ def planned(name: str, spec: AttentionSpec, layout: Layout) -> Plan:
     return resolve(name, spec, target, mode=mode, on_unavailable="raise").plan(layout)
 
 
-@pytest.mark.parametrize(("name", "is_causal"), [(name, True) for name in BUILT_IN] + [(name, False) for name in BOTH])
+@pytest.mark.parametrize(("name", "is_causal"), [(name, True) for name in LOADING] + [(name, False) for name in BOTH])
 @pytest.mark.parametrize("field", ARRAYS)
 def test_arrays_that_the_spec_does_not_announce_are_refused_by_every_backend(
     name: str, is_causal: bool, field: str
@@ -245,7 +245,7 @@ def test_only_a_backend_whose_spec_announces_terms_is_handed_any() -> None:
         def plan(self, *_: Any, **__: Any) -> Plan:
             return Plan(lambda *given: (len(given), ()))
 
-    backend = Seen(Takes())
+    backend = Seen(Takes(isolates=True))
     assert plan(backend, PLAIN, target=CPU).run(*operands())[0] == 5
     bias = Terms(bias=jnp.zeros((1, 1, 1, 1)))
     assert plan(backend, varied(has_bias=True), target=CPU).run(*operands(), terms=bias)[0] == 6
@@ -335,7 +335,7 @@ def test_what_a_backend_declares_survives_a_wrapper() -> None:
     assert "cannot attend to a part of the keys" in support(Sharded(STANDARD, mesh, ring), PLAIN, CPU).reasons[0]
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("name", LOADING)
 def test_a_backend_has_the_methods_of_what_it_declares(name: str) -> None:
     backend, (target, mode) = registry.get(name), home(name)
     takes = backend.takes(target, mode)

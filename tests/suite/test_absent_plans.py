@@ -80,7 +80,7 @@ def test_every_row_of_a_suite_runs_as_its_device_has_it(suite, kind, on):
         if row in foreign:
             assert f"{row} native" not in whats, (case, row)
         if row == own and (own == "splash" or case in KASCADES):
-            windows = any(isinstance(one, OpCase) and one.window for one in suite.cases if one.kind == case)
+            windows = any(isinstance(one, OpCase) and one.window_size for one in suite.cases if one.kind == case)
             assert f"{row} native" in whats, (case, row)
             assert windows or len(whats) == 1, (case, row, whats)
         if row == "kascade" and case not in KASCADES:

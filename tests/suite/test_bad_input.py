@@ -46,7 +46,7 @@ def refused(capsys, *arguments):
         ('[[case]]\nkind = "op_forward"\nsequence = 0', "sequence = 0 must be an integer from 1"),
         ('[[case]]\nkind = "op_forward"\nsequence = 64\nheads = 3\nkv_heads = 2', "must be a multiple of"),
         ('[[case]]\nkind = "op_forward"\nsequence = 64\ndtype = "int8"', "int8"),
-        ('[[case]]\nkind = "op_forward"\nsequence = 64\nwindow = -1', "window"),
+        ('[[case]]\nkind = "op_forward"\nsequence = 64\nwindow_size = 0', "window_size"),
         ('[[case]]\nkind = "op_forward"\nsequence = 64\nsoft_cap = -1.0', "soft_cap"),
         ('[[case]]\nkind = "op_forward"\nsequence = 64\ndocuments = 65', "documents=65"),
         ('[[case]]\nkind = "op_forward"\nsequence = 64\nname = "a/b"', "cannot name a case"),

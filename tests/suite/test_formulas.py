@@ -7,21 +7,22 @@ from hypothesis import strategies as st
 
 from backends.contract import may_attend
 from suite.cases import OpCase, make_case, problem_of, spec_of
+from suite.errors import InputError
 from suite.formulas import document_ids, op_bytes, op_flops, visible_pairs
 from suite.inputs import make_inputs
 
 CASES = [
     OpCase(kind="op_forward", sequence=37),
     OpCase(kind="op_forward", sequence=37, causal=False),
-    OpCase(kind="op_forward", sequence=37, window=5),
-    OpCase(kind="op_forward", sequence=37, window=0, causal=False),
-    OpCase(kind="op_forward", sequence=37, window=5, causal=False, documents=4),
+    OpCase(kind="op_forward", sequence=37, window_size=6),
+    OpCase(kind="op_forward", sequence=37, window_size=1, causal=False),
+    OpCase(kind="op_forward", sequence=37, window_size=6, causal=False, documents=4),
     OpCase(kind="op_forward", sequence=37, chunk_size=8),
     OpCase(kind="op_forward", sequence=37, chunk_size=8, causal=False, documents=3),
     OpCase(kind="op_forward", sequence=37, documents=37),
     OpCase(kind="op_decode", sequence=37),
     OpCase(kind="op_decode", sequence=37, causal=False),
-    OpCase(kind="op_decode", sequence=37, window=5),
+    OpCase(kind="op_decode", sequence=37, window_size=6),
     OpCase(kind="op_decode", sequence=37, chunk_size=8),
 ]
 
@@ -32,6 +33,20 @@ def test_visible_pairs_are_those_of_the_mask(case):
     full = (1, 1, case.query_length, case.sequence)
     counted = np.prod(full) if mask is None else np.broadcast_to(np.asarray(mask), full).sum()
     assert visible_pairs(case) == counted
+
+
+def test_window_size_counts_the_token_itself_as_that_of_a_model_does():
+    causal, both = (OpCase(kind="op_forward", sequence=37, window_size=6, causal=causal) for causal in (True, False))
+    assert may_attend(spec_of(causal), make_inputs(causal).layout).sum(-1).max() == 6
+    assert may_attend(spec_of(both), make_inputs(both).layout).sum(-1).max() == 11
+    assert spec_of(causal).window == (6 - 1, 0)
+    assert causal.name == "forward-s37-h8k8-d64-sliding6-f32"
+
+
+def test_window_of_the_first_version_is_refused_with_its_meaning():
+    with pytest.raises(InputError, match=r"window = 512 counted the keys beside the token.*use window_size"):
+        make_case({"kind": "op_forward", "sequence": 1024, "window": 512})
+    assert make_case({"kind": "op_forward", "sequence": 1024, "window": None}).window_size is None
 
 
 def test_flops_of_a_small_case_counted_by_hand():

@@ -18,8 +18,8 @@ CASES = [
     OpCase(kind="op_forward_backward", sequence=96, kv_heads=2),
     OpCase(kind="op_forward", sequence=96, dtype="bfloat16", causal=False),
     OpCase(kind="op_decode", sequence=96, kv_heads=2),
-    OpCase(kind="op_forward", sequence=96, window=17),
-    OpCase(kind="op_forward", sequence=96, window=17, causal=False),
+    OpCase(kind="op_forward", sequence=96, window_size=17),
+    OpCase(kind="op_forward", sequence=96, window_size=17, causal=False),
     OpCase(kind="op_forward", sequence=96, documents=3),
 ]
 PAIRS = [(name, case) for name in PEERS for case in CASES if case.kind in PEERS[name].kinds]
@@ -53,7 +53,12 @@ def test_missing_package_is_named_with_the_line_that_installs_it(monkeypatch):
 def test_option_outside_of_the_comparison_is_named_with_its_value():
     reasons = peers.refusals("jax_nn", OpCase(kind="op_forward", sequence=96, soft_cap=30.0))
     told = "jax_nn: soft_cap=30.0 is outside of what is compared with it; it takes causal and full attention"
-    assert reasons == (f"{told} and documents, window.",)
+    assert reasons == (f"{told} and documents, window_size.",)
+
+
+def test_window_of_a_decode_step_is_refused():
+    (reason,) = peers.refusals("jax_nn", OpCase(kind="op_decode", sequence=96, window_size=17))
+    assert reason == "jax_nn: window_size=17 is compared in forward and backward passes alone."
 
 
 def test_unthrottled_row_is_refused_where_there_is_no_brake(monkeypatch):

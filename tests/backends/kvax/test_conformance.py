@@ -8,7 +8,7 @@ import pytest
 from conformance import Conformance, check_accuracy, compiled, layouts
 from problems import CASES
 
-from backends import AttentionSpec, Layout, Target
+from backends import AttentionSpec, Layout, Target, Terms
 from backends.kvax import KVAX
 
 # Kvax's dq kernel multiplies the query by the scale and rounds the product to half precision before it recomputes the
