@@ -42,9 +42,9 @@ class OpCase:
     """One attention call. ``op_decode`` is one query token at the end of ``sequence`` keys.
 
     ``window_size`` counts the token itself, as Hugging Face's ``sliding_window`` does: a causal row sees its own key
-    and ``window_size - 1`` keys before it; without causality as many after it, too. ``documents`` packs that many documents
-    of unequal length into the sequence (segment ids). Without a ``name`` one is made from the fields. Raises InputError
-    for a field that does not fit.
+    and ``window_size - 1`` keys before it; without causality as many after it, too. ``documents`` packs that many
+    documents of unequal length into the sequence (segment ids). Without a ``name`` one is made from the fields. Raises
+    InputError for a field that does not fit.
     """
 
     kind: OpKind
