@@ -1,8 +1,10 @@
-"""What all tests share: hypothesis is the same every day, and conformance cases are dealt to their classes."""
+"""What all tests share: hypothesis is the same every day, conformance cases are dealt to their classes and judged."""
+
+from typing import Any
 
 import hypothesis
 import pytest
-from conformance import Conformance
+from conformance import Conformance, held
 
 # derandomize: a failure is the same on every machine; deadline None: a first example compiles.
 hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None, database=None, print_blob=False)
@@ -17,3 +19,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("case", metafunc.cls.cases)
     if "taken" in metafunc.fixturenames:
         metafunc.parametrize("taken", metafunc.cls.taken(metafunc.function))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Any:
+    """No test of a conformance class passes without a claim."""
+    if pyfuncitem.cls is None or not issubclass(pyfuncitem.cls, Conformance):
+        return (yield)
+    with held(pyfuncitem.originalname):
+        return (yield)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,18 +15,23 @@ import problems
 import pytest
 from problems import QUANTITIES, Problem
 
-from backends import AttentionSpec, Layout, Plan, Support
-from backends.contract import may_attend
+from backends import AttentionSpec, Layout, Plan, Support, Takes, Target, Terms
+from backends.contract import NO_TERMS, may_attend
+from backends.features import Mode
 from backends.standard import STANDARD
 
-Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+Attend = Callable[..., Any]  # (query, key, value), and terms where there are some -> output, or (output, log-sum-exp)
 
 
 def standard(problem: Problem, layout: Layout | None = None, **changes: Any) -> Attend:
     """The standard backend with a changed spec or layout."""
     spec = dataclasses.replace(problem.spec, **changes)
     plan = STANDARD.plan(spec, problem.layout if layout is None else layout, target=None)
-    return lambda q, k, v: plan.run(q, k, v)[0]
+
+    def run(q: jax.Array, k: jax.Array, v: jax.Array, terms: Terms = NO_TERMS) -> Any:
+        return dataclasses.replace(plan, spec=spec).run(q, k, v, terms=terms)[0]
+
+    return run
 
 
 def masked_by(problem: Problem, mask: jax.Array) -> Attend:
@@ -159,6 +165,66 @@ def unseen_rows_leak_gradients(problem: Problem) -> Attend:
     return run
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def with_gradient(x: jax.Array, change: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """``x``, whose gradient arrives changed."""
+    return x
+
+
+with_gradient.defvjp(lambda x, _: (x, None), lambda change, _, cotangent: (change(cotangent),))
+
+
+def bias_gradient(change: Callable[[jax.Array], jax.Array]) -> Callable[[Problem], Attend]:
+    """The gradient of the bias changed, and nothing else."""
+
+    def wrong(problem: Problem) -> Attend:
+        attend = standard(problem)
+        return lambda q, k, v, terms: attend(q, k, v, Terms(bias=with_gradient(terms.bias, change)))
+
+    return wrong
+
+
+def bias_gradient_not_summed(problem: Problem) -> Attend:
+    """A bias that all rows share gets the gradient of the first row alone."""
+    attend, rows = standard(problem), problem.spec.query_length
+
+    def run(q: jax.Array, k: jax.Array, v: jax.Array, terms: Terms) -> jax.Array:
+        first = jnp.arange(rows)[:, None] == 0
+        return attend(q, k, v, Terms(bias=jnp.where(first, terms.bias, jax.lax.stop_gradient(terms.bias))))
+
+    return run
+
+
+def bias_ignored(problem: Problem) -> Attend:
+    attend = standard(problem)
+    return lambda q, k, v, terms: attend(q, k, v, Terms(bias=0 * terms.bias))
+
+
+def log_sum_exp(change: Callable[[jax.Array], jax.Array]) -> Callable[[Problem], Attend]:
+    """The log-sum-exp changed, the output not."""
+
+    def wrong(problem: Problem) -> Attend:
+        attend = standard(problem)
+
+        def run(*operands: Any) -> tuple[jax.Array, jax.Array]:
+            out, lse = attend(*operands)
+            return out, change(lse)
+
+        return run
+
+    return wrong
+
+
+def log_sum_exp_of(**changes: Any) -> Callable[[Problem], Attend]:
+    """The log-sum-exp of the standard backend with a changed spec."""
+
+    def wrong(problem: Problem) -> Attend:
+        right, other = standard(problem), standard(problem, **changes)
+        return lambda *operands: (right(*operands)[0], other(*operands)[1])
+
+    return wrong
+
+
 WRONG: dict[str, tuple[Callable[[Problem], Attend], str]] = {
     "causal mask missing": (causal_mask_missing, "causal"),
     "window off by one": (window_off_by_one, "window-asymmetric"),
@@ -185,6 +251,34 @@ WRONG: dict[str, tuple[Callable[[Problem], Attend], str]] = {
     "dv off by 1%": (one_gradient_off((1.0, 1.0, 1.01)), "segments"),
     "dq off by 2% in bfloat16": (one_gradient_off((1.02, 1.0, 1.0)), "cross-bfloat16"),
     "dk off by 2% in float16": (one_gradient_off((1.0, 1.02, 1.0)), "cross-float16"),
+    "bias ignored": (bias_ignored, "bias-per-head"),
+    "dbias zero": (bias_gradient(jnp.zeros_like), "bias-per-head"),
+    "dbias off by 1%": (bias_gradient(lambda x: 1.01 * x), "bias-per-head"),
+    "dbias off by 1%, with a mask": (bias_gradient(lambda x: 0.99 * x), "mask-and-bias"),
+    "dbias off by 2% in bfloat16": (bias_gradient(lambda x: 1.02 * x), "bias-bfloat16"),
+    "dbias not finite where the bias is not": (
+        bias_gradient(lambda x: jnp.where(x == 0, jnp.nan, x)),
+        "bias-of-minus-infinity",
+    ),
+    "dbias not summed over rows": (bias_gradient_not_summed, "bias-broadcast"),
+    "dbias of a log-sum-exp off by 1%": (bias_gradient(lambda x: 1.01 * x), "log-sum-exp-and-bias"),
+    "log-sum-exp in base 2": (log_sum_exp(lambda x: x / np.log(2)), "log-sum-exp"),
+    "log-sum-exp off by 1e-4": (log_sum_exp(lambda x: x + 1e-4), "log-sum-exp"),
+    "log-sum-exp rounded to bfloat16": (
+        log_sum_exp(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32)),
+        "log-sum-exp-bfloat16",
+    ),
+    "log-sum-exp of all keys": (log_sum_exp_of(is_causal=False), "log-sum-exp"),
+    "log-sum-exp before the soft cap": (log_sum_exp_of(logits_soft_cap=None), "log-sum-exp-soft-cap"),
+    "log-sum-exp of nothing finite": (
+        log_sum_exp(lambda x: jnp.where(jnp.isneginf(x), np.finfo(np.float32).min, x)),
+        "log-sum-exp-of-nothing",
+    ),
+    "log-sum-exp without gradient": (log_sum_exp(jax.lax.stop_gradient), "log-sum-exp"),
+    "log-sum-exp with its gradient off by 1%": (
+        log_sum_exp(lambda x: with_gradient(x, lambda cotangent: 1.01 * cotangent)),
+        "log-sum-exp",
+    ),
 }
 
 
@@ -192,7 +286,8 @@ WRONG: dict[str, tuple[Callable[[Problem], Attend], str]] = {
 def test_wrong_implementation_fails(name: str) -> None:
     wrong, case = WRONG[name]
     problem = problems.problem(case)
-    results = problems.forward_and_backward(wrong(problem))(*problem.inputs)
+    lse = problem.spec.return_log_sum_exp
+    results = problems.forward_and_backward(wrong(problem), problem.terms, log_sum_exp=lse)(*problem.inputs)
     with pytest.raises(AssertionError, match="passed=False"):
         conformance.check_accuracy(results, problem)
 
@@ -247,6 +342,44 @@ def test_padding_that_leaks_by_zero_weights_times_values_fails() -> None:
 def test_gradients_that_leak_from_rows_that_see_nothing_fail() -> None:
     problem = problems.problem("padding-both-ends")
     run = problems.forward_and_backward(unseen_rows_leak_gradients(problem))
+    with pytest.raises(AssertionError):
+        conformance.check_unseeing_rows_do_not_matter(run, problem)
+
+
+@dataclasses.dataclass(frozen=True)
+class Letting:
+    """The standard backend; it may say that it keeps NaN and infinity from rows that may not see them, and does not."""
+
+    says_isolates: bool
+    name: str = "letting"
+    exact: bool = True
+
+    def takes(self, target: Target, mode: Mode) -> Takes:
+        return dataclasses.replace(STANDARD.takes(target, mode), isolates=self.says_isolates)
+
+    def plan(self, spec: AttentionSpec, layout: Layout, **given: Any) -> Plan:
+        return STANDARD.plan(spec, layout, **given)
+
+
+@pytest.mark.parametrize("case", ["ragged", "padding-both-ends"])
+def test_backend_that_lets_nan_of_an_unseen_key_through_fails(case: str) -> None:
+    problem = problems.problem(case)
+    run = conformance.compiled(Letting(says_isolates=True), problem, Target.here())
+    # Right in everything else: its results, and huge numbers where nobody looks.
+    results = run(*problem.inputs)
+    conformance.check_accuracy(results, problem)
+    query, key, value, cotangent = problem.inputs
+    huge = jnp.where(problem.unseen_keys[..., None], jnp.float32(1e30), value)
+    conformance.check_same(results, run(query, key, huge, cotangent))
+    with pytest.raises(AssertionError, match="location mismatch"):
+        conformance.check_unseen_keys_do_not_matter(run, problem)
+    isolated = conformance.compiled(Letting(says_isolates=False), problem, Target.here())
+    conformance.check_unseen_keys_do_not_matter(isolated, problem)
+
+
+def test_backend_that_lets_nan_of_an_unseeing_row_through_fails() -> None:
+    problem = problems.problem("padding-both-ends")
+    run = conformance.compiled(Letting(says_isolates=True), problem, Target.here())
     with pytest.raises(AssertionError):
         conformance.check_unseeing_rows_do_not_matter(run, problem)
 

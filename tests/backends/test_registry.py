@@ -9,6 +9,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -70,24 +71,85 @@ BACKEND = dataclasses.replace(Standard(), name="thirdparty")
 
 def make():
     return dataclasses.replace(Standard(), name="made")
+
+class Unhashable(dict):
+    name, exact = "unhashable", True
+    def takes(self, target, mode): ...
+    def plan(self, spec, layout, **given): ...
+
+class Needy:
+    def __init__(self, device): ...
+"""
+# The class that docs/backends.md shows, word for word, and the kernel that it imports.
+DOCS = Path(__file__).parents[2] / "docs" / "backends.md"
+KERNEL = """
+import jax, jax.numpy as jnp
+
+def my_kernel(query, key, value, mask):
+    key, value = (jnp.repeat(x, query.shape[2] // key.shape[2], axis=2) for x in (key, value))
+    logits = jnp.einsum("btnh,bsnh->bnts", query, key) * query.shape[-1] ** -0.5
+    logits = logits if mask is None else jnp.where(mask, logits, -jnp.inf)
+    return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(logits, axis=-1), value)
 """
 ENTRY_POINTS = """[attention_suite.backends]
 thirdparty = thirdparty_attention:BACKEND
 made = thirdparty_attention:make
+mine = my_package:Mine
 missing = thirdparty_attention:NOWHERE
 misnamed = thirdparty_attention:BACKEND
 number = thirdparty_attention:__doc__
 broken = broken_attention:BACKEND
 quits = quitting_attention:BACKEND
+leaves = leaving_attention:BACKEND
+unhashable = thirdparty_attention:Unhashable
+needy = thirdparty_attention:Needy
+"""
+BROKEN = {
+    "broken": "AttributeError: jax.experimental.shard_map has no Specs",
+    "quits": "ModuleNotFoundError: No module named 'no_such_dependency'",
+    "leaves": "SystemExit: no licence found",
+    "missing": "NOWHERE",
+    "misnamed": "is not a backend named 'misnamed'",
+    "number": "is not a backend named 'number'; it needs name, exact, plan(...), takes(...)",
+    "unhashable": "it needs to be hashable, since models pass it as a static argument of jax.jit",
+    "needy": "missing 1 required positional argument: 'device'",
+}
+# What somebody sees who has that package installed; one process for all tests, since each takes seconds to start.
+SEEN = """
+import json, sys
+import conformance, jax.numpy as jnp, problems
+from backends import AttentionSpec, Target, attention, get, names, support
+
+seen = {"names": names()}
+spec = AttentionSpec(batch=1, query_length=4, key_value_length=4, num_heads=1, num_kv_heads=1, head_dim=8)
+seen["reasons"] = {name: support(get(name), spec, Target("cpu")).reasons for name in sys.argv[1:]}
+x = jnp.ones((1, 4, 2, 8))
+seen["shapes"] = {
+    name: attention(x, x, x, backend=name, on_unavailable="raise").shape for name in ("standard", "thirdparty", "made")
+}
+seen["refused by mine"] = support(get("mine"), spec, Target("tpu", "v5e")).reasons
+for case in ("head-dim-64", "head-dim-128"):
+    problem = problems.problem(case)
+    conformance.check_accuracy(conformance.compiled(get("mine"), problem, Target.here())(*problem.inputs), problem)
+    seen.setdefault("judged", []).append(case)
+print(json.dumps(seen))
 """
 
 
+def class_of_the_docs() -> str:
+    (example,) = (block for block in DOCS.read_text(encoding="utf-8").split("```python\n") if "class Mine:" in block)
+    return example.partition("```")[0]
+
+
 def wheel(folder: Path) -> Path:
-    """A real package with one module that works and two that do not."""
+    """A real package with two modules that work and three that do not."""
     files = {
         "thirdparty_attention.py": GOOD,
         "broken_attention.py": "raise AttributeError('jax.experimental.shard_map has no Specs')\n",
         "quitting_attention.py": "import no_such_dependency\n",
+        "leaving_attention.py": "raise SystemExit('no licence found')\n",
+        "my_package/__init__.py": class_of_the_docs(),
+        "my_package/kernel.py": KERNEL,
         "thirdparty_attention-1.0.dist-info/METADATA": (
             "Metadata-Version: 2.1\nName: thirdparty-attention\nVersion: 1.0\n"
         ),
@@ -111,7 +173,7 @@ def _digest(text: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("site")
     subprocess.run(
         [
@@ -121,56 +183,45 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ],
         check=True,
     )
-    return folder
-
-
-def python(installed: Path, code: str) -> str:
-    path = os.pathsep.join([str(installed), *filter(None, sys.path)])
+    path = os.pathsep.join([str(folder), str(Path(__file__).parents[1]), *filter(None, sys.path)])
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
+        [sys.executable, "-W", "error", "-c", SEEN, *BROKEN],
         env={**os.environ, "PYTHONPATH": path},
-        check=True,
+        check=False,
         capture_output=True,
         text=True,
     )
-    return done.stdout
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
-def test_installed_package_joins_by_its_entry_point_and_runs(installed: Path) -> None:
-    code = """
-import json, jax.numpy as jnp
-from backends import attention, names
-x = jnp.ones((1, 4, 2, 8))
-shapes = [attention(x, x, x, backend=name, on_unavailable="raise").shape for name in ("thirdparty", "made")]
-print(json.dumps([names(), shapes]))
-"""
-    names, shapes = json.loads(python(installed, code))
-    assert {"standard", "thirdparty", "made"} <= set(names)
+def test_installed_package_joins_by_its_entry_point_and_runs(seen: dict[str, Any]) -> None:
+    names = seen["names"]
+    assert {"standard", "thirdparty", "made", "mine", *BROKEN} <= set(names)
     assert names.index("standard") < names.index("thirdparty")
-    assert shapes == [[1, 4, 2, 8]] * 2
+    assert seen["shapes"] == {name: [1, 4, 2, 8] for name in ("standard", "thirdparty", "made")}
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("broken", "AttributeError: jax.experimental.shard_map has no Specs"),
-        ("quits", "ModuleNotFoundError: No module named 'no_such_dependency'"),
-        ("missing", "NOWHERE"),
-        ("misnamed", "is not a backend named 'misnamed'"),
-        ("number", "is not a backend named 'number'"),
-    ],
-)
-def test_broken_package_becomes_a_reason_and_takes_nobody_down(installed: Path, name: str, reason: str) -> None:
-    code = f"""
-import jax.numpy as jnp
-from backends import AttentionSpec, Target, attention, get, support
-spec = AttentionSpec(batch=1, query_length=4, key_value_length=4, num_heads=1, num_kv_heads=1, head_dim=8)
-print(support(get({name!r}), spec, Target("cpu")).reasons[0])
-attention(*[jnp.ones((1, 4, 1, 8))] * 3, backend="standard", on_unavailable="raise")
-"""
-    said = python(installed, code)
-    assert reason in said
+def test_entry_point_may_name_a_class_as_the_docs_show_it(seen: dict[str, Any]) -> None:
+    """The class, its allow-list and its own condition are the docs' own example; its results are judged."""
+    assert 'mine = "my_package:Mine"' in DOCS.read_text(encoding="utf-8")
+    assert seen["judged"] == ["head-dim-64", "head-dim-128"]
+    device, head_dim = seen["refused by mine"]
+    assert device == "mine runs on CPUs and NVIDIA GPUs, not on tpu:v5e; use backend='chunked'."
+    assert head_dim.startswith("head_dim=8 is not supported by mine (accepted: 64, 128); pad the head dimension")
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_package_becomes_a_reason_and_takes_nobody_down(seen: dict[str, Any], name: str) -> None:
+    (said,) = seen["reasons"][name]
+    assert BROKEN[name] in said
     assert "thirdparty-attention" in said or "thirdparty_attention" in said
+
+
+@pytest.mark.parametrize("thing", [Standard, type("Bare", (), {"name": "bare", "exact": True})])
+def test_a_class_is_not_registered_but_an_instance_of_it(thing: type) -> None:
+    with pytest.raises(TypeError, match=rf"is not a backend; it needs to be an instance: {thing.__name__}\(...\)"):
+        Registry().register(thing)
 
 
 def test_built_in_backend_that_does_not_load_says_why_and_leaves_the_others() -> None:

@@ -27,6 +27,8 @@ class Faulty:
     exact: bool = True
 
     def supports(self, spec, target, mode="native"):
+        if self.name == "undecided":
+            raise ZeroDivisionError("no cores to deal heads to")
         if self.name == "refusing":
             return Support(None, ("refusing takes no head_dim at all.", "refusing does not like Mondays."))
         if self.name == "elsewhere":
@@ -56,10 +58,23 @@ class Faulty:
             return out * factor, carry
         return Plan(run)
 
+class Listless(Faulty):
+    def takes(self, target, mode):
+        raise AttributeError("no attribute 'sm_count'")
+
 def __getattr__(name):
-    return Faulty(name)
+    return Listless(name) if name == "listless" else Faulty(name)
 """
-FAULTY_NAMES = ("elsewhere", "hanging", "hungry", "dying", "raising", "wrong", "nan", "refusing", "surrogate")
+# Each of these cannot be asked what it takes: (entry point, what its reason says).
+UNASKABLE = {
+    "undecided": ("faulty_backends:undecided", "ZeroDivisionError: no cores to deal heads to"),
+    "listless": ("faulty_backends:listless", "AttributeError: no attribute 'sm_count'"),
+    "unloadable": ("faulty_on_import:BACKEND", "RuntimeError: built for another JAX"),
+}
+FAULTY_NAMES = (
+    *("elsewhere", "hanging", "hungry", "dying", "raising", "wrong", "nan", "refusing", "surrogate"),
+    *UNASKABLE,
+)
 
 TINY = """
 [[case]]
@@ -85,8 +100,11 @@ def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
     info = folder / "faulty_backends-1.0.dist-info"
     info.mkdir()
     (folder / "faulty_backends.py").write_text(FAULTY)
+    (folder / "faulty_on_import.py").write_text("raise RuntimeError('built for another JAX')\n")
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: faulty-backends\nVersion: 1.0\n")
-    entries = "".join(f"{name} = faulty_backends:{name}\n" for name in FAULTY_NAMES)
+    references = {name: f"faulty_backends:{name}" for name in FAULTY_NAMES}
+    references |= {name: reference for name, (reference, _) in UNASKABLE.items()}
+    entries = "".join(f"{name} = {reference}\n" for name, reference in references.items())
     (info / "entry_points.txt").write_text(f"[attention_suite.backends]\n{entries}")
     return folder
 
@@ -115,6 +133,12 @@ def known_machine() -> Callable[[Path], Path]:
 def faulty_names() -> tuple[str, ...]:
     """Backends of the foreign package."""
     return FAULTY_NAMES
+
+
+@pytest.fixture(scope="session")
+def unaskable() -> dict[str, str]:
+    """Those of them that raise when they are loaded or asked, and what they raise."""
+    return {name: raised for name, (_, raised) in UNASKABLE.items()}
 
 
 @pytest.fixture(scope="session")

@@ -2,13 +2,19 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from suite.doctor import describe
 
 
-def test_doctor_lists_every_backend_with_its_mode_or_every_reason(foreign, faulty_names, attnsuite):
+@pytest.fixture(scope="module")
+def found(foreign, attnsuite):
     code, out, err = attnsuite.finish(attnsuite.start("doctor", "--json", path=foreign))
     assert code == 0, err
-    found = json.loads(out)
+    return json.loads(out)
+
+
+def test_doctor_lists_every_backend_with_its_mode_or_every_reason(found, faulty_names):
     backends = {backend["name"]: backend for backend in found["backends"]}
     assert {"standard", "chunked", "cudnn", *faulty_names} <= set(backends)
     for backend in backends.values():
@@ -21,3 +27,16 @@ def test_doctor_lists_every_backend_with_its_mode_or_every_reason(foreign, fault
     assert "needs_grad=True is not supported by kascade" in kascade["problems"]["forward+backward"]["reasons"][0]
     assert found["environment"]["versions"]["jax"]
     assert describe(found)
+
+
+def test_fault_of_a_foreign_package_is_a_reason_of_its_backend_alone(found, unaskable):
+    reasons = {
+        backend["name"]: [support["reasons"] for support in backend["problems"].values()]
+        for backend in found["backends"]
+    }
+    for name, raised in unaskable.items():
+        assert all(len(said) == 1 and raised in said[0] for said in reasons[name]), reasons[name]
+        others = str([said for other, said in reasons.items() if other != name])
+        assert raised not in others
+    assert not any(reasons["standard"])
+    assert not any(reasons["chunked"])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from backends import Target, resolve
+from suite.cases import OpCase, spec_of
 from suite.probe import INTERPRETED_LENGTH
 from suite.store import RECORDS, parse_records
 
@@ -15,6 +17,9 @@ heads = 2
 kv_heads = 2
 name = "faults"
 """
+# What a refused kernel falls back to on a CPU: depends on whether llvmlite is installed.
+SPEC = spec_of(OpCase(kind="op_forward", sequence=64, heads=2, kv_heads=2))
+FALLBACK = resolve("auto", SPEC, Target("cpu")).backend.name
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +27,7 @@ def run(tmp_path_factory, foreign, faulty_names, known_machine, attnsuite):
     folder = tmp_path_factory.mktemp("faults")
     (folder / "suite.toml").write_text(SUITE)
     out = known_machine(folder / "run")
-    backends = ",".join((*faulty_names, "standard", "chunked"))
+    backends = ",".join(dict.fromkeys((*faulty_names, "standard", "chunked", FALLBACK)))
     limits = ("--cell-timeout", 20, "--cell-memory", "1GiB")
     code, stdout, stderr = attnsuite.finish(
         attnsuite.start(
@@ -68,10 +73,19 @@ def own_reasons(record):
     return tuple(reason for reason in record.reasons if reason.startswith(f"{record.requested}: "))
 
 
+def test_backend_that_cannot_be_asked_is_refused_with_what_it_raised_and_stops_no_other(run, unaskable):
+    for name, raised in unaskable.items():
+        record = run[0][name]
+        assert (record.status, record.resolved, record.samples) == ("unsupported", FALLBACK, ())
+        (reason,) = own_reasons(record)
+        assert raised in reason
+    assert run[0]["standard"].status == run[0]["chunked"].status == "ok"
+
+
 def test_refused_cell_carries_every_reason_and_what_would_run(run):
     record = run[0]["refusing"]
     assert record.mode is None
-    assert record.resolved == "chunked"
+    assert record.resolved == FALLBACK
     assert own_reasons(record) == (
         "refusing: refusing takes no head_dim at all.",
         "refusing: refusing does not like Mondays.",
@@ -105,7 +119,7 @@ def test_nothing_long_is_interpreted(tmp_path, new_run, foreign, attnsuite):
     code, _, stderr = attnsuite.finish(attnsuite.start("run", *flags, path=foreign))
     assert code == 0, stderr
     (record,) = parse_records(new_run / RECORDS)[0]
-    assert (record.mode, record.resolved) == ("fallback", "chunked")
+    assert (record.mode, record.resolved) == ("fallback", FALLBACK)
 
 
 def test_fallback_that_is_no_cell_is_measured_under_its_own_name(tmp_path, new_run, foreign, attnsuite):
@@ -114,7 +128,7 @@ def test_fallback_that_is_no_cell_is_measured_under_its_own_name(tmp_path, new_r
     code, stdout, stderr = attnsuite.finish(attnsuite.start("run", *flags, path=foreign))
     assert code == 0, stderr
     (record,) = parse_records(new_run / RECORDS)[0]
-    assert (record.status, record.mode, record.resolved) == ("ok", "fallback", "chunked")
+    assert (record.status, record.mode, record.resolved) == ("ok", "fallback", FALLBACK)
     assert record.key.endswith("/fallback")
     assert record.samples
     assert len(own_reasons(record)) == 2

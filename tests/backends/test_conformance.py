@@ -1,0 +1,104 @@
+"""A conformance test that passes has claimed something: none returns early, each judges or is reported as skipped."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import conformance
+import problems
+import pytest
+from conformance import held
+
+TESTS = Path(conformance.__file__).parent
+FILES = sorted(path for path in TESTS.rglob("*.py") if "(Conformance)" in path.read_text(encoding="utf-8"))
+
+
+def early_returns(source: str) -> list[str]:
+    """Tests of classes, by name, that can end before their last line without a failure or a skip."""
+    classes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)]
+    tests = [
+        node
+        for one in classes
+        for node in one.body
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    ]
+    return [test.name for test in tests if any(isinstance(node, ast.Return) for node in ast.walk(test))]
+
+
+def test_no_conformance_test_returns() -> None:
+    assert len(FILES) >= 6, FILES
+    for path in (Path(conformance.__file__), *FILES):
+        assert early_returns(path.read_text(encoding="utf-8")) == [], path
+
+
+def test_a_return_in_a_conformance_test_is_found() -> None:
+    source = Path(conformance.__file__).read_text(encoding="utf-8")
+    skip = 'pytest.skip(f"{self.backend} takes no traced layouts")'
+    assert skip in source
+    assert early_returns(source.replace(skip, "return")) == ["test_any_segments_positions_and_lengths"]
+
+
+def test_a_pass_without_a_claim_fails() -> None:
+    with pytest.raises(pytest.fail.Exception, match="passed without a claim"), held("test_any_shape"):
+        pass
+
+
+def test_a_result_that_was_judged_is_a_claim() -> None:
+    problem = problems.problem("length-1")
+    with held("test_any_shape"):
+        conformance.check_accuracy(problem.standard_run(*problem.inputs), problem)
+
+
+def test_a_skip_is_a_skip() -> None:
+    with pytest.raises(pytest.skip.Exception), held("test_any_shape"):
+        pytest.skip("nothing to judge")
+
+
+VACUOUS = """
+from conformance import Conformance
+
+class TestVacuous(Conformance):
+    backend = "standard"
+    cases = cases_for_eager = cases_for_forward_alone = cases_for_vmap = ("length-1",)
+    takes_traced_layouts = False
+
+    def test_matches_the_oracle(self, taken):
+        pass
+
+    def test_any_shape(self):
+        for spec in ():
+            self.run(spec)
+"""
+
+
+def test_every_conformance_test_of_a_backend_judges_or_is_reported_as_skipped(tmp_path: Path) -> None:
+    """The plugin is ``tests/conftest.py`` itself. Of a class with two tests that claim nothing these two fail."""
+    (tmp_path / "test_vacuous.py").write_text(VACUOUS, encoding="utf-8")
+    done = subprocess.run(
+        [*(sys.executable, "-m", "pytest", "-v", "-p", "conftest", "-p", "no:cacheprovider"), str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), *filter(None, sys.path)])},
+        cwd=tmp_path,
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    outcomes = dict(re.findall(r"::(test_\w+)\S* (PASSED|FAILED|SKIPPED)", done.stdout))
+    assert outcomes == {
+        "test_every_declared_refusal_names_a_case": "SKIPPED",
+        "test_takes_or_refuses_as_declared": "PASSED",
+        "test_matches_the_oracle": "FAILED",
+        "test_forward_alone_matches_the_oracle": "PASSED",
+        "test_eager_agrees_with_jit": "PASSED",
+        "test_vmap_adds_an_axis": "PASSED",
+        "test_layout_may_be_traced": "SKIPPED",
+        "test_carry_is_handed_on": "PASSED",
+        "test_unknown_option_is_refused": "PASSED",
+        "test_any_segments_positions_and_lengths": "SKIPPED",
+        "test_any_shape": "FAILED",
+    }, done.stdout + done.stderr
+    assert done.stdout.count("passed without a claim; it has to judge a result") >= 2
