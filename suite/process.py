@@ -29,6 +29,8 @@ _POLL_SECONDS = 0.05
 _ENVIRONMENT = {
     "JAX_DEFAULT_MATMUL_PRECISION": "highest",
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    # A program that JAX reads from a cache of the user's was not compiled: its compile time would be a reading time.
+    "JAX_ENABLE_COMPILATION_CACHE": "false",
     "TF_CPP_MIN_LOG_LEVEL": "3",
     "PYTHONUNBUFFERED": "1",
 }

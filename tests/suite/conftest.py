@@ -14,8 +14,6 @@ import pytest
 
 from suite.record import Record
 
-ROOT = Path(__file__).resolve().parents[2]
-
 FAULTY = """
 import dataclasses, os, signal, time
 from backends.contract import Plan, Support
@@ -182,8 +180,8 @@ def _known_machine(out: Path) -> Path:
 
 
 def _start(*arguments: object, path: Path | None = None) -> subprocess.Popen[str]:
-    """``attnsuite`` as a process of its own, with ``path`` to import from."""
-    entries = [str(ROOT), *([str(path)] if path else [])]
+    """``attnsuite`` as it is installed, as a process of its own, with ``path`` to import from."""
+    entries = [*([str(path)] if path else []), *filter(None, [os.environ.get("PYTHONPATH")])]
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "suite", *map(str, arguments)],
         stdout=subprocess.PIPE,
