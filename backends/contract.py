@@ -212,12 +212,14 @@ class Plan:
     for terms it is called with :class:`Terms` as a sixth argument, and where it asks for the log-sum-exp the output
     is the pair ``(output, log_sum_exp)``. ``notes``: what a reader of the result must know of how it was computed, one
     sentence each (an approximate backend that decided to run dense says so here). ``spec`` is the problem that was
-    planned; :func:`backends.plan` adds it.
+    planned; :func:`backends.plan` adds it. ``isolates``: this plan keeps NaN and infinity from rows that may not see
+    them, whatever its backend does elsewhere.
     """
 
     attend: Callable[..., tuple[Any, Carry]]
     notes: tuple[str, ...] = ()
     spec: AttentionSpec | None = None
+    isolates: bool = False
 
     def run(
         self,

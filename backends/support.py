@@ -77,7 +77,8 @@ def plan(
     if not isinstance(made, Plan):
         raise TypeError(f"{backend.name}.plan(...) returned a {type(made).__name__}; a backend returns a Plan.")
     made = dataclasses.replace(made, spec=spec)
-    return made if takes_of(backend, target, mode).isolates else isolated(spec, layout, made)
+    isolates = made.isolates or takes_of(backend, target, mode).isolates
+    return made if isolates else isolated(spec, layout, made)
 
 
 def _own(

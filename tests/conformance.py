@@ -88,9 +88,17 @@ def check_unseeing_rows_do_not_matter(run: Run, problem: Problem) -> None:
         check_same(expected, run(_where(unseen, number, query), key, value, cotangent))
 
 
-def check_support(backend: Backend, spec: AttentionSpec, target: Target, mode: Mode, *, refused: bool) -> None:
+def check_support(
+    backend: Backend,
+    spec: AttentionSpec,
+    target: Target,
+    mode: Mode,
+    options: Mapping[str, Any] | None = None,
+    *,
+    refused: bool,
+) -> None:
     """The backend takes or refuses the spec as declared, and refuses with reasons that are sentences."""
-    found = support(backend, spec, target, mode)
+    found = support(backend, spec, target, mode, options)
     if not refused:
         assert found, f"{backend.name} refuses what it is declared to take: {found.reasons}"
         return
@@ -125,6 +133,7 @@ class Conformance:
 
     backend: ClassVar[str]
     mode: ClassVar[Mode] = "native"
+    options: ClassVar[Mapping[str, Any] | None] = None  # that every plan is made with
     target: ClassVar[Target | None] = None  # None: this machine
     cases: ClassVar[tuple[str, ...]] = tuple(CASES)
     dtype: ClassVar[str | None] = None  # run every case in this dtype instead of its own
@@ -204,7 +213,7 @@ class Conformance:
         """The compiled backend."""
         if self.backend == "standard" and self.mode == "native":
             return problem.standard_run
-        return compiled(self.implementation, problem, self.device, self.mode)
+        return compiled(self.implementation, problem, self.device, self.mode, self.options)
 
     def test_every_declared_refusal_names_a_case(self) -> None:
         if not self.refuses:
@@ -215,7 +224,8 @@ class Conformance:
     def test_takes_or_refuses_as_declared(self, case: str) -> None:
         layout, terms, inputs = problems.arrays(CASES[case], case, self.dtype)
         spec = make_spec(*inputs[:3], layout, terms, **CASES[case].options)
-        check_support(self.implementation, spec, self.device, self.mode, refused=self.is_refused(case))
+        refused = self.is_refused(case)
+        check_support(self.implementation, spec, self.device, self.mode, self.options, refused=refused)
 
     def test_matches_the_oracle(self, taken: str) -> None:
         problem = self.problem(taken)
@@ -232,7 +242,7 @@ class Conformance:
         """A backend may take another way where no gradient is wanted; decoding does."""
         problem = self.problem(taken)
         forward = dataclasses.replace(problem, spec=dataclasses.replace(problem.spec, needs_grad=False))
-        planned = problems.planned(self.implementation, forward, self.device, self.mode)
+        planned = problems.planned(self.implementation, forward, self.device, self.mode, self.options)
         run = jax.jit(lambda q, k, v: planned(q, k, v, problem.terms))
         result, again = run(*problem.inputs[:3]), run(*problem.inputs[:3])
         names = ("output", "log_sum_exp") if problem.spec.return_log_sum_exp else ("output",)
@@ -242,7 +252,7 @@ class Conformance:
 
     def test_eager_agrees_with_jit(self, taken: str) -> None:
         problem = self.problem(taken)
-        run = problems.planned(self.implementation, problem, self.device, self.mode)
+        run = problems.planned(self.implementation, problem, self.device, self.mode, self.options)
         lse = problem.spec.return_log_sum_exp
         check_accuracy(problems.differentiate(run, problem.inputs, problem.terms, log_sum_exp=lse), problem)
 
@@ -261,7 +271,8 @@ class Conformance:
 
     def test_carry_is_handed_on(self) -> None:
         problem = self.problem(self.taken(self.test_matches_the_oracle)[0])
-        planned = plan(self.implementation, problem.spec, problem.layout, target=self.device, mode=self.mode)
+        how: dict[str, Any] = {"target": self.device, "mode": self.mode, "options": self.options}
+        planned = plan(self.implementation, problem.spec, problem.layout, **how)
         assert planned.run(*problem.inputs[:3], layer=3, carry=())[1] == ()
 
     def test_unknown_option_is_refused(self) -> None:
@@ -295,7 +306,7 @@ class Conformance:
             has_positions=True,
             has_seq_lengths=True,
         )
-        if reasons := support(self.implementation, spec, self.device, self.mode).reasons:
+        if reasons := support(self.implementation, spec, self.device, self.mode, self.options).reasons:
             assert self.is_refused("combination-ragged"), reasons
             pytest.skip(" ".join(reasons))
         inputs = _inputs(spec, seed=0)
@@ -316,7 +327,7 @@ class Conformance:
         @hypothesis.settings(max_examples=self.examples)
         @hypothesis.given(specs(takes, self.dtype or "float32"))
         def holds(spec: AttentionSpec) -> None:
-            hypothesis.assume(support(self.implementation, spec, self.device, self.mode))
+            hypothesis.assume(support(self.implementation, spec, self.device, self.mode, self.options))
             problem = problems.solve(spec, Layout(), _inputs(spec, seed=1))
             check_accuracy(self.run(problem)(*problem.inputs), problem)
 
@@ -324,7 +335,7 @@ class Conformance:
 
     def traced(self, spec: AttentionSpec) -> Callable[..., Results]:
         """As :meth:`run`, with the layout as an argument of the compiled function."""
-        return problems.traced(self.implementation, spec, self.device, self.mode)
+        return problems.traced(self.implementation, spec, self.device, self.mode, tuple((self.options or {}).items()))
 
 
 @st.composite

@@ -1,15 +1,19 @@
-"""Emitted functions as Python functions on NumPy arrays, for the instruction sets that this processor has."""
+"""Emitted functions as Python functions on NumPy arrays, for the instruction sets that this processor has.
+
+And kernels of a changed generator, apart from those of all other tests.
+"""
 
 import ctypes
+import functools
 
 import numpy as np
 
-from backends.flash_cpu import compiler
-from backends.flash_cpu.isa import KNOWN
+from backends.flash_cpu import compiler, targets
 
 PROCESSOR = compiler.Processor.here()
-_HERE = dict(PROCESSOR.features)
-ISAS = [isa for isa in KNOWN if all(_HERE.get(name) for name in isa.needs)] or [PROCESSOR.isa()]
+ISAS = PROCESSOR.isas()
+
+_KEPT = []  # code that one of XLA's threads may still enter when its test is over
 
 
 def call(isa, build, *arguments, returns=None):
@@ -32,3 +36,11 @@ def _argument(x):
         assert x.flags.c_contiguous
         return ctypes.c_void_p(x.ctypes.data)
     return ctypes.c_float(x) if isinstance(x, float) else ctypes.c_int64(x)
+
+
+def set_apart(monkeypatch, directory, digest):
+    """What is compiled from now on has a cache in ``directory``, and names that ``digest`` makes."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(directory))
+    monkeypatch.setattr(targets, "generator_digest", lambda: digest)
+    monkeypatch.setattr(targets, "_target", functools.cache(targets._target.__wrapped__))
+    _KEPT.append(targets._target)

@@ -33,12 +33,28 @@ from backends.features import FEATURES_0_1, Mode, Takes
 from backends.flash_cpu.calls import Calls
 from backends.flash_cpu.compiler import Processor
 from backends.flash_cpu.forward import UNSEEN_TOP
-from backends.flash_cpu.isa import Isa
+from backends.flash_cpu.isa import KNOWN, Isa
 from backends.flash_cpu.probe import why_not
 from backends.flash_cpu.visibility import Visibility, visibility
+from backends.standard import STANDARD
 
 _LOG2_E = math.log2(math.e)
+_LOG2_E_HIGH = 23 / 16  # its product with an integer below 2**19 is exact in float32
+_LOG2_E_LOW = _LOG2_E - _LOG2_E_HIGH
+# Gradients of so few queries or keys take XLA's plain formula, whose scores are linear in the other length. Where every
+# row has one key with nearly all of its weight, rowsum(dO * O) rounds by more than what is left of the slopes.
+SHORT = 16
+
 _NO_GRADIENT = "planned with needs_grad=False; plan with needs_grad=True to differentiate."
+
+OPTIONS = {
+    "isa": "the instruction set of the kernels, 'avx512', 'avx2' or 'neon' (default: the best that the processor has)",
+    "cache_layout": (
+        "how keys and values of a decode step lie in memory, and are read without a copy: 'heads_first' "
+        "([batch, kv_heads, length, head_dim], as models.KVCache keeps them; the default) or 'length_first'"
+    ),
+}
+_ACCEPTED = {"isa": (None, *(isa.name for isa in KNOWN)), "cache_layout": ("heads_first", "length_first")}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,7 +80,11 @@ class FlashCpu:
         """What is not a CPU, and a CPU where the kernels do not work."""
         if target.platform != "cpu":
             return (f"flash_cpu runs on CPUs, the target is {target}; use backend='auto'.",)
-        missing = why_not()
+        try:
+            given = _checked(options)
+        except ValueError:  # what no plan has is no reason of support: plan raises it
+            return ()
+        missing = why_not(given["isa"])
         return () if missing is None else (missing,)
 
     def plan(
@@ -76,13 +96,16 @@ class FlashCpu:
         mode: Mode = "native",
         options: Mapping[str, Any] | None = None,
     ) -> Plan:
-        """Bring the mask into numbers once for all layers. There are no options; raises ValueError for any."""
-        check_options(self.name, options, {})
-        calls, seen = Calls(spec, _isa()), visibility(spec, layout)
+        """Bring the mask into numbers once for all layers. Options: :data:`OPTIONS`; raises ValueError for others."""
+        given = _checked(options)
+        if spec.needs_grad and min(spec.query_length, spec.key_value_length) <= SHORT:
+            return STANDARD.plan(spec, layout, target=target)
+        heads_first = given["cache_layout"] == "heads_first"
+        calls, seen = Calls(spec, _isa(given["isa"]), cache_heads_first=heads_first), visibility(spec, layout)
         if calls.is_decode:
-            return Plan(
-                forward_only(lambda query, key, value, _, carry: (calls.decode(query, key, value, seen), carry))
-            )
+            run = forward_only(lambda query, key, value, _, carry: (calls.decode(query, key, value, seen), carry))
+            # The rows of one token see the same keys, and no others are read.
+            return Plan(run, isolates=spec.query_length == 1)
         differentiable, traced = _differentiable(calls, seen)
 
         def attend(query: Array, key: Array, value: Array, layer: int, carry: Carry) -> tuple[Any, Carry]:
@@ -100,32 +123,59 @@ class FlashCpu:
         options: Mapping[str, Any] | None = None,
     ) -> Part:
         """As :meth:`plan`, for keys that are one part of all."""
-        check_options(self.name, options, {})
-        calls, seen = Calls(spec, _isa(), float32_results=True), visibility(spec, layout)
+        isa = _isa(_checked(options)["isa"])
+        calls, seen = Calls(spec, isa, float32_results=True), visibility(spec, layout)
 
         def forward(query: Array, key: Array, value: Array) -> tuple[Array, Array, Array]:
             out, top, total = calls.forward(query, key, value, seen)
-            unseen = top == UNSEEN_TOP
-            return out, jnp.where(unseen, NOTHING_SEEN, top / _LOG2_E), jnp.where(unseen, 0.0, jnp.log(total))
+            unseen, (top, rest) = top == UNSEEN_TOP, natural(top, total)
+            return out, jnp.where(unseen, NOTHING_SEEN, top), jnp.where(unseen, 0.0, rest)
 
         def backward(
             query: Array, key: Array, value: Array, out: Array, top: Array, rest: Array, d_out: Array
         ) -> tuple[Array, Array, Array]:
             if not spec.needs_grad:
                 raise ValueError(_NO_GRADIENT)
-            top = jnp.where(top <= NOTHING_SEEN, UNSEEN_TOP, top * _LOG2_E)
-            return calls.backward(query, key, value, seen, out, top, jnp.exp(rest), d_out, None)
+            unseen, (top, total) = top <= NOTHING_SEEN, of_two(top, rest)
+            top = jnp.where(unseen, UNSEEN_TOP, top)
+            return calls.backward(query, key, value, seen, out, top, total, d_out, None)
 
         return Part(forward, backward)
 
 
+def natural(top: Array, total: Array) -> tuple[Array, Array]:
+    """``top`` and ``rest``, whose sum is the log-sum-exp, of a kernel's two numbers: it is ``log(total * 2**top)``.
+
+    The new ``top`` is an integer. Its product with the high part of log2(e) is exact, so ``rest`` keeps the low bits
+    that a quotient of the size of the logits would round away.
+    """
+    whole = jnp.round(top / _LOG2_E)
+    return whole, jnp.log(total) + ((top - whole * _LOG2_E_HIGH) - whole * _LOG2_E_LOW) / _LOG2_E
+
+
+def of_two(top: Array, rest: Array) -> tuple[Array, Array]:
+    """The inverse: a power of two and a sum for the kernel, from a ``top`` that is an integer."""
+    power = top * _LOG2_E
+    lost = (top * _LOG2_E_HIGH - power) + top * _LOG2_E_LOW
+    return power, jnp.exp(rest + lost / _LOG2_E)
+
+
 def _log_sum_exp(top: Array, total: Array, unseen: float) -> Array:
     """Of a row's natural scores, from the kernel's two numbers; ``unseen`` for a row that sees nothing."""
-    return jnp.where(top == UNSEEN_TOP, unseen, (top + jnp.log2(total)) / _LOG2_E)
+    return jnp.where(top == UNSEEN_TOP, unseen, sum(natural(top, total)))
 
 
-def _isa() -> Isa:
-    isa = Processor.here().isa()
+def _checked(options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """All options; raises ValueError for a name or a value that is none."""
+    given = {"isa": None, "cache_layout": "heads_first", **check_options("flash_cpu", options, OPTIONS)}
+    for name, value in given.items():
+        if value not in _ACCEPTED[name]:
+            raise ValueError(f"flash_cpu: {name}={value!r} is not accepted; {name} is {OPTIONS[name]}.")
+    return given
+
+
+def _isa(name: str | None) -> Isa:
+    isa = Processor.here().isa(name)
     if isa is None:
         raise ValueError("flash_cpu: this processor has none of the instruction sets that the kernels are written for.")
     return isa

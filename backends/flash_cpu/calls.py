@@ -30,11 +30,15 @@ DECODE_LEAST_KEYS, DECODE_ITEMS = 256, 4
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Calls:
-    """One problem's kernels. ``float32_results``: not rounded to the input dtype. At most ``threads`` threads work."""
+    """One problem's kernels. ``float32_results``: not rounded to the input dtype. At most ``threads`` threads work.
+
+    ``cache_heads_first``: keys and values of a decode step lie ``[batch, kv_heads, length, dim]`` in memory.
+    """
 
     spec: AttentionSpec
     isa: Isa
     float32_results: bool = False
+    cache_heads_first: bool = True
     threads: int = dataclasses.field(default_factory=usable_cores)
 
     @property
@@ -103,19 +107,20 @@ class Calls:
         return few and not spec.needs_grad and not spec.return_log_sum_exp
 
     def decode(self, query: Array, key: Array, value: Array, seen: Visibility) -> Float[Array, "b t n v"]:
-        """The output of a few query rows. Keys and values are wanted as a cache holds them, heads before length."""
+        """The output of a few query rows."""
         spec = self.spec
         rows = spec.query_length * spec.group_size
         tile = min(rows, decode.MOST_ROWS_PER_TILE)
         wide = spec.value_head_dim or 0
-        kernel = DecodeKernel(spec.dtype, spec.head_dim, wide, spec.logits_soft_cap is not None, tile, heads_first=True)
+        soft_cap, heads_first = spec.logits_soft_cap is not None, self.cache_heads_first
+        kernel = DecodeKernel(spec.dtype, spec.head_dim, wide, soft_cap, tile, heads_first)
         ranges = self._ranges()
         dims = self._dims(seen, P=ranges)
         size = handler.scratch_bytes(*decode.scratch(self.isa, kernel, dims), self.threads)
         out = jax.ShapeDtypeStruct((*query.shape[:3], wide), spec.dtype)
         results = (out, jax.ShapeDtypeStruct((size,), jnp.uint8))
-        # Heads before length, said outright: the transpose of a cache that is stored so cancels.
-        key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
+        if heads_first:  # said outright: it cancels the transpose by which such a cache becomes an operand
+            key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
         arguments = (query, key, value, *seen.arrays, self.numbers, np.zeros((1, ranges), np.float32))
         return self._call("decode", kernel, results, *arguments)[0]
 

@@ -31,10 +31,14 @@ class Processor:
         """The one of this machine."""
         return _here()
 
-    def isa(self) -> Isa | None:
-        """Its best instruction set, None where it has none that is known."""
+    def isas(self) -> tuple[Isa, ...]:
+        """Its instruction sets, the best first; empty where it has none that is known."""
         machine = "aarch64" if self.triple.startswith(("aarch64", "arm64")) else "x86_64"
-        return isas.choose(dict(self.features), machine)
+        return isas.available(dict(self.features), machine)
+
+    def isa(self, name: str | None = None) -> Isa | None:
+        """The one of that name, by default the best; None where it has no such."""
+        return next((isa for isa in self.isas() if name in (None, isa.name)), None)
 
     def feature_text(self, isa: Isa) -> str:
         """As LLVM wants them, within ``isa``."""

@@ -313,6 +313,7 @@ def _emit_score(module: ir.Module, buffers: _Buffers) -> ir.Function:
                         total.set(e.fma(w.at(d + j * width, 4).load(type_), q, total()))
                 raw = _across(e, isa, [x() for x in sums])
                 x = capped(e, isa, raw, numbers) if kernel.soft_cap else raw * scale
+                x = x + (raw - raw)  # NaN where the product is not finite: neither hidden nor made finite by a soft cap
                 place = row.scores(r).at(first, 4)
                 place.store(e.select(place.load(type_) < 0.0, e.const(type_, HIDDEN), x))
         e.ret()
@@ -333,7 +334,10 @@ def _across(e: Function, isa: Isa, vectors: list[Value]) -> Value:
 
 
 def _emit_soften(module: ir.Module, buffers: _Buffers) -> ir.Function:
-    """``soften(workspace, row, partial)``: scores become weights; the row's maximum, sum and output follow."""
+    """``soften(workspace, row, partial)``: scores become weights; the row's maximum, sum and output follow.
+
+    A score that is not finite makes the sum NaN (``x - x`` is 0 or NaN); the maximum passes over it.
+    """
     isa, type_ = buffers.isa, vector(f32, buffers.isa.lanes)
     with Function(module, "soften", [ptr, i64, ptr]) as (e, (w, r, partial)):
         scores = _Rows(buffers, w).scores(r)
@@ -348,7 +352,7 @@ def _emit_soften(module: ir.Module, buffers: _Buffers) -> ir.Function:
         with e.loop(0, BLOCK_KEYS, isa.lanes) as k:
             place = scores.at(k, 4)
             x = place.load(type_)
-            p = e.select(x > HIDDEN / 2, elements.exp2(e, isa, x - wide), 0.0)
+            p = e.select(x < HIDDEN / 2, e.const(type_, 0.0), elements.exp2(e, isa, x - wide) + (x - x))
             place.store(p)
             fresh.set(fresh() + p)
         with e.when(new > old), e.loop(0, buffers.value_width, isa.lanes) as d:
@@ -408,7 +412,10 @@ def _emit_widen(module: ir.Module, buffers: _Buffers) -> ir.Function:
 
 
 def _emit_join(module: ir.Module, buffers: _Buffers, state: State) -> ir.Function:
-    """``item(state, workspace, index)``: the ranges of one KV head as one output; a row that saw nothing is zero."""
+    """``item(state, workspace, index)``: the ranges of one KV head as one output; a row that saw nothing is zero.
+
+    A row that saw something that is not finite is NaN throughout.
+    """
     isa, kernel = buffers.isa, buffers.kernel
     write = rows.write_row(module, isa, "write_out", kernel.dtype, kernel.value_head_dim)
     size, type_ = elements.SIZE[kernel.dtype], vector(f32, isa.lanes)
@@ -436,8 +443,11 @@ def _emit_join(module: ir.Module, buffers: _Buffers, state: State) -> ir.Functio
                         before.set(row.at(d, 4).load(type_))
                     row.at(d, 4).store(x + before())
             place = rows.query_place(e, r, head // dims["K"], head % dims["K"], group, dims["T"], heads)
-            unseen = top() <= HIDDEN / 2
-            factor = e.select(unseen, e.const(f32, 0.0), e.const(f32, 1.0) / total())
+            doubt = e.variable(e.const(type_, 0.0))  # becomes NaN where the output is not finite
+            with e.loop(0, buffers.value_width, isa.lanes) as d:
+                x = row.at(d, 4).load(type_)
+                doubt.set(doubt() + (x - x))
+            factor = e.select(total().equals(0.0), e.const(f32, 0.0), e.const(f32, 1.0) / total() + e.add_up(doubt()))
             e.run(write, row, state.pointer(s, "data:out").at(place * kernel.value_head_dim, size), factor)
         e.ret()
     return e.function

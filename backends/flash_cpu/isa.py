@@ -1,16 +1,14 @@
 """The instruction sets that kernels are emitted for, and which of them the processor here has.
 
 A register tile is chosen so that its accumulators, one row of the right operand and one broadcast fit the vector
-registers: 32 in AVX-512 and NEON, 16 in AVX2. AMX is in ``amx.py``: the kernel for bfloat16 there has tiles of its own.
+registers: 32 in AVX-512 and NEON, 16 in AVX2.
 """
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import math
 import platform
-import sys
 from collections.abc import Mapping
 
 
@@ -47,15 +45,13 @@ AVX2 = Isa("avx2", 8, 4, 3, 6, 2, ("avx2", "fma", "f16c"))
 NEON = Isa("neon", 4, 8, 3, 6, 4, ("neon",))
 KNOWN = (AVX512, AVX2, NEON)
 
-AMX_FEATURES = ("amx-tile", "amx-bf16", "avx512bf16")
 
-
-def choose(features: Mapping[str, bool], machine: str | None = None) -> Isa | None:
-    """The best instruction set of a processor with these features; None where it has none of :data:`KNOWN`."""
+def available(features: Mapping[str, bool], machine: str | None = None) -> tuple[Isa, ...]:
+    """Those of :data:`KNOWN` that a processor with these features has, the best first."""
     machine = platform.machine() if machine is None else machine
     if machine in ("aarch64", "arm64"):
-        return NEON  # part of every 64-bit ARM; Apple's LLVM names do not list it
-    return next((isa for isa in (AVX512, AVX2) if all(features.get(name) for name in isa.needs)), None)
+        return (NEON,)  # part of every 64-bit ARM; Apple's LLVM names do not list it
+    return tuple(isa for isa in (AVX512, AVX2) if all(features.get(name) for name in isa.needs))
 
 
 def features_for(isa: Isa, features: Mapping[str, bool]) -> dict[str, bool]:
@@ -64,13 +60,3 @@ def features_for(isa: Isa, features: Mapping[str, bool]) -> dict[str, bool]:
         return dict(features)
     wider = ("avx512", "avx10", "amx", "evex")
     return {name: has and not name.startswith(wider) for name, has in features.items()}
-
-
-def has_amx(features: Mapping[str, bool]) -> bool:
-    """Whether the processor has AMX for bfloat16 and the kernel of the system lets this process use it.
-
-    Linux grants the tile registers once per process on request (``arch_prctl(ARCH_REQ_XCOMP_PERM, XTILEDATA)``).
-    """
-    if sys.platform != "linux" or not all(features.get(name) for name in AMX_FEATURES):
-        return False
-    return ctypes.CDLL(None).syscall(158, 0x1023, 18) == 0

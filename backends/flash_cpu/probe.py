@@ -21,15 +21,22 @@ _SECONDS = 120
 
 
 @functools.cache
-def why_not() -> str | None:
-    """A sentence that says why the kernels do not run here; None where they do."""
+def why_not(name: str | None = None) -> str | None:
+    """A sentence that says why the kernels do not run here; None where they do.
+
+    ``name`` is that of an instruction set; by default the best of the processor.
+    """
     try:
-        isa = Processor.here().isa()
-        if isa is None:
+        here = Processor.here()
+        if not here.isas():
             return (
-                f"flash_cpu has kernels for AVX-512, AVX2 with FMA, and NEON; {Processor.here().cpu} has none of them; "
+                f"flash_cpu has kernels for AVX-512, AVX2 with FMA, and NEON; {here.cpu} has none of them; "
                 "use backend='chunked'."
             )
+        isa = here.isa(name)
+        if isa is None:
+            has = ", ".join(repr(isa.name) for isa in here.isas())
+            return f"isa={name!r} is not supported by flash_cpu on {here.cpu} (accepted: {has}); leave isa out."
         targets.check_api(targets.api_version())
         return _self_test(isa)
     except (RuntimeError, OSError) as error:
@@ -40,16 +47,16 @@ def _self_test(isa: Isa) -> str | None:
     key = targets.cache_key("self-test", "", isa, Processor.here())
     if cache.read(key) == _PASSED:
         return None
-    failure = _run()
+    failure = _run(isa)
     if failure is None:
         cache.write(key, _PASSED)
     return failure
 
 
-def _run() -> str | None:
+def _run(isa: Isa) -> str | None:
     """Run the self-test; None, or a sentence with its last line."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-m", "backends.flash_cpu.self_test"]
+    command = [sys.executable, "-m", "backends.flash_cpu.self_test", isa.name]
     try:
         done = subprocess.run(  # noqa: S603 (this interpreter and a module of this package)
             command, env=environment, capture_output=True, text=True, timeout=_SECONDS, check=False

@@ -1,9 +1,12 @@
-"""One small problem through XLA, forward and backward, against NumPy: ``python -m backends.flash_cpu.self_test``.
+"""One small problem through XLA, forward and backward, against NumPy: ``python -m backends.flash_cpu.self_test avx2``.
 
-Ends with exit code 0 where the kernels are right, else with an exception. Started by ``probe.py``.
+The argument names an instruction set, by default the best of the processor. Ends with exit code 0 where the kernels are
+right, else with an exception. Started by ``probe.py``.
 """
 
 from __future__ import annotations
+
+import sys
 
 import jax
 import numpy as np
@@ -15,9 +18,9 @@ from backends.flash_cpu.compiler import Processor
 from backends.flash_cpu.visibility import visibility
 
 
-def main() -> None:
+def main(name: str | None = None) -> None:
     """Compare; raises RuntimeError with the quantity that is off."""
-    isa = Processor.here().isa()
+    isa = Processor.here().isa(name)
     if isa is None:
         raise RuntimeError("no instruction set")
     spec = AttentionSpec(
@@ -43,11 +46,11 @@ def main() -> None:
     results = run(query, key, value, d_out)
     gradients = oracle.gradients(spec, Layout(), query, key, value, d_out)
     expected = (oracle.forward(spec, Layout(), query, key, value), *(gradients[name] for name in ("dq", "dk", "dv")))
-    for name, actual, right in zip(("output", "dq", "dk", "dv"), results, expected, strict=True):
-        kind = "forward" if name == "output" else "gradient"
+    for quantity, actual, right in zip(("output", "dq", "dk", "dv"), results, expected, strict=True):
+        kind = "forward" if quantity == "output" else "gradient"
         if not oracle.judge(actual, right, None, "float32", kind).passed:
-            raise RuntimeError(f"{name} is not what the oracle says")
+            raise RuntimeError(f"{quantity} is not what the oracle says")
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:2])

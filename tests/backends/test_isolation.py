@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,8 @@ import pytest
 from backends import AttentionSpec, Layout, Target, oracle, plan, registry
 from backends.isolation import isolated
 
+# flash_cpu is compiled by llvmlite (pip install 'attention-suite[cpu]')
+BACKENDS = ["standard", "chunked", *(["flash_cpu"] if importlib.util.find_spec("llvmlite") else [])]
 LENGTH = 192  # several blocks of chunked, and more pairs than fit its small-problem path
 BASE = AttentionSpec(
     batch=2, query_length=LENGTH, key_value_length=LENGTH, num_heads=4, num_kv_heads=2, head_dim=16, is_causal=True
@@ -64,7 +67,7 @@ def seen_by(spec, layout, place):
 
 @pytest.mark.parametrize("number", [np.nan, np.inf])
 @pytest.mark.parametrize("problem", PROBLEMS)
-@pytest.mark.parametrize("backend", ["standard", "chunked"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_key_that_is_not_finite_spoils_the_rows_that_see_it_and_no_other(backend, problem, number):
     spec, layout = PROBLEMS[problem]
     run, (query, key, value) = run_of(spec, layout, backend), inputs(spec)

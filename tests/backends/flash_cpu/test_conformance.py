@@ -2,10 +2,52 @@
 
 import pytest
 from conformance import Conformance
+from problems import CASES
 
 pytest.importorskip("llvmlite", reason="the kernels are compiled by llvmlite (pip install 'attention-suite[cpu]')")
+
+from backends import AttentionSpec, Target, plan, registry, support
+from backends.flash_cpu.compiler import Processor
+from backends.flash_cpu.isa import KNOWN
+
+REFUSED = frozenset({"mask-*", "bias-*", "log-sum-exp-and-bias"})
+ISAS = {isa.name for isa in Processor.here().isas()}
+SPEC = AttentionSpec(batch=1, query_length=8, key_value_length=8, num_heads=1, num_kv_heads=1, head_dim=16)
 
 
 class TestFlashCpu(Conformance):
     backend = "flash_cpu"
-    refuses = frozenset({"mask-*", "bias-*", "log-sum-exp-and-bias"})
+    refuses = REFUSED
+
+
+@pytest.mark.skipif("avx2" not in ISAS, reason="this processor has no AVX2")
+class TestFlashCpuWithAvx2(Conformance):
+    """The kernels that a processor without AVX-512 gets."""
+
+    backend = "flash_cpu"
+    options = {"isa": "avx2"}  # noqa: RUF012 (no test changes it)
+    refuses = REFUSED
+
+
+class TestFlashCpuWithLengthBeforeHeads(Conformance):
+    """Decoding that reads a cache which lies as the contract says."""
+
+    backend = "flash_cpu"
+    options = {"cache_layout": "length_first"}  # noqa: RUF012
+    cases = tuple(case for case in CASES if case.startswith(("decode-", "log-sum-exp-decode")))
+
+
+@pytest.mark.parametrize("name", [isa.name for isa in KNOWN if isa.name not in ISAS])
+def test_instruction_set_that_the_processor_does_not_have_is_refused(name):
+    found = support(registry.get("flash_cpu"), SPEC, Target.here(), options={"isa": name})
+    assert not found
+    assert f"isa={name!r} is not supported by flash_cpu on {Processor.here().cpu} (accepted: " in found.reasons[0]
+    assert found.reasons[0].endswith("leave isa out.")
+    with pytest.raises(ValueError, match=f"isa='{name}' is not supported"):
+        plan(registry.get("flash_cpu"), SPEC, target=Target.here(), options={"isa": name})
+
+
+@pytest.mark.parametrize("options", [{"isa": "sse"}, {"isa": 2}, {"cache_layout": "heads"}], ids=str)
+def test_value_that_no_option_has_is_refused(options):
+    with pytest.raises(ValueError, match=r"is not accepted; .* is "):
+        plan(registry.get("flash_cpu"), SPEC, target=Target.here(), options=options)

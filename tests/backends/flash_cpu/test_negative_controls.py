@@ -1,0 +1,194 @@
+"""Kernels with one fault each: the conformance suite must fail every one of them.
+
+A fault replaces one function of the generator. The kernels that come of it have names and a cache of their own, so that
+no other test ever runs them.
+"""
+
+import dataclasses
+
+import conformance
+import numpy as np
+import problems
+import pytest
+
+pytest.importorskip("llvmlite", reason="the kernels are compiled by llvmlite (pip install 'attention-suite[cpu]')")
+
+from emitted import set_apart
+
+from backends import Target, registry
+from backends.flash_cpu import backward, decode, forward, masking, products, rows
+from backends.flash_cpu.emit import Function, Value, f32, i64, ptr
+
+
+def mask_edge(patch):
+    """A causal query does not see the key at its own position."""
+
+    def see(self, e, isa, v, position, key_id):
+        p, name = e.splat(position, isa.lanes), e.splat(key_id, isa.lanes)
+        return (self.first[v] <= p) & (p < self.last[v]) & name.equals(self.query_id[v])
+
+    patch.setattr(masking.Lanes, "see", see)
+
+
+def ids_ignored(patch):
+    """Segments, padding and lengths are not compared."""
+
+    def see(self, e, isa, v, position, _):
+        p = e.splat(position, isa.lanes)
+        return (self.first[v] <= p) & (p <= self.last[v])
+
+    patch.setattr(masking.Lanes, "see", see)
+
+
+def mixed_block_taken_for_full(patch):
+    """No block is compared at all."""
+    live_keys = masking.live_keys
+
+    def never_mixed(e, *arguments):
+        live = live_keys(e, *arguments)
+        return masking.Live(live.start, live.stop, live.mixed & e.const(live.mixed.type, 0))
+
+    patch.setattr(masking, "live_keys", never_mixed)
+
+
+def last_strip_skipped(patch):
+    """Of a block that is cut to what is visible, the last strip is cut too."""
+    live_keys = masking.live_keys
+
+    def short(e, queries, records, keys, strip):
+        live = live_keys(e, queries, records, keys, strip)
+        return masking.Live(live.start, e.select(live.mixed, live.stop - strip, live.stop), live.mixed)
+
+    patch.setattr(masking, "live_keys", short)
+
+
+def rescale_missing(patch):
+    """The output so far is not multiplied where the maximum was raised."""
+
+    def nothing(module, isa, width):
+        with Function(module, "rescale", [ptr, ptr]) as (e, _):
+            e.ret()
+        return e.function
+
+    patch.setattr(forward, "_emit_rescale", nothing)
+
+
+def head_of_group_dropped(patch):
+    """The last head of a group is taken for its first one."""
+    query_place = rows.query_place
+
+    def place(e, row, batch, head, group, tokens, heads):
+        right = query_place(e, row, batch, head, group, tokens, heads)
+        return right - e.select((row % group).equals(group - 1), group - 1, e.const(i64, 0))
+
+    patch.setattr(rows, "query_place", place)
+
+
+def key_gradient_of_one_head(patch):
+    """dk of a KV head is that of the first query head of its group (here one of four) alone."""
+    transpose = rows.transpose
+
+    def forgetful(module, isa, name, number, width):
+        """Turns the queries, from which scores are made, then clears the rows from which dk is made."""
+        right = transpose(module, isa, f"{name}_right", number, width)
+        fill = rows.fill(module, isa)
+        with Function(module, name, [ptr, ptr]) as (e, (source, target)):
+            e.run(right, source, target)
+            with e.loop(0, number) as i, e.when((i % 4).compare("!=", 0)):
+                e.run(fill, source.at(i * width, 4), width, e.const(f32, 0.0))
+            e.ret()
+        return e.function
+
+    def choose(module, isa, name, number, width):
+        wrong = name == "transpose_query" and number == backward.BLOCK_ROWS
+        return (forgetful if wrong else transpose)(module, isa, name, number, width)
+
+    patch.setattr(rows, "transpose", choose)
+
+
+def last_key_not_weighed(patch):
+    """The value product leaves out the last of its terms."""
+    emit = products.Weighted.emit
+
+    def short(self, e, a, b, c, of_rows, terms):
+        stop = terms[1] if isinstance(terms[1], Value) else e.const(i64, terms[1])
+        emit(self, e, a, b, c, of_rows, (terms[0], stop - 1))
+
+    patch.setattr(products.Weighted, "emit", short)
+
+
+def delta_missing(patch):
+    """The backward pass does not subtract rowsum(dO * O)."""
+    patch.setattr(backward, "DELTA", backward.LIMIT)
+
+
+def ranges_joined_as_equals(patch):
+    """Decode: ranges of keys are added up without regard to their maxima."""
+    patch.setattr(decode, "exp2_scalar", lambda e, _isa, _x: e.const(f32, 1.0))
+
+
+# fault, the case that shows it, whether only the forward pass is planned (decoding)
+FAULTS = [
+    (mask_edge, "causal", False),
+    (ids_ignored, "segments", False),
+    (mixed_block_taken_for_full, "window-asymmetric", False),
+    (last_strip_skipped, "causal", False),
+    (rescale_missing, "big-logits-float32", False),
+    (head_of_group_dropped, "gqa-4", False),
+    (key_gradient_of_one_head, "gqa-4", False),
+    (last_key_not_weighed, "causal", False),
+    (delta_missing, "causal", False),
+    (ranges_joined_as_equals, "decode-4", True),
+    (head_of_group_dropped, "decode-4", True),
+]
+
+
+def _results(case, *, forward_alone):
+    problem = problems.problem(case)
+    backend, here = registry.get("flash_cpu"), Target.here()
+    if not forward_alone:
+        return problem, conformance.compiled(backend, problem, here)(*problem.inputs)
+    spec = dataclasses.replace(problem.spec, needs_grad=False)
+    planned = problems.planned(backend, dataclasses.replace(problem, spec=spec), here)
+    return problem, {"output": planned(*problem.inputs[:3])}
+
+
+def _check(problem, results):
+    for name, result in results.items():
+        conformance.check_quantity(name, result, problem)
+
+
+@pytest.fixture
+def planted(monkeypatch, tmp_path):
+    """Plants a fault: kernels of this test are compiled here, under names that its digest makes."""
+
+    def plant(fault):
+        set_apart(monkeypatch, tmp_path, f"fault: {fault.__name__}")
+        fault(monkeypatch)
+
+    registry.get("flash_cpu").refuses(problems.problem("causal").spec, Target.here(), "native", None)  # self-test first
+    return plant
+
+
+@pytest.mark.parametrize(("fault", "case", "forward_alone"), FAULTS, ids=lambda x: getattr(x, "__name__", str(x)))
+def test_kernel_with_a_fault_fails(planted, fault, case, forward_alone):
+    planted(fault)
+    problem, results = _results(case, forward_alone=forward_alone)
+    with pytest.raises(AssertionError, match="passed=False"):
+        _check(problem, results)
+
+
+@pytest.mark.parametrize(("case", "forward_alone"), sorted({(case, alone) for _, case, alone in FAULTS}))
+def test_kernel_without_one_passes_where_it_fails(planted, case, forward_alone):
+    def no_fault(_patch):
+        """What the others are compared with, compiled in the same way."""
+
+    no_fault.__name__ = f"none, {case}"
+    planted(no_fault)
+    _check(*_results(case, forward_alone=forward_alone))
+
+
+def test_faulty_kernels_stay_in_their_test():
+    problem, results = _results("causal", forward_alone=False)
+    conformance.check_accuracy(results, problem)
+    assert np.isfinite(results["output"]).all()
