@@ -97,7 +97,7 @@ def test_processor_without_a_known_instruction_set_is_refused(monkeypatch):
 
 def test_self_test_that_fails_is_a_reason(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(probe, "_run", lambda: "flash_cpu's self-test failed on this machine (exit code -4).")
+    monkeypatch.setattr(probe, "_run", lambda _: "flash_cpu's self-test failed on this machine (exit code -4).")
     probe.why_not.cache_clear()
     try:
         resolution = resolve("auto", SPEC)
