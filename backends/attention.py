@@ -18,14 +18,12 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, Num
 
-from backends.contract import Layout, Terms
+from backends.contract import EitherArray, Layout, Terms
 from backends.features import Mode
 from backends.layout import make_spec
 from backends.resolve import OnUnavailable, resolve
 
 Scale = float | Num[Array, ""] | Num[np.ndarray, ""] | np.number  # known when the program is compiled
-
-Input = Array | np.ndarray
 
 _IMPLEMENTATIONS = {"xla": "standard", "cudnn": "cudnn"}  # JAX's names
 
@@ -41,22 +39,22 @@ class Request:
 
 
 def attention(
-    query: Float[Input, "batch q_len heads head_dim"],
-    key: Float[Input, "batch kv_len kv_heads head_dim"],
-    value: Float[Input, "batch kv_len kv_heads v_dim"],
+    query: Float[EitherArray, "batch q_len heads head_dim"],
+    key: Float[EitherArray, "batch kv_len kv_heads head_dim"],
+    value: Float[EitherArray, "batch kv_len kv_heads v_dim"],
     *,
     is_causal: bool = False,
     scale: Scale | None = None,
     local_window_size: int | tuple[int, int] | None = None,
     chunk_size: int | None = None,
     logits_soft_cap: float | None = None,
-    query_segment_ids: Int[Input, "batch q_len"] | None = None,
-    key_value_segment_ids: Int[Input, "batch kv_len"] | None = None,
-    query_positions: Int[Input, "batch q_len"] | None = None,
-    key_value_positions: Int[Input, "batch kv_len"] | None = None,
-    key_value_seq_lengths: Int[Input, " batch"] | None = None,
-    mask: Bool[Input, "#batch #heads #q_len #kv_len"] | None = None,
-    bias: Float[Input, "#batch #heads #q_len #kv_len"] | None = None,
+    query_segment_ids: Int[EitherArray, "batch q_len"] | None = None,
+    key_value_segment_ids: Int[EitherArray, "batch kv_len"] | None = None,
+    query_positions: Int[EitherArray, "batch q_len"] | None = None,
+    key_value_positions: Int[EitherArray, "batch kv_len"] | None = None,
+    key_value_seq_lengths: Int[EitherArray, " batch"] | None = None,
+    mask: Bool[EitherArray, "#batch #heads #q_len #kv_len"] | None = None,
+    bias: Float[EitherArray, "#batch #heads #q_len #kv_len"] | None = None,
     backend: str = "auto",
     mode: Mode = "native",
     on_unavailable: OnUnavailable = "fallback",
@@ -103,16 +101,16 @@ def attention(
 
 @overload
 def dot_product_attention(
-    query: Input,
-    key: Input,
-    value: Input,
-    bias: Input | None = None,
-    mask: Input | None = None,
+    query: EitherArray,
+    key: EitherArray,
+    value: EitherArray,
+    bias: EitherArray | None = None,
+    mask: EitherArray | None = None,
     *,
     scale: Scale | None = None,
     is_causal: bool = False,
-    query_seq_lengths: Input | None = None,
-    key_value_seq_lengths: Input | None = None,
+    query_seq_lengths: EitherArray | None = None,
+    key_value_seq_lengths: EitherArray | None = None,
     local_window_size: int | tuple[int, int] | None = None,
     implementation: Literal["xla", "cudnn"] | None = None,
     return_residual: Literal[False] = ...,
@@ -122,16 +120,16 @@ def dot_product_attention(
 
 @overload
 def dot_product_attention(
-    query: Input,
-    key: Input,
-    value: Input,
-    bias: Input | None = None,
-    mask: Input | None = None,
+    query: EitherArray,
+    key: EitherArray,
+    value: EitherArray,
+    bias: EitherArray | None = None,
+    mask: EitherArray | None = None,
     *,
     scale: Scale | None = None,
     is_causal: bool = False,
-    query_seq_lengths: Input | None = None,
-    key_value_seq_lengths: Input | None = None,
+    query_seq_lengths: EitherArray | None = None,
+    key_value_seq_lengths: EitherArray | None = None,
     local_window_size: int | tuple[int, int] | None = None,
     implementation: Literal["xla", "cudnn"] | None = None,
     return_residual: Literal[True],
@@ -140,16 +138,16 @@ def dot_product_attention(
 
 
 def dot_product_attention(
-    query: Float[Input, "*batch q_len heads head_dim"],
-    key: Float[Input, "*batch kv_len kv_heads head_dim"],
-    value: Float[Input, "*batch kv_len kv_heads v_dim"],
-    bias: Float[Input, "..."] | None = None,
-    mask: Bool[Input, "..."] | None = None,
+    query: Float[EitherArray, "*batch q_len heads head_dim"],
+    key: Float[EitherArray, "*batch kv_len kv_heads head_dim"],
+    value: Float[EitherArray, "*batch kv_len kv_heads v_dim"],
+    bias: Float[EitherArray, "..."] | None = None,
+    mask: Bool[EitherArray, "..."] | None = None,
     *,
     scale: Scale | None = None,
     is_causal: bool = False,
-    query_seq_lengths: Int[Input, " batch"] | None = None,
-    key_value_seq_lengths: Int[Input, " batch"] | None = None,
+    query_seq_lengths: Int[EitherArray, " batch"] | None = None,
+    key_value_seq_lengths: Int[EitherArray, " batch"] | None = None,
     local_window_size: int | tuple[int, int] | None = None,
     implementation: Literal["xla", "cudnn"] | None = None,
     return_residual: bool = False,

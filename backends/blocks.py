@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from backends.contract import AttentionSpec, Layout, positions
+from backends.contract import AttentionSpec, EitherArray, Layout, positions
 
 SKIP, PARTIAL, FULL = 0, 1, 2
 
@@ -35,11 +35,11 @@ class PaddedLayout:
     key slots that exist: padding of the last block lies beyond it.
     """
 
-    query_positions: Int[Array, "batch q_pad"]
-    key_value_positions: Int[Array, "batch kv_pad"]
-    query_segment_ids: Int[Array, "batch q_pad"] | None
-    key_value_segment_ids: Int[Array, "batch kv_pad"] | None
-    lengths: Int[Array, " batch"]
+    query_positions: Int[EitherArray, "batch q_pad"]
+    key_value_positions: Int[EitherArray, "batch kv_pad"]
+    query_segment_ids: Int[EitherArray, "batch q_pad"] | None
+    key_value_segment_ids: Int[EitherArray, "batch kv_pad"] | None
+    lengths: Int[EitherArray, " batch"]
 
     @property
     def batch(self) -> int:
@@ -57,9 +57,9 @@ class BlockTable:
     """
 
     width: int
-    order: Int[Array, "batch rows columns"]
-    partial: Int[Array, "batch rows"]
-    full: Int[Array, "batch rows"]
+    order: Int[EitherArray, "batch rows columns"]
+    partial: Int[EitherArray, "batch rows"]
+    full: Int[EitherArray, "batch rows"]
 
 
 def pad_layout(spec: AttentionSpec, layout: Layout, block_q: int, block_kv: int) -> PaddedLayout:
@@ -85,7 +85,7 @@ def pad_layout(spec: AttentionSpec, layout: Layout, block_q: int, block_kv: int)
 
 def classify(
     spec: AttentionSpec, layout: PaddedLayout, block_q: int, block_kv: int
-) -> Int[Array, "batch q_blocks kv_blocks"]:
+) -> Int[EitherArray, "batch q_blocks kv_blocks"]:
     """SKIP, PARTIAL or FULL for every pair of blocks."""
     xp = _module(layout)
     k_slots = np.arange(layout.key_value_positions.shape[1], dtype=np.int32)[None]
@@ -115,7 +115,7 @@ def classify(
     return xp.where(every & some, FULL, xp.where(some, PARTIAL, SKIP)).astype(np.int32)
 
 
-def table(kinds: Int[Array, "batch rows columns"], width: int) -> BlockTable:
+def table(kinds: Int[EitherArray, "batch rows columns"], width: int) -> BlockTable:
     """The blocks to visit, row by row."""
     xp: Any = np if isinstance(kinds, np.ndarray) else jnp
     rank = xp.where(kinds == PARTIAL, 0, xp.where(kinds == FULL, 1, 2))
@@ -127,7 +127,7 @@ def table(kinds: Int[Array, "batch rows columns"], width: int) -> BlockTable:
     )
 
 
-def coarsen(kinds: Int[Array, "batch rows columns"], ratio: int) -> tuple[Any, Any]:
+def coarsen(kinds: Int[EitherArray, "batch rows columns"], ratio: int) -> tuple[Any, Any]:
     """Kinds of the same blocks, and of runs of ``ratio`` of them: a run that is all visible leaves the former.
 
     Wide blocks cost fewer passes over the running maximum and sum; narrow ones waste less where a mask is needed.
@@ -141,12 +141,12 @@ def coarsen(kinds: Int[Array, "batch rows columns"], ratio: int) -> tuple[Any, A
 def visible(
     spec: AttentionSpec,
     layout: PaddedLayout,
-    batch: Int[Array, ""],
-    query_start: Int[Array, ""],
-    key_start: Int[Array, ""],
+    batch: Int[EitherArray, ""],
+    query_start: Int[EitherArray, ""],
+    key_start: Int[EitherArray, ""],
     block_q: int,
     block_kv: int,
-) -> Bool[Array, "block_q block_kv"]:
+) -> Bool[EitherArray, "block_q block_kv"]:
     """Which pairs of one mixed block may attend."""
 
     def part(x: Any, start: Any, size: int) -> Array:

@@ -38,6 +38,7 @@ from backends.features import DTYPES, Feature, Mode, asked
 if TYPE_CHECKING:
     from backends.devices import Target
 
+EitherArray = Array | np.ndarray  # a JAX or a NumPy array
 Carry = Any  # a pytree threaded from layer to layer: () for every backend that keeps nothing between layers
 
 
@@ -158,12 +159,12 @@ class Layout:
     may attend) broadcasts to ``[batch, heads, query, key]``; most kernels refuse it.
     """
 
-    query_segment_ids: Int[Array, "batch q_len"] | None = None
-    key_value_segment_ids: Int[Array, "batch kv_len"] | None = None
-    query_positions: Int[Array, "batch q_len"] | None = None
-    key_value_positions: Int[Array, "batch kv_len"] | None = None
-    key_value_seq_lengths: Int[Array, " batch"] | None = None
-    mask: Bool[Array, "#batch #heads #q_len #kv_len"] | None = None
+    query_segment_ids: Int[EitherArray, "batch q_len"] | None = None
+    key_value_segment_ids: Int[EitherArray, "batch kv_len"] | None = None
+    query_positions: Int[EitherArray, "batch q_len"] | None = None
+    key_value_positions: Int[EitherArray, "batch kv_len"] | None = None
+    key_value_seq_lengths: Int[EitherArray, " batch"] | None = None
+    mask: Bool[EitherArray, "#batch #heads #q_len #kv_len"] | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -175,7 +176,7 @@ class Terms:
     spec.
     """
 
-    bias: Float[Array, "#batch #heads #q_len #kv_len"] | None = None
+    bias: Float[EitherArray, "#batch #heads #q_len #kv_len"] | None = None
 
     def given(self) -> tuple[str, ...]:
         """The names of the terms that are there."""
@@ -394,6 +395,7 @@ class Part:
 NOTHING_SEEN = -1e30  # finite, so that nothing put together from it is NaN
 
 
+@runtime_checkable
 class PartBackend(Backend, Protocol):
     """A backend that says ``parts`` in its ``takes``: it can attend to some of the keys and say how much they weigh."""
 

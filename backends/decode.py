@@ -26,7 +26,7 @@ def plan(spec: AttentionSpec, layout: Layout) -> Plan:
 
 def _attend(
     spec: AttentionSpec,
-    mask: Bool[Array, "#b #n t s"] | None,
+    mask: Bool[Array, "#b #n #t #s"] | None,
     query: Float[Array, "b t n h"],
     key: Float[Array, "b s k h"],
     value: Float[Array, "b s k v"],

@@ -92,7 +92,9 @@ def _spoilt_rows(
     length = spec.query_length
     rows = max(1, min(length, _PAIRS // (spec.batch * spec.num_heads * spec.key_value_length)))
     starts = jnp.arange(0, length, rows)
-    query_positions, key_positions = (jnp.asarray(x) for x in positions(spec, layout))
+    query_positions, key_positions = (
+        jnp.broadcast_to(jnp.asarray(x), (spec.batch, x.shape[1])) for x in positions(spec, layout)
+    )
     of_query = {"query_positions": query_positions, "query_segment_ids": layout.query_segment_ids}
     bad_keys = jnp.repeat(bad_key.transpose(0, 2, 1), spec.group_size, axis=1)[:, :, None]  # [b, n, 1, s]
 

@@ -281,7 +281,7 @@ def _probabilities(
 
 
 def _add_broadcast(
-    total: Float64[np.ndarray, "#b #n #t #s"],
+    total: Float64[np.ndarray, "#b #n #q #s"],
     block: Float64[np.ndarray, "g t s"],
     b: int,
     group: slice,

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from backends.contract import NOTHING_SEEN, AttentionSpec, Layout, Part, PartBackend
+from backends.contract import NOTHING_SEEN, AttentionSpec, EitherArray, Layout, Part, PartBackend
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,8 +36,8 @@ class _Share:
 
     key: Float[Array, "b s k h"]
     value: Float[Array, "b s k v"]
-    positions: Int[Array, "b s"] | None
-    segment_ids: Int[Array, "b s"] | None
+    positions: Int[EitherArray, "b s"] | None
+    segment_ids: Int[EitherArray, "b s"] | None
 
 
 # What is known of a query row over some of the keys: (out, top, rest), see :class:`Part`.
@@ -182,7 +182,7 @@ class Ring:
         if not self._own.has_positions:
             return dataclasses.replace(layout, query_positions=None, key_value_positions=None)
 
-        def place(given: Array | None, length: int) -> Array:
+        def place(given: EitherArray | None, length: int) -> EitherArray:
             if given is not None:
                 return given
             row = (self._here() * length).astype(jnp.int32) + jnp.arange(length, dtype=jnp.int32)

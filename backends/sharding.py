@@ -25,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
 from backends import ring
-from backends.contract import NO_TERMS, AttentionSpec, Backend, Carry, Layout, PartBackend, Plan, Terms
+from backends.contract import NO_TERMS, AttentionSpec, Backend, Carry, EitherArray, Layout, PartBackend, Plan, Terms
 from backends.devices import Target
 from backends.features import FEATURES_0_1, Feature, Mode, Takes
 from backends.support import plan, support, takes_of
@@ -255,7 +255,7 @@ class Sharded:
         return Terms(bias=_placed(terms.bias, (self.axes.data, self.axes.heads, self.axes.context, None)))
 
 
-def _placed(x: Array | None, axes: tuple[str | None, ...]) -> Any:
+def _placed(x: EitherArray | None, axes: tuple[str | None, ...]) -> Any:
     """The PartitionSpec of an array that stands in its place; an axis of one element is everywhere the same."""
     if x is None:
         return None

@@ -53,7 +53,7 @@ class Standard:
 
 def _attend(
     spec: AttentionSpec,
-    mask: Bool[Array, "#b #n t s"] | None,
+    mask: Bool[Array, "#b #n #t #s"] | None,
     query: Float[Array, "b t n h"],
     key: Float[Array, "b s k h"],
     value: Float[Array, "b s k v"],
@@ -84,7 +84,7 @@ def _attend(
 
 
 def exponentials(
-    logits: Float[Array, "b n t s"], mask: Bool[Array, "#b #n t s"] | None
+    logits: Float[Array, "b n t s"], mask: Bool[Array, "#b #n #t #s"] | None
 ) -> tuple[Float[Array, "b n t s"], Float[Array, "b n t 1"], Float[Array, "b n t 1"]]:
     """exp(logits - largest), the sum to divide it by, and the largest.
 

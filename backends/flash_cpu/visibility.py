@@ -17,9 +17,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Int
 
-from backends.contract import AttentionSpec, Layout, positions
+from backends.contract import AttentionSpec, EitherArray, Layout, positions
 
 NO_KEY, NO_QUERY = -1, -2  # ids of what is padding: they match nothing
 _LEAST, _MOST = -(2**31), 2**31 - 1
@@ -30,11 +30,11 @@ _LEAST, _MOST = -(2**31), 2**31 - 1
 class Visibility:
     """int32 arrays; ``rows`` is the batch, or 1 where all sequences share one layout. NumPy where nothing is traced."""
 
-    first: Int[Array, "rows q_len"]
-    last: Int[Array, "rows q_len"]
-    query_id: Int[Array, "rows q_len"]
-    position: Int[Array, "rows kv_len"]
-    key_id: Int[Array, "rows kv_len"]
+    first: Int[EitherArray, "rows q_len"]
+    last: Int[EitherArray, "rows q_len"]
+    query_id: Int[EitherArray, "rows q_len"]
+    position: Int[EitherArray, "rows kv_len"]
+    key_id: Int[EitherArray, "rows kv_len"]
 
     @property
     def arrays(self) -> tuple[Any, ...]:

@@ -6,7 +6,7 @@ one computes is the option ``kernel``, nothing else: a kernel that cannot do a p
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from jaxtyping import Array, Float, Int
 
@@ -16,6 +16,7 @@ from backends.kascade.selection import Places
 from backends.kascade.settings import Settings, Tiling
 
 
+@runtime_checkable
 class Kernels(Protocol):
     """Functions of a kernel module (the module itself is the object). Prefill and decoding (``query_length`` 1) alike.
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from backends.contract import AttentionSpec, Layout, positions
+from backends.contract import AttentionSpec, EitherArray, Layout, positions
 from backends.kvax.blocks import Blocks
 
 QUERY_PADDING = -1  # Kvax's padding id. Keys get key_padding() instead: in its kernels padding matches padding.
@@ -98,7 +98,7 @@ def convert(spec: AttentionSpec, layout: Layout, padded_query_length: int, padde
 
 
 def first_slots(
-    ids: Int[Array, "batch length"], wanted: Int[Array, "batch wanted"]
+    ids: Int[EitherArray, "batch length"], wanted: Int[EitherArray, "batch wanted"]
 ) -> tuple[Int[Array, "batch wanted"], Bool[Array, "batch wanted"]]:
     """For each id in ``wanted``, the first slot of ``ids`` that holds it, and whether there is one.
 
@@ -111,11 +111,13 @@ def first_slots(
         where = jnp.minimum(jnp.searchsorted(sorted_ids, wanted), ids.shape[0] - 1)
         return order[where].astype(jnp.int32), sorted_ids[where] == wanted
 
-    return jax.vmap(one)(ids, wanted)
+    return jax.vmap(one)(jnp.asarray(ids), jnp.asarray(wanted))
 
 
 def in_order(
-    segment: Int[Array, "batch length"], position: Int[Array, "batch length"], valid: Bool[Array, "batch length"]
+    segment: Int[EitherArray, "batch length"],
+    position: Int[EitherArray, "batch length"],
+    valid: Bool[EitherArray, "batch length"],
 ) -> Bool[Array, " batch"]:
     """Whether no segment comes back and no position falls inside of one, so that full blocks are neighbours.
 
@@ -128,12 +130,12 @@ def in_order(
     def begins(segment: Array, valid: Array, slots: Array) -> Array:
         return slots == jax.ops.segment_min(jnp.where(valid, slots, length), segment, length)[segment]
 
-    begins_here = jax.vmap(begins)(segment, valid, slots)[:, 1:]
+    begins_here = jax.vmap(begins)(jnp.asarray(segment), jnp.asarray(valid), slots)[:, 1:]
     goes_on = (segment[:, 1:] == segment[:, :-1]) & valid[:, :-1] & (position[:, 1:] >= position[:, :-1])
     return (goes_on | begins_here | ~valid[:, 1:]).all(1)
 
 
-def _sees_a_key(q_ids: Array, q_pos: Array, k_ids: Array, k_pos: Array, k_valid: Array) -> Array:
+def _sees_a_key(q_ids: Array, q_pos: Array, k_ids: Array, k_pos: Array, k_valid: EitherArray) -> Array:
     """Whether the earliest valid key of a row's segment is at or before the row."""
 
     def one(q_ids: Array, q_pos: Array, k_ids: Array, k_pos: Array, k_valid: Array) -> Array:
@@ -143,7 +145,7 @@ def _sees_a_key(q_ids: Array, q_pos: Array, k_ids: Array, k_pos: Array, k_valid:
         any_key = jax.ops.segment_max(k_valid.astype(jnp.int32), group, length + 1) > 0
         return any_key[q_ids] & (earliest[q_ids] <= q_pos)
 
-    return jax.vmap(one)(q_ids, q_pos, k_ids, k_pos, k_valid)
+    return jax.vmap(one)(q_ids, q_pos, k_ids, k_pos, jnp.asarray(k_valid))
 
 
 def _up(length: int, step: int) -> int:

@@ -11,6 +11,9 @@ import pytest
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "foreign_numerics: runs code of JAX or flax that promotes dtypes or ranks")
+    config.addinivalue_line(
+        "markers", "wrong_types: hands over what an annotation excludes; deselected where annotations are checked"
+    )
 
 
 @pytest.fixture(autouse=True)

@@ -102,6 +102,7 @@ def test_what_the_query_holds_beyond_its_length_changes_nothing(backend: str) ->
             jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
+@pytest.mark.wrong_types
 @pytest.mark.parametrize(
     ("lengths", "given"),
     [
@@ -117,6 +118,7 @@ def test_lengths_of_another_shape_or_dtype_are_refused(lengths: jax.Array, given
         dot_product_attention(*qkv(), key_value_seq_lengths=lengths)
 
 
+@pytest.mark.wrong_types
 @pytest.mark.parametrize("shape", [(16,), (4, 16), (1, 2, 24, 4, 16)])
 def test_query_of_another_rank_is_refused(shape: tuple[int, ...]) -> None:
     _, key, value = qkv()
@@ -190,6 +192,7 @@ def test_implementation_of_jax_names_a_backend() -> None:
         dot_product_attention(*qkv(), implementation="cudnn")
 
 
+@pytest.mark.wrong_types
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -31,6 +31,7 @@ def call(layout: Layout | None = None, **options: Any) -> AttentionSpec:
     )
 
 
+@pytest.mark.wrong_types
 @pytest.mark.parametrize("field", SIZES)
 @pytest.mark.parametrize("value", [0, -1, 2.0, True, None])
 def test_sizes_are_integers_of_at_least_one(field: str, value: Any) -> None:
@@ -38,6 +39,7 @@ def test_sizes_are_integers_of_at_least_one(field: str, value: Any) -> None:
         AttentionSpec(**{**SIZES, field: value})
 
 
+@pytest.mark.wrong_types
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
@@ -120,11 +122,13 @@ def test_layout_arrays_that_do_not_fit_are_named(arrays: dict[str, tuple[int, ..
         call(Layout(**{name: np.zeros(shape, np.int32) for name, shape in arrays.items()}))
 
 
+@pytest.mark.wrong_types
 def test_positions_are_integers() -> None:
     with pytest.raises(ValueError, match="query_positions has dtype float32; expected an integer dtype"):
         call(Layout(query_positions=np.zeros((2, 8), np.float32)))
 
 
+@pytest.mark.wrong_types
 def test_mask_is_bool_and_bias_is_floating() -> None:
     ints = np.zeros((1, 1, 8, 12), np.int32)
     with pytest.raises(ValueError, match="mask has dtype int32; expected bool"):
@@ -133,6 +137,7 @@ def test_mask_is_bool_and_bias_is_floating() -> None:
         call(terms=Terms(bias=ints))
 
 
+@pytest.mark.wrong_types
 @pytest.mark.parametrize("shape", [(8, 12), (2, 3, 8, 12), (2, 4, 8, 11)])
 def test_mask_that_does_not_broadcast_is_named(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"broadcast to \(2, 4, 8, 12\)"):

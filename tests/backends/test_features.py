@@ -142,6 +142,7 @@ def test_a_reason_of_the_backend_stands_in_the_sentence() -> None:
     assert reason == f"{expected}use backend='chunked'."
 
 
+@pytest.mark.wrong_types
 def test_a_feature_or_dtype_that_there_is_not_cannot_be_declared() -> None:
     with pytest.raises(ValueError, match=r"features \['sinks'\] are not known; the features are causal, "):
         Takes(features=frozenset({"sinks"}))
