@@ -17,7 +17,7 @@ from reports.formatting import TIMES, Value, code, estimate, number, plural
 from reports.plot import Panel, Picture
 from reports.tables import MILLI, Column, Table, scaled, table
 from suite import statistics
-from suite.cases import make_case
+from suite.cases import make_case, problem_of
 from suite.errors import InputError
 from suite.kascade.methods import CONTROLS, METHODS
 from suite.record import Record
@@ -34,15 +34,27 @@ _FEWEST = 3  # kept fractions that make a line
 
 def is_kascade(group: Group) -> bool:
     """Whether all cells of a group are rows of Kascade's suite, as this version knows them."""
-    return group.kind in KINDS and all(_is_row(cell.record) for cell in group.cells)
+    return group.kind in KINDS and all(_is_row(cell.record) and cell.record.kind == group.kind for cell in group.cells)
 
 
 def _is_row(record: Record) -> bool:
+    """Whether this version could have written the record. One that was measured has the figures that are read here."""
     try:
         case = make_case(record.problem)
     except InputError:
         return False
-    return case.kind == record.kind and record.requested in METHODS
+    if case.kind != record.kind or record.requested not in METHODS:
+        return False
+    return record.status != "ok" or (record.quality.get("kept_pairs", 0.0) > 0 and _has_series(record))
+
+
+def _has_series(record: Record) -> bool:
+    """Nats of both models per sequence of text; a hit or a miss, and its distance, per needle."""
+    if record.kind in STACKS:
+        return True
+    pair = ("nll", "standard_nll") if record.kind == TEXT else ("hit", "distance")
+    first, second = (record.series.get(name, ()) for name in pair)
+    return len(first) == len(second) > 0 and (record.kind == TEXT or set(first) <= {0.0, 1.0})
 
 
 def recall_of(record: Record, near: float = 0.0, far: float = float("inf")) -> Interval | None:
@@ -361,7 +373,8 @@ def _sentences(group: Group) -> Iterator[str]:
 
 
 def _problem(group: Group) -> dict[str, Any]:
-    return group.cells[0].record.problem
+    """The fields of the case, those that an older record leaves out too."""
+    return problem_of(make_case(group.cells[0].record.problem))
 
 
 def _phase(group: Group) -> str:

@@ -181,7 +181,7 @@ def _accepted(kind: Any) -> str:
         *others, last = (_accepted(each) for each in get_args(kind))
         return f"{', '.join(others)} or {last}"
     if get_origin(kind) is Literal:
-        return f"one of {', '.join(get_args(kind))}"
+        return f"one of {', '.join(map(str, get_args(kind)))}"
     if get_origin(kind) is Annotated:
         return _accepted(get_args(kind)[0]) + _bounds(kind.__metadata__[0])
     if get_origin(kind) in (list, tuple):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from reports import kascade
@@ -177,3 +179,28 @@ def test_wrong_row_has_no_figures(record):
     (table,) = kascade.speed(group(records))
     (row,) = [row for row in table.rows if row["method"] == "kascade"]
     assert (row["ran"], row.get("relative")) == ("out is off", None)
+
+
+@pytest.mark.parametrize(
+    "without",
+    [
+        {"quality": {}},
+        {"series": {}},
+        {"series": {"hit": (1.0, 0.0), "distance": (600.0,)}},
+        {"series": {"hit": (0.5,), "distance": (600.0,)}},
+        {"problem": {"kind": "kascade_gate", "sequence": "long"}},
+    ],
+    ids=str,
+)
+def test_rows_without_the_figures_that_the_page_reads_are_no_rows_of_it(gate_records, write_run, without):
+    whole, *others = gate_records()
+    assert all(kascade.is_kascade(each) for each in group([whole, *others]))
+    spoilt = dataclasses.replace(whole, **without)
+    assert not any(kascade.is_kascade(each) for each in group([spoilt, *others]))
+    build(load(write_run(spoilt, *others)))
+
+
+def test_what_an_older_record_leaves_out_of_its_problem_has_its_default(gate_records):
+    older = [dataclasses.replace(each, problem={k: v for k, v in each.problem.items() if k != "phase"})
+             for each in gate_records()]  # fmt: skip
+    assert kascade.gate(group(older))[0].title.startswith("Prefill")

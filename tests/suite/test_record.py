@@ -38,6 +38,7 @@ def test_what_is_no_record_is_refused_with_a_reason(line):
     ("change", "match"),
     [
         ({"schema": 2}, "schema = 2; this version reads schema 1"),
+        ({"schema": 1.0}, "schema = 1.0 must be one of 1"),
         ({"status": "fine"}, "fine"),
         ({"kind": "op_sideways"}, "op_sideways"),
         ({"surprise": 1}, "surprise"),

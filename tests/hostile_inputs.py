@@ -1,0 +1,267 @@
+"""Kinds of hostile input: each starts from valid files, changes them, and says which commands are to read them."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import io
+import json
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from hostile_values import as_json, as_toml, changed, damaged
+from hypothesis import strategies as st
+
+from suite.cases import make_case, problem_of
+from suite.command_line import main
+
+PUBLISHED = Path(__file__).parents[1] / "reports" / "published"
+ENVIRONMENT = {
+    "versions": {"python": "3.12", "jax": "0.12"},
+    "source": "0",
+    "git_revision": None,
+    "target": "cpu",
+    "device_kind": "cpu",
+    "device_count": 1,
+    "platform": "Linux",
+    "cpu": "CPU",
+    "cores": 2,
+    "machine_memory": 2**34,
+    "flags": {},
+}
+CASES = [
+    {"kind": "op_forward", "sequence": 64, "heads": 4, "kv_heads": 2, "window": 16, "soft_cap": 5.0},
+    {"kind": "op_forward_backward", "sequence": 64, "documents": 3, "name": "packed"},
+    {"kind": "op_decode", "sequence": 64, "dtype": "bfloat16"},
+    {"kind": "model_prefill", "sequence": 64, "batch": 2, "ragged": True, "top_k": 0.5, "tile_size": 16, "anchors": 1},
+    {"kind": "perplexity", "sequence": 64, "sequences": 2},
+    {"kind": "retrieval", "sequence": 128, "prompts": 2},
+    {"kind": "kascade_text", "sequence": 64, "sequences": 2, "schedule": "manual", "anchors": "0,2", "tile_size": 16},
+    {"kind": "kascade_decode", "sequence": 256, "layers": 4, "anchors": 2, "heads": 4, "kv_heads": 2, "tile_size": 16},
+]
+MACHINE = {
+    "matmul_flops": {"float32": 1e11, "bfloat16": 1e11},
+    "copy_bytes_per_second": 1e10,
+    "read_bytes_per_second": 1e10,
+}
+COMPILED = {"suite": "compile", "targets": ["tpu:v5e"], "backends": ["chunked"], "cases": [CASES[0]], "searches": [],
+            "command": ["attnsuite", "compile"]}  # fmt: skip
+TRAINING = {"date": "2026-11-21", "preset": "tiny", "seed": 0, "learning_rate": 0.002, "optimizer": "adamw",
+            "settings": [{"name": "native", "steps": 2, "batch": 1, "length": 8}],
+            "environment": ENVIRONMENT}  # fmt: skip
+CURVES = [
+    {"setting": "native", "role": role, "name": f"{role} {i}", "mode": "native", "losses": losses, "reasons": []}
+    for i, (role, losses) in enumerate(
+        (("standard", [2.0, 1.0]), ("noise", [2.0, 1.1]), ("noise", [2.0, 0.9]), ("batches", [2.5, 1.5]),
+         ("backend", [2.0, 1.2]), ("control", [2.0, None]), ("refused", []))
+    )
+]  # fmt: skip
+_CASES_OF_A_KIND = 2
+TRAIN = ["train", "--model", "debug", "--steps", "3", "--batch", "1", "--length", "16", "--save-every", "1"]
+
+Commands = Iterator[list[str]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Valid:
+    """Valid places: published records by case, a checkpoint, a calibration, and a training run's settings."""
+
+    records: tuple[tuple[str, ...], ...]
+    checkpoint: Path
+    calibration: Path
+    training: Path
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Hand:
+    """Who changes a valid input. One that does not spoil leaves everything as it was: a control of the kinds."""
+
+    draw: Callable[[st.SearchStrategy[Any]], Any]
+    spoils: bool = True
+
+    def one_of(self, values: Sequence[Any]) -> Any:
+        """Any of these."""
+        return self.draw(st.sampled_from(values))
+
+    def changed(self, data: Any) -> Any:
+        """The data with changes."""
+        return self.draw(changed(data)) if self.spoils else data
+
+    def written(self, path: Path, text: str) -> None:
+        """Write the text, which may be damaged on the way."""
+        path.write_bytes(self.draw(damaged(text)) if self.spoils else text.encode())
+
+
+def make_valid(folder: Path) -> Valid:
+    """Make the valid places. Training ends before its first step (``nothing_begins``), which is enough."""
+    checkpoint, calibration, trained = folder / "checkpoint", folder / "calibration.safetensors", folder / "trained"
+    for words in (
+        ["convert", "--input", "debug", "--output", str(checkpoint)],
+        ["calibrate", "--prompts", "1", "--length", "64", "--out", str(calibration)],
+    ):
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+            main(words)
+    return Valid(tuple(_published()), checkpoint, calibration, trained / "training.json")
+
+
+def _published() -> Iterator[tuple[str, ...]]:
+    """Published records, the lines of a case together: of every folder the first two cases of each kind."""
+    for path in sorted(PUBLISHED.glob("*/records.jsonl")):
+        cases: dict[tuple[str, str], list[str]] = {}
+        for line in path.read_text(encoding="utf-8").splitlines():
+            said = json.loads(line)
+            cases.setdefault((said["kind"], said["case"]), []).append(line)
+        kinds = [kind for kind, _ in cases]
+        yield from (
+            tuple(lines) for at, lines in enumerate(cases.values()) if kinds[:at].count(kinds[at]) < _CASES_OF_A_KIND
+        )
+
+
+def manifest() -> dict[str, Any]:
+    """What ``run.json`` holds of a run of two cases."""
+    return {
+        "suite": "mine",
+        "cases": [problem_of(make_case(CASES[i])) for i in (0, 6)],
+        "backends": ["standard", "chunked"],
+        "all_cores": False,
+        "kascade": {"tile_size": 16},
+        "checkpoint": {"model": "/nowhere", "sequence": 64, "batch": 1, "new_tokens": 8, "dtype": None},
+        "text": None,
+        "file": "my suite.toml",
+        **{name: ENVIRONMENT[name] for name in ("versions", "source", "git_revision", "target", "flags")},
+    }
+
+
+def records(hand: Hand, folder: Path, valid: Valid) -> Commands:
+    """``report`` and ``compare`` of whole cases, of which records have fields of others and changes."""
+    other = folder / "other"
+    other.mkdir()
+    lines = [*hand.one_of(valid.records), *hand.one_of(((), *valid.records))]
+    (other / "records.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    for at in hand.draw(st.lists(st.integers(0, len(lines) - 1), min_size=1, max_size=2)) if hand.spoils else ():
+        spoilt, donor = json.loads(lines[at]), json.loads(hand.one_of(hand.one_of(valid.records)))
+        for name in hand.draw(st.lists(st.sampled_from(sorted(donor)), max_size=2)):
+            spoilt[name] = donor[name]
+        of_figures = {name: spoilt[name] for name in ("problem", "quality", "series", "samples", "accuracy", "memory")}
+        if hand.one_of((True, False)):
+            changed_figures = hand.changed(of_figures | {"mode": spoilt["mode"], "exact": spoilt["exact"]})
+            spoilt = {**spoilt, **changed_figures} if isinstance(changed_figures, dict) else changed_figures
+        else:
+            spoilt = hand.changed(spoilt)
+        lines[at] = as_json(spoilt)
+    hand.written(folder / "records.jsonl", "".join(f"{line}\n" for line in lines))
+    yield ["report", str(folder)]
+    yield ["compare", *hand.draw(st.permutations([str(folder), str(other)]))]
+    yield ["report", str(other), str(folder)]
+
+
+def manifests(hand: Hand, folder: Path, valid: Valid) -> Commands:
+    """``report`` and ``--resume`` of a run whose run.json was changed."""
+    (folder / "records.jsonl").write_text(hand.one_of(valid.records)[0] + "\n", encoding="utf-8")
+    base = hand.one_of([manifest(), manifest(), COMPILED]) if hand.spoils else manifest()
+    hand.written(folder / "run.json", as_json(hand.changed(base)))
+    (folder / "machine.json").write_text(as_json(MACHINE))
+    yield ["report", str(folder)]
+    yield ["run", "--resume", "--out", str(folder)]
+
+
+def machines(hand: Hand, folder: Path, valid: Valid) -> Commands:
+    """``--resume`` of a run whose machine.json was changed."""
+    (folder / "records.jsonl").write_text(hand.one_of(valid.records)[0] + "\n", encoding="utf-8")
+    (folder / "run.json").write_text(as_json(manifest()))
+    hand.written(folder / "machine.json", as_json(hand.changed(MACHINE)))
+    yield ["run", "--resume", "--out", str(folder)]
+
+
+def suites(hand: Hand, folder: Path, valid: Valid) -> Commands:
+    """``run`` and ``compile`` of a suite file that was changed."""
+    cases = [CASES[0], *(hand.one_of(CASES[1:]) for _ in range(hand.one_of((0, 1))))]
+    base = {"name": "mine", "peers": ["jax_nn"], "all_cores": hand.one_of((True, False)), "case": cases}
+    path = folder / "suite.toml"
+    hand.written(path, as_toml(hand.changed(base)))
+    yield ["run", "--suite", str(path), "--out", str(folder / "run")]
+    yield ["compile", "--suite", str(path), "--targets", "v5e", "--out", str(folder / "compiled")]
+
+
+def curves(hand: Hand, folder: Path, valid: Valid) -> Commands:
+    """``report`` of loss curves of which the manifest or a line was changed."""
+    training, lines = copy.deepcopy(TRAINING), copy.deepcopy(CURVES)
+    if hand.one_of((True, False)):
+        training = hand.changed(training)
+    else:
+        at = hand.one_of(range(len(lines)))
+        lines[at] = hand.changed(lines[at])
+    hand.written(folder / "curves.json", as_json(training))
+    hand.written(folder / "curves.jsonl", "".join(f"{as_json(line)}\n" for line in lines))
+    yield ["report", str(folder)]
+
+
+def trainings(hand: Hand, folder: Path, valid: Valid) -> Commands:
+    """``train --resume`` behind settings or losses that were changed."""
+    settings = json.loads(valid.training.read_text())
+    losses: list[Any] = [{"step": 1, "loss": 2.5}, {"step": 2, "loss": 2.25}]
+    if hand.one_of((True, False)):
+        settings = hand.changed(settings)
+    else:
+        losses = [hand.changed(line) for line in losses]
+    hand.written(folder / "training.json", as_json(settings))
+    hand.written(folder / "losses.jsonl", "".join(f"{as_json(line)}\n" for line in losses))
+    yield [*TRAIN, "--resume", "--out", str(folder)]
+
+
+def configurations(hand: Hand, folder: Path, valid: Valid) -> Commands:
+    """Every verb that opens a checkpoint, with a config.json that was changed."""
+    base = json.loads((valid.checkpoint / "config.json").read_text())
+    hand.written(folder / "config.json", as_json(hand.changed(base)))
+    (folder / "model.safetensors").symlink_to(valid.checkpoint / "model.safetensors")
+    yield from _of_checkpoint(folder)
+
+
+def weights(hand: Hand, folder: Path, valid: Valid) -> Commands:
+    """Every verb that opens a checkpoint, with a header of safetensors (or an index) that was changed."""
+    header, tensors = _taken_apart(valid.checkpoint / "model.safetensors")
+    shutil.copyfile(valid.checkpoint / "config.json", folder / "config.json")
+    if hand.one_of((True, False, False)):
+        index = {"metadata": {}, "weight_map": {name: "one.safetensors" for name in header if name != "__metadata__"}}
+        (folder / "one.safetensors").symlink_to(valid.checkpoint / "model.safetensors")
+        hand.written(folder / "model.safetensors.index.json", as_json(hand.changed(index)))
+    else:
+        _put_together(hand, folder / "model.safetensors", header, tensors)
+    yield from _of_checkpoint(folder)
+
+
+def _taken_apart(path: Path) -> tuple[dict[str, Any], bytes]:
+    data = path.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    return json.loads(data[8 : 8 + size]), data[8 + size :]
+
+
+def _put_together(hand: Hand, path: Path, header: Any, tensors: bytes) -> None:
+    """A file of safetensors whose header was changed, and sometimes its length."""
+    hand.written(path, as_json(hand.changed(header)))
+    told = path.read_bytes()
+    length = hand.one_of([len(told)] * 5 + [0, 2**63, len(told) - 1, len(told) + len(tensors)])
+    path.write_bytes((length if hand.spoils else len(told)).to_bytes(8, "little") + told + tensors)
+
+
+def _of_checkpoint(folder: Path) -> Commands:
+    out, model = folder / "out", ["--model", str(folder)]
+    yield ["run", *model, "--backends", "standard,kascade", "--seq-len", "64", "--out", str(out)]
+    yield ["perplexity", *model, "--seq-len", "32", "--out", str(out / "perplexity")]
+    yield ["calibrate", *model, "--prompts", "1", "--length", "32", "--out", str(folder / "c.safetensors")]
+    yield ["convert", "--input", str(folder), "--output", str(out / "converted")]
+
+
+def calibrations(hand: Hand, folder: Path, valid: Valid) -> Commands:
+    """``perplexity`` with a calibration that was changed."""
+    about = json.loads(valid.calibration.with_suffix(".json").read_text())
+    hand.written(folder / "c.json", as_json(hand.changed(about)))
+    if hand.one_of((True, False)):
+        _put_together(hand, folder / "c.safetensors", *_taken_apart(valid.calibration))
+    else:
+        shutil.copyfile(valid.calibration, folder / "c.safetensors")
+    flags = ["--backend", "kascade", "--seq-len", "32", "--out", str(folder / "out")]
+    yield ["perplexity", "--model", "text", "--calibration", str(folder / "c.safetensors"), *flags]

@@ -1,0 +1,72 @@
+"""Hostile command lines: for every verb values that fit, values that do not, and paths that cannot be."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+from hostile_inputs import CASES, Commands, Hand, Valid
+from hostile_values import WORDS, as_toml
+from hypothesis import strategies as st
+
+NAMES = WORDS | st.sampled_from(
+    ["standard", "chunked,standard", "kascade", "torch", "nobody", ",", "standard,,", "auto"]
+)
+SIZES = st.sampled_from(["0", "1", "-1", "2", "64", "1e3", "1e400", "nan", "inf", "9" * 5000, "x", ""])
+MEMORY = SIZES | st.sampled_from(["1GiB", "1e999", "-4GB", "4 G"])
+PATHS = st.sampled_from(["{folder}", "{folder}/none", "{folder}/file", "{folder}/file/x", "{folder}/" + "y" * 300, "",
+                         "/dev/null", "/dev/full", "{folder}/\udcff", "{folder}/new line\n"])  # fmt: skip
+MODELS = PATHS | st.sampled_from(["text", "tiny", "debug", "llama-3.2-1b", "huge"])
+SCHEDULES = WORDS | st.sampled_from(["dp", "greedy", "manual"])
+ANCHORS = SIZES | st.sampled_from(["0,2", "0,,2", "0,-2", "99999999999999999999"])
+SUITES = st.sampled_from(["quick", "kascade", "full", "compile", "{folder}/suite.toml", "none"]) | PATHS
+CASE_NAMES = st.sampled_from(["*", "op-*", "forward*", "[", "nothing"]) | WORDS
+FLAGS: dict[str, dict[str, st.SearchStrategy[str]]] = {
+    "run": {"--suite": SUITES, "--model": MODELS, "--backends": NAMES, "--cases": CASE_NAMES, "--text": PATHS,
+            "--seq-len": SIZES, "--batch": SIZES, "--cell-timeout": SIZES, "--cell-memory": MEMORY,
+            "--tile-size": SIZES, "--top-k": SIZES, "--threshold": SIZES, "--schedule": SCHEDULES, "--anchors": ANCHORS,
+            "--max-reuse-dist": SIZES, "--granularity": WORDS, "--out": PATHS},
+    "calibrate": {"--model": MODELS, "--text": PATHS, "--prompts": SIZES, "--length": SIZES, "--tile-size": SIZES,
+                  "--top-k": SIZES, "--min-keys": SIZES, "--schedule": SCHEDULES, "--anchors": ANCHORS,
+                  "--threshold": SIZES, "--max-reuse-dist": SIZES, "--out": PATHS},
+    "tune": {"--backends": NAMES, "--target": WORDS | st.sampled_from(["h100", "v5e:4x4", "here", "v5e:x"]),
+             "--cases": CASE_NAMES, "--out": PATHS, "--cell-timeout": SIZES},
+    "compile": {"--backends": NAMES, "--suite": SUITES, "--cases": CASE_NAMES, "--model": MODELS, "--seq-lens": SIZES,
+                "--targets": WORDS | st.sampled_from(["v5e", "h100,v5e", "v5e:4x4", "v5e:0x0", "v5e:999x999", ","]),
+                "--phases": WORDS | st.sampled_from(["train", "prefill,decode"]), "--batch": SIZES,
+                "--longest": WORDS | st.sampled_from(["train"]), "--dtype": WORDS, "--cache": PATHS,
+                "--cell-timeout": SIZES, "--cell-memory": MEMORY, "--out": PATHS},
+    "convert": {"--input": MODELS, "--output": PATHS, "--preset": WORDS},
+    "train": {"--model": MODELS, "--text": PATHS, "--steps": SIZES, "--batch": SIZES, "--length": SIZES,
+              "--accumulate": SIZES, "--learning-rate": SIZES, "--weight-decay": SIZES, "--lora-rank": SIZES,
+              "--lora-alpha": SIZES, "--lora-targets": NAMES, "--backend": NAMES, "--save-every": SIZES,
+              "--seed": SIZES, "--out": PATHS},
+    "curves": {"--preset": MODELS, "--backends": NAMES, "--steps": SIZES, "--interpreted-steps": SIZES, "--out": PATHS},
+    "sharded": {"--out": PATHS},
+    "perplexity": {"--model": MODELS, "--text": PATHS, "--seq-len": SIZES, "--sequences": SIZES, "--batch": SIZES,
+                   "--backend": NAMES, "--calibration": PATHS, "--schedule": SCHEDULES, "--anchors": ANCHORS,
+                   "--options": WORDS | st.sampled_from(["top_k=0.5", "top_k=2", "tile_size=16,top_k=1e400", "a=", "=",
+                                                         "mesh=1", "schedule=dp", "top_k=[[[", "tile_size=true"]),
+                   "--threshold": SIZES, "--max-reuse-dist": SIZES, "--out": PATHS},
+    "report": {},
+    "compare": {},
+}  # fmt: skip
+NEEDED = {"perplexity": {"--model": "text"}, "convert": {"--input": "debug", "--output": "{folder}/out"}}
+FAST = {"run": {"--suite": "{folder}/suite.toml"}}  # the control's: nothing else is drawn
+
+
+def flags(hand: Hand, folder: Path, valid: Valid) -> Commands:
+    """A command line of any verb, with up to four flags."""
+    verb = hand.one_of([*FLAGS]) if hand.spoils else "run"
+    (folder / "file").write_text("not empty")
+    (folder / "suite.toml").write_text(as_toml({"case": CASES[:2]}))
+    if verb in ("report", "compare"):
+        words = [verb, *(hand.draw(PATHS) for _ in range(hand.one_of((1, 2, 3))))]
+    else:
+        known, given = FLAGS[verb], dict(NEEDED.get(verb, {})) if hand.spoils else dict(FAST[verb])
+        names = hand.draw(st.lists(st.sampled_from([*known]), max_size=4, unique=True)) if hand.spoils else []
+        given |= {name: hand.draw(known[name]) for name in names}
+        given |= {} if "--out" in given or verb == "convert" else {"--out": "{folder}/out"}
+        words = [verb, *itertools.chain.from_iterable(given.items())]
+    # A shell cannot hand over a null character.
+    yield [word.replace("{folder}", str(folder)).replace("\0", "") for word in words]

@@ -1,0 +1,49 @@
+"""A few hostile inputs of each kind; ``python tests/mutations.py`` draws any number."""
+
+from __future__ import annotations
+
+import mutations
+import pytest
+
+import reports
+
+COUNT, SEED = 20, 0
+
+
+@pytest.fixture(scope="module")
+def valid():
+    with mutations.valid_places() as places:
+        yield places
+
+
+@pytest.mark.parametrize("kind", mutations.KINDS)
+def test_hostile_input_is_no_traceback_and_quick(kind, valid):
+    tally = mutations.run_kind(kind, COUNT, SEED, valid)
+    assert tally.tried >= COUNT
+    assert not tally.tracebacks, "\n".join(tally.tracebacks)
+    assert not tally.slow, "\n".join(tally.slow)
+
+
+@pytest.mark.parametrize("kind", mutations.KINDS)
+def test_what_the_hostile_input_is_made_from_is_taken(kind, valid):
+    tally = mutations.run_kind(kind, 2, SEED, valid, spoils=False)
+    assert tally.tried
+    assert set(tally.codes) <= {0, "begins"}, tally.refused
+
+
+def _raises(error):
+    def wrong(*_):
+        raise error
+
+    return wrong
+
+
+@pytest.mark.parametrize("error", [KeyError("key"), DeprecationWarning("old"), MemoryError(), SystemExit(3)], ids=repr)
+def test_what_is_no_sentence_is_found(valid, monkeypatch, error):
+    monkeypatch.setattr(reports, "render", _raises(error))
+    assert mutations.run_kind("records", 1, SEED, valid, spoils=False).tracebacks
+
+
+def test_input_that_takes_long_is_found(valid, monkeypatch):
+    monkeypatch.setattr(mutations, "SLOW_SECONDS", 0.0)
+    assert mutations.run_kind("machines", 1, SEED, valid).slow
