@@ -17,14 +17,14 @@ import jax.numpy as jnp
 
 from backends import AttentionSpec, Backend, Layout, Target, plan
 from backends.contract import BackendWithRoles
-from models import PRESETS, ModelConfig
+from models import ModelConfig
 from models.cache import slot_shapes
 from models.forward import forward_cached
 from models.parameters import initialise
 from models.planning import Resolutions, attention_spec, resolve_attention
 from suite.cases import ModelCase, OpCase, spec_of
-from suite.errors import InputError
 from suite.model_cell import prefill, train_step
+from suite.named_model import config_of
 from suite.program import op_function
 
 
@@ -96,10 +96,8 @@ def _layout(case: OpCase) -> Layout:
 
 
 def model_config(case: ModelCase) -> ModelConfig:
-    """The preset of a case. Raises InputError for a name that is none: nothing else has shapes without weights."""
-    if case.model not in PRESETS:
-        raise InputError(f"model {case.model!r} is not a preset; use one of {', '.join(PRESETS)}.")
-    return ModelConfig.from_preset(case.model, dtype=case.dtype)
+    """The configuration of a case's model. Raises InputError for a name that is none, listing those that are."""
+    return config_of(case.model, "model", dtype=case.dtype)
 
 
 def attention_specs(case: OpCase | ModelCase) -> tuple[AttentionSpec, ...]:

@@ -1,4 +1,4 @@
-"""The suite that ``attnsuite run --model DIR`` measures: every backend in one model, on text and on the clock.
+"""The suite that ``attnsuite run --model NAME`` measures: every backend in one model, on text and on the clock.
 
 Text for what a backend loses, prefill and decoding for what it costs, and where Kascade is asked for the cases that
 hold it to its controls. Which checkpoint it is stands in the cases; how long and how many, in :class:`CheckpointWords`.
@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from models.checkpoint import read_config
 from suite.cases import Case, Dtype, Least, SelectionCase, make_case
 from suite.errors import InputError
+from suite.named_model import SHIPPED, checkpoint_of
 from suite.suites import Suite
 from suite.typed import Count
 
@@ -35,21 +37,22 @@ class CheckpointWords:
 
     def as_json(self) -> dict[str, Any]:
         """What was said, for the manifest of a run."""
-        return dataclasses.asdict(self) | {"model": str(Path(self.model).resolve())}
+        return dataclasses.asdict(self) | {"model": self.absolute}
+
+    @property
+    def absolute(self) -> str:
+        """The name that stands for the same checkpoint from every directory."""
+        return self.model if self.model == SHIPPED else str(Path(self.model).resolve())
 
 
 def checkpoint_suite(words: CheckpointWords, *, kascade: bool) -> Suite:
-    """The cases of a checkpoint. Raises InputError for a directory that holds none."""
-    # A run of another suite does not pay for importing flax.
-    from models.checkpoint import read_config  # noqa: PLC0415
-
-    if not Path(words.model).is_dir():
-        raise InputError(f"--model {words.model!r} is no directory; give that of a checkpoint.")
-    try:
-        config = read_config(Path(words.model))
-    except ValueError as error:
-        raise InputError(f"--model {words.model!r}: {error}") from error
-    model, anchors = str(Path(words.model).resolve()), max(2, config.num_layers // 4)
+    """The cases of a checkpoint. Raises InputError for a name of none, and for one that cannot be read."""
+    with checkpoint_of(words.model) as directory:
+        try:
+            config = read_config(directory)
+        except ValueError as error:
+            raise InputError(f"--model {words.model!r}: {error}") from error
+    model, anchors = words.absolute, max(2, config.num_layers // 4)
     shared: dict[str, Any] = {"model": model, "sequence": words.sequence}
     timed = shared | {
         "dtype": words.dtype or config.dtype,

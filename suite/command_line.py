@@ -60,8 +60,8 @@ class Run:
 
     suite: Annotated[str | None, _flag("NAME|FILE", "quick")] = None
     """quick, full, cpu-speed, kascade, or the path of a .toml file."""
-    model: Annotated[Path | None, _flag("DIR", "none")] = None
-    """Instead of a suite: every backend in the checkpoint in this directory, on text and on the clock."""
+    model: Annotated[str | None, _flag("NAME|DIR", "none")] = None
+    """Instead of a suite: every backend in a checkpoint, on text and on the clock; text, or a directory."""
     backends: Annotated[str | None, _flag("NAMES", "all, and the suite's peers")] = None
     """Backends (and peers) to compare, separated by commas."""
     cases: Annotated[str | None, _flag("PATTERNS", "all of the suite")] = None
@@ -186,8 +186,8 @@ class Compile:
     """Where the cases are from: compile, quick, full, or the path of a .toml file."""
     cases: Annotated[str | None, _flag("PATTERNS", "all, or none with --model")] = None
     """Glob patterns of case names, separated by commas."""
-    model: Annotated[str | None, _flag("PRESETS", "none")] = None
-    """Whole models to compile, such as llama-3.2-1b, separated by commas."""
+    model: Annotated[str | None, _flag("NAMES|DIRS", "none")] = None
+    """Whole models to compile (presets such as llama-3.2-1b, text, directories), separated by commas."""
     seq_lens: Annotated[str | None, _flag("LENGTHS", "2048")] = None
     """Sequence lengths of the models, separated by commas."""
     phases: Annotated[str | None, _flag("NAMES", "prefill,train,decode")] = None
@@ -305,7 +305,7 @@ class Perplexity:
     Exits with 1 where losses are not finite (no figure), with 2 for weights that are not.
     """
 
-    model: Annotated[str, tyro.conf.arg(metavar="text|DIR")]
+    model: Annotated[str, tyro.conf.arg(metavar="NAME|DIR")]
     """text (the checkpoint that ships here), or the directory of a checkpoint."""
     text: Annotated[Path | None, _flag("FILE", "prose that ships with Python")] = None
     """Text (UTF-8) to measure on."""
@@ -498,14 +498,14 @@ def _checkpoint(command: Run) -> CheckpointWords | None:
     given = [flag for flag, value in sizes.items() if value is not None]
     if command.model is None:
         if given:
-            raise InputError(f"{', '.join(given)} is about a checkpoint; add --model with its directory.")
+            raise InputError(f"{', '.join(given)} is about a checkpoint; add --model.")
         return None
     if command.suite is not None:
         raise InputError("--model brings its own cases; leave out --suite.")
     words = {"sequence": command.seq_len, "batch": command.batch, "dtype": command.dtype}
     said = {name: value for name, value in words.items() if value is not None}
     try:
-        return typed.convert({"model": str(command.model), **said}, CheckpointWords)
+        return typed.convert({"model": command.model, **said}, CheckpointWords)
     except ValueError as error:
         raise InputError(f"--model {command.model}: {error}.") from error
 

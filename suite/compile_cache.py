@@ -1,7 +1,8 @@
 """Answers of compilers that are kept: one file per cell, named by a hash of all that could change the answer.
 
-That is the case, the backend, the device, the versions, this project's source and the flags. A file that is damaged or
-was written by another version is as good as none; one that cannot be written costs time, not the run.
+That is the case, the configuration of its model, the backend, the device, the versions, this project's source and the
+flags. A file that is damaged or was written by another version is as good as none; one that cannot be written costs
+time, not the run.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from backends import Target
+from suite.abstract_programs import model_config
 from suite.cases import ModelCase, OpCase, problem_of
 from suite.record import Record, RecordError
 
@@ -28,6 +30,8 @@ def path_of(
 ) -> Path:
     """The file of a cell in ``folder``; ``environment`` as in its record."""
     what = {"case": problem_of(case), "backend": backend, "target": dataclasses.asdict(target)}
+    if isinstance(case, ModelCase):
+        what["model"] = repr(model_config(case))
     what |= {name: environment[name] for name in _CIRCUMSTANCES}
     return folder / f"{hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:32]}.json"
 

@@ -14,6 +14,7 @@ from suite.abstract_programs import model_config
 from suite.cases import ModelCase, OpCase
 from suite.compile_run import CompileRequest
 from suite.errors import InputError
+from suite.named_model import SHIPPED
 from suite.runner import Limits
 from suite.store import RECORDS
 from suite.suites import Suite, find_suite, select
@@ -94,7 +95,7 @@ def _ops(suite: str | None, patterns: str | None, *, wanted: bool) -> tuple[OpCa
 
 
 def _one_step(case: OpCase | ModelCase) -> OpCase | ModelCase:
-    """A decode case as it is compiled: one token. Raises InputError for a model that is no preset."""
+    """A decode case as it is compiled: one token. Raises InputError for a model that is none."""
     if isinstance(case, OpCase):
         return case
     model_config(case)
@@ -106,7 +107,7 @@ def _models(words: ModelWords) -> tuple[tuple[ModelCase, ...], tuple[ModelCase, 
     if words.models is None:
         for flag, given in (("--seq-lens", words.lengths), ("--phases", words.phases), ("--longest", words.longest)):
             if given is not None:
-                raise InputError(f"{flag} is about models; add --model with a preset, such as --model llama-3.2-1b.")
+                raise InputError(f"{flag} is about models; add --model, such as --model llama-3.2-1b.")
         return (), ()
     models = _split(words.models, "--model")
     phases = _split(words.phases or ",".join(_PHASES), "--phases")
@@ -122,9 +123,11 @@ def _models(words: ModelWords) -> tuple[tuple[ModelCase, ...], tuple[ModelCase, 
 def _bases(models: Sequence[str], phases: Sequence[str], words: ModelWords) -> tuple[ModelCase, ...]:
     dtype: Any = words.dtype  # the case checks it
     kinds: list[Any] = [_known(_PHASES, name, "phase") for name in phases]
+    # The cases are compiled by other processes: a directory is written out.
+    names_of = [str(Path(model).resolve()) if Path(model).is_dir() and model != SHIPPED else model for model in models]
     bases = [
         ModelCase(kind=kind, model=model, batch=words.batch, dtype=dtype, new_tokens=1)
-        for model in models
+        for model in names_of
         for kind in kinds
     ]
     for base in bases:

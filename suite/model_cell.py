@@ -7,11 +7,9 @@ one scan over fixed tokens behind a cache filled with noise: every backend decod
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -21,18 +19,16 @@ import optax
 from jaxtyping import Int
 
 from backends.kascade import manual
-from models import PRESETS, KVCache, ModelConfig, Transformer, next_token_loss, open_checkpoint, retrieval
+from models import KVCache, ModelConfig, Transformer, next_token_loss, retrieval
 from models.forward import forward, forward_cached
 from models.parameters import parameter_shapes
 from models.planning import Options, Resolutions, attention_spec, freeze_options, resolve_attention
-from models.weights import load, load_shipped
 from suite.cases import ModelCase, OpCase, RetrievalCase, TextCase
-from suite.errors import InputError
 from suite.formulas import attention_flops, visible_pairs
 from suite.kascade.kept import kept_of
+from suite.named_model import config_of, model_of
 from suite.program import Program
 
-SHIPPED = "text"
 LEARNING_RATE = 1e-4
 _LEAST_CONTEXT = 1024
 _TILE = 16
@@ -40,41 +36,12 @@ _TILE = 16
 
 def model_config(case: ModelCase | TextCase) -> ModelConfig:
     """The configuration of a case's model. Raises InputError for a name that is none, listing those that are."""
-    if case.model in PRESETS:
-        return ModelConfig.from_preset(case.model, dtype=case.dtype)
-    if case.model == SHIPPED:
-        return open_model(case).config
-    directory = _directory(case)
-    with _readable(case):
-        return open_checkpoint(directory, dtype=case.dtype).config
+    return config_of(case.model, f"case {case.name}: model", dtype=case.dtype)
 
 
 def open_model(case: ModelCase | TextCase) -> Transformer:
     """The model of a case, with its weights. Raises InputError as :func:`model_config` does."""
-    if case.model in PRESETS:
-        return Transformer(ModelConfig.from_preset(case.model, dtype=case.dtype))
-    if case.model == SHIPPED:
-        return load_shipped(dtype=case.dtype)
-    directory = _directory(case)
-    with _readable(case):
-        return load(directory, dtype=case.dtype)
-
-
-def _directory(case: ModelCase | TextCase) -> Path:
-    if not Path(case.model).is_dir():
-        known = ", ".join((SHIPPED, *PRESETS))
-        raise InputError(
-            f"case {case.name}: model {case.model!r} is not known; use {known}, or a checkpoint's directory."
-        )
-    return Path(case.model)
-
-
-@contextlib.contextmanager
-def _readable(case: ModelCase | TextCase) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, ValueError, KeyError) as error:
-        raise InputError(f"case {case.name}: model {case.model!r} cannot be loaded: {error}") from error
+    return model_of(case.model, f"case {case.name}: model", dtype=case.dtype)
 
 
 def retrieval_model(case: RetrievalCase) -> Transformer:

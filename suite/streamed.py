@@ -7,7 +7,6 @@ tokens, and how much memory the process took. The same goes into a record.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import datetime as dt
 import time
@@ -24,18 +23,17 @@ from backends import BackendFallbackWarning, BackendUnavailableError, Layout, Ta
 from models import Checkpoint, ModelConfig, load_text, open_checkpoint, streamed_nats
 from models.calibration import load as load_calibration
 from models.planning import Resolutions, freeze_options, resolve_attention
-from models.weights import shipped
 from suite import environment
 from suite.errors import InputError
 from suite.kascade.kept import Kept, kept_of
 from suite.kascade.schedules import ScheduleWords
 from suite.memory import high_water, mark_baseline
+from suite.named_model import checkpoint_of
 from suite.record import Record
 from suite.store import RECORDS, RunStore
 from suite.text import bits, reader_of, unigram_bits
 
 INVALID = "INVALID: no better than a unigram model that knows the frequencies of these tokens"
-SHIPPED = "text"
 _GIB = 2**30
 
 
@@ -91,7 +89,7 @@ def run(request: StreamRequest) -> Measured:
     if (request.out / RECORDS).is_file():
         raise InputError(f"--out {request.out} has records already; choose another directory.")
     try:
-        with _directory(request) as directory:
+        with checkpoint_of(request.model) as directory:
             checkpoint = open_checkpoint(directory, **({} if request.dtype is None else {"dtype": request.dtype}))
             attention = _attention(request, checkpoint)
             rows, bytes_per_token = _tokens(request, checkpoint.config)
@@ -140,10 +138,6 @@ def parse_options(text: str) -> dict[str, Any]:
         except (msgspec.DecodeError, UnicodeError):
             options[name] = value
     return options
-
-
-def _directory(request: StreamRequest) -> contextlib.AbstractContextManager[Path]:
-    return shipped() if request.model == SHIPPED else contextlib.nullcontext(Path(request.model))
 
 
 def _tokens(request: StreamRequest, config: ModelConfig) -> tuple[np.ndarray, float | None]:

@@ -18,11 +18,10 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from flax import nnx
 
 from backends import BackendUnavailableError
 from backends.contract import Mode
-from models import PRESETS, ModelConfig, Transformer, load, load_shipped, load_text, lora
+from models import ModelConfig, Transformer, load_text, lora
 from models.optimizer import OptimizerName, make_optimizer
 from models.packing import Packed, pack
 from models.parameters import Params
@@ -35,7 +34,7 @@ from models.weights import save
 from suite import files, typed
 from suite.environment import describe
 from suite.errors import InputError
-from suite.model_cell import SHIPPED
+from suite.named_model import model_of
 from suite.typed import Count, Real
 
 SETTINGS, LOSSES, SAVED = "training.json", "losses.jsonl", "saved"
@@ -213,14 +212,7 @@ def _open_model(request: TrainRequest) -> Transformer:
     kept: dict[str, Any] = {"dtype": request.dtype}
     if request.lora is None:
         kept["param_dtype"] = "float32"
-    if request.model in PRESETS:
-        return Transformer(ModelConfig.from_preset(request.model, **kept), rngs=nnx.Rngs(request.seed))
-    if request.model == SHIPPED:
-        return load_shipped(**kept)
-    if Path(request.model).is_dir():
-        return load(Path(request.model), **kept)
-    known = ", ".join((SHIPPED, *PRESETS))
-    raise InputError(f"--model {request.model!r} is not known; use {known}, or a checkpoint's directory.")
+    return model_of(request.model, seed=request.seed, **kept)
 
 
 def _parts(rows: np.ndarray, parts: int) -> np.ndarray:

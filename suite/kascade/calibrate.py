@@ -12,14 +12,12 @@ import numpy as np
 from backends.kascade import Calibration, Schedule, Settings
 from models import Transformer, load_text
 from models.calibration import calibrate
-from models.config import PRESETS
-from models.weights import load, load_shipped
+from models.weights import load
 from suite import files
 from suite.errors import InputError
 from suite.kascade.schedules import ScheduleWords
+from suite.named_model import checkpoint_of
 from suite.text import reader_of
-
-SHIPPED = "text"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +48,8 @@ def run(request: CalibrateRequest, progress: Callable[[str], None]) -> tuple[Pat
     try:
         Settings(**request.settings)
         progress("opening the model")
-        model = _open(request.model)
+        with checkpoint_of(request.model) as directory:
+            model = load(directory)
         words = ScheduleWords(
             schedule=request.schedule,
             anchors=request.anchors,
@@ -67,15 +66,6 @@ def run(request: CalibrateRequest, progress: Callable[[str], None]) -> tuple[Pat
         return path, calibration, words.made(calibration)
     except ValueError as error:
         raise InputError(str(error)) from error
-
-
-def _open(name: str) -> Transformer:
-    if name == SHIPPED:
-        return load_shipped()
-    if Path(name).is_dir():
-        return load(name)
-    preset = " (a preset has no trained weights to calibrate)" if name in PRESETS else ""
-    raise InputError(f"--model {name!r} is neither {SHIPPED} nor a checkpoint's directory{preset}.")
 
 
 def _prompts(request: CalibrateRequest, model: Transformer) -> tuple[str, np.ndarray]:

@@ -162,12 +162,17 @@ def test_kascades_row_of_a_model_runs_the_schedule_that_the_case_says(shipped):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["run", "--model", "nowhere"], "--model 'nowhere' is no directory"),
+        (["run", "--model", "nowhere"], "--model 'nowhere' is not known; use text, or a checkpoint's directory."),
+        (["run", "--model", "tiny"], "use text, or a checkpoint's directory (a preset has no trained weights)."),
         (["run", "--model", "."], "config.json' cannot be read"),
         (["run", "--model", ".", "--suite", "quick"], "--model brings its own cases; leave out --suite"),
         (["run", "--seq-len", "64"], "--seq-len is about a checkpoint; add --model"),
         (["run", "--resume", "--out", "x", "--model", "."], "--model cannot change a run that was begun"),
-        (["perplexity", "--model", "nowhere"], "config.json' cannot be read"),
+        (
+            ["perplexity", "--model", "nowhere"],
+            "--model 'nowhere' is not known; use text, or a checkpoint's directory.",
+        ),
+        (["perplexity", "--model", "."], "config.json' cannot be read"),
         (["perplexity", "--model", ".", "--seq-len", "1"], "--seq-len 1 must be at least 2"),
         (["perplexity", "--model", ".", "--text", "nowhere.txt"], "nowhere.txt cannot be read"),
     ],

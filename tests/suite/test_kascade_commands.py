@@ -67,7 +67,7 @@ def test_run_refuses(tmp_path, capsys, arguments, expected):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--model", "nowhere"], "neither text nor a checkpoint's directory"),
+        (["--model", "nowhere"], "--model 'nowhere' is not known; use text, or a checkpoint's directory"),
         (["--model", "tiny"], "a preset has no trained weights"),
         (["--text", "nowhere.txt"], "cannot be read"),
         (["--prompts", "0"], "--prompts 0 must be at least 1"),

@@ -1,0 +1,61 @@
+"""The model that a name stands for, the same in every verb: a preset, ``text``, or the directory of a checkpoint.
+
+``text`` is the trained checkpoint in this package. A preset has random weights: what measures trained weights takes the
+two others (:func:`checkpoint_of`). ``where`` is what the name was given as, for a sentence: ``--model``, say.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from flax import nnx
+
+from models import PRESETS, ModelConfig, Transformer, open_checkpoint
+from models.weights import load, shipped
+from suite.errors import InputError
+
+SHIPPED = "text"
+
+
+@contextlib.contextmanager
+def checkpoint_of(name: str, where: str = "--model") -> Iterator[Path]:
+    """The directory of trained weights, there as long as the context lasts. Raises InputError for a name of none."""
+    if name == SHIPPED:
+        with shipped() as directory:
+            yield directory
+        return
+    if not Path(name).is_dir():
+        preset = " (a preset has no trained weights)" if name in PRESETS else ""
+        raise InputError(f"{where} {name!r} is not known; use {SHIPPED}, or a checkpoint's directory{preset}.")
+    yield Path(name)
+
+
+def config_of(name: str, where: str = "--model", **overrides: Any) -> ModelConfig:
+    """The configuration of any model, with ``overrides`` of its fields. Raises InputError for what cannot be used."""
+    if name in PRESETS:
+        return ModelConfig.from_preset(name, **overrides)
+    with _readable(name, where) as directory:
+        return open_checkpoint(directory, **overrides).config
+
+
+def model_of(name: str, where: str = "--model", *, seed: int = 0, **overrides: Any) -> Transformer:
+    """Any model with its weights, those of a preset drawn from ``seed``; else as :func:`config_of`."""
+    if name in PRESETS:
+        return Transformer(ModelConfig.from_preset(name, **overrides), rngs=nnx.Rngs(seed))
+    with _readable(name, where) as directory:
+        return load(directory, **overrides)
+
+
+@contextlib.contextmanager
+def _readable(name: str, where: str) -> Iterator[Path]:
+    if name != SHIPPED and not Path(name).is_dir():
+        known = ", ".join((SHIPPED, *PRESETS))
+        raise InputError(f"{where} {name!r} is not known; use {known}, or a checkpoint's directory.")
+    try:
+        with checkpoint_of(name, where) as directory:
+            yield directory
+    except (OSError, ValueError, KeyError) as error:
+        raise InputError(f"{where} {name!r} cannot be loaded: {error}") from error

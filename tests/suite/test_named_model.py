@@ -1,0 +1,89 @@
+"""The names of models are the same in every verb, and open the same models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from backends import Target
+from models import load_shipped
+from models.weights import shipped
+from suite import checkpoint, compile_cache
+from suite.cases import ModelCase
+from suite.command_line import main
+from suite.compile_request import ModelWords, compile_request
+from suite.errors import InputError
+from suite.named_model import checkpoint_of, config_of, model_of
+from suite.runner import Limits
+
+TRAINED = ("run", "perplexity", "calibrate")
+VERBS = (*TRAINED, "train", "compile")
+
+
+@pytest.fixture
+def directory():
+    with shipped() as found:
+        yield str(found)
+
+
+def test_text_and_its_directory_are_the_same_model(directory):
+    assert config_of("text") == config_of(directory) == load_shipped().config
+    leaves = jax.tree.leaves(model_of("text").arrays())
+    assert all(map(np.array_equal, leaves, jax.tree.leaves(model_of(directory).arrays())))
+    with checkpoint_of("text") as place:
+        assert (place / "config.json").read_bytes() == (Path(directory) / "config.json").read_bytes()
+
+
+def test_random_weights_follow_from_the_seed():
+    first, again, other = (jax.tree.leaves(model_of("debug", seed=n).arrays()) for n in (1, 1, 2))
+    assert all(map(np.array_equal, first, again))
+    assert not all(map(np.array_equal, first, other))
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_unknown_name_is_one_sentence_with_those_that_are_accepted(verb, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as exit_info:
+        main([verb, "--model", "gigantic"])
+    err = capsys.readouterr().err
+    assert exit_info.value.code == 2
+    assert err.count("\n") == 1
+    presets = "" if verb in TRAINED else " debug, tiny, "
+    assert "model 'gigantic' is not known; use text," in err
+    assert presets in err
+    assert "or a checkpoint's directory." in err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("model", ["text", "directory"])
+def test_run_and_compile_take_the_names_of_the_others(model, directory, tmp_path):
+    name, place = (directory, str(Path(directory).resolve())) if model == "directory" else ("text", "text")
+    words = checkpoint.CheckpointWords(model=name, sequence=64)
+    assert {case.model for case in checkpoint.checkpoint_suite(words, kascade=True).cases} == {place}
+    assert words.as_json()["model"] == place
+    request = compile_request(
+        suite=None, cases=None, backends="standard", targets="v5e", out=tmp_path, cache=None, command=(),
+        limits=Limits(1.0, 2**30), models=ModelWords(name, "64", "prefill", 1, "float32", None),
+    )  # fmt: skip
+    assert [case.model for case in request.cases] == [place]
+
+
+def test_answer_of_a_compiler_is_not_that_for_a_directory_with_another_model(directory, tmp_path):
+    said = json.loads((Path(directory) / "config.json").read_text())
+    (tmp_path / "model.safetensors").symlink_to(Path(directory).resolve() / "model.safetensors")
+    case = ModelCase(kind="model_prefill", model=str(tmp_path))
+    environment = {"versions": {}, "source": "", "flags": {}}
+    found = set()
+    for theta in (10000.0, 20000.0):
+        (tmp_path / "config.json").write_text(json.dumps(said | {"rope_theta": theta}))
+        found.add(compile_cache.path_of(tmp_path, case, "standard", Target.named("v5e"), environment))
+    assert len(found) == 2
+
+
+def test_what_a_directory_lacks_is_said(tmp_path):
+    with pytest.raises(InputError, match=r"^case a: model '.*' cannot be loaded: .*config.json' cannot be read"):
+        config_of(str(tmp_path), "case a: model")
