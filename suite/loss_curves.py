@@ -110,6 +110,8 @@ def read_training(directory: Path) -> tuple[Training, list[Curve]]:
     except ValueError as error:
         raise ValueError(f"{directory / MANIFEST}: {error}.") from error
     curves = parse_curves(directory / CURVES)
+    if not training.settings:
+        raise ValueError(f"{directory / MANIFEST}: settings is empty; it must name one or more.")
     for setting in training.settings:
         members = [curve for curve in curves if curve.setting == setting.name]
         if sum(curve.role == "standard" for curve in members) != 1 or sum(c.role == "noise" for c in members) < 2:

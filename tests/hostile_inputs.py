@@ -33,7 +33,7 @@ ENVIRONMENT = {
     "flags": {},
 }
 CASES = [
-    {"kind": "op_forward", "sequence": 64, "heads": 4, "kv_heads": 2, "window": 16, "soft_cap": 5.0},
+    {"kind": "op_forward", "sequence": 64, "heads": 4, "kv_heads": 2, "window_size": 16, "soft_cap": 5.0},
     {"kind": "op_forward_backward", "sequence": 64, "documents": 3, "name": "packed"},
     {"kind": "op_decode", "sequence": 64, "dtype": "bfloat16"},
     {"kind": "model_prefill", "sequence": 64, "batch": 2, "ragged": True, "top_k": 0.5, "tile_size": 16, "anchors": 1},

@@ -7,7 +7,7 @@ import pytest
 
 import reports
 
-COUNT, SEED = 20, 0
+COUNT, SEED = 8, 0
 
 
 @pytest.fixture(scope="module")

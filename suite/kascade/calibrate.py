@@ -38,7 +38,7 @@ class CalibrateRequest:
 
 def run(request: CalibrateRequest, progress: Callable[[str], None]) -> tuple[Path, Calibration, Schedule]:
     """Calibrate and save; returns the file, what is in it, and the schedule that follows. Raises InputError."""
-    if request.out.suffix not in ("", ".safetensors"):
+    if not request.out.name or request.out.suffix not in ("", ".safetensors"):
         raise InputError(f"--out {request.out} must end in .safetensors; the .json is written beside it.")
     for suffix in (".safetensors", ".json"):
         files.check_file(request.out.with_suffix(suffix))

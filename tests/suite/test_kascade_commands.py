@@ -67,6 +67,7 @@ def test_run_refuses(tmp_path, capsys, arguments, expected):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
+        (["--out", ""], "--out . must end in .safetensors"),
         (["--model", "nowhere"], "--model 'nowhere' is not known; use text, or a checkpoint's directory"),
         (["--model", "tiny"], "a preset has no trained weights"),
         (["--text", "nowhere.txt"], "cannot be read"),

@@ -139,6 +139,9 @@ def test_curves_that_cannot_be_read_are_a_sentence(curves, tmp_path):
     write(tmp_path, [*curves, Curve("interpreted", "backend", "short", "native", (1.0,))])
     with pytest.raises(ReportError, match="'short' has not the 4 losses"):
         render_curves(tmp_path)
+    (tmp_path / "curves.json").write_text(json.dumps(dataclasses.asdict(TRAINING) | {"settings": []}))
+    with pytest.raises(ReportError, match="settings is empty; it must name one or more"):
+        render_curves(tmp_path)
     (tmp_path / "curves.jsonl").write_text('{"setting": "x"}\n')
     with pytest.raises(ReportError, match=r"line 1 of .* is no loss curve: it lacks the key role"):
         render_curves(tmp_path)
