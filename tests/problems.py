@@ -327,15 +327,21 @@ def arrays(case: Case, name: str, dtype: str | None = None) -> tuple[Layout, Ter
     )
 
 
+def exact(spec: AttentionSpec, layout: Layout, inputs: tuple[jax.Array, ...], terms: Terms) -> dict[str, np.ndarray]:
+    """The oracle's results, by quantity."""
+    query, key, value, cotangent = inputs
+    found = {"output": oracle.forward(spec, layout, query, key, value, terms)}
+    d_lse = None
+    if spec.return_log_sum_exp:
+        found["log_sum_exp"] = oracle.log_sum_exp(spec, layout, query, key, terms)
+        d_lse = cotangent_of_log_sum_exp(cotangent)
+    return found | oracle.gradients(spec, layout, *inputs, d_log_sum_exp=d_lse, terms=terms)
+
+
 def solve(spec: AttentionSpec, layout: Layout, inputs: tuple[jax.Array, ...], terms: Terms = NO_TERMS) -> Problem:
     """The problem of these arrays: the oracle's results and its verdict on the standard backend."""
     query, key, value, cotangent = inputs
-    expected = {"output": oracle.forward(spec, layout, query, key, value, terms)}
-    d_lse = None
-    if spec.return_log_sum_exp:
-        expected["log_sum_exp"] = oracle.log_sum_exp(spec, layout, query, key, terms)
-        d_lse = cotangent_of_log_sum_exp(cotangent)
-    expected |= oracle.gradients(spec, layout, *inputs, d_log_sum_exp=d_lse, terms=terms)
+    expected = exact(spec, layout, inputs, terms)
     standard_run = functools.partial(traced(STANDARD, spec, Target("cpu")), layout, terms)
     results = standard_run(*inputs)
     standard = {name: judge(name, results[name], expected[name], None, spec) for name in expected}
