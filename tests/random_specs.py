@@ -25,6 +25,7 @@ from backends.features import Mode
 
 _TRIES = 2000
 _LARGEST_LOGIT = 140.0  # float32 rounds larger ones by more than the absolute bound of the judge
+_ORDERS = 12
 _BLOCKS = (8, 16, 24, 32, 40, 64, 72, 128)
 
 
@@ -171,35 +172,38 @@ def _spoilt(drawn: Drawn, problem: Problem) -> tuple[jax.Array, ...]:
 def shares(drawn: Drawn, backend: Backend, target: Target, mode: Mode) -> dict[str, float]:
     """Per quantity, how much of what the judge allows was used: above 1 fails, infinite where a rule is broken."""
     wide = dataclasses.replace(drawn.spec, needs_grad=True)
-    problem = with_plain_sums(problems.solve(wide, drawn.layout, drawn.inputs, drawn.terms))
+    problem = problems.solve(wide, drawn.layout, drawn.inputs, drawn.terms)
     found = results(drawn, problem, backend, target, mode)
-    return {name: _share(name, x, problem) for name, x in found.items()}
+    used = {name: _share(name, x, problem) for name, x in found.items()}
+    if max(used.values()) <= 1:
+        return used
+    allowing = with_any_order_of_sums(problem)
+    return {name: _share(name, x, allowing) for name, x in found.items()}
 
 
-def with_plain_sums(problem: Problem) -> Problem:
-    """The problem, where the judge allows for float32 scores that are summed one product after the other.
+def with_any_order_of_sums(problem: Problem) -> Problem:
+    """The problem, judged by the worst of several orders in which float32 may sum a score.
 
-    The standard backend is one implementation, whose sums XLA may order luckily: on a problem of 17 tokens with logits
-    of 140 the error of its own output doubles when the head dimension is permuted. Scores in the plain order are just
-    as right. Their rounding is a bias on the logits, with which the oracle computes everything else exactly.
+    XLA's order in the standard backend is one of them, and may be a lucky one: on a problem of 17 tokens with logits of
+    140 (number 75, seed 0) the error of dq is 4e-7 to 7e-6 of its largest entry in ten orders. What an order rounds is
+    a bias on the logits, with which the oracle computes everything else exactly.
     """
     spec, (query, key, *_) = problem.spec, problem.inputs
     if spec.logits_soft_cap is not None:  # bounds the logits, and with them their rounding
         return problem
     query, key = (np.asarray(x, np.float32).swapaxes(1, 2) for x in (query, key))
     key = np.repeat(key, spec.group_size, axis=1)
-    plain = np.zeros((spec.batch, spec.num_heads, spec.query_length, spec.key_value_length), np.float32)
-    for h in range(spec.head_dim):
-        plain += query[..., :, None, h] * key[..., None, :, h]
     exact = query.astype(np.float64) @ key.astype(np.float64).swapaxes(2, 3)
-    bias = spec.softmax_scale * (plain - exact)
-    bias += 0.0 if problem.terms.bias is None else np.asarray(problem.terms.bias)
-    spec = dataclasses.replace(spec, has_bias=True)
-    rounded = problems.exact(spec, problem.layout, problem.inputs, Terms(bias=bias))  # pyright: ignore[reportArgumentType]
-    standard = {
-        name: verdict if name == "dbias" else _worse(verdict, rounded[name], problem.expected[name])
-        for name, verdict in problem.standard.items()
-    }
+    given = 0.0 if problem.terms.bias is None else np.asarray(problem.terms.bias)
+    standard = dict(problem.standard)
+    for order in np.random.default_rng(0).permuted(np.tile(np.arange(spec.head_dim), (_ORDERS, 1)), axis=1):
+        summed = np.zeros(exact.shape, np.float32)
+        for h in order:
+            summed += query[..., :, None, h] * key[..., None, :, h]
+        terms = Terms(bias=given + spec.softmax_scale * (summed - exact))  # pyright: ignore[reportArgumentType]
+        rounded = problems.exact(dataclasses.replace(spec, has_bias=True), problem.layout, problem.inputs, terms)
+        for name in set(standard) - {"dbias"}:  # here the gradient of another bias
+            standard[name] = _worse(standard[name], rounded[name], problem.expected[name])
     return dataclasses.replace(problem, standard=standard)
 
 
