@@ -14,7 +14,8 @@ SEED = 0
 BACKENDS = ["standard", "chunked", *(["flash_cpu"] if importlib.util.find_spec("llvmlite") else [])]
 
 
-@pytest.mark.parametrize("number", range(24))
+# The last two have logits of 44 and 140: their gradients are wrong where the passes round scores differently.
+@pytest.mark.parametrize("number", [*range(22), 53, 193])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_random_problem_is_within_what_the_judge_allows(backend, number):
     found, here = registry.get(backend), Target.here()

@@ -35,7 +35,7 @@ REFUSED = {
     ("kascade", "causal"): "kascade selects in one layer what the next ones attend to",
     ("splash", "causal"): "the share of one device with positions of its own: an array of explicit positions",
     ("splash", "balanced"): "explicit positions with query_length=160",
-    ("standard", "causal"): "standard gives no log-sum-exp",
+    ("standard", "causal"): "standard cannot attend to a part of the keys",
 }
 
 
