@@ -176,6 +176,7 @@ class OfVersion01:
         raise NotImplementedError
 
 
+@pytest.mark.wrong_types  # the type of a feature names those of today
 @pytest.mark.usefixtures("a_later_feature")
 @pytest.mark.parametrize("backend", [*map(registry.get, LOADING), OfVersion01()], ids=lambda backend: backend.name)
 def test_a_feature_added_later_is_refused_by_every_backend_that_says_nothing(backend: Backend) -> None:
