@@ -49,7 +49,13 @@ def isolated(spec: AttentionSpec, layout: Layout, made: Plan) -> Plan:
     def checked(query: Array, key: Array, value: Array, *rest: Any) -> tuple[Any, Any]:
         out, carry = made.attend(query, key, value, *rest)
         first = out[0] if spec.return_log_sum_exp else out
-        return lax.cond(jnp.isfinite(first).all(), lambda: (out, carry), lambda: clean(query, key, value, *rest))
+        # Heads before length, as a cache holds them: XLA writes down what enters a branch, a transposed cache too.
+        cached = key.swapaxes(1, 2), value.swapaxes(1, 2)
+
+        def again() -> tuple[Any, Any]:
+            return clean(query, *(x.swapaxes(1, 2) for x in cached), *rest)
+
+        return lax.cond(jnp.isfinite(first).all(), lambda: (out, carry), again)
 
     def attend(query: Array, key: Array, value: Array, *rest: Any) -> tuple[Any, Any]:
         short = spec.query_length <= SHORT_QUERY and not spec.needs_grad

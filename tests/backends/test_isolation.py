@@ -112,6 +112,22 @@ def test_without_the_wrapper_other_rows_are_spoilt(backend):
     assert np.isnan(np.asarray(made.run(*map(jnp.asarray, (query, key, value)))[0])).any()
 
 
+@pytest.mark.parametrize("backend", ["standard", "chunked"])
+def test_decode_step_reads_a_cache_where_it_lies(backend):
+    """Heads stand before length in a cache. A cache that was written down transposed would be read three times."""
+    spec, layout = PROBLEMS["decode"]
+    made = plan(registry.get(backend), spec, layout, target=Target.here())
+
+    def step(query, key, value):
+        return made.run(query, key.swapaxes(1, 2), value.swapaxes(1, 2))[0]
+
+    cache = jax.ShapeDtypeStruct((2, 2, LENGTH, 16), jnp.float32)
+    program = jax.jit(step).lower(jax.ShapeDtypeStruct((2, 1, 4, 16), jnp.float32), cache, cache).compile().as_text()
+    entry = program[program.index("\nENTRY") :]
+    assert f"f32[2,2,{LENGTH},16]" in entry
+    assert f"f32[2,{LENGTH},2,16]" not in entry.partition("\n}")[0]
+
+
 def test_who_sees_what_is_found_in_blocks(monkeypatch):
     """Rows that the blocks of 7 do not divide."""
     monkeypatch.setattr("backends.isolation._PAIRS", 7 * 2 * 4 * LENGTH)
