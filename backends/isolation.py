@@ -27,7 +27,9 @@ _PAIRS = 2**22  # query-key pairs that are looked at together
 def isolated(spec: AttentionSpec, layout: Layout, made: Plan) -> Plan:
     """``made`` with what is not finite kept from rows that may not see it; ``made`` itself where nothing is masked.
 
-    An output row that may see a key, or has a query, that is not finite is NaN and passes on no gradient.
+    An output row that may see a key, or has a query, that is not finite is NaN and passes on no gradient. A short query
+    without gradients is looked at only where the backend's output is not finite: an infinity that a soft cap makes
+    finite, or that hides its key from a row, stays what it is for the backend.
     """
     if not (spec.masks_anything or spec.has_bias):
         return made

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from models.checkpoint import read_config
 from suite.cases import Case, Dtype, Least, SelectionCase, make_case
 from suite.errors import InputError
-from suite.named_model import SHIPPED, checkpoint_of
+from suite.named_model import absolute, checkpoint_of
 from suite.suites import Suite
 from suite.typed import Count
 
@@ -37,12 +36,7 @@ class CheckpointWords:
 
     def as_json(self) -> dict[str, Any]:
         """What was said, for the manifest of a run."""
-        return dataclasses.asdict(self) | {"model": self.absolute}
-
-    @property
-    def absolute(self) -> str:
-        """The name that stands for the same checkpoint from every directory."""
-        return self.model if self.model == SHIPPED else str(Path(self.model).resolve())
+        return dataclasses.asdict(self) | {"model": absolute(self.model)}
 
 
 def checkpoint_suite(words: CheckpointWords, *, kascade: bool) -> Suite:
@@ -52,7 +46,7 @@ def checkpoint_suite(words: CheckpointWords, *, kascade: bool) -> Suite:
             config = read_config(directory)
         except ValueError as error:
             raise InputError(f"--model {words.model!r}: {error}") from error
-    model, anchors = words.absolute, max(2, config.num_layers // 4)
+    model, anchors = absolute(words.model), max(2, config.num_layers // 4)
     shared: dict[str, Any] = {"model": model, "sequence": words.sequence}
     timed = shared | {
         "dtype": words.dtype or config.dtype,

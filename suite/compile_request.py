@@ -14,7 +14,7 @@ from suite.abstract_programs import model_config
 from suite.cases import ModelCase, OpCase
 from suite.compile_run import CompileRequest
 from suite.errors import InputError
-from suite.named_model import SHIPPED
+from suite.named_model import absolute
 from suite.runner import Limits
 from suite.store import RECORDS
 from suite.suites import Suite, find_suite, select
@@ -123,11 +123,9 @@ def _models(words: ModelWords) -> tuple[tuple[ModelCase, ...], tuple[ModelCase, 
 def _bases(models: Sequence[str], phases: Sequence[str], words: ModelWords) -> tuple[ModelCase, ...]:
     dtype: Any = words.dtype  # the case checks it
     kinds: list[Any] = [_known(_PHASES, name, "phase") for name in phases]
-    # The cases are compiled by other processes: a directory is written out.
-    names_of = [str(Path(model).resolve()) if Path(model).is_dir() and model != SHIPPED else model for model in models]
     bases = [
         ModelCase(kind=kind, model=model, batch=words.batch, dtype=dtype, new_tokens=1)
-        for model in names_of
+        for model in map(absolute, models)
         for kind in kinds
     ]
     for base in bases:

@@ -20,6 +20,11 @@ from suite.errors import InputError
 SHIPPED = "text"
 
 
+def absolute(name: str) -> str:
+    """The name that stands for the same model in a process that runs elsewhere: a directory is written out."""
+    return str(Path(name).resolve()) if name != SHIPPED and Path(name).is_dir() else name
+
+
 @contextlib.contextmanager
 def checkpoint_of(name: str, where: str = "--model") -> Iterator[Path]:
     """The directory of trained weights, there as long as the context lasts. Raises InputError for a name of none."""

@@ -20,7 +20,7 @@ from llvmlite import ir
 from backends.flash_cpu.emit import Function, Value, f32, i64, ptr, vector
 from backends.flash_cpu.isa import Isa
 
-# Terms of a score that are summed one after the other. 64 in a row lose about twice what XLA's product loses.
+# Terms of a score that are summed one after the other. 64 in a row lose more than XLA's product does.
 TERMS = 32
 
 

@@ -90,6 +90,11 @@ STEP = AttentionSpec(
 )  # fmt: skip
 
 
+def _arrays_of_a_step():
+    rng = np.random.default_rng(0)
+    return [rng.standard_normal((2, n, heads, 20)).astype(np.float32) for n, heads in ((1, 4), (S, 2), (S, 2))]
+
+
 def _step(spec, lengths, query, key, value):
     layout = Layout(key_value_seq_lengths=jnp.asarray(lengths, jnp.int32))
     made = plan(registry.get("flash_cpu"), spec, layout, target=Target.here())
@@ -101,10 +106,7 @@ def _step(spec, lengths, query, key, value):
 @pytest.mark.parametrize("soft_cap", [None, 5.0])
 def test_decode_step_is_nan_where_it_sees_what_is_not_finite_and_only_there(soft_cap, number):
     spec = dataclasses.replace(STEP, logits_soft_cap=soft_cap)
-    rng = np.random.default_rng(0)
-    query, key, value = (
-        rng.standard_normal((2, n, heads, 20)).astype(np.float32) for n, heads in ((1, 4), (S, 2), (S, 2))
-    )
+    query, key, value = _arrays_of_a_step()
     lengths = [100, 1]
     expected = _step(spec, lengths, query, key, value)
     for place in (0, 1, 64, 99, 100, S - 1):
@@ -121,10 +123,7 @@ def test_decode_step_is_nan_where_it_sees_what_is_not_finite_and_only_there(soft
 @pytest.mark.parametrize("soft_cap", [None, 5.0])
 def test_query_of_a_decode_step_that_is_not_finite_spoils_its_own_row(soft_cap, number):
     spec = dataclasses.replace(STEP, logits_soft_cap=soft_cap)
-    rng = np.random.default_rng(0)
-    query, key, value = (
-        rng.standard_normal((2, n, heads, 20)).astype(np.float32) for n, heads in ((1, 4), (S, 2), (S, 2))
-    )
+    query, key, value = _arrays_of_a_step()
     lengths = [100, 0]  # the second sequence has no key: its rows stay zero
     expected = _step(spec, lengths, query, key, value)
     query[:, 0, 2, 3] = number
