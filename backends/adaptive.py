@@ -1,7 +1,7 @@
 """The names that users of Kvax wrappers know, on top of the registry.
 
 ``adaptive_flash_attention`` and ``get_flash_attention_config`` are called as their users call them; which kernel
-runs is decided by :func:`backends.resolve`. Meshes are another function's (:func:`backends.plan_sharded`).
+runs is decided by :func:`attnsuite.backends.resolve`. Meshes are another function's (:func:`attnsuite.backends.plan_sharded`).
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from backends import registry
-from backends.attention import Scale, attention
-from backends.contract import AttentionSpec
-from backends.devices import Target
-from backends.support import support
+from . import registry
+from .attention import Scale, attention
+from .contract import AttentionSpec
+from .devices import Target
+from .support import support
 
 # A shape that every flash kernel takes: availability is asked for it.
 _PROBE = AttentionSpec(

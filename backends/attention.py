@@ -18,10 +18,10 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, Num
 
-from backends.contract import EitherArray, Layout, Terms
-from backends.features import Mode
-from backends.layout import make_spec
-from backends.resolve import OnUnavailable, resolve
+from .contract import EitherArray, Layout, Terms
+from .features import Mode
+from .layout import make_spec
+from .resolve import OnUnavailable, resolve
 
 Scale = float | Num[Array, ""] | Num[np.ndarray, ""] | np.number  # known when the program is compiled
 
@@ -61,7 +61,7 @@ def attention(
     needs_grad: bool = True,
     backend_options: Mapping[str, Any] | None = None,
 ) -> Float[Array, "batch q_len heads v_dim"]:
-    """Attention through a registered backend; semantics as :mod:`backends.contract` says.
+    """Attention through a registered backend; semantics as :mod:`attnsuite.backends.contract` says.
 
     Inputs share one dtype (float32, bfloat16 or float16), which is also the output's; ``heads`` is a
     multiple of ``kv_heads``. ``mode="interpret"`` runs a kernel backend's own kernel in an interpreter, for

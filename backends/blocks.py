@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from backends.contract import AttentionSpec, EitherArray, Layout, positions
+from .contract import AttentionSpec, EitherArray, Layout, positions
 
 SKIP, PARTIAL, FULL = 0, 1, 2
 

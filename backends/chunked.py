@@ -27,9 +27,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from backends import blocks, decode, standard, tuned
-from backends.blocks import BlockTable, PaddedLayout
-from backends.contract import (
+from . import blocks, decode, standard, tuned
+from .blocks import BlockTable, PaddedLayout
+from .contract import (
     NOTHING_SEEN,
     AttentionSpec,
     Carry,
@@ -38,9 +38,9 @@ from backends.contract import (
     Plan,
     check_options,
 )
-from backends.devices import Target
-from backends.features import FEATURES_0_1, Mode, Takes
-from backends.tuned import Entry
+from .devices import Target
+from .features import FEATURES_0_1, Mode, Takes
+from .tuned import Entry
 
 # Where the plain formula runs instead: few query rows (its scores are linear in the key length then), or a
 # score matrix so small that it stays in the cache (128 x 128 is about where the two cross on a 2-core CPU).

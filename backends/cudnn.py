@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from backends.contract import AttentionSpec, Carry, Layout, Plan, check_options
-from backends.devices import Target
-from backends.features import Mode, Takes
+from .contract import AttentionSpec, Carry, Layout, Plan, check_options
+from .devices import Target
+from .features import Mode, Takes
 
 _INSTEAD = "use backend='chunked'"
 

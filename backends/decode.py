@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from backends import standard
-from backends.contract import AttentionSpec, Carry, Layout, Plan, may_attend
+from . import standard
+from .contract import AttentionSpec, Carry, Layout, Plan, may_attend
 
 
 def plan(spec: AttentionSpec, layout: Layout) -> Plan:

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from backends.attention import attention
-from backends.devices import Target
+from .attention import attention
+from .devices import Target
 
 # Arrays of the call itself, which the layer passes.
 _OPTIONS = frozenset(inspect.signature(attention).parameters) - {"query", "key", "value", "bias", "mask", "backend"}
@@ -34,7 +34,7 @@ _REFUSED = {
 def attention_fn(backend: str = "auto", **options: Any) -> Callable[..., Array]:
     """An ``attention_fn`` for ``flax.nnx.MultiHeadAttention`` and ``flax.linen.MultiHeadDotProductAttention``.
 
-    ``options`` are those of :func:`backends.attention` (``is_causal=True``, ``on_unavailable="raise"``, ...).
+    ``options`` are those of :func:`attnsuite.backends.attention` (``is_causal=True``, ``on_unavailable="raise"``, ...).
     What a layer passes is treated so:
 
     - ``mask``, ``bias``, ``is_causal``, ``dtype`` and ``promote_dtype`` mean what they mean in flax. Causal is what
@@ -43,7 +43,7 @@ def attention_fn(backend: str = "auto", **options: Any) -> Callable[..., Array]:
     - ``precision`` is taken where the backends compute at least so precisely: on CPUs, and for half-precision input.
     - ``dropout_rng`` and ``broadcast_dropout`` change nothing, since active dropout is refused.
 
-    Raises ValueError for an option that :func:`backends.attention` does not have. The function returned raises
+    Raises ValueError for an option that :func:`attnsuite.backends.attention` does not have. The function returned raises
     ValueError for active dropout, for weights to be sown, for einsums and positions of the caller's, for every keyword
     not named here, and for one query under a mask by position against several keys: flax and JAX count that query as
     position 0, and a layer that decodes means the newest position.

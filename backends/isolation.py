@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool
 
-from backends.contract import AttentionSpec, Layout, Plan, Terms, may_attend, positions
+from .contract import AttentionSpec, Layout, Plan, Terms, may_attend, positions
 
 SHORT_QUERY = 16  # rows: as few read the keys once
 _PAIRS = 2**22  # query-key pairs that are looked at together

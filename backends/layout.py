@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from backends.contract import NO_TERMS, AttentionSpec, Layout, Terms, check_broadcast, check_terms
+from .contract import NO_TERMS, AttentionSpec, Layout, Terms, check_broadcast, check_terms
 
 # The arrays that a field of the spec announces.
 _ANNOUNCED = {

@@ -1,6 +1,6 @@
 """Attention in plain float64 NumPy, and the rule by which every backend is judged against it.
 
-:func:`forward` and :func:`gradients` compute the semantics of :mod:`backends.contract` from their text, not
+:func:`forward` and :func:`gradients` compute the semantics of :mod:`attnsuite.backends.contract` from their text, not
 from its code: the mask, the softmax and the gradient formulas (FlashAttention-2, arXiv 2307.08691, section 2.2,
 with soft cap and bias) are written out again here, so that a mistake in one of the two shows. :func:`judge` is
 the noise-floor rule. Quadratic in time, linear in memory (blocks of query rows); nothing here is for training.
@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Bool, Float64
 
-from backends.contract import NO_TERMS, AttentionSpec, Layout, Terms
+from .contract import NO_TERMS, AttentionSpec, Layout, Terms
 
 Kind = Literal["forward", "gradient"]
 

@@ -19,9 +19,9 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from backends.contract import AttentionSpec, Carry, Layout, Plan, check_options, forward_only
-from backends.devices import Target
-from backends.features import Mode, Takes
+from .contract import AttentionSpec, Carry, Layout, Plan, check_options, forward_only
+from .devices import Target
+from .features import Mode, Takes
 
 _MODULE = "jax.experimental.pallas.ops.gpu.attention"
 # Lengths are padded to multiples of it. Blocks of 128 are the kernel's default; at head dim 256 they need more shared

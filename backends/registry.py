@@ -1,7 +1,7 @@
 """Backends by name: those that ship here, those that other packages bring, and those registered at run time.
 
-Another package joins through the entry-point group ``attention_suite.backends``; each entry names a
-:class:`~backends.contract.Backend`, a class of one, or a callable without arguments that returns one. Entry
+Another package joins through the entry-point group ``attnsuite.backends``; each entry names a
+:class:`~attnsuite.backends.contract.Backend`, a class of one, or a callable without arguments that returns one. Entry
 points are read once, when a name is first looked up, and one that fails to load stays in the registry with its error
 as the reason why it cannot run: a broken package never takes the others down.
 """
@@ -15,21 +15,21 @@ from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
 
-from backends.contract import AttentionSpec, Backend, Layout, Plan
-from backends.devices import Target
-from backends.features import Mode, Takes
+from .contract import AttentionSpec, Backend, Layout, Plan
+from .devices import Target
+from .features import Mode, Takes
 
-ENTRY_POINT_GROUP = "attention_suite.backends"
+ENTRY_POINT_GROUP = "attnsuite.backends"
 
 BUILT_IN = {
-    "standard": "backends.standard:STANDARD",
-    "chunked": "backends.chunked:CHUNKED",
-    "flash_cpu": "backends.flash_cpu:FLASH_CPU",
-    "cudnn": "backends.cudnn:CUDNN",
-    "kvax": "backends.kvax:KVAX",
-    "splash": "backends.splash:SPLASH",
-    "pallas_flash": "backends.pallas_flash:PALLAS_FLASH",
-    "kascade": "backends.kascade:KASCADE",
+    "standard": "attnsuite.backends.standard:STANDARD",
+    "chunked": "attnsuite.backends.chunked:CHUNKED",
+    "flash_cpu": "attnsuite.backends.flash_cpu:FLASH_CPU",
+    "cudnn": "attnsuite.backends.cudnn:CUDNN",
+    "kvax": "attnsuite.backends.kvax:KVAX",
+    "splash": "attnsuite.backends.splash:SPLASH",
+    "pallas_flash": "attnsuite.backends.pallas_flash:PALLAS_FLASH",
+    "kascade": "attnsuite.backends.kascade:KASCADE",
 }
 
 

@@ -12,11 +12,11 @@ import warnings
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
-from backends import registry
-from backends.contract import AttentionSpec, Backend, Layout, Plan
-from backends.devices import Target
-from backends.features import Mode
-from backends.support import plan, support
+from . import registry
+from .contract import AttentionSpec, Backend, Layout, Plan
+from .devices import Target
+from .features import Mode
+from .support import plan, support
 
 OnUnavailable = Literal["fallback", "raise"]
 
@@ -67,7 +67,7 @@ class Resolution:
     def plan(self, layout: Layout = Layout(), options: Mapping[str, Any] | None = None) -> Plan:  # noqa: B008
         """Plan one forward pass with what was resolved; options are the requested backend's, a fallback has none.
 
-        Raises what :func:`backends.plan` raises: ValueError where ``layout`` and the spec disagree, or for options.
+        Raises what :func:`attnsuite.backends.plan` raises: ValueError where ``layout`` and the spec disagree, or for options.
         """
         if self.mode == "fallback":
             return plan(self.backend, self.spec, layout, target=self.target)

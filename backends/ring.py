@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from backends.contract import NOTHING_SEEN, AttentionSpec, EitherArray, Layout, Part, PartBackend
+from .contract import NOTHING_SEEN, AttentionSpec, EitherArray, Layout, Part, PartBackend
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

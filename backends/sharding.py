@@ -24,11 +24,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
-from backends import ring
-from backends.contract import NO_TERMS, AttentionSpec, Backend, Carry, EitherArray, Layout, PartBackend, Plan, Terms
-from backends.devices import Target
-from backends.features import FEATURES_0_1, Feature, Mode, Takes
-from backends.support import plan, support, takes_of
+from . import ring
+from .contract import NO_TERMS, AttentionSpec, Backend, Carry, EitherArray, Layout, PartBackend, Plan, Terms
+from .devices import Target
+from .features import FEATURES_0_1, Feature, Mode, Takes
+from .support import plan, support, takes_of
 
 Divided = Literal["heads", "batch"]
 Exchange = Literal["gather", "ring"]
@@ -71,7 +71,7 @@ class Sharded:
     mesh lacks.
 
     >>> import jax, jax.numpy as jnp, numpy as np
-    >>> from backends import plan, registry
+    >>> from attnsuite.backends import plan, registry
     >>> mesh = Mesh(np.array(jax.devices()[:1]), ("model",))
     >>> backend = Sharded(registry.get("chunked"), mesh, MeshAxes(heads="model"))
     >>> spec = AttentionSpec(batch=1, query_length=8, key_value_length=8, num_heads=2, num_kv_heads=2, head_dim=16)
@@ -312,13 +312,13 @@ def plan_sharded(
     mode: Mode = "native",
     options: Mapping[str, Any] | None = None,
 ) -> Plan:
-    """As :func:`backends.plan`, with each device of the 1-D ``mesh`` computing its share.
+    """As :func:`attnsuite.backends.plan`, with each device of the 1-D ``mesh`` computing its share.
 
     The share is of the heads, else of the batch. Raises ValueError where neither can be divided, and for what
     :class:`Sharded` refuses.
 
     >>> import jax, jax.numpy as jnp, numpy as np
-    >>> from backends import registry
+    >>> from attnsuite.backends import registry
     >>> x = jnp.ones((1, 8, 2, 16))
     >>> spec = AttentionSpec(batch=1, query_length=8, key_value_length=8, num_heads=2, num_kv_heads=2, head_dim=16)
     >>> mesh = Mesh(np.array(jax.devices()[:1]), ("cores",))

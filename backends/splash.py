@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu import splash_attention as kernel
 from jaxtyping import Array, Float, Int
 
-from backends.contract import (
+from .contract import (
     AttentionSpec,
     Carry,
     Layout,
@@ -30,9 +30,9 @@ from backends.contract import (
     forward_only,
     may_attend,
 )
-from backends.devices import Target
-from backends.features import FEATURES_0_1, Mode, Takes
-from backends.splash_mask import Masking, kernel_of, pull_back, with_log_sum_exp
+from .devices import Target
+from .features import FEATURES_0_1, Mode, Takes
+from .splash_mask import Masking, kernel_of, pull_back, with_log_sum_exp
 
 # Rows and keys per block where none are given, for head dims up to 256. Not tuned on a TPU, where nothing of this
 # project has run: the larger generations have twice the VMEM, and half of what overflows it is taken

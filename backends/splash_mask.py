@@ -18,7 +18,7 @@ from jax.experimental.pallas.ops.tpu import splash_attention as kernel
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as inside
 from jaxtyping import Array, Bool
 
-from backends.contract import AttentionSpec
+from .contract import AttentionSpec
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

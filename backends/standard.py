@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from backends.contract import NO_TERMS, AttentionSpec, Carry, Layout, Plan, Terms, check_options, may_attend
-from backends.devices import Target
-from backends.features import FEATURES_0_1, Mode, Takes
+from .contract import NO_TERMS, AttentionSpec, Carry, Layout, Plan, Terms, check_options, may_attend
+from .devices import Target
+from .features import FEATURES_0_1, Mode, Takes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -10,11 +10,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from backends.contract import AttentionSpec, Backend, Layout, Plan, Support
-from backends.devices import Target
-from backends.features import FEATURES_0_1, Mode, Takes, refusals
-from backends.isolation import isolated
-from backends.layout import fit
+from .contract import AttentionSpec, Backend, Layout, Plan, Support
+from .devices import Target
+from .features import FEATURES_0_1, Mode, Takes, refusals
+from .isolation import isolated
+from .layout import fit
 
 _INSTEAD = "use backend='chunked'"
 
@@ -63,7 +63,7 @@ def plan(
     Raises ValueError where ``layout`` and ``spec`` disagree, where the backend refuses (with its reasons), and for
     options that the backend does not have.
 
-    >>> from backends import AttentionSpec, Layout, Target, registry
+    >>> from attnsuite.backends import AttentionSpec, Layout, Target, registry
     >>> import jax.numpy as jnp
     >>> spec = AttentionSpec(batch=1, query_length=8, key_value_length=8, num_heads=2, num_kv_heads=2, head_dim=16)
     >>> x = jnp.ones((1, 8, 2, 16))

@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 
-from backends.contract import AttentionSpec
-from backends.devices import Target
+from .contract import AttentionSpec
+from .devices import Target
 
 SCHEMA = 1
 SHIPPED = "tuned.json"
@@ -40,7 +40,7 @@ class Entry:
 
 def shipped() -> tuple[Entry, ...]:
     """The table in this package, made by the command that it names."""
-    return _parse((resources.files("backends") / SHIPPED).read_text(encoding="utf-8"), SHIPPED)
+    return _parse((resources.files("attnsuite.backends") / SHIPPED).read_text(encoding="utf-8"), SHIPPED)
 
 
 def load(path: str | Path) -> tuple[Entry, ...]:

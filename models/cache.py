@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from models.config import DTYPES, AttentionType, ModelConfig
+from .config import DTYPES, AttentionType, ModelConfig
 
 Slots = Float[Array, "batch kv_heads capacity head_dim"]
 

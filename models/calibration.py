@@ -21,15 +21,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from backends import AttentionSpec, Layout
-from backends.kascade import Calibration, Places, Settings, Tiling, load_calibration
-from backends.kascade.selection import candidates, choose, may_see
-from models.checkpoint import Checkpoint
-from models.config import ModelConfig
-from models.forward import forward
-from models.parameters import Params
-from models.planning import Resolutions, attention_spec, resolve_attention
-from models.transformer import Transformer
+from attnsuite.backends import AttentionSpec, Layout
+from attnsuite.backends.kascade import Calibration, Places, Settings, Tiling, load_calibration
+from attnsuite.backends.kascade.selection import candidates, choose, may_see
+
+from .checkpoint import Checkpoint
+from .config import ModelConfig
+from .forward import forward
+from .parameters import Params
+from .planning import Resolutions, attention_spec, resolve_attention
+from .transformer import Transformer
 
 # Which settings decide what is selected; the others (kernel, schedule, ...) decide what is done with it.
 _MEASURED = ("top_k", "min_keys", "granularity", "tile_size", "query_tile")

@@ -15,13 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.config import ModelConfig
-from models.huggingface import from_hf
-from models.huggingface_keys import CONFIG
-from models.meta import MetaSource, is_meta
-from models.parameters import Params, checkpoint_names, parameter_shapes
-from models.reading import CheckpointError, is_file, read_json
-from models.shards import SafetensorsSource, is_finite
+from .config import ModelConfig
+from .huggingface import from_hf
+from .huggingface_keys import CONFIG
+from .meta import MetaSource, is_meta
+from .parameters import Params, checkpoint_names, parameter_shapes
+from .reading import CheckpointError, is_file, read_json
+from .shards import SafetensorsSource, is_finite
 
 T = TypeVar("T")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"

@@ -23,7 +23,7 @@ _SWITCHES = ("tie_embeddings", "use_rope", "use_rmsnorm", "use_swiglu", "qkv_bia
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RopeScaling:
-    """Llama 3's stretching of slow RoPE frequencies; see :func:`models.rope.inverse_frequencies`.
+    """Llama 3's stretching of slow RoPE frequencies; see :func:`attnsuite.models.rope.inverse_frequencies`.
 
     Wavelengths above ``original_max_length / low_freq_factor`` are stretched by ``factor``, those below
     ``original_max_length / high_freq_factor`` stay, and those between are blended. Raises ValueError.

@@ -19,15 +19,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from backends import Layout, Plan
-from backends.contract import Carry
-from models import latent
-from models.cache import Slots, write
-from models.config import AttentionType, ModelConfig
-from models.parameters import Params
-from models.planning import Options, Resolutions
-from models.rematerialise import Remat, rematerialised
-from models.rope import angles, inverse_frequencies, rotate
+from attnsuite.backends import Layout, Plan
+from attnsuite.backends.contract import Carry
+
+from . import latent
+from .cache import Slots, write
+from .config import AttentionType, ModelConfig
+from .parameters import Params
+from .planning import Options, Resolutions
+from .rematerialise import Remat, rematerialised
+from .rope import angles, inverse_frequencies, rotate
 
 Tokens = Int[Array, "batch length"]
 Hidden = Float[Array, "batch length hidden"]
@@ -46,7 +47,7 @@ def forward(
     observe: Observe | None = None,
     remat: Remat = "none",
 ) -> Float[Array, "batch length vocab"]:
-    """Logits of every position, float32. ``resolutions`` are those of :func:`models.planning.resolve_attention`.
+    """Logits of every position, float32. ``resolutions`` are those of :func:`attnsuite.models.planning.resolve_attention`.
 
     ``observe(layer, query, key, x, attended)`` is called in each layer with its queries and keys, the stream before
     its attention, and what its attention adds to it; arrays of a layer that is computed again (``remat``) do not leave

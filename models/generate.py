@@ -14,14 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from backends.contract import Mode
-from backends.resolve import OnUnavailable
-from models.cache import Slots
-from models.config import ModelConfig
-from models.forward import forward_cached
-from models.parameters import Params
-from models.planning import Options, Resolutions, freeze_options, resolve_attention
-from models.transformer import Transformer
+from attnsuite.backends.contract import Mode
+from attnsuite.backends.resolve import OnUnavailable
+
+from .cache import Slots
+from .config import ModelConfig
+from .forward import forward_cached
+from .parameters import Params
+from .planning import Options, Resolutions, freeze_options, resolve_attention
+from .transformer import Transformer
 
 
 def generate(

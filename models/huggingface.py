@@ -1,4 +1,4 @@
-"""``config.json`` as Hugging Face writes it, to and from a :class:`~models.config.ModelConfig`.
+"""``config.json`` as Hugging Face writes it, to and from a :class:`~attnsuite.models.config.ModelConfig`.
 
 Llama, Mistral, Qwen2 and Qwen3 are one transformer under four names: they differ in which projections have a
 bias, whether queries and keys are normalised, and which layers see a window. Both spellings of RoPE are read:
@@ -15,9 +15,9 @@ from typing import Any
 
 import msgspec
 
-from models.config import DTYPES, AttentionType, ModelConfig, RopeScaling
-from models.huggingface_keys import ARCHITECTURES, CONFIG, OWN_TYPE, Fields, OwnFields, RopeFields, read_fields
-from models.reading import CheckpointError, shown
+from .config import DTYPES, AttentionType, ModelConfig, RopeScaling
+from .huggingface_keys import ARCHITECTURES, CONFIG, OWN_TYPE, Fields, OwnFields, RopeFields, read_fields
+from .reading import CheckpointError, shown
 
 _LAYER_TYPES: dict[str, AttentionType] = {"full_attention": "global", "sliding_attention": "sliding"}
 

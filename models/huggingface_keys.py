@@ -13,8 +13,8 @@ from typing import Annotated, Any
 
 import msgspec
 
-from models.config import MOST_LAYERS
-from models.reading import CheckpointError, checked, refuse_other_values, refuse_unknown, shown
+from .config import MOST_LAYERS
+from .reading import CheckpointError, checked, refuse_other_values, refuse_unknown, shown
 
 CONFIG = "config.json"
 OWN_TYPE = "attention_suite"
@@ -34,7 +34,7 @@ class RopeFields(msgspec.Struct, kw_only=True, rename={"kind": "type"}):
 
 
 class OwnFields(msgspec.Struct, kw_only=True):
-    """What only a configuration of this project's own type says: fields of :class:`models.config.ModelConfig`."""
+    """What only a configuration of this project's own type says: fields of :class:`attnsuite.models.config.ModelConfig`."""
 
     attention: str | tuple[str, ...] = "global"
     window_size: int | None = None

@@ -15,7 +15,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from models.config import ModelConfig
+from .config import ModelConfig
 
 Latents = Float[Array, "batch length 1 cached"]  # kv_lora_rank numbers, then the turned key that heads share
 Weight = Float[Array, "out in"]  # kv_b_proj

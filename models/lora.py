@@ -19,10 +19,10 @@ import msgspec
 from jaxtyping import Array, Float
 from safetensors.flax import save_file
 
-from models.config import ModelConfig
-from models.parameters import LAYER_NAMES, Params, parameter_shapes
-from models.reading import CheckpointError, checked, read_json, refuse_other_values, refuse_unknown
-from models.shards import check_dtype, is_finite, opened
+from .config import ModelConfig
+from .parameters import LAYER_NAMES, Params, parameter_shapes
+from .reading import CheckpointError, checked, read_json, refuse_other_values, refuse_unknown
+from .shards import check_dtype, is_finite, opened
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"

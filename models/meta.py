@@ -23,13 +23,13 @@ import msgspec
 import numpy as np
 from jaxtyping import Float
 
-from models.config import MOST_LAYERS, PRESETS, ModelConfig, RopeScaling
-from models.reading import CheckpointError, checked, is_file, read_json, refuse_unknown
-from models.shards import check_dtype
+from .config import MOST_LAYERS, PRESETS, ModelConfig, RopeScaling
+from .reading import CheckpointError, checked, is_file, read_json, refuse_unknown
+from .shards import check_dtype
 
 PARAMS = "params.json"
 _OLDEST_TORCH = (2, 6)
-_INSTALL = "pip install 'attention-suite[meta]'"
+_INSTALL = "pip install 'attnsuite[meta]'"
 _DTYPES = ("float32", "bfloat16", "float16")
 
 

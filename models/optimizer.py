@@ -15,7 +15,7 @@ import optax
 import optax.contrib
 from jaxtyping import Array
 
-from models.parameters import Params
+from .parameters import Params
 
 OptimizerName = Literal["adamw", "muon"]
 

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from models.config import ModelConfig
+from .config import ModelConfig
 
 Params = dict[str, Any]  # a tree of arrays as described above
 

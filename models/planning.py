@@ -1,6 +1,6 @@
 """Which attention a forward pass needs and what will compute it, decided before anything is traced.
 
-One :class:`~backends.AttentionSpec` and one :class:`~backends.Resolution` per distinct attention type of a
+One :class:`~attnsuite.backends.AttentionSpec` and one :class:`~attnsuite.backends.Resolution` per distinct attention type of a
 model. Both are hashable and enter the jitted functions as static arguments: a refusal is reported on every
 call, not only on the one that traces, and the same request never traces twice.
 """
@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from backends import AttentionSpec, Resolution, Target, resolve
-from backends.contract import Mode
-from backends.resolve import OnUnavailable
-from models.config import AttentionType, ModelConfig
+from attnsuite.backends import AttentionSpec, Resolution, Target, resolve
+from attnsuite.backends.contract import Mode
+from attnsuite.backends.resolve import OnUnavailable
+
+from .config import AttentionType, ModelConfig
 
 Resolutions = tuple[tuple[AttentionType, Resolution], ...]  # a mapping, hashable
 Options = tuple[tuple[str, Any], ...]  # backend options, hashable
@@ -82,7 +83,7 @@ def resolve_attention(
 
     ``options`` are those that ``backend`` will be planned with: it may refuse some together with the problem.
 
-    Raises what :func:`backends.resolve` raises.
+    Raises what :func:`attnsuite.backends.resolve` raises.
     """
     target = Target.here() if target is None else target
     return tuple(

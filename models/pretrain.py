@@ -1,6 +1,6 @@
 """Train a byte-level model on text, and measure one: how the checkpoint in this package was made.
 
-``python -m models.pretrain train --out DIR [--text FILE ...]`` and ``python -m models.pretrain evaluate``.
+``python -m attnsuite.models.pretrain train --out DIR [--text FILE ...]`` and ``python -m attnsuite.models.pretrain evaluate``.
 The optimizer is Muon (``optimizer.py``), the step that of ``training.py``. All seeds are fixed; the same versions on
 the same machine give the same weights.
 """
@@ -22,14 +22,15 @@ import optax
 import tyro
 from flax import nnx
 
-from backends import Target
-from models.config import ModelConfig
-from models.optimizer import make_optimizer
-from models.planning import resolve_attention
-from models.text import Bytes, Corpus, bigram_bits, bits_per_byte, load_text, random_windows, unigram_bits
-from models.training import Batch, compiled_step, training_step
-from models.transformer import Transformer
-from models.weights import load, load_shipped, save
+from attnsuite.backends import Target
+
+from .config import ModelConfig
+from .optimizer import make_optimizer
+from .planning import resolve_attention
+from .text import Bytes, Corpus, bigram_bits, bits_per_byte, load_text, random_windows, unigram_bits
+from .training import Batch, compiled_step, training_step
+from .transformer import Transformer
+from .weights import load, load_shipped, save
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

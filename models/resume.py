@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-INSTALL = "pip install 'attention-suite[train]'"
+INSTALL = "pip install 'attnsuite[train]'"
 
 
 class SavedSteps:

@@ -21,9 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from models.config import ModelConfig, RopeScaling
-from models.parameters import Params
-from models.transformer import Transformer
+from .config import ModelConfig, RopeScaling
+from .parameters import Params
+from .transformer import Transformer
 
 TYPES, HALVES = 8, 4
 QUERY, NEEDLE = 256, 256 + TYPES  # first query symbol, first needle symbol; below are the 256 filler bytes

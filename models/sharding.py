@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from models.parameters import Params
+from .parameters import Params
 
 # The dimension of [out, in] that belongs to the heads (or the inner dimension, or the vocabulary).
 _BY_OUTPUT = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
@@ -38,7 +38,7 @@ def shard_parameters(params: Params, mesh: Mesh, *, heads: str | None, rest: str
     """The tree of arrays, each where :func:`parameter_sharding` says; for what is built like it too (optimizer states).
 
     >>> import numpy as np
-    >>> from models import Transformer, ModelConfig
+    >>> from attnsuite.models import Transformer, ModelConfig
     >>> mesh = Mesh(np.array(jax.devices()[:1]), ("model",))
     >>> params = shard_parameters(Transformer(ModelConfig.from_preset("debug")).arrays(), mesh, heads="model")
     >>> tuple(params["layers"][0]["q_proj"].sharding.spec)

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from models.reading import CheckpointError, checked, is_file, read_json
+from .reading import CheckpointError, checked, is_file, read_json
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _CODES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}

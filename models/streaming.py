@@ -15,15 +15,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from backends import Layout
-from backends.contract import Carry, Mode
-from backends.resolve import OnUnavailable, Resolution
-from models.checkpoint import Checkpoint
-from models.config import ModelConfig
-from models.forward import Hidden, embed, layer_forward, logits_of, turns_of
-from models.loss import token_nats
-from models.parameters import Params
-from models.planning import Options, Resolutions, freeze_options, resolve_attention
+from attnsuite.backends import Layout
+from attnsuite.backends.contract import Carry, Mode
+from attnsuite.backends.resolve import OnUnavailable, Resolution
+
+from .checkpoint import Checkpoint
+from .config import ModelConfig
+from .forward import Hidden, embed, layer_forward, logits_of, turns_of
+from .loss import token_nats
+from .parameters import Params
+from .planning import Options, Resolutions, freeze_options, resolve_attention
 
 
 def streamed_nats(
@@ -40,7 +41,7 @@ def streamed_nats(
     """Cross-entropy in nats of every token of ``tokens [sequences, length]`` but the first of each sequence.
 
     The exponential of the mean is the perplexity. ``batch`` sequences are computed at a time. ``resolutions`` are those
-    of :func:`models.planning.resolve_attention` for ``batch`` and ``length - 1``, where the caller has asked already;
+    of :func:`attnsuite.models.planning.resolve_attention` for ``batch`` and ``length - 1``, where the caller has asked already;
     they take the place of ``backend``, ``mode`` and ``on_unavailable``. Raises ValueError for tokens that do not fit,
     and CheckpointError as reading does.
     """

@@ -19,8 +19,8 @@ import jax
 import numpy as np
 from jaxtyping import Float, Int, UInt8
 
-from models.loss import token_nats
-from models.transformer import Transformer
+from .loss import token_nats
+from .transformer import Transformer
 
 Bytes = UInt8[np.ndarray, " length"]
 MINIMUM_BYTES = 1024

@@ -18,13 +18,13 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, Int
 
-from models import lora
-from models.config import ModelConfig
-from models.forward import forward
-from models.loss import counted_targets, next_token_loss
-from models.parameters import Params
-from models.planning import Options, Resolutions
-from models.rematerialise import Remat
+from . import lora
+from .config import ModelConfig
+from .forward import forward
+from .loss import counted_targets, next_token_loss
+from .parameters import Params
+from .planning import Options, Resolutions
+from .rematerialise import Remat
 
 Trained = Any  # the parameters of a model, or the adapters on top of them
 

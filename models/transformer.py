@@ -17,14 +17,15 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from backends import Resolution
-from backends.contract import Mode
-from backends.resolve import OnUnavailable
-from models.cache import KVCache, default_dtype
-from models.config import AttentionType, ModelConfig
-from models.forward import forward, forward_cached
-from models.parameters import Params, initialise, parameter_shapes
-from models.planning import freeze_options, resolve_attention
+from attnsuite.backends import Resolution
+from attnsuite.backends.contract import Mode
+from attnsuite.backends.resolve import OnUnavailable
+
+from .cache import KVCache, default_dtype
+from .config import AttentionType, ModelConfig
+from .forward import forward, forward_cached
+from .parameters import Params, initialise, parameter_shapes
+from .planning import freeze_options, resolve_attention
 
 compiled_forward = jax.jit(forward, static_argnames=("config", "resolutions", "options"))
 compiled_forward_cached = jax.jit(
@@ -110,7 +111,7 @@ class Transformer(nnx.Module):
         ``segment_ids [batch, length]`` packs documents: a document is a maximal run of equal ids, sees
         only itself, and its positions start at 0; negative ids are padding. ``needs_grad=False`` admits
         backends without a backward pass. Raises ValueError for shapes that do not fit, and what
-        :func:`backends.resolve` raises.
+        :func:`attnsuite.backends.resolve` raises.
         """
         tokens = _check_tokens(tokens, self.config.vocab_size)
         batch, length = tokens.shape
@@ -144,7 +145,7 @@ class Transformer(nnx.Module):
         )
 
     def new_cache(self, batch: int, capacity: int, dtype: str | None = None) -> KVCache:
-        """An empty cache for this model; see :meth:`models.cache.KVCache.create`."""
+        """An empty cache for this model; see :meth:`attnsuite.models.cache.KVCache.create`."""
         return KVCache.create(self.config, batch, capacity, dtype)
 
     def prefill(

@@ -17,13 +17,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from models.checkpoint import CONFIG, open_checkpoint
-from models.config import ModelConfig
-from models.huggingface import to_hf
-from models.parameters import Params, checkpoint_names, parameter_shapes
-from models.shards import INDEX, WEIGHTS, write_safetensors
-from models.tokenizer import TOKENIZER_FILES
-from models.transformer import Transformer
+from .checkpoint import CONFIG, open_checkpoint
+from .config import ModelConfig
+from .huggingface import to_hf
+from .parameters import Params, checkpoint_names, parameter_shapes
+from .shards import INDEX, WEIGHTS, write_safetensors
+from .tokenizer import TOKENIZER_FILES
+from .transformer import Transformer
 
 SHIPPED = "tiny-bytes"
 _NOISE = 1_000_003  # a prime, so that no two rows of a matrix are alike
@@ -45,7 +45,7 @@ def load(directory: str | Path, **overrides: Any) -> Transformer:
 def load_layer(directory: str | Path, index: int, **overrides: Any) -> Params:
     """The parameters of one layer, as they stand in ``params["layers"][index]`` of the whole; else as :func:`load`.
 
-    For several layers of one checkpoint keep what :func:`models.checkpoint.open_checkpoint` gives.
+    For several layers of one checkpoint keep what :func:`attnsuite.models.checkpoint.open_checkpoint` gives.
     """
     return open_checkpoint(directory, **overrides).layer(index)
 
@@ -62,7 +62,7 @@ def load_shipped(**overrides: Any) -> Transformer:
 
 def shipped() -> contextlib.AbstractContextManager[Path]:
     """The directory of the checkpoint in this package, there as long as the context lasts."""
-    return resources.as_file(resources.files("models") / "checkpoints" / SHIPPED)
+    return resources.as_file(resources.files("attnsuite.models") / "checkpoints" / SHIPPED)
 
 
 def save(model: Transformer, directory: str | Path) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any, get_args
 
-from suite.record import CaseKind, Record
+from attnsuite.suite.record import CaseKind, Record
 
 KIND_TITLES: dict[str, str] = {
     "op_forward": "forward",

@@ -12,10 +12,11 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 
-from reports import cases
-from suite import statistics
-from suite.record import Record
-from suite.statistics import Interval
+from attnsuite.suite import statistics
+from attnsuite.suite.record import Record
+from attnsuite.suite.statistics import Interval
+
+from . import cases
 
 STANDARD = "standard"
 

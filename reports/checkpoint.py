@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import PurePath
 
-from reports import kascade, quality
-from reports.cells import STANDARD, Cell, Group, is_trusted
-from reports.formatting import Value
-from reports.tables import MIB, MILLI, Column, Table, scaled, table
-from suite import statistics
-from suite.checkpoint import NAME
+from attnsuite.suite import statistics
+from attnsuite.suite.checkpoint import NAME
+
+from . import kascade, quality
+from .cells import STANDARD, Cell, Group, is_trusted
+from .formatting import Value
+from .tables import MIB, MILLI, Column, Table, scaled, table
 
 KASCADE = "kascade"
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from reports import cases, environment
-from reports.cells import label, shows_memory, shows_speed
-from reports.formatting import Value, escape, plural, shorten
-from reports.load import Run, load
-from reports.markdown import render_table
-from reports.tables import MILLI, Column, Table, table
-from suite import statistics
-from suite.record import Record
+from attnsuite.suite import statistics
+from attnsuite.suite.record import Record
+
+from . import cases, environment
+from .cells import label, shows_memory, shows_speed
+from .formatting import Value, escape, plural, shorten
+from .load import Run, load
+from .markdown import render_table
+from .tables import MILLI, Column, Table, table
 
 _ABSENT = "absent"
 

@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from reports import cases, environment, markdown
-from reports.cells import group
-from reports.formatting import DASH, Value, code, command_line, escape, plural
-from reports.load import Run, load
-from reports.page import Page, Section
-from reports.tables import MIB, Column, Table, table
-from suite.record import Record
-from suite.store import CompileManifest
+from attnsuite.suite.record import Record
+from attnsuite.suite.store import CompileManifest
+
+from . import cases, environment, markdown
+from .cells import group
+from .formatting import DASH, Value, code, command_line, escape, plural
+from .load import Run, load
+from .page import Page, Section
+from .tables import MIB, Column, Table, table
 
 METHOD = (
     (
@@ -78,7 +79,7 @@ def build(run: Run) -> Page:
 
 
 def compiled_overview(run_dir: Path) -> str:
-    """The tables of a compiled run for a terminal, as Markdown. Raises ReportError as :func:`reports.load` does."""
+    """The tables of a compiled run for a terminal, as Markdown. Raises ReportError as :func:`attnsuite.reports.load` does."""
     page = build(load(run_dir))
     shown = [section for section in page.sections if section.key in ("in_short", "ops", "models", "longest", "reasons")]
     return markdown.render([Page(page.device, page.title, page.subtitle, tuple(shown), ())])
@@ -275,5 +276,5 @@ def _mib(size: int | None) -> float | None:
 
 
 def _reproduce(command: Sequence[str]) -> Section:
-    need = "With the compilers (pip install 'attention-suite[tpu,compile-cuda,kvax]'), on any Linux machine:"
+    need = "With the compilers (pip install 'attnsuite[tpu,compile-cuda,kvax]'), on any Linux machine:"
     return Section("reproduce", "Reproduce", (need,), commands=(command_line(command or ("attnsuite", "compile")),))

@@ -7,9 +7,10 @@ import datetime as dt
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from reports.formatting import TIMES, Value, plural, shorten
-from reports.tables import Column, Table, table
-from suite.record import Record
+from attnsuite.suite.record import Record
+
+from .formatting import TIMES, Value, plural, shorten
+from .tables import Column, Table, table
 
 _SHOWN_VALUES = 3
 _PACKAGES = ("jax", "jaxlib", "python", "numpy", "scipy", "kvax", "triton", "libtpu")

@@ -9,14 +9,15 @@ import json
 import math
 from collections.abc import Sequence
 
-from reports import cases
-from reports.cells import Cell, shows_memory
-from reports.formatting import Value
-from reports.page import Page, Section
-from reports.quality import shows_quality
-from reports.tables import Table
-from suite.record import TensorError
-from suite.statistics import Interval
+from attnsuite.suite.record import TensorError
+from attnsuite.suite.statistics import Interval
+
+from . import cases
+from .cells import Cell, shows_memory
+from .formatting import Value
+from .page import Page, Section
+from .quality import shows_quality
+from .tables import Table
 
 JSON_SCHEMA = 1
 

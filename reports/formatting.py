@@ -7,8 +7,8 @@ import re
 import shlex
 from collections.abc import Iterable
 
-from suite.record import TensorError
-from suite.statistics import Interval
+from attnsuite.suite.record import TensorError
+from attnsuite.suite.statistics import Interval
 
 DASH = "\u2013"
 TIMES = "\u00d7"

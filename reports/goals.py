@@ -9,11 +9,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
-from reports.cells import Cell, Group, same_rounds
-from reports.formatting import TIMES, Value, number
-from reports.tables import Column, Table, problem_of, table
-from suite import statistics
-from suite.record import Record
+from attnsuite.suite import statistics
+from attnsuite.suite.record import Record
+
+from .cells import Cell, Group, same_rounds
+from .formatting import TIMES, Value, number
+from .tables import Column, Table, problem_of, table
 
 SUITE = "cpu-speed"
 BACKEND = "chunked"

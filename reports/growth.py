@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from reports.cases import KIND_TITLES
-from reports.cells import Group, shows_memory
-from reports.formatting import Value
-from reports.tables import Column, Table, table
+from .cases import KIND_TITLES
+from .cells import Group, shows_memory
+from .formatting import Value
+from .tables import Column, Table, table
 
 _KINDS = ("op_forward", "op_forward_backward")
 _FEWEST = 3

@@ -12,16 +12,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import PurePath
 from typing import Any
 
-from reports.cells import Cell, Group, is_trusted, same_rounds
-from reports.formatting import TIMES, Value, code, estimate, number, plural
-from reports.plot import Panel, Picture
-from reports.tables import MILLI, Column, Table, scaled, table
-from suite import statistics
-from suite.cases import make_case, problem_of
-from suite.errors import InputError
-from suite.kascade.methods import CONTROLS, METHODS
-from suite.record import Record
-from suite.statistics import Interval
+from attnsuite.suite import statistics
+from attnsuite.suite.cases import make_case, problem_of
+from attnsuite.suite.errors import InputError
+from attnsuite.suite.kascade.methods import CONTROLS, METHODS
+from attnsuite.suite.record import Record
+from attnsuite.suite.statistics import Interval
+
+from .cells import Cell, Group, is_trusted, same_rounds
+from .formatting import TIMES, Value, code, estimate, number, plural
+from .plot import Panel, Picture
+from .tables import MILLI, Column, Table, scaled, table
 
 GATE, TEXT, RETRIEVAL = "kascade_gate", "kascade_text", "kascade_retrieval"
 STACKS = ("kascade_prefill", "kascade_decode")

@@ -9,10 +9,10 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from suite import store
-from suite.errors import InputError
-from suite.record import Record
-from suite.store import CompileManifest, RunManifest
+from attnsuite.suite import store
+from attnsuite.suite.errors import InputError
+from attnsuite.suite.record import Record
+from attnsuite.suite.store import CompileManifest, RunManifest
 
 
 class ReportError(ValueError):

@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from reports.formatting import DASH
-from reports.load import ReportError
-from reports.plot import is_available
-from suite.files import write_text
-from suite.loss_curves import FACTOR, Curve, Setting, Training, Verdict, judge, read_training
+from attnsuite.suite.files import write_text
+from attnsuite.suite.loss_curves import FACTOR, Curve, Setting, Training, Verdict, judge, read_training
+
+from .formatting import DASH
+from .load import ReportError
+from .plot import is_available
 
 PAGE, PICTURE = "report.md", "loss-curves.svg"
 _SETUP = (
@@ -56,7 +57,7 @@ def render_curves(directory: Path) -> Path:
 
 
 def page(training: Training, curves: Sequence[Curve], *, picture: bool) -> str:
-    """The page as Markdown; ``curves`` as :func:`suite.loss_curves.read_training` gives them."""
+    """The page as Markdown; ``curves`` as :func:`attnsuite.suite.loss_curves.read_training` gives them."""
     environment = training.environment
     versions = environment.get("versions", {})
     lines = [

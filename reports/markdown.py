@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 
 from tabulate import tabulate
 
-from reports.formatting import Interval, Value, escape, show
-from reports.page import Page, Section
-from reports.tables import Table
+from .formatting import Interval, Value, escape, show
+from .page import Page, Section
+from .tables import Table
 
 _LEFT = (str, bool)
 _LOUD = ("wrong", "oom", "timeout", "crashed", "OUTSIDE", "INVALID")

@@ -5,15 +5,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
-from reports import checkpoint, environment, goals, growth, kascade, peers, plot, quality, reading, tables
-from reports.cells import Group, group
-from reports.formatting import code, command_line, escape, plural
-from reports.load import Run
-from reports.plot import Picture
-from reports.tables import Table
-from suite.kascade.methods import METHODS
-from suite.record import Record
-from suite.store import RunManifest
+from attnsuite.suite.kascade.methods import METHODS
+from attnsuite.suite.record import Record
+from attnsuite.suite.store import RunManifest
+
+from . import checkpoint, environment, goals, growth, kascade, peers, plot, quality, reading, tables
+from .cells import Group, group
+from .formatting import code, command_line, escape, plural
+from .load import Run
+from .plot import Picture
+from .tables import Table
 
 _MOST_CASES = 20  # told one by one at the top of a page; more are a table's business
 
@@ -181,7 +182,7 @@ def _kascade(groups: Sequence[Group]) -> Iterator[Section]:
             "lies on computed pairs. A row is withheld where random tiles do not fail."
         )
         drawn = kascade.picture(groups)
-        no_plot = "The plot is not drawn: matplotlib is not installed; pip install 'attention-suite[plot]'."
+        no_plot = "The plot is not drawn: matplotlib is not installed; pip install 'attnsuite[plot]'."
         paragraphs = (told,) if drawn is None or plot.is_available() else (told, no_plot)
         pictures = (drawn,) if drawn is not None and plot.is_available() else ()
         yield Section("kascade_quality", "Quality at the same kept fraction", paragraphs,
@@ -246,7 +247,7 @@ def _over_length(groups: Sequence[Group]) -> Section | None:
     if not found:
         return None
     if not plot.is_available():
-        told = "Not drawn: matplotlib is not installed; pip install 'attention-suite[plot]', then attnsuite report."
+        told = "Not drawn: matplotlib is not installed; pip install 'attnsuite[plot]', then attnsuite report."
         return Section("over_length", "Speed over length", (told,))
     told = (
         "FLOP/s by formula, of visible pairs only, so that causal attention done in full stays low. The dashed line is "

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from reports import cases
-from reports.cells import Cell, Group, same_rounds
-from reports.formatting import Value
-from reports.tables import CASE, Column, Table, problem_of, table
-from suite import statistics
-from suite.peers import PEERS
-from suite.record import Record
+from attnsuite.suite import statistics
+from attnsuite.suite.peers import PEERS
+from attnsuite.suite.record import Record
+
+from . import cases
+from .cells import Cell, Group, same_rounds
+from .formatting import Value
+from .tables import CASE, Column, Table, problem_of, table
 
 
 def against(groups: Sequence[Group]) -> tuple[Table, ...]:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from reports import cases
-from reports.cells import STANDARD, Cell, Group, is_trusted
-from reports.formatting import Value
-from reports.tables import Column, Table, table
-from suite import statistics
-from suite.statistics import Interval
+from attnsuite.suite import statistics
+from attnsuite.suite.statistics import Interval
+
+from . import cases
+from .cells import STANDARD, Cell, Group, is_trusted
+from .formatting import Value
+from .tables import Column, Table, table
 
 INVALID = "INVALID"
 _PER_TABLE = 6

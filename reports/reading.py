@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from reports import quality
-from reports.cells import STANDARD, Cell, Group, same_rounds
-from reports.formatting import TIMES, code, escape, estimate, number, plural, shorten
-from reports.peers import is_peer
-from reports.tables import MILLI
-from suite import statistics
-from suite.statistics import Interval
+from attnsuite.suite import statistics
+from attnsuite.suite.statistics import Interval
+
+from . import quality
+from .cells import STANDARD, Cell, Group, same_rounds
+from .formatting import TIMES, code, escape, estimate, number, plural, shorten
+from .peers import is_peer
+from .tables import MILLI
 
 _FAILED = ("wrong", "oom", "timeout", "crashed")
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from reports import compiled, files, html, markdown, plot
-from reports.load import Run, load
-from reports.page import Page, build
-from suite.files import check_directory, write_text
+from attnsuite.suite.files import check_directory, write_text
+
+from . import compiled, files, html, markdown, plot
+from .load import Run, load
+from .page import Page, build
 
 
 def render(run_dir: Path, *others: Path, out: Path | None = None) -> Path:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
-from reports import cases
-from reports.cells import Cell, Group, is_trusted, shows_memory
-from reports.formatting import Value, shorten
-from suite.record import Record
-from suite.statistics import Interval
+from attnsuite.suite.record import Record
+from attnsuite.suite.statistics import Interval
+
+from . import cases
+from .cells import Cell, Group, is_trusted, shows_memory
+from .formatting import Value, shorten
 
 MIB = 2**20
 MILLI = 1e3

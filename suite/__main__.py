@@ -1,5 +1,5 @@
-"""``python -m suite`` is ``attnsuite``."""
+"""``python -m attnsuite.suite`` is ``attnsuite``."""
 
-from suite.entry import main
+from .entry import main
 
 main()

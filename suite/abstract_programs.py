@@ -15,17 +15,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from backends import AttentionSpec, Backend, Layout, Target, plan
-from backends.contract import BackendWithRoles
-from models import ModelConfig
-from models.cache import slot_shapes
-from models.forward import forward_cached
-from models.parameters import initialise
-from models.planning import Resolutions, attention_spec, resolve_attention
-from suite.cases import ModelCase, OpCase, spec_of
-from suite.model_cell import prefill, train_step
-from suite.named_model import config_of
-from suite.program import op_function
+from attnsuite.backends import AttentionSpec, Backend, Layout, Target, plan
+from attnsuite.backends.contract import BackendWithRoles
+from attnsuite.models import ModelConfig
+from attnsuite.models.cache import slot_shapes
+from attnsuite.models.forward import forward_cached
+from attnsuite.models.parameters import initialise
+from attnsuite.models.planning import Resolutions, attention_spec, resolve_attention
+
+from .cases import ModelCase, OpCase, spec_of
+from .model_cell import prefill, train_step
+from .named_model import config_of
+from .program import op_function
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class AbstractProgram:
 
 
 def op_program(case: OpCase, backend: Backend, target: Target) -> AbstractProgram:
-    """One attention call, see :func:`suite.program.op_function`."""
+    """One attention call, see :func:`attnsuite.suite.program.op_function`."""
     spec, (layout, query, key, value) = spec_of(case), _arrays(case)
     function = op_function(case, lambda layout: plan(backend, spec, layout, target=target, mode="compile"))
     if case.kind == "op_decode":

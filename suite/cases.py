@@ -15,12 +15,13 @@ from typing import Annotated, Any, Literal, get_args
 
 from msgspec import Meta
 
-from backends import AttentionSpec
-from backends.kascade import Settings
-from suite import typed
-from suite.errors import InputError
-from suite.record import CaseKind
-from suite.typed import Count, Real, Seed
+from attnsuite.backends import AttentionSpec
+from attnsuite.backends.kascade import Settings
+
+from . import typed
+from .errors import InputError
+from .record import CaseKind
+from .typed import Count, Real, Seed
 
 OpKind = Literal["op_forward", "op_forward_backward", "op_decode"]
 ModelKind = Literal["model_prefill", "model_decode", "model_train"]

@@ -14,14 +14,15 @@ from typing import Any
 
 import jax
 
-from backends import Target, registry
-from suite import accuracy, memory, peers, speed
-from suite.cases import Case, ModelCase, OpCase, RetrievalCase, SelectionCase, StackCase, TextCase, stack_spec
-from suite.errors import CellFailure
-from suite.formulas import op_bytes, op_flops, op_tokens
-from suite.op_cell import op_program
-from suite.program import Program
-from suite.record import TensorError
+from attnsuite.backends import Target, registry
+
+from . import accuracy, memory, peers, speed
+from .cases import Case, ModelCase, OpCase, RetrievalCase, SelectionCase, StackCase, TextCase, stack_spec
+from .errors import CellFailure
+from .formulas import op_bytes, op_flops, op_tokens
+from .op_cell import op_program
+from .program import Program
+from .record import TensorError
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +101,7 @@ def _prepare_interpreted(case: OpCase, request: CellRequest) -> Prepared:
 
 def _prepare_model(case: ModelCase, request: CellRequest) -> Prepared:
     # An op cell does not pay for importing flax and optax.
-    from suite import model_accuracy, model_cell  # noqa: PLC0415
+    from . import model_accuracy, model_cell  # noqa: PLC0415
 
     model = model_cell.open_model(case)
     is_peer = request.requested in peers.PEERS
@@ -123,7 +124,7 @@ def _prepare_model(case: ModelCase, request: CellRequest) -> Prepared:
 
 
 def _prepare_quality(case: TextCase | RetrievalCase, request: CellRequest) -> Prepared:
-    from suite import quality  # noqa: PLC0415 (as above)
+    from . import quality  # noqa: PLC0415 (as above)
 
     if isinstance(case, TextCase):
         found = quality.perplexity(case, request.requested, request.text)
@@ -134,7 +135,7 @@ def _prepare_quality(case: TextCase | RetrievalCase, request: CellRequest) -> Pr
 
 
 def _prepare_selection(case: SelectionCase, request: CellRequest) -> Prepared:
-    from suite.kascade import quality  # noqa: PLC0415 (as above)
+    from .kascade import quality  # noqa: PLC0415 (as above)
 
     if request.reference is None:
         raise CellFailure("crashed", f"{case.name} has no dense logits to compare with.")
@@ -144,7 +145,7 @@ def _prepare_selection(case: SelectionCase, request: CellRequest) -> Prepared:
 
 
 def _prepare_stack(case: StackCase, request: CellRequest) -> Prepared:
-    from suite.kascade import stack  # noqa: PLC0415 (as above)
+    from .kascade import stack  # noqa: PLC0415 (as above)
 
     errors = stack.judge(case, request.requested, request.devices)
     facts: dict[str, Any] = {"quality": stack.figures(case, request.requested), "tokens": stack_spec(case).query_length}
@@ -206,10 +207,10 @@ def _gib(size: int) -> str:
 def case_reference(case: Case, path: Path, text: str | None = None) -> bool:
     """Write what cells are judged by to ``path``; False for a case that brings its own comparison.
 
-    An op case comes as :func:`suite.accuracy.judged_case` made it, short enough for the oracle.
+    An op case comes as :func:`attnsuite.suite.accuracy.judged_case` made it, short enough for the oracle.
     """
     if isinstance(case, SelectionCase):
-        from suite.kascade import dense  # noqa: PLC0415 (as above)
+        from .kascade import dense  # noqa: PLC0415 (as above)
 
         dense.write_dense(case, path, text)
         return True
@@ -217,7 +218,7 @@ def case_reference(case: Case, path: Path, text: str | None = None) -> bool:
         accuracy.write_reference(case, path)
         return True
     if isinstance(case, ModelCase):
-        from suite import model_accuracy  # noqa: PLC0415 (as above)
+        from . import model_accuracy  # noqa: PLC0415 (as above)
 
         model_accuracy.write_model_reference(case, path)
         return True

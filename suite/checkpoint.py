@@ -10,12 +10,13 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from models.checkpoint import read_config
-from suite.cases import Case, Dtype, Least, SelectionCase, make_case
-from suite.errors import InputError
-from suite.named_model import absolute, checkpoint_of
-from suite.suites import Suite
-from suite.typed import Count
+from attnsuite.models.checkpoint import read_config
+
+from .cases import Case, Dtype, Least, SelectionCase, make_case
+from .errors import InputError
+from .named_model import absolute, checkpoint_of
+from .suites import Suite
+from .typed import Count
 
 NAME = "checkpoint"
 TOP_K, TILE_SIZE = 0.125, 16

@@ -24,24 +24,25 @@ from typing import Annotated, Any, Literal
 import tyro
 from rich.console import Console
 
-import reports
-from backends import Target
-from suite import compile_run, sharded, typed
-from suite.checkpoint import CheckpointWords
-from suite.compile_request import ModelWords, compile_request
-from suite.compile_run import nothing_compiled
-from suite.doctor import describe, examine_here
-from suite.errors import InputError
-from suite.kascade.words import KascadeWords
-from suite.loss_curves import CURVES, Setting
-from suite.memory import machine_bytes
-from suite.progress import ProgressDisplay
-from suite.run import RunRequest, checked_text, execute, new_request, resumed_request
-from suite.runner import Limits
-from suite.store import MANIFEST, RECORDS, parse_records
-from suite.suites import select
-from suite.summary import summary_lines
-from suite.tuning import TUNED, TuneRequest, tunable, tune
+from attnsuite import reports
+from attnsuite.backends import Target
+
+from . import compile_run, sharded, typed
+from .checkpoint import CheckpointWords
+from .compile_request import ModelWords, compile_request
+from .compile_run import nothing_compiled
+from .doctor import describe, examine_here
+from .errors import InputError
+from .kascade.words import KascadeWords
+from .loss_curves import CURVES, Setting
+from .memory import machine_bytes
+from .progress import ProgressDisplay
+from .run import RunRequest, checked_text, execute, new_request, resumed_request
+from .runner import Limits
+from .store import MANIFEST, RECORDS, parse_records
+from .suites import select
+from .summary import summary_lines
+from .tuning import TUNED, TuneRequest, tunable, tune
 
 _BAD_INPUT = 2
 _NO_RESULT = 1
@@ -200,7 +201,7 @@ class Compile:
     """What the models compute in."""
     out: Annotated[Path | None, _flag("DIR", "runs/<UTC time>-compile")] = None
     """Directory for records and report."""
-    cache: Annotated[Path | None, _flag("DIR", "~/.cache/attention-suite/compile")] = None
+    cache: Annotated[Path | None, _flag("DIR", "~/.cache/attnsuite/compile")] = None
     """Where answers of the compilers are kept."""
     cell_timeout: Annotated[float, _flag("SECONDS", "600")] = 600.0
     """Time that one program may take to compile."""
@@ -563,7 +564,7 @@ def _tune(command: Tune) -> int:
 
 def _calibrate(command: Calibrate) -> int:
     # Only this command computes in this process; the others do not pay for importing flax.
-    from suite.kascade import calibrate  # noqa: PLC0415
+    from .kascade import calibrate  # noqa: PLC0415
 
     names = ("tile_size", "top_k", "min_keys", "granularity")
     settings = {name: getattr(command, name) for name in names} | {"query_tile": command.tile_size}
@@ -583,7 +584,7 @@ def _calibrate(command: Calibrate) -> int:
 
 
 def _convert(command: Convert) -> int:
-    import models  # noqa: PLC0415 (as above)
+    from attnsuite import models  # noqa: PLC0415 (as above)
 
     output = command.output or command.input.resolve().with_name(command.input.resolve().name + "-converted")
     try:
@@ -604,8 +605,9 @@ def _convert(command: Convert) -> int:
 
 
 def _train(command: Train) -> int:
-    from models.lora import LoraConfig  # noqa: PLC0415 (as for calibrate)
-    from suite import train as training  # noqa: PLC0415
+    from attnsuite.models.lora import LoraConfig  # noqa: PLC0415 (as for calibrate)
+
+    from . import train as training  # noqa: PLC0415
 
     if command.resume and command.out is None:
         raise InputError("--resume needs --out with the directory of the run to go on with.")
@@ -628,7 +630,7 @@ def _train(command: Train) -> int:
 
 
 def _curves(command: Curves) -> int:
-    from suite.curves_run import run_curves  # noqa: PLC0415 (as for calibrate)
+    from .curves_run import run_curves  # noqa: PLC0415 (as for calibrate)
 
     for name in ("steps", "interpreted_steps"):
         if getattr(command, name) < 1:
@@ -643,8 +645,8 @@ def _curves(command: Curves) -> int:
 
 
 def _perplexity(command: Perplexity) -> int:
-    from suite import streamed  # noqa: PLC0415 (as above)
-    from suite.kascade.schedules import ScheduleWords  # noqa: PLC0415
+    from . import streamed  # noqa: PLC0415 (as above)
+    from .kascade.schedules import ScheduleWords  # noqa: PLC0415
 
     for flag, value, least in (("--seq-len", command.seq_len, 2), ("--sequences", command.sequences, 1)):
         if value < least:

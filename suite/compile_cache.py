@@ -17,10 +17,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from backends import Target
-from suite.abstract_programs import model_config
-from suite.cases import ModelCase, OpCase, problem_of
-from suite.record import Record, RecordError
+from attnsuite.backends import Target
+
+from .abstract_programs import model_config
+from .cases import ModelCase, OpCase, problem_of
+from .record import Record, RecordError
 
 _CIRCUMSTANCES = ("versions", "source", "flags")
 

@@ -18,11 +18,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, SingleDeviceSharding
 
-from backends import Backend, Target, registry, support
-from backends.contract import BackendWithRoles, CompilesKernels, KernelBuild
-from backends.sharding import Sharded
-from suite import slices, topologies
-from suite.abstract_programs import (
+from attnsuite.backends import Backend, Target, registry, support
+from attnsuite.backends.contract import BackendWithRoles, CompilesKernels, KernelBuild
+from attnsuite.backends.sharding import Sharded
+
+from . import slices, topologies
+from .abstract_programs import (
     AbstractProgram,
     attention_specs,
     model_program,
@@ -30,7 +31,7 @@ from suite.abstract_programs import (
     resolutions,
     role_program,
 )
-from suite.cases import ModelCase, OpCase, spec_of
+from .cases import ModelCase, OpCase, spec_of
 
 NO_COMPILER = "there is no compiler for this device here."
 ROLE = ":"  # between a backend and its role

@@ -8,16 +8,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from backends import Target, UnknownBackendError, names, registry
-from suite import topologies
-from suite.abstract_programs import model_config
-from suite.cases import ModelCase, OpCase
-from suite.compile_run import CompileRequest
-from suite.errors import InputError
-from suite.named_model import absolute
-from suite.runner import Limits
-from suite.store import RECORDS
-from suite.suites import Suite, find_suite, select
+from attnsuite.backends import Target, UnknownBackendError, names, registry
+
+from . import topologies
+from .abstract_programs import model_config
+from .cases import ModelCase, OpCase
+from .compile_run import CompileRequest
+from .errors import InputError
+from .named_model import absolute
+from .runner import Limits
+from .store import RECORDS
+from .suites import Suite, find_suite, select
 
 # Problems of a transformer of today: grouped queries, head dim 128, bfloat16, from short to as long as they get.
 COMPILE = Suite(
@@ -78,7 +79,7 @@ def compile_request(
         targets=tuple(_known_target(name) for name in _split(targets or ",".join(topologies.KINDS), "--targets")),
         out=out,
         limits=limits,
-        cache=cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "attention-suite" / "compile",
+        cache=cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "attnsuite" / "compile",
         command=tuple(command),
     )
 

@@ -20,17 +20,18 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
-from backends import Target, registry
-from backends.devices import cpu_name, usable_cores
-from suite import compile_cache, environment, topologies
-from suite.cases import ModelCase, OpCase, problem_of
-from suite.compile_cell import NO_COMPILER, ROLE, in_roles
-from suite.errors import CellFailure
-from suite.memory import machine_bytes
-from suite.process import Worker
-from suite.record import Environment, Kernel, Record, Status
-from suite.runner import Limits, Watcher
-from suite.store import MANIFEST, CompileManifest, RunStore
+from attnsuite.backends import Target, registry
+from attnsuite.backends.devices import cpu_name, usable_cores
+
+from . import compile_cache, environment, topologies
+from .cases import ModelCase, OpCase, problem_of
+from .compile_cell import NO_COMPILER, ROLE, in_roles
+from .errors import CellFailure
+from .memory import machine_bytes
+from .process import Worker
+from .record import Environment, Kernel, Record, Status
+from .runner import Limits, Watcher
+from .store import MANIFEST, CompileManifest, RunStore
 
 SUITE = "compile"
 _BYTES_PER_PROCESS = 5 * 2**30  # of this machine: a compiler on a whole model
@@ -240,7 +241,7 @@ class _Compiler:
 
     def _ask(self, case: OpCase | ModelCase, backend: str) -> dict[str, Any]:
         if self._worker is None:
-            self._worker = Worker(self._request.limits.memory, "suite.compile_worker", topologies.ENVIRONMENT)
+            self._worker = Worker(self._request.limits.memory, "attnsuite.suite.compile_worker", topologies.ENVIRONMENT)
             if self._stopped.is_set():  # while this one was made
                 self._worker.close()
         question = {"case": problem_of(case), "backend": backend, "target": self._target.name}

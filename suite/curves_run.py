@@ -20,19 +20,20 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Float
 
-from backends import AttentionSpec, Layout, Plan, Takes, Target, Terms, plan, registry, support
-from backends.contract import Carry
-from backends.features import Mode
-from models import PRESETS, ModelConfig, Transformer, load_text
-from models.optimizer import make_optimizer
-from models.parameters import Params
-from models.planning import Resolutions, attention_spec, freeze_options, resolve_attention
-from models.text import random_windows
-from models.training import Batch, Step, compiled_step, training_step
-from suite import files
-from suite.environment import describe
-from suite.errors import InputError
-from suite.loss_curves import CURVES, MANIFEST, Curve, Role, Setting
+from attnsuite.backends import AttentionSpec, Layout, Plan, Takes, Target, Terms, plan, registry, support
+from attnsuite.backends.contract import Carry
+from attnsuite.backends.features import Mode
+from attnsuite.models import PRESETS, ModelConfig, Transformer, load_text
+from attnsuite.models.optimizer import make_optimizer
+from attnsuite.models.parameters import Params
+from attnsuite.models.planning import Resolutions, attention_spec, freeze_options, resolve_attention
+from attnsuite.models.text import random_windows
+from attnsuite.models.training import Batch, Step, compiled_step, training_step
+
+from . import files
+from .environment import describe
+from .errors import InputError
+from .loss_curves import CURVES, MANIFEST, Curve, Role, Setting
 
 NOISE_RUNS = 5
 SEED_RUNS = 2

@@ -10,8 +10,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from suite.errors import CellFailure, InputError
-from suite.process import Worker
+from .errors import CellFailure, InputError
+from .process import Worker
 
 _SECONDS = 300.0
 

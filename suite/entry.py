@@ -23,7 +23,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:  # closed by whoever started this process
             stream.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
-    from suite import command_line  # noqa: PLC0415 (this is what takes seconds)
+    from . import command_line  # noqa: PLC0415 (this is what takes seconds)
 
     for number in caught:
         signal.signal(number, _interrupt)

@@ -15,13 +15,14 @@ from typing import Any
 import jax
 import psutil
 
-from backends import Target
-from backends.devices import cpu_name, usable_cores
-from backends.registry import ENTRY_POINT_GROUP
-from suite.memory import machine_bytes
-from suite.record import Environment
+from attnsuite.backends import Target
+from attnsuite.backends.devices import cpu_name, usable_cores
+from attnsuite.backends.registry import ENTRY_POINT_GROUP
 
-DISTRIBUTION = "attention-suite"
+from .memory import machine_bytes
+from .record import Environment
+
+DISTRIBUTION = "attnsuite"
 _ROOMS = ("backends", "models", "suite")
 _COMPILERS = ("libtpu", "jax-cuda12-plugin")
 _PACKAGES = (

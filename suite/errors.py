@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from suite.record import Status
+from .record import Status
 
 
 class InputError(ValueError):

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from suite.errors import InputError
+from .errors import InputError
 
 
 @contextlib.contextmanager

@@ -10,8 +10,9 @@ from __future__ import annotations
 import numpy as np
 from jaxtyping import Int
 
-from backends.contract import DTYPES
-from suite.cases import OpCase
+from attnsuite.backends.contract import DTYPES
+
+from .cases import OpCase
 
 ITEM_BYTES = {name: 4 if name == "float32" else 2 for name in DTYPES}
 

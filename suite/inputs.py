@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from backends import Layout
-from suite.cases import OpCase
-from suite.formulas import document_ids
+from attnsuite.backends import Layout
+
+from .cases import OpCase
+from .formulas import document_ids
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -18,9 +18,9 @@ from typing import Literal
 import numpy as np
 from jaxtyping import Float
 
-from suite import typed
-from suite.record import Environment
-from suite.typed import Count, Real, Seed
+from . import typed
+from .record import Environment
+from .typed import Count, Real, Seed
 
 CURVES, MANIFEST = "curves.jsonl", "curves.json"
 FACTOR = 2.0

@@ -9,10 +9,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from suite.accuracy import as_model_error
-from suite.cases import ModelCase
-from suite.model_cell import judged_program, open_model
-from suite.record import TensorError
+from .accuracy import as_model_error
+from .cases import ModelCase
+from .model_cell import judged_program, open_model
+from .record import TensorError
 
 _STANDARD = "standard_"
 

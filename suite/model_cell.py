@@ -18,16 +18,17 @@ import numpy as np
 import optax
 from jaxtyping import Int
 
-from backends.kascade import manual
-from models import KVCache, ModelConfig, Transformer, next_token_loss, retrieval
-from models.forward import forward, forward_cached
-from models.parameters import parameter_shapes
-from models.planning import Options, Resolutions, attention_spec, freeze_options, resolve_attention
-from suite.cases import ModelCase, OpCase, RetrievalCase, TextCase
-from suite.formulas import attention_flops, visible_pairs
-from suite.kascade.kept import kept_of
-from suite.named_model import config_of, model_of
-from suite.program import Program
+from attnsuite.backends.kascade import manual
+from attnsuite.models import KVCache, ModelConfig, Transformer, next_token_loss, retrieval
+from attnsuite.models.forward import forward, forward_cached
+from attnsuite.models.parameters import parameter_shapes
+from attnsuite.models.planning import Options, Resolutions, attention_spec, freeze_options, resolve_attention
+
+from .cases import ModelCase, OpCase, RetrievalCase, TextCase
+from .formulas import attention_flops, visible_pairs
+from .kascade.kept import kept_of
+from .named_model import config_of, model_of
+from .program import Program
 
 LEARNING_RATE = 1e-4
 _LEAST_CONTEXT = 1024

@@ -13,9 +13,10 @@ from typing import Any
 
 from flax import nnx
 
-from models import PRESETS, ModelConfig, Transformer, open_checkpoint
-from models.weights import load, shipped
-from suite.errors import InputError
+from attnsuite.models import PRESETS, ModelConfig, Transformer, open_checkpoint
+from attnsuite.models.weights import load, shipped
+
+from .errors import InputError
 
 SHIPPED = "text"
 

@@ -9,17 +9,18 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from backends import Backend, Layout, Target, plan_sharded
-from backends import plan as plan_whole
-from backends.contract import Mode, Plan
-from backends.sharding import sharding
-from suite.cases import OpCase, spec_of
-from suite.inputs import make_inputs
-from suite.program import Program, op_function
+from attnsuite.backends import Backend, Layout, Target, plan_sharded
+from attnsuite.backends import plan as plan_whole
+from attnsuite.backends.contract import Mode, Plan
+from attnsuite.backends.sharding import sharding
+
+from .cases import OpCase, spec_of
+from .inputs import make_inputs
+from .program import Program, op_function
 
 
 def op_program(case: OpCase, backend: Backend, mode: Mode, target: Target, devices: int = 1) -> Program:
-    """The program of an op case, see :func:`suite.program.op_function`.
+    """The program of an op case, see :func:`attnsuite.suite.program.op_function`.
 
     On several devices the arrays lie divided, as in a model that divides its heads.
     """

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from backends import BackendUnavailableError, Resolution, Target, registry, resolve, support
-from backends.devices import usable_cores
-from backends.sharding import divided
-from suite import environment, peers
-from suite.cases import Case, ModelCase, OpCase, RetrievalCase, SelectionCase, StackCase, TextCase, spec_of, stack_spec
-from suite.kascade.methods import METHODS, methods_of, refusals
-from suite.record import Mode
+from attnsuite.backends import BackendUnavailableError, Resolution, Target, registry, resolve, support
+from attnsuite.backends.devices import usable_cores
+from attnsuite.backends.sharding import divided
+
+from . import environment, peers
+from .cases import Case, ModelCase, OpCase, RetrievalCase, SelectionCase, StackCase, TextCase, spec_of, stack_spec
+from .kascade.methods import METHODS, methods_of, refusals
+from .record import Mode
 
 _BASELINE = "standard"
 INTERPRETED_LENGTH = 1024  # tokens: a longer case would be judged again at the length to which this one is cut
@@ -68,7 +69,7 @@ def _plans(
         plans = [_plan(case.name, name, lambda name=name: [resolve(name, spec, target)]) for name in backends]
         return [_interpreted(plan, case, target) for plan in plans]
     # A run of op cases alone does not import flax.
-    from suite import model_cell, quality  # noqa: PLC0415
+    from . import model_cell, quality  # noqa: PLC0415
 
     if isinstance(case, RetrievalCase):
         config = model_cell.retrieval_model(case).config
@@ -88,8 +89,8 @@ def _method_plans(
 ) -> list[CellPlan]:
     """The rows of a case that are asked for, those that would repeat another refused."""
     # A run of op cases alone does not import flax.
-    from suite.kascade import dense as problems  # noqa: PLC0415
-    from suite.kascade import quality, stack  # noqa: PLC0415
+    from .kascade import dense as problems  # noqa: PLC0415
+    from .kascade import quality, stack  # noqa: PLC0415
 
     rows, target = [name for name in methods_of(case) if name in wanted], Target.here()
     if isinstance(case, SelectionCase):

@@ -8,9 +8,10 @@ from typing import Any
 
 import jax
 
-from backends import Layout
-from backends.contract import Plan
-from suite.cases import OpCase
+from attnsuite.backends import Layout
+from attnsuite.backends.contract import Plan
+
+from .cases import OpCase
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -9,12 +9,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
-from suite.record import Record
-from suite.summary import record_line
+from .record import Record
+from .summary import record_line
 
 
 class ProgressDisplay:
-    """A :class:`suite.run.RunWatcher` on a terminal, or a line per finished cell without one. A context manager."""
+    """A :class:`attnsuite.suite.run.RunWatcher` on a terminal, or a line per finished cell without one. A context manager."""
 
     def __init__(self, console: Console) -> None:
         self._console = console

@@ -18,16 +18,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from models import ModelConfig, Transformer, load_text, retrieval
-from models.loss import token_nats
-from suite import statistics
-from suite.accuracy import as_model_error
-from suite.cases import RetrievalCase, TextCase
-from suite.errors import InputError
-from suite.kascade.kept import kept_of
-from suite.model_cell import open_model, resolutions_of, retrieval_model
-from suite.record import TensorError
-from suite.text import bits, reader_of, unigram_bits
+from attnsuite.models import ModelConfig, Transformer, load_text, retrieval
+from attnsuite.models.loss import token_nats
+
+from . import statistics
+from .accuracy import as_model_error
+from .cases import RetrievalCase, TextCase
+from .errors import InputError
+from .kascade.kept import kept_of
+from .model_cell import open_model, resolutions_of, retrieval_model
+from .record import TensorError
+from .text import bits, reader_of, unigram_bits
 
 _PROMPTS_AT_ONCE = 8
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal, TypedDict
 
-from suite import typed
-from suite.typed import Count, Real, Scalar, Size
+from . import typed
+from .typed import Count, Real, Scalar, Size
 
 SCHEMA_VERSION = 1
 

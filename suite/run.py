@@ -15,22 +15,23 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from backends import UnknownBackendError, names, registry
-from suite import typed
-from suite.cases import Case, make_case, problem_of
-from suite.checkpoint import CheckpointWords, checkpoint_suite
-from suite.checkpoint import rows as checkpoint_rows
-from suite.errors import CellFailure, InputError
-from suite.kascade.methods import METHODS, has_methods, methods_of
-from suite.kascade.words import KascadeWords, applied
-from suite.memory import machine_bytes
-from suite.peers import PEERS
-from suite.probe import CellPlan
-from suite.process import Worker
-from suite.record import Environment, Machine, Record
-from suite.runner import Limits, References, RunContext, Watcher, cell_key, measured, run_case, unsupported
-from suite.store import MANIFEST, RunManifest, RunStore, TextIdentity, read_manifest
-from suite.suites import SUITES, Suite, find_suite, select
+from attnsuite.backends import UnknownBackendError, names, registry
+
+from . import typed
+from .cases import Case, make_case, problem_of
+from .checkpoint import CheckpointWords, checkpoint_suite
+from .checkpoint import rows as checkpoint_rows
+from .errors import CellFailure, InputError
+from .kascade.methods import METHODS, has_methods, methods_of
+from .kascade.words import KascadeWords, applied
+from .memory import machine_bytes
+from .peers import PEERS
+from .probe import CellPlan
+from .process import Worker
+from .record import Environment, Machine, Record
+from .runner import Limits, References, RunContext, Watcher, cell_key, measured, run_case, unsupported
+from .store import MANIFEST, RunManifest, RunStore, TextIdentity, read_manifest
+from .suites import SUITES, Suite, find_suite, select
 
 MACHINE = "machine.json"
 _PROBE_SECONDS = 300.0

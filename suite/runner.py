@@ -16,15 +16,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from suite import peers
-from suite.accuracy import judged_case
-from suite.cases import Case, OpCase, RetrievalCase, SelectionCase, StackCase, TextCase, problem_of
-from suite.errors import CellFailure, InputError
-from suite.memory import machine_bytes
-from suite.probe import CellPlan
-from suite.process import Worker
-from suite.record import Environment, Record, RecordError, Status, TensorError
-from suite.speed import Sampling
+from . import peers
+from .accuracy import judged_case
+from .cases import Case, OpCase, RetrievalCase, SelectionCase, StackCase, TextCase, problem_of
+from .errors import CellFailure, InputError
+from .memory import machine_bytes
+from .probe import CellPlan
+from .process import Worker
+from .record import Environment, Record, RecordError, Status, TensorError
+from .speed import Sampling
 
 _REFERENCE_SECONDS = 600.0  # at least; the oracle is slow, and its limit is not the cells'
 _REFERENCE_SHARE = 0.9  # of the machine's memory

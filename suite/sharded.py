@@ -21,10 +21,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from backends import AttentionSpec
-from backends.devices import cpu_name
-from suite import environment, files
-from suite.errors import InputError
+from attnsuite.backends import AttentionSpec
+from attnsuite.backends.devices import cpu_name
+
+from . import environment, files
+from .errors import InputError
 
 FACTS, PAGE = "sharded.json", "report.md"
 DEVICES = 8
@@ -254,7 +255,7 @@ def _start(request: Mapping[str, Any], devices: int, out: Path, err: Path) -> su
     }
     with out.open("wb") as stdout, err.open("wb") as stderr:
         return subprocess.Popen(  # noqa: S603 (one of this package's own modules)
-            [sys.executable, "-P", "-m", "suite.sharded_worker", json.dumps(request)],
+            [sys.executable, "-P", "-m", "attnsuite.suite.sharded_worker", json.dumps(request)],
             stdin=subprocess.DEVNULL,
             stdout=stdout,
             stderr=stderr,

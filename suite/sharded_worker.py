@@ -1,4 +1,4 @@
-"""The process that deals attention to its devices: ``python -m suite.sharded_worker '{"rows": [...], ...}'``.
+"""The process that deals attention to its devices: ``python -m attnsuite.suite.sharded_worker '{"rows": [...], ...}'``.
 
 Its devices are the host's cores, as many as it pretends to have; with ``processes`` above 1 it is one of several that
 ``jax.distributed`` joins over loopback, and the mesh spans them all. Each row is one backend on one mesh: output and
@@ -22,11 +22,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from backends import AttentionSpec, Backend, Layout, Target, oracle, plan, registry, support
-from backends.sharding import MeshAxes, Sharded, balanced_order
-from backends.standard import STANDARD
-from suite.compile_cell import one_line
-from suite.sharded import PROBLEMS, Problem, Row
+from attnsuite.backends import AttentionSpec, Backend, Layout, Target, oracle, plan, registry, support
+from attnsuite.backends.sharding import MeshAxes, Sharded, balanced_order
+from attnsuite.backends.standard import STANDARD
+
+from .compile_cell import one_line
+from .sharded import PROBLEMS, Problem, Row
 
 QUANTITIES = ("output", "dq", "dk", "dv")
 

@@ -15,12 +15,13 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from backends import Backend, Target
-from backends.sharding import MeshAxes, Sharded
-from models.sharding import leaf_name, parameter_sharding
-from suite import topologies
-from suite.abstract_programs import AbstractProgram, attention_specs
-from suite.cases import ModelCase, OpCase
+from attnsuite.backends import Backend, Target
+from attnsuite.backends.sharding import MeshAxes, Sharded
+from attnsuite.models.sharding import leaf_name, parameter_sharding
+
+from . import topologies
+from .abstract_programs import AbstractProgram, attention_specs
+from .cases import ModelCase, OpCase
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -17,10 +17,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from suite import files, typed
-from suite.errors import InputError
-from suite.record import Record, RecordError
-from suite.typed import Scalar
+from . import files, typed
+from .errors import InputError
+from .record import Record, RecordError
+from .typed import Scalar
 
 RECORDS = "records.jsonl"
 MANIFEST = "run.json"

@@ -19,19 +19,20 @@ import jax
 import msgspec
 import numpy as np
 
-from backends import BackendFallbackWarning, BackendUnavailableError, Layout, Target
-from models import Checkpoint, ModelConfig, load_text, open_checkpoint, streamed_nats
-from models.calibration import load as load_calibration
-from models.planning import Resolutions, freeze_options, resolve_attention
-from suite import environment
-from suite.errors import InputError
-from suite.kascade.kept import Kept, kept_of
-from suite.kascade.schedules import ScheduleWords
-from suite.memory import high_water, mark_baseline
-from suite.named_model import checkpoint_of
-from suite.record import Record
-from suite.store import RECORDS, RunStore
-from suite.text import bits, reader_of, unigram_bits
+from attnsuite.backends import BackendFallbackWarning, BackendUnavailableError, Layout, Target
+from attnsuite.models import Checkpoint, ModelConfig, load_text, open_checkpoint, streamed_nats
+from attnsuite.models.calibration import load as load_calibration
+from attnsuite.models.planning import Resolutions, freeze_options, resolve_attention
+
+from . import environment
+from .errors import InputError
+from .kascade.kept import Kept, kept_of
+from .kascade.schedules import ScheduleWords
+from .memory import high_water, mark_baseline
+from .named_model import checkpoint_of
+from .record import Record
+from .store import RECORDS, RunStore
+from .text import bits, reader_of, unigram_bits
 
 INVALID = "INVALID: no better than a unigram model that knows the frequencies of these tokens"
 _GIB = 2**30

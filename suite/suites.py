@@ -17,10 +17,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from suite import typed
-from suite.cases import Case, ModelCase, OpCase, RetrievalCase, SelectionCase, StackCase, TextCase, make_case
-from suite.errors import InputError
-from suite.peers import PEERS
+from . import typed
+from .cases import Case, ModelCase, OpCase, RetrievalCase, SelectionCase, StackCase, TextCase, make_case
+from .errors import InputError
+from .peers import PEERS
 
 C = TypeVar("C", bound=Case)
 
@@ -224,7 +224,7 @@ def select(cases: Sequence[C], patterns: Sequence[str]) -> tuple[C, ...]:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SuiteFile:
-    """What stands in a suite file; each ``case`` is a table that :func:`suite.cases.make_case` takes."""
+    """What stands in a suite file; each ``case`` is a table that :func:`attnsuite.suite.cases.make_case` takes."""
 
     name: str | None = None
     peers: tuple[str, ...] = ()

@@ -7,9 +7,9 @@ from typing import Any
 
 from rich.text import Text
 
-from suite import statistics
-from suite.formulas import ITEM_BYTES
-from suite.record import Record
+from . import statistics
+from .formulas import ITEM_BYTES
+from .record import Record
 
 _STYLES = {"ok": "green", "unsupported": "dim", "wrong": "bold red"}
 

@@ -1,6 +1,6 @@
 """The support matrix: which backend takes which problem on which kind of device, asked of the backends themselves.
 
-``python -m suite.support`` prints the Markdown that stands in ``docs/backends.md``, and the two tables of
+``python -m attnsuite.suite.support`` prints the Markdown that stands in ``docs/backends.md``, and the two tables of
 ``docs/attention-types.md``; tests hold them together.
 """
 
@@ -10,9 +10,9 @@ import dataclasses
 
 from tabulate import tabulate
 
-from backends import AttentionSpec, Target, registry, support
-from models import ModelConfig
-from models.planning import attention_spec
+from attnsuite.backends import AttentionSpec, Target, registry, support
+from attnsuite.models import ModelConfig
+from attnsuite.models.planning import attention_spec
 
 _BASE = AttentionSpec(
     batch=1,

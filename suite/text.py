@@ -14,10 +14,11 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Int, UInt8
 
-from models import ModelConfig, load_tokenizer
-from models.text import random_windows, windows
-from models.tokenizer import JSON, RANKS
-from suite.errors import InputError
+from attnsuite.models import ModelConfig, load_tokenizer
+from attnsuite.models.text import random_windows, windows
+from attnsuite.models.tokenizer import JSON, RANKS
+
+from .errors import InputError
 
 BYTE_VOCABULARY = 256
 Bytes = UInt8[np.ndarray, " length"]

@@ -12,7 +12,7 @@ import functools
 from importlib import util
 from typing import Any
 
-from backends import Target
+from attnsuite.backends import Target
 
 # libtpu asks a metadata server and its own chip where it runs, and takes a lock, unless told otherwise.
 ENVIRONMENT = {
@@ -61,7 +61,7 @@ def missing(target: Target) -> str | None:
     module, extra = _MODULES[target.platform]
     if util.find_spec(module) is not None:
         return None
-    return f"the compiler for {target} is not installed; install it with: pip install 'attention-suite[{extra}]'."
+    return f"the compiler for {target} is not installed; install it with: pip install 'attnsuite[{extra}]'."
 
 
 def device(target: Target) -> Any:

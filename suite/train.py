@@ -19,23 +19,24 @@ import jax
 import numpy as np
 import optax
 
-from backends import BackendUnavailableError
-from backends.contract import Mode
-from models import ModelConfig, Transformer, load_text, lora
-from models.optimizer import OptimizerName, make_optimizer
-from models.packing import Packed, pack
-from models.parameters import Params
-from models.planning import Resolutions, resolve_attention
-from models.rematerialise import Remat
-from models.resume import SavedSteps, missing, open_saved
-from models.text import random_windows
-from models.training import Batch, Trained, compiled_step, training_step
-from models.weights import save
-from suite import files, typed
-from suite.environment import describe
-from suite.errors import InputError
-from suite.named_model import model_of
-from suite.typed import Count, Real
+from attnsuite.backends import BackendUnavailableError
+from attnsuite.backends.contract import Mode
+from attnsuite.models import ModelConfig, Transformer, load_text, lora
+from attnsuite.models.optimizer import OptimizerName, make_optimizer
+from attnsuite.models.packing import Packed, pack
+from attnsuite.models.parameters import Params
+from attnsuite.models.planning import Resolutions, resolve_attention
+from attnsuite.models.rematerialise import Remat
+from attnsuite.models.resume import SavedSteps, missing, open_saved
+from attnsuite.models.text import random_windows
+from attnsuite.models.training import Batch, Trained, compiled_step, training_step
+from attnsuite.models.weights import save
+
+from . import files, typed
+from .environment import describe
+from .errors import InputError
+from .named_model import model_of
+from .typed import Count, Real
 
 SETTINGS, LOSSES, SAVED = "training.json", "losses.jsonl", "saved"
 _BYTES = 256

@@ -21,16 +21,17 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 
-from backends import AttentionSpec, Backend, Takes, Target, names, plan, registry, support
-from backends.contract import CompilesKernels
-from backends.support import takes_of
-from backends.tuned import SCHEMA
-from suite import accuracy, files, speed, statistics
-from suite.cases import OpCase, problem_of, spec_of
-from suite.errors import CellFailure, InputError
-from suite.op_cell import op_program
-from suite.process import Worker
-from suite.runner import Limits, References
+from attnsuite.backends import AttentionSpec, Backend, Takes, Target, names, plan, registry, support
+from attnsuite.backends.contract import CompilesKernels
+from attnsuite.backends.support import takes_of
+from attnsuite.backends.tuned import SCHEMA
+
+from . import accuracy, files, speed, statistics
+from .cases import OpCase, problem_of, spec_of
+from .errors import CellFailure, InputError
+from .op_cell import op_program
+from .process import Worker
+from .runner import Limits, References
 
 FIRST_ROUNDS, LAST_ROUNDS, KEPT = 3, 9, 4
 _KERNEL_FIELDS = ("name", "registers", "spilled_bytes", "shared_bytes", "shared_limit_bytes")

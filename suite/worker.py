@@ -1,4 +1,4 @@
-"""The process of one cell: ``python -m suite.worker``, one JSON object per line in and out.
+"""The process of one cell: ``python -m attnsuite.suite.worker``, one JSON object per line in and out.
 
 The runner asks (``{"do": "prepare", ...}``), the worker answers with ``{"ok": ...}`` or ``{"failed":
 status, "message": ...}``. The protocol has the process's real stdout to itself: whatever a library prints
@@ -18,10 +18,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
-from backends import BackendFallbackWarning
-from suite import cell, machine, probe, tuning
-from suite.cases import OpCase, make_case
-from suite.errors import CellFailure, InputError
+from attnsuite.backends import BackendFallbackWarning
+
+from . import cell, machine, probe, tuning
+from .cases import OpCase, make_case
+from .errors import CellFailure, InputError
 
 _OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "out of memory", "Out of memory")
 

@@ -21,16 +21,16 @@ import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
-import problems
 import pytest
 from hypothesis import strategies as st
-from problems import CASES, Problem
 
-from backends import AttentionSpec, Backend, Layout, Target, make_spec, plan, registry, support
-from backends.contract import NO_TERMS
-from backends.features import Feature, Mode, Takes
-from backends.oracle import EPSILON
-from backends.support import takes_of
+import problems
+from attnsuite.backends import AttentionSpec, Backend, Layout, Target, make_spec, plan, registry, support
+from attnsuite.backends.contract import NO_TERMS
+from attnsuite.backends.features import Feature, Mode, Takes
+from attnsuite.backends.oracle import EPSILON
+from attnsuite.backends.support import takes_of
+from problems import CASES, Problem
 
 Results = dict[str, jax.Array]
 Run = Callable[..., Results]  # (query, key, value, cotangent) -> output, dq, dk, dv

@@ -4,6 +4,7 @@ from typing import Any
 
 import hypothesis
 import pytest
+
 from conformance import Conformance, held
 
 # derandomize: a failure is the same on every machine; deadline None: a first example compiles.

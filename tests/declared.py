@@ -6,9 +6,9 @@ import dataclasses
 import importlib.util
 from typing import Any
 
-from backends import AttentionSpec, Plan, Takes, Target
-from backends.features import Mode
-from backends.registry import BUILT_IN
+from attnsuite.backends import AttentionSpec, Plan, Takes, Target
+from attnsuite.backends.features import Mode
+from attnsuite.backends.registry import BUILT_IN
 
 # Asks for nothing that a backend may lack but for one of two: is_causal is True or False.
 PLAIN = AttentionSpec(

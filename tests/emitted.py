@@ -8,7 +8,7 @@ import functools
 
 import numpy as np
 
-from backends.flash_cpu import compiler, targets
+from attnsuite.backends.flash_cpu import compiler, targets
 
 PROCESSOR = compiler.Processor.here()
 ISAS = PROCESSOR.isas()

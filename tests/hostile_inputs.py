@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from hostile_values import as_json, as_toml, changed, damaged
 from hypothesis import strategies as st
 
-from suite.cases import make_case, problem_of
-from suite.command_line import main
+from attnsuite.suite.cases import make_case, problem_of
+from attnsuite.suite.command_line import main
+from hostile_values import as_json, as_toml, changed, damaged
 
 PUBLISHED = Path(__file__).parents[1] / "reports" / "published"
 ENVIRONMENT = {

@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 
+from hypothesis import strategies as st
+
 from hostile_inputs import CASES, Commands, Hand, Valid
 from hostile_values import WORDS, as_toml
-from hypothesis import strategies as st
 
 NAMES = WORDS | st.sampled_from(
     ["standard", "chunked,standard", "kascade", "torch", "nobody", ",", "standard,,", "auto"]

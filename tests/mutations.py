@@ -26,17 +26,28 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import hostile_inputs
 import hypothesis
-from hostile_inputs import ENVIRONMENT, TRAIN, Commands, Hand, Valid, make_valid
-from hostile_words import flags
 from hypothesis import strategies as st
 
-from backends import BackendFallbackWarning
-from models import weights as model_weights
-from suite import command_line, compile_run, curves_run, environment, process, run, sharded, streamed, train, tuning
-from suite.kascade import calibrate
-from suite.probe import probe
+import hostile_inputs
+from attnsuite.backends import BackendFallbackWarning
+from attnsuite.models import weights as model_weights
+from attnsuite.suite import (
+    command_line,
+    compile_run,
+    curves_run,
+    environment,
+    process,
+    run,
+    sharded,
+    streamed,
+    train,
+    tuning,
+)
+from attnsuite.suite.kascade import calibrate
+from attnsuite.suite.probe import probe
+from hostile_inputs import ENVIRONMENT, TRAIN, Commands, Hand, Valid, make_valid
+from hostile_words import flags
 
 SLOW_SECONDS = 5.0  # of CPU; nothing here needs one
 _MEMORY = 12 * 2**30  # bytes of data, beyond which an input fails with a MemoryError

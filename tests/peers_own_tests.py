@@ -34,7 +34,7 @@ import jax
 import pytest
 from flax import linen, nnx
 
-import backends
+from attnsuite import backends
 
 JAX_TESTS = ("tests/nn_test.py",)
 FLAX_TESTS = ("tests/nnx/nn/attention_test.py", "tests/linen/linen_attention_test.py")

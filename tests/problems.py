@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from backends import AttentionSpec, Backend, Layout, Target, Terms, make_spec, oracle, plan
-from backends.contract import NO_TERMS
-from backends.features import Mode
-from backends.standard import STANDARD
+from attnsuite.backends import AttentionSpec, Backend, Layout, Target, Terms, make_spec, oracle, plan
+from attnsuite.backends.contract import NO_TERMS
+from attnsuite.backends.features import Mode
+from attnsuite.backends.standard import STANDARD
 
 QUANTITIES = ("output", "dq", "dk", "dv")  # of every problem; some have log_sum_exp or dbias too
 TRAILING = -1  # any negative segment id is padding

@@ -17,11 +17,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import problems
-from problems import Problem
 
-from backends import AttentionSpec, Backend, Layout, Target, Terms, make_spec, oracle, plan, registry, support
-from backends.features import Mode
+import problems
+from attnsuite.backends import AttentionSpec, Backend, Layout, Target, Terms, make_spec, oracle, plan, registry, support
+from attnsuite.backends.features import Mode
+from problems import Problem
 
 _TRIES = 2000
 _LARGEST_LOGIT = 140.0  # float32 rounds larger ones by more than the absolute bound of the judge

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from backends import AttentionSpec, Layout, Target
-from backends.kascade import KASCADE, Places, Selection, Settings, Tiling, reference
+from attnsuite.backends import AttentionSpec, Layout, Target
+from attnsuite.backends.kascade import KASCADE, Places, Selection, Settings, Tiling, reference
 
 SETTINGS = Settings(top_k=0.3, min_keys=0, tile_size=16, query_tile=16)
 

@@ -10,16 +10,18 @@ ROOMS = ("backends", "models", "suite", "reports")
 MODULES = sorted(
     info.name
     for room in ROOMS
-    for info in pkgutil.walk_packages(importlib.import_module(room).__path__, prefix=f"{room}.")
+    for info in pkgutil.walk_packages(
+        importlib.import_module(f"attnsuite.{room}").__path__, prefix=f"attnsuite.{room}."
+    )
     if not info.name.endswith("__main__")
 )
 NEEDS = {
-    **{name: "llvmlite" for name in MODULES if name.startswith("backends.flash_cpu")},
-    "backends.kvax.build": "triton",  # tox -e kvax runs these two
-    "backends.kvax.interpret": "triton",
-    "suite.peers.tokamax_chunked": "tokamax",
-    "suite.peers.torch_llama": "transformers",
-    "suite.peers.torch_sdpa": "torch",
+    **{name: "llvmlite" for name in MODULES if name.startswith("attnsuite.backends.flash_cpu")},
+    "attnsuite.backends.kvax.build": "triton",  # tox -e kvax runs these two
+    "attnsuite.backends.kvax.interpret": "triton",
+    "attnsuite.suite.peers.tokamax_chunked": "tokamax",
+    "attnsuite.suite.peers.torch_llama": "transformers",
+    "attnsuite.suite.peers.torch_sdpa": "torch",
 }
 
 

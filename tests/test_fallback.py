@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-import backends
-from backends.contract import AttentionSpec, Layout
+from attnsuite import backends
+from attnsuite.backends.contract import AttentionSpec, Layout
 
 OPTIONAL = ("kvax", "triton", "jax_triton", "torch", "transformers", "libtpu", "matplotlib", "llvmlite")
 
@@ -23,7 +23,7 @@ MASKED = AttentionSpec(
 
 # (request, spec) -> (what runs, its mode, words that the reasons must contain)
 EXPECTED = [
-    ("auto", LONG, "chunked", "native", ("flash_cpu:", "llvmlite", "attention-suite[cpu]")),
+    ("auto", LONG, "chunked", "native", ("flash_cpu:", "llvmlite", "attnsuite[cpu]")),
     ("auto", SHORT, "chunked", "native", ("flash_cpu:",)),
     ("auto", DECODE, "chunked", "native", ("flash_cpu:",)),
     ("auto", MASKED, "standard", "native", ("flash_cpu:", "chunked:", "mask")),

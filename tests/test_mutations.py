@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import mutations
 import pytest
 
-import reports
+import mutations
+from attnsuite import reports
 
 COUNT, SEED = 8, 0
 

@@ -14,16 +14,16 @@ ROOMS = ("backends", "models", "suite", "reports")
 @pytest.mark.skipif("ATTNSUITE_TESTED_WHEEL" not in os.environ, reason="only tox knows where the wheel was installed")
 @pytest.mark.parametrize("room", ROOMS)
 def test_the_wheel_is_tested_not_the_checkout(room):
-    found = importlib.util.find_spec(room)
+    found = importlib.util.find_spec(f"attnsuite.{room}")
     assert Path(found.origin).is_relative_to(os.environ["ATTNSUITE_TESTED_WHEEL"])
 
 
 def test_the_checkpoint_and_its_card_are_in_the_package():
-    checkpoint = importlib.resources.files("models") / "checkpoints" / "tiny-bytes"
+    checkpoint = importlib.resources.files("attnsuite.models") / "checkpoints" / "tiny-bytes"
     assert {"model.safetensors", "config.json", "README.md"} <= {item.name for item in checkpoint.iterdir()}
 
 
 @pytest.mark.skipif("ATTNSUITE_TESTED_WHEEL" not in os.environ, reason="a checkout has no metadata")
 def test_the_distribution_has_its_name_and_its_command():
-    entry_points = importlib.metadata.distribution("attention-suite").entry_points
-    assert [e.value for e in entry_points if e.name == "attnsuite"] == ["suite.entry:main"]
+    entry_points = importlib.metadata.distribution("attnsuite").entry_points
+    assert [e.value for e in entry_points if e.name == "attnsuite"] == ["attnsuite.suite.entry:main"]

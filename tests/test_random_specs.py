@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib.util
 
 import pytest
-import random_specs
 
-from backends import Target, registry
+import random_specs
+from attnsuite.backends import Target, registry
 
 SEED = 0
-# flash_cpu is compiled by llvmlite (pip install 'attention-suite[cpu]')
+# flash_cpu is compiled by llvmlite (pip install 'attnsuite[cpu]')
 BACKENDS = ["standard", "chunked", *(["flash_cpu"] if importlib.util.find_spec("llvmlite") else [])]
 
 

@@ -7,7 +7,7 @@ import sys
 import warnings
 from pathlib import Path
 
-import backends
+from attnsuite import backends
 
 README = Path(__file__).parents[1] / "README.md"
 CPU = Path(__file__).parents[1] / "docs" / "cpu.md"

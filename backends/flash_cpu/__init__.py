@@ -5,6 +5,6 @@ from __future__ import annotations
 import importlib.util
 
 if importlib.util.find_spec("llvmlite") is None:
-    raise ImportError("llvmlite compiles its kernels and is not installed: pip install 'attention-suite[cpu]'")
+    raise ImportError("llvmlite compiles its kernels and is not installed: pip install 'attnsuite[cpu]'")
 
-from backends.flash_cpu.backend import FLASH_CPU as FLASH_CPU
+from .backend import FLASH_CPU as FLASH_CPU

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from backends.contract import (
+from ..contract import (
     NOTHING_SEEN,
     AttentionSpec,
     Carry,
@@ -28,15 +28,15 @@ from backends.contract import (
     check_options,
     forward_only,
 )
-from backends.devices import Target
-from backends.features import FEATURES_0_1, Mode, Takes
-from backends.flash_cpu.calls import Calls
-from backends.flash_cpu.compiler import Processor
-from backends.flash_cpu.forward import UNSEEN_TOP
-from backends.flash_cpu.isa import KNOWN, Isa
-from backends.flash_cpu.probe import why_not
-from backends.flash_cpu.visibility import Visibility, visibility
-from backends.standard import STANDARD
+from ..devices import Target
+from ..features import FEATURES_0_1, Mode, Takes
+from ..standard import STANDARD
+from .calls import Calls
+from .compiler import Processor
+from .forward import UNSEEN_TOP
+from .isa import KNOWN, Isa
+from .probe import why_not
+from .visibility import Visibility, visibility
 
 _LOG2_E = math.log2(math.e)
 _LOG2_E_HIGH = 23 / 16  # its product with an integer below 2**19 is exact in float32

@@ -16,14 +16,14 @@ from typing import Any
 
 from llvmlite import ir
 
-from backends.flash_cpu import elements, masking, rows
-from backends.flash_cpu.emit import Function, Value, aligned, f32, i32, i64, ptr, vector
-from backends.flash_cpu.forward import UNSEEN_TOP, Kernel, fits
-from backends.flash_cpu.handler import Dims, Operand, Phase, Program, State
-from backends.flash_cpu.isa import Isa
-from backends.flash_cpu.packing import emit_row_numbers
-from backends.flash_cpu.products import Scores, Weighted
-from backends.flash_cpu.slopes import (
+from . import elements, masking, rows
+from .emit import Function, Value, aligned, f32, i32, i64, ptr, vector
+from .forward import UNSEEN_TOP, Kernel, fits
+from .handler import Dims, Operand, Phase, Program, State
+from .isa import Isa
+from .packing import emit_row_numbers
+from .products import Scores, Weighted
+from .slopes import (
     ALONE,
     D_LSE,
     DELTA,
@@ -37,8 +37,8 @@ from backends.flash_cpu.slopes import (
     TOP,
     slopes,
 )
-from backends.flash_cpu.softmax import GRADIENT_SCALE
-from backends.flash_cpu.visibility import NO_KEY
+from .softmax import GRADIENT_SCALE
+from .visibility import NO_KEY
 
 BLOCK_KEYS = 96
 BLOCK_ROWS = 48

@@ -17,9 +17,9 @@ MAGIC = b"attention-suite flash_cpu object 1"
 
 
 def directory() -> Path:
-    """``$XDG_CACHE_HOME/attention-suite/flash_cpu``, by default under ``~/.cache``."""
+    """``$XDG_CACHE_HOME/attnsuite/flash_cpu``, by default under ``~/.cache``."""
     base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if base else Path.home() / ".cache") / "attention-suite" / "flash_cpu"
+    return (Path(base) if base else Path.home() / ".cache") / "attnsuite" / "flash_cpu"
 
 
 def digest(*parts: str) -> str:

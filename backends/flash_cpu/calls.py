@@ -11,14 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from backends.contract import AttentionSpec
-from backends.devices import usable_cores
-from backends.flash_cpu import backward, decode, forward, handler, targets
-from backends.flash_cpu.decode import DecodeKernel
-from backends.flash_cpu.forward import BLOCK_KEYS, Kernel
-from backends.flash_cpu.isa import Isa
-from backends.flash_cpu.packing import Blocks
-from backends.flash_cpu.visibility import Visibility
+from ..contract import AttentionSpec
+from ..devices import usable_cores
+from . import backward, decode, forward, handler, targets
+from .decode import DecodeKernel
+from .forward import BLOCK_KEYS, Kernel
+from .isa import Isa
+from .packing import Blocks
+from .visibility import Visibility
 
 _LOG2_E = math.log2(math.e)
 

@@ -14,8 +14,8 @@ from typing import Any
 from llvmlite import binding as llvm
 from llvmlite import ir
 
-from backends.flash_cpu import isa as isas
-from backends.flash_cpu.isa import Isa
+from . import isa as isas
+from .isa import Isa
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -17,13 +17,13 @@ from typing import Any
 
 from llvmlite import ir
 
-from backends.flash_cpu import elements, rows
-from backends.flash_cpu.emit import Function, Value, aligned, f32, i32, i64, ptr, vector
-from backends.flash_cpu.forward import fits
-from backends.flash_cpu.handler import Dims, Operand, Phase, Program, State
-from backends.flash_cpu.isa import Isa
-from backends.flash_cpu.products import split
-from backends.flash_cpu.softmax import HIDDEN, SCALE, capped
+from . import elements, rows
+from .emit import Function, Value, aligned, f32, i32, i64, ptr, vector
+from .forward import fits
+from .handler import Dims, Operand, Phase, Program, State
+from .isa import Isa
+from .products import split
+from .softmax import HIDDEN, SCALE, capped
 
 BLOCK_KEYS = 64
 MOST_ROWS_PER_TILE = 4

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from backends.flash_cpu.emit import Function, Value, f16, f32, i16, i32, vector
-from backends.flash_cpu.isa import AVX512, Isa
+from .emit import Function, Value, f16, f32, i16, i32, vector
+from .isa import AVX512, Isa
 
 SIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 XLA_TYPE = {"float32": 11, "bfloat16": 16, "float16": 10, "int32": 4, "uint8": 6}  # XLA_FFI_DataType

@@ -13,13 +13,13 @@ from typing import Any
 
 from llvmlite import ir
 
-from backends.flash_cpu import masking, rows
-from backends.flash_cpu.emit import Function, f32, i64, ptr, vector
-from backends.flash_cpu.handler import Dims, Operand, Phase, Program, State
-from backends.flash_cpu.isa import Isa
-from backends.flash_cpu.packing import Blocks, emit_pack, emit_row_numbers
-from backends.flash_cpu.products import Scores, Weighted
-from backends.flash_cpu.softmax import HIDDEN, Places, softmax
+from . import masking, rows
+from .emit import Function, f32, i64, ptr, vector
+from .handler import Dims, Operand, Phase, Program, State
+from .isa import Isa
+from .packing import Blocks, emit_pack, emit_row_numbers
+from .products import Scores, Weighted
+from .softmax import HIDDEN, Places, softmax
 
 BLOCK_KEYS = 96
 UNSEEN_TOP = 1e30  # maximum of a row that sees nothing: its probabilities come out as zero in the backward pass
@@ -37,7 +37,7 @@ class Kernel:
 
     @property
     def operands(self) -> tuple[Operand, ...]:
-        """Query, key, value, then the arrays of :class:`~backends.flash_cpu.visibility.Visibility` and the numbers."""
+        """Query, key, value, then the arrays of :class:`~attnsuite.backends.flash_cpu.visibility.Visibility` and the numbers."""
         return (
             Operand("query", self.dtype, ("B", "T", "N", self.head_dim)),
             Operand("key", self.dtype, ("B", "S", "K", self.head_dim)),

@@ -18,8 +18,8 @@ from typing import Any
 
 from llvmlite import ir
 
-from backends.flash_cpu.elements import XLA_TYPE
-from backends.flash_cpu.emit import CACHE_LINE, Function, Value, aligned, i32, i64, ptr, text, void
+from .elements import XLA_TYPE
+from .emit import CACHE_LINE, Function, Value, aligned, i32, i64, ptr, text, void
 
 API_MAJOR = 0
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from backends.flash_cpu.emit import Function, Value, i1, i32, i64, vector
-from backends.flash_cpu.isa import Isa
-from backends.flash_cpu.visibility import NO_KEY, NO_QUERY
+from .emit import Function, Value, i1, i32, i64, vector
+from .isa import Isa
+from .visibility import NO_KEY, NO_QUERY
 
 _LEAST, _MOST = -(2**31), 2**31 - 1
 

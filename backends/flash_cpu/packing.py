@@ -16,11 +16,11 @@ from typing import Any
 
 from llvmlite import ir
 
-from backends.flash_cpu import elements, masking, rows
-from backends.flash_cpu.emit import Function, Value, aligned, f32, i32, i64, ptr
-from backends.flash_cpu.handler import Dims, State
-from backends.flash_cpu.isa import Isa
-from backends.flash_cpu.visibility import NO_KEY, NO_QUERY
+from . import elements, masking, rows
+from .emit import Function, Value, aligned, f32, i32, i64, ptr
+from .handler import Dims, State
+from .isa import Isa
+from .visibility import NO_KEY, NO_QUERY
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -12,9 +12,9 @@ import os
 import subprocess
 import sys
 
-from backends.flash_cpu import cache, targets
-from backends.flash_cpu.compiler import Processor
-from backends.flash_cpu.isa import Isa
+from . import cache, targets
+from .compiler import Processor
+from .isa import Isa
 
 _PASSED = b"passed"
 _SECONDS = 120
@@ -56,7 +56,7 @@ def _self_test(isa: Isa) -> str | None:
 def _run(isa: Isa) -> str | None:
     """Run the self-test; None, or a sentence with its last line."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-m", "backends.flash_cpu.self_test", isa.name]
+    command = [sys.executable, "-m", "attnsuite.backends.flash_cpu.self_test", isa.name]
     try:
         done = subprocess.run(  # noqa: S603 (this interpreter and a module of this package)
             command, env=environment, capture_output=True, text=True, timeout=_SECONDS, check=False

@@ -17,8 +17,8 @@ from typing import Any
 
 from llvmlite import ir
 
-from backends.flash_cpu.emit import Function, Value, f32, i64, ptr, vector
-from backends.flash_cpu.isa import Isa
+from .emit import Function, Value, f32, i64, ptr, vector
+from .isa import Isa
 
 # Terms of a score that are summed one after the other. 64 in a row lose more than XLA's product does.
 TERMS = 32

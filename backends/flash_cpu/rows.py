@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from llvmlite import ir
 
-from backends.flash_cpu import elements
-from backends.flash_cpu.emit import Function, Value, f32, i64, ptr, vector
-from backends.flash_cpu.isa import Isa
+from . import elements
+from .emit import Function, Value, f32, i64, ptr, vector
+from .isa import Isa
 
 
 def padded(width: int, isa: Isa) -> int:

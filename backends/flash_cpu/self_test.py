@@ -11,11 +11,11 @@ import sys
 import jax
 import numpy as np
 
-from backends import oracle
-from backends.contract import AttentionSpec, Layout
-from backends.flash_cpu.calls import Calls
-from backends.flash_cpu.compiler import Processor
-from backends.flash_cpu.visibility import visibility
+from .. import oracle
+from ..contract import AttentionSpec, Layout
+from .calls import Calls
+from .compiler import Processor
+from .visibility import visibility
 
 
 def main(name: str | None = None) -> None:

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 from llvmlite import ir
 
-from backends.flash_cpu.elements import exp2, tanh
-from backends.flash_cpu.emit import Function, f32, i32, i64, ptr, vector
-from backends.flash_cpu.isa import Isa
-from backends.flash_cpu.masking import Lanes
-from backends.flash_cpu.softmax import CAP_INNER, CAP_OUTER, SCALE
+from .elements import exp2, tanh
+from .emit import Function, f32, i32, i64, ptr, vector
+from .isa import Isa
+from .masking import Lanes
+from .softmax import CAP_INNER, CAP_OUTER, SCALE
 
 ALONE = 1.0 - 2.0**-21  # a probability above this is one
 LARGE_TOP = 92.0  # in powers of two: logits of 64

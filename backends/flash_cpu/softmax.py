@@ -15,10 +15,10 @@ import dataclasses
 
 from llvmlite import ir
 
-from backends.flash_cpu.elements import exp2, tanh
-from backends.flash_cpu.emit import Function, Value, f32, i1, i32, i64, ptr, vector
-from backends.flash_cpu.isa import Isa
-from backends.flash_cpu.masking import Lanes
+from .elements import exp2, tanh
+from .emit import Function, Value, f32, i1, i32, i64, ptr, vector
+from .isa import Isa
+from .masking import Lanes
 
 HIDDEN = -1e30  # score of what a query does not see, and the maximum of a query that has seen nothing
 _LAZY = 8.0

@@ -19,10 +19,10 @@ from typing import Any
 
 import jax
 
-from backends.flash_cpu import backward, cache, compiler, decode, forward, handler
-from backends.flash_cpu.compiler import Loaded, Processor
-from backends.flash_cpu.handler import API_MAJOR, Program
-from backends.flash_cpu.isa import Isa
+from . import backward, cache, compiler, decode, forward, handler
+from .compiler import Loaded, Processor
+from .handler import API_MAJOR, Program
+from .isa import Isa
 
 BUILDERS: dict[str, Callable[..., tuple[Program, Any]]] = {
     "forward": forward.build,

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from backends.contract import AttentionSpec, EitherArray, Layout, positions
+from ..contract import AttentionSpec, EitherArray, Layout, positions
 
 NO_KEY, NO_QUERY = -1, -2  # ids of what is padding: they match nothing
 _LEAST, _MOST = -(2**31), 2**31 - 1

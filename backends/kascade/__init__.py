@@ -1,19 +1,19 @@
 """Kascade: calibrated cross-layer sparse attention (arXiv 2512.16391). Everything public is named here."""
 
-from backends.kascade.backend import KASCADE as KASCADE
-from backends.kascade.backend import Kascade as Kascade
-from backends.kascade.calibration import Calibration as Calibration
-from backends.kascade.calibration import load_calibration as load_calibration
-from backends.kascade.cost import KeptFraction as KeptFraction
-from backends.kascade.cost import kept_fraction as kept_fraction
-from backends.kascade.schedule import LayerRole as LayerRole
-from backends.kascade.schedule import Schedule as Schedule
-from backends.kascade.schedule import dynamic_programming as dynamic_programming
-from backends.kascade.schedule import greedy as greedy
-from backends.kascade.schedule import layer_similarity as layer_similarity
-from backends.kascade.schedule import manual as manual
-from backends.kascade.selection import Places as Places
-from backends.kascade.selection import Selection as Selection
-from backends.kascade.settings import OPTIONS as OPTIONS
-from backends.kascade.settings import Settings as Settings
-from backends.kascade.settings import Tiling as Tiling
+from .backend import KASCADE as KASCADE
+from .backend import Kascade as Kascade
+from .calibration import Calibration as Calibration
+from .calibration import load_calibration as load_calibration
+from .cost import KeptFraction as KeptFraction
+from .cost import kept_fraction as kept_fraction
+from .schedule import LayerRole as LayerRole
+from .schedule import Schedule as Schedule
+from .schedule import dynamic_programming as dynamic_programming
+from .schedule import greedy as greedy
+from .schedule import layer_similarity as layer_similarity
+from .schedule import manual as manual
+from .selection import Places as Places
+from .selection import Selection as Selection
+from .settings import OPTIONS as OPTIONS
+from .settings import Settings as Settings
+from .settings import Tiling as Tiling

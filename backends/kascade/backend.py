@@ -1,6 +1,6 @@
 """The ``kascade`` backend: calibrated cross-layer sparse attention (arXiv 2512.16391) behind the common interface.
 
-A plan holds the schedule and the tiling; the carry is the :class:`~backends.kascade.selection.Selection` of the latest
+A plan holds the schedule and the tiling; the carry is the :class:`~attnsuite.backends.kascade.selection.Selection` of the latest
 anchor. Training-free and forward only. Approximate: ``exact`` is False, and ``auto`` never takes it.
 """
 
@@ -16,15 +16,15 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from backends.contract import AttentionSpec, Carry, Layout, Plan, forward_only
-from backends.devices import Target
-from backends.features import Mode, Takes
-from backends.kascade import kernels, steps, xla
-from backends.kascade.cost import not_profitable
-from backends.kascade.schedule import LayerRole, manual
-from backends.kascade.selection import Places, Selection, candidates, choose, with_own
-from backends.kascade.settings import Kernel, Settings, Tiling
-from backends.resolve import resolve
+from ..contract import AttentionSpec, Carry, Layout, Plan, forward_only
+from ..devices import Target
+from ..features import Mode, Takes
+from ..resolve import resolve
+from . import kernels, steps, xla
+from .cost import not_profitable
+from .schedule import LayerRole, manual
+from .selection import Places, Selection, candidates, choose, with_own
+from .settings import Kernel, Settings, Tiling
 
 _INSTEAD = "use backend='chunked'"
 

@@ -11,11 +11,11 @@ import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from backends.contract import AttentionSpec
-from backends.devices import Target
+from ..contract import AttentionSpec
+from ..devices import Target
 
 if TYPE_CHECKING:
-    from backends.kascade.settings import Settings, Tiling
+    from .settings import Settings, Tiling
 
 LANES = 128  # of a TPU's vector unit: scores are computed so many keys wide
 LEAST = 16  # rows of a bfloat16 register on a TPU; sides of Triton's smallest product

@@ -9,9 +9,9 @@ import dataclasses
 
 import numpy as np
 
-from backends.contract import AttentionSpec
-from backends.kascade.schedule import LayerRole
-from backends.kascade.settings import Settings, Tiling
+from ..contract import AttentionSpec
+from .schedule import LayerRole
+from .settings import Settings, Tiling
 
 # Products of the size queries x keys. Dense: scores and weighted values. A selection computes the scores of all earlier
 # keys once by tiles (block sums are rescaled afterwards), twice by single keys (log-sums first).

@@ -10,10 +10,10 @@ from typing import Protocol, runtime_checkable
 
 from jaxtyping import Array, Float, Int
 
-from backends.contract import AttentionSpec
-from backends.devices import Target
-from backends.kascade.selection import Places
-from backends.kascade.settings import Settings, Tiling
+from ..contract import AttentionSpec
+from ..devices import Target
+from .selection import Places
+from .settings import Settings, Tiling
 
 
 @runtime_checkable
@@ -40,7 +40,7 @@ class Kernels(Protocol):
         settings: Settings,
         interpret: bool,
     ) -> Float[Array, "batch kv_heads query_tiles units"]:
-        """As :func:`backends.kascade.reference.pooled_mass`: post-softmax, summed over rows of a tile and a group.
+        """As :func:`attnsuite.backends.kascade.reference.pooled_mass`: post-softmax, summed over rows of a tile and a group.
 
         float32. Never writes anything of the size of queries x keys. Of rows beyond ``query_length`` nothing may be
         in it, and a row that sees no key adds 0.
@@ -62,10 +62,10 @@ class Kernels(Protocol):
     ) -> Float[Array, "batch q_len heads v_dim"]:
         """Attention of query tile i of KV head k to the units ``listed[b, k, i]``, in the dtype of the query.
 
-        ``listed`` int32 is what :func:`backends.kascade.selection.with_own` gives: ascending, distinct, -1 to the
+        ``listed`` int32 is what :func:`attnsuite.backends.kascade.selection.with_own` gives: ascending, distinct, -1 to the
         end, own region included; unit u holds the key slots ``u * tiling.unit`` to ``(u + 1) * tiling.unit - 1``, of
         which those from ``places.lengths`` on do not exist. The mask inside a unit is
-        :func:`backends.kascade.selection.may_see`: needed for units that reach beyond the tile's first query
+        :func:`attnsuite.backends.kascade.selection.may_see`: needed for units that reach beyond the tile's first query
         position, beyond the length, or where there are segment ids. A row that sees nothing is exactly zero.
         """
         ...
@@ -77,9 +77,9 @@ def pallas(target: Target) -> Kernels:
     Raises ImportError where they are not installed.
     """
     if target.platform == "cuda":
-        from backends.kascade import pallas_triton  # noqa: PLC0415 (Pallas' parts for one device may be missing)
+        from . import pallas_triton  # noqa: PLC0415 (Pallas' parts for one device may be missing)
 
         return pallas_triton
-    from backends.kascade import pallas_tpu  # noqa: PLC0415
+    from . import pallas_tpu  # noqa: PLC0415
 
     return pallas_tpu

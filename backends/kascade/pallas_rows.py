@@ -16,10 +16,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
 
-from backends.contract import AttentionSpec
-from backends.kascade.block_sizes import Blocks
-from backends.kascade.selection import Places
-from backends.kascade.settings import Tiling
+from ..contract import AttentionSpec
+from .block_sizes import Blocks
+from .selection import Places
+from .settings import Tiling
 
 # What a hidden score becomes: below every other, and finite, so that no difference of two is NaN.
 HIDDEN = float(jnp.finfo(jnp.float32).min)

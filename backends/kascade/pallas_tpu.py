@@ -18,13 +18,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from backends.contract import AttentionSpec
-from backends.devices import Target
-from backends.kascade.block_sizes import LANES, tpu_blocks, tpu_reasons
-from backends.kascade.pallas_rows import HIDDEN, Problem, block_visible, product, where_needed
-from backends.kascade.pallas_tpu_mass import pooled_mass as pooled_mass
-from backends.kascade.selection import Places
-from backends.kascade.settings import Settings, Tiling
+from ..contract import AttentionSpec
+from ..devices import Target
+from .block_sizes import LANES, tpu_blocks, tpu_reasons
+from .pallas_rows import HIDDEN, Problem, block_visible, product, where_needed
+from .pallas_tpu_mass import pooled_mass as pooled_mass
+from .selection import Places
+from .settings import Settings, Tiling
 
 # Of the 1 MiB of scalar memory that every generation has, what the list of one call may take. A longer one is cut.
 LIST_BYTES = 512 * 1024
@@ -67,7 +67,7 @@ def attend(
     settings: Settings,
     interpret: bool,
 ) -> Float[Array, "batch q_len heads v_dim"]:
-    """As :meth:`backends.kascade.kernels.Kernels.attend`."""
+    """As :meth:`attnsuite.backends.kascade.kernels.Kernels.attend`."""
     blocks = tpu_blocks(spec, tiling, settings)
     problem, parts, splits = Problem(spec, tiling, blocks), blocks.blocks_q, blocks.blocks_kv
     rows, keys, values = problem.rows(query, blocks.block_q), problem.heads(key), problem.heads(value)

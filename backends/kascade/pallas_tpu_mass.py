@@ -18,11 +18,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float
 
-from backends.contract import AttentionSpec
-from backends.kascade.block_sizes import LANES, tpu_blocks
-from backends.kascade.pallas_rows import HIDDEN, Problem, Queries, block_visible, where_needed
-from backends.kascade.selection import Places
-from backends.kascade.settings import Settings, Tiling
+from ..contract import AttentionSpec
+from .block_sizes import LANES, tpu_blocks
+from .pallas_rows import HIDDEN, Problem, Queries, block_visible, where_needed
+from .selection import Places
+from .settings import Settings, Tiling
 
 
 def pooled_mass(
@@ -35,7 +35,7 @@ def pooled_mass(
     settings: Settings,
     interpret: bool,
 ) -> Float[Array, "batch kv_heads query_tiles units"]:
-    """As :meth:`backends.kascade.kernels.Kernels.pooled_mass`."""
+    """As :meth:`attnsuite.backends.kascade.kernels.Kernels.pooled_mass`."""
     blocks = tpu_blocks(spec, tiling, settings)
     problem, parts = Problem(spec, tiling, blocks), blocks.blocks_q
     rows, keys, ids = problem.rows(query, blocks.block_q), problem.heads(key), problem.segment_ids(places)

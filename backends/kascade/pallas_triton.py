@@ -17,13 +17,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
-from backends.contract import AttentionSpec
-from backends.devices import Target
-from backends.kascade.block_sizes import gpu_blocks, gpu_reasons
-from backends.kascade.pallas_rows import HIDDEN, Problem, Queries, product
-from backends.kascade.pallas_tpu import token_reasons, visits
-from backends.kascade.selection import Places
-from backends.kascade.settings import Settings, Tiling
+from ..contract import AttentionSpec
+from ..devices import Target
+from .block_sizes import gpu_blocks, gpu_reasons
+from .pallas_rows import HIDDEN, Problem, Queries, product
+from .pallas_tpu import token_reasons, visits
+from .selection import Places
+from .settings import Settings, Tiling
 
 
 def refuses(spec: AttentionSpec, settings: Settings, target: Target) -> tuple[str, ...]:
@@ -46,7 +46,7 @@ def attend(
     settings: Settings,
     interpret: bool,
 ) -> Float[Array, "batch q_len heads v_dim"]:
-    """As :meth:`backends.kascade.kernels.Kernels.attend`."""
+    """As :meth:`attnsuite.backends.kascade.kernels.Kernels.attend`."""
     problem = Problem(spec, tiling, gpu_blocks(spec, tiling, settings))
     rows, block, v_dim = problem.rows(query, problem.blocks.tile_q), problem.blocks.block_q, value.shape[-1]
     ids = problem.segment_ids(places)
@@ -86,7 +86,7 @@ def pooled_mass(
     settings: Settings,
     interpret: bool,
 ) -> Float[Array, "batch kv_heads query_tiles units"]:
-    """As :meth:`backends.kascade.kernels.Kernels.pooled_mass`."""
+    """As :meth:`attnsuite.backends.kascade.kernels.Kernels.pooled_mass`."""
     problem = Problem(spec, tiling, gpu_blocks(spec, tiling, settings))
     rows, block, ids = problem.rows(query, problem.blocks.tile_q), problem.blocks.block_q, problem.segment_ids(places)
     parts = rows.shape[1] // block

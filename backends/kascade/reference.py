@@ -10,12 +10,12 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from backends import standard
-from backends.contract import AttentionSpec, Layout, may_attend
-from backends.devices import Target
-from backends.kascade.selection import Places, Selection, candidates, choose, with_own
-from backends.kascade.settings import Ablation, Tiling
-from backends.support import plan
+from .. import standard
+from ..contract import AttentionSpec, Layout, may_attend
+from ..devices import Target
+from ..support import plan
+from .selection import Places, Selection, candidates, choose, with_own
+from .settings import Ablation, Tiling
 
 
 def pooled_mass(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 import numpy as np
 
 if TYPE_CHECKING:
-    from backends.kascade.calibration import Calibration
+    from .calibration import Calibration
 
 Role = Literal["dense", "anchor", "reuse"]
 Similarity = Literal["mass", "jaccard"]

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from backends.contract import AttentionSpec, Layout
-from backends.kascade.settings import Tiling
+from ..contract import AttentionSpec, Layout
+from .settings import Tiling
 
 _LARGE = np.int32(2**31 - 1)
 

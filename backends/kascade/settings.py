@@ -14,9 +14,9 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Int
 
-from backends.contract import AttentionSpec, check_options
-from backends.kascade.block_sizes import KascadeBlockSizes
-from backends.kascade.schedule import Schedule
+from ..contract import AttentionSpec, check_options
+from .block_sizes import KascadeBlockSizes
+from .schedule import Schedule
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -10,10 +10,10 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from backends import decode, standard
-from backends.contract import AttentionSpec
-from backends.kascade.selection import Places, Selection, candidates, choose
-from backends.kascade.settings import Ablation, Tiling
+from .. import decode, standard
+from ..contract import AttentionSpec
+from .selection import Places, Selection, candidates, choose
+from .settings import Ablation, Tiling
 
 
 def select(

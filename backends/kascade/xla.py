@@ -18,9 +18,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from backends.contract import AttentionSpec
-from backends.kascade.selection import Places, Selection, candidates, choose, may_see
-from backends.kascade.settings import Ablation, Tiling
+from ..contract import AttentionSpec
+from .selection import Places, Selection, candidates, choose, may_see
+from .settings import Ablation, Tiling
 
 _MASKED = -1e30  # finite, so that a row with nothing visible gives no NaN
 # Keys per step, in whole units. Zen 5, 2 cores, S 4096 and 8192: see docs/kascade.md.

@@ -16,20 +16,20 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from backends import tuned
-from backends.contract import AttentionSpec, Carry, KernelBuild, Layout, Plan, check_options
-from backends.devices import Target
-from backends.features import DTYPES, Mode, Takes
-from backends.kvax import blocks as block_sizes
-from backends.kvax import layout as layouts
-from backends.kvax import probe
-from backends.kvax.blocks import Blocks
-from backends.kvax.mesh import OPTIONS as MESH_OPTIONS
-from backends.kvax.mesh import OneDevice, Sharding, sharding_of
-from backends.support import support
+from .. import tuned
+from ..contract import AttentionSpec, Carry, KernelBuild, Layout, Plan, check_options
+from ..devices import Target
+from ..features import DTYPES, Mode, Takes
+from ..support import support
+from . import blocks as block_sizes
+from . import layout as layouts
+from . import probe
+from .blocks import Blocks
+from .mesh import OPTIONS as MESH_OPTIONS
+from .mesh import OneDevice, Sharding, sharding_of
 
 if TYPE_CHECKING:
-    from backends.kvax.upstream import Upstream
+    from .upstream import Upstream
 
 OPTIONS = (
     block_sizes.OPTIONS
@@ -109,7 +109,7 @@ class Kvax:
         Options are those of :meth:`plan`. Raises ValueError for a spec or target that is refused, with the reasons,
         and ImportError where Triton is not here.
         """
-        from backends.kvax import build  # noqa: PLC0415 (imports Triton)
+        from . import build  # noqa: PLC0415 (imports Triton)
 
         given = check_options(self.name, options, OPTIONS)
         if reasons := support(self, spec, target, "compile").reasons:
@@ -134,10 +134,10 @@ def _blocks(spec: AttentionSpec, target: Target, given: Mapping[str, Any]) -> Bl
 def upstream_of(mode: Mode, target: Target) -> Upstream:
     """Kvax with the launcher of the mode. Importing this module imports neither Kvax nor Triton."""
     if mode == "interpret":
-        from backends.kvax import interpret  # noqa: PLC0415
+        from . import interpret  # noqa: PLC0415
 
         return interpret.interpreted()
-    from backends.kvax import upstream  # noqa: PLC0415
+    from . import upstream  # noqa: PLC0415
 
     return upstream.native(target.compute_capability if mode == "compile" else None)
 

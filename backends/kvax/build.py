@@ -27,12 +27,12 @@ from triton.backends.nvidia import compiler as nvidia  # pyright: ignore[reportM
 from triton.compiler import ASTSource  # pyright: ignore[reportMissingImports]
 from triton.runtime.jit import JITFunction  # pyright: ignore[reportMissingImports]
 
-from backends.contract import AttentionSpec, KernelBuild, Layout
-from backends.devices import Target
-from backends.kvax import upstream
-from backends.kvax.backend import plan_with
-from backends.kvax.blocks import Blocks
-from backends.kvax.mesh import OneDevice
+from ..contract import AttentionSpec, KernelBuild, Layout
+from ..devices import Target
+from . import upstream
+from .backend import plan_with
+from .blocks import Blocks
+from .mesh import OneDevice
 
 # What one thread block may have, by compute capability (CUDA C programming guide, technical specifications).
 SHARED_LIMITS = {(8, 0): 163 * 1024, (9, 0): 227 * 1024, (10, 0): 227 * 1024}

@@ -35,7 +35,7 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 from triton.runtime import interpreter  # pyright: ignore[reportMissingImports]
 from triton.runtime.jit import JITFunction  # pyright: ignore[reportMissingImports]
 
-from backends.kvax import upstream
+from . import upstream
 
 _POINTERS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32"}  # what Kvax's kernels take
 

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from backends.contract import AttentionSpec, EitherArray, Layout, positions
-from backends.kvax.blocks import Blocks
+from ..contract import AttentionSpec, EitherArray, Layout, positions
+from .blocks import Blocks
 
 QUERY_PADDING = -1  # Kvax's padding id. Keys get key_padding() instead: in its kernels padding matches padding.
 

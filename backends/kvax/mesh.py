@@ -18,12 +18,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from backends.contract import AttentionSpec
-from backends.kvax.blocks import Blocks
-from backends.kvax.layout import KvaxLayout
+from ..contract import AttentionSpec
+from .blocks import Blocks
+from .layout import KvaxLayout
 
 if TYPE_CHECKING:
-    from backends.kvax.upstream import Upstream
+    from .upstream import Upstream
 
 OPTIONS = {
     "mesh": "jax.sharding.Mesh to run on (default: where the arrays are)",

@@ -10,9 +10,9 @@ from __future__ import annotations
 import functools
 from importlib import metadata
 
-from backends.contract import Mode
+from ..contract import Mode
 
-INSTALL = "pip install 'attention-suite[kvax]'"
+INSTALL = "pip install 'attnsuite[kvax]'"
 # Package -> lowest version, and the first that is too new. Kvax and jax-triton: private names are adapted, so exactly
 # these. Triton: 3.5 lacks what jax-triton 0.3.1 calls, 3.8 does not compile Kvax's kernels, 3.9 has no block pointers.
 VERSIONS = {
@@ -35,11 +35,11 @@ def missing(mode: Mode) -> tuple[str, ...]:
         return reasons
     try:
         if mode == "native":
-            from backends.kvax import upstream  # noqa: PLC0415 (imports Kvax)
+            from . import upstream  # noqa: PLC0415 (imports Kvax)
 
             upstream.native()
         else:
-            from backends.kvax import interpret  # noqa: PLC0415 (imports Kvax and Triton)
+            from . import interpret  # noqa: PLC0415 (imports Kvax and Triton)
 
             interpret.interpreted()
     except Exception as error:  # noqa: BLE001 (whatever a broken environment raises is the reason)

@@ -9,20 +9,21 @@ from typing import Any
 
 import numpy as np
 
-from backends.kascade import Calibration, Schedule, Settings
-from models import Transformer, load_text
-from models.calibration import calibrate
-from models.weights import load
-from suite import files
-from suite.errors import InputError
-from suite.kascade.schedules import ScheduleWords
-from suite.named_model import checkpoint_of
-from suite.text import reader_of
+from attnsuite.backends.kascade import Calibration, Schedule, Settings
+from attnsuite.models import Transformer, load_text
+from attnsuite.models.calibration import calibrate
+from attnsuite.models.weights import load
+
+from .. import files
+from ..errors import InputError
+from ..named_model import checkpoint_of
+from ..text import reader_of
+from .schedules import ScheduleWords
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrateRequest:
-    """What to calibrate, checked by :func:`run`. The last four as in :class:`suite.kascade.schedules.ScheduleWords`."""
+    """What to calibrate, checked by :func:`run`. The last four as in :class:`attnsuite.suite.kascade.schedules.ScheduleWords`."""
 
     model: str
     text: Path | None

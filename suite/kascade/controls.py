@@ -1,4 +1,4 @@
-"""What each row attends to: a :class:`~backends.Backend` that no registry knows, watched while it runs.
+"""What each row attends to: a :class:`~attnsuite.backends.Backend` that no registry knows, watched while it runs.
 
 Kascade's own rows run the real backend, with the schedule or the selection that the row is about; the others choose
 units by another score, with the same candidates and the same budget, and attend under an explicit mask. Beside the
@@ -15,12 +15,22 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from backends import AttentionSpec, Layout, Plan, Takes, Target, plan, support
-from backends.contract import Carry, may_attend
-from backends.features import Mode
-from backends.kascade import KASCADE, LayerRole, Places, Schedule, Selection, Settings, Tiling, manual, reference
-from backends.kascade.selection import candidates, choose, with_own
-from backends.standard import STANDARD
+from attnsuite.backends import AttentionSpec, Layout, Plan, Takes, Target, plan, support
+from attnsuite.backends.contract import Carry, may_attend
+from attnsuite.backends.features import Mode
+from attnsuite.backends.kascade import (
+    KASCADE,
+    LayerRole,
+    Places,
+    Schedule,
+    Selection,
+    Settings,
+    Tiling,
+    manual,
+    reference,
+)
+from attnsuite.backends.kascade.selection import candidates, choose, with_own
+from attnsuite.backends.standard import STANDARD
 
 _OWN = frozenset({"dense", "oracle_query", "quest", "sinks_window", "random_tiles"})
 # What a row changes about Kascade's settings; some change the schedule too.
@@ -116,7 +126,7 @@ def row_settings(
 
     What a selection loses does not depend on who computes it. So a row whose tiles the kernel of the target does not
     take (a TPU's takes no tiles of 16 keys, no kernel takes single keys) is computed by XLA's code, and says so. A row
-    that is timed is refused instead, see :func:`suite.kascade.stack.refusals`.
+    that is timed is refused instead, see :func:`attnsuite.suite.kascade.stack.refusals`.
     """
     changed = dataclasses.replace(settings, **_CHANGES.get(method, {}))
     reasons = support(KASCADE, spec, target, options=changed.as_options()).reasons

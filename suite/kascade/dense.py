@@ -13,14 +13,15 @@ import jax
 import numpy as np
 from jaxtyping import Float, Int
 
-from backends.kascade import Calibration, Schedule, dynamic_programming, greedy, manual
-from models import ModelConfig, Transformer, load_text, retrieval
-from models.calibration import calibrate, load
-from suite.cases import SelectionCase, TextCase, anchor_layers, settings_of
-from suite.errors import InputError
-from suite.model_cell import model_config, open_model
-from suite.quality import read_text
-from suite.text import reader_of
+from attnsuite.backends.kascade import Calibration, Schedule, dynamic_programming, greedy, manual
+from attnsuite.models import ModelConfig, Transformer, load_text, retrieval
+from attnsuite.models.calibration import calibrate, load
+
+from ..cases import SelectionCase, TextCase, anchor_layers, settings_of
+from ..errors import InputError
+from ..model_cell import model_config, open_model
+from ..quality import read_text
+from ..text import reader_of
 
 PROMPTS = 6  # that a calibration is made from
 AT_ONCE = 4  # sequences of a batch

@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from backends import AttentionSpec
-from backends.kascade import LayerRole, Settings, kept_fraction
-from backends.kascade.cost import not_profitable
-from models import ModelConfig
-from models.planning import Resolutions
+from attnsuite.backends import AttentionSpec
+from attnsuite.backends.kascade import LayerRole, Settings, kept_fraction
+from attnsuite.backends.kascade.cost import not_profitable
+from attnsuite.models import ModelConfig
+from attnsuite.models.planning import Resolutions
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 
-from backends.kascade import Schedule, manual
-from backends.kascade.cost import not_profitable
-from suite.cases import Case, SelectionCase, StackCase, settings_of, stack_spec
-from suite.record import CaseKind
+from attnsuite.backends.kascade import Schedule, manual
+from attnsuite.backends.kascade.cost import not_profitable
+
+from ..cases import Case, SelectionCase, StackCase, settings_of, stack_spec
+from ..record import CaseKind
 
 _QUALITY: tuple[CaseKind, ...] = ("kascade_text", "kascade_retrieval")
 _GATE: tuple[CaseKind, ...] = ("kascade_gate",)

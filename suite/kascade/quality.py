@@ -16,18 +16,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from backends import AttentionSpec, Resolution, Target, registry
-from backends.kascade import LayerRole, Schedule, kept_fraction
-from models import ModelConfig, Transformer, retrieval
-from models.cache import default_dtype
-from models.forward import forward, forward_cached
-from models.loss import token_nats
-from models.planning import Resolutions, attention_spec
-from suite.cases import SelectionCase, settings_of
-from suite.errors import CellFailure
-from suite.kascade import controls, dense
-from suite.kascade.controls import Kept, Watched
-from suite.text import bits
+from attnsuite.backends import AttentionSpec, Resolution, Target, registry
+from attnsuite.backends.kascade import LayerRole, Schedule, kept_fraction
+from attnsuite.models import ModelConfig, Transformer, retrieval
+from attnsuite.models.cache import default_dtype
+from attnsuite.models.forward import forward, forward_cached
+from attnsuite.models.loss import token_nats
+from attnsuite.models.planning import Resolutions, attention_spec
+
+from ..cases import SelectionCase, settings_of
+from ..errors import CellFailure
+from ..text import bits
+from . import controls, dense
+from .controls import Kept, Watched
 
 DECODED = 64  # tokens at the end of a text that are decoded
 

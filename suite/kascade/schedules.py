@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from backends.kascade import Calibration, Schedule, dynamic_programming, greedy, manual
-from suite.errors import InputError
+from attnsuite.backends.kascade import Calibration, Schedule, dynamic_programming, greedy, manual
+
+from ..errors import InputError
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

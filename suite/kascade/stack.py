@@ -16,13 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from backends import Layout, Plan, Target, plan, plan_sharded, registry, resolve, support
-from backends.kascade import Selection, Settings, kept_fraction
-from suite.accuracy import as_model_error
-from suite.cases import StackCase, settings_of, stack_spec
-from suite.kascade.methods import schedule_of
-from suite.program import Program
-from suite.record import TensorError
+from attnsuite.backends import Layout, Plan, Target, plan, plan_sharded, registry, resolve, support
+from attnsuite.backends.kascade import Selection, Settings, kept_fraction
+
+from ..accuracy import as_model_error
+from ..cases import StackCase, settings_of, stack_spec
+from ..program import Program
+from ..record import TensorError
+from .methods import schedule_of
 
 DISTINCT = 4  # pairs of keys and values
 JUDGED_LENGTH = 512

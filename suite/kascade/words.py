@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from suite.cases import Case, ModelCase, SelectionCase, StackCase
-from suite.errors import InputError
+from ..cases import Case, ModelCase, SelectionCase, StackCase
+from ..errors import InputError
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,11 +14,12 @@ from importlib import util
 from pathlib import Path
 from typing import get_args
 
-from backends.devices import cpu_name
-from suite.cases import Case, ModelCase, ModelKind, OpCase, OpKind
-from suite.peers import mkl
-from suite.program import Program
-from suite.record import CaseKind
+from attnsuite.backends.devices import cpu_name
+
+from ..cases import Case, ModelCase, ModelKind, OpCase, OpKind
+from ..program import Program
+from ..record import CaseKind
+from . import mkl
 
 _OPS: tuple[CaseKind, ...] = get_args(OpKind)
 _MODELS: tuple[CaseKind, ...] = get_args(ModelKind)
@@ -64,7 +65,7 @@ def refusals(name: str, case: Case) -> tuple[str, ...]:
     peer, reasons = PEERS[name], []
     missing = [package for package in peer.packages if util.find_spec(package) is None]
     if missing:
-        reasons.append(f"{name}: {' and '.join(missing)} not installed; pip install 'attention-suite[peers]'.")
+        reasons.append(f"{name}: {' and '.join(missing)} not installed; pip install 'attnsuite[peers]'.")
     if peer.unthrottled:
         reasons += [f"{name}: {reason}" for reason in mkl.refusals(cpu_name())]
     if isinstance(case, OpCase):
@@ -96,4 +97,4 @@ def worker_environment(name: str, folder: Path) -> Mapping[str, str]:
 
 def program(name: str, case: Case) -> Program:
     """The peer's program of ``case``."""
-    return importlib.import_module(f"suite.peers.{PEERS[name].module}").program(case)
+    return importlib.import_module(f"attnsuite.suite.peers.{PEERS[name].module}").program(case)

@@ -7,10 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from suite.cases import OpCase, spec_of
-from suite.formulas import document_ids
-from suite.inputs import make_inputs
-from suite.program import Program, with_gradients
+from ..cases import OpCase, spec_of
+from ..formulas import document_ids
+from ..inputs import make_inputs
+from ..program import Program, with_gradients
 
 
 def program(case: OpCase) -> Program:

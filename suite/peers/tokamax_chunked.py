@@ -6,9 +6,9 @@ from typing import Any
 
 import tokamax  # pyright: ignore[reportMissingImports]  (extra "peers")
 
-from suite.cases import OpCase
-from suite.inputs import make_inputs
-from suite.program import Program, with_gradients
+from ..cases import OpCase
+from ..inputs import make_inputs
+from ..program import Program, with_gradients
 
 
 def program(case: OpCase) -> Program:

@@ -9,13 +9,14 @@ import numpy as np
 import torch  # pyright: ignore[reportMissingImports]  (extra "peers")
 import transformers  # pyright: ignore[reportMissingImports]
 
-from models import Transformer
-from models.huggingface import to_hf
-from models.parameters import checkpoint_names
-from suite import model_cell
-from suite.cases import ModelCase
-from suite.peers.torch_sdpa import to_torch
-from suite.program import Program
+from attnsuite.models import Transformer
+from attnsuite.models.huggingface import to_hf
+from attnsuite.models.parameters import checkpoint_names
+
+from .. import model_cell
+from ..cases import ModelCase
+from ..program import Program
+from .torch_sdpa import to_torch
 
 
 def program(case: ModelCase) -> Program:

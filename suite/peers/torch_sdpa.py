@@ -9,9 +9,9 @@ import numpy as np
 import torch  # pyright: ignore[reportMissingImports]  (extra "peers")
 from torch.nn.functional import scaled_dot_product_attention  # pyright: ignore[reportMissingImports]
 
-from suite.cases import OpCase
-from suite.inputs import make_inputs
-from suite.program import Program
+from ..cases import OpCase
+from ..inputs import make_inputs
+from ..program import Program
 
 
 def program(case: OpCase) -> Program:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from backends import Target, adaptive, adaptive_flash_attention, get_flash_attention_config, names
+from attnsuite.backends import Target, adaptive, adaptive_flash_attention, get_flash_attention_config, names
 
 
 def qkv(T: int = 24, S: int = 24) -> tuple[jax.Array, jax.Array, jax.Array]:

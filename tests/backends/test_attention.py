@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import backends
-from backends import attention, dot_product_attention
+from attnsuite import backends
+from attnsuite.backends import attention, dot_product_attention
 
 # JAX's own attention promotes dtypes and ranks.
 pytestmark = pytest.mark.foreign_numerics

@@ -7,11 +7,11 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
-import problems
 import pytest
-from conformance import Conformance, check_accuracy, check_quantity, compiled
 
-from backends import AttentionSpec, Layout, Target, chunked, make_spec, registry
+import problems
+from attnsuite.backends import AttentionSpec, Layout, Target, chunked, make_spec, registry
+from conformance import Conformance, check_accuracy, check_quantity, compiled
 
 CHUNKED = registry.get("chunked")
 
@@ -114,7 +114,7 @@ def test_another_process_gives_the_same_bits():
     script = """
 import hashlib, jax, numpy as np, problems
 from conformance import compiled
-from backends import Target, registry
+from attnsuite.backends import Target, registry
 results = compiled(registry.get("chunked"), problems.problem("causal-1000-bfloat16"), Target.here())(
     *problems.problem("causal-1000-bfloat16").inputs)
 print(hashlib.sha256(b"".join(np.asarray(results[name]).tobytes() for name in sorted(results))).hexdigest())

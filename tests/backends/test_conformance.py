@@ -9,9 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import conformance
 import problems
-import pytest
 from conformance import held
 
 TESTS = Path(conformance.__file__).parent

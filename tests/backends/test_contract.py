@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from backends import AttentionSpec, Layout, Support, Terms, make_spec
-from backends.contract import check_options, may_attend
+from attnsuite.backends import AttentionSpec, Layout, Support, Terms, make_spec
+from attnsuite.backends.contract import check_options, may_attend
 
 SIZES = {
     "batch": 2,

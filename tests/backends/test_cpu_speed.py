@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from backends import AttentionSpec, Layout, Target, registry
-from suite import speed
+from attnsuite.backends import AttentionSpec, Layout, Target, registry
+from attnsuite.suite import speed
 
 ROUNDS = 7
 # Time relative to standard. Losing the skipped half of the blocks, or blocks of a workable size, goes beyond.

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conformance import Conformance
 
-from backends import AttentionSpec, Layout, Target, support
-from backends.cudnn import CUDNN
+from attnsuite.backends import AttentionSpec, Layout, Target, support
+from attnsuite.backends.cudnn import CUDNN
+from conformance import Conformance
 
 H100, A100, B200 = Target("cuda", "h100"), Target("cuda", "a100"), Target("cuda", "b200")
 
@@ -132,8 +132,8 @@ def test_compiles_only_where_the_device_is() -> None:
 
 def test_asking_for_support_initialises_no_device(loaded_by) -> None:
     initialised, _ = loaded_by("""
-from backends import AttentionSpec, Target, support
-from backends.cudnn import CUDNN
+from attnsuite.backends import AttentionSpec, Target, support
+from attnsuite.backends.cudnn import CUDNN
 spec = AttentionSpec(batch=1, query_length=8, key_value_length=8, num_heads=1, num_kv_heads=1, head_dim=8)
 assert support(CUDNN, spec, Target("cuda", "h100")).reasons  # float32
 """)

@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from backends import Target
-from backends.devices import GIB, KNOWN_KINDS, cpu_name, usable_cores
+from attnsuite.backends import Target
+from attnsuite.backends.devices import GIB, KNOWN_KINDS, cpu_name, usable_cores
 
 
 def test_here_is_present_and_names_its_processor() -> None:
@@ -71,9 +71,9 @@ def test_targets_hash_by_value() -> None:
 
 
 def test_naming_a_target_initialises_no_device_and_asking_for_the_present_one_does(loaded_by) -> None:
-    name = "from backends import Target\nTarget.named('cpu'), Target.named('v5e'), Target('cuda', 'h100')"
+    name = "from attnsuite.backends import Target\nTarget.named('cpu'), Target.named('v5e'), Target('cuda', 'h100')"
     assert loaded_by(name)[0] is False
-    assert loaded_by("from backends import Target\nTarget.here()")[0] is True
+    assert loaded_by("from attnsuite.backends import Target\nTarget.here()")[0] is True
 
 
 def test_at_least_one_core_is_usable() -> None:

@@ -8,10 +8,21 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from declared import LOADING, PLAIN, Declared, home
 
-from backends import FEATURES, FEATURES_0_1, AttentionSpec, Backend, Plan, Takes, Target, features, registry, support
-from backends.features import ASKED, DTYPES, Asked, Feature, Mode
+from attnsuite.backends import (
+    FEATURES,
+    FEATURES_0_1,
+    AttentionSpec,
+    Backend,
+    Plan,
+    Takes,
+    Target,
+    features,
+    registry,
+    support,
+)
+from attnsuite.backends.features import ASKED, DTYPES, Asked, Feature, Mode
+from declared import LOADING, PLAIN, Declared, home
 
 ASKING: dict[Feature, dict[str, Any]] = {
     "causal": {},
@@ -166,7 +177,7 @@ class OfVersion01:
     exact: bool = True
 
     def supports(self, spec: AttentionSpec, target: Target, mode: Mode = "native") -> Any:
-        from backends import Support  # noqa: PLC0415 (as its author imports it)
+        from attnsuite.backends import Support  # noqa: PLC0415 (as its author imports it)
 
         if spec.head_dim != 64:
             return Support(None, (f"head_dim={spec.head_dim} is not supported by old (64); use backend='chunked'.",))

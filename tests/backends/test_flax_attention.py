@@ -13,8 +13,8 @@ import pytest
 from flax import linen, nnx
 from jax import lax
 
-import backends
-from backends import attention_fn, flax_attention
+from attnsuite import backends
+from attnsuite.backends import attention_fn, flax_attention
 
 # Flax promotes dtypes and ranks.
 pytestmark = pytest.mark.foreign_numerics

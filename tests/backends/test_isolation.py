@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from backends import AttentionSpec, Layout, Target, oracle, plan, registry
-from backends.isolation import isolated
+from attnsuite.backends import AttentionSpec, Layout, Target, oracle, plan, registry
+from attnsuite.backends.isolation import isolated
 
-# flash_cpu is compiled by llvmlite (pip install 'attention-suite[cpu]')
+# flash_cpu is compiled by llvmlite (pip install 'attnsuite[cpu]')
 BACKENDS = ["standard", "chunked", *(["flash_cpu"] if importlib.util.find_spec("llvmlite") else [])]
 LENGTH = 192  # several blocks of chunked, and more pairs than fit its small-problem path
 BASE = AttentionSpec(
@@ -130,5 +130,5 @@ def test_decode_step_reads_a_cache_where_it_lies(backend):
 
 def test_who_sees_what_is_found_in_blocks(monkeypatch):
     """Rows that the blocks of 7 do not divide."""
-    monkeypatch.setattr("backends.isolation._PAIRS", 7 * 2 * 4 * LENGTH)
+    monkeypatch.setattr("attnsuite.backends.isolation._PAIRS", 7 * 2 * 4 * LENGTH)
     test_key_that_is_not_finite_spoils_the_rows_that_see_it_and_no_other("standard", "window", np.nan)

@@ -7,18 +7,18 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import conformance
 import jax
 import jax.numpy as jnp
 import numpy as np
-import problems
 import pytest
-from problems import QUANTITIES, Problem
 
-from backends import AttentionSpec, Layout, Plan, Support, Takes, Target, Terms
-from backends.contract import NO_TERMS, may_attend
-from backends.features import Mode
-from backends.standard import STANDARD
+import conformance
+import problems
+from attnsuite.backends import AttentionSpec, Layout, Plan, Support, Takes, Target, Terms
+from attnsuite.backends.contract import NO_TERMS, may_attend
+from attnsuite.backends.features import Mode
+from attnsuite.backends.standard import STANDARD
+from problems import QUANTITIES, Problem
 
 Attend = Callable[..., Any]  # (query, key, value), and terms where there are some -> output, or (output, log-sum-exp)
 

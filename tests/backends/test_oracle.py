@@ -6,12 +6,12 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import problems
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backends import AttentionSpec, Layout, Terms, oracle
+import problems
+from attnsuite.backends import AttentionSpec, Layout, Terms, oracle
 
 SPEC = AttentionSpec(batch=2, query_length=5, key_value_length=7, num_heads=4, num_kv_heads=2, head_dim=3)
 EVERYTHING = dataclasses.replace(

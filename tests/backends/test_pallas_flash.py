@@ -4,11 +4,11 @@ import dataclasses
 from importlib import util
 
 import jax
-import problems
 import pytest
 
-from backends import AttentionSpec, Target, make_spec, oracle, pallas_flash, support
-from backends.pallas_flash import PALLAS_FLASH
+import problems
+from attnsuite.backends import AttentionSpec, Target, make_spec, oracle, pallas_flash, support
+from attnsuite.backends.pallas_flash import PALLAS_FLASH
 
 H100 = Target("cuda", "h100")
 pytestmark = pytest.mark.foreign_numerics  # JAX's kernel promotes dtypes and ranks by itself

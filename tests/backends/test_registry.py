@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from backends import AttentionSpec, Layout, Target, UnknownBackendError, support
-from backends.chunked import CHUNKED
-from backends.registry import BrokenBackend, Registry
-from backends.standard import STANDARD, Standard
+from attnsuite.backends import AttentionSpec, Layout, Target, UnknownBackendError, support
+from attnsuite.backends.chunked import CHUNKED
+from attnsuite.backends.registry import BrokenBackend, Registry
+from attnsuite.backends.standard import STANDARD, Standard
 
 SPEC = AttentionSpec(batch=1, query_length=4, key_value_length=4, num_heads=1, num_kv_heads=1, head_dim=8)
 OTHER = dataclasses.replace(Standard(), name="other")
@@ -65,7 +65,7 @@ def test_broken_backend_refuses_with_its_error_and_does_not_plan() -> None:
 
 GOOD = """
 import dataclasses
-from backends.standard import Standard
+from attnsuite.backends.standard import Standard
 
 BACKEND = dataclasses.replace(Standard(), name="thirdparty")
 
@@ -91,7 +91,7 @@ def my_kernel(query, key, value, mask):
     logits = logits if mask is None else jnp.where(mask, logits, -jnp.inf)
     return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(logits, axis=-1), value)
 """
-ENTRY_POINTS = """[attention_suite.backends]
+ENTRY_POINTS = """[attnsuite.backends]
 thirdparty = thirdparty_attention:BACKEND
 made = thirdparty_attention:make
 mine = my_package:Mine
@@ -118,7 +118,7 @@ BROKEN = {
 SEEN = """
 import json, sys
 import conformance, jax.numpy as jnp, problems
-from backends import AttentionSpec, Target, attention, get, names, support
+from attnsuite.backends import AttentionSpec, Target, attention, get, names, support
 
 seen = {"names": names()}
 spec = AttentionSpec(batch=1, query_length=4, key_value_length=4, num_heads=1, num_kv_heads=1, head_dim=8)
@@ -225,7 +225,9 @@ def test_a_class_is_not_registered_but_an_instance_of_it(thing: type) -> None:
 
 
 def test_built_in_backend_that_does_not_load_says_why_and_leaves_the_others() -> None:
-    registry = Registry({"standard": "backends.standard:STANDARD", "gone": "backends.no_such_module:GONE"})
+    registry = Registry(
+        {"standard": "attnsuite.backends.standard:STANDARD", "gone": "attnsuite.backends.no_such_module:GONE"}
+    )
     found = support(registry.get("gone"), SPEC, Target("cpu"))
     assert "gone does not load here (ModuleNotFoundError" in found.reasons[0]
     assert support(registry.get("standard"), SPEC, Target("cpu"))

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from backends import (
+from attnsuite.backends import (
     AttentionSpec,
     BackendFallbackWarning,
     BackendUnavailableError,
@@ -19,8 +19,8 @@ from backends import (
     resolve,
     support,
 )
-from backends.devices import KNOWN_KINDS
-from backends.resolve import PRIORITY
+from attnsuite.backends.devices import KNOWN_KINDS
+from attnsuite.backends.resolve import PRIORITY
 
 SPEC = AttentionSpec(batch=1, query_length=64, key_value_length=64, num_heads=2, num_kv_heads=1, head_dim=32)
 CPU = Target("cpu")

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from backends import (
+from attnsuite.backends import (
     AttentionSpec,
     Backend,
     Layout,
@@ -25,7 +25,7 @@ from backends import (
     registry,
     support,
 )
-from backends.sharding import divided
+from attnsuite.backends.sharding import divided
 
 # JAX takes the number of CPU devices once per process: the claims about two run in a process with two.
 TWO_DEVICES = """
@@ -33,8 +33,8 @@ import dataclasses, json, sys
 import jax, numpy as np
 from jax.sharding import Mesh
 import conformance, problems
-from backends import MeshAxes, Sharded, Target, registry
-from backends.sharding import divided
+from attnsuite.backends import MeshAxes, Sharded, Target, registry
+from attnsuite.backends.sharding import divided
 
 mesh = Mesh(np.array(jax.devices()), ("cores",))
 assert mesh.size == 2

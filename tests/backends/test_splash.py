@@ -6,13 +6,13 @@ import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
-import problems
 import pytest
-from conformance import Conformance, check_accuracy, compiled, layouts
 from jax.experimental.pallas.ops.tpu import splash_attention
 
-from backends import AttentionSpec, Layout, Target, Terms, oracle, support
-from backends.splash import DEFAULT_BLOCK, SPLASH
+import problems
+from attnsuite.backends import AttentionSpec, Layout, Target, Terms, oracle, support
+from attnsuite.backends.splash import DEFAULT_BLOCK, SPLASH
+from conformance import Conformance, check_accuracy, compiled, layouts
 
 pytestmark = pytest.mark.foreign_numerics  # JAX's kernel promotes dtypes and ranks by itself
 
@@ -170,7 +170,7 @@ def test_mask_is_sorted_once_for_all_layers_passes_and_traces(monkeypatch):
 
 @pytest.mark.parametrize("kind", DEFAULT_BLOCK)
 def test_lengths_are_padded_by_less_than_a_lane_per_block(kind):
-    from backends.splash import _grid  # noqa: PLC0415
+    from attnsuite.backends.splash import _grid  # noqa: PLC0415
 
     for length in (1, 128, 129, 1000, 1153, 5000):
         grid = _grid(spec_of(length + 1, length), Target("tpu", kind), {})

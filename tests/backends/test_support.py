@@ -11,9 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from declared import HOME, LOADING, PLAIN, Declared, home
 
-from backends import (
+from attnsuite.backends import (
     AttentionSpec,
     Backend,
     BackendFallbackWarning,
@@ -31,10 +30,11 @@ from backends import (
     resolve,
     support,
 )
-from backends.features import Mode
-from backends.kascade import KASCADE
-from backends.splash import SPLASH
-from backends.standard import STANDARD
+from attnsuite.backends.features import Mode
+from attnsuite.backends.kascade import KASCADE
+from attnsuite.backends.splash import SPLASH
+from attnsuite.backends.standard import STANDARD
+from declared import HOME, LOADING, PLAIN, Declared, home
 
 BOTH = tuple(name for name in LOADING if name != "kascade")  # causal and not
 CPU, H100, V5E = Target("cpu"), Target("cuda", "h100"), Target("tpu", "v5e")

@@ -5,9 +5,9 @@ from importlib import resources
 
 import pytest
 
-from backends import AttentionSpec, Layout, Target, registry, tuned
-from backends.chunked import default_sizes
-from backends.tuned import Entry
+from attnsuite.backends import AttentionSpec, Layout, Target, registry, tuned
+from attnsuite.backends.chunked import default_sizes
+from attnsuite.backends.tuned import Entry
 
 CHUNKED = registry.get("chunked")
 CPU = Target("cpu")
@@ -70,7 +70,7 @@ def test_wider_head_takes_nothing_from_a_narrow_one_but_on_a_cpu():
 
 
 def test_shipped_table_says_what_made_it_and_covers_what_it_should():
-    data = json.loads((resources.files("backends") / tuned.SHIPPED).read_text(encoding="utf-8"))
+    data = json.loads((resources.files("attnsuite.backends") / tuned.SHIPPED).read_text(encoding="utf-8"))
     assert data["command"].startswith("attnsuite tune --backends chunked")
     assert data["date"]
     assert data["environment"]["cpu"]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from models import ModelConfig, write_random
+from attnsuite.models import ModelConfig, write_random
 
 # Layers of Llama 3.2 1B, 116 MiB each in bfloat16, and a small vocabulary.
 SHAPE = ModelConfig.from_preset("llama-3.2-1b", vocab_size=512)

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from backends import BackendFallbackWarning, BackendUnavailableError, resolve
-from backends.kvax import probe
-from models import ModelConfig, Transformer
+from attnsuite.backends import BackendFallbackWarning, BackendUnavailableError, resolve
+from attnsuite.backends.kvax import probe
+from attnsuite.models import ModelConfig, Transformer
 
 LENGTH = 40
 SIZES = {

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from models import KVCache, ModelConfig, Transformer
+from attnsuite.models import KVCache, ModelConfig, Transformer
 
 LATENT = {"kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 14}
 TYPES = {

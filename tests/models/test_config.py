@@ -3,8 +3,8 @@ import dataclasses
 import jax
 import pytest
 
-from models import PRESETS, ModelConfig, RopeScaling
-from models.parameters import initialise, parameter_shapes
+from attnsuite.models import PRESETS, ModelConfig, RopeScaling
+from attnsuite.models.parameters import initialise, parameter_shapes
 
 LATENT = {
     "attention": ("latent", "global"),

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from safetensors.flax import load_file
 
-from models import ModelConfig, Transformer, convert, load, load_layer, open_checkpoint, save
-from models.shards import write_safetensors
-from suite.command_line import main
+from attnsuite.models import ModelConfig, Transformer, convert, load, load_layer, open_checkpoint, save
+from attnsuite.models.shards import write_safetensors
+from attnsuite.suite.command_line import main
 
 CONFIGS = {
     "tied": ModelConfig(num_kv_heads=1, num_layers=3),
@@ -98,7 +98,7 @@ def test_an_interrupted_conversion_is_no_checkpoint(checkpoint, tmp_path, monkey
     def fail(*arguments):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("models.weights.to_hf", fail)
+    monkeypatch.setattr("attnsuite.models.weights.to_hf", fail)
     with pytest.raises(ValueError, match="cannot be written to: No space left on device"):
         convert(checkpoint, tmp_path / "out")
     with pytest.raises(ValueError, match=r"config.json' cannot be read"):
@@ -168,9 +168,7 @@ def test_without_pytorch_metas_files_are_refused_with_a_sentence(tmp_path, monke
     (tmp_path / "params.json").write_text("{}")
     (tmp_path / "consolidated.00.pth").write_bytes(b"")
     monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(
-        ValueError, match=r"read by PyTorch, which is not installed; pip install 'attention-suite\[meta"
-    ):
+    with pytest.raises(ValueError, match=r"read by PyTorch, which is not installed; pip install 'attnsuite\[meta"):
         load(tmp_path)
 
 
@@ -184,7 +182,7 @@ def test_pytorch_is_not_even_imported_for_safetensors(checkpoint):
 
 GROWTH = """
 import sys, models
-from suite.memory import high_water, mark_baseline
+from attnsuite.suite.memory import high_water, mark_baseline
 call, output, *sources = sys.argv[1:]
 first = mark_baseline()
 for number, source in enumerate(sources):

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import ModelConfig, RopeScaling, Transformer
-from models.forward import documents, forward
-from models.planning import resolve_attention
-from models.rope import inverse_frequencies
+from attnsuite.models import ModelConfig, RopeScaling, Transformer
+from attnsuite.models.forward import documents, forward
+from attnsuite.models.planning import resolve_attention
+from attnsuite.models.rope import inverse_frequencies
 
 SIZES = {"vocab_size": 97, "hidden_size": 48, "intermediate_size": 80, "num_heads": 4, "head_dim": 12}
 LATENT = {"kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 14}

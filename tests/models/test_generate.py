@@ -3,8 +3,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import ModelConfig, Transformer, generate
-from models.generate import _step, sample
+from attnsuite.models import ModelConfig, Transformer, generate
+from attnsuite.models.generate import _step, sample
 
 MODEL = Transformer(ModelConfig.from_preset("debug"))
 PROMPTS = np.array([[5, 6, 7, 8], [9, 10, 0, 0]])

@@ -2,10 +2,10 @@ import json
 
 import pytest
 
-from models import PRESETS, CheckpointError, ModelConfig, RopeScaling
-from models.checkpoint import read_config
-from models.huggingface import from_hf, to_hf
-from models.huggingface_keys import HARMLESS, ONLY, Fields
+from attnsuite.models import PRESETS, CheckpointError, ModelConfig, RopeScaling
+from attnsuite.models.checkpoint import read_config
+from attnsuite.models.huggingface import from_hf, to_hf
+from attnsuite.models.huggingface_keys import HARMLESS, ONLY, Fields
 
 LLAMA = {
     "model_type": "llama",

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from backends import Layout, Plan, Registry, Target, registry
-from backends.kascade import (
+from attnsuite.backends import Layout, Plan, Registry, Target, registry
+from attnsuite.backends.kascade import (
     KASCADE,
     Calibration,
     Places,
@@ -21,9 +21,9 @@ from backends.kascade import (
     layer_similarity,
     manual,
 )
-from models import calibration, load_shipped, next_token_loss, open_checkpoint, retrieval, save
-from models.config import ModelConfig
-from models.transformer import Transformer
+from attnsuite.models import calibration, load_shipped, next_token_loss, open_checkpoint, retrieval, save
+from attnsuite.models.config import ModelConfig
+from attnsuite.models.transformer import Transformer
 
 LENGTH, TILE = 256, 16
 OPTIONS = {"top_k": 0.4, "min_keys": 0, "tile_size": TILE, "query_tile": TILE}
@@ -194,8 +194,8 @@ def test_calibration_agrees_with_the_definition():
 
 
 def _attention_matrices(model, tokens):
-    from models.forward import forward  # noqa: PLC0415
-    from models.planning import resolve_attention  # noqa: PLC0415
+    from attnsuite.models.forward import forward  # noqa: PLC0415
+    from attnsuite.models.planning import resolve_attention  # noqa: PLC0415
 
     seen = []
 

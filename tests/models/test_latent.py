@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import ModelConfig, Transformer
-from models.parameters import checkpoint_names
+from attnsuite.models import ModelConfig, Transformer
+from attnsuite.models.parameters import checkpoint_names
 
 if os.environ.get("ATTNSUITE_REQUIRE_TRANSFORMERS"):  # set by tox -e llama
     torch, transformers = (importlib.import_module(name) for name in ("torch", "transformers"))

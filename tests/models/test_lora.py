@@ -10,10 +10,10 @@ import optax
 import pytest
 from safetensors.flax import load_file, save_file
 
-from models import CheckpointError, ModelConfig, Transformer, lora
-from models.forward import forward
-from models.planning import resolve_attention
-from models.training import Batch, loss_and_gradient
+from attnsuite.models import CheckpointError, ModelConfig, Transformer, lora
+from attnsuite.models.forward import forward
+from attnsuite.models.planning import resolve_attention
+from attnsuite.models.training import Batch, loss_and_gradient
 
 CONFIG = ModelConfig(hidden_size=32, intermediate_size=48, num_layers=2, num_heads=2, num_kv_heads=1, max_length=32)
 ALL = lora.LoraConfig(rank=4, alpha=8.0, targets=lora.PROJECTIONS)

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import next_token_loss
+from attnsuite.models import next_token_loss
 
 RNG = np.random.default_rng(0)
 LOGITS = jnp.asarray(RNG.normal(size=(2, 6, 11)) * 3, jnp.float32)

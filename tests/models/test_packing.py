@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.packing import PADDING, pack
+from attnsuite.models.packing import PADDING, pack
 
 
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=12), st.integers(2, 16))

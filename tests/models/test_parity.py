@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from models import CheckpointError, ModelConfig, RopeScaling, Transformer, convert, generate, load
+from attnsuite.models import CheckpointError, ModelConfig, RopeScaling, Transformer, convert, generate, load
 
 if os.environ.get("ATTNSUITE_REQUIRE_TRANSFORMERS"):  # set by tox -e llama
     torch, transformers = (importlib.import_module(name) for name in ("torch", "transformers"))
@@ -313,7 +313,7 @@ def test_bfloat16_of_meta_is_kept_and_the_sizes_find_the_preset(tmp_path, monkey
         load(tmp_path)
     sizes = {"vocab_size": 132, "hidden_size": 48, "intermediate_size": 80, "num_layers": 2, "num_heads": 4}
     preset = sizes | {"num_kv_heads": 2, "rope_scaling": RopeScaling(factor=32.0)}
-    monkeypatch.setitem(importlib.import_module("models.config").PRESETS, "mine", preset)
+    monkeypatch.setitem(importlib.import_module("attnsuite.models.config").PRESETS, "mine", preset)
     model = load(tmp_path)
     assert (model.config.rope_scaling, model.config.param_dtype) == (RopeScaling(factor=32.0), "bfloat16")
     convert(tmp_path, tmp_path / "out", dtype="float16")
@@ -423,7 +423,7 @@ def test_a_sparse_tensor_of_meta_is_refused(tmp_path):
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
 def test_every_key_that_transformers_writes_or_reads_is_known_here(family):
     """What a new release of transformers reads and this package passes over fails here."""
-    keys = importlib.import_module("models.huggingface_keys")
+    keys = importlib.import_module("attnsuite.models.huggingface_keys")
     config = getattr(transformers, f"{family}Config")()
     known = {*keys.Fields.__struct_encode_fields__, *keys.ONLY, *keys.HARMLESS}
     written = config.to_dict()
@@ -436,7 +436,7 @@ def test_every_key_that_transformers_writes_or_reads_is_known_here(family):
     assert not read - {*keys.Fields.__struct_encode_fields__, *keys.ONLY} - {"pad_token_id", "_attn_implementation"}
     assert {"rms_norm_eps", "hidden_act", "rope_parameters"} <= read
     sizes = SIZES | ({"sliding_window": 7} if family == "Mistral" else {})
-    from_hf = importlib.import_module("models.huggingface").from_hf
+    from_hf = importlib.import_module("attnsuite.models.huggingface").from_hf
     small = type(config)(**sizes)
     diff = json.loads(small.to_json_string(use_diff=True))
     full = json.loads(json.dumps(small.to_dict(), default=str))
@@ -452,7 +452,7 @@ def test_a_torch_that_can_be_made_to_run_code_is_refused(tmp_path, monkeypatch):
 
 def test_the_configurations_here_are_what_transformers_reads():
     config = ModelConfig(qkv_bias=True, num_layers=3, attention=("global", "sliding", "sliding"), window_size=4)
-    written = importlib.import_module("models.huggingface").to_hf(config)
+    written = importlib.import_module("attnsuite.models.huggingface").to_hf(config)
     read = transformers.Qwen2Config.from_dict(written)
     assert read.layer_types == ["full_attention", "sliding_attention", "sliding_attention"]
     assert read.sliding_window == 4

@@ -4,11 +4,11 @@ import numpy as np
 import optax
 import pytest
 
-from models import PRESETS, Corpus, ModelConfig, Transformer, load, load_text
-from models.planning import resolve_attention
-from models.pretrain import Train, evaluate, main, train
-from models.text import random_windows
-from models.training import Batch, compiled_step, training_step
+from attnsuite.models import PRESETS, Corpus, ModelConfig, Transformer, load, load_text
+from attnsuite.models.planning import resolve_attention
+from attnsuite.models.pretrain import Train, evaluate, main, train
+from attnsuite.models.text import random_windows
+from attnsuite.models.training import Batch, compiled_step, training_step
 
 PROSE = load_text()
 

@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from models import Transformer, retrieval
-from models.rope import inverse_frequencies
+from attnsuite.models import Transformer, retrieval
+from attnsuite.models.rope import inverse_frequencies
 
 CALL = {"backend": "standard"}
 

@@ -4,8 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import RopeScaling
-from models.rope import angles, inverse_frequencies, rotate
+from attnsuite.models import RopeScaling
+from attnsuite.models.rope import angles, inverse_frequencies, rotate
 
 SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_length=64)
 

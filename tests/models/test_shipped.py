@@ -1,7 +1,7 @@
 from importlib import resources
 
-from models import generate, load_shipped, load_text
-from models.text import bigram_bits, bits_per_byte
+from attnsuite.models import generate, load_shipped, load_text
+from attnsuite.models.text import bigram_bits, bits_per_byte
 
 MODEL = load_shipped()
 PROSE = load_text()
@@ -22,7 +22,7 @@ def test_it_learned_from_more_than_the_last_few_bytes():
 
 
 def test_its_size_is_what_a_package_can_carry():
-    folder = resources.files("models") / "checkpoints" / "tiny-bytes"
+    folder = resources.files("attnsuite.models") / "checkpoints" / "tiny-bytes"
     assert len((folder / "model.safetensors").read_bytes()) < 10_000_000
     assert 1_000_000 < MODEL.config.num_parameters < 3_000_000
     assert "Bits per byte" in (folder / "README.md").read_text(encoding="utf-8")

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import ModelConfig, Transformer, load_shipped, open_checkpoint, save, streamed_nats
-from models.loss import token_nats
-from models.text import load_text, windows
+from attnsuite.models import ModelConfig, Transformer, load_shipped, open_checkpoint, save, streamed_nats
+from attnsuite.models.loss import token_nats
+from attnsuite.models.text import load_text, windows
 
 CONFIGS = {
     "llama": ModelConfig(num_kv_heads=1, num_layers=3),
@@ -78,7 +78,7 @@ def test_what_does_not_fit_is_refused(arguments, sentence, tmp_path):
 
 STREAM = """
 import sys, numpy as np, models
-from suite.memory import high_water, mark_baseline
+from attnsuite.suite.memory import high_water, mark_baseline
 tokens = np.random.default_rng(0).integers(0, 256, (1, 17))
 first = mark_baseline()
 for source in sys.argv[1:]:

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models import load_text
-from models.text import bigram_bits, random_windows, unigram_bits, windows
+from attnsuite.models import load_text
+from attnsuite.models.text import bigram_bits, random_windows, unigram_bits, windows
 
 PROSE = load_text()
 

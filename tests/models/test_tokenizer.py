@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from models import load_tokenizer
+from attnsuite.models import load_tokenizer
 
 TEXTS = (
     "The attention of the heads, then the heads' attention: 12345 tokens.",
@@ -39,7 +39,7 @@ def both(tmp_path):
     (tmp_path / "ranks").mkdir()
     (tmp_path / "json").mkdir()
     write_ranks(tmp_path / "ranks" / "tokenizer.model", found)
-    tokenizer = importlib.import_module("models.tokenizer")
+    tokenizer = importlib.import_module("attnsuite.models.tokenizer")
     special = {name: len(found) + i for i, name in enumerate(tokenizer.special_tokens())}
     converter = importlib.import_module("transformers.convert_slow_tokenizer").TikTokenConverter(
         vocab_file=str(tmp_path / "ranks" / "tokenizer.model"),
@@ -75,7 +75,7 @@ def test_merges_happen(both):
 
 
 def test_special_tokens_stand_where_llama_3_has_them():
-    special = importlib.import_module("models.tokenizer").special_tokens()
+    special = importlib.import_module("attnsuite.models.tokenizer").special_tokens()
     assert len(set(special)) == len(special) == 256
     places = {"<|begin_of_text|>": 0, "<|end_of_text|>": 1, "<|finetune_right_pad_id|>": 4, "<|start_header_id|>": 6}
     places |= {"<|end_header_id|>": 7, "<|eom_id|>": 8, "<|eot_id|>": 9, "<|python_tag|>": 10}
@@ -92,7 +92,7 @@ def test_a_directory_without_a_tokenizer_is_refused(tmp_path):
 def test_a_missing_library_is_named_with_the_line_that_installs_it(file, library, tmp_path, monkeypatch):
     (tmp_path / file).write_text("{}")
     monkeypatch.setitem(sys.modules, library, None)
-    sentence = rf"{file} is read by the library {library}, which is not installed; pip install 'attention-suite\[text"
+    sentence = rf"{file} is read by the library {library}, which is not installed; pip install 'attnsuite\[text"
     with pytest.raises(ValueError, match=sentence):
         load_tokenizer(tmp_path)
 

@@ -8,10 +8,10 @@ import numpy as np
 import optax
 import pytest
 
-from models import ModelConfig, Transformer
-from models.optimizer import make_optimizer
-from models.planning import resolve_attention
-from models.training import Batch, compiled_step, loss_and_gradient, training_step
+from attnsuite.models import ModelConfig, Transformer
+from attnsuite.models.optimizer import make_optimizer
+from attnsuite.models.planning import resolve_attention
+from attnsuite.models.training import Batch, compiled_step, loss_and_gradient, training_step
 
 CONFIG = ModelConfig(hidden_size=32, intermediate_size=48, num_layers=1, num_heads=2, num_kv_heads=1, max_length=32)
 LENGTH = 24

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-import backends
-from backends.standard import Standard
-from models import ModelConfig, Transformer
-from models.transformer import compiled_forward, compiled_forward_cached
+from attnsuite import backends
+from attnsuite.backends.standard import Standard
+from attnsuite.models import ModelConfig, Transformer
+from attnsuite.models.transformer import compiled_forward, compiled_forward_cached
 
 MODEL = Transformer(ModelConfig.from_preset("debug"))
 TOKENS = np.arange(24).reshape(2, 12)
@@ -70,7 +70,7 @@ class Refusing(Standard):
 def refusing(monkeypatch):
     registry = backends.Registry()
     registry.register(Refusing())
-    monkeypatch.setattr("backends.registry.DEFAULT", registry)
+    monkeypatch.setattr("attnsuite.backends.registry.DEFAULT", registry)
 
 
 @pytest.mark.usefixtures("refusing")
@@ -114,7 +114,7 @@ PLANNED, SEEN = [], []
 def test_each_type_is_planned_once_and_threads_its_own_carry(monkeypatch):
     registry = backends.Registry()
     registry.register(Counting())
-    monkeypatch.setattr("backends.registry.DEFAULT", registry)
+    monkeypatch.setattr("attnsuite.backends.registry.DEFAULT", registry)
     config = ModelConfig(num_layers=4, attention=("global", "full", "global", "full"))
     PLANNED.clear(), SEEN.clear()
     Transformer(config)(TOKENS, backend="counting")

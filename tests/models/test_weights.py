@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from safetensors.flax import load_file, save_file
 
-from models import (
+from attnsuite.models import (
     CheckpointError,
     ModelConfig,
     RopeScaling,

@@ -2,7 +2,7 @@ import dataclasses
 
 import pytest
 
-from suite.record import Record, TensorError
+from attnsuite.suite.record import Record, TensorError
 
 ENVIRONMENT = {
     "versions": {"python": "3.11.7", "jax": "0.10.1", "jaxlib": "0.10.1", "numpy": "2.4.6"},

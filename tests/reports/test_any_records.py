@@ -5,8 +5,8 @@ from typing import get_args
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import reports
-from suite.record import CaseKind, Status, TensorError
+from attnsuite import reports
+from attnsuite.suite.record import CaseKind, Status, TensorError
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
 NAMES = st.sampled_from(["standard", "chunked", "kvax", "a|b", "`", "", "auto"])

@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from reports.cells import group
-from reports.checkpoint import of_checkpoint
-from suite.cases import ModelCase, SelectionCase, TextCase, problem_of
+from attnsuite.reports.cells import group
+from attnsuite.reports.checkpoint import of_checkpoint
+from attnsuite.suite.cases import ModelCase, SelectionCase, TextCase, problem_of
 
 DENSE = tuple(1.4 + 0.01 * i for i in range(12))
 TEXT = TextCase(model="/somewhere/Llama", sequence=64)

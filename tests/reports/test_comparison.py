@@ -1,7 +1,7 @@
 import pytest
 
-import reports
-from suite.command_line import main
+from attnsuite import reports
+from attnsuite.suite.command_line import main
 
 
 def runs(write_run, first, second):

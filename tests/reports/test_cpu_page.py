@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-import reports
-from reports import goals, growth, peers, plot, tables
-from reports.cells import group
+from attnsuite import reports
+from attnsuite.reports import goals, growth, peers, plot, tables
+from attnsuite.reports.cells import group
 
 TIMES = tuple(0.1 + 0.001 * i for i in range(10))
 

@@ -6,13 +6,13 @@ import dataclasses
 
 import pytest
 
-from reports import kascade
-from reports.cells import group
-from reports.load import load
-from reports.page import build
-from reports.plot import draw, is_available
-from suite.cases import SelectionCase, StackCase, problem_of
-from suite.kascade.methods import CONTROLS, methods_of
+from attnsuite.reports import kascade
+from attnsuite.reports.cells import group
+from attnsuite.reports.load import load
+from attnsuite.reports.page import build
+from attnsuite.reports.plot import draw, is_available
+from attnsuite.suite.cases import SelectionCase, StackCase, problem_of
+from attnsuite.suite.kascade.methods import CONTROLS, methods_of
 
 GATE = SelectionCase(kind="kascade_gate", sequence=1024, tile_size=32, top_k=0.25)
 STACK = StackCase(kind="kascade_prefill", sequence=8192, heads=8, kv_heads=2)

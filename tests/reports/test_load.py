@@ -1,6 +1,6 @@
 import pytest
 
-import reports
+from attnsuite import reports
 
 
 @pytest.mark.parametrize("name", ["empty", "missing"])

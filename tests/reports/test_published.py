@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-import reports
-from reports import loss_curves, plot
-from suite.loss_curves import CURVES, MANIFEST, read_training
+from attnsuite import reports
+from attnsuite.reports import loss_curves, plot
+from attnsuite.suite.loss_curves import CURVES, MANIFEST, read_training
 
 PUBLISHED = Path(__file__).parents[2] / "reports" / "published"
 TRAINING = PUBLISHED / "training-cpu-intel-xeon"

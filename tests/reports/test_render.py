@@ -7,10 +7,10 @@ from html.parser import HTMLParser
 
 import pytest
 
-import reports
-from suite.command_line import main
-from suite.record import TensorError
-from suite.store import CompileManifest, RunManifest
+from attnsuite import reports
+from attnsuite.suite.command_line import main
+from attnsuite.suite.record import TensorError
+from attnsuite.suite.store import CompileManifest, RunManifest
 
 SECRET = 0.0123457  # seconds; shows up as 12.3 wherever a speed leaks
 KVAX_REASON = "kvax: needs a CUDA device; this target is cpu."

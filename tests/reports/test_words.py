@@ -1,8 +1,8 @@
 import pytest
 
-from reports import cases, formatting
-from suite import statistics
-from suite.statistics import Interval
+from attnsuite.reports import cases, formatting
+from attnsuite.suite import statistics
+from attnsuite.suite.statistics import Interval
 
 
 def test_case_reads_as_one_line(record):

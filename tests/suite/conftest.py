@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from suite.record import Record
+from attnsuite.suite.record import Record
 
 FAULTY = """
 import dataclasses, os, signal, time
-from backends.contract import Plan, Support
-from backends.standard import STANDARD
+from attnsuite.backends.contract import Plan, Support
+from attnsuite.backends.standard import STANDARD
 
 @dataclasses.dataclass(frozen=True)
 class Faulty:
@@ -103,7 +103,7 @@ def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
     references = {name: f"faulty_backends:{name}" for name in FAULTY_NAMES}
     references |= {name: reference for name, (reference, _) in UNASKABLE.items()}
     entries = "".join(f"{name} = {reference}\n" for name, reference in references.items())
-    (info / "entry_points.txt").write_text(f"[attention_suite.backends]\n{entries}")
+    (info / "entry_points.txt").write_text(f"[attnsuite.backends]\n{entries}")
     return folder
 
 
@@ -183,7 +183,7 @@ def _start(*arguments: object, path: Path | None = None) -> subprocess.Popen[str
     """``attnsuite`` as it is installed, as a process of its own, with ``path`` to import from."""
     entries = [*([str(path)] if path else []), *filter(None, [os.environ.get("PYTHONPATH")])]
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", "suite", *map(str, arguments)],
+        [sys.executable, "-P", "-m", "attnsuite.suite", *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -11,16 +11,16 @@ from collections import defaultdict
 import jax
 import pytest
 
-from backends import Target, names, registry
-from backends.kascade import manual
-from models import load_shipped, save
-from suite import checkpoint, model_cell, op_cell
-from suite.cases import ModelCase, OpCase, SelectionCase, StackCase
-from suite.kascade import controls, dense, quality, stack
-from suite.kascade.methods import METHODS
-from suite.kascade.words import KascadeWords, applied
-from suite.probe import probe
-from suite.suites import CPU_SPEED, FULL, KASCADE, QUICK
+from attnsuite.backends import Target, names, registry
+from attnsuite.backends.kascade import manual
+from attnsuite.models import load_shipped, save
+from attnsuite.suite import checkpoint, model_cell, op_cell
+from attnsuite.suite.cases import ModelCase, OpCase, SelectionCase, StackCase
+from attnsuite.suite.kascade import controls, dense, quality, stack
+from attnsuite.suite.kascade.methods import METHODS
+from attnsuite.suite.kascade.words import KascadeWords, applied
+from attnsuite.suite.probe import probe
+from attnsuite.suite.suites import CPU_SPEED, FULL, KASCADE, QUICK
 
 TARGETS = ("v5e", "h100")
 KERNEL = "kascade_attend"  # the name of the Pallas kernels in a jaxpr

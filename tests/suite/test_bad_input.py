@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from suite.command_line import main
-from suite.errors import InputError
-from suite.suites import FULL, QUICK, find_suite
+from attnsuite.suite.command_line import main
+from attnsuite.suite.errors import InputError
+from attnsuite.suite.suites import FULL, QUICK, find_suite
 
 TINY = '[[case]]\nkind = "op_forward"\nsequence = 64\nname = "first"\n'
 

@@ -13,12 +13,12 @@ import jax
 import pytest
 from hypothesis import strategies as st
 
-import reports
-from backends import Target, registry, support
-from backends.contract import KernelBuild, Support
-from backends.devices import KNOWN_KINDS
-from suite import compile_cell, compile_run, topologies
-from suite.abstract_programs import (
+from attnsuite import reports
+from attnsuite.backends import Target, registry, support
+from attnsuite.backends.contract import KernelBuild, Support
+from attnsuite.backends.devices import KNOWN_KINDS
+from attnsuite.suite import compile_cell, compile_run, topologies
+from attnsuite.suite.abstract_programs import (
     AbstractProgram,
     attention_specs,
     model_program,
@@ -26,13 +26,13 @@ from suite.abstract_programs import (
     resolutions,
     role_program,
 )
-from suite.cases import ModelCase, OpCase, make_case, spec_of
-from suite.command_line import main
-from suite.compile_run import SEARCH_LENGTHS, SEARCH_STEPS, CompileRequest, longest
-from suite.errors import CellFailure
-from suite.op_cell import op_program as measured_program
-from suite.runner import Limits
-from suite.store import RECORDS, parse_records
+from attnsuite.suite.cases import ModelCase, OpCase, make_case, spec_of
+from attnsuite.suite.command_line import main
+from attnsuite.suite.compile_run import SEARCH_LENGTHS, SEARCH_STEPS, CompileRequest, longest
+from attnsuite.suite.errors import CellFailure
+from attnsuite.suite.op_cell import op_program as measured_program
+from attnsuite.suite.runner import Limits
+from attnsuite.suite.store import RECORDS, parse_records
 
 PUBLISHED = Path(__file__).parents[2] / "reports" / "published" / "compiled"
 KASCADE, LONGEST, SLICE = (PUBLISHED.with_name(f"compiled-{name}") for name in ("kascade", "v5e", "v5e-4x4"))
@@ -204,7 +204,7 @@ def test_missing_compiler_names_the_line_that_installs_it(monkeypatch, target, e
     monkeypatch.setattr(util, "find_spec", lambda _: None)
     found = compile_cell.compile_cell(OP, "standard", target)
     assert found["status"] == "unsupported"
-    assert f"pip install 'attention-suite[{extra}]'" in found["reasons"][0]
+    assert f"pip install 'attnsuite[{extra}]'" in found["reasons"][0]
 
 
 def test_what_a_backend_refuses_is_refused_for_the_target_before_it_is_compiled(monkeypatch):

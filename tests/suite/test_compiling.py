@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from suite.cases import make_case
-from suite.store import RECORDS, parse_records
+from attnsuite.suite.cases import make_case
+from attnsuite.suite.store import RECORDS, parse_records
 
 REQUIRED = "ATTNSUITE_COMPILERS_REQUIRED"
 MISSING = [name for name in ("libtpu", "jax_cuda12_plugin") if util.find_spec(name) is None]
@@ -65,7 +65,7 @@ import dataclasses
 import jax, jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu, triton as plgpu
-from backends.contract import Plan, Support
+from attnsuite.backends.contract import Plan, Support
 
 def copy(x_ref, y_ref, *scratch):
     y_ref[...] = x_ref[...] + 1
@@ -117,7 +117,7 @@ def illegal(tmp_path_factory):
     (folder / "illegal_kernels.py").write_text(ILLEGAL)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: illegal-kernels\nVersion: 1.0\n")
     entries = "".join(f"{name} = illegal_kernels:{name}\n" for name in ILLEGAL_NAMES)
-    (info / "entry_points.txt").write_text(f"[attention_suite.backends]\n{entries}")
+    (info / "entry_points.txt").write_text(f"[attnsuite.backends]\n{entries}")
     return folder
 
 

@@ -9,11 +9,11 @@ import jax
 import numpy as np
 import pytest
 
-from models import ModelConfig
-from suite import model_cell, peers
-from suite.cases import ModelCase
-from suite.errors import InputError
-from suite.store import parse_records
+from attnsuite.models import ModelConfig
+from attnsuite.suite import model_cell, peers
+from attnsuite.suite.cases import ModelCase
+from attnsuite.suite.errors import InputError
+from attnsuite.suite.store import parse_records
 
 PREFILL = ModelCase(kind="model_prefill", model="debug", sequence=40, batch=3, ragged=True)
 DECODE = ModelCase(kind="model_decode", model="debug", sequence=40, batch=3, new_tokens=4, ragged=True)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from suite.doctor import describe
+from attnsuite.suite.doctor import describe
 
 
 @pytest.fixture(scope="module")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from backends import Target, resolve
-from suite.cases import OpCase, spec_of
-from suite.probe import INTERPRETED_LENGTH
-from suite.store import RECORDS, parse_records
+from attnsuite.backends import Target, resolve
+from attnsuite.suite.cases import OpCase, spec_of
+from attnsuite.suite.probe import INTERPRETED_LENGTH
+from attnsuite.suite.store import RECORDS, parse_records
 
 SUITE = """
 [[case]]

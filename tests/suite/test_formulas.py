@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backends.contract import may_attend
-from suite.cases import OpCase, make_case, problem_of, spec_of
-from suite.errors import InputError
-from suite.formulas import document_ids, op_bytes, op_flops, visible_pairs
-from suite.inputs import make_inputs
+from attnsuite.backends.contract import may_attend
+from attnsuite.suite.cases import OpCase, make_case, problem_of, spec_of
+from attnsuite.suite.errors import InputError
+from attnsuite.suite.formulas import document_ids, op_bytes, op_flops, visible_pairs
+from attnsuite.suite.inputs import make_inputs
 
 CASES = [
     OpCase(kind="op_forward", sequence=37),

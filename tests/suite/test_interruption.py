@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from suite.store import RECORDS, parse_records
+from attnsuite.suite.store import RECORDS, parse_records
 
 
 def lines(out):

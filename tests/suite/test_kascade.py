@@ -9,17 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from backends import AttentionSpec, Layout, Target, registry
-from backends.contract import may_attend
-from backends.kascade import Tiling, kept_fraction, manual
-from models.planning import attention_spec
-from suite.cases import SelectionCase, StackCase, settings_of
-from suite.errors import InputError
-from suite.kascade import dense, quality, stack
-from suite.kascade.controls import Watched, quest_bound
-from suite.kascade.methods import CONTROLS, METHODS, methods_of, refusals
-from suite.kascade.words import KascadeWords, applied
-from suite.suites import QUICK, SUITES
+from attnsuite.backends import AttentionSpec, Layout, Target, registry
+from attnsuite.backends.contract import may_attend
+from attnsuite.backends.kascade import Tiling, kept_fraction, manual
+from attnsuite.models.planning import attention_spec
+from attnsuite.suite.cases import SelectionCase, StackCase, settings_of
+from attnsuite.suite.errors import InputError
+from attnsuite.suite.kascade import dense, quality, stack
+from attnsuite.suite.kascade.controls import Watched, quest_bound
+from attnsuite.suite.kascade.methods import CONTROLS, METHODS, methods_of, refusals
+from attnsuite.suite.kascade.words import KascadeWords, applied
+from attnsuite.suite.suites import QUICK, SUITES
 
 GATE = SelectionCase(kind="kascade_gate", sequence=256, sequences=8, tile_size=16, top_k=0.25)
 STACK = StackCase(kind="kascade_prefill", sequence=256, layers=3, anchors=2, heads=4, kv_heads=2, head_dim=16,

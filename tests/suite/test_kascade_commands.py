@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from backends.kascade import load_calibration
-from suite.command_line import main
+from attnsuite.backends.kascade import load_calibration
+from attnsuite.suite.command_line import main
 
 SMALL = """
 name = "kascade"

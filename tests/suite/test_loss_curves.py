@@ -8,14 +8,14 @@ import json
 import numpy as np
 import pytest
 
-from models import ModelConfig, Transformer, load_text
-from reports import ReportError
-from reports.loss_curves import page, render_curves, verdicts
-from reports.plot import is_available
-from suite import curves_run
-from suite.command_line import main
-from suite.curves_run import curves_of, reordered
-from suite.loss_curves import Curve, Setting, Training, judge, parse_curves
+from attnsuite.models import ModelConfig, Transformer, load_text
+from attnsuite.reports import ReportError
+from attnsuite.reports.loss_curves import page, render_curves, verdicts
+from attnsuite.reports.plot import is_available
+from attnsuite.suite import curves_run
+from attnsuite.suite.command_line import main
+from attnsuite.suite.curves_run import curves_of, reordered
+from attnsuite.suite.loss_curves import Curve, Setting, Training, judge, parse_curves
 
 CONFIG = ModelConfig(hidden_size=32, intermediate_size=48, num_layers=1, num_heads=2, num_kv_heads=1, max_length=256)
 SETTING = Setting("interpreted", steps=4, batch=1, length=256)

@@ -9,16 +9,16 @@ import jax
 import numpy as np
 import pytest
 
-from backends import Target
-from models import load_shipped
-from models.weights import shipped
-from suite import checkpoint, compile_cache
-from suite.cases import ModelCase
-from suite.command_line import main
-from suite.compile_request import ModelWords, compile_request
-from suite.errors import InputError
-from suite.named_model import checkpoint_of, config_of, model_of
-from suite.runner import Limits
+from attnsuite.backends import Target
+from attnsuite.models import load_shipped
+from attnsuite.models.weights import shipped
+from attnsuite.suite import checkpoint, compile_cache
+from attnsuite.suite.cases import ModelCase
+from attnsuite.suite.command_line import main
+from attnsuite.suite.compile_request import ModelWords, compile_request
+from attnsuite.suite.errors import InputError
+from attnsuite.suite.named_model import checkpoint_of, config_of, model_of
+from attnsuite.suite.runner import Limits
 
 TRAINED = ("run", "perplexity", "calibrate")
 VERBS = (*TRAINED, "train", "compile")

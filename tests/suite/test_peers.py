@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from suite import accuracy, peers
-from suite.cases import ModelCase, OpCase
-from suite.peers import PEERS, mkl
-from suite.probe import probe
+from attnsuite.suite import accuracy, peers
+from attnsuite.suite.cases import ModelCase, OpCase
+from attnsuite.suite.peers import PEERS, mkl
+from attnsuite.suite.probe import probe
 
 # What is compared here is compared on every machine; PyTorch and tokamax where they are installed (extra "peers").
 CASES = [
@@ -47,7 +47,7 @@ def test_jax_nn_is_never_refused_for_a_package():
 def test_missing_package_is_named_with_the_line_that_installs_it(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     (reason, *_) = peers.refusals("transformers", ModelCase(kind="model_prefill"))
-    assert reason == "transformers: torch and transformers not installed; pip install 'attention-suite[peers]'."
+    assert reason == "transformers: torch and transformers not installed; pip install 'attnsuite[peers]'."
 
 
 def test_option_outside_of_the_comparison_is_named_with_its_value():
@@ -69,7 +69,7 @@ def test_unthrottled_row_is_refused_where_there_is_no_brake(monkeypatch):
 
 @pytest.mark.filterwarnings("ignore::backends.BackendFallbackWarning")
 def test_plans_hold_a_cell_per_peer_of_the_kind_and_one_for_all_cores(monkeypatch):
-    monkeypatch.setattr("suite.probe.usable_cores", lambda: 4)
+    monkeypatch.setattr("attnsuite.suite.probe.usable_cores", lambda: 4)
     found = probe([CASES[0]], ["standard", "chunked", "cudnn", "jax_nn", "transformers"], None, all_cores=True)
     cells = [(plan["requested"], plan["devices"], plan["mode"]) for plan in found["plans"]]
     assert cells == [
@@ -82,6 +82,6 @@ def test_plans_hold_a_cell_per_peer_of_the_kind_and_one_for_all_cores(monkeypatc
 
 
 def test_what_cannot_be_divided_has_no_cell_for_all_cores(monkeypatch):
-    monkeypatch.setattr("suite.probe.usable_cores", lambda: 3)
+    monkeypatch.setattr("attnsuite.suite.probe.usable_cores", lambda: 3)
     found = probe([CASES[0]], ["chunked"], None, all_cores=True)
     assert [plan["devices"] for plan in found["plans"]] == [1]

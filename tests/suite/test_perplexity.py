@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from backends.resolve import PRIORITY
-from models import ModelConfig, Transformer, load_shipped, save
-from models.weights import load, shipped
-from suite import model_cell, quality, streamed
-from suite.cases import ModelCase, RetrievalCase, TextCase
-from suite.command_line import main
-from suite.errors import InputError
-from suite.store import parse_records
+from attnsuite.backends.resolve import PRIORITY
+from attnsuite.models import ModelConfig, Transformer, load_shipped, save
+from attnsuite.models.weights import load, shipped
+from attnsuite.suite import model_cell, quality, streamed
+from attnsuite.suite.cases import ModelCase, RetrievalCase, TextCase
+from attnsuite.suite.command_line import main
+from attnsuite.suite.errors import InputError
+from attnsuite.suite.store import parse_records
 
 LENGTH = 128  # tokens of a sequence, of which the last is only predicted
 SIZES = ["--seq-len", str(LENGTH), "--sequences", "2"]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from suite.record import Record, RecordError, TensorError
+from attnsuite.suite.record import Record, RecordError, TensorError
 
 numbers = st.floats(-1e100, 1e100)
 

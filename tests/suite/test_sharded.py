@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from suite import sharded
-from suite.errors import InputError
-from suite.sharded import DEVICES, ROWS, ROWS_OF_PROCESSES, Row
+from attnsuite.suite import sharded
+from attnsuite.suite.errors import InputError
+from attnsuite.suite.sharded import DEVICES, ROWS, ROWS_OF_PROCESSES, Row
 
 PUBLISHED = Path(__file__).parents[2] / "reports" / "published" / "sharded"
 ALL, LONG = {"data": 2, "heads": 2, "context": 2}, {"heads": 2, "context": 4}
@@ -80,9 +80,9 @@ def test_two_processes_give_what_one_device_gives():
 BROKEN = """
 import dataclasses, json, sys
 import jax, jax.numpy as jnp
-from backends import ring, sharding
-from suite import sharded, sharded_worker
-from suite.sharded import Row
+from attnsuite.backends import ring, sharding
+from attnsuite.suite import sharded, sharded_worker
+from attnsuite.suite.sharded import Row
 
 ALL = {"data": 2, "heads": 2, "context": 2}
 LONG = {"heads": 2, "context": 4}
@@ -120,8 +120,8 @@ found = {
 
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-import backends, models
-from models.sharding import shard_parameters
+from attnsuite import backends, models
+from attnsuite.models.sharding import shard_parameters
 
 model = models.Transformer(models.ModelConfig.from_preset("tiny"))
 tokens = jnp.asarray(np.random.default_rng(0).integers(0, 256, (2, 64)), jnp.int32)

@@ -5,9 +5,9 @@ import dataclasses
 import jax
 import pytest
 
-from backends import Target
-from suite import compile_cell, slices, topologies
-from suite.cases import ModelCase, OpCase
+from attnsuite.backends import Target
+from attnsuite.suite import compile_cell, slices, topologies
+from attnsuite.suite.cases import ModelCase, OpCase
 
 MODEL = ModelCase(kind="model_prefill", model="debug", sequence=64, dtype="bfloat16", new_tokens=1)
 ONE_CHIP = Target.named("v5e:1x1")

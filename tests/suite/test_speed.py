@@ -3,12 +3,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from suite.cases import OpCase
-from suite.formulas import visible_pairs
-from suite.probe import CellPlan
-from suite.runner import measured
-from suite.speed import Sampling, calls_per_sample
-from suite.statistics import FEWEST, mean, median, paired_difference, paired_ratio, unpaired_ratio
+from attnsuite.suite.cases import OpCase
+from attnsuite.suite.formulas import visible_pairs
+from attnsuite.suite.probe import CellPlan
+from attnsuite.suite.runner import measured
+from attnsuite.suite.speed import Sampling, calls_per_sample
+from attnsuite.suite.statistics import FEWEST, mean, median, paired_difference, paired_ratio, unpaired_ratio
 
 
 def test_interval_holds_the_median_and_repeats_itself():

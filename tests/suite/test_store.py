@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from suite.errors import InputError
-from suite.store import RECORDS, RunStore, parse_records
+from attnsuite.suite.errors import InputError
+from attnsuite.suite.store import RECORDS, RunStore, parse_records
 
 
 @pytest.fixture

@@ -6,9 +6,9 @@ from typing import get_args
 
 import pytest
 
-from backends.registry import BUILT_IN
-from models.config import AttentionType
-from suite.support import ALL_TYPES, PROBLEMS, refusals_table, support_table, types_table
+from attnsuite.backends.registry import BUILT_IN
+from attnsuite.models.config import AttentionType
+from attnsuite.suite.support import ALL_TYPES, PROBLEMS, refusals_table, support_table, types_table
 
 DOCS = Path(__file__).parents[2] / "docs" / "backends.md"
 TYPES = Path(__file__).parents[2] / "docs" / "attention-types.md"

@@ -7,11 +7,11 @@ import json
 import numpy as np
 import pytest
 
-from models import PRESETS, load, load_shipped, lora
-from models.resume import missing
-from suite.command_line import main
-from suite.errors import InputError
-from suite.train import LOSSES, TrainRequest, execute, open_problem
+from attnsuite.models import PRESETS, load, load_shipped, lora
+from attnsuite.models.resume import missing
+from attnsuite.suite.command_line import main
+from attnsuite.suite.errors import InputError
+from attnsuite.suite.train import LOSSES, TrainRequest, execute, open_problem
 
 SIZES = {"num_layers": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "max_length": 64}
 WORDS = {"model": "nano", "steps": 4, "batch": 2, "length": 32, "save_every": 2, "learning_rate": 0.01}
@@ -138,6 +138,6 @@ def test_a_directory_that_is_in_use_or_holds_no_run_is_refused(capsys, tmp_path)
 
 
 def test_without_orbax_the_sentence_says_what_to_install(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr("suite.train.missing", lambda: "saving needs orbax-checkpoint; pip install it")
+    monkeypatch.setattr("attnsuite.suite.train.missing", lambda: "saving needs orbax-checkpoint; pip install it")
     said = refused(capsys, "train", "--model", "nano", "--out", tmp_path / "out")
     assert "pip install it, or train without saving (--save-every 0)" in said

@@ -7,13 +7,13 @@ import json
 
 import pytest
 
-from backends import Layout, Support, Target, registry, tuned
-from backends.contract import KernelBuild
-from suite import accuracy, tuning
-from suite.cases import OpCase, spec_of
-from suite.command_line import main
-from suite.errors import InputError
-from suite.runner import Limits
+from attnsuite.backends import Layout, Support, Target, registry, tuned
+from attnsuite.backends.contract import KernelBuild
+from attnsuite.suite import accuracy, tuning
+from attnsuite.suite.cases import OpCase, spec_of
+from attnsuite.suite.command_line import main
+from attnsuite.suite.errors import InputError
+from attnsuite.suite.runner import Limits
 
 CASE = OpCase(kind="op_forward", sequence=192, heads=2, kv_heads=2)
 CHUNKED = registry.get("chunked")

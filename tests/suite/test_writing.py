@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from suite import command_line, compile_run, files, sharded, tuning
-from suite.command_line import main
-from suite.compile_cell import NO_COMPILER
-from suite.errors import InputError
-from suite.store import RunStore
+from attnsuite.suite import command_line, compile_run, files, sharded, tuning
+from attnsuite.suite.command_line import main
+from attnsuite.suite.compile_cell import NO_COMPILER
+from attnsuite.suite.errors import InputError
+from attnsuite.suite.store import RunStore
 
 
 def refused(capsys, *arguments):
@@ -113,7 +113,19 @@ def test_long_work_finds_out_at_the_start_that_it_cannot_write(tmp_path, capsys,
 def compare(run, shell="", **streams):
     """``attnsuite compare`` of a run with itself, as a process, redirected by the ``shell``."""
     done = subprocess.run(
-        ["/bin/sh", "-c", f'"$@" {shell}', "sh", sys.executable, "-P", "-m", "suite", "compare", str(run), str(run)],
+        [
+            "/bin/sh",
+            "-c",
+            f'"$@" {shell}',
+            "sh",
+            sys.executable,
+            "-P",
+            "-m",
+            "attnsuite.suite",
+            "compare",
+            str(run),
+            str(run),
+        ],
         stderr=subprocess.PIPE,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "JAX_PLATFORMS": "cpu"},
         text=True,

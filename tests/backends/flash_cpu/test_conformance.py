@@ -1,14 +1,15 @@
 """The flash_cpu backend passes the whole conformance suite; it refuses mask and bias arrays and nothing else."""
 
 import pytest
+
 from conformance import Conformance
 from problems import CASES
 
-pytest.importorskip("llvmlite", reason="the kernels are compiled by llvmlite (pip install 'attention-suite[cpu]')")
+pytest.importorskip("llvmlite", reason="the kernels are compiled by llvmlite (pip install 'attnsuite[cpu]')")
 
-from backends import AttentionSpec, Target, plan, registry, support
-from backends.flash_cpu.compiler import Processor
-from backends.flash_cpu.isa import KNOWN
+from attnsuite.backends import AttentionSpec, Target, plan, registry, support
+from attnsuite.backends.flash_cpu.compiler import Processor
+from attnsuite.backends.flash_cpu.isa import KNOWN
 
 REFUSED = frozenset({"mask-*", "bias-*", "log-sum-exp-and-bias"})
 ISAS = {isa.name for isa in Processor.here().isas()}

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-pytest.importorskip("llvmlite", reason="the kernels are compiled by llvmlite (pip install 'attention-suite[cpu]')")
+pytest.importorskip("llvmlite", reason="the kernels are compiled by llvmlite (pip install 'attnsuite[cpu]')")
 
-from backends import AttentionSpec, Layout, Target, plan, registry
+from attnsuite.backends import AttentionSpec, Layout, Target, plan, registry
 
 SPEC = AttentionSpec(
     batch=2, query_length=1, key_value_length=4096, num_heads=8, num_kv_heads=4, head_dim=64, needs_grad=False,

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-pytest.importorskip("llvmlite", reason="the kernels are compiled by llvmlite (pip install 'attention-suite[cpu]')")
+pytest.importorskip("llvmlite", reason="the kernels are compiled by llvmlite (pip install 'attnsuite[cpu]')")
 
-from backends import AttentionSpec, Layout, Target, make_spec, plan, registry, resolve, support
-from backends.flash_cpu import cache, calls, compiler, probe, targets
-from backends.flash_cpu.visibility import visibility
+from attnsuite.backends import AttentionSpec, Layout, Target, make_spec, plan, registry, resolve, support
+from attnsuite.backends.flash_cpu import cache, calls, compiler, probe, targets
+from attnsuite.backends.flash_cpu.visibility import visibility
 
 ISA = compiler.Processor.here().isa()
 SPEC = AttentionSpec(
@@ -43,7 +43,7 @@ def _run(script, **environment):
 PRELUDE = """
 import hashlib, sys
 import jax, jax.numpy as jnp, numpy as np
-import backends
+from attnsuite import backends
 def digest(x):
     return hashlib.sha256(np.asarray(x).tobytes()).hexdigest()
 rng = np.random.default_rng(0)
@@ -60,13 +60,13 @@ sys.modules["llvmlite"] = None
 import importlib.util
 found = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *rest: None if name == "llvmlite" else found(name, *rest)
-import backends
+from attnsuite import backends
 spec = backends.AttentionSpec(batch=1, query_length=64, key_value_length=64, num_heads=1, num_kv_heads=1, head_dim=16)
 resolution = backends.resolve("auto", spec)
 print(resolution.backend.name, *resolution.reasons)
 """)
     assert done.stdout.startswith("chunked flash_cpu: "), done.stderr
-    assert "attention-suite[cpu]" in done.stdout
+    assert "attnsuite[cpu]" in done.stdout
 
 
 def test_another_major_version_of_the_ffi_is_refused_with_a_sentence(monkeypatch):
@@ -109,13 +109,13 @@ def test_self_test_that_fails_is_a_reason(monkeypatch, tmp_path):
 
 def test_self_test_fails_where_a_kernel_is_wrong():
     done = _run("""
-from backends.flash_cpu import softmax
+from attnsuite.backends.flash_cpu import softmax
 softmax._LAZY = -1e30
-from backends.flash_cpu import cache, elements
+from attnsuite.backends.flash_cpu import cache, elements
 cache.read = lambda key: None
 cache.write = lambda key, content: None
 elements._EXP2 = (*elements._EXP2[:-1], 1.001)
-from backends.flash_cpu import self_test
+from attnsuite.backends.flash_cpu import self_test
 self_test.main()
 """)
     assert done.returncode != 0
@@ -299,7 +299,7 @@ def test_several_devices_and_shard_map_agree_with_one():
         PRELUDE
         + """
 from jax.sharding import Mesh
-from backends import Layout, Target, get, make_spec, plan, plan_sharded
+from attnsuite.backends import Layout, Target, get, make_spec, plan, plan_sharded
 spec = make_spec(q, k, v, is_causal=True)
 expected = plan(get("standard"), spec, target=Target.here()).run(q, k, v)[0]
 mesh = Mesh(np.array(jax.devices()), ("cores",))

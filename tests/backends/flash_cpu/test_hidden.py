@@ -9,13 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-pytest.importorskip("llvmlite", reason="the kernels are compiled by llvmlite (pip install 'attention-suite[cpu]')")
+pytest.importorskip("llvmlite", reason="the kernels are compiled by llvmlite (pip install 'attnsuite[cpu]')")
 
+from attnsuite.backends import AttentionSpec, Layout, Target, plan, registry
+from attnsuite.backends.flash_cpu import backward, calls, packing
+from attnsuite.backends.flash_cpu.visibility import visibility
 from emitted import ISAS, set_apart
-
-from backends import AttentionSpec, Layout, Target, plan, registry
-from backends.flash_cpu import backward, calls, packing
-from backends.flash_cpu.visibility import visibility
 
 # Two sequences: 90 of 130 keys exist; padding at both ends, in the middle of a block, and 8 queries that see nothing.
 T, S = 60, 130

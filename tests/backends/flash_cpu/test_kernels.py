@@ -8,17 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-pytest.importorskip("llvmlite", reason="the kernels are compiled by llvmlite (pip install 'attention-suite[cpu]')")
+pytest.importorskip("llvmlite", reason="the kernels are compiled by llvmlite (pip install 'attnsuite[cpu]')")
 
+from attnsuite.backends import AttentionSpec, Layout, blocks
+from attnsuite.backends.flash_cpu import elements, masking, products, rows, slopes, softmax, targets
+from attnsuite.backends.flash_cpu.compiler import Processor, assembly
+from attnsuite.backends.flash_cpu.emit import Function, f32, i64, ptr, vector
+from attnsuite.backends.flash_cpu.forward import Kernel
+from attnsuite.backends.flash_cpu.isa import AVX2, AVX512, NEON, available, features_for
+from attnsuite.backends.flash_cpu.visibility import NO_KEY, NO_QUERY, visibility
 from emitted import ISAS, call
-
-from backends import AttentionSpec, Layout, blocks
-from backends.flash_cpu import elements, masking, products, rows, slopes, softmax, targets
-from backends.flash_cpu.compiler import Processor, assembly
-from backends.flash_cpu.emit import Function, f32, i64, ptr, vector
-from backends.flash_cpu.forward import Kernel
-from backends.flash_cpu.isa import AVX2, AVX512, NEON, available, features_for
-from backends.flash_cpu.visibility import NO_KEY, NO_QUERY, visibility
 
 RNG = np.random.default_rng(0)
 

@@ -6,18 +6,18 @@ no other test ever runs them.
 
 import dataclasses
 
-import conformance
 import numpy as np
-import problems
 import pytest
 
-pytest.importorskip("llvmlite", reason="the kernels are compiled by llvmlite (pip install 'attention-suite[cpu]')")
+import conformance
+import problems
 
+pytest.importorskip("llvmlite", reason="the kernels are compiled by llvmlite (pip install 'attnsuite[cpu]')")
+
+from attnsuite.backends import Target, registry
+from attnsuite.backends.flash_cpu import backward, decode, forward, masking, products, rows
+from attnsuite.backends.flash_cpu.emit import Function, Value, f32, i64, ptr
 from emitted import set_apart
-
-from backends import Target, registry
-from backends.flash_cpu import backward, decode, forward, masking, products, rows
-from backends.flash_cpu.emit import Function, Value, f32, i64, ptr
 
 
 def mask_edge(patch):

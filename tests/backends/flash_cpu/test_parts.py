@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-pytest.importorskip("llvmlite", reason="the kernels are compiled by llvmlite (pip install 'attention-suite[cpu]')")
+pytest.importorskip("llvmlite", reason="the kernels are compiled by llvmlite (pip install 'attnsuite[cpu]')")
 
-from backends.flash_cpu.backend import natural, of_two
+from attnsuite.backends.flash_cpu.backend import natural, of_two
 
 RNG = np.random.default_rng(0)
 TOP = np.concatenate([RNG.uniform(-300, 300, 4096), RNG.uniform(-9e4, 9e4, 4096)]).astype(np.float32)

@@ -6,14 +6,14 @@ import sys
 
 import pytest
 
-pytest.importorskip("llvmlite", reason="the kernels are compiled by llvmlite (pip install 'attention-suite[cpu]')")
+pytest.importorskip("llvmlite", reason="the kernels are compiled by llvmlite (pip install 'attnsuite[cpu]')")
 
 SCRIPT = """
 import sys
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh
-from backends import Target, get, make_spec, plan
-from backends.sharding import MeshAxes, Sharded
+from attnsuite.backends import Target, get, make_spec, plan
+from attnsuite.backends.sharding import MeshAxes, Sharded
 
 options = eval(sys.argv[1])
 rng = np.random.default_rng(0)

@@ -9,11 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from sparse_problems import PROBLEMS, SETTINGS, Sparse, packed, sparse
 
-from backends import Layout, Target, registry, resolve
-from backends.contract import may_attend
-from backends.kascade import (
+from attnsuite.backends import Layout, Target, registry, resolve
+from attnsuite.backends.contract import may_attend
+from attnsuite.backends.kascade import (
     KASCADE,
     LayerRole,
     Schedule,
@@ -24,7 +23,8 @@ from backends.kascade import (
     reference,
     xla,
 )
-from backends.kascade.selection import with_own
+from attnsuite.backends.kascade.selection import with_own
+from sparse_problems import PROBLEMS, SETTINGS, Sparse, packed, sparse
 
 OPTIONS = {"top_k": 0.3, "min_keys": 0, "tile_size": 16, "query_tile": 16}
 CPU = Target("cpu")

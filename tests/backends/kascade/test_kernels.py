@@ -7,12 +7,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from sparse_problems import inner_jaxprs
 
-from backends import AttentionSpec, Layout, Target, oracle
-from backends.kascade import Places, Settings, Tiling, block_sizes, pallas_rows, pallas_tpu, pallas_triton, reference
-from backends.kascade.block_sizes import KascadeBlockSizes
-from backends.standard import STANDARD
+from attnsuite.backends import AttentionSpec, Layout, Target, oracle
+from attnsuite.backends.kascade import (
+    Places,
+    Settings,
+    Tiling,
+    block_sizes,
+    pallas_rows,
+    pallas_tpu,
+    pallas_triton,
+    reference,
+)
+from attnsuite.backends.kascade.block_sizes import KascadeBlockSizes
+from attnsuite.backends.standard import STANDARD
+from sparse_problems import inner_jaxprs
 
 KERNELS = {"tpu": pallas_tpu, "triton": pallas_triton}
 CPU, V5E, H100 = Target("cpu"), Target("tpu", "v5e"), Target("cuda", "h100")

@@ -11,7 +11,7 @@ from importlib import util
 
 import pytest
 
-from suite import topologies
+from attnsuite.suite import topologies
 
 REQUIRED = "ATTNSUITE_COMPILERS_REQUIRED"
 MISSING = [name for name in ("libtpu", "jax_cuda12_plugin") if util.find_spec(name) is None]
@@ -24,12 +24,12 @@ pytestmark = pytest.mark.skipif(
 PROGRAM = """
 import dataclasses, json, sys
 import jax, jax.numpy as jnp
-from backends import AttentionSpec, Layout, Target
-from backends.kascade import Settings, Tiling, Places, kernels
-from backends.kascade import block_sizes
-from suite import topologies
-from suite.abstract_programs import AbstractProgram
-from suite.compile_cell import compile_program, one_line
+from attnsuite.backends import AttentionSpec, Layout, Target
+from attnsuite.backends.kascade import Settings, Tiling, Places, kernels
+from attnsuite.backends.kascade import block_sizes
+from attnsuite.suite import topologies
+from attnsuite.suite.abstract_programs import AbstractProgram
+from attnsuite.suite.compile_cell import compile_program, one_line
 
 target = Target.named(sys.argv[1])
 module = kernels.pallas(target)

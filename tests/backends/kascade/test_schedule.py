@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from backends.kascade import (
+from attnsuite.backends.kascade import (
     Calibration,
     LayerRole,
     Schedule,

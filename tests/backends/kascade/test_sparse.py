@@ -9,15 +9,13 @@ import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
-import problems
 import pytest
-from conformance import check_quantity, check_support
 from hypothesis import strategies as st
 from jax.sharding import Mesh
-from sparse_problems import PROBLEMS, cached, inner_jaxprs, packed, settings, sparse
 
-from backends import AttentionSpec, Layout, Target, attention, make_spec, names, plan, resolve, support
-from backends.kascade import (
+import problems
+from attnsuite.backends import AttentionSpec, Layout, Target, attention, make_spec, names, plan, resolve, support
+from attnsuite.backends.kascade import (
     KASCADE,
     OPTIONS,
     Places,
@@ -30,7 +28,9 @@ from backends.kascade import (
     steps,
     xla,
 )
-from backends.resolve import PRIORITY
+from attnsuite.backends.resolve import PRIORITY
+from conformance import check_quantity, check_support
+from sparse_problems import PROBLEMS, cached, inner_jaxprs, packed, settings, sparse
 
 EVERYTHING = {
     "tiles": {"top_k": 1.0, "tile_size": 32, "query_tile": 64},
@@ -397,8 +397,8 @@ jax.config.update("jax_num_cpu_devices", 2)
 sys.path[:0] = sys.argv[1:]
 from sparse_problems import PROBLEMS
 from jax.sharding import Mesh
-from backends import Target
-from backends.kascade import KASCADE, LayerRole, Schedule
+from attnsuite.backends import Target
+from attnsuite.backends.kascade import KASCADE, LayerRole, Schedule
 mesh = Mesh(np.array(jax.devices()), ("cores",))
 roles = (LayerRole("dense", 0), LayerRole("reuse", 0, (1, 0)), LayerRole("anchor", 2), LayerRole("reuse", 2, (0, 0)))
 for name in ("packed", "decode"):

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from backends.kvax import probe
+from attnsuite.backends.kvax import probe
 
 
 def pytest_configure(config: pytest.Config) -> None:

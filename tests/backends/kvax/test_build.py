@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
-from backends import AttentionSpec, Target
-from backends.contract import CompilesKernels
-from backends.kvax import KVAX
-from backends.kvax.blocks import Blocks, KernelBlocks, choose
+from attnsuite.backends import AttentionSpec, Target
+from attnsuite.backends.contract import CompilesKernels
+from attnsuite.backends.kvax import KVAX
+from attnsuite.backends.kvax.blocks import Blocks, KernelBlocks, choose
 
 pytestmark = pytest.mark.kvax
 
@@ -57,7 +57,7 @@ def test_h200_is_compiled_as_an_h100():
 
 
 def test_stride_hint_removes_spills_and_widens_loads():
-    from backends.kvax import build
+    from attnsuite.backends.kvax import build
 
     blocks = choose(spec(), H100, {})
 
@@ -77,7 +77,7 @@ def test_hint_is_what_is_patched_into_jax_triton():
     """The same decision for the table and for what runs: a fake of jax-triton's library is asked with the hint."""
     import types
 
-    from backends.kvax import upstream
+    from attnsuite.backends.kvax import upstream
 
     asked = []
     triton = types.SimpleNamespace(native_specialize_impl=lambda *given: asked.append((given[1], given[4])), ir=None)
@@ -104,7 +104,7 @@ def test_kernel_that_does_not_fit_says_so_and_the_others_are_there():
 
 
 def test_kernel_that_does_not_compile_is_a_result(monkeypatch):
-    from backends.kvax import build
+    from attnsuite.backends.kvax import build
 
     def refuse(*_, **__):
         raise RuntimeError("\n  no such instruction\nmore")
@@ -117,7 +117,7 @@ def test_kernel_that_does_not_compile_is_a_result(monkeypatch):
 
 def test_float32_would_be_multiplied_as_tf32():
     """What ``supports`` refuses float32 for."""
-    from backends.kvax import build
+    from attnsuite.backends.kvax import build
 
     blocks = Blocks(KernelBlocks(64, 64, 4, 2), KernelBlocks(64, 64, 4, 2))
     launches = build.record_launches(spec(64, dtype="float32", needs_grad=False), blocks)

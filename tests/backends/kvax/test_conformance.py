@@ -3,13 +3,13 @@
 import hypothesis
 import jax.numpy as jnp
 import numpy as np
-import problems
 import pytest
+
+import problems
+from attnsuite.backends import AttentionSpec, Layout, Target, Terms
+from attnsuite.backends.kvax import KVAX
 from conformance import Conformance, check_accuracy, compiled, layouts
 from problems import CASES
-
-from backends import AttentionSpec, Layout, Target, Terms
-from backends.kvax import KVAX
 
 # Kvax's dq kernel multiplies the query by the scale and rounds the product to half precision before it recomputes the
 # scores, which the forward pass does not: where logits are large its probabilities are not those of the forward pass.

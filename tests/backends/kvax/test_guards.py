@@ -5,17 +5,17 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-import problems
 import pytest
+
+import problems
+from attnsuite.backends import AttentionSpec, Layout, Target
+from attnsuite.backends.kvax import KVAX, backend, blocks, mesh
+from attnsuite.backends.kvax import layout as layouts
 from conformance import (
     check_accuracy,
     check_unseeing_rows_do_not_matter,
     compiled,
 )
-
-from backends import AttentionSpec, Layout, Target
-from backends.kvax import KVAX, backend, blocks, mesh
-from backends.kvax import layout as layouts
 
 pytestmark = pytest.mark.kvax
 

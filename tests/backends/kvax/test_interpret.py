@@ -5,12 +5,12 @@ import threading
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import problems
 import pytest
-from conformance import check_accuracy, compiled
 
-from backends import Target, attention
-from backends.kvax import KVAX, probe
+import problems
+from attnsuite.backends import Target, attention
+from attnsuite.backends.kvax import KVAX, probe
+from conformance import check_accuracy, compiled
 
 pytestmark = pytest.mark.kvax
 
@@ -22,7 +22,7 @@ def triton():
 
 @pytest.fixture
 def interpret(triton):
-    from backends.kvax import interpret
+    from attnsuite.backends.kvax import interpret
 
     return interpret
 
@@ -103,7 +103,7 @@ def test_sums_are_not_the_interpreters_own_rounding(monkeypatch, interpret):
 
 
 def test_what_a_kernel_leaves_unwritten_is_not_a_number(interpret, triton):
-    from backends.kvax import upstream
+    from attnsuite.backends.kvax import upstream
 
     seen = []
     kvax = upstream.load(lambda *_, kernel, **__: seen.append(kernel) or [jnp.zeros(1)] * 4)

@@ -55,8 +55,8 @@ def test_same_as_the_oracle_however_it_is_dealt(name):
         count *= size
     code = f"""
 import conformance, jax, numpy as np, problems
-from backends import Target
-from backends.kvax import KVAX
+from attnsuite.backends import Target
+from attnsuite.backends.kvax import KVAX
 
 mesh = jax.sharding.Mesh(np.array(jax.devices()[:{count}]).reshape({shape}), {axes})
 
@@ -75,8 +75,8 @@ def test_wrong_order_of_the_queries_is_seen():
     """Negative control: queries that are dealt in Kvax's order but not taken back are not the answer."""
     code = """
 import conformance, dataclasses, jax, numpy as np, problems
-from backends import Target
-from backends.kvax import KVAX, interpret
+from attnsuite.backends import Target
+from attnsuite.backends.kvax import KVAX, interpret
 
 interpreted = dataclasses.replace(interpret.interpreted(), unpermute_tokens=lambda x, mesh: x)
 interpret.interpreted = lambda: interpreted
@@ -96,8 +96,8 @@ except AssertionError as error:
 def test_shape_that_the_mesh_does_not_divide_is_refused():
     code = """
 import jax, numpy as np
-from backends import AttentionSpec, Layout, Target
-from backends.kvax import KVAX
+from attnsuite.backends import AttentionSpec, Layout, Target
+from attnsuite.backends.kvax import KVAX
 
 mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
 spec = AttentionSpec(batch=3, query_length=8, key_value_length=8, num_heads=3, num_kv_heads=3, head_dim=16)
@@ -117,8 +117,8 @@ def test_inside_a_callers_own_shard_map():
     code = """
 import jax, numpy as np, jax.numpy as jnp, problems, conformance, dataclasses
 from jax.sharding import PartitionSpec as P
-from backends import Target, plan
-from backends.kvax import KVAX
+from attnsuite.backends import Target, plan
+from attnsuite.backends.kvax import KVAX
 
 mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
 problem = problems.problem("gqa-4")

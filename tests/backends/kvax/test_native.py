@@ -10,15 +10,15 @@ import sys
 
 import pytest
 
-from backends.kvax import probe
+from attnsuite.backends.kvax import probe
 
 LOWERED = """
 import collections
 import os
 import jax
 import jax.numpy as jnp
-from backends import AttentionSpec, Layout, Target
-from backends.kvax import KVAX, upstream
+from attnsuite.backends import AttentionSpec, Layout, Target
+from attnsuite.backends.kvax import KVAX, upstream
 
 B, T = 2, 1000
 spec = AttentionSpec(batch=B, query_length=T, key_value_length=T, num_heads=8, num_kv_heads=2, head_dim=128,

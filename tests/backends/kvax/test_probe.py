@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from backends.kvax import probe
+from attnsuite.backends.kvax import probe
 
 GOOD = {"kvax": "0.1.0", "triton": "3.7.1", "chex": "0.1.92", "jax-triton": "0.3.1"}
-INSTALL = "pip install 'attention-suite[kvax]'"
+INSTALL = "pip install 'attnsuite[kvax]'"
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def environment(tmp_path):
             package = tmp_path / name
             package.mkdir()
             (package / "__init__.py").write_text(source)
-        code = f"from backends.kvax import probe; print('\\n'.join(probe.missing({mode!r})))"
+        code = f"from attnsuite.backends.kvax import probe; print('\\n'.join(probe.missing({mode!r})))"
         path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
         done = subprocess.run(
             [sys.executable, "-c", code],

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from backends import AttentionSpec, BackendFallbackWarning, Layout, Target, registry, resolve, support
-from backends.kvax import KVAX, backend, blocks, probe
+from attnsuite.backends import AttentionSpec, BackendFallbackWarning, Layout, Target, registry, resolve, support
+from attnsuite.backends.kvax import KVAX, backend, blocks, probe
 
 A100, H100, B200 = (Target("cuda", kind) for kind in ("a100", "h100", "b200"))
 
@@ -107,7 +107,7 @@ def test_is_asked_for_packed_documents_before_chunked_on_a_gpu():
 
 
 ASKED = """
-from backends import AttentionSpec, Target, registry, support
+from attnsuite.backends import AttentionSpec, Target, registry, support
 spec = AttentionSpec(batch=1, query_length=8, key_value_length=8, num_heads=1, num_kv_heads=1, head_dim=16,
                      dtype="bfloat16")
 found = support(registry.get("kvax"), spec, Target("{0}", {1}), "{2}")
@@ -182,7 +182,7 @@ def test_mesh_option_that_does_not_fit_is_refused(options, word):
 
 def test_layout_may_be_traced_without_kvax():
     """The guards are plain JAX; what they make of a layout does not depend on the packages."""
-    from backends.kvax import layout as layouts
+    from attnsuite.backends.kvax import layout as layouts
 
     ids = jnp.asarray(np.repeat([7, -1, 10**9, 7], 32).astype(np.int32)[None])
     small = spec(batch=1, query_length=128, key_value_length=128, has_segment_ids=True)

@@ -3,11 +3,11 @@
 import jax
 import pytest
 
-from models import ModelConfig, load_text
-from reports.loss_curves import verdicts
-from suite import curves_run
-from suite.curves_run import curves_of
-from suite.loss_curves import Setting
+from attnsuite.models import ModelConfig, load_text
+from attnsuite.reports.loss_curves import verdicts
+from attnsuite.suite import curves_run
+from attnsuite.suite.curves_run import curves_of
+from attnsuite.suite.loss_curves import Setting
 
 CONFIG = ModelConfig(hidden_size=32, intermediate_size=48, num_layers=1, num_heads=2, num_kv_heads=1, max_length=256)
 

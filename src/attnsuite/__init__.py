@@ -1,0 +1,1 @@
+"""Which attention implementation, for your shapes, on your device: ``from attnsuite import backends, models``."""
