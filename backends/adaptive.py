@@ -1,7 +1,8 @@
 """The names that users of Kvax wrappers know, on top of the registry.
 
 ``adaptive_flash_attention`` and ``get_flash_attention_config`` are called as their users call them; which kernel
-runs is decided by :func:`attnsuite.backends.resolve`. Meshes are another function's (:func:`attnsuite.backends.plan_sharded`).
+runs is decided by :func:`attnsuite.backends.resolve`. Meshes are another function's
+(:func:`attnsuite.backends.plan_sharded`).
 """
 
 from __future__ import annotations

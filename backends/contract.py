@@ -213,8 +213,8 @@ class Plan:
     for terms it is called with :class:`Terms` as a sixth argument, and where it asks for the log-sum-exp the output
     is the pair ``(output, log_sum_exp)``. ``notes``: what a reader of the result must know of how it was computed, one
     sentence each (an approximate backend that decided to run dense says so here). ``spec`` is the problem that was
-    planned; :func:`attnsuite.backends.plan` adds it. ``isolates``: this plan keeps NaN and infinity from rows that may not see
-    them, whatever its backend does elsewhere.
+    planned; :func:`attnsuite.backends.plan` adds it. ``isolates``: this plan keeps NaN and infinity from rows that may
+    not see them, whatever its backend does elsewhere.
     """
 
     attend: Callable[..., tuple[Any, Carry]]
@@ -337,8 +337,9 @@ class Backend(Protocol):
 
     Beside what stands here it says what it takes, in two methods. ``takes(target, mode) -> Takes`` is its allow-list.
     ``refuses(spec, target, mode, options)``, which it may lack, gives the reasons that no allow-list can say, one
-    sentence each. Ask :func:`attnsuite.backends.support`, which judges by both, and plan through :func:`attnsuite.backends.plan`. A backend
-    of version 0.1 has ``supports(spec, target, mode) -> Support`` instead of the two.
+    sentence each. Ask :func:`attnsuite.backends.support`, which judges by both, and plan through
+    :func:`attnsuite.backends.plan`. A backend of version 0.1 has ``supports(spec, target, mode) -> Support`` instead of
+    the two.
     """
 
     @property

@@ -62,8 +62,8 @@ FEATURES_0_1: frozenset[Feature] = frozenset({
 class Asked:
     """How a feature shows in a spec.
 
-    ``fields`` are the fields of :class:`~attnsuite.backends.contract.AttentionSpec` that ask for the feature, ``of`` says whether
-    a spec does, ``given`` words what it gave, and ``accepted`` what a backend without the feature accepts.
+    ``fields`` are the fields of :class:`~attnsuite.backends.contract.AttentionSpec` that ask for the feature, ``of``
+    says whether a spec does, ``given`` words what it gave, and ``accepted`` what a backend without the feature accepts.
     """
 
     fields: tuple[str, ...]
@@ -142,8 +142,9 @@ class Takes:
     ``head_dims`` bounds the head dimension of queries and keys, ``value_head_dims`` that of values (None: any), and
     ``least_length`` both sequence lengths. ``because`` explains a refusal: a clause ("which masks by slot") by the
     feature, "mode", "dtype", or the name of the bound. ``parts`` says that the backend has
-    :meth:`~attnsuite.backends.contract.PartBackend.part`, ``carries`` that its layers hand something on to later layers,
-    ``isolates`` that it keeps NaN and infinity from rows that may not see them itself (else ``isolation.py`` does).
+    :meth:`~attnsuite.backends.contract.PartBackend.part`, ``carries`` that its layers hand something on to later
+    layers, ``isolates`` that it keeps NaN and infinity from rows that may not see them itself (else ``isolation.py``
+    does).
     """
 
     features: frozenset[Feature] = FEATURES_0_1

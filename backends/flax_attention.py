@@ -43,10 +43,10 @@ def attention_fn(backend: str = "auto", **options: Any) -> Callable[..., Array]:
     - ``precision`` is taken where the backends compute at least so precisely: on CPUs, and for half-precision input.
     - ``dropout_rng`` and ``broadcast_dropout`` change nothing, since active dropout is refused.
 
-    Raises ValueError for an option that :func:`attnsuite.backends.attention` does not have. The function returned raises
-    ValueError for active dropout, for weights to be sown, for einsums and positions of the caller's, for every keyword
-    not named here, and for one query under a mask by position against several keys: flax and JAX count that query as
-    position 0, and a layer that decodes means the newest position.
+    Raises ValueError for an option that :func:`attnsuite.backends.attention` does not have. The function returned
+    raises ValueError for active dropout, for weights to be sown, for einsums and positions of the caller's, for every
+    keyword not named here, and for one query under a mask by position against several keys: flax and JAX count that
+    query as position 0, and a layer that decodes means the newest position.
 
     >>> import jax.numpy as jnp
     >>> from flax import nnx

@@ -67,7 +67,8 @@ class Resolution:
     def plan(self, layout: Layout = Layout(), options: Mapping[str, Any] | None = None) -> Plan:  # noqa: B008
         """Plan one forward pass with what was resolved; options are the requested backend's, a fallback has none.
 
-        Raises what :func:`attnsuite.backends.plan` raises: ValueError where ``layout`` and the spec disagree, or for options.
+        Raises what :func:`attnsuite.backends.plan` raises: ValueError where ``layout`` and the spec disagree, or for
+        options.
         """
         if self.mode == "fallback":
             return plan(self.backend, self.spec, layout, target=self.target)

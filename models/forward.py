@@ -47,7 +47,7 @@ def forward(
     observe: Observe | None = None,
     remat: Remat = "none",
 ) -> Float[Array, "batch length vocab"]:
-    """Logits of every position, float32. ``resolutions`` are those of :func:`attnsuite.models.planning.resolve_attention`.
+    """Logits of every position, float32. ``resolutions`` are those of ``planning.resolve_attention``.
 
     ``observe(layer, query, key, x, attended)`` is called in each layer with its queries and keys, the stream before
     its attention, and what its attention adds to it; arrays of a layer that is computed again (``remat``) do not leave

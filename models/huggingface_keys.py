@@ -34,7 +34,7 @@ class RopeFields(msgspec.Struct, kw_only=True, rename={"kind": "type"}):
 
 
 class OwnFields(msgspec.Struct, kw_only=True):
-    """What only a configuration of this project's own type says: fields of :class:`attnsuite.models.config.ModelConfig`."""
+    """What only a configuration of this project's own type says: fields of ``ModelConfig``."""
 
     attention: str | tuple[str, ...] = "global"
     window_size: int | None = None

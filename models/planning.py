@@ -1,7 +1,7 @@
 """Which attention a forward pass needs and what will compute it, decided before anything is traced.
 
-One :class:`~attnsuite.backends.AttentionSpec` and one :class:`~attnsuite.backends.Resolution` per distinct attention type of a
-model. Both are hashable and enter the jitted functions as static arguments: a refusal is reported on every
+One :class:`~attnsuite.backends.AttentionSpec` and one :class:`~attnsuite.backends.Resolution` per distinct attention
+type of a model. Both are hashable and enter the jitted functions as static arguments: a refusal is reported on every
 call, not only on the one that traces, and the same request never traces twice.
 """
 

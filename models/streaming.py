@@ -41,9 +41,9 @@ def streamed_nats(
     """Cross-entropy in nats of every token of ``tokens [sequences, length]`` but the first of each sequence.
 
     The exponential of the mean is the perplexity. ``batch`` sequences are computed at a time. ``resolutions`` are those
-    of :func:`attnsuite.models.planning.resolve_attention` for ``batch`` and ``length - 1``, where the caller has asked already;
-    they take the place of ``backend``, ``mode`` and ``on_unavailable``. Raises ValueError for tokens that do not fit,
-    and CheckpointError as reading does.
+    of :func:`attnsuite.models.planning.resolve_attention` for ``batch`` and ``length - 1``, where the caller has asked
+    already; they take the place of ``backend``, ``mode`` and ``on_unavailable``. Raises ValueError for tokens that do
+    not fit, and CheckpointError as reading does.
     """
     config, tokens = checkpoint.config, np.asarray(tokens)
     if tokens.ndim != 2 or not np.issubdtype(tokens.dtype, np.integer) or tokens.shape[0] < 1 or tokens.shape[1] < 2:

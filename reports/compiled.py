@@ -79,7 +79,10 @@ def build(run: Run) -> Page:
 
 
 def compiled_overview(run_dir: Path) -> str:
-    """The tables of a compiled run for a terminal, as Markdown. Raises ReportError as :func:`attnsuite.reports.load` does."""
+    """The tables of a compiled run for a terminal, as Markdown.
+
+    Raises ReportError as :func:`attnsuite.reports.load` does.
+    """
     page = build(load(run_dir))
     shown = [section for section in page.sections if section.key in ("in_short", "ops", "models", "longest", "reasons")]
     return markdown.render([Page(page.device, page.title, page.subtitle, tuple(shown), ())])

@@ -14,7 +14,10 @@ from .summary import record_line
 
 
 class ProgressDisplay:
-    """A :class:`attnsuite.suite.run.RunWatcher` on a terminal, or a line per finished cell without one. A context manager."""
+    """A :class:`attnsuite.suite.run.RunWatcher` on a terminal, or a line per finished cell without one.
+
+    A context manager.
+    """
 
     def __init__(self, console: Console) -> None:
         self._console = console

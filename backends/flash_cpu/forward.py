@@ -37,7 +37,7 @@ class Kernel:
 
     @property
     def operands(self) -> tuple[Operand, ...]:
-        """Query, key, value, then the arrays of :class:`~attnsuite.backends.flash_cpu.visibility.Visibility` and the numbers."""
+        """Query, key, value, then the arrays of ``visibility.Visibility`` and the numbers."""
         return (
             Operand("query", self.dtype, ("B", "T", "N", self.head_dim)),
             Operand("key", self.dtype, ("B", "S", "K", self.head_dim)),

@@ -1,7 +1,7 @@
 """The ``kascade`` backend: calibrated cross-layer sparse attention (arXiv 2512.16391) behind the common interface.
 
-A plan holds the schedule and the tiling; the carry is the :class:`~attnsuite.backends.kascade.selection.Selection` of the latest
-anchor. Training-free and forward only. Approximate: ``exact`` is False, and ``auto`` never takes it.
+A plan holds the schedule and the tiling; the carry is the :class:`~attnsuite.backends.kascade.selection.Selection` of
+the latest anchor. Training-free and forward only. Approximate: ``exact`` is False, and ``auto`` never takes it.
 """
 
 from __future__ import annotations

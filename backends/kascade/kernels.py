@@ -40,7 +40,7 @@ class Kernels(Protocol):
         settings: Settings,
         interpret: bool,
     ) -> Float[Array, "batch kv_heads query_tiles units"]:
-        """As :func:`attnsuite.backends.kascade.reference.pooled_mass`: post-softmax, summed over rows of a tile and a group.
+        """As ``reference.pooled_mass``: post-softmax, summed over rows of a tile and a group.
 
         float32. Never writes anything of the size of queries x keys. Of rows beyond ``query_length`` nothing may be
         in it, and a row that sees no key adds 0.
@@ -62,9 +62,9 @@ class Kernels(Protocol):
     ) -> Float[Array, "batch q_len heads v_dim"]:
         """Attention of query tile i of KV head k to the units ``listed[b, k, i]``, in the dtype of the query.
 
-        ``listed`` int32 is what :func:`attnsuite.backends.kascade.selection.with_own` gives: ascending, distinct, -1 to the
-        end, own region included; unit u holds the key slots ``u * tiling.unit`` to ``(u + 1) * tiling.unit - 1``, of
-        which those from ``places.lengths`` on do not exist. The mask inside a unit is
+        ``listed`` int32 is what :func:`attnsuite.backends.kascade.selection.with_own` gives: ascending, distinct, -1 to
+        the end, own region included; unit u holds the key slots ``u * tiling.unit`` to ``(u + 1) * tiling.unit - 1``,
+        of which those from ``places.lengths`` on do not exist. The mask inside a unit is
         :func:`attnsuite.backends.kascade.selection.may_see`: needed for units that reach beyond the tile's first query
         position, beyond the length, or where there are segment ids. A row that sees nothing is exactly zero.
         """

@@ -23,7 +23,10 @@ from .schedules import ScheduleWords
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrateRequest:
-    """What to calibrate, checked by :func:`run`. The last four as in :class:`attnsuite.suite.kascade.schedules.ScheduleWords`."""
+    """What to calibrate, checked by :func:`run`.
+
+    The last four as in :class:`attnsuite.suite.kascade.schedules.ScheduleWords`.
+    """
 
     model: str
     text: Path | None
