@@ -15,7 +15,7 @@ from attnsuite.suite.record import Record
 from attnsuite.suite.store import CompileManifest, RunManifest
 
 
-class ReportError(ValueError):
+class ReportError(InputError):
     """A run directory from which no report can be made."""
 
 

@@ -36,6 +36,7 @@ from attnsuite.suite import (
     command_line,
     compile_run,
     curves_run,
+    doctor,
     environment,
     process,
     run,
@@ -181,7 +182,7 @@ def nothing_begins() -> Iterator[None]:
 
     replaced: list[tuple[Any, str, Any]] = [
         (calibrate, "calibrate", begins),
-        (command_line, "examine_here", begins),
+        (doctor, "examine_here", begins),
         (compile_run, "execute", begins),
         (curves_run, "curves_of", begins),
         (environment, "describe", lambda: ENVIRONMENT),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from attnsuite.suite import command_line, compile_run, files, sharded, tuning
+from attnsuite.suite import compile_run, files, sharded, tuning
 from attnsuite.suite.command_line import main
 from attnsuite.suite.compile_cell import NO_COMPILER
 from attnsuite.suite.errors import InputError
@@ -164,7 +164,7 @@ def test_compiling_nothing_for_want_of_a_compiler_is_no_success(
                 status = {"status": "ok"} if error is None else {"status": "unsupported", "error": error}
                 store.append([dataclasses.replace(example_record, key=str(number), mode="compile", **status)])
 
-    monkeypatch.setattr(command_line.compile_run, "execute", execute)
+    monkeypatch.setattr(compile_run, "execute", execute)
     with pytest.raises(SystemExit) as exit_info:
         main(["compile", "--targets", "v5e", "--out", str(tmp_path / "run")])
     assert exit_info.value.code == code

@@ -1,0 +1,23 @@
+"""The verbs of ``attnsuite``, one module each: a frozen dataclass of its flags, and ``run``, which gives the exit code.
+
+The module of a verb is imported when the verb is asked for, and what computes is imported inside ``run``: help and
+mistyped flags wait for neither JAX nor the rooms below.
+"""
+
+from __future__ import annotations
+
+# What each does, for the help; a verb's module has its name, and its class is the name with a capital.
+VERBS = {
+    "run": "Measure every backend on every case of a suite and write a report.",
+    "doctor": "Show devices, versions, and for each backend the mode it would run in or why it would not.",
+    "tune": "Find options of a backend: the fastest here, or the most plausible for a device that is not here.",
+    "calibrate": "Measure over some text how well one layer's selection serves another, and show Kascade's schedule.",
+    "report": "Render the report of a run again from its records.",
+    "compare": "Hold the second run against the first, cell by cell, as Markdown.",
+    "compile": "Compile every backend for devices that are not here: does it compile, does it fit. Nothing is run.",
+    "convert": "Write a checkpoint (Hugging Face's safetensors, or Meta's .pth) as safetensors and JSON.",
+    "train": "Train a model on text, or LoRA adapters on top of one; a killed run goes on with --resume.",
+    "curves": "Train with every backend and hold its loss curve to the standard backend's, within its noise.",
+    "sharded": "Hold attention that is dealt to many devices to the oracle, on devices of the host.",
+    "perplexity": "Perplexity of a checkpoint on text, layer by layer: for models larger than memory.",
+}

@@ -1,0 +1,64 @@
+"""``attnsuite calibrate``: its flags, and what it does with them."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated
+
+from .flags import flag
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Calibrate:
+    """Measure over some text how well one layer's selection serves another, and show Kascade's schedule."""
+
+    model: Annotated[str, flag("NAME|DIR")] = "text"
+    """text (the checkpoint that ships here), or the directory of a byte-level checkpoint."""
+    text: Annotated[Path | None, flag("FILE", "training part of Python's prose")] = None
+    """Text to calibrate on."""
+    out: Annotated[Path, flag("FILE")] = Path("calibration.safetensors")
+    """File to write, a .json beside it; existing ones are replaced."""
+    prompts: Annotated[int, flag("N")] = 8
+    """Prompts, spread evenly over the text."""
+    length: Annotated[int, flag("TOKENS")] = 512
+    """Tokens of a prompt."""
+    tile_size: Annotated[int, flag("KEYS")] = 16
+    """Keys per tile, and queries that share a selection."""
+    top_k: Annotated[float, flag("SHARE")] = 0.125
+    """Share of the earlier keys that is selected."""
+    min_keys: Annotated[int, flag("KEYS")] = 0
+    """Least number of earlier keys."""
+    granularity: Annotated[str, flag("NAME")] = "tile"
+    """tile or token."""
+    schedule: Annotated[str, flag("NAME")] = "dp"
+    """dp, greedy or manual: the schedule that is shown."""
+    anchors: Annotated[str, flag("N|LAYERS", "a quarter of the layers")] = ""
+    """How many layers select (dp), or which (manual), such as 0,2."""
+    threshold: Annotated[float, flag("SHARE")] = 0.65
+    """Greedy schedule: least similarity to the anchor."""
+    max_reuse_dist: Annotated[int, flag("LAYERS")] = 4
+    """Greedy schedule: how far behind its anchor a layer may be."""
+
+
+def run(command: Calibrate) -> int:
+    """Calibrate, and show the schedule and what each layer keeps."""
+    from rich.console import Console
+
+    from ..kascade import calibrate
+
+    names = ("tile_size", "top_k", "min_keys", "granularity")
+    settings = {name: getattr(command, name) for name in names} | {"query_tile": command.tile_size}
+    rest = {name: getattr(command, name) for name in ("model", "text", "out", "prompts", "length", "schedule",
+                                                      "anchors", "threshold", "max_reuse_dist")}  # fmt: skip
+    with Console(stderr=True).status("starting") as status:
+        path, calibration, schedule = calibrate.run(
+            calibrate.CalibrateRequest(settings=settings, **rest), status.update
+        )
+    least = calibration.mass.min(axis=(1, 2))
+    print(f"schedule {schedule.method}, anchors {', '.join(map(str, schedule.anchors))}\n{schedule.table()}")
+    print("mass kept by each layer's own selection, mean and least over heads and query tiles:")
+    for layer, (mean, low) in enumerate(zip(calibration.mass.mean(axis=(1, 2)), least, strict=True)):
+        print(f"  layer {layer}: {mean:.3f}, {low:.3f}; importance {calibration.importance[layer]:.4f}")
+    print(f"calibration: {path}\n             {path.with_suffix('.json')}")
+    return 0

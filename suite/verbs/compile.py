@@ -1,0 +1,81 @@
+"""``attnsuite compile``: its flags, and what it does with them."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated
+
+from .flags import NO_RESULT, directory, flag, limits_of, tell, words_of
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Compile:
+    """Compile every backend for devices that are not here: does it compile, does it fit. Nothing is run."""
+
+    backends: Annotated[str | None, flag("NAMES", "all that are registered")] = None
+    """Backends to compile, separated by commas."""
+    targets: Annotated[str | None, flag("NAMES", "all that are known")] = None
+    """Devices to compile for, such as v5e,h100, separated by commas."""
+    suite: Annotated[str | None, flag("NAME|FILE", "compile")] = None
+    """Where the cases are from: compile, quick, full, or the path of a .toml file."""
+    cases: Annotated[str | None, flag("PATTERNS", "all, or none with --model")] = None
+    """Glob patterns of case names, separated by commas."""
+    model: Annotated[str | None, flag("NAMES|DIRS", "none")] = None
+    """Whole models to compile (presets such as llama-3.2-1b, text, directories), separated by commas."""
+    seq_lens: Annotated[str | None, flag("LENGTHS", "2048")] = None
+    """Sequence lengths of the models, separated by commas."""
+    phases: Annotated[str | None, flag("NAMES", "prefill,train,decode")] = None
+    """What the models do, separated by commas."""
+    longest: Annotated[str | None, flag("PHASES", "none")] = None
+    """Phases whose longest sequence that fits each device is searched (to 131072, by quarters of powers of two)."""
+    batch: Annotated[int, flag("N")] = 1
+    """Sequences per batch of the models."""
+    dtype: Annotated[str, flag("DTYPE")] = "bfloat16"
+    """What the models compute in."""
+    out: Annotated[Path | None, flag("DIR", "runs/<UTC time>-compile")] = None
+    """Directory for records and report."""
+    cache: Annotated[Path | None, flag("DIR", "~/.cache/attnsuite/compile")] = None
+    """Where answers of the compilers are kept."""
+    cell_timeout: Annotated[float, flag("SECONDS")] = 600.0
+    """Time that one program may take to compile."""
+    cell_memory: Annotated[str | None, flag("SIZE", "70% of the machine")] = None
+    """Memory of this machine that one compiler may hold, such as 4GiB."""
+
+
+def run(command: Compile) -> int:
+    """Compile every cell, and render the page."""
+    from rich.console import Console
+
+    from .. import compile_run
+    from ..compile_request import ModelWords, compile_request
+    from ..compile_run import nothing_compiled
+    from ..progress import ProgressDisplay
+    from ..store import RECORDS, parse_records
+    from .report import show
+
+    request = compile_request(
+        suite=command.suite,
+        cases=command.cases,
+        backends=command.backends,
+        targets=command.targets,
+        models=ModelWords(
+            command.model, command.seq_lens, command.phases, command.batch, command.dtype, command.longest
+        ),
+        out=directory(command.out, "compile"),
+        limits=limits_of(command.cell_timeout, command.cell_memory),
+        cache=command.cache,
+        command=words_of(command),
+    )
+    try:
+        with ProgressDisplay(Console(stderr=True)) as display:
+            compile_run.execute(request, display)
+    except KeyboardInterrupt:
+        tell("interrupted: what is compiled is kept; ask for the same again to go on.")
+        raise
+    show(request.out)
+    records, _, _ = parse_records(request.out / RECORDS)
+    if nothing_compiled(records):
+        tell("attnsuite: nothing was compiled, for want of a compiler; the reasons above say how to get one.")
+        return NO_RESULT
+    return 0

@@ -1,0 +1,52 @@
+"""``attnsuite convert``: its flags, and what it does with them."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from ..errors import InputError
+from .flags import flag
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Convert:
+    """Write a checkpoint (Hugging Face's safetensors, or Meta's .pth) as safetensors and JSON, tensor by tensor."""
+
+    input: Annotated[Path, tyro.conf.arg(metavar="DIR|PRESET")]
+    """Directory of the checkpoint; or a preset such as llama-3.1-8b, which is written with random weights."""
+    output: Annotated[Path | None, flag("DIR", "the input's name with -converted")] = None
+    """Directory to write; it must be new or empty."""
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, flag("DTYPE", "as stored")] = None
+    """float32, bfloat16 or float16."""
+    quantize: Annotated[Literal["none"], flag("none")] = "none"
+    """How weights are quantized; there is none yet."""
+    chunked: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Write a file per layer."""
+    preset: Annotated[str | None, flag("NAME", "the one with these sizes")] = None
+    """Preset whose RoPE scaling holds, for Meta's checkpoints, which lack it."""
+
+
+def run(command: Convert) -> int:
+    """Write the checkpoint."""
+    from attnsuite import models
+
+    output = command.output or command.input.resolve().with_name(command.input.resolve().name + "-converted")
+    try:
+        if str(command.input) in models.PRESETS and not command.input.exists():
+            dtype = {} if command.dtype is None else {"dtype": command.dtype, "param_dtype": command.dtype}
+            config = models.ModelConfig.from_preset(str(command.input), **dtype)
+            models.write_random(config, output, chunked=command.chunked)
+            print(f"{config.num_parameters:,} random parameters, {config.param_dtype}: {output}")
+            return 0
+        overrides = {}
+        if command.preset is not None:
+            overrides["rope_scaling"] = models.ModelConfig.from_preset(command.preset).rope_scaling
+        config = models.convert(command.input, output, dtype=command.dtype, chunked=command.chunked, **overrides)
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    print(f"{config.num_parameters:,} parameters, {config.param_dtype}: {output}")
+    return 0

@@ -1,0 +1,78 @@
+"""What several verbs share: how a flag stands in the help, where results go, the limits of a cell, exit codes."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime as dt
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tyro
+
+from ..errors import InputError
+
+if TYPE_CHECKING:
+    from ..runner import Limits
+
+BAD_INPUT = 2
+NO_RESULT = 1
+_MEMORY_SHARE = 0.7  # of the machine, for one cell; the other cells of its case wait beside it
+_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+
+
+def flag(metavar: str, otherwise: str | None = None) -> Any:
+    """How a flag stands in the help; ``otherwise`` says what holds without it, where its default does not say so."""
+    if otherwise is None:
+        return tyro.conf.arg(metavar=metavar)
+    return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {otherwise})")
+
+
+def words_of(command: Any) -> tuple[str, ...]:
+    """The command line that gives ``command``, the flags that were left out left out. Flags alone, no positionals."""
+    words = ["attnsuite", type(command).__name__.lower()]
+    for field in dataclasses.fields(command):
+        value = getattr(command, field.name)
+        if value != field.default:
+            words += [f"--{field.name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    return tuple(words)
+
+
+def directory(out: Path | None, name: str) -> Path:
+    """``out``, or a directory of this second under ``runs``."""
+    return out or Path("runs") / f"{dt.datetime.now(dt.UTC).strftime('%Y%m%dT%H%M%SZ')}-{name}"
+
+
+def tell(sentence: str) -> None:
+    """One line on stderr, where there is one."""
+    with contextlib.suppress(OSError):
+        print(" ".join(sentence.split()), file=sys.stderr)
+
+
+def limits_of(cell_timeout: float, cell_memory: str | None = None) -> Limits:
+    """The limits of a cell, from its two flags. Raises InputError."""
+    from ..memory import machine_bytes
+    from ..runner import Limits
+
+    if not cell_timeout > 0:
+        raise InputError(f"--cell-timeout {cell_timeout:g} must be above 0 seconds.")
+    memory = int(_MEMORY_SHARE * machine_bytes()) if cell_memory is None else parse_size(cell_memory)
+    return Limits(cell_timeout, memory)
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size such as ``4GiB``, ``500 MB`` or ``1e9``. Raises InputError.
+
+    >>> parse_size("1.5GiB")
+    1610612736
+    """
+    match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([a-z]*)\s*", text.lower())
+    try:
+        size = int(float(match[1]) * _UNITS[match[2]]) if match else 0
+    except (ValueError, KeyError, OverflowError):
+        size = 0
+    if size <= 0:
+        raise InputError(f"--cell-memory {text!r} is not a size; give one such as 4GiB or 500MB.")
+    return size

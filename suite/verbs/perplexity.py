@@ -1,0 +1,86 @@
+"""``attnsuite perplexity``: its flags, and what it does with them."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from ..errors import InputError
+from .flags import NO_RESULT, directory, flag
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Perplexity:
+    """Perplexity of a checkpoint on text, layer by layer: for models larger than memory.
+
+    Exits with 1 where losses are not finite (no figure), with 2 for weights that are not.
+    """
+
+    model: Annotated[str, tyro.conf.arg(metavar="NAME|DIR")]
+    """text (the checkpoint that ships here), or the directory of a checkpoint."""
+    text: Annotated[Path | None, flag("FILE", "prose that ships with Python")] = None
+    """Text (UTF-8) to measure on."""
+    random_tokens: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Random tokens in place of text: for time and memory alone, of a checkpoint without a tokenizer."""
+    seq_len: Annotated[int, flag("TOKENS")] = 512
+    """Tokens of a sequence."""
+    sequences: Annotated[int, flag("N")] = 8
+    """Sequences, spread evenly over the text; each layer is read once for all of them."""
+    batch: Annotated[int, flag("N")] = 1
+    """Sequences that are computed at a time."""
+    backend: Annotated[str, flag("NAME")] = "auto"
+    """What computes attention."""
+    options: Annotated[str, flag("NAME=VALUE,...", "the backend's")] = ""
+    """Options of the backend, such as top_k=0.125,min_keys=0, separated by commas."""
+    calibration: Annotated[Path | None, flag("FILE", "none")] = None
+    """Kascade: what attnsuite calibrate wrote; its settings hold where --options does not say otherwise."""
+    schedule: Annotated[str | None, flag("NAME", "dp with --calibration, else none")] = None
+    """Kascade: dp, greedy or manual; without one every layer selects for itself."""
+    anchors: Annotated[str, flag("N|LAYERS", "a quarter of the layers")] = ""
+    """Kascade: how many layers select (dp), or which (manual), such as 0,2."""
+    threshold: Annotated[float, flag("SHARE")] = 0.65
+    """Kascade, greedy schedule: least similarity to the anchor."""
+    max_reuse_dist: Annotated[int, flag("LAYERS")] = 4
+    """Kascade, greedy schedule: how far behind its anchor a layer may be."""
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, flag("DTYPE", "as stored")] = None
+    """What is computed in."""
+    out: Annotated[Path | None, flag("DIR", "runs/<UTC time>-perplexity")] = None
+    """Directory for the record."""
+
+
+def run(command: Perplexity) -> int:
+    """Measure, print, and write the record."""
+    from .. import streamed
+    from ..kascade.schedules import ScheduleWords
+    from ..run import checked_text
+
+    for name, value, least in (("--seq-len", command.seq_len, 2), ("--sequences", command.sequences, 1)):
+        if value < least:
+            raise InputError(f"{name} {value} must be at least {least}.")
+    words = ("schedule", "anchors", "threshold", "max_reuse_dist")
+    said = {name: getattr(command, name) for name in words}
+    if command.schedule is None:
+        said["schedule"] = "dp"
+        if command.calibration is None and said != dataclasses.asdict(ScheduleWords()):
+            raise InputError("--anchors, --threshold and --max-reuse-dist are about a schedule; add --schedule NAME.")
+    asked = command.schedule is not None or command.calibration is not None
+    request = streamed.StreamRequest(
+        model=command.model,
+        text=None if command.text is None else checked_text(command.text),
+        random_tokens=command.random_tokens,
+        sequence=command.seq_len,
+        sequences=command.sequences,
+        batch=command.batch,
+        backend=command.backend,
+        dtype=command.dtype,
+        options=streamed.parse_options(command.options),
+        calibration=command.calibration,
+        schedule=ScheduleWords(**said) if asked else None,
+        out=directory(command.out, "perplexity"),
+    )
+    found = streamed.run(request)
+    print(*found.lines, f"record: {found.path}", sep="\n")
+    return NO_RESULT if found.record.status == "wrong" else 0

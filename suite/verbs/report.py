@@ -1,0 +1,50 @@
+"""``attnsuite report``: its flags, and what it does with them."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import tyro
+
+from ..errors import InputError
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """Render the report of a run again from its records."""
+
+    run_dir: tyro.conf.Positional[Path]
+    """Directory of the run; the report is written there."""
+    others: tyro.conf.Positional[tuple[Path, ...]] = ()
+    """Directories of runs that follow on the same page."""
+
+
+def run(command: Report) -> int:
+    """Render the page of one run, or of several."""
+    return show(command.run_dir, *command.others)
+
+
+def show(*directories: Path) -> int:
+    """Render the page of these directories and print its summary; the exit code. Raises InputError."""
+    from attnsuite import reports
+
+    from ..loss_curves import CURVES
+    from ..store import RECORDS, parse_records
+    from ..summary import summary_lines
+
+    curves = [directory for directory in directories if (directory / CURVES).is_file()]
+    if curves and len(directories) > 1:
+        raise InputError(f"{curves[0]} holds loss curves, whose page stands alone; give that directory by itself.")
+    if curves:
+        print(f"report: {reports.render_curves(curves[0])}")
+        return 0
+    path = reports.render(*directories)
+    for directory in directories:
+        if reports.is_compiled(reports.load(directory)):
+            print(reports.compiled_overview(directory))
+        else:
+            print(*summary_lines(parse_records(directory / RECORDS)[0]), sep="\n")
+        print(f"records: {directory / RECORDS}")
+    print(f"report:  {path}")
+    return 0

@@ -1,0 +1,124 @@
+"""``attnsuite run``: its flags, and what it does with them."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
+
+from ..errors import InputError
+from .flags import directory, flag, limits_of, tell
+
+if TYPE_CHECKING:
+    from ..run import RunRequest
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """Measure every backend on every case of a suite and write a report."""
+
+    suite: Annotated[str | None, flag("NAME|FILE", "quick")] = None
+    """quick, full, cpu-speed, kascade, or the path of a .toml file."""
+    model: Annotated[str | None, flag("NAME|DIR", "none")] = None
+    """Instead of a suite: every backend in a checkpoint, on text and on the clock; text, or a directory."""
+    backends: Annotated[str | None, flag("NAMES", "all, and the suite's peers")] = None
+    """Backends (and peers) to compare, separated by commas."""
+    cases: Annotated[str | None, flag("PATTERNS", "all of the suite")] = None
+    """Glob patterns of case names, separated by commas."""
+    out: Annotated[Path | None, flag("DIR", "runs/<UTC time>-<suite>")] = None
+    """Directory for records and report."""
+    resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Go on with the run in --out; finished cells are kept."""
+    text: Annotated[Path | None, flag("FILE", "prose that ships with Python")] = None
+    """Text (UTF-8) to measure perplexity on."""
+    seq_len: Annotated[int | None, flag("TOKENS", "512")] = None
+    """With --model: length of the texts and prompts."""
+    batch: Annotated[int | None, flag("N", "1")] = None
+    """With --model: prompts at a time; several are of unequal length."""
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, flag("DTYPE", "as stored")] = None
+    """With --model: what it computes in."""
+    cell_timeout: Annotated[float, flag("SECONDS")] = 120.0
+    """Time that a cell may take to get ready, and again for its samples."""
+    cell_memory: Annotated[str | None, flag("SIZE", "70% of the machine")] = None
+    """Memory that a cell may hold, such as 4GiB or 500MB."""
+    tile_size: Annotated[int | None, flag("KEYS", "the case's")] = None
+    """Kascade: keys per tile."""
+    top_k: Annotated[float | None, flag("SHARE", "the case's")] = None
+    """Kascade: share of the earlier keys that are attended to, above 0 and at most 1."""
+    threshold: Annotated[float | None, flag("SHARE", "0.65")] = None
+    """Kascade, greedy schedule: least similarity to the anchor."""
+    max_reuse_dist: Annotated[int | None, flag("LAYERS", "4")] = None
+    """Kascade, greedy schedule: how far behind its anchor a layer may be."""
+    schedule: Annotated[str | None, flag("NAME", "dp")] = None
+    """Kascade: dp, greedy or manual."""
+    anchors: Annotated[str | None, flag("N|LAYERS", "2")] = None
+    """Kascade: how many layers select (dp), or which (manual), such as 0,2."""
+    granularity: Annotated[str | None, flag("NAME", "tile")] = None
+    """Kascade: tile or token."""
+
+
+def run(command: Run) -> int:
+    """Measure every cell, and render the page."""
+    from rich.console import Console
+
+    from ..progress import ProgressDisplay
+    from ..run import execute
+    from ..store import MANIFEST, RECORDS
+    from .report import show
+
+    request = _request(command)
+    errors = Console(stderr=True)
+    try:
+        with ProgressDisplay(errors) as display:
+            execute(request, display)
+    except KeyboardInterrupt:
+        hint = "nothing was measured yet; start the run again."
+        if (request.out / MANIFEST).is_file():
+            kept = "what is done is kept; " if (request.out / RECORDS).is_file() else ""
+            hint = f"{kept}go on with: attnsuite run --resume --out {request.out}"
+        tell(f"interrupted: {hint}")
+        raise
+    return show(request.out)
+
+
+def _request(command: Run) -> RunRequest:
+    from ..kascade.words import KascadeWords
+    from ..run import new_request, resumed_request
+
+    limits = limits_of(command.cell_timeout, command.cell_memory)
+    names = ("tile_size", "top_k", "threshold", "max_reuse_dist", "schedule", "anchors", "granularity")
+    words = KascadeWords(**{name: getattr(command, name) for name in names})
+    checkpoint = _checkpoint(command)
+    if command.resume:
+        if command.out is None:
+            raise InputError("--resume needs --out with the directory of the run to go on with.")
+        said = words.flags() or ("--model" if checkpoint else "")
+        if said:
+            raise InputError(f"{said} cannot change a run that was begun; leave it out, or start a new run.")
+        return resumed_request(command.suite, command.backends, command.cases, command.text, command.out, limits)
+    suite = command.suite or "quick"
+    name = Path(checkpoint.model).resolve().name if checkpoint else Path(suite).stem
+    out = directory(command.out, name)
+    return new_request(checkpoint or suite, command.backends, command.cases, command.text, out, limits, words)
+
+
+def _checkpoint(command: Run) -> CheckpointWords | None:
+    from .. import typed
+    from ..checkpoint import CheckpointWords
+
+    sizes = {"--seq-len": command.seq_len, "--batch": command.batch, "--dtype": command.dtype}
+    given = [flag for flag, value in sizes.items() if value is not None]
+    if command.model is None:
+        if given:
+            raise InputError(f"{', '.join(given)} is about a checkpoint; add --model.")
+        return None
+    if command.suite is not None:
+        raise InputError("--model brings its own cases; leave out --suite.")
+    words = {"sequence": command.seq_len, "batch": command.batch, "dtype": command.dtype}
+    said = {name: value for name, value in words.items() if value is not None}
+    try:
+        return typed.convert({"model": command.model, **said}, CheckpointWords)
+    except ValueError as error:
+        raise InputError(f"--model {command.model}: {error}.") from error

@@ -1,0 +1,85 @@
+"""``attnsuite train``: its flags, and what it does with them."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from ..errors import InputError
+from .flags import directory, flag, tell
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Train:
+    """Train a model on text, or LoRA adapters on top of one; a killed run goes on with --resume."""
+
+    model: Annotated[str, flag("NAME|DIR")] = "tiny"
+    """A preset (trained from scratch), text (the checkpoint in this package), or a checkpoint's directory."""
+    text: Annotated[Path | None, flag("FILE", "prose that ships with Python")] = None
+    """Text to train on, as bytes."""
+    out: Annotated[Path | None, flag("DIR", "runs/<UTC time>-train")] = None
+    """Directory for the model, its losses and what resuming needs."""
+    resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Go on with the run in --out, asked for in the same words."""
+    steps: Annotated[int, flag("N")] = 200
+    """Updates."""
+    batch: Annotated[int, flag("N")] = 8
+    """Rows per update."""
+    length: Annotated[int, flag("N")] = 256
+    """Tokens per row."""
+    accumulate: Annotated[int, flag("N")] = 1
+    """Parts that the rows of an update are computed in, one after the other: less memory, the same update."""
+    optimizer: Annotated[Literal["adamw", "muon"], flag("NAME")] = "adamw"
+    """adamw or muon."""
+    learning_rate: Annotated[float, flag("RATE")] = 0.002
+    """Peak learning rate."""
+    weight_decay: Annotated[float, flag("RATE")] = 0.1
+    """Decay of matrices."""
+    dtype: Annotated[Literal["float32", "bfloat16"], flag("DTYPE")] = "float32"
+    """What is computed in; parameters that are trained are kept in float32."""
+    remat: Annotated[Literal["none", "dots", "layer"], flag("POLICY")] = "none"
+    """What is computed again in the backward pass: none, dots (all but projections), layer (all)."""
+    packed: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Pack whole paragraphs into rows, each seeing only itself."""
+    lora_rank: Annotated[int | None, flag("N", "no LoRA")] = None
+    """Train adapters of this rank instead of the model."""
+    lora_alpha: Annotated[float, flag("X")] = 16.0
+    """The update is scaled by alpha / rank."""
+    lora_targets: Annotated[str, flag("NAMES")] = "q_proj,v_proj"
+    """Projections to adapt, separated by commas."""
+    backend: Annotated[str, flag("NAME")] = "auto"
+    """Attention backend; one that cannot do it is an error."""
+    mode: Annotated[Literal["native", "interpret"], flag("MODE")] = "native"
+    """native, or interpret for kernels of a device that is not here."""
+    save_every: Annotated[int, flag("STEPS")] = 50
+    """Steps between saves (extra train); 0 saves nothing."""
+    seed: Annotated[int, flag("N")] = 0
+    """Seed of parameters and batches."""
+
+
+def run(command: Train) -> int:
+    """Train, from the start or from what was saved."""
+    from attnsuite.models.lora import LoraConfig
+
+    from .. import train as training
+
+    if command.resume and command.out is None:
+        raise InputError("--resume needs --out with the directory of the run to go on with.")
+    out = directory(command.out, "train")
+    given = {field.name: getattr(command, field.name) for field in dataclasses.fields(command)}
+    rank, alpha, targets = (given.pop(name) for name in ("lora_rank", "lora_alpha", "lora_targets"))
+    del given["out"], given["resume"]
+    try:
+        adapters = None if rank is None else LoraConfig(rank=rank, alpha=alpha, targets=tuple(targets.split(",")))
+    except ValueError as error:
+        raise InputError(f"--lora-{error}") from error
+    try:
+        training.execute(training.TrainRequest(**given, lora=adapters), out, resume=command.resume)
+    except KeyboardInterrupt:
+        tell(f"interrupted: go on with the same words and --resume --out {out}")
+        raise
+    print(f"trained: {out}")
+    return 0

@@ -1,0 +1,66 @@
+"""``attnsuite tune``: its flags, and what it does with them."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from pathlib import Path
+from typing import Annotated
+
+from ..errors import InputError
+from .flags import flag, limits_of, words_of
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Tune:
+    """Find options of a backend: the fastest here, or the most plausible for a device that is not here."""
+
+    backends: Annotated[str | None, flag("NAMES", "all that can be tuned")] = None
+    """Backends to tune, separated by commas."""
+    target: Annotated[str, flag("NAME")] = "here"
+    """Device to tune for: here, or a kind such as h100, for which candidates are compiled and not timed."""
+    cases: Annotated[str | None, flag("PATTERNS", "all")] = None
+    """Glob patterns of case names, separated by commas."""
+    out: Annotated[Path, flag("FILE")] = Path("tuned.json")
+    """File to write; an existing one is replaced."""
+    cell_timeout: Annotated[float, flag("SECONDS")] = 120.0
+    """Time that a case may take; five times that for all its candidates."""
+
+
+def run(command: Tune) -> int:
+    """Try every candidate, and write the table."""
+    from rich.console import Console
+
+    from attnsuite.backends import Target
+
+    from ..suites import select
+    from ..tuning import TUNED, TuneRequest, tunable, tune
+
+    try:
+        target = None if command.target == "here" else Target.named(command.target)
+    except ValueError as error:
+        raise InputError(f"--target: {error}") from error
+    if target is not None and target.topology:
+        raise InputError(
+            f"--target {target.name} is a slice; block sizes are those of one chip: --target {target.kind}."
+        )
+    if not command.out.parent.is_dir():
+        raise InputError(f"--out {command.out}: the directory {command.out.parent} does not exist; make it first.")
+    backends = tunable(None if command.backends is None else command.backends.split(","), target)
+    request = TuneRequest(
+        backends=backends,
+        cases=TUNED if command.cases is None else select(TUNED, command.cases.split(",")),
+        target=target,
+        limits=limits_of(command.cell_timeout),
+        out=command.out,
+        command=shlex.join(words_of(dataclasses.replace(command, backends=",".join(backends)))),
+    )
+    errors = Console(stderr=True)
+    if target is not None:
+        errors.print(
+            f"{target} is not here: candidates are ranked by what compiles; no time is measured.", soft_wrap=True
+        )
+    with errors.status("starting") as status:
+        tune(request, status.update)
+    print(f"tuned:   {command.out}")
+    return 0

@@ -1,0 +1,80 @@
+"""A user's own folders named backends, models, suite and reports are never imported in place of ours, nor ours of theirs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from attnsuite.suite.verbs import VERBS
+
+ROOMS = ("backends", "models", "suite", "reports")
+TINY = """
+[[case]]
+kind = "op_forward"
+sequence = 32
+heads = 2
+kv_heads = 1
+"""
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory):
+    """A directory whose rooms raise when they are imported, as a research repository has them."""
+    folder = tmp_path_factory.mktemp("research")
+    for room in ROOMS:
+        (folder / room).mkdir()
+        (folder / room / "__init__.py").write_text(f"raise RuntimeError('the user\\'s own {room} was imported')\n")
+    (folder / "tiny.toml").write_text(TINY)
+    return folder
+
+
+def started(folder, *words):
+    """A Python process in ``folder``, with the folder itself first on its path."""
+    path = os.pathsep.join([".", *filter(None, [os.environ.get("PYTHONPATH"), *source()])])
+    return subprocess.run(
+        [sys.executable, *words],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def source():
+    """Where attnsuite is imported from in this process: a checkout's src, or the installed wheel."""
+    import attnsuite  # noqa: PLC0415
+
+    return [str(Path(attnsuite.__path__[0]).parent)]
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_starts_beside_the_users_own_rooms(hostile, verb):
+    done = started(hostile, "-m", "attnsuite.suite", verb, "--help")
+    assert done.returncode == 0, done.stderr
+    assert f"attnsuite {verb}" in done.stdout
+
+
+def test_workers_import_our_rooms_beside_the_users_own(hostile):
+    done = started(
+        hostile, "-m", "attnsuite.suite", "run", "--suite", "tiny.toml", "--backends", "standard", "--out", "run"
+    )
+    assert done.returncode == 0, done.stderr
+    assert '"status":"ok"' in (hostile / "run" / "records.jsonl").read_text()
+
+
+def test_doctor_examines_beside_the_users_own_rooms(hostile):
+    done = started(hostile, "-m", "attnsuite.suite", "doctor", "--json")
+    assert done.returncode == 0, done.stderr
+    assert '"standard"' in done.stdout
+
+
+def test_a_users_script_beside_its_own_rooms_uses_ours(hostile):
+    (hostile / "train.py").write_text("from attnsuite import backends, models\nprint(backends.names()[0])\n")
+    done = started(hostile, "train.py")
+    assert (done.returncode, done.stdout.strip()) == (0, "standard"), done.stderr
