@@ -1,4 +1,4 @@
-"""A user's own folders named backends, models, suite and reports are never imported in place of ours, nor ours of theirs."""
+"""A user's own folders named backends, models, suite and reports are never imported in place of ours."""
 
 from __future__ import annotations
 
