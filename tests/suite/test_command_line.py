@@ -33,7 +33,7 @@ print(code, found, file=sys.stderr)
         (["run", "--suit", "quick"], 2),
         *((([verb, "--help"]), 0) for verb in VERBS),
     ],
-    ids=" ".join,
+    ids=lambda given: " ".join(given) if isinstance(given, list) else str(given),
 )
 def test_help_and_mistakes_import_nothing_that_computes(words, code):
     script = ASK.format(words=words, heavy=HEAVY)
