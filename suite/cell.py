@@ -16,12 +16,14 @@ import jax
 
 from attnsuite.backends import Target, registry
 
-from . import accuracy, memory, peers, speed
+from . import peers
 from .cases import Case, ModelCase, OpCase, RetrievalCase, SelectionCase, StackCase, TextCase, stack_spec
 from .errors import CellFailure
-from .formulas import op_bytes, op_flops, op_tokens
+from .measure import judge as accuracy
+from .measure import memory, speed
+from .measure.formulas import op_bytes, op_flops, op_tokens
+from .measure.program import Program
 from .op_cell import op_program
-from .program import Program
 from .record import TensorError
 
 

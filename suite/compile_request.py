@@ -10,13 +10,13 @@ from typing import Any
 
 from attnsuite.backends import Target, UnknownBackendError, names, registry
 
-from . import topologies
-from .abstract_programs import model_config
+from .absent import topologies
+from .absent.programs import model_config
 from .cases import ModelCase, OpCase
 from .compile_run import CompileRequest
 from .errors import InputError
+from .grid.runner import Limits
 from .named_model import absolute
-from .runner import Limits
 from .store import RECORDS
 from .suites import Suite, find_suite, select
 

@@ -23,14 +23,16 @@ from typing import Any, Protocol
 from attnsuite.backends import Target, registry
 from attnsuite.backends.devices import cpu_name, usable_cores
 
-from . import compile_cache, environment, topologies
+from .absent import cache as compile_cache
+from .absent import topologies
+from .absent.compilation import NO_COMPILER, ROLE, in_roles
 from .cases import ModelCase, OpCase, problem_of
-from .compile_cell import NO_COMPILER, ROLE, in_roles
 from .errors import CellFailure
-from .memory import machine_bytes
-from .process import Worker
+from .grid.process import Worker
+from .grid.runner import Limits, Watcher
+from .measure import environment
+from .measure.memory import machine_bytes
 from .record import Environment, Kernel, Record, Status
-from .runner import Limits, Watcher
 from .store import MANIFEST, CompileManifest, RunStore
 
 SUITE = "compile"
@@ -241,7 +243,7 @@ class _Compiler:
 
     def _ask(self, case: OpCase | ModelCase, backend: str) -> dict[str, Any]:
         if self._worker is None:
-            self._worker = Worker(self._request.limits.memory, "attnsuite.suite.compile_worker", topologies.ENVIRONMENT)
+            self._worker = Worker(self._request.limits.memory, "attnsuite.suite.absent.worker", topologies.ENVIRONMENT)
             if self._stopped.is_set():  # while this one was made
                 self._worker.close()
         question = {"case": problem_of(case), "backend": backend, "target": self._target.name}

@@ -31,9 +31,9 @@ from attnsuite.models.text import random_windows
 from attnsuite.models.training import Batch, Step, compiled_step, training_step
 
 from . import files
-from .environment import describe
 from .errors import InputError
 from .loss_curves import CURVES, MANIFEST, Curve, Role, Setting
+from .measure.environment import describe
 
 NOISE_RUNS = 5
 SEED_RUNS = 2

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .errors import CellFailure, InputError
-from .process import Worker
+from .grid.process import Worker
 
 _SECONDS = 300.0
 

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from .accuracy import as_model_error
 from .cases import ModelCase
+from .measure.judge import as_model_error
 from .model_cell import judged_program, open_model
 from .record import TensorError
 

@@ -25,10 +25,10 @@ from attnsuite.models.parameters import parameter_shapes
 from attnsuite.models.planning import Options, Resolutions, attention_spec, freeze_options, resolve_attention
 
 from .cases import ModelCase, OpCase, RetrievalCase, TextCase
-from .formulas import attention_flops, visible_pairs
 from .kascade.kept import kept_of
+from .measure.formulas import attention_flops, visible_pairs
+from .measure.program import Program
 from .named_model import config_of, model_of
-from .program import Program
 
 LEARNING_RATE = 1e-4
 _LEAST_CONTEXT = 1024

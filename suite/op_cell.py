@@ -15,8 +15,8 @@ from attnsuite.backends.contract import Mode, Plan
 from attnsuite.backends.sharding import sharding
 
 from .cases import OpCase, spec_of
-from .inputs import make_inputs
-from .program import Program, op_function
+from .measure.inputs import make_inputs
+from .measure.program import Program, op_function
 
 
 def op_program(case: OpCase, backend: Backend, mode: Mode, target: Target, devices: int = 1) -> Program:

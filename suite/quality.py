@@ -22,13 +22,13 @@ from attnsuite.models import ModelConfig, Transformer, load_text, retrieval
 from attnsuite.models.loss import token_nats
 
 from . import statistics
-from .accuracy import as_model_error
 from .cases import RetrievalCase, TextCase
 from .errors import InputError
 from .kascade.kept import kept_of
+from .measure.judge import as_model_error
+from .measure.text import bits, reader_of, unigram_bits
 from .model_cell import open_model, resolutions_of, retrieval_model
 from .record import TensorError
-from .text import bits, reader_of, unigram_bits
 
 _PROMPTS_AT_ONCE = 8
 

@@ -24,8 +24,9 @@ from typing import Any, Literal
 from attnsuite.backends import AttentionSpec
 from attnsuite.backends.devices import cpu_name
 
-from . import environment, files
+from . import files
 from .errors import InputError
+from .measure import environment
 
 FACTS, PAGE = "sharded.json", "report.md"
 DEVICES = 8

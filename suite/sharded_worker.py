@@ -26,7 +26,7 @@ from attnsuite.backends import AttentionSpec, Backend, Layout, Target, oracle, p
 from attnsuite.backends.sharding import MeshAxes, Sharded, balanced_order
 from attnsuite.backends.standard import STANDARD
 
-from .compile_cell import one_line
+from .absent.compilation import one_line
 from .sharded import PROBLEMS, Problem, Row
 
 QUANTITIES = ("output", "dq", "dk", "dv")

@@ -24,15 +24,15 @@ from attnsuite.models import Checkpoint, ModelConfig, load_text, open_checkpoint
 from attnsuite.models.calibration import load as load_calibration
 from attnsuite.models.planning import Resolutions, freeze_options, resolve_attention
 
-from . import environment
 from .errors import InputError
 from .kascade.kept import Kept, kept_of
 from .kascade.schedules import ScheduleWords
-from .memory import high_water, mark_baseline
+from .measure import environment
+from .measure.memory import high_water, mark_baseline
+from .measure.text import bits, reader_of, unigram_bits
 from .named_model import checkpoint_of
 from .record import Record
 from .store import RECORDS, RunStore
-from .text import bits, reader_of, unigram_bits
 
 INVALID = "INVALID: no better than a unigram model that knows the frequencies of these tokens"
 _GIB = 2**30

@@ -8,7 +8,7 @@ from typing import Any
 from rich.text import Text
 
 from . import statistics
-from .formulas import ITEM_BYTES
+from .measure.formulas import ITEM_BYTES
 from .record import Record
 
 _STYLES = {"ok": "green", "unsupported": "dim", "wrong": "bold red"}

@@ -33,8 +33,8 @@ from attnsuite.models.training import Batch, Trained, compiled_step, training_st
 from attnsuite.models.weights import save
 
 from . import files, typed
-from .environment import describe
 from .errors import InputError
+from .measure.environment import describe
 from .named_model import model_of
 from .typed import Count, Real
 

@@ -26,12 +26,14 @@ from attnsuite.backends.contract import CompilesKernels
 from attnsuite.backends.support import takes_of
 from attnsuite.backends.tuned import SCHEMA
 
-from . import accuracy, files, speed, statistics
+from . import files, statistics
 from .cases import OpCase, problem_of, spec_of
 from .errors import CellFailure, InputError
+from .grid.process import Worker
+from .grid.runner import Limits, References
+from .measure import judge as accuracy
+from .measure import speed
 from .op_cell import op_program
-from .process import Worker
-from .runner import Limits, References
 
 FIRST_ROUNDS, LAST_ROUNDS, KEPT = 3, 9, 4
 _KERNEL_FIELDS = ("name", "registers", "spilled_bytes", "shared_bytes", "shared_limit_bytes")

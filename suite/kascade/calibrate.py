@@ -16,8 +16,8 @@ from attnsuite.models.weights import load
 
 from .. import files
 from ..errors import InputError
+from ..measure.text import reader_of
 from ..named_model import checkpoint_of
-from ..text import reader_of
 from .schedules import ScheduleWords
 
 

@@ -19,9 +19,9 @@ from attnsuite.models.calibration import calibrate, load
 
 from ..cases import SelectionCase, TextCase, anchor_layers, settings_of
 from ..errors import InputError
+from ..measure.text import reader_of
 from ..model_cell import model_config, open_model
 from ..quality import read_text
-from ..text import reader_of
 
 PROMPTS = 6  # that a calibration is made from
 AT_ONCE = 4  # sequences of a batch

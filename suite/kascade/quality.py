@@ -26,7 +26,7 @@ from attnsuite.models.planning import Resolutions, attention_spec
 
 from ..cases import SelectionCase, settings_of
 from ..errors import CellFailure
-from ..text import bits
+from ..measure.text import bits
 from . import controls, dense
 from .controls import Kept, Watched
 

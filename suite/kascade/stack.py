@@ -19,9 +19,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from attnsuite.backends import Layout, Plan, Target, plan, plan_sharded, registry, resolve, support
 from attnsuite.backends.kascade import Selection, Settings, kept_fraction
 
-from ..accuracy import as_model_error
 from ..cases import StackCase, settings_of, stack_spec
-from ..program import Program
+from ..measure.judge import as_model_error
+from ..measure.program import Program
 from ..record import TensorError
 from .methods import schedule_of
 

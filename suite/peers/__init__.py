@@ -17,7 +17,7 @@ from typing import get_args
 from attnsuite.backends.devices import cpu_name
 
 from ..cases import Case, ModelCase, ModelKind, OpCase, OpKind
-from ..program import Program
+from ..measure.program import Program
 from ..record import CaseKind
 from . import mkl
 

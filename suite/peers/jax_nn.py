@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from ..cases import OpCase, spec_of
-from ..formulas import document_ids
-from ..inputs import make_inputs
-from ..program import Program, with_gradients
+from ..measure.formulas import document_ids
+from ..measure.inputs import make_inputs
+from ..measure.program import Program, with_gradients
 
 
 def program(case: OpCase) -> Program:

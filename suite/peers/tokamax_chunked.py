@@ -7,8 +7,8 @@ from typing import Any
 import tokamax  # pyright: ignore[reportMissingImports]  (extra "peers")
 
 from ..cases import OpCase
-from ..inputs import make_inputs
-from ..program import Program, with_gradients
+from ..measure.inputs import make_inputs
+from ..measure.program import Program, with_gradients
 
 
 def program(case: OpCase) -> Program:

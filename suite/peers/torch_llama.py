@@ -15,7 +15,7 @@ from attnsuite.models.parameters import checkpoint_names
 
 from .. import model_cell
 from ..cases import ModelCase
-from ..program import Program
+from ..measure.program import Program
 from .torch_sdpa import to_torch
 
 

@@ -10,8 +10,8 @@ import torch  # pyright: ignore[reportMissingImports]  (extra "peers")
 from torch.nn.functional import scaled_dot_product_attention  # pyright: ignore[reportMissingImports]
 
 from ..cases import OpCase
-from ..inputs import make_inputs
-from ..program import Program
+from ..measure.inputs import make_inputs
+from ..measure.program import Program
 
 
 def program(case: OpCase) -> Program:

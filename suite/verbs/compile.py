@@ -50,7 +50,7 @@ def run(command: Compile) -> int:
     from .. import compile_run
     from ..compile_request import ModelWords, compile_request
     from ..compile_run import nothing_compiled
-    from ..progress import ProgressDisplay
+    from ..grid.progress import ProgressDisplay
     from ..store import RECORDS, parse_records
     from .report import show
 

@@ -15,7 +15,7 @@ import tyro
 from ..errors import InputError
 
 if TYPE_CHECKING:
-    from ..runner import Limits
+    from ..grid.runner import Limits
 
 BAD_INPUT = 2
 NO_RESULT = 1
@@ -53,8 +53,8 @@ def tell(sentence: str) -> None:
 
 def limits_of(cell_timeout: float, cell_memory: str | None = None) -> Limits:
     """The limits of a cell, from its two flags. Raises InputError."""
-    from ..memory import machine_bytes
-    from ..runner import Limits
+    from ..grid.runner import Limits
+    from ..measure.memory import machine_bytes
 
     if not cell_timeout > 0:
         raise InputError(f"--cell-timeout {cell_timeout:g} must be above 0 seconds.")

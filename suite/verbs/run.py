@@ -12,7 +12,7 @@ from ..errors import InputError
 from .flags import directory, flag, limits_of, tell
 
 if TYPE_CHECKING:
-    from ..run import RunRequest
+    from ..grid.run import RunRequest
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,8 +63,8 @@ def run(command: Run) -> int:
     """Measure every cell, and render the page."""
     from rich.console import Console
 
-    from ..progress import ProgressDisplay
-    from ..run import execute
+    from ..grid.progress import ProgressDisplay
+    from ..grid.run import execute
     from ..store import MANIFEST, RECORDS
     from .report import show
 
@@ -84,8 +84,8 @@ def run(command: Run) -> int:
 
 
 def _request(command: Run) -> RunRequest:
+    from ..grid.run import new_request, resumed_request
     from ..kascade.words import KascadeWords
-    from ..run import new_request, resumed_request
 
     limits = limits_of(command.cell_timeout, command.cell_memory)
     names = ("tile_size", "top_k", "threshold", "max_reuse_dist", "schedule", "anchors", "granularity")

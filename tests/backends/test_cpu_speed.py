@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from attnsuite.backends import AttentionSpec, Layout, Target, registry
-from attnsuite.suite import speed
+from attnsuite.suite.measure import speed
 
 ROUNDS = 7
 # Time relative to standard. Losing the skipped half of the blocks, or blocks of a workable size, goes beyond.

@@ -182,7 +182,7 @@ def test_pytorch_is_not_even_imported_for_safetensors(checkpoint):
 
 GROWTH = """
 import sys, models
-from attnsuite.suite.memory import high_water, mark_baseline
+from attnsuite.suite.measure.memory import high_water, mark_baseline
 call, output, *sources = sys.argv[1:]
 first = mark_baseline()
 for number, source in enumerate(sources):

@@ -16,10 +16,10 @@ from attnsuite.backends.kascade import manual
 from attnsuite.models import load_shipped, save
 from attnsuite.suite import checkpoint, model_cell, op_cell
 from attnsuite.suite.cases import ModelCase, OpCase, SelectionCase, StackCase
+from attnsuite.suite.grid.probe import probe
 from attnsuite.suite.kascade import controls, dense, quality, stack
 from attnsuite.suite.kascade.methods import METHODS
 from attnsuite.suite.kascade.words import KascadeWords, applied
-from attnsuite.suite.probe import probe
 from attnsuite.suite.suites import CPU_SPEED, FULL, KASCADE, QUICK
 
 TARGETS = ("v5e", "h100")

@@ -13,11 +13,11 @@ import pytest
 from attnsuite.models import ModelConfig, Tokenizer, Transformer, load_shipped, load_text, save
 from attnsuite.models.loss import token_nats
 from attnsuite.suite import checkpoint, model_cell, quality
-from attnsuite.suite import text as suite_text
 from attnsuite.suite.cases import ModelCase, SelectionCase, TextCase
 from attnsuite.suite.command_line import main
 from attnsuite.suite.errors import InputError
-from attnsuite.suite.probe import probe
+from attnsuite.suite.grid.probe import probe
+from attnsuite.suite.measure import text as suite_text
 from attnsuite.suite.store import parse_records
 
 PROSE = load_text().held_out

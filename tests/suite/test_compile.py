@@ -17,8 +17,10 @@ from attnsuite import reports
 from attnsuite.backends import Target, registry, support
 from attnsuite.backends.contract import KernelBuild, Support
 from attnsuite.backends.devices import KNOWN_KINDS
-from attnsuite.suite import compile_cell, compile_run, topologies
-from attnsuite.suite.abstract_programs import (
+from attnsuite.suite import compile_run
+from attnsuite.suite.absent import compilation as compile_cell
+from attnsuite.suite.absent import topologies
+from attnsuite.suite.absent.programs import (
     AbstractProgram,
     attention_specs,
     model_program,
@@ -30,8 +32,8 @@ from attnsuite.suite.cases import ModelCase, OpCase, make_case, spec_of
 from attnsuite.suite.command_line import main
 from attnsuite.suite.compile_run import SEARCH_LENGTHS, SEARCH_STEPS, CompileRequest, longest
 from attnsuite.suite.errors import CellFailure
+from attnsuite.suite.grid.runner import Limits
 from attnsuite.suite.op_cell import op_program as measured_program
-from attnsuite.suite.runner import Limits
 from attnsuite.suite.store import RECORDS, parse_records
 
 PUBLISHED = Path(__file__).parents[2] / "reports" / "published" / "compiled"

@@ -6,7 +6,7 @@ import pytest
 
 from attnsuite.backends import Target, resolve
 from attnsuite.suite.cases import OpCase, spec_of
-from attnsuite.suite.probe import INTERPRETED_LENGTH
+from attnsuite.suite.grid.probe import INTERPRETED_LENGTH
 from attnsuite.suite.store import RECORDS, parse_records
 
 SUITE = """

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from attnsuite.backends.contract import may_attend
 from attnsuite.suite.cases import OpCase, make_case, problem_of, spec_of
 from attnsuite.suite.errors import InputError
-from attnsuite.suite.formulas import document_ids, op_bytes, op_flops, visible_pairs
-from attnsuite.suite.inputs import make_inputs
+from attnsuite.suite.measure.formulas import document_ids, op_bytes, op_flops, visible_pairs
+from attnsuite.suite.measure.inputs import make_inputs
 
 CASES = [
     OpCase(kind="op_forward", sequence=37),

@@ -12,13 +12,14 @@ import pytest
 from attnsuite.backends import Target
 from attnsuite.models import load_shipped
 from attnsuite.models.weights import shipped
-from attnsuite.suite import checkpoint, compile_cache
+from attnsuite.suite import checkpoint
+from attnsuite.suite.absent import cache as compile_cache
 from attnsuite.suite.cases import ModelCase
 from attnsuite.suite.command_line import main
 from attnsuite.suite.compile_request import ModelWords, compile_request
 from attnsuite.suite.errors import InputError
+from attnsuite.suite.grid.runner import Limits
 from attnsuite.suite.named_model import checkpoint_of, config_of, model_of
-from attnsuite.suite.runner import Limits
 
 TRAINED = ("run", "perplexity", "calibrate")
 VERBS = (*TRAINED, "train", "compile")

@@ -7,10 +7,11 @@ import sys
 
 import pytest
 
-from attnsuite.suite import accuracy, peers
+from attnsuite.suite import peers
 from attnsuite.suite.cases import ModelCase, OpCase
+from attnsuite.suite.grid.probe import probe
+from attnsuite.suite.measure import judge as accuracy
 from attnsuite.suite.peers import PEERS, mkl
-from attnsuite.suite.probe import probe
 
 # What is compared here is compared on every machine; PyTorch and tokamax where they are installed (extra "peers").
 CASES = [
@@ -69,7 +70,7 @@ def test_unthrottled_row_is_refused_where_there_is_no_brake(monkeypatch):
 
 @pytest.mark.filterwarnings("ignore::backends.BackendFallbackWarning")
 def test_plans_hold_a_cell_per_peer_of_the_kind_and_one_for_all_cores(monkeypatch):
-    monkeypatch.setattr("attnsuite.suite.probe.usable_cores", lambda: 4)
+    monkeypatch.setattr("attnsuite.suite.grid.probe.usable_cores", lambda: 4)
     found = probe([CASES[0]], ["standard", "chunked", "cudnn", "jax_nn", "transformers"], None, all_cores=True)
     cells = [(plan["requested"], plan["devices"], plan["mode"]) for plan in found["plans"]]
     assert cells == [
@@ -82,6 +83,6 @@ def test_plans_hold_a_cell_per_peer_of_the_kind_and_one_for_all_cores(monkeypatc
 
 
 def test_what_cannot_be_divided_has_no_cell_for_all_cores(monkeypatch):
-    monkeypatch.setattr("attnsuite.suite.probe.usable_cores", lambda: 3)
+    monkeypatch.setattr("attnsuite.suite.grid.probe.usable_cores", lambda: 3)
     found = probe([CASES[0]], ["chunked"], None, all_cores=True)
     assert [plan["devices"] for plan in found["plans"]] == [1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attnsuite.suite.process import Worker
+from attnsuite.suite.grid.process import Worker
 
 STATE = """
 import json, sys

@@ -6,7 +6,8 @@ import jax
 import pytest
 
 from attnsuite.backends import Target
-from attnsuite.suite import compile_cell, slices, topologies
+from attnsuite.suite.absent import compilation as compile_cell
+from attnsuite.suite.absent import slices, topologies
 from attnsuite.suite.cases import ModelCase, OpCase
 
 MODEL = ModelCase(kind="model_prefill", model="debug", sequence=64, dtype="bfloat16", new_tokens=1)

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from attnsuite.suite.cases import OpCase
-from attnsuite.suite.formulas import visible_pairs
-from attnsuite.suite.probe import CellPlan
-from attnsuite.suite.runner import measured
-from attnsuite.suite.speed import Sampling, calls_per_sample
+from attnsuite.suite.grid.probe import CellPlan
+from attnsuite.suite.grid.runner import measured
+from attnsuite.suite.measure.formulas import visible_pairs
+from attnsuite.suite.measure.speed import Sampling, calls_per_sample
 from attnsuite.suite.statistics import FEWEST, mean, median, paired_difference, paired_ratio, unpaired_ratio
 
 

@@ -9,11 +9,12 @@ import pytest
 
 from attnsuite.backends import Layout, Support, Target, registry, tuned
 from attnsuite.backends.contract import KernelBuild
-from attnsuite.suite import accuracy, tuning
+from attnsuite.suite import tuning
 from attnsuite.suite.cases import OpCase, spec_of
 from attnsuite.suite.command_line import main
 from attnsuite.suite.errors import InputError
-from attnsuite.suite.runner import Limits
+from attnsuite.suite.grid.runner import Limits
+from attnsuite.suite.measure import judge as accuracy
 
 CASE = OpCase(kind="op_forward", sequence=192, heads=2, kv_heads=2)
 CHUNKED = registry.get("chunked")

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from attnsuite.suite import compile_run, files, sharded, tuning
+from attnsuite.suite.absent.compilation import NO_COMPILER
 from attnsuite.suite.command_line import main
-from attnsuite.suite.compile_cell import NO_COMPILER
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.store import RunStore
 

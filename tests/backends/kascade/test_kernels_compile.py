@@ -11,7 +11,7 @@ from importlib import util
 
 import pytest
 
-from attnsuite.suite import topologies
+from attnsuite.suite.absent import topologies
 
 REQUIRED = "ATTNSUITE_COMPILERS_REQUIRED"
 MISSING = [name for name in ("libtpu", "jax_cuda12_plugin") if util.find_spec(name) is None]
@@ -28,8 +28,8 @@ from attnsuite.backends import AttentionSpec, Layout, Target
 from attnsuite.backends.kascade import Settings, Tiling, Places, kernels
 from attnsuite.backends.kascade import block_sizes
 from attnsuite.suite import topologies
-from attnsuite.suite.abstract_programs import AbstractProgram
-from attnsuite.suite.compile_cell import compile_program, one_line
+from attnsuite.suite.absent.programs import AbstractProgram
+from attnsuite.suite.absent.compilation import compile_program, one_line
 
 target = Target.named(sys.argv[1])
 module = kernels.pallas(target)

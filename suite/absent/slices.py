@@ -19,9 +19,9 @@ from attnsuite.backends import Backend, Target
 from attnsuite.backends.sharding import MeshAxes, Sharded
 from attnsuite.models.sharding import leaf_name, parameter_sharding
 
+from ..cases import ModelCase, OpCase
 from . import topologies
-from .abstract_programs import AbstractProgram, attention_specs
-from .cases import ModelCase, OpCase
+from .programs import AbstractProgram, attention_specs
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

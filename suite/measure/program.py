@@ -11,7 +11,7 @@ import jax
 from attnsuite.backends import Layout
 from attnsuite.backends.contract import Plan
 
-from .cases import OpCase
+from ..cases import OpCase
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Compiles for one kind of device: ``python -m attnsuite.suite.compile_worker``, JSON lines in and out.
+"""Compiles for one kind of device: ``python -m attnsuite.suite.absent.worker``, JSON lines in and out.
 
 As ``worker.py`` it keeps the real stdout for its answers and ends at once when stdin does. It holds one topology for
 its whole life, because a second one in the same process is not allowed.
@@ -15,8 +15,8 @@ from typing import Any
 
 from attnsuite.backends import Target
 
-from .cases import make_case
-from .compile_cell import compile_cell, one_line
+from ..cases import make_case
+from .compilation import compile_cell, one_line
 
 
 def main() -> None:

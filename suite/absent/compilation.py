@@ -22,16 +22,9 @@ from attnsuite.backends import Backend, Target, registry, support
 from attnsuite.backends.contract import BackendWithRoles, CompilesKernels, KernelBuild
 from attnsuite.backends.sharding import Sharded
 
+from ..cases import ModelCase, OpCase, spec_of
 from . import slices, topologies
-from .abstract_programs import (
-    AbstractProgram,
-    attention_specs,
-    model_program,
-    op_program,
-    resolutions,
-    role_program,
-)
-from .cases import ModelCase, OpCase, spec_of
+from .programs import AbstractProgram, attention_specs, model_program, op_program, resolutions, role_program
 
 NO_COMPILER = "there is no compiler for this device here."
 ROLE = ":"  # between a backend and its role

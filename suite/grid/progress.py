@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
-from .record import Record
-from .summary import record_line
+from ..record import Record
+from ..summary import record_line
 
 
 class ProgressDisplay:

@@ -22,7 +22,7 @@ from typing import Any, Self
 
 import psutil
 
-from .errors import CellFailure, InputError
+from ..errors import CellFailure, InputError
 
 _POLL_SECONDS = 0.05
 # GPUs and TPUs multiply float32 in fewer bits unless told otherwise; a float32 cell is judged as float32.
@@ -44,7 +44,10 @@ class Worker:
     """
 
     def __init__(
-        self, memory_limit: int, module: str = "attnsuite.suite.worker", environment: Mapping[str, str] | None = None
+        self,
+        memory_limit: int,
+        module: str = "attnsuite.suite.grid.worker",
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self._limit = memory_limit
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (closed in close)

@@ -17,10 +17,10 @@ import numpy as np
 
 from attnsuite.backends import Target, oracle, registry
 
-from .cases import OpCase, spec_of
+from ..cases import OpCase, spec_of
+from ..op_cell import op_program
+from ..record import TensorError
 from .inputs import make_inputs
-from .op_cell import op_program
-from .record import TensorError
 
 # Score entries (batch x heads x query x key) that the oracle takes at most: 8 heads at 4096 tokens. It needs
 # about 2 s forward and 8 s with gradients for that on 2 cores of a 2026 server.

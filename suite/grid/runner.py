@@ -16,15 +16,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from . import peers
-from .accuracy import judged_case
-from .cases import Case, OpCase, RetrievalCase, SelectionCase, StackCase, TextCase, problem_of
-from .errors import CellFailure, InputError
-from .memory import machine_bytes
+from .. import peers
+from ..cases import Case, OpCase, RetrievalCase, SelectionCase, StackCase, TextCase, problem_of
+from ..errors import CellFailure, InputError
+from ..measure.judge import judged_case
+from ..measure.memory import machine_bytes
+from ..measure.speed import Sampling
+from ..record import Environment, Record, RecordError, Status, TensorError
 from .probe import CellPlan
 from .process import Worker
-from .record import Environment, Record, RecordError, Status, TensorError
-from .speed import Sampling
 
 _REFERENCE_SECONDS = 600.0  # at least; the oracle is slow, and its limit is not the cells'
 _REFERENCE_SHARE = 0.9  # of the machine's memory

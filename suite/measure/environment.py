@@ -19,8 +19,8 @@ from attnsuite.backends import Target
 from attnsuite.backends.devices import cpu_name, usable_cores
 from attnsuite.backends.registry import ENTRY_POINT_GROUP
 
+from ..record import Environment
 from .memory import machine_bytes
-from .record import Environment
 
 DISTRIBUTION = "attnsuite"
 _ROOMS = ("backends", "models", "suite")

@@ -1,4 +1,4 @@
-"""The process of one cell: ``python -m attnsuite.suite.worker``, one JSON object per line in and out.
+"""The process of one cell: ``python -m attnsuite.suite.grid.worker``, one JSON object per line in and out.
 
 The runner asks (``{"do": "prepare", ...}``), the worker answers with ``{"ok": ...}`` or ``{"failed":
 status, "message": ...}``. The protocol has the process's real stdout to itself: whatever a library prints
@@ -20,9 +20,11 @@ from typing import Any, TextIO
 
 from attnsuite.backends import BackendFallbackWarning
 
-from . import cell, machine, probe, tuning
-from .cases import OpCase, make_case
-from .errors import CellFailure, InputError
+from .. import cell, tuning
+from ..cases import OpCase, make_case
+from ..errors import CellFailure, InputError
+from ..measure import machine
+from . import probe
 
 _OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "out of memory", "Out of memory")
 

@@ -23,10 +23,10 @@ from attnsuite.models.forward import forward_cached
 from attnsuite.models.parameters import initialise
 from attnsuite.models.planning import Resolutions, attention_spec, resolve_attention
 
-from .cases import ModelCase, OpCase, spec_of
-from .model_cell import prefill, train_step
-from .named_model import config_of
-from .program import op_function
+from ..cases import ModelCase, OpCase, spec_of
+from ..measure.program import op_function
+from ..model_cell import prefill, train_step
+from ..named_model import config_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

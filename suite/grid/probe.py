@@ -9,10 +9,11 @@ from attnsuite.backends import BackendUnavailableError, Resolution, Target, regi
 from attnsuite.backends.devices import usable_cores
 from attnsuite.backends.sharding import divided
 
-from . import environment, peers
-from .cases import Case, ModelCase, OpCase, RetrievalCase, SelectionCase, StackCase, TextCase, spec_of, stack_spec
-from .kascade.methods import METHODS, methods_of, refusals
-from .record import Mode
+from .. import peers
+from ..cases import Case, ModelCase, OpCase, RetrievalCase, SelectionCase, StackCase, TextCase, spec_of, stack_spec
+from ..kascade.methods import METHODS, methods_of, refusals
+from ..measure import environment
+from ..record import Mode
 
 _BASELINE = "standard"
 INTERPRETED_LENGTH = 1024  # tokens: a longer case would be judged again at the length to which this one is cut
@@ -69,7 +70,7 @@ def _plans(
         plans = [_plan(case.name, name, lambda name=name: [resolve(name, spec, target)]) for name in backends]
         return [_interpreted(plan, case, target) for plan in plans]
     # A run of op cases alone does not import flax.
-    from . import model_cell, quality  # noqa: PLC0415
+    from .. import model_cell, quality  # noqa: PLC0415
 
     if isinstance(case, RetrievalCase):
         config = model_cell.retrieval_model(case).config
@@ -89,8 +90,8 @@ def _method_plans(
 ) -> list[CellPlan]:
     """The rows of a case that are asked for, those that would repeat another refused."""
     # A run of op cases alone does not import flax.
-    from .kascade import dense as problems  # noqa: PLC0415
-    from .kascade import quality, stack  # noqa: PLC0415
+    from ..kascade import dense as problems  # noqa: PLC0415
+    from ..kascade import quality, stack  # noqa: PLC0415
 
     rows, target = [name for name in methods_of(case) if name in wanted], Target.here()
     if isinstance(case, SelectionCase):

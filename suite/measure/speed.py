@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from .statistics import FEWEST
+from ..statistics import FEWEST
 
 SAMPLE_SECONDS = 0.02  # a shorter call is repeated until a sample lasts about this long
 _MAX_CALLS = 1000

@@ -17,21 +17,21 @@ from typing import Any, Protocol
 
 from attnsuite.backends import UnknownBackendError, names, registry
 
-from . import typed
-from .cases import Case, make_case, problem_of
-from .checkpoint import CheckpointWords, checkpoint_suite
-from .checkpoint import rows as checkpoint_rows
-from .errors import CellFailure, InputError
-from .kascade.methods import METHODS, has_methods, methods_of
-from .kascade.words import KascadeWords, applied
-from .memory import machine_bytes
-from .peers import PEERS
+from .. import typed
+from ..cases import Case, make_case, problem_of
+from ..checkpoint import CheckpointWords, checkpoint_suite
+from ..checkpoint import rows as checkpoint_rows
+from ..errors import CellFailure, InputError
+from ..kascade.methods import METHODS, has_methods, methods_of
+from ..kascade.words import KascadeWords, applied
+from ..measure.memory import machine_bytes
+from ..peers import PEERS
+from ..record import Environment, Machine, Record
+from ..store import MANIFEST, RunManifest, RunStore, TextIdentity, read_manifest
+from ..suites import SUITES, Suite, find_suite, select
 from .probe import CellPlan
 from .process import Worker
-from .record import Environment, Machine, Record
 from .runner import Limits, References, RunContext, Watcher, cell_key, measured, run_case, unsupported
-from .store import MANIFEST, RunManifest, RunStore, TextIdentity, read_manifest
-from .suites import SUITES, Suite, find_suite, select
 
 MACHINE = "machine.json"
 _PROBE_SECONDS = 300.0

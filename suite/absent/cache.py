@@ -19,9 +19,9 @@ from typing import Any
 
 from attnsuite.backends import Target
 
-from .abstract_programs import model_config
-from .cases import ModelCase, OpCase, problem_of
-from .record import Record, RecordError
+from ..cases import ModelCase, OpCase, problem_of
+from ..record import Record, RecordError
+from .programs import model_config
 
 _CIRCUMSTANCES = ("versions", "source", "flags")
 

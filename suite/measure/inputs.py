@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from attnsuite.backends import Layout
 
-from .cases import OpCase
+from ..cases import OpCase
 from .formulas import document_ids
 
 

@@ -12,7 +12,7 @@ from jaxtyping import Int
 
 from attnsuite.backends.contract import DTYPES
 
-from .cases import OpCase
+from ..cases import OpCase
 
 ITEM_BYTES = {name: 4 if name == "float32" else 2 for name in DTYPES}
 

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .record import Machine
+from ..record import Machine
 
 _SIZES = {"cpu": (512, 1024, 2048), "cuda": (4096, 8192), "rocm": (4096, 8192), "tpu": (4096, 8192)}
 _COPY_BYTES = {"cpu": 2**28, "cuda": 2**31, "rocm": 2**31, "tpu": 2**30}

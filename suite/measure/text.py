@@ -18,7 +18,7 @@ from attnsuite.models import ModelConfig, load_tokenizer
 from attnsuite.models.text import random_windows, windows
 from attnsuite.models.tokenizer import JSON, RANKS
 
-from .errors import InputError
+from ..errors import InputError
 
 BYTE_VOCABULARY = 256
 Bytes = UInt8[np.ndarray, " length"]

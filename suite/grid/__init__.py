@@ -1,0 +1,1 @@
+"""A grid of cells: which there are, who runs them, in which process, and who is told."""

@@ -1,0 +1,1 @@
+"""What is measured, and how: speed, memory, the machine, the environment, and the judge of numbers."""
