@@ -23,6 +23,9 @@ KIND_TITLES: dict[str, str] = {
     "kascade_gate": "kascade, gate",
     "kascade_prefill": "kascade, prefill of a stack",
     "kascade_decode": "kascade, decode step of a stack",
+    "loss_curve": "loss curve",
+    "sharded": "sharded attention",
+    "tuning": "tuning",
 }
 _KIND_ORDER = {kind: position for position, kind in enumerate(get_args(CaseKind))}
 _SAID = frozenset(

@@ -8,7 +8,7 @@ Times are seconds, sizes are bytes, rates are per second.
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 from . import typed
 from .typed import Count, Real, Scalar, Size
@@ -31,6 +31,9 @@ CaseKind = Literal[
     "kascade_gate",
     "kascade_prefill",
     "kascade_decode",
+    "loss_curve",
+    "sharded",
+    "tuning",
 ]
 
 
@@ -76,7 +79,8 @@ class TensorError:
     ``max_error`` and ``rms_error`` are relative to the oracle's largest and root-mean-square value;
     ``standard_error`` is the max_error of the standard backend on the same problem in the same dtype, and
     ``allowed`` the bound that follows from it (see ``backends/oracle.py``). An error that is not finite
-    (the tensor held NaN or infinity) is None, and never passes.
+    (the tensor held NaN or infinity) is None, and never passes. ``rms_error`` and ``standard_error`` are None as well
+    where they were not kept.
     """
 
     max_error: Real | None
@@ -99,6 +103,46 @@ class Kernel:
     vector_loads: Size | None = None
     scalar_loads: Size | None = None
     error: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LossCurve:
+    """Facts of kind ``loss_curve``: nats before each update, None where a loss was not finite."""
+
+    role: Literal["standard", "noise", "batches", "backend", "control"]
+    losses: tuple[Real | None, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """Facts of kind ``sharded``: the shape of the output that one device holds.
+
+    ``one_device`` is the ``max_error`` of each tensor when the same backend computes it on one device.
+    """
+
+    shape: tuple[Size, ...]
+    one_device: dict[str, Real | None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """Options that were tried: seconds of the samples, what the compiler said of the kernels, or why they failed."""
+
+    options: dict[str, Scalar]
+    samples: tuple[Real, ...] = ()
+    kernels: tuple[Kernel, ...] = ()
+    error: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Trials:
+    """Facts of kind ``tuning``: every candidate, the defaults first."""
+
+    tried: tuple[Trial, ...]
+
+
+# The facts that a record has beside the fields of all kinds. Kinds that are not named have none.
+FACTS: dict[str, type] = {"loss_curve": LossCurve, "sharded": Share, "tuning": Trials}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +182,7 @@ class Record:
     # model level: perplexity, bits_per_byte, nll_per_sequence count, kl_mean, top1_agreement, recall, ...
     series: dict[str, tuple[Real, ...]] = dataclasses.field(default_factory=dict)
     # raw values behind a quality figure, e.g. nll per sequence, so that paired intervals can be computed
+    facts: Any = None  # LossCurve, Share or Trials, as FACTS says of the kind; None where the cell did not run
     environment: Environment = dataclasses.field(default_factory=Environment)
     started: str  # ISO 8601, UTC
     wall_seconds: Real | None = None  # of the whole cell, process start included
@@ -145,6 +190,7 @@ class Record:
     def __post_init__(self) -> None:
         try:
             typed.check_fields(self)
+            object.__setattr__(self, "facts", _facts(self))
         except ValueError as error:
             raise RecordError(str(error)) from error
 
@@ -163,3 +209,12 @@ class Record:
             return typed.convert(data, Record)
         except ValueError as error:
             raise RecordError(str(error)) from error
+
+
+def _facts(record: Record) -> Any:
+    """The record's facts as the type that its kind has. Raises ValueError."""
+    kind = FACTS.get(record.kind, type(None))
+    facts = typed.convert({"facts": record.facts}, dict[str, kind | None])["facts"]
+    if facts is None and record.kind in FACTS and record.status in ("ok", "wrong"):
+        raise ValueError(f"facts = nothing must be a table where {record.kind} has status {record.status}")
+    return facts

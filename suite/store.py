@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from . import files, typed
 from .errors import InputError
@@ -36,6 +36,7 @@ class RunStore:
 
     def __init__(self, directory: Path, *, resume: bool) -> None:
         self.directory = directory
+        self.resumed = resume
         self.warnings: tuple[str, ...] = ()
         if resume and not (directory / MANIFEST).is_file():
             raise InputError(f"{directory} holds no run to resume; leave out --resume to start one.")
@@ -76,6 +77,20 @@ class RunStore:
     def finished(self) -> frozenset[str]:
         """Keys of the cells that have a record."""
         return frozenset(record.key for record in self.records)
+
+    def settle(self, identity: RunManifest | GridManifest) -> None:
+        """Write what this run is, or check that a resumed one is still that. Raises InputError where it is not."""
+        if not self.resumed:
+            self.write_json(MANIFEST, dataclasses.asdict(identity))
+            return
+        before = dataclasses.asdict(read_manifest(self.directory))
+        now = dataclasses.asdict(typed.convert(dataclasses.asdict(identity), type(identity)))
+        differing = [name for name in now if before.get(name) != now[name]]
+        if differing:
+            what = "; ".join(f"{name} was {_short(before.get(name))}, is {_short(now[name])}" for name in differing)
+            raise InputError(
+                f"the run in {self.directory} cannot be resumed, since its figures would not compare: {what}."
+            )
 
     def write_json(self, name: str, data: dict[str, Any]) -> None:
         """Write a file of the run directory so that it is there whole or not at all. Raises InputError."""
@@ -173,12 +188,34 @@ class CompileManifest:
     command: tuple[str, ...] = ()
 
 
-def read_manifest(directory: Path) -> RunManifest | CompileManifest:
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class GridManifest:
+    """What ``sharded``, ``tune`` or ``curves`` computes: it can be resumed only where all of this still holds.
+
+    ``asked`` are the words of the command line that say what is computed.
+    """
+
+    verb: Literal["sharded", "tune", "curves"]
+    asked: dict[str, Scalar]
+    target: str
+    versions: dict[str, str]
+    source: str
+    git_revision: str | None
+    flags: dict[str, str]
+
+
+def read_manifest(directory: Path) -> RunManifest | CompileManifest | GridManifest:
     """What the run in this directory is. Raises InputError where there is none or it cannot be read."""
     path = directory / MANIFEST
     try:
         data = typed.read_json(path)
-        is_compiled = isinstance(data, dict) and "targets" in data
-        return typed.convert(data, CompileManifest if is_compiled else RunManifest)
+        names = data if isinstance(data, dict) else {}
+        kind = GridManifest if "verb" in names else CompileManifest if "targets" in names else RunManifest
+        return typed.convert(data, kind)
     except ValueError as error:
         raise InputError(f"{path} is damaged or of another version: {error}.") from error
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -126,6 +126,10 @@ def _whole_characters(text: bytes) -> bytes:
 
 def _unknown(data: Any, kind: Any) -> Iterator[str]:
     """A sentence for every table that has a key which its dataclass has not."""
+    if get_origin(kind) in (Union, types.UnionType):
+        for each in get_args(kind):
+            yield from _unknown(data, each)
+        return
     if isinstance(data, Mapping):
         hints = _hints(kind) if _has_fields(kind) else None
         if hints is not None and (unknown := [key for key in data if key not in hints]):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnsuite.suite.record import Record, RecordError, TensorError
+from attnsuite.suite.record import LossCurve, Record, RecordError, Share, TensorError, Trial, Trials
 
 numbers = st.floats(-1e100, 1e100)
 
@@ -26,6 +26,19 @@ def test_record_comes_back_from_its_line(example_record, samples, reasons, error
     line = record.to_json()
     assert "\n" not in line
     assert Record.from_json(line.encode()) == record
+
+
+@pytest.mark.parametrize(
+    ("kind", "facts"),
+    [
+        ("loss_curve", LossCurve(role="noise", losses=(1.0, None))),
+        ("sharded", Share(shape=(1, 2), one_device={"out": None})),
+        ("tuning", Trials(tried=(Trial(options={"block_q": 64}, samples=(1.0,)), Trial(options={}, error="no")))),
+    ],
+)
+def test_facts_of_a_kind_come_back_from_their_line(example_record, kind, facts):
+    record = dataclasses.replace(example_record, kind=kind, facts=facts)
+    assert Record.from_json(record.to_json().encode()) == record
 
 
 @given(st.text() | st.recursive(st.none() | st.integers() | st.text(), st.lists).map(json.dumps))
@@ -52,6 +65,14 @@ def test_what_is_no_record_is_refused_with_a_reason(line):
         ({"accuracy": {"out": {"surprise": 1.0}}}, "no key 'surprise'"),
         ({"kernels": [{"name": "f", "configuration": {"a": []}}]}, r"kernels.0.configuration.a = a list"),
         ({"environment": {"clock": {"a": []}}}, r"environment.clock.a = a list"),
+        ({"facts": {"tried": []}}, "facts = a table must be nothing"),
+        ({"kind": "tuning"}, "facts = nothing must be a table where tuning has status ok"),
+        ({"kind": "tuning", "facts": {"losses": []}}, "no key 'losses'; its keys are tried"),
+        (
+            {"kind": "loss_curve", "facts": {"role": "tuba", "losses": []}},
+            "facts.role = 'tuba' must be one",
+        ),
+        ({"kind": "loss_curve", "facts": {"role": "noise", "losses": ["x"]}}, r"facts.losses.0 = 'x' must be a number"),
     ],
 )
 def test_damaged_record_is_refused(example_record, change, match):

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from attnsuite.suite.errors import InputError
-from attnsuite.suite.store import RECORDS, RunStore, parse_records
+from attnsuite.suite.store import MANIFEST, RECORDS, GridManifest, RunStore, parse_records
 
 
 @pytest.fixture
@@ -73,3 +73,22 @@ def test_new_run_into_a_directory_with_records_is_refused(tmp_path, example_reco
 def test_resuming_where_there_is_no_run_is_refused(tmp_path):
     with pytest.raises(InputError, match="no run to resume"):
         RunStore(tmp_path, resume=True)
+
+
+IDENTITY = GridManifest(
+    verb="curves", asked={"steps": 2}, target="cpu", versions={"jax": "1"}, source="a", git_revision=None, flags={}
+)
+
+
+def test_a_resumed_run_has_to_be_the_one_that_was_begun(tmp_path):
+    with RunStore(tmp_path, resume=False) as store:
+        store.settle(IDENTITY)
+    with RunStore(tmp_path, resume=True) as store:
+        store.settle(IDENTITY)
+        with pytest.raises(InputError, match=r'cannot be resumed, .*: asked was {"steps": 2}, is {"steps": 3}\.'):
+            store.settle(dataclasses.replace(IDENTITY, asked={"steps": 3}))
+        with pytest.raises(InputError, match=r"verb was curves, is tune"):
+            store.settle(dataclasses.replace(IDENTITY, verb="tune"))
+    (tmp_path / MANIFEST).write_text('{"verb": "curves", "asked": {"steps": []}}')
+    with RunStore(tmp_path, resume=True) as store, pytest.raises(InputError, match=r"asked\.steps = a list must be"):
+        store.settle(IDENTITY)
