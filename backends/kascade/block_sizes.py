@@ -9,16 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from ..contract import AttentionSpec
 from ..devices import Target
-
-if TYPE_CHECKING:
-    from .settings import Settings, Tiling
+from .settings import LEAST, KascadeBlockSizes, Settings, Tiling
 
 LANES = 128  # of a TPU's vector unit: scores are computed so many keys wide
-LEAST = 16  # rows of a bfloat16 register on a TPU; sides of Triton's smallest product
 _GPU_ROWS = 128  # of one program: the paper's tile, 32 queries of 4 heads
 
 _KIB, _MIB = 2**10, 2**20
@@ -28,42 +24,6 @@ _VMEM = {"v4": 14 * _MIB, "v5e": 14 * _MIB, "v5p": 14 * _MIB, "v6e": 28 * _MIB, 
 # Shared memory of a thread block by compute capability (CUDA programming guide, technical specifications).
 _SHARED = {(8, 0): 163 * _KIB, (9, 0): 227 * _KIB, (10, 0): 227 * _KIB}
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class KascadeBlockSizes:
-    """Queries and keys. Raises ValueError for a size that is no power of two, below 16, or a step above its block.
-
-    >>> KascadeBlockSizes()
-    KascadeBlockSizes(block_q=512, block_kv_sparse=256, block_kv_compute=128)
-    """
-
-    block_q: int = 512
-    block_kv_sparse: int = 256
-    block_kv_compute: int = 128
-
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            size = getattr(self, field.name)
-            whole = isinstance(size, int) and not isinstance(size, bool)
-            if not whole or size < LEAST or size & (size - 1):
-                raise ValueError(
-                    f"kascade: {field.name}={size!r} is not accepted; it is a power of two of at least {LEAST}."
-                )
-        if self.block_kv_compute > self.block_kv_sparse:
-            raise ValueError(
-                f"kascade: block_kv_compute={self.block_kv_compute} is more than block_kv_sparse="
-                f"{self.block_kv_sparse}; give at most a block."
-            )
-
-    @staticmethod
-    def of(settings: Settings) -> KascadeBlockSizes:
-        """The sizes that the options give, else the defaults (a step is never above a block that is given)."""
-        names = [field.name for field in dataclasses.fields(KascadeBlockSizes)]
-        given = {name: getattr(settings, name) for name in names if getattr(settings, name) is not None}
-        if "block_kv_sparse" in given and "block_kv_compute" not in given:
-            given["block_kv_compute"] = min(given["block_kv_sparse"], KascadeBlockSizes().block_kv_compute)
-        return KascadeBlockSizes(**given)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -100,7 +60,7 @@ class Blocks:
 
 def tpu_blocks(spec: AttentionSpec, tiling: Tiling, settings: Settings) -> Blocks:
     """What the options ask for; where they do not, block_q is halved until every generation can hold the kernel."""
-    blocks = Blocks.of(tiling, KascadeBlockSizes.of(settings))
+    blocks = Blocks.of(tiling, settings.block_sizes())
     if settings.block_q is None:
         while vmem_bytes(blocks, spec) > min(_VMEM.values()) and blocks.block_q > LEAST:
             blocks = dataclasses.replace(blocks, block_q=blocks.block_q // 2)
@@ -112,7 +72,7 @@ def gpu_blocks(spec: AttentionSpec, tiling: Tiling, settings: Settings) -> Block
 
     ``block_q`` counts rows of a query tile here, whichever heads of the group they are of.
     """
-    blocks = Blocks.of(tiling, KascadeBlockSizes.of(settings))
+    blocks = Blocks.of(tiling, settings.block_sizes())
     rows = spec.group_size * blocks.tile_q
     largest = _GPU_ROWS if settings.block_q is None else settings.block_q
     blocks = dataclasses.replace(blocks, block_q=min(largest, rows & -rows))

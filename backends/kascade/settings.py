@@ -15,7 +15,6 @@ from jax.sharding import Mesh
 from jaxtyping import Int
 
 from ..contract import AttentionSpec, check_options
-from .block_sizes import KascadeBlockSizes
 from .schedule import Schedule
 
 if TYPE_CHECKING:
@@ -25,6 +24,8 @@ Granularity = Literal["tile", "token"]
 Ablation = Literal["all_heads", "no_remap"]
 Kernel = Literal["xla", "pallas"]
 When = Literal["always", "profitable"]
+
+LEAST = 16  # keys or queries of a block: rows of a bfloat16 register on a TPU; sides of Triton's smallest product
 
 OPTIONS = {
     "schedule": "a backends.kascade.Schedule (default: every layer is an anchor)",
@@ -41,6 +42,35 @@ OPTIONS = {
     "mesh": "a jax.sharding.Mesh of one axis, whose devices divide the KV heads among them (default: one device)",
     "when": "'always', or 'profitable': dense where sparse would be slower; the plan's notes then say so",
 }
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KascadeBlockSizes:
+    """Queries and keys that a Pallas kernel takes at a time, at most.
+
+    Raises ValueError for a size that is no power of two, for one below 16, and for a step above its block.
+
+    >>> KascadeBlockSizes()
+    KascadeBlockSizes(block_q=512, block_kv_sparse=256, block_kv_compute=128)
+    """
+
+    block_q: int = 512
+    block_kv_sparse: int = 256
+    block_kv_compute: int = 128
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            size = getattr(self, field.name)
+            whole = isinstance(size, int) and not isinstance(size, bool)
+            if not whole or size < LEAST or size & (size - 1):
+                raise ValueError(
+                    f"kascade: {field.name}={size!r} is not accepted; it is a power of two of at least {LEAST}."
+                )
+        if self.block_kv_compute > self.block_kv_sparse:
+            raise ValueError(
+                f"kascade: block_kv_compute={self.block_kv_compute} is more than block_kv_sparse="
+                f"{self.block_kv_sparse}; give at most a block."
+            )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +115,7 @@ class Settings:
         for name, accepted in good.items():
             if not accepted:
                 raise ValueError(f"kascade: {name}={getattr(self, name)!r} is not accepted; {name} is {OPTIONS[name]}.")
-        KascadeBlockSizes.of(self)  # raises for sizes that are none
+        self.block_sizes()  # raises for sizes that are none
         if self.granularity == "tile" and self.tile_size % self.query_tile and self.query_tile % self.tile_size:
             raise ValueError(
                 f"kascade: query_tile={self.query_tile} and tile_size={self.tile_size} do not fit; "
@@ -97,6 +127,14 @@ class Settings:
         """Settings of backend options; ``kernel`` is the default. Raises ValueError for a name that is no option."""
         settings = Settings(**check_options("kascade", options, OPTIONS))
         return settings if settings.kernel else dataclasses.replace(settings, kernel=kernel)
+
+    def block_sizes(self) -> KascadeBlockSizes:
+        """The sizes that the options give, else the defaults (a step is never above a block that is given)."""
+        names = [field.name for field in dataclasses.fields(KascadeBlockSizes)]
+        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        if "block_kv_sparse" in given and "block_kv_compute" not in given:
+            given["block_kv_compute"] = min(given["block_kv_sparse"], KascadeBlockSizes().block_kv_compute)
+        return KascadeBlockSizes(**given)
 
     def as_options(self) -> dict[str, Any]:
         """The options that say so; what they leave open (``kernel``) is decided by the target."""

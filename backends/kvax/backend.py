@@ -8,25 +8,20 @@ that are not here. What Kvax gets wrong is prevented in ``layout.py``; versions 
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-import jax
-import jax.numpy as jnp
-from jaxtyping import Array, Float
-
 from .. import tuned
-from ..contract import AttentionSpec, Carry, KernelBuild, Layout, Plan, check_options
+from ..contract import AttentionSpec, KernelBuild, Layout, Plan, check_options
 from ..devices import Target
 from ..features import DTYPES, Mode, Takes
 from ..support import support
 from . import blocks as block_sizes
-from . import layout as layouts
 from . import probe
 from .blocks import Blocks
 from .mesh import OPTIONS as MESH_OPTIONS
-from .mesh import OneDevice, Sharding, sharding_of
+from .mesh import sharding_of
+from .planning import plan_with
 
 if TYPE_CHECKING:
     from .upstream import Upstream
@@ -140,58 +135,6 @@ def upstream_of(mode: Mode, target: Target) -> Upstream:
     from . import upstream  # noqa: PLC0415
 
     return upstream.native(target.compute_capability if mode == "compile" else None)
-
-
-def plan_with(
-    kvax: Upstream, spec: AttentionSpec, layout: Layout, blocks: Blocks, sharding: Sharding | OneDevice
-) -> Plan:
-    """The plan on a given copy of Kvax."""
-    lengths = layouts.padded_lengths(spec, blocks, sharding.context_size)
-    converted = layouts.convert(spec, layout, *lengths)
-    kernel = sharding.kernel(kvax, spec, blocks)
-    arrays = sharding.prepare(kvax, spec, blocks, converted)
-    run = _in_the_dtype_of_its_input(kernel, spec.needs_grad)
-
-    def attend(
-        query: Float[Array, "b t n h"],
-        key: Float[Array, "b s k h"],
-        value: Float[Array, "b s k v"],
-        layer: int,
-        carry: Carry,
-    ) -> tuple[Float[Array, "b t n v"], Carry]:
-        query, key, value = (
-            jnp.pad(x, ((0, 0), (0, length - x.shape[1]), (0, 0), (0, 0)))
-            for x, length in ((query, lengths[0]), (key, lengths[1]), (value, lengths[1]))
-        )
-        out = run(query, key, value, arrays)[:, : spec.query_length]
-        if converted.seen is None:
-            return out, carry
-        return jnp.where(converted.seen[:, :, None, None], out, jnp.zeros_like(out)), carry
-
-    return Plan(attend)
-
-
-def _in_the_dtype_of_its_input(kernel: Callable[..., Array], needs_grad: bool) -> Callable[..., Array]:
-    """``kernel(query, key, value, arrays)`` with gradients in their input's dtype: Kvax's dk, dv are float32."""
-
-    @jax.custom_vjp
-    def run(query: Array, key: Array, value: Array, arrays: Any) -> Array:
-        return kernel(query, key, value, arrays)
-
-    def forward(query: Array, key: Array, value: Array, arrays: Any) -> tuple[Array, Any]:
-        if not needs_grad:
-            raise ValueError("this was planned with needs_grad=False; plan with needs_grad=True to differentiate it.")
-        return jax.vjp(functools.partial(_last, kernel, arrays), query, key, value)
-
-    def backward(pullback: Any, d_out: Array) -> tuple[Any, ...]:
-        return *(x.astype(d_out.dtype) for x in pullback(d_out)), None
-
-    run.defvjp(forward, backward)
-    return run
-
-
-def _last(kernel: Callable[..., Array], arrays: Any, *inputs: Array) -> Array:
-    return kernel(*inputs, arrays)
 
 
 def _device_reasons(target: Target, mode: Mode) -> Iterator[str]:

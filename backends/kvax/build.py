@@ -30,9 +30,9 @@ from triton.runtime.jit import JITFunction  # pyright: ignore[reportMissingImpor
 from ..contract import AttentionSpec, KernelBuild, Layout
 from ..devices import Target
 from . import upstream
-from .backend import plan_with
 from .blocks import Blocks
 from .mesh import OneDevice
+from .planning import plan_with
 
 # What one thread block may have, by compute capability (CUDA C programming guide, technical specifications).
 SHARED_LIMITS = {(8, 0): 163 * 1024, (9, 0): 227 * 1024, (10, 0): 227 * 1024}

@@ -19,7 +19,7 @@ from attnsuite.backends.kascade import (
     pallas_triton,
     reference,
 )
-from attnsuite.backends.kascade.block_sizes import KascadeBlockSizes
+from attnsuite.backends.kascade.settings import KascadeBlockSizes
 from attnsuite.backends.standard import STANDARD
 from sparse_problems import inner_jaxprs
 

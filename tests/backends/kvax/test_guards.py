@@ -9,7 +9,7 @@ import pytest
 
 import problems
 from attnsuite.backends import AttentionSpec, Layout, Target
-from attnsuite.backends.kvax import KVAX, backend, blocks, mesh
+from attnsuite.backends.kvax import KVAX, blocks, mesh, planning
 from attnsuite.backends.kvax import layout as layouts
 from conformance import (
     check_accuracy,
@@ -122,7 +122,7 @@ def test_gradients_have_the_dtype_of_their_input(monkeypatch, dtype):
     def as_kvax_gives_them(kernel, needs_grad):
         return kernel
 
-    monkeypatch.setattr(backend, "_in_the_dtype_of_its_input", as_kvax_gives_them)
+    monkeypatch.setattr(planning, "_in_the_dtype_of_its_input", as_kvax_gives_them)
     with pytest.raises((AssertionError, TypeError), match=r"dk: .*passed=False|dtype"):
         check(case)
 
