@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from attnsuite.suite.files import check_directory, write_text
 
 from . import compiled, files, html, markdown, plot
-from .load import Run, load
+from .load import ReportError, Run, load
 from .page import Page, build
+from .pages import sharded
+
+REPORT = "report.md"
+# Kinds of records whose page stands alone: what they are called, and their files (name -> content).
+_ALONE = {"sharded": ("rows of sharded attention", sharded.files)}
 
 
 def render(run_dir: Path, *others: Path, out: Path | None = None) -> Path:
@@ -17,24 +23,38 @@ def render(run_dir: Path, *others: Path, out: Path | None = None) -> Path:
     Runs in ``others`` follow on the same page. The files are pure functions of the run directories: the same bytes
     each time. Raises ReportError where no report can be made from one of them, InputError where it cannot be written.
     """
-    runs = [load(folder) for folder in (run_dir, *others)]
+    runs = {folder: load(folder) for folder in (run_dir, *others)}
+    folder = Path(run_dir) if out is None else Path(out)
+    for directory, run in runs.items():
+        if stands_alone(run) and (others or len({record.kind for record in run.records}) > 1):
+            told, _ = _ALONE[next(record.kind for record in run.records if record.kind in _ALONE)]
+            raise ReportError(f"{directory} holds {told}, whose page stands alone; give that directory by itself.")
+    run = runs[run_dir]
+    written = _ALONE[run.records[0].kind][1](run.records, folder) if stands_alone(run) else _files(runs.values())
+    check_directory(folder)
+    for name, content in written.items():
+        write_text(folder / name, content)
+    return folder / REPORT
+
+
+def stands_alone(run: Run) -> bool:
+    """Whether a run holds records whose page is Markdown alone and says nothing of other runs."""
+    return any(record.kind in _ALONE for record in run.records)
+
+
+def _files(runs: Iterable[Run]) -> dict[str, str]:
+    """Name -> content."""
     pages = tuple(page for run in runs for page in _pages(run))
     pictures = {picture.file: plot.draw(picture) for page in pages for section in page.sections
                 for picture in section.pictures}  # fmt: skip
     text = markdown.render(pages)
-    folder = Path(run_dir) if out is None else Path(out)
-    title = "; ".join(page.title for page in pages)
-    written = {
-        "report.md": text,
-        "report.html": html.render(text, title, pictures),
+    return {
+        REPORT: text,
+        "report.html": html.render(text, "; ".join(page.title for page in pages), pictures),
         "records.csv": files.to_csv(pages),
         "report.json": files.to_json(pages),
         **pictures,
     }
-    check_directory(folder)
-    for name, content in written.items():
-        write_text(folder / name, content)
-    return folder / "report.md"
 
 
 def _pages(run: Run) -> tuple[Page, ...]:

@@ -214,7 +214,8 @@ class Record:
 def _facts(record: Record) -> Any:
     """The record's facts as the type that its kind has. Raises ValueError."""
     kind = FACTS.get(record.kind, type(None))
-    facts = typed.convert({"facts": record.facts}, dict[str, kind | None])["facts"]
+    made = dataclasses.asdict(record.facts) if isinstance(record.facts, kind) and record.facts else record.facts
+    facts = typed.convert({"facts": made}, dict[str, kind | None])["facts"]
     if facts is None and record.kind in FACTS and record.status in ("ok", "wrong"):
         raise ValueError(f"facts = nothing must be a table where {record.kind} has status {record.status}")
     return facts

@@ -3,34 +3,34 @@
 Every backend that can be sharded, on meshes of data, heads and context, forward and backward, on eight devices that the
 host pretends to have, and on two real processes that ``jax.distributed`` joins over loopback. A row is judged as
 everywhere else: against the float64 oracle, within the noise floor of the standard backend on one device. What a
-backend refuses is a row too, with its reasons. Correctness only: devices that share a CPU say nothing of speed.
+backend refuses is a record too, with its reasons. Correctness only: devices that share a CPU say nothing of speed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import datetime as dt
-import json
 import os
 import socket
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from attnsuite.backends import AttentionSpec
+from attnsuite.backends import AttentionSpec, Target, UnknownBackendError, registry
 from attnsuite.backends.devices import cpu_name
 
-from . import files
-from .errors import InputError
+from .errors import CellFailure, InputError
+from .grid.keeping import GridWatcher, identity, keep, now
+from .grid.process import Worker, ask_together
 from .measure import environment
+from .measure.memory import machine_bytes
+from .record import Environment, Record, TensorError
 
-FACTS, PAGE = "sharded.json", "report.md"
+SUITE = KIND = "sharded"
 DEVICES = 8
-_SECONDS = 600.0  # for all rows of one start
+_SECONDS = 600.0  # for one row
+_MEMORY_SHARE = 0.7  # of the machine, for all processes of a row
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -91,6 +91,17 @@ class Row:
     exchange: Literal["gather", "ring"] = "gather"
     mode: Literal["native", "interpret"] = "native"
 
+    @property
+    def case(self) -> str:
+        """The problem and the mesh in words; with the backend and the number of devices no two rows have the same."""
+        exchange = f", {self.exchange}" if "context" in self.shape else ""
+        return f"{self.problem}, {self.mesh}{exchange}"
+
+    @property
+    def mesh(self) -> str:
+        """The axes in the mesh's order."""
+        return " x ".join(f"{name} {size}" for name, size in self.shape.items())
+
 
 _ALL = {"data": 2, "heads": 2, "context": 2}
 _LONG = {"heads": 2, "context": 4}
@@ -121,155 +132,135 @@ ROWS_OF_PROCESSES = (
     Row("chunked", {"context": 4}, "packed, window, soft cap", "ring"),
     Row("chunked", {"data": 2, "heads": 2}, "causal"),
 )
-_DEVICES_PER_PROCESS = 2
+_STARTS = ((ROWS, 1, DEVICES), (ROWS_OF_PROCESSES, 2, 2))  # rows, processes, and devices of each process
 
 
-def run(out: Path, say: Callable[[str], None]) -> dict[str, Any]:
-    """Compute every row and write the facts and the page to ``out``; the facts. Raises InputError where it has some."""
-    if (out / FACTS).exists():
-        raise InputError(f"{out} already has {FACTS}; choose another --out.")
-    files.check_directory(out)
-    parts = []
-    for title, rows, processes, devices in (
-        (f"one process, {DEVICES} devices", ROWS, 1, DEVICES),
-        (f"two processes, {_DEVICES_PER_PROCESS} devices each", ROWS_OF_PROCESSES, 2, _DEVICES_PER_PROCESS),
-    ):
-        say(title)
-        parts.append({"title": title, "rows": list(compute(rows, devices=devices, processes=processes))})
-    facts = {
-        "parts": parts,
+def run(out: Path, watcher: GridWatcher, *, resume: bool) -> tuple[Record, ...]:
+    """The records of all rows, in ``out``. Raises InputError where it holds some and ``resume`` is False."""
+    found: Environment = {
         "versions": environment.versions(),
+        "source": environment.source_digest(),
         "git_revision": environment.git_revision(),
         "cpu": cpu_name(),
-        "date": dt.datetime.now(dt.UTC).date().isoformat(),
+        "flags": environment.flags(),
     }
-    files.write_text(out / FACTS, json.dumps(facts, indent=1) + "\n")
-    files.write_text(out / PAGE, page(facts))
-    return facts
+    target = str(Target("cpu", cpu_name()))
+    keys = [key_of(row, processes * devices, target) for rows, processes, devices in _STARTS for row in rows]
+
+    def records(finished: frozenset[str]) -> Iterator[Record]:
+        for rows, processes, devices in _STARTS:
+            missing = [row for row in rows if key_of(row, processes * devices, target) not in finished]
+            for record in compute(missing, devices=devices, processes=processes, watcher=watcher):
+                yield dataclasses.replace(record, environment=found)
+
+    return keep(out, identity("sharded", {}, target, found), keys, records, watcher, resume=resume)
+
+
+def key_of(row: Row, devices: int, target: str) -> str:
+    """The key of a row's record."""
+    return f"{row.case}/{row.backend}@{devices}/{target}/{row.mode}"
 
 
 def compute(
-    rows: Sequence[Row], *, devices: int, processes: int = 1, alone: bool = True, seconds: float = _SECONDS
-) -> Iterator[dict[str, Any]]:
-    """Each row with its answer, from ``processes`` processes of ``devices`` devices each.
+    rows: Sequence[Row],
+    *,
+    devices: int,
+    processes: int = 1,
+    alone: bool = True,
+    seconds: float = _SECONDS,
+    watcher: GridWatcher | None = None,
+) -> Iterator[Record]:
+    """The record of each row, from ``processes`` processes of ``devices`` devices each.
 
     ``alone``: with the errors of the same backend on one device beside those on all, for the reader; the judge needs
-    them not.
-    Raises InputError where a process ends without an answer, with the last it said.
+    them not. A process that dies ends its row; the next one is computed by new processes.
     """
-    request = {
-        "rows": [dataclasses.asdict(row) for row in rows],
-        "processes": processes,
-        "alone": alone,
-        "coordinator": f"127.0.0.1:{_free_port()}",
-    }
-    with tempfile.TemporaryDirectory() as folder:
-        outputs = [Path(folder) / f"out{n}" for n in range(processes)]
-        errors = [Path(folder) / f"err{n}" for n in range(processes)]
-        started: list[subprocess.Popen[bytes]] = []
-        try:
-            started.extend(_start(request | {"process": n}, devices, outputs[n], errors[n]) for n in range(processes))
-            _wait(started, time.monotonic() + seconds)
-        finally:
-            for process in started:
-                process.kill()
-                process.wait()
-        answers = [json.loads(line) for line in outputs[0].read_text(encoding="utf-8").splitlines()]
-        if len(answers) != len(rows):
-            said = " ".join(" ".join(path.read_text(encoding="utf-8").split())[-600:] for path in errors)
-            raise InputError(f"{len(rows) - len(answers)} of {len(rows)} rows have no answer: {said}")
-    for row, answer in zip(rows, answers, strict=True):
-        yield dataclasses.asdict(row) | answer
+    workers: list[Worker] = []
+    target = str(Target("cpu", cpu_name()))
+    try:
+        for row in rows:
+            if watcher is not None:
+                watcher.doing(row.case, row.backend, f"{processes} x {devices} devices")
+            started, begin = now(), time.perf_counter()
+            try:
+                if not workers:
+                    workers = _joined(processes, devices)
+                question = {"do": "row", "row": dataclasses.asdict(row), "alone": alone}
+                answer = ask_together(workers, [question] * processes, seconds)
+            except (CellFailure, InputError) as failure:
+                workers = _ended(workers)
+                status = failure.status if isinstance(failure, CellFailure) else "crashed"
+                answer = {"status": status, "error": str(failure)}
+            record = record_of(row, processes, processes * devices, target, answer, started)
+            yield dataclasses.replace(record, wall_seconds=time.perf_counter() - begin)
+    finally:
+        _ended(workers)
 
 
-def page(facts: Mapping[str, Any]) -> str:
-    """The table as Markdown."""
-    versions = ", ".join(
-        f"{name} {facts['versions'][name]}" for name in ("jax", "numpy") if facts["versions"].get(name)
-    )
-    lines = [
-        "# Sharded equality",
-        "",
-        "Attention dealt to many devices, held to the float64 oracle: largest error relative to the largest value, of",
-        "output, dq, dk and dv; in brackets that of the same backend on one device. `ok`: each within what the judge",
-        "allows (twice the error of `standard` on one device plus a floor, docs/design.md). Devices of a host share",
-        "its cores, so there is no time here. `splash` runs in Pallas' interpreter.",
-        "",
-        f"{facts['date']}, {facts['cpu']}, {versions}, revision {facts['git_revision']}; `attnsuite sharded`.",
-    ]
-    for part in facts["parts"]:
-        lines += [
-            "",
-            f"## {part['title']}",
-            "",
-            "| backend | mesh | keys by | problem | status | output | dq | dk | dv |",
-        ]
-        lines += ["|---|---|---|---|---|---|---|---|---|"]
-        lines += [_line(row) for row in part["rows"] if row["status"] != "refused"]
-        refused = [row for row in part["rows"] if row["status"] == "refused"]
-        if refused:
-            lines += ["", "Refused before anything is traced:", ""]
-            lines += [
-                f"- `{row['backend']}`, {_mesh(row)}, {_keys_by(row)}, {row['problem']}: {' '.join(row['reasons'])}"
-                for row in refused
-            ]
-    return "\n".join(lines) + "\n"
+def _ended(workers: Sequence[Worker]) -> list[Worker]:
+    """No workers any more."""
+    for worker in workers:
+        worker.close()
+    return []
 
 
-def _line(row: Mapping[str, Any]) -> str:
-    if "errors" not in row:
-        cells = [" ".join(row["reasons"]), "", "", ""]
-    else:
-        cells = [_error(row, name) for name in ("output", "dq", "dk", "dv")]
-    return (
-        "| "
-        + " | ".join([f"`{row['backend']}`", _mesh(row), _keys_by(row), row["problem"], row["status"], *cells])
-        + " |"
-    )
-
-
-def _error(row: Mapping[str, Any], name: str) -> str:
-    if name not in row["errors"]:
-        return ""
-    here, alone = (
-        ("not finite" if x is None else f"{x:.1e}") for x in (row["errors"][name], row["errors_of_one_device"][name])
-    )
-    return f"{here} ({alone})"
-
-
-def _mesh(row: Mapping[str, Any]) -> str:
-    return " x ".join(f"{name} {size}" for name, size in row["shape"].items())
-
-
-def _keys_by(row: Mapping[str, Any]) -> str:
-    return row["exchange"] if "context" in row["shape"] else ""
-
-
-def _start(request: Mapping[str, Any], devices: int, out: Path, err: Path) -> subprocess.Popen[bytes]:
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
+def _joined(processes: int, devices: int) -> list[Worker]:
+    """Processes that ``jax.distributed`` joins over loopback where there are several. Raises CellFailure."""
+    forced = f"--xla_force_host_platform_device_count={devices}"
     variables = {
-        "XLA_FLAGS": flags.strip(),
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {forced}".strip(),
         "JAX_PLATFORMS": "cpu",
         "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
         "NPROC": str(max(16, 2 * devices)),  # threads: a device that waits for another keeps one
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
     }
-    with out.open("wb") as stdout, err.open("wb") as stderr:
-        return subprocess.Popen(  # noqa: S603 (one of this package's own modules)
-            [sys.executable, "-P", "-m", "attnsuite.suite.sharded_worker", json.dumps(request)],
-            stdin=subprocess.DEVNULL,
-            stdout=stdout,
-            stderr=stderr,
-            env=os.environ | variables,
-        )
+    limit = int(_MEMORY_SHARE * machine_bytes()) // processes
+    with contextlib.ExitStack() as stack:
+        workers = [
+            stack.enter_context(Worker(limit, "attnsuite.suite.sharded_worker", variables)) for _ in range(processes)
+        ]
+        if processes > 1:
+            join = {"do": "join", "coordinator": f"127.0.0.1:{_free_port()}", "processes": processes}
+            ask_together(workers, [join | {"process": n} for n in range(processes)], _SECONDS)
+        stack.pop_all()
+    return workers
 
 
-def _wait(started: Sequence[subprocess.Popen[bytes]], end: float) -> None:
-    """Until all have ended, or one has failed, for which the others would wait."""
-    while any(process.poll() is None for process in started):
-        if time.monotonic() > end or any(process.poll() not in (None, 0) for process in started):
-            return
-        time.sleep(0.05)
+def record_of(row: Row, processes: int, devices: int, target: str, answer: Mapping[str, Any], started: str) -> Record:
+    """The record of a row: ``answer`` is what ``sharded_worker.answer`` gave, ``devices`` those of all processes."""
+    status = answer["status"]
+    accuracy = {name: TensorError(**error) for name, error in answer.get("accuracy", {}).items()}
+    return Record(
+        key=key_of(row, devices, target),
+        suite=SUITE,
+        case=row.case,
+        kind=KIND,
+        problem={
+            "kind": KIND,
+            "name": row.case,
+            "problem": row.problem,
+            "mesh": row.mesh,
+            "exchange": row.exchange if "context" in row.shape else None,
+            "processes": processes,
+        },
+        requested=row.backend,
+        resolved=None if status == "unsupported" else row.backend,
+        mode=None if status == "unsupported" else row.mode,
+        devices=devices,
+        exact=_is_exact(row.backend),
+        target=target,
+        reasons=tuple(answer.get("reasons", ())),
+        status=status,
+        error=answer.get("error"),
+        accuracy=accuracy,
+        facts=answer["facts"] if accuracy else None,
+        started=started,
+    )
+
+
+def _is_exact(backend: str) -> bool | None:
+    with contextlib.suppress(UnknownBackendError):
+        return registry.get(backend).exact
+    return None
 
 
 def _free_port() -> int:

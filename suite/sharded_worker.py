@@ -1,19 +1,15 @@
-"""The process that deals attention to its devices: ``python -m attnsuite.suite.sharded_worker '{"rows": [...], ...}'``.
+"""The process that deals attention to its devices: ``python -m attnsuite.suite.sharded_worker``.
 
-Its devices are the host's cores, as many as it pretends to have; with ``processes`` above 1 it is one of several that
-``jax.distributed`` joins over loopback, and the mesh spans them all. Each row is one backend on one mesh: output and
-gradients are held to the float64 oracle, with the standard backend on one device as the judge's yardstick. The first
-process writes one JSON line per row.
+Its devices are the host's cores, as many as it pretends to have. It may be one of several that ``jax.distributed``
+joins over loopback; the mesh then spans them all. Each row is one backend on one mesh: output and gradients are held to
+the float64 oracle, with the standard backend on one device as the judge's yardstick.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import math
-import os
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -26,40 +22,38 @@ from attnsuite.backends import AttentionSpec, Backend, Layout, Target, oracle, p
 from attnsuite.backends.sharding import MeshAxes, Sharded, balanced_order
 from attnsuite.backends.standard import STANDARD
 
-from .absent.compilation import one_line
+from .grid.answering import answer_requests, one_line
+from .measure.judge import as_error
 from .sharded import PROBLEMS, Problem, Row
 
-QUANTITIES = ("output", "dq", "dk", "dv")
+QUANTITIES = ("out", "dq", "dk", "dv")
 
 
 def main() -> None:
-    """Compute the rows of the request."""
-    request = json.loads(sys.argv[1])
-    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # whatever a library prints goes to stderr
-    if request["processes"] > 1:
-        jax.distributed.initialize(
-            request["coordinator"], num_processes=request["processes"], process_id=request["process"]
-        )
-    for row in request["rows"]:
-        answer = _answer(Row(**row), alone=request["alone"])
-        if jax.process_index() == 0:
-            replies.write(json.dumps(answer, allow_nan=False) + "\n")
-            replies.flush()
+    """Answer requests until stdin ends: to be joined with other processes, and one row after the other."""
+    answer_requests(_do)
 
 
-def _answer(row: Row, *, alone: bool) -> dict[str, Any]:
-    """``status`` (ok, wrong, refused, crashed) and what belongs to it."""
+def _do(request: dict[str, Any]) -> Any:
+    if request["do"] == "row":
+        return answer(Row(**request["row"]), alone=request["alone"])
+    return jax.distributed.initialize(
+        request["coordinator"], num_processes=request["processes"], process_id=request["process"]
+    )
+
+
+def answer(row: Row, *, alone: bool) -> dict[str, Any]:
+    """``status`` (ok, wrong, unsupported, crashed) and what belongs to it."""
     spec = _spec(row.problem, registry.get(row.backend))
     mesh = Mesh(np.array(jax.devices()).reshape(*row.shape.values()), tuple(row.shape))
     axes = MeshAxes(**{name: name for name in row.shape}, exchange=row.exchange)
     backend = Sharded(registry.get(row.backend), mesh, axes)
     if reasons := support(backend, spec, Target.here(), row.mode).reasons:
-        return {"status": "refused", "reasons": list(reasons)}
+        return {"status": "unsupported", "reasons": list(reasons), "error": "refused before anything was traced."}
     try:
         return _judged(backend, spec, row, alone=alone)
-    except Exception as error:  # noqa: BLE001 (a row that fails is a result)
-        return {"status": "crashed", "reasons": [one_line(error)]}
+    except Exception as error:  # noqa: BLE001 (a row that fails is a result, and the process goes on)
+        return {"status": "crashed", "error": one_line(error)}
 
 
 def _judged(backend: Sharded, spec: AttentionSpec, row: Row, *, alone: bool) -> dict[str, Any]:
@@ -68,18 +62,20 @@ def _judged(backend: Sharded, spec: AttentionSpec, row: Row, *, alone: bool) -> 
     inputs = [_dealt(x, backend.sharding()) for x in solved.inputs]
     run = _forward_and_backward(backend, spec, solved.layout, row)
     results = jax.jit(run)(*inputs)
-    output = results["output"]
+    out = results["out"]
     whole = jax.jit(lambda x: x, out_shardings=everywhere)(results)
     found = {name: np.asarray(x.addressable_data(0)) for name, x in whole.items()}
     by_itself = _alone(row.backend, row.mode, row.problem, spec) if alone else {}
     verdicts = {name: _verdict(name, x, solved, spec) for name, x in found.items()}
+    wrong = [name for name, verdict in verdicts.items() if not verdict.passed]
     return {
-        "status": "ok" if all(verdict.passed for verdict in verdicts.values()) else "wrong",
-        "devices": len(output.sharding.device_set),
-        "share": list(output.sharding.shard_shape(output.shape)),
-        "errors": {name: _finite(verdict.max_error) for name, verdict in verdicts.items()},
-        "allowed": {name: verdict.allowed for name, verdict in verdicts.items()},
-        "errors_of_one_device": {name: _finite(verdict.max_error) for name, verdict in by_itself.items()},
+        "status": "wrong" if wrong else "ok",
+        "error": f"{', '.join(wrong)} beyond what is allowed." if wrong else None,
+        "accuracy": {name: dataclasses.asdict(as_error(verdict)) for name, verdict in verdicts.items()},
+        "facts": {
+            "shape": list(out.sharding.shard_shape(out.shape)),
+            "one_device": {name: _finite(verdict.max_error) for name, verdict in by_itself.items()},
+        },
     }
 
 
@@ -102,14 +98,14 @@ def _solved(name: str, spec: AttentionSpec) -> _Solved:
         rng.standard_normal(shape).astype(np.float32).astype(jnp.dtype(spec.dtype))
         for shape in (query, key, key, query)
     )
-    expected: dict[str, np.ndarray] = {"output": oracle.forward(spec, layout, inputs[0], inputs[1], inputs[2])}
+    expected: dict[str, np.ndarray] = {"out": oracle.forward(spec, layout, inputs[0], inputs[1], inputs[2])}
     if spec.needs_grad:
         expected |= oracle.gradients(spec, layout, *inputs)
     run = jax.jit(_forward_and_backward(STANDARD, spec, layout, None))
     results = {name: np.asarray(x) for name, x in run(*inputs).items()}
     standard = {name: oracle.judge(x, expected[name], None, spec.dtype, _kind(name)) for name, x in results.items()}
     rows, keys = oracle.unseen_rows(spec, layout), oracle.unseen_keys(spec, layout)
-    return _Solved(layout, inputs, expected, standard, {"output": rows, "dq": rows, "dk": keys, "dv": keys})
+    return _Solved(layout, inputs, expected, standard, {"out": rows, "dq": rows, "dk": keys, "dv": keys})
 
 
 @functools.cache
@@ -130,9 +126,9 @@ def _forward_and_backward(
     def run(query: Any, key: Any, value: Any, d_out: Any) -> dict[str, Any]:
         planned = plan(backend, spec, layout, target=Target.here(), mode=mode)
         if not spec.needs_grad:
-            return {"output": planned.run(query, key, value)[0]}
-        output, pullback = jax.vjp(lambda q, k, v: planned.run(q, k, v)[0], query, key, value)
-        return dict(zip(QUANTITIES, (output, *pullback(d_out)), strict=True))
+            return {"out": planned.run(query, key, value)[0]}
+        out, pullback = jax.vjp(lambda q, k, v: planned.run(q, k, v)[0], query, key, value)
+        return dict(zip(QUANTITIES, (out, *pullback(d_out)), strict=True))
 
     return run
 
@@ -144,7 +140,7 @@ def _verdict(name: str, x: np.ndarray, solved: _Solved, spec: AttentionSpec) -> 
 
 
 def _kind(quantity: str) -> oracle.Kind:
-    return "forward" if quantity == "output" else "gradient"
+    return "forward" if quantity == "out" else "gradient"
 
 
 def _spec(problem: str, backend: Backend) -> AttentionSpec:

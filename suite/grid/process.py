@@ -15,7 +15,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -100,13 +101,17 @@ class Worker:
         if self._closed:
             return
         self._closed = True
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        self.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout, self._stderr):
             if pipe is not None:
                 with contextlib.suppress(OSError):
                     pipe.close()
+
+    def kill(self) -> None:
+        """End the process and nothing else: whoever waits for its answer, in another thread, gets a CellFailure."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     @property
     def pid(self) -> int:
@@ -158,6 +163,24 @@ class Worker:
                 return CellFailure("oom", f"killed by SIGKILL while it held {self._resident / 2**30:.2f} GiB{last}")
             return CellFailure("crashed", f"died by {name}{last}")
         return CellFailure("crashed", f"exited with code {code} before it answered{last}")
+
+
+def ask_together(workers: Sequence[Worker], requests: Sequence[dict[str, Any]], seconds: float) -> Any:
+    """Ask each worker at once, for they wait for each other; the answer of the first.
+
+    Raises as :meth:`Worker.ask`, with all processes killed, what the first that failed raised.
+    """
+    with ThreadPoolExecutor(len(workers)) as pool:
+        asked = [pool.submit(w.ask, request, seconds) for w, request in zip(workers, requests, strict=True)]
+        try:
+            done, _ = wait(asked, return_when=FIRST_EXCEPTION)
+            for answered in done:
+                answered.result()
+        except BaseException:
+            for worker in workers:
+                worker.kill()
+            raise
+    return asked[0].result()
 
 
 def _import_path() -> str:

@@ -68,7 +68,7 @@ def describe() -> Environment:
         "cpu": cpu_name(),
         "cores": usable_cores(),
         "machine_memory": machine_bytes(),
-        "flags": {name: os.environ[name] for name in _FLAGS if name in os.environ},
+        "flags": flags(),
         "clock": _clock(),
     }
 
@@ -83,6 +83,11 @@ def versions() -> dict[str, str]:
         if entry.dist is not None:
             found[entry.dist.name] = entry.dist.version
     return found
+
+
+def flags() -> dict[str, str]:
+    """The variables that change what is computed, as far as they are set."""
+    return {name: os.environ[name] for name in _FLAGS if name in os.environ}
 
 
 def source_digest() -> str:

@@ -7,6 +7,7 @@ import dataclasses
 import datetime as dt
 import re
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ import tyro
 from ..errors import InputError
 
 if TYPE_CHECKING:
+    from ..grid.progress import ProgressDisplay
     from ..grid.runner import Limits
 
 BAD_INPUT = 2
@@ -43,6 +45,38 @@ def words_of(command: Any) -> tuple[str, ...]:
 def directory(out: Path | None, name: str) -> Path:
     """``out``, or a directory of this second under ``runs``."""
     return out or Path("runs") / f"{dt.datetime.now(dt.UTC).strftime('%Y%m%dT%H%M%SZ')}-{name}"
+
+
+@contextlib.contextmanager
+def progress(go_on: Callable[[], str]) -> Iterator[ProgressDisplay]:
+    """What a grid shows while it goes on. An interruption ends with ``go_on()``: how to go on, without a full stop."""
+    from rich.console import Console
+
+    from ..grid.progress import ProgressDisplay
+
+    try:
+        with ProgressDisplay(Console(stderr=True)) as display:
+            yield display
+    except KeyboardInterrupt:
+        tell(f"interrupted: {go_on()}")
+        raise
+
+
+def resuming(verb: str, out: Path) -> str:
+    """How to go on with what was begun in ``out``."""
+    from ..store import MANIFEST, RECORDS
+
+    if not (out / MANIFEST).is_file():
+        return "nothing was computed yet; start again."
+    kept = "what is done is kept; " if (out / RECORDS).is_file() else ""
+    return f"{kept}go on with: attnsuite {verb} --resume --out {out}"
+
+
+def directory_of(command: Any, name: str) -> Path:
+    """Where a command that may be resumed writes. Raises InputError for ``--resume`` without ``--out``."""
+    if command.resume and command.out is None:
+        raise InputError("--resume needs --out with the directory of the run to go on with.")
+    return directory(command.out, name)
 
 
 def tell(sentence: str) -> None:

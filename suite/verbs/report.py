@@ -41,7 +41,10 @@ def show(*directories: Path) -> int:
         return 0
     path = reports.render(*directories)
     for directory in directories:
-        if reports.is_compiled(reports.load(directory)):
+        run = reports.load(directory)
+        if reports.stands_alone(run):
+            continue
+        if reports.is_compiled(run):
             print(reports.compiled_overview(directory))
         else:
             print(*summary_lines(parse_records(directory / RECORDS)[0]), sep="\n")

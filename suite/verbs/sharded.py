@@ -6,7 +6,9 @@ import dataclasses
 from pathlib import Path
 from typing import Annotated
 
-from .flags import directory, flag
+import tyro
+
+from .flags import directory_of, flag, progress, resuming
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,17 +16,20 @@ class Sharded:
     """Hold attention that is dealt to many devices (data, heads, context) to the oracle, on devices of the host."""
 
     out: Annotated[Path | None, flag("DIR", "runs/<UTC time>-sharded")] = None
-    """Directory for the table."""
+    """Directory for records and report."""
+    resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Go on with the rows in --out; finished ones are kept."""
 
 
 def run(command: Sharded) -> int:
     """Hold every row to the oracle, and write the table."""
-    from rich.console import Console
+    from attnsuite import reports
 
     from .. import sharded
 
-    out = directory(command.out, "sharded")
-    with Console(stderr=True).status("starting") as status:
-        facts = sharded.run(out, status.update)
-    print(f"{sharded.page(facts)}\npage: {out / sharded.PAGE}")
+    out = directory_of(command, "sharded")
+    with progress(lambda: resuming("sharded", out)) as display:
+        sharded.run(out, display, resume=command.resume)
+    path = reports.render(out)
+    print(f"{path.read_text(encoding='utf-8')}\nreport: {path}")
     return 0

@@ -100,6 +100,9 @@ def test_lone_surrogate_becomes_a_question_mark_in_records_old_and_new(example_r
 def test_what_could_not_be_read_again_is_not_made(example_record):
     with pytest.raises(RecordError, match=r"samples\.0 = inf"):
         dataclasses.replace(example_record, samples=(float("inf"),))
+    facts = LossCurve(role="noise", losses=(1.0, float("inf")))
+    with pytest.raises(RecordError, match=r"facts\.losses\.1 = inf must be a number"):
+        dataclasses.replace(example_record, kind="loss_curve", facts=facts)
 
 
 def test_missing_field_is_refused(example_record):

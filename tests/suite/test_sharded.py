@@ -5,15 +5,18 @@ Rows of `attnsuite sharded`, and broken ones, in processes of their own: JAX cou
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from attnsuite import reports
 from attnsuite.suite import sharded
-from attnsuite.suite.errors import InputError
+from attnsuite.suite.command_line import main
 from attnsuite.suite.sharded import DEVICES, ROWS, ROWS_OF_PROCESSES, Row
+from attnsuite.suite.store import RECORDS, parse_records
 
 PUBLISHED = Path(__file__).parents[2] / "reports" / "published" / "sharded"
 ALL, LONG = {"data": 2, "heads": 2, "context": 2}, {"heads": 2, "context": 4}
@@ -44,28 +47,32 @@ def rows():
     return list(sharded.compute(CHOSEN, devices=DEVICES, alone=False))
 
 
+def named(record):
+    """Backend and problem of a record."""
+    return record.requested, record.problem["problem"]
+
+
 def test_chosen_rows_are_rows_of_the_command():
     assert [row for row in CHOSEN if row not in ROWS] == []
 
 
 def test_every_share_gives_what_one_device_gives(rows):
-    computed = [row for row in rows if (row["backend"], row["problem"]) not in REFUSED or row["status"] != "refused"]
-    assert [(row["backend"], row["problem"], row["status"], row.get("reasons")) for row in computed] == [
-        (row["backend"], row["problem"], "ok", None) for row in computed
-    ]
+    computed = [row for row in rows if named(row) not in REFUSED or row.status != "unsupported"]
+    assert [(*named(row), row.status, row.error) for row in computed] == [(*named(row), "ok", None) for row in computed]
     assert len(computed) == 5
 
 
 def test_every_device_has_a_share_of_the_output(rows):
+    shapes = {row.mesh: row.shape for row in CHOSEN}
     for row in rows:
-        if row["status"] == "ok":
-            shape = row["shape"]
-            expected = [2 // shape.get("data", 1), 320 // shape.get("context", 1), 4 // shape.get("heads", 1), 32]
-            assert (row["devices"], row["share"]) == (DEVICES, expected)
+        if row.status == "ok":
+            shape = shapes[row.problem["mesh"]]
+            expected = (2 // shape.get("data", 1), 320 // shape.get("context", 1), 4 // shape.get("heads", 1), 32)
+            assert (row.devices, row.facts.shape) == (DEVICES, expected)
 
 
 def test_what_cannot_be_dealt_is_refused_with_the_reason(rows):
-    refused = {(row["backend"], row["problem"]): " ".join(row["reasons"]) for row in rows if row["status"] == "refused"}
+    refused = {named(row): " ".join(row.reasons) for row in rows if row.status == "unsupported"}
     assert set(refused) == set(REFUSED)
     for key, words in REFUSED.items():
         assert words in refused[key]
@@ -74,7 +81,7 @@ def test_what_cannot_be_dealt_is_refused_with_the_reason(rows):
 def test_two_processes_give_what_one_device_gives():
     rows = ROWS_OF_PROCESSES[1:3]  # rings through both processes, by slot and by position
     for row in sharded.compute(rows, devices=2, processes=2, alone=False):
-        assert (row["status"], row.get("reasons"), row["devices"]) == ("ok", None, 4)
+        assert (row.status, row.error, row.devices) == ("ok", None, 4)
 
 
 BROKEN = """
@@ -91,10 +98,11 @@ def status(row, module, name, broken):
     whole = getattr(module, name)
     setattr(module, name, broken(whole))
     try:
-        answer = sharded_worker._answer(row, alone=False)
+        answer = sharded_worker.answer(row, alone=False)
     finally:
         setattr(module, name, whole)
-    wrong = [q for q, x in answer.get("errors", {}).items() if x is None or x > answer["allowed"][q]]
+    errors = answer.get("accuracy", {}).items()
+    wrong = [q for q, x in errors if x["max_error"] is None or x["max_error"] > x["allowed"]]
     return [answer["status"], wrong]
 
 def without_offset(whole):
@@ -156,7 +164,7 @@ def broken():
 
 
 def test_what_goes_wrong_between_devices_is_seen(broken):
-    assert broken["wrong positions"] == ["wrong", ["dk", "dq", "dv", "output"]]
+    assert broken["wrong positions"] == ["wrong", ["dk", "dq", "dv", "out"]]
     assert broken["a step left out"][0] == "wrong"
     assert broken["weights left out"][0] == "wrong"
     assert broken["own gradients only"] == ["wrong", ["dk", "dv"]]
@@ -168,14 +176,53 @@ def test_model_takes_a_sharded_backend_by_its_name(broken):
     assert broken["share of a matrix"] == [96, 256]
 
 
-def test_process_that_dies_is_told_with_its_last_words():
-    with pytest.raises(InputError, match=r"1 of 1 rows have no answer: .*no-such-backend"):
-        list(sharded.compute((Row("no-such-backend", {"data": 1}, "causal"),), devices=1))
+def test_process_that_dies_is_told_with_its_last_words(monkeypatch):
+    """Its row has a record, and the next one is computed by a new process."""
+    unknown, known = Row("no-such-backend", {"data": 1}, "causal"), Row("standard", {"data": 1}, "causal")
+    first, second = sharded.compute((unknown, known), devices=1, alone=False)
+    assert first.status == "crashed"
+    assert "'no-such-backend' is not registered" in first.error
+    assert second.status == "ok"
+    monkeypatch.setenv("XLA_FLAGS", "--xla_no_such_flag")
+    (dead,) = sharded.compute((known,), devices=1)
+    assert dead.status == "crashed"
+    assert re.search(r"before it answered|died by SIG\w+", dead.error)
+    assert re.search(r"it last wrote: .*--xla_no_such_flag", dead.error)
 
 
-def test_published_page_is_what_its_facts_say():
-    facts = json.loads((PUBLISHED / sharded.FACTS).read_text(encoding="utf-8"))
-    assert (PUBLISHED / sharded.PAGE).read_text(encoding="utf-8") == sharded.page(facts)
-    statuses = [row["status"] for part in facts["parts"] for row in part["rows"]]
-    assert len(statuses) == len(ROWS) + len(ROWS_OF_PROCESSES)
-    assert set(statuses) == {"ok", "refused"}
+def test_rows_are_kept_as_they_are_computed_and_resumed(tmp_path, monkeypatch, capsys):
+    """An interrupted command has each finished row once, and goes on with the others."""
+    rows = (Row("kascade", {"data": 1}, "causal"), Row("standard", {"data": 1}, "causal", "ring"))
+    monkeypatch.setattr(sharded, "_STARTS", ((rows, 1, 1),))
+    compute, out = sharded.compute, tmp_path / "out"
+
+    def interrupted(missing, **how):
+        yield next(iter(compute(missing[:1], **how)))
+        raise KeyboardInterrupt
+
+    def command(*words):
+        with pytest.raises(SystemExit) as exit_info:
+            main(["sharded", "--out", str(out), *words])
+        return exit_info.value.code, "".join(capsys.readouterr())
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sharded, "compute", interrupted)
+        code, said = command()
+    assert code == 130
+    assert f"what is done is kept; go on with: attnsuite sharded --resume --out {out}" in said
+    before = (out / RECORDS).read_bytes()
+    assert before.count(b"\n") == 1
+    code, said = command()
+    assert (code, "already has records; add --resume" in said) == (2, True)
+    code, said = command("--resume")
+    assert (code, "# Sharded equality" in said, f"report: {out / 'report.md'}" in said) == (0, True, True)
+    assert (out / RECORDS).read_bytes().startswith(before)
+    assert [record.requested for record in parse_records(out / RECORDS)[0]] == ["kascade", "standard"]
+
+
+def test_published_page_is_what_its_facts_say(tmp_path):
+    page = reports.render(PUBLISHED, out=tmp_path)
+    assert page.read_bytes() == (PUBLISHED / "report.md").read_bytes()
+    records, _, _ = parse_records(PUBLISHED / RECORDS)
+    assert len(records) == len(ROWS) + len(ROWS_OF_PROCESSES)
+    assert {record.status for record in records} == {"ok", "unsupported"}

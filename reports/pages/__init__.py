@@ -1,0 +1,1 @@
+"""The pages: one module each, which names its sections in their order."""

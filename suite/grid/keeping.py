@@ -1,0 +1,77 @@
+"""What every grid does with its records: each on the disk before the next cell begins, and told to who watches."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from ..record import Environment, Record
+from ..store import GridManifest, RunStore
+
+
+class GridWatcher(Protocol):
+    """Who is told how a grid goes."""
+
+    def doing(self, case: str, backend: str, what: str) -> None:
+        """Work on a cell begins."""
+        ...
+
+    def begin(self, total: int, finished: int) -> None:
+        """Cells of the grid, and how many of them have a record already."""
+        ...
+
+    def warn(self, sentence: str) -> None:
+        """Something that does not stop the grid."""
+        ...
+
+    def done(self, record: Record) -> None:
+        """A cell has its record, and it is on the disk."""
+        ...
+
+
+def keep(
+    out: Path,
+    identity: GridManifest,
+    keys: Sequence[str],
+    records: Callable[[frozenset[str]], Iterable[Record]],
+    watcher: GridWatcher,
+    *,
+    resume: bool,
+) -> tuple[Record, ...]:
+    """Append what ``records`` gives for the cells that are not finished; all records of the grid.
+
+    ``keys`` are those of all cells; ``records`` is called with those that have a record. Raises InputError before
+    anything is computed where ``out`` cannot be written, holds another grid, or holds records and ``resume`` is False.
+    """
+    with RunStore(out, resume=resume) as store:
+        for sentence in store.warnings:
+            watcher.warn(sentence)
+        store.settle(identity)
+        finished = store.finished()
+        watcher.begin(len(keys), len(finished.intersection(keys)))
+        for record in records(finished):
+            store.append([record])
+            watcher.done(record)
+        return store.records
+
+
+def identity(
+    verb: Literal["sharded", "tune", "curves"], asked: Mapping[str, Any], target: str, found: Environment
+) -> GridManifest:
+    """What a grid is: the words that it was asked with, and where it is computed."""
+    return GridManifest(
+        verb=verb,
+        asked=dict(asked),
+        target=target,
+        versions=found.get("versions", {}),
+        source=found.get("source", ""),
+        git_revision=found.get("git_revision"),
+        flags=found.get("flags", {}),
+    )
+
+
+def now() -> str:
+    """The time to the second, ISO 8601, UTC."""
+    return dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
