@@ -27,7 +27,7 @@ from .absent import cache as compile_cache
 from .absent import topologies
 from .absent.compilation import NO_COMPILER, ROLE, in_roles
 from .cases import ModelCase, OpCase, problem_of
-from .errors import CellFailure
+from .errors import CellFailure, InputError
 from .grid.process import Worker
 from .grid.runner import Limits, Watcher
 from .measure import environment
@@ -212,9 +212,9 @@ class _Compiler:
         try:
             facts = self._ask(case, backend)
             lasting = facts["status"] != "unsupported"
-        except CellFailure as failure:
+        except (CellFailure, InputError) as failure:
             self.close()
-            facts, lasting = {"status": _status_of(failure), "error": f"the compiler: {failure.message}"}, False
+            facts, lasting = {"status": _status_of(failure), "error": f"the compiler: {failure}"}, False
         refused = facts["status"] == "unsupported"
         record = Record(
             key=key,
@@ -254,9 +254,9 @@ def _key(case: OpCase | ModelCase, backend: str, target: Target) -> str:
     return f"{case.name}/{backend}/{target}/compile"
 
 
-def _status_of(failure: CellFailure) -> Status:
+def _status_of(failure: CellFailure | InputError) -> Status:
     """``oom`` is about the device; a compiler that is too large for this machine is something else."""
-    return "crashed" if failure.status == "oom" else failure.status
+    return "timeout" if isinstance(failure, CellFailure) and failure.status == "timeout" else "crashed"
 
 
 def _environment(target: Target) -> Environment:

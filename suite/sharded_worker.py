@@ -22,7 +22,8 @@ from attnsuite.backends import AttentionSpec, Backend, Layout, Target, oracle, p
 from attnsuite.backends.sharding import MeshAxes, Sharded, balanced_order
 from attnsuite.backends.standard import STANDARD
 
-from .grid.answering import answer_requests, one_line
+from .absent.compilation import one_line
+from .grid.answering import answer_requests
 from .measure.judge import as_error
 from .sharded import PROBLEMS, Problem, Row
 

@@ -37,11 +37,6 @@ def answer_requests(answer: Callable[[dict[str, Any]], Any]) -> NoReturn:
         replies.flush()
 
 
-def one_line(error: Exception) -> str:
-    """The error's type and its own words, on one line, without the pages that follow them."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:_LONGEST]
-
-
 def _failure(error: Exception) -> dict[str, Any]:
     message = " ".join(str(error).split())[:_LONGEST]
     if isinstance(error, InputError):
