@@ -29,6 +29,5 @@ from .resolve import resolve as resolve
 from .sharding import MeshAxes as MeshAxes
 from .sharding import Sharded as Sharded
 from .sharding import balanced_order as balanced_order
-from .sharding import plan_sharded as plan_sharded
 from .support import plan as plan
 from .support import support as support

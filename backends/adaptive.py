@@ -2,7 +2,7 @@
 
 ``adaptive_flash_attention`` and ``get_flash_attention_config`` are called as their users call them; which kernel
 runs is decided by :func:`attnsuite.backends.resolve`. Meshes are another function's
-(:func:`attnsuite.backends.plan_sharded`).
+(:func:`attnsuite.backends.Sharded`).
 """
 
 from __future__ import annotations

@@ -450,9 +450,19 @@ def may_attend(spec: AttentionSpec, layout: Layout) -> Bool[Array, "#batch #head
     return mask
 
 
-def check_options(backend: str, options: Mapping[str, Any] | None, accepted: Mapping[str, str]) -> dict[str, Any]:
-    """The options as a dict; raises ValueError for a name that the backend does not have, listing those it has."""
+def check_options(
+    backend: str,
+    options: Mapping[str, Any] | None,
+    accepted: Mapping[str, str],
+    gone: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """The options as a dict. Raises ValueError for a name that the backend does not have, listing those that it has.
+
+    ``gone`` maps an option of earlier versions to what is written in its place.
+    """
     given = dict(options or {})
+    for name in sorted(set(given) & set(gone or {})):
+        raise ValueError(f"{backend} has no option {name!r} any more; use {(gone or {})[name]}.")
     unknown = sorted(set(given) - set(accepted))
     if unknown:
         have = "; ".join(f"{name}: {meaning}" for name, meaning in accepted.items()) or "none"

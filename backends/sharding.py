@@ -4,7 +4,8 @@ A sharded backend is a backend: :class:`Sharded` takes one and a ``jax.sharding.
 device's share inside ``shard_map``. No sequence and no head needs another, so data and tensor parallelism communicate
 nothing. Context parallelism deals the tokens: each device keeps its queries and either gathers all keys
 (``exchange="gather"``: any exact backend that takes positions) or sees them pass by in a ring (``exchange="ring"``:
-backends that can attend to a part, see ``ring.py``).
+backends that can attend to a part, see ``ring.py``). A backend that deals something in its own way brings it
+(:class:`DealingBackend`); users ask for it in the same words.
 
 On a CPU dividing the heads is how all cores are used: XLA runs the steps of a loop one after the other on one device,
 so a process that calls one core one device (``jax.config.update("jax_num_cpu_devices", n)`` before JAX starts) works on
@@ -16,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, Protocol, cast, get_args, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -62,12 +63,24 @@ class MeshAxes:
         return {name: axis for name, axis in every.items() if axis is not None}
 
 
+@runtime_checkable
+class DealingBackend(Backend, Protocol):
+    """A backend some of whose dimensions cannot be dealt from outside, or only worse than the backend can itself."""
+
+    def dealt(self, mesh: Mesh, axes: MeshAxes) -> Backend | None:
+        """The backend for the whole problem on all devices of ``mesh``, or None: each device's share is a problem.
+
+        Batch and heads are known to divide. What ``mesh`` has to be a multiple of beside them the backend refuses.
+        """
+        ...
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sharded:
     """``backend`` on every device of ``mesh``, each with its share. A backend itself, hashable, registrable.
 
     Arrays that lie as :meth:`sharding` says stay where they are; others are moved. Support is that of one device's
-    share: a backend that refuses the share is refused with its own reasons. Raises ValueError for an axis that the
+    share, or of the backend's own way to deal: its reasons are the reasons. Raises ValueError for an axis that the
     mesh lacks.
 
     >>> import jax, jax.numpy as jnp, numpy as np
@@ -85,11 +98,38 @@ class Sharded:
     axes: MeshAxes
 
     def __post_init__(self) -> None:
+        if not isinstance(self.mesh, Mesh):
+            raise ValueError(f"mesh={self.mesh!r} is not accepted; give a jax.sharding.Mesh.")  # noqa: TRY004 (a value)
         for name, axis in self.axes.named().items():
             if axis not in self.mesh.axis_names:
                 raise ValueError(
                     f"{name}={axis!r} is not an axis of the mesh; it has {', '.join(self.mesh.axis_names)}."
                 )
+
+    @staticmethod
+    def among(backend: Backend, spec: AttentionSpec, mesh: Mesh) -> Sharded:
+        """Over the one axis of ``mesh``: the heads of ``spec`` where they can be divided, else its sequences.
+
+        Raises ValueError for a mesh of several axes, and where neither can be divided.
+
+        >>> from attnsuite.backends import registry
+        >>> mesh = Mesh(np.array(jax.devices()[:1]), ("cores",))
+        >>> spec = AttentionSpec(batch=1, query_length=8, key_value_length=8, num_heads=2, num_kv_heads=2, head_dim=16)
+        >>> Sharded.among(registry.get("standard"), spec, mesh).name
+        'standard@heads=1'
+        """
+        if len(mesh.axis_names) != 1:
+            raise ValueError(f"the mesh has the axes {mesh.axis_names}; Sharded.among takes a mesh of one axis.")
+        axis = mesh.axis_names[0]
+        match divided(spec, mesh.size):
+            case "heads":
+                return Sharded(backend, mesh, MeshAxes(heads=axis))
+            case "batch":
+                return Sharded(backend, mesh, MeshAxes(data=axis))
+        raise ValueError(
+            f"num_kv_heads={spec.num_kv_heads} and batch={spec.batch} cannot be divided among {mesh.size} devices; "
+            "use a number of devices that divides one of them."
+        )
 
     @property
     def name(self) -> str:
@@ -114,6 +154,9 @@ class Sharded:
         self, spec: AttentionSpec, target: Target, mode: Mode, options: Mapping[str, Any] | None
     ) -> tuple[str, ...]:
         """What cannot be dealt, and what the backend refuses of one device's share; every reason."""
+        own = self._own()
+        if own is not None:
+            return tuple(self._indivisible(spec, "data", "heads")) or support(own, spec, target, mode, options).reasons
         reasons = (*self._indivisible(spec), *self._unshardable(takes_of(self.backend, target, mode)))
         if reasons:
             return reasons
@@ -137,9 +180,12 @@ class Sharded:
         options: Mapping[str, Any] | None = None,
     ) -> Plan:
         """As the backend's, which each device calls for its share. The carry of a backend is dealt with the batch."""
+        planned: dict[str, Any] = {"target": target, "mode": mode, "options": options}
+        own = self._own()
+        if own is not None:
+            return own.plan(spec, layout, **planned)
         share, arrays, rows = self._share(spec), self._arrays(), self._rows(spec, layout)
         carries = PartitionSpec(self.axes.data)
-        planned: dict[str, Any] = {"target": target, "mode": mode, "options": options}
 
         def attend(
             query: Array, key: Array, value: Array, layer: int, carry: Carry, terms: Terms = NO_TERMS
@@ -173,6 +219,10 @@ class Sharded:
         """How query, key, value and output ``[batch, length, heads, dim]`` lie on the devices."""
         return NamedSharding(self.mesh, self._arrays())
 
+    def _own(self) -> Backend | None:
+        """The backend's own way to deal these axes, where it has one."""
+        return self.backend.dealt(self.mesh, self.axes) if isinstance(self.backend, DealingBackend) else None
+
     @property
     def _in_ring(self) -> bool:
         return self.axes.context is not None and self.axes.exchange == "ring"
@@ -185,11 +235,12 @@ class Sharded:
     def _arrays(self) -> PartitionSpec:
         return PartitionSpec(self.axes.data, self.axes.context, self.axes.heads)
 
-    def _indivisible(self, spec: AttentionSpec) -> Iterator[str]:
+    def _indivisible(self, spec: AttentionSpec, *names: str) -> Iterator[str]:
+        """What cannot be dealt evenly: of the dimensions ``names``, or of all that are dealt."""
         lengths = ("query_length", "key_value_length")
         dealt = {"data": ("batch",), "heads": ("num_kv_heads",), "context": lengths}
         for name, axis in self.axes.named().items():
-            for field in dealt[name]:
+            for field in dealt[name] if name in (names or dealt) else ():
                 if getattr(spec, field) % self._size(name):
                     yield (
                         f"{field}={getattr(spec, field)} cannot be dealt to the {self._size(name)} devices of "
@@ -201,8 +252,8 @@ class Sharded:
         if takes.carries and dealt:
             yield (
                 f"{self.backend.name} selects in one layer what the next ones attend to, across heads and over all "
-                f"keys, so its {' and '.join(dealt)} cannot be dealt out from outside; deal data only, or see the "
-                f"options of {self.backend.name} itself."
+                f"keys, so its {' and '.join(dealt)} cannot be dealt out from outside; deal data only, or heads "
+                f"only where {self.backend.name} deals them itself."
             )
         elif self._in_ring and not takes.parts:
             yield (
@@ -292,58 +343,6 @@ def divided(spec: AttentionSpec, devices: int) -> Divided | None:
     if spec.num_kv_heads % devices == 0:
         return "heads"
     return "batch" if spec.batch % devices == 0 else None
-
-
-def sharding(spec: AttentionSpec, mesh: Mesh) -> NamedSharding:
-    """How query, key, value and output ``[batch, length, heads, dim]`` lie on the devices of a 1-D ``mesh``.
-
-    Raises ValueError where neither heads nor batch can be divided.
-    """
-    return NamedSharding(mesh, PartitionSpec(*_one_axis(spec, mesh)))
-
-
-def plan_sharded(
-    backend: Backend,
-    spec: AttentionSpec,
-    layout: Layout,
-    mesh: Mesh,
-    *,
-    target: Target,
-    mode: Mode = "native",
-    options: Mapping[str, Any] | None = None,
-) -> Plan:
-    """As :func:`attnsuite.backends.plan`, with each device of the 1-D ``mesh`` computing its share.
-
-    The share is of the heads, else of the batch. Raises ValueError where neither can be divided, and for what
-    :class:`Sharded` refuses.
-
-    >>> import jax, jax.numpy as jnp, numpy as np
-    >>> from attnsuite.backends import registry
-    >>> x = jnp.ones((1, 8, 2, 16))
-    >>> spec = AttentionSpec(batch=1, query_length=8, key_value_length=8, num_heads=2, num_kv_heads=2, head_dim=16)
-    >>> mesh = Mesh(np.array(jax.devices()[:1]), ("cores",))
-    >>> planned = plan_sharded(registry.get("standard"), spec, Layout(), mesh, target=Target.here())
-    >>> planned.run(x, x, x)[0].shape
-    (1, 8, 2, 16)
-    """
-    data, _, heads = _one_axis(spec, mesh)
-    sharded = Sharded(backend, mesh, MeshAxes(data=data, heads=heads))
-    return plan(sharded, spec, layout, target=target, mode=mode, options=options)
-
-
-def _one_axis(spec: AttentionSpec, mesh: Mesh) -> tuple[str | None, None, str | None]:
-    if len(mesh.axis_names) != 1:
-        raise ValueError(f"the mesh has the axes {mesh.axis_names}; plan_sharded takes a mesh of one axis.")
-    axis = mesh.axis_names[0]
-    match divided(spec, mesh.size):
-        case "heads":
-            return None, None, axis
-        case "batch":
-            return axis, None, None
-    raise ValueError(
-        f"num_kv_heads={spec.num_kv_heads} and batch={spec.batch} cannot be divided among {mesh.size} devices; "
-        "use a number of devices that divides one of them."
-    )
 
 
 def _gather(axis: str, x: Array) -> Array:

@@ -9,10 +9,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from attnsuite.backends import Backend, Layout, Target, plan_sharded
+from attnsuite.backends import Backend, Layout, Sharded, Target
 from attnsuite.backends import plan as plan_whole
 from attnsuite.backends.contract import Mode, Plan
-from attnsuite.backends.sharding import sharding
 
 from .cases import OpCase, spec_of
 from .measure.inputs import make_inputs
@@ -26,17 +25,15 @@ def op_program(case: OpCase, backend: Backend, mode: Mode, target: Target, devic
     """
     spec, inputs = spec_of(case), make_inputs(case)
     mesh = None if devices == 1 else Mesh(np.array(jax.devices()[:devices]), ("devices",))
+    sharded = None if mesh is None else Sharded.among(backend, spec, mesh)
 
     def plan(layout: Layout) -> Plan:
-        if mesh is None:
-            return plan_whole(backend, spec, layout, target=target, mode=mode)
-        return plan_sharded(backend, spec, layout, mesh, target=target, mode=mode)
+        return plan_whole(sharded or backend, spec, layout, target=target, mode=mode)
 
     layout, arrays = inputs.layout, [inputs.query, inputs.key, inputs.value, inputs.d_out]
-    if mesh is not None:
-        placed = sharding(spec, mesh)
-        layout = jax.device_put(layout, NamedSharding(mesh, PartitionSpec()))
-        arrays = [jax.device_put(x, placed) for x in arrays]
+    if sharded is not None:
+        layout = jax.device_put(layout, NamedSharding(sharded.mesh, PartitionSpec()))
+        arrays = [jax.device_put(x, sharded.sharding()) for x in arrays]
     query, key, value, d_out = arrays
     function = op_function(case, plan)
     if case.kind == "op_decode":

@@ -13,13 +13,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float
 
 from ..contract import AttentionSpec, Carry, Layout, Plan, forward_only
 from ..devices import Target
 from ..features import Mode, Takes
 from ..resolve import resolve
+from ..sharding import MeshAxes
 from . import kernels, steps, xla
 from .cost import not_profitable
 from .schedule import LayerRole, manual
@@ -30,11 +31,24 @@ _INSTEAD = "use backend='chunked'"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class _Heads:
+    """The devices along one axis of a mesh, each with its share of the KV heads."""
+
+    mesh: Mesh
+    axis: str
+
+    @property
+    def devices(self) -> int:
+        return self.mesh.shape[self.axis]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Kascade:
-    """The ``kascade`` backend."""
+    """The ``kascade`` backend; with ``heads`` over several devices (:meth:`dealt`)."""
 
     name: str = "kascade"
     exact: bool = False
+    heads: _Heads | None = None
 
     def takes(self, target: Target, mode: Mode) -> Takes:
         """Causal attention without gradients."""
@@ -63,7 +77,17 @@ class Kascade:
             settings = Settings.of(options, _kernel(target, mode))
         except ValueError:  # what no plan has is no reason of support: plan raises it
             return tuple(_position_reasons(spec))
-        return *_position_reasons(spec), *_kernel_reasons(spec, settings, target, mode)
+        dealt = () if self.heads is None else _dealing_reasons(settings)
+        return *_position_reasons(spec), *dealt, *_kernel_reasons(spec, settings, target, mode)
+
+    def dealt(self, mesh: Mesh, axes: MeshAxes) -> Kascade | None:
+        """The backend with its KV heads dealt: each device selects for its own, and selections alone cross over.
+
+        None for other axes: a sequence needs no other, so a device's share of the batch is a problem of its own.
+        """
+        if axes.heads is None or len(axes.named()) > 1:
+            return None
+        return dataclasses.replace(self, heads=_Heads(mesh, axes.heads))
 
     def roles(self, spec: AttentionSpec) -> Mapping[str, tuple[Mapping[str, Any], int]]:
         """One layer that selects and one that reuses its selection; dense layers are the other backends'."""
@@ -86,6 +110,8 @@ class Kascade:
         runs, where the schedule does not know it or a reuse layer gets no selection.
         """
         settings = Settings.of(options, _kernel(target, mode))
+        if self.heads is not None and (reasons := tuple(_dealing_reasons(settings))):
+            raise ValueError(" ".join(reasons))
         tiling = Tiling.of(spec, settings)
         places = Places.of(spec, layout, tiling)
         if settings.when == "profitable":
@@ -93,7 +119,7 @@ class Kascade:
             if instead is not None:
                 dense = resolve("auto", spec, target)
                 return Plan(dense.plan(layout).attend, (f"{instead}; {dense.backend.name} ran.",))
-        compute = _computation(spec, settings, tiling, places, layout, target, mode)
+        compute = _computation(spec, settings, tiling, places, layout, target, mode, self.heads)
 
         def attend(
             query: Float[Array, "b t n h"],
@@ -133,9 +159,10 @@ def _computation(
     layout: Layout,
     target: Target,
     mode: Mode,
+    heads: _Heads | None,
 ) -> _Computation:
     if settings.kernel == "xla":
-        return _in_xla(spec, settings, tiling, places)
+        return _in_xla(spec, settings, tiling, places, heads)
     module = kernels.pallas(target)
     how: dict[str, Any] = {"settings": settings, "interpret": mode == "interpret"}
 
@@ -157,28 +184,26 @@ def _computation(
     return _Computation(select, dense, attend)
 
 
-def _in_xla(spec: AttentionSpec, settings: Settings, tiling: Tiling, places: Places) -> _Computation:
-    """XLA's code, each device of a mesh with its share of the KV heads; indices alone cross from one to another."""
-    mesh, ablation = settings.mesh, settings.ablation
+def _in_xla(
+    spec: AttentionSpec, settings: Settings, tiling: Tiling, places: Places, heads: _Heads | None
+) -> _Computation:
+    """XLA's code, each device with its share of the KV heads; indices alone cross from one to another."""
+    ablation = settings.ablation
     choose_units = steps.select if spec.query_length == 1 else xla.select
     share = spec
-    if mesh is not None:
-        if spec.num_kv_heads % mesh.size or ablation == "all_heads":
-            raise ValueError(
-                f"kascade: {mesh.size} devices cannot divide num_kv_heads={spec.num_kv_heads} with "
-                f"ablation={ablation!r}; use a number of devices that divides the KV heads, and not 'all_heads', "
-                "which needs all of them at once."
-            )
-        heads, kv_heads = spec.num_heads // mesh.size, spec.num_kv_heads // mesh.size
-        share = dataclasses.replace(spec, num_heads=heads, num_kv_heads=kv_heads)
+    if heads is not None:
+        share = dataclasses.replace(
+            spec, num_heads=spec.num_heads // heads.devices, num_kv_heads=spec.num_kv_heads // heads.devices
+        )
 
     def divided(function: Callable[..., Any], *arrays: Any) -> Any:
-        if mesh is None:
+        if heads is None:
             return function(places, *arrays)
-        by_head, by_kv_head = PartitionSpec(None, None, mesh.axis_names[0]), PartitionSpec(None, mesh.axis_names[0])
+        by_head, by_kv_head = PartitionSpec(None, None, heads.axis), PartitionSpec(None, heads.axis)
         given = tuple(by_kv_head if isinstance(x, Selection) else by_head for x in arrays)
         back = {"select": by_kv_head, "dense": (by_head, by_kv_head), "attend": by_head}[function.__name__]
-        run = jax.shard_map(function, mesh=mesh, in_specs=(PartitionSpec(), *given), out_specs=back, check_vma=False)
+        in_specs = (PartitionSpec(), *given)
+        run = jax.shard_map(function, mesh=heads.mesh, in_specs=in_specs, out_specs=back, check_vma=False)
         return run(places, *arrays)
 
     def select(places: Places, query: Array, key: Array) -> Selection:
@@ -239,12 +264,20 @@ def _kernel_reasons(spec: AttentionSpec, settings: Settings, target: Target, mod
                 "to interpret; use mode='native', or kernel='pallas'."
             )
         return
-    if settings.mesh is not None:
-        yield "mesh is not supported by kascade with kernel='pallas'; use kernel='xla', or shard the call yourself."
     try:
         yield from kernels.pallas(target).refuses(spec, settings, target)
     except ImportError as error:
         yield f"kascade's Pallas kernels do not load here ({error}); {_INSTEAD}."
+
+
+def _dealing_reasons(settings: Settings) -> Iterator[str]:
+    if settings.kernel == "pallas":
+        yield "heads cannot be dealt by kascade with kernel='pallas'; use kernel='xla', or deal data."
+    if settings.ablation == "all_heads":
+        yield (
+            "heads cannot be dealt by kascade with ablation='all_heads', which needs all of them at once; leave out "
+            "the ablation, or deal data."
+        )
 
 
 def _position_reasons(spec: AttentionSpec) -> Iterator[str]:

@@ -11,7 +11,6 @@ import math
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import Int
 
 from ..contract import AttentionSpec, check_options
@@ -39,9 +38,9 @@ OPTIONS = {
     "block_q": "queries that a Pallas kernel takes at a time, at most: a power of two of at least 16 (default 512)",
     "block_kv_sparse": "keys that a Pallas kernel loads at a time, at most: likewise (default 256)",
     "block_kv_compute": "keys that a Pallas kernel computes with at a time, at most: likewise (default 128)",
-    "mesh": "a jax.sharding.Mesh of one axis, whose devices divide the KV heads among them (default: one device)",
     "when": "'always', or 'profitable': dense where sparse would be slower; the plan's notes then say so",
 }
+_GONE = {"mesh": "backends.Sharded(backends.get('kascade'), mesh, backends.MeshAxes(heads=axis))"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -91,7 +90,6 @@ class Settings:
     query_tile: int = 0
     ablation: Ablation | None = None
     kernel: Kernel | None = None
-    mesh: Mesh | None = None
     when: When = "always"
     block_q: int | None = None
     block_kv_sparse: int | None = None
@@ -109,7 +107,6 @@ class Settings:
             "query_tile": _is_int(self.query_tile, 1),
             "ablation": self.ablation is None or self.ablation in get_args(Ablation),
             "kernel": self.kernel is None or self.kernel in get_args(Kernel),
-            "mesh": self.mesh is None or (isinstance(self.mesh, Mesh) and len(self.mesh.axis_names) == 1),
             "when": self.when in get_args(When),
         }
         for name, accepted in good.items():
@@ -125,7 +122,7 @@ class Settings:
     @staticmethod
     def of(options: Mapping[str, Any] | None, kernel: Kernel = "xla") -> Settings:
         """Settings of backend options; ``kernel`` is the default. Raises ValueError for a name that is no option."""
-        settings = Settings(**check_options("kascade", options, OPTIONS))
+        settings = Settings(**check_options("kascade", options, OPTIONS, _GONE))
         return settings if settings.kernel else dataclasses.replace(settings, kernel=kernel)
 
     def block_sizes(self) -> KascadeBlockSizes:

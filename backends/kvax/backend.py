@@ -11,26 +11,26 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from jax.sharding import Mesh
+
 from .. import tuned
 from ..contract import AttentionSpec, KernelBuild, Layout, Plan, check_options
 from ..devices import Target
 from ..features import DTYPES, Mode, Takes
+from ..sharding import MeshAxes
 from ..support import support
 from . import blocks as block_sizes
 from . import probe
 from .blocks import Blocks
-from .mesh import OPTIONS as MESH_OPTIONS
-from .mesh import sharding_of
+from .mesh import OneDevice, OnMesh
 from .planning import plan_with
 
 if TYPE_CHECKING:
     from .upstream import Upstream
 
-OPTIONS = (
-    block_sizes.OPTIONS
-    | {"tuned": "path of a table that attnsuite tune wrote, with entries for the device"}
-    | MESH_OPTIONS
-)
+OPTIONS = block_sizes.OPTIONS | {"tuned": "path of a table that attnsuite tune wrote, with entries for the device"}
+_SHARDED = "backends.Sharded(backends.get('kvax'), mesh, backends.MeshAxes(data=..., heads=..., context=...))"
+_GONE: dict[str, str] = dict.fromkeys(("mesh", "batch_axis", "head_axis", "context_axis"), _SHARDED)
 HEAD_DIMS = (16, 32, 64, 128, 192, 256)
 VALUE_HEAD_DIMS = (16, 32, 64, 128, 256)
 _INSTEAD = "use backend='chunked'"
@@ -38,10 +38,11 @@ _INSTEAD = "use backend='chunked'"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Kvax:
-    """The ``kvax`` backend."""
+    """The ``kvax`` backend, on one device or dealt to several (:meth:`dealt`)."""
 
     name: str = "kvax"
     exact: bool = True
+    devices: OneDevice | OnMesh = dataclasses.field(default_factory=OneDevice)
 
     def takes(self, target: Target, mode: Mode) -> Takes:
         """Causal or full attention with segments, lengths and positions."""
@@ -88,13 +89,21 @@ class Kvax:
 
         Raises ImportError where Kvax cannot be used here, with the reasons.
         """
-        given = check_options(self.name, options, OPTIONS)
-        blocks = _blocks(spec, target, given)
-        sharding = sharding_of(spec, given)
+        blocks = _blocks(spec, target, check_options(self.name, options, OPTIONS, _GONE))
         # A plan to be compiled by XLA goes through jax-triton, as a native one; compile_kernels does without.
         if reasons := probe.missing("native" if mode == "compile" else mode):
             raise ImportError(" ".join(reasons))
-        return plan_with(upstream_of(mode, target), spec, layout, blocks, sharding)
+        return plan_with(upstream_of(mode, target), spec, layout, blocks, self.devices)
+
+    def dealt(self, mesh: Mesh, axes: MeshAxes) -> Kvax | None:
+        """The backend with the query length dealt in Kvax's own order, beside what else ``axes`` name.
+
+        None where no length is dealt: a device's share of sequences and heads is a problem of its own. None for a
+        ring, which Kvax does not have.
+        """
+        if axes.context is None or axes.exchange != "gather":
+            return None
+        return dataclasses.replace(self, devices=OnMesh(mesh, axes))
 
     def compile_kernels(
         self, spec: AttentionSpec, target: Target, options: Mapping[str, Any] | None = None
@@ -106,7 +115,7 @@ class Kvax:
         """
         from . import build  # noqa: PLC0415 (imports Triton)
 
-        given = check_options(self.name, options, OPTIONS)
+        given = check_options(self.name, options, OPTIONS, _GONE)
         if reasons := support(self, spec, target, "compile").reasons:
             raise ValueError(" ".join(reasons))
         return build.compile_kernels(spec, target, _blocks(spec, target, given))

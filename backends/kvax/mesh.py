@@ -1,9 +1,8 @@
 """One device or a caller's mesh: Kvax's mask and kernel on either, behind one pair of functions.
 
 Without a mesh the kernels run where the arrays are, inside whatever ``jit``, ``vmap`` or ``shard_map`` the caller has.
-With one, batch, heads and query length are each dealt to a mesh axis: data, tensor and context parallelism. For
-context parallelism queries are dealt in Kvax's order (a shard gets an early and a late part), so that every device
-has the same share of a causal mask; keys and values are whole on every device.
+Where ``backends.Sharded`` deals the query length, Kvax does the dealing: queries in Kvax's order (a shard gets an early
+and a late part), so that every device has the same share of a causal mask; keys and values are whole on every device.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -19,18 +18,12 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from ..contract import AttentionSpec
+from ..sharding import MeshAxes
 from .blocks import Blocks
 from .layout import KvaxLayout
 
 if TYPE_CHECKING:
     from .upstream import Upstream
-
-OPTIONS = {
-    "mesh": "jax.sharding.Mesh to run on (default: where the arrays are)",
-    "batch_axis": "mesh axis that the batch is dealt to (data parallelism)",
-    "head_axis": "mesh axis that the heads are dealt to (tensor parallelism)",
-    "context_axis": "mesh axis that the query length is dealt to (context parallelism)",
-}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -63,18 +56,16 @@ class OneDevice:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Sharding:
-    """A caller's mesh, and the axis that each dimension is dealt to (None: to none)."""
+class OnMesh:
+    """A caller's mesh, and the axis that each dimension is dealt to."""
 
     mesh: jax.sharding.Mesh
-    batch_axis: str | None = None
-    head_axis: str | None = None
-    context_axis: str | None = None
+    axes: MeshAxes
 
     @property
     def context_size(self) -> int:
         """Parts that a query length is a multiple of: an early and a late one for each device of the context axis."""
-        return 1 if self.context_axis is None else 2 * self.mesh.shape[self.context_axis]
+        return 1 if self.axes.context is None else 2 * self.mesh.shape[self.axes.context]
 
     def prepare(self, kvax: Upstream, spec: AttentionSpec, blocks: Blocks, layout: KvaxLayout) -> Any:
         """As :meth:`OneDevice.prepare`, the masks dealt to the mesh and the queries in Kvax's order."""
@@ -99,7 +90,7 @@ class Sharding:
     def kernel(self, kvax: Upstream, spec: AttentionSpec, blocks: Blocks) -> Callable[..., Array]:
         """As :meth:`OneDevice.kernel`, over the mesh."""
         options = _kernel_options(kvax, spec, blocks) | {"permute_tokens_for_load_balance": False, "mesh": self.mesh}
-        if self.context_axis is not None:
+        if self.axes.context is not None:
             options["assume_sequential_positions"] = False
 
         def run(query: Array, key: Array, value: Array, prepared: Any) -> Array:
@@ -108,43 +99,19 @@ class Sharding:
             with self._specs(kvax):
                 (query,) = self._deal(kvax, query)
                 out = kvax.flash_attention(query, key, value, *_tokens(layout), masks, **options)
-                return out if self.context_axis is None else kvax.unpermute_tokens(out, mesh=self.mesh)
+                return out if self.axes.context is None else kvax.unpermute_tokens(out, mesh=self.mesh)
 
         return run
 
     def _deal(self, kvax: Upstream, *arrays: Array) -> tuple[Array, ...]:
-        return arrays if self.context_axis is None else tuple(kvax.permute_tokens(arrays, mesh=self.mesh))
+        return arrays if self.axes.context is None else tuple(kvax.permute_tokens(arrays, mesh=self.mesh))
 
     @contextlib.contextmanager
     def _specs(self, kvax: Upstream) -> Iterator[None]:
         """Kvax keeps these in its module, so one thread at a time."""
-        query = (self.batch_axis, self.context_axis, self.head_axis, None)
-        with kvax.specs_lock, kvax.attention_specs(query, (self.batch_axis, None, self.head_axis, None)):
+        data, heads = self.axes.data, self.axes.heads
+        with kvax.specs_lock, kvax.attention_specs((data, self.axes.context, heads, None), (data, None, heads, None)):
             yield
-
-
-def sharding_of(spec: AttentionSpec, options: Mapping[str, Any]) -> Sharding | OneDevice:
-    """The sharding that the options ask for. Raises ValueError for axes that the mesh lacks or that do not divide."""
-    axes = {name: options[name] for name in OPTIONS if name != "mesh" and options.get(name) is not None}
-    mesh = options.get("mesh")
-    if mesh is None:
-        if axes:
-            raise ValueError(f"kvax: {', '.join(axes)} need a mesh; give mesh=jax.sharding.Mesh(...).")
-        return OneDevice()
-    if not isinstance(mesh, jax.sharding.Mesh):
-        raise ValueError(f"kvax: mesh={mesh!r} is not accepted; give a jax.sharding.Mesh.")  # noqa: TRY004 (an option)
-    for name, axis in axes.items():
-        if axis not in mesh.shape:
-            raise ValueError(f"kvax: {name}={axis!r} is not an axis of the mesh; it has {', '.join(mesh.axis_names)}.")
-    if len(set(axes.values())) < len(axes):
-        raise ValueError(f"kvax: {', '.join(axes)} must be different axes of the mesh, not {axes}.")
-    for axis, name, size in (("batch_axis", "batch", spec.batch), ("head_axis", "num_kv_heads", spec.num_kv_heads)):
-        if axis in axes and size % mesh.shape[axes[axis]]:
-            raise ValueError(
-                f"kvax: {name}={size} cannot be dealt to the {mesh.shape[axes[axis]]} devices of {axis}="
-                f"{axes[axis]!r}; it must be a multiple."
-            )
-    return Sharding(mesh, **axes)
 
 
 _SIZES = ("query_block_size", "kv_block_size")

@@ -16,20 +16,18 @@ from jaxtyping import Array, Float
 from ..contract import AttentionSpec, Carry, Layout, Plan
 from . import layout as layouts
 from .blocks import Blocks
-from .mesh import OneDevice, Sharding
+from .mesh import OneDevice, OnMesh
 
 if TYPE_CHECKING:
     from .upstream import Upstream
 
 
-def plan_with(
-    kvax: Upstream, spec: AttentionSpec, layout: Layout, blocks: Blocks, sharding: Sharding | OneDevice
-) -> Plan:
+def plan_with(kvax: Upstream, spec: AttentionSpec, layout: Layout, blocks: Blocks, devices: OnMesh | OneDevice) -> Plan:
     """The plan on a given copy of Kvax."""
-    lengths = layouts.padded_lengths(spec, blocks, sharding.context_size)
+    lengths = layouts.padded_lengths(spec, blocks, devices.context_size)
     converted = layouts.convert(spec, layout, *lengths)
-    kernel = sharding.kernel(kvax, spec, blocks)
-    arrays = sharding.prepare(kvax, spec, blocks, converted)
+    kernel = devices.kernel(kvax, spec, blocks)
+    arrays = devices.prepare(kvax, spec, blocks, converted)
     run = _in_the_dtype_of_its_input(kernel, spec.needs_grad)
 
     def attend(

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from attnsuite.backends import Layout, Plan, Target, plan, plan_sharded, registry, resolve, support
+from attnsuite.backends import Layout, MeshAxes, Plan, Sharded, Target, plan, registry, resolve, support
 from attnsuite.backends.kascade import Selection, Settings, kept_fraction
 
 from ..cases import StackCase, settings_of, stack_spec
@@ -55,8 +55,7 @@ def refusals(case: StackCase, method: str, target: Target) -> tuple[str, ...]:
 def stack_program(case: StackCase, method: str, devices: int = 1, dense: str | None = None) -> Program:
     """The program of a row, ``dense`` being the backend of a dense one: the last layer's output.
 
-    On several devices the heads are divided as a user of these backends divides them: ``plan_sharded`` for a dense
-    row, the option ``mesh`` of ``kascade``.
+    On several devices the heads are divided as a user of these backends divides them.
     """
     arrays = _arrays(case)
     mesh = None if devices == 1 else Mesh(np.array(jax.devices()[:devices]), ("devices",))
@@ -123,14 +122,14 @@ def _stack(case: StackCase, method: str, mesh: Mesh | None, dense: str) -> Calla
 
 def _dense(case: StackCase, mesh: Mesh | None, dense: str) -> Plan:
     backend, spec, layout, target = registry.get(dense), stack_spec(case), _layout(case), Target.here()
-    if mesh is None:
-        return plan(backend, spec, layout, target=target)
-    return plan_sharded(backend, spec, layout, mesh, target=target)
+    return plan(backend if mesh is None else Sharded.among(backend, spec, mesh), spec, layout, target=target)
 
 
 def _kascade(case: StackCase, method: str, mesh: Mesh | None = None) -> Plan:
-    options = dataclasses.replace(settings(case, method), mesh=mesh).as_options()
-    return plan(registry.get("kascade"), stack_spec(case), _layout(case), target=Target.here(), options=options)
+    backend, options = registry.get("kascade"), settings(case, method).as_options()
+    if mesh is not None:
+        backend = Sharded(backend, mesh, MeshAxes(heads=mesh.axis_names[0]))
+    return plan(backend, stack_spec(case), _layout(case), target=Target.here(), options=options)
 
 
 def _select(case: StackCase, mesh: Mesh | None) -> Callable[..., Selection]:

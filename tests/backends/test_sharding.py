@@ -21,7 +21,6 @@ from attnsuite.backends import (
     Target,
     balanced_order,
     plan,
-    plan_sharded,
     registry,
     support,
 )
@@ -79,15 +78,13 @@ def test_what_cannot_be_divided_is_refused_with_the_numbers():
 
     spec = _spec(batch=3, num_heads=8, num_kv_heads=1)
     with pytest.raises(ValueError, match="num_kv_heads=1 and batch=3 cannot be divided among 2 devices"):
-        plan_sharded(registry.get("standard"), spec, Layout(), Two(), target=Target.here())
+        Sharded.among(registry.get("standard"), spec, Two())
 
 
 def test_mesh_of_two_axes_is_refused():
     mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("a", "b"))
     with pytest.raises(ValueError, match="a mesh of one axis"):
-        plan_sharded(
-            registry.get("standard"), _spec(batch=1, num_heads=2, num_kv_heads=2), Layout(), mesh, target=Target.here()
-        )
+        Sharded.among(registry.get("standard"), _spec(batch=1, num_heads=2, num_kv_heads=2), mesh)
 
 
 def test_axes_that_the_mesh_lacks_are_refused():

@@ -128,7 +128,8 @@ def test_options_are_judged_with_the_spec() -> None:
 def test_every_condition_of_a_kernel_that_was_an_error_of_plan_is_a_reason() -> None:
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",))
     assert (
-        "mesh is not supported" in support(KASCADE, PLAIN, CPU, options={"kernel": "pallas", "mesh": mesh}).reasons[0]
+        "heads cannot be dealt"
+        in support(Sharded(KASCADE, mesh, MeshAxes(heads="x")), PLAIN, CPU, options={"kernel": "pallas"}).reasons[0]
     )
     assert "kernel='xla'" in support(KASCADE, PLAIN, CPU, "interpret", {"kernel": "xla"}).reasons[0]
     assert support(KASCADE, PLAIN, V5E, options={"tile_size": 24, "query_tile": 24}).reasons
@@ -332,9 +333,13 @@ class Wrapper:
 
 
 def test_what_a_backend_declares_survives_a_wrapper() -> None:
-    """Kascade's layers hand a selection on, across heads: a wrapper that hid it would let its heads be dealt out."""
+    """Kascade's layers hand a selection on, across heads: a wrapper that hid it would let its heads be dealt out.
+
+    Kascade deals its heads itself; who only passes its plan on cannot.
+    """
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",))
-    for backend in (KASCADE, Wrapper(KASCADE), Sharded(Wrapper(KASCADE), mesh, MeshAxes(data="x"))):
+    assert support(Sharded(KASCADE, mesh, MeshAxes(heads="x")), PLAIN, CPU)
+    for backend in (Wrapper(KASCADE), Sharded(Wrapper(KASCADE), mesh, MeshAxes(data="x"))):
         reasons = support(Sharded(backend, mesh, MeshAxes(heads="x")), PLAIN, CPU).reasons
         assert "selects in one layer what the next ones attend to" in reasons[0]
     ring = MeshAxes(context="x", exchange="ring")

@@ -299,11 +299,11 @@ def test_several_devices_and_shard_map_agree_with_one():
         PRELUDE
         + """
 from jax.sharding import Mesh
-from attnsuite.backends import Layout, Target, get, make_spec, plan, plan_sharded
+from attnsuite.backends import Layout, Target, Sharded, get, make_spec, plan
 spec = make_spec(q, k, v, is_causal=True)
 expected = plan(get("standard"), spec, target=Target.here()).run(q, k, v)[0]
 mesh = Mesh(np.array(jax.devices()), ("cores",))
-sharded = plan_sharded(get("flash_cpu"), spec, Layout(), mesh, target=Target.here())
+sharded = plan(Sharded.among(get("flash_cpu"), spec, mesh), spec, target=Target.here())
 out = jax.jit(lambda *x: sharded.run(*x)[0])(q, k, v)
 assert len(jax.devices()) == 2
 print(float(abs(out - expected).max()))

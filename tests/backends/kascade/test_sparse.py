@@ -14,7 +14,19 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh
 
 import problems
-from attnsuite.backends import AttentionSpec, Layout, Target, attention, make_spec, names, plan, resolve, support
+from attnsuite.backends import (
+    AttentionSpec,
+    Layout,
+    MeshAxes,
+    Sharded,
+    Target,
+    attention,
+    make_spec,
+    names,
+    plan,
+    resolve,
+    support,
+)
 from attnsuite.backends.kascade import (
     KASCADE,
     OPTIONS,
@@ -397,16 +409,16 @@ jax.config.update("jax_num_cpu_devices", 2)
 sys.path[:0] = sys.argv[1:]
 from sparse_problems import PROBLEMS
 from jax.sharding import Mesh
-from attnsuite.backends import Target
+from attnsuite.backends import MeshAxes, Sharded, Target
 from attnsuite.backends.kascade import KASCADE, LayerRole, Schedule
 mesh = Mesh(np.array(jax.devices()), ("cores",))
 roles = (LayerRole("dense", 0), LayerRole("reuse", 0, (1, 0)), LayerRole("anchor", 2), LayerRole("reuse", 2, (0, 0)))
 for name in ("packed", "decode"):
     problem, outs = PROBLEMS[name](), []
-    for where in (None, mesh):
+    for backend in (KASCADE, Sharded(KASCADE, mesh, MeshAxes(heads="cores"))):
         options = {"top_k": 0.3, "min_keys": 0, "tile_size": 16, "query_tile": 16, "schedule": Schedule(roles)}
         def layers(layout, q, k, v):
-            plan = KASCADE.plan(problem.spec, layout, target=Target("cpu"), options=options | {"mesh": where})
+            plan = backend.plan(problem.spec, layout, target=Target("cpu"), options=options)
             carry, found = (), []
             for layer in range(4):
                 out, carry = plan.run(q, k, v, layer=layer, carry=carry)
@@ -429,10 +441,20 @@ def test_devices_that_divide_the_heads_compute_the_same(pytestconfig):
     ("options", "word"),
     [
         ({"ablation": "all_heads"}, "needs all of them at once"),
-        ({"kernel": "pallas"}, "mesh is not supported by kascade"),
+        ({"kernel": "pallas"}, "heads cannot be dealt by kascade with kernel='pallas'"),
+        ({"mesh": "cores"}, r"kascade has no option 'mesh' any more; use backends\.Sharded\(.*heads=axis"),
     ],
 )
 def test_a_mesh_that_cannot_divide_is_refused(options, word):
     mesh = Mesh(np.array(jax.devices()[:1]), ("cores",))
+    sharded = Sharded(KASCADE, mesh, MeshAxes(heads="cores"))
     with pytest.raises(ValueError, match=word):
-        plan(KASCADE, sparse().spec, Layout(), target=Target("cpu"), options={"mesh": mesh} | options)
+        plan(sharded, sparse().spec, Layout(), target=Target("cpu"), options=options)
+
+
+def test_heads_are_dealt_alone():
+    """Beside the batch they are refused, as before: nobody has looked at both."""
+    mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("rows", "cores"))
+    sharded = Sharded(KASCADE, mesh, MeshAxes(data="rows", heads="cores"))
+    (reason,) = support(sharded, sparse().spec, Target("cpu")).reasons
+    assert "deal data only, or heads only where kascade deals them itself" in reason

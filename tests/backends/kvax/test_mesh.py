@@ -14,15 +14,15 @@ import pytest
 pytestmark = pytest.mark.kvax
 
 PARALLELISM = {
-    "data": {"shape": (4,), "axes": ("x",), "batch_axis": "x"},
-    "tensor": {"shape": (2,), "axes": ("x",), "head_axis": "x"},
-    "context": {"shape": (2,), "axes": ("x",), "context_axis": "x"},
+    "data": {"shape": (4,), "axes": ("x",), "data": "x"},
+    "tensor": {"shape": (2,), "axes": ("x",), "heads": "x"},
+    "context": {"shape": (2,), "axes": ("x",), "context": "x"},
     "all three": {
         "shape": (2, 1, 2),
         "axes": ("x", "y", "z"),
-        "batch_axis": "x",
-        "head_axis": "y",
-        "context_axis": "z",
+        "data": "x",
+        "heads": "y",
+        "context": "z",
     },
 }
 CASES = {
@@ -48,22 +48,22 @@ def in_four_devices(code):
 
 @pytest.mark.parametrize("name", PARALLELISM)
 def test_same_as_the_oracle_however_it_is_dealt(name):
-    options = dict(PARALLELISM[name])
-    shape, axes = options.pop("shape"), options.pop("axes")
+    dealt = dict(PARALLELISM[name])
+    shape, axes = dealt.pop("shape"), dealt.pop("axes")
     count = 1
     for size in shape:
         count *= size
     code = f"""
 import conformance, jax, numpy as np, problems
-from attnsuite.backends import Target
+from attnsuite.backends import MeshAxes, Sharded, Target
 from attnsuite.backends.kvax import KVAX
 
 mesh = jax.sharding.Mesh(np.array(jax.devices()[:{count}]).reshape({shape}), {axes})
 
-options = {{"mesh": mesh, **{options}}}
+sharded = Sharded(KVAX, mesh, MeshAxes(**{dealt}))
 for case in {CASES[name]}:
     problem = problems.problem(case)
-    results = conformance.compiled(KVAX, problem, Target.here(), "interpret", options)(*problem.inputs)
+    results = conformance.compiled(sharded, problem, Target.here(), "interpret")(*problem.inputs)
     conformance.check_accuracy(results, problem)
     assert len(results["output"].sharding.device_set) == {count}
     print(case)
@@ -75,7 +75,7 @@ def test_wrong_order_of_the_queries_is_seen():
     """Negative control: queries that are dealt in Kvax's order but not taken back are not the answer."""
     code = """
 import conformance, dataclasses, jax, numpy as np, problems
-from attnsuite.backends import Target
+from attnsuite.backends import MeshAxes, Sharded, Target
 from attnsuite.backends.kvax import KVAX, interpret
 
 interpreted = dataclasses.replace(interpret.interpreted(), unpermute_tokens=lambda x, mesh: x)
@@ -83,8 +83,8 @@ interpret.interpreted = lambda: interpreted
 mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
 
 problem = problems.problem("length-1000")
-options = {"mesh": mesh, "context_axis": "x"}
-results = conformance.compiled(KVAX, problem, Target.here(), "interpret", options)(*problem.inputs)
+sharded = Sharded(KVAX, mesh, MeshAxes(context="x"))
+results = conformance.compiled(sharded, problem, Target.here(), "interpret")(*problem.inputs)
 try:
     conformance.check_accuracy(results, problem)
 except AssertionError as error:
@@ -96,24 +96,24 @@ except AssertionError as error:
 def test_shape_that_the_mesh_does_not_divide_is_refused():
     code = """
 import jax, numpy as np
-from attnsuite.backends import AttentionSpec, Layout, Target
+from attnsuite.backends import AttentionSpec, MeshAxes, Sharded, Target, plan
 from attnsuite.backends.kvax import KVAX
 
 mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
 spec = AttentionSpec(batch=3, query_length=8, key_value_length=8, num_heads=3, num_kv_heads=3, head_dim=16)
-for axis in ("batch_axis", "head_axis"):
+for axis in ("data", "heads"):
     try:
-        KVAX.plan(spec, Layout(), target=Target("cpu"), mode="interpret", options={"mesh": mesh, axis: "x"})
+        plan(Sharded(KVAX, mesh, MeshAxes(**{axis: "x"})), spec, target=Target("cpu"), mode="interpret")
     except ValueError as error:
         print(error)
 """
     lines = in_four_devices(code).splitlines()
-    assert lines[0].startswith("kvax: batch=3 cannot be dealt to the 2 devices of batch_axis='x'")
-    assert lines[1].startswith("kvax: num_kv_heads=3 cannot be dealt to the 2 devices of head_axis='x'")
+    assert "batch=3 cannot be dealt to the 2 devices of data='x'" in lines[0]
+    assert "num_kv_heads=3 cannot be dealt to the 2 devices of heads='x'" in lines[1]
 
 
 def test_inside_a_callers_own_shard_map():
-    """Without a mesh option the kernels run where the arrays are, so a caller may deal them himself."""
+    """Without a mesh the kernels run where the arrays are, so a caller may deal them himself."""
     code = """
 import jax, numpy as np, jax.numpy as jnp, problems, conformance, dataclasses
 from jax.sharding import PartitionSpec as P

@@ -8,7 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnsuite.backends import AttentionSpec, BackendFallbackWarning, Layout, Target, registry, resolve, support
+from attnsuite.backends import (
+    AttentionSpec,
+    BackendFallbackWarning,
+    Layout,
+    MeshAxes,
+    Sharded,
+    Target,
+    plan,
+    registry,
+    resolve,
+    support,
+)
 from attnsuite.backends.kvax import KVAX, backend, blocks, probe
 
 A100, H100, B200 = (Target("cuda", kind) for kind in ("a100", "h100", "b200"))
@@ -166,18 +177,30 @@ def test_h200_has_the_blocks_of_an_h100_and_not_the_small_ones():
 MESH = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "model"))
 
 
+@pytest.mark.parametrize("option", ["mesh", "batch_axis", "head_axis", "context_axis"])
+def test_mesh_option_of_earlier_versions_is_refused_with_what_to_write_instead(option):
+    with pytest.raises(ValueError, match=rf"kvax has no option '{option}' any more; use backends\.Sharded\(.*context="):
+        KVAX.plan(spec(), Layout(), target=Target("cpu"), mode="interpret", options={option: MESH})
+
+
 @pytest.mark.parametrize(
-    ("options", "word"),
+    ("mesh", "axes", "word"),
     [
-        ({"batch_axis": "data"}, "need a mesh"),
-        ({"mesh": "data"}, "jax.sharding.Mesh"),
-        ({"mesh": MESH, "batch_axis": "rows"}, "it has data, model"),
-        ({"mesh": MESH, "batch_axis": "data", "head_axis": "data"}, "different axes"),
+        ("data", {"data": "data"}, "give a jax.sharding.Mesh"),
+        (MESH, {"data": "rows"}, "it has data, model"),
+        (MESH, {"data": "data", "heads": "data"}, "give each an axis of its own"),
+        (MESH, {"context": "data", "exchange": "ring"}, "cannot attend to a part of the keys"),
     ],
 )
-def test_mesh_option_that_does_not_fit_is_refused(options, word):
+def test_mesh_that_does_not_fit_is_refused(mesh, axes, word):
     with pytest.raises(ValueError, match=word):
-        KVAX.plan(spec(), Layout(), target=Target("cpu"), mode="interpret", options=options)
+        plan(Sharded(KVAX, mesh, MeshAxes(**axes)), spec(), target=H100, mode="compile")
+
+
+def test_kvax_deals_the_length_itself_and_nothing_else():
+    assert KVAX.dealt(MESH, MeshAxes(context="data", heads="model")).devices.context_size == 2
+    assert KVAX.dealt(MESH, MeshAxes(data="data", heads="model")) is None
+    assert KVAX.dealt(MESH, MeshAxes(context="data", exchange="ring")) is None
 
 
 def test_layout_may_be_traced_without_kvax():
