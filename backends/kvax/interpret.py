@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import dataclasses
 import functools
 import inspect
 import itertools
@@ -115,6 +116,12 @@ def _parameter(x: Any) -> tl.tensor:
 
 class Builder(interpreter.InterpreterBuilder):
     """Triton's NumPy builder with bfloat16 as a GPU has it; Triton holds it as the uint16 of its bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Triton computes whether every sum and product of integers overflows and drops the answer unless in debug mode,
+        # on a GPU as here; half of the interpreter's time went into it.
+        self.options = dataclasses.replace(self.options, sanitize_overflow=False)
 
     def cast_impl(self, src: Any, dst_type: Any) -> Any:
         """Conversions from and to bfloat16, rounding to nearest even."""

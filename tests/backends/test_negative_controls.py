@@ -336,14 +336,14 @@ def test_padding_that_leaks_by_zero_weights_times_values_fails() -> None:
         return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(logits, axis=-1), v)
 
     with pytest.raises(AssertionError):
-        conformance.check_unseen_keys_do_not_matter(problems.forward_and_backward(attend), problem)
+        conformance.check_unseen_does_not_matter(problems.forward_and_backward(attend), problem, rows=False)
 
 
 def test_gradients_that_leak_from_rows_that_see_nothing_fail() -> None:
     problem = problems.problem("padding-both-ends")
     run = problems.forward_and_backward(unseen_rows_leak_gradients(problem))
     with pytest.raises(AssertionError):
-        conformance.check_unseeing_rows_do_not_matter(run, problem)
+        conformance.check_unseen_does_not_matter(run, problem, keys=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -372,16 +372,16 @@ def test_backend_that_lets_nan_of_an_unseen_key_through_fails(case: str) -> None
     huge = jnp.where(problem.unseen_keys[..., None], jnp.float32(1e30), value)
     conformance.check_same(results, run(query, key, huge, cotangent))
     with pytest.raises(AssertionError, match="location mismatch"):
-        conformance.check_unseen_keys_do_not_matter(run, problem)
+        conformance.check_unseen_does_not_matter(run, problem, rows=False)
     isolated = conformance.compiled(Letting(says_isolates=False), problem, Target.here())
-    conformance.check_unseen_keys_do_not_matter(isolated, problem)
+    conformance.check_unseen_does_not_matter(isolated, problem, rows=False)
 
 
 def test_backend_that_lets_nan_of_an_unseeing_row_through_fails() -> None:
     problem = problems.problem("padding-both-ends")
     run = conformance.compiled(Letting(says_isolates=True), problem, Target.here())
     with pytest.raises(AssertionError):
-        conformance.check_unseeing_rows_do_not_matter(run, problem)
+        conformance.check_unseen_does_not_matter(run, problem, keys=False)
 
 
 @dataclasses.dataclass(frozen=True)
