@@ -1,5 +1,6 @@
-"""What all tests share: hypothesis is the same every day, conformance cases are dealt to their classes and judged."""
+"""What all tests share: fixed hypothesis, marks of folders, conformance cases dealt to their classes and judged."""
 
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -10,6 +11,17 @@ from conformance import Conformance, held
 # derandomize: a failure is the same on every machine; deadline None: a first example compiles.
 hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None, database=None, print_blob=False)
 hypothesis.settings.load_profile("fixed")
+
+
+TESTS = Path(__file__).parent
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m deselects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A test carries the names of its folders as marks: tests/backends/kvax gives backends and kvax."""
+    for item in items:
+        for folder in item.path.relative_to(TESTS).parent.parts:
+            item.add_marker(folder)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -10,6 +10,8 @@ import pytest
 from attnsuite import backends
 from attnsuite.backends.contract import AttentionSpec, Layout
 
+pytestmark = pytest.mark.fallback
+
 OPTIONAL = ("kvax", "triton", "jax_triton", "torch", "transformers", "libtpu", "matplotlib", "llvmlite")
 
 LONG = AttentionSpec(

@@ -9,6 +9,8 @@ import pytest
 import random_specs
 from attnsuite.backends import Target, registry
 
+pytestmark = pytest.mark.flash_cpu
+
 SEED = 0
 # flash_cpu is compiled by llvmlite (pip install 'attnsuite[cpu]')
 BACKENDS = ["standard", "chunked", *(["flash_cpu"] if importlib.util.find_spec("llvmlite") else [])]

@@ -13,7 +13,7 @@ from attnsuite import backends
 from attnsuite.backends import attention, dot_product_attention
 
 # JAX's own attention promotes dtypes and ranks.
-pytestmark = pytest.mark.foreign_numerics
+pytestmark = [pytest.mark.standard, pytest.mark.foreign_numerics]
 
 BACKENDS = ("standard", "chunked", "auto")
 

@@ -13,6 +13,8 @@ import problems
 from attnsuite.backends import AttentionSpec, Layout, Target, chunked, make_spec, registry
 from conformance import Conformance, check_accuracy, check_quantity, compiled
 
+pytestmark = pytest.mark.chunked
+
 CHUNKED = registry.get("chunked")
 
 

@@ -11,6 +11,8 @@ import pytest
 from attnsuite.backends import AttentionSpec, Layout, Support, Terms, make_spec
 from attnsuite.backends.contract import check_options, may_attend
 
+pytestmark = pytest.mark.standard
+
 SIZES = {
     "batch": 2,
     "query_length": 8,

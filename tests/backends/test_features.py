@@ -24,6 +24,8 @@ from attnsuite.backends import (
 from attnsuite.backends.features import ASKED, DTYPES, Asked, Feature, Mode
 from declared import LOADING, PLAIN, Declared, home
 
+pytestmark = [pytest.mark.standard, pytest.mark.flash_cpu]
+
 ASKING: dict[Feature, dict[str, Any]] = {
     "causal": {},
     "bidirectional": {"is_causal": False},

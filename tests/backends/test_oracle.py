@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 import problems
 from attnsuite.backends import AttentionSpec, Layout, Terms, oracle
 
+pytestmark = pytest.mark.standard
+
 SPEC = AttentionSpec(batch=2, query_length=5, key_value_length=7, num_heads=4, num_kv_heads=2, head_dim=3)
 EVERYTHING = dataclasses.replace(
     SPEC,

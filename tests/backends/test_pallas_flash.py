@@ -11,7 +11,7 @@ from attnsuite.backends import AttentionSpec, Target, make_spec, oracle, pallas_
 from attnsuite.backends.pallas_flash import PALLAS_FLASH
 
 H100 = Target("cuda", "h100")
-pytestmark = pytest.mark.foreign_numerics  # JAX's kernel promotes dtypes and ranks by itself
+pytestmark = [pytest.mark.splash, pytest.mark.foreign_numerics]  # JAX's kernel promotes dtypes and ranks by itself
 
 TAKEN = (
     "plain",

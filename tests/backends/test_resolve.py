@@ -22,6 +22,8 @@ from attnsuite.backends import (
 from attnsuite.backends.devices import KNOWN_KINDS
 from attnsuite.backends.resolve import PRIORITY
 
+pytestmark = pytest.mark.flash_cpu
+
 SPEC = AttentionSpec(batch=1, query_length=64, key_value_length=64, num_heads=2, num_kv_heads=1, head_dim=32)
 CPU = Target("cpu")
 # What a refused kernel falls back to on a CPU: depends on whether llvmlite is installed.

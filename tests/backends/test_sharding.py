@@ -26,6 +26,8 @@ from attnsuite.backends import (
 )
 from attnsuite.backends.sharding import divided
 
+pytestmark = pytest.mark.flash_cpu
+
 # JAX takes the number of CPU devices once per process: the claims about two run in a process with two.
 TWO_DEVICES = """
 import dataclasses, json, sys

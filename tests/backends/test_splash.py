@@ -14,7 +14,7 @@ from attnsuite.backends import AttentionSpec, Layout, Target, Terms, oracle, sup
 from attnsuite.backends.splash import DEFAULT_BLOCK, SPLASH
 from conformance import Conformance, check_accuracy, compiled, layouts
 
-pytestmark = pytest.mark.foreign_numerics  # JAX's kernel promotes dtypes and ranks by itself
+pytestmark = [pytest.mark.splash, pytest.mark.foreign_numerics]  # JAX's kernel promotes dtypes and ranks by itself
 
 V5E = Target("tpu", "v5e")
 

@@ -4,7 +4,11 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from conformance import Conformance
+
+pytestmark = pytest.mark.standard
 
 
 class TestStandard(Conformance):

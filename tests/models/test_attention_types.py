@@ -16,6 +16,8 @@ from attnsuite.backends import BackendFallbackWarning, BackendUnavailableError, 
 from attnsuite.backends.kvax import probe
 from attnsuite.models import ModelConfig, Transformer
 
+pytestmark = pytest.mark.splash
+
 LENGTH = 40
 SIZES = {
     "hidden_size": 32,

@@ -25,6 +25,8 @@ from attnsuite.models import calibration, load_shipped, next_token_loss, open_ch
 from attnsuite.models.config import ModelConfig
 from attnsuite.models.transformer import Transformer
 
+pytestmark = pytest.mark.kascade
+
 LENGTH, TILE = 256, 16
 OPTIONS = {"top_k": 0.4, "min_keys": 0, "tile_size": TILE, "query_tile": TILE}
 # In the gate: units enough for the four needles of a KV head, and hardly more. Where a layer attends to nothing in

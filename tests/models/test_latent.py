@@ -14,6 +14,8 @@ import pytest
 from attnsuite.models import ModelConfig, Transformer
 from attnsuite.models.parameters import checkpoint_names
 
+pytestmark = pytest.mark.llama
+
 if os.environ.get("ATTNSUITE_REQUIRE_TRANSFORMERS"):  # set by tox -e llama
     torch, transformers = (importlib.import_module(name) for name in ("torch", "transformers"))
 else:

@@ -17,6 +17,8 @@ from safetensors.numpy import load_file
 
 from attnsuite.models import CheckpointError, ModelConfig, RopeScaling, Transformer, convert, generate, load
 
+pytestmark = pytest.mark.llama
+
 if os.environ.get("ATTNSUITE_REQUIRE_TRANSFORMERS"):  # set by tox -e llama
     torch, transformers = (importlib.import_module(name) for name in ("torch", "transformers"))
 else:

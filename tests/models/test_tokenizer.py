@@ -10,6 +10,8 @@ import pytest
 
 from attnsuite.models import load_tokenizer
 
+pytestmark = pytest.mark.llama
+
 TEXTS = (
     "The attention of the heads, then the heads' attention: 12345 tokens.",
     "  spaces\n\n and\ttabs \r\n  ",

@@ -8,6 +8,8 @@ from attnsuite import reports
 from attnsuite.reports import goals, growth, peers, plot, tables
 from attnsuite.reports.cells import group
 
+pytestmark = pytest.mark.report
+
 TIMES = tuple(0.1 + 0.001 * i for i in range(10))
 
 

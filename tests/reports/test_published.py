@@ -9,6 +9,8 @@ from attnsuite import reports
 from attnsuite.reports import loss_curves, plot
 from attnsuite.suite.loss_curves import CURVES, MANIFEST, read_training
 
+pytestmark = pytest.mark.report
+
 PUBLISHED = Path(__file__).parents[2] / "reports" / "published"
 TRAINING = PUBLISHED / "training-cpu-intel-xeon"
 PAGES = {

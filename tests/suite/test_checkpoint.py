@@ -220,6 +220,7 @@ def test_streaming_says_perplexity_memory_and_whether_it_means_anything(shipped,
     assert "INVALID" in said[untrained]
 
 
+@pytest.mark.llama
 def test_a_real_tokenizer_is_read_beside_a_checkpoint(tmp_path):
     if not os.environ.get("ATTNSUITE_REQUIRE_TRANSFORMERS"):  # set by tox -e llama
         pytest.importorskip("tokenizers", reason="tokenizers is not installed; tox -e llama")

@@ -16,10 +16,13 @@ from attnsuite.suite.store import RECORDS, parse_records
 
 REQUIRED = "ATTNSUITE_COMPILERS_REQUIRED"
 MISSING = [name for name in ("libtpu", "jax_cuda12_plugin") if util.find_spec(name) is None]
-pytestmark = pytest.mark.skipif(
-    bool(MISSING) and REQUIRED not in os.environ,
-    reason=f"not installed: {', '.join(MISSING)} (tox -e compile has them)",
-)
+pytestmark = [
+    pytest.mark.compile,
+    pytest.mark.skipif(
+        bool(MISSING) and REQUIRED not in os.environ,
+        reason=f"not installed: {', '.join(MISSING)} (tox -e compile has them)",
+    ),
+]
 
 PUBLISHED = Path(__file__).parents[2] / "reports" / "published" / "compiled" / RECORDS
 

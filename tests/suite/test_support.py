@@ -10,6 +10,8 @@ from attnsuite.backends.registry import BUILT_IN
 from attnsuite.models.config import AttentionType
 from attnsuite.suite.support import ALL_TYPES, PROBLEMS, refusals_table, support_table, types_table
 
+pytestmark = pytest.mark.flash_cpu
+
 DOCS = Path(__file__).parents[2] / "docs" / "backends.md"
 TYPES = Path(__file__).parents[2] / "docs" / "attention-types.md"
 

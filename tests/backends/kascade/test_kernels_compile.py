@@ -15,10 +15,13 @@ from attnsuite.suite.absent import topologies
 
 REQUIRED = "ATTNSUITE_COMPILERS_REQUIRED"
 MISSING = [name for name in ("libtpu", "jax_cuda12_plugin") if util.find_spec(name) is None]
-pytestmark = pytest.mark.skipif(
-    bool(MISSING) and REQUIRED not in os.environ,
-    reason=f"not installed: {', '.join(MISSING)} (tox -e compile has them)",
-)
+pytestmark = [
+    pytest.mark.compile,
+    pytest.mark.skipif(
+        bool(MISSING) and REQUIRED not in os.environ,
+        reason=f"not installed: {', '.join(MISSING)} (tox -e compile has them)",
+    ),
+]
 
 # One process per kind of device: neither compiler allows two in one.
 PROGRAM = """

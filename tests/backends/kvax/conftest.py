@@ -1,4 +1,4 @@
-"""Tests marked ``kvax`` run Kvax's kernels: skipped where the packages are missing, failed where they must be here."""
+"""Tests marked ``needs_kvax`` run Kvax's kernels: without the packages they skip, or fail where they must run."""
 
 import os
 
@@ -8,11 +8,11 @@ from attnsuite.backends.kvax import probe
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "kvax: runs Kvax's own kernels (extra 'kvax'; tox -e kvax)")
+    config.addinivalue_line("markers", "needs_kvax: runs Kvax's own kernels (extra 'kvax'; tox -e kvax)")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("kvax") is None:
+    if item.get_closest_marker("needs_kvax") is None:
         return
     if reasons := probe.missing("interpret"):
         must = os.environ.get("ATTNSUITE_REQUIRE_KVAX")  # set by tox -e kvax

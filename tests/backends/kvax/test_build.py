@@ -9,7 +9,7 @@ from attnsuite.backends.contract import CompilesKernels
 from attnsuite.backends.kvax import KVAX
 from attnsuite.backends.kvax.blocks import Blocks, KernelBlocks, choose
 
-pytestmark = pytest.mark.kvax
+pytestmark = pytest.mark.needs_kvax
 
 H100 = Target("cuda", "h100")
 MASKS = ["compute_attention_mask_kernel"] * 3

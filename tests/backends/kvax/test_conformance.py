@@ -17,7 +17,7 @@ from problems import CASES
 LOSES_DQ = ("big-logits-bfloat16", "big-logits-float16")
 
 
-@pytest.mark.kvax
+@pytest.mark.needs_kvax
 class TestKvax(Conformance):
     backend = "kvax"
     mode = "interpret"
@@ -63,13 +63,13 @@ class TestKvaxNative(Conformance):
     refuses = TestKvax.refuses
 
 
-@pytest.mark.kvax
+@pytest.mark.needs_kvax
 @pytest.mark.parametrize("case", LOSES_DQ)
 def test_only_dq_suffers_from_big_logits_in_half_precision(case):
     assert passed(problems.problem(case)) == {"output": True, "dq": False, "dk": True, "dv": True}
 
 
-@pytest.mark.kvax
+@pytest.mark.needs_kvax
 @pytest.mark.parametrize(("magnitude", "largest_logit", "dq"), [(2, 18, True), (4, 72, False)])
 def test_dq_leaves_the_noise_floor_between_logits_of_18_and_72(magnitude, largest_logit, dq):
     spec = AttentionSpec(
@@ -107,7 +107,7 @@ SMALL_BLOCKS = {
 }  # so small that a short sequence has many
 
 
-@pytest.mark.kvax
+@pytest.mark.needs_kvax
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_any_segments_positions_and_lengths(is_causal):
     spec = AttentionSpec(

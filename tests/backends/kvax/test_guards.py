@@ -17,7 +17,7 @@ from conformance import (
     compiled,
 )
 
-pytestmark = pytest.mark.kvax
+pytestmark = pytest.mark.needs_kvax
 
 
 def problem(*, ids=None, key_ids=None, positions=None, length=384, dtype="float32", **changes):

@@ -12,7 +12,7 @@ from attnsuite.backends import Target, attention
 from attnsuite.backends.kvax import KVAX, probe
 from conformance import check_accuracy, compiled
 
-pytestmark = pytest.mark.kvax
+pytestmark = pytest.mark.needs_kvax
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.kvax
+pytestmark = pytest.mark.needs_kvax
 
 PARALLELISM = {
     "data": {"shape": (4,), "axes": ("x",), "data": "x"},

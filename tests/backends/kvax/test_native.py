@@ -47,7 +47,7 @@ for kernel, signature, specialization, *_ in launch.func.__globals__["_COMPILED_
 """
 
 
-@pytest.mark.kvax
+@pytest.mark.needs_kvax
 def test_launches_are_lowered_for_cuda_with_the_stride_hint():
     if reasons := probe.missing("native"):
         (pytest.fail if os.environ.get("ATTNSUITE_REQUIRE_KVAX") else pytest.skip)(" ".join(reasons))

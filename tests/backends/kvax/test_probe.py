@@ -109,7 +109,7 @@ def test_broken_metadata_is_a_missing_package(monkeypatch):
     assert "not installed" in probe.missing.__wrapped__("interpret")[0]
 
 
-@pytest.mark.kvax
+@pytest.mark.needs_kvax
 def test_nothing_is_missing_where_the_extra_is_installed():
     assert probe.missing("interpret") == ()
     assert probe.missing("compile") == ()

@@ -132,7 +132,7 @@ def test_asking_about_a_gpu_that_is_not_here_imports_nothing_and_touches_no_devi
     assert "backends" in packages
 
 
-@pytest.mark.kvax
+@pytest.mark.needs_kvax
 def test_asking_whether_it_can_be_interpreted_imports_its_packages_and_touches_no_device(loaded_by):
     initialised, packages = loaded_by(ASKED.format("cpu", "None", "interpret") + "assert found")
     assert initialised is False

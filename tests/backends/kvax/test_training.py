@@ -12,7 +12,7 @@ from attnsuite.suite.loss_curves import Setting
 CONFIG = ModelConfig(hidden_size=32, intermediate_size=48, num_layers=1, num_heads=2, num_kv_heads=1, max_length=256)
 
 
-@pytest.mark.kvax
+@pytest.mark.needs_kvax
 def test_kvax_follows_the_loss_curve_of_standard_and_a_wrong_gradient_does_not(monkeypatch):
     monkeypatch.setattr(curves_run, "CONTROLS", {"dv 1% large": (1.0, 1.0, 1.01)})
     curves = []

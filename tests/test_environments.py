@@ -1,0 +1,89 @@
+"""Every test belongs to an environment of tox.ini, by its marks and its folder."""
+
+import configparser
+import itertools
+import re
+import shlex
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from _pytest.mark.expression import Expression
+
+TESTS = Path(__file__).parent
+TOX = TESTS.parent / "tox.ini"
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What one pytest command of an environment runs."""
+
+    environment: str
+    marks: Expression
+    keyword: str
+    paths: tuple[Path, ...]
+
+    def holds(self, item):
+        here = any(item.path.is_relative_to(path) for path in self.paths)
+        marks = {mark.name for mark in item.iter_markers()}
+        return here and self.keyword in item.nodeid and self.marks.evaluate(lambda name, **_: name in marks)
+
+
+@dataclass
+class Collected:
+    """Plugin: the tests that pytest finds."""
+
+    items: list[pytest.Item] = field(default_factory=list)
+
+    def pytest_collection_finish(self, session):
+        self.items = list(session.items)
+
+
+def selections():
+    tox = configparser.ConfigParser(interpolation=None)
+    tox.read(TOX)
+    names = [name.strip() for name in tox["tox"]["env_list"].split(",")]
+    for name in names:
+        section = f"testenv:{name}"
+        commands = tox[section].get("commands", "") if section in tox else ""
+        for command in commands.replace("\\\n", " ").splitlines():
+            words = shlex.split(command)
+            if words[:1] == ["pytest"]:
+                option = dict(itertools.pairwise(words))
+                paths = [re.sub(r"^\{tox_root\}/", "", word) for word in words if word.startswith("{tox_root}/")]
+                marks = Expression.compile(option.get("-m", "not nothing"))
+                yield Selection(name, marks, option.get("-k", ""), tuple(TOX.parent / path for path in paths))
+
+
+def without_environment(items):
+    found = list(selections())
+    return [item.nodeid for item in items if not any(selection.holds(item) for selection in found)]
+
+
+@pytest.fixture(scope="module")
+def items():
+    collected = Collected()
+    code = pytest.main(
+        ["--collect-only", "--quiet", "--quiet", "-p", "no:cacheprovider", str(TESTS)], plugins=[collected]
+    )
+    assert code == pytest.ExitCode.OK
+    return collected.items
+
+
+def test_every_test_belongs_to_an_environment(items):
+    assert len(items) > 4000
+    assert not without_environment(items)
+
+
+def test_test_without_an_environment_is_found(items, monkeypatch):
+    fallback = next(item for item in items if item.path.name == "test_fallback.py")
+    assert not without_environment([fallback])
+    # The environment of this mark does not look into the file's folder, and the others leave the mark to it.
+    monkeypatch.setattr(fallback, "iter_markers", lambda *_: iter([pytest.mark.compile.mark]))
+    assert without_environment([fallback]) == [fallback.nodeid]
+
+
+def test_every_command_of_an_environment_selects_tests_of_its_own(items):
+    # Of files that need a package of their environment, only what is collected without it is here.
+    idle = [selection for selection in selections() if not any(map(selection.holds, items))]
+    assert not idle
