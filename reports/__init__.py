@@ -6,6 +6,5 @@ from .compiled import is_compiled as is_compiled
 from .load import ReportError as ReportError
 from .load import Run as Run
 from .load import load as load
-from .loss_curves import render_curves as render_curves
 from .render import render as render
 from .render import stands_alone as stands_alone

@@ -7,11 +7,10 @@ batches; the curves are written as they end.
 from __future__ import annotations
 
 import dataclasses
-import datetime as dt
-import json
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -30,14 +29,16 @@ from attnsuite.models.planning import Resolutions, attention_spec, freeze_option
 from attnsuite.models.text import random_windows
 from attnsuite.models.training import Batch, Step, compiled_step, training_step
 
-from . import files
+from . import files, record
 from .errors import InputError
-from .loss_curves import CURVES, MANIFEST, Curve, Role, Setting
+from .grid.keeping import GridWatcher, identity, keep, now
+from .loss_curves import TrainingCase
 from .measure.environment import describe
+from .record import LossCurve, Record
 
+SUITE = "curves"
 NOISE_RUNS = 5
 SEED_RUNS = 2
-LEARNING_RATE = 2e-3
 # The axis of a parameter that runs over the hidden coordinates; those that are not named have none.
 _HIDDEN_AXIS = {
     **dict.fromkeys(("embed_tokens", "embed_positions", "lm_head"), 1),
@@ -52,6 +53,37 @@ BLOCKS: dict[str, dict[str, int]] = {
     "chunked": {"block_q": 64, "block_kv": 64, "block_backward": 64},
     "splash": dict.fromkeys(("block_q", "block_kv", "block_q_backward", "block_kv_backward"), 128),
 }
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CurvesRequest:
+    """What to train: a preset, the backends beside standard, and the updates in either setting."""
+
+    preset: str
+    backends: tuple[str, ...]
+    steps: int
+    interpreted_steps: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TrainingRun:
+    """One curve: what computes its attention (nothing where it is refused, with the ``reasons``), and what is other.
+
+    ``order`` is the number of an order of the hidden coordinates, ``batches`` of other batches; 0 is the usual one.
+    """
+
+    role: Literal["standard", "noise", "batches", "backend", "control"]
+    name: str
+    resolutions: Resolutions
+    reasons: tuple[str, ...] = ()
+    options: tuple[tuple[str, Any], ...] = ()
+    order: int = 0
+    batches: int = 0
+
+    @property
+    def mode(self) -> record.Mode | None:
+        """How its attention runs; None where it does not."""
+        return self.resolutions[0][1].mode if self.resolutions else None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,87 +118,107 @@ class WrongGradients:
         return Plan(attend)
 
 
-def run_curves(
-    preset: str,
-    backends: Sequence[str],
-    native: Setting,
-    interpreted: Setting,
-    out: Path,
-    *,
-    seed: int = 0,
-    say: Callable[[str], None] = print,
-) -> None:
-    """Train with every backend, in both settings where it can, and write the curves to ``out`` as they end.
+def run_curves(request: CurvesRequest, out: Path, watcher: GridWatcher, *, resume: bool = False) -> tuple[Record, ...]:
+    """Train with every backend, in both settings where it can; the records, in ``out``. Raises InputError.
 
-    ``native`` is for what runs on this device itself, ``interpreted`` is short and for all. Raises InputError.
+    The native setting is for what runs on this device itself, the interpreted one is short and for all.
     """
+    preset = request.preset
     if preset not in PRESETS:
         raise InputError(f"--preset {preset!r} is not known; use one of {', '.join(PRESETS)}.")
     config = ModelConfig.from_preset(preset, dtype="float32", param_dtype="float32")
-    for name in backends:
+    for name in request.backends:
         if name not in registry.names():
             raise InputError(f"--backends: {name!r} is not registered; use {', '.join(registry.names())}.")
     data = load_text().train
     if config.vocab_size <= int(data.max()):
         raise InputError(f"--preset {preset} has a vocabulary of {config.vocab_size}; the text's bytes need 256.")
     files.check_directory(out)
-    manifest = {
-        "date": dt.datetime.now(dt.UTC).date().isoformat(),
-        "preset": preset,
-        "seed": seed,
-        "learning_rate": LEARNING_RATE,
-        "optimizer": "adamw",
-        "settings": [dataclasses.asdict(setting) for setting in (native, interpreted)],
-        "environment": describe(),
-    }
-    files.write_text(out / MANIFEST, json.dumps(manifest, indent=1) + "\n")
-    files.write_text(out / CURVES, "")
-
-    def keep(curve: Curve) -> None:
-        with files.writing(out / CURVES, " What is trained is kept."), (out / CURVES).open("a") as file:
-            file.write(curve.to_json() + "\n")
-        end = f"{curve.values[0]:.3f} -> {curve.values[-1]:.6f} nats" if curve.losses else curve.reasons[0]
-        say(f"{curve.setting}: {curve.name} ({curve.mode}): {end}")
-
-    for setting in (native, interpreted):
-        curves_of(
-            config, setting, backends, ("native",) if setting is native else ("native", "interpret"), data, seed, keep
-        )
-
-
-def curves_of(
-    config: ModelConfig,
-    setting: Setting,
-    backends: Sequence[str],
-    modes: Sequence[Mode],
-    data: np.ndarray,
-    seed: int,
-    keep: Callable[[Curve], None],
-) -> None:
-    """Train the standard backend, its noise runs and controls, and each backend in the first mode that takes it."""
-    trainer = _Trainer(config, setting, data, seed)
-    standard = resolve_attention(
-        config, batch=setting.batch, query_length=setting.length, backend="standard", on_unavailable="raise"
+    native = TrainingCase(preset=preset, setting="native", steps=request.steps, batch=2, length=256)
+    interpreted = TrainingCase(
+        preset=preset, setting="interpreted", steps=request.interpreted_steps, batch=1, length=256
     )
-    step = trainer.compiled(standard)
-    keep(trainer.run("standard", "standard", "native", step))
-    for i in range(1, NOISE_RUNS + 1):
-        keep(trainer.run("noise", f"standard, order {i}", "native", step, order=i))
-    for i in range(1, SEED_RUNS + 1):
-        keep(trainer.run("batches", f"standard, batches {i}", "native", step, batches=i))
+    modes: dict[TrainingCase, tuple[Mode, ...]] = {native: ("native",), interpreted: ("native", "interpret")}
+    runs = {case: runs_of(config, case, request.backends, modes[case]) for case in modes}
+    found = describe()
+    target = found.get("target", "")
+
+    def records(finished: frozenset[str]) -> Iterator[Record]:
+        for case, members in runs.items():
+            missing = [run for run in members if key_of(case, run, target) not in finished]
+            for curve in curves_of(config, case, missing, data, target, watcher):
+                yield dataclasses.replace(curve, environment=found)
+
+    keys = [key_of(case, run, target) for case, members in runs.items() for run in members]
+    asked = dataclasses.asdict(request) | {"backends": ",".join(request.backends)}
+    return keep(out, identity("curves", asked, target, found), keys, records, watcher, resume=resume)
+
+
+def runs_of(
+    config: ModelConfig, case: TrainingCase, backends: Sequence[str], modes: Sequence[Mode]
+) -> tuple[TrainingRun, ...]:
+    """The standard backend, its noise and its controls, and each backend in the first of ``modes`` that takes it."""
+    standard = resolve_attention(
+        config, batch=case.batch, query_length=case.length, backend="standard", on_unavailable="raise"
+    )
+    runs = [TrainingRun("standard", "standard", standard)]
+    runs += [TrainingRun("noise", f"standard, order {i}", standard, order=i) for i in range(1, NOISE_RUNS + 1)]
+    runs += [TrainingRun("batches", f"standard, batches {i}", standard, batches=i) for i in range(1, SEED_RUNS + 1)]
     for name, factors in CONTROLS.items():
         wrong: Resolutions = tuple(
             (kind, dataclasses.replace(found, backend=WrongGradients(factors))) for kind, found in standard
         )
-        keep(trainer.run("control", name, "native", trainer.compiled(wrong)))
+        runs.append(TrainingRun("control", name, wrong))
     for name in backends:
-        if name == "standard":
-            continue
-        found, reasons = _resolve(config, setting, name, modes)
-        if found is None:
-            keep(Curve(setting.name, "refused", name, ", ".join(modes), (), reasons))
+        if name != "standard":
+            found, reasons = _resolve(config, case, name, modes)
+            runs.append(TrainingRun("backend", name, found or (), reasons, options=freeze_options(BLOCKS.get(name))))
+    return tuple(runs)
+
+
+def key_of(case: TrainingCase, run: TrainingRun, target: str) -> str:
+    """The key of a run's record."""
+    return f"{case.name}/{run.name}/{target}/{run.mode or 'native'}"
+
+
+def curves_of(
+    config: ModelConfig,
+    case: TrainingCase,
+    runs: Sequence[TrainingRun],
+    data: np.ndarray,
+    target: str,
+    watcher: GridWatcher | None = None,
+) -> Iterator[Record]:
+    """The record of each run, trained one after the other in this process."""
+    trainer = _Trainer(config, case, data)
+    for run in runs:
+        if watcher is not None:
+            watcher.doing(case.name, run.name, f"{case.steps} steps")
+        started, begin = now(), time.perf_counter()
+        outcome: dict[str, Any]
+        if not run.resolutions:
+            outcome = {"status": "unsupported", "error": "refused before anything was trained."}
         else:
-            keep(trainer.run("backend", name, found[0][1].mode, trainer.compiled(found, BLOCKS.get(name))))
+            try:
+                outcome = {"status": "ok", "facts": LossCurve(role=run.role, losses=trainer.losses(run))}
+            except Exception as error:  # noqa: BLE001 (whatever a backend raises becomes its record)
+                outcome = {"status": "crashed", "error": f"{type(error).__name__}: {' '.join(str(error).split())}"}
+        yield Record(
+            key=key_of(case, run, target),
+            suite=SUITE,
+            case=case.name,
+            kind=case.kind,
+            problem=dataclasses.asdict(case),
+            requested=run.name,
+            resolved="+".join(dict.fromkeys(found.backend.name for _, found in run.resolutions)) or None,
+            mode=run.mode,
+            exact=all(found.backend.exact for _, found in run.resolutions) if run.resolutions else None,
+            target=target,
+            reasons=run.reasons,
+            started=started,
+            wall_seconds=time.perf_counter() - begin,
+            **outcome,
+        )
 
 
 def reordered(params: Params, order: np.ndarray) -> Params:
@@ -182,46 +234,51 @@ def reordered(params: Params, order: np.ndarray) -> Params:
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Trainer:
     config: ModelConfig
-    setting: Setting
+    case: TrainingCase
     data: np.ndarray
-    seed: int
+    steps: dict[Any, Step] = dataclasses.field(default_factory=dict)  # compiled once for all runs that share them
 
-    def compiled(self, resolutions: Resolutions, options: Mapping[str, Any] | None = None) -> Step:
-        return compiled_step(training_step(self.config, resolutions, self._update(), options=freeze_options(options)))
-
-    def run(self, role: Role, name: str, mode: str, step: Step, *, order: int = 0, batches: int = 0) -> Curve:
-        params = Transformer(self.config, rngs=nnx.Rngs(self.seed)).arrays()
-        if order:
-            params = reordered(params, np.random.default_rng(order).permutation(self.config.hidden_size))
+    def losses(self, run: TrainingRun) -> tuple[float | None, ...]:
+        step = self._step(run)
+        params = Transformer(self.config, rngs=nnx.Rngs(self.case.seed)).arrays()
+        if run.order:
+            params = reordered(params, np.random.default_rng(run.order).permutation(self.config.hidden_size))
         state = self._update().init(params)
         losses = []
-        for number in range(self.setting.steps):
-            rng = np.random.default_rng([self.seed, batches, number])
-            rows = random_windows(self.data, self.setting.length, self.setting.batch, rng)
+        for number in range(self.case.steps):
+            rng = np.random.default_rng([self.case.seed, run.batches, number])
+            rows = random_windows(self.data, self.case.length, self.case.batch, rng)
             params, state, loss = step(params, state, Batch(rows[None]), None)
             losses.append(float(loss) if np.isfinite(loss) else None)
-        return Curve(self.setting.name, role, name, mode, tuple(losses))
+        return tuple(losses)
+
+    def _step(self, run: TrainingRun) -> Step:
+        shared = run.resolutions, run.options
+        if shared not in self.steps:
+            step = training_step(self.config, run.resolutions, self._update(), options=run.options)
+            self.steps[shared] = compiled_step(step)
+        return self.steps[shared]
 
     def _update(self) -> optax.GradientTransformation:
-        return make_optimizer("adamw", steps=self.setting.steps, learning_rate=LEARNING_RATE, weight_decay=0.1)
+        case = self.case
+        return make_optimizer(case.optimizer, steps=case.steps, learning_rate=case.learning_rate, weight_decay=0.1)
 
 
 def _resolve(
-    config: ModelConfig, setting: Setting, name: str, modes: Sequence[Mode]
+    config: ModelConfig, case: TrainingCase, name: str, modes: Sequence[Mode]
 ) -> tuple[Resolutions | None, tuple[str, ...]]:
     """What runs for ``name`` in the first of the modes that it takes, or every reason why none."""
     target, reasons = Target.here(), []
     specs = [
-        attention_spec(config, kind, batch=setting.batch, query_length=setting.length)
-        for kind in config.attention_types
+        attention_spec(config, kind, batch=case.batch, query_length=case.length) for kind in config.attention_types
     ]
     for mode in modes:
         answers = [support(registry.get(name), spec, target, mode) for spec in specs]
         if all(answers):
             return resolve_attention(
                 config,
-                batch=setting.batch,
-                query_length=setting.length,
+                batch=case.batch,
+                query_length=case.length,
                 backend=name,
                 mode=mode,
                 on_unavailable="raise",

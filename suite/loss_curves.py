@@ -11,68 +11,40 @@ for scale: held to that spread, the wrong gradients would pass.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import numpy as np
 from jaxtyping import Float
 
+from attnsuite.models.optimizer import OptimizerName
+
 from . import typed
-from .record import Environment
+from .record import Record
 from .typed import Count, Real, Seed
 
-CURVES, MANIFEST = "curves.jsonl", "curves.json"
 FACTOR = 2.0
 Losses = Sequence[float] | Float[np.ndarray, " steps"]
-Role = Literal["standard", "noise", "batches", "backend", "control", "refused"]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Setting:
-    """How a group of runs trains: updates, rows per update, tokens per row."""
-
-    name: str
-    steps: Count
-    batch: Count
-    length: Count
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Curve:
-    """The losses of one run, nats before each update; ``reasons`` where it was refused and there are none.
-
-    A loss that is not finite is None.
-    """
-
-    setting: str
-    role: Role
-    name: str
-    mode: str
-    losses: tuple[Real | None, ...]
-    reasons: tuple[str, ...] = ()
-
-    @property
-    def values(self) -> Float[np.ndarray, " steps"]:
-        """The losses, NaN where one was not finite."""
-        return np.asarray(self.losses, np.float64)
-
-    def to_json(self) -> str:
-        """One line of JSON."""
-        return typed.to_json(dataclasses.asdict(self))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Training:
-    """What all curves of a directory have in common: its manifest."""
+class TrainingCase:
+    """How a group of runs trains: updates, rows per update, tokens per row. ``setting`` is what a page calls it."""
 
-    date: str
+    kind: Literal["loss_curve"] = "loss_curve"
+    name: str = ""
     preset: str
-    seed: Seed
-    learning_rate: Real
-    optimizer: str
-    settings: tuple[Setting, ...]
-    environment: Environment
+    setting: str
+    steps: Count
+    batch: Count
+    length: Count
+    seed: Seed = 0
+    learning_rate: Real = 2e-3
+    optimizer: OptimizerName = "adamw"
+
+    def __post_init__(self) -> None:
+        sizes = f"b{self.batch}-s{self.length}-n{self.steps}"
+        object.__setattr__(self, "name", self.name or f"train-{self.preset}-{self.setting}-{sizes}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -103,39 +75,40 @@ def judge(losses: Losses, standard: Losses, noise: Sequence[Losses]) -> Verdict:
     return Verdict(float(ratios[step]), step + 1)
 
 
-def read_training(directory: Path) -> tuple[Training, list[Curve]]:
-    """What ``attnsuite curves`` wrote. Raises ValueError with a sentence for what can be no page."""
+def losses_of(record: Record) -> Float[np.ndarray, " steps"]:
+    """The losses of a record that has facts, NaN where one was not finite."""
+    return np.asarray(record.facts.losses, np.float64)
+
+
+def role_of(record: Record) -> str | None:
+    """What a curve is for, see ``record.LossCurve``; None where there is no curve."""
+    return None if record.facts is None else record.facts.role
+
+
+def settings_of(records: Iterable[Record]) -> list[tuple[TrainingCase, list[Record]]]:
+    """The cases that were trained, each with its records. Raises ValueError with a sentence where they make no page."""
+    members: dict[str, list[Record]] = {}
+    for record in records:
+        members.setdefault(record.case, []).append(record)
+    return [(_case(found), found) for found in members.values()]
+
+
+def _case(records: Sequence[Record]) -> TrainingCase:
+    first = records[0]
     try:
-        training = typed.convert(typed.read_json(directory / MANIFEST), Training)
+        case: TrainingCase = typed.convert(first.problem, TrainingCase)
     except ValueError as error:
-        raise ValueError(f"{directory / MANIFEST}: {error}.") from error
-    curves = parse_curves(directory / CURVES)
-    if not training.settings:
-        raise ValueError(f"{directory / MANIFEST}: settings is empty; it must name one or more.")
-    for setting in training.settings:
-        members = [curve for curve in curves if curve.setting == setting.name]
-        if sum(curve.role == "standard" for curve in members) != 1 or sum(c.role == "noise" for c in members) < 2:
-            raise ValueError(
-                f"{directory} lacks the standard backend's curve, or the two of its noise, that all others in setting "
-                f"{setting.name!r} are held to; train again."
-            )
-        short = [c.name for c in members if c.role != "refused" and len(c.losses) != setting.steps]
-        if short:
-            raise ValueError(f"{directory}: {short[0]!r} has not the {setting.steps} losses of its setting.")
-    known = {setting.name for setting in training.settings}
-    return training, [curve for curve in curves if curve.setting in known]
-
-
-def parse_curves(path: Path) -> list[Curve]:
-    """The curves in a file. Raises ValueError with a sentence for a file that cannot be read and for other lines."""
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}.") from error
-    curves = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            curves.append(typed.convert(typed.parse_json(line), Curve))
-        except ValueError as error:
-            raise ValueError(f"line {number} of {path} is no loss curve: {error}.") from error
-    return curves
+        raise ValueError(f"the problem of {first.key!r} is no training: {error}.") from error
+    other = next((record.key for record in records if record.problem != first.problem), None)
+    if other is not None:
+        raise ValueError(f"{other!r} trains otherwise than {first.key!r}; give a directory that was written at once.")
+    roles = [role_of(record) for record in records]
+    if roles.count("standard") != 1 or roles.count("noise") < 2:
+        raise ValueError(
+            "it lacks the standard backend's curve, or the two of its noise, that all others in setting "
+            f"{case.setting!r} are held to; go on with --resume, or train again."
+        )
+    short = [r.requested for r in records if r.facts is not None and len(r.facts.losses) != case.steps]
+    if short:
+        raise ValueError(f"{short[0]!r} has not the {case.steps} losses of its setting.")
+    return case

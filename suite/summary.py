@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ from rich.text import Text
 
 from . import statistics
 from .measure.formulas import ITEM_BYTES
-from .record import Record
+from .record import LossCurve, Record
 
 _STYLES = {"ok": "green", "unsupported": "dim", "wrong": "bold red"}
 
@@ -23,6 +24,9 @@ def record_line(record: Record) -> Text:
         line.append(f"  recall {record.quality['recall']:.3f}")
     elif "bits_per_byte" in record.quality:
         line.append(f"  {record.quality['bits_per_byte']:.4f} bits/byte, KL {record.quality['kl_mean']:.1e}")
+    if isinstance(record.facts, LossCurve) and record.facts.losses:
+        first, last = (math.nan if loss is None else loss for loss in (record.facts.losses[0], record.facts.losses[-1]))
+        line.append(f"  {first:.3f} -> {last:.6f} nats")
     if "target_memory" in record.environment:  # compiled for a device that is not here
         line.append(f" / {record.target}")
     if (peak := record.memory.get("compiled_peak")) is not None:

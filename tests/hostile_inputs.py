@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import io
 import json
@@ -49,16 +48,9 @@ MACHINE = {
 }
 COMPILED = {"suite": "compile", "targets": ["tpu:v5e"], "backends": ["chunked"], "cases": [CASES[0]], "searches": [],
             "command": ["attnsuite", "compile"]}  # fmt: skip
-TRAINING = {"date": "2026-11-21", "preset": "tiny", "seed": 0, "learning_rate": 0.002, "optimizer": "adamw",
-            "settings": [{"name": "native", "steps": 2, "batch": 1, "length": 8}],
-            "environment": ENVIRONMENT}  # fmt: skip
-CURVES = [
-    {"setting": "native", "role": role, "name": f"{role} {i}", "mode": "native", "losses": losses, "reasons": []}
-    for i, (role, losses) in enumerate(
-        (("standard", [2.0, 1.0]), ("noise", [2.0, 1.1]), ("noise", [2.0, 0.9]), ("batches", [2.5, 1.5]),
-         ("backend", [2.0, 1.2]), ("control", [2.0, None]), ("refused", []))
-    )
-]  # fmt: skip
+ALONE = ("sharded", "training-cpu-intel-xeon")  # published records whose pages stand alone
+BEGUN = {"verb": "curves", "asked": {"preset": "tiny", "backends": "chunked", "steps": 2, "interpreted_steps": 2},
+         **{name: ENVIRONMENT[name] for name in ("versions", "source", "git_revision", "target", "flags")}}  # fmt: skip
 _CASES_OF_A_KIND = 2
 TRAIN = ["train", "--model", "debug", "--steps", "3", "--batch", "1", "--length", "16", "--save-every", "1"]
 
@@ -110,6 +102,8 @@ def make_valid(folder: Path) -> Valid:
 def _published() -> Iterator[tuple[str, ...]]:
     """Published records, the lines of a case together: of every folder the first two cases of each kind."""
     for path in sorted(PUBLISHED.glob("*/records.jsonl")):
+        if path.parent.name in ALONE:
+            continue
         cases: dict[tuple[str, str], list[str]] = {}
         for line in path.read_text(encoding="utf-8").splitlines():
             said = json.loads(line)
@@ -161,11 +155,13 @@ def records(hand: Hand, folder: Path, valid: Valid) -> Commands:
 def manifests(hand: Hand, folder: Path, valid: Valid) -> Commands:
     """``report`` and ``--resume`` of a run whose run.json was changed."""
     (folder / "records.jsonl").write_text(hand.one_of(valid.records)[0] + "\n", encoding="utf-8")
-    base = hand.one_of([manifest(), manifest(), COMPILED]) if hand.spoils else manifest()
+    base = hand.one_of([manifest(), manifest(), COMPILED, BEGUN]) if hand.spoils else manifest()
     hand.written(folder / "run.json", as_json(hand.changed(base)))
     (folder / "machine.json").write_text(as_json(MACHINE))
     yield ["report", str(folder)]
     yield ["run", "--resume", "--out", str(folder)]
+    if hand.spoils:
+        yield ["curves", "--resume", "--out", str(folder)]
 
 
 def machines(hand: Hand, folder: Path, valid: Valid) -> Commands:
@@ -187,15 +183,11 @@ def suites(hand: Hand, folder: Path, valid: Valid) -> Commands:
 
 
 def curves(hand: Hand, folder: Path, valid: Valid) -> Commands:
-    """``report`` of loss curves of which the manifest or a line was changed."""
-    training, lines = copy.deepcopy(TRAINING), copy.deepcopy(CURVES)
-    if hand.one_of((True, False)):
-        training = hand.changed(training)
-    else:
-        at = hand.one_of(range(len(lines)))
-        lines[at] = hand.changed(lines[at])
-    hand.written(folder / "curves.json", as_json(training))
-    hand.written(folder / "curves.jsonl", "".join(f"{as_json(line)}\n" for line in lines))
+    """``report`` of loss curves, or of sharded attention, of which a record was changed."""
+    lines = (PUBLISHED / hand.one_of(ALONE) / "records.jsonl").read_text(encoding="utf-8").splitlines()
+    at = hand.one_of(range(len(lines)))
+    lines[at] = as_json(hand.changed(json.loads(lines[at])))
+    hand.written(folder / "records.jsonl", "".join(f"{line}\n" for line in lines))
     yield ["report", str(folder)]
 
 

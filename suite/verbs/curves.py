@@ -6,8 +6,10 @@ import dataclasses
 from pathlib import Path
 from typing import Annotated
 
+import tyro
+
 from ..errors import InputError
-from .flags import directory, flag
+from .flags import directory_of, flag, progress, resuming
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,22 +25,26 @@ class Curves:
     interpreted_steps: Annotated[int, flag("N")] = 8
     """Updates with what runs in an interpreter."""
     out: Annotated[Path | None, flag("DIR", "runs/<UTC time>-curves")] = None
-    """Directory for curves, page and picture; what it holds of them is replaced."""
+    """Directory for records, page and picture."""
+    resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Go on with the curves in --out, asked for in the same words; finished ones are kept."""
 
 
 def run(command: Curves) -> int:
     """Train with each backend, and render the page."""
-    from attnsuite import reports
-
-    from ..curves_run import run_curves
-    from ..loss_curves import Setting
+    from ..curves_run import CurvesRequest, run_curves
+    from .report import show
 
     for name in ("steps", "interpreted_steps"):
         if getattr(command, name) < 1:
             raise InputError(f"--{name.replace('_', '-')} {getattr(command, name)} must be at least 1.")
-    out = directory(command.out, "curves")
-    native = Setting("native", command.steps, batch=2, length=256)
-    interpreted = Setting("interpreted", command.interpreted_steps, batch=1, length=256)
-    run_curves(command.preset, command.backends.split(","), native, interpreted, out)
-    print(f"report: {reports.render_curves(out)}")
-    return 0
+    request = CurvesRequest(
+        preset=command.preset,
+        backends=tuple(command.backends.split(",")),
+        steps=command.steps,
+        interpreted_steps=command.interpreted_steps,
+    )
+    out = directory_of(command, "curves")
+    with progress(lambda: resuming("curves", out)) as display:
+        run_curves(request, out, display, resume=command.resume)
+    return show(out)

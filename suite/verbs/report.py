@@ -7,8 +7,6 @@ from pathlib import Path
 
 import tyro
 
-from ..errors import InputError
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
@@ -29,16 +27,9 @@ def show(*directories: Path) -> int:
     """Render the page of these directories and print its summary; the exit code. Raises InputError."""
     from attnsuite import reports
 
-    from ..loss_curves import CURVES
     from ..store import RECORDS, parse_records
     from ..summary import summary_lines
 
-    curves = [directory for directory in directories if (directory / CURVES).is_file()]
-    if curves and len(directories) > 1:
-        raise InputError(f"{curves[0]} holds loss curves, whose page stands alone; give that directory by itself.")
-    if curves:
-        print(f"report: {reports.render_curves(curves[0])}")
-        return 0
     path = reports.render(*directories)
     for directory in directories:
         run = reports.load(directory)

@@ -1,18 +1,20 @@
 """The published pages are what their records say."""
 
-import shutil
 from pathlib import Path
 
 import pytest
 
 from attnsuite import reports
-from attnsuite.reports import loss_curves, plot
-from attnsuite.suite.loss_curves import CURVES, MANIFEST, read_training
+from attnsuite.reports import plot
+from attnsuite.reports.pages import curves
+from attnsuite.suite.loss_curves import role_of, settings_of
+from attnsuite.suite.store import RECORDS, parse_records
 
 pytestmark = pytest.mark.report
 
 PUBLISHED = Path(__file__).parents[2] / "reports" / "published"
 TRAINING = PUBLISHED / "training-cpu-intel-xeon"
+ALONE = ("sharded", TRAINING.name)
 PAGES = {
     "cpu-amd-epyc": (),
     "cpu-amd-epyc-speed": (),
@@ -33,24 +35,22 @@ def test_page_is_rendered_again_the_same(name, tmp_path):
 
 def test_every_folder_with_records_has_its_page():
     folders = {path.parent.name for path in PUBLISHED.glob("*/records.jsonl")}
-    assert folders == {*PAGES, "compiled", "compiled-kascade", "compiled-v5e", "compiled-v5e-4x4"}
+    assert folders == {*PAGES, *ALONE, "compiled", "compiled-kascade", "compiled-v5e", "compiled-v5e-4x4"}
 
 
 @pytest.mark.skipif(not plot.is_available(), reason="pictures need matplotlib, which is in the env report")
 def test_page_of_loss_curves_is_rendered_again_the_same(tmp_path):
-    for name in (CURVES, MANIFEST):
-        shutil.copy(TRAINING / name, tmp_path)
-    reports.render_curves(tmp_path)
-    assert (tmp_path / loss_curves.PAGE).read_bytes() == (TRAINING / loss_curves.PAGE).read_bytes()
-    assert (TRAINING / loss_curves.PICTURE).is_file()
+    page = reports.render(TRAINING, out=tmp_path)
+    assert page.read_bytes() == (TRAINING / "report.md").read_bytes()
+    assert (tmp_path / curves.PICTURE).is_file()
+    assert (TRAINING / curves.PICTURE).is_file()
 
 
 def test_backends_are_ready_to_train_with_and_controls_are_found_out():
-    training, curves = read_training(TRAINING)
-    for setting in training.settings:
-        found = loss_curves.verdicts([curve for curve in curves if curve.setting == setting.name])
-        ready = {curve.name for curve, verdict in found if curve.role == "backend" and verdict.is_ready}
-        assert ready == ({"chunked"} if setting.name == "native" else {"chunked", "splash", "kvax"})
-        controls = [verdict for curve, verdict in found if curve.role == "control"]
+    for case, records in settings_of(parse_records(TRAINING / RECORDS)[0]):
+        found = curves.verdicts(records)
+        ready = {r.requested for r, verdict in found if role_of(r) == "backend" and verdict.is_ready}
+        assert ready == ({"chunked"} if case.setting == "native" else {"chunked", "splash", "kvax"})
+        controls = [verdict for record, verdict in found if role_of(record) == "control"]
         assert len(controls) == 3
         assert not any(verdict.is_ready for verdict in controls)

@@ -3,49 +3,71 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 
 import numpy as np
 import pytest
 
+from attnsuite import reports
 from attnsuite.models import ModelConfig, Transformer, load_text
 from attnsuite.reports import ReportError
-from attnsuite.reports.loss_curves import page, render_curves, verdicts
+from attnsuite.reports.pages.curves import Shown, page, verdicts
 from attnsuite.reports.plot import is_available
 from attnsuite.suite import curves_run
 from attnsuite.suite.command_line import main
-from attnsuite.suite.curves_run import curves_of, reordered
-from attnsuite.suite.loss_curves import Curve, Setting, Training, judge, parse_curves
+from attnsuite.suite.curves_run import curves_of, reordered, runs_of
+from attnsuite.suite.loss_curves import TrainingCase, judge, losses_of, role_of, settings_of
+from attnsuite.suite.record import LossCurve, Record
+from attnsuite.suite.store import RECORDS, parse_records
 
 CONFIG = ModelConfig(hidden_size=32, intermediate_size=48, num_layers=1, num_heads=2, num_kv_heads=1, max_length=256)
-SETTING = Setting("interpreted", steps=4, batch=1, length=256)
+CASE = TrainingCase(preset="nano", setting="interpreted", steps=4, batch=1, length=256)
 
 
 @pytest.fixture(scope="module")
 def curves():
-    kept = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(curves_run, "CONTROLS", {"dv 1% large": (1.0, 1.0, 1.01)})  # the subtlest of them
-        backends = ("standard", "chunked", "splash", "cudnn")
-        curves_of(CONFIG, SETTING, backends, ("native", "interpret"), load_text().train, 0, kept.append)
-    return kept
+        runs = runs_of(CONFIG, CASE, ("standard", "chunked", "splash", "cudnn"), ("native", "interpret"))
+        found = list(curves_of(CONFIG, CASE, runs, load_text().train, "cpu"))
+    versions = {"python": "3.11", "jax": "1", "optax": "2"}
+    environment = {"cpu": "a CPU", "git_revision": "abc", "versions": versions}
+    return [dataclasses.replace(record, environment=environment) for record in found]
+
+
+def curve(case, role, name, losses, mode="native"):
+    """A record of a curve that was made up."""
+    return Record(
+        key=f"{case.name}/{name}/cpu/{mode}",
+        suite="curves",
+        case=case.name,
+        kind=case.kind,
+        problem=dataclasses.asdict(case),
+        requested=name,
+        resolved=name,
+        mode=mode,
+        exact=True,
+        target="cpu",
+        status="ok",
+        facts=LossCurve(role=role, losses=losses),
+        started="2026-01-01",
+    )
 
 
 def test_backends_follow_standard_and_a_gradient_of_one_percent_too_much_does_not(curves):
-    found = {curve.name: (curve, verdict) for curve, verdict in verdicts(curves)}
+    found = {record.requested: (record, verdict) for record, verdict in verdicts(curves)}
     assert found["chunked"][1].is_ready
     assert found["splash"][1].is_ready
     assert found["splash"][0].mode == "interpret"
     assert not found["dv 1% large"][1].is_ready
     # Held to the spread over batches, which is what "over seeds" is, it would pass.
-    standard = next(curve.losses for curve in curves if curve.role == "standard")
-    others = [curve.losses for curve in curves if curve.role == "batches"]
-    assert judge(found["dv 1% large"][0].losses, standard, others).is_ready
+    (standard,) = (losses_of(record) for record in curves if role_of(record) == "standard")
+    others = [losses_of(record) for record in curves if role_of(record) == "batches"]
+    assert judge(losses_of(found["dv 1% large"][0]), standard, others).is_ready
 
 
 def test_noise_is_other_sums_of_the_same_loss(curves):
-    standard = next(curve.losses for curve in curves if curve.role == "standard")
-    noise = np.array([curve.losses for curve in curves if curve.role == "noise"])
+    (standard,) = (losses_of(record) for record in curves if role_of(record) == "standard")
+    noise = np.array([losses_of(record) for record in curves if role_of(record) == "noise"])
     distance = np.abs(noise - standard)
     assert len(noise) == curves_run.NOISE_RUNS
     assert 0 < distance.max() < 1e-4
@@ -58,9 +80,8 @@ def test_noise_is_other_sums_of_the_same_loss(curves):
 
 
 def test_a_refused_backend_says_why_and_has_no_curve(curves):
-    (refused,) = [curve for curve in curves if curve.role == "refused"]
-    assert refused.name == "cudnn"
-    assert refused.losses == ()
+    (refused,) = [record for record in curves if record.facts is None]
+    assert (refused.requested, refused.status, refused.mode) == ("cudnn", "unsupported", None)
     assert refused.reasons
 
 
@@ -69,25 +90,13 @@ def test_a_loss_that_is_not_finite_is_not_near(loss):
     assert judge([1.0, loss], [1.0, 1.0], [[1.0, 2.0]]).ratio == float("inf")
 
 
-TRAINING = Training(
-    date="2026-01-01",
-    preset="nano",
-    seed=0,
-    learning_rate=0.002,
-    optimizer="adamw",
-    settings=(SETTING,),
-    environment={"cpu": "a CPU", "git_revision": "abc", "versions": {"python": "3.11", "jax": "1", "optax": "2"}},
-)
-
-
 def write(directory, curves):
-    (directory / "curves.json").write_text(json.dumps(dataclasses.asdict(TRAINING)))
-    (directory / "curves.jsonl").write_text("".join(f"{curve.to_json()}\n" for curve in curves))
+    (directory / RECORDS).write_text("".join(f"{record.to_json()}\n" for record in curves))
 
 
 def test_the_page_says_who_is_ready_and_is_a_function_of_the_curves(curves, tmp_path, capsys):
     write(tmp_path, curves)
-    assert parse_curves(tmp_path / "curves.jsonl") == curves
+    assert list(parse_records(tmp_path / RECORDS)[0]) == curves
     with pytest.raises(SystemExit) as exit_info:
         main(["report", str(tmp_path)])
     assert exit_info.value.code == 0
@@ -103,48 +112,106 @@ def test_the_page_says_who_is_ready_and_is_a_function_of_the_curves(curves, tmp_
         main(["report", str(tmp_path), str(tmp_path)])
     assert "holds loss curves, whose page stands alone; give that directory by itself." in capsys.readouterr().err
     before = (tmp_path / "report.md").read_bytes()
-    render_curves(tmp_path)
+    reports.render(tmp_path)
     assert (tmp_path / "report.md").read_bytes() == before
 
 
 def test_a_blind_test_and_a_bad_backend_are_called_so():
-    training = dataclasses.replace(TRAINING, settings=(Setting("s", steps=2, batch=1, length=8),))
+    case = TrainingCase(preset="nano", setting="s", steps=2, batch=1, length=8)
     curves = [
-        Curve("s", "standard", "standard", "native", (2.0, 1.0)),
-        Curve("s", "noise", "order 1", "native", (2.0, 1.25)),
-        Curve("s", "noise", "order 2", "native", (2.0, 0.875)),
-        Curve("s", "control", "weak", "native", (2.0, 1.125)),
-        Curve("s", "backend", "same", "native", (2.0, 1.0)),
-        Curve("s", "backend", "bad", "native", (2.0, 1.75)),
+        curve(case, "standard", "standard", (2.0, 1.0)),
+        curve(case, "noise", "order 1", (2.0, 1.25)),
+        curve(case, "noise", "order 2", (2.0, 0.875)),
+        curve(case, "control", "weak", (2.0, 1.125)),
+        curve(case, "backend", "same", (2.0, 1.0)),
+        curve(case, "backend", "bad", (2.0, 1.75)),
     ]
-    text = page(training, curves, picture=False)
+    text = page(Shown(settings_of(curves), has_picture=False))
     assert "**passes: the test is blind**" in text
     assert "| **not ready** |" in text
     assert "| **equals standard in every bit: shows nothing** |" in text
 
 
 def test_a_loss_that_is_not_finite_is_kept_and_shown(curves, tmp_path):
-    lost = Curve("interpreted", "backend", "lost", "native", (2.0, None, None, 1.0))
-    write(tmp_path, [*curves, lost])
-    rows = render_curves(tmp_path).read_text().splitlines()
+    write(tmp_path, [*curves, curve(CASE, "backend", "lost", (2.0, None, None, 1.0))])
+    rows = reports.render(tmp_path).read_text().splitlines()
     assert next(row for row in rows if "`lost`" in row).endswith("| nan | inf (2) | **not ready** |")
 
 
+def test_a_backend_that_raises_has_a_record_and_the_others_go_on(curves, tmp_path, monkeypatch):
+    runs = runs_of(CONFIG, dataclasses.replace(CASE, steps=1), ("chunked",), ("native",))
+    whole = curves_run._Trainer.losses
+
+    def losses(self, run):
+        if run.name == "standard":
+            raise RuntimeError("no\nmemory")
+        return whole(self, run)
+
+    monkeypatch.setattr(curves_run._Trainer, "losses", losses)
+    broken, chunked = curves_of(
+        CONFIG, dataclasses.replace(CASE, steps=1), (runs[0], runs[-1]), load_text().train, "cpu"
+    )
+    assert (broken.status, broken.error, broken.facts) == ("crashed", "RuntimeError: no memory", None)
+    assert (chunked.requested, chunked.status, len(chunked.facts.losses)) == ("chunked", "ok", 1)
+    write(tmp_path, [*curves, dataclasses.replace(broken, key="x", case=CASE.name, problem=dataclasses.asdict(CASE))])
+    assert "| standard | crashed | | | | RuntimeError: no memory |" in reports.render(tmp_path).read_text()
+
+
 def test_curves_that_cannot_be_read_are_a_sentence(curves, tmp_path):
-    with pytest.raises(ReportError, match=r"curves\.json: it cannot be read"):
-        render_curves(tmp_path)
-    write(tmp_path, [])
+    with pytest.raises(ReportError, match=r"holds no records\.jsonl"):
+        reports.render(tmp_path)
+    write(tmp_path, curves[1:])
     with pytest.raises(ReportError, match="lacks the standard backend's"):
-        render_curves(tmp_path)
-    write(tmp_path, [*curves, Curve("interpreted", "backend", "short", "native", (1.0,))])
+        reports.render(tmp_path)
+    write(tmp_path, [*curves, curve(CASE, "backend", "short", (1.0,))])
     with pytest.raises(ReportError, match="'short' has not the 4 losses"):
-        render_curves(tmp_path)
-    (tmp_path / "curves.json").write_text(json.dumps(dataclasses.asdict(TRAINING) | {"settings": []}))
-    with pytest.raises(ReportError, match="settings is empty; it must name one or more"):
-        render_curves(tmp_path)
-    (tmp_path / "curves.jsonl").write_text('{"setting": "x"}\n')
-    with pytest.raises(ReportError, match=r"line 1 of .* is no loss curve: it lacks the key role"):
-        render_curves(tmp_path)
+        reports.render(tmp_path)
+    other = dataclasses.replace(curve(CASE, "backend", "other", (1.0,) * 4), problem={"steps": 4})
+    write(tmp_path, [*curves, other])
+    with pytest.raises(ReportError, match=r"other/cpu/native' trains otherwise than .*standard/cpu/native'"):
+        reports.render(tmp_path)
+    write(tmp_path, [other])
+    with pytest.raises(ReportError, match=r"the problem of .* is no training: it lacks the key preset"):
+        reports.render(tmp_path)
+    (tmp_path / RECORDS).write_text('{"setting": "x"}\n' * 2)
+    with pytest.raises(ReportError, match=r"line 1 of .* is not a record"):
+        reports.render(tmp_path)
+
+
+def test_curves_are_kept_as_they_end_and_resumed(tmp_path, monkeypatch, capsys):
+    """An interrupted command has each finished curve once, and goes on with the others in the same words alone."""
+    monkeypatch.setattr(curves_run, "CONTROLS", {})
+    monkeypatch.setattr(curves_run, "runs_of", lambda *asked: runs_of(*asked)[:4])
+    trained = []
+
+    def losses(self, run):
+        if len(trained) == 3:
+            raise KeyboardInterrupt
+        trained.append(run.name)
+        return (2.0,) * self.case.steps
+
+    def command(*words):
+        with pytest.raises(SystemExit) as exit_info:
+            main(["curves", "--steps", "2", "--backends", "chunked", "--out", str(tmp_path / "out"), *words])
+        return exit_info.value.code, "".join(capsys.readouterr())
+
+    monkeypatch.setattr(curves_run._Trainer, "losses", losses)
+    code, said = command()
+    assert (code, "go on with: attnsuite curves --resume --out" in said) == (130, True)
+    before = (tmp_path / "out" / RECORDS).read_bytes()
+    assert before.count(b"\n") == 3
+    code, said = command("--resume", "--interpreted-steps", "3")
+    assert (code, '"interpreted_steps": 8' in said, "cannot be resumed" in said) == (2, True, True)
+    trained[:] = [""] * 4
+    assert command("--resume")[0] == 0
+    assert (tmp_path / "out" / RECORDS).read_bytes().startswith(before)
+    assert trained[4:] == [
+        "standard, order 3",
+        "standard",
+        "standard, order 1",
+        "standard, order 2",
+        "standard, order 3",
+    ]
 
 
 @pytest.mark.parametrize(
