@@ -37,7 +37,7 @@ Run = Callable[..., Results]  # (query, key, value, cotangent) -> output, dq, dk
 
 # Finite and far outside what any problem holds, with room for a product with a query in the same dtype.
 HUGE = {"float32": 1e30, "bfloat16": 1e30, "float16": 1e4}
-# Of a cotangent. Times a huge value it is finite: splash multiplies the two before it masks, and 0 x inf is NaN.
+# Of a cotangent. Times a huge value it is finite: kernels multiply the two before they mask, and 0 x inf is NaN.
 LARGE = 1e4
 
 

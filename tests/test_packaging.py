@@ -4,6 +4,8 @@ import importlib.metadata
 import importlib.resources
 import importlib.util
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,14 @@ ROOMS = ("backends", "models", "suite", "reports")
 def test_the_wheel_is_tested_not_the_checkout(room):
     found = importlib.util.find_spec(f"attnsuite.{room}")
     assert Path(found.origin).is_relative_to(os.environ["ATTNSUITE_TESTED_WHEEL"])
+
+
+@pytest.mark.skipif("ATTNSUITE_TESTED_WHEEL" not in os.environ, reason="only tox knows where the wheel was installed")
+def test_processes_that_tests_start_are_of_the_wheel():
+    """As tests/suite/conftest.py starts the command, in whatever directory; the checkout is not on their path."""
+    code = "import attnsuite.suite.entry as entry; print(entry.__file__)"
+    started = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
+    assert Path(started.stdout.strip()).is_relative_to(os.environ["ATTNSUITE_TESTED_WHEEL"])
 
 
 def test_the_checkpoint_and_its_card_are_in_the_package():

@@ -183,7 +183,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         ],
         check=True,
     )
-    path = os.pathsep.join([str(folder), str(Path(__file__).parents[1]), *filter(None, sys.path)])
+    path = os.pathsep.join([str(folder), *filter(None, sys.path)])
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", SEEN, *BROKEN],
         env={**os.environ, "PYTHONPATH": path},
