@@ -10,13 +10,14 @@ from attnsuite.suite.files import check_directory, write_text
 from . import compiled, files, html, markdown, plot
 from .load import ReportError, Run, load
 from .page import Page, build
-from .pages import curves, sharded
+from .pages import curves, sharded, tuning
 
 REPORT = "report.md"
 # Kinds of records whose page stands alone: what they are called, and their files (name -> content).
 _ALONE = {
     "loss_curve": ("loss curves", curves.files),
     "sharded": ("rows of sharded attention", sharded.files),
+    "tuning": ("what was tuned", tuning.files),
 }
 
 

@@ -1,21 +1,24 @@
 """``attnsuite tune``: which options of a backend to take for each problem, tried on this machine.
 
+A cell is one backend on one problem; its record holds every candidate, with its samples or why it failed.
+
 Every candidate is compiled, judged by the oracle, and sampled in turns with the others in one process; after
 a first look the best few are sampled on. For a device that is not here candidates are ranked by what the
 compiler says of their kernels: those that compile and fit, fewest spilled bytes first, then the largest
 blocks, and the defaults before what is no better. That is no measurement, and the file says which of the two
-it holds. Winners, and all that was tried or failed, go to one JSON file (``backends/tuned.py`` reads it).
+it holds. From the records follows the table ``tuned.json``, which ``backends/tuned.py`` reads: winners, and all that
+was tried or failed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import datetime as dt
 import itertools
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -27,14 +30,18 @@ from attnsuite.backends.support import takes_of
 from attnsuite.backends.tuned import SCHEMA
 
 from . import files, statistics
-from .cases import OpCase, problem_of, spec_of
+from .cases import OpCase, make_case, problem_of, spec_of
 from .errors import CellFailure, InputError
+from .grid.keeping import GridWatcher, identity, keep, now
 from .grid.process import Worker
 from .grid.runner import Limits, References
 from .measure import judge as accuracy
 from .measure import speed
 from .op_cell import op_program
+from .record import Environment, Record, Trial
+from .statistics import Interval
 
+SUITE, TABLE = "tune", "tuned.json"
 FIRST_ROUNDS, LAST_ROUNDS, KEPT = 3, 9, 4
 _KERNEL_FIELDS = ("name", "registers", "spilled_bytes", "shared_bytes", "shared_limit_bytes")
 
@@ -117,43 +124,97 @@ class TuneRequest:
     command: str
 
 
-def tune(request: TuneRequest, tell: Callable[[str], None]) -> None:
-    """Try every backend's candidates on every case and write the table to ``request.out``.
+def tune(request: TuneRequest, watcher: GridWatcher, *, resume: bool = False) -> tuple[Record, ...]:
+    """Try every backend's candidates on every case; the records, and the table, in ``request.out``.
 
-    Raises InputError, and writes nothing, where not one case could be tuned, and at the start where the table cannot be
-    written.
+    Raises InputError at the start where ``out`` cannot be written, and at the end, with no table written, where not one
+    case could be tuned.
     """
-    files.check_file(request.out)
-    entries: list[dict[str, Any]] = []
-    refused: list[str] = []
-    with contextlib.closing(References(request.limits.seconds)) as references:
-        for case, name in itertools.product(request.cases, request.backends):
-            tell(f"{case.name} / {name}")
-            try:
-                if request.target is None:
-                    entries.append(_entry(case, name, _measure(case, name, references, request.limits)))
-                else:
-                    entries.append(_compiled_entry(case, name, request.target))
-            except (CellFailure, InputError) as error:
-                refused.append(f"{case.name} / {name}: {error}")
-                tell(refused[-1])
-    if not entries:
+    files.check_directory(request.out)
+    found = _environment(request.limits)
+    target = found.get("target", "") if request.target is None else str(request.target)
+    cells = list(itertools.product(request.cases, request.backends))
+    asked = {"backends": ",".join(request.backends), "cases": ",".join(case.name for case in request.cases)}
+
+    def records(finished: frozenset[str]) -> Iterator[Record]:
+        with contextlib.closing(References(request.limits.seconds)) as references:
+            for case, name in cells:
+                if key_of(case, name, target, request) not in finished:
+                    watcher.doing(case.name, name, "trying candidates")
+                    yield _cell(case, name, target, request, references, found)
+
+    keys = [key_of(case, name, target, request) for case, name in cells]
+    who = identity("tune", asked, target, found)
+    kept = keep(request.out, who, keys, records, watcher, resume=resume)
+    files.write_text(request.out / TABLE, table(kept, request.command))
+    return kept
+
+
+def _environment(limits: Limits) -> Environment:
+    """Where this is, as a process says that starts JAX."""
+    try:
+        with Worker(limits.memory) as worker:
+            return worker.ask({"do": "doctor"}, limits.seconds)["environment"]
+    except CellFailure as failure:
+        raise InputError(f"JAX does not start on this machine: {failure.message}") from failure
+
+
+def key_of(case: OpCase, name: str, target: str, request: TuneRequest) -> str:
+    """The key of a cell's record."""
+    return f"{case.name}/{name}/{target}/{'native' if request.target is None else 'compile'}"
+
+
+def table(records: Sequence[Record], command: str) -> str:
+    """The table of what won, as JSON with an entry a line. Raises InputError where nothing was tuned."""
+    tuned = [record for record in records if record.facts is not None]
+    refused = [f"{record.case} / {record.requested}: {record.error}" for record in records if record.facts is None]
+    if not tuned:
         raise InputError(f"nothing could be tuned: {refused[0]}")
-    with Worker(request.limits.memory) as worker:
-        environment = worker.ask({"do": "doctor"}, request.limits.seconds)["environment"]
     kept = ("versions", "git_revision", "target", "cpu", "cores", "flags")
-    table = {
+    head = {
         "schema": SCHEMA,
-        "command": request.command,
-        "date": dt.datetime.now(dt.UTC).date().isoformat(),
-        "environment": {name: environment[name] for name in kept},
+        "command": command,
+        "date": max(record.started for record in records)[:10],
+        "environment": {name: tuned[0].environment.get(name) for name in kept},
         "refused": refused,
     }
-    head, lines = json.dumps(table | {"entries": []})[:-2], ",\n".join(json.dumps(entry) for entry in entries)
-    files.write_text(request.out, f"{head}\n{lines}\n]}}\n")
+    start, lines = json.dumps(head | {"entries": []})[:-2], ",\n".join(json.dumps(entry(record)) for record in tuned)
+    return f"{start}\n{lines}\n]}}\n"
 
 
-def _measure(case: OpCase, name: str, references: References, limits: Limits) -> dict[str, Any]:
+def _cell(
+    case: OpCase, name: str, target: str, request: TuneRequest, references: References, found: Environment
+) -> Record:
+    started, begin = now(), time.perf_counter()
+    outcome: dict[str, Any]
+    try:
+        if request.target is None:
+            tried = _measure(case, name, references, request.limits)
+        else:
+            tried = rank_candidates(case, name, request.target)
+        outcome = {"status": "ok", "facts": {"tried": tried}}
+    except (CellFailure, InputError) as error:
+        outcome = {"status": error.status if isinstance(error, CellFailure) else "unsupported", "error": str(error)}
+    ran = outcome["status"] != "unsupported"
+    return Record(
+        key=key_of(case, name, target, request),
+        suite=SUITE,
+        case=case.name,
+        kind="tuning",
+        problem=problem_of(case) | {"kind": "tuning", "op": case.kind},
+        requested=name,
+        resolved=name if ran else None,
+        mode=None if not ran else "native" if request.target is None else "compile",
+        exact=registry.get(name).exact,
+        target=target,
+        environment=found,
+        started=started,
+        wall_seconds=time.perf_counter() - begin,
+        **outcome,
+    )
+
+
+def _measure(case: OpCase, name: str, references: References, limits: Limits) -> list[dict[str, Any]]:
     """:func:`try_candidates` in a process of its own."""
     reference = str(references.path(case))
     with Worker(limits.memory) as worker:
@@ -179,21 +240,18 @@ def _compiled(backend: CompilesKernels, spec: AttentionSpec, target: Target, opt
     except Exception as error:  # noqa: BLE001 (a candidate that cannot be compiled is a result)
         return {"options": options, "error": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
     errors = [f"{build.name}: {build.error}" for build in builds if build.error]
-    return {
-        "options": options,
-        "error": errors[0] if errors else None,
-        "kernels": [{name: getattr(build, name) for name in _KERNEL_FIELDS} for build in builds],
-    }
+    kernels = [dataclasses.asdict(build) | {"configuration": dict(build.configuration)} for build in builds]
+    return {"options": options, "error": errors[0] if errors else None, "kernels": kernels}
 
 
-def _plausibility(trial: dict[str, Any]) -> tuple[int, int]:
+def _plausibility(trial: Trial) -> tuple[int, int]:
     """Spilled bytes of all kernels together (most are the same in every trial), then the blocks' size."""
-    block = math.prod(value for name, value in trial["options"].items() if name.endswith("block_size"))
-    return sum(kernel["spilled_bytes"] or 0 for kernel in trial["kernels"]), -block
+    sizes = [value for name, value in trial.options.items() if name.endswith("block_size") and isinstance(value, int)]
+    return sum(kernel.spilled_bytes or 0 for kernel in trial.kernels), -math.prod(sizes)
 
 
-def try_candidates(case: OpCase, name: str, reference: Path) -> dict[str, Any]:
-    """In a worker: every candidate's samples, or why it failed. The defaults come first."""
+def try_candidates(case: OpCase, name: str, reference: Path) -> list[dict[str, Any]]:
+    """In a worker: every candidate's samples, or why it failed, as a ``Trial``. The defaults come first."""
     backend, target = registry.get(name), Target.here()
     if not isinstance(backend, Tunable):
         raise InputError(f"backend {name!r} has nothing to tune.")
@@ -205,8 +263,7 @@ def try_candidates(case: OpCase, name: str, reference: Path) -> dict[str, Any]:
     _sample(ready, FIRST_ROUNDS)
     ranked = sorted(ready, key=lambda candidate: statistics.median(candidate.samples).value)
     _sample([c for c in ready if c in ranked[:KEPT] or c.options == default], LAST_ROUNDS)
-    tried = [{"options": c.options, "samples": c.samples, "error": c.error} for c in candidates]
-    return {"platform": target.platform, "kind": target.kind, "tried": tried}
+    return [{"options": c.options, "samples": c.samples, "error": c.error} for c in candidates]
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -241,50 +298,69 @@ def _sample(candidates: Sequence[_Candidate], rounds: int) -> None:
                 candidate.samples.append(candidate.call())
 
 
-def _entry(case: OpCase, name: str, found: dict[str, Any]) -> dict[str, Any]:
-    """The winner: the fastest candidate that is measurably faster than the defaults, else the defaults."""
-    default, *others = found["tried"]
-    contenders = [t for t in others if t["error"] is None and len(t["samples"]) == FIRST_ROUNDS + LAST_ROUNDS]
-    best, ratio = default, None
-    for attempt in sorted(contenders, key=lambda t: statistics.median(t["samples"]).value):
-        found_ratio = statistics.paired_ratio(attempt["samples"], default["samples"])
-        if found_ratio is not None and found_ratio.high is not None and found_ratio.high < 1.0:
-            best, ratio = attempt, found_ratio
-            break
+def winner(record: Record) -> tuple[Trial | None, Interval | None]:
+    """What to take of a record that has facts, and its time relative to the defaults where it is measurably faster.
+
+    Measured: the fastest candidate whose interval lies below the defaults', else the defaults. Compiled: the most
+    plausible of those that compile and fit, the first of equals; None where none does.
+    """
+    tried: tuple[Trial, ...] = record.facts.tried
+    if record.mode == "compile" or not tried:
+        return min((trial for trial in tried if trial.error is None), key=_plausibility, default=None), None
+    default, *others = tried
+    contenders = [trial for trial in others if _is_timed(trial) and _is_timed(default)]
+    for attempt in sorted(contenders, key=lambda trial: statistics.median(trial.samples).value):
+        ratio = statistics.paired_ratio(attempt.samples, default.samples)
+        if ratio is not None and ratio.high is not None and ratio.high < 1.0:
+            return attempt, ratio
+    return default, None
+
+
+def _is_timed(trial: Trial) -> bool:
+    """Whether all rounds were sampled: the first look did not leave the candidate out."""
+    samples = trial.samples
+    return trial.error is None and len(samples) == FIRST_ROUNDS + LAST_ROUNDS and min(samples) > 0
+
+
+def entry(record: Record) -> dict[str, Any]:
+    """What the table says of a record that has facts."""
+    best, ratio = winner(record)
+    options = best.options if best else {}
+    if record.mode == "compile":
+        return {
+            **_of(record),
+            "method": "compiled: ranked by what compiles, since the device was not there; no time was measured",
+            "options": options,
+            "tried": [_compiled_trial(trial) for trial in record.facts.tried],
+        }
+    over = None if ratio is None else [round(x, 3) for x in (ratio.value, ratio.low, ratio.high) if x]
+    tried = [
+        {
+            "options": trial.options,
+            "median_seconds": round(statistics.median(trial.samples).value, 6) if trial.samples else None,
+            "error": trial.error,
+        }
+        for trial in record.facts.tried
+    ]
+    return {**_of(record), "method": "measured", "options": options, "time_over_default": over, "tried": tried}
+
+
+def _compiled_trial(trial: Trial) -> dict[str, Any]:
+    told: dict[str, Any] = {"options": trial.options, "error": trial.error}
+    if trial.kernels:
+        told["kernels"] = [{name: getattr(kernel, name) for name in _KERNEL_FIELDS} for kernel in trial.kernels]
+    return told
+
+
+def _of(record: Record) -> dict[str, Any]:
+    """What a plan is looked up by."""
+    platform, _, kind = record.target.partition(":")
+    problem = {name: value for name, value in record.problem.items() if name != "op"}
+    case = make_case(problem | {"kind": record.problem["op"]})
+    if not isinstance(case, OpCase):
+        raise InputError(f"{record.key} is no attention call; only those are tuned.")
     return {
-        **_of(case, name, found["platform"], found["kind"]),
-        "method": "measured",
-        "options": best["options"],
-        "time_over_default": None
-        if ratio is None
-        else [round(x, 3) for x in (ratio.value, ratio.low, ratio.high) if x],
-        "tried": [
-            {
-                "options": t["options"],
-                "median_seconds": round(statistics.median(t["samples"]).value, 6) if t["samples"] else None,
-                "error": t["error"],
-            }
-            for t in found["tried"]
-        ],
-    }
-
-
-def _compiled_entry(case: OpCase, name: str, target: Target) -> dict[str, Any]:
-    """The most plausible of those that compile and fit, the first of equals; no options where none does."""
-    tried = rank_candidates(case, name, target)
-    working = [trial for trial in tried if trial["error"] is None]
-    best = min(working, key=_plausibility)["options"] if working else {}
-    return {
-        **_of(case, name, target.platform, target.kind),
-        "method": "compiled: ranked by what compiles, since the device was not there; no time was measured",
-        "options": best,
-        "tried": tried,
-    }
-
-
-def _of(case: OpCase, name: str, platform: str, kind: str) -> dict[str, Any]:
-    return {
-        "backend": name,
+        "backend": record.requested,
         "platform": platform,
         "kind": kind,
         "dtype": case.dtype,
@@ -292,5 +368,5 @@ def _of(case: OpCase, name: str, platform: str, kind: str) -> dict[str, Any]:
         "head_dim": max(case.head_dim, case.value_head_dim or 0),
         "gradient": case.needs_grad,
         "length": case.sequence,
-        "case": case.name,
+        "case": record.case,
     }

@@ -7,8 +7,10 @@ import shlex
 from pathlib import Path
 from typing import Annotated
 
+import tyro
+
 from ..errors import InputError
-from .flags import flag, limits_of, words_of
+from .flags import directory_of, flag, limits_of, progress, resuming, words_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,20 +23,21 @@ class Tune:
     """Device to tune for: here, or a kind such as h100, for which candidates are compiled and not timed."""
     cases: Annotated[str | None, flag("PATTERNS", "all")] = None
     """Glob patterns of case names, separated by commas."""
-    out: Annotated[Path, flag("FILE")] = Path("tuned.json")
-    """File to write; an existing one is replaced."""
+    out: Annotated[Path | None, flag("DIR", "runs/<UTC time>-tune")] = None
+    """Directory for records, report, and the table tuned.json, which backends read."""
+    resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Go on with the cells in --out, asked for in the same words; finished ones are kept."""
     cell_timeout: Annotated[float, flag("SECONDS")] = 120.0
     """Time that a case may take; five times that for all its candidates."""
 
 
 def run(command: Tune) -> int:
     """Try every candidate, and write the table."""
-    from rich.console import Console
-
     from attnsuite.backends import Target
 
     from ..suites import select
-    from ..tuning import TUNED, TuneRequest, tunable, tune
+    from ..tuning import TABLE, TUNED, TuneRequest, tunable, tune
+    from .report import show
 
     try:
         target = None if command.target == "here" else Target.named(command.target)
@@ -44,23 +47,21 @@ def run(command: Tune) -> int:
         raise InputError(
             f"--target {target.name} is a slice; block sizes are those of one chip: --target {target.kind}."
         )
-    if not command.out.parent.is_dir():
-        raise InputError(f"--out {command.out}: the directory {command.out.parent} does not exist; make it first.")
+    if command.out is not None and command.out.suffix == ".json":
+        raise InputError(f"--out {command.out} names a file; give a directory, into which {TABLE} is written.")
+    out = directory_of(command, "tune")
     backends = tunable(None if command.backends is None else command.backends.split(","), target)
     request = TuneRequest(
         backends=backends,
         cases=TUNED if command.cases is None else select(TUNED, command.cases.split(",")),
         target=target,
         limits=limits_of(command.cell_timeout),
-        out=command.out,
-        command=shlex.join(words_of(dataclasses.replace(command, backends=",".join(backends)))),
+        out=out,
+        command=shlex.join(words_of(dataclasses.replace(command, backends=",".join(backends), resume=False))),
     )
-    errors = Console(stderr=True)
-    if target is not None:
-        errors.print(
-            f"{target} is not here: candidates are ranked by what compiles; no time is measured.", soft_wrap=True
-        )
-    with errors.status("starting") as status:
-        tune(request, status.update)
-    print(f"tuned:   {command.out}")
-    return 0
+    with progress(lambda: resuming("tune", out)) as display:
+        if target is not None:
+            display.warn(f"{target} is not here: candidates are ranked by what compiles; no time is measured.")
+        tune(request, display, resume=command.resume)
+    print(f"tuned:   {out / TABLE}")
+    return show(out)

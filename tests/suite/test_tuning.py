@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 
 import pytest
+from rich.console import Console
 
+from attnsuite import reports
 from attnsuite.backends import Layout, Support, Target, registry, tuned
 from attnsuite.backends.contract import KernelBuild
 from attnsuite.suite import tuning
-from attnsuite.suite.cases import OpCase, spec_of
+from attnsuite.suite.cases import OpCase, problem_of, spec_of
 from attnsuite.suite.command_line import main
 from attnsuite.suite.errors import InputError
+from attnsuite.suite.grid.progress import ProgressDisplay
 from attnsuite.suite.grid.runner import Limits
 from attnsuite.suite.measure import judge as accuracy
+from attnsuite.suite.record import Record, Trial, Trials
+from attnsuite.suite.store import RECORDS, parse_records
 
 CASE = OpCase(kind="op_forward", sequence=192, heads=2, kv_heads=2)
 CHUNKED = registry.get("chunked")
@@ -47,7 +53,7 @@ class Candidates:
 def try_all(monkeypatch, tmp_path, backend):
     monkeypatch.setattr(tuning.registry, "get", lambda _: backend)
     accuracy.write_reference(CASE, tmp_path / "reference.npz")
-    return tuning.try_candidates(CASE, "chunked", tmp_path / "reference.npz")["tried"]
+    return tuning.try_candidates(CASE, "chunked", tmp_path / "reference.npz")
 
 
 def test_defaults_come_first_and_failures_are_kept_with_their_error(monkeypatch, tmp_path):
@@ -65,29 +71,87 @@ def test_candidate_with_wrong_numbers_is_never_timed(monkeypatch, tmp_path):
     assert tried[1]["samples"] == []
 
 
+def made_up(*samples):
+    """A record of candidates with these samples, the defaults first."""
+    tried = tuple(Trial(options={"n": i}, samples=tuple(s)) for i, s in enumerate(samples))
+    return Record(
+        key=f"{CASE.name}/chunked/cpu:a CPU/native",
+        suite="tune",
+        case=CASE.name,
+        kind="tuning",
+        problem=problem_of(CASE) | {"kind": "tuning", "op": CASE.kind},
+        requested="chunked",
+        resolved="chunked",
+        mode="native",
+        exact=True,
+        target="cpu:a CPU",
+        status="ok",
+        facts=Trials(tried=tried),
+        started="2026-11-22T00:00:00+00:00",
+    )
+
+
 def test_winner_must_be_measurably_faster_than_the_defaults():
-    def entry(*samples):
-        tried = [{"options": {"n": i}, "samples": list(s), "error": None} for i, s in enumerate(samples)]
-        return tuning._entry(CASE, "chunked", {"platform": "cpu", "kind": "", "tried": tried})
+    def options(*samples):
+        return tuning.entry(made_up(*samples))["options"]
 
     level, faster = [1.0, 1.1] * 6, [0.8, 0.9] * 6
-    assert entry(level, faster)["options"] == {"n": 1}
-    assert entry(level, [1.1, 0.99] * 6)["options"] == {"n": 0}
-    assert entry(level, [0.5] * 3)["options"] == {"n": 0}  # left out after the first look
+    assert options(level, faster) == {"n": 1}
+    assert options(level, [1.1, 0.99] * 6) == {"n": 0}
+    assert options(level, [0.5] * 3) == {"n": 0}  # left out after the first look
+
+
+def test_entry_says_what_a_plan_is_looked_up_by():
+    found = tuning.entry(made_up([1.0, 1.1] * 6, [0.8, 0.9] * 6))
+    assert (found["platform"], found["kind"], found["length"], found["head_dim"]) == ("cpu", "a CPU", 192, 64)
+    assert (found["grouped"], found["gradient"], found["time_over_default"][0]) == (False, False, 0.809)
+    assert [trial["median_seconds"] for trial in found["tried"]] == [1.05, 0.85]
 
 
 def test_table_is_written_and_read_back(tmp_path, capsys):
-    out = tmp_path / "tuned.json"
+    out = tmp_path / "out"
     with pytest.raises(SystemExit) as exit_info:
         main(["tune", "--backends", "chunked", "--cases", "forward-s512-h8k2-d64-bf16", "--out", str(out)])
     assert exit_info.value.code == 0
-    (entry,) = tuned.load(out)
+    (entry,) = tuned.load(out / "tuned.json")
     assert (entry.backend, entry.dtype, entry.grouped, entry.length) == ("chunked", "bfloat16", True, 512)
-    written = json.loads(out.read_text())
+    written = json.loads((out / "tuned.json").read_text())
     assert written["environment"]["cpu"]
+    assert written["command"] == f"attnsuite tune --backends chunked --cases forward-s512-h8k2-d64-bf16 --out {out}"
     assert all(t["median_seconds"] or t["error"] for t in written["entries"][0]["tried"])
     spec = spec_of(OpCase(kind="op_forward", sequence=512, kv_heads=2, dtype="bfloat16"))
-    CHUNKED.plan(spec, Layout(), target=Target.here(), options={"tuned": str(out)})
+    CHUNKED.plan(spec, Layout(), target=Target.here(), options={"tuned": str(out / "tuned.json")})
+    (record,) = parse_records(out / RECORDS)[0]
+    assert len(record.facts.tried) == len(written["entries"][0]["tried"])
+    assert "| forward-s512-h8k2-d64-bf16 | chunked" in (out / "report.md").read_text()
+
+
+def test_cells_are_kept_as_they_are_tuned_and_resumed(tmp_path, monkeypatch):
+    """An interrupted command has each finished cell once; the table is made from all of them."""
+    begun = []
+
+    def measure(case, *_):
+        begun.append(case.name)
+        if len(begun) == 2:
+            raise KeyboardInterrupt
+        return [{"options": {"n": 0}, "samples": [1.0] * 12, "error": None}]
+
+    def command(*words):
+        with pytest.raises(SystemExit) as exit_info:
+            main(["tune", "--backends", "chunked", "--cases", "forward-s512-*-f32", "--out", str(tmp_path), *words])
+        return exit_info.value.code
+
+    monkeypatch.setattr(tuning, "_measure", measure)
+    assert command() == 130
+    before = (tmp_path / RECORDS).read_bytes()
+    assert before.count(b"\n") == 1
+    assert not (tmp_path / "tuned.json").exists()
+    assert command() == 2
+    assert command("--resume") == 0
+    assert (tmp_path / RECORDS).read_bytes().startswith(before)
+    names = ["forward-s512-h8k8-d64-f32", "forward-s512-h8k2-d64-f32"]
+    assert begun == [*names, names[1]]
+    assert [entry["case"] for entry in json.loads((tmp_path / "tuned.json").read_text())["entries"]] == names
 
 
 # Block size -> spilled bytes and shared memory of the kernel; 256 does not fit, 512 is not known to the compiler.
@@ -118,11 +182,12 @@ def tune_for_h100(monkeypatch, tmp_path, dtype):
         cases=(dataclasses.replace(CASE, dtype=dtype, name=""),),
         target=Target("cuda", "h100"),
         limits=Limits(60, 2**33),
-        out=tmp_path / "tuned.json",
+        out=tmp_path,
         command="attnsuite tune",
     )
-    tuning.tune(request, lambda _: None)
-    return json.loads(request.out.read_text())
+    tuning.tune(request, ProgressDisplay(Console(file=io.StringIO())))
+    assert "| chunked | cuda:h100 |" in " ".join(reports.render(tmp_path).read_text().split())
+    return json.loads((tmp_path / "tuned.json").read_text())
 
 
 def test_device_that_is_not_here_gets_what_spills_least_and_is_the_largest_of_those(monkeypatch, tmp_path):
@@ -157,7 +222,7 @@ def test_case_that_is_refused_everywhere_writes_no_file(monkeypatch, tmp_path):
         (["--backends", "chunked", "--target", "h100"], "'chunked' has nothing to tune for cuda:h100, which is not"),
         (["--backends", "standard"], "'standard' has nothing to tune"),
         (["--cases", "nothing*"], "no case matches"),
-        (["--out", "/no/such/folder/t.json"], "does not exist"),
+        (["--out", "/no/such/folder/t.json"], "t.json names a file; give a directory"),
     ],
 )
 def test_bad_input_is_one_sentence(capsys, arguments, expected):

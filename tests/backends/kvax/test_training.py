@@ -2,9 +2,9 @@
 
 import jax
 import pytest
+from attnsuite.reports.loss_curves import verdicts
 
 from attnsuite.models import ModelConfig, load_text
-from attnsuite.reports.loss_curves import verdicts
 from attnsuite.suite import curves_run
 from attnsuite.suite.curves_run import curves_of
 from attnsuite.suite.loss_curves import Setting

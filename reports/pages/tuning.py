@@ -1,0 +1,72 @@
+"""Records of ``attnsuite tune`` -> a page: which options won, against how many, and what could not be tuned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from attnsuite.suite.record import Record
+from attnsuite.suite.tuning import winner
+
+from ..environment import date_of, device_of, versions_of
+from ..formatting import code, escape, estimate
+from ..markdown import render_table
+from ..tables import Column, table
+
+_COLUMNS = (
+    Column("case", "case", merge=True),
+    Column("backend", "backend"),
+    Column("device", "device", merge=True),
+    Column("options", "options"),
+    Column("ratio", "time relative to the defaults [95% interval]"),
+    Column("tried", "tried"),
+    Column("failed", "of them failed"),
+)
+
+
+def title(records: Sequence[Record]) -> Iterator[str]:
+    """When, on what and with what."""
+    yield "# Tuned options"
+    versions = ", ".join(f"{name} {version}" for name, version in versions_of(records).items())
+    yield escape(f"{date_of(records)}, {device_of(records[0])}. Versions: {versions}")
+
+
+def winners(records: Sequence[Record]) -> Iterator[str]:
+    """A row per cell."""
+    rows = []
+    for record in records:
+        if record.facts is not None:
+            best, ratio = winner(record)
+            options = ", ".join(f"{name} {value}" for name, value in best.options.items()) if best else "none compiles"
+            compiled = "not measured" if record.mode == "compile" else "1 (the defaults)"
+            rows.append({
+                "case": record.case,
+                "backend": record.requested,
+                "device": record.target,
+                "options": options,
+                "ratio": compiled if ratio is None else estimate(ratio),
+                "tried": len(record.facts.tried),
+                "failed": sum(trial.error is not None for trial in record.facts.tried),
+            })  # fmt: skip
+    if rows:
+        yield render_table(table("tuned", "", _COLUMNS, rows))
+
+
+def refused(records: Sequence[Record]) -> Iterator[str]:
+    """What could not be tuned, and why."""
+    lines = [
+        f"- **{record.status}**, {code(record.requested)} in {escape(record.case)}: {escape(record.error or '')}"
+        for record in records
+        if record.facts is None
+    ]
+    if lines:
+        yield "## Not tuned"
+        yield "\n".join(lines)
+
+
+SECTIONS = (title, winners, refused)
+
+
+def files(records: Sequence[Record], _: Path) -> dict[str, str]:
+    """The page."""
+    return {"report.md": "\n\n".join(block for section in SECTIONS for block in section(records)) + "\n"}
