@@ -4,8 +4,8 @@ Each kind takes something valid, changes it at random and gives it to the comman
 out is an exit code and, for code 2, one sentence on stderr: never a traceback, never a warning of Python's. Nothing is
 measured: where work would begin, :class:`Begins` ends the command.
 
-    PYTHONPATH=.:tests python tests/mutations.py --count 2000 --seed 0            # every kind
-    PYTHONPATH=.:tests python tests/mutations.py --count 500 --kinds records,suites
+    PYTHONPATH=tests python tests/mutations.py --count 2000 --seed 0            # every kind
+    PYTHONPATH=tests python tests/mutations.py --count 500 --kinds records,suites
 """
 
 from __future__ import annotations
