@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu import splash_attention as kernel
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from .contract import (
     AttentionSpec,
@@ -95,6 +95,10 @@ class Splash:
         masking = Masking.of(spec, *grid.lengths)
         run = kernel_of(masking, grid.blocks, spec.logits_soft_cap, mode == "interpret")
         ids = _segment_ids(spec, layout, grid.lengths)
+        alone = _one_key_is_seen(ids) if spec.needs_grad else None
+        sinks = _no_sinks(spec)
+        call = jax.vmap(lambda q, k, v, ids: run(q, k, v, ids, sinks), (0, 0, 0, None if ids is None else 0))
+        call = call if spec.dtype == "float32" else _in_default_precision(call)
 
         def attend(
             query: Float[Array, "b t n h"],
@@ -103,12 +107,9 @@ class Splash:
             layer: int,
             carry: Carry,
         ) -> tuple[Float[Array, "b t n v"], Carry]:
-            if spec.needs_grad:
-                query, key = _without_gradient_where_one_key_is_seen(ids, query, key)
+            if alone is not None:
+                query, key = (jnp.where(alone, jax.lax.stop_gradient(x), x) for x in (query, key))
             q, k, v = _to_kernel(spec, grid.lengths, query, key, value)
-            sinks = jnp.full(q.shape[1], _NO_SINK, jnp.float32)
-            batched = jax.vmap(lambda q, k, v, ids: run(q, k, v, ids, sinks), (0, 0, 0, None if ids is None else 0))
-            call = batched if spec.dtype == "float32" else _in_default_precision(batched)
             return _from_kernel(spec, call(q, k, v, ids)), carry
 
         return Plan(attend if spec.needs_grad else forward_only(attend))
@@ -130,13 +131,12 @@ class Splash:
         grid = _grid(spec, target, given)
         kernel = kernel_of(Masking.of(spec, *grid.lengths), grid.blocks, spec.logits_soft_cap, mode == "interpret")
         ids = _segment_ids(spec, layout, grid.lengths)
-        axes = None if ids is None else 0
+        axes, sinks = None if ids is None else 0, _no_sinks(spec)
         # See _in_default_precision; of a Part's two functions none is differentiated.
         exactly = contextlib.nullcontext if spec.dtype == "float32" else _default_precision
 
         def forward(query: Array, key: Array, value: Array) -> tuple[Array, Array, Array]:
             q, k, v = _to_kernel(spec, grid.lengths, query, key, value)
-            sinks = jnp.full(q.shape[1], _NO_SINK, jnp.float32)
             run = jax.vmap(lambda q, k, v, ids: with_log_sum_exp(kernel, q, k, v, ids, sinks), (0, 0, 0, axes))
             with exactly():
                 out, lse = run(q, k, v, ids)
@@ -147,7 +147,6 @@ class Splash:
             query: Array, key: Array, value: Array, out: Array, top: Array, rest: Array, d_out: Array
         ) -> tuple[Array, Array, Array]:
             q, k, v = _to_kernel(spec, grid.lengths, query, key, value)
-            sinks = jnp.full(q.shape[1], _NO_SINK, jnp.float32)
             lse = (top + rest)[..., None]
             out, d_out, lse = (_rows_to_kernel(spec, grid.lengths[0], x) for x in (out, d_out, lse))
             run = jax.vmap(
@@ -238,17 +237,18 @@ def _pad_ids(ids: Int[Array, "b s"], length: int, fill: int) -> Int[Array, "b pa
     return jnp.pad(ids.astype(jnp.int32), ((0, 0), (0, length - ids.shape[1])), constant_values=fill)
 
 
-def _without_gradient_where_one_key_is_seen(
-    ids: kernel.SegmentIds | None, query: Float[Array, "b t n h"], key: Float[Array, "b s k h"]
-) -> tuple[Array, Array]:
-    """The same numbers. A softmax over one key is 1 whatever the scores; the kernel's gradient is 0 but for rounding.
+def _one_key_is_seen(ids: kernel.SegmentIds | None) -> Bool[Array, "b 1 1 1"] | None:
+    """Where query and key get no gradient: a softmax over one key is 1 whatever the scores. None: nowhere.
 
-    All rows of a batch entry add that rounding up in its one key, where there is nothing else to drown it.
+    The kernel's gradient is 0 there but for rounding. All rows of a batch entry add that rounding up in its one key,
+    where there is nothing else to drown it.
     """
-    if ids is None:
-        return query, key
-    alone = ((ids.kv != _UNSEEN_KEY).sum(1) == 1)[:, None, None, None]
-    return jnp.where(alone, jax.lax.stop_gradient(query), query), jnp.where(alone, jax.lax.stop_gradient(key), key)
+    return None if ids is None else ((ids.kv != _UNSEEN_KEY).sum(1) == 1)[:, None, None, None]
+
+
+def _no_sinks(spec: AttentionSpec) -> Float[Array, " heads"]:
+    """A sink per head of the kernel that changes nothing; one query token has its group's heads as rows."""
+    return jnp.full(spec.num_kv_heads if spec.query_length == 1 else spec.num_heads, _NO_SINK, jnp.float32)
 
 
 def _to_kernel(

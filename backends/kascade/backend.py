@@ -103,11 +103,11 @@ class Kascade:
         mode: Mode = "native",
         options: Mapping[str, Any] | None = None,
     ) -> Plan:
-        """Cut the problem into tiles once for all layers. Options: see ``backends.kascade.OPTIONS``.
+        """Cut the problem into tiles and check the schedule once. Options: see ``backends.kascade.OPTIONS``.
 
         ``plan.run(..., layer=i, carry=carry)`` does what the schedule says of layer ``i``; without a schedule every
-        layer is an anchor. Raises ValueError for options that are not accepted, for key positions, and, when a layer
-        runs, where the schedule does not know it or a reuse layer gets no selection.
+        layer is an anchor. Raises ValueError for options that are not accepted, for key positions, for a schedule of
+        other KV heads, and, when a layer runs, where the schedule does not know it or a reuse layer gets no selection.
         """
         settings = Settings.of(options, _kernel(target, mode))
         if self.heads is not None and (reasons := tuple(_dealing_reasons(settings))):
@@ -119,7 +119,10 @@ class Kascade:
             if instead is not None:
                 dense = resolve("auto", spec, target)
                 return Plan(dense.plan(layout).attend, (f"{instead}; {dense.backend.name} ran.",))
-        compute = _computation(spec, settings, tiling, places, layout, target, mode, self.heads)
+        roles = _roles(settings, spec)
+        compute = _computation(spec, settings, tiling, places, target, mode, self.heads)
+        if settings.kernel != "xla" and "dense" in {role.role for role in roles or ()}:
+            compute = dataclasses.replace(compute, dense=_dense(compute, resolve("auto", spec, target).plan(layout)))
 
         def attend(
             query: Float[Array, "b t n h"],
@@ -128,7 +131,7 @@ class Kascade:
             layer: int,
             carry: Carry,
         ) -> tuple[Float[Array, "b t n v"], Carry]:
-            role = _role(settings, spec, layer)
+            role = _role(roles, layer)
             if role.role == "reuse":
                 selection = _carried(carry, tiling, spec, layer)
                 if settings.ablation != "no_remap" and role.head_map:
@@ -156,18 +159,17 @@ def _computation(
     settings: Settings,
     tiling: Tiling,
     places: Places,
-    layout: Layout,
     target: Target,
     mode: Mode,
     heads: _Heads | None,
 ) -> _Computation:
     if settings.kernel == "xla":
         return _in_xla(spec, settings, tiling, places, heads)
-    module = kernels.pallas(target)
-    how: dict[str, Any] = {"settings": settings, "interpret": mode == "interpret"}
+    module, interpret = kernels.pallas(target), mode == "interpret"
+    geometry = module.geometry(spec, tiling, settings)
 
     def select(query: Array, key: Array) -> Selection:
-        mass = module.pooled_mass(spec, tiling, places, query, key, **how)
+        mass = module.pooled_mass(geometry, places, query, key, interpret=interpret)
         if settings.ablation == "all_heads":
             mass = jnp.broadcast_to(mass.sum(1, keepdims=True), mass.shape)
         allowed = candidates(tiling, places.of_all(spec.batch))[:, None]
@@ -175,13 +177,22 @@ def _computation(
 
     def attend(query: Array, key: Array, value: Array, selection: Selection) -> Array:
         listed = with_own(tiling, places, selection)
-        return module.attend(spec, tiling, places, query, key, value, listed, **how)
+        return module.attend(geometry, places, query, key, value, listed, interpret=interpret)
+
+    return _Computation(select, _no_dense_layer, attend)
+
+
+def _no_dense_layer(*_: Array) -> Any:
+    raise AssertionError("a dense layer runs, but the schedule has none")
+
+
+def _dense(compute: _Computation, planned: Plan) -> Callable[[Array, Array, Array], tuple[Array, Selection]]:
+    """What a dense layer does where Pallas selects: another backend's plan attends."""
 
     def dense(query: Array, key: Array, value: Array) -> tuple[Array, Selection]:
-        out, _ = resolve("auto", spec, target).plan(layout).run(query, key, value)
-        return out, select(query, key)
+        return planned.run(query, key, value)[0], compute.select(query, key)
 
-    return _Computation(select, dense, attend)
+    return dense
 
 
 def _in_xla(
@@ -221,19 +232,25 @@ def _in_xla(
     )
 
 
-def _role(settings: Settings, spec: AttentionSpec, layer: int) -> LayerRole:
+def _roles(settings: Settings, spec: AttentionSpec) -> tuple[LayerRole, ...] | None:
+    """What each layer does; None: all are anchors. Raises ValueError for the head maps of another model."""
     if settings.schedule is None:
+        return None
+    for layer, role in enumerate(settings.schedule.layers):
+        if role.head_map and (len(role.head_map) != spec.num_kv_heads or max(role.head_map) >= spec.num_kv_heads):
+            raise ValueError(
+                f"kascade: layer {layer} of the schedule maps its KV heads to {role.head_map}, "
+                f"but this model has {spec.num_kv_heads} of them."
+            )
+    return settings.schedule.layers
+
+
+def _role(roles: tuple[LayerRole, ...] | None, layer: int) -> LayerRole:
+    if roles is None:
         return LayerRole("anchor", layer)
-    layers = settings.schedule.layers
-    if not 0 <= layer < len(layers):
-        raise ValueError(f"kascade: layer {layer} runs, but the schedule is for {len(layers)} layers.")
-    role = layers[layer]
-    if role.head_map and (len(role.head_map) != spec.num_kv_heads or max(role.head_map) >= spec.num_kv_heads):
-        raise ValueError(
-            f"kascade: layer {layer} of the schedule maps its KV heads to {role.head_map}, "
-            f"but this model has {spec.num_kv_heads} of them."
-        )
-    return role
+    if not 0 <= layer < len(roles):
+        raise ValueError(f"kascade: layer {layer} runs, but the schedule is for {len(roles)} layers.")
+    return roles[layer]
 
 
 def _carried(carry: Carry, tiling: Tiling, spec: AttentionSpec, layer: int) -> Selection:

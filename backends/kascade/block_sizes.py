@@ -27,7 +27,7 @@ _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Blocks:
+class TileBlocks:
     """How a kernel cuts one problem: sizes that divide, powers of two but for the tile.
 
     A query tile is padded to ``tile_q`` queries and taken in blocks of ``block_q``; a tile of ``tile_kv`` keys in
@@ -41,11 +41,12 @@ class Blocks:
     step_kv: int
 
     @staticmethod
-    def of(tiling: Tiling, sizes: KascadeBlockSizes) -> Blocks:
+    def of(tiling: Tiling, sizes: KascadeBlockSizes) -> TileBlocks:
         """The blocks of ``sizes`` in the tiles of ``tiling``."""
         tile_q = max(LEAST, 1 << (tiling.query_tile - 1).bit_length())
         block_kv = min(sizes.block_kv_sparse, tiling.unit & -tiling.unit)
-        return Blocks(tile_q, min(sizes.block_q, tile_q), tiling.unit, block_kv, min(sizes.block_kv_compute, block_kv))
+        step_kv = min(sizes.block_kv_compute, block_kv)
+        return TileBlocks(tile_q, min(sizes.block_q, tile_q), tiling.unit, block_kv, step_kv)
 
     @property
     def blocks_q(self) -> int:
@@ -58,21 +59,21 @@ class Blocks:
         return self.tile_kv // self.block_kv
 
 
-def tpu_blocks(spec: AttentionSpec, tiling: Tiling, settings: Settings) -> Blocks:
+def tpu_blocks(spec: AttentionSpec, tiling: Tiling, settings: Settings) -> TileBlocks:
     """What the options ask for; where they do not, block_q is halved until every generation can hold the kernel."""
-    blocks = Blocks.of(tiling, settings.block_sizes())
+    blocks = TileBlocks.of(tiling, settings.block_sizes())
     if settings.block_q is None:
         while vmem_bytes(blocks, spec) > min(_VMEM.values()) and blocks.block_q > LEAST:
             blocks = dataclasses.replace(blocks, block_q=blocks.block_q // 2)
     return blocks
 
 
-def gpu_blocks(spec: AttentionSpec, tiling: Tiling, settings: Settings) -> Blocks:
+def gpu_blocks(spec: AttentionSpec, tiling: Tiling, settings: Settings) -> TileBlocks:
     """What the options ask for; where they do not, what the smallest shared memory holds.
 
     ``block_q`` counts rows of a query tile here, whichever heads of the group they are of.
     """
-    blocks = Blocks.of(tiling, settings.block_sizes())
+    blocks = TileBlocks.of(tiling, settings.block_sizes())
     rows = spec.group_size * blocks.tile_q
     largest = _GPU_ROWS if settings.block_q is None else settings.block_q
     blocks = dataclasses.replace(blocks, block_q=min(largest, rows & -rows))
@@ -127,7 +128,7 @@ def gpu_reasons(spec: AttentionSpec, tiling: Tiling, settings: Settings, target:
         )
 
 
-def vmem_bytes(blocks: Blocks, spec: AttentionSpec) -> int:
+def vmem_bytes(blocks: TileBlocks, spec: AttentionSpec) -> int:
     """About what the kernel for attention holds: its blocks twice (the next is loaded meanwhile), and its state."""
     rows, element = spec.group_size * blocks.block_q, _BYTES[spec.dtype]
     dim, v_dim = (-(-size // LANES) * LANES for size in (spec.head_dim, spec.value_head_dim or spec.head_dim))
@@ -138,7 +139,7 @@ def vmem_bytes(blocks: Blocks, spec: AttentionSpec) -> int:
     return loaded + state + ids + scores
 
 
-def shared_bytes(blocks: Blocks, spec: AttentionSpec) -> int:
+def shared_bytes(blocks: TileBlocks, spec: AttentionSpec) -> int:
     """About what one program on a GPU keeps in shared memory: its queries, and the keys and values of one step."""
     v_dim = spec.value_head_dim or spec.head_dim
     return _BYTES[spec.dtype] * (blocks.block_q * spec.head_dim + blocks.step_kv * (spec.head_dim + v_dim))

@@ -6,7 +6,7 @@ one computes is the option ``kernel``, nothing else: a kernel that cannot do a p
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from jaxtyping import Array, Float, Int
 
@@ -14,6 +14,9 @@ from ..contract import AttentionSpec
 from ..devices import Target
 from .selection import Places
 from .settings import Settings, Tiling
+
+if TYPE_CHECKING:
+    from .pallas_rows import Geometry  # Pallas may be missing
 
 
 @runtime_checkable
@@ -29,15 +32,17 @@ class Kernels(Protocol):
         """Every reason, one sentence each, why the kernels cannot compute this; () where they can."""
         ...
 
+    def geometry(self, spec: AttentionSpec, tiling: Tiling, settings: Settings) -> Geometry:
+        """What the two functions below need to know of a problem beside its data; made once per plan."""
+        ...
+
     def pooled_mass(
         self,
-        spec: AttentionSpec,
-        tiling: Tiling,
+        geometry: Geometry,
         places: Places,
         query: Float[Array, "batch q_len heads head_dim"],
         key: Float[Array, "batch kv_len kv_heads head_dim"],
         *,
-        settings: Settings,
         interpret: bool,
     ) -> Float[Array, "batch kv_heads query_tiles units"]:
         """As ``reference.pooled_mass``: post-softmax, summed over rows of a tile and a group.
@@ -49,15 +54,13 @@ class Kernels(Protocol):
 
     def attend(
         self,
-        spec: AttentionSpec,
-        tiling: Tiling,
+        geometry: Geometry,
         places: Places,
         query: Float[Array, "batch q_len heads head_dim"],
         key: Float[Array, "batch kv_len kv_heads head_dim"],
         value: Float[Array, "batch kv_len kv_heads v_dim"],
         listed: Int[Array, "batch kv_heads query_tiles slots"],
         *,
-        settings: Settings,
         interpret: bool,
     ) -> Float[Array, "batch q_len heads v_dim"]:
         """Attention of query tile i of KV head k to the units ``listed[b, k, i]``, in the dtype of the query.

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
 
 from ..contract import AttentionSpec
-from .block_sizes import Blocks
+from .block_sizes import TileBlocks
 from .selection import Places
 from .settings import Tiling
 
@@ -27,12 +27,12 @@ _UNSEEING_QUERY, _UNSEEN_KEY = -1, -2  # ids that match nothing
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Problem:
-    """What is known of a problem before there is data, as the kernels need it."""
+class Geometry:
+    """What is known before there is data, as the kernels need it: the shapes, the tiles, and the blocks in them."""
 
     spec: AttentionSpec
     tiling: Tiling
-    blocks: Blocks
+    blocks: TileBlocks
 
     @property
     def tiles(self) -> int:
@@ -41,7 +41,7 @@ class Problem:
 
     @property
     def kv_blocks(self) -> int:
-        """Blocks of one sequence of keys, padded to whole tiles."""
+        """TileBlocks of one sequence of keys, padded to whole tiles."""
         return self.tiling.units * self.blocks.blocks_kv
 
     def sequence(self, tile: Any) -> Any:
@@ -144,15 +144,15 @@ def product(left: Array, right: Array, contracted: tuple[int, int]) -> Array:
 
 
 def block_visible(
-    problem: Problem, queries: Queries, shape: tuple[int, ...], begin: Any, id_refs: Any, some: Any
+    geometry: Geometry, queries: Queries, shape: tuple[int, ...], begin: Any, id_refs: Any, some: Any
 ) -> Bool[Array, "rows keys"]:
     """What each row of a block sees of the keys ``some`` of a block, which begin at slot ``begin``; for TPUs."""
     # block_q is a power of two: the row's place in its head is what remains of its number.
-    place = lax.broadcasted_iota(jnp.int32, shape, 0) & (problem.blocks.block_q - 1)
+    place = lax.broadcasted_iota(jnp.int32, shape, 0) & (geometry.blocks.block_q - 1)
     slot = begin + lax.broadcasted_iota(jnp.int32, shape, 1)
     if not id_refs:
         return queries.visible(place, slot, None)
-    return queries.visible(place, slot, (jnp.tile(id_refs[0][...], (problem.spec.group_size, 1)), id_refs[1][:, some]))
+    return queries.visible(place, slot, (jnp.tile(id_refs[0][...], (geometry.spec.group_size, 1)), id_refs[1][:, some]))
 
 
 def where_needed(there: Any, for_all: Any, has_ids: bool, work: Callable[..., None]) -> None:

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 from ..contract import AttentionSpec
 from ..devices import Target
 from .block_sizes import LANES, tpu_blocks, tpu_reasons
-from .pallas_rows import HIDDEN, Problem, block_visible, product, where_needed
+from .pallas_rows import HIDDEN, Geometry, block_visible, product, where_needed
 from .pallas_tpu_mass import pooled_mass as pooled_mass
 from .selection import Places
 from .settings import Settings, Tiling
@@ -55,28 +55,54 @@ def token_reasons(settings: Settings) -> tuple[str, ...]:
     return (reason,)
 
 
+def geometry(spec: AttentionSpec, tiling: Tiling, settings: Settings) -> Geometry:
+    """The blocks for a TPU's vector memory."""
+    return Geometry(spec, tiling, tpu_blocks(spec, tiling, settings))
+
+
 def attend(
-    spec: AttentionSpec,
-    tiling: Tiling,
+    geometry: Geometry,
     places: Places,
     query: Float[Array, "batch q_len heads head_dim"],
     key: Float[Array, "batch kv_len kv_heads head_dim"],
     value: Float[Array, "batch kv_len kv_heads v_dim"],
     listed: Int[Array, "batch kv_heads query_tiles slots"],
     *,
-    settings: Settings,
     interpret: bool,
 ) -> Float[Array, "batch q_len heads v_dim"]:
     """As :meth:`attnsuite.backends.kascade.kernels.Kernels.attend`."""
-    blocks = tpu_blocks(spec, tiling, settings)
-    problem, parts, splits = Problem(spec, tiling, blocks), blocks.blocks_q, blocks.blocks_kv
-    rows, keys, values = problem.rows(query, blocks.block_q), problem.heads(key), problem.heads(value)
-    ids, n_rows, slots, v_dim = problem.segment_ids(places), rows.shape[1], listed.shape[-1], value.shape[-1]
-    calls = -(-problem.tiles * (slots + 1) * 4 // LIST_BYTES)
-    per_call = -(-problem.tiles // calls)
+    block_q = geometry.blocks.block_q
+    rows, keys, values = geometry.rows(query, block_q), geometry.heads(key), geometry.heads(value)
+    ids, n_rows, slots, v_dim = geometry.segment_ids(places), rows.shape[1], listed.shape[-1], value.shape[-1]
+    calls = -(-geometry.tiles * (slots + 1) * 4 // LIST_BYTES)
+    per_call = -(-geometry.tiles // calls)
+    out_shape = jax.ShapeDtypeStruct((per_call * geometry.blocks.blocks_q, n_rows, v_dim), query.dtype)
+    call = _call(geometry, slots, out_shape, has_ids=bool(ids), interpret=interpret)
+    tiles, counts = visits(listed)
+    spare = calls * per_call - geometry.tiles
+    tiles = jnp.pad(tiles, ((0, spare), (0, 0))).reshape(calls, per_call * slots)
+    counts = jnp.pad(counts, (0, spare)).reshape(calls, per_call)
+    columns = (ids[0][:, :, None], ids[1][:, None, :]) if ids else ()
+    firsts, lengths = geometry.firsts(places), geometry.lengths(places)
+
+    def part(of_call: tuple[Array, Array, Array]) -> Array:
+        start, tiles, counts = of_call
+        # One dimension each: an array of more is padded to 128 lanes in scalar memory.
+        return call(start[None], tiles, counts, firsts, lengths, rows, keys, values, *columns)
+
+    out = lax.map(part, (jnp.arange(calls, dtype=jnp.int32) * per_call, tiles, counts))
+    return geometry.queries(out.reshape(-1, n_rows, v_dim)[: geometry.tiles * geometry.blocks.blocks_q], block_q)
+
+
+def _call(
+    geometry: Geometry, slots: int, out_shape: jax.ShapeDtypeStruct, *, has_ids: bool, interpret: bool
+) -> Callable[..., Array]:
+    """The kernel over as many blocks of queries as ``out_shape`` has, with lists of ``slots`` tiles of keys."""
+    tiling, blocks, head_dim = geometry.tiling, geometry.blocks, geometry.spec.head_dim
+    (steps, n_rows, v_dim), parts, splits = out_shape.shape, blocks.blocks_q, blocks.blocks_kv
 
     def tile_at(step: Any, start: Any) -> Any:
-        return jnp.minimum(start[0] + step // parts, problem.tiles - 1)  # the last call may have steps to spare
+        return jnp.minimum(start[0] + step // parts, geometry.tiles - 1)  # the last call may have steps to spare
 
     def block_kv(step: Any, slot: Any, tiles: Any, counts: Any) -> Any:
         """Behind the last listed tile the same block again, which is not loaded again."""
@@ -92,25 +118,25 @@ def attend(
 
     def of_query_ids(step: Any, slot: Any, start: Any, *_: Any) -> tuple[Any, ...]:
         tile = tile_at(step, start)
-        return problem.sequence(tile), tile % tiling.query_tiles * parts + step % parts, 0
+        return geometry.sequence(tile), tile % tiling.query_tiles * parts + step % parts, 0
 
     def of_key_ids(step: Any, slot: Any, start: Any, tiles: Any, counts: Any, *_: Any) -> tuple[Any, ...]:
-        return problem.sequence(tile_at(step, start)), 0, block_kv(step, slot, tiles, counts)
+        return geometry.sequence(tile_at(step, start)), 0, block_kv(step, slot, tiles, counts)
 
     id_specs = [
         pl.BlockSpec((None, blocks.block_q, 1), of_query_ids),
         pl.BlockSpec((None, 1, blocks.block_kv), of_key_ids),
     ]
-    call = pl.pallas_call(
-        functools.partial(_attend, problem=problem, slots=slots),
+    return pl.pallas_call(
+        functools.partial(_attend, geometry=geometry, slots=slots),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=5,
-            grid=(per_call * parts, slots * splits),
+            grid=(steps, slots * splits),
             in_specs=[
-                pl.BlockSpec((None, n_rows, spec.head_dim), of_rows),
-                pl.BlockSpec((None, blocks.block_kv, spec.head_dim), of_keys),
+                pl.BlockSpec((None, n_rows, head_dim), of_rows),
+                pl.BlockSpec((None, blocks.block_kv, head_dim), of_keys),
                 pl.BlockSpec((None, blocks.block_kv, v_dim), of_keys),
-                *id_specs[: len(ids)],
+                *(id_specs if has_ids else ()),
             ],
             out_specs=pl.BlockSpec((None, n_rows, v_dim), lambda step, *_: (step, 0, 0)),
             scratch_shapes=[
@@ -119,25 +145,11 @@ def attend(
                 pltpu.VMEM((n_rows, v_dim), jnp.float32),
             ],
         ),
-        out_shape=jax.ShapeDtypeStruct((per_call * parts, n_rows, v_dim), query.dtype),
+        out_shape=out_shape,
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         interpret=interpret,
         name="kascade_attend",
     )
-    tiles, counts = visits(listed)
-    spare = calls * per_call - problem.tiles
-    tiles = jnp.pad(tiles, ((0, spare), (0, 0))).reshape(calls, per_call * slots)
-    counts = jnp.pad(counts, (0, spare)).reshape(calls, per_call)
-    columns = (ids[0][:, :, None], ids[1][:, None, :]) if ids else ()
-    firsts, lengths = problem.firsts(places), problem.lengths(places)
-
-    def part(of_call: tuple[Array, Array, Array]) -> Array:
-        start, tiles, counts = of_call
-        # One dimension each: an array of more is padded to 128 lanes in scalar memory.
-        return call(start[None], tiles, counts, firsts, lengths, rows, keys, values, *columns)
-
-    out = lax.map(part, (jnp.arange(calls, dtype=jnp.int32) * per_call, tiles, counts))
-    return problem.queries(out.reshape(-1, n_rows, v_dim)[: problem.tiles * parts], blocks.block_q)
 
 
 def visits(
@@ -159,16 +171,16 @@ def _attend(
     key_ref: Any,
     value_ref: Any,
     *refs: Any,
-    problem: Problem,
+    geometry: Geometry,
     slots: int,
 ) -> None:
     """One block of queries against one block of keys: the running maximum, sum and output of every row."""
     *id_refs, out_ref, max_ref, sum_ref, acc_ref = refs
-    blocks, step, slot = problem.blocks, pl.program_id(0), pl.program_id(1)
+    blocks, step, slot = geometry.blocks, pl.program_id(0), pl.program_id(1)
     index, part = step // blocks.blocks_q, step % blocks.blocks_q
     listed, split = slot // blocks.blocks_kv, slot % blocks.blocks_kv
-    tile = jnp.minimum(start_ref[0] + index, problem.tiles - 1)
-    queries = problem.queries_of(tile, part * blocks.block_q, firsts_ref, lengths_ref)
+    tile = jnp.minimum(start_ref[0] + index, geometry.tiles - 1)
+    queries = geometry.queries_of(tile, part * blocks.block_q, firsts_ref, lengths_ref)
     begin = tiles_ref[index * slots + listed] * blocks.tile_kv + split * blocks.block_kv
 
     @pl.when(slot == 0)
@@ -179,8 +191,8 @@ def _attend(
 
     def attend_step(at: int, masked: bool) -> None:
         some = pl.ds(at, blocks.step_kv)
-        score = problem.scores(query_ref[...], key_ref[some, :])
-        seen = block_visible(problem, queries, score.shape, begin + at, id_refs, some) if masked else None
+        score = geometry.scores(query_ref[...], key_ref[some, :])
+        seen = block_visible(geometry, queries, score.shape, begin + at, id_refs, some) if masked else None
         score = score if seen is None else jnp.where(seen, score, HIDDEN)
         before = max_ref[:, :1]
         highest = jnp.maximum(before, score.max(axis=1, keepdims=True))

@@ -18,52 +18,48 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float
 
-from ..contract import AttentionSpec
-from .block_sizes import LANES, tpu_blocks
-from .pallas_rows import HIDDEN, Problem, Queries, block_visible, where_needed
+from .block_sizes import LANES
+from .pallas_rows import HIDDEN, Geometry, Queries, block_visible, where_needed
 from .selection import Places
-from .settings import Settings, Tiling
 
 
 def pooled_mass(
-    spec: AttentionSpec,
-    tiling: Tiling,
+    geometry: Geometry,
     places: Places,
     query: Float[Array, "batch q_len heads head_dim"],
     key: Float[Array, "batch kv_len kv_heads head_dim"],
     *,
-    settings: Settings,
     interpret: bool,
 ) -> Float[Array, "batch kv_heads query_tiles units"]:
     """As :meth:`attnsuite.backends.kascade.kernels.Kernels.pooled_mass`."""
-    blocks = tpu_blocks(spec, tiling, settings)
-    problem, parts = Problem(spec, tiling, blocks), blocks.blocks_q
-    rows, keys, ids = problem.rows(query, blocks.block_q), problem.heads(key), problem.segment_ids(places)
+    spec, tiling, blocks = geometry.spec, geometry.tiling, geometry.blocks
+    parts = blocks.blocks_q
+    rows, keys, ids = geometry.rows(query, blocks.block_q), geometry.heads(key), geometry.segment_ids(places)
     n_rows = rows.shape[1]
 
     def block_kv(step: Any, block: Any, firsts: Any, lengths: Any) -> Any:
         """The block, or the last one that is needed: behind it nothing is loaded."""
-        queries = problem.queries_of(step // parts, step % parts * blocks.block_q, firsts, lengths)
-        return jnp.minimum(block, _last_block(problem, queries))
+        queries = geometry.queries_of(step // parts, step % parts * blocks.block_q, firsts, lengths)
+        return jnp.minimum(block, _last_block(geometry, queries))
 
     def of_keys(step: Any, _turn: Any, block: Any, *at: Any) -> tuple[Any, ...]:
         return step // parts // tiling.query_tiles, block_kv(step, block, *at), 0
 
     def of_key_ids(step: Any, _turn: Any, block: Any, *at: Any) -> tuple[Any, ...]:
-        return problem.sequence(step // parts), 0, block_kv(step, block, *at)
+        return geometry.sequence(step // parts), 0, block_kv(step, block, *at)
 
     id_specs = [
         pl.BlockSpec(
             (None, blocks.block_q, 1),
-            lambda step, *_: (problem.sequence(step // parts), step % (tiling.query_tiles * parts), 0),
+            lambda step, *_: (geometry.sequence(step // parts), step % (tiling.query_tiles * parts), 0),
         ),
         pl.BlockSpec((None, 1, blocks.block_kv), of_key_ids),
     ]
     mass = pl.pallas_call(
-        functools.partial(_sum, problem=problem),
+        functools.partial(_sum, geometry=geometry),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
-            grid=(rows.shape[0], 2, problem.kv_blocks),
+            grid=(rows.shape[0], 2, geometry.kv_blocks),
             in_specs=[
                 pl.BlockSpec((None, n_rows, spec.head_dim), lambda step, *_: (step, 0, 0)),
                 pl.BlockSpec((None, blocks.block_kv, spec.head_dim), of_keys),
@@ -77,8 +73,8 @@ def pooled_mass(
         interpret=interpret,
         name="kascade_pooled_mass",
     )(
-        problem.firsts(places),
-        problem.lengths(places),
+        geometry.firsts(places),
+        geometry.lengths(places),
         rows,
         keys,
         *((ids[0][:, :, None], ids[1][:, None, :]) if ids else ()),
@@ -86,22 +82,22 @@ def pooled_mass(
     return mass.reshape(spec.batch, spec.num_kv_heads, tiling.query_tiles, parts, tiling.units).sum(3)
 
 
-def _last_block(problem: Problem, queries: Queries) -> Any:
+def _last_block(geometry: Geometry, queries: Queries) -> Any:
     """The last block of keys that some query of a block may see."""
-    end = jnp.minimum(queries.first + jnp.minimum(queries.number, problem.blocks.block_q), queries.length)
-    return jnp.maximum(end - 1, 0) // problem.blocks.block_kv
+    end = jnp.minimum(queries.first + jnp.minimum(queries.number, geometry.blocks.block_q), queries.length)
+    return jnp.maximum(end - 1, 0) // geometry.blocks.block_kv
 
 
-def _sum(firsts_ref: Any, lengths_ref: Any, query_ref: Any, key_ref: Any, *refs: Any, problem: Problem) -> None:
+def _sum(firsts_ref: Any, lengths_ref: Any, query_ref: Any, key_ref: Any, *refs: Any, geometry: Geometry) -> None:
     """One block of queries against one block of keys, in the first or the second pass.
 
     ``max_ref`` and ``sum_ref`` hold the running maximum and sum of each row in the first pass; after it the log-sum-exp
     stands in place of the maximum.
     """
     *id_refs, mass_ref, max_ref, sum_ref = refs
-    blocks = problem.blocks
+    blocks = geometry.blocks
     step, turn, block = (pl.program_id(axis) for axis in range(3))
-    queries = problem.queries_of(
+    queries = geometry.queries_of(
         step // blocks.blocks_q, step % blocks.blocks_q * blocks.block_q, firsts_ref, lengths_ref
     )
     begin = block * blocks.block_kv
@@ -119,8 +115,8 @@ def _sum(firsts_ref: Any, lengths_ref: Any, query_ref: Any, key_ref: Any, *refs:
 
     def score_of(at: int, masked: bool) -> tuple[Float[Array, "rows keys"], Bool[Array, "rows keys"] | None]:
         some = pl.ds(at, blocks.step_kv)
-        score = problem.scores(query_ref[...], key_ref[some, :])
-        return score, block_visible(problem, queries, score.shape, begin + at, id_refs, some) if masked else None
+        score = geometry.scores(query_ref[...], key_ref[some, :])
+        return score, block_visible(geometry, queries, score.shape, begin + at, id_refs, some) if masked else None
 
     def log_sum(at: int, masked: bool) -> None:
         score, seen = score_of(at, masked)
@@ -145,7 +141,7 @@ def _sum(firsts_ref: Any, lengths_ref: Any, query_ref: Any, key_ref: Any, *refs:
         for at in range(0, blocks.block_kv, blocks.step_kv):
             one(at, masked)
 
-    there = (block <= _last_block(problem, queries)) & (queries.number > 0)
+    there = (block <= _last_block(geometry, queries)) & (queries.number > 0)
     for_all = queries.all_see(begin + blocks.block_kv) & (queries.number >= blocks.block_q)
     for number, one in enumerate((log_sum, pool)):
         where_needed(there & (turn == number), for_all, bool(id_refs), functools.partial(in_steps, one))

@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 from ..contract import AttentionSpec
 from ..devices import Target
 from .block_sizes import gpu_blocks, gpu_reasons
-from .pallas_rows import HIDDEN, Problem, Queries, product
+from .pallas_rows import HIDDEN, Geometry, Queries, product
 from .pallas_tpu import token_reasons, visits
 from .selection import Places
 from .settings import Settings, Tiling
@@ -34,93 +34,98 @@ def refuses(spec: AttentionSpec, settings: Settings, target: Target) -> tuple[st
     return reasons
 
 
+def geometry(spec: AttentionSpec, tiling: Tiling, settings: Settings) -> Geometry:
+    """The blocks for a GPU's shared memory."""
+    return Geometry(spec, tiling, gpu_blocks(spec, tiling, settings))
+
+
 def attend(
-    spec: AttentionSpec,
-    tiling: Tiling,
+    geometry: Geometry,
     places: Places,
     query: Float[Array, "batch q_len heads head_dim"],
     key: Float[Array, "batch kv_len kv_heads head_dim"],
     value: Float[Array, "batch kv_len kv_heads v_dim"],
     listed: Int[Array, "batch kv_heads query_tiles slots"],
     *,
-    settings: Settings,
     interpret: bool,
 ) -> Float[Array, "batch q_len heads v_dim"]:
     """As :meth:`attnsuite.backends.kascade.kernels.Kernels.attend`."""
-    problem = Problem(spec, tiling, gpu_blocks(spec, tiling, settings))
-    rows, block, v_dim = problem.rows(query, problem.blocks.tile_q), problem.blocks.block_q, value.shape[-1]
-    ids = problem.segment_ids(places)
+    spec = geometry.spec
+    rows, block, v_dim = geometry.rows(query, geometry.blocks.tile_q), geometry.blocks.block_q, value.shape[-1]
+    ids = geometry.segment_ids(places)
     tiles, counts = visits(listed)
     out = pl.pallas_call(
-        functools.partial(_attend, problem=problem),
-        grid=(rows.shape[1] // block, problem.tiles),
+        functools.partial(_attend, geometry=geometry),
+        grid=(rows.shape[1] // block, geometry.tiles),
         in_specs=[
             pl.BlockSpec((None, block, spec.head_dim), lambda part, tile: (tile, part, 0)),
             *(pl.no_block_spec,) * (6 + len(ids)),
         ],
         out_specs=pl.BlockSpec((None, block, v_dim), lambda part, tile: (tile, part, 0)),
         out_shape=jax.ShapeDtypeStruct((*rows.shape[:2], v_dim), query.dtype),
-        compiler_params=_compiler_params(problem),
+        compiler_params=_compiler_params(geometry),
         interpret=interpret,
         name="kascade_attend",
     )(
         rows,
-        problem.heads(key),
-        problem.heads(value),
+        geometry.heads(key),
+        geometry.heads(value),
         tiles,
         counts,
-        problem.firsts(places),
-        problem.lengths(places),
+        geometry.firsts(places),
+        geometry.lengths(places),
         *ids,
     )
-    return problem.queries(out, problem.blocks.tile_q)
+    return geometry.queries(out, geometry.blocks.tile_q)
 
 
 def pooled_mass(
-    spec: AttentionSpec,
-    tiling: Tiling,
+    geometry: Geometry,
     places: Places,
     query: Float[Array, "batch q_len heads head_dim"],
     key: Float[Array, "batch kv_len kv_heads head_dim"],
     *,
-    settings: Settings,
     interpret: bool,
 ) -> Float[Array, "batch kv_heads query_tiles units"]:
     """As :meth:`attnsuite.backends.kascade.kernels.Kernels.pooled_mass`."""
-    problem = Problem(spec, tiling, gpu_blocks(spec, tiling, settings))
-    rows, block, ids = problem.rows(query, problem.blocks.tile_q), problem.blocks.block_q, problem.segment_ids(places)
+    spec, tiling = geometry.spec, geometry.tiling
+    rows, block, ids = (
+        geometry.rows(query, geometry.blocks.tile_q),
+        geometry.blocks.block_q,
+        geometry.segment_ids(places),
+    )
     parts = rows.shape[1] // block
     mass = pl.pallas_call(
-        functools.partial(_sum, problem=problem),
-        grid=(parts, problem.tiles),
+        functools.partial(_sum, geometry=geometry),
+        grid=(parts, geometry.tiles),
         in_specs=[
             pl.BlockSpec((None, block, spec.head_dim), lambda part, tile: (tile, part, 0)),
             *(pl.no_block_spec,) * (3 + len(ids)),
         ],
         out_specs=pl.no_block_spec,
-        out_shape=jax.ShapeDtypeStruct((problem.tiles, parts, tiling.units), jnp.float32),
-        compiler_params=_compiler_params(problem),
+        out_shape=jax.ShapeDtypeStruct((geometry.tiles, parts, tiling.units), jnp.float32),
+        compiler_params=_compiler_params(geometry),
         interpret=interpret,
         name="kascade_pooled_mass",
-    )(rows, problem.heads(key), problem.firsts(places), problem.lengths(places), *ids)
+    )(rows, geometry.heads(key), geometry.firsts(places), geometry.lengths(places), *ids)
     return mass.sum(1).reshape(spec.batch, spec.num_kv_heads, tiling.query_tiles, tiling.units)
 
 
-def _compiler_params(problem: Problem) -> plgpu.CompilerParams:
+def _compiler_params(geometry: Geometry) -> plgpu.CompilerParams:
     # As FlashAttention takes them for such tiles; not tuned on a GPU, where nothing of this has run.
-    large = problem.blocks.block_q * problem.spec.head_dim > 64 * 64
+    large = geometry.blocks.block_q * geometry.spec.head_dim > 64 * 64
     return plgpu.CompilerParams(num_warps=8 if large else 4, num_stages=2)
 
 
 class _Rows:
     """Inside a kernel: the rows of one program, and what they see."""
 
-    def __init__(self, problem: Problem, firsts_ref: Any, lengths_ref: Any, id_refs: Any) -> None:
-        blocks, tiling = problem.blocks, problem.tiling
+    def __init__(self, geometry: Geometry, firsts_ref: Any, lengths_ref: Any, id_refs: Any) -> None:
+        blocks, tiling = geometry.blocks, geometry.tiling
         # Read once: inside a loop an interpreter does not know them.
         self.part, self.tile = pl.program_id(0), pl.program_id(1)
-        self.head, self.sequence = self.tile // tiling.query_tiles, problem.sequence(self.tile)
-        self.queries: Queries = problem.queries_of(self.tile, 0, firsts_ref, lengths_ref)
+        self.head, self.sequence = self.tile // tiling.query_tiles, geometry.sequence(self.tile)
+        self.queries: Queries = geometry.queries_of(self.tile, 0, firsts_ref, lengths_ref)
         # tile_q is a power of two: the row's place in its head is what remains of its number.
         self._place = (self.part * blocks.block_q + jnp.arange(blocks.block_q, dtype=jnp.int32)) & (blocks.tile_q - 1)
         self._step, self._ids = blocks.step_kv, id_refs
@@ -146,10 +151,10 @@ def _attend(
     firsts_ref: Any,
     lengths_ref: Any,
     *refs: Any,
-    problem: Problem,
+    geometry: Geometry,
 ) -> None:
     *id_refs, out_ref = refs
-    blocks, rows = problem.blocks, _Rows(problem, firsts_ref, lengths_ref, id_refs)
+    blocks, rows = geometry.blocks, _Rows(geometry, firsts_ref, lengths_ref, id_refs)
     steps, query = jnp.int32(blocks.tile_kv // blocks.step_kv), query_ref[...]
 
     def step(number: Any, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
@@ -158,7 +163,7 @@ def _attend(
         begin = tiles_ref[rows.tile, lax.div(number, steps)] * blocks.tile_kv + lax.rem(number, steps) * blocks.step_kv
         some = pl.ds(begin, blocks.step_kv)
         seen = rows.visible(begin)
-        score = jnp.where(seen, problem.scores(query, key_ref[rows.head, some, :]), HIDDEN)
+        score = jnp.where(seen, geometry.scores(query, key_ref[rows.head, some, :]), HIDDEN)
         highest = jnp.maximum(before, score.max(axis=1))
         weight = jnp.where(seen, jnp.exp(score - highest[:, None]), 0.0)
         decay, value = jnp.exp(before - highest), value_ref[rows.head, some, :]
@@ -170,18 +175,18 @@ def _attend(
     out_ref[...] = (acc / jnp.where(total == 0.0, 1.0, total)[:, None]).astype(out_ref.dtype)
 
 
-def _sum(query_ref: Any, key_ref: Any, firsts_ref: Any, lengths_ref: Any, *refs: Any, problem: Problem) -> None:
+def _sum(query_ref: Any, key_ref: Any, firsts_ref: Any, lengths_ref: Any, *refs: Any, geometry: Geometry) -> None:
     *id_refs, mass_ref = refs
-    blocks, rows = problem.blocks, _Rows(problem, firsts_ref, lengths_ref, id_refs)
+    blocks, rows = geometry.blocks, _Rows(geometry, firsts_ref, lengths_ref, id_refs)
     steps, query = blocks.tile_kv // blocks.step_kv, query_ref[...]
     end = jnp.minimum(
-        rows.queries.first + jnp.minimum(rows.queries.number, problem.tiling.query_tile), rows.queries.length
+        rows.queries.first + jnp.minimum(rows.queries.number, geometry.tiling.query_tile), rows.queries.length
     )
     visited = (end + blocks.tile_kv - 1) // blocks.tile_kv
 
     def score_of(begin: Any) -> tuple[Array, Array]:
         seen = rows.visible(begin)
-        score = problem.scores(query, key_ref[rows.head, pl.ds(begin, blocks.step_kv), :])
+        score = geometry.scores(query, key_ref[rows.head, pl.ds(begin, blocks.step_kv), :])
         return jnp.where(seen, score, HIDDEN), seen
 
     def log_sum(number: Any, state: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -205,7 +210,7 @@ def _sum(query_ref: Any, key_ref: Any, firsts_ref: Any, lengths_ref: Any, *refs:
         mass_ref[rows.tile, rows.part, tile] = jnp.float32(0.0)
 
     lax.fori_loop(0, visited, pool, None)
-    lax.fori_loop(visited, problem.tiling.units, nothing, None)
+    lax.fori_loop(visited, geometry.tiling.units, nothing, None)
 
 
 def _nothing_seen(rows: int) -> tuple[Float[Array, " rows"], Float[Array, " rows"]]:

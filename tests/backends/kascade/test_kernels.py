@@ -183,11 +183,11 @@ def _mass(spec, settings, query, key, visible):
 @functools.cache
 def attending(kernels, given: Problem):
     """A kernel compiled once for all tests; ``attending.__wrapped__`` traces it anew."""
-    spec, tiling, settings = given.spec, given.tiling, given.settings
+    geometry = kernels.geometry(given.spec, given.tiling, given.settings)
 
     @jax.jit
     def run(places, listed, *inputs):
-        return kernels.attend(spec, tiling, places, *inputs, listed, settings=settings, interpret=True)
+        return kernels.attend(geometry, places, *inputs, listed, interpret=True)
 
     return run
 
@@ -200,11 +200,11 @@ def attend(kernels, given: Problem, listed=None, inputs=None, *, changed=False):
 
 
 def pooled_mass(kernels, given: Problem):
-    spec, tiling, settings = given.spec, given.tiling, given.settings
+    geometry = kernels.geometry(given.spec, given.tiling, given.settings)
 
     @jax.jit
     def run(places, query, key):
-        return kernels.pooled_mass(spec, tiling, places, query, key, settings=settings, interpret=True)
+        return kernels.pooled_mass(geometry, places, query, key, interpret=True)
 
     return run(given.places, *given.inputs[:2])
 
@@ -326,9 +326,11 @@ def test_nothing_is_gathered_and_no_scores_are_written(kernels):
     query, key = (jax.ShapeDtypeStruct((1, 8192, n, 64), jnp.float32) for n in (2, 1))
     listed = jax.ShapeDtypeStruct((1, 1, tiling.query_tiles, tiling.slots + 1), jnp.int32)
 
+    geometry = kernels.geometry(spec, tiling, settings)
+
     def both_layers(query, key, value, listed):
-        mass = kernels.pooled_mass(spec, tiling, places, query, key, settings=settings, interpret=False)
-        return mass, kernels.attend(spec, tiling, places, query, key, value, listed, settings=settings, interpret=False)
+        mass = kernels.pooled_mass(geometry, places, query, key, interpret=False)
+        return mass, kernels.attend(geometry, places, query, key, value, listed, interpret=False)
 
     largest, primitives = _arrays(jax.make_jaxpr(both_layers)(query, key, key, listed).jaxpr)
     assert largest <= 2 * 8192 * 128

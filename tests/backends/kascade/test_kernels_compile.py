@@ -61,13 +61,15 @@ def compiled(what, length, queries=None, oversized=False, segments=False):
         key_value_segment_ids=integers(1, length) if segments else None,
     )
 
+    geometry = module.geometry(spec, tiling, settings)
+
     def mass(layout, query, key):
         places = Places.of(spec, layout, tiling)
-        return module.pooled_mass(spec, tiling, places, query, key, settings=settings, interpret=False)
+        return module.pooled_mass(geometry, places, query, key, interpret=False)
 
     def attend(layout, query, key, value, listed):
         places = Places.of(spec, layout, tiling)
-        return module.attend(spec, tiling, places, query, key, value, listed, settings=settings, interpret=False)
+        return module.attend(geometry, places, query, key, value, listed, interpret=False)
 
     query, key = shape(spec.query_length, 8), shape(length, 2)
     if what == "mass":

@@ -321,9 +321,13 @@ def test_option_that_is_not_accepted_is_refused_before_anything_is_traced(option
 )
 def test_a_schedule_for_another_model_is_refused(layer, schedule, word):
     problem = sparse()
-    plan = KASCADE.plan(problem.spec, Layout(), target=Target("cpu"), options={"schedule": schedule})
+
+    def run():
+        plan = KASCADE.plan(problem.spec, Layout(), target=Target("cpu"), options={"schedule": schedule})
+        return plan.run(*problem.inputs, layer=layer)
+
     with pytest.raises(ValueError, match=word):
-        plan.run(*problem.inputs, layer=layer)
+        run()
 
 
 def test_key_positions_are_refused_at_the_plan():
