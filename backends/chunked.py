@@ -4,19 +4,19 @@ The recurrence is FlashAttention-2's (arXiv 2307.08691), written in XLA so that 
 it is the fallback for long sequences. Blocks that hold nothing visible are skipped, blocks that are all
 visible are not masked (``blocks.py``). The backward pass recomputes the probabilities from the saved
 log-sum-exp, which is kept in two parts: the row's largest score, and the logarithm of the sum of what is
-left of each score below it. Added up, they would round at the size of the logits. A score that is recomputed
-differs in its last bits, because XLA sums in another order in blocks of another shape. A key with more than
-half of its row is the row's largest, so its probability is taken from the saved sum and not from its score.
+left of each score below it. Their float32 sum would lose the low bits of the second where logits are large. A
+score that is recomputed differs in its last bits, because XLA sums in another order in blocks of another shape.
+A key with more than half of its row is the row's largest, so its probability is taken from the saved sum and not
+from its score.
 Short queries against long keys (decoding) take the plain formula, whose scores are linear in the key length
 there (``decode.py`` on a CPU, ``standard.py`` elsewhere).
 
-What XLA needs on a CPU and nowhere else is decided in :func:`_in_cpu_bits`; ``attnsuite run`` measures the whole.
+The passes themselves are in ``chunked_passes.py``; ``attnsuite run`` measures the whole.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -24,11 +24,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from . import blocks, decode, standard, tuned
+from . import chunked_passes as passes
 from .blocks import BlockTable, PaddedLayout
+from .chunked_passes import BlockSizes, Program
 from .contract import (
     NOTHING_SEEN,
     AttentionSpec,
@@ -47,11 +48,6 @@ from .tuned import Entry
 SHORT_QUERY = 16
 SMALL_SCORES = 128 * 128
 
-_MASKED = -1e30  # finite, so that a row with nothing visible gives no NaN
-# The largest key of a row has the whole row, but for rounding, where the log-sum-exp is this little above its score.
-_ALONE = 2.0**-21
-_UNSEEN = 1e30  # largest score of a row with nothing visible: its probabilities come out as zero
-
 OPTIONS = {
     "block_q": "query rows per block (a multiple of 8)",
     "block_kv": "keys per block (a multiple of 8)",
@@ -59,28 +55,6 @@ OPTIONS = {
     "heads_per_tile": "KV heads computed together (at least 1)",
     "tuned": "path of a table that attnsuite tune wrote, in place of the one that ships",
 }
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class BlockSizes:
-    """Sizes of the blocks, and how many KV heads one step computes."""
-
-    block_q: int
-    block_kv: int
-    block_backward: int
-    heads_per_tile: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Program:
-    """Everything static about one planned attention. ``float32_results``: not rounded to the input dtype."""
-
-    spec: AttentionSpec
-    sizes: BlockSizes
-    on_cpu: bool
-    scale_query: float
-    scale_scores: float
-    float32_results: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -141,27 +115,27 @@ class Chunked:
         forward_tables, backward_tables = _tables(program, layout)
 
         def forward(query: Array, key: Array, value: Array) -> tuple[Array, Array, Array]:
-            out, top, rest = _forward(program, query, key, value, *forward_tables)
-            return out, jnp.where(top == _UNSEEN, NOTHING_SEEN, top), rest
+            out, top, rest = passes.forward(program, query, key, value, *forward_tables)
+            return out, jnp.where(top == passes.UNSEEN, NOTHING_SEEN, top), rest
 
         def backward(
             query: Array, key: Array, value: Array, out: Array, top: Array, rest: Array, d_out: Array
         ) -> tuple[Array, Array, Array]:
             if backward_tables is None:
                 raise ValueError("planned with needs_grad=False; plan with needs_grad=True to differentiate.")
-            top = jnp.where(top <= NOTHING_SEEN, _UNSEEN, top)
-            return _backward(program, query, key, value, out, top, rest, d_out, None, *backward_tables)
+            top = jnp.where(top <= NOTHING_SEEN, passes.UNSEEN, top)
+            return passes.backward(program, query, key, value, out, top, rest, d_out, None, *backward_tables)
 
         return Part(forward, backward)
 
     def _program(
         self, spec: AttentionSpec, layout: Layout, target: Target, path: str | None, given: dict[str, Any]
-    ) -> _Program:
+    ) -> Program:
         """Sizes by rule, then by the table that ships, then by the file at ``path``, then as given."""
         named = {} if path is None else tuned.from_file(path, self.name, target, spec)
         sizes = default_sizes(spec, target, tuned.shipped())
         sizes = _fit(dataclasses.replace(sizes, **_checked({**named, **given})), spec, layout)
-        return _Program(spec, sizes, target.platform == "cpu", *_scales(spec))
+        return Program(spec, sizes, target.platform == "cpu", *_scales(spec))
 
     def defaults(self, spec: AttentionSpec, target: Target) -> Mapping[str, int]:
         """The rule's block sizes, which ``attnsuite tune`` holds the candidates against."""
@@ -232,15 +206,6 @@ def _fit(sizes: BlockSizes, spec: AttentionSpec, layout: Layout) -> BlockSizes:
     )
 
 
-def _in_cpu_bits(program: _Program) -> bool:
-    """Whether bfloat16 is rounded by integer arithmetic and carried as bits: only where XLA's CPU compiler needs it.
-
-    Its float32 -> bfloat16 conversion is scalar code, and it widens bfloat16 loop operands to float32 and
-    narrows them again at every slice.
-    """
-    return program.on_cpu and program.spec.dtype == "bfloat16"
-
-
 def _scales(spec: AttentionSpec) -> tuple[float, float]:
     """Factors on the query and on the scores; their product is the softmax scale.
 
@@ -257,7 +222,7 @@ def _scales(spec: AttentionSpec) -> tuple[float, float]:
 _Tables = tuple[tuple[PaddedLayout, tuple[BlockTable, ...]], tuple[PaddedLayout, tuple[BlockTable, ...]] | None]
 
 
-def _tables(program: _Program, layout: Layout) -> _Tables:
+def _tables(program: Program, layout: Layout) -> _Tables:
     """Blocks to visit per query block (forward) and, transposed, per KV block (backward)."""
     spec, sizes = program.spec, program.sizes
     padded = blocks.pad_layout(spec, layout, sizes.block_q, sizes.block_kv)
@@ -275,7 +240,7 @@ def _tables(program: _Program, layout: Layout) -> _Tables:
     return forward, (padded, (blocks.table(blocks.classify(spec, padded, b, b).swapaxes(1, 2), b),))
 
 
-def _differentiable(program: _Program, tables: _Tables) -> tuple[Callable[..., Array], _Tables | None]:
+def _differentiable(program: Program, tables: _Tables) -> tuple[Callable[..., Array], _Tables | None]:
     """The attention with its own gradient, and what must be passed to it as a fourth argument.
 
     Tables of a static layout are captured as constants, from which XLA leaves out loops that never run;
@@ -286,18 +251,18 @@ def _differentiable(program: _Program, tables: _Tables) -> tuple[Callable[..., A
     def result(out: Array, top: Array, rest: Array) -> Any:
         if not program.spec.return_log_sum_exp:
             return out
-        return out, jnp.where(top == _UNSEEN, -jnp.inf, top + rest)
+        return out, jnp.where(top == passes.UNSEEN, -jnp.inf, top + rest)
 
     @jax.custom_vjp
     def attend(query: Array, key: Array, value: Array, traced: _Tables | None) -> Any:
-        return result(*_forward(program, query, key, value, *(traced or tables)[0]))
+        return result(*passes.forward(program, query, key, value, *(traced or tables)[0]))
 
     def forward(query: Array, key: Array, value: Array, traced: _Tables | None) -> Any:
         if (traced or tables)[1] is None:  # asked at trace time
             raise ValueError("planned with needs_grad=False; plan with needs_grad=True to differentiate.")
         unrounded = dataclasses.replace(program, float32_results=True)
-        exact, top, rest = _forward(unrounded, query, key, value, *(traced or tables)[0])
-        out = _round(exact, program)
+        exact, top, rest = passes.forward(unrounded, query, key, value, *(traced or tables)[0])
+        out = passes.narrowed(exact, program)
         # What rounding took from the output. The backward pass subtracts rowsum(dO * O), whose rounding would otherwise
         # be as large as the gradient of a key that has nearly all of its row.
         lost = None if program.spec.dtype == "float32" else (exact - out.astype(jnp.float32)).astype(jnp.bfloat16)
@@ -309,264 +274,10 @@ def _differentiable(program: _Program, tables: _Tables) -> tuple[Callable[..., A
         if lost is not None:
             out = out.astype(jnp.float32) + lost.astype(jnp.float32)
         d_out, d_lse = cotangents if program.spec.return_log_sum_exp else (cotangents, None)
-        return *_backward(program, query, key, value, out, top, rest, d_out, d_lse, layout, columns), None
+        return *passes.backward(program, query, key, value, out, top, rest, d_out, d_lse, layout, columns), None
 
     attend.defvjp(forward, backward)
     return attend, None if static else tables
-
-
-# Tiles. A tile is `heads_per_tile` KV heads with all query heads of their groups:
-# queries [tiles * q_blocks, heads, group * block_q, dim], keys and values [tiles, heads, kv_len, dim].
-
-
-def _tile_queries(x: Array, spec: AttentionSpec, heads: int, block: int, fill: float = 0) -> Array:
-    """[B, T, N, D] -> [tiles * q_blocks, heads, group * block, D], T padded with ``fill``."""
-    x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % block), (0, 0), (0, 0)), constant_values=fill)
-    b, t, _, d = x.shape
-    kv_heads, group, n = spec.num_kv_heads, spec.group_size, t // block
-    x = x.reshape(b, n, block, kv_heads, group, d).transpose(0, 3, 1, 4, 2, 5)
-    x = x.reshape(b * kv_heads // heads, heads, n, group * block, d)
-    return x.transpose(0, 2, 1, 3, 4).reshape(-1, heads, group * block, d)
-
-
-def _untile_queries(x: Array, spec: AttentionSpec, heads: int, block: int) -> Array:
-    """The inverse: -> [B, T, N, D]."""
-    b, kv_heads, group, d = spec.batch, spec.num_kv_heads, spec.group_size, x.shape[-1]
-    n = x.shape[0] * heads // (b * kv_heads)
-    x = x.reshape(-1, n, heads, group, block, d).transpose(0, 2, 3, 1, 4, 5).reshape(b, kv_heads, group, n * block, d)
-    return x.transpose(0, 3, 1, 2, 4).reshape(b, n * block, kv_heads * group, d)[:, : spec.query_length]
-
-
-def _tile_keys(x: Array, heads: int, block: int) -> Array:
-    """[B, S, K, D] -> [tiles, heads, S, D], S padded with zeros."""
-    x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % block), (0, 0), (0, 0)))
-    b, s, kv_heads, d = x.shape
-    return x.transpose(0, 2, 1, 3).reshape(b * kv_heads // heads, heads, s, d)
-
-
-def _untile_keys(x: Array, spec: AttentionSpec) -> Array:
-    """The inverse: -> [B, S, K, D]."""
-    x = x.reshape(spec.batch, spec.num_kv_heads, -1, x.shape[-1]).transpose(0, 2, 1, 3)
-    return x[:, : spec.key_value_length]
-
-
-def _columns(x: Array, heads: int, block: int) -> Array:
-    """[B, S, K, D] -> [tiles * kv_blocks, heads, block, D]: each KV block by itself, for the backward pass."""
-    x = _tile_keys(x, heads, block)
-    tiles, _, _, d = x.shape
-    return x.reshape(tiles, heads, -1, block, d).swapaxes(1, 2).reshape(-1, heads, block, d)
-
-
-def _uncolumns(x: Array, spec: AttentionSpec, tiles: int) -> Array:
-    """The inverse: -> [B, S, K, D]."""
-    _, heads, block, d = x.shape
-    return _untile_keys(x.reshape(tiles, -1, heads, block, d).swapaxes(1, 2), spec)
-
-
-def _round(x: Float[Array, "..."], program: _Program) -> Array:
-    """float32 -> the input dtype; on a CPU to bfloat16 by adding half an ulp and cutting (ties away from 0)."""
-    if not _in_cpu_bits(program):
-        return x.astype(program.spec.dtype)
-    bits = lax.bitcast_convert_type(x, jnp.uint32)
-    return lax.bitcast_convert_type(((bits + jnp.uint32(0x8000)) >> 16).astype(jnp.uint16), jnp.bfloat16)
-
-
-def _pack(x: Array, program: _Program) -> Array:
-    return lax.bitcast_convert_type(x, jnp.uint16) if _in_cpu_bits(program) else x
-
-
-def _unpack(x: Array, program: _Program) -> Array:
-    return lax.bitcast_convert_type(x, jnp.bfloat16) if _in_cpu_bits(program) else x
-
-
-def _result(x: Float[Array, "..."], program: _Program) -> Array:
-    """A result as it is carried out of a loop; :func:`_delivered` is its other end."""
-    return x if program.float32_results else _pack(_round(x, program), program)
-
-
-def _delivered(x: Array, program: _Program) -> Array:
-    return x if program.float32_results else _unpack(x, program)
-
-
-def _dot(subscripts: str, a: Array, b: Array) -> Array:
-    return jnp.einsum(subscripts, a, b, preferred_element_type=jnp.float32)
-
-
-def _scores(rows: Float[Array, "h r d"], columns: Float[Array, "h c d"]) -> Float[Array, "h r c"]:
-    """Products of every row with every column, where one pass has queries for rows and the other has keys.
-
-    XLA's CPU kernels add up in an order that depends on the number of columns, but for multiples of 64. A score has
-    to have the same bits in both passes: with logits of 100 the last one is 64 epsilons of a probability.
-    """
-    width = columns.shape[1]
-    columns = jnp.pad(columns, ((0, 0), (0, -width % 64), (0, 0)))
-    return _dot("hrd,hcd->hrc", rows, columns)[..., :width]
-
-
-def _soft_cap(scores: Array, spec: AttentionSpec) -> Array:
-    return scores if spec.logits_soft_cap is None else spec.logits_soft_cap * jnp.tanh(scores / spec.logits_soft_cap)
-
-
-def _visit(
-    tables: tuple[BlockTable, ...], batch: Array, row: Array, step: Callable[[Array, int, Any, bool], Any], carry: Any
-) -> Any:
-    """Fold ``step(start, width, carry, mixed)`` over the blocks of one row: mixed ones, then all-visible ones."""
-    for table in tables:
-        order, partial, full = (jnp.asarray(x)[batch, row] for x in (table.order, table.partial, table.full))
-
-        def visit(n: Array, carry: Any, *, mixed: bool, order: Array = order, width: int = table.width) -> Any:
-            return step(order[n] * width, width, carry, mixed)
-
-        if not _never(table.partial):
-            carry = lax.fori_loop(0, partial, functools.partial(visit, mixed=True), carry)
-        if not _never(table.full):
-            carry = lax.fori_loop(partial, partial + full, functools.partial(visit, mixed=False), carry)
-    return carry
-
-
-def _never(counts: Any) -> bool:
-    """Whether no row has any such block, known at trace time: the loop is left out of the program."""
-    return isinstance(counts, np.ndarray) and not counts.any()
-
-
-def _scaled_query(query: Array, program: _Program) -> Array:
-    if program.scale_query == 1.0:
-        return query
-    return (query.astype(jnp.float32) * program.scale_query).astype(query.dtype)
-
-
-def _forward(
-    program: _Program, query: Array, key: Array, value: Array, layout: PaddedLayout, tables: tuple[BlockTable, ...]
-) -> tuple[Array, Array, Array]:
-    """Output [B, T, N, Hv], and the log-sum-exp as largest score and rest, [B, T, N] each."""
-    spec, sizes = program.spec, program.sizes
-    heads, block_q, block_kv, group = sizes.heads_per_tile, sizes.block_q, sizes.block_kv, spec.group_size
-    keys = _tile_keys(_pack(key, program), heads, block_kv)
-    values = _tile_keys(_pack(value, program), heads, block_kv)
-    queries = _tile_queries(_pack(_scaled_query(query, program), program), spec, heads, block_q)
-    tiles, rows = keys.shape[0], queries.shape[0] // keys.shape[0]
-
-    def one_row(x: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        tile, row, q = x
-        q = _unpack(q, program)
-        batch = tile * heads // spec.num_kv_heads if layout.batch > 1 else jnp.int32(0)
-
-        def step(start: Array, width: int, carry: tuple[Array, ...], mixed: bool) -> tuple[Array, ...]:
-            top, total, out = carry
-            k = _unpack(lax.dynamic_slice_in_dim(keys[tile], start, width, 1), program)
-            v = _unpack(lax.dynamic_slice_in_dim(values[tile], start, width, 1), program)
-            scores = _soft_cap(_scores(q, k) * program.scale_scores, spec)
-            if mixed:
-                mask = blocks.visible(spec, layout, batch, row * block_q, start, block_q, width)
-                scores = jnp.where(mask, scores.reshape(heads, group, block_q, width), _MASKED)
-                scores = scores.reshape(heads, group * block_q, width)
-            new_top = jnp.maximum(top, scores.max(-1))
-            # A row that has seen nothing keeps top at _MASKED; half of that subtracted instead gives exp(-5e29) = 0.
-            probs = jnp.exp(scores - jnp.maximum(new_top, _MASKED / 2)[..., None])
-            rounded = _round(probs, program)
-            decay = jnp.exp(top - new_top)
-            # Of what is rounded, so that rounding cancels in the output; but not where the sum itself is asked for.
-            summed = probs if spec.return_log_sum_exp else rounded.astype(jnp.float32)
-            total = total * decay + summed.sum(-1)
-            return new_top, total, out * decay[..., None] + _dot("hqk,hkd->hqd", rounded, v)
-
-        shape = (heads, group * block_q)
-        start = jnp.full(shape, _MASKED), jnp.zeros(shape), jnp.zeros((*shape, spec.value_head_dim))
-        top, total, out = _visit(tables, batch, row, step, start)
-        seen = total > 0.0
-        out = out * jnp.where(seen, 1.0 / jnp.where(seen, total, 1.0), 0.0)[..., None]
-        rest = jnp.log(jnp.where(seen, total, 1.0))
-        return _result(out, program), jnp.where(seen, top, _UNSEEN), rest
-
-    index = jnp.repeat(jnp.arange(tiles), rows), jnp.tile(jnp.arange(rows), tiles)
-    out, top, rest = lax.map(one_row, (*index, queries))
-    return (
-        _delivered(_untile_queries(out, spec, heads, block_q), program),
-        _untile_queries(top[..., None], spec, heads, block_q)[..., 0],
-        _untile_queries(rest[..., None], spec, heads, block_q)[..., 0],
-    )
-
-
-def _backward(
-    program: _Program,
-    query: Array,
-    key: Array,
-    value: Array,
-    out: Array,
-    top: Array,
-    rest: Array,
-    d_out: Array,
-    d_lse: Array | None,
-    layout: PaddedLayout,
-    tables: tuple[BlockTable, ...],
-) -> tuple[Array, Array, Array]:
-    """Gradients of query, key and value, in their dtype (float32 where the program says so).
-
-    ``d_lse [B, T, N]`` is the cotangent of the log-sum-exp, whose gradient by a score is the probability.
-
-    Scores are kept transposed (keys by queries), so that every product contracts the last dimension of its
-    left operand: the orientation for which XLA's CPU backend has a fast kernel.
-    """
-    spec, sizes = program.spec, program.sizes
-    heads, block, group = sizes.heads_per_tile, sizes.block_backward, spec.group_size
-    delta = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1)
-
-    tops = _tile_queries(top[..., None], spec, heads, block, _UNSEEN)[..., 0]
-    rests = _tile_queries(rest[..., None], spec, heads, block)[..., 0]
-    largest = jnp.exp(-rests)  # probability of the largest key
-    deltas = _tile_queries(delta[..., None], spec, heads, block)[..., 0]
-    d_lses = None if d_lse is None else _tile_queries(d_lse[..., None], spec, heads, block)[..., 0]
-    queries = _tile_queries(_pack(_scaled_query(query, program), program), spec, heads, block)
-    d_outs = _tile_queries(_pack(d_out, program), spec, heads, block)
-
-    keys, values = (_columns(_pack(x, program), heads, block) for x in (key, value))
-    # Transposed out here: inside the loop XLA folds the transpose into the product, for which it has no kernel then.
-    keys_transposed = keys.swapaxes(2, 3)
-    tiles = spec.batch * spec.num_kv_heads // heads
-    q_blocks, kv_blocks = queries.shape[0] // tiles, keys.shape[0] // tiles
-
-    def one_column(d_queries: Array, x: tuple[Array, ...]) -> tuple[Array, tuple[Array, Array]]:
-        tile, column, *kv = x
-        k, k_transposed, v = (_unpack(part, program) for part in kv)
-        batch = tile * heads // spec.num_kv_heads if layout.batch > 1 else jnp.int32(0)
-
-        def step(start: Array, width: int, carry: tuple[Array, ...], mixed: bool) -> tuple[Array, ...]:
-            d_k, d_v, d_queries = carry
-            at = tile * q_blocks + start // width
-            q, d_o = _unpack(queries[at], program), _unpack(d_outs[at], program)
-            raw = _scores(k, q) * program.scale_scores
-            scores = _soft_cap(raw, spec)
-            probs = jnp.exp((scores - tops[at][:, None]) - rests[at][:, None])
-            heavy = probs > 0.5
-            probs = jnp.where(heavy, largest[at][:, None], probs)
-            if mixed:
-                mask = blocks.visible(spec, layout, batch, start, column * block, block, block).T[:, None]
-                probs = jnp.where(mask, probs.reshape(heads, block, group, block), 0.0).reshape(probs.shape)
-            d_scores = probs * (_dot("hkd,hqd->hkq", v, d_o) - deltas[at][:, None])
-            # A key that has the whole row moves nothing: its two terms cancel, and only their rounding would be left.
-            d_scores = jnp.where(heavy & (rests[at][:, None] < _ALONE), 0.0, d_scores)
-            if d_lses is not None:
-                d_scores = d_scores + probs * d_lses[at][:, None]
-            if spec.logits_soft_cap is not None:
-                d_scores = d_scores * (1.0 - (scores / spec.logits_soft_cap) ** 2)
-            probs, d_scores = _round(probs, program), _round(d_scores * program.scale_scores, program)
-            d_v = d_v + _dot("hkq,hqd->hkd", probs, d_o)
-            d_k = d_k + _dot("hkq,hqd->hkd", d_scores, q)
-            d_q = lax.dynamic_index_in_dim(d_queries, at, 0, keepdims=False) + _dot(
-                "hdk,hkq->hdq", k_transposed, d_scores
-            )
-            return d_k, d_v, lax.dynamic_update_index_in_dim(d_queries, d_q, at, 0)
-
-        start = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32), d_queries
-        d_k, d_v, d_queries = _visit(tables, batch, column, step, start)
-        return d_queries, (_result(d_k, program), _result(d_v, program))
-
-    d_queries = jnp.zeros((tiles * q_blocks, heads, spec.head_dim, group * block))
-    index = jnp.repeat(jnp.arange(tiles), kv_blocks), jnp.tile(jnp.arange(kv_blocks), tiles)
-    d_queries, (d_keys, d_values) = lax.scan(one_column, d_queries, (*index, keys, keys_transposed, values))
-    d_query = _result(d_queries.swapaxes(2, 3) * program.scale_query, program)
-    d_key, d_value = (_uncolumns(_delivered(x, program), spec, tiles) for x in (d_keys, d_values))
-    return _delivered(_untile_queries(d_query, spec, heads, block), program), d_key, d_value
 
 
 CHUNKED = Chunked()

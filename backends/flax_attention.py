@@ -55,10 +55,7 @@ def attention_fn(backend: str = "auto", **options: Any) -> Callable[..., Array]:
     >>> layer(jnp.ones((1, 4, 8)), is_causal=True).shape
     (1, 4, 8)
     """
-    if strange := sorted(set(options) - _OPTIONS):
-        raise ValueError(
-            f"attention_fn has no option {', '.join(strange)}; its options are {', '.join(sorted(_OPTIONS))}."
-        )
+    _check_options(options)
 
     def attend(
         query: Array,
@@ -114,6 +111,13 @@ def attention_fn(backend: str = "auto", **options: Any) -> Callable[..., Array]:
         return out.reshape(*lead, *out.shape[-3:])
 
     return attend
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    if strange := sorted(set(options) - _OPTIONS):
+        raise ValueError(
+            f"attention_fn has no option {', '.join(strange)}; its options are {', '.join(sorted(_OPTIONS))}."
+        )
 
 
 def _refuse(given: dict[str, Any], unknown: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ mostly padding. Through Pallas' interpreter anywhere. The functions are those of
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax

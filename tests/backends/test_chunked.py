@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import problems
-from attnsuite.backends import AttentionSpec, Layout, Target, chunked, make_spec, registry
+from attnsuite.backends import AttentionSpec, Layout, Target, chunked_passes, make_spec, registry
 from conformance import Conformance, check_accuracy, check_quantity, compiled
 
 pytestmark = pytest.mark.chunked
@@ -54,7 +54,9 @@ def test_gradients_hold_where_one_key_has_nearly_all_of_its_row(dtype, sizes, ma
 
 def test_gradient_of_the_values_holds_where_the_two_passes_round_a_score_otherwise(monkeypatch):
     """As on a device whose products have not the same bits in both passes."""
-    monkeypatch.setattr(chunked, "_scores", lambda rows, columns: chunked._dot("hrd,hcd->hrc", rows, columns))
+    monkeypatch.setattr(
+        chunked_passes, "_scores", lambda rows, columns: chunked_passes._dot("hrd,hcd->hrc", rows, columns)
+    )
     problem = _peaked("a", T=60, S=60, N=4, K=2, dtype="float32", magnitude=8.0)
     check_quantity("dv", _in_uneven_blocks(problem)["dv"], problem)
 
@@ -76,7 +78,7 @@ def _in_uneven_blocks(problem):
 def test_score_has_the_same_bits_in_both_passes(sizes, dim):
     rng = np.random.default_rng(0)
     query, key = (jnp.asarray(rng.standard_normal((2, rows, dim)).astype(np.float32)) for rows in sizes)
-    scores = jax.jit(chunked._scores)
+    scores = jax.jit(chunked_passes._scores)
     np.testing.assert_array_equal(scores(query, key), scores(key, query).swapaxes(1, 2))
 
 
