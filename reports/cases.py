@@ -3,31 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import PurePath
-from typing import Any, get_args
+from typing import Any
 
-from attnsuite.suite.record import CaseKind, Record
+from attnsuite.suite import kinds
+from attnsuite.suite.record import Record
 
-KIND_TITLES: dict[str, str] = {
-    "op_forward": "forward",
-    "op_forward_backward": "forward and backward",
-    "op_decode": "decode step",
-    "model_prefill": "model prefill",
-    "model_decode": "model decode",
-    "model_train": "model train step",
-    "perplexity": "perplexity",
-    "retrieval": "retrieval",
-    "kascade_text": "kascade, text",
-    "kascade_retrieval": "kascade, retrieval",
-    "kascade_gate": "kascade, gate",
-    "kascade_prefill": "kascade, prefill of a stack",
-    "kascade_decode": "kascade, decode step of a stack",
-    "loss_curve": "loss curve",
-    "sharded": "sharded attention",
-    "tuning": "tuning",
-}
-_KIND_ORDER = {kind: position for position, kind in enumerate(get_args(CaseKind))}
+# What records are called that have pages of their own.
+_OWN_PAGES = {"loss_curve": "loss curve", "sharded": "sharded attention", "tuning": "tuning"}
 _SAID = frozenset(
     {"kind", "name", "model", "batch", "sequence", "heads", "kv_heads", "head_dim", "value_head_dim", "dtype"}
 )
@@ -72,14 +56,29 @@ def _word(name: str, value: object) -> str:
     return words if value is True else f"{words} {value}"
 
 
+def title_of(kind: str) -> str:
+    """What tables of a kind of record are called."""
+    return _OWN_PAGES.get(kind) or kinds.title_of(kind)
+
+
+def titles(among: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """The kinds that are among these, each with its title, in the order of the tables."""
+    found = frozenset(among)
+    return ((kind, title_of(kind)) for kind in _in_order() if kind in found)
+
+
 def title(record: Record) -> str:
     """Kind and problem of a record; its case's name where the problem says nothing."""
-    return f"{KIND_TITLES[record.kind]}, {describe(record.kind, record.problem) or record.case}"
+    return f"{title_of(record.kind)}, {describe(record.kind, record.problem) or record.case}"
 
 
 def order(record: Record) -> tuple[Any, ...]:
-    """A sort key: kinds in the schema's order, then problems with their numbers compared as numbers."""
-    return (_KIND_ORDER[record.kind], natural(describe(record.kind, record.problem)), record.case, record.target)
+    """A sort key: kinds in the order of the tables, then problems with their numbers compared as numbers."""
+    return (_in_order().index(record.kind), natural(describe(record.kind, record.problem)), record.case, record.target)
+
+
+def _in_order() -> tuple[str, ...]:
+    return (*kinds.names(), *_OWN_PAGES)
 
 
 def natural(text: str) -> tuple[tuple[int, int, str], ...]:

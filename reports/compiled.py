@@ -166,7 +166,7 @@ def _bounds(records: Iterable[Record]) -> Found:
         if found not in ("fits", "no fit") or not isinstance(length, int):
             continue
         problem = {name: value for name, value in record.problem.items() if name != "sequence"}
-        what = f"{cases.KIND_TITLES[record.kind]}, {cases.describe(record.kind, problem)}"
+        what = f"{cases.title_of(record.kind)}, {cases.describe(record.kind, problem)}"
         fit, not_fit = lengths.setdefault((what, record.requested, record.target), ([], []))
         (fit if found == "fits" else not_fit).append(length)
     return {key: (max(fit, default=None), min(not_fit, default=None)) for key, (fit, not_fit) in lengths.items()}

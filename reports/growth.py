@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .cases import KIND_TITLES
+from .cases import title_of
 from .cells import Group, shows_memory
 from .formatting import Value
 from .tables import Column, Table, table
@@ -47,7 +47,7 @@ def _row(kind: str, shape: str, backend: str, sizes: dict[int, int]) -> dict[str
     lengths = list(sizes)
     exponent = np.polyfit(np.log(lengths), np.log(list(sizes.values())), 1)[0]
     return {
-        "kind": KIND_TITLES[kind],
+        "kind": title_of(kind),
         "shape": shape,
         "backend": backend,
         "lengths": f"{lengths[0]} to {lengths[-1]}",

@@ -13,9 +13,9 @@ from pathlib import PurePath
 from typing import Any
 
 from attnsuite.suite import statistics
-from attnsuite.suite.cases import make_case, problem_of
 from attnsuite.suite.errors import InputError
-from attnsuite.suite.kascade.methods import CONTROLS, METHODS
+from attnsuite.suite.kinds import make_case, problem_of
+from attnsuite.suite.kinds.kascade.methods import CONTROLS, METHODS
 from attnsuite.suite.record import Record
 from attnsuite.suite.statistics import Interval
 

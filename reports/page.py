@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
-from attnsuite.suite.kascade.methods import METHODS
+from attnsuite.suite.kinds.kascade.methods import METHODS
 from attnsuite.suite.record import Record
 from attnsuite.suite.store import RunManifest
 

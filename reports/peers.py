@@ -17,7 +17,7 @@ from .tables import CASE, Column, Table, problem_of, table
 def against(groups: Sequence[Group]) -> tuple[Table, ...]:
     """One table for each kind of case: the time of each exact backend relative to each peer, paired by round."""
     made = []
-    for kind, title in cases.KIND_TITLES.items():
+    for kind, title in cases.titles(group.kind for group in groups):
         rows = [_row(group, cell) for group in groups if group.kind == kind for cell in group.cells if _ours(cell)]
         columns = [CASE, Column("backend", "backend"), *(Column(peer, f"relative to {peer}") for peer in PEERS)]
         rows = [row for row in rows if len(row) > 2]

@@ -46,7 +46,7 @@ def validity(group: Group, cell: Cell) -> str | None:
 def figures(groups: Sequence[Group]) -> tuple[Table, ...]:
     """The recorded figures, one table for each kind of case, at most six figures wide."""
     made = []
-    for kind, title in cases.KIND_TITLES.items():
+    for kind, title in cases.titles(group.kind for group in groups):
         shown = [(g, cell) for g in groups if g.kind == kind for cell in g.cells if shows_quality(cell)]
         names = list(
             dict.fromkeys(name for _, cell in shown for name in cell.record.quality if not name.startswith(_RECOMPUTED))

@@ -86,7 +86,11 @@ def _what_ran(record: Record) -> str | None:
 
 def speed(groups: Sequence[Group]) -> tuple[Table, ...]:
     """One table for each kind of case that has a speed."""
-    return tuple(made for kind, title in cases.KIND_TITLES.items() if (made := _speed_of_kind(kind, title, groups)))
+    return tuple(
+        made
+        for kind, title in cases.titles(group.kind for group in groups)
+        if (made := _speed_of_kind(kind, title, groups))
+    )
 
 
 def _speed_of_kind(kind: str, title: str, groups: Sequence[Group]) -> Table | None:
@@ -171,7 +175,7 @@ def _native(group: Group) -> list[Cell]:
 def memory(groups: Sequence[Group]) -> tuple[Table, ...]:
     """One table for each kind of case, every column named after the method that gave the number."""
     made = []
-    for kind, title in cases.KIND_TITLES.items():
+    for kind, title in cases.titles(group.kind for group in groups):
         rows = [
             _memory_row(group, cell)
             for group in groups
@@ -210,7 +214,7 @@ def _memory_row(group: Group, cell: Cell) -> dict[str, Value]:
 def accuracy(groups: Sequence[Group]) -> tuple[Table, ...]:
     """Each tensor's error against the float64 oracle beside what is allowed, one table for each kind of case."""
     made = []
-    for kind, title in cases.KIND_TITLES.items():
+    for kind, title in cases.titles(group.kind for group in groups):
         judged = [(g, cell) for g in groups if g.kind == kind for cell in g.cells if cell.record.accuracy]
         if not judged:
             continue
@@ -260,7 +264,7 @@ def untimed(groups: Sequence[Group]) -> list[Cell]:
 
 def problem_of(group: Group) -> str:
     """The group's title without its kind, for tables whose heading says the kind."""
-    return group.case.removeprefix(f"{cases.KIND_TITLES[group.kind]}, ")
+    return group.case.removeprefix(f"{cases.title_of(group.kind)}, ")
 
 
 def scaled(value: float | None, factor: float) -> float | None:

@@ -12,8 +12,11 @@ from typing import Any
 
 from attnsuite.models.checkpoint import read_config
 
-from .cases import Case, Dtype, Least, SelectionCase, make_case
+from .cell import Case
 from .errors import InputError
+from .kinds import make_case
+from .kinds.kind import Dtype, Least
+from .kinds.selection import SelectionCase
 from .named_model import absolute, checkpoint_of
 from .suites import Suite
 from .typed import Count

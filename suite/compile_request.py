@@ -12,10 +12,11 @@ from attnsuite.backends import Target, UnknownBackendError, names, registry
 
 from .absent import topologies
 from .absent.programs import model_config
-from .cases import ModelCase, OpCase
 from .compile_run import CompileRequest
 from .errors import InputError
-from .grid.runner import Limits
+from .grid.executors import Limits
+from .kinds.attention import OpCase
+from .kinds.model import ModelCase
 from .named_model import absolute
 from .store import RECORDS
 from .suites import Suite, find_suite, select

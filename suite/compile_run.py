@@ -26,10 +26,12 @@ from attnsuite.backends.devices import cpu_name, usable_cores
 from .absent import cache as compile_cache
 from .absent import topologies
 from .absent.compilation import NO_COMPILER, ROLE, in_roles
-from .cases import ModelCase, OpCase, problem_of
 from .errors import CellFailure, InputError
+from .grid.executors import Limits, Watcher
 from .grid.process import Worker
-from .grid.runner import Limits, Watcher
+from .kinds import problem_of
+from .kinds.attention import OpCase
+from .kinds.model import ModelCase
 from .measure import environment
 from .measure.memory import machine_bytes
 from .record import Environment, Kernel, Record, Status

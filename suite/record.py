@@ -17,24 +17,6 @@ SCHEMA_VERSION = 1
 
 Status = Literal["ok", "unsupported", "oom", "timeout", "crashed", "wrong"]
 Mode = Literal["native", "interpret", "compile", "fallback"]
-CaseKind = Literal[
-    "op_forward",
-    "op_forward_backward",
-    "op_decode",
-    "model_prefill",
-    "model_decode",
-    "model_train",
-    "perplexity",
-    "retrieval",
-    "kascade_text",
-    "kascade_retrieval",
-    "kascade_gate",
-    "kascade_prefill",
-    "kascade_decode",
-    "loss_curve",
-    "sharded",
-    "tuning",
-]
 
 
 class Machine(TypedDict, total=False):
@@ -153,7 +135,7 @@ class Record:
     key: str  # case/backend/target/mode, backend@n on n devices: unique within a run
     suite: str
     case: str
-    kind: CaseKind
+    kind: str  # of a case, as the table in suite/kinds names them, or one of FACTS
     problem: dict[str, Scalar]  # the case's own fields: shapes, dtype, mask, preset, ...
     requested: str
     resolved: str | None  # the backend that ran, or would have run; None where none could

@@ -19,7 +19,8 @@ from typing import Any, Literal, Self
 
 from . import files, typed
 from .errors import InputError
-from .record import Record, RecordError
+from .kinds import names
+from .record import FACTS, Record, RecordError
 from .typed import Scalar
 
 RECORDS = "records.jsonl"
@@ -129,7 +130,7 @@ def parse_records(path: Path) -> tuple[tuple[Record, ...], int, str | None]:
     warning = None
     for number, line in enumerate(lines, start=1):
         try:
-            records.append(Record.from_json(line))
+            records.append(read_record(line))
         except RecordError as error:
             if number < len(lines) or tail:
                 raise InputError(f"line {number} of {path} is not a record ({error}); move the file away.") from error
@@ -209,11 +210,19 @@ def read_manifest(directory: Path) -> RunManifest | CompileManifest | GridManife
     path = directory / MANIFEST
     try:
         data = typed.read_json(path)
-        names = data if isinstance(data, dict) else {}
-        kind = GridManifest if "verb" in names else CompileManifest if "targets" in names else RunManifest
+        keys = data if isinstance(data, dict) else {}
+        kind = GridManifest if "verb" in keys else CompileManifest if "targets" in keys else RunManifest
         return typed.convert(data, kind)
     except ValueError as error:
         raise InputError(f"{path} is damaged or of another version: {error}.") from error
+
+
+def read_record(line: bytes) -> Record:
+    """The record on one line, of a kind that there is. Raises RecordError, without a full stop."""
+    record, accepted = Record.from_json(line), (*names(), *FACTS)
+    if record.kind not in accepted:
+        raise RecordError(f"kind = {typed.given(record.kind)} must be one of {', '.join(accepted)}")
+    return record
 
 
 def _short(value: Any) -> str:

@@ -25,8 +25,8 @@ from attnsuite.models.calibration import load as load_calibration
 from attnsuite.models.planning import Resolutions, freeze_options, resolve_attention
 
 from .errors import InputError
-from .kascade.kept import Kept, kept_of
-from .kascade.schedules import ScheduleWords
+from .kinds.kascade.kept import Kept, kept_of
+from .kinds.kascade.schedules import ScheduleWords
 from .measure import environment
 from .measure.memory import high_water, mark_baseline
 from .measure.text import bits, reader_of, unigram_bits

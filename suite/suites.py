@@ -18,8 +18,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from . import typed
-from .cases import Case, ModelCase, OpCase, RetrievalCase, SelectionCase, StackCase, TextCase, make_case
+from .cell import Case
 from .errors import InputError
+from .kinds import make_case
+from .kinds.attention import OpCase
+from .kinds.model import ModelCase
+from .kinds.retrieval import RetrievalCase
+from .kinds.selection import SelectionCase
+from .kinds.stack import StackCase
+from .kinds.text import TextCase
 from .peers import PEERS
 
 C = TypeVar("C", bound=Case)
@@ -224,7 +231,7 @@ def select(cases: Sequence[C], patterns: Sequence[str]) -> tuple[C, ...]:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SuiteFile:
-    """What stands in a suite file; each ``case`` is a table that :func:`attnsuite.suite.cases.make_case` takes."""
+    """What stands in a suite file; each ``case`` is a table that :func:`attnsuite.suite.kinds.make_case` takes."""
 
     name: str | None = None
     peers: tuple[str, ...] = ()

@@ -9,7 +9,7 @@ from typing import Any
 from rich.text import Text
 
 from . import statistics
-from .measure.formulas import ITEM_BYTES
+from .kinds.formulas import ITEM_BYTES
 from .record import LossCurve, Record
 
 _STYLES = {"ok": "green", "unsupported": "dim", "wrong": "bold red"}

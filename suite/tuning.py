@@ -30,14 +30,14 @@ from attnsuite.backends.support import takes_of
 from attnsuite.backends.tuned import SCHEMA
 
 from . import files, statistics
-from .cases import OpCase, make_case, problem_of, spec_of
 from .errors import CellFailure, InputError
+from .grid.executors import Limits
 from .grid.keeping import GridWatcher, identity, keep, now
 from .grid.process import Worker
-from .grid.runner import Limits, References
-from .measure import judge as accuracy
-from .measure import speed
-from .op_cell import op_program
+from .grid.references import References
+from .kinds import make_case, problem_of
+from .kinds.attention import OpCase, judge_outputs, judged_case, named_outputs, op_program, spec_of
+from .measure import judge, speed
 from .record import Environment, Record, Trial
 from .statistics import Interval
 
@@ -283,9 +283,9 @@ def _try(case: OpCase, backend: Backend, options: dict[str, int], target: Target
         outputs = jax.block_until_ready(compiled.call(*program.arguments))
     except Exception as error:  # noqa: BLE001 (a candidate that cannot be compiled is a result)
         return _Candidate(options, error=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
-    if accuracy.judged_case(case)[0] == case:
-        errors = accuracy.judge_outputs(accuracy.named_outputs(outputs), reference, case.dtype)
-        if wrong := accuracy.describe_failure(errors):
+    if judged_case(case)[0] == case:
+        errors = judge_outputs(named_outputs(outputs), reference, case.dtype)
+        if wrong := judge.describe_failure(errors):
             return _Candidate(options, error=wrong)
     calls = speed.calls_per_sample(speed.sample(compiled.call, program.arguments, 1))
     return _Candidate(options, call=lambda: speed.sample(compiled.call, program.arguments, calls))

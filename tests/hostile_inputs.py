@@ -13,8 +13,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from attnsuite.suite.cases import make_case, problem_of
 from attnsuite.suite.command_line import main
+from attnsuite.suite.kinds import make_case, problem_of
 from hostile_values import as_json, as_toml, changed, damaged
 
 PUBLISHED = Path(__file__).parents[1] / "reports" / "published"

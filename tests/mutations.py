@@ -35,7 +35,7 @@ from attnsuite.models import weights as model_weights
 from attnsuite.suite import command_line, compile_run, curves_run, doctor, sharded, streamed, train, tuning
 from attnsuite.suite.grid import process, run
 from attnsuite.suite.grid.probe import probe
-from attnsuite.suite.kascade import calibrate
+from attnsuite.suite.kinds.kascade import calibrate
 from attnsuite.suite.measure import environment
 from hostile_inputs import ENVIRONMENT, TRAIN, Commands, Hand, Valid, make_valid
 from hostile_words import flags

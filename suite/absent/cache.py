@@ -19,7 +19,9 @@ from typing import Any
 
 from attnsuite.backends import Target
 
-from ..cases import ModelCase, OpCase, problem_of
+from ..kinds import problem_of
+from ..kinds.attention import OpCase
+from ..kinds.model import ModelCase
 from ..record import Record, RecordError
 from .programs import model_config
 

@@ -22,7 +22,8 @@ from attnsuite.backends import Backend, Target, registry, support
 from attnsuite.backends.contract import BackendWithRoles, CompilesKernels, KernelBuild
 from attnsuite.backends.sharding import Sharded
 
-from ..cases import ModelCase, OpCase, spec_of
+from ..kinds.attention import OpCase, spec_of
+from ..kinds.model import ModelCase
 from . import slices, topologies
 from .programs import AbstractProgram, attention_specs, model_program, op_program, resolutions, role_program
 

@@ -23,9 +23,9 @@ from attnsuite.models.forward import forward_cached
 from attnsuite.models.parameters import initialise
 from attnsuite.models.planning import Resolutions, attention_spec, resolve_attention
 
-from ..cases import ModelCase, OpCase, spec_of
-from ..measure.program import op_function
-from ..model_cell import prefill, train_step
+from ..kinds.attention import OpCase, op_function, spec_of
+from ..kinds.model import ModelCase
+from ..kinds.model_program import prefill, train_step
 from ..named_model import config_of
 
 

@@ -19,7 +19,8 @@ from attnsuite.backends import Backend, Target
 from attnsuite.backends.sharding import MeshAxes, Sharded
 from attnsuite.models.sharding import leaf_name, parameter_sharding
 
-from ..cases import ModelCase, OpCase
+from ..kinds.attention import OpCase
+from ..kinds.model import ModelCase
 from . import topologies
 from .programs import AbstractProgram, attention_specs
 

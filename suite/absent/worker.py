@@ -9,8 +9,8 @@ from typing import Any
 
 from attnsuite.backends import Target
 
-from ..cases import make_case
 from ..grid.answering import answer_requests
+from ..kinds import make_case
 from .compilation import compile_cell
 
 

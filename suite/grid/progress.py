@@ -14,10 +14,7 @@ from ..summary import record_line
 
 
 class ProgressDisplay:
-    """A :class:`attnsuite.suite.run.RunWatcher` on a terminal, or a line per finished cell without one.
-
-    A context manager.
-    """
+    """A :class:`~.run.RunWatcher` on a terminal, else a line per finished cell. A context manager."""
 
     def __init__(self, console: Console) -> None:
         self._console = console

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import json
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -18,20 +17,21 @@ from typing import Any, Protocol
 from attnsuite.backends import UnknownBackendError, names, registry
 
 from .. import typed
-from ..cases import Case, make_case, problem_of
+from ..cell import Case, Cell
 from ..checkpoint import CheckpointWords, checkpoint_suite
 from ..checkpoint import rows as checkpoint_rows
 from ..errors import CellFailure, InputError
-from ..kascade.methods import METHODS, has_methods, methods_of
-from ..kascade.words import KascadeWords, applied
+from ..kinds import kind_of, make_case, problem_of
+from ..kinds.kascade.methods import METHODS
+from ..kinds.kascade.words import KascadeWords, applied
 from ..measure.memory import machine_bytes
 from ..peers import PEERS
 from ..record import Environment, Machine, Record
-from ..store import MANIFEST, RunManifest, RunStore, TextIdentity, read_manifest
+from ..store import RunManifest, RunStore, TextIdentity, read_manifest
 from ..suites import SUITES, Suite, find_suite, select
-from .probe import CellPlan
+from .executors import Limits, RunContext, Watcher, is_measured, run_case, unsupported
 from .process import Worker
-from .runner import Limits, References, RunContext, Watcher, cell_key, measured, run_case, unsupported
+from .references import References
 
 MACHINE = "machine.json"
 _PROBE_SECONDS = 300.0
@@ -83,9 +83,9 @@ def new_request(
     words: KascadeWords = KascadeWords(),  # noqa: B008 (frozen)
 ) -> RunRequest:
     """The request that these words ask for. Raises InputError with one sentence for what does not exist."""
-    asked = None if backends is None else _known(_split(backends, "--backends"))
+    asked = None if backends is None else _split(backends, "--backends")
     if isinstance(suite, CheckpointWords):
-        asked = checkpoint_rows(names() if asked is None else asked)
+        asked = checkpoint_rows(names() if asked is None else _known(asked))
         found = checkpoint_suite(suite, kascade="kascade" in asked)
     else:
         found = find_suite(suite)
@@ -93,7 +93,7 @@ def new_request(
     return RunRequest(
         suite=found.name,
         cases=found.cases if cases is None else select(found.cases, _split(cases, "--cases")),
-        backends=_rows(found) if asked is None else asked,
+        backends=_rows(found) if asked is None else _known(asked, found.cases),
         all_cores=found.all_cores,
         words=words,
         checkpoint=suite if isinstance(suite, CheckpointWords) else None,
@@ -133,7 +133,7 @@ def resumed_request(
     asked = {
         "suite": kept.suite if suite is None else find_suite(suite).name,
         "cases": pool if cases is None else select(pool, _split(cases, "--cases")),
-        "backends": kept.backends if backends is None else _known(_split(backends, "--backends")),
+        "backends": kept.backends if backends is None else _known(_split(backends, "--backends"), kept.cases),
     }
     for name, value in asked.items():
         if value != getattr(kept, name):
@@ -152,22 +152,20 @@ def execute(request: RunRequest, watcher: RunWatcher) -> None:
         for sentence in store.warnings:
             watcher.warn(sentence)
         watcher.doing("", "", "looking at the machine")
-        environment, plans = _probe(request)
-        _settle_identity(store, request, environment)
-        target = environment.get("target", "")
+        environment, cells = _probe(request)
+        store.settle(_identity(request, environment))
         finished = store.finished()
-        watcher.begin(len(plans), sum(cell_key(plan, target) in finished for plan in plans))
+        watcher.begin(len(cells), sum(cell.key in finished for cell in cells))
         context = RunContext(
             suite=request.suite,
             limits=request.limits,
             environment={**environment, "machine": _machine(store, watcher), "session": uuid.uuid4().hex[:12]},
-            target=target,
             text=None if request.text is None else str(request.text.resolve()),
             watcher=watcher,
         )
         with contextlib.closing(References(request.limits.seconds, context.text)) as references:
             for case in request.cases:
-                missing = [p for p in plans if p.case == case.name and cell_key(p, target) not in finished]
+                missing = [cell for cell in cells if cell.case == case.name and cell.key not in finished]
                 for record in _case_records(case, missing, request.backends, references, context):
                     store.append([record])
                     watcher.done(record)
@@ -190,17 +188,15 @@ def checked_text(path: Path) -> Path:
 
 
 def _case_records(
-    case: Case, plans: Sequence[CellPlan], backends: Sequence[str], references: References, context: RunContext
+    case: Case, cells: Sequence[Cell], rows: Sequence[str], references: References, context: RunContext
 ) -> Iterable[Record]:
-    for plan in plans:
-        if not measured(case, plan, backends):
-            yield unsupported(case, plan, context)
-    running = [plan for plan in plans if measured(case, plan, backends)]
+    running = [cell for cell in cells if is_measured(cell, rows)]
+    yield from (unsupported(cell, context) for cell in cells if cell not in running)
     if running:
         yield from run_case(case, running, references, context)
 
 
-def _probe(request: RunRequest) -> tuple[Environment, list[CellPlan]]:
+def _probe(request: RunRequest) -> tuple[Environment, list[Cell]]:
     question = {
         "do": "probe",
         "cases": [problem_of(case) for case in request.cases],
@@ -214,14 +210,14 @@ def _probe(request: RunRequest) -> tuple[Environment, list[CellPlan]]:
         except CellFailure as failure:
             raise InputError(f"JAX does not start on this machine: {failure.message}") from failure
     try:
-        return typed.convert(answer["environment"], Environment), typed.convert(answer["plans"], list[CellPlan])
+        return typed.convert(answer["environment"], Environment), typed.convert(answer["cells"], list[Cell])
     except ValueError as error:
         raise InputError(f"what this machine says of itself cannot be recorded: {error}.") from error
 
 
-def _settle_identity(store: RunStore, request: RunRequest, environment: Mapping[str, Any]) -> None:
-    """Write what this run is, or check that a resumed one is still that."""
-    identity = RunManifest(
+def _identity(request: RunRequest, environment: Mapping[str, Any]) -> RunManifest:
+    """What this run is; a resumed one has to be that still."""
+    return RunManifest(
         suite=request.suite,
         cases=tuple(problem_of(case) for case in request.cases),
         backends=request.backends,
@@ -232,15 +228,6 @@ def _settle_identity(store: RunStore, request: RunRequest, environment: Mapping[
         file=request.file,
         **{name: environment[name] for name in ("versions", "source", "git_revision", "target", "flags")},
     )
-    if not request.resume:
-        store.write_json(MANIFEST, dataclasses.asdict(identity))
-        return
-    before = dataclasses.asdict(read_manifest(request.out))
-    now = dataclasses.asdict(typed.convert(dataclasses.asdict(identity), RunManifest))
-    differing = [name for name in now if before.get(name) != now[name]]
-    if differing:
-        what = "; ".join(f"{name} was {_short(before.get(name))}, is {_short(now[name])}" for name in differing)
-        raise InputError(f"the run in {request.out} cannot be resumed, since its figures would not compare: {what}.")
 
 
 def _machine(store: RunStore, watcher: Watcher) -> Machine:
@@ -266,18 +253,16 @@ def _text_identity(path: Path) -> TextIdentity:
 
 
 def _rows(suite: Suite) -> tuple[str, ...]:
-    """What is measured unless told: every backend and the suite's peers; in Kascade's cases their own rows."""
-    rows: list[str] = []
-    if not all(has_methods(case) for case in suite.cases):
-        rows += [*names(), *suite.peers]
-    for case in suite.cases:
-        rows += methods_of(case) if has_methods(case) else ()
-    return tuple(dict.fromkeys(rows))
+    """What is measured unless told: every backend and the suite's peers, and the rows that only a case's kind knows."""
+    own = [kind_of(case.kind).rows(case) for case in suite.cases]
+    rows = [*names(), *suite.peers] if not all(own) else []
+    return tuple(dict.fromkeys([*rows, *(row for each in own for row in each)]))
 
 
-def _known(wanted: Sequence[str]) -> tuple[str, ...]:
+def _known(wanted: Sequence[str], cases: Sequence[Case] = ()) -> tuple[str, ...]:
+    own = {row for case in cases for row in kind_of(case.kind).rows(case)}
     for name in wanted:
-        if name in PEERS or name in METHODS:
+        if name in PEERS or name in METHODS or name in own:
             continue
         try:
             registry.get(name)
@@ -292,8 +277,3 @@ def _split(words: str, flag: str) -> list[str]:
     if not parts:
         raise InputError(f"{flag} is empty; give names separated by commas, or leave it out for all.")
     return parts
-
-
-def _short(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value)
-    return text if len(text) <= 60 else text[:57] + "..."

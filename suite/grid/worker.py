@@ -8,6 +8,7 @@ middle of a computation, so that a killed run leaves no orphans.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import queue
@@ -20,9 +21,11 @@ from typing import Any, TextIO
 
 from attnsuite.backends import BackendFallbackWarning
 
-from .. import cell, tuning
-from ..cases import OpCase, make_case
+from .. import tuning, typed
+from ..cell import Asked, Cell, Means, Prepared
 from ..errors import CellFailure, InputError
+from ..kinds import kind_of, make_case
+from ..kinds.attention import OpCase
 from ..measure import machine
 from . import probe
 
@@ -43,8 +46,8 @@ def main() -> None:
             if request["do"] == "sample":
                 reply = sample()
             elif request["do"] == "prepare":
-                prepared = cell.prepare(_cell_request(request))
-                sample, reply = prepared.take_sample or _unprepared, prepared.facts
+                prepared = _prepare(request)
+                sample, reply = prepared.take_sample or _unprepared, dataclasses.asdict(prepared.facts)
             else:
                 reply = _answer(request)
             _send(replies, {"ok": reply})
@@ -60,12 +63,9 @@ def _answer(request: dict[str, Any]) -> Any:
     """The requests that keep no state."""
     match request["do"]:
         case "probe":
-            return probe.probe(
-                [make_case(problem) for problem in request["cases"]],
-                request["backends"],
-                request["text"],
-                all_cores=request["all_cores"],
-            )
+            cases = tuple(make_case(problem) for problem in request["cases"])
+            rows, text, all_cores = tuple(request["backends"]), request["text"], request["all_cores"]
+            return probe.probe(Asked(rows=rows, cases=cases, text=text, all_cores=all_cores))
         case "machine":
             return machine.measure_machine()
         case "doctor":
@@ -73,7 +73,8 @@ def _answer(request: dict[str, Any]) -> Any:
         case "tune":
             return tuning.try_candidates(_op_case(request["case"]), request["backend"], Path(request["reference"]))
         case "reference":
-            return cell.case_reference(make_case(request["case"]), Path(request["path"]), request["text"])
+            case = make_case(request["case"])
+            return kind_of(case.kind).write_reference(case, Path(request["path"]), request["text"])
     raise CellFailure("crashed", f"the worker does not know the request {request['do']!r}.")
 
 
@@ -84,19 +85,15 @@ def _op_case(problem: dict[str, Any]) -> OpCase:
     return case
 
 
-def _cell_request(request: dict[str, Any]) -> cell.CellRequest:
+def _prepare(request: dict[str, Any]) -> Prepared:
+    asked: Cell = typed.convert(request["cell"], Cell)
     reference = request["reference"]
-    return cell.CellRequest(
-        case=make_case(request["case"]),
-        mode=request["mode"],
-        requested=request["requested"],
-        resolved=request["resolved"],
-        exact=request["exact"],
-        devices=request["devices"],
+    means = Means(
         reference=None if reference is None else Path(reference),
         memory_limit=request["memory_limit"],
         text=request["text"],
     )
+    return kind_of(asked.kind).prepare(asked, make_case(asked.problem), means)
 
 
 def _failure(error: Exception) -> dict[str, Any]:

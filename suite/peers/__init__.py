@@ -12,17 +12,24 @@ import importlib
 from collections.abc import Mapping
 from importlib import util
 from pathlib import Path
-from typing import get_args
 
 from attnsuite.backends.devices import cpu_name
 
-from ..cases import Case, ModelCase, ModelKind, OpCase, OpKind
+from ..cell import Case
 from ..measure.program import Program
-from ..record import CaseKind
 from . import mkl
 
-_OPS: tuple[CaseKind, ...] = get_args(OpKind)
-_MODELS: tuple[CaseKind, ...] = get_args(ModelKind)
+_OPS = ("op_forward", "op_forward_backward", "op_decode")
+_MODELS = ("model_prefill", "model_decode", "model_train")
+# What a case may ask for besides causal attention, and where the field asks for nothing.
+_NEUTRAL = {
+    "window_size": None,
+    "chunk_size": None,
+    "soft_cap": None,
+    "documents": 1,
+    "value_head_dim": None,
+    "ragged": False,
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +43,7 @@ class Peer:
     name: str
     module: str
     packages: tuple[str, ...]
-    kinds: tuple[CaseKind, ...]
+    kinds: tuple[str, ...]
     masks: frozenset[str] = frozenset()
     unthrottled: bool = False
 
@@ -68,25 +75,17 @@ def refusals(name: str, case: Case) -> tuple[str, ...]:
         reasons.append(f"{name}: {' and '.join(missing)} not installed; pip install 'attnsuite[peers]'.")
     if peer.unthrottled:
         reasons += [f"{name}: {reason}" for reason in mkl.refusals(cpu_name())]
-    if isinstance(case, OpCase):
-        given = {
-            "window_size": case.window_size is not None,
-            "chunk_size": case.chunk_size is not None,
-            "soft_cap": case.soft_cap is not None,
-            "documents": case.documents > 1,
-            "value_head_dim": case.value_head_dim not in (None, case.head_dim),
-        }
-        reasons += [
-            f"{name}: {option}={getattr(case, option)} is outside of what is compared with it; "
-            f"it takes causal and full attention{' and ' + ', '.join(sorted(peer.masks)) if peer.masks else ''}."
-            for option, is_given in given.items()
-            if is_given and option not in peer.masks
-        ]
-        # The peers count the positions of queries from 0: a decode step's window would lie at the first key.
-        if case.kind == "op_decode" and case.window_size is not None and "window_size" in peer.masks:
-            reasons.append(f"{name}: window_size={case.window_size} is compared in forward and backward passes alone.")
-    if isinstance(case, ModelCase) and case.ragged:
-        reasons.append(f"{name}: ragged=True is outside of what is compared with it; it takes prompts of one length.")
+    fields = dataclasses.asdict(case)  # pyright: ignore[reportArgumentType]  (every case is a dataclass)
+    takes = "prompts of one length" if "ragged" in fields else "causal and full attention"
+    takes += f" and {', '.join(sorted(peer.masks))}" if peer.masks else ""
+    for option, neutral in _NEUTRAL.items():
+        value = fields.get(option, neutral)
+        same = option == "value_head_dim" and value == fields.get("head_dim")
+        if value != neutral and not same and option not in peer.masks:
+            reasons.append(f"{name}: {option}={value} is outside of what is compared with it; it takes {takes}.")
+    # The peers count the positions of queries from 0: a decode step's window would lie at the first key.
+    if case.kind == "op_decode" and fields["window_size"] is not None and "window_size" in peer.masks:
+        reasons.append(f"{name}: window_size={fields['window_size']} is compared in forward and backward passes alone.")
     return tuple(reasons)
 
 

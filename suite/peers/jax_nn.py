@@ -7,10 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..cases import OpCase, spec_of
-from ..measure.formulas import document_ids
-from ..measure.inputs import make_inputs
-from ..measure.program import Program, with_gradients
+from ..kinds.attention import OpCase, spec_of, with_gradients
+from ..kinds.formulas import document_ids
+from ..kinds.inputs import make_inputs
+from ..measure.program import Program
 
 
 def program(case: OpCase) -> Program:

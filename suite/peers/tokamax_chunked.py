@@ -6,9 +6,9 @@ from typing import Any
 
 import tokamax  # pyright: ignore[reportMissingImports]  (extra "peers")
 
-from ..cases import OpCase
-from ..measure.inputs import make_inputs
-from ..measure.program import Program, with_gradients
+from ..kinds.attention import OpCase, with_gradients
+from ..kinds.inputs import make_inputs
+from ..measure.program import Program
 
 
 def program(case: OpCase) -> Program:

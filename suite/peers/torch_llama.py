@@ -13,15 +13,15 @@ from attnsuite.models import Transformer
 from attnsuite.models.huggingface import to_hf
 from attnsuite.models.parameters import checkpoint_names
 
-from .. import model_cell
-from ..cases import ModelCase
+from ..kinds import model_program
+from ..kinds.model import ModelCase
 from ..measure.program import Program
 from .torch_sdpa import to_torch
 
 
 def program(case: ModelCase) -> Program:
-    """The program of a model case; outputs as those of ``model_cell.judged_program``."""
-    model = model_cell.open_model(case)
+    """The program of a model case; outputs as those of ``model_program.judged_program``."""
+    model = model_program.open_model(case)
     llama, names = _llama(model)
     if case.kind == "model_train":
         return _train(case, model, llama, names)
@@ -40,7 +40,7 @@ def _llama(model: Transformer) -> tuple[Any, list[str]]:
 
 
 def _tokens(case: ModelCase, model: Transformer) -> Any:
-    return torch.from_numpy(np.array(model_cell.case_tokens(case, model.config))).long()
+    return torch.from_numpy(np.array(model_program.case_tokens(case, model.config))).long()
 
 
 def _prefill(case: ModelCase, model: Transformer, llama: Any) -> Program:
@@ -54,13 +54,13 @@ def _prefill(case: ModelCase, model: Transformer, llama: Any) -> Program:
 
 
 def _decode(case: ModelCase, model: Transformer, llama: Any) -> Program:
-    cache = model_cell.noisy_cache(case, model)
+    cache = model_program.noisy_cache(case, model)
     dtype = getattr(torch, model.config.dtype)
     held = [
         tuple(to_torch(x[:, :, : case.sequence]).to(dtype) for x in layer)
         for layer in zip(cache.keys, cache.values, strict=True)
     ]
-    tokens = torch.from_numpy(np.array(model_cell.decoded_tokens(case, model.config))).long()
+    tokens = torch.from_numpy(np.array(model_program.decoded_tokens(case, model.config))).long()
 
     def run() -> Any:
         past, logits = transformers.DynamicCache(), []
@@ -79,7 +79,7 @@ def _decode(case: ModelCase, model: Transformer, llama: Any) -> Program:
 def _train(case: ModelCase, model: Transformer, llama: Any, names: list[str]) -> Program:
     tokens, parameters = _tokens(case, model), dict(llama.named_parameters())
     # The optimiser of the JAX train step (optax.adamw with its defaults).
-    optimizer = torch.optim.AdamW(llama.parameters(), lr=model_cell.LEARNING_RATE, weight_decay=1e-4)
+    optimizer = torch.optim.AdamW(llama.parameters(), lr=model_program.LEARNING_RATE, weight_decay=1e-4)
     first: dict[str, Any] = {}
 
     def run() -> Any:

@@ -9,8 +9,8 @@ import numpy as np
 import torch  # pyright: ignore[reportMissingImports]  (extra "peers")
 from torch.nn.functional import scaled_dot_product_attention  # pyright: ignore[reportMissingImports]
 
-from ..cases import OpCase
-from ..measure.inputs import make_inputs
+from ..kinds.attention import OpCase
+from ..kinds.inputs import make_inputs
 from ..measure.program import Program
 
 

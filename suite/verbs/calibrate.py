@@ -45,7 +45,7 @@ def run(command: Calibrate) -> int:
     """Calibrate, and show the schedule and what each layer keeps."""
     from rich.console import Console
 
-    from ..kascade import calibrate
+    from ..kinds.kascade import calibrate
 
     names = ("tile_size", "top_k", "min_keys", "granularity")
     settings = {name: getattr(command, name) for name in names} | {"query_tile": command.tile_size}

@@ -16,8 +16,8 @@ import tyro
 from ..errors import InputError
 
 if TYPE_CHECKING:
+    from ..grid.executors import Limits
     from ..grid.progress import ProgressDisplay
-    from ..grid.runner import Limits
 
 BAD_INPUT = 2
 NO_RESULT = 1
@@ -87,7 +87,7 @@ def tell(sentence: str) -> None:
 
 def limits_of(cell_timeout: float, cell_memory: str | None = None) -> Limits:
     """The limits of a cell, from its two flags. Raises InputError."""
-    from ..grid.runner import Limits
+    from ..grid.executors import Limits
     from ..measure.memory import machine_bytes
 
     if not cell_timeout > 0:

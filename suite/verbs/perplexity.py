@@ -55,7 +55,7 @@ def run(command: Perplexity) -> int:
     """Measure, print, and write the record."""
     from .. import streamed
     from ..grid.run import checked_text
-    from ..kascade.schedules import ScheduleWords
+    from ..kinds.kascade.schedules import ScheduleWords
 
     for name, value, least in (("--seq-len", command.seq_len, 2), ("--sequences", command.sequences, 1)):
         if value < least:

@@ -12,6 +12,7 @@ from ..errors import InputError
 from .flags import directory, flag, limits_of, tell
 
 if TYPE_CHECKING:
+    from ..checkpoint import CheckpointWords
     from ..grid.run import RunRequest
 
 
@@ -85,7 +86,7 @@ def run(command: Run) -> int:
 
 def _request(command: Run) -> RunRequest:
     from ..grid.run import new_request, resumed_request
-    from ..kascade.words import KascadeWords
+    from ..kinds.kascade.words import KascadeWords
 
     limits = limits_of(command.cell_timeout, command.cell_memory)
     names = ("tile_size", "top_k", "threshold", "max_reuse_dist", "schedule", "anchors", "granularity")

@@ -6,7 +6,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from attnsuite import reports
-from attnsuite.suite.record import FACTS, CaseKind, Status, TensorError
+from attnsuite.suite.kinds import names
+from attnsuite.suite.record import Status, TensorError
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
 NAMES = st.sampled_from(["standard", "chunked", "kvax", "a|b", "`", "", "auto"])
@@ -24,7 +25,7 @@ ERRORS = st.builds(
 FIELDS = st.fixed_dictionaries({
     "suite": st.just("cpu-speed") | TEXT,
     "case": TEXT,
-    "kind": st.sampled_from([kind for kind in get_args(CaseKind) if kind not in FACTS]),  # those have their own pages
+    "kind": st.sampled_from(names()),
     "facts": st.none(),
     "problem": st.dictionaries(
         st.sampled_from(["sequence", "heads", "kv_heads", "head_dim", "dtype", "causal", "documents", "odd|name"]),

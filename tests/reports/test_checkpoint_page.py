@@ -6,7 +6,10 @@ import pytest
 
 from attnsuite.reports.cells import group
 from attnsuite.reports.checkpoint import of_checkpoint
-from attnsuite.suite.cases import ModelCase, SelectionCase, TextCase, problem_of
+from attnsuite.suite.kinds import problem_of
+from attnsuite.suite.kinds.model import ModelCase
+from attnsuite.suite.kinds.selection import SelectionCase
+from attnsuite.suite.kinds.text import TextCase
 
 DENSE = tuple(1.4 + 0.01 * i for i in range(12))
 TEXT = TextCase(model="/somewhere/Llama", sequence=64)

@@ -11,8 +11,10 @@ from attnsuite.reports.cells import group
 from attnsuite.reports.load import load
 from attnsuite.reports.page import build
 from attnsuite.reports.plot import draw, is_available
-from attnsuite.suite.cases import SelectionCase, StackCase, problem_of
-from attnsuite.suite.kascade.methods import CONTROLS, methods_of
+from attnsuite.suite.kinds import kind_of, problem_of
+from attnsuite.suite.kinds.kascade.methods import CONTROLS
+from attnsuite.suite.kinds.selection import SelectionCase
+from attnsuite.suite.kinds.stack import StackCase
 
 GATE = SelectionCase(kind="kascade_gate", sequence=1024, tile_size=32, top_k=0.25)
 STACK = StackCase(kind="kascade_prefill", sequence=8192, heads=8, kv_heads=2)
@@ -30,7 +32,7 @@ def gate_records(record):
 
     def make(case=GATE, recall=None, leave_out=()):
         made = []
-        for name in methods_of(case):
+        for name in kind_of(case.kind).rows(case):
             share = (recall or {}).get(name, 0.4 if name in CONTROLS else 1.0)
             hits = int(share * QUERIES)
             hit = (1.0,) * hits + (0.0,) * (QUERIES - hits)
@@ -90,7 +92,7 @@ def test_withheld_row_is_in_no_sentence_and_no_figure_of_the_page(gate_records, 
 def text_records(record, random_loss, top_k=0.125):
     case = SelectionCase(kind="kascade_text", top_k=top_k)
     made = []
-    for name in methods_of(case):
+    for name in kind_of(case.kind).rows(case):
         loss = {"dense": 0.0, "random_tiles": random_loss}.get(name, 0.01)
         nll = tuple(1.0 + 0.1 * i for i in range(8))
         series = {"nll": tuple(x + loss * (1 + i % 3) for i, x in enumerate(nll)), "standard_nll": nll}

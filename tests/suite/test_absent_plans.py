@@ -14,12 +14,17 @@ import pytest
 from attnsuite.backends import Target, names, registry
 from attnsuite.backends.kascade import manual
 from attnsuite.models import load_shipped, save
-from attnsuite.suite import checkpoint, model_cell, op_cell
-from attnsuite.suite.cases import ModelCase, OpCase, SelectionCase, StackCase
+from attnsuite.suite import checkpoint
+from attnsuite.suite.cell import Asked
 from attnsuite.suite.grid.probe import probe
-from attnsuite.suite.kascade import controls, dense, quality, stack
-from attnsuite.suite.kascade.methods import METHODS
-from attnsuite.suite.kascade.words import KascadeWords, applied
+from attnsuite.suite.kinds import model_program
+from attnsuite.suite.kinds.attention import OpCase, op_program
+from attnsuite.suite.kinds.kascade import controls, dense, quality, stack
+from attnsuite.suite.kinds.kascade.methods import METHODS
+from attnsuite.suite.kinds.kascade.words import KascadeWords, applied
+from attnsuite.suite.kinds.model import ModelCase
+from attnsuite.suite.kinds.selection import SelectionCase
+from attnsuite.suite.kinds.stack import StackCase
 from attnsuite.suite.suites import CPU_SPEED, FULL, KASCADE, QUICK
 
 TARGETS = ("v5e", "h100")
@@ -51,10 +56,10 @@ def planned(cases, rows):
     kinds = {case.name: case.kind for case in cases}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # fallbacks are in the plans
-        plans = probe(list(cases), list(rows), None)["plans"]
-    for plan in plans:
-        what = f"{plan['resolved']} {plan['mode']}" if plan["mode"] else "refused: " + " ".join(plan["reasons"])
-        found[kinds[plan["case"]], plan["requested"]].add(what)
+        cells = probe(Asked(rows=tuple(rows), cases=tuple(cases)))["cells"]
+    for cell in cells:
+        what = f"{cell['resolved']} {cell['mode']}" if cell["mode"] else "refused: " + " ".join(cell["reasons"])
+        found[kinds[cell["case"]], cell["row"]].add(what)
     return found
 
 
@@ -190,8 +195,8 @@ def test_a_checkpoints_timed_rows_reach_the_devices_kernel(kind, on, shipped):
     on(kind)
     for step in ("model_prefill", "model_decode"):
         case = ModelCase(kind=step, model=str(shipped), sequence=256, new_tokens=2, top_k=0.25, tile_size=128)
-        model = model_cell.open_model(case)
-        program = model_cell.model_program(case, model, "kascade")
+        model = model_program.open_model(case)
+        program = model_program.model_program(case, model, "kascade")
         assert KERNEL in jaxpr(program.function, *program.arguments), step
 
 
@@ -202,6 +207,6 @@ def test_an_attention_call_that_is_native_reaches_a_kernel(kind, row, on):
     for case in QUICK.cases:
         if isinstance(case, OpCase) and case.kind not in kinds and (row != "kascade" or not case.needs_grad):
             kinds.add(case.kind)
-            program = op_cell.op_program(case, registry.get(row), "native", target)
+            program = op_program(case, registry.get(row), "native", target)
             assert "pallas_call" in jaxpr(program.function, *program.arguments), case.name
     assert "op_decode" in kinds

@@ -12,11 +12,15 @@ import pytest
 
 from attnsuite.models import ModelConfig, Tokenizer, Transformer, load_shipped, load_text, save
 from attnsuite.models.loss import token_nats
-from attnsuite.suite import checkpoint, model_cell, quality
-from attnsuite.suite.cases import ModelCase, SelectionCase, TextCase
+from attnsuite.suite import checkpoint
+from attnsuite.suite.cell import Asked
 from attnsuite.suite.command_line import main
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.grid.probe import probe
+from attnsuite.suite.kinds import model_program, quality
+from attnsuite.suite.kinds.model import ModelCase
+from attnsuite.suite.kinds.selection import SelectionCase
+from attnsuite.suite.kinds.text import TextCase
 from attnsuite.suite.measure import text as suite_text
 from attnsuite.suite.store import parse_records
 
@@ -111,15 +115,15 @@ def test_no_unigram_model_beats_the_one_that_knows_the_frequencies():
 def test_a_model_that_learned_nothing_does_not_beat_unigrams(name, valid, request):
     case = TextCase(model=str(request.getfixturevalue(name)), sequence=64, sequences=6)
     found = quality.perplexity(case, "standard", None)
-    assert (found.figures["bits_per_byte"] < found.figures["unigram_bits_per_byte"]) == valid
-    rows = quality.read_text(case, model_cell.model_config(case), None).rows
-    nats = token_nats(model_cell.open_model(case)(rows[:, :-1], backend="standard"), rows[:, 1:]).mean()
-    assert found.figures["perplexity"] == pytest.approx(math.exp(nats), rel=1e-4)
+    assert (found.quality["bits_per_byte"] < found.quality["unigram_bits_per_byte"]) == valid
+    rows = quality.read_text(case, model_program.model_config(case), None).rows
+    nats = token_nats(model_program.open_model(case)(rows[:, :-1], backend="standard"), rows[:, 1:]).mean()
+    assert found.quality["perplexity"] == pytest.approx(math.exp(nats), rel=1e-4)
 
 
 def test_bits_are_counted_per_byte_of_the_text(tokenized):
     save(Transformer(ModelConfig(vocab_size=512, num_layers=1)), tokenized)
-    found = quality.perplexity(TextCase(model=str(tokenized), sequence=32, sequences=6), "standard", None).figures
+    found = quality.perplexity(TextCase(model=str(tokenized), sequence=32, sequences=6), "standard", None).quality
     bytes_per_token = len(PROSE) / len(by_words(front=()).encode(PROSE.tobytes().decode()))
     assert bytes_per_token == pytest.approx(3.0, rel=0.01)
     assert found["bits_per_byte"] == pytest.approx(found["nll_mean"] / math.log(2) / bytes_per_token)
@@ -134,8 +138,9 @@ def test_the_suite_of_a_checkpoint_has_kascades_controls_where_kascade_is_asked_
     assert len(checkpoint.checkpoint_suite(words, kascade=False).cases) == 3
     assert {"dense", "random_tiles"} <= set(checkpoint.rows(["standard", "kascade"]))
     assert checkpoint.rows(["standard"]) == ("standard",)
-    small = [dataclasses.replace(case, sequence=64) for case in cases]
-    plans = {(p["case"], p["requested"]): p for p in probe(small, ["standard", "kascade", "dense"], None)["plans"]}
+    small = tuple(dataclasses.replace(case, sequence=64) for case in cases)
+    found = probe(Asked(rows=("standard", "kascade", "dense"), cases=small))["cells"]
+    plans = {(cell["case"], cell["row"]): cell for cell in found}
     left = plans[cases[0].name, "kascade"]
     assert left["mode"] is None
     assert "beside its controls" in left["reasons"][0]
@@ -144,14 +149,14 @@ def test_the_suite_of_a_checkpoint_has_kascades_controls_where_kascade_is_asked_
 
 def test_kascades_row_of_a_model_runs_the_schedule_that_the_case_says(shipped):
     case = ModelCase(kind="model_prefill", model=str(shipped), sequence=64, top_k=0.25, tile_size=8, anchors=2)
-    model = model_cell.open_model(case)
-    options = model_cell.options_of(case, model.config, "kascade")
+    model = model_program.open_model(case)
+    options = model_program.options_of(case, model.config, "kascade")
     assert options["schedule"].anchors == (0, 2)
-    assert model_cell.options_of(case, model.config, "chunked") == {}
-    assert model_cell.options_of(dataclasses.replace(case, top_k=None), model.config, "kascade") == {}
+    assert model_program.options_of(case, model.config, "chunked") == {}
+    assert model_program.options_of(dataclasses.replace(case, top_k=None), model.config, "kascade") == {}
 
     def logits(backend, **changes):
-        program = model_cell.judged_program(dataclasses.replace(case, **changes), model, backend)
+        program = model_program.judged_program(dataclasses.replace(case, **changes), model, backend)
         return np.asarray(program.function(*program.arguments)["logits"])
 
     dense = logits("standard")
@@ -213,7 +218,7 @@ def test_streaming_says_perplexity_memory_and_whether_it_means_anything(shipped,
         said[model] = capsys.readouterr().out
         assert "GiB more than at the start" in said[model]
     case = TextCase(model=str(shipped), sequence=64, sequences=6)
-    figures = quality.perplexity(case, "standard", None).figures
+    figures = quality.perplexity(case, "standard", None).quality
     assert f"perplexity per token: {figures['perplexity']:.4f} over {6 * 63} tokens" in said[shipped]
     assert f"bits per byte: {figures['bits_per_byte']:.4f}" in said[shipped]
     assert "INVALID" not in said[shipped]
@@ -234,6 +239,6 @@ def test_a_real_tokenizer_is_read_beside_a_checkpoint(tmp_path):
     made.save(str(tmp_path / "tokenizer.json"))
     save(Transformer(ModelConfig(vocab_size=len(words), num_layers=1)), tmp_path)
     case = TextCase(model=str(tmp_path), sequence=32, sequences=6)
-    found = quality.read_text(case, model_cell.model_config(case), None)
+    found = quality.read_text(case, model_program.model_config(case), None)
     assert found.rows[:, 0].tolist() == [1] * 6
     assert found.rows[0, 1:].tolist() == [words[word] for word in PROSE.tobytes().decode().split()[1:32]]

@@ -28,12 +28,14 @@ from attnsuite.suite.absent.programs import (
     resolutions,
     role_program,
 )
-from attnsuite.suite.cases import ModelCase, OpCase, make_case, spec_of
 from attnsuite.suite.command_line import main
 from attnsuite.suite.compile_run import SEARCH_LENGTHS, SEARCH_STEPS, CompileRequest, longest
 from attnsuite.suite.errors import CellFailure
-from attnsuite.suite.grid.runner import Limits
-from attnsuite.suite.op_cell import op_program as measured_program
+from attnsuite.suite.grid.executors import Limits
+from attnsuite.suite.kinds import make_case
+from attnsuite.suite.kinds.attention import OpCase, spec_of
+from attnsuite.suite.kinds.attention import op_program as measured_program
+from attnsuite.suite.kinds.model import ModelCase
 from attnsuite.suite.store import RECORDS, parse_records
 
 PUBLISHED = Path(__file__).parents[2] / "reports" / "published" / "compiled"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from attnsuite.suite.cases import make_case
+from attnsuite.suite.kinds import make_case
 from attnsuite.suite.store import RECORDS, parse_records
 
 REQUIRED = "ATTNSUITE_COMPILERS_REQUIRED"

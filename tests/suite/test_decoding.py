@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from attnsuite.models import ModelConfig
-from attnsuite.suite import model_cell, peers
-from attnsuite.suite.cases import ModelCase
+from attnsuite.suite import peers
 from attnsuite.suite.errors import InputError
+from attnsuite.suite.kinds import model_program
+from attnsuite.suite.kinds.model import ModelCase
 from attnsuite.suite.store import parse_records
 
 PREFILL = ModelCase(kind="model_prefill", model="debug", sequence=40, batch=3, ragged=True)
@@ -21,14 +22,14 @@ DECODE = ModelCase(kind="model_decode", model="debug", sequence=40, batch=3, new
 
 @pytest.mark.parametrize("case", [PREFILL, DECODE], ids=lambda case: case.kind)
 def test_each_row_is_what_its_prompt_gives_alone(case):
-    model = model_cell.open_model(case)
-    program = model_cell.judged_program(case, model, "standard")
+    model = model_program.open_model(case)
+    program = model_program.judged_program(case, model, "standard")
     logits = np.asarray(jax.jit(program.function)(*program.arguments)["logits"])
-    lengths = model_cell.prompt_lengths(case)
+    lengths = model_program.prompt_lengths(case)
     assert lengths[0] == 40
     assert 10 <= lengths.min() < 40
-    tokens = np.asarray(model_cell.case_tokens(case, model.config))
-    cache = model_cell.noisy_cache(case, model)
+    tokens = np.asarray(model_program.case_tokens(case, model.config))
+    cache = model_program.noisy_cache(case, model)
     for row, length in enumerate(lengths):
         if case.kind == "model_prefill":
             alone = model(tokens[row : row + 1, :length], backend="standard")[0, -1]
@@ -36,21 +37,21 @@ def test_each_row_is_what_its_prompt_gives_alone(case):
             continue
         keys, values = (tuple(x[row : row + 1] for x in slots) for slots in (cache.keys, cache.values))
         one = dataclasses.replace(cache, keys=keys, values=values, lengths=lengths[row : row + 1])
-        for step, token in enumerate(np.asarray(model_cell.decoded_tokens(case, model.config))[row]):
+        for step, token in enumerate(np.asarray(model_program.decoded_tokens(case, model.config))[row]):
             alone, one = model.decode([token], one, backend="standard")
             np.testing.assert_allclose(logits[step, row], alone[0], atol=2e-5)
     blind = dataclasses.replace(case, ragged=False)
-    program = model_cell.judged_program(blind, model, "standard")
+    program = model_program.judged_program(blind, model, "standard")
     other = np.asarray(jax.jit(program.function)(*program.arguments)["logits"])
     assert np.abs(other - logits).max() > 1e-2, "lengths must matter, or this test sees nothing"
 
 
 def test_padding_is_not_counted():
-    lengths = model_cell.prompt_lengths(PREFILL)
-    config = model_cell.model_config(PREFILL)
-    assert model_cell.model_tokens(PREFILL) == lengths.sum() < 120
-    assert model_cell.model_tokens(DECODE) == 12
-    flops = [model_cell.model_flops(dataclasses.replace(PREFILL, ragged=ragged), config) for ragged in (True, False)]
+    lengths = model_program.prompt_lengths(PREFILL)
+    config = model_program.model_config(PREFILL)
+    assert model_program.model_tokens(PREFILL) == lengths.sum() < 120
+    assert model_program.model_tokens(DECODE) == 12
+    flops = [model_program.model_flops(dataclasses.replace(PREFILL, ragged=ragged), config) for ragged in (True, False)]
     pairs = [sum(n * (n + 1) // 2 for n in rows) for rows in (lengths.tolist(), [40] * 3)]
     by_layer = config.num_layers * (2 * config.hidden_size * config.dim * 4 + 3 * 64 * 172)
     expected = [
@@ -69,8 +70,8 @@ def test_padding_is_not_counted():
     ids=["llama-3.1-8b", "debug"],
 )
 def test_cache_bytes_per_token_are_keys_and_values_of_all_layers_and_not_of_all_heads(config, size):
-    assert model_cell.kv_bytes_per_token(DECODE, config) == size * 4  # float32, as caches are on a CPU
-    assert model_cell.kv_bytes_per_token(ModelCase(kind="model_train", model="debug"), config) is None
+    assert model_program.kv_bytes_per_token(DECODE, config) == size * 4  # float32, as caches are on a CPU
+    assert model_program.kv_bytes_per_token(ModelCase(kind="model_train", model="debug"), config) is None
 
 
 @pytest.mark.parametrize("fields", [{"batch": 1}, {"kind": "model_train"}], ids=str)
@@ -108,7 +109,7 @@ def test_a_run_records_and_shows_ttft_tpot_and_the_cache(tmp_path, new_run, attn
     code, _, err = attnsuite.finish(attnsuite.start(*arguments))
     assert code == 0, err
     prefill, decode = parse_records(new_run / "records.jsonl")[0]
-    assert (prefill.status, prefill.steps, prefill.tokens) == ("ok", 1, model_cell.model_tokens(PREFILL))
+    assert (prefill.status, prefill.steps, prefill.tokens) == ("ok", 1, model_program.model_tokens(PREFILL))
     assert (decode.status, decode.steps, decode.tokens) == ("ok", 4, 12)
     assert prefill.kv_bytes_per_token == decode.kv_bytes_per_token == 2 * 2 * 2 * 32 * 4
     page = (new_run / "report.md").read_text()

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from attnsuite.backends import Target, resolve
-from attnsuite.suite.cases import OpCase, spec_of
-from attnsuite.suite.grid.probe import INTERPRETED_LENGTH
+from attnsuite.suite.kinds.attention import INTERPRETED_LENGTH, OpCase, spec_of
 from attnsuite.suite.store import RECORDS, parse_records
 
 SUITE = """

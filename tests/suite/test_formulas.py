@@ -6,10 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnsuite.backends.contract import may_attend
-from attnsuite.suite.cases import OpCase, make_case, problem_of, spec_of
 from attnsuite.suite.errors import InputError
-from attnsuite.suite.measure.formulas import document_ids, op_bytes, op_flops, visible_pairs
-from attnsuite.suite.measure.inputs import make_inputs
+from attnsuite.suite.kinds import make_case, problem_of
+from attnsuite.suite.kinds.attention import OpCase, spec_of
+from attnsuite.suite.kinds.formulas import document_ids, op_bytes, op_flops, visible_pairs
+from attnsuite.suite.kinds.inputs import make_inputs
 
 CASES = [
     OpCase(kind="op_forward", sequence=37),

@@ -13,12 +13,16 @@ from attnsuite.backends import AttentionSpec, Layout, Target, registry
 from attnsuite.backends.contract import may_attend
 from attnsuite.backends.kascade import Tiling, kept_fraction, manual
 from attnsuite.models.planning import attention_spec
-from attnsuite.suite.cases import SelectionCase, StackCase, settings_of
+from attnsuite.suite.cell import Asked
 from attnsuite.suite.errors import InputError
-from attnsuite.suite.kascade import dense, quality, stack
-from attnsuite.suite.kascade.controls import Watched, quest_bound
-from attnsuite.suite.kascade.methods import CONTROLS, METHODS, methods_of, refusals
-from attnsuite.suite.kascade.words import KascadeWords, applied
+from attnsuite.suite.kinds import kind_of
+from attnsuite.suite.kinds.kascade import dense, quality, stack
+from attnsuite.suite.kinds.kascade.controls import Watched, quest_bound
+from attnsuite.suite.kinds.kascade.methods import CONTROLS, METHODS
+from attnsuite.suite.kinds.kascade.settings import settings_of
+from attnsuite.suite.kinds.kascade.words import KascadeWords, applied
+from attnsuite.suite.kinds.selection import SELECTION, SelectionCase
+from attnsuite.suite.kinds.stack import StackCase
 from attnsuite.suite.suites import QUICK, SUITES
 
 GATE = SelectionCase(kind="kascade_gate", sequence=256, sequences=8, tile_size=16, top_k=0.25)
@@ -52,6 +56,12 @@ def one_pass(method, top_k, **changes):
     standard = registry.get("standard").plan(spec, Layout(), target=Target("cpu"))
     exact = jnp.stack([standard.run(query[i], key[i], value[i])[0] for i in range(3)])
     return spec, case, np.asarray(outs), np.asarray(exact), kept
+
+
+def reasons_of(row, case):
+    """Why a row of a case is refused on this machine."""
+    (cell,) = kind_of(case.kind).cells(case, Asked(rows=(row,), cases=(case,)))
+    return cell.reasons
 
 
 @pytest.mark.parametrize("method", SELECTING)
@@ -104,7 +114,7 @@ def gate(tmp_path_factory):
 
 
 def test_gate_finds_all_with_kascade_and_every_control_fails(gate):
-    found = {name: quality.measure(GATE, name, gate, None) for name in methods_of(GATE)}
+    found = {name: quality.measure(GATE, name, gate, None) for name in SELECTION.rows(GATE)}
     recall = {name: row.figures["recall"] for name, row in found.items()}
     assert recall["dense"] == recall["kascade"] == 1.0
     assert set(CONTROLS) < set(recall)
@@ -164,14 +174,14 @@ def test_row_that_may_run_dense_says_so_and_counts_as_dense():
     (note,) = stack.plan_notes(most, "kascade_profitable")
     assert "when='profitable' runs dense" in note
     assert stack.figures(most, "kascade_profitable") == {"kept_pairs": 1.0, "flops": 1.0}
-    assert refusals("kascade_profitable", most) == ()
+    assert reasons_of("kascade_profitable", most) == ()
 
 
 def test_row_that_would_repeat_another_is_refused_with_the_reason():
     longer = dataclasses.replace(STACK, name="", sequence=4096, layers=16)
-    assert "would repeat kascade" in refusals("kascade_profitable", longer)[0]
-    assert "greedy" in refusals("kascade_greedy", dataclasses.replace(GATE, schedule="greedy"))[0]
-    assert "single keys" in refusals("kascade_token", dataclasses.replace(GATE, granularity="token"))[0]
+    assert "would repeat kascade" in reasons_of("kascade_profitable", longer)[0]
+    assert "greedy" in reasons_of("kascade_greedy", dataclasses.replace(GATE, schedule="greedy"))[0]
+    assert "single keys" in reasons_of("kascade_token", dataclasses.replace(GATE, granularity="token"))[0]
 
 
 def test_suite_has_all_that_is_promised():

@@ -14,11 +14,11 @@ from attnsuite.models import load_shipped
 from attnsuite.models.weights import shipped
 from attnsuite.suite import checkpoint
 from attnsuite.suite.absent import cache as compile_cache
-from attnsuite.suite.cases import ModelCase
 from attnsuite.suite.command_line import main
 from attnsuite.suite.compile_request import ModelWords, compile_request
 from attnsuite.suite.errors import InputError
-from attnsuite.suite.grid.runner import Limits
+from attnsuite.suite.grid.executors import Limits
+from attnsuite.suite.kinds.model import ModelCase
 from attnsuite.suite.named_model import checkpoint_of, config_of, model_of
 
 TRAINED = ("run", "perplexity", "calibrate")

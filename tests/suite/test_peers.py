@@ -8,9 +8,11 @@ import sys
 import pytest
 
 from attnsuite.suite import peers
-from attnsuite.suite.cases import ModelCase, OpCase
+from attnsuite.suite.cell import Asked
 from attnsuite.suite.grid.probe import probe
-from attnsuite.suite.measure import judge as accuracy
+from attnsuite.suite.kinds.attention import OpCase, judge_outputs, named_outputs, write_reference
+from attnsuite.suite.kinds.model import ModelCase
+from attnsuite.suite.measure import judge
 from attnsuite.suite.peers import PEERS, mkl
 
 # What is compared here is compared on every machine; PyTorch and tokamax where they are installed (extra "peers").
@@ -36,9 +38,9 @@ def test_peer_computes_the_same_problem_or_says_why_not(tmp_path, name, case):
     outputs = program.function(*program.arguments)
     if program.arrays is not None:
         outputs = program.arrays(outputs)
-    accuracy.write_reference(case, tmp_path / "reference.npz")
-    errors = accuracy.judge_outputs(accuracy.named_outputs(outputs), tmp_path / "reference.npz", case.dtype)
-    assert accuracy.describe_failure(errors) is None
+    write_reference(case, tmp_path / "reference.npz")
+    errors = judge_outputs(named_outputs(outputs), tmp_path / "reference.npz", case.dtype)
+    assert judge.describe_failure(errors) is None
 
 
 def test_jax_nn_is_never_refused_for_a_package():
@@ -68,11 +70,12 @@ def test_unthrottled_row_is_refused_where_there_is_no_brake(monkeypatch):
     assert "this is darwin" in mkl.refusals("Apple M3")[0]
 
 
-@pytest.mark.filterwarnings("ignore::backends.BackendFallbackWarning")
+@pytest.mark.filterwarnings("ignore::attnsuite.backends.BackendFallbackWarning")
 def test_plans_hold_a_cell_per_peer_of_the_kind_and_one_for_all_cores(monkeypatch):
-    monkeypatch.setattr("attnsuite.suite.grid.probe.usable_cores", lambda: 4)
-    found = probe([CASES[0]], ["standard", "chunked", "cudnn", "jax_nn", "transformers"], None, all_cores=True)
-    cells = [(plan["requested"], plan["devices"], plan["mode"]) for plan in found["plans"]]
+    monkeypatch.setattr("attnsuite.suite.kinds.attention.usable_cores", lambda: 4)
+    rows = ("standard", "chunked", "cudnn", "jax_nn", "transformers")
+    found = probe(Asked(rows=rows, cases=(CASES[0],), all_cores=True))
+    cells = [(cell["row"], cell["devices"], cell["mode"]) for cell in found["cells"]]
     assert cells == [
         ("standard", 1, "native"),
         ("chunked", 1, "native"),
@@ -83,6 +86,6 @@ def test_plans_hold_a_cell_per_peer_of_the_kind_and_one_for_all_cores(monkeypatc
 
 
 def test_what_cannot_be_divided_has_no_cell_for_all_cores(monkeypatch):
-    monkeypatch.setattr("attnsuite.suite.grid.probe.usable_cores", lambda: 3)
-    found = probe([CASES[0]], ["chunked"], None, all_cores=True)
-    assert [plan["devices"] for plan in found["plans"]] == [1]
+    monkeypatch.setattr("attnsuite.suite.kinds.attention.usable_cores", lambda: 3)
+    found = probe(Asked(rows=("chunked",), cases=(CASES[0],), all_cores=True))
+    assert [cell["devices"] for cell in found["cells"]] == [1]

@@ -10,10 +10,13 @@ import pytest
 from attnsuite.backends.resolve import PRIORITY
 from attnsuite.models import ModelConfig, Transformer, load_shipped, save
 from attnsuite.models.weights import load, shipped
-from attnsuite.suite import model_cell, quality, streamed
-from attnsuite.suite.cases import ModelCase, RetrievalCase, TextCase
+from attnsuite.suite import streamed
 from attnsuite.suite.command_line import main
 from attnsuite.suite.errors import InputError
+from attnsuite.suite.kinds import model_program, quality
+from attnsuite.suite.kinds.model import ModelCase
+from attnsuite.suite.kinds.retrieval import RetrievalCase
+from attnsuite.suite.kinds.text import TextCase
 from attnsuite.suite.store import parse_records
 
 LENGTH = 128  # tokens of a sequence, of which the last is only predicted
@@ -218,15 +221,15 @@ def test_options_are_scalars_and_words():
 def test_a_runs_figures_of_kascade_say_what_was_kept_too():
     """``attnsuite run``: text, retrieval and whole models, where the options are the backend's own."""
     text = quality.perplexity(TextCase(sequence=64, sequences=2), "kascade", None)
-    assert text.figures["kept_pairs"] == 1.0
+    assert text.quality["kept_pairs"] == 1.0
     assert any(note.startswith("DENSE: every pair was kept") for note in text.notes)
     recall = quality.recall(RetrievalCase(sequence=384, prompts=2), "kascade")
-    assert recall.figures["kept_pairs"] < 1.0
+    assert recall.quality["kept_pairs"] < 1.0
     assert recall.notes[0].startswith("kept: 0.")
     exact = quality.recall(RetrievalCase(sequence=384, prompts=2), "standard")
     assert not exact.notes
-    assert "kept_pairs" not in exact.figures
+    assert "kept_pairs" not in exact.quality
     case = ModelCase(kind="model_prefill", sequence=256, top_k=0.125, tile_size=16, anchors=2)
-    notes = model_cell.notes(case, model_cell.model_config(case), "kascade")
+    notes = model_program.notes(case, model_program.model_config(case), "kascade")
     assert "schedule: manual; layers that select: 0, 2; that reuse: 1 from 0, 3 from 2" in notes
-    assert not model_cell.notes(case, model_cell.model_config(case), "chunked")
+    assert not model_program.notes(case, model_program.model_config(case), "chunked")

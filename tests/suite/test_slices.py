@@ -8,7 +8,8 @@ import pytest
 from attnsuite.backends import Target
 from attnsuite.suite.absent import compilation as compile_cell
 from attnsuite.suite.absent import slices, topologies
-from attnsuite.suite.cases import ModelCase, OpCase
+from attnsuite.suite.kinds.attention import OpCase
+from attnsuite.suite.kinds.model import ModelCase
 
 MODEL = ModelCase(kind="model_prefill", model="debug", sequence=64, dtype="bfloat16", new_tokens=1)
 ONE_CHIP = Target.named("v5e:1x1")

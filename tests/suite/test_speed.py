@@ -3,10 +3,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from attnsuite.suite.cases import OpCase
-from attnsuite.suite.grid.probe import CellPlan
-from attnsuite.suite.grid.runner import measured
-from attnsuite.suite.measure.formulas import visible_pairs
+from attnsuite.suite.cell import Cell
+from attnsuite.suite.grid.executors import is_measured
+from attnsuite.suite.kinds import problem_of
+from attnsuite.suite.kinds.attention import OpCase
+from attnsuite.suite.kinds.formulas import visible_pairs
 from attnsuite.suite.measure.speed import Sampling, calls_per_sample
 from attnsuite.suite.statistics import FEWEST, mean, median, paired_difference, paired_ratio, unpaired_ratio
 
@@ -69,5 +70,7 @@ def test_short_calls_are_repeated_within_a_sample():
 def test_fallback_to_a_cell_of_the_case_is_not_measured_twice(mode, resolved, expected):
     case = OpCase(kind="op_forward", sequence=8)
     assert visible_pairs(case) == 36
-    plan = CellPlan(case.name, "asked", resolved, mode, exact=True, reasons=())
-    assert measured(case, plan, ("asked", "chunked")) is expected
+    cell = Cell(
+        case=case.name, problem=problem_of(case), row="asked", target="cpu", resolved=resolved, mode=mode, exact=True
+    )
+    assert is_measured(cell, ("asked", "chunked")) is expected

@@ -13,12 +13,12 @@ from attnsuite import reports
 from attnsuite.backends import Layout, Support, Target, registry, tuned
 from attnsuite.backends.contract import KernelBuild
 from attnsuite.suite import tuning
-from attnsuite.suite.cases import OpCase, problem_of, spec_of
 from attnsuite.suite.command_line import main
 from attnsuite.suite.errors import InputError
+from attnsuite.suite.grid.executors import Limits
 from attnsuite.suite.grid.progress import ProgressDisplay
-from attnsuite.suite.grid.runner import Limits
-from attnsuite.suite.measure import judge as accuracy
+from attnsuite.suite.kinds import problem_of
+from attnsuite.suite.kinds.attention import OpCase, spec_of, write_reference
 from attnsuite.suite.record import Record, Trial, Trials
 from attnsuite.suite.store import RECORDS, parse_records
 
@@ -52,7 +52,7 @@ class Candidates:
 
 def try_all(monkeypatch, tmp_path, backend):
     monkeypatch.setattr(tuning.registry, "get", lambda _: backend)
-    accuracy.write_reference(CASE, tmp_path / "reference.npz")
+    write_reference(CASE, tmp_path / "reference.npz")
     return tuning.try_candidates(CASE, "chunked", tmp_path / "reference.npz")
 
 

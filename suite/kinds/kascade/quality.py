@@ -24,11 +24,12 @@ from attnsuite.models.forward import forward, forward_cached
 from attnsuite.models.loss import token_nats
 from attnsuite.models.planning import Resolutions, attention_spec
 
-from ..cases import SelectionCase, settings_of
-from ..errors import CellFailure
-from ..measure.text import bits
+from ...errors import CellFailure
+from ...measure.text import bits
+from ..selection import SelectionCase
 from . import controls, dense
 from .controls import Kept, Watched
+from .settings import settings_of
 
 DECODED = 64  # tokens at the end of a text that are decoded
 

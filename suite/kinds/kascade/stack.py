@@ -19,11 +19,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from attnsuite.backends import Layout, MeshAxes, Plan, Sharded, Target, plan, registry, resolve, support
 from attnsuite.backends.kascade import Selection, Settings, kept_fraction
 
-from ..cases import StackCase, settings_of, stack_spec
-from ..measure.judge import as_model_error
-from ..measure.program import Program
-from ..record import TensorError
-from .methods import schedule_of
+from ...measure.judge import as_model_error
+from ...measure.program import Program
+from ...record import TensorError
+from ..stack import StackCase, schedule_of, stack_spec
+from .settings import settings_of
 
 DISTINCT = 4  # pairs of keys and values
 JUDGED_LENGTH = 512

@@ -126,7 +126,7 @@ def row_settings(
 
     What a selection loses does not depend on who computes it. So a row whose tiles the kernel of the target does not
     take (a TPU's takes no tiles of 16 keys, no kernel takes single keys) is computed by XLA's code, and says so. A row
-    that is timed is refused instead, see :func:`attnsuite.suite.kascade.stack.refusals`.
+    that is timed is refused instead, see :func:`attnsuite.suite.kinds.kascade.stack.refusals`.
     """
     changed = dataclasses.replace(settings, **_CHANGES.get(method, {}))
     reasons = support(KASCADE, spec, target, options=changed.as_options()).reasons

@@ -7,12 +7,15 @@ dK), as FlashAttention-2 counts them (arXiv 2307.08691, section 4.1); softmax is
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 from jaxtyping import Int
 
 from attnsuite.backends.contract import DTYPES
 
-from ..cases import OpCase
+if TYPE_CHECKING:
+    from .attention import OpCase
 
 ITEM_BYTES = {name: 4 if name == "float32" else 2 for name in DTYPES}
 

@@ -21,29 +21,19 @@ from jaxtyping import Array, Float, Int
 from attnsuite.models import ModelConfig, Transformer, load_text, retrieval
 from attnsuite.models.loss import token_nats
 
-from . import statistics
-from .cases import RetrievalCase, TextCase
-from .errors import InputError
+from .. import statistics
+from ..cell import Facts
+from ..errors import InputError
+from ..measure.judge import as_model_error
+from ..measure.text import bits, reader_of, unigram_bits
+from ..record import TensorError
 from .kascade.kept import kept_of
-from .measure.judge import as_model_error
-from .measure.text import bits, reader_of, unigram_bits
-from .model_cell import open_model, resolutions_of, retrieval_model
-from .record import TensorError
+from .model_program import open_model, resolutions_of_sequence
+from .retrieval import RetrievalCase
+from .text import TextCase
 
 _PROMPTS_AT_ONCE = 8
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Quality:
-    """Figures, the raw values behind them, and the logits' distance from the standard backend's.
-
-    ``notes``: what an approximate backend kept, without which its figures say nothing.
-    """
-
-    figures: dict[str, float]
-    series: dict[str, tuple[float, ...]]
-    accuracy: dict[str, TensorError]
-    notes: tuple[str, ...] = ()
+_LEAST_CONTEXT = 1024
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -63,7 +53,7 @@ def read_text(case: TextCase, config: ModelConfig, text: str | None) -> HeldOut:
         raise InputError(f"case {case.name}: {error}") from error
 
 
-def perplexity(case: TextCase, backend: str, text: str | None) -> Quality:
+def perplexity(case: TextCase, backend: str, text: str | None) -> Facts:
     """Perplexity per token and bits per byte of ``backend``, with KL and top-1 agreement against ``standard``."""
     model = open_model(case)
     held_out = read_text(case, model.config, text)
@@ -81,12 +71,15 @@ def perplexity(case: TextCase, backend: str, text: str | None) -> Quality:
     figures = _figures(raw, held_out.bytes_per_token)
     # A model that does not beat the frequencies of the tokens shows nothing.
     figures["unigram_bits_per_byte"] = unigram_bits(held_out.rows) / held_out.bytes_per_token
-    kept = kept_of(resolutions_of(case, model.config, backend), {}, model.config)
-    figures |= {name: value for one in kept for name, value in one.figures.items()}
-    return Quality(figures, raw, {"logits": errors[0]}, tuple(line for one in kept for line in one.lines))
+    return _with_kept(Facts(quality=figures, series=raw, accuracy={"logits": errors[0]}), model.config, case, backend)
 
 
-def recall(case: RetrievalCase, backend: str) -> Quality:
+def retrieval_model(case: RetrievalCase) -> Transformer:
+    """The constructed checkpoint, with room for the case's length."""
+    return retrieval.build(context=max(case.sequence, _LEAST_CONTEXT))
+
+
+def recall(case: RetrievalCase, backend: str) -> Facts:
     """Share of needles that the constructed checkpoint retrieves under ``backend``, with the standard backend's."""
     model = retrieval_model(case)
     rng = np.random.default_rng([case.seed, 0])
@@ -107,9 +100,17 @@ def recall(case: RetrievalCase, backend: str) -> Quality:
         "queries": float(len(distances)),
     }
     series = {"hit": tuple(hits[backend]), "standard_hit": tuple(hits["standard"]), "distance": tuple(distances)}
-    kept = kept_of(resolutions_of(case, model.config, backend), {}, model.config)
-    figures |= {name: value for one in kept for name, value in one.figures.items()}
-    return Quality(figures, series, {"logits": errors[0]}, tuple(line for one in kept for line in one.lines))
+    return _with_kept(
+        Facts(quality=figures, series=series, accuracy={"logits": errors[0]}), model.config, case, backend
+    )
+
+
+def _with_kept(facts: Facts, config: ModelConfig, case: TextCase | RetrievalCase, backend: str) -> Facts:
+    """The facts with what an approximate backend kept, without which its figures say nothing."""
+    kept = kept_of(resolutions_of_sequence(config, case.sequence, backend), {}, config)
+    figures = {name: value for one in kept for name, value in one.figures.items()}
+    notes = tuple(line for one in kept for line in one.lines)
+    return dataclasses.replace(facts, quality={**facts.quality, **figures}, notes=notes)
 
 
 def _hits(logits: Float[Array, "b t v"], batch: Any) -> list[float]:

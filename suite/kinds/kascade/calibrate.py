@@ -14,10 +14,10 @@ from attnsuite.models import Transformer, load_text
 from attnsuite.models.calibration import calibrate
 from attnsuite.models.weights import load
 
-from .. import files
-from ..errors import InputError
-from ..measure.text import reader_of
-from ..named_model import checkpoint_of
+from ... import files
+from ...errors import InputError
+from ...measure.text import reader_of
+from ...named_model import checkpoint_of
 from .schedules import ScheduleWords
 
 
@@ -25,7 +25,7 @@ from .schedules import ScheduleWords
 class CalibrateRequest:
     """What to calibrate, checked by :func:`run`.
 
-    The last four as in :class:`attnsuite.suite.kascade.schedules.ScheduleWords`.
+    The last four as in :class:`attnsuite.suite.kinds.kascade.schedules.ScheduleWords`.
     """
 
     model: str

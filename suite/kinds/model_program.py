@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -19,19 +19,22 @@ import optax
 from jaxtyping import Int
 
 from attnsuite.backends.kascade import manual
-from attnsuite.models import KVCache, ModelConfig, Transformer, next_token_loss, retrieval
+from attnsuite.models import KVCache, ModelConfig, Transformer, next_token_loss
 from attnsuite.models.forward import forward, forward_cached
 from attnsuite.models.parameters import parameter_shapes
 from attnsuite.models.planning import Options, Resolutions, attention_spec, freeze_options, resolve_attention
 
-from .cases import ModelCase, OpCase, RetrievalCase, TextCase
+from ..measure.program import Program
+from ..named_model import config_of, model_of
+from .attention import OpCase
+from .formulas import attention_flops, visible_pairs
 from .kascade.kept import kept_of
-from .measure.formulas import attention_flops, visible_pairs
-from .measure.program import Program
-from .named_model import config_of, model_of
+from .model import ModelCase
+
+if TYPE_CHECKING:
+    from .text import TextCase
 
 LEARNING_RATE = 1e-4
-_LEAST_CONTEXT = 1024
 _TILE = 16
 
 
@@ -45,12 +48,12 @@ def open_model(case: ModelCase | TextCase) -> Transformer:
     return model_of(case.model, f"case {case.name}: model", dtype=case.dtype)
 
 
-def retrieval_model(case: RetrievalCase) -> Transformer:
-    """The constructed checkpoint, with room for the case's length."""
-    return retrieval.build(context=max(case.sequence, _LEAST_CONTEXT))
+def resolutions_of_sequence(config: ModelConfig, length: int, backend: str) -> Resolutions:
+    """What computes each attention type of ``config`` for one sequence, without gradients and without a cache."""
+    return resolve_attention(config, batch=1, query_length=length, needs_grad=False, backend=backend)
 
 
-def resolutions_of(case: ModelCase | TextCase | RetrievalCase, config: ModelConfig, backend: str) -> Resolutions:
+def resolutions_of(case: ModelCase, config: ModelConfig, backend: str) -> Resolutions:
     """What computes each attention type of ``config`` in ``case`` for a request for ``backend``."""
     if case.kind == "model_decode":
         return resolve_attention(
@@ -63,14 +66,13 @@ def resolutions_of(case: ModelCase | TextCase | RetrievalCase, config: ModelConf
             backend=backend,
             options=options_of(case, config, backend),
         )
-    is_model = isinstance(case, ModelCase)
     return resolve_attention(
         config,
-        batch=case.batch if is_model else 1,
+        batch=case.batch,
         query_length=case.sequence,
         needs_grad=case.kind == "model_train",
         backend=backend,
-        options=options_of(case, config, backend) if is_model else None,
+        options=options_of(case, config, backend),
     )
 
 

@@ -8,16 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from attnsuite.backends.kascade import Schedule, manual
-from attnsuite.backends.kascade.cost import not_profitable
-
-from ..cases import Case, SelectionCase, StackCase, settings_of, stack_spec
-from ..record import CaseKind
-
-_QUALITY: tuple[CaseKind, ...] = ("kascade_text", "kascade_retrieval")
-_GATE: tuple[CaseKind, ...] = ("kascade_gate",)
+_QUALITY: tuple[str, ...] = ("kascade_text", "kascade_retrieval")
+_GATE: tuple[str, ...] = ("kascade_gate",)
 _CHOICES = (*_QUALITY, *_GATE)
-_STACK: tuple[CaseKind, ...] = ("kascade_prefill", "kascade_decode")
+_STACK: tuple[str, ...] = ("kascade_prefill", "kascade_decode")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +20,7 @@ class Method:
 
     name: str
     told: str
-    kinds: tuple[CaseKind, ...]
+    kinds: tuple[str, ...]
     exact: bool = False
     control: bool = False
 
@@ -64,40 +58,8 @@ METHODS = {
 }  # fmt: skip
 
 CONTROLS = tuple(method.name for method in METHODS.values() if method.control)
-_PARTS = ("anchor_layer", "reuse_layer")
 
 
-def has_methods(case: Case) -> bool:
-    """Whether the rows of a case are methods, and not backends and peers."""
-    return isinstance(case, SelectionCase | StackCase)
-
-
-def methods_of(case: Case) -> tuple[str, ...]:
-    """The rows of a case, in the order of the table; a single layer is timed by its parts."""
-    names = [method.name for method in METHODS.values() if case.kind in method.kinds]
-    if isinstance(case, StackCase):
-        whole = ("dense", *_PARTS) if case.layers == 1 else tuple(name for name in names if name not in _PARTS)
-        names = [name for name in names if name in whole and (case.by_token or name != "kascade_token")]
-    return tuple(names)
-
-
-def refusals(name: str, case: Case) -> tuple[str, ...]:
-    """Why the row is not measured in this case."""
-    if isinstance(case, SelectionCase):
-        if name == "kascade_greedy" and case.schedule == "greedy":
-            return ("kascade_greedy: the case's own schedule is greedy, so this row would repeat kascade.",)
-        if name == "kascade_token" and case.granularity == "token":
-            return ("kascade_token: the case selects single keys already, so this row would repeat kascade.",)
-    if name == "kascade_profitable" and isinstance(case, StackCase):
-        settings, spec = settings_of(case, schedule=schedule_of(case)), stack_spec(case)
-        if not_profitable(spec, settings) is None:
-            return ("kascade_profitable: sparse is expected to be faster here, so this row would repeat kascade.",)
-    return ()
-
-
-def schedule_of(case: StackCase) -> Schedule:
-    """Layer 0 dense, anchors evenly spread, the others reuse; for a single layer's parts: dense, anchor, reuse."""
-    if case.layers == 1:
-        return manual((0, 1), num_layers=3, kv_heads=case.kv_heads)
-    anchors = tuple(i * case.layers // case.anchors for i in range(case.anchors))
-    return manual(anchors, num_layers=case.layers, kv_heads=case.kv_heads)
+def rows_of(kind: str) -> tuple[str, ...]:
+    """The rows of a kind of case, in the order of the table."""
+    return tuple(method.name for method in METHODS.values() if kind in method.kinds)

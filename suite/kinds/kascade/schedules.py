@@ -6,7 +6,7 @@ import dataclasses
 
 from attnsuite.backends.kascade import Calibration, Schedule, dynamic_programming, greedy, manual
 
-from ..errors import InputError
+from ...errors import InputError
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,11 +17,13 @@ from attnsuite.backends.kascade import Calibration, Schedule, dynamic_programmin
 from attnsuite.models import ModelConfig, Transformer, load_text, retrieval
 from attnsuite.models.calibration import calibrate, load
 
-from ..cases import SelectionCase, TextCase, anchor_layers, settings_of
-from ..errors import InputError
-from ..measure.text import reader_of
-from ..model_cell import model_config, open_model
+from ...errors import InputError
+from ...measure.text import reader_of
+from ..model_program import model_config, open_model
 from ..quality import read_text
+from ..selection import SelectionCase, anchor_layers
+from ..text import TextCase
+from .settings import settings_of
 
 PROMPTS = 6  # that a calibration is made from
 AT_ONCE = 4  # sequences of a batch

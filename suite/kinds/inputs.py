@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,8 +11,10 @@ from jaxtyping import Array, Float
 
 from attnsuite.backends import Layout
 
-from ..cases import OpCase
 from .formulas import document_ids
+
+if TYPE_CHECKING:
+    from .attention import OpCase
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

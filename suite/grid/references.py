@@ -1,0 +1,65 @@
+"""What cells are judged by: computed once per problem, kept in files, and handed to the cells that share it."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from ..cell import Case
+from ..errors import CellFailure
+from ..kinds import kind_of, problem_of
+from ..measure.memory import machine_bytes
+from .process import Worker
+
+_REFERENCE_SECONDS = 600.0  # at least; the oracle is slow, and its limit is not the cells'
+_REFERENCE_SHARE = 0.9  # of the machine's memory
+
+
+class References:
+    """What cells are judged by: one process for the whole run, its results kept in a temporary directory."""
+
+    def __init__(self, seconds: float, text: str | None = None) -> None:
+        self._text = text
+        self._seconds = max(seconds, _REFERENCE_SECONDS)
+        self._directory = tempfile.TemporaryDirectory(prefix="attnsuite-")
+        self.folder = Path(self._directory.name)
+        self._worker: Worker | None = None
+        self._paths: dict[tuple[Any, ...], Path] = {}
+
+    def path(self, case: Case, mode: str | None = "native") -> Path | None:
+        """The .npz of ``case`` run in ``mode``, computed on first use; None for a case that brings its own comparison.
+
+        Raises CellFailure where the reference cannot be computed.
+        """
+        judges = kind_of(case.kind).judged_by(case, mode)
+        if not judges:
+            return None
+        for known in judges:
+            if _problem(known) in self._paths:
+                return self._paths[_problem(known)]
+        case = judges[0]
+        path = self.folder / f"{len(self._paths)}.npz"
+        if self._worker is None:
+            self._worker = Worker(int(_REFERENCE_SHARE * machine_bytes()))
+        try:
+            self._worker.ask(
+                {"do": "reference", "case": problem_of(case), "path": str(path), "text": self._text}, self._seconds
+            )
+        except CellFailure as failure:
+            self._worker.close()
+            self._worker = None
+            raise CellFailure(failure.status, f"there is no reference to judge by: {failure.message}") from failure
+        self._paths[_problem(case)] = path
+        return path
+
+    def close(self) -> None:
+        """End the process and remove the files."""
+        if self._worker is not None:
+            self._worker.close()
+        self._directory.cleanup()
+
+
+def _problem(case: Case) -> tuple[Any, ...]:
+    """What a case is but for its name."""
+    return tuple(item for item in problem_of(case).items() if item[0] != "name")

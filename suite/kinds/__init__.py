@@ -1,0 +1,113 @@
+"""The kinds of case that can be measured, one file each, and the table of them.
+
+A kind is a :class:`~attnsuite.suite.kinds.kind.Kind`: its case, the rows that a case has, what judges them, how a cell
+is made ready, and what its tables are called. A new one takes a file and a line of :data:`BUILT_IN`. Another package
+brings its own through the entry-point group ``attnsuite.kinds``: the entry is named after the kind of record, and what
+it names is a Kind. An entry is loaded when its kind is looked up; one that does not load is an InputError there, and
+the other kinds go on.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Mapping
+from importlib import metadata
+from typing import Any
+
+from .. import typed
+from ..cell import Case
+from ..errors import InputError
+from .kind import Kind, label_of
+from .kind import problem_of as problem_of
+
+ENTRY_POINT_GROUP = "attnsuite.kinds"
+
+# In the order of a report's tables.
+BUILT_IN = (
+    "attention:ATTENTION",
+    "model:MODEL",
+    "text:TEXT",
+    "retrieval:RETRIEVAL",
+    "selection:SELECTION",
+    "stack:STACK",
+)
+
+
+@functools.cache
+def _built_in() -> Mapping[str, Kind]:
+    """Each kind that ships here, by every name that its records have."""
+    found: dict[str, Kind] = {}
+    for reference in BUILT_IN:
+        module, _, attribute = reference.partition(":")
+        kind = getattr(importlib.import_module(f".{module}", __name__), attribute)
+        found |= dict.fromkeys(kind.titles, kind)
+    return found
+
+
+@functools.cache
+def _entry_points() -> Mapping[str, metadata.EntryPoint]:
+    """Entries of other packages by name; a name that ships here stays what it is."""
+    found = {entry.name: entry for entry in metadata.entry_points(group=ENTRY_POINT_GROUP)}
+    return {name: found[name] for name in sorted(found) if name not in _built_in()}
+
+
+def names() -> tuple[str, ...]:
+    """Every kind of record: those that ship here in the order of the tables, then the others by alphabet."""
+    return (*_built_in(), *_entry_points())
+
+
+@functools.cache
+def kind_of(name: str) -> Kind:
+    """The kind of a record or case. Raises InputError for a name of none, and for a package that does not load."""
+    if name in _built_in():
+        return _built_in()[name]
+    if name not in _entry_points():
+        raise InputError(f"kind = {typed.given(name)} is not a kind of case; use one of {', '.join(names())}.")
+    entry = _entry_points()[name]
+    origin = f"kind {name}: entry point {entry.value} of {entry.dist.name if entry.dist else 'an unnamed package'}"
+    try:
+        kind = entry.load()
+    except (Exception, SystemExit) as error:  # whatever a foreign package raises becomes the reason
+        raise InputError(f"{origin} failed to load: {type(error).__name__}: {error}") from error
+    if not isinstance(kind, Kind):
+        raise InputError(f"{origin} is not a kind; it needs to be an instance of attnsuite.suite.kinds.kind.Kind.")
+    if name not in kind.titles:
+        raise InputError(f"{origin} makes no records of that kind; its titles are for {', '.join(kind.titles)}.")
+    return kind
+
+
+def faults() -> tuple[str, ...]:
+    """A sentence for each kind of another package that cannot be used."""
+    return tuple(sentence for name in _entry_points() if (sentence := _fault(name)))
+
+
+def _fault(name: str) -> str | None:
+    try:
+        kind_of(name)
+    except InputError as error:
+        return str(error)
+    return None
+
+
+def title_of(name: str) -> str:
+    """What tables of a kind of record are called. Raises InputError as :func:`kind_of`."""
+    return kind_of(name).titles[name]
+
+
+def make_case(fields: Mapping[str, Any]) -> Case:
+    """The case with these fields, ``kind`` among them. Raises InputError naming what is accepted.
+
+    >>> make_case({"kind": "op_forward", "sequence": 512}).name
+    'forward-s512-h8k8-d64-f32'
+    """
+    name = fields.get("kind")
+    if not isinstance(name, str):
+        raise InputError(f"kind = {typed.given(name)} is not a kind of case; use one of {', '.join(names())}.")
+    kind = kind_of(name)
+    try:
+        return kind.read(fields)
+    except InputError:
+        raise
+    except ValueError as error:
+        raise InputError(f"{label_of(fields)}: {error}.") from error

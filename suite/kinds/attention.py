@@ -1,0 +1,366 @@
+"""One attention call: the case, its program, and how its cells are judged.
+
+The oracle's float64 result and the standard backend's error on the same problem are computed once per case, in a
+process of their own, and reach the cells through one .npz file. A case that is too large for the oracle, or for an
+interpreter, is judged on a case of the same kind at a shorter length, and its record says so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from attnsuite.backends import (
+    AttentionSpec,
+    Backend,
+    Layout,
+    Plan,
+    Sharded,
+    Target,
+    oracle,
+    registry,
+    resolve,
+    support,
+)
+from attnsuite.backends import plan as plan_whole
+from attnsuite.backends.devices import usable_cores
+from attnsuite.backends.features import Mode
+from attnsuite.backends.sharding import divided
+
+from .. import peers, typed
+from ..cell import Asked, Cell, Facts, Means, Prepared
+from ..errors import InputError
+from ..measure import execution
+from ..measure.judge import as_error
+from ..measure.program import Program
+from ..record import TensorError
+from ..typed import Count, Real, Seed
+from .formulas import op_bytes, op_flops
+from .inputs import make_inputs
+from .kind import SHORT_DTYPE, Dtype, Kind, backends_of, check_fields, label_of, name_case, of_backend, of_peers
+
+OpKind = Literal["op_forward", "op_forward_backward", "op_decode"]
+
+# Score entries (batch x heads x query x key) that the oracle takes at most: 8 heads at 4096 tokens. It needs
+# about 2 s forward and 8 s with gradients for that on 2 cores of a 2026 server.
+ORACLE_ENTRIES = 8 * 4096 * 4096
+# And an interpreter: Kvax's kernels, forward and backward, need about 4 s for that, and four times that at 1024.
+INTERPRETED_ENTRIES = 8 * 512 * 512
+_ERROR = "standard_error_"
+GRADIENTS = ("dq", "dk", "dv")
+_BASELINE = "standard"
+INTERPRETED_LENGTH = 1024  # tokens: a longer case would be judged again at the length to which this one is cut
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class OpCase:
+    """One attention call. ``op_decode`` is one query token at the end of ``sequence`` keys.
+
+    ``window_size`` counts the token itself, as Hugging Face's ``sliding_window`` does: a causal row sees its own key
+    and ``window_size - 1`` keys before it; without causality as many after it, too. ``documents`` packs that many
+    documents of unequal length into the sequence (segment ids). Without a ``name`` one is made from the fields. Raises
+    InputError for a field that does not fit.
+    """
+
+    kind: OpKind
+    sequence: Count
+    name: str = ""
+    batch: Count = 1
+    heads: Count = 8
+    kv_heads: Count = 8
+    head_dim: Count = 64
+    value_head_dim: Count | None = None
+    dtype: Dtype = "float32"
+    causal: bool = True
+    window_size: Count | None = None
+    chunk_size: Count | None = None
+    soft_cap: Real | None = None
+    documents: Count = 1
+    seed: Seed = 0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        name_case(self, _name(self))
+        if self.documents > self.sequence or (self.documents > 1 and self.kind == "op_decode"):
+            raise InputError(
+                f"case {self.name}: documents={self.documents} does not fit; "
+                f"use 1 to {self.sequence}, and 1 for a decode step."
+            )
+        is_local = self.window_size is not None or self.chunk_size is not None
+        if self.kind == "op_decode" and is_local and not self.causal:
+            raise InputError(f"case {self.name}: a decode step with a window or chunks needs causal = true.")
+        try:
+            spec_of(self)
+        except ValueError as error:
+            raise InputError(f"case {self.name}: {error}") from error
+
+    @property
+    def query_length(self) -> int:
+        """Query tokens: 1 in a decode step."""
+        return 1 if self.kind == "op_decode" else self.sequence
+
+    @property
+    def needs_grad(self) -> bool:
+        """Whether gradients are computed."""
+        return self.kind == "op_forward_backward"
+
+
+def spec_of(case: OpCase) -> AttentionSpec:
+    """The attention problem of an op case. Raises ValueError for shapes and dtypes that do not fit."""
+    return AttentionSpec(
+        batch=case.batch,
+        query_length=case.query_length,
+        key_value_length=case.sequence,
+        num_heads=case.heads,
+        num_kv_heads=case.kv_heads,
+        head_dim=case.head_dim,
+        value_head_dim=case.value_head_dim,
+        dtype=case.dtype,
+        is_causal=case.causal,
+        local_window_size=_window(case),
+        chunk_size=case.chunk_size,
+        logits_soft_cap=case.soft_cap,
+        has_segment_ids=case.documents > 1,
+        has_positions=case.kind == "op_decode" and case.causal,
+        needs_grad=case.needs_grad,
+    )
+
+
+def _window(case: OpCase) -> tuple[int, int] | None:
+    """Keys beside a query's own, left and right."""
+    if case.window_size is None:
+        return None
+    return case.window_size - 1, 0 if case.causal else case.window_size - 1
+
+
+def _without_window(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields without ``window`` of version 0.1, which counted the keys beside the token. Raises InputError."""
+    if fields.get("window") is not None:
+        given = typed.given(fields["window"])
+        raise InputError(
+            f"{label_of(fields)}: window = {given} counted the keys beside the token and is gone; use window_size, "
+            "which counts the token too (window_size = window + 1)."
+        )
+    return {name: value for name, value in fields.items() if name != "window"}
+
+
+def _name(case: OpCase) -> str:
+    kind = case.kind.removeprefix("op_").replace("_", "-")
+    parts = [kind, f"s{case.sequence}", f"h{case.heads}k{case.kv_heads}", f"d{case.head_dim}"]
+    options = {
+        f"v{case.value_head_dim}": case.value_head_dim is not None,
+        f"b{case.batch}": case.batch != 1,
+        "full": not case.causal,
+        f"sliding{case.window_size}": case.window_size is not None,
+        f"chunk{case.chunk_size}": case.chunk_size is not None,
+        f"cap{case.soft_cap}": case.soft_cap is not None,
+        f"docs{case.documents}": case.documents > 1,
+        f"seed{case.seed}": case.seed != 0,
+    }
+    parts += [text for text, wanted in options.items() if wanted]
+    return "-".join([*parts, SHORT_DTYPE[case.dtype]])
+
+
+def op_function(case: OpCase, plan: Callable[[Layout], Plan]) -> Callable[..., Any]:
+    """The function of an attention call: ``(layout, query, key, value) -> output``.
+
+    With gradients it takes ``d_out`` too and gives ``(out, dq, dk, dv)``. Planning is part of it, as in a model's
+    forward pass, and the layout is an argument: no backend can bake the mask of one case into its code. A decode step
+    finds its keys and values as a cache holds them (``models.KVCache``: ``[batch, kv_heads, length, head_dim]``) and
+    hands them over transposed, which XLA folds into the products; in the contract's own layout a CPU transposes them
+    in memory first.
+    """
+
+    def forward(layout: Layout, query: Any, key: Any, value: Any) -> Any:
+        return plan(layout).run(query, key, value)[0]
+
+    def forward_backward(layout: Layout, query: Any, key: Any, value: Any, d_out: Any) -> Any:
+        return with_gradients(lambda q, k, v: forward(layout, q, k, v))(query, key, value, d_out)
+
+    def decode(layout: Layout, query: Any, keys: Any, values: Any) -> Any:
+        return forward(layout, query, keys.swapaxes(1, 2), values.swapaxes(1, 2))
+
+    if case.kind == "op_decode":
+        return decode
+    return forward_backward if case.needs_grad else forward
+
+
+def with_gradients(attend: Callable[..., Any]) -> Callable[..., Any]:
+    """``(query, key, value, d_out) -> (out, dq, dk, dv)`` of an attention."""
+
+    def forward_backward(query: Any, key: Any, value: Any, d_out: Any) -> Any:
+        out, pull_back = jax.vjp(attend, query, key, value)
+        return out, *pull_back(d_out)
+
+    return forward_backward
+
+
+def op_program(case: OpCase, backend: Backend, mode: Mode, target: Target, devices: int = 1) -> Program:
+    """The program of an op case, see :func:`op_function`.
+
+    On several devices the arrays lie divided, as in a model that divides its heads.
+    """
+    spec, inputs = spec_of(case), make_inputs(case)
+    mesh = None if devices == 1 else Mesh(np.array(jax.devices()[:devices]), ("devices",))
+    sharded = None if mesh is None else Sharded.among(backend, spec, mesh)
+
+    def plan(layout: Layout) -> Plan:
+        return plan_whole(sharded or backend, spec, layout, target=target, mode=mode)
+
+    layout, arrays = inputs.layout, [inputs.query, inputs.key, inputs.value, inputs.d_out]
+    if sharded is not None:
+        layout = jax.device_put(layout, NamedSharding(sharded.mesh, PartitionSpec()))
+        arrays = [jax.device_put(x, sharded.sharding()) for x in arrays]
+    query, key, value, d_out = arrays
+    function = op_function(case, plan)
+    if case.kind == "op_decode":
+        return Program(function, (layout, query, *jax.block_until_ready([x.swapaxes(1, 2) for x in (key, value)])))
+    return Program(function, (layout, query, key, value, d_out) if case.needs_grad else (layout, query, key, value))
+
+
+def judged_case(case: OpCase, mode: str | None = "native") -> tuple[OpCase, tuple[str, ...]]:
+    """The case that accuracy is judged on: ``case`` itself, or a shorter one and a note that says so."""
+    slow, entries = "the float64 oracle", ORACLE_ENTRIES
+    if mode == "interpret":
+        slow, entries = "an interpreter", INTERPRETED_ENTRIES
+    length = case.sequence
+    while case.batch * case.heads * min(case.query_length, length) * length > entries:
+        length //= 2
+    if length == case.sequence:
+        return case, ()
+    note = f"accuracy was judged at sequence={length}: {slow} is too slow at sequence={case.sequence}."
+    return dataclasses.replace(case, sequence=length, name=f"{case.name[:190]}-judged"), (note,)
+
+
+def write_reference(case: OpCase, path: Path) -> None:
+    """Compute the oracle's tensors and the standard backend's errors for ``case`` and save them to ``path`` (.npz)."""
+    spec, inputs = spec_of(case), make_inputs(case)
+    arrays = (inputs.query, inputs.key, inputs.value)
+    expected = {"out": oracle.forward(spec, inputs.layout, *arrays)}
+    if case.needs_grad:
+        expected |= oracle.gradients(spec, inputs.layout, *arrays, inputs.d_out)
+    program = op_program(case, registry.get("standard"), "native", Target.here())
+    outputs = named_outputs(jax.jit(program.function)(*program.arguments))
+    errors = {}
+    for name, tensor in expected.items():
+        verdict = oracle.judge(outputs[name], tensor, None, case.dtype, kind=_kind(name))
+        errors[_ERROR + name] = np.array([verdict.max_error, verdict.rms_error])
+    np.savez(path, allow_pickle=False, **expected, **errors)
+
+
+def judge_outputs(outputs: Mapping[str, Any], reference: Path, dtype: str) -> dict[str, TensorError]:
+    """Judge each output of a cell (``out``, and ``dq``, ``dk``, ``dv`` where there are gradients)."""
+    errors = {}
+    with np.load(reference, allow_pickle=False) as arrays:
+        for name, tensor in outputs.items():
+            max_error, rms_error = map(float, arrays[_ERROR + name])
+            standard = oracle.Verdict(max_error, rms_error, None, np.inf, passed=True)
+            errors[name] = as_error(oracle.judge(tensor, arrays[name], standard, dtype, kind=_kind(name)))
+    return errors
+
+
+def named_outputs(outputs: Any) -> dict[str, Any]:
+    """The outputs of an op program by name."""
+    values = outputs if isinstance(outputs, tuple) else (outputs,)
+    return dict(zip(("out", *GRADIENTS)[: len(values)], values, strict=True))
+
+
+def _kind(name: str) -> oracle.Kind:
+    return "gradient" if name in GRADIENTS else "forward"
+
+
+class Attention(Kind):
+    """The kind of :class:`OpCase`."""
+
+    titles: ClassVar = {
+        "op_forward": "forward",
+        "op_forward_backward": "forward and backward",
+        "op_decode": "decode step",
+    }
+    case: ClassVar = OpCase
+
+    def read(self, fields: Mapping[str, Any]) -> OpCase:
+        """The case; records and suites of version 0.1 say ``window``."""
+        return typed.convert(_without_window(fields), OpCase)
+
+    def cells(self, case: OpCase, asked: Asked) -> Iterable[Cell]:
+        """A cell per backend and peer; with all cores another for each exact backend but the baseline."""
+        spec, target = spec_of(case), Target.here()
+        found = [of_backend(case, row, lambda row: [resolve(row, spec, target)]) for row in backends_of(asked)]
+        found = [_or_interpreted(each, case, target) for each in found]
+        cores = usable_cores()
+        if asked.all_cores and target.platform == "cpu" and cores > 1 and divided(spec, cores) is not None:
+            shared = [each for each in found if each.mode == "native" and each.exact and each.row != _BASELINE]
+            found += [dataclasses.replace(each, devices=cores) for each in shared]
+        return [*found, *of_peers(case, asked)]
+
+    def judged_by(self, case: OpCase, mode: str | None) -> tuple[OpCase, ...]:
+        """The case at a length that the oracle takes; a forward pass by the same with gradients, where that is done."""
+        short = judged_case(case, mode)[0]
+        if short.kind != "op_forward":
+            return (short,)
+        return short, dataclasses.replace(short, kind="op_forward_backward")
+
+    def write_reference(self, case: OpCase, path: Path, text: str | None) -> None:
+        """The oracle's tensors, and the standard backend's errors."""
+        write_reference(case, path)
+
+    def prepare(self, cell: Cell, case: OpCase, means: Means) -> Prepared:
+        """Run and judge; what is interpreted is never timed."""
+        if cell.mode == "interpret":
+            return _prepare_interpreted(cell, case, means)
+        build = _builder(cell)
+        judged, notes = judged_case(case)
+        outputs, sample, facts = execution.execute(build(case), means, cell.devices)
+        if judged != case:
+            del outputs
+            outputs = execution.outputs_of(build(judged))
+        errors = {}
+        if means.reference is not None:
+            errors = judge_outputs(named_outputs(outputs), means.reference, case.dtype)
+        facts = dataclasses.replace(
+            facts,
+            flops=op_flops(case),
+            bytes_moved=op_bytes(case),
+            tokens=case.batch * case.query_length,
+            accuracy=errors,
+            notes=notes,
+        )
+        return Prepared(execution.judged(facts, exact=bool(cell.exact)), sample)
+
+
+def _builder(cell: Cell) -> Callable[[OpCase], Program]:
+    """How the cell makes a program of a case."""
+    if cell.row in peers.PEERS:
+        return functools.partial(peers.program, cell.row)
+    backend, target = registry.get(str(cell.resolved)), Target.here()
+    return lambda case: op_program(case, backend, "native", target, cell.devices)
+
+
+def _prepare_interpreted(cell: Cell, case: OpCase, means: Means) -> Prepared:
+    """The kernel itself, executed once by its interpreter."""
+    judged, notes = judged_case(case, "interpret")
+    program = op_program(judged, registry.get(str(cell.resolved)), "interpret", Target.here())
+    outputs = named_outputs(execution.outputs_of(program))
+    errors = {} if means.reference is None else judge_outputs(outputs, means.reference, case.dtype)
+    return Prepared(execution.judged(Facts(accuracy=errors, notes=notes), exact=bool(cell.exact)))
+
+
+def _or_interpreted(found: Cell, case: OpCase, target: Target) -> Cell:
+    """The cell, or where the backend cannot run here and its kernel can be interpreted, that: for its accuracy."""
+    if found.mode == "native" or case.sequence > INTERPRETED_LENGTH:
+        return found
+    backend = registry.get(found.row)
+    if not support(backend, spec_of(case), target, "interpret"):
+        return found
+    return dataclasses.replace(found, resolved=found.row, mode="interpret", exact=backend.exact)
+
+
+ATTENTION = Attention()

@@ -1,0 +1,142 @@
+"""What a kind of case is, and what all their cases check alike."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path, PurePath
+from typing import Annotated, Any, ClassVar, Literal
+
+from msgspec import Meta
+
+from attnsuite.backends import BackendUnavailableError, Resolution, Target, registry
+
+from .. import peers, typed
+from ..cell import Asked, Case, Cell, Means, Prepared
+from ..errors import InputError
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+Share = Annotated[float, Meta(gt=0, le=1)]
+Least = Annotated[int, Meta(ge=2, le=2**31 - 1)]
+Long = Annotated[int, Meta(ge=64, le=2**31 - 1)]
+Layers = Annotated[int, Meta(ge=1, le=2**16)]
+Keys = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+
+SHORT_DTYPE = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
+
+
+class Kind(abc.ABC):
+    """One kind of case: everything that the grid and the reports must know of it.
+
+    ``titles``: each name that its records have as ``kind``, and what tables of them are called. ``case``: the frozen
+    dataclass of its cases, which checks itself and raises InputError. ``shares_process``: whether the cells of a case
+    run one after the other in one process, since nothing of them is timed or weighed. What has an answer here is the
+    answer for a kind whose rows are backends and whose cells bring their own comparison.
+    """
+
+    titles: ClassVar[Mapping[str, str]]
+    case: ClassVar[type[Any]]
+    shares_process: ClassVar[bool] = False
+
+    @abc.abstractmethod
+    def cells(self, case: Any, asked: Asked) -> Iterable[Cell]:
+        """The cells of a case on this machine, with what runs in each (initialises JAX). Raises InputError."""
+
+    @abc.abstractmethod
+    def prepare(self, cell: Cell, case: Any, means: Means) -> Prepared:
+        """Bring a cell to where it can be sampled. Raises CellFailure where it needs more memory than it may have."""
+
+    def read(self, fields: Mapping[str, Any]) -> Case:
+        """The case with these fields, ``kind`` among them. Raises ValueError with a sentence, less its full stop."""
+        return typed.convert(fields, self.case)
+
+    def rows(self, case: Any) -> tuple[str, ...]:
+        """The rows that only this kind knows, in the order of their table; () where rows are backends and peers."""
+        return ()
+
+    def told(self, case: Any, words: Mapping[str, Any]) -> Case | None:
+        """The case with what the command line says about Kascade; None where the case is not about Kascade."""
+        return None
+
+    def judged_by(self, case: Any, mode: str | None) -> tuple[Case, ...]:
+        """The cases whose reference judges a cell of ``case`` in ``mode``: each can, and the first is computed.
+
+        () where a cell brings its own comparison.
+        """
+        return ()
+
+    def write_reference(self, case: Any, path: Path, text: str | None) -> None:  # noqa: B027 (no case is judged by one)
+        """Write what :meth:`prepare` judges by to ``path`` (.npz), where :meth:`judged_by` names a case."""
+
+
+def cell(case: Case, row: str, **outcome: Any) -> Cell:
+    """A cell of ``case`` on this machine's device (initialises JAX)."""
+    return Cell(case=case.name, problem=problem_of(case), row=row, target=str(Target.here()), **outcome)
+
+
+def refused(case: Case, row: str, reasons: Iterable[str]) -> Cell:
+    """A cell in which nothing runs."""
+    return cell(case, row, resolved=None, mode=None, exact=None, reasons=tuple(reasons))
+
+
+def of_backend(case: Case, row: str, ask: Callable[[str], Iterable[Resolution]]) -> Cell:
+    """The cell of a backend, where ``ask(row)`` gives the resolutions of all attention that runs for that row."""
+    try:
+        found = list(ask(row))
+    except BackendUnavailableError as error:
+        return refused(case, row, (str(error),))
+    names = tuple(dict.fromkeys(resolution.backend.name for resolution in found))
+    fallback = any(resolution.mode == "fallback" for resolution in found)
+    reasons = tuple(dict.fromkeys(reason for resolution in found for reason in resolution.reasons))
+    exact = all(resolution.backend.exact for resolution in found)
+    mode = "fallback" if fallback else found[0].mode
+    return cell(case, row, resolved="+".join(names), mode=mode, exact=exact, reasons=reasons)
+
+
+def of_peers(case: Case, asked: Asked) -> Iterable[Cell]:
+    """A cell for every peer that is asked for and has such problems."""
+    for row in asked.rows:
+        if row in peers.PEERS and case.kind in peers.PEERS[row].kinds:
+            reasons = peers.refusals(row, case)
+            yield refused(case, row, reasons) if reasons else cell(case, row, resolved=row, mode="native", exact=True)
+
+
+def backends_of(asked: Asked) -> tuple[str, ...]:
+    """The rows that are asked for and are backends."""
+    return tuple(row for row in asked.rows if row in registry.names())
+
+
+def problem_of(case: Case) -> dict[str, Any]:
+    """The case as JSON scalars, from which :func:`attnsuite.suite.kinds.make_case` makes it again."""
+    return dataclasses.asdict(case)  # pyright: ignore[reportArgumentType]  (every case is a dataclass)
+
+
+def label_of(fields: Mapping[str, Any]) -> str:
+    """A case in a sentence: by its name where it has one that can be shown."""
+    name = fields.get("name")
+    return f"case {name}" if isinstance(name, str) and _NAME.fullmatch(name) else f"a case of kind {fields['kind']}"
+
+
+def check_fields(case: Any) -> None:
+    """Raise InputError where a field has not the type that it is declared with."""
+    try:
+        typed.check_fields(case)
+    except ValueError as error:
+        raise InputError(f"{label_of({'name': case.name, 'kind': case.kind})}: {error}.") from error
+
+
+def name_case(case: Any, name: str) -> None:
+    """Give a case without a name the one that is made from its fields. Raises InputError for a name that is none."""
+    if not case.name:
+        object.__setattr__(case, "name", name)
+    if not _NAME.fullmatch(case.name):
+        accepted = "letters, digits, dots, dashes and underscores, at most 200"
+        raise InputError(f"name = {typed.given(case.name)} cannot name a case; use {accepted}.")
+
+
+def model_word(model: str) -> str:
+    """A preset's name, or of a directory its last part, in the letters that a case's name may have."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", PurePath(model).name)[:100]

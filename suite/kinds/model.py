@@ -1,0 +1,161 @@
+"""A pass of a whole transformer: the case, and how its cells are judged and timed.
+
+The numbers of a model are held to the standard backend's in float32, since there is no transformer in float64.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import jax
+import numpy as np
+
+from .. import peers
+from ..cell import Asked, Cell, Means, Prepared
+from ..errors import InputError
+from ..measure import execution
+from ..measure.judge import as_model_error
+from ..record import TensorError
+from ..typed import Count, Seed
+from .kascade.words import timed_words
+from .kind import (
+    SHORT_DTYPE,
+    Dtype,
+    Kind,
+    Layers,
+    Share,
+    backends_of,
+    check_fields,
+    model_word,
+    name_case,
+    of_backend,
+    of_peers,
+)
+
+ModelKind = Literal["model_prefill", "model_decode", "model_train"]
+_STANDARD = "standard_"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCase:
+    """A pass of a whole transformer: prefill, decode of ``new_tokens`` after a prompt, or one train step.
+
+    ``model`` is a checkpoint that ships here, or a preset with random weights. ``sequence`` counts prompt
+    tokens per batch row; with ``ragged`` it is the longest prompt of the batch, and the others are shorter, down
+    to a quarter of it, padded on the right. ``top_k``, ``tile_size`` (16) and ``anchors`` (a quarter of
+    the layers) are for Kascade's row alone, whose anchors are spread evenly; without ``top_k`` it runs as it does
+    without options. Raises InputError for a field that does not fit.
+    """
+
+    kind: ModelKind
+    name: str = ""
+    model: str = "text"
+    sequence: Count = 1024
+    new_tokens: Count = 32
+    batch: Count = 1
+    ragged: bool = False
+    top_k: Share | None = None
+    tile_size: Count | None = None
+    anchors: Layers | None = None
+    dtype: Dtype = "float32"
+    seed: Seed = 0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.ragged and (self.batch == 1 or self.kind == "model_train"):
+            raise InputError(
+                f"case {self.name or self.kind}: ragged = true is about several prompts; use it in a prefill or a "
+                "decode with batch of at least 2."
+            )
+        name_case(self, _name(self))
+
+
+def _name(case: ModelCase) -> str:
+    parts = [case.kind.removeprefix("model_"), model_word(case.model), f"s{case.sequence}"]
+    parts += [f"b{case.batch}"] if case.batch != 1 else []
+    parts += ["ragged"] if case.ragged else []
+    return "-".join([*parts, SHORT_DTYPE[case.dtype]])
+
+
+class Model(Kind):
+    """The kind of :class:`ModelCase`. What imports flax is imported where it is used."""
+
+    titles: ClassVar = {
+        "model_prefill": "model prefill",
+        "model_decode": "model decode",
+        "model_train": "model train step",
+    }
+    case: ClassVar = ModelCase
+
+    def cells(self, case: ModelCase, asked: Asked) -> Iterable[Cell]:
+        """A cell per backend and peer. Raises InputError for a model that is not known."""
+        from . import model_program  # noqa: PLC0415
+
+        config = model_program.model_config(case)
+
+        def ask(row: str) -> list[Any]:
+            return [resolution for _, resolution in model_program.resolutions_of(case, config, row)]
+
+        return [*(of_backend(case, row, ask) for row in backends_of(asked)), *of_peers(case, asked)]
+
+    def told(self, case: ModelCase, words: Mapping[str, Any]) -> ModelCase | None:
+        """A pass with Kascade's row told how to run takes its sizes and its number of anchors."""
+        return None if case.top_k is None else dataclasses.replace(case, name="", **timed_words(words))
+
+    def judged_by(self, case: ModelCase, mode: str | None) -> tuple[ModelCase, ...]:
+        """The case itself."""
+        return (case,)
+
+    def write_reference(self, case: ModelCase, path: Path, text: str | None) -> None:
+        """What the standard backend gives, in float32 and in the case's own dtype."""
+        from . import model_program  # noqa: PLC0415
+
+        model = model_program.open_model(case)
+        with jax.default_matmul_precision("highest"):
+            wide = model_program.judged_program(case, model.with_config(dtype="float32"), "standard")
+            expected = jax.jit(wide.function)(*wide.arguments)
+        own = model_program.judged_program(case, model, "standard")
+        standard = jax.jit(own.function)(*own.arguments)
+        arrays = {name: np.asarray(tensor, np.float32) for name, tensor in expected.items()}
+        arrays |= {_STANDARD + name: np.asarray(tensor, np.float32) for name, tensor in standard.items()}
+        np.savez(path, allow_pickle=False, **arrays)
+
+    def prepare(self, cell: Cell, case: ModelCase, means: Means) -> Prepared:
+        """Judge the outputs of the judged program, then make the timed one ready."""
+        from . import model_program  # noqa: PLC0415
+
+        model = model_program.open_model(case)
+        is_peer = cell.row in peers.PEERS
+        program = peers.program(cell.row, case) if is_peer else None
+        judged = program or model_program.judged_program(case, model, cell.row)
+        errors = {}
+        if means.reference is not None:
+            errors = judge_model(case, execution.outputs_of(judged), means.reference)
+        del judged
+        program = program or model_program.model_program(case, model, cell.row)
+        _, sample, facts = execution.execute(program, means)
+        facts = dataclasses.replace(
+            facts,
+            flops=model_program.model_flops(case, model.config),
+            tokens=model_program.model_tokens(case),
+            steps=model_program.model_steps(case),
+            kv_bytes_per_token=None if is_peer else model_program.kv_bytes_per_token(case, model.config),
+            accuracy=errors,
+            notes=() if is_peer else model_program.notes(case, model.config, cell.row),
+        )
+        return Prepared(execution.judged(facts, exact=bool(cell.exact)), sample)
+
+
+def judge_model(case: ModelCase, outputs: Mapping[str, Any], reference: Path) -> dict[str, TensorError]:
+    """Judge the outputs of a model case's judged program."""
+    with np.load(reference, allow_pickle=False) as arrays:
+        return {
+            name: as_model_error(tensor, arrays[name], arrays[_STANDARD + name], case.dtype)
+            for name, tensor in outputs.items()
+        }
+
+
+MODEL = Model()

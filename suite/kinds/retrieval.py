@@ -1,0 +1,54 @@
+"""Recall at distance on the constructed checkpoint: the test of attention that can fail."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any, ClassVar, Literal
+
+from ..cell import Asked, Cell, Means, Prepared
+from ..measure import execution
+from ..typed import Seed
+from .kind import Kind, Least, Long, backends_of, check_fields, name_case, of_backend
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RetrievalCase:
+    """Recall at distance on the constructed checkpoint: ``prompts`` needles in ``sequence`` tokens."""
+
+    kind: Literal["retrieval"] = "retrieval"
+    name: str = ""
+    sequence: Long = 1024
+    prompts: Least = 64
+    seed: Seed = 0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        name_case(self, f"retrieval-s{self.sequence}")
+
+
+class Retrieval(Kind):
+    """The kind of :class:`RetrievalCase`. What imports flax is imported where it is used."""
+
+    titles: ClassVar = {"retrieval": "retrieval"}
+    case: ClassVar = RetrievalCase
+
+    def cells(self, case: RetrievalCase, asked: Asked) -> Iterable[Cell]:
+        """A cell per backend."""
+        from . import model_program, quality  # noqa: PLC0415
+
+        config = quality.retrieval_model(case).config
+
+        def ask(row: str) -> list[Any]:
+            return [found for _, found in model_program.resolutions_of_sequence(config, case.sequence, row)]
+
+        return [of_backend(case, row, ask) for row in backends_of(asked)]
+
+    def prepare(self, cell: Cell, case: RetrievalCase, means: Means) -> Prepared:
+        """Measure everything at once; nothing is timed."""
+        from . import quality  # noqa: PLC0415
+
+        return Prepared(execution.judged(quality.recall(case, cell.row), exact=bool(cell.exact)))
+
+
+RETRIEVAL = Retrieval()

@@ -1,0 +1,145 @@
+"""What a model loses when each query attends to few keys, by who chose them: Kascade, its controls, its comparators."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from msgspec import Meta
+
+from attnsuite.backends import Target
+
+from ..cell import Asked, Cell, Facts, Means, Prepared
+from ..errors import CellFailure, InputError
+from ..typed import Count, Seed
+from .kascade.methods import METHODS, rows_of
+from .kascade.settings import settings_of
+from .kind import Keys, Kind, Layers, Least, Long, Share, cell, check_fields, name_case, refused
+
+SelectionKind = Literal["kascade_text", "kascade_retrieval", "kascade_gate"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SelectionCase:
+    """What a model loses when each query attends to few keys, and who chose them: one row per way to choose.
+
+    ``kascade_text``: a byte-level model on held-out text. ``kascade_retrieval``: the constructed checkpoint, needles at
+    every distance. ``kascade_gate``: the same with the controls that have to fail. In all rows layer 0 is dense, and
+    every other layer attends to the own region and the share ``top_k`` of the earlier keys. ``phase`` says where:
+    "prefill" the whole sequence, "decode" the last tokens, one by one behind a cache that was filled densely.
+    ``anchors`` is a number of layers for ``schedule`` "dp" and their list ("0,2") for "manual"; "greedy" goes by
+    ``threshold`` and ``max_reuse_dist``. Raises InputError for a field that does not fit.
+    """
+
+    kind: SelectionKind
+    name: str = ""
+    model: str = "text"
+    phase: Literal["prefill", "decode"] = "prefill"
+    sequence: Long = 512
+    sequences: Least = 12
+    top_k: Share = 0.125
+    min_keys: Keys = 0
+    granularity: Literal["tile", "token"] = "tile"
+    tile_size: Count = 16
+    schedule: Literal["dp", "greedy", "manual"] = "dp"
+    anchors: str = ""
+    threshold: Annotated[float, Meta(ge=0, le=1)] = 0.65
+    max_reuse_dist: Layers = 4
+    seed: Seed = 0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        parts = [self.kind.replace("_", "-"), self.phase, f"s{self.sequence}", f"k{self.top_k:g}"]
+        parts += [self.granularity] if self.granularity != "tile" else []
+        name_case(self, "-".join([*parts, f"t{self.tile_size}"]))
+        anchor_layers(self)
+        settings_of(self)
+
+
+def anchor_layers(case: SelectionCase) -> tuple[int, ...]:
+    """The numbers in ``anchors``: one for "dp" (2 unless given), the layers for "manual". Raises InputError."""
+    words = [word.strip() for word in case.anchors.split(",") if word.strip()]
+    if case.schedule == "greedy" and words:
+        raise InputError(
+            f"case {case.name}: anchors = {case.anchors!r} has no place in a greedy schedule; leave it out."
+        )
+    if case.schedule == "dp" and not words:
+        words = ["2"]
+    whole = all(word.isdecimal() for word in words)
+    if not whole or (case.schedule == "dp" and (len(words) != 1 or int(words[0]) < 1)):
+        raise InputError(
+            f"case {case.name}: anchors = {case.anchors!r} must be one number of layers for schedule dp, "
+            "and layers separated by commas for schedule manual."
+        )
+    if case.schedule == "manual" and not words:
+        raise InputError(f"case {case.name}: schedule manual needs anchors, such as 0,2.")
+    return tuple(map(int, words))
+
+
+class Selections(Kind):
+    """The kind of :class:`SelectionCase`. What imports flax is imported where it is used."""
+
+    titles: ClassVar = {
+        "kascade_text": "kascade, text",
+        "kascade_retrieval": "kascade, retrieval",
+        "kascade_gate": "kascade, gate",
+    }
+    case: ClassVar = SelectionCase
+    shares_process: ClassVar = True
+
+    def rows(self, case: SelectionCase) -> tuple[str, ...]:
+        """The ways to choose that the case compares."""
+        return rows_of(case.kind)
+
+    def cells(self, case: SelectionCase, asked: Asked) -> Iterable[Cell]:
+        """A cell per row; one that would repeat another is refused. Raises InputError for what cannot be measured."""
+        from .kascade import dense, quality  # noqa: PLC0415
+
+        config, target = dense.checked_config(case, asked.text), Target.here()
+        for row in self.rows(case):
+            if row in asked.rows:
+                reasons = _repeats(row, case) or quality.refusals(case, row, config, target)
+                resolved = "standard" if row == "dense" else row
+                yield (
+                    refused(case, row, reasons)
+                    if reasons
+                    else cell(case, row, resolved=resolved, mode="native", exact=METHODS[row].exact)
+                )
+
+    def told(self, case: SelectionCase, words: Mapping[str, Any]) -> SelectionCase:
+        """The case with all that was said; the anchors of one schedule mean nothing to another."""
+        anchors = {"anchors": ""} if "schedule" in words else {}
+        return dataclasses.replace(case, name="", **{**anchors, **words})
+
+    def judged_by(self, case: SelectionCase, mode: str | None) -> tuple[SelectionCase, ...]:
+        """Prefill and decoding are held to the same logits; the schedule is made of the same file."""
+        return (dataclasses.replace(case, phase="prefill", schedule="greedy", anchors=""),)
+
+    def write_reference(self, case: SelectionCase, path: Path, text: str | None) -> None:
+        """Dense logits, and the calibration."""
+        from .kascade import dense  # noqa: PLC0415
+
+        dense.write_dense(case, path, text)
+
+    def prepare(self, cell: Cell, case: SelectionCase, means: Means) -> Prepared:
+        """Measure everything at once; nothing is timed."""
+        from .kascade import quality  # noqa: PLC0415
+
+        if means.reference is None:
+            raise CellFailure("crashed", f"{case.name} has no dense logits to compare with.")
+        found = quality.measure(case, cell.row, means.reference, means.text)
+        return Prepared(Facts(quality=found.figures, series=found.series, notes=found.notes))
+
+
+def _repeats(row: str, case: SelectionCase) -> tuple[str, ...]:
+    """Why the row would be another one again."""
+    if row == "kascade_greedy" and case.schedule == "greedy":
+        return ("kascade_greedy: the case's own schedule is greedy, so this row would repeat kascade.",)
+    if row == "kascade_token" and case.granularity == "token":
+        return ("kascade_token: the case selects single keys already, so this row would repeat kascade.",)
+    return ()
+
+
+SELECTION = Selections()

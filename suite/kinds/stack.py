@@ -1,0 +1,156 @@
+"""The attention of all layers of a model, one after the other: what Kascade costs as a whole."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar, Literal
+
+from attnsuite.backends import AttentionSpec, Target, resolve
+from attnsuite.backends.devices import usable_cores
+from attnsuite.backends.kascade import Schedule, manual
+from attnsuite.backends.kascade.cost import not_profitable
+
+from ..cell import Asked, Cell, Facts, Means, Prepared
+from ..errors import InputError
+from ..measure import execution
+from ..typed import Count, Seed
+from .kascade.methods import METHODS, rows_of
+from .kascade.settings import settings_of
+from .kascade.words import timed_words
+from .kind import SHORT_DTYPE, Dtype, Keys, Kind, Layers, Share, cell, check_fields, name_case, refused
+
+StackKind = Literal["kascade_prefill", "kascade_decode"]
+_PARTS = ("anchor_layer", "reuse_layer")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StackCase:
+    """The attention of all layers of a Llama-shaped model, one after the other: what Kascade costs as a whole.
+
+    ``layers`` with keys and values of their own, of which layer 0 is dense and ``anchors`` (layer 0 among them) select,
+    evenly spread; the others reuse. With one layer its parts are timed: an anchor, a reuse layer. ``kascade_decode`` is
+    one query token behind ``sequence`` cached keys. ``by_token``: selecting single keys is timed too.
+    Raises InputError for a field that does not fit.
+    """
+
+    kind: StackKind
+    sequence: Count
+    name: str = ""
+    layers: Layers = 16
+    anchors: Layers = 5
+    heads: Count = 32
+    kv_heads: Count = 8
+    head_dim: Count = 64
+    dtype: Dtype = "float32"
+    top_k: Share = 0.125
+    min_keys: Keys = 0
+    tile_size: Count = 128
+    by_token: bool = True
+    seed: Seed = 0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        parts = [self.kind.replace("_", "-"), f"s{self.sequence}", f"l{self.layers}a{self.anchors}"]
+        parts += [f"h{self.heads}k{self.kv_heads}", f"d{self.head_dim}", f"k{self.top_k:g}", f"t{self.tile_size}"]
+        name_case(self, "-".join([*parts, SHORT_DTYPE[self.dtype]]))
+        if self.anchors > self.layers:
+            raise InputError(
+                f"case {self.name}: anchors = {self.anchors} must be at most {self.layers}, the number of layers."
+            )
+        settings_of(self)
+        try:
+            stack_spec(self)
+        except ValueError as error:
+            raise InputError(f"case {self.name}: {error}") from error
+
+
+def stack_spec(case: StackCase) -> AttentionSpec:
+    """The attention problem of each layer of a stack. Raises ValueError for shapes that do not fit."""
+    decode = case.kind == "kascade_decode"
+    return AttentionSpec(
+        batch=1,
+        query_length=1 if decode else case.sequence,
+        key_value_length=case.sequence,
+        num_heads=case.heads,
+        num_kv_heads=case.kv_heads,
+        head_dim=case.head_dim,
+        dtype=case.dtype,
+        is_causal=True,
+        has_positions=decode,
+        has_seq_lengths=decode,
+        needs_grad=False,
+    )
+
+
+def schedule_of(case: StackCase) -> Schedule:
+    """Layer 0 dense, anchors evenly spread, the others reuse; for a single layer's parts: dense, anchor, reuse."""
+    if case.layers == 1:
+        return manual((0, 1), num_layers=3, kv_heads=case.kv_heads)
+    anchors = tuple(i * case.layers // case.anchors for i in range(case.anchors))
+    return manual(anchors, num_layers=case.layers, kv_heads=case.kv_heads)
+
+
+class Stacks(Kind):
+    """The kind of :class:`StackCase`."""
+
+    titles: ClassVar = {
+        "kascade_prefill": "kascade, prefill of a stack",
+        "kascade_decode": "kascade, decode step of a stack",
+    }
+    case: ClassVar = StackCase
+
+    def rows(self, case: StackCase) -> tuple[str, ...]:
+        """Dense and Kascade's ways; a single layer is timed by its parts."""
+        names = rows_of(case.kind)
+        whole = ("dense", *_PARTS) if case.layers == 1 else tuple(name for name in names if name not in _PARTS)
+        return tuple(name for name in names if name in whole and (case.by_token or name != "kascade_token"))
+
+    def told(self, case: StackCase, words: Mapping[str, Any]) -> StackCase:
+        """The case with the sizes and the number of anchors; the parts of a single layer have no anchors to count."""
+        return dataclasses.replace(case, name="", **timed_words(words, anchors=case.layers > 1))
+
+    def cells(self, case: StackCase, asked: Asked) -> Iterable[Cell]:
+        """A cell per row; on a CPU all rows share all cores, and dense is timed on one device besides."""
+        target = Target.here()
+        dense = resolve("auto", stack_spec(case), target).backend.name
+        found = [_cell(case, row, dense, target) for row in self.rows(case) if row in asked.rows]
+        cores = usable_cores()
+        if not asked.all_cores or target.platform != "cpu" or cores == 1 or case.kv_heads % cores:
+            return found
+        # Which dense is the fastest is known then, not assumed.
+        shared = [dataclasses.replace(each, devices=cores) if each.mode else each for each in found]
+        return [each for each in found if each.row == "dense"] + shared
+
+    def prepare(self, cell: Cell, case: StackCase, means: Means) -> Prepared:
+        """Hold the row to dense with everything selected, then make it ready to be timed."""
+        from .kascade import stack  # noqa: PLC0415 (imports this module)
+
+        facts = Facts(
+            quality=stack.figures(case, cell.row),
+            tokens=stack_spec(case).query_length,
+            accuracy=stack.judge(case, cell.row, cell.devices),
+            notes=(*stack.plan_notes(case, cell.row), stack.JUDGED),
+        )
+        # With everything selected an approximate row has to be exact, so that its numbers are held to the same rule.
+        if (judged := execution.judged(facts, exact=True)).wrong is not None:
+            return Prepared(judged)
+        _, sample, measured = execution.execute(stack.stack_program(case, cell.row, cell.devices), means, cell.devices)
+        same = {name: getattr(judged, name) for name in ("quality", "tokens", "accuracy", "notes")}
+        return Prepared(dataclasses.replace(measured, **same), sample)
+
+
+def _cell(case: StackCase, row: str, dense: str, target: Target) -> Cell:
+    from .kascade import stack  # noqa: PLC0415 (imports this module)
+
+    if row == "kascade_profitable":
+        settings = settings_of(case, schedule=schedule_of(case))
+        if not_profitable(stack_spec(case), settings) is None:
+            reason = "kascade_profitable: sparse is expected to be faster here, so this row would repeat kascade."
+            return refused(case, row, (reason,))
+    if reasons := stack.refusals(case, row, target):
+        return refused(case, row, reasons)
+    return cell(case, row, resolved=dense if row == "dense" else row, mode="native", exact=METHODS[row].exact)
+
+
+STACK = Stacks()

@@ -1,0 +1,62 @@
+"""Perplexity of a model on held-out text, and its agreement with the standard backend, sequence by sequence."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any, ClassVar, Literal
+
+from ..cell import Asked, Cell, Means, Prepared
+from ..measure import execution
+from .kind import SHORT_DTYPE, Dtype, Kind, Least, backends_of, check_fields, model_word, name_case, of_backend, refused
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TextCase:
+    """Perplexity of a model on held-out text: ``sequences`` windows of ``sequence`` tokens each."""
+
+    kind: Literal["perplexity"] = "perplexity"
+    name: str = ""
+    model: str = "text"
+    sequence: Least = 512
+    sequences: Least = 16
+    dtype: Dtype = "float32"
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        name_case(self, f"perplexity-{model_word(self.model)}-s{self.sequence}-{SHORT_DTYPE[self.dtype]}")
+
+
+class Text(Kind):
+    """The kind of :class:`TextCase`. What imports flax is imported where it is used."""
+
+    titles: ClassVar = {"perplexity": "perplexity"}
+    case: ClassVar = TextCase
+
+    def cells(self, case: TextCase, asked: Asked) -> Iterable[Cell]:
+        """A cell per backend. Raises InputError for a model that is not known, and a text too short for the case."""
+        from . import model_program, quality  # noqa: PLC0415
+
+        config = model_program.model_config(case)
+        quality.read_text(case, config, asked.text)
+
+        def ask(row: str) -> list[Any]:
+            return [found for _, found in model_program.resolutions_of_sequence(config, case.sequence, row)]
+
+        has_controls = any(other.kind == "kascade_text" and other.model == case.model for other in asked.cases)
+        for row in backends_of(asked):
+            yield _left_to_controls(case) if row == "kascade" and has_controls else of_backend(case, row, ask)
+
+    def prepare(self, cell: Cell, case: TextCase, means: Means) -> Prepared:
+        """Measure everything at once; nothing is timed."""
+        from . import quality  # noqa: PLC0415
+
+        return Prepared(execution.judged(quality.perplexity(case, cell.row, means.text), exact=bool(cell.exact)))
+
+
+def _left_to_controls(case: TextCase) -> Cell:
+    reason = "kascade: measured on this model's text beside its controls, in the kascade-text cases of this run."
+    return refused(case, "kascade", (reason,))
+
+
+TEXT = Text()

@@ -1,0 +1,71 @@
+"""A program of a cell: compiled, its sizes checked, run once for its memory, and ready to be sampled."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from attnsuite.backends import Target
+
+from ..cell import Facts, Means
+from ..errors import CellFailure
+from . import judge, memory, speed
+from .program import Program
+
+
+def outputs_of(program: Program) -> Any:
+    """One run, with its outputs as JAX gives them."""
+    if program.arrays is not None:
+        return program.arrays(program.function(*program.arguments))
+    return jax.jit(program.function)(*program.arguments)
+
+
+def execute(program: Program, means: Means, devices: int = 1) -> tuple[Any, Callable[[], float], Facts]:
+    """Outputs, how to take a sample, and what was measured on the way.
+
+    The program runs once for its memory, once more where that is quick. Raises CellFailure where it needs more memory
+    than it may have.
+    """
+    if program.arrays is None:
+        compiled = speed.compile_program(program.function, program.arguments)
+        sizes = memory.compiled_sizes(compiled.call, devices)
+    else:
+        compiled, sizes = speed.Compiled(program.function), {}
+    needed = sum(size for size in sizes.values() if size)
+    target = Target.here()
+    limit = means.memory_limit
+    available = limit if target.platform == "cpu" or target.memory_bytes is None else target.memory_bytes
+    if needed > available:
+        raise CellFailure("oom", f"the compiled program needs {_gib(needed)}, and the limit is {_gib(available)}.")
+    jax.block_until_ready(program.arguments)
+    start = time.perf_counter()
+    outputs, used, method = memory.measure(compiled.call, program.arguments)
+    seconds = time.perf_counter() - start
+    if seconds < 1.0:  # the first call also pays for thread pools and page faults
+        seconds = speed.sample(compiled.call, program.arguments, 1)
+    calls = speed.calls_per_sample(seconds)
+    if program.arrays is not None:
+        outputs = program.arrays(outputs)
+    facts = Facts(
+        lower_seconds=compiled.lower_seconds,
+        compile_seconds=compiled.compile_seconds,
+        memory=sizes | used,
+        memory_method=method,
+        calls=calls,
+    )
+    return outputs, lambda: speed.sample(compiled.call, program.arguments, calls), facts
+
+
+def judged(facts: Facts, *, exact: bool) -> Facts:
+    """The facts with why the cell is wrong, if its errors say so; an approximate row only where one is not finite."""
+    errors = facts.accuracy
+    held = errors if exact else {name: error for name, error in errors.items() if error.max_error is None}
+    return dataclasses.replace(facts, wrong=judge.describe_failure(held))
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"
