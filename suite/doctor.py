@@ -39,7 +39,7 @@ def describe(found: dict[str, Any]) -> RenderableType:
     for backend in found["backends"]:
         name = backend["name"] if backend["exact"] else f"{backend['name']} (approximate)"
         table.add_row(name, *(_mode(backend["problems"][problem]) for problem in problems))
-    return Group(facts, "", table, *_reasons(found["backends"]))
+    return Group(facts, "", table, *_reasons(found["backends"]), *map(Text, found["kinds"]))
 
 
 def _facts(environment: dict[str, Any]) -> Iterator[tuple[str, str]]:

@@ -7,15 +7,15 @@ from typing import Any
 
 from attnsuite.backends import Target, registry, support
 
+from .. import kinds
 from ..cell import Asked
-from ..kinds import kind_of
 from ..kinds.attention import OpCase, spec_of
 from ..measure import environment
 
 
 def probe(asked: Asked) -> dict[str, Any]:
     """The environment, and every cell of the cases that are asked for. Raises InputError where a case cannot be run."""
-    cells = [dataclasses.asdict(cell) for case in asked.cases for cell in kind_of(case.kind).cells(case, asked)]
+    cells = [dataclasses.asdict(cell) for case in asked.cases for cell in kinds.kind_of(case.kind).cells(case, asked)]
     return {"environment": environment.describe(), "cells": cells}
 
 
@@ -29,7 +29,7 @@ _DOCTOR_CASES = {
 
 
 def examine() -> dict[str, Any]:
-    """What ``doctor`` shows: the environment, and for each backend and problem its mode or every reason against it."""
+    """What ``doctor`` shows: the environment, and each backend's mode or reasons in each problem, broken kinds."""
     target = Target.here()
     found = []
     for name in registry.names():
@@ -40,4 +40,4 @@ def examine() -> dict[str, Any]:
             mode = next((mode for mode, answer in answers.items() if answer), None)
             problems[label] = {"mode": mode, "reasons": list(answers["native"].reasons)}
         found.append({"name": name, "exact": backend.exact, "problems": problems})
-    return {"environment": environment.describe(), "backends": found}
+    return {"environment": environment.describe(), "backends": found, "kinds": list(kinds.faults())}

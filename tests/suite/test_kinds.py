@@ -1,0 +1,202 @@
+"""A new kind of case is one file and one line: measured by the command, recorded, shown in the report."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+from attnsuite.reports import cases
+from attnsuite.suite import kinds
+from attnsuite.suite.errors import InputError
+from attnsuite.suite.kinds.kind import Kind
+from attnsuite.suite.record import FACTS
+from attnsuite.suite.store import RECORDS, parse_records
+
+PRODUCT = '''
+"""Matrix products: the smallest kind of case that is judged and timed."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+
+from attnsuite.suite.cell import Prepared
+from attnsuite.suite.kinds.kind import Kind, cell, check_fields, name_case, refused
+from attnsuite.suite.measure import execution
+from attnsuite.suite.measure.judge import as_model_error
+from attnsuite.suite.measure.program import Program
+from attnsuite.suite.typed import Count
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ProductCase:
+    size: Count
+    kind: str = "product"
+    name: str = ""
+
+    def __post_init__(self):
+        check_fields(self)
+        name_case(self, f"product-{self.size}")
+
+
+class Product(Kind):
+    titles = {"product": "matrix product"}
+    case = ProductCase
+
+    def rows(self, case):
+        return "matmul", "doubled", "absent"
+
+    def cells(self, case, asked):
+        for row in self.rows(case):
+            if row in asked.rows:
+                if row == "absent":
+                    yield refused(case, row, ["absent: this row runs nowhere."])
+                else:
+                    yield cell(case, row, resolved=row, mode="native", exact=True)
+
+    def judged_by(self, case, mode):
+        return (case,)
+
+    def write_reference(self, case, path, text):
+        square = np.arange(case.size**2).reshape(case.size, -1) / case.size**2
+        np.savez(path, square=square, product=square @ square)
+
+    def prepare(self, cell, case, means):
+        with np.load(means.reference) as arrays:
+            square, product = jnp.asarray(arrays["square"], jnp.float32), arrays["product"]
+        factor = 2 if cell.row == "doubled" else 1
+        out, sample, facts = execution.execute(Program(lambda a, b: factor * (a @ b), (square, square)), means)
+        errors = {"product": as_model_error(out, product, None, "float32")}
+        facts = dataclasses.replace(facts, flops=2.0 * case.size**3, accuracy=errors)
+        return Prepared(execution.judged(facts, exact=True), sample)
+
+
+PRODUCT = Product()
+NO_KIND = "a string"
+'''
+ENTRIES = """[attnsuite.kinds]
+product = product_kind:PRODUCT
+misnamed = product_kind:PRODUCT
+no_kind = product_kind:NO_KIND
+unloadable = product_kind:NOTHING
+op_forward = product_kind:PRODUCT
+"""
+SUITE = """
+[[case]]
+kind = "{}"
+size = {}
+"""
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory):
+    """A directory with an installed package that brings a kind by entry point, and entries that bring none."""
+    folder = tmp_path_factory.mktemp("package")
+    info = folder / "product_kind-1.0.dist-info"
+    info.mkdir()
+    (folder / "product_kind.py").write_text(PRODUCT)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: product-kind\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(ENTRIES)
+    return folder
+
+
+@pytest.fixture
+def suite_of(tmp_path):
+    """Writes a suite file with one case."""
+
+    def write(kind, size):
+        path = tmp_path / "sizes.toml"
+        path.write_text(SUITE.format(kind, size))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def installed(package, monkeypatch):
+    """The package in this process, where what was looked up before is forgotten."""
+    monkeypatch.syspath_prepend(str(package))
+    forget = (kinds.kind_of, kinds._entry_points)
+    for function in forget:
+        function.cache_clear()
+    yield
+    for function in forget:
+        function.cache_clear()
+
+
+def test_kind_of_another_package_is_measured_recorded_and_reported(package, suite_of, new_run, attnsuite):
+    words = ("run", "--suite", suite_of("product", 64), "--out", new_run)
+    code, _, err = attnsuite.finish(attnsuite.start(*words, path=package))
+    assert code == 0, err
+    records, _, warning = parse_known(package, new_run / RECORDS)
+    found = {record.requested: record for record in records}
+    assert warning is None
+    assert found["matmul"].status == "ok"
+    assert found["matmul"].samples
+    assert found["matmul"].flops == 2 * 64**3
+    assert (found["doubled"].status, found["doubled"].samples) == ("wrong", ())
+    assert (found["absent"].status, found["absent"].reasons) == ("unsupported", ("absent: this row runs nowhere.",))
+    page = (new_run / "report.md").read_text()
+    assert "### Matrix product" in page
+    assert "`absent` in the only case: this row runs nowhere." in page
+    assert "product is off by 1" in page
+
+
+def parse_known(package, path):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kinds, "_entry_points", lambda: {"product": None})
+        return parse_records(path)
+
+
+def test_case_of_another_package_checks_itself(package, suite_of, new_run, attnsuite):
+    words = ("run", "--suite", suite_of("product", -1), "--out", new_run)
+    code, out, err = attnsuite.finish(attnsuite.start(*words, path=package))
+    assert (code, out) == (2, "")
+    assert "size = -1 must be an integer from 1" in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("misnamed", "makes no records of that kind; its titles are for product"),
+        ("no_kind", "is not a kind; it needs to be an instance of"),
+        ("unloadable", "failed to load: AttributeError"),
+    ],
+)
+def test_entry_point_that_brings_no_kind_is_a_sentence_and_no_other_kind_suffers(installed, name, sentence):
+    with pytest.raises(InputError, match=sentence) as raised:
+        kinds.make_case({"kind": name, "size": 8})
+    assert "entry point product_kind:" in str(raised.value)
+    assert kinds.make_case({"kind": "product", "size": 8}).name == "product-8"
+    assert kinds.make_case({"kind": "op_forward", "sequence": 8}).name == "forward-s8-h8k8-d64-f32"
+    assert any(sentence in fault for fault in kinds.faults())
+    assert len(kinds.faults()) == 3
+
+
+def test_kind_that_ships_here_cannot_be_taken_by_a_package(installed):
+    assert kinds.title_of("op_forward") == "forward"
+    assert kinds.names().count("op_forward") == 1
+
+
+def test_doctor_says_which_kinds_of_other_packages_cannot_be_used(package, attnsuite):
+    code, out, err = attnsuite.finish(attnsuite.start("doctor", path=package))
+    assert code == 0, err
+    assert "failed to load: AttributeError" in " ".join(out.split())
+
+
+@pytest.mark.parametrize("name", kinds.names())
+def test_every_kind_says_what_its_tables_are_called_and_reads_its_own_records(name):
+    kind = kinds.kind_of(name)
+    assert isinstance(kind, Kind)
+    assert cases.title_of(name) == kind.titles[name]
+    assert name not in FACTS
+
+
+def test_no_two_kinds_make_records_of_one_name():
+    modules = [reference.partition(":") for reference in kinds.BUILT_IN]
+    shipped = [getattr(importlib.import_module(f"attnsuite.suite.kinds.{name}"), kind) for name, _, kind in modules]
+    made = [name for kind in shipped for name in kind.titles]
+    assert made == list(dict.fromkeys(made))
+    assert tuple(made) == kinds.names()[: len(made)]
