@@ -93,7 +93,7 @@ def sparse(settings: Settings = SETTINGS, *, T: int = 96, S: int | None = None, 
 
     def normal(length: int, heads: int, dim: int) -> jax.Array:
         # Large queries and keys: flat attention would forgive a wrong selection.
-        return jnp.asarray(2.0 * rng.standard_normal((spec.batch, length, heads, dim)).astype(spec.dtype))
+        return jnp.asarray(2.0 * rng.standard_normal((spec.batch, length, heads, dim)), spec.dtype)
 
     query = normal(T, spec.num_heads, spec.head_dim)
     key = normal(S or T, spec.num_kv_heads, spec.head_dim)

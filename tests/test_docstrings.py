@@ -16,7 +16,11 @@ MODULES = sorted(
     if not info.name.endswith("__main__")
 )
 NEEDS = {
-    **{name: "llvmlite" for name in MODULES if name.startswith("attnsuite.backends.flash_cpu")},
+    **{
+        name: "llvmlite"
+        for name in MODULES
+        if name.startswith(("attnsuite.backends.flash_cpu", "attnsuite.backends.kascade.flash_cpu"))
+    },
     "attnsuite.backends.kvax.build": "triton",  # tox -e kvax runs these two
     "attnsuite.backends.kvax.interpret": "triton",
     "attnsuite.suite.peers.tokamax_chunked": "tokamax",

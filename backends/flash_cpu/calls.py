@@ -15,9 +15,8 @@ from ..contract import AttentionSpec
 from ..devices import usable_cores
 from . import backward, decode, forward, handler, targets
 from .decode import DecodeKernel
-from .forward import BLOCK_KEYS, Kernel
+from .forward import Kernel
 from .isa import Isa
-from .packing import Blocks
 from .visibility import Visibility
 
 _LOG2_E = math.log2(math.e)
@@ -67,9 +66,8 @@ class Calls:
         self, query: Array, key: Array, value: Array, seen: Visibility
     ) -> tuple[Float[Array, "b t n v"], Float[Array, "b t n"], Float[Array, "b t n"]]:
         """Output, and per row the maximum in powers of two (1e30: sees nothing) and the sum above it."""
-        spec, kernel, dims = self.spec, self.kernel, self._dims(seen)
-        blocks = Blocks(self.isa, BLOCK_KEYS, spec.head_dim, kernel.value_head_dim)
-        shared, worker = blocks.shared_bytes(dims), forward.workspace_bytes(self.isa, kernel)
+        kernel, dims = self.kernel, self._dims(seen)
+        shared, worker = forward.packed(self.isa, kernel).shared_bytes(dims), forward.workspace_bytes(self.isa, kernel)
         size = handler.scratch_bytes(shared, worker, self.threads)
         out = jax.ShapeDtypeStruct((*query.shape[:3], kernel.value_head_dim), kernel.out_dtype)
         results = (out, self._per_row(), self._per_row(), jax.ShapeDtypeStruct((size,), jnp.uint8))
@@ -139,5 +137,10 @@ class Calls:
         return next(even, most)
 
     def _call(self, kind: str, kernel: Any, results: tuple[Any, ...], *arguments: Any) -> Any:
-        name = targets.target(kind, kernel, self.isa).name
-        return jax.ffi.ffi_call(name, results, vmap_method="broadcast_all")(*(jnp.asarray(x) for x in arguments))
+        return call(kind, kernel, self.isa, results, *arguments)
+
+
+def call(kind: str, kernel: Any, isa: Isa, results: tuple[Any, ...], *arguments: Any) -> Any:
+    """A kernel of :data:`backends.flash_cpu.targets.BUILDERS` on these operands, with results of these shapes."""
+    name = targets.target(kind, kernel, isa).name
+    return jax.ffi.ffi_call(name, results, vmap_method="broadcast_all")(*(jnp.asarray(x) for x in arguments))

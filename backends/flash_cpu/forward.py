@@ -14,7 +14,7 @@ from typing import Any
 from llvmlite import ir
 
 from . import masking, rows
-from .emit import Function, f32, i64, ptr, vector
+from .emit import Function, Value, f32, i32, i64, ptr, vector
 from .handler import Dims, Operand, Phase, Program, State
 from .isa import Isa
 from .packing import Blocks, emit_pack, emit_row_numbers
@@ -74,13 +74,13 @@ def block_rows(isa: Isa) -> int:
     return max(1, 96 // isa.group) * isa.group
 
 
-def _workspace(isa: Isa, kernel: Kernel) -> tuple[dict[str, int], int]:
-    """Byte offsets of a thread's buffers, and their size."""
+def workspace(isa: Isa, kernel: Kernel, keys: int) -> tuple[dict[str, int], int]:
+    """Byte offsets of a thread's buffers, and their size. ``keys``: room for scores of so many."""
     queries = block_rows(isa)
     width, value_width = rows.padded(kernel.head_dim, isa), rows.padded(kernel.value_head_dim, isa)
     sizes = {
         "query": queries * width,
-        "scores": max(BLOCK_KEYS * queries, queries * width),
+        "scores": max(keys * queries, queries * width),
         "out": queries * value_width,
         **dict.fromkeys(("top", "total", "decay", "first", "last", "query_id"), queries),
         "bounds": queries // isa.group * masking.QUERY_RECORD // 4,
@@ -94,12 +94,17 @@ def _workspace(isa: Isa, kernel: Kernel) -> tuple[dict[str, int], int]:
 
 def workspace_bytes(isa: Isa, kernel: Kernel) -> int:
     """Scratch memory of one thread."""
-    return _workspace(isa, kernel)[1]
+    return workspace(isa, kernel, BLOCK_KEYS)[1]
+
+
+def packed(isa: Isa, kernel: Kernel) -> Blocks:
+    """The blocks of packed keys and values."""
+    return Blocks(isa, BLOCK_KEYS, isa.strip, kernel.head_dim, kernel.value_head_dim)
 
 
 def build(module: ir.Module, isa: Isa, kernel: Kernel) -> tuple[Program, State]:
     """The program of a forward pass, with its functions in the module."""
-    blocks = Blocks(isa, BLOCK_KEYS, kernel.head_dim, kernel.value_head_dim)
+    blocks = packed(isa, kernel)
     queries = block_rows(isa)
     state = State.of(kernel.operands, kernel.results, 2)
     pack = emit_pack(module, isa, kernel.dtype, blocks, state)
@@ -129,10 +134,10 @@ def tiles(dims: Dims, queries: int) -> Any:
 
 def _emit_tile_item(module: ir.Module, isa: Isa, kernel: Kernel, blocks: Blocks, state: State) -> ir.Function:
     """``item(state, workspace, index)``: one tile of query rows of one KV head."""
-    queries, at = block_rows(isa), _workspace(isa, kernel)[0]
-    read = _emit_read(module, isa, kernel, state, queries, at)
-    attend = _emit_attend(module, isa, kernel, blocks, at)
-    write = _emit_write(module, isa, kernel, state, at)
+    queries, at = block_rows(isa), workspace(isa, kernel, BLOCK_KEYS)[0]
+    read = emit_read(module, isa, kernel, state, queries, at)
+    attend = emit_attend(module, isa, kernel, blocks, at)
+    write = emit_write(module, isa, kernel, state, at)
     with Function(module, "tile_item", [ptr, ptr, i64]) as (e, (s, w, index)):
         dims = state.dims(s)
         per_head = tiles(dims, queries)
@@ -140,26 +145,26 @@ def _emit_tile_item(module: ir.Module, isa: Isa, kernel: Kernel, blocks: Blocks,
         start = tile * queries
         count = e.min(dims["T"] * (dims["N"] // dims["K"]) - start, queries)
         e.run(read, s, w, head, start, count)
-        batch = head // dims["K"]
-        row = batch // (dims["B"] // dims["C"])
-        shared = state.pointer(s, "shared")
-        e.run(
-            attend,
-            w,
-            blocks.keys(shared, dims, head),
-            blocks.values(shared, dims, head),
-            blocks.positions(shared, dims, row),
-            blocks.ids(shared, dims, row),
-            blocks.records(shared, dims, row),
-            state.pointer(s, "data:numbers"),
-            blocks.count(dims),
-        )
+        e.run(attend, w, *of_head(blocks, state, s, dims, head), blocks.count(dims))
         e.run(write, s, w, head, start, count)
         e.ret()
     return e.function
 
 
-def _emit_read(
+def of_head(blocks: Blocks, state: State, s: Value, dims: Dims, head: Value) -> tuple[Value, ...]:
+    """Pointers to a head's packed keys and values, its layout's positions, ids and records, and to the numbers."""
+    row, shared = head // dims["K"] // (dims["B"] // dims["C"]), state.pointer(s, "shared")
+    return (
+        blocks.key_rows(shared, dims, head),
+        blocks.value_rows(shared, dims, head),
+        blocks.positions(shared, dims, row),
+        blocks.ids(shared, dims, row),
+        blocks.records(shared, dims, row),
+        state.pointer(s, "data:numbers"),
+    )
+
+
+def emit_read(
     module: ir.Module, isa: Isa, kernel: Kernel, state: State, queries: int, at: dict[str, int]
 ) -> ir.Function:
     """``read(state, workspace, head, start, count)``: the tile's queries transposed, its intervals, a fresh softmax."""
@@ -189,37 +194,42 @@ def _emit_read(
     return e.function
 
 
-def _emit_attend(module: ir.Module, isa: Isa, kernel: Kernel, blocks: Blocks, at: dict[str, int]) -> ir.Function:
-    """``attend(workspace, keys, values, positions, ids, records, numbers, blocks)``: the tile over all key blocks."""
-    queries = block_rows(isa)
+def emit_attend(
+    module: ir.Module, isa: Isa, kernel: Kernel, blocks: Blocks, at: dict[str, int], *, listed: bool = False
+) -> ir.Function:
+    """``attend(workspace, keys, values, positions, ids, records, numbers, blocks)``: the tile over all key blocks.
+
+    Where ``listed``, over the blocks that a list of int32 names: another pointer, before the number of blocks.
+    """
+    queries, keys_per_block = block_rows(isa), blocks.keys_per_block
     key_width, value_width = blocks.key_width, blocks.value_width
     scores = Scores.of(module, isa, "score", kernel.head_dim, key_width, queries)
     weigh = Weighted.of(module, isa, "value", value_width, (1, queries), value_width, value_width)
     plain = softmax(module, isa, queries, mixed=False, soft_cap=kernel.soft_cap)
     masked = softmax(module, isa, queries, mixed=True, soft_cap=kernel.soft_cap)
     rescale = _emit_rescale(module, isa, value_width)
-    with Function(module, "attend", [ptr] * 7 + [i64]) as (
-        e,
-        (w, keys, values, positions, ids, records, numbers, count),
-    ):
-        with e.loop(0, count) as n:
-            k, v = keys.at(n * (BLOCK_KEYS * key_width), 4), values.at(n * (BLOCK_KEYS * value_width), 4)
-            block = (positions.at(n * BLOCK_KEYS, 4), ids.at(n * BLOCK_KEYS, 4))
+    with Function(module, "attend", [ptr] * (8 if listed else 7) + [i64]) as (e, arguments):
+        w, keys, values, positions, ids, records, numbers, *names, count = arguments
+        with e.loop(0, count) as i:
+            n = names[0].at(i, 4).load(i32).integer(i64) if listed else i
+            k, v = keys.at(n * (keys_per_block * key_width), 4), values.at(n * (keys_per_block * value_width), 4)
+            block = (positions.at(n * keys_per_block, 4), ids.at(n * keys_per_block, 4))
             with e.loop(0, queries, isa.group) as g:
                 bounds = w.at(at["bounds"]).at(g // isa.group * masking.QUERY_RECORD)
-                live = masking.live_keys(e, bounds, records.at(n * blocks.record_bytes), BLOCK_KEYS, isa.strip)
+                record = records.at(n * blocks.record_bytes)
+                live = masking.live_keys(e, bounds, record, keys_per_block, blocks.strip)
                 with e.when(live.any):
                     s = w.at(at["scores"]).at(g, 4)
                     scores.emit(e, k, w.at(at["query"]).at(g, 4), s, live.start, live.stop)
                     places = Places(
                         *(w.at(at[n_]).at(g, 4) for n_ in ("top", "total", "decay", "first", "last", "query_id"))
                     )
-                    arguments = (s, *places.all, *block, numbers, live.start, live.stop)
+                    given = (s, *places.all, *block, numbers, live.start, live.stop)
                     raised = e.variable(e.const(ir.IntType(1), 0))
                     e.either(
                         live.mixed,
-                        lambda a=arguments, r=raised: r.set(e.run(masked, *a)),
-                        lambda a=arguments, r=raised: r.set(e.run(plain, *a)),
+                        lambda a=given, r=raised: r.set(e.run(masked, *a)),
+                        lambda a=given, r=raised: r.set(e.run(plain, *a)),
                     )
                     out = w.at(at["out"]).at(g * value_width, 4)
                     with e.when(raised()):
@@ -242,7 +252,7 @@ def _emit_rescale(module: ir.Module, isa: Isa, width: int) -> ir.Function:
     return e.function
 
 
-def _emit_write(module: ir.Module, isa: Isa, kernel: Kernel, state: State, at: dict[str, int]) -> ir.Function:
+def emit_write(module: ir.Module, isa: Isa, kernel: Kernel, state: State, at: dict[str, int]) -> ir.Function:
     """``write(state, workspace, head, start, count)``: output over sum; a row that saw nothing is zero."""
     value_width = rows.padded(kernel.value_head_dim, isa)
     put = rows.write_row(module, isa, "write_out", kernel.out_dtype, kernel.value_head_dim)

@@ -6,7 +6,8 @@ The shared part of the scratch memory, for every KV head of every sequence (``Sp
     values  float32 [B * K][Sp][Vp]
     then for every row of the layout: positions int32 [C][Sp], ids int32 [C][Sp], records [C][Sp / block][1 + strips]
 
-A key that exists for nobody (padding, behind the length) is packed as zeros, whatever it holds.
+A key that exists for nobody (padding, behind the length) is packed as zeros, whatever it holds. Without values (a head
+dimension of zero) keys alone are packed.
 """
 
 from __future__ import annotations
@@ -25,12 +26,22 @@ from .visibility import NO_KEY, NO_QUERY
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Blocks:
-    """Where packed keys and values lie."""
+    """Where packed keys and values lie.
+
+    A block takes ``keys`` keys of the operands and has room for ``keys_per_block``, whole strips; the rest does not
+    exist. Strips are the grain in which a masked block is cut to what is visible.
+    """
 
     isa: Isa
-    keys_per_block: int
+    keys: int
+    strip: int
     head_dim: int
     value_head_dim: int
+
+    @property
+    def keys_per_block(self) -> int:
+        """Keys that a block has room for."""
+        return -(-self.keys // self.strip) * self.strip
 
     @property
     def key_width(self) -> int:
@@ -45,11 +56,11 @@ class Blocks:
     @property
     def record_bytes(self) -> int:
         """Of one block: the bounds of all its keys and of each strip."""
-        return masking.RECORD * (1 + self.keys_per_block // self.isa.strip)
+        return masking.RECORD * (1 + self.keys_per_block // self.strip)
 
     def count(self, dims: Dims) -> Any:
         """Blocks of one head."""
-        return (dims["S"] + (self.keys_per_block - 1)) // self.keys_per_block
+        return (dims["S"] + (self.keys - 1)) // self.keys
 
     def length(self, dims: Dims) -> Any:
         """Sp."""
@@ -58,11 +69,11 @@ class Blocks:
     def _heads(self, dims: Dims) -> Any:
         return dims["B"] * dims["K"]
 
-    def keys(self, shared: Value, dims: Dims, head: Value) -> Value:
+    def key_rows(self, shared: Value, dims: Dims, head: Value) -> Value:
         """The first key of a head, numbered over the batch."""
         return shared.at(head * self.length(dims) * self.key_width, 4)
 
-    def values(self, shared: Value, dims: Dims, head: Value) -> Value:
+    def value_rows(self, shared: Value, dims: Dims, head: Value) -> Value:
         """The first value of a head."""
         before = self._heads(dims) * self.length(dims) * self.key_width
         return shared.at(before + head * self.length(dims) * self.value_width, 4)
@@ -96,22 +107,17 @@ def emit_pack(module: ir.Module, isa: Isa, dtype: str, blocks: Blocks, state: St
     """
     size = elements.SIZE[dtype]
     keys_per_block, key_width, value_width = blocks.keys_per_block, blocks.key_width, blocks.value_width
-    copies = (
-        ("key", blocks.head_dim, key_width, rows.copy_row(module, isa, "copy_key", dtype, blocks.head_dim)),
-        (
-            "value",
-            blocks.value_head_dim,
-            value_width,
-            rows.copy_row(module, isa, "copy_value", dtype, blocks.value_head_dim),
-        ),
-    )
+    sides = [("key", blocks.head_dim, key_width, blocks.key_rows)]
+    if blocks.value_head_dim:
+        sides.append(("value", blocks.value_head_dim, value_width, blocks.value_rows))
+    copies = {name: rows.copy_row(module, isa, f"copy_{name}", dtype, width) for name, width, *_ in sides}
     fill = rows.fill(module, isa)
-    bounds = _emit_layout_block(module, isa, blocks, state)
+    bounds = _emit_layout_block(module, blocks, state)
     with Function(module, "pack_item", [ptr, ptr, i64]) as (e, (s, _, index)):
         dims = state.dims(s)
         length, heads = dims["S"], dims["K"]
         head, n = index // blocks.count(dims), index % blocks.count(dims)
-        batch, start = head // heads, n * keys_per_block
+        batch, start = head // heads, n * blocks.keys
         share = dims["B"] // dims["C"]
         row = batch // share
         shared = state.pointer(s, "shared")
@@ -119,10 +125,10 @@ def emit_pack(module: ir.Module, isa: Isa, dtype: str, blocks: Blocks, state: St
         with e.loop(0, keys_per_block) as j:
             slot = start + j
             exists = e.variable(e.const(ir.IntType(1), 0))
-            with e.when(slot < length):
+            with e.when((e.const(i64, blocks.keys) > j) & (slot < length)):
                 exists.set(ids.at(slot, 4).load(i32).compare("!=", NO_KEY))
-            for (name, width, stride, copy), base in zip(copies, (blocks.keys, blocks.values), strict=True):
-                target = base(shared, dims, head).at(slot * stride, 4)
+            for name, width, stride, base in sides:
+                target, copy = base(shared, dims, head).at((n * keys_per_block + j) * stride, 4), copies[name]
                 source = state.pointer(s, f"data:{name}")
                 place = source.at(((batch * length + slot) * heads + head % heads) * width, size)
                 e.either(
@@ -136,7 +142,7 @@ def emit_pack(module: ir.Module, isa: Isa, dtype: str, blocks: Blocks, state: St
     return e.function
 
 
-def _emit_layout_block(module: ir.Module, isa: Isa, blocks: Blocks, state: State) -> ir.Function:
+def _emit_layout_block(module: ir.Module, blocks: Blocks, state: State) -> ir.Function:
     """``layout_block(state, row, block)``: positions, ids and bounds of one block of keys."""
     keys = blocks.keys_per_block
     with Function(module, "layout_block", [ptr, i64, i64]) as (e, (s, row, n)):
@@ -147,12 +153,12 @@ def _emit_layout_block(module: ir.Module, isa: Isa, blocks: Blocks, state: State
         ids = blocks.ids(shared, dims, row).at(n * keys, 4)
         source = [state.pointer(s, f"data:{name}").at(row * length, 4) for name in ("position", "key_id")]
         with e.loop(0, keys) as j:
-            slot = n * keys + j
-            at = e.min(slot, length - 1)
+            slot = n * blocks.keys + j
+            at, exists = e.min(slot, length - 1), (e.const(i64, blocks.keys) > j) & (slot < length)
             positions.at(j, 4).store(source[0].at(at, 4).load(i32))
-            ids.at(j, 4).store(e.select(slot < length, source[1].at(at, 4).load(i32), NO_KEY))
+            ids.at(j, 4).store(e.select(exists, source[1].at(at, 4).load(i32), NO_KEY))
         records = blocks.records(shared, dims, row).at(n * blocks.record_bytes)
-        masking.key_bounds(e, positions, ids, keys, isa.strip, records)
+        masking.key_bounds(e, positions, ids, keys, blocks.strip, records)
         e.ret()
     return e.function
 

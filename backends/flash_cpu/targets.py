@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-from . import backward, cache, compiler, decode, forward, handler
+from . import backward, cache, compiler, decode, forward, handler, sparse
 from .compiler import Loaded, Processor
 from .handler import API_MAJOR, Program
 from .isa import Isa
@@ -28,6 +28,8 @@ BUILDERS: dict[str, Callable[..., tuple[Program, Any]]] = {
     "forward": forward.build,
     "backward": backward.build,
     "decode": decode.build,
+    "listed": sparse.build_listed,
+    "mass": sparse.build_mass,
 }
 
 _LOCK = threading.Lock()  # two threads that ask for one kernel must not register its name twice

@@ -165,7 +165,7 @@ def _computation(
 ) -> _Computation:
     if settings.kernel == "xla":
         return _in_xla(spec, settings, tiling, places, heads)
-    module, interpret = kernels.pallas(target), mode == "interpret"
+    module, interpret = kernels.of(settings.kernel, target), mode == "interpret"
     geometry = module.geometry(spec, tiling, settings)
 
     def select(query: Array, key: Array) -> Selection:
@@ -281,15 +281,22 @@ def _kernel_reasons(spec: AttentionSpec, settings: Settings, target: Target, mod
                 "to interpret; use mode='native', or kernel='pallas'."
             )
         return
+    kernel = settings.kernel
+    if mode == "interpret" and kernel == "flash_cpu":
+        yield (
+            "mode='interpret' is not supported by kascade with kernel='flash_cpu', which is native code without a "
+            "kernel to interpret; use mode='native', or kernel='pallas'."
+        )
     try:
-        yield from kernels.pallas(target).refuses(spec, settings, target)
+        yield from kernels.of(kernel, target).refuses(spec, settings, target)
     except ImportError as error:
-        yield f"kascade's Pallas kernels do not load here ({error}); {_INSTEAD}."
+        name = "flash_cpu" if kernel == "flash_cpu" else "Pallas"
+        yield f"kascade's {name} kernels do not load here ({error}); {_INSTEAD}."
 
 
 def _dealing_reasons(settings: Settings) -> Iterator[str]:
-    if settings.kernel == "pallas":
-        yield "heads cannot be dealt by kascade with kernel='pallas'; use kernel='xla', or deal data."
+    if settings.kernel != "xla":
+        yield f"heads cannot be dealt by kascade with kernel={settings.kernel!r}; use kernel='xla', or deal data."
     if settings.ablation == "all_heads":
         yield (
             "heads cannot be dealt by kascade with ablation='all_heads', which needs all of them at once; leave out "

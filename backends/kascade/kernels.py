@@ -1,22 +1,20 @@
 """What a module of kernels has to bring to compute Kascade: the seam between the algorithm and who executes it.
 
-``xla`` runs on every platform; ``pallas_tpu`` and ``pallas_triton`` are Pallas forms with the same functions. Which
-one computes is the option ``kernel``, nothing else: a kernel that cannot do a problem refuses it.
+``xla`` runs on every platform; ``pallas_tpu`` and ``pallas_triton`` are Pallas forms with the same functions, and
+``flash_cpu`` is native code for CPUs. Which one computes is the option ``kernel``, nothing else: a kernel that cannot
+do a problem refuses it.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from jaxtyping import Array, Float, Int
 
 from ..contract import AttentionSpec
 from ..devices import Target
 from .selection import Places
-from .settings import Settings, Tiling
-
-if TYPE_CHECKING:
-    from .pallas_rows import Geometry  # Pallas may be missing
+from .settings import Kernel, Settings, Tiling
 
 
 @runtime_checkable
@@ -32,13 +30,13 @@ class Kernels(Protocol):
         """Every reason, one sentence each, why the kernels cannot compute this; () where they can."""
         ...
 
-    def geometry(self, spec: AttentionSpec, tiling: Tiling, settings: Settings) -> Geometry:
-        """What the two functions below need to know of a problem beside its data; made once per plan."""
+    def geometry(self, spec: AttentionSpec, tiling: Tiling, settings: Settings) -> Any:
+        """What the module's own two functions below need to know of a problem beside its data; made once per plan."""
         ...
 
     def pooled_mass(
         self,
-        geometry: Geometry,
+        geometry: Any,
         places: Places,
         query: Float[Array, "batch q_len heads head_dim"],
         key: Float[Array, "batch kv_len kv_heads head_dim"],
@@ -54,7 +52,7 @@ class Kernels(Protocol):
 
     def attend(
         self,
-        geometry: Geometry,
+        geometry: Any,
         places: Places,
         query: Float[Array, "batch q_len heads head_dim"],
         key: Float[Array, "batch kv_len kv_heads head_dim"],
@@ -74,11 +72,16 @@ class Kernels(Protocol):
         ...
 
 
-def pallas(target: Target) -> Kernels:
-    """The Pallas kernels for ``target``: Triton's form for NVIDIA, else the TPU's (which an interpreter runs anywhere).
+def of(kernel: Kernel | None, target: Target) -> Kernels:
+    """The kernels of that name (other than ``xla``) for ``target``.
 
-    Raises ImportError where they are not installed.
+    Pallas has Triton's form for NVIDIA, else the TPU's, which an interpreter runs anywhere. Raises ImportError where
+    they are not installed.
     """
+    if kernel == "flash_cpu":
+        from . import flash_cpu  # noqa: PLC0415 (llvmlite may be missing)
+
+        return flash_cpu
     if target.platform == "cuda":
         from . import pallas_triton  # noqa: PLC0415 (Pallas' parts for one device may be missing)
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 Granularity = Literal["tile", "token"]
 Ablation = Literal["all_heads", "no_remap"]
-Kernel = Literal["xla", "pallas"]
+Kernel = Literal["xla", "pallas", "flash_cpu"]
 When = Literal["always", "profitable"]
 
 LEAST = 16  # keys or queries of a block: rows of a bfloat16 register on a TPU; sides of Triton's smallest product
@@ -34,7 +34,7 @@ OPTIONS = {
     "tile_size": "keys per tile (default 128); with granularity='token' it has no meaning",
     "query_tile": "queries that share a selection (default: 128, or 32 with granularity='token')",
     "ablation": "None, 'all_heads' (one selection for all KV heads) or 'no_remap' (each KV head reuses its own)",
-    "kernel": "'xla' or 'pallas' (default: 'pallas' for TPUs, NVIDIA GPUs and in mode 'interpret')",
+    "kernel": "'xla', 'pallas' or 'flash_cpu' (default: on CPUs 'xla'; for TPUs, GPUs and mode 'interpret' 'pallas')",
     "block_q": "queries that a Pallas kernel takes at a time, at most: a power of two of at least 16 (default 512)",
     "block_kv_sparse": "keys that a Pallas kernel loads at a time, at most: likewise (default 256)",
     "block_kv_compute": "keys that a Pallas kernel computes with at a time, at most: likewise (default 128)",

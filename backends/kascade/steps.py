@@ -26,6 +26,22 @@ def select(
     ablation: Ablation | None = None,
 ) -> tuple[Selection, Float[Array, "b 1 n v"] | None]:
     """What an anchor selects for one new token; with ``value``, also dense attention's output."""
+    mass, weights, total = pooled_mass(spec, tiling, places, query, key)
+    if ablation == "all_heads":
+        mass = jnp.broadcast_to(mass.sum(1, keepdims=True), mass.shape)
+    allowed = jnp.broadcast_to(candidates(tiling, places.of_all(spec.batch)), mass.shape)
+    selected, count = choose(tiling, mass, allowed)
+    selection = Selection(selected[:, :, None], count[:, :, None])
+    if value is None:
+        return selection, None
+    out = decode.weigh(weights, value.swapaxes(1, 2)) / total
+    return selection, out.reshape(spec.batch, 1, spec.num_heads, -1).astype(query.dtype)
+
+
+def pooled_mass(
+    spec: AttentionSpec, tiling: Tiling, places: Places, query: Float[Array, "b 1 n h"], key: Float[Array, "b s k h"]
+) -> tuple[Float[Array, "b k units"], Float[Array, "b k g s"], Float[Array, "b k g 1"]]:
+    """The mass of every unit; and the weights of all keys and their sums, whose quotients it is made of."""
     b, k, g, s = spec.batch, spec.num_kv_heads, spec.group_size, spec.key_value_length
     places = places.of_all(b)
     logits = decode.scores(query.reshape(b, k, g, -1), key.swapaxes(1, 2)) * spec.softmax_scale
@@ -40,13 +56,4 @@ def select(
     weights, total, _ = standard.exponentials(logits, seen[:, None, None])
     mass = (weights / total).sum(2)
     mass = jnp.pad(mass, ((0, 0), (0, 0), (0, tiling.units * tiling.unit - s)))
-    mass = mass.reshape(b, k, tiling.units, tiling.unit).sum(-1)
-    if ablation == "all_heads":
-        mass = jnp.broadcast_to(mass.sum(1, keepdims=True), mass.shape)
-    allowed = jnp.broadcast_to(candidates(tiling, places), mass.shape)
-    selected, count = choose(tiling, mass, allowed)
-    selection = Selection(selected[:, :, None], count[:, :, None])
-    if value is None:
-        return selection, None
-    out = decode.weigh(weights, value.swapaxes(1, 2)) / total
-    return selection, out.reshape(b, 1, spec.num_heads, -1).astype(query.dtype)
+    return mass.reshape(b, k, tiling.units, tiling.unit).sum(-1), weights, total

@@ -1,7 +1,11 @@
-"""Kascade's Pallas kernels through the interpreter, against float64 under an explicit mask; and what they refuse."""
+"""Kascade's kernels against float64 under an explicit mask: Pallas through the interpreter, and native code for CPUs.
+
+And what they refuse.
+"""
 
 import dataclasses
 import functools
+import importlib.util
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +28,11 @@ from attnsuite.backends.standard import STANDARD
 from sparse_problems import inner_jaxprs
 
 KERNELS = {"tpu": pallas_tpu, "triton": pallas_triton}
+ALL_KERNELS = [pytest.param(kernels, id=name) for name, kernels in KERNELS.items()]
+if importlib.util.find_spec("llvmlite"):  # pip install 'attnsuite[cpu]'
+    from attnsuite.backends.kascade import flash_cpu
+
+    ALL_KERNELS.append(pytest.param(flash_cpu, id="flash_cpu", marks=pytest.mark.flash_cpu))
 CPU, V5E, H100 = Target("cpu"), Target("tpu", "v5e"), Target("cuda", "h100")
 
 
@@ -224,9 +233,10 @@ def mass_error(given: Problem, mass) -> float:
 MASS_BOUND = 64 * float(jnp.finfo(jnp.float32).eps)
 
 both = pytest.mark.parametrize("kernels", KERNELS.values(), ids=KERNELS)
+every = pytest.mark.parametrize("kernels", ALL_KERNELS)
 
 
-@both
+@every
 @pytest.mark.parametrize("case", CASES)
 def test_attention_to_listed_tiles(case, kernels):
     given = problem(case)
@@ -234,7 +244,7 @@ def test_attention_to_listed_tiles(case, kernels):
     assert judged.passed, judged
 
 
-@both
+@every
 @pytest.mark.parametrize("case", CASES)
 def test_mass_of_every_tile(case, kernels):
     given = problem(case)
@@ -275,7 +285,7 @@ def test_kernel_that_takes_the_diagonal_for_visible_fails(monkeypatch):
     assert not verdict(given, attend(pallas_tpu, given, changed=True)).passed
 
 
-@both
+@every
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -290,7 +300,7 @@ def test_wrong_list_of_tiles_fails(kernels, wrong):
     assert not verdict(given, attend(kernels, given, wrong(given.listed))).passed
 
 
-@both
+@every
 def test_tile_that_is_listed_twice_would_count_twice(kernels):
     """Why a list is distinct by construction: the kernels do not look."""
     given = problem("plain")
@@ -301,7 +311,7 @@ def test_tile_that_is_listed_twice_would_count_twice(kernels):
 # What is read and written
 
 
-@both
+@every
 def test_keys_outside_the_listed_tiles_are_not_read(kernels):
     given = problem("plain")
     query, key, value = given.inputs

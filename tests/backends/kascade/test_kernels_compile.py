@@ -35,7 +35,7 @@ from attnsuite.suite.absent.programs import AbstractProgram
 from attnsuite.suite.absent.compilation import compile_program, one_line
 
 target = Target.named(sys.argv[1])
-module = kernels.pallas(target)
+module = kernels.of("pallas", target)
 
 def compiled(what, length, queries=None, oversized=False, segments=False):
     spec = AttentionSpec(

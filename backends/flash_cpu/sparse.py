@@ -1,0 +1,241 @@
+"""Attention to listed units of keys, and how much attention every unit gets: what a method that selects keys needs.
+
+Queries of one KV head are cut into tiles of ``Q`` tokens, keys into units; a unit is one block of packed keys
+(``packing.py``). The kernels are the forward kernel with another loop around it::
+
+    listed    O = softmax over the keys of the units that are listed for the tile
+    mass      mass[u] = sum over the rows of the tile and the keys of unit u of the softmax over all keys
+
+The mass takes one pass: a row keeps the sum of every unit as it was under the maximum of its time; at the end the sums
+are put in proportion, ``sums[u] * 2**(tops[u] - top) / total``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from llvmlite import ir
+
+from . import forward, masking, rows
+from .elements import exp2
+from .emit import Function, Value, aligned, f32, i32, i64, ptr, vector
+from .forward import Kernel, block_rows
+from .handler import Dims, Operand, Phase, Program, State
+from .isa import Isa
+from .packing import Blocks, emit_pack
+from .products import Scores
+from .softmax import HIDDEN, Places, softmax
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SparseKernel:
+    """What is compiled: the forward kernel's choices, and the keys of a unit. The mass has no values (dimension 0)."""
+
+    kernel: Kernel
+    unit: int
+
+    def blocks(self, isa: Isa) -> Blocks:
+        """Where packed units lie; a strip is one score tile, so that a unit of 16 keys is not mostly padding."""
+        return Blocks(isa, self.unit, isa.score_rows, self.kernel.head_dim, self.kernel.value_head_dim)
+
+
+_TILE = Operand("tile", "float32", ("U", "Q"))  # its length is the number of tokens of a query tile
+
+
+def listed_scratch(isa: Isa, this: SparseKernel, dims: Dims) -> tuple[Any, Any]:
+    """Bytes of scratch memory that all share, and of one thread."""
+    blocks = this.blocks(isa)
+    return blocks.shared_bytes(dims), forward.workspace(isa, this.kernel, blocks.keys_per_block)[1]
+
+
+def mass_scratch(isa: Isa, this: SparseKernel, dims: Dims) -> tuple[Any, Any]:
+    """The same; a thread also keeps two numbers per unit and row."""
+    shared, worker = listed_scratch(isa, this, dims)
+    return shared, aligned(worker) + this.blocks(isa).count(dims) * (2 * block_rows(isa) * 4)
+
+
+def build_listed(module: ir.Module, isa: Isa, this: SparseKernel) -> tuple[Program, State]:
+    """The program of attention to ``listed[b, k, tile]``: indices of units, distinct, then -1 to the end."""
+    operands = (*this.kernel.operands, Operand("listed", "int32", ("B", "K", "I", "L")), _TILE)
+    results = this.kernel.results
+    state, blocks = State.of(operands, results, 2), this.blocks(isa)
+    pack = emit_pack(module, isa, this.kernel.dtype, blocks, state)
+    item = _emit_listed_item(module, isa, this, state)
+
+    def items(dims: Dims) -> Any:
+        return dims["B"] * dims["K"] * dims["I"] * _parts(dims, isa)
+
+    phases = (Phase(lambda dims: dims["B"] * dims["K"] * blocks.count(dims), pack), Phase(items, item))
+    worker = forward.workspace(isa, this.kernel, blocks.keys_per_block)[1]
+    return Program(operands, results, phases, blocks.shared_bytes, lambda _: worker, _fits), state
+
+
+def build_mass(module: ir.Module, isa: Isa, this: SparseKernel) -> tuple[Program, State]:
+    """The program of the mass of all units, float32."""
+    operands = (*(x for x in this.kernel.operands if x.name != "value"), _TILE)
+    results = (Operand("mass", "float32", ("B", "K", "I", "W")), Operand("scratch", "uint8", ("bytes",)))
+    state, blocks = State.of(operands, results, 2), this.blocks(isa)
+    pack = emit_pack(module, isa, this.kernel.dtype, blocks, state)
+    item = _emit_mass_item(module, isa, this, state)
+    phases = (
+        Phase(lambda dims: dims["B"] * dims["K"] * blocks.count(dims), pack),
+        Phase(lambda dims: dims["B"] * dims["K"] * dims["I"], item),
+    )
+
+    def fits(dims: Dims) -> list[tuple[Any, str]]:
+        whole = blocks.count(dims).equals(dims["W"])
+        return [*_fits(dims), (whole, "the mass has not one number for each unit of keys.")]
+
+    return (
+        Program(operands, results, phases, blocks.shared_bytes, lambda dims: mass_scratch(isa, this, dims)[1], fits),
+        state,
+    )
+
+
+def _fits(dims: Dims) -> list[tuple[Any, str]]:
+    tiles = (dims["T"] + dims["Q"] - 1) // dims["Q"]
+    return [*forward.fits(dims), (tiles.equals(dims["I"]), "the query tiles are not those of the queries.")]
+
+
+def _tile_rows(dims: Dims) -> Any:
+    """Rows of a query tile: its tokens times the heads of a group."""
+    return dims["Q"] * (dims["N"] // dims["K"])
+
+
+def _parts(dims: Dims, isa: Isa) -> Any:
+    """What a thread takes at a time are :func:`forward.block_rows` rows: so many parts of a query tile."""
+    return (_tile_rows(dims) + (block_rows(isa) - 1)) // block_rows(isa)
+
+
+def _part(e: Function, isa: Isa, dims: Dims, tile: Value, part: Value) -> tuple[Value, Value, Value]:
+    """Of a part of a query tile, numbered over all: the KV head, its first row and how many there are (or none)."""
+    of_tile = _tile_rows(dims)
+    start = tile % dims["I"] * of_tile + part * block_rows(isa)
+    there = e.min(of_tile - part * block_rows(isa), dims["T"] * (dims["N"] // dims["K"]) - start)
+    return tile // dims["I"], start, e.min(there, block_rows(isa))
+
+
+def _emit_listed_item(module: ir.Module, isa: Isa, this: SparseKernel, state: State) -> ir.Function:
+    """``item(state, workspace, index)``: a part of a query tile of one KV head."""
+    kernel, blocks = this.kernel, this.blocks(isa)
+    at = forward.workspace(isa, kernel, blocks.keys_per_block)[0]
+    read = forward.emit_read(module, isa, kernel, state, block_rows(isa), at)
+    attend = forward.emit_attend(module, isa, kernel, blocks, at, listed=True)
+    write = forward.emit_write(module, isa, kernel, state, at)
+    with Function(module, "listed_item", [ptr, ptr, i64]) as (e, (s, w, index)):
+        dims = state.dims(s)
+        tile, part = index // _parts(dims, isa), index % _parts(dims, isa)
+        head, start, count = _part(e, isa, dims, tile, part)
+        with e.when(count > 0):
+            e.run(read, s, w, head, start, count)
+            names, number = state.pointer(s, "data:listed").at(tile * dims["L"], 4), e.variable(e.const(i64, 0))
+            with e.loop(0, dims["L"]) as i, e.when(names.at(i, 4).load(i32) >= 0):
+                number.set(number() + 1)
+            e.run(attend, w, *forward.of_head(blocks, state, s, dims, head), names, number())
+            e.run(write, s, w, head, start, count)
+        e.ret()
+    return e.function
+
+
+def _emit_mass_item(module: ir.Module, isa: Isa, this: SparseKernel, state: State) -> ir.Function:
+    """``item(state, workspace, index)``: the mass of a query tile of one KV head, part by part."""
+    kernel, blocks, queries = this.kernel, this.blocks(isa), block_rows(isa)
+    at, end = forward.workspace(isa, kernel, blocks.keys_per_block)
+    read = forward.emit_read(module, isa, kernel, state, queries, at)
+    add_up, pool = _emit_sums(module, isa, this, at), _emit_pool(module, isa, at)
+    with Function(module, "mass_item", [ptr, ptr, i64]) as (e, (s, w, tile)):
+        dims = state.dims(s)
+        count = blocks.count(dims)
+        mass = state.pointer(s, "data:mass").at(tile * count, 4)
+        sums = w.at(aligned(end))
+        tops = sums.at(count * queries, 4)
+        with e.loop(0, count) as n:
+            mass.at(n, 4).store(e.const(f32, 0.0))
+        with e.loop(0, _parts(dims, isa)) as part:
+            head, start, there = _part(e, isa, dims, tile, part)
+            with e.when(there > 0):
+                e.run(read, s, w, head, start, there)
+                keys, _, *others = forward.of_head(blocks, state, s, dims, head)
+                e.run(add_up, w, keys, *others, sums, tops, count)
+                e.run(pool, w, sums, tops, mass, count, there)
+        e.ret()
+    return e.function
+
+
+def _emit_sums(module: ir.Module, isa: Isa, this: SparseKernel, at: dict[str, int]) -> ir.Function:
+    """``sums(workspace, keys, positions, ids, records, numbers, sums, tops, units)``: the softmax, unit by unit.
+
+    Of each unit and row the sum of its weights, and the maximum that they are relative to.
+    """
+    kernel, blocks, queries = this.kernel, this.blocks(isa), block_rows(isa)
+    keys_per_block, width = blocks.keys_per_block, blocks.key_width
+    scores = Scores.of(module, isa, "score", kernel.head_dim, width, queries)
+    plain = softmax(module, isa, queries, mixed=False, soft_cap=kernel.soft_cap)
+    masked = softmax(module, isa, queries, mixed=True, soft_cap=kernel.soft_cap)
+    fill, column = rows.fill(module, isa), _emit_column_sums(module, isa)
+    type_ = vector(f32, isa.lanes)
+    with Function(module, "sums", [ptr] * 8 + [i64]) as (e, arguments):
+        w, keys, positions, ids, records, numbers, sums, tops, count = arguments
+        with e.loop(0, count) as n, e.loop(0, queries, isa.group) as g:
+            to_sum, to_top = (x.at(n * queries + g, 4) for x in (sums, tops))
+            e.run(fill, to_sum, isa.group, e.const(f32, 0.0))
+            e.run(fill, to_top, isa.group, e.const(f32, HIDDEN))
+            bounds = w.at(at["bounds"]).at(g // isa.group * masking.QUERY_RECORD)
+            live = masking.live_keys(e, bounds, records.at(n * blocks.record_bytes), keys_per_block, blocks.strip)
+            with e.when(live.any):
+                s = w.at(at["scores"]).at(g, 4)
+                block_keys = keys.at(n * (keys_per_block * width), 4)
+                scores.emit(e, block_keys, w.at(at["query"]).at(g, 4), s, live.start, live.stop)
+                places = Places(*(w.at(at[x]).at(g, 4) for x in ("top", "total", "decay", "first", "last", "query_id")))
+                block = positions.at(n * keys_per_block, 4), ids.at(n * keys_per_block, 4)
+                given = (s, *places.all, *block, numbers, live.start, live.stop)
+                e.either(
+                    live.mixed,
+                    lambda a=given: e.run(masked, *a) and None,
+                    lambda a=given: e.run(plain, *a) and None,
+                )
+                e.run(column, s, to_sum, live.start, live.stop)
+                for v in range(isa.score_vectors):
+                    to_top.at(v * isa.lanes, 4).store(places.top.at(v * isa.lanes, 4).load(type_))
+        e.ret()
+    return e.function
+
+
+def _emit_column_sums(module: ir.Module, isa: Isa) -> ir.Function:
+    """``column_sums(weights, target, start, stop)``: of a group, over keys ``start`` to ``stop``."""
+    type_, queries = vector(f32, isa.lanes), block_rows(isa)
+    with Function(module, "column_sums", [ptr, ptr, i64, i64]) as (e, (weights, target, start, stop)):
+        sums = [e.variable(e.const(type_, 0.0)) for _ in range(isa.score_vectors)]
+        with e.loop(start, stop) as k:
+            for v, total in enumerate(sums):
+                total.set(total() + weights.at(k * queries + v * isa.lanes, 4).load(type_))
+        for v, total in enumerate(sums):
+            target.at(v * isa.lanes, 4).store(total())
+        e.ret()
+    return e.function
+
+
+def _emit_pool(module: ir.Module, isa: Isa, at: dict[str, int]) -> ir.Function:
+    """``pool(workspace, sums, tops, mass, units, rows)``: adds every unit's share of the rows to its mass.
+
+    A row that saw nothing has a weight of zero, and so have those behind the last row.
+    """
+    type_, queries = vector(f32, isa.lanes), block_rows(isa)
+    with Function(module, "pool", [ptr] * 4 + [i64] * 2) as (e, (w, sums, tops, mass, count, there)):
+        top, total, weight = (w.at(at[name]) for name in ("top", "total", "decay"))
+        with e.loop(0, queries, isa.lanes) as r:
+            inverse = e.const(type_, 1.0) / total.at(r, 4).load(type_)
+            weight.at(r, 4).store(e.select(top.at(r, 4).load(type_) > HIDDEN / 2, inverse, 0.0))
+        with e.loop(there, queries) as r:
+            weight.at(r, 4).store(e.const(f32, 0.0))
+        with e.loop(0, count) as n:
+            pooled = e.variable(e.const(type_, 0.0))
+            with e.loop(0, queries, isa.lanes) as r:
+                below = exp2(e, isa, tops.at(n * queries + r, 4).load(type_) - top.at(r, 4).load(type_))
+                share = sums.at(n * queries + r, 4).load(type_) * below
+                pooled.set(e.fma(share, weight.at(r, 4).load(type_), pooled()))
+            place = mass.at(n, 4)
+            place.store(place.load(f32) + e.add_up(pooled()))
+        e.ret()
+    return e.function

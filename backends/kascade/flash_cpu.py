@@ -1,0 +1,166 @@
+"""Kascade by native kernels for CPUs: those of ``backends/flash_cpu``, behind the functions of ``kernels.py``.
+
+Prefill is ``sparse.py`` there: query tiles against listed units, and the mass of all units in one pass. A decode step
+is its decode kernel, with each KV head as a sequence of its own that sees the listed keys alone; a key that is not
+listed is not read. The mass of a decode step is XLA's (``steps.py``): it reads the keys once, and that is all it costs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from ..contract import AttentionSpec
+from ..devices import Target
+from ..flash_cpu import handler, sparse
+from ..flash_cpu.calls import Calls, call
+from ..flash_cpu.compiler import Processor
+from ..flash_cpu.forward import Kernel
+from ..flash_cpu.isa import Isa
+from ..flash_cpu.probe import why_not
+from ..flash_cpu.sparse import SparseKernel
+from ..flash_cpu.visibility import NO_KEY, NO_QUERY, Visibility
+from . import steps
+from .selection import Places
+from .settings import Settings, Tiling
+
+_LEAST = -(2**31)
+
+
+def refuses(spec: AttentionSpec, settings: Settings, target: Target) -> tuple[str, ...]:
+    """Other platforms, single keys, and CPUs where the kernels do not work."""
+    if target.platform != "cpu":
+        return (f"kernel='flash_cpu' runs on CPUs, the target is {target}; leave kernel out.",)
+    reasons = []
+    if settings.granularity != "tile":
+        reasons.append(
+            f"granularity={settings.granularity!r} is not supported by kascade with kernel='flash_cpu', which packs "
+            "whole tiles; use granularity='tile', or kernel='xla'."
+        )
+    missing = why_not()
+    return (*reasons, missing) if missing else tuple(reasons)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Geometry:
+    """What is known before there is data: the shapes, the tiles, and the calls of the kernels for this processor."""
+
+    spec: AttentionSpec
+    tiling: Tiling
+    calls: Calls
+
+    def kernel(self, value_head_dim: int) -> SparseKernel:
+        """The kernel for values of ``value_head_dim`` numbers; 0 where there are none."""
+        spec = self.spec
+        kernel = Kernel(spec.dtype, spec.head_dim, value_head_dim, spec.logits_soft_cap is not None, spec.dtype)
+        return SparseKernel(kernel, self.tiling.unit)
+
+    def dims(self, places: Places) -> dict[str, int]:
+        """The sizes of the arrays, by the names that the kernels know them by."""
+        spec, tiling = self.spec, self.tiling
+        sizes = {"B": spec.batch, "T": spec.query_length, "S": spec.key_value_length, "C": places.batch}
+        return {**sizes, "N": spec.num_heads, "K": spec.num_kv_heads, "I": tiling.query_tiles, "Q": tiling.query_tile}
+
+
+def geometry(spec: AttentionSpec, tiling: Tiling, settings: Settings) -> Geometry:
+    """Nothing is chosen by a setting: a tile is a block."""
+    return Geometry(spec, tiling, _calls(spec))
+
+
+def pooled_mass(
+    geometry: Geometry,
+    places: Places,
+    query: Float[Array, "batch q_len heads head_dim"],
+    key: Float[Array, "batch kv_len kv_heads head_dim"],
+    *,
+    interpret: bool,
+) -> Float[Array, "batch kv_heads query_tiles units"]:
+    """As :meth:`attnsuite.backends.kascade.kernels.Kernels.pooled_mass`."""
+    spec, tiling, calls = geometry.spec, geometry.tiling, geometry.calls
+    if spec.query_length == 1:
+        return steps.pooled_mass(spec, tiling, places, query, key)[0][:, :, None]
+    this = geometry.kernel(0)
+    size = handler.scratch_bytes(*sparse.mass_scratch(calls.isa, this, geometry.dims(places)), calls.threads)
+    shape = (spec.batch, spec.num_kv_heads, tiling.query_tiles, tiling.units)
+    results = jax.ShapeDtypeStruct(shape, jnp.float32), jax.ShapeDtypeStruct((size,), jnp.uint8)
+    seen = _seen(spec, places).arrays
+    return call("mass", this, calls.isa, results, query, key, *seen, calls.numbers, _of_length(tiling.query_tile))[0]
+
+
+def attend(
+    geometry: Geometry,
+    places: Places,
+    query: Float[Array, "batch q_len heads head_dim"],
+    key: Float[Array, "batch kv_len kv_heads head_dim"],
+    value: Float[Array, "batch kv_len kv_heads v_dim"],
+    listed: Int[Array, "batch kv_heads query_tiles slots"],
+    *,
+    interpret: bool,
+) -> Float[Array, "batch q_len heads v_dim"]:
+    """As :meth:`attnsuite.backends.kascade.kernels.Kernels.attend`."""
+    spec, tiling, calls = geometry.spec, geometry.tiling, geometry.calls
+    if calls.is_decode and tiling.query_tiles == 1:
+        return _decode(spec, tiling, places, query, key, value, listed[:, :, 0])
+    this = geometry.kernel(value.shape[-1])
+    size = handler.scratch_bytes(*sparse.listed_scratch(calls.isa, this, geometry.dims(places)), calls.threads)
+    row = jax.ShapeDtypeStruct(query.shape[:3], jnp.float32)
+    out = jax.ShapeDtypeStruct((*query.shape[:3], value.shape[-1]), spec.dtype)
+    results = out, row, row, jax.ShapeDtypeStruct((size,), jnp.uint8)
+    operands = query, key, value, *_seen(spec, places).arrays, calls.numbers, listed, _of_length(tiling.query_tile)
+    return call("listed", this, calls.isa, results, *operands)[0]
+
+
+def _decode(
+    spec: AttentionSpec, tiling: Tiling, places: Places, query: Array, key: Array, value: Array, listed: Array
+) -> Array:
+    """A few tokens: every KV head of every sequence is a sequence with one KV head, which sees what it lists."""
+    b, t, k, g, s = spec.batch, spec.query_length, spec.num_kv_heads, spec.group_size, spec.key_value_length
+    alone = dataclasses.replace(spec, batch=b * k, num_heads=g, num_kv_heads=1)
+    seen = jax.tree.map(lambda x: jnp.repeat(jnp.broadcast_to(x, (b, x.shape[1])), k, axis=0), _seen(spec, places))
+    chosen = jnp.repeat(_is_listed(tiling, listed).reshape(b * k, -1), tiling.unit, axis=1)[:, :s]
+    seen = dataclasses.replace(seen, key_id=jnp.where(chosen, seen.key_id, NO_KEY))
+    query = query.reshape(b, t, k, g, -1).swapaxes(1, 2).reshape(b * k, t, g, -1)
+    key, value = (x.swapaxes(1, 2).reshape(b * k, s, 1, -1) for x in (key, value))
+    out = _calls(alone).decode(query, key, value, seen)
+    return out.reshape(b, k, t, g, -1).swapaxes(1, 2).reshape(b, t, k * g, -1)
+
+
+def _is_listed(tiling: Tiling, listed: Int[Array, "b k slots"]) -> Bool[Array, "b k units"]:
+    b, k, _ = listed.shape
+    at = jnp.where(listed < 0, tiling.units, listed)  # behind the last unit: dropped
+    none = jnp.zeros((b, k, tiling.units), bool)
+    return none.at[jnp.arange(b)[:, None, None], jnp.arange(k)[None, :, None], at].set(True, mode="drop")
+
+
+def _seen(spec: AttentionSpec, places: Places) -> Visibility:
+    """The mask without the selection: causal over slots, inside length and segment."""
+    rows, t, s = places.batch, spec.query_length, spec.key_value_length
+    slots = np.arange(s, dtype=np.int32)[None]
+    last = jnp.asarray(places.query_positions)[:, :t]
+    query_id, key_id = jnp.zeros((rows, t), jnp.int32), jnp.zeros((rows, s), jnp.int32)
+    if places.query_segment_ids is not None and places.key_value_segment_ids is not None:
+        ids = jnp.asarray(places.query_segment_ids)[:, :t], jnp.asarray(places.key_value_segment_ids)
+        query_id, key_id = jnp.where(ids[0] < 0, NO_QUERY, ids[0]), jnp.where(ids[1] < 0, NO_KEY, ids[1])
+    key_id = jnp.where(slots < jnp.asarray(places.lengths)[:, None], key_id, NO_KEY)
+    return Visibility(jnp.full_like(last, _LEAST), last, query_id, jnp.broadcast_to(slots, (rows, s)), key_id)
+
+
+def _calls(spec: AttentionSpec) -> Calls:
+    return Calls(spec, _isa())
+
+
+def _isa() -> Isa:
+    isa = Processor.here().isa()
+    if isa is None:
+        raise ValueError("kascade: this processor has none of the instruction sets that flash_cpu's kernels are for.")
+    return isa
+
+
+def _of_length(length: int) -> Any:
+    """An array by whose length a kernel is told a number."""
+    return np.zeros((1, length), np.float32)

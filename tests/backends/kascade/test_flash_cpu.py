@@ -1,0 +1,166 @@
+"""Kascade by native kernels: the selections of the reference, its outputs, and faults in a kernel that must show."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("llvmlite", reason="the kernels are compiled by llvmlite (pip install 'attnsuite[cpu]')")
+
+from attnsuite.backends import Target, support
+from attnsuite.backends.flash_cpu import probe, rows
+from attnsuite.backends.flash_cpu import sparse as sparse_kernels
+from attnsuite.backends.flash_cpu.emit import Function, i64, ptr
+from attnsuite.backends.kascade import KASCADE, Schedule, flash_cpu, manual, reference
+from emitted import set_apart
+from sparse_problems import PROBLEMS, cached, settings, sparse
+
+pytestmark = pytest.mark.flash_cpu
+
+BY_TILE = [name for name, made in PROBLEMS.items() if made().settings.granularity == "tile"]
+# Beside those: units and query tiles that no block of the kernels divides, and a group that fills several parts.
+MORE = {
+    "tiles of 40 keys": lambda: sparse(settings(tile_size=40, query_tile=20), T=170),
+    "tiles of 200 keys": lambda: sparse(settings(tile_size=200, query_tile=50), T=450, batch=1),
+    "8 heads to a group": lambda: sparse(settings(tile_size=32, query_tile=32), T=100, num_heads=16, head_dim=20),
+    "tokens behind a cache": lambda: sparse(settings(query_tile=8), T=5, S=128, layout=cached(5, 128, 77)),
+    "float16": lambda: sparse(dtype="float16"),
+}
+ALL = {**{name: PROBLEMS[name] for name in BY_TILE}, **MORE}
+CLOSE = {"float32": 1e-5, "bfloat16": 0.04, "float16": 5e-3}
+
+
+def _wide(x):
+    return np.asarray(x, np.float32)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_selects_and_attends_as_the_reference_does(name):
+    problem = ALL[name]()
+    out, selection = problem.layer(kernel="flash_cpu")
+    expected = problem.selection()
+    jax.tree.map(np.testing.assert_array_equal, selection, expected)
+    np.testing.assert_allclose(_wide(out), _wide(problem.expected(expected)), atol=CLOSE[problem.spec.dtype])
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_reuse_layer_attends_to_the_selection_that_it_is_given(name):
+    problem = ALL[name]()
+    straight, carry = manual((0,), num_layers=2, kv_heads=problem.spec.num_kv_heads), problem.selection()
+    crossed = tuple(reversed(range(problem.spec.num_kv_heads)))
+    schedule = Schedule((straight.layers[0], dataclasses.replace(straight.layers[1], head_map=crossed)))
+    out, after = problem.layer(1, carry, kernel="flash_cpu", schedule=schedule)
+    jax.tree.map(np.testing.assert_array_equal, after, carry)
+    expected = problem.expected(carry.remapped(crossed))
+    np.testing.assert_allclose(_wide(out), _wide(expected), atol=CLOSE[problem.spec.dtype])
+
+
+def test_all_heads_share_one_selection_of_the_summed_mass():
+    problem = sparse()
+    theirs = functools.partial(reference.select, problem.spec, problem.layout, problem.tiling, ablation="all_heads")
+    _, selection = problem.layer(kernel="flash_cpu", ablation="all_heads")
+    jax.tree.map(np.testing.assert_array_equal, selection, jax.jit(theirs)(problem.query, problem.key))
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("options", "target", "mode", "words"),
+    [
+        (
+            {"granularity": "token"},
+            Target("cpu"),
+            "native",
+            "granularity='token' is not supported by kascade with kernel=",
+        ),
+        ({}, Target("cpu"), "interpret", "mode='interpret' is not supported by kascade with kernel='flash_cpu'"),
+        ({}, Target("cuda", "h100"), "native", "kernel='flash_cpu' runs on CPUs, the target is cuda:h100"),
+    ],
+)
+def test_what_the_kernels_do_not_do_is_refused(options, target, mode, words):
+    found = support(KASCADE, sparse().spec, target, mode, {"kernel": "flash_cpu", **options})
+    assert not found
+    assert any(words in reason for reason in found.reasons)
+
+
+def test_cpu_where_the_kernels_do_not_work_is_refused(monkeypatch):
+    monkeypatch.setattr("backends.kascade.flash_cpu.why_not", lambda: "flash_cpu does not work here; use chunked.")
+    assert (
+        "does not work here"
+        in support(KASCADE, sparse().spec, Target("cpu"), options={"kernel": "flash_cpu"}).reasons[0]
+    )
+    assert probe.why_not() is None
+    assert support(KASCADE, sparse().spec, Target("cpu"))  # XLA's code does not need them
+
+
+# Controls: kernels that are wrong, and must show
+
+
+def _rows_behind_the_last_counted(patch):
+    """Padding rows of a tile have weight."""
+    emit_pool = sparse_kernels._emit_pool
+
+    def wrong(module, isa, at):
+        right = emit_pool(module, isa, at)
+        with Function(module, "pool_of_all", [ptr] * 4 + [i64] * 2) as (e, (w, sums, tops, mass, count, _)):
+            e.run(right, w, sums, tops, mass, count, e.const(i64, sparse_kernels.block_rows(isa)))
+            e.ret()
+        return e.function
+
+    patch.setattr(sparse_kernels, "_emit_pool", wrong)
+
+
+def _maxima_forgotten(patch):
+    """Sums of units are added up as if all were relative to one maximum."""
+    patch.setattr(sparse_kernels, "exp2", lambda e, _isa, x: e.const(x.type, 1.0))
+
+
+def _second_head_pooled_as_first(patch):
+    query_place = rows.query_place
+
+    def place(e, row, batch, head, group, tokens, heads):
+        return query_place(e, row, batch, head, group, tokens, heads) - row % group
+
+    patch.setattr(rows, "query_place", place)
+
+
+@pytest.mark.parametrize(
+    ("fault", "what"),
+    [
+        (_rows_behind_the_last_counted, "mass"),
+        (_maxima_forgotten, "mass"),
+        (_second_head_pooled_as_first, "both"),
+    ],
+)
+def test_kernel_with_a_fault_shows(fault, what, monkeypatch, tmp_path):
+    problem = sparse(T=101)
+    probe.why_not()  # the self-test, before kernels are wrong
+    set_apart(monkeypatch, tmp_path, f"kascade: {fault.__name__}")
+    fault(monkeypatch)
+    assert _mass_error(problem) > 1e-3
+    if what == "both":
+        out, selection = KASCADE.plan(
+            problem.spec, problem.layout, target=Target("cpu"), options=_options(problem)
+        ).run(*problem.inputs)
+        assert not np.allclose(_wide(out), _wide(problem.expected(selection)), atol=0.01)
+
+
+def test_mass_is_right_without_one():
+    assert _mass_error(sparse(T=101)) < 1e-5
+
+
+def _options(problem):
+    names = ("top_k", "min_keys", "granularity", "tile_size", "query_tile")
+    return {"kernel": "flash_cpu", **{name: getattr(problem.settings, name) for name in names}}
+
+
+def _mass_error(problem):
+    """Largest error of the mass, of the largest one."""
+    given = {"settings": problem.settings, "interpret": False}
+    mass = flash_cpu.pooled_mass(problem.spec, problem.tiling, problem.places, problem.query, problem.key, **given)
+    right = reference.pooled_mass(problem.spec, problem.layout, problem.tiling, problem.query, problem.key)
+    return float(jnp.abs(mass - right).max() / right.max())
