@@ -88,7 +88,7 @@ def test_what_the_kernels_do_not_do_is_refused(options, target, mode, words):
 
 
 def test_cpu_where_the_kernels_do_not_work_is_refused(monkeypatch):
-    monkeypatch.setattr("backends.kascade.flash_cpu.why_not", lambda: "flash_cpu does not work here; use chunked.")
+    monkeypatch.setattr(flash_cpu, "why_not", lambda: "flash_cpu does not work here; use chunked.")
     assert (
         "does not work here"
         in support(KASCADE, sparse().spec, Target("cpu"), options={"kernel": "flash_cpu"}).reasons[0]
@@ -160,7 +160,7 @@ def _options(problem):
 
 def _mass_error(problem):
     """Largest error of the mass, of the largest one."""
-    given = {"settings": problem.settings, "interpret": False}
-    mass = flash_cpu.pooled_mass(problem.spec, problem.tiling, problem.places, problem.query, problem.key, **given)
+    geometry = flash_cpu.geometry(problem.spec, problem.tiling, problem.settings)
+    mass = flash_cpu.pooled_mass(geometry, problem.places, problem.query, problem.key, interpret=False)
     right = reference.pooled_mass(problem.spec, problem.layout, problem.tiling, problem.query, problem.key)
     return float(jnp.abs(mass - right).max() / right.max())
