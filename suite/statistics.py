@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import stats
 
 FEWEST = 6
 
@@ -77,9 +76,7 @@ def unpaired_ratio(samples: Sequence[float], baseline: Sequence[float]) -> Inter
     value = float(np.median(samples) / np.median(baseline))
     if count < FEWEST:
         return Interval(value, None, None, count)
-    data = (np.asarray(samples), np.asarray(baseline))
-    found = stats.bootstrap(data, ratio, method="percentile", vectorized=True, rng=np.random.default_rng(0))
-    return Interval(value, float(found.confidence_interval.low), float(found.confidence_interval.high), count)
+    return Interval(value, *_bootstrap((samples, baseline), ratio), count)
 
 
 def wilson(successes: int, count: int) -> Interval:
@@ -89,6 +86,8 @@ def wilson(successes: int, count: int) -> Interval:
     >>> found.value, round(found.low, 3), found.high
     (1.0, 0.676, 1.0)
     """
+    from scipy import stats  # noqa: PLC0415 (as in _bootstrap)
+
     found = stats.binomtest(successes, count).proportion_ci(method="wilson")
     return Interval(successes / count, float(found.low), float(found.high), count)
 
@@ -97,7 +96,13 @@ def _estimate(values: Sequence[float], statistic: Callable[[Sequence[float]], An
     value, count = float(statistic(values)), len(values)
     if count < FEWEST:
         return Interval(value, None, None, count)
-    found = stats.bootstrap(
-        (np.asarray(values),), statistic, method="percentile", rng=np.random.default_rng(0)
-    ).confidence_interval
-    return Interval(value, float(found.low), float(found.high), count)
+    return Interval(value, *_bootstrap((values,), statistic), count)
+
+
+def _bootstrap(data: Sequence[Sequence[float]], statistic: Callable[..., Any]) -> tuple[float, float]:
+    # scipy.stats takes as long to import as JAX, and a worker, a process per cell, estimates nothing.
+    from scipy import stats  # noqa: PLC0415
+
+    arrays = tuple(np.asarray(values) for values in data)
+    found = stats.bootstrap(arrays, statistic, method="percentile", rng=np.random.default_rng(0)).confidence_interval
+    return float(found.low), float(found.high)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 from attnsuite.suite.grid.process import Worker
 
 STATE = """
@@ -22,3 +25,10 @@ def test_worker_compiles_although_the_user_has_a_cache_of_programs(tmp_path, mon
         enabled, folder = worker.ask({}, 120)
     assert folder == str(tmp_path / "cache")
     assert not enabled
+
+
+def test_worker_starts_without_what_a_call_of_attention_does_not_need():
+    """A process per cell: what each imports for nothing is paid as often as there are cells."""
+    code = "import sys, attnsuite.suite.grid.worker; print(*{'flax', 'scipy.stats', 'matplotlib'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
+    assert not done.stdout.split()
