@@ -1,37 +1,15 @@
-"""A record -> what a report may say about it.
-
-The rules of the house are here and nowhere else: an interpreted cell shows accuracy only, a compiled one
-memory only, a cell whose numbers are wrong shows neither speed nor memory, a fallback goes under the name
-of what really ran, and ratios are taken against the standard backend of the same case in the same rounds.
-"""
+"""Records -> groups of cells, each with what ``suite/shown.py`` allows to say of it."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
-from attnsuite.suite import statistics
 from attnsuite.suite.record import Record
-from attnsuite.suite.statistics import Interval
+from attnsuite.suite.shown import STANDARD, Speed, label, speed_of, standard_of, temp_ratio
 
 from . import cases
-
-STANDARD = "standard"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Speed:
-    """What the samples of one cell say; times are seconds, rates per second."""
-
-    median: Interval
-    ratio: Interval | None  # to the standard backend, paired by round; None without a standard cell
-    flops_rate: float | None
-    peak_share: float | None  # of the matmul rate measured on this machine in the case's dtype
-    tokens_rate: float | None
-    step: Interval | None  # seconds of one pass of a model: time to the first token, or for each more
-    read_share: float | None = None  # of the read bandwidth measured on this machine, by the bytes that must be read
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,43 +33,6 @@ class Group:
     standard: Record | None
 
 
-def label(record: Record) -> str:
-    """What ran, for whom where that is not the same, and on how many devices: ``chunked (for kvax), 2 devices``.
-
-    A cell in which nothing ran goes under the name that was asked for.
-    """
-    name = record.requested
-    if record.resolved not in (None, record.requested):
-        name = f"{record.resolved} (for {record.requested})"
-    return name if record.devices == 1 else f"{name}, {record.devices} devices"
-
-
-def is_trusted(record: Record) -> bool:
-    """Whether the cell ran and nothing in it failed the oracle."""
-    judged = record.exact is not False
-    return record.status == "ok" and not (judged and any(not error.passed for error in record.accuracy.values()))
-
-
-def shows_speed(record: Record) -> bool:
-    """Whether the samples are times of the real kernel on the real device, with right numbers."""
-    return (
-        is_trusted(record)
-        and record.mode in ("native", "fallback")
-        and len(record.samples) > 0
-        and all(math.isfinite(sample) and sample > 0 for sample in record.samples)
-    )
-
-
-def same_rounds(first: Record, second: Record) -> bool:
-    """Whether sample i of both was taken in the same round: a run that was resumed starts new rounds."""
-    return first.environment.get("session") == second.environment.get("session")
-
-
-def shows_memory(record: Record) -> bool:
-    """Whether the sizes are those of the real kernel, run here or compiled for another device."""
-    return is_trusted(record) and record.mode in ("native", "fallback", "compile")
-
-
 def group(records: Iterable[Record]) -> tuple[Group, ...]:
     """The records by case and target, in a stable order; a target that nothing ran on is named in the title."""
     ordered = sorted(records, key=cases.order)
@@ -112,15 +53,6 @@ def group(records: Iterable[Record]) -> tuple[Group, ...]:
     )
 
 
-def standard_of(records: Sequence[Record]) -> Record | None:
-    """The cell that the others of its case are compared with: standard, asked for by name, with right numbers."""
-    for mode in ("native", "compile"):
-        for record in records:
-            if record.requested == record.resolved == STANDARD and record.mode == mode and is_trusted(record):
-                return record
-    return None
-
-
 def _group(title: str, members: tuple[Record, ...]) -> Group:
     standard = standard_of(members)
     ordered = sorted(members, key=lambda record: (record.resolved != STANDARD, record.requested != STANDARD,
@@ -130,49 +62,4 @@ def _group(title: str, members: tuple[Record, ...]) -> Group:
 
 
 def _cell(record: Record, title: str, standard: Record | None) -> Cell:
-    return Cell(record, label(record), title, _speed(record, standard), _temp_ratio(record, standard))
-
-
-def _speed(record: Record, standard: Record | None) -> Speed | None:
-    if not shows_speed(record):
-        return None
-    typical = statistics.median(record.samples)
-    comparable = standard is not None and shows_speed(standard) and same_rounds(record, standard)
-    against = standard.samples if standard is not None and comparable else ()
-    rate = _over(record.flops, typical.value)
-    readable = record.environment.get("machine", {}).get("read_bytes_per_second")
-    return Speed(
-        median=typical,
-        ratio=statistics.paired_ratio(record.samples, against) if record is not standard else None,
-        flops_rate=rate,
-        peak_share=_over(rate, matmul_peak(record)),
-        tokens_rate=_over(record.tokens, typical.value),
-        step=statistics.median([sample / record.steps for sample in record.samples]) if record.steps else None,
-        read_share=_over(
-            _over(record.bytes_moved, typical.value),
-            _rate(readable),
-        ),
-    )
-
-
-def matmul_peak(record: Record) -> float | None:
-    """FLOP/s that this machine's measured matmul reaches in the dtype of the case."""
-    rates = record.environment.get("machine", {}).get("matmul_flops", {})
-    return _rate(rates.get(str(record.problem.get("dtype"))))
-
-
-def _rate(rate: float | None) -> float | None:
-    return rate if rate is not None and rate > 0 else None
-
-
-def _temp_ratio(record: Record, standard: Record | None) -> float | None:
-    if standard is None or record is standard or not (shows_memory(record) and shows_memory(standard)):
-        return None
-    return _over(record.memory.get("compiled_temp"), standard.memory.get("compiled_temp"))
-
-
-def _over(above: float | None, below: float | None) -> float | None:
-    if above is None or not below:
-        return None
-    quotient = above / below
-    return quotient if math.isfinite(quotient) else None
+    return Cell(record, label(record), title, speed_of(record, standard), temp_ratio(record, standard))

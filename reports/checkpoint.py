@@ -12,9 +12,10 @@ from pathlib import PurePath
 
 from attnsuite.suite import statistics
 from attnsuite.suite.checkpoint import NAME
+from attnsuite.suite.shown import STANDARD, is_trusted
 
 from . import kascade, quality
-from .cells import STANDARD, Cell, Group, is_trusted
+from .cells import Cell, Group
 from .formatting import Value
 from .tables import MIB, MILLI, Column, Table, scaled, table
 

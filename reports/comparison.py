@@ -7,9 +7,9 @@ from pathlib import Path
 
 from attnsuite.suite import statistics
 from attnsuite.suite.record import Record
+from attnsuite.suite.shown import label, shows_memory, shows_speed
 
 from . import cases, environment
-from .cells import label, shows_memory, shows_speed
 from .formatting import Value, escape, plural, shorten
 from .load import Run, load
 from .markdown import render_table

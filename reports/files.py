@@ -10,10 +10,11 @@ import math
 from collections.abc import Sequence
 
 from attnsuite.suite.record import TensorError
+from attnsuite.suite.shown import shows_memory
 from attnsuite.suite.statistics import Interval
 
 from . import cases
-from .cells import Cell, shows_memory
+from .cells import Cell
 from .formatting import Value
 from .page import Page, Section
 from .quality import shows_quality

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 from attnsuite.suite import statistics
 from attnsuite.suite.record import Record
+from attnsuite.suite.shown import same_rounds
 
-from .cells import Cell, Group, same_rounds
+from .cells import Cell, Group
 from .formatting import TIMES, Value, number
 from .tables import Column, Table, problem_of, table
 

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from attnsuite.suite.shown import shows_memory
+
 from .cases import title_of
-from .cells import Group, shows_memory
+from .cells import Group
 from .formatting import Value
 from .tables import Column, Table, table
 

@@ -17,9 +17,10 @@ from attnsuite.suite.errors import InputError
 from attnsuite.suite.kinds import make_case, problem_of
 from attnsuite.suite.kinds.kascade.methods import CONTROLS, METHODS
 from attnsuite.suite.record import Record
+from attnsuite.suite.shown import is_trusted, same_rounds
 from attnsuite.suite.statistics import Interval
 
-from .cells import Cell, Group, is_trusted, same_rounds
+from .cells import Cell, Group
 from .formatting import TIMES, Value, code, estimate, number, plural
 from .plot import Panel, Picture
 from .tables import MILLI, Column, Table, scaled, table

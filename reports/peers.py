@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from attnsuite.suite import statistics
 from attnsuite.suite.peers import PEERS
 from attnsuite.suite.record import Record
+from attnsuite.suite.shown import same_rounds
 
 from . import cases
-from .cells import Cell, Group, same_rounds
+from .cells import Cell, Group
 from .formatting import Value
 from .tables import CASE, Column, Table, problem_of, table
 

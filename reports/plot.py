@@ -13,7 +13,9 @@ from collections.abc import Sequence
 from importlib import util
 from typing import Any
 
-from .cells import Cell, Group, matmul_peak
+from attnsuite.suite.shown import matmul_peak
+
+from .cells import Cell, Group
 
 _KINDS = {"op_forward": "forward", "op_forward_backward": "forward and backward"}
 _FEWEST = 3  # lengths that make a line

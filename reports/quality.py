@@ -11,10 +11,11 @@ import dataclasses
 from collections.abc import Sequence
 
 from attnsuite.suite import statistics
+from attnsuite.suite.shown import STANDARD, is_trusted
 from attnsuite.suite.statistics import Interval
 
 from . import cases
-from .cells import STANDARD, Cell, Group, is_trusted
+from .cells import Cell, Group
 from .formatting import Value
 from .tables import Column, Table, table
 

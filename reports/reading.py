@@ -6,10 +6,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from attnsuite.suite import statistics
+from attnsuite.suite.shown import STANDARD, same_rounds
 from attnsuite.suite.statistics import Interval
 
 from . import quality
-from .cells import STANDARD, Cell, Group, same_rounds
+from .cells import Cell, Group
 from .formatting import TIMES, code, escape, estimate, number, plural, shorten
 from .peers import is_peer
 from .tables import MILLI

@@ -6,10 +6,11 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
 from attnsuite.suite.record import Record
+from attnsuite.suite.shown import is_trusted, shows_memory
 from attnsuite.suite.statistics import Interval
 
 from . import cases
-from .cells import Cell, Group, is_trusted, shows_memory
+from .cells import Cell, Group
 from .formatting import Value, shorten
 
 MIB = 2**20

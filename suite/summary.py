@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from rich.text import Text
 
-from . import statistics
-from .kinds.formulas import ITEM_BYTES
 from .record import LossCurve, Record
+from .shown import Speed, shows_memory, shows_speed, speed_of, standard_of
+from .statistics import Interval, median
 
 _STYLES = {"ok": "green", "unsupported": "dim", "wrong": "bold red"}
 
@@ -18,8 +17,8 @@ _STYLES = {"ok": "green", "unsupported": "dim", "wrong": "bold red"}
 def record_line(record: Record) -> Text:
     """One finished cell: its status, and its time or what went wrong."""
     line = Text.assemble((f"{record.status:<11} ", _style(record)), f"{record.case} / {_name(record)}")
-    if record.samples:
-        line.append(f"  {format_seconds(record)}")
+    if shows_speed(record):
+        line.append(f"  {format_seconds(median(record.samples))}")
     elif "recall" in record.quality:
         line.append(f"  recall {record.quality['recall']:.3f}")
     elif "bits_per_byte" in record.quality:
@@ -42,17 +41,21 @@ def summary_lines(records: Sequence[Record]) -> Iterator[str]:
     yield "this machine's measured best; temp: compiled temporaries; error: largest relative"
     width = max((len(_name(record)) for record in records), default=0) + 3
     yield _columns(width, "", "time", "x standard", "peak", "copy", "temp", "error")
-    baselines = {r.case: r for r in records if r.requested == "standard" and r.samples}
     for case in dict.fromkeys(record.case for record in records):
         yield case
-        for record in (r for r in records if r.case == case and r.status != "unsupported"):
+        members = [record for record in records if record.case == case]
+        standard = standard_of(members)
+        for record in (member for member in members if member.status != "unsupported"):
+            speed = speed_of(record, standard)
+            memory = record.memory.get("compiled_temp") if shows_memory(record) else None
             yield _columns(
                 width,
                 "  " + _name(record),
-                format_seconds(record) if record.samples else _result(record),
-                _speedup(record, baselines.get(case)),
-                *_shares(record),
-                _megabytes(record.memory.get("compiled_temp")),
+                format_seconds(speed.median) if speed else _result(record),
+                _ratio(speed, record, standard),
+                _percent(speed.peak_share if speed else None),
+                _percent(speed.copy_share if speed else None),
+                _megabytes(memory),
                 _error(record),
             )
 
@@ -62,9 +65,8 @@ def _columns(first: int, name: str, *values: str) -> str:
     return f"{name:<{first}}" + "".join(f"{value:>{width}}" for value, width in zip(values, widths, strict=True))
 
 
-def format_seconds(record: Record) -> str:
-    """The median with its interval, in the unit that suits it."""
-    interval = statistics.median(record.samples)
+def format_seconds(interval: Interval) -> str:
+    """Seconds with their interval, in the unit that suits them."""
     scale, unit = (1e6, "us") if interval.value < 1e-3 else (1e3, "ms") if interval.value < 1 else (1, "s")
     text = f"{interval.value * scale:.3g}"
     if interval.low is not None and interval.high is not None:
@@ -72,37 +74,18 @@ def format_seconds(record: Record) -> str:
     return f"{text} {unit}"
 
 
-def ratio_to(record: Record, baseline: Record) -> Any:
-    """Time of ``record`` relative to ``baseline``, by rounds where both were measured in one session."""
-    if record.environment.get("session") != baseline.environment.get("session"):
-        return None
-    return statistics.paired_ratio(record.samples, baseline.samples)
-
-
-def _speedup(record: Record, baseline: Record | None) -> str:
-    if baseline is None or baseline is record or not record.samples:
+def _ratio(speed: Speed | None, record: Record, standard: Record | None) -> str:
+    """Time relative to the standard backend's, by rounds where both were measured in one session."""
+    if speed is None or standard is None or standard is record or not shows_speed(standard):
         return ""
-    ratio = ratio_to(record, baseline)
-    if ratio is None:
+    if speed.ratio is None:
         return "not paired"
-    return f"{ratio.value:.2f}" + ("" if ratio.low is None else f" ({ratio.low:.2f}-{ratio.high:.2f})")
+    low, high = speed.ratio.low, speed.ratio.high
+    return f"{speed.ratio.value:.2f}" + ("" if low is None else f" ({low:.2f}-{high:.2f})")
 
 
-def _shares(record: Record) -> tuple[str, str]:
-    """Share of the measured matmul peak of the dtype, and of the measured copy bandwidth."""
-    machine = record.environment.get("machine", {})
-    if not record.samples:
-        return "", ""
-    seconds = statistics.median(record.samples).value
-    dtype = str(record.problem.get("dtype", "float32"))
-    peaks = machine.get("matmul_flops", {})
-    peak = peaks.get(dtype) or (peaks.get("bfloat16") if ITEM_BYTES.get(dtype) == 2 else None)
-    rate = machine.get("copy_bytes_per_second")
-    return _percent(record.flops, seconds, peak), _percent(record.bytes_moved, seconds, rate)
-
-
-def _percent(amount: float | None, seconds: float, ceiling: float | None) -> str:
-    return "" if amount is None or not ceiling else f"{100 * amount / seconds / ceiling:.1f}%"
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.1f}%"
 
 
 def _name(record: Record) -> str:

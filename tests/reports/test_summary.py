@@ -1,0 +1,47 @@
+"""The terminal's summary follows the rules of the tables."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from attnsuite.reports.cells import group
+from attnsuite.suite.summary import record_line, summary_lines
+
+
+def columns(records, name):
+    """The figures of the row that begins with ``name``."""
+    (line,) = [line for line in summary_lines(records) if line.strip().startswith(name)]
+    return line.strip().removeprefix(name).split()
+
+
+@pytest.mark.parametrize(("dtype", "share"), [("float32", True), ("bfloat16", True), ("float16", False)])
+def test_share_of_the_peak_is_the_tables_own(record, dtype, share):
+    """The machine's peak was measured in float32 and bfloat16, and the one is not the other's."""
+    standard = record(problem=record().problem | {"dtype": dtype})
+    (cell,) = group([standard])[0].cells
+    assert (cell.speed.peak_share is not None) == share
+    shown = [f"{100 * cell.speed.peak_share:.1f}%"] if share else []
+    assert [figure for figure in columns([standard], "standard") if figure.endswith("%")] == shown
+
+
+@pytest.mark.parametrize("change", [{"status": "wrong"}, {"mode": "interpret"}, {"mode": "compile"}])
+def test_what_may_show_no_speed_shows_none(record, change):
+    line = " ".join(columns([record(), record("chunked", **change)], "chunked"))
+    assert " ms" not in line
+    assert " ms" not in record_line(record("chunked", **change)).plain
+    assert ("MiB" in line) == (change == {"mode": "compile"})
+    (cell,) = [cell for cell in group([record(), record("chunked", **change)])[0].cells if "chunked" in cell.label]
+    assert cell.speed is None
+
+
+def test_ratio_is_to_a_standard_with_right_numbers_in_the_same_rounds(record):
+    def ratio(standard, **change):
+        found = columns([standard, record("chunked", **change)], "chunked")
+        return found[3:5] if found[1].startswith("(") else found[2:4]
+
+    assert ratio(record())[0] == "1.00"
+    assert ratio(record(environment=record().environment | {"session": "another"})) == ["not", "paired"]
+    assert not ratio(record(status="wrong"))[0].startswith("1.00")
+    assert not ratio(dataclasses.replace(record(), resolved="chunked", mode="fallback"))[0].startswith("1.00")
