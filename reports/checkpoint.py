@@ -16,8 +16,8 @@ from attnsuite.suite.shown import STANDARD, is_trusted
 
 from . import kascade, quality
 from .cells import Cell, Group
-from .formatting import Value
-from .tables import MIB, MILLI, Column, Table, scaled, table
+from .table import MIB, MILLI, Column, Table, scaled, table
+from .words import Value
 
 KASCADE = "kascade"
 

@@ -10,10 +10,10 @@ from attnsuite.suite.record import Record
 from attnsuite.suite.shown import label, shows_memory, shows_speed
 
 from . import cases, environment
-from .formatting import Value, escape, plural, shorten
-from .load import Run, load
 from .markdown import render_table
-from .tables import MILLI, Column, Table, table
+from .read import Run, load
+from .table import MILLI, Column, Table, table
+from .words import Value, escape, plural, shorten
 
 _ABSENT = "absent"
 

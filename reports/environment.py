@@ -9,8 +9,8 @@ from typing import Any
 
 from attnsuite.suite.record import Record
 
-from .formatting import TIMES, Value, plural, shorten
-from .tables import Column, Table, table
+from .table import Column, Table, table
+from .words import TIMES, Value, plural, shorten
 
 _SHOWN_VALUES = 3
 _PACKAGES = ("jax", "jaxlib", "python", "numpy", "scipy", "kvax", "triton", "libtpu")

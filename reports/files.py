@@ -15,10 +15,10 @@ from attnsuite.suite.statistics import Interval
 
 from . import cases
 from .cells import Cell
-from .formatting import Value
 from .page import Page, Section
 from .quality import shows_quality
-from .tables import Table
+from .table import Table
+from .words import Value
 
 JSON_SCHEMA = 1
 

@@ -14,8 +14,9 @@ from attnsuite.suite.record import Record
 from attnsuite.suite.shown import same_rounds
 
 from .cells import Cell, Group
-from .formatting import TIMES, Value, number
-from .tables import Column, Table, problem_of, table
+from .figures import problem_of
+from .table import Column, Table, table
+from .words import TIMES, Value, number
 
 SUITE = "cpu-speed"
 BACKEND = "chunked"

@@ -10,8 +10,8 @@ from attnsuite.suite.shown import shows_memory
 
 from .cases import title_of
 from .cells import Group
-from .formatting import Value
-from .tables import Column, Table, table
+from .table import Column, Table, table
+from .words import Value
 
 _KINDS = ("op_forward", "op_forward_backward")
 _FEWEST = 3

@@ -21,9 +21,9 @@ from attnsuite.suite.shown import is_trusted, same_rounds
 from attnsuite.suite.statistics import Interval
 
 from .cells import Cell, Group
-from .formatting import TIMES, Value, code, estimate, number, plural
 from .plot import Panel, Picture
-from .tables import MILLI, Column, Table, scaled, table
+from .table import MILLI, Column, Table, scaled, table
+from .words import TIMES, Value, code, estimate, number, plural
 
 GATE, TEXT, RETRIEVAL = "kascade_gate", "kascade_text", "kascade_retrieval"
 STACKS = ("kascade_prefill", "kascade_decode")

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 
 from tabulate import tabulate
 
-from .formatting import Interval, Value, escape, show
 from .page import Page, Section
-from .tables import Table
+from .table import Table
+from .words import Interval, Value, escape, show
 
 _LEFT = (str, bool)
 _LOUD = ("wrong", "oom", "timeout", "crashed", "OUTSIDE", "INVALID")

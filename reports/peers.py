@@ -11,8 +11,9 @@ from attnsuite.suite.shown import same_rounds
 
 from . import cases
 from .cells import Cell, Group
-from .formatting import Value
-from .tables import CASE, Column, Table, problem_of, table
+from .figures import problem_of
+from .table import CASE, Column, Table, table
+from .words import Value
 
 
 def against(groups: Sequence[Group]) -> tuple[Table, ...]:

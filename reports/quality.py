@@ -16,8 +16,8 @@ from attnsuite.suite.statistics import Interval
 
 from . import cases
 from .cells import Cell, Group
-from .formatting import Value
-from .tables import Column, Table, table
+from .table import Column, Table, table
+from .words import Value
 
 INVALID = "INVALID"
 _PER_TABLE = 6

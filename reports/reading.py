@@ -11,9 +11,9 @@ from attnsuite.suite.statistics import Interval
 
 from . import quality
 from .cells import Cell, Group
-from .formatting import TIMES, code, escape, estimate, number, plural, shorten
 from .peers import is_peer
-from .tables import MILLI
+from .table import MILLI
+from .words import TIMES, code, escape, estimate, number, plural, shorten
 
 _FAILED = ("wrong", "oom", "timeout", "crashed")
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from attnsuite.suite.files import check_directory, write_text
 
-from . import compiled, files, html, markdown, plot
-from .load import ReportError, Run, load
-from .page import Page, build
-from .pages import curves, sharded, tuning
+from . import files, html, markdown, plot
+from .page import Page
+from .pages import compiled, curves, run, sharded, tuning
+from .read import ReportError, Run, load
 
 REPORT = "report.md"
 # Kinds of records whose page stands alone: what they are called, and their files (name -> content).
@@ -29,26 +29,26 @@ def render(run_dir: Path, *others: Path, out: Path | None = None) -> Path:
     """
     runs = {folder: load(folder) for folder in (run_dir, *others)}
     folder = Path(run_dir) if out is None else Path(out)
-    for directory, run in runs.items():
-        if stands_alone(run) and (others or len({record.kind for record in run.records}) > 1):
-            told, _ = _ALONE[next(record.kind for record in run.records if record.kind in _ALONE)]
+    for directory, found in runs.items():
+        if stands_alone(found) and (others or len({record.kind for record in found.records}) > 1):
+            told, _ = _ALONE[next(record.kind for record in found.records if record.kind in _ALONE)]
             raise ReportError(f"{directory} holds {told}, whose page stands alone; give that directory by itself.")
-    run = runs[run_dir]
-    written = _ALONE[run.records[0].kind][1](run.records, folder) if stands_alone(run) else _files(runs.values())
+    first = runs[run_dir]
+    written = _ALONE[first.records[0].kind][1](first.records, folder) if stands_alone(first) else _files(runs.values())
     check_directory(folder)
     for name, content in written.items():
         write_text(folder / name, content)
     return folder / REPORT
 
 
-def stands_alone(run: Run) -> bool:
+def stands_alone(found: Run) -> bool:
     """Whether a run holds records whose page is Markdown alone and says nothing of other runs."""
-    return any(record.kind in _ALONE for record in run.records)
+    return any(record.kind in _ALONE for record in found.records)
 
 
 def _files(runs: Iterable[Run]) -> dict[str, str]:
     """Name -> content."""
-    pages = tuple(page for run in runs for page in _pages(run))
+    pages = tuple(page for found in runs for page in _pages(found))
     pictures = {picture.file: plot.draw(picture) for page in pages for section in page.sections
                 for picture in section.pictures}  # fmt: skip
     text = markdown.render(pages)
@@ -61,5 +61,5 @@ def _files(runs: Iterable[Run]) -> dict[str, str]:
     }
 
 
-def _pages(run: Run) -> tuple[Page, ...]:
-    return (compiled.build(run),) if compiled.is_compiled(run) else build(run)
+def _pages(found: Run) -> tuple[Page, ...]:
+    return (compiled.build(found),) if compiled.is_compiled(found) else run.build(found)

@@ -14,9 +14,9 @@ from attnsuite.suite.loss_curves import FACTOR, TrainingCase, Verdict, judge, lo
 from attnsuite.suite.record import Record
 
 from ..environment import date_of
-from ..formatting import DASH
-from ..load import ReportError
 from ..plot import is_available
+from ..read import ReportError
+from ..words import DASH
 
 PICTURE = "loss-curves.svg"
 _SETUP = (

@@ -9,9 +9,9 @@ from attnsuite.suite.record import Record
 from attnsuite.suite.tuning import winner
 
 from ..environment import date_of, device_of, versions_of
-from ..formatting import code, escape, estimate
 from ..markdown import render_table
-from ..tables import Column, table
+from ..table import Column, table
+from ..words import code, escape, estimate
 
 _COLUMNS = (
     Column("case", "case", merge=True),

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from attnsuite import reports
-from attnsuite.reports import goals, growth, peers, plot, tables
+from attnsuite.reports import figures, goals, growth, peers, plot
 from attnsuite.reports.cells import group
 
 pytestmark = pytest.mark.report
@@ -164,5 +164,5 @@ def test_a_long_run_is_told_by_its_tables_and_a_short_one_case_by_case(cells, wr
 
 
 def test_what_ran_says_on_how_many_devices(cells):
-    table = tables.requested_and_run(group(cells(standard=1.0, chunked=0.4, chunked_on_2=0.3)), {})
+    table = figures.requested_and_run(group(cells(standard=1.0, chunked=0.4, chunked_on_2=0.3)), {})
     assert [row["ran"] for row in table.rows] == ["standard", "chunked", "chunked, 2 devices"]

@@ -8,9 +8,9 @@ import pytest
 
 from attnsuite.reports import kascade
 from attnsuite.reports.cells import group
-from attnsuite.reports.load import load
-from attnsuite.reports.page import build
+from attnsuite.reports.pages.run import build
 from attnsuite.reports.plot import draw, is_available
+from attnsuite.reports.read import load
 from attnsuite.suite.kinds import kind_of, problem_of
 from attnsuite.suite.kinds.kascade.methods import CONTROLS
 from attnsuite.suite.kinds.selection import SelectionCase

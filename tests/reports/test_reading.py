@@ -4,7 +4,7 @@ import pytest
 
 from attnsuite.reports import reading
 from attnsuite.reports.cells import group
-from attnsuite.reports.tables import reason_numbers
+from attnsuite.reports.figures import reason_numbers
 
 FAST, MIDDLE, SLOW = ([scale * (1 + 0.001 * i) for i in range(10)] for scale in (0.001, 0.01, 0.1))
 

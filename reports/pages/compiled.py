@@ -6,18 +6,19 @@ beside the shortest that does not. Nothing here is a time of anything but the co
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from attnsuite.suite.record import Record
 from attnsuite.suite.store import CompileManifest
 
-from . import cases, environment, markdown
-from .cells import group
-from .formatting import DASH, Value, code, command_line, escape, plural
-from .load import Run, load
-from .page import Page, Section
-from .tables import MIB, Column, Table, table
+from .. import cases, environment, markdown
+from ..cells import group
+from ..page import Page, Section
+from ..read import Run, load
+from ..table import MIB, Column, Table, table
+from ..words import DASH, Value, code, command_line, escape, plural
 
 METHOD = (
     (
@@ -47,41 +48,75 @@ def is_compiled(run: Run) -> bool:
     return isinstance(run.manifest, CompileManifest)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Shown:
+    """What the sections are made from; ``numbers`` are those of the reasons."""
+
+    records: tuple[Record, ...]
+    targets: tuple[str, ...]
+    numbers: Mapping[str, str]
+    command: tuple[str, ...]
+
+    @property
+    def ops(self) -> list[Record]:
+        """Attention calls."""
+        return [record for record in self.records if record.kind.startswith("op_")]
+
+    @property
+    def models(self) -> list[Record]:
+        """Whole models."""
+        return [record for record in self.records if record.kind.startswith("model_")]
+
+
 def build(run: Run) -> Page:
     """The page of such a run."""
-    records = sorted(run.records, key=cases.order)
-    numbers = _numbers(records)
+    records = tuple(sorted(run.records, key=cases.order))
     manifest = run.manifest if isinstance(run.manifest, CompileManifest) else None
-    targets = (manifest.targets if manifest else ()) or sorted({r.target for r in records})
-    ops = [record for record in records if record.kind.startswith("op_")]
-    models = [record for record in records if record.kind.startswith("model_")]
-    legend = (
-        "Peak memory where it compiles and fits; **no fit** where it is more than the device has; **rejected** where "
-        "the compiler does not take it; refused where the backend says so first. Reasons by number below."
-    )
-    sections = (
-        Section("in_short", "In short", (_counts(records),), tuple(_longest_sentences(models))),
-        _matrix("ops", "Attention calls", legend, ops, targets, numbers),
-        _matrix("models", "Whole models", legend, models, targets, numbers),
-        _longest("longest", models, targets),
-        _kernels(records),
-        Section("reasons", "Reasons", items=tuple(f"**{n}** {escape(text)}" for text, n in numbers.items())),
-        Section("cells", "Every cell", tables=(_cells(records, numbers),)),
-        Section("environment", "Environment", tables=(environment.environment_table(records),)),
-        Section("method", "How this was made", items=METHOD),
-        _reproduce(manifest.command if manifest else ()),
-    )
-    kept = tuple(section for section in sections if section is not None and (section.key != "reasons" or numbers))
+    targets = (manifest.targets if manifest else ()) or tuple(sorted({r.target for r in records}))
+    shown = Shown(records, targets, _numbers(records), manifest.command if manifest else ())
     versions = [f"{name} {version}" for name, version in environment.versions_of(records).items()]
     absent = "that is not here" if len(targets) == 1 else "that are not here"
     title = f"Compiled for {plural(len(targets), 'device')} {absent}, {environment.date_of(records)}"
-    return Page("compiled", title, f"Versions: {', '.join(versions)}", kept, group(records))
+    sections = tuple(made for section in SECTIONS for made in section(shown))
+    return Page("compiled", title, f"Versions: {', '.join(versions)}", sections, group(records))
+
+
+def in_short(shown: Shown) -> Iterator[Section]:
+    """What became of the cells, and up to which length a model fits."""
+    yield Section("in_short", "In short", (_counts(shown.records),), tuple(_longest_sentences(shown.models)))
+
+
+def ops(shown: Shown) -> Iterator[Section]:
+    """Attention calls: a row per case and backend, a column per device."""
+    yield from _matrix("ops", "Attention calls", shown.ops, shown)
+
+
+def models(shown: Shown) -> Iterator[Section]:
+    """Whole models, in the same way."""
+    yield from _matrix("models", "Whole models", shown.models, shown)
+
+
+def longest(shown: Shown) -> Iterator[Section]:
+    """The longest sequence that fits, and the shortest that does not."""
+    found = _bounds(shown.models)
+    if not found:
+        return
+    rows: dict[tuple[str, str], dict[str, Value]] = {}
+    for (what, backend, target), (fit, not_fit) in found.items():
+        row = rows.setdefault((what, backend), {"case": what, "backend": backend})
+        row[target] = f"{fit or DASH} / {not_fit or DASH}"
+    columns = [Column("case", "model", merge=True), Column("backend", "backend"), *map(_device, shown.targets)]
+    told = (
+        "The longest sequence of this page that fits / the shortest that does not; \u201c\u2013\u201d where none was "
+        "found. Between the two nothing was tried."
+    )
+    yield Section("longest", "Up to which length", (told,), tables=(table("longest", "", columns, rows.values()),))
 
 
 def compiled_overview(run_dir: Path) -> str:
     """The tables of a compiled run for a terminal, as Markdown.
 
-    Raises ReportError as :func:`attnsuite.reports.load` does.
+    Raises ReportError as :func:`attnsuite.reports.read` does.
     """
     page = build(load(run_dir))
     shown = [section for section in page.sections if section.key in ("in_short", "ops", "models", "longest", "reasons")]
@@ -125,18 +160,19 @@ def _counts(records: Sequence[Record]) -> str:
     return f"{plural(len(records), 'cell')}: {', '.join(parts)}."
 
 
-def _matrix(
-    key: str, title: str, legend: str, records: Sequence[Record], targets: Sequence[str], numbers: Mapping[str, str]
-) -> Section | None:
-    """A row per case and backend, a column per device."""
+def _matrix(key: str, title: str, records: Sequence[Record], shown: Shown) -> Iterator[Section]:
     if not records:
-        return None
+        return
+    legend = (
+        "Peak memory where it compiles and fits; **no fit** where it is more than the device has; **rejected** where "
+        "the compiler does not take it; refused where the backend says so first. Reasons by number below."
+    )
     rows: dict[tuple[str, str], dict[str, Value]] = {}
     for record in records:
         row = rows.setdefault((cases.title(record), record.requested), {})
-        row |= {"case": cases.title(record), "backend": record.requested, record.target: _short(record, numbers)}
-    columns = [Column("case", "case", merge=True), Column("backend", "backend"), *(_device(name) for name in targets)]
-    return Section(key, title, (legend,), tables=(table(key, "", columns, rows.values()),))
+        row |= {"case": cases.title(record), "backend": record.requested, record.target: _short(record, shown.numbers)}
+    columns = [Column("case", "case", merge=True), Column("backend", "backend"), *map(_device, shown.targets)]
+    yield Section(key, title, (legend,), tables=(table(key, "", columns, rows.values()),))
 
 
 def _device(target: str) -> Column:
@@ -172,22 +208,6 @@ def _bounds(records: Iterable[Record]) -> Found:
     return {key: (max(fit, default=None), min(not_fit, default=None)) for key, (fit, not_fit) in lengths.items()}
 
 
-def _longest(key: str, records: Sequence[Record], targets: Sequence[str]) -> Section | None:
-    found = _bounds(records)
-    if not found:
-        return None
-    rows: dict[tuple[str, str], dict[str, Value]] = {}
-    for (what, backend, target), (fit, not_fit) in found.items():
-        row = rows.setdefault((what, backend), {"case": what, "backend": backend})
-        row[target] = f"{fit or DASH} / {not_fit or DASH}"
-    columns = [Column("case", "model", merge=True), Column("backend", "backend"), *(_device(name) for name in targets)]
-    told = (
-        "The longest sequence of this page that fits / the shortest that does not; \u201c\u2013\u201d where none was "
-        "found. Between the two nothing was tried."
-    )
-    return Section(key, "Up to which length", (told,), tables=(table(key, "", columns, rows.values()),))
-
-
 def _longest_sentences(records: Sequence[Record]) -> Iterator[str]:
     """What the page is for: up to which length a model fits a device, with which backend."""
     found: dict[tuple[str, str], list[str]] = {}
@@ -198,7 +218,7 @@ def _longest_sentences(records: Sequence[Record]) -> Iterator[str]:
         yield f"{escape(what)} on {escape(target)}: fits up to {', '.join(parts)} (of the lengths tried)."
 
 
-def _kernels(records: Sequence[Record]) -> Section | None:
+def kernels(shown: Shown) -> Iterator[Section]:
     """Kernels that a backend compiled outside XLA, as their assembler describes them."""
     rows: list[dict[str, Value]] = [
         {
@@ -215,11 +235,11 @@ def _kernels(records: Sequence[Record]) -> Section | None:
             "scalar": kernel.scalar_loads,
             "error": kernel.error,
         }
-        for record in records
+        for record in shown.records
         for kernel in record.kernels
     ]
     if not rows:
-        return None
+        return
     headers = {
         "backend": "backend",
         "target": "device",
@@ -234,7 +254,28 @@ def _kernels(records: Sequence[Record]) -> Section | None:
         "error": "the compiler's reason",
     }
     columns = (Column("case", "case", merge=True), *(Column(key, header) for key, header in headers.items()))
-    return Section("kernels", "Kernels", tables=(table("kernels", "", columns, rows),))
+    yield Section("kernels", "Kernels", tables=(table("kernels", "", columns, rows),))
+
+
+def reasons(shown: Shown) -> Iterator[Section]:
+    """Every reason with its number."""
+    if shown.numbers:
+        yield Section("reasons", "Reasons", items=tuple(f"**{n}** {escape(text)}" for text, n in shown.numbers.items()))
+
+
+def cells(shown: Shown) -> Iterator[Section]:
+    """Every cell with its sizes and seconds."""
+    yield Section("cells", "Every cell", tables=(_cells(shown.records, shown.numbers),))
+
+
+def where(shown: Shown) -> Iterator[Section]:
+    """Every recorded fact of the environment."""
+    yield Section("environment", "Environment", tables=(environment.environment_table(shown.records),))
+
+
+def method(_: Shown) -> Iterator[Section]:
+    """How the figures are to be read."""
+    yield Section("method", "How this was made", items=METHOD)
 
 
 def _cells(records: Sequence[Record], numbers: Mapping[str, str]) -> Table:
@@ -278,6 +319,22 @@ def _mib(size: int | None) -> float | None:
     return None if size is None else size / MIB
 
 
-def _reproduce(command: Sequence[str]) -> Section:
+def reproduce(shown: Shown) -> Iterator[Section]:
+    """The command that was run."""
     need = "With the compilers (pip install 'attnsuite[tpu,compile-cuda,kvax]'), on any Linux machine:"
-    return Section("reproduce", "Reproduce", (need,), commands=(command_line(command or ("attnsuite", "compile")),))
+    command = command_line(shown.command or ("attnsuite", "compile"))
+    yield Section("reproduce", "Reproduce", (need,), commands=(command,))
+
+
+SECTIONS: tuple[Callable[[Shown], Iterable[Section]], ...] = (
+    in_short,
+    ops,
+    models,
+    longest,
+    kernels,
+    reasons,
+    cells,
+    where,
+    method,
+    reproduce,
+)

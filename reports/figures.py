@@ -11,10 +11,9 @@ from attnsuite.suite.statistics import Interval
 
 from . import cases
 from .cells import Cell, Group
-from .formatting import Value, shorten
+from .table import CASE, MIB, MILLI, Column, Table, scaled, table
+from .words import Value, shorten
 
-MIB = 2**20
-MILLI = 1e3
 _PHASES = {"model_prefill": "prefill ", "model_decode": "decode "}
 MEMORY_METHODS: dict[str, str] = {
     "compiled_argument": "arguments, compiled (MiB)",
@@ -23,34 +22,6 @@ MEMORY_METHODS: dict[str, str] = {
     "process_high_water": "process high-water mark above baseline (MiB)",
     "device_peak": "device peak (MiB)",
 }
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Column:
-    """A column: its key in JSON, its header with the unit, and whether equal cells in a row of rows are merged."""
-
-    key: str
-    header: str
-    merge: bool = False
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Table:
-    """Rows of values under named columns. Columns without any value are left out by :func:`table`."""
-
-    key: str
-    title: str
-    columns: tuple[Column, ...]
-    rows: tuple[Mapping[str, Value], ...]
-
-
-CASE = Column("case", "case", merge=True)
-
-
-def table(key: str, title: str, columns: Iterable[Column], rows: Iterable[Mapping[str, Value]]) -> Table:
-    """A table of the columns that have a value in at least one row."""
-    kept = tuple(rows)
-    return Table(key, title, tuple(c for c in columns if any(row.get(c.key) is not None for row in kept)), kept)
 
 
 def reason_numbers(records: Iterable[Record]) -> dict[str, str]:
@@ -266,11 +237,6 @@ def untimed(groups: Sequence[Group]) -> list[Cell]:
 def problem_of(group: Group) -> str:
     """The group's title without its kind, for tables whose heading says the kind."""
     return group.case.removeprefix(f"{cases.title_of(group.kind)}, ")
-
-
-def scaled(value: float | None, factor: float) -> float | None:
-    """``value`` times ``factor``, None where there is none."""
-    return None if value is None else value * factor
 
 
 def _sentence_case(title: str) -> str:

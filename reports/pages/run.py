@@ -1,0 +1,369 @@
+"""The page of ``attnsuite run``, one per device: the short reading, then tables, then how it was made.
+
+:data:`SECTIONS` is the page. A section is a function of what is shown, and gives nothing where there is nothing to say.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+from attnsuite.suite.kinds.kascade.methods import METHODS
+from attnsuite.suite.record import Record
+from attnsuite.suite.store import RunManifest
+
+from .. import checkpoint, environment, figures, goals, growth, kascade, peers, plot, quality, reading
+from ..cells import Cell, Group, group
+from ..page import Page, Section
+from ..read import Run
+from ..words import code, command_line, escape, plural
+
+_MOST_CASES = 20  # told one by one at the top of a page; more are a table's business
+
+METHOD = (
+    (
+        "Each cell is one case, backend, target and mode. A table shows the median of its samples, with a 95% "
+        "percentile-bootstrap interval where there are at least six of them. The interval says how well this run "
+        "knows its median, not what another day or machine would give."
+    ),
+    (
+        "Sample i of every cell of a case was taken in round i, and ratios are taken round by round over the rounds "
+        "that both cells have, so that drift of the machine cancels."
+    ),
+    (
+        "Compile time is apart from run time and is in no median. FLOP counts are by formula, of visible pairs only; "
+        "the share of peak is against the matmul rate measured on this machine in the same dtype."
+    ),
+    (
+        "Interpreted cells show accuracy only; cells compiled for a device that is not here show memory only; cells "
+        "whose numbers fail the oracle show neither speed nor memory. A fallback goes under the name of what ran."
+    ),
+)
+
+
+def build(run: Run) -> tuple[Page, ...]:
+    """The pages of a run, one per device, devices in the order of their names."""
+    return tuple(_page(page.device, page.records, run) for page in environment.pages(run.records))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Shown:
+    """What the sections of a page are made from.
+
+    ``own`` are Kascade's cases, whose rows are methods of one backend: they have tables of their own, beside which the
+    general ones (of ``groups``) say less. ``numbers`` are those of the reasons.
+    """
+
+    device: str
+    records: tuple[Record, ...]
+    every: tuple[Group, ...]
+    numbers: Mapping[str, str]
+    manifest: RunManifest | None
+    notes: tuple[str, ...]
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """The cases but for Kascade's own."""
+        return tuple(member for member in self.every if not kascade.is_kascade(member))
+
+    @property
+    def own(self) -> tuple[Group, ...]:
+        """Kascade's own cases."""
+        return tuple(member for member in self.every if kascade.is_kascade(member))
+
+    @property
+    def suites(self) -> str:
+        """The names of the suites."""
+        return ", ".join(sorted({record.suite for record in self.records}))
+
+
+def _page(device: str, records: tuple[Record, ...], run: Run) -> Page:
+    every = group(records)
+    numbers = figures.reason_numbers([cell.record for member in every for cell in member.cells])
+    manifest = run.manifest if isinstance(run.manifest, RunManifest) else None
+    shown = Shown(device, records, every, numbers, manifest, run.notes)
+    versions = [f"{name} {version}" for name, version in environment.versions_of(records).items()]
+    subtitle = f"Versions: {', '.join(versions) or 'not recorded'}"
+    title = f"Attention on {device}, {environment.date_of(records)}, suite {shown.suites}"
+    return Page(device, title, subtitle, tuple(made for section in SECTIONS for made in section(shown)), every)
+
+
+def in_short(shown: Shown) -> Iterator[Section]:
+    """What became of the cells, what a reader must know, and who is the fastest."""
+    cells = [cell for member in shown.every for cell in member.cells]
+    each = reading.fastest(shown.groups)
+    if len(each) > _MOST_CASES:
+        each = [f"Case by case: the tables under Speed ({len(each)} timed cases)."]
+    sentences = (
+        *reading.headline(shown.groups),
+        *each,
+        *reading.model_quality(shown.groups),
+        *kascade.sentences(shown.own),
+    )
+    opening = (reading.counts(cells), *(f"**Note.** {escape(note)}" for note in _warnings(shown, cells)))
+    yield Section("in_short", "In short", opening, sentences)
+
+
+def _warnings(shown: Shown, cells: Sequence[Cell]) -> Iterator[str]:
+    yield from shown.notes
+    if changed := environment.differing([cell.record for cell in cells]):
+        yield f"Not the same in every cell of this page: {', '.join(changed)} (see Environment)."
+    if untimed := figures.untimed(shown.every):
+        names = ", ".join(cell.record.key for cell in untimed)
+        yield f"{plural(len(untimed), 'cell')} with samples that are no times show no speed: {names}."
+    if impossible := [cell for cell in cells if cell.speed and (cell.speed.peak_share or 0.0) > 1]:
+        yield (
+            f"{plural(len(impossible), 'cell')} above 100% of the measured matmul peak: the peak is too low, or the "
+            f"time is: {', '.join(cell.record.key for cell in impossible)}."
+        )
+    yield from figures.cell_notes(shown.every)
+
+
+def failed(shown: Shown) -> Iterator[Section]:
+    """Cells that ended without a result, or with a wrong one."""
+    if items := reading.failed(shown.every):
+        yield Section("failed", "Failed", items=tuple(items))
+
+
+def refused(shown: Shown) -> Iterator[Section]:
+    """Every reason, and what ran instead."""
+    if items := reading.refused(shown.every, shown.numbers):
+        yield Section("refused", "Refused, and what ran instead", items=tuple(items))
+
+
+def requested_and_run(shown: Shown) -> Iterator[Section]:
+    """What was asked for, what ran, and why."""
+    made = figures.requested_and_run((*shown.groups, *_unlike(shown.own)), shown.numbers)
+    told = ("R1, R2, \u2026 are the reasons listed above.",) if shown.numbers else ()
+    yield Section("requested_and_run", "Requested and run", told, tables=(made,))
+
+
+def _unlike(groups: Sequence[Group]) -> Iterator[Group]:
+    """Of Kascade's cases the cells in which something else happened than what was asked for."""
+    for member in groups:
+        cells = tuple(cell for cell in member.cells if cell.record.status != "ok" or cell.record.reasons)
+        if cells:
+            yield dataclasses.replace(member, cells=cells)
+
+
+def one_checkpoint(shown: Shown) -> Iterator[Section]:
+    """What each backend loses and costs in one model."""
+    made = checkpoint.of_checkpoint(shown.every)
+    if made is None:
+        return
+    told = (
+        "One row per backend that ran in this model. Losses are paired, sequence by sequence, against the standard "
+        "backend on the same tokens, text in windows of the case's length; a unigram model that knows the text's own "
+        "frequencies is what the dense model has to beat, else every row is INVALID. Times are medians of the tables "
+        "under Speed, where their intervals are. Kascade's losses are those of its own case, beside its controls."
+    )
+    yield Section("checkpoint", f"Backends in {escape(checkpoint.title(shown.every))}", (told,), tables=(made,))
+
+
+def kascade_gate(shown: Shown) -> Iterator[Section]:
+    """Whether every control fails where Kascade finds what it has to."""
+    if made := kascade.gate(shown.own):
+        told = (
+            "A hand-built model with a known circuit: an anchor layer can fetch one half of an answer, a reuse layer "
+            "the other, so that an answer is right only where both attend to the needle. Chance is 1 in 16 where both "
+            "look elsewhere, 1 in 4 where one does. Kascade's row stands only where dense finds everything and "
+            "every control is there and fails beyond its interval."
+        )
+        yield Section("kascade_gate", "The retrieval gate", (told,), tables=made)
+
+
+def kascade_quality(shown: Shown) -> Iterator[Section]:
+    """What is lost at which kept fraction."""
+    if made := kascade.quality(shown.own):
+        told = (
+            "All rows of one share keep the same number of units (layer 0 dense in all of them); “pairs "
+            "kept” is measured: query-key pairs that were computed, of all causal ones, in the other layers. "
+            "Shares of units are rounded up, and every query tile has its own region besides, so the measured share "
+            "is the larger. “FLOPs” are of the whole model's attention, dense layers and the anchors' selection "
+            "included. “Attention kept” is the part of dense attention, of the row's own queries and keys, that "
+            "lies on computed pairs. A row is withheld where random tiles do not fail."
+        )
+        drawn = kascade.picture(shown.own)
+        no_plot = "The plot is not drawn: matplotlib is not installed; pip install 'attnsuite[plot]'."
+        paragraphs = (told,) if drawn is None or plot.is_available() else (told, no_plot)
+        pictures = (drawn,) if drawn is not None and plot.is_available() else ()
+        yield Section("kascade_quality", "Quality at the same kept fraction", paragraphs,
+                      tuple(f"{code(m.name)}: {escape(m.told)}." for m in METHODS.values()
+                            if "kascade_text" in m.kinds), tables=made, pictures=pictures)  # fmt: skip
+
+
+def kascade_goals(shown: Shown) -> Iterator[Section]:
+    """What the suite is there to show."""
+    goal = kascade.goals(shown.own) if kascade.speed(shown.own) else None
+    if goal is not None:
+        yield Section("kascade_goals", "Goals", ("Judged on the medians of this run.",), tables=(goal,))
+
+
+def kascade_speed(shown: Shown) -> Iterator[Section]:
+    """How long whole stacks take."""
+    if made := kascade.speed(shown.own):
+        told = (
+            "Attention only, of all layers, what the anchors cost included, relative to the fastest dense row of the "
+            "case: dense is timed on one device and on one per core. “Time relative to its share of pairs” is 1 "
+            "where a reuse layer is as much faster as it computes less. Before it is timed, a row has to equal dense "
+            "with everything selected. DENSE: the row decided by itself not to run sparse."
+        )
+        yield Section("kascade_speed", "Speed of whole stacks", (told,), tables=made)
+
+
+def speed(shown: Shown) -> Iterator[Section]:
+    """Times, rates and ratios, one table for each kind of case."""
+    if shown.own and not shown.groups:
+        return
+    made = figures.speed(shown.groups)
+    if not made:
+        yield Section("speed", "Speed", ("No cell of this page has a speed.",))
+        return
+    told = (
+        "Only cells that ran the real kernel on this device with numbers that pass the oracle. \u201cRelative to "
+        "standard\u201d is the median over rounds of time divided by standard's time in the same round: "
+        "below 1 is less time than standard. An interval that includes 1 shows no measurable difference."
+    )
+    yield Section("speed", "Speed", (told,), tables=(*figures.overview(shown.groups), *made))
+
+
+def cpu_goals(shown: Shown) -> Iterator[Section]:
+    """What the suite ``cpu-speed`` is there to show."""
+    made = goals.goals(shown.groups)
+    if made is None:
+        return
+    told = (
+        "What this suite is there to show, judged on the medians of this run. \u201cAll cores\u201d is one JAX device "
+        "per core with the heads divided among them, \u201cbest\u201d the better of the two. The times relative to "
+        "torch are to PyTorch at its best: `torch_unthrottled` where its math library brakes on this processor and "
+        "the row is there, else `torch` as installed."
+    )
+    yield Section("goals", "Goals", (told,), tables=(made,))
+
+
+def against_peers(shown: Shown) -> Iterator[Section]:
+    """Times relative to implementations outside this project."""
+    made = peers.against(shown.groups)
+    if not made:
+        return
+    told = (
+        "The same, relative to implementations outside this project, measured in the same rounds on the same arrays "
+        "and judged by the same oracle. Unthrottled: with the vendor check of PyTorch's math library lifted, which "
+        "slows it on processors that are not Intel's."
+    )
+    yield Section("peers", "Against peers", (told,), tables=made)
+
+
+def over_length(shown: Shown) -> Iterator[Section]:
+    """Pictures of speed over length."""
+    found = plot.pictures(shown.groups)
+    if not found:
+        return
+    if not plot.is_available():
+        told = "Not drawn: matplotlib is not installed; pip install 'attnsuite[plot]', then attnsuite report."
+        yield Section("over_length", "Speed over length", (told,))
+        return
+    told = (
+        "FLOP/s by formula, of visible pairs only, so that causal attention done in full stays low. The dashed line is "
+        "the matmul rate measured on this machine in the same dtype."
+    )
+    yield Section("over_length", "Speed over length", (told,), pictures=found)
+
+
+def memory(shown: Shown) -> Iterator[Section]:
+    """Sizes, each by the method that gave it."""
+    made = figures.memory(shown.every)
+    if not made:
+        return
+    methods = {record.environment.get("process_high_water_method") for record in shown.records}
+    named = sorted(method for method in methods if method)
+    how = f" ({escape(', '.join(named))})" if named else ""
+    told = (
+        "\u201cCompiled\u201d sizes are the compiler's own for the whole program. The high-water mark is how far one "
+        "run raises the process above what it held with the program compiled and the inputs made"
+        f"{how}. The device peak is the device allocator's statistic."
+    )
+    grown = growth.growth(shown.every)
+    yield Section("memory", "Memory", (told,), tables=(*((grown,) if grown else ()), *made))
+
+
+def accuracy(shown: Shown) -> Iterator[Section]:
+    """Errors against the oracle."""
+    made = figures.accuracy(shown.groups)
+    if not made:
+        return
+    told = (
+        "Largest absolute difference from the float64 oracle, divided by the oracle's largest absolute value. "
+        "Exact backends must stay within what is allowed, which follows from standard's own error on the same "
+        "problem in the same dtype (the standard row). Approximate backends are not judged by closeness."
+    )
+    yield Section("accuracy", "Accuracy", (told,), tables=made)
+
+
+def model_quality(shown: Shown) -> Iterator[Section]:
+    """What a model loses."""
+    made = (*quality.figures(shown.groups), *quality.series(shown.groups))
+    if not made:
+        return
+    told = (
+        "Differences are taken sequence by sequence against the standard backend on the same tokens. INVALID means "
+        "that the dense model predicts no better than unigram frequencies, so that no loss could show."
+    )
+    yield Section("model_quality", "Model quality", (told,), tables=made)
+
+
+def where(shown: Shown) -> Iterator[Section]:
+    """Every recorded fact of the environment."""
+    yield Section("environment", "Environment", tables=(environment.environment_table(shown.records),))
+
+
+def method(_: Shown) -> Iterator[Section]:
+    """How the figures are to be read."""
+    yield Section("method", "How this was measured", items=METHOD)
+
+
+def reproduce(shown: Shown) -> Iterator[Section]:
+    """The command that was run."""
+    revision = shown.records[0].environment.get("git_revision")
+    at = f"At git revision {code(revision)}:" if revision else "The git revision is not recorded. The command:"
+    command = command_line(["attnsuite", "run", *_words(shown.manifest, shown.suites)])
+    yield Section("reproduce", "Reproduce", (at,), commands=(command,))
+
+
+def _words(manifest: RunManifest | None, suites: str) -> list[str]:
+    if manifest is None:
+        return ["--suite", suites]
+    words = ["--suite", manifest.file or manifest.suite]
+    if said := manifest.checkpoint:
+        flags = {"--model": "model", "--seq-len": "sequence", "--batch": "batch", "--dtype": "dtype"}
+        given = {flag: said.get(name) for flag, name in flags.items()}
+        words = [word for flag, value in given.items() if value is not None for word in (flag, str(value))]
+    names = [str(case["name"]) for case in manifest.cases if "name" in case]
+    for option, values in (("--backends", manifest.backends), ("--cases", names)):
+        words += [option, ",".join(values)] if values else []
+    for name, value in manifest.kascade.items():
+        words += [f"--{name.replace('_', '-')}", str(value)]
+    return words
+
+
+SECTIONS: tuple[Callable[[Shown], Iterable[Section]], ...] = (
+    in_short,
+    failed,
+    refused,
+    requested_and_run,
+    one_checkpoint,
+    kascade_gate,
+    kascade_quality,
+    kascade_goals,
+    kascade_speed,
+    cpu_goals,
+    speed,
+    against_peers,
+    over_length,
+    memory,
+    accuracy,
+    model_quality,
+    where,
+    method,
+    reproduce,
+)
