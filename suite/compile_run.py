@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from attnsuite.backends import Target, registry
 from attnsuite.backends.devices import cpu_name, usable_cores
@@ -27,7 +27,8 @@ from .absent import cache as compile_cache
 from .absent import topologies
 from .absent.compilation import NO_COMPILER, ROLE, in_roles
 from .errors import CellFailure, InputError
-from .grid.executors import Limits, Watcher
+from .grid.executors import Limits
+from .grid.keeping import GridWatcher
 from .grid.process import Worker
 from .kinds import problem_of
 from .kinds.attention import OpCase
@@ -43,22 +44,6 @@ _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 # Lengths that a search tries: quarters of powers of two, so many (2**5 - 1) that five answers find the place.
 SEARCH_LENGTHS = (768, 896, *(2**power * quarter // 4 for power in range(10, 17) for quarter in range(4, 8)), 2**17)
 SEARCH_STEPS = 5
-
-
-class CompileWatcher(Watcher, Protocol):
-    """Who is told how a run goes."""
-
-    def begin(self, total: int, finished: int) -> None:
-        """Cells of the run."""
-        ...
-
-    def fewer(self, cells: int) -> None:
-        """So many cells less than that."""
-        ...
-
-    def done(self, record: Record) -> None:
-        """A cell has its record, and it is on the disk."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +65,7 @@ def processes() -> int:
     return max(1, min(usable_cores(), machine_bytes() // _BYTES_PER_PROCESS))
 
 
-def execute(request: CompileRequest, watcher: CompileWatcher) -> None:
+def execute(request: CompileRequest, watcher: GridWatcher) -> None:
     """Compile everything and write the records. Raises InputError where ``out`` holds records already."""
     with RunStore(request.out, resume=False) as store:
         store.write_json(MANIFEST, dataclasses.asdict(_manifest(request)))
@@ -115,7 +100,7 @@ def longest(fits: Callable[[int], bool], lengths: Sequence[int]) -> int | None:
     return lengths[low - 1] if low else None
 
 
-def _in_parallel(request: CompileRequest, watcher: CompileWatcher) -> Iterator[Record]:
+def _in_parallel(request: CompileRequest, watcher: GridWatcher) -> Iterator[Record]:
     """The records of all targets as they come."""
     found: queue.SimpleQueue[Record | BaseException | None] = queue.SimpleQueue()
     compilers = [_Compiler(target, request, watcher) for target in request.targets]
@@ -147,7 +132,7 @@ def _in_parallel(request: CompileRequest, watcher: CompileWatcher) -> Iterator[R
 class _Compiler:
     """The cells of one target: its process, made when it is first needed, and its records."""
 
-    def __init__(self, target: Target, request: CompileRequest, watcher: CompileWatcher) -> None:
+    def __init__(self, target: Target, request: CompileRequest, watcher: GridWatcher) -> None:
         self._target = target
         self._request = request
         self._watcher = watcher

@@ -9,17 +9,18 @@ from typing import Any, Literal, Protocol
 
 from ..record import Environment, Record
 from ..store import GridManifest, RunStore
+from .executors import Watcher
 
 
-class GridWatcher(Protocol):
+class GridWatcher(Watcher, Protocol):
     """Who is told how a grid goes."""
-
-    def doing(self, case: str, backend: str, what: str) -> None:
-        """Work on a cell begins."""
-        ...
 
     def begin(self, total: int, finished: int) -> None:
         """Cells of the grid, and how many of them have a record already."""
+        ...
+
+    def fewer(self, cells: int) -> None:
+        """The grid turned out to have so many cells less than :meth:`begin` said."""
         ...
 
     def warn(self, sentence: str) -> None:

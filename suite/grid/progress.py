@@ -14,7 +14,7 @@ from ..summary import record_line
 
 
 class ProgressDisplay:
-    """A :class:`~.run.RunWatcher` on a terminal, else a line per finished cell. A context manager."""
+    """A :class:`~.keeping.GridWatcher` on a terminal, else a line per finished cell. A context manager."""
 
     def __init__(self, console: Console) -> None:
         self._console = console

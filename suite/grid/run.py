@@ -12,7 +12,7 @@ import hashlib
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from attnsuite.backends import UnknownBackendError, names, registry
 
@@ -27,9 +27,10 @@ from ..kinds.kascade.words import KascadeWords, applied
 from ..measure.memory import machine_bytes
 from ..peers import PEERS
 from ..record import Environment, Machine, Record
-from ..store import RunManifest, RunStore, TextIdentity, read_manifest
+from ..store import GridManifest, RunManifest, RunStore, TextIdentity, read_manifest
 from ..suites import SUITES, Suite, find_suite, select
 from .executors import Limits, RunContext, Watcher, is_measured, run_case, unsupported
+from .keeping import GridWatcher
 from .process import Worker
 from .references import References
 
@@ -55,22 +56,6 @@ class RunRequest:
     words: KascadeWords = dataclasses.field(default_factory=KascadeWords)
     checkpoint: CheckpointWords | None = None
     file: str | None = None
-
-
-class RunWatcher(Watcher, Protocol):
-    """Who is told how a run goes."""
-
-    def begin(self, total: int, finished: int) -> None:
-        """Cells of the run, and how many of them have a record already."""
-        ...
-
-    def warn(self, sentence: str) -> None:
-        """Something that does not stop the run."""
-        ...
-
-    def done(self, record: Record) -> None:
-        """A cell has its record, and it is on the disk."""
-        ...
 
 
 def new_request(
@@ -110,6 +95,9 @@ def resumed_request(
 ) -> RunRequest:
     """The request of the run in ``out``. Raises InputError where the words given ask for something else."""
     manifest = read_manifest(out)
+    if isinstance(manifest, GridManifest):
+        command = f"attnsuite {manifest.verb}"
+        raise InputError(f"{out} holds what {command} wrote; go on with {command} --resume --out {out}.")
     if not isinstance(manifest, RunManifest):
         raise InputError(f"{out} holds what was compiled, which is not resumed: ask for the same in another --out.")
     try:
@@ -146,7 +134,7 @@ def resumed_request(
     return kept
 
 
-def execute(request: RunRequest, watcher: RunWatcher) -> None:
+def execute(request: RunRequest, watcher: GridWatcher) -> None:
     """Measure every cell that has no record yet. Raises InputError before anything is measured."""
     with RunStore(request.out, resume=request.resume) as store:
         for sentence in store.warnings:

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Annotated
 
-from .flags import NO_RESULT, directory, flag, limits_of, tell, words_of
+from .flags import NO_RESULT, directory, flag, limits_of, progress, tell, words_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,12 +45,9 @@ class Compile:
 
 def run(command: Compile) -> int:
     """Compile every cell, and render the page."""
-    from rich.console import Console
-
     from .. import compile_run
     from ..compile_request import ModelWords, compile_request
     from ..compile_run import nothing_compiled
-    from ..grid.progress import ProgressDisplay
     from ..store import RECORDS, parse_records
     from .report import show
 
@@ -67,12 +64,8 @@ def run(command: Compile) -> int:
         cache=command.cache,
         command=words_of(command),
     )
-    try:
-        with ProgressDisplay(Console(stderr=True)) as display:
-            compile_run.execute(request, display)
-    except KeyboardInterrupt:
-        tell("interrupted: what is compiled is kept; ask for the same again to go on.")
-        raise
+    with progress(lambda: "what is compiled is kept; ask for the same again to go on.") as display:
+        compile_run.execute(request, display)
     show(request.out)
     records, _, _ = parse_records(request.out / RECORDS)
     if nothing_compiled(records):

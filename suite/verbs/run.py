@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from ..errors import InputError
-from .flags import directory, flag, limits_of, tell
+from .flags import directory_of, flag, limits_of, progress, resuming
 
 if TYPE_CHECKING:
     from ..checkpoint import CheckpointWords
@@ -62,25 +62,12 @@ class Run:
 
 def run(command: Run) -> int:
     """Measure every cell, and render the page."""
-    from rich.console import Console
-
-    from ..grid.progress import ProgressDisplay
     from ..grid.run import execute
-    from ..store import MANIFEST, RECORDS
     from .report import show
 
     request = _request(command)
-    errors = Console(stderr=True)
-    try:
-        with ProgressDisplay(errors) as display:
-            execute(request, display)
-    except KeyboardInterrupt:
-        hint = "nothing was measured yet; start the run again."
-        if (request.out / MANIFEST).is_file():
-            kept = "what is done is kept; " if (request.out / RECORDS).is_file() else ""
-            hint = f"{kept}go on with: attnsuite run --resume --out {request.out}"
-        tell(f"interrupted: {hint}")
-        raise
+    with progress(lambda: resuming("run", request.out)) as display:
+        execute(request, display)
     return show(request.out)
 
 
@@ -93,15 +80,14 @@ def _request(command: Run) -> RunRequest:
     words = KascadeWords(**{name: getattr(command, name) for name in names})
     checkpoint = _checkpoint(command)
     if command.resume:
-        if command.out is None:
-            raise InputError("--resume needs --out with the directory of the run to go on with.")
+        out = directory_of(command, "")
         said = words.flags() or ("--model" if checkpoint else "")
         if said:
             raise InputError(f"{said} cannot change a run that was begun; leave it out, or start a new run.")
-        return resumed_request(command.suite, command.backends, command.cases, command.text, command.out, limits)
+        return resumed_request(command.suite, command.backends, command.cases, command.text, out, limits)
     suite = command.suite or "quick"
     name = Path(checkpoint.model).resolve().name if checkpoint else Path(suite).stem
-    out = directory(command.out, name)
+    out = directory_of(command, name)
     return new_request(checkpoint or suite, command.backends, command.cases, command.text, out, limits, words)
 
 

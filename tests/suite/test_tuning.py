@@ -126,7 +126,7 @@ def test_table_is_written_and_read_back(tmp_path, capsys):
     assert "| forward-s512-h8k2-d64-bf16 | chunked" in (out / "report.md").read_text()
 
 
-def test_cells_are_kept_as_they_are_tuned_and_resumed(tmp_path, monkeypatch):
+def test_cells_are_kept_as_they_are_tuned_and_resumed(tmp_path, monkeypatch, capsys):
     """An interrupted command has each finished cell once; the table is made from all of them."""
     begun = []
 
@@ -151,6 +151,9 @@ def test_cells_are_kept_as_they_are_tuned_and_resumed(tmp_path, monkeypatch):
     assert (tmp_path / RECORDS).read_bytes().startswith(before)
     names = ["forward-s512-h8k8-d64-f32", "forward-s512-h8k2-d64-f32"]
     assert begun == [*names, names[1]]
+    with pytest.raises(SystemExit):
+        main(["run", "--resume", "--out", str(tmp_path)])
+    assert f"go on with attnsuite tune --resume --out {tmp_path}." in capsys.readouterr().err
     assert [entry["case"] for entry in json.loads((tmp_path / "tuned.json").read_text())["entries"]] == names
 
 
