@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from attnsuite.backends import Target, UnknownBackendError, names, registry
+from attnsuite.backends import Target, names
 
 from .absent import topologies
 from .absent.programs import model_config
@@ -18,6 +18,7 @@ from .grid.executors import Limits
 from .kinds.attention import OpCase
 from .kinds.model import ModelCase
 from .named_model import absolute
+from .names import known_backend, names_of
 from .store import RECORDS
 from .suites import Suite, find_suite, select
 
@@ -72,12 +73,12 @@ def compile_request(
             f"{out} already has records; choose another --out (what was compiled before is not compiled again)."
         )
     cells, searches = _models(models)
-    chosen = names() if backends is None else _split(backends, "--backends")
+    chosen = names() if backends is None else names_of(backends, "--backends")
     return CompileRequest(
         cases=(*_ops(suite, cases, wanted=models.models is None), *cells),
         searches=searches,
-        backends=tuple(_known_backend(name) for name in chosen),
-        targets=tuple(_known_target(name) for name in _split(targets or ",".join(topologies.KINDS), "--targets")),
+        backends=tuple(known_backend(name) for name in chosen),
+        targets=tuple(_known_target(name) for name in names_of(targets or ",".join(topologies.KINDS), "--targets")),
         out=out,
         limits=limits,
         cache=cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "attnsuite" / "compile",
@@ -89,7 +90,7 @@ def _ops(suite: str | None, patterns: str | None, *, wanted: bool) -> tuple[OpCa
     if patterns is None and suite is None and not wanted:
         return ()
     found = COMPILE if suite in (None, COMPILE.name) else find_suite(suite)
-    chosen = found.cases if patterns is None else select(found.cases, _split(patterns, "--cases"))
+    chosen = found.cases if patterns is None else select(found.cases, names_of(patterns, "--cases"))
     kept = tuple(_one_step(case) for case in chosen if isinstance(case, OpCase | ModelCase))
     if not kept:
         raise InputError(f"suite {found.name} has no case that can be compiled without data; use op and model cases.")
@@ -111,15 +112,15 @@ def _models(words: ModelWords) -> tuple[tuple[ModelCase, ...], tuple[ModelCase, 
             if given is not None:
                 raise InputError(f"{flag} is about models; add --model, such as --model llama-3.2-1b.")
         return (), ()
-    models = _split(words.models, "--model")
-    phases = _split(words.phases or ",".join(_PHASES), "--phases")
-    lengths = [_length(text) for text in _split(words.lengths or _DEFAULT_LENGTH, "--seq-lens")]
+    models = names_of(words.models, "--model")
+    phases = names_of(words.phases or ",".join(_PHASES), "--phases")
+    lengths = [_length(text) for text in names_of(words.lengths or _DEFAULT_LENGTH, "--seq-lens")]
     cells = tuple(
         dataclasses.replace(base, sequence=length, name="")
         for base in _bases(models, phases, words)
         for length in lengths
     )
-    return cells, _bases(models, _split(words.longest, "--longest") if words.longest is not None else (), words)
+    return cells, _bases(models, names_of(words.longest, "--longest") if words.longest is not None else (), words)
 
 
 def _bases(models: Sequence[str], phases: Sequence[str], words: ModelWords) -> tuple[ModelCase, ...]:
@@ -133,13 +134,6 @@ def _bases(models: Sequence[str], phases: Sequence[str], words: ModelWords) -> t
     for base in bases:
         model_config(base)
     return tuple(bases)
-
-
-def _known_backend(name: str) -> str:
-    try:
-        return registry.get(name).name
-    except UnknownBackendError as error:
-        raise InputError(f"backend {name!r} is not registered; use {', '.join(names())}.") from error
 
 
 def _known_target(name: str) -> Target:
@@ -163,10 +157,3 @@ def _length(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise InputError(f"--seq-lens {text!r} is not a length; give integers of at least 1, separated by commas.")
     return int(text)
-
-
-def _split(words: str, flag: str) -> list[str]:
-    parts = list(dict.fromkeys(part.strip() for part in words.split(",") if part.strip()))
-    if not parts:
-        raise InputError(f"{flag} is empty; give names separated by commas, or leave it out.")
-    return parts

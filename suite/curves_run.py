@@ -34,6 +34,7 @@ from .errors import InputError
 from .grid.keeping import GridWatcher, identity, keep, now
 from .loss_curves import TrainingCase
 from .measure.environment import describe
+from .names import known_backend
 from .record import LossCurve, Record
 
 SUITE = "curves"
@@ -128,8 +129,7 @@ def run_curves(request: CurvesRequest, out: Path, watcher: GridWatcher, *, resum
         raise InputError(f"--preset {preset!r} is not known; use one of {', '.join(PRESETS)}.")
     config = ModelConfig.from_preset(preset, dtype="float32", param_dtype="float32")
     for name in request.backends:
-        if name not in registry.names():
-            raise InputError(f"--backends: {name!r} is not registered; use {', '.join(registry.names())}.")
+        known_backend(name)
     data = load_text().train
     if config.vocab_size <= int(data.max()):
         raise InputError(f"--preset {preset} has a vocabulary of {config.vocab_size}; the text's bytes need 256.")

@@ -31,6 +31,7 @@ from .measure import environment
 from .measure.memory import high_water, mark_baseline
 from .measure.text import bits, reader_of, unigram_bits
 from .named_model import checkpoint_of
+from .names import parts_of
 from .record import Record
 from .store import RECORDS, RunStore
 
@@ -130,7 +131,7 @@ def parse_options(text: str) -> dict[str, Any]:
     {'top_k': 0.125, 'min_keys': 0, 'granularity': 'tile'}
     """
     options: dict[str, Any] = {}
-    for word in filter(None, (part.strip() for part in text.split(","))):
+    for word in parts_of(text):
         name, equals, value = (part.strip() for part in word.partition("="))
         if not (name and equals and value) or name in options:
             raise InputError(f"--options {word!r} must be NAME=VALUE, and each name once; separate them by commas.")

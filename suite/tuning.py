@@ -38,6 +38,7 @@ from .grid.references import References
 from .kinds import make_case, problem_of
 from .kinds.attention import OpCase, judge_outputs, judged_case, named_outputs, op_program, spec_of
 from .measure import judge, speed
+from .names import known_backend
 from .record import Environment, Record, Trial
 from .statistics import Interval
 
@@ -105,7 +106,7 @@ def tunable(wanted: Sequence[str] | None, target: Target | None) -> tuple[str, .
     able = tuple(name for name in names() if isinstance(registry.get(name), Tunable))
     if target is not None:
         able = tuple(name for name in able if isinstance(registry.get(name), CompilesKernels))
-    for name in wanted or ():
+    for name in map(known_backend, wanted or ()):
         if name not in able:
             where = "" if target is None else f" for {target}, which is not here"
             raise InputError(f"backend {name!r} has nothing to tune{where}; use {', '.join(able) or 'none: none has'}.")

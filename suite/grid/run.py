@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from attnsuite.backends import UnknownBackendError, names, registry
+from attnsuite.backends import names
 
 from .. import typed
 from ..cell import Case, Cell
@@ -25,6 +25,7 @@ from ..kinds import kind_of, make_case, problem_of
 from ..kinds.kascade.methods import METHODS
 from ..kinds.kascade.words import KascadeWords, applied
 from ..measure.memory import machine_bytes
+from ..names import known_backend, names_of
 from ..peers import PEERS
 from ..record import Environment, Machine, Record
 from ..store import GridManifest, RunManifest, RunStore, TextIdentity, read_manifest
@@ -68,7 +69,7 @@ def new_request(
     words: KascadeWords = KascadeWords(),  # noqa: B008 (frozen)
 ) -> RunRequest:
     """The request that these words ask for. Raises InputError with one sentence for what does not exist."""
-    asked = None if backends is None else _split(backends, "--backends")
+    asked = None if backends is None else names_of(backends, "--backends")
     if isinstance(suite, CheckpointWords):
         asked = checkpoint_rows(names() if asked is None else _known(asked))
         found = checkpoint_suite(suite, kascade="kascade" in asked)
@@ -77,7 +78,7 @@ def new_request(
     found = dataclasses.replace(found, cases=applied(words, found.cases))
     return RunRequest(
         suite=found.name,
-        cases=found.cases if cases is None else select(found.cases, _split(cases, "--cases")),
+        cases=found.cases if cases is None else select(found.cases, names_of(cases, "--cases")),
         backends=_rows(found) if asked is None else _known(asked, found.cases),
         all_cores=found.all_cores,
         words=words,
@@ -120,8 +121,8 @@ def resumed_request(
     pool = kept.cases if suite is None else applied(kept.words, find_suite(suite).cases)
     asked = {
         "suite": kept.suite if suite is None else find_suite(suite).name,
-        "cases": pool if cases is None else select(pool, _split(cases, "--cases")),
-        "backends": kept.backends if backends is None else _known(_split(backends, "--backends"), kept.cases),
+        "cases": pool if cases is None else select(pool, names_of(cases, "--cases")),
+        "backends": kept.backends if backends is None else _known(names_of(backends, "--backends"), kept.cases),
     }
     for name, value in asked.items():
         if value != getattr(kept, name):
@@ -249,19 +250,6 @@ def _rows(suite: Suite) -> tuple[str, ...]:
 
 def _known(wanted: Sequence[str], cases: Sequence[Case] = ()) -> tuple[str, ...]:
     own = {row for case in cases for row in kind_of(case.kind).rows(case)}
-    for name in wanted:
-        if name in PEERS or name in METHODS or name in own:
-            continue
-        try:
-            registry.get(name)
-        except UnknownBackendError as error:
-            known = f"{', '.join(names())}, or of the peers {', '.join(PEERS)}"
-            raise InputError(f"backend {name!r} is not registered; use {known}.") from error
-    return tuple(dict.fromkeys(wanted))
-
-
-def _split(words: str, flag: str) -> list[str]:
-    parts = [part.strip() for part in words.split(",") if part.strip()]
-    if not parts:
-        raise InputError(f"{flag} is empty; give names separated by commas, or leave it out for all.")
-    return parts
+    return tuple(
+        dict.fromkeys(name if name in METHODS or name in own else known_backend(name, PEERS) for name in wanted)
+    )

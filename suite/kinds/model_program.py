@@ -19,10 +19,12 @@ import optax
 from jaxtyping import Int
 
 from attnsuite.backends.kascade import manual
-from attnsuite.models import KVCache, ModelConfig, Transformer, next_token_loss
-from attnsuite.models.forward import forward, forward_cached
+from attnsuite.models import KVCache, ModelConfig, Transformer
+from attnsuite.models.cache import default_dtype
+from attnsuite.models.forward import forward_cached
 from attnsuite.models.parameters import parameter_shapes
 from attnsuite.models.planning import Options, Resolutions, attention_spec, freeze_options, resolve_attention
+from attnsuite.models.training import Batch, loss_and_gradient, training_step
 
 from ..measure.program import Program
 from ..named_model import config_of, model_of
@@ -61,7 +63,7 @@ def resolutions_of(case: ModelCase, config: ModelConfig, backend: str) -> Resolu
             batch=case.batch,
             query_length=1,
             key_value_length=case.sequence + case.new_tokens,
-            dtype=_cache_dtype(config),
+            dtype=default_dtype(config),
             needs_grad=False,
             backend=backend,
             options=options_of(case, config, backend),
@@ -99,13 +101,13 @@ def options_of(case: ModelCase, config: ModelConfig, backend: str) -> Mapping[st
 def judged_program(case: ModelCase, model: Transformer, backend: str) -> Program:
     """The program whose outputs are judged: ``{"logits"}``, or ``{"loss", "gradient"}`` of a train step."""
     if case.kind == "model_train":
-        found = resolutions_of(case, model.config, backend)
+        of_batch = loss_and_gradient(model.config, resolutions_of(case, model.config, backend))
 
-        def loss_and_gradient(params: Any, tokens: Any) -> dict[str, Any]:
-            loss, gradient = _loss_and_gradient(model.config, found, params, tokens)
+        def judged(params: Any, tokens: Any) -> dict[str, Any]:
+            loss, gradient = of_batch(params, Batch(tokens[None]), None)
             return {"loss": loss, "gradient": jnp.concatenate([leaf.ravel() for leaf in jax.tree.leaves(gradient)])}
 
-        return Program(loss_and_gradient, (model.arrays(), case_tokens(case, model.config)))
+        return Program(judged, (model.arrays(), case_tokens(case, model.config)))
     program = model_program(case, model, backend)
     return Program(lambda *arguments: {"logits": program.function(*arguments)[0]}, program.arguments)
 
@@ -124,7 +126,7 @@ def kv_bytes_per_token(case: ModelCase, config: ModelConfig) -> int | None:
     """Bytes that the cache keeps of one token of one sequence, all layers together; None for a train step."""
     if case.kind == "model_train":
         return None
-    return KVCache.create(config, 1, 1, _cache_dtype(config)).nbytes
+    return KVCache.create(config, 1, 1, default_dtype(config)).nbytes
 
 
 def prompt_lengths(case: ModelCase) -> Int[np.ndarray, " batch"]:
@@ -144,7 +146,7 @@ def notes(case: ModelCase, config: ModelConfig, backend: str) -> tuple[str, ...]
     """What a reader must know of how the case was run: what Kascade kept, and the dtype of the cache."""
     kept = kept_of(resolutions_of(case, config, backend), options_of(case, config, backend), config)
     told = tuple(line for one in kept for line in one.lines)
-    held = _cache_dtype(config)
+    held = default_dtype(config)
     if case.kind != "model_decode" or held == config.dtype:
         return told
     return (
@@ -216,11 +218,10 @@ def prefill(config: ModelConfig, found: Resolutions, options: Options = ()) -> C
 def train_step(config: ModelConfig, found: Resolutions) -> tuple[Callable[..., Any], Callable[[Any], Any]]:
     """``(params, state, tokens) -> (params, state, loss)``, one step of AdamW, and what makes its first state."""
     optimizer = optax.adamw(LEARNING_RATE)
+    step = training_step(config, found, optimizer)
 
     def run(params: Any, state: Any, tokens: Any) -> Any:
-        loss, gradient = _loss_and_gradient(config, found, params, tokens)
-        updates, state = optimizer.update(gradient, state, params)
-        return optax.apply_updates(params, updates), state, loss
+        return step(params, state, Batch(tokens[None]), None)
 
     return run, optimizer.init
 
@@ -265,10 +266,6 @@ def _train(case: ModelCase, model: Transformer, found: Resolutions) -> Program:
     return Program(run, (params, start(params), case_tokens(case, model.config)))
 
 
-def _loss_and_gradient(config: ModelConfig, found: Resolutions, params: Any, tokens: Any) -> tuple[Any, Any]:
-    return jax.value_and_grad(lambda p: next_token_loss(forward(config, p, tokens, resolutions=found), tokens))(params)
-
-
 def case_tokens(case: ModelCase, config: ModelConfig) -> jax.Array:
     """The prompt or training batch of a case, ``[batch, sequence]`` int32, from its seed."""
     rng = np.random.default_rng([case.seed, 0])
@@ -283,7 +280,7 @@ def decoded_tokens(case: ModelCase, config: ModelConfig) -> jax.Array:
 def noisy_cache(case: ModelCase, model: Transformer) -> KVCache:
     """A cache with ``sequence`` slots of noise and room for ``new_tokens`` more."""
     rng = np.random.default_rng([case.seed, 1])
-    empty = model.new_cache(case.batch, case.sequence + case.new_tokens, _cache_dtype(model.config))
+    empty = model.new_cache(case.batch, case.sequence + case.new_tokens, default_dtype(model.config))
 
     def fill(slots: jax.Array) -> jax.Array:
         noise = rng.standard_normal(slots.shape, np.float32)
@@ -292,8 +289,3 @@ def noisy_cache(case: ModelCase, model: Transformer) -> KVCache:
 
     keys, values = tuple(map(fill, empty.keys)), tuple(map(fill, empty.values))
     return KVCache(keys=keys, values=values, lengths=prompt_lengths(case))
-
-
-def _cache_dtype(config: ModelConfig) -> str:
-    """The dtype that ``KVCache.create`` chooses by itself."""
-    return "float32" if jax.default_backend() == "cpu" else config.dtype

@@ -13,6 +13,7 @@ from attnsuite.backends import Target
 
 from ..cell import Asked, Cell, Facts, Means, Prepared
 from ..errors import CellFailure, InputError
+from ..names import parts_of
 from ..typed import Count, Seed
 from .kascade.methods import METHODS, rows_of
 from .kascade.settings import settings_of
@@ -60,7 +61,7 @@ class SelectionCase:
 
 def anchor_layers(case: SelectionCase) -> tuple[int, ...]:
     """The numbers in ``anchors``: one for "dp" (2 unless given), the layers for "manual". Raises InputError."""
-    words = [word.strip() for word in case.anchors.split(",") if word.strip()]
+    words = parts_of(case.anchors)
     if case.schedule == "greedy" and words:
         raise InputError(
             f"case {case.name}: anchors = {case.anchors!r} has no place in a greedy schedule; leave it out."

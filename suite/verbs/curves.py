@@ -33,6 +33,7 @@ class Curves:
 def run(command: Curves) -> int:
     """Train with each backend, and render the page."""
     from ..curves_run import CurvesRequest, run_curves
+    from ..names import names_of
     from .report import show
 
     for name in ("steps", "interpreted_steps"):
@@ -40,7 +41,7 @@ def run(command: Curves) -> int:
             raise InputError(f"--{name.replace('_', '-')} {getattr(command, name)} must be at least 1.")
     request = CurvesRequest(
         preset=command.preset,
-        backends=tuple(command.backends.split(",")),
+        backends=tuple(names_of(command.backends, "--backends")),
         steps=command.steps,
         interpreted_steps=command.interpreted_steps,
     )

@@ -65,6 +65,7 @@ def run(command: Train) -> int:
     from attnsuite.models.lora import LoraConfig
 
     from .. import train as training
+    from ..names import parts_of
 
     if command.resume and command.out is None:
         raise InputError("--resume needs --out with the directory of the run to go on with.")
@@ -73,7 +74,7 @@ def run(command: Train) -> int:
     rank, alpha, targets = (given.pop(name) for name in ("lora_rank", "lora_alpha", "lora_targets"))
     del given["out"], given["resume"]
     try:
-        adapters = None if rank is None else LoraConfig(rank=rank, alpha=alpha, targets=tuple(targets.split(",")))
+        adapters = None if rank is None else LoraConfig(rank=rank, alpha=alpha, targets=tuple(parts_of(targets)))
     except ValueError as error:
         raise InputError(f"--lora-{error}") from error
     try:

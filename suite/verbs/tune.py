@@ -35,6 +35,7 @@ def run(command: Tune) -> int:
     """Try every candidate, and write the table."""
     from attnsuite.backends import Target
 
+    from ..names import names_of
     from ..suites import select
     from ..tuning import TABLE, TUNED, TuneRequest, tunable, tune
     from .report import show
@@ -50,10 +51,10 @@ def run(command: Tune) -> int:
     if command.out is not None and command.out.suffix == ".json":
         raise InputError(f"--out {command.out} names a file; give a directory, into which {TABLE} is written.")
     out = directory_of(command, "tune")
-    backends = tunable(None if command.backends is None else command.backends.split(","), target)
+    backends = tunable(None if command.backends is None else names_of(command.backends, "--backends"), target)
     request = TuneRequest(
         backends=backends,
-        cases=TUNED if command.cases is None else select(TUNED, command.cases.split(",")),
+        cases=TUNED if command.cases is None else select(TUNED, names_of(command.cases, "--cases")),
         target=target,
         limits=limits_of(command.cell_timeout),
         out=out,

@@ -7,6 +7,7 @@ import dataclasses
 from attnsuite.backends.kascade import Calibration, Schedule, dynamic_programming, greedy, manual
 
 from ...errors import InputError
+from ...names import parts_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +57,7 @@ class ScheduleWords:
         return manual(self._numbers(), num_layers=num_layers, kv_heads=kv_heads)
 
     def _numbers(self) -> tuple[int, ...]:
-        words = [word.strip() for word in self.anchors.split(",") if word.strip()]
+        words = parts_of(self.anchors)
         if not all(word.isdecimal() for word in words):
             raise InputError(f"--anchors {self.anchors!r} must be a number of layers, or layers separated by commas.")
         return tuple(map(int, words))

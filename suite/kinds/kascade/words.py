@@ -8,6 +8,7 @@ from typing import Any
 
 from ...cell import Case
 from ...errors import InputError
+from ...names import parts_of
 from .. import kind_of
 
 
@@ -51,7 +52,7 @@ def timed_words(words: Mapping[str, Any], *, anchors: bool = True) -> dict[str, 
     """
     fields = {name: words[name] for name in ("tile_size", "top_k") if name in words}
     if anchors and "anchors" in words:
-        layers = [word for word in words["anchors"].split(",") if word.strip()]
+        layers = parts_of(words["anchors"])
         is_list = words.get("schedule") == "manual" or len(layers) != 1
         fields["anchors"] = len(layers) if is_list or not layers[0].isdecimal() else int(layers[0])
     return fields
