@@ -33,6 +33,7 @@ import hostile_inputs
 from attnsuite.backends import BackendFallbackWarning
 from attnsuite.models import weights as model_weights
 from attnsuite.suite import command_line, compile_run, curves_run, doctor, sharded, streamed, train, tuning
+from attnsuite.suite.cell import Asked
 from attnsuite.suite.grid import process, run
 from attnsuite.suite.grid.probe import probe
 from attnsuite.suite.kinds.kascade import calibrate
@@ -162,7 +163,7 @@ def nothing_begins() -> Iterator[None]:
         text = None if request.text is None else str(request.text)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", BackendFallbackWarning)  # as in the worker
-            probe(list(request.cases), list(request.backends), text, all_cores=request.all_cores)
+            probe(Asked(rows=request.backends, cases=request.cases, text=text, all_cores=request.all_cores))
         return ENVIRONMENT, []
 
     def steps(request: Any, problem: Any, out: Path, **_: Any) -> None:
