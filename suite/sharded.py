@@ -34,7 +34,7 @@ _MEMORY_SHARE = 0.7  # of the machine, for all processes of a row
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Problem:
+class ShardedProblem:
     """An attention problem over 2 sequences, 4 heads and 2 KV heads of dim 32.
 
     ``segments`` are ids and their counts in turn (negative: padding), the same in every sequence but the last, which
@@ -68,16 +68,16 @@ class Problem:
 
 _CAUSAL = {"is_causal": True}
 PROBLEMS = {
-    "causal": Problem(_CAUSAL),
-    "causal bfloat16": Problem(_CAUSAL, dtype="bfloat16"),
-    "ragged": Problem({}, key_lengths=(320, 150)),
-    "packed": Problem(_CAUSAL, segments=(-1, 20, 0, 110, 1, 150, -1, 40)),
-    "packed, window, soft cap": Problem(
+    "causal": ShardedProblem(_CAUSAL),
+    "causal bfloat16": ShardedProblem(_CAUSAL, dtype="bfloat16"),
+    "ragged": ShardedProblem({}, key_lengths=(320, 150)),
+    "packed": ShardedProblem(_CAUSAL, segments=(-1, 20, 0, 110, 1, 150, -1, 40)),
+    "packed, window, soft cap": ShardedProblem(
         {"is_causal": True, "local_window_size": (90, 0), "logits_soft_cap": 5.0},
         segments=(-1, 20, 0, 110, 1, 150, -1, 40),
     ),
-    "balanced": Problem(_CAUSAL, balanced_for=4),
-    "one KV head": Problem(_CAUSAL, kv_heads=1),
+    "balanced": ShardedProblem(_CAUSAL, balanced_for=4),
+    "one KV head": ShardedProblem(_CAUSAL, kv_heads=1),
 }
 
 

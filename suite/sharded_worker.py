@@ -25,7 +25,7 @@ from attnsuite.backends.standard import STANDARD
 from .absent.compilation import one_line
 from .grid.answering import answer_requests
 from .measure.judge import as_error
-from .sharded import PROBLEMS, Problem, Row
+from .sharded import PROBLEMS, Row, ShardedProblem
 
 QUANTITIES = ("out", "dq", "dk", "dv")
 
@@ -150,7 +150,7 @@ def _spec(problem: str, backend: Backend) -> AttentionSpec:
     return spec if backend.exact else dataclasses.replace(spec, needs_grad=False)
 
 
-def _layout(problem: Problem, spec: AttentionSpec) -> Layout:
+def _layout(problem: ShardedProblem, spec: AttentionSpec) -> Layout:
     arrays: dict[str, np.ndarray] = {}
     if problem.segments is not None:
         ids = np.repeat(problem.segments[::2], problem.segments[1::2]).astype(np.int32)

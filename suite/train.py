@@ -89,7 +89,7 @@ class Loss:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Problem:
+class Training:
     """Everything that a run's steps depend on, opened and checked."""
 
     config: ModelConfig
@@ -101,7 +101,7 @@ class Problem:
     text_sha256: str
 
 
-def open_problem(request: TrainRequest) -> Problem:
+def open_training(request: TrainRequest) -> Training:
     """Load what a request names. Raises InputError, in a sentence, for what cannot be used."""
     try:
         update = make_optimizer(
@@ -134,7 +134,7 @@ def open_problem(request: TrainRequest) -> Problem:
         batch_of = packed_batches(request, data) if request.packed else window_batches(request, data)
     except (ValueError, BackendUnavailableError) as error:
         raise error if isinstance(error, InputError) else InputError(str(error)) from error
-    return Problem(config, resolutions, batch_of, trained, base, update, hashlib.sha256(data.tobytes()).hexdigest())
+    return Training(config, resolutions, batch_of, trained, base, update, hashlib.sha256(data.tobytes()).hexdigest())
 
 
 def window_batches(request: TrainRequest, data: np.ndarray) -> Callable[[int], Batch]:
@@ -172,17 +172,17 @@ def execute(request: TrainRequest, out: Path, *, resume: bool = False, say: Call
         raise InputError(f"{reason}, or train without saving (--save-every 0).")
     if resume and not request.save_every:
         raise InputError("--resume: a run with --save-every 0 saves nothing to go on with; start it again.")
-    problem = open_problem(request)
-    settings = _settings(request, problem)
+    opened = open_training(request)
+    settings = _settings(request, opened)
     _prepare(out, settings, resume=resume)
     with files.writing(out, " What is saved is kept: go on with --resume."):
-        _steps(request, problem, out, resume=resume, say=say)
+        _steps(request, opened, out, resume=resume, say=say)
 
 
-def _steps(request: TrainRequest, problem: Problem, out: Path, *, resume: bool, say: Callable[[str], None]) -> None:
-    update = problem.update
-    step = compiled_step(training_step(problem.config, problem.resolutions, update, remat=request.remat))
-    trained = jax.tree.map(lambda x: x.copy(), problem.trained)  # the step takes its arrays away
+def _steps(request: TrainRequest, opened: Training, out: Path, *, resume: bool, say: Callable[[str], None]) -> None:
+    update = opened.update
+    step = compiled_step(training_step(opened.config, opened.resolutions, update, remat=request.remat))
+    trained = jax.tree.map(lambda x: x.copy(), opened.trained)  # the step takes its arrays away
     with _saved(request, out) as saved:
         state, done = update.init(trained), 0
         latest = saved.latest() if resume and saved is not None else None
@@ -194,7 +194,7 @@ def _steps(request: TrainRequest, problem: Problem, out: Path, *, resume: bool, 
         losses = _keep(out / LOSSES, done)
         with (out / LOSSES).open("a", encoding="utf-8") as file:
             for number in range(done + 1, request.steps + 1):
-                trained, state, loss = step(trained, state, problem.batch_of(number), problem.base)
+                trained, state, loss = step(trained, state, opened.batch_of(number), opened.base)
                 losses.append(float(loss))
                 if not np.isfinite(losses[-1]):
                     raise InputError(f"the loss of step {number} is {losses[-1]}; lower --learning-rate.")
@@ -205,7 +205,7 @@ def _steps(request: TrainRequest, problem: Problem, out: Path, *, resume: bool, 
                     saved.save(number, (trained, state))
                 if last or number % max(1, request.steps // 20) == 0:
                     say(f"step {number}/{request.steps}: loss {losses[-1]:.4f} nats")
-    _write(request, problem, trained, out)
+    _write(request, opened, trained, out)
 
 
 def _open_model(request: TrainRequest) -> Transformer:
@@ -220,12 +220,12 @@ def _parts(rows: np.ndarray, parts: int) -> np.ndarray:
     return rows.reshape(parts, len(rows) // parts, *rows.shape[1:])
 
 
-def _settings(request: TrainRequest, problem: Problem) -> dict[str, Any]:
+def _settings(request: TrainRequest, opened: Training) -> dict[str, Any]:
     found = describe()
     settings = {
         "request": dataclasses.asdict(request),
-        "text_sha256": problem.text_sha256,
-        "backend": {kind: f"{found.backend.name} ({found.mode})" for kind, found in problem.resolutions},
+        "text_sha256": opened.text_sha256,
+        "backend": {kind: f"{found.backend.name} ({found.mode})" for kind, found in opened.resolutions},
         "environment": {name: value for name, value in found.items() if name in _ENVIRONMENT},
     }
     return json.loads(json.dumps(settings, default=str))  # as it will be read back
@@ -281,8 +281,8 @@ def _keep(path: Path, done: int) -> list[float]:
     return losses
 
 
-def _write(request: TrainRequest, problem: Problem, trained: Trained, out: Path) -> None:
+def _write(request: TrainRequest, opened: Training, trained: Trained, out: Path) -> None:
     if request.lora is not None:
         lora.save(trained, request.lora, out, base=request.model)
         return
-    save(Transformer(problem.config, trained), out)
+    save(Transformer(opened.config, trained), out)

@@ -21,7 +21,7 @@ from ..sharding import MeshAxes
 from ..support import support
 from . import blocks as block_sizes
 from . import probe
-from .blocks import Blocks
+from .blocks import Passes
 from .mesh import OneDevice, OnMesh
 from .planning import plan_with
 
@@ -129,7 +129,7 @@ class Kvax:
         return block_sizes.candidates(backward=spec.needs_grad)
 
 
-def _blocks(spec: AttentionSpec, target: Target, given: Mapping[str, Any]) -> Blocks:
+def _blocks(spec: AttentionSpec, target: Target, given: Mapping[str, Any]) -> Passes:
     """By generation, then by the file of ``tuned``, then by the options themselves."""
     found = tuned.from_file(given["tuned"], "kvax", target, spec) if "tuned" in given else {}
     return block_sizes.choose(spec, target, {**found, **given})

@@ -44,7 +44,7 @@ class KernelBlocks:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Blocks:
+class Passes:
     """Parameters of both passes."""
 
     forward: KernelBlocks
@@ -57,14 +57,14 @@ class Blocks:
         return max(*sizes, PREPROCESS_BLOCK)
 
 
-_SMALL = Blocks(KernelBlocks(64, 64, 4, 3), KernelBlocks(64, 64, 4, 3))  # Kvax's own for all but an H100
+_SMALL = Passes(KernelBlocks(64, 64, 4, 3), KernelBlocks(64, 64, 4, 3))  # Kvax's own for all but an H100
 # Kvax's own for an H100, taken for all of its generation; on a CPU too, so that what is verified there is what runs.
-_LARGE = Blocks(KernelBlocks(128, 128, 8, 3), KernelBlocks(64, 128, 8, 3))
+_LARGE = Passes(KernelBlocks(128, 128, 8, 3), KernelBlocks(64, 128, 8, 3))
 
 
 # For head dimensions above 128, where Kvax's own need more shared memory than there is. Of those tried it fits an
 # A100, an H100 and a B200 and spills least (tests/backends/kvax/test_build.py compiles it for each).
-_WIDE = Blocks(KernelBlocks(64, 64, 8, 2), KernelBlocks(32, 64, 8, 2))
+_WIDE = Passes(KernelBlocks(64, 64, 8, 2), KernelBlocks(32, 64, 8, 2))
 
 
 # What tuning tries: query rows, keys, warps, stages. Kvax's own and what lies around them.
@@ -86,7 +86,7 @@ _BACKWARD_CANDIDATES = (
 )
 
 
-def choose(spec: AttentionSpec, target: Target, options: Mapping[str, Any]) -> Blocks:
+def choose(spec: AttentionSpec, target: Target, options: Mapping[str, Any]) -> Passes:
     """The blocks for a target, with those that ``options`` names replaced.
 
     Raises ValueError for a value that is not accepted, naming the option and what is.
@@ -98,7 +98,7 @@ def choose(spec: AttentionSpec, target: Target, options: Mapping[str, Any]) -> B
         if isinstance(value, bool) or value not in _ACCEPTED[name]:
             raise ValueError(f"kvax: {option}={value!r} is not accepted; {option} is {OPTIONS[option]}.")
         given["backward_" if option.startswith("backward_") else ""][name] = value
-    return Blocks(
+    return Passes(
         dataclasses.replace(blocks.forward, **given[""]), dataclasses.replace(blocks.backward, **given["backward_"])
     )
 
@@ -109,7 +109,7 @@ def candidates(*, backward: bool) -> tuple[dict[str, int], ...]:
     return tuple(_named(KernelBlocks(*sizes), backward=backward) for sizes in tried)
 
 
-def as_options(blocks: Blocks, *, backward: bool) -> dict[str, int]:
+def as_options(blocks: Passes, *, backward: bool) -> dict[str, int]:
     """The block sizes of one of the passes, as options."""
     return _named(blocks.backward if backward else blocks.forward, backward=backward)
 
@@ -119,7 +119,7 @@ def _named(blocks: KernelBlocks, *, backward: bool) -> dict[str, int]:
     return {f"{prefix}{name}": size for name, size in dataclasses.asdict(blocks).items()}
 
 
-def _default(spec: AttentionSpec, target: Target) -> Blocks:
+def _default(spec: AttentionSpec, target: Target) -> Passes:
     if max(spec.head_dim, spec.value_head_dim or 0) > 128:
         return _WIDE
     if target.platform == "cpu" or (target.compute_capability or (0, 0))[0] == 9:

@@ -30,7 +30,7 @@ from triton.runtime.jit import JITFunction  # pyright: ignore[reportMissingImpor
 from ..contract import AttentionSpec, KernelBuild, Layout
 from ..devices import Target
 from . import upstream
-from .blocks import Blocks
+from .blocks import Passes
 from .mesh import OneDevice
 from .planning import plan_with
 
@@ -53,7 +53,7 @@ class RecordedLaunch:
 
 
 def compile_kernels(
-    spec: AttentionSpec, target: Target, blocks: Blocks, *, stride_hint: bool = True
+    spec: AttentionSpec, target: Target, blocks: Passes, *, stride_hint: bool = True
 ) -> tuple[KernelBuild, ...]:
     """Every kernel that the spec launches, compiled for the target.
 
@@ -62,7 +62,7 @@ def compile_kernels(
     return tuple(_compile(launch, target, stride_hint) for launch in record_launches(spec, blocks))
 
 
-def record_launches(spec: AttentionSpec, blocks: Blocks) -> tuple[RecordedLaunch, ...]:
+def record_launches(spec: AttentionSpec, blocks: Passes) -> tuple[RecordedLaunch, ...]:
     """The launches of one pass on one device, without running any."""
     launches: list[RecordedLaunch] = []
     kvax = upstream.load(functools.partial(_record, launches))

@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from ..contract import AttentionSpec, EitherArray, Layout, positions
-from .blocks import Blocks
+from .blocks import Passes
 
 QUERY_PADDING = -1  # Kvax's padding id. Keys get key_padding() instead: in its kernels padding matches padding.
 
@@ -39,7 +39,7 @@ class KvaxLayout:
     queries_in_order: Bool[Array, " batch"] | None
 
 
-def padded_lengths(spec: AttentionSpec, blocks: Blocks, shards: int = 1) -> tuple[int, int]:
+def padded_lengths(spec: AttentionSpec, blocks: Passes, shards: int = 1) -> tuple[int, int]:
     """Query and key lengths as the kernels get them; ``shards`` is how many parts the queries are dealt to.
 
     Kvax's backward pass computes dq and dk, dv on one grid, and so right for equal lengths only.

@@ -19,7 +19,7 @@ from jaxtyping import Array
 
 from ..contract import AttentionSpec
 from ..sharding import MeshAxes
-from .blocks import Blocks
+from .blocks import Passes
 from .layout import KvaxLayout
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class OneDevice:
 
     context_size: int = 1
 
-    def prepare(self, kvax: Upstream, spec: AttentionSpec, blocks: Blocks, layout: KvaxLayout) -> Any:
+    def prepare(self, kvax: Upstream, spec: AttentionSpec, blocks: Passes, layout: KvaxLayout) -> Any:
         """The layout and its block masks: forward, and for gradients dq and dk, dv."""
         masks = []
         for sizes, of_keys in _passes(spec, blocks):
@@ -42,7 +42,7 @@ class OneDevice:
             masks.append(mask_everything_out_of_order(bounds, layout, of_keys))
         return layout, tuple(masks)
 
-    def kernel(self, kvax: Upstream, spec: AttentionSpec, blocks: Blocks) -> Callable[..., Array]:
+    def kernel(self, kvax: Upstream, spec: AttentionSpec, blocks: Passes) -> Callable[..., Array]:
         """``(query, key, value, prepared) -> output``, all ``[batch, length, heads, head_dim]``."""
         options = _kernel_options(kvax, spec, blocks)
 
@@ -67,7 +67,7 @@ class OnMesh:
         """Parts that a query length is a multiple of: an early and a late one for each device of the context axis."""
         return 1 if self.axes.context is None else 2 * self.mesh.shape[self.axes.context]
 
-    def prepare(self, kvax: Upstream, spec: AttentionSpec, blocks: Blocks, layout: KvaxLayout) -> Any:
+    def prepare(self, kvax: Upstream, spec: AttentionSpec, blocks: Passes, layout: KvaxLayout) -> Any:
         """As :meth:`OneDevice.prepare`, the masks dealt to the mesh and the queries in Kvax's order."""
         forward, backward = (
             kvax.parameters(**dataclasses.asdict(sizes)) for sizes in (blocks.forward, blocks.backward)
@@ -87,7 +87,7 @@ class OnMesh:
             for mask, (_, of_keys) in zip(masks, _passes(spec, blocks), strict=True)
         )
 
-    def kernel(self, kvax: Upstream, spec: AttentionSpec, blocks: Blocks) -> Callable[..., Array]:
+    def kernel(self, kvax: Upstream, spec: AttentionSpec, blocks: Passes) -> Callable[..., Array]:
         """As :meth:`OneDevice.kernel`, over the mesh."""
         options = _kernel_options(kvax, spec, blocks) | {"permute_tokens_for_load_balance": False, "mesh": self.mesh}
         if self.axes.context is not None:
@@ -117,7 +117,7 @@ class OnMesh:
 _SIZES = ("query_block_size", "kv_block_size")
 
 
-def _passes(spec: AttentionSpec, blocks: Blocks) -> Iterator[tuple[tuple[int, int], bool]]:
+def _passes(spec: AttentionSpec, blocks: Passes) -> Iterator[tuple[tuple[int, int], bool]]:
     """Query and key block size of each mask, and whether it is the one of the keys. dq has the sizes swapped."""
     backward = blocks.backward
     yield (blocks.forward.query_block_size, blocks.forward.kv_block_size), False
@@ -148,7 +148,7 @@ def _tokens(layout: KvaxLayout) -> tuple[Array, Array, Array, Array]:
     return layout.query_positions, layout.query_segment_ids, layout.key_positions, layout.key_segment_ids
 
 
-def _kernel_options(kvax: Upstream, spec: AttentionSpec, blocks: Blocks) -> dict[str, Any]:
+def _kernel_options(kvax: Upstream, spec: AttentionSpec, blocks: Passes) -> dict[str, Any]:
     return {
         "scale": spec.softmax_scale,
         "fwd_params": kvax.parameters(**dataclasses.asdict(blocks.forward)),

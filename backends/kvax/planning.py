@@ -15,14 +15,14 @@ from jaxtyping import Array, Float
 
 from ..contract import AttentionSpec, Carry, Layout, Plan
 from . import layout as layouts
-from .blocks import Blocks
+from .blocks import Passes
 from .mesh import OneDevice, OnMesh
 
 if TYPE_CHECKING:
     from .upstream import Upstream
 
 
-def plan_with(kvax: Upstream, spec: AttentionSpec, layout: Layout, blocks: Blocks, devices: OnMesh | OneDevice) -> Plan:
+def plan_with(kvax: Upstream, spec: AttentionSpec, layout: Layout, blocks: Passes, devices: OnMesh | OneDevice) -> Plan:
     """The plan on a given copy of Kvax."""
     lengths = layouts.padded_lengths(spec, blocks, devices.context_size)
     converted = layouts.convert(spec, layout, *lengths)

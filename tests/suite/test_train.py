@@ -11,7 +11,7 @@ from attnsuite.models import PRESETS, load, load_shipped, lora
 from attnsuite.models.resume import missing
 from attnsuite.suite.command_line import main
 from attnsuite.suite.errors import InputError
-from attnsuite.suite.train import LOSSES, TrainRequest, execute, open_problem
+from attnsuite.suite.train import LOSSES, TrainRequest, execute, open_training
 
 SIZES = {"num_layers": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "max_length": 64}
 WORDS = {"model": "nano", "steps": 4, "batch": 2, "length": 32, "save_every": 2, "learning_rate": 0.01}
@@ -79,21 +79,21 @@ def test_adapters_are_trained_on_a_loaded_model_and_saved_apart(tmp_path):
 
 
 def test_the_shipped_model_takes_adapters_and_its_loss_is_that_of_a_trained_one():
-    problem = open_problem(TrainRequest(model="text", lora=lora.LoraConfig(), backend="chunked"))
-    assert problem.base is not None
-    assert problem.config == load_shipped().config
-    assert [found.backend.name for _, found in problem.resolutions] == ["chunked"]
-    assert len(problem.trained) == problem.config.num_layers
+    opened = open_training(TrainRequest(model="text", lora=lora.LoraConfig(), backend="chunked"))
+    assert opened.base is not None
+    assert opened.config == load_shipped().config
+    assert [found.backend.name for _, found in opened.resolutions] == ["chunked"]
+    assert len(opened.trained) == opened.config.num_layers
 
 
 def test_batches_follow_from_seed_and_step_alone_and_packed_rows_hold_whole_paragraphs():
-    first, again = (open_problem(TrainRequest(**WORDS, packed=True)).batch_of for _ in range(2))
+    first, again = (open_training(TrainRequest(**WORDS, packed=True)).batch_of for _ in range(2))
     assert (first(3).tokens == again(3).tokens).all()
     assert (first(3).tokens != first(4).tokens).any()
     assert first(3).tokens.shape == (1, 2, 32)
     assert first(3).segment_ids.shape == (1, 2, 32)
-    other = open_problem(TrainRequest(**WORDS | {"seed": 1})).batch_of
-    assert (other(3).tokens != open_problem(TrainRequest(**WORDS)).batch_of(3).tokens).any()
+    other = open_training(TrainRequest(**WORDS | {"seed": 1})).batch_of
+    assert (other(3).tokens != open_training(TrainRequest(**WORDS)).batch_of(3).tokens).any()
 
 
 def refused(capsys, *arguments):

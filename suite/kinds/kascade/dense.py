@@ -30,7 +30,7 @@ AT_ONCE = 4  # sequences of a batch
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Problem:
+class Questions:
     """Tokens of a case. Of a retrieval case also where the queries stand, what is right there, and how far back."""
 
     tokens: Int[np.ndarray, "sequences length"]
@@ -66,14 +66,14 @@ def checked_config(case: SelectionCase, text: str | None) -> ModelConfig:
     return config
 
 
-def problem(case: SelectionCase, text: str | None) -> Problem:
+def problem(case: SelectionCase, text: str | None) -> Questions:
     """What is asked of the model; the same for every row."""
     if case.kind == "kascade_text":
         held_out = read_text(_as_text(case), model_config(_as_text(case)), text)
-        return Problem(held_out.rows, bytes_per_token=held_out.bytes_per_token)
+        return Questions(held_out.rows, bytes_per_token=held_out.bytes_per_token)
     batch = retrieval.sample(np.random.default_rng([case.seed, 0]), case.sequence, batch=case.sequences, gap=_gap(case))
     at, needles = np.asarray(batch.query_positions), np.asarray(batch.needle_positions)
-    return Problem(np.asarray(batch.tokens), at, np.asarray(batch.answers), at - needles)
+    return Questions(np.asarray(batch.tokens), at, np.asarray(batch.answers), at - needles)
 
 
 def write_dense(case: SelectionCase, path: Path, text: str | None) -> None:

@@ -173,7 +173,7 @@ def _kept_figures(parts: list[list[Kept]]) -> dict[str, float]:
 
 
 def _losses(
-    case: SelectionCase, asked: dense.Problem, ours: np.ndarray, theirs: np.ndarray, first: int
+    case: SelectionCase, asked: dense.Questions, ours: np.ndarray, theirs: np.ndarray, first: int
 ) -> tuple[dict[str, float], dict[str, tuple[float, ...]]]:
     """Figures and series; ``ours`` and ``theirs`` begin at token ``first``."""
     if asked.query_positions is None or asked.answers is None or asked.distances is None:

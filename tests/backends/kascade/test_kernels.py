@@ -85,7 +85,7 @@ CASES = {
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Problem:
+class KernelProblem:
     """A case with its arrays, a list of tiles to visit, and the float64 results."""
 
     spec: AttentionSpec
@@ -109,7 +109,7 @@ class Problem:
 
 
 @functools.cache
-def problem(name: str) -> Problem:
+def problem(name: str) -> KernelProblem:
     (b, t, s, n, k, h, v), options, layout, more = CASES[name]
     settings = Settings(**{"query_tile": 64, "tile_size": 64, **options})
     spec = AttentionSpec(
@@ -146,7 +146,7 @@ def problem(name: str) -> Problem:
     mass = _mass(spec, settings, inputs[0], inputs[1], visible)
     layout = Layout(**{name: jnp.asarray(x) for name, x in layout.items()})
     expected = oracle.forward(bare, only_mask, *inputs)
-    return Problem(spec, settings, layout, inputs, listed, visible, mask, expected, standard, mass)
+    return KernelProblem(spec, settings, layout, inputs, listed, visible, mask, expected, standard, mass)
 
 
 def _some_tiles(rng, positions, kv_heads, query_tile, unit, units):
@@ -190,7 +190,7 @@ def _mass(spec, settings, query, key, visible):
 
 
 @functools.cache
-def attending(kernels, given: Problem):
+def attending(kernels, given: KernelProblem):
     """A kernel compiled once for all tests; ``attending.__wrapped__`` traces it anew."""
     geometry = kernels.geometry(given.spec, given.tiling, given.settings)
 
@@ -201,14 +201,14 @@ def attending(kernels, given: Problem):
     return run
 
 
-def attend(kernels, given: Problem, listed=None, inputs=None, *, changed=False):
+def attend(kernels, given: KernelProblem, listed=None, inputs=None, *, changed=False):
     """``changed``: the kernel is not what it was when it was compiled."""
     listed = given.listed if listed is None else listed
     run = (attending.__wrapped__ if changed else attending)(kernels, given)
     return run(given.places, jnp.asarray(listed), *(given.inputs if inputs is None else inputs))
 
 
-def pooled_mass(kernels, given: Problem):
+def pooled_mass(kernels, given: KernelProblem):
     geometry = kernels.geometry(given.spec, given.tiling, given.settings)
 
     @jax.jit
@@ -218,12 +218,12 @@ def pooled_mass(kernels, given: Problem):
     return run(given.places, *given.inputs[:2])
 
 
-def verdict(given: Problem, output) -> oracle.Verdict:
+def verdict(given: KernelProblem, output) -> oracle.Verdict:
     unseen = ~given.mask.any(-1).swapaxes(1, 2)
     return oracle.judge(output, given.output, given.standard, given.spec.dtype, zero=unseen)
 
 
-def mass_error(given: Problem, mass) -> float:
+def mass_error(given: KernelProblem, mass) -> float:
     """Largest error, of the largest mass. The scores' products are exact, or nearly, in float32 from either dtype."""
     assert mass.dtype == jnp.float32
     assert mass.shape == given.mass.shape

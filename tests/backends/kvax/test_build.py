@@ -7,7 +7,7 @@ import pytest
 from attnsuite.backends import AttentionSpec, Target
 from attnsuite.backends.contract import CompilesKernels
 from attnsuite.backends.kvax import KVAX
-from attnsuite.backends.kvax.blocks import Blocks, KernelBlocks, choose
+from attnsuite.backends.kvax.blocks import KernelBlocks, Passes, choose
 
 pytestmark = pytest.mark.needs_kvax
 
@@ -119,7 +119,7 @@ def test_float32_would_be_multiplied_as_tf32():
     """What ``supports`` refuses float32 for."""
     from attnsuite.backends.kvax import build
 
-    blocks = Blocks(KernelBlocks(64, 64, 4, 2), KernelBlocks(64, 64, 4, 2))
+    blocks = Passes(KernelBlocks(64, 64, 4, 2), KernelBlocks(64, 64, 4, 2))
     launches = build.record_launches(spec(64, dtype="float32", needs_grad=False), blocks)
     ptx = build.compile_launch(launches[-1], H100).asm["ptx"]
     assert ".tf32" in ptx
