@@ -15,9 +15,11 @@ from typing import Any
 
 import msgspec
 
+from attnsuite.sentences import given
+
 from .config import DTYPES, AttentionType, ModelConfig, RopeScaling
 from .huggingface_keys import ARCHITECTURES, CONFIG, OWN_TYPE, Fields, OwnFields, RopeFields, read_fields
-from .reading import CheckpointError, shown
+from .reading import CheckpointError
 
 _LAYER_TYPES: dict[str, AttentionType] = {"full_attention": "global", "sliding_attention": "sliding"}
 
@@ -29,7 +31,7 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
     theta, scaling = _rope(fields)
     stored = fields.dtype or fields.torch_dtype or "float32"
     if stored not in DTYPES:
-        raise CheckpointError(f"dtype={shown(stored)} in {CONFIG} is not supported; use one of {', '.join(DTYPES)}.")
+        raise CheckpointError(f"dtype={given(stored)} in {CONFIG} is not supported; use one of {', '.join(DTYPES)}.")
     by_type = _by_type(fields)
     try:
         return ModelConfig(
@@ -95,7 +97,7 @@ def _check_architectures(fields: Fields) -> None:
     for name in fields.architectures or ():
         if name not in (causal, causal.replace("ForCausalLM", "Model")):
             raise CheckpointError(
-                f"architectures in {CONFIG} names {shown(name)}; of model_type={fields.model_type!r} only "
+                f"architectures in {CONFIG} names {given(name)}; of model_type={fields.model_type!r} only "
                 f"{causal or 'an empty list'} is supported."
             )
 
@@ -109,13 +111,15 @@ def _by_type(fields: Fields) -> dict[str, Any]:
             if getattr(fields, name):
                 raise CheckpointError(f"{name} in {CONFIG} has no place beside {OWN_TYPE}; leave it out.")
         if said not in (None, own.qkv_bias):
-            raise CheckpointError(f"attention_bias={said} in {CONFIG} is not qkv_bias={own.qkv_bias} in {OWN_TYPE}.")
+            raise CheckpointError(
+                f"attention_bias={given(said)} in {CONFIG} is not qkv_bias={given(own.qkv_bias)} in {OWN_TYPE}."
+            )
         return msgspec.structs.asdict(own)
     if own is not None:
         raise CheckpointError(f"{OWN_TYPE} in {CONFIG} is for model_type={OWN_TYPE!r}, not {model_type!r}.")
     if model_type in ("mistral", "qwen2") and said not in (None, model_type == "qwen2"):
         raise CheckpointError(
-            f"attention_bias={said} in {CONFIG} is not what model_type={model_type!r} means; leave it out."
+            f"attention_bias={given(said)} in {CONFIG} is not what model_type={model_type!r} means; leave it out."
         )
     windowed, bias = _windows(fields), bool(said)
     match model_type:
@@ -135,7 +139,7 @@ def _windows(fields: Fields) -> dict[str, Any]:
     if model_type == "llama":
         for name, value in (("sliding_window", window), ("use_sliding_window", fields.use_sliding_window or None)):
             if value is not None:
-                raise CheckpointError(f"{name}={value} in {CONFIG} is not supported in a llama; leave it out.")
+                raise CheckpointError(f"{name}={given(value)} in {CONFIG} is not supported in a llama; leave it out.")
     elif model_type == "mistral":
         for name in ("layer_types", "use_sliding_window", "max_window_layers"):
             if getattr(fields, name) is not None:
@@ -149,7 +153,7 @@ def _windows(fields: Fields) -> dict[str, Any]:
     unknown = [kind for kind in named if kind not in _LAYER_TYPES]
     if unknown:
         raise CheckpointError(
-            f"layer_types={shown(unknown[0])} in {CONFIG} is not supported; use {' or '.join(_LAYER_TYPES)}."
+            f"layer_types={given(unknown[0])} in {CONFIG} is not supported; use {' or '.join(_LAYER_TYPES)}."
         )
     if len(named) != fields.num_hidden_layers:
         raise CheckpointError(
@@ -198,7 +202,7 @@ def _rope(fields: Fields) -> tuple[float, RopeScaling | None]:
     kind = rope.rope_type or rope.kind or "default"
     if kind not in ("default", "llama3") or rope.kind not in (None, kind):
         raise CheckpointError(
-            f"rope_type={shown(kind)} in {CONFIG} is not supported; use 'default' or 'llama3' (type, where it stands "
+            f"rope_type={given(kind)} in {CONFIG} is not supported; use 'default' or 'llama3' (type, where it stands "
             "too, has to be the same)."
         )
     sizes = {

@@ -13,8 +13,10 @@ from typing import Annotated, Any
 
 import msgspec
 
+from attnsuite.sentences import given
+
 from .config import MOST_LAYERS
-from .reading import CheckpointError, checked, refuse_other_values, refuse_unknown, shown
+from .reading import CheckpointError, checked, refuse_other_values, refuse_unknown
 
 CONFIG = "config.json"
 OWN_TYPE = "attention_suite"
@@ -152,7 +154,7 @@ def read_fields(config: Mapping[str, Any]) -> Fields:
     model_type = config.get("model_type")
     if model_type not in [*DEFAULTS]:  # a list: what is compared need not be hashable
         raise CheckpointError(
-            f"model_type={shown(model_type)} in {CONFIG} is not supported; use one of {', '.join(DEFAULTS)}."
+            f"model_type={given(model_type)} in {CONFIG} is not supported; use one of {', '.join(DEFAULTS)}."
         )
     said = {key: value for key, value in {**DEFAULTS[model_type], **config}.items() if value is not None}
     refuse_other_values(said, ONLY, CONFIG)

@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from attnsuite.sentences import given
+
 T = TypeVar("T")
-_SHOWN = 60  # characters of a value in a sentence
 
 
 class CheckpointError(ValueError):
@@ -58,7 +59,7 @@ def refuse_unknown(said: Mapping[str, Any], known: Collection[str], where: str) 
     """Raise CheckpointError for the keys that are not known."""
     unknown = sorted(set(said) - set(known))
     if unknown:
-        told = ", ".join(f"{shown(key)} ({shown(said[key])})" for key in unknown[:4])
+        told = ", ".join(f"{given(key)} ({given(said[key])})" for key in unknown[:4])
         raise CheckpointError(
             f"{where} has {told}{', ...' if unknown[4:] else ''}, which is not known here and may change what is "
             "computed; take out what changes nothing, or use a model without it."
@@ -69,16 +70,8 @@ def refuse_other_values(said: Mapping[str, Any], only: Mapping[str, tuple[Any, .
     """Raise CheckpointError for a key of ``only`` with another value than those."""
     for key, values in only.items():
         if key in said and not any(_same(said[key], value) for value in values):
-            accepted = " or ".join(repr(value) for value in values) or "null"
-            raise CheckpointError(f"{key}={shown(said[key])} in {where} is not supported; only {accepted} is.")
-
-
-def shown(value: object) -> str:
-    """A value in a sentence, short whatever it is."""
-    if isinstance(value, Mapping | list | tuple):
-        return f"{'an object' if isinstance(value, Mapping) else 'a list'} of {len(value)}"
-    text = repr(value)
-    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
+            accepted = " or ".join(map(given, values)) or "nothing"
+            raise CheckpointError(f"{key}={given(said[key])} in {where} is not supported; only {accepted} is.")
 
 
 def _same(value: Any, other: Any) -> bool:

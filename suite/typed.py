@@ -19,6 +19,8 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 import msgspec
 from msgspec import Meta
 
+from attnsuite.sentences import given as given
+
 T = TypeVar("T")
 
 # Bounds keep finite what is computed from a number, and what is allocated for it.
@@ -29,7 +31,6 @@ Seed = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 Real = Annotated[float, Meta(ge=-1e100, le=1e100)]
 Scalar = None | bool | Whole | Real | str
 
-_SHOWN = 60
 _STEP = re.compile(r"\.(\w+)|\[(\d+|\.\.\.)\]")
 _WORDS = {str: "text", bool: "true or false", type(None): "nothing", int: "an integer", float: "a number"}
 
@@ -88,24 +89,6 @@ def check_fields(made: Any) -> None:
     for name, hint in _hints(type(made)).items():
         value = convert({name: getattr(made, name)}, dict[str, hint])[name]
         object.__setattr__(made, name, value)
-
-
-def given(value: Any) -> str:
-    """A value in a sentence: short and on one line, whatever it is.
-
-    >>> given(10**5000), given({"a": 1}), given("x" * 100)[-6:]
-    ('an integer of 16610 bits', 'a table', "xxx..'")
-    """
-    if isinstance(value, Mapping):
-        return "a table"
-    if isinstance(value, list | tuple):
-        return "a list"
-    if value is None or isinstance(value, bool):
-        return {None: "nothing", True: "true", False: "false"}[value]
-    if isinstance(value, int) and value.bit_length() > 64:
-        return f"an integer of {value.bit_length()} bits"
-    text = repr(value[: _SHOWN + 1] if isinstance(value, str) else value)
-    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..{text[-1]}"
 
 
 @functools.cache

@@ -1,0 +1,26 @@
+"""Values in sentences, the same in every room."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_SHOWN = 60  # characters of a value
+
+
+def given(value: Any) -> str:
+    """A value in a sentence: short and on one line, whatever it is.
+
+    >>> given(10**5000), given({"a": 1}), given("x" * 100)[-6:]
+    ('an integer of 16610 bits', 'a table', "xxx..'")
+    """
+    if isinstance(value, Mapping):
+        return "a table"
+    if isinstance(value, list | tuple):
+        return "a list"
+    if value is None or isinstance(value, bool):
+        return {None: "nothing", True: "true", False: "false"}[value]
+    if isinstance(value, int) and value.bit_length() > 64:
+        return f"an integer of {value.bit_length()} bits"
+    text = repr(value[: _SHOWN + 1] if isinstance(value, str) else value)
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..{text[-1]}"
