@@ -2,7 +2,7 @@
 
 A :class:`Target` names a kind of device: the one in this machine (``Target.here()``), or one that is not
 (``Target("cuda", "h100")``). Support is judged against a target, never against whichever device JAX
-happens to default to. Memory sizes of the named targets are the vendors' published figures.
+happens to default to. Figures of the named targets are the vendors' published ones.
 """
 
 from __future__ import annotations
@@ -14,26 +14,70 @@ import os
 import platform as host
 import re
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import jax
 import psutil
 
 Platform = Literal["cpu", "cuda", "tpu", "rocm"]
 
-GIB = 2**30
-# kind -> (platform, bytes of device memory, CUDA compute capability). TPU memory is per chip's core as JAX sees it.
-KNOWN_KINDS: dict[str, tuple[Platform, int, tuple[int, int] | None]] = {
-    "a100": ("cuda", 80 * GIB, (8, 0)),
-    "h100": ("cuda", 80 * GIB, (9, 0)),
-    "h200": ("cuda", 140 * GIB, (9, 0)),
-    "b200": ("cuda", 180 * GIB, (10, 0)),
-    "v4": ("tpu", 32 * GIB, None),
-    "v5e": ("tpu", 16 * GIB, None),
-    "v5p": ("tpu", 95 * GIB, None),
-    "v6e": ("tpu", 32 * GIB, None),
-    "tpu7x": ("tpu", 96 * GIB, None),
-}
+GIB, MIB, KIB = 2**30, 2**20, 2**10
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Tpu:
+    """A generation of TPUs. ``memory_bytes`` is per chip's core as JAX sees it."""
+
+    memory_bytes: int
+    smallest_slice: str  # chips along each side, of the smallest slice that its compiler takes
+    # Bytes of a core's vector memory that the compiler grants one kernel unless told otherwise ("limit 16.00M").
+    kernel_memory: int
+    platform: ClassVar[Platform] = "tpu"
+    compute_capability: ClassVar[None] = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class NvidiaGpu:
+    """A GPU. Sizes in bytes, bandwidth in bytes per second, clock in GHz."""
+
+    memory_bytes: int
+    compute_capability: tuple[int, int]
+    name: str
+    cores: int
+    float_units: int  # per core
+    shared_memory: int  # per core; a thread block may have all of it but 1 KiB
+    bandwidth: int
+    l2_cache: int
+    clock: float
+    platform: ClassVar[Platform] = "cuda"
+
+
+# All that is known of a device that may not be here: a new one is one row.
+KNOWN_KINDS: dict[str, Tpu | NvidiaGpu] = {
+    "a100": NvidiaGpu(
+        memory_bytes=80 * GIB, compute_capability=(8, 0), name="NVIDIA A100-SXM4-80GB", cores=108, float_units=64,
+        shared_memory=164 * KIB, bandwidth=2039 * 10**9, l2_cache=40 * MIB, clock=1.41,
+    ),
+    "h100": NvidiaGpu(
+        memory_bytes=80 * GIB, compute_capability=(9, 0), name="NVIDIA H100 80GB HBM3", cores=132, float_units=128,
+        shared_memory=228 * KIB, bandwidth=3352 * 10**9, l2_cache=50 * MIB, clock=1.98,
+    ),
+    "h200": NvidiaGpu(
+        memory_bytes=140 * GIB, compute_capability=(9, 0), name="NVIDIA H200", cores=132, float_units=128,
+        shared_memory=228 * KIB, bandwidth=4800 * 10**9, l2_cache=50 * MIB, clock=1.98,
+    ),
+    "b200": NvidiaGpu(
+        memory_bytes=180 * GIB, compute_capability=(10, 0), name="NVIDIA B200", cores=148, float_units=128,
+        shared_memory=228 * KIB, bandwidth=7672 * 10**9, l2_cache=126 * MIB, clock=1.965,
+    ),
+    "v4": Tpu(memory_bytes=32 * GIB, smallest_slice="2x2x1", kernel_memory=16 * MIB),
+    "v5e": Tpu(memory_bytes=16 * GIB, smallest_slice="2x2", kernel_memory=16 * MIB),
+    "v5p": Tpu(memory_bytes=95 * GIB, smallest_slice="2x2x1", kernel_memory=16 * MIB),
+    "v6e": Tpu(memory_bytes=32 * GIB, smallest_slice="2x2", kernel_memory=32 * MIB),
+    "tpu7x": Tpu(memory_bytes=96 * GIB, smallest_slice="2x2x1", kernel_memory=32 * MIB),
+}  # fmt: skip
+TPUS = {kind: known for kind, known in KNOWN_KINDS.items() if isinstance(known, Tpu)}
+NVIDIA_GPUS = {kind: known for kind, known in KNOWN_KINDS.items() if isinstance(known, NvidiaGpu)}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,12 +102,12 @@ class Target:
         known = KNOWN_KINDS.get(self.kind)
         if known is None:
             return
-        if known[0] != self.platform:
-            raise ValueError(f"{self.kind} is a {known[0]} device, not a {self.platform} device.")
+        if known.platform != self.platform:
+            raise ValueError(f"{self.kind} is a {known.platform} device, not a {self.platform} device.")
         if self.memory_bytes is None:
-            object.__setattr__(self, "memory_bytes", known[1])
+            object.__setattr__(self, "memory_bytes", known.memory_bytes)
         if self.compute_capability is None:
-            object.__setattr__(self, "compute_capability", known[2])
+            object.__setattr__(self, "compute_capability", known.compute_capability)
 
     @staticmethod
     def here() -> Target:
@@ -99,8 +143,8 @@ class Target:
         if kind not in KNOWN_KINDS:
             raise ValueError(f"target {name!r} is not known; use here, cpu, or one of {', '.join(KNOWN_KINDS)}.")
         if ":" not in name:
-            return Target(KNOWN_KINDS[kind][0], kind)
-        if KNOWN_KINDS[kind][0] != "tpu" or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", topology):
+            return Target(KNOWN_KINDS[kind].platform, kind)
+        if kind not in TPUS or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", topology):
             raise ValueError(
                 f"target {name!r} is not a TPU slice; give a TPU's name and the chips along each side, such as v5e:4x4 "
                 "or v5p:2x2x4."

@@ -30,14 +30,10 @@ from .contract import (
     forward_only,
     may_attend,
 )
-from .devices import Target
+from .devices import KIB, TPUS, Target
 from .features import FEATURES_0_1, Mode, Takes
 from .splash_mask import Masking, kernel_of, pull_back, with_log_sum_exp
 
-# Rows and keys per block where none are given, for head dims up to 256. Not tuned on a TPU, where nothing of this
-# project has run: the larger generations have twice the VMEM, and half of what overflows it is taken
-# (`attnsuite compile`; tests/suite/test_compiling.py).
-DEFAULT_BLOCK = {"v4": 512, "v5e": 512, "v5p": 512, "v6e": 1024, "tpu7x": 1024}
 LANES = 128  # of a TPU's vector unit; every block is a multiple of it
 
 OPTIONS = {
@@ -163,6 +159,16 @@ class Splash:
         return Part(forward, backward)
 
 
+def default_block(target: Target) -> int:
+    """Rows and keys per block where none are given, for head dims up to 256.
+
+    Not tuned on a TPU, where nothing of this project has run: half of what overflows a kernel's memory is taken
+    (``attnsuite compile``; tests/suite/test_compiling.py). An unknown kind gets the size that fits all.
+    """
+    memory = {kind: known.kernel_memory for kind, known in TPUS.items()}
+    return memory.get(target.kind, min(memory.values())) // (32 * KIB)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Grid:
     """Block sizes, and the query and key lengths padded to whole blocks."""
@@ -173,7 +179,7 @@ class _Grid:
 
 def _grid(spec: AttentionSpec, target: Target, given: dict[str, Any]) -> _Grid:
     rows = spec.group_size if spec.query_length == 1 else spec.query_length
-    largest = DEFAULT_BLOCK.get(target.kind, min(DEFAULT_BLOCK.values()))
+    largest = default_block(target)
     while largest > LANES and largest * max(spec.head_dim, spec.value_head_dim or 0) > 512 * 256:
         largest //= 2
     q, kv = (_even_block(length, largest) for length in (rows, spec.key_value_length))

@@ -11,18 +11,16 @@ import dataclasses
 from collections.abc import Iterator
 
 from ..contract import AttentionSpec
-from ..devices import Target
+from ..devices import KIB, MIB, NVIDIA_GPUS, TPUS, Target
 from .settings import LEAST, KascadeBlockSizes, Settings, Tiling
 
 LANES = 128  # of a TPU's vector unit: scores are computed so many keys wide
 _GPU_ROWS = 128  # of one program: the paper's tile, 32 queries of 4 heads
 
-_KIB, _MIB = 2**10, 2**20
-# What the compiler grants one kernel of a core's vector memory unless told otherwise; its own words when it is too
-# little ("limit 16.00M"). Seven eighths of it, since the sizes below are an estimate.
-_VMEM = {"v4": 14 * _MIB, "v5e": 14 * _MIB, "v5p": 14 * _MIB, "v6e": 28 * _MIB, "tpu7x": 28 * _MIB}
+# Seven eighths of what a kernel may have, since the sizes below are an estimate.
+_VMEM = {kind: known.kernel_memory * 7 // 8 for kind, known in TPUS.items()}
 # Shared memory of a thread block by compute capability (CUDA programming guide, technical specifications).
-_SHARED = {(8, 0): 163 * _KIB, (9, 0): 227 * _KIB, (10, 0): 227 * _KIB}
+_SHARED = {known.compute_capability: known.shared_memory - KIB for known in NVIDIA_GPUS.values()}
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -100,7 +98,7 @@ def tpu_reasons(spec: AttentionSpec, tiling: Tiling, settings: Settings, target:
     if need > has:
         yield (
             f"kascade: block_q={blocks.block_q} with {spec.group_size} heads in a group and head_dim={spec.head_dim} "
-            f"needs about {need / _MIB:.0f} MiB of vector memory; a kernel on {target} may have {has // _MIB} MiB; "
+            f"needs about {need / MIB:.0f} MiB of vector memory; a kernel on {target} may have {has // MIB} MiB; "
             "give a smaller block_q."
         )
 
@@ -123,7 +121,7 @@ def gpu_reasons(spec: AttentionSpec, tiling: Tiling, settings: Settings, target:
     if need > has:
         yield (
             f"kascade: block_q={blocks.block_q} and block_kv_compute={blocks.step_kv} with head_dim={spec.head_dim} "
-            f"in {spec.dtype} need about {need // _KIB} KiB of shared memory; {target} has {has // _KIB} KiB; "
+            f"in {spec.dtype} need about {need // KIB} KiB of shared memory; {target} has {has // KIB} KiB; "
             "give smaller ones."
         )
 

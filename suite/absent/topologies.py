@@ -2,17 +2,17 @@
 
 A TPU comes from ``libtpu``, an NVIDIA GPU from XLA's CUDA plugin and a description of the chip; neither needs a
 driver or an accelerator. Both compilers allow one kind of device per process, so whoever calls :func:`device` runs in
-a process of its own, under :data:`ENVIRONMENT` (see ``compile_worker.py``). GPU figures are NVIDIA's data sheets'.
+a process of its own, under :data:`ENVIRONMENT` (see ``worker.py``). Figures of the chips: ``backends/devices.py``.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from importlib import util
 from typing import Any
 
 from attnsuite.backends import Target
+from attnsuite.backends.devices import NVIDIA_GPUS, TPUS
 
 # libtpu asks a metadata server and its own chip where it runs, and takes a lock, unless told otherwise.
 ENVIRONMENT = {
@@ -22,36 +22,7 @@ ENVIRONMENT = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 
-_TPU_TOPOLOGIES = {
-    "v4": "v4:2x2x1",
-    "v5e": "v5e:2x2",
-    "v5p": "v5p:2x2x1",
-    "v6e": "v6e:2x2",
-    "tpu7x": "tpu7x:2x2x1",
-}
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Chip:
-    """What XLA's GPU compiler wants to know: sizes in bytes, bandwidth in bytes per second, clock in GHz."""
-
-    name: str
-    cores: int
-    float_units: int  # per core
-    shared_memory: int  # per core
-    bandwidth: int
-    l2_cache: int
-    clock: float
-
-
-_CHIPS = {
-    "a100": _Chip("NVIDIA A100-SXM4-80GB", 108, 64, 167936, 2039 * 10**9, 40 * 2**20, 1.41),
-    "h100": _Chip("NVIDIA H100 80GB HBM3", 132, 128, 233472, 3352 * 10**9, 50 * 2**20, 1.98),
-    "h200": _Chip("NVIDIA H200", 132, 128, 233472, 4800 * 10**9, 50 * 2**20, 1.98),
-    "b200": _Chip("NVIDIA B200", 148, 128, 233472, 7672 * 10**9, 126 * 2**20, 1.965),
-}
-
-KINDS = (*_TPU_TOPOLOGIES, *_CHIPS)
+KINDS = (*TPUS, *NVIDIA_GPUS)
 
 _MODULES = {"tpu": ("libtpu", "tpu"), "cuda": ("jax_cuda12_plugin", "compile-cuda")}
 
@@ -75,7 +46,7 @@ def devices(target: Target) -> tuple[Any, ...]:
     from jax.experimental import topologies  # noqa: PLC0415 (initialises nothing, but takes its time)
 
     if target.platform == "tpu":
-        name = target.name if target.topology else _TPU_TOPOLOGIES[target.kind]
+        name = target.name if target.topology else f"{target.kind}:{TPUS[target.kind].smallest_slice}"
         return tuple(topologies.get_topology_desc(platform="tpu", topology_name=name).devices)
     return tuple(
         topologies.get_topology_desc(
@@ -86,7 +57,7 @@ def devices(target: Target) -> tuple[Any, ...]:
 
 def _target_config(target: Target) -> str:
     """XLA's ``GpuTargetConfigProto`` as text."""
-    chip, (major, minor) = _CHIPS[target.kind], target.compute_capability or (0, 0)
+    chip, (major, minor) = NVIDIA_GPUS[target.kind], target.compute_capability or (0, 0)
     accelerated = "feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
     return f"""
         gpu_device_info {{

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import psutil
 
+import attnsuite
 from attnsuite.backends import Target
 from attnsuite.backends.devices import cpu_name, usable_cores
 from attnsuite.backends.registry import ENTRY_POINT_GROUP
@@ -93,10 +94,10 @@ def flags() -> dict[str, str]:
 def source_digest() -> str:
     """Digest of this project's own Python files: two trees under one version or revision are told apart."""
     digest = hashlib.sha256()
-    for folder in (Path(__file__).parents[2] / room for room in _ROOMS):
-        for path in sorted(folder.rglob("*.py")):
-            digest.update(str(path.relative_to(folder)).encode())
-            digest.update(path.read_bytes())
+    package = Path(attnsuite.__file__).parent
+    for path in sorted([*package.glob("*.py"), *(path for room in _ROOMS for path in (package / room).rglob("*.py"))]):
+        digest.update(str(path.relative_to(package)).encode())
+        digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
 

@@ -24,8 +24,8 @@ def test_cpu_knows_its_memory() -> None:
 @pytest.mark.parametrize("kind", KNOWN_KINDS)
 def test_named_target_is_complete_and_absent(kind: str) -> None:
     target = Target.named(kind)
-    assert str(target) == f"{KNOWN_KINDS[kind][0]}:{kind}"
-    assert target.memory_bytes == KNOWN_KINDS[kind][1]
+    assert str(target) == f"{KNOWN_KINDS[kind].platform}:{kind}"
+    assert target.memory_bytes == KNOWN_KINDS[kind].memory_bytes
     assert (target.compute_capability is not None) == (target.platform == "cuda")
     assert not target.present
 
@@ -56,7 +56,7 @@ def test_unknown_name_lists_the_known_ones() -> None:
 
 def test_slice_has_the_chips_of_its_sides_and_the_memory_of_one() -> None:
     target = Target.named("v5p:2x2x4")
-    assert (target.kind, target.count, target.memory_bytes) == ("v5p", 16, KNOWN_KINDS["v5p"][1])
+    assert (target.kind, target.count, target.memory_bytes) == ("v5p", 16, KNOWN_KINDS["v5p"].memory_bytes)
     assert (str(target), Target.named(target.name)) == ("tpu:v5p:2x2x4", target)
 
 

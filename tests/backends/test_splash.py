@@ -11,7 +11,8 @@ from jax.experimental.pallas.ops.tpu import splash_attention
 
 import problems
 from attnsuite.backends import AttentionSpec, Layout, Target, Terms, oracle, support
-from attnsuite.backends.splash import DEFAULT_BLOCK, SPLASH
+from attnsuite.backends.devices import TPUS
+from attnsuite.backends.splash import SPLASH
 from conformance import Conformance, check_accuracy, compiled, layouts
 
 pytestmark = [pytest.mark.splash, pytest.mark.foreign_numerics]  # JAX's kernel promotes dtypes and ranks by itself
@@ -168,7 +169,7 @@ def test_mask_is_sorted_once_for_all_layers_passes_and_traces(monkeypatch):
     assert len(sorted_masks) == 1
 
 
-@pytest.mark.parametrize("kind", DEFAULT_BLOCK)
+@pytest.mark.parametrize("kind", TPUS)
 def test_lengths_are_padded_by_less_than_a_lane_per_block(kind):
     from attnsuite.backends.splash import _grid  # noqa: PLC0415
 
