@@ -180,8 +180,9 @@ def test_row_that_may_run_dense_says_so_and_counts_as_dense():
 def test_row_that_would_repeat_another_is_refused_with_the_reason():
     longer = dataclasses.replace(STACK, name="", sequence=4096, layers=16)
     assert "would repeat kascade" in reasons_of("kascade_profitable", longer)[0]
-    assert "greedy" in reasons_of("kascade_greedy", dataclasses.replace(GATE, schedule="greedy"))[0]
-    assert "single keys" in reasons_of("kascade_token", dataclasses.replace(GATE, granularity="token"))[0]
+    recall = dataclasses.replace(GATE, kind="kascade_retrieval", name="")
+    assert "greedy" in reasons_of("kascade_greedy", dataclasses.replace(recall, schedule="greedy"))[0]
+    assert "single keys" in reasons_of("kascade_token", dataclasses.replace(recall, granularity="token"))[0]
 
 
 def test_suite_has_all_that_is_promised():
