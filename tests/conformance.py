@@ -230,7 +230,6 @@ class Conformance:
         refused = self.is_refused(case)
         check_support(self.implementation, spec, self.device, self.mode, self.options, refused=refused)
 
-    @pytest.mark.core
     def test_matches_the_oracle(self, taken: str) -> None:
         problem = self.problem(taken)
         run = self.run(problem)

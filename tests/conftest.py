@@ -16,12 +16,32 @@ hypothesis.settings.load_profile("fixed")
 TESTS = Path(__file__).parent
 
 
+# Every backend is held to the oracle in these with the oldest JAX too, all cases with the newest.
+CORE = (
+    *(
+        "causal",
+        "causal-bfloat16",
+        "gqa-8",
+        "window-asymmetric",
+        "segments-causal",
+        "padding-both-ends",
+        "ragged-causal",
+    ),
+    *("combination", "decode-4"),
+)
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m deselects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A test carries the names of its folders as marks: tests/backends/kvax gives backends and kvax."""
     for item in items:
+        if not item.path.is_relative_to(TESTS):  # of somebody who inherits the suite
+            continue
         for folder in item.path.relative_to(TESTS).parent.parts:
             item.add_marker(folder)
+        of_the_oracle = getattr(item, "originalname", None) == Conformance.test_matches_the_oracle.__name__
+        if of_the_oracle and item.callspec.params["taken"] in CORE:
+            item.add_marker("core")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
