@@ -1,1 +1,1 @@
-"""What to measure and how: cases, the runner and its isolated workers, records, the command line."""
+"""The cases to measure, the runs that measure them, their records, and the command line."""

@@ -1,4 +1,4 @@
-"""``python -m attnsuite.suite`` is ``attnsuite``."""
+"""``python -m attnsuite.suite`` runs the command ``attnsuite``."""
 
 from .entry import main
 

@@ -1,4 +1,4 @@
-"""A cell of a grid: what is asked for (:class:`Cell`), and what is known of it once it ran (:class:`Facts`).
+"""A cell of a grid: the request (:class:`Cell`), and the facts about it after it ran (:class:`Facts`).
 
 Both are data and travel as JSON between the process that schedules and the processes that compute. A record
 (``record.py``) is made of one of each.
@@ -31,10 +31,10 @@ class Case(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One row of one case: what was asked for, and what runs for it. ``mode`` is None where nothing can.
+    """One row of one case: the request, and what runs for it. ``mode`` is None where nothing can run.
 
-    ``row`` is a backend, a peer, or a way to attend that only the suite knows; ``devices`` are the JAX devices that
-    share the problem. ``problem`` holds the case's fields, from which ``suite.kinds.make_case`` makes it again.
+    ``row`` is a backend, a peer, or a way to attend that only the suite knows. ``devices`` is the number of JAX devices
+    that share the problem. ``problem`` holds the case's fields; ``suite.kinds.make_case`` makes the case from them.
     """
 
     case: str
@@ -49,7 +49,7 @@ class Cell:
 
     @property
     def key(self) -> str:
-        """``case/row/target/mode``, ``row@n`` on n devices; where nothing runs, the mode that was asked for."""
+        """``case/row/target/mode``, with ``row@n`` on n devices. Where nothing runs, ``mode`` is the requested mode."""
         devices = "" if self.devices == 1 else f"@{self.devices}"
         return f"{self.case}/{self.row}{devices}/{self.target}/{self.mode or 'native'}"
 
@@ -61,10 +61,10 @@ class Cell:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What is known of a cell that was made ready. The fields that a record has too mean the same there.
+    """The facts about a cell that is ready to be sampled. A field that a record has too means the same there.
 
-    ``wrong`` says why its numbers cannot be trusted; ``calls`` is how many calls a sample takes, and ``memory_method``
-    how the process's high-water mark was read.
+    ``wrong`` says why its numbers cannot be trusted. ``calls`` is the number of calls in a sample. ``memory_method``
+    says how the process's high-water mark was read.
     """
 
     lower_seconds: Real | None = None
@@ -87,7 +87,7 @@ class Facts:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Prepared:
-    """A cell that ran once: what is known about it, and how to take a sample (None where nothing is timed)."""
+    """A cell that ran once: its facts, and a function that takes a sample (None where nothing is timed)."""
 
     facts: Facts
     take_sample: Callable[[], float] | None = None
@@ -95,7 +95,7 @@ class Prepared:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Means:
-    """What a cell's process has to work with: the .npz that judges it, its memory in bytes, the text to read."""
+    """The inputs of a cell's process: the .npz that judges the cell, its memory limit in bytes, the text to read."""
 
     reference: Path | None
     memory_limit: int
@@ -104,7 +104,7 @@ class Means:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What a grid was asked for beside its cases: the rows, the text, and whether a CPU's cores share cells."""
+    """The request of a grid beside its cases: the rows, the text, and whether a CPU's cores share cells."""
 
     rows: tuple[str, ...]
     cases: tuple[Any, ...]
@@ -118,7 +118,7 @@ _MEASURED = tuple(
 
 
 def record_of(cell: Cell, facts: Facts = Facts(), *, status: Status, environment: Any, **rest: Any) -> Record:
-    """The record of a cell: what was asked for, what is known, and ``rest`` (suite, started, error, samples, ...)."""
+    """The record of a cell: its request, its facts, and ``rest`` (suite, started, error, samples, ...)."""
     how = {"process_high_water_method": facts.memory_method, "calls_per_sample": facts.calls}
     return Record(
         key=cell.key,

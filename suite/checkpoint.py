@@ -1,7 +1,7 @@
-"""The suite that ``attnsuite run --model NAME`` measures: every backend in one model, on text and on the clock.
+"""The suite of ``attnsuite run --model NAME``: every backend in one model, measured for quality and for speed.
 
-Text for what a backend loses, prefill and decoding for what it costs, and where Kascade is asked for the cases that
-hold it to its controls. Which checkpoint it is stands in the cases; how long and how many, in :class:`CheckpointWords`.
+Cases on text show what a backend loses; prefill and decode cases show what it costs. If Kascade is asked for, cases
+with its controls are added. The cases name the checkpoint; :class:`CheckpointWords` gives lengths and counts.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from .typed import Count
 NAME = "checkpoint"
 TOP_K, TILE_SIZE = 0.125, 16
 SEQUENCES = 12  # the same for every row, so that their perplexities compare
-# What Kascade's row of a text is published beside: dense, the best that could be selected, and what has to fail.
+# Rows that stand beside Kascade's on a text: dense, the best possible selection, and controls that have to fail.
 ROWS = ("dense", "oracle_query", "kascade", "sinks_window", "random_tiles")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointWords:
-    """What the command line says: the checkpoint, and sizes that replace the suite's."""
+    """The flags of the command line: the checkpoint, and sizes that replace the suite's."""
 
     model: str
     sequence: Least = 512
@@ -39,12 +39,12 @@ class CheckpointWords:
     dtype: Dtype | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """What was said, for the manifest of a run."""
+        """The flags that were given, for the manifest of a run."""
         return dataclasses.asdict(self) | {"model": absolute(self.model)}
 
 
 def checkpoint_suite(words: CheckpointWords, *, kascade: bool) -> Suite:
-    """The cases of a checkpoint. Raises InputError for a name of none, and for one that cannot be read."""
+    """The cases of a checkpoint. Raises InputError for an unknown name, and for a checkpoint that cannot be read."""
     with checkpoint_of(words.model) as directory:
         try:
             config = read_config(directory)
@@ -77,5 +77,5 @@ def checkpoint_suite(words: CheckpointWords, *, kascade: bool) -> Suite:
 
 
 def rows(asked: Sequence[str]) -> tuple[str, ...]:
-    """The rows of the suite: the backends that are asked for, and with Kascade what its row stands beside."""
+    """The rows of the suite: the backends that are asked for, and if Kascade is one of them, the rows beside it."""
     return tuple(dict.fromkeys([*asked, *(ROWS if "kascade" in asked else ())]))

@@ -1,9 +1,11 @@
-"""The command ``attnsuite``: finds the verb, reads its flags, and turns what went wrong into a sentence.
+"""The command ``attnsuite``: finds the verb, reads its flags, and prints an error as one sentence.
 
-Exit codes (docs/measuring.md): 0 when the command did what it was asked (failed cells are results), 1 where it did and
-there is no result (``compile`` without a compiler, ``perplexity`` of losses that are not finite), 2 for input that
-cannot be used and results that cannot be written (one sentence on stderr), 128 and the number of the signal that ended
-it (130 after Ctrl-C; what is done is kept).
+Exit codes (docs/measuring.md):
+
+- 0: the command did its work. Failed cells are results.
+- 1: the work gave no result (``compile`` without a compiler, ``perplexity`` of losses that are not finite).
+- 2: input that cannot be used, or results that cannot be written (one sentence on stderr).
+- 128 plus the number of the signal that ended it (130 after Ctrl-C). Finished results are kept.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ _COMPLETION = "--tyro-print-completion"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """What ``attnsuite`` does (``entry.py`` calls it); exits the process."""
+    """Run the command ``attnsuite`` (``entry.py`` calls this function); exits the process."""
     try:
         code = _act(list(sys.argv[1:] if arguments is None else arguments))
         if sys.stdout is not None:
@@ -91,6 +93,6 @@ def _of_the_system(error: OSError) -> str:
 
 
 def _give_up_stdout() -> None:
-    """What could not be written is not tried again when the interpreter ends."""
+    """Drop the rest of stdout, so that the interpreter does not try to write it again when it ends."""
     with contextlib.suppress(OSError, AttributeError, ValueError):  # there is none, or it is no file
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

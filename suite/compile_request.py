@@ -1,4 +1,4 @@
-"""What ``attnsuite compile`` was asked for, checked: cases, models, backends and devices that there are."""
+"""The request of ``attnsuite compile``, checked: its cases, models, backends and devices exist."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .names import known_backend, names_of
 from .store import RECORDS
 from .suites import Suite, find_suite, select
 
-# Problems of a transformer of today: grouped queries, head dim 128, bfloat16, from short to as long as they get.
+# Problems of a present transformer: grouped queries, head dim 128, bfloat16, from short to very long.
 COMPILE = Suite(
     "compile",
     (
@@ -45,7 +45,7 @@ _DEFAULT_LENGTH = "2048"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelWords:
-    """The words about models as they were given."""
+    """The flags about models, as they were given."""
 
     models: str | None
     lengths: str | None
@@ -67,7 +67,7 @@ def compile_request(
     cache: Path | None,
     command: Sequence[str],
 ) -> CompileRequest:
-    """The request that these words ask for. Raises InputError with one sentence for what does not exist."""
+    """The request of these flags. Raises InputError with one sentence for a name that does not exist."""
     if (out / RECORDS).exists():
         raise InputError(
             f"{out} already has records; choose another --out (what was compiled before is not compiled again)."
@@ -98,7 +98,7 @@ def _ops(suite: str | None, patterns: str | None, *, wanted: bool) -> tuple[OpCa
 
 
 def _one_step(case: OpCase | ModelCase) -> OpCase | ModelCase:
-    """A decode case as it is compiled: one token. Raises InputError for a model that is none."""
+    """A decode case with one token, as it is compiled. Raises InputError for an unknown model."""
     if isinstance(case, OpCase):
         return case
     model_config(case)

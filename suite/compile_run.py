@@ -1,8 +1,7 @@
-"""``attnsuite compile``: every case for every backend and every device, with no accelerator in the machine.
+"""``attnsuite compile``: compile every case for every backend and every device, without an accelerator in the machine.
 
-One process per kind of device, as many at a time as there are cores and memory for. Whatever a compiler said is kept
-under a hash of the case, the backend, the device and everything that could change the answer (versions, this
-project's source, flags), so that a run that was stopped, or is asked again, compiles nothing twice.
+Each kind of device has one process; as many run side by side as there are cores and memory for. A compiler's answer is
+kept on disk (``absent/cache.py``), so that a run that was stopped, or is asked again, compiles nothing twice.
 """
 
 from __future__ import annotations
@@ -41,14 +40,14 @@ from .store import MANIFEST, CompileManifest, RunStore
 SUITE = "compile"
 _BYTES_PER_PROCESS = 5 * 2**30  # of this machine: a compiler on a whole model
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
-# Lengths that a search tries: quarters of powers of two, so many (2**5 - 1) that five answers find the place.
+# Lengths that a search tries: quarters of powers of two. There are 2**5 - 1, so five answers find the longest.
 SEARCH_LENGTHS = (768, 896, *(2**power * quarter // 4 for power in range(10, 17) for quarter in range(4, 8)), 2**17)
 SEARCH_STEPS = 5
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CompileRequest:
-    """What to compile, checked. ``searches`` are model cases whose longest length that fits is wanted."""
+    """What to compile, checked. Each of ``searches`` is a model case whose longest length that fits is searched."""
 
     cases: tuple[OpCase | ModelCase, ...]
     searches: tuple[ModelCase, ...]
@@ -78,7 +77,7 @@ def execute(request: CompileRequest, watcher: GridWatcher) -> None:
 
 
 def nothing_compiled(records: Sequence[Record]) -> bool:
-    """Whether not one cell was compiled, and some for want of a compiler."""
+    """Whether no cell was compiled, and at least one because its compiler is missing."""
     return all(record.status == "unsupported" for record in records) and any(
         record.error == NO_COMPILER for record in records
     )
@@ -101,7 +100,7 @@ def longest(fits: Callable[[int], bool], lengths: Sequence[int]) -> int | None:
 
 
 def _in_parallel(request: CompileRequest, watcher: GridWatcher) -> Iterator[Record]:
-    """The records of all targets as they come."""
+    """The records of all targets, in the order in which they finish."""
     found: queue.SimpleQueue[Record | BaseException | None] = queue.SimpleQueue()
     compilers = [_Compiler(target, request, watcher) for target in request.targets]
 
@@ -130,7 +129,7 @@ def _in_parallel(request: CompileRequest, watcher: GridWatcher) -> Iterator[Reco
 
 
 class _Compiler:
-    """The cells of one target: its process, made when it is first needed, and its records."""
+    """The cells of one target: their records, and the target's process, started at the first cell that needs it."""
 
     def __init__(self, target: Target, request: CompileRequest, watcher: GridWatcher) -> None:
         self._target = target
@@ -142,7 +141,7 @@ class _Compiler:
         self._stopped = threading.Event()
 
     def records(self) -> Iterator[Record]:
-        """Every cell once: the cases in order, then what the searches try."""
+        """Every cell once: the cases in order, then the lengths that the searches try."""
         for case in self._request.cases:
             for backend in self._request.backends:
                 for name in in_roles(case, backend):
@@ -158,7 +157,7 @@ class _Compiler:
             self._worker = None
 
     def stop(self) -> None:
-        """End the process, and everything that is still to come."""
+        """End the process, and skip all remaining cells."""
         self._stopped.set()
         self.close()
 
@@ -193,7 +192,7 @@ class _Compiler:
         yield record
 
     def _compile(self, case: OpCase | ModelCase, backend: str, key: str) -> tuple[Record, bool]:
-        """The record of a cell, and whether it would be the same another time."""
+        """The record of a cell, and whether compiling again would give the same record."""
         started, begin = dt.datetime.now(dt.UTC).isoformat(timespec="seconds"), time.perf_counter()
         facts: dict[str, Any]
         try:
@@ -242,7 +241,7 @@ def _key(case: OpCase | ModelCase, backend: str, target: Target) -> str:
 
 
 def _status_of(failure: CellFailure | InputError) -> Status:
-    """``oom`` is about the device; a compiler that is too large for this machine is something else."""
+    """``oom`` is kept for the device's memory: a compiler too large for this machine gets another status."""
     return "timeout" if isinstance(failure, CellFailure) and failure.status == "timeout" else "crashed"
 
 

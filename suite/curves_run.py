@@ -1,7 +1,7 @@
-"""Train the standard backend, its noise, its controls and every other backend, and write down their loss curves.
+"""Train the standard backend, its noise runs, its controls and every other backend, and write their loss curves.
 
-What the curves are held to is in ``loss_curves.py``. Every run starts from the same parameters and sees the same
-batches; the curves are written as they end.
+``loss_curves.py`` says how the curves are judged. Every run starts from the same parameters and sees the same batches.
+Each curve is written as soon as its run ends.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ _HIDDEN_AXIS = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), 1),
     **dict.fromkeys(("o_proj", "down_proj", "input_layernorm", "post_attention_layernorm", "norm"), 0),
 }
-# Factors on the gradients of query, key and value: a slip of the hand, a forgotten gradient, a lost percent.
+# Factors on the gradients of query, key and value: an error of 5%, a missing gradient, an error of 1%.
 CONTROLS = {"dk 5% small": (1.0, 0.95, 1.0), "dk dropped": (1.0, 0.0, 1.0), "dv 1% large": (1.0, 1.0, 1.01)}
 
-# Blocks so small that the sums of a short row are taken over several; the others' own are small enough.
+# Blocks so small that a short row spans several of them; the defaults of the other backends are small enough.
 BLOCKS: dict[str, dict[str, int]] = {
     "chunked": {"block_q": 64, "block_kv": 64, "block_backward": 64},
     "splash": dict.fromkeys(("block_q", "block_kv", "block_q_backward", "block_kv_backward"), 128),
@@ -58,7 +58,7 @@ BLOCKS: dict[str, dict[str, int]] = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CurvesRequest:
-    """What to train: a preset, the backends beside standard, and the updates in either setting."""
+    """What to train: a preset, the backends beside standard, and the number of updates in each setting."""
 
     preset: str
     backends: tuple[str, ...]
@@ -68,9 +68,9 @@ class CurvesRequest:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TrainingRun:
-    """One curve: what computes its attention (nothing where it is refused, with the ``reasons``), and what is other.
+    """One curve: the resolutions of its attention (None where refused, with the ``reasons``), and how the run differs.
 
-    ``order`` is the number of an order of the hidden coordinates, ``batches`` of other batches; 0 is the usual one.
+    ``order`` numbers an order of the hidden coordinates, ``batches`` a set of batches; 0 is the usual one of each.
     """
 
     role: Literal["standard", "noise", "batches", "backend", "control"]
@@ -96,7 +96,7 @@ class WrongGradients:
     exact: bool = True
 
     def takes(self, target: Target, mode: Mode) -> Takes:
-        """What the standard backend does of the features that pass through here."""
+        """The features that the standard backend takes, as far as they pass through here."""
         return Takes(modes=("native", "compile"))
 
     def plan(
@@ -108,7 +108,7 @@ class WrongGradients:
         mode: Mode = "native",
         options: Mapping[str, Any] | None = None,
     ) -> Plan:
-        """The standard backend's plan, with the faults."""
+        """The standard backend's plan, with multiplied gradients."""
         inner = plan(registry.get("standard"), spec, layout, target=target, mode=mode, options=options)
 
         def attend(query: Array, key: Array, value: Array, layer: int, carry: Carry, *terms: Terms) -> Any:
@@ -120,9 +120,10 @@ class WrongGradients:
 
 
 def run_curves(request: CurvesRequest, out: Path, watcher: GridWatcher, *, resume: bool = False) -> tuple[Record, ...]:
-    """Train with every backend, in both settings where it can; the records, in ``out``. Raises InputError.
+    """Train with every backend, in both settings where possible; the records, written to ``out``. Raises InputError.
 
-    The native setting is for what runs on this device itself, the interpreted one is short and for all.
+    The native setting is for backends that run on this device. The interpreted setting is short and includes all
+    backends.
     """
     preset = request.preset
     if preset not in PRESETS:
@@ -222,7 +223,7 @@ def curves_of(
 
 
 def reordered(params: Params, order: np.ndarray) -> Params:
-    """The same model with its hidden coordinates stored in another order."""
+    """The same model, with its hidden coordinates stored in another order."""
 
     def move(path: Any, x: Array) -> Array:
         axis = _HIDDEN_AXIS.get(path[-1].key.removesuffix("_bias") if x.ndim == 1 else path[-1].key)
@@ -267,7 +268,7 @@ class _Trainer:
 def _resolve(
     config: ModelConfig, case: TrainingCase, name: str, modes: Sequence[Mode]
 ) -> tuple[Resolutions | None, tuple[str, ...]]:
-    """What runs for ``name`` in the first of the modes that it takes, or every reason why none."""
+    """The resolutions of ``name`` in the first of ``modes`` that it takes; None and every reason if it takes none."""
     target, reasons = Target.here(), []
     specs = [
         attention_spec(config, kind, batch=case.batch, query_length=case.length) for kind in config.attention_types

@@ -1,4 +1,4 @@
-"""What is here and what would run: devices, versions, every backend with every reason against it."""
+"""``attnsuite doctor``: the devices, the versions, and every backend with every reason against it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SECONDS = 300.0
 
 
 def examine_here() -> dict[str, Any]:
-    """Ask a process of its own: a backend that crashes or hangs cannot take this one down. Raises InputError."""
+    """Examine in a process of its own, so that a backend may crash or hang there. Raises InputError."""
     with Worker(psutil.virtual_memory().total) as worker:
         try:
             return worker.ask({"do": "doctor"}, _SECONDS)
@@ -65,7 +65,7 @@ def _mode(problem: dict[str, Any]) -> Text:
 
 
 def _reasons(backends: list[dict[str, Any]]) -> Iterator[Text]:
-    """Every reason once per backend, with the problems that it stands against."""
+    """Every reason once per backend, with the problems that it applies to."""
     for backend in backends:
         against: dict[str, list[str]] = {}
         for problem, support in backend["problems"].items():

@@ -1,6 +1,6 @@
-"""Where the command begins: signals first and imports after, which take seconds.
+"""The entry point of the command: installs signal handlers first, then imports, which take seconds.
 
-SIGTERM and SIGHUP end the command as Ctrl-C does: temporary files are removed, workers are killed, what is done is
+SIGTERM and SIGHUP end the command as Ctrl-C does: temporary files are removed, workers are killed, finished results are
 kept. The exit code is 128 plus the number of the signal.
 """
 
@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def _leave(number: int, _: FrameType | None) -> None:
-    """Nothing was begun that has to be ended."""
+    """Exit during the imports: no work has begun that would have to be ended."""
     os._exit(128 + number)
 
 

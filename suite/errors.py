@@ -1,7 +1,7 @@
-"""What goes wrong, as values: a sentence for the user, or the end of one cell.
+"""Two errors: one for the user's input, one for a cell that failed.
 
-:class:`InputError` is what the command line prints on stderr before it exits with code 2. A
-:class:`CellFailure` becomes the status and the error of one record; the run goes on.
+The command line prints an :class:`InputError` on stderr and exits with code 2. A :class:`CellFailure` becomes the
+status and the error of one record; the run goes on.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from .record import Status
 
 
 class InputError(ValueError):
-    """Something the user gave cannot be used; the message is one sentence that says what would be."""
+    """The user's input cannot be used. The message is one sentence that says what would be accepted."""
 
 
 class CellFailure(RuntimeError):  # noqa: N818 (it is a result, not a fault of this program)

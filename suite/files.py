@@ -1,6 +1,6 @@
-"""Writing results: a file is there whole or not at all, and long work finds out at its start that it cannot write.
+"""Writing results: a file is written whole or not at all, and long work checks at its start that it can write.
 
-An error of the system becomes an InputError, one sentence with the path.
+An error of the system becomes an InputError: one sentence with the path.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .errors import InputError
 
 @contextlib.contextmanager
 def writing(path: Path, kept: str = "") -> Iterator[None]:
-    """Within it an OSError becomes an InputError about ``path``; ``kept`` is what the user should know beside it."""
+    """Inside this context an OSError becomes an InputError about ``path``; ``kept`` is added to its sentence."""
     try:
         yield
     except OSError as error:
@@ -24,7 +24,7 @@ def writing(path: Path, kept: str = "") -> Iterator[None]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write beside and rename, so that a disk that is full leaves the old file. Raises InputError."""
+    """Write a file beside ``path`` and rename it, so that a full disk leaves the old file. Raises InputError."""
     partial = path.with_name(f"{path.name}.partial")
     with writing(path):
         try:
@@ -40,7 +40,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def check_directory(directory: Path) -> None:
-    """Make the directory, and find out whether a file can be written into it. Raises InputError."""
+    """Make the directory, and check that a file can be written into it. Raises InputError."""
     with writing(directory):
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory) as file:
@@ -48,7 +48,7 @@ def check_directory(directory: Path) -> None:
 
 
 def check_file(path: Path) -> None:
-    """Find out whether the file can be written; its directory has to be there. Raises InputError."""
+    """Check that the file can be written; its directory must exist. Raises InputError."""
     if not path.parent.is_dir():
         raise InputError(f"--out {path}: the directory {path.parent} does not exist; make it first.")
     if path.is_dir():

@@ -1,11 +1,11 @@
-"""Is a backend ready to train with? Its loss curve against the standard backend's, within that one's own noise.
+"""Judge whether a backend is ready for training: its loss curve must stay within the standard backend's noise.
 
-Every run trains the same model on the same batches. The noise is what the standard backend does to itself when only
-the order of its float sums changes: runs that store the hidden coordinates of the model in another order, which is
-the same mathematics to the last symbol. A backend is ready where, at every step, its loss is no further from the
-standard's than twice the sum of what the furthest of those runs was so far and one rounding of the loss. Beside it
-stand controls that have to fail: the standard backend with a gradient slightly wrong. Runs on other batches are kept
-for scale: held to that spread, the wrong gradients would pass.
+Every run trains the same model on the same batches. The noise comes from runs of the standard backend that store the
+hidden coordinates of the model in another order: the mathematics is the same, only the order of float sums changes. At
+every step, a backend's loss may differ from the standard's by at most twice the sum of two numbers: the largest
+difference of a noise run up to that step, and one rounding of the loss. Controls stand beside it that have to fail: the
+standard backend with slightly wrong gradients. Runs on other batches are recorded for scale; their spread is so wide
+that the wrong gradients would pass.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Losses = Sequence[float] | Float[np.ndarray, " steps"]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingCase:
-    """How a group of runs trains: updates, rows per update, tokens per row. ``setting`` is what a page calls it."""
+    """How a group of runs trains: updates, rows per update, tokens per row. ``setting`` is its name on a page."""
 
     kind: Literal["loss_curve"] = "loss_curve"
     name: str = ""
@@ -49,19 +49,19 @@ class TrainingCase:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Verdict:
-    """The largest distance from the standard's curve in units of its noise, and the step where it is."""
+    """The largest distance from the standard's curve, in units of its noise, and the step of this distance."""
 
     ratio: float
     step: int
 
     @property
     def is_ready(self) -> bool:
-        """Whether the rule of this module holds."""
+        """Whether the backend passes the rule of this module."""
         return self.ratio <= FACTOR
 
 
 def judge(losses: Losses, standard: Losses, noise: Sequence[Losses]) -> Verdict:
-    """Hold a curve to the noise of the standard's; a loss that is not finite is infinitely far away.
+    """Compare a curve with the noise of the standard's; a loss that is not finite is infinitely far away.
 
     >>> judge([2.0, 1.5], [2.0, 1.0], [[2.0, 1.25]])
     Verdict(ratio=1.9999990463261383, step=2)
@@ -81,12 +81,12 @@ def losses_of(record: Record) -> Float[np.ndarray, " steps"]:
 
 
 def role_of(record: Record) -> str | None:
-    """What a curve is for, see ``record.LossCurve``; None where there is no curve."""
+    """The role of a curve, see ``record.LossCurve``; None where there is no curve."""
     return None if record.facts is None else record.facts.role
 
 
 def settings_of(records: Iterable[Record]) -> list[tuple[TrainingCase, list[Record]]]:
-    """The cases that were trained, each with its records. Raises ValueError with a sentence where they make no page."""
+    """The cases that were trained, each with its records. Raises ValueError with a sentence if they make no page."""
     members: dict[str, list[Record]] = {}
     for record in records:
         members.setdefault(record.case, []).append(record)

@@ -1,7 +1,7 @@
-"""The model that a name stands for, the same in every verb: a preset, ``text``, or the directory of a checkpoint.
+"""Models by name, the same in every verb: a preset, ``text``, or the directory of a checkpoint.
 
-``text`` is the trained checkpoint in this package. A preset has random weights: what measures trained weights takes the
-two others (:func:`checkpoint_of`). ``where`` is what the name was given as, for a sentence: ``--model``, say.
+``text`` is the trained checkpoint in this package. A preset has random weights; verbs that need trained weights accept
+the other two (:func:`checkpoint_of`). ``where`` is the flag that gave the name, for error sentences: ``--model``, say.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ SHIPPED = "text"
 
 
 def absolute(name: str) -> str:
-    """The name that stands for the same model in a process that runs elsewhere: a directory is written out."""
+    """The same model's name for a process in another directory: a relative path becomes absolute."""
     return str(Path(name).resolve()) if name != SHIPPED and Path(name).is_dir() else name
 
 
 @contextlib.contextmanager
 def checkpoint_of(name: str, where: str = "--model") -> Iterator[Path]:
-    """The directory of trained weights, there as long as the context lasts. Raises InputError for a name of none."""
+    """The directory of trained weights; it exists as long as the context. Raises InputError for an unknown name."""
     if name == SHIPPED:
         with shipped() as directory:
             yield directory
@@ -40,7 +40,7 @@ def checkpoint_of(name: str, where: str = "--model") -> Iterator[Path]:
 
 
 def config_of(name: str, where: str = "--model", **overrides: Any) -> ModelConfig:
-    """The configuration of any model, with ``overrides`` of its fields. Raises InputError for what cannot be used."""
+    """The configuration of any model, with ``overrides`` of its fields. Raises InputError for a name it cannot use."""
     if name in PRESETS:
         return ModelConfig.from_preset(name, **overrides)
     with _readable(name, where) as directory:
@@ -48,7 +48,7 @@ def config_of(name: str, where: str = "--model", **overrides: Any) -> ModelConfi
 
 
 def model_of(name: str, where: str = "--model", *, seed: int = 0, **overrides: Any) -> Transformer:
-    """Any model with its weights, those of a preset drawn from ``seed``; else as :func:`config_of`."""
+    """Any model with its weights; a preset's are drawn from ``seed``. Other arguments and errors: :func:`config_of`."""
     if name in PRESETS:
         return Transformer(ModelConfig.from_preset(name, **overrides), rngs=nnx.Rngs(seed))
     with _readable(name, where) as directory:

@@ -1,4 +1,4 @@
-"""Lists as the command line and cases write them, separated by commas; and whether a name is that of a backend."""
+"""Lists separated by commas, as the command line and cases write them; and the check of a backend's name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .errors import InputError
 
 
 def parts_of(text: str) -> list[str]:
-    """What stands between the commas, without what is blank.
+    """The parts between the commas, without blank ones.
 
     >>> parts_of("0, 2,,")
     ['0', '2']
@@ -19,7 +19,7 @@ def parts_of(text: str) -> list[str]:
 
 
 def names_of(text: str, flag: str) -> list[str]:
-    """The names in the value of a flag, each once. Raises InputError where there is none."""
+    """The names in the value of a flag, each once. Raises InputError if there is none."""
     found = list(dict.fromkeys(parts_of(text)))
     if not found:
         raise InputError(f"{flag} is empty; give names separated by commas, or leave it out.")
@@ -27,7 +27,7 @@ def names_of(text: str, flag: str) -> list[str]:
 
 
 def known_backend(name: str, peers: Collection[str] = ()) -> str:
-    """The name, where it is a backend's or one of ``peers``. Raises InputError with those that are."""
+    """The name, if it is a backend's or one of ``peers``. Raises InputError with the known names."""
     if name in peers:
         return name
     try:

@@ -1,8 +1,8 @@
-"""The record of one cell: the only thing that tables, plots and comparisons are made from.
+"""The record of one cell. Tables, plots and comparisons are made from records only.
 
-A run is a grid of cells (case x backend x target x mode). Each finished cell is one JSON line; nothing in
-it is pickled, rounded or summarised away: raw samples stay, and whoever reads them computes the median.
-Times are seconds, sizes are bytes, rates are per second.
+A run is a grid of cells (case x backend x target x mode). Each finished cell is one JSON line. Its raw samples are
+kept, neither rounded nor summarised; readers compute the median. Times are seconds, sizes are bytes, rates are per
+second.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Mode = Literal["native", "interpret", "compile", "fallback"]
 
 
 class Machine(TypedDict, total=False):
-    """What a machine reaches: FLOP/s of a matmul by dtype, bytes/s copied (read plus written), bytes/s read."""
+    """Measured rates of a machine: FLOP/s of a matmul by dtype, bytes/s copied (read plus written), bytes/s read."""
 
     matmul_flops: dict[str, Real]
     copy_bytes_per_second: Real
@@ -28,7 +28,7 @@ class Machine(TypedDict, total=False):
 
 
 class Environment(TypedDict, total=False):
-    """Where a cell was measured. Sizes are bytes; ``session`` is what cells that shared rounds have in common."""
+    """Where a cell was measured. Sizes are bytes. ``session`` is equal for cells that shared rounds."""
 
     versions: dict[str, str]
     source: str
@@ -58,11 +58,10 @@ class RecordError(ValueError):
 class TensorError:
     """Distance of one tensor (``out``, ``dq``, ``dk``, ``dv``) from the float64 oracle.
 
-    ``max_error`` and ``rms_error`` are relative to the oracle's largest and root-mean-square value;
-    ``standard_error`` is the max_error of the standard backend on the same problem in the same dtype, and
-    ``allowed`` the bound that follows from it (see ``backends/oracle.py``). An error that is not finite
-    (the tensor held NaN or infinity) is None, and never passes. ``rms_error`` and ``standard_error`` are None as well
-    where they were not kept.
+    ``max_error`` and ``rms_error`` are relative to the oracle's largest and root-mean-square value. ``standard_error``
+    is the max_error of the standard backend on the same problem in the same dtype; ``allowed`` is the bound that
+    follows from it (see ``backends/oracle.py``). An error is None where the tensor held NaN or infinity; it then never
+    passes. ``rms_error`` and ``standard_error`` are also None where they were not kept.
     """
 
     max_error: Real | None
@@ -74,7 +73,7 @@ class TensorError:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """What ``backends.contract.KernelBuild`` says of one kernel; its configuration is a table here."""
+    """The fields of ``backends.contract.KernelBuild`` for one kernel; its configuration is a table here."""
 
     name: str
     configuration: dict[str, Scalar]
@@ -108,7 +107,7 @@ class Share:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """Options that were tried: seconds of the samples, what the compiler said of the kernels, or why they failed."""
+    """Options that were tried: seconds of the samples, the compiler's facts about the kernels, or why they failed."""
 
     options: dict[str, Scalar]
     samples: tuple[Real, ...] = ()
@@ -129,7 +128,7 @@ FACTS: dict[str, type] = {"loss_curve": LossCurve, "sharded": Share, "tuning": T
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """One cell of a run. Raises RecordError for a field that has not its type: what is written can be read again."""
+    """One cell of a run. Raises RecordError for a field of the wrong type, so that every record can be read again."""
 
     schema: Literal[1] = SCHEMA_VERSION
     key: str  # case/backend/target/mode, backend@n on n devices: unique within a run

@@ -1,9 +1,10 @@
-"""``attnsuite sharded``: whether attention that is dealt to many devices is the same attention.
+"""``attnsuite sharded``: checks that attention divided among many devices gives the same results.
 
-Every backend that can be sharded, on meshes of data, heads and context, forward and backward, on eight devices that the
-host pretends to have, and on two real processes that ``jax.distributed`` joins over loopback. A row is judged as
-everywhere else: against the float64 oracle, within the noise floor of the standard backend on one device. What a
-backend refuses is a record too, with its reasons. Correctness only: devices that share a CPU say nothing of speed.
+It runs every backend that can be sharded, on meshes of data, heads and context, forward and backward, on eight devices
+that JAX makes of the host's CPU, and on two real processes that ``jax.distributed`` joins over loopback. A row is
+judged like any cell: against the float64 oracle, within the noise floor of the standard backend on one device. A
+refusal is a record too, with its reasons. Only correctness is measured: devices that share a CPU say nothing about
+speed.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ _MEMORY_SHARE = 0.7  # of the machine, for all processes of a row
 class ShardedProblem:
     """An attention problem over 2 sequences, 4 heads and 2 KV heads of dim 32.
 
-    ``segments`` are ids and their counts in turn (negative: padding), the same in every sequence but the last, which
-    is one segment. ``balanced_for``: tokens in the order that is balanced for so many devices.
+    ``segments`` alternates ids and counts (a negative id is padding). They hold for every sequence but the last, which
+    is one segment. With ``balanced_for`` the tokens are in the order that balances that many devices.
     """
 
     options: Mapping[str, Any]
@@ -83,7 +84,7 @@ PROBLEMS = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Row:
-    """One backend on one mesh: ``shape`` is how many devices share data, heads and context, in the mesh's order."""
+    """One backend on one mesh; ``shape`` counts the devices along data, heads and context, in the mesh's order."""
 
     backend: str
     shape: Mapping[str, int]
@@ -93,7 +94,7 @@ class Row:
 
     @property
     def case(self) -> str:
-        """The problem and the mesh in words; with the backend and the number of devices no two rows have the same."""
+        """The problem and the mesh as one name; with the backend and the number of devices it is unique to the row."""
         exchange = f", {self.exchange}" if "context" in self.shape else ""
         return f"{self.problem}, {self.mesh}{exchange}"
 
@@ -136,7 +137,7 @@ _STARTS = ((ROWS, 1, DEVICES), (ROWS_OF_PROCESSES, 2, 2))  # rows, processes, an
 
 
 def run(out: Path, watcher: GridWatcher, *, resume: bool) -> tuple[Record, ...]:
-    """The records of all rows, in ``out``. Raises InputError where it holds some and ``resume`` is False."""
+    """The records of all rows, written to ``out``. Raises InputError if ``out`` has records and ``resume`` is False."""
     found: Environment = {
         "versions": environment.versions(),
         "source": environment.source_digest(),
@@ -172,8 +173,8 @@ def compute(
 ) -> Iterator[Record]:
     """The record of each row, from ``processes`` processes of ``devices`` devices each.
 
-    ``alone``: with the errors of the same backend on one device beside those on all, for the reader; the judge needs
-    them not. A process that dies ends its row; the next one is computed by new processes.
+    With ``alone`` the record also has the errors of the same backend on one device, for the reader; the judge does not
+    use them. A process that dies ends its row; new processes compute the next one.
     """
     workers: list[Worker] = []
     target = str(Target("cpu", cpu_name()))
@@ -198,14 +199,14 @@ def compute(
 
 
 def _ended(workers: Sequence[Worker]) -> list[Worker]:
-    """No workers any more."""
+    """End the workers; returns an empty list."""
     for worker in workers:
         worker.close()
     return []
 
 
 def _joined(processes: int, devices: int) -> list[Worker]:
-    """Processes that ``jax.distributed`` joins over loopback where there are several. Raises CellFailure."""
+    """New worker processes; several are joined by ``jax.distributed`` over loopback. Raises CellFailure."""
     forced = f"--xla_force_host_platform_device_count={devices}"
     variables = {
         "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {forced}".strip(),
@@ -226,7 +227,7 @@ def _joined(processes: int, devices: int) -> list[Worker]:
 
 
 def record_of(row: Row, processes: int, devices: int, target: str, answer: Mapping[str, Any], started: str) -> Record:
-    """The record of a row: ``answer`` is what ``sharded_worker.answer`` gave, ``devices`` those of all processes."""
+    """The record of a row from the ``answer`` of ``sharded_worker``; ``devices`` counts those of all processes."""
     status = answer["status"]
     accuracy = {name: TensorError(**error) for name, error in answer.get("accuracy", {}).items()}
     return Record(

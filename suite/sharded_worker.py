@@ -1,8 +1,8 @@
-"""The process that deals attention to its devices: ``python -m attnsuite.suite.sharded_worker``.
+"""The process that divides attention among its devices: ``python -m attnsuite.suite.sharded_worker``.
 
-Its devices are the host's cores, as many as it pretends to have. It may be one of several that ``jax.distributed``
-joins over loopback; the mesh then spans them all. Each row is one backend on one mesh: output and gradients are held to
-the float64 oracle, with the standard backend on one device as the judge's yardstick.
+Its devices are CPU devices of the host; JAX makes as many as are asked for. ``jax.distributed`` may join several such
+processes over loopback; the mesh then spans all of them. Each row is one backend on one mesh. Output and gradients are
+judged against the float64 oracle, with the noise floor of the standard backend on one device.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ QUANTITIES = ("out", "dq", "dk", "dv")
 
 
 def main() -> None:
-    """Answer requests until stdin ends: to be joined with other processes, and one row after the other."""
+    """Answer requests until stdin ends: first to join other processes, then one row per request."""
     answer_requests(_do)
 
 
@@ -44,7 +44,7 @@ def _do(request: dict[str, Any]) -> Any:
 
 
 def answer(row: Row, *, alone: bool) -> dict[str, Any]:
-    """``status`` (ok, wrong, unsupported, crashed) and what belongs to it."""
+    """``status`` (ok, wrong, unsupported, crashed), and the fields of this status."""
     spec = _spec(row.problem, registry.get(row.backend))
     mesh = Mesh(np.array(jax.devices()).reshape(*row.shape.values()), tuple(row.shape))
     axes = MeshAxes(**{name: name for name in row.shape}, exchange=row.exchange)
@@ -91,7 +91,7 @@ class _Solved:
 
 @functools.cache
 def _solved(name: str, spec: AttentionSpec) -> _Solved:
-    """The arrays of a problem, what the oracle makes of them, and how far the standard backend is off."""
+    """The arrays of a problem, the oracle's results for them, and the standard backend's errors."""
     layout, rng = _layout(PROBLEMS[name], spec), np.random.default_rng(0)
     query = (spec.batch, spec.query_length, spec.num_heads, spec.head_dim)
     key = (spec.batch, spec.key_value_length, spec.num_kv_heads, spec.head_dim)
@@ -145,7 +145,7 @@ def _kind(quantity: str) -> oracle.Kind:
 
 
 def _spec(problem: str, backend: Backend) -> AttentionSpec:
-    """As the problem says; without gradients for a backend that has none."""
+    """The problem's spec, without gradients for a backend that has none."""
     spec = PROBLEMS[problem].spec()
     return spec if backend.exact else dataclasses.replace(spec, needs_grad=False)
 
@@ -165,7 +165,7 @@ def _layout(problem: ShardedProblem, spec: AttentionSpec) -> Layout:
 
 
 def _dealt(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
-    """The array over all processes, each of which has it whole."""
+    """The array over all processes; each process has the whole of it in memory."""
     return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
 

@@ -1,9 +1,10 @@
-"""What may be said of a record: the rules of the house, which tables and terminal share.
+"""The rules for what may be shown of a record, shared by tables and terminal.
 
-They are here and nowhere else: an interpreted cell shows accuracy only, a compiled one memory only, a cell whose
-numbers are wrong shows neither speed nor memory, a fallback goes under the name of what really ran, and ratios are
-taken against the standard backend of the same case in the same rounds. A share of the machine's peak is of the peak in
-the case's own dtype.
+- An interpreted cell shows accuracy only, a compiled one memory only.
+- A cell whose numbers are wrong shows neither speed nor memory.
+- A fallback is labelled with the name of the backend that ran.
+- A ratio is to the standard backend of the same case in the same rounds.
+- A share of the machine's peak is of the peak in the case's own dtype.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ STANDARD = "standard"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Speed:
-    """What the samples of one cell say; times are seconds, rates per second."""
+    """Speed from the samples of one cell; times are seconds, rates per second."""
 
     median: Interval
     ratio: Interval | None  # to the standard backend, paired by round; None without a standard cell
@@ -33,9 +34,9 @@ class Speed:
 
 
 def label(record: Record) -> str:
-    """What ran, for whom where that is not the same, and on how many devices: ``chunked (for kvax), 2 devices``.
+    """The backend that ran, the one asked for if it differs, and several devices: ``chunked (for kvax), 2 devices``.
 
-    A cell in which nothing ran goes under the name that was asked for.
+    A cell in which nothing ran has the name that was asked for.
     """
     name = record.requested
     if record.resolved not in (None, record.requested):
@@ -44,7 +45,7 @@ def label(record: Record) -> str:
 
 
 def is_trusted(record: Record) -> bool:
-    """Whether the cell ran and nothing in it failed the oracle."""
+    """Whether the cell ran and none of its tensors failed the oracle."""
     judged = record.exact is not False
     return record.status == "ok" and not (judged and any(not error.passed for error in record.accuracy.values()))
 
@@ -60,7 +61,7 @@ def shows_speed(record: Record) -> bool:
 
 
 def same_rounds(first: Record, second: Record) -> bool:
-    """Whether sample i of both was taken in the same round: a run that was resumed starts new rounds."""
+    """Whether sample i of both was taken in the same round. A resumed run starts new rounds."""
     return first.environment.get("session") == second.environment.get("session")
 
 
@@ -70,7 +71,7 @@ def shows_memory(record: Record) -> bool:
 
 
 def standard_of(records: Sequence[Record]) -> Record | None:
-    """The cell that the others of its case are compared with: standard, asked for by name, with right numbers."""
+    """The baseline of a case: the cell of ``standard``, asked for by that name, with right numbers."""
     for mode in ("native", "compile"):
         for record in records:
             if record.requested == record.resolved == STANDARD and record.mode == mode and is_trusted(record):
@@ -79,7 +80,7 @@ def standard_of(records: Sequence[Record]) -> Record | None:
 
 
 def speed_of(record: Record, standard: Record | None) -> Speed | None:
-    """What the samples say, None where no speed may be shown. ``standard`` is :func:`standard_of` the case."""
+    """The speed of a cell; None where no speed may be shown. ``standard`` is :func:`standard_of` the case."""
     if not shows_speed(record):
         return None
     typical = median(record.samples)
@@ -100,7 +101,7 @@ def speed_of(record: Record, standard: Record | None) -> Speed | None:
 
 
 def matmul_peak(record: Record) -> float | None:
-    """FLOP/s that this machine's measured matmul reaches in the dtype of the case."""
+    """FLOP/s of this machine's measured matmul in the dtype of the case."""
     rates = record.environment.get("machine", {}).get("matmul_flops", {})
     return _rate(rates.get(str(record.problem.get("dtype"))))
 
@@ -110,7 +111,7 @@ def _rate(rate: float | None) -> float | None:
 
 
 def temp_ratio(record: Record, standard: Record | None) -> float | None:
-    """Compiled temporary memory relative to the standard backend's, None where there are not both."""
+    """Compiled temporary memory relative to the standard backend's; None unless both are known."""
     if standard is None or record is standard or not (shows_memory(record) and shows_memory(standard)):
         return None
     return _over(record.memory.get("compiled_temp"), standard.memory.get("compiled_temp"))

@@ -1,9 +1,8 @@
-"""Estimates with 95% bootstrap intervals, of one cell, of two that share rounds, and of two that do not.
+"""Estimates with 95% bootstrap intervals: of one cell, of two that share rounds, and of two that do not.
 
-All are percentile intervals (Efron and Tibshirani, 1993, chapter 13) with a fixed seed, so a report is the
-same each time it is made. Ratios of cells that share rounds are taken round by round, so that drift of the
-machine cancels. Below six
-values no interval is given: even the range from the smallest to the largest of five samples covers the true
+All are percentile intervals (Efron and Tibshirani, 1993, chapter 13) with a fixed seed, so that a report is the same
+each time it is made. Ratios of cells that share rounds are taken round by round, so that drift of the machine cancels.
+Fewer than six values get no interval: even the range from the smallest to the largest of five samples covers the true
 median in only 1 - 2/2^5 = 94% of cases.
 """
 
@@ -29,7 +28,7 @@ class Interval:
     count: int
 
     def excludes(self, point: float) -> bool | None:
-        """Whether the interval leaves ``point`` out; None where there is no interval."""
+        """Whether ``point`` lies outside the interval; None where there is no interval."""
         if self.low is None or self.high is None:
             return None
         return not self.low <= point <= self.high
@@ -52,7 +51,7 @@ def mean(values: Sequence[float]) -> Interval | None:
 def paired_ratio(samples: Sequence[float], baseline: Sequence[float]) -> Interval | None:
     """The median over rounds of ``samples[i] / baseline[i]``; None where no round holds both.
 
-    Sample i of both was taken in the same round, so what slowed a whole round down cancels.
+    Sample i of both was taken in the same round, so that a slow round cancels.
     """
     rounds = min(len(samples), len(baseline))
     ratios = [above / below for above, below in zip(samples[:rounds], baseline[:rounds], strict=True)]
@@ -60,14 +59,14 @@ def paired_ratio(samples: Sequence[float], baseline: Sequence[float]) -> Interva
 
 
 def paired_difference(values: Sequence[float], baseline: Sequence[float]) -> Interval | None:
-    """The mean over sequences of ``values[i] - baseline[i]``; None where the two are not of one length."""
+    """The mean over sequences of ``values[i] - baseline[i]``; None if the two differ in length."""
     if len(values) != len(baseline):
         return None
     return mean([value - reference for value, reference in zip(values, baseline, strict=True)])
 
 
 def unpaired_ratio(samples: Sequence[float], baseline: Sequence[float]) -> Interval:
-    """Ratio of the two medians, each resampled on its own: for samples of different runs."""
+    """Ratio of the two medians, each resampled separately: for samples of different runs."""
 
     def ratio(above: NDArray[np.float64], below: NDArray[np.float64], axis: int) -> NDArray[np.float64]:
         return np.median(above, axis=axis) / np.median(below, axis=axis)
@@ -100,7 +99,7 @@ def _estimate(values: Sequence[float], statistic: Callable[[Sequence[float]], An
 
 
 def _bootstrap(data: Sequence[Sequence[float]], statistic: Callable[..., Any]) -> tuple[float, float]:
-    # scipy.stats takes as long to import as JAX, and a worker, a process per cell, estimates nothing.
+    # scipy.stats takes as long to import as JAX, and workers (one process per cell) do not need it.
     from scipy import stats  # noqa: PLC0415
 
     arrays = tuple(np.asarray(values) for values in data)

@@ -1,8 +1,8 @@
 """The run directory: one manifest, one file of records, one lock.
 
-``records.jsonl`` grows by whole lines, each flushed to the disk before the next cell starts, so that a run
-that is killed loses nothing that it finished. ``run.json`` says what the run is; a resumed run must be the
-same one. The lock is the operating system's (flock): it ends with the process, however that ends.
+``records.jsonl`` grows by whole lines. Each is flushed to the disk before the next cell starts, so that a killed run
+keeps every finished cell. ``run.json`` identifies the run; a resumed run must have the same identity. The lock is the
+operating system's (flock), which releases it when the process ends, however it ends.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ LOCK = "lock"
 class RunStore:
     """A run directory, locked for writing. Use as a context manager.
 
-    Raises InputError where another run holds the directory, where it has records already and ``resume`` is
-    False, and where ``resume`` is True and there is no run in it.
+    Raises InputError if another run holds the directory, if it has records and ``resume`` is False, or if it holds no
+    run and ``resume`` is True.
     """
 
     def __init__(self, directory: Path, *, resume: bool) -> None:
@@ -80,7 +80,7 @@ class RunStore:
         return frozenset(record.key for record in self.records)
 
     def settle(self, identity: RunManifest | GridManifest) -> None:
-        """Write what this run is, or check that a resumed one is still that. Raises InputError where it is not."""
+        """Write the run's identity, or check that a resumed run still has it. Raises InputError where it differs."""
         if not self.resumed:
             self.write_json(MANIFEST, dataclasses.asdict(identity))
             return
@@ -94,7 +94,7 @@ class RunStore:
             )
 
     def write_json(self, name: str, data: dict[str, Any]) -> None:
-        """Write a file of the run directory so that it is there whole or not at all. Raises InputError."""
+        """Write a file of the run directory, whole or not at all. Raises InputError."""
         files.write_text(self.directory / name, json.dumps(data, indent=1, sort_keys=True) + "\n")
 
     def _load(self, *, resume: bool) -> tuple[Record, ...]:
@@ -117,7 +117,7 @@ class RunStore:
 def parse_records(path: Path) -> tuple[tuple[Record, ...], int, str | None]:
     """The records of a file, the bytes they take, and a warning if the last line was cut off or damaged.
 
-    Raises InputError for a line before the last that is no record, and for a key that comes twice.
+    Raises InputError if a line before the last is no record, or if a key occurs twice.
     """
     try:
         data = path.read_bytes()
@@ -148,7 +148,7 @@ def parse_records(path: Path) -> tuple[tuple[Record, ...], int, str | None]:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TextIdentity:
-    """Which text a run reads."""
+    """Identifies the text that a run reads."""
 
     path: str
     sha256: str
@@ -156,10 +156,10 @@ class TextIdentity:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunManifest:
-    """What a run is: it can be resumed only where all of this still holds, but for ``file``.
+    """The identity of a run: it can be resumed only where all fields but ``file`` are the same.
 
-    ``file`` is the path of the suite's file as it was given, ``kascade`` and ``checkpoint`` the words of the command
-    line that the cases were made with.
+    ``file`` is the path of the suite's file as it was given. ``kascade`` and ``checkpoint`` are the flags that the
+    cases were made with.
     """
 
     suite: str
@@ -191,9 +191,9 @@ class CompileManifest:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GridManifest:
-    """What ``sharded``, ``tune`` or ``curves`` computes: it can be resumed only where all of this still holds.
+    """The identity of a ``sharded``, ``tune`` or ``curves`` run: it can be resumed only where all fields are the same.
 
-    ``asked`` are the words of the command line that say what is computed.
+    ``asked`` holds the flags of the command line that say what is computed.
     """
 
     verb: Literal["sharded", "tune", "curves"]
@@ -206,7 +206,7 @@ class GridManifest:
 
 
 def read_manifest(directory: Path) -> RunManifest | CompileManifest | GridManifest:
-    """What the run in this directory is. Raises InputError where there is none or it cannot be read."""
+    """The identity of the run in this directory. Raises InputError where there is none or it cannot be read."""
     path = directory / MANIFEST
     try:
         data = typed.read_json(path)
@@ -218,7 +218,7 @@ def read_manifest(directory: Path) -> RunManifest | CompileManifest | GridManife
 
 
 def read_record(line: bytes) -> Record:
-    """The record on one line, of a kind that there is. Raises RecordError, without a full stop."""
+    """The record on one line, if its kind is known. Raises RecordError, without a full stop."""
     record, accepted = Record.from_json(line), (*names(), *FACTS)
     if record.kind not in accepted:
         raise RecordError(f"kind = {typed.given(record.kind)} must be one of {', '.join(accepted)}")

@@ -1,8 +1,8 @@
 """``attnsuite perplexity``: a checkpoint's perplexity on text, layer by layer, in a fraction of its memory.
 
-For a model that does not fit; one that does is compared among backends by ``attnsuite run --model``. Beside the
-perplexity stand the backend that computed it, what an approximate one kept, what a unigram model reaches on the same
-tokens, and how much memory the process took. The same goes into a record.
+It is for models that do not fit in memory; for others ``attnsuite run --model`` compares backends. The output and the
+record also give the backend, what an approximate backend kept, the result of a unigram model on the same tokens, and
+the memory of the process.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _GIB = 2**30
 class StreamRequest:
     """What to measure.
 
-    ``model`` is ``text`` (the checkpoint that ships) or a directory; ``text`` is a file, or None for the text that
-    ships; ``random_tokens`` takes its place. ``schedule`` is None where none was asked for.
+    ``model`` is ``text`` (the checkpoint that ships) or a directory. ``text`` is a file, or None for the text that
+    ships; with ``random_tokens`` no text is read. ``schedule`` is None if none was asked for.
     """
 
     model: str
@@ -63,7 +63,7 @@ class StreamRequest:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Measured:
-    """What was found: lines to print, the record that was written, and where."""
+    """The result: lines to print, the record, and the path where it was written."""
 
     lines: tuple[str, ...]
     record: Record
@@ -72,7 +72,7 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Attention:
-    """What computes attention, with which options, what it keeps (by attention type), and what is to be said of it."""
+    """The resolutions of attention, their options, what they keep (by attention type), and notes."""
 
     resolutions: Resolutions
     options: dict[str, Any]
@@ -81,7 +81,7 @@ class _Attention:
 
     @property
     def name(self) -> str:
-        """Of the backend that runs; of several, joined."""
+        """The name of the backend that runs; several are joined."""
         return "+".join(dict.fromkeys(found.backend.name for _, found in self.resolutions))
 
 
@@ -95,7 +95,7 @@ def run(request: StreamRequest) -> Measured:
             checkpoint = open_checkpoint(directory, **({} if request.dtype is None else {"dtype": request.dtype}))
             attention = _attention(request, checkpoint)
             rows, bytes_per_token = _tokens(request, checkpoint.config)
-            with RunStore(request.out, resume=False) as store:  # before the work: it may not be writable
+            with RunStore(request.out, resume=False) as store:  # before the work, in case it is not writable
                 nats = streamed_nats(
                     checkpoint,
                     rows,
@@ -143,7 +143,7 @@ def parse_options(text: str) -> dict[str, Any]:
 
 
 def _tokens(request: StreamRequest, config: ModelConfig) -> tuple[np.ndarray, float | None]:
-    """Windows of tokens, and the bytes that one stands for; None where they are no text."""
+    """Windows of tokens, and the bytes per token; None for random tokens."""
     if request.random_tokens:
         shape = (request.sequences, request.sequence)
         return np.random.default_rng(0).integers(0, config.vocab_size, shape), None
@@ -152,7 +152,7 @@ def _tokens(request: StreamRequest, config: ModelConfig) -> tuple[np.ndarray, fl
 
 
 def _attention(request: StreamRequest, checkpoint: Checkpoint) -> _Attention:
-    """Resolved and planned once before anything is measured: what is refused is refused at the start."""
+    """The attention, resolved and planned once before anything is measured, so that a refusal comes first."""
     config, length = checkpoint.config, request.sequence - 1
     options, sources = _options(request, checkpoint)
     with warnings.catch_warnings():
@@ -185,7 +185,7 @@ def _attention(request: StreamRequest, checkpoint: Checkpoint) -> _Attention:
 
 
 def _options(request: StreamRequest, checkpoint: Checkpoint) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The backend's options, with the schedule and what the calibration was measured with; and where they are from."""
+    """The backend's options, with the schedule and the calibration's settings; and notes on where they come from."""
     given, words, config = dict(request.options), request.schedule, checkpoint.config
     if words is None and request.calibration is None:
         return given, ()
@@ -278,7 +278,7 @@ def _judged(
 
 
 def _asked(request: StreamRequest, attention: _Attention) -> Iterator[str]:
-    """What the case does not say: text, batch and options."""
+    """Notes on what the case does not say: text, batch and options."""
     text = "random tokens" if request.random_tokens else request.text or "the held-out prose that ships with Python"
     yield f"text: {text}; batch: {request.batch}"
     said = {name: value for name, value in attention.options.items() if name != "schedule"}

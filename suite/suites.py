@@ -34,10 +34,10 @@ C = TypeVar("C", bound=Case)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Suite:
-    """A name and the cases under it; their names are unique.
+    """A name and the cases under it; the names of the cases are unique.
 
-    ``peers`` are measured beside the backends; with ``all_cores`` each backend on a CPU also with one device
-    per core.
+    ``peers`` are measured beside the backends. With ``all_cores`` each backend on a CPU is also measured with one
+    device per core.
     """
 
     name: str
@@ -162,7 +162,7 @@ CPU_SPEED = Suite(
     all_cores=True,
 )
 
-# Whether Kascade works, what it loses and what it costs. By its CPU time about 20 minutes on 2 quiet cores.
+# Whether Kascade works, what it loses and what it costs: about 20 minutes of CPU time on 2 quiet cores.
 KASCADE = Suite(
     "kascade",
     (
@@ -221,7 +221,7 @@ def find_suite(name: str) -> Suite:
 
 
 def select(cases: Sequence[C], patterns: Sequence[str]) -> tuple[C, ...]:
-    """The cases whose name matches any of the glob patterns. Raises InputError for one that matches nothing."""
+    """The cases whose name matches any of the glob patterns. Raises InputError for a pattern that matches none."""
     names = [case.name for case in cases]
     for pattern in patterns:
         if not fnmatch.filter(names, pattern):
@@ -231,7 +231,7 @@ def select(cases: Sequence[C], patterns: Sequence[str]) -> tuple[C, ...]:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SuiteFile:
-    """What stands in a suite file; each ``case`` is a table that :func:`attnsuite.suite.kinds.make_case` takes."""
+    """The content of a suite file; each ``case`` is a table that :func:`attnsuite.suite.kinds.make_case` takes."""
 
     name: str | None = None
     peers: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""A few lines about a run for the terminal; the whole of it is in the report."""
+"""A few lines about a run for the terminal; the report has all figures."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _STYLES = {"ok": "green", "unsupported": "dim", "wrong": "bold red"}
 
 
 def record_line(record: Record) -> Text:
-    """One finished cell: its status, and its time or what went wrong."""
+    """One finished cell: its status, and its time or its error."""
     line = Text.assemble((f"{record.status:<11} ", _style(record)), f"{record.case} / {_name(record)}")
     if shows_speed(record):
         line.append(f"  {format_seconds(median(record.samples))}")
@@ -66,7 +66,7 @@ def _columns(first: int, name: str, *values: str) -> str:
 
 
 def format_seconds(interval: Interval) -> str:
-    """Seconds with their interval, in the unit that suits them."""
+    """Seconds with their interval, in a suitable unit."""
     scale, unit = (1e6, "us") if interval.value < 1e-3 else (1e3, "ms") if interval.value < 1 else (1, "s")
     text = f"{interval.value * scale:.3g}"
     if interval.low is not None and interval.high is not None:
@@ -75,7 +75,7 @@ def format_seconds(interval: Interval) -> str:
 
 
 def _ratio(speed: Speed | None, record: Record, standard: Record | None) -> str:
-    """Time relative to the standard backend's, by rounds where both were measured in one session."""
+    """Time relative to the standard backend's, round by round if both were measured in one session."""
     if speed is None or standard is None or standard is record or not shows_speed(standard):
         return ""
     if speed.ratio is None:

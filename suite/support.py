@@ -1,7 +1,7 @@
-"""The support matrix: which backend takes which problem on which kind of device, asked of the backends themselves.
+"""The support matrix: which backend takes which problem on which kind of device, answered by the backends themselves.
 
-``python -m attnsuite.suite.support`` prints the Markdown that stands in ``docs/backends.md``, and the two tables of
-``docs/attention-types.md``; tests hold them together.
+``python -m attnsuite.suite.support`` prints the Markdown tables of ``docs/backends.md`` and
+``docs/attention-types.md``. Tests check that the documents hold these tables.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def types_table(names: tuple[str, ...] | None = None) -> str:
 
 
 def refusals_table(names: tuple[str, ...] | None = None) -> str:
-    """Markdown: every reason for which a backend refuses a type of layer on a target that it is for, and which."""
+    """Markdown: every reason why a backend refuses a type of layer on a target that it is for, with these types."""
     names = registry.names() if names is None else names
     rows = []
     for name in names:
@@ -108,7 +108,7 @@ def refusals_table(names: tuple[str, ...] | None = None) -> str:
 
 
 def _type_specs() -> dict[tuple[str, str], AttentionSpec]:
-    """The attention problem of each type of layer in each phase; a cache under ``full`` attention has no meaning."""
+    """The attention problem of each type of layer in each phase; under ``full`` attention there is no cache."""
     return {
         (kind, phase): attention_spec(ALL_TYPES, kind, batch=1, **asked)  # pyright: ignore[reportArgumentType]
         for kind in ALL_TYPES.attention_types
@@ -118,7 +118,7 @@ def _type_specs() -> dict[tuple[str, str], AttentionSpec]:
 
 
 def _own_targets(name: str) -> list[Target]:
-    """The targets that a backend is for: those on which it takes the plainest problem."""
+    """The targets of a backend: those on which it takes the plainest problem."""
     plain = _type_specs()["global", "prefill"]
     return [target for target in TARGETS.values() if support(registry.get(name), plain, target)]
 

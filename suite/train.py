@@ -1,8 +1,8 @@
 """``attnsuite train``: train a model, or adapters on top of one, on text; saved at intervals, resumable bit for bit.
 
-The directory of a run holds ``training.json`` (what was asked, on what, with what), ``losses.jsonl`` (a line per
-step), ``saved/`` (what resuming needs) and, when it ends, the model as ``models.load`` reads it or the adapters as
-``models.lora.load`` does. The batches of a step follow from the seed and the step alone.
+The directory of a run holds ``training.json`` (the request, the text and the environment), ``losses.jsonl`` (a line per
+step), ``saved/`` (the state for resuming), and at the end the model for ``models.load`` or the adapters for
+``models.lora.load``. The batches of a step depend on the seed and the step only.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _ENVIRONMENT = ("versions", "source", "target", "device_kind", "device_count", "
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrainRequest:
-    """What to train, on what, and how; the command line's words. Raises InputError for numbers that make no sense."""
+    """The flags of a training: model, text and settings. Raises InputError for numbers out of range."""
 
     model: str = "tiny"
     text: Path | None = None
@@ -90,7 +90,7 @@ class Loss:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Training:
-    """Everything that a run's steps depend on, opened and checked."""
+    """Everything that the steps of a run depend on, opened and checked."""
 
     config: ModelConfig
     resolutions: Resolutions
@@ -102,7 +102,7 @@ class Training:
 
 
 def open_training(request: TrainRequest) -> Training:
-    """Load what a request names. Raises InputError, in a sentence, for what cannot be used."""
+    """Load everything that a request names. Raises InputError with a sentence for input that cannot be used."""
     try:
         update = make_optimizer(
             request.optimizer,
@@ -139,7 +139,7 @@ def open_training(request: TrainRequest) -> Training:
 
 def window_batches(request: TrainRequest, data: np.ndarray) -> Callable[[int], Batch]:
     """Batches of windows from anywhere in ``data``, by step."""
-    random_windows(data, request.length, 1, np.random.default_rng(0))  # too short a text is refused now
+    random_windows(data, request.length, 1, np.random.default_rng(0))  # refuses a text that is too short
 
     def batch_of(step: int) -> Batch:
         rng = np.random.default_rng([request.seed, step])
@@ -163,10 +163,10 @@ def packed_batches(request: TrainRequest, data: np.ndarray) -> Callable[[int], B
 
 
 def execute(request: TrainRequest, out: Path, *, resume: bool = False, say: Callable[[str], None] = print) -> None:
-    """Train as asked and write the results to ``out``. Raises InputError for what cannot be used.
+    """Train and write the results to ``out``. Raises InputError for input that cannot be used.
 
-    With ``resume`` the run in ``out`` goes on behind its last saved step; what was asked, the text, versions, source
-    and device must be the same.
+    With ``resume`` the run in ``out`` continues after its last saved step. The request, the text, versions, source and
+    device must be the same.
     """
     if request.save_every and (reason := missing()):
         raise InputError(f"{reason}, or train without saving (--save-every 0).")
@@ -182,7 +182,7 @@ def execute(request: TrainRequest, out: Path, *, resume: bool = False, say: Call
 def _steps(request: TrainRequest, opened: Training, out: Path, *, resume: bool, say: Callable[[str], None]) -> None:
     update = opened.update
     step = compiled_step(training_step(opened.config, opened.resolutions, update, remat=request.remat))
-    trained = jax.tree.map(lambda x: x.copy(), opened.trained)  # the step takes its arrays away
+    trained = jax.tree.map(lambda x: x.copy(), opened.trained)  # the step donates its arrays
     with _saved(request, out) as saved:
         state, done = update.init(trained), 0
         latest = saved.latest() if resume and saved is not None else None
@@ -209,7 +209,7 @@ def _steps(request: TrainRequest, opened: Training, out: Path, *, resume: bool, 
 
 
 def _open_model(request: TrainRequest) -> Transformer:
-    """The model with float32 parameters, or, below adapters, with those that it has."""
+    """The model with float32 parameters; under adapters with the parameters' own dtype."""
     kept: dict[str, Any] = {"dtype": request.dtype}
     if request.lora is None:
         kept["param_dtype"] = "float32"
@@ -269,7 +269,7 @@ def _restored(saved: SavedSteps, step: int, like: Any) -> Any:
 
 
 def _keep(path: Path, done: int) -> list[float]:
-    """Cut the losses file behind ``done`` lines, for the steps behind them run again; returns what is kept."""
+    """Cut the losses file after ``done`` lines, since later steps run again; returns the losses that are kept."""
     lines = path.read_bytes().splitlines()[:done] if path.is_file() else []
     try:
         losses = [typed.convert(typed.parse_json(line), Loss).loss for line in lines]

@@ -1,13 +1,13 @@
-"""``attnsuite tune``: which options of a backend to take for each problem, tried on this machine.
+"""``attnsuite tune``: find the best options of a backend for each problem, by trying them.
 
-A cell is one backend on one problem; its record holds every candidate, with its samples or why it failed.
+A cell is one backend on one problem. Its record holds every candidate, with its samples or with the reason why it
+failed. Every candidate is compiled, judged by the oracle, and sampled in turns with the others in one process. After a
+first look only the best few are sampled on.
 
-Every candidate is compiled, judged by the oracle, and sampled in turns with the others in one process; after
-a first look the best few are sampled on. For a device that is not here candidates are ranked by what the
-compiler says of their kernels: those that compile and fit, fewest spilled bytes first, then the largest
-blocks, and the defaults before what is no better. That is no measurement, and the file says which of the two
-it holds. From the records follows the table ``tuned.json``, which ``backends/tuned.py`` reads: winners, and all that
-was tried or failed.
+For a device that is not here, candidates are ranked by the compiler's facts about their kernels. Those that compile and
+fit come first; among them fewest spilled bytes, then the largest blocks; the defaults win a tie. A ranking is no
+measurement, and the file says which of the two it holds. The records give the table ``tuned.json``, which
+``backends/tuned.py`` reads: the winners, and all that was tried or failed.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Tunable(Protocol):
     """A backend with options worth trying."""
 
     def defaults(self, spec: AttentionSpec, target: Target) -> Mapping[str, int]:
-        """Options that hold where no table says otherwise."""
+        """The options that hold where no table has an entry."""
         ...
 
     def candidates(self, spec: AttentionSpec, target: Target) -> tuple[Mapping[str, int], ...]:
@@ -102,7 +102,7 @@ TUNED = tuple(
 
 
 def tunable(wanted: Sequence[str] | None, target: Target | None) -> tuple[str, ...]:
-    """The backends that can be tuned for ``target``. Raises InputError for one that was asked for and cannot."""
+    """The backends that can be tuned for ``target``. Raises InputError for a requested one that cannot."""
     able = tuple(name for name in names() if isinstance(registry.get(name), Tunable))
     if target is not None:
         able = tuple(name for name in able if isinstance(registry.get(name), CompilesKernels))
@@ -115,7 +115,7 @@ def tunable(wanted: Sequence[str] | None, target: Target | None) -> tuple[str, .
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TuneRequest:
-    """What to tune, checked: for this machine, or for a ``target`` that is not here. ``command`` is what was typed."""
+    """What to tune, checked: for this machine, or for an absent ``target``. ``command`` is the command line."""
 
     backends: tuple[str, ...]
     cases: tuple[OpCase, ...]
@@ -126,10 +126,10 @@ class TuneRequest:
 
 
 def tune(request: TuneRequest, watcher: GridWatcher, *, resume: bool = False) -> tuple[Record, ...]:
-    """Try every backend's candidates on every case; the records, and the table, in ``request.out``.
+    """Try every backend's candidates on every case; writes the records and the table to ``request.out``.
 
-    Raises InputError at the start where ``out`` cannot be written, and at the end, with no table written, where not one
-    case could be tuned.
+    Returns the records. Raises InputError at the start if ``out`` cannot be written, and at the end, without a table,
+    if no case could be tuned.
     """
     files.check_directory(request.out)
     found = _environment(request.limits)
@@ -152,7 +152,7 @@ def tune(request: TuneRequest, watcher: GridWatcher, *, resume: bool = False) ->
 
 
 def _environment(limits: Limits) -> Environment:
-    """Where this is, as a process says that starts JAX."""
+    """The environment of this machine, asked of a process that starts JAX."""
     try:
         with Worker(limits.memory) as worker:
             return worker.ask({"do": "doctor"}, limits.seconds)["environment"]
@@ -166,7 +166,7 @@ def key_of(case: OpCase, name: str, target: str, request: TuneRequest) -> str:
 
 
 def table(records: Sequence[Record], command: str) -> str:
-    """The table of what won, as JSON with an entry a line. Raises InputError where nothing was tuned."""
+    """The table of winners, as JSON with one entry per line. Raises InputError if nothing was tuned."""
     tuned = [record for record in records if record.facts is not None]
     refused = [f"{record.case} / {record.requested}: {record.error}" for record in records if record.facts is None]
     if not tuned:
@@ -224,7 +224,7 @@ def _measure(case: OpCase, name: str, references: References, limits: Limits) ->
 
 
 def rank_candidates(case: OpCase, name: str, target: Target) -> list[dict[str, Any]]:
-    """What the compiler says of every candidate's kernels, the defaults first; none is run."""
+    """The compiler's facts about every candidate's kernels, the defaults first; no kernel is run."""
     backend, spec = registry.get(name), spec_of(case)
     if not isinstance(backend, Tunable) or not isinstance(backend, CompilesKernels):
         raise InputError(f"backend {name!r} cannot be compiled for {target} from here; tune it on such a device.")
@@ -300,7 +300,7 @@ def _sample(candidates: Sequence[_Candidate], rounds: int) -> None:
 
 
 def winner(record: Record) -> tuple[Trial | None, Interval | None]:
-    """What to take of a record that has facts, and its time relative to the defaults where it is measurably faster.
+    """The chosen options of a record that has facts, and their time relative to the defaults if they are faster.
 
     Measured: the fastest candidate whose interval lies below the defaults', else the defaults. Compiled: the most
     plausible of those that compile and fit, the first of equals; None where none does.
@@ -318,13 +318,13 @@ def winner(record: Record) -> tuple[Trial | None, Interval | None]:
 
 
 def _is_timed(trial: Trial) -> bool:
-    """Whether all rounds were sampled: the first look did not leave the candidate out."""
+    """Whether all rounds were sampled, which means that the candidate passed the first look."""
     samples = trial.samples
     return trial.error is None and len(samples) == FIRST_ROUNDS + LAST_ROUNDS and min(samples) > 0
 
 
 def entry(record: Record) -> dict[str, Any]:
-    """What the table says of a record that has facts."""
+    """The table's entry for a record that has facts."""
     best, ratio = winner(record)
     options = best.options if best else {}
     if record.mode == "compile":
@@ -354,7 +354,7 @@ def _compiled_trial(trial: Trial) -> dict[str, Any]:
 
 
 def _of(record: Record) -> dict[str, Any]:
-    """What a plan is looked up by."""
+    """The keys by which a plan looks up an entry."""
     platform, _, kind = record.target.partition(":")
     problem = {name: value for name, value in record.problem.items() if name != "op"}
     case = make_case(problem | {"kind": record.problem["op"]})

@@ -1,7 +1,7 @@
 """Data from outside (JSON, TOML) as typed data, or a sentence that says what is wrong with it.
 
-msgspec checks types and the bounds that stand in annotations. This module adds two things that msgspec does not do for
-dataclasses and TypedDicts: unknown keys are refused, and a sentence says what was given and what is accepted.
+msgspec checks types, and bounds in annotations. This module adds two checks for dataclasses and TypedDicts: unknown
+keys are refused, and an error sentence says what was given and what is accepted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from attnsuite.sentences import given as given
 
 T = TypeVar("T")
 
-# Bounds keep finite what is computed from a number, and what is allocated for it.
+# The bounds keep results computed from a number, and arrays allocated for it, finite.
 Whole = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Size = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
@@ -36,7 +36,7 @@ _WORDS = {str: "text", bool: "true or false", type(None): "nothing", int: "an in
 
 
 def convert(data: Any, kind: Any) -> Any:
-    """``data`` as a ``kind``. Raises ValueError with one sentence, less its full stop, and whatever ``kind`` raises.
+    """``data`` as a ``kind``. Raises ValueError with one sentence less its full stop, and the errors of ``kind``.
 
     >>> convert({"cores": "two"}, dict[str, Count])
     Traceback (most recent call last):
@@ -47,7 +47,7 @@ def convert(data: Any, kind: Any) -> Any:
             raise ValueError(sentence)
         return msgspec.convert(data, kind, strict=True)
     except msgspec.ValidationError as error:
-        if error.__cause__ is not None:  # what a dataclass said of itself
+        if error.__cause__ is not None:  # raised by a dataclass's own check
             raise error.__cause__ from None
         raise ValueError(_sentence(error, data, kind)) from error
     except RecursionError as error:
@@ -55,7 +55,7 @@ def convert(data: Any, kind: Any) -> Any:
 
 
 def parse_json(text: bytes) -> Any:
-    """What the JSON says. Raises ValueError as :func:`convert`, also for NaN and for numbers beyond a float."""
+    """The data in JSON text. Raises ValueError as :func:`convert`, also for NaN and for numbers beyond a float."""
     try:
         return msgspec.json.decode(_whole_characters(text))
     except RecursionError as error:
@@ -65,16 +65,16 @@ def parse_json(text: bytes) -> Any:
 
 
 def to_json(data: Any) -> str:
-    """One line of JSON that every reader takes. Raises ValueError for NaN and infinity.
+    """One line of standard JSON. Raises ValueError for NaN and infinity.
 
-    A lone surrogate (from the name of a file that is not UTF-8, say) is half a character, and becomes a question mark.
+    A lone surrogate (half a character, for example from a file name that is not UTF-8) becomes a question mark.
     """
     line = json.dumps(data, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
     return line.encode("utf-8", "replace").decode("utf-8")
 
 
 def read_json(path: Path) -> Any:
-    """What the JSON in a file says. Raises ValueError as :func:`parse_json`, also for a file that cannot be read."""
+    """The data in a JSON file. Raises ValueError as :func:`parse_json`, also for a file that cannot be read."""
     try:
         return parse_json(path.read_bytes())
     except OSError as error:
@@ -82,9 +82,9 @@ def read_json(path: Path) -> Any:
 
 
 def check_fields(made: Any) -> None:
-    """For ``__post_init__`` of a frozen dataclass: its fields have their types. Raises ValueError as :func:`convert`.
+    """For ``__post_init__`` of a frozen dataclass: check the types of its fields. Raises ValueError as :func:`convert`.
 
-    An integer in the place of a float becomes one.
+    An integer for a float field becomes a float.
     """
     for name, hint in _hints(type(made)).items():
         value = convert({name: getattr(made, name)}, dict[str, hint])[name]
@@ -108,7 +108,7 @@ def _whole_characters(text: bytes) -> bytes:
 
 
 def _unknown(data: Any, kind: Any) -> Iterator[str]:
-    """A sentence for every table that has a key which its dataclass has not."""
+    """A sentence for every table that has a key unknown to its dataclass."""
     if get_origin(kind) in (Union, types.UnionType):
         for each in get_args(kind):
             yield from _unknown(data, each)
@@ -129,7 +129,7 @@ def _items(data: Any) -> list[tuple[Any, Any]]:
 
 
 def _inner(kind: Any, name: Any) -> list[Any]:
-    """What is accepted under ``name`` in a table or list that ``kind`` accepts."""
+    """The types accepted under ``name`` in a table or list of type ``kind``."""
     if get_origin(kind) in (Union, types.UnionType):
         return [inner for each in get_args(kind) for inner in _inner(each, name)]
     if _has_fields(kind):

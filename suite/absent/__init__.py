@@ -1,1 +1,1 @@
-"""Devices that are not here: their topologies, programs without data, and what a compiler says of them."""
+"""Devices that are not in this machine: their topologies, programs without data, and compiling for them."""

@@ -1,8 +1,8 @@
-"""Answers of compilers that are kept: one file per cell, named by a hash of all that could change the answer.
+"""The disk cache of compilers' answers: one file per cell, named by a hash of everything that could change the answer.
 
-That is the case, the configuration of its model, the backend, the device, the versions, this project's source and the
-flags. A file that is damaged or was written by another version is as good as none; one that cannot be written costs
-time, not the run.
+The hash covers the case, the configuration of its model, the backend, the device, the versions, this project's source
+and the flags. A damaged file, or one that another version wrote, counts as missing. A file that cannot be written costs
+time; the run goes on.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CIRCUMSTANCES = ("versions", "source", "flags")
 def path_of(
     folder: Path, case: OpCase | ModelCase, backend: str, target: Target, environment: Mapping[str, Any]
 ) -> Path:
-    """The file of a cell in ``folder``; ``environment`` as in its record."""
+    """The file of a cell in ``folder``. ``environment`` is that of the cell's record."""
     what = {"case": problem_of(case), "backend": backend, "target": dataclasses.asdict(target)}
     if isinstance(case, ModelCase):
         what["model"] = repr(model_config(case))
@@ -40,7 +40,7 @@ def path_of(
 
 
 def find(path: Path, key: str) -> Record | None:
-    """The record of the cell ``key``, if it is kept."""
+    """The record in ``path``; None where there is none, or it is not that of the cell ``key``."""
     with contextlib.suppress(OSError, RecordError):
         record = Record.from_json(path.read_bytes())
         return record if record.key == key else None

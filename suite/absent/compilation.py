@@ -1,9 +1,9 @@
-"""One cell compiled ahead of time: one case, one backend, one device that need not be here.
+"""Compile one cell ahead of time: one case, one backend, one device, which may be absent.
 
-What comes out: whether the compiler takes it, or its own reason in one line; its sizes in bytes, and whether they fit
-the device; for kernels that are compiled outside XLA (Triton) registers, spills and shared memory, beside the sizes of
-the program that calls them. Nothing is run, so there is no time but the compiler's own. XLA's estimate of the run time
-(``optimal_seconds``) is not kept: it counts a Pallas call as no work at all.
+The result says whether the compiler accepts the program, or gives the compiler's reason in one line. It holds the
+program's sizes in bytes and whether they fit the device. Kernels that are compiled outside XLA (Triton) add registers,
+spills and shared memory. Nothing is run, so the only time is the compiler's own. XLA's estimate of the run time
+(``optimal_seconds``) is left out: it counts a Pallas call as no work at all.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from .programs import AbstractProgram, attention_specs, model_program, op_progra
 NO_COMPILER = "there is no compiler for this device here."
 ROLE = ":"  # between a backend and its role
 _REASON_LENGTH = 300
-# Memory of the device itself. Running out of a core's own (vmem, smem, shared memory) is a kernel's fault instead.
+# Memory of the device itself. A kernel that exceeds a core's own memory (vmem, smem, shared memory) counts as crashed.
 _DEVICE_MEMORY = re.compile(r"\bHBM\b", re.IGNORECASE)
 _SIZES = ("argument", "output", "temp", "alias", "generated_code", "peak")
 
 
 def in_roles(case: OpCase | ModelCase, backend_name: str) -> tuple[str, ...]:
-    """The names under which a case is compiled for a backend: one per role where a single call has roles."""
+    """The names under which a case is compiled for a backend: one per role for a call on a backend with roles."""
     backend = registry.get(backend_name)
     if isinstance(case, OpCase) and isinstance(backend, BackendWithRoles):
         return tuple(f"{backend_name}{ROLE}{role}" for role in backend.roles(spec_of(case)))
@@ -44,11 +44,11 @@ def in_roles(case: OpCase | ModelCase, backend_name: str) -> tuple[str, ...]:
 
 
 def compile_cell(case: OpCase | ModelCase, backend_name: str, target: Target) -> dict[str, Any]:
-    """``status`` (ok, unsupported, oom, crashed), ``reasons``, ``error``, and what is known of the program.
+    """``status`` (ok, unsupported, oom, crashed), ``reasons``, ``error``, and the compiler's facts about the program.
 
     ``backend_name`` may name one role of a backend that has roles: ``kascade:reuse``.
 
-    Never raises for what a backend or a compiler does: that is the result.
+    An error of the backend or of the compiler becomes the result; it is never raised.
     """
     backend_name, _, role = backend_name.partition(ROLE)
     backend = registry.get(backend_name)
@@ -72,7 +72,7 @@ def compile_cell(case: OpCase | ModelCase, backend_name: str, target: Target) ->
 
 
 def _slice_cell(case: OpCase | ModelCase, backend: Backend, target: Target) -> dict[str, Any]:
-    """As :func:`compile_cell`, dealt to the chips of a slice."""
+    """As :func:`compile_cell`, with the case divided among the chips of a slice."""
     absent = topologies.missing(target)
     if absent is not None:
         return {"status": "unsupported", "reasons": [absent], "error": NO_COMPILER}
@@ -95,10 +95,10 @@ def _slice_cell(case: OpCase | ModelCase, backend: Backend, target: Target) -> d
 
 
 def compile_program(program: AbstractProgram, device: Any, mesh: Mesh | None = None) -> dict[str, Any]:
-    """Lower and compile for ``device``; seconds of either, and the compiler's sizes in bytes (of one device).
+    """Lower and compile for ``device``: the seconds of both steps, and the compiler's sizes in bytes (of one device).
 
-    With a ``mesh`` the program is for all its devices, and its arguments say where they lie. Raises what the compiler
-    raises.
+    With a ``mesh`` the program is for all its devices, and its arguments carry their shardings. Raises the compiler's
+    error.
     """
     arguments = program.arguments
     if mesh is None:
@@ -128,7 +128,7 @@ def _sizes(compiled: Any) -> dict[str, int | None]:
 
 
 def _judged(facts: dict[str, Any], target: Target) -> dict[str, Any]:
-    """TPU compilers refuse what does not fit the device's memory; the GPU's does not look."""
+    """``oom`` where a GPU program is too large for the device: XLA's GPU compiler does not check, TPU compilers do."""
     peak, limit = facts["memory"]["compiled_peak"], target.memory_bytes
     if peak is not None and limit is not None and peak > limit:
         error = f"needs {peak / 2**30:.2f} GiB of device memory; {target} has {limit / 2**30:g} GiB."
@@ -162,7 +162,7 @@ def _program(case: OpCase | ModelCase, backend: Backend, target: Target, role: s
 def _around(
     kernels: dict[str, Any], case: OpCase | ModelCase, backend: Backend, target: Target, absent: str | None
 ) -> dict[str, Any]:
-    """The kernels, and the sizes of XLA's program that calls them; or ``notes`` why those are not known here."""
+    """``kernels`` with the sizes of the XLA program that calls them, or with ``notes`` why these are unknown."""
     if absent is not None:
         return kernels | {"notes": [absent]}
     try:
@@ -175,7 +175,7 @@ def _around(
 
 
 def _kernels(builds: Iterable[tuple[KernelBuild, ...]]) -> dict[str, Any]:
-    """Kernels that XLA does not compile, but their own compiler."""
+    """The result for kernels that their own compiler compiles, not XLA."""
     start = time.perf_counter()
     kernels = [dataclasses.asdict(build) for group in builds for build in group]
     failed = [f"{kernel['name']}: {kernel['error']}" for kernel in kernels if kernel["error"] is not None]

@@ -1,8 +1,8 @@
-"""Programs without data: the same calls and passes that are measured, over shapes instead of arrays.
+"""Programs without data: the calls and passes that are measured elsewhere, over shapes instead of arrays.
 
-What is compiled for a device that is not here may be larger than this machine: no weight, cache or input is made.
-Programs donate what a user donates (parameters and optimizer state of a train step, the cache of prefill and decode),
-so that the compiler's peak is that of real use. Attention is planned for the target in mode ``compile``.
+A program for an absent device may need more memory than this machine has, so no weight, cache or input is made.
+Programs donate the arguments that a user donates: parameters and optimizer state of a train step, the cache of prefill
+and decode. The compiler's peak is then that of real use. Attention is planned for the target in mode ``compile``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ..named_model import config_of
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AbstractProgram:
-    """A function, ``jax.ShapeDtypeStruct`` arguments, and the places of those that are donated."""
+    """A function, its ``jax.ShapeDtypeStruct`` arguments, and the indices of the donated ones."""
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
@@ -39,7 +39,7 @@ class AbstractProgram:
 
 
 def op_program(case: OpCase, backend: Backend, target: Target) -> AbstractProgram:
-    """One attention call, see :func:`attnsuite.suite.program.op_function`."""
+    """One attention call, see :func:`attnsuite.suite.kinds.attention.op_function`."""
     spec, (layout, query, key, value) = spec_of(case), _arrays(case)
     function = op_function(case, lambda layout: plan(backend, spec, layout, target=target, mode="compile"))
     if case.kind == "op_decode":
@@ -51,7 +51,7 @@ def op_program(case: OpCase, backend: Backend, target: Target) -> AbstractProgra
 def role_program(case: OpCase, backend: BackendWithRoles, target: Target, role: str) -> AbstractProgram:
     """Output and carry of one layer that plays ``role``, without gradients.
 
-    The carry that it takes from the layer before it is the last argument.
+    The last argument is the carry of the layer before it.
     """
     spec, (layout, query, key, value) = spec_of(case), _arrays(case)
     options, layer = backend.roles(spec)[role]
@@ -63,7 +63,7 @@ def role_program(case: OpCase, backend: BackendWithRoles, target: Target, role: 
     def decode(layout: Layout, query: Any, keys: Any, values: Any, *carry: Any) -> Any:
         return run(layer, layout, query, keys.swapaxes(1, 2), values.swapaxes(1, 2), *carry)
 
-    # What the layer before hands on has a shape that only the backend knows.
+    # Only the backend knows the shape of the carry.
     carry = () if layer == 0 else (jax.eval_shape(functools.partial(run, layer - 1), layout, query, key, value)[1],)
     if case.kind == "op_decode":
         return AbstractProgram(decode, (layout, query, _as_cached(key), _as_cached(value), *carry))
@@ -97,7 +97,7 @@ def _layout(case: OpCase) -> Layout:
 
 
 def model_config(case: ModelCase) -> ModelConfig:
-    """The configuration of a case's model. Raises InputError for a name that is none, listing those that are."""
+    """The configuration of a case's model. Raises InputError for an unknown name, listing the known ones."""
     return config_of(case.model, "model", dtype=case.dtype)
 
 
@@ -110,7 +110,7 @@ def attention_specs(case: OpCase | ModelCase) -> tuple[AttentionSpec, ...]:
 
 
 def resolutions(case: ModelCase, backend: str, target: Target) -> Resolutions:
-    """What computes the attention of each type of layer. Raises BackendUnavailableError where the backend refuses."""
+    """The backend of each type of layer. Raises BackendUnavailableError where ``backend`` refuses."""
     return resolve_attention(
         model_config(case), **_asked(case), backend=backend, mode="compile", on_unavailable="raise", target=target
     )
@@ -127,7 +127,7 @@ def _asked(case: ModelCase) -> dict[str, Any]:
 
 
 def model_program(case: ModelCase, found: Resolutions) -> AbstractProgram:
-    """A prefill of ``sequence`` tokens, one decode step against as many cached, or one AdamW step on as many."""
+    """A prefill of ``sequence`` tokens, one decode step behind as many cached tokens, or one AdamW step on as many."""
     config = model_config(case)
     params = jax.eval_shape(lambda key: initialise(config, key), jax.random.key(0))
     if case.kind == "model_train":

@@ -1,8 +1,9 @@
-"""Programs over a slice of TPUs: which axis of a mesh shares what, and on which chips each array lies.
+"""Programs for a slice of TPUs: what each axis of the mesh divides, and which chips hold each array.
 
-As many chips share the KV heads as divide them; the others share the batch where it has as many sequences, else (but
-not for one decoded token) the length, keys gathered. Parameters and optimizer states are cut both ways
-(``models/sharding.py``), caches by sequences and heads. The compiler's sizes are then those of one chip.
+The KV heads are divided among as many chips as their number allows. The remaining factor divides the batch; where the
+batch does not allow that, it divides the length, and the keys are gathered (not for a decode step). Parameters and
+optimizer states are divided by both axes (``models/sharding.py``), caches by sequences and heads. The compiler's sizes
+are those of one chip.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from .programs import AbstractProgram, attention_specs
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Deal:
-    """A mesh over the chips of a slice; ``rest`` names the axis beside ``heads``."""
+    """A mesh over the chips of a slice, with an axis ``heads`` and the axis :attr:`rest`."""
 
     mesh: Mesh
     axes: MeshAxes
 
     @property
     def rest(self) -> str | None:
-        """The axis of the batch or of the length."""
+        """The name of the axis that divides the batch or the length."""
         return self.axes.data or self.axes.context
 
     def backend(self, backend: Backend) -> Sharded:
@@ -70,7 +71,7 @@ def deal(case: OpCase | ModelCase, target: Target) -> Deal | str:
 
 
 def placed(program: AbstractProgram, case: OpCase | ModelCase, dealt: Deal) -> AbstractProgram:
-    """The program with every argument where it lies."""
+    """The program with a sharding on every argument."""
     first, *others = program.arguments
     if isinstance(case, ModelCase):
         first = _parameters(first, dealt)
@@ -86,7 +87,7 @@ def placed(program: AbstractProgram, case: OpCase | ModelCase, dealt: Deal) -> A
 
 
 def _parameters(tree: Any, dealt: Deal) -> Any:
-    """Parameters, and optimizer states, which are built like them."""
+    """Shardings of parameters, and of optimizer states, whose trees have the same shape."""
 
     def place(path: tuple[Any, ...], x: Any) -> Any:
         where = parameter_sharding(leaf_name(path), x.shape, dealt.mesh, heads="heads", rest=dealt.rest)
@@ -98,7 +99,7 @@ def _parameters(tree: Any, dealt: Deal) -> Any:
 def _data(tree: Any, dealt: Deal) -> Any:
     """Tokens ``[batch, length]``, caches ``[batch, kv_heads, length, dim]`` and lengths ``[batch]``.
 
-    Whole where there is less than an axis shares: a latent layer keeps one head for all.
+    A dimension that its axis does not divide stays whole: a latent layer keeps one head for all.
     """
     data, context = dealt.axes.data, dealt.axes.context
     axes = {1: (data,), 2: (data, context), 4: (data, "heads", context)}

@@ -1,8 +1,8 @@
-"""Devices that are not here, as a compiler sees them: what to install for which, and one device object for each.
+"""Devices that are not in this machine: the compiler that each needs, and JAX device objects to compile for.
 
-A TPU comes from ``libtpu``, an NVIDIA GPU from XLA's CUDA plugin and a description of the chip; neither needs a
-driver or an accelerator. Both compilers allow one kind of device per process, so whoever calls :func:`device` runs in
-a process of its own, under :data:`ENVIRONMENT` (see ``worker.py``). Figures of the chips: ``backends/devices.py``.
+A TPU comes from ``libtpu``, an NVIDIA GPU from XLA's CUDA plugin and a description of the chip; neither needs a driver
+or an accelerator. Both compilers allow one kind of device per process. Call :func:`device` in a process of its own,
+with the variables :data:`ENVIRONMENT` (see ``worker.py``). The figures of chips are in ``backends/devices.py``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from attnsuite.backends import Target
 from attnsuite.backends.devices import NVIDIA_GPUS, TPUS
 
-# libtpu asks a metadata server and its own chip where it runs, and takes a lock, unless told otherwise.
+# Without these libtpu asks a metadata server and its own chip for the topology, and takes a lock.
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "TPU_SKIP_MDS_QUERY": "1",
@@ -28,7 +28,7 @@ _MODULES = {"tpu": ("libtpu", "tpu"), "cuda": ("jax_cuda12_plugin", "compile-cud
 
 
 def missing(target: Target) -> str | None:
-    """Which line installs the compiler for ``target``, as a sentence; None where it is installed."""
+    """A sentence with the line that installs the compiler for ``target``; None where the compiler is installed."""
     module, extra = _MODULES[target.platform]
     if util.find_spec(module) is not None:
         return None
@@ -36,13 +36,13 @@ def missing(target: Target) -> str | None:
 
 
 def device(target: Target) -> Any:
-    """A device of this kind to compile for. The first one of a process decides which kind it can have."""
+    """A device of this kind to compile for. The first call in a process decides the kind that the process can have."""
     return devices(target)[0]
 
 
 @functools.cache
 def devices(target: Target) -> tuple[Any, ...]:
-    """The devices of a slice, or at least one of a kind. Raises what the compiler raises for a slice that is none."""
+    """The devices of a slice, or at least one of a kind. Raises the compiler's error for an unknown slice."""
     from jax.experimental import topologies  # noqa: PLC0415 (initialises nothing, but takes its time)
 
     if target.platform == "tpu":

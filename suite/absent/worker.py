@@ -1,6 +1,6 @@
-"""Compiles for one kind of device: ``python -m attnsuite.suite.absent.worker``, JSON lines in and out.
+"""The compiling process for one kind of device: ``python -m attnsuite.suite.absent.worker``, JSON lines in and out.
 
-It holds one topology for its whole life, because a second one in the same process is not allowed.
+The process keeps one topology until it ends, because a second one in the same process is not allowed.
 """
 
 from __future__ import annotations

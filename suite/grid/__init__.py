@@ -1,1 +1,1 @@
-"""A grid of cells: which there are, who runs them, in which process, and who is told."""
+"""A grid of cells: listing them, running them in processes, keeping their records and showing progress."""

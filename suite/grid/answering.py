@@ -1,8 +1,7 @@
-"""The other end of ``process.py``: a worker's main loop, JSON lines in and out.
+"""The main loop of a worker process, the counterpart of ``process.py``: JSON lines in and out.
 
-The protocol has the process's real stdout to itself: whatever a library prints goes to stderr. When stdin ends (who
-started the process is gone, however it went) the process exits at once, even in the middle of a computation, so that a
-killed run leaves no orphans.
+Only the protocol writes to the process's real stdout; output of libraries goes to stderr. When stdin ends, the parent
+is gone. The process then exits at once, even in the middle of a computation, so that a killed run leaves no orphans.
 """
 
 from __future__ import annotations

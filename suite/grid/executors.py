@@ -1,9 +1,9 @@
-"""Who runs the cells of a case, and in which processes.
+"""Run the cells of a case in worker processes.
 
-:func:`in_turns`: every cell in a process of its own, one computing at a time, sample by sample; nobody measures
-another's noise, and a machine that slows down slows all of them, so that ratios hold. :func:`one_after_another`: cells
-in which nothing is timed or weighed share one process. A cell that fails, hangs or dies becomes a record and leaves
-the others running.
+:func:`in_turns` gives every cell a process of its own. One process computes at a time, and the cells take turns sample
+by sample: no cell is measured beside another's load, and a machine that slows down slows all cells alike, so ratios
+hold. :func:`one_after_another` runs cells that are neither timed nor weighed in one shared process. A cell that fails,
+hangs or dies becomes a record, and the others go on.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from .references import References
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Limits:
-    """What one cell may use: seconds for preparing, and again for all its samples; bytes of memory."""
+    """What one cell may use: seconds to get ready, as many again for all its samples, and bytes of memory."""
 
     seconds: float
     memory: int
 
 
 class Watcher(Protocol):
-    """Who is told what goes on."""
+    """Receives progress of the work on cells."""
 
     def doing(self, case: str, backend: str, what: str) -> None:
         """Work on a cell begins."""
@@ -60,7 +60,7 @@ def _now() -> str:
 
 @dataclasses.dataclass(slots=True)
 class _Running:
-    """A cell on its way through a case."""
+    """A cell between its start and its record."""
 
     cell: Cell
     worker: Worker
@@ -71,7 +71,7 @@ class _Running:
     sampling_seconds: float = 0.0
 
     def ask(self, request: dict[str, Any], seconds: float) -> Any:
-        """The worker's answer; the time it took counts as the cell's."""
+        """The worker's answer. The time that it takes is added to the cell's."""
         begin = time.perf_counter()
         try:
             return self.worker.ask(request, seconds)
@@ -79,14 +79,14 @@ class _Running:
             self.wall += time.perf_counter() - begin
 
     def record(self, context: RunContext, status: Status, error: str | None = None) -> Record:
-        """What became of a cell that was made ready."""
+        """The record of a cell that was made ready."""
         try:
             return self._record(context, self.facts, status=status, error=error, samples=tuple(self.samples))
         except RecordError as wrong:
             return self.failed(context, CellFailure("crashed", f"its figures cannot be recorded: {wrong}."))
 
     def failed(self, context: RunContext, failure: CellFailure | InputError) -> Record:
-        """A cell that failed: what it measured before counts for nothing. The other cells and cases go on."""
+        """The record of a cell that failed. Its earlier samples are dropped; the other cells and cases go on."""
         status = failure.status if isinstance(failure, CellFailure) else "crashed"
         return self._record(context, Facts(), status=status, error=str(failure))
 
@@ -103,13 +103,13 @@ class _Running:
 
 
 def run_case(case: Case, cells: Sequence[Cell], references: References, context: RunContext) -> Iterator[Record]:
-    """Measure the cells of ``case`` and yield their records, by the executor that its kind asks for."""
+    """Measure the cells of ``case`` with the executor that its kind asks for, and yield their records."""
     executor = one_after_another if kind_of(case.kind).shares_process else in_turns
     yield from executor(case, cells, references, context)
 
 
 def in_turns(case: Case, cells: Sequence[Cell], references: References, context: RunContext) -> Iterator[Record]:
-    """Failures at once, samples when all are taken."""
+    """Yields a failure at once, and the measured cells when all samples are taken."""
     with contextlib.ExitStack() as stack:
         running = [
             _Running(cell, stack.enter_context(Worker(context.limits.memory, environment=_variables(cell, references))))
@@ -131,7 +131,7 @@ def in_turns(case: Case, cells: Sequence[Cell], references: References, context:
 def one_after_another(
     case: Case, cells: Sequence[Cell], references: References, context: RunContext
 ) -> Iterator[Record]:
-    """One process for all, until a cell takes it down."""
+    """Runs all cells in one process; a new one starts after a cell that ended it."""
     worker = Worker(context.limits.memory)
     try:
         context.watcher.doing(case.name, "reference", "computing what the cells are judged by")
@@ -148,9 +148,9 @@ def one_after_another(
 
 
 def unsupported(cell: Cell, context: RunContext) -> Record:
-    """The record of a cell that is not measured: its row was refused.
+    """The record of a cell that is not measured, because its row was refused.
 
-    What would run instead is a cell of its own, or nothing can run the case.
+    The backend refused. Its fallback is measured in its own cell, or no backend can run the case.
     """
     instead = f"{cell.resolved} would run, and is a cell of its own" if cell.resolved else "nothing else can run"
     return record_of(
@@ -164,7 +164,7 @@ def unsupported(cell: Cell, context: RunContext) -> Record:
 
 
 def facts_of(answer: Any) -> Facts:
-    """The facts that a cell's process answered with. Raises CellFailure where they cannot be recorded."""
+    """The facts in the answer of a cell's process. Raises CellFailure where they cannot be recorded."""
     try:
         return typed.convert(answer, Facts)
     except ValueError as wrong:
@@ -172,19 +172,19 @@ def facts_of(answer: Any) -> Facts:
 
 
 def is_measured(cell: Cell, rows: Sequence[str]) -> bool:
-    """Whether a cell is measured: it runs, and does not merely repeat another row of the case as a fallback."""
+    """Whether a cell is measured: something runs for it, and its fallback is not another row of the case."""
     return cell.mode is not None and not (cell.mode == "fallback" and cell.resolved in rows)
 
 
 def _variables(cell: Cell, references: References) -> Mapping[str, str]:
-    """What a cell's process starts with: JAX takes its number of CPU devices, a library its preload, only then."""
+    """Environment variables of a cell's process: the number of CPU devices for JAX, a library to preload for a peer."""
     devices = {} if cell.devices == 1 else {"JAX_NUM_CPU_DEVICES": str(cell.devices)}
     peer = peers.worker_environment(cell.row, references.folder) if cell.row in peers.PEERS else {}
     return {**devices, **peer}
 
 
 def _reference(case: Case, mode: str | None, references: References) -> Path | CellFailure | InputError | None:
-    """What judges the cells of ``case`` in ``mode``; the failure where that cannot be computed."""
+    """The file that judges the cells of ``case`` in ``mode``; the failure where it cannot be computed."""
     try:
         return references.path(case, mode)
     except (CellFailure, InputError) as failure:
@@ -192,7 +192,7 @@ def _reference(case: Case, mode: str | None, references: References) -> Path | C
 
 
 def _prepare(each: _Running, reference: Path | CellFailure | InputError | None, context: RunContext) -> Record | None:
-    """Make a cell ready to be sampled; its record where it ends here: it failed, is wrong, or is never timed."""
+    """Make a cell ready for sampling. Returns its record where it ends here: it failed, is wrong, or is not timed."""
     if isinstance(reference, Exception):
         return each.failed(context, reference)
     context.watcher.doing(each.cell.case, each.cell.row, "compiling and judging")
@@ -213,7 +213,7 @@ def _prepare(each: _Running, reference: Path | CellFailure | InputError | None, 
 
 
 def _sample(case: Case, running: list[_Running], context: RunContext) -> Iterator[Record]:
-    """Round after round, one sample of every cell that has not enough yet."""
+    """In each round take one sample of every cell that still needs some."""
     done: list[_Running] = []
     active = list(running)
     number = 0

@@ -1,4 +1,4 @@
-"""What every grid does with its records: each on the disk before the next cell begins, and told to who watches."""
+"""Keeps the records of every grid: each is on the disk before the next cell begins, and is told to the watcher."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from .executors import Watcher
 
 
 class GridWatcher(Watcher, Protocol):
-    """Who is told how a grid goes."""
+    """Receives the progress of a grid."""
 
     def begin(self, total: int, finished: int) -> None:
-        """Cells of the grid, and how many of them have a record already."""
+        """The grid has ``total`` cells; ``finished`` of them have a record already."""
         ...
 
     def fewer(self, cells: int) -> None:
-        """The grid turned out to have so many cells less than :meth:`begin` said."""
+        """The grid has ``cells`` cells fewer than :meth:`begin` said."""
         ...
 
     def warn(self, sentence: str) -> None:
-        """Something that does not stop the grid."""
+        """A warning that does not stop the grid."""
         ...
 
     def done(self, record: Record) -> None:
-        """A cell has its record, and it is on the disk."""
+        """A cell has its record, and the record is on the disk."""
         ...
 
 
@@ -41,10 +41,10 @@ def keep(
     *,
     resume: bool,
 ) -> tuple[Record, ...]:
-    """Append what ``records`` gives for the cells that are not finished; all records of the grid.
+    """Append the records that ``records`` yields for unfinished cells; returns all records of the grid.
 
-    ``keys`` are those of all cells; ``records`` is called with those that have a record. Raises InputError before
-    anything is computed where ``out`` cannot be written, holds another grid, or holds records and ``resume`` is False.
+    ``keys`` are those of all cells; ``records`` is called with the keys of the finished ones. Raises InputError before
+    anything is computed if ``out`` cannot be written, holds another grid, or holds records and ``resume`` is False.
     """
     with RunStore(out, resume=resume) as store:
         for sentence in store.warnings:
@@ -61,7 +61,7 @@ def keep(
 def identity(
     verb: Literal["sharded", "tune", "curves"], asked: Mapping[str, Any], target: str, found: Environment
 ) -> GridManifest:
-    """What a grid is: the words that it was asked with, and where it is computed."""
+    """The manifest of a grid: the flags that asked for it, and the place where it is computed."""
     return GridManifest(
         verb=verb,
         asked=dict(asked),

@@ -1,4 +1,4 @@
-"""Ask, in a process of its own, what is here and which cells a run has."""
+"""Runs in a process of its own: finds the devices and backends of this machine, and the cells of a run."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ..measure import environment
 
 
 def probe(asked: Asked) -> dict[str, Any]:
-    """The environment, and every cell of the cases that are asked for. Raises InputError where a case cannot be run."""
+    """The environment, and every cell of the cases asked for. Raises InputError for a case that cannot be run."""
     cells = [dataclasses.asdict(cell) for case in asked.cases for cell in kinds.kind_of(case.kind).cells(case, asked)]
     return {"environment": environment.describe(), "cells": cells}
 
 
-# What doctor asks every backend for: the problems that a transformer poses.
+# The problems of a transformer, for which doctor asks every backend.
 _DOCTOR_CASES = {
     "forward": OpCase(kind="op_forward", sequence=1024, kv_heads=2, dtype="bfloat16"),
     "forward+backward": OpCase(kind="op_forward_backward", sequence=1024, kv_heads=2, dtype="bfloat16"),
@@ -29,7 +29,7 @@ _DOCTOR_CASES = {
 
 
 def examine() -> dict[str, Any]:
-    """What ``doctor`` shows: the environment, and each backend's mode or reasons in each problem, broken kinds."""
+    """The content of ``doctor``: the environment, each backend's mode or reasons in each problem, and broken kinds."""
     target = Target.here()
     found = []
     for name in registry.names():

@@ -1,7 +1,7 @@
-"""A worker process as the runner sees it: ask, wait within limits, kill.
+"""A worker process as its parent handles it: send a request, wait within limits, kill.
 
-Time is limited per request, memory by watching the process's resident size. A process that is over a
-limit is killed and becomes ``timeout`` or ``oom``; one that dies becomes ``crashed`` with the signal's name.
+Time is limited per request. Memory is limited by watching the process's resident size. A process over a limit is killed
+and becomes ``timeout`` or ``oom``. A process that dies becomes ``crashed``, with the signal's name.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _POLL_SECONDS = 0.05
 _ENVIRONMENT = {
     "JAX_DEFAULT_MATMUL_PRECISION": "highest",
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-    # A program that JAX reads from a cache of the user's was not compiled: its compile time would be a reading time.
+    # With the user's compilation cache on, the compile time would be the time of reading a file.
     "JAX_ENABLE_COMPILATION_CACHE": "false",
     "TF_CPP_MIN_LOG_LEVEL": "3",
     "PYTHONUNBUFFERED": "1",
@@ -41,7 +41,7 @@ _LIKELY_OUT_OF_MEMORY = 0.5  # killed from outside while above this share of its
 class Worker:
     """One worker process with a memory limit in bytes. Use as a context manager, or call :meth:`close`.
 
-    ``module`` is what it runs, ``environment`` what it finds set beside this process's own variables.
+    ``module`` is the module that it runs. ``environment`` is added to this process's own variables.
     """
 
     def __init__(
@@ -75,8 +75,8 @@ class Worker:
     def ask(self, request: dict[str, Any], seconds: float) -> Any:
         """Send a request and wait for its answer for at most ``seconds``.
 
-        Raises CellFailure (oom, timeout, crashed) with the process killed if it did not answer, and
-        InputError where it says that the user's input cannot be used.
+        If the process does not answer, it is killed and CellFailure (oom, timeout, crashed) is raised. Raises
+        InputError if the process answers that the user's input cannot be used.
         """
         deadline = time.monotonic() + seconds
         with contextlib.suppress(BrokenPipeError):  # its end shows when the answer is read
@@ -109,7 +109,7 @@ class Worker:
                     pipe.close()
 
     def kill(self) -> None:
-        """End the process and nothing else: whoever waits for its answer, in another thread, gets a CellFailure."""
+        """End the process only. Another thread that waits for its answer gets a CellFailure."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
@@ -151,7 +151,7 @@ class Worker:
             raise CellFailure("timeout", f"no answer within {seconds:g} s (--cell-timeout).")
 
     def _death(self) -> CellFailure:
-        """What a process that ended by itself is to be called."""
+        """The failure for a process that ended by itself."""
         code = self._process.wait()
         self._stderr.seek(0)
         lines = [line for line in self._stderr.read().decode(errors="replace").splitlines() if line.strip()]
@@ -166,9 +166,9 @@ class Worker:
 
 
 def ask_together(workers: Sequence[Worker], requests: Sequence[dict[str, Any]], seconds: float) -> Any:
-    """Ask each worker at once, for they wait for each other; the answer of the first.
+    """Ask all workers at the same time, because they wait for each other; returns the answer of the first.
 
-    Raises as :meth:`Worker.ask`, with all processes killed, what the first that failed raised.
+    On a failure all processes are killed, and the error of the first that failed is raised as by :meth:`Worker.ask`.
     """
     with ThreadPoolExecutor(len(workers)) as pool:
         asked = [pool.submit(w.ask, request, seconds) for w, request in zip(workers, requests, strict=True)]
@@ -184,5 +184,5 @@ def ask_together(workers: Sequence[Worker], requests: Sequence[dict[str, Any]], 
 
 
 def _import_path() -> str:
-    """The path that this process imports from, so that the worker finds the same packages from any directory."""
+    """The import path of the present process, with which the worker finds the same packages from any directory."""
     return os.pathsep.join(str(Path(entry).resolve()) for entry in sys.path)

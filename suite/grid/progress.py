@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a bar with what runs now and what is left, a line per finished cell."""
+"""Progress on a terminal: a bar with the running cell and the number left, and a line per finished cell."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..summary import record_line
 
 
 class ProgressDisplay:
-    """A :class:`~.keeping.GridWatcher` on a terminal, else a line per finished cell. A context manager."""
+    """A :class:`~.keeping.GridWatcher`: a bar on a terminal, else a line per finished cell. A context manager."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -52,12 +52,12 @@ class ProgressDisplay:
             self._console.print(f"resuming: {finished} of {total} cells are done")
 
     def fewer(self, cells: int) -> None:
-        """The run turned out to have so many cells less than :meth:`begin` said."""
+        """The run has ``cells`` cells fewer than :meth:`begin` said."""
         self._total -= cells
         self._progress.update(self._task, total=self._total, left=self._total - self._done)
 
     def doing(self, case: str, backend: str, what: str) -> None:
-        """Show what runs now."""
+        """Show the running cell."""
         self._progress.update(self._task, description=" / ".join(part for part in (case, backend, what) if part))
 
     def warn(self, sentence: str) -> None:
@@ -65,7 +65,7 @@ class ProgressDisplay:
         self._console.print(f"warning: {sentence}", style="yellow", markup=False, highlight=False, soft_wrap=True)
 
     def done(self, record: Record) -> None:
-        """Move the bar and leave a line behind."""
+        """Move the bar and print the cell's line."""
         self._done += 1
         self._progress.update(self._task, completed=self._done, left=self._total - self._done)
         self._console.print(record_line(record), highlight=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""What cells are judged by: computed once per problem, kept in files, and handed to the cells that share it."""
+"""The references that judge cells: each is computed once per problem, kept in a file, and shared by the cells."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ..kinds import kind_of, problem_of
 from ..measure.memory import machine_bytes
 from .process import Worker
 
-_REFERENCE_SECONDS = 600.0  # at least; the oracle is slow, and its limit is not the cells'
+_REFERENCE_SECONDS = 600.0  # at least: the oracle is slower than a cell may be
 _REFERENCE_SHARE = 0.9  # of the machine's memory
 
 
 class References:
-    """What cells are judged by: one process for the whole run, its results kept in a temporary directory."""
+    """Computes references in one process for the whole run and keeps them in a temporary directory."""
 
     def __init__(self, seconds: float, text: str | None = None) -> None:
         self._text = text
@@ -28,7 +28,7 @@ class References:
         self._paths: dict[tuple[Any, ...], Path] = {}
 
     def path(self, case: Case, mode: str | None = "native") -> Path | None:
-        """The .npz of ``case`` run in ``mode``, computed on first use; None for a case that brings its own comparison.
+        """The .npz of ``case`` run in ``mode``, computed at the first call; None if the case brings its own comparison.
 
         Raises CellFailure where the reference cannot be computed.
         """
@@ -61,5 +61,5 @@ class References:
 
 
 def _problem(case: Case) -> tuple[Any, ...]:
-    """What a case is but for its name."""
+    """The fields of a case without its name."""
     return tuple(item for item in problem_of(case).items() if item[0] != "name")

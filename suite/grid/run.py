@@ -1,7 +1,7 @@
-"""A whole run: check what was asked for, lock the directory, probe the machine, measure what is missing.
+"""A whole run: check the request, lock the directory, probe the machine, measure the cells that have no record.
 
-The process that does this never initialises JAX. What identifies a run (cases, backends, text, versions,
-source, device) is written to its directory before the first cell; to resume it, all of that must still hold.
+The process that does this never initialises JAX. The run's identity (cases, backends, text, versions, source, device)
+is written to its directory before the first cell. A run can be resumed only where all of it still holds.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _PROBE_SECONDS = 300.0
 class RunRequest:
     """What to run, checked. ``text`` is a file for perplexity, or None for the text that ships.
 
-    ``file`` is the path of the suite's file as it was given, None for a named suite.
+    ``file`` is the path of the suite's file as it was given; None for a named suite.
     """
 
     suite: str
@@ -68,7 +68,7 @@ def new_request(
     limits: Limits,
     words: KascadeWords = KascadeWords(),  # noqa: B008 (frozen)
 ) -> RunRequest:
-    """The request that these words ask for. Raises InputError with one sentence for what does not exist."""
+    """The request of these flags. Raises InputError with one sentence for a name that does not exist."""
     asked = None if backends is None else names_of(backends, "--backends")
     if isinstance(suite, CheckpointWords):
         asked = checkpoint_rows(names() if asked is None else _known(asked))
@@ -94,7 +94,7 @@ def new_request(
 def resumed_request(
     suite: str | None, backends: str | None, cases: str | None, text: Path | None, out: Path, limits: Limits
 ) -> RunRequest:
-    """The request of the run in ``out``. Raises InputError where the words given ask for something else."""
+    """The request of the run in ``out``. Raises InputError where the given flags ask for something else."""
     manifest = read_manifest(out)
     if isinstance(manifest, GridManifest):
         command = f"attnsuite {manifest.verb}"
@@ -161,7 +161,7 @@ def execute(request: RunRequest, watcher: GridWatcher) -> None:
 
 
 def checked_text(path: Path) -> Path:
-    """The path, if it is a file of text that can be read. Raises InputError."""
+    """The path, if it is a readable text file. Raises InputError."""
     try:
         data = path.read_bytes()
         data.decode("utf-8")
@@ -205,7 +205,7 @@ def _probe(request: RunRequest) -> tuple[Environment, list[Cell]]:
 
 
 def _identity(request: RunRequest, environment: Mapping[str, Any]) -> RunManifest:
-    """What this run is; a resumed one has to be that still."""
+    """The identity of this run; that of a resumed run must be equal."""
     return RunManifest(
         suite=request.suite,
         cases=tuple(problem_of(case) for case in request.cases),
@@ -220,7 +220,7 @@ def _identity(request: RunRequest, environment: Mapping[str, Any]) -> RunManifes
 
 
 def _machine(store: RunStore, watcher: Watcher) -> Machine:
-    """The machine's measured ceilings: once per run, kept in its directory."""
+    """The machine's measured ceilings: measured once per run and kept in its directory."""
     path = store.directory / MACHINE
     if path.is_file():
         try:
@@ -242,7 +242,7 @@ def _text_identity(path: Path) -> TextIdentity:
 
 
 def _rows(suite: Suite) -> tuple[str, ...]:
-    """What is measured unless told: every backend and the suite's peers, and the rows that only a case's kind knows."""
+    """The rows measured by default: every backend, the suite's peers, and the rows that only a case's kind knows."""
     own = [kind_of(case.kind).rows(case) for case in suite.cases]
     rows = [*names(), *suite.peers] if not all(own) else []
     return tuple(dict.fromkeys([*rows, *(row for each in own for row in each)]))

@@ -1,7 +1,7 @@
 """The process of one cell: ``python -m attnsuite.suite.grid.worker``, one JSON object per line in and out.
 
-The executor asks for a cell to be prepared (``{"do": "prepare", ...}``), then for samples of it; ``answering.py`` says
-how the answers travel.
+The executor first asks it to prepare a cell (``{"do": "prepare", ...}``), then to take samples. ``answering.py``
+describes the answers.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _unprepared() -> float:
 
 
 def _answer(request: dict[str, Any]) -> Any:
-    """The requests that keep no state."""
+    """Answer a request that keeps no state."""
     match request["do"]:
         case "probe":
             cases = tuple(make_case(problem) for problem in request["cases"])

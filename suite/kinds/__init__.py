@@ -1,10 +1,9 @@
-"""The kinds of case that can be measured, one file each, and the table of them.
+"""The table of the kinds of case, one file per kind.
 
-A kind is a :class:`~attnsuite.suite.kinds.kind.Kind`: its case, the rows that a case has, what judges them, how a cell
-is made ready, and what its tables are called. A new one takes a file and a line of :data:`BUILT_IN`. Another package
-brings its own through the entry-point group ``attnsuite.kinds``: the entry is named after the kind of record, and what
-it names is a Kind. An entry is loaded when its kind is looked up; one that does not load is an InputError there, and
-the other kinds go on.
+A :class:`~attnsuite.suite.kinds.kind.Kind` names its cases, their rows, their reference, how a cell is made ready, and
+the titles of its tables. A new kind takes a file and a line in :data:`BUILT_IN`. Another package adds a kind through
+the entry-point group ``attnsuite.kinds``: the entry's name is the kind of record, its object is a Kind. An entry is
+loaded when its kind is looked up. An entry that does not load raises InputError there; the other kinds go on.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ BUILT_IN = (
 
 @functools.cache
 def _built_in() -> Mapping[str, Kind]:
-    """Each kind that ships here, by every name that its records have."""
+    """Each kind that ships here, under every name that its records have."""
     found: dict[str, Kind] = {}
     for reference in BUILT_IN:
         module, _, attribute = reference.partition(":")
@@ -47,7 +46,7 @@ def _built_in() -> Mapping[str, Kind]:
 
 @functools.cache
 def _entry_points() -> Mapping[str, metadata.EntryPoint]:
-    """Entries of other packages by name; a name that ships here stays what it is."""
+    """Entries of other packages by name. An entry cannot replace a kind that ships here."""
     found = {entry.name: entry for entry in metadata.entry_points(group=ENTRY_POINT_GROUP)}
     return {name: found[name] for name in sorted(found) if name not in _built_in()}
 
@@ -59,7 +58,7 @@ def names() -> tuple[str, ...]:
 
 @functools.cache
 def kind_of(name: str) -> Kind:
-    """The kind of a record or case. Raises InputError for a name of none, and for a package that does not load."""
+    """The kind of a record or case. Raises InputError for an unknown name, and for a package that does not load."""
     if name in _built_in():
         return _built_in()[name]
     if name not in _entry_points():
@@ -91,7 +90,7 @@ def _fault(name: str) -> str | None:
 
 
 def title_of(name: str) -> str:
-    """What tables of a kind of record are called. Raises InputError as :func:`kind_of`."""
+    """The title of the tables of a kind of record. Raises InputError as :func:`kind_of`."""
     return kind_of(name).titles[name]
 
 

@@ -1,8 +1,8 @@
 """One attention call: the case, its program, and how its cells are judged.
 
-The oracle's float64 result and the standard backend's error on the same problem are computed once per case, in a
-process of their own, and reach the cells through one .npz file. A case that is too large for the oracle, or for an
-interpreter, is judged on a case of the same kind at a shorter length, and its record says so.
+The oracle's float64 result and the standard backend's error are computed once per case, in a process of their own. The
+cells read both from one .npz file. A case that is too large for the oracle, or for an interpreter, is judged at a
+shorter length, and its record says so.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ OpKind = Literal["op_forward", "op_forward_backward", "op_decode"]
 # Score entries (batch x heads x query x key) that the oracle takes at most: 8 heads at 4096 tokens. It needs
 # about 2 s forward and 8 s with gradients for that on 2 cores of a 2026 server.
 ORACLE_ENTRIES = 8 * 4096 * 4096
-# And an interpreter: Kvax's kernels, forward and backward, need about 4 s for that, and four times that at 1024.
+# The same for an interpreter: Kvax's kernels, forward and backward, need about 4 s for that, 16 s at 1024.
 INTERPRETED_ENTRIES = 8 * 512 * 512
 _ERROR = "standard_error_"
 GRADIENTS = ("dq", "dk", "dv")
@@ -63,10 +63,10 @@ INTERPRETED_LENGTH = 1024  # tokens: a longer case would be judged again at the 
 class OpCase:
     """One attention call. ``op_decode`` is one query token at the end of ``sequence`` keys.
 
-    ``window_size`` counts the token itself, as Hugging Face's ``sliding_window`` does: a causal row sees its own key
-    and ``window_size - 1`` keys before it; without causality as many after it, too. ``documents`` packs that many
-    documents of unequal length into the sequence (segment ids). Without a ``name`` one is made from the fields. Raises
-    InputError for a field that does not fit.
+    ``window_size`` counts the token itself, as Hugging Face's ``sliding_window`` does. A causal row sees its own key
+    and the ``window_size - 1`` keys before it; a row that is not causal also sees as many after it. ``documents`` packs
+    that many documents of unequal length into the sequence (segment ids). An empty ``name`` is replaced by one made
+    from the fields. Raises InputError for a field that does not fit.
     """
 
     kind: OpKind
@@ -134,14 +134,14 @@ def spec_of(case: OpCase) -> AttentionSpec:
 
 
 def _window(case: OpCase) -> tuple[int, int] | None:
-    """Keys beside a query's own, left and right."""
+    """The window of the contract: the keys to the left and to the right of a query's own."""
     if case.window_size is None:
         return None
     return case.window_size - 1, 0 if case.causal else case.window_size - 1
 
 
 def _without_window(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields without ``window`` of version 0.1, which counted the keys beside the token. Raises InputError."""
+    """The fields with ``window`` of version 0.1 replaced; ``window`` left out the token itself. Raises InputError."""
     if fields.get("window") is not None:
         given = typed.given(fields["window"])
         raise InputError(
@@ -171,11 +171,11 @@ def _name(case: OpCase) -> str:
 def op_function(case: OpCase, plan: Callable[[Layout], Plan]) -> Callable[..., Any]:
     """The function of an attention call: ``(layout, query, key, value) -> output``.
 
-    With gradients it takes ``d_out`` too and gives ``(out, dq, dk, dv)``. Planning is part of it, as in a model's
-    forward pass, and the layout is an argument: no backend can bake the mask of one case into its code. A decode step
-    finds its keys and values as a cache holds them (``models.KVCache``: ``[batch, kv_heads, length, head_dim]``) and
-    hands them over transposed, which XLA folds into the products; in the contract's own layout a CPU transposes them
-    in memory first.
+    With gradients it also takes ``d_out`` and returns ``(out, dq, dk, dv)``. The function includes planning, as a
+    model's forward pass does. The layout is an argument, so that no backend can make the mask of one case a constant of
+    its code. A decode step takes keys and values as a cache holds them (``models.KVCache``: ``[batch, kv_heads, length,
+    head_dim]``) and passes them on transposed. XLA folds this transpose into the products; from the contract's own
+    layout a CPU would transpose in memory first.
     """
 
     def forward(layout: Layout, query: Any, key: Any, value: Any) -> Any:
@@ -205,7 +205,7 @@ def with_gradients(attend: Callable[..., Any]) -> Callable[..., Any]:
 def op_program(case: OpCase, backend: Backend, mode: Mode, target: Target, devices: int = 1) -> Program:
     """The program of an op case, see :func:`op_function`.
 
-    On several devices the arrays lie divided, as in a model that divides its heads.
+    On several devices the arrays are divided among them, as in a model that divides its heads.
     """
     spec, inputs = spec_of(case), make_inputs(case)
     mesh = None if devices == 1 else Mesh(np.array(jax.devices()[:devices]), ("devices",))
@@ -226,7 +226,7 @@ def op_program(case: OpCase, backend: Backend, mode: Mode, target: Target, devic
 
 
 def judged_case(case: OpCase, mode: str | None = "native") -> tuple[OpCase, tuple[str, ...]]:
-    """The case that accuracy is judged on: ``case`` itself, or a shorter one and a note that says so."""
+    """The case on which accuracy is judged: ``case`` itself, or a shorter one with a note that says so."""
     slow, entries = "the float64 oracle", ORACLE_ENTRIES
     if mode == "interpret":
         slow, entries = "an interpreter", INTERPRETED_ENTRIES
@@ -287,7 +287,7 @@ class Attention(Kind):
     case: ClassVar = OpCase
 
     def read(self, fields: Mapping[str, Any]) -> OpCase:
-        """The case; records and suites of version 0.1 say ``window``."""
+        """The case; records and suites of version 0.1 have ``window`` in place of ``window_size``."""
         return typed.convert(_without_window(fields), OpCase)
 
     def cells(self, case: OpCase, asked: Asked) -> Iterable[Cell]:
@@ -302,7 +302,7 @@ class Attention(Kind):
         return [*found, *of_peers(case, asked)]
 
     def judged_by(self, case: OpCase, mode: str | None) -> tuple[OpCase, ...]:
-        """The case at a length that the oracle takes; a forward pass by the same with gradients, where that is done."""
+        """The case at a length that the oracle takes. A forward pass may share the reference of the backward pass."""
         short = judged_case(case, mode)[0]
         if short.kind != "op_forward":
             return (short,)
@@ -313,7 +313,7 @@ class Attention(Kind):
         write_reference(case, path)
 
     def prepare(self, cell: Cell, case: OpCase, means: Means) -> Prepared:
-        """Run and judge; what is interpreted is never timed."""
+        """Run and judge the cell. An interpreted cell is never timed."""
         if cell.mode == "interpret":
             return _prepare_interpreted(cell, case, means)
         build = _builder(cell)
@@ -337,7 +337,7 @@ class Attention(Kind):
 
 
 def _builder(cell: Cell) -> Callable[[OpCase], Program]:
-    """How the cell makes a program of a case."""
+    """The function that makes the cell's program from a case."""
     if cell.row in peers.PEERS:
         return functools.partial(peers.program, cell.row)
     backend, target = registry.get(str(cell.resolved)), Target.here()
@@ -354,7 +354,7 @@ def _prepare_interpreted(cell: Cell, case: OpCase, means: Means) -> Prepared:
 
 
 def _or_interpreted(found: Cell, case: OpCase, target: Target) -> Cell:
-    """The cell, or where the backend cannot run here and its kernel can be interpreted, that: for its accuracy."""
+    """The cell; the interpreted cell, for accuracy, if only an interpreter can run the backend's kernel here."""
     if found.mode == "native" or case.sequence > INTERPRETED_LENGTH:
         return found
     backend = registry.get(found.row)

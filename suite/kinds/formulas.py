@@ -1,8 +1,8 @@
 """FLOPs, bytes and visible pairs of an attention call, by formula.
 
-Only pairs that may attend are counted: a backend that computes masked tiles too does not look faster for
-it. A multiply-add is two operations. The backward pass counts five products (scores again, dP, dV, dQ,
-dK), as FlashAttention-2 counts them (arXiv 2307.08691, section 4.1); softmax is left out, as there.
+Only pairs that may attend are counted, so that computing masked tiles does not make a backend look faster. A
+multiply-add is two operations. The backward pass counts five products (the scores again, dP, dV, dQ, dK) and leaves out
+the softmax, as FlashAttention-2 does (arXiv 2307.08691, section 4.1).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ITEM_BYTES = {name: 4 if name == "float32" else 2 for name in DTYPES}
 
 
 def document_ids(case: OpCase) -> Int[np.ndarray, " sequence"]:
-    """Which document each position belongs to: ``case.documents`` contiguous runs, unequal, from the case's seed."""
+    """The document of each position: ``case.documents`` contiguous runs of unequal length, from the case's seed."""
     rng = np.random.default_rng([case.seed, 1])
     cuts = np.sort(rng.choice(np.arange(1, case.sequence), case.documents - 1, replace=False))
     return np.searchsorted(cuts, np.arange(case.sequence), side="right").astype(np.int32)

@@ -1,4 +1,4 @@
-"""The arrays of an op case: fixed by its seed, the same in every process, backend and version."""
+"""The arrays of an op case, drawn from its seed: equal in every process, for every backend and version."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a kind of case is, and what all their cases check alike."""
+"""The interface of a kind of case, and checks that the cases of all kinds share."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 
 
 class Kind(abc.ABC):
-    """One kind of case: everything that the grid and the reports must know of it.
+    """One kind of case: everything that the grid and the reports must know about it.
 
-    ``titles``: each name that its records have as ``kind``, and what tables of them are called. ``case``: the frozen
-    dataclass of its cases, which checks itself and raises InputError. ``shares_process``: whether the cells of a case
-    run one after the other in one process, since nothing of them is timed or weighed. What has an answer here is the
-    answer for a kind whose rows are backends and whose cells bring their own comparison.
+    ``titles`` maps each ``kind`` of its records to the title of their tables. ``case`` is the frozen dataclass of its
+    cases; it checks itself and raises InputError. With ``shares_process`` the cells of a case run one after the other
+    in one process, since nothing of them is timed or weighed. The methods defined here suit a kind whose rows are
+    backends and whose cells bring their own comparison.
     """
 
     titles: ClassVar[Mapping[str, str]]
@@ -47,29 +47,29 @@ class Kind(abc.ABC):
 
     @abc.abstractmethod
     def prepare(self, cell: Cell, case: Any, means: Means) -> Prepared:
-        """Bring a cell to where it can be sampled. Raises CellFailure where it needs more memory than it may have."""
+        """Make a cell ready to be sampled. Raises CellFailure where it needs more memory than its limit."""
 
     def read(self, fields: Mapping[str, Any]) -> Case:
         """The case with these fields, ``kind`` among them. Raises ValueError with a sentence, less its full stop."""
         return typed.convert(fields, self.case)
 
     def rows(self, case: Any) -> tuple[str, ...]:
-        """The rows that only this kind knows, in the order of their table; () where rows are backends and peers."""
+        """The rows that only this kind knows, in the order of their table; () if its rows are backends and peers."""
         return ()
 
     def told(self, case: Any, words: Mapping[str, Any]) -> Case | None:
-        """The case with what the command line says about Kascade; None where the case is not about Kascade."""
+        """The case with the command line's fields for Kascade; None where the case is not about Kascade."""
         return None
 
     def judged_by(self, case: Any, mode: str | None) -> tuple[Case, ...]:
-        """The cases whose reference judges a cell of ``case`` in ``mode``: each can, and the first is computed.
+        """The cases whose reference can judge a cell of ``case`` in ``mode``. If none is computed yet, the first is.
 
         () where a cell brings its own comparison.
         """
         return ()
 
     def write_reference(self, case: Any, path: Path, text: str | None) -> None:  # noqa: B027 (no case is judged by one)
-        """Write what :meth:`prepare` judges by to ``path`` (.npz), where :meth:`judged_by` names a case."""
+        """Write to ``path`` (.npz) the reference by which :meth:`prepare` judges, if :meth:`judged_by` names a case."""
 
 
 def cell(case: Case, row: str, **outcome: Any) -> Cell:
@@ -83,7 +83,7 @@ def refused(case: Case, row: str, reasons: Iterable[str]) -> Cell:
 
 
 def of_backend(case: Case, row: str, ask: Callable[[str], Iterable[Resolution]]) -> Cell:
-    """The cell of a backend, where ``ask(row)`` gives the resolutions of all attention that runs for that row."""
+    """The cell of a backend. ``ask(row)`` gives the resolutions of all attention that runs for that row."""
     try:
         found = list(ask(row))
     except BackendUnavailableError as error:
@@ -97,7 +97,7 @@ def of_backend(case: Case, row: str, ask: Callable[[str], Iterable[Resolution]])
 
 
 def of_peers(case: Case, asked: Asked) -> Iterable[Cell]:
-    """A cell for every peer that is asked for and has such problems."""
+    """A cell for every peer that is asked for and takes such problems."""
     for row in asked.rows:
         if row in peers.PEERS and case.kind in peers.PEERS[row].kinds:
             reasons = peers.refusals(row, case)
@@ -115,7 +115,7 @@ def problem_of(case: Case) -> dict[str, Any]:
 
 
 def label_of(fields: Mapping[str, Any]) -> str:
-    """A case in a sentence: by its name where it has one that can be shown."""
+    """A case in a sentence: its name, if it has one that can be shown."""
     name = fields.get("name")
     return f"case {name}" if isinstance(name, str) and _NAME.fullmatch(name) else f"a case of kind {fields['kind']}"
 
@@ -129,7 +129,7 @@ def check_fields(case: Any) -> None:
 
 
 def name_case(case: Any, name: str) -> None:
-    """Give a case without a name the one that is made from its fields. Raises InputError for a name that is none."""
+    """Give a case without a name the one made from its fields. Raises InputError for an invalid name."""
     if not case.name:
         object.__setattr__(case, "name", name)
     if not _NAME.fullmatch(case.name):
@@ -138,5 +138,5 @@ def name_case(case: Any, name: str) -> None:
 
 
 def model_word(model: str) -> str:
-    """A preset's name, or of a directory its last part, in the letters that a case's name may have."""
+    """A preset's name, or the last part of a directory, in the letters that a case's name may have."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", PurePath(model).name)[:100]

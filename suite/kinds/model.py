@@ -1,6 +1,6 @@
 """A pass of a whole transformer: the case, and how its cells are judged and timed.
 
-The numbers of a model are held to the standard backend's in float32, since there is no transformer in float64.
+The numbers of a model are judged against the standard backend in float32, since there is no transformer in float64.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ _STANDARD = "standard_"
 class ModelCase:
     """A pass of a whole transformer: prefill, decode of ``new_tokens`` after a prompt, or one train step.
 
-    ``model`` is a checkpoint that ships here, or a preset with random weights. ``sequence`` counts prompt
-    tokens per batch row; with ``ragged`` it is the longest prompt of the batch, and the others are shorter, down
-    to a quarter of it, padded on the right. ``top_k``, ``tile_size`` (16) and ``anchors`` (a quarter of
-    the layers) are for Kascade's row alone, whose anchors are spread evenly; without ``top_k`` it runs as it does
-    without options. Raises InputError for a field that does not fit.
+    ``model`` is a checkpoint that ships here, or a preset with random weights. ``sequence`` counts prompt tokens per
+    batch row. With ``ragged`` it is the longest prompt of the batch; the others are shorter, down to a quarter of it,
+    and padded on the right. ``top_k``, ``tile_size`` (16) and ``anchors`` (a quarter of the layers) are for Kascade's
+    row only; its anchors are spread evenly. Without ``top_k`` Kascade runs with its defaults. Raises InputError for a
+    field that does not fit.
     """
 
     kind: ModelKind
@@ -102,7 +102,7 @@ class Model(Kind):
         return [*(of_backend(case, row, ask) for row in backends_of(asked)), *of_peers(case, asked)]
 
     def told(self, case: ModelCase, words: Mapping[str, Any]) -> ModelCase | None:
-        """A pass with Kascade's row told how to run takes its sizes and its number of anchors."""
+        """The case with Kascade's sizes and number of anchors; None where it gives Kascade's row no options."""
         return None if case.top_k is None else dataclasses.replace(case, name="", **timed_words(words))
 
     def judged_by(self, case: ModelCase, mode: str | None) -> tuple[ModelCase, ...]:
@@ -110,7 +110,7 @@ class Model(Kind):
         return (case,)
 
     def write_reference(self, case: ModelCase, path: Path, text: str | None) -> None:
-        """What the standard backend gives, in float32 and in the case's own dtype."""
+        """The standard backend's outputs, in float32 and in the case's own dtype."""
         from . import model_program  # noqa: PLC0415
 
         model = model_program.open_model(case)

@@ -1,8 +1,8 @@
 """A whole transformer as a program: prefill, a run of decode steps, one train step.
 
-Each is one function of arrays under ``jax.jit`` (never ``nnx.jit``, which costs more than a small model),
-with nothing donated, so that every sample starts from the same arrays. Decode runs ``new_tokens`` steps in
-one scan over fixed tokens behind a cache filled with noise: every backend decodes the same problem.
+Each program is one function of arrays under ``jax.jit`` (``nnx.jit`` costs more than a small model). Nothing is
+donated, so that every sample starts from the same arrays. Decode runs ``new_tokens`` steps in one scan, over fixed
+tokens behind a cache filled with noise: every backend decodes the same problem.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _TILE = 16
 
 
 def model_config(case: ModelCase | TextCase) -> ModelConfig:
-    """The configuration of a case's model. Raises InputError for a name that is none, listing those that are."""
+    """The configuration of a case's model. Raises InputError for an unknown name, listing the known ones."""
     return config_of(case.model, f"case {case.name}: model", dtype=case.dtype)
 
 
@@ -51,12 +51,12 @@ def open_model(case: ModelCase | TextCase) -> Transformer:
 
 
 def resolutions_of_sequence(config: ModelConfig, length: int, backend: str) -> Resolutions:
-    """What computes each attention type of ``config`` for one sequence, without gradients and without a cache."""
+    """The resolution of each attention type of ``config`` for one sequence, without gradients and without a cache."""
     return resolve_attention(config, batch=1, query_length=length, needs_grad=False, backend=backend)
 
 
 def resolutions_of(case: ModelCase, config: ModelConfig, backend: str) -> Resolutions:
-    """What computes each attention type of ``config`` in ``case`` for a request for ``backend``."""
+    """The resolution of each attention type of ``config`` in ``case``, with ``backend`` asked for."""
     if case.kind == "model_decode":
         return resolve_attention(
             config,
@@ -88,7 +88,7 @@ def model_program(case: ModelCase, model: Transformer, backend: str) -> Program:
 
 
 def options_of(case: ModelCase, config: ModelConfig, backend: str) -> Mapping[str, Any]:
-    """The backend's options: for Kascade what the case says, with the anchors spread evenly, which the time is of."""
+    """The backend's options. Kascade's are the case's, with evenly spread anchors."""
     if backend != "kascade" or case.top_k is None:
         return {}
     layers, tile = config.num_layers, case.tile_size or _TILE
@@ -113,24 +113,24 @@ def judged_program(case: ModelCase, model: Transformer, backend: str) -> Program
 
 
 def model_tokens(case: ModelCase) -> int:
-    """Tokens that one call processes: of the prompts, of the decode steps, or of the training batch; no padding."""
+    """Tokens that one call processes, without padding: of the prompts, the decode steps, or the training batch."""
     return case.batch * case.new_tokens if case.kind == "model_decode" else int(prompt_lengths(case).sum())
 
 
 def model_steps(case: ModelCase) -> int | None:
-    """Forward passes that a call makes one after the other until it has its tokens; None for a train step."""
+    """Forward passes that a call makes one after the other for its tokens; None for a train step."""
     return {"model_prefill": 1, "model_decode": case.new_tokens}.get(case.kind)
 
 
 def kv_bytes_per_token(case: ModelCase, config: ModelConfig) -> int | None:
-    """Bytes that the cache keeps of one token of one sequence, all layers together; None for a train step."""
+    """Bytes of the cache per token of one sequence, all layers together; None for a train step."""
     if case.kind == "model_train":
         return None
     return KVCache.create(config, 1, 1, default_dtype(config)).nbytes
 
 
 def prompt_lengths(case: ModelCase) -> Int[np.ndarray, " batch"]:
-    """Valid tokens of each prompt: all of ``sequence``, or where they are ragged from a quarter of it upward.
+    """Valid tokens of each prompt: ``sequence``, or with ``ragged`` from a quarter of it upward.
 
     The first is the longest, so that the shapes are those of the case.
     """
@@ -143,7 +143,7 @@ def prompt_lengths(case: ModelCase) -> Int[np.ndarray, " batch"]:
 
 
 def notes(case: ModelCase, config: ModelConfig, backend: str) -> tuple[str, ...]:
-    """What a reader must know of how the case was run: what Kascade kept, and the dtype of the cache."""
+    """Notes on how the case was run: what Kascade kept, and the dtype of the cache."""
     kept = kept_of(resolutions_of(case, config, backend), options_of(case, config, backend), config)
     told = tuple(line for one in kept for line in one.lines)
     held = default_dtype(config)
@@ -216,7 +216,7 @@ def prefill(config: ModelConfig, found: Resolutions, options: Options = ()) -> C
 
 
 def train_step(config: ModelConfig, found: Resolutions) -> tuple[Callable[..., Any], Callable[[Any], Any]]:
-    """``(params, state, tokens) -> (params, state, loss)``, one step of AdamW, and what makes its first state."""
+    """``(params, state, tokens) -> (params, state, loss)``, one step of AdamW, and a function for its first state."""
     optimizer = optax.adamw(LEARNING_RATE)
     step = training_step(config, found, optimizer)
 

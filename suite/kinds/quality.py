@@ -1,9 +1,8 @@
 """What a model loses under a backend: perplexity on text, agreement with the standard backend, recall.
 
-Every figure is taken beside the standard backend's on the same tokens in the same process, sequence by
-sequence, so that differences are paired: their intervals are an order of magnitude narrower than those of
-the figures themselves. Text perplexity alone is blind to short windows; recall on the constructed
-checkpoint is the test that can fail.
+Every figure stands beside the standard backend's on the same tokens, from the same process, sequence by sequence. The
+differences are therefore paired, and their intervals are an order of magnitude narrower than those of the figures.
+Perplexity on text does not show a window that is too short; recall on the constructed checkpoint does.
 """
 
 from __future__ import annotations
@@ -38,14 +37,14 @@ _LEAST_CONTEXT = 1024
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class HeldOut:
-    """Windows of held-out text, and how many of its bytes a token stands for."""
+    """Windows of held-out text, and the number of its bytes per token."""
 
     rows: Int[np.ndarray, "sequences length"]
     bytes_per_token: float
 
 
 def read_text(case: TextCase, config: ModelConfig, text: str | None) -> HeldOut:
-    """The text of a case as its model reads it. Raises InputError where it is too short, or cannot be read by it."""
+    """The text of a case as tokens of its model. Raises InputError if it is too short, or the model cannot read it."""
     try:
         data = load_text().held_out if text is None else load_text(Path(text), held_out=0.0).train
         return HeldOut(*reader_of(case.model, config).spread(data, case.sequence, case.sequences))
@@ -106,7 +105,7 @@ def recall(case: RetrievalCase, backend: str) -> Facts:
 
 
 def _with_kept(facts: Facts, config: ModelConfig, case: TextCase | RetrievalCase, backend: str) -> Facts:
-    """The facts with what an approximate backend kept, without which its figures say nothing."""
+    """The facts with what an approximate backend kept; without that its figures cannot be read."""
     kept = kept_of(resolutions_of_sequence(config, case.sequence, backend), {}, config)
     figures = {name: value for one in kept for name, value in one.figures.items()}
     notes = tuple(line for one in kept for line in one.lines)

@@ -1,4 +1,4 @@
-"""Recall at distance on the constructed checkpoint: the test of attention that can fail."""
+"""Recall of distant needles on the constructed checkpoint: an attention that misses distant keys fails this test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model loses when each query attends to few keys, by who chose them: Kascade, its controls, its comparators."""
+"""What a model loses when each query attends to few keys: Kascade, its controls, and other ways to choose keys."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ SelectionKind = Literal["kascade_text", "kascade_retrieval", "kascade_gate"]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SelectionCase:
-    """What a model loses when each query attends to few keys, and who chose them: one row per way to choose.
+    """What a model loses when each query attends to few keys: one row per way to choose them.
 
-    ``kascade_text``: a byte-level model on held-out text. ``kascade_retrieval``: the constructed checkpoint, needles at
-    every distance. ``kascade_gate``: the same with the controls that have to fail. In all rows layer 0 is dense, and
-    every other layer attends to the own region and the share ``top_k`` of the earlier keys. ``phase`` says where:
-    "prefill" the whole sequence, "decode" the last tokens, one by one behind a cache that was filled densely.
-    ``anchors`` is a number of layers for ``schedule`` "dp" and their list ("0,2") for "manual"; "greedy" goes by
-    ``threshold`` and ``max_reuse_dist``. Raises InputError for a field that does not fit.
+    ``kascade_text`` runs a byte-level model on held-out text, ``kascade_retrieval`` the constructed checkpoint with
+    needles at every distance, ``kascade_gate`` the same with controls that have to fail. In all rows layer 0 is dense;
+    every other layer attends to the own region and to the share ``top_k`` of the earlier keys. ``phase`` is "prefill"
+    (the whole sequence) or "decode" (the last tokens, one by one, behind a densely filled cache). ``anchors`` is a
+    number of layers for ``schedule`` "dp" and a list ("0,2") for "manual"; "greedy" uses ``threshold`` and
+    ``max_reuse_dist``. Raises InputError for a field that does not fit.
     """
 
     kind: SelectionKind
@@ -60,7 +60,7 @@ class SelectionCase:
 
 
 def anchor_layers(case: SelectionCase) -> tuple[int, ...]:
-    """The numbers in ``anchors``: one for "dp" (2 unless given), the layers for "manual". Raises InputError."""
+    """The numbers in ``anchors``: one for "dp" (default 2), the layers for "manual". Raises InputError."""
     words = parts_of(case.anchors)
     if case.schedule == "greedy" and words:
         raise InputError(
@@ -95,7 +95,7 @@ class Selections(Kind):
         return rows_of(case.kind)
 
     def cells(self, case: SelectionCase, asked: Asked) -> Iterable[Cell]:
-        """A cell per row; one that would repeat another is refused. Raises InputError for what cannot be measured."""
+        """A cell per row; a row that would repeat another is refused. Raises InputError for an invalid case."""
         from .kascade import dense, quality  # noqa: PLC0415
 
         config, target = dense.checked_config(case, asked.text), Target.here()
@@ -110,12 +110,12 @@ class Selections(Kind):
                 )
 
     def told(self, case: SelectionCase, words: Mapping[str, Any]) -> SelectionCase:
-        """The case with all that was said; the anchors of one schedule mean nothing to another."""
+        """The case with all given fields. Anchors of the suite's schedule are dropped if another schedule was given."""
         anchors = {"anchors": ""} if "schedule" in words else {}
         return dataclasses.replace(case, name="", **{**anchors, **words})
 
     def judged_by(self, case: SelectionCase, mode: str | None) -> tuple[SelectionCase, ...]:
-        """Prefill and decoding are held to the same logits; the schedule is made of the same file."""
+        """One case for all phases and schedules: they share its dense logits and its calibration."""
         return (dataclasses.replace(case, phase="prefill", schedule="greedy", anchors=""),)
 
     def write_reference(self, case: SelectionCase, path: Path, text: str | None) -> None:
@@ -135,7 +135,7 @@ class Selections(Kind):
 
 
 def _repeats(row: str, case: SelectionCase) -> tuple[str, ...]:
-    """Why the row would be another one again."""
+    """Why the row would repeat another one."""
     if row == "kascade_greedy" and case.schedule == "greedy":
         return ("kascade_greedy: the case's own schedule is greedy, so this row would repeat kascade.",)
     if row == "kascade_token" and case.granularity == "token":

@@ -1,4 +1,4 @@
-"""The attention of all layers of a model, one after the other: what Kascade costs as a whole."""
+"""The attention of all layers of a model in turn: the case, its rows and its cells. It shows what Kascade costs."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _PARTS = ("anchor_layer", "reuse_layer")
 class StackCase:
     """The attention of all layers of a Llama-shaped model, one after the other: what Kascade costs as a whole.
 
-    ``layers`` with keys and values of their own, of which layer 0 is dense and ``anchors`` (layer 0 among them) select,
-    evenly spread; the others reuse. With one layer its parts are timed: an anchor, a reuse layer. ``kascade_decode`` is
-    one query token behind ``sequence`` cached keys. ``by_token``: selecting single keys is timed too.
-    Raises InputError for a field that does not fit.
+    There are ``layers`` layers, each with keys and values of its own. Layer 0 is dense; ``anchors`` layers, layer 0
+    among them, select, evenly spread; the others reuse. With one layer its parts are timed: an anchor, a reuse layer.
+    ``kascade_decode`` is one query token behind ``sequence`` cached keys. With ``by_token`` selecting single keys is
+    timed too. Raises InputError for a field that does not fit.
     """
 
     kind: StackKind
@@ -84,7 +84,7 @@ def stack_spec(case: StackCase) -> AttentionSpec:
 
 
 def schedule_of(case: StackCase) -> Schedule:
-    """Layer 0 dense, anchors evenly spread, the others reuse; for a single layer's parts: dense, anchor, reuse."""
+    """Layer 0 dense, anchors evenly spread, the others reuse. For the parts of a single layer: dense, anchor, reuse."""
     if case.layers == 1:
         return manual((0, 1), num_layers=3, kv_heads=case.kv_heads)
     anchors = tuple(i * case.layers // case.anchors for i in range(case.anchors))
@@ -101,29 +101,29 @@ class Stacks(Kind):
     case: ClassVar = StackCase
 
     def rows(self, case: StackCase) -> tuple[str, ...]:
-        """Dense and Kascade's ways; a single layer is timed by its parts."""
+        """Dense and Kascade's rows; for a single layer its parts."""
         names = rows_of(case.kind)
         whole = ("dense", *_PARTS) if case.layers == 1 else tuple(name for name in names if name not in _PARTS)
         return tuple(name for name in names if name in whole and (case.by_token or name != "kascade_token"))
 
     def told(self, case: StackCase, words: Mapping[str, Any]) -> StackCase:
-        """The case with the sizes and the number of anchors; the parts of a single layer have no anchors to count."""
+        """The case with the given sizes and, if it has several layers, the given number of anchors."""
         return dataclasses.replace(case, name="", **timed_words(words, anchors=case.layers > 1))
 
     def cells(self, case: StackCase, asked: Asked) -> Iterable[Cell]:
-        """A cell per row; on a CPU all rows share all cores, and dense is timed on one device besides."""
+        """A cell per row. On a CPU all rows share all cores, and dense attention is also timed on one device."""
         target = Target.here()
         dense = resolve("auto", stack_spec(case), target).backend.name
         found = [_cell(case, row, dense, target) for row in self.rows(case) if row in asked.rows]
         cores = usable_cores()
         if not asked.all_cores or target.platform != "cpu" or cores == 1 or case.kv_heads % cores:
             return found
-        # Which dense is the fastest is known then, not assumed.
+        # So the fastest dense attention is measured, not assumed.
         shared = [dataclasses.replace(each, devices=cores) if each.mode else each for each in found]
         return [each for each in found if each.row == "dense"] + shared
 
     def prepare(self, cell: Cell, case: StackCase, means: Means) -> Prepared:
-        """Hold the row to dense with everything selected, then make it ready to be timed."""
+        """Judge the row against dense attention with everything selected, then make it ready to be timed."""
         from .kascade import stack  # noqa: PLC0415 (imports this module)
 
         facts = Facts(
@@ -132,7 +132,7 @@ class Stacks(Kind):
             accuracy=stack.judge(case, cell.row, cell.devices),
             notes=(*stack.plan_notes(case, cell.row), stack.JUDGED),
         )
-        # With everything selected an approximate row has to be exact, so that its numbers are held to the same rule.
+        # With everything selected an approximate row must be exact: its numbers are judged by the same rule.
         if (judged := execution.judged(facts, exact=True)).wrong is not None:
             return Prepared(judged)
         _, sample, measured = execution.execute(stack.stack_program(case, cell.row, cell.devices), means, cell.devices)

@@ -1,1 +1,1 @@
-"""What is measured, and how: speed, memory, the machine, the environment, and the judge of numbers."""
+"""Measuring one program: speed, memory, correctness; and the machine and environment that it ran on."""

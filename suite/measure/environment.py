@@ -1,4 +1,4 @@
-"""Where a run took place: versions, device, flags, source, clock; what a record needs to be compared later."""
+"""The environment of a run, for later comparison: versions, device, flags, source, clock."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def describe() -> Environment:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python, of this package, of what computes, and of every package that brings a backend."""
+    """Versions of Python, of this package, of the computing libraries, and of every package that brings a backend."""
     found = {"python": platform.python_version()}
     for name in (DISTRIBUTION, *_PACKAGES):
         if (version := _version(name)) is not None:
@@ -87,12 +87,12 @@ def versions() -> dict[str, str]:
 
 
 def flags() -> dict[str, str]:
-    """The variables that change what is computed, as far as they are set."""
+    """The environment variables that change what is computed, as far as they are set."""
     return {name: os.environ[name] for name in _FLAGS if name in os.environ}
 
 
 def source_digest() -> str:
-    """Digest of this project's own Python files: two trees under one version or revision are told apart."""
+    """Digest of this project's Python files. It differs between two trees with the same version or revision."""
     digest = hashlib.sha256()
     package = Path(attnsuite.__file__).parent
     for path in sorted([*package.glob("*.py"), *(path for room in _ROOMS for path in (package / room).rglob("*.py"))]):
@@ -102,7 +102,7 @@ def source_digest() -> str:
 
 
 def git_revision() -> str | None:
-    """Revision of the checkout that this code runs from, ``+changes`` where it was edited; None outside of one."""
+    """Revision of the checkout that this code runs from, ``+changes`` where it was edited; None outside a checkout."""
     here = Path(__file__).parent
     if _git(here, "ls-files", "--error-unmatch", Path(__file__).name) is None:
         return None

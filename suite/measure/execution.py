@@ -1,4 +1,4 @@
-"""A program of a cell: compiled, its sizes checked, run once for its memory, and ready to be sampled."""
+"""Compile the program of a cell, check its sizes, run it once for its memory, and make it ready to be sampled."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from .program import Program
 
 
 def outputs_of(program: Program) -> Any:
-    """One run, with its outputs as JAX gives them."""
+    """The outputs of one run, as JAX returns them."""
     if program.arrays is not None:
         return program.arrays(program.function(*program.arguments))
     return jax.jit(program.function)(*program.arguments)
 
 
 def execute(program: Program, means: Means, devices: int = 1) -> tuple[Any, Callable[[], float], Facts]:
-    """Outputs, how to take a sample, and what was measured on the way.
+    """The outputs, a function that takes a sample, and the facts measured on the way.
 
-    The program runs once for its memory, once more where that is quick. Raises CellFailure where it needs more memory
-    than it may have.
+    The program runs once for its memory, and once more if it took less than a second. Raises CellFailure where it needs
+    more memory than its limit.
     """
     if program.arrays is None:
         compiled = speed.compile_program(program.function, program.arguments)
@@ -61,7 +61,7 @@ def execute(program: Program, means: Means, devices: int = 1) -> tuple[Any, Call
 
 
 def judged(facts: Facts, *, exact: bool) -> Facts:
-    """The facts with why the cell is wrong, if its errors say so; an approximate row only where one is not finite."""
+    """The facts with ``wrong`` set if errors are too large; for an approximate row only if one is not finite."""
     errors = facts.accuracy
     held = errors if exact else {name: error for name, error in errors.items() if error.max_error is None}
     return dataclasses.replace(facts, wrong=judge.describe_failure(held))

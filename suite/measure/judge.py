@@ -1,8 +1,8 @@
-"""Whether a cell's numbers are right: the noise-floor rule of ``backends/oracle.py``, applied to cells.
+"""Judge the numbers of a cell by the noise-floor rule of ``backends/oracle.py``.
 
-The oracle's float64 result and the standard backend's error on the same problem are computed once per case,
-in a process of their own, and reach the cells through one .npz file. An op case that is too large for
-the oracle, or for an interpreter, is judged on a case of the same kind at a shorter length, and its record says so.
+The oracle's float64 result and the standard backend's error are computed once per case, in a process of their own. The
+cells read both from one .npz file. An op case that is too large for the oracle, or for an interpreter, is judged at a
+shorter length, and its record says so.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MODEL_FLOOR = {"float32": 128.0, "bfloat16": 1.0, "float16": 2.0}
 
 
 def as_error(verdict: oracle.Verdict) -> TensorError:
-    """A verdict as it stands in a record; what is not finite becomes None."""
+    """A verdict in the form of a record; a number that is not finite becomes None."""
     return TensorError(
         max_error=_finite(verdict.max_error),
         rms_error=_finite(verdict.rms_error),
@@ -34,9 +34,9 @@ def as_error(verdict: oracle.Verdict) -> TensorError:
 def as_model_error(actual: Any, expected: Any, standard: Any, dtype: str) -> TensorError:
     """Distance of a model's tensor from the standard backend's in float32, judged by the noise-floor rule.
 
-    There is no float64 transformer here: ``expected`` is the standard backend at float32 and highest matmul
-    precision, ``standard`` the same backend in the case's ``dtype``. It passes within twice that one's error
-    plus :data:`MODEL_FLOOR`, which leaves room for rounding to grow from layer to layer.
+    There is no transformer in float64 here. ``expected`` is the standard backend in float32 at highest matmul
+    precision, ``standard`` the same backend in the case's ``dtype``. The tensor passes within twice the error of
+    ``standard`` plus :data:`MODEL_FLOOR`, which leaves room for rounding that grows from layer to layer.
     """
     wanted = np.asarray(expected).astype(np.float64)
     verdict = oracle.judge(np.asarray(actual, np.float32), wanted, None, "float32")

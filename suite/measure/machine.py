@@ -1,7 +1,7 @@
-"""What this machine can do at best, measured: matmul peak by dtype, copy and read bandwidth.
+"""The rates that this machine reaches, measured: matmul peak by dtype, copy and read bandwidth.
 
-The ceilings of the roofline (Williams, Waterman and Patterson, CACM 2009) that stands beside each time.
-Measured once per run in a process of its own; a vendor's figure is never used.
+They are the ceilings of the roofline (Williams, Waterman and Patterson, CACM 2009) that stands beside each time. They
+are measured once per run, in a process of its own; vendors' figures are never used.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def measure_machine() -> Machine:
 
 
 def _matmul_flops(dtype: str, size: int) -> float:
-    """Best of the ways to ask for it: a float32 result doubles the rate of bfloat16 on CPUs, and costs on others."""
+    """The best of several forms: with a float32 result bfloat16 is twice as fast on CPUs, and slower elsewhere."""
     left = jax.random.normal(jax.random.key(0), (size, size), dtype)
     results = (dtype,) if dtype == "float32" else (dtype, "float32")
     seconds = [
@@ -48,7 +48,7 @@ def _matmul_flops(dtype: str, size: int) -> float:
 
 
 def _copy_rate(size: int) -> float:
-    """Each element is read, changed and written in place; a fresh output would measure page faults instead."""
+    """Read, change and write each element in place; writing a fresh output would measure page faults."""
     step = jax.jit(lambda a: a + 1, donate_argnums=0)
     state = [jnp.zeros(size // 4, jnp.float32)]
 
@@ -60,7 +60,7 @@ def _copy_rate(size: int) -> float:
 
 
 def _read_rate(size: int) -> float:
-    """Nothing is written to speak of. Long rows are read fastest: which length is best differs by machine."""
+    """Reduce rows, with almost no writes. Long rows are read fastest; the best length differs by machine."""
     numbers = jnp.ones(size // 4, jnp.float32)
     times = []
     for columns in _COLUMNS:

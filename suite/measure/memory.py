@@ -1,9 +1,9 @@
-"""Memory by every method that the platform offers, each under its own name.
+"""Memory by every method that the platform offers, each under its own name, in bytes.
 
-``compiled_argument``, ``compiled_output`` and ``compiled_temp`` are the compiler's own sizes (XLA's peak is
-never used: on CPU it leaves out temporaries). ``process_high_water`` is how far one execution raises the
-process above what it held with the program compiled and the inputs made. ``device_peak`` is the allocator's
-statistic, where the device keeps one. All in bytes.
+``compiled_argument``, ``compiled_output`` and ``compiled_temp`` are the compiler's own sizes. XLA's peak is not used,
+because on CPU it leaves out temporaries. ``process_high_water`` is the rise of the process during one execution, above
+its size with the program compiled and the inputs made. ``device_peak`` is the allocator's statistic, where the device
+keeps one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _RESET_PEAK = "5"  # Linux, proc(5): resets the peak resident set size (VmHWM)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Baseline:
-    """Resident bytes before a run, and the method by which the high-water mark above it is read."""
+    """Resident bytes before a run, and the method that reads the high-water mark above them."""
 
     resident: int
     method: str
@@ -48,7 +48,7 @@ def mark_baseline() -> Baseline:
 
 
 def high_water(baseline: Baseline) -> int:
-    """Bytes that the process grew above ``baseline`` at its highest."""
+    """The largest growth of the process above ``baseline``, in bytes."""
     peak = _status_peak() if baseline.method.startswith("VmHWM") else _lifetime_peak()
     return max(0, peak - baseline.resident)
 
@@ -60,7 +60,7 @@ def device_peak() -> int | None:
 
 
 def measure(call: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Any, dict[str, int | None], str]:
-    """Run once; the outputs, the memory by process and device, and the method behind the former."""
+    """Run once; returns the outputs, the memory by process and device, and the method of the process's figure."""
     baseline = mark_baseline()
     outputs = jax.block_until_ready(call(*arguments))
     sizes = {"process_high_water": high_water(baseline), "device_peak": device_peak()}
@@ -68,7 +68,7 @@ def measure(call: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Any, 
 
 
 def machine_bytes() -> int:
-    """Memory of this machine, or of the control group that this process may not exceed."""
+    """Memory of this machine, or the limit of the control group that this process is in."""
     total = psutil.virtual_memory().total
     limits = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
     for path in limits:

@@ -1,4 +1,4 @@
-"""What a cell times or compiles: a function of arrays, and the arrays."""
+"""The program that a cell times or compiles: a function of arrays, and the arrays."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 class Program:
     """A function of arrays, and the arrays. JAX compiles it, unless ``arrays`` is given.
 
-    With ``arrays`` the function belongs to another framework: it is called as it stands, returns when it is
-    done, and ``arrays`` makes of its outputs what a compiled program would have returned.
+    With ``arrays`` the function belongs to another framework. It is called as it stands and returns when it is done;
+    ``arrays`` then converts its outputs to those of a compiled program.
     """
 
     function: Callable[..., Any]

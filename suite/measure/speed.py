@@ -1,7 +1,7 @@
 """Time: lowering and compiling apart from running, and samples that wait for every output.
 
-A sample is the mean seconds per call over enough calls to last :data:`SAMPLE_SECONDS`; what samples say is
-in ``statistics.py``.
+A sample is the mean seconds per call, over enough calls to last :data:`SAMPLE_SECONDS`. ``statistics.py`` evaluates
+samples.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ _MAX_CALLS = 1000
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Compiled:
-    """A compiled program and what it took to get it, in seconds."""
+    """A compiled program, and the seconds of lowering and compiling."""
 
     call: Any  # the executable: callable, and it knows its sizes
-    lower_seconds: float | None = None  # None for what is not JAX's, and called as it stands
+    lower_seconds: float | None = None  # None for another framework's function, which is not compiled
     compile_seconds: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sampling:
-    """When a cell has samples enough: ``minimum`` of them, or ``seconds`` of them and at least ``floor``."""
+    """When a cell has enough samples: ``minimum`` of them, or at least ``floor`` that last ``seconds`` together."""
 
     minimum: int = 10
     seconds: float = 1.0
@@ -59,8 +59,8 @@ def calls_per_sample(seconds: float) -> int:
 def sample(call: Callable[..., Any], arguments: tuple[Any, ...], calls: int) -> float:
     """Mean seconds per call over ``calls`` calls, each waited for with all its outputs.
 
-    Where a sample has several calls, one more comes first and is not counted: other cells had their turn
-    since, and the caches are theirs.
+    If a sample has several calls, one more comes first and is not counted, because other cells have used the caches
+    since.
     """
     if calls > 1:
         jax.block_until_ready(call(*arguments))

@@ -1,7 +1,7 @@
-"""Text as the tokens of a model: its tokenizer's where one lies beside the checkpoint, else bytes.
+"""Text as the tokens of a model: by the tokenizer beside the checkpoint, or as bytes where there is none.
 
-Windows are of one length. What a tokenizer puts in front of every text (Llama's ``<|begin_of_text|>``, on which
-attention leans) stands in front of every window and is not predicted.
+Windows are of one length. The token that a tokenizer puts in front of every text (Llama's ``<|begin_of_text|>``, to
+which much attention goes) stands in front of every window and is not predicted.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Rows = Int[np.ndarray, "sequences length"]
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Reader:
-    """How a model reads text: in which units, and what stands in ``front`` of every text."""
+    """How a model reads text: its units, and the tokens in ``front`` of every text."""
 
     unit: str
     encode: Callable[[Bytes], Int[np.ndarray, " tokens"]]
@@ -36,10 +36,10 @@ class Reader:
     def spread(self, data: Bytes, length: int, count: int) -> tuple[Rows, float]:
         """``count`` windows of ``length`` tokens, spread evenly over the text, and the text's bytes per token.
 
-        Raises ValueError where the text holds fewer.
+        Raises ValueError where the text is too short for so many.
         """
         tokens = self.encode(data)
-        # With nothing in front a window begins with the last token of the one before it.
+        # Without tokens in front, a window begins with the last token of the window before.
         new = length - (len(self.front) or 1)
         rows = windows(tokens, new) if 0 < new < len(tokens) else np.zeros((0, 0))
         if len(rows) < count:
@@ -60,7 +60,7 @@ class Reader:
 
 
 def reader_of(model: str, config: ModelConfig) -> Reader:
-    """How ``model`` reads. Raises InputError for a checkpoint of other tokens than bytes without its tokenizer."""
+    """How ``model`` reads. Raises InputError for a checkpoint whose tokens are not bytes and that has no tokenizer."""
     directory = Path(model)
     if directory.is_dir() and any((directory / name).is_file() for name in (JSON, RANKS)):
         try:
@@ -88,9 +88,9 @@ def reader_of(model: str, config: ModelConfig) -> Reader:
 
 
 def unigram_bits(rows: Rows) -> float:
-    """Bits per predicted token under the frequencies of the predicted tokens themselves, known in hindsight.
+    """Bits per predicted token of a unigram model that is fitted on the predicted tokens themselves.
 
-    No unigram model does better: one that a model does not beat has been learned by looking at the answers.
+    No unigram model does better on these tokens.
 
     >>> unigram_bits(np.array([[0, 1, 2], [0, 2, 1]]))
     1.0

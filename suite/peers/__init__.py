@@ -1,8 +1,8 @@
-"""What others give for the same problem: implementations outside this project, measured beside the backends.
+"""Implementations outside this project, measured on the same problems beside the backends.
 
-A peer is a comparator, never a backend: nothing falls back to it and no model can use it. It runs in a cell
-of its own, on the same arrays, judged by the same oracle, in the same rounds. Each is imported only in its
-cell's process; one whose package is missing, or that has no such problem, is refused with the reason.
+A peer is a comparator, not a backend: no backend falls back to it, and no model can use it. It runs in a cell of its
+own, on the same arrays, in the same rounds, and is judged by the same oracle. A peer is imported only in its cell's
+process. A peer whose package is missing, or that does not take the problem, is refused with the reason.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from . import mkl
 
 _OPS = ("op_forward", "op_forward_backward", "op_decode")
 _MODELS = ("model_prefill", "model_decode", "model_train")
-# What a case may ask for besides causal attention, and where the field asks for nothing.
+# Fields by which a case asks for more than causal attention, with the value that asks for nothing.
 _NEUTRAL = {
     "window_size": None,
     "chunk_size": None,
@@ -90,7 +90,7 @@ def refusals(name: str, case: Case) -> tuple[str, ...]:
 
 
 def worker_environment(name: str, folder: Path) -> Mapping[str, str]:
-    """Environment variables that the peer's process starts with; ``folder`` holds what they point to."""
+    """Environment variables of the peer's process. Files that they name are in ``folder``."""
     return mkl.environment(folder) if PEERS[name].unthrottled else {}
 
 

@@ -1,4 +1,4 @@
-"""``jax.nn.dot_product_attention`` with its XLA implementation: what a JAX user has without this project."""
+"""``jax.nn.dot_product_attention`` with its XLA implementation, which JAX users have without this project."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..measure.program import Program
 def program(case: OpCase) -> Program:
     """The program of an op case, arrays in JAX's own layout."""
     inputs, documents = make_inputs(case), jnp.asarray(document_ids(case))
-    # One token at the end of its keys sees all of them. JAX counts query positions from 0, so "causal" would not.
+    # One token at the end of its keys sees all of them. "causal" would hide them: JAX counts query positions from 0.
     causal = case.causal and case.kind != "op_decode"
 
     def attend(query: Any, key: Any, value: Any) -> Any:

@@ -1,8 +1,8 @@
-"""PyTorch without its math library's brake on processors that are not Intel's.
+"""PyTorch with MKL's fast code on processors that are not Intel's.
 
-The library (MKL) asks one exported function whether the processor is Intel's and takes slower code where it
-is not. Preloading a library that answers yes shows what the same binary can do: for the measurement only,
-and as a row of its own beside PyTorch as installed.
+The math library (MKL) asks one exported function whether the processor is Intel's, and takes slower code where it is
+not. Preloading a library whose function answers yes shows the speed of the same binary without this check. It is used
+for the measurement only, in a row of its own beside PyTorch as installed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""tokamax's chunked XLA attention: the other implementation of linear memory that runs on every platform."""
+"""tokamax's chunked XLA attention: another implementation with linear memory that runs on every platform."""
 
 from __future__ import annotations
 

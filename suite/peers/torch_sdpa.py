@@ -41,7 +41,7 @@ def program(case: OpCase) -> Program:
 
 
 def to_torch(x: Any) -> Any:
-    """A JAX array as a tensor of the same dtype (NumPy has no bfloat16 that PyTorch knows: by way of float32)."""
+    """A JAX array as a tensor of the same dtype (through float32: PyTorch does not know NumPy's bfloat16)."""
     return torch.from_numpy(np.array(x, np.float32)).to(getattr(torch, str(x.dtype)))
 
 

@@ -1,12 +1,12 @@
 """The verbs of ``attnsuite``, one module each: a frozen dataclass of its flags, and ``run``, which gives the exit code.
 
-The module of a verb is imported when the verb is asked for, and what computes is imported inside ``run``: help and
-mistyped flags wait for neither JAX nor the rooms below.
+A verb's module is imported when the verb is used. ``run`` imports the computing modules inside, so that help and errors
+in flags wait for neither JAX nor the rooms below.
 """
 
 from __future__ import annotations
 
-# What each does, for the help; a verb's module has its name, and its class is the name with a capital.
+# A line of help for each verb. A verb's module has its name, its class the name with a capital.
 VERBS = {
     "run": "Measure every backend on every case of a suite and write a report.",
     "doctor": "Show devices, versions, and for each backend the mode it would run in or why it would not.",

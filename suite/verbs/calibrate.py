@@ -1,4 +1,4 @@
-"""``attnsuite calibrate``: its flags, and what it does with them."""
+"""The verb ``attnsuite calibrate``: its flags, and the function that runs it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``attnsuite curves``: its flags, and what it does with them."""
+"""The verb ``attnsuite curves``: its flags, and the function that runs it."""
 
 from __future__ import annotations
 

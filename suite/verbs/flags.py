@@ -1,4 +1,4 @@
-"""What several verbs share: how a flag stands in the help, where results go, the limits of a cell, exit codes."""
+"""Helpers that several verbs share: a flag's help, output directories, a cell's limits, exit codes."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, 
 
 
 def flag(metavar: str, otherwise: str | None = None) -> Any:
-    """How a flag stands in the help; ``otherwise`` says what holds without it, where its default does not say so."""
+    """The metadata of a flag for the help; ``otherwise`` describes the default where the value does not."""
     if otherwise is None:
         return tyro.conf.arg(metavar=metavar)
     return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {otherwise})")
 
 
 def words_of(command: Any) -> tuple[str, ...]:
-    """The command line that gives ``command``, the flags that were left out left out. Flags alone, no positionals."""
+    """The command line that gives ``command``, without flags at their defaults. Flags only, no positionals."""
     words = ["attnsuite", type(command).__name__.lower()]
     for field in dataclasses.fields(command):
         value = getattr(command, field.name)
@@ -43,13 +43,13 @@ def words_of(command: Any) -> tuple[str, ...]:
 
 
 def directory(out: Path | None, name: str) -> Path:
-    """``out``, or a directory of this second under ``runs``."""
+    """``out``, or a directory under ``runs`` named after the present second."""
     return out or Path("runs") / f"{dt.datetime.now(dt.UTC).strftime('%Y%m%dT%H%M%SZ')}-{name}"
 
 
 @contextlib.contextmanager
 def progress(go_on: Callable[[], str]) -> Iterator[ProgressDisplay]:
-    """What a grid shows while it goes on. An interruption ends with ``go_on()``: how to go on, without a full stop."""
+    """The progress display of a grid. After an interruption it prints ``go_on()``, a sentence without its full stop."""
     from rich.console import Console
 
     from ..grid.progress import ProgressDisplay
@@ -63,7 +63,7 @@ def progress(go_on: Callable[[], str]) -> Iterator[ProgressDisplay]:
 
 
 def resuming(verb: str, out: Path) -> str:
-    """How to go on with what was begun in ``out``."""
+    """The command that continues the run in ``out``."""
     from ..store import MANIFEST, RECORDS
 
     if not (out / MANIFEST).is_file():
@@ -73,14 +73,14 @@ def resuming(verb: str, out: Path) -> str:
 
 
 def directory_of(command: Any, name: str) -> Path:
-    """Where a command that may be resumed writes. Raises InputError for ``--resume`` without ``--out``."""
+    """The output directory of a command with ``--resume``. Raises InputError for ``--resume`` without ``--out``."""
     if command.resume and command.out is None:
         raise InputError("--resume needs --out with the directory of the run to go on with.")
     return directory(command.out, name)
 
 
 def tell(sentence: str) -> None:
-    """One line on stderr, where there is one."""
+    """Print one line on stderr, if there is a stderr."""
     with contextlib.suppress(OSError):
         print(" ".join(sentence.split()), file=sys.stderr)
 

@@ -1,4 +1,4 @@
-"""``attnsuite tune``: its flags, and what it does with them."""
+"""The verb ``attnsuite tune``: its flags, and the function that runs it."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The proof of Kascade: rows that choose keys in different ways at the same kept fraction, and what they cost."""
+"""Kascade's evidence: rows that choose keys in different ways at the same kept fraction, and what each row costs."""

@@ -1,4 +1,4 @@
-"""``attnsuite calibrate``: measure a model over some text, write what a schedule is made from, show the schedule."""
+"""``attnsuite calibrate``: measure a model on some text, save the calibration, and show the schedule that follows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .schedules import ScheduleWords
 class CalibrateRequest:
     """What to calibrate, checked by :func:`run`.
 
-    The last four as in :class:`attnsuite.suite.kinds.kascade.schedules.ScheduleWords`.
+    The last four fields are those of :class:`attnsuite.suite.kinds.kascade.schedules.ScheduleWords`.
     """
 
     model: str
@@ -41,7 +41,7 @@ class CalibrateRequest:
 
 
 def run(request: CalibrateRequest, progress: Callable[[str], None]) -> tuple[Path, Calibration, Schedule]:
-    """Calibrate and save; returns the file, what is in it, and the schedule that follows. Raises InputError."""
+    """Calibrate and save; returns the file, the calibration, and the schedule that follows. Raises InputError."""
     if not request.out.name or request.out.suffix not in ("", ".safetensors"):
         raise InputError(f"--out {request.out} must end in .safetensors; the .json is written beside it.")
     for suffix in (".safetensors", ".json"):
@@ -60,7 +60,7 @@ def run(request: CalibrateRequest, progress: Callable[[str], None]) -> tuple[Pat
             threshold=request.threshold,
             max_reuse_dist=request.max_reuse_dist,
         )
-        # Before the text is read: a calibration of hours is not to end in a wrong flag.
+        # Before the text is read, so that a wrong flag shows before hours of calibration.
         words.check(model.config.num_layers, model.config.kv_heads)
         name, prompts = _prompts(request, model)
         watched = _watched(prompts, progress)
@@ -73,7 +73,7 @@ def run(request: CalibrateRequest, progress: Callable[[str], None]) -> tuple[Pat
 
 
 def _prompts(request: CalibrateRequest, model: Transformer) -> tuple[str, np.ndarray]:
-    """Spread evenly over the text: all of a file, the training part of the prose that comes with Python."""
+    """Prompts spread evenly over a whole file, or over the training part of the prose that comes with Python."""
     corpus = load_text() if request.text is None else load_text(request.text, held_out=0.0)
     rows, _ = reader_of(request.model, model.config).spread(corpus.train, request.length, request.prompts)
     return corpus.name, rows

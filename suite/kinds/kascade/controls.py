@@ -1,8 +1,9 @@
-"""What each row attends to: a :class:`~attnsuite.backends.Backend` that no registry knows, watched while it runs.
+"""The rows of a selection case as backends: each is planned like a backend and notes which keys its layers attend to.
 
-Kascade's own rows run the real backend, with the schedule or the selection that the row is about; the others choose
-units by another score, with the same candidates and the same budget, and attend under an explicit mask. Beside the
-output every layer but the dense first one notes how much of its true attention it kept. Quadratic: for short input.
+The rows are not registered. Kascade's own rows run the real backend with the schedule or the selection that the row is
+about. The other rows choose units by another score, with the same candidates and the same budget, and attend under an
+explicit mask. Every layer but the dense first one also notes the share of its true attention that it kept. Quadratic:
+for short input.
 """
 
 from __future__ import annotations
@@ -33,24 +34,24 @@ from attnsuite.backends.kascade.selection import candidates, choose, with_own
 from attnsuite.backends.standard import STANDARD
 
 _OWN = frozenset({"dense", "oracle_query", "quest", "sinks_window", "random_tiles"})
-# What a row changes about Kascade's settings; some change the schedule too.
+# The settings of Kascade that a row changes; some rows change the schedule too.
 _CHANGES: dict[str, dict[str, Any]] = {
     "kascade_all_heads": {"ablation": "all_heads"},
     "kascade_no_remap": {"ablation": "no_remap"},
     "kascade_token": {"granularity": "token"},
 }
-_HEAVIEST = 4  # what "dropped_tiles" leaves out: a KV head of the retrieval checkpoint serves four needles
+_HEAVIEST = 4  # units that "dropped_tiles" leaves out: a KV head of the retrieval checkpoint serves four needles
 _LARGE = jnp.iinfo(jnp.int32).max
 Attend = Callable[[Array, Array, Array, int, Carry], tuple[Array, Carry, Bool[Array, "b n t s"]]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Kept:
-    """What one layer kept.
+    """The share of attention and of pairs that one layer kept.
 
-    ``mass [batch, kv_heads, query_tiles]``: share of the dense attention of these very queries and keys that lies on
-    pairs which were computed, mean over the rows and heads of a tile. ``pairs`` and ``causal``: how many pairs were
-    computed, and how many causal attention has.
+    ``mass [batch, kv_heads, query_tiles]`` is the share of dense attention, from the same queries and keys, on pairs
+    that were computed; it is the mean over the rows and heads of a tile. ``pairs`` and ``causal`` count the pairs that
+    were computed and those of causal attention.
     """
 
     mass: Float[Array, "batch kv_heads query_tiles"]
@@ -63,9 +64,9 @@ jax.tree_util.register_dataclass(Kept)
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Watched:
-    """A row as a backend: what its plan attends to is noted in ``kept``, one entry per layer that selects or reuses.
+    """A row as a backend. Its plan adds to ``kept`` one entry per layer that selects or reuses.
 
-    ``kept`` is filled while JAX traces: hand it out of the function that is being traced. ``schedule`` is Kascade's.
+    ``kept`` is filled while JAX traces: return it from the function that is being traced. ``schedule`` is Kascade's.
     """
 
     method: str
@@ -76,11 +77,11 @@ class Watched:
 
     @property
     def name(self) -> str:
-        """The row's."""
+        """The name of the row."""
         return self.method
 
     def takes(self, target: Target, mode: Mode) -> Takes:
-        """What Kascade takes. Traced once, not twice as isolation does: what a layer kept is noted at each trace."""
+        """What Kascade takes, with ``isolates`` set: isolation would trace a layer twice and fill ``kept`` twice."""
         return dataclasses.replace(KASCADE.takes(target, mode), isolates=True)
 
     def refuses(
@@ -122,11 +123,11 @@ class Watched:
 def row_settings(
     method: str, settings: Settings, spec: AttentionSpec, target: Target
 ) -> tuple[Settings, tuple[str, ...]]:
-    """A row's settings, and what a reader must know of who computes it.
+    """A row's settings, and notes on who computes it.
 
-    What a selection loses does not depend on who computes it. So a row whose tiles the kernel of the target does not
-    take (a TPU's takes no tiles of 16 keys, no kernel takes single keys) is computed by XLA's code, and says so. A row
-    that is timed is refused instead, see :func:`attnsuite.suite.kinds.kascade.stack.refusals`.
+    The loss of a selection does not depend on who computes it. If the target's kernel does not take a row's tiles (a
+    TPU's takes no tiles of 16 keys, no kernel takes single keys), XLA's code computes the row, and a note says so. A
+    row that is timed is refused instead, see :func:`attnsuite.suite.kinds.kascade.stack.refusals`.
     """
     changed = dataclasses.replace(settings, **_CHANGES.get(method, {}))
     reasons = support(KASCADE, spec, target, options=changed.as_options()).reasons
@@ -137,7 +138,7 @@ def row_settings(
 
 
 def refusals(method: str, settings: Settings, spec: AttentionSpec, target: Target) -> tuple[str, ...]:
-    """Why the row does not run ``spec`` on ``target``: the reasons of the real backend, where it runs that."""
+    """Why the row does not run ``spec`` on ``target``: the real backend's reasons, if the row runs the real backend."""
     if not runs_kascade(method):
         return ()
     options = row_settings(method, settings, spec, target)[0].as_options()
@@ -145,7 +146,7 @@ def refusals(method: str, settings: Settings, spec: AttentionSpec, target: Targe
 
 
 def runs_kascade(method: str) -> bool:
-    """Whether a row runs the real backend; the others choose and attend by themselves."""
+    """Whether a row runs the real backend; the other rows choose and attend on their own."""
     return method not in _OWN
 
 
@@ -171,7 +172,7 @@ def _swapped(role: LayerRole, heads: int) -> LayerRole:
 def _kascade(
     method: str, spec: AttentionSpec, layout: Layout, tiling: Tiling, settings: Settings, target: Target
 ) -> Attend:
-    """The real backend. A gate's control tampers with what its reuse layers are handed."""
+    """The real backend. A control of the gate changes the selection that its reuse layers receive."""
     planned = plan(KASCADE, spec, layout, target=target, options=settings.as_options())
     schedule = settings.schedule
     if schedule is None:
@@ -195,7 +196,7 @@ def _kascade(
 
 
 def _without_heaviest(tiling: Tiling, selection: Selection, mass: Float[Array, "b k q units"]) -> Selection:
-    """The selection less the units with the most of this layer's own attention."""
+    """The selection without the units that hold the most of this layer's own attention."""
     listed = selection.selected
     if not listed.shape[-1]:
         return selection
@@ -210,7 +211,7 @@ def _without_heaviest(tiling: Tiling, selection: Selection, mass: Float[Array, "
 
 
 def _chosen(method: str, spec: AttentionSpec, layout: Layout, tiling: Tiling, target: Target) -> Attend:
-    """Rows in which every layer chooses by itself: layer 0 dense, then attention under the mask of what is chosen."""
+    """Rows whose layers choose for themselves: layer 0 is dense, the others attend under the mask of their choice."""
     bare = dataclasses.replace(
         spec, is_causal=False, has_segment_ids=False, has_positions=False, has_seq_lengths=False, has_mask=True
     )
@@ -238,7 +239,7 @@ def _chosen(method: str, spec: AttentionSpec, layout: Layout, tiling: Tiling, ta
 def _score(
     method: str, spec: AttentionSpec, tiling: Tiling, query: Array, key: Array, layer: int
 ) -> Float[Array, "batch kv_heads query_tiles units"]:
-    """By what the units are chosen; not negative."""
+    """The score by which units are chosen; not negative."""
     shape = (spec.batch, spec.num_kv_heads, tiling.query_tiles, tiling.units)
     if method == "sinks_window":
         at = jnp.arange(tiling.units, dtype=jnp.float32)
@@ -252,9 +253,10 @@ def _score(
 def quest_bound(
     spec: AttentionSpec, tiling: Tiling, query: Array, key: Array
 ) -> Float[Array, "batch kv_heads query_tiles units"]:
-    """No logit (unscaled) of a query tile's rows and heads with a key of a unit is above this (arXiv 2406.10774).
+    """An upper bound of the unscaled logits of a query tile with the keys of a unit (Quest, arXiv 2406.10774).
 
-    From the least and the largest value of each channel among the unit's keys, largest over rows and heads.
+    It follows from the least and the largest value of each channel among the unit's keys. The bound is the largest over
+    the tile's rows and heads.
     """
     b, t, n, h = query.shape
     s, k = key.shape[1:3]
@@ -278,7 +280,7 @@ def _oracle_mask(
     query: Array,
     key: Array,
 ) -> Bool[Array, "batch heads q_len kv_len"]:
-    """Each row of each query head its own best units: as many as its query tile may have, and its own region."""
+    """Each row of each query head sees its own best units, as many as its query tile may have, and its own region."""
     probs = _probabilities(spec, layout, query, key)
     b, n, t, s = probs.shape
     mass = jnp.pad(probs, ((0, 0),) * 3 + ((0, tiling.units * tiling.unit - s),))

@@ -1,6 +1,6 @@
-"""What the rows of a case share: the model, its tokens, what it gives under dense attention, and its calibration.
+"""The data that all rows of a case share: the model, its tokens, its logits under dense attention, its calibration.
 
-Computed once per problem, whatever the phase, and handed to the cells as files.
+Computed once per problem for all phases, and passed to the cells as files.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from ..selection import SelectionCase, anchor_layers
 from ..text import TextCase
 from .settings import settings_of
 
-PROMPTS = 6  # that a calibration is made from
+PROMPTS = 6  # of a calibration
 AT_ONCE = 4  # sequences of a batch
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Questions:
-    """Tokens of a case. Of a retrieval case also where the queries stand, what is right there, and how far back."""
+    """The tokens of a case; for a retrieval case also the queries' positions, the right answers, and the distances."""
 
     tokens: Int[np.ndarray, "sequences length"]
     query_positions: Int[np.ndarray, "sequences types"] | None = None
@@ -50,7 +50,7 @@ def model_of(case: SelectionCase) -> Transformer:
 def checked_config(case: SelectionCase, text: str | None) -> ModelConfig:
     """The configuration of the case's model.
 
-    Raises InputError for what cannot be measured: a model that is none, a text too short, anchors out of range.
+    Raises InputError for an unknown model, a text too short, or anchors out of range.
     """
     if case.kind == "kascade_text":
         config = model_config(_as_text(case))
@@ -67,7 +67,7 @@ def checked_config(case: SelectionCase, text: str | None) -> ModelConfig:
 
 
 def problem(case: SelectionCase, text: str | None) -> Questions:
-    """What is asked of the model; the same for every row."""
+    """The tokens and questions for the model; the same for every row."""
     if case.kind == "kascade_text":
         held_out = read_text(_as_text(case), model_config(_as_text(case)), text)
         return Questions(held_out.rows, bytes_per_token=held_out.bytes_per_token)
@@ -77,7 +77,7 @@ def problem(case: SelectionCase, text: str | None) -> Questions:
 
 
 def write_dense(case: SelectionCase, path: Path, text: str | None) -> None:
-    """Dense logits to ``path`` (.npz), the calibration beside it under the same name."""
+    """Write dense logits to ``path`` (.npz), and the calibration beside it under the same name."""
     model, asked = model_of(case), problem(case, text)
     logits = [np.asarray(model(part, backend="standard", needs_grad=False)) for part in _batches(asked.tokens)]
     np.savez(path, allow_pickle=False, logits=np.concatenate(logits)[: len(asked.tokens)])
@@ -116,7 +116,7 @@ def _calibration_path(path: Path) -> Path:
 
 
 def _calibration_prompts(case: SelectionCase, config: ModelConfig) -> list[Any]:
-    """Never what is measured on: training text, or prompts of another seed."""
+    """Training text, or prompts of another seed: never the tokens that are measured."""
     rng = np.random.default_rng([case.seed, 1])
     if case.kind == "kascade_text":
         return list(reader_of(case.model, config).drawn(load_text().train, case.sequence, PROMPTS, rng))
@@ -124,12 +124,12 @@ def _calibration_prompts(case: SelectionCase, config: ModelConfig) -> list[Any]:
 
 
 def _gap(case: SelectionCase) -> int:
-    """Least distance of a needle: in the gate all are far away, elsewhere recall is told by distance."""
+    """Least distance of a needle. It is larger in the gate; elsewhere recall is reported by distance."""
     return case.sequence // (2 if case.kind == "kascade_gate" else 8)
 
 
 def _batches(tokens: np.ndarray) -> list[np.ndarray]:
-    """All of one shape; the last is filled up with its own first rows."""
+    """Batches of one shape; the last is filled up with its own first rows."""
     short = -len(tokens) % AT_ONCE
     filled = np.concatenate([tokens, tokens[:short]]) if short else tokens
     return np.split(filled, len(filled) // AT_ONCE)

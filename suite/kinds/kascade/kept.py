@@ -1,4 +1,4 @@
-"""What Kascade keeps in a model: which layers select, and which share of the causal pairs each role computes."""
+"""What Kascade keeps in a model: the layers that select, and the share of the causal pairs that each role computes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from attnsuite.models.planning import Resolutions
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Kept:
-    """Shares of the pairs that causal attention computes, by formula: they follow from lengths and settings.
+    """Shares of the causal pairs that are computed, by formula from lengths and settings.
 
-    ``roles``: the role of each layer that Kascade computes, by the layer's number. ``shares``: of each role that is
-    among them. ``pairs``: mean over these layers. ``settings``: what was asked for.
+    ``roles`` maps the number of each layer that Kascade computes to its role, ``shares`` each of these roles to its
+    share. ``pairs`` is the mean over these layers. ``settings`` are the settings that were asked for.
     """
 
     roles: Mapping[int, LayerRole]
@@ -71,7 +71,7 @@ class Kept:
 
 
 def kept_of(resolutions: Resolutions, options: Mapping[str, Any], config: ModelConfig) -> tuple[Kept, ...]:
-    """What is kept in each attention type of a model that Kascade computes; nothing where exact backends do."""
+    """The :class:`Kept` of each attention type that Kascade computes; empty where exact backends compute all."""
     return tuple(
         Kept.of(found.spec, options, _layers(config, kind), config.num_layers)
         for kind, found in resolutions

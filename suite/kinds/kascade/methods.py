@@ -1,7 +1,7 @@
-"""The rows of the ``kascade`` suite: Kascade, its ablations, its controls, and what it is compared with.
+"""The rows of the ``kascade`` suite: Kascade, its ablations, its controls, and other ways to choose keys.
 
-A row is a comparator, never a backend: none but ``kascade`` itself is registered, nothing falls back to one. Which
-rows a case has follows from its kind; one that would repeat another is refused with the reason.
+A row is a comparator, not a backend: only ``kascade`` itself is registered, and no backend falls back to a row. The
+kind of a case decides its rows. A row that would repeat another is refused with the reason.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _STACK: tuple[str, ...] = ("kascade_prefill", "kascade_decode")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """One way to attend. ``control`` is a row of the gate that has to fail. ``told`` says what it does."""
+    """One way to attend. ``control`` marks a row of the gate that has to fail. ``told`` describes the row."""
 
     name: str
     told: str

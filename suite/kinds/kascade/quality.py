@@ -1,6 +1,6 @@
-"""What one row of a case loses: figures beside the dense model's, on the same tokens, sequence by sequence.
+"""What one row of a case loses: its figures beside the dense model's, on the same tokens, sequence by sequence.
 
-Prefill and decoding are measured apart. In decoding the tokens are given (teacher forcing) behind a cache that dense
+Prefill and decoding are measured apart. Decoding reads given tokens (teacher forcing) behind a cache that dense
 attention filled, so that only the decode steps are sparse.
 """
 
@@ -36,7 +36,7 @@ DECODED = 64  # tokens at the end of a text that are decoded
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RowQuality:
-    """Figures, the raw values behind them, and what a reader must know."""
+    """Figures, the raw values behind them, and notes for the reader."""
 
     figures: dict[str, float]
     series: dict[str, tuple[float, ...]]
@@ -115,7 +115,7 @@ def _role(role: LayerRole) -> str:
 def _program(
     case: SelectionCase, model: Transformer, method: str, schedule: Schedule
 ) -> Callable[[jax.Array], tuple[jax.Array, list[Kept]]]:
-    """From tokens to the logits of the phase, and what each layer kept (in decoding: stacked over the steps)."""
+    """Maps tokens to the logits of the phase, and to what each layer kept (in decoding: stacked over the steps)."""
     config, params = model.config, model.arrays()
     settings = settings_of(case)
 

@@ -1,4 +1,4 @@
-"""Kascade's schedule as the command line asks for it, checked before anything is read and made from a calibration."""
+"""The flags for Kascade's schedule: checked before any file is read, then turned into a schedule."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...names import parts_of
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleWords:
-    """``schedule`` is dp, greedy or manual; ``anchors`` a number of layers (dp) or their list (manual), or empty."""
+    """``schedule`` is dp, greedy or manual; ``anchors`` a number of layers (dp), a list (manual), or empty."""
 
     schedule: str = "dp"
     anchors: str = ""
@@ -20,7 +20,7 @@ class ScheduleWords:
     max_reuse_dist: int = 4
 
     def check(self, num_layers: int, kv_heads: int) -> None:
-        """Raise InputError for words that fit no model of these sizes."""
+        """Raise InputError for flags that fit no model of these sizes."""
         numbers = self._numbers()
         if self.schedule == "manual":
             try:
@@ -51,7 +51,7 @@ class ScheduleWords:
         return dynamic_programming(calibration, numbers[0] if numbers else max(2, layers // 4))
 
     def uncalibrated(self, num_layers: int, kv_heads: int) -> Schedule:
-        """The schedule where there is no calibration: a manual one, each head reusing its own number."""
+        """The schedule without a calibration: a manual one, in which each head reuses the head of its own number."""
         if self.schedule != "manual":
             raise InputError(f"--schedule {self.schedule} is made from a calibration; give --calibration FILE.")
         return manual(self._numbers(), num_layers=num_layers, kv_heads=kv_heads)

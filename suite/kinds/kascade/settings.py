@@ -1,4 +1,4 @@
-"""Kascade's settings as a case has them."""
+"""Kascade's settings from the fields of a case."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...errors import InputError
 def settings_of(case: Any, **others: Any) -> Settings:
     """The settings of a selection or stack case, without a schedule; ``others`` replace some. Raises InputError.
 
-    Query tiles are as long as key tiles, also where single keys are selected: all rows share one own region.
+    Query tiles are as long as key tiles even where single keys are selected, so that all rows share one own region.
     """
     names = ("top_k", "min_keys", "tile_size", "granularity")
     fields: dict[str, Any] = {name: getattr(case, name) for name in names if hasattr(case, name)}

@@ -1,8 +1,8 @@
-"""The attention of a whole model as one program: layer after layer, with what the anchors cost.
+"""The attention of a whole model as one program: all layers in turn, the anchors' selection included.
 
-Each layer's queries are the first's plus the output of the layer before, so that none can run ahead of another. Keys
-and values differ from layer to layer; four pairs of arrays take turns, since a stack's own would not fit in memory
-beside the other rows, and each is far larger than any cache.
+A layer's queries are the first layer's plus the output of the layer before, so that no layer can run ahead. Keys and
+values differ between layers: four pairs of arrays take turns. Arrays for every layer would not fit in memory beside the
+other rows. Each of the four is far larger than any CPU cache.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _PARTS = ("anchor_layer", "reuse_layer")
 
 
 def settings(case: StackCase, method: str) -> Settings:
-    """Kascade's settings in a row. Single keys are selected for query tiles of 32, the paper's."""
+    """Kascade's settings in a row. Single keys are selected for tiles of 32 queries, as in the paper."""
     others: dict[str, Any] = {"schedule": schedule_of(case)}
     if method == "kascade_token":
         others |= {"granularity": "token", "query_tile": 32}
@@ -45,7 +45,7 @@ def settings(case: StackCase, method: str) -> Settings:
 
 
 def refusals(case: StackCase, method: str, target: Target) -> tuple[str, ...]:
-    """Why Kascade does not run the row on ``target`` with the kernel of that target: no other is timed in its place."""
+    """Why Kascade does not run the row with the kernel of ``target``; no other kernel is timed in its place."""
     if method == "dense":
         return ()
     options = settings(case, method).as_options()
@@ -53,9 +53,9 @@ def refusals(case: StackCase, method: str, target: Target) -> tuple[str, ...]:
 
 
 def stack_program(case: StackCase, method: str, devices: int = 1, dense: str | None = None) -> Program:
-    """The program of a row, ``dense`` being the backend of a dense one: the last layer's output.
+    """The program of a row, which returns the last layer's output. ``dense`` is the backend of a dense row.
 
-    On several devices the heads are divided as a user of these backends divides them.
+    On several devices the heads are divided among them, as users of these backends divide them.
     """
     arrays = _arrays(case)
     mesh = None if devices == 1 else Mesh(np.array(jax.devices()[:devices]), ("devices",))
@@ -67,13 +67,13 @@ def stack_program(case: StackCase, method: str, devices: int = 1, dense: str | N
             *(jax.device_put(x, NamedSharding(mesh, by_key)) for x in arrays[1:]),
         )
     dense = dense or resolve("auto", stack_spec(case), Target.here()).backend.name
-    # Outside of what is timed.
+    # Not part of the timed program.
     handed = (jax.jit(_select(case, mesh))(*arrays),) if method == "reuse_layer" else ()
     return Program(_stack(case, method, mesh, dense), (*arrays, *handed))
 
 
 def plan_notes(case: StackCase, method: str) -> tuple[str, ...]:
-    """What the plan of a Kascade row says of how it computes: with ``when="profitable"``, that it ran dense."""
+    """The notes of a Kascade row's plan: with ``when="profitable"``, that it ran dense."""
     if method in ("dense", *_PARTS):
         return ()
     return _kascade(case, method).notes
@@ -91,7 +91,7 @@ def figures(case: StackCase, method: str) -> dict[str, float]:
 
 
 def judge(case: StackCase, method: str, devices: int) -> dict[str, TensorError]:
-    """The row with everything selected, on a short sequence, held to the standard backend."""
+    """Judge the row against the standard backend, with everything selected, on a short sequence."""
     short = dataclasses.replace(case, name="judged", sequence=min(case.sequence, JUDGED_LENGTH), top_k=1.0)
     ours, theirs = (
         stack_program(short, method, devices),
@@ -133,7 +133,7 @@ def _kascade(case: StackCase, method: str, mesh: Mesh | None = None) -> Plan:
 
 
 def _select(case: StackCase, mesh: Mesh | None) -> Callable[..., Selection]:
-    """What a reuse layer is handed, made by an anchor: a function of the stack's arrays."""
+    """A function of the stack's arrays that returns an anchor's selection, the carry of a reuse layer."""
 
     def select(query: Any, keys: Any, values: Any) -> Any:
         keys, values = _as_in_the_contract(case, keys, values)
@@ -143,7 +143,7 @@ def _select(case: StackCase, mesh: Mesh | None) -> Callable[..., Selection]:
 
 
 def _as_in_the_contract(case: StackCase, *caches: tuple[jax.Array, ...]) -> list[tuple[jax.Array, ...]]:
-    """Keys and values as a plan takes them; those of a cache are handed over transposed."""
+    """Keys and values in the layout of a plan; those of a cache are transposed."""
     if case.kind != "kascade_decode":
         return list(caches)
     return [tuple(x.swapaxes(1, 2) for x in cache) for cache in caches]

@@ -1,4 +1,4 @@
-"""What the command line says about Kascade."""
+"""The flags of the command line about Kascade."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ class KascadeWords:
 
     @property
     def given(self) -> dict[str, Any]:
-        """Those that were said."""
+        """The fields that were given."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {name: value for name, value in fields.items() if value is not None}
 
     def flags(self) -> str:
-        """The flags that were said, for a sentence."""
+        """The flags that were given, for a sentence."""
         return ", ".join("--" + name.replace("_", "-") for name in self.given)
 
 
 def applied(words: KascadeWords, cases: Sequence[Case]) -> tuple[Case, ...]:
-    """The cases with what was said in them, each named anew and each once. Raises InputError."""
+    """The cases with these fields, renamed and without repetitions. Raises InputError."""
     if not words.given:
         return tuple(cases)
     told = [kind_of(case.kind).told(case, words.given) for case in cases]
@@ -46,7 +46,7 @@ def applied(words: KascadeWords, cases: Sequence[Case]) -> tuple[Case, ...]:
 
 
 def timed_words(words: Mapping[str, Any], *, anchors: bool = True) -> dict[str, Any]:
-    """The fields of a case that is timed: tile size, share of keys and number of anchors, of a list its length.
+    """The fields that a timed case takes: tile size, share of keys, number of anchors (of a list its length).
 
     Which layers select does not change the time.
     """
