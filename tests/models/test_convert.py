@@ -173,15 +173,16 @@ def test_without_pytorch_metas_files_are_refused_with_a_sentence(tmp_path, monke
 
 
 def test_pytorch_is_not_even_imported_for_safetensors(checkpoint):
-    code = "import sys, models; models.load(sys.argv[1]); print(*sys.modules)"
+    code = "import sys; from attnsuite import models; models.load(sys.argv[1]); print(*sys.modules)"
     command = [sys.executable, "-c", code, str(checkpoint)]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True, timeout=120, env=environment())
-    assert "models" in done.stdout.split()
+    assert "attnsuite.models" in done.stdout.split()
     assert "torch" not in done.stdout.split()
 
 
 GROWTH = """
-import sys, models
+import sys
+from attnsuite import models
 from attnsuite.suite.measure.memory import high_water, mark_baseline
 call, output, *sources = sys.argv[1:]
 first = mark_baseline()

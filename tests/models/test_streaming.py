@@ -77,7 +77,8 @@ def test_what_does_not_fit_is_refused(arguments, sentence, tmp_path):
 
 
 STREAM = """
-import sys, numpy as np, models
+import sys, numpy as np
+from attnsuite import models
 from attnsuite.suite.measure.memory import high_water, mark_baseline
 tokens = np.random.default_rng(0).integers(0, 256, (1, 17))
 first = mark_baseline()
