@@ -1,4 +1,4 @@
-"""Interchangeable attention backends behind one contract. Everything public is named here."""
+"""Interchangeable attention backends behind one contract. This module names everything public."""
 
 from .adaptive import adaptive_flash_attention as adaptive_flash_attention
 from .adaptive import get_flash_attention_config as get_flash_attention_config

@@ -1,8 +1,7 @@
-"""The names that users of Kvax wrappers know, on top of the registry.
+"""The functions that users of Kvax wrappers know, on top of the registry.
 
-``adaptive_flash_attention`` and ``get_flash_attention_config`` are called as their users call them; which kernel
-runs is decided by :func:`attnsuite.backends.resolve`. Meshes are another function's
-(:func:`attnsuite.backends.Sharded`).
+``adaptive_flash_attention`` and ``get_flash_attention_config`` are called as in those wrappers.
+:func:`attnsuite.backends.resolve` decides which kernel runs. For meshes use :func:`attnsuite.backends.Sharded`.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from .contract import AttentionSpec
 from .devices import Target
 from .support import support
 
-# A shape that every flash kernel takes: availability is asked for it.
+# Every flash kernel takes this shape, so availability is judged by it.
 _PROBE = AttentionSpec(
     batch=1,
     query_length=512,
@@ -36,10 +35,10 @@ _PROBE = AttentionSpec(
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class FlashAttentionConfig(Mapping[str, Any]):
-    """What flash attention can be had here, by attribute or by key (``config["kvax_available"]``).
+    """The flash attention that is available here, by attribute or by key (``config["kvax_available"]``).
 
-    ``flash_attention_supported`` says whether any flash kernel runs here, ``reasons`` why Kvax does not;
-    ``device_type`` is "cpu", "gpu" or "tpu", ``device_info`` is JAX's name of the first device.
+    ``flash_attention_supported`` says whether any flash kernel runs here, ``reasons`` why Kvax does not.
+    ``device_type`` is "cpu", "gpu" or "tpu"; ``device_info`` is JAX's name of the first device.
     """
 
     kvax_available: bool
@@ -50,7 +49,7 @@ class FlashAttentionConfig(Mapping[str, Any]):
 
     @property
     def supported(self) -> bool:
-        """Short for ``flash_attention_supported``."""
+        """The same as ``flash_attention_supported``."""
         return self.flash_attention_supported
 
     def __getitem__(self, key: str) -> Any:
@@ -97,10 +96,10 @@ def adaptive_flash_attention(
     padding_mask: Bool[Array, "batch kv_len"] | None = None,
     use_flash_attention: bool = True,
 ) -> Float[Array, "batch q_len heads head_dim"]:
-    """Flash attention where there is one, the standard formula with ``use_flash_attention=False``.
+    """Flash attention where it is available; the standard formula with ``use_flash_attention=False``.
 
-    ``scale`` may be a concrete scalar array, as ``1.0 / jnp.sqrt(d)`` gives outside of ``jax.jit``. ``padding_mask``
-    is True for real tokens; rows of padding give zero where query and key lengths agree.
+    ``scale`` may be a concrete scalar array, as ``1.0 / jnp.sqrt(d)`` gives outside ``jax.jit``. ``padding_mask`` is
+    True for real tokens. Rows of padding give zero if query and key lengths are equal.
     """
     segments: dict[str, Any] = {}
     if padding_mask is not None:

@@ -1,6 +1,6 @@
-"""One call for one attention: plan and run together.
+"""One attention call: plan and run together.
 
-:func:`attention` is the public call; :func:`dot_product_attention` has the signature of JAX's own, and
+:func:`attention` is the public call. :func:`dot_product_attention` has the signature of JAX's function.
 ``flax_attention.py`` makes functions for flax's layers. A model with many layers resolves and plans once instead; see
 ``models/transformer.py``.
 """
@@ -25,12 +25,12 @@ from .resolve import OnUnavailable, resolve
 
 Scale = float | Num[Array, ""] | Num[np.ndarray, ""] | np.number  # known when the program is compiled
 
-_IMPLEMENTATIONS = {"xla": "standard", "cudnn": "cudnn"}  # JAX's names
+_IMPLEMENTATIONS = {"xla": "standard", "cudnn": "cudnn"}  # JAX's names -> backends
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Request:
-    """Which backend is asked for, and what happens where it refuses."""
+    """The backend that is asked for, and what happens if it refuses."""
 
     backend: str = "auto"
     mode: Mode = "native"
@@ -229,7 +229,7 @@ def _request_of(implementation: str, backend: str) -> Request:
 
 
 def _leading(shape: tuple[int, ...], lengths: Array) -> Bool[Array, "batch q_len 1"]:
-    """Which rows of queries of that shape are within the lengths."""
+    """True for the rows of queries of that shape that lie within the lengths."""
     if lengths.shape != shape[:1] or not jnp.issubdtype(lengths.dtype, jnp.integer):
         raise ValueError(
             f"query_seq_lengths has shape {lengths.shape} and dtype {lengths.dtype}; expected {shape[:1]} and an "
@@ -241,7 +241,7 @@ def _leading(shape: tuple[int, ...], lengths: Array) -> Bool[Array, "batch q_len
 def _as_float(scale: Any) -> Any:
     """The number in a scalar array; the spec checks what it is."""
     if isinstance(scale, Tracer):
-        raise ValueError(  # noqa: TRY004 (of the right type, but not known yet)
+        raise ValueError(  # noqa: TRY004 (of the right type, but traced)
             "scale is traced by jax.jit, jax.grad or jax.vmap, and has to be known when the program is compiled; give "
             "a Python float such as head_dim ** -0.5 (jnp.sqrt is traced inside jit, math.sqrt is not), or None for "
             "1/sqrt(head_dim)."
@@ -258,7 +258,7 @@ def _as_array(x: Any) -> Array | None:
 
 
 def _as_4d(name: str, x: Any, least: int = 0) -> Any:
-    """With axes of one in front, as JAX takes it."""
+    """The array with axes of size one in front, up to four, as JAX accepts it."""
     if x is None:
         return None
     x = jnp.asarray(x)

@@ -1,10 +1,10 @@
-"""Which blocks of the score matrix hold anything to compute.
+"""Classify the blocks of the score matrix: skip, mixed or full.
 
-The score matrix is cut into blocks of ``block_q`` query rows by ``block_kv`` keys. From the smallest and
-largest position and segment id of each block follows whether a pair of blocks is all masked (skip), all
-visible (no mask needed) or mixed. The same idea as FlexAttention's BlockMask (PyTorch), computed from the
-contract's fields instead of a function, so it needs no quadratic pass over single elements. Bounds are
-conservative: a block may be visited although nothing in it is visible, never the other way round.
+The score matrix is cut into blocks of ``block_q`` query rows by ``block_kv`` keys. The smallest and largest position
+and segment id of each block decide whether a pair of blocks is all masked (skip), all visible (no mask needed) or
+mixed. The idea is that of FlexAttention's BlockMask (PyTorch). Here it is computed from the contract's fields instead
+of a function, without a quadratic pass over elements. Bounds are conservative: a visited block may have nothing visible
+in it, but a skipped block never has anything visible.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _LARGE = np.int32(2**31 - 1)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True)
 class PaddedLayout:
-    """A layout padded to whole blocks; NumPy where it follows from the spec alone, else traced.
+    """A layout padded to whole blocks; NumPy arrays if it follows from the spec alone, else traced ones.
 
-    ``batch`` is 1 where the same layout holds for every sequence. ``lengths`` is the number of leading
-    key slots that exist: padding of the last block lies beyond it.
+    ``batch`` is 1 if the same layout holds for every sequence. ``lengths`` is the number of leading key slots that
+    exist; the padding of the last block lies behind them.
     """
 
     query_positions: Int[EitherArray, "batch q_pad"]
@@ -50,10 +50,10 @@ class PaddedLayout:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("order", "partial", "full"), meta_fields=("width",))
 @dataclasses.dataclass(frozen=True, slots=True)
 class BlockTable:
-    """For every row of blocks, which blocks to visit: ``partial`` mixed ones first, then ``full`` ones.
+    """The blocks to visit in every row of blocks: first the ``partial`` mixed ones, then the ``full`` ones.
 
-    ``order[b, i, :partial[b, i]]`` are the mixed blocks of row i, the next ``full[b, i]`` the all-visible
-    ones; what follows is not to be visited. A block in column c begins at element ``c * width``.
+    ``order[b, i, :partial[b, i]]`` are the mixed blocks of row i, the next ``full[b, i]`` the all-visible ones. The
+    rest is not visited. A block in column c begins at element ``c * width``.
     """
 
     width: int
@@ -93,7 +93,7 @@ def classify(
     q_real = (np.arange(layout.query_positions.shape[1]) < spec.query_length)[None]
     q_low, q_high = (x[:, :, None] for x in _bounds(xp, layout.query_positions, q_real, block_q))
     k_low, k_high = (x[:, None, :] for x in _bounds(xp, layout.key_value_positions, k_real, block_kv))
-    some = (k_low <= k_high) & (q_low <= q_high)  # a real key and a real query in it
+    some = (k_low <= k_high) & (q_low <= q_high)  # the block has a real key and a real query
     every = some & _blocked(k_real, block_kv).all(-1)[:, None, :]
     if spec.is_causal:
         some, every = some & (k_low <= q_high), every & (k_high <= q_low)
@@ -128,7 +128,7 @@ def table(kinds: Int[EitherArray, "batch rows columns"], width: int) -> BlockTab
 
 
 def coarsen(kinds: Int[EitherArray, "batch rows columns"], ratio: int) -> tuple[Any, Any]:
-    """Kinds of the same blocks, and of runs of ``ratio`` of them: a run that is all visible leaves the former.
+    """Kinds of the blocks, and of runs of ``ratio`` blocks. An all-visible run is removed from the single blocks.
 
     Wide blocks cost fewer passes over the running maximum and sum; narrow ones waste less where a mask is needed.
     """
@@ -147,7 +147,7 @@ def visible(
     block_q: int,
     block_kv: int,
 ) -> Bool[EitherArray, "block_q block_kv"]:
-    """Which pairs of one mixed block may attend."""
+    """The pairs of one mixed block that may attend."""
 
     def part(x: Any, start: Any, size: int) -> Array:
         return jax.lax.dynamic_slice(jnp.asarray(x), (batch, start), (1, size))[0]
@@ -170,7 +170,7 @@ def visible(
 
 
 def _module(layout: PaddedLayout) -> ModuleType:
-    """NumPy where nothing is traced, so that the table of a static layout is a constant of the program."""
+    """NumPy if nothing is traced, so that the table of a static layout is a constant of the program; else jax.numpy."""
     return np if all(isinstance(x, np.ndarray) for x in jax.tree.leaves(layout)) else jnp
 
 

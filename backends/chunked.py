@@ -1,17 +1,17 @@
 """Exact attention over blocks with an online softmax: memory linear in sequence length, forward and backward.
 
-The recurrence is FlashAttention-2's (arXiv 2307.08691), written in XLA so that it runs on every platform;
-it is the fallback for long sequences. Blocks that hold nothing visible are skipped, blocks that are all
-visible are not masked (``blocks.py``). The backward pass recomputes the probabilities from the saved
-log-sum-exp, which is kept in two parts: the row's largest score, and the logarithm of the sum of what is
-left of each score below it. Their float32 sum would lose the low bits of the second where logits are large. A
-score that is recomputed differs in its last bits, because XLA sums in another order in blocks of another shape.
-A key with more than half of its row is the row's largest, so its probability is taken from the saved sum and not
-from its score.
-Short queries against long keys (decoding) take the plain formula, whose scores are linear in the key length
-there (``decode.py`` on a CPU, ``standard.py`` elsewhere).
+The recurrence is FlashAttention-2's (arXiv 2307.08691), written in XLA so that it runs on every platform. It is the
+fallback for long sequences. Blocks without a visible pair are skipped; all-visible blocks are not masked
+(``blocks.py``). The passes themselves are in ``chunked_passes.py``; ``attnsuite run`` measures the whole.
 
-The passes themselves are in ``chunked_passes.py``; ``attnsuite run`` measures the whole.
+The backward pass recomputes the probabilities from the saved log-sum-exp. The log-sum-exp is kept as two numbers: the
+row's largest score, and the logarithm of the sum of the exponentials relative to it. Their float32 sum would lose the
+low bits of the second number when the logits are large. A recomputed score differs in its last bits, because XLA sums
+in another order in blocks of another shape. A key with more than half of its row is the row's largest, so its
+probability is taken from the saved sum, not from its score.
+
+Short queries against long keys (decoding) use the plain formula, whose scores are linear in the key length there
+(``decode.py`` on a CPU, ``standard.py`` elsewhere).
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from .devices import Target
 from .features import FEATURES_0_1, Mode, Takes
 from .tuned import Entry
 
-# Where the plain formula runs instead: few query rows (its scores are linear in the key length then), or a
-# score matrix so small that it stays in the cache (128 x 128 is about where the two cross on a 2-core CPU).
+# The plain formula runs for few query rows (its scores are then linear in the key length), and for a score
+# matrix so small that it stays in the cache (the two cross at about 128 x 128 on a 2-core CPU).
 SHORT_QUERY = 16
 SMALL_SCORES = 128 * 128
 
@@ -65,7 +65,7 @@ class Chunked:
     exact: bool = True
 
     def takes(self, target: Target, mode: Mode) -> Takes:
-        """All of the contract but array masks and biases, on every platform."""
+        """All of the contract except array masks and biases, on every platform."""
         linear = "whose memory is linear in the length"
         return Takes(
             features=frozenset({*FEATURES_0_1 - {"mask", "bias"}, "log_sum_exp"}),
@@ -108,7 +108,7 @@ class Chunked:
         mode: Mode = "native",
         options: Mapping[str, Any] | None = None,
     ) -> Part:
-        """As :meth:`plan`, for keys that are one part of all; always by blocks."""
+        """As :meth:`plan`, for keys that are one part of all; never by the plain formula."""
         given = check_options(self.name, options, OPTIONS)
         program = self._program(spec, layout, target, given.pop("tuned", None), given)
         program = dataclasses.replace(program, float32_results=True)
@@ -131,21 +131,21 @@ class Chunked:
     def _program(
         self, spec: AttentionSpec, layout: Layout, target: Target, path: str | None, given: dict[str, Any]
     ) -> Program:
-        """Sizes by rule, then by the table that ships, then by the file at ``path``, then as given."""
+        """Sizes by rule, replaced by the shipped table, then by the file at ``path``, then by the given options."""
         named = {} if path is None else tuned.from_file(path, self.name, target, spec)
         sizes = default_sizes(spec, target, tuned.shipped())
         sizes = _fit(dataclasses.replace(sizes, **_checked({**named, **given})), spec, layout)
         return Program(spec, sizes, target.platform == "cpu", *_scales(spec))
 
     def defaults(self, spec: AttentionSpec, target: Target) -> Mapping[str, int]:
-        """The rule's block sizes, which ``attnsuite tune`` holds the candidates against."""
+        """The rule's block sizes, with which ``attnsuite tune`` compares the candidates."""
         rule = _rule(spec, target)
         if spec.needs_grad:
             return {"block_backward": rule.block_backward}
         return {"block_q": rule.block_q, "block_kv": rule.block_kv, "heads_per_tile": rule.heads_per_tile}
 
     def candidates(self, spec: AttentionSpec, target: Target) -> tuple[Mapping[str, int], ...]:
-        """Block sizes for ``attnsuite tune`` to try: of the backward pass where there is one, else of the forward."""
+        """Block sizes for ``attnsuite tune``: of the backward pass if there is one, else of the forward pass."""
         if spec.needs_grad:
             return tuple({"block_backward": block} for block in (64, 128, 256, 512))
         rows = [max(64, block // spec.group_size) for block in (128, 256, 512, 1024)]
@@ -159,16 +159,16 @@ class Chunked:
 
 
 def default_sizes(spec: AttentionSpec, target: Target, entries: tuple[Entry, ...] = ()) -> BlockSizes:
-    """Block sizes where the user gives none: a rule by platform, length and group, and what tuning found better."""
+    """Block sizes if the user gives none: a rule by platform, length and group, and the tuned entries."""
     sizes = _rule(spec, target)
     for gradient in (False, True):
         sizes = dataclasses.replace(sizes, **tuned.options_for(entries, "chunked", target, spec, gradient=gradient))
-    # Each device works on its own heads: more of them than two at once only make its tiles larger than its cache.
+    # Each device works on its own heads: more than two at once make its tiles larger than its cache.
     return dataclasses.replace(sizes, heads_per_tile=min(sizes.heads_per_tile, 2)) if target.count > 1 else sizes
 
 
 def _rule(spec: AttentionSpec, target: Target) -> BlockSizes:
-    """The prototype's rule; cells of ``backends/tuned.json`` hold how much better was found for each problem."""
+    """The prototype's rule. Cells of ``backends/tuned.json`` show how much faster the tuned sizes are."""
     length, group = min(spec.query_length, spec.key_value_length), spec.group_size
     if target.platform != "cpu":  # few large steps; not tuned on an accelerator yet
         return BlockSizes(512, 512, 512, spec.batch * spec.num_kv_heads)
@@ -189,7 +189,7 @@ def _checked(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _fit(sizes: BlockSizes, spec: AttentionSpec, layout: Layout) -> BlockSizes:
-    """No block longer than its sequence, and tiles whose heads all share one layout."""
+    """Sizes with no block longer than its sequence, and with tiles whose heads all share one layout."""
 
     def shrink(block: int, length: int) -> int:
         return min(block, -(-length // 8) * 8)
@@ -209,7 +209,7 @@ def _fit(sizes: BlockSizes, spec: AttentionSpec, layout: Layout) -> BlockSizes:
 def _scales(spec: AttentionSpec) -> tuple[float, float]:
     """Factors on the query and on the scores; their product is the softmax scale.
 
-    Scaling the query costs nothing but rounds it once more in a short dtype, unless by a power of two.
+    Scaling the query is free, but rounds it once more in a short dtype unless the factor is a power of two.
     """
     scale = spec.softmax_scale
     if spec.dtype == "float32":
@@ -241,10 +241,10 @@ def _tables(program: Program, layout: Layout) -> _Tables:
 
 
 def _differentiable(program: Program, tables: _Tables) -> tuple[Callable[..., Array], _Tables | None]:
-    """The attention with its own gradient, and what must be passed to it as a fourth argument.
+    """The attention with its own gradient, and the value to pass as its fourth argument.
 
-    Tables of a static layout are captured as constants, from which XLA leaves out loops that never run;
-    traced ones have to be arguments.
+    Tables of a static layout are captured as constants, so that XLA removes loops that never run. Traced tables have to
+    be arguments.
     """
     static = all(isinstance(x, np.ndarray) for x in jax.tree.leaves(tables))
 
@@ -263,8 +263,8 @@ def _differentiable(program: Program, tables: _Tables) -> tuple[Callable[..., Ar
         unrounded = dataclasses.replace(program, float32_results=True)
         exact, top, rest = passes.forward(unrounded, query, key, value, *(traced or tables)[0])
         out = passes.narrowed(exact, program)
-        # What rounding took from the output. The backward pass subtracts rowsum(dO * O), whose rounding would otherwise
-        # be as large as the gradient of a key that has nearly all of its row.
+        # The rounding error of the output. The backward pass subtracts rowsum(dO * O); without the correction its
+        # rounding would be as large as the gradient of a key that has nearly all of its row.
         lost = None if program.spec.dtype == "float32" else (exact - out.astype(jnp.float32)).astype(jnp.bfloat16)
         return result(out, top, rest), (query, key, value, out, lost, top, rest, traced)
 

@@ -1,7 +1,7 @@
 """The two passes of ``chunked`` over the blocks of a table: attention, and the gradients of query, key and value.
 
-What is static is a :class:`Program`; which blocks are visited is a table of ``blocks.py``. Scores exist for one block
-at a time. What XLA needs on a CPU and nowhere else is decided in :func:`_in_cpu_bits`.
+A :class:`Program` holds all static choices; a table of ``blocks.py`` lists the blocks to visit. Scores exist for one
+block at a time. :func:`_in_cpu_bits` decides where XLA's CPU compiler needs special treatment.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .blocks import BlockTable, PaddedLayout
 from .contract import AttentionSpec
 
 _MASKED = -1e30  # finite, so that a row with nothing visible gives no NaN
-# The largest key of a row has the whole row, but for rounding, where the log-sum-exp is this little above its score.
+# If the log-sum-exp is above a row's largest score by less than this, its key has the whole row up to rounding.
 _ALONE = 2.0**-21
 UNSEEN = 1e30  # largest score of a row with nothing visible: its probabilities come out as zero
 
@@ -38,7 +38,7 @@ class BlockSizes:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Program:
-    """Everything static about one planned attention. ``float32_results``: not rounded to the input dtype."""
+    """All static choices of one planned attention. ``float32_results``: results are not rounded to the input dtype."""
 
     spec: AttentionSpec
     sizes: BlockSizes
@@ -49,9 +49,9 @@ class Program:
 
 
 def _in_cpu_bits(program: Program) -> bool:
-    """Whether bfloat16 is rounded by integer arithmetic and carried as bits: only where XLA's CPU compiler needs it.
+    """Whether bfloat16 is rounded by integer arithmetic and carried as bits: only for XLA's CPU compiler.
 
-    Its float32 -> bfloat16 conversion is scalar code, and it widens bfloat16 loop operands to float32 and
+    That compiler's float32 -> bfloat16 conversion is scalar code. It also widens bfloat16 loop operands to float32 and
     narrows them again at every slice.
     """
     return program.on_cpu and program.spec.dtype == "bfloat16"
@@ -93,7 +93,7 @@ def _untile_keys(x: Array, spec: AttentionSpec) -> Array:
 
 
 def _columns(x: Array, heads: int, block: int) -> Array:
-    """[B, S, K, D] -> [tiles * kv_blocks, heads, block, D]: each KV block by itself, for the backward pass."""
+    """[B, S, K, D] -> [tiles * kv_blocks, heads, block, D]: one entry per KV block, for the backward pass."""
     x = _tile_keys(x, heads, block)
     tiles, _, _, d = x.shape
     return x.reshape(tiles, heads, -1, block, d).swapaxes(1, 2).reshape(-1, heads, block, d)
@@ -122,7 +122,7 @@ def _unpack(x: Array, program: Program) -> Array:
 
 
 def _result(x: Float[Array, "..."], program: Program) -> Array:
-    """A result as it is carried out of a loop; :func:`_delivered` is its other end."""
+    """A result in the form in which loops carry it; :func:`_delivered` converts it back."""
     return x if program.float32_results else _pack(narrowed(x, program), program)
 
 
@@ -135,10 +135,10 @@ def _dot(subscripts: str, a: Array, b: Array) -> Array:
 
 
 def _scores(rows: Float[Array, "h r d"], columns: Float[Array, "h c d"]) -> Float[Array, "h r c"]:
-    """Products of every row with every column, where one pass has queries for rows and the other has keys.
+    """Products of every row with every column. The forward pass passes queries as rows, the backward pass keys.
 
-    XLA's CPU kernels add up in an order that depends on the number of columns, but for multiples of 64. A score has
-    to have the same bits in both passes: with logits of 100 the last one is 64 epsilons of a probability.
+    XLA's CPU kernels add in an order that depends on the number of columns, except for multiples of 64. A score must
+    have the same bits in both passes: at logits of 100 its last bit is 64 epsilons of a probability.
     """
     width = columns.shape[1]
     columns = jnp.pad(columns, ((0, 0), (0, -width % 64), (0, 0)))
@@ -152,7 +152,7 @@ def _soft_cap(scores: Array, spec: AttentionSpec) -> Array:
 def _visit(
     tables: tuple[BlockTable, ...], batch: Array, row: Array, step: Callable[[Array, int, Any, bool], Any], carry: Any
 ) -> Any:
-    """Fold ``step(start, width, carry, mixed)`` over the blocks of one row: mixed ones, then all-visible ones."""
+    """Fold ``step(start, width, carry, mixed)`` over the blocks of one row: mixed ones first, then all-visible ones."""
     for table in tables:
         order, partial, full = (jnp.asarray(x)[batch, row] for x in (table.order, table.partial, table.full))
 
@@ -167,7 +167,7 @@ def _visit(
 
 
 def _never(counts: Any) -> bool:
-    """Whether no row has any such block, known at trace time: the loop is left out of the program."""
+    """Whether no row has such a block, known at trace time; the loop is then left out of the program."""
     return isinstance(counts, np.ndarray) and not counts.any()
 
 
@@ -207,7 +207,7 @@ def forward(
             probs = jnp.exp(scores - jnp.maximum(new_top, _MASKED / 2)[..., None])
             rounded = narrowed(probs, program)
             decay = jnp.exp(top - new_top)
-            # Of what is rounded, so that rounding cancels in the output; but not where the sum itself is asked for.
+            # The sum is of the rounded weights, so that rounding cancels in the output; except if the sum is a result.
             summed = probs if spec.return_log_sum_exp else rounded.astype(jnp.float32)
             total = total * decay + summed.sum(-1)
             return new_top, total, out * decay[..., None] + _dot("hqk,hkd->hqd", rounded, v)
@@ -242,12 +242,12 @@ def backward(
     layout: PaddedLayout,
     tables: tuple[BlockTable, ...],
 ) -> tuple[Array, Array, Array]:
-    """Gradients of query, key and value, in their dtype (float32 where the program says so).
+    """Gradients of query, key and value, in their dtype (float32 with ``program.float32_results``).
 
-    ``d_lse [B, T, N]`` is the cotangent of the log-sum-exp, whose gradient by a score is the probability.
+    ``d_lse [B, T, N]`` is the cotangent of the log-sum-exp, whose derivative by a score is the probability.
 
-    Scores are kept transposed (keys by queries), so that every product contracts the last dimension of its
-    left operand: the orientation for which XLA's CPU backend has a fast kernel.
+    Scores are kept transposed (keys by queries), so that every product contracts the last dimension of its left
+    operand: XLA's CPU backend has a fast kernel for this orientation.
     """
     spec, sizes = program.spec, program.sizes
     heads, block, group = sizes.heads_per_tile, sizes.block_backward, spec.group_size
@@ -262,7 +262,7 @@ def backward(
     d_outs = _tile_queries(_pack(d_out, program), spec, heads, block)
 
     keys, values = (_columns(_pack(x, program), heads, block) for x in (key, value))
-    # Transposed out here: inside the loop XLA folds the transpose into the product, for which it has no kernel then.
+    # Transposed outside the loop: inside, XLA folds the transpose into the product and then has no kernel for it.
     keys_transposed = keys.swapaxes(2, 3)
     tiles = spec.batch * spec.num_kv_heads // heads
     q_blocks, kv_blocks = queries.shape[0] // tiles, keys.shape[0] // tiles
@@ -285,7 +285,7 @@ def backward(
                 mask = blocks.visible(spec, layout, batch, start, column * block, block, block).T[:, None]
                 probs = jnp.where(mask, probs.reshape(heads, block, group, block), 0.0).reshape(probs.shape)
             d_scores = probs * (_dot("hkd,hqd->hkq", v, d_o) - deltas[at][:, None])
-            # A key that has the whole row moves nothing: its two terms cancel, and only their rounding would be left.
+            # The gradient of a key that has the whole row is zero: its two terms cancel but for their rounding.
             d_scores = jnp.where(heavy & (rests[at][:, None] < _ALONE), 0.0, d_scores)
             if d_lses is not None:
                 d_scores = d_scores + probs * d_lses[at][:, None]

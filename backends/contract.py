@@ -1,4 +1,4 @@
-"""What every attention backend must compute, and the shapes of the interface it stands behind.
+"""The contract of every attention backend: what it computes, and its interface.
 
 The semantics are those of ``jax.nn.dot_product_attention`` with the gaps closed:
 
@@ -7,18 +7,18 @@ The semantics are those of ``jax.nn.dot_product_attention`` with the gaps closed
 - Softmax and accumulation are float32 whatever the input dtype.
 - ``local_window_size=(left, right)`` counts the keys beside the query's own: a row sees at most
   ``left + 1 + right`` keys. A model whose ``sliding_window`` counts the token itself gives ``(sliding_window - 1, 0)``.
-- What a query may not see (padding, other documents, slots behind the length) changes nothing, whatever it holds, NaN
-  and infinity included.
+- Keys and values that a query may not see (padding, other documents, slots behind the length) change nothing, even if
+  they hold NaN or infinity.
 - A length above the number of slots means all of them.
-- The log-sum-exp of a row is that of its visible logits (scaled, capped, with the bias), float32; ``-inf`` where it
-  sees nothing. It has a gradient.
-- A backend that cannot do something says so before anything is traced (``features.py``, ``support.py``).
+- The log-sum-exp of a row is that of its visible logits (scaled, capped, with the bias), float32; ``-inf`` where the
+  row sees nothing. It has a gradient.
+- A backend refuses a problem that it cannot compute before anything is traced (``features.py``, ``support.py``).
 
-``oracle.py`` computes these semantics in float64; ``tests/conformance.py`` holds every backend to them.
+``oracle.py`` computes these semantics in float64; ``tests/conformance.py`` tests every backend against them.
 
-What is static stands in the spec, what follows from the tokens in the :class:`Layout` (once per forward pass), what is
-learned in :class:`Terms` (per layer). ``plan`` once per forward pass, ``run`` per layer, is FlashInfer's vocabulary
-(arXiv 2501.01005).
+An :class:`AttentionSpec` holds everything static, a :class:`Layout` the arrays that follow from the tokens (once per
+forward pass), and :class:`Terms` the learned operands (per layer). A caller plans once per forward pass and runs the
+plan in each layer; the words ``plan`` and ``run`` are FlashInfer's (arXiv 2501.01005).
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class AttentionSpec:
                 raise ValueError(f"{field.name}={getattr(self, field.name)!r} must be True or False.")
 
     def features(self) -> frozenset[Feature]:
-        """What the spec asks for beyond plain attention, by the names that a backend declares."""
+        """The features that the spec asks for beyond plain attention, by the names that a backend declares."""
         return asked(self)
 
     @property
@@ -152,11 +152,11 @@ class AttentionSpec:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Where the tokens of a batch stand: the arrays that, with the spec, decide which pair attends.
+    """The arrays that, with the spec, decide which query attends to which key in a batch.
 
-    All int32. A row with a negative segment id is padding. ``None`` positions mean ``arange`` on both
-    sides. ``key_value_seq_lengths`` counts the leading valid slots of each key sequence. ``mask`` (True:
-    may attend) broadcasts to ``[batch, heads, query, key]``; most kernels refuse it.
+    All int32. A row with a negative segment id is padding. ``None`` positions mean ``arange`` on both sides.
+    ``key_value_seq_lengths`` counts the leading valid slots of each key sequence. ``mask`` (True: may attend)
+    broadcasts to ``[batch, heads, query, key]``; most kernels refuse it.
     """
 
     query_segment_ids: Int[EitherArray, "batch q_len"] | None = None
@@ -170,16 +170,15 @@ class Layout:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """Operands of one layer that are learned: what is differentiated beside query, key and value.
+    """Learned operands of one layer, which are differentiated beside query, key and value.
 
-    ``bias`` is added to the logits, after the scale and the soft cap. A term ``x`` is announced by ``has_x`` of the
-    spec.
+    ``bias`` is added to the logits, after the scale and the soft cap. The spec announces a term ``x`` by ``has_x``.
     """
 
     bias: Float[EitherArray, "#batch #heads #q_len #kv_len"] | None = None
 
     def given(self) -> tuple[str, ...]:
-        """The names of the terms that are there."""
+        """The names of the terms that are not None."""
         return tuple(field.name for field in dataclasses.fields(self) if getattr(self, field.name) is not None)
 
 
@@ -188,10 +187,10 @@ NO_TERMS = Terms()
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Support:
-    """Whether a backend takes a spec: true, or false with every reason why not, a sentence each.
+    """Whether a backend takes a spec: true, or false with one sentence for every reason.
 
-    Made as ``Support(mode)`` or ``Support(None, reasons)``, so that a backend of version 0.1 still makes it; the mode
-    is that of the question and is not kept.
+    Made as ``Support(mode)`` or ``Support(None, reasons)``, so that a backend of version 0.1 can still make it. The
+    mode is that of the question and is not kept.
     """
 
     mode: dataclasses.InitVar[Mode | None]
@@ -207,14 +206,14 @@ class Support:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
-    """What a backend prepared for one forward pass: made once, run by every layer.
+    """A backend's preparation of one forward pass: made once, run by every layer.
 
-    ``attend(query, key, value, layer, carry)`` gives the output and the carry for the next layer; where the spec asks
-    for terms it is called with :class:`Terms` as a sixth argument, and where it asks for the log-sum-exp the output
-    is the pair ``(output, log_sum_exp)``. ``notes``: what a reader of the result must know of how it was computed, one
-    sentence each (an approximate backend that decided to run dense says so here). ``spec`` is the problem that was
-    planned; :func:`attnsuite.backends.plan` adds it. ``isolates``: this plan keeps NaN and infinity from rows that may
-    not see them, whatever its backend does elsewhere.
+    ``attend(query, key, value, layer, carry)`` returns the output and the carry for the next layer. If the spec asks
+    for terms, ``attend`` takes :class:`Terms` as a sixth argument. If it asks for the log-sum-exp, the output is the
+    pair ``(output, log_sum_exp)``. ``notes`` are sentences that a reader of the result must know (an approximate
+    backend that decided to run dense says so here). ``spec`` is the planned problem; :func:`attnsuite.backends.plan`
+    adds it. ``isolates``: this plan keeps NaN and infinity from rows that may not see them, whatever its backend does
+    elsewhere.
     """
 
     attend: Callable[..., tuple[Any, Carry]]
@@ -234,9 +233,9 @@ class Plan:
     ) -> tuple[Any, Carry]:
         """Attend in one layer; returns the output and the carry for the next layer.
 
-        The output is ``[batch, q_len, heads, v_dim]`` in the query's dtype. Where the spec asks for the log-sum-exp it
-        is the pair of that and a float32 array ``[batch, q_len, heads]``. Raises ValueError for terms that the spec
-        does not announce, for announced ones that are missing, and for arrays that are not those of the spec.
+        The output is ``[batch, q_len, heads, v_dim]`` in the query's dtype. If the spec asks for the log-sum-exp, the
+        result is the pair of the output and a float32 array ``[batch, q_len, heads]``. Raises ValueError for terms that
+        the spec does not announce, for announced terms that are missing, and for arrays that do not match the spec.
         """
         if self.spec is not None:
             check_operands(self.spec, query, key, value)
@@ -246,7 +245,7 @@ class Plan:
 
 
 def check_operands(spec: AttentionSpec, query: Any, key: Any, value: Any) -> None:
-    """Raise ValueError where an array has not the shape or the dtype that ``spec`` says."""
+    """Raise ValueError if the shape or dtype of an array is not that of ``spec``."""
     keys = (spec.batch, spec.key_value_length, spec.num_kv_heads)
     expected = {
         "query": (query, (spec.batch, spec.query_length, spec.num_heads, spec.head_dim)),
@@ -261,7 +260,7 @@ def check_operands(spec: AttentionSpec, query: Any, key: Any, value: Any) -> Non
 
 
 def check_terms(spec: AttentionSpec | None, terms: Terms) -> tuple[str, ...]:
-    """The names of the terms, which are those that ``spec`` announces (None: none). Raises ValueError where not."""
+    """The names of the given terms. Raises ValueError unless they are those that ``spec`` announces (None: none)."""
     for field in dataclasses.fields(Terms):
         name, x = field.name, getattr(terms, field.name)
         announced = spec is not None and getattr(spec, f"has_{name}")
@@ -289,7 +288,7 @@ def check_broadcast(name: str, x: Any, spec: AttentionSpec, wanted: str, kind: A
 
 
 def forward_only(attend: Callable[..., Any]) -> Callable[..., Any]:
-    """The ``attend`` of a plan without gradients: differentiating it raises ValueError, which says what to plan."""
+    """The ``attend`` of a plan without gradients. Differentiating it raises ValueError with what to plan instead."""
 
     def no_gradient(*_: Any) -> Any:
         raise ValueError("planned with needs_grad=False; plan with needs_grad=True to differentiate.")
@@ -303,10 +302,9 @@ def forward_only(attend: Callable[..., Any]) -> Callable[..., Any]:
 class KernelBuild:
     """One GPU kernel compiled ahead of time, as its assembler reports it: sizes, never a speed.
 
-    ``configuration`` holds what it was compiled with (block sizes, warps, stages). Sizes are per thread
-    (``registers``, ``spilled_bytes``) and per thread block (``shared_bytes``, of which the target has
-    ``shared_limit_bytes``). ``error`` is the compiler's own first line where it refused; the sizes are
-    None then.
+    ``configuration`` holds its compile-time parameters (block sizes, warps, stages). ``registers`` and
+    ``spilled_bytes`` are per thread; ``shared_bytes`` is per thread block, and the target has ``shared_limit_bytes`` of
+    it. If the compiler refused, ``error`` is the first line of its message, and the sizes are None.
     """
 
     name: str
@@ -322,7 +320,7 @@ class KernelBuild:
 
 @runtime_checkable
 class CompilesKernels(Protocol):
-    """A backend whose GPU kernels are compiled outside XLA and can say what came of it."""
+    """A backend whose GPU kernels are compiled outside XLA, and that can report the result."""
 
     def compile_kernels(
         self, spec: AttentionSpec, target: Target, options: Mapping[str, Any] | None = None
@@ -335,16 +333,15 @@ class CompilesKernels(Protocol):
 class Backend(Protocol):
     """One implementation of the contract, hashable.
 
-    Beside what stands here it says what it takes, in two methods. ``takes(target, mode) -> Takes`` is its allow-list.
-    ``refuses(spec, target, mode, options)``, which it may lack, gives the reasons that no allow-list can say, one
-    sentence each. Ask :func:`attnsuite.backends.support`, which judges by both, and plan through
-    :func:`attnsuite.backends.plan`. A backend of version 0.1 has ``supports(spec, target, mode) -> Support`` instead of
-    the two.
+    Two more methods say what the backend takes. ``takes(target, mode) -> Takes`` is its allow-list. ``refuses(spec,
+    target, mode, options)`` is optional: it returns the reasons that an allow-list cannot express, one sentence each.
+    Callers use :func:`attnsuite.backends.support`, which judges by both, and :func:`attnsuite.backends.plan`. A backend
+    of version 0.1 has ``supports(spec, target, mode) -> Support`` instead of the two.
     """
 
     @property
     def name(self) -> str:
-        """What users ask for."""
+        """The name by which users ask for it."""
         ...
 
     @property
@@ -367,7 +364,7 @@ class Backend(Protocol):
 
 @runtime_checkable
 class BackendWithRoles(Backend, Protocol):
-    """A backend whose layers do different things, so that a single call shows one of them only."""
+    """A backend whose layers have different roles, so that a single call shows only one of them."""
 
     def roles(self, spec: AttentionSpec) -> Mapping[str, tuple[Mapping[str, Any], int]]:
         """Maps a role to the options to plan with and to the index of a layer that has this role.
@@ -379,26 +376,26 @@ class BackendWithRoles(Backend, Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Part:
-    """Attention to a part of the keys, such that parts can be put together: what a ring of devices needs.
+    """Attention to a part of the keys, in a form that can be merged with other parts: used by a ring of devices.
 
-    ``forward(query, key, value)`` gives ``(out, top, rest)``: the output over this part, and the log-sum-exp of its
-    scores as ``top + rest``, ``[batch, q_len, heads]`` each, all float32. A kernel that has the sum alone gives it as
-    ``top``, with a ``rest`` of zero; a ``top`` that is the largest score keeps the low bits of ``rest`` where logits
-    are large. A row that sees nothing here has an output of zero and a ``top`` of :data:`NOTHING_SEEN`.
-    ``backward(query, key, value, out, top, rest, d_out)`` takes output and log-sum-exp over *all* keys and gives what
-    this part adds to dq, and its dk and dv, float32.
+    ``forward(query, key, value)`` returns ``(out, top, rest)``: the output over this part, and the log-sum-exp of its
+    scores as ``top + rest``, each ``[batch, q_len, heads]``, all float32. If ``top`` is the largest score, ``rest``
+    keeps its low bits when logits are large. A kernel that has only the sum returns it as ``top``, with a ``rest`` of
+    zero. A row that sees nothing here has an output of zero and a ``top`` of :data:`NOTHING_SEEN`. ``backward(query,
+    key, value, out, top, rest, d_out)`` takes output and log-sum-exp over *all* keys. It returns this part's
+    contribution to dq, and its dk and dv, float32.
     """
 
     forward: Callable[..., tuple[Array, Array, Array]]
     backward: Callable[..., tuple[Array, Array, Array]]
 
 
-NOTHING_SEEN = -1e30  # finite, so that nothing put together from it is NaN
+NOTHING_SEEN = -1e30  # finite, so that merging parts gives no NaN
 
 
 @runtime_checkable
 class PartBackend(Backend, Protocol):
-    """A backend that says ``parts`` in its ``takes``: it can attend to some of the keys and say how much they weigh."""
+    """A backend with ``parts`` in its ``takes``: it can attend to some of the keys and return their log-sum-exp."""
 
     def part(
         self,

@@ -1,9 +1,9 @@
 """NVIDIA's fused attention, as JAX offers it: ``jax.nn.dot_product_attention(implementation="cudnn")``.
 
-What is refused follows JAX's own source (``jax/_src/cudnn/fused_attention_stablehlo.py`` and
-``jax/_src/nn/functions.py``, 0.10 to 0.12): what that path rejects, drops or leaves open is refused here with the
-reason, before anything is traced. Batch entries without a valid key and keys beyond the valid ones are handled
-here, because the library leaves them open. Never run on a machine without an NVIDIA GPU: the library is closed.
+The refusals follow JAX's own source (``jax/_src/cudnn/fused_attention_stablehlo.py`` and ``jax/_src/nn/functions.py``,
+0.10 to 0.12): features that this path rejects, drops or leaves open are refused here with the reason, before anything
+is traced. Batch entries without a valid key, and keys beyond the valid ones, are handled here, because the library
+leaves them open. The library is closed, so this backend has never run on a machine without an NVIDIA GPU.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Cudnn:
         mode: Mode = "native",
         options: Mapping[str, Any] | None = None,
     ) -> Plan:
-        """Nothing to prepare but the lengths; it has no options."""
+        """Prepare only the lengths; there are no options."""
         check_options(self.name, options, {})
         lengths = layout.key_value_seq_lengths
 
@@ -80,8 +80,8 @@ class Cudnn:
         ) -> tuple[Float[Array, "b t n h"], Carry]:
             if lengths is None:
                 return _call(spec, query, key, value, None), carry
-            # The library does not say what it writes into the gradients of keys beyond the length, nor what it gives
-            # where the length is 0. These selects do: zero, whatever it wrote, forward and backward.
+            # The library leaves open the gradients of keys beyond the length, and its output where the length is 0.
+            # These selects make both zero, forward and backward.
             valid = jnp.arange(spec.key_value_length, dtype=jnp.int32)[None, :] < lengths[:, None]
             key, value = (jnp.where(valid[:, :, None, None], x, jnp.zeros_like(x)) for x in (key, value))
             out = _call(spec, query, key, value, jnp.maximum(lengths, 1).astype(jnp.int32))
@@ -97,8 +97,8 @@ def _call(
     value: Float[Array, "b s k h"],
     lengths: Array | None,
 ) -> Float[Array, "b t n h"]:
-    # A window that ends at the query is causal by itself; the library takes it only together with the causal mask,
-    # under which a right side has nothing left to cut.
+    # A window that ends at the query is causal by itself. The library takes it only together with the causal mask,
+    # which already hides everything on the right.
     return jax.nn.dot_product_attention(
         query,
         key,

@@ -1,9 +1,9 @@
 """A few query rows against many keys: the decode step on a CPU, without gradients.
 
-The plain formula of ``standard``: with so few rows its scores are linear in the key length, and the step
-costs what reading the keys and values costs. What is particular here is the form of its two products,
-which decides on a CPU whether XLA reads at the memory's rate or at a tenth of it. Keys and values are
-wanted as a cache holds them, heads before length (``models.KVCache``).
+It is the plain formula of ``standard``: with so few rows the scores are linear in the key length, and the time is that
+of reading the keys and values. The two products are written in the form that XLA computes at the memory's rate on a
+CPU; other forms run at a tenth of it. Keys and values should lie in memory as a cache holds them, heads before length
+(``models.KVCache``).
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ def _attend(
         logits = spec.logits_soft_cap * jnp.tanh(logits / spec.logits_soft_cap)
     weights, total, top = standard.exponentials(logits, mask)
     out = weigh(weights.reshape(b, kv_heads, rows, -1), value).reshape(b, kv_heads, -1, t, value.shape[-1])
-    # Divided at the end: there are fewer outputs than weights.
+    # The outputs are divided, not the weights, because there are fewer of them.
     out = out / total.reshape(b, kv_heads, -1, t, 1)
     out = out.transpose(0, 3, 1, 2, 4).reshape(b, t, n, -1).astype(query.dtype)
     return ((out, standard.log_sum_exp(total, top)) if spec.return_log_sum_exp else out), carry
 
 
 def scores(query: Float[Array, "b k r h"], key: Float[Array, "b k s h"]) -> Float[Array, "b k r s"]:
-    """Products of each KV head's query rows with its keys, float32, as a cache lies (heads before length).
+    """Products of each KV head's query rows with its keys, float32, in a cache's layout (heads before length).
 
-    Keys on the left: with them on the right, and several rows, XLA's kernel packs every key anew.
+    The keys are the left operand: as the right operand, with several rows, XLA's kernel packs every key anew.
 
-    The barrier keeps its simplifier from turning the product round again to save the small transpose.
+    The barrier keeps XLA's simplifier from swapping the operands again to save the small transpose.
     """
     rows = query.shape[2]
     if query.dtype != jnp.float32:
@@ -70,5 +70,5 @@ def weigh(weights: Float[Array, "b k r s"], value: Float[Array, "b k s v"]) -> F
 
 
 def _two_rows(x: Float[Array, "b k r d"]) -> Float[Array, "b k r2 d"]:
-    """A single row doubled: for one row XLA makes its own loop, scalar in bfloat16; for two it calls a kernel."""
+    """A single row doubled: for one row XLA writes its own loop, scalar in bfloat16; for two it calls a kernel."""
     return x if x.shape[2] > 1 else jnp.concatenate([x, x], axis=2)

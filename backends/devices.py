@@ -1,8 +1,8 @@
-"""What is here, and what we compute for.
+"""The device in this machine, and the devices to compute for.
 
-A :class:`Target` names a kind of device: the one in this machine (``Target.here()``), or one that is not
-(``Target("cuda", "h100")``). Support is judged against a target, never against whichever device JAX
-happens to default to. Figures of the named targets are the vendors' published ones.
+A :class:`Target` names a kind of device: the one in this machine (``Target.here()``), or an absent one
+(``Target("cuda", "h100")``). Support is judged against a target, not against JAX's default device. The figures of
+named targets are the vendors' published ones.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class Target:
 
 @functools.cache
 def cpu_name() -> str:
-    """The processor's own name for itself, or its architecture where it has none."""
+    """The processor's name for itself, or its architecture if it has none."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.is_file():
         for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():

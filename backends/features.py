@@ -1,9 +1,9 @@
-"""What an attention problem can ask for, what a backend says it takes, and the sentence for what it does not.
+"""The features of attention problems: those a spec asks for, those a backend takes, and the refusal of the rest.
 
-Support is an allow-list. A spec names the features that it asks for (:func:`asked`), a backend declares those that it
-takes (:class:`Takes`), and :func:`refusals` writes one sentence for each of the others: the value given, the values
-accepted, and what to use instead. A feature that a backend does not declare is refused, so that a feature added
-tomorrow is refused by every backend of today.
+Support is an allow-list. A spec names the features that it asks for (:func:`asked`), and a backend declares those that
+it takes (:class:`Takes`). :func:`refusals` writes one sentence for each of the others: the value given, the values
+accepted, and what to use instead. A feature that a backend does not declare is refused. So every present backend
+refuses a feature that is added later.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ Feature = Literal[
 FEATURES: tuple[Feature, ...] = get_args(Feature)
 DTYPES = ("float32", "bfloat16", "float16")
 
-# What the contract of version 0.1 knew. A backend without ``takes`` was written for it, and takes these and no later
-# ones: nothing is ever added here.
+# The features of the contract of version 0.1. A backend without ``takes`` was written for it and takes only these:
+# nothing is ever added here.
 FEATURES_0_1: frozenset[Feature] = frozenset({
     "causal",
     "bidirectional",
@@ -60,10 +60,11 @@ FEATURES_0_1: frozenset[Feature] = frozenset({
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Asked:
-    """How a feature shows in a spec.
+    """How a spec asks for a feature.
 
-    ``fields`` are the fields of :class:`~attnsuite.backends.contract.AttentionSpec` that ask for the feature, ``of``
-    says whether a spec does, ``given`` words what it gave, and ``accepted`` what a backend without the feature accepts.
+    ``fields`` are the fields of :class:`~attnsuite.backends.contract.AttentionSpec` that ask for the feature. ``of``
+    says whether a spec asks for it, ``given`` words its value, and ``accepted`` what a backend without the feature
+    accepts.
     """
 
     fields: tuple[str, ...]
@@ -137,14 +138,13 @@ Sizes = range | tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Takes:
-    """What a backend takes: what is not named here is refused.
+    """What a backend takes. Everything that is not named here is refused.
 
     ``head_dims`` bounds the head dimension of queries and keys, ``value_head_dims`` that of values (None: any), and
-    ``least_length`` both sequence lengths. ``because`` explains a refusal: a clause ("which masks by slot") by the
-    feature, "mode", "dtype", or the name of the bound. ``parts`` says that the backend has
-    :meth:`~attnsuite.backends.contract.PartBackend.part`, ``carries`` that its layers hand something on to later
-    layers, ``isolates`` that it keeps NaN and infinity from rows that may not see them itself (else ``isolation.py``
-    does).
+    ``least_length`` both sequence lengths. ``because`` explains refusals: it maps a feature, "mode", "dtype" or the
+    name of a bound to a clause ("which masks by slot"). ``parts``: the backend has
+    :meth:`~attnsuite.backends.contract.PartBackend.part`. ``carries``: its layers pass data on to later layers.
+    ``isolates``: it keeps NaN and infinity from rows that may not see them itself (else ``isolation.py`` does).
     """
 
     features: frozenset[Feature] = FEATURES_0_1
@@ -205,7 +205,7 @@ def _sentence(name: str, takes: Takes, about: str, given: str, accepted: str, in
 
 
 def _words(sizes: Sizes | tuple[str, ...]) -> str:
-    """``sizes`` for a reader: a range by its step and its ends."""
+    """``sizes`` for a reader; a range is given by its ends and its step."""
     if not isinstance(sizes, range):
         return ", ".join(map(str, sizes))
     least, most = sizes[0], sizes[-1]

@@ -1,8 +1,8 @@
 """A function for the ``attention_fn`` argument of flax's attention layers, nnx and linen.
 
-nnx passes every keyword that flax's own function has. linen passes only those that it finds in the signature and
-drops the others, so :func:`attention_fn` names every parameter of both functions: what a layer asks for either means
-something here, or changes nothing, or is refused.
+nnx passes every keyword that flax's own function has. linen passes only the keywords that it finds in the signature
+and drops the others. Therefore :func:`attention_fn` names every parameter of both functions: each has its meaning here,
+or changes nothing, or is refused.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ def attention_fn(backend: str = "auto", **options: Any) -> Callable[..., Array]:
     """An ``attention_fn`` for ``flax.nnx.MultiHeadAttention`` and ``flax.linen.MultiHeadDotProductAttention``.
 
     ``options`` are those of :func:`attnsuite.backends.attention` (``is_causal=True``, ``on_unavailable="raise"``, ...).
-    What a layer passes is treated so:
+    The arguments that a layer passes:
 
-    - ``mask``, ``bias``, ``is_causal``, ``dtype`` and ``promote_dtype`` mean what they mean in flax. Causal is what
-      the layer or the options ask for. Any number of batch axes is taken, as in flax.
+    - ``mask``, ``bias``, ``is_causal``, ``dtype`` and ``promote_dtype`` mean the same as in flax. Attention is causal
+      if the layer or the options ask for it. Any number of batch axes is taken, as in flax.
     - The softmax is float32 whatever ``force_fp32_for_softmax`` says, and a row with no visible key is zero.
-    - ``precision`` is taken where the backends compute at least so precisely: on CPUs, and for half-precision input.
+    - ``precision`` is accepted if the backends are at least that precise: on CPUs, and for half-precision input.
     - ``dropout_rng`` and ``broadcast_dropout`` change nothing, since active dropout is refused.
 
-    Raises ValueError for an option that :func:`attnsuite.backends.attention` does not have. The function returned
-    raises ValueError for active dropout, for weights to be sown, for einsums and positions of the caller's, for every
-    keyword not named here, and for one query under a mask by position against several keys: flax and JAX count that
-    query as position 0, and a layer that decodes means the newest position.
+    Raises ValueError for an option that :func:`attnsuite.backends.attention` does not have. The returned function
+    raises ValueError for active dropout, for weights to be sown, for the caller's einsums and positions, for every
+    keyword not named here, and for one query under a mask by position against several keys: flax and JAX give that
+    query position 0, but a layer that decodes means the newest position.
 
     >>> import jax.numpy as jnp
     >>> from flax import nnx
@@ -158,7 +158,7 @@ def _check_precision(precision: Any, dtype: Any) -> None:
 
 
 def _check_shapes(query: Array, key: Array, value: Array) -> None:
-    """What folding the batch axes into one would hide, and the rest in flax's order."""
+    """Check the batch axes, which folding them into one would hide; then the other axes, in flax's order."""
     fits = {
         "expected the same rank, [batch..., length, heads, head_dim]": query.ndim == key.ndim == value.ndim >= 3,
         "batch dims must match": query.shape[:-3] == key.shape[:-3] == value.shape[:-3],
@@ -171,7 +171,7 @@ def _check_shapes(query: Array, key: Array, value: Array) -> None:
 
 
 def _check_single_query(query: Array, key: Array, options: dict[str, Any]) -> None:
-    """Refuse to guess where in the sequence one query stands that a mask by position meets."""
+    """Refuse one query under a mask by position: its place in the sequence is not known."""
     by_position = ["is_causal"] if options["is_causal"] else []
     by_position += [name for name in ("local_window_size", "chunk_size") if options.get(name) is not None]
     if query.shape[-3] == 1 < key.shape[-3] and by_position and options.get("query_positions") is None:
@@ -183,7 +183,7 @@ def _check_single_query(query: Array, key: Array, options: dict[str, Any]) -> No
 
 
 def _with_one_batch_axis(name: str, x: Any, lead: Sequence[int]) -> Array | None:
-    """What broadcasts to ``[*lead, heads, query, key]``, with ``lead`` folded into one axis."""
+    """An array that broadcasts to ``[*lead, heads, query, key]``, with the axes ``lead`` folded into one."""
     if x is None:
         return None
     x = jnp.asarray(x)

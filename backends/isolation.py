@@ -1,11 +1,11 @@
-"""What a query may not see changes nothing, whatever it holds: NaN and infinity stay where they are.
+"""Keep NaN and infinity from the rows that may not see them.
 
-Kernels mask by multiplying with a probability of zero, and zero times NaN is NaN: one bad value behind the length of a
+Kernels mask by multiplying with a probability of zero, and zero times NaN is NaN. One bad value behind the length of a
 cache, in padding, in another document or in the future would spoil every row of its block. :func:`isolated` wraps the
-plan of any backend. Rows of query, key and value that are not finite are set to zero before the backend sees them, and
-the output rows that may see one of them become NaN afterwards, so that nothing is hidden. Who sees what is computed in
-blocks of query rows, and only where something is not finite. A short query without gradients (a decode step) costs
-what reading the cache costs, so there the backend runs first, and again on clean arrays if its output is not finite.
+plan of any backend. It sets rows of query, key and value that are not finite to zero before the backend runs.
+Afterwards the output rows that may see such a row become NaN, so that nothing is hidden. These output rows are found in
+blocks of query rows, and only if something is not finite. A short query without gradients (a decode step) takes the
+time of reading the cache. There the backend runs first, and again on clean arrays if its output is not finite.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from jaxtyping import Array, Bool
 
 from .contract import AttentionSpec, Layout, Plan, Terms, may_attend, positions
 
-SHORT_QUERY = 16  # rows: as few read the keys once
+SHORT_QUERY = 16  # rows; so few read the keys once
 _PAIRS = 2**22  # query-key pairs that are looked at together
 
 
 def isolated(spec: AttentionSpec, layout: Layout, made: Plan) -> Plan:
-    """``made`` with what is not finite kept from rows that may not see it; ``made`` itself where nothing is masked.
+    """``made``, isolated from values that are not finite and not visible; ``made`` itself if nothing is masked.
 
-    An output row that may see a key, or has a query, that is not finite is NaN and passes on no gradient. A short query
-    without gradients is looked at only where the backend's output is not finite: an infinity that a soft cap makes
-    finite, or that hides its key from a row, stays what it is for the backend.
+    An output row is NaN, and passes on no gradient, if its query is not finite or if it may see a key that is not
+    finite. A short query without gradients is checked only if the backend's output is not finite. An infinity that a
+    soft cap makes finite, or that hides its key from a row, is then left to the backend.
     """
     if not (spec.masks_anything or spec.has_bias):
         return made
@@ -51,7 +51,7 @@ def isolated(spec: AttentionSpec, layout: Layout, made: Plan) -> Plan:
     def checked(query: Array, key: Array, value: Array, *rest: Any) -> tuple[Any, Any]:
         out, carry = made.attend(query, key, value, *rest)
         first = out[0] if spec.return_log_sum_exp else out
-        # Heads before length, as a cache holds them: XLA writes down what enters a branch, a transposed cache too.
+        # Heads before length, as a cache holds them: XLA would write a transposed cache to memory to enter a branch.
         cached = key.swapaxes(1, 2), value.swapaxes(1, 2)
 
         def again() -> tuple[Any, Any]:
@@ -65,7 +65,7 @@ def isolated(spec: AttentionSpec, layout: Layout, made: Plan) -> Plan:
         padding = _padding(spec, layout)
         if padding is None:
             return out, carry
-        # The output is zero there already; the select keeps their cotangents from the gradients of others.
+        # The output is zero there already; the select keeps these rows' cotangents from other gradients.
         out, *others = out if spec.return_log_sum_exp else (out,)
         out = jnp.where(padding[..., None, None], 0, out)
         return ((out, *others) if others else out), carry
@@ -74,14 +74,14 @@ def isolated(spec: AttentionSpec, layout: Layout, made: Plan) -> Plan:
 
 
 def _on_rows(change: Callable[[Array, Array], Array], out: Any, rows: Bool[Array, "b t n"]) -> Any:
-    """``change`` of the output, and of the log-sum-exp where it is there, in some rows."""
+    """Apply ``change`` to some rows of the output, and of the log-sum-exp if there is one."""
     if isinstance(out, tuple):
         return change(out[0], rows[..., None]), change(out[1], rows)
     return change(out, rows[..., None])
 
 
 def _padding(spec: AttentionSpec, layout: Layout) -> Bool[Array, "b t"] | None:
-    """Rows that are known to see nothing without looking at the keys."""
+    """Rows that see nothing, as query padding and lengths alone tell."""
     found = []
     if layout.query_segment_ids is not None:
         found.append(jnp.asarray(layout.query_segment_ids) < 0)
@@ -96,7 +96,7 @@ def _padding(spec: AttentionSpec, layout: Layout) -> Bool[Array, "b t"] | None:
 def _spoilt_rows(
     spec: AttentionSpec, layout: Layout, terms: Terms, bad_query: Bool[Array, "b t n"], bad_key: Bool[Array, "b s k"]
 ) -> Bool[Array, "b t n"]:
-    """The rows that may see a bad key, and bad rows that may see any key. Linear in memory."""
+    """Rows that may see a bad key, and bad rows that may see any key. Linear in memory."""
     length = spec.query_length
     rows = max(1, min(length, _PAIRS // (spec.batch * spec.num_heads * spec.key_value_length)))
     starts = jnp.arange(0, length, rows)

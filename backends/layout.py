@@ -1,7 +1,7 @@
-"""A spec and the arrays that go with it: one made from the other, and the two held together.
+"""Match a spec with its arrays: make a spec from arrays, and check a layout against a spec.
 
-A spec says which arrays a layout brings before there are any, so that support can be judged; the layout brings them.
-:func:`fit` is where the two meet: what one says and the other does not is an error, never ignored.
+A spec says which arrays a layout will have, so that support can be judged before there are any. :func:`fit` compares
+the two; a difference is an error and is never ignored.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jax.core import Tracer
 
 from .contract import NO_TERMS, AttentionSpec, Layout, Terms, check_broadcast, check_terms
 
-# The arrays that a field of the spec announces.
+# Field of the spec -> the arrays that it announces.
 _ANNOUNCED = {
     "has_segment_ids": ("query_segment_ids", "key_value_segment_ids"),
     "has_positions": ("query_positions", "key_value_positions"),
@@ -35,9 +35,9 @@ def make_spec(
     needs_grad: bool = True,
     **options: Any,
 ) -> AttentionSpec:
-    """Spec of a call from its arrays (or ``jax.ShapeDtypeStruct``) and options; checks shapes and dtypes.
+    """The spec of a call, from its arrays (or ``jax.ShapeDtypeStruct``) and options; checks shapes and dtypes.
 
-    Positions that are plainly ``arange`` (concrete, not traced) say nothing and leave ``has_positions`` False. Raises
+    Positions that are ``arange`` (concrete, not traced) are the default and leave ``has_positions`` False. Raises
     ValueError with the shape or dtype given and the one expected.
     """
     for name, x in (("query", query), ("key", key), ("value", value)):
@@ -81,8 +81,8 @@ def make_spec(
 def fit(spec: AttentionSpec, layout: Layout) -> Layout:
     """The layout that belongs to ``spec``. Raises ValueError where the two disagree, with expected and given.
 
-    Every array that the spec announces has to be there, and no other; values may be abstract. Positions that are
-    plainly ``arange`` are left out where the spec announces none.
+    Every array that the spec announces must be there, and no other; values may be abstract. Positions that are
+    ``arange`` are left out if the spec announces none.
     """
     if not spec.has_positions:
         sides = ((spec.batch, spec.query_length), (spec.batch, spec.key_value_length))
@@ -126,7 +126,7 @@ def fit(spec: AttentionSpec, layout: Layout) -> Layout:
 
 
 def _without_plain_positions(layout: Layout, query: tuple[int, int], key: tuple[int, int]) -> Layout:
-    """Positions that are ``arange`` in every row are the default: a layout with them says what one without says.
+    """The layout without positions that are ``arange`` in every row, which is the default.
 
     ``query`` and ``key`` are the shapes ``(batch, length)`` of the two sides.
     """
@@ -136,7 +136,7 @@ def _without_plain_positions(layout: Layout, query: tuple[int, int], key: tuple[
 
 
 def _is_arange(x: Any, shape: tuple[int, int]) -> bool:
-    """Whether the values are there to be read (neither traced nor abstract nor on another host) and are arange."""
+    """Whether the values can be read (neither traced, nor abstract, nor on another host) and are ``arange``."""
     here = isinstance(x, np.ndarray) or (
         isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_fully_addressable
     )

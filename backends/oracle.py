@@ -1,9 +1,9 @@
-"""Attention in plain float64 NumPy, and the rule by which every backend is judged against it.
+"""Attention in plain float64 NumPy, and the rule that judges every backend against it.
 
 :func:`forward` and :func:`gradients` compute the semantics of :mod:`attnsuite.backends.contract` from their text, not
-from its code: the mask, the softmax and the gradient formulas (FlashAttention-2, arXiv 2307.08691, section 2.2,
-with soft cap and bias) are written out again here, so that a mistake in one of the two shows. :func:`judge` is
-the noise-floor rule. Quadratic in time, linear in memory (blocks of query rows); nothing here is for training.
+from its code. The mask, the softmax and the gradient formulas (FlashAttention-2, arXiv 2307.08691, section 2.2, with
+soft cap and bias) are written out again here, so that a mistake in one of the two shows. :func:`judge` is the
+noise-floor rule. Quadratic in time, linear in memory (blocks of query rows); not for training.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def gradients(
 
 
 def unseen_rows(spec: AttentionSpec, layout: Layout, terms: Terms = NO_TERMS) -> Bool[np.ndarray, "b t n"]:
-    """True where a query row of a head may attend to nothing: its output and its dq are exactly zero."""
+    """True for each query row of a head that may attend to nothing: its output and its dq are exactly zero."""
     unseen = np.zeros((spec.batch, spec.query_length, spec.num_heads), bool)
     for b, group, _, rows in _blocks(spec):
         unseen[b, rows, group] = ~_visible(spec, layout, terms, b, group, rows).any(-1).T
@@ -98,20 +98,20 @@ def unseen_rows(spec: AttentionSpec, layout: Layout, terms: Terms = NO_TERMS) ->
 
 
 def unseen_keys(spec: AttentionSpec, layout: Layout, terms: Terms = NO_TERMS) -> Bool[np.ndarray, "b s k"]:
-    """True where no query of any head attends to a key of a KV head: its dk and dv are exactly zero."""
+    """True for each key of a KV head that no query attends to: its dk and dv are exactly zero."""
     seen = np.zeros((spec.batch, spec.key_value_length, spec.num_kv_heads), bool)
     for b, group, head, rows in _blocks(spec):
         seen[b, :, head] |= _visible(spec, layout, terms, b, group, rows).any((0, 1))
     return ~seen
 
 
-# What the rule allows, in epsilons of the dtype: added to twice the standard backend's largest error, added to twice
-# its root-mean-square error, and at most in total. `python tests/conformance.py standard` prints what the first
-# and the last stand against: over the named problems of tests/problems.py, on a CPU, the standard backend is off by at
-# most 7 (forward) and 9 (gradient) epsilons in float32, 23 and 22 where logits reach 80, and by 0.6 in half precision.
-# The floor is for problems where it is exact by luck (one key); for gradients it covers what the flash backward
-# pass adds by taking rowsum(dO * O) for rowsum(P * dP). Half precision is judged after rounding the result, so half
-# an epsilon is the least that can be asked of it.
+# What the rule allows, in epsilons of the dtype: a floor added to twice the standard backend's largest error, a floor
+# added to twice its root-mean-square error, and a bound of the total. `python tests/conformance.py standard` prints the
+# errors behind the first and the last: over the named problems of tests/problems.py, on a CPU, the standard backend is
+# off by at most 7 (forward) and 9 (gradient) epsilons in float32, 23 and 22 where logits reach 80, and by 0.6 in half
+# precision. The floor is for problems where the standard backend is exact by luck (one key). For gradients it also
+# covers the error of the flash backward pass, which takes rowsum(dO * O) for rowsum(P * dP). Half precision is judged
+# after rounding the result, so the floor cannot be below half an epsilon.
 _ALLOWED: dict[tuple[str, Kind], tuple[float, float, float]] = {
     ("float32", "forward"): (4.0, 1 / 4, 128.0),
     ("float32", "gradient"): (8.0, 1 / 4, 256.0),
@@ -124,12 +124,12 @@ _ALLOWED: dict[tuple[str, Kind], tuple[float, float, float]] = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Verdict:
-    """How far a result is from the oracle, and whether that passes.
+    """The distance of a result from the oracle, and whether the result passes.
 
-    Errors are relative to the largest magnitude that the oracle gives (absolute where it gives only zeros).
-    ``standard_error`` is the largest error of the standard backend in the same dtype, None where it was not
-    given. ``allowed`` bounds ``max_error`` and ``allowed_rms`` bounds ``rms_error``; both errors are infinite for a
-    result of the wrong shape or dtype, or with a NaN or an infinity.
+    Errors are relative to the oracle's largest magnitude (absolute if the oracle is zero everywhere).
+    ``standard_error`` is the largest error of the standard backend in the same dtype, None if it was not given.
+    ``allowed`` bounds ``max_error`` and ``allowed_rms`` bounds ``rms_error``. Both errors are infinite for a result of
+    the wrong shape or dtype, or with a NaN or an infinity.
     """
 
     max_error: float
@@ -148,14 +148,17 @@ def judge(
     kind: Kind = "forward",
     zero: Bool[np.ndarray, "*leading"] | None = None,
 ) -> Verdict:
-    """Hold ``actual`` to the noise-floor rule against the oracle's ``expected``.
+    """Judge ``actual`` by the noise-floor rule against the oracle's ``expected``.
 
-    It passes where its largest error is at most twice the standard backend's plus a floor, and within an absolute
-    bound; its root-mean-square error at most twice the standard backend's plus a smaller floor; every
-    number is finite; shape and dtype are right; and the entries that ``zero`` selects (over leading axes; see
-    :func:`unseen_rows`) are exactly zero. ``standard`` is the standard backend's result, or the Verdict on it, or
-    its largest error alone (then the second rule is void), or None (then only the absolute bound holds, as it
-    does where the oracle is zero everywhere and there is nothing to be relative to).
+    It passes if all of this holds:
+
+    - Its largest error is at most twice the standard backend's plus a floor, and within an absolute bound.
+    - Its root-mean-square error is at most twice the standard backend's plus a smaller floor.
+    - Every number is finite; shape and dtype are right.
+    - The entries that ``zero`` selects (over leading axes; see :func:`unseen_rows`) are exactly zero.
+
+    ``standard`` is the standard backend's result, or the Verdict on it, or its largest error alone (then the second
+    rule is void), or None. With None, or if the oracle is zero everywhere, only the absolute bound holds.
     """
     floor, rms_floor, bound = (EPSILON[dtype] * n for n in _ALLOWED[dtype, kind])
     if isinstance(standard, Verdict):
@@ -206,7 +209,7 @@ def _blocks(spec: AttentionSpec) -> Iterator[tuple[int, slice, int, slice]]:
 def _visible(
     spec: AttentionSpec, layout: Layout, terms: Terms, b: int, group: slice, rows: slice
 ) -> Bool[np.ndarray, "g t s"]:
-    """Which of the block's query rows may attend to which keys, from the text of the contract."""
+    """The keys that each query row of the block may attend to, from the text of the contract."""
     slots = np.arange(spec.key_value_length)
     q_pos = _row(layout.query_positions, b, np.arange(spec.query_length))[rows]
     k_pos = _row(layout.key_value_positions, b, slots)

@@ -1,10 +1,10 @@
 """JAX's Pallas flash attention for GPUs (``jax.experimental.pallas.ops.gpu.attention``), behind the contract.
 
-FlashAttention-2 (arXiv 2307.08691) in Pallas' Triton dialect, without any package but JAX. It knows self-attention
-that is causal or full; all else is refused, segments too, since the kernel has one array of ids where the contract
-has two, and gradients (see :meth:`PallasFlash.takes`). This file brings odd lengths (padded behind the last token) and
-grouped queries (keys and values repeated). JAX has deprecated the module in favour of tokamax and may take it away;
-then it is refused. Never run on a GPU here.
+The kernel is FlashAttention-2 (arXiv 2307.08691) in Pallas' Triton dialect and needs no package but JAX. It computes
+self-attention, causal or full, forward. Everything else is refused. Segments are refused because the kernel has one
+array of ids and the contract two; for gradients see :meth:`PallasFlash.takes`. This file adds odd lengths (padded
+behind the last token) and grouped queries (keys and values repeated). JAX has deprecated the module in favour of
+tokamax and may remove it; the backend then refuses. Never run on a GPU here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .devices import Target
 from .features import Mode, Takes
 
 _MODULE = "jax.experimental.pallas.ops.gpu.attention"
-# Lengths are padded to multiples of it. Blocks of 128 are the kernel's default; at head dim 256 they need more shared
+# Lengths are padded to multiples of this. Blocks of 128 are the kernel's default; at head dim 256 they need more shared
 # memory than any GPU has, blocks of 64 do not (`attnsuite compile --backends pallas_flash`).
 _BLOCK = 128
 _LARGEST_HEAD_DIM = 256
@@ -59,7 +59,7 @@ class PallasFlash:
     def refuses(
         self, spec: AttentionSpec, target: Target, mode: Mode, options: Mapping[str, Any] | None
     ) -> tuple[str, ...]:
-        """Devices that are no NVIDIA GPU, a JAX without the kernel, and positions that decide something."""
+        """Devices that are no NVIDIA GPU, a JAX without the kernel, and positions that affect the mask."""
         return *_device_reasons(target, mode), *_position_reasons(spec)
 
     def plan(
@@ -71,7 +71,7 @@ class PallasFlash:
         mode: Mode = "native",
         options: Mapping[str, Any] | None = None,
     ) -> Plan:
-        """Nothing to prepare but the ids of the padding; it has no options."""
+        """Prepare only the ids of the padding; there are no options."""
         check_options(self.name, options, {})
         ids = _padding_ids(spec)
         kernel, block = _kernel(), 128 if spec.head_dim <= 128 else 64
@@ -94,13 +94,13 @@ class PallasFlash:
 
 def _kernel() -> Any:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # said above
+        warnings.simplefilter("ignore", DeprecationWarning)  # see the module's docstring
         from jax.experimental.pallas.ops.gpu import attention  # noqa: PLC0415
     return attention
 
 
 def _padding_ids(spec: AttentionSpec) -> Int[Array, "b padded"] | None:
-    """Which tokens are padding. Under a causal mask none is needed: no token sees what is behind it."""
+    """Ids that mark padding; None under a causal mask, where no token sees the padding behind it."""
     behind = -spec.query_length % _BLOCK
     if not behind or spec.is_causal:
         return None

@@ -1,9 +1,9 @@
-"""Backends by name: those that ship here, those that other packages bring, and those registered at run time.
+"""Backends by name: those that ship here, those of other packages, and those registered at run time.
 
-Another package joins through the entry-point group ``attnsuite.backends``; each entry names a
+Another package adds backends through the entry-point group ``attnsuite.backends``. Each entry names a
 :class:`~attnsuite.backends.contract.Backend`, a class of one, or a callable without arguments that returns one. Entry
-points are read once, when a name is first looked up, and one that fails to load stays in the registry with its error
-as the reason why it cannot run: a broken package never takes the others down.
+points are read once, when a name is first looked up. An entry that fails to load stays in the registry and refuses
+everything with its error as the reason, so that a broken package does not affect the others.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class UnknownBackendError(ValueError):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BrokenBackend:
-    """Stands for a backend whose package failed to load; refuses everything with the error as the reason."""
+    """Stands in for a backend whose package failed to load; refuses everything with the error as the reason."""
 
     name: str
     error: str
     exact: bool = True
 
     def takes(self, target: Target, mode: Mode) -> Takes:
-        """Nothing is known of it; what it refuses is all that is said."""
+        """An empty allow-list; :meth:`refuses` gives the reason."""
         return Takes()
 
     def refuses(
@@ -111,7 +111,7 @@ class Registry:
 
 
 def _load_built_in(name: str, reference: str) -> Backend:
-    """What ships here but stands on modules that JAX calls experimental may stop loading with a later JAX."""
+    """Load a backend that ships here. One that uses experimental modules of JAX may fail to load with a later JAX."""
     module, _, attribute = reference.partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)
@@ -138,7 +138,7 @@ def _load_entry_point(entry: metadata.EntryPoint) -> Backend:
 
 
 def _lacks(backend: Any) -> str:
-    """What keeps an object from being a backend; empty where it is one. A class is none, an instance of it may be."""
+    """Why an object is no backend; empty if it is one. A class is not a backend, its instance may be."""
     if isinstance(backend, type):
         return f"to be an instance: {backend.__name__}(...)"
     lacking = [name for name in ("name", "exact") if not hasattr(backend, name)]

@@ -1,8 +1,8 @@
-"""From a request to what really runs, with every rejection on the way and its reason.
+"""Choose the backend that runs a request, and record every rejection with its reason.
 
-``auto`` takes the first backend of the target's list that supports the spec. A named backend that refuses
-is replaced by the first of that list that does not, under ``mode="fallback"`` and with one warning that
-says why, or raises, as the caller asks. Nothing is ever swapped without a word.
+``auto`` takes the first backend of the target's list that supports the spec. If a named backend refuses, the caller
+decides what happens: an error, or a fallback to the first backend of that list that supports the spec. A fallback runs
+under ``mode="fallback"`` with one warning that gives the reasons. No backend is ever replaced silently.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .support import plan, support
 
 OnUnavailable = Literal["fallback", "raise"]
 
-# Most specialised first; chunked and standard run everywhere. Names that are not registered are passed over.
+# Most specialised first; chunked and standard run everywhere. Names that are not registered are skipped.
 PRIORITY: dict[str, tuple[str, ...]] = {
     "cuda": ("cudnn", "kvax", "chunked", "standard"),
     "tpu": ("splash", "chunked", "standard"),
@@ -50,7 +50,7 @@ class Rejection:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Resolution:
-    """What runs for a request. ``mode`` is ``fallback`` where it is not the backend that was asked for."""
+    """The backend that runs for a request. ``mode`` is ``fallback`` if it is not the one that was asked for."""
 
     requested: str
     backend: Backend
@@ -61,13 +61,13 @@ class Resolution:
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Every reason why something else was not taken, one sentence each, led by the backend's name."""
+        """Every reason why another backend was not taken, one sentence each, led by the backend's name."""
         return tuple(f"{rejection.backend}: {reason}" for rejection in self.rejections for reason in rejection.reasons)
 
     def plan(self, layout: Layout = Layout(), options: Mapping[str, Any] | None = None) -> Plan:  # noqa: B008
-        """Plan one forward pass with what was resolved; options are the requested backend's, a fallback has none.
+        """Plan one forward pass with the resolved backend. Options are the requested backend's; a fallback takes none.
 
-        Raises what :func:`attnsuite.backends.plan` raises: ValueError where ``layout`` and the spec disagree, or for
+        Raises the errors of :func:`attnsuite.backends.plan`: ValueError where ``layout`` and the spec disagree, or for
         options.
         """
         if self.mode == "fallback":
@@ -86,10 +86,10 @@ def resolve(
 ) -> Resolution:
     """Decide which backend computes ``spec`` on ``target`` (default: this machine) for ``request``.
 
-    ``request`` is a registered name or ``"auto"``. ``options`` are those that the requested backend will be planned
-    with: it may refuse some together with the spec. Raises UnknownBackendError for a name nobody registered,
-    ValueError for a mode that there is not, and BackendUnavailableError where ``on_unavailable="raise"`` and
-    the named backend refuses, or where nothing at all supports the spec.
+    ``request`` is a registered name or ``"auto"``. ``options`` are those for the requested backend, which may refuse
+    some together with the spec. Raises UnknownBackendError for an unregistered name, and ValueError for an unknown
+    mode. Raises BackendUnavailableError if the named backend refuses and ``on_unavailable="raise"``, or if no backend
+    supports the spec.
     """
     target = Target.here() if target is None else target
     if on_unavailable not in get_args(OnUnavailable):

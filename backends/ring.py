@@ -1,10 +1,9 @@
-"""Ring attention: every device keeps its queries, keys and values pass by, one device's share at a time.
+"""Ring attention: every device keeps its queries; the keys and values of all devices pass by, one share at a time.
 
-The method is Ring Attention's (arXiv 2310.01889): partial outputs are put together by their log-sum-exp as the blocks
-of flash attention are, and memory holds two shares of keys instead of all of them. The backward pass is a second ring,
-in which the gradients of keys and values travel with them and are home after the last step. The next share is on its
-way while the present one is worked on. Runs inside a ``shard_map`` over the axis; what a part is computed by is a
-backend's (``PartBackend``).
+The method is Ring Attention's (arXiv 2310.01889). Partial outputs are merged by their log-sum-exp, as flash attention
+merges blocks; memory holds two shares of keys instead of all. The next share is sent while the present one is computed.
+The backward pass is a second ring: the gradients of keys and values travel with them and are back on their device after
+the last step. The code runs inside a ``shard_map`` over the axis. A backend (``PartBackend``) computes each part.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class Axis:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Share:
-    """What passes from device to device: keys, values, and what is known of each key."""
+    """The data that passes from device to device: keys, values, and the layout of each key."""
 
     key: Float[Array, "b s k h"]
     value: Float[Array, "b s k v"]
@@ -40,20 +39,20 @@ class _Share:
     segment_ids: Int[EitherArray, "b s"] | None
 
 
-# What is known of a query row over some of the keys: (out, top, rest), see :class:`Part`.
+# The result of query rows over some of the keys: (out, top, rest), see :class:`Part`.
 _Seen = tuple[Array, Array, Array]
 
 
 def by_position(spec: AttentionSpec) -> bool:
-    """Whether positions decide anything."""
+    """Whether positions affect the mask."""
     return spec.is_causal or spec.window is not None or spec.chunk_size is not None
 
 
 def specs_of_parts(spec: AttentionSpec) -> tuple[AttentionSpec, AttentionSpec]:
     """The problem of a device's own keys, and that of another's. ``spec`` has one device's queries and keys.
 
-    Under a causal mask over slots the own keys are a causal problem, those of devices before it are all visible and
-    those behind it not at all: no part needs positions. Everything else that goes by position is told them.
+    Under a causal mask over slots, the own keys are a causal problem, the keys of devices before are all visible, and
+    those of devices behind are not: no part needs positions. Any other mask by position gets them.
     """
     if not by_position(spec):
         spec = dataclasses.replace(spec, has_positions=False)
@@ -66,10 +65,10 @@ def specs_of_parts(spec: AttentionSpec) -> tuple[AttentionSpec, AttentionSpec]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ring:
-    """Attention of one device of ``axis``, from its own queries, keys and values. For the inside of a ``shard_map``.
+    """Attention of one device of ``axis``, from its own queries, keys and values. Runs inside a ``shard_map``.
 
-    ``spec`` is the problem of one device's queries and one device's keys; ``planned`` what else the backend's
-    ``part`` is asked with (target, mode, options).
+    ``spec`` is the problem of one device's queries and one device's keys. ``planned`` holds the other arguments of the
+    backend's ``part`` (target, mode, options).
     """
 
     backend: PartBackend
@@ -148,7 +147,7 @@ class Ring:
         return specs_of_parts(self.spec)[1]
 
     def _here(self) -> Array:
-        """Asked wherever it is traced: a gradient is traced after the call has returned."""
+        """The device's index, computed where it is used: a gradient is traced after the call has returned."""
         return lax.axis_index(self.axis.name)
 
     def _pass_on(self, x: Any) -> Any:
@@ -157,7 +156,7 @@ class Ring:
         return jax.tree.map(lambda x: lax.ppermute(x, self.axis.name, forth), x)
 
     def _unless_behind(self, step: Any, compute: Callable[[], Any], nothing: Any) -> Any:
-        """Whether the share of ``step`` devices before this one is before it, or came round the ring from behind."""
+        """``compute()``; ``nothing`` where the share of ``step`` devices before came round the ring from behind."""
         if self._own.is_causal == self._others.is_causal:
             return compute()
         return lax.cond(step <= self._here(), compute, lambda: nothing)
@@ -178,7 +177,7 @@ class Ring:
         return self.backend.part(spec, seen, **self.planned)
 
     def _placed(self, layout: Layout) -> Layout:
-        """The layout with this device's positions where the parts ask for them, and without where they do not."""
+        """The layout with this device's positions if the parts need them, else without positions."""
         if not self._own.has_positions:
             return dataclasses.replace(layout, query_positions=None, key_value_positions=None)
 
@@ -196,13 +195,13 @@ class Ring:
 
 
 def _by_slot(spec: AttentionSpec) -> bool:
-    """Whether the mask is causal over slots, and no more: then whole shares are visible or not, but for the own."""
+    """Whether the mask is causal over slots only: every share but the own is then all visible or all hidden."""
     alone = spec.window is None and spec.chunk_size is None and not spec.has_positions
     return spec.is_causal and alone and spec.query_length == spec.key_value_length
 
 
 def _put_together(a: _Seen, b: _Seen) -> _Seen:
-    """Outputs over two parts of the keys and their log-sum-exps, as one."""
+    """Merge outputs over two parts of the keys by their log-sum-exps."""
     (out_a, top_a, rest_a), (out_b, top_b, rest_b) = a, b
     top = jnp.maximum(top_a, top_b)
     weight_a, weight_b = jnp.exp((top_a - top) + rest_a), jnp.exp((top_b - top) + rest_b)

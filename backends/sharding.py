@@ -1,15 +1,15 @@
-"""One attention over many devices: its sequences, its heads and its length, each dealt to an axis of a mesh.
+"""One attention over many devices: its sequences, its heads and its length, each divided along an axis of a mesh.
 
-A sharded backend is a backend: :class:`Sharded` takes one and a ``jax.sharding.Mesh``, and runs its plan on each
-device's share inside ``shard_map``. No sequence and no head needs another, so data and tensor parallelism communicate
-nothing. Context parallelism deals the tokens: each device keeps its queries and either gathers all keys
-(``exchange="gather"``: any exact backend that takes positions) or sees them pass by in a ring (``exchange="ring"``:
-backends that can attend to a part, see ``ring.py``). A backend that deals something in its own way brings it
-(:class:`DealingBackend`); users ask for it in the same words.
+:class:`Sharded` takes a backend and a ``jax.sharding.Mesh``, and is a backend itself: it runs the backend's plan on
+each device's share inside ``shard_map``. Sequences and heads are independent, so data and tensor parallelism
+communicate nothing. Context parallelism divides the tokens. Each device keeps its queries and either gathers all keys
+(``exchange="gather"``: any exact backend that takes positions) or lets them pass by in a ring (``exchange="ring"``:
+backends with ``part``, see ``ring.py``). A backend with its own way to divide an axis brings it
+(:class:`DealingBackend`); users ask for it with the same arguments.
 
-On a CPU dividing the heads is how all cores are used: XLA runs the steps of a loop one after the other on one device,
-so a process that calls one core one device (``jax.config.update("jax_num_cpu_devices", n)`` before JAX starts) works on
-n heads at once.
+On a CPU, dividing the heads uses all cores: XLA runs the steps of a loop one after the other on one device. A process
+with one JAX device per core (``jax.config.update("jax_num_cpu_devices", n)`` before JAX starts) works on n heads at
+once.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ Exchange = Literal["gather", "ring"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MeshAxes:
-    """The axis of a mesh that each dimension is dealt to (None: to none, it is whole on every device).
+    """The mesh axis that divides each dimension (None: the dimension is whole on every device).
 
-    ``data``: the batch. ``heads``: KV heads with their queries. ``context``: the tokens, of queries and of keys;
+    ``data``: the batch. ``heads``: KV heads with their queries. ``context``: the tokens of queries and of keys.
     ``exchange`` is how keys reach the queries of other devices.
     """
 
@@ -58,19 +58,19 @@ class MeshAxes:
             raise ValueError(f"exchange={self.exchange!r} must be 'gather' or 'ring'.")
 
     def named(self) -> dict[str, str]:
-        """The dimensions that are dealt, and to which axis."""
+        """The dimensions that are divided, with their axes."""
         every = {"data": self.data, "heads": self.heads, "context": self.context}
         return {name: axis for name, axis in every.items() if axis is not None}
 
 
 @runtime_checkable
 class DealingBackend(Backend, Protocol):
-    """A backend some of whose dimensions cannot be dealt from outside, or only worse than the backend can itself."""
+    """A backend with its own way to divide a dimension, because it cannot be divided from outside, or less well."""
 
     def dealt(self, mesh: Mesh, axes: MeshAxes) -> Backend | None:
-        """The backend for the whole problem on all devices of ``mesh``, or None: each device's share is a problem.
+        """The backend for the whole problem on all devices of ``mesh``; None if the shares are independent problems.
 
-        Batch and heads are known to divide. What ``mesh`` has to be a multiple of beside them the backend refuses.
+        Batch and heads are known to divide. The backend refuses other sizes that ``mesh`` does not divide.
         """
         ...
 
@@ -79,9 +79,8 @@ class DealingBackend(Backend, Protocol):
 class Sharded:
     """``backend`` on every device of ``mesh``, each with its share. A backend itself, hashable, registrable.
 
-    Arrays that lie as :meth:`sharding` says stay where they are; others are moved. Support is that of one device's
-    share, or of the backend's own way to deal: its reasons are the reasons. Raises ValueError for an axis that the
-    mesh lacks.
+    Arrays with the :meth:`sharding` of this backend stay where they are; others are moved. Support is that of one
+    device's share, or of the backend's own way to divide. Raises ValueError for an axis that the mesh lacks.
 
     >>> import jax, jax.numpy as jnp, numpy as np
     >>> from attnsuite.backends import plan, registry
@@ -108,9 +107,9 @@ class Sharded:
 
     @staticmethod
     def among(backend: Backend, spec: AttentionSpec, mesh: Mesh) -> Sharded:
-        """Over the one axis of ``mesh``: the heads of ``spec`` where they can be divided, else its sequences.
+        """Over the one axis of ``mesh``: divide the heads of ``spec`` if they can be divided, else its sequences.
 
-        Raises ValueError for a mesh of several axes, and where neither can be divided.
+        Raises ValueError for a mesh of several axes, and if neither can be divided.
 
         >>> from attnsuite.backends import registry
         >>> mesh = Mesh(np.array(jax.devices()[:1]), ("cores",))
@@ -133,7 +132,7 @@ class Sharded:
 
     @property
     def name(self) -> str:
-        """The backend's name and how many devices share each dimension."""
+        """The backend's name, and the number of devices that share each dimension."""
         parts = [f"{name}={self._size(name)}" for name in self.axes.named()]
         return f"{self.backend.name}@{','.join(parts)}{',ring' if self._in_ring else ''}"
 
@@ -143,7 +142,7 @@ class Sharded:
         return self.backend.exact
 
     def takes(self, target: Target, mode: Mode) -> Takes:
-        """What can be dealt out; a ring passes neither masks nor biases on. What a share may be is the backend's."""
+        """The features that can be divided (not masks and biases in a ring). The backend judges the share itself."""
         gathered: frozenset[Feature] = frozenset({*FEATURES_0_1, "log_sum_exp"})
         dealt = gathered - {"mask", "bias", "log_sum_exp"} if self._in_ring else gathered
         why = "which passes keys on from device to device, but no columns of such an array"
@@ -153,7 +152,7 @@ class Sharded:
     def refuses(
         self, spec: AttentionSpec, target: Target, mode: Mode, options: Mapping[str, Any] | None
     ) -> tuple[str, ...]:
-        """What cannot be dealt, and what the backend refuses of one device's share; every reason."""
+        """Every reason: dimensions that cannot be divided, and the backend's refusals of one device's share."""
         own = self._own()
         if own is not None:
             return tuple(self._indivisible(spec, "data", "heads")) or support(own, spec, target, mode, options).reasons
@@ -179,7 +178,7 @@ class Sharded:
         mode: Mode = "native",
         options: Mapping[str, Any] | None = None,
     ) -> Plan:
-        """As the backend's, which each device calls for its share. The carry of a backend is dealt with the batch."""
+        """Each device plans its share with the backend. A backend's carry is divided with the batch."""
         planned: dict[str, Any] = {"target": target, "mode": mode, "options": options}
         own = self._own()
         if own is not None:
@@ -216,11 +215,11 @@ class Sharded:
         return Plan(attend)
 
     def sharding(self) -> NamedSharding:
-        """How query, key, value and output ``[batch, length, heads, dim]`` lie on the devices."""
+        """The sharding of query, key, value and output ``[batch, length, heads, dim]``."""
         return NamedSharding(self.mesh, self._arrays())
 
     def _own(self) -> Backend | None:
-        """The backend's own way to deal these axes, where it has one."""
+        """The backend with its own way to divide these axes, if it has one."""
         return self.backend.dealt(self.mesh, self.axes) if isinstance(self.backend, DealingBackend) else None
 
     @property
@@ -236,7 +235,7 @@ class Sharded:
         return PartitionSpec(self.axes.data, self.axes.context, self.axes.heads)
 
     def _indivisible(self, spec: AttentionSpec, *names: str) -> Iterator[str]:
-        """What cannot be dealt evenly: of the dimensions ``names``, or of all that are dealt."""
+        """Sentences for dimensions that do not divide evenly: of ``names``, or of all that are divided."""
         lengths = ("query_length", "key_value_length")
         dealt = {"data": ("batch",), "heads": ("num_kv_heads",), "context": lengths}
         for name, axis in self.axes.named().items():
@@ -262,7 +261,7 @@ class Sharded:
             )
 
     def _share(self, spec: AttentionSpec) -> AttentionSpec:
-        """One device's share. In a ring its keys are those that it holds at a time, else all of them."""
+        """One device's share. In a ring its keys are those of one device, else all keys."""
         heads, context = self._size("heads"), self._size("context")
         return dataclasses.replace(
             spec,
@@ -279,7 +278,7 @@ class Sharded:
         return f"the share of one device{added}"
 
     def _with_positions(self, share: AttentionSpec, layout: Layout) -> Layout:
-        """Where the queries of this device stand, if that is not said: behind those of the devices before it."""
+        """The layout with this device's query positions. By default they follow those of the devices before it."""
         if not share.has_positions or layout.query_positions is not None:
             return layout
         first = jax.lax.axis_index(self.axes.context) * share.query_length
@@ -288,7 +287,7 @@ class Sharded:
         return dataclasses.replace(layout, query_positions=row)
 
     def _rows(self, spec: AttentionSpec, layout: Layout) -> Layout:
-        """Where each array of a layout goes: its batch, heads and tokens with theirs, keys whole unless in a ring."""
+        """The specs of a layout's arrays: divided by batch, heads and tokens; keys are whole unless in a ring."""
         data, heads, context = self.axes.data, self.axes.heads, self.axes.context
         of_keys = context if self._in_ring else None
         dealt: dict[str, tuple[str | None, ...]] = {
@@ -302,12 +301,12 @@ class Sharded:
         return Layout(**{name: _placed(getattr(layout, name), axes) for name, axes in dealt.items()})
 
     def _columns(self, terms: Terms) -> Terms:
-        """Where each term goes."""
+        """The spec of each term."""
         return Terms(bias=_placed(terms.bias, (self.axes.data, self.axes.heads, self.axes.context, None)))
 
 
 def _placed(x: EitherArray | None, axes: tuple[str | None, ...]) -> Any:
-    """The PartitionSpec of an array that stands in its place; an axis of one element is everywhere the same."""
+    """The PartitionSpec of an array over ``axes``; a dimension of one element is not divided."""
     if x is None:
         return None
     return PartitionSpec(*(None if size == 1 else at for size, at in zip(x.shape, axes, strict=True)))
@@ -316,10 +315,10 @@ def _placed(x: EitherArray | None, axes: tuple[str | None, ...]) -> Any:
 def balanced_order(length: int, devices: int) -> Int[np.ndarray, " length"]:
     """An order of tokens in which a causal mask costs every device of the context axis the same.
 
-    The sequence is cut into twice as many pieces as there are devices; the first device gets the first piece and the
-    last, the second one the second and the last but one, and so on (as Kvax and ring attention's "zigzag" do). Put
-    tokens, segment ids and positions into this order once, before the model, and give the positions: ``tokens[:,
-    order]`` and ``query_positions=key_value_positions=order``. ``jnp.argsort(order)`` takes the result back. Raises
+    The sequence is cut into twice as many pieces as there are devices. The first device gets the first and the last
+    piece, the second device the second and the last but one, and so on (as in Kvax and in ring attention's "zigzag").
+    Put tokens, segment ids and positions into this order once, before the model, and give the positions: ``tokens[:,
+    order]`` and ``query_positions=key_value_positions=order``. ``jnp.argsort(order)`` puts the result back. Raises
     ValueError for a length that is no multiple of ``2 * devices``.
 
     >>> balanced_order(8, 2).tolist()
@@ -334,7 +333,7 @@ def balanced_order(length: int, devices: int) -> Int[np.ndarray, " length"]:
 
 
 def divided(spec: AttentionSpec, devices: int) -> Divided | None:
-    """What can be shared out evenly among ``devices``: KV heads with their queries, else sequences, else nothing.
+    """What divides evenly among ``devices``: the KV heads with their queries, else the sequences, else None.
 
     >>> divided(AttentionSpec(batch=4, query_length=8, key_value_length=8, num_heads=8, num_kv_heads=2,
     ...                       head_dim=64), 4)
@@ -346,7 +345,7 @@ def divided(spec: AttentionSpec, devices: int) -> Divided | None:
 
 
 def _gather(axis: str, x: Array) -> Array:
-    """The keys or values of all devices. Its gradient adds up in float32, whatever the dtype."""
+    """The keys or values of all devices. Its gradient is summed in float32, whatever the dtype."""
     return _gathered(axis, x)
 
 

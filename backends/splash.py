@@ -1,10 +1,10 @@
 """JAX's Pallas kernel for TPUs, "splash" (sparse flash) attention, behind the contract.
 
 The kernel is ``jax.experimental.pallas.ops.tpu.splash_attention``: FlashAttention-2's recurrence (arXiv 2307.08691)
-over a static block mask, so that blocks with nothing visible cost nothing. Native on TPUs, through Pallas'
-interpreter anywhere, compiled for TPUs that are not here. This file brings what the kernel leaves to its caller:
-batch, scale, lengths that are no multiple of a block, key lengths and padding (as segment ids), one query token
-(any mask of one row is a segmentation of the keys), and zero where a row may attend to nothing.
+over a static block mask, so that blocks with nothing visible cost nothing. It runs natively on TPUs, in Pallas'
+interpreter anywhere, and compiles for absent TPUs. This file adds what the kernel leaves to its caller: batch, scale,
+lengths that are no multiple of a block, key lengths and padding (as segment ids), one query token (any mask of one row
+is a segmentation of the keys), and zero output for rows that see nothing.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ OPTIONS = {
 
 # Ids that match nothing: real ones are not negative, and these two differ from each other.
 _UNSEEING_QUERY, _UNSEEN_KEY = -1, -2
-# An attention sink (a logit without a value) so small that it changes no row that sees a key, and larger than the
-# kernel's mask value (-2.4e38): a row that sees nothing is the sink alone, which is exactly zero, as are its gradients.
+# An attention sink (a logit without a value). It is so small that it changes no row that sees a key, and larger than
+# the kernel's mask value (-2.4e38). A row that sees nothing attends to the sink alone: its output and gradients are 0.
 _NO_SINK = -1e30
 _INSTEAD = "use backend='chunked'"
 
@@ -61,7 +61,7 @@ class Splash:
     exact: bool = True
 
     def takes(self, target: Target, mode: Mode) -> Takes:
-        """What a mask by slot can say."""
+        """Masks that slots and segment ids can express."""
         linear = "whose memory is linear in the length"
         return Takes(
             features=FEATURES_0_1 - {"mask", "bias"},
@@ -73,7 +73,7 @@ class Splash:
     def refuses(
         self, spec: AttentionSpec, target: Target, mode: Mode, options: Mapping[str, Any] | None
     ) -> tuple[str, ...]:
-        """Devices that are no TPU, and positions that decide something for more than one query token."""
+        """Devices that are no TPU, and positions that affect the mask of more than one query token."""
         return *_device_reasons(target, mode), *_position_reasons(spec)
 
     def plan(
@@ -121,14 +121,15 @@ class Splash:
     ) -> Part:
         """As :meth:`plan`, for keys that are one part of all. The kernel rounds each part's results to its dtype.
 
-        A key that is the only one of all devices is not told from others here: its gradient is zero but for rounding.
+        If a row sees one key only, over all devices, this part cannot know it: that key's gradient is zero but for
+        rounding.
         """
         given = _checked(check_options(self.name, options, OPTIONS))
         grid = _grid(spec, target, given)
         kernel = kernel_of(Masking.of(spec, *grid.lengths), grid.blocks, spec.logits_soft_cap, mode == "interpret")
         ids = _segment_ids(spec, layout, grid.lengths)
         axes, sinks = None if ids is None else 0, _no_sinks(spec)
-        # See _in_default_precision; of a Part's two functions none is differentiated.
+        # See _in_default_precision. Neither of a Part's two functions is differentiated.
         exactly = contextlib.nullcontext if spec.dtype == "float32" else _default_precision
 
         def forward(query: Array, key: Array, value: Array) -> tuple[Array, Array, Array]:
@@ -216,7 +217,7 @@ def _checked(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _segment_ids(spec: AttentionSpec, layout: Layout, lengths: tuple[int, int]) -> kernel.SegmentIds | None:
-    """Everything about visibility that is not known before there is data, as ids that match or do not."""
+    """Segment ids for the part of the mask that depends on data: lengths, padding, segments, one query's positions."""
     rows, keys = spec.query_length, spec.key_value_length
     if rows == 1:
         mask = may_attend(spec, layout)
@@ -246,21 +247,21 @@ def _pad_ids(ids: Int[Array, "b s"], length: int, fill: int) -> Int[Array, "b pa
 def _one_key_is_seen(ids: kernel.SegmentIds | None) -> Bool[Array, "b 1 1 1"] | None:
     """Where query and key get no gradient: a softmax over one key is 1 whatever the scores. None: nowhere.
 
-    The kernel's gradient is 0 there but for rounding. All rows of a batch entry add that rounding up in its one key,
-    where there is nothing else to drown it.
+    The kernel's gradient is 0 there up to rounding. The rounding errors of all rows of a batch entry add up in its one
+    key, which has no other gradient to hide them.
     """
     return None if ids is None else ((ids.kv != _UNSEEN_KEY).sum(1) == 1)[:, None, None, None]
 
 
 def _no_sinks(spec: AttentionSpec) -> Float[Array, " heads"]:
-    """A sink per head of the kernel that changes nothing; one query token has its group's heads as rows."""
+    """A sink per head of the kernel, too small to change a row. One query token has its group's heads as rows."""
     return jnp.full(spec.num_kv_heads if spec.query_length == 1 else spec.num_heads, _NO_SINK, jnp.float32)
 
 
 def _to_kernel(
     spec: AttentionSpec, lengths: tuple[int, int], query: Array, key: Array, value: Array
 ) -> tuple[Float[Array, "b n t h"], Float[Array, "b k s h"], Float[Array, "b k s v"]]:
-    """Heads outside, lengths padded, the scale on the query; one query token has its group's heads as rows."""
+    """Heads before length, lengths padded, the query scaled. One query token has its group's heads as rows."""
     query = (query.astype(jnp.float32) * spec.softmax_scale).astype(query.dtype)
     key, value = (_pad_length(x.swapaxes(1, 2), lengths[1]) for x in (key, value))
     return _rows_to_kernel(spec, lengths[0], query), key, value

@@ -1,8 +1,8 @@
-"""Splash's block masks: what is visible by slot alone, sorted into blocks once and kept.
+"""Splash's block masks: the visibility that follows from slots alone, sorted into blocks once and cached.
 
-Sorting reads every block of the mask, which takes seconds at long lengths, and it has to be done with concrete
-numbers although plans are made while a model is traced. So the kernel is made once per shape, mask and block sizes,
-with its tables as NumPy arrays: they belong to no device and no trace, and serve every head.
+Sorting reads every block of the mask, which takes seconds at long lengths. It needs concrete numbers, although plans
+are made while a model is traced. Therefore the kernel is made once per shape, mask and block sizes, with its tables as
+NumPy arrays: they belong to no device and no trace, and serve every head.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .contract import AttentionSpec
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Masking:
-    """What is visible by slot alone, known before there is data. Hashable: block masks are cached by it."""
+    """The visibility that follows from slots alone, known before there is data. Hashable: the key of the cache."""
 
     query_length: int
     key_value_length: int
@@ -104,10 +104,10 @@ def with_log_sum_exp(made: Any, *arguments: Any) -> tuple[Array, Array]:
 def pull_back(
     made: Any, q: Array, k: Array, v: Array, ids: Any, sinks: Array, out: Array, log_sum_exp: Array, d_out: Array
 ) -> tuple[Array, Array, Array]:
-    """dq, dk and dv of a kernel that :func:`kernel_of` made, from an output and a log-sum-exp that are not its own.
+    """dq, dk and dv of a kernel of :func:`kernel_of`, for an output and a log-sum-exp over more keys than its own.
 
-    The kernel's public gradient takes its own only, hence the private name; ``tests/backends/test_sharding.py`` sees
-    when it changes.
+    The kernel's public gradient takes only its own output, hence the private name; ``tests/backends/test_sharding.py``
+    fails if it changes.
     """
     residuals = q, k, v, ids, sinks, out, log_sum_exp, made.dq_mask_info, made.dkv_mask_info
     names = ("mask_value", "is_mqa", "block_sizes", "residual_checkpoint_name", "mask_function")

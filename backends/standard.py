@@ -1,8 +1,8 @@
-"""Attention as the formula says it, through XLA: the scores are materialised.
+"""Attention by the formula, in XLA: the scores are materialised.
 
-The baseline that everything is compared with, and the judge's yardstick for rounding: memory grows with
-query length times key length, and gradients come from JAX's autodiff but for one product. Runs on every
-platform and refuses nothing of the contract.
+It is the baseline of every comparison, and its rounding error is the judge's yardstick. Memory grows with query length
+times key length. Gradients are JAX's autodiff, except for one product. Runs on every platform and refuses nothing of
+the contract.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Standard:
         mode: Mode = "native",
         options: Mapping[str, Any] | None = None,
     ) -> Plan:
-        """Build the mask once; it has no options."""
+        """Build the mask once; there are no options."""
         check_options(self.name, options, {})
         return Plan(functools.partial(_attend, spec, may_attend(spec, layout)))
 
@@ -65,7 +65,7 @@ def _attend(
     kv_heads, rows = spec.num_kv_heads, spec.group_size * t
     # The heads of a group are rows of one product: only query and output are ever transposed, never the scores.
     grouped = query.reshape(b, t, kv_heads, -1, h).transpose(0, 2, 3, 1, 4).reshape(b, kv_heads, rows, h)
-    # Heads before length, said outright: the transpose of a cache that is stored so cancels, XLA finds no other way.
+    # Heads before length, explicitly: this cancels the transpose of a cache stored so; XLA does not find it by itself.
     key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
     logits = jnp.einsum("bkrh,bksh->bkrs", grouped, key, preferred_element_type=jnp.float32)
     logits = logits.reshape(b, n, t, -1) * spec.softmax_scale
@@ -88,10 +88,10 @@ def exponentials(
 ) -> tuple[Float[Array, "b n t s"], Float[Array, "b n t 1"], Float[Array, "b n t 1"]]:
     """exp(logits - largest), the sum to divide it by, and the largest.
 
-    A row with nothing to attend to is all zero over one, and its largest is -inf.
+    A row with nothing to attend to is all zero, its sum is one, and its largest is -inf.
 
-    The largest logit cancels in what is made of these, so no gradient goes through it. Autodiff would divide by the
-    number of logits that equal the largest one, and where XLA computes the logits again none of them need do so.
+    No gradient goes through the largest logit, which cancels in the results. Autodiff would divide by the number of
+    logits that equal the largest one; where XLA recomputes the logits, this number can be zero.
     """
     if mask is not None:
         logits = jnp.where(mask, logits, -jnp.inf)
@@ -103,7 +103,7 @@ def exponentials(
 
 
 def log_sum_exp(total: Float[Array, "b n t 1"], top: Float[Array, "b n t 1"]) -> Float[Array, "b t n"]:
-    """Of each row's logits, from what :func:`exponentials` gives."""
+    """The log-sum-exp of each row's logits, from the results of :func:`exponentials`."""
     return (jnp.log(total) + top)[..., 0].swapaxes(1, 2)
 
 

@@ -1,7 +1,7 @@
-"""The two questions that everybody asks a backend through: whether it takes a problem, and for a plan of it.
+"""The two calls to any backend: whether it takes a problem, and a plan of it.
 
-:func:`support` judges by the backend's allow-list and by the conditions that are its own. :func:`plan` is the door to
-every plan: a spec that the backend does not take, or arrays that the spec does not announce, do not get through.
+:func:`support` judges by the backend's allow-list and by its own further conditions. Every plan is made by
+:func:`plan`, which refuses a spec that the backend does not take, and arrays that the spec does not announce.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ def support(
 ) -> Support:
     """Whether ``backend`` runs ``spec`` on ``target`` in ``mode`` with ``options``, or every reason why not.
 
-    Never raises: an error of the backend is the reason. Options that the backend does not have are no reason, since
-    :func:`plan` raises ValueError for them.
+    Never raises: an error of the backend becomes the reason. Unknown options are not a reason, since :func:`plan`
+    raises ValueError for them.
     """
     try:
         takes = takes_of(backend, target, mode)
-        # The device first: on a wrong one nothing else matters to the reader.
+        # The device first: on a wrong device the other reasons do not matter.
         reasons = (*_own(backend, spec, target, mode, options), *refusals(backend.name, takes, spec, mode))
         if not all(isinstance(reason, str) for reason in reasons):
             raise TypeError(f"its reasons are not all sentences: {reasons!r}")  # noqa: TRY301 (as its other faults)
@@ -84,7 +84,7 @@ def plan(
 def _own(
     backend: Any, spec: AttentionSpec, target: Target, mode: Mode, options: Mapping[str, Any] | None
 ) -> tuple[str, ...]:
-    """What a backend refuses beside its allow-list; that of version 0.1 answers with a Support and sees no options."""
+    """The backend's refusals beside its allow-list. One of version 0.1 answers with a Support and no options."""
     if hasattr(backend, "refuses"):
         said = backend.refuses(spec, target, mode, options)
         return (said,) if isinstance(said, str) else tuple(said)

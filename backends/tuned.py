@@ -1,9 +1,9 @@
-"""Options that were measured to be the fastest: the table that ships, and tables that ``attnsuite tune`` writes.
+"""Tables of the fastest options: the one that ships, and those that ``attnsuite tune`` writes.
 
-A table is JSON: an entry per problem that was tuned, with the winning options, how they won (measured, or
-ranked by what compiles where the device was not there) and everything else that was tried. It is looked up
-by device, dtype, grouping, head dimension and length; the nearest shorter length holds for those between, and the
-nearest wider head, whose blocks fit a narrower one as well.
+A table is JSON with one entry per tuned problem: the winning options, how they won (measured, or for an absent device
+ranked by the compiler's facts), and everything else that was tried. An entry is looked up by device, dtype, grouping,
+head dimension and length. Between two lengths the shorter one's entry holds; between two head dimensions the wider
+one's, whose blocks also fit a narrower head.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def shipped() -> tuple[Entry, ...]:
 
 
 def load(path: str | Path) -> tuple[Entry, ...]:
-    """The table in a file. Raises ValueError, in a sentence, for a file that is none."""
+    """The table in a file. Raises ValueError, with a sentence, for a file that holds no table."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
@@ -54,9 +54,9 @@ def load(path: str | Path) -> tuple[Entry, ...]:
 
 
 def from_file(path: str | Path, backend: str, target: Target, spec: AttentionSpec) -> dict[str, int]:
-    """What the table in a file says for ``spec`` on ``target``, forward and, where it is needed, backward.
+    """The options in the file's table for ``spec`` on ``target``: forward, and backward if the spec needs gradients.
 
-    Raises ValueError where the file is no table, or says nothing about such a problem on this device.
+    Raises ValueError if the file holds no table, or no entry for such a problem on this device.
     """
     entries, found = load(path), {}
     for gradient in (False, True) if spec.needs_grad else (False,):
@@ -72,11 +72,11 @@ def from_file(path: str | Path, backend: str, target: Target, spec: AttentionSpe
 def options_for(
     entries: tuple[Entry, ...], backend: str, target: Target, spec: AttentionSpec, *, gradient: bool
 ) -> Mapping[str, int]:
-    """What the table says for ``spec``; empty where it says nothing.
+    """The table's options for ``spec``; empty if there is no entry.
 
-    A CPU takes what was measured on another, or for a narrower head, where it has no entries of its own; no other
-    device does: blocks for a narrow head may need more memory than a core has when the head is wide. float16 takes
-    what was measured for bfloat16 where it has no entry of its own: blocks of the same size.
+    A CPU without entries of its own takes those of another CPU, or of a narrower head. Other devices do not: blocks for
+    a narrow head may need more memory than a core has for a wide one. float16 without an entry of its own takes that of
+    bfloat16, whose blocks have the same size.
     """
     length = min(spec.query_length, spec.key_value_length)
     grouped = spec.group_size > 1

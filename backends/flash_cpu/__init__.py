@@ -1,4 +1,4 @@
-"""Native attention kernels for CPUs, emitted from Python. Needs llvmlite; ``docs/cpu.md`` says how they work."""
+"""Native attention kernels for CPUs, emitted from Python. Needs llvmlite; ``docs/cpu.md`` explains the method."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The ``flash_cpu`` backend: the contract by kernels that are compiled for the processor at hand.
+"""The ``flash_cpu`` backend: attention by kernels that are compiled for this processor.
 
-Method: FlashAttention-2 (arXiv 2307.08691) with the layout that suits a CPU: transposed scores, one lane per query
+The method is FlashAttention-2 (arXiv 2307.08691) in a layout for CPUs: transposed scores, one lane per query
 (``products.py``), and lazy rescaling (``softmax.py``). The kernels are LLVM IR written from Python and compiled by
-llvmlite; no C compiler is needed. Where anything of this does not work here, ``supports`` says so and ``chunked`` runs
-instead.
+llvmlite, without a C compiler. If the kernels do not work on a machine, the backend refuses with the reason, and
+``chunked`` runs instead.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from .visibility import Visibility, visibility
 _LOG2_E = math.log2(math.e)
 _LOG2_E_HIGH = 23 / 16  # its product with an integer below 2**19 is exact in float32
 _LOG2_E_LOW = _LOG2_E - _LOG2_E_HIGH
-# Gradients of so few queries or keys take XLA's plain formula, whose scores are linear in the other length. Where every
-# row has one key with nearly all of its weight, rowsum(dO * O) rounds by more than what is left of the slopes.
+# Gradients of so few queries or keys take XLA's plain formula, whose scores are linear in the other length. If every
+# row has one key with nearly all of its weight, the rounding of rowsum(dO * O) is larger than the slopes.
 SHORT = 16
 
 _NO_GRADIENT = "planned with needs_grad=False; plan with needs_grad=True to differentiate."
@@ -65,7 +65,7 @@ class FlashCpu:
     exact: bool = True
 
     def takes(self, target: Target, mode: Mode) -> Takes:
-        """All of the contract but array masks and biases."""
+        """All of the contract except array masks and biases."""
         linear = "whose memory is linear in the length"
         return Takes(
             features=frozenset({*FEATURES_0_1 - {"mask", "bias"}, "log_sum_exp"}),
@@ -77,12 +77,12 @@ class FlashCpu:
     def refuses(
         self, spec: AttentionSpec, target: Target, mode: Mode, options: Mapping[str, Any] | None
     ) -> tuple[str, ...]:
-        """What is not a CPU, and a CPU where the kernels do not work."""
+        """Refuses devices that are no CPU, and CPUs where the kernels do not work."""
         if target.platform != "cpu":
             return (f"flash_cpu runs on CPUs, the target is {target}; use backend='auto'.",)
         try:
             given = _checked(options)
-        except ValueError:  # what no plan has is no reason of support: plan raises it
+        except ValueError:  # plan raises it; an invalid option is not a reason of support
             return ()
         missing = why_not(given["isa"])
         return () if missing is None else (missing,)
@@ -96,7 +96,7 @@ class FlashCpu:
         mode: Mode = "native",
         options: Mapping[str, Any] | None = None,
     ) -> Plan:
-        """Bring the mask into numbers once for all layers. Options: :data:`OPTIONS`; raises ValueError for others."""
+        """Compute the mask's numbers once for all layers. Options: :data:`OPTIONS`; raises ValueError for others."""
         given = _checked(options)
         if spec.needs_grad and min(spec.query_length, spec.key_value_length) <= SHORT:
             return STANDARD.plan(spec, layout, target=target)
@@ -144,7 +144,7 @@ class FlashCpu:
 
 
 def natural(top: Array, total: Array) -> tuple[Array, Array]:
-    """``top`` and ``rest``, whose sum is the log-sum-exp, of a kernel's two numbers: it is ``log(total * 2**top)``.
+    """``top`` and ``rest``, whose sum is the log-sum-exp, from a kernel's two numbers: ``log(total * 2**top)``.
 
     The new ``top`` is an integer. Its product with the high part of log2(e) is exact, so ``rest`` keeps the low bits
     that a quotient of the size of the logits would round away.
@@ -154,19 +154,19 @@ def natural(top: Array, total: Array) -> tuple[Array, Array]:
 
 
 def of_two(top: Array, rest: Array) -> tuple[Array, Array]:
-    """The inverse: a power of two and a sum for the kernel, from a ``top`` that is an integer."""
+    """The inverse: a power of two and a sum for the kernel, from an integer ``top`` and ``rest``."""
     power = top * _LOG2_E
     lost = (top * _LOG2_E_HIGH - power) + top * _LOG2_E_LOW
     return power, jnp.exp(rest + lost / _LOG2_E)
 
 
 def _log_sum_exp(top: Array, total: Array, unseen: float) -> Array:
-    """Of a row's natural scores, from the kernel's two numbers; ``unseen`` for a row that sees nothing."""
+    """The log-sum-exp of a row's logits, from the kernel's two numbers; ``unseen`` for a row that sees nothing."""
     return jnp.where(top == UNSEEN_TOP, unseen, sum(natural(top, total)))
 
 
 def _checked(options: Mapping[str, Any] | None) -> dict[str, Any]:
-    """All options; raises ValueError for a name or a value that is none."""
+    """All options. Raises ValueError for an unknown name or an invalid value."""
     given = {"isa": None, "cache_layout": "heads_first", **check_options("flash_cpu", options, OPTIONS)}
     for name, value in given.items():
         if value not in _ACCEPTED[name]:
@@ -182,9 +182,9 @@ def _isa(name: str | None) -> Isa:
 
 
 def _differentiable(calls: Calls, seen: Visibility) -> tuple[Callable[..., Any], Visibility | None]:
-    """The attention with its own gradient, and what must be passed to it as a fourth argument.
+    """The attention with its own gradient, and the value to pass as its fourth argument.
 
-    The numbers of a static mask are constants of the program; traced ones have to be arguments.
+    The numbers of a static mask are constants of the program. Traced ones have to be arguments.
     """
     static = all(isinstance(x, np.ndarray) for x in jax.tree.leaves(seen))
 

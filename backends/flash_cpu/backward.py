@@ -1,12 +1,12 @@
 """The backward kernel: dq, dk and dv from the output's cotangent, by recomputing the probabilities.
 
-Phase 1, one item per KV head and part of its key blocks: the head's queries and cotangents are packed once (plain and
-transposed); then for every key block and every tile of rows that sees it::
+Phase 1 has one item per KV head and part of its key blocks. The head's queries and cotangents are packed once (plain
+and transposed). Then for every key block and every tile of rows that sees it::
 
     S = K Q^T;  dP = V dO^T;  P, dS (slopes.py);  dV += P dO;  dK += dS Q;  dQ += dS^T K
 
-Each item has its own dQ, so that every sum is taken in one order, whichever thread computes what. Phase 2 adds the
-parts. There is more than one part only where there are fewer KV heads than threads.
+Each item has its own dQ, so that every sum is taken in one order, whichever thread computes an item. Phase 2 adds the
+parts. A head has several parts only if there are fewer KV heads than threads.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ BLOCK_ROWS = 48
 
 
 def operands(kernel: Kernel) -> tuple[Operand, ...]:
-    """Those of the forward pass, what it found, the cotangent, and an array whose length is the number of parts."""
+    """The forward pass's operands and results, the cotangent, and an array whose length is the number of parts."""
     value = ("B", "T", "N", kernel.value_head_dim)
     return (
         *kernel.operands,

@@ -1,8 +1,8 @@
 """Object files on disk, so that a kernel is compiled once per machine and not once per process.
 
-A file is its own check: a line with the key and the digest of what follows, then the object code. The key holds all
-that the code depends on, so a file made for another processor, llvmlite, jaxlib or generator is never looked at. A file
-that is damaged or foreign is treated as absent and written anew; writing is atomic (a file of its own, then a rename).
+Each file begins with a line that holds its key and the digest of the object code behind it. The key covers everything
+that the code depends on, so a file for another processor, llvmlite, jaxlib or generator is never read. A damaged or
+foreign file is treated as absent and written anew. Writing is atomic (a file of its own, then a rename).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def digest(*parts: str) -> str:
 
 
 def read(key: str) -> bytes | None:
-    """The object file of ``key``; None where there is none, or none that is whole and made for this key."""
+    """The object file of ``key``; None if there is none that is whole and made for this key."""
     try:
         data = (directory() / f"{key}.o").read_bytes()
     except OSError:
@@ -38,7 +38,7 @@ def read(key: str) -> bytes | None:
 
 
 def write(key: str, content: bytes) -> None:
-    """Keep an object file; where the directory cannot be written nothing is kept."""
+    """Keep an object file; nothing is kept if the directory cannot be written."""
     with contextlib.suppress(OSError):
         place = directory()
         place.mkdir(parents=True, exist_ok=True, mode=0o700)

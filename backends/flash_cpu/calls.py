@@ -21,15 +21,15 @@ from .visibility import Visibility
 
 _LOG2_E = math.log2(math.e)
 
-# The decode kernel: at most so many query tokens, and rows (tokens times the heads of a group); at least so many keys
-# per range, and about so many items per thread.
+# The decode kernel: the most query tokens and rows (tokens times the heads of a group), the fewest keys per range, and
+# about how many items per thread.
 DECODE_QUERIES, DECODE_ROWS = 16, 48
 DECODE_LEAST_KEYS, DECODE_ITEMS = 256, 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Calls:
-    """One problem's kernels. ``float32_results``: not rounded to the input dtype. At most ``threads`` threads work.
+    """One problem's kernels, on at most ``threads`` threads. ``float32_results``: not rounded to the input dtype.
 
     ``cache_heads_first``: keys and values of a decode step lie ``[batch, kv_heads, length, dim]`` in memory.
     """
@@ -42,7 +42,7 @@ class Calls:
 
     @property
     def kernel(self) -> Kernel:
-        """What is compiled."""
+        """The kernel to compile."""
         spec = self.spec
         out = "float32" if self.float32_results else spec.dtype
         return Kernel(spec.dtype, spec.head_dim, spec.value_head_dim or 0, spec.logits_soft_cap is not None, out)
@@ -85,7 +85,7 @@ class Calls:
         d_out: Array,
         d_lse: Array | None,
     ) -> tuple[Float[Array, "b t n h"], Float[Array, "b s k h"], Float[Array, "b s k v"]]:
-        """dq, dk and dv, from what :meth:`forward` gave and the cotangents of the output and the log-sum-exp."""
+        """dq, dk and dv, from the results of :meth:`forward` and the cotangents of the output and the log-sum-exp."""
         kernel = self.kernel
         parts = self._parts()
         dims = self._dims(seen, P=parts)
@@ -99,7 +99,7 @@ class Calls:
 
     @property
     def is_decode(self) -> bool:
-        """Whether the decode kernel computes it: a few rows per KV head, and no gradient."""
+        """Whether the decode kernel is used: a few rows per KV head, and no gradient."""
         spec = self.spec
         few = spec.query_length <= DECODE_QUERIES and spec.query_length * spec.group_size <= DECODE_ROWS
         return few and not spec.needs_grad and not spec.return_log_sum_exp
@@ -117,20 +117,20 @@ class Calls:
         size = handler.scratch_bytes(*decode.scratch(self.isa, kernel, dims), self.threads)
         out = jax.ShapeDtypeStruct((*query.shape[:3], wide), spec.dtype)
         results = (out, jax.ShapeDtypeStruct((size,), jnp.uint8))
-        if heads_first:  # said outright: it cancels the transpose by which such a cache becomes an operand
+        if heads_first:  # an explicit transpose cancels the one by which such a cache becomes an operand
             key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
         arguments = (query, key, value, *seen.arrays, self.numbers, np.zeros((1, ranges), np.float32))
         return self._call("decode", kernel, results, *arguments)[0]
 
     def _ranges(self) -> int:
-        """Ranges of a head's keys: enough for every thread to have several, none shorter than what costs nothing."""
+        """Ranges of a head's keys: several for every thread, and none so short that its overhead shows."""
         spec = self.spec
         heads = spec.batch * spec.num_kv_heads
         most = max(1, spec.key_value_length // DECODE_LEAST_KEYS)
         return max(1, min(most, -(-DECODE_ITEMS * self.threads // heads)))
 
     def _parts(self) -> int:
-        """Parts of a head's key blocks: the fewest that give every thread an item and none a second one alone."""
+        """Parts of a head's key blocks: the fewest with an item for every thread and no second one for one alone."""
         heads, threads = self.spec.batch * self.spec.num_kv_heads, self.threads
         most = max(1, min(threads, -(-self.spec.key_value_length // backward.BLOCK_KEYS)))
         even = (p for p in range(1, most + 1) if heads * p >= 2 * threads or heads * p % threads == 0)

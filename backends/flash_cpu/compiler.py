@@ -1,7 +1,7 @@
-"""From a module of LLVM IR to an address in this process, and to an object file that the next process loads.
+"""Compile a module of LLVM IR to an address in this process, and to an object file for later processes.
 
-llvmlite compiles for the processor at hand (or, for tests, emits assembly for another one). What is compiled stays for
-the life of the process, since XLA keeps the address.
+llvmlite compiles for this processor (in tests also to assembly for another one). Compiled code stays in memory for the
+life of the process, since XLA keeps the address.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .isa import Isa
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Processor:
-    """What to compile for: LLVM's names of the target, the processor and its features."""
+    """The compilation target: LLVM's names of the target, the processor and its features."""
 
     triple: str
     cpu: str
@@ -28,20 +28,20 @@ class Processor:
 
     @staticmethod
     def here() -> Processor:
-        """The one of this machine."""
+        """The processor of this machine."""
         return _here()
 
     def isas(self) -> tuple[Isa, ...]:
-        """Its instruction sets, the best first; empty where it has none that is known."""
+        """Its instruction sets, the best first; empty if it has no known one."""
         machine = "aarch64" if self.triple.startswith(("aarch64", "arm64")) else "x86_64"
         return isas.available(dict(self.features), machine)
 
     def isa(self, name: str | None = None) -> Isa | None:
-        """The one of that name, by default the best; None where it has no such."""
+        """The instruction set of that name, by default the best; None if the processor lacks it."""
         return next((isa for isa in self.isas() if name in (None, isa.name)), None)
 
     def feature_text(self, isa: Isa) -> str:
-        """As LLVM wants them, within ``isa``."""
+        """The features in LLVM's notation, restricted to ``isa``."""
         features = isas.features_for(isa, dict(self.features))
         return ",".join(("+" if has else "-") + name for name, has in sorted(features.items()))
 
@@ -62,7 +62,7 @@ def new_module(processor: Processor) -> ir.Module:
 
 
 def optimised(module: ir.Module, processor: Processor, isa: Isa, *, jit: bool = True) -> tuple[Any, Any]:
-    """(LLVM's module after its passes, the target machine). Loops are vectorised by hand: those passes are off."""
+    """(LLVM's module after its passes, the target machine). No vectorising passes: vectors are written by hand."""
     machine = llvm.Target.from_triple(processor.triple).create_target_machine(
         cpu=processor.cpu, features=processor.feature_text(isa), opt=3, jit=jit
     )
@@ -95,7 +95,7 @@ def assembly(build: Callable[[ir.Module, Isa], Any], processor: Processor, isa: 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Loaded:
-    """An object file in this process. Holds the engine: the code lives as long as this."""
+    """An object file loaded into this process. The code lives as long as this object."""
 
     engine: Any
 
@@ -105,7 +105,7 @@ class Loaded:
 
 
 def load(data: bytes) -> Loaded:
-    """Load an object file; raises RuntimeError where it is not one."""
+    """Load an object file. Raises RuntimeError if it is none."""
     processor = Processor.here()
     machine = llvm.Target.from_triple(processor.triple).create_target_machine(jit=True)
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)

@@ -1,12 +1,12 @@
-"""The decode kernel: a few query rows against a long cache, where time is what reading keys and values takes.
+"""The decode kernel: a few query rows against a long cache. Its time is that of reading keys and values.
 
-One item is a range of the keys of one KV head. It reads every key and value that some row sees once, in place and in
-their own dtype, for all rows (tokens times the heads of a group)::
+One item is a range of the keys of one KV head. It reads every key and value that some row sees once for all rows
+(tokens times the heads of a group), in place and in their own dtype::
 
     s[r, k] = sum_d Q[r, d] K[k, d]     lanes over d, 16 keys at a time (8 with AVX2), summed across lanes by a tree
     O[r, d] += sum_k 2**(s[r, k] - m[r]) V[k, d]     lanes over d
 
-Each range ends with its own maximum, sum and output per row; phase 2 puts the ranges of a head together in their order.
+Each range ends with its own maximum, sum and output per row. Phase 2 merges the ranges of a head in their order.
 A key that no row sees is not read.
 """
 

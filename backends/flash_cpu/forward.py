@@ -1,9 +1,9 @@
 """The forward kernel: output, and for the backward pass the maximum and sum of every row's softmax.
 
-Phase 1 packs keys and values head by head as float32, contiguous, padded with zeros to whole blocks. Phase 2 computes
-one tile of query rows of one KV head per item: all key blocks that the tile's groups of queries see, with an online
-softmax. Tiles are numbered head by head, so that the packed keys and values of one head stay in the cache, and from the
-last rows to the first, since the last see most under a causal mask.
+Phase 1 packs keys and values head by head as float32, contiguous, padded with zeros to whole blocks. Phase 2 has one
+tile of query rows of one KV head per item. It computes all key blocks that the tile's groups of queries see, with an
+online softmax. Tiles are numbered head by head, so that the packed keys and values of one head stay in the cache.
+Within a head they run from the last rows to the first, since the last rows see most under a causal mask.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ UNSEEN_TOP = 1e30  # maximum of a row that sees nothing: its probabilities come 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Kernel:
-    """What a kernel is compiled for. ``out_dtype``: of the output (float32 where parts are put together)."""
+    """The choices that a kernel is compiled for. ``out_dtype`` is the output's (float32 if parts are merged later)."""
 
     dtype: str
     head_dim: int
@@ -62,7 +62,7 @@ class Kernel:
 
 
 def fits(dims: Dims) -> list[tuple[Any, str]]:
-    """What the shapes of one operand cannot say."""
+    """Conditions on the shapes that no single operand's dims express."""
     return [
         ((dims["N"] % dims["K"]).equals(0), "the query heads are not a multiple of the KV heads."),
         ((dims["B"] % dims["C"]).equals(0), "the layout's rows do not divide the batch."),
@@ -70,12 +70,12 @@ def fits(dims: Dims) -> list[tuple[Any, str]]:
 
 
 def block_rows(isa: Isa) -> int:
-    """Query rows per tile: the groups that come to about 96."""
+    """Query rows per tile: as many groups as make about 96 rows."""
     return max(1, 96 // isa.group) * isa.group
 
 
 def workspace(isa: Isa, kernel: Kernel, keys: int) -> tuple[dict[str, int], int]:
-    """Byte offsets of a thread's buffers, and their size. ``keys``: room for scores of so many."""
+    """Byte offsets of a thread's buffers, and their size, with room for the scores of ``keys`` keys."""
     queries = block_rows(isa)
     width, value_width = rows.padded(kernel.head_dim, isa), rows.padded(kernel.value_head_dim, isa)
     sizes = {

@@ -1,13 +1,13 @@
-"""The call from XLA: a typed FFI handler that checks what it is given and deals the work to XLA's own threads.
+"""The call from XLA: a typed FFI handler that checks its operands and divides the work among XLA's own threads.
 
-A :class:`Program` is a list of operands and of phases. A phase is a number of items and a function that computes one;
-items are claimed from one counter, and a phase begins when all items of the phases before it are done. The calling
-thread works too and waits only for items that somebody has claimed, so a busy pool delays nothing. The scratch memory
-is a result that XLA allocates (and counts); only the block of counters is allocated here, since a thread that XLA
-starts late may look at it after the call has returned.
+A :class:`Program` is a list of operands and of phases. A phase is a number of items and a function that computes one.
+Threads claim items from one counter, and a phase begins when all items of earlier phases are done. The calling thread
+works too and waits only for items that another thread has claimed, so a busy pool delays nothing. XLA allocates (and
+counts) the scratch memory as a result. The handler allocates only the block of counters, since a thread that XLA starts
+late may read it after the call has returned.
 
-Offsets are those of ``xla/ffi/api/c_api.h``, major version 0: equal in jaxlib 0.10.1 and 0.12.0.1. ``compiler.py``
-refuses another major version before any of this is compiled.
+Offsets are those of ``xla/ffi/api/c_api.h``, major version 0: equal in jaxlib 0.10.1 and 0.12.0.1. ``targets.py``
+refuses another major version before any kernel is compiled.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Phase:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class State:
-    """Where the counters, sizes and pointers of a call lie, as byte offsets by name."""
+    """The byte offsets of a call's counters, sizes and pointers, by name."""
 
     offsets: Mapping[str, int]
 
@@ -101,7 +101,7 @@ class State:
 
 
 class _Lazy(Mapping):
-    """Sizes that are loaded where they are asked for."""
+    """Sizes that are loaded when they are used."""
 
     def __init__(self, makers: Mapping[str, Callable[[], Value]]) -> None:
         self._makers = makers
@@ -120,8 +120,8 @@ class _Lazy(Mapping):
 class Program:
     """A kernel as XLA calls it. The last result is the scratch memory, uint8.
 
-    ``shared_bytes(dims)`` and ``worker_bytes(dims)`` are the parts of the scratch memory: one for all, one per thread.
-    ``requires(dims)`` are further conditions, each with the sentence that says it.
+    ``shared_bytes(dims)`` and ``worker_bytes(dims)`` are the parts of the scratch memory: one for all threads, one per
+    thread. ``requires(dims)`` are further conditions, each with its error sentence.
     """
 
     arguments: tuple[Operand, ...]
@@ -179,7 +179,7 @@ def _emit_wait(module: ir.Module) -> ir.Function:
 
 
 def _emit_release(module: ir.Module, state: State) -> ir.Function:
-    """``release(state)``: the last one who holds it frees it."""
+    """``release(state)``: the last holder frees it."""
     with Function(module, "release", [ptr]) as (e, (s,)):
         with e.when(e.atomic_add(state.place(s, "references"), -1).equals(1)):
             e.call("free", void, s)
@@ -201,7 +201,7 @@ class _Handler:
             self._answer_version(e, api, extension)
             known = api.at(_API_MAJOR).load(i32).equals(API_MAJOR) & (api.at(_API_SIZE).load(i64) >= _API_KNOWN_SIZE)
             with e.leave_when(known.equals(0)):
-                e.ret(e.null())  # unreachable behind compiler.py's check; nothing is known by which to say so
+                e.ret(e.null())  # unreachable after the check in targets.py; an unknown version offers no error call
             buffers = self._buffers(e, frame, api)
             dims = self._sizes(e, api, buffers)
             s = self._new_state(e, api, buffers, dims)
@@ -227,7 +227,7 @@ class _Handler:
             e.ret(e.run(self.fail, api, message, code))
 
     def _answer_version(self, e: Function, api: Value, extension: Value) -> None:
-        """XLA asks for the version that a handler was built for: this major one, and whatever minor one it has."""
+        """Answer XLA's question for the API version: this major version, and XLA's own minor one."""
         version = api.at(_API_VERSION).load(i64)
         asked = e.variable(e.const(i64, 0))
         with e.when(extension.is_null().equals(0)):

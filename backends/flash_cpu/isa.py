@@ -1,7 +1,7 @@
-"""The instruction sets that kernels are emitted for, and which of them the processor here has.
+"""The instruction sets that kernels are emitted for, and those that a processor has.
 
-A register tile is chosen so that its accumulators, one row of the right operand and one broadcast fit the vector
-registers: 32 in AVX-512 and NEON, 16 in AVX2.
+The size of a register tile is chosen so that its accumulators, one row of the right operand and one broadcast fit the
+vector registers: 32 in AVX-512 and NEON, 16 in AVX2.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Isa:
 
     @property
     def strip(self) -> int:
-        """Keys that both products take as whole tiles: the grain in which a masked block is cut to what is visible."""
+        """Keys that both products take as whole tiles; masked blocks are cut to their visible part in such strips."""
         return math.lcm(self.score_rows, self.value_rows)
 
 
@@ -55,7 +55,7 @@ def available(features: Mapping[str, bool], machine: str | None = None) -> tuple
 
 
 def features_for(isa: Isa, features: Mapping[str, bool]) -> dict[str, bool]:
-    """The processor's features, without those that would let LLVM leave the instruction set."""
+    """The processor's features without those by which LLVM could leave the instruction set."""
     if isa is not AVX2:
         return dict(features)
     wider = ("avx512", "avx10", "amx", "evex")

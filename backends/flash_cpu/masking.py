@@ -1,6 +1,6 @@
-"""The mask inside a kernel: bounds of keys and queries, what follows for a block, and the comparison itself.
+"""The mask inside a kernel: bounds of keys and queries, the kind of a block that follows, and the comparison itself.
 
-See ``visibility.py`` for the numbers. A key block has one record per strip of keys and one for the whole; a group of
+``visibility.py`` defines the numbers. A key block has one record per strip of keys and one for the whole; a group of
 queries keeps six numbers.
 """
 
@@ -25,7 +25,7 @@ QUERY_RECORD = 32
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Live:
-    """What of a key block a group of queries needs: keys ``start`` to ``stop`` of the block, and whether masked."""
+    """The part of a key block that a group of queries needs: keys ``start`` to ``stop``, and whether it is masked."""
 
     start: Value
     stop: Value
@@ -84,7 +84,7 @@ def query_bounds(e: Function, first: Value, last: Value, query_id: Value, count:
 
 
 def live_keys(e: Function, queries: Value, records: Value, keys: int, strip: int) -> Live:
-    """Empty, mixed or all visible; of a mixed block the strips from the first to the last that is not empty."""
+    """Empty, mixed or all visible; a mixed block is cut to the strips from the first to the last visible one."""
 
     def q(offset: int) -> Value:
         return queries.at(offset).load(i32)

@@ -1,4 +1,4 @@
-"""Keys and values as the forward kernel reads them, and what a tile needs to know of its rows.
+"""Pack keys and values for the forward kernel, and read the intervals and ids of a tile's rows.
 
 The shared part of the scratch memory, for every KV head of every sequence (``Sp``: S in whole blocks)::
 
@@ -6,8 +6,8 @@ The shared part of the scratch memory, for every KV head of every sequence (``Sp
     values  float32 [B * K][Sp][Vp]
     then for every row of the layout: positions int32 [C][Sp], ids int32 [C][Sp], records [C][Sp / block][1 + strips]
 
-A key that exists for nobody (padding, behind the length) is packed as zeros, whatever it holds. Without values (a head
-dimension of zero) keys alone are packed.
+A key that no query may see (padding, behind the length) is packed as zeros, whatever it holds. Without values (a head
+dimension of zero) only keys are packed.
 """
 
 from __future__ import annotations

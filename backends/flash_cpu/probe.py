@@ -1,8 +1,8 @@
-"""Whether the kernels work here: the processor, XLA's FFI, and a self-test in a process of its own.
+"""Check whether the kernels work here: the processor, XLA's FFI, and a self-test in a process of its own.
 
 The self-test compiles and runs one small problem, forward and backward, through XLA, and compares with NumPy. A kernel
-that the processor or the system does not take may end its process, so the first use on a machine runs it in another
-one. Its outcome is kept on disk under the key of the kernels.
+that the processor or the system rejects may end its process. Therefore the first use on a machine runs the self-test in
+another process. Its result is kept on disk under the key of the kernels.
 """
 
 from __future__ import annotations

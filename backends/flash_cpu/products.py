@@ -1,7 +1,6 @@
 """The two matrix products of attention as register tiles.
 
-Scores are kept transposed: one lane per query, so that neither the maximum nor the sum of a softmax row is ever taken
-across lanes.
+Scores are kept transposed, one lane per query. So neither the maximum nor the sum of a softmax row crosses lanes.
 
 score tile      ``S[k, q] = sum_d K[k, d] Q[d, q]``     keys x vectors of queries, over the head dimension
 value tile      ``O[r, d] += sum_k P[k, r] V[k, d]``    rows x vectors of the head dimension, over the keys
@@ -20,7 +19,7 @@ from llvmlite import ir
 from .emit import Function, Value, f32, i64, ptr, vector
 from .isa import Isa
 
-# Terms of a score that are summed one after the other. 64 in a row lose more than XLA's product does.
+# Terms of a score that are summed one after the other. With 64, rounding is worse than in XLA's product.
 TERMS = 32
 
 
@@ -56,7 +55,7 @@ def product(module: ir.Module, isa: Isa, name: str, tile: Tile) -> ir.Function:
                     sums[r][j].set(e.fma(factor, row[j], sums[r][j]()))
         for r in range(tile.rows):
             for j in range(tile.vectors):
-                # What was there is added at the end: a sum over thousands of terms is then a sum of short sums.
+                # The old value is added at the end: a sum over thousands of terms is then a sum of short sums.
                 total = sums[r][j]()
                 place(r, j).store(place(r, j).load(type_) + total if tile.accumulate else total)
         e.ret()

@@ -5,9 +5,9 @@ With ``m`` and ``l`` of the forward pass and ``delta[q] = sum_d O[q, d] dO[q, d]
 
     P[k] = 2**(s[k] - m) / l;   dS[k] = P[k] (dP[k] - delta + dLSE);   under a soft cap times 1 - tanh**2
 
-The log-sum-exp stays in two parts, ``m`` and ``l``: their sum would round at the size of the logits. Where a key has
-the whole row, ``dP`` and ``delta`` are equal but for their rounding, and ``dS`` is set to zero; with logits so large
-that their own rounding hides which key that is, it is not.
+The log-sum-exp is kept as two numbers, ``m`` and ``l``. Their float32 sum would lose the low bits of ``log l`` when the
+logits are large. If a key has the whole row, ``dP`` and ``delta`` are equal but for rounding, and ``dS`` is set to
+zero; but not for logits so large that their rounding hides which key has the whole row.
 """
 
 from __future__ import annotations

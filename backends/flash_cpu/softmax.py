@@ -4,9 +4,9 @@ For every query of a group, with ``m`` the maximum so far in powers of two and `
 
     m' = max(m, max_k s[k]);   l = l 2**(m - m') + sum_k 2**(s[k] - m');   P[k] = 2**(s[k] - m')
 
-``m`` is raised only where the new maximum is more than 2**8 times larger (lazy rescaling, FlashAttention-4): the output
-is then rarely multiplied again, and ``l`` and the output stay consistent with whatever ``m`` is. Scores are turned into
-powers of two by one multiplication, ``s = raw * scale``, fused into the subtraction of the maximum.
+``m`` is raised only if the new maximum is more than 2**8 times larger (lazy rescaling, FlashAttention-4). The output is
+then rarely multiplied again; ``l`` and the output are always relative to the present ``m``. One multiplication turns
+scores into powers of two, ``s = raw * scale``; it is fused into the subtraction of the maximum.
 """
 
 from __future__ import annotations

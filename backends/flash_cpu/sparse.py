@@ -1,4 +1,4 @@
-"""Attention to listed units of keys, and how much attention every unit gets: what a method that selects keys needs.
+"""Kernels for methods that select keys: attention to listed units of keys, and the attention mass of every unit.
 
 Queries of one KV head are cut into tiles of ``Q`` tokens, keys into units; a unit is one block of packed keys
 (``packing.py``). The kernels are the forward kernel with another loop around it::
@@ -6,8 +6,8 @@ Queries of one KV head are cut into tiles of ``Q`` tokens, keys into units; a un
     listed    O = softmax over the keys of the units that are listed for the tile
     mass      mass[u] = sum over the rows of the tile and the keys of unit u of the softmax over all keys
 
-The mass takes one pass: a row keeps the sum of every unit as it was under the maximum of its time; at the end the sums
-are put in proportion, ``sums[u] * 2**(tops[u] - top) / total``.
+The mass takes one pass: a row keeps the sum of every unit relative to the maximum at that time. At the end the sums are
+rescaled, ``sums[u] * 2**(tops[u] - top) / total``.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from .softmax import HIDDEN, Places, softmax
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SparseKernel:
-    """What is compiled: the forward kernel's choices, and the keys of a unit. The mass has no values (dimension 0)."""
+    """The choices that a kernel is compiled for, and the keys of a unit. The mass has no values (dimension 0)."""
 
     kernel: Kernel
     unit: int
 
     def blocks(self, isa: Isa) -> Blocks:
-        """Where packed units lie; a strip is one score tile, so that a unit of 16 keys is not mostly padding."""
+        """The layout of packed units; a strip is one score tile, so that a unit of 16 keys is not mostly padding."""
         return Blocks(isa, self.unit, isa.score_rows, self.kernel.head_dim, self.kernel.value_head_dim)
 
 
@@ -104,7 +104,7 @@ def _tile_rows(dims: Dims) -> Any:
 
 
 def _parts(dims: Dims, isa: Isa) -> Any:
-    """What a thread takes at a time are :func:`forward.block_rows` rows: so many parts of a query tile."""
+    """Parts of a query tile: a thread takes :func:`forward.block_rows` rows at a time."""
     return (_tile_rows(dims) + (block_rows(isa) - 1)) // block_rows(isa)
 
 

@@ -1,7 +1,7 @@
-"""Kernels as FFI targets of this process: compiled or read from the cache, loaded and registered once each.
+"""Kernels as FFI targets of this process: compiled or read from the cache, then loaded and registered once each.
 
-What is compiled depends on its arguments alone, so these are caches of pure functions; XLA keeps what was registered
-for the life of the process anyway.
+A kernel depends on its arguments alone, so these functions cache pure results. XLA keeps registered kernels for the
+life of the process in any case.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _LOCK = threading.Lock()  # two threads that ask for one kernel must not registe
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Registered:
-    """A registered kernel. Holds the code."""
+    """A registered kernel, which keeps its code loaded."""
 
     name: str
     code: Loaded
@@ -69,7 +69,7 @@ def build(kind: str, kernel: Any, module: Any, isa: Isa) -> None:
 
 
 def cache_key(kind: str, kernel: Any, isa: Isa, processor: Processor) -> str:
-    """All that the object code depends on."""
+    """A digest of everything that the object code depends on."""
     versions = (metadata.version("llvmlite"), metadata.version("jaxlib"), generator_digest())
     return cache.digest(
         kind, repr(kernel), isa.name, processor.triple, processor.cpu, processor.feature_text(isa), *versions
@@ -78,7 +78,7 @@ def cache_key(kind: str, kernel: Any, isa: Isa, processor: Processor) -> str:
 
 @functools.cache
 def generator_digest() -> str:
-    """Of the sources of this folder: the version of the generator."""
+    """The digest of this folder's sources: the version of the generator."""
     sources = sorted(Path(__file__).parent.glob("*.py"))
     return hashlib.sha256(b"\0".join(path.read_bytes() for path in sources)).hexdigest()
 

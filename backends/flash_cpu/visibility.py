@@ -1,12 +1,12 @@
-"""Which query sees which key, as numbers that a kernel compares one query per lane.
+"""The mask as numbers that a kernel compares, one query per lane.
 
-Causality, windows and chunks are about positions, and each leaves a query one interval of them. Segments, padding and
-lengths are about identity. So every mask of the contract is::
+Causality, windows and chunks restrict positions: each leaves a query one interval. Segments, padding and lengths
+restrict identity: each key and query gets an id. So every mask of the contract is::
 
     first[q] <= position[k] <= last[q]   and   key_id[k] == query_id[q]
 
-with ids that match nothing where a key or a query is padding. From the bounds of these numbers over a strip of keys
-and a group of queries follows, as in ``backends/blocks.py``, whether the pair is empty, mixed or all visible.
+Padding of keys and queries has ids that match nothing. As in ``backends/blocks.py``, the bounds of these numbers over a
+strip of keys and a group of queries decide whether the pair is empty, mixed or all visible.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LEAST, _MOST = -(2**31), 2**31 - 1
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True)
 class Visibility:
-    """int32 arrays; ``rows`` is the batch, or 1 where all sequences share one layout. NumPy where nothing is traced."""
+    """int32 arrays, of NumPy if nothing is traced; ``rows`` is the batch, or 1 if all sequences share one layout."""
 
     first: Int[EitherArray, "rows q_len"]
     last: Int[EitherArray, "rows q_len"]

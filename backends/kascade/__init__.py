@@ -1,4 +1,4 @@
-"""Kascade: calibrated cross-layer sparse attention (arXiv 2512.16391). Everything public is named here."""
+"""Kascade: calibrated cross-layer sparse attention (arXiv 2512.16391). This module names everything public."""
 
 from .backend import KASCADE as KASCADE
 from .backend import Kascade as Kascade

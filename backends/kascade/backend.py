@@ -1,6 +1,6 @@
 """The ``kascade`` backend: calibrated cross-layer sparse attention (arXiv 2512.16391) behind the common interface.
 
-A plan holds the schedule and the tiling; the carry is the :class:`~attnsuite.backends.kascade.selection.Selection` of
+A plan holds the schedule and the tiling. The carry is the :class:`~attnsuite.backends.kascade.selection.Selection` of
 the latest anchor. Training-free and forward only. Approximate: ``exact`` is False, and ``auto`` never takes it.
 """
 
@@ -44,7 +44,7 @@ class _Heads:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Kascade:
-    """The ``kascade`` backend; with ``heads`` over several devices (:meth:`dealt`)."""
+    """The ``kascade`` backend; :meth:`dealt` divides its heads among several devices."""
 
     name: str = "kascade"
     exact: bool = False
@@ -72,7 +72,7 @@ class Kascade:
     def refuses(
         self, spec: AttentionSpec, target: Target, mode: Mode, options: Mapping[str, Any] | None
     ) -> tuple[str, ...]:
-        """Positions that are not those of new tokens behind a cache, and what the kernel that computes cannot do."""
+        """Positions other than those of new tokens behind a cache, and problems that the kernel cannot compute."""
         try:
             settings = Settings.of(options, _kernel(target, mode))
         except ValueError:  # what no plan has is no reason of support: plan raises it
@@ -81,16 +81,16 @@ class Kascade:
         return *_position_reasons(spec), *dealt, *_kernel_reasons(spec, settings, target, mode)
 
     def dealt(self, mesh: Mesh, axes: MeshAxes) -> Kascade | None:
-        """The backend with its KV heads dealt: each device selects for its own, and selections alone cross over.
+        """The backend with its KV heads divided: each device selects for its own; only selections are exchanged.
 
-        None for other axes: a sequence needs no other, so a device's share of the batch is a problem of its own.
+        None for other axes: sequences are independent, so a device's share of the batch is a problem of its own.
         """
         if axes.heads is None or len(axes.named()) > 1:
             return None
         return dataclasses.replace(self, heads=_Heads(mesh, axes.heads))
 
     def roles(self, spec: AttentionSpec) -> Mapping[str, tuple[Mapping[str, Any], int]]:
-        """One layer that selects and one that reuses its selection; dense layers are the other backends'."""
+        """One layer that selects and one that reuses its selection. Other backends compute dense layers."""
         schedule = manual((0, 1), num_layers=3, kv_heads=spec.num_kv_heads)
         return {"anchor": ({}, 0), "reuse": ({"schedule": schedule}, 2)}
 
@@ -105,9 +105,10 @@ class Kascade:
     ) -> Plan:
         """Cut the problem into tiles and check the schedule once. Options: see ``backends.kascade.OPTIONS``.
 
-        ``plan.run(..., layer=i, carry=carry)`` does what the schedule says of layer ``i``; without a schedule every
-        layer is an anchor. Raises ValueError for options that are not accepted, for key positions, for a schedule of
-        other KV heads, and, when a layer runs, where the schedule does not know it or a reuse layer gets no selection.
+        ``plan.run(..., layer=i, carry=carry)`` computes layer ``i`` in its role of the schedule; without a schedule
+        every layer is an anchor. Raises ValueError for options that are not accepted, for key positions, and for a
+        schedule of other KV heads. Running a layer raises ValueError if the schedule has no such layer, or if a reuse
+        layer gets no selection.
         """
         settings = Settings.of(options, _kernel(target, mode))
         if self.heads is not None and (reasons := tuple(_dealing_reasons(settings))):
@@ -147,7 +148,7 @@ class Kascade:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Computation:
-    """The three things that a layer does, by whatever kernels."""
+    """The three functions of a layer (select, dense, attend), with the kernels that were chosen."""
 
     select: Callable[[Array, Array], Selection]
     dense: Callable[[Array, Array, Array], tuple[Array, Selection]]
@@ -187,7 +188,7 @@ def _no_dense_layer(*_: Array) -> Any:
 
 
 def _dense(compute: _Computation, planned: Plan) -> Callable[[Array, Array, Array], tuple[Array, Selection]]:
-    """What a dense layer does where Pallas selects: another backend's plan attends."""
+    """A dense layer where Pallas kernels select: another backend's plan computes the attention."""
 
     def dense(query: Array, key: Array, value: Array) -> tuple[Array, Selection]:
         return planned.run(query, key, value)[0], compute.select(query, key)
@@ -198,7 +199,7 @@ def _dense(compute: _Computation, planned: Plan) -> Callable[[Array, Array, Arra
 def _in_xla(
     spec: AttentionSpec, settings: Settings, tiling: Tiling, places: Places, heads: _Heads | None
 ) -> _Computation:
-    """XLA's code, each device with its share of the KV heads; indices alone cross from one to another."""
+    """XLA's code, each device with its share of the KV heads; only indices are exchanged."""
     ablation = settings.ablation
     choose_units = steps.select if spec.query_length == 1 else xla.select
     share = spec
@@ -233,7 +234,7 @@ def _in_xla(
 
 
 def _roles(settings: Settings, spec: AttentionSpec) -> tuple[LayerRole, ...] | None:
-    """What each layer does; None: all are anchors. Raises ValueError for the head maps of another model."""
+    """The role of each layer; None: all are anchors. Raises ValueError for the head maps of another model."""
     if settings.schedule is None:
         return None
     for layer, role in enumerate(settings.schedule.layers):
@@ -269,7 +270,7 @@ def _carried(carry: Carry, tiling: Tiling, spec: AttentionSpec, layer: int) -> S
 
 
 def _kernel(target: Target, mode: Mode) -> Kernel:
-    """The kernels that compute where the options do not say."""
+    """The default kernels of a target and mode."""
     return "pallas" if mode == "interpret" or target.platform in ("tpu", "cuda") else "xla"
 
 

@@ -1,8 +1,9 @@
-"""Block sizes of Kascade's Pallas kernels, and whether a device can hold them: said before anything is traced.
+"""Block sizes of Kascade's Pallas kernels, and whether a device can hold them, checked before anything is traced.
 
-What is selected (``query_tile``, ``tile_size``) is the algorithm's; how a kernel works through it is here. A query tile
-is taken ``block_q`` queries at a time, with all heads of their group; a selected tile is loaded ``block_kv_sparse``
-keys at a time and computed with ``block_kv_compute`` at a time. All are at most: no block is larger than its tile.
+The algorithm's sizes are ``query_tile`` and ``tile_size``; this module decides how a kernel works through a tile. A
+query tile is taken ``block_q`` queries at a time, with all heads of their group. A selected tile is loaded
+``block_kv_sparse`` keys at a time and computed ``block_kv_compute`` keys at a time. All three are upper bounds: no
+block is larger than its tile.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TileBlocks:
-    """How a kernel cuts one problem: sizes that divide, powers of two but for the tile.
+    """How a kernel cuts one problem. The sizes divide each other; all but the tile are powers of two.
 
-    A query tile is padded to ``tile_q`` queries and taken in blocks of ``block_q``; a tile of ``tile_kv`` keys in
-    blocks of ``block_kv``, each in steps of ``step_kv``.
+    A query tile is padded to ``tile_q`` queries and taken in blocks of ``block_q``. A tile of ``tile_kv`` keys is taken
+    in blocks of ``block_kv``, each in steps of ``step_kv``.
     """
 
     tile_q: int
@@ -58,7 +59,7 @@ class TileBlocks:
 
 
 def tpu_blocks(spec: AttentionSpec, tiling: Tiling, settings: Settings) -> TileBlocks:
-    """What the options ask for; where they do not, block_q is halved until every generation can hold the kernel."""
+    """The blocks that the options give. By default block_q is halved until every generation can hold the kernel."""
     blocks = TileBlocks.of(tiling, settings.block_sizes())
     if settings.block_q is None:
         while vmem_bytes(blocks, spec) > min(_VMEM.values()) and blocks.block_q > LEAST:
@@ -67,9 +68,9 @@ def tpu_blocks(spec: AttentionSpec, tiling: Tiling, settings: Settings) -> TileB
 
 
 def gpu_blocks(spec: AttentionSpec, tiling: Tiling, settings: Settings) -> TileBlocks:
-    """What the options ask for; where they do not, what the smallest shared memory holds.
+    """The blocks that the options give; by default those that the smallest shared memory holds.
 
-    ``block_q`` counts rows of a query tile here, whichever heads of the group they are of.
+    Here ``block_q`` counts rows of a query tile, of all heads of the group together.
     """
     blocks = TileBlocks.of(tiling, settings.block_sizes())
     rows = spec.group_size * blocks.tile_q
@@ -127,7 +128,7 @@ def gpu_reasons(spec: AttentionSpec, tiling: Tiling, settings: Settings, target:
 
 
 def vmem_bytes(blocks: TileBlocks, spec: AttentionSpec) -> int:
-    """About what the kernel for attention holds: its blocks twice (the next is loaded meanwhile), and its state."""
+    """About the memory of the attention kernel: its blocks twice (the next is loaded meanwhile), and its state."""
     rows, element = spec.group_size * blocks.block_q, _BYTES[spec.dtype]
     dim, v_dim = (-(-size // LANES) * LANES for size in (spec.head_dim, spec.value_head_dim or spec.head_dim))
     loaded = 2 * element * (rows + blocks.block_kv) * (dim + v_dim)
@@ -138,6 +139,6 @@ def vmem_bytes(blocks: TileBlocks, spec: AttentionSpec) -> int:
 
 
 def shared_bytes(blocks: TileBlocks, spec: AttentionSpec) -> int:
-    """About what one program on a GPU keeps in shared memory: its queries, and the keys and values of one step."""
+    """About the shared memory of one program on a GPU: its queries, and the keys and values of one step."""
     v_dim = spec.value_head_dim or spec.head_dim
     return _BYTES[spec.dtype] * (blocks.block_q * spec.head_dim + blocks.step_kv * (spec.head_dim + v_dim))

@@ -1,7 +1,7 @@
-"""What was measured of one model, from which a schedule is made: similarity of layers, importance, mass kept.
+"""Statistics of one model, from which a schedule is made: similarity of layers, importance, mass kept.
 
-``models.calibration.calibrate`` fills it in; here it is held, saved (safetensors and JSON side by side) and loaded.
-The fingerprint ties it to the model and the settings that it was measured with.
+``models.calibration.calibrate`` computes them; this module holds, saves (safetensors and JSON side by side) and loads
+them. The fingerprint ties a calibration to its model and settings.
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ _ARRAYS = ("importance", "mass_similarity", "jaccard_similarity", "mass")
 class Calibration:
     """Statistics of one model over some text, float32.
 
-    ``importance [layers]``: 1 - cos(x, x + attention output), mean over tokens. ``mass_similarity [anchor, layer,
-    anchor KV head, layer KV head]``: how much of the attention that the layer's head keeps with its own selection it
-    keeps with the anchor's (both with the own region), least over query tiles, mean over prompts; zero where the anchor
-    is not before the layer. ``jaccard_similarity``, same shape: overlap of the two selected sets over their union, mean
-    over the tiles that had a choice, then over prompts. ``mass [layers, KV heads, query tiles]``: share of the pooled
-    attention mass that the layer's own selection and own region hold, mean over the prompts that reach so far.
-    ``settings``: what was selected how (tiles, top_k, ...). ``text``: where the prompts were from. ``fingerprint``: of
-    the model; see ``models.calibration``.
+    - ``importance [layers]``: 1 - cos(x, x + attention output), mean over tokens.
+    - ``mass_similarity [anchor, layer, anchor KV head, layer KV head]``: the attention that the layer's head keeps with
+      the anchor's selection, relative to that with its own (both with the own region); least over query tiles, mean
+      over prompts; zero where the anchor is not before the layer.
+    - ``jaccard_similarity``, same shape: overlap of the two selected sets over their union, mean over the tiles that
+      had a choice, then over prompts.
+    - ``mass [layers, KV heads, query tiles]``: share of the pooled attention mass in the layer's own selection and own
+      region, mean over the prompts that are long enough.
+    - ``settings``: how keys were selected (tiles, top_k, ...). ``text``: the source of the prompts.
+    - ``fingerprint``: of the model; see ``models.calibration``.
     """
 
     importance: Float[np.ndarray, " layers"]
@@ -57,7 +59,7 @@ class Calibration:
     def save(self, path: str | Path) -> Path:
         """Write ``path`` (``.safetensors``) and, beside it, the same name with ``.json``; returns the former.
 
-        Each file is there whole or not at all. Raises OSError.
+        Each file is written whole or not at all. Raises OSError.
         """
         path = Path(path).with_suffix(".safetensors")
         about = {"format": _FORMAT, "fingerprint": self.fingerprint, "settings": self.settings, "text": self.text}
@@ -73,9 +75,9 @@ class Calibration:
 
 
 def load_calibration(path: str | Path) -> Calibration:
-    """Read what :meth:`Calibration.save` wrote. Raises ValueError, with a sentence, for anything else.
+    """Read the files of :meth:`Calibration.save`. Raises ValueError, with a sentence, for anything else.
 
-    Whether it belongs to a model is for ``models.calibration.load`` to say, which takes the model too.
+    This function does not know the model; ``models.calibration.load`` also checks that the calibration belongs to it.
     """
     path = Path(path).with_suffix(".safetensors")
     try:

@@ -1,6 +1,6 @@
-"""What Kascade computes, counted honestly: pairs and FLOPs of a whole model against *causal* dense attention.
+"""The cost of Kascade by formula: pairs and FLOPs of a whole model relative to *causal* dense attention.
 
-A layer is never "skipped": a reuse layer costs what it attends to, an anchor its selection besides, a dense layer all.
+Every layer counts: a reuse layer costs what it attends to, an anchor also its selection, a dense layer everything.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WORTHWHILE = 0.75
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KeptFraction:
-    """Shares of what causal dense attention computes over all layers (1.0: as much; anchors may bring it above).
+    """Shares of the cost of causal dense attention over all layers (1.0: the same; anchors may bring it above).
 
     ``pairs``: query-key pairs attended to, on average over the layers. ``flops``: of both products, selection included.
     ``reuse``: pairs of one reuse layer. ``anchor`` and ``dense``: FLOPs of one such layer.
@@ -82,10 +82,10 @@ def kept_fraction(
 
 
 def not_profitable(spec: AttentionSpec, settings: Settings) -> str | None:
-    """Why ``when="profitable"`` runs this dense, as the beginning of a sentence; None where it runs sparse.
+    """Why ``when="profitable"`` runs this dense, as the beginning of a sentence; None if it runs sparse.
 
-    Decided from the shapes alone, by the share of FLOPs that is kept: of the whole schedule, or of an anchor without
-    one. Fewer FLOPs are not yet less time: :data:`WORTHWHILE` is what they have to stay under.
+    The shapes alone decide, by the share of FLOPs that is kept: of the whole schedule, or of an anchor if there is
+    none. Fewer FLOPs do not mean less time; sparse attention pays only below :data:`WORTHWHILE`.
     """
     layers = 1 if settings.schedule is None else len(settings.schedule.layers)
     kept = kept_fraction(spec, settings, layers).flops

@@ -1,8 +1,9 @@
 """Kascade by native kernels for CPUs: those of ``backends/flash_cpu``, behind the functions of ``kernels.py``.
 
-Prefill is ``sparse.py`` there: query tiles against listed units, and the mass of all units in one pass. A decode step
-is its decode kernel, with each KV head as a sequence of its own that sees the listed keys alone; a key that is not
-listed is not read. The mass of a decode step is XLA's (``steps.py``): it reads the keys once, and that is all it costs.
+Prefill uses that folder's ``sparse.py``: query tiles against listed units, and the mass of all units in one pass. A
+decode step uses its decode kernel: each KV head is a sequence of its own that sees only the listed keys, and a key that
+is not listed is not read. XLA computes the mass of a decode step (``steps.py``); its time is that of reading the keys
+once.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _LEAST = -(2**31)
 
 
 def refuses(spec: AttentionSpec, settings: Settings, target: Target) -> tuple[str, ...]:
-    """Other platforms, single keys, and CPUs where the kernels do not work."""
+    """Refuses other platforms, single keys, and CPUs where the kernels do not work."""
     if target.platform != "cpu":
         return (f"kernel='flash_cpu' runs on CPUs, the target is {target}; leave kernel out.",)
     reasons = []
@@ -48,7 +49,7 @@ def refuses(spec: AttentionSpec, settings: Settings, target: Target) -> tuple[st
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Geometry:
-    """What is known before there is data: the shapes, the tiles, and the calls of the kernels for this processor."""
+    """The static part of a problem: the shapes, the tiles, and the kernel calls for this processor."""
 
     spec: AttentionSpec
     tiling: Tiling
@@ -61,14 +62,14 @@ class Geometry:
         return SparseKernel(kernel, self.tiling.unit)
 
     def dims(self, places: Places) -> dict[str, int]:
-        """The sizes of the arrays, by the names that the kernels know them by."""
+        """The sizes of the arrays, by the names that the kernels use."""
         spec, tiling = self.spec, self.tiling
         sizes = {"B": spec.batch, "T": spec.query_length, "S": spec.key_value_length, "C": places.batch}
         return {**sizes, "N": spec.num_heads, "K": spec.num_kv_heads, "I": tiling.query_tiles, "Q": tiling.query_tile}
 
 
 def geometry(spec: AttentionSpec, tiling: Tiling, settings: Settings) -> Geometry:
-    """Nothing is chosen by a setting: a tile is a block."""
+    """The geometry of a problem. No setting changes it: a tile is a block."""
     return Geometry(spec, tiling, _calls(spec))
 
 
@@ -118,7 +119,7 @@ def attend(
 def _decode(
     spec: AttentionSpec, tiling: Tiling, places: Places, query: Array, key: Array, value: Array, listed: Array
 ) -> Array:
-    """A few tokens: every KV head of every sequence is a sequence with one KV head, which sees what it lists."""
+    """Attention of a few tokens: each KV head of each sequence becomes a sequence of its listed keys."""
     b, t, k, g, s = spec.batch, spec.query_length, spec.num_kv_heads, spec.group_size, spec.key_value_length
     alone = dataclasses.replace(spec, batch=b * k, num_heads=g, num_kv_heads=1)
     seen = jax.tree.map(lambda x: jnp.repeat(jnp.broadcast_to(x, (b, x.shape[1])), k, axis=0), _seen(spec, places))
@@ -162,5 +163,5 @@ def _isa() -> Isa:
 
 
 def _of_length(length: int) -> Any:
-    """An array by whose length a kernel is told a number."""
+    """An array whose length passes a number to a kernel."""
     return np.zeros((1, length), np.float32)

@@ -1,8 +1,8 @@
-"""What a module of kernels has to bring to compute Kascade: the seam between the algorithm and who executes it.
+"""The interface between Kascade's algorithm and the kernels that compute it.
 
-``xla`` runs on every platform; ``pallas_tpu`` and ``pallas_triton`` are Pallas forms with the same functions, and
-``flash_cpu`` is native code for CPUs. Which one computes is the option ``kernel``, nothing else: a kernel that cannot
-do a problem refuses it.
+``xla`` runs on every platform. ``pallas_tpu`` and ``pallas_triton`` are Pallas kernels with the same functions;
+``flash_cpu`` is native code for CPUs. Only the option ``kernel`` chooses among them. A kernel refuses problems that it
+cannot compute.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from .settings import Kernel, Settings, Tiling
 
 @runtime_checkable
 class Kernels(Protocol):
-    """Functions of a kernel module (the module itself is the object). Prefill and decoding (``query_length`` 1) alike.
+    """Functions of a kernel module (the module itself is the object), for prefill and decoding (``query_length`` 1).
 
     Arrays lie as in the contract: ``query [B, T, N, H]``, ``key [B, S, K, H]``, ``value [B, S, K, Hv]``, of
-    ``spec.dtype``, not padded and not scaled (``spec.softmax_scale``, then ``spec.logits_soft_cap``). ``places`` says
-    who stands where: query positions padded to whole query tiles, key lengths, segment ids or None; NumPy where static.
+    ``spec.dtype``, neither padded nor scaled (``spec.softmax_scale``, then ``spec.logits_soft_cap``). ``places`` holds
+    query positions padded to whole query tiles, key lengths, and segment ids or None; NumPy arrays if static.
     """
 
     def refuses(self, spec: AttentionSpec, settings: Settings, target: Target) -> tuple[str, ...]:
@@ -31,7 +31,7 @@ class Kernels(Protocol):
         ...
 
     def geometry(self, spec: AttentionSpec, tiling: Tiling, settings: Settings) -> Any:
-        """What the module's own two functions below need to know of a problem beside its data; made once per plan."""
+        """The static data of a problem that the module's two other functions need; made once per plan."""
         ...
 
     def pooled_mass(
@@ -45,8 +45,8 @@ class Kernels(Protocol):
     ) -> Float[Array, "batch kv_heads query_tiles units"]:
         """As ``reference.pooled_mass``: post-softmax, summed over rows of a tile and a group.
 
-        float32. Never writes anything of the size of queries x keys. Of rows beyond ``query_length`` nothing may be
-        in it, and a row that sees no key adds 0.
+        float32. Never writes an array of the size of queries x keys. Rows beyond ``query_length`` must not contribute;
+        a row that sees no key adds 0.
         """
         ...
 
@@ -63,11 +63,11 @@ class Kernels(Protocol):
     ) -> Float[Array, "batch q_len heads v_dim"]:
         """Attention of query tile i of KV head k to the units ``listed[b, k, i]``, in the dtype of the query.
 
-        ``listed`` int32 is what :func:`attnsuite.backends.kascade.selection.with_own` gives: ascending, distinct, -1 to
-        the end, own region included; unit u holds the key slots ``u * tiling.unit`` to ``(u + 1) * tiling.unit - 1``,
-        of which those from ``places.lengths`` on do not exist. The mask inside a unit is
-        :func:`attnsuite.backends.kascade.selection.may_see`: needed for units that reach beyond the tile's first query
-        position, beyond the length, or where there are segment ids. A row that sees nothing is exactly zero.
+        ``listed`` int32 is the result of :func:`attnsuite.backends.kascade.selection.with_own`: ascending, distinct, -1
+        to the end, own region included. Unit u holds the key slots ``u * tiling.unit`` to ``(u + 1) * tiling.unit -
+        1``; slots from ``places.lengths`` on do not exist. :func:`attnsuite.backends.kascade.selection.may_see` is the
+        mask inside a unit. It is needed for units that reach beyond the tile's first query position or beyond the
+        length, and if there are segment ids. A row that sees nothing is exactly zero.
         """
         ...
 
@@ -75,8 +75,8 @@ class Kernels(Protocol):
 def of(kernel: Kernel | None, target: Target) -> Kernels:
     """The kernels of that name (other than ``xla``) for ``target``.
 
-    Pallas has Triton's form for NVIDIA, else the TPU's, which an interpreter runs anywhere. Raises ImportError where
-    they are not installed.
+    Pallas has a Triton form for NVIDIA GPUs and a TPU form for all else, which an interpreter runs anywhere. Raises
+    ImportError if they are not installed.
     """
     if kernel == "flash_cpu":
         from . import flash_cpu  # noqa: PLC0415 (llvmlite may be missing)

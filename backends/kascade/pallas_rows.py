@@ -1,7 +1,7 @@
-"""What Kascade's Pallas kernels share: queries as rows, where a row stands, and what it sees of some keys.
+"""Code that Kascade's Pallas kernels share: queries as rows, the position of a row, and the keys that it sees.
 
 Row ``g * block_q + t`` of a block is query ``t`` of the block in head ``g`` of the group, so that one load of keys
-serves the whole group. The blocks of all query tiles of all KV heads of all sequences follow each other in one list.
+serves the whole group. One list holds the blocks of all query tiles of all KV heads of all sequences.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from .block_sizes import TileBlocks
 from .selection import Places
 from .settings import Tiling
 
-# What a hidden score becomes: below every other, and finite, so that no difference of two is NaN.
+# The value of a hidden score: below every other, and finite, so that no difference of two is NaN.
 HIDDEN = float(jnp.finfo(jnp.float32).min)
 _UNSEEING_QUERY, _UNSEEN_KEY = -1, -2  # ids that match nothing
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Geometry:
-    """What is known before there is data, as the kernels need it: the shapes, the tiles, and the blocks in them."""
+    """The static part of a problem, as the kernels need it: the shapes, the tiles, and their blocks."""
 
     spec: AttentionSpec
     tiling: Tiling
@@ -59,7 +59,7 @@ class Geometry:
         return query.transpose(0, 4, 1, 2, 5, 3, 6).reshape(-1, group * block_q, h)
 
     def queries(self, rows: Float[Array, "blocks rows v"], block_q: int) -> Float[Array, "b t n v"]:
-        """What :meth:`rows` did, undone."""
+        """The inverse of :meth:`rows`."""
         spec, tiling = self.spec, self.tiling
         out = rows.reshape(
             spec.batch, spec.num_kv_heads, tiling.query_tiles, -1, spec.group_size, block_q, rows.shape[-1]
@@ -156,7 +156,7 @@ def block_visible(
 
 
 def where_needed(there: Any, for_all: Any, has_ids: bool, work: Callable[..., None]) -> None:
-    """``work(masked)``, once, ``there``: without a mask where every row sees every key (never so with segments)."""
+    """Run ``work(masked)`` once if ``there``; unmasked if every row sees every key (never with segments)."""
     if has_ids:
         pl.when(there)(functools.partial(work, masked=True))
         return

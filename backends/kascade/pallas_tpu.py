@@ -1,9 +1,9 @@
 """Attention to listed tiles of keys, forward, as a Pallas kernel for TPUs: prefill and decode.
 
-FlashAttention-2's recurrence (arXiv 2307.08691) over the tiles that a query tile visits (the reuse layers of arXiv
-2512.16391, with tiles for tokens). The list is prefetched into scalar memory and names the block of keys and values
-that each grid step loads, so that nothing is gathered in the device's memory. A decode step is a query tile that is
-mostly padding. Through Pallas' interpreter anywhere. The functions are those of ``kernels.py``.
+The kernel is FlashAttention-2's recurrence (arXiv 2307.08691) over the tiles that a query tile visits (the reuse layers
+of arXiv 2512.16391, with tiles for tokens). The list is prefetched into scalar memory. It names the block of keys and
+values that each grid step loads, so that nothing is gathered in the device's memory. In a decode step most of a query
+tile is padding. Pallas' interpreter runs the kernel anywhere. The functions are those of ``kernels.py``.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from .pallas_tpu_mass import pooled_mass as pooled_mass
 from .selection import Places
 from .settings import Settings, Tiling
 
-# Of the 1 MiB of scalar memory that every generation has, what the list of one call may take. A longer one is cut.
+# The part of the scalar memory (1 MiB in every generation) for the list of one call. A longer list takes several calls.
 LIST_BYTES = 512 * 1024
 
 
 def refuses(spec: AttentionSpec, settings: Settings, target: Target) -> tuple[str, ...]:
-    """Single keys; on a TPU also float16 and what does not fit it."""
+    """Refuses single keys; on a TPU also float16 and blocks that do not fit it."""
     reasons = [*token_reasons(settings)]
     if target.platform == "tpu":
         if spec.dtype == "float16":
@@ -46,7 +46,7 @@ def refuses(spec: AttentionSpec, settings: Settings, target: Target) -> tuple[st
 
 
 def token_reasons(settings: Settings) -> tuple[str, ...]:
-    """Why these settings are for no Pallas kernel."""
+    """Why no Pallas kernel takes these settings."""
     if settings.granularity == "tile":
         return ()
     reason = (
@@ -156,7 +156,7 @@ def _call(
 def visits(
     listed: Int[Array, "batch kv_heads query_tiles slots"],
 ) -> tuple[Int[Array, "tiles slots"], Int[Array, " tiles"]]:
-    """The list of every query tile with its unused slots (-1, at the end) repeating the last tile, and its length."""
+    """The list of every query tile, with unused slots (-1, at the end) repeating the last tile; and its length."""
     listed = listed.reshape(-1, listed.shape[-1])
     last = jnp.maximum(listed.max(-1, keepdims=True), 0)
     return jnp.where(listed < 0, last, listed), (listed >= 0).sum(-1, dtype=jnp.int32)

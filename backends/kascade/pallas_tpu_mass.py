@@ -1,8 +1,8 @@
-"""How much attention each tile of keys gets from each query tile: a Pallas kernel for TPUs, in two passes.
+"""The attention that each tile of keys gets from each query tile: a Pallas kernel for TPUs, in two passes.
 
-What Kascade's anchor layers choose by (arXiv 2512.16391): probabilities after the softmax, summed over the queries of
-a tile and the heads of a group. The first pass finds each row's log-sum-exp, the second sums probabilities per tile;
-the log-sums never leave the core, and no score is ever written. Keys that lie in the future are not loaded.
+Kascade's anchor layers choose by this mass (arXiv 2512.16391): probabilities after the softmax, summed over the queries
+of a tile and the heads of a group. The first pass finds each row's log-sum-exp, the second sums probabilities per tile.
+The log-sums never leave the core, and scores are never written. Keys in the future are not loaded.
 """
 
 from __future__ import annotations

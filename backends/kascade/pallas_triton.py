@@ -1,8 +1,8 @@
 """Kascade's kernels in Pallas' Triton dialect for NVIDIA GPUs: attention to listed tiles, and the pooled mass. Forward.
 
-The computations of ``pallas_tpu.py`` and ``pallas_tpu_mass.py``. Triton has no prefetched scalars, so one program
-takes some rows of a query tile and loops over the list itself, reading each tile from where it lies; a slot without a
-tile costs nothing. Through Pallas' interpreter anywhere; never run on a GPU here.
+The computations are those of ``pallas_tpu.py`` and ``pallas_tpu_mass.py``. Triton has no prefetched scalars, so one
+program takes some rows of a query tile and loops over the list itself, reading each tile in place. A slot without a
+tile costs nothing. Pallas' interpreter runs the kernels anywhere; they have never run on a GPU here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .settings import Settings, Tiling
 
 
 def refuses(spec: AttentionSpec, settings: Settings, target: Target) -> tuple[str, ...]:
-    """Single keys; on a GPU also what does not fit it."""
+    """Refuses single keys; on a GPU also blocks that do not fit it."""
     reasons = token_reasons(settings)
     if target.platform == "cuda" and not reasons:
         reasons = tuple(gpu_reasons(spec, Tiling.of(spec, settings), settings, target))

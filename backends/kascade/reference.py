@@ -1,6 +1,6 @@
-"""Kascade in so many words: quadratic, plain, and what every faster form of it is held to.
+"""The plain reference of Kascade, quadratic: every faster form is tested against it.
 
-The mass is read off whole softmax rows, and attention to a selection is ``standard`` attention under an explicit mask.
+The mass is read from whole softmax rows. Attention to a selection is ``standard`` attention under an explicit mask.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def pooled_mass(
 ) -> Float[Array, "batch kv_heads query_tiles units"]:
     """Attention mass of each unit, float32: summed over the rows of a query tile and the heads of a group.
 
-    A row that sees anything counts 1 in total, one that sees nothing 0; padding rows of the last tile 0.
+    A row that sees a key counts 1 in total; a row that sees nothing, and a padding row of the last tile, counts 0.
     """
     b, t, n, h = query.shape
     s, kv_heads = key.shape[1:3]
@@ -51,7 +51,7 @@ def select(
     key: Float[Array, "batch kv_len kv_heads head_dim"],
     ablation: Ablation | None = None,
 ) -> Selection:
-    """What an anchor layer selects."""
+    """The selection of an anchor layer."""
     mass = pooled_mass(spec, layout, tiling, query, key)
     if ablation == "all_heads":
         mass = jnp.broadcast_to(mass.sum(1, keepdims=True), mass.shape)
@@ -62,7 +62,7 @@ def select(
 def attended(
     spec: AttentionSpec, layout: Layout, tiling: Tiling, selection: Selection
 ) -> Bool[Array, "batch heads q_len kv_len"]:
-    """Whole mask: the pairs that are computed under ``selection``."""
+    """The whole mask of the pairs that are computed under ``selection``."""
     listed = with_own(tiling, Places.of(spec, layout, tiling), selection)
     chosen = (listed[..., None] == jnp.arange(tiling.units, dtype=jnp.int32).reshape(1, 1, 1, 1, -1)).any(-2)
     chosen = jnp.repeat(jnp.repeat(chosen, tiling.query_tile, 2), tiling.unit, 3)

@@ -1,8 +1,8 @@
-"""Which layer selects and which reuses: roles, anchors and head maps, from a calibration or by hand.
+"""The role of each layer (select or reuse), its anchor and its head map: from a calibration or by hand.
 
-``dp`` is the paper's dynamic programming over head-remapped similarity (arXiv 2512.16391, section 3); ``greedy`` walks
-the layers and starts a new anchor where the similarity to the current one falls below a threshold or the anchor is too
-far; ``manual`` takes the anchors as given.
+``dp`` is the paper's dynamic programming over head-remapped similarity (arXiv 2512.16391, section 3). ``greedy`` walks
+the layers and starts a new anchor if the similarity to the current one falls below a threshold or the anchor is too
+far. ``manual`` takes the anchors as given.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ Similarity = Literal["mass", "jaccard"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerRole:
-    """What one layer does.
+    """The role of one layer.
 
-    ``dense``: full attention, and emits its selection. ``anchor``: selects, and attends to what it selected.
-    ``reuse``: attends, in its own keys and values, to what layer ``anchor`` selected; its KV head ``h`` takes the
-    selection of the anchor's KV head ``head_map[h]``. ``anchor`` of the other roles is the layer itself, with the
-    identity as head map. ``similarity`` (0 to 1) is that of the calibration to the anchor, None where it is not known.
+    ``dense``: full attention, and emits its selection. ``anchor``: selects, and attends to its selection. ``reuse``:
+    attends, in its own keys and values, to the selection of layer ``anchor``; its KV head ``h`` takes that of the
+    anchor's KV head ``head_map[h]``. In the other roles ``anchor`` is the layer itself, and the head map the identity.
+    ``similarity`` (0 to 1) is the calibration's similarity to the anchor, None if it is not known.
     """
 
     role: Role
@@ -86,9 +86,9 @@ class Schedule:
 def manual(
     anchors: Sequence[int], *, num_layers: int, kv_heads: int, calibration: Calibration | None = None
 ) -> Schedule:
-    """Layers ``anchors`` select (0 among them: dense), the others reuse the latest. Raises ValueError.
+    """Layers ``anchors`` select (0 among them: dense); each other layer reuses the latest anchor. Raises ValueError.
 
-    Head maps and similarities are those of ``calibration``, or the identity without one.
+    Head maps and similarities are those of ``calibration``; without one the maps are the identity.
     """
     chosen = tuple(sorted(set(anchors)))
     if not chosen or chosen[0] != 0 or chosen[-1] >= num_layers:
@@ -104,10 +104,11 @@ def manual(
 
 
 def dynamic_programming(calibration: Calibration, anchors: int) -> Schedule:
-    """The paper's: ``anchors`` layers (layer 0 among them) for the largest importance-weighted similarity.
+    """The paper's schedule: ``anchors`` layers (0 among them) with the largest importance-weighted similarity.
 
-    Raises ValueError for a number of layers that the model does not have. Maximises the sum over layers b of
-    ``importance[b]`` times the similarity of b to its anchor (:func:`layer_similarity`), an anchor's to itself being 1.
+    Maximises the sum over layers b of ``importance[b]`` times the similarity of b to its anchor
+    (:func:`layer_similarity`), which is 1 for an anchor itself. Raises ValueError for a number of anchors that the
+    model cannot have.
     """
     count = calibration.num_layers
     if not 1 <= anchors <= count:
@@ -137,7 +138,7 @@ def dynamic_programming(calibration: Calibration, anchors: int) -> Schedule:
 def greedy(
     calibration: Calibration, *, threshold: float = 0.65, max_reuse_dist: int = 4, similarity: Similarity = "mass"
 ) -> Schedule:
-    """Reuse while the similarity to the current anchor is at least ``threshold`` and it is at most so many layers back.
+    """Reuse an anchor while the similarity is at least ``threshold`` and the anchor at most ``max_reuse_dist`` back.
 
     Layer 0 is dense. ``similarity="jaccard"`` compares the selected sets, ``"mass"`` the attention that they keep.
     Raises ValueError.
@@ -158,7 +159,7 @@ def greedy(
 
 
 def layer_similarity(by_heads: np.ndarray) -> np.ndarray:
-    """``[anchor, layer]``: mean over the layer's KV heads of the best over the anchor's; 1 on the diagonal.
+    """``[anchor, layer]``: the best over the anchor's KV heads, mean over the layer's; 1 on the diagonal.
 
     ``by_heads [anchor, layer, anchor head, layer head]``.
     """
@@ -189,7 +190,7 @@ def _from_anchors(
             layers.append(LayerRole("reuse", a, identity))
         else:
             between = _by_heads(calibration, similarity)[a, b]
-            # A tie goes to the head of the same number: where attention is flat, all serve alike.
+            # A tie goes to the head of the same number; where attention is flat, all heads are equal.
             head_map = tuple(int(h) for h in (between + 1e-6 * np.eye(kv_heads)).argmax(axis=0))
             layers.append(LayerRole("reuse", a, head_map, float(between.max(axis=0).mean())))
     return Schedule(tuple(layers), method)

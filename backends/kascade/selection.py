@@ -1,8 +1,8 @@
-"""The selection: which keys each query tile attends to, chosen from the attention mass that is pooled over it.
+"""The selection: the keys that each query tile attends to, chosen by pooled attention mass.
 
 Pure functions of arrays. Pooling is post-softmax (arXiv 2512.16391): probabilities, summed over the queries of a tile
-and the query heads of a KV head. Candidates lie strictly before the tile's own region, which is always attended to and
-never selected: nothing is selected twice, and no selection looks ahead of its tile.
+and the query heads of a KV head. Candidates lie strictly before the tile's own region. The own region is always
+attended to and never selected. So nothing is selected twice, and no selection looks ahead of its tile.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ _LARGE = np.int32(2**31 - 1)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True)
 class Selection:
-    """What an anchor layer hands to the layers after it: the carry of the ``kascade`` backend.
+    """The selection of an anchor layer, handed to the layers after it: the carry of the ``kascade`` backend.
 
     ``selected [batch, kv_heads, query_tiles, slots]`` int32: indices of units (key tiles; single keys with
     ``granularity="token"``), ascending and distinct, then -1 to the end. ``count [batch, kv_heads, query_tiles]``
-    int32: how many are not -1. The own region of a query tile is not in it: it follows from the tiling
-    (:func:`with_own` lists it too, for kernels).
+    int32: how many are not -1. The own region of a query tile is not included, because it follows from the tiling
+    (:func:`with_own` adds it for kernels).
     """
 
     selected: Int[Array, "batch kv_heads query_tiles slots"]
     count: Int[Array, "batch kv_heads query_tiles"]
 
     def remapped(self, head_map: tuple[int, ...]) -> Selection:
-        """The selection as another layer reuses it: its KV head ``h`` takes that of KV head ``head_map[h]``."""
+        """The selection for a reusing layer: its KV head ``h`` takes that of KV head ``head_map[h]``."""
         if head_map == tuple(range(self.selected.shape[1])):
             return self
         heads = np.asarray(head_map)
@@ -45,12 +45,12 @@ class Selection:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True)
 class Places:
-    """Where queries and keys stand: what of a layout decides who may see whom. Key positions are slots.
+    """The positions, lengths and ids of queries and keys, which decide visibility. Key positions are slots.
 
-    ``first_own [batch or 1, query_tiles]``: the unit at which each query tile's own region begins (at the latest, the
-    unit that the end of the keys cuts; the number of units where it cuts none). ``query_positions``
-    and ids are padded to whole query tiles (ids with -1). ``lengths`` counts the key slots that exist. ``batch`` is 1
-    where all sequences stand alike.
+    ``first_own [batch or 1, query_tiles]``: the unit at which each query tile's own region begins. It is at most the
+    unit that the end of the keys cuts, or the number of units if the end cuts none. ``query_positions`` and ids are
+    padded to whole query tiles (ids with -1). ``lengths`` counts the key slots that exist. ``batch`` is 1 if all
+    sequences are placed alike.
     """
 
     query_positions: Int[Array, "batch padded_queries"]
@@ -75,14 +75,14 @@ class Places:
         if q_pos is None:
             q_pos = np.arange(tiling.padded_queries, dtype=np.int32)[None]
         else:
-            # Padding rows stand at the last row's place: no kernel has to know them.
+            # Padding rows get the last row's position, so that kernels need no special case.
             q_pos = jnp.pad(jnp.asarray(q_pos, jnp.int32), ((0, 0), (0, pad)), mode="edge")
         if lengths is None:
             lengths = np.full((1,), spec.key_value_length, np.int32)
         q_seg, k_seg = layout.query_segment_ids, layout.key_value_segment_ids
         if q_seg is not None:
             q_seg = jnp.pad(jnp.asarray(q_seg, jnp.int32), ((0, 0), (0, pad)), constant_values=-1)
-        # A unit that the keys' end cuts is never selected, so that whole units can be read.
+        # A unit that the end of the keys cuts is never selected, so that kernels read whole units.
         first = (q_pos[:, :: tiling.query_tile] // tiling.unit).clip(0, spec.key_value_length // tiling.unit)
         batch = max(x.shape[0] for x in (q_pos, lengths, q_seg) if x is not None)
 
@@ -115,7 +115,7 @@ def may_see(
     query_ids: Int[Array, " rows"] | None = None,
     key_ids: Int[Array, " keys"] | None = None,
 ) -> Bool[Array, "rows keys"]:
-    """Which pairs of some rows and some key slots the contract lets attend: causal, inside length and segment."""
+    """The pairs of rows and key slots that the contract lets attend: causal, inside length and segment."""
     ok = (slots[None] <= query_positions[:, None]) & ((slots >= 0) & (slots < length))[None]
     if query_ids is not None and key_ids is not None:
         ok = ok & (query_ids[:, None] == key_ids[None]) & (query_ids >= 0)[:, None]
@@ -140,9 +140,9 @@ def candidates(tiling: Tiling, places: Places) -> Bool[Array, "batch query_tiles
 def choose(
     tiling: Tiling, mass: Float[Array, "*lead units"], candidate: Bool[Array, "*lead units"]
 ) -> tuple[Int[Array, "*lead slots"], Int[Array, "*lead"]]:
-    """Indices of the candidates with the most mass, ascending, then -1; and how many they are.
+    """Indices of the candidates with the most mass, ascending, then -1; and their number.
 
-    ``mass`` is not negative; ties go to the earlier unit. How many of n candidates are taken is ``tiling.budgets[n]``.
+    ``mass`` is not negative; ties go to the earlier unit. Of n candidates ``tiling.budgets[n]`` are taken.
     """
     count = jnp.asarray(tiling.budgets, jnp.int32)[jnp.minimum(candidate.sum(-1), len(tiling.budgets) - 1)]
     if tiling.slots == 0:
@@ -158,8 +158,8 @@ def with_own(
 ) -> Int[Array, "batch kv_heads query_tiles slots_and_own"]:
     """Every unit that each query tile visits: the selected ones, then its own region, ascending; then -1.
 
-    For kernels that walk one list. Own units beyond the keys' end are left out, those beyond the diagonal within the
-    region are not: the mask is the kernel's business.
+    For kernels that walk one list. Own units beyond the end of the keys are left out. Own units beyond the diagonal are
+    not: the kernel masks them.
     """
     batch, heads, tiles, _ = selection.selected.shape
     own = jnp.asarray(places.first_own)[:, None, :, None] + jnp.arange(tiling.own_units, dtype=jnp.int32).reshape(

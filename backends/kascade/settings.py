@@ -1,7 +1,7 @@
-"""What a user chooses about Kascade, and the tiles that follow from it for one problem.
+"""Kascade's options, and the tiles that follow from them for one problem.
 
-The paper (arXiv 2512.16391) selects single keys (``granularity="token"``) for each tile of 32 queries; selecting whole
-tiles of keys (``"tile"``) is another, coarser method, and the one that hardware reads well. They are never mixed.
+The paper (arXiv 2512.16391) selects single keys (``granularity="token"``) for each tile of 32 queries. Selecting whole
+tiles of keys (``"tile"``) is another, coarser method, which hardware reads well. The two are never mixed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _GONE = {"mesh": "backends.Sharded(backends.get('kascade'), mesh, backends.MeshA
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KascadeBlockSizes:
-    """Queries and keys that a Pallas kernel takes at a time, at most.
+    """Upper bounds of the queries and keys that a Pallas kernel takes at a time.
 
     Raises ValueError for a size that is no power of two, for one below 16, and for a step above its block.
 
@@ -74,9 +74,9 @@ class KascadeBlockSizes:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The options of the ``kascade`` backend (:data:`OPTIONS`). Raises ValueError for what is not accepted.
+    """The options of the ``kascade`` backend (:data:`OPTIONS`). Raises ValueError for values that are not accepted.
 
-    ``kernel`` is None until the target has decided (:meth:`of`).
+    ``kernel`` is None until the target decides it (:meth:`of`).
 
     >>> Settings(granularity="token").query_tile
     32
@@ -126,7 +126,7 @@ class Settings:
         return settings if settings.kernel else dataclasses.replace(settings, kernel=kernel)
 
     def block_sizes(self) -> KascadeBlockSizes:
-        """The sizes that the options give, else the defaults (a step is never above a block that is given)."""
+        """The block sizes of the options, else the defaults. A default step is never above a given block."""
         names = [field.name for field in dataclasses.fields(KascadeBlockSizes)]
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         if "block_kv_sparse" in given and "block_kv_compute" not in given:
@@ -134,7 +134,7 @@ class Settings:
         return KascadeBlockSizes(**given)
 
     def as_options(self) -> dict[str, Any]:
-        """The options that say so; what they leave open (``kernel``) is decided by the target."""
+        """These settings as options. An open ``kernel`` is left out, for the target to decide."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {name: value for name, value in fields.items() if value is not None}
 
@@ -145,9 +145,9 @@ class Tiling:
 
     Queries are cut into ``query_tiles`` of ``query_tile`` rows (the last may be short). Keys are cut into ``units`` of
     ``unit`` slots: tiles, or single keys (``unit=1``). Key positions are slots. The *own* region of a query tile begins
-    at the unit that holds the position of its first query and is ``own_units`` long: it is always attended to, under
-    the causal mask. What is selected are units strictly before it: at most ``slots`` of them, of ``n`` candidates
-    ``budget[n]``.
+    at the unit with the position of its first query and is ``own_units`` long. It is always attended to, under the
+    causal mask. Selected units lie strictly before it: at most ``slots`` of them, and ``budgets[n]`` of ``n``
+    candidates.
 
     >>> spec = AttentionSpec(batch=1, query_length=512, key_value_length=512, num_heads=2, num_kv_heads=2, head_dim=64)
     >>> tiling = Tiling.of(spec, Settings(top_k=0.5, min_keys=0, tile_size=64, query_tile=128))
@@ -200,7 +200,7 @@ def budget(settings: Settings, unit: int, candidates: int) -> Int[np.ndarray, " 
     [0, 1, 1, 1, 1, 2, 2, 2, 2]
     """
     n = np.arange(candidates + 1)
-    share = np.ceil(n * settings.top_k - 1e-9)  # in units; less what float arithmetic adds to a whole number
+    share = np.ceil(n * settings.top_k - 1e-9)  # in units; 1e-9 undoes float error above a whole number
     return np.minimum(np.maximum(share, math.ceil(settings.min_keys / unit)), n).astype(np.int32)
 
 

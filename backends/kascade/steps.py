@@ -1,8 +1,8 @@
-"""What an anchor does in a decode step: one query row per head, against the keys as a cache holds them.
+"""An anchor in a decode step: one query row per head, against the keys as a cache holds them.
 
-The scores of a row are linear in the length, so that they are simply there: the mass is read off whole rows, and a
-dense layer weighs the values with them. The products are those of ``backends.decode``, which read a cache in one run.
-Attention to a selection is the loop of ``xla.py``, with one row per query head.
+The scores of a row are linear in the length, so they are computed whole. The mass is read from them, and a dense layer
+weighs the values with them. The products are those of ``backends.decode``, which read a cache in one run. Attention to
+a selection is the loop of ``xla.py``, with one row per query head.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def select(
     value: Float[Array, "b s k v"] | None = None,
     ablation: Ablation | None = None,
 ) -> tuple[Selection, Float[Array, "b 1 n v"] | None]:
-    """What an anchor selects for one new token; with ``value``, also dense attention's output."""
+    """The selection of an anchor for one new token; with ``value``, also dense attention's output."""
     mass, weights, total = pooled_mass(spec, tiling, places, query, key)
     if ablation == "all_heads":
         mass = jnp.broadcast_to(mass.sum(1, keepdims=True), mass.shape)
@@ -41,7 +41,7 @@ def select(
 def pooled_mass(
     spec: AttentionSpec, tiling: Tiling, places: Places, query: Float[Array, "b 1 n h"], key: Float[Array, "b s k h"]
 ) -> tuple[Float[Array, "b k units"], Float[Array, "b k g s"], Float[Array, "b k g 1"]]:
-    """The mass of every unit; and the weights of all keys and their sums, whose quotients it is made of."""
+    """The mass of every unit; and the weights of all keys and their sums, from which the mass follows."""
     b, k, g, s = spec.batch, spec.num_kv_heads, spec.group_size, spec.key_value_length
     places = places.of_all(b)
     logits = decode.scores(query.reshape(b, k, g, -1), key.swapaxes(1, 2)) * spec.softmax_scale

@@ -1,10 +1,10 @@
-"""Kascade in XLA, sparse in what it computes: a loop over the selected units of each query tile.
+"""Kascade in XLA, with sparse computation: a loop over the selected units of each query tile.
 
 Prefill is one loop over (sequence, KV head, query tile), with the online softmax of FlashAttention-2 (arXiv 2307.08691)
-over the own region and the selected units, each read where it lies. Nothing is gathered for all tiles at once and
-nothing is masked on dense scores: both are slower than dense attention on a CPU. A selection by tiles needs one pass
-over the scores: sums per unit are kept with the maximum of their time and put in proportion at the end; a selection by
-single keys needs two. A decode step is one query row per head: see ``steps.py``.
+over the own region and the selected units, each read in place. Gathering for all tiles at once, and masking dense
+scores, are both slower than dense attention on a CPU. A selection by tiles needs one pass over the scores: each unit's
+sum is kept with the maximum at that time and rescaled at the end. A selection by single keys needs two passes. A decode
+step is one query row per head: see ``steps.py``.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from .settings import Ablation, Tiling
 _MASKED = -1e30  # finite, so that a row with nothing visible gives no NaN
 # Keys per step, in whole units. Zen 5, 2 cores, S 4096 and 8192: see docs/kascade.md.
 _KEYS_PER_STEP, _KEYS_PER_SWEEP = 256, 512
-_FEW = 4  # units per step of which the rest of a division is visited one by one
+_FEW = 4  # with at most so many units per step, the units left over are visited one by one
 
 _State = tuple[Float[Array, " rows"], Float[Array, " rows"], Float[Array, "rows v_dim"] | None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Slots:
-    """Keys or values of one KV head, read where they lie: a head sliced out would be copied for every query tile."""
+    """Keys or values of one KV head, read in place: a head that is sliced out would be copied for every query tile."""
 
     rows: Float[Array, "heads_length dim"]  # of all heads of all sequences
     first: Int[Array, ""]  # the row of slot 0
@@ -42,7 +42,7 @@ class _Slots:
         return lax.dynamic_slice_in_dim(self.rows, self.first + start, width)
 
     def read_units(self, units: Int[Array, " n"], unit: int) -> Float[Array, "keys dim"]:
-        """Units one behind the other. Slices side by side: XLA's gather of the same is several times slower here."""
+        """Units one behind the other, as slices: XLA's gather is several times slower here."""
         if unit == 1:
             return self.rows.at[self.first + units].get(mode="promise_in_bounds")
         return jnp.concatenate([self.read(units[i] * unit, unit) for i in range(len(units))])
@@ -50,7 +50,7 @@ class _Slots:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Prefill:
-    """One planned prefill: what is static, and who stands where."""
+    """One planned prefill: its static choices and the places of queries and keys."""
 
     spec: AttentionSpec
     tiling: Tiling
@@ -82,7 +82,7 @@ class _Prefill:
         return may_see(rows(places.query_positions), slots, jnp.asarray(places.lengths)[batch], *ids)
 
     def scores(self, query: Float[Array, "rows dim"], key: Float[Array, "keys dim"]) -> Float[Array, "rows keys"]:
-        """Scaled logits, float32; a float32 query comes scaled."""
+        """Scaled logits, float32; a float32 query is scaled already."""
         scores = jnp.einsum("qd,kd->qk", query, key, preferred_element_type=jnp.float32)
         if self.spec.dtype != "float32":
             scores = scores * self.spec.softmax_scale
@@ -90,7 +90,7 @@ class _Prefill:
         return scores if cap is None else cap * jnp.tanh(scores / cap)
 
     def mask(self, scores: Float[Array, "rows keys"], seen: Bool[Array, "queries keys"]) -> Float[Array, "rows keys"]:
-        """Scores of what is not seen made very small; a row of scores per query head of the group."""
+        """Scores with those of unseen keys made very small; a row of scores per query head of the group."""
         wide = scores.reshape(self.spec.group_size, -1, scores.shape[-1])
         return jnp.where(seen[None], wide, _MASKED).reshape(scores.shape)
 
@@ -192,7 +192,7 @@ def select(
     value: Float[Array, "b s k v"] | None = None,
     ablation: Ablation | None = None,
 ) -> tuple[Selection, Float[Array, "b t n v"] | None]:
-    """What an anchor selects; with ``value``, also dense attention's output, from the same scores."""
+    """The selection of an anchor; with ``value``, also dense attention's output, from the same scores."""
     this = _Prefill(spec, tiling, places)
     keys = _rows(key)
     values = None if value is None else _rows(value)
@@ -221,7 +221,7 @@ def select(
 def _sweep_units(
     this: _Prefill, batch: Array, tile: Array, q: Array, key: _Slots, value: _Slots | None
 ) -> tuple[Float[Array, " units"], _State]:
-    """Pooled mass of the units before the own region, in one pass over all keys, and the state behind it."""
+    """Pooled mass of the units before the own region, in one pass over all keys; and the final state."""
     tiling, group = this.tiling, max(1, _KEYS_PER_SWEEP // this.tiling.unit)
     rows = q.shape[0]
     earlier = jnp.asarray(this.places.first_own)[batch, tile]

@@ -1,4 +1,4 @@
-"""Kvax flash attention: native on NVIDIA GPUs, executed on any CPU, compiled for GPUs that are not here."""
+"""Kvax flash attention: native on NVIDIA GPUs, interpreted on any CPU, compiled for absent GPUs."""
 
 from .backend import KVAX as KVAX
 from .backend import Kvax as Kvax

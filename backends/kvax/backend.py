@@ -1,8 +1,9 @@
-"""Kvax flash attention (Nebius) behind the contract: what it takes, and one forward pass of it.
+"""Kvax flash attention (Nebius) behind the contract.
 
-The kernels are Kvax 0.1.0's own Triton kernels: a block mask made once per forward pass, FlashAttention-2 forward and
-backward over it. Native on NVIDIA GPUs, executed by Triton's interpreter on a CPU, compiled ahead of time for GPUs
-that are not here. What Kvax gets wrong is prevented in ``layout.py``; versions are ``upstream.py``'s business.
+The kernels are Kvax 0.1.0's own Triton kernels: a block mask made once per forward pass, and FlashAttention-2 forward
+and backward over it. They run natively on NVIDIA GPUs and in Triton's interpreter on a CPU, and compile ahead of time
+for absent GPUs. ``layout.py`` avoids Kvax's wrong results; ``upstream.py`` adapts Kvax to present versions of its
+packages.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _INSTEAD = "use backend='chunked'"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Kvax:
-    """The ``kvax`` backend, on one device or dealt to several (:meth:`dealt`)."""
+    """The ``kvax`` backend, on one device; :meth:`dealt` divides it among several."""
 
     name: str = "kvax"
     exact: bool = True
@@ -66,10 +67,9 @@ class Kvax:
     def refuses(
         self, spec: AttentionSpec, target: Target, mode: Mode, options: Mapping[str, Any] | None
     ) -> tuple[str, ...]:
-        """Devices that are no NVIDIA GPU from Ampere on, and what is not installed.
+        """Refuses devices that are no NVIDIA GPU from Ampere on, and missing packages.
 
-        Whether the packages are here is asked where it matters: for the present device, and for what runs on the host
-        (interpreting and compiling).
+        Packages are checked for the present device, and for modes that run on the host (interpreting and compiling).
         """
         reasons = tuple(_device_reasons(target, mode))
         if not reasons and (target.present or mode != "native"):
@@ -90,16 +90,16 @@ class Kvax:
         Raises ImportError where Kvax cannot be used here, with the reasons.
         """
         blocks = _blocks(spec, target, check_options(self.name, options, OPTIONS, _GONE))
-        # A plan to be compiled by XLA goes through jax-triton, as a native one; compile_kernels does without.
+        # A plan for XLA to compile needs jax-triton, as a native one does; compile_kernels does not.
         if reasons := probe.missing("native" if mode == "compile" else mode):
             raise ImportError(" ".join(reasons))
         return plan_with(upstream_of(mode, target), spec, layout, blocks, self.devices)
 
     def dealt(self, mesh: Mesh, axes: MeshAxes) -> Kvax | None:
-        """The backend with the query length dealt in Kvax's own order, beside what else ``axes`` name.
+        """The backend with the query length divided in Kvax's own order, beside the other dimensions of ``axes``.
 
-        None where no length is dealt: a device's share of sequences and heads is a problem of its own. None for a
-        ring, which Kvax does not have.
+        None if no length is divided: a device's share of sequences and heads is a problem of its own. None for a ring,
+        which Kvax does not have.
         """
         if axes.context is None or axes.exchange != "gather":
             return None
@@ -108,10 +108,10 @@ class Kvax:
     def compile_kernels(
         self, spec: AttentionSpec, target: Target, options: Mapping[str, Any] | None = None
     ) -> tuple[KernelBuild, ...]:
-        """Compile every kernel of ``spec`` for a GPU that need not be here; sizes, never a speed.
+        """Compile every kernel of ``spec`` for a GPU that may be absent; sizes, never a speed.
 
-        Options are those of :meth:`plan`. Raises ValueError for a spec or target that is refused, with the reasons,
-        and ImportError where Triton is not here.
+        Options are those of :meth:`plan`. Raises ValueError for a spec or target that is refused, with the reasons, and
+        ImportError if Triton is missing.
         """
         from . import build  # noqa: PLC0415 (imports Triton)
 
@@ -121,16 +121,16 @@ class Kvax:
         return build.compile_kernels(spec, target, _blocks(spec, target, given))
 
     def defaults(self, spec: AttentionSpec, target: Target) -> Mapping[str, int]:
-        """The generation's block sizes, which ``attnsuite tune`` holds the candidates against."""
+        """The generation's block sizes, with which ``attnsuite tune`` compares the candidates."""
         return block_sizes.as_options(block_sizes.choose(spec, target, {}), backward=spec.needs_grad)
 
     def candidates(self, spec: AttentionSpec, target: Target) -> tuple[Mapping[str, int], ...]:
-        """Block sizes for ``attnsuite tune`` to try: of the backward pass where there is one, else of the forward."""
+        """Block sizes for ``attnsuite tune``: of the backward pass if there is one, else of the forward pass."""
         return block_sizes.candidates(backward=spec.needs_grad)
 
 
 def _blocks(spec: AttentionSpec, target: Target, given: Mapping[str, Any]) -> Passes:
-    """By generation, then by the file of ``tuned``, then by the options themselves."""
+    """Block sizes by generation, replaced by the file of ``tuned``, then by the options themselves."""
     found = tuned.from_file(given["tuned"], "kvax", target, spec) if "tuned" in given else {}
     return block_sizes.choose(spec, target, {**found, **given})
 

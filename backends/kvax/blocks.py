@@ -1,7 +1,7 @@
 """Block sizes of Kvax's kernels: chosen per GPU generation, or given by the user and checked.
 
-They are always passed on explicitly. Kvax's own default asks the present device for its name and knows "H100" only,
-so that an H200 silently gets the small blocks, and asks for a GPU even where none is needed.
+They are always passed explicitly. Kvax's own default asks the present device for its name and knows only "H100". So an
+H200 would silently get the small blocks, and a GPU would be required even where none is needed.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ class Passes:
     backward: KernelBlocks
 
     def step(self, needs_grad: bool) -> int:
-        """What padded lengths are multiples of: every block divides it (all are powers of two)."""
+        """Padded lengths are multiples of this number: every block divides it (all are powers of two)."""
         passes = (self.forward, self.backward) if needs_grad else (self.forward,)
         sizes = [size for blocks in passes for size in (blocks.query_block_size, blocks.kv_block_size)]
         return max(*sizes, PREPROCESS_BLOCK)
 
 
 _SMALL = Passes(KernelBlocks(64, 64, 4, 3), KernelBlocks(64, 64, 4, 3))  # Kvax's own for all but an H100
-# Kvax's own for an H100, taken for all of its generation; on a CPU too, so that what is verified there is what runs.
+# Kvax's own for an H100, used for all of its generation; also on a CPU, so that the same kernels are verified there.
 _LARGE = Passes(KernelBlocks(128, 128, 8, 3), KernelBlocks(64, 128, 8, 3))
 
 
@@ -67,7 +67,7 @@ _LARGE = Passes(KernelBlocks(128, 128, 8, 3), KernelBlocks(64, 128, 8, 3))
 _WIDE = Passes(KernelBlocks(64, 64, 8, 2), KernelBlocks(32, 64, 8, 2))
 
 
-# What tuning tries: query rows, keys, warps, stages. Kvax's own and what lies around them.
+# Candidates for tuning: query rows, keys, warps, stages. Kvax's own and their neighbours.
 _FORWARD_CANDIDATES = (
     (128, 128, 8, 3),
     (128, 128, 8, 2),
@@ -89,7 +89,7 @@ _BACKWARD_CANDIDATES = (
 def choose(spec: AttentionSpec, target: Target, options: Mapping[str, Any]) -> Passes:
     """The blocks for a target, with those that ``options`` names replaced.
 
-    Raises ValueError for a value that is not accepted, naming the option and what is.
+    Raises ValueError for a value that is not accepted, with the option's name and the accepted values.
     """
     blocks = _default(spec, target)
     given: dict[str, dict[str, int]] = {"": {}, "backward_": {}}

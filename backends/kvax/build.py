@@ -1,8 +1,8 @@
-"""Kvax's kernels compiled ahead of time for an NVIDIA GPU that is not here: no GPU, no driver, no jax-triton.
+"""Kvax's kernels compiled ahead of time for an absent NVIDIA GPU: no GPU, no driver, no jax-triton.
 
-The launches of one forward (and backward) pass are recorded by tracing the backend's own plan abstractly; each is then
-compiled by Triton for the target and assembled by the ``ptxas`` that Triton brings. What comes out are sizes: whether
-a kernel compiles and fits, registers, spills, shared memory, wide and narrow loads. Never a speed.
+The launches of one forward (and backward) pass are recorded by tracing the backend's own plan abstractly. Triton
+compiles each launch for the target, and the ``ptxas`` that Triton brings assembles it. The results are sizes: whether a
+kernel compiles and fits, registers, spills, shared memory, wide and narrow loads. Never a speed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .blocks import Passes
 from .mesh import OneDevice
 from .planning import plan_with
 
-# What one thread block may have, by compute capability (CUDA C programming guide, technical specifications).
+# Shared memory of one thread block, by compute capability (CUDA C programming guide, technical specifications).
 SHARED_LIMITS = {(8, 0): 163 * 1024, (9, 0): 227 * 1024, (10, 0): 227 * 1024}
 _POINTERS = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32", "int32": "*i32"}
 _DIVISIBLE = (("tt.divisibility", 16),)
@@ -57,7 +57,7 @@ def compile_kernels(
 ) -> tuple[KernelBuild, ...]:
     """Every kernel that the spec launches, compiled for the target.
 
-    ``stride_hint=False`` leaves out that strides are divisible by 16, as jax-triton 0.3 does by itself.
+    ``stride_hint=False`` does not tell Triton that strides are divisible by 16, as jax-triton 0.3 on its own.
     """
     return tuple(_compile(launch, target, stride_hint) for launch in record_launches(spec, blocks))
 
@@ -81,7 +81,7 @@ def record_launches(spec: AttentionSpec, blocks: Passes) -> tuple[RecordedLaunch
 
 
 def _record(launches: list[RecordedLaunch], *args: Any, kernel: Any, out_shape: Any, **options: Any) -> Any:
-    """Stands for ``jax_triton.triton_call``."""
+    """Takes the place of ``jax_triton.triton_call``."""
     arguments = [jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, "dtype") else x for x in args]
     constants = {name: value for name, value in options.items() if name in kernel.arg_names}
     launches.append(
@@ -189,9 +189,9 @@ def _source(launch: RecordedLaunch, stride_hint: bool) -> ASTSource:
 
 @functools.lru_cache(maxsize=64)
 def _assemble(ptx: str, architecture: int) -> str:
-    """What ``ptxas -v`` says of a kernel. Raises RuntimeError with its message where it refuses.
+    """The output of ``ptxas -v`` for a kernel. Raises RuntimeError with its message if it refuses.
 
-    Triton keeps what it compiled, and this what was assembled: candidates of a tuning share most of their kernels.
+    Triton caches compiled kernels, and this function assembled ones: candidates of a tuning share most kernels.
     """
     with tempfile.TemporaryDirectory(prefix="attnsuite-") as folder:
         source = Path(folder) / "kernel.ptx"

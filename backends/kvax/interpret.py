@@ -1,16 +1,16 @@
 """Kvax's own Triton kernels, unmodified, executed on a CPU from inside JAX: Triton's interpreter over NumPy buffers.
 
-A launch becomes a ``jax.pure_callback``; no GPU, driver, torch or jax_triton takes part. Triton's interpreter
-(``triton.runtime.interpreter``, 3.6 and 3.7) is corrected where it would silently compute something else than a GPU;
-each correction has a test that fails without it (tests/backends/kvax/test_interpret.py):
+A launch becomes a ``jax.pure_callback``, without GPU, driver, torch or jax_triton. Triton's interpreter
+(``triton.runtime.interpreter``, 3.6 and 3.7) is corrected where its result would silently differ from a GPU's. Each
+correction has a test that fails without it (tests/backends/kvax/test_interpret.py):
 
 - ``a and b`` on block tensors is Python's ``and`` there and keeps only ``b``, which drops Kvax's causal mask.
 - ``tl.dot`` multiplies the bit patterns of bfloat16, which it holds as uint16.
 - float32 to bfloat16 truncates; a GPU rounds to nearest even.
 - NumPy 2.4 refuses the conversion by which Triton 3.6 takes a scalar as an index.
 
-Products and sums are taken in float64 and rounded once: the order in which a GPU adds is its own, and what is verified
-here is what the kernels write down, their algorithm and every cast.
+Products and sums are computed in float64 and rounded once, because a GPU's order of additions is not known here. The
+interpreter verifies the kernels' algorithm and every cast in them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _RUNNING = threading.RLock()  # the interpreter patches triton.language while it
 
 @functools.cache
 def interpreted() -> upstream.Upstream:
-    """Kvax with every kernel launch executed by the interpreter. Raises what importing Kvax raises."""
+    """Kvax with every kernel launch executed by the interpreter. Raises the errors of importing Kvax."""
     return upstream.load(launch)
 
 
@@ -57,9 +57,9 @@ def launch(
     zeroed_outputs: Sequence[int] = (),
     **options: Any,
 ) -> Any:
-    """Stands for ``jax_triton.triton_call``: the same arguments, executed on the host.
+    """Takes the place of ``jax_triton.triton_call``: the same arguments, executed on the host.
 
-    Outputs that the kernel leaves unwritten are NaN, so that nothing passes by luck. Launch parameters without a
+    Outputs that the kernel leaves unwritten are NaN, so that no test passes by luck. Launch parameters without a
     meaning on a CPU (``num_warps``, ``num_stages``, ``debug``) are ignored.
     """
     shapes, tree = jax.tree.flatten(out_shape)
@@ -104,7 +104,7 @@ def _unwritten(shape: jax.ShapeDtypeStruct, zeroed: bool) -> np.ndarray:
 
 
 def _parameter(x: Any) -> tl.tensor:
-    """What a kernel parameter is inside the kernel: a pointer to an array's memory, or a scalar."""
+    """A kernel parameter as the kernel sees it: a pointer to an array's memory, or a scalar."""
     if isinstance(x, np.ndarray):
         kind = tl.pointer_type(tl.str_to_ty(_POINTERS[x.dtype.name], None))
         return tl.tensor(interpreter.TensorHandle(np.array([x.ctypes.data], np.uint64), kind), kind)
@@ -115,12 +115,12 @@ def _parameter(x: Any) -> tl.tensor:
 
 
 class Builder(interpreter.InterpreterBuilder):
-    """Triton's NumPy builder with bfloat16 as a GPU has it; Triton holds it as the uint16 of its bits."""
+    """Triton's NumPy builder with a GPU's bfloat16; Triton holds bfloat16 as the uint16 of its bits."""
 
     def __init__(self) -> None:
         super().__init__()
-        # Triton computes whether every sum and product of integers overflows and drops the answer unless in debug mode,
-        # on a GPU as here; half of the interpreter's time went into it.
+        # Triton checks every sum and product of integers for overflow, and drops the answer unless in debug mode, on a
+        # GPU too. The check took half of the interpreter's time.
         self.options = dataclasses.replace(self.options, sanitize_overflow=False)
 
     def cast_impl(self, src: Any, dst_type: Any) -> Any:
@@ -150,7 +150,7 @@ class Builder(interpreter.InterpreterBuilder):
         return interpreter.TensorHandle((widen(a) @ widen(b) + d.data).astype(d.data.dtype), d.dtype.scalar)
 
     def binary_op(self, lhs: Any, rhs: Any, op: Any) -> Any:
-        """Refused on bfloat16, where it would compute with bit patterns; Kvax's kernels have none."""
+        """Refuses bfloat16, where Triton would compute with bit patterns; Kvax's kernels have no such operation."""
         if tl.bfloat16 in (lhs.dtype.scalar, rhs.dtype.scalar):
             raise NotImplementedError(f"{op.__name__} on bfloat16 is not interpreted; convert to float32 first.")
         return super().binary_op(lhs, rhs, op)
@@ -206,13 +206,13 @@ class _Rewriter(interpreter.ASTTransformer):
         )
 
     def visit_Assign(self, node: ast.Assign) -> ast.AST:  # noqa: N802 (as above)
-        self.generic_visit(node)  # upstream does not look into the value
+        self.generic_visit(node)  # upstream does not visit the value
         return super().visit_Assign(node)
 
 
 @contextlib.contextmanager
 def _interpreting() -> Iterator[Callable[[JITFunction], Callable[..., Any]]]:
-    """Patch ``triton.language`` for NumPy, and give what makes a kernel a function; all undone at the end."""
+    """Patch ``triton.language`` for NumPy; yields the function that makes a kernel callable. Undone at the end."""
     builder = Builder()
     semantic = interpreter.TritonSemantic(builder)
     before = {name: getattr(interpreter, name) for name in ("interpreter_builder", "interpreter_semantic")}

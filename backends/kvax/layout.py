@@ -1,10 +1,10 @@
-"""From the contract's layout to what Kvax's kernels compute rightly.
+"""Convert the contract's layout to one for which Kvax's kernels compute right results.
 
-Kvax 0.1.0 gives wrong numbers without a word for lengths that its blocks do not divide, for segment ids beyond the key
-length, for segments that come back, for positions out of order, and where query and key lengths differ in the
-backward pass; rows that see nothing are unspecified. Here lengths are padded, segments are named anew, rows that see
-nothing become padding, and where the order of keys or queries breaks Kvax's shortcut through unmasked blocks
-(:func:`in_order`) every block is masked instead. Each guard has a test that fails without it.
+Kvax 0.1.0 silently gives wrong numbers for lengths that its blocks do not divide, for segment ids beyond the key
+length, for segments that come back, for positions out of order, and in the backward pass for query and key lengths that
+differ. It leaves rows that see nothing unspecified. This module pads lengths, renames segments, and makes rows that see
+nothing padding. If the order of keys or queries breaks Kvax's shortcut through unmasked blocks (:func:`in_order`),
+every block is masked instead. Each guard has a test that fails without it.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ QUERY_PADDING = -1  # Kvax's padding id. Keys get key_padding() instead: in its 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True)
 class KvaxLayout:
-    """Positions and segments for Kvax, padded; which rows see anything; and whose order is as Kvax assumes.
+    """Padded positions and segments for Kvax, the rows that see a key, and whether the order is what Kvax assumes.
 
-    ``seen`` is None where every row sees something, ``keys_in_order`` and ``queries_in_order`` where they are for sure.
+    ``seen`` is None if every row sees a key, ``keys_in_order`` and ``queries_in_order`` if the order is known to hold.
     """
 
     query_positions: Int[Array, "batch padded_q_len"]
@@ -40,9 +40,9 @@ class KvaxLayout:
 
 
 def padded_lengths(spec: AttentionSpec, blocks: Passes, shards: int = 1) -> tuple[int, int]:
-    """Query and key lengths as the kernels get them; ``shards`` is how many parts the queries are dealt to.
+    """Query and key lengths of the kernels; ``shards`` is the number of parts into which the queries are divided.
 
-    Kvax's backward pass computes dq and dk, dv on one grid, and so right for equal lengths only.
+    Kvax's backward pass computes dq and dk, dv on one grid, which is right for equal lengths only.
     """
     step = blocks.step(spec.needs_grad)
     query = _up(spec.query_length, step * shards)
@@ -53,9 +53,10 @@ def padded_lengths(spec: AttentionSpec, blocks: Passes, shards: int = 1) -> tupl
 
 
 def key_padding(padded_key_length: int) -> int:
-    """The id of padded keys: what Kvax's mask kernel turns its own padding id into, and skips.
+    """The id of padded keys: Kvax's mask kernel turns its own padding id into this one and skips it.
 
-    Given from the start, it matches no query in the other kernels, where Kvax's -1 of a key would match a query's -1.
+    Given from the start, the id matches no query in the other kernels. There Kvax's -1 of a key would match the -1 of a
+    query.
     """
     return padded_key_length + 1
 
@@ -86,7 +87,7 @@ def convert(spec: AttentionSpec, layout: Layout, padded_query_length: int, padde
         q_ids = jnp.where(seen, q_ids, QUERY_PADDING)
         k_ids = jnp.where(k_valid, k_ids, key_padding(padded_key_length))
     return KvaxLayout(
-        # As for Kvax's sequential positions, where it counts slots itself: padding goes on counting.
+        # Padding continues the count of slots, as Kvax's own sequential positions do.
         _extend(q_pos, padded_query_length),
         _pad(q_ids, padded_query_length, QUERY_PADDING),
         _extend(k_pos, padded_key_length),
@@ -102,7 +103,7 @@ def first_slots(
 ) -> tuple[Int[Array, "batch wanted"], Bool[Array, "batch wanted"]]:
     """For each id in ``wanted``, the first slot of ``ids`` that holds it, and whether there is one.
 
-    A name for a segment that is small, counts upwards along the sequence, and is the same on both sides.
+    The slot is a new name of the segment: it is small, counts upwards along the sequence, and is equal on both sides.
     """
 
     def one(ids: Array, wanted: Array) -> tuple[Array, Array]:
@@ -119,10 +120,10 @@ def in_order(
     position: Int[EitherArray, "batch length"],
     valid: Bool[EitherArray, "batch length"],
 ) -> Bool[Array, " batch"]:
-    """Whether no segment comes back and no position falls inside of one, so that full blocks are neighbours.
+    """Whether no segment comes back and no position falls inside a segment, so that full blocks are neighbours.
 
-    ``segment`` names each valid slot's segment by a number below the length. Between the first and the last block
-    that a block sees in full Kvax masks nothing, and on one side of them only by segment.
+    ``segment`` names each valid slot's segment by a number below the length. Between the first and the last block that
+    a block sees in full, Kvax masks nothing; on one side of these blocks it masks only by segment.
     """
     length = segment.shape[1]
     slots = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), segment.shape)
@@ -157,7 +158,7 @@ def _pad(x: Array, length: int, value: int) -> Array:
 
 
 def _extend(x: Array, length: int) -> Array:
-    """Positions of padding: those of the slots, which is what Kvax takes them for where it counts itself."""
+    """Positions of padding: those of the slots, as Kvax assumes where it counts slots itself."""
     return jnp.concatenate(
         [x, jnp.broadcast_to(jnp.arange(x.shape[1], length, dtype=x.dtype), (x.shape[0], length - x.shape[1]))], 1
     )

@@ -1,8 +1,9 @@
-"""One device or a caller's mesh: Kvax's mask and kernel on either, behind one pair of functions.
+"""Kvax's mask and kernel on one device or on a caller's mesh, behind the same two functions.
 
-Without a mesh the kernels run where the arrays are, inside whatever ``jit``, ``vmap`` or ``shard_map`` the caller has.
-Where ``backends.Sharded`` deals the query length, Kvax does the dealing: queries in Kvax's order (a shard gets an early
-and a late part), so that every device has the same share of a causal mask; keys and values are whole on every device.
+Without a mesh the kernels run where the arrays are, inside the caller's ``jit``, ``vmap`` or ``shard_map``. Where
+``backends.Sharded`` divides the query length, Kvax itself divides it: queries are in Kvax's order (a shard gets an
+early and a late part), so that every device has the same share of a causal mask. Keys and values are whole on every
+device.
 """
 
 from __future__ import annotations
@@ -57,18 +58,18 @@ class OneDevice:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OnMesh:
-    """A caller's mesh, and the axis that each dimension is dealt to."""
+    """A caller's mesh, and the axis that divides each dimension."""
 
     mesh: jax.sharding.Mesh
     axes: MeshAxes
 
     @property
     def context_size(self) -> int:
-        """Parts that a query length is a multiple of: an early and a late one for each device of the context axis."""
+        """The query length must be a multiple of this: an early and a late part per device of the context axis."""
         return 1 if self.axes.context is None else 2 * self.mesh.shape[self.axes.context]
 
     def prepare(self, kvax: Upstream, spec: AttentionSpec, blocks: Passes, layout: KvaxLayout) -> Any:
-        """As :meth:`OneDevice.prepare`, the masks dealt to the mesh and the queries in Kvax's order."""
+        """As :meth:`OneDevice.prepare`, with the masks divided over the mesh and the queries in Kvax's order."""
         forward, backward = (
             kvax.parameters(**dataclasses.asdict(sizes)) for sizes in (blocks.forward, blocks.backward)
         )
@@ -108,7 +109,7 @@ class OnMesh:
 
     @contextlib.contextmanager
     def _specs(self, kvax: Upstream) -> Iterator[None]:
-        """Kvax keeps these in its module, so one thread at a time."""
+        """Set the specs that Kvax keeps in its module; one thread at a time."""
         data, heads = self.axes.data, self.axes.heads
         with kvax.specs_lock, kvax.attention_specs((data, self.axes.context, heads, None), (data, None, heads, None)):
             yield
@@ -118,7 +119,7 @@ _SIZES = ("query_block_size", "kv_block_size")
 
 
 def _passes(spec: AttentionSpec, blocks: Passes) -> Iterator[tuple[tuple[int, int], bool]]:
-    """Query and key block size of each mask, and whether it is the one of the keys. dq has the sizes swapped."""
+    """Query and key block size of each mask, and whether the mask is that of the keys. dq has the sizes swapped."""
     backward = blocks.backward
     yield (blocks.forward.query_block_size, blocks.forward.kv_block_size), False
     if spec.needs_grad:
@@ -129,11 +130,11 @@ def _passes(spec: AttentionSpec, blocks: Passes) -> Iterator[tuple[tuple[int, in
 def mask_everything_out_of_order(
     bounds: tuple[Array, ...], layout: KvaxLayout, of_keys: bool
 ) -> tuple[Array, Array, Array, Array]:
-    """Where the layout breaks Kvax's order, no block of the range counts as full: each is masked by both rules.
+    """Where the layout breaks Kvax's order, count no block of the range as full: both rules then mask each block.
 
     ``bounds`` are ``(lower, upper, lower_full, upper_full)``, each ``[batch, shards or 1, blocks]``. Kvax masks by
     position and segment from ``upper_full`` to ``upper`` in the masks of queries, from ``lower`` to ``lower_full`` in
-    that of keys.
+    those of keys.
     """
     lower, upper, lower_full, upper_full = bounds
     orderly = layout.queries_in_order if of_keys else layout.keys_in_order

@@ -1,6 +1,6 @@
-"""One forward pass on a given copy of Kvax: native, interpreted, or one that records what it would launch.
+"""Plan one forward pass on a given copy of Kvax: native, interpreted, or one that records its launches.
 
-``backend.py`` plans with it, ``build.py`` traces it to see the launches.
+``backend.py`` plans with this module; ``build.py`` traces a plan to record the launches.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Whether Kvax can be used here: never raises, whatever is broken; each reason has versions and the line that fixes it.
+"""Check whether Kvax can be used here. Never raises; each reason has versions and the line that fixes it.
 
-Versions are checked before anything is imported, since wrong ones break in ways that no import error describes. What
-passes is then imported for real, and whatever that raises is a reason too: jax-triton refuses to import without JAX's
-CUDA plugin, Kvax raises AttributeError beside packages that it was not made for.
+Versions are checked before anything is imported, since wrong ones fail without a telling import error. Packages with
+the right versions are then imported, and an error becomes a reason too: jax-triton refuses to import without JAX's CUDA
+plugin, and Kvax raises AttributeError beside packages that it was not made for.
 """
 
 from __future__ import annotations

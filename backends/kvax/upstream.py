@@ -1,9 +1,9 @@
-"""Kvax as this project runs it: a private copy of the package, whose kernel launches go where we say.
+"""Kvax as this project runs it: a private copy of the package, with kernel launches that this project handles.
 
-Kvax 0.1.0 does not import beside a current JAX or Triton, and reaches its kernels through ``jax_triton`` alone. It is
-loaded here from its own unmodified files, under a ``jax_triton`` of our choice (the real one, the interpreter, a
-recorder), and taken out of ``sys.modules`` again: nobody else's ``import kvax`` or ``import jax_triton`` is changed.
-Every adaptation is in :func:`_adaptations` and :func:`_divisible_scalars`, with the upstream version it is for.
+Kvax 0.1.0 does not import beside a current JAX or Triton, and launches its kernels only through ``jax_triton``. This
+module loads Kvax from its own unmodified files under a chosen ``jax_triton`` (the real one, the interpreter, a
+recorder), and removes both from ``sys.modules`` again. Other code's ``import kvax`` or ``import jax_triton`` does not
+change. Every adaptation is in :func:`_adaptations` and :func:`_divisible_scalars`, with the upstream version it is for.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class Upstream:
 
 
 def load(launch: Launch) -> Upstream:
-    """A private copy of Kvax whose kernels are started by ``launch``. Raises whatever its import raises."""
+    """A private copy of Kvax that launches kernels by ``launch``. Raises the errors of its import."""
     standin = types.ModuleType("jax_triton")
     standin.triton_call = launch  # pyright: ignore[reportAttributeAccessIssue]
-    # What else Kvax takes from jax_triton.
+    # The other functions that Kvax imports from jax_triton.
     standin.cdiv = lambda a, b: -(-a // b)  # pyright: ignore[reportAttributeAccessIssue]
     standin.next_power_of_2 = lambda n: 1 << max(n - 1, 0).bit_length()  # pyright: ignore[reportAttributeAccessIssue]
     standin.strides_from_shape = _strides  # pyright: ignore[reportAttributeAccessIssue]
@@ -77,9 +77,9 @@ def load(launch: Launch) -> Upstream:
 
 @functools.cache
 def native(compute_capability: tuple[int, int] | None = None) -> Upstream:
-    """Kvax on the real jax_triton. Raises ImportError and others where that does not import (no CUDA plugin).
+    """Kvax on the real jax_triton. Raises ImportError and others if that does not import (no CUDA plugin).
 
-    ``compute_capability`` is that of a GPU to compile for which is not here; None asks the driver.
+    ``compute_capability`` is that of an absent GPU to compile for; None asks the driver.
     """
     with _private_modules(), _environment_kept():
         jax_triton = importlib.import_module("jax_triton")
@@ -91,7 +91,7 @@ def native(compute_capability: tuple[int, int] | None = None) -> Upstream:
 
 
 def _launch_natively(triton_call: Launch, *args: Any, **options: Any) -> Any:
-    """``triton_call``, which has no batching rule: what ``jax.vmap`` adds is launched one after the other."""
+    """``triton_call``, which has no batching rule: the launches of a ``jax.vmap`` run one after the other."""
     is_array = [isinstance(x, jax.Array) for x in args]
 
     @jax.custom_batching.sequential_vmap
@@ -110,7 +110,7 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def _private_modules() -> Iterator[None]:
-    """Imports in here of kvax and jax_triton are fresh, and ``sys.modules`` is as it was afterwards."""
+    """Import kvax and jax_triton anew inside, and restore ``sys.modules`` afterwards."""
 
     def ours() -> dict[str, types.ModuleType]:
         return {name: module for name, module in sys.modules.items() if name.partition(".")[0] in _PRIVATE}
@@ -145,7 +145,7 @@ def _importable() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _environment_kept() -> Iterator[None]:
-    """jax-triton 0.3 empties TRITON_CACHE_DIR when it is imported: no other user of Triton could compile any more."""
+    """Keep TRITON_CACHE_DIR: importing jax-triton 0.3 empties it, after which no user of Triton can compile."""
     before = os.environ.get(_TRITON_CACHE)
     try:
         yield
