@@ -46,6 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         code = BAD_INPUT
     except KeyboardInterrupt as error:
         code = 128 + next(iter(error.args), signal.SIGINT)
+        # CPython remembers an interrupt that passed through exec of a string (a dataclass is made so) and would end the
+        # process by SIGINT, whatever the exit code. Another exec makes it forget.
+        exec("")  # noqa: S102
     sys.exit(code)
 
 

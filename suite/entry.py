@@ -6,12 +6,14 @@ kept. The exit code is 128 plus the number of the signal.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
 from types import FrameType
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_AGAIN = 0.02  # seconds until an interrupt that nobody would hear is tried again
 
 
 def main() -> None:
@@ -35,8 +37,22 @@ def _leave(number: int, _: FrameType | None) -> None:
     os._exit(128 + number)
 
 
-def _interrupt(number: int, _: FrameType | None) -> None:
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    if _is_unheard(frame):
+        signal.signal(signal.SIGALRM, lambda _, later: _interrupt(number, later))
+        signal.setitimer(signal.ITIMER_REAL, _AGAIN)
+        return
     for other in _ENDING:
         if other is not signal.SIGINT:  # a second Ctrl-C ends the ending, too
             signal.signal(other, signal.SIG_IGN)
     raise KeyboardInterrupt(number)
+
+
+def _is_unheard(frame: FrameType | None) -> bool:
+    """Whether Python would print and drop an exception: in a callback of the garbage collector (JAX has one)."""
+    callbacks = {getattr(callback, "__code__", None) for callback in gc.callbacks}
+    while frame is not None:
+        if frame.f_code in callbacks or frame.f_code.co_name == "__del__":
+            return True
+        frame = frame.f_back
+    return False

@@ -123,7 +123,7 @@ class Kascade:
         roles = _roles(settings, spec)
         compute = _computation(spec, settings, tiling, places, target, mode, self.heads)
         if settings.kernel != "xla" and "dense" in {role.role for role in roles or ()}:
-            compute = dataclasses.replace(compute, dense=_dense(compute, resolve("auto", spec, target).plan(layout)))
+            compute = dataclasses.replace(compute, dense=_dense(compute, spec, layout, target))
 
         def attend(
             query: Float[Array, "b t n h"],
@@ -187,8 +187,22 @@ def _no_dense_layer(*_: Array) -> Any:
     raise AssertionError("a dense layer runs, but the schedule has none")
 
 
-def _dense(compute: _Computation, planned: Plan) -> Callable[[Array, Array, Array], tuple[Array, Selection]]:
-    """A dense layer where Pallas kernels select: another backend's plan computes the attention."""
+def _dense(
+    compute: _Computation, spec: AttentionSpec, layout: Layout, target: Target
+) -> Callable[[Array, Array, Array], tuple[Array, Selection]]:
+    """A dense layer where other kernels select: another backend's plan, made once, computes the attention.
+
+    Where that backend does not load, a dense layer raises its ImportError. The other layers do not need that backend.
+    """
+    try:
+        planned = resolve("auto", spec, target).plan(layout)
+    except ImportError as error:
+        missing = error
+
+        def refuse(*_: Array) -> Any:
+            raise missing
+
+        return refuse
 
     def dense(query: Array, key: Array, value: Array) -> tuple[Array, Selection]:
         return planned.run(query, key, value)[0], compute.select(query, key)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -82,7 +85,7 @@ def test_signal_keeps_what_is_done_and_leaves_nothing_behind(tiny, new_run, tmp_
     process.send_signal(number)
     code, _, err = attnsuite.finish(process)
     assert psutil.wait_procs(workers, timeout=1)[1] == []
-    assert code == 128 + number
+    assert code == 128 + number, err
     assert f"attnsuite run --resume --out {new_run}" in err
     assert "Traceback" not in err
     assert len(keys(new_run)) >= 1
@@ -130,3 +133,43 @@ def test_resuming_under_other_versions_is_refused(tiny, new_run, attnsuite):
     assert (code, "versions was" in err, "Traceback" in err) == (2, True, False)
     code, _, err = attnsuite.finish(attnsuite.start("run", "--resume", "--out", new_run, "--backends", "chunked"))
     assert (code, "other backends" in err) == (2, True)
+
+
+IN_THE_COLLECTOR = """
+import gc, os, signal, sys, time
+from attnsuite.suite import entry
+
+sent = []
+
+def callback(*_):
+    if not sent:
+        sent.append(os.kill(os.getpid(), signal.SIGTERM))
+
+signal.signal(signal.SIGTERM, entry._interrupt)
+gc.callbacks.append(callback)
+try:
+    gc.collect()
+    time.sleep(5)
+except KeyboardInterrupt as error:
+    sys.exit(128 + error.args[0])
+"""
+IN_EXEC = """
+from attnsuite.suite import command_line
+
+def act(words):
+    exec("raise KeyboardInterrupt(15)")
+
+command_line._act = act
+command_line.main([])
+"""
+
+
+@pytest.mark.parametrize("code", [IN_THE_COLLECTOR, IN_EXEC], ids=["garbage collector", "exec of a string"])
+def test_signal_is_not_lost_where_python_drops_or_remembers_it(code, tmp_path):
+    """JAX has a callback in the collector; making a dataclass is an exec. Interrupted runs met both."""
+    (tmp_path / "interrupted.py").write_text(code)
+    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    command = [sys.executable, "-m", "interrupted"]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False)
+    assert done.returncode == 128 + signal.SIGTERM, done.stderr
+    assert not done.stderr
