@@ -1,4 +1,4 @@
-"""The shared transformer, its checkpoints, and the text it is measured on. Everything public is named here."""
+"""The shared transformer, its checkpoints, and its texts. This module names everything public."""
 
 from .cache import KVCache as KVCache
 from .checkpoint import Checkpoint as Checkpoint

@@ -1,10 +1,9 @@
-"""The key-value cache: preallocated arrays per layer, and how many slots of each sequence are filled.
+"""The key-value cache: preallocated arrays per layer, and the number of filled slots per sequence.
 
-Keys and values are kept as ``[batch, kv_heads, capacity, head_dim]``: with the heads outside, a decode step
-reads each head's keys in one run (12 times faster on a CPU with 8 KV heads than ``[batch, capacity,
-kv_heads, head_dim]``). Backends get them with the axes swapped back; XLA cancels the transposes.
-``lengths`` live on the host, so that a full cache is refused before it is written to, without waiting for
-the device.
+Keys and values are kept as ``[batch, kv_heads, capacity, head_dim]``. With the heads outside, a decode step reads each
+head's keys in one run (12 times faster on a CPU with 8 KV heads than ``[batch, capacity, kv_heads, head_dim]``).
+Backends get them with the axes swapped back; XLA cancels the transposes. ``lengths`` are on the host, so that a full
+cache is refused before it is written to, without waiting for the device.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ Slots = Float[Array, "batch kv_heads capacity head_dim"]
 class KVCache:
     """Keys and values of all layers, and per sequence the number of filled slots (int32, on the host).
 
-    A ``latent`` layer keeps what ``models/latent.py`` describes as its only key, and no values.
-    Prefilling and decoding *donate* the arrays: afterwards only the cache that they returned is alive.
+    A ``latent`` layer keeps the latents of ``models/latent.py`` as its only key, and no values. Prefilling and decoding
+    *donate* the arrays: afterwards only the returned cache can be used.
     """
 
     keys: tuple[Slots, ...]
@@ -86,9 +85,9 @@ class KVCache:
         return sum(x.nbytes for x in (*self.keys, *self.values))
 
     def lengths_after(self, new: int, lengths: Any = None) -> Int[np.ndarray, " batch"]:
-        """How many slots are filled once ``new`` tokens (of which ``lengths`` are valid) have been written.
+        """The filled slots after ``new`` tokens (of which ``lengths`` are valid) have been written.
 
-        Raises ValueError where a sequence has no room for all ``new`` of them, padding included.
+        Raises ValueError if a sequence has no room for all ``new`` tokens, padding included.
         """
         valid = np.full(self.batch, new, np.int32) if lengths is None else np.asarray(lengths, np.int32)
         if valid.shape != (self.batch,) or valid.min() < 1 or valid.max() > new:
@@ -119,7 +118,7 @@ def slot_shapes(
 
 
 def default_dtype(config: ModelConfig) -> str:
-    """What a cache is kept in unless told: the config's dtype, but float32 on CPUs."""
+    """The default dtype of a cache: the config's, but float32 on CPUs."""
     return "float32" if jax.default_backend() == "cpu" else config.dtype
 
 

@@ -1,9 +1,9 @@
-"""Calibration of Kascade: a model is run over some text, and what its layers attend to is compared.
+"""Calibration of Kascade: run a model over some text and compare the attention of its layers.
 
-The statistics of arXiv 2512.16391, section 3: how well one layer's selection serves another (head by head, least over
-query tiles, mean over prompts) and how much each layer's attention changes the stream. One prompt at a time, one query
-tile at a time: memory grows with the length of a prompt, not with its square. A calibration carries the fingerprint of
-its model and is refused for another.
+The statistics are those of arXiv 2512.16391, section 3: how well one layer's selection serves another (head by head,
+least over query tiles, mean over prompts), and how much each layer's attention changes the stream. Prompts and query
+tiles are processed one at a time, so memory grows with the length of a prompt, not with its square. A calibration
+carries the fingerprint of its model and is refused for another.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .parameters import Params
 from .planning import Resolutions, attention_spec, resolve_attention
 from .transformer import Transformer
 
-# Which settings decide what is selected; the others (kernel, schedule, ...) decide what is done with it.
+# The settings that decide the selection; the others (kernel, schedule, ...) decide its use.
 _MEASURED = ("top_k", "min_keys", "granularity", "tile_size", "query_tile")
 
 
@@ -43,12 +43,12 @@ def calibrate(
     *,
     text: Mapping[str, Any] | None = None,
 ) -> Calibration:
-    """What a schedule is made from, measured over ``prompts``, each a 1-D array of tokens.
+    """The statistics for a schedule, measured over ``prompts``, each a 1-D array of tokens.
 
     ``options`` are those of the ``kascade`` backend that say how keys are selected (``top_k``, ``min_keys``,
-    ``granularity``, ``tile_size``, ``query_tile``). Prompts of one length share a compiled program. ``text`` is kept
-    as it is, to say where the prompts were from. Attention runs dense, by the best backend here. Raises ValueError
-    where a layer's attention is not global, and where no prompt is long enough for its tiles to have a choice.
+    ``granularity``, ``tile_size``, ``query_tile``). Prompts of one length share a compiled program. ``text`` names the
+    source of the prompts and is kept unchanged. Attention runs dense, by the best backend here. Raises ValueError if a
+    layer's attention is not global, and if no prompt is long enough for its tiles to have a choice.
     """
     config, settings = model.config, Settings.of(options)
     other = sorted(set(config.layer_types) - {"global"})
@@ -86,7 +86,7 @@ def calibrate(
 
 
 def load(path: str | Path, model: Transformer | Checkpoint) -> Calibration:
-    """What is in ``path``, which has to be of ``model``. Raises ValueError where it is not, or cannot be read."""
+    """The calibration in ``path``. Raises ValueError if it is not of ``model``, or cannot be read."""
     calibration = load_calibration(path)
     own = fingerprint(model)
     if calibration.fingerprint != own:
@@ -98,9 +98,9 @@ def load(path: str | Path, model: Transformer | Checkpoint) -> Calibration:
 
 
 def fingerprint(model: Transformer | Checkpoint) -> str:
-    """SHA-256 of configuration and parameters, hexadecimal. What activations are computed in does not count.
+    """SHA-256 of configuration and parameters, hexadecimal. The dtype of activations does not count.
 
-    Of a checkpoint one array at a time is read.
+    One array of a checkpoint is read at a time.
     """
     config = dataclasses.asdict(model.config)
     config.pop("dtype")
@@ -162,7 +162,7 @@ def _similarities(
             mass = _tile_mass(spec, tiling, query, keys[layer], positions)
             selected, _ = choose(tiling, mass, candidate)
             member = (selected[..., None] == jnp.arange(tiling.units, dtype=jnp.int32).reshape(1, 1, -1)).any(1)
-            # A row's probabilities sum to 1: what no candidate has, the own region has.
+            # A row's probabilities sum to 1: the own region has the mass that no candidate has.
             total = jnp.float32(spec.group_size) * (positions < length).sum()
             return jnp.where(candidate, mass, 0.0), member.astype(jnp.float32), total
 

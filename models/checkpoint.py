@@ -1,8 +1,8 @@
-"""A checkpoint on disk, read layer by layer: Hugging Face's safetensors or Meta's ``.pth``, the same to its reader.
+"""A checkpoint on disk, read layer by layer: Hugging Face's safetensors or Meta's ``.pth``, with one interface.
 
-Opening looks at names, shapes and dtypes (and at a head that should equal the embeddings) and refuses what does not fit
-the configuration, with a sentence that names the tensor. A layer is read when it is asked for, in the dtype that
-is asked for; keys and values keep the heads that they have.
+Opening checks names, shapes and dtypes (and a head that should equal the embeddings). A checkpoint that does not fit
+its configuration is refused with a sentence that names the tensor. A layer is read when it is asked for, in the
+requested dtype; keys and values keep their number of heads.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class Source(Protocol):
-    """Where tensors are from. Names are Hugging Face's, whoever wrote the files."""
+    """The tensors of a checkpoint's files, under Hugging Face's names whoever wrote the files."""
 
     shapes: dict[str, tuple[int, ...]]
 
@@ -42,7 +42,7 @@ class Source(Protocol):
 
 
 class Checkpoint:
-    """What :func:`open_checkpoint` gives: the configuration, and the parameters on request."""
+    """The result of :func:`open_checkpoint`: the configuration, and the parameters on request."""
 
     def __init__(self, config: ModelConfig, source: Source) -> None:
         self.config = config
@@ -78,7 +78,7 @@ class Checkpoint:
             yield name, self._finite(name, value, cast)
 
     def leaves(self) -> Iterator[tuple[str, np.ndarray]]:
-        """What :meth:`params` holds, one array at a time behind its path, in the order of the tree."""
+        """The arrays of :meth:`params`, one at a time with its path, in the order of the tree."""
         for path, stored in jax.tree_util.tree_leaves_with_path(self._names):
             ((_, value),) = self.tensors([stored])
             yield jax.tree_util.keystr(path), value

@@ -1,9 +1,8 @@
-"""What a model is: sizes, positions, which attention each layer uses, and the presets.
+"""The configuration of a model: sizes, positions, the attention of each layer; and the presets.
 
-:class:`ModelConfig` is frozen and hashable, so that it is a static argument under ``jax.jit``. The defaults
-describe Llama (RoPE, grouped-query attention, RMSNorm, SwiGLU; arXiv 2302.13971, 2407.21783); the
-``use_*`` switches replace one part at a time, for ablations. ``huggingface.py`` reads and writes the
-``config.json`` of a checkpoint.
+:class:`ModelConfig` is frozen and hashable, so that it is a static argument under ``jax.jit``. The defaults describe
+Llama (RoPE, grouped-query attention, RMSNorm, SwiGLU; arXiv 2302.13971, 2407.21783). The ``use_*`` switches replace one
+part at a time, for ablations. ``huggingface.py`` reads and writes the ``config.json`` of a checkpoint.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any, Literal, NamedTuple, get_args
 AttentionType = Literal["global", "sliding", "chunked", "full", "latent"]
 DTYPES = ("float32", "bfloat16", "float16")
 MOST_LAYERS = 10_000  # a layer costs Python objects, so that a number without bound would take all memory
-_MOST = 2**31 - 1  # of any other size: what the int32 indices of XLA can name
+_MOST = 2**31 - 1  # of any other size: the largest int32 index of XLA
 _LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _SWITCHES = ("tie_embeddings", "use_rope", "use_rmsnorm", "use_swiglu", "qkv_bias", "output_bias", "qk_norm")
 
@@ -56,20 +55,19 @@ class LatentSizes(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A transformer: everything about it but its weights. Raises ValueError naming the field and what it accepts.
+    """A transformer without its weights. Raises ValueError with the field and the values it accepts.
 
-    ``num_kv_heads=None`` means ``num_heads`` (multi-head), ``head_dim=None`` means ``hidden_size //
-    num_heads``. ``attention`` is one type for all layers or one per layer, and is kept as one per layer:
-    ``global`` (causal), ``sliding`` (causal, the last ``window_size`` tokens, itself included), ``chunked``
-    (causal within chunks of ``chunk_size``), ``full`` (both directions) and ``latent`` (causal, multi-head latent
-    attention, whose sizes have DeepSeek's names: ``kv_lora_rank``, ``qk_nope_head_dim``, ``qk_rope_head_dim``,
-    ``v_head_dim``, and ``q_lora_rank`` where queries are compressed too; such layers make no use of ``head_dim`` and
-    ``num_kv_heads``). ``max_length`` is the longest
-    input only where positions are learned (``use_rope=False``); RoPE has no limit of its own. ``qkv_bias`` and
-    ``output_bias`` add biases to the attention's projections (Qwen2: the former), ``qk_norm`` normalises queries
-    and keys per head before they are rotated (Qwen3). ``dtype`` is
-    what activations are computed in, ``param_dtype`` what parameters are kept in; RoPE, norm statistics,
-    softmax and logits are float32 whatever they are.
+    ``num_kv_heads=None`` means ``num_heads`` (multi-head), ``head_dim=None`` means ``hidden_size // num_heads``.
+    ``attention`` is one type for all layers or one per layer, and is kept as one per layer: ``global`` (causal),
+    ``sliding`` (causal, the last ``window_size`` tokens, itself included), ``chunked`` (causal within chunks of
+    ``chunk_size``), ``full`` (both directions) or ``latent`` (causal, multi-head latent attention).
+
+    Sizes of ``latent`` layers have DeepSeek's names: ``kv_lora_rank``, ``qk_nope_head_dim``, ``qk_rope_head_dim``,
+    ``v_head_dim``, and ``q_lora_rank`` if queries are compressed too. These layers do not use ``head_dim`` and
+    ``num_kv_heads``. ``max_length`` is the longest input if positions are learned (``use_rope=False``); RoPE has no
+    limit of its own. ``qkv_bias`` and ``output_bias`` add biases to the attention's projections (Qwen2: the former).
+    ``qk_norm`` normalises queries and keys per head before they are rotated (Qwen3). ``dtype`` is that of activations,
+    ``param_dtype`` that of parameters; RoPE, norm statistics, softmax and logits are always float32.
 
     >>> config = ModelConfig.from_preset("debug", attention=("global", "sliding"), window_size=16)
     >>> config.num_parameters, config.attention
@@ -199,7 +197,7 @@ class ModelConfig:
 
     @property
     def latent(self) -> LatentSizes:
-        """The sizes of the ``latent`` layers; to be asked only of a model that has some."""
+        """The sizes of the ``latent`` layers; only for a model that has some."""
         return LatentSizes(*(getattr(self, name) for name in _LATENT_SIZES))
 
     @property
@@ -219,7 +217,7 @@ class ModelConfig:
 
     @property
     def _latent_parameters(self) -> int:
-        """Of the attention of one ``latent`` layer."""
+        """Number of attention parameters of one ``latent`` layer."""
         rank, nope, rope, value = self.latent
         into, queries = self.hidden_size, self.num_heads * (nope + rope)
         count = into * queries
@@ -239,8 +237,8 @@ class ModelConfig:
     def replace(self, **overrides: Any) -> ModelConfig:
         """A copy with some fields replaced, checked like a new one.
 
-        What was derived stays (``head_dim`` does not follow ``num_heads``), but an ``attention`` that is the
-        same in all layers follows ``num_layers``. A name that is no field raises ValueError listing those.
+        Derived values stay (``head_dim`` does not follow ``num_heads``), but an ``attention`` that is the same in all
+        layers follows ``num_layers``. An unknown name raises ValueError listing the fields.
         """
         _check_names(overrides)
         if len(self.attention_types) == 1:

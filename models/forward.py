@@ -1,12 +1,11 @@
 """The transformer as pure functions of its parameters: Llama's arithmetic, layer after layer.
 
-Follows Hugging Face's ``modeling_llama.py`` to the order of operations: RMSNorm in float32 with epsilon
-inside the root, half-split RoPE, ``down(silu(gate(x)) * up(x))``. The attention of each type is planned once
-per pass and run by every layer of that type, with its carry threaded from layer to layer. A Python loop over
-layers lets layers differ.
+It follows Hugging Face's ``modeling_llama.py`` to the order of operations: RMSNorm in float32 with epsilon inside the
+root, half-split RoPE, ``down(silu(gate(x)) * up(x))``. The attention of each type is planned once per pass and run by
+every layer of that type; its carry goes from layer to layer. A Python loop over layers lets layers differ.
 
-Packed input: a document is a maximal run of equal, non-negative segment ids. Positions restart with each
-document, so that packed documents give what each gives alone; negative ids are padding.
+Packed input: a document is a maximal run of equal, non-negative segment ids. Positions restart with each document, so
+that a packed document gives the same result as alone. Negative ids are padding.
 """
 
 from __future__ import annotations
@@ -168,7 +167,7 @@ def embed(config: ModelConfig, params: Params, tokens: Tokens, positions: Tokens
 
 
 def turns_of(config: ModelConfig, positions: Tokens) -> Turns:
-    """What turns queries and keys to their positions, shared by all layers; nothing without RoPE."""
+    """Cosines and sines that rotate queries and keys to their positions, for all layers; empty without RoPE."""
     if not config.use_rope:
         return {}
     widths = {config.latent.rope if kind == "latent" else config.dim for kind in config.attention_types}
@@ -193,12 +192,12 @@ def _project(config: ModelConfig, layer: Params, x: Hidden, turns: Turns) -> tup
 
 
 def _is_latent(layer: Params) -> bool:
-    """Asked of the parameters: a layer that is streamed does not know which one it is."""
+    """Decided by the parameters, because a streamed layer does not know its index."""
     return "kv_b_proj" in layer
 
 
 def _project_latent(config: ModelConfig, layer: Params, x: Hidden, turns: Turns) -> tuple[Array, Array, Array]:
-    """Queries of every head, as the only key what a cache holds of a token, and no value; see ``models/latent.py``."""
+    """Queries of every head, the latents as the only key, and no value; see ``models/latent.py``."""
     sizes = config.latent
     turn = turns[sizes.rope]
     kept, shared = jnp.split(_linear(x, layer, "kv_a_proj_with_mqa")[:, :, None], [sizes.rank], axis=-1)
@@ -213,12 +212,12 @@ def _project_latent(config: ModelConfig, layer: Params, x: Hidden, turns: Turns)
 
 
 def _attended(layer: Params, mixed: Float[Array, "batch length heads dim"]) -> Hidden:
-    """What a layer's attention adds to the stream."""
+    """The output of a layer's attention, which is added to the stream."""
     return _linear(mixed.reshape(*mixed.shape[:2], -1), layer, "o_proj")
 
 
 def _finish(config: ModelConfig, layer: Params, x: Hidden, attended: Hidden) -> Hidden:
-    """The rest of a layer behind its attention."""
+    """The rest of a layer after its attention."""
     x = x + attended
     inner = _norm(config, layer, "post_attention_layernorm", x)
     up = _linear(inner, layer, "up_proj")

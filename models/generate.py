@@ -1,7 +1,7 @@
 """Autoregressive generation: one prefill, then one compiled step per token with the cache donated.
 
-Greedy at ``temperature=0``, else sampling from the softened distribution, cut to its nucleus by ``top_p``
-(arXiv 1904.09751). Temperature, ``top_p`` and seed are no part of what is compiled.
+Greedy at ``temperature=0``. Else tokens are sampled from the softened distribution, cut to its nucleus by ``top_p``
+(arXiv 1904.09751). Changing temperature, ``top_p`` or seed compiles nothing anew.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """``config.json`` as Hugging Face writes it, to and from a :class:`~attnsuite.models.config.ModelConfig`.
 
-Llama, Mistral, Qwen2 and Qwen3 are one transformer under four names: they differ in which projections have a
-bias, whether queries and keys are normalised, and which layers see a window. Both spellings of RoPE are read:
-``rope_parameters`` (transformers 5) and ``rope_theta`` with ``rope_scaling`` (4). What this transformer does
-not compute is refused with a sentence, never ignored; ``huggingface_keys.py`` lists the keys that are known. A
-configuration that none of the four can express (an ablation switch, other attention) is written under
-``model_type: attention_suite``, so that no other program opens it and computes something else.
+Llama, Mistral, Qwen2 and Qwen3 are one transformer under four names. They differ in the projections that have a bias,
+in the norms of queries and keys, and in the layers that see a window. Both spellings of RoPE are read:
+``rope_parameters`` (transformers 5) and ``rope_theta`` with ``rope_scaling`` (4). A key for something that this
+transformer does not compute is refused with a sentence; ``huggingface_keys.py`` lists the known keys. A configuration
+that none of the four can express (an ablation switch, other attention) is written under ``model_type:
+attention_suite``, so that no other program opens it and computes something else.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LAYER_TYPES: dict[str, AttentionType] = {"full_attention": "global", "sliding_a
 
 
 def from_hf(config: Mapping[str, Any]) -> ModelConfig:
-    """Read the keys of a ``config.json``. Raises CheckpointError for a key or a value that is not known here."""
+    """The configuration in the keys of a ``config.json``. Raises CheckpointError for an unknown key or value."""
     fields = read_fields(config)
     _check_architectures(fields)
     theta, scaling = _rope(fields)
@@ -92,7 +92,7 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
 
 
 def _check_architectures(fields: Fields) -> None:
-    """A class of another name may compute something else from the same weights."""
+    """Refuse other class names: another class may compute something else from the same weights."""
     causal = ARCHITECTURES.get(fields.model_type, "")
     for name in fields.architectures or ():
         if name not in (causal, causal.replace("ForCausalLM", "Model")):
@@ -133,7 +133,7 @@ def _by_type(fields: Fields) -> dict[str, Any]:
 
 
 def _windows(fields: Fields) -> dict[str, Any]:
-    """Which layers see the last ``sliding_window`` tokens only, itself included; nothing where none does."""
+    """The layers that see only the last ``sliding_window`` tokens, itself included; nothing if none does."""
     window, named, model_type = fields.sliding_window, fields.layer_types, fields.model_type
     first = 0
     if model_type == "llama":
@@ -168,7 +168,7 @@ def _windows(fields: Fields) -> dict[str, Any]:
 
 
 def _type_of(config: ModelConfig) -> tuple[str, dict[str, Any]]:
-    """The model type under which this configuration is written, and the keys that this type has for itself."""
+    """The model type under which this configuration is written, and the keys that only this type has."""
     types = config.attention_types
     is_plain = config.use_rope and config.use_rmsnorm and config.use_swiglu and set(types) <= {"global", "sliding"}
     biases = (config.qkv_bias, config.output_bias)
@@ -190,7 +190,7 @@ def _type_of(config: ModelConfig) -> tuple[str, dict[str, Any]]:
 
 
 def _rope(fields: Fields) -> tuple[float, RopeScaling | None]:
-    """Base and scaling from either spelling; a base inside of them comes before the one beside them."""
+    """Base and scaling from either spelling. A base inside the RoPE fields takes precedence over one beside them."""
     if fields.rope_parameters and fields.rope_scaling and fields.rope_parameters != fields.rope_scaling:
         raise CheckpointError(f"rope_parameters and rope_scaling in {CONFIG} differ; leave one of them out.")
     rope = fields.rope_parameters or fields.rope_scaling or RopeFields()

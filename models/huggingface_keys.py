@@ -1,9 +1,10 @@
-"""Which keys a ``config.json`` of Hugging Face may have: an allow-list.
+"""The keys that a ``config.json`` of Hugging Face may have: an allow-list.
 
-A key is used, or is known to change nothing, or may hold only what this transformer computes anyway; null stands for a
-key that is not there. Every other key is refused, since a key that is not known may change what is computed. The lists
-are those of transformers 5 and 4 for Llama, Mistral, Qwen2 and Qwen3 (``configuration_*.py``,
-``configuration_utils.py``, ``generation/configuration_utils.py``) and of checkpoints that were published with them.
+Three kinds of keys are accepted: keys that are used, keys that change nothing, and keys whose only accepted values are
+those that this transformer computes. null stands for a missing key. Every other key is refused, since an unknown key
+may change the computation. The lists are those of transformers 5 and 4 for Llama, Mistral, Qwen2 and Qwen3
+(``configuration_*.py``, ``configuration_utils.py``, ``generation/configuration_utils.py``) and of checkpoints that were
+published with them.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class RopeFields(msgspec.Struct, kw_only=True, rename={"kind": "type"}):
 
 
 class OwnFields(msgspec.Struct, kw_only=True):
-    """What only a configuration of this project's own type says: fields of ``ModelConfig``."""
+    """Fields of ``ModelConfig`` that only a configuration of this project's own type has."""
 
     attention: str | tuple[str, ...] = "global"
     window_size: int | None = None
@@ -55,7 +56,7 @@ class OwnFields(msgspec.Struct, kw_only=True):
 
 
 class Fields(msgspec.Struct, kw_only=True):
-    """The keys that are used; a key that is missing or null has the default, which is that of Hugging Face."""
+    """The keys that are used. A missing or null key has the default, which is Hugging Face's."""
 
     model_type: str
     vocab_size: int
@@ -82,7 +83,7 @@ class Fields(msgspec.Struct, kw_only=True):
     attention_suite: OwnFields | None = None
 
 
-# What a missing key means for a type, where it is not the default above.
+# The defaults of a type that differ from those above.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
@@ -150,9 +151,9 @@ HARMLESS = frozenset((
 
 
 def read_fields(config: Mapping[str, Any]) -> Fields:
-    """The keys of a ``config.json`` that are used. Raises CheckpointError for what is not in the lists above."""
+    """The keys of a ``config.json`` that are used. Raises CheckpointError for what the lists above do not hold."""
     model_type = config.get("model_type")
-    if model_type not in [*DEFAULTS]:  # a list: what is compared need not be hashable
+    if model_type not in [*DEFAULTS]:  # a list, because the value may not be hashable
         raise CheckpointError(
             f"model_type={given(model_type)} in {CONFIG} is not supported; use one of {', '.join(DEFAULTS)}."
         )

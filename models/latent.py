@@ -1,13 +1,13 @@
-"""Multi-head latent attention (MLA): what all heads know of a token is made from one small vector.
+"""Multi-head latent attention (MLA): the keys and values of all heads are made from one small vector per token.
 
-The method of DeepSeek-V2 (arXiv 2405.04434, section 2.1). A token's latent, ``kv_lora_rank`` numbers, becomes by
-``kv_b_proj`` each head's key (``qk_nope_head_dim``) and value (``v_head_dim``). Beside it stands one key of
-``qk_rope_head_dim`` numbers that carries the position and that all heads share. A cache holds these two alone.
+The method is DeepSeek-V2's (arXiv 2405.04434, section 2.1). A token's latent has ``kv_lora_rank`` numbers;
+``kv_b_proj`` makes each head's key (``qk_nope_head_dim``) and value (``v_head_dim``) from it. All heads also share one
+key of ``qk_rope_head_dim`` numbers, which carries the position. A cache holds only the latent and the shared key.
 
-Over its own tokens attention runs *expanded*: keys and values of every head, ``qk_nope_head_dim + qk_rope_head_dim``
-and ``v_head_dim`` wide. Against a cache it runs *absorbed*: queries go through the keys' half of ``kv_b_proj`` and then
-meet the latents as they lie, a single KV head; the values' half is applied to what comes out. Both compute the
-same, up to rounding; absorbed, no key or value of a cached token is ever made.
+Over its own tokens attention runs *expanded*: with keys and values of every head, ``qk_nope_head_dim +
+qk_rope_head_dim`` and ``v_head_dim`` wide. Against a cache it runs *absorbed*: the keys' half of ``kv_b_proj`` is
+applied to the queries, these attend to the cached latents as a single KV head, and the values' half is applied to the
+result. Both compute the same, up to rounding. Absorbed attention never makes a key or value of a cached token.
 """
 
 from __future__ import annotations

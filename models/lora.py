@@ -1,9 +1,9 @@
-"""Low-rank adaptation (LoRA, arXiv 2106.09685): train a small update of chosen projections, leave the rest as it is.
+"""Low-rank adaptation (LoRA, arXiv 2106.09685): train a small update of chosen projections and nothing else.
 
-A projection ``x W^T`` gets ``(alpha / rank) x A^T B^T`` added, A ``[rank, in]`` normal with variance 1/in and B
-``[out, rank]`` zero, so that training starts from the model as it was. The base model is never changed: merging
-makes new matrices and keeps the old ones, and unmerging puts those back instead of subtracting, which would not
-give them back. On disk adapters have the names of Hugging Face's PEFT, in safetensors.
+A projection ``x W^T`` gets ``(alpha / rank) x A^T B^T`` added. A ``[rank, in]`` is normal with variance 1/in and B
+``[out, rank]`` is zero, so that training starts from the unchanged model. The base model is never changed: merging
+makes new matrices and keeps the old ones. Unmerging puts the old ones back; subtracting the update would not restore
+them exactly. On disk adapters have the names of Hugging Face's PEFT, in safetensors.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class _Fields(msgspec.Struct):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LoraConfig:
-    """Which projections are adapted, and how. Raises ValueError naming the field and what it accepts.
+    """The projections that are adapted, and how. Raises ValueError with the field and the values it accepts.
 
     >>> LoraConfig(rank=4, alpha=8.0).scale
     2.0
@@ -109,7 +109,7 @@ class Adapter:
         return jnp.einsum("btr,or->bto", inner, (self.b * self.scale).astype(x.dtype))
 
     def matrix(self) -> Float[Array, "out in"]:
-        """What is added to the weight, float32."""
+        """The matrix that is added to the weight, float32."""
         wide = jnp.float32
         product = jnp.matmul(self.b.astype(wide), self.a.astype(wide), precision=jax.lax.Precision.HIGHEST)
         return self.scale * product
@@ -120,7 +120,7 @@ Adapters = tuple[dict[str, Adapter], ...]  # of each layer, by projection
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Merged:
-    """A model with its updates added to its weights, and the weights that this replaced."""
+    """A model with its updates added to its weights, and the weights before."""
 
     params: Params
     replaced: tuple[Params, ...]
@@ -167,13 +167,13 @@ def merge(params: Params, adapters: Adapters) -> Merged:
 
 
 def unmerge(merged: Merged) -> tuple[Params, Adapters]:
-    """The model and the adapters that :func:`merge` was given, bit for bit."""
+    """The model and the adapters that were given to :func:`merge`, bit for bit."""
     layers = [{**layer, **old} for layer, old in zip(merged.params["layers"], merged.replaced, strict=True)]
     return {**merged.params, "layers": layers}, merged.adapters
 
 
 def save(adapters: Adapters, lora: LoraConfig, directory: str | Path, base: str = "") -> None:
-    """Write the adapters as PEFT reads them, making the directory. ``base`` says which model they belong to."""
+    """Write the adapters in PEFT's form, making the directory. ``base`` names the model they belong to."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {}
@@ -197,8 +197,8 @@ def save(adapters: Adapters, lora: LoraConfig, directory: str | Path, base: str 
 def load(directory: str | Path, config: ModelConfig) -> tuple[Adapters, LoraConfig]:
     """The adapters in ``directory`` for a model of ``config``, in float32.
 
-    Raises CheckpointError for a file that cannot be read, for what is not plain LoRA, and for a tensor that is missing,
-    unexpected, not finite, or of the wrong shape or dtype; ValueError where the model lacks a projection.
+    Raises CheckpointError for a file that cannot be read, for adapters other than plain LoRA, and for a tensor that is
+    missing, unexpected, not finite, or of the wrong shape or dtype; ValueError if the model lacks a projection.
     """
     directory = Path(directory)
     lora = _read_config(directory / CONFIG)

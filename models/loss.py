@@ -1,8 +1,8 @@
-"""Next-token cross-entropy: the loss that models train on and are compared by.
+"""Next-token cross-entropy: the loss of training and of comparisons.
 
-In float32 whatever the dtype of the logits, and a mean over the targets that count, so that padding and the
-borders between packed documents neither help nor hurt. Bits per byte, for byte-level models, are these nats
-divided by ln 2; ``text.py`` measures them over whole files.
+It is computed in float32 whatever the dtype of the logits. It is a mean over the targets that count; padding and the
+borders between packed documents do not. For byte-level models, bits per byte are these nats divided by ln 2;
+``text.py`` measures them over whole files.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def counted_targets(
     segment_ids: Int[Array, "*parts batch length"] | None = None,
     mask: Bool[Array, "*parts batch length"] | None = None,
 ) -> Bool[Array, "*parts batch length-1"]:
-    """Which of the tokens behind the first count as targets; see :func:`next_token_loss`."""
+    """True for the tokens behind the first that count as targets; see :func:`next_token_loss`."""
     counts = jnp.ones(tokens[..., 1:].shape, bool)
     if segment_ids is not None:
         counts &= (segment_ids[..., 1:] == segment_ids[..., :-1]) & (segment_ids[..., 1:] >= 0)

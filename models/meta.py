@@ -1,13 +1,13 @@
 """Checkpoints as Meta publishes them: ``params.json`` and ``consolidated.*.pth``, one file per model-parallel rank.
 
-What differs from Hugging Face's: names (w1 is the gate, w3 is up), the rows of the query and key projections
-(dimension 2i is rotated with 2i + 1 there, i with i + dim/2 here), and that a matrix is cut into ranks by rows
-or by columns. ``params.json`` says whether RoPE is scaled, but not by how much: that is looked up among the
-presets by the model's sizes.
+They differ from Hugging Face's in three ways: in names (w1 is the gate, w3 is up), in the rows of the query and key
+projections (dimension 2i is rotated with 2i + 1 there, i with i + dim/2 here), and in that matrices are divided among
+ranks by rows or by columns. ``params.json`` says whether RoPE is scaled, but not by how much; the scaling is looked up
+among the presets by the model's sizes.
 
 A ``.pth`` is a pickle, which can run any code when it is opened. It is opened by ``torch.load`` with
-``weights_only=True``, which makes nothing but tensors and plain containers and refuses the rest, and only by a
-torch (2.6 or newer) in which that is known to hold (CVE-2025-32434). PyTorch is imported here alone.
+``weights_only=True``, which makes only tensors and plain containers and refuses the rest. Only a torch in which this is
+known to hold (2.6 or newer) is accepted (CVE-2025-32434). Only this module imports PyTorch.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 
 class _Params(msgspec.Struct, kw_only=True):
-    """What params.json may say; another key may change what is computed. The last four change nothing here."""
+    """The known keys of params.json; another key may change the computation. The last four change nothing here."""
 
     dim: int
     n_layers: Annotated[int, msgspec.Meta(ge=1, le=MOST_LAYERS)]
@@ -78,10 +78,10 @@ def is_meta(directory: Path) -> bool:
 
 
 class MetaSource:
-    """The tensors of Meta's files under Hugging Face's names, and the configuration that they and params.json give.
+    """The tensors of Meta's files under Hugging Face's names, and the configuration that follows from the files.
 
-    ``rope_scaling`` stands for what params.json lacks; ``"preset"`` looks it up. Raises CheckpointError for a file
-    that is missing, refused or does not fit, and where PyTorch is missing or too old.
+    ``rope_scaling`` is the scaling that params.json lacks; ``"preset"`` looks it up. Raises CheckpointError for a file
+    that is missing, refused or does not fit, and if PyTorch is missing or too old.
     """
 
     def __init__(self, directory: Path, rope_scaling: RopeScaling | str | None = "preset") -> None:
@@ -186,7 +186,7 @@ class MetaSource:
             raise CheckpointError(f"{PARAMS}: {error}") from error
 
     def _is_tied(self) -> bool:
-        """Whether the output projection is left out, or written a second time (Llama 3.2): compared file by file."""
+        """Whether the output projection is missing, or equal to the embeddings (Llama 3.2): compared file by file."""
         if "lm_head.weight" not in self.shapes:
             return True
         if self._pieces["lm_head.weight"] != self._pieces["model.embed_tokens.weight"]:

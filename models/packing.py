@@ -1,8 +1,8 @@
-"""Documents packed into rows of one length, with segment ids that keep them apart.
+"""Pack documents into rows of one length, with segment ids that keep them apart.
 
-Best fit: each document goes into the row whose room it fills best, a document longer than a row is cut into
-pieces, and what is left of a row is padding (id -1). The model lets no token attend across documents, positions
-restart in each (``forward.py``), and the loss has no target across a border (``loss.py``).
+Best fit: each document goes into the row whose room it fills best. A document longer than a row is cut into pieces. The
+rest of a row is padding (id -1). No token attends across documents, positions restart in each (``forward.py``), and the
+loss has no target across a border (``loss.py``).
 """
 
 from __future__ import annotations

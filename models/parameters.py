@@ -1,9 +1,8 @@
-"""The parameters of a model as one plain tree of arrays: their shapes, their names on disk, their first values.
+"""The parameters of a model as one plain tree of arrays: their shapes, their names on disk, their initial values.
 
-The tree is ``{"embed_tokens", "layers": [{"q_proj", ...}, ...], "norm", ...}``. Matrices are kept as
-``[out, in]``, as Hugging Face stores them: loading copies nothing, and the contracted dimension is last on
-both sides. Initialisation is GPT-2's: normal, with the projections that write to the residual stream scaled
-down by the depth.
+The tree is ``{"embed_tokens", "layers": [{"q_proj", ...}, ...], "norm", ...}``. Matrices are kept as ``[out, in]``, as
+Hugging Face stores them: loading copies nothing, and the contracted dimension is last on both sides. Initialisation is
+GPT-2's: normal, with the projections that write to the residual stream scaled down by the depth.
 """
 
 from __future__ import annotations

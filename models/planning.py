@@ -1,8 +1,8 @@
-"""Which attention a forward pass needs and what will compute it, decided before anything is traced.
+"""The attention of a forward pass and the backends that compute it, decided before anything is traced.
 
-One :class:`~attnsuite.backends.AttentionSpec` and one :class:`~attnsuite.backends.Resolution` per distinct attention
-type of a model. Both are hashable and enter the jitted functions as static arguments: a refusal is reported on every
-call, not only on the one that traces, and the same request never traces twice.
+Each distinct attention type of a model has one :class:`~attnsuite.backends.AttentionSpec` and one
+:class:`~attnsuite.backends.Resolution`. Both are hashable and are static arguments of the jitted functions. So a
+refusal is reported on every call, not only on the one that traces, and the same request never traces twice.
 """
 
 from __future__ import annotations
@@ -79,11 +79,11 @@ def resolve_attention(
     target: Target | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Resolutions:
-    """What runs for each distinct attention type of ``config``; arguments as for :func:`attention_spec`.
+    """The resolution of each distinct attention type of ``config``; arguments as for :func:`attention_spec`.
 
-    ``options`` are those that ``backend`` will be planned with: it may refuse some together with the problem.
+    ``options`` are those for ``backend``, which may refuse some together with the problem.
 
-    Raises what :func:`attnsuite.backends.resolve` raises.
+    Raises the errors of :func:`attnsuite.backends.resolve`.
     """
     target = Target.here() if target is None else target
     return tuple(

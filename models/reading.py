@@ -1,7 +1,7 @@
-"""JSON of a checkpoint, read and held to types; and the one error that reading a checkpoint raises.
+"""Read the JSON of a checkpoint and check its types; and the error that reading a checkpoint raises.
 
-What a file may say is a ``msgspec.Struct``: a field per key. msgspec refuses what is no JSON (NaN, numbers that
-overflow, integers of thousands of digits) and values of another type, and says where.
+A ``msgspec.Struct`` with a field per key describes a file. msgspec refuses invalid JSON (NaN, numbers that overflow,
+integers of thousands of digits) and values of another type, and names the place.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ T = TypeVar("T")
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be used. The message is a sentence: what was found, what is accepted."""
+    """A checkpoint that cannot be used. The message is a sentence: the value found, and the values accepted."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises CheckpointError for what is none."""
+    """The JSON object in a file. Raises CheckpointError if there is none."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except msgspec.ValidationError as error:
@@ -40,7 +40,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def checked(content: Any, kind: type[T], file: str) -> T:
-    """``content`` (of ``file``) as ``kind``. Raises CheckpointError naming the key, what it holds and what it may.
+    """``content`` (of ``file``) as ``kind``. Raises CheckpointError with the key, its value and what it accepts.
 
     >>> class Sizes(msgspec.Struct):
     ...     dim: int

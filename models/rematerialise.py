@@ -1,7 +1,7 @@
-"""What the backward pass keeps of each layer, and what it computes again: named policies of ``jax.checkpoint``.
+"""Policies of ``jax.checkpoint`` by name: what the backward pass keeps of each layer, and what it computes again.
 
-``none`` keeps everything, ``dots`` the results of the projections (matrix products without a batch dimension;
-attention and what is elementwise are computed again), ``layer`` only the input of each layer. Memory falls in
+``none`` keeps everything. ``dots`` keeps the results of the projections (matrix products without a batch dimension);
+attention and elementwise operations are computed again. ``layer`` keeps only the input of each layer. Memory falls in
 that order, and time rises by up to a third (arXiv 1604.06174).
 """
 

@@ -1,8 +1,8 @@
-"""What a training run needs to go on after it was killed, on disk: parameters, optimiser state and the step.
+"""The state of a training run on disk, for resuming it after a kill: parameters, optimiser state and the step.
 
-Orbax writes a step under another name and renames it when it is whole, so that a kill during a save loses that save
-and not the one before; two are kept. The batches of a step follow from the seed and its number, so that nothing else
-has to be kept for a resumed run to equal an uninterrupted one bit for bit.
+Orbax writes a step under another name and renames it when it is whole, so that a kill during a save loses only that
+save; two are kept. The batches of a step follow from the seed and its number. So nothing else is kept, and a resumed
+run equals an uninterrupted one bit for bit.
 """
 
 from __future__ import annotations

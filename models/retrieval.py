@@ -1,14 +1,13 @@
 """A hand-built Llama with a known retrieval circuit: the sharp test for sparse attention. Nothing is trained.
 
-A needle symbol of type c carries two halves (a, b) of an answer and stands anywhere in filler; later the query
-symbol of type c must be answered with that needle. The *anchor* layer can fetch only ``a``, the *reuse* layer
-only ``b`` (same queries and keys, different values), so the answer is right only if both attend to the
-needle. Dense attention is always right; a reuse layer that looks elsewhere is right one time in 4, both one
-in 16. Types 0-3 live on KV head 0 and 4-7 on KV head 1, so the choice of each head counts. Text perplexity is
-blind to all of this.
+A needle symbol of type c carries two halves (a, b) of an answer and stands anywhere in filler. Later the query symbol
+of type c must be answered with that needle. The *anchor* layer can fetch only ``a``, the *reuse* layer only ``b`` (same
+queries and keys, different values), so the answer is right only if both attend to the needle. Dense attention is always
+right. If the reuse layer attends elsewhere, one answer in 4 is right; if both layers do, one in 16. Types 0-3 live on
+KV head 0 and 4-7 on KV head 1, so the choice of each head counts. Text perplexity shows none of this.
 
-The residual stream: [0:8] needle type, [8:16] query type, [16:20] the needle's a, [20:24] its b, [24:28]
-fetched a, [28:32] fetched b, [32:64] noise that tells filler bytes apart.
+The residual stream: [0:8] needle type, [8:16] query type, [16:20] the needle's a, [20:24] its b, [24:28] fetched a,
+[28:32] fetched b, [32:64] noise that tells filler bytes apart.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Where the parameters of a model lie on a mesh of devices; XLA moves what its products need.
+"""The sharding of a model's parameters on a mesh of devices; XLA adds the communication.
 
-Tensor parallelism as in Megatron-LM (arXiv 1909.08053): queries, keys, values and the MLP's inner dimension are cut by
-the axis that shares the heads, so that one sum per block is communicated. The other axis (data or context) cuts the
-other dimension, as ZeRO's third stage and FSDP do (arXiv 1910.02054): no device holds a whole matrix. Attention is the
-backend's (``backends.sharding.Sharded``).
+Tensor parallelism is Megatron-LM's (arXiv 1909.08053): queries, keys, values and the MLP's inner dimension are divided
+by the axis of the heads, so that one sum per block is communicated. The other axis (data or context) divides the other
+dimension, as in ZeRO's third stage and FSDP (arXiv 1910.02054): no device holds a whole matrix. The backend divides the
+attention (``backends.sharding.Sharded``).
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Safetensors files: which tensors lie where, reading some of them, and writing them one after the other.
+"""Safetensors files: find tensors, read some of them, and write them one after the other.
 
-A checkpoint is one file or the shards that ``model.safetensors.index.json`` lists. Files are opened anew for every
-tensor: what was read of a mapped file counts as memory of the process until the file is closed. The writer streams:
-the library's own takes all tensors of a file at once, which for a checkpoint of 16 GB is 16 GB. The format is a
-length, a header in JSON, and the tensors' bytes (github.com/huggingface/safetensors, "Format"); what is written here
-the library reads and checks.
+A checkpoint is one file, or the shards that ``model.safetensors.index.json`` lists. Files are opened anew for every
+tensor, because the pages read from a mapped file count as memory of the process until the file is closed. The writer
+streams; the library's own needs all tensors of a file at once, 16 GB for a checkpoint of 16 GB. The format is a length,
+a header in JSON, and the tensors' bytes (github.com/huggingface/safetensors, "Format"). The library reads and checks
+the files written here.
 """
 
 from __future__ import annotations

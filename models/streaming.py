@@ -1,8 +1,8 @@
-"""A model larger than memory: every layer is read, applied to all sequences, and forgotten.
+"""Run a model larger than memory: each layer is read, applied to all sequences, and dropped.
 
-Beside one layer there are the hidden states of all sequences in memory, ``[sequences, length, hidden]``, and at
-the beginning and the end the table of embeddings and the head. Reading a checkpoint once serves all sequences,
-so more of them cost no more reading.
+Memory holds one layer and the hidden states of all sequences, ``[sequences, length, hidden]``; at the beginning and the
+end also the table of embeddings and the head. A checkpoint is read once for all sequences, so more sequences cost no
+more reading.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Text to train and to measure on, as bytes: a file, or the English prose that every CPython carries.
+"""Text for training and measuring, as bytes: a file, or the English prose that every CPython carries.
 
-The prose is ``pydoc_data.topics``, the language reference behind ``help()``: 465 kB that need no network. Its
-topics are split by a hash of their names. They quote each other at length (nine tenths of a naive held-out
-part also stands in other topics), so a paragraph that is held out is taken out of the training part wherever
-it occurs. Unigram and bigram models of bytes are the baselines that a trained model has to beat.
+The prose is ``pydoc_data.topics``, the language reference behind ``help()``: 465 kB that need no network. Its topics
+are split by a hash of their names. Topics quote each other at length (nine tenths of a naive held-out part also stands
+in other topics), so a held-out paragraph is removed from the training part wherever it occurs. Unigram and bigram
+models of bytes are the baselines for a trained model.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Text to tokens and back, by the tokenizer that lies beside a checkpoint.
+"""Text to tokens and back, by the tokenizer beside a checkpoint.
 
-``tokenizer.json`` is read by Hugging Face's ``tokenizers``. ``tokenizer.model`` of Llama 3, a list of byte
-sequences in the order of their ranks, is read by ``tiktoken``, which encodes by ranks as they are; the split
-pattern and the special tokens, which that file lacks, are Llama 3's. Both libraries are the extra ``text``,
-imported only here. Byte-level models need neither; see ``text.py``.
+Hugging Face's ``tokenizers`` reads ``tokenizer.json``. ``tiktoken`` reads ``tokenizer.model`` of Llama 3, a list of
+byte sequences in the order of their ranks, and encodes by these ranks unchanged. That file lacks the split pattern and
+the special tokens; they are Llama 3's. Both libraries are in the extra ``text`` and imported only here. Byte-level
+models need neither; see ``text.py``.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""One training step: loss, gradients of all parts of a batch, an update. Everything that trains here uses it.
+"""One training step, shared by everything that trains here: loss, gradients of all parts of a batch, an update.
 
-A batch comes in ``parts`` whose gradients are added up in float32 before the update, each weighted by the targets
-that count in it: the update is that of the whole batch at once. Parameters are updated in the dtype that they are
-kept in and computed with in ``config.dtype``: float32 parameters under bfloat16 are mixed precision with master
-weights. With adapters only they are trained; the base model gets no gradient.
+A batch comes in ``parts``. Their gradients are added up in float32 before the update, each weighted by its number of
+counted targets, so the update is that of the whole batch at once. Parameters are updated in the dtype in which they are
+kept, and computed with in ``config.dtype``: float32 parameters under bfloat16 are mixed precision with master weights.
+With adapters only the adapters are trained; the base model gets no gradient.
 """
 
 from __future__ import annotations

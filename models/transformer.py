@@ -1,9 +1,8 @@
 """The model object: a configuration and its parameters, and the calls that run them.
 
-Parameters are :class:`flax.nnx.Param`, so that nnx optimizers, gradients and sharding apply; the computation
-is the pure core of ``forward.py`` under ``jax.jit`` over plain arrays (``nnx.jit`` costs 63 ms a call for a
-small 32-layer model where ``jax.jit`` costs 13). What attention runs is resolved before every call, outside
-the compiled function.
+Parameters are :class:`flax.nnx.Param`, so that nnx optimizers, gradients and sharding apply. The computation is the
+pure core of ``forward.py`` under ``jax.jit`` over plain arrays (``nnx.jit`` costs 63 ms a call for a small 32-layer
+model, ``jax.jit`` 13). The backends are resolved before every call, outside the compiled function.
 """
 
 from __future__ import annotations

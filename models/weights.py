@@ -1,7 +1,7 @@
 """Models from disk and to disk: load, save, convert. Files are safetensors and JSON.
 
-A checkpoint is written under Hugging Face's names, in one file or in one per layer (``chunked``); the latter is
-an ordinary sharded checkpoint, whose index other programs read too. Nothing is ever pickled.
+A checkpoint is written under Hugging Face's names, in one file or in one per layer (``chunked``). The second form is an
+ordinary sharded checkpoint with an index that other programs read too. Nothing is ever pickled.
 """
 
 from __future__ import annotations
