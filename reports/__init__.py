@@ -1,4 +1,4 @@
-"""Reports are pure functions of record files. Everything public is named here."""
+"""Reports: pure functions of record files. This module names everything public."""
 
 from .comparison import compare as compare
 from .pages.compiled import compiled_overview as compiled_overview

@@ -1,4 +1,4 @@
-"""What was measured, in words: the kind of a case and its problem as one readable line, in a stable order."""
+"""Words for a case: its kind and its problem as one readable line, in a stable order."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _OWN_PAGES = {"loss_curve": "loss curve", "sharded": "sharded attention", "tunin
 _SAID = frozenset(
     {"kind", "name", "model", "batch", "sequence", "heads", "kv_heads", "head_dim", "value_head_dim", "dtype"}
 )
-_DEFAULTS = {"documents": 1, "seed": 0}  # values that change nothing, so nothing is said
-_GENERATING = frozenset({"model_decode"})  # the kinds that new_tokens means something to
+_DEFAULTS = {"documents": 1, "seed": 0}  # values that change nothing and are left out
+_GENERATING = frozenset({"model_decode"})  # the kinds that use new_tokens
 
 
 def describe(kind: str, problem: Mapping[str, Any]) -> str:
@@ -57,7 +57,7 @@ def _word(name: str, value: object) -> str:
 
 
 def title_of(kind: str) -> str:
-    """What tables of a kind of record are called."""
+    """The title of the tables of a kind of record."""
     return _OWN_PAGES.get(kind) or kinds.title_of(kind)
 
 
@@ -68,7 +68,7 @@ def titles(among: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 
 def title(record: Record) -> str:
-    """Kind and problem of a record; its case's name where the problem says nothing."""
+    """Kind and problem of a record; the case's name if the problem has no words."""
     return f"{title_of(record.kind)}, {describe(record.kind, record.problem) or record.case}"
 
 

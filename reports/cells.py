@@ -1,4 +1,4 @@
-"""Records -> groups of cells, each with what ``suite/shown.py`` allows to say of it."""
+"""Group records by case, and derive for each cell the figures that ``suite/shown.py`` lets a page show."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Group:
 
 
 def group(records: Iterable[Record]) -> tuple[Group, ...]:
-    """The records by case and target, in a stable order; a target that nothing ran on is named in the title."""
+    """The records by case and target, in a stable order. A title names the target unless only that target ran."""
     ordered = sorted(records, key=cases.order)
     here = {record.target for record in ordered if record.mode in ("native", "fallback", "interpret")}
     grouped = [

@@ -1,8 +1,8 @@
-"""One checkpoint on one page: what each backend loses and what it costs, a row each.
+"""One checkpoint on one page: the loss and the cost of each backend, one row each.
 
-The figures of a row are from several cases of the same model: text (for Kascade the case that holds it to its
-controls), prefill and decoding. Where the dense model is no better than a unigram model no row says anything about
-loss; where Kascade's control does not fail, its row says nothing.
+The figures of a row are from several cases of the same model: text (for Kascade the case with its controls), prefill
+and decoding. If the dense model is no better than a unigram model, no row shows a loss. If Kascade's control does not
+fail, Kascade's row shows none.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ KASCADE = "kascade"
 
 
 def of_checkpoint(groups: Sequence[Group]) -> Table | None:
-    """The table, or None where the cells are of another suite."""
+    """The table; None for cells of another suite."""
     members = [member for member in groups if all(cell.record.suite == NAME for cell in member.cells)]
     names = dict.fromkeys(
         cell.record.requested
@@ -71,7 +71,7 @@ def _row(name: str, groups: Sequence[Group]) -> dict[str, Value]:
 
 
 def _loss(name: str, groups: Sequence[Group]) -> dict[str, Value]:
-    """Of the text: from Kascade's own case, where the row is Kascade's, else from the perplexity case."""
+    """Figures on text: from Kascade's own case for Kascade's row, else from the perplexity case."""
     texts = [member for member in groups if member.kind == "perplexity"]
     invalid = any(
         quality.validity(member, cell) == quality.INVALID
@@ -112,7 +112,7 @@ def _figures(cell: Cell, *, invalid: bool) -> dict[str, Value]:
 
 
 def _cell(name: str, kind: str, groups: Sequence[Group]) -> Cell | None:
-    """The cell in which the backend itself ran; a fallback is not its row."""
+    """The cell in which the backend itself ran; a fallback does not count."""
     for member in groups:
         for cell in member.cells:
             if member.kind == kind and cell.record.requested == name and cell.record.mode == "native":

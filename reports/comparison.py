@@ -1,4 +1,4 @@
-"""Two runs of the same cells side by side: what each ran on, what became slower or faster, what changed its status."""
+"""Compare two runs of the same cells: their environments, the speeds that changed, and the statuses that changed."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _ABSENT = "absent"
 def compare(run_a: Path, run_b: Path) -> str:
     """Markdown that compares run B with run A, cell by cell.
 
-    Each cell that has a speed in both runs gets the ratio of its medians, B over A, with a 95% interval from
-    resampling each run on its own: the runs share no rounds. Raises ReportError where a run cannot be read.
+    Each cell with a speed in both runs gets the ratio of its medians, B over A, with a 95% interval from resampling
+    each run separately: the runs share no rounds. Raises ReportError if a run cannot be read.
     """
     first, second = load(run_a), load(run_b)
     before = {record.key: record for record in first.records}

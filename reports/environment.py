@@ -1,4 +1,4 @@
-"""On what, with what and when a run was made: the device, versions, flags, revision, clock and the machine's limits."""
+"""The environment of a run: the device, versions, flags, revision, dates and the machine's measured limits."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def pages(records: Sequence[Record]) -> tuple[Page, ...]:
 
 
 def device_of(record: Record) -> str:
-    """The device's name, for a CPU with its cores; the target where the environment does not name a device."""
+    """The device's name, for a CPU with its cores; the target if the environment names no device."""
     facts = record.environment
     kind = facts.get("device_kind", "").strip()
     if kind and kind.lower() != "cpu":
@@ -46,7 +46,7 @@ def device_of(record: Record) -> str:
 
 
 def versions_of(records: Sequence[Record]) -> dict[str, str]:
-    """Package -> version, the best known packages first; several versions in one run are all named."""
+    """Package -> version, the best known packages first. Several versions in one run are all named."""
     found: dict[str, list[str]] = {}
     for record in records:
         for name, version in record.environment.get("versions", {}).items():
@@ -63,7 +63,7 @@ def date_of(records: Sequence[Record]) -> str:
 
 
 def ended(records: Sequence[Record]) -> str | None:
-    """When the last cell ended, from its start and the seconds that it took; None where a clock is not readable."""
+    """When the last cell ended, from its start and its duration; None if a time is not readable."""
     ends = []
     for record in records:
         try:
@@ -75,7 +75,7 @@ def ended(records: Sequence[Record]) -> str | None:
 
 
 def environment_table(records: Sequence[Record]) -> Table:
-    """Every recorded fact; one that differs between cells shows its range, or each of up to three values."""
+    """Every recorded fact. One that differs between cells shows its range, or each of up to three values."""
     facts: dict[str, list[object]] = {}
     for record in records:
         for name, value in _flat(record.environment):
@@ -90,7 +90,7 @@ def environment_table(records: Sequence[Record]) -> Table:
 
 
 def differing(records: Sequence[Record]) -> tuple[str, ...]:
-    """Facts that should hold for a whole page but are not the same in every cell of it."""
+    """Facts that should be the same in all cells of a page, but are not."""
     seen: dict[str, set[str]] = {}
     for record in records:
         for name, value in _flat(record.environment):

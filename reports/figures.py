@@ -1,4 +1,4 @@
-"""Cells -> tables: which ran, how fast, with how much memory, how exactly. Values stay numbers until they are shown."""
+"""Tables of cells: what ran, speed, memory and accuracy. Values stay numbers until they are shown."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def reason_numbers(records: Iterable[Record]) -> dict[str, str]:
 
 
 def requested_and_run(groups: Sequence[Group], numbers: Mapping[str, str]) -> Table:
-    """What was asked for, what ran, and why: reasons by their number, errors in full."""
+    """The backend asked for, the one that ran, and why: reasons by their number, errors in full."""
     rows: list[dict[str, Value]] = []
     for group in groups:
         for cell in group.cells:
@@ -120,9 +120,9 @@ def _times(interval: Interval | None, factor: float) -> Interval | None:
 
 
 def overview(groups: Sequence[Group]) -> tuple[Table, ...]:
-    """Median milliseconds with one row per case and one column per backend, where more than one case has a speed.
+    """Median milliseconds, one row per case and one column per backend, if more than one case has a speed.
 
-    Fallbacks are left out: their backend has its own column. More than six backends take a second table.
+    Fallbacks are left out, because their backend has its own column. More than six backends take a second table.
     """
     timed = [group for group in groups if _native(group)]
     names = list(dict.fromkeys(cell.label for group in timed for cell in _native(group)))
@@ -145,7 +145,7 @@ def _native(group: Group) -> list[Cell]:
 
 
 def memory(groups: Sequence[Group]) -> tuple[Table, ...]:
-    """One table for each kind of case, every column named after the method that gave the number."""
+    """One table for each kind of case; every column is named after its method."""
     made = []
     for kind, title in cases.titles(group.kind for group in groups):
         rows = [
@@ -184,7 +184,7 @@ def _memory_row(group: Group, cell: Cell) -> dict[str, Value]:
 
 
 def accuracy(groups: Sequence[Group]) -> tuple[Table, ...]:
-    """Each tensor's error against the float64 oracle beside what is allowed, one table for each kind of case."""
+    """Each tensor's error against the float64 oracle beside the allowed error, one table for each kind of case."""
     made = []
     for kind, title in cases.titles(group.kind for group in groups):
         judged = [(g, cell) for g in groups if g.kind == kind for cell in g.cells if cell.record.accuracy]
@@ -222,7 +222,7 @@ def cell_notes(groups: Sequence[Group]) -> tuple[str, ...]:
 
 
 def untimed(groups: Sequence[Group]) -> list[Cell]:
-    """Trusted native cells that hold samples which are no times (zero, negative, not finite)."""
+    """Trusted native cells with samples that are no valid times (zero, negative, not finite)."""
     every = [cell for group in groups for cell in group.cells]
     return [
         cell
@@ -235,7 +235,7 @@ def untimed(groups: Sequence[Group]) -> list[Cell]:
 
 
 def problem_of(group: Group) -> str:
-    """The group's title without its kind, for tables whose heading says the kind."""
+    """The group's title without its kind, for tables whose heading names the kind."""
     return group.case.removeprefix(f"{cases.title_of(group.kind)}, ")
 
 

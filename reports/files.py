@@ -1,4 +1,4 @@
-"""Pages -> the machine-readable files: one CSV row per record, and the computed tables as JSON."""
+"""The machine-readable files of a report: one CSV row per record, and the computed tables as JSON."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def to_json(pages: Sequence[Page]) -> str:
 
 
 def to_csv(pages: Sequence[Page]) -> str:
-    """One row per record in the order of the pages. Seconds and bytes; no value is an empty cell."""
+    """One row per record in the order of the pages. Seconds and bytes; a missing value is an empty cell."""
     cells = [(page, cell) for page in pages for group in page.groups for cell in group.cells]
     leading = [_leading(page, cell) for page, cell in cells]
     further = [_further(cell) for _, cell in cells]

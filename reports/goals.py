@@ -1,7 +1,7 @@
-"""What the CPU page sets out to reach, and where it does: each goal with its worst figure, missed ones by name.
+"""The goals of the CPU page: each with its worst figure, and the cases that miss it by name.
 
-The goals are this project's own, for the ``cpu-speed`` suite. A goal is judged on the medians of one run;
-nothing is rounded towards it.
+The goals are this project's own, for the ``cpu-speed`` suite. A goal is judged on the medians of one run, and nothing
+is rounded towards it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Figure = Callable[[Group, Cell], float | None]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Goal:
-    """A bound on a figure of some rows in some cases; ``least`` where more is better."""
+    """A bound on a figure of some rows in some cases; with ``least`` a lower bound."""
 
     text: str
     figure: Figure
@@ -40,7 +40,7 @@ class Goal:
     longest: int = 10**9
 
     def concerns(self, record: Record) -> bool:
-        """Whether the goal is about a case; only plain causal ones are compared."""
+        """Whether the goal applies to a case; only plain causal cases are compared."""
         problem = record.problem
         length = problem.get("sequence")
         if (
@@ -86,7 +86,7 @@ def _temporary(_: Group, cell: Cell) -> float | None:
 
 _FORWARD, _BOTH, _DECODE = ("op_forward",), ("op_forward_backward",), ("op_decode",)
 _EVERY = (*_FORWARD, *_BOTH)
-# PyTorch at its best: unthrottled where its math library brakes on the processor, else as installed.
+# The fastest PyTorch: unthrottled if its math library takes slower code on the processor, else as installed.
 _TORCH = time_over("torch_unthrottled", "torch")
 
 GOALS = (

@@ -1,4 +1,4 @@
-"""How temporary memory grows with the length: the exponent of S, fitted over the lengths that were compiled."""
+"""The growth of temporary memory with the length: the exponent of S, fitted over the compiled lengths."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .words import Value
 
 _KINDS = ("op_forward", "op_forward_backward")
 _FEWEST = 3
-_SHORTEST = 1024  # below, buffers that do not grow weigh in
+_SHORTEST = 1024  # below, buffers of constant size distort the fit
 _OPTIONS = ("window", "window_size", "chunk_size", "soft_cap", "value_head_dim")
 
 
 def growth(groups: Sequence[Group]) -> Table | None:
-    """One row per kind of pass, shape and backend that has three lengths or more; None where there is none."""
+    """One row per kind of pass, shape and backend with at least three lengths; None if there is none."""
     sizes: dict[tuple[str, str, str], dict[int, int]] = {}
     for group in groups:
         for cell in group.cells:

@@ -1,4 +1,4 @@
-"""Markdown -> one self-contained HTML page: no script, nothing fetched, light and dark by the reader's preference."""
+"""Markdown to one self-contained HTML page: no script, nothing fetched, light or dark by the reader's preference."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _name_headings(tokens: Sequence[Token]) -> list[tuple[str, str]]:
 
 
 def _span_merged_rows(tokens: Sequence[Token]) -> list[Token]:
-    """Let the first cell of a row reach over the rows below it whose first cell is empty: they repeat it."""
+    """The first cell of a row spans the rows below whose first cell is empty, because they repeat it."""
     kept: list[Token] = []
     spanning: Token | None = None
     position = 0

@@ -1,8 +1,7 @@
-"""Kascade's page: the gate, what is lost at which kept fraction, what it costs. Nothing without its controls.
+"""Kascade's page: the gate, the loss at each kept fraction, and the cost. No figure is shown without its controls.
 
-A row of an approximate method says something only where the test can fail: in the gate every control has to be there
-and to fail visibly, in the tables of quality random tiles have to. Where they do not, the row is withheld, and the
-table says why.
+A row of an approximate method means something only if the test can fail. In the gate every control must be there and
+fail visibly; in the tables of quality, random tiles must. Otherwise the row is withheld, and the table says why.
 """
 
 from __future__ import annotations
@@ -30,17 +29,17 @@ STACKS = ("kascade_prefill", "kascade_decode")
 KINDS = frozenset({GATE, TEXT, RETRIEVAL, *STACKS})
 WITHHELD = "WITHHELD"
 REUSE_BOUND, DECODE_BOUND, PREFILL_BOUND = 1.3, 3.5, 2.0
-_BLIND = ("random_tiles",)  # what has to fail in a table of quality
+_BLIND = ("random_tiles",)  # the row that has to fail in a table of quality
 _FEWEST = 3  # kept fractions that make a line
 
 
 def is_kascade(group: Group) -> bool:
-    """Whether all cells of a group are rows of Kascade's suite, as this version knows them."""
+    """Whether all cells of a group are rows of Kascade's suite that this version knows."""
     return group.kind in KINDS and all(_is_row(cell.record) and cell.record.kind == group.kind for cell in group.cells)
 
 
 def _is_row(record: Record) -> bool:
-    """Whether this version could have written the record. One that was measured has the figures that are read here."""
+    """Whether this version could have written the record: a measured one then has the figures that this page reads."""
     try:
         case = make_case(record.problem)
     except InputError:
@@ -67,7 +66,7 @@ def recall_of(record: Record, near: float = 0.0, far: float = float("inf")) -> I
 
 
 def withheld(group: Group, controls: Sequence[str]) -> str | None:
-    """Why the approximate rows of a case show nothing; None where every control is there and fails visibly."""
+    """Why a case shows no approximate rows; None if every control is there and fails visibly."""
     records = {cell.record.requested: cell.record for cell in group.cells if is_trusted(cell.record)}
     dense = records.get("dense")
     if dense is None:
@@ -84,7 +83,7 @@ def withheld(group: Group, controls: Sequence[str]) -> str | None:
 
 
 def _fails(control: Record, dense: Record) -> bool:
-    """Whether a control is worse than dense beyond doubt: by its interval."""
+    """Whether a control is worse than dense beyond its interval."""
     if "hit" in control.series:
         theirs, own = recall_of(dense), recall_of(control)
         return bool(theirs and own and own.high is not None and theirs.low is not None and own.high < theirs.low)
@@ -93,7 +92,7 @@ def _fails(control: Record, dense: Record) -> bool:
 
 
 def gate(groups: Sequence[Group]) -> tuple[Table, ...]:
-    """One table per phase: dense, Kascade, and every control. Kascade's row is withheld where a control passes."""
+    """One table per phase: dense, Kascade, and every control. If a control passes, Kascade's row is withheld."""
     made = []
     for group in groups:
         if group.kind != GATE:
@@ -141,7 +140,7 @@ def _kept(record: Record) -> dict[str, Value]:
 
 
 def quality(groups: Sequence[Group]) -> tuple[Table, ...]:
-    """What is lost at which kept fraction: text and retrieval, prefill and decoding, a table each."""
+    """The loss at each kept fraction: a table each for text and retrieval, prefill and decoding."""
     made = []
     for kind in (TEXT, RETRIEVAL):
         for phase in ("prefill", "decode"):
@@ -202,7 +201,7 @@ def _bins(group: Group) -> list[tuple[str, float, float]]:
 
 
 def picture(groups: Sequence[Group]) -> Picture | None:
-    """Quality against kept fraction: KL of text and recall of needles, prefill and decoding; None without three."""
+    """Quality against kept fraction: KL of text and recall of needles, by phase; None without three fractions."""
     panels = []
     for kind, label in ((TEXT, "KL to dense (nats per byte)"), (RETRIEVAL, "recall")):
         for phase in ("prefill", "decode"):
@@ -295,7 +294,7 @@ def relative(group: Group, cell: Cell) -> Interval | None:
 
 
 def goals(groups: Sequence[Group]) -> Table | None:
-    """What the suite is there to show, judged on the medians of this run; nothing is rounded towards a goal."""
+    """The goals of the suite, judged on the medians of this run; nothing is rounded towards a goal."""
     parts: list[tuple[str, list[tuple[str, float]], float, bool]] = [
         ("a reuse layer takes at most 1.3 of its share of dense time (prefill, float32)", [], REUSE_BOUND, False),
         ("decode attention of a whole stack, by tiles, S 32768: 3.5 times as fast", [], DECODE_BOUND, True),
@@ -375,7 +374,7 @@ def _sentences(group: Group) -> Iterator[str]:
 
 
 def _problem(group: Group) -> dict[str, Any]:
-    """The fields of the case, those that an older record leaves out too."""
+    """The fields of the case, including those that an older record lacks."""
     return problem_of(make_case(group.cells[0].record.problem))
 
 

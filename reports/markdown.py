@@ -1,4 +1,4 @@
-"""Pages -> Markdown: headings, lists and pipe tables (tabulate), with all foreign text escaped."""
+"""Pages as Markdown: headings, lists and pipe tables (tabulate), with all foreign text escaped."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class Section:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Page:
-    """Everything that is said about one device."""
+    """The content of one device's page."""
 
     device: str
     title: str

@@ -1,4 +1,4 @@
-"""Backends against implementations outside this project, in the same rounds of the same case."""
+"""Backends compared with implementations outside this project, in the same rounds of the same case."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Speed over sequence length against the roofline, and what else is drawn, as SVG (extra ``plot``).
+"""Pictures as SVG (extra ``plot``): speed over sequence length against the roofline, and Kascade's quality.
 
-One picture per head layout: a panel per kind of pass and dtype, FLOP/s of every backend over S, and the
-matmul rate that this machine reached in that dtype as the roof. The same records give the same bytes.
+A picture of speed is for one head layout. It has a panel per kind of pass and dtype: FLOP/s of every backend over S,
+and as the roof the matmul rate that this machine reached in that dtype. The same records give the same bytes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _GIGA = 1e9
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Panel:
-    """Lines by name, each of points (x, y); of speed GFLOP/s over S for each backend, under a roof in GFLOP/s."""
+    """Lines by name, each of points (x, y). For speed: GFLOP/s over S per backend, under a roof in GFLOP/s."""
 
     title: str
     lines: tuple[tuple[str, tuple[tuple[float, float], ...]], ...]
@@ -36,7 +36,7 @@ class Panel:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Picture:
-    """The panels of one head layout, and the file that they are drawn to."""
+    """The panels of one picture, and the name of its file."""
 
     file: str
     title: str
@@ -49,7 +49,7 @@ def is_available() -> bool:
 
 
 def pictures(groups: Sequence[Group]) -> tuple[Picture, ...]:
-    """What there is to draw: head layouts that were timed at three lengths or more."""
+    """The pictures of speed: one per head layout that was timed at three lengths or more."""
     plain = [group for group in groups if group.kind in _KINDS and _is_plain(group)]
     layouts = sorted({_layout(group) for group in plain})
     made = []

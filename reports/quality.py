@@ -1,8 +1,8 @@
-"""What a model loses: perplexity, recall and their like, and paired differences against the standard backend.
+"""What a model loses: perplexity, recall and similar figures, and paired differences from the standard backend.
 
-A raw figure has an error far larger than the difference it is read for, so every series that the standard
-cell of the case holds too is compared sequence by sequence. A case whose dense model predicts no better
-than unigram frequencies can show no loss at all; its rows are marked INVALID.
+The error of a raw figure is far larger than the difference that matters. Therefore every series that the standard cell
+of the case also has is compared sequence by sequence. If the dense model of a case predicts no better than unigram
+frequencies, the case can show no loss; its rows are marked INVALID.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from .words import Value
 INVALID = "INVALID"
 _PER_TABLE = 6
 _PAIRED = "standard_"  # a series of this prefix holds the standard backend's values for the same sequences
-_COORDINATES = frozenset({"distance"})  # where a value was taken, no figure
-_RECOMPUTED = ("nll_difference", "sequences", "queries")  # the table of series says them, from the raw values
+_COORDINATES = frozenset({"distance"})  # where a value was taken; not a figure
+_RECOMPUTED = ("nll_difference", "sequences", "queries")  # the table of series shows them from the raw values
 _LEADS = (Column("case", "case", merge=True), Column("backend", "backend"), Column("exact", "exact"))
 
 
@@ -33,7 +33,7 @@ def shows_quality(cell: Cell) -> bool:
 
 
 def validity(group: Group, cell: Cell) -> str | None:
-    """``INVALID`` where the dense model is no better than unigram, ``valid`` where it is, None where nobody knows."""
+    """``valid`` if the dense model is better than unigram, ``INVALID`` if not, None if it is not known."""
     dense = group.standard if group.standard is not None else cell.record if cell.record.exact else None
     if dense is None:
         return None
@@ -74,7 +74,7 @@ def _figure_row(group: Group, cell: Cell, names: Sequence[str]) -> dict[str, Val
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Series:
-    """The mean of one series of a cell, and its mean paired difference to standard where there is one to pair with."""
+    """The mean of one series of a cell, and its mean paired difference to standard if that can be paired."""
 
     name: str
     mean: Interval
@@ -82,7 +82,7 @@ class Series:
 
 
 def series_of(group: Group, cell: Cell) -> list[Series]:
-    """The series of a cell, each paired with ``standard_<name>`` of the same cell, or else with the standard cell's."""
+    """The series of a cell, each paired with ``standard_<name>`` of the same cell, else with the standard cell's."""
     own = cell.record.series
     paired = {name.removeprefix(_PAIRED): values for name, values in own.items() if name.startswith(_PAIRED)}
     if not paired and group.standard is not None and cell.record is not group.standard:

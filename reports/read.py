@@ -1,7 +1,7 @@
-"""A run directory -> its records, with a note for everything a reader should know about the file itself.
+"""Read a run directory: its records, with notes on the file itself.
 
-A killed run can leave a last line that stops in the middle: it is left out with a note. Anything else that
-is not a record is an error, because a report that silently leaves out cells would be a false report.
+A killed run can leave a last line that stops in the middle. That line is left out with a note. Any other line that is
+no record is an error, because a report that silently left out cells would be false.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class ReportError(InputError):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Run:
-    """The records of one run in the order of the file, its manifest where it has one, and notes about the file."""
+    """The records of one run in the order of the file, its manifest if it has one, and notes about the file."""
 
     records: tuple[Record, ...]
     manifest: RunManifest | CompileManifest | GridManifest | None = None
@@ -29,10 +29,10 @@ class Run:
 
 
 def load(run_dir: Path) -> Run:
-    """Read ``records.jsonl`` and, where it is there, ``run.json``.
+    """Read ``records.jsonl`` and, if it exists, ``run.json``.
 
-    Raises ReportError where the directory or the file is missing, where no whole record is in it, where a
-    line is not a record, and where a key comes twice.
+    Raises ReportError if the directory or the file is missing, if it has no whole record, if a line is no record, and
+    if a key occurs twice.
     """
     path = run_dir / store.RECORDS
     if not path.is_file():

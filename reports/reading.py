@@ -1,4 +1,4 @@
-"""The short reading at the top of a page: sentences that are computed, with no adjective that no number backs."""
+"""The summary at the top of a page: computed sentences, in which every claim has its number."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FAILED = ("wrong", "oom", "timeout", "crashed")
 
 
 def counts(cells: Sequence[Cell]) -> str:
-    """How many cells there are and what became of them."""
+    """The number of cells, in all and by status."""
     modes = Counter(cell.record.mode for cell in cells if cell.record.status == "ok")
     statuses = Counter(cell.record.status for cell in cells if cell.record.status != "ok")
     words = {"native": "ran natively", "fallback": "ran as a fallback", "interpret": "ran in an interpreter",
@@ -45,12 +45,12 @@ def headline(groups: Sequence[Group]) -> list[str]:
 
 
 def fastest(groups: Sequence[Group]) -> list[str]:
-    """One sentence per case that has a speed: the fastest exact backend, and how it stands to standard and the next."""
+    """One sentence per case with a speed: the fastest exact backend, and its ratios to standard and to the next."""
     return [sentence for group in groups if (sentence := _fastest_of(group))]
 
 
 def exact_speeds(group: Group) -> list[Cell]:
-    """Exact cells with right numbers and a speed, fastest first; a fallback only where its backend has no own cell."""
+    """Exact cells with right numbers and a speed, fastest first. A fallback counts if its backend has no own cell."""
     timed = [cell for cell in group.cells if cell.speed and cell.record.exact and not is_peer(cell.record)]
     native = [cell for cell in timed if cell.record.mode == "native"]
     names = {cell.record.resolved for cell in native}
@@ -108,7 +108,7 @@ def _against(ratio: Interval, name: str) -> str:
 
 
 def _runner_up(ranked: Sequence[Cell]) -> str:
-    """The next exact backend, unless it is standard, whose ratio is said already."""
+    """The next exact backend, unless it is standard, whose ratio is given already."""
     if len(ranked) < 2 or ranked[1].record.resolved == STANDARD:
         return ""
     if not same_rounds(ranked[1].record, ranked[0].record):
@@ -170,7 +170,7 @@ def failed(groups: Sequence[Group]) -> list[str]:
 
 
 def model_quality(groups: Sequence[Group]) -> list[str]:
-    """What approximate backends lose, from the paired differences; cases that can show nothing say so."""
+    """What approximate backends lose, from the paired differences; a case that can show no loss says so."""
     sentences = []
     for group in groups:
         shown = [cell for cell in group.cells if quality.shows_quality(cell)]

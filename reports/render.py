@@ -1,4 +1,4 @@
-"""One run directory or several -> report.md, report.html, records.csv, report.json and pictures beside the records."""
+"""Write report.md, report.html, records.csv, report.json and pictures for one run directory or several."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .pages import compiled, curves, run, sharded, tuning
 from .read import ReportError, Run, load
 
 REPORT = "report.md"
-# Kinds of records whose page stands alone: what they are called, and their files (name -> content).
+# Kinds of records whose page stands alone: their title, and the function of their files (name -> content).
 _ALONE = {
     "loss_curve": ("loss curves", curves.files),
     "sharded": ("rows of sharded attention", sharded.files),
@@ -42,7 +42,7 @@ def render(run_dir: Path, *others: Path, out: Path | None = None) -> Path:
 
 
 def stands_alone(found: Run) -> bool:
-    """Whether a run holds records whose page is Markdown alone and says nothing of other runs."""
+    """Whether the page of a run is Markdown alone, without other runs on it."""
     return any(record.kind in _ALONE for record in found.records)
 
 

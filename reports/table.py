@@ -1,4 +1,4 @@
-"""What a table is: rows of values under named columns. Values stay numbers until they are shown."""
+"""A table: rows of values under named columns. Values stay numbers until they are shown."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MILLI = 1e3
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Column:
-    """A column: its key in JSON, its header with the unit, and whether equal cells in a row of rows are merged."""
+    """A column: its key in JSON, its header with the unit, and whether equal cells of consecutive rows are merged."""
 
     key: str
     header: str

@@ -1,4 +1,4 @@
-"""How a value looks in a table or a sentence: three significant digits, one dash for "no value", escaped text."""
+"""How a value is written in a table or a sentence: three significant digits, one dash for "no value", escaped text."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _digits(interval: Interval) -> int:
 
 
 def bounds(interval: Interval | None) -> str:
-    """``[low, high]``, or a dash where there are too few samples for an interval."""
+    """``[low, high]``, or a dash if there are too few samples for an interval."""
     if interval is None or interval.low is None or interval.high is None:
         return DASH
     digits = _digits(interval)
@@ -56,7 +56,7 @@ def bounds(interval: Interval | None) -> str:
 
 
 def estimate(interval: Interval) -> str:
-    """``value [low, high]``, or the value alone where there are too few samples for an interval."""
+    """``value [low, high]``, or the value alone if there are too few samples for an interval."""
     if interval.low is None:
         return number(interval.value)
     return f"{number(interval.value, _digits(interval))} {bounds(interval)}"

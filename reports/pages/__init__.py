@@ -1,1 +1,1 @@
-"""The pages: one module each, which names its sections in their order."""
+"""The pages, one module each. A module lists its sections in their order."""

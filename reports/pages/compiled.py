@@ -1,7 +1,7 @@
-"""Records of ``attnsuite compile`` -> one page: what compiles for which device, and whether it fits there.
+"""The page of ``attnsuite compile``: what compiles for each device, and whether it fits there.
 
-Everything is computed from the records; the longest sequence that fits is the longest record that does, and stands
-beside the shortest that does not. Nothing here is a time of anything but the compilers themselves.
+Everything is computed from the records. The longest sequence that fits is the longest record that fits; the shortest
+that does not stands beside it. The only times are those of the compilers.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def is_compiled(run: Run) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shown:
-    """What the sections are made from; ``numbers`` are those of the reasons."""
+    """The records of the sections, and the ``numbers`` of their reasons."""
 
     records: tuple[Record, ...]
     targets: tuple[str, ...]
@@ -82,7 +82,7 @@ def build(run: Run) -> Page:
 
 
 def in_short(shown: Shown) -> Iterator[Section]:
-    """What became of the cells, and up to which length a model fits."""
+    """The number of cells by status, and the longest sequence of each model that fits."""
     yield Section("in_short", "In short", (_counts(shown.records),), tuple(_longest_sentences(shown.models)))
 
 
@@ -209,7 +209,7 @@ def _bounds(records: Iterable[Record]) -> Found:
 
 
 def _longest_sentences(records: Sequence[Record]) -> Iterator[str]:
-    """What the page is for: up to which length a model fits a device, with which backend."""
+    """The main result of the page: the longest sequence of a model that fits a device, and its backend."""
     found: dict[tuple[str, str], list[str]] = {}
     for (what, backend, target), (fit, not_fit) in _bounds(records).items():
         if fit is not None and not_fit is not None:
@@ -219,7 +219,7 @@ def _longest_sentences(records: Sequence[Record]) -> Iterator[str]:
 
 
 def kernels(shown: Shown) -> Iterator[Section]:
-    """Kernels that a backend compiled outside XLA, as their assembler describes them."""
+    """Kernels that a backend compiled outside XLA, with their assembler's figures."""
     rows: list[dict[str, Value]] = [
         {
             "case": cases.title(record),

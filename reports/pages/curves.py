@@ -1,4 +1,4 @@
-"""Records of ``attnsuite curves`` -> a page in Markdown with a verdict per backend, and a picture (extra ``plot``)."""
+"""The page of ``attnsuite curves``: Markdown with a verdict per backend, and a picture (extra ``plot``)."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ Settings = Sequence[tuple[TrainingCase, Sequence[Record]]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shown:
-    """What the page is made of, and whether the picture lies beside it."""
+    """The records of the page, and whether the picture lies beside it."""
 
     settings: Settings
     has_picture: bool
 
 
 def files(records: Sequence[Record], folder: Path) -> dict[str, str]:
-    """The page and, where matplotlib is installed, the picture. Raises ReportError.
+    """The page and, if matplotlib is installed, the picture. Raises ReportError.
 
-    ``folder`` is where they will lie: an older picture in it stays, and the page shows it.
+    ``folder`` is their destination. Without matplotlib an older picture in it stays, and the page shows it.
     """
     try:
         settings = settings_of(records)
@@ -83,7 +83,7 @@ def setup(shown: Shown) -> Iterator[str]:
 
 
 def rule(_: Shown) -> Iterator[str]:
-    """What a backend is held to."""
+    """The rule by which a backend is judged."""
     yield from (_RULE.format(factor=FACTOR), "")
 
 
@@ -108,7 +108,7 @@ SECTIONS = (setup, rule, picture, tables, controls)
 
 
 def verdicts(records: Sequence[Record]) -> list[tuple[Record, Verdict]]:
-    """Every curve of one setting but the standard's, held to the noise (a noise run: to the noise of the others)."""
+    """Every curve of one setting but the standard's, judged by the noise (a noise run: by that of the other runs)."""
     standard, noise = _standard(records), [record for record in records if role_of(record) == "noise"]
     return [
         (record, judge(losses_of(record), losses_of(standard), [losses_of(o) for o in noise if o is not record]))
@@ -162,7 +162,7 @@ def _table(case: TrainingCase, records: Sequence[Record]) -> Iterator[str]:
 def _row(record: Record, verdict: Verdict, standard: Record) -> str:
     losses, role = record.facts.losses, role_of(record)
     furthest = np.abs(losses_of(record) - losses_of(standard)).max()
-    # To the last bit of every step the same: most likely the very same sums, and so nothing is shown.
+    # Equal to the last bit in every step: most likely the same sums, so the row proves nothing.
     is_copy = len(losses) > 1 and losses == standard.facts.losses
     said = {
         "backend": _COPY if is_copy else "ready" if verdict.is_ready else "**not ready**",

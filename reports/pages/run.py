@@ -1,6 +1,6 @@
-"""The page of ``attnsuite run``, one per device: the short reading, then tables, then how it was made.
+"""The page of ``attnsuite run``, one per device: a summary, then tables, then how the run was made.
 
-:data:`SECTIONS` is the page. A section is a function of what is shown, and gives nothing where there is nothing to say.
+:data:`SECTIONS` lists the sections. A section is a function of :class:`Shown`; it yields nothing if it has no content.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..page import Page, Section
 from ..read import Run
 from ..words import code, command_line, escape, plural
 
-_MOST_CASES = 20  # told one by one at the top of a page; more are a table's business
+_MOST_CASES = 20  # named one by one at the top of a page; more are left to the tables
 
 METHOD = (
     (
@@ -48,10 +48,10 @@ def build(run: Run) -> tuple[Page, ...]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shown:
-    """What the sections of a page are made from.
+    """The content of a page's sections.
 
-    ``own`` are Kascade's cases, whose rows are methods of one backend: they have tables of their own, beside which the
-    general ones (of ``groups``) say less. ``numbers`` are those of the reasons.
+    ``own`` are Kascade's cases, whose rows are methods of one backend. They have tables of their own, so the general
+    tables show only ``groups``. ``numbers`` are those of the reasons.
     """
 
     device: str
@@ -63,7 +63,7 @@ class Shown:
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        """The cases but for Kascade's own."""
+        """The cases without Kascade's own."""
         return tuple(member for member in self.every if not kascade.is_kascade(member))
 
     @property
@@ -89,7 +89,7 @@ def _page(device: str, records: tuple[Record, ...], run: Run) -> Page:
 
 
 def in_short(shown: Shown) -> Iterator[Section]:
-    """What became of the cells, what a reader must know, and who is the fastest."""
+    """The number of cells by status, warnings, and the fastest backends."""
     cells = [cell for member in shown.every for cell in member.cells]
     each = reading.fastest(shown.groups)
     if len(each) > _MOST_CASES:
@@ -132,14 +132,14 @@ def refused(shown: Shown) -> Iterator[Section]:
 
 
 def requested_and_run(shown: Shown) -> Iterator[Section]:
-    """What was asked for, what ran, and why."""
+    """The backend asked for, the one that ran, and why."""
     made = figures.requested_and_run((*shown.groups, *_unlike(shown.own)), shown.numbers)
     told = ("R1, R2, \u2026 are the reasons listed above.",) if shown.numbers else ()
     yield Section("requested_and_run", "Requested and run", told, tables=(made,))
 
 
 def _unlike(groups: Sequence[Group]) -> Iterator[Group]:
-    """Of Kascade's cases the cells in which something else happened than what was asked for."""
+    """Kascade's cases, with the cells in which something other than the requested row ran."""
     for member in groups:
         cells = tuple(cell for cell in member.cells if cell.record.status != "ok" or cell.record.reasons)
         if cells:
@@ -147,7 +147,7 @@ def _unlike(groups: Sequence[Group]) -> Iterator[Group]:
 
 
 def one_checkpoint(shown: Shown) -> Iterator[Section]:
-    """What each backend loses and costs in one model."""
+    """The loss and the cost of each backend in one model."""
     made = checkpoint.of_checkpoint(shown.every)
     if made is None:
         return
@@ -161,7 +161,7 @@ def one_checkpoint(shown: Shown) -> Iterator[Section]:
 
 
 def kascade_gate(shown: Shown) -> Iterator[Section]:
-    """Whether every control fails where Kascade finds what it has to."""
+    """Whether every control fails where Kascade finds its needles."""
     if made := kascade.gate(shown.own):
         told = (
             "A hand-built model with a known circuit: an anchor layer can fetch one half of an answer, a reuse layer "
@@ -173,7 +173,7 @@ def kascade_gate(shown: Shown) -> Iterator[Section]:
 
 
 def kascade_quality(shown: Shown) -> Iterator[Section]:
-    """What is lost at which kept fraction."""
+    """The loss at each kept fraction."""
     if made := kascade.quality(shown.own):
         told = (
             "All rows of one share keep the same number of units (layer 0 dense in all of them); “pairs "
@@ -193,14 +193,14 @@ def kascade_quality(shown: Shown) -> Iterator[Section]:
 
 
 def kascade_goals(shown: Shown) -> Iterator[Section]:
-    """What the suite is there to show."""
+    """The goals of Kascade's suite."""
     goal = kascade.goals(shown.own) if kascade.speed(shown.own) else None
     if goal is not None:
         yield Section("kascade_goals", "Goals", ("Judged on the medians of this run.",), tables=(goal,))
 
 
 def kascade_speed(shown: Shown) -> Iterator[Section]:
-    """How long whole stacks take."""
+    """Times of whole stacks."""
     if made := kascade.speed(shown.own):
         told = (
             "Attention only, of all layers, what the anchors cost included, relative to the fastest dense row of the "
@@ -228,7 +228,7 @@ def speed(shown: Shown) -> Iterator[Section]:
 
 
 def cpu_goals(shown: Shown) -> Iterator[Section]:
-    """What the suite ``cpu-speed`` is there to show."""
+    """The goals of the suite ``cpu-speed``."""
     made = goals.goals(shown.groups)
     if made is None:
         return
@@ -271,7 +271,7 @@ def over_length(shown: Shown) -> Iterator[Section]:
 
 
 def memory(shown: Shown) -> Iterator[Section]:
-    """Sizes, each by the method that gave it."""
+    """Sizes, each with its method."""
     made = figures.memory(shown.every)
     if not made:
         return

@@ -1,4 +1,4 @@
-"""Records of ``attnsuite sharded`` -> its page: attention dealt to many devices, held to the oracle."""
+"""The page of ``attnsuite sharded``: attention divided among many devices, judged against the oracle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records of ``attnsuite tune`` -> a page: which options won, against how many, and what could not be tuned."""
+"""The page of ``attnsuite tune``: the winning options, how many were tried, and the cells that could not be tuned."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _COLUMNS = (
 
 
 def title(records: Sequence[Record]) -> Iterator[str]:
-    """When, on what and with what."""
+    """The date, the device and the versions."""
     yield "# Tuned options"
     versions = ", ".join(f"{name} {version}" for name, version in versions_of(records).items())
     yield escape(f"{date_of(records)}, {device_of(records[0])}. Versions: {versions}")
@@ -53,7 +53,7 @@ def winners(records: Sequence[Record]) -> Iterator[str]:
 
 
 def refused(records: Sequence[Record]) -> Iterator[str]:
-    """What could not be tuned, and why."""
+    """The cells that could not be tuned, and why."""
     lines = [
         f"- **{record.status}**, {code(record.requested)} in {escape(record.case)}: {escape(record.error or '')}"
         for record in records
