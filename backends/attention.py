@@ -158,11 +158,11 @@ def dot_product_attention(
 ):
     """``jax.nn.dot_product_attention`` with a choice of backend: same arguments, same meaning.
 
-    Without a batch axis the lengths have shape ``(1,)``; ``bias`` and ``mask`` broadcast to ``[batch, heads, q_len,
-    kv_len]`` and may lack leading axes. ``implementation`` is JAX's way to choose: "xla" is the backend ``standard``,
-    "cudnn" is ``cudnn``, and one that cannot run is an error, as in JAX; with ``backend`` a refusal falls back with a
-    warning. ``return_residual`` adds the log-sum-exp of each row's visible logits, in the inputs' dtype and without a
-    gradient, as in JAX.
+    Without a batch axis the lengths have shape ``(1,)``; ``bias`` and ``mask`` broadcast to
+    ``[batch, heads, q_len, kv_len]`` and may lack leading axes. ``implementation`` is JAX's way to choose: "xla" is the
+    backend ``standard``, "cudnn" is ``cudnn``, and one that cannot run is an error, as in JAX; with ``backend`` a
+    refusal falls back with a warning. ``return_residual`` adds the log-sum-exp of each row's visible logits, in the
+    inputs' dtype and without a gradient, as in JAX.
 
     Rows beyond ``query_seq_lengths`` are zero, whatever the query holds there, and so is a row with no visible key,
     where JAX averages all values; the log-sum-exp of both is ``-inf``. Raises what :func:`attention` raises, and

@@ -46,13 +46,13 @@ Carry = Any  # a pytree threaded from layer to layer: () for every backend that 
 class AttentionSpec:
     """One attention problem: everything about it that is known before there is data. Static and hashable.
 
-    ``query [batch, query_length, num_heads, head_dim]``, ``key [batch, key_value_length, num_kv_heads,
-    head_dim]``, ``value [batch, key_value_length, num_kv_heads, value_head_dim]``; query head ``n`` reads
-    KV head ``n // (num_heads // num_kv_heads)``. ``scale=None`` means ``1/sqrt(head_dim)``;
-    ``value_head_dim=None`` means ``head_dim``; ``local_window_size=w`` means ``(w, w)``: a query at
-    position p sees key positions p-left to p+right, both included. The ``has_*`` fields say which arrays a
-    :class:`Layout` brings, ``has_bias`` which :class:`Terms` do. With ``return_log_sum_exp`` a plan gives
-    ``(output, log_sum_exp)`` for its output. Raises ValueError naming the field, what was given and what is accepted.
+    ``query [batch, query_length, num_heads, head_dim]``, ``key [batch, key_value_length, num_kv_heads, head_dim]``,
+    ``value [batch, key_value_length, num_kv_heads, value_head_dim]``; query head ``n`` reads KV head
+    ``n // (num_heads // num_kv_heads)``. ``scale=None`` means ``1/sqrt(head_dim)``; ``value_head_dim=None`` means
+    ``head_dim``; ``local_window_size=w`` means ``(w, w)``: a query at position p sees key positions p-left to p+right,
+    both included. The ``has_*`` fields say which arrays a :class:`Layout` brings, ``has_bias`` which :class:`Terms` do.
+    With ``return_log_sum_exp`` a plan gives ``(output, log_sum_exp)`` for its output. Raises ValueError naming the
+    field, what was given and what is accepted.
 
     >>> spec = AttentionSpec(batch=1, query_length=8, key_value_length=8, num_heads=4, num_kv_heads=2,
     ...                      head_dim=64, is_causal=True)
@@ -333,10 +333,11 @@ class CompilesKernels(Protocol):
 class Backend(Protocol):
     """One implementation of the contract, hashable.
 
-    Two more methods say what the backend takes. ``takes(target, mode) -> Takes`` is its allow-list. ``refuses(spec,
-    target, mode, options)`` is optional: it returns the reasons that an allow-list cannot express, one sentence each.
-    Callers use :func:`attnsuite.backends.support`, which judges by both, and :func:`attnsuite.backends.plan`. A backend
-    of version 0.1 has ``supports(spec, target, mode) -> Support`` instead of the two.
+    Two more methods say what the backend takes. ``takes(target, mode) -> Takes`` is its allow-list.
+    ``refuses(spec, target, mode, options)`` is optional: it returns the reasons that an allow-list cannot express, one
+    sentence each. Callers use :func:`attnsuite.backends.support`, which judges by both, and
+    :func:`attnsuite.backends.plan`. A backend of version 0.1 has ``supports(spec, target, mode) -> Support`` instead of
+    the two.
     """
 
     @property
@@ -381,9 +382,9 @@ class Part:
     ``forward(query, key, value)`` returns ``(out, top, rest)``: the output over this part, and the log-sum-exp of its
     scores as ``top + rest``, each ``[batch, q_len, heads]``, all float32. If ``top`` is the largest score, ``rest``
     keeps its low bits when logits are large. A kernel that has only the sum returns it as ``top``, with a ``rest`` of
-    zero. A row that sees nothing here has an output of zero and a ``top`` of :data:`NOTHING_SEEN`. ``backward(query,
-    key, value, out, top, rest, d_out)`` takes output and log-sum-exp over *all* keys. It returns this part's
-    contribution to dq, and its dk and dv, float32.
+    zero. A row that sees nothing here has an output of zero and a ``top`` of :data:`NOTHING_SEEN`.
+    ``backward(query, key, value, out, top, rest, d_out)`` takes output and log-sum-exp over *all* keys. It returns this
+    part's contribution to dq, and its dk and dv, float32.
     """
 
     forward: Callable[..., tuple[Array, Array, Array]]

@@ -63,8 +63,8 @@ def gradients(
 ) -> dict[str, Float64[np.ndarray, "..."]]:
     """Gradients in float64: ``dq``, ``dk``, ``dv``, and ``dbias`` where ``terms`` have one; shapes are the inputs'.
 
-    ``d_out [batch, query, heads, value_head_dim]`` is the cotangent of the output, ``d_log_sum_exp [batch, query,
-    heads]`` that of the log-sum-exp (None: it is not used).
+    ``d_out [batch, query, heads, value_head_dim]`` is the cotangent of the output,
+    ``d_log_sum_exp [batch, query, heads]`` that of the log-sum-exp (None: it is not used).
     """
     q, k, v, g = (_float64(x) for x in (query, key, value, d_out))
     found = {"dq": np.zeros_like(q), "dk": np.zeros_like(k), "dv": np.zeros_like(v)}

@@ -4,8 +4,8 @@ Llama, Mistral, Qwen2 and Qwen3 are one transformer under four names. They diffe
 in the norms of queries and keys, and in the layers that see a window. Both spellings of RoPE are read:
 ``rope_parameters`` (transformers 5) and ``rope_theta`` with ``rope_scaling`` (4). A key for something that this
 transformer does not compute is refused with a sentence; ``huggingface_keys.py`` lists the known keys. A configuration
-that none of the four can express (an ablation switch, other attention) is written under ``model_type:
-attention_suite``, so that no other program opens it and computes something else.
+that none of the four can express (an ablation switch, other attention) is written under
+``model_type: attention_suite``, so that no other program opens it and computes something else.
 """
 
 from __future__ import annotations

@@ -4,10 +4,11 @@ The method is DeepSeek-V2's (arXiv 2405.04434, section 2.1). A token's latent ha
 ``kv_b_proj`` makes each head's key (``qk_nope_head_dim``) and value (``v_head_dim``) from it. All heads also share one
 key of ``qk_rope_head_dim`` numbers, which carries the position. A cache holds only the latent and the shared key.
 
-Over its own tokens attention runs *expanded*: with keys and values of every head, ``qk_nope_head_dim +
-qk_rope_head_dim`` and ``v_head_dim`` wide. Against a cache it runs *absorbed*: the keys' half of ``kv_b_proj`` is
-applied to the queries, these attend to the cached latents as a single KV head, and the values' half is applied to the
-result. Both compute the same, up to rounding. Absorbed attention never makes a key or value of a cached token.
+Over its own tokens attention runs *expanded*: with keys and values of every head,
+``qk_nope_head_dim + qk_rope_head_dim`` and ``v_head_dim`` wide. Against a cache it runs *absorbed*: the keys' half of
+``kv_b_proj`` is applied to the queries, these attend to the cached latents as a single KV head, and the values' half is
+applied to the result. Both compute the same, up to rounding. Absorbed attention never makes a key or value of a cached
+token.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Train and measure a byte-level model on text. The checkpoint in this package was made by this module.
 
-``python -m attnsuite.models.pretrain train --out DIR [--text FILE ...]`` and ``python -m attnsuite.models.pretrain
-evaluate``. The optimizer is Muon (``optimizer.py``), the step is that of ``training.py``. All seeds are fixed; the same
-versions on the same machine give the same weights.
+``python -m attnsuite.models.pretrain train --out DIR [--text FILE ...]`` and
+``python -m attnsuite.models.pretrain evaluate``. The optimizer is Muon (``optimizer.py``), the step is that of
+``training.py``. All seeds are fixed; the same versions on the same machine give the same weights.
 """
 
 from __future__ import annotations

@@ -64,10 +64,11 @@ class Kernels(Protocol):
         """Attention of query tile i of KV head k to the units ``listed[b, k, i]``, in the dtype of the query.
 
         ``listed`` int32 is the result of :func:`attnsuite.backends.kascade.selection.with_own`: ascending, distinct, -1
-        to the end, own region included. Unit u holds the key slots ``u * tiling.unit`` to ``(u + 1) * tiling.unit -
-        1``; slots from ``places.lengths`` on do not exist. :func:`attnsuite.backends.kascade.selection.may_see` is the
-        mask inside a unit. It is needed for units that reach beyond the tile's first query position or beyond the
-        length, and if there are segment ids. A row that sees nothing is exactly zero.
+        to the end, own region included. Unit u holds the key slots ``u * tiling.unit`` to
+        ``(u + 1) * tiling.unit - 1``; slots from ``places.lengths`` on do not exist.
+        :func:`attnsuite.backends.kascade.selection.may_see` is the mask inside a unit. It is needed for units that
+        reach beyond the tile's first query position or beyond the length, and if there are segment ids. A row that sees
+        nothing is exactly zero.
         """
         ...
 

@@ -173,9 +173,9 @@ def op_function(case: OpCase, plan: Callable[[Layout], Plan]) -> Callable[..., A
 
     With gradients it also takes ``d_out`` and returns ``(out, dq, dk, dv)``. The function includes planning, as a
     model's forward pass does. The layout is an argument, so that no backend can make the mask of one case a constant of
-    its code. A decode step takes keys and values as a cache holds them (``models.KVCache``: ``[batch, kv_heads, length,
-    head_dim]``) and passes them on transposed. XLA folds this transpose into the products; from the contract's own
-    layout a CPU would transpose in memory first.
+    its code. A decode step takes keys and values as a cache holds them (``models.KVCache``:
+    ``[batch, kv_heads, length, head_dim]``) and passes them on transposed. XLA folds this transpose into the products;
+    from the contract's own layout a CPU would transpose in memory first.
     """
 
     def forward(layout: Layout, query: Any, key: Any, value: Any) -> Any:
