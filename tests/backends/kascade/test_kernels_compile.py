@@ -30,7 +30,7 @@ import jax, jax.numpy as jnp
 from attnsuite.backends import AttentionSpec, Layout, Target
 from attnsuite.backends.kascade import Settings, Tiling, Places, kernels
 from attnsuite.backends.kascade import block_sizes
-from attnsuite.suite import topologies
+from attnsuite.suite.absent import topologies
 from attnsuite.suite.absent.programs import AbstractProgram
 from attnsuite.suite.absent.compilation import compile_program, one_line
 
