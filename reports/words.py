@@ -12,7 +12,6 @@ from attnsuite.suite.statistics import Interval
 
 DASH = "\u2013"
 TIMES = "\u00d7"
-DIVIDED = "\u00f7"
 
 Value = str | bool | int | float | Interval | TensorError | None
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import datetime as dt
 import os
 import platform
 import queue
@@ -26,7 +25,7 @@ from .absent import cache as compile_cache
 from .absent import topologies
 from .absent.compilation import NO_COMPILER, ROLE, in_roles
 from .errors import CellFailure, InputError
-from .grid.executors import Limits
+from .grid.executors import Limits, now
 from .grid.keeping import GridWatcher
 from .grid.process import Worker
 from .kinds import problem_of
@@ -193,7 +192,7 @@ class _Compiler:
 
     def _compile(self, case: OpCase | ModelCase, backend: str, key: str) -> tuple[Record, bool]:
         """The record of a cell, and whether compiling again would give the same record."""
-        started, begin = dt.datetime.now(dt.UTC).isoformat(timespec="seconds"), time.perf_counter()
+        started, begin = now(), time.perf_counter()
         facts: dict[str, Any]
         try:
             facts = self._ask(case, backend)

@@ -31,7 +31,8 @@ from attnsuite.models.training import Batch, Step, compiled_step, training_step
 
 from . import files, record
 from .errors import InputError
-from .grid.keeping import GridWatcher, identity, keep, now
+from .grid.executors import now
+from .grid.keeping import GridWatcher, identity, keep
 from .loss_curves import TrainingCase
 from .measure.environment import describe
 from .names import known_backend

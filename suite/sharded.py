@@ -22,7 +22,8 @@ from attnsuite.backends import AttentionSpec, Target, UnknownBackendError, regis
 from attnsuite.backends.devices import cpu_name
 
 from .errors import CellFailure, InputError
-from .grid.keeping import GridWatcher, identity, keep, now
+from .grid.executors import now
+from .grid.keeping import GridWatcher, identity, keep
 from .grid.process import Worker, ask_together
 from .measure import environment
 from .measure.memory import machine_bytes

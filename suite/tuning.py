@@ -31,8 +31,8 @@ from attnsuite.backends.tuned import SCHEMA
 
 from . import files, statistics
 from .errors import CellFailure, InputError
-from .grid.executors import Limits
-from .grid.keeping import GridWatcher, identity, keep, now
+from .grid.executors import Limits, now
+from .grid.keeping import GridWatcher, identity, keep
 from .grid.process import Worker
 from .grid.references import References
 from .kinds import make_case, problem_of

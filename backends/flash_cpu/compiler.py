@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import binding as llvm
@@ -112,6 +112,3 @@ def load(data: bytes) -> Loaded:
     engine.add_object_file(llvm.ObjectFileRef.from_data(data))
     engine.finalize_object()
     return Loaded(engine)
-
-
-Features = Mapping[str, bool]

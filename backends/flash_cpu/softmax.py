@@ -25,7 +25,6 @@ _LAZY = 8.0
 
 # Numbers that every kernel is given, float32: from a raw product to a power of two, and the soft cap's two factors.
 SCALE, CAP_INNER, CAP_OUTER, GRADIENT_SCALE = range(0, 16, 4)
-NUMBERS = 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

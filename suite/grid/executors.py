@@ -54,7 +54,8 @@ class RunContext:
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
 
 
-def _now() -> str:
+def now() -> str:
+    """The time to the second, ISO 8601, UTC."""
     return dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
 
 
@@ -64,7 +65,7 @@ class _Running:
 
     cell: Cell
     worker: Worker
-    started: str = dataclasses.field(default_factory=_now)
+    started: str = dataclasses.field(default_factory=now)
     facts: Facts = dataclasses.field(default_factory=Facts)
     samples: list[float] = dataclasses.field(default_factory=list)
     wall: float = 0.0
@@ -159,7 +160,7 @@ def unsupported(cell: Cell, context: RunContext) -> Record:
         error=f"refused; {instead}.",
         suite=context.suite,
         environment=context.environment,
-        started=_now(),
+        started=now(),
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime as dt
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -71,8 +70,3 @@ def identity(
         git_revision=found.get("git_revision"),
         flags=found.get("flags", {}),
     )
-
-
-def now() -> str:
-    """The time to the second, ISO 8601, UTC."""
-    return dt.datetime.now(dt.UTC).isoformat(timespec="seconds")

@@ -42,7 +42,7 @@ from ..measure.judge import as_error
 from ..measure.program import Program
 from ..record import TensorError
 from ..typed import Count, Real, Seed
-from .formulas import op_bytes, op_flops
+from .formulas import op_bytes, op_flops, op_tokens
 from .inputs import make_inputs
 from .kind import SHORT_DTYPE, Dtype, Kind, backends_of, check_fields, label_of, name_case, of_backend, of_peers
 
@@ -329,7 +329,7 @@ class Attention(Kind):
             facts,
             flops=op_flops(case),
             bytes_moved=op_bytes(case),
-            tokens=case.batch * case.query_length,
+            tokens=op_tokens(case),
             accuracy=errors,
             notes=notes,
         )
