@@ -20,6 +20,7 @@ from attnsuite.backends.resolve import OnUnavailable
 from .cache import Slots
 from .config import ModelConfig
 from .forward import forward_cached
+from .padding import left_aligned
 from .parameters import Params
 from .planning import Options, Resolutions, freeze_options, resolve_attention
 from .transformer import Transformer
@@ -31,6 +32,7 @@ def generate(
     max_new_tokens: int,
     *,
     lengths: Any = None,
+    padding_mask: Any = None,
     temperature: float = 0.0,
     top_p: float = 1.0,
     seed: int = 0,
@@ -42,7 +44,8 @@ def generate(
 ) -> Int[np.ndarray, "batch max_new_tokens"]:
     """The tokens that follow each prompt ``tokens [batch, length]``, int32.
 
-    ``lengths [batch]`` says how many tokens of each prompt are valid, the rest being padding on the right.
+    ``lengths [batch]`` says how many tokens of each prompt are valid, the rest being padding on the right. In its place
+    ``padding_mask [batch, length]`` (True: a token) says where the padding is, on the left or on the right.
     Behind ``stop_token`` a row holds only stop tokens, and generation ends once every row has one. The same
     seed gives the same tokens. Raises ValueError for arguments out of range.
 
@@ -59,6 +62,10 @@ def generate(
     tokens = jnp.asarray(tokens)
     if tokens.ndim != 2:
         raise ValueError(f"tokens has shape {tokens.shape}; expected [batch, length].")
+    if padding_mask is not None:
+        if lengths is not None:
+            raise ValueError("lengths and padding_mask both say where the padding is; give one of them.")
+        tokens, lengths = left_aligned(tokens, padding_mask)
     call: dict[str, Any] = {"backend": backend, "mode": mode, "on_unavailable": on_unavailable}
     cache = model.new_cache(tokens.shape[0], tokens.shape[1] + max_new_tokens)
     logits, cache = model.prefill(

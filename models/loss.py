@@ -17,18 +17,20 @@ def next_token_loss(
     tokens: Int[Array, "batch length"],
     segment_ids: Int[Array, "batch length"] | None = None,
     mask: Bool[Array, "batch length"] | None = None,
+    padding_mask: Bool[Array, "batch length"] | None = None,
     total: Int[Array, ""] | None = None,
 ) -> Float[Array, ""]:
     """Mean cross-entropy in nats, float32, of predicting token t+1 from the logits at t.
 
     With ``segment_ids`` a target counts only inside its own document, and padding (negative ids) never;
-    ``mask`` (True: counts) is over tokens as targets. Zero, with zero gradients, where nothing counts.
+    ``mask`` (True: counts) is over tokens as targets. With ``padding_mask`` (True: a token, False: padding) a target
+    counts only if the token before it is no padding either. Zero, with zero gradients, where nothing counts.
     ``total`` is what to divide by where these rows are a part of a batch; their own targets if left out.
 
     >>> float(next_token_loss(jnp.zeros((1, 4, 2)), jnp.zeros((1, 4), int)))  # doctest: +ELLIPSIS
     0.6931...
     """
-    counts = counted_targets(tokens, segment_ids, mask)
+    counts = counted_targets(tokens, segment_ids, mask, padding_mask)
     nats = jnp.where(counts, token_nats(logits[:, :-1], tokens[:, 1:]), 0.0)
     return nats.sum() / jnp.maximum(counts.sum() if total is None else total, 1)
 
@@ -37,11 +39,16 @@ def counted_targets(
     tokens: Int[Array, "*parts batch length"],
     segment_ids: Int[Array, "*parts batch length"] | None = None,
     mask: Bool[Array, "*parts batch length"] | None = None,
+    padding_mask: Bool[Array, "*parts batch length"] | None = None,
 ) -> Bool[Array, "*parts batch length-1"]:
     """True for the tokens behind the first that count as targets; see :func:`next_token_loss`."""
     counts = jnp.ones(tokens[..., 1:].shape, bool)
     if segment_ids is not None:
         counts &= (segment_ids[..., 1:] == segment_ids[..., :-1]) & (segment_ids[..., 1:] >= 0)
+    if padding_mask is not None:
+        if padding_mask.dtype != bool:
+            raise ValueError(f"padding_mask is {padding_mask.dtype}; expected booleans, True for a token.")
+        counts &= padding_mask[..., 1:] & padding_mask[..., :-1]
     return counts if mask is None else counts & mask[..., 1:]
 
 

@@ -23,6 +23,7 @@ from attnsuite.backends.resolve import OnUnavailable
 from .cache import KVCache, default_dtype
 from .config import AttentionType, ModelConfig
 from .forward import forward, forward_cached
+from .padding import segment_ids_of
 from .parameters import Params, initialise, parameter_shapes
 from .planning import freeze_options, resolve_attention
 
@@ -102,15 +103,18 @@ class Transformer(nnx.Module):
         mode: Mode = "native",
         backend_options: Mapping[str, Any] | None = None,
         segment_ids: Any = None,
+        padding_mask: Any = None,
         needs_grad: bool = True,
         on_unavailable: OnUnavailable = "fallback",
     ) -> Float[Array, "batch length vocab"]:
         """Logits ``[batch, length, vocab]``, float32, of integer ``tokens [batch, length]``.
 
         ``segment_ids [batch, length]`` packs documents: a document is a maximal run of equal ids, sees
-        only itself, and its positions start at 0; negative ids are padding. ``needs_grad=False`` admits
-        backends without a backward pass. Raises ValueError for shapes that do not fit, and what
-        :func:`attnsuite.backends.resolve` raises.
+        only itself, and its positions start at 0; negative ids are padding. ``padding_mask [batch, length]``,
+        boolean, is True for the tokens of a row and False for its padding, at the left or at the right end; where both
+        are given, it must be True exactly where ``segment_ids`` is not negative. Logits at padding have no meaning.
+        ``needs_grad=False`` admits backends without a backward pass. Raises ValueError for shapes that do not fit, and
+        what :func:`attnsuite.backends.resolve` raises.
         """
         tokens = _check_tokens(tokens, self.config.vocab_size)
         batch, length = tokens.shape
@@ -123,6 +127,8 @@ class Transformer(nnx.Module):
             segment_ids = jnp.asarray(segment_ids)
             if segment_ids.shape != tokens.shape:
                 raise ValueError(f"segment_ids has shape {segment_ids.shape}; expected that of tokens, {tokens.shape}.")
+        if padding_mask is not None:
+            segment_ids = segment_ids_of(padding_mask, tokens.shape, segment_ids)
         resolutions = resolve_attention(
             self.config,
             batch=batch,
