@@ -31,11 +31,11 @@ from ..contract import (
 from ..devices import Target
 from ..features import FEATURES_0_1, Mode, Takes
 from ..standard import STANDARD
+from .availability import why_not
 from .calls import Calls
 from .compiler import Processor
 from .forward import UNSEEN_TOP
 from .isa import KNOWN, Isa
-from .probe import why_not
 from .visibility import Visibility, visibility
 
 _LOG2_E = math.log2(math.e)

@@ -1,7 +1,7 @@
 """One small problem through XLA, forward and backward, against NumPy.
 
-``probe.py`` starts it as ``python -m attnsuite.backends.flash_cpu.self_test avx2``. The argument names an instruction
-set, by default the best of the processor. Exits with 0 if the kernels are right, else with an exception.
+``availability.py`` starts it as ``python -m attnsuite.backends.flash_cpu.self_test avx2``. The argument names an
+instruction set, by default the best of the processor. Exits with 0 if the kernels are right, else with an exception.
 """
 
 from __future__ import annotations

@@ -19,11 +19,11 @@ from jaxtyping import Array, Bool, Float, Int
 from ..contract import AttentionSpec
 from ..devices import Target
 from ..flash_cpu import handler, sparse
+from ..flash_cpu.availability import why_not
 from ..flash_cpu.calls import Calls, call
 from ..flash_cpu.compiler import Processor
 from ..flash_cpu.forward import Kernel
 from ..flash_cpu.isa import Isa
-from ..flash_cpu.probe import why_not
 from ..flash_cpu.sparse import SparseKernel
 from ..flash_cpu.visibility import NO_KEY, NO_QUERY, Visibility
 from . import steps

@@ -20,8 +20,8 @@ from ..devices import Target
 from ..features import DTYPES, Mode, Takes
 from ..sharding import MeshAxes
 from ..support import support
+from . import availability
 from . import blocks as block_sizes
-from . import probe
 from .blocks import Passes
 from .mesh import OneDevice, OnMesh
 from .planning import plan_with
@@ -73,7 +73,7 @@ class Kvax:
         """
         reasons = tuple(_device_reasons(target, mode))
         if not reasons and (target.present or mode != "native"):
-            return probe.missing(mode)
+            return availability.missing(mode)
         return reasons
 
     def plan(
@@ -91,7 +91,7 @@ class Kvax:
         """
         blocks = _blocks(spec, target, check_options(self.name, options, OPTIONS, _GONE))
         # A plan for XLA to compile needs jax-triton, as a native one does; compile_kernels does not.
-        if reasons := probe.missing("native" if mode == "compile" else mode):
+        if reasons := availability.missing("native" if mode == "compile" else mode):
             raise ImportError(" ".join(reasons))
         return plan_with(upstream_of(mode, target), spec, layout, blocks, self.devices)
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from attnsuite.backends import BackendFallbackWarning, BackendUnavailableError, resolve
-from attnsuite.backends.kvax import probe
+from attnsuite.backends.kvax import availability
 from attnsuite.models import ModelConfig, Transformer
 
 pytestmark = pytest.mark.splash
@@ -72,7 +72,7 @@ def tokens_for(length=LENGTH):
 
 
 def asked(backend):
-    if backend == "kvax" and (reasons := probe.missing("interpret")):
+    if backend == "kvax" and (reasons := availability.missing("interpret")):
         must = os.environ.get("ATTNSUITE_REQUIRE_KVAX")  # set by tox -e kvax
         (pytest.fail if must else pytest.skip)(" ".join(reasons))
     types, call = TAKES[backend]

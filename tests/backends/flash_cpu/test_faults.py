@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("llvmlite", reason="the kernels are compiled by llvmlite (pip install 'attnsuite[cpu]')")
 
 from attnsuite.backends import AttentionSpec, Layout, Target, make_spec, plan, registry, resolve, support
-from attnsuite.backends.flash_cpu import cache, calls, compiler, probe, targets
+from attnsuite.backends.flash_cpu import availability, cache, calls, compiler, targets
 from attnsuite.backends.flash_cpu.visibility import visibility
 
 ISA = compiler.Processor.here().isa()
@@ -71,11 +71,11 @@ print(resolution.backend.name, *resolution.reasons)
 
 def test_another_major_version_of_the_ffi_is_refused_with_a_sentence(monkeypatch):
     monkeypatch.setattr(targets, "api_version", lambda: (1, 0))
-    probe.why_not.cache_clear()
+    availability.why_not.cache_clear()
     try:
         answer = support(registry.get("flash_cpu"), SPEC, Target.here())
     finally:
-        probe.why_not.cache_clear()
+        availability.why_not.cache_clear()
     assert not answer
     assert "version 1.0" in answer.reasons[0]
     assert answer.reasons[0].endswith(".")
@@ -88,21 +88,21 @@ def test_version_of_the_ffi_here_is_the_one_that_the_kernels_know():
 def test_processor_without_a_known_instruction_set_is_refused(monkeypatch):
     old = compiler.Processor("x86_64-unknown-linux-gnu", "core2", (("sse4.1", True),))
     monkeypatch.setattr(compiler.Processor, "here", staticmethod(lambda: old))
-    probe.why_not.cache_clear()
+    availability.why_not.cache_clear()
     try:
-        assert "core2 has none of them" in str(probe.why_not())
+        assert "core2 has none of them" in str(availability.why_not())
     finally:
-        probe.why_not.cache_clear()
+        availability.why_not.cache_clear()
 
 
 def test_self_test_that_fails_is_a_reason(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(probe, "_run", lambda _: "flash_cpu's self-test failed on this machine (exit code -4).")
-    probe.why_not.cache_clear()
+    monkeypatch.setattr(availability, "_run", lambda _: "flash_cpu's self-test failed on this machine (exit code -4).")
+    availability.why_not.cache_clear()
     try:
         resolution = resolve("auto", SPEC)
     finally:
-        probe.why_not.cache_clear()
+        availability.why_not.cache_clear()
     assert resolution.backend.name == "chunked"
     assert any("self-test failed" in reason for reason in resolution.reasons)
 

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("llvmlite", reason="the kernels are compiled by llvmlite (pip install 'attnsuite[cpu]')")
 
 from attnsuite.backends import Target, support
-from attnsuite.backends.flash_cpu import probe, rows
+from attnsuite.backends.flash_cpu import availability, rows
 from attnsuite.backends.flash_cpu import sparse as sparse_kernels
 from attnsuite.backends.flash_cpu.emit import Function, i64, ptr
 from attnsuite.backends.kascade import KASCADE, Schedule, flash_cpu, manual, reference
@@ -93,7 +93,7 @@ def test_cpu_where_the_kernels_do_not_work_is_refused(monkeypatch):
         "does not work here"
         in support(KASCADE, sparse().spec, Target("cpu"), options={"kernel": "flash_cpu"}).reasons[0]
     )
-    assert probe.why_not() is None
+    assert availability.why_not() is None
     assert support(KASCADE, sparse().spec, Target("cpu"))  # XLA's code does not need them
 
 
@@ -138,7 +138,7 @@ def _second_head_pooled_as_first(patch):
 )
 def test_kernel_with_a_fault_shows(fault, what, monkeypatch, tmp_path):
     problem = sparse(T=101)
-    probe.why_not()  # the self-test, before kernels are wrong
+    availability.why_not()  # the self-test, before kernels are wrong
     set_apart(monkeypatch, tmp_path, f"kascade: {fault.__name__}")
     fault(monkeypatch)
     assert _mass_error(problem) > 1e-3

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from attnsuite.backends.kvax import probe
+from attnsuite.backends.kvax import availability
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -14,6 +14,6 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("needs_kvax") is None:
         return
-    if reasons := probe.missing("interpret"):
+    if reasons := availability.missing("interpret"):
         must = os.environ.get("ATTNSUITE_REQUIRE_KVAX")  # set by tox -e kvax
         (pytest.fail if must else pytest.skip)(" ".join(reasons))

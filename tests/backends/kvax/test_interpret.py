@@ -9,7 +9,7 @@ import pytest
 
 import problems
 from attnsuite.backends import Target, attention
-from attnsuite.backends.kvax import KVAX, probe
+from attnsuite.backends.kvax import KVAX, availability
 from conformance import check_accuracy, compiled
 
 pytestmark = pytest.mark.needs_kvax
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.needs_kvax
 
 @pytest.fixture(autouse=True)
 def triton():
-    return pytest.importorskip("triton", reason="; ".join(probe.missing("interpret")))
+    return pytest.importorskip("triton", reason="; ".join(availability.missing("interpret")))
 
 
 @pytest.fixture

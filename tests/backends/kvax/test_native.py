@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from attnsuite.backends.kvax import probe
+from attnsuite.backends.kvax import availability
 
 LOWERED = """
 import collections
@@ -49,7 +49,7 @@ for kernel, signature, specialization, *_ in launch.func.__globals__["_COMPILED_
 
 @pytest.mark.needs_kvax
 def test_launches_are_lowered_for_cuda_with_the_stride_hint():
-    if reasons := probe.missing("native"):
+    if reasons := availability.missing("native"):
         (pytest.fail if os.environ.get("ATTNSUITE_REQUIRE_KVAX") else pytest.skip)(" ".join(reasons))
     done = subprocess.run([sys.executable, "-c", LOWERED], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from attnsuite.backends.kvax import probe
+from attnsuite.backends.kvax import availability
 
 GOOD = {"kvax": "0.1.0", "triton": "3.7.1", "chex": "0.1.92", "jax-triton": "0.3.1"}
 INSTALL = "pip install 'attnsuite[kvax]'"
@@ -19,7 +19,7 @@ INSTALL = "pip install 'attnsuite[kvax]'"
 
 @pytest.fixture
 def environment(tmp_path):
-    """Write packages and ask the probe, in a process that finds them before any other."""
+    """Write packages and ask whether kvax can be used, in a process that finds them before any other."""
 
     def ask(versions, sources=None, mode="interpret"):
         for name, version in versions.items():
@@ -30,7 +30,7 @@ def environment(tmp_path):
             package = tmp_path / name
             package.mkdir()
             (package / "__init__.py").write_text(source)
-        code = f"from attnsuite.backends.kvax import probe; print('\\n'.join(probe.missing({mode!r})))"
+        code = f"from attnsuite.backends.kvax import availability; print('\\n'.join(availability.missing({mode!r})))"
         path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
         done = subprocess.run(
             [sys.executable, "-c", code],
@@ -67,10 +67,10 @@ def test_jax_triton_matters_natively_only(environment):
 
 
 def test_every_missing_package_is_named(monkeypatch):
-    monkeypatch.setattr(probe, "_version", lambda _: None)
-    found = probe.missing.__wrapped__("native")
-    assert len(found) == len(probe.NATIVE_VERSIONS)
-    for reason, package in zip(found, probe.NATIVE_VERSIONS, strict=True):
+    monkeypatch.setattr(availability, "_version", lambda _: None)
+    found = availability.missing.__wrapped__("native")
+    assert len(found) == len(availability.NATIVE_VERSIONS)
+    for reason, package in zip(found, availability.NATIVE_VERSIONS, strict=True):
         assert f"the package {package} (" in reason
         assert "not installed" in reason
         assert INSTALL in reason
@@ -105,14 +105,14 @@ def test_broken_metadata_is_a_missing_package(monkeypatch):
     def broken(_):
         raise UnicodeDecodeError("utf-8", b"", 0, 1, "damaged")
 
-    monkeypatch.setattr(probe.metadata, "version", broken)
-    assert "not installed" in probe.missing.__wrapped__("interpret")[0]
+    monkeypatch.setattr(availability.metadata, "version", broken)
+    assert "not installed" in availability.missing.__wrapped__("interpret")[0]
 
 
 @pytest.mark.needs_kvax
 def test_nothing_is_missing_where_the_extra_is_installed():
-    assert probe.missing("interpret") == ()
-    assert probe.missing("compile") == ()
+    assert availability.missing("interpret") == ()
+    assert availability.missing("compile") == ()
 
 
 def test_extra_and_probe_ask_for_the_same():
@@ -124,7 +124,7 @@ def test_extra_and_probe_ask_for_the_same():
     extra = tomllib.loads(pyproject.read_text())["project"]["optional-dependencies"]["kvax"]
     ranges = {"triton>=3.6,<3.8", "chex>=0.1.85,<0.2", "kvax==0.1.0", "jax-triton==0.3.1"}
     assert set(extra) == ranges
-    assert probe.NATIVE_VERSIONS == {
+    assert availability.NATIVE_VERSIONS == {
         "kvax": ((0, 1, 0), (0, 1, 1)),
         "triton": ((3, 6), (3, 8)),
         "chex": ((0, 1, 85), (0, 2)),

@@ -20,7 +20,7 @@ from attnsuite.backends import (
     resolve,
     support,
 )
-from attnsuite.backends.kvax import KVAX, backend, blocks, probe
+from attnsuite.backends.kvax import KVAX, availability, backend, blocks
 
 A100, H100, B200 = (Target("cuda", kind) for kind in ("a100", "h100", "b200"))
 
@@ -96,7 +96,7 @@ def test_interprets_on_a_cpu_only():
 
 @pytest.mark.parametrize("mode", ["interpret", "compile"])
 def test_missing_packages_are_the_reason(monkeypatch, mode):
-    monkeypatch.setattr(probe, "missing", lambda mode: (f"nothing here to {mode} with.",))
+    monkeypatch.setattr(availability, "missing", lambda mode: (f"nothing here to {mode} with.",))
     target = Target("cpu") if mode == "interpret" else H100
     assert support(KVAX, spec(), target, mode).reasons == (f"nothing here to {mode} with.",)
     with pytest.raises(
@@ -106,7 +106,7 @@ def test_missing_packages_are_the_reason(monkeypatch, mode):
 
 
 def test_packages_matter_natively_only_where_the_device_is(monkeypatch):
-    monkeypatch.setattr(probe, "missing", lambda _: ("no kvax.",))
+    monkeypatch.setattr(availability, "missing", lambda _: ("no kvax.",))
     assert support(KVAX, spec(), H100)
     assert support(KVAX, spec(), dataclasses.replace(H100, present=True)).reasons == ("no kvax.",)
 
