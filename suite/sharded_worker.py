@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from attnsuite.backends import AttentionSpec, Backend, Layout, Target, oracle, plan, registry, support
-from attnsuite.backends.sharding import MeshAxes, Sharded, balanced_order
+from attnsuite.backends.dealing import MeshAxes, Sharded, balanced_order
 from attnsuite.backends.standard import STANDARD
 
 from .absent.compilation import one_line

@@ -17,10 +17,10 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float
 
 from ..contract import AttentionSpec, Carry, Layout, Plan, forward_only
+from ..dealing import MeshAxes
 from ..devices import Target
 from ..features import Mode, Takes
 from ..resolve import resolve
-from ..sharding import MeshAxes
 from . import kernels, steps, xla
 from .cost import not_profitable
 from .schedule import LayerRole, manual

@@ -16,9 +16,9 @@ from jax.sharding import Mesh
 
 from .. import tuned
 from ..contract import AttentionSpec, KernelBuild, Layout, Plan, check_options
+from ..dealing import MeshAxes
 from ..devices import Target
 from ..features import DTYPES, Mode, Takes
-from ..sharding import MeshAxes
 from ..support import support
 from . import availability
 from . import blocks as block_sizes

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from ..contract import AttentionSpec
-from ..sharding import MeshAxes
+from ..dealing import MeshAxes
 from .blocks import Passes
 from .layout import KvaxLayout
 

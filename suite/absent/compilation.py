@@ -20,7 +20,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from attnsuite.backends import Backend, Target, registry, support
 from attnsuite.backends.contract import BackendWithRoles, CompilesKernels, KernelBuild
-from attnsuite.backends.sharding import Sharded
+from attnsuite.backends.dealing import Sharded
 
 from ..kinds.attention import OpCase, spec_of
 from ..kinds.model import ModelCase

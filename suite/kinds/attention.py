@@ -30,9 +30,9 @@ from attnsuite.backends import (
     support,
 )
 from attnsuite.backends import plan as plan_whole
+from attnsuite.backends.dealing import divided
 from attnsuite.backends.devices import usable_cores
 from attnsuite.backends.features import Mode
-from attnsuite.backends.sharding import divided
 
 from .. import peers, typed
 from ..cell import Asked, Cell, Facts, Means, Prepared

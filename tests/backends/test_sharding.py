@@ -24,7 +24,7 @@ from attnsuite.backends import (
     registry,
     support,
 )
-from attnsuite.backends.sharding import divided
+from attnsuite.backends.dealing import divided
 
 pytestmark = pytest.mark.flash_cpu
 
@@ -35,7 +35,7 @@ import jax, numpy as np
 from jax.sharding import Mesh
 import conformance, problems
 from attnsuite.backends import MeshAxes, Sharded, Target, registry
-from attnsuite.backends.sharding import divided
+from attnsuite.backends.dealing import divided
 
 mesh = Mesh(np.array(jax.devices()), ("cores",))
 assert mesh.size == 2

@@ -87,7 +87,7 @@ def test_two_processes_give_what_one_device_gives():
 BROKEN = """
 import dataclasses, json, sys
 import jax, jax.numpy as jnp
-from attnsuite.backends import ring, sharding
+from attnsuite.backends import dealing, ring
 from attnsuite.suite import sharded, sharded_worker
 from attnsuite.suite.sharded import Row
 
@@ -118,7 +118,7 @@ class SkipsAStep:
 
 found = {
     "wrong positions": status(Row("standard", LONG, "packed, window, soft cap"),
-        sharding.Sharded, "_with_positions", without_offset),
+        dealing.Sharded, "_with_positions", without_offset),
     "a step left out": status(Row("chunked", ALL, "causal", "ring"), ring, "lax", lambda whole: SkipsAStep()),
     "weights left out": status(Row("chunked", ALL, "causal", "ring"), ring, "_put_together",
         lambda whole: lambda a, b: (a[0] + b[0], *whole(a, b)[1:])),
@@ -134,8 +134,8 @@ from attnsuite.models.sharding import shard_parameters
 model = models.Transformer(models.ModelConfig.from_preset("tiny"))
 tokens = jnp.asarray(np.random.default_rng(0).integers(0, 256, (2, 64)), jnp.int32)
 mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("data", "context", "model"))
-axes = sharding.MeshAxes("data", "model", "context", "ring")
-backend = sharding.Sharded(backends.get("chunked"), mesh, axes)
+axes = dealing.MeshAxes("data", "model", "context", "ring")
+backend = dealing.Sharded(backends.get("chunked"), mesh, axes)
 backends.register(backend)
 expected = model(tokens, backend="chunked")
 dealt = models.Transformer(model.config, shard_parameters(model.arrays(), mesh, heads="model", rest="data"))

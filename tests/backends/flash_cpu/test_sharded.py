@@ -13,7 +13,7 @@ import sys
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh
 from attnsuite.backends import Target, get, make_spec, plan
-from attnsuite.backends.sharding import MeshAxes, Sharded
+from attnsuite.backends.dealing import MeshAxes, Sharded
 
 options = eval(sys.argv[1])
 rng = np.random.default_rng(0)
