@@ -12,7 +12,7 @@ from attnsuite.suite.kinds.kascade.methods import METHODS
 from attnsuite.suite.record import Record
 from attnsuite.suite.store import RunManifest
 
-from .. import checkpoint, environment, figures, goals, growth, kascade, peers, plot, quality, reading
+from .. import environment, figures, goals, growth, kascade, model_table, peers, plot, quality, reading
 from ..cells import Cell, Group, group
 from ..page import Page, Section
 from ..read import Run
@@ -146,9 +146,9 @@ def _unlike(groups: Sequence[Group]) -> Iterator[Group]:
             yield dataclasses.replace(member, cells=cells)
 
 
-def one_checkpoint(shown: Shown) -> Iterator[Section]:
+def one_model(shown: Shown) -> Iterator[Section]:
     """The loss and the cost of each backend in one model."""
-    made = checkpoint.of_checkpoint(shown.every)
+    made = model_table.model_table(shown.every)
     if made is None:
         return
     told = (
@@ -157,7 +157,7 @@ def one_checkpoint(shown: Shown) -> Iterator[Section]:
         "frequencies is what the dense model has to beat, else every row is INVALID. Times are medians of the tables "
         "under Speed, where their intervals are. Kascade's losses are those of its own case, beside its controls."
     )
-    yield Section("checkpoint", f"Backends in {escape(checkpoint.title(shown.every))}", (told,), tables=(made,))
+    yield Section("checkpoint", f"Backends in {escape(model_table.title(shown.every))}", (told,), tables=(made,))
 
 
 def kascade_gate(shown: Shown) -> Iterator[Section]:
@@ -351,7 +351,7 @@ SECTIONS: tuple[Callable[[Shown], Iterable[Section]], ...] = (
     failed,
     refused,
     requested_and_run,
-    one_checkpoint,
+    one_model,
     kascade_gate,
     kascade_quality,
     kascade_goals,

@@ -18,13 +18,13 @@ from attnsuite.backends import names
 
 from .. import typed
 from ..cell import Case, Cell
-from ..checkpoint import CheckpointWords, checkpoint_suite
-from ..checkpoint import rows as checkpoint_rows
 from ..errors import CellFailure, InputError
 from ..kinds import kind_of, make_case, problem_of
 from ..kinds.kascade.methods import METHODS
 from ..kinds.kascade.words import KascadeWords, applied
 from ..measure.memory import machine_bytes
+from ..model_suite import ModelSuiteWords, model_suite
+from ..model_suite import rows as model_suite_rows
 from ..names import known_backend, names_of
 from ..peers import PEERS
 from ..record import Environment, Machine, Record
@@ -55,12 +55,12 @@ class RunRequest:
     limits: Limits
     all_cores: bool = False
     words: KascadeWords = dataclasses.field(default_factory=KascadeWords)
-    checkpoint: CheckpointWords | None = None
+    checkpoint: ModelSuiteWords | None = None
     file: str | None = None
 
 
 def new_request(
-    suite: str | CheckpointWords,
+    suite: str | ModelSuiteWords,
     backends: str | None,
     cases: str | None,
     text: Path | None,
@@ -70,9 +70,9 @@ def new_request(
 ) -> RunRequest:
     """The request of these flags. Raises InputError with one sentence for a name that does not exist."""
     asked = None if backends is None else names_of(backends, "--backends")
-    if isinstance(suite, CheckpointWords):
-        asked = checkpoint_rows(names() if asked is None else _known(asked))
-        found = checkpoint_suite(suite, kascade="kascade" in asked)
+    if isinstance(suite, ModelSuiteWords):
+        asked = model_suite_rows(names() if asked is None else _known(asked))
+        found = model_suite(suite, kascade="kascade" in asked)
     else:
         found = find_suite(suite)
     found = dataclasses.replace(found, cases=applied(words, found.cases))
@@ -82,7 +82,7 @@ def new_request(
         backends=_rows(found) if asked is None else _known(asked, found.cases),
         all_cores=found.all_cores,
         words=words,
-        checkpoint=suite if isinstance(suite, CheckpointWords) else None,
+        checkpoint=suite if isinstance(suite, ModelSuiteWords) else None,
         file=suite if isinstance(suite, str) and suite not in SUITES else None,
         text=None if text is None else checked_text(text),
         out=out,
@@ -108,7 +108,7 @@ def resumed_request(
             backends=manifest.backends,
             all_cores=manifest.all_cores,
             words=typed.convert(manifest.kascade, KascadeWords),
-            checkpoint=None if manifest.checkpoint is None else typed.convert(manifest.checkpoint, CheckpointWords),
+            checkpoint=None if manifest.checkpoint is None else typed.convert(manifest.checkpoint, ModelSuiteWords),
             file=manifest.file,
             text=text or (None if manifest.text is None else Path(manifest.text.path)),
             out=out,

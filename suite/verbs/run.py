@@ -12,8 +12,8 @@ from ..errors import InputError
 from .flags import directory_of, flag, limits_of, progress, resuming
 
 if TYPE_CHECKING:
-    from ..checkpoint import CheckpointWords
     from ..grid.run import RunRequest
+    from ..model_suite import ModelSuiteWords
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,22 +78,22 @@ def _request(command: Run) -> RunRequest:
     limits = limits_of(command.cell_timeout, command.cell_memory)
     names = ("tile_size", "top_k", "threshold", "max_reuse_dist", "schedule", "anchors", "granularity")
     words = KascadeWords(**{name: getattr(command, name) for name in names})
-    checkpoint = _checkpoint(command)
+    model = _model_words(command)
     if command.resume:
         out = directory_of(command, "")
-        said = words.flags() or ("--model" if checkpoint else "")
+        said = words.flags() or ("--model" if model else "")
         if said:
             raise InputError(f"{said} cannot change a run that was begun; leave it out, or start a new run.")
         return resumed_request(command.suite, command.backends, command.cases, command.text, out, limits)
     suite = command.suite or "quick"
-    name = Path(checkpoint.model).resolve().name if checkpoint else Path(suite).stem
+    name = Path(model.model).resolve().name if model else Path(suite).stem
     out = directory_of(command, name)
-    return new_request(checkpoint or suite, command.backends, command.cases, command.text, out, limits, words)
+    return new_request(model or suite, command.backends, command.cases, command.text, out, limits, words)
 
 
-def _checkpoint(command: Run) -> CheckpointWords | None:
+def _model_words(command: Run) -> ModelSuiteWords | None:
     from .. import typed
-    from ..checkpoint import CheckpointWords
+    from ..model_suite import ModelSuiteWords
 
     sizes = {"--seq-len": command.seq_len, "--batch": command.batch, "--dtype": command.dtype}
     given = [flag for flag, value in sizes.items() if value is not None]
@@ -106,6 +106,6 @@ def _checkpoint(command: Run) -> CheckpointWords | None:
     words = {"sequence": command.seq_len, "batch": command.batch, "dtype": command.dtype}
     said = {name: value for name, value in words.items() if value is not None}
     try:
-        return typed.convert({"model": command.model, **said}, CheckpointWords)
+        return typed.convert({"model": command.model, **said}, ModelSuiteWords)
     except ValueError as error:
         raise InputError(f"--model {command.model}: {error}.") from error

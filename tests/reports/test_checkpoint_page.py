@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from attnsuite.reports.cells import group
-from attnsuite.reports.checkpoint import of_checkpoint
+from attnsuite.reports.model_table import model_table
 from attnsuite.suite.kinds import problem_of
 from attnsuite.suite.kinds.model import ModelCase
 from attnsuite.suite.kinds.selection import SelectionCase
@@ -45,7 +45,7 @@ def rows(record):
             fields = {"quality": figures, "series": series | {"standard_nll": DENSE}, "samples": ()}
             exact = name == "dense"
             records.append(cell(CHOSEN, name, exact=exact, resolved="standard" if exact else name, **fields))
-        return {row["backend"]: row for row in of_checkpoint(group(records)).rows}
+        return {row["backend"]: row for row in model_table(group(records)).rows}
 
     return make
 
@@ -80,4 +80,4 @@ def test_kascades_row_is_withheld_where_its_control_does_not_fail(rows, lost):
 
 
 def test_another_suite_has_no_such_table(record):
-    assert of_checkpoint(group([record("standard"), dataclasses.replace(record("chunked"), suite="quick")])) is None
+    assert model_table(group([record("standard"), dataclasses.replace(record("chunked"), suite="quick")])) is None

@@ -14,7 +14,7 @@ import pytest
 from attnsuite.backends import Target, names, registry
 from attnsuite.backends.kascade import manual
 from attnsuite.models import load_shipped, save
-from attnsuite.suite import checkpoint
+from attnsuite.suite import model_suite
 from attnsuite.suite.cell import Asked
 from attnsuite.suite.grid.probe import probe
 from attnsuite.suite.kinds import model_program
@@ -180,9 +180,9 @@ def test_a_tile_that_a_tpu_takes_is_its_kernels(on):
 def test_a_checkpoints_timed_rows_are_refused_for_tiles_that_the_kernel_does_not_take(kind, on, shipped):
     """On a TPU the rows said native and crashed in plan."""
     on(kind)
-    cases = checkpoint.checkpoint_suite(checkpoint.CheckpointWords(model=shipped, sequence=256), kascade=True).cases
-    found = planned(cases, checkpoint.rows(["standard", "kascade"]))
-    fits = planned(applied(KascadeWords(tile_size=128), cases), checkpoint.rows(["standard", "kascade"]))
+    cases = model_suite.model_suite(model_suite.ModelSuiteWords(model=shipped, sequence=256), kascade=True).cases
+    found = planned(cases, model_suite.rows(["standard", "kascade"]))
+    fits = planned(applied(KascadeWords(tile_size=128), cases), model_suite.rows(["standard", "kascade"]))
     for case in ("model_prefill", "model_decode"):
         (what,) = found[case, "kascade"]
         assert what == ("kascade native" if kind == "h100" else "splash fallback")

@@ -12,7 +12,7 @@ import pytest
 
 from attnsuite.models import ModelConfig, Tokenizer, Transformer, load_shipped, load_text, save
 from attnsuite.models.loss import token_nats
-from attnsuite.suite import checkpoint
+from attnsuite.suite import model_suite
 from attnsuite.suite.cell import Asked
 from attnsuite.suite.command_line import main
 from attnsuite.suite.errors import InputError
@@ -130,14 +130,14 @@ def test_bits_are_counted_per_byte_of_the_text(tokenized):
 
 
 def test_the_suite_of_a_checkpoint_has_kascades_controls_where_kascade_is_asked_for(shipped):
-    words = checkpoint.CheckpointWords(model=str(shipped), sequence=64, batch=3)
-    cases = checkpoint.checkpoint_suite(words, kascade=True).cases
+    words = model_suite.ModelSuiteWords(model=str(shipped), sequence=64, batch=3)
+    cases = model_suite.model_suite(words, kascade=True).cases
     assert [type(case) for case in cases] == [TextCase, ModelCase, ModelCase, SelectionCase, SelectionCase]
     assert {case.model for case in cases} == {str(shipped.resolve())}
     assert all(case.ragged and case.batch == 3 for case in cases[1:3])
-    assert len(checkpoint.checkpoint_suite(words, kascade=False).cases) == 3
-    assert {"dense", "random_tiles"} <= set(checkpoint.rows(["standard", "kascade"]))
-    assert checkpoint.rows(["standard"]) == ("standard",)
+    assert len(model_suite.model_suite(words, kascade=False).cases) == 3
+    assert {"dense", "random_tiles"} <= set(model_suite.rows(["standard", "kascade"]))
+    assert model_suite.rows(["standard"]) == ("standard",)
     small = tuple(dataclasses.replace(case, sequence=64) for case in cases)
     found = probe(Asked(rows=("standard", "kascade", "dense"), cases=small))["cells"]
     plans = {(cell["case"], cell["row"]): cell for cell in found}

@@ -12,7 +12,7 @@ import pytest
 from attnsuite.backends import Target
 from attnsuite.models import load_shipped
 from attnsuite.models.weights import shipped
-from attnsuite.suite import checkpoint
+from attnsuite.suite import model_suite
 from attnsuite.suite.absent import cache as compile_cache
 from attnsuite.suite.command_line import main
 from attnsuite.suite.compile_request import ModelWords, compile_request
@@ -63,8 +63,8 @@ def test_unknown_name_is_one_sentence_with_those_that_are_accepted(verb, tmp_pat
 @pytest.mark.parametrize("model", ["text", "directory"])
 def test_run_and_compile_take_the_names_of_the_others(model, directory, tmp_path):
     name, place = (directory, str(Path(directory).resolve())) if model == "directory" else ("text", "text")
-    words = checkpoint.CheckpointWords(model=name, sequence=64)
-    assert {case.model for case in checkpoint.checkpoint_suite(words, kascade=True).cases} == {place}
+    words = model_suite.ModelSuiteWords(model=name, sequence=64)
+    assert {case.model for case in model_suite.model_suite(words, kascade=True).cases} == {place}
     assert words.as_json()["model"] == place
     request = compile_request(
         suite=None, cases=None, backends="standard", targets="v5e", out=tmp_path, cache=None, command=(),

@@ -1,4 +1,4 @@
-"""One checkpoint on one page: the loss and the cost of each backend, one row each.
+"""The table of one model: the loss and the cost of each backend, one row each.
 
 The figures of a row are from several cases of the same model: text (for Kascade the case with its controls), prefill
 and decoding. If the dense model is no better than a unigram model, no row shows a loss. If Kascade's control does not
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import PurePath
 
 from attnsuite.suite import statistics
-from attnsuite.suite.checkpoint import NAME
+from attnsuite.suite.model_suite import NAME
 from attnsuite.suite.shown import STANDARD, is_trusted
 
 from . import kascade, quality
@@ -22,7 +22,7 @@ from .words import Value
 KASCADE = "kascade"
 
 
-def of_checkpoint(groups: Sequence[Group]) -> Table | None:
+def model_table(groups: Sequence[Group]) -> Table | None:
     """The table; None for cells of another suite."""
     members = [member for member in groups if all(cell.record.suite == NAME for cell in member.cells)]
     names = dict.fromkeys(
@@ -52,7 +52,7 @@ def of_checkpoint(groups: Sequence[Group]) -> Table | None:
 
 
 def title(groups: Sequence[Group]) -> str:
-    """The checkpoint's name."""
+    """The model's name."""
     return PurePath(str(groups[0].cells[0].record.problem.get("model"))).name
 
 

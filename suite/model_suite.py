@@ -1,7 +1,7 @@
 """The suite of ``attnsuite run --model NAME``: every backend in one model, measured for quality and for speed.
 
 Cases on text show what a backend loses; prefill and decode cases show what it costs. If Kascade is asked for, cases
-with its controls are added. The cases name the checkpoint; :class:`CheckpointWords` gives lengths and counts.
+with its controls are added. The cases name the checkpoint; :class:`ModelSuiteWords` gives lengths and counts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .named_model import absolute, checkpoint_of
 from .suites import Suite
 from .typed import Count
 
-NAME = "checkpoint"
+NAME = "checkpoint"  # the suite's name in records
 TOP_K, TILE_SIZE = 0.125, 16
 SEQUENCES = 12  # the same for every row, so that their perplexities compare
 # Rows that stand beside Kascade's on a text: dense, the best possible selection, and controls that have to fail.
@@ -29,7 +29,7 @@ ROWS = ("dense", "oracle_query", "kascade", "sinks_window", "random_tiles")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointWords:
+class ModelSuiteWords:
     """The flags of the command line: the checkpoint, and sizes that replace the suite's."""
 
     model: str
@@ -43,7 +43,7 @@ class CheckpointWords:
         return dataclasses.asdict(self) | {"model": absolute(self.model)}
 
 
-def checkpoint_suite(words: CheckpointWords, *, kascade: bool) -> Suite:
+def model_suite(words: ModelSuiteWords, *, kascade: bool) -> Suite:
     """The cases of a checkpoint. Raises InputError for an unknown name, and for a checkpoint that cannot be read."""
     with checkpoint_of(words.model) as directory:
         try:
