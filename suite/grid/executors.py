@@ -148,7 +148,7 @@ def one_after_another(
         worker.close()
 
 
-def unsupported(cell: Cell, context: RunContext) -> Record:
+def refused(cell: Cell, context: RunContext) -> Record:
     """The record of a cell that is not measured, because its row was refused.
 
     The backend refused. Its fallback is measured in its own cell, or no backend can run the case.

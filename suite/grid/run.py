@@ -30,7 +30,7 @@ from ..peers import PEERS
 from ..record import Environment, Machine, Record
 from ..store import GridManifest, RunManifest, RunStore, TextIdentity, read_manifest
 from ..suites import SUITES, Suite, find_suite, select
-from .executors import Limits, RunContext, Watcher, is_measured, run_case, unsupported
+from .executors import Limits, RunContext, Watcher, is_measured, refused, run_case
 from .keeping import GridWatcher
 from .process import Worker
 from .references import References
@@ -180,7 +180,7 @@ def _case_records(
     case: Case, cells: Sequence[Cell], rows: Sequence[str], references: References, context: RunContext
 ) -> Iterable[Record]:
     running = [cell for cell in cells if is_measured(cell, rows)]
-    yield from (unsupported(cell, context) for cell in cells if cell not in running)
+    yield from (refused(cell, context) for cell in cells if cell not in running)
     if running:
         yield from run_case(case, running, references, context)
 
