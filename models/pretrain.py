@@ -30,7 +30,7 @@ from .planning import resolve_attention
 from .text import Bytes, Corpus, bigram_bits, bits_per_byte, load_text, random_windows, unigram_bits
 from .training import Batch, compiled_step, training_step
 from .transformer import Transformer
-from .weights import load, load_shipped, save
+from .weights import TEXT, load, save, trained
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +56,8 @@ class Train:
 class Evaluate:
     """Bits per byte of a checkpoint on what CPython's prose holds out and on files, beside the baselines."""
 
-    checkpoint: Path | None = None
-    """A directory that models.load reads; the checkpoint in this package if left out."""
+    checkpoint: str = TEXT
+    """text (the checkpoint in this package), or a directory that models.load reads."""
     text: tuple[Path, ...] = ()
     """Files to measure on, whole, beside the held-out part of CPython's prose."""
     fit: tuple[Path, ...] = ()
@@ -143,7 +143,8 @@ def main(arguments: Train | Evaluate) -> None:
         (arguments.out / "training.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         print(json.dumps(record, indent=1))  # noqa: T201
         return
-    model = load_shipped() if arguments.checkpoint is None else load(arguments.checkpoint)
+    with trained(arguments.checkpoint) as directory:
+        model = load(directory)
     fit = np.concatenate([prose.train, *(load_text(path, held_out=0.0).train for path in arguments.fit)])
     texts = {prose.name: prose.held_out}
     texts |= {path.name: load_text(path, held_out=0.0).train for path in arguments.text}

@@ -18,13 +18,14 @@ import jax
 import numpy as np
 
 from .checkpoint import CONFIG, open_checkpoint
-from .config import ModelConfig
+from .config import PRESETS, ModelConfig
 from .huggingface import to_hf
 from .parameters import Params, checkpoint_names, parameter_shapes
 from .shards import INDEX, WEIGHTS, write_safetensors
 from .tokenizer import TOKENIZER_FILES
 from .transformer import Transformer
 
+TEXT = "text"  # what the checkpoint in this package is called, and its folder
 SHIPPED = "tiny-bytes"
 _NOISE = 1_000_003  # a prime, so that no two rows of a matrix are alike
 _ReadTensors = Callable[[Sequence[str]], Iterable[tuple[str, np.ndarray]]]
@@ -56,8 +57,33 @@ def load_shipped(**overrides: Any) -> Transformer:
     >>> load_shipped().config.vocab_size
     256
     """
-    with shipped() as directory:
+    with trained(TEXT) as directory:
         return load(directory, **overrides)
+
+
+class UnknownModelError(ValueError):
+    """No trained model has this name. The message is a sentence with the names that are accepted."""
+
+
+@contextlib.contextmanager
+def trained(name: str) -> Iterator[Path]:
+    """The directory of the trained weights that ``name`` stands for, there as long as the context lasts.
+
+    ``name`` is ``text`` (the checkpoint in this package) or a directory; a folder named ``text`` is ``./text``. Raises
+    UnknownModelError, a ValueError, for any other name.
+
+    >>> with trained("text") as directory:
+    ...     load(directory).config.vocab_size
+    256
+    """
+    if name == TEXT:
+        with shipped() as directory:
+            yield directory
+    elif Path(name).is_dir():
+        yield Path(name)
+    else:
+        preset = " (a preset has no trained weights)" if name in PRESETS else ""
+        raise UnknownModelError(f"{name!r} is not known; use {TEXT}, or a checkpoint's directory{preset}.")
 
 
 def shipped() -> contextlib.AbstractContextManager[Path]:

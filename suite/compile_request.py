@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from attnsuite.backends import Target, names
+from attnsuite.models import PRESETS
 
 from .absent import topologies
 from .absent.programs import model_config
@@ -128,7 +129,7 @@ def _bases(models: Sequence[str], phases: Sequence[str], words: ModelWords) -> t
     kinds: list[Any] = [_known(_PHASES, name, "phase") for name in phases]
     bases = [
         ModelCase(kind=kind, model=model, batch=words.batch, dtype=dtype, new_tokens=1)
-        for model in map(absolute, models)
+        for model in (name if name in PRESETS else absolute(name) for name in models)
         for kind in kinds
     ]
     for base in bases:

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float
 from attnsuite.backends import AttentionSpec, Layout, Plan, Takes, Target, Terms, plan, registry, support
 from attnsuite.backends.contract import Carry
 from attnsuite.backends.features import Mode
-from attnsuite.models import PRESETS, ModelConfig, Transformer, load_text
+from attnsuite.models import ModelConfig, Transformer, load_text
 from attnsuite.models.optimizer import make_optimizer
 from attnsuite.models.parameters import Params
 from attnsuite.models.planning import Resolutions, attention_spec, freeze_options, resolve_attention
@@ -127,9 +127,10 @@ def run_curves(request: CurvesRequest, out: Path, watcher: GridWatcher, *, resum
     backends.
     """
     preset = request.preset
-    if preset not in PRESETS:
-        raise InputError(f"--preset {preset!r} is not known; use one of {', '.join(PRESETS)}.")
-    config = ModelConfig.from_preset(preset, dtype="float32", param_dtype="float32")
+    try:
+        config = ModelConfig.from_preset(preset, dtype="float32", param_dtype="float32")
+    except ValueError as error:
+        raise InputError(f"--{error}") from error  # the sentence begins with "preset"
     for name in request.backends:
         known_backend(name)
     data = load_text().train

@@ -1,7 +1,8 @@
 """Models by name, the same in every verb: a preset, ``text``, or the directory of a checkpoint.
 
-``text`` is the trained checkpoint in this package. A preset has random weights; verbs that need trained weights accept
-the other two (:func:`checkpoint_of`). ``where`` is the flag that gave the name, for error sentences: ``--model``, say.
+``text`` is the trained checkpoint in this package. A preset has random weights, and its name comes before a directory
+of the same name. Verbs that need trained weights accept the other two (:func:`checkpoint_of`). ``where`` is the flag
+that gave the name, for error sentences: ``--model``, say.
 """
 
 from __future__ import annotations
@@ -14,29 +15,24 @@ from typing import Any
 from flax import nnx
 
 from attnsuite.models import PRESETS, ModelConfig, Transformer, open_checkpoint
-from attnsuite.models.weights import load, shipped
+from attnsuite.models.weights import TEXT, UnknownModelError, load, trained
 
 from .errors import InputError
 
-SHIPPED = "text"
-
 
 def absolute(name: str) -> str:
-    """The same model's name for a process in another directory: a relative path becomes absolute."""
-    return str(Path(name).resolve()) if name != SHIPPED and Path(name).is_dir() else name
+    """The same trained model's name for a process in another directory: a relative path becomes absolute."""
+    return str(Path(name).resolve()) if name != TEXT and Path(name).is_dir() else name
 
 
 @contextlib.contextmanager
 def checkpoint_of(name: str, where: str = "--model") -> Iterator[Path]:
     """The directory of trained weights; it exists as long as the context. Raises InputError for an unknown name."""
-    if name == SHIPPED:
-        with shipped() as directory:
+    try:
+        with trained(name) as directory:
             yield directory
-        return
-    if not Path(name).is_dir():
-        preset = " (a preset has no trained weights)" if name in PRESETS else ""
-        raise InputError(f"{where} {name!r} is not known; use {SHIPPED}, or a checkpoint's directory{preset}.")
-    yield Path(name)
+    except UnknownModelError as error:
+        raise InputError(f"{where} {error}") from error
 
 
 def config_of(name: str, where: str = "--model", **overrides: Any) -> ModelConfig:
@@ -57,11 +53,12 @@ def model_of(name: str, where: str = "--model", *, seed: int = 0, **overrides: A
 
 @contextlib.contextmanager
 def _readable(name: str, where: str) -> Iterator[Path]:
-    if name != SHIPPED and not Path(name).is_dir():
-        known = ", ".join((SHIPPED, *PRESETS))
-        raise InputError(f"{where} {name!r} is not known; use {known}, or a checkpoint's directory.")
+    """As :func:`checkpoint_of`, for callers that accept presets too. Faults inside the context name the model."""
     try:
-        with checkpoint_of(name, where) as directory:
+        with trained(name) as directory:
             yield directory
+    except UnknownModelError as error:
+        known = ", ".join((TEXT, *PRESETS))
+        raise InputError(f"{where} {name!r} is not known; use {known}, or a checkpoint's directory.") from error
     except (OSError, ValueError, KeyError) as error:
         raise InputError(f"{where} {name!r} cannot be loaded: {error}") from error

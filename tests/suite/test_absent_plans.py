@@ -145,7 +145,7 @@ def test_a_cpu_has_no_kernel_of_its_own():
 
 def traced_row(case, row):
     """Prefill of a row, over the retrieval checkpoint; and what is to be said of who computes it."""
-    model = dense.model_of(case)
+    model = dense.case_model(case)
     schedule = manual((0, 2), num_layers=model.config.num_layers, kv_heads=model.config.kv_heads)
     tokens = jax.numpy.zeros((dense.AT_ONCE, case.sequence), jax.numpy.int32)
     run = quality._program(case, model, row, schedule)

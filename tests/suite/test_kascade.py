@@ -133,7 +133,7 @@ def test_kascade_finds_all_at_the_flops_that_it_says(gate, phase):
 
 def expected_flops(case):
     """By hand: layer 0 dense, one anchor of six, four reuse layers; an anchor scores everything once more."""
-    config, settings = dense.model_of(case).config, settings_of(case)
+    config, settings = dense.case_model(case).config, settings_of(case)
     if case.phase == "prefill":
         spec = attention_spec(config, "global", batch=1, query_length=case.sequence, needs_grad=False)
         reuse = kept_fraction(spec, settings).reuse
@@ -148,7 +148,7 @@ def expected_flops(case):
 def test_calibration_of_another_model_is_refused(gate):
     other = dataclasses.replace(GATE, name="", kind="kascade_text")
     with pytest.raises(ValueError, match="was calibrated on another model"):
-        dense.schedules(other, dense.model_of(other), gate)
+        dense.schedules(other, dense.case_model(other), gate)
 
 
 @pytest.mark.parametrize("method", ["dense", "kascade", "kascade_token"])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from attnsuite.backends import Target
-from attnsuite.models import load_shipped
+from attnsuite.models import load_shipped, save
 from attnsuite.models.weights import shipped
 from attnsuite.suite import model_suite
 from attnsuite.suite.absent import cache as compile_cache
@@ -71,6 +71,18 @@ def test_run_and_compile_take_the_names_of_the_others(model, directory, tmp_path
         limits=Limits(1.0, 2**30), models=ModelWords(name, "64", "prefill", 1, "float32", None),
     )  # fmt: skip
     assert [case.model for case in request.cases] == [place]
+
+
+def test_a_preset_comes_before_a_directory_of_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save(load_shipped(), tmp_path / "debug")
+    assert config_of("debug").num_layers != load_shipped().config.num_layers
+    assert config_of("./debug") == load_shipped().config
+    request = compile_request(
+        suite=None, cases=None, backends="standard", targets="v5e", out=tmp_path / "out", cache=None, command=(),
+        limits=Limits(1.0, 2**30), models=ModelWords("debug,./debug", "64", "prefill", 1, "float32", None),
+    )  # fmt: skip
+    assert [case.model for case in request.cases] == ["debug", str(tmp_path / "debug")]
 
 
 def test_answer_of_a_compiler_is_not_that_for_a_directory_with_another_model(directory, tmp_path):

@@ -40,7 +40,7 @@ class Questions:
     bytes_per_token: float = 1.0
 
 
-def model_of(case: SelectionCase) -> Transformer:
+def case_model(case: SelectionCase) -> Transformer:
     """The model: the case's own for text, the constructed checkpoint for retrieval. Raises InputError."""
     if case.kind == "kascade_text":
         return open_model(_as_text(case))
@@ -56,7 +56,7 @@ def checked_config(case: SelectionCase, text: str | None) -> ModelConfig:
         config = model_config(_as_text(case))
         read_text(_as_text(case), config, text)
     else:
-        config = model_of(case).config
+        config = case_model(case).config
     beyond = [layer for layer in anchor_layers(case) if layer > config.num_layers - (case.schedule == "manual")]
     if beyond or (case.schedule == "manual" and 0 not in anchor_layers(case)):
         raise InputError(
@@ -78,7 +78,7 @@ def problem(case: SelectionCase, text: str | None) -> Questions:
 
 def write_dense(case: SelectionCase, path: Path, text: str | None) -> None:
     """Write dense logits to ``path`` (.npz), and the calibration beside it under the same name."""
-    model, asked = model_of(case), problem(case, text)
+    model, asked = case_model(case), problem(case, text)
     logits = [np.asarray(model(part, backend="standard", needs_grad=False)) for part in _batches(asked.tokens)]
     np.savez(path, allow_pickle=False, logits=np.concatenate(logits)[: len(asked.tokens)])
     options = {name: getattr(settings_of(case), name) for name in ("top_k", "min_keys", "granularity", "tile_size")}

@@ -45,7 +45,7 @@ class RowQuality:
 
 def measure(case: SelectionCase, method: str, reference: Path, text: str | None) -> RowQuality:
     """The row ``method`` of ``case``. Raises CellFailure where its logits are not finite."""
-    model, asked = dense.model_of(case), dense.problem(case, text)
+    model, asked = dense.case_model(case), dense.problem(case, text)
     theirs = dense.read_dense(reference)
     first = case.sequence - _decoded(case) if case.phase == "decode" else 0
     found = dense.schedules(case, model, reference)
