@@ -36,6 +36,7 @@ def run(command: Convert) -> int:
 
     output = command.output or command.input.resolve().with_name(command.input.resolve().name + "-converted")
     try:
+        # --input is a path first: Path drops the ./ that would tell a directory from the preset of its name.
         if str(command.input) in models.PRESETS and not command.input.exists():
             dtype = {} if command.dtype is None else {"dtype": command.dtype, "param_dtype": command.dtype}
             config = models.ModelConfig.from_preset(str(command.input), **dtype)
