@@ -1,8 +1,9 @@
-"""The configuration of a model: sizes, positions, the attention of each layer; and the presets.
+"""The configuration of a model: sizes, positions, the attention of each layer.
 
 :class:`ModelConfig` is frozen and hashable, so that it is a static argument under ``jax.jit``. The defaults describe
 Llama (RoPE, grouped-query attention, RMSNorm, SwiGLU; arXiv 2302.13971, 2407.21783). The ``use_*`` switches replace one
-part at a time, for ablations. ``huggingface.py`` reads and writes the ``config.json`` of a checkpoint.
+part at a time, for ablations. ``presets.py`` has the sizes of the presets. ``huggingface.py`` reads and writes the
+``config.json`` of a checkpoint.
 """
 
 from __future__ import annotations
@@ -10,7 +11,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, Self, get_args
+
+from .other_names import our_name
+from .presets import SIZES
 
 AttentionType = Literal["global", "sliding", "chunked", "full", "latent"]
 DTYPES = ("float32", "bfloat16", "float16")
@@ -102,6 +106,11 @@ class ModelConfig:
     qk_norm: bool = False
     dtype: str = "float32"
     param_dtype: str = "float32"
+
+    def __new__(cls, **fields: Any) -> Self:
+        """Refuse unknown names before the generated ``__init__`` does, which cannot say ours."""
+        _check_names(fields)
+        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         if self.num_kv_heads is None:
@@ -231,7 +240,6 @@ class ModelConfig:
         """The preset of that name with some fields replaced. Raises ValueError listing the names that exist."""
         if name not in PRESETS:
             raise ValueError(f"preset {name!r} is not known; use one of {', '.join(PRESETS)}.")
-        _check_names(overrides)
         return ModelConfig(**{**PRESETS[name], **overrides})
 
     def replace(self, **overrides: Any) -> ModelConfig:
@@ -240,7 +248,6 @@ class ModelConfig:
         Derived values stay (``head_dim`` does not follow ``num_heads``), but an ``attention`` that is the same in all
         layers follows ``num_layers``. An unknown name raises ValueError listing the fields.
         """
-        _check_names(overrides)
         if len(self.attention_types) == 1:
             overrides.setdefault("attention", self.attention_types[0])
         return dataclasses.replace(self, **overrides)
@@ -248,9 +255,13 @@ class ModelConfig:
 
 def _check_names(overrides: Mapping[str, Any]) -> None:
     names = [field.name for field in dataclasses.fields(ModelConfig)]
-    unknown = sorted(set(overrides) - set(names))
-    if unknown:
-        raise ValueError(f"ModelConfig has no field {', '.join(map(repr, unknown))}; it has {', '.join(names)}.")
+    unknown = [name for name in overrides if name not in names]
+    if not unknown:
+        return
+    told = [sentence for sentence in map(our_name, unknown) if sentence]
+    raise ValueError(
+        "; ".join([f"ModelConfig has no field {', '.join(map(repr, unknown))}", *told, f"it has {', '.join(names)}."])
+    )
 
 
 def _require_positive_int(name: str, value: object, most: int = _MOST) -> None:
@@ -265,136 +276,9 @@ def _require_positive_real(name: str, value: object) -> None:
         raise ValueError(f"{name}={value!r} must be a finite number above 0.")
 
 
-# The first five are byte-level: they need no tokenizer and train on any text. The others are published models.
-PRESETS: dict[str, dict[str, Any]] = {
-    "debug": {},
-    "tiny": {
-        "hidden_size": 192,
-        "intermediate_size": 512,
-        "num_layers": 4,
-        "num_heads": 8,
-        "num_kv_heads": 2,
-        "head_dim": 32,
-    },
-    "small": {
-        "hidden_size": 512,
-        "intermediate_size": 1408,
-        "num_layers": 8,
-        "num_heads": 8,
-        "num_kv_heads": 4,
-        "max_length": 8192,
-    },
-    "medium": {
-        "hidden_size": 768,
-        "intermediate_size": 2048,
-        "num_layers": 12,
-        "num_heads": 12,
-        "num_kv_heads": 4,
-        "max_length": 8192,
-    },
-    "large": {
-        "hidden_size": 1024,
-        "intermediate_size": 2816,
-        "num_layers": 24,
-        "num_heads": 16,
-        "num_kv_heads": 8,
-        "max_length": 8192,
-    },
-    "llama-3.2-1b": {
-        "vocab_size": 128256,
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_layers": 16,
-        "num_heads": 32,
-        "num_kv_heads": 8,
-        "max_length": 131072,
-        "rope_theta": 500000.0,
-        "rope_scaling": RopeScaling(factor=32.0),
-        "dtype": "bfloat16",
-        "param_dtype": "bfloat16",
-    },
-    "llama-3.1-8b": {
-        "vocab_size": 128256,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_layers": 32,
-        "num_heads": 32,
-        "num_kv_heads": 8,
-        "max_length": 131072,
-        "rope_theta": 500000.0,
-        "rope_scaling": RopeScaling(factor=8.0),
-        "tie_embeddings": False,
-        "dtype": "bfloat16",
-        "param_dtype": "bfloat16",
-    },
-    "llama-3.2-3b": {
-        "vocab_size": 128256,
-        "hidden_size": 3072,
-        "intermediate_size": 8192,
-        "num_layers": 28,
-        "num_heads": 24,
-        "num_kv_heads": 8,
-        "max_length": 131072,
-        "rope_theta": 500000.0,
-        "rope_scaling": RopeScaling(factor=32.0),
-        "dtype": "bfloat16",
-        "param_dtype": "bfloat16",
-    },
-    "llama-3.1-70b": {
-        "vocab_size": 128256,
-        "hidden_size": 8192,
-        "intermediate_size": 28672,
-        "num_layers": 80,
-        "num_heads": 64,
-        "num_kv_heads": 8,
-        "max_length": 131072,
-        "rope_theta": 500000.0,
-        "rope_scaling": RopeScaling(factor=8.0),
-        "tie_embeddings": False,
-        "dtype": "bfloat16",
-        "param_dtype": "bfloat16",
-    },
-    "mistral-7b": {
-        "vocab_size": 32000,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_layers": 32,
-        "num_heads": 32,
-        "num_kv_heads": 8,
-        "max_length": 32768,
-        "attention": "sliding",
-        "window_size": 4096,
-        "tie_embeddings": False,
-        "dtype": "bfloat16",
-        "param_dtype": "bfloat16",
-    },
-    "qwen2.5-0.5b": {
-        "vocab_size": 151936,
-        "hidden_size": 896,
-        "intermediate_size": 4864,
-        "num_layers": 24,
-        "num_heads": 14,
-        "num_kv_heads": 2,
-        "max_length": 32768,
-        "rope_theta": 1000000.0,
-        "norm_eps": 1e-6,
-        "qkv_bias": True,
-        "dtype": "bfloat16",
-        "param_dtype": "bfloat16",
-    },
-    "qwen3-0.6b": {
-        "vocab_size": 151936,
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_layers": 28,
-        "num_heads": 16,
-        "num_kv_heads": 8,
-        "head_dim": 128,
-        "max_length": 40960,
-        "rope_theta": 1000000.0,
-        "norm_eps": 1e-6,
-        "qk_norm": True,
-        "dtype": "bfloat16",
-        "param_dtype": "bfloat16",
-    },
-}
+def _with_scaling(fields: dict[str, Any]) -> dict[str, Any]:
+    scaling = fields.get("rope_scaling")
+    return fields if scaling is None else fields | {"rope_scaling": RopeScaling(**scaling)}
+
+
+PRESETS: dict[str, dict[str, Any]] = {name: _with_scaling(fields) for name, fields in SIZES.items()}

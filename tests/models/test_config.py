@@ -1,9 +1,11 @@
 import dataclasses
+from functools import partial
 
 import jax
 import pytest
 
 from attnsuite.models import PRESETS, ModelConfig, RopeScaling
+from attnsuite.models.other_names import _NONE, _OF_THE_CALL, _OURS
 from attnsuite.models.parameters import initialise, parameter_shapes
 
 LATENT = {
@@ -13,22 +15,6 @@ LATENT = {
     "qk_rope_head_dim": 4,
     "v_head_dim": 14,
 }
-PARAMETERS = {  # from llama-3.2-1b on: the counts that their publishers give
-    "debug": 115_520,
-    "tiny": 1_722_048,
-    "llama-3.2-1b": 1_235_814_400,
-    "llama-3.1-8b": 8_030_261_248,
-    "llama-3.2-3b": 3_212_749_824,
-    "llama-3.1-70b": 70_553_706_496,
-    "mistral-7b": 7_241_732_096,
-    "qwen2.5-0.5b": 494_032_768,
-    "qwen3-0.6b": 596_049_920,
-}
-
-
-@pytest.mark.parametrize(("preset", "count"), PARAMETERS.items())
-def test_preset_has_the_known_number_of_parameters(preset, count):
-    assert ModelConfig.from_preset(preset).num_parameters == count
 
 
 @pytest.mark.parametrize(
@@ -124,3 +110,25 @@ def test_unknown_names_list_those_that_exist():
         ModelConfig.from_preset("huge")
     with pytest.raises(ValueError, match="no field 'layers'; it has vocab_size"):
         ModelConfig.from_preset("debug", layers=3)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [ModelConfig, partial(ModelConfig.from_preset, "debug"), ModelConfig().replace],
+    ids=["new", "preset", "replace"],
+)
+def test_a_field_of_another_transformer_is_refused_with_the_name_that_it_has_here(make):
+    with pytest.raises(
+        ValueError, match=r"no field 'd_model', 'x'; d_model is called hidden_size here; it has vocab_s"
+    ):
+        make(d_model=64, x=1)
+    with pytest.raises(ValueError, match="the backend is given to the call"):
+        make(use_flash_attention=True)
+
+
+def test_every_name_that_a_refusal_says_is_a_field():
+    fields = {field.name for field in dataclasses.fields(ModelConfig)}
+    others = [name for names in _OURS.values() for name in names]
+    assert set(_OURS) <= fields
+    assert not fields & {*others, *_OF_THE_CALL, *_NONE}
+    assert len(others) == len(set(others))

@@ -1,0 +1,54 @@
+"""The sizes of the presets: fields of :class:`~attnsuite.models.config.ModelConfig` that differ from their defaults.
+
+The first five are byte-level: they need no tokenizer and train on any text. The others are published models. Their
+sizes are those of the base model's ``config.json`` at the publisher (Meta's, Mistral AI's, Qwen's). Each gives the
+publisher's number of parameters (``tests/models/test_presets.py`` has both). ``rope_scaling`` has the fields of
+:class:`~attnsuite.models.config.RopeScaling`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_BFLOAT16 = {"dtype": "bfloat16", "param_dtype": "bfloat16"}
+_UNTIED = {"tie_embeddings": False}
+_LLAMA_3 = _BFLOAT16 | {"vocab_size": 128256, "num_kv_heads": 8, "max_length": 131072, "rope_theta": 500000.0}
+_QWEN = _BFLOAT16 | {"vocab_size": 151936, "rope_theta": 1000000.0, "norm_eps": 1e-6}
+_QWEN_2 = _QWEN | {"qkv_bias": True}
+_QWEN_3 = _QWEN | {"qk_norm": True, "num_kv_heads": 8, "head_dim": 128, "max_length": 40960}
+
+
+def _sized(hidden: int, intermediate: int, layers: int, heads: int, **others: Any) -> dict[str, Any]:
+    sizes = {"hidden_size": hidden, "intermediate_size": intermediate, "num_layers": layers, "num_heads": heads}
+    return sizes | others
+
+
+SIZES: dict[str, dict[str, Any]] = {
+    "debug": {},
+    "tiny": _sized(192, 512, 4, 8, num_kv_heads=2, head_dim=32),
+    "small": _sized(512, 1408, 8, 8, num_kv_heads=4, max_length=8192),
+    "medium": _sized(768, 2048, 12, 12, num_kv_heads=4, max_length=8192),
+    "large": _sized(1024, 2816, 24, 16, num_kv_heads=8, max_length=8192),
+    "llama-2-7b": _BFLOAT16 | _UNTIED | _sized(4096, 11008, 32, 32, vocab_size=32000, max_length=4096),
+    "llama-3.2-1b": _LLAMA_3 | _sized(2048, 8192, 16, 32, rope_scaling={"factor": 32.0}),
+    "llama-3.2-3b": _LLAMA_3 | _sized(3072, 8192, 28, 24, rope_scaling={"factor": 32.0}),
+    "llama-3.1-8b": _LLAMA_3 | _UNTIED | _sized(4096, 14336, 32, 32, rope_scaling={"factor": 8.0}),
+    "llama-3.1-70b": _LLAMA_3 | _UNTIED | _sized(8192, 28672, 80, 64, rope_scaling={"factor": 8.0}),
+    # Version 0.1, whose layers see a window.
+    "mistral-7b": _BFLOAT16
+    | _UNTIED
+    | {"attention": "sliding", "window_size": 4096}
+    | _sized(4096, 14336, 32, 32, num_kv_heads=8, vocab_size=32000, max_length=32768),
+    "mistral-7b-v0.3": _BFLOAT16
+    | _UNTIED
+    | {"rope_theta": 1000000.0}
+    | _sized(4096, 14336, 32, 32, num_kv_heads=8, vocab_size=32768, max_length=32768),
+    "qwen2.5-0.5b": _QWEN_2 | _sized(896, 4864, 24, 14, num_kv_heads=2, max_length=32768),
+    "qwen2.5-1.5b": _QWEN_2 | _sized(1536, 8960, 28, 12, num_kv_heads=2, max_length=131072),
+    "qwen2.5-3b": _QWEN_2 | _sized(2048, 11008, 36, 16, num_kv_heads=2, max_length=32768),
+    "qwen2.5-7b": _QWEN_2 | _UNTIED | _sized(3584, 18944, 28, 28, num_kv_heads=4, vocab_size=152064, max_length=131072),
+    "qwen3-0.6b": _QWEN_3 | _sized(1024, 3072, 28, 16),
+    "qwen3-1.7b": _QWEN_3 | _sized(2048, 6144, 28, 16),
+    "qwen3-4b": _QWEN_3 | _sized(2560, 9728, 36, 32),
+    "qwen3-8b": _QWEN_3 | _UNTIED | _sized(4096, 12288, 36, 32),
+}
