@@ -42,6 +42,7 @@ COMPILE = Suite(
 
 _PHASES = {"prefill": "model_prefill", "train": "model_train", "decode": "model_decode"}
 _DEFAULT_LENGTH = "2048"
+_BATCH = "batch"  # the word of --longest that asks for the largest batch
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -73,11 +74,13 @@ def compile_request(
         raise InputError(
             f"{out} already has records; choose another --out (what was compiled before is not compiled again)."
         )
-    cells, searches = _models(models)
+    cells = _cells(models)
+    searches, batch_searches = _searches(models, cells)
     chosen = names() if backends is None else names_of(backends, "--backends")
     return CompileRequest(
         cases=(*_ops(suite, cases, wanted=models.models is None), *cells),
         searches=searches,
+        batch_searches=batch_searches,
         backends=tuple(known_backend(name) for name in chosen),
         targets=tuple(_known_target(name) for name in names_of(targets or ",".join(topologies.KINDS), "--targets")),
         out=out,
@@ -106,30 +109,33 @@ def _one_step(case: OpCase | ModelCase) -> OpCase | ModelCase:
     return dataclasses.replace(case, new_tokens=1)
 
 
-def _models(words: ModelWords) -> tuple[tuple[ModelCase, ...], tuple[ModelCase, ...]]:
-    """Cases at the given lengths, and cases whose longest length is to be searched."""
+def _cells(words: ModelWords) -> tuple[ModelCase, ...]:
+    """Cases of the models at the given lengths."""
     if words.models is None:
         for flag, given in (("--seq-lens", words.lengths), ("--phases", words.phases), ("--longest", words.longest)):
             if given is not None:
                 raise InputError(f"{flag} is about models; add --model, such as --model llama-3.2-1b.")
-        return (), ()
-    models = names_of(words.models, "--model")
+        return ()
     phases = names_of(words.phases or ",".join(_PHASES), "--phases")
     lengths = [_length(text) for text in names_of(words.lengths or _DEFAULT_LENGTH, "--seq-lens")]
-    cells = tuple(
-        dataclasses.replace(base, sequence=length, name="")
-        for base in _bases(models, phases, words)
-        for length in lengths
+    return tuple(
+        dataclasses.replace(base, sequence=length, name="") for base in _bases(phases, words) for length in lengths
     )
-    return cells, _bases(models, names_of(words.longest, "--longest") if words.longest is not None else (), words)
 
 
-def _bases(models: Sequence[str], phases: Sequence[str], words: ModelWords) -> tuple[ModelCase, ...]:
+def _searches(words: ModelWords, cells: tuple[ModelCase, ...]) -> tuple[tuple[ModelCase, ...], tuple[ModelCase, ...]]:
+    """Cases whose longest length is to be searched, and those of ``cells`` whose largest batch is."""
+    asked = names_of(words.longest, "--longest") if words.longest is not None else ()
+    phases = [name for name in asked if name != _BATCH]
+    return _bases(phases, words) if phases else (), cells if _BATCH in asked else ()
+
+
+def _bases(phases: Sequence[str], words: ModelWords) -> tuple[ModelCase, ...]:
     dtype: Any = words.dtype  # the case checks it
     kinds: list[Any] = [_known(_PHASES, name, "phase") for name in phases]
     bases = [
         ModelCase(kind=kind, model=model, batch=words.batch, dtype=dtype, new_tokens=1)
-        for model in (name if name in PRESETS else absolute(name) for name in models)
+        for model in (name if name in PRESETS else absolute(name) for name in names_of(words.models or "", "--model"))
         for kind in kinds
     ]
     for base in bases:

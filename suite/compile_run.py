@@ -22,7 +22,7 @@ from attnsuite.backends import Target, registry
 from attnsuite.backends.devices import cpu_name, usable_cores
 
 from .absent import cache as compile_cache
-from .absent import topologies
+from .absent import slices, topologies
 from .absent.compilation import NO_COMPILER, ROLE, in_roles
 from .errors import CellFailure, InputError
 from .grid.executors import Limits, now
@@ -39,17 +39,23 @@ from .store import MANIFEST, CompileManifest, RunStore
 SUITE = "compile"
 _BYTES_PER_PROCESS = 5 * 2**30  # of this machine: a compiler on a whole model
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
-# Lengths that a search tries: quarters of powers of two. There are 2**5 - 1, so five answers find the longest.
+# Sizes that a search tries: quarters of powers of two. There are 2**5 - 1, so five answers find the largest that fits.
 SEARCH_LENGTHS = (768, 896, *(2**power * quarter // 4 for power in range(10, 17) for quarter in range(4, 8)), 2**17)
+SEARCH_BATCHES = (1, 2, 3, *(2**power * quarter // 4 for power in range(2, 9) for quarter in range(4, 8)))
 SEARCH_STEPS = 5
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CompileRequest:
-    """What to compile, checked. Each of ``searches`` is a model case whose longest length that fits is searched."""
+    """What to compile, checked.
+
+    Each of ``searches`` is a model case whose longest length that fits is searched, and each of ``batch_searches`` one
+    whose largest batch is.
+    """
 
     cases: tuple[OpCase | ModelCase, ...]
     searches: tuple[ModelCase, ...]
+    batch_searches: tuple[ModelCase, ...] = ()
     backends: tuple[str, ...]
     targets: tuple[Target, ...]
     out: Path
@@ -68,7 +74,8 @@ def execute(request: CompileRequest, watcher: GridWatcher) -> None:
     with RunStore(request.out, resume=False) as store:
         store.write_json(MANIFEST, dataclasses.asdict(_manifest(request)))
         cells = sum(len(in_roles(case, backend)) for case in request.cases for backend in request.backends)
-        per_target = cells + SEARCH_STEPS * len(request.searches) * len(request.backends)
+        searches = len(request.searches) + len(request.batch_searches)
+        per_target = cells + SEARCH_STEPS * searches * len(request.backends)
         watcher.begin(len(request.targets) * per_target, 0)
         for record in _in_parallel(request, watcher):
             store.append([record])
@@ -82,20 +89,20 @@ def nothing_compiled(records: Sequence[Record]) -> bool:
     )
 
 
-def longest(fits: Callable[[int], bool], lengths: Sequence[int]) -> int | None:
-    """The longest of the ascending ``lengths`` that fits, by bisection; None where none does.
+def longest(fits: Callable[[int], bool], sizes: Sequence[int]) -> int | None:
+    """The largest of the ascending ``sizes`` that fits, by bisection; None where none does.
 
     >>> longest(lambda length: length <= 5000, (1024, 2048, 4096, 8192))
     4096
     """
-    low, high = 0, len(lengths)  # everything below low fits, nothing from high on does
+    low, high = 0, len(sizes)  # everything below low fits, nothing from high on does
     while low < high:
         middle = (low + high) // 2
-        if fits(lengths[middle]):
+        if fits(sizes[middle]):
             low = middle + 1
         else:
             high = middle
-    return lengths[low - 1] if low else None
+    return sizes[low - 1] if low else None
 
 
 def _in_parallel(request: CompileRequest, watcher: GridWatcher) -> Iterator[Record]:
@@ -140,14 +147,19 @@ class _Compiler:
         self._stopped = threading.Event()
 
     def records(self) -> Iterator[Record]:
-        """Every cell once: the cases in order, then the lengths that the searches try."""
+        """Every cell once: the cases in order, then the sizes that the searches try."""
         for case in self._request.cases:
             for backend in self._request.backends:
                 for name in in_roles(case, backend):
                     yield from self._once(case, name)
         for case in self._request.searches:
             for backend in self._request.backends:
-                yield from self._search(case, backend)
+                yield from self._search(case, backend, "sequence", SEARCH_LENGTHS)
+        for case in self._request.batch_searches:
+            # A batch that the chips of a slice cannot share would be refused.
+            each = slices.shares(case, self._target)[1]
+            for backend in self._request.backends:
+                yield from self._search(case, backend, "batch", [each * batch for batch in SEARCH_BATCHES])
 
     def close(self) -> None:
         """End the process."""
@@ -160,19 +172,18 @@ class _Compiler:
         self._stopped.set()
         self.close()
 
-    def _search(self, case: ModelCase, backend: str) -> Iterator[Record]:
+    def _search(self, case: ModelCase, backend: str, field: str, sizes: Sequence[int]) -> Iterator[Record]:
         made: list[Record] = []
 
-        def fits(length: int) -> bool:
-            attempt = dataclasses.replace(case, sequence=length, name="")
+        def answer(size: int) -> Record:
+            changed: dict[str, Any] = {field: size, "name": ""}
+            attempt = dataclasses.replace(case, **changed)
             made.extend(self._once(attempt, backend))
-            return self._records[_key(attempt, backend, self._target)].status == "ok"
+            return self._records[_key(attempt, backend, self._target)]
 
-        first = dataclasses.replace(case, sequence=SEARCH_LENGTHS[len(SEARCH_LENGTHS) // 2], name="")
-        made.extend(self._once(first, backend))
-        answer = self._records[_key(first, backend, self._target)]
-        if answer.status != "unsupported" and (answer.memory or answer.error):  # refused, or kernels alone, says all
-            longest(fits, SEARCH_LENGTHS)
+        first = answer(sizes[len(sizes) // 2])
+        if first.status != "unsupported" and (first.memory or first.error):  # refused, or kernels alone, says all
+            longest(lambda size: answer(size).status == "ok", sizes)
         self._watcher.fewer(SEARCH_STEPS - len(made))
         yield from made
 
@@ -264,6 +275,6 @@ def _manifest(request: CompileRequest) -> CompileManifest:
         targets=tuple(str(target) for target in request.targets),
         backends=request.backends,
         cases=tuple(problem_of(case) for case in request.cases),
-        searches=tuple(problem_of(case) for case in request.searches),
+        searches=tuple(problem_of(case) for case in (*request.searches, *request.batch_searches)),
         command=request.command,
     )

@@ -1,7 +1,7 @@
 """The page of ``attnsuite compile``: what compiles for each device, and whether it fits there.
 
 Everything is computed from the records. The longest sequence that fits is the longest record that fits; the shortest
-that does not stands beside it. The only times are those of the compilers.
+that does not stands beside it. The largest batch is told in the same way. The only times are those of the compilers.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from attnsuite.suite.record import Record
 from attnsuite.suite.store import CompileManifest
@@ -82,8 +83,9 @@ def build(run: Run) -> Page:
 
 
 def in_short(shown: Shown) -> Iterator[Section]:
-    """The number of cells by status, and the longest sequence of each model that fits."""
-    yield Section("in_short", "In short", (_counts(shown.records),), tuple(_longest_sentences(shown.models)))
+    """The number of cells by status, and the longest sequence and the largest batch of each model that fit."""
+    found = (*_sentences(_lengths(shown.models), "lengths"), *_sentences(_batches(shown.models), "batches"))
+    yield Section("in_short", "In short", (_counts(shown.records),), found)
 
 
 def ops(shown: Shown) -> Iterator[Section]:
@@ -98,7 +100,23 @@ def models(shown: Shown) -> Iterator[Section]:
 
 def longest(shown: Shown) -> Iterator[Section]:
     """The longest sequence that fits, and the shortest that does not."""
-    found = _bounds(shown.models)
+    told = (
+        "The longest sequence of this page that fits / the shortest that does not; \u201c\u2013\u201d where none was "
+        "found. Between the two nothing was tried."
+    )
+    yield from _bounds_section("longest", "Up to which length", told, _lengths(shown.models), shown)
+
+
+def largest(shown: Shown) -> Iterator[Section]:
+    """The largest batch that fits, and the smallest that does not."""
+    told = (
+        "The largest batch of this page that fits / the smallest that does not; \u201c\u2013\u201d where none was "
+        "found. Between the two nothing was tried. On a slice the batch is that of all chips."
+    )
+    yield from _bounds_section("largest", "Up to which batch", told, _batches(shown.models), shown)
+
+
+def _bounds_section(key: str, title: str, told: str, found: Found, shown: Shown) -> Iterator[Section]:
     if not found:
         return
     rows: dict[tuple[str, str], dict[str, Value]] = {}
@@ -106,11 +124,7 @@ def longest(shown: Shown) -> Iterator[Section]:
         row = rows.setdefault((what, backend), {"case": what, "backend": backend})
         row[target] = f"{fit or DASH} / {not_fit or DASH}"
     columns = [Column("case", "model", merge=True), Column("backend", "backend"), *map(_device, shown.targets)]
-    told = (
-        "The longest sequence of this page that fits / the shortest that does not; \u201c\u2013\u201d where none was "
-        "found. Between the two nothing was tried."
-    )
-    yield Section("longest", "Up to which length", (told,), tables=(table("longest", "", columns, rows.values()),))
+    yield Section(key, title, (told,), tables=(table(key, "", columns, rows.values()),))
 
 
 def compiled_overview(run_dir: Path) -> str:
@@ -119,7 +133,11 @@ def compiled_overview(run_dir: Path) -> str:
     Raises ReportError as :func:`attnsuite.reports.read` does.
     """
     page = build(load(run_dir))
-    shown = [section for section in page.sections if section.key in ("in_short", "ops", "models", "longest", "reasons")]
+    shown = [
+        section
+        for section in page.sections
+        if section.key in ("in_short", "ops", "models", "longest", "largest", "reasons")
+    ]
     return markdown.render([Page(page.device, page.title, page.subtitle, tuple(shown), ())])
 
 
@@ -194,28 +212,47 @@ def _size(size: int) -> str:
 Found = dict[tuple[str, str, str], tuple[int | None, int | None]]
 
 
-def _bounds(records: Iterable[Record]) -> Found:
-    """(model and what it does, backend, target) -> the longest sequence that fits, the shortest that does not."""
-    lengths: dict[tuple[str, str, str], tuple[list[int], list[int]]] = {}
+def _lengths(records: Sequence[Record]) -> Found:
+    """The longest sequence that fits, the shortest that does not; without cells that only a search for a batch made."""
+    searched = {r.key for tried in _tried(records, "batch").values() if len(tried) > 1 for r in tried}
+    lengths = _tried(records, "sequence")
+    return _bounds({key: tried for key, tried in lengths.items() if len(tried) > 1 or tried[0].key not in searched},
+                   "sequence")  # fmt: skip
+
+
+def _batches(records: Sequence[Record]) -> Found:
+    """The largest batch that fits, the smallest that does not; where several batches were tried."""
+    return _bounds({key: tried for key, tried in _tried(records, "batch").items() if len(tried) > 1}, "batch")
+
+
+def _tried(records: Iterable[Record], field: str) -> dict[tuple[str, str, str], list[Record]]:
+    """(model and what it does, without ``field``; backend; target) -> the records that fit and those that do not."""
+    groups: dict[tuple[str, str, str], list[Record]] = {}
     for record in records:
-        found, length = verdict(record), record.problem.get("sequence")
-        if found not in ("fits", "no fit") or not isinstance(length, int):
-            continue
-        problem = {name: value for name, value in record.problem.items() if name != "sequence"}
-        what = f"{cases.title_of(record.kind)}, {cases.describe(record.kind, problem)}"
-        fit, not_fit = lengths.setdefault((what, record.requested, record.target), ([], []))
-        (fit if found == "fits" else not_fit).append(length)
-    return {key: (max(fit, default=None), min(not_fit, default=None)) for key, (fit, not_fit) in lengths.items()}
+        if verdict(record) in ("fits", "no fit") and isinstance(record.problem.get(field), int):
+            problem = {name: value for name, value in record.problem.items() if name != field}
+            what = f"{cases.title_of(record.kind)}, {cases.describe(record.kind, problem)}"
+            groups.setdefault((what, record.requested, record.target), []).append(record)
+    return groups
 
 
-def _longest_sentences(records: Sequence[Record]) -> Iterator[str]:
-    """The main result of the page: the longest sequence of a model that fits a device, and its backend."""
-    found: dict[tuple[str, str], list[str]] = {}
-    for (what, backend, target), (fit, not_fit) in _bounds(records).items():
+def _bounds(groups: Mapping[tuple[str, str, str], Sequence[Record]], field: str) -> Found:
+    found: Found = {}
+    for key, tried in groups.items():
+        sizes: list[tuple[Any, bool]] = [(record.problem[field], verdict(record) == "fits") for record in tried]
+        fit, not_fit = [size for size, fits in sizes if fits], [size for size, fits in sizes if not fits]
+        found[key] = (max(fit, default=None), min(not_fit, default=None))
+    return found
+
+
+def _sentences(found: Found, sizes: str) -> Iterator[str]:
+    """The main result of the page: how much of a model fits a device, and with which backend."""
+    told: dict[tuple[str, str], list[str]] = {}
+    for (what, backend, target), (fit, not_fit) in found.items():
         if fit is not None and not_fit is not None:
-            found.setdefault((what, target), []).append(f"{fit} with {code(backend)}")
-    for (what, target), parts in found.items():
-        yield f"{escape(what)} on {escape(target)}: fits up to {', '.join(parts)} (of the lengths tried)."
+            told.setdefault((what, target), []).append(f"{fit} with {code(backend)}")
+    for (what, target), parts in told.items():
+        yield f"{escape(what)} on {escape(target)}: fits up to {', '.join(parts)} (of the {sizes} tried)."
 
 
 def kernels(shown: Shown) -> Iterator[Section]:
@@ -331,6 +368,7 @@ SECTIONS: tuple[Callable[[Shown], Iterable[Section]], ...] = (
     ops,
     models,
     longest,
+    largest,
     kernels,
     reasons,
     cells,

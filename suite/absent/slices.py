@@ -49,11 +49,16 @@ class Deal:
         return f"Sizes are of one chip; {dealt}."
 
 
+def shares(case: OpCase | ModelCase, target: Target) -> tuple[int, int]:
+    """Among how many chips of a slice the KV heads are divided, and among how many the batch or the length."""
+    heads = math.gcd(target.count, attention_specs(case)[0].num_kv_heads)
+    return heads, target.count // heads
+
+
 def deal(case: OpCase | ModelCase, target: Target) -> Deal | str:
     """How the chips of a slice share ``case``, or the sentence that says why they cannot."""
     spec = attention_specs(case)[0]
-    heads = math.gcd(target.count, spec.num_kv_heads)
-    rest = target.count // heads
+    heads, rest = shares(case, target)
     decodes = spec.query_length == 1
     if spec.batch % rest == 0:
         name = "data"

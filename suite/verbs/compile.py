@@ -27,8 +27,9 @@ class Compile:
     """Sequence lengths of the models, separated by commas."""
     phases: Annotated[str | None, flag("NAMES", "prefill,train,decode")] = None
     """What the models do, separated by commas."""
-    longest: Annotated[str | None, flag("PHASES", "none")] = None
-    """Phases whose longest sequence that fits each device is searched (to 131072, by quarters of powers of two)."""
+    longest: Annotated[str | None, flag("PHASES|batch", "none")] = None
+    """Phases whose longest sequence that fits each device is searched (to 131072, by quarters of powers of two);
+    or batch: the largest batch of --phases at --seq-lens that fits (to 448 for each chip that shares the batch)."""
     batch: Annotated[int, flag("N")] = 1
     """Sequences per batch of the models."""
     dtype: Annotated[str, flag("DTYPE")] = "bfloat16"

@@ -17,6 +17,7 @@ from attnsuite import reports
 from attnsuite.backends import Target, registry, support
 from attnsuite.backends.contract import KernelBuild, Support
 from attnsuite.backends.devices import KNOWN_KINDS
+from attnsuite.reports.pages import compiled
 from attnsuite.suite import compile_run
 from attnsuite.suite.absent import compilation as compile_cell
 from attnsuite.suite.absent import topologies
@@ -29,7 +30,7 @@ from attnsuite.suite.absent.programs import (
     role_program,
 )
 from attnsuite.suite.command_line import main
-from attnsuite.suite.compile_run import SEARCH_LENGTHS, SEARCH_STEPS, CompileRequest, longest
+from attnsuite.suite.compile_run import SEARCH_BATCHES, SEARCH_LENGTHS, SEARCH_STEPS, CompileRequest, longest
 from attnsuite.suite.errors import CellFailure
 from attnsuite.suite.grid.executors import Limits
 from attnsuite.suite.kinds import make_case
@@ -290,9 +291,14 @@ def test_program_around_kernels_is_judged_by_its_size(monkeypatch, peak, status)
 # How the longest length is searched
 
 
-def test_lengths_of_a_search_take_five_answers():
-    assert list(SEARCH_LENGTHS) == sorted(set(SEARCH_LENGTHS))
-    assert len(SEARCH_LENGTHS) == 2**SEARCH_STEPS - 1
+@pytest.mark.parametrize("sizes", [SEARCH_LENGTHS, SEARCH_BATCHES], ids=["lengths", "batches"])
+def test_sizes_of_a_search_take_five_answers(sizes):
+    assert list(sizes) == sorted(set(sizes))
+    assert len(sizes) == 2**SEARCH_STEPS - 1
+
+
+def test_a_search_reaches_131072_tokens_and_a_batch_of_448():
+    assert (SEARCH_BATCHES[0], SEARCH_BATCHES[-1]) == (1, 448)
     assert (SEARCH_LENGTHS[-1], {1024, 1280, 1536, 1792, 2048} <= set(SEARCH_LENGTHS)) == (131072, True)
 
 
@@ -328,7 +334,7 @@ class FakeWorker:
             raise self.failure
         if request["backend"] == "cudnn":
             return {"status": "unsupported", "reasons": ["cuDNN does not compile here."], "error": "refused."}
-        if case["sequence"] > 5000:
+        if case["sequence"] * case["batch"] > 5000:
             return {"status": "oom", "error": "JaxRuntimeError: exceeds available HBM (15.75G)."}
         sizes = {"compiled_peak": 3 * 2**30, "compiled_argument": 2**30, "compiled_generated_code": None}
         return {"status": "ok", "error": None, "lower_seconds": 0.1, "compile_seconds": 2.0, "memory": sizes}
@@ -389,6 +395,18 @@ def test_every_cell_and_every_attempt_of_a_search_has_one_record(compile_with_fa
     assert {(r.status, r.mode, r.resolved, r.reasons) for r in refused} == {
         ("unsupported", None, None, ("cuDNN does not compile here.",))
     }
+
+
+def test_the_largest_batch_of_a_search_is_on_the_page_for_each_chip_that_shares_it(compile_with_fakes, tmp_path):
+    asked = dataclasses.replace(MODEL, sequence=512, name="")
+    slice_ = Target.named("v5e:4x4")  # 2 of its 16 chips share the heads, 8 the batch
+    records, _ = compile_with_fakes("run", cases=(asked,), searches=(), batch_searches=(asked,), targets=(V5E, slice_))
+    tried = {r.problem["batch"] for r in records if r.target == str(slice_) and r.requested == "standard"}
+    assert {batch % 8 for batch in tried - {asked.batch}} == {0}
+    page = compiled.compiled_overview(tmp_path / "run")
+    assert "on tpu:v5e: fits up to 8 with `standard` (of the batches tried)" in page
+    assert "Up to which batch" in page
+    assert "Up to which length" not in page
 
 
 def test_what_was_compiled_is_not_compiled_again(compile_with_fakes):
