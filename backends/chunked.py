@@ -137,14 +137,16 @@ class Chunked:
         sizes = _fit(dataclasses.replace(sizes, **_checked({**named, **given})), spec, layout)
         return Program(spec, sizes, target.platform == "cpu", *_scales(spec))
 
-    def defaults(self, spec: AttentionSpec, target: Target) -> Mapping[str, int]:
+    def defaults(self, spec: AttentionSpec, target: Target, given: Mapping[str, Any]) -> Mapping[str, Any]:
         """The rule's block sizes, with which ``attnsuite tune`` compares the candidates."""
         rule = _rule(spec, target)
         if spec.needs_grad:
             return {"block_backward": rule.block_backward}
         return {"block_q": rule.block_q, "block_kv": rule.block_kv, "heads_per_tile": rule.heads_per_tile}
 
-    def candidates(self, spec: AttentionSpec, target: Target) -> tuple[Mapping[str, int], ...]:
+    def candidates(
+        self, spec: AttentionSpec, target: Target, given: Mapping[str, Any]
+    ) -> tuple[Mapping[str, Any], ...]:
         """Block sizes for ``attnsuite tune``: of the backward pass if there is one, else of the forward pass."""
         if spec.needs_grad:
             return tuple({"block_backward": block} for block in (64, 128, 256, 512))

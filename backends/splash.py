@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu import splash_attention as kernel
 from jaxtyping import Array, Bool, Float, Int
 
+from . import tuned
 from .contract import (
     AttentionSpec,
     Carry,
@@ -32,7 +33,8 @@ from .contract import (
 )
 from .devices import KIB, TPUS, Target
 from .features import FEATURES_0_1, Mode, Takes
-from .splash_mask import Masking, kernel_of, pull_back, with_log_sum_exp
+from .splash_mask import Masking, kernel_of, pull_back, visited_blocks, with_log_sum_exp
+from .tunable import KernelWork
 
 LANES = 128  # of a TPU's vector unit; every block is a multiple of it
 
@@ -43,7 +45,9 @@ OPTIONS = {
     "block_q_backward": "query rows per block in the backward pass, a multiple of 128",
     "block_kv_backward": "keys per block in the backward pass, a multiple of 128",
     "fused_backward": "whether one kernel computes dq, dk and dv (True or False)",
+    "tuned": "path of a table that attnsuite tune wrote; the options given beside it hold over the table's",
 }
+_TUNED = (256, 512, 1024, 2048)  # sizes that are tried: of 128 a grid has too many steps, 4096 fit no core
 
 # Ids that match nothing: real ones are not negative, and these two differ from each other.
 _UNSEEING_QUERY, _UNSEEN_KEY = -1, -2
@@ -86,8 +90,7 @@ class Splash:
         options: Mapping[str, Any] | None = None,
     ) -> Plan:
         """Make the block masks once for all layers. Options: see :data:`OPTIONS`; raises ValueError for others."""
-        given = _checked(check_options(self.name, options, OPTIONS))
-        grid = _grid(spec, target, given)
+        grid = _grid(spec, target, read_options(spec, target, options))
         masking = Masking.of(spec, *grid.lengths)
         run = kernel_of(masking, grid.blocks, spec.logits_soft_cap, mode == "interpret")
         ids = _segment_ids(spec, layout, grid.lengths)
@@ -110,6 +113,35 @@ class Splash:
 
         return Plan(attend if spec.needs_grad else forward_only(attend))
 
+    def defaults(self, spec: AttentionSpec, target: Target, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The rule's block sizes, with which ``attnsuite tune`` compares the candidates."""
+        return _as_options(spec, _grid(spec, target, _checked(dict(given))).blocks)
+
+    def candidates(
+        self, spec: AttentionSpec, target: Target, given: Mapping[str, Any]
+    ) -> tuple[Mapping[str, Any], ...]:
+        """Block sizes for ``attnsuite tune``: of the backward pass if there is one, else of the forward pass."""
+        longest = [_round_up(length, LANES) for length in (spec.query_length, spec.key_value_length)]
+        q, kv = (tuple(dict.fromkeys(min(size, length) for size in _TUNED)) for length in longest)
+        if spec.needs_grad:
+            return tuple(
+                {"block_q_backward": block_q, "block_kv_backward": block_kv, "fused_backward": fused}
+                for block_q in q
+                for block_kv in kv
+                for fused in (False, True)
+            )
+        return tuple(
+            {"block_q": block_q, "block_kv": block_kv, "block_kv_compute": step}
+            for block_q in q
+            for block_kv in kv
+            for step in dict.fromkeys((min(block_kv, 512), block_kv))
+            if block_kv % step == 0
+        )
+
+    def work(self, spec: AttentionSpec, target: Target, options: Mapping[str, Any]) -> KernelWork:
+        """The blocks that the kernel visits, and what it loads for them."""
+        return _work(spec, _grid(spec, target, _checked(dict(options))))
+
     def part(
         self,
         spec: AttentionSpec,
@@ -124,8 +156,7 @@ class Splash:
         If a row sees one key only, over all devices, this part cannot know it: that key's gradient is zero but for
         rounding.
         """
-        given = _checked(check_options(self.name, options, OPTIONS))
-        grid = _grid(spec, target, given)
+        grid = _grid(spec, target, read_options(spec, target, options))
         kernel = kernel_of(Masking.of(spec, *grid.lengths), grid.blocks, spec.logits_soft_cap, mode == "interpret")
         ids = _segment_ids(spec, layout, grid.lengths)
         axes, sinks = None if ids is None else 0, _no_sinks(spec)
@@ -158,6 +189,13 @@ class Splash:
             return _from_kernel(spec, dq) * spec.softmax_scale, dk, dv
 
         return Part(forward, backward)
+
+
+def read_options(spec: AttentionSpec, target: Target, options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The options, over those of the file that ``tuned`` names. Raises ValueError."""
+    given = check_options("splash", options, OPTIONS)
+    path = given.pop("tuned", None)
+    return _checked({**({} if path is None else tuned.from_file(path, "splash", target, spec)), **given})
 
 
 def default_block(target: Target) -> int:
@@ -197,6 +235,36 @@ def _grid(spec: AttentionSpec, target: Target, given: dict[str, Any]) -> _Grid:
     blocks = kernel.BlockSizes(block_q=q, block_kv=kv, block_kv_compute=compute, **backward)
     step_q, step_kv = (q, kv) if not spec.needs_grad else (math.lcm(q, q_back), math.lcm(kv, kv_back))
     return _Grid(blocks, (_round_up(rows, step_q), _round_up(spec.key_value_length, step_kv)))
+
+
+def _as_options(spec: AttentionSpec, blocks: kernel.BlockSizes) -> dict[str, Any]:
+    """The block sizes of the pass that is tuned, as options."""
+    if spec.needs_grad:
+        sizes = {"block_q_backward": blocks.block_q_dkv, "block_kv_backward": blocks.block_kv_dkv}
+        return sizes | {"fused_backward": blocks.use_fused_bwd_kernel}
+    return {"block_q": blocks.block_q, "block_kv": blocks.block_kv, "block_kv_compute": blocks.block_kv_compute}
+
+
+def _work(spec: AttentionSpec, grid: _Grid) -> KernelWork:
+    """Of the forward pass, in which a block of queries stays while blocks of keys and values pass it.
+
+    If there is a backward pass, of that: a block of keys stays while blocks of queries and of the output's gradient
+    pass it. Without the fused kernel every block is visited twice.
+    """
+    blocks, (rows, keys) = grid.blocks, grid.lengths
+    q, kv, step, kernels = blocks.block_q, blocks.block_kv, blocks.block_kv_compute or blocks.block_kv, 1
+    if spec.needs_grad and blocks.block_q_dkv and blocks.block_kv_dkv:
+        q, kv, step = blocks.block_q_dkv, blocks.block_kv_dkv, blocks.block_kv_dkv
+        kernels = 1 if blocks.use_fused_bwd_kernel else 2
+    visited = visited_blocks(Masking.of(spec, rows, keys), q, kv) * spec.batch * spec.num_heads * kernels
+    dims = spec.head_dim + (spec.value_head_dim or spec.head_dim)
+    element = 4 if spec.dtype == "float32" else 2
+    moving, staying = (q, kv) if spec.needs_grad else (kv, q)
+    return KernelWork(
+        steps=visited,
+        loaded_bytes=element * dims * visited * moving,
+        buffer_bytes=2 * element * dims * (moving + staying) + 4 * (staying * dims + q * (step + 2 * LANES)),
+    )
 
 
 def _even_block(length: int, largest: int) -> int:

@@ -53,6 +53,22 @@ class Masking:
         return functools.reduce(lambda a, b: a & b, terms)
 
 
+def visited_blocks(masking: Masking, block_q: int, block_kv: int) -> int:
+    """How many blocks of the score matrix have a visible pair, or nearly so where a mask has several conditions."""
+    q = np.arange(0, masking.query_length, block_q)[:, None]
+    k = np.arange(0, masking.key_value_length, block_kv)[None]
+    q_end, k_end = q + block_q - 1, k + block_kv - 1
+    seen = np.ones((q.shape[0], k.shape[1]), bool)
+    if masking.is_causal:
+        seen &= k <= q_end
+    if masking.window is not None:
+        seen &= (k_end >= q - masking.window[0]) & (k <= q_end + masking.window[1])
+    if masking.chunk_size is not None:
+        chunk = masking.chunk_size
+        seen &= (q // chunk <= k_end // chunk) & (k // chunk <= q_end // chunk)
+    return int(seen.sum())
+
+
 class _SlotMask(kernel.Mask):
     """A :class:`Masking` as the kernel's block sorting asks for it.
 

@@ -1,8 +1,11 @@
-"""Lists separated by commas, as the command line and cases write them; and the check of a backend's name."""
+"""Lists separated by commas, as the command line and cases write them; and a backend's name and options."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
+
+import msgspec
 
 from attnsuite.backends import UnknownBackendError, names, registry
 
@@ -36,3 +39,21 @@ def known_backend(name: str, peers: Collection[str] = ()) -> str:
         others = f", or of the peers {', '.join(peers)}" if peers else ""
         raise InputError(f"backend {name!r} is not registered; use {', '.join(names())}{others}.") from error
     return name
+
+
+def parse_options(text: str) -> dict[str, Any]:
+    """Backend options from ``name=value,name=value``; a value is a JSON scalar or a word. Raises InputError.
+
+    >>> parse_options("top_k=0.125, min_keys=0, granularity=tile")
+    {'top_k': 0.125, 'min_keys': 0, 'granularity': 'tile'}
+    """
+    options: dict[str, Any] = {}
+    for word in parts_of(text):
+        name, equals, value = (part.strip() for part in word.partition("="))
+        if not (name and equals and value) or name in options:
+            raise InputError(f"--options {word!r} must be NAME=VALUE, and each name once; separate them by commas.")
+        try:
+            options[name] = msgspec.json.decode(value)
+        except (msgspec.DecodeError, UnicodeError):
+            options[name] = value
+    return options

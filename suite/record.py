@@ -106,12 +106,25 @@ class Share:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """The fields of ``backends.tunable.KernelWork``: what a kernel does, counted from its blocks."""
+
+    steps: Size
+    loaded_bytes: Size
+    buffer_bytes: Size
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """Options that were tried: seconds of the samples, the compiler's facts about the kernels, or why they failed."""
+    """Options that were tried: seconds of the samples, facts about the kernels of an absent device, or the failure.
+
+    The facts are the compiler's (``kernels``) or counted by the backend (``work``).
+    """
 
     options: dict[str, Scalar]
     samples: tuple[Real, ...] = ()
     kernels: tuple[Kernel, ...] = ()
+    work: Work | None = None
     error: str | None = None
 
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import msgspec
 import numpy as np
 
 from attnsuite.backends import BackendFallbackWarning, BackendUnavailableError, Layout, Target
@@ -31,7 +30,6 @@ from .measure import environment
 from .measure.memory import high_water, mark_baseline
 from .measure.text import bits, reader_of, unigram_bits
 from .named_model import checkpoint_of
-from .names import parts_of
 from .record import Record
 from .store import RECORDS, RunStore
 
@@ -122,24 +120,6 @@ def run(request: StreamRequest) -> Measured:
         f"for parameters of {size / _GIB:.2f} GiB, read layer by layer"
     )
     return Measured((*attention.lines, *figures, cost, f"time: {seconds:.0f} s"), record, request.out / RECORDS)
-
-
-def parse_options(text: str) -> dict[str, Any]:
-    """Backend options from ``name=value,name=value``; a value is a JSON scalar or a word. Raises InputError.
-
-    >>> parse_options("top_k=0.125, min_keys=0, granularity=tile")
-    {'top_k': 0.125, 'min_keys': 0, 'granularity': 'tile'}
-    """
-    options: dict[str, Any] = {}
-    for word in parts_of(text):
-        name, equals, value = (part.strip() for part in word.partition("="))
-        if not (name and equals and value) or name in options:
-            raise InputError(f"--options {word!r} must be NAME=VALUE, and each name once; separate them by commas.")
-        try:
-            options[name] = msgspec.json.decode(value)
-        except (msgspec.DecodeError, UnicodeError):
-            options[name] = value
-    return options
 
 
 def _tokens(request: StreamRequest, config: ModelConfig) -> tuple[np.ndarray, float | None]:

@@ -4,9 +4,10 @@ A cell is one backend on one problem. Its record holds every candidate, with its
 failed. Every candidate is compiled, judged by the oracle, and sampled in turns with the others in one process. After a
 first look only the best few are sampled on.
 
-For a device that is not here, candidates are ranked by the compiler's facts about their kernels. Those that compile and
-fit come first; among them fewest spilled bytes, then the largest blocks; the defaults win a tie. A ranking is no
-measurement, and the file says which of the two it holds. The records give the table ``tuned.json``, which
+For a device that is not here, candidates are ranked without a time. Those that compile and fit come first. Among them
+come first those with the fewest spilled bytes, then the fewest steps of the kernels' grids, then the fewest bytes
+loaded, then the largest blocks; the defaults win a tie. Of kernels that XLA compiles, a spill is a failure. A ranking
+is no measurement, and the file says which of the two it holds. The records give the table ``tuned.json``, which
 ``backends/tuned.py`` reads: the winners, and all that was tried or failed.
 """
 
@@ -17,19 +18,23 @@ import dataclasses
 import itertools
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 
-from attnsuite.backends import AttentionSpec, Backend, Takes, Target, names, plan, registry, support
+from attnsuite.backends import Backend, Target, names, registry, support
 from attnsuite.backends.contract import CompilesKernels
-from attnsuite.backends.support import takes_of
+from attnsuite.backends.tunable import CountsWork, MadeExact, Tunable
 from attnsuite.backends.tuned import SCHEMA
 
 from . import files, statistics
+from .absent import topologies
+from .absent.candidates import NO_SPILLS, WithOptions, compile_kernels
+from .absent.programs import op_program as abstract_program
 from .errors import CellFailure, InputError
 from .grid.executors import Limits, now
 from .grid.keeping import GridWatcher, identity, keep
@@ -45,46 +50,6 @@ from .statistics import Interval
 SUITE, TABLE = "tune", "tuned.json"
 FIRST_ROUNDS, LAST_ROUNDS, KEPT = 3, 9, 4
 _KERNEL_FIELDS = ("name", "registers", "spilled_bytes", "shared_bytes", "shared_limit_bytes")
-
-
-@runtime_checkable
-class Tunable(Protocol):
-    """A backend with options worth trying."""
-
-    def defaults(self, spec: AttentionSpec, target: Target) -> Mapping[str, int]:
-        """The options that hold where no table has an entry."""
-        ...
-
-    def candidates(self, spec: AttentionSpec, target: Target) -> tuple[Mapping[str, int], ...]:
-        """Options to try for ``spec`` on ``target``."""
-        ...
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _WithOptions:
-    """A backend that is always planned with these options."""
-
-    backend: Backend
-    options: tuple[tuple[str, int], ...]
-
-    @property
-    def name(self) -> str:
-        return self.backend.name
-
-    @property
-    def exact(self) -> bool:
-        return self.backend.exact
-
-    def takes(self, target: Target, mode: Any) -> Takes:
-        return dataclasses.replace(takes_of(self.backend, target, mode), parts=False)
-
-    def refuses(self, spec: AttentionSpec, target: Target, mode: Any, options: Any) -> tuple[str, ...]:
-        return support(self.backend, spec, target, mode, dict(self.options)).reasons
-
-    def plan(
-        self, spec: AttentionSpec, layout: Any, *, target: Target, mode: Any = "native", options: Any = None
-    ) -> Any:
-        return plan(self.backend, spec, layout, target=target, mode=mode, options=dict(self.options))
 
 
 TUNED = tuple(
@@ -105,7 +70,7 @@ def tunable(wanted: Sequence[str] | None, target: Target | None) -> tuple[str, .
     """The backends that can be tuned for ``target``. Raises InputError for a requested one that cannot."""
     able = tuple(name for name in names() if isinstance(registry.get(name), Tunable))
     if target is not None:
-        able = tuple(name for name in able if isinstance(registry.get(name), CompilesKernels))
+        able = tuple(name for name in able if isinstance(registry.get(name), CompilesKernels | CountsWork))
     for name in map(known_backend, wanted or ()):
         if name not in able:
             where = "" if target is None else f" for {target}, which is not here"
@@ -115,7 +80,10 @@ def tunable(wanted: Sequence[str] | None, target: Target | None) -> tuple[str, .
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TuneRequest:
-    """What to tune, checked: for this machine, or for an absent ``target``. ``command`` is the command line."""
+    """What to tune, checked: for this machine, or for an absent ``target``. ``command`` is the command line.
+
+    ``given`` are options of the backend that hold for every candidate.
+    """
 
     backends: tuple[str, ...]
     cases: tuple[OpCase, ...]
@@ -123,6 +91,7 @@ class TuneRequest:
     limits: Limits
     out: Path
     command: str
+    given: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def tune(request: TuneRequest, watcher: GridWatcher, *, resume: bool = False) -> tuple[Record, ...]:
@@ -136,6 +105,7 @@ def tune(request: TuneRequest, watcher: GridWatcher, *, resume: bool = False) ->
     target = found.get("target", "") if request.target is None else str(request.target)
     cells = list(itertools.product(request.cases, request.backends))
     asked = {"backends": ",".join(request.backends), "cases": ",".join(case.name for case in request.cases)}
+    asked |= {"options": json.dumps(dict(request.given), sort_keys=True)} if request.given else {}
 
     def records(finished: frozenset[str]) -> Iterator[Record]:
         with contextlib.closing(References(request.limits.seconds)) as references:
@@ -190,9 +160,9 @@ def _cell(
     outcome: dict[str, Any]
     try:
         if request.target is None:
-            tried = _measure(case, name, references, request.limits)
+            tried = _measure(case, name, references, request)
         else:
-            tried = rank_candidates(case, name, request.target)
+            tried = rank_candidates(case, name, request.target, request.given, request.limits)
         outcome = {"status": "ok", "facts": {"tried": tried}}
     except (CellFailure, InputError) as error:
         outcome = {"status": error.status if isinstance(error, CellFailure) else "unsupported", "error": str(error)}
@@ -215,55 +185,90 @@ def _cell(
     )
 
 
-def _measure(case: OpCase, name: str, references: References, limits: Limits) -> list[dict[str, Any]]:
+def _measure(case: OpCase, name: str, references: References, request: TuneRequest) -> list[dict[str, Any]]:
     """:func:`try_candidates` in a process of its own."""
     reference = str(references.path(case))
-    with Worker(limits.memory) as worker:
+    with Worker(request.limits.memory) as worker:
         question = {"do": "tune", "case": problem_of(case), "backend": name, "reference": reference}
-        return worker.ask(question, limits.seconds * 5)
+        return worker.ask(question | {"given": dict(request.given)}, request.limits.seconds * 5)
 
 
-def rank_candidates(case: OpCase, name: str, target: Target) -> list[dict[str, Any]]:
-    """The compiler's facts about every candidate's kernels, the defaults first; no kernel is run."""
-    backend, spec = registry.get(name), spec_of(case)
-    if not isinstance(backend, Tunable) or not isinstance(backend, CompilesKernels):
-        raise InputError(f"backend {name!r} cannot be compiled for {target} from here; tune it on such a device.")
-    if not (answer := support(backend, spec, target, "compile")):
-        raise InputError(f"case {case.name}: {' '.join(answer.reasons)}")
-    default = dict(backend.defaults(spec, target))
-    others = [dict(options) for options in backend.candidates(spec, target) if dict(options) != default]
-    return [_compiled(backend, spec, target, options) for options in (default, *others)]
+def _candidates(backend: Any, case: OpCase, target: Target, given: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The options to try, the defaults first. Raises InputError for ``given`` options that the backend does not take.
 
-
-def _compiled(backend: CompilesKernels, spec: AttentionSpec, target: Target, options: dict[str, int]) -> dict[str, Any]:
+    An option that is given is not tried.
+    """
     try:
-        builds = backend.compile_kernels(spec, target, options)
-    except Exception as error:  # noqa: BLE001 (a candidate that cannot be compiled is a result)
-        return {"options": options, "error": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
-    errors = [f"{build.name}: {build.error}" for build in builds if build.error]
-    kernels = [dataclasses.asdict(build) | {"configuration": dict(build.configuration)} for build in builds]
-    return {"options": options, "error": errors[0] if errors else None, "kernels": kernels}
+        if given:
+            program = abstract_program(case, WithOptions.of(backend, given), target)
+            jax.eval_shape(program.function, *program.arguments)
+        default = dict(backend.defaults(spec_of(case), target, given))
+        others = map(dict, backend.candidates(spec_of(case), target, given))
+    except ValueError as error:
+        raise InputError(f"--options: {error}") from error
+    tried = [{name: value for name, value in each.items() if name not in given} for each in (default, *others)]
+    return [each for i, each in enumerate(tried) if each not in tried[:i]]
 
 
-def _plausibility(trial: Trial) -> tuple[int, int]:
-    """Spilled bytes of all kernels together (most are the same in every trial), then the blocks' size."""
+def rank_candidates(
+    case: OpCase, name: str, target: Target, given: Mapping[str, Any], limits: Limits
+) -> list[dict[str, Any]]:
+    """Facts about every candidate's kernels, the defaults first; no kernel is run."""
+    backend, spec = registry.get(name), spec_of(case)
+    if not isinstance(backend, Tunable) or not isinstance(backend, CompilesKernels | CountsWork):
+        raise InputError(f"backend {name!r} cannot be compiled for {target} from here; tune it on such a device.")
+    if not (answer := support(backend, spec, target, "compile", dict(given))):
+        raise InputError(f"case {case.name}: {' '.join(answer.reasons)}")
+    candidates = _candidates(backend, case, target, given)
+    if isinstance(backend, CompilesKernels):
+        return [compile_kernels(backend, spec, target, {**given, **options}) for options in candidates]
+    if (absent := topologies.missing(target)) is not None:
+        raise InputError(absent)
+    return _compile_each(case, name, target, given, candidates, limits)
+
+
+def _compile_each(
+    case: OpCase, name: str, target: Target, given: Mapping[str, Any], candidates: Sequence[dict[str, Any]],
+    limits: Limits,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """The candidates' facts from a process for ``target``; a candidate that ends it has another after it."""
+    question = {"case": problem_of(case), "backend": name, "target": target.name, "given": dict(given)}
+    flags = " ".join(filter(None, (os.environ.get("XLA_FLAGS"), NO_SPILLS)))
+    environment = topologies.ENVIRONMENT | ({"XLA_FLAGS": flags} if target.platform == "cuda" else {})
+    worker, tried = None, []
+    with contextlib.ExitStack() as started:
+        for options in candidates:
+            if worker is None:
+                worker = started.enter_context(Worker(limits.memory, "attnsuite.suite.absent.worker", environment))
+            try:
+                tried.append(worker.ask(question | {"options": options}, limits.seconds))
+            except CellFailure as failure:
+                worker, _ = None, worker.close()
+                tried.append({"options": options, "error": str(failure)})
+    return tried
+
+
+def _plausibility(trial: Trial) -> tuple[int, int, int, int]:
+    """Spilled bytes of all kernels together (most are the same in every trial), the work, then the blocks' size."""
     sizes = [value for name, value in trial.options.items() if name.endswith("block_size") and isinstance(value, int)]
-    return sum(kernel.spilled_bytes or 0 for kernel in trial.kernels), -math.prod(sizes)
+    spilled = sum(kernel.spilled_bytes or 0 for kernel in trial.kernels)
+    steps, loaded = (trial.work.steps, trial.work.loaded_bytes) if trial.work else (0, 0)
+    return spilled, steps, loaded, -math.prod(sizes)
 
 
-def try_candidates(case: OpCase, name: str, reference: Path) -> list[dict[str, Any]]:
+def try_candidates(case: OpCase, name: str, reference: Path, given: Mapping[str, Any]) -> list[dict[str, Any]]:
     """In a worker: every candidate's samples, or why it failed, as a ``Trial``. The defaults come first."""
     backend, target = registry.get(name), Target.here()
     if not isinstance(backend, Tunable):
         raise InputError(f"backend {name!r} has nothing to tune.")
-    spec = spec_of(case)
-    default = dict(backend.defaults(spec, target))
-    others = [dict(options) for options in backend.candidates(spec, target) if dict(options) != default]
-    candidates = [_try(case, backend, options, target, reference) for options in (default, *others)]
+    if not (answer := support(backend, spec_of(case), target, options=dict(given))):
+        raise InputError(f"case {case.name}: {' '.join(answer.reasons)}")
+    tried = _candidates(backend, case, target, given)
+    candidates = [_try(case, backend, options, given, target, reference) for options in tried]
     ready = [candidate for candidate in candidates if candidate.error is None]
     _sample(ready, FIRST_ROUNDS)
     ranked = sorted(ready, key=lambda candidate: statistics.median(candidate.samples).value)
-    _sample([c for c in ready if c in ranked[:KEPT] or c.options == default], LAST_ROUNDS)
+    _sample([c for c in ready if c in ranked[:KEPT] or c is candidates[0]], LAST_ROUNDS)
     return [{"options": c.options, "samples": c.samples, "error": c.error} for c in candidates]
 
 
@@ -271,17 +276,23 @@ def try_candidates(case: OpCase, name: str, reference: Path) -> list[dict[str, A
 class _Candidate:
     """Options on trial. ``call`` takes one sample; ``error`` says why there is none."""
 
-    options: dict[str, int]
+    options: dict[str, Any]
     call: Callable[[], float] | None = None
     error: str | None = None
     samples: list[float] = dataclasses.field(default_factory=list)
 
 
-def _try(case: OpCase, backend: Backend, options: dict[str, int], target: Target, reference: Path) -> _Candidate:
+def _try(
+    case: OpCase, backend: Backend, options: dict[str, Any], given: Mapping[str, Any], target: Target, reference: Path
+) -> _Candidate:
+    whole = {**given, **options}
     try:
-        program = op_program(case, _WithOptions(backend, tuple(sorted(options.items()))), "native", target)
+        program = op_program(case, WithOptions.of(backend, whole), "native", target)
         compiled = speed.compile_program(program.function, program.arguments)
         outputs = jax.block_until_ready(compiled.call(*program.arguments))
+        if isinstance(backend, MadeExact):  # its own result is an approximation, which no oracle can judge
+            exact = op_program(case, WithOptions.of(backend, whole | dict(backend.exact_options)), "native", target)
+            outputs = jax.jit(exact.function)(*exact.arguments)
     except Exception as error:  # noqa: BLE001 (a candidate that cannot be compiled is a result)
         return _Candidate(options, error=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
     if judged_case(case)[0] == case:
@@ -348,6 +359,8 @@ def entry(record: Record) -> dict[str, Any]:
 
 def _compiled_trial(trial: Trial) -> dict[str, Any]:
     told: dict[str, Any] = {"options": trial.options, "error": trial.error}
+    if trial.work:
+        told["work"] = dataclasses.asdict(trial.work)
     if trial.kernels:
         told["kernels"] = [{name: getattr(kernel, name) for name in _KERNEL_FIELDS} for kernel in trial.kernels]
     return told

@@ -16,12 +16,14 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float
 
+from .. import tuned
 from ..contract import AttentionSpec, Carry, Layout, Plan, forward_only
 from ..dealing import MeshAxes
 from ..devices import Target
 from ..features import Mode, Takes
 from ..resolve import resolve
-from . import kernels, steps, xla
+from ..tunable import KernelWork
+from . import kernels, steps, tuning, xla
 from .cost import not_profitable
 from .schedule import LayerRole, manual
 from .selection import Places, Selection, candidates, choose, with_own
@@ -74,7 +76,7 @@ class Kascade:
     ) -> tuple[str, ...]:
         """Positions other than those of new tokens behind a cache, and problems that the kernel cannot compute."""
         try:
-            settings = Settings.of(options, _kernel(target, mode))
+            settings = _settings(spec, target, mode, options)
         except ValueError:  # what no plan has is no reason of support: plan raises it
             return tuple(_position_reasons(spec))
         dealt = () if self.heads is None else _dealing_reasons(settings)
@@ -94,6 +96,25 @@ class Kascade:
         schedule = manual((0, 1), num_layers=3, kv_heads=spec.num_kv_heads)
         return {"anchor": ({}, 0), "reuse": ({"schedule": schedule}, 2)}
 
+    @property
+    def exact_options(self) -> Mapping[str, Any]:
+        """Every earlier key is selected."""
+        return {"top_k": 1.0}
+
+    def defaults(self, spec: AttentionSpec, target: Target, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The block sizes of a kernel by rule; on a CPU XLA's code."""
+        return tuning.defaults(spec, target, given)
+
+    def candidates(
+        self, spec: AttentionSpec, target: Target, given: Mapping[str, Any]
+    ) -> tuple[Mapping[str, Any], ...]:
+        """Block sizes for ``attnsuite tune``, in the given tiles; on a CPU the native kernel."""
+        return tuning.candidates(spec, target, given)
+
+    def work(self, spec: AttentionSpec, target: Target, options: Mapping[str, Any]) -> KernelWork:
+        """What the Pallas kernels of an anchor layer do with these block sizes."""
+        return tuning.work(spec, target, options)
+
     def plan(
         self,
         spec: AttentionSpec,
@@ -110,7 +131,7 @@ class Kascade:
         schedule of other KV heads. Running a layer raises ValueError if the schedule has no such layer, or if a reuse
         layer gets no selection.
         """
-        settings = Settings.of(options, _kernel(target, mode))
+        settings = _settings(spec, target, mode, options)
         if self.heads is not None and (reasons := tuple(_dealing_reasons(settings))):
             raise ValueError(" ".join(reasons))
         tiling = Tiling.of(spec, settings)
@@ -281,6 +302,14 @@ def _carried(carry: Carry, tiling: Tiling, spec: AttentionSpec, layer: int) -> S
             "[batch, KV heads, query tiles, slots]."
         )
     return carry
+
+
+def _settings(spec: AttentionSpec, target: Target, mode: Mode, options: Mapping[str, Any] | None) -> Settings:
+    """The settings of the options, over those of the file that ``tuned`` names. Raises ValueError."""
+    given = dict(options or {})
+    if isinstance(path := given.get("tuned"), str):
+        given = {**tuned.from_file(path, "kascade", target, spec), **given}
+    return Settings.of(given, _kernel(target, mode))
 
 
 def _kernel(target: Target, mode: Mode) -> Kernel:

@@ -38,6 +38,7 @@ OPTIONS = {
     "block_q": "queries that a Pallas kernel takes at a time, at most: a power of two of at least 16 (default 512)",
     "block_kv_sparse": "keys that a Pallas kernel loads at a time, at most: likewise (default 256)",
     "block_kv_compute": "keys that a Pallas kernel computes with at a time, at most: likewise (default 128)",
+    "tuned": "path of a table that attnsuite tune wrote; the options given beside it hold over the table's",
     "when": "'always', or 'profitable': dense where sparse would be slower; the plan's notes then say so",
 }
 _GONE = {"mesh": "backends.Sharded(backends.get('kascade'), mesh, backends.MeshAxes(heads=axis))"}
@@ -94,6 +95,7 @@ class Settings:
     block_q: int | None = None
     block_kv_sparse: int | None = None
     block_kv_compute: int | None = None
+    tuned: str | None = None
 
     def __post_init__(self) -> None:
         if self.query_tile == 0:
@@ -108,6 +110,7 @@ class Settings:
             "ablation": self.ablation is None or self.ablation in get_args(Ablation),
             "kernel": self.kernel is None or self.kernel in get_args(Kernel),
             "when": self.when in get_args(When),
+            "tuned": self.tuned is None or isinstance(self.tuned, str),
         }
         for name, accepted in good.items():
             if not accepted:

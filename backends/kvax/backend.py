@@ -120,11 +120,13 @@ class Kvax:
             raise ValueError(" ".join(reasons))
         return build.compile_kernels(spec, target, _blocks(spec, target, given))
 
-    def defaults(self, spec: AttentionSpec, target: Target) -> Mapping[str, int]:
+    def defaults(self, spec: AttentionSpec, target: Target, given: Mapping[str, Any]) -> Mapping[str, Any]:
         """The generation's block sizes, with which ``attnsuite tune`` compares the candidates."""
         return block_sizes.as_options(block_sizes.choose(spec, target, {}), backward=spec.needs_grad)
 
-    def candidates(self, spec: AttentionSpec, target: Target) -> tuple[Mapping[str, int], ...]:
+    def candidates(
+        self, spec: AttentionSpec, target: Target, given: Mapping[str, Any]
+    ) -> tuple[Mapping[str, Any], ...]:
         """Block sizes for ``attnsuite tune``: of the backward pass if there is one, else of the forward pass."""
         return block_sizes.candidates(backward=spec.needs_grad)
 

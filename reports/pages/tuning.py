@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from attnsuite.suite.record import Record
+from attnsuite.suite.record import Record, Trial
 from attnsuite.suite.tuning import winner
 
 from ..environment import date_of, device_of, versions_of
 from ..markdown import render_table
 from ..table import Column, table
-from ..words import code, escape, estimate
+from ..words import Value, code, escape, estimate, number
 
 _COLUMNS = (
     Column("case", "case", merge=True),
@@ -19,6 +19,8 @@ _COLUMNS = (
     Column("device", "device", merge=True),
     Column("options", "options"),
     Column("ratio", "time relative to the defaults [95% interval]"),
+    Column("steps", "steps of the kernels (of the defaults)"),
+    Column("loaded", "MiB loaded (of the defaults)"),
     Column("tried", "tried"),
     Column("failed", "of them failed"),
 )
@@ -45,11 +47,20 @@ def winners(records: Sequence[Record]) -> Iterator[str]:
                 "device": record.target,
                 "options": options,
                 "ratio": compiled if ratio is None else estimate(ratio),
+                **_work(best, record.facts.tried[0]),
                 "tried": len(record.facts.tried),
                 "failed": sum(trial.error is not None for trial in record.facts.tried),
             })  # fmt: skip
     if rows:
         yield render_table(table("tuned", "", _COLUMNS, rows))
+
+
+def _work(best: Trial | None, default: Trial) -> dict[str, Value]:
+    """What the kernels do with the chosen options, and with the defaults, where the backend counts it."""
+    if best is None or best.work is None or default.work is None:
+        return {}
+    loaded = (number(trial.loaded_bytes / 2**20) for trial in (best.work, default.work))
+    return {"steps": f"{best.work.steps} ({default.work.steps})", "loaded": "{} ({})".format(*loaded)}
 
 
 def refused(records: Sequence[Record]) -> Iterator[str]:

@@ -66,9 +66,9 @@ def compile_cell(case: OpCase | ModelCase, backend_name: str, target: Target) ->
         if absent is not None:
             return {"status": "unsupported", "reasons": [absent], "error": NO_COMPILER}
         program = _program(case, backend, target, role or None)
-        return _judged(compile_program(program, topologies.device(target)), target)
+        return judged_size(compile_program(program, topologies.device(target)), target)
     except Exception as error:  # noqa: BLE001 (whatever the compiler raises is what this cell is about)
-        return _rejected(error)
+        return rejected(error)
 
 
 def _slice_cell(case: OpCase | ModelCase, backend: Backend, target: Target) -> dict[str, Any]:
@@ -89,9 +89,9 @@ def _slice_cell(case: OpCase | ModelCase, backend: Backend, target: Target) -> d
             return {"status": "unsupported", "reasons": list(reasons), "error": "refused before it was compiled."}
         program = slices.placed(_program(case, sharded, target), case, dealt)
         facts = compile_program(program, topologies.device(target), dealt.mesh)
-        return _judged(facts | {"notes": [dealt.words()]}, target)
+        return judged_size(facts | {"notes": [dealt.words()]}, target)
     except Exception as error:  # noqa: BLE001 (as above)
-        return _rejected(error)
+        return rejected(error)
 
 
 def compile_program(program: AbstractProgram, device: Any, mesh: Mesh | None = None) -> dict[str, Any]:
@@ -127,8 +127,11 @@ def _sizes(compiled: Any) -> dict[str, int | None]:
     return {f"compiled_{name}": size for name, size in found.items()}
 
 
-def _judged(facts: dict[str, Any], target: Target) -> dict[str, Any]:
-    """``oom`` where a GPU program is too large for the device: XLA's GPU compiler does not check, TPU compilers do."""
+def judged_size(facts: dict[str, Any], target: Target) -> dict[str, Any]:
+    """``facts`` with a verdict: ``oom`` where a GPU program is too large for the device.
+
+    XLA's GPU compiler does not check this, TPU compilers do.
+    """
     peak, limit = facts["memory"]["compiled_peak"], target.memory_bytes
     if peak is not None and limit is not None and peak > limit:
         error = f"needs {peak / 2**30:.2f} GiB of device memory; {target} has {limit / 2**30:g} GiB."
@@ -136,7 +139,8 @@ def _judged(facts: dict[str, Any], target: Target) -> dict[str, Any]:
     return facts | {"status": "ok", "error": None}
 
 
-def _rejected(error: Exception) -> dict[str, Any]:
+def rejected(error: Exception) -> dict[str, Any]:
+    """The verdict on a program that the compiler did not take."""
     message = one_line(error)
     out_of_memory = "RESOURCE_EXHAUSTED" in message and _DEVICE_MEMORY.search(message)
     return {"status": "oom" if out_of_memory else "crashed", "error": message}
@@ -170,8 +174,10 @@ def _around(
     except ImportError as error:  # what puts the kernels into XLA's program (jax-triton)
         return kernels | {"notes": [" ".join(str(error).split())]}
     except Exception as error:  # noqa: BLE001 (as above)
-        return kernels | _rejected(error)
-    return kernels | _judged(facts | {"compile_seconds": kernels["compile_seconds"] + facts["compile_seconds"]}, target)
+        return kernels | rejected(error)
+    return kernels | judged_size(
+        facts | {"compile_seconds": kernels["compile_seconds"] + facts["compile_seconds"]}, target
+    )
 
 
 def _kernels(builds: Iterable[tuple[KernelBuild, ...]]) -> dict[str, Any]:

@@ -11,17 +11,21 @@ from attnsuite.backends import Target
 
 from ..grid.answering import answer_requests
 from ..kinds import make_case
+from .candidates import compile_candidate
 from .compilation import compile_cell
 
 
 def main() -> None:
-    """Answer requests (``{"case", "backend", "target"}``) until stdin ends."""
+    """Answer requests until stdin ends: ``{"case", "backend", "target"}``, and ``options`` and ``given`` to tune."""
     answer_requests(_compile)
 
 
 def _compile(request: dict[str, Any]) -> dict[str, Any]:
     case: Any = make_case(request["case"])
-    return compile_cell(case, request["backend"], Target.named(request["target"]))
+    target = Target.named(request["target"])
+    if "options" in request:
+        return compile_candidate(case, request["backend"], target, request["options"], request["given"])
+    return compile_cell(case, request["backend"], target)
 
 
 if __name__ == "__main__":

@@ -58,7 +58,8 @@ def _answer(request: dict[str, Any]) -> Any:
         case "doctor":
             return probe.examine()
         case "tune":
-            return tuning.try_candidates(_op_case(request["case"]), request["backend"], Path(request["reference"]))
+            case, reference = _op_case(request["case"]), Path(request["reference"])
+            return tuning.try_candidates(case, request["backend"], reference, request["given"])
         case "reference":
             case = make_case(request["case"])
             return kind_of(case.kind).write_reference(case, Path(request["path"]), request["text"])

@@ -56,6 +56,7 @@ def run(command: Perplexity) -> int:
     from .. import streamed
     from ..grid.run import checked_text
     from ..kinds.kascade.schedules import ScheduleWords
+    from ..names import parse_options
 
     for name, value, least in (("--seq-len", command.seq_len, 2), ("--sequences", command.sequences, 1)):
         if value < least:
@@ -76,7 +77,7 @@ def run(command: Perplexity) -> int:
         batch=command.batch,
         backend=command.backend,
         dtype=command.dtype,
-        options=streamed.parse_options(command.options),
+        options=parse_options(command.options),
         calibration=command.calibration,
         schedule=ScheduleWords(**said) if asked else None,
         out=directory(command.out, "perplexity"),

@@ -23,6 +23,8 @@ class Tune:
     """Device to tune for: here, or a kind such as h100, for which candidates are compiled and not timed."""
     cases: Annotated[str | None, flag("PATTERNS", "all")] = None
     """Glob patterns of case names, separated by commas."""
+    options: Annotated[str, flag("NAME=VALUE,...", "the backend's")] = ""
+    """Options that every candidate has, such as tile_size=256,query_tile=512, separated by commas."""
     out: Annotated[Path | None, flag("DIR", "runs/<UTC time>-tune")] = None
     """Directory for records, report, and the table tuned.json, which backends read."""
     resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -35,7 +37,7 @@ def run(command: Tune) -> int:
     """Try every candidate, and write the table."""
     from attnsuite.backends import Target
 
-    from ..names import names_of
+    from ..names import names_of, parse_options
     from ..suites import select
     from ..tuning import TABLE, TUNED, TuneRequest, tunable, tune
     from .report import show
@@ -57,6 +59,7 @@ def run(command: Tune) -> int:
         cases=TUNED if command.cases is None else select(TUNED, names_of(command.cases, "--cases")),
         target=target,
         limits=limits_of(command.cell_timeout),
+        given=parse_options(command.options),
         out=out,
         command=shlex.join(words_of(dataclasses.replace(command, backends=",".join(backends), resume=False))),
     )

@@ -5,7 +5,7 @@ from importlib import resources
 
 import pytest
 
-from attnsuite.backends import AttentionSpec, Layout, Target, registry, tuned
+from attnsuite.backends import AttentionSpec, Layout, Target, registry, splash, tuned
 from attnsuite.backends.chunked import default_sizes
 from attnsuite.backends.tuned import Entry
 
@@ -116,3 +116,39 @@ def test_file_that_is_no_table_is_refused_in_a_sentence(tmp_path, text):
 def test_missing_file_is_refused_in_a_sentence(tmp_path):
     with pytest.raises(ValueError, match=r"cannot be read \(No such file or directory\)"):
         CHUNKED.plan(spec(1024), Layout(), target=CPU, options={"tuned": str(tmp_path / "none.json")})
+
+
+def test_splash_and_kascade_read_a_table_and_options_beside_it_hold_over_it(tmp_path):
+    v5e, problem = Target("tpu", "v5e"), spec(512, dtype="bfloat16", needs_grad=False, is_causal=True)
+    fields = {**FIELDS, "platform": "tpu", "kind": "v5e", "dtype": "bfloat16", "length": 512}
+    for name, options in (("splash", {"block_q": 256, "block_kv": 128}), ("kascade", {"kernel": "nonsense"})):
+        table = {"schema": tuned.SCHEMA, "entries": [{**fields, "backend": name, "options": options}]}
+        (tmp_path / name).write_text(json.dumps(table))
+    given = splash.read_options(problem, v5e, {"tuned": str(tmp_path / "splash"), "block_q": 512})
+    assert given == {"block_q": 512, "block_kv": 128}
+    kascade, layout = registry.get("kascade"), Layout()
+    with pytest.raises(ValueError, match="kernel='nonsense' is not accepted"):
+        kascade.plan(problem, layout, target=v5e, options={"tuned": str(tmp_path / "kascade")})
+    kascade.plan(problem, layout, target=v5e, options={"tuned": str(tmp_path / "kascade"), "kernel": "xla"})
+
+
+def test_work_of_splash_is_counted_over_the_blocks_that_a_causal_mask_leaves():
+    """4 x 4 blocks of 256: ten have something to see, in each of 8 heads; two kernels backward visit each twice."""
+    v5e, splash_backend = Target("tpu", "v5e"), registry.get("splash")
+    problem = spec(1024, dtype="bfloat16", needs_grad=False, is_causal=True)
+    found = splash_backend.work(problem, v5e, {"block_q": 256, "block_kv": 256})
+    assert (found.steps, found.loaded_bytes) == (80, 80 * 256 * (64 + 64) * 2)
+    backward = {"block_q_backward": 256, "block_kv_backward": 256}
+    trained = spec(1024, dtype="bfloat16", is_causal=True)
+    assert splash_backend.work(trained, v5e, backward).steps == 160
+    assert splash_backend.work(trained, v5e, backward | {"fused_backward": True}).steps == 80
+
+
+def test_work_of_kascade_halves_with_blocks_of_twice_the_keys():
+    v5e, kascade = Target("tpu", "v5e"), registry.get("kascade")
+    problem = spec(2048, dtype="bfloat16", needs_grad=False, is_causal=True)
+    given = {"tile_size": 256, "query_tile": 256, "min_keys": 0, "top_k": 0.25}
+    small, large = (kascade.work(problem, v5e, given | {"block_kv_sparse": keys}) for keys in (128, 256))
+    assert (small.steps, small.loaded_bytes) == (2 * large.steps, large.loaded_bytes)
+    # Tiles 0 to 7 select 0, 1, 1, 1, 1, 2, 2, 2 tiles and see their own; the mass reads 36 tiles twice.
+    assert large.steps == 8 * (10 + 8) + 8 * 2 * 36

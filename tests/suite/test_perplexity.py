@@ -17,6 +17,7 @@ from attnsuite.suite.kinds import model_program, quality
 from attnsuite.suite.kinds.model import ModelCase
 from attnsuite.suite.kinds.retrieval import RetrievalCase
 from attnsuite.suite.kinds.text import TextCase
+from attnsuite.suite.names import parse_options
 from attnsuite.suite.store import parse_records
 
 LENGTH = 128  # tokens of a sequence, of which the last is only predicted
@@ -206,16 +207,16 @@ def test_a_directory_that_cannot_be_written_is_found_out_before_the_work(tmp_pat
 
 
 def test_options_are_scalars_and_words():
-    assert streamed.parse_options(' a=1, b=0.5,c="x" ,d=tile,e=true') == {
+    assert parse_options(' a=1, b=0.5,c="x" ,d=tile,e=true') == {
         "a": 1,
         "b": 0.5,
         "c": "x",
         "d": "tile",
         "e": True,
     }
-    assert streamed.parse_options("") == {}
+    assert parse_options("") == {}
     with pytest.raises(InputError):
-        streamed.parse_options("=1")
+        parse_options("=1")
 
 
 def test_a_runs_figures_of_kascade_say_what_was_kept_too():

@@ -14,7 +14,7 @@ from attnsuite.backends import Layout, Support, Target, registry, tuned
 from attnsuite.backends.contract import KernelBuild
 from attnsuite.suite import tuning
 from attnsuite.suite.command_line import main
-from attnsuite.suite.errors import InputError
+from attnsuite.suite.errors import CellFailure, InputError
 from attnsuite.suite.grid.executors import Limits
 from attnsuite.suite.grid.progress import ProgressDisplay
 from attnsuite.suite.kinds import problem_of
@@ -43,17 +43,17 @@ class Candidates:
             return plan
         return type(plan)(lambda *x: (plan.attend(*x)[0] * 1.01, ()))
 
-    def defaults(self, spec, target):
+    def defaults(self, spec, target, given):
         return {"block_q": 64, "block_kv": 64}
 
-    def candidates(self, spec, target):
+    def candidates(self, spec, target, given):
         return self._candidates
 
 
 def try_all(monkeypatch, tmp_path, backend):
     monkeypatch.setattr(tuning.registry, "get", lambda _: backend)
     write_reference(CASE, tmp_path / "reference.npz")
-    return tuning.try_candidates(CASE, "chunked", tmp_path / "reference.npz")
+    return tuning.try_candidates(CASE, "chunked", tmp_path / "reference.npz", {})
 
 
 def test_defaults_come_first_and_failures_are_kept_with_their_error(monkeypatch, tmp_path):
@@ -69,6 +69,60 @@ def test_candidate_with_wrong_numbers_is_never_timed(monkeypatch, tmp_path):
     tried = try_all(monkeypatch, tmp_path, Candidates(spoilt, spoil=spoilt))
     assert "wrong numbers" in tried[1]["error"]
     assert tried[1]["samples"] == []
+
+
+def test_approximate_backend_is_judged_where_it_selects_everything(tmp_path):
+    """Its own result differs from the oracle by far; its kernels are right."""
+    write_reference(CASE, tmp_path / "reference.npz")
+    given = {"tile_size": 16, "query_tile": 16, "min_keys": 0, "top_k": 0.125}
+    default, native = tuning.try_candidates(CASE, "kascade", tmp_path / "reference.npz", given)
+    assert (default["options"], default["error"]) == ({"kernel": "xla"}, None)
+    assert len(default["samples"]) == tuning.FIRST_ROUNDS + tuning.LAST_ROUNDS
+    assert native["options"] == {"kernel": "flash_cpu"}
+    assert native["error"] is None or "flash_cpu kernels do not load here" in native["error"]
+
+
+def test_option_that_is_given_is_not_tried_and_a_wrong_one_is_refused(tmp_path):
+    write_reference(CASE, tmp_path / "reference.npz")
+    (only,) = tuning.try_candidates(CASE, "kascade", tmp_path / "reference.npz", {"kernel": "xla"})
+    assert only["options"] == {}
+    with pytest.raises(InputError, match="--options: kascade: kernel='mlx' is not accepted"):
+        tuning.try_candidates(CASE, "kascade", tmp_path / "reference.npz", {"kernel": "mlx"})
+
+
+def test_candidate_that_ends_the_compiler_has_another_compiler_after_it(monkeypatch):
+    """Splash for a TPU: of the compiled ones the one with the fewest steps wins, whatever comes first."""
+    started = []
+
+    class Compiler:
+        def __init__(self, *_):
+            started.append(self)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            self.close()
+
+        def close(self):
+            pass
+
+        def ask(self, question, _):
+            options = question["options"]
+            if options["block_kv"] == 1024:
+                raise CellFailure("timeout", "no answer")
+            work = {"steps": 4096 // options["block_q"], "loaded_bytes": 1, "buffer_bytes": 1}
+            return {"options": options, "error": None, "work": work}
+
+    monkeypatch.setattr(tuning, "Worker", Compiler)
+    monkeypatch.setattr(tuning.topologies, "missing", lambda _: None)
+    case = OpCase(kind="op_forward", sequence=1024, dtype="bfloat16")
+    tried = tuning.rank_candidates(case, "splash", Target("tpu", "v5e"), {"block_kv_compute": 256}, Limits(60, 2**33))
+    assert tried[0]["options"] == {"block_q": 512, "block_kv": 512}
+    assert {t["options"]["block_kv"] for t in tried if t["error"]} == {1024}
+    assert len(started) == 1 + sum(t["error"] is not None for t in tried[:-1])
+    record = dataclasses.replace(made_up([1.0]), mode="compile", facts=Trials(tried=tuple(Trial(**t) for t in tried)))
+    assert tuning.winner(record)[0].options == {"block_q": 1024, "block_kv": 256}
 
 
 def made_up(*samples):
@@ -167,7 +221,7 @@ class Compiles(Candidates):
     def supports(self, spec, target, mode="native"):
         return Support(mode) if spec.dtype != "float32" else Support(None, ("float32 is refused here.",))
 
-    def defaults(self, spec, target):
+    def defaults(self, spec, target, given):
         return {"block_size": 32}
 
     def compile_kernels(self, spec, target, options=None):

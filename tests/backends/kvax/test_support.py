@@ -237,6 +237,6 @@ def test_table_of_tuned_options_comes_between_the_generation_and_the_caller(tmp_
 
 @pytest.mark.parametrize("needs_grad", [False, True])
 def test_candidates_for_tuning_are_accepted_options_and_hold_the_generations_own(needs_grad):
-    candidates = KVAX.candidates(spec(needs_grad=needs_grad), H100)
-    assert KVAX.defaults(spec(needs_grad=needs_grad), H100) in candidates
+    candidates = KVAX.candidates(spec(needs_grad=needs_grad), H100, {})
+    assert KVAX.defaults(spec(needs_grad=needs_grad), H100, {}) in candidates
     assert all(blocks.choose(spec(), H100, options) for options in candidates)

@@ -1,0 +1,63 @@
+"""What a backend says about its options so that ``attnsuite tune`` can try them.
+
+:class:`Tunable` names options to try. :class:`CountsWork` counts what a kernel does with options, for devices that are
+not here and cannot be timed. :class:`MadeExact` is for approximate backends, whose kernels are judged where everything
+is computed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+from .contract import AttentionSpec
+from .devices import Target
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class KernelWork:
+    """What a kernel does for one problem, counted from its blocks: no speed.
+
+    - ``steps``: steps of its grid (on a GPU: of its loops) that compute something.
+    - ``loaded_bytes``: keys, values and queries that these steps load from the device's memory.
+    - ``buffer_bytes``: about the memory of a core that one step holds.
+    """
+
+    steps: int
+    loaded_bytes: int
+    buffer_bytes: int
+
+
+@runtime_checkable
+class Tunable(Protocol):
+    """A backend with options worth trying. ``given`` are options that hold for every candidate."""
+
+    def defaults(self, spec: AttentionSpec, target: Target, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The options that hold where no table has an entry."""
+        ...
+
+    def candidates(
+        self, spec: AttentionSpec, target: Target, given: Mapping[str, Any]
+    ) -> tuple[Mapping[str, Any], ...]:
+        """Options to try for ``spec`` on ``target``."""
+        ...
+
+
+@runtime_checkable
+class CountsWork(Protocol):
+    """A backend whose kernels XLA compiles, for devices that may be absent."""
+
+    def work(self, spec: AttentionSpec, target: Target, options: Mapping[str, Any]) -> KernelWork:
+        """The work of the pass that is tuned for ``spec``: the backward pass if there is one, else the forward pass."""
+        ...
+
+
+@runtime_checkable
+class MadeExact(Protocol):
+    """An approximate backend with options under which every visible pair is computed."""
+
+    @property
+    def exact_options(self) -> Mapping[str, Any]:
+        """These options. With them the oracle can judge the kernels."""
+        ...

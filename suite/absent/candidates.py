@@ -1,0 +1,92 @@
+"""Options on trial for a device that is not here: the compiler's facts about a backend's kernels with them.
+
+Kernels that are compiled outside XLA (Kvax's) report registers and spills, in this process. Kernels that XLA compiles
+(splash, Kascade) are compiled in a process for the device (``worker.py``): the compiler says whether it takes them, on
+a GPU without spilling registers. Their work is counted by the backend.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from attnsuite.backends import Backend, Layout, Plan, Takes, Target, plan, registry, support
+from attnsuite.backends.contract import AttentionSpec, CompilesKernels
+from attnsuite.backends.support import takes_of
+from attnsuite.backends.tunable import CountsWork
+
+from ..kinds.attention import OpCase, spec_of
+from . import topologies
+from .compilation import compile_program, judged_size, rejected
+from .programs import op_program
+
+# XLA then rejects a GPU program whose kernels spill registers into memory, and says so. It reports no other facts.
+NO_SPILLS = "--xla_gpu_fail_ptx_compilation_on_register_spilling=true"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WithOptions:
+    """A backend that is always planned with these options."""
+
+    backend: Backend
+    options: tuple[tuple[str, Any], ...]
+
+    @staticmethod
+    def of(backend: Backend, options: Mapping[str, Any]) -> WithOptions:
+        """``backend`` with ``options``."""
+        return WithOptions(backend, tuple(sorted(options.items())))
+
+    @property
+    def name(self) -> str:
+        """The backend's."""
+        return self.backend.name
+
+    @property
+    def exact(self) -> bool:
+        """Whether the backend is exact."""
+        return self.backend.exact
+
+    def takes(self, target: Target, mode: Any) -> Takes:
+        """The backend's, for whole calls."""
+        return dataclasses.replace(takes_of(self.backend, target, mode), parts=False)
+
+    def refuses(self, spec: AttentionSpec, target: Target, mode: Any, options: Any) -> tuple[str, ...]:
+        """What the backend refuses with these options."""
+        return support(self.backend, spec, target, mode, dict(self.options)).reasons
+
+    def plan(
+        self, spec: AttentionSpec, layout: Layout, *, target: Target, mode: Any = "native", options: Any = None
+    ) -> Plan:
+        """The backend's plan with these options; ``options`` is ignored."""
+        return plan(self.backend, spec, layout, target=target, mode=mode, options=dict(self.options))
+
+
+def compile_kernels(
+    backend: CompilesKernels, spec: AttentionSpec, target: Target, options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The facts of a :class:`attnsuite.suite.record.Trial` about kernels that are compiled outside XLA."""
+    try:
+        builds = backend.compile_kernels(spec, target, options)
+    except Exception as error:  # noqa: BLE001 (a candidate that cannot be compiled is a result)
+        return {"options": dict(options), "error": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
+    errors = [f"{build.name}: {build.error}" for build in builds if build.error]
+    kernels = [dataclasses.asdict(build) | {"configuration": dict(build.configuration)} for build in builds]
+    return {"options": dict(options), "error": errors[0] if errors else None, "kernels": kernels}
+
+
+def compile_candidate(
+    case: OpCase, name: str, target: Target, options: Mapping[str, Any], given: Mapping[str, Any]
+) -> dict[str, Any]:
+    """In a process for ``target``: the facts of a Trial about ``options`` beside the ``given`` ones. Nothing is run."""
+    backend, spec, whole = registry.get(name), spec_of(case), {**given, **options}
+    try:
+        counted = backend.work(spec, target, whole) if isinstance(backend, CountsWork) else None
+        if reasons := support(backend, spec, target, "compile", whole).reasons:
+            return {"options": dict(options), "error": " ".join(reasons)}
+        program = op_program(case, WithOptions.of(backend, whole), target)
+        verdict = judged_size(compile_program(program, topologies.device(target)), target)
+    except Exception as error:  # noqa: BLE001 (as above)
+        return {"options": dict(options), "error": rejected(error)["error"]}
+    work = None if counted is None else dataclasses.asdict(counted)
+    return {"options": dict(options), "error": verdict["error"], "work": work}
