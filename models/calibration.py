@@ -4,6 +4,10 @@ The statistics are those of arXiv 2512.16391, section 3: how well one layer's se
 least over query tiles, mean over prompts), and how much each layer's attention changes the stream. Prompts and query
 tiles are processed one at a time, so memory grows with the length of a prompt, not with its square. A calibration
 carries the fingerprint of its model and is refused for another.
+
+A checkpoint is calibrated layer by layer, in the memory of one layer and the hidden states of all prompts: each layer
+leaves behind the mass of its attention, pooled over query tiles and units of keys, and the masses of all layers are
+compared at the end.
 """
 
 from __future__ import annotations
@@ -12,24 +16,25 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from attnsuite.backends import AttentionSpec, Layout
+from attnsuite.backends import AttentionSpec, Layout, Resolution
 from attnsuite.backends.kascade import Calibration, Places, Settings, Tiling, load_calibration
 from attnsuite.backends.kascade.selection import candidates, choose, may_see
 
 from .checkpoint import Checkpoint
 from .config import ModelConfig
-from .forward import forward
+from .forward import Hidden, forward, layer_forward, turns_of
 from .parameters import Params
 from .planning import Resolutions, attention_spec, resolve_attention
+from .streaming import embedded
 from .transformer import Transformer
 
 # The settings that decide the selection; the others (kernel, schedule, ...) decide its use.
@@ -37,17 +42,19 @@ _MEASURED = ("top_k", "min_keys", "granularity", "tile_size", "query_tile")
 
 
 def calibrate(
-    model: Transformer,
+    model: Transformer | Checkpoint,
     prompts: Iterable[Any],
     options: Mapping[str, Any] | None = None,
     *,
     text: Mapping[str, Any] | None = None,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> Calibration:
     """The statistics for a schedule, measured over ``prompts``, each a 1-D array of tokens.
 
     ``options`` are those of the ``kascade`` backend that say how keys are selected (``top_k``, ``min_keys``,
     ``granularity``, ``tile_size``, ``query_tile``). Prompts of one length share a compiled program. ``text`` names the
-    source of the prompts and is kept unchanged. Attention runs dense, by the best backend here. Raises ValueError if a
+    source of the prompts and is kept unchanged. Attention runs dense, by the best backend here. Each layer of a
+    :class:`Checkpoint` is read once, for all prompts. ``progress`` is told what begins. Raises ValueError if a
     layer's attention is not global, and if no prompt is long enough for its tiles to have a choice.
     """
     config, settings = model.config, Settings.of(options)
@@ -56,25 +63,18 @@ def calibrate(
         raise ValueError(
             f"the model has layers with {', '.join(other)} attention; kascade is calibrated for global (causal) layers."
         )
-    params, sums, masses, count = model.arrays(), None, [], 0
-    for prompt in prompts:
-        tokens = jnp.asarray(prompt)
-        if tokens.ndim != 1:
-            raise ValueError(f"a prompt has shape {tokens.shape}; expected one dimension, its tokens.")
-        spec = attention_spec(config, "global", batch=1, query_length=len(tokens), needs_grad=False)
-        found = resolve_attention(config, batch=1, query_length=len(tokens), needs_grad=False)
-        tiling = Tiling.of(spec, settings)
-        if tiling.slots >= len(tiling.budgets) - 1:
-            raise ValueError(
-                f"a prompt of {len(tokens)} tokens leaves no choice: all {len(tiling.budgets) - 1} earlier units are "
-                "selected; give longer prompts, or a lower top_k or min_keys."
-            )
-        parts = jax.tree.map(np.asarray, _measure(config, params, tokens[None], found, spec, tiling))
+    problems = (_problem(config, settings, prompt) for prompt in prompts)
+    if isinstance(model, Checkpoint):
+        measured = _measured_by_layer(model, list(problems), progress)
+    else:
+        measured = _measured_by_prompt(config, model.arrays(), problems, progress)
+    sums, masses = None, []
+    for parts in measured:
         masses.append(parts.pop("mass"))
         sums = parts if sums is None else jax.tree.map(np.add, sums, parts)
-        count += 1
     if sums is None:
         raise ValueError("there is no prompt to calibrate with; give at least one.")
+    count = len(masses)
     means = {name: (total / count).astype(np.float32) for name, total in sums.items()}
     return Calibration(
         **means,
@@ -116,6 +116,90 @@ def _leaves(model: Transformer) -> Iterator[tuple[str, np.ndarray]]:
         yield jax.tree_util.keystr(path), np.asarray(array)
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _Problem:
+    """A prompt, and what its attention and its selection are."""
+
+    tokens: Int[Array, "1 length"]
+    spec: AttentionSpec
+    tiling: Tiling
+    resolutions: Resolutions
+
+
+def _problem(config: ModelConfig, settings: Settings, prompt: Any) -> _Problem:
+    tokens = jnp.asarray(prompt)
+    if tokens.ndim != 1:
+        raise ValueError(f"a prompt has shape {tokens.shape}; expected one dimension, its tokens.")
+    spec = attention_spec(config, "global", batch=1, query_length=len(tokens), needs_grad=False)
+    found = resolve_attention(config, batch=1, query_length=len(tokens), needs_grad=False)
+    tiling = Tiling.of(spec, settings)
+    if tiling.slots >= len(tiling.budgets) - 1:
+        raise ValueError(
+            f"a prompt of {len(tokens)} tokens leaves no choice: all {len(tiling.budgets) - 1} earlier units are "
+            "selected; give longer prompts, or a lower top_k or min_keys."
+        )
+    return _Problem(tokens[None], spec, tiling, found)
+
+
+def _measured_by_prompt(
+    config: ModelConfig, params: Params, problems: Iterable[_Problem], progress: Callable[[str], None]
+) -> Iterator[dict[str, np.ndarray]]:
+    """Statistics of each prompt, by a model in memory."""
+    for number, one in enumerate(problems, start=1):
+        progress(f"prompt {number}")
+        yield jax.tree.map(np.asarray, _measure(config, params, one.tokens, one.resolutions, one.spec, one.tiling))
+
+
+def _measured_by_layer(
+    checkpoint: Checkpoint, problems: Sequence[_Problem], progress: Callable[[str], None]
+) -> Iterator[dict[str, np.ndarray]]:
+    """Statistics of each prompt, by a checkpoint of which one layer at a time is in memory."""
+    config = checkpoint.config
+    hidden = embedded(checkpoint, [one.tokens for one in problems])
+    masses: list[list[np.ndarray]] = [[] for _ in problems]
+    importance: list[list[np.ndarray]] = [[] for _ in problems]
+    for i in range(config.num_layers):
+        progress(f"layer {i + 1} of {config.num_layers}")
+        layer = checkpoint.layer(i)
+        for n, one in enumerate(problems):
+            ((_, resolution),) = one.resolutions
+            hidden[n], mass, turned = _observed_layer(
+                config, layer, hidden[n], resolution=resolution, spec=one.spec, tiling=one.tiling
+            )
+            masses[n].append(np.asarray(mass))
+            importance[n].append(np.asarray(turned))
+        del layer
+    for n, one in enumerate(problems):
+        progress(f"comparing the layers on prompt {n + 1} of {len(problems)}")
+        compared = _compare(one.spec, one.tiling, np.stack(masses[n]))
+        yield {"importance": np.stack(importance[n]), **jax.tree.map(np.asarray, compared)}
+
+
+@functools.partial(jax.jit, static_argnames=("config", "resolution", "spec", "tiling"), donate_argnames=("x",))
+def _observed_layer(
+    config: ModelConfig, layer: Params, x: Hidden, *, resolution: Resolution, spec: AttentionSpec, tiling: Tiling
+) -> tuple[Hidden, Float[Array, "tiles kv_heads units"], Float[Array, ""]]:
+    """One layer over a prompt: the hidden state behind it, the pooled mass of its attention, and its importance."""
+    seen: list[tuple[Array, Array]] = []
+
+    def observe(_: int, query: Array, key: Array, x: Array, attended: Array) -> None:
+        rows = _padded(tiling, query)[0]
+        mass = jax.lax.map(lambda tile: _mass_of_tile(spec, tiling, rows, key[0], tile), jnp.arange(tiling.query_tiles))
+        seen.append((mass, _turned(x.astype(jnp.float32), attended.astype(jnp.float32))))
+
+    turns = turns_of(config, jnp.arange(x.shape[1], dtype=jnp.int32)[None])
+    x, _ = layer_forward(config, layer, x, turns, resolution.plan(Layout(), {}), 0, (), observe)
+    ((mass, turned),) = seen
+    return x, mass, turned
+
+
+@functools.partial(jax.jit, static_argnames=("spec", "tiling"))
+def _compare(
+    spec: AttentionSpec, tiling: Tiling, masses: Float[Array, "layers tiles kv_heads units"]
+) -> dict[str, Array]:
+    return _similarities(spec, tiling, len(masses), lambda layer, tile: masses[layer, tile])
+
+
 @functools.partial(jax.jit, static_argnames=("config", "resolutions", "spec", "tiling"))
 def _measure(
     config: ModelConfig, params: Params, tokens: Array, resolutions: Resolutions, spec: AttentionSpec, tiling: Tiling
@@ -129,8 +213,18 @@ def _measure(
         importance.append(_turned(x.astype(jnp.float32), attended.astype(jnp.float32)))
 
     forward(config, params, tokens, resolutions=resolutions, observe=observe)
-    similarity = _similarities(spec, tiling, jnp.stack(queries), jnp.stack(keys))
+    query, key = _padded(tiling, jnp.stack(queries)), jnp.stack(keys)
+
+    def mass_of(layer: Array, tile: Array) -> Array:
+        return _mass_of_tile(spec, tiling, query[layer], key[layer], tile)
+
+    similarity = _similarities(spec, tiling, len(queries), mass_of)
     return {"importance": jnp.stack(importance), **similarity}
+
+
+def _padded(tiling: Tiling, queries: Float[Array, "layers length heads dim"]) -> Float[Array, "layers rows heads dim"]:
+    """Queries of whole query tiles."""
+    return jnp.pad(queries, ((0, 0), (0, tiling.padded_queries - queries.shape[1]), (0, 0), (0, 0)))
 
 
 def _turned(x: Float[Array, "1 length hidden"], attended: Float[Array, "1 length hidden"]) -> Float[Array, ""]:
@@ -142,29 +236,27 @@ def _turned(x: Float[Array, "1 length hidden"], attended: Float[Array, "1 length
 def _similarities(
     spec: AttentionSpec,
     tiling: Tiling,
-    queries: Float[Array, "layers length heads dim"],
-    keys: Float[Array, "layers length kv_heads dim"],
+    layers: int,
+    mass_of: Callable[[Array, Array], Float[Array, "kv_heads units"]],
 ) -> dict[str, Array]:
-    """Over the query tiles, one after the other: the least kept mass and the mean overlap of every pair of heads."""
-    layers, length, kv_heads = keys.shape[:3]
-    places = Places.of(spec, Layout(), tiling)
-    allowed = candidates(tiling, places)[0]
-    rows = tiling.query_tile
-    queries = jnp.pad(queries, ((0, 0), (0, tiling.padded_queries - length), (0, 0), (0, 0)))
+    """Over the query tiles, one after the other: the least kept mass and the mean overlap of every pair of heads.
+
+    ``mass_of(layer, tile)`` is the pooled mass of a layer's attention in a query tile.
+    """
+    length, kv_heads = spec.query_length, spec.num_kv_heads
+    allowed = candidates(tiling, Places.of(spec, Layout(), tiling))[0]
 
     def one_tile(carry: tuple[Array, ...], tile: Array) -> tuple[tuple[Array, ...], Array]:
         least, overlaps, tiles = carry
         candidate = jnp.broadcast_to(allowed[tile], (kv_heads, tiling.units))
+        rows = (tile * tiling.query_tile + jnp.arange(tiling.query_tile, dtype=jnp.int32) < length).sum()
 
         def one_layer(layer: Array) -> tuple[Array, Array, Array]:
-            query = jax.lax.dynamic_slice_in_dim(queries[layer], tile * rows, rows)
-            positions = tile * rows + jnp.arange(rows, dtype=jnp.int32)
-            mass = _tile_mass(spec, tiling, query, keys[layer], positions)
+            mass = mass_of(layer, tile)
             selected, _ = choose(tiling, mass, candidate)
             member = (selected[..., None] == jnp.arange(tiling.units, dtype=jnp.int32).reshape(1, 1, -1)).any(1)
             # A row's probabilities sum to 1: the own region has the mass that no candidate has.
-            total = jnp.float32(spec.group_size) * (positions < length).sum()
-            return jnp.where(candidate, mass, 0.0), member.astype(jnp.float32), total
+            return jnp.where(candidate, mass, 0.0), member.astype(jnp.float32), jnp.float32(spec.group_size) * rows
 
         mass, member, total = jax.lax.map(one_layer, jnp.arange(layers))
         own = total[:, None] - mass.sum(-1)
@@ -190,6 +282,19 @@ def _similarities(
         "jaccard_similarity": overlaps / jnp.maximum(tiles, 1).astype(jnp.float32) * earlier,
         "mass": mass.transpose(1, 2, 0),
     }
+
+
+def _mass_of_tile(
+    spec: AttentionSpec,
+    tiling: Tiling,
+    queries: Float[Array, "rows heads dim"],
+    key: Float[Array, "length kv_heads dim"],
+    tile: Array,
+) -> Float[Array, "kv_heads units"]:
+    """Pooled mass of the query tile ``tile`` of one layer; ``queries`` are :func:`_padded`."""
+    rows = tiling.query_tile
+    query = jax.lax.dynamic_slice_in_dim(queries, tile * rows, rows)
+    return _tile_mass(spec, tiling, query, key, tile * rows + jnp.arange(rows, dtype=jnp.int32))
 
 
 def _tile_mass(

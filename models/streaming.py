@@ -8,6 +8,7 @@ more reading.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -74,10 +75,7 @@ def streamed_nats(
         )
     resolved = dict(resolutions)
     options = freeze_options(backend_options)
-    positions = jnp.arange(length, dtype=jnp.int32)[None]
-    outer = checkpoint.outer(*(("embed_tokens",) if config.use_rope else ("embed_tokens", "embed_positions")))
-    hidden = [embed(config, outer, part[:, :-1], positions) for part in parts]
-    del outer
+    hidden = embedded(checkpoint, [part[:, :-1] for part in parts])
     carries: list[dict[str, Carry]] = [dict.fromkeys(resolved, ()) for _ in parts]
     for i in range(config.num_layers):
         layer, kind = checkpoint.layer(i), config.layer_types[i]
@@ -94,6 +92,13 @@ def streamed_nats(
     outer = checkpoint.outer(*last, "embed_tokens" if config.tie_embeddings else "lm_head")
     nats = [np.asarray(_nats(config, outer, x, part[:, 1:])) for x, part in zip(hidden, parts, strict=True)]
     return np.concatenate(nats)[:count]
+
+
+def embedded(checkpoint: Checkpoint, parts: Sequence[Int[Array, "batch length"]]) -> list[Hidden]:
+    """The hidden states before the first layer; the table of embeddings is in memory meanwhile."""
+    config = checkpoint.config
+    outer = checkpoint.outer(*(("embed_tokens",) if config.use_rope else ("embed_tokens", "embed_positions")))
+    return [embed(config, outer, tokens, jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]) for tokens in parts]
 
 
 @functools.partial(jax.jit, static_argnames=("config", "index", "resolution", "options"), donate_argnames=("x",))

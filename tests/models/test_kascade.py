@@ -21,8 +21,9 @@ from attnsuite.backends.kascade import (
     layer_similarity,
     manual,
 )
-from attnsuite.models import calibration, load_shipped, next_token_loss, open_checkpoint, retrieval, save
+from attnsuite.models import calibration, load_shipped, next_token_loss, open_checkpoint, retrieval, save, streamed_nats
 from attnsuite.models.config import ModelConfig
+from attnsuite.models.loss import token_nats
 from attnsuite.models.transformer import Transformer
 
 pytestmark = pytest.mark.kascade
@@ -50,6 +51,23 @@ def batch():
 def measured(model) -> Calibration:
     rng = np.random.default_rng(1)
     return calibration.calibrate(model, [retrieval.sample(rng, LENGTH, gap=GAP).tokens[0] for _ in range(2)], FEW)
+
+
+def test_a_checkpoint_read_layer_by_layer_gives_the_calibration_and_the_losses_of_the_whole_model(
+    model, batch, measured, tmp_path
+):
+    save(model, tmp_path)
+    checkpoint, rng = open_checkpoint(tmp_path), np.random.default_rng(1)
+    prompts = [retrieval.sample(rng, LENGTH, gap=GAP).tokens[0] for _ in range(2)]
+    streamed = calibration.calibrate(checkpoint, prompts, FEW)
+    for name in ("mass_similarity", "jaccard_similarity", "importance", "mass"):
+        np.testing.assert_allclose(getattr(streamed, name), getattr(measured, name), atol=1e-6, err_msg=name)
+    schedule = dynamic_programming(streamed, 2)
+    assert schedule == dynamic_programming(measured, 2)
+    assert (streamed.fingerprint, streamed.settings) == (measured.fingerprint, measured.settings)
+    call = {"backend": "kascade", "backend_options": FEW | {"schedule": schedule}}
+    whole = token_nats(model(batch.tokens[:, :-1], needs_grad=False, **call), jnp.asarray(batch.tokens[:, 1:]))
+    np.testing.assert_allclose(streamed_nats(checkpoint, batch.tokens, batch=8, **call), whole, atol=2e-4)
 
 
 def recall(model, batch, schedule=GOOD, backend="kascade", **options):

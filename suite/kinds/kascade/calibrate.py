@@ -1,18 +1,20 @@
-"""``attnsuite calibrate``: measure a model on some text, save the calibration, and show the schedule that follows."""
+"""``attnsuite calibrate``: measure a model on some text, save the calibration, and show the schedule that follows.
+
+The checkpoint is read layer by layer, so that it may be larger than memory.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from attnsuite.backends.kascade import Calibration, Schedule, Settings
-from attnsuite.models import Transformer, load_text
+from attnsuite.models import ModelConfig, load_text, open_checkpoint
 from attnsuite.models.calibration import calibrate
-from attnsuite.models.weights import load
 
 from ... import files
 from ...errors import InputError
@@ -52,19 +54,19 @@ def run(request: CalibrateRequest, progress: Callable[[str], None]) -> tuple[Pat
     try:
         Settings(**request.settings)
         progress("opening the model")
-        with checkpoint_of(request.model) as directory:
-            model = load(directory)
         words = ScheduleWords(
             schedule=request.schedule,
             anchors=request.anchors,
             threshold=request.threshold,
             max_reuse_dist=request.max_reuse_dist,
         )
-        # Before the text is read, so that a wrong flag shows before hours of calibration.
-        words.check(model.config.num_layers, model.config.kv_heads)
-        name, prompts = _prompts(request, model)
-        watched = _watched(prompts, progress)
-        calibration = calibrate(model, watched, request.settings, text={"name": name, "length": request.length})
+        with checkpoint_of(request.model) as directory:
+            model = open_checkpoint(directory)
+            # Before the text is read, so that a wrong flag shows before hours of calibration.
+            words.check(model.config.num_layers, model.config.kv_heads)
+            name, prompts = _prompts(request, model.config)
+            told = {"name": name, "length": request.length}
+            calibration = calibrate(model, prompts, request.settings, text=told, progress=progress)
         with files.writing(request.out):
             path = calibration.save(request.out)
         return path, calibration, words.made(calibration)
@@ -72,14 +74,8 @@ def run(request: CalibrateRequest, progress: Callable[[str], None]) -> tuple[Pat
         raise InputError(str(error)) from error
 
 
-def _prompts(request: CalibrateRequest, model: Transformer) -> tuple[str, np.ndarray]:
+def _prompts(request: CalibrateRequest, config: ModelConfig) -> tuple[str, np.ndarray]:
     """Prompts spread evenly over a whole file, or over the training part of the prose that comes with Python."""
     corpus = load_text() if request.text is None else load_text(request.text, held_out=0.0)
-    rows, _ = reader_of(request.model, model.config).spread(corpus.train, request.length, request.prompts)
+    rows, _ = reader_of(request.model, config).spread(corpus.train, request.length, request.prompts)
     return corpus.name, rows
-
-
-def _watched(prompts: np.ndarray, progress: Callable[[str], None]) -> Iterator[np.ndarray]:
-    for number, prompt in enumerate(prompts, start=1):
-        progress(f"prompt {number} of {len(prompts)}")
-        yield prompt
