@@ -14,7 +14,7 @@ from jaxtyping import Array
 
 from ..attention import attention
 from ..registry import get, names
-from ..sharding import Sharded
+from ..dealing import Sharded
 from .hook import check_options, signature_of
 
 READ = "MaxText 0.2.5"
