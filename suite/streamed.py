@@ -31,6 +31,7 @@ from .measure.memory import high_water, mark_baseline
 from .measure.text import bits, reader_of, unigram_bits
 from .named_model import checkpoint_of
 from .record import Record
+from .statistics import paired_difference
 from .store import RECORDS, RunStore
 
 INVALID = "INVALID: no better than a unigram model that knows the frequencies of these tokens"
@@ -42,7 +43,8 @@ class StreamRequest:
     """What to measure.
 
     ``model`` is ``text`` (the checkpoint that ships) or a directory. ``text`` is a file, or None for the text that
-    ships; with ``random_tokens`` no text is read. ``schedule`` is None if none was asked for.
+    ships; with ``random_tokens`` no text is read. ``schedule`` is None if none was asked for. ``against`` is a backend
+    that computes the same tokens, for a paired difference.
     """
 
     model: str
@@ -56,6 +58,7 @@ class StreamRequest:
     options: Mapping[str, Any]
     calibration: Path | None
     schedule: ScheduleWords | None
+    against: str | None
     out: Path
 
 
@@ -92,17 +95,13 @@ def run(request: StreamRequest) -> Measured:
         with checkpoint_of(request.model) as directory:
             checkpoint = open_checkpoint(directory, **({} if request.dtype is None else {"dtype": request.dtype}))
             attention = _attention(request, checkpoint)
+            other = None if request.against is None else _against(request, checkpoint)
             rows, bytes_per_token = _tokens(request, checkpoint.config)
             with RunStore(request.out, resume=False) as store:  # before the work, in case it is not writable
-                nats = streamed_nats(
-                    checkpoint,
-                    rows,
-                    batch=request.batch,
-                    backend_options=attention.options,
-                    resolutions=attention.resolutions,
-                )
+                nats = _nats(request, checkpoint, rows, attention)
+                compared = None if other is None else _compared(nats, _nats(request, checkpoint, rows, other), other)
                 seconds, used = time.perf_counter() - begin, high_water(baseline)
-                record, figures = _judged(request, checkpoint.config, attention, rows, nats, bytes_per_token)
+                record, figures = _judged(request, checkpoint.config, attention, rows, nats, bytes_per_token, compared)
                 record = dataclasses.replace(
                     record,
                     memory={"process_high_water": used},
@@ -120,6 +119,56 @@ def run(request: StreamRequest) -> Measured:
         f"for parameters of {size / _GIB:.2f} GiB, read layer by layer"
     )
     return Measured((*attention.lines, *figures, cost, f"time: {seconds:.0f} s"), record, request.out / RECORDS)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Compared:
+    """The figures, series and line of a paired comparison, sequence by sequence."""
+
+    figures: dict[str, float]
+    series: dict[str, tuple[float, ...]]
+    line: str
+
+
+def _nats(request: StreamRequest, checkpoint: Checkpoint, rows: np.ndarray, attention: _Attention) -> np.ndarray:
+    return streamed_nats(
+        checkpoint,
+        rows,
+        batch=request.batch,
+        backend_options=attention.options,
+        resolutions=attention.resolutions,
+    )
+
+
+def _against(request: StreamRequest, checkpoint: Checkpoint) -> _Attention:
+    """The attention to compare with. Raises BackendUnavailableError where it would be replaced."""
+    resolutions = resolve_attention(
+        checkpoint.config,
+        batch=request.batch,
+        query_length=request.sequence - 1,
+        needs_grad=False,
+        backend=request.against or "auto",
+        on_unavailable="raise",
+    )
+    return _Attention(resolutions, {}, (), ())
+
+
+def _compared(nats: np.ndarray, theirs: np.ndarray, other: _Attention) -> _Compared:
+    """Nats per token more than ``theirs``, with a 95% interval over the sequences."""
+    own, beside = (tuple(map(float, x.mean(1))) for x in (nats, theirs))
+    lost = paired_difference(own, beside) if np.isfinite((own, beside)).all() else None
+    if lost is None:
+        return _Compared({}, {}, f"compared with {other.name}: nothing, since losses are not finite")
+    figures = {"against_perplexity": float(np.exp(np.mean(beside))), "nats_lost": lost.value}
+    told = "no interval below 6 sequences"
+    if lost.low is not None and lost.high is not None:
+        figures |= {"nats_lost_low": lost.low, "nats_lost_high": lost.high}
+        told = f"95% interval {lost.low:+.4f} to {lost.high:+.4f}"
+    line = (
+        f"compared with {other.name} on the same tokens: perplexity {figures['against_perplexity']:.4f}; "
+        f"{lost.value:+.4f} nats per token lost ({told}, paired by sequence)"
+    )
+    return _Compared(figures, {"against_nll": beside}, line)
 
 
 def _tokens(request: StreamRequest, config: ModelConfig) -> tuple[np.ndarray, float | None]:
@@ -195,6 +244,7 @@ def _judged(
     rows: np.ndarray,
     nats: np.ndarray,
     bytes_per_token: float | None,
+    compared: _Compared | None,
 ) -> tuple[Record, tuple[str, ...]]:
     """The record and its figures as lines. A loss that is not finite has no figure: the record is ``wrong``."""
     finite, low = bool(np.isfinite(nats).all()), unigram_bits(rows)
@@ -213,6 +263,9 @@ def _judged(
             own, other = bits(mean, bytes_per_token), low / bytes_per_token
             quality |= {"bits_per_byte": own, "unigram_bits_per_byte": other}
             lines.append(f"bits per byte: {own:.4f}, unigram model: {other:.4f}")
+        if compared is not None:
+            quality |= compared.figures
+            lines.append(compared.line)
         if mean / np.log(2) >= low:
             lines.append(INVALID)
             notes.append(INVALID)
@@ -250,7 +303,7 @@ def _judged(
         notes=(*notes, *_asked(request, attention)),
         tokens=int(nats.size),
         quality=quality,
-        series={"nll": tuple(map(float, nats.mean(1)))} if finite else {},
+        series={"nll": tuple(map(float, nats.mean(1))), **(compared.series if compared else {})} if finite else {},
         environment=environment.describe(),
         started="",
     )
@@ -261,6 +314,8 @@ def _asked(request: StreamRequest, attention: _Attention) -> Iterator[str]:
     """Notes on what the case does not say: text, batch and options."""
     text = "random tokens" if request.random_tokens else request.text or "the held-out prose that ships with Python"
     yield f"text: {text}; batch: {request.batch}"
+    if request.against is not None:
+        yield f"compared with: {request.against}"
     said = {name: value for name, value in attention.options.items() if name != "schedule"}
     if said:
         yield "options: " + ", ".join(f"{name}={value}" for name, value in said.items())

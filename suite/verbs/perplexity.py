@@ -45,6 +45,8 @@ class Perplexity:
     """Kascade, greedy schedule: least similarity to the anchor."""
     max_reuse_dist: Annotated[int, flag("LAYERS")] = 4
     """Kascade, greedy schedule: how far behind its anchor a layer may be."""
+    against: Annotated[str | None, flag("NAME", "none")] = None
+    """Backend that computes the same tokens too, for a paired difference, such as chunked; reads the model twice."""
     dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, flag("DTYPE", "as stored")] = None
     """What is computed in."""
     out: Annotated[Path | None, flag("DIR", "runs/<UTC time>-perplexity")] = None
@@ -80,6 +82,7 @@ def run(command: Perplexity) -> int:
         options=parse_options(command.options),
         calibration=command.calibration,
         schedule=ScheduleWords(**said) if asked else None,
+        against=command.against,
         out=directory(command.out, "perplexity"),
     )
     found = streamed.run(request)

@@ -114,6 +114,19 @@ def test_a_calibration_brings_its_settings_and_a_schedule(calibrated, tmp_path, 
     assert "schedule: greedy" in said
 
 
+def test_a_sparse_figure_stands_beside_the_dense_one_with_their_paired_difference(calibrated, tmp_path, capsys):
+    words = ["--model", "text", "--backend", "kascade", "--calibration", calibrated, "--sequences", "6"]
+    code, said, record = perplexity(capsys, tmp_path / "a", *words, "--against", "standard")
+    dense = perplexity(capsys, tmp_path / "b", "--model", "text", "--backend", "standard", "--sequences", "6")[2]
+    figures, series = record.quality, record.series
+    assert code == 0
+    assert series["against_nll"] == dense.series["nll"]
+    assert figures["nats_lost"] == pytest.approx(np.mean(np.subtract(series["nll"], dense.series["nll"])))
+    assert 0 < figures["nats_lost_low"] < figures["nats_lost"] < figures["nats_lost_high"]
+    assert f"compared with standard on the same tokens: perplexity {dense.quality['perplexity']:.4f}; " in said
+    assert 0 < figures["kept_pairs"] < 1
+
+
 def test_a_calibration_of_another_model_is_refused(calibrated, tmp_path, capsys):
     model = load_shipped()
     save(Transformer(model.config), tmp_path / "other")
@@ -188,6 +201,7 @@ def test_a_weight_that_is_not_finite_is_named(tmp_path, capsys):
         (["--backend", "kascade", "--calibration", "nowhere"], "cannot be read as a calibration"),
         (["--backend", "nobody"], "backend 'nobody' is not registered"),
         (["--batch", "0"], "batch=0"),
+        (["--against", "cudnn"], "cuDNN runs on NVIDIA GPUs"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else "",
 )
