@@ -6,6 +6,8 @@ import dataclasses
 from pathlib import Path
 from typing import Annotated
 
+import tyro
+
 from .flags import flag
 
 
@@ -17,6 +19,8 @@ class Calibrate:
     """text (the checkpoint that ships here), or the directory of a byte-level checkpoint."""
     text: Annotated[Path | None, flag("FILE", "training part of Python's prose")] = None
     """Text to calibrate on."""
+    random_tokens: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Random tokens in place of text: for time and memory alone, of a checkpoint without a tokenizer."""
     out: Annotated[Path, flag("FILE")] = Path("calibration.safetensors")
     """File to write, a .json beside it; existing ones are replaced."""
     prompts: Annotated[int, flag("N")] = 8
@@ -49,8 +53,9 @@ def run(command: Calibrate) -> int:
 
     names = ("tile_size", "top_k", "min_keys", "granularity")
     settings = {name: getattr(command, name) for name in names} | {"query_tile": command.tile_size}
-    rest = {name: getattr(command, name) for name in ("model", "text", "out", "prompts", "length", "schedule",
-                                                      "anchors", "threshold", "max_reuse_dist")}  # fmt: skip
+    rest = {name: getattr(command, name) for name in ("model", "text", "random_tokens", "out", "prompts", "length",
+                                                      "schedule", "anchors", "threshold",
+                                                      "max_reuse_dist")}  # fmt: skip
     with Console(stderr=True).status("starting") as status:
         path, calibration, schedule = calibrate.run(
             calibrate.CalibrateRequest(settings=settings, **rest), status.update

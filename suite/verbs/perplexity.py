@@ -63,6 +63,8 @@ def run(command: Perplexity) -> int:
     for name, value, least in (("--seq-len", command.seq_len, 2), ("--sequences", command.sequences, 1)):
         if value < least:
             raise InputError(f"{name} {value} must be at least {least}.")
+    if command.random_tokens and command.text is not None:
+        raise InputError("--random-tokens takes the place of --text; give one of them.")
     words = ("schedule", "anchors", "threshold", "max_reuse_dist")
     said = {name: getattr(command, name) for name in words}
     if command.schedule is None:

@@ -83,6 +83,7 @@ def test_run_refuses(tmp_path, capsys, arguments, expected):
         (["--schedule", "greedy", "--threshold", "2"], "--threshold 2 must be from 0 to 1"),
         (["--out", "nowhere/c.safetensors"], "does not exist; make it first"),
         (["--out", "c.npz"], "must end in .safetensors"),
+        (["--random-tokens", "--text", "t.txt"], "--random-tokens takes the place of --text"),
     ],
 )
 def test_calibrate_refuses(tmp_path, monkeypatch, capsys, arguments, expected):

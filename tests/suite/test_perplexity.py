@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from attnsuite.backends.resolve import PRIORITY
-from attnsuite.models import ModelConfig, Transformer, load_shipped, save
+from attnsuite.models import ModelConfig, Transformer, load_shipped, save, write_random
 from attnsuite.models.weights import load, shipped
 from attnsuite.suite import streamed
 from attnsuite.suite.command_line import main
@@ -127,6 +127,22 @@ def test_a_sparse_figure_stands_beside_the_dense_one_with_their_paired_differenc
     assert 0 < figures["kept_pairs"] < 1
 
 
+def test_random_weights_are_calibrated_and_measured_on_random_tokens_and_are_invalid(tmp_path, capsys):
+    """The way to measure time and memory of a shape whose weights and tokenizer are not here."""
+    write_random(ModelConfig.from_preset("qwen3-0.6b", num_layers=2, hidden_size=64, intermediate_size=64,
+                                         vocab_size=300), tmp_path / "model", chunked=True)  # fmt: skip
+    model, calibration = ["--model", str(tmp_path / "model"), "--random-tokens"], tmp_path / "c.safetensors"
+    with pytest.raises(SystemExit) as exit_info:
+        main(["calibrate", *model, "--out", str(calibration), "--prompts", "1", "--length", "96", "--anchors", "1"])
+    assert exit_info.value.code == 0
+    words = ["--backend", "kascade", "--calibration", calibration, "--anchors", "1", "--against", "standard"]
+    code, said, record = perplexity(capsys, tmp_path / "run", *model, *words)
+    assert code == 0
+    assert "INVALID: no better than a unigram model" in said
+    assert record.quality["kept_pairs"] < 1
+    assert "nats_lost" in record.quality
+
+
 def test_a_calibration_of_another_model_is_refused(calibrated, tmp_path, capsys):
     model = load_shipped()
     save(Transformer(model.config), tmp_path / "other")
@@ -201,6 +217,7 @@ def test_a_weight_that_is_not_finite_is_named(tmp_path, capsys):
         (["--backend", "kascade", "--calibration", "nowhere"], "cannot be read as a calibration"),
         (["--backend", "nobody"], "backend 'nobody' is not registered"),
         (["--batch", "0"], "batch=0"),
+        (["--random-tokens", "--text", "t.txt"], "--random-tokens takes the place of --text"),
         (["--against", "cudnn"], "cuDNN runs on NVIDIA GPUs"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else "",

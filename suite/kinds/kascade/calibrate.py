@@ -32,6 +32,7 @@ class CalibrateRequest:
 
     model: str
     text: Path | None
+    random_tokens: bool
     out: Path
     prompts: int
     length: int
@@ -51,6 +52,8 @@ def run(request: CalibrateRequest, progress: Callable[[str], None]) -> tuple[Pat
     for flag, value in (("--prompts", request.prompts), ("--length", request.length)):
         if value < 1:
             raise InputError(f"{flag} {value} must be at least 1.")
+    if request.random_tokens and request.text is not None:
+        raise InputError("--random-tokens takes the place of --text; give one of them.")
     try:
         Settings(**request.settings)
         progress("opening the model")
@@ -75,7 +78,13 @@ def run(request: CalibrateRequest, progress: Callable[[str], None]) -> tuple[Pat
 
 
 def _prompts(request: CalibrateRequest, config: ModelConfig) -> tuple[str, np.ndarray]:
-    """Prompts spread evenly over a whole file, or over the training part of the prose that comes with Python."""
+    """Prompts spread evenly over a whole file, or over the training part of the prose that comes with Python.
+
+    Or random tokens, for a checkpoint without a tokenizer.
+    """
+    if request.random_tokens:
+        shape = (request.prompts, request.length)
+        return "random tokens", np.random.default_rng(1).integers(0, config.vocab_size, shape)
     corpus = load_text() if request.text is None else load_text(request.text, held_out=0.0)
     rows, _ = reader_of(request.model, config).spread(corpus.train, request.length, request.prompts)
     return corpus.name, rows
