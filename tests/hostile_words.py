@@ -18,7 +18,7 @@ MEMORY = SIZES | st.sampled_from(["1GiB", "1e999", "-4GB", "4 G"])
 PATHS = st.sampled_from(["{folder}", "{folder}/none", "{folder}/file", "{folder}/file/x", "{folder}/" + "y" * 300, "",
                          "/dev/null", "/dev/full", "{folder}/\udcff", "{folder}/new line\n"])  # fmt: skip
 MODELS = PATHS | st.sampled_from(["text", "tiny", "debug", "llama-3.2-1b", "huge"])
-SCHEDULES = WORDS | st.sampled_from(["dp", "greedy", "manual"])
+SCHEDULES = WORDS | st.sampled_from(["dp", "greedy", "greedy-guide", "greedy-benchmark", "manual"])
 ANCHORS = SIZES | st.sampled_from(["0,2", "0,,2", "0,-2", "99999999999999999999"])
 SUITES = st.sampled_from(["quick", "kascade", "full", "compile", "{folder}/suite.toml", "none"]) | PATHS
 CASE_NAMES = st.sampled_from(["*", "op-*", "forward*", "[", "nothing"]) | WORDS

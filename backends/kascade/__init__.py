@@ -6,10 +6,13 @@ from .calibration import Calibration as Calibration
 from .calibration import load_calibration as load_calibration
 from .cost import KeptFraction as KeptFraction
 from .cost import kept_fraction as kept_fraction
+from .schedule import GREEDY_RULES as GREEDY_RULES
+from .schedule import GreedyRule as GreedyRule
 from .schedule import LayerRole as LayerRole
 from .schedule import Schedule as Schedule
 from .schedule import dynamic_programming as dynamic_programming
 from .schedule import greedy as greedy
+from .schedule import greedy_anchors as greedy_anchors
 from .schedule import layer_similarity as layer_similarity
 from .schedule import manual as manual
 from .selection import Places as Places

@@ -2,7 +2,8 @@
 
 ``dp`` is the paper's dynamic programming over head-remapped similarity (arXiv 2512.16391, section 3). ``greedy`` walks
 the layers and starts a new anchor if the similarity to the current one falls below a threshold or the anchor is too
-far. ``manual`` takes the anchors as given.
+far. Two more greedy rules are those of guides to an earlier port (github.com/amitsrivastava78/maxtext, d42f5bfa).
+``manual`` takes the anchors as given.
 """
 
 from __future__ import annotations
@@ -12,12 +13,40 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
+from jaxtyping import Float
 
 if TYPE_CHECKING:
     from .calibration import Calibration
 
 Role = Literal["dense", "anchor", "reuse"]
 Similarity = Literal["mass", "jaccard"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class GreedyRule:
+    """What a greedy rule compares, and how it counts a distance.
+
+    ``compared_to``: the layer whose similarity to the present one is held against the threshold, the current anchor or
+    the layer before. ``counts_anchor``: whether the anchor counts in ``max_reuse_dist``. A distance of 4 then ends at
+    the third reuse layer, otherwise at the fourth. ``layer_1_selects``: whether layer 1 is an anchor whatever its
+    similarity to the dense layer 0.
+    """
+
+    similarity: Similarity = "mass"
+    compared_to: Literal["anchor", "previous"] = "anchor"
+    counts_anchor: bool = False
+    layer_1_selects: bool = False
+
+
+GREEDY_RULES = {
+    "greedy": GreedyRule(),
+    # generate_kascade_schedule in the guides' text: similarity to an anchor, distance <= max_reuse_dist.
+    "greedy-guide": GreedyRule(similarity="jaccard"),
+    # generate_optimized_schedule in benchmark_kascade_final.py, which printed the guides' layer table.
+    "greedy-benchmark": GreedyRule(
+        similarity="jaccard", compared_to="previous", counts_anchor=True, layer_1_selects=True
+    ),
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -136,26 +165,60 @@ def dynamic_programming(calibration: Calibration, anchors: int) -> Schedule:
 
 
 def greedy(
-    calibration: Calibration, *, threshold: float = 0.65, max_reuse_dist: int = 4, similarity: Similarity = "mass"
+    calibration: Calibration,
+    *,
+    threshold: float = 0.65,
+    max_reuse_dist: int = 4,
+    similarity: Similarity | None = None,
+    rule: str = "greedy",
 ) -> Schedule:
     """Reuse an anchor while the similarity is at least ``threshold`` and the anchor at most ``max_reuse_dist`` back.
 
-    Layer 0 is dense. ``similarity="jaccard"`` compares the selected sets, ``"mass"`` the attention that they keep.
+    Layer 0 is dense. ``rule`` names one of :data:`GREEDY_RULES`, which says what is compared and how distance counts.
+    ``similarity="jaccard"`` compares the selected sets, ``"mass"`` the attention that they keep (default: the rule's).
     Raises ValueError.
+    """
+    if rule not in GREEDY_RULES:
+        raise ValueError(f"rule={rule!r} must be one of {', '.join(GREEDY_RULES)}.")
+    chosen = (
+        GREEDY_RULES[rule] if similarity is None else dataclasses.replace(GREEDY_RULES[rule], similarity=similarity)
+    )
+    if chosen.similarity not in get_args(Similarity):
+        raise ValueError(f"similarity={similarity!r} must be one of {', '.join(get_args(Similarity))}.")
+    between = layer_similarity(_by_heads(calibration, chosen.similarity))
+    anchors = greedy_anchors(between, chosen, threshold=threshold, max_reuse_dist=max_reuse_dist)
+    count, kv_heads = calibration.num_layers, calibration.kv_heads
+    return _from_anchors(anchors, count, kv_heads, calibration, chosen.similarity, rule)
+
+
+def greedy_anchors(
+    between: Float[np.ndarray, "layers layers"],
+    rule: GreedyRule = GREEDY_RULES["greedy"],
+    *,
+    threshold: float = 0.65,
+    max_reuse_dist: int = 4,
+) -> tuple[int, ...]:
+    """The layers that select, 0 among them; ``between[a, b]`` is the similarity of layer b to layer a before it.
+
+    Raises ValueError for a threshold or a distance out of range.
+
+    >>> alike = np.ones((7, 7))
+    >>> greedy_anchors(alike)
+    (0, 5)
+    >>> greedy_anchors(alike, GREEDY_RULES["greedy-benchmark"])
+    (0, 1, 5)
     """
     if not 0 <= threshold <= 1:
         raise ValueError(f"threshold={threshold!r} must be from 0 to 1.")
     if max_reuse_dist < 1:
         raise ValueError(f"max_reuse_dist={max_reuse_dist!r} must be at least 1.")
-    if similarity not in get_args(Similarity):
-        raise ValueError(f"similarity={similarity!r} must be one of {', '.join(get_args(Similarity))}.")
-    between = layer_similarity(_by_heads(calibration, similarity))
-    anchors = [0]
-    for b in range(1, calibration.num_layers):
-        if b - anchors[-1] > max_reuse_dist or between[anchors[-1], b] < threshold:
-            anchors.append(b)
-    count, kv_heads = calibration.num_layers, calibration.kv_heads
-    return _from_anchors(tuple(anchors), count, kv_heads, calibration, similarity, "greedy")
+    farthest = max_reuse_dist - 1 if rule.counts_anchor else max_reuse_dist
+    anchors = [0, 1] if rule.layer_1_selects and len(between) > 1 else [0]
+    for layer in range(len(anchors), len(between)):
+        compared = anchors[-1] if rule.compared_to == "anchor" else layer - 1
+        if layer - anchors[-1] > farthest or between[compared, layer] < threshold:
+            anchors.append(layer)
+    return tuple(anchors)
 
 
 def layer_similarity(by_heads: np.ndarray) -> np.ndarray:

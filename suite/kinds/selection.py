@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from msgspec import Meta
 
 from attnsuite.backends import Target
+from attnsuite.backends.kascade import GREEDY_RULES
 
 from ..cell import Asked, Cell, Facts, Means, Prepared
 from ..errors import CellFailure, InputError
@@ -30,8 +31,8 @@ class SelectionCase:
     needles at every distance, ``kascade_gate`` the same with controls that have to fail. In all rows layer 0 is dense;
     every other layer attends to the own region and to the share ``top_k`` of the earlier keys. ``phase`` is "prefill"
     (the whole sequence) or "decode" (the last tokens, one by one, behind a densely filled cache). ``anchors`` is a
-    number of layers for ``schedule`` "dp" and a list ("0,2") for "manual"; "greedy" uses ``threshold`` and
-    ``max_reuse_dist``. Raises InputError for a field that does not fit.
+    number of layers for ``schedule`` "dp" and a list ("0,2") for "manual"; the greedy rules use
+    ``threshold`` and ``max_reuse_dist``. Raises InputError for a field that does not fit.
     """
 
     kind: SelectionKind
@@ -44,7 +45,7 @@ class SelectionCase:
     min_keys: Keys = 0
     granularity: Literal["tile", "token"] = "tile"
     tile_size: Count = 16
-    schedule: Literal["dp", "greedy", "manual"] = "dp"
+    schedule: Literal["dp", "greedy", "greedy-guide", "greedy-benchmark", "manual"] = "dp"
     anchors: str = ""
     threshold: Annotated[float, Meta(ge=0, le=1)] = 0.65
     max_reuse_dist: Layers = 4
@@ -62,7 +63,7 @@ class SelectionCase:
 def anchor_layers(case: SelectionCase) -> tuple[int, ...]:
     """The numbers in ``anchors``: one for "dp" (default 2), the layers for "manual". Raises InputError."""
     words = parts_of(case.anchors)
-    if case.schedule == "greedy" and words:
+    if case.schedule in GREEDY_RULES and words:
         raise InputError(
             f"case {case.name}: anchors = {case.anchors!r} has no place in a greedy schedule; leave it out."
         )
@@ -136,7 +137,7 @@ class Selections(Kind):
 
 def _repeats(row: str, case: SelectionCase) -> tuple[str, ...]:
     """Why the row would repeat another one."""
-    if row == "kascade_greedy" and case.schedule == "greedy":
+    if row == "kascade_greedy" and case.schedule in GREEDY_RULES:
         return ("kascade_greedy: the case's own schedule is greedy, so this row would repeat kascade.",)
     if row == "kascade_token" and case.granularity == "token":
         return ("kascade_token: the case selects single keys already, so this row would repeat kascade.",)

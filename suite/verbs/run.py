@@ -53,7 +53,7 @@ class Run:
     max_reuse_dist: Annotated[int | None, flag("LAYERS", "4")] = None
     """Kascade, greedy schedule: how far behind its anchor a layer may be."""
     schedule: Annotated[str | None, flag("NAME", "dp")] = None
-    """Kascade: dp, greedy or manual."""
+    """Kascade: dp, greedy, greedy-guide, greedy-benchmark or manual."""
     anchors: Annotated[str | None, flag("N|LAYERS", "2")] = None
     """Kascade: how many layers select (dp), or which (manual), such as 0,2."""
     granularity: Annotated[str | None, flag("NAME", "tile")] = None

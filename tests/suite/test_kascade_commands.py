@@ -45,7 +45,7 @@ def refused(capsys, *arguments):
     [
         (["--top-k", "0"], "top_k = 0.0 must be a number above 0"),
         (["--tile-size", "0"], "tile_size = 0 must be an integer from 1"),
-        (["--schedule", "best"], "must be one of dp, greedy, manual"),
+        (["--schedule", "best"], "must be one of dp, greedy, greedy-guide"),
         (["--schedule", "manual"], "needs anchors, such as 0,2"),
         (["--schedule", "greedy", "--anchors", "2"], "no place in a greedy schedule"),
         (["--anchors", "one"], "must be one number of layers for schedule dp"),
@@ -76,7 +76,7 @@ def test_run_refuses(tmp_path, capsys, arguments, expected):
         (["--length", "1"], "fewer than the 8 asked for"),
         (["--top-k", "2"], "top_k=2.0 is not accepted"),
         (["--length", "32", "--prompts", "1"], "leaves no choice"),
-        (["--schedule", "best"], "must be one of dp, greedy, manual"),
+        (["--schedule", "best"], "must be one of dp, greedy, greedy-guide"),
         (["--anchors", "9"], "must be one number from 1 to 4"),
         (["--anchors", "0,x"], "must be a number of layers"),
         (["--schedule", "manual", "--anchors", "1"], "layer 0 must be one of them"),

@@ -210,7 +210,7 @@ def test_a_weight_that_is_not_finite_is_named(tmp_path, capsys):
         (["--backend", "kascade", "--options", "top_k"], "--options 'top_k' must be NAME=VALUE"),
         (["--options", "a=1,a=2"], "--options 'a=2' must be NAME=VALUE, and each name once"),
         (["--backend", "kascade", "--schedule", "dp"], "--schedule dp is made from a calibration; give --calibration"),
-        (["--backend", "kascade", "--schedule", "best"], "--schedule 'best' must be one of dp, greedy, manual"),
+        (["--backend", "kascade", "--schedule", "best"], "--schedule 'best' must be one of dp, greedy, greedy-guide"),
         (["--backend", "kascade", "--schedule", "manual", "--anchors", "1"], "layer 0 must be one of them"),
         (["--backend", "chunked", "--schedule", "manual"], "are for --backend kascade, not chunked"),
         (["--anchors", "0,2"], "are about a schedule; add --schedule"),

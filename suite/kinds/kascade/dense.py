@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jaxtyping import Float, Int
 
-from attnsuite.backends.kascade import Calibration, Schedule, dynamic_programming, greedy, manual
+from attnsuite.backends.kascade import GREEDY_RULES, Calibration, Schedule, dynamic_programming, greedy, manual
 from attnsuite.models import ModelConfig, Transformer, load_text, retrieval
 from attnsuite.models.calibration import calibrate, load
 
@@ -97,12 +97,13 @@ def read_dense(path: Path) -> Float[np.ndarray, "sequences length vocab"]:
 def schedules(case: SelectionCase, model: Transformer, path: Path) -> dict[str, Schedule]:
     """The case's own schedule, and the greedy one, from the calibration beside ``path``."""
     calibration = load(_calibration_path(path), model)
-    greedy_one = greedy(calibration, threshold=case.threshold, max_reuse_dist=case.max_reuse_dist)
+    rule = case.schedule if case.schedule in GREEDY_RULES else "greedy"
+    greedy_one = greedy(calibration, threshold=case.threshold, max_reuse_dist=case.max_reuse_dist, rule=rule)
     return {"own": _own(case, calibration, greedy_one), "greedy": greedy_one}
 
 
 def _own(case: SelectionCase, calibration: Calibration, greedy_one: Schedule) -> Schedule:
-    if case.schedule == "greedy":
+    if case.schedule in GREEDY_RULES:
         return greedy_one
     anchors = anchor_layers(case)
     if case.schedule == "dp":

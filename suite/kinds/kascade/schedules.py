@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from attnsuite.backends.kascade import Calibration, Schedule, dynamic_programming, greedy, manual
+from attnsuite.backends.kascade import GREEDY_RULES, Calibration, Schedule, dynamic_programming, greedy, manual
 
 from ...errors import InputError
 from ...names import parts_of
@@ -12,7 +12,7 @@ from ...names import parts_of
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleWords:
-    """``schedule`` is dp, greedy or manual; ``anchors`` a number of layers (dp), a list (manual), or empty."""
+    """``schedule`` is dp, a greedy rule or manual; ``anchors`` a number of layers (dp), a list (manual), or empty."""
 
     schedule: str = "dp"
     anchors: str = ""
@@ -27,7 +27,7 @@ class ScheduleWords:
                 manual(numbers, num_layers=num_layers, kv_heads=kv_heads)
             except ValueError as error:
                 raise InputError(f"--{error}") from error
-        elif self.schedule == "greedy":
+        elif self.schedule in GREEDY_RULES:
             if numbers:
                 raise InputError(f"--anchors {self.anchors!r} has no place in a greedy schedule; leave it out.")
             if not 0 <= self.threshold <= 1 or self.max_reuse_dist < 1:
@@ -36,15 +36,16 @@ class ScheduleWords:
                     f"{self.max_reuse_dist} at least 1."
                 )
         elif self.schedule != "dp":
-            raise InputError(f"--schedule {self.schedule!r} must be one of dp, greedy, manual.")
+            raise InputError(f"--schedule {self.schedule!r} must be one of dp, {', '.join(GREEDY_RULES)}, manual.")
         elif len(numbers) > 1 or (numbers and not 1 <= numbers[0] <= num_layers):
             raise InputError(f"--anchors {self.anchors!r} must be one number from 1 to {num_layers} for schedule dp.")
 
     def made(self, calibration: Calibration) -> Schedule:
         """The schedule that follows from a calibration."""
         numbers, layers = self._numbers(), calibration.num_layers
-        if self.schedule == "greedy":
-            return greedy(calibration, threshold=self.threshold, max_reuse_dist=self.max_reuse_dist)
+        if self.schedule in GREEDY_RULES:
+            limits = {"threshold": self.threshold, "max_reuse_dist": self.max_reuse_dist}
+            return greedy(calibration, **limits, rule=self.schedule)
         if self.schedule == "manual":
             return manual(numbers, num_layers=layers, kv_heads=calibration.kv_heads, calibration=calibration)
         # The paper's 3 to 8 anchors are for 16 to 32 layers; a quarter of them, and at least two.

@@ -8,11 +8,13 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from attnsuite.backends.kascade import (
+    GREEDY_RULES,
     Calibration,
     LayerRole,
     Schedule,
     dynamic_programming,
     greedy,
+    greedy_anchors,
     layer_similarity,
     load_calibration,
     manual,
@@ -79,6 +81,42 @@ def test_greedy_starts_an_anchor_where_similarity_falls_or_the_anchor_is_too_far
     assert greedy(calibration(near, jaccard=np.full((8, 8), 0.1)), similarity="jaccard").anchors == tuple(range(8))
 
 
+# The guides' table of Llama-3.2-1B (threshold 0.65, distance 4), each layer with its similarity to the layer before.
+# Where the table says "distance" it gives none; the rule then printed a similarity that was high enough.
+PUBLISHED = {2: 0.5535, 3: 0.9663, 4: 0.9382, 5: 0.9622, 6: 0.9, 7: 0.9766, 8: 0.9346, 9: 0.8865, 10: 0.9, 11: 0.8604,
+             12: 0.8333, 13: 0.9023, 14: 0.9, 15: 0.7643}  # fmt: skip
+
+
+def published():
+    """Similar to the layer before as published, and 0.7 to layers farther back, which only the text's rule looks at."""
+    between = np.full((16, 16), 0.7)
+    between[0, 1] = between[0, 2] = 0.5  # the text: 0.5535 and 0.4823
+    for layer, similarity in PUBLISHED.items():
+        between[layer - 1, layer] = similarity
+    return between
+
+
+def test_published_layer_table_comes_out_of_the_rule_that_printed_it():
+    found = greedy(calibration(published()), rule="greedy-benchmark")
+    assert found.anchors == (0, 1, 2, 6, 10, 14)
+    assert [layer.role for layer in found.layers[:3]] == ["dense", "anchor", "anchor"]
+    assert [found.layers[i].anchor for i in (3, 4, 5, 7, 9, 11, 13, 15)] == [2, 2, 2, 6, 6, 10, 10, 14]
+    assert (found.method, len(found.layers) - len(found.anchors)) == ("greedy-benchmark", 10)
+
+
+def test_distance_ends_at_the_third_reuse_layer_in_one_guide_and_at_the_fourth_in_the_other():
+    found = greedy(calibration(published()), rule="greedy-guide")
+    assert found.anchors == (0, 1, 2, 7, 12)
+    assert greedy(calibration(published()), rule="greedy-guide", max_reuse_dist=3).anchors == (0, 1, 2, 6, 10, 14)
+
+
+def test_benchmark_rule_looks_at_the_layer_before_and_takes_layer_1_as_an_anchor():
+    drifting = np.full((6, 6), 0.1)
+    drifting[np.arange(5), np.arange(1, 6)] = 0.9
+    assert greedy_anchors(drifting, GREEDY_RULES["greedy-benchmark"], max_reuse_dist=9) == (0, 1)
+    assert greedy_anchors(drifting, GREEDY_RULES["greedy-guide"], max_reuse_dist=9) == (0, 2, 4)
+
+
 def test_head_maps_follow_the_best_head():
     found = greedy(calibration(np.full((4, 4), 0.9), crossed=(2,)))
     assert [layer.head_map for layer in found.layers] == [(0, 1), (0, 1), (1, 0), (0, 1)]
@@ -109,6 +147,7 @@ def test_the_table_says_everything():
         (lambda: dynamic_programming(random(0), 8), "anchors=8 must be from 1 to 7"),
         (lambda: greedy(random(0), threshold=2.0), "threshold=2.0"),
         (lambda: greedy(random(0), max_reuse_dist=0), "max_reuse_dist=0"),
+        (lambda: greedy(random(0), rule="best"), "rule='best' must be one of greedy, greedy-guide"),
         (lambda: greedy(random(0), similarity="cosine"), "similarity='cosine'"),
         (lambda: Schedule((LayerRole("reuse", 0),)), "names layer 0 as its anchor"),
         (
