@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import PurePath
 from typing import Any
 
+from attnsuite.backends.kascade import GREEDY_RULES
 from attnsuite.suite import statistics
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.kinds import make_case, problem_of
@@ -144,15 +145,14 @@ def quality(groups: Sequence[Group]) -> tuple[Table, ...]:
     made = []
     for kind in (TEXT, RETRIEVAL):
         for phase in ("prefill", "decode"):
-            members = sorted(
-                (g for g in groups if g.kind == kind and _phase(g) == phase), key=lambda g: _problem(g)["top_k"]
-            )
+            members = sorted((g for g in groups if g.kind == kind and _phase(g) == phase), key=_selection_order)
             if not members:
                 continue
             rows = [_quality_row(group, cell, why) for group in members for why in (withheld(group, _BLIND),)
                     for cell in _ordered(group) if cell.record.status != "unsupported"]  # fmt: skip
             columns = (
                 Column("top_k", "share asked for (%)", merge=True),
+                *([Column("schedule", "schedule", merge=True)] if is_sweep(members) else ()),
                 Column("method", "row"),
                 Column("kept", "pairs kept (%)"),
                 Column("flops", "FLOPs of the whole model's attention, selection included (%)"),
@@ -174,7 +174,8 @@ def quality(groups: Sequence[Group]) -> tuple[Table, ...]:
 
 def _quality_row(group: Group, cell: Cell, why: str | None) -> dict[str, Value]:
     record, method = cell.record, METHODS[cell.record.requested]
-    lead: dict[str, Value] = {"top_k": f"{number(100 * _problem(group)['top_k'])}", "method": method.name}
+    share = number(100 * _problem(group)["top_k"])
+    lead: dict[str, Value] = {"top_k": share, "schedule": _schedule_told(group), "method": method.name}
     if not is_trusted(record):
         return {**lead, "reading": record.error or record.status}
     if why is not None and not method.exact and method.name not in _BLIND:
@@ -200,9 +201,29 @@ def _bins(group: Group) -> list[tuple[str, float, float]]:
     return [(f"{low} to {high - 1} back", low, high) for low, high in itertools.pairwise(edges)]
 
 
+def is_sweep(groups: Sequence[Group]) -> bool:
+    """Whether the cases of quality differ in their schedule's rule, threshold or distance."""
+    return len({_schedule_told(group) for group in groups if group.kind in (TEXT, RETRIEVAL)}) > 1
+
+
+def _schedule_told(group: Group) -> str:
+    p = _problem(group)
+    if p["schedule"] not in GREEDY_RULES:
+        return str(p["schedule"])
+    return f"{p['schedule']}, threshold {p['threshold']:g}, distance {p['max_reuse_dist']}"
+
+
+def _selection_order(group: Group) -> tuple[Any, ...]:
+    p = _problem(group)
+    return p["top_k"], p["schedule"], p["threshold"], p["max_reuse_dist"]
+
+
 def picture(groups: Sequence[Group]) -> Picture | None:
-    """Quality against kept fraction: KL of text and recall of needles, by phase; None without three fractions."""
-    panels = []
+    """Quality against kept fraction: KL of text and recall of needles, by phase; None without three fractions.
+
+    In a sweep every schedule has its own line of Kascade.
+    """
+    panels, swept = [], is_sweep(groups)
     for kind, label in ((TEXT, "KL to dense (nats per byte)"), (RETRIEVAL, "recall")):
         for phase in ("prefill", "decode"):
             lines: dict[str, list[tuple[float, float]]] = {}
@@ -214,7 +235,9 @@ def picture(groups: Sequence[Group]) -> Picture | None:
                     value = figures.get("kl_mean" if kind == TEXT else "recall")
                     if is_trusted(cell.record) and cell.record.exact is False and value is not None:
                         at = 100 * figures["kept_pairs"]
-                        lines.setdefault(cell.record.requested, []).append((at, value))
+                        name = cell.record.requested
+                        name = f"{name}, {_schedule_told(group)}" if swept and name == "kascade" else name
+                        lines.setdefault(name, []).append((at, value))
             kept = tuple((name, tuple(sorted(points))) for name, points in lines.items() if len(points) >= _FEWEST)
             if kept:
                 title = f"{'text' if kind == TEXT else 'retrieval'}, {phase}"

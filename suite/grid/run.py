@@ -20,7 +20,7 @@ from .. import typed
 from ..cell import Case, Cell
 from ..errors import CellFailure, InputError
 from ..kinds import kind_of, make_case, problem_of
-from ..kinds.kascade.methods import METHODS
+from ..kinds.kascade.methods import METHODS, SWEPT
 from ..kinds.kascade.words import KascadeWords, applied
 from ..measure.memory import machine_bytes
 from ..model_suite import ModelSuiteWords, model_suite
@@ -76,6 +76,8 @@ def new_request(
     else:
         found = find_suite(suite)
     found = dataclasses.replace(found, cases=applied(words, found.cases))
+    if asked is None and len(words.combinations()) > 1:
+        asked = list(SWEPT)  # the other rows do not depend on what is swept
     return RunRequest(
         suite=found.name,
         cases=found.cases if cases is None else select(found.cases, names_of(cases, "--cases")),

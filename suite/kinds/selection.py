@@ -117,7 +117,8 @@ class Selections(Kind):
 
     def judged_by(self, case: SelectionCase, mode: str | None) -> tuple[SelectionCase, ...]:
         """One case for all phases and schedules: they share its dense logits and its calibration."""
-        return (dataclasses.replace(case, phase="prefill", schedule="greedy", anchors=""),)
+        same = {"phase": "prefill", "schedule": "greedy", "anchors": "", "threshold": 0.65, "max_reuse_dist": 4}
+        return (dataclasses.replace(case, **same),)
 
     def write_reference(self, case: SelectionCase, path: Path, text: str | None) -> None:
         """Dense logits, and the calibration."""

@@ -48,10 +48,10 @@ class Run:
     """Kascade: keys per tile."""
     top_k: Annotated[float | None, flag("SHARE", "the case's")] = None
     """Kascade: share of the earlier keys that are attended to, above 0 and at most 1."""
-    threshold: Annotated[float | None, flag("SHARE", "0.65")] = None
-    """Kascade, greedy schedule: least similarity to the anchor."""
-    max_reuse_dist: Annotated[int | None, flag("LAYERS", "4")] = None
-    """Kascade, greedy schedule: how far behind its anchor a layer may be."""
+    threshold: Annotated[str | None, flag("SHARE,...", "0.65")] = None
+    """Kascade, greedy schedule: least similarity to the anchor; several values are a sweep."""
+    max_reuse_dist: Annotated[str | None, flag("LAYERS,...", "4")] = None
+    """Kascade, greedy schedule: how far behind its anchor a layer may be; several values are a sweep."""
     schedule: Annotated[str | None, flag("NAME", "dp")] = None
     """Kascade: dp, greedy, greedy-guide, greedy-benchmark or manual."""
     anchors: Annotated[str | None, flag("N|LAYERS", "2")] = None

@@ -89,8 +89,8 @@ def test_withheld_row_is_in_no_sentence_and_no_figure_of_the_page(gate_records, 
     assert sentences == ("**Gate, prefill**: Kascade's row is withheld: no stale_indices.",)
 
 
-def text_records(record, random_loss, top_k=0.125):
-    case = SelectionCase(kind="kascade_text", top_k=top_k)
+def text_records(record, random_loss, top_k=0.125, **schedule):
+    case = SelectionCase(kind="kascade_text", top_k=top_k, **schedule)
     made = []
     for name in kind_of(case.kind).rows(case):
         loss = {"dense": 0.0, "random_tiles": random_loss}.get(name, 0.01)
@@ -124,6 +124,26 @@ def test_plot_has_a_line_from_three_shares_on_and_none_of_withheld_rows(record):
         assert draw(found).startswith("<?xml")
     assert kascade.picture(group(records[: len(records) // 3])) is None
     assert kascade.picture(group([r for share in shares for r in text_records(record, 0.0, share)])) is None
+
+
+def test_sweep_has_a_line_and_a_row_for_each_schedule(record):
+    records = []
+    for share in (0.1, 0.2, 0.4):
+        for threshold in (0.5, 0.9):
+            name = f"s{share:g}-th{threshold:g}"
+            schedule = {"schedule": "greedy", "threshold": threshold, "name": name}
+            records += text_records(record, 0.3, share, **schedule)
+    (panel,) = kascade.picture(group(records)).panels
+    lines = dict(panel.lines)
+    for threshold in (0.5, 0.9):
+        assert len(lines[f"kascade, greedy, threshold {threshold}, distance 4"]) == 3
+    assert "kascade" not in lines
+    (table,) = kascade.quality(group(records))
+    told = {row["schedule"] for row in table.rows if row["method"] == "kascade"}
+    assert told == {"greedy, threshold 0.5, distance 4", "greedy, threshold 0.9, distance 4"}
+    assert "schedule" in [column.key for column in table.columns]
+    (without,) = kascade.quality(group(text_records(record, 0.3)))
+    assert "schedule" not in [column.key for column in without.columns]
 
 
 def stack_records(record, seconds, case=STACK, **changes):

@@ -209,3 +209,16 @@ def test_words_change_cases_and_name_them_anew():
     assert len(applied(KascadeWords(top_k=0.5), swept)) == 1
     with pytest.raises(InputError, match="--top-k: no case of this suite is about Kascade"):
         applied(KascadeWords(top_k=0.5), QUICK.cases)
+
+
+def test_several_thresholds_and_distances_make_every_case_of_quality_once_for_each_pair():
+    words = KascadeWords(schedule="greedy", threshold="0.5,0.7", max_reuse_dist="2,4")
+    text = SelectionCase(kind="kascade_text", sequence=64, top_k=0.25)
+    swept = applied(words, (text, STACK))
+    assert [(c.threshold, c.max_reuse_dist) for c in swept[:-1]] == [(0.5, 2), (0.5, 4), (0.7, 2), (0.7, 4)]
+    assert len({case.name for case in swept}) == 5
+    assert swept[0].name == "kascade-text-prefill-s64-k0.25-t16-th0.5-d2"
+    assert swept[-1] == STACK  # its time does not depend on the rule
+    assert len({SELECTION.judged_by(dataclasses.replace(c, name="n"), "native") for c in swept[:-1]}) == 1
+    (only,) = applied(KascadeWords(schedule="greedy", threshold="0.5"), (text,))
+    assert (only.threshold, only.name) == (0.5, text.name)

@@ -50,6 +50,11 @@ def refused(capsys, *arguments):
         (["--schedule", "greedy", "--anchors", "2"], "no place in a greedy schedule"),
         (["--anchors", "one"], "must be one number of layers for schedule dp"),
         (["--threshold", "1.5"], "threshold = 1.5 must be a number from 0 to 1"),
+        (
+            ["--threshold", "0.5,0.7"],
+            "several values of --threshold are a sweep of a greedy rule; add --schedule greedy",
+        ),
+        (["--max-reuse-dist", "2,4.5"], "--max-reuse-dist '2,4.5' must be whole numbers separated by commas"),
         (["--max-reuse-dist", "0"], "max_reuse_dist = 0 must be an integer from 1"),
         (["--granularity", "block"], "granularity = 'block' must be one of tile, token"),
         (["--suite", "quick", "--top-k", "0.5"], "no case of this suite is about Kascade"),

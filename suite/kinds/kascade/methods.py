@@ -57,6 +57,8 @@ METHODS = {
     )
 }  # fmt: skip
 
+# The rows of a sweep over schedules: what is swept, what it is compared with, and the control of the tables of quality.
+SWEPT = ("dense", "kascade", "random_tiles")
 CONTROLS = tuple(method.name for method in METHODS.values() if method.control)
 
 
