@@ -32,7 +32,9 @@ class SelectionCase:
     every other layer attends to the own region and to the share ``top_k`` of the earlier keys. ``phase`` is "prefill"
     (the whole sequence) or "decode" (the last tokens, one by one, behind a densely filled cache). ``anchors`` is a
     number of layers for ``schedule`` "dp" and a list ("0,2") for "manual"; the greedy rules use
-    ``threshold`` and ``max_reuse_dist``. Raises InputError for a field that does not fit.
+    ``threshold`` and ``max_reuse_dist``. ``calibration`` is a file that ``attnsuite calibrate`` wrote for the model of
+    a ``kascade_text`` case; without one the case calibrates on other text than it measures. Raises InputError for a
+    field that does not fit.
     """
 
     kind: SelectionKind
@@ -49,6 +51,7 @@ class SelectionCase:
     anchors: str = ""
     threshold: Annotated[float, Meta(ge=0, le=1)] = 0.65
     max_reuse_dist: Layers = 4
+    calibration: str = ""
     seed: Seed = 0
 
     def __post_init__(self) -> None:
@@ -58,6 +61,8 @@ class SelectionCase:
         name_case(self, "-".join([*parts, f"t{self.tile_size}"]))
         anchor_layers(self)
         settings_of(self)
+        if self.calibration and self.kind != "kascade_text":
+            raise InputError(f"case {self.name}: calibration is about the model of a kascade_text case; leave it out.")
 
 
 def anchor_layers(case: SelectionCase) -> tuple[int, ...]:

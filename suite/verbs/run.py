@@ -58,6 +58,8 @@ class Run:
     """Kascade: how many layers select (dp), or which (manual), such as 0,2."""
     granularity: Annotated[str | None, flag("NAME", "tile")] = None
     """Kascade: tile or token."""
+    calibration: Annotated[Path | None, flag("FILE", "made from other text")] = None
+    """With --model: what attnsuite calibrate wrote for it; its settings hold where no flag says otherwise."""
 
 
 def run(command: Run) -> int:
@@ -77,7 +79,8 @@ def _request(command: Run) -> RunRequest:
 
     limits = limits_of(command.cell_timeout, command.cell_memory)
     names = ("tile_size", "top_k", "threshold", "max_reuse_dist", "schedule", "anchors", "granularity")
-    words = KascadeWords(**{name: getattr(command, name) for name in names})
+    calibration = None if command.calibration is None else str(command.calibration.resolve())
+    words = KascadeWords(**{name: getattr(command, name) for name in names}, calibration=calibration)
     model = _model_words(command)
     if command.resume:
         out = directory_of(command, "")
@@ -95,7 +98,12 @@ def _model_words(command: Run) -> ModelSuiteWords | None:
     from .. import typed
     from ..model_suite import ModelSuiteWords
 
-    sizes = {"--seq-len": command.seq_len, "--batch": command.batch, "--dtype": command.dtype}
+    sizes = {
+        "--seq-len": command.seq_len,
+        "--batch": command.batch,
+        "--dtype": command.dtype,
+        "--calibration": None if command.resume else command.calibration,  # refused below with all flags of Kascade's
+    }
     given = [flag for flag, value in sizes.items() if value is not None]
     if command.model is None:
         if given:

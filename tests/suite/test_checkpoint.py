@@ -10,7 +10,9 @@ import re
 import numpy as np
 import pytest
 
-from attnsuite.models import ModelConfig, Tokenizer, Transformer, load_shipped, load_text, save
+from attnsuite.backends.kascade import dynamic_programming
+from attnsuite.models import ModelConfig, Tokenizer, Transformer, load_shipped, load_text, open_checkpoint, save
+from attnsuite.models.calibration import calibrate
 from attnsuite.models.loss import token_nats
 from attnsuite.suite import model_suite
 from attnsuite.suite.cell import Asked
@@ -18,6 +20,8 @@ from attnsuite.suite.command_line import main
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.grid.probe import probe
 from attnsuite.suite.kinds import model_program, quality
+from attnsuite.suite.kinds.kascade import dense
+from attnsuite.suite.kinds.kascade.words import KascadeWords, applied
 from attnsuite.suite.kinds.model import ModelCase
 from attnsuite.suite.kinds.selection import SelectionCase
 from attnsuite.suite.kinds.text import TextCase
@@ -162,6 +166,26 @@ def test_kascades_row_of_a_model_runs_the_schedule_that_the_case_says(shipped):
     dense = logits("standard")
     assert np.abs(logits("kascade", top_k=1.0) - dense).max() < 1e-4
     assert np.abs(logits("kascade") - dense).max() > 1e-3
+
+
+def test_a_calibration_decides_the_settings_of_a_run_and_the_schedule_of_its_rows_on_text(
+    shipped, untrained, tmp_path, capsys
+):
+    file, settings = tmp_path / "c.safetensors", {"top_k": 0.5, "min_keys": 0, "tile_size": 8, "query_tile": 8}
+    made = calibrate(open_checkpoint(shipped), [PROSE[:96]], settings)
+    made.save(file)
+    words = KascadeWords(calibration=str(file), top_k=0.25)
+    cases = applied(words, model_suite.model_suite(model_suite.ModelSuiteWords(model=str(shipped)), kascade=True).cases)
+    assert {(case.top_k, case.tile_size) for case in cases[1:]} == {(0.25, 8)}
+    assert cases[-1].calibration == str(file)
+    assert dense.checked_config(cases[-1], None).num_layers == made.num_layers
+    found = dense.schedules(dataclasses.replace(cases[-1], anchors="3"), load_shipped(), tmp_path / "nowhere.npz")
+    assert found["own"] == dynamic_programming(made, 3)
+    call = ["--backends", "kascade", "--calibration", file, "--out", tmp_path / "run"]
+    assert "was calibrated on another model" in refused(capsys, "run", "--model", untrained, *call)
+    assert "--calibration is about a checkpoint; add --model" in refused(capsys, "run", *call)
+    assert "cannot be read as a calibration" in refused(capsys, "run", "--model", shipped, "--calibration", untrained)
+    assert not (tmp_path / "run" / "records.jsonl").exists()
 
 
 @pytest.mark.parametrize(

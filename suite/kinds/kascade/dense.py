@@ -14,11 +14,12 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from attnsuite.backends.kascade import GREEDY_RULES, Calibration, Schedule, dynamic_programming, greedy, manual
-from attnsuite.models import ModelConfig, Transformer, load_text, retrieval
+from attnsuite.models import ModelConfig, Transformer, load_text, open_checkpoint, retrieval
 from attnsuite.models.calibration import calibrate, load
 
 from ...errors import InputError
 from ...measure.text import reader_of
+from ...named_model import checkpoint_of
 from ..model_program import model_config, open_model
 from ..quality import read_text
 from ..selection import SelectionCase, anchor_layers
@@ -50,11 +51,13 @@ def case_model(case: SelectionCase) -> Transformer:
 def checked_config(case: SelectionCase, text: str | None) -> ModelConfig:
     """The configuration of the case's model.
 
-    Raises InputError for an unknown model, a text too short, or anchors out of range.
+    Raises InputError for an unknown model, a text too short, a calibration of another model, or anchors out of range.
     """
     if case.kind == "kascade_text":
         config = model_config(_as_text(case))
         read_text(_as_text(case), config, text)
+        if case.calibration:
+            _check_calibration(case)
     else:
         config = case_model(case).config
     beyond = [layer for layer in anchor_layers(case) if layer > config.num_layers - (case.schedule == "manual")]
@@ -77,10 +80,12 @@ def problem(case: SelectionCase, text: str | None) -> Questions:
 
 
 def write_dense(case: SelectionCase, path: Path, text: str | None) -> None:
-    """Write dense logits to ``path`` (.npz), and the calibration beside it under the same name."""
+    """Write dense logits to ``path`` (.npz). Without a calibration of the case's own, write one beside it."""
     model, asked = case_model(case), problem(case, text)
     logits = [np.asarray(model(part, backend="standard", needs_grad=False)) for part in _batches(asked.tokens)]
     np.savez(path, allow_pickle=False, logits=np.concatenate(logits)[: len(asked.tokens)])
+    if case.calibration:
+        return
     options = {name: getattr(settings_of(case), name) for name in ("top_k", "min_keys", "granularity", "tile_size")}
     options["query_tile"] = case.tile_size
     calibrate(model, _calibration_prompts(case, model.config), options, text={"from": case.kind}).save(
@@ -95,8 +100,8 @@ def read_dense(path: Path) -> Float[np.ndarray, "sequences length vocab"]:
 
 
 def schedules(case: SelectionCase, model: Transformer, path: Path) -> dict[str, Schedule]:
-    """The case's own schedule, and the greedy one, from the calibration beside ``path``."""
-    calibration = load(_calibration_path(path), model)
+    """The case's own schedule, and the greedy one, from the case's calibration or the one beside ``path``."""
+    calibration = load(case.calibration or _calibration_path(path), model)
     rule = case.schedule if case.schedule in GREEDY_RULES else "greedy"
     greedy_one = greedy(calibration, threshold=case.threshold, max_reuse_dist=case.max_reuse_dist, rule=rule)
     return {"own": _own(case, calibration, greedy_one), "greedy": greedy_one}
@@ -110,6 +115,14 @@ def _own(case: SelectionCase, calibration: Calibration, greedy_one: Schedule) ->
         return dynamic_programming(calibration, anchors[0])
     layers, heads = calibration.num_layers, calibration.kv_heads
     return manual(anchors, num_layers=layers, kv_heads=heads, calibration=calibration)
+
+
+def _check_calibration(case: SelectionCase) -> None:
+    try:
+        with checkpoint_of(case.model) as directory:
+            load(case.calibration, open_checkpoint(directory))
+    except ValueError as error:
+        raise InputError(f"--calibration {error}") from error
 
 
 def _calibration_path(path: Path) -> Path:

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from attnsuite.backends.kascade import GREEDY_RULES
+from attnsuite.backends.kascade import GREEDY_RULES, load_calibration
 
 from ...cell import Case
 from ...errors import InputError
@@ -30,6 +30,7 @@ class KascadeWords:
     schedule: str | None = None
     anchors: str | None = None
     granularity: str | None = None
+    calibration: str | None = None
 
     @property
     def given(self) -> dict[str, Any]:
@@ -69,10 +70,14 @@ def _numbers(value: Any, name: str, number: Callable[[str], Any]) -> tuple[Any, 
 
 
 def applied(words: KascadeWords, cases: Sequence[Case]) -> tuple[Case, ...]:
-    """The cases with these fields, renamed and without repetitions. Raises InputError."""
+    """The cases with these fields, renamed and without repetitions. Raises InputError.
+
+    The settings of a calibration hold where no flag says otherwise.
+    """
     if not words.given:
         return tuple(cases)
-    combinations = words.combinations()
+    calibrated = _calibrated(words.calibration) if words.calibration is not None else {}
+    combinations = [calibrated | fields for fields in words.combinations()]
     made: list[Case] = []
     concerned = False
     for case in cases:
@@ -95,6 +100,20 @@ def _named(case: Any, fields: Mapping[str, Any], told: Sequence[Any]) -> Case:
     swept = {"th": fields.get("threshold"), "d": fields.get("max_reuse_dist")}
     name = "-".join([case.name, *(f"{short}{value:g}" for short, value in swept.items() if value is not None)])
     return dataclasses.replace(case, name=name)
+
+
+def _calibrated(path: str) -> dict[str, Any]:
+    try:
+        settings = dict(load_calibration(path).settings)
+    except ValueError as error:
+        raise InputError(f"--calibration {error}") from error
+    query_tile = settings.pop("query_tile")
+    if query_tile != settings["tile_size"]:
+        raise InputError(
+            f"--calibration {path} was made with query_tile={query_tile} and tile_size={settings['tile_size']}; a run "
+            "measures query tiles as long as key tiles: calibrate with attnsuite calibrate."
+        )
+    return settings
 
 
 def timed_words(words: Mapping[str, Any], *, anchors: bool = True) -> dict[str, Any]:
