@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from ..attention import attention
-from ..registry import get, names
 from ..dealing import Sharded
+from ..registry import get, names
 from .hook import check_options, signature_of
 
 READ = "MaxText 0.2.5"

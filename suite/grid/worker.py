@@ -14,7 +14,7 @@ from typing import Any
 
 from attnsuite.backends import BackendFallbackWarning
 
-from .. import tuning, typed
+from .. import typed
 from ..cell import Asked, Cell, Means, Prepared
 from ..errors import CellFailure, InputError
 from ..kinds import kind_of, make_case
@@ -58,6 +58,8 @@ def _answer(request: dict[str, Any]) -> Any:
         case "doctor":
             return probe.examine()
         case "tune":
+            from .. import tuning  # noqa: PLC0415 (it compiles for absent devices: flax, a second per process)
+
             case, reference = _op_case(request["case"]), Path(request["reference"])
             return tuning.try_candidates(case, request["backend"], reference, request["given"])
         case "reference":

@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -6,41 +8,45 @@ import pytest
 from attnsuite.models import ModelConfig, Transformer, generate
 from attnsuite.models.generate import _step, sample
 
-MODEL = Transformer(ModelConfig.from_preset("debug"))
 PROMPTS = np.array([[5, 6, 7, 8], [9, 10, 0, 0]])
 
 
+@functools.cache
+def model():
+    return Transformer(ModelConfig.from_preset("debug"))
+
+
 def test_greedy_generation_follows_the_likeliest_token_of_a_full_pass():
-    made = generate(MODEL, PROMPTS[:1], 6, backend="standard")
+    made = generate(model(), PROMPTS[:1], 6, backend="standard")
     everything = np.concatenate([PROMPTS[:1], made], axis=1)
-    likeliest = np.asarray(MODEL(everything, backend="standard").argmax(-1))
+    likeliest = np.asarray(model()(everything, backend="standard").argmax(-1))
     assert made.tolist() == likeliest[:, 3:-1].tolist()
     assert made.dtype == np.int32
 
 
 def test_padded_prompts_continue_as_they_would_alone():
-    together = generate(MODEL, PROMPTS, 5, lengths=[4, 2], backend="standard")
-    alone = generate(MODEL, PROMPTS[1:, :2], 5, backend="standard")
+    together = generate(model(), PROMPTS, 5, lengths=[4, 2], backend="standard")
+    alone = generate(model(), PROMPTS[1:, :2], 5, backend="standard")
     assert together[1].tolist() == alone[0].tolist()
 
 
 def test_the_seed_decides_the_sample():
     draw = {
-        seed: generate(MODEL, PROMPTS, 8, temperature=1.0, seed=seed, backend="standard").tolist() for seed in (0, 1)
+        seed: generate(model(), PROMPTS, 8, temperature=1.0, seed=seed, backend="standard").tolist() for seed in (0, 1)
     }
-    assert draw[0] == generate(MODEL, PROMPTS, 8, temperature=1.0, seed=0, backend="standard").tolist()
+    assert draw[0] == generate(model(), PROMPTS, 8, temperature=1.0, seed=0, backend="standard").tolist()
     assert draw[0] != draw[1]
 
 
 def test_a_tiny_nucleus_is_greedy():
-    greedy = generate(MODEL, PROMPTS, 5, backend="standard")
-    assert generate(MODEL, PROMPTS, 5, temperature=1.0, top_p=1e-6, backend="standard").tolist() == greedy.tolist()
+    greedy = generate(model(), PROMPTS, 5, backend="standard")
+    assert generate(model(), PROMPTS, 5, temperature=1.0, top_p=1e-6, backend="standard").tolist() == greedy.tolist()
 
 
 def test_other_temperatures_and_seeds_do_not_trace_again():
-    generate(MODEL, PROMPTS, 4, temperature=1.0, backend="standard")
+    generate(model(), PROMPTS, 4, temperature=1.0, backend="standard")
     traced = _step._cache_size()
-    generate(MODEL, PROMPTS, 4, temperature=0.5, top_p=0.3, seed=9, backend="standard")
+    generate(model(), PROMPTS, 4, temperature=0.5, top_p=0.3, seed=9, backend="standard")
     assert _step._cache_size() == traced
 
 
@@ -64,10 +70,10 @@ def test_low_temperature_sharpens():
 
 
 def test_generation_ends_at_the_stop_token():
-    made = generate(MODEL, PROMPTS[:1], 6, backend="standard")[0]
+    made = generate(model(), PROMPTS[:1], 6, backend="standard")[0]
     stop = int(made[2])
     first = made.tolist().index(stop)
-    stopped = generate(MODEL, PROMPTS[:1], 6, stop_token=stop, backend="standard")[0]
+    stopped = generate(model(), PROMPTS[:1], 6, stop_token=stop, backend="standard")[0]
     assert stopped.tolist() == made[:first].tolist() + [stop] * (6 - first)
 
 
@@ -83,4 +89,4 @@ def test_generation_ends_at_the_stop_token():
 def test_arguments_out_of_range_are_refused(arguments, sentence):
     call = {"tokens": PROMPTS, "max_new_tokens": 2} | arguments
     with pytest.raises(ValueError, match=sentence):
-        generate(MODEL, **call)
+        generate(model(), **call)

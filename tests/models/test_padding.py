@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -5,11 +7,6 @@ import pytest
 
 from attnsuite.models import ModelConfig, Transformer, generate, next_token_loss
 
-MODEL = Transformer(
-    ModelConfig.from_preset(
-        "debug", num_layers=3, attention=("global", "sliding", "chunked"), window_size=3, chunk_size=4
-    )
-)
 PROMPT = np.random.default_rng(0).integers(1, 256, 9)
 WIDTH = 12
 LEFT, RIGHT = np.arange(WIDTH) >= WIDTH - 9, np.arange(WIDTH) < 9
@@ -18,23 +15,32 @@ TOKENS = np.zeros((2, WIDTH), int)
 TOKENS[MASK] = np.tile(PROMPT, 2)
 
 
+@functools.cache
+def model():
+    return Transformer(
+        ModelConfig.from_preset(
+            "debug", num_layers=3, attention=("global", "sliding", "chunked"), window_size=3, chunk_size=4
+        )
+    )
+
+
 def test_padding_on_either_side_gives_the_logits_of_the_row_alone():
-    alone = np.asarray(MODEL(PROMPT[None], backend="standard"))[0]
-    padded = np.asarray(MODEL(TOKENS, padding_mask=MASK, backend="standard"))
+    alone = np.asarray(model()(PROMPT[None], backend="standard"))[0]
+    padded = np.asarray(model()(TOKENS, padding_mask=MASK, backend="standard"))
     for row, mask in zip(padded, MASK, strict=True):
         np.testing.assert_allclose(row[mask], alone, atol=2e-6)
 
 
 def test_what_is_generated_behind_padding_is_what_follows_the_row_alone():
-    alone = generate(MODEL, PROMPT[None], 5, backend="standard")
-    assert generate(MODEL, TOKENS, 5, padding_mask=MASK, backend="standard").tolist() == [*alone.tolist()] * 2
+    alone = generate(model(), PROMPT[None], 5, backend="standard")
+    assert generate(model(), TOKENS, 5, padding_mask=MASK, backend="standard").tolist() == [*alone.tolist()] * 2
     with pytest.raises(ValueError, match="lengths and padding_mask both say"):
-        generate(MODEL, TOKENS, 5, padding_mask=MASK, lengths=[9, 9])
+        generate(model(), TOKENS, 5, padding_mask=MASK, lengths=[9, 9])
 
 
 def test_loss_counts_no_target_that_padding_would_predict():
-    logits = MODEL(TOKENS, padding_mask=MASK, backend="standard")
-    alone = next_token_loss(MODEL(PROMPT[None], backend="standard"), jnp.asarray(PROMPT[None]))
+    logits = model()(TOKENS, padding_mask=MASK, backend="standard")
+    alone = next_token_loss(model()(PROMPT[None], backend="standard"), jnp.asarray(PROMPT[None]))
     padded = next_token_loss(logits, jnp.asarray(TOKENS), padding_mask=jnp.asarray(MASK))
     assert float(padded) == pytest.approx(float(alone), rel=1e-6)
     with pytest.raises(ValueError, match="padding_mask is int32; expected booleans"):
@@ -43,10 +49,10 @@ def test_loss_counts_no_target_that_padding_would_predict():
 
 def test_a_mask_beside_segment_ids_has_to_agree_with_them():
     packed = np.tile([0] * 4 + [-1] * 2 + [1] * 6, (2, 1))
-    both = MODEL(TOKENS, segment_ids=packed, padding_mask=packed >= 0, backend="standard")
-    np.testing.assert_array_equal(both, MODEL(TOKENS, segment_ids=packed, backend="standard"))
+    both = model()(TOKENS, segment_ids=packed, padding_mask=packed >= 0, backend="standard")
+    np.testing.assert_array_equal(both, model()(TOKENS, segment_ids=packed, backend="standard"))
     with pytest.raises(ValueError, match="is True at token 4 of row 0, where segment_ids is -1; it must be True exact"):
-        MODEL(TOKENS, segment_ids=packed, padding_mask=np.ones_like(MASK))
+        model()(TOKENS, segment_ids=packed, padding_mask=np.ones_like(MASK))
 
 
 @pytest.mark.parametrize(
@@ -59,9 +65,9 @@ def test_a_mask_beside_segment_ids_has_to_agree_with_them():
 )
 def test_a_mask_that_says_no_padding_is_refused(mask, sentence):
     with pytest.raises(ValueError, match=sentence):
-        MODEL(TOKENS, padding_mask=mask)
+        model()(TOKENS, padding_mask=mask)
 
 
 def test_a_traced_mask_is_refused_because_it_cannot_be_checked():
     with pytest.raises(ValueError, match=r"padding_mask is traced.* give segment_ids"):
-        jax.eval_shape(lambda mask: MODEL(TOKENS, padding_mask=mask), MASK)
+        jax.eval_shape(lambda mask: model()(TOKENS, padding_mask=mask), MASK)

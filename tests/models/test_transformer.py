@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -11,50 +12,54 @@ from attnsuite.backends.standard import Standard
 from attnsuite.models import ModelConfig, Transformer
 from attnsuite.models.transformer import compiled_forward, compiled_forward_cached
 
-MODEL = Transformer(ModelConfig.from_preset("debug"))
 TOKENS = np.arange(24).reshape(2, 12)
+
+
+@functools.cache
+def model():
+    return Transformer(ModelConfig.from_preset("debug"))
 
 
 def test_parameters_are_nnx_params_and_gradients_reach_all_of_them():
     assert all(
-        isinstance(p, nnx.Param) for p in jax.tree.leaves(MODEL.params, is_leaf=lambda p: isinstance(p, nnx.Param))
+        isinstance(p, nnx.Param) for p in jax.tree.leaves(model().params, is_leaf=lambda p: isinstance(p, nnx.Param))
     )
-    gradients = nnx.grad(lambda model: (model(TOKENS, backend="standard") ** 2).mean())(MODEL)
+    gradients = nnx.grad(lambda model: (model(TOKENS, backend="standard") ** 2).mean())(model())
     leaves = jax.tree.leaves(gradients)
-    assert len(leaves) == len(jax.tree.leaves(MODEL.arrays()))
+    assert len(leaves) == len(jax.tree.leaves(model().arrays()))
     assert all(jnp.isfinite(x).all() and (x != 0).any() for x in leaves)
 
 
 def test_model_survives_split_and_merge():
-    graph, state = nnx.split(MODEL)
+    graph, state = nnx.split(model())
     merged = nnx.merge(graph, state)
-    assert np.array_equal(merged(TOKENS, backend="standard"), MODEL(TOKENS, backend="standard"))
+    assert np.array_equal(merged(TOKENS, backend="standard"), model()(TOKENS, backend="standard"))
 
 
 def test_same_seed_same_parameters_other_seed_others():
-    config = MODEL.config
+    config = model().config
     same, other = Transformer(config, rngs=nnx.Rngs(0)), Transformer(config, rngs=nnx.Rngs(1))
-    assert np.array_equal(same.arrays()["embed_tokens"], MODEL.arrays()["embed_tokens"])
-    assert not np.array_equal(other.arrays()["embed_tokens"], MODEL.arrays()["embed_tokens"])
+    assert np.array_equal(same.arrays()["embed_tokens"], model().arrays()["embed_tokens"])
+    assert not np.array_equal(other.arrays()["embed_tokens"], model().arrays()["embed_tokens"])
 
 
 def test_a_second_call_does_not_trace_again():
-    MODEL(TOKENS, backend="standard")
+    model()(TOKENS, backend="standard")
     traced = compiled_forward._cache_size()
-    MODEL(TOKENS + 1, backend="standard")
-    MODEL.with_config()(TOKENS, backend="standard", backend_options={})
+    model()(TOKENS + 1, backend="standard")
+    model().with_config()(TOKENS, backend="standard", backend_options={})
     assert compiled_forward._cache_size() == traced
-    MODEL(TOKENS[:, :7], backend="standard")
+    model()(TOKENS[:, :7], backend="standard")
     assert compiled_forward._cache_size() == traced + 1, "another length must trace, or this test sees nothing"
 
 
 def test_decoding_traces_once():
-    cache = MODEL.new_cache(2, 16)
-    _, cache = MODEL.prefill(TOKENS[:, :4], cache, backend="standard")
-    _, cache = MODEL.decode(TOKENS[:, 4], cache, backend="standard")
+    cache = model().new_cache(2, 16)
+    _, cache = model().prefill(TOKENS[:, :4], cache, backend="standard")
+    _, cache = model().decode(TOKENS[:, 4], cache, backend="standard")
     traced = compiled_forward_cached._cache_size()
     for step in range(5, 10):
-        _, cache = MODEL.decode(TOKENS[:, step], cache, backend="standard")
+        _, cache = model().decode(TOKENS[:, step], cache, backend="standard")
     assert compiled_forward_cached._cache_size() == traced
 
 
@@ -77,14 +82,14 @@ def refusing(monkeypatch):
 def test_a_refused_backend_is_reported_on_every_call_not_only_when_tracing():
     for _ in range(2):
         with pytest.warns(backends.BackendFallbackWarning, match="refusing takes nothing"):
-            MODEL(TOKENS, backend="refusing")
+            model()(TOKENS, backend="refusing")
     with pytest.raises(backends.BackendUnavailableError, match="refusing takes nothing"):
-        MODEL(TOKENS, backend="refusing", on_unavailable="raise")
+        model()(TOKENS, backend="refusing", on_unavailable="raise")
 
 
 def test_resolutions_say_what_would_run_per_attention_type():
-    model = MODEL.with_config(attention=("global", "sliding"), window_size=4)
-    found = model.resolutions(2, 1, capacity=64, needs_grad=False, backend="standard")
+    both = model().with_config(attention=("global", "sliding"), window_size=4)
+    found = both.resolutions(2, 1, capacity=64, needs_grad=False, backend="standard")
     assert list(found) == ["global", "sliding"]
     spec = found["sliding"].spec
     assert (spec.query_length, spec.key_value_length, spec.window, spec.needs_grad) == (1, 64, (3, 0), False)
@@ -125,14 +130,17 @@ def test_each_type_is_planned_once_and_threads_its_own_carry(monkeypatch):
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
-        (lambda: MODEL(TOKENS[0]), r"tokens is int64\[12\]|tokens is int32\[12\]"),
-        (lambda: MODEL(TOKENS * 1.0), "expected integers"),
-        (lambda: MODEL(TOKENS, segment_ids=TOKENS[:, :3]), r"segment_ids has shape \(2, 3\); expected that of tokens"),
-        (lambda: MODEL(TOKENS, backend="nope"), "'nope' is not registered"),
-        (lambda: MODEL(TOKENS, backend="standard", backend_options={"x": 1}), "standard has no option 'x'"),
-        (lambda: MODEL(TOKENS, backend_options={"x": [1]}), r"backend_options\['x'\] is a list"),
-        (lambda: MODEL.with_config(hidden_size=32), r"has shape .*; expected"),
-        (lambda: MODEL.with_config(num_layers=3), "params is a tree"),
+        (lambda: model()(TOKENS[0]), r"tokens is int64\[12\]|tokens is int32\[12\]"),
+        (lambda: model()(TOKENS * 1.0), "expected integers"),
+        (
+            lambda: model()(TOKENS, segment_ids=TOKENS[:, :3]),
+            r"segment_ids has shape \(2, 3\); expected that of tokens",
+        ),
+        (lambda: model()(TOKENS, backend="nope"), "'nope' is not registered"),
+        (lambda: model()(TOKENS, backend="standard", backend_options={"x": 1}), "standard has no option 'x'"),
+        (lambda: model()(TOKENS, backend_options={"x": [1]}), r"backend_options\['x'\] is a list"),
+        (lambda: model().with_config(hidden_size=32), r"has shape .*; expected"),
+        (lambda: model().with_config(num_layers=3), "params is a tree"),
     ],
 )
 def test_wrong_calls_are_refused_with_a_sentence(call, sentence):
