@@ -40,6 +40,7 @@ COMPILE = Suite(
     ),
 )
 
+COMPILED_KERNELS = ("xla", "pallas")  # of Kascade; its native kernels are for the processor at hand
 _PHASES = {"prefill": "model_prefill", "train": "model_train", "decode": "model_decode"}
 _DEFAULT_LENGTH = "2048"
 _BATCH = "batch"  # the word of --longest that asks for the largest batch
@@ -68,6 +69,7 @@ def compile_request(
     limits: Limits,
     cache: Path | None,
     command: Sequence[str],
+    kernels: str | None = None,
 ) -> CompileRequest:
     """The request of these flags. Raises InputError with one sentence for a name that does not exist."""
     if (out / RECORDS).exists():
@@ -87,6 +89,7 @@ def compile_request(
         limits=limits,
         cache=cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "attnsuite" / "compile",
         command=tuple(command),
+        kernels=() if kernels is None else tuple(_known_kernel(name) for name in names_of(kernels, "--kernel")),
     )
 
 
@@ -152,6 +155,12 @@ def _known_target(name: str) -> Target:
         return Target.named(name)
     except ValueError as error:
         raise InputError(str(error)) from error
+
+
+def _known_kernel(name: str) -> str:
+    if name not in COMPILED_KERNELS:
+        raise InputError(f"--kernel {name!r} is not compiled for other devices; use {', '.join(COMPILED_KERNELS)}.")
+    return name
 
 
 def _known(table: dict[str, str], name: str, what: str) -> str:

@@ -62,6 +62,7 @@ class CompileRequest:
     limits: Limits
     cache: Path
     command: tuple[str, ...]
+    kernels: tuple[str, ...] = ()
 
 
 def processes() -> int:
@@ -73,7 +74,9 @@ def execute(request: CompileRequest, watcher: GridWatcher) -> None:
     """Compile everything and write the records. Raises InputError where ``out`` holds records already."""
     with RunStore(request.out, resume=False) as store:
         store.write_json(MANIFEST, dataclasses.asdict(_manifest(request)))
-        cells = sum(len(in_roles(case, backend)) for case in request.cases for backend in request.backends)
+        cells = sum(
+            len(in_roles(case, backend, request.kernels)) for case in request.cases for backend in request.backends
+        )
         searches = len(request.searches) + len(request.batch_searches)
         per_target = cells + SEARCH_STEPS * searches * len(request.backends)
         watcher.begin(len(request.targets) * per_target, 0)
@@ -150,7 +153,7 @@ class _Compiler:
         """Every cell once: the cases in order, then the sizes that the searches try."""
         for case in self._request.cases:
             for backend in self._request.backends:
-                for name in in_roles(case, backend):
+                for name in in_roles(case, backend, self._request.kernels):
                     yield from self._once(case, name)
         for case in self._request.searches:
             for backend in self._request.backends:

@@ -2,6 +2,7 @@
 
 from .backend import KASCADE as KASCADE
 from .backend import Kascade as Kascade
+from .backend import default_kernel as default_kernel
 from .calibration import Calibration as Calibration
 from .calibration import load_calibration as load_calibration
 from .cost import KeptFraction as KeptFraction

@@ -30,6 +30,7 @@ from .selection import Places, Selection, candidates, choose, with_own
 from .settings import Kernel, Settings, Tiling
 
 _INSTEAD = "use backend='chunked'"
+_PALLAS_PLATFORMS = ("tpu", "cuda")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -309,12 +310,12 @@ def _settings(spec: AttentionSpec, target: Target, mode: Mode, options: Mapping[
     given = dict(options or {})
     if isinstance(path := given.get("tuned"), str):
         given = {**tuned.from_file(path, "kascade", target, spec), **given}
-    return Settings.of(given, _kernel(target, mode))
+    return Settings.of(given, default_kernel(target, mode))
 
 
-def _kernel(target: Target, mode: Mode) -> Kernel:
+def default_kernel(target: Target, mode: Mode = "native") -> Kernel:
     """The default kernels of a target and mode."""
-    return "pallas" if mode == "interpret" or target.platform in ("tpu", "cuda") else "xla"
+    return "pallas" if mode == "interpret" or target.platform in _PALLAS_PLATFORMS else "xla"
 
 
 def _kernel_reasons(spec: AttentionSpec, settings: Settings, target: Target, mode: Mode) -> Iterator[str]:
@@ -330,6 +331,11 @@ def _kernel_reasons(spec: AttentionSpec, settings: Settings, target: Target, mod
         yield (
             "mode='interpret' is not supported by kascade with kernel='flash_cpu', which is native code without a "
             "kernel to interpret; use mode='native', or kernel='pallas'."
+        )
+    if mode != "interpret" and kernel == "pallas" and target.platform not in _PALLAS_PLATFORMS:
+        yield (
+            f"kernel='pallas' of kascade is for TPUs and NVIDIA GPUs, not for {target}; use kernel='xla', or "
+            "mode='interpret' to check the kernel's numbers."
         )
     try:
         yield from kernels.of(kernel, target).refuses(spec, settings, target)

@@ -11,7 +11,8 @@ from __future__ import annotations
 import dataclasses
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -29,24 +30,30 @@ from .programs import AbstractProgram, attention_specs, model_program, op_progra
 
 NO_COMPILER = "there is no compiler for this device here."
 ROLE = ":"  # between a backend and its role
+KERNEL = "/"  # between a role and the kernel that computes it
 _REASON_LENGTH = 300
 # Memory of the device itself. A kernel that exceeds a core's own memory (vmem, smem, shared memory) counts as crashed.
 _DEVICE_MEMORY = re.compile(r"\bHBM\b", re.IGNORECASE)
 _SIZES = ("argument", "output", "temp", "alias", "generated_code", "peak")
 
 
-def in_roles(case: OpCase | ModelCase, backend_name: str) -> tuple[str, ...]:
-    """The names under which a case is compiled for a backend: one per role for a call on a backend with roles."""
+def in_roles(case: OpCase | ModelCase, backend_name: str, kernels: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """The names under which a case is compiled for a backend: one per role for a call on a backend with roles.
+
+    Each role has a name for each of ``kernels``, the values of Kascade's option: ``kascade:reuse/xla``.
+    """
     backend = registry.get(backend_name)
     if isinstance(case, OpCase) and isinstance(backend, BackendWithRoles):
-        return tuple(f"{backend_name}{ROLE}{role}" for role in backend.roles(spec_of(case)))
+        ends = [f"{KERNEL}{kernel}" for kernel in kernels] or [""]
+        return tuple(f"{backend_name}{ROLE}{role}{end}" for role in backend.roles(spec_of(case)) for end in ends)
     return (backend_name,)
 
 
 def compile_cell(case: OpCase | ModelCase, backend_name: str, target: Target) -> dict[str, Any]:
     """``status`` (ok, unsupported, oom, crashed), ``reasons``, ``error``, and the compiler's facts about the program.
 
-    ``backend_name`` may name one role of a backend that has roles: ``kascade:reuse``.
+    ``backend_name`` may name one role of a backend that has roles, and its kernel: ``kascade:reuse``,
+    ``kascade:reuse/xla``.
 
     An error of the backend or of the compiler becomes the result; it is never raised.
     """
@@ -55,7 +62,11 @@ def compile_cell(case: OpCase | ModelCase, backend_name: str, target: Target) ->
     if target.topology:
         return _slice_cell(case, backend, target)
     specs = attention_specs(case)
-    reasons = dict.fromkeys(reason for spec in specs for reason in support(backend, spec, target, "compile").reasons)
+    role, _, kernel = role.partition(KERNEL)
+    options = {"kernel": kernel} if kernel else None
+    reasons = dict.fromkeys(
+        reason for spec in specs for reason in support(backend, spec, target, "compile", options).reasons
+    )
     if reasons:
         return {"status": "unsupported", "reasons": list(reasons), "error": "refused before it was compiled."}
     absent = topologies.missing(target)
@@ -65,7 +76,7 @@ def compile_cell(case: OpCase | ModelCase, backend_name: str, target: Target) ->
             return kernels if kernels["error"] else _around(kernels, case, backend, target, absent)
         if absent is not None:
             return {"status": "unsupported", "reasons": [absent], "error": NO_COMPILER}
-        program = _program(case, backend, target, role or None)
+        program = _program(case, backend, target, role or None, options or {})
         return judged_size(compile_program(program, topologies.device(target)), target)
     except Exception as error:  # noqa: BLE001 (whatever the compiler raises is what this cell is about)
         return rejected(error)
@@ -152,10 +163,16 @@ def one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {text}"[:_REASON_LENGTH]
 
 
-def _program(case: OpCase | ModelCase, backend: Backend, target: Target, role: str | None = None) -> AbstractProgram:
+def _program(
+    case: OpCase | ModelCase,
+    backend: Backend,
+    target: Target,
+    role: str | None = None,
+    options: Mapping[str, Any] = MappingProxyType({}),
+) -> AbstractProgram:
     if isinstance(case, OpCase):
         if role is not None and isinstance(backend, BackendWithRoles):
-            return role_program(case, backend, target, role)
+            return role_program(case, backend, target, role, options)
         return op_program(case, backend, target)
     if isinstance(backend, Sharded):
         whole = resolutions(case, backend.backend.name, target)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -48,13 +49,16 @@ def op_program(case: OpCase, backend: Backend, target: Target) -> AbstractProgra
     return AbstractProgram(function, (layout, query, key, value, *d_out))
 
 
-def role_program(case: OpCase, backend: BackendWithRoles, target: Target, role: str) -> AbstractProgram:
-    """Output and carry of one layer that plays ``role``, without gradients.
+def role_program(
+    case: OpCase, backend: BackendWithRoles, target: Target, role: str, given: Mapping[str, Any] = MappingProxyType({})
+) -> AbstractProgram:
+    """Output and carry of one layer that plays ``role``, without gradients; ``given`` are options beside the role's.
 
     The last argument is the carry of the layer before it.
     """
     spec, (layout, query, key, value) = spec_of(case), _arrays(case)
-    options, layer = backend.roles(spec)[role]
+    of_role, layer = backend.roles(spec)[role]
+    options = {**of_role, **given}
 
     def run(layer: int, layout: Layout, query: Any, key: Any, value: Any, carry: Any = ()) -> Any:
         planned = plan(backend, spec, layout, target=target, mode="compile", options=options)

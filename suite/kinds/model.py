@@ -24,6 +24,7 @@ from .kascade.words import timed_words
 from .kind import (
     SHORT_DTYPE,
     Dtype,
+    KascadeKernel,
     Kind,
     Layers,
     Share,
@@ -45,9 +46,9 @@ class ModelCase:
 
     ``model`` is a checkpoint that ships here, or a preset with random weights. ``sequence`` counts prompt tokens per
     batch row. With ``ragged`` it is the longest prompt of the batch; the others are shorter, down to a quarter of it,
-    and padded on the right. ``top_k``, ``tile_size`` (16) and ``anchors`` (a quarter of the layers) are for Kascade's
-    row only; its anchors are spread evenly. Without ``top_k`` Kascade runs with its defaults. Raises InputError for a
-    field that does not fit.
+    and padded on the right. ``top_k``, ``tile_size`` (16), ``anchors`` (a quarter of the layers) and ``kernel`` (the
+    device's default) are for Kascade's row only; its anchors are spread evenly. Without ``top_k`` Kascade runs with its
+    defaults. Raises InputError for a field that does not fit.
     """
 
     kind: ModelKind
@@ -60,6 +61,7 @@ class ModelCase:
     top_k: Share | None = None
     tile_size: Count | None = None
     anchors: Layers | None = None
+    kernel: KascadeKernel = ""
     dtype: Dtype = "float32"
     seed: Seed = 0
 

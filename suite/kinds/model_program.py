@@ -95,7 +95,8 @@ def options_of(case: ModelCase, config: ModelConfig, backend: str) -> Mapping[st
     count = min(case.anchors or max(2, layers // 4), layers)
     schedule = manual(tuple(i * layers // count for i in range(count)), num_layers=layers, kv_heads=config.kv_heads)
     sizes = {"min_keys": 0, "tile_size": tile, "query_tile": tile, "granularity": "tile"}
-    return {"top_k": float(case.top_k), "schedule": schedule, **sizes}
+    kernel = {"kernel": case.kernel} if case.kernel else {}
+    return {"top_k": float(case.top_k), "schedule": schedule, **sizes, **kernel}
 
 
 def judged_program(case: ModelCase, model: Transformer, backend: str) -> Program:

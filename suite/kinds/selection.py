@@ -18,7 +18,7 @@ from ..names import parts_of
 from ..typed import Count, Seed
 from .kascade.methods import METHODS, rows_of
 from .kascade.settings import settings_of
-from .kind import Keys, Kind, Layers, Least, Long, Share, cell, check_fields, name_case, refused
+from .kind import KascadeKernel, Keys, Kind, Layers, Least, Long, Share, cell, check_fields, name_case, refused
 
 SelectionKind = Literal["kascade_text", "kascade_retrieval", "kascade_gate"]
 
@@ -52,6 +52,7 @@ class SelectionCase:
     threshold: Annotated[float, Meta(ge=0, le=1)] = 0.65
     max_reuse_dist: Layers = 4
     calibration: str = ""
+    kernel: KascadeKernel = ""
     seed: Seed = 0
 
     def __post_init__(self) -> None:
@@ -122,7 +123,14 @@ class Selections(Kind):
 
     def judged_by(self, case: SelectionCase, mode: str | None) -> tuple[SelectionCase, ...]:
         """One case for all phases and schedules: they share its dense logits and its calibration."""
-        same = {"phase": "prefill", "schedule": "greedy", "anchors": "", "threshold": 0.65, "max_reuse_dist": 4}
+        same = {
+            "phase": "prefill",
+            "schedule": "greedy",
+            "anchors": "",
+            "threshold": 0.65,
+            "max_reuse_dist": 4,
+            "kernel": "",
+        }
         return (dataclasses.replace(case, **same),)
 
     def write_reference(self, case: SelectionCase, path: Path, text: str | None) -> None:

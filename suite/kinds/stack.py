@@ -8,17 +8,18 @@ from typing import Any, ClassVar, Literal
 
 from attnsuite.backends import AttentionSpec, Target, resolve
 from attnsuite.backends.devices import usable_cores
-from attnsuite.backends.kascade import Schedule, manual
+from attnsuite.backends.features import Mode
+from attnsuite.backends.kascade import Schedule, default_kernel, manual
 from attnsuite.backends.kascade.cost import not_profitable
 
 from ..cell import Asked, Cell, Facts, Means, Prepared
 from ..errors import InputError
 from ..measure import execution
 from ..typed import Count, Seed
-from .kascade.methods import METHODS, rows_of
+from .kascade.methods import KERNELS, METHODS, rows_of
 from .kascade.settings import settings_of
 from .kascade.words import timed_words
-from .kind import SHORT_DTYPE, Dtype, Keys, Kind, Layers, Share, cell, check_fields, name_case, refused
+from .kind import SHORT_DTYPE, Dtype, KascadeKernel, Keys, Kind, Layers, Share, cell, check_fields, name_case, refused
 
 StackKind = Literal["kascade_prefill", "kascade_decode"]
 _PARTS = ("anchor_layer", "reuse_layer")
@@ -31,7 +32,8 @@ class StackCase:
     There are ``layers`` layers, each with keys and values of its own. Layer 0 is dense; ``anchors`` layers, layer 0
     among them, select, evenly spread; the others reuse. With one layer its parts are timed: an anchor, a reuse layer.
     ``kascade_decode`` is one query token behind ``sequence`` cached keys. With ``by_token`` selecting single keys is
-    timed too. Raises InputError for a field that does not fit.
+    timed too. ``kernel`` computes Kascade's rows; empty: the device's default. Raises InputError for a field that does
+    not fit.
     """
 
     kind: StackKind
@@ -47,6 +49,7 @@ class StackCase:
     min_keys: Keys = 0
     tile_size: Count = 128
     by_token: bool = True
+    kernel: KascadeKernel = ""
     seed: Seed = 0
 
     def __post_init__(self) -> None:
@@ -111,7 +114,10 @@ class Stacks(Kind):
         return dataclasses.replace(case, name="", **timed_words(words, anchors=case.layers > 1))
 
     def cells(self, case: StackCase, asked: Asked) -> Iterable[Cell]:
-        """A cell per row. On a CPU all rows share all cores, and dense attention is also timed on one device."""
+        """A cell per row. On a CPU all rows share all cores, and dense attention is also timed on one device.
+
+        Kernels other than XLA's code have their own ways to use all cores of one device.
+        """
         target = Target.here()
         dense = resolve("auto", stack_spec(case), target).backend.name
         found = [_cell(case, row, dense, target) for row in self.rows(case) if row in asked.rows]
@@ -119,21 +125,27 @@ class Stacks(Kind):
         if not asked.all_cores or target.platform != "cpu" or cores == 1 or case.kv_heads % cores:
             return found
         # So the fastest dense attention is measured, not assumed.
-        shared = [dataclasses.replace(each, devices=cores) if each.mode else each for each in found]
+        shared = [
+            dataclasses.replace(each, devices=cores)
+            if each.mode and (each.row == "dense" or kernel_of(case, each.row, target) == "xla")
+            else each
+            for each in found
+        ]
         return [each for each in found if each.row == "dense"] + shared
 
     def prepare(self, cell: Cell, case: StackCase, means: Means) -> Prepared:
         """Judge the row against dense attention with everything selected, then make it ready to be timed."""
         from .kascade import stack  # noqa: PLC0415 (imports this module)
 
+        mode: Mode = "interpret" if cell.mode == "interpret" else "native"
         facts = Facts(
             quality=stack.figures(case, cell.row),
             tokens=stack_spec(case).query_length,
-            accuracy=stack.judge(case, cell.row, cell.devices),
-            notes=(*stack.plan_notes(case, cell.row), stack.JUDGED),
+            accuracy=stack.judge(case, cell.row, cell.devices, mode),
+            notes=(*stack.plan_notes(case, cell.row), stack.JUDGED if mode == "native" else stack.INTERPRETED),
         )
         # With everything selected an approximate row must be exact: its numbers are judged by the same rule.
-        if (judged := execution.judged(facts, exact=True)).wrong is not None:
+        if (judged := execution.judged(facts, exact=True)).wrong is not None or mode == "interpret":
             return Prepared(judged)
         _, sample, measured = execution.execute(stack.stack_program(case, cell.row, cell.devices), means, cell.devices)
         same = {name: getattr(judged, name) for name in ("quality", "tokens", "accuracy", "notes")}
@@ -148,9 +160,19 @@ def _cell(case: StackCase, row: str, dense: str, target: Target) -> Cell:
         if not_profitable(stack_spec(case), settings) is None:
             reason = "kascade_profitable: sparse is expected to be faster here, so this row would repeat kascade."
             return refused(case, row, (reason,))
-    if reasons := stack.refusals(case, row, target):
+    if row in KERNELS and kernel_of(case, "kascade", target) == KERNELS[row]:
+        return refused(case, row, (f"{row}: that kernel computes kascade here, so this row would repeat it.",))
+    mode, reasons = "native", stack.refusals(case, row, target)
+    if reasons and row in KERNELS and not stack.refusals(case, row, target, "interpret"):
+        mode, reasons = "interpret", ()  # for its numbers alone
+    if reasons:
         return refused(case, row, reasons)
-    return cell(case, row, resolved=dense if row == "dense" else row, mode="native", exact=METHODS[row].exact)
+    return cell(case, row, resolved=dense if row == "dense" else row, mode=mode, exact=METHODS[row].exact)
+
+
+def kernel_of(case: StackCase, row: str, target: Target) -> str:
+    """The kernel that computes a row of Kascade."""
+    return KERNELS.get(row) or case.kernel or default_kernel(target)
 
 
 STACK = Stacks()

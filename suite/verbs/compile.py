@@ -27,6 +27,8 @@ class Compile:
     """Sequence lengths of the models, separated by commas."""
     phases: Annotated[str | None, flag("NAMES", "prefill,train,decode")] = None
     """What the models do, separated by commas."""
+    kernel: Annotated[str | None, flag("NAMES", "the device's")] = None
+    """Kascade's layers by each of these kernels: xla, pallas, separated by commas."""
     longest: Annotated[str | None, flag("PHASES|batch", "none")] = None
     """Phases whose longest sequence that fits each device is searched (to 131072, by quarters of powers of two);
     or batch: the largest batch of --phases at --seq-lens that fits (to 448 for each chip that shares the batch)."""
@@ -64,6 +66,7 @@ def run(command: Compile) -> int:
         limits=limits_of(command.cell_timeout, command.cell_memory),
         cache=command.cache,
         command=words_of(command),
+        kernels=command.kernel,
     )
     with progress(lambda: "what is compiled is kept; ask for the same again to go on.") as display:
         compile_run.execute(request, display)

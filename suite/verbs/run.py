@@ -60,6 +60,8 @@ class Run:
     """Kascade: tile or token."""
     calibration: Annotated[Path | None, flag("FILE", "made from other text")] = None
     """With --model: what attnsuite calibrate wrote for it; its settings hold where no flag says otherwise."""
+    kernel: Annotated[str | None, flag("NAME", "the device's")] = None
+    """Kascade: what computes its rows: xla, pallas or flash_cpu."""
 
 
 def run(command: Run) -> int:
@@ -78,7 +80,7 @@ def _request(command: Run) -> RunRequest:
     from ..kinds.kascade.words import KascadeWords
 
     limits = limits_of(command.cell_timeout, command.cell_memory)
-    names = ("tile_size", "top_k", "threshold", "max_reuse_dist", "schedule", "anchors", "granularity")
+    names = ("tile_size", "top_k", "threshold", "max_reuse_dist", "schedule", "anchors", "granularity", "kernel")
     calibration = None if command.calibration is None else str(command.calibration.resolve())
     words = KascadeWords(**{name: getattr(command, name) for name in names}, calibration=calibration)
     model = _model_words(command)

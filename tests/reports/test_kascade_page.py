@@ -226,3 +226,24 @@ def test_what_an_older_record_leaves_out_of_its_problem_has_its_default(gate_rec
     older = [dataclasses.replace(each, problem={k: v for k, v in each.problem.items() if k != "phase"})
              for each in gate_records()]  # fmt: skip
     assert kascade.gate(group(older))[0].title.startswith("Prefill")
+
+
+def kernel_goal(records):
+    table = kascade.goals(group(records))
+    return next((row for row in table.rows if "Test 3" in row["goal"]), None) if table else None
+
+
+def test_goal_of_the_kernels_is_judged_where_both_were_timed_and_has_no_device_where_one_was_interpreted(record):
+    """On a TPU the row kascade is computed by the Pallas kernels, so that their own row was refused."""
+    repeats = {"status": "unsupported", "resolved": None, "mode": None, "samples": (), "quality": {}}
+    times = {("dense", 1): 2.0, ("kascade", 1): 1.0, ("kascade_xla", 1): 2.5, ("kascade_pallas", 1): 1.0}
+    assert kernel_goal(stack_records(record, times, kascade_pallas=repeats))["met"] == "1 of 1"
+    slow = kernel_goal(stack_records(record, times | {("kascade_xla", 1): 1.9}, kascade_pallas=repeats))
+    assert (slow["met"], slow["worst"]) == ("0 of 1", "1.90\u00d7")
+    interpreted = {"mode": "interpret", "samples": ()}
+    here = stack_records(record, times, kascade_xla=repeats, kascade_pallas=interpreted)
+    assert kernel_goal(here)["met"] == "no device here"
+    (table,) = kascade.speed(group(here))
+    (row,) = [row for row in table.rows if row["method"] == "kascade_pallas"]
+    assert (row["ran"], row.get("median_ms")) == ("interpreted: accuracy only", None)
+    assert kernel_goal(stack_records(record, {("dense", 1): 2.0, ("kascade", 1): 1.0})) is None

@@ -13,7 +13,7 @@ from attnsuite.backends import AttentionSpec, Layout, Target, registry
 from attnsuite.backends.contract import may_attend
 from attnsuite.backends.kascade import Tiling, kept_fraction, manual
 from attnsuite.models.planning import attention_spec
-from attnsuite.suite.cell import Asked
+from attnsuite.suite.cell import Asked, Means
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.kinds import kind_of
 from attnsuite.suite.kinds.kascade import dense, quality, stack
@@ -222,3 +222,24 @@ def test_several_thresholds_and_distances_make_every_case_of_quality_once_for_ea
     assert len({SELECTION.judged_by(dataclasses.replace(c, name="n"), "native") for c in swept[:-1]}) == 1
     (only,) = applied(KascadeWords(schedule="greedy", threshold="0.5"), (text,))
     assert (only.threshold, only.name) == (0.5, text.name)
+
+
+def test_row_of_another_kernel_is_interpreted_where_it_cannot_run_and_refused_where_it_repeats_kascade():
+    whole = dataclasses.replace(STACK, name="", layers=2, anchors=1, sequence=64, tile_size=16)
+    rows = ("kascade", "kascade_xla", "kascade_pallas")
+    cells = {cell.row: cell for cell in kind_of(whole.kind).cells(whole, Asked(rows=rows, cases=(whole,)))}
+    assert "would repeat" in cells["kascade_xla"].reasons[0]
+    assert (cells["kascade"].mode, cells["kascade_pallas"].mode) == ("native", "interpret")
+    prepared = kind_of(whole.kind).prepare(cells["kascade_pallas"], whole, Means(reference=None, memory_limit=2**33))
+    assert prepared.take_sample is None  # never timed
+    assert prepared.facts.accuracy["out"].passed
+    assert "executed by an interpreter" in prepared.facts.notes[-1]
+    by_pallas = dataclasses.replace(whole, kernel="pallas", name="")
+    assert "kernel='pallas' of kascade is for TPUs and NVIDIA GPUs" in reasons_of("kascade", by_pallas)[0]
+    assert applied(KascadeWords(kernel="pallas"), (whole,)) == (by_pallas,)
+
+
+def test_judging_an_interpreted_kernel_sees_what_is_left_out(monkeypatch):
+    whole = dataclasses.replace(STACK, name="", layers=2, anchors=1, sequence=64, tile_size=16)
+    monkeypatch.setattr(stack, "settings_of", lambda case, **others: settings_of(case, **{**others, "top_k": 0.25}))
+    assert not stack.judge(whole, "kascade_pallas", 1, "interpret")["out"].passed

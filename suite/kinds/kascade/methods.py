@@ -41,6 +41,9 @@ METHODS = {
         Method(name="kascade_token", told="Kascade selecting single keys, as in the paper", kinds=(*_QUALITY, *_STACK)),
         Method(name="kascade_profitable", told="Kascade that may run dense where sparse would be slower",
                kinds=_STACK),
+        Method(name="kascade_xla", told="Kascade computed by XLA's code", kinds=_STACK),
+        Method(name="kascade_pallas", told="Kascade computed by its Pallas kernels", kinds=_STACK),
+        Method(name="kascade_flash_cpu", told="Kascade computed by its native kernels for CPUs", kinds=_STACK),
         Method(name="quest", told="tiles with the largest upper bound from the minimum and maximum of their keys "
                "(Quest, arXiv 2406.10774), pooled over a query tile by its largest", kinds=_QUALITY),
         Method(name="sinks_window", told="the first tile and the latest ones", kinds=_CHOICES, control=True),
@@ -59,6 +62,8 @@ METHODS = {
 
 # The rows of a sweep over schedules: what is swept, what it is compared with, and the control of the tables of quality.
 SWEPT = ("dense", "kascade", "random_tiles")
+# Rows that differ from kascade in who computes them: each with the backend's option kernel.
+KERNELS = {"kascade_xla": "xla", "kascade_pallas": "pallas", "kascade_flash_cpu": "flash_cpu"}
 CONTROLS = tuple(method.name for method in METHODS.values() if method.control)
 
 

@@ -16,6 +16,7 @@ def settings_of(case: Any, **others: Any) -> Settings:
     """
     names = ("top_k", "min_keys", "tile_size", "granularity")
     fields: dict[str, Any] = {name: getattr(case, name) for name in names if hasattr(case, name)}
+    fields["kernel"] = case.kernel or None
     try:
         return Settings(**{**fields, "query_tile": case.tile_size, **others})
     except ValueError as error:

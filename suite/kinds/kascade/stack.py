@@ -17,12 +17,14 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from attnsuite.backends import Layout, MeshAxes, Plan, Sharded, Target, plan, registry, resolve, support
+from attnsuite.backends.features import Mode
 from attnsuite.backends.kascade import Selection, Settings, kept_fraction
 
 from ...measure.judge import as_model_error
 from ...measure.program import Program
 from ...record import TensorError
 from ..stack import StackCase, schedule_of, stack_spec
+from .methods import KERNELS
 from .settings import settings_of
 
 DISTINCT = 4  # pairs of keys and values
@@ -30,6 +32,11 @@ JUDGED_LENGTH = 512
 JUDGED = (
     f"attention of a whole stack was judged at sequence={JUDGED_LENGTH} with everything selected, "
     "where each row has to be exact."
+)
+INTERPRETED_LENGTH, INTERPRETED_LAYERS = 256, 3
+INTERPRETED = (
+    f"the kernel was executed by an interpreter, for its numbers alone: {INTERPRETED_LAYERS} layers at "
+    f"sequence={INTERPRETED_LENGTH} with everything selected."
 )
 _PARTS = ("anchor_layer", "reuse_layer")
 
@@ -41,18 +48,22 @@ def settings(case: StackCase, method: str) -> Settings:
         others |= {"granularity": "token", "query_tile": 32}
     if method == "kascade_profitable":
         others["when"] = "profitable"
+    if method in KERNELS:
+        others["kernel"] = KERNELS[method]
     return settings_of(case, **others)
 
 
-def refusals(case: StackCase, method: str, target: Target) -> tuple[str, ...]:
-    """Why Kascade does not run the row with the kernel of ``target``; no other kernel is timed in its place."""
+def refusals(case: StackCase, method: str, target: Target, mode: Mode = "native") -> tuple[str, ...]:
+    """Why Kascade does not run the row with its kernel on ``target``; no other kernel is timed in its place."""
     if method == "dense":
         return ()
     options = settings(case, method).as_options()
-    return support(registry.get("kascade"), stack_spec(case), target, options=options).reasons
+    return support(registry.get("kascade"), stack_spec(case), target, mode, options).reasons
 
 
-def stack_program(case: StackCase, method: str, devices: int = 1, dense: str | None = None) -> Program:
+def stack_program(
+    case: StackCase, method: str, devices: int = 1, dense: str | None = None, mode: Mode = "native"
+) -> Program:
     """The program of a row, which returns the last layer's output. ``dense`` is the backend of a dense row.
 
     On several devices the heads are divided among them, as users of these backends divide them.
@@ -69,12 +80,12 @@ def stack_program(case: StackCase, method: str, devices: int = 1, dense: str | N
     dense = dense or resolve("auto", stack_spec(case), Target.here()).backend.name
     # Not part of the timed program.
     handed = (jax.jit(_select(case, mesh))(*arrays),) if method == "reuse_layer" else ()
-    return Program(_stack(case, method, mesh, dense), (*arrays, *handed))
+    return Program(_stack(case, method, mesh, dense, mode), (*arrays, *handed))
 
 
 def plan_notes(case: StackCase, method: str) -> tuple[str, ...]:
     """The notes of a Kascade row's plan: with ``when="profitable"``, that it ran dense."""
-    if method in ("dense", *_PARTS):
+    if method != "kascade_profitable":
         return ()
     return _kascade(case, method).notes
 
@@ -90,11 +101,19 @@ def figures(case: StackCase, method: str) -> dict[str, float]:
     return {"kept_pairs": kept.pairs, "flops": kept.flops}
 
 
-def judge(case: StackCase, method: str, devices: int) -> dict[str, TensorError]:
-    """Judge the row against the standard backend, with everything selected, on a short sequence."""
-    short = dataclasses.replace(case, name="judged", sequence=min(case.sequence, JUDGED_LENGTH), top_k=1.0)
+def judge(case: StackCase, method: str, devices: int, mode: Mode = "native") -> dict[str, TensorError]:
+    """Judge the row against the standard backend, with everything selected, on a short sequence.
+
+    An interpreted kernel is judged on fewer layers and a shorter sequence.
+    """
+    length = INTERPRETED_LENGTH if mode == "interpret" else JUDGED_LENGTH
+    layers = min(case.layers, INTERPRETED_LAYERS) if mode == "interpret" else case.layers
+    short = dataclasses.replace(
+        case, name="judged", sequence=min(case.sequence, length), layers=layers, anchors=min(case.anchors, layers),
+        top_k=1.0,
+    )  # fmt: skip
     ours, theirs = (
-        stack_program(short, method, devices),
+        stack_program(short, method, devices, mode=mode),
         stack_program(short, "dense", dense="standard"),
     )
     actual = jax.jit(ours.function)(*ours.arguments)
@@ -102,9 +121,9 @@ def judge(case: StackCase, method: str, devices: int) -> dict[str, TensorError]:
     return {"out": as_model_error(actual, expected, expected, case.dtype)}
 
 
-def _stack(case: StackCase, method: str, mesh: Mesh | None, dense: str) -> Callable[..., Any]:
+def _stack(case: StackCase, method: str, mesh: Mesh | None, dense: str, mode: Mode) -> Callable[..., Any]:
     def run(query: Any, keys: Any, values: Any, *handed: Any) -> Any:
-        planned = _dense(case, mesh, dense) if method == "dense" else _kascade(case, method, mesh)
+        planned = _dense(case, mesh, dense) if method == "dense" else _kascade(case, method, mesh, mode)
         keys, values = _as_in_the_contract(case, keys, values)
         if method == "anchor_layer":
             return query + planned.run(query, keys[0], values[0], layer=1)[0]
@@ -125,11 +144,11 @@ def _dense(case: StackCase, mesh: Mesh | None, dense: str) -> Plan:
     return plan(backend if mesh is None else Sharded.among(backend, spec, mesh), spec, layout, target=target)
 
 
-def _kascade(case: StackCase, method: str, mesh: Mesh | None = None) -> Plan:
+def _kascade(case: StackCase, method: str, mesh: Mesh | None = None, mode: Mode = "native") -> Plan:
     backend, options = registry.get("kascade"), settings(case, method).as_options()
     if mesh is not None:
         backend = Sharded(backend, mesh, MeshAxes(heads=mesh.axis_names[0]))
-    return plan(backend, stack_spec(case), _layout(case), target=Target.here(), options=options)
+    return plan(backend, stack_spec(case), _layout(case), target=Target.here(), mode=mode, options=options)
 
 
 def _select(case: StackCase, mesh: Mesh | None) -> Callable[..., Selection]:

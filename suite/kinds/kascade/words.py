@@ -31,6 +31,7 @@ class KascadeWords:
     anchors: str | None = None
     granularity: str | None = None
     calibration: str | None = None
+    kernel: str | None = None
 
     @property
     def given(self) -> dict[str, Any]:
@@ -117,11 +118,11 @@ def _calibrated(path: str) -> dict[str, Any]:
 
 
 def timed_words(words: Mapping[str, Any], *, anchors: bool = True) -> dict[str, Any]:
-    """The fields that a timed case takes: tile size, share of keys, number of anchors (of a list its length).
+    """The fields that a timed case takes: tile size, share of keys, kernel, number of anchors (of a list its length).
 
     Which layers select does not change the time.
     """
-    fields = {name: words[name] for name in ("tile_size", "top_k") if name in words}
+    fields = {name: words[name] for name in ("tile_size", "top_k", "kernel") if name in words}
     if anchors and "anchors" in words:
         layers = parts_of(words["anchors"])
         is_list = words.get("schedule") == "manual" or len(layers) != 1
