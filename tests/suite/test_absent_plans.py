@@ -110,6 +110,10 @@ def test_every_row_of_the_kascade_suite_is_run_or_refused_for_the_devices_own_ke
             assert "granularity='token' is not supported by kascade's Pallas kernels" in whats.pop()
         elif row == "kascade_profitable":
             assert whats <= {repeats, f"{row} native"}
+        elif row == "kascade_pallas":
+            assert "would repeat it" in whats.pop(), "its kernels are the device's own"
+        elif row == "kascade_flash_cpu":
+            assert whats.pop().startswith("refused: "), "its kernels are for CPUs"
         else:
             assert whats == {f"{row} native"}, (case, row)
     assert ("kascade_prefill", "kascade_profitable") in found
