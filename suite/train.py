@@ -28,8 +28,9 @@ from attnsuite.models.parameters import Params
 from attnsuite.models.planning import Resolutions, resolve_attention
 from attnsuite.models.rematerialise import Remat
 from attnsuite.models.resume import SavedSteps, missing, open_saved
+from attnsuite.models.sharded_training import MeshSizes, Placement, place_on
 from attnsuite.models.text import random_windows
-from attnsuite.models.training import Batch, Trained, compiled_step, training_step
+from attnsuite.models.training import Batch, Step, Trained, compiled_step, training_step
 from attnsuite.models.weights import save
 
 from . import files, typed
@@ -64,6 +65,7 @@ class TrainRequest:
     mode: Mode = "native"
     save_every: int = 50
     seed: int = 0
+    mesh: MeshSizes | None = None
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "length", "accumulate"):
@@ -90,7 +92,7 @@ class Loss:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Training:
-    """Everything that the steps of a run depend on, opened and checked."""
+    """Everything that the steps of a run depend on, opened and checked; without a mesh ``placement`` is None."""
 
     config: ModelConfig
     resolutions: Resolutions
@@ -99,6 +101,7 @@ class Training:
     base: Params | None
     update: optax.GradientTransformation
     text_sha256: str
+    placement: Placement | None = None
 
 
 def open_training(request: TrainRequest) -> Training:
@@ -127,6 +130,9 @@ def open_training(request: TrainRequest) -> Training:
             mode=request.mode,
             on_unavailable="raise",
         )
+        placement = None if request.mesh is None else place_on(request.mesh)
+        if placement is not None:
+            resolutions = placement.resolutions(resolutions)
         base = None if request.lora is None else model.arrays()
         trained: Trained = model.arrays()
         if request.lora is not None:
@@ -134,7 +140,8 @@ def open_training(request: TrainRequest) -> Training:
         batch_of = packed_batches(request, data) if request.packed else window_batches(request, data)
     except (ValueError, BackendUnavailableError) as error:
         raise error if isinstance(error, InputError) else InputError(str(error)) from error
-    return Training(config, resolutions, batch_of, trained, base, update, hashlib.sha256(data.tobytes()).hexdigest())
+    digest = hashlib.sha256(data.tobytes()).hexdigest()
+    return Training(config, resolutions, batch_of, trained, base, update, digest, placement)
 
 
 def window_batches(request: TrainRequest, data: np.ndarray) -> Callable[[int], Batch]:
@@ -180,11 +187,9 @@ def execute(request: TrainRequest, out: Path, *, resume: bool = False, say: Call
 
 
 def _steps(request: TrainRequest, opened: Training, out: Path, *, resume: bool, say: Callable[[str], None]) -> None:
-    update = opened.update
-    step = compiled_step(training_step(opened.config, opened.resolutions, update, remat=request.remat))
-    trained = jax.tree.map(lambda x: x.copy(), opened.trained)  # the step donates its arrays
+    trained, state, base, step, batch_of = _started(request, opened)
     with _saved(request, out) as saved:
-        state, done = update.init(trained), 0
+        done = 0
         latest = saved.latest() if resume and saved is not None else None
         if resume and latest is None:
             say("nothing was saved yet: starting over")
@@ -194,7 +199,7 @@ def _steps(request: TrainRequest, opened: Training, out: Path, *, resume: bool, 
         losses = _keep(out / LOSSES, done)
         with (out / LOSSES).open("a", encoding="utf-8") as file:
             for number in range(done + 1, request.steps + 1):
-                trained, state, loss = step(trained, state, opened.batch_of(number), opened.base)
+                trained, state, loss = step(trained, state, batch_of(number), base)
                 losses.append(float(loss))
                 if not np.isfinite(losses[-1]):
                     raise InputError(f"the loss of step {number} is {losses[-1]}; lower --learning-rate.")
@@ -206,6 +211,22 @@ def _steps(request: TrainRequest, opened: Training, out: Path, *, resume: bool, 
                 if last or number % max(1, request.steps // 20) == 0:
                     say(f"step {number}/{request.steps}: loss {losses[-1]:.4f} nats")
     _write(request, opened, trained, out)
+
+
+def _started(
+    request: TrainRequest, opened: Training
+) -> tuple[Trained, Any, Params | None, Step, Callable[[int], Batch]]:
+    """What the steps begin with, each array where it lies: trained, state, base; the step; and the batches."""
+    step = training_step(opened.config, opened.resolutions, opened.update, remat=request.remat)
+    trained = jax.tree.map(lambda x: x.copy(), opened.trained)  # the step donates its arrays
+    place = opened.placement
+    if place is None:
+        return trained, opened.update.init(trained), opened.base, compiled_step(step), opened.batch_of
+    trained = place.put(trained)
+    state = place.state(opened.update, trained)
+    base = None if opened.base is None else place.put(opened.base)
+    compiled = place.compiled_step(step, trained, state)
+    return trained, state, base, compiled, lambda number: place.batch(opened.batch_of(number))
 
 
 def _open_model(request: TrainRequest) -> Transformer:

@@ -58,6 +58,8 @@ class Train:
     """Steps between saves (extra train); 0 saves nothing."""
     seed: Annotated[int, flag("N")] = 0
     """Seed of parameters and batches."""
+    mesh: Annotated[str | None, flag("AXIS=N,...", "one device")] = None
+    """Devices along data, fsdp, heads and context; on a CPU as many are made of its cores."""
 
 
 def run(command: Train) -> int:
@@ -65,6 +67,7 @@ def run(command: Train) -> int:
     from attnsuite.models.lora import LoraConfig
 
     from .. import train as training
+    from ..host_devices import make_host_devices, parse_mesh
     from ..names import parts_of
 
     if command.resume and command.out is None:
@@ -73,6 +76,9 @@ def run(command: Train) -> int:
     given = {field.name: getattr(command, field.name) for field in dataclasses.fields(command)}
     rank, alpha, targets = (given.pop(name) for name in ("lora_rank", "lora_alpha", "lora_targets"))
     del given["out"], given["resume"]
+    given["mesh"] = None if command.mesh is None else parse_mesh(command.mesh)
+    if given["mesh"] is not None:
+        make_host_devices(given["mesh"].count)
     try:
         adapters = None if rank is None else LoraConfig(rank=rank, alpha=alpha, targets=tuple(parts_of(targets)))
     except ValueError as error:
