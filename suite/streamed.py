@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from attnsuite.backends import BackendFallbackWarning, BackendUnavailableError, Layout, Target
-from attnsuite.models import Checkpoint, ModelConfig, load_text, open_checkpoint, streamed_nats
+from attnsuite.models import Checkpoint, ModelConfig, Transformer, load_text, open_checkpoint, streamed_nats
 from attnsuite.models.calibration import load as load_calibration
 from attnsuite.models.planning import Resolutions, freeze_options, resolve_attention
 
@@ -183,7 +183,7 @@ def _tokens(request: StreamRequest, config: ModelConfig) -> tuple[np.ndarray, fl
 def _attention(request: StreamRequest, checkpoint: Checkpoint) -> _Attention:
     """The attention, resolved and planned once before anything is measured, so that a refusal comes first."""
     config, length = checkpoint.config, request.sequence - 1
-    options, sources = _options(request, checkpoint)
+    options, sources = options_of(request.backend, request.options, request.calibration, request.schedule, checkpoint)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", BackendFallbackWarning)  # said below
         resolutions = resolve_attention(
@@ -213,28 +213,38 @@ def _attention(request: StreamRequest, checkpoint: Checkpoint) -> _Attention:
     return _Attention(resolutions, options, kept, tuple(lines))
 
 
-def _options(request: StreamRequest, checkpoint: Checkpoint) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The backend's options, with the schedule and the calibration's settings; and notes on where they come from."""
-    given, words, config = dict(request.options), request.schedule, checkpoint.config
-    if words is None and request.calibration is None:
+def options_of(
+    backend: str,
+    options: Mapping[str, Any],
+    calibration: Path | None,
+    words: ScheduleWords | None,
+    checkpoint: Checkpoint | Transformer,
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The backend's options, with the schedule and the calibration's settings; and notes on where they come from.
+
+    Raises InputError for a schedule or a calibration of another backend than Kascade, and for a schedule that does not
+    fit the model.
+    """
+    given, config = dict(options), checkpoint.config
+    if words is None and calibration is None:
         return given, ()
-    if request.backend != "kascade":
-        raise InputError(f"--calibration and --schedule are for --backend kascade, not {request.backend}.")
+    if backend != "kascade":
+        raise InputError(f"--calibration and --schedule are for --backend kascade, not {backend}.")
     words = words or ScheduleWords()
     words.check(config.num_layers, config.kv_heads)
-    if request.calibration is None:
+    if calibration is None:
         schedule = words.uncalibrated(config.num_layers, config.kv_heads)
         return {**given, "schedule": schedule}, (
             "calibration: none; each KV head reuses the selection of its own number",
         )
-    calibration = load_calibration(request.calibration, checkpoint)
+    measured = load_calibration(calibration, checkpoint)
     changed = [
         f"{name}={given[name]} (calibrated with {value})"
-        for name, value in calibration.settings.items()
+        for name, value in measured.settings.items()
         if name in given and given[name] != value
     ]
-    source = f"calibration: {request.calibration}" + (f"; measured here with {', '.join(changed)}" if changed else "")
-    return {**calibration.settings, **given, "schedule": words.made(calibration)}, (source,)
+    source = f"calibration: {calibration}" + (f"; measured here with {', '.join(changed)}" if changed else "")
+    return {**measured.settings, **given, "schedule": words.made(measured)}, (source,)
 
 
 def _judged(

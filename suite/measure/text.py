@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -27,10 +27,11 @@ Rows = Int[np.ndarray, "sequences length"]
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Reader:
-    """How a model reads text: its units, and the tokens in ``front`` of every text."""
+    """How a model reads text: its units, and the tokens in ``front`` of every text. ``decode`` gives text again."""
 
     unit: str
     encode: Callable[[Bytes], Int[np.ndarray, " tokens"]]
+    decode: Callable[[Sequence[int]], str]
     front: tuple[int, ...] = ()
 
     def spread(self, data: Bytes, length: int, count: int) -> tuple[Rows, float]:
@@ -78,9 +79,11 @@ def reader_of(model: str, config: ModelConfig) -> Reader:
             tokens = found.encode(data.tobytes().decode("utf-8", errors="replace"))
             return np.array(tokens[len(front) :] if tuple(tokens[: len(front)]) == front else tokens, np.int32)
 
-        return Reader("tokens", encode, front)
+        return Reader("tokens", encode, found.decode, front)
     if config.vocab_size == BYTE_VOCABULARY:
-        return Reader("bytes", lambda data: data.astype(np.int32))
+        return Reader(
+            "bytes", lambda data: data.astype(np.int32), lambda tokens: bytes(tokens).decode(errors="replace")
+        )
     raise InputError(
         f"model {model!r} has {config.vocab_size} tokens and no tokenizer beside it; text needs a byte-level model "
         f"({BYTE_VOCABULARY}), or {JSON} or {RANKS} in the checkpoint's directory."

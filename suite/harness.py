@@ -1,0 +1,236 @@
+"""Models of this project in lm-evaluation-harness, so that its tasks compare dense and sparse attention.
+
+:class:`SuiteLM` gives the harness what its tasks ask of a model: log-likelihoods (multiple choice), rolling
+log-likelihoods (perplexity) and text (exact match). ``python -m attnsuite.suite.harness`` is the harness's own command
+with the model ``attnsuite`` added; docs/llama.md shows it. The harness is in the extra ``lm-eval``. Read in version
+0.4.13 (``lm_eval/api/model.py``).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from attnsuite.backends import BackendUnavailableError
+from attnsuite.models import generate
+from attnsuite.models.loss import token_nats
+from attnsuite.suite.errors import InputError
+from attnsuite.suite.kinds.kascade.schedules import ScheduleWords
+from attnsuite.suite.measure.text import reader_of
+from attnsuite.suite.named_model import checkpoint_of, model_of
+from attnsuite.suite.names import parse_options
+from attnsuite.suite.streamed import options_of
+
+try:
+    from lm_eval import utils  # pyright: ignore[reportMissingImports]
+    from lm_eval.__main__ import cli_evaluate  # pyright: ignore[reportMissingImports]
+    from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
+    from lm_eval.api.registry import register_model  # pyright: ignore[reportMissingImports]
+except ModuleNotFoundError as error:
+    missing = f"the harness is not installed ({error}); pip install 'attnsuite[lm-eval]'."
+    if __name__ == "__main__":
+        sys.stderr.write(f"{missing}\n")
+        raise SystemExit(2) from None
+    raise ModuleNotFoundError(missing) from error
+
+_LINE = 10  # a byte-level model has no token for the beginning of a text: a new line stands there
+_MULTIPLE = 64  # lengths are rounded up to it, so that few programs are compiled
+_GENERATION = ("do_sample", "max_gen_toks", "temperature", "top_p", "until")
+_log = logging.getLogger(__name__)
+
+
+@jax.jit
+def _judged(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return -token_nats(logits, targets), logits.argmax(-1) == targets
+
+
+@register_model("attnsuite")
+class SuiteLM(TemplateLM):
+    """A model of this project with one attention backend, for lm-evaluation-harness.
+
+    ``model`` is ``text`` (the checkpoint that ships) or a checkpoint's directory. ``options`` are the backend's, as
+    ``top_k=0.25;min_keys=0``. ``calibration``, ``schedule``, ``anchors``, ``threshold`` and ``max_reuse_dist`` are for
+    ``backend=kascade`` and mean what they mean in ``attnsuite perplexity``; layers in ``anchors`` are separated by
+    ``;``. ``max_length`` is the longest input in tokens (default: the configuration's).
+
+    The backend that is named runs, or the evaluation ends with the reasons why not: nothing falls back. Every text
+    begins with the tokens that the checkpoint's tokenizer puts there. A byte-level model has none: a new line stands
+    before a text that has no context. A context that is too long loses its beginning, with a warning.
+
+    Raises InputError for arguments that do not fit. ``device`` is the harness's and is not used: JAX chooses, by
+    JAX_PLATFORMS.
+    """
+
+    def __init__(
+        self,
+        model: str = "text",
+        *,
+        backend: str = "auto",
+        options: str = "",
+        calibration: str | None = None,
+        schedule: str | None = None,
+        anchors: str | int = "",
+        threshold: float = 0.65,
+        max_reuse_dist: int = 4,
+        dtype: str | None = None,
+        max_length: int | None = None,
+        batch_size: int | str = 1,
+        max_batch_size: int | None = None,
+        device: str | None = None,
+    ) -> None:
+        super().__init__()
+        if max_batch_size is not None:
+            raise InputError(f"max_batch_size={max_batch_size} is not taken; give batch_size.")
+        if device is not None:  # the harness's command gives one, asked or not
+            _log.info("device=%s is not used: JAX runs on %s", device, jax.default_backend())
+        if not str(batch_size).isdecimal() or int(batch_size) < 1:
+            raise InputError(f"batch_size={batch_size!r} must be a number of at least 1.")
+        with checkpoint_of(model) as directory:
+            overrides: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
+            self._model = model_of(str(directory), "model", **overrides)
+            self._reader = reader_of(str(directory), self._model.config)
+            self._ends = _end_tokens(directory)
+        words = ScheduleWords(
+            schedule=schedule or "dp",
+            anchors=str(anchors).replace(";", ","),
+            threshold=threshold,
+            max_reuse_dist=max_reuse_dist,
+        )
+        asked = schedule is not None or calibration is not None
+        if not asked and words != ScheduleWords():
+            raise InputError("anchors, threshold and max_reuse_dist are about a schedule; add schedule=NAME.")
+        backend_options, self.notes = options_of(
+            backend,
+            parse_options(options.replace(";", ",")),
+            None if calibration is None else Path(calibration),
+            words if asked else None,
+            self._model,
+        )
+        self._attention: dict[str, Any] = {
+            "backend": backend,
+            "backend_options": backend_options,
+            "on_unavailable": "raise",
+        }
+        self._name, self.max_length, self._batch = model, max_length or self._model.config.max_length, int(batch_size)
+
+    @property
+    def eot_token_id(self) -> int:
+        """The token that stands before a text without context."""
+        return self._reader.front[-1] if self._reader.front else _LINE
+
+    @property
+    def tokenizer_name(self) -> str:
+        """The model's name: its tokenizer lies beside it."""
+        return self._name
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """Tokens of a text, with those in front of it unless ``add_special_tokens`` is False."""
+        tokens = self._reader.encode(np.frombuffer(string.encode(), np.uint8)).tolist()
+        return tokens if add_special_tokens is False else [*self._reader.front, *tokens]
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
+    ) -> list[tuple[float, bool]]:
+        """Per request the natural log-likelihood of its continuation, and whether each token is the likeliest."""
+        rows = [self._fitted(context + continuation, len(continuation)) for _, context, continuation in requests]
+        found: list[tuple[float, bool]] = [(0.0, True)] * len(rows)
+        longest_first = sorted(range(len(rows)), key=lambda i: -len(rows[i]))
+        for start in range(0, len(rows), self._batch):
+            chosen = longest_first[start : start + self._batch]
+            tokens, counts = _padded([rows[i][:-1] for i in chosen])
+            targets = _padded([rows[i][1:] for i in chosen])[0]
+            valid = np.arange(tokens.shape[1]) < counts[:, None]
+            logits = self._model(tokens, padding_mask=valid, needs_grad=False, **self._attention)
+            scores, likeliest = map(np.asarray, _judged(logits, jnp.asarray(targets)))
+            for row, i in enumerate(chosen):
+                part = slice(counts[row] - len(requests[i][2]), counts[row])
+                found[i] = float(scores[row, part].sum(dtype=np.float64)), bool(likeliest[row, part].all())
+        return found
+
+    def _fitted(self, tokens: list[int], predicted: int) -> list[int]:
+        """The last tokens, as many as the model takes as input and one more, all ``predicted`` ones among them."""
+        if predicted > self.max_length:
+            raise InputError(f"a continuation has {predicted} tokens, more than max_length={self.max_length}.")
+        if len(tokens) - 1 > self.max_length:
+            _log.warning("a context of %d tokens loses its beginning: max_length=%d", len(tokens), self.max_length)
+        return tokens[-self.max_length - 1 :]
+
+    def loglikelihood_rolling(self, requests: Iterable[Any], disable_tqdm: bool = False) -> list[float]:
+        """Per text its log-likelihood, in windows of ``max_length`` that predict each token once."""
+        totals: list[float] = []
+        for request in requests:
+            tokens = self.tok_encode(request.args[0], add_special_tokens=False)
+            windows = utils.get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, 1)
+            pairs = [(None, *utils.make_disjoint_window(window)) for window in windows]
+            totals.append(sum(score for score, _ in self._loglikelihood_tokens(pairs)))
+        return totals
+
+    def generate_until(self, requests: Iterable[Any], disable_tqdm: bool = False) -> list[str]:
+        """Per request the text behind its context, up to the first of its stop sequences or the end token."""
+        return [self._continued(*request.args) for request in requests]
+
+    def _continued(self, context: str, given: dict[str, Any]) -> str:
+        if strange := sorted(set(given) - set(_GENERATION)):
+            raise InputError(f"generation_kwargs {', '.join(strange)} are not taken, only {', '.join(_GENERATION)}.")
+        count, until = int(given.get("max_gen_toks", 256)), given.get("until") or []
+        sampled, temperature = bool(given.get("do_sample")), given.get("temperature")
+        if not sampled and temperature:
+            raise InputError(f"temperature={temperature} without do_sample: true has two meanings; give one of them.")
+        if count >= self.max_length:
+            raise InputError(f"max_gen_toks={count} leaves no room for a context in max_length={self.max_length}.")
+        prompt = self.tok_encode(context) or [self.prefix_token_id]
+        tokens, counts = _padded([self._fitted(prompt, 0)[-(self.max_length - count) :]])
+        made = generate(
+            self._model,
+            tokens,
+            count,
+            lengths=counts,
+            temperature=1.0 if sampled and temperature is None else float(temperature or 0.0),
+            top_p=float(given.get("top_p", 1.0)) if sampled else 1.0,
+            **self._attention,
+        )[0].tolist()
+        ends = [place for place, token in enumerate(made) if token in self._ends]
+        text = self._reader.decode(made[: ends[0]] if ends else made)
+        for stop in [until] if isinstance(until, str) else until:
+            text = text.partition(stop)[0] if stop else text
+        return text
+
+
+def _padded(rows: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of tokens padded on the right to a common multiple, and how many tokens each has."""
+    counts = np.array([len(row) for row in rows])
+    tokens = np.zeros((len(rows), -(-max(int(counts.max()), 1) // _MULTIPLE) * _MULTIPLE), np.int32)
+    for place, row in zip(tokens, rows, strict=True):
+        place[: len(row)] = row
+    return tokens, counts
+
+
+def _end_tokens(directory: Path) -> frozenset[int]:
+    """The tokens that end a text, by ``generation_config.json`` or else ``config.json``."""
+    for name in ("generation_config.json", "config.json"):
+        if (path := directory / name).is_file():
+            found = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+            if found is not None:
+                return frozenset(found if isinstance(found, list) else [found])
+    return frozenset()
+
+
+def main() -> None:
+    """The harness's command. A refusal of this package is one sentence and exit code 2."""
+    try:
+        cli_evaluate()
+    except (InputError, BackendUnavailableError) as refusal:
+        sys.stderr.write(f"{refusal}\n")
+        raise SystemExit(2) from None
+
+
+if __name__ == "__main__":
+    main()
