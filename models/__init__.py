@@ -12,6 +12,7 @@ from .reading import CheckpointError as CheckpointError
 from .streaming import streamed_nats as streamed_nats
 from .text import Corpus as Corpus
 from .text import load_text as load_text
+from .text_file import TextFile as TextFile
 from .tokenizer import Tokenizer as Tokenizer
 from .tokenizer import load_tokenizer as load_tokenizer
 from .transformer import Transformer as Transformer

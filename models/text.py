@@ -20,6 +20,7 @@ import numpy as np
 from jaxtyping import Float, Int, UInt8
 
 from .loss import token_nats
+from .text_file import TextFile
 from .transformer import Transformer
 
 Bytes = UInt8[np.ndarray, " length"]
@@ -40,19 +41,21 @@ class Corpus:
         return hashlib.sha256(self.train.tobytes() + self.held_out.tobytes()).hexdigest()
 
 
-def load_text(path: str | Path | None = None, *, held_out: float = 0.1) -> Corpus:
+def load_text(path: str | Path | TextFile | None = None, *, held_out: float = 0.1, field: str | None = None) -> Corpus:
     """The corpus in a file, whose last ``held_out`` is held out; or CPython's own prose for ``path=None``.
 
-    Files are read as bytes, in whatever encoding. The prose has its own split (see :func:`pydoc_prose`).
-    Raises ValueError for a path that is no readable file, or a file of under 1024 bytes.
+    Files are read as bytes, in whatever encoding. ``field`` names the field of JSON lines that holds the text
+    (:mod:`attnsuite.models.text_file`). The prose has its own split (see :func:`pydoc_prose`). Raises ValueError for a
+    path that is no readable file, a file of another form, or a text of under 1024 bytes.
     """
     if not 0.0 <= held_out < 1.0:
         raise ValueError(f"held_out={held_out!r} must be at least 0 and below 1.")
     if path is None:
         return pydoc_prose()
-    path = Path(path)
+    file = path if isinstance(path, TextFile) else TextFile(str(path), field)
+    path = Path(file)
     try:
-        data = np.frombuffer(path.read_bytes(), np.uint8)
+        data = np.frombuffer(file.read(), np.uint8)
     except OSError as error:
         raise ValueError(f"text file {str(path)!r} cannot be read ({error.strerror}); give a readable file.") from error
     if len(data) < MINIMUM_BYTES:

@@ -9,10 +9,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from .record import Kernel, Mode, Record, Status, TensorError
 from .typed import Count, Real, Scalar, Size
+
+if TYPE_CHECKING:
+    from attnsuite.models import TextFile
 
 
 class Case(Protocol):
@@ -99,7 +102,7 @@ class Means:
 
     reference: Path | None
     memory_limit: int
-    text: str | None = None
+    text: TextFile | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +111,7 @@ class Asked:
 
     rows: tuple[str, ...]
     cases: tuple[Any, ...]
-    text: str | None = None
+    text: TextFile | None = None
     all_cores: bool = False
 
 

@@ -152,6 +152,7 @@ class TextIdentity:
 
     path: str
     sha256: str
+    field: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

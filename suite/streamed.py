@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from attnsuite.backends import BackendFallbackWarning, BackendUnavailableError, Layout, Target
-from attnsuite.models import Checkpoint, ModelConfig, Transformer, load_text, open_checkpoint, streamed_nats
+from attnsuite.models import Checkpoint, ModelConfig, TextFile, Transformer, load_text, open_checkpoint, streamed_nats
 from attnsuite.models.calibration import load as load_calibration
 from attnsuite.models.planning import Resolutions, freeze_options, resolve_attention
 
@@ -48,7 +48,7 @@ class StreamRequest:
     """
 
     model: str
-    text: Path | None
+    text: TextFile | None
     random_tokens: bool
     sequence: int
     sequences: int

@@ -21,7 +21,7 @@ import optax
 
 from attnsuite.backends import BackendUnavailableError
 from attnsuite.backends.contract import Mode
-from attnsuite.models import ModelConfig, Transformer, load_text, lora
+from attnsuite.models import ModelConfig, TextFile, Transformer, load_text, lora
 from attnsuite.models.optimizer import OptimizerName, make_optimizer
 from attnsuite.models.packing import Packed, pack
 from attnsuite.models.parameters import Params
@@ -49,7 +49,7 @@ class TrainRequest:
     """The flags of a training: model, text and settings. Raises InputError for numbers out of range."""
 
     model: str = "tiny"
-    text: Path | None = None
+    text: TextFile | None = None
     steps: int = 200
     batch: int = 8
     length: int = 256

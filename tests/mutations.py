@@ -160,10 +160,9 @@ def nothing_begins() -> Iterator[None]:
         raise Begins
 
     def probe_here(request: Any) -> Any:
-        text = None if request.text is None else str(request.text)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", BackendFallbackWarning)  # as in the worker
-            probe(Asked(rows=request.backends, cases=request.cases, text=text, all_cores=request.all_cores))
+            probe(Asked(rows=request.backends, cases=request.cases, text=request.text, all_cores=request.all_cores))
         return ENVIRONMENT, []
 
     def steps(request: Any, problem: Any, out: Path, **_: Any) -> None:

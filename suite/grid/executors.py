@@ -14,7 +14,7 @@ import datetime as dt
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from .. import peers, typed
 from ..cell import Case, Cell, Facts, record_of
@@ -24,6 +24,9 @@ from ..measure.speed import Sampling
 from ..record import Environment, Record, RecordError, Status
 from .process import Worker
 from .references import References
+
+if TYPE_CHECKING:
+    from attnsuite.models import TextFile
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,7 +52,7 @@ class RunContext:
     suite: str
     limits: Limits
     environment: Environment
-    text: str | None
+    text: TextFile | None
     watcher: Watcher
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
 

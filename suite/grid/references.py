@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..cell import Case
 from ..errors import CellFailure
 from ..kinds import kind_of, problem_of
 from ..measure.memory import machine_bytes
 from .process import Worker
+
+if TYPE_CHECKING:
+    from attnsuite.models import TextFile
 
 _REFERENCE_SECONDS = 600.0  # at least: the oracle is slower than a cell may be
 _REFERENCE_SHARE = 0.9  # of the machine's memory
@@ -19,7 +23,7 @@ _REFERENCE_SHARE = 0.9  # of the machine's memory
 class References:
     """Computes references in one process for the whole run and keeps them in a temporary directory."""
 
-    def __init__(self, seconds: float, text: str | None = None) -> None:
+    def __init__(self, seconds: float, text: TextFile | None = None) -> None:
         self._text = text
         self._seconds = max(seconds, _REFERENCE_SECONDS)
         self._directory = tempfile.TemporaryDirectory(prefix="attnsuite-")
@@ -44,7 +48,8 @@ class References:
             self._worker = Worker(int(_REFERENCE_SHARE * machine_bytes()))
         try:
             self._worker.ask(
-                {"do": "reference", "case": problem_of(case), "path": str(path), "text": self._text}, self._seconds
+                {"do": "reference", "case": problem_of(case), "path": str(path), "text": text_words(self._text)},
+                self._seconds,
             )
         except CellFailure as failure:
             self._worker.close()
@@ -58,6 +63,11 @@ class References:
         if self._worker is not None:
             self._worker.close()
         self._directory.cleanup()
+
+
+def text_words(text: TextFile | None) -> dict[str, Any] | None:
+    """The text in a question to a worker."""
+    return None if text is None else dataclasses.asdict(text)
 
 
 def _problem(case: Case) -> tuple[Any, ...]:

@@ -12,7 +12,7 @@ import hashlib
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attnsuite.backends import names
 
@@ -33,7 +33,10 @@ from ..suites import SUITES, Suite, find_suite, select
 from .executors import Limits, RunContext, Watcher, is_measured, refused, run_case
 from .keeping import GridWatcher
 from .process import Worker
-from .references import References
+from .references import References, text_words
+
+if TYPE_CHECKING:
+    from attnsuite.models import TextFile
 
 MACHINE = "machine.json"
 _PROBE_SECONDS = 300.0
@@ -49,7 +52,7 @@ class RunRequest:
     suite: str
     cases: tuple[Case, ...]
     backends: tuple[str, ...]
-    text: Path | None
+    text: TextFile | None
     out: Path
     resume: bool
     limits: Limits
@@ -63,7 +66,7 @@ def new_request(
     suite: str | ModelSuiteWords,
     backends: str | None,
     cases: str | None,
-    text: Path | None,
+    text: TextFile | None,
     out: Path,
     limits: Limits,
     words: KascadeWords = KascadeWords(),  # noqa: B008 (frozen)
@@ -94,7 +97,7 @@ def new_request(
 
 
 def resumed_request(
-    suite: str | None, backends: str | None, cases: str | None, text: Path | None, out: Path, limits: Limits
+    suite: str | None, backends: str | None, cases: str | None, text: TextFile | None, out: Path, limits: Limits
 ) -> RunRequest:
     """The request of the run in ``out``. Raises InputError where the given flags ask for something else."""
     manifest = read_manifest(out)
@@ -112,7 +115,7 @@ def resumed_request(
             words=typed.convert(manifest.kascade, KascadeWords),
             checkpoint=None if manifest.checkpoint is None else typed.convert(manifest.checkpoint, ModelSuiteWords),
             file=manifest.file,
-            text=text or (None if manifest.text is None else Path(manifest.text.path)),
+            text=text or _text_of(manifest.text),
             out=out,
             resume=True,
             limits=limits,
@@ -151,7 +154,7 @@ def execute(request: RunRequest, watcher: GridWatcher) -> None:
             suite=request.suite,
             limits=request.limits,
             environment={**environment, "machine": _machine(store, watcher), "session": uuid.uuid4().hex[:12]},
-            text=None if request.text is None else str(request.text.resolve()),
+            text=None if request.text is None else request.text.resolved(),
             watcher=watcher,
         )
         with contextlib.closing(References(request.limits.seconds, context.text)) as references:
@@ -162,20 +165,22 @@ def execute(request: RunRequest, watcher: GridWatcher) -> None:
                     watcher.done(record)
 
 
-def checked_text(path: Path) -> Path:
-    """The path, if it is a readable text file. Raises InputError."""
+def checked_text(text: TextFile) -> TextFile:
+    """The text, if its file can be read. Raises InputError."""
     try:
-        data = path.read_bytes()
+        data = text.read()
         data.decode("utf-8")
     except OSError as error:
-        raise InputError(f"text file {path} cannot be read: {error.strerror}.") from error
+        raise InputError(f"text file {text.path} cannot be read: {error.strerror}.") from error
     except UnicodeDecodeError as error:
         raise InputError(
-            f"text file {path} is not UTF-8 text (byte {error.start}); convert it, or give another."
+            f"text file {text.path} is not UTF-8 text (byte {error.start}); convert it, or give another."
         ) from error
+    except ValueError as error:
+        raise InputError(str(error)) from error
     if not data.strip():
-        raise InputError(f"text file {path} is empty; give one with some kilobytes of text.")
-    return path
+        raise InputError(f"text file {text.path} is empty; give one with some kilobytes of text.")
+    return text
 
 
 def _case_records(
@@ -193,7 +198,7 @@ def _probe(request: RunRequest) -> tuple[Environment, list[Cell]]:
         "cases": [problem_of(case) for case in request.cases],
         "backends": list(request.backends),
         "all_cores": request.all_cores,
-        "text": None if request.text is None else str(request.text.resolve()),
+        "text": text_words(None if request.text is None else request.text.resolved()),
     }
     with Worker(machine_bytes()) as worker:
         try:
@@ -239,8 +244,17 @@ def _machine(store: RunStore, watcher: Watcher) -> Machine:
     return found
 
 
-def _text_identity(path: Path) -> TextIdentity:
-    return TextIdentity(path=str(path.resolve()), sha256=hashlib.sha256(path.read_bytes()).hexdigest())
+def _text_of(kept: TextIdentity | None) -> TextFile | None:
+    if kept is None:
+        return None
+    from attnsuite.models import TextFile  # noqa: PLC0415 (flax)
+
+    return TextFile(kept.path, kept.field)
+
+
+def _text_identity(text: TextFile) -> TextIdentity:
+    path = text.resolved().path
+    return TextIdentity(path=path, sha256=hashlib.sha256(Path(path).read_bytes()).hexdigest(), field=text.field)
 
 
 def _rows(suite: Suite) -> tuple[str, ...]:

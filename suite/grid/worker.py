@@ -10,7 +10,7 @@ import dataclasses
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attnsuite.backends import BackendFallbackWarning
 
@@ -22,6 +22,9 @@ from ..kinds.attention import OpCase
 from ..measure import machine
 from . import probe
 from .answering import answer_requests
+
+if TYPE_CHECKING:
+    from attnsuite.models import TextFile
 
 
 def main() -> None:
@@ -51,7 +54,7 @@ def _answer(request: dict[str, Any]) -> Any:
     match request["do"]:
         case "probe":
             cases = tuple(make_case(problem) for problem in request["cases"])
-            rows, text, all_cores = tuple(request["backends"]), request["text"], request["all_cores"]
+            rows, text, all_cores = tuple(request["backends"]), _text(request), request["all_cores"]
             return probe.probe(Asked(rows=rows, cases=cases, text=text, all_cores=all_cores))
         case "machine":
             return machine.measure_machine()
@@ -64,8 +67,16 @@ def _answer(request: dict[str, Any]) -> Any:
             return tuning.try_candidates(case, request["backend"], reference, request["given"])
         case "reference":
             case = make_case(request["case"])
-            return kind_of(case.kind).write_reference(case, Path(request["path"]), request["text"])
+            return kind_of(case.kind).write_reference(case, Path(request["path"]), _text(request))
     raise CellFailure("crashed", f"the worker does not know the request {request['do']!r}.")
+
+
+def _text(request: dict[str, Any]) -> TextFile | None:
+    if request["text"] is None:
+        return None
+    from attnsuite.models import TextFile  # noqa: PLC0415 (flax)
+
+    return TextFile(**request["text"])
 
 
 def _op_case(problem: dict[str, Any]) -> OpCase:
@@ -81,7 +92,7 @@ def _prepare(request: dict[str, Any]) -> Prepared:
     means = Means(
         reference=None if reference is None else Path(reference),
         memory_limit=request["memory_limit"],
-        text=request["text"],
+        text=_text(request),
     )
     return kind_of(asked.kind).prepare(asked, make_case(asked.problem), means)
 

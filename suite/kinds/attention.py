@@ -11,7 +11,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import jax
 import numpy as np
@@ -45,6 +45,9 @@ from ..typed import Count, Real, Seed
 from .formulas import op_bytes, op_flops, op_tokens
 from .inputs import make_inputs
 from .kind import SHORT_DTYPE, Dtype, Kind, backends_of, check_fields, label_of, name_case, of_backend, of_peers
+
+if TYPE_CHECKING:
+    from attnsuite.models import TextFile
 
 OpKind = Literal["op_forward", "op_forward_backward", "op_decode"]
 
@@ -308,7 +311,7 @@ class Attention(Kind):
             return (short,)
         return short, dataclasses.replace(short, kind="op_forward_backward")
 
-    def write_reference(self, case: OpCase, path: Path, text: str | None) -> None:
+    def write_reference(self, case: OpCase, path: Path, text: TextFile | None) -> None:
         """The oracle's tensors, and the standard backend's errors."""
         write_reference(case, path)
 

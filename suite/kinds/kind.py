@@ -7,7 +7,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path, PurePath
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta
 
@@ -16,6 +16,9 @@ from attnsuite.backends import BackendUnavailableError, Resolution, Target, regi
 from .. import peers, typed
 from ..cell import Asked, Case, Cell, Means, Prepared
 from ..errors import InputError
+
+if TYPE_CHECKING:
+    from attnsuite.models import TextFile
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Share = Annotated[float, Meta(gt=0, le=1)]
@@ -69,7 +72,7 @@ class Kind(abc.ABC):
         """
         return ()
 
-    def write_reference(self, case: Any, path: Path, text: str | None) -> None:  # noqa: B027 (no case is judged by one)
+    def write_reference(self, case: Any, path: Path, text: TextFile | None) -> None:  # noqa: B027 (no case is judged by one)
         """Write to ``path`` (.npz) the reference by which :meth:`prepare` judges, if :meth:`judged_by` names a case."""
 
 

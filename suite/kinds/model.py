@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import jax
 import numpy as np
@@ -35,6 +35,9 @@ from .kind import (
     of_backend,
     of_peers,
 )
+
+if TYPE_CHECKING:
+    from attnsuite.models import TextFile
 
 ModelKind = Literal["model_prefill", "model_decode", "model_train"]
 _STANDARD = "standard_"
@@ -111,7 +114,7 @@ class Model(Kind):
         """The case itself."""
         return (case,)
 
-    def write_reference(self, case: ModelCase, path: Path, text: str | None) -> None:
+    def write_reference(self, case: ModelCase, path: Path, text: TextFile | None) -> None:
         """The standard backend's outputs, in float32 and in the case's own dtype."""
         from . import model_program  # noqa: PLC0415
 

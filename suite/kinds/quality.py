@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from attnsuite.models import ModelConfig, Transformer, load_text, retrieval
+from attnsuite.models import ModelConfig, TextFile, Transformer, load_text, retrieval
 from attnsuite.models.loss import token_nats
 
 from .. import statistics
@@ -43,16 +42,16 @@ class HeldOut:
     bytes_per_token: float
 
 
-def read_text(case: TextCase, config: ModelConfig, text: str | None) -> HeldOut:
+def read_text(case: TextCase, config: ModelConfig, text: TextFile | None) -> HeldOut:
     """The text of a case as tokens of its model. Raises InputError if it is too short, or the model cannot read it."""
     try:
-        data = load_text().held_out if text is None else load_text(Path(text), held_out=0.0).train
+        data = load_text().held_out if text is None else load_text(text, held_out=0.0).train
         return HeldOut(*reader_of(case.model, config).spread(data, case.sequence, case.sequences))
     except ValueError as error:
         raise InputError(f"case {case.name}: {error}") from error
 
 
-def perplexity(case: TextCase, backend: str, text: str | None) -> Facts:
+def perplexity(case: TextCase, backend: str, text: TextFile | None) -> Facts:
     """Perplexity per token and bits per byte of ``backend``, with KL and top-1 agreement against ``standard``."""
     model = open_model(case)
     held_out = read_text(case, model.config, text)

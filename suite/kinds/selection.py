@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta
 
@@ -19,6 +19,9 @@ from ..typed import Count, Seed
 from .kascade.methods import METHODS, rows_of
 from .kascade.settings import settings_of
 from .kind import KascadeKernel, Keys, Kind, Layers, Least, Long, Share, cell, check_fields, name_case, refused
+
+if TYPE_CHECKING:
+    from attnsuite.models import TextFile
 
 SelectionKind = Literal["kascade_text", "kascade_retrieval", "kascade_gate"]
 
@@ -133,7 +136,7 @@ class Selections(Kind):
         }
         return (dataclasses.replace(case, **same),)
 
-    def write_reference(self, case: SelectionCase, path: Path, text: str | None) -> None:
+    def write_reference(self, case: SelectionCase, path: Path, text: TextFile | None) -> None:
         """Dense logits, and the calibration."""
         from .kascade import dense  # noqa: PLC0415
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from .flags import flag
+from .flags import flag, text_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,9 +16,11 @@ class Calibrate:
     """Measure over some text how well one layer's selection serves another, and show Kascade's schedule."""
 
     model: Annotated[str, flag("NAME|DIR")] = "text"
-    """text (the checkpoint that ships here), or the directory of a byte-level checkpoint."""
+    """text (the checkpoint that ships here), or a checkpoint's directory; its tokenizer reads the text, else bytes."""
     text: Annotated[Path | None, flag("FILE", "training part of Python's prose")] = None
     """Text to calibrate on."""
+    text_field: Annotated[str | None, flag("NAME", "plain text")] = None
+    """Field of JSON lines that holds the text."""
     random_tokens: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Random tokens in place of text: for time and memory alone, of a checkpoint without a tokenizer."""
     out: Annotated[Path, flag("FILE")] = Path("calibration.safetensors")
@@ -53,12 +55,12 @@ def run(command: Calibrate) -> int:
 
     names = ("tile_size", "top_k", "min_keys", "granularity")
     settings = {name: getattr(command, name) for name in names} | {"query_tile": command.tile_size}
-    rest = {name: getattr(command, name) for name in ("model", "text", "random_tokens", "out", "prompts", "length",
+    rest = {name: getattr(command, name) for name in ("model", "random_tokens", "out", "prompts", "length",
                                                       "schedule", "anchors", "threshold",
                                                       "max_reuse_dist")}  # fmt: skip
     with Console(stderr=True).status("starting") as status:
         path, calibration, schedule = calibrate.run(
-            calibrate.CalibrateRequest(settings=settings, **rest), status.update
+            calibrate.CalibrateRequest(settings=settings, text=text_of(command), **rest), status.update
         )
     least = calibration.mass.min(axis=(1, 2))
     print(f"schedule {schedule.method}, anchors {', '.join(map(str, schedule.anchors))}\n{schedule.table()}")

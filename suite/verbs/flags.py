@@ -16,6 +16,8 @@ import tyro
 from ..errors import InputError
 
 if TYPE_CHECKING:
+    from attnsuite.models.text_file import TextFile
+
     from ..grid.executors import Limits
     from ..grid.progress import ProgressDisplay
 
@@ -30,6 +32,17 @@ def flag(metavar: str, otherwise: str | None = None) -> Any:
     if otherwise is None:
         return tyro.conf.arg(metavar=metavar)
     return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {otherwise})")
+
+
+def text_of(command: Any) -> TextFile | None:
+    """The text that ``--text`` and ``--text-field`` name. Raises InputError for the latter alone."""
+    from attnsuite.models.text_file import TextFile
+
+    if command.text is None:
+        if command.text_field is not None:
+            raise InputError(f"--text-field {command.text_field} is about a file of JSON lines; add --text FILE.")
+        return None
+    return TextFile(str(command.text), command.text_field)
 
 
 def words_of(command: Any) -> tuple[str, ...]:

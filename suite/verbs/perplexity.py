@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import tyro
 
 from ..errors import InputError
-from .flags import NO_RESULT, directory, flag
+from .flags import NO_RESULT, directory, flag, text_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +23,8 @@ class Perplexity:
     """text (the checkpoint that ships here), or the directory of a checkpoint."""
     text: Annotated[Path | None, flag("FILE", "prose that ships with Python")] = None
     """Text (UTF-8) to measure on."""
+    text_field: Annotated[str | None, flag("NAME", "plain text")] = None
+    """Field of JSON lines that holds the text."""
     random_tokens: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Random tokens in place of text: for time and memory alone, of a checkpoint without a tokenizer."""
     seq_len: Annotated[int, flag("TOKENS")] = 512
@@ -65,6 +67,7 @@ def run(command: Perplexity) -> int:
             raise InputError(f"{name} {value} must be at least {least}.")
     if command.random_tokens and command.text is not None:
         raise InputError("--random-tokens takes the place of --text; give one of them.")
+    text = text_of(command)
     words = ("schedule", "anchors", "threshold", "max_reuse_dist")
     said = {name: getattr(command, name) for name in words}
     if command.schedule is None:
@@ -74,7 +77,7 @@ def run(command: Perplexity) -> int:
     asked = command.schedule is not None or command.calibration is not None
     request = streamed.StreamRequest(
         model=command.model,
-        text=None if command.text is None else checked_text(command.text),
+        text=None if text is None else checked_text(text),
         random_tokens=command.random_tokens,
         sequence=command.seq_len,
         sequences=command.sequences,

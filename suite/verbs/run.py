@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from ..errors import InputError
-from .flags import directory_of, flag, limits_of, progress, resuming
+from .flags import directory_of, flag, limits_of, progress, resuming, text_of
 
 if TYPE_CHECKING:
     from ..grid.run import RunRequest
@@ -34,6 +34,8 @@ class Run:
     """Go on with the run in --out; finished cells are kept."""
     text: Annotated[Path | None, flag("FILE", "prose that ships with Python")] = None
     """Text (UTF-8) to measure perplexity on."""
+    text_field: Annotated[str | None, flag("NAME", "plain text")] = None
+    """Field of JSON lines that holds the text."""
     seq_len: Annotated[int | None, flag("TOKENS", "512")] = None
     """With --model: length of the texts and prompts."""
     batch: Annotated[int | None, flag("N", "1")] = None
@@ -89,11 +91,11 @@ def _request(command: Run) -> RunRequest:
         said = words.flags() or ("--model" if model else "")
         if said:
             raise InputError(f"{said} cannot change a run that was begun; leave it out, or start a new run.")
-        return resumed_request(command.suite, command.backends, command.cases, command.text, out, limits)
+        return resumed_request(command.suite, command.backends, command.cases, text_of(command), out, limits)
     suite = command.suite or "quick"
     name = Path(model.model).resolve().name if model else Path(suite).stem
     out = directory_of(command, name)
-    return new_request(model or suite, command.backends, command.cases, command.text, out, limits, words)
+    return new_request(model or suite, command.backends, command.cases, text_of(command), out, limits, words)
 
 
 def _model_words(command: Run) -> ModelSuiteWords | None:

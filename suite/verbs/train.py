@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import tyro
 
 from ..errors import InputError
-from .flags import directory, flag, tell
+from .flags import directory, flag, tell, text_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +20,8 @@ class Train:
     """A preset (trained from scratch), text (the checkpoint in this package), or a checkpoint's directory."""
     text: Annotated[Path | None, flag("FILE", "prose that ships with Python")] = None
     """Text to train on, as bytes."""
+    text_field: Annotated[str | None, flag("NAME", "plain text")] = None
+    """Field of JSON lines that holds the text."""
     out: Annotated[Path | None, flag("DIR", "runs/<UTC time>-train")] = None
     """Directory for the model, its losses and what resuming needs."""
     resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -75,7 +77,8 @@ def run(command: Train) -> int:
     out = directory(command.out, "train")
     given = {field.name: getattr(command, field.name) for field in dataclasses.fields(command)}
     rank, alpha, targets = (given.pop(name) for name in ("lora_rank", "lora_alpha", "lora_targets"))
-    del given["out"], given["resume"]
+    del given["out"], given["resume"], given["text_field"]
+    given["text"] = text_of(command)
     given["mesh"] = None if command.mesh is None else parse_mesh(command.mesh)
     if given["mesh"] is not None:
         make_host_devices(given["mesh"].count)

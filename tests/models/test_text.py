@@ -1,3 +1,4 @@
+import json
 from hashlib import sha256
 from pydoc_data.topics import topics
 
@@ -6,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnsuite.models import load_text
+from attnsuite.models import TextFile, load_text
 from attnsuite.models.text import bigram_bits, random_windows, unigram_bits, windows
 
 PROSE = load_text()
@@ -38,6 +39,41 @@ def test_the_end_of_a_file_is_held_out(tmp_path):
     assert (corpus.name, len(corpus.train), len(corpus.held_out)) == ("text.txt", 2304, 256)
     assert np.concatenate([corpus.train, corpus.held_out]).tobytes() == path.read_bytes()
     assert len(load_text(path, held_out=0.0).held_out) == 0
+
+
+WIKITEXT = " \n = Robert Boulter = \n \n Robert Boulter is an English film actor .\n \n = = Career = = \n" * 20
+
+
+def test_wikitext_raw_is_read_unchanged_with_its_headings(tmp_path):
+    (tmp_path / "wiki.test.raw").write_text(WIKITEXT)
+    assert load_text(tmp_path / "wiki.test.raw", held_out=0.0).train.tobytes() == WIKITEXT.encode()
+
+
+def test_texts_of_json_lines_are_joined_by_empty_lines(tmp_path):
+    path, texts = tmp_path / "c4.jsonl", ["one é" * 200, "two\n" * 200]
+    path.write_text("\n".join(json.dumps({"url": "x", "text": text}) for text in texts) + "\n\n")
+    assert load_text(path, held_out=0.0, field="text").train.tobytes().decode() == "\n\n".join(texts)
+    assert load_text(TextFile(str(path), "text")).sha256 == load_text(path, field="text").sha256
+
+
+def test_file_of_another_form_is_refused_with_what_to_do(tmp_path):
+    """JSON lines without a field would be read as prose of braces, a Parquet file as noise."""
+
+    def refused(content, field=None, name="file"):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=r"text file '.*file.*'.*") as found:
+            load_text(tmp_path / name, field=field)
+        return str(found.value)
+
+    line = json.dumps({"id": 1, "text": "a" * 600}).encode() + b"\n"
+    assert "JSON lines with the fields id, text; name the one" in refused(line * 2)
+    assert "name the one" in refused(line, name="file.jsonl")
+    assert "line 1 has no text in a field 'body'; fields with text: text." in refused(line, "body")
+    assert "line 1 has no text in a field 'id'" in refused(line, "id")
+    assert "line 3 is no JSON object" in refused(line + WIKITEXT.encode(), "text")
+    assert "is Parquet; save it as" in refused(b"PAR1" + bytes(2000))
+    (tmp_path / "braces.txt").write_bytes(b'{"a": 1}\n' + WIKITEXT.encode())
+    assert load_text(tmp_path / "braces.txt")  # one line of an object is still prose
 
 
 def test_unusable_files_are_refused_with_a_sentence(tmp_path):

@@ -102,6 +102,16 @@ def test_text_is_refused(tmp_path, capsys, content, expected):
     assert expected in refused(capsys, "run", "--text", path, "--out", tmp_path / "run")
 
 
+def test_field_of_a_text_is_refused_without_a_file_that_has_it(tmp_path, capsys):
+    path = tmp_path / "text.jsonl"
+    path.write_text('{"id": "1", "body": "words"}\n')
+    out = ("--out", tmp_path / "run")
+    assert "fields id, body; name the one" in refused(capsys, "run", "--text", path, *out)
+    assert "no text in a field 'text'" in refused(capsys, "run", "--text", path, "--text-field", "text", *out)
+    for verb in (["run"], ["perplexity", "--model", "text"], ["calibrate"], ["train"]):
+        assert "--text-field body is about a file of JSON lines" in refused(capsys, *verb, "--text-field", "body")
+
+
 @pytest.mark.parametrize(
     ("case", "expected"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import os
 import re
@@ -10,8 +11,17 @@ import re
 import numpy as np
 import pytest
 
-from attnsuite.backends.kascade import dynamic_programming
-from attnsuite.models import ModelConfig, Tokenizer, Transformer, load_shipped, load_text, open_checkpoint, save
+from attnsuite.backends.kascade import dynamic_programming, load_calibration
+from attnsuite.models import (
+    ModelConfig,
+    TextFile,
+    Tokenizer,
+    Transformer,
+    load_shipped,
+    load_text,
+    open_checkpoint,
+    save,
+)
 from attnsuite.models.calibration import calibrate
 from attnsuite.models.loss import token_nats
 from attnsuite.suite import model_suite
@@ -20,6 +30,7 @@ from attnsuite.suite.command_line import main
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.grid.probe import probe
 from attnsuite.suite.kinds import model_program, quality
+from attnsuite.suite.kinds.kascade import calibrate as calibration_verb
 from attnsuite.suite.kinds.kascade import dense
 from attnsuite.suite.kinds.kascade.words import KascadeWords, applied
 from attnsuite.suite.kinds.model import ModelCase
@@ -83,6 +94,24 @@ def test_every_window_begins_with_what_stands_in_front_of_a_text(tokenized):
     drawn = reader.drawn(PROSE, 32, 5, np.random.default_rng(0))
     assert drawn.shape == (5, 32)
     assert set(drawn[:, 0].tolist()) == {1}
+
+
+def test_calibration_reads_text_with_the_tokenizer_of_the_checkpoint(tokenized):
+    """Its prompts are those of the JSON lines' text, each behind what stands in front of a text."""
+    path = tokenized / "prose.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in (PROSE.tobytes().decode(), "end " * 9)))
+    save(Transformer(ModelConfig(vocab_size=512, num_layers=2)), tokenized)
+    words = {"model": str(tokenized), "random_tokens": False, "prompts": 2, "length": 96, "schedule": "manual"}
+    settings = {"tile_size": 16, "query_tile": 16, "top_k": 0.25, "min_keys": 0}
+    request = calibration_verb.CalibrateRequest(
+        **words, text=TextFile(str(path), "text"), out=tokenized / "c", settings=settings, anchors="0", threshold=0.65,
+        max_reuse_dist=4,
+    )  # fmt: skip
+    name, prompts = calibration_verb.prompts_of(request, ModelConfig(vocab_size=512))
+    whole = by_words(front=()).encode(PROSE.tobytes().decode() + "\n\n" + "end " * 9)
+    assert (name, prompts[0].tolist()) == ("prose.jsonl", [1, *whole[1:96]])
+    calibration_verb.run(request, lambda _: None)
+    assert load_calibration(tokenized / "c").text["name"] == "prose.jsonl"
 
 
 def test_without_anything_in_front_windows_overlap_by_the_token_that_predicts(tokenized, monkeypatch):

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from attnsuite.backends.kascade import Calibration, Schedule, Settings
-from attnsuite.models import ModelConfig, load_text, open_checkpoint
+from attnsuite.models import ModelConfig, TextFile, load_text, open_checkpoint
 from attnsuite.models.calibration import calibrate
 
 from ... import files
@@ -31,7 +31,7 @@ class CalibrateRequest:
     """
 
     model: str
-    text: Path | None
+    text: TextFile | None
     random_tokens: bool
     out: Path
     prompts: int
@@ -67,7 +67,7 @@ def run(request: CalibrateRequest, progress: Callable[[str], None]) -> tuple[Pat
             model = open_checkpoint(directory)
             # Before the text is read, so that a wrong flag shows before hours of calibration.
             words.check(model.config.num_layers, model.config.kv_heads)
-            name, prompts = _prompts(request, model.config)
+            name, prompts = prompts_of(request, model.config)
             told = {"name": name, "length": request.length}
             calibration = calibrate(model, prompts, request.settings, text=told, progress=progress)
         with files.writing(request.out):
@@ -77,7 +77,7 @@ def run(request: CalibrateRequest, progress: Callable[[str], None]) -> tuple[Pat
         raise InputError(str(error)) from error
 
 
-def _prompts(request: CalibrateRequest, config: ModelConfig) -> tuple[str, np.ndarray]:
+def prompts_of(request: CalibrateRequest, config: ModelConfig) -> tuple[str, np.ndarray]:
     """Prompts spread evenly over a whole file, or over the training part of the prose that comes with Python.
 
     Or random tokens, for a checkpoint without a tokenizer.

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from attnsuite.backends.kascade import GREEDY_RULES, Calibration, Schedule, dynamic_programming, greedy, manual
-from attnsuite.models import ModelConfig, Transformer, load_text, open_checkpoint, retrieval
+from attnsuite.models import ModelConfig, TextFile, Transformer, load_text, open_checkpoint, retrieval
 from attnsuite.models.calibration import calibrate, load
 
 from ...errors import InputError
@@ -48,7 +48,7 @@ def case_model(case: SelectionCase) -> Transformer:
     return retrieval.build(context=max(case.sequence, 1024))
 
 
-def checked_config(case: SelectionCase, text: str | None) -> ModelConfig:
+def checked_config(case: SelectionCase, text: TextFile | None) -> ModelConfig:
     """The configuration of the case's model.
 
     Raises InputError for an unknown model, a text too short, a calibration of another model, or anchors out of range.
@@ -69,7 +69,7 @@ def checked_config(case: SelectionCase, text: str | None) -> ModelConfig:
     return config
 
 
-def problem(case: SelectionCase, text: str | None) -> Questions:
+def problem(case: SelectionCase, text: TextFile | None) -> Questions:
     """The tokens and questions for the model; the same for every row."""
     if case.kind == "kascade_text":
         held_out = read_text(_as_text(case), model_config(_as_text(case)), text)
@@ -79,7 +79,7 @@ def problem(case: SelectionCase, text: str | None) -> Questions:
     return Questions(np.asarray(batch.tokens), at, np.asarray(batch.answers), at - needles)
 
 
-def write_dense(case: SelectionCase, path: Path, text: str | None) -> None:
+def write_dense(case: SelectionCase, path: Path, text: TextFile | None) -> None:
     """Write dense logits to ``path`` (.npz). Without a calibration of the case's own, write one beside it."""
     model, asked = case_model(case), problem(case, text)
     logits = [np.asarray(model(part, backend="standard", needs_grad=False)) for part in _batches(asked.tokens)]

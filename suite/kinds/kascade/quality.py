@@ -18,7 +18,7 @@ import numpy as np
 
 from attnsuite.backends import AttentionSpec, Resolution, Target, registry
 from attnsuite.backends.kascade import LayerRole, Schedule, kept_fraction
-from attnsuite.models import ModelConfig, Transformer, retrieval
+from attnsuite.models import ModelConfig, TextFile, Transformer, retrieval
 from attnsuite.models.cache import default_dtype
 from attnsuite.models.forward import forward, forward_cached
 from attnsuite.models.loss import token_nats
@@ -43,7 +43,7 @@ class RowQuality:
     notes: tuple[str, ...]
 
 
-def measure(case: SelectionCase, method: str, reference: Path, text: str | None) -> RowQuality:
+def measure(case: SelectionCase, method: str, reference: Path, text: TextFile | None) -> RowQuality:
     """The row ``method`` of ``case``. Raises CellFailure where its logits are not finite."""
     model, asked = dense.case_model(case), dense.problem(case, text)
     theirs = dense.read_dense(reference)
