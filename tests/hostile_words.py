@@ -18,7 +18,7 @@ MEMORY = SIZES | st.sampled_from(["1GiB", "1e999", "-4GB", "4 G"])
 PATHS = st.sampled_from(["{folder}", "{folder}/none", "{folder}/file", "{folder}/file/x", "{folder}/" + "y" * 300, "",
                          "/dev/null", "/dev/full", "{folder}/\udcff", "{folder}/new line\n"])  # fmt: skip
 MODELS = PATHS | st.sampled_from(["text", "tiny", "debug", "llama-3.2-1b", "huge"])
-SCHEDULES = WORDS | st.sampled_from(["dp", "greedy", "greedy-guide", "greedy-benchmark", "manual"])
+SCHEDULES = WORDS | st.sampled_from(["dp", "greedy", "greedy-guide", "greedy-dynamic", "greedy-benchmark", "manual"])
 ANCHORS = SIZES | st.sampled_from(["0,2", "0,,2", "0,-2", "99999999999999999999"])
 OPTIONS = WORDS | st.sampled_from(["top_k=0.5", "top_k=2", "tile_size=16,top_k=1e400", "a=", "=", "mesh=1",
                                    "schedule=dp", "top_k=[[[", "tile_size=true"])  # fmt: skip

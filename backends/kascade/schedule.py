@@ -2,7 +2,7 @@
 
 ``dp`` is the paper's dynamic programming over head-remapped similarity (arXiv 2512.16391, section 3). ``greedy`` walks
 the layers and starts a new anchor if the similarity to the current one falls below a threshold or the anchor is too
-far. Two more greedy rules are those of guides to an earlier port (github.com/amitsrivastava78/maxtext, d42f5bfa).
+far. Three more greedy rules are those of guides to an earlier port (github.com/amitsrivastava78/maxtext, d42f5bfa).
 ``manual`` takes the anchors as given.
 """
 
@@ -42,6 +42,8 @@ GREEDY_RULES = {
     "greedy": GreedyRule(),
     # generate_kascade_schedule in the guides' text: similarity to an anchor, distance <= max_reuse_dist.
     "greedy-guide": GreedyRule(similarity="jaccard"),
+    # generate_dynamic_schedule in test_tiny_llama.py, which the Llama-3.1-8B guide calls.
+    "greedy-dynamic": GreedyRule(similarity="jaccard", compared_to="previous", counts_anchor=True),
     # generate_optimized_schedule in benchmark_kascade_final.py, which printed the guides' layer table.
     "greedy-benchmark": GreedyRule(
         similarity="jaccard", compared_to="previous", counts_anchor=True, layer_1_selects=True

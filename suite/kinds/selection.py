@@ -50,7 +50,7 @@ class SelectionCase:
     min_keys: Keys = 0
     granularity: Literal["tile", "token"] = "tile"
     tile_size: Count = 16
-    schedule: Literal["dp", "greedy", "greedy-guide", "greedy-benchmark", "manual"] = "dp"
+    schedule: Literal["dp", "greedy", "greedy-guide", "greedy-dynamic", "greedy-benchmark", "manual"] = "dp"
     anchors: str = ""
     threshold: Annotated[float, Meta(ge=0, le=1)] = 0.65
     max_reuse_dist: Layers = 4

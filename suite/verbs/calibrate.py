@@ -38,7 +38,7 @@ class Calibrate:
     granularity: Annotated[str, flag("NAME")] = "tile"
     """tile or token."""
     schedule: Annotated[str, flag("NAME")] = "dp"
-    """dp, greedy, greedy-guide, greedy-benchmark or manual: the schedule that is shown."""
+    """dp, greedy (or -guide, -dynamic, -benchmark behind it), manual: the schedule that is shown."""
     anchors: Annotated[str, flag("N|LAYERS", "a quarter of the layers")] = ""
     """How many layers select (dp), or which (manual), such as 0,2."""
     threshold: Annotated[float, flag("SHARE")] = 0.65

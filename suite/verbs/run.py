@@ -55,7 +55,7 @@ class Run:
     max_reuse_dist: Annotated[str | None, flag("LAYERS,...", "4")] = None
     """Kascade, greedy schedule: how far behind its anchor a layer may be; several values are a sweep."""
     schedule: Annotated[str | None, flag("NAME", "dp")] = None
-    """Kascade: dp, greedy, greedy-guide, greedy-benchmark or manual."""
+    """Kascade: dp, greedy (or -guide, -dynamic, -benchmark behind it), manual."""
     anchors: Annotated[str | None, flag("N|LAYERS", "2")] = None
     """Kascade: how many layers select (dp), or which (manual), such as 0,2."""
     granularity: Annotated[str | None, flag("NAME", "tile")] = None

@@ -114,7 +114,9 @@ def test_benchmark_rule_looks_at_the_layer_before_and_takes_layer_1_as_an_anchor
     drifting = np.full((6, 6), 0.1)
     drifting[np.arange(5), np.arange(1, 6)] = 0.9
     assert greedy_anchors(drifting, GREEDY_RULES["greedy-benchmark"], max_reuse_dist=9) == (0, 1)
+    assert greedy_anchors(drifting, GREEDY_RULES["greedy-dynamic"], max_reuse_dist=9) == (0,)
     assert greedy_anchors(drifting, GREEDY_RULES["greedy-guide"], max_reuse_dist=9) == (0, 2, 4)
+    assert greedy_anchors(np.ones((12, 12)), GREEDY_RULES["greedy-dynamic"], threshold=0.1) == (0, 4, 8)
 
 
 def test_head_maps_follow_the_best_head():
