@@ -23,6 +23,7 @@ from attnsuite.backends import BackendUnavailableError
 from attnsuite.models import generate
 from attnsuite.models.loss import token_nats
 from attnsuite.suite.errors import InputError
+from attnsuite.suite.kinds.kascade.kept import kept_of
 from attnsuite.suite.kinds.kascade.schedules import ScheduleWords
 from attnsuite.suite.measure.text import reader_of
 from attnsuite.suite.named_model import checkpoint_of, model_of
@@ -120,6 +121,7 @@ class SuiteLM(TemplateLM):
             "on_unavailable": "raise",
         }
         self._name, self.max_length, self._batch = model, max_length or self._model.config.max_length, int(batch_size)
+        self._logged = 0  # the length of the longest text of which was logged what is kept
 
     @property
     def eot_token_id(self) -> int:
@@ -141,6 +143,7 @@ class SuiteLM(TemplateLM):
     ) -> list[tuple[float, bool]]:
         """Per request the natural log-likelihood of its continuation, and whether each token is the likeliest."""
         rows = [self._fitted(context + continuation, len(continuation)) for _, context, continuation in requests]
+        self._log_kept(max(map(len, rows), default=1) - 1)
         found: list[tuple[float, bool]] = [(0.0, True)] * len(rows)
         longest_first = sorted(range(len(rows)), key=lambda i: -len(rows[i]))
         for start in range(0, len(rows), self._batch):
@@ -154,6 +157,16 @@ class SuiteLM(TemplateLM):
                 part = slice(counts[row] - len(requests[i][2]), counts[row])
                 found[i] = float(scores[row, part].sum(dtype=np.float64)), bool(likeliest[row, part].all())
         return found
+
+    def _log_kept(self, length: int) -> None:
+        """Log what Kascade keeps of a text of ``length`` tokens, and DENSE where it keeps all; once per length."""
+        if length <= self._logged:
+            return
+        self._logged = length
+        resolutions = tuple(self._model.resolutions(1, length, needs_grad=False, **self._attention).items())
+        for kept in kept_of(resolutions, self._attention["backend_options"], self._model.config):
+            for line in (*self.notes, *kept.lines):
+                _log.warning("in a text of %d tokens, the longest so far: %s", length, line)
 
     def _fitted(self, tokens: list[int], predicted: int) -> list[int]:
         """The last tokens, as many as the model takes as input and one more, all ``predicted`` ones among them."""
@@ -188,6 +201,7 @@ class SuiteLM(TemplateLM):
             raise InputError(f"max_gen_toks={count} leaves no room for a context in max_length={self.max_length}.")
         prompt = self.tok_encode(context) or [self.prefix_token_id]
         tokens, counts = _padded([self._fitted(prompt, 0)[-(self.max_length - count) :]])
+        self._log_kept(int(counts[0]))
         made = generate(
             self._model,
             tokens,

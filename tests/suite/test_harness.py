@@ -117,6 +117,17 @@ def test_sparse_attention_is_what_runs(dense, sparse):
     assert len(sparse._attention["backend_options"]["schedule"].anchors) == 2
 
 
+def test_evaluation_says_what_is_kept_and_that_every_pair_of_a_short_text_is(sparse, caplog):
+    caplog.set_level("WARNING", adapter.__name__)
+    sparse._logged = 0
+    sparse._log_kept(128)
+    assert "of the causal pairs" in caplog.text
+    assert "DENSE" not in caplog.text
+    caplog.clear()
+    likelihoods(adapter.SuiteLM(backend="kascade"), PAIRS[0])  # min_keys is 128
+    assert "in a text of 18 tokens, the longest so far: DENSE: every pair was kept" in caplog.text
+
+
 def test_text_without_a_context_stands_behind_a_new_line_and_rolling_predicts_each_token_once(dense):
     text = "A function definition defines a user-defined"
     ((score, _),) = likelihoods(dense, ("", text))
