@@ -26,6 +26,7 @@ from attnsuite.models import ModelConfig, Transformer, load_text
 from attnsuite.models.optimizer import make_optimizer
 from attnsuite.models.parameters import Params
 from attnsuite.models.planning import Resolutions, attention_spec, freeze_options, resolve_attention
+from attnsuite.models.sharded_training import MeshSizes, Placement, place_on
 from attnsuite.models.text import random_windows
 from attnsuite.models.training import Batch, Step, compiled_step, training_step
 
@@ -59,12 +60,16 @@ BLOCKS: dict[str, dict[str, int]] = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CurvesRequest:
-    """What to train: a preset, the backends beside standard, and the number of updates in each setting."""
+    """What to train: a preset, the backends beside standard, and the number of updates in each setting.
+
+    With a mesh standard and the backends that run natively train on it too.
+    """
 
     preset: str
     backends: tuple[str, ...]
     steps: int
     interpreted_steps: int
+    mesh: MeshSizes | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,6 +77,7 @@ class TrainingRun:
     """One curve: the resolutions of its attention (None where refused, with the ``reasons``), and how the run differs.
 
     ``order`` numbers an order of the hidden coordinates, ``batches`` a set of batches; 0 is the usual one of each.
+    ``placement`` is that of a run on several devices.
     """
 
     role: Literal["standard", "noise", "batches", "backend", "control"]
@@ -81,6 +87,7 @@ class TrainingRun:
     options: tuple[tuple[str, Any], ...] = ()
     order: int = 0
     batches: int = 0
+    placement: Placement | None = None
 
     @property
     def mode(self) -> record.Mode | None:
@@ -143,6 +150,8 @@ def run_curves(request: CurvesRequest, out: Path, watcher: GridWatcher, *, resum
     )
     modes: dict[TrainingCase, tuple[Mode, ...]] = {native: ("native",), interpreted: ("native", "interpret")}
     runs = {case: runs_of(config, case, request.backends, modes[case]) for case in modes}
+    if request.mesh is not None:
+        runs[native] += runs_on_mesh(config, native, request.backends, request.mesh)
     found = describe()
     target = found.get("target", "")
 
@@ -154,6 +163,7 @@ def run_curves(request: CurvesRequest, out: Path, watcher: GridWatcher, *, resum
 
     keys = [key_of(case, run, target) for case, members in runs.items() for run in members]
     asked = dataclasses.asdict(request) | {"backends": ",".join(request.backends)}
+    asked |= {"mesh": None if request.mesh is None else str(request.mesh)}
     return keep(out, identity("curves", asked, target, found), keys, records, watcher, resume=resume)
 
 
@@ -176,6 +186,26 @@ def runs_of(
         if name != "standard":
             found, reasons = _resolve(config, case, name, modes)
             runs.append(TrainingRun("backend", name, found or (), reasons, options=freeze_options(BLOCKS.get(name))))
+    return tuple(runs)
+
+
+def runs_on_mesh(
+    config: ModelConfig, case: TrainingCase, backends: Sequence[str], sizes: MeshSizes
+) -> tuple[TrainingRun, ...]:
+    """The standard backend and the others, natively on a mesh of devices. Raises InputError where it cannot be made."""
+    try:
+        placement = place_on(sizes)
+    except ValueError as error:
+        raise InputError(f"--mesh {error}") from error
+    runs = []
+    for name in dict.fromkeys(("standard", *backends)):
+        found, reasons = _resolve(config, case, name, ("native",))
+        try:
+            found = placement.resolutions(found or ())
+        except ValueError as error:
+            found, reasons = (), (str(error),)
+        options = freeze_options(BLOCKS.get(name))
+        runs.append(TrainingRun("backend", f"{name}@{sizes}", found, reasons, options, placement=placement))
     return tuple(runs)
 
 
@@ -242,24 +272,30 @@ class _Trainer:
     steps: dict[Any, Step] = dataclasses.field(default_factory=dict)  # compiled once for all runs that share them
 
     def losses(self, run: TrainingRun) -> tuple[float | None, ...]:
-        step = self._step(run)
         params = Transformer(self.config, rngs=nnx.Rngs(self.case.seed)).arrays()
         if run.order:
             params = reordered(params, np.random.default_rng(run.order).permutation(self.config.hidden_size))
-        state = self._update().init(params)
+        if run.placement is None:
+            state = self._update().init(params)
+        else:
+            params = run.placement.put(params)
+            state = run.placement.state(self._update(), params)
+        step = self._step(run, params, state)
         losses = []
         for number in range(self.case.steps):
             rng = np.random.default_rng([self.case.seed, run.batches, number])
             rows = random_windows(self.data, self.case.length, self.case.batch, rng)
-            params, state, loss = step(params, state, Batch(rows[None]), None)
+            batch = Batch(rows[None]) if run.placement is None else run.placement.batch(Batch(rows[None]))
+            params, state, loss = step(params, state, batch, None)
             losses.append(float(loss) if np.isfinite(loss) else None)
         return tuple(losses)
 
-    def _step(self, run: TrainingRun) -> Step:
+    def _step(self, run: TrainingRun, params: Params, state: Any) -> Step:
         shared = run.resolutions, run.options
         if shared not in self.steps:
             step = training_step(self.config, run.resolutions, self._update(), options=run.options)
-            self.steps[shared] = compiled_step(step)
+            place = run.placement
+            self.steps[shared] = compiled_step(step) if place is None else place.compiled_step(step, params, state)
         return self.steps[shared]
 
     def _update(self) -> optax.GradientTransformation:

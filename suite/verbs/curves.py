@@ -24,6 +24,8 @@ class Curves:
     """Updates with what runs natively here."""
     interpreted_steps: Annotated[int, flag("N")] = 8
     """Updates with what runs in an interpreter."""
+    mesh: Annotated[str | None, flag("AXIS=N,...", "none")] = None
+    """Train standard and what runs natively on several devices too: data, fsdp, heads, context."""
     out: Annotated[Path | None, flag("DIR", "runs/<UTC time>-curves")] = None
     """Directory for records, page and picture."""
     resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -33,17 +35,22 @@ class Curves:
 def run(command: Curves) -> int:
     """Train with each backend, and render the page."""
     from ..curves_run import CurvesRequest, run_curves
+    from ..host_devices import make_host_devices, parse_mesh
     from ..names import names_of
     from .report import show
 
     for name in ("steps", "interpreted_steps"):
         if getattr(command, name) < 1:
             raise InputError(f"--{name.replace('_', '-')} {getattr(command, name)} must be at least 1.")
+    mesh = None if command.mesh is None else parse_mesh(command.mesh)
+    if mesh is not None:
+        make_host_devices(mesh.count)
     request = CurvesRequest(
         preset=command.preset,
         backends=tuple(names_of(command.backends, "--backends")),
         steps=command.steps,
         interpreted_steps=command.interpreted_steps,
+        mesh=mesh,
     )
     out = directory_of(command, "curves")
     with progress(lambda: resuming("curves", out)) as display:

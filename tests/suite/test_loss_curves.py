@@ -9,12 +9,14 @@ import pytest
 
 from attnsuite import reports
 from attnsuite.models import ModelConfig, Transformer, load_text
+from attnsuite.models.sharded_training import MeshSizes
 from attnsuite.reports import ReportError
 from attnsuite.reports.pages.curves import Shown, page, verdicts
 from attnsuite.reports.plot import is_available
 from attnsuite.suite import curves_run
 from attnsuite.suite.command_line import main
-from attnsuite.suite.curves_run import curves_of, reordered, runs_of
+from attnsuite.suite.curves_run import curves_of, reordered, runs_of, runs_on_mesh
+from attnsuite.suite.errors import InputError
 from attnsuite.suite.loss_curves import TrainingCase, judge, losses_of, role_of, settings_of
 from attnsuite.suite.record import LossCurve, Record
 from attnsuite.suite.store import RECORDS, parse_records
@@ -28,6 +30,7 @@ def curves():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(curves_run, "CONTROLS", {"dv 1% large": (1.0, 1.0, 1.01)})  # the subtlest of them
         runs = runs_of(CONFIG, CASE, ("standard", "chunked", "splash", "cudnn"), ("native", "interpret"))
+        runs += runs_on_mesh(CONFIG, CASE, (), MeshSizes())  # one device here; eight in test_sharded_training.py
         found = list(curves_of(CONFIG, CASE, runs, load_text().train, "cpu"))
     versions = {"python": "3.11", "jax": "1", "optax": "2"}
     environment = {"cpu": "a CPU", "git_revision": "abc", "versions": versions}
@@ -58,11 +61,18 @@ def test_backends_follow_standard_and_a_gradient_of_one_percent_too_much_does_no
     assert found["chunked"][1].is_ready
     assert found["splash"][1].is_ready
     assert found["splash"][0].mode == "interpret"
+    assert found["standard@data=1"][1].is_ready
+    assert found["standard@data=1"][0].resolved == "standard@data=1"
     assert not found["dv 1% large"][1].is_ready
     # Held to the spread over batches, which is what "over seeds" is, it would pass.
     (standard,) = (losses_of(record) for record in curves if role_of(record) == "standard")
     others = [losses_of(record) for record in curves if role_of(record) == "batches"]
     assert judge(losses_of(found["dv 1% large"][0]), standard, others).is_ready
+
+
+def test_a_mesh_of_more_devices_than_there_are_is_refused():
+    with pytest.raises(InputError, match="--mesh heads=4096 needs 4096 devices; there are"):
+        runs_on_mesh(CONFIG, CASE, (), MeshSizes(heads=4096))
 
 
 def test_noise_is_other_sums_of_the_same_loss(curves):
