@@ -1,5 +1,6 @@
 """Reports: pure functions of record files. This module names everything public."""
 
+from .answer import answer_lines as answer_lines
 from .comparison import compare as compare
 from .pages.compiled import compiled_overview as compiled_overview
 from .pages.compiled import is_compiled as is_compiled

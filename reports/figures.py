@@ -12,7 +12,7 @@ from attnsuite.suite.statistics import Interval
 from . import cases
 from .cells import Cell, Group
 from .table import CASE, MIB, MILLI, Column, Table, scaled, table
-from .words import Value, shorten
+from .words import Value, code, escape, plural, shorten
 
 _PHASES = {"model_prefill": "prefill ", "model_decode": "decode "}
 MEMORY_METHODS: dict[str, str] = {
@@ -217,8 +217,15 @@ def _accuracy_row(group: Group, cell: Cell) -> dict[str, Value]:
 
 
 def cell_notes(groups: Sequence[Group]) -> tuple[str, ...]:
-    """The notes of the records, each once, in the order of the cells."""
-    return tuple(dict.fromkeys(note for group in groups for cell in group.cells for note in cell.record.notes))
+    """The notes of the records with the cells that they are about, each once, in the order of the cells."""
+    found: dict[str, list[str]] = {}
+    for group in groups:
+        for cell in group.cells:
+            for note in cell.record.notes:
+                found.setdefault(note, []).append(f"{code(cell.label)} in {escape(group.case)}")
+    return tuple(
+        f"{told[0] if len(told) == 1 else plural(len(told), 'cell')}: {escape(note)}" for note, told in found.items()
+    )
 
 
 def untimed(groups: Sequence[Group]) -> list[Cell]:

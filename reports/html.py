@@ -13,6 +13,7 @@ from markdown_it.token import Token
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 _TOGETHER = re.compile(r"(?:(?<=\b[BTSD])|(?<=\bheads)) (?=[0-9])|(?<=\(for) (?=\S+\))| (?=\(for )")
+_DETAILS = re.compile(r"<details><summary>([^<>]+)</summary>|</details>")
 _STYLE = """
 :root { color-scheme: light dark; --text: #1c2128; --soft: #59636e; --line: #d8dee4; --head: #f3f5f7;
   --page: #ffffff; --code: #eef1f4; --loud: #b42318; --link: #0b57a4; }
@@ -44,6 +45,7 @@ td strong { color: var(--loud); }
 code { background: var(--code); border-radius: 4px; padding: .08em .3em; font: .9em ui-monospace, Consolas, monospace; }
 pre { background: var(--code); border-radius: 6px; padding: .8rem 1rem; overflow-x: auto; }
 pre code { padding: 0; background: none; }
+summary { cursor: pointer; color: var(--link); margin: .6rem 0; }
 img { max-width: 100%; background: #ffffff; border-radius: 6px; }
 @media print { body { max-width: none; padding: 0; } .wide { overflow: visible; } nav { display: none; } }
 """
@@ -57,7 +59,7 @@ def render(markdown: str, title: str, pictures: Mapping[str, str]) -> str:
     parser = MarkdownIt("commonmark", {"html": False}).enable("table")
     tokens = parser.parse(markdown)
     headings = _name_headings(tokens)
-    tokens = _span_merged_rows(tokens)
+    tokens = _span_merged_rows(_fold(tokens))
     _keep_together(tokens)
     _embed(tokens, pictures)
     body = parser.renderer.render(tokens, parser.options, {})
@@ -79,6 +81,17 @@ def _embed(tokens: Sequence[Token], pictures: Mapping[str, str]) -> None:
             if child.type == "image" and (picture := pictures.get(str(child.attrGet("src")))):
                 data = base64.b64encode(picture.encode()).decode("ascii")
                 child.attrSet("src", f"data:image/svg+xml;base64,{data}")
+
+
+def _fold(tokens: Sequence[Token]) -> list[Token]:
+    """Let the lines that fold a part of a page be HTML. Foreign text is no such line: its brackets are escaped."""
+    kept: list[Token] = []
+    for token in tokens:
+        kept.append(token)
+        if token.type == "paragraph_close" and (found := _DETAILS.fullmatch(kept[-2].content)):
+            summary = f"<details><summary>{html.escape(found[1])}</summary>\n" if found[1] else "</details>\n"
+            kept[-3:] = [Token("html_block", "", 0, content=summary)]
+    return kept
 
 
 def _name_headings(tokens: Sequence[Token]) -> list[tuple[str, str]]:

@@ -43,12 +43,16 @@ def _page(page: Page) -> Iterable[str]:
 def _section(section: Section) -> Iterable[str]:
     yield f"## {escape(section.title)}"
     yield from section.paragraphs
+    if section.folded:
+        yield f"<details><summary>{escape(section.folded)}</summary>"
     if section.items:
         yield "\n".join(f"- {item}" for item in section.items)
     for table in section.tables:
         if table.title:
             yield f"### {escape(table.title)}"
         yield render_table(table)
+    if section.folded:
+        yield "</details>"
     for picture in section.pictures:
         yield f"![{escape(picture.title)}]({picture.file})"
     for command in section.commands:

@@ -11,7 +11,10 @@ from .table import Table
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Section:
-    """A heading with Markdown paragraphs, Markdown list items, tables, pictures, and command lines."""
+    """A heading with Markdown paragraphs, Markdown list items, tables, pictures, and command lines.
+
+    With ``folded`` the items and tables are out of sight until a reader opens them by that line.
+    """
 
     key: str
     title: str
@@ -20,6 +23,7 @@ class Section:
     tables: tuple[Table, ...] = ()
     pictures: tuple[Picture, ...] = ()
     commands: tuple[str, ...] = ()
+    folded: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Pictures as SVG (extra ``plot``): speed over sequence length against the roofline, and Kascade's quality.
+"""Pictures as SVG: speed over sequence length against the roofline, and Kascade's quality.
 
 A picture of speed is for one head layout. It has a panel per kind of pass and dtype: FLOP/s of every backend over S,
 and as the roof the matmul rate that this machine reached in that dtype. The same records give the same bytes.
@@ -10,15 +10,16 @@ import dataclasses
 import io
 import math
 from collections.abc import Sequence
-from importlib import util
 from typing import Any
 
 from attnsuite.suite.shown import matmul_peak
+from attnsuite.suite.statistics import Interval
 
 from .cells import Cell, Group
 
 _KINDS = {"op_forward": "forward", "op_forward_backward": "forward and backward"}
 _FEWEST = 3  # lengths that make a line
+_MOST_CASES = 30  # that one picture holds legibly
 _GIGA = 1e9
 
 
@@ -35,17 +36,36 @@ class Panel:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Whiskers:
+    """A line of its own for each case: by backend, the time relative to standard's with its interval."""
+
+    cases: tuple[str, ...]
+    points: tuple[tuple[str, tuple[tuple[int, Interval], ...]], ...]  # backend, (number of the case, ratio)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Picture:
     """The panels of one picture, and the name of its file."""
 
     file: str
     title: str
-    panels: tuple[Panel, ...]
+    panels: tuple[Panel, ...] | tuple[Whiskers]
 
 
-def is_available() -> bool:
-    """Whether matplotlib is installed."""
-    return util.find_spec("matplotlib") is not None
+def against_standard(groups: Sequence[Group]) -> tuple[Picture, ...]:
+    """Times relative to standard in every case, in one picture; none where no case has a ratio or they are too many."""
+    timed = [group for group in groups if any(cell.speed and cell.speed.ratio for cell in group.cells)]
+    if not timed or len(timed) > _MOST_CASES:
+        return ()
+    points: dict[str, list[tuple[int, Interval]]] = {}
+    for number, group in enumerate(timed):
+        for cell in group.cells:
+            if cell.speed and cell.speed.ratio and cell.record.mode == "native":
+                name = cell.label if cell.record.exact else f"{cell.label} (approximate)"
+                points.setdefault(name, []).append((number, cell.speed.ratio))
+    whiskers = Whiskers(tuple(group.case for group in timed), tuple((name, tuple(at)) for name, at in points.items()))
+    title = "Time relative to standard, 95% intervals: further left is faster"
+    return (Picture("against-standard.svg", title, (whiskers,)),) if points else ()
 
 
 def pictures(groups: Sequence[Group]) -> tuple[Picture, ...]:
@@ -68,26 +88,57 @@ def pictures(groups: Sequence[Group]) -> tuple[Picture, ...]:
 
 
 def draw(picture: Picture) -> str:
-    """The picture as SVG text; needs matplotlib."""
-    import matplotlib as mpl  # noqa: PLC0415 (an optional package)  # pyright: ignore[reportMissingImports]
-    from matplotlib.figure import Figure  # noqa: PLC0415  # pyright: ignore[reportMissingImports]
+    """The picture as SVG text."""
+    import matplotlib as mpl  # noqa: PLC0415 (half a second that only pictures need)
+    from matplotlib.figure import Figure  # noqa: PLC0415
 
-    columns = min(2, len(picture.panels))
-    rows = -(-len(picture.panels) // columns)
     with mpl.rc_context({"svg.hashsalt": picture.file, "font.size": 9, "svg.fonttype": "none"}):
-        figure = Figure(figsize=(5.2 * columns, 3.6 * rows), layout="constrained")
-        names = list(dict.fromkeys(name for panel in picture.panels for name, _ in panel.lines))
-        axes = figure.subplots(rows, columns, squeeze=False).ravel()
-        for axis, panel in zip(axes, picture.panels, strict=False):
-            _draw_panel(axis, panel, names)
-        for axis in axes[len(picture.panels) :]:
-            axis.set_visible(False)
+        figure = Figure(layout="constrained")
+        axes = _draw_panels(figure, picture.panels)
         handles = {label: line for axis in axes for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
         figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=3, frameon=False)
         figure.suptitle(picture.title)
         text = io.StringIO()
         figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
     return text.getvalue()
+
+
+def _draw_panels(figure: Any, panels: Sequence[Panel | Whiskers]) -> Sequence[Any]:
+    if isinstance(panels[0], Whiskers):
+        figure.set_size_inches(10.4, 1.3 + 0.3 * len(panels[0].cases))
+        axis = figure.subplots()
+        _draw_whiskers(axis, panels[0])
+        return [axis]
+    lines = [panel for panel in panels if isinstance(panel, Panel)]
+    columns = min(2, len(lines))
+    rows = -(-len(lines) // columns)
+    figure.set_size_inches(5.2 * columns, 3.6 * rows)
+    names = list(dict.fromkeys(name for panel in lines for name, _ in panel.lines))
+    axes = figure.subplots(rows, columns, squeeze=False).ravel()
+    for axis, panel in zip(axes, lines, strict=False):
+        _draw_panel(axis, panel, names)
+    for axis in axes[len(lines) :]:
+        axis.set_visible(False)
+    return axes
+
+
+def _draw_whiskers(axis: Any, panel: Whiskers) -> None:
+    for place, (name, points) in enumerate(panel.points):
+        shift = 0.5 * ((place + 0.5) / len(panel.points) - 0.5)  # backends of a case lie beside each other
+        values = [ratio.value for _, ratio in points]
+        below = [ratio.value - (ratio.value if ratio.low is None else ratio.low) for _, ratio in points]
+        above = [(ratio.value if ratio.high is None else ratio.high) - ratio.value for _, ratio in points]
+        rows = [number + shift for number, _ in points]
+        axis.errorbar(
+            values, rows, xerr=(below, above), fmt="o", markersize=4, linewidth=1.2, color=f"C{place % 10}", label=name
+        )
+    axis.axvline(1.0, color="black", linestyle="--", linewidth=1, label="standard")
+    axis.set_xscale("log", base=2)
+    axis.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
+    axis.set_yticks(range(len(panel.cases)), panel.cases)
+    axis.invert_yaxis()
+    axis.set_xlabel("time relative to standard")
+    axis.grid(visible=True, axis="x", which="both", linewidth=0.3)
 
 
 def _draw_panel(axis: Any, panel: Panel, names: Sequence[str]) -> None:

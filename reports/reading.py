@@ -1,18 +1,15 @@
-"""The summary at the top of a page: computed sentences, in which every claim has its number."""
+"""Computed sentences of a page, in which every claim has its number."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from attnsuite.suite import statistics
-from attnsuite.suite.shown import STANDARD, same_rounds
-from attnsuite.suite.statistics import Interval
+from attnsuite.suite.shown import STANDARD
 
 from . import quality
+from .answer import exact_speeds
 from .cells import Cell, Group
-from .peers import is_peer
-from .table import MILLI
 from .words import TIMES, code, escape, estimate, number, plural, shorten
 
 _FAILED = ("wrong", "oom", "timeout", "crashed")
@@ -44,81 +41,6 @@ def headline(groups: Sequence[Group]) -> list[str]:
     return sentences
 
 
-def fastest(groups: Sequence[Group]) -> list[str]:
-    """One sentence per case with a speed: the fastest exact backend, and its ratios to standard and to the next."""
-    return [sentence for group in groups if (sentence := _fastest_of(group))]
-
-
-def exact_speeds(group: Group) -> list[Cell]:
-    """Exact cells with right numbers and a speed, fastest first. A fallback counts if its backend has no own cell."""
-    timed = [cell for cell in group.cells if cell.speed and cell.record.exact and not is_peer(cell.record)]
-    native = [cell for cell in timed if cell.record.mode == "native"]
-    names = {cell.record.resolved for cell in native}
-    others = [cell for cell in timed if cell.record.resolved not in names]
-    found = {cell.record.resolved: cell for cell in sorted([*native, *others], key=_seconds, reverse=True)}
-    return sorted(found.values(), key=lambda cell: (_seconds(cell), cell.label))
-
-
-def _seconds(cell: Cell) -> float:
-    return cell.speed.median.value if cell.speed else float("inf")
-
-
-def _fastest_of(group: Group) -> str | None:
-    ranked = exact_speeds(group)
-    lead = f"**{escape(group.case)}**:"
-    if not ranked or ranked[0].speed is None:
-        timed = any(cell.speed for cell in group.cells)
-        return f"{lead} no exact backend has a speed here; the approximate ones are under Speed." if timed else None
-    best = ranked[0]
-    parts = [f"{lead} fastest exact is {code(best.label)}, {_milliseconds(best)}"]
-    ratio = best.speed.ratio if best.speed else None
-    if best.record is group.standard:
-        parts.append("the baseline itself")
-    elif ratio is not None:
-        parts.append(_against(ratio, "standard"))
-    elif any(cell.record is group.standard and cell.speed for cell in group.cells):
-        parts.append("standard was measured in another session, so they share no rounds and have no ratio")
-    else:
-        parts.append("standard has no speed in this case")
-    sentence = "; ".join(parts)
-    if best.temp_ratio is not None:
-        sentence += f"; temporary memory {number(best.temp_ratio)} {TIMES} standard's"
-    return f"{sentence}.{_runner_up(ranked)}"
-
-
-def _milliseconds(cell: Cell) -> str:
-    if cell.speed is None:
-        return ""
-    typical = cell.speed.median
-    if typical.low is None or typical.high is None:
-        return f"{number(typical.value * MILLI)} ms ({plural(typical.count, 'sample')}, too few for an interval)"
-    in_ms = Interval(typical.value * MILLI, typical.low * MILLI, typical.high * MILLI, typical.count)
-    value, interval = estimate(in_ms).split(" ", maxsplit=1)
-    return f"{value} ms {interval}"
-
-
-def _against(ratio: Interval, name: str) -> str:
-    if ratio.low is None:
-        rounds = plural(ratio.count, "round")
-        return f"{number(ratio.value)} {TIMES} {code(name)}'s time ({rounds}, too few for an interval)"
-    if ratio.excludes(1.0):
-        value, interval = estimate(ratio).split(" ", maxsplit=1)
-        return f"{value} {TIMES} {code(name)}'s time {interval}"
-    return f"no measurable difference to {code(name)} (ratio {estimate(ratio)})"
-
-
-def _runner_up(ranked: Sequence[Cell]) -> str:
-    """The next exact backend, unless it is standard, whose ratio is given already."""
-    if len(ranked) < 2 or ranked[1].record.resolved == STANDARD:
-        return ""
-    if not same_rounds(ranked[1].record, ranked[0].record):
-        return f" Next is {code(ranked[1].label)}, {_milliseconds(ranked[1])}, measured in another session."
-    ratio = statistics.paired_ratio(ranked[1].record.samples, ranked[0].record.samples)
-    if ratio is None:
-        return ""
-    return f" Next is {code(ranked[1].label)}: {_against(ratio, ranked[0].label)}."
-
-
 def refused(groups: Sequence[Group], numbers: Mapping[str, str]) -> list[str]:
     """Every reason once, with the backends that were asked for, the cases that it applies to, and what ran instead."""
     cells = [cell for group in groups for cell in group.cells]
@@ -130,6 +52,24 @@ def refused(groups: Sequence[Group], numbers: Mapping[str, str]) -> list[str]:
         told = reason.removeprefix(f"{backends[0]}: ") if len(backends) == 1 else reason
         sentences.append(f"**{name}** {asked} in {_cases(touched, groups)}: {escape(told)} *{_instead(touched)}*")
     return sentences
+
+
+def ran_nowhere(groups: Sequence[Group]) -> list[str]:
+    """A line for each reason for which a backend ran natively in no case, with the backends that have it alike.
+
+    The line ends before the reason's advice; a page holds the whole of it elsewhere.
+    """
+    every = [cell.record for group in groups for cell in group.cells]
+    lines: dict[str, list[str]] = {}
+    for name in dict.fromkeys(record.requested for record in every):
+        asked = [record for record in every if record.requested == name]
+        if any(record.resolved == name and record.mode in ("native", "compile") for record in asked):
+            continue
+        own = [{r.removeprefix(f"{name}: ") for r in record.reasons if r.startswith(f"{name}: ")} for record in asked]
+        if shared := sorted(set.intersection(*own)):
+            told = " ".join(f"{reason.split('; ')[0].rstrip('.')}." for reason in shared)
+            lines.setdefault(told, []).append(code(name))
+    return [f"{', '.join(names)}: {escape(reason)}" for reason, names in lines.items()]
 
 
 def _cases(cells: Sequence[Cell], groups: Sequence[Group]) -> str:

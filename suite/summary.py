@@ -30,8 +30,13 @@ def record_line(record: Record) -> Text:
         line.append(f" / {record.target}")
     if (peak := record.memory.get("compiled_peak")) is not None:
         line.append(f"  peak {_megabytes(peak)}")
-    if record.error:
-        line.append(f"  {record.error}", style="dim" if record.status == "unsupported" else "red")
+    if record.status == "unsupported":
+        own = [reason for reason in record.reasons if reason.startswith(f"{record.requested}: ")]
+        line = Text.assemble((f"{record.status:<11} ", _style(record)), record.requested)
+        told = [reason.removeprefix(f"{record.requested}: ").split("; ")[0].rstrip(".") for reason in own]
+        line.append(f"  {'. '.join(told) or record.error}", style="dim")
+    elif record.error:
+        line.append(f"  {record.error}", style="red")
     return line
 
 

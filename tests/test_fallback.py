@@ -12,7 +12,7 @@ from attnsuite.backends.contract import AttentionSpec, Layout
 
 pytestmark = pytest.mark.fallback
 
-OPTIONAL = ("kvax", "triton", "jax_triton", "torch", "transformers", "libtpu", "matplotlib", "llvmlite")
+OPTIONAL = ("kvax", "triton", "jax_triton", "torch", "transformers", "libtpu", "llvmlite")
 
 LONG = AttentionSpec(
     batch=1, query_length=2048, key_value_length=2048, num_heads=8, num_kv_heads=8, head_dim=64, is_causal=True

@@ -14,7 +14,6 @@ from attnsuite.suite.loss_curves import FACTOR, TrainingCase, Verdict, judge, lo
 from attnsuite.suite.record import Record
 
 from ..environment import date_of
-from ..plot import is_available
 from ..read import ReportError
 from ..words import DASH
 
@@ -43,23 +42,18 @@ Settings = Sequence[tuple[TrainingCase, Sequence[Record]]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shown:
-    """The records of the page, and whether the picture lies beside it."""
+    """The records of the page."""
 
     settings: Settings
-    has_picture: bool
 
 
 def files(records: Sequence[Record], folder: Path) -> dict[str, str]:
-    """The page and, if matplotlib is installed, the picture. Raises ReportError.
-
-    ``folder`` is their destination. Without matplotlib an older picture in it stays, and the page shows it.
-    """
+    """The page and the picture. Raises ReportError; ``folder`` is their destination."""
     try:
         settings = settings_of(records)
     except ValueError as error:
         raise ReportError(f"{folder}: {error}") from error
-    drawn = {PICTURE: draw(settings)} if is_available() else {}
-    return {"report.md": page(Shown(settings, bool(drawn) or (folder / PICTURE).is_file())), **drawn}
+    return {"report.md": page(Shown(settings)), PICTURE: draw(settings)}
 
 
 def page(shown: Shown) -> str:
@@ -88,9 +82,8 @@ def rule(_: Shown) -> Iterator[str]:
 
 
 def picture(shown: Shown) -> Iterator[str]:
-    """The picture, where there is one."""
-    if shown.has_picture:
-        yield from (f"![loss, and distance from the standard backend's, per step]({PICTURE})", "")
+    """The picture."""
+    yield from (f"![loss, and distance from the standard backend's, per step]({PICTURE})", "")
 
 
 def tables(shown: Shown) -> Iterator[str]:
@@ -118,9 +111,9 @@ def verdicts(records: Sequence[Record]) -> list[tuple[Record, Verdict]]:
 
 
 def draw(settings: Settings) -> str:
-    """The picture as SVG text: per setting the losses, and their distances from the standard's; needs matplotlib."""
-    import matplotlib as mpl  # noqa: PLC0415 (an optional package)  # pyright: ignore[reportMissingImports]
-    from matplotlib.figure import Figure  # noqa: PLC0415  # pyright: ignore[reportMissingImports]
+    """The picture as SVG text: per setting the losses, and their distances from the standard's."""
+    import matplotlib as mpl  # noqa: PLC0415 (half a second that only pictures need)
+    from matplotlib.figure import Figure  # noqa: PLC0415
 
     with mpl.rc_context({"svg.hashsalt": PICTURE, "font.size": 9, "svg.fonttype": "none"}):
         figure = Figure(figsize=(11.6, 3.8 * len(settings)), layout="constrained")

@@ -12,13 +12,11 @@ from attnsuite.suite.kinds.kascade.methods import METHODS
 from attnsuite.suite.record import Record
 from attnsuite.suite.store import RunManifest
 
-from .. import environment, figures, goals, growth, kascade, model_table, peers, plot, quality, reading
+from .. import answer, environment, figures, goals, growth, kascade, model_table, peers, plot, quality, reading
 from ..cells import Cell, Group, group
 from ..page import Page, Section
 from ..read import Run
 from ..words import code, command_line, escape, plural
-
-_MOST_CASES = 20  # named one by one at the top of a page; more are left to the tables
 
 METHOD = (
     (
@@ -88,18 +86,21 @@ def _page(device: str, records: tuple[Record, ...], run: Run) -> Page:
     return Page(device, title, subtitle, tuple(made for section in SECTIONS for made in section(shown)), every)
 
 
+def use_this(shown: Shown) -> Iterator[Section]:
+    """The answer: which exact backend, for each case."""
+    if made := answer.answer(shown.groups):
+        told = (
+            "The fastest exact backend of each case. A time relative to another is the median over rounds, with a 95% "
+            "interval: below 1 is less time."
+        )
+        pictures = plot.against_standard(shown.groups)
+        yield Section("answer", "Use this", (told,), tuple(reading.headline(shown.groups)), (made,), pictures)
+
+
 def in_short(shown: Shown) -> Iterator[Section]:
-    """The number of cells by status, warnings, and the fastest backends."""
+    """The number of cells by status, warnings, and what approximate backends lose."""
     cells = [cell for member in shown.every for cell in member.cells]
-    each = reading.fastest(shown.groups)
-    if len(each) > _MOST_CASES:
-        each = [f"Case by case: the tables under Speed ({len(each)} timed cases)."]
-    sentences = (
-        *reading.headline(shown.groups),
-        *each,
-        *reading.model_quality(shown.groups),
-        *kascade.sentences(shown.own),
-    )
+    sentences = (*reading.model_quality(shown.groups), *kascade.sentences(shown.own))
     opening = (reading.counts(cells), *(f"**Note.** {escape(note)}" for note in _warnings(shown, cells)))
     yield Section("in_short", "In short", opening, sentences)
 
@@ -116,7 +117,6 @@ def _warnings(shown: Shown, cells: Sequence[Cell]) -> Iterator[str]:
             f"{plural(len(impossible), 'cell')} above 100% of the measured matmul peak: the peak is too low, or the "
             f"time is: {', '.join(cell.record.key for cell in impossible)}."
         )
-    yield from figures.cell_notes(shown.every)
 
 
 def failed(shown: Shown) -> Iterator[Section]:
@@ -125,17 +125,26 @@ def failed(shown: Shown) -> Iterator[Section]:
         yield Section("failed", "Failed", items=tuple(items))
 
 
+def notes(shown: Shown) -> Iterator[Section]:
+    """What cells note on their figures."""
+    if items := figures.cell_notes(shown.every):
+        yield Section("notes", "Notes on cells", items=items)
+
+
 def refused(shown: Shown) -> Iterator[Section]:
-    """Every reason, and what ran instead."""
+    """Why backends ran in no case; folded: every reason, and what ran instead."""
     if items := reading.refused(shown.every, shown.numbers):
-        yield Section("refused", "Refused, and what ran instead", items=tuple(items))
+        nowhere = "\n".join(f"- {line}" for line in reading.ran_nowhere(shown.every))
+        folded = f"All {plural(len(items), 'reason')}, and what ran instead"
+        told = ("Nothing of these ran natively on this page:", nowhere) if nowhere else ()
+        yield Section("refused", "Refused", told, tuple(items), folded=folded)
 
 
 def requested_and_run(shown: Shown) -> Iterator[Section]:
     """The backend asked for, the one that ran, and why."""
     made = figures.requested_and_run((*shown.groups, *_unlike(shown.own)), shown.numbers)
     told = ("R1, R2, \u2026 are the reasons listed above.",) if shown.numbers else ()
-    yield Section("requested_and_run", "Requested and run", told, tables=(made,))
+    yield Section("requested_and_run", "Requested and run", told, tables=(made,), folded=plural(len(made.rows), "cell"))
 
 
 def _unlike(groups: Sequence[Group]) -> Iterator[Group]:
@@ -184,10 +193,8 @@ def kascade_quality(shown: Shown) -> Iterator[Section]:
             "lies on computed pairs. A row is withheld where random tiles do not fail."
         )
         drawn = kascade.picture(shown.own)
-        no_plot = "The plot is not drawn: matplotlib is not installed; pip install 'attnsuite[plot]'."
-        paragraphs = (told,) if drawn is None or plot.is_available() else (told, no_plot)
-        pictures = (drawn,) if drawn is not None and plot.is_available() else ()
-        yield Section("kascade_quality", "Quality at the same kept fraction", paragraphs,
+        pictures = () if drawn is None else (drawn,)
+        yield Section("kascade_quality", "Quality at the same kept fraction", (told,),
                       tuple(f"{code(m.name)}: {escape(m.told)}." for m in METHODS.values()
                             if "kascade_text" in m.kinds), tables=made, pictures=pictures)  # fmt: skip
 
@@ -258,10 +265,6 @@ def over_length(shown: Shown) -> Iterator[Section]:
     """Pictures of speed over length."""
     found = plot.pictures(shown.groups)
     if not found:
-        return
-    if not plot.is_available():
-        told = "Not drawn: matplotlib is not installed; pip install 'attnsuite[plot]', then attnsuite report."
-        yield Section("over_length", "Speed over length", (told,))
         return
     told = (
         "FLOP/s by formula, of visible pairs only, so that causal attention done in full stays low. The dashed line is "
@@ -347,11 +350,11 @@ def _words(manifest: RunManifest | None, suites: str) -> list[str]:
 
 
 SECTIONS: tuple[Callable[[Shown], Iterable[Section]], ...] = (
+    use_this,
+    over_length,
+    one_model,
     in_short,
     failed,
-    refused,
-    requested_and_run,
-    one_model,
     kascade_gate,
     kascade_quality,
     kascade_goals,
@@ -359,10 +362,12 @@ SECTIONS: tuple[Callable[[Shown], Iterable[Section]], ...] = (
     cpu_goals,
     speed,
     against_peers,
-    over_length,
     memory,
     accuracy,
     model_quality,
+    notes,
+    refused,
+    requested_and_run,
     where,
     method,
     reproduce,

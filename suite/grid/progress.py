@@ -1,4 +1,4 @@
-"""Progress on a terminal: a bar with the running cell and the number left, and a line per finished cell."""
+"""Progress on a terminal: a bar with the running cell and the time left, and a line per cell or refused backend."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Column
 
 from ..record import Record
@@ -23,6 +23,9 @@ class ProgressDisplay:
             TextColumn("{task.completed:.0f} done, {task.fields[left]} left", table_column=Column(no_wrap=True)),
             BarColumn(bar_width=12, table_column=Column(no_wrap=True)),
             TimeElapsedColumn(table_column=Column(no_wrap=True)),
+            TextColumn("about", table_column=Column(no_wrap=True)),
+            TimeRemainingColumn(table_column=Column(no_wrap=True)),
+            TextColumn("left:", table_column=Column(no_wrap=True)),
             TextColumn(
                 "{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1)
             ),
@@ -34,6 +37,7 @@ class ProgressDisplay:
         self._task = self._progress.add_task("starting", total=None, left="?")
         self._total = 0
         self._done = 0
+        self._refused: set[str] = set()
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -65,7 +69,11 @@ class ProgressDisplay:
         self._console.print(f"warning: {sentence}", style="yellow", markup=False, highlight=False, soft_wrap=True)
 
     def done(self, record: Record) -> None:
-        """Move the bar and print the cell's line."""
+        """Move the bar and print the cell's line; of a backend's refusals the first, with its reasons."""
         self._done += 1
         self._progress.update(self._task, completed=self._done, left=self._total - self._done)
+        if record.status == "unsupported":
+            if record.requested in self._refused:
+                return
+            self._refused.add(record.requested)
         self._console.print(record_line(record), highlight=False, soft_wrap=True)

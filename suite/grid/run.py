@@ -258,9 +258,10 @@ def _text_identity(text: TextFile) -> TextIdentity:
 
 
 def _rows(suite: Suite) -> tuple[str, ...]:
-    """The rows measured by default: every backend, the suite's peers, and the rows that only a case's kind knows."""
+    """The rows measured by default: backends, the suite's peers, and the rows that only a case's kind knows."""
     own = [kind_of(case.kind).rows(case) for case in suite.cases]
-    rows = [*names(), *suite.peers] if not all(own) else []
+    backends = [name for name in names() if name not in suite.left_out]
+    rows = [*backends, *suite.peers] if not all(own) else []
     return tuple(dict.fromkeys([*rows, *(row for each in own for row in each)]))
 
 

@@ -32,6 +32,7 @@ class Retrieval(Kind):
 
     titles: ClassVar = {"retrieval": "retrieval"}
     case: ClassVar = RetrievalCase
+    shares_process: ClassVar = True
 
     def cells(self, case: RetrievalCase, asked: Asked) -> Iterable[Cell]:
         """A cell per backend."""

@@ -32,6 +32,7 @@ class Text(Kind):
 
     titles: ClassVar = {"perplexity": "perplexity"}
     case: ClassVar = TextCase
+    shares_process: ClassVar = True
 
     def cells(self, case: TextCase, asked: Asked) -> Iterable[Cell]:
         """A cell per backend. Raises InputError for a model that is not known, and a text too short for the case."""

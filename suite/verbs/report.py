@@ -38,7 +38,7 @@ def show(*directories: Path) -> int:
         if reports.is_compiled(run):
             print(reports.compiled_overview(directory))
         else:
-            print(*summary_lines(parse_records(directory / RECORDS)[0]), sep="\n")
+            print(*summary_lines(parse_records(directory / RECORDS)[0]), *reports.answer_lines(run), sep="\n")
         print(f"records: {directory / RECORDS}")
     print(f"report:  {path}")
     return 0

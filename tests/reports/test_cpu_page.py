@@ -135,7 +135,6 @@ def test_two_lengths_are_no_line(over_lengths):
 
 
 def test_picture_is_drawn_the_same_each_time_and_shown_in_both_pages(over_lengths, write_run):
-    pytest.importorskip("matplotlib", reason="the picture needs matplotlib (extra plot)")
     reports.render(folder := write_run(*over_lengths))
     drawn = (folder / "speed-h8k8-d64.svg").read_bytes()
     reports.render(folder)
@@ -145,22 +144,6 @@ def test_picture_is_drawn_the_same_each_time_and_shown_in_both_pages(over_length
     page = (folder / "report.html").read_text(encoding="utf-8")
     assert 'src="data:image/svg+xml;base64,' in page
     assert "speed-h8k8-d64.svg" not in page
-
-
-def test_without_matplotlib_the_page_says_what_is_missing(over_lengths, write_run, monkeypatch):
-    monkeypatch.setattr(plot, "is_available", lambda: False)
-    reports.render(folder := write_run(*over_lengths))
-    assert "matplotlib is not installed; pip install" in (folder / "report.md").read_text(encoding="utf-8")
-    assert not list(folder.glob("*.svg"))
-
-
-@pytest.mark.parametrize(("timed", "one_by_one"), [(20, 20), (21, 0)])
-def test_a_long_run_is_told_by_its_tables_and_a_short_one_case_by_case(cells, write_run, timed, one_by_one):
-    folder = write_run(*(r for i in range(timed) for r in cells(sequence=512 + i, standard=1.0, chunked=0.4)))
-    reports.render(folder)
-    text = (folder / "report.md").read_text(encoding="utf-8")
-    assert text.count("fastest exact is") == one_by_one
-    assert (f"the tables under Speed ({timed} timed cases)" in text) == (one_by_one == 0)
 
 
 def test_what_ran_says_on_how_many_devices(cells):

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from attnsuite import reports
-from attnsuite.reports import plot
 from attnsuite.reports.pages import curves
 from attnsuite.suite.loss_curves import role_of, settings_of
 from attnsuite.suite.store import RECORDS, parse_records
@@ -24,7 +23,6 @@ PAGES = {
 }
 
 
-@pytest.mark.skipif(not plot.is_available(), reason="pictures need matplotlib, which is in the env report")
 @pytest.mark.parametrize("name", PAGES)
 def test_page_is_rendered_again_the_same(name, tmp_path):
     reports.render(PUBLISHED / name, *(PUBLISHED / other for other in PAGES[name]), out=tmp_path)
@@ -38,7 +36,6 @@ def test_every_folder_with_records_has_its_page():
     assert folders == {*PAGES, *ALONE, "compiled", "compiled-kascade", "compiled-v5e", "compiled-v5e-4x4"}
 
 
-@pytest.mark.skipif(not plot.is_available(), reason="pictures need matplotlib, which is in the env report")
 def test_page_of_loss_curves_is_rendered_again_the_same(tmp_path):
     page = reports.render(TRAINING, out=tmp_path)
     assert page.read_bytes() == (TRAINING / "report.md").read_bytes()

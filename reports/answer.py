@@ -1,0 +1,115 @@
+"""The answer of a page: for each case the exact backend to use, what it gains, and how sure that is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tabulate import tabulate
+
+from attnsuite.suite import statistics
+from attnsuite.suite.shown import same_rounds
+from attnsuite.suite.statistics import Interval
+
+from .cells import Cell, Group, group
+from .peers import is_peer
+from .read import Run
+from .table import CASE, MILLI, Column, Table, table
+from .words import TIMES, Value, estimate, number, plural
+
+_COLUMNS = (
+    CASE,
+    Column("use", "use this"),
+    Column("time_over_standard", "time relative to standard [95% interval]"),
+    Column("median_ms", "median (ms)"),
+    Column("temp_ratio", "temporary memory relative to standard"),
+    Column("sure", "how sure"),
+    Column("others", f"next, and others (their time, {TIMES} that of the first)"),
+)
+
+
+def answer(groups: Sequence[Group]) -> Table | None:
+    """A row per case that has a speed; None where none has one."""
+    rows = [_row(member) for member in groups if any(cell.speed for cell in member.cells)]
+    return table("answer", "", _COLUMNS, rows) if rows else None
+
+
+def answer_lines(run: Run) -> list[str]:
+    """The answer for a terminal: case, backend, time relative to standard, and how sure that is."""
+    made = answer(group(run.records))
+    if made is None:
+        return []
+    columns = [column for column in made.columns if column.key in ("case", "use", "time_over_standard", "sure")]
+    rows = [[_plain(row.get(column.key)) for column in columns] for row in made.rows]
+    headers = ["use this", "", "x standard", "how sure"]
+    return tabulate(rows, headers, tablefmt="plain", disable_numparse=True).splitlines()
+
+
+def _plain(value: Value) -> str:
+    return estimate(value) if isinstance(value, Interval) else str(value or "-")
+
+
+def exact_speeds(members: Group) -> list[Cell]:
+    """The fastest cell of each exact backend with right numbers, fastest first.
+
+    A fallback counts if its backend has no cell of its own.
+    """
+    timed = [cell for cell in members.cells if cell.speed and cell.record.exact and not is_peer(cell.record)]
+    native = [cell for cell in timed if cell.record.mode == "native"]
+    names = {cell.record.resolved for cell in native}
+    others = [cell for cell in timed if cell.record.resolved not in names]
+    found = {cell.record.resolved: cell for cell in sorted([*native, *others], key=_seconds, reverse=True)}
+    return sorted(found.values(), key=lambda cell: (_seconds(cell), cell.label))
+
+
+def _row(case: Group) -> dict[str, Value]:
+    ranked = exact_speeds(case)
+    if not ranked:
+        return {"case": case.case, "sure": "no exact backend has a speed here; the approximate ones are under Speed"}
+    best = ranked[0]
+    is_baseline = best.record is case.standard
+    return {
+        "case": case.case,
+        "use": best.label,
+        "time_over_standard": "1 (baseline)" if is_baseline else _against_standard(best, case),
+        "median_ms": _seconds(best) * MILLI,
+        "temp_ratio": "1 (baseline)" if is_baseline else best.temp_ratio,
+        "sure": _sure(ranked),
+        "others": ", ".join(_other(cell, best, whole=cell is ranked[1]) for cell in ranked[1:]) or None,
+    }
+
+
+def _seconds(cell: Cell) -> float:
+    return cell.speed.median.value if cell.speed else float("inf")
+
+
+def _against_standard(best: Cell, case: Group) -> Interval | str:
+    if best.speed is not None and best.speed.ratio is not None:
+        return best.speed.ratio
+    timed = any(cell.record is case.standard and cell.speed for cell in case.cells)
+    return "standard was measured in another session" if timed else "standard has no speed here"
+
+
+def _sure(ranked: Sequence[Cell]) -> str:
+    """Whether the rounds that both have tell the fastest backend from the next."""
+    if len(ranked) == 1:
+        return "nothing else that is exact was timed"
+    ratio = _paired(ranked[1], ranked[0])
+    if ratio is None:
+        return "the next was measured in another session"
+    if ratio.low is None:
+        return f"{plural(ratio.count, 'round')}: too few to tell"
+    return "measurably faster" if ratio.excludes(1.0) else "no measurable difference to the next"
+
+
+def _paired(cell: Cell, best: Cell) -> Interval | None:
+    """Time of ``cell`` relative to that of ``best``; None where they share no rounds."""
+    if not same_rounds(cell.record, best.record):
+        return None
+    return statistics.paired_ratio(cell.record.samples, best.record.samples)
+
+
+def _other(cell: Cell, best: Cell, *, whole: bool) -> str:
+    ratio = _paired(cell, best)
+    if ratio is None:
+        return cell.label
+    return f"{cell.label} {estimate(ratio) if whole else number(ratio.value)}"
