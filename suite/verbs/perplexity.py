@@ -40,7 +40,7 @@ class Perplexity:
     calibration: Annotated[Path | None, flag("FILE", "none")] = None
     """Kascade: what attnsuite calibrate wrote; its settings hold where --options does not say otherwise."""
     schedule: Annotated[str | None, flag("NAME", "dp with --calibration, else none")] = None
-    """Kascade: dp, greedy (or -guide, -dynamic, -benchmark behind it), manual; without one every layer selects for itself."""
+    """Kascade: dp, greedy (or -guide, -dynamic, -benchmark behind it), manual; else every layer selects for itself."""
     anchors: Annotated[str, flag("N|LAYERS", "a quarter of the layers")] = ""
     """Kascade: how many layers select (dp), or which (manual), such as 0,2."""
     threshold: Annotated[float, flag("SHARE")] = 0.65
