@@ -44,6 +44,10 @@ class Watcher(Protocol):
         """Work on a cell begins."""
         ...
 
+    def warn(self, sentence: str) -> None:
+        """A warning that does not stop the grid."""
+        ...
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunContext:
@@ -55,6 +59,7 @@ class RunContext:
     text: TextFile | None
     watcher: Watcher
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
+    profile: Path | None = None  # directory for a profile of each timed cell
 
 
 def now() -> str:
@@ -216,6 +221,22 @@ def _prepare(each: _Running, reference: Path | CellFailure | InputError | None, 
     return each.record(context, "ok") if each.facts.calls is None else None
 
 
+def _profile(each: _Running, context: RunContext) -> None:
+    """Profile one more call, after the samples: a profiler slows what it watches. Its failure is a warning."""
+    if context.profile is None:
+        return
+    context.watcher.doing(each.cell.case, each.cell.row, "profiling")
+    devices = "" if each.cell.devices == 1 else f"-{each.cell.devices}-devices"
+    name = f"{each.cell.case}-{each.cell.row}{devices}"
+    request = {"do": "profile", "folder": str(context.profile.resolve()), "name": name}
+    try:
+        refused = each.worker.ask(request, context.limits.seconds)
+    except CellFailure as failure:
+        refused = [f"{name} was not profiled: {failure}"]
+    for sentence in refused:
+        context.watcher.warn(sentence)
+
+
 def _sample(case: Case, running: list[_Running], context: RunContext) -> Iterator[Record]:
     """In each round take one sample of every cell that still needs some."""
     done: list[_Running] = []
@@ -237,5 +258,6 @@ def _sample(case: Case, running: list[_Running], context: RunContext) -> Iterato
             if enough or each.sampling_seconds > context.limits.seconds:
                 active.remove(each)
                 done.append(each)
+                _profile(each, context)
                 each.worker.close()
     yield from (each.record(context, "ok") for each in sorted(done, key=running.index))

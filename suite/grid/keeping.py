@@ -22,10 +22,6 @@ class GridWatcher(Watcher, Protocol):
         """The grid has ``cells`` cells fewer than :meth:`begin` said."""
         ...
 
-    def warn(self, sentence: str) -> None:
-        """A warning that does not stop the grid."""
-        ...
-
     def done(self, record: Record) -> None:
         """A cell has its record, and the record is on the disk."""
         ...

@@ -46,7 +46,8 @@ _PROBE_SECONDS = 300.0
 class RunRequest:
     """What to run, checked. ``text`` is a file for perplexity, or None for the text that ships.
 
-    ``file`` is the path of the suite's file as it was given; None for a named suite.
+    ``file`` is the path of the suite's file as it was given; None for a named suite. ``profile`` is a directory for
+    profiles of the timed cells.
     """
 
     suite: str
@@ -60,6 +61,7 @@ class RunRequest:
     words: KascadeWords = dataclasses.field(default_factory=KascadeWords)
     checkpoint: ModelSuiteWords | None = None
     file: str | None = None
+    profile: Path | None = None
 
 
 def new_request(
@@ -156,6 +158,7 @@ def execute(request: RunRequest, watcher: GridWatcher) -> None:
             environment={**environment, "machine": _machine(store, watcher), "session": uuid.uuid4().hex[:12]},
             text=None if request.text is None else request.text.resolved(),
             watcher=watcher,
+            profile=request.profile,
         )
         with contextlib.closing(References(request.limits.seconds, context.text)) as references:
             for case in request.cases:

@@ -20,6 +20,7 @@ from ..errors import CellFailure, InputError
 from ..kinds import kind_of, make_case
 from ..kinds.attention import OpCase
 from ..measure import machine
+from ..measure.profile import profile
 from . import probe
 from .answering import answer_requests
 
@@ -36,6 +37,8 @@ def main() -> None:
         nonlocal sample
         if request["do"] == "sample":
             return sample()
+        if request["do"] == "profile":
+            return profile(sample, Path(request["folder"]), request["name"])
         if request["do"] == "prepare":
             prepared = _prepare(request)
             sample = prepared.take_sample or _unprepared

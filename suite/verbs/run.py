@@ -42,6 +42,8 @@ class Run:
     """With --model: prompts at a time; several are of unequal length."""
     dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, flag("DTYPE", "as stored")] = None
     """With --model: what it computes in."""
+    profile: Annotated[Path | None, flag("DIR", "none")] = None
+    """Directory for a profile of one more call of each timed cell, for Perfetto and XProf (docs/measuring.md)."""
     cell_timeout: Annotated[float, flag("SECONDS")] = 120.0
     """Time that a cell may take to get ready, and again for its samples."""
     cell_memory: Annotated[str | None, flag("SIZE", "70% of the machine")] = None
@@ -68,10 +70,13 @@ class Run:
 
 def run(command: Run) -> int:
     """Measure every cell, and render the page."""
+    from ..files import check_directory
     from ..grid.run import execute
     from .report import show
 
-    request = _request(command)
+    request = dataclasses.replace(_request(command), profile=command.profile)
+    if request.profile is not None:
+        check_directory(request.profile)
     with progress(lambda: resuming("run", request.out)) as display:
         execute(request, display)
     return show(request.out)

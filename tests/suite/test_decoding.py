@@ -106,6 +106,7 @@ ragged = true
 def test_a_run_records_and_shows_ttft_tpot_and_the_cache(tmp_path, new_run, attnsuite):
     (tmp_path / "decoding.toml").write_text(SUITE)
     arguments = ["run", "--suite", tmp_path / "decoding.toml", "--backends", "standard", "--out", new_run]
+    arguments += ["--profile", tmp_path / "traces"]
     code, _, err = attnsuite.finish(attnsuite.start(*arguments))
     assert code == 0, err
     prefill, decode = parse_records(new_run / "records.jsonl")[0]
@@ -120,3 +121,5 @@ def test_a_run_records_and_shows_ttft_tpot_and_the_cache(tmp_path, new_run, attn
     assert float(rows["model_prefill"]["ttft_seconds"]) == pytest.approx(np.median(prefill.samples))
     assert float(rows["model_decode"]["tpot_seconds"]) == pytest.approx(np.median(decode.samples) / 4)
     assert rows["model_prefill"]["tpot_seconds"] == rows["model_decode"]["ttft_seconds"] == ""
+    traces = {f"{record.case}-standard.trace.json.gz" for record in (prefill, decode)}
+    assert {path.name for path in (tmp_path / "traces").glob("*.gz")} == traces
