@@ -13,7 +13,8 @@ pytestmark = pytest.mark.report
 
 PUBLISHED = Path(__file__).parents[2] / "reports" / "published"
 TRAINING = PUBLISHED / "training-cpu-intel-xeon"
-ALONE = ("sharded", TRAINING.name)
+TRAINING_SHARDED = PUBLISHED / "training-sharded"
+ALONE = ("sharded", TRAINING.name, TRAINING_SHARDED.name)
 PAGES = {
     "cpu-amd-epyc": (),
     "cpu-amd-epyc-speed": (),
@@ -36,11 +37,20 @@ def test_every_folder_with_records_has_its_page():
     assert folders == {*PAGES, *ALONE, "compiled", "compiled-kascade", "compiled-v5e", "compiled-v5e-4x4"}
 
 
-def test_page_of_loss_curves_is_rendered_again_the_same(tmp_path):
-    page = reports.render(TRAINING, out=tmp_path)
-    assert page.read_bytes() == (TRAINING / "report.md").read_bytes()
+@pytest.mark.parametrize("folder", [TRAINING, TRAINING_SHARDED], ids=lambda folder: folder.name)
+def test_page_of_loss_curves_is_rendered_again_the_same(folder, tmp_path):
+    page = reports.render(folder, out=tmp_path)
+    assert page.read_bytes() == (folder / "report.md").read_bytes()
     assert (tmp_path / curves.PICTURE).is_file()
-    assert (TRAINING / curves.PICTURE).is_file()
+    assert (folder / curves.PICTURE).is_file()
+
+
+def test_training_on_eight_devices_follows_one_device_and_controls_are_found_out():
+    native = settings_of(parse_records(TRAINING_SHARDED / RECORDS)[0])[0]
+    found = {r.requested: (role_of(r), verdict.is_ready) for r, verdict in curves.verdicts(native[1])}
+    sharded = {name: ready for name, (_, ready) in found.items() if "@" in name}
+    assert sharded == {f"{name}@fsdp=2,heads=2,context=2": True for name in ("standard", "chunked")}
+    assert not any(ready for role, ready in found.values() if role == "control")
 
 
 def test_backends_are_ready_to_train_with_and_controls_are_found_out():
