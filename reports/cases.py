@@ -10,8 +10,6 @@ from typing import Any
 from attnsuite.suite import kinds
 from attnsuite.suite.record import Record
 
-# What records are called that have pages of their own.
-_OWN_PAGES = {"loss_curve": "loss curve", "sharded": "sharded attention", "tuning": "tuning"}
 _SAID = frozenset(
     {"kind", "name", "model", "batch", "sequence", "heads", "kv_heads", "head_dim", "value_head_dim", "dtype"}
 )
@@ -56,29 +54,25 @@ def _word(name: str, value: object) -> str:
     return words if value is True else f"{words} {value}"
 
 
-def title_of(kind: str) -> str:
-    """The title of the tables of a kind of record."""
-    return _OWN_PAGES.get(kind) or kinds.title_of(kind)
-
-
 def titles(among: Iterable[str]) -> Iterator[tuple[str, str]]:
     """The kinds that are among these, each with its title, in the order of the tables."""
     found = frozenset(among)
-    return ((kind, title_of(kind)) for kind in _in_order() if kind in found)
+    return ((kind, kinds.title_of(kind)) for kind in kinds.names() if kind in found)
 
 
 def title(record: Record) -> str:
     """Kind and problem of a record; the case's name if the problem has no words."""
-    return f"{title_of(record.kind)}, {describe(record.kind, record.problem) or record.case}"
+    return f"{kinds.title_of(record.kind)}, {describe(record.kind, record.problem) or record.case}"
 
 
 def order(record: Record) -> tuple[Any, ...]:
     """A sort key: kinds in the order of the tables, then problems with their numbers compared as numbers."""
-    return (_in_order().index(record.kind), natural(describe(record.kind, record.problem)), record.case, record.target)
-
-
-def _in_order() -> tuple[str, ...]:
-    return (*kinds.names(), *_OWN_PAGES)
+    return (
+        kinds.names().index(record.kind),
+        natural(describe(record.kind, record.problem)),
+        record.case,
+        record.target,
+    )
 
 
 def natural(text: str) -> tuple[tuple[int, int, str], ...]:

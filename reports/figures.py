@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
+from attnsuite.suite import kinds
 from attnsuite.suite.record import Record
 from attnsuite.suite.shown import is_trusted, shows_memory
 from attnsuite.suite.statistics import Interval
@@ -243,7 +244,7 @@ def untimed(groups: Sequence[Group]) -> list[Cell]:
 
 def problem_of(group: Group) -> str:
     """The group's title without its kind, for tables whose heading names the kind."""
-    return group.case.removeprefix(f"{cases.title_of(group.kind)}, ")
+    return group.case.removeprefix(f"{kinds.title_of(group.kind)}, ")
 
 
 def _sentence_case(title: str) -> str:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from attnsuite.suite.kinds import title_of
 from attnsuite.suite.shown import shows_memory
 
-from .cases import title_of
 from .cells import Group
 from .table import Column, Table, table
 from .words import Value

@@ -1,4 +1,4 @@
-"""A cell of a grid: the request (:class:`Cell`), and the facts about it after it ran (:class:`Facts`).
+"""A cell of a grid: the request (:class:`Cell`), and what came of it (:class:`Outcome`).
 
 Both are data and travel as JSON between the process that schedules and the processes that compute. A record
 (``record.py``) is made of one of each.
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from .record import Kernel, Mode, Record, Status, TensorError
+from .record import Kernel, Mode, Status, TensorError
 from .typed import Count, Real, Scalar, Size
 
 if TYPE_CHECKING:
@@ -63,13 +63,18 @@ class Cell:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
-    """The facts about a cell that is ready to be sampled. A field that a record has too means the same there.
+class Outcome:
+    """What came of a cell in its process. A field that a record has too means the same there.
 
-    ``wrong`` says why its numbers cannot be trusted. ``calls`` is the number of calls in a sample. ``memory_method``
-    says how the process's high-water mark was read.
+    A status other than ``ok`` ends the cell: ``error`` says why in one line. ``reasons`` are of a cell that was refused
+    in its process, where nothing ran. ``calls`` is the number of calls in a sample. ``memory_method`` says how the
+    process's high-water mark was read.
     """
 
+    status: Status = "ok"
+    error: str | None = None
+    reasons: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     lower_seconds: Real | None = None
     compile_seconds: Real | None = None
     flops: Real | None = None
@@ -82,17 +87,16 @@ class Facts:
     accuracy: dict[str, TensorError] = dataclasses.field(default_factory=dict)
     quality: dict[str, Real] = dataclasses.field(default_factory=dict)
     series: dict[str, tuple[Real, ...]] = dataclasses.field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-    wrong: str | None = None
+    facts: Any = None
     calls: Count | None = None
     memory_method: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Prepared:
-    """A cell that ran once: its facts, and a function that takes a sample (None where nothing is timed)."""
+    """A cell that ran once: its outcome, and a function that takes a sample (None where nothing is timed)."""
 
-    facts: Facts
+    outcome: Outcome
     take_sample: Callable[[], float] | None = None
 
 
@@ -113,30 +117,3 @@ class Asked:
     cases: tuple[Any, ...]
     text: TextFile | None = None
     all_cores: bool = False
-
-
-_MEASURED = tuple(
-    field.name for field in dataclasses.fields(Facts) if field.name not in ("wrong", "calls", "memory_method")
-)
-
-
-def record_of(cell: Cell, facts: Facts = Facts(), *, status: Status, environment: Any, **rest: Any) -> Record:
-    """The record of a cell: its request, its facts, and ``rest`` (suite, started, error, samples, ...)."""
-    how = {"process_high_water_method": facts.memory_method, "calls_per_sample": facts.calls}
-    return Record(
-        key=cell.key,
-        case=cell.case,
-        kind=cell.kind,
-        problem=cell.problem,
-        requested=cell.row,
-        resolved=cell.resolved,
-        mode=None if status == "unsupported" else cell.mode,
-        devices=cell.devices,
-        exact=cell.exact,
-        target=cell.target,
-        reasons=cell.reasons,
-        status=status,
-        environment=environment | {name: value for name, value in how.items() if value is not None},
-        **{name: getattr(facts, name) for name in _MEASURED},
-        **rest,
-    )

@@ -6,15 +6,11 @@ kept on disk (``absent/cache.py``), so that a run that was stopped, or is asked 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import functools
 import os
 import platform
-import queue
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +20,18 @@ from attnsuite.backends.devices import cpu_name, usable_cores
 from .absent import cache as compile_cache
 from .absent import slices, topologies
 from .absent.compilation import NO_COMPILER, ROLE, in_roles
+from .cell import Cell, Outcome
 from .errors import CellFailure, InputError
-from .grid.executors import Limits, now
-from .grid.keeping import GridWatcher
-from .grid.process import Worker
+from .grid.executors import Limits, RunContext, Running, outcome_of, side_by_side
+from .grid.keeping import GridWatcher, keep, opened
+from .grid.process import Restarting, Worker
 from .kinds import problem_of
 from .kinds.attention import OpCase
 from .kinds.model import ModelCase
 from .measure import environment
 from .measure.memory import machine_bytes
-from .record import Environment, Kernel, Record, Status
-from .store import MANIFEST, CompileManifest, RunStore
+from .record import Environment, Record
+from .store import CompileManifest
 
 SUITE = "compile"
 _BYTES_PER_PROCESS = 5 * 2**30  # of this machine: a compiler on a whole model
@@ -72,17 +69,20 @@ def processes() -> int:
 
 def execute(request: CompileRequest, watcher: GridWatcher) -> None:
     """Compile everything and write the records. Raises InputError where ``out`` holds records already."""
-    with RunStore(request.out, resume=False) as store:
-        store.write_json(MANIFEST, dataclasses.asdict(_manifest(request)))
-        cells = sum(
-            len(in_roles(case, backend, request.kernels)) for case in request.cases for backend in request.backends
-        )
-        searches = len(request.searches) + len(request.batch_searches)
-        per_target = cells + SEARCH_STEPS * searches * len(request.backends)
-        watcher.begin(len(request.targets) * per_target, 0)
-        for record in _in_parallel(request, watcher):
-            store.append([record])
-            watcher.done(record)
+    cells = [
+        cell_of(case, name, target)
+        for target in request.targets
+        for case in request.cases
+        for backend in request.backends
+        for name in in_roles(case, backend, request.kernels)
+    ]
+    searches = (len(request.searches) + len(request.batch_searches)) * len(request.backends) * len(request.targets)
+
+    def compute(missing: Sequence[Cell]) -> Iterator[Record]:
+        return side_by_side([_Compiler(target, missing, request, watcher) for target in request.targets], processes())
+
+    with opened(request.out, watcher, resume=False) as store:
+        keep(store, _manifest(request), cells, compute, watcher, more=SEARCH_STEPS * searches)
 
 
 def nothing_compiled(records: Sequence[Record]) -> bool:
@@ -108,53 +108,24 @@ def longest(fits: Callable[[int], bool], sizes: Sequence[int]) -> int | None:
     return sizes[low - 1] if low else None
 
 
-def _in_parallel(request: CompileRequest, watcher: GridWatcher) -> Iterator[Record]:
-    """The records of all targets, in the order in which they finish."""
-    found: queue.SimpleQueue[Record | BaseException | None] = queue.SimpleQueue()
-    compilers = [_Compiler(target, request, watcher) for target in request.targets]
-
-    def work(compiler: _Compiler) -> None:
-        try:
-            with contextlib.closing(compiler):
-                for record in compiler.records():
-                    found.put(record)
-        except BaseException as error:  # noqa: BLE001 (raised again where the records are read)
-            found.put(error)
-        found.put(None)
-
-    with ThreadPoolExecutor(processes()) as pool:
-        for compiler in compilers:
-            pool.submit(work, compiler)
-        try:
-            for _ in compilers:
-                while (record := found.get()) is not None:
-                    if isinstance(record, BaseException):
-                        raise record
-                    yield record
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
-            for compiler in compilers:
-                compiler.stop()
-
-
 class _Compiler:
-    """The cells of one target: their records, and the target's process, started at the first cell that needs it."""
+    """The lane of one target: its cells, then the sizes that the searches try, each once."""
 
-    def __init__(self, target: Target, request: CompileRequest, watcher: GridWatcher) -> None:
+    def __init__(self, target: Target, cells: Sequence[Cell], request: CompileRequest, watcher: GridWatcher) -> None:
         self._target = target
+        self._cells = [cell for cell in cells if cell.target == str(target)]
         self._request = request
-        self._watcher = watcher
-        self._worker: Worker | None = None
+        self._fewer = watcher.fewer
+        self._process = Restarting(functools.partial(Worker, request.limits.memory, topologies.ENVIRONMENT))
         self._records: dict[str, Record] = {}
-        self._environment = _environment(target)
-        self._stopped = threading.Event()
+        self._context = RunContext(
+            suite=SUITE, limits=request.limits, environment=_environment(target), text=None, watcher=watcher
+        )
 
     def records(self) -> Iterator[Record]:
         """Every cell once: the cases in order, then the sizes that the searches try."""
-        for case in self._request.cases:
-            for backend in self._request.backends:
-                for name in in_roles(case, backend, self._request.kernels):
-                    yield from self._once(case, name)
+        for cell in self._cells:
+            yield from self._once(cell)
         for case in self._request.searches:
             for backend in self._request.backends:
                 yield from self._search(case, backend, "sequence", SEARCH_LENGTHS)
@@ -164,98 +135,65 @@ class _Compiler:
             for backend in self._request.backends:
                 yield from self._search(case, backend, "batch", [each * batch for batch in SEARCH_BATCHES])
 
-    def close(self) -> None:
-        """End the process."""
-        if self._worker is not None:
-            self._worker.close()
-            self._worker = None
-
     def stop(self) -> None:
         """End the process, and skip all remaining cells."""
-        self._stopped.set()
-        self.close()
+        self._process.stop()
 
     def _search(self, case: ModelCase, backend: str, field: str, sizes: Sequence[int]) -> Iterator[Record]:
         made: list[Record] = []
 
         def answer(size: int) -> Record:
             changed: dict[str, Any] = {field: size, "name": ""}
-            attempt = dataclasses.replace(case, **changed)
-            made.extend(self._once(attempt, backend))
-            return self._records[_key(attempt, backend, self._target)]
+            attempt = cell_of(dataclasses.replace(case, **changed), backend, self._target)
+            made.extend(self._once(attempt))
+            return self._records[attempt.key]
 
         first = answer(sizes[len(sizes) // 2])
         if first.status != "unsupported" and (first.memory or first.error):  # refused, or kernels alone, says all
             longest(lambda size: answer(size).status == "ok", sizes)
-        self._watcher.fewer(SEARCH_STEPS - len(made))
+        self._fewer(SEARCH_STEPS - len(made))
         yield from made
 
-    def _once(self, case: OpCase | ModelCase, backend: str) -> Iterator[Record]:
-        key = _key(case, backend, self._target)
-        if key in self._records or self._stopped.is_set():
+    def _once(self, cell: Cell) -> Iterator[Record]:
+        if cell.key in self._records or self._process.stopped:
             return
-        self._watcher.doing(case.name, backend, f"for {self._target}")
-        path = compile_cache.path_of(self._request.cache, case, backend, self._target, self._environment)
-        record = compile_cache.find(path, key)
+        self._context.watcher.doing(cell.case, cell.row, f"for {self._target}")
+        path = compile_cache.path_of(self._request.cache, cell, self._target, self._context.environment)
+        record = compile_cache.find(path, cell.key)
         if record is None:
-            record, lasting = self._compile(case, backend, key)
+            record, lasting = self._compile(cell)
             if lasting:
                 compile_cache.keep(path, record)
-        self._records[key] = record
+        self._records[cell.key] = record
         yield record
 
-    def _compile(self, case: OpCase | ModelCase, backend: str, key: str) -> tuple[Record, bool]:
+    def _compile(self, cell: Cell) -> tuple[Record, bool]:
         """The record of a cell, and whether compiling again would give the same record."""
-        started, begin = now(), time.perf_counter()
-        facts: dict[str, Any]
+        each = Running(cell, self._process)
+        question = {"do": "compile", "case": cell.problem, "backend": cell.row, "target": self._target.name}
         try:
-            facts = self._ask(case, backend)
-            lasting = facts["status"] != "unsupported"
+            each.outcome = outcome_of(each.ask(question, self._context.limits.seconds))
+            lasting = each.outcome.status != "unsupported"
         except (CellFailure, InputError) as failure:
-            self.close()
-            facts, lasting = {"status": _status_of(failure), "error": f"the compiler: {failure}"}, False
-        refused = facts["status"] == "unsupported"
-        record = Record(
-            key=key,
-            suite=SUITE,
-            case=case.name,
-            kind=case.kind,
-            problem=problem_of(case),
-            requested=backend,
-            resolved=None if refused else backend,
-            mode=None if refused else "compile",
-            exact=registry.get(backend.partition(ROLE)[0]).exact,
-            target=str(self._target),
-            reasons=tuple(facts.get("reasons", ())),
-            status=facts["status"],
-            error=facts["error"],
-            notes=tuple(facts.get("notes", ())),
-            lower_seconds=facts.get("lower_seconds"),
-            compile_seconds=facts.get("compile_seconds"),
-            memory=facts.get("memory", {}),
-            kernels=tuple(Kernel(**kernel) for kernel in facts.get("kernels", ())),
-            environment=self._environment,
-            started=started,
-            wall_seconds=time.perf_counter() - begin,
-        )
-        return record, lasting
-
-    def _ask(self, case: OpCase | ModelCase, backend: str) -> dict[str, Any]:
-        if self._worker is None:
-            self._worker = Worker(self._request.limits.memory, "attnsuite.suite.absent.worker", topologies.ENVIRONMENT)
-            if self._stopped.is_set():  # while this one was made
-                self._worker.close()
-        question = {"case": problem_of(case), "backend": backend, "target": self._target.name}
-        return self._worker.ask(question, self._request.limits.seconds)
+            # oom is kept for the device's memory: a compiler too large for this machine gets another status.
+            late = isinstance(failure, CellFailure) and failure.status == "timeout"
+            each.outcome = Outcome(status="timeout" if late else "crashed", error=f"the compiler: {failure}")
+            lasting = False
+        return each.record(self._context), lasting
 
 
-def _key(case: OpCase | ModelCase, backend: str, target: Target) -> str:
-    return f"{case.name}/{backend}/{target}/compile"
-
-
-def _status_of(failure: CellFailure | InputError) -> Status:
-    """``oom`` is kept for the device's memory: a compiler too large for this machine gets another status."""
-    return "timeout" if isinstance(failure, CellFailure) and failure.status == "timeout" else "crashed"
+def cell_of(case: OpCase | ModelCase, name: str, target: Target) -> Cell:
+    """The cell of a case for a backend, or for one of its roles."""
+    exact = registry.get(name.partition(ROLE)[0]).exact
+    return Cell(
+        case=case.name,
+        problem=problem_of(case),
+        row=name,
+        target=str(target),
+        resolved=name,
+        mode="compile",
+        exact=exact,
+    )
 
 
 def _environment(target: Target) -> Environment:

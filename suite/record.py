@@ -87,59 +87,6 @@ class Kernel:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class LossCurve:
-    """Facts of kind ``loss_curve``: nats before each update, None where a loss was not finite."""
-
-    role: Literal["standard", "noise", "batches", "backend", "control"]
-    losses: tuple[Real | None, ...]
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
-    """Facts of kind ``sharded``: the shape of the output that one device holds.
-
-    ``one_device`` is the ``max_error`` of each tensor when the same backend computes it on one device.
-    """
-
-    shape: tuple[Size, ...]
-    one_device: dict[str, Real | None]
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
-    """The fields of ``backends.tunable.KernelWork``: what a kernel does, counted from its blocks."""
-
-    steps: Size
-    loaded_bytes: Size
-    buffer_bytes: Size
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
-    """Options that were tried: seconds of the samples, facts about the kernels of an absent device, or the failure.
-
-    The facts are the compiler's (``kernels``) or counted by the backend (``work``).
-    """
-
-    options: dict[str, Scalar]
-    samples: tuple[Real, ...] = ()
-    kernels: tuple[Kernel, ...] = ()
-    work: Work | None = None
-    error: str | None = None
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Trials:
-    """Facts of kind ``tuning``: every candidate, the defaults first."""
-
-    tried: tuple[Trial, ...]
-
-
-# The facts that a record has beside the fields of all kinds. Kinds that are not named have none.
-FACTS: dict[str, type] = {"loss_curve": LossCurve, "sharded": Share, "tuning": Trials}
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
     """One cell of a run. Raises RecordError for a field of the wrong type, so that every record can be read again."""
 
@@ -147,7 +94,7 @@ class Record:
     key: str  # case/backend/target/mode, backend@n on n devices: unique within a run
     suite: str
     case: str
-    kind: str  # of a case, as the table in suite/kinds names them, or one of FACTS
+    kind: str  # of a case, as the table in suite/kinds names them
     problem: dict[str, Scalar]  # the case's own fields: shapes, dtype, mask, preset, ...
     requested: str
     resolved: str | None  # the backend that ran, or would have run; None where none could
@@ -176,7 +123,7 @@ class Record:
     # model level: perplexity, bits_per_byte, nll_per_sequence count, kl_mean, top1_agreement, recall, ...
     series: dict[str, tuple[Real, ...]] = dataclasses.field(default_factory=dict)
     # raw values behind a quality figure, e.g. nll per sequence, so that paired intervals can be computed
-    facts: Any = None  # LossCurve, Share or Trials, as FACTS says of the kind; None where the cell did not run
+    facts: Any = None  # what only records of its kind have, see suite/kinds; None where the cell did not run
     environment: Environment = dataclasses.field(default_factory=Environment)
     started: str  # ISO 8601, UTC
     wall_seconds: Real | None = None  # of the whole cell, process start included
@@ -184,7 +131,6 @@ class Record:
     def __post_init__(self) -> None:
         try:
             typed.check_fields(self)
-            object.__setattr__(self, "facts", _facts(self))
         except ValueError as error:
             raise RecordError(str(error)) from error
 
@@ -203,13 +149,3 @@ class Record:
             return typed.convert(data, Record)
         except ValueError as error:
             raise RecordError(str(error)) from error
-
-
-def _facts(record: Record) -> Any:
-    """The record's facts as the type that its kind has. Raises ValueError."""
-    kind = FACTS.get(record.kind, type(None))
-    made = dataclasses.asdict(record.facts) if isinstance(record.facts, kind) and record.facts else record.facts
-    facts = typed.convert({"facts": made}, dict[str, kind | None])["facts"]
-    if facts is None and record.kind in FACTS and record.status in ("ok", "wrong"):
-        raise ValueError(f"facts = nothing must be a table where {record.kind} has status {record.status}")
-    return facts

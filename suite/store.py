@@ -19,8 +19,8 @@ from typing import Any, Literal, Self
 
 from . import files, typed
 from .errors import InputError
-from .kinds import names
-from .record import FACTS, Record, RecordError
+from .kinds import checked
+from .record import Record, RecordError
 from .typed import Scalar
 
 RECORDS = "records.jsonl"
@@ -79,7 +79,7 @@ class RunStore:
         """Keys of the cells that have a record."""
         return frozenset(record.key for record in self.records)
 
-    def settle(self, identity: RunManifest | GridManifest) -> None:
+    def settle(self, identity: Manifest) -> None:
         """Write the run's identity, or check that a resumed run still has it. Raises InputError where it differs."""
         if not self.resumed:
             self.write_json(MANIFEST, dataclasses.asdict(identity))
@@ -206,7 +206,10 @@ class GridManifest:
     flags: dict[str, str]
 
 
-def read_manifest(directory: Path) -> RunManifest | CompileManifest | GridManifest:
+Manifest = RunManifest | CompileManifest | GridManifest
+
+
+def read_manifest(directory: Path) -> Manifest:
     """The identity of the run in this directory. Raises InputError where there is none or it cannot be read."""
     path = directory / MANIFEST
     try:
@@ -220,10 +223,7 @@ def read_manifest(directory: Path) -> RunManifest | CompileManifest | GridManife
 
 def read_record(line: bytes) -> Record:
     """The record on one line, if its kind is known. Raises RecordError, without a full stop."""
-    record, accepted = Record.from_json(line), (*names(), *FACTS)
-    if record.kind not in accepted:
-        raise RecordError(f"kind = {typed.given(record.kind)} must be one of {', '.join(accepted)}")
-    return record
+    return checked(Record.from_json(line))
 
 
 def _short(value: Any) -> str:

@@ -15,11 +15,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
+import functools
 import json
 import math
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,16 +34,18 @@ from . import files, statistics
 from .absent import topologies
 from .absent.candidates import NO_SPILLS, WithOptions, compile_kernels
 from .absent.programs import op_program as abstract_program
+from .cell import Cell, Outcome
 from .errors import CellFailure, InputError
-from .grid.executors import Limits, now
-from .grid.keeping import GridWatcher, identity, keep
-from .grid.process import Worker
+from .grid.executors import Limits, RunContext, Running
+from .grid.keeping import GridWatcher, identity, keep, opened
+from .grid.process import Restarting, Worker
 from .grid.references import References
 from .kinds import make_case, problem_of
 from .kinds.attention import OpCase, judge_outputs, judged_case, named_outputs, op_program, spec_of
+from .kinds.tuning import Trial
 from .measure import judge, speed
 from .names import known_backend
-from .record import Environment, Record, Trial
+from .record import Environment, Record
 from .statistics import Interval
 
 SUITE, TABLE = "tune", "tuned.json"
@@ -103,20 +104,20 @@ def tune(request: TuneRequest, watcher: GridWatcher, *, resume: bool = False) ->
     files.check_directory(request.out)
     found = _environment(request.limits)
     target = found.get("target", "") if request.target is None else str(request.target)
-    cells = list(itertools.product(request.cases, request.backends))
+    cells = [cell_of(case, name, target, request) for case in request.cases for name in request.backends]
     asked = {"backends": ",".join(request.backends), "cases": ",".join(case.name for case in request.cases)}
     asked |= {"options": json.dumps(dict(request.given), sort_keys=True)} if request.given else {}
 
-    def records(finished: frozenset[str]) -> Iterator[Record]:
-        with contextlib.closing(References(request.limits.seconds)) as references:
-            for case, name in cells:
-                if key_of(case, name, target, request) not in finished:
-                    watcher.doing(case.name, name, "trying candidates")
-                    yield _cell(case, name, target, request, references, found)
+    context = RunContext(suite=SUITE, limits=request.limits, environment=found, text=None, watcher=watcher)
 
-    keys = [key_of(case, name, target, request) for case, name in cells]
-    who = identity("tune", asked, target, found)
-    kept = keep(request.out, who, keys, records, watcher, resume=resume)
+    def compute(missing: Sequence[Cell]) -> Iterator[Record]:
+        with contextlib.closing(References(request.limits.seconds)) as references:
+            for cell in missing:
+                watcher.doing(cell.case, cell.row, "trying candidates")
+                yield _record(cell, request, references, context)
+
+    with opened(request.out, watcher, resume=resume) as store:
+        kept = keep(store, identity("tune", asked, target, found), cells, compute, watcher)
     files.write_text(request.out / TABLE, table(kept, request.command))
     return kept
 
@@ -130,9 +131,17 @@ def _environment(limits: Limits) -> Environment:
         raise InputError(f"JAX does not start on this machine: {failure.message}") from failure
 
 
-def key_of(case: OpCase, name: str, target: str, request: TuneRequest) -> str:
-    """The key of a cell's record."""
-    return f"{case.name}/{name}/{target}/{'native' if request.target is None else 'compile'}"
+def cell_of(case: OpCase, name: str, target: str, request: TuneRequest) -> Cell:
+    """The cell of a backend on a case."""
+    return Cell(
+        case=case.name,
+        problem=problem_of(case) | {"kind": "tuning", "op": case.kind},
+        row=name,
+        target=target,
+        resolved=name,
+        mode="native" if request.target is None else "compile",
+        exact=registry.get(name).exact,
+    )
 
 
 def table(records: Sequence[Record], command: str) -> str:
@@ -153,36 +162,30 @@ def table(records: Sequence[Record], command: str) -> str:
     return f"{start}\n{lines}\n]}}\n"
 
 
-def _cell(
-    case: OpCase, name: str, target: str, request: TuneRequest, references: References, found: Environment
-) -> Record:
-    started, begin = now(), time.perf_counter()
-    outcome: dict[str, Any]
+def _record(cell: Cell, request: TuneRequest, references: References, context: RunContext) -> Record:
+    each, case = Running(cell), _case(cell.problem)
     try:
-        if request.target is None:
-            tried = _measure(case, name, references, request)
-        else:
-            tried = rank_candidates(case, name, request.target, request.given, request.limits)
-        outcome = {"status": "ok", "facts": {"tried": tried}}
-    except (CellFailure, InputError) as error:
-        outcome = {"status": error.status if isinstance(error, CellFailure) else "unsupported", "error": str(error)}
-    ran = outcome["status"] != "unsupported"
-    return Record(
-        key=key_of(case, name, target, request),
-        suite=SUITE,
-        case=case.name,
-        kind="tuning",
-        problem=problem_of(case) | {"kind": "tuning", "op": case.kind},
-        requested=name,
-        resolved=name if ran else None,
-        mode=None if not ran else "native" if request.target is None else "compile",
-        exact=registry.get(name).exact,
-        target=target,
-        environment=found,
-        started=started,
-        wall_seconds=time.perf_counter() - begin,
-        **outcome,
-    )
+        with each.timed():
+            if request.target is None:
+                tried = _measure(case, cell.row, references, request)
+            else:
+                tried = rank_candidates(case, cell.row, request.target, request.given, request.limits)
+    except CellFailure as failure:
+        return each.failed(context, failure)
+    except InputError as refusal:
+        each.cell = dataclasses.replace(cell, resolved=None)
+        each.outcome = Outcome(status="unsupported", error=str(refusal))
+    else:
+        each.outcome = Outcome(facts={"tried": tried})
+    return each.record(context)
+
+
+def _case(problem: Mapping[str, Any]) -> OpCase:
+    """The attention call of a cell of this kind. Raises InputError."""
+    case = make_case({name: value for name, value in problem.items() if name != "op"} | {"kind": problem["op"]})
+    if not isinstance(case, OpCase):
+        raise InputError(f"{case.name} is no attention call; only those are tuned.")
+    return case
 
 
 def _measure(case: OpCase, name: str, references: References, request: TuneRequest) -> list[dict[str, Any]]:
@@ -232,18 +235,15 @@ def _compile_each(
     limits: Limits,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """The candidates' facts from a process for ``target``; a candidate that ends it has another after it."""
-    question = {"case": problem_of(case), "backend": name, "target": target.name, "given": dict(given)}
+    question = {"do": "compile", "case": problem_of(case), "backend": name, "target": target.name}
     flags = " ".join(filter(None, (os.environ.get("XLA_FLAGS"), NO_SPILLS)))
     environment = topologies.ENVIRONMENT | ({"XLA_FLAGS": flags} if target.platform == "cuda" else {})
-    worker, tried = None, []
-    with contextlib.ExitStack() as started:
+    tried = []
+    with contextlib.closing(Restarting(functools.partial(Worker, limits.memory, environment))) as process:
         for options in candidates:
-            if worker is None:
-                worker = started.enter_context(Worker(limits.memory, "attnsuite.suite.absent.worker", environment))
             try:
-                tried.append(worker.ask(question | {"options": options}, limits.seconds))
+                tried.append(process.ask(question | {"options": options, "given": dict(given)}, limits.seconds))
             except CellFailure as failure:
-                worker, _ = None, worker.close()
                 tried.append({"options": options, "error": str(failure)})
     return tried
 
@@ -369,10 +369,7 @@ def _compiled_trial(trial: Trial) -> dict[str, Any]:
 def _of(record: Record) -> dict[str, Any]:
     """The keys by which a plan looks up an entry."""
     platform, _, kind = record.target.partition(":")
-    problem = {name: value for name, value in record.problem.items() if name != "op"}
-    case = make_case(problem | {"kind": record.problem["op"]})
-    if not isinstance(case, OpCase):
-        raise InputError(f"{record.key} is no attention call; only those are tuned.")
+    case = _case(record.problem)
     return {
         "backend": record.requested,
         "platform": platform,

@@ -32,7 +32,7 @@ from hypothesis import strategies as st
 import hostile_inputs
 from attnsuite.backends import BackendFallbackWarning
 from attnsuite.models import weights as model_weights
-from attnsuite.suite import command_line, compile_run, curves_run, doctor, sharded, streamed, train, tuning
+from attnsuite.suite import command_line, compile_run, curves, doctor, sharded, streamed, train, tuning
 from attnsuite.suite.cell import Asked
 from attnsuite.suite.grid import process, run
 from attnsuite.suite.grid.probe import probe
@@ -174,7 +174,7 @@ def nothing_begins() -> Iterator[None]:
         (calibrate, "calibrate", begins),
         (doctor, "examine_here", begins),
         (compile_run, "execute", begins),
-        (curves_run, "curves_of", begins),
+        (curves, "here", begins),
         (environment, "describe", lambda: ENVIRONMENT),
         (model_weights, "_write", begins),
         (process.Worker, "__init__", begins),

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from attnsuite.suite import kinds
 from attnsuite.suite.record import Record
 from attnsuite.suite.store import CompileManifest
 
@@ -231,7 +232,7 @@ def _tried(records: Iterable[Record], field: str) -> dict[tuple[str, str, str], 
     for record in records:
         if verdict(record) in ("fits", "no fit") and isinstance(record.problem.get(field), int):
             problem = {name: value for name, value in record.problem.items() if name != field}
-            what = f"{cases.title_of(record.kind)}, {cases.describe(record.kind, problem)}"
+            what = f"{kinds.title_of(record.kind)}, {cases.describe(record.kind, problem)}"
             groups.setdefault((what, record.requested, record.target), []).append(record)
     return groups
 

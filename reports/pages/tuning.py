@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from attnsuite.suite.record import Record, Trial
+from attnsuite.suite.kinds.tuning import Trial
+from attnsuite.suite.record import Record
 from attnsuite.suite.tuning import winner
 
 from ..environment import date_of, device_of, versions_of

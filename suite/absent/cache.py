@@ -19,8 +19,8 @@ from typing import Any
 
 from attnsuite.backends import Target
 
-from ..kinds import problem_of
-from ..kinds.attention import OpCase
+from ..cell import Cell
+from ..kinds import make_case
 from ..kinds.model import ModelCase
 from ..record import Record, RecordError
 from .programs import model_config
@@ -28,12 +28,10 @@ from .programs import model_config
 _CIRCUMSTANCES = ("versions", "source", "flags")
 
 
-def path_of(
-    folder: Path, case: OpCase | ModelCase, backend: str, target: Target, environment: Mapping[str, Any]
-) -> Path:
+def path_of(folder: Path, cell: Cell, target: Target, environment: Mapping[str, Any]) -> Path:
     """The file of a cell in ``folder``. ``environment`` is that of the cell's record."""
-    what = {"case": problem_of(case), "backend": backend, "target": dataclasses.asdict(target)}
-    if isinstance(case, ModelCase):
+    what: dict[str, Any] = {"case": cell.problem, "backend": cell.row, "target": dataclasses.asdict(target)}
+    if isinstance(case := make_case(cell.problem), ModelCase):
         what["model"] = repr(model_config(case))
     what |= {name: environment[name] for name in _CIRCUMSTANCES}
     return folder / f"{hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:32]}.json"

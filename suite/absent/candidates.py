@@ -1,7 +1,7 @@
 """Options on trial for a device that is not here: the compiler's facts about a backend's kernels with them.
 
 Kernels that are compiled outside XLA (Kvax's) report registers and spills, in this process. Kernels that XLA compiles
-(splash, Kascade) are compiled in a process for the device (``worker.py``): the compiler says whether it takes them, on
+(splash, Kascade) are compiled in a process for the device: the compiler says whether it takes them, on
 a GPU without spilling registers. Their work is counted by the backend.
 """
 
@@ -65,7 +65,7 @@ class WithOptions:
 def compile_kernels(
     backend: CompilesKernels, spec: AttentionSpec, target: Target, options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The facts of a :class:`attnsuite.suite.record.Trial` about kernels that are compiled outside XLA."""
+    """The facts of a :class:`attnsuite.suite.kinds.tuning.Trial` about kernels that are compiled outside XLA."""
     try:
         builds = backend.compile_kernels(spec, target, options)
     except Exception as error:  # noqa: BLE001 (a candidate that cannot be compiled is a result)
@@ -87,6 +87,6 @@ def compile_candidate(
         program = op_program(case, WithOptions.of(backend, whole), target)
         verdict = judged_size(compile_program(program, topologies.device(target)), target)
     except Exception as error:  # noqa: BLE001 (as above)
-        return {"options": dict(options), "error": rejected(error)["error"]}
+        return {"options": dict(options), "error": rejected(error).error}
     work = None if counted is None else dataclasses.asdict(counted)
-    return {"options": dict(options), "error": verdict["error"], "work": work}
+    return {"options": dict(options), "error": verdict.error, "work": work}

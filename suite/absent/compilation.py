@@ -23,8 +23,10 @@ from attnsuite.backends import Backend, Target, registry, support
 from attnsuite.backends.contract import BackendWithRoles, CompilesKernels, KernelBuild
 from attnsuite.backends.dealing import Sharded
 
+from ..cell import Outcome
 from ..kinds.attention import OpCase, spec_of
 from ..kinds.model import ModelCase
+from ..record import Kernel
 from . import slices, topologies
 from .programs import AbstractProgram, attention_specs, model_program, op_program, resolutions, role_program
 
@@ -49,8 +51,8 @@ def in_roles(case: OpCase | ModelCase, backend_name: str, kernels: tuple[str, ..
     return (backend_name,)
 
 
-def compile_cell(case: OpCase | ModelCase, backend_name: str, target: Target) -> dict[str, Any]:
-    """``status`` (ok, unsupported, oom, crashed), ``reasons``, ``error``, and the compiler's facts about the program.
+def compile_cell(case: OpCase | ModelCase, backend_name: str, target: Target) -> Outcome:
+    """The outcome (ok, unsupported, oom, crashed), with what the compiler says of the program.
 
     ``backend_name`` may name one role of a backend that has roles, and its kernel: ``kascade:reuse``,
     ``kascade:reuse/xla``.
@@ -68,44 +70,44 @@ def compile_cell(case: OpCase | ModelCase, backend_name: str, target: Target) ->
         reason for spec in specs for reason in support(backend, spec, target, "compile", options).reasons
     )
     if reasons:
-        return {"status": "unsupported", "reasons": list(reasons), "error": "refused before it was compiled."}
+        return _refused(*reasons)
     absent = topologies.missing(target)
     try:
         if target.platform == "cuda" and isinstance(backend, CompilesKernels):
             kernels = _kernels(backend.compile_kernels(spec, target) for spec in specs)
-            return kernels if kernels["error"] else _around(kernels, case, backend, target, absent)
+            return kernels if kernels.error else _around(kernels, case, backend, target, absent)
         if absent is not None:
-            return {"status": "unsupported", "reasons": [absent], "error": NO_COMPILER}
+            return _refused(absent, error=NO_COMPILER)
         program = _program(case, backend, target, role or None, options or {})
         return judged_size(compile_program(program, topologies.device(target)), target)
     except Exception as error:  # noqa: BLE001 (whatever the compiler raises is what this cell is about)
         return rejected(error)
 
 
-def _slice_cell(case: OpCase | ModelCase, backend: Backend, target: Target) -> dict[str, Any]:
+def _slice_cell(case: OpCase | ModelCase, backend: Backend, target: Target) -> Outcome:
     """As :func:`compile_cell`, with the case divided among the chips of a slice."""
     absent = topologies.missing(target)
     if absent is not None:
-        return {"status": "unsupported", "reasons": [absent], "error": NO_COMPILER}
+        return _refused(absent, error=NO_COMPILER)
     try:
         dealt = slices.deal(case, target)
         if isinstance(dealt, str):
-            return {"status": "unsupported", "reasons": [dealt], "error": "refused before it was compiled."}
+            return _refused(dealt)
         sharded = dealt.backend(backend)
         specs = attention_specs(case)
         reasons = dict.fromkeys(
             reason for spec in specs for reason in support(sharded, spec, target, "compile").reasons
         )
         if reasons:
-            return {"status": "unsupported", "reasons": list(reasons), "error": "refused before it was compiled."}
+            return _refused(*reasons)
         program = slices.placed(_program(case, sharded, target), case, dealt)
-        facts = compile_program(program, topologies.device(target), dealt.mesh)
-        return judged_size(facts | {"notes": [dealt.words()]}, target)
+        outcome = compile_program(program, topologies.device(target), dealt.mesh)
+        return judged_size(dataclasses.replace(outcome, notes=(dealt.words(),)), target)
     except Exception as error:  # noqa: BLE001 (as above)
         return rejected(error)
 
 
-def compile_program(program: AbstractProgram, device: Any, mesh: Mesh | None = None) -> dict[str, Any]:
+def compile_program(program: AbstractProgram, device: Any, mesh: Mesh | None = None) -> Outcome:
     """Lower and compile for ``device``: the seconds of both steps, and the compiler's sizes in bytes (of one device).
 
     With a ``mesh`` the program is for all its devices, and its arguments carry their shardings. Raises the compiler's
@@ -123,7 +125,7 @@ def compile_program(program: AbstractProgram, device: Any, mesh: Mesh | None = N
         middle = time.perf_counter()
         compiled = lowered.compile()
     end = time.perf_counter()
-    return {"lower_seconds": middle - start, "compile_seconds": end - middle, "memory": _sizes(compiled)}
+    return Outcome(lower_seconds=middle - start, compile_seconds=end - middle, memory=_sizes(compiled))
 
 
 def _platform(device: Any) -> str:
@@ -138,29 +140,27 @@ def _sizes(compiled: Any) -> dict[str, int | None]:
     return {f"compiled_{name}": size for name, size in found.items()}
 
 
-def judged_size(facts: dict[str, Any], target: Target) -> dict[str, Any]:
-    """``facts`` with a verdict: ``oom`` where a GPU program is too large for the device.
+def judged_size(outcome: Outcome, target: Target) -> Outcome:
+    """The outcome, ``oom`` where a GPU program is too large for the device.
 
     XLA's GPU compiler does not check this, TPU compilers do.
     """
-    peak, limit = facts["memory"]["compiled_peak"], target.memory_bytes
+    peak, limit = outcome.memory["compiled_peak"], target.memory_bytes
     if peak is not None and limit is not None and peak > limit:
         error = f"needs {peak / 2**30:.2f} GiB of device memory; {target} has {limit / 2**30:g} GiB."
-        return facts | {"status": "oom", "error": error}
-    return facts | {"status": "ok", "error": None}
+        return dataclasses.replace(outcome, status="oom", error=error)
+    return outcome
 
 
-def rejected(error: Exception) -> dict[str, Any]:
-    """The verdict on a program that the compiler did not take."""
-    message = one_line(error)
-    out_of_memory = "RESOURCE_EXHAUSTED" in message and _DEVICE_MEMORY.search(message)
-    return {"status": "oom" if out_of_memory else "crashed", "error": message}
+def _refused(*reasons: str, error: str = "refused before it was compiled.") -> Outcome:
+    return Outcome(status="unsupported", reasons=reasons, error=error)
 
 
-def one_line(error: Exception) -> str:
+def rejected(error: Exception, outcome: Outcome = Outcome()) -> Outcome:  # noqa: B008 (frozen)
     """The compiler's own words, on one line, without the pages that follow them."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}"[:_REASON_LENGTH]
+    message = f"{type(error).__name__}: {' '.join(str(error).split())}"[:_REASON_LENGTH]
+    out_of_memory = "RESOURCE_EXHAUSTED" in message and _DEVICE_MEMORY.search(message)
+    return dataclasses.replace(outcome, status="oom" if out_of_memory else "crashed", error=message)
 
 
 def _program(
@@ -181,30 +181,32 @@ def _program(
 
 
 def _around(
-    kernels: dict[str, Any], case: OpCase | ModelCase, backend: Backend, target: Target, absent: str | None
-) -> dict[str, Any]:
+    kernels: Outcome, case: OpCase | ModelCase, backend: Backend, target: Target, absent: str | None
+) -> Outcome:
     """``kernels`` with the sizes of the XLA program that calls them, or with ``notes`` why these are unknown."""
     if absent is not None:
-        return kernels | {"notes": [absent]}
+        return dataclasses.replace(kernels, notes=(absent,))
     try:
-        facts = compile_program(_program(case, backend, target), topologies.device(target))
+        outcome = compile_program(_program(case, backend, target), topologies.device(target))
     except ImportError as error:  # what puts the kernels into XLA's program (jax-triton)
-        return kernels | {"notes": [" ".join(str(error).split())]}
+        return dataclasses.replace(kernels, notes=(" ".join(str(error).split()),))
     except Exception as error:  # noqa: BLE001 (as above)
-        return kernels | rejected(error)
-    return kernels | judged_size(
-        facts | {"compile_seconds": kernels["compile_seconds"] + facts["compile_seconds"]}, target
-    )
+        return rejected(error, kernels)
+    seconds = (kernels.compile_seconds or 0) + (outcome.compile_seconds or 0)
+    return judged_size(dataclasses.replace(outcome, compile_seconds=seconds, kernels=kernels.kernels), target)
 
 
-def _kernels(builds: Iterable[tuple[KernelBuild, ...]]) -> dict[str, Any]:
+def _kernels(builds: Iterable[tuple[KernelBuild, ...]]) -> Outcome:
     """The result for kernels that their own compiler compiles, not XLA."""
     start = time.perf_counter()
-    kernels = [dataclasses.asdict(build) for group in builds for build in group]
-    failed = [f"{kernel['name']}: {kernel['error']}" for kernel in kernels if kernel["error"] is not None]
-    return {
-        "status": "crashed" if failed else "ok",
-        "error": " ".join(failed)[:_REASON_LENGTH] or None,
-        "compile_seconds": time.perf_counter() - start,
-        "kernels": [kernel | {"configuration": dict(kernel["configuration"])} for kernel in kernels],
-    }
+    made = [build for group in builds for build in group]
+    fields: list[dict[str, Any]] = [
+        dataclasses.asdict(build) | {"configuration": dict(build.configuration)} for build in made
+    ]
+    failed = [f"{build.name}: {build.error}" for build in made if build.error is not None]
+    return Outcome(
+        status="crashed" if failed else "ok",
+        error=" ".join(failed)[:_REASON_LENGTH] or None,
+        compile_seconds=time.perf_counter() - start,
+        kernels=tuple(Kernel(**each) for each in fields),
+    )

@@ -2,7 +2,7 @@
 
 A TPU comes from ``libtpu``, an NVIDIA GPU from XLA's CUDA plugin and a description of the chip; neither needs a driver
 or an accelerator. Both compilers allow one kind of device per process. Call :func:`device` in a process of its own,
-with the variables :data:`ENVIRONMENT` (see ``worker.py``). The figures of chips are in ``backends/devices.py``.
+with the variables :data:`ENVIRONMENT` (see ``compile_run.py``). The figures of chips are in ``backends/devices.py``.
 """
 
 from __future__ import annotations

@@ -1,9 +1,14 @@
-"""Run the cells of a case in worker processes.
+"""Turn the cells of a grid into records; each executor in the way that suits its cells.
 
-:func:`in_turns` gives every cell a process of its own. One process computes at a time, and the cells take turns sample
-by sample: no cell is measured beside another's load, and a machine that slows down slows all cells alike, so ratios
-hold. :func:`one_after_another` runs cells that are neither timed nor weighed in one shared process. A cell that fails,
-hangs or dies becomes a record, and the others go on.
+- :func:`in_turns` gives every cell of a case a process of its own. One process computes at a time, and the cells take
+  turns sample by sample: no cell is measured beside another's load, and a machine that slows down slows all cells
+  alike, so ratios hold.
+- :func:`one_after_another` runs cells that are neither timed nor weighed in one shared process, or in several joined
+  ones.
+- :func:`here` runs such cells in the present process.
+- :func:`side_by_side` runs several lanes of cells at once, for example one per target of a compiler.
+
+A cell that fails, hangs or dies becomes a record, and the others go on.
 """
 
 from __future__ import annotations
@@ -11,18 +16,22 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime as dt
+import functools
+import itertools
+import queue
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from .. import peers, typed
-from ..cell import Case, Cell, Facts, record_of
+from ..cell import Case, Cell, Means, Outcome
 from ..errors import CellFailure, InputError
-from ..kinds import kind_of
+from ..kinds import checked, kind_of, make_case
 from ..measure.speed import Sampling
-from ..record import Environment, Record, RecordError, Status
-from .process import Worker
+from ..record import Environment, Record, RecordError
+from .process import Joined, Restarting, Worker
 from .references import References
 
 if TYPE_CHECKING:
@@ -67,66 +76,107 @@ def now() -> str:
     return dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
 
 
+def record_of(cell: Cell, outcome: Outcome, *, environment: Environment, **rest: Any) -> Record:
+    """The record of a cell: its request, its outcome, and ``rest`` (suite, started, samples, ...). Raises RecordError.
+
+    Where the cell's own process refused it (the outcome has reasons), nothing was resolved.
+    """
+    fields = {field.name: getattr(outcome, field.name) for field in dataclasses.fields(outcome)}
+    reasons, calls, method = (fields.pop(name) for name in ("reasons", "calls", "memory_method"))
+    how = {"process_high_water_method": method, "calls_per_sample": calls}
+    record = Record(
+        key=cell.key,
+        case=cell.case,
+        kind=cell.kind,
+        problem=cell.problem,
+        requested=cell.row,
+        resolved=None if reasons else cell.resolved,
+        mode=None if outcome.status == "unsupported" else cell.mode,
+        devices=cell.devices,
+        exact=cell.exact,
+        target=cell.target,
+        reasons=(*cell.reasons, *reasons),
+        environment=environment | {name: value for name, value in how.items() if value is not None},  # pyright: ignore[reportArgumentType]
+        **fields,
+        **rest,
+    )
+    return checked(record)
+
+
+def outcome_of(answer: Any) -> Outcome:
+    """The outcome in the answer of a cell's process. Raises CellFailure where it cannot be recorded."""
+    try:
+        return typed.convert(answer, Outcome)
+    except ValueError as wrong:
+        raise CellFailure("crashed", f"its figures cannot be recorded: {wrong}.") from wrong
+
+
 @dataclasses.dataclass(slots=True)
-class _Running:
-    """A cell between its start and its record."""
+class Running:
+    """A cell between its start and its record. ``worker`` (a Worker or Restarting) is None in the present process."""
 
     cell: Cell
-    worker: Worker
+    worker: Any = None
     started: str = dataclasses.field(default_factory=now)
-    facts: Facts = dataclasses.field(default_factory=Facts)
+    outcome: Outcome = dataclasses.field(default_factory=Outcome)
     samples: list[float] = dataclasses.field(default_factory=list)
     wall: float = 0.0
     sampling_seconds: float = 0.0
 
-    def ask(self, request: dict[str, Any], seconds: float) -> Any:
-        """The worker's answer. The time that it takes is added to the cell's."""
+    @contextlib.contextmanager
+    def timed(self) -> Iterator[None]:
+        """Adds the time in this context to the cell's."""
         begin = time.perf_counter()
         try:
-            return self.worker.ask(request, seconds)
+            yield
         finally:
             self.wall += time.perf_counter() - begin
 
-    def record(self, context: RunContext, status: Status, error: str | None = None) -> Record:
-        """The record of a cell that was made ready."""
-        try:
-            return self._record(context, self.facts, status=status, error=error, samples=tuple(self.samples))
-        except RecordError as wrong:
-            return self.failed(context, CellFailure("crashed", f"its figures cannot be recorded: {wrong}."))
+    def ask(self, request: dict[str, Any], seconds: float) -> Any:
+        """The worker's answer."""
+        with self.timed():
+            return self.worker.ask(request, seconds)
 
     def failed(self, context: RunContext, failure: CellFailure | InputError) -> Record:
         """The record of a cell that failed. Its earlier samples are dropped; the other cells and cases go on."""
         status = failure.status if isinstance(failure, CellFailure) else "crashed"
-        return self._record(context, Facts(), status=status, error=str(failure))
+        self.outcome, self.samples = Outcome(status=status, error=str(failure)), []
+        return self.record(context)
 
-    def _record(self, context: RunContext, facts: Facts, **rest: Any) -> Record:
-        return record_of(
-            self.cell,
-            facts,
-            suite=context.suite,
-            environment=context.environment,
-            started=self.started,
-            wall_seconds=self.wall,
-            **rest,
-        )
+    def record(self, context: RunContext) -> Record:
+        """The record of a cell that has its outcome."""
+        try:
+            return record_of(
+                self.cell,
+                self.outcome,
+                suite=context.suite,
+                environment=context.environment,
+                started=self.started,
+                wall_seconds=self.wall,
+                samples=tuple(self.samples),
+            )
+        except RecordError as wrong:
+            return self.failed(context, CellFailure("crashed", f"its figures cannot be recorded: {wrong}."))
 
 
 def run_case(case: Case, cells: Sequence[Cell], references: References, context: RunContext) -> Iterator[Record]:
     """Measure the cells of ``case`` with the executor that its kind asks for, and yield their records."""
-    executor = one_after_another if kind_of(case.kind).shares_process else in_turns
-    yield from executor(case, cells, references, context)
+    if kind_of(case.kind).shares_process:
+        yield from one_after_another(cells, references, context)
+    else:
+        yield from in_turns(case, cells, references, context)
 
 
 def in_turns(case: Case, cells: Sequence[Cell], references: References, context: RunContext) -> Iterator[Record]:
     """Yields a failure at once, and the measured cells when all samples are taken."""
     with contextlib.ExitStack() as stack:
         running = [
-            _Running(cell, stack.enter_context(Worker(context.limits.memory, environment=_variables(cell, references))))
+            Running(cell, stack.enter_context(Worker(context.limits.memory, environment=_variables(cell, references))))
             for cell in cells
         ]
         context.watcher.doing(case.name, "reference", "computing what the cells are judged by")
         judged_by = {mode: _reference(case, mode, references) for mode in dict.fromkeys(cell.mode for cell in cells)}
-        ready: list[_Running] = []
+        ready: list[Running] = []
         for each in running:
             record = _prepare(each, judged_by[each.cell.mode], context)
             if record is None:
@@ -137,23 +187,81 @@ def in_turns(case: Case, cells: Sequence[Cell], references: References, context:
         yield from _sample(case, ready, context)
 
 
-def one_after_another(
-    case: Case, cells: Sequence[Cell], references: References, context: RunContext
-) -> Iterator[Record]:
-    """Runs all cells in one process; a new one starts after a cell that ended it."""
-    worker = Worker(context.limits.memory)
-    try:
+def one_after_another(cells: Sequence[Cell], references: References, context: RunContext) -> Iterator[Record]:
+    """Runs cells in one process, or in joined ones as their kind says; new ones start after a cell that failed."""
+
+    @functools.cache
+    def reference(case: Case) -> Path | CellFailure | InputError | None:
         context.watcher.doing(case.name, "reference", "computing what the cells are judged by")
-        reference = _reference(case, "native", references)
-        for cell in cells:
-            each = _Running(cell, worker)
-            ended = _prepare(each, reference, context) or each.record(context, "ok")
-            if ended.status not in ("ok", "wrong") and not isinstance(reference, Exception):
-                worker.close()
-                worker = Worker(context.limits.memory)
-            yield ended
-    finally:
-        worker.close()
+        return _reference(case, "native", references)
+
+    def joined(cell: Cell) -> tuple[int, int] | None:
+        return kind_of(cell.kind).processes(make_case(cell.problem))
+
+    for found, members in itertools.groupby(cells, key=joined):
+        count = found[0] if found else 1
+        start = functools.partial(Worker if found is None else Joined, context.limits.memory // count, *(found or ()))
+        with contextlib.closing(Restarting(start)) as process:
+            for cell in members:
+                each = Running(cell, process)
+                yield _prepare(each, reference(make_case(cell.problem)), context) or each.record(context)
+
+
+def here(cells: Iterable[Cell], context: RunContext) -> Iterator[Record]:
+    """Runs cells in the present process, without a limit, one after the other."""
+    means = Means(reference=None, memory_limit=context.limits.memory, text=context.text)
+    for cell in cells:
+        if cell.mode is None:
+            yield refused(cell, context)
+            continue
+        context.watcher.doing(cell.case, cell.row, "computing")
+        each = Running(cell)
+        try:
+            with each.timed():
+                each.outcome = kind_of(cell.kind).prepare(cell, make_case(cell.problem), means).outcome
+        except Exception as error:  # noqa: BLE001 (whatever a backend raises becomes this cell's record)
+            each.outcome = Outcome(status="crashed", error=f"{type(error).__name__}: {' '.join(str(error).split())}")
+        yield each.record(context)
+
+
+class Lane(Protocol):
+    """Cells that are computed one after the other, beside other lanes."""
+
+    def records(self) -> Iterator[Record]:
+        """The record of each cell, as it ends."""
+        ...
+
+    def stop(self) -> None:
+        """End what is running, and skip the remaining cells. Called by another thread, and once more at the end."""
+        ...
+
+
+def side_by_side(lanes: Sequence[Lane], at_once: int) -> Iterator[Record]:
+    """The records of all lanes, in the order in which they end; ``at_once`` lanes run at the same time."""
+    found: queue.SimpleQueue[Record | BaseException | None] = queue.SimpleQueue()
+
+    def work(lane: Lane) -> None:
+        try:
+            for record in lane.records():
+                found.put(record)
+        except BaseException as error:  # noqa: BLE001 (raised again where the records are read)
+            found.put(error)
+        lane.stop()
+        found.put(None)
+
+    with ThreadPoolExecutor(at_once) as pool:
+        for lane in lanes:
+            pool.submit(work, lane)
+        try:
+            for _ in lanes:
+                while (record := found.get()) is not None:
+                    if isinstance(record, BaseException):
+                        raise record
+                    yield record
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for lane in lanes:
+                lane.stop()
 
 
 def refused(cell: Cell, context: RunContext) -> Record:
@@ -164,20 +272,11 @@ def refused(cell: Cell, context: RunContext) -> Record:
     instead = f"{cell.resolved} would run, and is a cell of its own" if cell.resolved else "nothing else can run"
     return record_of(
         cell,
-        status="unsupported",
-        error=f"refused; {instead}.",
+        Outcome(status="unsupported", error=f"refused; {instead}."),
         suite=context.suite,
         environment=context.environment,
         started=now(),
     )
-
-
-def facts_of(answer: Any) -> Facts:
-    """The facts in the answer of a cell's process. Raises CellFailure where they cannot be recorded."""
-    try:
-        return typed.convert(answer, Facts)
-    except ValueError as wrong:
-        raise CellFailure("crashed", f"its figures cannot be recorded: {wrong}.") from wrong
 
 
 def is_measured(cell: Cell, rows: Sequence[str]) -> bool:
@@ -200,7 +299,7 @@ def _reference(case: Case, mode: str | None, references: References) -> Path | C
         return failure
 
 
-def _prepare(each: _Running, reference: Path | CellFailure | InputError | None, context: RunContext) -> Record | None:
+def _prepare(each: Running, reference: Path | CellFailure | InputError | None, context: RunContext) -> Record | None:
     """Make a cell ready for sampling. Returns its record where it ends here: it failed, is wrong, or is not timed."""
     if isinstance(reference, Exception):
         return each.failed(context, reference)
@@ -213,15 +312,13 @@ def _prepare(each: _Running, reference: Path | CellFailure | InputError | None, 
         "text": context.text,
     }
     try:
-        each.facts = facts_of(each.ask(request, context.limits.seconds))
+        each.outcome = outcome_of(each.ask(request, context.limits.seconds))
     except (CellFailure, InputError) as failure:
         return each.failed(context, failure)
-    if each.facts.wrong is not None:
-        return each.record(context, "wrong", each.facts.wrong)
-    return each.record(context, "ok") if each.facts.calls is None else None
+    return each.record(context) if each.outcome.status != "ok" or each.outcome.calls is None else None
 
 
-def _profile(each: _Running, context: RunContext) -> None:
+def _profile(each: Running, context: RunContext) -> None:
     """Profile one more call, after the samples: a profiler slows what it watches. Its failure is a warning."""
     if context.profile is None:
         return
@@ -237,9 +334,9 @@ def _profile(each: _Running, context: RunContext) -> None:
         context.watcher.warn(sentence)
 
 
-def _sample(case: Case, running: list[_Running], context: RunContext) -> Iterator[Record]:
+def _sample(case: Case, running: list[Running], context: RunContext) -> Iterator[Record]:
     """In each round take one sample of every cell that still needs some."""
-    done: list[_Running] = []
+    done: list[Running] = []
     active = list(running)
     number = 0
     while active:
@@ -254,10 +351,10 @@ def _sample(case: Case, running: list[_Running], context: RunContext) -> Iterato
                 yield each.failed(context, failure)
                 continue
             each.sampling_seconds += each.wall - before
-            enough = context.sampling.enough(each.samples, each.facts.calls or 1)
+            enough = context.sampling.enough(each.samples, each.outcome.calls or 1)
             if enough or each.sampling_seconds > context.limits.seconds:
                 active.remove(each)
                 done.append(each)
                 _profile(each, context)
                 each.worker.close()
-    yield from (each.record(context, "ok") for each in sorted(done, key=running.index))
+    yield from (each.record(context) for each in sorted(done, key=running.index))

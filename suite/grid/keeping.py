@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from ..cell import Cell
 from ..record import Environment, Record
-from ..store import GridManifest, RunStore
+from ..store import GridManifest, Manifest, RunStore
 from .executors import Watcher
 
 
@@ -27,30 +29,37 @@ class GridWatcher(Watcher, Protocol):
         ...
 
 
-def keep(
-    out: Path,
-    identity: GridManifest,
-    keys: Sequence[str],
-    records: Callable[[frozenset[str]], Iterable[Record]],
-    watcher: GridWatcher,
-    *,
-    resume: bool,
-) -> tuple[Record, ...]:
-    """Append the records that ``records`` yields for unfinished cells; returns all records of the grid.
-
-    ``keys`` are those of all cells; ``records`` is called with the keys of the finished ones. Raises InputError before
-    anything is computed if ``out`` cannot be written, holds another grid, or holds records and ``resume`` is False.
-    """
+@contextlib.contextmanager
+def opened(out: Path, watcher: GridWatcher, *, resume: bool) -> Iterator[RunStore]:
+    """The directory of a grid, locked. Raises InputError as :class:`RunStore`."""
     with RunStore(out, resume=resume) as store:
         for sentence in store.warnings:
             watcher.warn(sentence)
-        store.settle(identity)
-        finished = store.finished()
-        watcher.begin(len(keys), len(finished.intersection(keys)))
-        for record in records(finished):
-            store.append([record])
-            watcher.done(record)
-        return store.records
+        yield store
+
+
+def keep(
+    store: RunStore,
+    manifest: Manifest,
+    cells: Sequence[Cell],
+    compute: Callable[[list[Cell]], Iterable[Record]],
+    watcher: GridWatcher,
+    *,
+    more: int = 0,
+) -> tuple[Record, ...]:
+    """Append the records that ``compute`` yields for the cells without one; returns all records of the grid.
+
+    ``more`` counts the cells that ``compute`` may find beside those that it is given. Raises InputError before anything
+    is computed if the directory holds another grid.
+    """
+    store.settle(manifest)
+    finished = store.finished()
+    missing = [cell for cell in cells if cell.key not in finished]
+    watcher.begin(len(cells) + more, len(cells) - len(missing))
+    for record in compute(missing):
+        store.append([record])
+        watcher.done(record)
+    return store.records
 
 
 def identity(

@@ -7,15 +7,17 @@ and becomes ``timeout`` or ``oom``. A process that dies becomes ``crashed``, wit
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import selectors
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +28,7 @@ import psutil
 from ..errors import CellFailure, InputError
 
 _POLL_SECONDS = 0.05
+_JOIN_SECONDS = 600.0
 # GPUs and TPUs multiply float32 in fewer bits unless told otherwise; a float32 cell is judged as float32.
 _ENVIRONMENT = {
     "JAX_DEFAULT_MATMUL_PRECISION": "highest",
@@ -41,19 +44,14 @@ _LIKELY_OUT_OF_MEMORY = 0.5  # killed from outside while above this share of its
 class Worker:
     """One worker process with a memory limit in bytes. Use as a context manager, or call :meth:`close`.
 
-    ``module`` is the module that it runs. ``environment`` is added to this process's own variables.
+    ``environment`` is added to this process's own variables.
     """
 
-    def __init__(
-        self,
-        memory_limit: int,
-        module: str = "attnsuite.suite.grid.worker",
-        environment: Mapping[str, str] | None = None,
-    ) -> None:
+    def __init__(self, memory_limit: int, environment: Mapping[str, str] | None = None) -> None:
         self._limit = memory_limit
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (closed in close)
-        self._process = subprocess.Popen(  # noqa: S603 (one of this package's own modules)
-            [sys.executable, "-P", "-m", module],
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "attnsuite.suite.grid.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
@@ -165,22 +163,90 @@ class Worker:
         return CellFailure("crashed", f"exited with code {code} before it answered{last}")
 
 
-def ask_together(workers: Sequence[Worker], requests: Sequence[dict[str, Any]], seconds: float) -> Any:
-    """Ask all workers at the same time, because they wait for each other; returns the answer of the first.
+class Joined:
+    """Processes of some CPU devices each; several are joined by ``jax.distributed`` over loopback. Asked as a Worker.
 
-    On a failure all processes are killed, and the error of the first that failed is raised as by :meth:`Worker.ask`.
+    ``memory_limit`` is that of each process. Raises CellFailure if they cannot be joined.
     """
-    with ThreadPoolExecutor(len(workers)) as pool:
-        asked = [pool.submit(w.ask, request, seconds) for w, request in zip(workers, requests, strict=True)]
+
+    def __init__(self, memory_limit: int, processes: int, devices: int) -> None:
+        forced = f"--xla_force_host_platform_device_count={devices}"
+        variables = {
+            "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {forced}".strip(),
+            "JAX_PLATFORMS": "cpu",
+            "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
+            "NPROC": str(max(16, 2 * devices)),  # threads: a device that waits for another keeps one
+        }
+        with contextlib.ExitStack() as stack:
+            start = functools.partial(Worker, memory_limit, environment=variables)
+            self._workers = [stack.enter_context(start()) for _ in range(processes)]
+            if processes > 1:
+                join = {"do": "join", "coordinator": f"127.0.0.1:{_free_port()}", "processes": processes}
+                self._ask([join | {"process": number} for number in range(processes)], _JOIN_SECONDS)
+            stack.pop_all()
+
+    def ask(self, request: dict[str, Any], seconds: float) -> Any:
+        """Ask all processes at the same time, because they wait for each other; returns the answer of the first.
+
+        On a failure all processes are ended, and the error of the first that failed is raised as by :meth:`Worker.ask`.
+        """
+        return self._ask([request] * len(self._workers), seconds)
+
+    def close(self) -> None:
+        """End the processes."""
+        for worker in self._workers:
+            worker.close()
+
+    def _ask(self, requests: Sequence[dict[str, Any]], seconds: float) -> Any:
+        with ThreadPoolExecutor(len(requests)) as pool:
+            asked = [pool.submit(w.ask, request, seconds) for w, request in zip(self._workers, requests, strict=True)]
+            try:
+                done, _ = wait(asked, return_when=FIRST_EXCEPTION)
+                for answered in done:
+                    answered.result()
+            except BaseException:
+                for worker in self._workers:
+                    worker.kill()
+                raise
+        return asked[0].result()
+
+
+class Restarting:
+    """A process for one cell after the other: ``start`` makes it at the first request, and anew after a failure."""
+
+    def __init__(self, start: Callable[[], Worker | Joined]) -> None:
+        self._start = start
+        self._process: Worker | Joined | None = None
+        self.stopped = False
+
+    def ask(self, request: dict[str, Any], seconds: float) -> Any:
+        """As :meth:`Worker.ask`."""
+        process = self._process = self._process or self._start()
+        if self.stopped:  # while it started
+            self.close()
+            raise CellFailure("crashed", "it was stopped.")
         try:
-            done, _ = wait(asked, return_when=FIRST_EXCEPTION)
-            for answered in done:
-                answered.result()
-        except BaseException:
-            for worker in workers:
-                worker.kill()
+            return process.ask(request, seconds)
+        except (CellFailure, InputError):
+            self.close()
             raise
-    return asked[0].result()
+
+    def close(self) -> None:
+        """End the process."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.close()
+
+    def stop(self) -> None:
+        """End the process for good. Another thread that waits for its answer gets a CellFailure."""
+        self.stopped = True
+        self.close()
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
 def _import_path() -> str:

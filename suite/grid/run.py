@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import hashlib
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +31,7 @@ from ..record import Environment, Machine, Record
 from ..store import GridManifest, RunManifest, RunStore, TextIdentity, read_manifest
 from ..suites import SUITES, Suite, find_suite, select
 from .executors import Limits, RunContext, Watcher, is_measured, refused, run_case
-from .keeping import GridWatcher
+from .keeping import GridWatcher, keep, opened
 from .process import Worker
 from .references import References, text_words
 
@@ -144,28 +144,25 @@ def resumed_request(
 
 def execute(request: RunRequest, watcher: GridWatcher) -> None:
     """Measure every cell that has no record yet. Raises InputError before anything is measured."""
-    with RunStore(request.out, resume=request.resume) as store:
-        for sentence in store.warnings:
-            watcher.warn(sentence)
+    with opened(request.out, watcher, resume=request.resume) as store:
         watcher.doing("", "", "looking at the machine")
         environment, cells = _probe(request)
-        store.settle(_identity(request, environment))
-        finished = store.finished()
-        watcher.begin(len(cells), sum(cell.key in finished for cell in cells))
-        context = RunContext(
-            suite=request.suite,
-            limits=request.limits,
-            environment={**environment, "machine": _machine(store, watcher), "session": uuid.uuid4().hex[:12]},
-            text=None if request.text is None else request.text.resolved(),
-            watcher=watcher,
-            profile=request.profile,
-        )
-        with contextlib.closing(References(request.limits.seconds, context.text)) as references:
-            for case in request.cases:
-                missing = [cell for cell in cells if cell.case == case.name and cell.key not in finished]
-                for record in _case_records(case, missing, request.backends, references, context):
-                    store.append([record])
-                    watcher.done(record)
+
+        def compute(missing: Sequence[Cell]) -> Iterator[Record]:
+            context = RunContext(
+                suite=request.suite,
+                limits=request.limits,
+                environment={**environment, "machine": _machine(store, watcher), "session": uuid.uuid4().hex[:12]},
+                text=None if request.text is None else request.text.resolved(),
+                watcher=watcher,
+                profile=request.profile,
+            )
+            with contextlib.closing(References(request.limits.seconds, context.text)) as references:
+                for case in request.cases:
+                    members = [cell for cell in missing if cell.case == case.name]
+                    yield from _case_records(case, members, request.backends, references, context)
+
+        keep(store, _identity(request, environment), cells, compute, watcher)
 
 
 def checked_text(text: TextFile) -> TextFile:

@@ -12,13 +12,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attnsuite.backends import BackendFallbackWarning
+import jax
+
+from attnsuite.backends import BackendFallbackWarning, Target
 
 from .. import typed
 from ..cell import Asked, Cell, Means, Prepared
-from ..errors import CellFailure, InputError
+from ..errors import CellFailure
 from ..kinds import kind_of, make_case
-from ..kinds.attention import OpCase
 from ..measure import machine
 from ..measure.profile import profile
 from . import probe
@@ -42,8 +43,10 @@ def main() -> None:
         if request["do"] == "prepare":
             prepared = _prepare(request)
             sample = prepared.take_sample or _unprepared
-            return dataclasses.asdict(prepared.facts)
-        return _answer(request)
+            return dataclasses.asdict(prepared.outcome)
+        if request["do"] not in _ANSWERS:
+            raise CellFailure("crashed", f"the worker does not know the request {request['do']!r}.")
+        return _ANSWERS[request["do"]](request)
 
     answer_requests(answer)
 
@@ -52,26 +55,24 @@ def _unprepared() -> float:
     raise CellFailure("crashed", "this cell has nothing that can be sampled.")
 
 
-def _answer(request: dict[str, Any]) -> Any:
-    """Answer a request that keeps no state."""
-    match request["do"]:
-        case "probe":
-            cases = tuple(make_case(problem) for problem in request["cases"])
-            rows, text, all_cores = tuple(request["backends"]), _text(request), request["all_cores"]
-            return probe.probe(Asked(rows=rows, cases=cases, text=text, all_cores=all_cores))
-        case "machine":
-            return machine.measure_machine()
-        case "doctor":
-            return probe.examine()
-        case "tune":
-            from .. import tuning  # noqa: PLC0415 (it compiles for absent devices: flax, a second per process)
+def _tuned(asked: dict[str, Any]) -> list[dict[str, Any]]:
+    from .. import tuning  # noqa: PLC0415 (a cell's process starts without flax, which the tuner imports)
 
-            case, reference = _op_case(request["case"]), Path(request["reference"])
-            return tuning.try_candidates(case, request["backend"], reference, request["given"])
-        case "reference":
-            case = make_case(request["case"])
-            return kind_of(case.kind).write_reference(case, Path(request["path"]), _text(request))
-    raise CellFailure("crashed", f"the worker does not know the request {request['do']!r}.")
+    return tuning.try_candidates(_case(asked), asked["backend"], Path(asked["reference"]), asked["given"])
+
+
+def _compiled(asked: dict[str, Any]) -> dict[str, Any]:
+    """What the compiler for an absent device says of a cell, or of options on trial. A process has one compiler."""
+    from ..absent import candidates, compilation  # noqa: PLC0415 (as above)
+
+    target = Target.named(asked["target"])
+    if "options" in asked:
+        return candidates.compile_candidate(_case(asked), asked["backend"], target, asked["options"], asked["given"])
+    return dataclasses.asdict(compilation.compile_cell(_case(asked), asked["backend"], target))
+
+
+def _case(asked: dict[str, Any]) -> Any:
+    return make_case(asked["case"])
 
 
 def _text(request: dict[str, Any]) -> TextFile | None:
@@ -80,13 +81,6 @@ def _text(request: dict[str, Any]) -> TextFile | None:
     from attnsuite.models import TextFile  # noqa: PLC0415 (flax)
 
     return TextFile(**request["text"])
-
-
-def _op_case(problem: dict[str, Any]) -> OpCase:
-    case = make_case(problem)
-    if not isinstance(case, OpCase):
-        raise InputError(f"case {case.name} is no attention call; only those are tuned.")
-    return case
 
 
 def _prepare(request: dict[str, Any]) -> Prepared:
@@ -99,6 +93,29 @@ def _prepare(request: dict[str, Any]) -> Prepared:
     )
     return kind_of(asked.kind).prepare(asked, make_case(asked.problem), means)
 
+
+# The requests that keep no state.
+_ANSWERS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "probe": lambda asked: probe.probe(
+        Asked(
+            rows=tuple(asked["backends"]),
+            cases=tuple(map(make_case, asked["cases"])),
+            text=_text(asked),
+            all_cores=asked["all_cores"],
+        )
+    ),
+    "machine": lambda _: machine.measure_machine(),
+    "doctor": lambda _: probe.examine(),
+    "reference": lambda asked: kind_of(asked["case"]["kind"]).write_reference(
+        _case(asked), Path(asked["path"]), _text(asked)
+    ),
+    "tune": _tuned,
+    "compile": _compiled,
+    # Returns when all processes are there.
+    "join": lambda asked: jax.distributed.initialize(
+        asked["coordinator"], num_processes=asked["processes"], process_id=asked["process"]
+    ),
+}
 
 if __name__ == "__main__":
     main()

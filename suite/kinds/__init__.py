@@ -8,15 +8,19 @@ loaded when its kind is looked up. An entry that does not load raises InputError
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
 
+import msgspec
+
 from .. import typed
 from ..cell import Case
 from ..errors import InputError
+from ..record import Record, RecordError
 from .kind import Kind, label_of
 from .kind import problem_of as problem_of
 
@@ -30,6 +34,9 @@ BUILT_IN = (
     "retrieval:RETRIEVAL",
     "selection:SELECTION",
     "stack:STACK",
+    "loss_curve:LOSS_CURVE",
+    "sharded:SHARDED",
+    "tuning:TUNING",
 )
 
 
@@ -92,6 +99,18 @@ def _fault(name: str) -> str | None:
 def title_of(name: str) -> str:
     """The title of the tables of a kind of record. Raises InputError as :func:`kind_of`."""
     return kind_of(name).titles[name]
+
+
+def checked(record: Record) -> Record:
+    """The record, with its facts as its kind has them. Raises RecordError for an unknown kind and for other facts."""
+    try:
+        wanted = kind_of(record.kind).facts or type(None)
+        facts = typed.convert({"facts": msgspec.to_builtins(record.facts)}, dict[str, wanted | None])["facts"]
+    except ValueError as error:
+        raise RecordError(str(error).rstrip(".")) from error
+    if facts is None and wanted is not type(None) and record.status in ("ok", "wrong"):
+        raise RecordError(f"facts = nothing must be a table where {record.kind} has status {record.status}")
+    return record if facts is None else dataclasses.replace(record, facts=facts)
 
 
 def make_case(fields: Mapping[str, Any]) -> Case:

@@ -35,7 +35,7 @@ from attnsuite.backends.devices import usable_cores
 from attnsuite.backends.features import Mode
 
 from .. import peers, typed
-from ..cell import Asked, Cell, Facts, Means, Prepared
+from ..cell import Asked, Cell, Means, Outcome, Prepared
 from ..errors import InputError
 from ..measure import execution
 from ..measure.judge import as_error
@@ -321,22 +321,22 @@ class Attention(Kind):
             return _prepare_interpreted(cell, case, means)
         build = _builder(cell)
         judged, notes = judged_case(case)
-        outputs, sample, facts = execution.execute(build(case), means, cell.devices)
+        outputs, sample, outcome = execution.execute(build(case), means, cell.devices)
         if judged != case:
             del outputs
             outputs = execution.outputs_of(build(judged))
         errors = {}
         if means.reference is not None:
             errors = judge_outputs(named_outputs(outputs), means.reference, case.dtype)
-        facts = dataclasses.replace(
-            facts,
+        outcome = dataclasses.replace(
+            outcome,
             flops=op_flops(case),
             bytes_moved=op_bytes(case),
             tokens=op_tokens(case),
             accuracy=errors,
             notes=notes,
         )
-        return Prepared(execution.judged(facts, exact=bool(cell.exact)), sample)
+        return Prepared(execution.judged(outcome, exact=bool(cell.exact)), sample)
 
 
 def _builder(cell: Cell) -> Callable[[OpCase], Program]:
@@ -353,7 +353,7 @@ def _prepare_interpreted(cell: Cell, case: OpCase, means: Means) -> Prepared:
     program = op_program(judged, registry.get(str(cell.resolved)), "interpret", Target.here())
     outputs = named_outputs(execution.outputs_of(program))
     errors = {} if means.reference is None else judge_outputs(outputs, means.reference, case.dtype)
-    return Prepared(execution.judged(Facts(accuracy=errors, notes=notes), exact=bool(cell.exact)))
+    return Prepared(execution.judged(Outcome(accuracy=errors, notes=notes), exact=bool(cell.exact)))
 
 
 def _or_interpreted(found: Cell, case: OpCase, target: Target) -> Cell:

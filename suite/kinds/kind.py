@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -32,29 +31,40 @@ SHORT_DTYPE = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 
 
-class Kind(abc.ABC):
+class Kind:
     """One kind of case: everything that the grid and the reports must know about it.
 
     ``titles`` maps each ``kind`` of its records to the title of their tables. ``case`` is the frozen dataclass of its
-    cases; it checks itself and raises InputError. With ``shares_process`` the cells of a case run one after the other
-    in one process, since nothing of them is timed or weighed. The methods defined here suit a kind whose rows are
-    backends and whose cells bring their own comparison.
+    cases; it checks itself and raises InputError. It is None for a kind of records that no suite asks for. ``facts`` is
+    the frozen dataclass of what only its records have (``Record.facts``); a record with status ok or wrong has it. With
+    ``shares_process`` the cells of a case run one after the other in one process, since nothing of them is timed or
+    weighed. The methods defined here suit a kind whose rows are backends and whose cells bring their own comparison.
     """
 
     titles: ClassVar[Mapping[str, str]]
-    case: ClassVar[type[Any]]
+    case: ClassVar[type[Any] | None] = None
+    facts: ClassVar[type[Any] | None] = None
     shares_process: ClassVar[bool] = False
 
-    @abc.abstractmethod
     def cells(self, case: Any, asked: Asked) -> Iterable[Cell]:
         """The cells of a case on this machine, with what runs in each (initialises JAX). Raises InputError."""
+        raise NotImplementedError
 
-    @abc.abstractmethod
     def prepare(self, cell: Cell, case: Any, means: Means) -> Prepared:
         """Make a cell ready to be sampled. Raises CellFailure where it needs more memory than its limit."""
+        raise NotImplementedError
+
+    def processes(self, case: Any) -> tuple[int, int] | None:
+        """The number of processes that are joined to compute a cell, and the CPU devices of each; None for one process.
+
+        Only for a kind that ``shares_process``.
+        """
+        return None
 
     def read(self, fields: Mapping[str, Any]) -> Case:
         """The case with these fields, ``kind`` among them. Raises ValueError with a sentence, less its full stop."""
+        if self.case is None:
+            raise ValueError(f"kind = {typed.given(fields['kind'])} is of records alone; no suite has such a case")
         return typed.convert(fields, self.case)
 
     def rows(self, case: Any) -> tuple[str, ...]:
@@ -72,7 +82,7 @@ class Kind(abc.ABC):
         """
         return ()
 
-    def write_reference(self, case: Any, path: Path, text: TextFile | None) -> None:  # noqa: B027 (no case is judged by one)
+    def write_reference(self, case: Any, path: Path, text: TextFile | None) -> None:
         """Write to ``path`` (.npz) the reference by which :meth:`prepare` judges, if :meth:`judged_by` names a case."""
 
 

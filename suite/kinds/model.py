@@ -141,9 +141,9 @@ class Model(Kind):
             errors = judge_model(case, execution.outputs_of(judged), means.reference)
         del judged
         program = program or model_program.model_program(case, model, cell.row)
-        _, sample, facts = execution.execute(program, means)
-        facts = dataclasses.replace(
-            facts,
+        _, sample, outcome = execution.execute(program, means)
+        outcome = dataclasses.replace(
+            outcome,
             flops=model_program.model_flops(case, model.config),
             tokens=model_program.model_tokens(case),
             steps=model_program.model_steps(case),
@@ -151,7 +151,7 @@ class Model(Kind):
             accuracy=errors,
             notes=() if is_peer else model_program.notes(case, model.config, cell.row),
         )
-        return Prepared(execution.judged(facts, exact=bool(cell.exact)), sample)
+        return Prepared(execution.judged(outcome, exact=bool(cell.exact)), sample)
 
 
 def judge_model(case: ModelCase, outputs: Mapping[str, Any], reference: Path) -> dict[str, TensorError]:

@@ -20,7 +20,7 @@ from attnsuite.models import ModelConfig, TextFile, Transformer, load_text, retr
 from attnsuite.models.loss import token_nats
 
 from .. import statistics
-from ..cell import Facts
+from ..cell import Outcome
 from ..errors import InputError
 from ..measure.judge import as_model_error
 from ..measure.text import bits, reader_of, unigram_bits
@@ -51,7 +51,7 @@ def read_text(case: TextCase, config: ModelConfig, text: TextFile | None) -> Hel
         raise InputError(f"case {case.name}: {error}") from error
 
 
-def perplexity(case: TextCase, backend: str, text: TextFile | None) -> Facts:
+def perplexity(case: TextCase, backend: str, text: TextFile | None) -> Outcome:
     """Perplexity per token and bits per byte of ``backend``, with KL and top-1 agreement against ``standard``."""
     model = open_model(case)
     held_out = read_text(case, model.config, text)
@@ -69,7 +69,7 @@ def perplexity(case: TextCase, backend: str, text: TextFile | None) -> Facts:
     figures = _figures(raw, held_out.bytes_per_token)
     # A model that does not beat the frequencies of the tokens shows nothing.
     figures["unigram_bits_per_byte"] = unigram_bits(held_out.rows) / held_out.bytes_per_token
-    return _with_kept(Facts(quality=figures, series=raw, accuracy={"logits": errors[0]}), model.config, case, backend)
+    return _with_kept(Outcome(quality=figures, series=raw, accuracy={"logits": errors[0]}), model.config, case, backend)
 
 
 def retrieval_model(case: RetrievalCase) -> Transformer:
@@ -77,7 +77,7 @@ def retrieval_model(case: RetrievalCase) -> Transformer:
     return retrieval.build(context=max(case.sequence, _LEAST_CONTEXT))
 
 
-def recall(case: RetrievalCase, backend: str) -> Facts:
+def recall(case: RetrievalCase, backend: str) -> Outcome:
     """Share of needles that the constructed checkpoint retrieves under ``backend``, with the standard backend's."""
     model = retrieval_model(case)
     rng = np.random.default_rng([case.seed, 0])
@@ -99,16 +99,16 @@ def recall(case: RetrievalCase, backend: str) -> Facts:
     }
     series = {"hit": tuple(hits[backend]), "standard_hit": tuple(hits["standard"]), "distance": tuple(distances)}
     return _with_kept(
-        Facts(quality=figures, series=series, accuracy={"logits": errors[0]}), model.config, case, backend
+        Outcome(quality=figures, series=series, accuracy={"logits": errors[0]}), model.config, case, backend
     )
 
 
-def _with_kept(facts: Facts, config: ModelConfig, case: TextCase | RetrievalCase, backend: str) -> Facts:
-    """The facts with what an approximate backend kept; without that its figures cannot be read."""
+def _with_kept(outcome: Outcome, config: ModelConfig, case: TextCase | RetrievalCase, backend: str) -> Outcome:
+    """The outcome with what an approximate backend kept; without that its figures cannot be read."""
     kept = kept_of(resolutions_of_sequence(config, case.sequence, backend), {}, config)
     figures = {name: value for one in kept for name, value in one.figures.items()}
     notes = tuple(line for one in kept for line in one.lines)
-    return dataclasses.replace(facts, quality={**facts.quality, **figures}, notes=notes)
+    return dataclasses.replace(outcome, quality={**outcome.quality, **figures}, notes=notes)
 
 
 def _hits(logits: Float[Array, "b t v"], batch: Any) -> list[float]:

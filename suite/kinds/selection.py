@@ -12,7 +12,7 @@ from msgspec import Meta
 from attnsuite.backends import Target
 from attnsuite.backends.kascade import GREEDY_RULES
 
-from ..cell import Asked, Cell, Facts, Means, Prepared
+from ..cell import Asked, Cell, Means, Outcome, Prepared
 from ..errors import CellFailure, InputError
 from ..names import parts_of
 from ..typed import Count, Seed
@@ -149,7 +149,7 @@ class Selections(Kind):
         if means.reference is None:
             raise CellFailure("crashed", f"{case.name} has no dense logits to compare with.")
         found = quality.measure(case, cell.row, means.reference, means.text)
-        return Prepared(Facts(quality=found.figures, series=found.series, notes=found.notes))
+        return Prepared(Outcome(quality=found.figures, series=found.series, notes=found.notes))
 
 
 def _repeats(row: str, case: SelectionCase) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from attnsuite.backends.features import Mode
 from attnsuite.backends.kascade import Schedule, default_kernel, manual
 from attnsuite.backends.kascade.cost import not_profitable
 
-from ..cell import Asked, Cell, Facts, Means, Prepared
+from ..cell import Asked, Cell, Means, Outcome, Prepared
 from ..errors import InputError
 from ..measure import execution
 from ..typed import Count, Seed
@@ -138,14 +138,14 @@ class Stacks(Kind):
         from .kascade import stack  # noqa: PLC0415 (imports this module)
 
         mode: Mode = "interpret" if cell.mode == "interpret" else "native"
-        facts = Facts(
+        outcome = Outcome(
             quality=stack.figures(case, cell.row),
             tokens=stack_spec(case).query_length,
             accuracy=stack.judge(case, cell.row, cell.devices, mode),
             notes=(*stack.plan_notes(case, cell.row), stack.JUDGED if mode == "native" else stack.INTERPRETED),
         )
         # With everything selected an approximate row must be exact: its numbers are judged by the same rule.
-        if (judged := execution.judged(facts, exact=True)).wrong is not None or mode == "interpret":
+        if (judged := execution.judged(outcome, exact=True)).error is not None or mode == "interpret":
             return Prepared(judged)
         _, sample, measured = execution.execute(stack.stack_program(case, cell.row, cell.devices), means, cell.devices)
         same = {name: getattr(judged, name) for name in ("quality", "tokens", "accuracy", "notes")}

@@ -11,7 +11,7 @@ import jax
 
 from attnsuite.backends import Target
 
-from ..cell import Facts, Means
+from ..cell import Means, Outcome
 from ..errors import CellFailure
 from . import judge, memory, speed
 from .program import Program
@@ -24,8 +24,8 @@ def outputs_of(program: Program) -> Any:
     return jax.jit(program.function)(*program.arguments)
 
 
-def execute(program: Program, means: Means, devices: int = 1) -> tuple[Any, Callable[[], float], Facts]:
-    """The outputs, a function that takes a sample, and the facts measured on the way.
+def execute(program: Program, means: Means, devices: int = 1) -> tuple[Any, Callable[[], float], Outcome]:
+    """The outputs, a function that takes a sample, and what was measured on the way.
 
     The program runs once for its memory, and once more if it took less than a second. Raises CellFailure where it needs
     more memory than its limit.
@@ -50,21 +50,22 @@ def execute(program: Program, means: Means, devices: int = 1) -> tuple[Any, Call
     calls = speed.calls_per_sample(seconds)
     if program.arrays is not None:
         outputs = program.arrays(outputs)
-    facts = Facts(
+    outcome = Outcome(
         lower_seconds=compiled.lower_seconds,
         compile_seconds=compiled.compile_seconds,
         memory=sizes | used,
         memory_method=method,
         calls=calls,
     )
-    return outputs, lambda: speed.sample(compiled.call, program.arguments, calls), facts
+    return outputs, lambda: speed.sample(compiled.call, program.arguments, calls), outcome
 
 
-def judged(facts: Facts, *, exact: bool) -> Facts:
-    """The facts with ``wrong`` set if errors are too large; for an approximate row only if one is not finite."""
-    errors = facts.accuracy
+def judged(outcome: Outcome, *, exact: bool) -> Outcome:
+    """The outcome, ``wrong`` if errors are too large; for an approximate row only if one is not finite."""
+    errors = outcome.accuracy
     held = errors if exact else {name: error for name, error in errors.items() if error.max_error is None}
-    return dataclasses.replace(facts, wrong=judge.describe_failure(held))
+    error = judge.describe_failure(held)
+    return outcome if error is None else dataclasses.replace(outcome, status="wrong", error=error)
 
 
 def _gib(size: int) -> str:

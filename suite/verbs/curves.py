@@ -34,7 +34,7 @@ class Curves:
 
 def run(command: Curves) -> int:
     """Train with each backend, and render the page."""
-    from ..curves_run import CurvesRequest, run_curves
+    from ..curves import CurvesRequest, run_curves
     from ..host_devices import make_host_devices, parse_mesh
     from ..names import names_of
     from .report import show

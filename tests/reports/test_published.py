@@ -6,7 +6,7 @@ import pytest
 
 from attnsuite import reports
 from attnsuite.reports.pages import curves
-from attnsuite.suite.loss_curves import role_of, settings_of
+from attnsuite.suite.kinds.loss_curve import role_of, settings_of
 from attnsuite.suite.store import RECORDS, parse_records
 
 pytestmark = pytest.mark.report

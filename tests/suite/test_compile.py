@@ -29,6 +29,7 @@ from attnsuite.suite.absent.programs import (
     resolutions,
     role_program,
 )
+from attnsuite.suite.cell import Outcome
 from attnsuite.suite.command_line import main
 from attnsuite.suite.compile_run import SEARCH_BATCHES, SEARCH_LENGTHS, SEARCH_STEPS, CompileRequest, longest
 from attnsuite.suite.errors import CellFailure
@@ -158,10 +159,10 @@ def test_sizes_are_the_compilers(case):
     facts = compile_cell.compile_program(program, jax.devices()[0])
     direct = jax.jit(program.function, donate_argnums=program.donated).lower(*program.arguments).compile()
     analysis = direct.memory_analysis()
-    assert facts["memory"]["compiled_argument"] == analysis.argument_size_in_bytes > 0
-    assert facts["memory"]["compiled_temp"] == analysis.temp_size_in_bytes
-    assert facts["memory"]["compiled_alias"] == analysis.alias_size_in_bytes
-    assert facts["compile_seconds"] > 0
+    assert facts.memory["compiled_argument"] == analysis.argument_size_in_bytes > 0
+    assert facts.memory["compiled_temp"] == analysis.temp_size_in_bytes
+    assert facts.memory["compiled_alias"] == analysis.alias_size_in_bytes
+    assert facts.compile_seconds > 0
 
 
 # How it is judged
@@ -179,16 +180,16 @@ def test_sizes_are_the_compilers(case):
 )
 def test_running_out_of_the_devices_memory_is_told_from_a_kernel_that_does_not_compile(monkeypatch, message, status):
     found = judge(monkeypatch, V5E, error=RuntimeError(message))
-    assert found["status"] == status
-    assert "\n" not in found["error"]
-    assert found["error"].startswith("RuntimeError: ")
+    assert found.status == status
+    assert "\n" not in found.error
+    assert found.error.startswith("RuntimeError: ")
 
 
 @pytest.mark.parametrize(("gib", "status"), [(79, "ok"), (81, "oom")])
 def test_peak_is_held_against_the_memory_of_the_target(monkeypatch, gib, status):
     found = judge(monkeypatch, H100, memory={"compiled_peak": gib * 2**30})
-    assert found["status"] == status
-    assert (found["error"] is not None) == (status == "oom")
+    assert found.status == status
+    assert (found.error is not None) == (status == "oom")
 
 
 def judge(monkeypatch, target, error=None, memory=None):
@@ -196,7 +197,7 @@ def judge(monkeypatch, target, error=None, memory=None):
         assert isinstance(program, AbstractProgram)
         if error is not None:
             raise error
-        return {"lower_seconds": 0.1, "compile_seconds": 1.0, "memory": memory}
+        return Outcome(lower_seconds=0.1, compile_seconds=1.0, memory=memory)
 
     monkeypatch.setattr(topologies, "missing", lambda _: None)
     monkeypatch.setattr(topologies, "device", lambda _: None)
@@ -208,16 +209,16 @@ def judge(monkeypatch, target, error=None, memory=None):
 def test_missing_compiler_names_the_line_that_installs_it(monkeypatch, target, extra):
     monkeypatch.setattr(util, "find_spec", lambda _: None)
     found = compile_cell.compile_cell(OP, "standard", target)
-    assert found["status"] == "unsupported"
-    assert f"pip install 'attnsuite[{extra}]'" in found["reasons"][0]
+    assert found.status == "unsupported"
+    assert f"pip install 'attnsuite[{extra}]'" in found.reasons[0]
 
 
 def test_what_a_backend_refuses_is_refused_for_the_target_before_it_is_compiled(monkeypatch):
     monkeypatch.setattr(topologies, "missing", lambda _: pytest.fail("asked for a compiler"))
     found = compile_cell.compile_cell(OP, "splash", H100)
-    assert (found["status"], found["reasons"]) == (
+    assert (found.status, found.reasons) == (
         "unsupported",
-        list(support(registry.get("splash"), spec_of(OP), H100, "compile").reasons),
+        support(registry.get("splash"), spec_of(OP), H100, "compile").reasons,
     )
 
 
@@ -249,12 +250,12 @@ def test_kernels_outside_xla_show_registers_spills_and_shared_memory(monkeypatch
     monkeypatch.setattr(registry, "get", lambda _: OutsideXla(error))
     monkeypatch.setattr(topologies, "missing", lambda _: "no compiler for it.")
     found = compile_cell.compile_cell(case, "outside", H100)
-    assert found["status"] == ("ok" if error is None else "crashed")
-    assert found["error"] == (None if error is None else f"forward: {error}")
-    (kernel,) = found["kernels"]
-    assert kernel["registers"] == (208 if error is None else None)
-    assert kernel["configuration"] == {"block_q": 128, "num_warps": 8}
-    assert "memory" not in found
+    assert found.status == ("ok" if error is None else "crashed")
+    assert found.error == (None if error is None else f"forward: {error}")
+    (kernel,) = found.kernels
+    assert kernel.registers == (208 if error is None else None)
+    assert kernel.configuration == {"block_q": 128, "num_warps": 8}
+    assert found.memory == {}
 
 
 @pytest.mark.parametrize(
@@ -266,7 +267,7 @@ def test_kernels_without_their_program_say_why_its_size_is_not_known(monkeypatch
     monkeypatch.setattr(topologies, "missing", lambda _: absent)
     monkeypatch.setattr(topologies, "device", lambda _: jax.devices()[0])
     found = compile_cell.compile_cell(OP, "outside", H100)
-    assert (found["status"], found["notes"]) == ("ok", [note])
+    assert (found.status, found.notes) == ("ok", (note,))
 
 
 @pytest.mark.parametrize(("peak", "status"), [(2**30, "ok"), (2**40, "oom"), (None, "crashed")])
@@ -274,18 +275,17 @@ def test_program_around_kernels_is_judged_by_its_size(monkeypatch, peak, status)
     def compiled(program, device):
         if peak is None:
             raise RuntimeError("INTERNAL: no such call")
-        return {"lower_seconds": 1.0, "compile_seconds": 2.0, "memory": {"compiled_peak": peak}}
+        return Outcome(lower_seconds=1.0, compile_seconds=2.0, memory={"compiled_peak": peak})
 
     monkeypatch.setattr(registry, "get", lambda _: OutsideXla())
     monkeypatch.setattr(topologies, "missing", lambda _: None)
     monkeypatch.setattr(topologies, "device", lambda _: None)
     monkeypatch.setattr(compile_cell, "compile_program", compiled)
     found = compile_cell.compile_cell(OP, "outside", H100)
-    assert (found["status"], len(found["kernels"])) == (status, 1)
-    assert found.get("notes") is None
+    assert (found.status, len(found.kernels), found.notes) == (status, 1, ())
     if peak is not None:
-        assert found["memory"] == {"compiled_peak": peak}
-        assert found["compile_seconds"] >= 2.0
+        assert found.memory == {"compiled_peak": peak}
+        assert found.compile_seconds >= 2.0
 
 
 # How the longest length is searched

@@ -10,7 +10,6 @@ from attnsuite.reports import cases
 from attnsuite.suite import kinds
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.kinds.kind import Kind
-from attnsuite.suite.record import FACTS
 from attnsuite.suite.store import RECORDS, parse_records
 
 PRODUCT = '''
@@ -125,11 +124,11 @@ def installed(package, monkeypatch):
         function.cache_clear()
 
 
-def test_kind_of_another_package_is_measured_recorded_and_reported(package, suite_of, new_run, attnsuite):
+def test_kind_of_another_package_is_measured_recorded_and_reported(package, installed, suite_of, new_run, attnsuite):
     words = ("run", "--suite", suite_of("product", 64), "--out", new_run)
     code, _, err = attnsuite.finish(attnsuite.start(*words, path=package))
     assert code == 0, err
-    records, _, warning = parse_known(package, new_run / RECORDS)
+    records, _, warning = parse_records(new_run / RECORDS)
     found = {record.requested: record for record in records}
     assert warning is None
     assert found["matmul"].status == "ok"
@@ -141,12 +140,6 @@ def test_kind_of_another_package_is_measured_recorded_and_reported(package, suit
     assert "### Matrix product" in page
     assert "`absent` in the only case: this row runs nowhere." in page
     assert "product is off by 1" in page
-
-
-def parse_known(package, path):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kinds, "_entry_points", lambda: {"product": None})
-        return parse_records(path)
 
 
 def test_case_of_another_package_checks_itself(package, suite_of, new_run, attnsuite):
@@ -190,8 +183,30 @@ def test_doctor_says_which_kinds_of_other_packages_cannot_be_used(package, attns
 def test_every_kind_says_what_its_tables_are_called_and_reads_its_own_records(name):
     kind = kinds.kind_of(name)
     assert isinstance(kind, Kind)
-    assert cases.title_of(name) == kind.titles[name]
-    assert name not in FACTS
+    assert list(cases.titles([name])) == [(name, kind.titles[name])]
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"kind": "tuning"}, "kind = 'tuning' is of records alone; no suite has such a case"),
+        ({"kind": "sharded", "problem": "hard", "mesh": "data 2"}, "problem = 'hard' is not known; use one of causal"),
+        ({"kind": "sharded", "problem": "causal", "mesh": "data 2 x data 4"}, "is not a mesh; give axes among data"),
+        ({"kind": "sharded", "problem": "causal", "mesh": "rows 2"}, "is not a mesh"),
+        (
+            {"kind": "sharded", "problem": "causal", "mesh": "context 2"},
+            "exchange = nothing does not fit mesh context 2",
+        ),
+        (
+            {"kind": "sharded", "problem": "causal", "mesh": "data 2", "processes": 3},
+            "processes = 3 do not share the 2",
+        ),
+        ({"kind": "loss_curve", "preset": "debug"}, "it lacks the key setting"),
+    ],
+)
+def test_case_of_these_fields_is_refused_in_a_sentence(fields, sentence):
+    with pytest.raises(InputError, match=sentence):
+        kinds.make_case(fields)
 
 
 def test_no_two_kinds_make_records_of_one_name():

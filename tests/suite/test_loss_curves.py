@@ -3,37 +3,58 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import numpy as np
 import pytest
 
 from attnsuite import reports
-from attnsuite.models import ModelConfig, Transformer, load_text
-from attnsuite.models.sharded_training import MeshSizes
+from attnsuite.models import ModelConfig, Transformer
 from attnsuite.reports import ReportError
 from attnsuite.reports.pages.curves import Shown, page, verdicts
-from attnsuite.suite import curves_run
+from attnsuite.suite.cell import Asked
 from attnsuite.suite.command_line import main
-from attnsuite.suite.curves_run import curves_of, reordered, runs_of, runs_on_mesh
 from attnsuite.suite.errors import InputError
-from attnsuite.suite.loss_curves import TrainingCase, judge, losses_of, role_of, settings_of
-from attnsuite.suite.record import LossCurve, Record
+from attnsuite.suite.grid.executors import Limits, RunContext, here
+from attnsuite.suite.kinds import loss_curve, training
+from attnsuite.suite.kinds.loss_curve import (
+    LOSS_CURVE,
+    LossCurve,
+    TrainingCase,
+    judge,
+    losses_of,
+    own_runs,
+    role_of,
+    settings_of,
+)
+from attnsuite.suite.record import Record
 from attnsuite.suite.store import RECORDS, parse_records
 
 CONFIG = ModelConfig(hidden_size=32, intermediate_size=48, num_layers=1, num_heads=2, num_kv_heads=1, max_length=256)
 CASE = TrainingCase(preset="nano", setting="interpreted", steps=4, batch=1, length=256)
 
 
+class Silent:
+    def doing(self, *_):
+        pass
+
+
+def trained(case, *rows):
+    """The records of these rows, of a small model."""
+    environment = {"cpu": "a CPU", "git_revision": "abc", "versions": {"python": "3.11", "jax": "1", "optax": "2"}}
+    limits = Limits(math.inf, 2**40)
+    context = RunContext(suite="curves", limits=limits, environment=environment, text=None, watcher=Silent())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training, "config_of", lambda _: CONFIG)
+        return list(here(LOSS_CURVE.cells(case, Asked(rows=rows, cases=(case,))), context))
+
+
 @pytest.fixture(scope="module")
 def curves():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(curves_run, "CONTROLS", {"dv 1% large": (1.0, 1.0, 1.01)})  # the subtlest of them
-        runs = runs_of(CONFIG, CASE, ("standard", "chunked", "splash", "cudnn"), ("native", "interpret"))
-        runs += runs_on_mesh(CONFIG, CASE, (), MeshSizes())  # one device here; eight in test_sharded_training.py
-        found = list(curves_of(CONFIG, CASE, runs, load_text().train, "cpu"))
-    versions = {"python": "3.11", "jax": "1", "optax": "2"}
-    environment = {"cpu": "a CPU", "git_revision": "abc", "versions": versions}
-    return [dataclasses.replace(record, environment=environment) for record in found]
+        patch.setattr(loss_curve, "CONTROLS", {"dv 1% large": (1.0, 1.0, 1.01)})  # the subtlest of them
+        # One device on the mesh here; eight in test_sharded_training.py.
+        return trained(CASE, *own_runs(), "chunked", "splash", "cudnn", "standard@data=1")
 
 
 def curve(case, role, name, losses, mode="native"):
@@ -71,17 +92,17 @@ def test_backends_follow_standard_and_a_gradient_of_one_percent_too_much_does_no
 
 def test_a_mesh_of_more_devices_than_there_are_is_refused():
     with pytest.raises(InputError, match="--mesh heads=4096 needs 4096 devices; there are"):
-        runs_on_mesh(CONFIG, CASE, (), MeshSizes(heads=4096))
+        trained(CASE, "standard@heads=4096")
 
 
 def test_noise_is_other_sums_of_the_same_loss(curves):
     (standard,) = (losses_of(record) for record in curves if role_of(record) == "standard")
     noise = np.array([losses_of(record) for record in curves if role_of(record) == "noise"])
     distance = np.abs(noise - standard)
-    assert len(noise) == curves_run.NOISE_RUNS
+    assert len(noise) == loss_curve.NOISE_RUNS
     assert 0 < distance.max() < 1e-4
     params = Transformer(CONFIG).arrays()
-    moved = reordered(params, np.random.default_rng(1).permutation(32))
+    moved = training.reordered(params, np.random.default_rng(1).permutation(32))
     for matrix in ("q_proj", "o_proj", "down_proj", "input_layernorm"):
         a, b = params["layers"][0][matrix], moved["layers"][0][matrix]
         assert a.shape == b.shape
@@ -148,18 +169,15 @@ def test_a_loss_that_is_not_finite_is_kept_and_shown(curves, tmp_path):
 
 
 def test_a_backend_that_raises_has_a_record_and_the_others_go_on(curves, tmp_path, monkeypatch):
-    runs = runs_of(CONFIG, dataclasses.replace(CASE, steps=1), ("chunked",), ("native",))
-    whole = curves_run._Trainer.losses
+    whole = training.losses
 
-    def losses(self, run):
+    def losses(case, run):
         if run.name == "standard":
             raise RuntimeError("no\nmemory")
-        return whole(self, run)
+        return whole(case, run)
 
-    monkeypatch.setattr(curves_run._Trainer, "losses", losses)
-    broken, chunked = curves_of(
-        CONFIG, dataclasses.replace(CASE, steps=1), (runs[0], runs[-1]), load_text().train, "cpu"
-    )
+    monkeypatch.setattr(training, "losses", losses)
+    broken, chunked = trained(dataclasses.replace(CASE, name="", steps=1), "standard", "chunked")
     assert (broken.status, broken.error, broken.facts) == ("crashed", "RuntimeError: no memory", None)
     assert (chunked.requested, chunked.status, len(chunked.facts.losses)) == ("chunked", "ok", 1)
     write(tmp_path, [*curves, dataclasses.replace(broken, key="x", case=CASE.name, problem=dataclasses.asdict(CASE))])
@@ -177,7 +195,7 @@ def test_curves_that_cannot_be_read_are_a_sentence(curves, tmp_path):
         reports.render(tmp_path)
     other = dataclasses.replace(curve(CASE, "backend", "other", (1.0,) * 4), problem={"steps": 4})
     write(tmp_path, [*curves, other])
-    with pytest.raises(ReportError, match=r"other/cpu/native' trains otherwise than .*standard/cpu/native'"):
+    with pytest.raises(ReportError, match=r"other/cpu/native' trains otherwise than .*standard/cpu.*/native'"):
         reports.render(tmp_path)
     write(tmp_path, [other])
     with pytest.raises(ReportError, match=r"the problem of .* is no training: it lacks the key preset"):
@@ -189,32 +207,32 @@ def test_curves_that_cannot_be_read_are_a_sentence(curves, tmp_path):
 
 def test_curves_are_kept_as_they_end_and_resumed(tmp_path, monkeypatch, capsys):
     """An interrupted command has each finished curve once, and goes on with the others in the same words alone."""
-    monkeypatch.setattr(curves_run, "CONTROLS", {})
-    monkeypatch.setattr(curves_run, "runs_of", lambda *asked: runs_of(*asked)[:4])
-    trained = []
+    for name, value in (("CONTROLS", {}), ("NOISE_RUNS", 3), ("SEED_RUNS", 0)):
+        monkeypatch.setattr(loss_curve, name, value)
+    begun = []
 
-    def losses(self, run):
-        if len(trained) == 3:
+    def losses(case, run):
+        if len(begun) == 3:
             raise KeyboardInterrupt
-        trained.append(run.name)
-        return (2.0,) * self.case.steps
+        begun.append(run.name)
+        return (2.0,) * case.steps
 
     def command(*words):
         with pytest.raises(SystemExit) as exit_info:
-            main(["curves", "--steps", "2", "--backends", "chunked", "--out", str(tmp_path / "out"), *words])
+            main(["curves", "--steps", "2", "--backends", "standard", "--out", str(tmp_path / "out"), *words])
         return exit_info.value.code, "".join(capsys.readouterr())
 
-    monkeypatch.setattr(curves_run._Trainer, "losses", losses)
+    monkeypatch.setattr(training, "losses", losses)
     code, said = command()
     assert (code, "go on with: attnsuite curves --resume --out" in said) == (130, True)
     before = (tmp_path / "out" / RECORDS).read_bytes()
     assert before.count(b"\n") == 3
     code, said = command("--resume", "--interpreted-steps", "3")
     assert (code, '"interpreted_steps": 8' in said, "cannot be resumed" in said) == (2, True, True)
-    trained[:] = [""] * 4
+    begun[:] = [""] * 4
     assert command("--resume")[0] == 0
     assert (tmp_path / "out" / RECORDS).read_bytes().startswith(before)
-    assert trained[4:] == [
+    assert begun[4:] == [
         "standard, order 3",
         "standard",
         "standard, order 1",
@@ -227,7 +245,7 @@ def test_curves_are_kept_as_they_end_and_resumed(tmp_path, monkeypatch, capsys):
     ("arguments", "expected"),
     [
         (["--steps", "0"], "--steps 0 must be at least 1"),
-        (["--preset", "huge"], "--preset 'huge' is not known; use one of"),
+        (["--preset", "huge"], "preset 'huge' is not known; use one of"),
         (["--backends", "flash"], "'flash' is not registered; use"),
     ],
 )

@@ -16,6 +16,7 @@ from attnsuite.suite import model_suite
 from attnsuite.suite.absent import cache as compile_cache
 from attnsuite.suite.command_line import main
 from attnsuite.suite.compile_request import ModelWords, compile_request
+from attnsuite.suite.compile_run import cell_of
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.grid.executors import Limits
 from attnsuite.suite.kinds.model import ModelCase
@@ -89,11 +90,11 @@ def test_answer_of_a_compiler_is_not_that_for_a_directory_with_another_model(dir
     said = json.loads((Path(directory) / "config.json").read_text())
     (tmp_path / "model.safetensors").symlink_to(Path(directory).resolve() / "model.safetensors")
     case = ModelCase(kind="model_prefill", model=str(tmp_path))
-    environment = {"versions": {}, "source": "", "flags": {}}
+    environment, target = {"versions": {}, "source": "", "flags": {}}, Target.named("v5e")
     found = set()
     for theta in (10000.0, 20000.0):
         (tmp_path / "config.json").write_text(json.dumps(said | {"rope_theta": theta}))
-        found.add(compile_cache.path_of(tmp_path, case, "standard", Target.named("v5e"), environment))
+        found.add(compile_cache.path_of(tmp_path, cell_of(case, "standard", target), target, environment))
     assert len(found) == 2
 
 

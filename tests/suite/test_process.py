@@ -6,25 +6,20 @@ import subprocess
 import sys
 
 from attnsuite.suite.grid.process import Worker
-
-STATE = """
-import json, sys
-import jax
-for line in sys.stdin:
-    config = jax.config
-    print(json.dumps({"ok": [config.jax_enable_compilation_cache, config.jax_compilation_cache_dir]}), flush=True)
-"""
+from attnsuite.suite.kinds import problem_of
+from attnsuite.suite.kinds.attention import OpCase
 
 
 def test_worker_compiles_although_the_user_has_a_cache_of_programs(tmp_path, monkeypatch):
     """Compile times would be those of reading a file."""
-    (tmp_path / "state_of_the_cache.py").write_text(STATE)
-    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "cache"))
-    with Worker(2**33, "state_of_the_cache") as worker:
-        enabled, folder = worker.ask({}, 120)
-    assert folder == str(tmp_path / "cache")
-    assert not enabled
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
+    case = problem_of(OpCase(kind="op_forward", sequence=16, heads=1, kv_heads=1))
+    with Worker(2**33) as worker:
+        worker.ask({"do": "reference", "case": case, "path": str(tmp_path / "judge.npz"), "text": None}, 120)
+    assert (tmp_path / "judge.npz").is_file()
+    assert not (tmp_path / "cache").exists()
 
 
 def test_worker_starts_without_what_a_call_of_attention_does_not_need():

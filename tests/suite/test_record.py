@@ -7,7 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnsuite.suite.record import LossCurve, Record, RecordError, Share, TensorError, Trial, Trials
+from attnsuite.suite.kinds import checked
+from attnsuite.suite.kinds.loss_curve import LossCurve
+from attnsuite.suite.kinds.sharded import Share
+from attnsuite.suite.kinds.tuning import Trial, Trials
+from attnsuite.suite.record import Record, RecordError, TensorError
 from attnsuite.suite.store import read_record
 
 numbers = st.floats(-1e100, 1e100)
@@ -39,7 +43,7 @@ def test_record_comes_back_from_its_line(example_record, samples, reasons, error
 )
 def test_facts_of_a_kind_come_back_from_their_line(example_record, kind, facts):
     record = dataclasses.replace(example_record, kind=kind, facts=facts)
-    assert Record.from_json(record.to_json().encode()) == record
+    assert checked(record) == read_record(record.to_json().encode()) == record
 
 
 @given(st.text() | st.recursive(st.none() | st.integers() | st.text(), st.lists).map(json.dumps))
@@ -103,7 +107,7 @@ def test_what_could_not_be_read_again_is_not_made(example_record):
         dataclasses.replace(example_record, samples=(float("inf"),))
     facts = LossCurve(role="noise", losses=(1.0, float("inf")))
     with pytest.raises(RecordError, match=r"facts\.losses\.1 = inf must be a number"):
-        dataclasses.replace(example_record, kind="loss_curve", facts=facts)
+        checked(dataclasses.replace(example_record, kind="loss_curve", facts=facts))
 
 
 def test_missing_field_is_refused(example_record):

@@ -3,6 +3,7 @@
 Rows of `attnsuite sharded`, and broken ones, in processes of their own: JAX counts its devices once per process.
 """
 
+import dataclasses
 import json
 import os
 import re
@@ -15,23 +16,25 @@ import pytest
 from attnsuite import reports
 from attnsuite.suite import sharded
 from attnsuite.suite.command_line import main
-from attnsuite.suite.sharded import DEVICES, ROWS, ROWS_OF_PROCESSES, Row
+from attnsuite.suite.kinds import make_case
+from attnsuite.suite.sharded import cell_of, rows
 from attnsuite.suite.store import RECORDS, parse_records
 
 PUBLISHED = Path(__file__).parents[2] / "reports" / "published" / "sharded"
-ALL, LONG = {"data": 2, "heads": 2, "context": 2}, {"heads": 2, "context": 4}
+DEVICES = 8
+ALL, LONG = "data 2 x heads 2 x context 2", "heads 2 x context 4"
 
 # The command computes more of them; these are one of each kind.
 CHOSEN = (
-    Row("standard", LONG, "packed, window, soft cap"),
-    Row("chunked", ALL, "causal bfloat16"),
-    Row("chunked", LONG, "causal bfloat16", "ring"),
-    Row("chunked", LONG, "packed, window, soft cap", "ring"),
-    Row("splash", ALL, "packed", "ring", "interpret"),
-    *(row for row in ROWS if row.backend == "kascade" or row.problem == "one KV head"),
-    Row("splash", ALL, "causal", "gather", "interpret"),
-    Row("splash", ALL, "balanced", "ring", "interpret"),
-    Row("standard", ALL, "causal", "ring"),
+    cell_of("standard", LONG, "packed, window, soft cap"),
+    cell_of("chunked", ALL, "causal bfloat16"),
+    cell_of("chunked", LONG, "causal bfloat16", "ring"),
+    cell_of("chunked", LONG, "packed, window, soft cap", "ring"),
+    cell_of("splash", ALL, "packed", "ring"),
+    *(row for row in rows() if row.row == "kascade" or row.problem["problem"] == "one KV head"),
+    cell_of("splash", ALL, "causal"),
+    cell_of("splash", ALL, "balanced", "ring"),
+    cell_of("standard", ALL, "causal", "ring"),
 )
 REFUSED = {
     ("chunked", "one KV head"): "num_kv_heads=1 cannot be dealt to the 2 devices of heads='heads'",
@@ -42,9 +45,19 @@ REFUSED = {
 }
 
 
+class Silent:
+    def doing(self, *_):
+        pass
+
+
+def compute(*cells):
+    """The records of these cells."""
+    return list(sharded.compute(cells, {}, Silent()))
+
+
 @pytest.fixture(scope="module")
-def rows():
-    return list(sharded.compute(CHOSEN, devices=DEVICES, alone=False))
+def computed():
+    return compute(*CHOSEN)
 
 
 def named(record):
@@ -53,34 +66,34 @@ def named(record):
 
 
 def test_chosen_rows_are_rows_of_the_command():
-    assert [row for row in CHOSEN if row not in ROWS] == []
+    assert [row for row in CHOSEN if row not in rows()] == []
 
 
-def test_every_share_gives_what_one_device_gives(rows):
-    computed = [row for row in rows if named(row) not in REFUSED or row.status != "unsupported"]
-    assert [(*named(row), row.status, row.error) for row in computed] == [(*named(row), "ok", None) for row in computed]
-    assert len(computed) == 5
+def test_every_share_gives_what_one_device_gives(computed):
+    ran = [row for row in computed if named(row) not in REFUSED or row.status != "unsupported"]
+    assert [(*named(row), row.status, row.error) for row in ran] == [(*named(row), "ok", None) for row in ran]
+    assert len(ran) == 5
 
 
-def test_every_device_has_a_share_of_the_output(rows):
-    shapes = {row.mesh: row.shape for row in CHOSEN}
-    for row in rows:
+def test_every_device_has_a_share_of_the_output(computed):
+    for row in computed:
         if row.status == "ok":
-            shape = shapes[row.problem["mesh"]]
+            shape = make_case(row.problem).shape
             expected = (2 // shape.get("data", 1), 320 // shape.get("context", 1), 4 // shape.get("heads", 1), 32)
             assert (row.devices, row.facts.shape) == (DEVICES, expected)
 
 
-def test_what_cannot_be_dealt_is_refused_with_the_reason(rows):
-    refused = {named(row): " ".join(row.reasons) for row in rows if row.status == "unsupported"}
+def test_what_cannot_be_dealt_is_refused_with_the_reason(computed):
+    refused = {named(row): " ".join(row.reasons) for row in computed if row.status == "unsupported"}
+    assert {(row.resolved, row.mode) for row in computed if row.status == "unsupported"} == {(None, None)}
     assert set(refused) == set(REFUSED)
     for key, words in REFUSED.items():
         assert words in refused[key]
 
 
 def test_two_processes_give_what_one_device_gives():
-    rows = ROWS_OF_PROCESSES[1:3]  # rings through both processes, by slot and by position
-    for row in sharded.compute(rows, devices=2, processes=2, alone=False):
+    joined = [row for row in rows() if row.problem["processes"] == 2]
+    for row in compute(*joined[1:3]):  # rings through both processes, by slot and by position
         assert (row.status, row.error, row.devices) == ("ok", None, 4)
 
 
@@ -88,22 +101,22 @@ BROKEN = """
 import dataclasses, json, sys
 import jax, jax.numpy as jnp
 from attnsuite.backends import dealing, ring
-from attnsuite.suite import sharded, sharded_worker
-from attnsuite.suite.sharded import Row
+from attnsuite.suite.cell import Means
+from attnsuite.suite.kinds import make_case
+from attnsuite.suite.kinds.sharded import SHARDED
+from attnsuite.suite.sharded import cell_of
 
-ALL = {"data": 2, "heads": 2, "context": 2}
-LONG = {"heads": 2, "context": 4}
+ALL, LONG = "data 2 x heads 2 x context 2", "heads 2 x context 4"
 
-def status(row, module, name, broken):
+def status(cell, module, name, broken):
     whole = getattr(module, name)
     setattr(module, name, broken(whole))
     try:
-        answer = sharded_worker.answer(row, alone=False)
+        found = SHARDED.prepare(cell, make_case(cell.problem), Means(reference=None, memory_limit=2**40)).outcome
     finally:
         setattr(module, name, whole)
-    errors = answer.get("accuracy", {}).items()
-    wrong = [q for q, x in errors if x["max_error"] is None or x["max_error"] > x["allowed"]]
-    return [answer["status"], wrong]
+    wrong = [q for q, x in found.accuracy.items() if x.max_error is None or x.max_error > x.allowed]
+    return [found.status, wrong]
 
 def without_offset(whole):
     def place(self, share, layout):
@@ -117,12 +130,12 @@ class SkipsAStep:
         return getattr(jax.lax, name)
 
 found = {
-    "wrong positions": status(Row("standard", LONG, "packed, window, soft cap"),
+    "wrong positions": status(cell_of("standard", LONG, "packed, window, soft cap"),
         dealing.Sharded, "_with_positions", without_offset),
-    "a step left out": status(Row("chunked", ALL, "causal", "ring"), ring, "lax", lambda whole: SkipsAStep()),
-    "weights left out": status(Row("chunked", ALL, "causal", "ring"), ring, "_put_together",
+    "a step left out": status(cell_of("chunked", ALL, "causal", "ring"), ring, "lax", lambda whole: SkipsAStep()),
+    "weights left out": status(cell_of("chunked", ALL, "causal", "ring"), ring, "_put_together",
         lambda whole: lambda a, b: (a[0] + b[0], *whole(a, b)[1:])),
-    "own gradients only": status(Row("standard", ALL, "causal"), jax.lax, "psum_scatter",
+    "own gradients only": status(cell_of("standard", ALL, "causal"), jax.lax, "psum_scatter",
         lambda whole: lambda x, axis, **_: x[:, :x.shape[1] // 2]),
 }
 
@@ -178,13 +191,13 @@ def test_model_takes_a_sharded_backend_by_its_name(broken):
 
 def test_process_that_dies_is_told_with_its_last_words(monkeypatch):
     """Its row has a record, and the next one is computed by a new process."""
-    unknown, known = Row("no-such-backend", {"data": 1}, "causal"), Row("standard", {"data": 1}, "causal")
-    first, second = sharded.compute((unknown, known), devices=1, alone=False)
+    known = cell_of("standard", "data 1", "causal")
+    first, second = compute(dataclasses.replace(known, row="no-such-backend"), known)
     assert first.status == "crashed"
     assert "'no-such-backend' is not registered" in first.error
     assert second.status == "ok"
     monkeypatch.setenv("XLA_FLAGS", "--xla_no_such_flag")
-    (dead,) = sharded.compute((known,), devices=1)
+    (dead,) = compute(known)
     assert dead.status == "crashed"
     assert re.search(r"before it answered|died by SIG\w+", dead.error)
     assert re.search(r"it last wrote: .*--xla_no_such_flag", dead.error)
@@ -192,12 +205,12 @@ def test_process_that_dies_is_told_with_its_last_words(monkeypatch):
 
 def test_rows_are_kept_as_they_are_computed_and_resumed(tmp_path, monkeypatch, capsys):
     """An interrupted command has each finished row once, and goes on with the others."""
-    rows = (Row("kascade", {"data": 1}, "causal"), Row("standard", {"data": 1}, "causal", "ring"))
-    monkeypatch.setattr(sharded, "_STARTS", ((rows, 1, 1),))
-    compute, out = sharded.compute, tmp_path / "out"
+    cells = [cell_of("kascade", "data 1", "causal"), cell_of("standard", "data 1", "causal")]
+    monkeypatch.setattr(sharded, "rows", lambda: cells)
+    whole, out = sharded.compute, tmp_path / "out"
 
-    def interrupted(missing, **how):
-        yield next(iter(compute(missing[:1], **how)))
+    def interrupted(missing, *rest):
+        yield next(iter(whole(missing[:1], *rest)))
         raise KeyboardInterrupt
 
     def command(*words):
@@ -224,5 +237,8 @@ def test_published_page_is_what_its_facts_say(tmp_path):
     page = reports.render(PUBLISHED, out=tmp_path)
     assert page.read_bytes() == (PUBLISHED / "report.md").read_bytes()
     records, _, _ = parse_records(PUBLISHED / RECORDS)
-    assert len(records) == len(ROWS) + len(ROWS_OF_PROCESSES)
+    assert [record.key.replace(record.target, "here") for record in records] == [
+        cell.key.replace(cell.target, "here") for cell in rows()
+    ]
+    assert [record.problem for record in records] == [cell.problem for cell in rows()]
     assert {record.status for record in records} == {"ok", "unsupported"}

@@ -44,17 +44,17 @@ def test_chips_that_nothing_is_left_for_are_refused_with_the_numbers():
 )
 def test_every_kind_of_program_is_dealt_and_compiled(chips, case):
     found = compile_cell.compile_cell(case, "standard", ONE_CHIP)
-    assert (found["status"], found["error"]) == ("ok", None)
-    assert found["memory"]["compiled_argument"] > 0
-    assert found["notes"] == ["Sizes are of one chip; every chip has all of it."]
+    assert (found.status, found.error) == ("ok", None)
+    assert found.memory["compiled_argument"] > 0
+    assert found.notes == ("Sizes are of one chip; every chip has all of it.",)
 
 
 def test_what_a_share_is_refused_for_is_not_compiled(chips):
     found = compile_cell.compile_cell(OpCase(kind="op_forward", sequence=64), "kascade", ONE_CHIP)
-    assert found["status"] == "unsupported"
-    assert "kascade selects in one layer what the next ones attend to" in found["reasons"][0]
+    assert found.status == "unsupported"
+    assert "kascade selects in one layer what the next ones attend to" in found.reasons[0]
 
 
 def test_compiler_that_is_not_here_is_named(monkeypatch):
     monkeypatch.setattr(topologies, "missing", lambda _: "no compiler for it.")
-    assert compile_cell.compile_cell(MODEL, "standard", ONE_CHIP)["reasons"] == ["no compiler for it."]
+    assert compile_cell.compile_cell(MODEL, "standard", ONE_CHIP).reasons == ("no compiler for it.",)

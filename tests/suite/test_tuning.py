@@ -17,9 +17,10 @@ from attnsuite.suite.command_line import main
 from attnsuite.suite.errors import CellFailure, InputError
 from attnsuite.suite.grid.executors import Limits
 from attnsuite.suite.grid.progress import ProgressDisplay
-from attnsuite.suite.kinds import problem_of
+from attnsuite.suite.kinds import checked, problem_of
 from attnsuite.suite.kinds.attention import OpCase, spec_of, write_reference
-from attnsuite.suite.record import Record, Trial, Trials
+from attnsuite.suite.kinds.tuning import Trial, Trials
+from attnsuite.suite.record import Record
 from attnsuite.suite.store import RECORDS, parse_records
 
 CASE = OpCase(kind="op_forward", sequence=192, heads=2, kv_heads=2)
@@ -121,7 +122,7 @@ def test_candidate_that_ends_the_compiler_has_another_compiler_after_it(monkeypa
     assert tried[0]["options"] == {"block_q": 512, "block_kv": 512}
     assert {t["options"]["block_kv"] for t in tried if t["error"]} == {1024}
     assert len(started) == 1 + sum(t["error"] is not None for t in tried[:-1])
-    record = dataclasses.replace(made_up([1.0]), mode="compile", facts=Trials(tried=tuple(Trial(**t) for t in tried)))
+    record = checked(dataclasses.replace(made_up([1.0]), mode="compile", facts={"tried": tried}))
     assert tuning.winner(record)[0].options == {"block_q": 1024, "block_kv": 256}
 
 

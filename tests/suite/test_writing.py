@@ -100,7 +100,7 @@ def test_long_work_finds_out_at_the_start_that_it_cannot_write(tmp_path, capsys,
     def begins(*_, **__):
         raise AssertionError("the work began")
 
-    for module, name in ((sharded, "compute"), (tuning, "References"), (compile_run, "_in_parallel")):
+    for module, name in ((sharded, "compute"), (tuning, "References"), (compile_run, "side_by_side")):
         monkeypatch.setattr(module, name, begins)
     file, folder = tmp_path / "file", tmp_path / "folder"
     file.write_text("kept")

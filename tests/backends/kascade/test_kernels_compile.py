@@ -32,7 +32,7 @@ from attnsuite.backends.kascade import Settings, Tiling, Places, kernels
 from attnsuite.backends.kascade import block_sizes
 from attnsuite.suite.absent import topologies
 from attnsuite.suite.absent.programs import AbstractProgram
-from attnsuite.suite.absent.compilation import compile_program, one_line
+from attnsuite.suite.absent.compilation import compile_program, rejected
 
 target = Target.named(sys.argv[1])
 module = kernels.of("pallas", target)
@@ -78,9 +78,9 @@ def compiled(what, length, queries=None, oversized=False, segments=False):
         slots = tiling.slots + tiling.own_units
         program = AbstractProgram(attend, (layout, query, key, key, integers(1, 2, tiling.query_tiles, slots)))
     try:
-        return compile_program(program, topologies.device(target))
+        return {"memory": compile_program(program, topologies.device(target)).memory}
     except Exception as error:
-        return {"error": one_line(error)}
+        return {"error": rejected(error).error}
 
 answers = {
     "mass": compiled("mass", 8192),

@@ -1,24 +1,35 @@
 """Kvax's own kernels train: forward and backward in their interpreter, within the noise of the standard backend."""
 
+import math
+
 import jax
 import pytest
 
-from attnsuite.models import ModelConfig, load_text
+from attnsuite.models import ModelConfig
 from attnsuite.reports.pages.curves import verdicts
-from attnsuite.suite import curves_run
-from attnsuite.suite.curves_run import curves_of, runs_of
-from attnsuite.suite.loss_curves import TrainingCase
+from attnsuite.suite.cell import Asked
+from attnsuite.suite.grid.executors import Limits, RunContext, here
+from attnsuite.suite.kinds import loss_curve, training
+from attnsuite.suite.kinds.loss_curve import LOSS_CURVE, TrainingCase, own_runs
 
 CASE = TrainingCase(preset="nano", setting="interpreted", steps=4, batch=1, length=256)
 CONFIG = ModelConfig(hidden_size=32, intermediate_size=48, num_layers=1, num_heads=2, num_kv_heads=1, max_length=256)
 
 
+class Silent:
+    def doing(self, *_):
+        pass
+
+
 @pytest.mark.needs_kvax
 def test_kvax_follows_the_loss_curve_of_standard_and_a_wrong_gradient_does_not(monkeypatch):
-    monkeypatch.setattr(curves_run, "CONTROLS", {"dv 1% large": (1.0, 1.0, 1.01)})
+    monkeypatch.setattr(loss_curve, "CONTROLS", {"dv 1% large": (1.0, 1.0, 1.01)})
+    monkeypatch.setattr(training, "config_of", lambda _: CONFIG)
+    limits = Limits(math.inf, 2**40)
+    context = RunContext(suite="curves", limits=limits, environment={}, text=None, watcher=Silent())
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):  # strict is for backends only
-        runs = runs_of(CONFIG, CASE, ["kvax"], ("interpret",))
-        curves = list(curves_of(CONFIG, CASE, runs, load_text().train, "cpu"))
+        cells = LOSS_CURVE.cells(CASE, Asked(rows=(*own_runs(), "kvax"), cases=(CASE,)))
+        curves = list(here(cells, context))
     found = {curve.requested: (curve, verdict) for curve, verdict in verdicts(curves)}
     assert found["kvax"][0].mode == "interpret"
     assert found["kvax"][1].ratio > 0

@@ -12,24 +12,35 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 from jaxtyping import Float
 
-from attnsuite.models.optimizer import OptimizerName
+from attnsuite.backends import registry
 
-from . import typed
-from .record import Record
-from .typed import Count, Real, Seed
+from .. import typed
+from ..cell import Asked, Cell, Means, Outcome, Prepared
+from ..record import Record
+from ..typed import Count, Real, Seed
+from .kind import Kind, check_fields
 
 FACTOR = 2.0
+NOISE_RUNS = 5
+SEED_RUNS = 2
+# Factors on the gradients of query, key and value: an error of 5%, a missing gradient, an error of 1%.
+CONTROLS = {"dk 5% small": (1.0, 0.95, 1.0), "dk dropped": (1.0, 0.0, 1.0), "dv 1% large": (1.0, 1.0, 1.01)}
+Role = Literal["standard", "noise", "batches", "backend", "control"]
 Losses = Sequence[float] | Float[np.ndarray, " steps"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingCase:
-    """How a group of runs trains: updates, rows per update, tokens per row. ``setting`` is its name on a page."""
+    """How a group of runs trains: updates, rows per update, tokens per row.
+
+    ``setting`` is its name on a page. In the setting ``native`` a backend that does not run natively is refused; in any
+    other setting it may run in an interpreter.
+    """
 
     kind: Literal["loss_curve"] = "loss_curve"
     name: str = ""
@@ -40,11 +51,52 @@ class TrainingCase:
     length: Count
     seed: Seed = 0
     learning_rate: Real = 2e-3
-    optimizer: OptimizerName = "adamw"
+    optimizer: Literal["adamw", "muon"] = "adamw"  # models.optimizer.OptimizerName, which imports flax
 
     def __post_init__(self) -> None:
         sizes = f"b{self.batch}-s{self.length}-n{self.steps}"
         object.__setattr__(self, "name", self.name or f"train-{self.preset}-{self.setting}-{sizes}")
+        check_fields(self)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LossCurve:
+    """Nats before each update, None where a loss was not finite."""
+
+    role: Role
+    losses: tuple[Real | None, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What a row trains with, and how the run differs from the others.
+
+    ``order`` numbers an order of the hidden coordinates, ``batches`` a set of batches; 0 is the usual one of each.
+    ``factors`` multiply the gradients of query, key and value. ``mesh`` names several devices, as ``data=2,heads=2``.
+    """
+
+    name: str
+    role: Role
+    backend: str = "standard"
+    order: int = 0
+    batches: int = 0
+    factors: tuple[float, float, float] | None = None
+    mesh: str = ""
+
+
+def own_runs() -> dict[str, Run]:
+    """The runs of the standard backend by name: as it is, in other orders, on other batches, with wrong gradients."""
+    runs = [Run(name="standard", role="standard")]
+    runs += [Run(name=f"standard, order {i}", role="noise", order=i) for i in range(1, NOISE_RUNS + 1)]
+    runs += [Run(name=f"standard, batches {i}", role="batches", batches=i) for i in range(1, SEED_RUNS + 1)]
+    runs += [Run(name=name, role="control", factors=factors) for name, factors in CONTROLS.items()]
+    return {run.name: run for run in runs}
+
+
+def run_of(row: str) -> Run:
+    """The run of a row: one of the standard backend's own, or that of another backend, or ``backend@mesh``."""
+    backend, _, mesh = row.partition("@")
+    return own_runs().get(row) or Run(name=row, role="backend", backend=backend, mesh=mesh)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,7 +133,7 @@ def losses_of(record: Record) -> Float[np.ndarray, " steps"]:
 
 
 def role_of(record: Record) -> str | None:
-    """The role of a curve, see ``record.LossCurve``; None where there is no curve."""
+    """The role of a curve, see :class:`LossCurve`; None where there is no curve."""
     return None if record.facts is None else record.facts.role
 
 
@@ -112,3 +164,32 @@ def _case(records: Sequence[Record]) -> TrainingCase:
     if short:
         raise ValueError(f"{short[0]!r} has not the {case.steps} losses of its setting.")
     return case
+
+
+class LossCurves(Kind):
+    """The kind of :class:`TrainingCase`. What imports flax is imported where it is used."""
+
+    titles: ClassVar = {"loss_curve": "loss curve"}
+    case: ClassVar = TrainingCase
+    facts: ClassVar = LossCurve
+    shares_process: ClassVar = True
+
+    def rows(self, case: TrainingCase) -> tuple[str, ...]:
+        """The runs of the standard backend and its controls, then all other backends."""
+        return (*own_runs(), *(name for name in registry.names() if name != "standard"))
+
+    def cells(self, case: TrainingCase, asked: Asked) -> Iterable[Cell]:
+        """A cell per row that is asked for. Raises InputError for a preset that does not exist or reads no bytes."""
+        from . import training  # noqa: PLC0415
+
+        return [training.cell_of(case, run_of(row)) for row in asked.rows if row.partition("@")[0] in self.rows(case)]
+
+    def prepare(self, cell: Cell, case: TrainingCase, means: Means) -> Prepared:
+        """Train; nothing is timed."""
+        from . import training  # noqa: PLC0415
+
+        run = run_of(cell.row)
+        return Prepared(Outcome(facts=LossCurve(role=run.role, losses=training.losses(case, run))))
+
+
+LOSS_CURVE = LossCurves()

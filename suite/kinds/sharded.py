@@ -1,0 +1,289 @@
+"""Attention divided among many devices: the case, and how one backend on one mesh is judged.
+
+The devices are CPU devices of the host; JAX makes as many as are asked for. ``jax.distributed`` may join several
+processes over loopback; the mesh then spans all of them. Output and gradients are judged against the float64 oracle,
+with the noise floor of the standard backend on one device. Only correctness is measured: devices that share a CPU say
+nothing about speed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from attnsuite.backends import AttentionSpec, Backend, Layout, Target, oracle, plan, registry, support
+from attnsuite.backends.dealing import MeshAxes, Sharded, balanced_order
+from attnsuite.backends.standard import STANDARD
+
+from .. import typed
+from ..cell import Asked, Cell, Means, Outcome, Prepared
+from ..errors import InputError
+from ..measure.judge import as_error
+from ..typed import Count, Real, Size
+from .kind import Kind, backends_of, check_fields, problem_of
+
+QUANTITIES = ("out", "dq", "dk", "dv")
+_AXIS = "(data|heads|context) ([1-9][0-9]{0,3})"
+_MESH = re.compile(f"{_AXIS}( x {_AXIS}){{0,2}}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ShardedProblem:
+    """An attention problem over 2 sequences, 4 heads and 2 KV heads of dim 32.
+
+    ``segments`` alternates ids and counts (a negative id is padding). They hold for every sequence but the last, which
+    is one segment. With ``balanced_for`` the tokens are in the order that balances that many devices.
+    """
+
+    options: Mapping[str, Any]
+    dtype: str = "float32"
+    length: int = 320
+    segments: tuple[int, ...] | None = None
+    key_lengths: tuple[int, ...] | None = None
+    balanced_for: int | None = None
+    kv_heads: int = 2
+
+    def spec(self) -> AttentionSpec:
+        """The problem as backends see it."""
+        return AttentionSpec(
+            batch=2,
+            query_length=self.length,
+            key_value_length=self.length,
+            num_heads=4,
+            num_kv_heads=self.kv_heads,
+            head_dim=32,
+            dtype=self.dtype,
+            has_segment_ids=self.segments is not None,
+            has_seq_lengths=self.key_lengths is not None,
+            has_positions=self.balanced_for is not None,
+            **self.options,
+        )
+
+
+_CAUSAL = {"is_causal": True}
+PROBLEMS = {
+    "causal": ShardedProblem(_CAUSAL),
+    "causal bfloat16": ShardedProblem(_CAUSAL, dtype="bfloat16"),
+    "ragged": ShardedProblem({}, key_lengths=(320, 150)),
+    "packed": ShardedProblem(_CAUSAL, segments=(-1, 20, 0, 110, 1, 150, -1, 40)),
+    "packed, window, soft cap": ShardedProblem(
+        {"is_causal": True, "local_window_size": (90, 0), "logits_soft_cap": 5.0},
+        segments=(-1, 20, 0, 110, 1, 150, -1, 40),
+    ),
+    "balanced": ShardedProblem(_CAUSAL, balanced_for=4),
+    "one KV head": ShardedProblem(_CAUSAL, kv_heads=1),
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ShardedCase:
+    """A problem of :data:`PROBLEMS` on a mesh of devices, which ``processes`` share equally.
+
+    ``mesh`` names the axes and their sizes in the mesh's order, such as ``data 2 x context 4``. ``exchange`` says how
+    the devices of the axis ``context`` see all keys; None without this axis. Raises InputError for fields that do not
+    fit.
+    """
+
+    kind: Literal["sharded"] = "sharded"
+    name: str = ""
+    problem: str
+    mesh: str
+    exchange: Literal["gather", "ring"] | None = None
+    processes: Count = 1
+
+    def __post_init__(self) -> None:
+        exchange = "" if self.exchange is None else f", {self.exchange}"
+        object.__setattr__(self, "name", self.name or f"{self.problem}, {self.mesh}{exchange}")
+        check_fields(self)
+        if self.problem not in PROBLEMS:
+            raise InputError(f"problem = {typed.given(self.problem)} is not known; use one of {', '.join(PROBLEMS)}.")
+        if not _MESH.fullmatch(self.mesh) or len(self.shape) != self.mesh.count(" x ") + 1:
+            wanted = "axes among data, heads and context with their sizes, such as data 2 x context 4"
+            raise InputError(f"mesh = {typed.given(self.mesh)} is not a mesh; give {wanted}.")
+        if ("context" in self.shape) != (self.exchange is not None):
+            wanted = "gather or ring" if "context" in self.shape else "none"
+            raise InputError(f"exchange = {typed.given(self.exchange)} does not fit mesh {self.mesh}; use {wanted}.")
+        if self.devices % self.processes:
+            raise InputError(f"processes = {self.processes} do not share the {self.devices} devices equally.")
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """The size of each axis, in the mesh's order."""
+        return {name: int(size) for name, size in re.findall(_AXIS, self.mesh)}
+
+    @property
+    def devices(self) -> int:
+        """The devices of all processes."""
+        return math.prod(self.shape.values())
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """The shape of the output that one device holds.
+
+    ``one_device`` is the ``max_error`` of each tensor when the same backend computes it on one device.
+    """
+
+    shape: tuple[Size, ...]
+    one_device: dict[str, Real | None]
+
+
+class ShardedKind(Kind):
+    """The kind of :class:`ShardedCase`."""
+
+    titles: ClassVar = {"sharded": "sharded attention"}
+    case: ClassVar = ShardedCase
+    facts: ClassVar = Share
+    shares_process: ClassVar = True
+
+    def cells(self, case: ShardedCase, asked: Asked) -> Iterable[Cell]:
+        """A cell per backend, on CPU devices: native, or interpreted for a backend that takes a CPU no other way."""
+        target = Target.named("cpu")
+        for row in backends_of(asked):
+            backend = registry.get(row)
+            native = support(backend, _spec(case.problem, backend), target, "native")
+            yield Cell(
+                case=case.name,
+                problem=problem_of(case),
+                row=row,
+                target=str(target),
+                resolved=row,
+                mode="native" if native else "interpret",
+                exact=backend.exact,
+                devices=case.devices,
+            )
+
+    def processes(self, case: ShardedCase) -> tuple[int, int]:
+        """The processes, and the devices of each."""
+        return case.processes, case.devices // case.processes
+
+    def prepare(self, cell: Cell, case: ShardedCase, means: Means) -> Prepared:
+        """Compute and judge at once, in each of the joined processes; nothing is timed."""
+        mode: Any = cell.mode
+        whole = registry.get(cell.row)
+        spec = _spec(case.problem, whole)
+        mesh = Mesh(np.array(jax.devices()).reshape(*case.shape.values()), tuple(case.shape))
+        axes: dict[str, Any] = {name: name for name in case.shape} | {"exchange": case.exchange or "gather"}
+        backend = Sharded(whole, mesh, MeshAxes(**axes))
+        if reasons := support(backend, spec, Target.here(), mode).reasons:
+            return Prepared(Outcome(status="unsupported", reasons=reasons, error="refused before anything was traced."))
+        return Prepared(_judged(backend, spec, case.problem, mode))
+
+
+def _judged(backend: Sharded, spec: AttentionSpec, problem: str, mode: Any) -> Outcome:
+    solved = _solved(problem, spec)
+    everywhere = NamedSharding(backend.mesh, PartitionSpec())
+    inputs = [_dealt(x, backend.sharding()) for x in solved.inputs]
+    results = jax.jit(_forward_and_backward(backend, spec, solved.layout, mode))(*inputs)
+    out = results["out"]
+    whole = jax.jit(lambda x: x, out_shardings=everywhere)(results)
+    found = {name: np.asarray(x.addressable_data(0)) for name, x in whole.items()}
+    alone = _alone(backend.backend.name, mode, problem, spec)
+    verdicts = {name: _verdict(name, x, solved, spec) for name, x in found.items()}
+    wrong = [name for name, verdict in verdicts.items() if not verdict.passed]
+    return Outcome(
+        status="wrong" if wrong else "ok",
+        error=f"{', '.join(wrong)} beyond what is allowed." if wrong else None,
+        accuracy={name: as_error(verdict) for name, verdict in verdicts.items()},
+        facts=Share(
+            shape=out.sharding.shard_shape(out.shape),
+            one_device={name: as_error(verdict).max_error for name, verdict in alone.items()},
+        ),
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _Solved:
+    layout: Layout
+    inputs: tuple[np.ndarray, ...]  # query, key, value, cotangent of the output
+    expected: Mapping[str, np.ndarray]
+    standard: Mapping[str, oracle.Verdict]
+    unseen: Mapping[str, np.ndarray]
+
+
+@functools.cache
+def _solved(name: str, spec: AttentionSpec) -> _Solved:
+    """The arrays of a problem, the oracle's results for them, and the standard backend's errors."""
+    layout, rng = _layout(PROBLEMS[name], spec), np.random.default_rng(0)
+    query = (spec.batch, spec.query_length, spec.num_heads, spec.head_dim)
+    key = (spec.batch, spec.key_value_length, spec.num_kv_heads, spec.head_dim)
+    inputs = tuple(
+        rng.standard_normal(shape).astype(np.float32).astype(jnp.dtype(spec.dtype))
+        for shape in (query, key, key, query)
+    )
+    expected: dict[str, np.ndarray] = {"out": oracle.forward(spec, layout, inputs[0], inputs[1], inputs[2])}
+    if spec.needs_grad:
+        expected |= oracle.gradients(spec, layout, *inputs)
+    run = jax.jit(_forward_and_backward(STANDARD, spec, layout, "native"))
+    results = {name: np.asarray(x) for name, x in run(*inputs).items()}
+    standard = {name: oracle.judge(x, expected[name], None, spec.dtype, _kind(name)) for name, x in results.items()}
+    rows, keys = oracle.unseen_rows(spec, layout), oracle.unseen_keys(spec, layout)
+    return _Solved(layout, inputs, expected, standard, {"out": rows, "dq": rows, "dk": keys, "dv": keys})
+
+
+@functools.cache
+def _alone(name: str, mode: Any, problem: str, spec: AttentionSpec) -> dict[str, oracle.Verdict]:
+    """The same backend on one device."""
+    solved = _solved(problem, spec)
+    run = jax.jit(_forward_and_backward(registry.get(name), spec, solved.layout, mode))
+    return {name: _verdict(name, np.asarray(x), solved, spec) for name, x in run(*solved.inputs).items()}
+
+
+def _forward_and_backward(
+    backend: Backend, spec: AttentionSpec, layout: Layout, mode: Any
+) -> Callable[..., dict[str, Any]]:
+    def run(query: Any, key: Any, value: Any, d_out: Any) -> dict[str, Any]:
+        planned = plan(backend, spec, layout, target=Target.here(), mode=mode)
+        if not spec.needs_grad:
+            return {"out": planned.run(query, key, value)[0]}
+        out, pullback = jax.vjp(lambda q, k, v: planned.run(q, k, v)[0], query, key, value)
+        return dict(zip(QUANTITIES, (out, *pullback(d_out)), strict=True))
+
+    return run
+
+
+def _verdict(name: str, x: np.ndarray, solved: _Solved, spec: AttentionSpec) -> oracle.Verdict:
+    return oracle.judge(
+        x, solved.expected[name], solved.standard[name], spec.dtype, _kind(name), zero=solved.unseen[name]
+    )
+
+
+def _kind(quantity: str) -> oracle.Kind:
+    return "forward" if quantity == "out" else "gradient"
+
+
+def _spec(problem: str, backend: Backend) -> AttentionSpec:
+    """The problem's spec, without gradients for a backend that has none."""
+    spec = PROBLEMS[problem].spec()
+    return spec if backend.exact else dataclasses.replace(spec, needs_grad=False)
+
+
+def _layout(problem: ShardedProblem, spec: AttentionSpec) -> Layout:
+    arrays: dict[str, np.ndarray] = {}
+    if problem.segments is not None:
+        ids = np.repeat(problem.segments[::2], problem.segments[1::2]).astype(np.int32)
+        rows = np.stack([ids] * (spec.batch - 1) + [np.zeros_like(ids)])
+        arrays |= {"query_segment_ids": rows, "key_value_segment_ids": rows}
+    if problem.key_lengths is not None:
+        arrays["key_value_seq_lengths"] = np.array(problem.key_lengths, np.int32)
+    if problem.balanced_for is not None:
+        order = balanced_order(spec.query_length, problem.balanced_for)
+        arrays |= dict.fromkeys(("query_positions", "key_value_positions"), np.stack([order] * spec.batch))
+    return Layout(**arrays)  # pyright: ignore[reportArgumentType]  (NumPy arrays are arrays)
+
+
+def _dealt(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    """The array over all processes; each process has the whole of it in memory."""
+    return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+
+SHARDED = ShardedKind()

@@ -1,0 +1,196 @@
+"""Train a model for its loss curve: the standard backend, its noise runs and controls, or another backend.
+
+``loss_curve.py`` says how the curves are judged. Every run starts from the same parameters and sees the same batches.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jaxtyping import Array, Float
+
+from attnsuite.backends import AttentionSpec, Layout, Plan, Takes, Target, Terms, plan, registry, support
+from attnsuite.backends.contract import Carry
+from attnsuite.backends.features import Mode
+from attnsuite.models import ModelConfig, Transformer, load_text
+from attnsuite.models.optimizer import make_optimizer
+from attnsuite.models.parameters import Params
+from attnsuite.models.planning import Options, Resolutions, attention_spec, freeze_options, resolve_attention
+from attnsuite.models.sharded_training import Placement, place_on
+from attnsuite.models.text import random_windows
+from attnsuite.models.training import Batch, Step, compiled_step, training_step
+
+from ..cell import Cell
+from ..errors import InputError
+from ..host_devices import parse_mesh
+from .kind import cell, refused
+from .loss_curve import Run, TrainingCase
+
+# The axis of a parameter that runs over the hidden coordinates; those that are not named have none.
+_HIDDEN_AXIS = {
+    **dict.fromkeys(("embed_tokens", "embed_positions", "lm_head"), 1),
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), 1),
+    **dict.fromkeys(("o_proj", "down_proj", "input_layernorm", "post_attention_layernorm", "norm"), 0),
+}
+
+# Blocks so small that a short row spans several of them; the defaults of the other backends are small enough.
+BLOCKS: dict[str, dict[str, int]] = {
+    "chunked": {"block_q": 64, "block_kv": 64, "block_backward": 64},
+    "splash": dict.fromkeys(("block_q", "block_kv", "block_q_backward", "block_kv_backward"), 128),
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WrongGradients:
+    """The standard backend with its gradients multiplied: a negative control."""
+
+    factors: tuple[float, float, float]
+    name: str = "wrong-gradients"
+    exact: bool = True
+
+    def takes(self, target: Target, mode: Mode) -> Takes:
+        """The features that the standard backend takes, as far as they pass through here."""
+        return Takes(modes=("native", "compile"))
+
+    def plan(
+        self,
+        spec: AttentionSpec,
+        layout: Layout,
+        *,
+        target: Target,
+        mode: Mode = "native",
+        options: Mapping[str, Any] | None = None,
+    ) -> Plan:
+        """The standard backend's plan, with multiplied gradients."""
+        inner = plan(registry.get("standard"), spec, layout, target=target, mode=mode, options=options)
+
+        def attend(query: Array, key: Array, value: Array, layer: int, carry: Carry, *terms: Terms) -> Any:
+            of_query, of_key, of_value = self.factors
+            query, key = _with_gradient(of_query, query), _with_gradient(of_key, key)
+            return inner.attend(query, key, _with_gradient(of_value, value), layer, carry, *terms)
+
+        return Plan(attend)
+
+
+def config_of(case: TrainingCase) -> ModelConfig:
+    """The model that is trained. Raises InputError for a preset that does not exist or does not read bytes."""
+    try:
+        config = ModelConfig.from_preset(case.preset, dtype="float32", param_dtype="float32")
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    if config.vocab_size <= int(_text().max()):
+        raise InputError(f"preset {case.preset} has a vocabulary of {config.vocab_size}; the text's bytes need 256.")
+    return config
+
+
+def cell_of(case: TrainingCase, run: Run) -> Cell:
+    """The cell of a run on this machine."""
+    found, reasons = _resolutions(case, run)
+    if not found:
+        return refused(case, run.name, reasons)
+    names = dict.fromkeys(resolution.backend.name for _, resolution in found)
+    exact = all(resolution.backend.exact for _, resolution in found)
+    return cell(case, run.name, resolved="+".join(names), mode=found[0][1].mode, exact=exact)
+
+
+def losses(case: TrainingCase, run: Run) -> tuple[float | None, ...]:
+    """Nats before each update; None where a loss was not finite."""
+    config, placement = config_of(case), _placement(run)
+    found, options = _resolutions(case, run)[0], freeze_options(BLOCKS.get(run.backend))
+    params = Transformer(config, rngs=nnx.Rngs(case.seed)).arrays()
+    if run.order:
+        params = reordered(params, np.random.default_rng(run.order).permutation(config.hidden_size))
+    if placement is None:
+        state, step = _update(case).init(params), _step(case, found, options)
+    else:
+        params = placement.put(params)
+        state = placement.state(_update(case), params)
+        whole = training_step(config, found, _update(case), options=options)
+        step = placement.compiled_step(whole, params, state)
+    nats = []
+    for number in range(case.steps):
+        rng = np.random.default_rng([case.seed, run.batches, number])
+        rows = random_windows(_text(), case.length, case.batch, rng)
+        batch = Batch(rows[None]) if placement is None else placement.batch(Batch(rows[None]))
+        params, state, loss = step(params, state, batch, None)
+        nats.append(float(loss) if np.isfinite(loss) else None)
+    return tuple(nats)
+
+
+def reordered(params: Params, order: np.ndarray) -> Params:
+    """The same model, with its hidden coordinates stored in another order."""
+
+    def move(path: Any, x: Array) -> Array:
+        axis = _HIDDEN_AXIS.get(path[-1].key.removesuffix("_bias") if x.ndim == 1 else path[-1].key)
+        return x if axis is None or axis >= x.ndim else jnp.take(x, jnp.asarray(order), axis=axis)
+
+    return jax.tree_util.tree_map_with_path(move, params)
+
+
+@functools.cache
+def _text() -> np.ndarray:
+    return load_text().train
+
+
+@functools.cache
+def _step(case: TrainingCase, resolutions: Resolutions, options: Options) -> Step:
+    """Compiled once for all runs that share it."""
+    return compiled_step(training_step(config_of(case), resolutions, _update(case), options=options))
+
+
+def _placement(run: Run) -> Placement | None:
+    """The devices of a run on several of them. Raises InputError where they are not here."""
+    try:
+        return place_on(parse_mesh(run.mesh)) if run.mesh else None
+    except ValueError as error:
+        raise InputError(f"--mesh {error}") from error
+
+
+def _update(case: TrainingCase) -> optax.GradientTransformation:
+    return make_optimizer(case.optimizer, steps=case.steps, learning_rate=case.learning_rate, weight_decay=0.1)
+
+
+def _resolutions(case: TrainingCase, run: Run) -> tuple[Resolutions, tuple[str, ...]]:
+    """The resolutions of a run in the first mode that its backend takes; () and every reason if it takes none."""
+    config, target, reasons = config_of(case), Target.here(), []
+    specs = [
+        attention_spec(config, kind, batch=case.batch, query_length=case.length) for kind in config.attention_types
+    ]
+    placement = _placement(run)
+    modes: tuple[Mode, ...] = ("native",) if placement or case.setting == "native" else ("native", "interpret")
+    for mode in modes:
+        answers = [support(registry.get(run.backend), spec, target, mode) for spec in specs]
+        if all(answers):
+            found = resolve_attention(
+                config,
+                batch=case.batch,
+                query_length=case.length,
+                backend=run.backend,
+                mode=mode,
+                on_unavailable="raise",
+            )
+            if placement is not None:
+                try:
+                    return placement.resolutions(found), ()
+                except ValueError as error:
+                    return (), (str(error),)
+            if run.factors is None:
+                return found, ()
+            wrong = WrongGradients(run.factors)
+            return tuple((kind, dataclasses.replace(each, backend=wrong)) for kind, each in found), ()
+        reasons += [reason for answer in answers for reason in answer.reasons]
+    return (), tuple(dict.fromkeys(reasons))
+
+
+def _with_gradient(factor: float, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """``x``, whose gradient is multiplied."""
+    stopped = jax.lax.stop_gradient(x)
+    return stopped if factor == 0.0 else stopped + factor * (x - stopped)

@@ -1,0 +1,50 @@
+"""What ``attnsuite tune`` tried: the facts of its records."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+from ..record import Kernel
+from ..typed import Real, Scalar, Size
+from .kind import Kind
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """The fields of ``backends.tunable.KernelWork``: what a kernel does, counted from its blocks."""
+
+    steps: Size
+    loaded_bytes: Size
+    buffer_bytes: Size
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """Options that were tried: seconds of the samples, facts about the kernels of an absent device, or the failure.
+
+    The facts are the compiler's (``kernels``) or counted by the backend (``work``).
+    """
+
+    options: dict[str, Scalar]
+    samples: tuple[Real, ...] = ()
+    kernels: tuple[Kernel, ...] = ()
+    work: Work | None = None
+    error: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Trials:
+    """Every candidate, the defaults first."""
+
+    tried: tuple[Trial, ...]
+
+
+class Tuning(Kind):
+    """The kind of records of ``attnsuite tune``. A suite has no such case."""
+
+    titles: ClassVar = {"tuning": "tuning"}
+    facts: ClassVar = Trials
+
+
+TUNING = Tuning()
