@@ -136,15 +136,17 @@ def test_what_is_timed_as_kascade_is_the_devices_own_kernel(row, kind, on):
     for case in cases:
         arrays = stack._arrays(case)
         handed = (jax.eval_shape(stack._select(case, None), *arrays),) if row == "reuse_layer" else ()
-        traced = jaxpr(stack._stack(case, row, None, "standard"), *arrays, *handed)
+        traced = jaxpr(stack._stack(case, row, None, "standard", "native"), *arrays, *handed)
         dense = row == "kascade_profitable" and stack.plan_notes(case, row)
         assert (KERNEL in traced) is not bool(dense), case.name
-        assert "pallas_call" not in jaxpr(stack._stack(case, "dense", None, "standard"), *arrays)
+        assert "pallas_call" not in jaxpr(stack._stack(case, "dense", None, "standard", "native"), *arrays)
 
 
 def test_a_cpu_has_no_kernel_of_its_own():
     case = small(next(case for case in KASCADE.cases if isinstance(case, StackCase)))
-    assert "pallas_call" not in jaxpr(stack._stack(case, "anchor_layer", None, "standard"), *stack._arrays(case))
+    assert "pallas_call" not in jaxpr(
+        stack._stack(case, "anchor_layer", None, "standard", "native"), *stack._arrays(case)
+    )
 
 
 def traced_row(case, row):
