@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Int
 
 from .packing import PADDING
@@ -74,7 +74,7 @@ def _checked(padding_mask: Any, shape: tuple[int, ...]) -> Bool[np.ndarray, "bat
 
 
 def _require_values(name: str, x: Any) -> None:
-    if isinstance(x, jax.core.Tracer):
+    if isinstance(x, Tracer):
         raise ValueError(  # noqa: TRY004  (the sentence is about its values, which are not there)
             f"{name} is traced, so that padding_mask cannot be checked; inside jit give segment_ids alone "
             "(0 for a token, -1 for padding)."

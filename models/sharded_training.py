@@ -67,7 +67,7 @@ class Placement:
         sizes = self.mesh.shape
         names = {"data": sizes["data"] * sizes["fsdp"], "heads": sizes["heads"], "context": sizes["context"]}
         mesh = Mesh(self.mesh.devices.reshape(*names.values()), tuple(names))
-        divided = {name: name for name, size in names.items() if size > 1} or {"data": "data"}
+        divided: dict[str, Any] = {name: name for name, size in names.items() if size > 1} or {"data": "data"}
         found = []
         for kind, resolution in resolutions:
             backend = Sharded(resolution.backend, mesh, MeshAxes(**divided))
@@ -104,7 +104,7 @@ class Placement:
         return jax.jit(step, donate_argnums=(0, 1), out_shardings=(*places, everywhere))
 
 
-def place_on(sizes: MeshSizes, devices: Sequence[jax.Device] | None = None) -> Placement:
+def place_on(sizes: MeshSizes, devices: Sequence[Any] | None = None) -> Placement:
     """The placement on a mesh of the first of ``devices`` (default: all of this process).
 
     Raises ValueError where there are too few.

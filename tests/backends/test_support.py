@@ -118,7 +118,7 @@ def test_an_error_of_the_backend_stops_no_resolution(monkeypatch: pytest.MonkeyP
 
 def test_options_are_judged_with_the_spec() -> None:
     options = {"kernel": "pallas", "granularity": "token"}
-    (reason,) = support(KASCADE, PLAIN, CPU, options=options).reasons
+    (reason,) = support(KASCADE, PLAIN, CPU, "interpret", options).reasons
     assert "granularity='token' is not supported by kascade's Pallas kernels" in reason
     assert support(KASCADE, PLAIN, CPU, options={"granularity": "token"})
     with pytest.raises(ValueError, match="granularity='token' is not supported by kascade's Pallas kernels"):
