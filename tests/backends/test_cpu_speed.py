@@ -16,7 +16,10 @@ ROUNDS = 7
 # Time relative to standard. Losing the skipped half of the blocks, or blocks of a workable size, goes beyond.
 BOUND = 0.75
 
-pytestmark = [pytest.mark.standard, pytest.mark.skipif(jax.default_backend() != "cpu", reason="a claim about CPUs")]
+pytestmark = [
+    *(pytest.mark.standard, pytest.mark.speed),
+    pytest.mark.skipif(jax.default_backend() != "cpu", reason="a claim about CPUs"),
+]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
