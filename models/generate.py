@@ -53,12 +53,7 @@ def generate(
     >>> generate(model, [[1, 2, 3]], 4).shape
     (1, 4)
     """
-    if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens={max_new_tokens!r} must be an integer of at least 1.")
-    if not temperature >= 0.0:
-        raise ValueError(f"temperature={temperature!r} must be at least 0 (0: always the likeliest token).")
-    if not 0.0 < top_p <= 1.0:
-        raise ValueError(f"top_p={top_p!r} must be above 0 and at most 1.")
+    _check_numbers(max_new_tokens, temperature, top_p)
     tokens = jnp.asarray(tokens)
     if tokens.ndim != 2:
         raise ValueError(f"tokens has shape {tokens.shape}; expected [batch, length].")
@@ -112,6 +107,15 @@ def generate(
         out = np.where(ended, stop_token, out)
         out = np.pad(out, ((0, 0), (0, max_new_tokens - out.shape[1])), constant_values=stop_token)
     return out.astype(np.int32)
+
+
+def _check_numbers(max_new_tokens: Any, temperature: float, top_p: float) -> None:
+    if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens={max_new_tokens!r} must be an integer of at least 1.")
+    if not temperature >= 0.0:
+        raise ValueError(f"temperature={temperature!r} must be at least 0 (0: always the likeliest token).")
+    if not 0.0 < top_p <= 1.0:
+        raise ValueError(f"top_p={top_p!r} must be above 0 and at most 1.")
 
 
 def sample(

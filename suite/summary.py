@@ -31,13 +31,16 @@ def record_line(record: Record) -> Text:
     if (peak := record.memory.get("compiled_peak")) is not None:
         line.append(f"  peak {_megabytes(peak)}")
     if record.status == "unsupported":
-        own = [reason for reason in record.reasons if reason.startswith(f"{record.requested}: ")]
-        line = Text.assemble((f"{record.status:<11} ", _style(record)), record.requested)
-        told = [reason.removeprefix(f"{record.requested}: ").split("; ")[0].rstrip(".") for reason in own]
-        line.append(f"  {'. '.join(told) or record.error}", style="dim")
+        line.append(f"  {refusal(record)}", style="dim")
     elif record.error:
         line.append(f"  {record.error}", style="red")
     return line
+
+
+def refusal(record: Record) -> str | None:
+    """The first reason that a refused cell's own backend gives, without its advice; else what the record says."""
+    own = [reason for reason in record.reasons if reason.startswith(f"{record.requested}: ")]
+    return f"{own[0].removeprefix(f'{record.requested}: ').split('; ')[0].rstrip('.')}." if own else record.error
 
 
 def summary_lines(records: Sequence[Record]) -> Iterator[str]:

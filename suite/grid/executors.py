@@ -327,10 +327,10 @@ def _profile(each: Running, context: RunContext) -> None:
     name = f"{each.cell.case}-{each.cell.row}{devices}"
     request = {"do": "profile", "folder": str(context.profile.resolve()), "name": name}
     try:
-        refused = each.worker.ask(request, context.limits.seconds)
+        warnings = each.worker.ask(request, context.limits.seconds)
     except CellFailure as failure:
-        refused = [f"{name} was not profiled: {failure}"]
-    for sentence in refused:
+        warnings = [f"{name} was not profiled: {failure}"]
+    for sentence in warnings:
         context.watcher.warn(sentence)
 
 

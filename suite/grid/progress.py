@@ -10,7 +10,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.table import Column
 
 from ..record import Record
-from ..summary import record_line
+from ..summary import record_line, refusal
 
 
 class ProgressDisplay:
@@ -37,7 +37,7 @@ class ProgressDisplay:
         self._task = self._progress.add_task("starting", total=None, left="?")
         self._total = 0
         self._done = 0
-        self._refused: set[str] = set()
+        self._refused: set[tuple[str, str, str | None]] = set()
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -69,11 +69,12 @@ class ProgressDisplay:
         self._console.print(f"warning: {sentence}", style="yellow", markup=False, highlight=False, soft_wrap=True)
 
     def done(self, record: Record) -> None:
-        """Move the bar and print the cell's line; of a backend's refusals the first, with its reasons."""
+        """Move the bar and print the cell's line; a refusal only where its backend has not given the reason before."""
         self._done += 1
         self._progress.update(self._task, completed=self._done, left=self._total - self._done)
         if record.status == "unsupported":
-            if record.requested in self._refused:
+            told = (record.requested, record.target, refusal(record))
+            if told in self._refused:
                 return
-            self._refused.add(record.requested)
+            self._refused.add(told)
         self._console.print(record_line(record), highlight=False, soft_wrap=True)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 
 import pytest
+from rich.console import Console
 
 from attnsuite.reports.cells import group
+from attnsuite.suite.grid.progress import ProgressDisplay
 from attnsuite.suite.summary import record_line, summary_lines
 
 
@@ -45,3 +48,16 @@ def test_ratio_is_to_a_standard_with_right_numbers_in_the_same_rounds(record):
     assert ratio(record(environment=record().environment | {"session": "another"})) == ["not", "paired"]
     assert not ratio(record(status="wrong"))[0].startswith("1.00")
     assert not ratio(dataclasses.replace(record(), resolved="chunked", mode="fallback"))[0].startswith("1.00")
+
+
+def test_a_refusal_is_told_once_for_each_reason_and_device(record):
+    refused = record("cudnn", mode=None, status="unsupported", samples=(), reasons=("cudnn: needs a GPU; buy one.",))
+    again = dataclasses.replace(refused, key="again", case="another")
+    other = dataclasses.replace(refused, key="other", reasons=("cudnn: takes no mask.",))
+    elsewhere = dataclasses.replace(refused, key="elsewhere", target="tpu:v5e")
+    console = Console(file=io.StringIO(), width=200)
+    display = ProgressDisplay(console)
+    for each in (refused, again, other, elsewhere):
+        display.done(each)
+    lines = console.file.getvalue().splitlines()
+    assert [line.rsplit("  ", 1)[1] for line in lines] == ["needs a GPU.", "takes no mask.", "needs a GPU."]
