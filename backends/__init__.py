@@ -1,5 +1,6 @@
 """Interchangeable attention backends behind one contract. This module names everything public."""
 
+from . import masks as masks
 from .adaptive import adaptive_flash_attention as adaptive_flash_attention
 from .adaptive import get_flash_attention_config as get_flash_attention_config
 from .attention import attention as attention
@@ -18,7 +19,12 @@ from .features import FEATURES as FEATURES
 from .features import FEATURES_0_1 as FEATURES_0_1
 from .features import Takes as Takes
 from .flax_attention import attention_fn as attention_fn
+from .function import from_function as from_function
 from .layout import make_spec as make_spec
+from .merging import merge_parts as merge_parts
+from .policy import Policy as Policy
+from .policy import PolicyNotUsedWarning as PolicyNotUsedWarning
+from .policy import load_policy as load_policy
 from .registry import Registry as Registry
 from .registry import UnknownBackendError as UnknownBackendError
 from .registry import get as get

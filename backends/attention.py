@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,10 @@ from jaxtyping import Array, Bool, Float, Int, Num
 from .contract import EitherArray, Layout, Terms
 from .features import Mode
 from .layout import make_spec
+from .masks import MaskFunction
+from .policy import AnyPolicy
 from .resolve import OnUnavailable, resolve
+from .scores import ScoreFunction
 
 Scale = float | Num[Array, ""] | Num[np.ndarray, ""] | np.number  # known when the program is compiled
 
@@ -36,36 +39,110 @@ class Request:
     mode: Mode = "native"
     on_unavailable: OnUnavailable = "fallback"
     options: Mapping[str, Any] | None = None
+    policy: AnyPolicy | None = None
+
+
+class _Options(TypedDict, total=False):
+    """The keywords of :func:`attention` that do not decide what the result is."""
+
+    is_causal: bool
+    scale: Scale | None
+    local_window_size: int | tuple[int, int] | None
+    chunk_size: int | None
+    mask_function: MaskFunction | None
+    score_function: ScoreFunction | None
+    logits_soft_cap: float | None
+    query_segment_ids: EitherArray | None
+    key_value_segment_ids: EitherArray | None
+    query_positions: EitherArray | None
+    key_value_positions: EitherArray | None
+    key_value_seq_lengths: EitherArray | None
+    page_table: EitherArray | None
+    key_scales: EitherArray | None
+    value_scales: EitherArray | None
+    mask: EitherArray | None
+    bias: EitherArray | None
+    sinks: EitherArray | None
+    alibi: EitherArray | None
+    backend: str
+    mode: Mode
+    on_unavailable: OnUnavailable
+    needs_grad: bool
+    backend_options: Mapping[str, Any] | None
+    policy: AnyPolicy | None
+
+
+@overload
+def attention(
+    query: EitherArray,
+    key: EitherArray,
+    value: EitherArray,
+    *,
+    return_log_sum_exp: Literal[False] = ...,
+    **options: Unpack[_Options],
+) -> Array: ...
+
+
+@overload
+def attention(
+    query: EitherArray,
+    key: EitherArray,
+    value: EitherArray,
+    *,
+    return_log_sum_exp: Literal[True],
+    **options: Unpack[_Options],
+) -> tuple[Array, Array]: ...
 
 
 def attention(
     query: Float[EitherArray, "batch q_len heads head_dim"],
-    key: Float[EitherArray, "batch kv_len kv_heads head_dim"],
-    value: Float[EitherArray, "batch kv_len kv_heads v_dim"],
+    key: Num[EitherArray, "rows slots kv_heads head_dim"],
+    value: Num[EitherArray, "rows slots kv_heads v_dim"],
     *,
     is_causal: bool = False,
     scale: Scale | None = None,
     local_window_size: int | tuple[int, int] | None = None,
     chunk_size: int | None = None,
+    mask_function: MaskFunction | None = None,
+    score_function: ScoreFunction | None = None,
     logits_soft_cap: float | None = None,
     query_segment_ids: Int[EitherArray, "batch q_len"] | None = None,
     key_value_segment_ids: Int[EitherArray, "batch kv_len"] | None = None,
     query_positions: Int[EitherArray, "batch q_len"] | None = None,
     key_value_positions: Int[EitherArray, "batch kv_len"] | None = None,
     key_value_seq_lengths: Int[EitherArray, " batch"] | None = None,
+    page_table: Int[EitherArray, "batch pages_per_sequence"] | None = None,
+    key_scales: Float[EitherArray, "#rows #slots #kv_heads"] | None = None,
+    value_scales: Float[EitherArray, "#rows #slots #kv_heads"] | None = None,
     mask: Bool[EitherArray, "#batch #heads #q_len #kv_len"] | None = None,
     bias: Float[EitherArray, "#batch #heads #q_len #kv_len"] | None = None,
+    sinks: Float[EitherArray, " heads"] | None = None,
+    alibi: Float[EitherArray, " heads"] | None = None,
     backend: str = "auto",
     mode: Mode = "native",
     on_unavailable: OnUnavailable = "fallback",
     needs_grad: bool = True,
+    return_log_sum_exp: bool = False,
     backend_options: Mapping[str, Any] | None = None,
-) -> Float[Array, "batch q_len heads v_dim"]:
+    policy: AnyPolicy | None = None,
+) -> (
+    Float[Array, "batch q_len heads v_dim"]
+    | tuple[Float[Array, "batch q_len heads v_dim"], Float[Array, "batch q_len heads"]]
+):
     """Attention through a registered backend; semantics as :mod:`attnsuite.backends.contract` says.
 
     Inputs share one dtype (float32, bfloat16 or float16), which is also the output's; ``heads`` is a
-    multiple of ``kv_heads``. ``mode="interpret"`` runs a kernel backend's own kernel in an interpreter, for
-    verification. ``needs_grad=False`` admits backends that have no backward pass. Raises ValueError for
+    multiple of ``kv_heads``. ``mask_function`` decides by positions (:mod:`attnsuite.backends.masks`);
+    ``score_function`` changes each score by its head and positions (:mod:`attnsuite.backends.scores`).
+    ``sinks`` and ``alibi`` hold a learned number per query head (:class:`Terms`).
+    The result is ``[batch, q_len, heads, v_dim]``. With ``return_log_sum_exp`` it is the pair of this output and the
+    log-sum-exp of each row's visible logits, float32 ``[batch, q_len, heads]``, which has a gradient and is ``-inf``
+    where a row sees nothing; :func:`merge_parts` puts such pairs together.
+    With ``page_table`` key and value are pages ``[num_pages, page_size, kv_heads, dim]``; int8 and float8 keys and
+    values come with their scales (:class:`Layout`, :class:`Terms`; ``needs_grad=False`` for both).
+    ``mode="interpret"`` runs a kernel backend's own kernel in an interpreter, for
+    verification. ``needs_grad=False`` admits backends that have no backward pass. ``policy`` is a file that
+    ``attnsuite choose`` wrote, which ``auto`` follows (default: ``$ATTNSUITE_POLICY``). Raises ValueError for
     shapes, dtypes and options that do not fit, UnknownBackendError for a name nobody registered, and
     BackendUnavailableError where ``on_unavailable="raise"`` and the backend refuses; otherwise a refusal
     falls back with one BackendFallbackWarning that lists every reason.
@@ -81,21 +158,32 @@ def attention(
         query_positions=_as_array(query_positions),
         key_value_positions=_as_array(key_value_positions),
         key_value_seq_lengths=_as_array(key_value_seq_lengths),
+        page_table=_as_array(page_table),
         mask=_as_array(mask),
     )
+    terms = {
+        "bias": bias,
+        "sinks": sinks,
+        "alibi": alibi,
+        "key_scales": key_scales,
+        "value_scales": value_scales,
+    }
     return _attend(
         query,
         key,
         value,
         layout,
-        Terms(bias=_as_array(bias)),
-        Request(backend, mode, on_unavailable, backend_options),
+        Terms(**{name: _as_array(x) for name, x in terms.items()}),
+        Request(backend, mode, on_unavailable, backend_options, policy),
         is_causal=is_causal,
         scale=scale,
         local_window_size=local_window_size,
         chunk_size=chunk_size,
+        mask_function=mask_function,
+        score_function=score_function,
         logits_soft_cap=logits_soft_cap,
         needs_grad=needs_grad,
+        return_log_sum_exp=return_log_sum_exp,
     )
 
 
@@ -211,6 +299,7 @@ def _attend(
         mode=request.mode,
         on_unavailable=request.on_unavailable,
         options=request.options,
+        policy=request.policy,
     )
     return resolution.plan(layout, request.options).run(query, key, value, terms=terms)[0]
 

@@ -3,8 +3,8 @@
 The score matrix is cut into blocks of ``block_q`` query rows by ``block_kv`` keys. The smallest and largest position
 and segment id of each block decide whether a pair of blocks is all masked (skip), all visible (no mask needed) or
 mixed. The idea is that of FlexAttention's BlockMask (PyTorch). Here it is computed from the contract's fields instead
-of a function, without a quadratic pass over elements. Bounds are conservative: a visited block may have nothing visible
-in it, but a skipped block never has anything visible.
+of a function, without a quadratic pass over elements. Only a mask function is evaluated on every pair. Bounds are
+conservative: a visited block may have nothing visible in it, but a skipped block never has anything visible.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
+from . import masks
 from .contract import AttentionSpec, EitherArray, Layout, positions
 
 SKIP, PARTIAL, FULL = 0, 1, 2
@@ -105,6 +106,10 @@ def classify(
         q_first, q_last, k_first, k_last = (x // spec.chunk_size for x in (q_low, q_high, k_low, k_high))
         some = some & (k_first <= q_last) & (k_last >= q_first)
         every = every & (k_first == q_last) & (k_last == q_first) & (q_first == q_last)
+    if spec.mask_function is not None:
+        q_pos, k_pos = layout.query_positions, layout.key_value_positions
+        seen = masks.on_blocks(spec.mask_function, q_pos, k_pos, q_real, k_real, block_q, block_kv)
+        some, every = some & seen[0], every & seen[1]
     if layout.query_segment_ids is not None and layout.key_value_segment_ids is not None:
         q_seg, k_seg = layout.query_segment_ids, layout.key_value_segment_ids
         q_min, q_max = (x[:, :, None] for x in _bounds(xp, q_seg, q_seg >= 0, block_q))
@@ -148,13 +153,9 @@ def visible(
     block_kv: int,
 ) -> Bool[EitherArray, "block_q block_kv"]:
     """The pairs of one mixed block that may attend."""
-
-    def part(x: Any, start: Any, size: int) -> Array:
-        return jax.lax.dynamic_slice(jnp.asarray(x), (batch, start), (1, size))[0]
-
     slots = key_start + jnp.arange(block_kv, dtype=jnp.int32)
-    q_pos = part(layout.query_positions, query_start, block_q)[:, None]
-    k_pos = part(layout.key_value_positions, key_start, block_kv)[None]
+    q_pos = _part(layout.query_positions, batch, query_start, block_q)[:, None]
+    k_pos = _part(layout.key_value_positions, batch, key_start, block_kv)[None]
     ok = (slots < jnp.asarray(layout.lengths)[batch])[None]
     if spec.is_causal:
         ok = ok & (k_pos <= q_pos)
@@ -163,10 +164,42 @@ def visible(
         ok = ok & (k_pos >= q_pos - left) & (k_pos <= q_pos + right)
     if spec.chunk_size is not None:
         ok = ok & (q_pos // spec.chunk_size == k_pos // spec.chunk_size)
+    if spec.mask_function is not None:
+        ok = ok & spec.mask_function(q_pos, k_pos)
     if layout.query_segment_ids is not None:
-        q_seg = part(layout.query_segment_ids, query_start, block_q)[:, None]
-        ok = ok & (q_seg == part(layout.key_value_segment_ids, key_start, block_kv)[None]) & (q_seg >= 0)
+        q_seg = _part(layout.query_segment_ids, batch, query_start, block_q)[:, None]
+        ok = ok & (q_seg == _part(layout.key_value_segment_ids, batch, key_start, block_kv)[None]) & (q_seg >= 0)
     return jnp.broadcast_to(ok, (block_q, block_kv))
+
+
+def apart(
+    layout: PaddedLayout,
+    batch: Int[EitherArray, ""],
+    query_start: Int[EitherArray, ""],
+    key_start: Int[EitherArray, ""],
+    block_q: int,
+    block_kv: int,
+) -> Float[Array, "block_q block_kv"]:
+    """How far apart the positions of each pair of one block are."""
+    q_pos, k_pos = places(layout, batch, query_start, key_start, block_q, block_kv)
+    return jnp.abs(q_pos[:, None] - k_pos[None]).astype(jnp.float32)
+
+
+def places(
+    layout: PaddedLayout,
+    batch: Int[EitherArray, ""],
+    query_start: Int[EitherArray, ""],
+    key_start: Int[EitherArray, ""],
+    block_q: int,
+    block_kv: int,
+) -> tuple[Int[Array, " block_q"], Int[Array, " block_kv"]]:
+    """Positions of the queries and of the keys of one block."""
+    queries = _part(layout.query_positions, batch, query_start, block_q)
+    return queries, _part(layout.key_value_positions, batch, key_start, block_kv)
+
+
+def _part(x: Any, batch: Any, start: Any, size: int) -> Array:
+    return jax.lax.dynamic_slice(jnp.asarray(x), (batch, start), (1, size))[0]
 
 
 def _module(layout: PaddedLayout) -> ModuleType:

@@ -26,27 +26,33 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from . import blocks, decode, standard, tuned
+from . import blocks, decode, kv_cache, sinks, standard, tuned
 from . import chunked_passes as passes
 from .blocks import BlockTable, PaddedLayout
 from .chunked_passes import BlockSizes, Program
 from .contract import (
+    NO_TERMS,
     NOTHING_SEEN,
     AttentionSpec,
     Carry,
     Layout,
     Part,
     Plan,
+    Terms,
     check_options,
 )
 from .devices import Target
-from .features import FEATURES_0_1, Mode, Takes
+from .features import FEATURES_0_1, Feature, Mode, Takes
 from .tuned import Entry
 
 # The plain formula runs for few query rows (its scores are then linear in the key length), and for a score
 # matrix so small that it stays in the cache (the two cross at about 128 x 128 on a 2-core CPU).
 SHORT_QUERY = 16
 SMALL_SCORES = 128 * 128
+
+_LATER: frozenset[Feature] = frozenset(
+    {"log_sum_exp", "sinks", "alibi", "mask_function", "score_function", "pages", "kv_dtype"}
+)
 
 OPTIONS = {
     "block_q": "query rows per block (a multiple of 8)",
@@ -68,7 +74,7 @@ class Chunked:
         """All of the contract except array masks and biases, on every platform."""
         linear = "whose memory is linear in the length"
         return Takes(
-            features=frozenset({*FEATURES_0_1 - {"mask", "bias"}, "log_sum_exp"}),
+            features=frozenset({*FEATURES_0_1 - {"mask", "bias"}, *_LATER}),
             modes=("native", "compile"),
             parts=True,
             because={"mode": "which is plain XLA without a kernel to interpret", "mask": linear, "bias": linear},
@@ -85,17 +91,27 @@ class Chunked:
     ) -> Plan:
         """Sort the blocks once for all layers. Options: see :data:`OPTIONS`; raises ValueError for others."""
         given = check_options(self.name, options, OPTIONS)
+        if spec.has_sinks:
+            return sinks.added(spec, lambda bare: self.plan(bare, layout, target=target, mode=mode, options=options))
         path = given.pop("tuned", None)
+        if kv_cache.is_cache(spec):
+            return kv_cache.unrounded(
+                spec, lambda wide: self._of_cache(wide, layout, self._program(wide, layout, target, path, given))
+            )
         small = spec.query_length * spec.key_value_length <= SMALL_SCORES
-        if spec.query_length <= SHORT_QUERY and not spec.needs_grad and target.platform == "cpu":
+        plain = not spec.has_alibi and spec.score_function is None
+        if spec.query_length <= SHORT_QUERY and not spec.needs_grad and target.platform == "cpu" and plain:
             return decode.plan(spec, layout)
         if spec.query_length <= SHORT_QUERY or (small and not given):
             return standard.STANDARD.plan(spec, layout, target=target)
         program = self._program(spec, layout, target, path, given)
         differentiable, traced = _differentiable(program, _tables(program, layout))
 
-        def attend(query: Array, key: Array, value: Array, layer: int, carry: Carry) -> tuple[Any, Carry]:
-            return differentiable(query, key, value, traced), carry
+        def attend(
+            query: Array, key: Array, value: Array, layer: int, carry: Carry, terms: Terms = NO_TERMS
+        ) -> tuple[Any, Carry]:
+            slopes = None if terms.alibi is None else jnp.asarray(terms.alibi)
+            return differentiable(query, key, value, slopes, traced), carry
 
         return Plan(attend)
 
@@ -115,7 +131,7 @@ class Chunked:
         forward_tables, backward_tables = _tables(program, layout)
 
         def forward(query: Array, key: Array, value: Array) -> tuple[Array, Array, Array]:
-            out, top, rest = passes.forward(program, query, key, value, *forward_tables)
+            out, top, rest = passes.forward(program, query, (key, value), None, *forward_tables)
             return out, jnp.where(top == passes.UNSEEN, NOTHING_SEEN, top), rest
 
         def backward(
@@ -124,9 +140,26 @@ class Chunked:
             if backward_tables is None:
                 raise ValueError("planned with needs_grad=False; plan with needs_grad=True to differentiate.")
             top = jnp.where(top <= NOTHING_SEEN, passes.UNSEEN, top)
-            return passes.backward(program, query, key, value, out, top, rest, d_out, None, *backward_tables)
+            return passes.backward(program, query, key, value, out, top, rest, d_out, None, None, *backward_tables)[:3]
 
         return Part(forward, backward)
+
+    def _of_cache(self, spec: AttentionSpec, layout: Layout, program: Program) -> Plan:
+        """The plan that reads pages and quantised numbers block by block, and writes no contiguous copy."""
+        tables = _tables(program, layout)[0]
+
+        def attend(
+            query: Array, key: Array, value: Array, layer: int, carry: Carry, terms: Terms = NO_TERMS
+        ) -> tuple[Any, Carry]:
+            slopes = None if terms.alibi is None else jnp.asarray(terms.alibi)
+            heads = program.sizes.heads_per_tile
+            read = (
+                kv_cache.block_reader(spec, layout, key, terms.key_scales, heads),
+                kv_cache.block_reader(spec, layout, value, terms.value_scales, heads),
+            )
+            return _result(program, *passes.forward(program, query, read, slopes, *tables)), carry
+
+        return Plan(attend, isolates=True)
 
     def _program(
         self, spec: AttentionSpec, layout: Layout, target: Target, path: str | None, given: dict[str, Any]
@@ -197,7 +230,7 @@ def _fit(sizes: BlockSizes, spec: AttentionSpec, layout: Layout) -> BlockSizes:
         return min(block, -(-length // 8) * 8)
 
     rows = ("query_segment_ids", "query_positions", "key_value_positions", "key_value_seq_lengths")
-    per_sequence = any(getattr(layout, name) is not None for name in rows)
+    per_sequence = kv_cache.is_cache(spec) or any(getattr(layout, name) is not None for name in rows)
     heads = spec.num_kv_heads * (1 if per_sequence else spec.batch)
     longest = max(spec.query_length, spec.key_value_length)
     return BlockSizes(
@@ -243,43 +276,46 @@ def _tables(program: Program, layout: Layout) -> _Tables:
 
 
 def _differentiable(program: Program, tables: _Tables) -> tuple[Callable[..., Array], _Tables | None]:
-    """The attention with its own gradient, and the value to pass as its fourth argument.
+    """The attention with its own gradient, and the value to pass as its fifth argument, after ALiBi's slopes.
 
     Tables of a static layout are captured as constants, so that XLA removes loops that never run. Traced tables have to
     be arguments.
     """
     static = all(isinstance(x, np.ndarray) for x in jax.tree.leaves(tables))
 
-    def result(out: Array, top: Array, rest: Array) -> Any:
-        if not program.spec.return_log_sum_exp:
-            return out
-        return out, jnp.where(top == passes.UNSEEN, -jnp.inf, top + rest)
-
     @jax.custom_vjp
-    def attend(query: Array, key: Array, value: Array, traced: _Tables | None) -> Any:
-        return result(*passes.forward(program, query, key, value, *(traced or tables)[0]))
+    def attend(query: Array, key: Array, value: Array, slopes: Array | None, traced: _Tables | None) -> Any:
+        return _result(program, *passes.forward(program, query, (key, value), slopes, *(traced or tables)[0]))
 
-    def forward(query: Array, key: Array, value: Array, traced: _Tables | None) -> Any:
+    def forward(query: Array, key: Array, value: Array, slopes: Array | None, traced: _Tables | None) -> Any:
         if (traced or tables)[1] is None:  # asked at trace time
             raise ValueError("planned with needs_grad=False; plan with needs_grad=True to differentiate.")
         unrounded = dataclasses.replace(program, float32_results=True)
-        exact, top, rest = passes.forward(unrounded, query, key, value, *(traced or tables)[0])
+        exact, top, rest = passes.forward(unrounded, query, (key, value), slopes, *(traced or tables)[0])
         out = passes.narrowed(exact, program)
         # The rounding error of the output. The backward pass subtracts rowsum(dO * O); without the correction its
         # rounding would be as large as the gradient of a key that has nearly all of its row.
         lost = None if program.spec.dtype == "float32" else (exact - out.astype(jnp.float32)).astype(jnp.bfloat16)
-        return result(out, top, rest), (query, key, value, out, lost, top, rest, traced)
+        return _result(program, out, top, rest), (query, key, value, slopes, out, lost, top, rest, traced)
 
     def backward(residuals: Any, cotangents: Any) -> Any:
-        query, key, value, out, lost, top, rest, traced = residuals
+        query, key, value, slopes, out, lost, top, rest, traced = residuals
         layout, columns = (traced or tables)[1] or ()
         if lost is not None:
             out = out.astype(jnp.float32) + lost.astype(jnp.float32)
         d_out, d_lse = cotangents if program.spec.return_log_sum_exp else (cotangents, None)
-        return *passes.backward(program, query, key, value, out, top, rest, d_out, d_lse, layout, columns), None
+        gradients = passes.backward(program, query, key, value, out, top, rest, d_out, d_lse, slopes, layout, columns)
+        return *gradients, None
 
     attend.defvjp(forward, backward)
     return attend, None if static else tables
+
+
+def _result(program: Program, out: Array, top: Array, rest: Array) -> Any:
+    """What a plan returns: the output, and the log-sum-exp where the spec asks for it."""
+    if not program.spec.return_log_sum_exp:
+        return out
+    return out, jnp.where(top == passes.UNSEEN, -jnp.inf, top + rest)
 
 
 CHUNKED = Chunked()

@@ -19,11 +19,15 @@ from jaxtyping import Array, Float
 from . import blocks
 from .blocks import BlockTable, PaddedLayout
 from .contract import AttentionSpec
+from .scores import derived
 
 _MASKED = -1e30  # finite, so that a row with nothing visible gives no NaN
 # If the log-sum-exp is above a row's largest score by less than this, its key has the whole row up to rounding.
 _ALONE = 2.0**-21
 UNSEEN = 1e30  # largest score of a row with nothing visible: its probabilities come out as zero
+
+
+Reader = Callable[[Array, Array, int], Array]  # (tile, start, width) -> [heads, width, dim]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -145,10 +149,6 @@ def _scores(rows: Float[Array, "h r d"], columns: Float[Array, "h c d"]) -> Floa
     return _dot("hrd,hcd->hrc", rows, columns)[..., :width]
 
 
-def _soft_cap(scores: Array, spec: AttentionSpec) -> Array:
-    return scores if spec.logits_soft_cap is None else spec.logits_soft_cap * jnp.tanh(scores / spec.logits_soft_cap)
-
-
 def _visit(
     tables: tuple[BlockTable, ...], batch: Array, row: Array, step: Callable[[Array, int, Any, bool], Any], carry: Any
 ) -> Any:
@@ -177,16 +177,92 @@ def _scaled_query(query: Array, program: Program) -> Array:
     return (query.astype(jnp.float32) * program.scale_query).astype(query.dtype)
 
 
+def _tile_slopes(slopes: Float[Array, " n"], program: Program) -> Float[Array, "tiles heads group 1 1"]:
+    """ALiBi's slopes of each tile: one per KV head and query head of its group."""
+    spec = program.spec
+    grouped = slopes.astype(jnp.float32).reshape(spec.num_kv_heads, spec.group_size)
+    return jnp.tile(grouped, (spec.batch, 1)).reshape(-1, program.sizes.heads_per_tile, spec.group_size, 1, 1)
+
+
+def _untile_slopes(x: Float[Array, "columns heads group"], spec: AttentionSpec, tiles: int) -> Float[Array, " n"]:
+    """The gradient of the slopes, from that of each column of blocks."""
+    return x.reshape(tiles, -1, *x.shape[1:]).sum(1).reshape(spec.batch, spec.num_heads).sum(0)
+
+
+def _tilt(scores: Array, slopes: Array, apart: Array) -> Array:
+    """The scores less slopes times distances, which broadcast to one axis for the group and one for its rows."""
+    shape = jnp.broadcast_shapes(slopes.shape, apart.shape)
+    return (scores.reshape(shape) - slopes * apart).reshape(scores.shape)
+
+
+def _logits(
+    program: Program,
+    layout: PaddedLayout,
+    scores: Array,
+    tile: Array,
+    query_start: Array,
+    key_start: Array,
+    rows: int,
+    columns: int,
+    *,
+    turned: bool = False,
+) -> tuple[Array, Array | None]:
+    """What soft cap and score function make of a block of scaled scores, and the derivative; None: neither is there.
+
+    The scores are [heads, group * rows, columns], or ``turned`` [heads, columns, group * rows].
+    """
+    spec, heads, slope = program.spec, program.sizes.heads_per_tile, None
+    if spec.logits_soft_cap is not None:
+        scores = spec.logits_soft_cap * jnp.tanh(scores / spec.logits_soft_cap)
+        slope = 1.0 - (scores / spec.logits_soft_cap) ** 2
+    if spec.score_function is None:
+        return scores, slope
+    kv_heads = tile * heads + jnp.arange(heads, dtype=jnp.int32)[:, None]  # of all batch entries
+    head = kv_heads % spec.num_kv_heads * spec.group_size + jnp.arange(spec.group_size, dtype=jnp.int32)[None]
+    batch = kv_heads // spec.num_kv_heads
+    entry = batch[0, 0] if layout.batch > 1 else jnp.int32(0)
+    q_pos, k_pos = blocks.places(layout, entry, query_start, key_start, rows, columns)
+    indices = batch[..., None, None], head[..., None, None], q_pos[None, None, :, None], k_pos[None, None, None]
+    if turned:
+        indices = tuple(x.transpose(0, 3, 1, 2) for x in indices)
+    apart = scores.reshape(jnp.broadcast_shapes(*(x.shape for x in indices)))
+    made, own = (x.reshape(scores.shape) for x in derived(spec.score_function, apart, *indices))
+    return made, own if slope is None else slope * own
+
+
+def _reader(x: Array, program: Program) -> Reader:
+    """Reads some slots of a tile of contiguous keys or values."""
+    tiled = _tile_keys(_pack(x, program), program.sizes.heads_per_tile, program.sizes.block_kv)
+    return lambda tile, start, width: _unpack(lax.dynamic_slice_in_dim(tiled[tile], start, width, 1), program)
+
+
+def _isolated(scores: Array, k: Array, v: Array) -> tuple[Array, Array]:
+    """Scores and values where a slot that is not finite makes its score NaN: rows that may not see it mask it."""
+    bad = ~(jnp.isfinite(k).all(-1) & jnp.isfinite(v).all(-1))
+    return jnp.where(bad[:, None], jnp.nan, scores), jnp.where(bad[..., None], 0, v)
+
+
 def forward(
-    program: Program, query: Array, key: Array, value: Array, layout: PaddedLayout, tables: tuple[BlockTable, ...]
+    program: Program,
+    query: Array,
+    keys_values: tuple[Array | Reader, Array | Reader],
+    slopes: Array | None,
+    layout: PaddedLayout,
+    tables: tuple[BlockTable, ...],
 ) -> tuple[Array, Array, Array]:
-    """Output [B, T, N, Hv], and the log-sum-exp as largest score and rest, [B, T, N] each."""
+    """Output [B, T, N, Hv], and the log-sum-exp as largest score and rest, [B, T, N] each.
+
+    Keys and values are arrays, or functions that read some slots of a tile from a cache. Of a cache, slots that are not
+    finite and that a row may not see do not reach the row, as isolation.py says.
+    """
     spec, sizes = program.spec, program.sizes
-    heads, block_q, block_kv, group = sizes.heads_per_tile, sizes.block_q, sizes.block_kv, spec.group_size
-    keys = _tile_keys(_pack(key, program), heads, block_kv)
-    values = _tile_keys(_pack(value, program), heads, block_kv)
+    heads, block_q, group = sizes.heads_per_tile, sizes.block_q, spec.group_size
+    from_cache = callable(keys_values[0])
+    keys, values = (x if callable(x) else _reader(x, program) for x in keys_values)
     queries = _tile_queries(_pack(_scaled_query(query, program), program), spec, heads, block_q)
-    tiles, rows = keys.shape[0], queries.shape[0] // keys.shape[0]
+    tiles = spec.batch * spec.num_kv_heads // heads
+    rows = queries.shape[0] // tiles
+    tilted = None if slopes is None else _tile_slopes(slopes, program)
 
     def one_row(x: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         tile, row, q = x
@@ -195,9 +271,14 @@ def forward(
 
         def step(start: Array, width: int, carry: tuple[Array, ...], mixed: bool) -> tuple[Array, ...]:
             top, total, out = carry
-            k = _unpack(lax.dynamic_slice_in_dim(keys[tile], start, width, 1), program)
-            v = _unpack(lax.dynamic_slice_in_dim(values[tile], start, width, 1), program)
-            scores = _soft_cap(_scores(q, k) * program.scale_scores, spec)
+            k, v = keys(tile, start, width), values(tile, start, width)
+            scaled = _scores(q, k) * program.scale_scores
+            scores, _ = _logits(program, layout, scaled, tile, row * block_q, start, block_q, width)
+            if tilted is not None:
+                apart = blocks.apart(layout, batch, row * block_q, start, block_q, width)
+                scores = _tilt(scores, tilted[tile], apart[None, None])
+            if from_cache:
+                scores, v = _isolated(scores, k, v)
             if mixed:
                 mask = blocks.visible(spec, layout, batch, row * block_q, start, block_q, width)
                 scores = jnp.where(mask, scores.reshape(heads, group, block_q, width), _MASKED)
@@ -215,7 +296,7 @@ def forward(
         shape = (heads, group * block_q)
         start = jnp.full(shape, _MASKED), jnp.zeros(shape), jnp.zeros((*shape, spec.value_head_dim))
         top, total, out = _visit(tables, batch, row, step, start)
-        seen = total > 0.0
+        seen = total != 0.0  # NaN is seen
         out = out * jnp.where(seen, 1.0 / jnp.where(seen, total, 1.0), 0.0)[..., None]
         rest = jnp.log(jnp.where(seen, total, 1.0))
         return _result(out, program), jnp.where(seen, top, UNSEEN), rest
@@ -229,6 +310,37 @@ def forward(
     )
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Rows:
+    """What the backward pass reads of the query rows, in tiles."""
+
+    queries: Array
+    d_outs: Array
+    tops: Array
+    rests: Array
+    deltas: Array
+    d_lses: Array | None
+
+
+def _tile_rows(
+    program: Program, query: Array, out: Array, top: Array, rest: Array, d_out: Array, d_lse: Array | None
+) -> _Rows:
+    spec, heads, block = program.spec, program.sizes.heads_per_tile, program.sizes.block_backward
+    delta = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1)
+
+    def tiled(x: Array, fill: float = 0) -> Array:
+        return _tile_queries(x[..., None], spec, heads, block, fill)[..., 0]
+
+    return _Rows(
+        queries=_tile_queries(_pack(_scaled_query(query, program), program), spec, heads, block),
+        d_outs=_tile_queries(_pack(d_out, program), spec, heads, block),
+        tops=tiled(top, UNSEEN),
+        rests=tiled(rest),
+        deltas=tiled(delta),
+        d_lses=None if d_lse is None else tiled(d_lse),
+    )
+
+
 def backward(
     program: Program,
     query: Array,
@@ -239,73 +351,74 @@ def backward(
     rest: Array,
     d_out: Array,
     d_lse: Array | None,
+    slopes: Array | None,
     layout: PaddedLayout,
     tables: tuple[BlockTable, ...],
-) -> tuple[Array, Array, Array]:
-    """Gradients of query, key and value, in their dtype (float32 with ``program.float32_results``).
+) -> tuple[Array, Array, Array, Array | None]:
+    """Gradients of query, key and value, in their dtype (float32 with ``program.float32_results``), and of the slopes.
 
     ``d_lse [B, T, N]`` is the cotangent of the log-sum-exp, whose derivative by a score is the probability.
-
     Scores are kept transposed (keys by queries), so that every product contracts the last dimension of its left
     operand: XLA's CPU backend has a fast kernel for this orientation.
     """
     spec, sizes = program.spec, program.sizes
     heads, block, group = sizes.heads_per_tile, sizes.block_backward, spec.group_size
-    delta = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1)
-
-    tops = _tile_queries(top[..., None], spec, heads, block, UNSEEN)[..., 0]
-    rests = _tile_queries(rest[..., None], spec, heads, block)[..., 0]
-    largest = jnp.exp(-rests)  # probability of the largest key
-    deltas = _tile_queries(delta[..., None], spec, heads, block)[..., 0]
-    d_lses = None if d_lse is None else _tile_queries(d_lse[..., None], spec, heads, block)[..., 0]
-    queries = _tile_queries(_pack(_scaled_query(query, program), program), spec, heads, block)
-    d_outs = _tile_queries(_pack(d_out, program), spec, heads, block)
+    tiled = _tile_rows(program, query, out, top, rest, d_out, d_lse)
+    largest = jnp.exp(-tiled.rests)  # probability of the largest key
 
     keys, values = (_columns(_pack(x, program), heads, block) for x in (key, value))
     # Transposed outside the loop: inside, XLA folds the transpose into the product and then has no kernel for it.
     keys_transposed = keys.swapaxes(2, 3)
     tiles = spec.batch * spec.num_kv_heads // heads
-    q_blocks, kv_blocks = queries.shape[0] // tiles, keys.shape[0] // tiles
+    q_blocks, kv_blocks = tiled.queries.shape[0] // tiles, keys.shape[0] // tiles
+    tilted = None if slopes is None else _tile_slopes(slopes, program)
 
-    def one_column(d_queries: Array, x: tuple[Array, ...]) -> tuple[Array, tuple[Array, Array]]:
+    def one_column(d_queries: Array, x: tuple[Array, ...]) -> tuple[Array, tuple[Array, Array, Any]]:
         tile, column, *kv = x
         k, k_transposed, v = (_unpack(part, program) for part in kv)
         batch = tile * heads // spec.num_kv_heads if layout.batch > 1 else jnp.int32(0)
 
-        def step(start: Array, width: int, carry: tuple[Array, ...], mixed: bool) -> tuple[Array, ...]:
-            d_k, d_v, d_queries = carry
+        def step(start: Array, width: int, carry: tuple[Any, ...], mixed: bool) -> tuple[Any, ...]:
+            d_k, d_v, d_tilted, d_queries = carry
             at = tile * q_blocks + start // width
-            q, d_o = _unpack(queries[at], program), _unpack(d_outs[at], program)
-            raw = _scores(k, q) * program.scale_scores
-            scores = _soft_cap(raw, spec)
-            probs = jnp.exp((scores - tops[at][:, None]) - rests[at][:, None])
+            q, d_o = _unpack(tiled.queries[at], program), _unpack(tiled.d_outs[at], program)
+            scaled, here = _scores(k, q) * program.scale_scores, (start, column * block, block, block)
+            scores, slope = _logits(program, layout, scaled, tile, *here, turned=True)
+            apart = None if tilted is None else blocks.apart(layout, batch, *here).T
+            if tilted is not None and apart is not None:
+                scores = _tilt(scores, tilted[tile].swapaxes(1, 2), apart[None, :, None])
+            probs = jnp.exp((scores - tiled.tops[at][:, None]) - tiled.rests[at][:, None])
             heavy = probs > 0.5
             probs = jnp.where(heavy, largest[at][:, None], probs)
             if mixed:
-                mask = blocks.visible(spec, layout, batch, start, column * block, block, block).T[:, None]
+                mask = blocks.visible(spec, layout, batch, *here).T[:, None]
                 probs = jnp.where(mask, probs.reshape(heads, block, group, block), 0.0).reshape(probs.shape)
-            d_scores = probs * (_dot("hkd,hqd->hkq", v, d_o) - deltas[at][:, None])
+            d_scores = probs * (_dot("hkd,hqd->hkq", v, d_o) - tiled.deltas[at][:, None])
             # The gradient of a key that has the whole row is zero: its two terms cancel but for their rounding.
-            d_scores = jnp.where(heavy & (rests[at][:, None] < _ALONE), 0.0, d_scores)
-            if d_lses is not None:
-                d_scores = d_scores + probs * d_lses[at][:, None]
-            if spec.logits_soft_cap is not None:
-                d_scores = d_scores * (1.0 - (scores / spec.logits_soft_cap) ** 2)
+            d_scores = jnp.where(heavy & (tiled.rests[at][:, None] < _ALONE), 0.0, d_scores)
+            if tiled.d_lses is not None:
+                d_scores = d_scores + probs * tiled.d_lses[at][:, None]
+            if apart is not None:
+                d_tilted -= (d_scores.reshape(heads, block, group, block) * apart[None, :, None]).sum((1, 3))
+            if slope is not None:
+                d_scores = d_scores * slope
             probs, d_scores = narrowed(probs, program), narrowed(d_scores * program.scale_scores, program)
             d_v = d_v + _dot("hkq,hqd->hkd", probs, d_o)
             d_k = d_k + _dot("hkq,hqd->hkd", d_scores, q)
             d_q = lax.dynamic_index_in_dim(d_queries, at, 0, keepdims=False) + _dot(
                 "hdk,hkq->hdq", k_transposed, d_scores
             )
-            return d_k, d_v, lax.dynamic_update_index_in_dim(d_queries, d_q, at, 0)
+            return d_k, d_v, d_tilted, lax.dynamic_update_index_in_dim(d_queries, d_q, at, 0)
 
-        start = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32), d_queries
-        d_k, d_v, d_queries = _visit(tables, batch, column, step, start)
-        return d_queries, (_result(d_k, program), _result(d_v, program))
+        d_tilted = () if tilted is None else jnp.zeros((heads, group))
+        start = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32), d_tilted, d_queries
+        d_k, d_v, d_tilted, d_queries = _visit(tables, batch, column, step, start)
+        return d_queries, (_result(d_k, program), _result(d_v, program), d_tilted)
 
     d_queries = jnp.zeros((tiles * q_blocks, heads, spec.head_dim, group * block))
     index = jnp.repeat(jnp.arange(tiles), kv_blocks), jnp.tile(jnp.arange(kv_blocks), tiles)
-    d_queries, (d_keys, d_values) = lax.scan(one_column, d_queries, (*index, keys, keys_transposed, values))
+    d_queries, (d_keys, d_values, d_tilted) = lax.scan(one_column, d_queries, (*index, keys, keys_transposed, values))
     d_query = _result(d_queries.swapaxes(2, 3) * program.scale_query, program)
     d_key, d_value = (_uncolumns(_delivered(x, program), spec, tiles) for x in (d_keys, d_values))
-    return _delivered(_untile_queries(d_query, spec, heads, block), program), d_key, d_value
+    d_slopes = None if slopes is None else _untile_slopes(d_tilted, spec, tiles).astype(slopes.dtype)
+    return _delivered(_untile_queries(d_query, spec, heads, block), program), d_key, d_value, d_slopes

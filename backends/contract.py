@@ -10,11 +10,18 @@ The semantics are those of ``jax.nn.dot_product_attention`` with the gaps closed
 - Keys and values that a query may not see (padding, other documents, slots behind the length) change nothing, even if
   they hold NaN or infinity.
 - A length above the number of slots means all of them.
-- The log-sum-exp of a row is that of its visible logits (scaled, capped, with the bias), float32; ``-inf`` where the
-  row sees nothing. It has a gradient.
+- A mask function decides by the positions of a query and a key, beside all other masks (``masks.py``).
+- A score function changes each scaled and capped score by its head and positions (``scores.py``).
+- ALiBi subtracts a head's slope times the distance of the two positions, ``|query - key|``, after the score function.
+- A sink is one more logit of every row of its head, without a value: it takes weight from the keys.
+- The log-sum-exp of a row is that of its visible logits (scaled, capped, with the bias) and of its sink, float32.
+  Without a sink it is ``-inf`` where the row sees nothing. It has a gradient.
+- Keys and values of a paged cache are pages, which a page table deals to the sequences. A slot is read only if a query
+  sees it; a visible slot whose page is not in the pool gives NaN.
+- Quantised keys and values (``kv_dtype``) stand for ``number * scale``. A cache, paged or quantised, has no gradient.
 - A backend refuses a problem that it cannot compute before anything is traced (``features.py``, ``support.py``).
 
-``oracle.py`` computes these semantics in float64; ``tests/conformance.py`` tests every backend against them.
+``oracle.py`` computes these semantics in float64; ``attnsuite.testing`` tests every backend against them.
 
 An :class:`AttentionSpec` holds everything static, a :class:`Layout` the arrays that follow from the tokens (once per
 forward pass), and :class:`Terms` the learned operands (per layer). A caller plans once per forward pass and runs the
@@ -31,9 +38,11 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Num
 
-from .features import DTYPES, Feature, Mode, asked
+from . import masks, scores
+from .features import DTYPES, KV_DTYPES, Feature, Mode, asked
+from .operands import check_operands, check_terms
 
 if TYPE_CHECKING:
     from .devices import Target
@@ -50,9 +59,13 @@ class AttentionSpec:
     ``value [batch, key_value_length, num_kv_heads, value_head_dim]``; query head ``n`` reads KV head
     ``n // (num_heads // num_kv_heads)``. ``scale=None`` means ``1/sqrt(head_dim)``; ``value_head_dim=None`` means
     ``head_dim``; ``local_window_size=w`` means ``(w, w)``: a query at position p sees key positions p-left to p+right,
-    both included. The ``has_*`` fields say which arrays a :class:`Layout` brings, ``has_bias`` which :class:`Terms` do.
-    With ``return_log_sum_exp`` a plan gives ``(output, log_sum_exp)`` for its output. Raises ValueError naming the
-    field, what was given and what is accepted.
+    both included. The ``has_*`` fields say which arrays a :class:`Layout` brings, and which :class:`Terms` do.
+    With ``return_log_sum_exp`` a plan gives ``(output, log_sum_exp)`` for its output.
+
+    With ``page_size``, key and value are pages ``[num_pages, page_size, num_kv_heads, dim]``, the layout brings a page
+    table, and ``key_value_length`` is ``pages_per_sequence * page_size``. With ``kv_dtype`` ("int8" or "float8_e4m3fn")
+    they are of that dtype, and the terms bring their scales. Raises ValueError naming the field, what was given and
+    what is accepted.
 
     >>> spec = AttentionSpec(batch=1, query_length=8, key_value_length=8, num_heads=4, num_kv_heads=2,
     ...                      head_dim=64, is_causal=True)
@@ -72,14 +85,21 @@ class AttentionSpec:
     is_causal: bool = False
     local_window_size: int | tuple[int, int] | None = None
     chunk_size: int | None = None
+    mask_function: masks.MaskFunction | None = None
+    score_function: scores.ScoreFunction | None = None
     logits_soft_cap: float | None = None
     has_segment_ids: bool = False
     has_positions: bool = False
     has_seq_lengths: bool = False
     has_mask: bool = False
     has_bias: bool = False
+    has_sinks: bool = False
+    has_alibi: bool = False
     needs_grad: bool = True
     return_log_sum_exp: bool = False
+    num_pages: int | None = None
+    page_size: int | None = None
+    kv_dtype: str | None = None
 
     def __post_init__(self) -> None:
         if self.value_head_dim is None:
@@ -109,10 +129,13 @@ class AttentionSpec:
             raise ValueError(
                 f"local_window_size={self.local_window_size!r} must be an int from 0 to 2**30, or a pair (left, right)."
             )
+        masks.check(self.mask_function)
+        scores.check(self.score_function)
         for name in ("scale", "logits_soft_cap"):
             value = getattr(self, name)
             if value is not None and not (_is_real(value) and math.isfinite(value) and value > 0):
                 raise ValueError(f"{name}={value!r} must be a finite Python float above 0, or None.")
+        _check_cache(self)
         for field in dataclasses.fields(self):
             if field.type == "bool" and not isinstance(getattr(self, field.name), bool):
                 raise ValueError(f"{field.name}={getattr(self, field.name)!r} must be True or False.")
@@ -137,12 +160,19 @@ class AttentionSpec:
         return self.local_window_size  # pyright: ignore[reportReturnType]  (normalised in __post_init__)
 
     @property
+    def announced_terms(self) -> frozenset[str]:
+        """The names of the :class:`Terms` that come with each layer."""
+        scales = () if self.kv_dtype is None else ("key_scales", "value_scales")
+        return frozenset({*scales, *(name for name in ("bias", "sinks", "alibi") if getattr(self, f"has_{name}"))})
+
+    @property
     def masks_anything(self) -> bool:
         """Whether any query-key pair could be masked."""
         return bool(
             self.is_causal
             or self.local_window_size is not None
             or self.chunk_size is not None
+            or self.mask_function is not None
             or self.has_segment_ids
             or self.has_seq_lengths
             or self.has_mask
@@ -156,7 +186,9 @@ class Layout:
 
     All int32. A row with a negative segment id is padding. ``None`` positions mean ``arange`` on both sides.
     ``key_value_seq_lengths`` counts the leading valid slots of each key sequence. ``mask`` (True: may attend)
-    broadcasts to ``[batch, heads, query, key]``; most kernels refuse it.
+    broadcasts to ``[batch, heads, query, key]``; most kernels refuse it. Slot ``s`` of sequence ``b`` in a paged cache
+    is slot ``s % page_size`` of page ``page_table[b, s // page_size]``. Entries whose slots nobody sees may hold
+    anything. ``kv_cache.ragged_layout`` makes the layout of a ragged batch.
     """
 
     query_segment_ids: Int[EitherArray, "batch q_len"] | None = None
@@ -165,17 +197,29 @@ class Layout:
     key_value_positions: Int[EitherArray, "batch kv_len"] | None = None
     key_value_seq_lengths: Int[EitherArray, " batch"] | None = None
     mask: Bool[EitherArray, "#batch #heads #q_len #kv_len"] | None = None
+    page_table: Int[EitherArray, "batch pages_per_sequence"] | None = None
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """Learned operands of one layer, which are differentiated beside query, key and value.
+    """Operands of one layer beside query, key and value: what is learned, and the scales of a quantised cache.
 
-    ``bias`` is added to the logits, after the scale and the soft cap. The spec announces a term ``x`` by ``has_x``.
+    ``bias`` is added to the logits, after the scale, the soft cap and the score function. ``sinks`` holds a finite
+    logit per query head (neither scaled nor capped), which enters the softmax of each of its rows as a key with a value
+    of zero would. ``alibi`` holds a slope per query head (ALiBi, arXiv 2108.12409): each logit loses the slope times
+    the distance of its positions. The spec announces a term ``x`` of these by ``has_x``.
+
+    ``key_scales`` and ``value_scales`` are the factors of keys and values with ``kv_dtype``, float32. They broadcast to
+    keys and values without ``head_dim``: per slot and KV head, or with axes of size one per page and head, per head, or
+    one for all.
     """
 
     bias: Float[EitherArray, "#batch #heads #q_len #kv_len"] | None = None
+    sinks: Float[EitherArray, " heads"] | None = None
+    alibi: Float[EitherArray, " heads"] | None = None
+    key_scales: Float[EitherArray, "#rows #slots #kv_heads"] | None = None
+    value_scales: Float[EitherArray, "#rows #slots #kv_heads"] | None = None
 
     def given(self) -> tuple[str, ...]:
         """The names of the terms that are not None."""
@@ -224,8 +268,8 @@ class Plan:
     def run(
         self,
         query: Float[Array, "batch q_len heads head_dim"],
-        key: Float[Array, "batch kv_len kv_heads head_dim"],
-        value: Float[Array, "batch kv_len kv_heads v_dim"],
+        key: Num[Array, "rows slots kv_heads head_dim"],
+        value: Num[Array, "rows slots kv_heads v_dim"],
         *,
         terms: Terms = NO_TERMS,
         layer: int = 0,
@@ -244,49 +288,6 @@ class Plan:
         return self.attend(query, key, value, layer, carry)
 
 
-def check_operands(spec: AttentionSpec, query: Any, key: Any, value: Any) -> None:
-    """Raise ValueError if the shape or dtype of an array is not that of ``spec``."""
-    keys = (spec.batch, spec.key_value_length, spec.num_kv_heads)
-    expected = {
-        "query": (query, (spec.batch, spec.query_length, spec.num_heads, spec.head_dim)),
-        "key": (key, (*keys, spec.head_dim)),
-        "value": (value, (*keys, spec.value_head_dim)),
-    }
-    for name, (x, shape) in expected.items():
-        if tuple(x.shape) != shape:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}; the spec of this plan says {shape}.")
-        if str(x.dtype) != spec.dtype:
-            raise ValueError(f"{name} is {x.dtype}; the spec of this plan says {spec.dtype}; cast one, or plan anew.")
-
-
-def check_terms(spec: AttentionSpec | None, terms: Terms) -> tuple[str, ...]:
-    """The names of the given terms. Raises ValueError unless they are those that ``spec`` announces (None: none)."""
-    for field in dataclasses.fields(Terms):
-        name, x = field.name, getattr(terms, field.name)
-        announced = spec is not None and getattr(spec, f"has_{name}")
-        if announced and x is None:
-            raise ValueError(
-                f"the spec says has_{name}=True, but terms.{name} is None; run the plan with terms=Terms({name}=...)."
-            )
-        if x is not None and not announced:
-            raise ValueError(
-                f"terms.{name} is given, but the spec of this plan says has_{name}=False; "
-                f"plan a spec with has_{name}=True through backends.plan."
-            )
-    if spec is not None and terms.bias is not None:
-        check_broadcast("bias", terms.bias, spec, "a floating dtype", jnp.floating)
-    return terms.given()
-
-
-def check_broadcast(name: str, x: Any, spec: AttentionSpec, wanted: str, kind: Any) -> None:
-    """Raise ValueError unless ``x`` is of ``kind`` and broadcasts to [batch, heads, query, key]."""
-    full = (spec.batch, spec.num_heads, spec.query_length, spec.key_value_length)
-    if len(x.shape) != 4 or any(have not in (1, want) for have, want in zip(x.shape, full, strict=True)):
-        raise ValueError(f"{name} has shape {tuple(x.shape)}; expected 4 dimensions that broadcast to {full}.")
-    if not jnp.issubdtype(x.dtype, kind):
-        raise ValueError(f"{name} has dtype {x.dtype}; expected {wanted}.")
-
-
 def forward_only(attend: Callable[..., Any]) -> Callable[..., Any]:
     """The ``attend`` of a plan without gradients. Differentiating it raises ValueError with what to plan instead."""
 
@@ -296,37 +297,6 @@ def forward_only(attend: Callable[..., Any]) -> Callable[..., Any]:
     run = jax.custom_vjp(attend, nondiff_argnums=(3,))
     run.defvjp(no_gradient, no_gradient)
     return run
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class KernelBuild:
-    """One GPU kernel compiled ahead of time, as its assembler reports it: sizes, never a speed.
-
-    ``configuration`` holds its compile-time parameters (block sizes, warps, stages). ``registers`` and
-    ``spilled_bytes`` are per thread; ``shared_bytes`` is per thread block, and the target has ``shared_limit_bytes`` of
-    it. If the compiler refused, ``error`` is the first line of its message, and the sizes are None.
-    """
-
-    name: str
-    configuration: tuple[tuple[str, int], ...]
-    registers: int | None = None
-    spilled_bytes: int | None = None
-    shared_bytes: int | None = None
-    shared_limit_bytes: int | None = None
-    vector_loads: int | None = None
-    scalar_loads: int | None = None
-    error: str | None = None
-
-
-@runtime_checkable
-class CompilesKernels(Protocol):
-    """A backend whose GPU kernels are compiled outside XLA, and that can report the result."""
-
-    def compile_kernels(
-        self, spec: AttentionSpec, target: Target, options: Mapping[str, Any] | None = None
-    ) -> tuple[KernelBuild, ...]:
-        """Compile every kernel of ``spec`` for ``target``, which need not be present. No GPU, no driver."""
-        ...
 
 
 @runtime_checkable
@@ -420,6 +390,22 @@ def positions(spec: AttentionSpec, layout: Layout) -> tuple[Array | np.ndarray, 
     )
 
 
+def modified(spec: AttentionSpec, layout: Layout, logits: Float[Array, "b n t s"]) -> Float[Array, "b n t s"]:
+    """What the score function makes of all logits of a call; quadratic, as they are."""
+    if spec.score_function is None:
+        return logits
+    batch, head = (jnp.arange(n, dtype=jnp.int32) for n in (spec.batch, spec.num_heads))
+    q_pos, k_pos = (jnp.asarray(x) for x in positions(spec, layout))
+    at = batch[:, None, None, None], head[None, :, None, None], q_pos[:, None, :, None], k_pos[:, None, None, :]
+    return spec.score_function(logits, *at)
+
+
+def distances(spec: AttentionSpec, layout: Layout) -> Int[Array, "#batch q_len kv_len"]:
+    """How far apart each query and key are, by their positions. Quadratic: for references and short input."""
+    q_pos, k_pos = (jnp.asarray(x) for x in positions(spec, layout))
+    return jnp.abs(q_pos[:, :, None] - k_pos[:, None, :])
+
+
 def may_attend(spec: AttentionSpec, layout: Layout) -> Bool[Array, "#batch #heads q_len kv_len"] | None:
     """The whole mask of a call, or None where every pair may attend. Quadratic: for references and short input."""
     if not spec.masks_anything:
@@ -434,6 +420,8 @@ def may_attend(spec: AttentionSpec, layout: Layout) -> Bool[Array, "#batch #head
         terms.append((k_pos >= q_pos - left) & (k_pos <= q_pos + right))
     if spec.chunk_size is not None:
         terms.append(q_pos // spec.chunk_size == k_pos // spec.chunk_size)
+    if spec.mask_function is not None:
+        terms.append(spec.mask_function(q_pos, k_pos))
     if layout.query_segment_ids is not None and layout.key_value_segment_ids is not None:
         q_seg, k_seg = layout.query_segment_ids[:, None, :, None], layout.key_value_segment_ids[:, None, None, :]
         terms.append((q_seg == k_seg) & (q_seg >= 0))
@@ -466,6 +454,28 @@ def check_options(
         have = "; ".join(f"{name}: {meaning}" for name, meaning in accepted.items()) or "none"
         raise ValueError(f"{backend} has no option {', '.join(map(repr, unknown))}; its options are: {have}.")
     return given
+
+
+def _check_cache(spec: AttentionSpec) -> None:
+    """Raise ValueError unless pages and ``kv_dtype`` are of a cache that there can be."""
+    if (spec.page_size is None) != (spec.num_pages is None):
+        raise ValueError(f"page_size={spec.page_size!r} and num_pages={spec.num_pages!r} go together; give both.")
+    if spec.page_size is not None:
+        _require_positive_int("page_size", spec.page_size)
+        _require_positive_int("num_pages", spec.num_pages)
+        if spec.key_value_length % spec.page_size:
+            raise ValueError(
+                f"key_value_length={spec.key_value_length} must be a multiple of page_size={spec.page_size}: it is "
+                "pages_per_sequence * page_size; key_value_seq_lengths says how many slots are filled."
+            )
+    if spec.kv_dtype not in (None, *KV_DTYPES):
+        raise ValueError(f"kv_dtype={spec.kv_dtype!r} is not supported; use one of {', '.join(KV_DTYPES)}, or None.")
+    if spec.needs_grad and (spec.page_size is not None or spec.kv_dtype is not None):
+        what = f"page_size={spec.page_size}" if spec.kv_dtype is None else f"kv_dtype={spec.kv_dtype!r}"
+        raise ValueError(
+            f"{what} asks for a cache, which has no gradient; give needs_grad=False, or keys and values that are "
+            "neither paged nor quantised."
+        )
 
 
 def _is_int(x: object) -> bool:

@@ -143,10 +143,11 @@ class Sharded:
 
     def takes(self, target: Target, mode: Mode) -> Takes:
         """The features that can be divided (not masks and biases in a ring). The backend judges the share itself."""
-        gathered: frozenset[Feature] = frozenset({*FEATURES_0_1, "log_sum_exp"})
-        dealt = gathered - {"mask", "bias", "log_sum_exp"} if self._in_ring else gathered
+        gathered: frozenset[Feature] = frozenset({*FEATURES_0_1, "log_sum_exp", "sinks", "alibi", "mask_function"})
+        dealt = gathered - {"mask", "bias", "log_sum_exp", "alibi"} if self._in_ring else gathered
         why = "which passes keys on from device to device, but no columns of such an array"
         because = dict.fromkeys(("mask", "bias"), why) | {"log_sum_exp": "which keeps it to put the parts together"}
+        because |= {"alibi": "whose parts have no slopes", "score_function": "whose shares count heads from zero"}
         return Takes(features=dealt, carries=takes_of(self.backend, target, mode).carries, because=because)
 
     def refuses(
@@ -195,7 +196,7 @@ class Sharded:
                 if self._in_ring:
                     axis = ring.Axis(self.axes.named()["context"], self._size("context"))
                     of_parts = cast("PartBackend", self.backend)
-                    return ring.Ring(of_parts, share, axis, planned).attend(layout, query, key, value), carry
+                    return ring.Ring(of_parts, share, axis, planned).attend(layout, query, key, value, terms), carry
                 if self.axes.context is not None:
                     layout = self._with_positions(share, layout)
                     key, value = _gather(self.axes.context, key), _gather(self.axes.context, value)
@@ -302,7 +303,11 @@ class Sharded:
 
     def _columns(self, terms: Terms) -> Terms:
         """The spec of each term."""
-        return Terms(bias=_placed(terms.bias, (self.axes.data, self.axes.heads, self.axes.context, None)))
+        return Terms(
+            bias=_placed(terms.bias, (self.axes.data, self.axes.heads, self.axes.context, None)),
+            sinks=_placed(terms.sinks, (self.axes.heads,)),
+            alibi=_placed(terms.alibi, (self.axes.heads,)),
+        )
 
 
 def _placed(x: EitherArray | None, axes: tuple[str | None, ...]) -> Any:

@@ -33,9 +33,16 @@ Feature = Literal[
     "cross_length",
     "value_head_dim",
     "log_sum_exp",
+    "sinks",
+    "alibi",
+    "mask_function",
+    "score_function",
+    "pages",
+    "kv_dtype",
 ]
 FEATURES: tuple[Feature, ...] = get_args(Feature)
 DTYPES = ("float32", "bfloat16", "float16")
+KV_DTYPES = ("int8", "float8_e4m3fn")  # of keys and values in a quantised cache
 
 # The features of the contract of version 0.1. A backend without ``takes`` was written for it and takes only these:
 # nothing is ever added here.
@@ -125,6 +132,17 @@ ASKED: Mapping[Feature, Asked] = {
         "equal head dimensions",
     ),
     "log_sum_exp": _flag("return_log_sum_exp", "return_log_sum_exp=True", "return_log_sum_exp=False only"),
+    "sinks": _flag("has_sinks", "an array of attention sinks", "none"),
+    "alibi": _flag("has_alibi", "an array of ALiBi slopes", "none"),
+    "mask_function": _is_set("mask_function"),
+    "score_function": _is_set("score_function"),
+    "pages": Asked(
+        ("page_size", "num_pages"),
+        lambda spec: spec.page_size is not None,
+        lambda spec: f"page_size={spec.page_size}",
+        "None only, which is contiguous keys and values",
+    ),
+    "kv_dtype": _is_set("kv_dtype"),
 }
 
 

@@ -20,7 +20,8 @@ from .attention import attention
 from .devices import Target
 
 # Arrays of the call itself, which the layer passes.
-_OPTIONS = frozenset(inspect.signature(attention).parameters) - {"query", "key", "value", "bias", "mask", "backend"}
+_ARRAYS = {"query", "key", "value", "bias", "mask"}
+_OPTIONS = frozenset(inspect.signature(attention).parameters) - _ARRAYS - {"backend", "return_log_sum_exp"}
 
 _REFUSED = {
     "module": "the attention weights are never formed, so there are none to sow; leave sow_weights at False.",
@@ -114,6 +115,11 @@ def attention_fn(backend: str = "auto", **options: Any) -> Callable[..., Array]:
 
 
 def _check_options(options: dict[str, Any]) -> None:
+    if "return_log_sum_exp" in options:
+        raise ValueError(
+            "attention_fn does not take return_log_sum_exp: a flax layer projects the one array that its attention "
+            "function returns; call backends.attention between the layer's own projections."
+        )
     if strange := sorted(set(options) - _OPTIONS):
         raise ValueError(
             f"attention_fn has no option {', '.join(strange)}; its options are {', '.join(sorted(_OPTIONS))}."
@@ -173,7 +179,8 @@ def _check_shapes(query: Array, key: Array, value: Array) -> None:
 def _check_single_query(query: Array, key: Array, options: dict[str, Any]) -> None:
     """Refuse one query under a mask by position: its place in the sequence is not known."""
     by_position = ["is_causal"] if options["is_causal"] else []
-    by_position += [name for name in ("local_window_size", "chunk_size") if options.get(name) is not None]
+    others = ("local_window_size", "chunk_size", "mask_function", "score_function", "alibi")
+    by_position += [name for name in others if options.get(name) is not None]
     if query.shape[-3] == 1 < key.shape[-3] and by_position and options.get("query_positions") is None:
         raise ValueError(
             f"attention_fn got {by_position[0]}={options[by_position[0]]} with 1 query and {key.shape[-3]} keys, where "

@@ -73,6 +73,27 @@ def isolated(spec: AttentionSpec, layout: Layout, made: Plan) -> Plan:
     return dataclasses.replace(made, attend=attend)
 
 
+def isolated_if_needed(spec: AttentionSpec, layout: Layout, made: Plan) -> Plan:
+    """``made`` on arrays that are finite everywhere, and isolated on others; for plans without gradients.
+
+    Finite arrays are then read once and not copied. The backend stands twice in the program, which costs compile time
+    where XLA compiles its kernel. Under ``vmap`` both branches run.
+    """
+    careful = isolated(spec, layout, made)
+    if careful is made:
+        return made
+
+    def attend(query: Array, key: Array, value: Array, *rest: Any) -> tuple[Any, Any]:
+        finite = jnp.isfinite(query).all() & jnp.isfinite(key).all() & jnp.isfinite(value).all()
+        return lax.cond(
+            finite,
+            lambda: made.attend(query, key, value, *rest),
+            lambda: careful.attend(query, key, value, *rest),
+        )
+
+    return dataclasses.replace(made, attend=attend, isolates=True)
+
+
 def _on_rows(change: Callable[[Array, Array], Array], out: Any, rows: Bool[Array, "b t n"]) -> Any:
     """Apply ``change`` to some rows of the output, and of the log-sum-exp if there is one."""
     if isinstance(out, tuple):

@@ -14,7 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from .contract import NO_TERMS, AttentionSpec, Layout, Terms, check_broadcast, check_terms
+from .contract import NO_TERMS, AttentionSpec, Layout, Terms
+from .features import KV_DTYPES
+from .operands import check_broadcast, check_terms
 
 # Field of the spec -> the arrays that it announces.
 _ANNOUNCED = {
@@ -22,6 +24,7 @@ _ANNOUNCED = {
     "has_positions": ("query_positions", "key_value_positions"),
     "has_seq_lengths": ("key_value_seq_lengths",),
     "has_mask": ("mask",),
+    "page_size": ("page_table",),
 }
 
 
@@ -38,7 +41,7 @@ def make_spec(
     """The spec of a call, from its arrays (or ``jax.ShapeDtypeStruct``) and options; checks shapes and dtypes.
 
     Positions that are ``arange`` (concrete, not traced) are the default and leave ``has_positions`` False. Raises
-    ValueError with the shape or dtype given and the one expected.
+    ValueError with the shape or dtype given and the one expected. With a page table, key and value are pages.
     """
     for name, x in (("query", query), ("key", key), ("value", value)):
         if len(x.shape) != 4:
@@ -46,19 +49,31 @@ def make_spec(
                 f"{name} has shape {tuple(x.shape)}; expected 4 dimensions [batch, length, heads, head_dim]."
             )
     batch, q_len, heads, head_dim = query.shape
-    _, kv_len, kv_heads, v_dim = value.shape
-    if key.shape[:3] != value.shape[:3] or key.shape[0] != batch or key.shape[3] != head_dim:
+    rows, kv_len, kv_heads, v_dim = value.shape
+    paged = layout.page_table is not None
+    if key.shape[:3] != value.shape[:3] or (rows != batch and not paged) or key.shape[3] != head_dim:
+        first = "P" if paged else batch
         raise ValueError(
             f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} do not fit together; "
-            f"expected key [{batch}, S, K, {head_dim}] and value [{batch}, S, K, Hv] with the same S and K."
+            f"expected key [{first}, S, K, {head_dim}] and value [{first}, S, K, Hv] with the same S and K."
         )
+    if layout.page_table is not None:
+        options |= {"num_pages": rows, "page_size": kv_len}
+        kv_len *= _check_page_table(layout.page_table, batch)
     dtypes = {str(x.dtype) for x in (query, key, value)}
+    if str(key.dtype) == str(value.dtype) in KV_DTYPES:
+        options["kv_dtype"] = str(key.dtype)
+        dtypes = {str(query.dtype)}
     if len(dtypes) != 1:
         raise ValueError(
             f"query is {query.dtype}, key is {key.dtype} and value is {value.dtype}; cast all three to one dtype."
         )
     layout = _without_plain_positions(layout, (batch, q_len), (batch, kv_len))
-    brought = {field: any(getattr(layout, name) is not None for name in names) for field, names in _ANNOUNCED.items()}
+    brought = {
+        field: any(getattr(layout, name) is not None for name in names)
+        for field, names in _ANNOUNCED.items()
+        if field != "page_size"
+    }
     spec = AttentionSpec(
         batch=batch,
         query_length=q_len,
@@ -69,7 +84,7 @@ def make_spec(
         value_head_dim=v_dim,
         dtype=dtypes.pop(),
         **brought,
-        **{f"has_{name}": True for name in terms.given()},
+        **{f"has_{name}": True for name in terms.given() if not name.endswith("_scales")},
         needs_grad=needs_grad,
         **options,
     )
@@ -89,15 +104,16 @@ def fit(spec: AttentionSpec, layout: Layout) -> Layout:
         layout = _without_plain_positions(layout, *sides)
     for field, names in _ANNOUNCED.items():
         given = [name for name in names if getattr(layout, name) is not None]
-        if given and not getattr(spec, field):
+        says, yes, no = getattr(spec, field), *((16, None) if field == "page_size" else (True, False))
+        if given and not says:
             raise ValueError(
-                f"the layout brings {' and '.join(given)}, but the spec says {field}=False; "
-                f"make the spec with {field}=True, or leave the array out."
+                f"the layout brings {' and '.join(given)}, but the spec says {field}={says}; "
+                f"make the spec with {field}={yes}, or leave the array out."
             )
-        if getattr(spec, field) and not given:
+        if says and not given:
             raise ValueError(
-                f"the spec says {field}=True, but the layout brings no {' or '.join(names)}; "
-                f"give the array, or make the spec with {field}=False."
+                f"the spec says {field}={says}, but the layout brings no {' or '.join(names)}; "
+                f"give the array, or make the spec with {field}={no}."
             )
     if (layout.query_segment_ids is None) != (layout.key_value_segment_ids is None):
         raise ValueError("query_segment_ids and key_value_segment_ids go together; give both or neither.")
@@ -107,6 +123,7 @@ def fit(spec: AttentionSpec, layout: Layout) -> Layout:
         "query_positions": (spec.batch, spec.query_length),
         "key_value_positions": (spec.batch, spec.key_value_length),
         "key_value_seq_lengths": (spec.batch,),
+        "page_table": (spec.batch, spec.key_value_length // (spec.page_size or 1)),
     }
     for name, shape in expected.items():
         x = getattr(layout, name)
@@ -123,6 +140,15 @@ def fit(spec: AttentionSpec, layout: Layout) -> Layout:
         xp = np if isinstance(lengths, np.ndarray) else jnp
         layout = dataclasses.replace(layout, key_value_seq_lengths=xp.clip(lengths, 0, spec.key_value_length))
     return layout
+
+
+def _check_page_table(table: Any, batch: int) -> int:
+    """The pages of a sequence. Raises ValueError unless ``table`` is ``[batch, pages_per_sequence]``."""
+    if len(table.shape) != 2 or table.shape[0] != batch or not table.shape[1]:
+        raise ValueError(
+            f"page_table has shape {tuple(table.shape)}; expected ({batch}, pages_per_sequence), a row per sequence."
+        )
+    return table.shape[1]
 
 
 def _without_plain_positions(layout: Layout, query: tuple[int, int], key: tuple[int, int]) -> Layout:

@@ -2,8 +2,9 @@
 
 :func:`forward` and :func:`gradients` compute the semantics of :mod:`attnsuite.backends.contract` from their text, not
 from its code. The mask, the softmax and the gradient formulas (FlashAttention-2, arXiv 2307.08691, section 2.2, with
-soft cap and bias) are written out again here, so that a mistake in one of the two shows. :func:`judge` is the
-noise-floor rule. Quadratic in time, linear in memory (blocks of query rows); not for training.
+soft cap, score function, bias, ALiBi and sinks) are written out again here, so that a mistake in one of the two shows.
+Only a score function itself, and its derivative, are JAX's, in float64. :func:`judge` is the noise-floor rule.
+Quadratic in time, linear in memory (blocks of query rows); not for training.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ import math
 from collections.abc import Iterator
 from typing import Any, Literal
 
+import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Float64
+from jaxtyping import Bool, Float64, Int64
 
 from .contract import NO_TERMS, AttentionSpec, Layout, Terms
+from .scores import ScoreFunction, derived
 
 Kind = Literal["forward", "gradient"]
 
@@ -29,8 +33,9 @@ _BLOCK_ELEMENTS = 2**19  # scores held at a time: 4 MiB of float64 per temporary
 def forward(
     spec: AttentionSpec, layout: Layout, query: Any, key: Any, value: Any, terms: Terms = NO_TERMS
 ) -> Float64[np.ndarray, "b t n v"]:
-    """The output in float64, from NumPy or JAX arrays of any float dtype in the layout of the contract."""
-    q, k, v = (_float64(x) for x in (query, key, value))
+    """The output in float64, from NumPy or JAX arrays of any dtype in the layout of the contract."""
+    q, k = _float64(query), contiguous(spec, layout, key, terms.key_scales)
+    v = contiguous(spec, layout, value, terms.value_scales)
     out = np.zeros((*q.shape[:3], v.shape[3]))
     for b, group, head, rows in _blocks(spec):
         probs, _, _ = _probabilities(spec, layout, terms, b, group, rows, q[b, rows, group], k[b, :, head])
@@ -41,8 +46,8 @@ def forward(
 def log_sum_exp(
     spec: AttentionSpec, layout: Layout, query: Any, key: Any, terms: Terms = NO_TERMS
 ) -> Float64[np.ndarray, "b t n"]:
-    """The log-sum-exp of each row's visible logits in float64; -inf where a row sees nothing."""
-    q, k = _float64(query), _float64(key)
+    """The log-sum-exp of each row's visible logits and its sink in float64; -inf where there are none."""
+    q, k = _float64(query), contiguous(spec, layout, key, terms.key_scales)
     result = np.full(q.shape[:3], -np.inf)
     for b, group, head, rows in _blocks(spec):
         _, _, lse = _probabilities(spec, layout, terms, b, group, rows, q[b, rows, group], k[b, :, head])
@@ -61,24 +66,28 @@ def gradients(
     d_log_sum_exp: Any = None,
     terms: Terms = NO_TERMS,
 ) -> dict[str, Float64[np.ndarray, "..."]]:
-    """Gradients in float64: ``dq``, ``dk``, ``dv``, and ``dbias`` where ``terms`` have one; shapes are the inputs'.
+    """Gradients in float64: ``dq``, ``dk``, ``dv``, and that of each term given (``dbias``); shapes are the inputs'.
 
     ``d_out [batch, query, heads, value_head_dim]`` is the cotangent of the output,
     ``d_log_sum_exp [batch, query, heads]`` that of the log-sum-exp (None: it is not used).
     """
     q, k, v, g = (_float64(x) for x in (query, key, value, d_out))
     found = {"dq": np.zeros_like(q), "dk": np.zeros_like(k), "dv": np.zeros_like(v)}
-    if terms.bias is not None:
-        found["dbias"] = np.zeros(terms.bias.shape)
+    found |= {f"d{name}": np.zeros(getattr(terms, name).shape) for name in terms.given()}
     for b, group, head, rows in _blocks(spec):
         q_block, g_block = q[b, rows, group], np.swapaxes(g[b, rows, group], 0, 1)
-        probs, slope, _ = _probabilities(spec, layout, terms, b, group, rows, q_block, k[b, :, head])
+        probs, slope, lse = _probabilities(spec, layout, terms, b, group, rows, q_block, k[b, :, head])
         found["dv"][b, :, head] += _sum_over_rows(probs, g_block)
         d_logits = g_block @ v[b, :, head].T
-        d_logits -= np.einsum("gts,gts->gt", probs, d_logits)[..., None]
+        of_all = -np.einsum("gts,gts->gt", probs, d_logits)
         if d_log_sum_exp is not None:
-            d_logits += _float64(d_log_sum_exp)[b, rows, group].T[..., None]
+            of_all += _float64(d_log_sum_exp)[b, rows, group].T
+        if terms.sinks is not None:  # a logit whose value is zero
+            found["dsinks"][group] += (np.exp(_float64(terms.sinks)[group, None] - lse) * of_all).sum(-1)
+        d_logits += of_all[..., None]
         d_logits *= probs
+        if terms.alibi is not None:
+            found["dalibi"][group] -= (d_logits * np.abs(_behind(spec, layout, b, rows))).sum((1, 2))
         if terms.bias is not None:
             _add_broadcast(found["dbias"], d_logits, b, group, rows)
         if slope is not None:
@@ -98,20 +107,29 @@ def unseen_rows(spec: AttentionSpec, layout: Layout, terms: Terms = NO_TERMS) ->
 
 
 def unseen_keys(spec: AttentionSpec, layout: Layout, terms: Terms = NO_TERMS) -> Bool[np.ndarray, "b s k"]:
-    """True for each key of a KV head that no query attends to: its dk and dv are exactly zero."""
+    """True for each key of a KV head that no query attends to: its dk and dv are exactly zero.
+
+    Of a paged cache the shape is that of the pages, ``[num_pages, page_size, kv_heads]``.
+    """
     seen = np.zeros((spec.batch, spec.key_value_length, spec.num_kv_heads), bool)
     for b, group, head, rows in _blocks(spec):
         seen[b, :, head] |= _visible(spec, layout, terms, b, group, rows).any((0, 1))
+    if layout.page_table is not None and spec.num_pages is not None and spec.page_size is not None:
+        pages = np.zeros((spec.num_pages, spec.page_size, spec.num_kv_heads), bool)
+        for b, slot in zip(*np.nonzero(seen.any(-1)), strict=True):
+            entry = np.asarray(layout.page_table)[b, slot // spec.page_size]
+            pages[entry, slot % spec.page_size] |= seen[b, slot]
+        return ~pages
     return ~seen
 
 
 # What the rule allows, in epsilons of the dtype: a floor added to twice the standard backend's largest error, a floor
-# added to twice its root-mean-square error, and a bound of the total. `python tests/conformance.py standard` prints the
-# errors behind the first and the last: over the named problems of tests/problems.py, on a CPU, the standard backend is
-# off by at most 7 (forward) and 9 (gradient) epsilons in float32, 23 and 22 where logits reach 80, and by 0.6 in half
-# precision. The floor is for problems where the standard backend is exact by luck (one key). For gradients it also
-# covers the error of the flash backward pass, which takes rowsum(dO * O) for rowsum(P * dP). Half precision is judged
-# after rounding the result, so the floor cannot be below half an epsilon.
+# added to twice its root-mean-square error, and a bound of the total. `attnsuite selftest --backends standard` records
+# the errors behind the first and the last: over its named problems, on a CPU, the standard backend is off by at most 7
+# (forward) and 9 (gradient) epsilons in float32, 23 and 22 where logits reach 80, and by 0.6 in half precision. The
+# floor is for problems where the standard backend is exact by luck (one key). For gradients it also covers the error of
+# the flash backward pass, which takes rowsum(dO * O) for rowsum(P * dP). Half precision is judged after rounding the
+# result, so the floor cannot be below half an epsilon.
 _ALLOWED: dict[tuple[str, Kind], tuple[float, float, float]] = {
     ("float32", "forward"): (4.0, 1 / 4, 128.0),
     ("float32", "gradient"): (8.0, 1 / 4, 256.0),
@@ -191,6 +209,31 @@ def _float64(x: Any) -> Float64[np.ndarray, "*shape"]:
     return np.asarray(x).astype(np.float64)
 
 
+def contiguous(spec: AttentionSpec, layout: Layout, x: Any, scales: Any) -> Float64[np.ndarray, "b s k d"]:
+    """Keys or values of every sequence, slot after slot: numbers times scales, looked up in the page table.
+
+    The slots of a page that does not exist are zero here: the oracle takes no problem in which one of them is seen.
+    """
+    rows = _float64(x)
+    if scales is not None:
+        rows = rows * np.broadcast_to(_float64(scales)[..., None], (*rows.shape[:3], 1))
+    if layout.page_table is None or spec.page_size is None:
+        return rows
+    slots = np.zeros((spec.batch, spec.key_value_length, *rows.shape[2:]))
+    for b, entries in enumerate(np.asarray(layout.page_table)):
+        for i, page in enumerate(entries):
+            if 0 <= page < rows.shape[0]:
+                slots[b, i * spec.page_size : (i + 1) * spec.page_size] = rows[page]
+    unseen = unseen_slots(spec, layout)
+    return np.where(unseen[..., None, None], 0.0, slots)
+
+
+def unseen_slots(spec: AttentionSpec, layout: Layout) -> Bool[np.ndarray, "b s"]:
+    """True for the slots that no query of their sequence attends to."""
+    bare = dataclasses.replace(spec, num_pages=None, page_size=None)
+    return np.asarray(unseen_keys(bare, dataclasses.replace(layout, page_table=None)).all(-1))
+
+
 def _scale(spec: AttentionSpec) -> float:
     return 1.0 / np.sqrt(spec.head_dim) if spec.scale is None else spec.scale
 
@@ -213,7 +256,7 @@ def _visible(
     slots = np.arange(spec.key_value_length)
     q_pos = _row(layout.query_positions, b, np.arange(spec.query_length))[rows]
     k_pos = _row(layout.key_value_positions, b, slots)
-    behind = q_pos[:, None] - k_pos[None, :]  # how far the key lies behind the query
+    behind = _behind(spec, layout, b, rows)
     visible = np.ones(behind.shape, bool)
     if spec.is_causal:
         visible[behind < 0] = False
@@ -224,6 +267,8 @@ def _visible(
         first_of_chunk = q_pos - q_pos % spec.chunk_size
         offset = k_pos[None, :] - first_of_chunk[:, None]
         visible[(offset < 0) | (offset >= spec.chunk_size)] = False
+    if spec.mask_function is not None:
+        visible &= np.asarray(spec.mask_function(q_pos[:, None], k_pos[None, :]))
     if layout.query_segment_ids is not None:
         q_seg = _row(layout.query_segment_ids, b, slots)[rows]
         k_seg = _row(layout.key_value_segment_ids, b, slots)
@@ -236,6 +281,12 @@ def _visible(
     if layout.mask is not None:
         heads = heads & _select(layout.mask, b, group, rows).astype(bool)
     return heads if terms.bias is None else heads & ~np.isneginf(_float64(_select(terms.bias, b, group, rows)))
+
+
+def _behind(spec: AttentionSpec, layout: Layout, b: int, rows: slice) -> Int64[np.ndarray, "t s"]:
+    """How far each key lies behind each query row of the block, by their positions."""
+    q_pos = _row(layout.query_positions, b, np.arange(spec.query_length))[rows]
+    return q_pos[:, None] - _row(layout.key_value_positions, b, np.arange(spec.key_value_length))[None, :]
 
 
 def _row(array: Any, b: int, default: np.ndarray) -> np.ndarray:
@@ -260,7 +311,10 @@ def _probabilities(
     query: Float64[np.ndarray, "t g h"],
     key: Float64[np.ndarray, "s h"],
 ) -> tuple[Float64[np.ndarray, "g t s"], Float64[np.ndarray, "g t s"] | None, Float64[np.ndarray, "g t"]]:
-    """Softmax of a block (zero in rows that see nothing), the soft cap's derivative if any, and the log-sum-exp."""
+    """Softmax of a block (zero in rows that see nothing), the logits' derivative by the scaled scores, log-sum-exp.
+
+    The derivative is that of soft cap and score function; None without either.
+    """
     size = group.stop - group.start
     logits = np.ascontiguousarray(np.swapaxes(query, 0, 1)).reshape(-1, key.shape[1]) @ key.T
     logits = logits.reshape(size, -1, key.shape[0])
@@ -270,17 +324,42 @@ def _probabilities(
         squashed = np.tanh(logits / spec.logits_soft_cap)
         logits = spec.logits_soft_cap * squashed
         slope = 1.0 - squashed**2
+    if spec.score_function is not None:
+        logits, own = _modified(spec, spec.score_function, layout, b, group, rows, logits)
+        slope = own if slope is None else slope * own
     if terms.bias is not None:
         logits += _float64(_select(terms.bias, b, group, rows))
+    if terms.alibi is not None:
+        logits -= _float64(terms.alibi)[group, None, None] * np.abs(_behind(spec, layout, b, rows))
     if spec.masks_anything:
         logits[~_visible(spec, layout, terms, b, group, rows)] = -np.inf
     top = logits.max(-1, keepdims=True)
+    sink = np.full((size, 1, 1), -np.inf) if terms.sinks is None else _float64(terms.sinks)[group, None, None]
+    top = np.maximum(top, sink)
     logits -= np.where(np.isneginf(top), 0.0, top)
     probs = np.exp(logits, out=logits)
-    total = probs.sum(-1, keepdims=True)
+    total = probs.sum(-1, keepdims=True) + np.exp(sink - np.where(np.isneginf(top), 0.0, top))
     total = np.where(total == 0.0, 1.0, total)
     probs /= total
     return probs, slope, (top + np.log(total))[..., 0]
+
+
+def _modified(
+    spec: AttentionSpec,
+    function: ScoreFunction,
+    layout: Layout,
+    b: int,
+    group: slice,
+    rows: slice,
+    logits: Float64[np.ndarray, "g t s"],
+) -> tuple[Float64[np.ndarray, "g t s"], Float64[np.ndarray, "g t s"]]:
+    """What the score function makes of a block, and its derivative, both by JAX in float64."""
+    q_pos = _row(layout.query_positions, b, np.arange(spec.query_length))[rows]
+    k_pos = _row(layout.key_value_positions, b, np.arange(spec.key_value_length))
+    at = np.int64(b), np.arange(group.start, group.stop)[:, None, None], q_pos[None, :, None], k_pos[None, None, :]
+    with jax.enable_x64(new_val=True):
+        made = derived(function, jnp.asarray(logits), *map(jnp.asarray, at))
+    return _float64(made[0]), _float64(made[1])
 
 
 def _add_broadcast(

@@ -29,6 +29,7 @@ BUILT_IN = {
     "kvax": "attnsuite.backends.kvax:KVAX",
     "splash": "attnsuite.backends.splash:SPLASH",
     "pallas_flash": "attnsuite.backends.pallas_flash:PALLAS_FLASH",
+    "tokamax_splash": "attnsuite.backends.tokamax_splash:TOKAMAX_SPLASH",
     "kascade": "attnsuite.backends.kascade:KASCADE",
 }
 

@@ -1,8 +1,9 @@
 """Choose the backend that runs a request, and record every rejection with its reason.
 
-``auto`` takes the first backend of the target's list that supports the spec. If a named backend refuses, the caller
-decides what happens: an error, or a fallback to the first backend of that list that supports the spec. A fallback runs
-under ``mode="fallback"`` with one warning that gives the reasons. No backend is ever replaced silently.
+``auto`` takes the backend that a policy names for such a problem (``policy.py``), else the first backend of the
+target's list that supports the spec. If a named backend refuses, the caller decides what happens: an error, or a
+fallback to the first backend of that list that supports the spec. A fallback runs under ``mode="fallback"`` with one
+warning that gives the reasons. No backend is ever replaced silently.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ import warnings
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
+from attnsuite.sentences import given
+
 from . import registry
 from .contract import AttentionSpec, Backend, Layout, Plan
 from .devices import Target
 from .features import Mode
+from .policy import AnyPolicy, Decision, PolicyNotUsedWarning, decide, policy_of, unusable
 from .support import plan, support
 
 OnUnavailable = Literal["fallback", "raise"]
@@ -50,7 +54,11 @@ class Rejection:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Resolution:
-    """The backend that runs for a request. ``mode`` is ``fallback`` if it is not the one that was asked for."""
+    """The backend that runs for a request. ``mode`` is ``fallback`` if it is not the one that was asked for.
+
+    ``policy`` is a sentence where ``auto`` had a policy: the measurement that it follows and how near that is, or why
+    the policy was not followed.
+    """
 
     requested: str
     backend: Backend
@@ -58,6 +66,7 @@ class Resolution:
     spec: AttentionSpec
     target: Target
     rejections: tuple[Rejection, ...] = ()
+    policy: str = ""
 
     @property
     def reasons(self) -> tuple[str, ...]:
@@ -83,23 +92,28 @@ def resolve(
     mode: Mode = "native",
     on_unavailable: OnUnavailable = "fallback",
     options: Mapping[str, Any] | None = None,
+    policy: AnyPolicy | None = None,
 ) -> Resolution:
     """Decide which backend computes ``spec`` on ``target`` (default: this machine) for ``request``.
 
     ``request`` is a registered name or ``"auto"``. ``options`` are those for the requested backend, which may refuse
-    some together with the spec. Raises UnknownBackendError for an unregistered name, and ValueError for an unknown
-    mode. Raises BackendUnavailableError if the named backend refuses and ``on_unavailable="raise"``, or if no backend
-    supports the spec.
+    some together with the spec. ``policy`` is for ``"auto"``: a file that ``attnsuite choose`` wrote, or what
+    :func:`attnsuite.backends.load_policy` read (default: the file that ``$ATTNSUITE_POLICY`` names, if it is set). A
+    policy of another device or of other versions is not used, with one PolicyNotUsedWarning.
+
+    Raises UnknownBackendError for an unregistered name, and ValueError for an unknown mode, for a policy beside a
+    backend by name, and for a file that is no policy. Raises BackendUnavailableError if the named backend refuses and
+    ``on_unavailable="raise"``, or if no backend supports the spec.
     """
     target = Target.here() if target is None else target
-    if on_unavailable not in get_args(OnUnavailable):
-        raise ValueError(f"on_unavailable={on_unavailable!r} must be 'fallback' or 'raise'.")
-    if mode not in get_args(Mode):
-        raise ValueError(f"mode={mode!r} must be one of {', '.join(map(repr, get_args(Mode)))}.")
-    if request == "auto" and mode != "native":
-        raise ValueError(f"mode={mode!r} is for a backend by name; give backend=..., or leave mode at 'native'.")
+    _check(request, mode, on_unavailable, policy)
     rejections: list[Rejection] = []
-    if request != "auto":
+    followed = Decision(None, "")
+    if request == "auto":
+        followed = _decision(policy, spec, target)
+        if followed.backend is not None:
+            return Resolution(request, registry.get(followed.backend), "native", spec, target, (), followed.sentence)
+    else:
         backend = registry.get(request)
         found = support(backend, spec, target, mode, options)
         if found:
@@ -117,7 +131,7 @@ def resolve(
             rejections.append(Rejection(name, found.reasons))
             continue
         if request == "auto":
-            return Resolution(request, backend, "native", spec, target, tuple(rejections))
+            return Resolution(request, backend, "native", spec, target, tuple(rejections), followed.sentence)
         resolution = Resolution(request, backend, "fallback", spec, target, tuple(rejections))
         asked, instead = ("", "") if mode == "native" else (f" in mode {mode!r}", " natively")
         warnings.warn(
@@ -130,3 +144,41 @@ def resolve(
     raise BackendUnavailableError(
         f"no backend can run this on {target}: {' '.join(map(str, rejections))} Registered: {', '.join(known)}."
     )
+
+
+def _check(request: str, mode: str, on_unavailable: str, policy: AnyPolicy | None) -> None:
+    """Raise ValueError for words that are not known, or that do not go together."""
+    if on_unavailable not in get_args(OnUnavailable):
+        raise ValueError(f"on_unavailable={on_unavailable!r} must be 'fallback' or 'raise'.")
+    if mode not in get_args(Mode):
+        raise ValueError(f"mode={mode!r} must be one of {', '.join(map(repr, get_args(Mode)))}.")
+    if request == "auto" and mode != "native":
+        raise ValueError(f"mode={mode!r} is for a backend by name; give backend=..., or leave mode at 'native'.")
+    if request != "auto" and policy is not None:
+        raise ValueError(
+            f"policy={given(policy)} is for backend='auto'; leave it out where backend={request!r} is named."
+        )
+
+
+def _decision(policy: AnyPolicy | None, spec: AttentionSpec, target: Target) -> Decision:
+    """What the policy says of ``spec`` on ``target``; no backend where there is none, or where it is not to be used."""
+    read = policy_of(policy)
+    if read is None:
+        return Decision(None, "")
+    if reason := unusable(read, target):
+        if target.present:
+            warnings.warn(reason, PolicyNotUsedWarning, stacklevel=3)
+        return Decision(None, reason)
+    found = decide(read, spec)
+    if found.backend is not None and (reason := _against(found.backend, spec, target)):
+        return Decision(None, f"policy {read.name} is not followed: {reason}")
+    return found
+
+
+def _against(name: str, spec: AttentionSpec, target: Target) -> str:
+    """Why ``auto`` does not take a policy's backend; empty if it does."""
+    if name not in registry.names():
+        return f"its backend {name} is not registered here."
+    if not registry.get(name).exact:
+        return f"its backend {name} is approximate, and auto takes exact ones only."
+    return " ".join(support(registry.get(name), spec, target).reasons)

@@ -4,12 +4,13 @@ The method is Ring Attention's (arXiv 2310.01889). Partial outputs are merged by
 merges blocks; memory holds two shares of keys instead of all. The next share is sent while the present one is computed.
 The backward pass is a second ring: the gradients of keys and values travel with them and are back on their device after
 the last step. The code runs inside a ``shard_map`` over the axis. A backend (``PartBackend``) computes each part.
+A sink (``sinks.py``) is one more part, which every device adds to its own rows.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from .contract import NOTHING_SEEN, AttentionSpec, EitherArray, Layout, Part, PartBackend
+from .contract import NO_TERMS, NOTHING_SEEN, AttentionSpec, EitherArray, Layout, Part, PartBackend, Terms
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,16 +45,18 @@ _Seen = tuple[Array, Array, Array]
 
 
 def by_position(spec: AttentionSpec) -> bool:
-    """Whether positions affect the mask."""
-    return spec.is_causal or spec.window is not None or spec.chunk_size is not None
+    """Whether positions affect the mask or the logits."""
+    masked = (spec.window, spec.chunk_size, spec.mask_function) != (None, None, None)
+    return spec.is_causal or masked or spec.has_alibi
 
 
 def specs_of_parts(spec: AttentionSpec) -> tuple[AttentionSpec, AttentionSpec]:
     """The problem of a device's own keys, and that of another's. ``spec`` has one device's queries and keys.
 
     Under a causal mask over slots, the own keys are a causal problem, the keys of devices before are all visible, and
-    those of devices behind are not: no part needs positions. Any other mask by position gets them.
+    those of devices behind are not: no part needs positions. Any other mask by position gets them. No part has sinks.
     """
+    spec = dataclasses.replace(spec, has_sinks=False)
     if not by_position(spec):
         spec = dataclasses.replace(spec, has_positions=False)
         return spec, spec
@@ -76,8 +79,8 @@ class Ring:
     axis: Axis
     planned: Mapping[str, Any]
 
-    def attend(self, layout: Layout, query: Array, key: Array, value: Array) -> Array:
-        """The output of this device's queries over the keys of all; differentiable.
+    def attend(self, layout: Layout, query: Array, key: Array, value: Array, terms: Terms = NO_TERMS) -> Array:
+        """The output of this device's queries over the keys of all, and over the sinks of ``terms``; differentiable.
 
         ``layout`` holds this device's tokens, but ``key_value_seq_lengths`` of the whole sequences.
         """
@@ -86,24 +89,25 @@ class Ring:
         rest = dataclasses.replace(layout, key_value_positions=None, key_value_segment_ids=None)
 
         @jax.custom_vjp
-        def run(query: Array, share: _Share, layout: Layout) -> Array:
-            return self._forward(query, share, layout)[0].astype(query.dtype)
+        def run(query: Array, share: _Share, layout: Layout, sinks: Array | None) -> Array:
+            return self._forward(query, share, layout, sinks)[0].astype(query.dtype)
 
-        def forward(query: Array, share: _Share, layout: Layout) -> tuple[Array, Any]:
+        def forward(query: Array, share: _Share, layout: Layout, sinks: Array | None) -> tuple[Array, Any]:
             if not self.spec.needs_grad:
                 raise ValueError("planned with needs_grad=False; plan with needs_grad=True to differentiate.")
-            out, top, rest = self._forward(query, share, layout)
-            return out.astype(query.dtype), (query, share, layout, out, top, rest)
+            out, top, rest = self._forward(query, share, layout, sinks)
+            return out.astype(query.dtype), (query, share, layout, sinks, out, top, rest)
 
-        def backward(residuals: Any, d_out: Array) -> tuple[Array, _Share, None]:
-            query, share, layout, *seen = residuals
-            d_query, d_key, d_value = self._backward(query, share, layout, seen, d_out)
-            return d_query, _Share(d_key, d_value, None, None), None
+        def backward(residuals: Any, d_out: Array) -> tuple[Array, _Share, None, Array | None]:
+            query, share, layout, sinks, out, top, rest = residuals
+            d_query, d_key, d_value = self._backward(query, share, layout, (out, top, rest), d_out)
+            d_sinks = None if sinks is None else _slope_of_sinks(sinks, out, top, rest, d_out)
+            return d_query, _Share(d_key, d_value, None, None), None, d_sinks
 
         run.defvjp(forward, backward)
-        return run(query, share, rest)
+        return run(query, share, rest, None if terms.sinks is None else jnp.asarray(terms.sinks))
 
-    def _forward(self, query: Array, share: _Share, layout: Layout) -> _Seen:
+    def _forward(self, query: Array, share: _Share, layout: Layout, sinks: Array | None) -> _Seen:
         def compute(step: Any, share: _Share, spec: AttentionSpec) -> _Seen:
             return self._part(step, share, layout, spec).forward(query, share.key, share.value)
 
@@ -116,10 +120,11 @@ class Ring:
             return _put_together(seen, more), following
 
         first = compute(0, share, self._own), self._pass_on(share)
-        return lax.fori_loop(1, self.axis.size, turn, first)[0]
+        seen = lax.fori_loop(1, self.axis.size, turn, first)[0]
+        return seen if sinks is None else _put_together(seen, _of_sinks(sinks, seen))
 
     def _backward(
-        self, query: Array, share: _Share, layout: Layout, seen: Iterable[Array], d_out: Array
+        self, query: Array, share: _Share, layout: Layout, seen: _Seen, d_out: Array
     ) -> tuple[Array, Array, Array]:
         def compute(step: Any, share: _Share, spec: AttentionSpec) -> tuple[Array, Array, Array]:
             part = self._part(step, share, layout, spec)
@@ -196,7 +201,7 @@ class Ring:
 
 def _by_slot(spec: AttentionSpec) -> bool:
     """Whether the mask is causal over slots only: every share but the own is then all visible or all hidden."""
-    alone = spec.window is None and spec.chunk_size is None and not spec.has_positions
+    alone = (spec.window, spec.chunk_size, spec.mask_function) == (None, None, None) and not spec.has_positions
     return spec.is_causal and alone and spec.query_length == spec.key_value_length
 
 
@@ -208,3 +213,21 @@ def _put_together(a: _Seen, b: _Seen) -> _Seen:
     total = weight_a + weight_b
     out = out_a * (weight_a / total)[..., None] + out_b * (weight_b / total)[..., None]
     return out, top, jnp.log(total)
+
+
+def _of_sinks(sinks: Float[Array, " heads"], seen: _Seen) -> _Seen:
+    """The sinks as a part of the keys, with a value of zero.
+
+    Their ``top`` is rounded down: a whole number (``flash_cpu`` reads it exactly), and never above a key that has more
+    than half of its row (``chunked`` takes the probability of that key from ``rest``).
+    """
+    out, top, _ = seen
+    whole = jnp.floor(sinks.astype(jnp.float32))
+    rest = sinks.astype(jnp.float32) - whole
+    return jnp.zeros_like(out), jnp.broadcast_to(whole, top.shape), jnp.broadcast_to(rest, top.shape)
+
+
+def _slope_of_sinks(sinks: Float[Array, " heads"], out: Array, top: Array, rest: Array, d_out: Array) -> Array:
+    """The gradient of the sinks over this device's rows: each row's share of the sink, times minus rowsum(dO * O)."""
+    share = jnp.exp((sinks.astype(jnp.float32) - top) - rest)
+    return -(share * (d_out.astype(jnp.float32) * out).sum(-1)).sum((0, 1)).astype(sinks.dtype)

@@ -9,17 +9,33 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
-from .contract import NO_TERMS, AttentionSpec, Carry, Layout, Plan, Terms, check_options, may_attend
+from . import kv_cache
+from .contract import (
+    NO_TERMS,
+    AttentionSpec,
+    Carry,
+    Layout,
+    Plan,
+    Terms,
+    check_options,
+    distances,
+    may_attend,
+    modified,
+)
 from .devices import Target
-from .features import FEATURES_0_1, Mode, Takes
+from .features import FEATURES_0_1, Feature, Mode, Takes
+
+_LATER: frozenset[Feature] = frozenset(
+    {"log_sum_exp", "sinks", "alibi", "mask_function", "score_function", "pages", "kv_dtype"}
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,7 +48,7 @@ class Standard:
     def takes(self, target: Target, mode: Mode) -> Takes:
         """Everything in the contract, natively or compiled."""
         return Takes(
-            features=frozenset({*FEATURES_0_1, "log_sum_exp"}),
+            features=frozenset({*FEATURES_0_1, *_LATER}),
             modes=("native", "compile"),
             because={"mode": "which is plain XLA without a kernel to interpret"},
         )
@@ -48,12 +64,18 @@ class Standard:
     ) -> Plan:
         """Build the mask once; there are no options."""
         check_options(self.name, options, {})
-        return Plan(functools.partial(_attend, spec, may_attend(spec, layout)))
+        if kv_cache.is_cache(spec):
+            return kv_cache.gathered(spec, layout, functools.partial(self.plan, target=target, mode=mode))
+        apart = distances(spec, layout) if spec.has_alibi else None
+        modify = functools.partial(modified, spec, layout)
+        return Plan(functools.partial(_attend, spec, may_attend(spec, layout), apart, modify))
 
 
 def _attend(
     spec: AttentionSpec,
     mask: Bool[Array, "#b #n #t #s"] | None,
+    apart: Int[Array, "#b t s"] | None,
+    modify: Callable[[Array], Array],
     query: Float[Array, "b t n h"],
     key: Float[Array, "b s k h"],
     value: Float[Array, "b s k v"],
@@ -71,9 +93,14 @@ def _attend(
     logits = logits.reshape(b, n, t, -1) * spec.softmax_scale
     if spec.logits_soft_cap is not None:
         logits = spec.logits_soft_cap * jnp.tanh(logits / spec.logits_soft_cap)
+    logits = modify(logits)
     if terms.bias is not None:
         logits = logits + terms.bias.astype(jnp.float32)
-    weights, total, top = exponentials(logits, mask)
+    if terms.alibi is not None and apart is not None:
+        slopes = jnp.asarray(terms.alibi, jnp.float32)[None, :, None, None]
+        logits = logits - slopes * apart[:, None].astype(jnp.float32)
+    sinks = None if terms.sinks is None else jnp.asarray(terms.sinks, jnp.float32)[None, :, None, None]
+    weights, total, top = exponentials(logits, mask, sinks)
     out = (
         _weigh((weights / total).reshape(b, kv_heads, rows, -1), value)
         .astype(query.dtype)
@@ -84,11 +111,14 @@ def _attend(
 
 
 def exponentials(
-    logits: Float[Array, "b n t s"], mask: Bool[Array, "#b #n #t #s"] | None
+    logits: Float[Array, "b n t s"],
+    mask: Bool[Array, "#b #n #t #s"] | None,
+    sinks: Float[Array, "1 n 1 1"] | None = None,
 ) -> tuple[Float[Array, "b n t s"], Float[Array, "b n t 1"], Float[Array, "b n t 1"]]:
     """exp(logits - largest), the sum to divide it by, and the largest.
 
-    A row with nothing to attend to is all zero, its sum is one, and its largest is -inf.
+    The sum and the largest are of the logits and of ``sinks``. A row with nothing to attend to is all zero; without a
+    sink its sum is one and its largest -inf.
 
     No gradient goes through the largest logit, which cancels in the results. Autodiff would divide by the number of
     logits that equal the largest one; where XLA recomputes the logits, this number can be zero.
@@ -96,9 +126,11 @@ def exponentials(
     if mask is not None:
         logits = jnp.where(mask, logits, -jnp.inf)
     top = lax.stop_gradient(logits.max(-1, keepdims=True))
+    top = top if sinks is None else jnp.maximum(top, lax.stop_gradient(sinks))
     # -inf: a row that sees nothing, by the mask or by a bias of -inf
     weights = jnp.exp(logits - jnp.where(jnp.isneginf(top), 0.0, top))
     total = weights.sum(-1, keepdims=True)
+    total = total if sinks is None else total + jnp.exp(sinks - top)
     return weights, jnp.where(total == 0.0, 1.0, total), top
 
 

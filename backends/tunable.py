@@ -1,8 +1,8 @@
 """What a backend says about its options so that ``attnsuite tune`` can try them.
 
 :class:`Tunable` names options to try. :class:`CountsWork` counts what a kernel does with options, for devices that are
-not here and cannot be timed. :class:`MadeExact` is for approximate backends, whose kernels are judged where everything
-is computed.
+not here and cannot be timed; :class:`CompilesKernels` compiles such kernels where XLA does not. :class:`MadeExact` is
+for approximate backends, whose kernels are judged where everything is computed.
 """
 
 from __future__ import annotations
@@ -60,4 +60,35 @@ class MadeExact(Protocol):
     @property
     def exact_options(self) -> Mapping[str, Any]:
         """These options. With them the oracle can judge the kernels."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class KernelBuild:
+    """One GPU kernel compiled ahead of time, as its assembler reports it: sizes, never a speed.
+
+    ``configuration`` holds its compile-time parameters (block sizes, warps, stages). ``registers`` and
+    ``spilled_bytes`` are per thread; ``shared_bytes`` is per thread block, and the target has ``shared_limit_bytes`` of
+    it. If the compiler refused, ``error`` is the first line of its message, and the sizes are None.
+    """
+
+    name: str
+    configuration: tuple[tuple[str, int], ...]
+    registers: int | None = None
+    spilled_bytes: int | None = None
+    shared_bytes: int | None = None
+    shared_limit_bytes: int | None = None
+    vector_loads: int | None = None
+    scalar_loads: int | None = None
+    error: str | None = None
+
+
+@runtime_checkable
+class CompilesKernels(Protocol):
+    """A backend whose GPU kernels are compiled outside XLA, and that can report the result."""
+
+    def compile_kernels(
+        self, spec: AttentionSpec, target: Target, options: Mapping[str, Any] | None = None
+    ) -> tuple[KernelBuild, ...]:
+        """Compile every kernel of ``spec`` for ``target``, which need not be present. No GPU, no driver."""
         ...

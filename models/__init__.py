@@ -5,10 +5,13 @@ from .checkpoint import Checkpoint as Checkpoint
 from .checkpoint import open_checkpoint as open_checkpoint
 from .config import PRESETS as PRESETS
 from .config import ModelConfig as ModelConfig
-from .config import RopeScaling as RopeScaling
 from .generate import generate as generate
 from .loss import next_token_loss as next_token_loss
 from .reading import CheckpointError as CheckpointError
+from .rope_scaling import DynamicScaling as DynamicScaling
+from .rope_scaling import LinearScaling as LinearScaling
+from .rope_scaling import RopeScaling as RopeScaling
+from .rope_scaling import YarnScaling as YarnScaling
 from .streaming import streamed_nats as streamed_nats
 from .text import Corpus as Corpus
 from .text import load_text as load_text

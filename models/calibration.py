@@ -31,7 +31,7 @@ from attnsuite.backends.kascade.selection import candidates, choose, may_see
 
 from .checkpoint import Checkpoint
 from .config import ModelConfig
-from .forward import Hidden, forward, layer_forward, turns_of
+from .forward import Hidden, forward, layer_forward, turns_of, whole_sequence
 from .parameters import Params
 from .planning import Resolutions, attention_spec, resolve_attention
 from .streaming import embedded
@@ -55,7 +55,8 @@ def calibrate(
     ``granularity``, ``tile_size``, ``query_tile``). Prompts of one length share a compiled program. ``text`` names the
     source of the prompts and is kept unchanged. Attention runs dense, by the best backend here. Each layer of a
     :class:`Checkpoint` is read once, for all prompts. ``progress`` is told what begins. Raises ValueError if a
-    layer's attention is not global, and if no prompt is long enough for its tiles to have a choice.
+    layer's attention is not global, for a soft cap or sinks, and if no prompt is long enough for its tiles to have a
+    choice.
     """
     config, settings = model.config, Settings.of(options)
     other = sorted(set(config.layer_types) - {"global"})
@@ -63,6 +64,7 @@ def calibrate(
         raise ValueError(
             f"the model has layers with {', '.join(other)} attention; kascade is calibrated for global (causal) layers."
         )
+    check_plain_logits(config)
     problems = (_problem(config, settings, prompt) for prompt in prompts)
     if isinstance(model, Checkpoint):
         measured = _measured_by_layer(model, list(problems), progress)
@@ -114,6 +116,17 @@ def fingerprint(model: Transformer | Checkpoint) -> str:
 def _leaves(model: Transformer) -> Iterator[tuple[str, np.ndarray]]:
     for path, array in jax.tree_util.tree_leaves_with_path(model.arrays()):
         yield jax.tree_util.keystr(path), np.asarray(array)
+
+
+def check_plain_logits(config: ModelConfig) -> None:
+    """Raise ValueError for a model whose attention is more than a softmax of scaled scores.
+
+    The attention mass here, and in the evidence for Kascade, is computed without a soft cap and without sinks.
+    """
+    for name, absent in (("logits_soft_cap", None), ("attention_sinks", False)):
+        value = getattr(config, name)
+        if value != absent:
+            raise ValueError(f"the model has {name}={value}; attention mass is measured only with {name}={absent}.")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -187,8 +200,8 @@ def _observed_layer(
         mass = jax.lax.map(lambda tile: _mass_of_tile(spec, tiling, rows, key[0], tile), jnp.arange(tiling.query_tiles))
         seen.append((mass, _turned(x.astype(jnp.float32), attended.astype(jnp.float32))))
 
-    turns = turns_of(config, jnp.arange(x.shape[1], dtype=jnp.int32)[None])
-    x, _ = layer_forward(config, layer, x, turns, resolution.plan(Layout(), {}), 0, (), observe)
+    turns = turns_of(config, *whole_sequence(x.shape[1]))
+    x, _ = layer_forward(config, layer, x, turns["global"], resolution.plan(Layout(), {}), 0, (), observe)
     ((mass, turned),) = seen
     return x, mass, turned
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .config import ModelConfig
+from .fused import FusedSource, pieces_of
 from .huggingface import from_hf
 from .huggingface_keys import CONFIG
 from .meta import MetaSource, is_meta
@@ -152,8 +153,13 @@ def open_checkpoint(directory: str | Path, **overrides: Any) -> Checkpoint:
     if _is_only_meta(directory):
         source = MetaSource(directory, overrides.get("rope_scaling", "preset"))
         return Checkpoint(source.config.replace(**overrides), source)
-    config = from_hf(read_json(directory / CONFIG)).replace(**overrides)
-    return Checkpoint(config, SafetensorsSource(directory))
+    said = read_json(directory / CONFIG)
+    config = from_hf(said)
+    source: Source = SafetensorsSource(directory)
+    pieces = pieces_of(said["model_type"], config)  # read_fields has seen that the type is there
+    if pieces:
+        source = FusedSource(source, pieces)
+    return Checkpoint(config.replace(**overrides), source)
 
 
 def _is_only_meta(directory: Path) -> bool:

@@ -9,43 +9,39 @@ part at a time, for ablations. ``presets.py`` has the sizes of the presets. ``hu
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, Self, get_args
 
+from .checks import require_positive_int, require_positive_real
 from .other_names import our_name
 from .presets import SIZES
+from .rope_scaling import AnyScaling, DynamicScaling, RopeScaling, YarnScaling
 
 AttentionType = Literal["global", "sliding", "chunked", "full", "latent"]
+NormPlacement = Literal["before", "after", "both"]
+Activation = Literal["silu", "gelu_tanh", "clipped_silu"]
 DTYPES = ("float32", "bfloat16", "float16")
 MOST_LAYERS = 10_000  # a layer costs Python objects, so that a number without bound would take all memory
-_MOST = 2**31 - 1  # of any other size: the largest int32 index of XLA
+MOST_EXPERTS = 10_000  # an expert of a published checkpoint is a tensor, and a tensor a Python object
 _LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-_SWITCHES = ("tie_embeddings", "use_rope", "use_rmsnorm", "use_swiglu", "qkv_bias", "output_bias", "qk_norm")
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class RopeScaling:
-    """Llama 3's stretching of slow RoPE frequencies; see :func:`attnsuite.models.rope.inverse_frequencies`.
-
-    Wavelengths above ``original_max_length / low_freq_factor`` are stretched by ``factor``, those below
-    ``original_max_length / high_freq_factor`` stay, and those between are blended. Raises ValueError.
-    """
-
-    factor: float
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_length: int = 8192
-
-    def __post_init__(self) -> None:
-        for name in ("factor", "low_freq_factor", "high_freq_factor"):
-            _require_positive_real(f"rope_scaling.{name}", getattr(self, name))
-        _require_positive_int("rope_scaling.original_max_length", self.original_max_length)
-        if self.high_freq_factor <= self.low_freq_factor:
-            raise ValueError(
-                f"rope_scaling.high_freq_factor={self.high_freq_factor} must be above "
-                f"low_freq_factor={self.low_freq_factor}."
-            )
+_SWITCHES = ("tie_embeddings", "use_rope", "use_rmsnorm", "use_swiglu", "qkv_bias", "output_bias", "qk_norm",
+             "attention_sinks", "norm_plus_one", "scale_embeddings", "normalise_experts", "expert_bias")  # fmt: skip
+_WITH_LATENT = (
+    ("use_rope", True),
+    ("use_rmsnorm", True),
+    ("qkv_bias", False),
+    ("qk_norm", False),
+    ("attention_sinks", False),
+    ("attention_scale", None),
+)
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "dtype": DTYPES,
+    "param_dtype": DTYPES,
+    "norms": get_args(NormPlacement),
+    "activation": get_args(Activation),
+    "qk_norm_over": ("head", "projection"),
+}
+_OPTIONAL_REALS = ("logits_soft_cap", "final_soft_cap", "attention_scale", "sliding_rope_theta")
 
 
 class LatentSizes(NamedTuple):
@@ -70,8 +66,18 @@ class ModelConfig:
     ``v_head_dim``, and ``q_lora_rank`` if queries are compressed too. These layers do not use ``head_dim`` and
     ``num_kv_heads``. ``max_length`` is the longest input if positions are learned (``use_rope=False``); RoPE has no
     limit of its own. ``qkv_bias`` and ``output_bias`` add biases to the attention's projections (Qwen2: the former).
-    ``qk_norm`` normalises queries and keys per head before they are rotated (Qwen3). ``dtype`` is that of activations,
-    ``param_dtype`` that of parameters; RoPE, norm statistics, softmax and logits are always float32.
+    ``qk_norm`` normalises queries and keys before they are rotated, per ``qk_norm_over``: each ``head`` (Qwen3) or the
+    whole ``projection`` (OLMo 2). ``attention_sinks`` gives each head a learned sink (gpt-oss). ``dtype`` is that of
+    activations, ``param_dtype`` that of parameters; RoPE, norm statistics, softmax and logits are always float32.
+
+    Gemma's: ``logits_soft_cap`` of attention and ``final_soft_cap`` of the output's logits (``cap * tanh(x / cap)``),
+    ``attention_scale`` (None: ``head_dim ** -0.5``), ``norm_plus_one`` (a norm multiplies by ``1 + weight``),
+    ``scale_embeddings`` (by ``hidden_size ** 0.5``), ``norms`` ``before`` each part of a layer, ``after`` (OLMo 2) or
+    ``both``, and ``sliding_rope_theta``: the base of RoPE in ``sliding`` layers, unscaled there (None: as elsewhere).
+
+    ``activation`` is that of the gate: ``silu``, ``gelu_tanh`` (Gemma) or ``clipped_silu`` (gpt-oss). With
+    ``num_experts`` each MLP is a mixture of experts, of which a token gets the ``experts_per_token`` with the highest
+    router probabilities; see ``models/experts.py``.
 
     >>> config = ModelConfig.from_preset("debug", attention=("global", "sliding"), window_size=16)
     >>> config.num_parameters, config.attention
@@ -87,7 +93,8 @@ class ModelConfig:
     head_dim: int | None = None
     max_length: int = 2048
     rope_theta: float = 10000.0
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: AnyScaling | None = None
+    sliding_rope_theta: float | None = None
     norm_eps: float = 1e-5
     tie_embeddings: bool = True
     attention: AttentionType | tuple[AttentionType, ...] = "global"
@@ -104,6 +111,19 @@ class ModelConfig:
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: bool = False
+    qk_norm_over: Literal["head", "projection"] = "head"
+    attention_sinks: bool = False
+    attention_scale: float | None = None
+    logits_soft_cap: float | None = None
+    final_soft_cap: float | None = None
+    norms: NormPlacement = "before"
+    norm_plus_one: bool = False
+    scale_embeddings: bool = False
+    activation: Activation = "silu"
+    num_experts: int | None = None
+    experts_per_token: int | None = None
+    normalise_experts: bool = True
+    expert_bias: bool = False
     dtype: str = "float32"
     param_dtype: str = "float32"
 
@@ -116,25 +136,54 @@ class ModelConfig:
         if self.num_kv_heads is None:
             object.__setattr__(self, "num_kv_heads", self.num_heads)
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads"):
-            _require_positive_int(name, getattr(self, name))
-        _require_positive_int("num_layers", self.num_layers, MOST_LAYERS)
-        _require_positive_int("max_length", self.max_length)
+            require_positive_int(name, getattr(self, name))
+        require_positive_int("num_layers", self.num_layers, MOST_LAYERS)
+        require_positive_int("max_length", self.max_length)
         self._check_heads()
         for name in ("rope_theta", "norm_eps"):
-            _require_positive_real(name, getattr(self, name))
-        if not isinstance(self.rope_scaling, RopeScaling | None):
-            raise ValueError(  # noqa: TRY004  (a field of the wrong type is a wrong value: one error to catch)
-                f"rope_scaling={self.rope_scaling!r} must be a RopeScaling or None."
-            )
+            require_positive_real(name, getattr(self, name))
+        for name in _OPTIONAL_REALS:
+            if getattr(self, name) is not None:
+                require_positive_real(name, getattr(self, name))
+        self._check_scaling()
         for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False.")  # noqa: TRY004  (as above)
         if self.qk_norm and not self.use_rmsnorm:
             raise ValueError("qk_norm=True is an RMSNorm; it needs use_rmsnorm=True.")
-        for name in ("dtype", "param_dtype"):
-            if getattr(self, name) not in DTYPES:
-                raise ValueError(f"{name}={getattr(self, name)!r} is not supported; use one of {', '.join(DTYPES)}.")
+        for name, accepted in _CHOICES.items():
+            if getattr(self, name) not in accepted:
+                raise ValueError(f"{name}={getattr(self, name)!r} is not supported; use one of {', '.join(accepted)}.")
+        self._check_parts()
         self._check_attention()
+
+    def _check_scaling(self) -> None:
+        scaling = self.rope_scaling
+        if not isinstance(scaling, AnyScaling | None):
+            raise ValueError(  # noqa: TRY004  (a field of the wrong type is a wrong value: one error to catch)
+                f"rope_scaling={scaling!r} must be a RopeScaling, LinearScaling, DynamicScaling, YarnScaling or None."
+            )
+        if isinstance(scaling, YarnScaling) and self.rope_theta <= 1:
+            raise ValueError(f"rope_theta={self.rope_theta} must be above 1 with YarnScaling.")
+        if isinstance(scaling, DynamicScaling) and self.dim == 2:
+            raise ValueError("head_dim=2 has no slow frequency to stretch; it does not go with DynamicScaling.")
+
+    def _check_parts(self) -> None:
+        """What goes with what, outside of attention."""
+        if not self.use_rmsnorm and (self.norm_plus_one or self.norms != "before"):
+            raise ValueError("norm_plus_one=True and norms other than 'before' need use_rmsnorm=True.")
+        if self.activation != "silu" and not self.use_swiglu:
+            raise ValueError(f"activation={self.activation!r} is that of a gate; it needs use_swiglu=True.")
+        if self.num_experts is None:
+            if self.experts_per_token is not None or self.expert_bias:
+                raise ValueError("experts_per_token and expert_bias need num_experts; it is None.")
+            return
+        require_positive_int("num_experts", self.num_experts, MOST_EXPERTS)
+        require_positive_int("experts_per_token", self.experts_per_token)
+        if self.chosen_experts > self.num_experts:
+            raise ValueError(f"experts_per_token={self.experts_per_token} is above num_experts={self.num_experts}.")
+        if not self.use_swiglu:
+            raise ValueError("use_swiglu=False does not go with num_experts: experts have a gate.")
 
     def _check_heads(self) -> None:
         if self.num_heads % self.kv_heads:
@@ -149,7 +198,7 @@ class ModelConfig:
                     "choose one that is, or give head_dim."
                 )
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_heads)
-        _require_positive_int("head_dim", self.head_dim)
+        require_positive_int("head_dim", self.head_dim)
         if self.use_rope and self.dim % 2:
             raise ValueError(
                 f"head_dim={self.head_dim} is odd; RoPE rotates pairs: use an even one, or use_rope=False."
@@ -169,20 +218,22 @@ class ModelConfig:
         for kind, name in needed:
             value = getattr(self, name)
             if value is not None:
-                _require_positive_int(name, value)
+                require_positive_int(name, value)
             elif kind in types:
                 raise ValueError(f"attention={kind!r} needs {name}, an integer of at least 1; it is None.")
         if self.q_lora_rank is not None:
-            _require_positive_int("q_lora_rank", self.q_lora_rank)
+            require_positive_int("q_lora_rank", self.q_lora_rank)
         if "latent" in types:
             self._check_latent()
 
     def _check_latent(self) -> None:
         if self.latent.rope % 2:
             raise ValueError(f"qk_rope_head_dim={self.qk_rope_head_dim} is odd; RoPE rotates pairs: use an even one.")
-        for name, wanted in (("use_rope", True), ("use_rmsnorm", True), ("qkv_bias", False), ("qk_norm", False)):
+        for name, wanted in _WITH_LATENT:
             if getattr(self, name) is not wanted:
-                raise ValueError(f"{name}={not wanted} does not go with attention='latent'; it needs {name}={wanted}.")
+                raise ValueError(
+                    f"{name}={getattr(self, name)} does not go with attention='latent'; it needs {name}={wanted}."
+                )
 
     @property
     def kv_heads(self) -> int:
@@ -210,19 +261,28 @@ class ModelConfig:
         return LatentSizes(*(getattr(self, name) for name in _LATENT_SIZES))
 
     @property
+    def chosen_experts(self) -> int:
+        """``experts_per_token``, for a model that has experts."""
+        return self.experts_per_token  # pyright: ignore[reportReturnType]  (checked in __post_init__)
+
+    @property
     def num_parameters(self) -> int:
         """How many numbers the parameters hold; tied embeddings count once."""
-        norm = self.hidden_size if self.use_rmsnorm else 2 * self.hidden_size
-        attention = 2 * self.hidden_size * self.dim * (self.num_heads + self.kv_heads)
-        attention += (
-            self.qkv_bias * self.dim * (self.num_heads + 2 * self.kv_heads) + self.output_bias * self.hidden_size
-        )
-        attention += self.qk_norm * 2 * self.dim
+        d, f, q, kv = (
+            self.hidden_size, self.intermediate_size, self.num_heads * self.dim, self.kv_heads * self.dim
+        )  # fmt: skip
+        norm = d if self.use_rmsnorm else 2 * d
+        attention = 2 * d * (q + kv) + self.qkv_bias * (q + 2 * kv) + self.output_bias * d
+        attention += self.attention_sinks * self.num_heads
+        attention += self.qk_norm * (2 * self.dim if self.qk_norm_over == "head" else q + kv)
         latent = self.layer_types.count("latent")
         attention = (self.num_layers - latent) * attention + (latent * self._latent_parameters if latent else 0)
-        mlp = (3 if self.use_swiglu else 2) * self.hidden_size * self.intermediate_size
+        mlp = (3 if self.use_swiglu else 2) * d * f
+        if self.num_experts is not None:
+            mlp = self.num_experts * (mlp + d + self.expert_bias * (1 + 2 * f + d))
         tables = (1 if self.tie_embeddings else 2) * self.vocab_size + (0 if self.use_rope else self.max_length)
-        return attention + self.num_layers * (mlp + 2 * norm) + norm + tables * self.hidden_size
+        norms = (4 if self.norms == "both" else 2) * norm
+        return attention + self.num_layers * (mlp + norms) + norm + tables * d
 
     @property
     def _latent_parameters(self) -> int:
@@ -262,18 +322,6 @@ def _check_names(overrides: Mapping[str, Any]) -> None:
     raise ValueError(
         "; ".join([f"ModelConfig has no field {', '.join(map(repr, unknown))}", *told, f"it has {', '.join(names)}."])
     )
-
-
-def _require_positive_int(name: str, value: object, most: int = _MOST) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name}={value!r} must be an integer of at least 1.")
-    if value > most:
-        raise ValueError(f"{name} is above {most}, the most that is accepted.")
-
-
-def _require_positive_real(name: str, value: object) -> None:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not (math.isfinite(value) and value > 0):
-        raise ValueError(f"{name}={value!r} must be a finite number above 0.")
 
 
 def _with_scaling(fields: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """The transformer as pure functions of its parameters: Llama's arithmetic, layer after layer.
 
 It follows Hugging Face's ``modeling_llama.py`` to the order of operations: RMSNorm in float32 with epsilon inside the
-root, half-split RoPE, ``down(silu(gate(x)) * up(x))``. The attention of each type is planned once per pass and run by
+root, half-split RoPE, ``down(silu(gate(x)) * up(x))``. Other families replace a part each, as ``ModelConfig`` says. The
+attention of each type is planned once per pass and run by
 every layer of that type; its carry goes from layer to layer. A Python loop over layers lets layers differ.
 
 Packed input: a document is a maximal run of equal, non-negative segment ids. Positions restart with each document, so
@@ -18,20 +19,22 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from attnsuite.backends import Layout, Plan
-from attnsuite.backends.contract import Carry
+from attnsuite.backends import Layout, Plan, masks
+from attnsuite.backends.contract import NO_TERMS, Carry, Terms
 
 from . import latent
 from .cache import Slots, write
 from .config import AttentionType, ModelConfig
-from .parameters import Params
+from .experts import gated, mixture
+from .parameters import LAYER_NORMS, Params
 from .planning import Options, Resolutions
 from .rematerialise import Remat, rematerialised
-from .rope import angles, inverse_frequencies, rotate
+from .rope import angles, grown_frequencies, inverse_frequencies, rotate
+from .rope_scaling import DynamicScaling
 
 Tokens = Int[Array, "batch length"]
 Hidden = Float[Array, "batch length hidden"]
-Turns = dict[int, tuple[Array, Array]]  # cosines and sines [batch, length, width / 2], by the width that is turned
+Turn = tuple[Array, Array] | None  # cosines and sines [batch, length, width / 2]; None without RoPE
 Observe = Callable[[int, Array, Array, Hidden, Hidden], None]
 
 
@@ -52,9 +55,9 @@ def forward(
     its attention, and what its attention adds to it; arrays of a layer that is computed again (``remat``) do not leave
     it. ``remat`` says what the backward pass keeps of each layer (``models/rematerialise.py``).
     """
-    positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    positions, lengths = whole_sequence(tokens.shape[1])
     if segment_ids is not None:
-        segment_ids, positions = documents(segment_ids)
+        segment_ids, positions, lengths = documents(segment_ids)
     plans = {}
     for kind, resolution in resolutions:
         placed = positions if resolution.spec.has_positions else None
@@ -67,11 +70,11 @@ def forward(
         plans[kind] = resolution.plan(layout, dict(options))
     carries: dict[AttentionType, Carry] = dict.fromkeys(plans, ())
     x = embed(config, params, tokens, positions)
-    turns = turns_of(config, positions)
+    turns = turns_of(config, positions, lengths)
     for i, layer in enumerate(params["layers"]):
         kind = config.layer_types[i]
         run = functools.partial(layer_forward, config, plan=plans[kind], index=i, observe=observe)
-        x, carries[kind] = rematerialised(remat, run)(layer, x, turns, carry=carries[kind])
+        x, carries[kind] = rematerialised(remat, run)(layer, x, turns[kind], carry=carries[kind])
     return logits_of(config, params, x)
 
 
@@ -88,23 +91,29 @@ def forward_cached(
     options: Options = (),
     fresh: bool = False,
     last_only: bool = False,
+    tree: masks.Tree | None = None,
 ) -> tuple[Array, tuple[Slots, ...], tuple[Slots, ...]]:
     """Logits of new tokens behind ``start`` cached ones, and the cache with the new tokens written to it.
 
     ``end - start`` of the tokens are valid in each sequence, the rest is padding on the right. ``fresh``
     says that the cache is empty: attention then runs over the new tokens alone. ``last_only`` gives
-    ``[batch, vocab]``, the logits of each sequence's last valid token.
+    ``[batch, vocab]``, the logits of each sequence's last valid token. ``tree`` says that the new tokens are its nodes:
+    each is turned to the position of its depth, and masked by its slot.
     """
-    positions = start[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    places = jnp.arange(tokens.shape[1], dtype=jnp.int32) if tree is None else jnp.array(tree.depths, jnp.int32)
+    positions = start[:, None] + places[None]
     layout = Layout() if fresh else Layout(query_positions=positions, key_value_seq_lengths=end)
+    if tree is not None:
+        layout = _layout_of(tree, keys[0].shape[2], start, end)
     plans: dict[AttentionType, Plan] = {kind: found.plan(layout, dict(options)) for kind, found in resolutions}
     carries: dict[AttentionType, Carry] = dict.fromkeys(plans, ())
     x = embed(config, params, tokens, positions)
-    turns = turns_of(config, positions)
+    # A node's path is as long as it would be in a decode step, whatever other nodes there are.
+    turns = turns_of(config, positions, end[:, None] if tree is None else positions + 1)
     new_keys, new_values = list(keys), list(values)
     for i, layer in enumerate(params["layers"]):
         kind = config.layer_types[i]
-        query, key, value = _project(config, layer, x, turns)
+        query, key, value = _project(config, layer, x, turns[kind])
         new_keys[i], new_values[i] = write(keys[i], key, start), write(values[i], value, start)
         if not fresh:
             query = query.astype(keys[i].dtype)
@@ -113,81 +122,114 @@ def forward_cached(
             key, value = latent.expand(config, layer["kv_b_proj"], key)
         elif _is_latent(layer):
             query, key, value = latent.absorb(config, layer["kv_b_proj"], query, key)
-        mixed, carries[kind] = plans[kind].run(query, key, value, layer=i, carry=carries[kind])
+        mixed, carries[kind] = plans[kind].run(query, key, value, layer=i, carry=carries[kind], terms=_terms(layer))
         if _is_latent(layer) and not fresh:
             mixed = latent.release(config, layer["kv_b_proj"], mixed)
-        x = _finish(config, layer, x, _attended(layer, mixed.astype(x.dtype)))
+        x = _finish(config, layer, x, _attended(config, layer, mixed.astype(x.dtype)))
     if last_only:
         x = jnp.take_along_axis(x, (end - start - 1)[:, None, None], axis=1)
     logits = logits_of(config, params, x)
     return (logits[:, 0] if last_only else logits), tuple(new_keys), tuple(new_values)
 
 
+def _layout_of(tree: masks.Tree, capacity: int, start: Int[Array, " batch"], end: Int[Array, " batch"]) -> Layout:
+    """Positions count from the first node of the tree in each sequence: cached tokens lie at negative ones."""
+    nodes = jnp.arange(len(tree.parents), dtype=jnp.int32)
+    return Layout(
+        query_positions=jnp.broadcast_to(nodes, (start.shape[0], nodes.shape[0])),
+        key_value_positions=jnp.arange(capacity, dtype=jnp.int32)[None] - start[:, None],
+        key_value_seq_lengths=end,
+    )
+
+
 def layer_forward(
     config: ModelConfig,
     layer: Params,
     x: Hidden,
-    turns: Turns,
+    turn: Turn,
     plan: Plan,
     index: int,
     carry: Carry,
     observe: Observe | None = None,
 ) -> tuple[Hidden, Carry]:
     """One layer over whole sequences: the hidden state behind it, and what it tells the next of its type."""
-    query, key, value = _project(config, layer, x, turns)
+    query, key, value = _project(config, layer, x, turn)
     if _is_latent(layer):
         key, value = latent.expand(config, layer["kv_b_proj"], key)
-    mixed, carry = plan.run(query, key, value, layer=index, carry=carry)
-    attended = _attended(layer, mixed)
+    mixed, carry = plan.run(query, key, value, layer=index, carry=carry, terms=_terms(layer))
+    attended = _attended(config, layer, mixed)
     if observe is not None:
         observe(index, query, key, x, attended)
     return _finish(config, layer, x, attended), carry
 
 
-def documents(segment_ids: Int[Array, "batch length"]) -> tuple[Tokens, Tokens]:
-    """Documents numbered in order (padding: -1), and each token's position inside its document.
+def whole_sequence(length: int) -> tuple[Tokens, Tokens]:
+    """The position of each token, ``[1, length]``, and the length of its document, ``[1, 1]``, without segment ids."""
+    return jnp.arange(length, dtype=jnp.int32)[None], jnp.full((1, 1), length, jnp.int32)
 
-    >>> runs, positions = documents(jnp.array([[7, 7, 2, 2, 2, -1]]))
-    >>> runs.tolist(), positions.tolist()
-    ([[0, 0, 1, 1, 1, -1]], [[0, 1, 0, 1, 2, 0]])
+
+def documents(segment_ids: Int[Array, "batch length"]) -> tuple[Tokens, Tokens, Tokens]:
+    """Documents numbered in order (padding: -1), each token's position inside its document, and its document's length.
+
+    >>> runs, positions, lengths = documents(jnp.array([[7, 7, 2, 2, 2, -1]]))
+    >>> runs.tolist(), positions.tolist(), lengths.tolist()
+    ([[0, 0, 1, 1, 1, -1]], [[0, 1, 0, 1, 2, 0]], [[2, 2, 3, 3, 3, 1]])
     """
     slots = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)[None]
     begins = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
     runs = jnp.cumsum(begins, axis=1, dtype=jnp.int32) - 1
     starts = jax.lax.cummax(jnp.where(begins, slots, 0), axis=1)
-    return jnp.where(segment_ids < 0, -1, runs), slots - starts
+    begins_next = jnp.pad(begins[:, 1:], ((0, 0), (0, 1)), constant_values=True)
+    ends = jax.lax.cummin(jnp.where(begins_next, slots + 1, segment_ids.shape[1]), axis=1, reverse=True)
+    return jnp.where(segment_ids < 0, -1, runs), slots - starts, ends - starts
 
 
 def embed(config: ModelConfig, params: Params, tokens: Tokens, positions: Tokens) -> Hidden:
     """The hidden state before the first layer."""
     x = params["embed_tokens"][tokens].astype(config.dtype)
+    if config.scale_embeddings:
+        x = x * jnp.asarray(config.hidden_size**0.5, config.dtype)
     if not config.use_rope:
         x = x + params["embed_positions"][positions].astype(config.dtype)
     return x
 
 
-def turns_of(config: ModelConfig, positions: Tokens) -> Turns:
-    """Cosines and sines that rotate queries and keys to their positions, for all layers; empty without RoPE."""
+def turns_of(config: ModelConfig, positions: Tokens, lengths: Tokens) -> dict[AttentionType, Turn]:
+    """What rotates queries and keys to their positions, for the layers of each type.
+
+    ``lengths``, broadcast against ``positions``, are those of the documents; only dynamic scaling uses them.
+    """
+    return {kind: _turn(config, kind, positions, lengths) for kind in config.attention_types}
+
+
+def _turn(config: ModelConfig, kind: AttentionType, positions: Tokens, lengths: Tokens) -> Turn:
     if not config.use_rope:
-        return {}
-    widths = {config.latent.rope if kind == "latent" else config.dim for kind in config.attention_types}
-    return {
-        width: angles(positions, inverse_frequencies(width, config.rope_theta, config.rope_scaling))
-        for width in sorted(widths)
-    }
+        return None
+    width = config.latent.rope if kind == "latent" else config.dim
+    if kind == "sliding" and config.sliding_rope_theta is not None:
+        return angles(positions, inverse_frequencies(width, config.sliding_rope_theta))
+    scaling = config.rope_scaling
+    if isinstance(scaling, DynamicScaling):
+        return angles(positions, grown_frequencies(width, config.rope_theta, scaling, lengths))
+    cos, sin = angles(positions, inverse_frequencies(width, config.rope_theta, scaling))
+    factor = 1.0 if scaling is None else scaling.attention_factor or 1.0
+    return cos * factor, sin * factor
 
 
-def _project(config: ModelConfig, layer: Params, x: Hidden, turns: Turns) -> tuple[Array, Array, Array]:
-    """Normalised input to queries, keys and values, queries and keys turned to their positions."""
-    x = _norm(config, layer, "input_layernorm", x)
+def _project(config: ModelConfig, layer: Params, x: Hidden, turn: Turn) -> tuple[Array, Array, Array]:
+    """A layer's input to queries, keys and values, queries and keys turned to their positions."""
+    x = _norm(config, layer, LAYER_NORMS[config.norms].before_attention, x)
     if _is_latent(layer):
-        return _project_latent(config, layer, x, turns)
+        return _project_latent(config, layer, x, turn)
+    query, key, value = (_linear(x, layer, name) for name in ("q_proj", "k_proj", "v_proj"))
     heads = (*x.shape[:2], -1, config.dim)
-    query, key, value = (_linear(x, layer, name).reshape(heads) for name in ("q_proj", "k_proj", "v_proj"))
-    if config.qk_norm:
+    if config.qk_norm and config.qk_norm_over == "projection":
         query, key = _norm(config, layer, "q_norm", query), _norm(config, layer, "k_norm", key)
-    if config.use_rope:
-        query, key = rotate(query, *turns[config.dim]), rotate(key, *turns[config.dim])
+    query, key, value = (y.reshape(heads) for y in (query, key, value))
+    if config.qk_norm and config.qk_norm_over == "head":
+        query, key = _norm(config, layer, "q_norm", query), _norm(config, layer, "k_norm", key)
+    if turn is not None:
+        query, key = rotate(query, *turn), rotate(key, *turn)
     return query, key, value
 
 
@@ -196,10 +238,11 @@ def _is_latent(layer: Params) -> bool:
     return "kv_b_proj" in layer
 
 
-def _project_latent(config: ModelConfig, layer: Params, x: Hidden, turns: Turns) -> tuple[Array, Array, Array]:
+def _project_latent(config: ModelConfig, layer: Params, x: Hidden, turn: Turn) -> tuple[Array, Array, Array]:
     """Queries of every head, the latents as the only key, and no value; see ``models/latent.py``."""
     sizes = config.latent
-    turn = turns[sizes.rope]
+    if turn is None:
+        raise ValueError("attention='latent' needs use_rope=True.")
     kept, shared = jnp.split(_linear(x, layer, "kv_a_proj_with_mqa")[:, :, None], [sizes.rank], axis=-1)
     key = jnp.concatenate([_norm(config, layer, "kv_a_layernorm", kept), rotate(shared, *turn)], axis=-1)
     if config.q_lora_rank is None:
@@ -211,28 +254,45 @@ def _project_latent(config: ModelConfig, layer: Params, x: Hidden, turns: Turns)
     return jnp.concatenate([plain, rotate(placed, *turn)], axis=-1), key, key[..., :0]
 
 
-def _attended(layer: Params, mixed: Float[Array, "batch length heads dim"]) -> Hidden:
+def _terms(layer: Params) -> Terms:
+    return Terms(sinks=layer["sinks"]) if "sinks" in layer else NO_TERMS
+
+
+def _attended(config: ModelConfig, layer: Params, mixed: Float[Array, "batch length heads dim"]) -> Hidden:
     """The output of a layer's attention, which is added to the stream."""
-    return _linear(mixed.reshape(*mixed.shape[:2], -1), layer, "o_proj")
+    out = _linear(mixed.reshape(*mixed.shape[:2], -1), layer, "o_proj")
+    return _norm(config, layer, LAYER_NORMS[config.norms].after_attention, out)
 
 
 def _finish(config: ModelConfig, layer: Params, x: Hidden, attended: Hidden) -> Hidden:
     """The rest of a layer after its attention."""
+    norms = LAYER_NORMS[config.norms]
     x = x + attended
-    inner = _norm(config, layer, "post_attention_layernorm", x)
-    up = _linear(inner, layer, "up_proj")
-    if config.use_swiglu:
-        up = jax.nn.silu(_linear(inner, layer, "gate_proj")) * up
+    inner = _norm(config, layer, norms.before_mlp, x)
+    if config.num_experts is not None:
+        out = mixture(config, layer, inner)
     else:
-        up = jax.nn.gelu(up, approximate=False)
-    return x + _linear(up, layer, "down_proj")
+        up = _linear(inner, layer, "up_proj")
+        if config.use_swiglu:
+            up = gated(config.activation, _linear(inner, layer, "gate_proj"), up)
+        else:
+            up = jax.nn.gelu(up, approximate=False)
+        out = _linear(up, layer, "down_proj")
+    return x + _norm(config, layer, norms.after_mlp, out)
 
 
-def _norm(config: ModelConfig, params: Params, name: str, x: Float[Array, "*rows dim"]) -> Float[Array, "*rows dim"]:
+def _norm(
+    config: ModelConfig, params: Params, name: str | None, x: Float[Array, "*rows dim"]
+) -> Float[Array, "*rows dim"]:
+    """The norm of that name; None is no norm."""
+    if name is None:
+        return x
     wide = x.astype(jnp.float32)
     if not config.use_rmsnorm:
         wide = wide - wide.mean(-1, keepdims=True)
     wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + config.norm_eps)
+    if config.norm_plus_one:  # rounded once, after the product; Llama rounds before it
+        return ((1.0 + params[name].astype(jnp.float32)) * wide).astype(x.dtype)
     x = params[name].astype(x.dtype) * wide.astype(x.dtype)
     return x if config.use_rmsnorm else x + params[f"{name}_bias"].astype(x.dtype)
 
@@ -249,4 +309,6 @@ def logits_of(config: ModelConfig, params: Params, x: Hidden) -> Float[Array, "b
     """Logits, float32, of the hidden state behind the last layer."""
     x = _norm(config, params, "norm", x)
     head: Any = params["embed_tokens" if config.tie_embeddings else "lm_head"]
-    return jnp.einsum("bti,oi->bto", x, head.astype(x.dtype), preferred_element_type=jnp.float32)
+    logits = jnp.einsum("bti,oi->bto", x, head.astype(x.dtype), preferred_element_type=jnp.float32)
+    cap = config.final_soft_cap
+    return logits if cap is None else cap * jnp.tanh(logits / cap)

@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from attnsuite.backends.contract import Mode
+from attnsuite.backends.policy import AnyPolicy
 from attnsuite.backends.resolve import OnUnavailable
 
 from .cache import Slots
@@ -41,13 +42,15 @@ def generate(
     mode: Mode = "native",
     backend_options: Mapping[str, Any] | None = None,
     on_unavailable: OnUnavailable = "fallback",
+    policy: AnyPolicy | None = None,
 ) -> Int[np.ndarray, "batch max_new_tokens"]:
     """The tokens that follow each prompt ``tokens [batch, length]``, int32.
 
     ``lengths [batch]`` says how many tokens of each prompt are valid, the rest being padding on the right. In its place
     ``padding_mask [batch, length]`` (True: a token) says where the padding is, on the left or on the right.
     Behind ``stop_token`` a row holds only stop tokens, and generation ends once every row has one. The same
-    seed gives the same tokens. Raises ValueError for arguments out of range.
+    seed gives the same tokens. ``policy`` is what ``backend="auto"`` follows. Raises ValueError for arguments out of
+    range.
 
     >>> model = Transformer(ModelConfig.from_preset("debug"))
     >>> generate(model, [[1, 2, 3]], 4).shape
@@ -61,7 +64,7 @@ def generate(
         if lengths is not None:
             raise ValueError("lengths and padding_mask both say where the padding is; give one of them.")
         tokens, lengths = left_aligned(tokens, padding_mask)
-    call: dict[str, Any] = {"backend": backend, "mode": mode, "on_unavailable": on_unavailable}
+    call: dict[str, Any] = {"backend": backend, "mode": mode, "on_unavailable": on_unavailable, "policy": policy}
     cache = model.new_cache(tokens.shape[0], tokens.shape[1] + max_new_tokens)
     logits, cache = model.prefill(
         tokens, cache, lengths=lengths, last_only=True, backend_options=backend_options, **call
@@ -101,12 +104,14 @@ def generate(
         )
         start = start + 1
         made.append(latest)
-    out = np.stack([np.asarray(x) for x in made], axis=1)
-    if stop_token is not None:
-        ended = np.cumsum(out == stop_token, axis=1) > 0
-        out = np.where(ended, stop_token, out)
-        out = np.pad(out, ((0, 0), (0, max_new_tokens - out.shape[1])), constant_values=stop_token)
-    return out.astype(np.int32)
+    out = np.stack([np.asarray(x) for x in made], axis=1).astype(np.int32)
+    return out if stop_token is None else _stopped(out, stop_token, max_new_tokens)
+
+
+def _stopped(out: np.ndarray, stop_token: int, length: int) -> Int[np.ndarray, "batch length"]:
+    """The tokens with nothing but stop tokens behind the first one of each row, and up to ``length``."""
+    out = np.where(np.cumsum(out == stop_token, axis=1) > 0, np.int32(stop_token), out)
+    return np.pad(out, ((0, 0), (0, length - out.shape[1])), constant_values=stop_token)
 
 
 def _check_numbers(max_new_tokens: Any, temperature: float, top_p: float) -> None:

@@ -2,7 +2,8 @@
 
 Three kinds of keys are accepted: keys that are used, keys that change nothing, and keys whose only accepted values are
 those that this transformer computes. null stands for a missing key. Every other key is refused, since an unknown key
-may change the computation. The lists are those of transformers 5 and 4 for Llama, Mistral, Qwen2 and Qwen3
+may change the computation. ``FAMILY_KEYS`` and ``FAMILY_ONLY`` hold for one model type each: a key that a Gemma uses is
+refused in a Llama. The lists are those of transformers 5 and 4 for the model types in ``DEFAULTS``
 (``configuration_*.py``, ``configuration_utils.py``, ``generation/configuration_utils.py``) and of checkpoints that were
 published with them.
 """
@@ -34,6 +35,12 @@ class RopeFields(msgspec.Struct, kw_only=True, rename={"kind": "type"}):
     low_freq_factor: float | None = None
     high_freq_factor: float | None = None
     original_max_position_embeddings: int | None = None
+    attention_factor: float | None = None
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool | None = None
 
 
 class OwnFields(msgspec.Struct, kw_only=True):
@@ -53,6 +60,36 @@ class OwnFields(msgspec.Struct, kw_only=True):
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: bool = False
+    qk_norm_over: str = "head"
+    attention_sinks: bool = False
+    attention_scale: float | None = None
+    logits_soft_cap: float | None = None
+    final_soft_cap: float | None = None
+    sliding_rope_theta: float | None = None
+    norms: str = "before"
+    norm_plus_one: bool = False
+    scale_embeddings: bool = False
+    activation: str = "silu"
+    num_experts: int | None = None
+    experts_per_token: int | None = None
+    normalise_experts: bool = True
+    expert_bias: bool = False
+
+
+class FamilyFields(msgspec.Struct, kw_only=True):
+    """Keys that only the model types in ``FAMILY_KEYS`` use."""
+
+    query_pre_attn_scalar: float | None = None
+    attn_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = None
+    sliding_window_pattern: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    rope_local_base_freq: float | None = None
+    sliding_rope: RopeFields | None = None  # of Gemma 3's rope_parameters, which has one entry per layer type
+    num_experts_per_tok: int | None = None
+    num_local_experts: int | None = None
+    num_experts: int | None = None
+    moe_intermediate_size: int | None = None
+    norm_topk_prob: bool = False
 
 
 class Fields(msgspec.Struct, kw_only=True):
@@ -83,12 +120,42 @@ class Fields(msgspec.Struct, kw_only=True):
     attention_suite: OwnFields | None = None
 
 
+_GEMMA: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "tie_word_embeddings": True,
+}
 # The defaults of a type that differ from those above.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
     "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
     "qwen3": {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28, "head_dim": 128},
+    "phi3": {"rms_norm_eps": 1e-5},
+    "olmo2": {"rms_norm_eps": 1e-5},
+    "gemma2": {
+        **_GEMMA,
+        "sliding_window": 4096,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "max_position_embeddings": 8192,
+    },
+    "gemma3_text": {
+        **_GEMMA,
+        "sliding_window": 4096,
+        "rope_local_base_freq": 10000.0,
+        "sliding_window_pattern": 6,
+        "max_position_embeddings": 131072,
+        "rope_theta": 1000000.0,
+    },
+    "mixtral": {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "num_experts_per_tok": 2}
+    | {"max_position_embeddings": 131072, "rope_theta": 1000000.0},
+    "qwen3_moe": {"num_key_value_heads": 4, "moe_intermediate_size": 768, "num_experts_per_tok": 8}
+    | {"sliding_window": 4096, "max_position_embeddings": 32768},
+    "gpt_oss": {"num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128, "rms_norm_eps": 1e-5}
+    | {"num_experts_per_tok": 4, "attention_bias": True, "rope_theta": 150000.0}
+    | {"max_position_embeddings": 131072},
     OWN_TYPE: {},
 }
 ARCHITECTURES = {
@@ -96,6 +163,46 @@ ARCHITECTURES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+}
+# The keys of FamilyFields that a model type uses; elsewhere they are refused.
+FAMILY_KEYS: dict[str, tuple[str, ...]] = {
+    "gemma2": ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"),
+    "gemma3_text": (
+        "query_pre_attn_scalar",
+        "final_logit_softcapping",
+        "sliding_window_pattern",
+        "rope_local_base_freq",
+    ),
+    "mixtral": ("num_experts_per_tok", "num_local_experts", "num_experts"),
+    "qwen3_moe": ("num_experts_per_tok", "num_local_experts", "num_experts", "moe_intermediate_size", "norm_topk_prob"),
+    "gpt_oss": ("num_experts_per_tok", "num_local_experts", "num_experts"),
+}
+_GELU = ("gelu_pytorch_tanh",)
+_ROUTING = {"output_router_logits": (False,), "router_jitter_noise": (0.0,)}  # the noise is that of training
+# Keys that only these types have, with the values that are computed here; they replace those of ONLY.
+FAMILY_ONLY: dict[str, dict[str, tuple[Any, ...]]] = {
+    "phi3": {"resid_pdrop": (0.0,), "embd_pdrop": (0.0,)},
+    "gemma2": {"hidden_act": _GELU, "hidden_activation": _GELU},
+    "gemma3_text": {"hidden_act": _GELU, "hidden_activation": _GELU},
+    "mixtral": _ROUTING,
+    "qwen3_moe": {**_ROUTING, "decoder_sparse_step": (1,), "mlp_only_layers": ([],)},
+    "gpt_oss": {**_ROUTING, "swiglu_limit": (7.0,), "swiglu_alpha": (1.702,)},
+}
+# Of each type: keys of training, of what is returned beside the logits, and of what other keys say again.
+FAMILY_HARMLESS: dict[str, tuple[str, ...]] = {
+    "phi3": ("original_max_position_embeddings",),  # of longrope alone, which is refused
+    "gemma2": ("cache_implementation",),
+    "gemma3_text": ("cache_implementation", "_sliding_window_pattern"),  # transformers writes the latter, unread
+    "mixtral": ("router_aux_loss_coef",),
+    "qwen3_moe": ("router_aux_loss_coef",),
+    "gpt_oss": ("router_aux_loss_coef", "experts_per_token", "initial_context_length"),
 }
 # A key that changes what is computed -> the values with which this transformer computes it (null beside them).
 ONLY: dict[str, tuple[Any, ...]] = {
@@ -150,7 +257,7 @@ HARMLESS = frozenset((
 # fmt: on
 
 
-def read_fields(config: Mapping[str, Any]) -> Fields:
+def read_fields(config: Mapping[str, Any]) -> tuple[Fields, FamilyFields]:
     """The keys of a ``config.json`` that are used. Raises CheckpointError for what the lists above do not hold."""
     model_type = config.get("model_type")
     if model_type not in [*DEFAULTS]:  # a list, because the value may not be hashable
@@ -158,14 +265,37 @@ def read_fields(config: Mapping[str, Any]) -> Fields:
             f"model_type={given(model_type)} in {CONFIG} is not supported; use one of {', '.join(DEFAULTS)}."
         )
     said = {key: value for key, value in {**DEFAULTS[model_type], **config}.items() if value is not None}
-    refuse_other_values(said, ONLY, CONFIG)
-    refuse_unknown(said, {*Fields.__struct_fields__, *ONLY, *HARMLESS}, CONFIG)
+    family = {key: said.pop(key) for key in FAMILY_KEYS.get(model_type, ()) if key in said}
+    refuse_other_values(said, {**ONLY, **FAMILY_ONLY.get(model_type, {})}, CONFIG)
+    refuse_unknown(said, known_keys(model_type), CONFIG)
+    if model_type == "gemma3_text":
+        _split_rope(said, family)
     for key, kind in (("rope_scaling", RopeFields), ("rope_parameters", RopeFields), (OWN_TYPE, OwnFields)):
-        if isinstance(said.get(key), Mapping):
-            said[key] = {name: value for name, value in said[key].items() if value is not None}
-            refuse_unknown(said[key], kind.__struct_encode_fields__, f"{key} in {CONFIG}")
+        _check_nested(said, key, kind)
+    _check_nested(family, "sliding_rope", RopeFields)
     missing = [name for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
                                  "num_attention_heads") if name not in said]  # fmt: skip
     if missing:
         raise CheckpointError(f"{CONFIG} lacks {', '.join(missing)}; a configuration of this type has it.")
-    return checked(said, Fields, CONFIG)
+    return checked(said, Fields, CONFIG), checked(family, FamilyFields, CONFIG)
+
+
+def known_keys(model_type: str) -> frozenset[str]:
+    """Every key that a ``config.json`` of this type may have."""
+    extra = (*FAMILY_KEYS.get(model_type, ()), *FAMILY_ONLY.get(model_type, {}), *FAMILY_HARMLESS.get(model_type, ()))
+    return frozenset({*Fields.__struct_encode_fields__, *ONLY, *HARMLESS, *extra})
+
+
+def _split_rope(said: dict[str, Any], family: dict[str, Any]) -> None:
+    """Make one entry of each part of Gemma 3's ``rope_parameters``, which transformers 5 writes per layer type."""
+    rope = said.get("rope_parameters")
+    if isinstance(rope, Mapping) and "full_attention" in rope:
+        refuse_unknown(rope, ("full_attention", "sliding_attention"), f"rope_parameters in {CONFIG}")
+        said["rope_parameters"] = rope["full_attention"]
+        family["sliding_rope"] = rope.get("sliding_attention")
+
+
+def _check_nested(said: dict[str, Any], key: str, kind: type[msgspec.Struct]) -> None:
+    if isinstance(said.get(key), Mapping):
+        said[key] = {name: value for name, value in said[key].items() if value is not None}
+        refuse_unknown(said[key], kind.__struct_encode_fields__, f"{key} in {CONFIG}")

@@ -23,8 +23,9 @@ import msgspec
 import numpy as np
 from jaxtyping import Float
 
-from .config import MOST_LAYERS, PRESETS, ModelConfig, RopeScaling
+from .config import MOST_LAYERS, PRESETS, ModelConfig
 from .reading import CheckpointError, checked, is_file, read_json, refuse_unknown
+from .rope_scaling import RopeScaling
 from .shards import check_dtype
 
 PARAMS = "params.json"

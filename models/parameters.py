@@ -8,12 +8,12 @@ GPT-2's: normal, with the projections that write to the residual stream scaled d
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from .config import ModelConfig
+from .config import ModelConfig, NormPlacement
 
 Params = dict[str, Any]  # a tree of arrays as described above
 
@@ -37,11 +37,22 @@ LAYER_NAMES = {
     "kv_b_proj": "self_attn.kv_b_proj.weight",
     "q_norm": "self_attn.q_norm.weight",
     "k_norm": "self_attn.k_norm.weight",
+    "sinks": "self_attn.sinks",
     "post_attention_layernorm": "post_attention_layernorm.weight",
+    "pre_feedforward_layernorm": "pre_feedforward_layernorm.weight",
+    "post_feedforward_layernorm": "post_feedforward_layernorm.weight",
     "post_attention_layernorm_bias": "post_attention_layernorm.bias",
     "gate_proj": "mlp.gate_proj.weight",
     "up_proj": "mlp.up_proj.weight",
     "down_proj": "mlp.down_proj.weight",
+    "router": "mlp.router.weight",
+    "router_bias": "mlp.router.bias",
+    "experts_gate_proj": "mlp.experts.gate_proj",
+    "experts_up_proj": "mlp.experts.up_proj",
+    "experts_down_proj": "mlp.experts.down_proj",
+    "experts_gate_proj_bias": "mlp.experts.gate_proj_bias",
+    "experts_up_proj_bias": "mlp.experts.up_proj_bias",
+    "experts_down_proj_bias": "mlp.experts.down_proj_bias",
 }
 TOP_NAMES = {
     "embed_tokens": "model.embed_tokens.weight",
@@ -52,18 +63,30 @@ TOP_NAMES = {
 }
 
 
+class LayerNorms(NamedTuple):
+    """The names of a layer's norms by place; None where there is none. Hugging Face's names say other places twice."""
+
+    before_attention: str | None
+    after_attention: str | None
+    before_mlp: str | None
+    after_mlp: str | None
+
+
+LAYER_NORMS: dict[NormPlacement, LayerNorms] = {
+    "before": LayerNorms("input_layernorm", None, "post_attention_layernorm", None),
+    "after": LayerNorms(None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+    "both": LayerNorms(
+        "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+    ),
+}
+
+
 def parameter_shapes(config: ModelConfig) -> Params:
     """The tree with a shape in the place of each array."""
-    d, f = config.hidden_size, config.intermediate_size
-    layer: dict[str, tuple[int, ...]] = {
-        "input_layernorm": (d,),
-        "post_attention_layernorm": (d,),
-        "up_proj": (f, d),
-        "down_proj": (d, f),
-    }
+    d = config.hidden_size
+    layer: dict[str, tuple[int, ...]] = {name: (d,) for name in LAYER_NORMS[config.norms] if name is not None}
+    layer |= _mlp_shapes(config) if config.num_experts is None else _expert_shapes(config, config.num_experts)
     top: dict[str, tuple[int, ...]] = {"embed_tokens": (config.vocab_size, d), "norm": (d,)}
-    if config.use_swiglu:
-        layer["gate_proj"] = (f, d)
     if config.output_bias:
         layer["o_proj_bias"] = (d,)
     if not config.use_rmsnorm:
@@ -80,13 +103,36 @@ def parameter_shapes(config: ModelConfig) -> Params:
     return {**top, "layers": [layer | attention[kind] for kind in config.layer_types]}
 
 
+def _mlp_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    d, f = config.hidden_size, config.intermediate_size
+    shapes: dict[str, tuple[int, ...]] = {"up_proj": (f, d), "down_proj": (d, f)}
+    return shapes | ({"gate_proj": (f, d)} if config.use_swiglu else {})
+
+
+def _expert_shapes(config: ModelConfig, experts: int) -> dict[str, tuple[int, ...]]:
+    """Of ``models/experts.py``: one array for all experts of a layer."""
+    d, f = config.hidden_size, config.intermediate_size
+    shapes: dict[str, tuple[int, ...]] = {
+        "router": (experts, d),
+        "experts_gate_proj": (experts, f, d),
+        "experts_up_proj": (experts, f, d),
+        "experts_down_proj": (experts, d, f),
+    }
+    if config.expert_bias:
+        shapes |= {f"{name}_bias": shape[:-1] for name, shape in shapes.items()}
+    return shapes
+
+
 def _attention_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     d, q, kv = config.hidden_size, config.num_heads * config.dim, config.kv_heads * config.dim
     shapes: dict[str, tuple[int, ...]] = {"q_proj": (q, d), "k_proj": (kv, d), "v_proj": (kv, d), "o_proj": (d, q)}
     if config.qkv_bias:
         shapes |= {"q_proj_bias": (q,), "k_proj_bias": (kv,), "v_proj_bias": (kv,)}
     if config.qk_norm:
-        shapes |= {"q_norm": (config.dim,), "k_norm": (config.dim,)}
+        over = (config.dim, config.dim) if config.qk_norm_over == "head" else (q, kv)
+        shapes |= {"q_norm": over[:1], "k_norm": over[1:]}
+    if config.attention_sinks:
+        shapes["sinks"] = (config.num_heads,)
     return shapes
 
 
@@ -106,7 +152,7 @@ def _latent_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def checkpoint_names(config: ModelConfig) -> Params:
-    """The tree with the name that a checkpoint uses (Hugging Face's Llama) in the place of each array."""
+    """The tree with the name that a checkpoint uses (Hugging Face's) in the place of each array."""
     shapes = parameter_shapes(config)
     layers = [
         {name: f"model.layers.{i}.{LAYER_NAMES[name]}" for name in layer} for i, layer in enumerate(shapes["layers"])
@@ -115,7 +161,7 @@ def checkpoint_names(config: ModelConfig) -> Params:
 
 
 def initialise(config: ModelConfig, key: jax.Array) -> Params:
-    """Fresh parameters in ``param_dtype``: norms at one, biases at zero, everything else normal."""
+    """Fresh parameters in ``param_dtype``: norms multiply by one, biases and sinks are zero, the rest is normal."""
     shapes = parameter_shapes(config)
     leaves, tree = jax.tree.flatten_with_path(shapes, is_leaf=lambda x: isinstance(x, tuple))
     keys = jax.random.split(key, len(leaves))
@@ -125,11 +171,11 @@ def initialise(config: ModelConfig, key: jax.Array) -> Params:
 
 
 def _first_value(config: ModelConfig, name: str, shape: tuple[int, ...], key: jax.Array) -> jax.Array:
-    if name.endswith("_bias"):
+    if name.endswith("_bias") or name == "sinks" or (len(shape) == 1 and config.norm_plus_one):
         return jnp.zeros(shape, config.param_dtype)
     if len(shape) == 1:
         return jnp.ones(shape, config.param_dtype)
-    scale = 0.02 if name.startswith("embed_") else shape[1] ** (-0.5)
-    if name in ("o_proj", "down_proj"):
+    scale = 0.02 if name.startswith("embed_") else shape[-1] ** (-0.5)
+    if name in ("o_proj", "down_proj", "experts_down_proj"):
         scale /= math.sqrt(2 * config.num_layers)
     return (jax.random.normal(key, shape, jnp.float32) * scale).astype(config.param_dtype)

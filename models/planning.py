@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from attnsuite.backends import AttentionSpec, Resolution, Target, resolve
+from attnsuite.backends import AttentionSpec, Resolution, Target, masks, resolve
 from attnsuite.backends.contract import Mode
+from attnsuite.backends.policy import AnyPolicy
 from attnsuite.backends.resolve import OnUnavailable
 
 from .config import AttentionType, ModelConfig
@@ -30,14 +31,21 @@ def attention_spec(
     packed: bool = False,
     dtype: str | None = None,
     needs_grad: bool = True,
+    tree: masks.Tree | None = None,
 ) -> AttentionSpec:
     """The attention problem of the layers of one type; that of ``latent`` layers see ``models/latent.py``.
 
     ``key_value_length`` is the capacity of a cache that is attended to, or None for attention over the
-    queries' own tokens. ``packed`` says that segment ids come with the tokens.
+    queries' own tokens. ``packed`` says that segment ids come with the tokens. ``tree`` says that the queries are a
+    draft behind the cache; its distances are not those of slots, so that windows and chunks raise ValueError.
     """
+    if tree is not None and kind not in ("global", "latent"):
+        raise ValueError(
+            f"parents is given for a model with {kind!r} attention, where slots of a tree are no distances; verify "
+            "each path of the tree as a draft of its own."
+        )
     cached = key_value_length is not None
-    kv_heads, dim, value_dim, scale = config.kv_heads, config.dim, config.dim, None
+    kv_heads, dim, value_dim, scale = config.kv_heads, config.dim, config.dim, config.attention_scale
     if kind == "latent":
         rank, nope, rope, value_dim = config.latent
         kv_heads, dim = config.num_heads, nope + rope
@@ -54,8 +62,11 @@ def attention_spec(
         dtype=dtype or config.dtype,
         scale=scale,
         is_causal=kind != "full",
+        logits_soft_cap=config.logits_soft_cap,
+        has_sinks=config.attention_sinks,
         local_window_size=(config.window_size - 1, 0) if kind == "sliding" and config.window_size else None,
         chunk_size=config.chunk_size if kind == "chunked" else None,
+        mask_function=tree,
         has_segment_ids=packed,
         # Distances inside a document do not depend on where it starts, but chunk borders do.
         has_positions=cached or (packed and kind == "chunked"),
@@ -73,15 +84,18 @@ def resolve_attention(
     packed: bool = False,
     dtype: str | None = None,
     needs_grad: bool = True,
+    tree: masks.Tree | None = None,
     backend: str = "auto",
     mode: Mode = "native",
     on_unavailable: OnUnavailable = "fallback",
     target: Target | None = None,
     options: Mapping[str, Any] | None = None,
+    policy: AnyPolicy | None = None,
 ) -> Resolutions:
     """The resolution of each distinct attention type of ``config``; arguments as for :func:`attention_spec`.
 
-    ``options`` are those for ``backend``, which may refuse some together with the problem.
+    ``options`` are those for ``backend``, which may refuse some together with the problem. ``policy`` is what
+    ``backend="auto"`` follows, as :func:`attnsuite.backends.resolve` says.
 
     Raises the errors of :func:`attnsuite.backends.resolve`.
     """
@@ -100,11 +114,13 @@ def resolve_attention(
                     packed=packed,
                     dtype=dtype,
                     needs_grad=needs_grad,
+                    tree=tree,
                 ),
                 target,
                 mode=mode,
                 on_unavailable=on_unavailable,
                 options=options,
+                policy=policy,
             ),
         )
         for kind in config.attention_types

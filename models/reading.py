@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from attnsuite.sentences import given
+from attnsuite.sentences import given, not_accepted
 
 T = TypeVar("T")
 
@@ -26,7 +26,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except msgspec.ValidationError as error:
-        raise _not_accepted(error, repr(str(path))) from error
+        raise CheckpointError(f"{not_accepted(error, repr(str(path)))}.") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{str(path)!r} is not valid JSON: {error}.") from error
     except RecursionError as error:
@@ -52,7 +52,7 @@ def checked(content: Any, kind: type[T], file: str) -> T:
     try:
         return msgspec.convert(content, kind)
     except msgspec.ValidationError as error:
-        raise _not_accepted(error, file) from error
+        raise CheckpointError(f"{not_accepted(error, file)}.") from error
 
 
 def refuse_unknown(said: Mapping[str, Any], known: Collection[str], where: str) -> None:
@@ -77,13 +77,6 @@ def refuse_other_values(said: Mapping[str, Any], only: Mapping[str, tuple[Any, .
 def _same(value: Any, other: Any) -> bool:
     """Equal, and both booleans or neither: 0 is not False, 1.0 is not True."""
     return isinstance(value, bool) == isinstance(other, bool) and value == other
-
-
-def _not_accepted(error: msgspec.ValidationError, file: str) -> CheckpointError:
-    """Msgspec's "Expected `int`, got `str` - at `$.dim`" as a sentence about ``dim``."""
-    what, _, place = str(error).partition(" - at `$")
-    place = place.strip("`").removeprefix(".")
-    return CheckpointError(f"{place + ' in ' if place else ''}{file} is not accepted: {what[0].lower()}{what[1:]}.")
 
 
 def is_file(path: Path) -> bool:

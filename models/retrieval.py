@@ -20,8 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from .config import ModelConfig, RopeScaling
+from .config import ModelConfig
 from .parameters import Params
+from .rope_scaling import RopeScaling
 from .transformer import Transformer
 
 TYPES, HALVES = 8, 4

@@ -1,41 +1,45 @@
 """Rotary position embedding (arXiv 2104.09864) in the half-split layout of Hugging Face's Llama.
 
 Dimension ``i`` is rotated with dimension ``i + head_dim/2``. Frequencies are computed in float64 and rounded
-once; angles and the rotation itself are float32 whatever the dtype of the activations. The stretching of
-slow frequencies is Llama 3.1's (arXiv 2407.21783, section 3.4.1 and transformers' ``llama3`` rope type).
+once; angles and the rotation itself are float32 whatever the dtype of the activations. ``rope_scaling.py`` has the
+ways to stretch frequencies. Those of dynamic scaling follow from the length of each document, so that they are computed
+with the angles, in float32.
 """
 
 from __future__ import annotations
-
-import math
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from .config import RopeScaling
+from .rope_scaling import AnyScaling, DynamicScaling
 
 
-def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = None) -> np.ndarray:
+def inverse_frequencies(head_dim: int, theta: float, scaling: AnyScaling | None = None) -> np.ndarray:
     """Radians per position of each of the ``head_dim/2`` pairs, float32.
 
     >>> inverse_frequencies(4, 16.0).tolist()
     [1.0, 0.25]
     """
     frequencies = theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
-    if scaling is not None:
-        wavelengths = 2 * math.pi / frequencies
-        low, high = scaling.low_freq_factor, scaling.high_freq_factor
-        keep = (scaling.original_max_length / wavelengths - low) / (high - low)
-        keep = np.clip(keep, 0.0, 1.0)  # 1: short wavelength, unchanged; 0: long one, stretched by the whole factor
-        frequencies = frequencies * (keep + (1.0 - keep) / scaling.factor)
-    return frequencies.astype(np.float32)
+    return (frequencies if scaling is None else scaling.stretched(frequencies, theta)).astype(np.float32)
+
+
+def grown_frequencies(
+    head_dim: int, theta: float, scaling: DynamicScaling, lengths: Int[Array, "*shape"]
+) -> Float[Array, "*shape half"]:
+    """Radians per position under dynamic scaling, float32, for documents of these ``lengths``."""
+    over = jnp.maximum(lengths.astype(jnp.float32) / scaling.original_max_length, 1.0)
+    # The base grows by `growth`: each frequency theta ** -x, x = 2i / head_dim, shrinks by growth ** -x.
+    growth = (scaling.factor * over - (scaling.factor - 1.0)) ** (head_dim / (head_dim - 2))
+    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / head_dim
+    return jnp.asarray(inverse_frequencies(head_dim, theta)) * growth[..., None] ** -exponents
 
 
 def angles(
-    positions: Int[Array, "batch length"], inverse_frequency: np.ndarray
+    positions: Int[Array, "batch length"], inverse_frequency: np.ndarray | Float[Array, "#batch length half"]
 ) -> tuple[Float[Array, "batch length half"], Float[Array, "batch length half"]]:
-    """Cosine and sine of every position and pair, float32; computed once and used by all layers."""
+    """Cosine and sine of every position and pair, float32; ``inverse_frequency`` may differ between positions."""
     turned = positions.astype(jnp.float32)[:, :, None] * inverse_frequency
     return jnp.cos(turned), jnp.sin(turned)
 

@@ -38,6 +38,8 @@ class TextFile:
 
     def read(self) -> bytes:
         """The text as bytes. Raises OSError, and ValueError with a sentence for a file of another form."""
+        if Path(self.path).is_char_device():  # /dev/zero has no end
+            raise ValueError(f"text file {self.path!r} is a device; give a file of text.")
         data = Path(self.path).read_bytes()
         for magic, form in _OTHER_FORMS.items():
             if data.startswith(magic):

@@ -48,7 +48,8 @@ _SPECIALS = 256
 class Tokenizer:
     """``encode`` turns text into tokens, with those that the checkpoint puts around a text; ``decode`` turns back.
 
-    ``decode`` leaves special tokens out. ``vocab_size`` counts the special tokens too.
+    ``decode`` leaves special tokens out. ``vocab_size`` is one above the largest token, special tokens included.
+    ``encode`` raises CheckpointError for a text that the tokenizer cannot encode.
     """
 
     vocab_size: int
@@ -73,15 +74,29 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
 
 def _from_json(path: Path) -> Tokenizer:
     library = _library("tokenizers", JSON)
+    found = _asked(path, lambda: library.Tokenizer.from_file(str(path)))
+    size = 1 + max(_asked(path, lambda: found.get_vocab(with_added_tokens=True)).values(), default=-1)
+
+    def encode(text: str) -> list[int]:
+        tokens = _asked(path, lambda: found.encode(text).ids)
+        if max(tokens, default=0) >= size:
+            raise CheckpointError(
+                f"{str(path)!r} gives token {max(tokens)}, but its vocabulary ends at {size - 1}; "
+                "get the checkpoint from its publisher."
+            )
+        return tokens
+
+    return Tokenizer(size, encode, lambda tokens: found.decode(list(tokens), skip_special_tokens=True))
+
+
+def _asked(path: Path, ask: Callable[[], Any]) -> Any:
+    """What the library answers. Raises CheckpointError for what it raises, a panic of its Rust code included."""
     try:
-        found = library.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing narrower
+        return ask()
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         raise CheckpointError(f"{str(path)!r} cannot be read as a tokenizer: {error}.") from error
-    return Tokenizer(
-        vocab_size=found.get_vocab_size(with_added_tokens=True),
-        encode=lambda text: found.encode(text).ids,
-        decode=lambda tokens: found.decode(list(tokens), skip_special_tokens=True),
-    )
 
 
 def _from_ranks(path: Path) -> Tokenizer:

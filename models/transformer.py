@@ -7,7 +7,7 @@ model, ``jax.jit`` 13). The backends are resolved before every call, outside the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,8 +16,9 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from attnsuite.backends import Resolution
+from attnsuite.backends import Resolution, masks
 from attnsuite.backends.contract import Mode
+from attnsuite.backends.policy import AnyPolicy
 from attnsuite.backends.resolve import OnUnavailable
 
 from .cache import KVCache, default_dtype
@@ -30,7 +31,7 @@ from .planning import freeze_options, resolve_attention
 compiled_forward = jax.jit(forward, static_argnames=("config", "resolutions", "options"))
 compiled_forward_cached = jax.jit(
     forward_cached,
-    static_argnames=("config", "resolutions", "options", "fresh", "last_only"),
+    static_argnames=("config", "resolutions", "options", "fresh", "last_only", "tree"),
     donate_argnames=("keys", "values"),
 )
 
@@ -74,6 +75,7 @@ class Transformer(nnx.Module):
         mode: Mode = "native",
         backend_options: Mapping[str, Any] | None = None,
         on_unavailable: OnUnavailable = "fallback",
+        policy: AnyPolicy | None = None,
     ) -> dict[AttentionType, Resolution]:
         """What would compute each attention type of this model, with every rejection and its reason.
 
@@ -92,6 +94,7 @@ class Transformer(nnx.Module):
             mode=mode,
             on_unavailable=on_unavailable,
             options=backend_options,
+            policy=policy,
         )
         return dict(found)
 
@@ -106,6 +109,7 @@ class Transformer(nnx.Module):
         padding_mask: Any = None,
         needs_grad: bool = True,
         on_unavailable: OnUnavailable = "fallback",
+        policy: AnyPolicy | None = None,
     ) -> Float[Array, "batch length vocab"]:
         """Logits ``[batch, length, vocab]``, float32, of integer ``tokens [batch, length]``.
 
@@ -113,8 +117,9 @@ class Transformer(nnx.Module):
         only itself, and its positions start at 0; negative ids are padding. ``padding_mask [batch, length]``,
         boolean, is True for the tokens of a row and False for its padding, at the left or at the right end; where both
         are given, it must be True exactly where ``segment_ids`` is not negative. Logits at padding have no meaning.
-        ``needs_grad=False`` admits backends without a backward pass. Raises ValueError for shapes that do not fit, and
-        what :func:`attnsuite.backends.resolve` raises.
+        ``needs_grad=False`` admits backends without a backward pass. ``policy`` is what ``backend="auto"`` follows, as
+        :func:`attnsuite.backends.resolve` says. Raises ValueError for shapes that do not fit, and what that function
+        raises.
         """
         tokens = _check_tokens(tokens, self.config.vocab_size)
         batch, length = tokens.shape
@@ -139,6 +144,7 @@ class Transformer(nnx.Module):
             mode=mode,
             on_unavailable=on_unavailable,
             options=backend_options,
+            policy=policy,
         )
         return compiled_forward(
             self.config,
@@ -160,16 +166,21 @@ class Transformer(nnx.Module):
         *,
         lengths: Any = None,
         last_only: bool = False,
+        parents: Sequence[int] | None = None,
         backend: str = "auto",
         mode: Mode = "native",
         backend_options: Mapping[str, Any] | None = None,
         on_unavailable: OnUnavailable = "fallback",
+        policy: AnyPolicy | None = None,
     ) -> tuple[Array, KVCache]:
         """Logits of ``tokens [batch, length]`` behind what the cache holds, and the cache with them in it.
 
         ``lengths [batch]`` says how many tokens of each row are valid, the rest being padding on the right.
         Logits are ``[batch, length, vocab]``, or with ``last_only`` the ``[batch, vocab]`` of each row's
-        last valid token. The given cache is donated. Raises ValueError where the tokens do not fit.
+        last valid token. ``parents`` says that the tokens are a tree that drafts what follows the cached tokens:
+        ``parents[i]`` is the index of the token before token i, or -1 (:class:`attnsuite.backends.masks.Tree`).
+        :func:`attnsuite.models.speculation.keep` then keeps a path. The given cache is donated. Raises ValueError where
+        the tokens do not fit.
         """
         tokens = _check_tokens(tokens, self.config.vocab_size)
         batch, length = tokens.shape
@@ -180,6 +191,7 @@ class Transformer(nnx.Module):
         if batch != cache.batch:
             raise ValueError(f"tokens has {batch} rows, but the cache was made for {cache.batch}; they must be equal.")
         after = cache.lengths_after(length, lengths)
+        tree = None if parents is None else _tree(tuple(parents), length, cache, lengths)
         resolutions = resolve_attention(
             self.config,
             batch=batch,
@@ -187,10 +199,12 @@ class Transformer(nnx.Module):
             key_value_length=None if cache.is_empty else cache.capacity,
             dtype=None if cache.is_empty else cache.dtype,
             needs_grad=False,
+            tree=tree,
             backend=backend,
             mode=mode,
             on_unavailable=on_unavailable,
             options=backend_options,
+            policy=policy,
         )
         logits, keys, values = compiled_forward_cached(
             self.config,
@@ -204,13 +218,14 @@ class Transformer(nnx.Module):
             options=freeze_options(backend_options),
             fresh=cache.is_empty,
             last_only=last_only,
+            tree=tree,
         )
         return logits, KVCache(keys=keys, values=values, lengths=after)
 
     def decode(self, tokens: Any, cache: KVCache, **call: Any) -> tuple[Float[Array, "batch vocab"], KVCache]:
         """Logits ``[batch, vocab]`` behind one more token per row (``[batch]`` or ``[batch, 1]``), and the cache.
 
-        Keywords are those of :meth:`prefill` but ``lengths`` and ``last_only``. The cache is donated.
+        Keywords are those of :meth:`prefill` but ``lengths``, ``parents`` and ``last_only``. The cache is donated.
         """
         tokens = jnp.asarray(tokens)
         tokens = tokens[:, None] if tokens.ndim == 1 else tokens
@@ -219,6 +234,17 @@ class Transformer(nnx.Module):
                 f"tokens has shape {tokens.shape}; decoding takes one token per row: [batch] or [batch, 1]."
             )
         return self.prefill(tokens, cache, last_only=True, **call)
+
+
+def _tree(parents: tuple[int, ...], length: int, cache: KVCache, lengths: Any) -> masks.Tree:
+    """The tree of a draft. Raises ValueError where it does not fit the tokens, or there is nothing that it follows."""
+    if len(parents) != length:
+        raise ValueError(f"parents has {len(parents)} entries for {length} tokens per row; give one for each token.")
+    if lengths is not None:
+        raise ValueError("lengths and parents are both given; a tree has the same nodes in every row, without padding.")
+    if cache.is_empty:
+        raise ValueError("parents is given with an empty cache; prefill the tokens that the draft follows first.")
+    return masks.Tree(parents)
 
 
 def _check_tokens(tokens: Any, vocab_size: int) -> Array:

@@ -1,11 +1,19 @@
 """Reports: pure functions of record files. This module names everything public."""
 
 from .answer import answer_lines as answer_lines
+from .comparison import Comparison as Comparison
 from .comparison import compare as compare
+from .history import history_page as history_page
 from .pages.compiled import compiled_overview as compiled_overview
 from .pages.compiled import is_compiled as is_compiled
+from .pages.conformance import conformance_overview as conformance_overview
 from .read import ReportError as ReportError
 from .read import Run as Run
 from .read import load as load
+from .regressions import Limits as Limits
+from .regressions import Regression as Regression
+from .regressions import against_control as against_control
+from .regressions import parse_limits as parse_limits
 from .render import render as render
 from .render import stands_alone as stands_alone
+from .timeline import draw_profiles as draw_profiles

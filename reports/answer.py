@@ -98,7 +98,13 @@ def _sure(ranked: Sequence[Cell]) -> str:
         return "the next was measured in another session"
     if ratio.low is None:
         return f"{plural(ratio.count, 'round')}: too few to tell"
-    return "measurably faster" if ratio.excludes(1.0) else "no measurable difference to the next"
+    return "measurably faster" if told_apart(ranked) else "no measurable difference to the next"
+
+
+def told_apart(ranked: Sequence[Cell]) -> bool:
+    """Whether the rounds that the first two cells share tell them apart."""
+    ratio = _paired(ranked[1], ranked[0])
+    return ratio is not None and bool(ratio.excludes(1.0))
 
 
 def _paired(cell: Cell, best: Cell) -> Interval | None:

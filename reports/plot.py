@@ -1,4 +1,4 @@
-"""Pictures as SVG: speed over sequence length against the roofline, and Kascade's quality.
+"""Pictures as SVG: speed over sequence length against the roofline, maps of winners, and Kascade's quality.
 
 A picture of speed is for one head layout. It has a panel per kind of pass and dtype: FLOP/s of every backend over S,
 and as the roof the matmul rate that this machine reached in that dtype. The same records give the same bytes.
@@ -44,12 +44,33 @@ class Whiskers:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Square:
+    """A case in a map: its column and row, the fastest backend, and the next one where the two are not told apart."""
+
+    column: int
+    row: int
+    winner: str
+    rival: str | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Winners:
+    """A map: a square for each case that was timed, under the names of its columns and rows."""
+
+    title: str
+    x_label: str
+    columns: tuple[str, ...]
+    rows: tuple[str, ...]
+    squares: tuple[Square, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Picture:
     """The panels of one picture, and the name of its file."""
 
     file: str
     title: str
-    panels: tuple[Panel, ...] | tuple[Whiskers]
+    panels: tuple[Panel, ...] | tuple[Whiskers] | tuple[Winners, ...]
 
 
 def against_standard(groups: Sequence[Group]) -> tuple[Picture, ...]:
@@ -103,12 +124,14 @@ def draw(picture: Picture) -> str:
     return text.getvalue()
 
 
-def _draw_panels(figure: Any, panels: Sequence[Panel | Whiskers]) -> Sequence[Any]:
+def _draw_panels(figure: Any, panels: Sequence[Panel | Whiskers | Winners]) -> Sequence[Any]:
     if isinstance(panels[0], Whiskers):
         figure.set_size_inches(10.4, 1.3 + 0.3 * len(panels[0].cases))
         axis = figure.subplots()
         _draw_whiskers(axis, panels[0])
         return [axis]
+    if maps := [panel for panel in panels if isinstance(panel, Winners)]:
+        return _draw_maps(figure, maps)
     lines = [panel for panel in panels if isinstance(panel, Panel)]
     columns = min(2, len(lines))
     rows = -(-len(lines) // columns)
@@ -139,6 +162,43 @@ def _draw_whiskers(axis: Any, panel: Whiskers) -> None:
     axis.invert_yaxis()
     axis.set_xlabel("time relative to standard")
     axis.grid(visible=True, axis="x", which="both", linewidth=0.3)
+
+
+def _draw_maps(figure: Any, maps: Sequence[Winners]) -> Sequence[Any]:
+    """One map below the other, each as high as its rows need."""
+    heights = [0.8 + 0.36 * len(found.rows) for found in maps]
+    figure.set_size_inches(10.4, 0.9 + sum(heights))
+    names = list(dict.fromkeys(square.winner for found in maps for square in found.squares))
+    axes = figure.subplots(len(maps), 1, squeeze=False, height_ratios=heights).ravel()
+    for axis, found in zip(axes, maps, strict=True):
+        _draw_map(axis, found, names)
+    return axes
+
+
+def _draw_map(axis: Any, found: Winners, names: Sequence[str]) -> None:
+    from matplotlib.colors import to_rgba  # noqa: PLC0415 (as in draw)
+    from matplotlib.patches import Rectangle  # noqa: PLC0415
+
+    for square in found.squares:
+        corner = (square.column - 0.5, square.row - 0.5)
+        color = to_rgba(f"C{names.index(square.winner) % 10}", 0.45)
+        axis.add_patch(Rectangle(corner, 1, 1, facecolor=color, edgecolor="white", linewidth=2, label=square.winner))
+        text = square.winner
+        if square.rival is not None:
+            label = "hatched: the rounds do not tell the first from the second"
+            axis.add_patch(Rectangle(corner, 1, 1, fill=False, hatch="///", edgecolor="0.5", linewidth=0, label=label))
+            text = f"{square.winner} or {square.rival}"
+        behind = {"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 1.0}
+        axis.text(square.column, square.row, text, ha="center", va="center", fontsize=7, bbox=behind)
+    axis.set_xlim(-0.5, len(found.columns) - 0.5)
+    axis.set_ylim(len(found.rows) - 0.5, -0.5)
+    axis.set_xticks(range(len(found.columns)), found.columns)
+    axis.set_yticks(range(len(found.rows)), found.rows)
+    axis.tick_params(length=0)
+    axis.set_title(found.title)
+    axis.set_xlabel(found.x_label)
+    for spine in axis.spines.values():
+        spine.set_visible(False)
 
 
 def _draw_panel(axis: Any, panel: Panel, names: Sequence[str]) -> None:

@@ -9,12 +9,14 @@ from attnsuite.suite.files import check_directory, write_text
 
 from . import files, html, markdown, plot
 from .page import Page
-from .pages import compiled, curves, run, sharded, tuning
+from .pages import compiled, conformance, curves, run, sharded, tuning
 from .read import ReportError, Run, load
 
 REPORT = "report.md"
+HTML = "report.html"
 # Kinds of records whose page stands alone: their title, and the function of their files (name -> content).
 _ALONE = {
+    "conformance": ("what backends were held to", conformance.files),
     "loss_curve": ("loss curves", curves.files),
     "sharded": ("rows of sharded attention", sharded.files),
     "tuning": ("what was tuned", tuning.files),
@@ -34,7 +36,7 @@ def render(run_dir: Path, *others: Path, out: Path | None = None) -> Path:
             told, _ = _ALONE[next(record.kind for record in found.records if record.kind in _ALONE)]
             raise ReportError(f"{directory} holds {told}, whose page stands alone; give that directory by itself.")
     first = runs[run_dir]
-    written = _ALONE[first.records[0].kind][1](first.records, folder) if stands_alone(first) else _files(runs.values())
+    written = _alone(first, folder) if stands_alone(first) else _files(runs.values())
     check_directory(folder)
     for name, content in written.items():
         write_text(folder / name, content)
@@ -46,6 +48,13 @@ def stands_alone(found: Run) -> bool:
     return any(record.kind in _ALONE for record in found.records)
 
 
+def _alone(found: Run, folder: Path) -> dict[str, str]:
+    """Name -> content, of a run whose page stands alone."""
+    title, make = _ALONE[found.records[0].kind]
+    made = make(found.records, folder)
+    return {**made, HTML: html.render(made[REPORT], title.capitalize(), made)}
+
+
 def _files(runs: Iterable[Run]) -> dict[str, str]:
     """Name -> content."""
     pages = tuple(page for found in runs for page in _pages(found))
@@ -54,7 +63,7 @@ def _files(runs: Iterable[Run]) -> dict[str, str]:
     text = markdown.render(pages)
     return {
         REPORT: text,
-        "report.html": html.render(text, "; ".join(page.title for page in pages), pictures),
+        HTML: html.render(text, "; ".join(page.title for page in pages), pictures),
         "records.csv": files.to_csv(pages),
         "report.json": files.to_json(pages),
         **pictures,

@@ -3,8 +3,10 @@
 Exit codes (docs/measuring.md):
 
 - 0: the command did its work. Failed cells are results.
-- 1: the work gave no result (``compile`` without a compiler, ``perplexity`` of losses that are not finite).
+- 1: the work gave no result (``compile`` without a compiler, ``perplexity`` of losses that are not finite), or
+  ``selftest`` or ``judge`` found something wrong.
 - 2: input that cannot be used, or results that cannot be written (one sentence on stderr).
+- 3: a check that was asked for did not pass (``compare --fail-on``, ``choose --check``).
 - 128 plus the number of the signal that ended it (130 after Ctrl-C). Finished results are kept.
 """
 
@@ -67,8 +69,16 @@ def _act(words: list[str]) -> int:
         near = difflib.get_close_matches(verb, VERBS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(VERBS)}."
         raise InputError(f"{verb!r} is not a verb; {hint}")
+    _check_values(verb, rest)
     command = tyro.cli(_kind(verb), prog=f"attnsuite {verb}", args=rest)
     return _module(verb).run(command)
+
+
+def _check_values(verb: str, words: Sequence[str]) -> None:
+    """An empty value is a variable that the shell did not know; as a path it would be the present directory."""
+    for before, word in zip([verb, *words], words, strict=False):
+        if not word or (word.startswith("--") and word.endswith("=")):
+            raise InputError(f"{word.removesuffix('=') or before} is given an empty value; give one, or leave it out.")
 
 
 def _module(verb: str) -> Any:

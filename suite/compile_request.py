@@ -87,10 +87,15 @@ def compile_request(
         targets=tuple(_known_target(name) for name in names_of(targets or ",".join(topologies.KINDS), "--targets")),
         out=out,
         limits=limits,
-        cache=cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "attnsuite" / "compile",
+        cache=cache or default_cache(),
         command=tuple(command),
         kernels=() if kernels is None else tuple(_known_kernel(name) for name in names_of(kernels, "--kernel")),
     )
+
+
+def default_cache() -> Path:
+    """Where the answers of the compilers are kept if ``--cache`` says nothing."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "attnsuite" / "compile"
 
 
 def _ops(suite: str | None, patterns: str | None, *, wanted: bool) -> tuple[OpCase | ModelCase, ...]:

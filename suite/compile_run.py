@@ -22,7 +22,8 @@ from .absent import slices, topologies
 from .absent.compilation import NO_COMPILER, ROLE, in_roles
 from .cell import Cell, Outcome
 from .errors import CellFailure, InputError
-from .grid.executors import Limits, RunContext, Running, outcome_of, side_by_side
+from .grid.executors import Limits, RunContext, Running, Watcher, outcome_of, side_by_side
+from .grid.fleet import FleetRequest, execute_grid
 from .grid.keeping import GridWatcher, keep, opened
 from .grid.process import Restarting, Worker
 from .kinds import problem_of
@@ -67,22 +68,70 @@ def processes() -> int:
     return max(1, min(usable_cores(), machine_bytes() // _BYTES_PER_PROCESS))
 
 
-def execute(request: CompileRequest, watcher: GridWatcher) -> None:
+def execute(request: CompileRequest, watcher: GridWatcher, fleet: FleetRequest | None = None) -> None:
     """Compile everything and write the records. Raises InputError where ``out`` holds records already."""
-    cells = [
+    if fleet is not None:
+        if request.searches or request.batch_searches:
+            raise InputError("--longest asks one compiler after the other on one machine; leave out --executor.")
+        execute_grid(CompileGrid(request=request), watcher, fleet)
+        return
+    cells = cells_of(request)
+    searches = (len(request.searches) + len(request.batch_searches)) * len(request.backends) * len(request.targets)
+
+    def compute(missing: Sequence[Cell]) -> Iterator[Record]:
+        lanes = [_Compiler(target, missing, request, watcher, watcher.fewer) for target in request.targets]
+        return side_by_side(lanes, processes())
+
+    with opened(request.out, watcher, resume=False) as store:
+        keep(store, _manifest(request), cells, compute, watcher, more=SEARCH_STEPS * searches)
+
+
+def cells_of(request: CompileRequest) -> list[Cell]:
+    """The cells of a request without its searches, those of a target together."""
+    return [
         cell_of(case, name, target)
         for target in request.targets
         for case in request.cases
         for backend in request.backends
         for name in in_roles(case, backend, request.kernels)
     ]
-    searches = (len(request.searches) + len(request.batch_searches)) * len(request.backends) * len(request.targets)
 
-    def compute(missing: Sequence[Cell]) -> Iterator[Record]:
-        return side_by_side([_Compiler(target, missing, request, watcher) for target in request.targets], processes())
 
-    with opened(request.out, watcher, resume=False) as store:
-        keep(store, _manifest(request), cells, compute, watcher, more=SEARCH_STEPS * searches)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CompileGrid:
+    """The cells of a request without searches: a :class:`.grid.keeping.Grid`."""
+
+    request: CompileRequest
+    resume: bool = False
+    suite: str = SUITE
+
+    @property
+    def out(self) -> Path:
+        """The directory of the records."""
+        return self.request.out
+
+    @property
+    def limits(self) -> Limits:
+        """What a cell may use."""
+        return self.request.limits
+
+    def look(self) -> tuple[Environment, list[Cell]]:
+        """What this machine is, and its cells."""
+        return _environment(self.request.targets[0]), cells_of(self.request)
+
+    def manifest(self, environment: Environment) -> CompileManifest:
+        """The identity of the grid."""
+        return _manifest(self.request)
+
+    def compute(self, cells: Sequence[Cell], environment: Environment, watcher: Watcher) -> Iterator[Record]:
+        """The record of each cell."""
+        for target in self.request.targets:
+            lane = _Compiler(target, cells, self.request, watcher)
+            try:
+                for record in lane.records():
+                    yield dataclasses.replace(record, environment={**environment, **record.environment})
+            finally:
+                lane.stop()
 
 
 def nothing_compiled(records: Sequence[Record]) -> bool:
@@ -111,11 +160,18 @@ def longest(fits: Callable[[int], bool], sizes: Sequence[int]) -> int | None:
 class _Compiler:
     """The lane of one target: its cells, then the sizes that the searches try, each once."""
 
-    def __init__(self, target: Target, cells: Sequence[Cell], request: CompileRequest, watcher: GridWatcher) -> None:
+    def __init__(
+        self,
+        target: Target,
+        cells: Sequence[Cell],
+        request: CompileRequest,
+        watcher: Watcher,
+        fewer: Callable[[int], None] = lambda _: None,
+    ) -> None:
         self._target = target
         self._cells = [cell for cell in cells if cell.target == str(target)]
         self._request = request
-        self._fewer = watcher.fewer
+        self._fewer = fewer
         self._process = Restarting(functools.partial(Worker, request.limits.memory, topologies.ENVIRONMENT))
         self._records: dict[str, Record] = {}
         self._context = RunContext(

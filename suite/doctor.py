@@ -36,9 +36,12 @@ def describe(found: dict[str, Any]) -> RenderableType:
     table.add_column("backend")
     for problem in problems:
         table.add_column(problem)
-    for backend in found["backends"]:
-        name = backend["name"] if backend["exact"] else f"{backend['name']} (approximate)"
-        table.add_row(name, *(_mode(backend["problems"][problem]) for problem in problems))
+    for devices, backends in _by_devices(found["backends"]).items():
+        table.add_section()
+        table.add_row(Text(devices, style="dim"))
+        for backend in backends:
+            name = backend["name"] if backend["exact"] else f"{backend['name']} (approximate)"
+            table.add_row(f"  {name}", *(_mode(backend["problems"][problem]) for problem in problems))
     return Group(facts, "", table, *_reasons(found["backends"]), *map(Text, found["kinds"]))
 
 
@@ -54,6 +57,15 @@ def _facts(environment: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "revision", environment["git_revision"]
     if environment["flags"]:
         yield "flags", " ".join(f"{name}={value}" for name, value in environment["flags"].items())
+
+
+def _by_devices(backends: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """The backends under the devices that they are for, in the order of the registry."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for backend in backends:
+        devices = f"for {', '.join(backend['devices'])}" if backend["devices"] else "for no device, as installed here"
+        groups.setdefault(devices, []).append(backend)
+    return groups
 
 
 def _mode(problem: dict[str, Any]) -> Text:

@@ -28,10 +28,15 @@ class Machine(TypedDict, total=False):
 
 
 class Environment(TypedDict, total=False):
-    """Where a cell was measured. Sizes are bytes. ``session`` is equal for cells that shared rounds."""
+    """Where a cell was measured. Sizes are bytes. ``session`` is equal for cells that shared rounds.
+
+    ``source`` is the digest of this package's source, ``own`` that of each file that a row was loaded from.
+    ``node`` names the machine in a run of several.
+    """
 
     versions: dict[str, str]
     source: str
+    own: dict[str, str]
     git_revision: str | None
     target: str
     device_kind: str
@@ -46,8 +51,13 @@ class Environment(TypedDict, total=False):
     clock: dict[str, Scalar]
     machine: Machine
     session: str
+    node: str
     process_high_water_method: str
     calls_per_sample: Count
+
+
+# Facts by which two machines are of one kind. A kernel's patch level (platform) may differ: the page names it.
+MACHINE_KIND = ("cpu", "cores", "device_kind", "device_count")
 
 
 class RecordError(ValueError):
@@ -73,7 +83,7 @@ class TensorError:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """The fields of ``backends.contract.KernelBuild`` for one kernel; its configuration is a table here."""
+    """The fields of ``backends.tunable.KernelBuild`` for one kernel; its configuration is a table here."""
 
     name: str
     configuration: dict[str, Scalar]
@@ -84,6 +94,20 @@ class Kernel:
     vector_loads: Size | None = None
     scalar_loads: Size | None = None
     error: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramText:
+    """What the text of a compiled program shows (``measure/lint.py``); None where the text cannot tell.
+
+    ``products`` maps the dtypes of a product, ``f32 x f32 -> f32``, to how often the program has it; the last dtype is
+    what the product accumulates into. ``score_arrays`` are arrays with an element for each query and key, ``copies``
+    those made from keys or values in another layout or dtype.
+    """
+
+    products: dict[str, Count]
+    score_arrays: Size | None = None
+    copies: Size | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +142,8 @@ class Record:
     # method -> bytes: compiled_argument, compiled_output, compiled_temp, process_high_water, device_peak;
     # in mode compile also compiled_alias, compiled_peak, compiled_generated_code
     kernels: tuple[Kernel, ...] = ()  # mode compile
+    program: ProgramText | None = None  # of one attention call
+    repeats: bool | None = None  # whether a second run gave the same bits; None where a call takes over a second
     accuracy: dict[str, TensorError] = dataclasses.field(default_factory=dict)
     quality: dict[str, Real] = dataclasses.field(default_factory=dict)
     # model level: perplexity, bits_per_byte, nll_per_sequence count, kl_mean, top1_agreement, recall, ...

@@ -8,6 +8,7 @@ record too, with its reasons. ``kinds/sharded.py`` says how a cell is judged.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
@@ -16,13 +17,15 @@ from attnsuite.backends import Target
 from attnsuite.backends.devices import cpu_name
 
 from .cell import Asked, Cell
-from .grid.executors import Limits, RunContext, one_after_another
-from .grid.keeping import GridWatcher, identity, keep, opened
+from .grid.executors import Limits, RunContext, Watcher, one_after_another
+from .grid.fleet import FleetRequest, execute_grid
+from .grid.keeping import GridWatcher, identity
 from .grid.references import References
 from .kinds.sharded import SHARDED, ShardedCase
 from .measure import environment
 from .measure.memory import machine_bytes
 from .record import Environment, Record
+from .store import GridManifest
 
 _SECONDS = 600.0  # for one row
 _MEMORY_SHARE = 0.7  # of the machine, for all processes of a row
@@ -68,23 +71,50 @@ def rows() -> list[Cell]:
     ]
 
 
-def run(out: Path, watcher: GridWatcher, *, resume: bool) -> tuple[Record, ...]:
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ShardedGrid:
+    """All rows: a :class:`.grid.keeping.Grid`."""
+
+    out: Path
+    resume: bool
+    suite: str = "sharded"
+
+    @property
+    def limits(self) -> Limits:
+        """What one row may use of this machine."""
+        return _limits()
+
+    def look(self) -> tuple[Environment, list[Cell]]:
+        """What this machine is, and its cells."""
+        found: Environment = {
+            "versions": environment.versions(),
+            "source": environment.source_digest(),
+            "git_revision": environment.git_revision(),
+            "cpu": cpu_name(),
+            "flags": environment.flags(),
+        }
+        return found, rows()
+
+    def manifest(self, environment: Environment) -> GridManifest:
+        """The identity of the grid."""
+        return identity("sharded", {}, str(Target("cpu", environment.get("cpu", ""))), environment)
+
+    def compute(self, cells: Sequence[Cell], environment: Environment, watcher: Watcher) -> Iterator[Record]:
+        """The record of each cell."""
+        yield from compute(cells, environment, watcher)
+
+
+def run(out: Path, watcher: GridWatcher, *, resume: bool, fleet: FleetRequest | None = None) -> tuple[Record, ...]:
     """The records of all rows, written to ``out``. Raises InputError if ``out`` has records and ``resume`` is False."""
-    found: Environment = {
-        "versions": environment.versions(),
-        "source": environment.source_digest(),
-        "git_revision": environment.git_revision(),
-        "cpu": cpu_name(),
-        "flags": environment.flags(),
-    }
-    manifest = identity("sharded", {}, str(Target("cpu", cpu_name())), found)
-    with opened(out, watcher, resume=resume) as store:
-        return keep(store, manifest, rows(), lambda missing: compute(missing, found, watcher), watcher)
+    return execute_grid(ShardedGrid(out=out, resume=resume), watcher, fleet)
 
 
-def compute(cells: Sequence[Cell], found: Environment, watcher: GridWatcher) -> Iterator[Record]:
+def _limits() -> Limits:
+    return Limits(_SECONDS, int(_MEMORY_SHARE * machine_bytes()))
+
+
+def compute(cells: Sequence[Cell], found: Environment, watcher: Watcher) -> Iterator[Record]:
     """The record of each cell, measured in the environment ``found``."""
-    limits = Limits(_SECONDS, int(_MEMORY_SHARE * machine_bytes()))
-    context = RunContext(suite="sharded", limits=limits, environment=found, text=None, watcher=watcher)
+    context = RunContext(suite="sharded", limits=_limits(), environment=found, text=None, watcher=watcher)
     with contextlib.closing(References(_SECONDS)) as references:
         yield from one_after_another(cells, references, context)

@@ -1,7 +1,8 @@
 """The rules for what may be shown of a record, shared by tables and terminal.
 
 - An interpreted cell shows accuracy only, a compiled one memory only.
-- A cell whose numbers are wrong shows neither speed nor memory.
+- A cell whose numbers are wrong shows neither speed nor memory. A peer (an implementation outside this project) shows
+  its time all the same, and its name says that its numbers are outside the bound.
 - A fallback is labelled with the name of the backend that ran.
 - A ratio is to the standard backend of the same case in the same rounds.
 - A share of the machine's peak is of the peak in the case's own dtype.
@@ -13,6 +14,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+from .peers import PEERS
 from .record import Record
 from .statistics import Interval, median, paired_ratio
 
@@ -38,7 +40,7 @@ def label(record: Record) -> str:
 
     A cell in which nothing ran has the name that was asked for.
     """
-    name = record.requested
+    name = f"{record.requested} (numbers outside the bound)" if is_peer_outside(record) else record.requested
     if record.resolved not in (None, record.requested):
         name = f"{record.resolved} (for {record.requested})"
     return name if record.devices == 1 else f"{name}, {record.devices} devices"
@@ -50,10 +52,15 @@ def is_trusted(record: Record) -> bool:
     return record.status == "ok" and not (judged and any(not error.passed for error in record.accuracy.values()))
 
 
+def is_peer_outside(record: Record) -> bool:
+    """Whether the cell is a peer's that was timed with numbers outside the judge's bound."""
+    return record.requested in PEERS and record.status == "wrong" and len(record.samples) > 0
+
+
 def shows_speed(record: Record) -> bool:
-    """Whether the samples are times of the real kernel on the real device, with right numbers."""
+    """Whether the samples are times of the real kernel on the real device, with right numbers or a peer's."""
     return (
-        is_trusted(record)
+        (is_trusted(record) or is_peer_outside(record))
         and record.mode in ("native", "fallback")
         and len(record.samples) > 0
         and all(math.isfinite(sample) and sample > 0 for sample in record.samples)
@@ -115,6 +122,13 @@ def temp_ratio(record: Record, standard: Record | None) -> float | None:
     if standard is None or record is standard or not (shows_memory(record) and shows_memory(standard)):
         return None
     return _over(record.memory.get("compiled_temp"), standard.memory.get("compiled_temp"))
+
+
+def program_bytes(record: Record) -> int | None:
+    """Bytes that the program takes while it runs: arguments, outputs and temporaries; None unless all are known."""
+    sizes = [record.memory.get(f"compiled_{part}") for part in ("argument", "output", "temp")]
+    known = [size for size in sizes if size is not None]
+    return sum(known) if len(known) == len(sizes) else None
 
 
 def _over(above: float | None, below: float | None) -> float | None:

@@ -65,8 +65,11 @@ def paired_difference(values: Sequence[float], baseline: Sequence[float]) -> Int
     return mean([value - reference for value, reference in zip(values, baseline, strict=True)])
 
 
-def unpaired_ratio(samples: Sequence[float], baseline: Sequence[float]) -> Interval:
-    """Ratio of the two medians, each resampled separately: for samples of different runs."""
+def unpaired_ratio(samples: Sequence[float], baseline: Sequence[float], level: float = 0.95) -> Interval:
+    """Ratio of the two medians, each resampled separately: for samples of different runs.
+
+    ``level`` is that of the interval, for one of several that are to hold together.
+    """
 
     def ratio(above: NDArray[np.float64], below: NDArray[np.float64], axis: int) -> NDArray[np.float64]:
         return np.median(above, axis=axis) / np.median(below, axis=axis)
@@ -75,7 +78,7 @@ def unpaired_ratio(samples: Sequence[float], baseline: Sequence[float]) -> Inter
     value = float(np.median(samples) / np.median(baseline))
     if count < FEWEST:
         return Interval(value, None, None, count)
-    return Interval(value, *_bootstrap((samples, baseline), ratio), count)
+    return Interval(value, *_bootstrap((samples, baseline), ratio, level), count)
 
 
 def wilson(successes: int, count: int) -> Interval:
@@ -98,10 +101,12 @@ def _estimate(values: Sequence[float], statistic: Callable[[Sequence[float]], An
     return Interval(value, *_bootstrap((values,), statistic), count)
 
 
-def _bootstrap(data: Sequence[Sequence[float]], statistic: Callable[..., Any]) -> tuple[float, float]:
+def _bootstrap(
+    data: Sequence[Sequence[float]], statistic: Callable[..., Any], level: float = 0.95
+) -> tuple[float, float]:
     # scipy.stats takes as long to import as JAX, and workers (one process per cell) do not need it.
     from scipy import stats  # noqa: PLC0415
 
     arrays = tuple(np.asarray(values) for values in data)
-    found = stats.bootstrap(arrays, statistic, method="percentile", rng=np.random.default_rng(0)).confidence_interval
-    return float(found.low), float(found.high)
+    made = stats.bootstrap(arrays, statistic, method="percentile", confidence_level=level, rng=np.random.default_rng(0))
+    return float(made.confidence_interval.low), float(made.confidence_interval.high)

@@ -21,7 +21,7 @@ from . import files, typed
 from .errors import InputError
 from .kinds import checked
 from .record import Record, RecordError
-from .typed import Scalar
+from .typed import Scalar, Size
 
 RECORDS = "records.jsonl"
 MANIFEST = "run.json"
@@ -114,6 +114,14 @@ class RunStore:
         return records
 
 
+def records_path(directory: Path) -> Path:
+    """The file with the records of a run. Raises InputError where the directory holds none."""
+    path = directory / RECORDS
+    if not path.is_file():
+        raise InputError(f"{directory} holds no {RECORDS}; give the directory that a run was written to.")
+    return path
+
+
 def parse_records(path: Path) -> tuple[tuple[Record, ...], int, str | None]:
     """The records of a file, the bytes they take, and a warning if the last line was cut off or damaged.
 
@@ -160,7 +168,8 @@ class RunManifest:
     """The identity of a run: it can be resumed only where all fields but ``file`` are the same.
 
     ``file`` is the path of the suite's file as it was given. ``kascade`` and ``checkpoint`` are the flags that the
-    cases were made with.
+    cases were made with. ``cells`` is the number of cells of all cases. ``shard`` is ``i/n`` where the cases are the
+    i-th of n parts of those that were asked for.
     """
 
     suite: str
@@ -176,6 +185,8 @@ class RunManifest:
     kascade: dict[str, Scalar] = dataclasses.field(default_factory=dict)
     checkpoint: dict[str, Scalar] | None = None
     file: str | None = None
+    shard: str | None = None
+    cells: Size | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,12 +203,12 @@ class CompileManifest:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GridManifest:
-    """The identity of a ``sharded``, ``tune`` or ``curves`` run: it can be resumed only where all fields are the same.
+    """The identity of a run of one of these verbs: it can be resumed only where all fields are the same.
 
     ``asked`` holds the flags of the command line that say what is computed.
     """
 
-    verb: Literal["sharded", "tune", "curves"]
+    verb: Literal["sharded", "tune", "curves", "selftest", "judge"]
     asked: dict[str, Scalar]
     target: str
     versions: dict[str, str]

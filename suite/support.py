@@ -11,6 +11,7 @@ import dataclasses
 from tabulate import tabulate
 
 from attnsuite.backends import AttentionSpec, Target, registry, support
+from attnsuite.backends.masks import Causal, Prefix
 from attnsuite.models import ModelConfig
 from attnsuite.models.planning import attention_spec
 
@@ -46,7 +47,14 @@ PROBLEMS: dict[str, dict[str, object]] = {
     "mask array": {"has_mask": True},
     "bias array": {"has_bias": True},
     "log-sum-exp": {"return_log_sum_exp": True},
+    "attention sinks": {"has_sinks": True},
+    "ALiBi slopes": {"has_alibi": True},
+    "paged cache, decode step": {"query_length": 1, "needs_grad": False, "page_size": 16, "num_pages": 80},
+    "int8 keys and values, decode step": {"query_length": 1, "needs_grad": False, "kv_dtype": "int8"},
+    "mask function": {"mask_function": Causal() | Prefix(16), "is_causal": False},
+    "score function": {"score_function": lambda score, *_: score / 2},
 }
+
 # A model with layers of every type; the latent ones have the sizes of DeepSeek-V2-Lite.
 ALL_TYPES = ModelConfig(
     num_layers=5,

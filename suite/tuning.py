@@ -26,8 +26,7 @@ from typing import Any
 import jax
 
 from attnsuite.backends import Backend, Target, names, registry, support
-from attnsuite.backends.contract import CompilesKernels
-from attnsuite.backends.tunable import CountsWork, MadeExact, Tunable
+from attnsuite.backends.tunable import CompilesKernels, CountsWork, MadeExact, Tunable
 from attnsuite.backends.tuned import SCHEMA
 
 from . import files, statistics
@@ -36,8 +35,9 @@ from .absent.candidates import NO_SPILLS, WithOptions, compile_kernels
 from .absent.programs import op_program as abstract_program
 from .cell import Cell, Outcome
 from .errors import CellFailure, InputError
-from .grid.executors import Limits, RunContext, Running
-from .grid.keeping import GridWatcher, identity, keep, opened
+from .grid.executors import Limits, RunContext, Running, Watcher
+from .grid.fleet import FleetRequest, execute_grid
+from .grid.keeping import GridWatcher, identity
 from .grid.process import Restarting, Worker
 from .grid.references import References
 from .kinds import make_case, problem_of
@@ -47,6 +47,7 @@ from .measure import judge, speed
 from .names import known_backend
 from .record import Environment, Record
 from .statistics import Interval
+from .store import GridManifest
 
 SUITE, TABLE = "tune", "tuned.json"
 FIRST_ROUNDS, LAST_ROUNDS, KEPT = 3, 9, 4
@@ -95,31 +96,61 @@ class TuneRequest:
     given: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def tune(request: TuneRequest, watcher: GridWatcher, *, resume: bool = False) -> tuple[Record, ...]:
+def tune(
+    request: TuneRequest, watcher: GridWatcher, *, resume: bool = False, fleet: FleetRequest | None = None
+) -> tuple[Record, ...]:
     """Try every backend's candidates on every case; writes the records and the table to ``request.out``.
 
     Returns the records. Raises InputError at the start if ``out`` cannot be written, and at the end, without a table,
     if no case could be tuned.
     """
     files.check_directory(request.out)
-    found = _environment(request.limits)
-    target = found.get("target", "") if request.target is None else str(request.target)
-    cells = [cell_of(case, name, target, request) for case in request.cases for name in request.backends]
-    asked = {"backends": ",".join(request.backends), "cases": ",".join(case.name for case in request.cases)}
-    asked |= {"options": json.dumps(dict(request.given), sort_keys=True)} if request.given else {}
-
-    context = RunContext(suite=SUITE, limits=request.limits, environment=found, text=None, watcher=watcher)
-
-    def compute(missing: Sequence[Cell]) -> Iterator[Record]:
-        with contextlib.closing(References(request.limits.seconds)) as references:
-            for cell in missing:
-                watcher.doing(cell.case, cell.row, "trying candidates")
-                yield _record(cell, request, references, context)
-
-    with opened(request.out, watcher, resume=resume) as store:
-        kept = keep(store, identity("tune", asked, target, found), cells, compute, watcher)
+    kept = execute_grid(TuneGrid(request=request, resume=resume), watcher, fleet)
     files.write_text(request.out / TABLE, table(kept, request.command))
     return kept
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TuneGrid:
+    """The cells of a request: a :class:`.grid.keeping.Grid`."""
+
+    request: TuneRequest
+    resume: bool
+    suite: str = SUITE
+
+    @property
+    def out(self) -> Path:
+        """The directory of the records."""
+        return self.request.out
+
+    @property
+    def limits(self) -> Limits:
+        """What a cell may use."""
+        return self.request.limits
+
+    def look(self) -> tuple[Environment, list[Cell]]:
+        """What this machine is, and its cells. Raises InputError."""
+        request, found = self.request, _environment(self.limits)
+        target = self._target(found)
+        return found, [cell_of(case, name, target, request) for case in request.cases for name in request.backends]
+
+    def manifest(self, environment: Environment) -> GridManifest:
+        """The identity of the grid."""
+        request = self.request
+        asked = {"backends": ",".join(request.backends), "cases": ",".join(case.name for case in request.cases)}
+        asked |= {"options": json.dumps(dict(request.given), sort_keys=True)} if request.given else {}
+        return identity("tune", asked, self._target(environment), environment)
+
+    def compute(self, cells: Sequence[Cell], environment: Environment, watcher: Watcher) -> Iterator[Record]:
+        """The record of each cell."""
+        context = RunContext(suite=SUITE, limits=self.limits, environment=environment, text=None, watcher=watcher)
+        with contextlib.closing(References(self.limits.seconds)) as references:
+            for cell in cells:
+                watcher.doing(cell.case, cell.row, "trying candidates")
+                yield _record(cell, self.request, references, context)
+
+    def _target(self, environment: Environment) -> str:
+        return environment.get("target", "") if self.request.target is None else str(self.request.target)
 
 
 def _environment(limits: Limits) -> Environment:

@@ -152,7 +152,7 @@ def _sentence(error: msgspec.ValidationError, data: Any, kind: Any) -> str:
     if missing := re.search(r"missing required field `(\w+)`", message):
         return f"{place or 'it'} lacks the key {missing[1]}"
     subject = f"{place} = {given(data)}" if place else f"it ({given(data)})"
-    return f"{subject} must be {' or '.join(_accepted(each) for each in kinds)}"
+    return f"{subject} must be {' or '.join(accepted(each) for each in kinds)}"
 
 
 def _fits(value: Any, kinds: list[Any]) -> bool:
@@ -163,14 +163,15 @@ def _fits(value: Any, kinds: list[Any]) -> bool:
     return False
 
 
-def _accepted(kind: Any) -> str:
+def accepted(kind: Any) -> str:
+    """The values of a type in words, for a sentence or a page."""
     if get_origin(kind) in (Union, types.UnionType):
-        *others, last = (_accepted(each) for each in get_args(kind))
+        *others, last = (accepted(each) for each in get_args(kind))
         return f"{', '.join(others)} or {last}"
     if get_origin(kind) is Literal:
         return f"one of {', '.join(map(str, get_args(kind)))}"
     if get_origin(kind) is Annotated:
-        return _accepted(get_args(kind)[0]) + _bounds(kind.__metadata__[0])
+        return accepted(get_args(kind)[0]) + _bounds(kind.__metadata__[0])
     if get_origin(kind) in (list, tuple):
         return "a list"
     return _WORDS.get(kind, "a table")

@@ -1,12 +1,11 @@
-"""What all tests share: fixed hypothesis, marks of folders, conformance cases dealt to their classes and judged."""
+"""What all tests share: fixed hypothesis, and marks of folders."""
 
 from pathlib import Path
-from typing import Any
 
 import hypothesis
 import pytest
 
-from conformance import Conformance, held
+from attnsuite.testing import Conformance
 
 # derandomize: a failure is the same on every machine; deadline None: a first example compiles.
 hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None, database=None, print_blob=False)
@@ -16,7 +15,7 @@ hypothesis.settings.load_profile("fixed")
 TESTS = Path(__file__).parent
 
 
-# Every backend is held to the oracle in these with the oldest JAX too, all cases with the newest.
+# Every backend is held to the oracle in these with the oldest JAX too; with the newest JAX, to all of the suite.
 CORE = (
     *(
         "causal",
@@ -39,25 +38,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             continue
         for folder in item.path.relative_to(TESTS).parent.parts:
             item.add_marker(folder)
+        if issubclass(getattr(item, "cls", None) or object, Conformance):
+            item.add_marker("conformance")
         of_the_oracle = getattr(item, "originalname", None) == Conformance.test_matches_the_oracle.__name__
         if of_the_oracle and item.callspec.params["taken"] in CORE:
             item.add_marker("core")
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Deal every case of a conformance class to its tests: all of them, or those that the backend takes."""
-    if metafunc.cls is None or not issubclass(metafunc.cls, Conformance):
-        return
-    if "case" in metafunc.fixturenames:
-        metafunc.parametrize("case", metafunc.cls.cases)
-    if "taken" in metafunc.fixturenames:
-        metafunc.parametrize("taken", metafunc.cls.taken(metafunc.function))
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Any:
-    """No test of a conformance class passes without a claim."""
-    if pyfuncitem.cls is None or not issubclass(pyfuncitem.cls, Conformance):
-        return (yield)
-    with held(pyfuncitem.originalname):
-        return (yield)

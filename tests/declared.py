@@ -30,6 +30,7 @@ HOME: dict[str, tuple[Target, Mode]] = {
     "kvax": (Target("cuda", "h100"), "native"),
     "pallas_flash": (Target("cuda", "h100"), "native"),
     "splash": (Target("tpu", "v5e"), "native"),
+    "tokamax_splash": (Target("tpu", "v5e"), "native"),
 }
 
 

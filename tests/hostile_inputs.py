@@ -121,6 +121,7 @@ def manifest() -> dict[str, Any]:
         "cases": [problem_of(make_case(CASES[i])) for i in (0, 6)],
         "backends": ["standard", "chunked"],
         "all_cores": False,
+        "cells": 0,  # what a probe without a worker finds
         "kascade": {"tile_size": 16},
         "checkpoint": {"model": "/nowhere", "sequence": 64, "batch": 1, "new_tokens": 8, "dtype": None},
         "text": None,
@@ -130,7 +131,7 @@ def manifest() -> dict[str, Any]:
 
 
 def records(hand: Hand, folder: Path, valid: Valid) -> Commands:
-    """``report`` and ``compare`` of whole cases, of which records have fields of others and changes."""
+    """Verbs that read records of whole cases, some of which have fields of others and changes."""
     other = folder / "other"
     other.mkdir()
     lines = [*hand.one_of(valid.records), *hand.one_of(((), *valid.records))]
@@ -150,6 +151,9 @@ def records(hand: Hand, folder: Path, valid: Valid) -> Commands:
     yield ["report", str(folder)]
     yield ["compare", *hand.draw(st.permutations([str(folder), str(other)]))]
     yield ["report", str(other), str(folder)]
+    if hand.spoils:  # what is valid may be worse than before, or no time of a backend
+        yield ["compare", str(folder), str(other), "--fail-on", "wrong,failed,slower:10%,memory:10%"]
+        yield ["choose", str(folder), "--out", str(folder / "policy.json"), "--check", str(other)]
 
 
 def manifests(hand: Hand, folder: Path, valid: Valid) -> Commands:
@@ -209,7 +213,7 @@ def configurations(hand: Hand, folder: Path, valid: Valid) -> Commands:
     base = json.loads((valid.checkpoint / "config.json").read_text())
     hand.written(folder / "config.json", as_json(hand.changed(base)))
     (folder / "model.safetensors").symlink_to(valid.checkpoint / "model.safetensors")
-    yield from _of_checkpoint(folder)
+    yield from of_checkpoint(folder)
 
 
 def weights(hand: Hand, folder: Path, valid: Valid) -> Commands:
@@ -222,7 +226,7 @@ def weights(hand: Hand, folder: Path, valid: Valid) -> Commands:
         hand.written(folder / "model.safetensors.index.json", as_json(hand.changed(index)))
     else:
         _put_together(hand, folder / "model.safetensors", header, tensors)
-    yield from _of_checkpoint(folder)
+    yield from of_checkpoint(folder)
 
 
 def _taken_apart(path: Path) -> tuple[dict[str, Any], bytes]:
@@ -239,7 +243,8 @@ def _put_together(hand: Hand, path: Path, header: Any, tensors: bytes) -> None:
     path.write_bytes((length if hand.spoils else len(told)).to_bytes(8, "little") + told + tensors)
 
 
-def _of_checkpoint(folder: Path) -> Commands:
+def of_checkpoint(folder: Path) -> Commands:
+    """Every verb that opens a checkpoint."""
     out, model = folder / "out", ["--model", str(folder)]
     yield ["run", *model, "--backends", "standard,kascade", "--seq-len", "64", "--out", str(out)]
     yield ["perplexity", *model, "--seq-len", "32", "--out", str(out / "perplexity")]

@@ -22,11 +22,13 @@ SCHEDULES = WORDS | st.sampled_from(["dp", "greedy", "greedy-guide", "greedy-dyn
 ANCHORS = SIZES | st.sampled_from(["0,2", "0,,2", "0,-2", "99999999999999999999"])
 OPTIONS = WORDS | st.sampled_from(["top_k=0.5", "top_k=2", "tile_size=16,top_k=1e400", "a=", "=", "mesh=1",
                                    "schedule=dp", "top_k=[[[", "tile_size=true"])  # fmt: skip
+KERNELS = NAMES | PATHS | st.sampled_from(["{folder}/my.py:fn", "{folder}/none.py:fn", "{folder}/my.py:", "my.py:a b"])
 SUITES = st.sampled_from(["quick", "kascade", "full", "compile", "{folder}/suite.toml", "none"]) | PATHS
 CASE_NAMES = st.sampled_from(["*", "op-*", "forward*", "[", "nothing"]) | WORDS
 FLAGS: dict[str, dict[str, st.SearchStrategy[str]]] = {
     "run": {"--suite": SUITES, "--model": MODELS, "--backends": NAMES, "--cases": CASE_NAMES, "--text": PATHS,
-            "--text-field": WORDS,
+            "--text-field": WORDS, "--nodes-with": NAMES, "--address": WORDS,
+            "--shard": WORDS | st.sampled_from(["1/2", "0/2", "3/2", "9/9", "1/", "1/1e9"]),
             "--seq-len": SIZES, "--batch": SIZES, "--cell-timeout": SIZES, "--cell-memory": MEMORY,
             "--tile-size": SIZES, "--top-k": SIZES, "--threshold": SIZES, "--schedule": SCHEDULES, "--anchors": ANCHORS,
             "--max-reuse-dist": SIZES, "--granularity": WORDS, "--kernel": WORDS, "--out": PATHS},
@@ -55,8 +57,15 @@ FLAGS: dict[str, dict[str, st.SearchStrategy[str]]] = {
                    "--backend": NAMES, "--calibration": PATHS, "--schedule": SCHEDULES, "--anchors": ANCHORS,
                    "--options": OPTIONS,
                    "--threshold": SIZES, "--max-reuse-dist": SIZES, "--out": PATHS},
+    "selftest": {"--backends": NAMES, "--cases": CASE_NAMES, "--cell-timeout": SIZES, "--out": PATHS},
+    "judge": {"--cases": CASE_NAMES, "--random": SIZES, "--first": SIZES, "--seed": SIZES, "--cell-timeout": SIZES,
+              "--out": PATHS},
+    "harvest": {"--out": PATHS},
     "report": {},
-    "compare": {},
+    "merge": {},
+    "history": {"--add": PATHS, "--share": SIZES},
+    "choose": {"--check": PATHS, "--out": PATHS},
+    "compare": {"--fail-on": WORDS | st.sampled_from(["wrong,slower:10%", "slower:1e9%", "memory", ",", "failed,"])},
 }  # fmt: skip
 NEEDED = {"perplexity": {"--model": "text"}, "convert": {"--input": "debug", "--output": "{folder}/out"}}
 FAST = {"run": {"--suite": "{folder}/suite.toml"}}  # the control's: nothing else is drawn
@@ -66,14 +75,19 @@ def flags(hand: Hand, folder: Path, valid: Valid) -> Commands:
     """A command line of any verb, with up to four flags."""
     verb = hand.one_of([*FLAGS]) if hand.spoils else "run"
     (folder / "file").write_text("not empty")
+    (folder / "my.py").write_text("def fn(q, k, v): return q")
     (folder / "suite.toml").write_text(as_toml({"case": CASES[:2]}))
-    if verb in ("report", "compare"):
+    if verb in ("report", "compare", "merge", "choose"):
         words = [verb, *(hand.draw(PATHS) for _ in range(hand.one_of((1, 2, 3))))]
+        words += ["--out", hand.draw(PATHS)] if verb == "merge" else []
+        words += itertools.chain.from_iterable((name, hand.draw(values)) for name, values in FLAGS[verb].items())
     else:
         known, given = FLAGS[verb], dict(NEEDED.get(verb, {})) if hand.spoils else dict(FAST[verb])
         names = hand.draw(st.lists(st.sampled_from([*known]), max_size=4, unique=True)) if hand.spoils else []
         given |= {name: hand.draw(known[name]) for name in names}
-        given |= {} if "--out" in given or verb == "convert" else {"--out": "{folder}/out"}
-        words = [verb, *itertools.chain.from_iterable(given.items())]
+        given |= {} if "--out" in given or verb in ("convert", "history") else {"--out": "{folder}/out"}
+        positional = {"judge": KERNELS, "harvest": KERNELS, "history": PATHS}
+        words = [verb, *([hand.draw(positional[verb])] if verb in positional else [])]
+        words += itertools.chain.from_iterable(given.items())
     # A shell cannot hand over a null character.
     yield [word.replace("{folder}", str(folder)).replace("\0", "") for word in words]

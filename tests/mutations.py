@@ -6,6 +6,7 @@ measured: where work would begin, :class:`Begins` ends the command.
 
     PYTHONPATH=tests python tests/mutations.py --count 2000 --seed 0            # every kind
     PYTHONPATH=tests python tests/mutations.py --count 500 --kinds records,suites
+    PYTHONPATH=tests python tests/mutations.py --count 500 --out docs/fuzzing.md
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import importlib.util
 import io
 import resource
 import shutil
@@ -29,6 +31,7 @@ from unittest import mock
 import hypothesis
 from hypothesis import strategies as st
 
+import hostile_checkpoints
 import hostile_inputs
 from attnsuite.backends import BackendFallbackWarning
 from attnsuite.models import weights as model_weights
@@ -55,8 +58,15 @@ KINDS: dict[str, _Kind] = {
     "configurations": hostile_inputs.configurations,
     "weights": hostile_inputs.weights,
     "calibrations": hostile_inputs.calibrations,
+    "tokenizers": hostile_checkpoints.tokenizers,
+    "pth": hostile_checkpoints.pth,
     "flags": flags,
 }
+
+
+def missing(kind: str) -> list[str]:
+    """The libraries that the inputs of a kind need and that are not installed."""
+    return [name for name in hostile_checkpoints.NEEDS.get(kind, ()) if importlib.util.find_spec(name) is None]
 
 
 class Begins(BaseException):
@@ -134,7 +144,7 @@ def attempt(words: list[str]) -> tuple[object, str, str | None]:
     except BaseException:  # noqa: BLE001 (this is what is looked for)
         return "traceback", "", traceback.format_exc()[-3000:]
     said = err.getvalue()
-    if code not in (0, 1, 2) or "Traceback" in said:
+    if code not in (0, 1, 2, 3) or "Traceback" in said:
         return code, said, f"exit code {code}: {said[:500]}"
     is_usage = said.lstrip().startswith(("\u256d", "\u2554", "usage", "Required", "Parsing", "Unrecognized"))
     if code == 2 and not is_usage and (said.count("\n") != 1 or not said.startswith("attnsuite: ")):
@@ -178,7 +188,7 @@ def nothing_begins() -> Iterator[None]:
         (environment, "describe", lambda: ENVIRONMENT),
         (model_weights, "_write", begins),
         (process.Worker, "__init__", begins),
-        (run, "_probe", probe_here),
+        (run, "probe", probe_here),
         (sharded, "compute", begins),
         (streamed, "streamed_nats", begins),
         (train, "_steps", steps),
@@ -197,7 +207,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=200, help="draws of each kind (200), each for 1 to 4 commands")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--kinds", default=",".join(KINDS), help="of " + ", ".join(KINDS))
+    drawn = [kind for kind in KINDS if not missing(kind)]
+    parser.add_argument("--kinds", default=",".join(drawn), help="of " + ", ".join(KINDS))
+    parser.add_argument("--out", type=Path, help="file for the table, as Markdown")
     asked = parser.parse_args()
     resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY, resource.RLIM_INFINITY))
     with valid_places() as valid:
@@ -212,7 +224,33 @@ def main() -> int:
         whole.tracebacks += tally.tracebacks
         whole.slow += tally.slow
     _say(f"{'all':<16}{_counts(whole)}")
+    if asked.out is not None:
+        asked.out.write_text(page(tallies, asked.count, asked.seed), encoding="utf-8")
     return int(bool(whole.tracebacks or whole.slow))
+
+
+def page(tallies: dict[str, Tally], count: int, seed: int) -> str:
+    """What came of the inputs, as a page of Markdown."""
+    rows = [
+        f"| {kind} | {(KINDS[kind].__doc__ or '').splitlines()[0].rstrip('.').replace('``', '`')} | {tally.tried} | "
+        f"{tally.codes.get(2, 0)} | {len(tally.tracebacks)} | {len(tally.slow)} |"
+        for kind, tally in tallies.items()
+    ]
+    return "\n".join([
+        "# Fuzzing",
+        "",
+        f"Written by `python tests/mutations.py --count {count} --seed {seed} --out docs/fuzzing.md` (`tox -e fuzz`).",
+        "Each kind takes something valid, changes it at random and gives it to the command line. What is refused ends",
+        "with exit code 2 and one sentence. The rest is taken, as the changed input is still valid. A traceback, a",
+        f"warning of Python's or more than {SLOW_SECONDS:g} s of processor time is a defect. An input that needs more",
+        f"than {_MEMORY // 2**30} GiB fails. `tests/test_mutations.py` draws a few of each kind in every run.",
+        "",
+        "| kind | what is given | commands | refused | tracebacks | slow |",
+        "|---|---|---|---|---|---|",
+        *rows,
+        "",
+        *(f"Not drawn here: {kind}, which needs {', '.join(missing(kind))}." for kind in KINDS if kind not in tallies),
+    ])  # fmt: skip
 
 
 def _counts(tally: Tally) -> str:

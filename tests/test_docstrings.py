@@ -6,7 +6,7 @@ import pkgutil
 
 import pytest
 
-ROOMS = ("backends", "models", "suite", "reports")
+ROOMS = ("backends", "models", "suite", "reports", "testing")
 MODULES = sorted(
     info.name
     for room in ROOMS

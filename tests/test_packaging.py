@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-ROOMS = ("backends", "models", "suite", "reports")
+ROOMS = ("backends", "models", "suite", "reports", "testing")
 
 
 @pytest.mark.skipif("ATTNSUITE_TESTED_WHEEL" not in os.environ, reason="only tox knows where the wheel was installed")

@@ -1,4 +1,4 @@
-"""A few dozen random problems per exact backend; ``python tests/random_specs.py`` draws any number."""
+"""A dozen random problems per exact backend; ``attnsuite judge`` draws any number."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import importlib.util
 
 import pytest
 
-import random_specs
 from attnsuite.backends import Target, registry
+from attnsuite.testing import random_specs
 
 SEED = 0
 # flash_cpu is compiled by llvmlite (pip install 'attnsuite[cpu]')
@@ -16,7 +16,7 @@ BACKENDS = ["standard", "chunked", *NATIVE]
 
 
 # The last two have logits of 44 and 140: their gradients are wrong where the passes round scores differently.
-@pytest.mark.parametrize("number", [*range(22), 53, 193])
+@pytest.mark.parametrize("number", [*range(10), 53, 193])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_random_problem_is_within_what_the_judge_allows(backend, number):
     found, here = registry.get(backend), Target.here()
@@ -29,4 +29,5 @@ def test_features_of_the_contract_are_all_drawn():
     backend, here = registry.get("standard"), Target.here()
     drawn = [random_specs.draw(number, SEED, backend, here, "native") for number in range(60)]
     asked = set().union(*(each.spec.features() for each in drawn))
-    assert asked == set(backend.takes(here, "native").features)
+    # Slopes are not drawn: where all visible keys are equally far, their gradient is exactly zero, without a bound.
+    assert asked == set(backend.takes(here, "native").features) - {"alibi"}

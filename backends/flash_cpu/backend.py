@@ -9,6 +9,7 @@ llvmlite, without a C compiler. If the kernels do not work on a machine, the bac
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from .. import kv_cache, sinks
 from ..contract import (
     NOTHING_SEEN,
     AttentionSpec,
@@ -30,6 +32,7 @@ from ..contract import (
 )
 from ..devices import Target
 from ..features import FEATURES_0_1, Mode, Takes
+from ..isolation import isolated_if_needed
 from ..standard import STANDARD
 from .availability import why_not
 from .calls import Calls
@@ -68,7 +71,7 @@ class FlashCpu:
         """All of the contract except array masks and biases."""
         linear = "whose memory is linear in the length"
         return Takes(
-            features=frozenset({*FEATURES_0_1 - {"mask", "bias"}, "log_sum_exp"}),
+            features=frozenset({*FEATURES_0_1 - {"mask", "bias"}, "log_sum_exp", "sinks", "pages", "kv_dtype"}),
             modes=("native", "compile"),
             parts=True,
             because={"mode": "which is native code without a kernel to interpret", "mask": linear, "bias": linear},
@@ -98,6 +101,11 @@ class FlashCpu:
     ) -> Plan:
         """Compute the mask's numbers once for all layers. Options: :data:`OPTIONS`; raises ValueError for others."""
         given = _checked(options)
+        if spec.has_sinks:
+            return sinks.added(spec, lambda bare: self.plan(bare, layout, target=target, mode=mode, options=options))
+        if kv_cache.is_cache(spec):
+            how: dict[str, Any] = {"target": target, "mode": mode, "options": {**given, "cache_layout": "length_first"}}
+            return kv_cache.gathered(spec, layout, functools.partial(self.plan, **how))
         if spec.needs_grad and min(spec.query_length, spec.key_value_length) <= SHORT:
             return STANDARD.plan(spec, layout, target=target)
         heads_first = given["cache_layout"] == "heads_first"
@@ -111,7 +119,7 @@ class FlashCpu:
         def attend(query: Array, key: Array, value: Array, layer: int, carry: Carry) -> tuple[Any, Carry]:
             return differentiable(query, key, value, traced), carry
 
-        return Plan(attend)
+        return Plan(attend) if spec.needs_grad else isolated_if_needed(spec, layout, Plan(attend))
 
     def part(
         self,

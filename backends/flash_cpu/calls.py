@@ -15,6 +15,7 @@ from ..contract import AttentionSpec
 from ..devices import usable_cores
 from . import backward, decode, forward, handler, targets
 from .decode import DecodeKernel
+from .decode_mass import DecodeMass
 from .forward import Kernel
 from .isa import Isa
 from .visibility import Visibility
@@ -104,20 +105,32 @@ class Calls:
         few = spec.query_length <= DECODE_QUERIES and spec.query_length * spec.group_size <= DECODE_ROWS
         return few and not spec.needs_grad and not spec.return_log_sum_exp
 
+    def _decode_kernel(self, value_head_dim: int) -> DecodeKernel:
+        spec = self.spec
+        tile = min(spec.query_length * spec.group_size, decode.MOST_ROWS_PER_TILE)
+        soft_cap = spec.logits_soft_cap is not None
+        return DecodeKernel(spec.dtype, spec.head_dim, value_head_dim, soft_cap, tile, self.cache_heads_first)
+
+    def decode_mass(self, query: Array, key: Array, seen: Visibility, unit: int) -> Float[Array, "b k units"]:
+        """The attention of a few query rows to each unit of ``unit`` keys, summed over the rows of a KV head."""
+        spec, kernel = self.spec, self._decode_kernel(0)
+        units = -(-spec.key_value_length // unit)
+        size = handler.scratch_bytes(*decode.scratch(self.isa, kernel, self._dims(seen, P=units)), self.threads)
+        mass = jax.ShapeDtypeStruct((spec.batch, spec.num_kv_heads, units), jnp.float32)
+        results = (mass, jax.ShapeDtypeStruct((size,), jnp.uint8))
+        key = key.swapaxes(1, 2) if kernel.heads_first else key
+        return self._call("decode_mass", DecodeMass(kernel, unit), results, query, key, *seen.arrays, self.numbers)[0]
+
     def decode(self, query: Array, key: Array, value: Array, seen: Visibility) -> Float[Array, "b t n v"]:
         """The output of a few query rows."""
-        spec = self.spec
-        rows = spec.query_length * spec.group_size
-        tile = min(rows, decode.MOST_ROWS_PER_TILE)
-        wide = spec.value_head_dim or 0
-        soft_cap, heads_first = spec.logits_soft_cap is not None, self.cache_heads_first
-        kernel = DecodeKernel(spec.dtype, spec.head_dim, wide, soft_cap, tile, heads_first)
+        wide = self.spec.value_head_dim or 0
+        kernel = self._decode_kernel(wide)
         ranges = self._ranges()
         dims = self._dims(seen, P=ranges)
         size = handler.scratch_bytes(*decode.scratch(self.isa, kernel, dims), self.threads)
-        out = jax.ShapeDtypeStruct((*query.shape[:3], wide), spec.dtype)
+        out = jax.ShapeDtypeStruct((*query.shape[:3], wide), self.spec.dtype)
         results = (out, jax.ShapeDtypeStruct((size,), jnp.uint8))
-        if heads_first:  # an explicit transpose cancels the one by which such a cache becomes an operand
+        if kernel.heads_first:  # an explicit transpose cancels the one by which such a cache becomes an operand
             key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
         arguments = (query, key, value, *seen.arrays, self.numbers, np.zeros((1, ranges), np.float32))
         return self._call("decode", kernel, results, *arguments)[0]

@@ -67,7 +67,7 @@ class DecodeKernel:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Buffers:
+class Buffers:
     """A thread's buffers: per row and in all. Sizes in elements of four bytes."""
 
     isa: Isa
@@ -75,10 +75,12 @@ class _Buffers:
 
     @property
     def width(self) -> int:
+        """Numbers of a row of keys, in whole vectors."""
         return rows.padded(self.kernel.head_dim, self.isa)
 
     @property
     def value_width(self) -> int:
+        """Numbers of a row of values, in whole vectors."""
         return rows.padded(self.kernel.value_head_dim, self.isa)
 
     @property
@@ -87,10 +89,12 @@ class _Buffers:
         return self.value_width + self.isa.lanes
 
     def padded_rows(self, dims: Dims) -> Any:
+        """Rows of a KV head, in whole tiles."""
         n = self.kernel.rows_per_tile
         return (dims["T"] * (dims["N"] // dims["K"]) + (n - 1)) // n * n
 
     def shared_bytes(self, dims: Dims) -> Any:
+        """Bytes of what the ranges leave."""
         return dims["B"] * dims["K"] * dims["P"] * self.padded_rows(dims) * (self.partial * 4)
 
     @property
@@ -119,24 +123,25 @@ class _Buffers:
         return (self.width + BLOCK_KEYS + self.isa.lanes) * 4
 
     def worker_bytes(self, dims: Dims) -> Any:
+        """Bytes of a thread's buffers."""
         return self.padded_rows(dims) * self.per_row + self.fixed
 
 
 def scratch(isa: Isa, kernel: DecodeKernel, dims: Dims) -> tuple[Any, Any]:
     """Bytes of scratch memory that all share, and of one thread."""
-    buffers = _Buffers(isa, kernel)
+    buffers = Buffers(isa, kernel)
     return buffers.shared_bytes(dims), buffers.worker_bytes(dims)
 
 
 def build(module: ir.Module, isa: Isa, kernel: DecodeKernel) -> tuple[Program, State]:
     """The program of a decode step, with its functions in the module."""
-    buffers = _Buffers(isa, kernel)
+    buffers = Buffers(isa, kernel)
     state = State.of(kernel.operands, kernel.results, 2)
     program = Program(
         kernel.operands,
         kernel.results,
         (
-            Phase(lambda dims: dims["B"] * dims["K"] * dims["P"], _emit_range(module, buffers, state)),
+            Phase(lambda dims: dims["B"] * dims["K"] * dims["P"], emit_range(module, buffers, state)),
             Phase(lambda dims: dims["B"] * dims["K"], _emit_join(module, buffers, state)),
         ),
         buffers.shared_bytes,
@@ -149,7 +154,7 @@ def build(module: ir.Module, isa: Isa, kernel: DecodeKernel) -> tuple[Program, S
 class _Rows:
     """Pointers into a thread's rows: query, scores, and (first, last, id)."""
 
-    def __init__(self, buffers: _Buffers, workspace: Value) -> None:
+    def __init__(self, buffers: Buffers, workspace: Value) -> None:
         self._rows, self._buffers = workspace.at(buffers.fixed), buffers
 
     def query(self, row: Any) -> Value:
@@ -169,8 +174,8 @@ def _strides(kernel: DecodeKernel, dims: Dims, width: int) -> tuple[Any, Any, An
     return dims["S"] * dims["K"] * width, width, dims["K"] * width
 
 
-def _emit_range(module: ir.Module, buffers: _Buffers, state: State) -> ir.Function:
-    """``item(state, workspace, index)``: one range of the keys of one KV head."""
+def emit_range(module: ir.Module, buffers: Buffers, state: State, unit: int | None = None) -> ir.Function:
+    """``item(state, workspace, index)``: one range of the keys of one KV head, or one unit of keys."""
     isa, kernel = buffers.isa, buffers.kernel
     read = _emit_read(module, buffers, state)
     see = _emit_see(module, buffers)
@@ -185,20 +190,21 @@ def _emit_range(module: ir.Module, buffers: _Buffers, state: State) -> ir.Functi
         head, part = index // ranges, index % ranges
         batch, padded = head // heads, buffers.padded_rows(dims)
         blocks = (length + (BLOCK_KEYS - 1)) // BLOCK_KEYS
-        start = part * blocks // ranges * BLOCK_KEYS
-        stop = e.min((part + 1) * blocks // ranges * BLOCK_KEYS, length)
+        start, end = (n * blocks // ranges * BLOCK_KEYS if unit is None else n * unit for n in (part, part + 1))
+        stop = e.min(end, length)
         partial = state.pointer(s, "shared").at(index * padded * buffers.partial, 4)
         e.run(read, s, w, partial, head)
         layout = batch // (dims["B"] // dims["C"]) * length
         positions, ids = (state.pointer(s, f"data:{x}").at(layout, 4) for x in ("position", "key_id"))
         numbers = state.pointer(s, "data:numbers")
         count = dims["T"] * (dims["N"] // heads)
-        sides = {}
-        for name, width in (("key", kernel.head_dim), ("value", kernel.value_head_dim)):
+
+        def side(name: str, width: int) -> tuple[Value, Value]:
             by_batch, by_head, by_key = _strides(kernel, dims, width)
             first = state.pointer(s, f"data:{name}").at(batch * by_batch + head % heads * by_head, size)
-            sides[name] = (first, (by_key if isinstance(by_key, Value) else e.const(i64, by_key)) * size)
-        (keys, key_step), (values, value_step) = sides["key"], sides["value"]
+            return first, (by_key if isinstance(by_key, Value) else e.const(i64, by_key)) * size
+
+        keys, key_step = side("key", kernel.head_dim)
         with e.loop(start, stop, BLOCK_KEYS) as k:
             n = e.min(stop - k, BLOCK_KEYS)
             seen = e.run(see, w, positions.at(k, 4), ids.at(k, 4), n, count)
@@ -206,25 +212,27 @@ def _emit_range(module: ir.Module, buffers: _Buffers, state: State) -> ir.Functi
                 e.run(score, w, keys.at(k * key_step), key_step, n, count, numbers)
                 with e.loop(0, count) as r:
                     e.run(soften, w, r, partial.at(r * buffers.partial, 4))
-                block, step, element = values.at(k * value_step), value_step, size
-                if widen is not None:
-                    e.run(widen, w, block, step, n)
-                    block, step, element = w.at(buffers.values), e.const(i64, buffers.value_width * 4), 4
-                with e.loop(0, padded, kernel.rows_per_tile) as r:
-                    column = 0
-                    for vectors in _strips(buffers):
-                        out = partial.at(r * buffers.partial + column, 4)
-                        e.run(weigh[vectors], w, r, block.at(column, element), step, out, n)
-                        column += vectors * isa.lanes
+                if kernel.value_head_dim:
+                    values, value_step = side("value", kernel.value_head_dim)
+                    block, step, element = values.at(k * value_step), value_step, size
+                    if widen is not None:
+                        e.run(widen, w, block, step, n)
+                        block, step, element = w.at(buffers.values), e.const(i64, buffers.value_width * 4), 4
+                    with e.loop(0, padded, kernel.rows_per_tile) as r:
+                        column = 0
+                        for vectors in _strips(buffers):
+                            out = partial.at(r * buffers.partial + column, 4)
+                            e.run(weigh[vectors], w, r, block.at(column, element), step, out, n)
+                            column += vectors * isa.lanes
         e.ret()
     return e.function
 
 
-def _strips(buffers: _Buffers) -> list[int]:
+def _strips(buffers: Buffers) -> list[int]:
     return split(buffers.value_width // buffers.isa.lanes, buffers.isa.value_vectors)
 
 
-def _emit_read(module: ir.Module, buffers: _Buffers, state: State) -> ir.Function:
+def _emit_read(module: ir.Module, buffers: Buffers, state: State) -> ir.Function:
     """``read(state, workspace, partial, head)``: the rows as float32 with their numbers, and a fresh partial result."""
     isa, kernel = buffers.isa, buffers.kernel
     copy = rows.copy_row(module, isa, "copy_query", kernel.dtype, kernel.head_dim)
@@ -250,7 +258,7 @@ def _emit_read(module: ir.Module, buffers: _Buffers, state: State) -> ir.Functio
     return e.function
 
 
-def _emit_see(module: ir.Module, buffers: _Buffers) -> ir.Function:
+def _emit_see(module: ir.Module, buffers: Buffers) -> ir.Function:
     """``see(workspace, positions, ids, keys, rows) -> whether some row sees some key``.
 
     Sets a key's flag to 1 where some row sees it, else to 0. A row's scores are set to HIDDEN where it does not see the
@@ -286,7 +294,7 @@ def _emit_see(module: ir.Module, buffers: _Buffers) -> ir.Function:
     return e.function
 
 
-def _emit_score(module: ir.Module, buffers: _Buffers) -> ir.Function:
+def _emit_score(module: ir.Module, buffers: Buffers) -> ir.Function:
     """``score(workspace, keys, step, count, rows, numbers)``: scores in powers of two of what is seen.
 
     A strip of keys is widened to float32 once for all rows; a key that no row sees is taken as zeros.
@@ -333,7 +341,7 @@ def _across(e: Function, isa: Isa, vectors: list[Value]) -> Value:
     return vectors[0]
 
 
-def _emit_soften(module: ir.Module, buffers: _Buffers) -> ir.Function:
+def _emit_soften(module: ir.Module, buffers: Buffers) -> ir.Function:
     """``soften(workspace, row, partial)``: scores become weights; the row's maximum, sum and output follow.
 
     A score that is not finite makes the sum NaN (``x - x`` is 0 or NaN); the maximum passes over it.
@@ -371,7 +379,7 @@ def exp2_scalar(e: Function, isa: Isa, x: Value) -> Value:
     return e.select(x > HIDDEN / 2, one, 0.0)
 
 
-def _emit_weigh(module: ir.Module, buffers: _Buffers, vectors: int) -> ir.Function:
+def _emit_weigh(module: ir.Module, buffers: Buffers, vectors: int) -> ir.Function:
     """``weigh(workspace, row, values, step, out, keys)``: a tile of rows and columns plus weights times values.
 
     A key that no row sees is not read: what lies there may be anything.
@@ -399,7 +407,7 @@ def _emit_weigh(module: ir.Module, buffers: _Buffers, vectors: int) -> ir.Functi
     return e.function
 
 
-def _emit_widen(module: ir.Module, buffers: _Buffers) -> ir.Function:
+def _emit_widen(module: ir.Module, buffers: Buffers) -> ir.Function:
     """``widen(workspace, values, step, keys)``: a block's values that some row sees, as float32 in whole vectors."""
     isa, kernel, width = buffers.isa, buffers.kernel, buffers.value_width
     copy = rows.copy_row(module, isa, "copy_value", kernel.dtype, kernel.value_head_dim)
@@ -411,7 +419,7 @@ def _emit_widen(module: ir.Module, buffers: _Buffers) -> ir.Function:
     return e.function
 
 
-def _emit_join(module: ir.Module, buffers: _Buffers, state: State) -> ir.Function:
+def _emit_join(module: ir.Module, buffers: Buffers, state: State) -> ir.Function:
     """``item(state, workspace, index)``: the ranges of one KV head as one output; a row that saw nothing is zero.
 
     A row that saw something that is not finite is NaN throughout.

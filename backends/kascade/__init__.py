@@ -7,6 +7,7 @@ from .calibration import Calibration as Calibration
 from .calibration import load_calibration as load_calibration
 from .cost import KeptFraction as KeptFraction
 from .cost import kept_fraction as kept_fraction
+from .head_maps import published_schedule as published_schedule
 from .schedule import GREEDY_RULES as GREEDY_RULES
 from .schedule import GreedyRule as GreedyRule
 from .schedule import LayerRole as LayerRole

@@ -2,8 +2,8 @@
 
 Prefill uses that folder's ``sparse.py``: query tiles against listed units, and the mass of all units in one pass. A
 decode step uses its decode kernel: each KV head is a sequence of its own that sees only the listed keys, and a key that
-is not listed is not read. XLA computes the mass of a decode step (``steps.py``); its time is that of reading the keys
-once.
+is not listed is not read. The mass of a decode step is that kernel without values. XLA computes it (``steps.py``) where
+units are shorter than the kernel's blocks of keys.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ..contract import AttentionSpec
 from ..devices import Target
-from ..flash_cpu import handler, sparse
+from ..flash_cpu import decode, handler, sparse
 from ..flash_cpu.availability import why_not
 from ..flash_cpu.calls import Calls, call
 from ..flash_cpu.compiler import Processor
@@ -84,7 +84,9 @@ def pooled_mass(
     """As :meth:`attnsuite.backends.kascade.kernels.Kernels.pooled_mass`."""
     spec, tiling, calls = geometry.spec, geometry.tiling, geometry.calls
     if spec.query_length == 1:
-        return steps.pooled_mass(spec, tiling, places, query, key)[0][:, :, None]
+        if not calls.is_decode or tiling.unit < decode.BLOCK_KEYS:
+            return steps.pooled_mass(spec, tiling, places, query, key)[0][:, :, None]
+        return calls.decode_mass(query, key, _seen(spec, places), tiling.unit)[:, :, None]
     this = geometry.kernel(0)
     size = handler.scratch_bytes(*sparse.mass_scratch(calls.isa, this, geometry.dims(places)), calls.threads)
     shape = (spec.batch, spec.num_kv_heads, tiling.query_tiles, tiling.units)

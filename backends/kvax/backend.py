@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 from jax.sharding import Mesh
 
 from .. import tuned
-from ..contract import AttentionSpec, KernelBuild, Layout, Plan, check_options
+from ..contract import AttentionSpec, Layout, Plan, check_options
 from ..dealing import MeshAxes
 from ..devices import Target
 from ..features import DTYPES, Mode, Takes
 from ..support import support
+from ..tunable import KernelBuild
 from . import availability
 from . import blocks as block_sizes
 from .blocks import Passes

@@ -27,8 +27,9 @@ from triton.backends.nvidia import compiler as nvidia  # pyright: ignore[reportM
 from triton.compiler import ASTSource  # pyright: ignore[reportMissingImports]
 from triton.runtime.jit import JITFunction  # pyright: ignore[reportMissingImports]
 
-from ..contract import AttentionSpec, KernelBuild, Layout
+from ..contract import AttentionSpec, Layout
 from ..devices import Target
+from ..tunable import KernelBuild
 from . import upstream
 from .blocks import Passes
 from .mesh import OneDevice

@@ -15,7 +15,7 @@ from attnsuite.suite import kinds
 from attnsuite.suite.record import Record
 from attnsuite.suite.store import CompileManifest
 
-from .. import cases, environment, markdown
+from .. import cases, environment, markdown, programs
 from ..cells import group
 from ..page import Page, Section
 from ..read import Run, load
@@ -87,6 +87,14 @@ def in_short(shown: Shown) -> Iterator[Section]:
     """The number of cells by status, and the longest sequence and the largest batch of each model that fit."""
     found = (*_sentences(_lengths(shown.models), "lengths"), *_sentences(_batches(shown.models), "batches"))
     yield Section("in_short", "In short", (_counts(shown.records),), found)
+
+
+def read_programs(shown: Shown) -> Iterator[Section]:
+    """What the text of each program shows; folded."""
+    if made := programs.programs(group(shown.ops), targets=True):
+        yield Section(
+            "programs", "Programs", (programs.TOLD,), tables=(made,), folded=plural(len(made.rows), "program")
+        )
 
 
 def ops(shown: Shown) -> Iterator[Section]:
@@ -163,6 +171,8 @@ def _why(record: Record, numbers: Mapping[str, str]) -> str:
     return ", ".join(numbers[text] for text in texts if text)
 
 
+_MOST_DEVICES = 6  # columns beside which a case and a backend fit GitHub's page
+_PLATFORMS = {"tpu": "TPUs", "cuda": "NVIDIA GPUs"}
 _COUNTED = {
     "fits": "compile and fit",
     "compiles": "compile as kernels alone, whose program has no size here",
@@ -190,8 +200,23 @@ def _matrix(key: str, title: str, records: Sequence[Record], shown: Shown) -> It
     for record in records:
         row = rows.setdefault((cases.title(record), record.requested), {})
         row |= {"case": cases.title(record), "backend": record.requested, record.target: _short(record, shown.numbers)}
-    columns = [Column("case", "case", merge=True), Column("backend", "backend"), *map(_device, shown.targets)]
-    yield Section(key, title, (legend,), tables=(table(key, "", columns, rows.values()),))
+    lead = (Column("case", "case", merge=True), Column("backend", "backend"))
+    tables = tuple(
+        table(name, heading, (*lead, *map(_device, targets)), found)
+        for name, heading, targets in _parts(key, shown.targets)
+        if (found := [row for row in rows.values() if any(row.get(target) for target in targets)])
+    )
+    yield Section(key, title, (legend,), tables=tables)
+
+
+def _parts(key: str, targets: Sequence[str]) -> Iterator[tuple[str, str, list[str]]]:
+    """The tables of a matrix: key, title and devices. More devices than a page is wide are parted by platform."""
+    if len(targets) <= _MOST_DEVICES:
+        yield key, "", list(targets)
+        return
+    for platform in dict.fromkeys(target.partition(":")[0] for target in targets):
+        own = [target for target in targets if target.partition(":")[0] == platform]
+        yield f"{key}_{platform}", _PLATFORMS.get(platform, platform), own
 
 
 def _device(target: str) -> Column:
@@ -263,8 +288,11 @@ def kernels(shown: Shown) -> Iterator[Section]:
             "case": cases.title(record),
             "backend": record.requested,
             "target": record.target,
-            "kernel": kernel.name,
-            "configuration": ", ".join(f"{name} {value}" for name, value in kernel.configuration.items()),
+            # Spaces in place of underscores: a table cell breaks only at spaces.
+            "kernel": kernel.name.replace("_", " "),
+            "configuration": ", ".join(
+                f"{name.replace('_', ' ')} {value}" for name, value in kernel.configuration.items()
+            ),
             "registers": kernel.registers,
             "spilled": kernel.spilled_bytes,
             "shared": kernel.shared_bytes,
@@ -278,21 +306,22 @@ def kernels(shown: Shown) -> Iterator[Section]:
     ]
     if not rows:
         return
+    key = (Column("case", "case", merge=True), Column("target", "device"), Column("kernel", "kernel"))
+    made = (*key, Column("backend", "backend"), Column("configuration", "configuration"),
+            Column("error", "the compiler's reason"))  # fmt: skip
     headers = {
-        "backend": "backend",
-        "target": "device",
-        "kernel": "kernel",
-        "configuration": "configuration",
         "registers": "registers per thread",
         "spilled": "spilled (bytes per thread)",
         "shared": "shared memory (bytes)",
         "limit": "of (bytes)",
         "vector": "vector loads",
         "scalar": "scalar loads",
-        "error": "the compiler's reason",
     }
-    columns = (Column("case", "case", merge=True), *(Column(key, header) for key, header in headers.items()))
-    yield Section("kernels", "Kernels", tables=(table("kernels", "", columns, rows),))
+    assembled = [row for row in rows if any(row[name] is not None for name in headers)]
+    said = (*key, *(Column(name, header) for name, header in headers.items()))
+    found = [table("kernels", "", made, rows)]
+    found += [table("kernel_figures", "What the assembler says of them", said, assembled)] if assembled else []
+    yield Section("kernels", "Kernels", tables=tuple(found))
 
 
 def reasons(shown: Shown) -> Iterator[Section]:
@@ -303,7 +332,7 @@ def reasons(shown: Shown) -> Iterator[Section]:
 
 def cells(shown: Shown) -> Iterator[Section]:
     """Every cell with its sizes and seconds."""
-    yield Section("cells", "Every cell", tables=(_cells(shown.records, shown.numbers),))
+    yield Section("cells", "Every cell", tables=_cells(shown.records, shown.numbers))
 
 
 def where(shown: Shown) -> Iterator[Section]:
@@ -316,7 +345,8 @@ def method(_: Shown) -> Iterator[Section]:
     yield Section("method", "How this was made", items=METHOD)
 
 
-def _cells(records: Sequence[Record], numbers: Mapping[str, str]) -> Table:
+def _cells(records: Sequence[Record], numbers: Mapping[str, str]) -> tuple[Table, ...]:
+    """Verdicts with seconds, and the sizes of the cells that have some: one table of both is wider than a page."""
     sizes: dict[str, Callable[[Record], Value]] = {
         name: lambda record, name=name: _mib(record.memory.get(f"compiled_{name}"))
         for name in ("argument", "output", "temp", "peak", "generated_code")
@@ -335,22 +365,22 @@ def _cells(records: Sequence[Record], numbers: Mapping[str, str]) -> Table:
             **{name: size(record) for name, size in sizes.items()},
             "share": 100 * peak / limit if peak is not None and limit else None,
         })  # fmt: skip
-    headers = {
-        "backend": "backend",
-        "target": "device",
-        "verdict": "verdict",
-        "why": "why",
-        "lower": "lower (s)",
-        "compile": "compile (s)",
-        "argument": "arguments (MiB)",
+    key = (Column("case", "case", merge=True), Column("backend", "backend"), Column("target", "device"))
+    told = {"verdict": "verdict", "why": "why", "lower": "lower (s)", "compile": "compile (s)"}
+    sizes_told = {
+        "argument": "args (MiB)",
         "output": "outputs (MiB)",
-        "temp": "temporaries (MiB)",
+        "temp": "temp. (MiB)",
         "peak": "peak (MiB)",
-        "share": "% of the device's memory",
+        "share": "% of memory",
         "generated_code": "code (MiB)",
     }
-    columns = (Column("case", "case", merge=True), *(Column(key, header) for key, header in headers.items()))
-    return table("cells", "", columns, rows)
+    sized = [row for row in rows if any(row[name] is not None for name in sizes_told)]
+    made = [table("cells", "", (*key, *(Column(name, header) for name, header in told.items())), rows)]
+    if sized:
+        columns = (*key, *(Column(name, header) for name, header in sizes_told.items()))
+        made.append(table("cell_sizes", "Sizes", columns, sized))
+    return tuple(made)
 
 
 def _mib(size: int | None) -> float | None:
@@ -371,6 +401,7 @@ SECTIONS: tuple[Callable[[Shown], Iterable[Section]], ...] = (
     longest,
     largest,
     kernels,
+    read_programs,
     reasons,
     cells,
     where,

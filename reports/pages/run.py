@@ -12,7 +12,21 @@ from attnsuite.suite.kinds.kascade.methods import METHODS
 from attnsuite.suite.record import Record
 from attnsuite.suite.store import RunManifest
 
-from .. import answer, environment, figures, goals, growth, kascade, model_table, peers, plot, quality, reading
+from .. import (
+    answer,
+    environment,
+    figures,
+    goals,
+    growth,
+    kascade,
+    model_table,
+    peers,
+    plot,
+    programs,
+    quality,
+    reading,
+    winners,
+)
 from ..cells import Cell, Group, group
 from ..page import Page, Section
 from ..read import Run
@@ -229,7 +243,8 @@ def speed(shown: Shown) -> Iterator[Section]:
     told = (
         "Only cells that ran the real kernel on this device with numbers that pass the oracle. \u201cRelative to "
         "standard\u201d is the median over rounds of time divided by standard's time in the same round: "
-        "below 1 is less time than standard. An interval that includes 1 shows no measurable difference."
+        "below 1 is less time than standard. An interval that includes 1 shows no measurable difference. "
+        "The peak is the matmul rate, the read rate that of memory, both measured on this machine."
     )
     yield Section("speed", "Speed", (told,), tables=(*figures.overview(shown.groups), *made))
 
@@ -240,7 +255,8 @@ def cpu_goals(shown: Shown) -> Iterator[Section]:
     if made is None:
         return
     told = (
-        "What this suite is there to show, judged on the medians of this run. \u201cAll cores\u201d is one JAX device "
+        "What this suite is there to show, judged on the medians of this run. A goal stands where the run has the rows "
+        "that it compares. \u201cAll cores\u201d is one JAX device "
         "per core with the heads divided among them, \u201cbest\u201d the better of the two. The times relative to "
         "torch are to PyTorch at its best: `torch_unthrottled` where its math library brakes on this processor and "
         "the row is there, else `torch` as installed."
@@ -273,6 +289,18 @@ def over_length(shown: Shown) -> Iterator[Section]:
     yield Section("over_length", "Speed over length", (told,), pictures=found)
 
 
+def map_of_winners(shown: Shown) -> Iterator[Section]:
+    """The fastest backend of each case, where the cases vary in two dimensions."""
+    found = winners.winners(shown.groups)
+    if not found:
+        return
+    told = (
+        "The first column of \u201cUse this\u201d as a map. A hatched square names two backends: the rounds of this "
+        "run do not tell which of them is faster. A square without a color was not timed."
+    )
+    yield Section("winners", "Map of winners", (told,), pictures=found)
+
+
 def memory(shown: Shown) -> Iterator[Section]:
     """Sizes, each with its method."""
     made = figures.memory(shown.every)
@@ -301,6 +329,14 @@ def accuracy(shown: Shown) -> Iterator[Section]:
         "problem in the same dtype (the standard row). Approximate backends are not judged by closeness."
     )
     yield Section("accuracy", "Accuracy", (told,), tables=made)
+
+
+def compiled_programs(shown: Shown) -> Iterator[Section]:
+    """What the compiled programs show, and whether a second run gives the same bits; folded."""
+    if made := programs.programs(shown.groups):
+        yield Section(
+            "programs", "Programs", (programs.TOLD,), tables=(made,), folded=plural(len(made.rows), "program")
+        )
 
 
 def model_quality(shown: Shown) -> Iterator[Section]:
@@ -352,6 +388,7 @@ def _words(manifest: RunManifest | None, suites: str) -> list[str]:
 SECTIONS: tuple[Callable[[Shown], Iterable[Section]], ...] = (
     use_this,
     over_length,
+    map_of_winners,
     one_model,
     in_short,
     failed,
@@ -364,6 +401,7 @@ SECTIONS: tuple[Callable[[Shown], Iterable[Section]], ...] = (
     against_peers,
     memory,
     accuracy,
+    compiled_programs,
     model_quality,
     notes,
     refused,

@@ -24,3 +24,14 @@ def given(value: Any) -> str:
         return f"an integer of {value.bit_length()} bits"
     text = repr(value[: _SHOWN + 1] if isinstance(value, str) else value)
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..{text[-1]}"
+
+
+def not_accepted(error: Exception, where: str) -> str:
+    """An error of msgspec, "Expected `int`, got `str` - at `$.dim`" as a sentence about ``dim``, without a full stop.
+
+    >>> not_accepted(ValueError("Expected `int`, got `str` - at `$.dim`"), "params.json")
+    'dim in params.json is not accepted: expected `int`, got `str`'
+    """
+    what, _, place = str(error).partition(" - at `$")
+    place = place.strip("`").removeprefix(".")
+    return f"{place + ' in ' if place else ''}{where} is not accepted: {what[0].lower()}{what[1:]}"

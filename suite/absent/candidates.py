@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from attnsuite.backends import Backend, Layout, Plan, Takes, Target, plan, registry, support
-from attnsuite.backends.contract import AttentionSpec, CompilesKernels
+from attnsuite.backends.contract import AttentionSpec
 from attnsuite.backends.support import takes_of
-from attnsuite.backends.tunable import CountsWork
+from attnsuite.backends.tunable import CompilesKernels, CountsWork
 
 from ..kinds.attention import OpCase, spec_of
 from . import topologies

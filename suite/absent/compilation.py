@@ -19,13 +19,15 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, SingleDeviceSharding
 
-from attnsuite.backends import Backend, Target, registry, support
-from attnsuite.backends.contract import BackendWithRoles, CompilesKernels, KernelBuild
+from attnsuite.backends import AttentionSpec, Backend, Target, registry, support
+from attnsuite.backends.contract import BackendWithRoles
 from attnsuite.backends.dealing import Sharded
+from attnsuite.backends.tunable import CompilesKernels, KernelBuild
 
 from ..cell import Outcome
 from ..kinds.attention import OpCase, spec_of
 from ..kinds.model import ModelCase
+from ..measure import lint
 from ..record import Kernel
 from . import slices, topologies
 from .programs import AbstractProgram, attention_specs, model_program, op_program, resolutions, role_program
@@ -79,7 +81,7 @@ def compile_cell(case: OpCase | ModelCase, backend_name: str, target: Target) ->
         if absent is not None:
             return _refused(absent, error=NO_COMPILER)
         program = _program(case, backend, target, role or None, options or {})
-        return judged_size(compile_program(program, topologies.device(target)), target)
+        return judged_size(compile_program(program, topologies.device(target), spec=_one_call(case)), target)
     except Exception as error:  # noqa: BLE001 (whatever the compiler raises is what this cell is about)
         return rejected(error)
 
@@ -107,11 +109,13 @@ def _slice_cell(case: OpCase | ModelCase, backend: Backend, target: Target) -> O
         return rejected(error)
 
 
-def compile_program(program: AbstractProgram, device: Any, mesh: Mesh | None = None) -> Outcome:
+def compile_program(
+    program: AbstractProgram, device: Any, mesh: Mesh | None = None, spec: AttentionSpec | None = None
+) -> Outcome:
     """Lower and compile for ``device``: the seconds of both steps, and the compiler's sizes in bytes (of one device).
 
-    With a ``mesh`` the program is for all its devices, and its arguments carry their shardings. Raises the compiler's
-    error.
+    With a ``mesh`` the program is for all its devices, and its arguments carry their shardings. The text of a program
+    that computes only attention ``spec`` is read. Raises the compiler's error.
     """
     arguments = program.arguments
     if mesh is None:
@@ -125,7 +129,16 @@ def compile_program(program: AbstractProgram, device: Any, mesh: Mesh | None = N
         middle = time.perf_counter()
         compiled = lowered.compile()
     end = time.perf_counter()
-    return Outcome(lower_seconds=middle - start, compile_seconds=end - middle, memory=_sizes(compiled))
+    return Outcome(
+        lower_seconds=middle - start,
+        compile_seconds=end - middle,
+        memory=_sizes(compiled),
+        program=None if spec is None else lint.read(compiled.as_text() or "", spec),
+    )
+
+
+def _one_call(case: OpCase | ModelCase) -> AttentionSpec | None:
+    return spec_of(case) if isinstance(case, OpCase) else None
 
 
 def _platform(device: Any) -> str:
@@ -187,7 +200,7 @@ def _around(
     if absent is not None:
         return dataclasses.replace(kernels, notes=(absent,))
     try:
-        outcome = compile_program(_program(case, backend, target), topologies.device(target))
+        outcome = compile_program(_program(case, backend, target), topologies.device(target), spec=_one_call(case))
     except ImportError as error:  # what puts the kernels into XLA's program (jax-triton)
         return dataclasses.replace(kernels, notes=(" ".join(str(error).split()),))
     except Exception as error:  # noqa: BLE001 (as above)

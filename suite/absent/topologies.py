@@ -16,6 +16,7 @@ from attnsuite.backends.devices import NVIDIA_GPUS, TPUS
 
 # Without these libtpu asks a metadata server and its own chip for the topology, and takes a lock.
 ENVIRONMENT = {
+    "TPU_LOG_DIR": "disabled",  # libtpu would write to /tmp/tpu_logs, whatever TMPDIR says
     "JAX_PLATFORMS": "cpu",
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
@@ -24,15 +25,26 @@ ENVIRONMENT = {
 
 KINDS = (*TPUS, *NVIDIA_GPUS)
 
-_MODULES = {"tpu": ("libtpu", "tpu"), "cuda": ("jax_cuda12_plugin", "compile-cuda")}
+# The modules of each compiler, and the extra that brings them. Of JAX's CUDA plugin, XLA itself is the second part.
+_MODULES = {
+    "tpu": (("libtpu",), "tpu"),
+    "cuda": (("jax_cuda12_plugin", "jax_plugins.xla_cuda12"), "compile-cuda"),
+}
 
 
 def missing(target: Target) -> str | None:
     """A sentence with the line that installs the compiler for ``target``; None where the compiler is installed."""
-    module, extra = _MODULES[target.platform]
-    if util.find_spec(module) is not None:
+    modules, extra = _MODULES[target.platform]
+    if all(map(_is_installed, modules)):
         return None
     return f"the compiler for {target} is not installed; install it with: pip install 'attnsuite[{extra}]'."
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return util.find_spec(module) is not None
+    except ModuleNotFoundError:  # not even the package that the module would be in
+        return False
 
 
 def device(target: Target) -> Any:

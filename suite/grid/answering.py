@@ -2,6 +2,7 @@
 
 Only the protocol writes to the process's real stdout; output of libraries goes to stderr. When stdin ends, the parent
 is gone. The process then exits at once, even in the middle of a computation, so that a killed run leaves no orphans.
+A copy of the process that a plug-in forked does not answer: its answer would be taken for that of the next request.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -25,6 +27,7 @@ def answer_requests(answer: Callable[[dict[str, Any]], Any]) -> NoReturn:
     sys.stdout.flush()
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
+    asked = os.getpid()
     requests: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(requests,), daemon=True).start()
     while True:
@@ -32,6 +35,8 @@ def answer_requests(answer: Callable[[dict[str, Any]], Any]) -> NoReturn:
             reply = json.dumps({"ok": answer(requests.get())}, allow_nan=False)
         except Exception as error:  # noqa: BLE001 (whatever a backend raises becomes this cell's record)
             reply = json.dumps(_failure(error))
+        if os.getpid() != asked:
+            os._exit(0)
         replies.write(reply + "\n")
         replies.flush()
 
@@ -49,4 +54,6 @@ def _failure(error: Exception) -> dict[str, Any]:
 def _read(requests: queue.SimpleQueue[dict[str, Any]]) -> None:
     for line in sys.stdin:
         requests.put(json.loads(line))
+    if os.getpgrp() == os.getpid():  # what a plug-in forked ends too
+        os.killpg(0, signal.SIGKILL)
     os._exit(0)

@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol
 from ..cell import Cell
 from ..record import Environment, Record
 from ..store import GridManifest, Manifest, RunStore
-from .executors import Watcher
+from .executors import Limits, Watcher
 
 
 class GridWatcher(Watcher, Protocol):
@@ -26,6 +26,42 @@ class GridWatcher(Watcher, Protocol):
 
     def done(self, record: Record) -> None:
         """A cell has its record, and the record is on the disk."""
+        ...
+
+
+class Grid(Protocol):
+    """The cells of a verb, wherever they are computed. Data: nodes of a fleet get a copy."""
+
+    @property
+    def suite(self) -> str:
+        """What the records name as their suite."""
+        ...
+
+    @property
+    def out(self) -> Path:
+        """The directory of the records."""
+        ...
+
+    @property
+    def resume(self) -> bool:
+        """Whether the directory holds a part of the grid already."""
+        ...
+
+    @property
+    def limits(self) -> Limits:
+        """What a cell may use."""
+        ...
+
+    def look(self) -> tuple[Environment, list[Cell]]:
+        """What this machine is, and the cells of the grid on it. Raises InputError."""
+        ...
+
+    def manifest(self, environment: Environment) -> Manifest:
+        """The identity of the grid."""
+        ...
+
+    def compute(self, cells: Sequence[Cell], environment: Environment, watcher: Watcher) -> Iterator[Record]:
+        """The records of these cells, computed on this machine."""
         ...
 
 
@@ -52,18 +88,39 @@ def keep(
     ``more`` counts the cells that ``compute`` may find beside those that it is given. Raises InputError before anything
     is computed if the directory holds another grid.
     """
+
+    def one_by_one(missing: list[Cell]) -> Iterator[tuple[Record]]:
+        return ((record,) for record in compute(missing))
+
+    return keep_together(store, manifest, cells, one_by_one, watcher, more=more)
+
+
+def keep_together(
+    store: RunStore,
+    manifest: Manifest,
+    cells: Sequence[Cell],
+    compute: Callable[[list[Cell]], Iterable[Sequence[Record]]],
+    watcher: GridWatcher,
+    *,
+    more: int = 0,
+) -> tuple[Record, ...]:
+    """As :func:`keep`, where ``compute`` yields records that are kept all or none: those of a case."""
     store.settle(manifest)
     finished = store.finished()
     missing = [cell for cell in cells if cell.key not in finished]
     watcher.begin(len(cells) + more, len(cells) - len(missing))
-    for record in compute(missing):
-        store.append([record])
-        watcher.done(record)
+    for records in compute(missing):
+        store.append(records)
+        for record in records:
+            watcher.done(record)
     return store.records
 
 
 def identity(
-    verb: Literal["sharded", "tune", "curves"], asked: Mapping[str, Any], target: str, found: Environment
+    verb: Literal["sharded", "tune", "curves", "selftest", "judge"],
+    asked: Mapping[str, Any],
+    target: str,
+    found: Environment,
 ) -> GridManifest:
     """The manifest of a grid: the flags that asked for it, and the place where it is computed."""
     return GridManifest(

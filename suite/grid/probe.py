@@ -27,9 +27,15 @@ _DOCTOR_CASES = {
     "decode step": OpCase(kind="op_decode", sequence=1024, kv_heads=2, dtype="bfloat16"),
 }
 
+# A device of each platform: doctor groups the backends by those that they are for.
+_DOCTOR_DEVICES = {"CPU": Target("cpu"), "NVIDIA GPU": Target("cuda", "h100"), "TPU": Target("tpu", "v5e")}
+
 
 def examine() -> dict[str, Any]:
-    """The content of ``doctor``: the environment, each backend's mode or reasons in each problem, and broken kinds."""
+    """The content of ``doctor``: the environment, each backend's mode or reasons in each problem, and broken kinds.
+
+    A backend's ``devices`` are the platforms where it takes one of the problems natively, as it is installed here.
+    """
     target = Target.here()
     found = []
     for name in registry.names():
@@ -39,5 +45,9 @@ def examine() -> dict[str, Any]:
             answers = {mode: support(backend, spec_of(case), target, mode) for mode in ("native", "interpret")}
             mode = next((mode for mode, answer in answers.items() if answer), None)
             problems[label] = {"mode": mode, "reasons": list(answers["native"].reasons)}
-        found.append({"name": name, "exact": backend.exact, "problems": problems})
+        specs = [spec_of(case) for case in _DOCTOR_CASES.values()]
+        devices = [
+            label for label, device in _DOCTOR_DEVICES.items() if any(support(backend, spec, device) for spec in specs)
+        ]
+        found.append({"name": name, "exact": backend.exact, "devices": devices, "problems": problems})
     return {"environment": environment.describe(), "backends": found, "kinds": list(kinds.faults())}

@@ -1,7 +1,9 @@
 """A worker process as its parent handles it: send a request, wait within limits, kill.
 
 Time is limited per request. Memory is limited by watching the process's resident size. A process over a limit is killed
-and becomes ``timeout`` or ``oom``. A process that dies becomes ``crashed``, with the signal's name.
+and becomes ``timeout`` or ``oom``. A process that dies becomes ``crashed``, with the signal's name. Time for which the
+watching process was stopped (Ctrl-Z, a suspended job) counts toward no limit, because the worker may have been stopped
+with it.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ import psutil
 from ..errors import CellFailure, InputError
 
 _POLL_SECONDS = 0.05
+_STOPPED_SECONDS = 1.0  # a poll that takes longer than this: this process was stopped
 _JOIN_SECONDS = 600.0
 # GPUs and TPUs multiply float32 in fewer bits unless told otherwise; a float32 cell is judged as float32.
 _ENVIRONMENT = {
@@ -44,7 +47,8 @@ _LIKELY_OUT_OF_MEMORY = 0.5  # killed from outside while above this share of its
 class Worker:
     """One worker process with a memory limit in bytes. Use as a context manager, or call :meth:`close`.
 
-    ``environment`` is added to this process's own variables.
+    ``environment`` is added to this process's own variables. ``slept`` counts the seconds for which this process was
+    stopped while it waited for answers.
     """
 
     def __init__(self, memory_limit: int, environment: Mapping[str, str] | None = None) -> None:
@@ -61,6 +65,7 @@ class Worker:
         self._buffer = b""
         self._resident = 0
         self._closed = False
+        self.slept = 0.0
 
     def __enter__(self) -> Self:
         return self
@@ -76,11 +81,10 @@ class Worker:
         If the process does not answer, it is killed and CellFailure (oom, timeout, crashed) is raised. Raises
         InputError if the process answers that the user's input cannot be used.
         """
-        deadline = time.monotonic() + seconds
         with contextlib.suppress(BrokenPipeError):  # its end shows when the answer is read
             self._stdin.write(json.dumps(request).encode() + b"\n")
             self._stdin.flush()
-        reply = self._read_line(deadline, seconds)
+        reply = self._read_line(seconds)
         try:
             answer = json.loads(reply)
         except ValueError as error:
@@ -124,27 +128,35 @@ class Worker:
     def _stdout(self) -> Any:
         return self._process.stdout
 
-    def _read_line(self, deadline: float, seconds: float) -> bytes:
+    def _read_line(self, seconds: float) -> bytes:
+        awake, before = 0.0, time.monotonic()
         with selectors.DefaultSelector() as selector:
             selector.register(self._stdout, selectors.EVENT_READ)
             while b"\n" not in self._buffer:
-                if selector.select(_POLL_SECONDS):
-                    part = os.read(self._stdout.fileno(), 1 << 16)
-                    if not part:
-                        raise self._death()
-                    self._buffer += part
-                self._check_limits(deadline, seconds)
+                ready = selector.select(_POLL_SECONDS)
+                passed = time.monotonic() - before
+                before += passed
+                if passed > _STOPPED_SECONDS:
+                    self.slept += passed
+                else:
+                    awake += passed
+                # What the worker forked may hold the pipe open after the worker's end.
+                part = os.read(self._stdout.fileno(), 1 << 16) if ready else b""
+                if not part and (ready or self._process.poll() is not None):
+                    raise self._death()
+                self._buffer += part
+                self._check_limits(awake, seconds)
         line, _, self._buffer = self._buffer.partition(b"\n")
         return line
 
-    def _check_limits(self, deadline: float, seconds: float) -> None:
+    def _check_limits(self, awake: float, seconds: float) -> None:
         with contextlib.suppress(psutil.Error):
             self._resident = psutil.Process(self._process.pid).memory_info().rss
         if self._resident > self._limit:
             self.close()
             used, limit = self._resident / 2**30, self._limit / 2**30
             raise CellFailure("oom", f"the cell held {used:.2f} GiB, and the limit is {limit:.2f} GiB (--cell-memory).")
-        if time.monotonic() > deadline and b"\n" not in self._buffer:
+        if awake > seconds and b"\n" not in self._buffer:
             self.close()
             raise CellFailure("timeout", f"no answer within {seconds:g} s (--cell-timeout).")
 

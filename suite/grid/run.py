@@ -23,13 +23,15 @@ from ..kinds import kind_of, make_case, problem_of
 from ..kinds.kascade.methods import METHODS, SWEPT
 from ..kinds.kascade.words import KascadeWords, applied
 from ..measure.memory import machine_bytes
+from ..measure.speed import Sampling
 from ..model_suite import ModelSuiteWords, model_suite
 from ..model_suite import rows as model_suite_rows
-from ..names import known_backend, names_of
+from ..names import names_of
+from ..own import digests, is_reference, own_or_known
 from ..peers import PEERS
 from ..record import Environment, Machine, Record
 from ..store import GridManifest, RunManifest, RunStore, TextIdentity, read_manifest
-from ..suites import SUITES, Suite, find_suite, select
+from ..suites import SUITES, Shard, Suite, find_suite, parse_shard, select
 from .executors import Limits, RunContext, Watcher, is_measured, refused, run_case
 from .keeping import GridWatcher, keep, opened
 from .process import Worker
@@ -47,7 +49,8 @@ class RunRequest:
     """What to run, checked. ``text`` is a file for perplexity, or None for the text that ships.
 
     ``file`` is the path of the suite's file as it was given; None for a named suite. ``profile`` is a directory for
-    profiles of the timed cells.
+    profiles of the timed cells. ``sample_seconds`` is how long each cell is sampled; None for ten samples or a second.
+    ``shard`` is the part of the asked cases that ``cases`` holds; None for all of them.
     """
 
     suite: str
@@ -61,7 +64,9 @@ class RunRequest:
     words: KascadeWords = dataclasses.field(default_factory=KascadeWords)
     checkpoint: ModelSuiteWords | None = None
     file: str | None = None
+    shard: Shard | None = None
     profile: Path | None = None
+    sample_seconds: float | None = None
 
 
 def new_request(
@@ -72,6 +77,7 @@ def new_request(
     out: Path,
     limits: Limits,
     words: KascadeWords = KascadeWords(),  # noqa: B008 (frozen)
+    shard: Shard | None = None,
 ) -> RunRequest:
     """The request of these flags. Raises InputError with one sentence for a name that does not exist."""
     asked = None if backends is None else names_of(backends, "--backends")
@@ -85,12 +91,13 @@ def new_request(
         asked = list(SWEPT)  # the other rows do not depend on what is swept
     return RunRequest(
         suite=found.name,
-        cases=found.cases if cases is None else select(found.cases, names_of(cases, "--cases")),
+        cases=_chosen(found.cases, cases, shard),
         backends=_rows(found) if asked is None else _known(asked, found.cases),
         all_cores=found.all_cores,
         words=words,
         checkpoint=suite if isinstance(suite, ModelSuiteWords) else None,
         file=suite if isinstance(suite, str) and suite not in SUITES else None,
+        shard=shard,
         text=None if text is None else checked_text(text),
         out=out,
         resume=False,
@@ -99,7 +106,13 @@ def new_request(
 
 
 def resumed_request(
-    suite: str | None, backends: str | None, cases: str | None, text: TextFile | None, out: Path, limits: Limits
+    suite: str | None,
+    backends: str | None,
+    cases: str | None,
+    text: TextFile | None,
+    out: Path,
+    limits: Limits,
+    shard: Shard | None = None,
 ) -> RunRequest:
     """The request of the run in ``out``. Raises InputError where the given flags ask for something else."""
     manifest = read_manifest(out)
@@ -108,6 +121,10 @@ def resumed_request(
         raise InputError(f"{out} holds what {command} wrote; go on with {command} --resume --out {out}.")
     if not isinstance(manifest, RunManifest):
         raise InputError(f"{out} holds what was compiled, which is not resumed: ask for the same in another --out.")
+    if yours := [name for name in manifest.backends if is_reference(name)]:
+        raise InputError(
+            f"the run in {out} timed code of yours ({', '.join(yours)}), which may have changed since; start a new run."
+        )
     try:
         kept = RunRequest(
             suite=manifest.suite,
@@ -117,6 +134,7 @@ def resumed_request(
             words=typed.convert(manifest.kascade, KascadeWords),
             checkpoint=None if manifest.checkpoint is None else typed.convert(manifest.checkpoint, ModelSuiteWords),
             file=manifest.file,
+            shard=None if manifest.shard is None else parse_shard(manifest.shard),
             text=text or _text_of(manifest.text),
             out=out,
             resume=True,
@@ -126,9 +144,12 @@ def resumed_request(
         said = str(error).rstrip(".")
         raise InputError(f"the run in {out} was written by another version ({said}); start a new one.") from error
     pool = kept.cases if suite is None else applied(kept.words, find_suite(suite).cases)
+    # The cases that were begun are a shard already. Of a suite that is named again, the shard is taken again.
+    again = None if suite is None else kept.shard
     asked = {
+        "shard": kept.shard if shard is None else shard,
         "suite": kept.suite if suite is None else find_suite(suite).name,
-        "cases": pool if cases is None else select(pool, names_of(cases, "--cases")),
+        "cases": _chosen(pool, cases, again),
         "backends": kept.backends if backends is None else _known(names_of(backends, "--backends"), kept.cases),
     }
     for name, value in asked.items():
@@ -146,23 +167,29 @@ def execute(request: RunRequest, watcher: GridWatcher) -> None:
     """Measure every cell that has no record yet. Raises InputError before anything is measured."""
     with opened(request.out, watcher, resume=request.resume) as store:
         watcher.doing("", "", "looking at the machine")
-        environment, cells = _probe(request)
+        environment, cells = probe(request)
 
         def compute(missing: Sequence[Cell]) -> Iterator[Record]:
-            context = RunContext(
-                suite=request.suite,
-                limits=request.limits,
-                environment={**environment, "machine": _machine(store, watcher), "session": uuid.uuid4().hex[:12]},
-                text=None if request.text is None else request.text.resolved(),
-                watcher=watcher,
-                profile=request.profile,
-            )
+            context = context_of(request, {**environment, "machine": _machine(store, watcher)}, watcher)
             with contextlib.closing(References(request.limits.seconds, context.text)) as references:
                 for case in request.cases:
                     members = [cell for cell in missing if cell.case == case.name]
-                    yield from _case_records(case, members, request.backends, references, context)
+                    yield from case_records(case, members, request.backends, references, context)
 
-        keep(store, _identity(request, environment), cells, compute, watcher)
+        keep(store, identity(request, environment, len(cells)), cells, compute, watcher)
+
+
+def context_of(request: RunRequest, environment: Environment, watcher: Watcher) -> RunContext:
+    """What the cells of a run share on one machine: they are of one session."""
+    return RunContext(
+        suite=request.suite,
+        limits=request.limits,
+        environment={**environment, "session": uuid.uuid4().hex[:12]},
+        text=None if request.text is None else request.text.resolved(),
+        watcher=watcher,
+        sampling=Sampling() if request.sample_seconds is None else Sampling.lasting(request.sample_seconds),
+        profile=request.profile,
+    )
 
 
 def checked_text(text: TextFile) -> TextFile:
@@ -183,16 +210,18 @@ def checked_text(text: TextFile) -> TextFile:
     return text
 
 
-def _case_records(
+def case_records(
     case: Case, cells: Sequence[Cell], rows: Sequence[str], references: References, context: RunContext
 ) -> Iterable[Record]:
+    """The records of a case's cells: the refused ones first, then those that are measured together."""
     running = [cell for cell in cells if is_measured(cell, rows)]
     yield from (refused(cell, context) for cell in cells if cell not in running)
     if running:
         yield from run_case(case, running, references, context)
 
 
-def _probe(request: RunRequest) -> tuple[Environment, list[Cell]]:
+def probe(request: RunRequest) -> tuple[Environment, list[Cell]]:
+    """What this machine is, and the cells of the run on it. Raises InputError."""
     question = {
         "do": "probe",
         "cases": [problem_of(case) for case in request.cases],
@@ -205,13 +234,21 @@ def _probe(request: RunRequest) -> tuple[Environment, list[Cell]]:
             answer = worker.ask(question, _PROBE_SECONDS)
         except CellFailure as failure:
             raise InputError(f"JAX does not start on this machine: {failure.message}") from failure
+    if own := digests(request.backends):
+        answer["environment"]["own"] = own
     try:
         return typed.convert(answer["environment"], Environment), typed.convert(answer["cells"], list[Cell])
     except ValueError as error:
         raise InputError(f"what this machine says of itself cannot be recorded: {error}.") from error
 
 
-def _identity(request: RunRequest, environment: Mapping[str, Any]) -> RunManifest:
+def _chosen(pool: tuple[Case, ...], patterns: str | None, shard: Shard | None) -> tuple[Case, ...]:
+    """The cases whose names match the patterns, and of these the shard."""
+    matching = pool if patterns is None else select(pool, names_of(patterns, "--cases"))
+    return matching if shard is None else shard.select(matching)
+
+
+def identity(request: RunRequest, environment: Mapping[str, Any], cells: int) -> RunManifest:
     """The identity of this run; that of a resumed run must be equal."""
     return RunManifest(
         suite=request.suite,
@@ -222,6 +259,8 @@ def _identity(request: RunRequest, environment: Mapping[str, Any]) -> RunManifes
         checkpoint=None if request.checkpoint is None else request.checkpoint.as_json(),
         text=None if request.text is None else _text_identity(request.text),
         file=request.file,
+        shard=None if request.shard is None else str(request.shard),
+        cells=cells,
         **{name: environment[name] for name in ("versions", "source", "git_revision", "target", "flags")},
     )
 
@@ -235,13 +274,18 @@ def _machine(store: RunStore, watcher: Watcher) -> Machine:
         except ValueError as error:
             raise InputError(f"{path}: {error}; remove it, and the machine is measured again.") from error
     watcher.doing("", "", "measuring matmul peak and copy bandwidth")
+    found = measured_machine()
+    store.write_json(MACHINE, dict(found))
+    return found
+
+
+def measured_machine() -> Machine:
+    """The ceilings of this machine, measured now. Raises InputError."""
     with Worker(machine_bytes()) as worker:
         try:
-            found = worker.ask({"do": "machine"}, _PROBE_SECONDS)
+            return worker.ask({"do": "machine"}, _PROBE_SECONDS)
         except CellFailure as failure:
             raise InputError(f"this machine's peak cannot be measured: {failure.message}") from failure
-    store.write_json(MACHINE, found)
-    return found
 
 
 def _text_of(kept: TextIdentity | None) -> TextFile | None:
@@ -268,5 +312,5 @@ def _rows(suite: Suite) -> tuple[str, ...]:
 def _known(wanted: Sequence[str], cases: Sequence[Case] = ()) -> tuple[str, ...]:
     own = {row for case in cases for row in kind_of(case.kind).rows(case)}
     return tuple(
-        dict.fromkeys(name if name in METHODS or name in own else known_backend(name, PEERS) for name in wanted)
+        dict.fromkeys(name if name in METHODS or name in own else own_or_known(name, PEERS) for name in wanted)
     )

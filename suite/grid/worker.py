@@ -22,6 +22,7 @@ from ..errors import CellFailure
 from ..kinds import kind_of, make_case
 from ..measure import machine
 from ..measure.profile import profile
+from ..own import register_own
 from . import probe
 from .answering import answer_requests
 
@@ -55,6 +56,12 @@ def _unprepared() -> float:
     raise CellFailure("crashed", "this cell has nothing that can be sampled.")
 
 
+def _probed(asked: dict[str, Any]) -> Any:
+    register_own(asked["backends"])
+    cases, rows = tuple(map(make_case, asked["cases"])), tuple(asked["backends"])
+    return probe.probe(Asked(rows=rows, cases=cases, text=_text(asked), all_cores=asked["all_cores"]))
+
+
 def _tuned(asked: dict[str, Any]) -> list[dict[str, Any]]:
     from .. import tuning  # noqa: PLC0415 (a cell's process starts without flax, which the tuner imports)
 
@@ -71,6 +78,18 @@ def _compiled(asked: dict[str, Any]) -> dict[str, Any]:
     return dataclasses.asdict(compilation.compile_cell(_case(asked), asked["backend"], target))
 
 
+def _looked(asked: dict[str, Any]) -> dict[str, Any]:
+    from .. import conformance_worker  # noqa: PLC0415 (no other cell needs the conformance suite)
+
+    return conformance_worker.look(asked["backends"])
+
+
+def _judged(asked: dict[str, Any]) -> dict[str, Any]:
+    from .. import conformance_worker  # noqa: PLC0415 (as above)
+
+    return conformance_worker.answer(asked)
+
+
 def _case(asked: dict[str, Any]) -> Any:
     return make_case(asked["case"])
 
@@ -85,6 +104,10 @@ def _text(request: dict[str, Any]) -> TextFile | None:
 
 def _prepare(request: dict[str, Any]) -> Prepared:
     asked: Cell = typed.convert(request["cell"], Cell)
+    here = str(Target.here())
+    if here.partition(":")[0] != asked.target.partition(":")[0]:  # JAX computes on the CPU where it finds no device
+        raise CellFailure("crashed", f"the cell is for {asked.target}, and JAX now finds {here}: the device is gone.")
+    register_own([asked.row])
     reference = request["reference"]
     means = Means(
         reference=None if reference is None else Path(reference),
@@ -96,20 +119,15 @@ def _prepare(request: dict[str, Any]) -> Prepared:
 
 # The requests that keep no state.
 _ANSWERS: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "probe": lambda asked: probe.probe(
-        Asked(
-            rows=tuple(asked["backends"]),
-            cases=tuple(map(make_case, asked["cases"])),
-            text=_text(asked),
-            all_cores=asked["all_cores"],
-        )
-    ),
+    "probe": _probed,
     "machine": lambda _: machine.measure_machine(),
     "doctor": lambda _: probe.examine(),
     "reference": lambda asked: kind_of(asked["case"]["kind"]).write_reference(
         _case(asked), Path(asked["path"]), _text(asked)
     ),
     "tune": _tuned,
+    "look": _looked,
+    "judge": _judged,
     "compile": _compiled,
     # Returns when all processes are there.
     "join": lambda asked: jax.distributed.initialize(

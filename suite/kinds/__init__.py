@@ -29,6 +29,7 @@ ENTRY_POINT_GROUP = "attnsuite.kinds"
 # In the order of a report's tables.
 BUILT_IN = (
     "attention:ATTENTION",
+    "block:BLOCK",
     "model:MODEL",
     "text:TEXT",
     "retrieval:RETRIEVAL",
@@ -37,11 +38,12 @@ BUILT_IN = (
     "loss_curve:LOSS_CURVE",
     "sharded:SHARDED",
     "tuning:TUNING",
+    "conformance:CONFORMANCE",
 )
 
 
 @functools.cache
-def _built_in() -> Mapping[str, Kind]:
+def built_in() -> Mapping[str, Kind]:
     """Each kind that ships here, under every name that its records have."""
     found: dict[str, Kind] = {}
     for reference in BUILT_IN:
@@ -55,19 +57,19 @@ def _built_in() -> Mapping[str, Kind]:
 def _entry_points() -> Mapping[str, metadata.EntryPoint]:
     """Entries of other packages by name. An entry cannot replace a kind that ships here."""
     found = {entry.name: entry for entry in metadata.entry_points(group=ENTRY_POINT_GROUP)}
-    return {name: found[name] for name in sorted(found) if name not in _built_in()}
+    return {name: found[name] for name in sorted(found) if name not in built_in()}
 
 
 def names() -> tuple[str, ...]:
     """Every kind of record: those that ship here in the order of the tables, then the others by alphabet."""
-    return (*_built_in(), *_entry_points())
+    return (*built_in(), *_entry_points())
 
 
 @functools.cache
 def kind_of(name: str) -> Kind:
     """The kind of a record or case. Raises InputError for an unknown name, and for a package that does not load."""
-    if name in _built_in():
-        return _built_in()[name]
+    if name in built_in():
+        return built_in()[name]
     if name not in _entry_points():
         raise InputError(f"kind = {typed.given(name)} is not a kind of case; use one of {', '.join(names())}.")
     entry = _entry_points()[name]

@@ -41,11 +41,12 @@ def make_inputs(case: OpCase) -> Inputs:
         key=draw(case.sequence, case.kv_heads, case.head_dim),
         value=draw(case.sequence, case.kv_heads, value_dim),
         d_out=draw(case.query_length, case.heads, value_dim),
-        layout=_layout(case),
+        layout=layout_of(case),
     )
 
 
-def _layout(case: OpCase) -> Layout:
+def layout_of(case: OpCase) -> Layout:
+    """The position of a decode step, or the documents of a packed sequence."""
     if case.kind == "op_decode":
         last = jnp.full((case.batch, 1), case.sequence - 1, jnp.int32)
         return Layout(query_positions=last) if case.causal else Layout()

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import jax
 import numpy as np
 
+from attnsuite.backends import Target
+
 from .. import peers
 from ..cell import Asked, Cell, Means, Prepared
 from ..errors import InputError
@@ -122,26 +124,29 @@ class Model(Kind):
         with jax.default_matmul_precision("highest"):
             wide = model_program.judged_program(case, model.with_config(dtype="float32"), "standard")
             expected = jax.jit(wide.function)(*wide.arguments)
-        own = model_program.judged_program(case, model, "standard")
-        standard = jax.jit(own.function)(*own.arguments)
+        standard = expected
+        # A CPU multiplies float32 in float32 whatever the precision: the same program.
+        if case.dtype != "float32" or Target.here().platform != "cpu":
+            own = model_program.judged_program(case, model, "standard")
+            standard = jax.jit(own.function)(*own.arguments)
         arrays = {name: np.asarray(tensor, np.float32) for name, tensor in expected.items()}
         arrays |= {_STANDARD + name: np.asarray(tensor, np.float32) for name, tensor in standard.items()}
         np.savez(path, allow_pickle=False, **arrays)
 
     def prepare(self, cell: Cell, case: ModelCase, means: Means) -> Prepared:
-        """Judge the outputs of the judged program, then make the timed one ready."""
+        """Make the timed program ready and judge its outputs; of a train step, those of the judged program."""
         from . import model_program  # noqa: PLC0415
 
         model = model_program.open_model(case)
         is_peer = cell.row in peers.PEERS
-        program = peers.program(cell.row, case) if is_peer else None
-        judged = program or model_program.judged_program(case, model, cell.row)
-        errors = {}
-        if means.reference is not None:
-            errors = judge_model(case, execution.outputs_of(judged), means.reference)
-        del judged
-        program = program or model_program.model_program(case, model, cell.row)
-        _, sample, outcome = execution.execute(program, means)
+        program = peers.program(cell.row, case) if is_peer else model_program.model_program(case, model, cell.row)
+        outputs, sample, outcome = execution.execute(program, means)
+        if not is_peer and case.kind == "model_train":
+            del outputs  # the next weights, in which a gradient cannot be judged
+            outputs = execution.outputs_of(model_program.judged_program(case, model, cell.row))
+        elif not is_peer:
+            outputs = model_program.judged_outputs(outputs)
+        errors = {} if means.reference is None else judge_model(case, outputs, means.reference)
         outcome = dataclasses.replace(
             outcome,
             flops=model_program.model_flops(case, model.config),

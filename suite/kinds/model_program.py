@@ -110,7 +110,12 @@ def judged_program(case: ModelCase, model: Transformer, backend: str) -> Program
 
         return Program(judged, (model.arrays(), case_tokens(case, model.config)))
     program = model_program(case, model, backend)
-    return Program(lambda *arguments: {"logits": program.function(*arguments)[0]}, program.arguments)
+    return Program(lambda *arguments: judged_outputs(program.function(*arguments)), program.arguments)
+
+
+def judged_outputs(outputs: Any) -> dict[str, Any]:
+    """What is judged of the outputs of a prefill or a decode: the logits, without the cache."""
+    return {"logits": outputs[0]}
 
 
 def model_tokens(case: ModelCase) -> int:

@@ -24,7 +24,7 @@ from ..record import Environment
 from .memory import machine_bytes
 
 DISTRIBUTION = "attnsuite"
-_ROOMS = ("backends", "models", "suite")
+_ROOMS = ("backends", "models", "suite", "testing")
 _COMPILERS = ("libtpu", "jax-cuda12-plugin")
 _PACKAGES = (
     "jax",
@@ -37,6 +37,7 @@ _PACKAGES = (
     "triton",
     "kvax",
     "jax-triton",
+    "llvmlite",
     *_COMPILERS,
     "torch",
     "transformers",
@@ -50,6 +51,7 @@ _FLAGS = (
     "LIBTPU_INIT_ARGS",
     "OMP_NUM_THREADS",
     "CUDA_VISIBLE_DEVICES",
+    "ATTNSUITE_POLICY",
 )
 _GIT_SECONDS = 10.0
 
@@ -92,10 +94,11 @@ def flags() -> dict[str, str]:
 
 
 def source_digest() -> str:
-    """Digest of this project's Python files. It differs between two trees with the same version or revision."""
+    """Digest of this project's Python files and tuned options, which two trees of one version may differ in."""
     digest = hashlib.sha256()
     package = Path(attnsuite.__file__).parent
-    for path in sorted([*package.glob("*.py"), *(path for room in _ROOMS for path in (package / room).rglob("*.py"))]):
+    rooms = [path for room in _ROOMS for path in (package / room).rglob("*.py")]
+    for path in sorted([*package.glob("*.py"), *rooms, *package.glob("backends/*.json")]):
         digest.update(str(path.relative_to(package)).encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]

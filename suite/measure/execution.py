@@ -8,12 +8,13 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 
-from attnsuite.backends import Target
+from attnsuite.backends import AttentionSpec, Target
 
 from ..cell import Means, Outcome
 from ..errors import CellFailure
-from . import judge, memory, speed
+from . import judge, lint, memory, speed
 from .program import Program
 
 
@@ -24,11 +25,14 @@ def outputs_of(program: Program) -> Any:
     return jax.jit(program.function)(*program.arguments)
 
 
-def execute(program: Program, means: Means, devices: int = 1) -> tuple[Any, Callable[[], float], Outcome]:
+def execute(
+    program: Program, means: Means, devices: int = 1, spec: AttentionSpec | None = None
+) -> tuple[Any, Callable[[], float], Outcome]:
     """The outputs, a function that takes a sample, and what was measured on the way.
 
-    The program runs once for its memory, and once more if it took less than a second. Raises CellFailure where it needs
-    more memory than its limit.
+    The program runs once for its memory, and once more if it took less than a second; ``repeats`` says whether the
+    second run gave the same bits. The text of a program that computes only attention ``spec`` is read. Raises
+    CellFailure where the program needs more memory than its limit.
     """
     if program.arrays is None:
         compiled = speed.compile_program(program.function, program.arguments)
@@ -45,8 +49,12 @@ def execute(program: Program, means: Means, devices: int = 1) -> tuple[Any, Call
     start = time.perf_counter()
     outputs, used, method = memory.measure(compiled.call, program.arguments)
     seconds = time.perf_counter() - start
+    repeats = None
     if seconds < 1.0:  # the first call also pays for thread pools and page faults
-        seconds = speed.sample(compiled.call, program.arguments, 1)
+        start = time.perf_counter()
+        again = jax.block_until_ready(compiled.call(*program.arguments))
+        seconds = time.perf_counter() - start
+        repeats = None if program.arrays is not None else _same_bits(outputs, again)
     calls = speed.calls_per_sample(seconds)
     if program.arrays is not None:
         outputs = program.arrays(outputs)
@@ -56,8 +64,15 @@ def execute(program: Program, means: Means, devices: int = 1) -> tuple[Any, Call
         memory=sizes | used,
         memory_method=method,
         calls=calls,
+        program=None if spec is None or program.arrays is not None else lint.read(compiled.call.as_text(), spec),
+        repeats=repeats,
     )
     return outputs, lambda: speed.sample(compiled.call, program.arguments, calls), outcome
+
+
+def _same_bits(first: Any, second: Any) -> bool:
+    pairs = zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True)
+    return all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in pairs)
 
 
 def judged(outcome: Outcome, *, exact: bool) -> Outcome:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from ..statistics import FEWEST
 
 SAMPLE_SECONDS = 0.02  # a shorter call is repeated until a sample lasts about this long
 _MAX_CALLS = 1000
+_FEWEST_SLOW = 2  # samples of a slow cell: they tell at least whether a call takes the same time again
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,15 +33,29 @@ class Compiled:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sampling:
-    """When a cell has enough samples: ``minimum`` of them, or at least ``floor`` that last ``seconds`` together."""
+    """When a cell has enough samples: ``minimum`` of them, or at least ``floor`` that last ``seconds`` together.
+
+    Of a cell so slow that fewer samples last ``patience`` seconds, two are enough; they have no interval.
+    """
 
     minimum: int = 10
     seconds: float = 1.0
     floor: int = FEWEST
+    patience: float = 60.0
+
+    @classmethod
+    def lasting(cls, seconds: float) -> Sampling:
+        """Until the samples of a cell last ``seconds`` together, however many they are."""
+        return cls(minimum=sys.maxsize, seconds=seconds, patience=max(cls().patience, seconds))
 
     def enough(self, samples: Sequence[float], calls: int = 1) -> bool:
         """Whether these samples (seconds per call, of ``calls`` calls each) are enough."""
-        return len(samples) >= self.minimum or (len(samples) >= self.floor and sum(samples) * calls >= self.seconds)
+        count, lasted = len(samples), sum(samples) * calls
+        return (
+            count >= self.minimum
+            or (count >= self.floor and lasted >= self.seconds)
+            or (count >= _FEWEST_SLOW and lasted >= self.patience)
+        )
 
 
 def compile_program(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Compiled:

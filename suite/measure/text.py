@@ -6,9 +6,10 @@ which much attention goes) stands in front of every window and is not predicted.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -64,19 +65,18 @@ def reader_of(model: str, config: ModelConfig) -> Reader:
     """How ``model`` reads. Raises InputError for a checkpoint whose tokens are not bytes and that has no tokenizer."""
     directory = Path(model)
     if directory.is_dir() and any((directory / name).is_file() for name in (JSON, RANKS)):
-        try:
+        with _as_input():
             found = load_tokenizer(directory)
-        except ValueError as error:
-            raise InputError(str(error)) from error
+            front = tuple(found.encode(""))
         if found.vocab_size > config.vocab_size:
             raise InputError(
                 f"the tokenizer in {model!r} has {found.vocab_size} tokens, but the model {config.vocab_size}; they do "
                 "not belong together."
             )
-        front = tuple(found.encode(""))
 
         def encode(data: Bytes) -> Int[np.ndarray, " tokens"]:
-            tokens = found.encode(data.tobytes().decode("utf-8", errors="replace"))
+            with _as_input():
+                tokens = found.encode(data.tobytes().decode("utf-8", errors="replace"))
             return np.array(tokens[len(front) :] if tuple(tokens[: len(front)]) == front else tokens, np.int32)
 
         return Reader("tokens", encode, found.decode, front)
@@ -88,6 +88,15 @@ def reader_of(model: str, config: ModelConfig) -> Reader:
         f"model {model!r} has {config.vocab_size} tokens and no tokenizer beside it; text needs a byte-level model "
         f"({BYTE_VOCABULARY}), or {JSON} or {RANKS} in the checkpoint's directory."
     )
+
+
+@contextlib.contextmanager
+def _as_input() -> Iterator[None]:
+    """What is wrong with a tokenizer is wrong with the user's input."""
+    try:
+        yield
+    except ValueError as error:
+        raise InputError(str(error)) from error
 
 
 def unigram_bits(rows: Rows) -> float:

@@ -21,6 +21,7 @@ from . import mkl
 
 _OPS = ("op_forward", "op_forward_backward", "op_decode")
 _MODELS = ("model_prefill", "model_decode", "model_train")
+_MASKS = frozenset({"window_size", "documents"})
 # Fields by which a case asks for more than causal attention, with the value that asks for nothing.
 _NEUTRAL = {
     "window_size": None,
@@ -51,10 +52,17 @@ class Peer:
 PEERS = {
     peer.name: peer
     for peer in (
-        Peer(name="jax_nn", module="jax_nn", packages=(), kinds=_OPS, masks=frozenset({"window_size", "documents"})),
+        Peer(name="jax_nn", module="jax_nn", packages=(), kinds=_OPS, masks=_MASKS),
         Peer(name="tokamax", module="tokamax_chunked", packages=("tokamax",), kinds=_OPS),
-        Peer(name="torch", module="torch_sdpa", packages=("torch",), kinds=_OPS),
-        Peer(name="torch_unthrottled", module="torch_sdpa", packages=("torch",), kinds=_OPS, unthrottled=True),
+        Peer(name="torch", module="torch_sdpa", packages=("torch",), kinds=_OPS, masks=_MASKS),
+        Peer(
+            name="torch_unthrottled",
+            module="torch_sdpa",
+            packages=("torch",),
+            kinds=_OPS,
+            masks=_MASKS,
+            unthrottled=True,
+        ),
         Peer(name="transformers", module="torch_llama", packages=("torch", "transformers"), kinds=_MODELS),
         Peer(
             name="transformers_unthrottled",

@@ -9,7 +9,9 @@ import numpy as np
 import torch  # pyright: ignore[reportMissingImports]  (extra "peers")
 from torch.nn.functional import scaled_dot_product_attention  # pyright: ignore[reportMissingImports]
 
-from ..kinds.attention import OpCase
+from attnsuite.backends.contract import may_attend
+
+from ..kinds.attention import OpCase, spec_of
 from ..kinds.inputs import make_inputs
 from ..measure.program import Program
 
@@ -22,14 +24,18 @@ def program(case: OpCase) -> Program:
     )
     grouped = case.kv_heads != case.heads
     causal = case.causal and case.kind != "op_decode"  # one token at the end of its keys sees all of them
+    how: dict[str, Any] = {"is_causal": causal, "enable_gqa": grouped}
+    if case.window_size is not None or case.documents > 1:  # what is_causal does not say, as an array
+        mask = may_attend(spec_of(case), inputs.layout)
+        how = {"attn_mask": torch.from_numpy(np.array(mask)), "enable_gqa": grouped}
 
     def forward() -> Any:
         with torch.no_grad():
-            return scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=grouped)
+            return scaled_dot_product_attention(query, key, value, **how)
 
     def forward_backward() -> Any:
         leaves = [x.requires_grad_() for x in (query, key, value)]
-        out = scaled_dot_product_attention(*leaves, is_causal=causal, enable_gqa=grouped)
+        out = scaled_dot_product_attention(*leaves, **how)
         return out, *torch.autograd.grad(out, leaves, d_out)
 
     def arrays(outputs: Any) -> Any:

@@ -6,11 +6,11 @@ import dataclasses
 from pathlib import Path
 from typing import Annotated
 
-from .flags import NO_RESULT, directory, flag, limits_of, progress, tell, words_of
+from .flags import NO_RESULT, OnFleet, directory, flag, fleet_of, limits_of, progress, tell, words_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Compile:
+class Compile(OnFleet):
     """Compile every backend for devices that are not here: does it compile, does it fit. Nothing is run."""
 
     backends: Annotated[str | None, flag("NAMES", "all that are registered")] = None
@@ -68,8 +68,9 @@ def run(command: Compile) -> int:
         command=words_of(command),
         kernels=command.kernel,
     )
+    fleet = fleet_of(command)
     with progress(lambda: "what is compiled is kept; ask for the same again to go on.") as display:
-        compile_run.execute(request, display)
+        compile_run.execute(request, display, fleet)
     show(request.out)
     records, _, _ = parse_records(request.out / RECORDS)
     if nothing_compiled(records):

@@ -9,11 +9,11 @@ from typing import Annotated
 import tyro
 
 from ..errors import InputError
-from .flags import directory_of, flag, progress, resuming
+from .flags import OnFleet, directory_of, flag, fleet_of, progress, resuming
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Curves:
+class Curves(OnFleet):
     """Train with every backend and hold its loss curve to the standard backend's, within its noise."""
 
     preset: Annotated[str, flag("NAME")] = "tiny"
@@ -35,7 +35,7 @@ class Curves:
 def run(command: Curves) -> int:
     """Train with each backend, and render the page."""
     from ..curves import CurvesRequest, run_curves
-    from ..host_devices import make_host_devices, parse_mesh
+    from ..host_devices import parse_mesh
     from ..names import names_of
     from .report import show
 
@@ -43,8 +43,6 @@ def run(command: Curves) -> int:
         if getattr(command, name) < 1:
             raise InputError(f"--{name.replace('_', '-')} {getattr(command, name)} must be at least 1.")
     mesh = None if command.mesh is None else parse_mesh(command.mesh)
-    if mesh is not None:
-        make_host_devices(mesh.count)
     request = CurvesRequest(
         preset=command.preset,
         backends=tuple(names_of(command.backends, "--backends")),
@@ -53,6 +51,7 @@ def run(command: Curves) -> int:
         mesh=mesh,
     )
     out = directory_of(command, "curves")
+    fleet = fleet_of(command)
     with progress(lambda: resuming("curves", out)) as display:
-        run_curves(request, out, display, resume=command.resume)
+        run_curves(request, out, display, resume=command.resume, fleet=fleet)
     return show(out)

@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
@@ -19,10 +19,12 @@ if TYPE_CHECKING:
     from attnsuite.models.text_file import TextFile
 
     from ..grid.executors import Limits
+    from ..grid.fleet import FleetRequest
     from ..grid.progress import ProgressDisplay
 
-BAD_INPUT = 2
 NO_RESULT = 1
+BAD_INPUT = 2
+CHECK_FAILED = 3  # a check that the command line asked for did not pass
 _MEMORY_SHARE = 0.7  # of the machine, for one cell; the other cells of its case wait beside it
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
@@ -32,6 +34,35 @@ def flag(metavar: str, otherwise: str | None = None) -> Any:
     if otherwise is None:
         return tyro.conf.arg(metavar=metavar)
     return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {otherwise})")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class OnFleet:
+    """The flags of a verb whose cells the nodes of a Ray cluster can compute."""
+
+    executor: Annotated[Literal["ray"] | None, flag("ray", "this machine")] = None
+    """ray: compute the cases on the nodes of a Ray cluster (docs/fleet.md)."""
+    address: Annotated[str | None, flag("ADDRESS", "the cluster of this machine")] = None
+    """With --executor ray: the cluster's address."""
+    nodes_with: Annotated[str | None, flag("NAMES", "all nodes")] = None
+    """With --executor ray: resources that a node announces, separated by commas, such as GPU or TPU."""
+    any_versions: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """With --executor ray: take nodes whose versions are not this machine's; all must have the same."""
+
+
+def fleet_of(command: OnFleet) -> FleetRequest | None:
+    """The nodes that the flags ask for; None for this machine. Raises InputError."""
+    said = {"--address": command.address, "--nodes-with": command.nodes_with, "--any-versions": command.any_versions}
+    given = [name for name, value in said.items() if value]
+    if command.executor is None:
+        if given:
+            raise InputError(f"{', '.join(given)} is about a Ray cluster; add --executor ray.")
+        return None
+    from ..grid.fleet import FleetRequest
+    from ..names import names_of
+
+    needed = () if command.nodes_with is None else tuple(names_of(command.nodes_with, "--nodes-with"))
+    return FleetRequest(address=command.address or "auto", needed=needed, any_versions=command.any_versions)
 
 
 def text_of(command: Any) -> TextFile | None:

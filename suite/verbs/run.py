@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from ..errors import InputError
-from .flags import directory_of, flag, limits_of, progress, resuming, text_of
+from .flags import OnFleet, directory_of, flag, fleet_of, limits_of, progress, resuming, tell, text_of
 
 if TYPE_CHECKING:
     from ..grid.run import RunRequest
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class Run(OnFleet):
     """Measure every backend on every case of a suite and write a report."""
 
     suite: Annotated[str | None, flag("NAME|FILE", "quick")] = None
@@ -25,13 +25,15 @@ class Run:
     model: Annotated[str | None, flag("NAME|DIR", "none")] = None
     """Instead of a suite: every backend in a checkpoint, on text and on the clock; text, or a directory."""
     backends: Annotated[str | None, flag("NAMES", "all, and the suite's peers")] = None
-    """Backends (and peers) to compare, separated by commas."""
+    """Backends (and peers) to compare, separated by commas; my.py:fn is a function f(q, k, v) of yours."""
     cases: Annotated[str | None, flag("PATTERNS", "all of the suite")] = None
     """Glob patterns of case names, separated by commas."""
     out: Annotated[Path | None, flag("DIR", "runs/<UTC time>-<suite>")] = None
     """Directory for records and report."""
     resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Go on with the run in --out; finished cells are kept."""
+    shard: Annotated[str | None, flag("I/N", "all cases")] = None
+    """Measure every N-th case only, from the I-th on; attnsuite merge puts the N runs together."""
     text: Annotated[Path | None, flag("FILE", "prose that ships with Python")] = None
     """Text (UTF-8) to measure perplexity on."""
     text_field: Annotated[str | None, flag("NAME", "plain text")] = None
@@ -46,6 +48,8 @@ class Run:
     """Directory for a profile of one more call of each timed cell, for Perfetto and XProf (docs/measuring.md)."""
     cell_timeout: Annotated[float, flag("SECONDS")] = 120.0
     """Time that a cell may take to get ready, and again for its samples."""
+    sample_seconds: Annotated[float | None, flag("SECONDS", "10 samples, or 1 second")] = None
+    """How long each cell is sampled: more samples, narrower intervals (docs/guard.md)."""
     cell_memory: Annotated[str | None, flag("SIZE", "70% of the machine")] = None
     """Memory that a cell may hold, such as 4GiB or 500MB."""
     tile_size: Annotated[int | None, flag("KEYS", "the case's")] = None
@@ -71,21 +75,61 @@ class Run:
 def run(command: Run) -> int:
     """Measure every cell, and render the page."""
     from ..files import check_directory
+    from ..grid.fleet import execute_on_fleet
     from ..grid.run import execute
     from .report import show
 
-    request = dataclasses.replace(_request(command), profile=command.profile)
+    fleet = fleet_of(command)
+    if fleet is not None and command.profile is not None:
+        raise InputError("--profile is for one machine: nodes would write to their own disks; leave out --executor.")
+    request = dataclasses.replace(_request(command), profile=command.profile, sample_seconds=_sample_seconds(command))
     if request.profile is not None:
         check_directory(request.profile)
     with progress(lambda: resuming("run", request.out)) as display:
-        execute(request, display)
-    return show(request.out)
+        if fleet is None:
+            execute(request, display)
+        else:
+            execute_on_fleet(request, fleet, display)
+    code = show(request.out, *_verdicts(request))
+    if request.profile is not None:
+        from attnsuite import reports
+
+        for sentence in reports.draw_profiles(request.profile):
+            tell(sentence)
+    return code
+
+
+def _sample_seconds(command: Run) -> float | None:
+    """How long a cell is sampled; None for ten samples or a second. Raises InputError."""
+    asked = command.sample_seconds
+    if asked is not None and not 0 < asked <= command.cell_timeout:
+        raise InputError(
+            f"--sample-seconds {asked:g} must be above 0 and at most the --cell-timeout of {command.cell_timeout:g}."
+        )
+    return asked
+
+
+def _verdicts(request: RunRequest) -> tuple[Path, ...]:
+    """The directory of what is compiled for an H100 beside a run of ``quick``; () if nothing is."""
+    from .. import compile_run
+    from ..store import RECORDS, parse_records
+    from ..verdicts import verdict_request
+
+    found = verdict_request(request, parse_records(request.out / RECORDS)[0])
+    if found is None:
+        return ()
+    if not (found.out / RECORDS).exists():  # a resumed run may have them
+        with progress(lambda: resuming("run", request.out)) as display:
+            compile_run.execute(found, display)
+    return (found.out,)
 
 
 def _request(command: Run) -> RunRequest:
     from ..grid.run import new_request, resumed_request
     from ..kinds.kascade.words import KascadeWords
+    from ..suites import parse_shard
 
+    shard = None if command.shard is None else parse_shard(command.shard)
     limits = limits_of(command.cell_timeout, command.cell_memory)
     names = ("tile_size", "top_k", "threshold", "max_reuse_dist", "schedule", "anchors", "granularity", "kernel")
     calibration = None if command.calibration is None else str(command.calibration.resolve())
@@ -96,11 +140,11 @@ def _request(command: Run) -> RunRequest:
         said = words.flags() or ("--model" if model else "")
         if said:
             raise InputError(f"{said} cannot change a run that was begun; leave it out, or start a new run.")
-        return resumed_request(command.suite, command.backends, command.cases, text_of(command), out, limits)
+        return resumed_request(command.suite, command.backends, command.cases, text_of(command), out, limits, shard)
     suite = command.suite or "quick"
     name = Path(model.model).resolve().name if model else Path(suite).stem
     out = directory_of(command, name)
-    return new_request(model or suite, command.backends, command.cases, text_of(command), out, limits, words)
+    return new_request(model or suite, command.backends, command.cases, text_of(command), out, limits, words, shard)
 
 
 def _model_words(command: Run) -> ModelSuiteWords | None:

@@ -8,11 +8,11 @@ from typing import Annotated
 
 import tyro
 
-from .flags import directory_of, flag, progress, resuming
+from .flags import OnFleet, directory_of, flag, fleet_of, progress, resuming
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Sharded:
+class Sharded(OnFleet):
     """Hold attention that is dealt to many devices (data, heads, context) to the oracle, on devices of the host."""
 
     out: Annotated[Path | None, flag("DIR", "runs/<UTC time>-sharded")] = None
@@ -28,8 +28,9 @@ def run(command: Sharded) -> int:
     from .. import sharded
 
     out = directory_of(command, "sharded")
+    fleet = fleet_of(command)
     with progress(lambda: resuming("sharded", out)) as display:
-        sharded.run(out, display, resume=command.resume)
+        sharded.run(out, display, resume=command.resume, fleet=fleet)
     path = reports.render(out)
     print(f"{path.read_text(encoding='utf-8')}\nreport: {path}")
     return 0

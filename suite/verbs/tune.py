@@ -10,11 +10,11 @@ from typing import Annotated
 import tyro
 
 from ..errors import InputError
-from .flags import directory_of, flag, limits_of, progress, resuming, words_of
+from .flags import OnFleet, directory_of, flag, fleet_of, limits_of, progress, resuming, words_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Tune:
+class Tune(OnFleet):
     """Find options of a backend: the fastest here, or the most plausible for a device that is not here."""
 
     backends: Annotated[str | None, flag("NAMES", "all that can be tuned")] = None
@@ -63,9 +63,10 @@ def run(command: Tune) -> int:
         out=out,
         command=shlex.join(words_of(dataclasses.replace(command, backends=",".join(backends), resume=False))),
     )
+    fleet = fleet_of(command)
     with progress(lambda: resuming("tune", out)) as display:
         if target is not None:
             display.warn(f"{target} is not here: candidates are ranked by what compiles; no time is measured.")
-        tune(request, display, resume=command.resume)
+        tune(request, display, resume=command.resume, fleet=fleet)
     print(f"tuned:   {out / TABLE}")
     return show(out)

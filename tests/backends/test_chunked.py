@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import problems
 from attnsuite.backends import AttentionSpec, Layout, Target, chunked_passes, make_spec, registry
-from conformance import Conformance, check_accuracy, check_quantity, compiled
+from attnsuite.testing import Conformance, problems
+from attnsuite.testing.checks import check_accuracy, check_quantity, compiled
 
 pytestmark = pytest.mark.chunked
 
@@ -116,8 +116,9 @@ def test_temporary_memory_grows_linearly_with_the_length(gradient):
 
 def test_another_process_gives_the_same_bits():
     script = """
-import hashlib, jax, numpy as np, problems
-from conformance import compiled
+import hashlib, jax, numpy as np
+from attnsuite.testing import problems
+from attnsuite.testing.checks import compiled
 from attnsuite.backends import Target, registry
 results = compiled(registry.get("chunked"), problems.problem("causal-1000-bfloat16"), Target.here())(
     *problems.problem("causal-1000-bfloat16").inputs)

@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
-import conformance
-import problems
-from conformance import held
+from attnsuite.testing import checks, conformance, problems
+from attnsuite.testing.conformance import held
 
-TESTS = Path(conformance.__file__).parent
+TESTS = Path(__file__).parents[1]
 FILES = sorted(path for path in TESTS.rglob("*.py") if "(Conformance)" in path.read_text(encoding="utf-8"))
 
 
@@ -52,7 +51,7 @@ def test_a_pass_without_a_claim_fails() -> None:
 def test_a_result_that_was_judged_is_a_claim() -> None:
     problem = problems.problem("length-1")
     with held("test_any_shape"):
-        conformance.check_accuracy(problem.standard_run(*problem.inputs), problem)
+        checks.check_accuracy(problem.standard_run(*problem.inputs), problem)
 
 
 def test_a_skip_is_a_skip() -> None:
@@ -61,7 +60,7 @@ def test_a_skip_is_a_skip() -> None:
 
 
 VACUOUS = """
-from conformance import Conformance
+from attnsuite.testing import Conformance
 
 class TestVacuous(Conformance):
     backend = "standard"
@@ -78,11 +77,11 @@ class TestVacuous(Conformance):
 
 
 def test_every_conformance_test_of_a_backend_judges_or_is_reported_as_skipped(tmp_path: Path) -> None:
-    """The plugin is ``tests/conftest.py`` itself. Of a class with two tests that claim nothing these two fail."""
+    """In a folder of somebody else's, with no plugin. Of a class with two tests that claim nothing these two fail."""
     (tmp_path / "test_vacuous.py").write_text(VACUOUS, encoding="utf-8")
     done = subprocess.run(
-        [*(sys.executable, "-m", "pytest", "-v", "-p", "conftest", "-p", "no:cacheprovider"), str(tmp_path)],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), *filter(None, sys.path)])},
+        [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         cwd=tmp_path,
         check=False,
         capture_output=True,

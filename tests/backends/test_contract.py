@@ -131,12 +131,16 @@ def test_positions_are_integers() -> None:
 
 
 @pytest.mark.wrong_types
-def test_mask_is_bool_and_bias_is_floating() -> None:
+def test_mask_is_bool_and_terms_are_floating() -> None:
     ints = np.zeros((1, 1, 8, 12), np.int32)
     with pytest.raises(ValueError, match="mask has dtype int32; expected bool"):
         call(Layout(mask=ints))
     with pytest.raises(ValueError, match="bias has dtype int32; expected a floating"):
         call(terms=Terms(bias=ints))
+    with pytest.raises(ValueError, match=r"sinks has shape \(2,\); expected one number per query head, \(4,\)"):
+        call(terms=Terms(sinks=np.zeros(2, np.float32)))
+    with pytest.raises(ValueError, match="sinks has dtype int32; expected a floating"):
+        call(terms=Terms(sinks=np.zeros(4, np.int32)))
 
 
 @pytest.mark.wrong_types

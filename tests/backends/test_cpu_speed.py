@@ -13,6 +13,7 @@ from attnsuite.backends import AttentionSpec, Layout, Target, registry
 from attnsuite.suite.measure import speed
 
 ROUNDS = 7
+ROUNDS_OF_A_BAD_PLAN = 3  # a ratio of 1.0 and more needs fewer samples to stand above the bound
 # Time relative to standard. Losing the skipped half of the blocks, or blocks of a workable size, goes beyond.
 BOUND = 0.75
 
@@ -32,7 +33,7 @@ def test_chunked_takes_well_below_the_standards_time(dtype, gradient):
     "options", [{"block_q": 8, "block_kv": 8}, {"block_q": 2048, "block_kv": 2048}], ids=["tiny blocks", "one block"]
 )
 def test_bad_block_sizes_are_seen(options):
-    assert ratio("float32", gradient=False, options=options) > BOUND
+    assert ratio("float32", gradient=False, options=options, rounds=ROUNDS_OF_A_BAD_PLAN) > BOUND
 
 
 def test_decode_reads_the_cache_where_it_lies():
@@ -49,7 +50,7 @@ def test_decode_reads_the_cache_where_it_lies():
     assert temporary < 2 * 8192 * 64 * 4 / 4
 
 
-def ratio(dtype, gradient, options=None):
+def ratio(dtype, gradient, options=None, rounds=ROUNDS):
     spec = AttentionSpec(batch=1, query_length=2048, key_value_length=2048, num_heads=4, num_kv_heads=4, head_dim=64,
                          dtype=dtype, is_causal=True, needs_grad=gradient)  # fmt: skip
     rng = np.random.default_rng(0)
@@ -62,7 +63,7 @@ def ratio(dtype, gradient, options=None):
         )
         calls[name] = speed.compile_program(program(plan, gradient), arrays).call
         samples[name] = [speed.sample(calls[name], arrays, 1)][:0]  # one call to warm up, not counted
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         for name, call in calls.items():
             samples[name].append(speed.sample(call, arrays, 1))
     return np.median(np.array(samples["chunked"]) / np.array(samples["standard"]))

@@ -22,6 +22,7 @@ from attnsuite.backends import (
     support,
 )
 from attnsuite.backends.features import ASKED, DTYPES, Asked, Feature, Mode
+from attnsuite.backends.masks import Causal, Prefix
 from declared import LOADING, PLAIN, Declared, home
 
 pytestmark = [pytest.mark.standard, pytest.mark.flash_cpu]
@@ -43,6 +44,12 @@ ASKING: dict[Feature, dict[str, Any]] = {
     "cross_length": {"key_value_length": 32},
     "value_head_dim": {"value_head_dim": 32},
     "log_sum_exp": {"return_log_sum_exp": True},
+    "sinks": {"has_sinks": True},
+    "alibi": {"has_alibi": True},
+    "mask_function": {"mask_function": Causal() | Prefix(4)},
+    "score_function": {"score_function": lambda score, *_: 2 * score},
+    "pages": {"page_size": 16, "num_pages": 9},
+    "kv_dtype": {"kv_dtype": "int8"},
 }
 
 
@@ -157,8 +164,8 @@ def test_a_reason_of_the_backend_stands_in_the_sentence() -> None:
 
 @pytest.mark.wrong_types
 def test_a_feature_or_dtype_that_there_is_not_cannot_be_declared() -> None:
-    with pytest.raises(ValueError, match=r"features \['sinks'\] are not known; the features are causal, "):
-        Takes(features=frozenset({"sinks"}))
+    with pytest.raises(ValueError, match=r"features \['dropout'\] are not known; the features are causal, "):
+        Takes(features=frozenset({"dropout"}))
     with pytest.raises(ValueError, match=r"dtypes \['float64'\] are not known"):
         Takes(dtypes=("float64",))
 
@@ -166,9 +173,9 @@ def test_a_feature_or_dtype_that_there_is_not_cannot_be_declared() -> None:
 @pytest.fixture
 def a_later_feature(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if a feature had been added to the contract, and every spec asked for it."""
-    monkeypatch.setattr(features, "FEATURES", (*FEATURES, "sinks"))
-    sinks = Asked(("has_sinks",), lambda _: True, lambda _: "an array of sinks", "none")
-    monkeypatch.setattr(features, "ASKED", {**ASKED, "sinks": sinks})
+    monkeypatch.setattr(features, "FEATURES", (*FEATURES, "dropout"))
+    dropout = Asked(("dropout_rate",), lambda _: True, lambda _: "a dropout rate", "none")
+    monkeypatch.setattr(features, "ASKED", {**ASKED, "dropout": dropout})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,7 +202,7 @@ class OfVersion01:
 def test_a_feature_added_later_is_refused_by_every_backend_that_says_nothing(backend: Backend) -> None:
     target, mode = home(backend.name)
     (reason,) = support(backend, PLAIN, target, mode).reasons
-    assert reason.startswith(f"an array of sinks is not supported by {backend.name}")
+    assert reason.startswith(f"a dropout rate is not supported by {backend.name}")
 
 
 @pytest.mark.parametrize("feature", FEATURES)

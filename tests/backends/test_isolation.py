@@ -31,6 +31,10 @@ PROBLEMS = {
         Layout(key_value_seq_lengths=jnp.asarray([150, 60])),
     ),
     "window": (dataclasses.replace(BASE, local_window_size=(31, 0)), Layout()),
+    "documents without gradients": (
+        dataclasses.replace(BASE, has_segment_ids=True, needs_grad=False),
+        Layout(query_segment_ids=IDS, key_value_segment_ids=IDS),
+    ),
     "decode": (
         dataclasses.replace(BASE, query_length=1, needs_grad=False, has_positions=True, has_seq_lengths=True),
         Layout(query_positions=jnp.asarray([[149], [59]]), key_value_seq_lengths=jnp.asarray([150, 60])),

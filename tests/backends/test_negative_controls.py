@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -12,13 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import conformance
-import problems
-from attnsuite.backends import AttentionSpec, Layout, Plan, Support, Takes, Target, Terms
+from attnsuite.backends import AttentionSpec, Layout, Plan, Support, Takes, Target, Terms, masks
 from attnsuite.backends.contract import NO_TERMS, may_attend
 from attnsuite.backends.features import Mode
 from attnsuite.backends.standard import STANDARD
-from problems import QUANTITIES, Problem
+from attnsuite.testing import checks, problems
+from attnsuite.testing.problems import QUANTITIES, Problem
 
 Attend = Callable[..., Any]  # (query, key, value), and terms where there are some -> output, or (output, log-sum-exp)
 
@@ -225,6 +225,76 @@ def log_sum_exp_of(**changes: Any) -> Callable[[Problem], Attend]:
     return wrong
 
 
+def sinks_changed(change: Callable[[Problem, jax.Array], jax.Array]) -> Callable[[Problem], Attend]:
+    """The sinks changed, and with them their gradient."""
+
+    def wrong(problem: Problem) -> Attend:
+        attend = standard(problem)
+        return lambda q, k, v, terms: attend(q, k, v, Terms(sinks=change(problem, terms.sinks)))
+
+    return wrong
+
+
+def alibi_changed(change: Callable[[jax.Array], jax.Array]) -> Callable[[Problem], Attend]:
+    """The slopes changed, and with them their gradient."""
+
+    def wrong(problem: Problem) -> Attend:
+        attend = standard(problem)
+        return lambda q, k, v, terms: attend(q, k, v, dataclasses.replace(terms, alibi=change(terms.alibi)))
+
+    return wrong
+
+
+def mask_function(change: Callable[[Any], Any]) -> Callable[[Problem], Attend]:
+    """Another mask function."""
+    return lambda problem: standard(problem, mask_function=change(problem.spec.mask_function))
+
+
+def blocks_by_corners(problem: Problem) -> Attend:
+    """The pairs of a block of 32 by 32 are all visible if its four corners are, and none of them if no corner is."""
+    sees = problem.spec.mask_function
+
+    def by_corner(q: Any, k: Any) -> Any:
+        q0, k0 = q - q % 32, k - k % 32
+        corners = [sees(q0 + i, k0 + j) for i in (0, 31) for j in (0, 31)]
+        some, every = (functools.reduce(merge, corners) for merge in (operator.or_, operator.and_))
+        return every | (some & sees(q, k))
+
+    return standard(problem, mask_function=masks.Where(by_corner))
+
+
+def score_function(change: Callable[..., Any], **others: Any) -> Callable[[Problem], Attend]:
+    """``change(function, score, batch, head, query, key)`` in place of the problem's function."""
+    return lambda problem: standard(
+        problem, score_function=functools.partial(change, problem.spec.score_function), **others
+    )
+
+
+def score_after_the_bias(problem: Problem) -> Attend:
+    """The function of the score with the bias, in place of the function of the score."""
+    spec = problem.spec
+    G, f, cap = spec.group_size, spec.score_function, spec.logits_soft_cap
+
+    def run(q: jax.Array, k: jax.Array, v: jax.Array, terms: Terms) -> jax.Array:
+        k, v = (jnp.repeat(x, G, axis=2) for x in (k, v))
+        logits = cap * jnp.tanh(jnp.einsum("btnh,bsnh->bnts", q, k) * spec.softmax_scale / cap) + terms.bias
+        at = (jnp.arange(x).reshape([-1 if i == axis else 1 for i in range(4)]) for axis, x in enumerate(logits.shape))
+        return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(f(logits, *at), axis=-1), v)
+
+    return run
+
+
+def alibi_by_slot(problem: Problem) -> Attend:
+    """The distances are those of slots, not of positions."""
+    layout = dataclasses.replace(problem.layout, query_positions=None, key_value_positions=None)
+    return standard(problem, layout)
+
+
+def log_sum_exp_of_the_keys_alone(problem: Problem) -> Attend:
+    right, bare = standard(problem), standard(problem, has_sinks=False)
+    return lambda q, k, v, terms: (right(q, k, v, terms)[0], bare(q, k, v)[1])
+
+
 WRONG: dict[str, tuple[Callable[[Problem], Attend], str]] = {
     "causal mask missing": (causal_mask_missing, "causal"),
     "window off by one": (window_off_by_one, "window-asymmetric"),
@@ -262,6 +332,41 @@ WRONG: dict[str, tuple[Callable[[Problem], Attend], str]] = {
     ),
     "dbias not summed over rows": (bias_gradient_not_summed, "bias-broadcast"),
     "dbias of a log-sum-exp off by 1%": (bias_gradient(lambda x: 1.01 * x), "log-sum-exp-and-bias"),
+    "sinks ignored": (sinks_changed(lambda _, x: x - 1e4), "sinks"),
+    "sink of another head": (sinks_changed(lambda _, x: jnp.roll(x, 1)), "sinks"),
+    "sink added by each of two devices": (sinks_changed(lambda _, x: x + np.log(2)), "sinks"),
+    "sinks scaled": (sinks_changed(lambda problem, x: x * problem.spec.softmax_scale), "sinks-of-nothing"),
+    "sinks capped": (
+        sinks_changed(lambda problem, x: problem.spec.logits_soft_cap * jnp.tanh(x / problem.spec.logits_soft_cap)),
+        "sinks-of-nothing",
+    ),
+    "dsinks zero": (sinks_changed(lambda _, x: jax.lax.stop_gradient(x)), "sinks"),
+    "dsinks off by 1%": (sinks_changed(lambda _, x: with_gradient(x, lambda cotangent: 1.01 * cotangent)), "sinks"),
+    "mask function ignored": (mask_function(lambda _: None), "function-dilated"),
+    "mask function transposed": (mask_function(lambda sees: masks.Where(lambda q, k: sees(k, q))), "function-prefix"),
+    "mask function of slots": (positions_ignored, "function-positions"),
+    "blocks judged by their corners": (blocks_by_corners, "function-dilated"),
+    "score function ignored": (score_function(lambda _, score, *__: score), "score"),
+    "score function of KV heads": (score_function(lambda f, score, b, n, q, k: f(score, b, n // 4, q, k)), "score"),
+    "score function of the first batch entry": (score_function(lambda f, s, b, n, q, k: f(s, 0 * b, n, q, k)), "score"),
+    "score function of keys by queries": (score_function(lambda f, s, b, n, q, k: f(s, b, n, k, q + 1)), "score"),
+    "score function of slots": (positions_ignored, "score-soft-cap"),
+    "score function without its derivative": (
+        score_function(lambda f, score, *at: score + jax.lax.stop_gradient(f(score, *at) - score)),
+        "score",
+    ),
+    "score function before the soft cap": (
+        score_function(lambda f, score, *at: 3.0 * jnp.tanh(f(score, *at) / 3.0), logits_soft_cap=None),
+        "score-soft-cap",
+    ),
+    "score function after the bias": (score_after_the_bias, "bias-and-score"),
+    "alibi ignored": (alibi_changed(lambda x: 0 * x), "alibi"),
+    "alibi added": (alibi_changed(jnp.negative), "alibi"),
+    "slopes of other heads": (alibi_changed(lambda x: x[::-1]), "alibi"),
+    "alibi by slot": (alibi_by_slot, "alibi-soft-cap"),
+    "dalibi zero": (alibi_changed(jax.lax.stop_gradient), "alibi"),
+    "dalibi off by 1%": (alibi_changed(lambda x: with_gradient(x, lambda cotangent: 1.01 * cotangent)), "alibi"),
+    "log-sum-exp without the sink": (log_sum_exp_of_the_keys_alone, "sinks-log-sum-exp"),
     "log-sum-exp in base 2": (log_sum_exp(lambda x: x / np.log(2)), "log-sum-exp"),
     "log-sum-exp off by 1e-4": (log_sum_exp(lambda x: x + 1e-4), "log-sum-exp"),
     "log-sum-exp rounded to bfloat16": (
@@ -289,13 +394,13 @@ def test_wrong_implementation_fails(name: str) -> None:
     lse = problem.spec.return_log_sum_exp
     results = problems.forward_and_backward(wrong(problem), problem.terms, log_sum_exp=lse)(*problem.inputs)
     with pytest.raises(AssertionError, match="passed=False"):
-        conformance.check_accuracy(results, problem)
+        checks.check_accuracy(results, problem)
 
 
 @pytest.mark.parametrize("case", sorted({case for _, case in WRONG.values()}))
 def test_right_implementation_passes_where_the_wrong_one_fails(case: str) -> None:
     problem = problems.problem(case)
-    conformance.check_accuracy(problem.standard_run(*problem.inputs), problem)
+    checks.check_accuracy(problem.standard_run(*problem.inputs), problem)
 
 
 @pytest.mark.parametrize("quantity", QUANTITIES)
@@ -304,7 +409,7 @@ def test_nondeterministic_result_fails(quantity: str) -> None:
     results = problem.standard_run(*problem.inputs)
     again = {**results, quantity: np.nextafter(np.asarray(results[quantity]), np.float32(0.0))}
     with pytest.raises(AssertionError, match=quantity):
-        conformance.check_same(results, again)
+        checks.check_same(results, again)
 
 
 @pytest.mark.parametrize("quantity", QUANTITIES)
@@ -313,7 +418,7 @@ def test_float32_result_of_bfloat16_input_fails(quantity: str) -> None:
     results = problem.standard_run(*problem.inputs)
     widened = {**results, quantity: np.asarray(results[quantity]).astype(np.float32)}
     with pytest.raises(AssertionError, match=f"{quantity}: .*passed=False"):
-        conformance.check_accuracy(widened, problem)
+        checks.check_accuracy(widened, problem)
 
 
 @pytest.mark.parametrize("quantity", QUANTITIES)
@@ -322,7 +427,7 @@ def test_one_nan_fails(quantity: str) -> None:
     results = {name: np.array(x) for name, x in problem.standard_run(*problem.inputs).items()}
     results[quantity][-1, -1, -1, -1] = np.nan
     with pytest.raises(AssertionError, match=f"{quantity}: .*passed=False"):
-        conformance.check_accuracy(results, problem)
+        checks.check_accuracy(results, problem)
 
 
 def test_padding_that_leaks_by_zero_weights_times_values_fails() -> None:
@@ -336,14 +441,14 @@ def test_padding_that_leaks_by_zero_weights_times_values_fails() -> None:
         return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(logits, axis=-1), v)
 
     with pytest.raises(AssertionError):
-        conformance.check_unseen_does_not_matter(problems.forward_and_backward(attend), problem, rows=False)
+        checks.check_unseen_does_not_matter(problems.forward_and_backward(attend), problem, rows=False)
 
 
 def test_gradients_that_leak_from_rows_that_see_nothing_fail() -> None:
     problem = problems.problem("padding-both-ends")
     run = problems.forward_and_backward(unseen_rows_leak_gradients(problem))
     with pytest.raises(AssertionError):
-        conformance.check_unseen_does_not_matter(run, problem, keys=False)
+        checks.check_unseen_does_not_matter(run, problem, keys=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -364,24 +469,24 @@ class Letting:
 @pytest.mark.parametrize("case", ["ragged", "padding-both-ends"])
 def test_backend_that_lets_nan_of_an_unseen_key_through_fails(case: str) -> None:
     problem = problems.problem(case)
-    run = conformance.compiled(Letting(says_isolates=True), problem, Target.here())
+    run = checks.compiled(Letting(says_isolates=True), problem, Target.here())
     # Right in everything else: its results, and huge numbers where nobody looks.
     results = run(*problem.inputs)
-    conformance.check_accuracy(results, problem)
+    checks.check_accuracy(results, problem)
     query, key, value, cotangent = problem.inputs
     huge = jnp.where(problem.unseen_keys[..., None], jnp.float32(1e30), value)
-    conformance.check_same(results, run(query, key, huge, cotangent))
+    checks.check_same(results, run(query, key, huge, cotangent))
     with pytest.raises(AssertionError, match="location mismatch"):
-        conformance.check_unseen_does_not_matter(run, problem, rows=False)
-    isolated = conformance.compiled(Letting(says_isolates=False), problem, Target.here())
-    conformance.check_unseen_does_not_matter(isolated, problem, rows=False)
+        checks.check_unseen_does_not_matter(run, problem, rows=False)
+    isolated = checks.compiled(Letting(says_isolates=False), problem, Target.here())
+    checks.check_unseen_does_not_matter(isolated, problem, rows=False)
 
 
 def test_backend_that_lets_nan_of_an_unseeing_row_through_fails() -> None:
     problem = problems.problem("padding-both-ends")
-    run = conformance.compiled(Letting(says_isolates=True), problem, Target.here())
+    run = checks.compiled(Letting(says_isolates=True), problem, Target.here())
     with pytest.raises(AssertionError):
-        conformance.check_unseen_does_not_matter(run, problem, keys=False)
+        checks.check_unseen_does_not_matter(run, problem, keys=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -409,4 +514,4 @@ class Refusing:
 def test_undeclared_support_fails(support: Support, refused: bool) -> None:
     spec = AttentionSpec(batch=1, query_length=1, key_value_length=1, num_heads=1, num_kv_heads=1, head_dim=33)
     with pytest.raises(AssertionError):
-        conformance.check_support(Refusing("odd", support), spec, None, "native", refused=refused)
+        checks.check_support(Refusing("odd", support), spec, None, "native", refused=refused)

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import problems
-from attnsuite.backends import AttentionSpec, Layout, Terms, oracle
+from attnsuite.backends import AttentionSpec, Layout, Terms, masks, oracle
+from attnsuite.testing import problems
 
 pytestmark = pytest.mark.standard
 
@@ -29,6 +29,9 @@ EVERYTHING = dataclasses.replace(
     has_seq_lengths=True,
     has_mask=True,
     has_bias=True,
+    has_sinks=True,
+    has_alibi=True,
+    mask_function=~masks.Dilated(3) | masks.Prefix(2),
 )
 PROBLEMS = {
     "plain": SPEC,
@@ -41,8 +44,25 @@ PROBLEMS = {
     "lengths": dataclasses.replace(SPEC, has_seq_lengths=True),
     "mask": dataclasses.replace(SPEC, has_mask=True),
     "bias": dataclasses.replace(SPEC, has_bias=True),
+    "sinks": dataclasses.replace(SPEC, is_causal=True, has_positions=True, has_sinks=True),
+    "alibi": dataclasses.replace(SPEC, logits_soft_cap=1.5, has_positions=True, has_alibi=True),
+    "mask function": dataclasses.replace(SPEC, mask_function=masks.Causal() & masks.Dilated(2)),
+    "score function": AttentionSpec(
+        batch=2,
+        query_length=2,
+        key_value_length=3,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=2,
+        logits_soft_cap=1.5,
+        score_function=problems.leaning,
+        has_positions=True,
+        has_bias=True,
+        has_alibi=True,
+    ),
     "everything": EVERYTHING,
 }
+DIRECTIONS = 6  # in which a gradient is compared with differences of the forward pass
 
 
 def layout_for(spec: AttentionSpec, rng: np.random.Generator) -> Layout:
@@ -63,7 +83,10 @@ def layout_for(spec: AttentionSpec, rng: np.random.Generator) -> Layout:
 
 def terms_for(spec: AttentionSpec) -> Terms:
     T, S, N = spec.query_length, spec.key_value_length, spec.num_heads
-    return Terms(bias=np.random.default_rng(1).standard_normal((1, N, T, S)) if spec.has_bias else None)
+    rng = np.random.default_rng(1)
+    bias = rng.standard_normal((1, N, T, S)) if spec.has_bias else None
+    sinks, alibi = (rng.standard_normal(N) if has else None for has in (spec.has_sinks, spec.has_alibi))
+    return Terms(bias=bias, sinks=sinks, alibi=alibi)
 
 
 def inputs_for(spec: AttentionSpec, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
@@ -84,12 +107,32 @@ def literal(
                 score = spec.softmax_scale * float(q[b, t, n] @ k[b, s, head])
                 if spec.logits_soft_cap is not None:
                     score = spec.logits_soft_cap * np.tanh(score / spec.logits_soft_cap)
+                if spec.score_function is not None:
+                    score = scored(spec, layout, b, n, t, s, score)
+                if terms.alibi is not None:
+                    score -= terms.alibi[n] * apart(layout, b, t, s)
                 weights[s] = np.exp(score if terms.bias is None else score + terms.bias[0, n, t, s])
+        sink = 0.0 if terms.sinks is None else np.exp(terms.sinks[n])
+        total = sink + sum(weights.values())
         for s, weight in weights.items():
-            out[b, t, n] += weight / sum(weights.values()) * v[b, s, head]
-        if weights:
-            lse[b, t, n] = np.log(sum(weights.values()))
+            out[b, t, n] += weight / total * v[b, s, head]
+        if total:
+            lse[b, t, n] = np.log(total)
     return out, lse
+
+
+def scored(spec: AttentionSpec, layout: Layout, b: int, n: int, t: int, s: int, score: float) -> float:
+    p = t if layout.query_positions is None else layout.query_positions[b, t]
+    r = s if layout.key_value_positions is None else layout.key_value_positions[b, s]
+    assert spec.score_function is not None
+    with jax.enable_x64(new_val=True):
+        return float(spec.score_function(np.float64(score), *map(np.int64, (b, n, p, r))))
+
+
+def apart(layout: Layout, b: int, t: int, s: int) -> int:
+    p = t if layout.query_positions is None else layout.query_positions[b, t]
+    r = s if layout.key_value_positions is None else layout.key_value_positions[b, s]
+    return abs(int(p) - int(r))
 
 
 def sees(spec: AttentionSpec, layout: Layout, b: int, t: int, s: int) -> bool:
@@ -103,6 +146,7 @@ def sees(spec: AttentionSpec, layout: Layout, b: int, t: int, s: int) -> bool:
         (not spec.is_causal or r <= p)
         and (spec.window is None or p - spec.window[0] <= r <= p + spec.window[1])
         and (spec.chunk_size is None or p // spec.chunk_size == r // spec.chunk_size)
+        and (spec.mask_function is None or spec.mask_function(p, r))
         and (layout.key_value_seq_lengths is None or s < layout.key_value_seq_lengths[b])
         and (layout.mask is None or layout.mask[b, 0, t, s])
     )
@@ -125,23 +169,22 @@ def test_gradients_are_finite_differences_of_the_forward(name: str, with_log_sum
     d_lse = rng.standard_normal(q.shape[:3]) if with_log_sum_exp else np.zeros(q.shape[:3])
 
     def weighted(inputs: dict[str, np.ndarray]) -> float:
-        bias = Terms(bias=inputs.get("dbias"))
-        lse = oracle.log_sum_exp(spec, layout, inputs["dq"], inputs["dk"], bias)
-        out = oracle.forward(spec, layout, inputs["dq"], inputs["dk"], inputs["dv"], bias)
+        moved = Terms(**{name: inputs[f"d{name}"] for name in terms.given()})
+        lse = oracle.log_sum_exp(spec, layout, inputs["dq"], inputs["dk"], moved)
+        out = oracle.forward(spec, layout, inputs["dq"], inputs["dk"], inputs["dv"], moved)
         return float((out * cotangent).sum() + (np.where(np.isneginf(lse), 0.0, lse) * d_lse).sum())
 
     found = oracle.gradients(spec, layout, q, k, v, cotangent, d_log_sum_exp=d_lse, terms=terms)
-    inputs = {"dq": q, "dk": k, "dv": v} | ({} if terms.bias is None else {"dbias": terms.bias})
+    inputs = {"dq": q, "dk": k, "dv": v} | {f"d{name}": getattr(terms, name) for name in terms.given()}
     assert set(found) == set(inputs)
     for which, gradient in found.items():
-        numeric = np.zeros_like(gradient)
-        for index in np.ndindex(*gradient.shape):
-            moved = {name: np.array(x) for name, x in inputs.items()}
-            moved[which][index] += step
-            above = weighted(moved)
-            moved[which][index] -= 2 * step
-            numeric[index] = (above - weighted(moved)) / (2 * step)
-        np.testing.assert_allclose(gradient, numeric, atol=1e-7, err_msg=which)
+        # Every entry of a gradient is in every direction. Entry by entry would take a hundred times as many passes.
+        along, numeric = [], []
+        for direction in rng.standard_normal((DIRECTIONS, *gradient.shape)):
+            ends = [weighted(inputs | {which: inputs[which] + sign * step * direction}) for sign in (1, -1)]
+            numeric.append((ends[0] - ends[1]) / (2 * step))
+            along.append((gradient * direction).sum())
+        np.testing.assert_allclose(along, numeric, atol=1e-7, err_msg=which)
 
 
 @pytest.mark.parametrize("axes", [(0,), (1,), (2,), (3,), (0, 2), (1, 2, 3), (0, 1, 2, 3)], ids=str)
@@ -273,26 +316,38 @@ def test_forward_and_gradients_are_those_of_autodiff_in_float64(seed: int, name:
     spec, rng = PROBLEMS[name], np.random.default_rng(seed)
     layout, terms, (q, k, v, cotangent) = layout_for(spec, rng), terms_for(spec), inputs_for(spec, rng)
     with jax.enable_x64(new_val=True):
-        given = (q, k, v) if terms.bias is None else (q, k, v, terms.bias)
-        out, pullback = jax.vjp(functools.partial(_attention64, spec, layout), *(jnp.asarray(x) for x in given))
-        gradients = pullback(jnp.asarray(cotangent))
+        given = jax.tree.map(jnp.asarray, (q, k, v, terms))
+        out, pullback = jax.vjp(functools.partial(_attention64, spec, layout), *given)
+        *gradients, of_terms = pullback(jnp.asarray(cotangent))
     np.testing.assert_allclose(oracle.forward(spec, layout, q, k, v, terms), out, atol=1e-12)
     found = oracle.gradients(spec, layout, q, k, v, cotangent, terms=terms)
-    for mine, autodiff in zip(found.values(), gradients, strict=True):
-        np.testing.assert_allclose(mine, autodiff, atol=1e-11)
+    expected = dict(zip(("dq", "dk", "dv"), gradients, strict=True))
+    expected |= {f"d{name}": getattr(of_terms, name) for name in terms.given()}
+    assert set(found) == set(expected)
+    for which, autodiff in expected.items():
+        np.testing.assert_allclose(found[which], autodiff, atol=1e-11, err_msg=which)
 
 
 def _attention64(
-    spec: AttentionSpec, layout: Layout, q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array | None = None
+    spec: AttentionSpec, layout: Layout, q: jax.Array, k: jax.Array, v: jax.Array, terms: Terms
 ) -> jax.Array:
     k, v = (jnp.repeat(x, spec.group_size, axis=2) for x in (k, v))
     logits = jnp.einsum("btnh,bsnh->bnts", q, k) * spec.softmax_scale
     if spec.logits_soft_cap is not None:
         logits = spec.logits_soft_cap * jnp.tanh(logits / spec.logits_soft_cap)
-    if bias is not None:
-        logits = logits + bias
     B, T, S = spec.batch, spec.query_length, spec.key_value_length
+    if spec.score_function is not None:
+        q_pos, k_pos = (jnp.asarray(x) for x in (layout.query_positions, layout.key_value_positions))
+        places = q_pos[:, None, :, None], k_pos[:, None, None]
+        entries, heads = jnp.arange(B)[:, None, None, None], jnp.arange(spec.num_heads)[None, :, None, None]
+        logits = spec.score_function(logits, entries, heads, *places)
+    if terms.bias is not None:
+        logits = logits + terms.bias
+    if terms.alibi is not None:
+        far = np.array([[[[apart(layout, b, t, s) for s in range(S)] for t in range(T)]] for b in range(B)], float)
+        logits = logits - terms.alibi[None, :, None, None] * far
     seen = np.array([[[[sees(spec, layout, b, t, s) for s in range(S)] for t in range(T)]] for b in range(B)])
     weights = jnp.where(seen, jnp.exp(jnp.where(seen, logits, 0.0)), 0.0)
     total = weights.sum(-1, keepdims=True)
+    total = total if terms.sinks is None else total + jnp.exp(terms.sinks)[None, :, None, None]
     return jnp.einsum("bnts,bsnh->btnh", weights / jnp.where(total == 0.0, 1.0, total), v)

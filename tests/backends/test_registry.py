@@ -5,18 +5,23 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
+import types
 import zipfile
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
 
-from attnsuite.backends import AttentionSpec, Layout, Target, UnknownBackendError, support
+from attnsuite.backends import AttentionSpec, Layout, Target, UnknownBackendError, plan, support
 from attnsuite.backends.chunked import CHUNKED
 from attnsuite.backends.registry import BrokenBackend, Registry
 from attnsuite.backends.standard import STANDARD, Standard
+from declared import PLAIN
 
 SPEC = AttentionSpec(batch=1, query_length=4, key_value_length=4, num_heads=1, num_kv_heads=1, head_dim=8)
 OTHER = dataclasses.replace(Standard(), name="other")
@@ -117,7 +122,8 @@ BROKEN = {
 # What somebody sees who has that package installed; one process for all tests, since each takes seconds to start.
 SEEN = """
 import json, sys
-import conformance, jax.numpy as jnp, problems
+import jax.numpy as jnp
+from attnsuite.testing import checks, problems
 from attnsuite.backends import AttentionSpec, Target, attention, get, names, support
 
 seen = {"names": names()}
@@ -130,14 +136,14 @@ seen["shapes"] = {
 seen["refused by mine"] = support(get("mine"), spec, Target("tpu", "v5e")).reasons
 for case in ("head-dim-64", "head-dim-128"):
     problem = problems.problem(case)
-    conformance.check_accuracy(conformance.compiled(get("mine"), problem, Target.here())(*problem.inputs), problem)
+    checks.check_accuracy(checks.compiled(get("mine"), problem, Target.here())(*problem.inputs), problem)
     seen.setdefault("judged", []).append(case)
 print(json.dumps(seen))
 """
 
 
-def class_of_the_docs() -> str:
-    (example,) = (block for block in DOCS.read_text(encoding="utf-8").split("```python\n") if "class Mine:" in block)
+def class_of_the_docs(name: str = "Mine:") -> str:
+    (example,) = (block for block in DOCS.read_text(encoding="utf-8").split("```python\n") if f"class {name}" in block)
     return example.partition("```")[0]
 
 
@@ -173,7 +179,8 @@ def _digest(text: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the package installed."""
     folder = tmp_path_factory.mktemp("site")
     subprocess.run(
         [
@@ -183,7 +190,12 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         ],
         check=True,
     )
-    path = os.pathsep.join([str(folder), *filter(None, sys.path)])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def seen(site: Path) -> dict[str, Any]:
+    path = os.pathsep.join([str(site), *filter(None, sys.path)])
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", SEEN, *BROKEN],
         env={**os.environ, "PYTHONPATH": path},
@@ -211,6 +223,21 @@ def test_entry_point_may_name_a_class_as_the_docs_show_it(seen: dict[str, Any]) 
     assert head_dim.startswith("head_dim=8 is not supported by mine (accepted: 64, 128); pad the head dimension")
 
 
+def test_class_of_the_docs_holds_the_package_to_the_contract_in_its_own_repository(site: Path, tmp_path: Path) -> None:
+    (tmp_path / "test_mine.py").write_text(class_of_the_docs("TestMine(Conformance)"), encoding="utf-8")
+    asked = "refus or (oracle and head-dim-64)"
+    done = subprocess.run(
+        [*(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", asked), str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(site), *filter(None, sys.path)])},
+        cwd=tmp_path,
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    # Six problems taken or refused as declared, the declaration itself, an unknown option, and one result.
+    assert re.search(r"^\.{9} ", done.stdout), done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_package_becomes_a_reason_and_takes_nobody_down(seen: dict[str, Any], name: str) -> None:
     (said,) = seen["reasons"][name]
@@ -231,3 +258,24 @@ def test_built_in_backend_that_does_not_load_says_why_and_leaves_the_others() ->
     found = support(registry.get("gone"), SPEC, Target("cpu"))
     assert "gone does not load here (ModuleNotFoundError" in found.reasons[0]
     assert support(registry.get("standard"), SPEC, Target("cpu"))
+
+
+@pytest.mark.foreign_numerics  # JAX's own attention promotes dtypes
+def test_plugin_of_the_page_computes_what_it_declares_and_refuses_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel of the page needs a GPU that is not here; JAX's own attention stands in for the kernel."""
+    kernel, plugin = types.ModuleType("dew_flash_attn"), types.ModuleType("my_plugin")
+    monkeypatch.setattr(kernel, "flash_mha", jax.nn.dot_product_attention, raising=False)
+    for module in (kernel, plugin):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    exec(class_of_the_docs("DewFlash:"), vars(plugin))  # noqa: S102 (the page's own lines)
+    registry = Registry()
+    registry.register(plugin.DewFlash())
+    backend, h100 = registry.get("dew_flash"), Target("cuda", "h100")
+    keys = jax.random.split(jax.random.key(0), 3)
+    query, key, value = (jax.random.normal(k, (2, 64, 2, 64), "bfloat16") for k in keys)
+    out = plan(backend, PLAIN, target=h100).run(query, key, value)[0]
+    expected = plan(STANDARD, PLAIN, target=Target("cpu")).run(query, key, value)[0]
+    np.testing.assert_allclose(out.astype("float32"), expected.astype("float32"), atol=0.03)
+    for changes in ({"local_window_size": 4}, {"key_value_length": 128}, {"has_sinks": True}, {"dtype": "float32"}):
+        assert not support(backend, dataclasses.replace(PLAIN, **changes), h100)
+    assert "not for cpu" in support(backend, PLAIN, Target("cpu")).reasons[0]

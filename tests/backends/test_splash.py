@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from jax.experimental.pallas.ops.tpu import splash_attention
 
-import problems
 from attnsuite.backends import AttentionSpec, Layout, Target, Terms, oracle, support
 from attnsuite.backends.devices import TPUS
 from attnsuite.backends.splash import SPLASH
-from conformance import Conformance, check_accuracy, compiled, layouts
+from attnsuite.testing import Conformance, problems
+from attnsuite.testing.checks import check_accuracy, compiled
+from attnsuite.testing.conformance import layouts
 
 pytestmark = [pytest.mark.splash, pytest.mark.foreign_numerics]  # JAX's kernel promotes dtypes and ranks by itself
 
@@ -23,6 +24,7 @@ V5E = Target("tpu", "v5e")
 class TestSplash(Conformance):
     backend = "splash"
     mode = "interpret"
+    examples = 4
     refuses = frozenset(
         {
             "*-float16",
@@ -34,6 +36,13 @@ class TestSplash(Conformance):
             "mask-*",
             "bias-*",
             "log-sum-exp*",
+            "sinks-log-sum-exp",
+            "sinks-decode",
+            "alibi*",
+            "function-positions",
+            "score*",
+            "pages*",
+            "kv-*",
         }
     )
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from conformance import Conformance
+from attnsuite.testing import Conformance
 
 pytestmark = pytest.mark.standard
 
@@ -18,8 +18,8 @@ class TestStandard(Conformance):
 def test_gradient_is_finite_where_xla_computes_the_logits_twice():
     """Without LLVM's optimisation the second computation rounds otherwise, and no logit equals the largest one."""
     script = """
-import problems
-from conformance import check_accuracy
+from attnsuite.testing import problems
+from attnsuite.testing.checks import check_accuracy
 problem = problems.problem("mask-and-bias")
 check_accuracy(problem.standard_run(*problem.inputs), problem)
 """

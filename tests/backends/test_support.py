@@ -360,7 +360,7 @@ def test_a_ring_takes_no_array_that_it_would_drop() -> None:
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",))
     taking_all = Declared(dataclasses.replace(STANDARD.takes(CPU, "native"), parts=True))
     ring = Sharded(taking_all, mesh, MeshAxes(context="x", exchange="ring"))
-    for changes in ({"has_mask": True}, {"has_bias": True}, {"return_log_sum_exp": True}):
+    for changes in ({"has_mask": True}, {"has_bias": True}, {"return_log_sum_exp": True}, {"has_alibi": True}):
         assert support(Sharded(taking_all, mesh, MeshAxes(data="x")), varied(**changes), CPU)
         assert not support(ring, varied(**changes), CPU)
 

@@ -75,7 +75,10 @@ def test_config_is_hashable_and_frozen():
         ({"head_dim": 33}, "head_dim=33 is odd; RoPE rotates pairs"),
         ({"rope_theta": 0}, "rope_theta=0 must be a finite number above 0"),
         ({"norm_eps": float("nan")}, "norm_eps=nan must be a finite number"),
-        ({"rope_scaling": {"factor": 8.0}}, "must be a RopeScaling or None"),
+        (
+            {"rope_scaling": {"factor": 8.0}},
+            "must be a RopeScaling, LinearScaling, DynamicScaling, YarnScaling or None",
+        ),
         ({"use_rope": 1}, "use_rope=1 must be True or False"),
         ({"qk_norm": 1}, "qk_norm=1 must be True or False"),
         ({"qk_norm": True, "use_rmsnorm": False}, "qk_norm=True is an RMSNorm; it needs use_rmsnorm=True"),

@@ -223,9 +223,10 @@ def test_packed_documents_give_what_each_gives_alone(name):
 
 
 def test_an_id_that_returns_is_another_document():
-    runs, positions = documents(jnp.array([[1, 1, 0, 1, -1, -1, 1], [3, 3, 3, 3, 3, 3, 3]]))
+    runs, positions, lengths = documents(jnp.array([[1, 1, 0, 1, -1, -1, 1], [3, 3, 3, 3, 3, 3, 3]]))
     assert runs.tolist() == [[0, 0, 1, 2, -1, -1, 4], [0] * 7]
     assert positions.tolist() == [[0, 1, 0, 0, 0, 1, 0], list(range(7))]
+    assert lengths.tolist() == [[2, 2, 1, 1, 2, 2, 1], [7] * 7]
 
 
 def test_later_tokens_change_nothing_before_them():

@@ -269,6 +269,11 @@ def test_a_checkpoint_on_disk_has_the_fingerprint_of_its_model(tmp_path):
             lambda: calibration.calibrate(small(attention="sliding", window_size=8), [np.zeros(100, int)]),
             "layers with sliding attention",
         ),
+        (
+            lambda: calibration.calibrate(small(attention_sinks=True), [np.zeros(100, int)]),
+            "has attention_sinks=True; attention mass is measured only with attention_sinks=False",
+        ),
+        (lambda: calibration.calibrate(small(logits_soft_cap=5.0), [np.zeros(100, int)]), "has logits_soft_cap=5.0"),
     ],
 )
 def test_what_cannot_be_calibrated_is_refused(call, sentence):

@@ -23,6 +23,12 @@ PARAMETERS = {  # from llama-2-7b on: the counts that their publishers give
     "qwen3-1.7b": 1_720_574_976,
     "qwen3-4b": 4_022_468_096,
     "qwen3-8b": 8_190_735_360,
+    "gemma-2-2b": 2_614_341_888,
+    "gemma-3-1b": 999_885_952,
+    "olmo-2-1b": 1_484_916_736,
+    "phi-3-mini-4k": 3_821_079_552,
+    "mixtral-8x7b": 46_702_792_704,
+    "qwen3-30b-a3b": 30_532_122_624,
 }
 _NAMES = (
     "model_type",
@@ -63,6 +69,31 @@ PUBLISHED = {
     "qwen3-1.7b": (("qwen3", 2048, 6144, 28, 16, 8, 151936, 40960, 1e-6, 1000000, True), {"head_dim": 128}),
     "qwen3-4b": (("qwen3", 2560, 9728, 36, 32, 8, 151936, 40960, 1e-6, 1000000, True), {"head_dim": 128}),
     "qwen3-8b": (("qwen3", 4096, 12288, 36, 32, 8, 151936, 40960, 1e-6, 1000000, False), {"head_dim": 128}),
+    "gemma-2-2b": (
+        ("gemma2", 2304, 9216, 26, 8, 4, 256000, 8192, 1e-6, 10000.0, True),
+        {"head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096, "hidden_act": "gelu_pytorch_tanh"}
+        | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    ),
+    "gemma-3-1b": (
+        ("gemma3_text", 1152, 6912, 26, 4, 1, 262144, 32768, 1e-6, 1000000, True),
+        {"head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 512, "hidden_act": None}
+        | {"hidden_activation": "gelu_pytorch_tanh", "sliding_window_pattern": 6, "rope_local_base_freq": 10000},
+    ),
+    "olmo-2-1b": (("olmo2", 2048, 8192, 16, 16, 16, 100352, 4096, 1e-6, 500000, False), {"attention_bias": False}),
+    "phi-3-mini-4k": (
+        ("phi3", 3072, 8192, 32, 32, 32, 32064, 4096, 1e-5, 10000.0, False),
+        {"sliding_window": 2047, "original_max_position_embeddings": 4096, "rope_scaling": None},
+    ),
+    "mixtral-8x7b": (
+        ("mixtral", 4096, 14336, 32, 32, 8, 32000, 32768, 1e-5, 1000000.0, False),
+        {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None, "router_aux_loss_coef": 0.02},
+    ),
+    "qwen3-30b-a3b": (
+        ("qwen3_moe", 2048, 6144, 48, 32, 4, 151936, 40960, 1e-6, 1000000.0, False),
+        {"head_dim": 128, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
+        | {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "max_window_layers": 48}
+        | {"sliding_window": None, "use_sliding_window": False},
+    ),
 }
 
 
@@ -78,5 +109,5 @@ def test_preset_has_the_published_number_of_parameters(preset):
 @pytest.mark.parametrize("preset", PUBLISHED)
 def test_the_published_config_file_reads_as_the_preset(preset):
     values, others = PUBLISHED[preset]
-    file = dict(zip(_NAMES, values, strict=True)) | others | {"hidden_act": "silu", "torch_dtype": "bfloat16"}
+    file = {"hidden_act": "silu", "torch_dtype": "bfloat16"} | dict(zip(_NAMES, values, strict=True)) | others
     assert from_hf(file) == ModelConfig.from_preset(preset)

@@ -81,6 +81,8 @@ def test_unusable_files_are_refused_with_a_sentence(tmp_path):
         load_text(tmp_path / "nowhere")
     with pytest.raises(ValueError, match="cannot be read"):
         load_text(tmp_path)
+    with pytest.raises(ValueError, match="text file '/dev/zero' is a device"):
+        load_text("/dev/zero")
     (tmp_path / "empty").touch()
     with pytest.raises(ValueError, match="has 0 bytes; give at least 1024"):
         load_text(tmp_path / "empty")

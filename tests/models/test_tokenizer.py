@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from attnsuite.models import load_tokenizer
+from attnsuite.models import CheckpointError, load_tokenizer
 
 pytestmark = pytest.mark.llama
 
@@ -112,3 +112,33 @@ def test_a_json_that_is_no_tokenizer_is_refused(tmp_path):
     (tmp_path / "tokenizer.json").write_text(json.dumps({"a": 1}))
     with pytest.raises(ValueError, match="cannot be read as a tokenizer"):
         load_tokenizer(tmp_path)
+
+
+def of_words(folder, words, front):
+    """A tokenizer.json of whole words, which puts the token ``front`` in front of every text."""
+    need("tokenizers")
+    special = {"first": {"id": "first", "ids": [front], "tokens": ["first"]}}
+    single = [{"SpecialToken": {"id": "first", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    processor = {"type": "TemplateProcessing", "single": single, "pair": single, "special_tokens": special}
+    model = {"type": "WordLevel", "vocab": words, "unk_token": "unknown"}
+    content = {"version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "Whitespace"}, "model": model}
+    (folder / "tokenizer.json").write_text(json.dumps(content | {"post_processor": processor}))
+    return load_tokenizer(folder)
+
+
+def test_numbers_of_tokens_may_have_gaps(tmp_path):
+    found = of_words(tmp_path, {"unknown": 0, "the": 9}, front=0)
+    assert (found.vocab_size, found.encode("the end")) == (10, [0, 9, 0])
+
+
+def test_token_beyond_the_vocabulary_is_refused(tmp_path):
+    """JAX would look up the last row of the embeddings for it."""
+    found = of_words(tmp_path, {"unknown": 0, "the": 1}, front=7)
+    with pytest.raises(CheckpointError, match="gives token 7, but its vocabulary ends at 1"):
+        found.encode("the")
+
+
+def test_text_that_a_tokenizer_cannot_encode_is_a_sentence(tmp_path):
+    found = of_words(tmp_path, {"the": 0}, front=0)
+    with pytest.raises(CheckpointError, match=r"cannot be read as a tokenizer: .*Missing"):
+        found.encode("the end")

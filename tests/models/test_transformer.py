@@ -9,7 +9,8 @@ from flax import nnx
 
 from attnsuite import backends
 from attnsuite.backends.standard import Standard
-from attnsuite.models import ModelConfig, Transformer
+from attnsuite.models import ModelConfig, Transformer, generate
+from attnsuite.models.planning import resolve_attention
 from attnsuite.models.transformer import compiled_forward, compiled_forward_cached
 
 TOKENS = np.arange(24).reshape(2, 12)
@@ -160,3 +161,18 @@ def test_token_outside_the_vocabulary_is_refused():
     model = Transformer(ModelConfig.from_preset("debug"))
     with pytest.raises(ValueError, match="tokens reach from 0 to 256; this model has tokens 0 to 255"):
         model(np.array([[0, 256]]))
+
+
+def test_every_call_of_a_model_takes_a_policy():
+    cache = model().new_cache(2, 16)
+    calls = (
+        functools.partial(model(), TOKENS),
+        functools.partial(model().resolutions, 2, 12),
+        functools.partial(model().prefill, TOKENS, cache),
+        functools.partial(model().decode, TOKENS[:, 0], cache),
+        functools.partial(generate, model(), TOKENS, 2),
+        functools.partial(resolve_attention, model().config, batch=2, query_length=12),
+    )
+    for call in calls:
+        with pytest.raises(ValueError, match=r"policy 'nowhere.json' cannot be read"):
+            call(policy="nowhere.json")

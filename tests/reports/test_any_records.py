@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from attnsuite import reports
 from attnsuite.suite.kinds import kind_of, names
-from attnsuite.suite.record import Status, TensorError
+from attnsuite.suite.record import ProgramText, Status, TensorError
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
 NAMES = st.sampled_from(["standard", "chunked", "kvax", "a|b", "`", "", "auto"])
@@ -21,6 +21,13 @@ ERRORS = st.builds(
     standard_error=st.none() | FLOATS,
     allowed=FLOATS,
     passed=st.booleans(),
+)
+SIZES = st.none() | st.integers(0, 2**40)
+PROGRAMS = st.builds(
+    ProgramText,
+    products=st.dictionaries(TEXT, st.integers(1, 2**20), max_size=2),
+    score_arrays=SIZES,
+    copies=SIZES,
 )
 FIELDS = st.fixed_dictionaries({
     "suite": st.just("cpu-speed") | TEXT,
@@ -48,6 +55,8 @@ FIELDS = st.fixed_dictionaries({
     "steps": st.none() | st.integers(0, 2**20),
     "kv_bytes_per_token": st.none() | st.integers(0, 2**40),
     "memory": st.dictionaries(st.sampled_from(["compiled_temp", "odd"]), st.none() | st.integers(0, 2**60)),
+    "program": st.none() | PROGRAMS,
+    "repeats": st.none() | st.booleans(),
     "accuracy": st.dictionaries(st.sampled_from(["out", "dq", "a|b"]), ERRORS),
     "quality": st.dictionaries(st.sampled_from(["recall", "bits_per_byte", "unigram_bits_per_byte"]), FLOATS),
     "series": st.dictionaries(st.sampled_from(["nll", "standard_nll", "hit"]), SERIES),
@@ -86,7 +95,7 @@ def test_any_records_render_and_compare(record, tmp_path, drawn):
     text = reports.render(folders[0]).read_text(encoding="utf-8")
     assert text.startswith("# Attention on ")
     json.loads((folders[0] / "report.json").read_text(encoding="utf-8"), parse_constant=_no_constant)
-    assert reports.compare(*folders).startswith("# Run B against run A")
+    assert reports.compare(*folders).text.startswith("# Run B against run A")
 
 
 def _no_constant(name):

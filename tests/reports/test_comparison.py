@@ -5,7 +5,7 @@ from attnsuite.suite.command_line import main
 
 
 def runs(write_run, first, second):
-    return reports.compare(write_run(*first, name="a"), write_run(*second, name="b"))
+    return reports.compare(write_run(*first, name="a"), write_run(*second, name="b")).text
 
 
 def scaled(cell, factor):
@@ -37,6 +37,35 @@ def test_like_runs_warn_of_nothing(record, write_run):
     told = runs(write_run, [record()], [record()])
     assert "Different" not in told
     assert "status, mode and what ran are the same in both" in told
+
+
+@pytest.mark.parametrize(
+    ("sources", "told"),
+    [
+        (("0123", "4567"), "**Different source:** 0123 (0123abc; run A) and 4567 (89de; run B)."),
+        (("0123", "0123"), "Same source in both runs (digest 0123)."),
+        ((None, "0123"), "**Source not recorded** in run A: whether the code is the same is not known."),
+        ((None, None), "**Source not recorded** in both runs"),
+    ],
+)
+def test_source_is_compared_first_and_records_without_one_are_read(record, write_run, sources, told):
+    made = []
+    for source, revision in zip(sources, ("0123abc", "89de"), strict=True):
+        facts = {**record().environment, "git_revision": revision} | ({"source": source} if source else {})
+        made.append([record(environment=facts)])
+    assert runs(write_run, *made).split("\n\n")[1].startswith(told)
+
+
+def test_flags_that_differ_are_said(record, write_run):
+    flagged = {**record().environment, "flags": {"XLA_FLAGS": "--fast"}}
+    told = runs(write_run, [record()], [record(environment=flagged)])
+    assert "**Different:** XLA_FLAGS. The ratios include" in told.split("<details>")[0]
+
+
+def test_other_file_of_a_users_own_row_is_said(record, write_run):
+    facts = [{**record().environment, "own": {"kernels.py:attend": digest}} for digest in ("01", "23")]
+    told = runs(write_run, *([record(environment=each)] for each in facts))
+    assert "**Different:** digest of kernels.py:attend. The ratios include" in told.split("<details>")[0]
 
 
 def test_wrong_cell_is_a_change_of_status_and_no_speed(record, write_run):

@@ -103,9 +103,12 @@ def text_records(record, random_loss, top_k=0.125, **schedule):
 
 
 def test_text_says_nothing_where_random_tiles_lose_nothing(record):
-    (table,) = kascade.quality(group(text_records(record, 0.3)))
+    table, near = kascade.quality(group(text_records(record, 0.3)))
     assert [row["lost"].value for row in table.rows if row["method"] == "kascade"] == [pytest.approx(0.01875)]
-    (table,) = kascade.quality(group(text_records(record, 0.0)))
+    assert {"kl_mean", "kl_p99", "top1", "mass_mean", "mass_min"} <= {column.key for column in near.columns}
+    assert "kascade" in [row["method"] for row in near.rows]
+    table, near = kascade.quality(group(text_records(record, 0.0)))
+    assert "kascade" not in [row["method"] for row in near.rows]  # it has no figures there
     (row,) = [row for row in table.rows if row["method"] == "kascade"]
     assert row["reading"] == "WITHHELD: random_tiles does not fail visibly"
     assert row.get("perplexity") is None
@@ -137,11 +140,11 @@ def test_sweep_has_a_line_and_a_row_for_each_schedule(record):
     for threshold in (0.5, 0.9):
         assert len(lines[f"kascade, greedy, threshold {threshold}, distance 4"]) == 3
     assert "kascade" not in lines
-    (table,) = kascade.quality(group(records))
+    table, *_ = kascade.quality(group(records))
     told = {row["schedule"] for row in table.rows if row["method"] == "kascade"}
     assert told == {"greedy, threshold 0.5, distance 4", "greedy, threshold 0.9, distance 4"}
     assert "schedule" in [column.key for column in table.columns]
-    (without,) = kascade.quality(group(text_records(record, 0.3)))
+    without, *_ = kascade.quality(group(text_records(record, 0.3)))
     assert "schedule" not in [column.key for column in without.columns]
 
 
@@ -159,7 +162,7 @@ def stack_records(record, seconds, case=STACK, **changes):
 
 def test_speed_is_relative_to_the_fastest_dense_on_however_many_devices(record):
     records = stack_records(record, {("dense", 1): 4.0, ("dense", 2): 2.0, ("kascade", 2): 1.5})
-    (table,) = kascade.speed(group(records))
+    table, *_ = kascade.speed(group(records))
     rows = {(row["method"], row["devices"]): row for row in table.rows}
     assert rows["kascade", 2]["relative"].value == pytest.approx(0.75)
     assert rows["dense", 2]["relative"] == "1 (baseline)"
@@ -171,7 +174,7 @@ def test_row_that_ran_dense_says_so_and_meets_no_goal(record):
     note = ("kascade: sparse would compute 0.9 here, and when='profitable' runs dense from 0.75 on; chunked ran.",)
     records = stack_records(record, {("dense", 2): 2.0, ("kascade_profitable", 2): 2.0},
                             kascade_profitable={"notes": note})  # fmt: skip
-    (table,) = kascade.speed(group(records))
+    table, *_ = kascade.speed(group(records))
     assert [row["ran"] for row in table.rows] == ["chunked", "DENSE"]
     assert kascade.goals(group(records)) is None
 
@@ -194,10 +197,22 @@ def test_goals_are_judged_on_this_run_and_missed_ones_are_named(record):
     assert "S 32768" in decoding["missed"]
 
 
+def test_native_kernels_have_goals_of_their_own(record):
+    prefill = StackCase(kind="kascade_prefill", sequence=8192, top_k=0.125, anchors=5, kernel="flash_cpu")
+    decode = StackCase(kind="kascade_decode", sequence=32768, top_k=0.1)
+    records = [
+        *stack_records(record, {("dense", 1): 2.0, ("kascade", 1): 0.9}, case=prefill),
+        *stack_records(record, {("dense", 1): 1.0, ("kascade", 1): 0.1, ("kascade_flash_cpu", 1): 0.2}, case=decode),
+    ]
+    *_, fast, slow = kascade.goals(group(records)).rows
+    assert (fast["goal"][:26], fast["met"], fast["worst"]) == ("Kascade's native kernels f", "0 of 1", "2.22\u00d7")
+    assert (slow["met"], slow["worst"]) == ("1 of 1", "5.00\u00d7")  # of the row of these kernels, not of XLA's
+
+
 def test_wrong_row_has_no_figures(record):
     records = stack_records(record, {("dense", 2): 2.0, ("kascade", 2): 0.1}, kascade={"status": "wrong",
                             "error": "out is off", "samples": ()})  # fmt: skip
-    (table,) = kascade.speed(group(records))
+    table, *_ = kascade.speed(group(records))
     (row,) = [row for row in table.rows if row["method"] == "kascade"]
     assert (row["ran"], row.get("relative")) == ("out is off", None)
 
@@ -242,7 +257,7 @@ def test_goal_of_the_kernels_is_judged_where_both_were_timed_and_has_no_device_w
     interpreted = {"mode": "interpret", "samples": ()}
     here = stack_records(record, times, kascade_xla=repeats, kascade_pallas=interpreted)
     assert kernel_goal(here)["met"] == "no device here"
-    (table,) = kascade.speed(group(here))
+    table, *_ = kascade.speed(group(here))
     (row,) = [row for row in table.rows if row["method"] == "kascade_pallas"]
     assert (row["ran"], row.get("median_ms")) == ("interpreted: accuracy only", None)
     assert kernel_goal(stack_records(record, {("dense", 1): 2.0, ("kascade", 1): 1.0})) is None

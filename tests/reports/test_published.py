@@ -21,6 +21,7 @@ PAGES = {
     "cpu-intel-xeon": (),
     "cpu-intel-xeon-speed": (),
     "cpu-intel-xeon-kascade": ("compiled-kascade",),
+    "cpu-intel-xeon-kascade-flash-cpu": (),
 }
 
 

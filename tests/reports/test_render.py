@@ -9,7 +9,7 @@ import pytest
 
 from attnsuite import reports
 from attnsuite.suite.command_line import main
-from attnsuite.suite.record import TensorError
+from attnsuite.suite.record import ProgramText, TensorError
 from attnsuite.suite.store import CompileManifest, RunManifest
 
 SECRET = 0.0123457  # seconds; shows up as 12.3 wherever a speed leaks
@@ -99,6 +99,17 @@ def test_reason_is_told_once_with_its_backends_and_cases(record, write_run):
     assert section(text, "Requested and run").count("R1 ") == 3
 
 
+def test_what_a_program_shows_stands_in_one_row(record, write_run):
+    read = ProgramText(products={"bf16 x bf16 -> f32": 2, "kernel mine": 1}, score_arrays=3, copies=0)
+    cells = [record(program=read, repeats=True), record("chunked", program=ProgramText(products={}), repeats=False)]
+    written = outputs(write_run(*cells))
+    (first, second) = json_table(written["report.json"], "programs")
+    assert first["products"] == "bf16 x bf16 -> f32 (2), kernel mine (1)"
+    assert (first["repeats"], first["score_arrays"], first["copies"]) == (True, 3, 0)
+    assert (second["repeats"], second["products"], second["score_arrays"]) == (False, None, None)
+    assert "## Programs" not in outputs(write_run(record(), name="older"))["report.md"]
+
+
 def test_same_bytes_twice(record, write_run):
     cells = [record(), record("chunked"), record("kascade", exact=False), record("splash", mode="interpret")]
     first = outputs(write_run(*cells, name="a"))
@@ -113,7 +124,7 @@ def test_pipe_newline_and_html_in_foreign_text_stay_text(record, write_run):
     table = [line for line in section(written["report.md"], "Requested and run").splitlines() if line.startswith("|")]
     bars = {line.replace("\\|", "").count("|") for line in table}
     assert len(bars) == 1
-    assert "<script>" not in written["report.html"]
+    assert "<script>alert" not in written["report.html"]
     assert "needs a | b and &lt;script&gt;alert(1)&lt;/script&gt; `tick` *star* [link]" in written["report.html"]
     assert 'href="http' not in written["report.html"]
 
@@ -123,9 +134,12 @@ def test_page_fetches_nothing_and_closes_its_tags(record, write_run):
 
     class Checker(HTMLParser):
         open_tags: list[str] = []  # noqa: RUF012
+        seen: list[str] = []  # noqa: RUF012
 
         def handle_starttag(self, tag, attrs):
-            assert tag not in {"script", "link", "iframe"}
+            assert tag not in {"link", "iframe"}
+            assert tag != "script" or (not attrs and "body" in self.open_tags and "script" not in self.seen)
+            self.seen.append(tag)
             assert "onclick" not in dict(attrs)
             assert dict(attrs).get("src", "data:").startswith("data:")
             if tag not in {"meta", "br", "hr"}:

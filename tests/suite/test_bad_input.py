@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
@@ -82,14 +83,23 @@ def test_suite_file_is_refused(tmp_path, capsys, toml, expected):
         (["--text", "nowhere.txt"], "cannot be read"),
         (["--cell-timeout", "0"], "above 0"),
         (["--cell-timeout", "nan"], "above 0"),
+        (["--sample-seconds", "0"], "above 0 and at most the --cell-timeout of 120"),
+        (["--sample-seconds", "nan"], "above 0 and at most"),
+        (["--sample-seconds", "200"], "above 0 and at most"),
         (["--cell-memory", "much"], "not a size"),
         (["--cell-memory", "-1GiB"], "not a size"),
+        (["--shard", "3/2"], "must be i/n with i from 1 to n"),
+        (["--address", "a:1", "--nodes-with", "GPU"], "--address, --nodes-with is about a Ray cluster"),
+        (["--executor", "ray", "--profile", "traces"], "--profile is for one machine"),
+        (["--executor", "ray", "--nodes-with", ","], "--nodes-with is empty"),
+        (["--executor", "ray", "--out", "run"], "needs the package ray: pip install 'attnsuite[ray]'"),
         (["--resume"], "needs --out"),
         (["--resume", "--out", "nowhere"], "nowhere"),
     ],
 )
 def test_flag_is_refused(tmp_path, monkeypatch, capsys, arguments, expected):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "ray", None)  # as if it were not installed
     assert expected in refused(capsys, "run", *arguments)
 
 

@@ -54,3 +54,11 @@ def test_every_verb_stands_in_the_help(capsys):
     assert ended.value.code == 0
     told = capsys.readouterr().out
     assert all(f"  {verb} " in told for verb in VERBS)
+
+
+@pytest.mark.parametrize("words", [["run", "--out", ""], ["run", "--out="], ["report", ""]], ids=" ".join)
+def test_empty_value_is_refused_and_no_path_to_the_present_directory(words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        command_line.main(words)
+    assert ended.value.code == 2
+    assert "is given an empty value; give one, or leave it out." in capsys.readouterr().err

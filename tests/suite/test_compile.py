@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from attnsuite import reports
 from attnsuite.backends import Target, registry, support
-from attnsuite.backends.contract import KernelBuild, Support
+from attnsuite.backends.contract import Support
+from attnsuite.backends.tunable import KernelBuild
 from attnsuite.reports.pages import compiled
 from attnsuite.suite import compile_run
 from attnsuite.suite.absent import compilation as compile_cell
@@ -187,7 +188,7 @@ def test_peak_is_held_against_the_memory_of_the_target(monkeypatch, gib, status)
 
 
 def judge(monkeypatch, target, error=None, memory=None):
-    def compiler(program, device):
+    def compiler(program, device, spec=None):
         assert isinstance(program, AbstractProgram)
         if error is not None:
             raise error
@@ -266,7 +267,7 @@ def test_kernels_without_their_program_say_why_its_size_is_not_known(monkeypatch
 
 @pytest.mark.parametrize(("peak", "status"), [(2**30, "ok"), (2**40, "oom"), (None, "crashed")])
 def test_program_around_kernels_is_judged_by_its_size(monkeypatch, peak, status):
-    def compiled(program, device):
+    def compiled(program, device, spec=None):
         if peak is None:
             raise RuntimeError("INTERNAL: no such call")
         return Outcome(lower_seconds=1.0, compile_seconds=2.0, memory={"compiled_peak": peak})
@@ -483,7 +484,7 @@ def test_page_shows_kernels(compile_with_fakes, tmp_path):
     assert "1 compile as kernels alone" in page
     assert "compiles (N1)" in page
     assert "**N1** no compiler for it." in page
-    assert "block\\_q 128, num\\_warps 8" in page or "block_q 128, num_warps 8" in page
+    assert "block q 128, num warps 8" in page
     assert "98304" in page
 
 

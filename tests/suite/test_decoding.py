@@ -11,9 +11,11 @@ import pytest
 
 from attnsuite.models import ModelConfig
 from attnsuite.suite import peers
+from attnsuite.suite.cell import Cell, Means
 from attnsuite.suite.errors import InputError
-from attnsuite.suite.kinds import model_program
-from attnsuite.suite.kinds.model import ModelCase
+from attnsuite.suite.kinds import model_program, problem_of
+from attnsuite.suite.kinds.model import MODEL, ModelCase
+from attnsuite.suite.measure import execution
 from attnsuite.suite.store import parse_records
 
 PREFILL = ModelCase(kind="model_prefill", model="debug", sequence=40, batch=3, ragged=True)
@@ -44,6 +46,21 @@ def test_each_row_is_what_its_prompt_gives_alone(case):
     program = model_program.judged_program(blind, model, "standard")
     other = np.asarray(jax.jit(program.function)(*program.arguments)["logits"])
     assert np.abs(other - logits).max() > 1e-2, "lengths must matter, or this test sees nothing"
+
+
+@pytest.mark.parametrize("case", [PREFILL, DECODE], ids=lambda case: case.kind)
+def test_program_that_is_timed_is_the_one_that_is_judged(case, tmp_path, monkeypatch):
+    path, spoilt = tmp_path / "right.npz", tmp_path / "spoilt.npz"
+    MODEL.write_reference(case, path, None)
+    with np.load(path) as arrays:
+        np.savez(spoilt, **{name: tensor + 0.01 for name, tensor in arrays.items()})
+    monkeypatch.setattr(execution, "outputs_of", pytest.fail)  # a second program
+    cell = Cell(case=case.name, problem=problem_of(case), row="chunked", target="cpu", resolved="chunked",
+                mode="native", exact=True)  # fmt: skip
+    status = [
+        MODEL.prepare(cell, case, Means(reference=file, memory_limit=2**33)).outcome.status for file in (path, spoilt)
+    ]
+    assert status == ["ok", "wrong"]
 
 
 def test_padding_is_not_counted():

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import io
 import json
 
 import pytest
+from rich.console import Console
 
 from attnsuite.suite.doctor import describe
 
@@ -27,6 +29,28 @@ def test_doctor_lists_every_backend_with_its_mode_or_every_reason(found, faulty_
     assert "needs_grad=True is not supported by kascade" in kascade["problems"]["forward+backward"]["reasons"][0]
     assert found["environment"]["versions"]["jax"]
     assert describe(found)
+
+
+def test_doctor_groups_backends_by_the_devices_that_they_are_for(found):
+    console = Console(width=200, file=io.StringIO())
+    console.print(describe(found))
+    lines = [line.strip(" \u2502").partition("  ")[0] for line in console.file.getvalue().splitlines()]
+    for group, first, second in (
+        ("for CPU, NVIDIA GPU, TPU", "standard", "chunked"),
+        ("for NVIDIA GPU", "cudnn", "kvax"),
+        ("for TPU", "splash", "tokamax_splash"),
+    ):
+        below = lines[lines.index(group) :]
+        headings = [line for line in below[1:] if line.startswith("for ")]
+        end = below.index(headings[0], 1) if headings else len(below)
+        assert {first, second} <= set(below[:end]), group
+    broken = [name for name, backend in by_name(found).items() if not backend["devices"]]
+    assert "refusing" in broken
+    assert lines.index("for no device, as installed here") < lines.index("refusing")
+
+
+def by_name(found):
+    return {backend["name"]: backend for backend in found["backends"]}
 
 
 def test_fault_of_a_foreign_package_is_a_reason_of_its_backend_alone(found, unaskable):

@@ -72,7 +72,7 @@ def test_run_refuses(tmp_path, capsys, arguments, expected):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--out", ""], "--out . must end in .safetensors"),
+        (["--out", "."], "--out . must end in .safetensors"),
         (["--model", "nowhere"], "--model 'nowhere' is not known; use text, or a checkpoint's directory"),
         (["--model", "tiny"], "a preset has no trained weights"),
         (["--text", "nowhere.txt"], "cannot be read"),
@@ -116,7 +116,8 @@ def test_calibrate_writes_what_was_measured_and_prints_the_schedule(tmp_path, ca
 def test_small_run_ends_in_a_page_with_the_gate_and_the_speed(attnsuite, new_run, tmp_path):
     suite = tmp_path / "small.toml"
     suite.write_text(SMALL)
-    code, out, err = attnsuite.finish(attnsuite.start("run", "--suite", suite, "--out", new_run))
+    rows = "dense,kascade,stale_indices,reuse_layer"  # of all controls: test_kascade.py
+    code, out, err = attnsuite.finish(attnsuite.start("run", "--suite", suite, "--backends", rows, "--out", new_run))
     assert code == 0, err
     records = [json.loads(line) for line in (new_run / "records.jsonl").read_text().splitlines()]
     by_row = {(record["kind"], record["requested"]): record for record in records}

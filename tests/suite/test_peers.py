@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from unittest import mock
 
 import pytest
 
 from attnsuite.suite import peers
-from attnsuite.suite.cell import Asked
+from attnsuite.suite.cell import Asked, Cell
+from attnsuite.suite.grid import executors
 from attnsuite.suite.grid.probe import probe
+from attnsuite.suite.kinds import problem_of
 from attnsuite.suite.kinds.attention import OpCase, judge_outputs, named_outputs, write_reference
 from attnsuite.suite.kinds.model import ModelCase
 from attnsuite.suite.measure import judge
 from attnsuite.suite.peers import PEERS, mkl
+from attnsuite.suite.shown import shows_speed
 
 # What is compared here is compared on every machine; PyTorch and tokamax where they are installed (extra "peers").
 CASES = [
@@ -89,3 +93,31 @@ def test_what_cannot_be_divided_has_no_cell_for_all_cores(monkeypatch):
     monkeypatch.setattr("attnsuite.suite.kinds.attention.usable_cores", lambda: 3)
     found = probe(Asked(rows=("chunked",), cases=(CASES[0],), all_cores=True))
     assert [cell["devices"] for cell in found["cells"]] == [1]
+
+
+@pytest.mark.parametrize("row", ["torch", "chunked"])
+def test_a_peer_outside_the_bound_is_timed_and_a_backend_is_not(row):
+    """A goal must not be met because a rival was left out."""
+
+    class Outside:
+        """A worker whose cell ran with wrong numbers."""
+
+        slept = 0.0
+
+        def ask(self, request, seconds):
+            return {"status": "wrong", "error": "dq is off", "calls": 1} if request["do"] == "prepare" else 0.5
+
+        def close(self):
+            pass
+
+    case = CASES[0]
+    cell = Cell(case=case.name, problem=problem_of(case), row=row, target="cpu", resolved=row, mode="native",
+                exact=True)  # fmt: skip
+    context = executors.RunContext(
+        suite="cpu-speed", limits=executors.Limits(60.0, 2**30), environment={}, text=None, watcher=mock.Mock()
+    )
+    running = executors.Running(cell, Outside())
+    ended = executors._prepare(running, None, context)
+    (record,) = [ended] if ended else executors._sample(case, [running], context)
+    assert (record.status, len(record.samples)) == ("wrong", 6 if row == "torch" else 0)
+    assert shows_speed(record) is (row == "torch")

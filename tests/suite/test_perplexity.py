@@ -100,16 +100,14 @@ def test_the_options_reach_the_backend(tmp_path, capsys):
 
 
 def test_a_calibration_brings_its_settings_and_a_schedule(calibrated, tmp_path, capsys):
-    words = ["--model", "text", "--backend", "kascade", "--calibration", calibrated, "--anchors", "2"]
-    code, said, record = perplexity(capsys, tmp_path / "a", *words)
+    words = ["--model", "text", "--backend", "kascade", "--calibration", calibrated]
+    code, said, record = perplexity(capsys, tmp_path / "a", *words, "--anchors", "2")
     assert code == 0
     assert f"calibration: {calibrated}" in said
     assert "schedule: dp; layers that select: 0, " in said
     assert f"{kept_by_hand(0.25, 16, LENGTH - 1):.4f}" in said
     assert any("top_k=0.25" in note for note in record.notes)
-    said = perplexity(
-        capsys, tmp_path / "b", *words, "--options", "top_k=0.5", "--schedule", "greedy", "--anchors", ""
-    )[1]
+    said = perplexity(capsys, tmp_path / "b", *words, "--options", "top_k=0.5", "--schedule", "greedy")[1]
     assert "measured here with top_k=0.5 (calibrated with 0.25)" in said
     assert "schedule: greedy" in said
 

@@ -1,10 +1,25 @@
-"""What a worker process is started with."""
+"""What a worker process is started with, and how its parent waits for it."""
 
 from __future__ import annotations
 
+import dataclasses
+import os
+import resource
+import shlex
+import signal
 import subprocess
 import sys
+import time
+from types import SimpleNamespace
+from typing import Any
 
+import psutil
+import pytest
+
+from attnsuite.suite.cell import Cell, Outcome
+from attnsuite.suite.errors import CellFailure
+from attnsuite.suite.grid import worker
+from attnsuite.suite.grid.executors import Limits, RunContext, Running, _sample
 from attnsuite.suite.grid.process import Worker
 from attnsuite.suite.kinds import problem_of
 from attnsuite.suite.kinds.attention import OpCase
@@ -16,8 +31,8 @@ def test_worker_compiles_although_the_user_has_a_cache_of_programs(tmp_path, mon
     monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
     case = problem_of(OpCase(kind="op_forward", sequence=16, heads=1, kv_heads=1))
-    with Worker(2**33) as worker:
-        worker.ask({"do": "reference", "case": case, "path": str(tmp_path / "judge.npz"), "text": None}, 120)
+    with Worker(2**33) as started:
+        started.ask({"do": "reference", "case": case, "path": str(tmp_path / "judge.npz"), "text": None}, 120)
     assert (tmp_path / "judge.npz").is_file()
     assert not (tmp_path / "cache").exists()
 
@@ -27,3 +42,122 @@ def test_worker_starts_without_what_a_call_of_attention_does_not_need():
     code = "import sys, attnsuite.suite.grid.worker; print(*{'flax', 'scipy.stats', 'matplotlib'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
     assert not done.stdout.split()
+
+
+# Answers a request after ten steps of its own, as work that stops with the process does.
+STEPS = """#!/bin/sh
+while read -r request; do
+    for step in 1 2 3 4 5 6 7 8 9 10; do sleep 0.05; done
+    echo '{"ok": 1}'
+done
+"""
+WATCHING = """
+import sys
+sys.executable = sys.argv[1]
+from attnsuite.suite.grid.process import Worker
+with Worker(2**33) as worker:
+    print(worker.pid, flush=True)
+    print(worker.ask({}, 2.0), worker.slept)
+"""
+
+
+def fake(tmp_path, script):
+    """A program to start as the worker."""
+    path = tmp_path / "worker"
+    path.write_text(script)
+    path.chmod(0o755)
+    return path
+
+
+def test_time_for_which_the_run_was_stopped_counts_toward_no_limit(tmp_path):
+    command = [sys.executable, "-c", WATCHING, str(fake(tmp_path, STEPS))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as run:
+        assert run.stdout is not None
+        groups = run.pid, int(run.stdout.readline())
+        time.sleep(0.2)
+        for number, wait in ((signal.SIGSTOP, 2.5), (signal.SIGCONT, 0)):
+            for group in groups:
+                os.killpg(group, number)
+            time.sleep(wait)
+        answer, slept = run.stdout.readline().split()
+    assert (answer, run.returncode) == ("1", 0)
+    assert 2.0 < float(slept) < 10
+
+
+def test_sample_that_holds_a_stop_is_taken_again():
+    times = iter([1e-3, 3600.0, *[1e-3] * 20])
+
+    class Stopped:
+        slept = 0.0
+        outcome = None
+
+        def ask(self, request, seconds):
+            taken = next(times)
+            self.slept += taken if taken > 1 else 0.0
+            return taken
+
+        def close(self):
+            pass
+
+    cell = Cell(case="c", problem={"kind": "op_forward"}, row="standard", target="cpu", resolved="standard",
+                mode="native", exact=True)  # fmt: skip
+    running = Running(cell, Stopped(), outcome=Outcome(calls=1))
+    watcher: Any = SimpleNamespace(doing=lambda *_: None)
+    case = OpCase(kind="op_forward", sequence=16)
+    context = RunContext(suite="s", limits=Limits(60, 2**33), environment={}, text=None, watcher=watcher)
+    assert list(_sample(case, [running], context))
+    assert running.samples == [1e-3] * 10
+
+
+def test_end_of_a_worker_is_seen_although_what_it_forked_holds_its_pipe(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "executable", str(fake(tmp_path, "#!/bin/sh\nread -r request\nsleep 20 &\nexit 7\n")))
+    with Worker(2**33) as short, pytest.raises(CellFailure, match="exited with code 7 before it answered"):
+        short.ask({}, 5)
+
+
+FORKING = """
+import os, time
+from attnsuite.suite.grid.answering import answer_requests
+
+def answer(request):
+    print("a plug-in may print")
+    for stays in (True, False):
+        if os.fork() == 0:
+            if stays:
+                time.sleep(1000)
+            return "of a copy"
+    time.sleep(0.1)
+    return request["number"]
+
+answer_requests(answer)
+"""
+
+
+def test_what_a_plug_in_forks_does_not_answer_and_ends_with_its_worker(tmp_path, monkeypatch):
+    (tmp_path / "answers.py").write_text(FORKING)
+    script = f"#!/bin/sh\nexec {shlex.quote(sys.executable)} {shlex.quote(str(tmp_path / 'answers.py'))}\n"
+    monkeypatch.setattr(sys, "executable", str(fake(tmp_path, script)))
+    with Worker(2**33) as forking:
+        assert [forking.ask({"number": number}, 60) for number in range(3)] == [0, 1, 2]
+        copies = psutil.Process(forking.pid).children()
+        assert len(copies) >= 3
+        forking._stdin.close()  # as when the run is killed
+        assert psutil.wait_procs(copies, timeout=20)[1] == []
+
+
+def test_address_space_that_is_too_small_for_jax_is_a_failure_and_no_hang():
+    with Worker(2**33) as small:
+        resource.prlimit(small.pid, resource.RLIMIT_AS, (2**29, 2**29))
+        with pytest.raises(CellFailure) as failure:
+            small.ask({"do": "machine"}, 120)
+    assert failure.value.status in {"crashed", "oom"}
+
+
+def test_cell_of_a_device_that_is_gone_is_not_computed_on_the_cpu():
+    case = OpCase(kind="op_forward", sequence=16, heads=1, kv_heads=1)
+    cell = Cell(case=case.name, problem=problem_of(case), row="standard", target="cuda:h100", resolved="standard",
+                mode="native", exact=True)  # fmt: skip
+    asked = {"cell": dataclasses.asdict(cell), "reference": None, "memory_limit": 2**33, "text": None}
+    with pytest.raises(CellFailure, match=r"is for cuda:h100, and JAX now finds cpu.*: the device is gone") as failure:
+        worker._prepare(asked)
+    assert failure.value.status == "crashed"

@@ -163,7 +163,8 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def broken():
-    flags = f"--xla_force_host_platform_device_count={DEVICES}"
+    own = os.environ.get("XLA_FLAGS", "")  # how this environment of tox compiles
+    flags = f"{own} --xla_force_host_platform_device_count={DEVICES}"
     environment = os.environ | {
         "XLA_FLAGS": flags,
         "JAX_PLATFORMS": "cpu",

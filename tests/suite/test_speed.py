@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from attnsuite.suite.cell import Cell
+from attnsuite.suite.grid import executors
 from attnsuite.suite.grid.executors import is_measured
 from attnsuite.suite.kinds import problem_of
 from attnsuite.suite.kinds.attention import OpCase
@@ -51,10 +52,23 @@ def test_ratio_of_two_runs_is_wider_than_that_of_shared_rounds():
         ([0.3] * 5, 1, False),
         ([0.3] * 6, 1, True),
         ([0.01] * 6, 20, True),
+        ([29.5] * 2, 1, False),
+        ([29.5] * 3, 1, True),
+        ([70.0], 1, False),
+        ([70.0] * 2, 1, True),
     ],
 )
-def test_ten_samples_or_one_second_are_enough(samples, calls, enough):
+def test_ten_samples_or_six_of_a_second_or_two_of_a_minute_are_enough(samples, calls, enough):
     assert Sampling().enough(samples, calls) is enough
+
+
+def test_a_cell_that_is_to_be_sampled_for_a_while_is_sampled_that_long_however_many_samples_it_has():
+    for seconds in (4.0, 90.0):
+        asked = Sampling.lasting(seconds)
+        assert not asked.enough([0.02] * int(49 * seconds), 1)
+        assert asked.enough([0.02] * int(50 * seconds + 1), 1)
+        assert asked.enough([0.01] * int(50 * seconds + 1), 2)
+    assert not Sampling.lasting(4.0).enough([1.0] * 5, 1), "an interval needs six samples"
 
 
 def test_short_calls_are_repeated_within_a_sample():
@@ -74,3 +88,13 @@ def test_fallback_to_a_cell_of_the_case_is_not_measured_twice(mode, resolved, ex
         case=case.name, problem=problem_of(case), row="asked", target="cpu", resolved=resolved, mode=mode, exact=True
     )
     assert is_measured(cell, ("asked", "chunked")) is expected
+
+
+def test_a_cell_with_too_few_samples_for_an_interval_says_so():
+    cell = Cell(case="slow", problem={"kind": "op_forward"}, row="standard", target="cpu", resolved="standard",
+                mode="native", exact=True)  # fmt: skip
+    slow, quick = (executors.Running(cell, samples=[seconds] * count) for seconds, count in ((29.5, 3), (0.1, FEWEST)))
+    slow.note_few_samples()
+    quick.note_few_samples()
+    assert slow.outcome.notes == ("sampled 3 times, since a sample takes 30 s: no interval.",)
+    assert quick.outcome.notes == ()

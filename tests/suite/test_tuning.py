@@ -11,7 +11,7 @@ from rich.console import Console
 
 from attnsuite import reports
 from attnsuite.backends import Layout, Support, Target, registry, tuned
-from attnsuite.backends.contract import KernelBuild
+from attnsuite.backends.tunable import KernelBuild
 from attnsuite.suite import tuning
 from attnsuite.suite.command_line import main
 from attnsuite.suite.errors import CellFailure, InputError

@@ -18,6 +18,13 @@ from attnsuite.suite.errors import InputError
 from attnsuite.suite.store import RunStore
 
 
+@pytest.fixture(autouse=True)
+def no_bytecode(monkeypatch):
+    """A module that is first imported under a limit would leave half of its bytecode to the next process."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+
+
 def refused(capsys, *arguments):
     with pytest.raises(SystemExit) as exit_info:
         main([str(argument) for argument in arguments])
@@ -158,7 +165,7 @@ def test_no_stdout_at_all_is_no_traceback(run):
 def test_compiling_nothing_for_want_of_a_compiler_is_no_success(
     tmp_path, capsys, monkeypatch, example_record, errors, code
 ):
-    def execute(request, _):
+    def execute(request, *_):
         with RunStore(request.out, resume=False) as store:
             for number, error in enumerate(errors):
                 status = {"status": "ok"} if error is None else {"status": "unsupported", "error": error}

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 
 from attnsuite.backends.kascade import GREEDY_RULES, Calibration, Schedule, dynamic_programming, greedy, manual
 from attnsuite.models import ModelConfig, TextFile, Transformer, load_text, open_checkpoint, retrieval
-from attnsuite.models.calibration import calibrate, load
+from attnsuite.models.calibration import calibrate, check_plain_logits, load
 
 from ...errors import InputError
 from ...measure.text import reader_of
@@ -55,6 +55,10 @@ def checked_config(case: SelectionCase, text: TextFile | None) -> ModelConfig:
     """
     if case.kind == "kascade_text":
         config = model_config(_as_text(case))
+        try:
+            check_plain_logits(config)
+        except ValueError as error:
+            raise InputError(f"case {case.name}: {error}") from error
         read_text(_as_text(case), config, text)
         if case.calibration:
             _check_calibration(case)

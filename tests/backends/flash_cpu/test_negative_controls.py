@@ -9,8 +9,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-import conformance
-import problems
+from attnsuite.testing import checks, problems
 
 pytest.importorskip("llvmlite", reason="the kernels are compiled by llvmlite (pip install 'attnsuite[cpu]')")
 
@@ -147,7 +146,7 @@ def _results(case, *, forward_alone):
     problem = problems.problem(case)
     backend, here = registry.get("flash_cpu"), Target.here()
     if not forward_alone:
-        return problem, conformance.compiled(backend, problem, here)(*problem.inputs)
+        return problem, checks.compiled(backend, problem, here)(*problem.inputs)
     spec = dataclasses.replace(problem.spec, needs_grad=False)
     planned = problems.planned(backend, dataclasses.replace(problem, spec=spec), here)
     return problem, {"output": planned(*problem.inputs[:3])}
@@ -155,7 +154,7 @@ def _results(case, *, forward_alone):
 
 def _check(problem, results):
     for name, result in results.items():
-        conformance.check_quantity(name, result, problem)
+        checks.check_quantity(name, result, problem)
 
 
 @pytest.fixture
@@ -190,5 +189,5 @@ def test_kernel_without_one_passes_where_it_fails(planted, case, forward_alone):
 
 def test_faulty_kernels_stay_in_their_test():
     problem, results = _results("causal", forward_alone=False)
-    conformance.check_accuracy(results, problem)
+    checks.check_accuracy(results, problem)
     assert np.isfinite(results["output"]).all()

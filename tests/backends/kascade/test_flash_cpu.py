@@ -11,9 +11,9 @@ import pytest
 pytest.importorskip("llvmlite", reason="the kernels are compiled by llvmlite (pip install 'attnsuite[cpu]')")
 
 from attnsuite.backends import Target, support
-from attnsuite.backends.flash_cpu import availability, rows
+from attnsuite.backends.flash_cpu import availability, decode_mass, rows
 from attnsuite.backends.flash_cpu import sparse as sparse_kernels
-from attnsuite.backends.flash_cpu.emit import Function, i64, ptr
+from attnsuite.backends.flash_cpu.emit import Function, f32, i64, ptr
 from attnsuite.backends.kascade import KASCADE, Schedule, flash_cpu, manual, reference
 from emitted import set_apart
 from sparse_problems import PROBLEMS, cached, settings, sparse
@@ -28,6 +28,17 @@ MORE = {
     "8 heads to a group": lambda: sparse(settings(tile_size=32, query_tile=32), T=100, num_heads=16, head_dim=20),
     "tokens behind a cache": lambda: sparse(settings(query_tile=8), T=5, S=128, layout=cached(5, 128, 77)),
     "float16": lambda: sparse(dtype="float16"),
+    # One new token: units of whole blocks of keys, and not; a length inside a unit; rows of several tiles.
+    "decode": lambda: sparse(settings(tile_size=64), T=1, S=300, layout=cached(1, 300, 201)),
+    "decode, tiles of 100": lambda: sparse(
+        settings(tile_size=100, query_tile=50),
+        T=1,
+        S=450,
+        num_heads=12,
+        head_dim=20,
+        layout=cached(1, 450, 333),
+        dtype="bfloat16",
+    ),
 }
 ALL = {**{name: PROBLEMS[name] for name in BY_TILE}, **MORE}
 CLOSE = {"float32": 1e-5, "bfloat16": 0.04, "float16": 5e-3}
@@ -119,6 +130,11 @@ def _maxima_forgotten(patch):
     patch.setattr(sparse_kernels, "exp2", lambda e, _isa, x: e.const(x.type, 1.0))
 
 
+def _maxima_of_units_forgotten(patch):
+    """The same in a decode step."""
+    patch.setattr(decode_mass, "exp2_scalar", lambda e, _isa, _x: e.const(f32, 1.0))
+
+
 def _second_head_pooled_as_first(patch):
     query_place = rows.query_place
 
@@ -133,11 +149,12 @@ def _second_head_pooled_as_first(patch):
     [
         (_rows_behind_the_last_counted, "mass"),
         (_maxima_forgotten, "mass"),
+        (_maxima_of_units_forgotten, "mass"),
         (_second_head_pooled_as_first, "both"),
     ],
 )
 def test_kernel_with_a_fault_shows(fault, what, monkeypatch, tmp_path):
-    problem = sparse(T=101)
+    problem = MORE["decode"]() if fault is _maxima_of_units_forgotten else sparse(T=101)
     availability.why_not()  # the self-test, before kernels are wrong
     set_apart(monkeypatch, tmp_path, f"kascade: {fault.__name__}")
     fault(monkeypatch)
@@ -151,6 +168,7 @@ def test_kernel_with_a_fault_shows(fault, what, monkeypatch, tmp_path):
 
 def test_mass_is_right_without_one():
     assert _mass_error(sparse(T=101)) < 1e-5
+    assert _mass_error(MORE["decode"]()) < 1e-5
 
 
 def _options(problem):

@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 
 from attnsuite.backends import AttentionSpec, Target
-from attnsuite.backends.contract import CompilesKernels
 from attnsuite.backends.kvax import KVAX
 from attnsuite.backends.kvax.blocks import KernelBlocks, Passes, choose
+from attnsuite.backends.tunable import CompilesKernels
 
 pytestmark = pytest.mark.needs_kvax
 

@@ -7,15 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import problems
 from attnsuite.backends import AttentionSpec, Layout, Target
 from attnsuite.backends.kvax import KVAX, blocks, mesh, planning
 from attnsuite.backends.kvax import layout as layouts
-from conformance import (
-    check_accuracy,
-    check_unseen_does_not_matter,
-    compiled,
-)
+from attnsuite.testing import problems
+from attnsuite.testing.checks import check_accuracy, check_unseen_does_not_matter, compiled
 
 pytestmark = pytest.mark.needs_kvax
 

@@ -7,10 +7,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-import problems
 from attnsuite.backends import Target, attention
 from attnsuite.backends.kvax import KVAX, availability
-from conformance import check_accuracy, compiled
+from attnsuite.testing import problems
+from attnsuite.testing.checks import check_accuracy, compiled
 
 pytestmark = pytest.mark.needs_kvax
 

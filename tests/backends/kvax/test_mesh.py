@@ -13,23 +13,12 @@ import pytest
 
 pytestmark = pytest.mark.needs_kvax
 
-PARALLELISM = {
-    "data": {"shape": (4,), "axes": ("x",), "data": "x"},
-    "tensor": {"shape": (2,), "axes": ("x",), "heads": "x"},
-    "context": {"shape": (2,), "axes": ("x",), "context": "x"},
-    "all three": {
-        "shape": (2, 1, 2),
-        "axes": ("x", "y", "z"),
-        "data": "x",
-        "heads": "y",
-        "context": "z",
-    },
-}
-CASES = {
-    "data": ["ragged-causal"],
-    "tensor": ["causal-bfloat16", "segments-causal"],
-    "context": ["causal", "padding-both-ends", "positions-reversed"],
-    "all three": ["gqa-4", "more-keys-causal"],
+# Of each mesh its shape, its axes, what each axis divides, and the cases.
+DEALT = {
+    "data": ((4,), "x", {"data": "x"}, ["ragged-causal"]),
+    "tensor": ((2,), "x", {"heads": "x"}, ["causal-bfloat16", "segments-causal"]),
+    "context": ((2,), "x", {"context": "x"}, ["causal", "padding-both-ends", "positions-reversed"]),
+    "all three": ((2, 1, 2), "xyz", {"data": "x", "heads": "y", "context": "z"}, ["gqa-4", "more-keys-causal"]),
 }
 
 
@@ -46,35 +35,33 @@ def in_four_devices(code):
     return done.stdout
 
 
-@pytest.mark.parametrize("name", PARALLELISM)
-def test_same_as_the_oracle_however_it_is_dealt(name):
-    dealt = dict(PARALLELISM[name])
-    shape, axes = dealt.pop("shape"), dealt.pop("axes")
-    count = 1
-    for size in shape:
-        count *= size
+def test_same_as_the_oracle_however_it_is_dealt():
+    """One process for all meshes: it takes seconds to start."""
     code = f"""
-import conformance, jax, numpy as np, problems
+import jax, numpy as np
+from attnsuite.testing import checks, problems
 from attnsuite.backends import MeshAxes, Sharded, Target
 from attnsuite.backends.kvax import KVAX
 
-mesh = jax.sharding.Mesh(np.array(jax.devices()[:{count}]).reshape({shape}), {axes})
-
-sharded = Sharded(KVAX, mesh, MeshAxes(**{dealt}))
-for case in {CASES[name]}:
-    problem = problems.problem(case)
-    results = conformance.compiled(sharded, problem, Target.here(), "interpret")(*problem.inputs)
-    conformance.check_accuracy(results, problem)
-    assert len(results["output"].sharding.device_set) == {count}
-    print(case)
+for name, (shape, axes, divides, cases) in {DEALT}.items():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:np.prod(shape)]).reshape(shape), tuple(axes))
+    sharded = Sharded(KVAX, mesh, MeshAxes(**divides))
+    for case in cases:
+        problem = problems.problem(case)
+        results = checks.compiled(sharded, problem, Target.here(), "interpret")(*problem.inputs)
+        checks.check_accuracy(results, problem)
+        assert len(results["output"].sharding.device_set) == mesh.size, name
+        print(name, case, sep=": ")
 """
-    assert in_four_devices(code).split() == CASES[name]
+    dealt = [f"{name}: {case}" for name, (*_, cases) in DEALT.items() for case in cases]
+    assert in_four_devices(code).splitlines() == dealt
 
 
 def test_wrong_order_of_the_queries_is_seen():
     """Negative control: queries that are dealt in Kvax's order but not taken back are not the answer."""
     code = """
-import conformance, dataclasses, jax, numpy as np, problems
+import dataclasses, jax, numpy as np
+from attnsuite.testing import checks, problems
 from attnsuite.backends import MeshAxes, Sharded, Target
 from attnsuite.backends.kvax import KVAX, interpret
 
@@ -82,11 +69,11 @@ interpreted = dataclasses.replace(interpret.interpreted(), unpermute_tokens=lamb
 interpret.interpreted = lambda: interpreted
 mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
 
-problem = problems.problem("length-1000")
+problem = problems.problem("causal")
 sharded = Sharded(KVAX, mesh, MeshAxes(context="x"))
-results = conformance.compiled(sharded, problem, Target.here(), "interpret")(*problem.inputs)
+results = checks.compiled(sharded, problem, Target.here(), "interpret")(*problem.inputs)
 try:
-    conformance.check_accuracy(results, problem)
+    checks.check_accuracy(results, problem)
 except AssertionError as error:
     print(str(error)[:20])
 """
@@ -115,7 +102,8 @@ for axis in ("data", "heads"):
 def test_inside_a_callers_own_shard_map():
     """Without a mesh the kernels run where the arrays are, so a caller may deal them himself."""
     code = """
-import jax, numpy as np, jax.numpy as jnp, problems, conformance, dataclasses
+import jax, numpy as np, jax.numpy as jnp, dataclasses
+from attnsuite.testing import checks, problems
 from jax.sharding import PartitionSpec as P
 from attnsuite.backends import Target, plan
 from attnsuite.backends.kvax import KVAX
@@ -130,7 +118,7 @@ def attend(query, key, value):
 heads = P(None, None, "x")
 dealt = jax.shard_map(attend, mesh=mesh, in_specs=(heads, heads, heads), out_specs=heads, check_vma=False)
 results = problems.forward_and_backward(dealt)(*problem.inputs)
-conformance.check_accuracy(results, problem)
+checks.check_accuracy(results, problem)
 print("done")
 """
     assert in_four_devices(code) == "done\n"

@@ -16,13 +16,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attnsuite.backends import AttentionSpec, Backend, Layout, Target, Terms, make_spec, oracle, plan
+from attnsuite.backends import AttentionSpec, Backend, Layout, Target, Terms, make_spec, masks, oracle, plan
 from attnsuite.backends.contract import NO_TERMS
 from attnsuite.backends.features import Mode
 from attnsuite.backends.standard import STANDARD
 
-QUANTITIES = ("output", "dq", "dk", "dv")  # of every problem; some have log_sum_exp or dbias too
-TRAILING = -1  # any negative segment id is padding
+from . import layouts
+from .caches import Cache, cached
+
+QUANTITIES = ("output", "dq", "dk", "dv")  # of every problem; some have log_sum_exp, or the gradient of a term, too
+PER_HEAD = ("dsinks", "dalibi")  # gradients with one number per head
+Inputs = tuple[jax.Array, jax.Array, jax.Array, jax.Array]  # query, key, value, cotangent of the output
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,20 +38,21 @@ class Case:
     options: Mapping[str, Any]
     layout: Callable[[tuple[int, ...], np.random.Generator], dict[str, np.ndarray]]
     magnitude: float
+    cache: Cache | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Problem:
     """A case with its arrays and the results to compare with, by quantity.
 
-    The quantities are output, dq, dk and dv, log_sum_exp where the spec asks for it, and dbias where there is a bias.
+    The quantities are output, dq, dk and dv, log_sum_exp where the spec asks for it, and the gradient of each term.
     ``standard_run`` is the compiled standard backend, kept because compiling is where the suite's time goes.
     """
 
     spec: AttentionSpec
     layout: Layout
     terms: Terms
-    inputs: tuple[jax.Array, jax.Array, jax.Array, jax.Array]  # query, key, value, cotangent of the output
+    inputs: Inputs
     expected: dict[str, np.ndarray]
     standard: dict[str, oracle.Verdict]
     standard_run: Callable[..., dict[str, jax.Array]]
@@ -62,9 +67,17 @@ class Problem:
         """[batch, key length, KV heads]: keys that nobody attends to."""
         return oracle.unseen_keys(self.spec, self.layout, self.terms)
 
+    def verdict(self, name: str, result: jax.Array) -> oracle.Verdict:
+        """The judge's verdict on one quantity; what nobody sees has to be exactly zero."""
+        rows, keys = self.unseen_rows, self.unseen_keys
+        zero = {"output": rows, "dq": rows, "dk": keys, "dv": keys}.get(name)
+        return judge(name, result, self.expected[name], self.standard[name], self.spec, zero)
 
-def _no_arrays(sizes: tuple[int, ...], rng: np.random.Generator) -> dict[str, np.ndarray]:
-    return {}
+
+def leaning(score: Any, batch: Any, head: Any, query: Any, key: Any) -> Any:
+    """A score function that reads all of its arguments; its result is at most 21 and its derivative at most 1."""
+    turn = (0.1 * (query - key).astype(score.dtype) + 0.7 * (head + 5 * batch).astype(score.dtype)).astype(score.dtype)
+    return 20.0 * jnp.tanh(score / 20.0) + jnp.cos(turn)
 
 
 def _case(
@@ -78,102 +91,16 @@ def _case(
     Hv: int | None = None,
     dtype: str = "float32",
     magnitude: float = 1.0,
-    layout: Callable[..., dict[str, np.ndarray]] = _no_arrays,
+    layout: Callable[..., dict[str, np.ndarray]] = lambda *_: {},
+    cache: Cache | None = None,
     **options: Any,
 ) -> Case:
-    return Case((B, T, S or T, N, K, H, Hv or H), dtype, options, layout, magnitude)
+    options |= {} if cache is None else {"needs_grad": False}
+    return Case((B, T, S or T, N, K, H, Hv or H), dtype, options, layout, magnitude, cache)
 
 
-def _segments(query: list[int], key: list[int] | None = None) -> Callable[..., dict[str, np.ndarray]]:
-    """Ids given as [id, count, id, count, ...], the same in every batch entry but the last, which is one segment."""
-
-    def build(sizes: tuple[int, ...], rng: np.random.Generator) -> dict[str, np.ndarray]:
-        rows = []
-        for runs, length in ((query, sizes[1]), (query if key is None else key, sizes[2])):
-            ids = np.repeat(runs[::2], runs[1::2]).astype(np.int32)
-            assert len(ids) == length, f"runs {runs} cover {len(ids)} of {length}"
-            rows.append(np.stack([ids] * (sizes[0] - 1) + [np.full(length, runs[0], np.int32)]))
-        return {"query_segment_ids": rows[0], "key_value_segment_ids": rows[1]}
-
-    return build
-
-
-def _lengths(*lengths: int) -> Callable[..., dict[str, np.ndarray]]:
-    def build(sizes: tuple[int, ...], rng: np.random.Generator) -> dict[str, np.ndarray]:
-        return {"key_value_seq_lengths": np.array(lengths, np.int32)}
-
-    return build
-
-
-def _positions(
-    query: Callable[..., np.ndarray] | None, key: Callable[..., np.ndarray] | None = None
-) -> Callable[..., dict[str, np.ndarray]]:
-    """Positions as a function of the slots on either side, the same in every batch entry."""
-
-    def build(sizes: tuple[int, ...], rng: np.random.Generator) -> dict[str, np.ndarray]:
-        sides = (("query_positions", query, sizes[1]), ("key_value_positions", key, sizes[2]))
-        return {
-            name: np.stack([make(np.arange(length)).astype(np.int32)] * sizes[0])
-            for name, make, length in sides
-            if make is not None
-        }
-
-    return build
-
-
-def _decoding(*cached: int) -> Callable[..., dict[str, np.ndarray]]:
-    """The last T tokens of sequences that fill ``cached`` slots of a longer cache."""
-
-    def build(sizes: tuple[int, ...], rng: np.random.Generator) -> dict[str, np.ndarray]:
-        used = np.array(cached, np.int32)
-        return {
-            "query_positions": (used[:, None] - sizes[1] + np.arange(sizes[1])).astype(np.int32),
-            "key_value_seq_lengths": used,
-        }
-
-    return build
-
-
-def _mask(heads: bool, dead_rows: bool = False) -> Callable[..., dict[str, np.ndarray]]:
-    def build(sizes: tuple[int, ...], rng: np.random.Generator) -> dict[str, np.ndarray]:
-        B, T, S, N = sizes[:4]
-        mask = rng.random((B, N, T, S) if heads else (1, 1, T, S)) < 0.3
-        if dead_rows:
-            mask[:, :, 3:9] = False
-        return {"mask": mask}
-
-    return build
-
-
-def _bias(heads: bool) -> Callable[..., dict[str, np.ndarray]]:
-    def build(sizes: tuple[int, ...], rng: np.random.Generator) -> dict[str, np.ndarray]:
-        B, T, S, N = sizes[:4]
-        return {"bias": rng.standard_normal((B, N, T, S) if heads else (1, N, 1, S)).astype(np.float32)}
-
-    return build
-
-
-def _closing_bias(sizes: tuple[int, ...], rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """-inf for some pairs, and for all pairs of some rows."""
-    bias = _bias(heads=True)(sizes, rng)["bias"]
-    bias[rng.random(bias.shape) < 0.3] = -np.inf
-    bias[:, :, 3:9] = -np.inf
-    return {"bias": bias}
-
-
-def _together(*parts: Callable[..., dict[str, np.ndarray]]) -> Callable[..., dict[str, np.ndarray]]:
-    def build(sizes: tuple[int, ...], rng: np.random.Generator) -> dict[str, np.ndarray]:
-        return {name: array for part in parts for name, array in part(sizes, rng).items()}
-
-    return build
-
-
-def _shuffled(slots: np.ndarray) -> np.ndarray:
-    return np.random.default_rng(0).permutation(slots)
-
-
-_PACKED = _segments([0, 50, 1, 70, 2, 40])
-_PADDED = _segments([TRAILING, 20, 0, 60, 1, 50, TRAILING, 30])
+_PACKED = layouts.segments([0, 50, 1, 70, 2, 40])
+_PADDED = layouts.segments([layouts.TRAILING, 20, 0, 60, 1, 50, layouts.TRAILING, 30])
 _EVERYTHING = {
     "K": 1,
     "is_causal": True,
@@ -185,6 +112,8 @@ _EVERYTHING = {
 CASES: dict[str, Case] = {
     # heads
     "plain": _case(),
+    "heads-equal": _case(K=4),
+    "heads-equal-bfloat16": _case(K=4, dtype="bfloat16"),
     "causal": _case(is_causal=True),
     "gqa-1": _case(N=4, K=4, is_causal=True),
     "gqa-4": _case(N=8, K=2, is_causal=True),
@@ -204,10 +133,10 @@ CASES: dict[str, Case] = {
     "more-keys-causal": _case(T=100, S=230, is_causal=True),
     "more-queries-causal": _case(T=230, S=100, is_causal=True),
     "one-key": _case(T=40, S=1),
-    "decode-1": _case(B=3, T=1, S=513, is_causal=True, layout=_decoding(513, 200, 1)),
-    "decode-4": _case(B=3, T=4, S=700, is_causal=True, layout=_decoding(700, 300, 4)),
-    "decode-window": _case(B=2, T=1, S=513, is_causal=True, local_window_size=64, layout=_decoding(400, 30)),
-    "chunk-of-prefill": _case(B=2, T=64, S=300, is_causal=True, layout=_decoding(300, 150)),
+    "decode-1": _case(B=3, T=1, S=513, is_causal=True, layout=layouts.decoding(513, 200, 1)),
+    "decode-4": _case(B=3, T=4, S=700, is_causal=True, layout=layouts.decoding(700, 300, 4)),
+    "decode-window": _case(B=2, T=1, S=513, is_causal=True, local_window_size=64, layout=layouts.decoding(400, 30)),
+    "chunk-of-prefill": _case(B=2, T=64, S=300, is_causal=True, layout=layouts.decoding(300, 150)),
     # windows and chunks
     "window-int": _case(local_window_size=16),
     "window-asymmetric": _case(local_window_size=(7, 30)),
@@ -227,36 +156,36 @@ CASES: dict[str, Case] = {
     # segments and padding
     "segments": _case(layout=_PACKED),
     "segments-causal": _case(is_causal=True, layout=_PACKED),
-    "segments-returning": _case(is_causal=True, layout=_segments([1, 50, 0, 70, 1, 40])),
-    "segments-large-ids": _case(is_causal=True, layout=_segments([2**31 - 1, 50, 7, 70, 10**9, 40])),
-    "segments-1300": _case(B=2, T=1300, N=2, K=1, is_causal=True, layout=_segments([0, 300, 1, 701, 2, 299])),
-    "segments-more-keys": _case(T=100, S=230, layout=_segments([0, 60, 1, 40], [0, 100, 1, 130])),
-    "segments-unmatched": _case(layout=_segments([0, 80, 3, 80], [0, 80, 5, 80])),
-    "padding-right": _case(is_causal=True, layout=_segments([0, 130, TRAILING, 30])),
-    "padding-left": _case(is_causal=True, layout=_segments([TRAILING, 30, 0, 130])),
+    "segments-returning": _case(is_causal=True, layout=layouts.segments([1, 50, 0, 70, 1, 40])),
+    "segments-large-ids": _case(is_causal=True, layout=layouts.segments([2**31 - 1, 50, 7, 70, 10**9, 40])),
+    "segments-1300": _case(B=2, T=1300, N=2, K=1, is_causal=True, layout=layouts.segments([0, 300, 1, 701, 2, 299])),
+    "segments-more-keys": _case(T=100, S=230, layout=layouts.segments([0, 60, 1, 40], [0, 100, 1, 130])),
+    "segments-unmatched": _case(layout=layouts.segments([0, 80, 3, 80], [0, 80, 5, 80])),
+    "padding-right": _case(is_causal=True, layout=layouts.segments([0, 130, layouts.TRAILING, 30])),
+    "padding-left": _case(is_causal=True, layout=layouts.segments([layouts.TRAILING, 30, 0, 130])),
     "padding-both-ends": _case(layout=_PADDED),
-    "padding-many-ids": _case(layout=_segments([-7, 20, 0, 60, 1, 50, -(2**31), 30])),
-    "padding-only": _case(layout=_segments([TRAILING, 160])),
+    "padding-many-ids": _case(layout=layouts.segments([-7, 20, 0, 60, 1, 50, -(2**31), 30])),
+    "padding-only": _case(layout=layouts.segments([layouts.TRAILING, 160])),
     # lengths per batch entry
-    "ragged": _case(B=4, layout=_lengths(160, 77, 1, 0)),
-    "ragged-causal": _case(B=4, is_causal=True, layout=_lengths(160, 77, 1, 0)),
-    "ragged-empty": _case(B=1, layout=_lengths(0)),
-    "ragged-beyond-all-keys": _case(B=4, layout=_lengths(300, 161, 160, -3)),
+    "ragged": _case(B=4, layout=layouts.lengths(160, 77, 1, 0)),
+    "ragged-causal": _case(B=4, is_causal=True, layout=layouts.lengths(160, 77, 1, 0)),
+    "ragged-empty": _case(B=1, layout=layouts.lengths(0)),
+    "ragged-beyond-all-keys": _case(B=4, layout=layouts.lengths(300, 161, 160, -3)),
     # positions
-    "positions-shifted": _case(is_causal=True, layout=_positions(lambda i: i + 1000, lambda i: i + 1000)),
-    "positions-query-ahead": _case(T=100, S=230, is_causal=True, layout=_positions(lambda i: i + 130)),
-    "positions-reversed": _case(is_causal=True, layout=_positions(lambda i: i[::-1], lambda i: i[::-1])),
+    "positions-shifted": _case(is_causal=True, layout=layouts.positions(lambda i: i + 1000, lambda i: i + 1000)),
+    "positions-query-ahead": _case(T=100, S=230, is_causal=True, layout=layouts.positions(lambda i: i + 130)),
+    "positions-reversed": _case(is_causal=True, layout=layouts.positions(lambda i: i[::-1], lambda i: i[::-1])),
     "positions-shuffled": _case(
         is_causal=True,
         local_window_size=40,
-        layout=_positions(_shuffled, _shuffled),
+        layout=layouts.positions(layouts.shuffled, layouts.shuffled),
     ),
-    "positions-repeated": _case(is_causal=True, layout=_positions(lambda i: i // 3, lambda i: i // 2)),
-    "positions-key-only": _case(is_causal=True, layout=_positions(None, lambda i: i * 2)),
+    "positions-repeated": _case(is_causal=True, layout=layouts.positions(lambda i: i // 3, lambda i: i // 2)),
+    "positions-key-only": _case(is_causal=True, layout=layouts.positions(None, lambda i: i * 2)),
     "positions-negative-chunks": _case(
-        chunk_size=32, is_causal=True, layout=_positions(lambda i: i - 75, lambda i: i - 75)
+        chunk_size=32, is_causal=True, layout=layouts.positions(lambda i: i - 75, lambda i: i - 75)
     ),
-    "rows-before-every-key": _case(is_causal=True, layout=_positions(lambda i: i - 40)),
+    "rows-before-every-key": _case(is_causal=True, layout=layouts.positions(lambda i: i - 40)),
     # combinations
     "combination": _case(**_EVERYTHING),
     "combination-bidirectional": _case(**{**_EVERYTHING, "is_causal": False, "local_window_size": (24, 9)}),
@@ -264,28 +193,128 @@ CASES: dict[str, Case] = {
         B=3,
         is_causal=True,
         local_window_size=(40, 0),
-        layout=_together(_lengths(160, 60, 0), _positions(lambda i: i + 3, lambda i: i)),
+        layout=layouts.together(layouts.lengths(160, 60, 0), layouts.positions(lambda i: i + 3, lambda i: i)),
     ),
     # mask and bias arrays
-    "mask-per-head": _case(layout=_mask(heads=True)),
-    "mask-broadcast": _case(is_causal=True, layout=_mask(heads=False)),
-    "mask-dead-rows": _case(layout=_mask(heads=True, dead_rows=True)),
-    "bias-per-head": _case(layout=_bias(heads=True)),
-    "bias-broadcast": _case(is_causal=True, logits_soft_cap=4.0, layout=_bias(heads=False)),
-    "bias-of-minus-infinity": _case(layout=_closing_bias),
-    "bias-of-minus-infinity-and-mask": _case(layout=_together(_mask(heads=True), _closing_bias)),
-    "mask-and-bias": _case(layout=_together(_mask(heads=False, dead_rows=True), _bias(heads=True))),
-    "bias-bfloat16": _case(dtype="bfloat16", N=4, K=2, layout=_bias(heads=False)),
+    "mask-per-head": _case(layout=layouts.mask(heads=True)),
+    "mask-broadcast": _case(is_causal=True, layout=layouts.mask(heads=False)),
+    "mask-dead-rows": _case(layout=layouts.mask(heads=True, dead_rows=True)),
+    "bias-per-head": _case(layout=layouts.bias(heads=True)),
+    "bias-broadcast": _case(is_causal=True, logits_soft_cap=4.0, layout=layouts.bias(heads=False)),
+    "bias-of-minus-infinity": _case(layout=layouts.closing_bias),
+    "bias-of-minus-infinity-and-mask": _case(layout=layouts.together(layouts.mask(heads=True), layouts.closing_bias)),
+    "mask-and-bias": _case(
+        layout=layouts.together(layouts.mask(heads=False, dead_rows=True), layouts.bias(heads=True))
+    ),
+    "bias-bfloat16": _case(dtype="bfloat16", N=4, K=2, layout=layouts.bias(heads=False)),
     # log-sum-exp
     "log-sum-exp": _case(is_causal=True, return_log_sum_exp=True),
     "log-sum-exp-of-nothing": _case(layout=_PADDED, return_log_sum_exp=True, local_window_size=(30, 4)),
     "log-sum-exp-soft-cap": _case(B=1, T=100, S=230, N=8, logits_soft_cap=5.0, return_log_sum_exp=True),
     "log-sum-exp-decode": _case(
-        B=3, T=1, S=513, is_causal=True, layout=_decoding(513, 200, 1), return_log_sum_exp=True
+        B=3, T=1, S=513, is_causal=True, layout=layouts.decoding(513, 200, 1), return_log_sum_exp=True
     ),
     "log-sum-exp-bfloat16": _case(dtype="bfloat16", is_causal=True, layout=_PADDED, return_log_sum_exp=True),
     "log-sum-exp-and-bias": _case(
-        layout=_together(_mask(heads=False, dead_rows=True), _bias(heads=True)), return_log_sum_exp=True
+        layout=layouts.together(layouts.mask(heads=False, dead_rows=True), layouts.bias(heads=True)),
+        return_log_sum_exp=True,
+    ),
+    # mask functions
+    "function-prefix": _case(mask_function=masks.Causal() | masks.Prefix(40)),
+    "function-dilated": _case(
+        T=300, N=2, K=1, is_causal=True, mask_function=masks.Dilated(4) & masks.Window(120), logits_soft_cap=5.0
+    ),
+    "function-neighbourhood": _case(mask_function=masks.Neighbourhood(16, 2) & masks.Documents((96, 48))),
+    "function-positions": _case(
+        T=100,
+        S=230,
+        mask_function=~masks.Dilated(3) & masks.Causal(),
+        layout=layouts.together(layouts.positions(lambda i: i * 2 + 5, layouts.shuffled), layouts.lengths(230, 90)),
+    ),
+    "function-decode": _case(
+        T=1, S=300, mask_function=masks.Causal() & masks.Dilated(2), layout=layouts.decoding(300, 90), dtype="bfloat16"
+    ),
+    # score functions
+    "score": _case(N=8, is_causal=True, score_function=leaning),
+    "score-soft-cap": _case(
+        N=8,
+        logits_soft_cap=3.0,
+        score_function=leaning,
+        layout=layouts.together(_PADDED, layouts.positions(lambda i: i[::-1] // 2), layouts.alibi),
+        return_log_sum_exp=True,
+    ),
+    "bias-and-score": _case(T=40, score_function=leaning, logits_soft_cap=3.0, layout=layouts.bias(heads=True)),
+    "score-decode": _case(
+        T=1, S=300, is_causal=True, score_function=leaning, layout=layouts.decoding(300, 90), dtype="bfloat16"
+    ),
+    # ALiBi
+    "alibi": _case(is_causal=True, layout=layouts.alibi),
+    "alibi-soft-cap": _case(
+        N=8,
+        logits_soft_cap=2.0,
+        layout=layouts.together(_PADDED, layouts.positions(lambda i: i[::-1] // 2), layouts.alibi, layouts.sinks),
+    ),
+    "alibi-decode": _case(
+        T=1, S=300, is_causal=True, layout=layouts.together(layouts.decoding(300, 90), layouts.alibi), dtype="bfloat16"
+    ),
+    # sinks
+    "sinks": _case(is_causal=True, layout=layouts.sinks),
+    "sinks-of-nothing": _case(layout=layouts.together(_PADDED, layouts.sinks), logits_soft_cap=5.0, scale=0.5),
+    "sinks-decode": _case(
+        B=3,
+        T=1,
+        S=513,
+        is_causal=True,
+        layout=layouts.together(layouts.decoding(513, 200, 1), layouts.sinks),
+        dtype="bfloat16",
+    ),
+    "sinks-log-sum-exp": _case(T=100, S=230, N=8, layout=layouts.sinks, return_log_sum_exp=True),
+    # caches
+    "pages": _case(
+        B=3,
+        T=40,
+        S=96,
+        is_causal=True,
+        local_window_size=(60, 0),
+        logits_soft_cap=5.0,
+        layout=layouts.together(layouts.decoding(96, 60, 40), layouts.sinks),
+        cache=Cache(page_size=12),
+        return_log_sum_exp=True,
+    ),
+    "pages-decode": _case(
+        B=3,
+        T=1,
+        S=256,
+        N=8,
+        is_causal=True,
+        layout=layouts.decoding(256, 100, 1),
+        cache=Cache(page_size=16),
+        dtype="bfloat16",
+    ),
+    "pages-ragged": _case(
+        B=1,
+        T=72,
+        S=176,
+        is_causal=True,
+        layout=layouts.ragged(16, (40, 40, 4), (1, 50, 4), (0, 0, 1), (24, 32, 2)),
+        cache=Cache(page_size=16),
+    ),
+    "pages-float8": _case(
+        B=2,
+        T=1,
+        S=128,
+        is_causal=True,
+        layout=layouts.decoding(128, 70),
+        cache=Cache(page_size=16, kv_dtype="float8_e4m3fn", axes=(1, 3)),
+    ),
+    "kv-int8": _case(
+        T=40,
+        S=230,
+        is_causal=True,
+        layout=layouts.decoding(230, 90),
+        cache=Cache(kv_dtype="int8"),
+        dtype="bfloat16",
+        return_log_sum_exp=True,
     ),
     # dtypes
     **{
@@ -299,7 +328,7 @@ CASES: dict[str, Case] = {
     },
     "causal-1000-bfloat16": _case(B=1, T=1000, N=2, K=1, H=64, dtype="bfloat16", is_causal=True),
     "window-bfloat16": _case(dtype="bfloat16", local_window_size=(30, 12)),
-    "decode-bfloat16": _case(T=1, S=513, dtype="bfloat16", is_causal=True, layout=_decoding(513, 200)),
+    "decode-bfloat16": _case(T=1, S=513, dtype="bfloat16", is_causal=True, layout=layouts.decoding(513, 200)),
     # big logits: unscaled scores up to 6.5e4, the end of float16 (float32 rounds such logits by 4e-3, so less there)
     "big-logits-float32": _case(H=64, magnitude=4.0, is_causal=True),
     "big-logits-bfloat16": _case(H=64, magnitude=40.0, dtype="bfloat16", is_causal=True),
@@ -307,24 +336,23 @@ CASES: dict[str, Case] = {
 }
 
 
-def arrays(case: Case, name: str, dtype: str | None = None) -> tuple[Layout, Terms, tuple[jax.Array, ...]]:
+def arrays(case: Case, name: str, dtype: str | None = None) -> tuple[Layout, Terms, Inputs]:
     """The layout, the terms and (query, key, value, cotangent) of a case, seeded by its name."""
     rng = np.random.default_rng(zlib.crc32(name.encode()))
     B, T, S, N, K, H, Hv = case.sizes
     made = {key: jnp.asarray(x) for key, x in case.layout(case.sizes, rng).items()}
-    terms = Terms(bias=made.pop("bias", None))
+    terms = Terms(**{field.name: made.pop(field.name, None) for field in dataclasses.fields(Terms)})
     layout = Layout(**made)
     big = case.magnitude
     shapes = (((B, T, N, H), big), ((B, S, K, H), big), ((B, S, K, Hv), 1.0), ((B, T, N, Hv), 1.0))
     # NumPy converts: a conversion by JAX compiles for every shape.
-    return (
-        layout,
-        terms,
-        tuple(
-            jnp.asarray((rng.standard_normal(shape) * size).astype(jnp.dtype(dtype or case.dtype)))
-            for shape, size in shapes
-        ),
+    query, key, value, cotangent = (
+        jnp.asarray((rng.standard_normal(shape) * size).astype(jnp.dtype(dtype or case.dtype)))
+        for shape, size in shapes
     )
+    if case.cache is not None:
+        layout, terms, key, value = cached(case.cache, layout, terms, key, value, rng)
+    return layout, terms, (query, key, value, cotangent)
 
 
 def exact(spec: AttentionSpec, layout: Layout, inputs: tuple[jax.Array, ...], terms: Terms) -> dict[str, np.ndarray]:
@@ -335,6 +363,8 @@ def exact(spec: AttentionSpec, layout: Layout, inputs: tuple[jax.Array, ...], te
     if spec.return_log_sum_exp:
         found["log_sum_exp"] = oracle.log_sum_exp(spec, layout, query, key, terms)
         d_lse = cotangent_of_log_sum_exp(cotangent)
+    if not spec.needs_grad:
+        return found
     return found | oracle.gradients(spec, layout, *inputs, d_log_sum_exp=d_lse, terms=terms)
 
 
@@ -366,21 +396,35 @@ def judge(
 ) -> oracle.Verdict:
     """The oracle's verdict on one quantity; the log-sum-exp and the gradient of a bias are float32 in every dtype.
 
-    Where the log-sum-exp is -inf the result has to be so too; the rest of it is judged as a number.
+    Where the log-sum-exp is -inf the result has to be so too; the rest of it is judged as a number. A gradient with one
+    number per head is judged in the dtype of the input, whose rounding it carries. It is judged by its largest error
+    alone, since the root-mean-square error of so few numbers varies as much.
     """
+    if name in PER_HEAD:
+        largest = None if standard is None else standard.max_error
+        actual = actual.astype(spec.dtype) if str(actual.dtype) == "float32" else actual
+        return oracle.judge(actual, expected, largest, spec.dtype, "gradient")
     dtype = "float32" if name in ("log_sum_exp", "dbias") else spec.dtype
     if name == "log_sum_exp":
         zero, expected = np.isneginf(expected), np.where(np.isneginf(expected), 0.0, expected)
         given = np.asarray(actual)
         if given.shape == expected.shape:
             given = np.where(zero, np.where(np.isneginf(given), given.dtype.type(0.0), given.dtype.type(1.0)), given)
-        actual = given
+        return oracle.judge(given, expected, standard, dtype, kind_of(name), zero=zero)
     return oracle.judge(actual, expected, standard, dtype, kind_of(name), zero=zero)
 
 
 def cotangent_of_log_sum_exp(cotangent: jax.Array) -> jax.Array:
     """That of the output, as far as the log-sum-exp has entries, float32."""
     return cotangent[..., 0].astype(jnp.float32)
+
+
+def compiled(run: Callable[..., Any], problem: Problem) -> Callable[..., dict[str, jax.Array]]:
+    """``run`` as one compiled function of (query, key, value, cotangent) to all quantities of the problem."""
+    spec, terms = problem.spec, problem.terms
+    if spec.needs_grad:
+        return forward_and_backward(run, terms, log_sum_exp=spec.return_log_sum_exp)
+    return jax.jit(lambda *inputs: forward_alone(run, inputs, terms))
 
 
 def forward_and_backward(
@@ -396,6 +440,12 @@ def forward_and_backward(
         return differentiate(run, (query, key, value, cotangent), terms, log_sum_exp=log_sum_exp)
 
     return compute
+
+
+def forward_alone(run: Callable[..., Any], inputs: tuple[jax.Array, ...], terms: Terms = NO_TERMS) -> dict[str, Any]:
+    """The output of ``run``, and the log-sum-exp where it returns one: no gradient is taken."""
+    found = run(*inputs[:3], terms)
+    return dict(zip(("output", "log_sum_exp"), found, strict=True)) if isinstance(found, tuple) else {"output": found}
 
 
 def differentiate(
@@ -437,6 +487,8 @@ def traced(
         def run(q: jax.Array, k: jax.Array, v: jax.Array, terms: Terms = NO_TERMS) -> Any:
             return made.run(q, k, v, terms=terms)[0]
 
+        if not spec.needs_grad:
+            return forward_alone(run, inputs, terms)
         return differentiate(run, inputs, terms, log_sum_exp=spec.return_log_sum_exp)
 
     return compute

@@ -1,0 +1,85 @@
+"""The attention mass of every unit of keys in a decode step: the decode kernel without values, a range per unit.
+
+A range ends with each row's maximum and sum (``decode.py``). Phase 2 pools them over the rows of a KV head::
+
+    mass[u] = sum_r total[r, u] 2**(top[r, u] - top[r]) / total[r]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from llvmlite import ir
+
+from .decode import Buffers, DecodeKernel, emit_range, exp2_scalar
+from .emit import Function, f32, i64, ptr
+from .forward import fits
+from .handler import Dims, Operand, Phase, Program, State
+from .isa import Isa
+from .softmax import HIDDEN
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DecodeMass:
+    """What a kernel of the mass is compiled for: a decode kernel without values, and the keys of a unit."""
+
+    kernel: DecodeKernel
+    unit: int
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        """Those of the decode kernel without values; the result says how many units there are."""
+        return tuple(x for x in self.kernel.operands if x.name not in ("value", "ranges"))
+
+    @property
+    def results(self) -> tuple[Operand, ...]:
+        """The mass of every unit, and scratch memory."""
+        return Operand("mass", "float32", ("B", "K", "P")), Operand("scratch", "uint8", ("bytes",))
+
+
+def build(module: ir.Module, isa: Isa, this: DecodeMass) -> tuple[Program, State]:
+    """The program of the mass of all units for one new token, float32."""
+    buffers = Buffers(isa, this.kernel)
+    state = State.of(this.operands, this.results, 2)
+
+    def whole(dims: Dims) -> list[tuple[Any, str]]:
+        units = (dims["S"] + (this.unit - 1)) // this.unit
+        return [*fits(dims), (units.equals(dims["P"]), "the mass has not one number for each unit of keys.")]
+
+    phases = (
+        Phase(lambda dims: dims["B"] * dims["K"] * dims["P"], emit_range(module, buffers, state, this.unit)),
+        Phase(lambda dims: dims["B"] * dims["K"], _emit_pool(module, buffers, state)),
+    )
+    return Program(this.operands, this.results, phases, buffers.shared_bytes, buffers.worker_bytes, whole), state
+
+
+def _emit_pool(module: ir.Module, buffers: Buffers, state: State) -> ir.Function:
+    """``item(state, workspace, index)``: the mass of the units of one KV head; a row that saw nothing adds zero."""
+    isa = buffers.isa
+    top_at, total_at = buffers.value_width, buffers.value_width + 1
+    with Function(module, "pool_item", [ptr, ptr, i64]) as (e, (s, _, head)):
+        dims = state.dims(s)
+        units = dims["P"]
+        whole = buffers.padded_rows(dims) * buffers.partial
+        first = state.pointer(s, "shared").at(head * units * whole, 4)
+        mass = state.pointer(s, "data:mass").at(head * units, 4)
+        with e.loop(0, units) as u:
+            mass.at(u, 4).store(e.const(f32, 0.0))
+        with e.loop(0, dims["T"] * (dims["N"] // dims["K"])) as r:
+            row = first.at(r * buffers.partial, 4)
+            top = e.variable(e.const(f32, HIDDEN))
+            with e.loop(0, units) as u:
+                top.set(e.max(row.at(u * whole + top_at, 4).load(f32), top()))
+            total = e.variable(e.const(f32, 0.0))
+            with e.loop(0, units) as u:
+                place = row.at(u * whole + total_at, 4)
+                below = exp2_scalar(e, isa, row.at(u * whole + top_at, 4).load(f32) - top())
+                place.store(place.load(f32) * below)
+                total.set(total() + place.load(f32))
+            factor = e.select(total().equals(0.0), e.const(f32, 0.0), e.const(f32, 1.0) / total())
+            with e.loop(0, units) as u:
+                place = mass.at(u, 4)
+                place.store(place.load(f32) + row.at(u * whole + total_at, 4).load(f32) * factor)
+        e.ret()
+    return e.function

@@ -1,0 +1,215 @@
+"""Read keys and values from a cache: pages that a table deals to sequences, and numbers that stand for a product.
+
+A paged cache (vLLM, arXiv 2309.06180) keeps the slots of all sequences in pages ``[num_pages, page_size, kv_heads,
+head_dim]``; ``layout.page_table`` says which pages a sequence has. A quantised cache keeps int8 or float8 numbers; the
+terms hold the factors. :func:`gathered` is the reference: any backend, on contiguous keys and values that are gathered
+per layer. :func:`block_reader` reads some slots of one sequence, for a backend that works in blocks (``chunked``).
+
+A ragged batch (prefill and decode mixed, no padding) needs nothing more: :func:`ragged_layout` writes it as one row of
+tokens whose segment ids are the sequences.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, Num
+
+from .contract import NO_TERMS, AttentionSpec, Carry, EitherArray, Layout, Plan, Terms
+from .isolation import isolated
+from .operands import key_rows
+
+# The largest number of each dtype.
+_LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
+
+
+def is_cache(spec: AttentionSpec) -> bool:
+    """Whether keys and values are paged or quantised."""
+    return spec.page_size is not None or spec.kv_dtype is not None
+
+
+def quantize(
+    x: Float[EitherArray, "rows slots kv_heads dim"], kv_dtype: str, *, axes: tuple[int, ...] = (3,)
+) -> tuple[Num[Array, "rows slots kv_heads dim"], Float[Array, "#rows #slots #kv_heads"]]:
+    """Keys or values as numbers of ``kv_dtype`` ("int8" or "float8_e4m3fn") and their float32 scales.
+
+    The numbers over ``axes`` share a scale, which maps the largest magnitude of them to the largest number of the
+    dtype. ``(3,)``: a scale per slot and KV head; ``(1, 3)``: one per page (or sequence) and KV head. Raises ValueError
+    for another dtype.
+
+    >>> numbers, scales = quantize(jnp.ones((5, 16, 2, 64)), "int8", axes=(1, 3))
+    >>> str(numbers.dtype), scales.shape
+    ('int8', (5, 1, 2))
+    """
+    if kv_dtype not in _LARGEST:
+        raise ValueError(f"kv_dtype={kv_dtype!r} is not supported; use one of {', '.join(_LARGEST)}.")
+    x, largest = jnp.asarray(x).astype(jnp.float32), _LARGEST[kv_dtype]
+    top = jnp.abs(x).max(axes, keepdims=True)
+    scales = jnp.where(top == 0.0, 1.0, top / largest)
+    numbers = jnp.clip(x / scales, -largest, largest)
+    numbers = jnp.round(numbers) if kv_dtype == "int8" else numbers
+    return numbers.astype(kv_dtype), scales[..., 0]
+
+
+def ragged_layout(
+    page_table: Int[EitherArray, "sequences pages_per_sequence"],
+    key_value_seq_lengths: Int[EitherArray, " sequences"],
+    query_starts: Int[EitherArray, " sequences_plus_one"],
+    *,
+    page_size: int,
+    num_tokens: int,
+) -> Layout:
+    """The layout of queries ``[1, num_tokens, heads, head_dim]`` that are the last tokens of several sequences.
+
+    Sequence ``i`` has the tokens ``query_starts[i]`` to ``query_starts[i + 1]`` and as many of the last filled slots of
+    its pages; ``key_value_seq_lengths[i]`` counts them with these tokens. A sequence may have none. Tokens behind the
+    last start are padding. The arguments are those of JAX's ``ragged_paged_attention`` and may be traced. The spec has
+    ``batch=1``, ``key_value_length=sequences * pages_per_sequence * page_size``, ``has_segment_ids`` and
+    ``has_positions``. Raises ValueError for shapes that do not fit.
+    """
+    table, lengths, starts = (jnp.asarray(x, jnp.int32) for x in (page_table, key_value_seq_lengths, query_starts))
+    sequences = lengths.shape[0]
+    if table.ndim != 2 or table.shape[0] != sequences or starts.shape != (sequences + 1,):
+        raise ValueError(
+            f"page_table {tuple(table.shape)}, key_value_seq_lengths {tuple(lengths.shape)} and query_starts "
+            f"{tuple(starts.shape)} do not fit together; expected (n, pages_per_sequence), (n,) and (n + 1,)."
+        )
+    tokens = jnp.arange(num_tokens, dtype=jnp.int32)
+    of_token = jnp.searchsorted(starts, tokens, side="right").astype(jnp.int32) - 1
+    real = (of_token >= 0) & (of_token < sequences)
+    at = jnp.clip(of_token, 0, sequences - 1)
+    slots = jnp.arange(table.shape[1] * page_size, dtype=jnp.int32)
+    filled = slots[None] < lengths[:, None]
+    ids = jnp.where(filled, jnp.arange(sequences, dtype=jnp.int32)[:, None], -1)
+    return Layout(
+        page_table=table.reshape(1, -1),
+        query_segment_ids=jnp.where(real, at, -1)[None],
+        key_value_segment_ids=ids.reshape(1, -1),
+        query_positions=(lengths[at] - starts[at + 1] + tokens)[None],
+        key_value_positions=jnp.tile(slots, sequences)[None],
+    )
+
+
+def gathered(spec: AttentionSpec, layout: Layout, plan: Callable[[AttentionSpec, Layout], Plan]) -> Plan:
+    """The plan of ``spec`` from ``plan(bare, layout)``, where ``bare`` has contiguous keys and values of its dtype.
+
+    Each layer gathers the slots of every sequence, ``key_value_length`` of them, and multiplies them by their scales.
+    """
+    return unrounded(spec, lambda wide: _gathered(wide, layout, plan))
+
+
+def _gathered(spec: AttentionSpec, layout: Layout, plan: Callable[[AttentionSpec, Layout], Plan]) -> Plan:
+    bare = dataclasses.replace(spec, page_size=None, num_pages=None, kv_dtype=None)
+    contiguous = dataclasses.replace(layout, page_table=None)
+    made = plan(bare, contiguous)
+    made = made if made.isolates else isolated(bare, contiguous, made)
+
+    def attend(
+        query: Array, key: Array, value: Array, layer: int, carry: Carry, terms: Terms = NO_TERMS
+    ) -> tuple[Any, Carry]:
+        key, value = (
+            of_sequences(spec, layout, x, scales)
+            for x, scales in ((key, terms.key_scales), (value, terms.value_scales))
+        )
+        others = dataclasses.replace(terms, key_scales=None, value_scales=None)
+        return made.attend(query, key, value, layer, carry, *((others,) if others.given() else ()))
+
+    return dataclasses.replace(made, attend=attend, isolates=True)
+
+
+def unrounded(spec: AttentionSpec, plan: Callable[[AttentionSpec], Plan]) -> Plan:
+    """``plan(spec)``; of a quantised cache in half precision the plan of the same spec in float32.
+
+    The product of a number and its scale, rounded to half precision, would be off by more than attention rounds.
+    """
+    if spec.kv_dtype is None or spec.dtype == "float32":
+        return plan(spec)
+    made = plan(dataclasses.replace(spec, dtype="float32"))
+
+    def attend(query: Array, key: Array, value: Array, *rest: Any) -> tuple[Any, Carry]:
+        found, carry = made.attend(query.astype(jnp.float32), key, value, *rest)
+        out, *others = found if spec.return_log_sum_exp else (found,)
+        out = out.astype(spec.dtype)
+        return ((out, *others) if others else out), carry
+
+    return dataclasses.replace(made, attend=attend)
+
+
+def of_sequences(
+    spec: AttentionSpec,
+    layout: Layout,
+    x: Num[Array, "rows slots kv_heads dim"],
+    scales: Float[EitherArray, "#rows #slots #kv_heads"] | None,
+) -> Float[Array, "batch kv_len kv_heads dim"]:
+    """Keys or values of every sequence, in the dtype of the spec; NaN in the slots of a page outside the pool."""
+    every = None if scales is None else jnp.broadcast_to(jnp.asarray(scales), key_rows(spec))
+    pages, outside = _pages(spec, layout)
+    if pages is not None:
+        x, every = _dealt(x, pages), None if every is None else _dealt(every, pages)
+    x = _multiplied(spec, x, every)
+    return x if outside is None else jnp.where(outside[..., None, None], jnp.nan, x)
+
+
+def block_reader(
+    spec: AttentionSpec,
+    layout: Layout,
+    x: Num[Array, "rows slots kv_heads dim"],
+    scales: Float[EitherArray, "#rows #slots #kv_heads"] | None,
+    heads: int,
+) -> Callable[[Array, Array, int], Float[Array, "heads width dim"]]:
+    """``read(tile, start, width)``: some slots of ``heads`` KV heads of one sequence, in the dtype of the spec.
+
+    Tile ``i`` holds the heads from ``i * heads`` of the sequences' heads in a row. The slots of a page outside the pool
+    are NaN, as in :func:`of_sequences`. Slots behind the last are the last.
+    """
+    every = None if scales is None else jnp.broadcast_to(jnp.asarray(scales), key_rows(spec)).reshape(-1, x.shape[2])
+    flat = _as_bits(jnp.asarray(x)).reshape(-1, *x.shape[2:])
+    pages, outside = _pages(spec, layout)
+
+    def read(tile: Array, start: Array, width: int) -> Float[Array, "heads width dim"]:
+        sequence, head = tile * heads // spec.num_kv_heads, tile * heads % spec.num_kv_heads
+        slots = jnp.minimum(start + jnp.arange(width, dtype=jnp.int32), spec.key_value_length - 1)
+        if pages is None or spec.page_size is None:
+            rows = sequence * spec.key_value_length + slots
+        else:
+            rows = pages[sequence, slots // spec.page_size] * spec.page_size + slots % spec.page_size
+        at = rows[None, :], (head + jnp.arange(heads, dtype=jnp.int32))[:, None]
+        numbers = flat[at]
+        numbers = numbers if flat.dtype == x.dtype else lax.bitcast_convert_type(numbers, x.dtype)
+        numbers = _multiplied(spec, numbers, None if every is None else every[at])
+        return numbers if outside is None else jnp.where(outside[sequence, slots][None, :, None], jnp.nan, numbers)
+
+    return read
+
+
+def _as_bits(x: Array) -> Array:
+    """Numbers that XLA's CPU compiler would widen as a whole to read some of them, as integers of their bits."""
+    integers = {"bfloat16": jnp.uint16, "float8_e4m3fn": jnp.uint8}
+    return lax.bitcast_convert_type(x, integers[str(x.dtype)]) if str(x.dtype) in integers else x
+
+
+def _multiplied(spec: AttentionSpec, numbers: Num[Array, "*rows dim"], scales: Float[Array, "*rows"] | None) -> Array:
+    if scales is None:
+        return jnp.asarray(numbers)
+    return (jnp.asarray(numbers).astype(jnp.float32) * scales[..., None]).astype(spec.dtype)
+
+
+def _pages(
+    spec: AttentionSpec, layout: Layout
+) -> tuple[Int[Array, "batch pages_per_sequence"] | None, Bool[Array, "batch kv_len"] | None]:
+    """The page table with entries inside the pool, and the slots whose own entry is not; None without pages."""
+    if layout.page_table is None or spec.page_size is None or spec.num_pages is None:
+        return None, None
+    table = jnp.asarray(layout.page_table)
+    pages = jnp.clip(table, 0, spec.num_pages - 1)
+    return pages, jnp.repeat(pages != table, spec.page_size, axis=1)
+
+
+def _dealt(
+    x: Num[Array, "num_pages page_size *rest"], pages: Int[Array, "batch pages_per_sequence"]
+) -> Num[Array, "batch kv_len *rest"]:
+    return jnp.asarray(x)[pages].reshape(pages.shape[0], -1, *x.shape[2:])

@@ -1,0 +1,52 @@
+"""Put attention over parts of the keys together, by the log-sum-exp of each part.
+
+A row's softmax over all keys is the mean of its softmaxes over disjoint parts, weighted by the exponentials of their
+log-sum-exps. FlashInfer (arXiv 2501.01005, section 2.2) calls output and log-sum-exp the state of an attention.
+``ring.py`` merges the parts of devices with a log-sum-exp of two numbers, which keeps more bits.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+State = tuple[Float[Array, "batch q_len heads v_dim"], Float[Array, "batch q_len heads"]]
+
+
+def merge_parts(parts: Sequence[State]) -> State:
+    """Output and log-sum-exp over all keys, from those over disjoint parts of the keys.
+
+    Each part is what ``attention(..., return_log_sum_exp=True)`` returns: an output in any float dtype, rounded once,
+    and a float32 log-sum-exp, ``-inf`` for a row that sees nothing of this part. A row that sees nothing of any part is
+    zero, with ``-inf``. Both results have gradients. A sink belongs to one part. Raises ValueError where there is no
+    part, and where shapes or dtypes differ.
+
+    >>> import jax.numpy as jnp
+    >>> from attnsuite.backends import attention
+    >>> x = jnp.arange(24.0).reshape(1, 6, 1, 4) / 24
+    >>> parts = [attention(x, y, y, return_log_sum_exp=True) for y in (x[:, :2], x[:, 2:])]
+    >>> bool(jnp.allclose(merge_parts(parts)[0], attention(x, x, x), atol=1e-6))
+    True
+    """
+    if not parts:
+        raise ValueError("parts is empty; give at least one pair of output and log-sum-exp.")
+    outs, sums = zip(*parts, strict=True)
+    for number, (out, log_sum_exp) in enumerate(parts):
+        expected = (outs[0].shape, outs[0].dtype, outs[0].shape[:-1], jnp.dtype(jnp.float32))
+        given = (out.shape, out.dtype, log_sum_exp.shape, log_sum_exp.dtype)
+        if given != expected:
+            raise ValueError(
+                f"part {number} is {out.dtype}{list(out.shape)} with a log-sum-exp {log_sum_exp.dtype}"
+                f"{list(log_sum_exp.shape)}; expected {expected[1]}{list(expected[0])} and float32{list(expected[2])}."
+            )
+    top = lax.stop_gradient(functools.reduce(jnp.maximum, sums))
+    weights = [jnp.exp(each - jnp.where(jnp.isneginf(top), 0.0, top)) for each in sums]
+    total = functools.reduce(jnp.add, weights)
+    total = jnp.where(total == 0.0, 1.0, total)
+    shares = [(weight / total)[..., None] for weight in weights]
+    out = functools.reduce(jnp.add, [x.astype(jnp.float32) * share for x, share in zip(outs, shares, strict=True)])
+    return out.astype(outs[0].dtype), top + jnp.log(total)

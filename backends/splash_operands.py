@@ -1,0 +1,258 @@
+"""What a splash kernel leaves to its caller, for JAX's splash and tokamax's alike.
+
+Lengths are padded to whole blocks. The part of the mask that depends on data becomes segment ids. The heads of one
+query token become rows. A row that sees nothing gets an attention sink of its own, so that its output is zero. No
+kernel is imported here: JAX or tokamax may drop theirs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from .contract import NO_TERMS, AttentionSpec, Carry, Layout, Plan, Terms, forward_only, may_attend
+from .devices import KIB, TPUS, Target
+from .features import FEATURES_0_1, Feature, Mode
+
+LANES = 128  # of a TPU's vector unit; every block is a multiple of it
+
+# Ids that match nothing: real ones are not negative, and these two differ from each other.
+_UNSEEING_QUERY, _UNSEEN_KEY = -1, -2
+# An attention sink (a logit without a value). It is so small that it changes no row that sees a key, and larger than
+# the kernel's mask value (-2.4e38). A row that sees nothing attends to the sink alone: its output and gradients are 0.
+_NO_SINK = -1e30
+_INSTEAD = "use backend='chunked'"
+
+FEATURES: frozenset[Feature] = frozenset({*FEATURES_0_1 - {"mask", "bias"}, "sinks", "mask_function"})
+DTYPES = ("float32", "bfloat16")
+BLOCK_OPTIONS = {
+    "block_q": "query rows per block, a multiple of 128",
+    "block_kv": "keys per block, a multiple of 128",
+    "block_kv_compute": "keys per step inside a block, a multiple of 128 that divides block_kv",
+    "block_q_backward": "query rows per block in the backward pass, a multiple of 128",
+    "block_kv_backward": "keys per block in the backward pass, a multiple of 128",
+}
+
+
+class SegmentIds(NamedTuple):
+    """A query sees a key of the same id. Both kernels read the fields by these names."""
+
+    q: Int[Array, "b padded"]
+    kv: Int[Array, "b padded"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Blocks:
+    """Rows and keys per block of both passes, and the query and key lengths padded to whole blocks."""
+
+    q: int
+    kv: int
+    kv_compute: int
+    q_backward: int
+    kv_backward: int
+    lengths: tuple[int, int]
+
+
+def blocks_of(name: str, spec: AttentionSpec, target: Target, given: Mapping[str, Any]) -> Blocks:
+    """The blocks of these options of the backend ``name``. Raises ValueError if one does not divide the other."""
+    rows = spec.group_size if spec.query_length == 1 else spec.query_length
+    largest = default_block(target)
+    while largest > LANES and largest * max(spec.head_dim, spec.value_head_dim or 0) > 512 * 256:
+        largest //= 2
+    q, kv = (_even_block(length, largest) for length in (rows, spec.key_value_length))
+    q, kv = given.get("block_q", q), given.get("block_kv", kv)
+    q_back, kv_back = given.get("block_q_backward", q), given.get("block_kv_backward", kv)
+    compute = given.get("block_kv_compute", kv)
+    if kv % compute:
+        raise ValueError(f"{name}: block_kv_compute={compute} does not divide block_kv={kv}; give one that does.")
+    step_q, step_kv = (q, kv) if not spec.needs_grad else (math.lcm(q, q_back), math.lcm(kv, kv_back))
+    return Blocks(q, kv, compute, q_back, kv_back, (round_up(rows, step_q), round_up(spec.key_value_length, step_kv)))
+
+
+def is_block(value: object) -> bool:
+    """Whether an option's value is a multiple of :data:`LANES`."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= LANES and value % LANES == 0
+
+
+def default_block(target: Target) -> int:
+    """Rows and keys per block where none are given, for head dims up to 256.
+
+    Not tuned on a TPU, where nothing of this project has run: half of what overflows a kernel's memory is taken
+    (``attnsuite compile``; tests/suite/test_compiling.py). An unknown kind gets the size that fits all.
+    """
+    memory = {kind: known.kernel_memory for kind, known in TPUS.items()}
+    return memory.get(target.kind, min(memory.values())) // (32 * KIB)
+
+
+def _even_block(length: int, largest: int) -> int:
+    """The block that covers ``length`` in as few blocks as ``largest`` allows, with as little padding."""
+    return round_up(-(-length // -(-length // largest)), LANES)
+
+
+def round_up(length: int, step: int) -> int:
+    """``length`` or the next multiple of ``step``."""
+    return -(-length // step) * step
+
+
+def segment_ids(spec: AttentionSpec, layout: Layout, lengths: tuple[int, int]) -> SegmentIds | None:
+    """Segment ids for the part of the mask that depends on data: lengths, padding, segments, one query's positions."""
+    rows, keys = spec.query_length, spec.key_value_length
+    if rows == 1:
+        mask = may_attend(spec, layout)
+        seen = jnp.ones((1, keys), bool) if mask is None else mask[:, 0, 0]
+        ids = jnp.zeros((spec.batch, lengths[0]), jnp.int32)
+        keys_seen = jnp.broadcast_to(seen, (spec.batch, keys))
+        return SegmentIds(ids, _pad_ids(jnp.where(keys_seen, 0, _UNSEEN_KEY), lengths[1], _UNSEEN_KEY))
+    # Under a causal mask no row sees the padding behind the last key, if there are no more rows than keys.
+    padding_shows = keys < lengths[1] and not (spec.is_causal and rows <= keys)
+    if not (spec.has_segment_ids or spec.has_seq_lengths or padding_shows):
+        return None
+    q = jnp.zeros((spec.batch, rows), jnp.int32)
+    k = jnp.zeros((spec.batch, keys), jnp.int32)
+    if layout.query_segment_ids is not None and layout.key_value_segment_ids is not None:
+        q, k = layout.query_segment_ids, layout.key_value_segment_ids
+        q, k = jnp.where(q < 0, _UNSEEING_QUERY, q), jnp.where(k < 0, _UNSEEN_KEY, k)
+    if layout.key_value_seq_lengths is not None:
+        slots = jnp.arange(keys, dtype=jnp.int32)[None, :]
+        k = jnp.where(slots < layout.key_value_seq_lengths[:, None], k, _UNSEEN_KEY)
+    return SegmentIds(_pad_ids(q, lengths[0], _UNSEEING_QUERY), _pad_ids(k, lengths[1], _UNSEEN_KEY))
+
+
+def _pad_ids(ids: Int[Array, "b s"], length: int, fill: int) -> Int[Array, "b padded"]:
+    return jnp.pad(ids.astype(jnp.int32), ((0, 0), (0, length - ids.shape[1])), constant_values=fill)
+
+
+def one_key_is_seen(ids: SegmentIds | None) -> Bool[Array, "b 1 1 1"] | None:
+    """Where query and key get no gradient: a softmax over one key is 1 whatever the scores. None: nowhere.
+
+    The kernel's gradient is 0 there up to rounding. The rounding errors of all rows of a batch entry add up in its one
+    key, which has no other gradient to hide them.
+    """
+    return None if ids is None else ((ids.kv != _UNSEEN_KEY).sum(1) == 1)[:, None, None, None]
+
+
+def no_sinks(spec: AttentionSpec) -> Float[Array, " heads"]:
+    """A sink per head of the kernel, too small to change a row. One query token has its group's heads as rows."""
+    return jnp.full(spec.num_kv_heads if spec.query_length == 1 else spec.num_heads, _NO_SINK, jnp.float32)
+
+
+def to_kernel(
+    spec: AttentionSpec, lengths: tuple[int, int], query: Array, key: Array, value: Array
+) -> tuple[Float[Array, "b n t h"], Float[Array, "b k s h"], Float[Array, "b k s v"]]:
+    """Heads before length, lengths padded, the query scaled. One query token has its group's heads as rows."""
+    query = (query.astype(jnp.float32) * spec.softmax_scale).astype(query.dtype)
+    key, value = (_pad_length(x.swapaxes(1, 2), lengths[1]) for x in (key, value))
+    return rows_to_kernel(spec, lengths[0], query), key, value
+
+
+def rows_to_kernel(spec: AttentionSpec, length: int, x: Float[Array, "b t n d"]) -> Float[Array, "b n padded d"]:
+    """Queries, outputs or their gradients as the kernel's rows."""
+    if spec.query_length == 1:
+        return _pad_length(x.reshape(spec.batch, spec.num_kv_heads, spec.group_size, x.shape[-1]), length)
+    return _pad_length(x.swapaxes(1, 2), length)
+
+
+def _pad_length(x: Float[Array, "b n s d"], length: int) -> Float[Array, "b n padded d"]:
+    return jnp.pad(x, ((0, 0), (0, 0), (0, length - x.shape[2]), (0, 0)))
+
+
+def from_kernel(spec: AttentionSpec, out: Float[Array, "b n t v"]) -> Float[Array, "b t n v"]:
+    """The kernel's rows as an output."""
+    if spec.query_length == 1:
+        return out[:, :, : spec.group_size].reshape(spec.batch, 1, spec.num_heads, -1)
+    return out[:, :, : spec.query_length].swapaxes(1, 2)
+
+
+def in_default_precision(call: Callable[..., Array]) -> Callable[..., Array]:
+    """``call(q, k, v, ids, sinks)`` whatever ``jax_default_matmul_precision`` says, forward and backward.
+
+    Products of bfloat16 are exact in float32 as they are, and Mosaic rejects a higher precision for them ("Bad lhs
+    type"). A gradient is traced after the call has returned, hence its own rule.
+    """
+
+    def forward(q: Array, k: Array, v: Array, ids: Any, sinks: Array) -> tuple[Array, Any]:
+        with jax.default_matmul_precision("default"):
+            out, pull_back = jax.vjp(lambda q, k, v, sinks: call(q, k, v, ids, sinks), q, k, v, sinks)
+        return out, pull_back
+
+    def backward(pull_back: Any, d_out: Array) -> tuple[Any, ...]:
+        with jax.default_matmul_precision("default"):
+            d_query, d_key, d_value, d_sinks = pull_back(d_out)
+            return d_query, d_key, d_value, None, d_sinks
+
+    @jax.custom_vjp
+    def run(q: Array, k: Array, v: Array, ids: Any, sinks: Array) -> Array:
+        with jax.default_matmul_precision("default"):
+            return call(q, k, v, ids, sinks)
+
+    run.defvjp(forward, backward)
+    return run
+
+
+def default_precision() -> Any:
+    """A context without the matmul precision that the caller asks for."""
+    return jax.default_matmul_precision("default")
+
+
+def plan_of(spec: AttentionSpec, layout: Layout, lengths: tuple[int, int], run: Callable[..., Array]) -> Plan:
+    """The plan of a kernel: ``run(q, k, v, ids, sinks)`` of one batch entry, padded to ``lengths``."""
+    ids, without = segment_ids(spec, layout, lengths), no_sinks(spec)
+    alone = one_key_is_seen(ids) if spec.needs_grad and not spec.has_sinks else None
+    call = jax.vmap(run, (0, 0, 0, None if ids is None else 0, None))
+    call = call if spec.dtype == "float32" else in_default_precision(call)
+
+    def attend(
+        query: Float[Array, "b t n h"],
+        key: Float[Array, "b s k h"],
+        value: Float[Array, "b s k v"],
+        layer: int,
+        carry: Carry,
+        terms: Terms = NO_TERMS,
+    ) -> tuple[Float[Array, "b t n v"], Carry]:
+        sinks = without if terms.sinks is None else jnp.asarray(terms.sinks)
+        if alone is not None:
+            query, key = (jnp.where(alone, jax.lax.stop_gradient(x), x) for x in (query, key))
+        q, k, v = to_kernel(spec, lengths, query, key, value)
+        return from_kernel(spec, call(q, k, v, ids, sinks)), carry
+
+    return Plan(attend if spec.needs_grad else forward_only(attend))
+
+
+def reasons(name: str, spec: AttentionSpec, target: Target, mode: Mode) -> tuple[str, ...]:
+    """Devices that are no TPU, positions that affect the mask of several query tokens, and sinks of one token."""
+    return (*_device_reasons(name, target, mode), *_position_reasons(name, spec), *_sink_reasons(name, spec))
+
+
+def _device_reasons(name: str, target: Target, mode: Mode) -> Iterator[str]:
+    """Why the kernel does not run on a device that is no TPU."""
+    if mode != "interpret" and target.platform != "tpu":
+        yield (
+            f"{name} is a kernel for TPUs, not for {target}; {_INSTEAD}, which runs on every platform, "
+            "or mode='interpret' to check its numbers."
+        )
+
+
+def _position_reasons(name: str, spec: AttentionSpec) -> Iterator[str]:
+    """Why positions that affect the mask of several query tokens are refused."""
+    by_position = spec.is_causal or (spec.window, spec.chunk_size, spec.mask_function) != (None, None, None)
+    if spec.has_positions and by_position and spec.query_length > 1:
+        yield (
+            f"an array of explicit positions with query_length={spec.query_length} is not supported by {name}, whose "
+            f"mask is by slot (accepted: one query token, or positions that are arange); {_INSTEAD}."
+        )
+
+
+def _sink_reasons(name: str, spec: AttentionSpec) -> Iterator[str]:
+    """Why sinks of one query token with grouped queries are refused."""
+    if spec.has_sinks and spec.query_length == 1 < spec.group_size:
+        yield (
+            f"an array of attention sinks with query_length=1 and num_heads={spec.num_heads} on "
+            f"num_kv_heads={spec.num_kv_heads} is not supported by {name}, whose rows are then the heads of a group "
+            f"and share one sink (accepted: more query tokens, or as many KV heads as heads); {_INSTEAD}."
+        )

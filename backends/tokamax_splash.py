@@ -1,0 +1,135 @@
+"""tokamax's Pallas kernel for TPUs, its further development of splash attention, behind the contract.
+
+The kernel is ``tokamax._src.ops.experimental.tpu.splash_attention`` of tokamax 0.0.17: JAX's splash with one backward
+kernel for dq, dk and dv, and with blocks skipped that the segment ids empty. It runs natively on TPUs, in Pallas'
+interpreter anywhere, and compiles for absent TPUs; nothing of this project has run it on a TPU. The module is private
+in tokamax, hence exactly one version is taken. The backward pass keeps a dq of its own for each block of keys and adds
+them at the end: its memory grows with the number of these blocks. ``splash_operands.py`` adds what the kernel leaves
+to its caller.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+from collections.abc import Callable, Mapping
+from importlib import metadata
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array
+
+from .contract import AttentionSpec, Layout, Plan, check_options
+from .devices import Target
+from .features import Mode, Takes
+from .splash_mask import Masking, SlotMask
+from .splash_operands import BLOCK_OPTIONS, DTYPES, FEATURES, Blocks, blocks_of, is_block, plan_of, reasons
+
+VERSION = "0.0.17"
+_INSTALL = "pip install 'attnsuite[tokamax]'"
+_PACKAGE = "tokamax._src.ops.experimental.tpu.splash_attention"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TokamaxSplash:
+    """The ``tokamax_splash`` backend."""
+
+    name: str = "tokamax_splash"
+    exact: bool = True
+
+    def takes(self, target: Target, mode: Mode) -> Takes:
+        """Masks that slots and segment ids can express."""
+        because = {"dtype": "whose kernel computes as TPUs do", "mask": "whose mask is by slot"}
+        return Takes(features=FEATURES, dtypes=DTYPES, because=because)
+
+    def refuses(
+        self, spec: AttentionSpec, target: Target, mode: Mode, options: Mapping[str, Any] | None
+    ) -> tuple[str, ...]:
+        """Devices that are no TPU, what a mask by slot cannot say, and a missing package.
+
+        The package is asked for on the present device, and in modes that run on the host (interpreting and compiling).
+        """
+        found = reasons(self.name, spec, target, mode)
+        if not found and (target.present or mode != "native"):
+            return missing()
+        return found
+
+    def plan(
+        self,
+        spec: AttentionSpec,
+        layout: Layout,
+        *,
+        target: Target,
+        mode: Mode = "native",
+        options: Mapping[str, Any] | None = None,
+    ) -> Plan:
+        """Make the block masks once for all layers. Options: see :data:`.splash_operands.BLOCK_OPTIONS`.
+
+        Raises ValueError for other options, and ImportError, with the reason, where tokamax cannot be used here.
+        """
+        given = _checked(check_options(self.name, options, BLOCK_OPTIONS))
+        blocks = blocks_of(self.name, spec, target, given)
+        if why_not := missing():
+            raise ImportError(" ".join(why_not))
+        masking = Masking.of(spec, *blocks.lengths)
+        run = _kernel_of(masking, blocks, spec.needs_grad, spec.logits_soft_cap, mode == "interpret")
+        return plan_of(spec, layout, blocks.lengths, run)
+
+
+@functools.lru_cache(maxsize=32)
+def _kernel_of(
+    masking: Masking, blocks: Blocks, backward: bool, soft_cap: float | None, interpret: bool
+) -> Callable[..., Array]:
+    """The kernel for this mask, with its tables as NumPy arrays (see ``splash_kernel.py``).
+
+    ``use_base2_exp`` is off: in base 2 the kernel multiplies the query by log2(e) in its own dtype, and a query of
+    bfloat16 is rounded once more.
+    """
+    kernel, masks = (importlib.import_module(f"{_PACKAGE}.splash_attention_{part}") for part in ("kernel", "mask"))
+    sizes = {"block_q_dkv": blocks.q_backward, "block_kv_dkv": blocks.kv_backward} if backward else {}
+    config = kernel.SplashConfig(
+        block_q=blocks.q,
+        block_kv=blocks.kv,
+        block_kv_compute=blocks.kv_compute,
+        **sizes,
+        attn_logits_soft_cap=soft_cap,
+        use_base2_exp=False,
+        interpret=interpret,
+    )
+    mask = SlotMask(masking)
+    mask = masks.FullMask(mask.shape) if masking.hides_nothing else mask
+    with jax.ensure_compile_time_eval():  # plans are made inside of jit too
+        return jax.tree.map(np.asarray, kernel.make_splash_mha_single_device(mask, config=config))
+
+
+def _checked(options: dict[str, Any]) -> dict[str, Any]:
+    for name, value in options.items():
+        if not is_block(value):
+            raise ValueError(f"tokamax_splash: {name}={value!r} is not accepted; {name} is {BLOCK_OPTIONS[name]}.")
+    return options
+
+
+def missing() -> tuple[str, ...]:
+    """Why tokamax cannot be used in this environment; nothing where it can. The version is read before any import."""
+    try:
+        found = metadata.version("tokamax")
+    except Exception:  # noqa: BLE001 (damaged metadata raises many things, and means the same)
+        return (f"tokamax_splash needs the package tokamax {VERSION}, which is not installed; {_INSTALL}.",)
+    if found != VERSION:
+        return (f"tokamax_splash needs tokamax {VERSION}, whose private kernel it is, and found {found}; {_INSTALL}.",)
+    return _import_error()
+
+
+@functools.cache
+def _import_error() -> tuple[str, ...]:
+    try:
+        importlib.import_module(f"{_PACKAGE}.splash_attention_kernel")
+    except Exception as error:  # noqa: BLE001 (whatever a broken environment raises is the reason)
+        first = (str(error).strip().splitlines() or ["no message"])[0]
+        return (f"tokamax {VERSION} does not import here ({type(error).__name__}: {first}); {_INSTALL}.",)
+    return ()
+
+
+TOKAMAX_SPLASH = TokamaxSplash()

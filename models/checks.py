@@ -1,0 +1,21 @@
+"""Checks of the numbers in a configuration, each with the sentence of its refusal."""
+
+from __future__ import annotations
+
+import math
+
+LARGEST_SIZE = 2**31 - 1  # the largest int32 index of XLA
+
+
+def require_positive_int(name: str, value: object, most: int = LARGEST_SIZE) -> None:
+    """Raise ValueError unless ``value`` is an integer from 1 to ``most``."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name}={value!r} must be an integer of at least 1.")
+    if value > most:
+        raise ValueError(f"{name} is above {most}, the most that is accepted.")
+
+
+def require_positive_real(name: str, value: object) -> None:
+    """Raise ValueError unless ``value`` is a finite number above 0."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not (math.isfinite(value) and value > 0):
+        raise ValueError(f"{name}={value!r} must be a finite number above 0.")

@@ -1,0 +1,61 @@
+"""Keep what was accepted of a draft: the end of a step of speculative decoding.
+
+A draft of several tokens is verified in one call of ``Transformer.prefill`` against the cache. The logits say what the
+model would have written behind each token (arXiv 2211.17192). The draft is a line, or a tree of alternatives
+(``parents``; SpecInfer, arXiv 2305.09781). Afterwards all drafted tokens lie in the cache. :func:`keep` keeps one path.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from .cache import KVCache, Slots, write
+
+
+def keep(cache: KVCache, drafted: int, path: Any, lengths: Any = None) -> KVCache:
+    """The cache with the accepted tokens of the last ``drafted`` ones, in the order of ``path``, and no other of them.
+
+    ``path [batch, tokens]`` holds indices of drafted tokens, from the first accepted one to the last. ``lengths
+    [batch]`` says how many entries of each row count (from 0; default: all). The given cache is donated. Raises
+    ValueError for shapes and indices out of range.
+
+    >>> from attnsuite.models import ModelConfig, Transformer
+    >>> model = Transformer(ModelConfig.from_preset("debug"))
+    >>> _, cache = model.prefill([[1, 2, 3]], model.new_cache(1, 8))
+    >>> _, cache = model.prefill([[4, 5, 6, 7]], cache, parents=(-1, 0, 0, 2))
+    >>> keep(cache, 4, [[0, 2, 3]]).lengths.tolist()
+    [6]
+    """
+    path = np.asarray(path, np.int32)
+    if path.ndim != 2 or path.shape[0] != cache.batch or not 0 < path.shape[1] <= drafted:
+        raise ValueError(f"path has shape {path.shape}; expected [{cache.batch}, 1 to {drafted}].")
+    if path.min() < 0 or path.max() >= drafted or drafted > cache.lengths.min():
+        raise ValueError(
+            f"path reaches from {path.min()} to {path.max()} in a draft of {drafted} tokens, and the cache holds "
+            f"{cache.lengths.tolist()}; a path has indices from 0 to drafted - 1, of tokens that are in the cache."
+        )
+    accepted = np.full(cache.batch, path.shape[1], np.int32) if lengths is None else np.asarray(lengths, np.int32)
+    if accepted.shape != (cache.batch,) or accepted.min() < 0 or accepted.max() > path.shape[1]:
+        raise ValueError(f"lengths={accepted.tolist()} must hold {cache.batch} integers from 0 to {path.shape[1]}.")
+    start = cache.lengths - drafted
+    keys, values = _moved((cache.keys, cache.values), start, path)
+    return dataclasses.replace(cache, keys=keys, values=values, lengths=start + accepted)
+
+
+def _move(slots: Any, start: Int[Array, " batch"], path: Int[Array, "batch tokens"]) -> Any:
+    """The slots with those of the path copied to ``start`` and behind it."""
+
+    def moved(x: Slots) -> Slots:
+        taken = jnp.take_along_axis(x, (start[:, None] + path)[:, None, :, None], axis=2)
+        return write(x, taken.swapaxes(1, 2), start)
+
+    return jax.tree.map(moved, slots)
+
+
+_moved = jax.jit(_move, donate_argnums=0)

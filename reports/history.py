@@ -1,0 +1,186 @@
+"""The trend of each cell over the runs of one machine, with the runs at which its level changed.
+
+A backend's value in a run is its time relative to ``standard`` of the same rounds, which the machine's drift leaves
+alone; that of ``standard`` and of a cell without it is its median time. Levels are found by PELT (Killick, Fearnhead
+and Eckley, 2012; ruptures) on the logarithms, over the noise between neighbouring runs. A level lasts three runs or
+more, so that a change is named two runs after it happened. What changed in source and versions stands beside it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from attnsuite.suite.errors import InputError
+from attnsuite.suite.history import Entry
+from attnsuite.suite.record import Record
+from attnsuite.suite.shown import label, shows_speed, standard_of
+
+from . import cases, environment
+from .markdown import render_table
+from .regressions import against_control
+from .table import MILLI, Column, Table
+from .words import Value, escape, number, plural
+
+LASTS = 3  # runs that a level lasts at least
+LEAST_NOISE = 0.01  # of a value, between neighbouring runs: few runs can look steadier than a machine is
+_BARS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Series:
+    """A cell over the runs that have it: the number of each run, and its value there."""
+
+    case: str
+    backend: str
+    relative: bool
+    runs: tuple[int, ...]
+    values: tuple[float, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Change:
+    """A change of level: the last run of the old level, the first of the new, and the new level over the old."""
+
+    series: Series
+    before: int
+    run: int
+    ratio: float
+
+
+def history_page(runs: Sequence[Entry], share: float) -> tuple[str, tuple[Change, ...]]:
+    """The trend page of a machine's runs as Markdown, and every change of level by more than ``share``.
+
+    Raises InputError if ruptures is not installed.
+    """
+    found = series(runs)
+    changed = [change for each in found for change in changes(each) if abs(math.log(change.ratio)) > math.log1p(share)]
+    changed.sort(key=lambda change: (-change.run, change.series.case, change.series.backend))
+    device = environment.device_of(runs[-1].records[0])
+    days = f"{escape(runs[0].started[:10])} to {escape(runs[-1].started[:10])}"
+    told = "A backend's value is its time relative to `standard` of the same rounds; that of `standard` is its time."
+    blocks = [
+        f"# {escape(device)}: {plural(len(runs), 'run')}",
+        f"{days}. {told} Named are changes by more than {100 * share:g}%.",
+        "## Changes",
+        _changes(changed, runs) if changed else "No cell changed its level.",
+        "## Cells",
+        _cells(found) if found else "No cell has a speed.",
+    ]
+    return "\n\n".join(blocks) + "\n", tuple(changed)
+
+
+def series(runs: Sequence[Entry]) -> tuple[Series, ...]:
+    """The values of every timed cell, in the order of a report's tables."""
+    by_run = [{record.key: record for record in run.records if shows_speed(record)} for run in runs]
+    latest = {key: record for run in by_run for key, record in run.items()}
+    made = []
+    for key in sorted(latest, key=lambda key: (cases.order(latest[key]), label(latest[key]), key)):
+        found = [(at, _value(key, run)) for at, run in enumerate(by_run) if key in run]
+        relative = sum(is_relative for _, (_, is_relative) in found) * 2 > len(found)
+        kept = [(at, value) for at, (value, is_relative) in found if is_relative == relative]
+        made.append(
+            Series(cases.title(latest[key]), label(latest[key]), relative, *map(tuple, zip(*kept, strict=True)))
+        )
+    return tuple(made)
+
+
+def _value(key: str, run: Mapping[str, Record]) -> tuple[float, bool]:
+    """The value of a cell in a run, and whether it is relative to standard."""
+    standard = standard_of([record for record in run.values() if record.case == run[key].case])
+    same = standard is not None and run[key].environment.get("session") == standard.environment.get("session")
+    if standard is None or standard.key == key or not same:
+        return float(np.median(run[key].samples)), False
+    pair = against_control(key, run, run, [standard.key])
+    return float(np.median(pair[0] if pair else run[key].samples)), pair is not None
+
+
+def changes(each: Series) -> list[Change]:
+    """Where the level of a series changes. Raises InputError if ruptures is not installed."""
+    try:
+        import ruptures  # noqa: PLC0415  # pyright: ignore[reportMissingImports] (an extra)
+    except ImportError as error:
+        raise InputError("change points need ruptures; pip install 'attnsuite[history]'.") from error
+    if len(each.values) < 2 * LASTS:
+        return []
+    logs = np.log(each.values)
+    noise = max(float(np.median(np.abs(np.diff(logs)))) / (0.6745 * math.sqrt(2)), LEAST_NOISE)
+    found = ruptures.Pelt(model="l2", min_size=LASTS, jump=1).fit(logs / noise).predict(pen=4 * math.log(len(logs)))
+    borders = [0, *found]
+    levels = [float(np.median(logs[a:b])) for a, b in itertools.pairwise(borders)]
+    return [
+        Change(each, each.runs[at - 1], each.runs[at], math.exp(after - before))
+        for at, before, after in zip(found, levels, levels[1:], strict=False)
+    ]
+
+
+def _changes(changed: Sequence[Change], runs: Sequence[Entry]) -> str:
+    rows: list[dict[str, Value]] = [
+        {
+            "run": runs[change.run].started[:19],
+            "case": change.series.case,
+            "backend": change.series.backend,
+            "ratio": f"{number(change.ratio)} ({'slower' if change.ratio > 1 else 'faster'})",
+            "what": _differs(runs[change.before], runs[change.run]),
+        }
+        for change in changed
+    ]
+    columns = (
+        Column("run", "first run"),
+        Column("case", "case"),
+        Column("backend", "backend"),
+        Column("ratio", "new level over old"),
+        Column("what", "what differs from the run before"),
+    )
+    return render_table(Table("changes", "", columns, tuple(rows)))
+
+
+def _differs(before: Entry, after: Entry) -> str:
+    """The source and the versions that differ between two runs; a revision where the digest of the source does."""
+    old, new = (entry.records[0].environment for entry in (before, after))
+    told = []
+    if old.get("source") != new.get("source"):
+        told.append(f"source {new.get('source', 'not recorded')} (revision {new.get('git_revision') or 'not known'})")
+    for name, own in (("versions", ""), ("own", "file of "), ("flags", "")):
+        there, here = old.get(name, {}), new.get(name, {})
+        told += [f"{own}{key} {there.get(key, 'absent')} to {here.get(key, 'absent')}"
+                 for key in dict.fromkeys((*there, *here)) if there.get(key) != here.get(key)]  # fmt: skip
+    return "; ".join(told) or "nothing that the records tell"
+
+
+def _cells(found: Sequence[Series]) -> str:
+    rows: list[dict[str, Value]] = [
+        {
+            "case": each.case,
+            "backend": each.backend,
+            "runs": len(each.values),
+            "first": _shown(each, each.values[0]),
+            "last": _shown(each, each.values[-1]),
+            "trend": _trend(each.values),
+        }
+        for each in found
+    ]
+    columns = (
+        Column("case", "case", merge=True),
+        Column("backend", "backend"),
+        Column("runs", "runs"),
+        Column("first", "first"),
+        Column("last", "last"),
+        Column("trend", "trend (low is fast)"),
+    )
+    return render_table(Table("cells", "", columns, tuple(rows)))
+
+
+def _shown(each: Series, value: float) -> str:
+    return number(value) if each.relative else f"{number(value * MILLI)} ms"
+
+
+def _trend(values: Sequence[float]) -> str:
+    """A bar per run, the last forty. Their whole height is at least a tenth of the value, so that noise looks flat."""
+    shown = np.log(values[-40:])
+    spread = max(float(np.ptp(shown)), math.log(1.1))
+    return "".join(_BARS[min(7, int(8 * (value - shown.min()) / spread))] for value in shown)

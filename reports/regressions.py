@@ -1,0 +1,230 @@
+"""What got worse from run A to run B, by limits that the caller gives: ``wrong,failed,slower:10%,memory:10%``.
+
+Two runs share no rounds, and a machine drifts between them: the plain ratio of two medians measures the drift too. A
+cell is slower by more than P where all of these hold:
+
+- Its time relative to its control, B over A, is above 1 + P. The control shared the cell's rounds in each run, so that
+  drift cancels: ``standard`` for every other backend, and the other backends together for ``standard``.
+- Its plain time, B over A, is above 1 + P/2. A cell is not slower because its control became faster. If the other
+  cells (the median of those that are neither the cell nor its control) became faster, the machine did, and the plain
+  time is divided by what they took.
+- Both intervals lie above 1. Their level is 95% for all cells together: 1 - 0.05/cells for each (Bonferroni).
+
+A cell without a control needs 1 + P of its plain time. What all cells share is the control's blind spot, so that the
+whole run is one more entry. It is slower where three quarters of the cells are: the lower quartile of the plain ratios
+is above 1 + P, and that of the intervals' lower ends above 1, also after division by what the machine's matmul rate
+lost.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal, get_args
+
+import numpy as np
+
+from attnsuite.sentences import given
+from attnsuite.suite import statistics
+from attnsuite.suite.errors import InputError
+from attnsuite.suite.record import Record
+from attnsuite.suite.shown import STANDARD, is_trusted, program_bytes, same_rounds, shows_memory, shows_speed
+
+from .words import estimate, number, plural
+
+What = Literal["wrong", "failed", "slower", "memory"]
+WITH_SHARE = ("slower", "memory")
+_WORD = re.compile(r"(\w+)(?::(\d{1,4}(?:\.\d{1,3})?)%)?")
+WHOLE = "all cells"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Limits:
+    """What counts as a regression: the names, with the share that is allowed for ``slower`` and ``memory``."""
+
+    allowed: Mapping[What, float]
+
+    def __str__(self) -> str:
+        return ", ".join(name + (f" by more than {share:.3g}%" if name in WITH_SHARE else "")
+                         for name, share in ((name, 100 * share) for name, share in self.allowed.items()))  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Regression:
+    """A cell of run B that is worse than in run A, and how; the cell may be :data:`WHOLE`."""
+
+    what: What
+    cell: str
+    told: str
+
+
+def parse_limits(text: str) -> Limits:
+    """The limits in ``wrong,failed,slower:10%,memory:10%``. Raises InputError for any other word.
+
+    >>> parse_limits("wrong,slower:10%").allowed
+    {'wrong': 0.0, 'slower': 0.1}
+    """
+    allowed: dict[What, float] = {}
+    for word in text.split(","):
+        match = _WORD.fullmatch(word.strip())
+        name = next((name for name in get_args(What) if match and match[1] == name), None)
+        if match is None or name is None or (match[2] is not None) != (name in WITH_SHARE) or name in allowed:
+            raise InputError(
+                f"--fail-on {given(word.strip())} is not accepted; give each of wrong, failed, slower:P%, memory:P% "
+                "once at most, separated by commas."
+            )
+        allowed[name] = float(match[2] or 0) / 100
+    return Limits(allowed)
+
+
+def regressions(before: Mapping[str, Record], after: Mapping[str, Record], limits: Limits) -> tuple[Regression, ...]:
+    """What is worse in ``after``, records by key. Raises InputError where a limit has nothing to be held to."""
+    shared = [key for key in before if key in after]
+    if not shared:
+        raise InputError("--fail-on: the two runs share no cell (a cell is a case, a backend, a device and a mode); "
+                         "compare runs of the same suite on the same device.")  # fmt: skip
+    found: list[Regression] = []
+    if "wrong" in limits.allowed:
+        found += [Regression("wrong", key, after[key].error or "a tensor is outside of what is allowed")
+                  for key in shared if _is_wrong(after[key]) and not _is_wrong(before[key])]  # fmt: skip
+    if "failed" in limits.allowed:
+        found += [Regression("failed", key, _failure(after.get(key)))
+                  for key in before if before[key].status == "ok" and _failure(after.get(key))]  # fmt: skip
+    if "slower" in limits.allowed:
+        found += _slower(before, after, limits.allowed["slower"])
+    if "memory" in limits.allowed:
+        found += _larger(before, after, shared, limits.allowed["memory"])
+    return tuple(found)
+
+
+def timed(before: Mapping[str, Record], after: Mapping[str, Record]) -> list[str]:
+    """The keys of the cells that have a speed in both runs."""
+    return [key for key in before if key in after and shows_speed(before[key]) and shows_speed(after[key])]
+
+
+def control_of(
+    key: str, before: Mapping[str, Record], after: Mapping[str, Record], both: Sequence[str]
+) -> Sequence[str]:
+    """The cells that a cell is held to, of the same case and rounds in each run; ``both`` have a speed in both runs."""
+    others = [
+        other
+        for other in both
+        if other != key
+        and (before[other].case, before[other].target) == (before[key].case, before[key].target)
+        and all(same_rounds(run[other], run[key]) for run in (before, after))
+    ]
+    standard = [other for other in others if before[other].requested == before[other].resolved == STANDARD]
+    return standard[:1] or others
+
+
+def against_control(
+    key: str, before: Mapping[str, Record], after: Mapping[str, Record], control: Sequence[str]
+) -> tuple[list[float], list[float]] | None:
+    """The samples of a cell in A and in B, each divided by its control's of the same round; None without a control."""
+    if not control:
+        return None
+    first, second = (_quotients(run[key], [run[other] for other in control]) for run in (before, after))
+    return first, second
+
+
+def _quotients(record: Record, control: Sequence[Record]) -> list[float]:
+    """Each sample over the geometric mean of the control's samples of the same round."""
+    rounds = min(len(each.samples) for each in (record, *control))
+    means = np.exp(np.mean([np.log(each.samples[:rounds]) for each in control], axis=0))
+    return list(np.asarray(record.samples[:rounds]) / means)
+
+
+def _slower(before: Mapping[str, Record], after: Mapping[str, Record], share: float) -> list[Regression]:
+    both = timed(before, after)
+    if not both:
+        raise InputError("--fail-on slower: no cell has a speed in both runs; leave it out, or run both on the device.")
+    few = [key for key in both if min(len(before[key].samples), len(after[key].samples)) < statistics.FEWEST]
+    if len(few) == len(both):
+        raise InputError(f"--fail-on slower: {plural(len(few), 'cell')} with fewer than {statistics.FEWEST} samples in "
+                         "a run, which give no interval; leave it out, or measure again.")  # fmt: skip
+    judged = [key for key in both if key not in few]
+    plain = {key: float(np.median(after[key].samples) / np.median(before[key].samples)) for key in judged}
+    found = []
+    for key in judged:
+        control = control_of(key, before, after, both)
+        samples = (before[key].samples, after[key].samples)
+        needed = [(samples, "its time", share)]
+        if pair := against_control(key, before, after, control):
+            rest = [ratio for other, ratio in plain.items() if other != key and other not in control]
+            pace = min(1.0, float(np.median(rest))) if rest else 1.0
+            allowed = ([pace * sample for sample in samples[0]], samples[1])
+            needed = [(pair, "its time relative to its control", share), (allowed, "its time", share / 2)]
+        if told := _told(needed, 1 - 0.05 / len(judged)):
+            found.append(Regression("slower", key, f"{told} (allowed: {number(1 + share)})"))
+    return [*_whole(before, after, plain, share), *found]
+
+
+def _told(needed: Sequence[tuple[tuple[Sequence[float], Sequence[float]], str, float]], level: float) -> str:
+    """How much slower a cell is, if each pair (of A and B, with its name and share) says so; else empty."""
+    told = []
+    for (first, second), name, least in needed:
+        if np.median(second) <= (1 + least) * np.median(first):  # most cells end here, without an interval
+            return ""
+        ratio = statistics.unpaired_ratio(second, first, level)
+        if ratio.low is None or ratio.low <= 1:
+            return ""
+        told.append(f"{name} {estimate(ratio)} of that in A")
+    return ", ".join(told)
+
+
+def _whole(
+    before: Mapping[str, Record], after: Mapping[str, Record], plain: Mapping[str, float], share: float
+) -> list[Regression]:
+    """The run as a whole, if it is slower and the machine is not: where every cell moves, no control shows it."""
+    if len(plain) < 2:
+        return []
+    rates = [_matmul(run, plain) for run in (before, after)]
+    lost = rates[0] / rates[1] if rates[0] and rates[1] else 1.0
+    quartile = float(np.quantile(list(plain.values()), 0.25))
+    if min(quartile, quartile / lost) <= 1 + share:
+        return []
+    lows = [statistics.unpaired_ratio(after[key].samples, before[key].samples).low or 0.0 for key in plain]
+    if float(np.quantile(lows, 0.25)) <= 1:
+        return []
+    told = f"three quarters of {plural(len(plain), 'cell')} take at least {number(quartile)} of their time in A"
+    machine = f"; the machine's matrix product takes {number(lost)} of its time in A" if all(rates) else ""
+    return [Regression("slower", WHOLE, f"{told} (allowed: {number(1 + share)}){machine}")]
+
+
+def _matmul(run: Mapping[str, Record], keys: Iterable[str]) -> float | None:
+    """The float32 matmul rate that a run measured on its machine; None where it is not known."""
+    rates = (run[key].environment.get("machine", {}).get("matmul_flops", {}).get("float32") for key in keys)
+    return next((rate for rate in rates if rate), None)
+
+
+def _larger(
+    before: Mapping[str, Record], after: Mapping[str, Record], shared: Sequence[str], share: float
+) -> list[Regression]:
+    """The cells whose programs take more memory: arguments, outputs and temporaries together."""
+    known = {
+        key: (a, b)
+        for key in shared
+        if shows_memory(before[key]) and shows_memory(after[key])
+        and (a := program_bytes(before[key])) and (b := program_bytes(after[key])) is not None
+    }  # fmt: skip
+    if not known:
+        raise InputError("--fail-on memory: no cell has its program's sizes in both runs; leave it out.")
+    return [
+        Regression("memory", key, f"its program takes {number(b / 2**20)} MiB, {number(b / a)} of that in A "
+                                  f"(allowed: {number(1 + share)})")
+        for key, (a, b) in known.items() if b > (1 + share) * a
+    ]  # fmt: skip
+
+
+def _is_wrong(record: Record) -> bool:
+    return record.status == "wrong" or (record.status == "ok" and not is_trusted(record))
+
+
+def _failure(record: Record | None) -> str:
+    """Why a cell has no result in B; empty if it has one, be it a wrong one."""
+    if record is None:
+        return "it ran in A; run B has no such cell"
+    if record.status in ("ok", "wrong"):
+        return ""
+    return f"it ran in A; {record.status}: {record.error or ' '.join(record.reasons)}"

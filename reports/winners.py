@@ -1,0 +1,96 @@
+"""Maps of winners: the fastest exact backend of each case, where the cases of a kind vary in two dimensions or more.
+
+A map is a grid. Its columns are the sequence lengths, or the values of the field that varies most where the length does
+not vary. Its rows are the combinations of all other fields.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from . import cases
+from .answer import exact_speeds, told_apart
+from .cells import Group
+from .plot import Picture, Square, Winners
+
+_FEWEST = 2  # columns, and rows, that make a map
+_LAYOUT = ("heads", "kv_heads")  # described together
+_NAMES = frozenset({"kind", "name"})
+
+
+def winners(groups: Sequence[Group]) -> tuple[Picture, ...]:
+    """The maps of all kinds as one picture; none where no kind varies in two dimensions."""
+    timed = [member for member in groups if exact_speeds(member)]
+    maps = [
+        found
+        for kind, title in cases.titles(member.kind for member in timed)
+        if (found := _map(title, [member for member in timed if member.kind == kind]))
+    ]
+    return (Picture("winners.svg", "Fastest exact backend of each case", tuple(maps)),) if maps else ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Place:
+    column: str
+    row: str
+    member: Group
+
+
+def _map(title: str, members: Sequence[Group]) -> Winners | None:
+    """The map of one kind; None where fewer than two rows have cases in two columns or more."""
+    across = _across(members)
+    if across is None:
+        return None
+    varying = [name for name in _fields(members) if name != across and len(_values(members, name)) > 1]
+    places = [_place(member, across, varying) for member in members]
+    rows = [row for row in _distinct(place.row for place in places)
+            if len({place.column for place in places if place.row == row}) >= _FEWEST]  # fmt: skip
+    kept = [place for place in places if place.row in rows]
+    columns = _distinct(place.column for place in kept)
+    if len(rows) < _FEWEST:
+        return None
+    squares = {(columns.index(place.column), rows.index(place.row)): place.member for place in reversed(kept)}
+    drawn = tuple(_square(*at, member) for at, member in sorted(squares.items(), key=lambda item: item[0]))
+    return Winners(title, across.replace("_", " "), tuple(columns), tuple(rows), drawn)
+
+
+def _across(members: Sequence[Group]) -> str | None:
+    """The field of the columns; None where nothing varies."""
+    counts = {name: len(_values(members, name)) for name in _fields(members)}
+    if counts.get("sequence", 0) >= _FEWEST:
+        return "sequence"
+    most = max(counts.values(), default=0)
+    return next(name for name, count in counts.items() if count == most) if most >= _FEWEST else None
+
+
+def _place(member: Group, across: str, varying: Sequence[str]) -> _Place:
+    problem = _problem(member)
+    shown = {name: problem.get(name) for name in varying}
+    if shown.keys() & set(_LAYOUT) and across not in _LAYOUT:
+        shown |= {name: problem.get(name) for name in _LAYOUT}
+    row = cases.describe(member.kind, shown) or "otherwise plain"
+    return _Place(str(problem.get(across)), row, member)
+
+
+def _square(column: int, row: int, member: Group) -> Square:
+    ranked = exact_speeds(member)
+    unclear = len(ranked) > 1 and not told_apart(ranked)
+    return Square(column, row, ranked[0].label, ranked[1].label if unclear else None)
+
+
+def _fields(members: Sequence[Group]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name for member in members for name in _problem(member) if name not in _NAMES))
+
+
+def _values(members: Sequence[Group], name: str) -> set[str]:
+    return {str(_problem(member).get(name)) for member in members}
+
+
+def _distinct(texts: Iterator[str]) -> list[str]:
+    return sorted(set(texts), key=cases.natural)
+
+
+def _problem(member: Group) -> dict[str, Any]:
+    return member.cells[0].record.problem

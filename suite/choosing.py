@@ -1,0 +1,263 @@
+"""Policies from records: the fastest exact backend of each measured problem, for ``auto`` to follow.
+
+``backends/policy.py`` has the form of the file and the rule by which ``auto`` follows it. Cells are compared only where
+they shared rounds. Calls of attention decide, and models whose layers are all of one attention type.
+:func:`score` holds a policy against the records of other problems: nothing is run for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from attnsuite.backends import AttentionSpec, Policy
+from attnsuite.backends.policy import PolicyCase, PolicyFile, PolicyRun, decide, problem_of
+from attnsuite.backends.resolve import PRIORITY
+
+from .errors import InputError
+from .kinds import make_case
+from .kinds.attention import OpCase, spec_of
+from .kinds.model import ModelCase
+from .own import is_reference
+from .peers import PEERS
+from .record import Record
+from .shown import STANDARD, program_bytes, shows_speed
+from .statistics import median, paired_ratio
+from .store import parse_records, records_path
+
+# Packages of a run's environment that no backend computes with.
+_UNRELATED = frozenset({"python", "flax", "numpy", "scipy", "optax", "orbax-checkpoint", "torch", "transformers",
+                        "tokamax"})  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Measured:
+    """One problem of a run, and the records of its exact backends that shared rounds, by backend."""
+
+    case: str
+    spec: AttentionSpec
+    cells: Mapping[str, Record]
+
+    @property
+    def winner(self) -> str:
+        """The backend with the smallest median."""
+        return min(self.cells, key=self.seconds)
+
+    def seconds(self, backend: str) -> float:
+        """The median time of a backend."""
+        return median(self.cells[backend].samples).value
+
+
+def policy_file(directories: Sequence[Path]) -> PolicyFile:
+    """The policy of these runs. Of the same problem a later run replaces an earlier one, and a call replaces a model.
+
+    Raises InputError for a run that cannot be read or has no speed of an exact backend, and for runs of unlike devices
+    or versions.
+    """
+    cases: dict[AttentionSpec, PolicyCase] = {}
+    runs, origins = [], []
+    for directory in directories:
+        found = measured(directory)
+        if not found:
+            raise InputError(f"{directory} has no speed of an exact backend on an attention call or a model; choose "
+                             "from a directory that attnsuite run wrote.")  # fmt: skip
+        cases |= {each.spec: _case(each, directory) for each in found}
+        first = next(iter(found[0].cells.values()))
+        runs.append(_run(first, directory))
+        origins += [(directory, record) for each in found for record in each.cells.values()]
+    device, cores, versions = _common(origins)
+    return PolicyFile(device=device, cores=cores, versions=versions, runs=tuple(runs), cases=tuple(cases.values()))
+
+
+def to_json(content: PolicyFile) -> str:
+    """The text of a policy's file."""
+    return msgspec.json.format(msgspec.json.encode(content), indent=1).decode() + "\n"
+
+
+def measured(directory: Path) -> list[Measured]:
+    """The problems of a run with a timed exact backend: models first, then calls of attention. Raises InputError."""
+    sessions: dict[tuple[str, str | None], dict[str, Record]] = {}
+    for record in parse_records(records_path(directory))[0]:
+        if _counts(record):
+            key = (record.case, record.environment.get("session"))
+            sessions.setdefault(key, {})[record.requested] = record
+    found: dict[str, Measured] = {}
+    for (case, _), cells in sessions.items():
+        spec = _spec(next(iter(cells.values())))
+        if spec is not None and (case not in found or len(cells) >= len(found[case].cells)):
+            found[case] = Measured(case, spec, cells)
+    return sorted(found.values(), key=lambda each: _is_call(next(iter(each.cells.values()))))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Scored:
+    """A problem of a held-out run: what ``auto`` takes with the policy and without, in seconds by backend."""
+
+    case: str
+    chosen: str
+    listed: str
+    seconds: Mapping[str, float]
+    sentence: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Score:
+    """Sums over the problems of a held-out run, in seconds. ``fixed``: by backend that is asked for every time."""
+
+    rows: tuple[Scored, ...]
+    with_policy: float
+    without: float
+    fixed: Mapping[str, float]
+    best_each: float
+
+    @property
+    def best_fixed(self) -> str:
+        """The backend with the smallest sum."""
+        return min(self.fixed, key=lambda name: self.fixed[name])
+
+    @property
+    def over_fixed(self) -> float:
+        """Time of ``auto`` with the policy relative to that of the best fixed backend."""
+        return self.with_policy / self.fixed[self.best_fixed]
+
+
+def score(policy: Policy, directory: Path) -> Score:
+    """``auto`` with ``policy`` over the problems of a run, by its records.
+
+    Where a fixed backend has no time in a problem, what ``auto`` takes without a policy stands in, as in a fallback.
+    Raises InputError for a run of another device or of other versions.
+    """
+    held_out = measured(directory)
+    if not held_out:
+        raise InputError(f"{directory} has no speed of an exact backend; there is nothing to hold the policy against.")
+    common = _common([(directory, record) for each in held_out for record in each.cells.values()])
+    made = policy.content
+    for what, there, here in zip(("device", "cores", "versions"), (made.device, made.cores, made.versions), common,
+                                 strict=True):  # fmt: skip
+        if there != here:
+            raise InputError(f"{directory} was measured with another {what} ({here}) than the policy ({there}); "
+                             "hold out problems of the same machine and environment.")  # fmt: skip
+    rows = tuple(_score(policy, each) for each in held_out)
+    names = dict.fromkeys(name for row in rows for name in row.seconds)
+    return Score(
+        rows=rows,
+        with_policy=sum(row.seconds[row.chosen] for row in rows),
+        without=sum(row.seconds[row.listed] for row in rows),
+        fixed={name: sum(row.seconds.get(name, row.seconds[row.listed]) for row in rows) for name in names},
+        best_each=sum(min(row.seconds.values()) for row in rows),
+    )
+
+
+def _score(policy: Policy, each: Measured) -> Scored:
+    platform = policy.content.device.partition(":")[0]
+    listed = next((name for name in PRIORITY.get(platform, ()) if name in each.cells), each.winner)
+    decision = decide(policy, each.spec)
+    chosen = listed if decision.backend is None or decision.backend not in each.cells else decision.backend
+    return Scored(each.case, chosen, listed, {name: each.seconds(name) for name in each.cells}, decision.sentence)
+
+
+def _counts(record: Record) -> bool:
+    """Whether a record is the time of an exact backend on this device, as ``auto`` would run it."""
+    return (
+        record.exact is True
+        and record.mode == "native"
+        and record.requested == record.resolved
+        and record.requested not in PEERS
+        and not is_reference(record.requested)
+        and record.devices == 1
+        and shows_speed(record)
+    )
+
+
+def _is_call(record: Record) -> bool:
+    return record.kind.startswith("op_")
+
+
+def _spec(record: Record) -> AttentionSpec | None:
+    """The attention of a record's case; None where it has no attention, or of several types."""
+    case = make_case(record.problem)
+    if isinstance(case, OpCase):
+        return spec_of(case)
+    return _spec_of_model(case) if isinstance(case, ModelCase) else None
+
+
+def _spec_of_model(case: ModelCase) -> AttentionSpec | None:
+    # These import flax, which attention calls do not need.
+    from attnsuite.models.cache import default_dtype  # noqa: PLC0415
+    from attnsuite.models.planning import attention_spec  # noqa: PLC0415
+
+    from .kinds.model_program import model_config  # noqa: PLC0415
+
+    config = model_config(case)
+    if len(config.attention_types) != 1:
+        return None
+    decoding = case.kind == "model_decode"
+    return attention_spec(
+        config,
+        config.attention_types[0],
+        batch=case.batch,
+        query_length=1 if decoding else case.sequence,
+        key_value_length=case.sequence + case.new_tokens if decoding else None,
+        dtype=default_dtype(config) if decoding else None,
+        needs_grad=case.kind == "model_train",
+    )
+
+
+def _case(each: Measured, directory: Path) -> PolicyCase:
+    best, standard = each.cells[each.winner], each.cells.get(STANDARD)
+    ratio = None if standard is None or best is standard else paired_ratio(best.samples, standard.samples)
+    return PolicyCase(
+        case=each.case,
+        run=str(directory),
+        problem=problem_of(each.spec),
+        backend=each.winner,
+        ratio=None if ratio is None else ratio.value,
+        interval=None if ratio is None or ratio.low is None or ratio.high is None else (ratio.low, ratio.high),
+        memory=program_bytes(best),
+    )
+
+
+def _run(record: Record, directory: Path) -> PolicyRun:
+    facts = record.environment
+    return PolicyRun(
+        directory=str(directory),
+        suite=record.suite,
+        date=record.started[:10],
+        source=facts.get("source"),
+        git_revision=facts.get("git_revision"),
+    )
+
+
+def _common(origins: Sequence[tuple[Path, Record]]) -> tuple[str, int | None, dict[str, str]]:
+    """The device, a CPU's cores and the versions of all records. Raises InputError where they differ."""
+    found = [(directory, _origin(record)) for directory, record in origins]
+    first, origin = found[0]
+    for directory, other in found:
+        for what, there, here in _apart(origin, other):
+            raise InputError(
+                f"{directory} was measured with {what} {here}, {first} with {there}; a policy is for one device and "
+                "one set of versions: choose from runs that have the same."
+            )
+    return origin
+
+
+def _origin(record: Record) -> tuple[str, int | None, dict[str, str]]:
+    facts = record.environment
+    versions = {name: version for name, version in facts.get("versions", {}).items() if name not in _UNRELATED}
+    return record.target, facts.get("cores") if record.target.startswith("cpu") else None, versions
+
+
+def _apart(
+    one: tuple[str, int | None, dict[str, str]], other: tuple[str, int | None, dict[str, str]]
+) -> Iterator[tuple[str, object, object]]:
+    """Each fact that differs: its name, and both values."""
+    if one[0] != other[0]:
+        yield "the device", one[0], other[0]
+    if one[1] != other[1]:
+        yield "the number of cores", one[1], other[1]
+    for name in dict.fromkeys((*one[2], *other[2])):
+        if one[2].get(name) != other[2].get(name):
+            yield name, one[2].get(name, "absent"), other[2].get(name, "absent")

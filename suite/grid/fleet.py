@@ -1,0 +1,375 @@
+"""Runs a grid on the nodes of a Ray cluster: a case, with all of its cells, is computed on one node.
+
+The driver (this process) asks every node what it is, deals cases to the nodes that fit, and keeps the records of a case
+when all of them are there. Nodes may come late and may die: a case whose node died is dealt again, and nothing of the
+first attempt is kept. A case that was lost on three nodes becomes records of a crash. All nodes of a run have the same
+versions and are machines of one kind, as ``--resume`` and ``attnsuite merge`` demand of a run too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import signal
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from ..cell import Cell
+from ..errors import CellFailure, InputError
+from ..measure import environment as here
+from ..record import MACHINE_KIND, Environment, Record
+from .executors import RunContext, Running, is_measured, refused
+from .keeping import Grid, GridWatcher, keep, keep_together, opened
+from .node import Doing, GridNode, Node, Warned
+from .run import RunRequest, identity
+
+_LOSSES = 3  # nodes on which a case is lost before it becomes a record; cases that a node loses before it gets no more
+_LOOK_SECONDS = 1.0  # between two looks at the list of nodes
+_CLOSE_SECONDS = 5.0
+_GATHER_SECONDS = 60.0  # for nodes that do not answer at the start, since others of Ray's users have them
+_WHOLE = ("CPU", "GPU", "TPU")  # a node is taken with all of these, so that nothing else of Ray runs beside a case
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class FleetRequest:
+    """Which nodes to use. ``needed`` are resources that a node announces. ``patience`` is in seconds.
+
+    With ``any_versions`` the nodes need not have the driver's versions, but all must have the same. ``work`` is the
+    class that computes on a node.
+    """
+
+    address: str = "auto"
+    needed: tuple[str, ...] = ()
+    any_versions: bool = False
+    patience: float = 300.0  # without a node that could compute
+    work: type[Any] = Node
+
+
+@dataclasses.dataclass(slots=True)
+class Job:
+    """The cells of a case that have no record, and the names of the nodes on which they were lost."""
+
+    cells: list[Cell]
+    lost_on: list[str] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(slots=True)
+class Member:
+    """A node of the cluster as the driver knows it."""
+
+    name: str
+    state: Literal["asked", "idle", "busy", "refused"]
+    actor: Any = None
+    answer: Any = None  # a reference to what it said of itself, or the stream of messages of its case
+    environment: Environment = dataclasses.field(default_factory=Environment)
+    cells: list[Cell] = dataclasses.field(default_factory=list)
+    job: Job | None = None
+
+
+def execute_on_fleet(request: RunRequest, asked: FleetRequest, watcher: GridWatcher) -> None:
+    """As :func:`.run.execute`, on the nodes of a Ray cluster. Raises InputError."""
+    with opened(request.out, watcher, resume=request.resume) as store, Fleet(request, asked, watcher) as fleet:
+        watcher.doing("", "", "looking at the nodes")
+        environment, cells = fleet.gather()
+        manifest = identity(request, environment, len(cells))
+        keep_together(store, manifest, cells, fleet.records, watcher)
+
+
+def execute_grid(grid: Grid, watcher: GridWatcher, fleet: FleetRequest | None) -> tuple[Record, ...]:
+    """Compute the cells of ``grid`` that have no record, here or on a fleet; returns all records. Raises InputError."""
+    if fleet is not None:
+        asked = dataclasses.replace(fleet, work=GridNode)
+        with opened(grid.out, watcher, resume=grid.resume) as store, Fleet(grid, asked, watcher) as nodes:
+            watcher.doing("", "", "looking at the nodes")
+            environment, cells = nodes.gather()
+            return keep_together(store, grid.manifest(environment), cells, nodes.records, watcher)
+    environment, cells = grid.look()
+    with opened(grid.out, watcher, resume=grid.resume) as store:
+        return keep(
+            store,
+            grid.manifest(environment),
+            cells,
+            lambda missing: grid.compute(missing, environment, watcher),
+            watcher,
+        )
+
+
+class Fleet:
+    """The nodes of a cluster that compute one run. A context manager; connects when it is entered."""
+
+    def __init__(self, request: RunRequest | Grid, asked: FleetRequest, watcher: GridWatcher) -> None:
+        self._request, self._asked, self._watcher = request, asked, watcher
+        self._members: dict[str, Member] = {}
+        self._first: tuple[Environment, list[Cell]] | None = None
+        self._losses: dict[str, list[str]] = {}  # of a node: cases, since the last that it finished
+        self._refusals: list[str] = []
+        self._looked = float("-inf")
+        self._ray = _imported()
+        self._remote: Any = None
+
+    def __enter__(self) -> Self:
+        signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        handlers = {number: signal.getsignal(number) for number in signals}
+        try:
+            self._ray.init(self._asked.address, log_to_driver=False, logging_level="ERROR", configure_logging=False)
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            told = " ".join(str(error).split())[:300]
+            raise InputError(
+                f"no Ray cluster answers at {self._asked.address!r} ({told}); "
+                "start one with ray start --head, or give its --address."
+            ) from error
+        finally:
+            for number, handler in handlers.items():  # Ray's would end this process without its own ending
+                signal.signal(number, handler)
+        self._remote = self._ray.remote(self._asked.work)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with contextlib.suppress(self._ray.exceptions.RayError):
+            closing = [member.actor.close.remote() for member in self._members.values() if member.actor is not None]
+            if closing:
+                self._ray.wait(closing, num_returns=len(closing), timeout=_CLOSE_SECONDS)
+        self._ray.shutdown()
+
+    def gather(self) -> tuple[Environment, list[Cell]]:
+        """What the nodes are, and the cells of the run. Waits for the nodes that are there now.
+
+        Raises InputError if no node can compute the run, or if the nodes are of several kinds.
+        """
+        begin = time.monotonic()
+        self._meet()
+        while True:
+            asked = [member for member in self._members.values() if member.state == "asked"]
+            found = [member for member in self._members.values() if member.state == "idle"]
+            if found and (not asked or time.monotonic() - begin > _GATHER_SECONDS):
+                break
+            self._check_patience(begin if not asked else time.monotonic())
+            for _ in self._hear(_LOOK_SECONDS):  # no node has a case yet
+                pass
+            self._meet()
+        targets = sorted({member.environment.get("target", "") for member in found})
+        if len(targets) > 1:
+            raise InputError(
+                f"the nodes are of several kinds ({', '.join(targets)}); choose with --nodes-with, "
+                "and run each kind into an --out of its own."
+            )
+        self._first = found[0].environment, found[0].cells
+        for member in found[1:]:
+            self._admit(member)
+        return self._first
+
+    def records(self, missing: Sequence[Cell]) -> Iterator[tuple[Record, ...]]:
+        """The records of these cells, those of a case together."""
+        grouped = itertools.groupby(missing, key=lambda cell: cell.case)
+        waiting = deque(Job(list(cells)) for _, cells in grouped)
+        since = time.monotonic()
+        while waiting or any(member.state == "busy" for member in self._members.values()):
+            self._meet()
+            self._deal(waiting)
+            if any(member.state in {"busy", "asked"} for member in self._members.values()):
+                since = time.monotonic()
+            self._check_patience(since)
+            for job, records in self._hear(_LOOK_SECONDS):
+                if records is not None:
+                    yield records
+                elif len(job.lost_on) < _LOSSES:
+                    waiting.appendleft(job)
+                else:
+                    yield tuple(self._given_up(cell, job.lost_on) for cell in job.cells)
+
+    def _meet(self) -> None:
+        """Ask new nodes what they are; forget those that are gone and had nothing to do."""
+        if time.monotonic() - self._looked < _LOOK_SECONDS:
+            return
+        self._looked = time.monotonic()
+        alive = {node["NodeID"]: node for node in self._ray.nodes() if node["Alive"]}
+        for key in [
+            key for key in self._members if key not in alive and self._members[key].state in {"idle", "refused"}
+        ]:
+            del self._members[key]
+        for key, node in alive.items():
+            if key not in self._members and self._is_wanted(node["Resources"]):
+                self._members[key] = self._ask(key, node)
+
+    def _is_wanted(self, announced: dict[str, float]) -> bool:
+        """Whether a node computes at all (a head that only schedules announces no CPU), and has what is needed."""
+        return announced.get("CPU", 0) > 0 and all(announced.get(name, 0) > 0 for name in self._asked.needed)
+
+    def _ask(self, key: str, node: dict[str, Any]) -> Member:
+        from ray.util import scheduling_strategies  # noqa: PLC0415  # pyright: ignore[reportMissingImports]
+
+        name = f"{node['NodeManagerHostname']}-{key[:8]}"
+        whole = {kind: node["Resources"].get(kind, 0) for kind in _WHOLE}
+        actor = self._remote.options(
+            num_cpus=whole["CPU"],
+            num_gpus=whole["GPU"],
+            resources={"TPU": whole["TPU"]} if whole["TPU"] else None,
+            max_concurrency=2,  # it is closed while it computes
+            scheduling_strategy=scheduling_strategies.NodeAffinitySchedulingStrategy(key, soft=False),
+        ).remote(name)
+        return Member(name, "asked", actor, actor.look.remote(self._request))
+
+    def _deal(self, waiting: deque[Job]) -> None:
+        """Give every idle node a case; a case that was lost goes to another node where there is one."""
+        for member in [member for member in self._members.values() if member.state == "idle"]:
+            others = [other for other in self._members.values() if other.state in {"idle", "busy"}]
+            for job in waiting:
+                elsewhere = any(other.name not in job.lost_on for other in others)
+                if member.name not in job.lost_on or not elsewhere:
+                    waiting.remove(job)
+                    member.job, member.state = job, "busy"
+                    member.answer = member.actor.compute.options(num_returns="streaming").remote(job.cells)
+                    break
+
+    def _hear(self, seconds: float) -> Iterator[tuple[Job, tuple[Record, ...] | None]]:
+        """Wait for messages of nodes. Yields each case that ended with its records, or with None if it was lost."""
+        asked = {id(member.answer): key for key, member in self._members.items() if member.state in {"asked", "busy"}}
+        answers = [self._members[key].answer for key in asked.values()]
+        if not answers:
+            time.sleep(min(seconds, 0.1))
+            return
+        ready, _ = self._ray.wait(answers, num_returns=1, timeout=seconds, fetch_local=False)
+        for answer in ready:
+            key = asked[id(answer)]
+            member = self._members[key]
+            try:
+                if member.state == "asked":
+                    member.environment, member.cells = self._ray.get(answer)
+                    member.state = "idle"
+                    self._admit(member)
+                    continue
+                message = self._ray.get(next(answer))
+            except (self._ray.exceptions.RayError, InputError, StopIteration) as error:
+                job = self._lost(key, member, error)
+                if job is not None:
+                    yield job, None
+                continue
+            if isinstance(message, Doing):
+                self._watcher.doing(message.case, message.backend, f"{message.what} on {member.name}")
+            elif isinstance(message, Warned):
+                self._watcher.warn(f"{member.name}: {message.sentence}")
+            else:
+                job, member.job, member.answer = member.job, None, None
+                member.state = "idle"
+                self._losses.pop(key, None)
+                if job is not None:
+                    yield job, message
+
+    def _admit(self, member: Member) -> None:
+        """Refuse a node that does not belong to this run."""
+        environment = member.environment
+        if not self._asked.any_versions and (told := _other_versions(environment)):
+            self._refuse(member, f"{told}; --any-versions takes the nodes' own")
+        elif self._first is not None and (told := _differences(self._first, (environment, member.cells))):
+            self._refuse(member, told)
+
+    def _refuse(self, member: Member, why: str) -> None:
+        member.state, member.answer = "refused", None
+        self._refusals.append(f"{member.name}: {why}")
+        self._watcher.warn(f"node {member.name} is not used: {why}.")
+        self._release(member)
+
+    def _release(self, member: Member) -> None:
+        """End what computes on a node."""
+        if member.actor is not None:
+            with contextlib.suppress(self._ray.exceptions.RayError):
+                self._ray.kill(member.actor)
+        member.actor = None
+
+    def _lost(self, key: str, member: Member, error: BaseException) -> Job | None:
+        """A node raised, or died with what it computed. Returns the case that it had."""
+        told = self._told(error)
+        job, member.job = member.job, None
+        if job is None and isinstance(error, InputError):  # it said why it cannot compute the run
+            self._refuse(member, told)
+            return None
+        self._release(member)
+        losses = self._losses.setdefault(key, [])
+        losses.append(job.cells[0].case if job else "its start")
+        if job is not None:
+            job.lost_on.append(member.name)
+            self._watcher.warn(f"case {job.cells[0].case} was lost on node {member.name} ({told}).")
+        if len(losses) >= _LOSSES:
+            self._refuse(member, f"it lost {', '.join(losses)} one after the other ({told})")
+        else:
+            del self._members[key]  # asked again, if the cluster still has the node
+        return job
+
+    def _told(self, error: BaseException) -> str:
+        """Why a node was lost, without a full stop: what was raised there, or which process died."""
+        errors = self._ray.exceptions
+        if isinstance(error, errors.RayTaskError):
+            raised = error.cause if error.cause is not None else error  # pyright: ignore[reportAttributeAccessIssue]
+            text = " ".join(str(raised).split())[:300].rstrip(".")
+            return text if isinstance(raised, InputError) else f"{type(raised).__name__}: {text}"
+        if "node has died" in str(error):
+            return "the node died"
+        if isinstance(error, errors.ActorDiedError) and "__init__" in str(error):
+            return "attnsuite does not start there: " + " ".join(str(error).split())[-200:].rstrip(".")
+        return "its process died"
+
+    def _given_up(self, cell: Cell, nodes: Sequence[str]) -> Record:
+        """The record of a cell whose case no node survived."""
+        environment = self._first[0] if self._first else Environment()
+        context = RunContext(
+            suite=self._request.suite,
+            limits=self._request.limits,
+            environment=environment,
+            text=None,
+            watcher=self._watcher,
+        )
+        rows = [other.row for other in self._first[1] if other.case == cell.case] if self._first else []
+        if not is_measured(cell, rows):
+            return refused(cell, context)
+        told = f"the node that computed its case was lost {len(nodes)} times: {', '.join(nodes)}."
+        return Running(cell).failed(context, CellFailure("crashed", told))
+
+    def _check_patience(self, since: float) -> None:
+        """Raises InputError if no node was there to compute for too long."""
+        if time.monotonic() - since > self._asked.patience:
+            told = "; ".join(dict.fromkeys(self._refusals)) or "none has a CPU and what --nodes-with asks for"
+            raise InputError(
+                f"for {self._asked.patience:g} s no node of the cluster could compute ({told}). What is done is kept."
+            )
+
+
+def _other_versions(found: Environment) -> str:
+    """In what a node differs from the driver. A package that only one of them has makes no difference here."""
+    mine = here.versions() | {"source": here.source_digest()}
+    its = {**found.get("versions", {}), "source": found.get("source", "")}
+    return "; ".join(
+        f"{name} is {its[name]}, here {mine[name]}" for name in mine if its.get(name, mine[name]) != mine[name]
+    )
+
+
+def _differences(first: tuple[Environment, list[Cell]], other: tuple[Environment, list[Cell]]) -> str:
+    """In what a node differs from the nodes that the run began with; empty where their figures belong together."""
+    names = ("target", "versions", "source", "git_revision", "flags", *MACHINE_KIND)
+    told = [
+        f"{name.replace('_', ' ')} is {other[0].get(name)}, was {first[0].get(name)}"
+        for name in names
+        if first[0].get(name) != other[0].get(name)
+    ]
+    if not told and _rows(first[1]) != _rows(other[1]):
+        changed = {key for key, *_ in _rows(first[1]) ^ _rows(other[1])}
+        told = [f"other backends would run in {', '.join(sorted(changed)[:3])}"]
+    return "; ".join(told)
+
+
+def _rows(cells: Iterable[Cell]) -> set[tuple[Any, ...]]:
+    return {(cell.key, cell.resolved, cell.mode, cell.exact) for cell in cells}
+
+
+def _imported() -> Any:
+    """The package ray. Raises InputError where it is not installed."""
+    try:
+        import ray  # noqa: PLC0415  # pyright: ignore[reportMissingImports] (an extra)
+    except ImportError as error:
+        raise InputError("--executor ray needs the package ray: pip install 'attnsuite[ray]'.") from error
+    return ray

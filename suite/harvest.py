@@ -1,0 +1,340 @@
+"""The attention calls that a step makes: found while JAX traces the step, so that nothing is computed.
+
+What is found: every plan of this package that runs (``backends.attention``, ``attention_fn``, the models),
+``jax.nn.dot_product_attention``, and ``dot_product_attention`` of flax's nnx and linen, which their layers call.
+Attention that is written out as products and a softmax is not found.
+
+While :func:`harvest` is open, the *code* of these functions is replaced, not their names: a layer holds the function
+that it was made with, and a new name in a module would not reach it. Each call passes its arrays through a marker, an
+operation that changes nothing. In a traced program the markers say how often each call stands there, whether it is
+differentiated, and under which batch axes of ``jax.vmap``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import math
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+from jax.extend.core import ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]
+from jax.interpreters import ad, batching, mlir
+
+from attnsuite.backends import AttentionSpec
+from attnsuite.backends.contract import Plan
+
+_KEYWORD = "attnsuite_harvest"  # the keyword-only argument through which replaced code finds its harvest
+_PASSED_THROUGH = frozenset({"jax", "jaxlib", "flax", "jaxtyping", "beartype"})  # packages between call and user
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Call:
+    """One attention call: its problem, and where the user's code makes it.
+
+    ``spec`` is None where the contract has no such problem; ``unsaid`` then says why, and otherwise what the call asks
+    for beside the spec, as sentences. ``place`` is ``file:line``.
+    """
+
+    function: str
+    place: str
+    spec: AttentionSpec | None
+    unsaid: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Mark:
+    """What a marker says of its call: its index in ``harvest.calls``, and how JAX transformed it."""
+
+    owner: Harvest
+    index: int
+    differentiated: bool = False
+    batch: int = 1
+
+
+class Harvest:
+    """The calls that were found, in the order in which Python made them, and how often each is made."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self.marks: dict[int, Mark] = {}  # of each call the last, which has gone through most transformations
+        self.counts: Counter[Mark] | None = None  # of a traced program; None: one for each call of Python
+        self._thread = threading.get_ident()
+        self._inside = False  # an attention function that calls another one is one call
+
+    def found(self) -> Counter[Mark]:
+        """How often each marked call is made."""
+        return Counter(self.marks.values()) if self.counts is None else self.counts
+
+    def call(self, read: Callable[..., _Read], original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call ``original`` with marked arrays, and remember the call."""
+        if self._inside or threading.get_ident() != self._thread:
+            return original(*args, **kwargs)
+        bound = inspect.signature(original).bind(*args, **kwargs)
+        bound.apply_defaults()
+        arguments = bound.arguments
+        arrays = [jnp.asarray(arguments[name]) for name in ("query", "key", "value")]
+        found = read(arrays, arguments)
+        self.calls.append(_call(found, arrays))
+        marked = _mark(arrays, Mark(self, len(self.calls) - 1))
+        arguments.update(zip(("query", "key", "value"), marked, strict=True))
+        self._inside = True
+        try:
+            return original(*bound.args, **bound.kwargs)
+        finally:
+            self._inside = False
+
+
+@contextlib.contextmanager
+def harvest() -> Iterator[Harvest]:
+    """Collect the attention calls that this thread makes inside the ``with`` block.
+
+    The block computes what it would compute anyway; ``jax.eval_shape(step, ...)`` inside computes nothing. A call is
+    counted as often as Python makes it: once where a layer is scanned, or jitted and called again. :func:`traced`
+    counts these too. Functions that JAX compiled before are traced anew. Other threads run what they always run, and
+    are not collected. At the end of the block, also after an exception, everything is as it was. Raises RuntimeError
+    where a harvest is open already.
+
+    >>> x = jax.ShapeDtypeStruct((1, 8, 2, 16), jnp.float32)
+    >>> with harvest() as found:
+    ...     _ = jax.eval_shape(jax.nn.dot_product_attention, x, x, x)
+    >>> found.calls[0].spec.query_length
+    8
+    """
+    from flax import linen, nnx  # noqa: PLC0415 (a second of time, for a harvest alone)
+
+    new = Harvest()
+    functions: list[tuple[Any, Callable[..., _Read]]] = [
+        (jax.nn.dot_product_attention, _read_jax),
+        (nnx.dot_product_attention, functools.partial(_read_flax, "flax.nnx.dot_product_attention")),
+        (linen.dot_product_attention, functools.partial(_read_flax, "flax.linen.dot_product_attention")),
+    ]
+    run = Plan.run
+    if hasattr(run, _KEYWORD) or any(_KEYWORD in (function.__kwdefaults__ or {}) for function, _ in functions):
+        raise RuntimeError("a harvest is open already, perhaps in another thread; close it first.")
+    with contextlib.ExitStack() as stack:
+        for function, read in functions:
+            stack.enter_context(_replaced(function, functools.partial(new.call, read)))
+        stack.enter_context(_replaced_run(functools.partial(new.call, _read_plan)))
+        stack.enter_context(_context()(new))  # nothing that was traced outside is used inside, nor the other way round
+        yield new
+
+
+def traced(step: Callable[..., Any], *args: Any) -> Harvest:
+    """The attention calls of ``step(*args)``, counted in its traced program. Nothing is computed.
+
+    Arrays among the arguments may be ``jax.ShapeDtypeStruct``; everything that is no array stays as it is. The body of
+    a scan counts as often as it runs, that of a while loop once, and each branch of a condition once. What
+    ``jax.checkpoint`` computes again in the backward pass does not count again. Inside ``shard_map`` shapes and counts
+    are those of one device. Raises what ``step`` raises.
+    """
+    leaves, tree = jax.tree.flatten(args)
+    traced_at = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
+
+    def of_arrays(*arrays: Any) -> list[Any]:
+        given = list(leaves)
+        for i, array in zip(traced_at, arrays, strict=True):
+            given[i] = array
+        return [leaf for leaf in jax.tree.leaves(step(*jax.tree.unflatten(tree, given))) if _is_array(leaf)]
+
+    with harvest() as found:
+        program = jax.make_jaxpr(of_arrays)(*(leaves[i] for i in traced_at))
+    found.counts = Counter()
+    _count(program.jaxpr, 1, found)
+    return found
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
+
+
+def _count(jaxpr: Any, times: int, found: Harvest) -> None:
+    """Add the marks in a program that runs ``times`` times."""
+    for equation in jaxpr.eqns:
+        params = equation.params
+        if equation.primitive is _MARKER:
+            if params["mark"].owner is found:
+                assert found.counts is not None  # noqa: S101 (for the type checker)
+                found.counts[params["mark"]] += times
+        elif "prevent_cse" in params and params.get("differentiated"):
+            continue  # jax.checkpoint in a backward pass: the calls of the forward pass again
+        else:
+            inner = times * params.get("length", 1) if equation.primitive.name == "scan" else times
+            for value in params.values():
+                for each in value if isinstance(value, list | tuple) else (value,):
+                    if isinstance(each, ClosedJaxpr | core.Jaxpr):
+                        _count(getattr(each, "jaxpr", each), inner, found)
+
+
+def _mark(arrays: Sequence[Any], mark: Mark) -> list[Any]:
+    mark.owner.marks[mark.index] = mark
+    return _MARKER.bind(*arrays, mark=mark)
+
+
+def _differentiated(primals: Sequence[Any], tangents: Sequence[Any], *, mark: Mark) -> tuple[Any, Any]:
+    return _mark(primals, dataclasses.replace(mark, differentiated=True)), list(tangents)
+
+
+def _batched(arrays: Sequence[Any], axes: Sequence[Any], *, mark: Mark) -> tuple[Any, Any]:
+    size = next(x.shape[axis] for x, axis in zip(arrays, axes, strict=True) if axis is not None)
+    return _mark(arrays, dataclasses.replace(mark, batch=mark.batch * size)), list(axes)
+
+
+def _marker() -> core.Primitive:
+    """The marker: gives back the arrays that it gets."""
+    marker = core.Primitive("attention_call")
+    marker.multiple_results = True
+    marker.def_impl(lambda *arrays, **_: list(arrays))
+    marker.def_abstract_eval(lambda *arrays, **_: list(arrays))
+    ad.primitive_jvps[marker] = _differentiated
+    batching.primitive_batchers[marker] = _batched
+    mlir.register_lowering(marker, lambda _, *arrays, **__: list(arrays))
+    return marker
+
+
+_MARKER = _marker()
+
+
+@functools.cache
+def _context() -> Any:
+    """A part of the key under which JAX keeps what it traced."""
+    return jax.make_user_context()
+
+
+@contextlib.contextmanager
+def _replaced(function: Any, call: Callable[..., Any]) -> Iterator[None]:
+    """Inside the block ``function`` runs ``call(original, *args, **kwargs)``, whoever holds it."""
+    names = ("__code__", "__defaults__", "__kwdefaults__")
+    before = {name: getattr(function, name) for name in names}
+    original = type(function)(function.__code__, function.__globals__, function.__name__, function.__defaults__)
+    original.__kwdefaults__ = function.__kwdefaults__
+    function.__signature__ = inspect.signature(function)  # flax's linen passes what it finds there
+    function.__kwdefaults__ = {_KEYWORD: functools.partial(call, original)}
+    function.__defaults__ = None
+    function.__code__ = _pass_on.__code__
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(function, name, value)
+        del function.__signature__
+
+
+def _pass_on(*args: Any, attnsuite_harvest: Any, **kwargs: Any) -> Any:
+    return attnsuite_harvest(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _replaced_run(call: Callable[..., Any]) -> Iterator[None]:
+    """Inside the block every plan runs through ``call``."""
+    original = Plan.run
+
+    @functools.wraps(original)
+    def run(self: Plan, *args: Any, **kwargs: Any) -> Any:
+        return call(original, self, *args, **kwargs)
+
+    setattr(run, _KEYWORD, True)
+    Plan.run = run  # pyright: ignore[reportAttributeAccessIssue]  (restored below)
+    try:
+        yield
+    finally:
+        Plan.run = original  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Read:
+    """What a call asks for: its function, the fields of its spec beside shapes and dtype, and what no spec has."""
+
+    function: str
+    fields: dict[str, Any] = dataclasses.field(default_factory=dict)
+    unsaid: tuple[str, ...] = ()
+    dtype: Any = None  # None: that of the arrays
+    spec: AttentionSpec | None = None
+
+
+def _read_plan(arrays: Sequence[Any], arguments: dict[str, Any]) -> _Read:
+    plan: Plan = arguments["self"]
+    return _Read("attnsuite", spec=plan.spec)
+
+
+def _read_jax(arrays: Sequence[Any], arguments: dict[str, Any]) -> _Read:
+    return _Read(
+        "jax.nn.dot_product_attention",
+        {
+            "scale": None if arguments["scale"] is None else float(arguments["scale"]),
+            "is_causal": arguments["is_causal"],
+            "local_window_size": arguments["local_window_size"],
+            "has_seq_lengths": arguments["key_value_seq_lengths"] is not None,
+            "has_mask": arguments["mask"] is not None,
+            "has_bias": arguments["bias"] is not None,
+            "return_log_sum_exp": arguments["return_residual"],
+        },
+        () if arguments["query_seq_lengths"] is None else ("lengths of the queries",),
+    )
+
+
+def _read_flax(function: str, arrays: Sequence[Any], arguments: dict[str, Any]) -> _Read:
+    rate = arguments["dropout_rate"]
+    dropout = f"dropout of {rate:g} on the attention weights"
+    sown = "attention weights that are sown"
+    unsaid = {dropout: rate > 0 and not arguments["deterministic"], sown: arguments["module"] is not None}
+    return _Read(
+        function,
+        {
+            "is_causal": arguments.get("is_causal", False),
+            "has_mask": arguments["mask"] is not None,
+            "has_bias": arguments["bias"] is not None,
+        },
+        tuple(sentence for sentence, wanted in unsaid.items() if wanted),
+        dtype=arguments["dtype"],
+    )
+
+
+def _call(read: _Read, arrays: Sequence[Any]) -> Call:
+    if read.spec is not None:
+        return Call(read.function, _place(), read.spec, read.unsaid)
+    query, key, value = (x.shape for x in arrays)
+    dtype = jnp.result_type(*arrays) if read.dtype is None else jnp.dtype(read.dtype)
+    try:
+        spec = AttentionSpec(
+            batch=math.prod(query[:-3]),
+            query_length=query[-3],
+            key_value_length=key[-3],
+            num_heads=query[-2],
+            num_kv_heads=key[-2],
+            head_dim=query[-1],
+            value_head_dim=value[-1],
+            dtype=str(dtype),
+            **read.fields,
+        )
+    except ValueError as error:
+        return Call(read.function, _place(), None, (*read.unsaid, str(error)))
+    return Call(read.function, _place(), spec, read.unsaid)
+
+
+def _place() -> str:
+    """File and line of the innermost frame that is neither this package's interface nor a library around the call."""
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001
+    while frame is not None and _is_passed_through(str(frame.f_globals.get("__name__", ""))):
+        frame = frame.f_back
+    if frame is None:
+        return "unknown place"
+    path, here = Path(frame.f_code.co_filename).resolve(), Path.cwd()
+    return f"{path.relative_to(here) if path.is_relative_to(here) else path}:{frame.f_lineno}"
+
+
+def _is_passed_through(module: str) -> bool:
+    top, _, _ = module.partition(".")
+    inside = module == __name__ or module.startswith("attnsuite.backends")
+    return inside or top in _PASSED_THROUGH or (top in sys.stdlib_module_names and top != "__main__")

@@ -1,0 +1,167 @@
+"""Harvested attention calls as a suite file: a case per problem, with counts, places, and what no case can say."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections import Counter
+from typing import Any
+
+from attnsuite.backends import AttentionSpec
+
+from .errors import InputError
+from .harvest import Call, Harvest, Mark
+from .kinds.attention import OpCase, spec_of
+
+# How a spec's field is told that no case has, or that has to be set by hand.
+UNSAID = {
+    "has_mask": "a mask array (if it is the causal mask, set causal = true)",
+    "has_bias": "a bias",
+    "has_sinks": "attention sinks",
+    "has_alibi": "slopes of ALiBi",
+    "has_segment_ids": "segment ids (set documents to the number of documents in a sequence)",
+    "has_positions": "positions that are given",
+    "has_seq_lengths": "lengths of the keys (the case attends to all {keys})",
+    "local_window_size": "a window of {value} keys to the left and to the right",
+    "return_log_sum_exp": "the log-sum-exp beside the output",
+}
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")  # no comment may hold these
+_ALWAYS = ("kind", "sequence", "heads", "kv_heads", "head_dim", "dtype")  # said even where they are the defaults
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Harvested:
+    """Calls of one problem: the case (None: no case can say it), places and functions with counts, and sentences.
+
+    The sentences say what the calls ask for beside the case, or why there is none.
+    """
+
+    case: OpCase | None
+    places: dict[str, int]
+    sentences: tuple[str, ...]
+
+    @property
+    def count(self) -> int:
+        """Calls in one step."""
+        return sum(self.places.values())
+
+
+def harvested(found: Harvest) -> tuple[Harvested, ...]:
+    """The calls of a harvest by problem, in the order in which each was first made; problems without a case last."""
+    groups: dict[Any, tuple[OpCase | None, Counter[str], dict[str, None]]] = {}
+    for mark, times in sorted(found.found().items(), key=lambda item: item[0].index):
+        call = found.calls[mark.index]
+        case, sentences = _case(call, mark)
+        _, places, said = groups.setdefault(case or sentences, (case, Counter(), {}))
+        places[f"{call.place} ({call.function})"] += times
+        said |= dict.fromkeys(sentences)
+    rows = [Harvested(case, dict(places), tuple(said)) for case, places, said in groups.values()]
+    return tuple(sorted(rows, key=lambda row: row.case is None))
+
+
+def to_toml(rows: tuple[Harvested, ...], origin: str) -> str:
+    """A suite file with a case for each row that has one; the other rows are comments.
+
+    >>> row = Harvested(OpCase(kind="op_forward", sequence=512), {"train.py:7 (attnsuite)": 12}, ())
+    >>> print(to_toml((row,), "train.py:fn"))
+    # The attention calls of train.py:fn: 12 calls, 1 problem.
+    <BLANKLINE>
+    # 12 calls: train.py:7 (attnsuite)
+    [[case]]
+    kind = "op_forward"
+    sequence = 512
+    heads = 8
+    kv_heads = 8
+    head_dim = 64
+    dtype = "float32"
+    <BLANKLINE>
+    """
+    total = sum(row.count for row in rows)
+    lines = [f"The attention calls of {origin}: {_number(total, 'call')}, {_number(len(rows), 'problem')}."]
+    parts = [_comments(lines)]
+    for row in rows:
+        where = [f"{place} x {n}" if len(row.places) > 1 else place for place, n in row.places.items()]
+        head = [f"{_number(row.count, 'call')}: {', '.join(where)}"]
+        if row.case is None:
+            parts.append(_comments([*head, *(f"left out: {sentence}" for sentence in row.sentences)]))
+        else:
+            said = [f"not said here: {sentence}" for sentence in row.sentences]
+            parts.append(_comments([*head, *said]) + _table(row.case))
+    return "\n".join(parts)
+
+
+def _case(call: Call, mark: Mark) -> tuple[OpCase | None, tuple[str, ...]]:
+    """The case nearest to a call and what it does not say, or None and the reasons."""
+    if call.spec is None:
+        return None, call.unsaid
+    spec = _plain(dataclasses.replace(call.spec, batch=call.spec.batch * mark.batch))
+    decode = spec.query_length == 1 < spec.key_value_length
+    if spec.query_length != spec.key_value_length and not decode:
+        numbers = f"{spec.query_length} queries and {spec.key_value_length} keys"
+        return None, (f"{numbers}: a case has as many queries as keys, or one query.",)
+    if decode and spec.is_causal and not spec.has_positions:
+        return None, ("one query that is causal without a position: it sees the first key alone.",)
+    try:
+        case = _nearest(spec, decode=decode, differentiated=mark.differentiated)
+        said = spec_of(case)
+    except (InputError, ValueError) as error:
+        return None, (str(error),)
+    sentences = [
+        _sentence(field.name, getattr(spec, field.name), spec)
+        for field in dataclasses.fields(AttentionSpec)
+        if field.name != "needs_grad" and getattr(spec, field.name) != getattr(said, field.name)
+    ]
+    if decode and mark.differentiated:
+        sentences.append("gradients of one query")
+    return case, (*sentences, *call.unsaid)
+
+
+def _plain(spec: AttentionSpec) -> AttentionSpec:
+    """The same problem in the words of a case: a window that ends at the query's own key is causal."""
+    window = spec.window
+    if window is not None and (spec.is_causal or window[1] == 0):
+        spec = dataclasses.replace(spec, is_causal=True, local_window_size=(window[0], 0))
+    return dataclasses.replace(spec, scale=None) if spec.softmax_scale == spec.head_dim**-0.5 else spec
+
+
+def _nearest(spec: AttentionSpec, *, decode: bool, differentiated: bool) -> OpCase:
+    """The case that says as much of the spec as a case can."""
+    window = spec.window
+    if window is not None and not spec.is_causal and window[0] != window[1]:
+        window = None  # which the caller sees, and says
+    return OpCase(
+        kind="op_decode" if decode else "op_forward_backward" if differentiated else "op_forward",
+        sequence=spec.key_value_length,
+        batch=spec.batch,
+        heads=spec.num_heads,
+        kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        value_head_dim=None if spec.value_head_dim == spec.head_dim else spec.value_head_dim,
+        dtype=spec.dtype,  # pyright: ignore[reportArgumentType]  (the case checks it)
+        causal=spec.is_causal,
+        window_size=None if window is None else window[0] + 1,
+        chunk_size=spec.chunk_size,
+        soft_cap=spec.logits_soft_cap,
+    )
+
+
+def _sentence(name: str, value: Any, spec: AttentionSpec) -> str:
+    return UNSAID.get(name, f"{name} = {{value}}").format(value=value, keys=spec.key_value_length)
+
+
+def _table(case: OpCase) -> str:
+    lines = ["[[case]]"]
+    for field in dataclasses.fields(case):
+        value = getattr(case, field.name)
+        if field.name != "name" and (field.name in _ALWAYS or value != field.default):
+            lines.append(f"{field.name} = {json.dumps(value)}")
+    return "\n".join(lines) + "\n"
+
+
+def _comments(lines: list[str]) -> str:
+    return "".join(f"# {_CONTROL.sub('?', line)}\n" for line in lines)
+
+
+def _number(count: int, word: str) -> str:
+    return f"{count} {word}{'' if count == 1 else 's'}"

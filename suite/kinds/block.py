@@ -1,0 +1,223 @@
+"""An attention block: input projections, attention and output projection in one compiled program.
+
+A bare attention call gets its arrays in the layout of the contract. In a model, projections make these arrays, so a
+kernel that wants another layout pays for the change there. The times of a block include that cost. Rotary embedding,
+normalisation and biases are left out, because they are the same program for every backend.
+
+The judge is the float64 oracle between projections in float64.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from attnsuite.backends import Backend, Layout, Plan, Target, oracle, plan, registry, resolve
+
+from ..cell import Asked, Cell, Means, Prepared
+from ..measure import execution
+from ..measure.program import Program
+from ..typed import Count, Real, Seed
+from .attention import OpCase, OpKind, judge_outputs, judged_case, save_reference, spec_of
+from .formulas import ITEM_BYTES, op_flops, op_tokens
+from .inputs import layout_of
+from .kind import Dtype, Kind, backends_of, check_fields, name_case, of_backend
+
+if TYPE_CHECKING:
+    from attnsuite.models import TextFile
+
+BlockKind = Literal["block_forward", "block_forward_backward"]
+_CALLS: dict[BlockKind, OpKind] = {"block_forward": "op_forward", "block_forward_backward": "op_forward_backward"}
+# The outputs of a block; gradients are of the input and of the four projections.
+_OUTPUTS = ("out", "d_x", "d_query_projection", "d_key_projection", "d_value_projection", "d_out_projection")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BlockCase:
+    """An attention call between its projections: ``width`` features of each token become queries, keys and values.
+
+    ``width`` is ``heads * head_dim`` if it is not given. The output projection leads back to ``width`` features. With
+    ``block_forward_backward``, gradients of the input and of the four projections are computed too. The other fields
+    mean the same as in an attention call. Raises InputError for a field that does not fit.
+    """
+
+    kind: BlockKind
+    sequence: Count
+    name: str = ""
+    batch: Count = 1
+    width: Count | None = None
+    heads: Count = 8
+    kv_heads: Count = 8
+    head_dim: Count = 64
+    value_head_dim: Count | None = None
+    dtype: Dtype = "float32"
+    causal: bool = True
+    window_size: Count | None = None
+    chunk_size: Count | None = None
+    soft_cap: Real | None = None
+    documents: Count = 1
+    seed: Seed = 0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        width = [] if self.width is None else [f"w{self.width}"]
+        name_case(self, "-".join(["block", *width, call_of(self).name]))
+
+    @property
+    def features(self) -> int:
+        """Features of a token before and behind the block."""
+        return self.width or self.heads * self.head_dim
+
+    @property
+    def needs_grad(self) -> bool:
+        """Whether gradients are computed."""
+        return self.kind == "block_forward_backward"
+
+
+def call_of(case: BlockCase) -> OpCase:
+    """The attention call inside a block. Raises InputError for fields that do not fit."""
+    fields: dict[str, Any] = {field.name: getattr(case, field.name) for field in dataclasses.fields(OpCase)}
+    return OpCase(**{**fields, "kind": _CALLS[case.kind]})
+
+
+def block_function(case: BlockCase, planned: Callable[[Layout], Plan]) -> Callable[..., Any]:
+    """The function of a block: ``(layout, x, d_out, query, key, value, out) -> outputs``, four of them projections.
+
+    ``x`` and the cotangent ``d_out`` are ``[batch, sequence, width]``, the projections of queries, keys and values
+    ``[width, heads, head_dim]``, that of the output ``[heads, head_dim, width]``. The function includes planning, as a
+    model's forward pass does. The layout is an argument, as in an attention call.
+    """
+
+    def run(layout: Layout, x: Any, d_out: Any, *projections: Any) -> tuple[Any, ...]:
+        def forward(x: Any, query: Any, key: Any, value: Any, out: Any) -> Any:
+            query, key, value = (jnp.einsum("btw,wnh->btnh", x, weight) for weight in (query, key, value))
+            attended, _ = planned(layout).run(query, key, value)
+            return jnp.einsum("btnv,nvw->btw", attended, out)
+
+        if not case.needs_grad:
+            return (forward(x, *projections),)
+        result, pull_back = jax.vjp(forward, x, *projections)
+        return result, *pull_back(d_out)
+
+    return run
+
+
+def block_program(case: BlockCase, backend: Backend, target: Target) -> Program:
+    """The program of a block and its arrays, drawn from the case's seed (initialises JAX)."""
+    call = call_of(case)
+    spec = spec_of(call)
+    function = block_function(case, lambda layout: plan(backend, spec, layout, target=target))
+    return Program(function, (layout_of(call), *_arrays(case)))
+
+
+def _arrays(case: BlockCase) -> tuple[jax.Array, ...]:
+    """Input, cotangent and projections. Queries, keys and values get a variance of about one, as in a bare call."""
+    rng = np.random.default_rng([case.seed, 2])
+    value_dim = case.value_head_dim or case.head_dim
+    tokens = (case.batch, case.sequence, case.features)
+    inner = [(case.heads, case.head_dim), (case.kv_heads, case.head_dim), (case.kv_heads, value_dim)]
+    shapes = [tokens, tokens, *((case.features, *shape) for shape in inner), (case.heads, value_dim, case.features)]
+    summed = [1, 1, *[case.features] * 3, case.heads * value_dim]
+    return tuple(
+        jnp.asarray(rng.standard_normal(shape, np.float32) / np.sqrt(length), case.dtype)
+        for shape, length in zip(shapes, summed, strict=True)
+    )
+
+
+def _expected(case: BlockCase) -> dict[str, np.ndarray]:
+    """The outputs in float64: the oracle between NumPy's products."""
+    call = call_of(case)
+    spec, layout = spec_of(call), layout_of(call)
+    x, d_out, *projections = (np.asarray(array).astype(np.float64) for array in _arrays(case))
+    inner, outer = projections[:3], projections[3]
+    query, key, value = (np.einsum("btw,wnh->btnh", x, weight, optimize=True) for weight in inner)
+    attended = oracle.forward(spec, layout, query, key, value)
+    found = [np.einsum("btnv,nvw->btw", attended, outer, optimize=True)]
+    if case.needs_grad:
+        d_attended = np.einsum("btw,nvw->btnv", d_out, outer, optimize=True)
+        slopes = oracle.gradients(spec, layout, query, key, value, d_attended)
+        d_inner = [slopes[name] for name in ("dq", "dk", "dv")]
+        d_x = [np.einsum("btnh,wnh->btw", d, weight, optimize=True) for d, weight in zip(d_inner, inner, strict=True)]
+        d_weights = [np.einsum("btw,btnh->wnh", x, d, optimize=True) for d in d_inner]
+        found += [sum(d_x[1:], d_x[0]), *d_weights, np.einsum("btnv,btw->nvw", attended, d_out, optimize=True)]
+    return dict(zip(_OUTPUTS, found, strict=False))
+
+
+def block_flops(case: BlockCase) -> float:
+    """FLOPs of a block: of the attention call, and of the projections, whose backward pass is two products each."""
+    value_dim = case.value_head_dim or case.head_dim
+    columns = (case.heads + case.kv_heads) * (case.head_dim + value_dim)
+    products = 2.0 * case.batch * case.sequence * case.features * columns
+    return op_flops(call_of(case)) + products * (3 if case.needs_grad else 1)
+
+
+def block_bytes(case: BlockCase) -> float:
+    """Bytes that any implementation must move: input and projections read once, outputs written once."""
+    value_dim = case.value_head_dim or case.head_dim
+    tokens = case.batch * case.sequence * case.features
+    weights = case.features * (case.heads + case.kv_heads) * (case.head_dim + value_dim)
+    moved = 2 * tokens + weights
+    return float((2 * moved if case.needs_grad else moved) * ITEM_BYTES[case.dtype])
+
+
+class Block(Kind):
+    """The kind of :class:`BlockCase`."""
+
+    titles: ClassVar = {"block_forward": "block, forward", "block_forward_backward": "block, forward and backward"}
+    case: ClassVar = BlockCase
+
+    def cells(self, case: BlockCase, asked: Asked) -> Iterable[Cell]:
+        """A cell per backend."""
+        spec, target = spec_of(call_of(case)), Target.here()
+        return [of_backend(case, row, lambda row: [resolve(row, spec, target)]) for row in backends_of(asked)]
+
+    def judged_by(self, case: BlockCase, mode: str | None) -> tuple[BlockCase, ...]:
+        """The case at a length that the oracle takes."""
+        return (_judged(case)[0],)
+
+    def write_reference(self, case: BlockCase, path: Path, text: TextFile | None) -> None:
+        """The outputs in float64, and the errors of the standard backend's block."""
+        program = block_program(case, registry.get("standard"), Target.here())
+        save_reference(path, _expected(case), _named(execution.outputs_of(program)), case.dtype)
+
+    def prepare(self, cell: Cell, case: BlockCase, means: Means) -> Prepared:
+        """Run and judge the cell."""
+        backend, target = registry.get(str(cell.resolved)), Target.here()
+        judged, notes = _judged(case)
+        outputs, sample, outcome = execution.execute(block_program(case, backend, target), means)
+        if judged != case:
+            del outputs
+            outputs = execution.outputs_of(block_program(judged, backend, target))
+        errors = {}
+        if means.reference is not None:
+            errors = judge_outputs(_named(outputs), means.reference, case.dtype)
+        outcome = dataclasses.replace(
+            outcome,
+            flops=block_flops(case),
+            bytes_moved=block_bytes(case),
+            tokens=op_tokens(call_of(case)),
+            accuracy=errors,
+            notes=notes,
+        )
+        return Prepared(execution.judged(outcome, exact=bool(cell.exact)), sample)
+
+
+def _named(outputs: tuple[Any, ...]) -> dict[str, Any]:
+    return dict(zip(_OUTPUTS, outputs, strict=False))
+
+
+def _judged(case: BlockCase) -> tuple[BlockCase, tuple[str, ...]]:
+    """The case on which accuracy is judged, and a note if the case itself is too long for the oracle."""
+    call, notes = judged_case(call_of(case))
+    if not notes:
+        return case, ()
+    return dataclasses.replace(case, sequence=call.sequence, name=f"{case.name[:190]}-judged"), notes
+
+
+BLOCK = Block()

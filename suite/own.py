@@ -1,0 +1,97 @@
+"""A user's own kernel, named on the command line as ``PATH.py:NAME``: a function of arrays, loaded from that file.
+
+The command line checks the name; the worker processes load the file. Nothing else loads one: a run of such a kernel is
+not resumed, so no file is loaded because a run directory names it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import sys
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from attnsuite.backends import from_function, registry
+from attnsuite.backends.function import FunctionBackend
+
+from .errors import InputError
+from .names import known_backend
+
+_FORM = "give PATH.py:NAME, a file and a function of (query, key, value) in it"
+
+
+def is_reference(name: str) -> bool:
+    """Whether a name on the command line means a file.
+
+    >>> is_reference("kernels/my.py:fn"), is_reference("standard")
+    (True, False)
+    """
+    path, _, _ = name.rpartition(":")
+    return path.endswith(".py")
+
+
+def check_reference(reference: str, form: str = _FORM) -> str:
+    """The reference, if its file is there and its name can be one. Raises InputError, which ends with ``form``."""
+    path, _, name = reference.rpartition(":")
+    if not name.isidentifier():
+        raise InputError(f"{reference!r} names no function; {form}.")
+    if not Path(path).is_file():
+        raise InputError(f"{path} does not exist; {form}.")
+    return reference
+
+
+def own_or_known(name: str, peers: Collection[str] = ()) -> str:
+    """The name, if it means a file that is there, a backend, or one of ``peers``. Raises InputError."""
+    return check_reference(name) if is_reference(name) else known_backend(name, peers)
+
+
+def register_own(names: Iterable[str]) -> None:
+    """Load what is named by a file and register it under the name as it was given. Raises InputError."""
+    for reference in filter(is_reference, names):
+        if reference not in registry.names():
+            registry.register(_backend(check_reference(reference)))
+
+
+def digests(names: Iterable[str]) -> dict[str, str]:
+    """The digest of the file that each name means, for those that mean one. Raises InputError."""
+    found = {}
+    for reference in filter(is_reference, names):
+        path = Path(check_reference(reference).rpartition(":")[0])
+        try:
+            found[reference] = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+        except OSError as error:
+            raise InputError(f"{path} cannot be read: {error.strerror}.") from error
+    return found
+
+
+def _backend(reference: str) -> FunctionBackend:
+    path, _, name = reference.rpartition(":")
+    found = getattr(load_module(Path(path)), name, None)
+    if isinstance(found, FunctionBackend):
+        return from_function(found.function, takes=found.declared, name=reference, exact=found.exact)
+    if isinstance(found, type) or not callable(found) or hasattr(found, "plan"):
+        raise InputError(
+            f"{name} in {path} is no function of (query, key, value) and nothing that backends.from_function made; "
+            "a backend of another class comes by an entry point (docs/backends.md)."
+        )
+    return from_function(found, name=reference)
+
+
+def load_module(path: Path) -> ModuleType:
+    """The module of the file, whose own folder is searched last for what it imports. Raises InputError."""
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.append(folder)
+    spec = importlib.util.spec_from_file_location(f"attnsuite_own_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise InputError(f"{path} cannot be imported; give a file of Python.")
+    module: Any = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up there
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        raise InputError(f"{path} does not load: {type(error).__name__}: {error}") from error
+    return module

@@ -1,0 +1,198 @@
+"""A suite file: TOML with a ``[[case]]`` table per case. A field that is a list makes a case of each value.
+
+Errors name the line of the table, or of the key that the sentence is about. TOML parsers keep no lines, so an error
+makes this module read the file once more, statement by statement.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import re
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from . import typed
+from .cell import Case
+from .errors import InputError
+from .kinds import make_case
+from .peers import PEERS
+
+MOST_CASES = 10_000  # of one table
+_LONGEST = 500  # lines of one statement, behind which no line is looked for
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SuiteFile:
+    """The content of a suite file.
+
+    Each ``case`` is a table with the keys of its kind, in which a list stands for a sweep.
+    ``peers`` are measured beside the backends. With ``all_cores`` each backend on a CPU is also measured with one
+    device per core. Without ``name`` the suite is named after the file.
+    """
+
+    name: str | None = None
+    peers: tuple[str, ...] = ()
+    all_cores: bool = False
+    case: tuple[dict[str, Any], ...] = ()
+
+    def __post_init__(self) -> None:
+        check_peers(self.peers)
+
+
+def check_peers(names: Iterable[str]) -> None:
+    """Raise InputError for a name that is no peer's."""
+    if unknown := [name for name in names if name not in PEERS]:
+        raise InputError(f"peers: {', '.join(map(repr, unknown))} is no peer; use {', '.join(PEERS)}.")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Places:
+    """The lines of a suite file: of each key outside the cases, and for each case of its table and its keys."""
+
+    keys: dict[str, int]
+    cases: list[tuple[int, dict[str, int]]]
+
+    def told(self, sentence: str, case: int | None = None) -> str:
+        """``line 3 (heads): ``: the line of the key that the sentence names first, else that of the case's table.
+
+        "" if neither is known.
+        """
+        if case is None:
+            table, keys = None, self.keys
+        elif case < len(self.cases):
+            table, keys = self.cases[case]
+        else:
+            return ""
+        key = _named_first(sentence, keys)
+        if key is not None:
+            return f"line {keys[key]} ({key}): "
+        return "" if table is None else f"line {table}: "
+
+
+def read_suite_file(path: Path) -> tuple[SuiteFile, tuple[Case, ...]]:
+    """The content of a suite file, and its cases with every sweep written out. Raises InputError."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        data = tomllib.loads(text)
+    except OSError as error:
+        raise InputError(f"suite file {path} cannot be read: {error.strerror}.") from error
+    except RecursionError as error:
+        raise InputError(f"suite file {path} is nested too deeply.") from error
+    except tomllib.TOMLDecodeError as error:
+        raise InputError(f"suite file {path} is not valid TOML: {error}.") from error
+    except ValueError as error:  # UTF-8; an integer of thousands of digits
+        raise InputError(f"suite file {path}: {error}.") from error
+    try:
+        read: SuiteFile = typed.convert(data, SuiteFile)
+    except InputError as error:
+        raise _refusal(path, text, str(error)) from error
+    except ValueError as error:
+        raise _refusal(path, text, f"{error}.") from error
+    return read, tuple(_cases(path, text, read.case))
+
+
+def _cases(path: Path, text: str, tables: Iterable[Mapping[str, Any]]) -> Iterator[Case]:
+    names: dict[str, None] = {}
+    for index, table in enumerate(tables):
+        try:
+            made = _swept(table)
+        except InputError as error:
+            raise _refusal(path, text, str(error), index) from error
+        for case in made:
+            if case.name in names:
+                raise _refusal(path, text, f"two cases named {case.name}; give each its own name.", index)
+            names[case.name] = None
+            yield case
+
+
+def _swept(table: Mapping[str, Any]) -> list[Case]:
+    """The cases of a table. Where their own names do not tell them apart, the values of the sweep do."""
+    tables = expanded(table)
+    cases = [make_case(each) for each in tables]
+    if len({case.name for case in cases}) == len(cases):
+        return cases
+    lists = [key for key, value in table.items() if isinstance(value, list)]
+    values = ["-".join(f"{key}{each[key]}" for key in lists) for each in tables]
+    named = zip(tables, cases, values, strict=True)
+    return [make_case({**each, "name": f"{case.name}-{value}"}) for each, case, value in named]
+
+
+def expanded(table: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A table for each combination of the values in its lists; the first list varies slowest. Raises InputError.
+
+    >>> [(one["sequence"], one["dtype"]) for one in expanded({"sequence": [512, 1024], "dtype": "float32"})]
+    [(512, 'float32'), (1024, 'float32')]
+    """
+    lists = {key: value for key, value in table.items() if isinstance(value, list)}
+    if not lists:
+        return [dict(table)]
+    for key, values in lists.items():
+        if not values:
+            raise InputError(f"{key} = [] lists no value; give one or more.")
+    if "name" in table:
+        raise InputError(
+            f"name = {typed.given(table['name'])} cannot name the cases of a sweep ({', '.join(lists)}); leave it out, "
+            "and each case is named after its fields."
+        )
+    count = math.prod(map(len, lists.values()))
+    if count > MOST_CASES:
+        raise InputError(f"{', '.join(lists)} make {count} cases; a table makes at most {MOST_CASES}.")
+    return [{**table, **dict(zip(lists, values, strict=True))} for values in itertools.product(*lists.values())]
+
+
+def _refusal(path: Path, text: str, sentence: str, case: int | None = None) -> InputError:
+    place = places(text).told(sentence, case)
+    return InputError(f"suite file {path}{f', {place}' if place else ': '}{sentence}")
+
+
+def places(text: str) -> Places:
+    r"""Where the tables and keys of a valid suite file stand.
+
+    >>> places('name = "a"\n\n[[case]]\nsequence = 8\n')
+    Places(keys={'name': 1}, cases=[(3, {'sequence': 4})])
+    """
+    found = Places({}, [])
+    keys = found.keys
+    for line, statement in _statements(text):
+        data = tomllib.loads(statement)
+        opening = statement.lstrip()
+        if opening.startswith("[["):
+            keys = {}
+            found.cases.append((line, keys))
+        elif opening.startswith("["):  # a table inside a case
+            keys = {}
+            for key in data.get("case", {}) if found.cases else data:
+                (found.cases[-1][1] if found.cases else found.keys).setdefault(key, line)
+        else:
+            for key in data:
+                keys.setdefault(key, line)
+            if keys is found.keys and isinstance(data.get("case"), list):
+                found.cases.extend((line, {}) for _ in data["case"])
+    return found
+
+
+def _statements(text: str) -> Iterator[tuple[int, str]]:
+    """Each statement of a valid TOML file with its first line: the fewest lines that are TOML by themselves."""
+    lines: list[str] = []
+    for number, line in enumerate(text.split("\n"), 1):
+        lines.append(line)
+        statement = "\n".join(lines)
+        try:
+            tomllib.loads(statement)
+        except (ValueError, RecursionError):
+            if len(lines) > _LONGEST:
+                return
+            continue
+        yield number - len(lines) + 1, statement
+        lines = []
+
+
+def _named_first(sentence: str, keys: Mapping[str, int]) -> str | None:
+    """The key that comes first in a sentence; the name of a case in front of the sentence does not count."""
+    said = re.sub(r"^(a case of kind|case) [^:]*: ", "", sentence)
+    at = {key: match.start() for key in keys if (match := re.search(rf"(?<![A-Za-z0-9-]){re.escape(key)}(?!\w)", said))}
+    return min(at, key=lambda key: at[key], default=None)

@@ -1,0 +1,93 @@
+"""The verb ``attnsuite choose``: its flags, and the function that runs it."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from ..errors import InputError
+from .flags import CHECK_FAILED, flag
+
+if TYPE_CHECKING:
+    from attnsuite.backends.policy import PolicyFile
+
+    from ..choosing import Score
+
+ALLOWED = 1.05  # of the best fixed backend's time, over all held-out problems together
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Choose:
+    """Write a policy: the fastest exact backend of each measured problem, for auto to follow."""
+
+    run_dirs: tyro.conf.Positional[tuple[Path, ...]]
+    """Directories of runs of one machine; a later one replaces problems of an earlier one."""
+    out: Annotated[Path, flag("FILE")] = Path("policy.json")
+    """The policy's file."""
+    check: Annotated[Path | None, flag("DIR", "no check")] = None
+    """Directory of a run of other problems: hold auto with the policy against each fixed backend, by its records."""
+
+
+def run(command: Choose) -> int:
+    """Write the policy and print what it says; with ``--check`` also how it does on other problems."""
+    from attnsuite.backends import load_policy
+
+    from .. import files
+    from ..choosing import policy_file, score, to_json
+
+    if not command.run_dirs:
+        raise InputError("choose needs the directory of at least one run; attnsuite run writes one.")
+    files.check_file(command.out)
+    content = policy_file(command.run_dirs)
+    files.write_text(command.out, to_json(content))
+    print(_cases(content))
+    print(f"policy:  {command.out}\nuse it:  export ATTNSUITE_POLICY={command.out.resolve()}")
+    if command.check is None:
+        return 0
+    found = score(load_policy(command.out), command.check)
+    print(_scored(found))
+    return 0 if found.over_fixed <= ALLOWED else CHECK_FAILED
+
+
+def _cases(content: PolicyFile) -> str:
+    from tabulate import tabulate
+
+    rows = [
+        (
+            case.case,
+            case.backend,
+            "-" if case.ratio is None else f"{case.ratio:.3g}",
+            "-" if case.interval is None else f"[{case.interval[0]:.3g}, {case.interval[1]:.3g}]",
+            "-" if case.memory is None else f"{case.memory / 2**20:.4g}",
+        )
+        for case in content.cases
+    ]
+    headers = ["case", "fastest", "x standard", "95% interval", "memory (MiB)"]
+    return tabulate(rows, headers, tablefmt="plain", disable_numparse=True)
+
+
+def _scored(found: Score) -> str:
+    from tabulate import tabulate
+
+    rows = [
+        (row.case, row.chosen, f"{row.seconds[row.chosen] * 1e3:.4g}", min(row.seconds, key=lambda n: row.seconds[n]),
+         f"{min(row.seconds.values()) * 1e3:.4g}", row.sentence)
+        for row in found.rows
+    ]  # fmt: skip
+    headers = ["held-out case", "auto takes", "ms", "fastest", "ms", "why"]
+    sums = {
+        "auto with the policy": found.with_policy,
+        "auto without": found.without,
+        **{f"{name} every time": seconds for name, seconds in sorted(found.fixed.items(), key=lambda pair: pair[1])},
+        "the fastest of each case": found.best_each,
+    }
+    table = tabulate(rows, headers, tablefmt="plain", disable_numparse=True)
+    totals = "\n".join(f"{name:<26}{seconds * 1e3:>12.4g} ms" for name, seconds in sums.items())
+    verdict = "within" if found.over_fixed <= ALLOWED else "NOT within"
+    told = (
+        f"auto with the policy takes {found.over_fixed:.3f} times as long as {found.best_fixed}, the best fixed backend"
+    )
+    return f"\n{table}\n\n{totals}\n{told}: {verdict} {ALLOWED:g}."

@@ -1,0 +1,93 @@
+"""The verb ``attnsuite harvest``: its flags, and the function that runs it."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from ..errors import InputError
+from .flags import NO_RESULT, flag, tell
+
+_FORM = "give SCRIPT.py:NAME, a file and a function in it that takes nothing and returns (step, args)"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Harvest:
+    """Trace a step of yours (train.py:fn), and print the attention calls in it as a suite file."""
+
+    script: tyro.conf.Positional[str]
+    """FILE.py:NAME of a function that takes nothing and returns (step, args): step(*args) is traced."""
+    out: Annotated[Path | None, flag("FILE.toml", "stdout")] = None
+    """File to write, which must not exist."""
+
+
+def run(command: Harvest) -> int:
+    """Print or write the suite file; exit code 1 where no call can be a case."""
+    from ..files import check_file, write_text
+    from ..harvest import traced
+    from ..harvested import harvested, to_toml
+    from ..own import check_reference, load_module
+
+    path, _, name = check_reference(command.script, _FORM).rpartition(":")
+    if command.out is not None:
+        if command.out.suffix != ".toml":
+            raise InputError(f"--out {command.out} is no suite file; give a name that ends in .toml.")
+        if command.out.exists():
+            raise InputError(f"{command.out} exists; give another --out.")
+        check_file(command.out)
+    function = getattr(load_module(Path(path)), name, None)
+    if not callable(function) or not _takes_nothing(function):
+        raise InputError(f"{path} has no function {name} that takes nothing; {_FORM}.")
+    step, args = _step(command.script, _of_user(command.script, function))
+    rows = harvested(_of_user(f"the step of {command.script}", lambda: traced(step, *args)))
+    if not rows:
+        tell(
+            f"{command.script}: no attention call was found; found are calls of this package, "
+            "jax.nn.dot_product_attention and flax's dot_product_attention, not products and a softmax written out."
+        )
+        return NO_RESULT
+    text = to_toml(rows, command.script)
+    if command.out is None:
+        print(text, end="")
+    else:
+        write_text(command.out, text)
+        print(f"suite: {command.out}")
+    for row in rows:
+        for sentence in row.sentences:
+            tell(f"{'left out' if row.case is None else row.case.name}: {sentence} ({', '.join(row.places)})")
+    return 0 if any(row.case for row in rows) else NO_RESULT
+
+
+def _takes_nothing(function: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(function).bind()
+    except TypeError:
+        return False
+    return True
+
+
+def _step(script: str, made: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The step and its arguments, as the user's function returned them. Raises InputError."""
+    if isinstance(made, tuple) and len(made) == 2 and callable(made[0]) and isinstance(made[1], tuple | list):
+        return made[0], tuple(made[1])
+    raise InputError(
+        f"{script} returned {type(made).__name__}, not (step, args); return the function of the step and a tuple of "
+        "its arguments, arrays or jax.ShapeDtypeStruct among them."
+    )
+
+
+def _of_user(what: str, function: Callable[[], Any]) -> Any:
+    """What the user's code returns. Raises InputError with what it raised, and where."""
+    try:
+        return function()
+    except (Exception, SystemExit) as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        raise InputError(
+            f"{what} raised {type(error).__name__}: {error} ({last.filename}, line {last.lineno})"
+        ) from error

@@ -1,0 +1,55 @@
+"""What the compiler of an absent GPU says of the kernels that a run of the suite ``quick`` could only interpret.
+
+An interpreter shows that a kernel's numbers are right. The compiler shows whether the same kernel is accepted on a GPU,
+with its registers, spills and shared memory. It takes seconds for each case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from attnsuite.backends import Target, registry, support
+from attnsuite.backends.tunable import CompilesKernels
+
+from .compile_request import default_cache
+from .compile_run import CompileRequest
+from .grid.run import RunRequest
+from .kinds.attention import OpCase, spec_of
+from .record import Record
+
+TARGET = "h100"
+
+
+def verdict_request(request: RunRequest, records: Sequence[Record]) -> CompileRequest | None:
+    """The cases whose interpreted kernels are compiled for an H100; None if there are none.
+
+    Left out are cases that the backend refuses there (Kvax: float32).
+    """
+    if request.suite != "quick" or request.shard is not None:
+        return None
+    target = Target.named(TARGET)
+    interpreted = {(record.case, record.requested) for record in records if record.mode == "interpret"}
+    asked = [
+        (case, row)
+        for case in request.cases
+        for row in request.backends
+        if isinstance(case, OpCase)
+        and (case.name, row) in interpreted
+        and isinstance(registry.get(row), CompilesKernels)
+        and support(registry.get(row), spec_of(case), target, "compile")
+    ]
+    if not asked:
+        return None
+    cases, rows = tuple(dict.fromkeys(case for case, _ in asked)), tuple(dict.fromkeys(row for _, row in asked))
+    out = request.out / TARGET
+    words = ("--suite", "quick", "--cases", ",".join(case.name for case in cases), "--backends", ",".join(rows))
+    return CompileRequest(
+        cases=cases,
+        searches=(),
+        backends=rows,
+        targets=(target,),
+        out=out,
+        limits=request.limits,
+        cache=default_cache(),
+        command=("attnsuite", "compile", *words, "--targets", TARGET, "--out", str(out)),
+    )

@@ -1,0 +1,271 @@
+"""Paged and quantised caches: what the named problems cannot say, and the sentences that refuse a cache."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attnsuite.backends import AttentionSpec, Layout, Target, Terms, make_spec, oracle, plan, registry
+from attnsuite.backends.contract import NO_TERMS
+from attnsuite.backends.kv_cache import quantize, ragged_layout
+from attnsuite.backends.standard import STANDARD
+from attnsuite.testing import checks, problems
+from attnsuite.testing.problems import Problem
+
+PAGE = 4
+SPEC = AttentionSpec(
+    batch=2,
+    query_length=3,
+    key_value_length=12,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    needs_grad=False,
+    page_size=PAGE,
+    num_pages=9,
+)
+RNG = np.random.default_rng(0)
+QUERY, KEYS, VALUES = (
+    RNG.standard_normal(shape).astype(np.float32) for shape in ((2, 3, 2, 8), (9, PAGE, 1, 8), (9, PAGE, 1, 8))
+)
+TABLE, LENGTHS = np.array([[7, 2, -1], [4, 0, 5]], np.int32), np.array([6, 12], np.int32)
+
+
+def run(backend: str, query: Any, key: Any, value: Any, layout: Layout, terms: Terms = NO_TERMS, **options: Any) -> Any:
+    spec = make_spec(query, key, value, layout, terms, needs_grad=False, **options)
+    made = plan(registry.get(backend), spec, layout, target=Target.here())
+    return np.asarray(jax.jit(lambda q, k, v: made.run(q, k, v, terms=terms)[0])(query, key, value))
+
+
+@pytest.mark.parametrize("backend", ["standard", "chunked"])
+def test_ragged_batch_gives_each_sequence_what_it_gets_alone(backend: str) -> None:
+    table, lengths = np.array([[7, 2, 1], [4, 0, 5], [3, 3, 3], [8, 6, 1]]), np.array([6, 12, 0, 5])
+    starts, tokens = np.array([0, 3, 4, 4, 9]), 11  # a chunk of prefill, a decode step, nothing, a prefill, padding
+    query = RNG.standard_normal((1, tokens, 2, 8)).astype(np.float32)
+
+    @jax.jit  # the next batch has other lengths
+    def together(table: Any, lengths: Any, starts: Any) -> Any:
+        layout = ragged_layout(table, lengths, starts, page_size=PAGE, num_tokens=tokens)
+        spec = make_spec(query, KEYS, VALUES, layout, needs_grad=False, is_causal=True)
+        return plan(registry.get(backend), spec, layout, target=Target.here()).run(query, KEYS, VALUES)[0]
+
+    found = np.asarray(together(table, lengths, starts))
+    for i, (first, end) in enumerate(itertools.pairwise(starts)):
+        slots = np.arange(lengths[i])
+        keys, values = (x[table[i, slots // PAGE], slots % PAGE][None] for x in (KEYS, VALUES))
+        if end > first:
+            placed = (lengths[i] - (end - first) + np.arange(end - first))[None]
+            of_one = Layout(query_positions=placed)
+            spec = make_spec(query[:, first:end], keys, values, of_one, is_causal=True)
+            alone = oracle.forward(spec, of_one, query[:, first:end], keys, values)
+            np.testing.assert_allclose(found[:, first:end], alone, atol=1e-6)
+    assert not found[:, starts[-1] :].any()
+
+
+@pytest.mark.parametrize("backend", ["standard", "chunked"])
+def test_only_rows_that_see_a_bad_slot_are_nan(backend: str) -> None:
+    """A slot of a page outside the pool, one with a NaN, and one whose scale is NaN."""
+    layout = Layout(page_table=TABLE, key_value_seq_lengths=LENGTHS, query_positions=np.array([[3, 4, 5], [3, 4, 9]]))
+    numbers, scales = quantize(KEYS, "int8")
+    of_values = quantize(VALUES, "int8")
+    terms = Terms(key_scales=scales, value_scales=of_values[1])
+    plain = run(backend, QUERY, KEYS, VALUES, layout, is_causal=True)
+    eight = run(backend, QUERY, numbers, of_values[0], layout, terms, is_causal=True)
+    assert np.isfinite(plain).all()
+    assert np.isfinite(eight).all()  # the entry -1 has no slot that is seen
+    nowhere = dataclasses.replace(layout, page_table=np.array([[7, 99, -1], [4, 0, 5]]))
+    spoilt = VALUES.copy()
+    spoilt[2, 0] = np.nan  # slot 4 of the first sequence
+    spoilt[5, 3] = np.nan  # slot 11 of the second sequence, behind the position of every row
+    damaged = dataclasses.replace(terms, key_scales=jnp.asarray(scales).at[2, 0].set(jnp.nan))
+    for expected, found in (
+        (plain, run(backend, QUERY, KEYS, VALUES, nowhere, is_causal=True)),
+        (plain, run(backend, QUERY, KEYS, spoilt, layout, is_causal=True)),
+        (eight, run(backend, QUERY, numbers, of_values[0], layout, damaged, is_causal=True)),
+    ):
+        assert np.isnan(found[0, 1:]).all()
+        np.testing.assert_array_equal(found[0, :1], expected[0, :1])
+        np.testing.assert_array_equal(found[1], expected[1])
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="XLA of JAX 0.10.1 copies the pages into the loop")
+def test_chunked_writes_no_contiguous_copy_of_the_pages() -> None:
+    spec = dataclasses.replace(
+        SPEC, key_value_length=8192, page_size=16, num_pages=1024, head_dim=64, value_head_dim=64, has_seq_lengths=True
+    )
+    pages = jax.ShapeDtypeStruct((1024, 16, 1, 64), jnp.float32)
+    query = jax.ShapeDtypeStruct((2, 3, 2, 64), jnp.float32)
+    temporary = {}
+    for backend in ("standard", "chunked"):
+
+        def step(query: Any, key: Any, value: Any, table: Any, lengths: Any, backend: str = backend) -> Any:
+            layout = Layout(page_table=table, key_value_seq_lengths=lengths)
+            return plan(registry.get(backend), spec, layout, target=Target.here()).run(query, key, value)[0]
+
+        ids = jax.ShapeDtypeStruct((2, 512), jnp.int32), jax.ShapeDtypeStruct((2,), jnp.int32)
+        compiled = jax.jit(step).lower(query, pages, pages, *ids).compile()
+        temporary[backend] = compiled.memory_analysis().temp_size_in_bytes
+    cache = 2 * 1024 * 16 * 64 * 4
+    assert temporary["chunked"] < cache / 8 < cache / 2 < temporary["standard"]
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("axes", [(3,), (1, 3)])
+def test_quantised_numbers_times_scales_are_near(kv_dtype: str, axes: tuple[int, ...]) -> None:
+    x = np.concatenate([KEYS, np.zeros_like(KEYS[:1])])
+    numbers, scales = quantize(x, kv_dtype, axes=axes)
+    back = np.asarray(numbers).astype(np.float64) * np.asarray(scales)[..., None]
+    largest = np.abs(x).max(axes, keepdims=True)
+    step = largest / 127 / 2 if kv_dtype == "int8" else np.maximum(np.abs(x) / 16, largest / 448 / 512)
+    assert (np.abs(back - x) <= 1.001 * step).all()
+    assert not back[-1].any()
+
+
+def test_kv_dtype_that_there_is_not_is_refused() -> None:
+    with pytest.raises(ValueError, match="kv_dtype='int4' is not supported; use one of int8, float8_e4m3fn"):
+        quantize(KEYS, "int4")
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"needs_grad": True}, "page_size=4 asks for a cache, which has no gradient; give needs_grad=False"),
+        ({"needs_grad": True, "kv_dtype": "int8"}, "kv_dtype='int8' asks for a cache, which has no gradient"),
+        ({"num_pages": None}, "page_size=4 and num_pages=None go together"),
+        ({"page_size": 5}, "key_value_length=12 must be a multiple of page_size=5"),
+        ({"page_size": 0}, "page_size=0 must be an integer of at least 1"),
+        ({"kv_dtype": "float16"}, "kv_dtype='float16' is not supported; use one of int8, float8_e4m3fn, or None"),
+    ],
+)
+def test_cache_that_there_cannot_be_is_refused(changes: dict[str, Any], word: str) -> None:
+    with pytest.raises(ValueError, match=word):
+        dataclasses.replace(SPEC, **changes)
+
+
+@pytest.mark.parametrize(
+    ("table", "changes", "word"),
+    [
+        (None, {}, "the spec says page_size=4, but the layout brings no page_table"),
+        (TABLE[:, :2], {}, r"page_table has shape \(2, 2\); expected \(2, 3\)"),
+        pytest.param(
+            TABLE.astype(np.float32),
+            {},
+            "page_table has dtype float32; expected an integer dtype",
+            marks=pytest.mark.wrong_types,
+        ),
+        (
+            TABLE,
+            {"page_size": None, "num_pages": None},
+            "the layout brings page_table, but the spec says page_size=None",
+        ),
+    ],
+)
+def test_layout_that_does_not_fit_the_cache_is_refused(
+    table: np.ndarray | None, changes: dict[str, Any], word: str
+) -> None:
+    with pytest.raises(ValueError, match=word):
+        plan(
+            registry.get("standard"),
+            dataclasses.replace(SPEC, **changes),
+            Layout(page_table=table),
+            target=Target.here(),
+        )
+
+
+@pytest.mark.parametrize(
+    ("terms", "word"),
+    [
+        (Terms(), r"kv_dtype='int8', but terms.key_scales is None; run the plan with terms=Terms\(key_scales=...\)"),
+        (Terms(key_scales=np.ones((2, 1, 1), np.float32)), r"key_scales has shape \(2, 1, 1\); expected 3 dimensions"),
+        (Terms(key_scales=np.ones((9, 4, 1), np.float16)), "key_scales has dtype float16; expected float32"),
+    ],
+)
+def test_scales_that_do_not_fit_are_refused(terms: Terms, word: str) -> None:
+    made = plan(
+        registry.get("standard"),
+        dataclasses.replace(SPEC, kv_dtype="int8"),
+        Layout(page_table=TABLE),
+        target=Target.here(),
+    )
+    numbers = KEYS.astype(np.int8)
+    terms = dataclasses.replace(terms, value_scales=None if not terms.given() else np.ones((1, 1, 1), np.float32))
+    with pytest.raises(ValueError, match=word):
+        made.run(jnp.asarray(QUERY), numbers, numbers, terms=terms)
+
+
+def test_scales_without_quantised_numbers_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"terms\.key_scales is given, but the spec of this plan says kv_dtype=None"):
+        make_spec(QUERY, QUERY, QUERY, Layout(), Terms(key_scales=np.ones((1, 1, 1), np.float32)))
+
+
+def cache_changed(
+    layout: Callable[[Layout], dict[str, Any]] = lambda _: {},
+    terms: Callable[[Terms], dict[str, Any]] = lambda _: {},
+    **changes: Any,
+) -> Callable[[Problem], Any]:
+    """The standard backend on a cache whose layout or scales are others."""
+
+    def wrong(problem: Problem) -> Any:
+        spec = dataclasses.replace(problem.spec, **changes)
+        changed = dataclasses.replace(problem.layout, **layout(problem.layout))
+        made = dataclasses.replace(STANDARD.plan(spec, changed, target=Target.here()), spec=spec)
+        return lambda q, k, v, given: made.run(q, k, v, terms=dataclasses.replace(given, **terms(given)))[0]
+
+    return wrong
+
+
+WRONG: dict[str, tuple[Callable[[Problem], Any], str]] = {
+    "page table off by one": (cache_changed(lambda x: {"page_table": x.page_table - 1}), "pages-ragged"),
+    "page table of the next sequence": (
+        cache_changed(lambda x: {"page_table": jnp.roll(x.page_table, 1, axis=0)}),
+        "pages-decode",
+    ),
+    "pages in the order of the pool": (
+        cache_changed(lambda x: {"page_table": jnp.arange(x.page_table.size).reshape(x.page_table.shape)}),
+        "pages",
+    ),
+    "slots behind the length in the last page seen": (
+        cache_changed(lambda x: {"key_value_seq_lengths": -(-x.key_value_seq_lengths // 16) * 16}, is_causal=False),
+        "pages-decode",
+    ),
+    "stale pages seen": (
+        cache_changed(lambda _: {"key_value_seq_lengths": None}, is_causal=False, has_seq_lengths=False),
+        "pages-decode",
+    ),
+    "sequences of a ragged batch mixed": (
+        cache_changed(lambda x: {"query_segment_ids": (x.query_segment_ids + 1) % 4}),
+        "pages-ragged",
+    ),
+    "scales of another head": (
+        cache_changed(terms=lambda x: {"key_scales": x.key_scales[..., ::-1]}),
+        "kv-int8",
+    ),
+    "scales of another page": (
+        cache_changed(terms=lambda x: {"value_scales": jnp.roll(x.value_scales, 1, axis=0)}),
+        "pages-float8",
+    ),
+    "scales of keys for values": (cache_changed(terms=lambda x: {"value_scales": x.key_scales}), "kv-int8"),
+    "scales off by 1%": (cache_changed(terms=lambda x: {"value_scales": 1.01 * x.value_scales}), "kv-int8"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_cache_fails(name: str) -> None:
+    wrong, case = WRONG[name]
+    problem = problems.problem(case)
+    results = problems.compiled(wrong(problem), problem)(*problem.inputs)
+    with pytest.raises(AssertionError, match="passed=False"):
+        checks.check_accuracy(results, problem)
+
+
+@pytest.mark.parametrize("case", sorted({case for _, case in WRONG.values()}))
+def test_right_cache_passes_where_the_wrong_one_fails(case: str) -> None:
+    problem = problems.problem(case)
+    checks.check_accuracy(problem.standard_run(*problem.inputs), problem)

@@ -1,0 +1,232 @@
+"""What ``auto`` does with a policy: which measurement it follows, and when it does not, why."""
+
+import dataclasses
+import json
+import sys
+import tempfile
+import warnings
+from importlib import metadata
+
+import jax.numpy as jnp
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attnsuite.backends import (
+    AttentionSpec,
+    PolicyNotUsedWarning,
+    Target,
+    attention,
+    attention_fn,
+    load_policy,
+    resolve,
+)
+from attnsuite.backends.devices import usable_cores
+from attnsuite.backends.policy import VARIABLE, decide, problem_of, unusable
+
+HERE = Target.here()
+SPEC = AttentionSpec(
+    batch=1, query_length=512, key_value_length=512, num_heads=8, num_kv_heads=2, head_dim=64, is_causal=True
+)
+LISTED = resolve("auto", SPEC, HERE).backend.name
+
+
+def long(length, **changes):
+    return dataclasses.replace(SPEC, query_length=length, key_value_length=length, **changes)
+
+
+def case(name, spec, backend, **changes):
+    described = {"case": name, "run": "runs/a", "problem": problem_of(spec), "backend": backend}
+    return described | {"ratio": 0.5, "interval": [0.4, 0.6], "memory": 1024} | changes
+
+
+def content(*cases, **changes):
+    made = {"schema": 1, "device": str(HERE), "cores": usable_cores(), "runs": []}
+    return made | {"versions": {"jax": metadata.version("jax")}, "cases": list(cases)} | changes
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(*cases, **changes):
+        path = tmp_path / "policy.json"
+        path.write_text(json.dumps(content(*cases, **changes)))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def policy(write):
+    """The list's first is never the winner, so that following the policy shows."""
+    return write(case("short", SPEC, "standard"), case("long", long(4096), "chunked"))
+
+
+def test_measured_problem_gets_the_measured_backend_and_says_so(policy):
+    found = resolve("auto", SPEC, HERE, policy=policy)
+    assert found.backend.name == "standard"
+    assert "case short of run runs/a (standard, 0.5 times the time of standard); the same sizes" in found.policy
+
+
+@pytest.mark.parametrize(("length", "name"), [(513, "short"), (1400, "short"), (1500, "long"), (4096, "long")])
+def test_between_measured_lengths_the_nearer_decides(policy, length, name):
+    found = resolve("auto", long(length), HERE, policy=policy)
+    assert f"case {name} " in found.policy
+    assert length == 4096 or f"keys there, {length} here" in found.policy
+
+
+def test_batch_and_heads_are_free_and_named(policy):
+    told = resolve("auto", long(512, batch=4, num_heads=32, num_kv_heads=8), HERE, policy=policy).policy
+    assert "1 sequences there, 4 here; 8 heads there, 32 here" in told
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"query_length": 8192, "key_value_length": 8192}, "8192 keys are outside of what was measured"),
+        ({"query_length": 256, "key_value_length": 256}, "256 keys are outside"),
+        ({"dtype": "bfloat16"}, "differs in dtype (float32, here bfloat16)"),
+        ({"head_dim": 128, "value_head_dim": 128}, "differs in head_dim (64, here 128), value_head_dim (64, here 128)"),
+        ({"needs_grad": False}, "differs in needs_grad (True, here False)"),
+        ({"local_window_size": (64, 0)}, "differs in local_window_size (None, here (64, 0))"),
+        ({"has_segment_ids": True}, "differs in has_segment_ids (False, here True)"),
+        ({"num_kv_heads": 8}, "differs in query heads per KV head (4, here 1)"),
+        ({"query_length": 1}, "differs in query_length (as many as keys, here 1)"),
+        ({"scale": 0.5}, "differs in scale (None, here its own)"),
+    ],
+    ids=lambda given: "-".join(given) if isinstance(given, dict) else "",
+)  # fmt: skip
+def test_unmeasured_problem_gets_the_list_and_the_reason(policy, changes, reason):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a problem beyond the policy is nothing to warn of
+        found = resolve("auto", dataclasses.replace(SPEC, **changes), HERE, policy=policy)
+    assert found.backend == resolve("auto", dataclasses.replace(SPEC, **changes), HERE).backend
+    assert reason in found.policy
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"device": "cpu:Another Processor"}, "it was made on cpu:Another Processor, and this is cpu:"),
+        ({"cores": usable_cores() + 1}, f"it was made with {usable_cores() + 1} cores of this processor"),
+        ({"versions": {"jax": "0.1"}}, "it was made with jax 0.1, and "),
+        ({"versions": {"no-such-package": "2"}}, "it was made with no-such-package 2, and none is here"),
+    ],
+    ids=["device", "cores", "version", "absent"],
+)
+def test_policy_of_another_machine_or_version_is_refused_with_the_reason(write, changes, reason):
+    path = write(case("short", SPEC, "standard"), **changes)
+    with pytest.warns(PolicyNotUsedWarning, match=reason.replace(".", r"\.")):
+        found = resolve("auto", SPEC, HERE, policy=path)
+    assert found.backend.name == LISTED
+    assert reason in found.policy
+
+
+@pytest.mark.parametrize(
+    ("backend", "reason"),
+    [
+        ("gone", "its backend gone is not registered here"),
+        ("kascade", "its backend kascade is approximate, and auto takes exact ones only"),
+        ("splash", "splash"),
+    ],
+)
+def test_backend_that_auto_may_not_take_is_not_taken(write, backend, reason):
+    spec = dataclasses.replace(SPEC, needs_grad=False)
+    found = resolve("auto", spec, HERE, policy=write(case("short", spec, backend)))
+    assert found.backend.exact
+    assert found.backend.name != backend
+    assert reason in found.policy
+
+
+def _text(**changes):
+    return json.dumps(content(case("short", SPEC, "standard", **changes)))
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("{", "cannot be used"),
+        ("[]", "is not accepted: expected `object`"),
+        (json.dumps(content(schema=2)), "schema in policy"),
+        (json.dumps(content(extra=1)), "unknown field `extra`"),
+        (json.dumps(content(versions={"jax": 12})), "expected `str`, got `int`"),
+        (_text(ratio=-1), "cases[0].ratio in policy"),
+        (_text(ratio="fast"), "cases[0].ratio in policy"),
+        (_text(options={}), "unknown field `options`"),
+        (_text(problem={"batch": 1}), "lacks the field query_length"),
+        (_text(problem=problem_of(SPEC) | {"sinks_of": 1}), "has no field 'sinks_of'; its fields are batch, "),
+        (_text(problem=problem_of(SPEC) | {"dtype": "float64"}), "dtype='float64' is not supported"),
+        (_text(problem=problem_of(SPEC) | {"batch": 0}), "batch=0"),
+        (_text(problem=problem_of(SPEC) | {"has_mask": 1}), "has_mask=1 must be True or False"),
+    ],
+)  # fmt: skip
+def test_damaged_policy_is_refused_with_a_sentence(tmp_path, text, sentence):
+    path = tmp_path / "policy.json"
+    path.write_text(text)
+    with pytest.raises(ValueError) as refused:  # noqa: PT011 (the sentence is checked below)
+        load_policy(path)
+    assert sentence in str(refused.value)
+    assert str(refused.value).endswith("attnsuite choose.")
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=3,
+)
+
+
+@settings(max_examples=150)
+@given(st.data())
+def test_any_change_of_a_policy_is_read_or_refused(data):
+    """A value of the file, or of a problem, is another; what is read decides about any problem."""
+    made = content(case("short", SPEC, "standard"), case("long", long(4096), "chunked"))
+    place = data.draw(st.sampled_from([made, made["cases"][0], made["cases"][0]["problem"], made["versions"]]))
+    place[data.draw(st.sampled_from([*place, "new"]))] = data.draw(VALUES)
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        file.write(json.dumps(made).encode())
+        file.flush()
+        try:
+            policy = load_policy(file.name)
+        except ValueError:
+            return
+        assert isinstance(unusable(policy, HERE), str)
+        assert decide(policy, SPEC).sentence
+
+
+def test_missing_file_and_a_backend_by_name_are_refused(policy, tmp_path):
+    with pytest.raises(ValueError, match=r"cannot be read \(No such file or directory\); give a file that attnsuite"):
+        resolve("auto", SPEC, HERE, policy=tmp_path / "none.json")
+    with pytest.raises(ValueError, match=r"is for backend='auto'; leave it out where backend='chunked' is named"):
+        resolve("chunked", SPEC, HERE, policy=policy)
+
+
+def test_spec_survives_the_file(write):
+    spec = long(64, local_window_size=(63, 0), logits_soft_cap=30.0, value_head_dim=32, has_bias=True, scale=0.5)
+    assert load_policy(write(case("all", spec, "standard"))).specs == (spec,)
+
+
+def test_environment_names_a_policy_and_says_so_where_it_is_damaged(policy, monkeypatch):
+    monkeypatch.setenv(VARIABLE, str(policy))
+    assert resolve("auto", SPEC, HERE).backend.name == "standard"
+    assert resolve("chunked", SPEC, HERE).policy == ""  # a backend by name follows no policy
+    policy.write_text("")
+    with pytest.raises(ValueError, match=r"^\$ATTNSUITE_POLICY: policy "):
+        resolve("auto", SPEC, HERE)
+
+
+def test_attention_and_attention_fn_follow_the_policy(write, monkeypatch):
+    problem = AttentionSpec(
+        batch=1, query_length=8, key_value_length=8, num_heads=2, num_kv_heads=2, head_dim=8, is_causal=True
+    )
+    path = write(case("tiny", problem, "standard"))
+    found = []
+
+    def watched(*arguments, **words):
+        found.append(resolve(*arguments, **words))
+        return found[-1]
+
+    monkeypatch.setattr(sys.modules[attention.__module__], "resolve", watched)
+    x = jnp.zeros((1, 8, 2, 8))
+    attention(x, x, x, is_causal=True, policy=path)
+    attention_fn("auto", is_causal=True, policy=path)(x, x, x)
+    assert [each.backend.name for each in found] == ["standard"] * 2

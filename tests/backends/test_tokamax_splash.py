@@ -1,0 +1,165 @@
+"""tokamax's splash kernel through Pallas' interpreter: judged with every feature, and refused as JAX's splash is."""
+
+import importlib
+import os
+from importlib import metadata
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from attnsuite.backends import AttentionSpec, Layout, Target, make_spec, plan, support, tokamax_splash
+from attnsuite.backends.splash import SPLASH
+from attnsuite.backends.tokamax_splash import TOKAMAX_SPLASH, VERSION, missing
+from attnsuite.testing import problems
+from attnsuite.testing.checks import check_accuracy, check_unseen_does_not_matter, compiled
+
+pytestmark = [pytest.mark.splash, pytest.mark.foreign_numerics]  # tokamax promotes dtypes and ranks by itself
+needs_tokamax = pytest.mark.skipif(
+    bool(missing()) and "ATTNSUITE_REQUIRE_TOKAMAX" not in os.environ, reason="; ".join(missing())
+)
+
+V5E = Target("tpu", "v5e")
+INSTALL = "pip install 'attnsuite[tokamax]'"
+
+
+@needs_tokamax
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [
+        ("combination", None),  # grouped queries, window, soft cap, padding, scale
+        ("sinks-of-nothing", None),
+        ("decode-window", None),
+        ("more-keys", {"block_kv": 256, "block_kv_compute": 128, "block_kv_backward": 128, "block_q_backward": 256}),
+    ],
+)
+def test_output_and_gradients_pass_the_judge(case, options):
+    problem = problems.problem(case)
+    run = compiled(TOKAMAX_SPLASH, problem, Target.here(), "interpret", options)
+    results = run(*problem.inputs)
+    check_accuracy(results, problem)
+    check_unseen_does_not_matter(run, problem, results)
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """As if the package were there: what the mask refuses is asked in every environment."""
+    monkeypatch.setattr(tokamax_splash, "missing", tuple)
+
+
+@needs_tokamax
+def test_why_exponentials_are_in_base_e(monkeypatch):
+    """In base 2, tokamax's default, the kernel multiplies a bfloat16 query by log2(e) and rounds it once more."""
+    problem = problems.problem("big-logits-bfloat16")
+
+    def check():
+        check_accuracy(compiled(TOKAMAX_SPLASH, problem, Target.here(), "interpret")(*problem.inputs), problem)
+
+    check()
+    kernel = importlib.import_module(f"{tokamax_splash._PACKAGE}.splash_attention_kernel")
+    in_base_e = kernel.SplashConfig
+    monkeypatch.setattr(kernel, "SplashConfig", lambda **given: in_base_e(**(given | {"use_base2_exp": True})))
+    monkeypatch.setattr(tokamax_splash, "_kernel_of", tokamax_splash._kernel_of.__wrapped__)
+    with pytest.raises(AssertionError, match=r"output: .*passed=False"):
+        check()
+
+
+@pytest.fixture(scope="module")
+def specs():
+    """Problems that splash takes, and one for each reason why it refuses."""
+    names = ("combination", "decode-1", "sinks", "function-prefix", "value-dim-wider")
+    names += ("big-logits-float16", "decode-4", "positions-shuffled", "rows-before-every-key", "mask-per-head")
+    names += ("bias-per-head", "log-sum-exp", "alibi", "sinks-decode", "function-positions")
+    found = []
+    for name in names:
+        case = problems.CASES[name]
+        layout, terms, inputs = problems.arrays(case, name, None)
+        found.append(make_spec(*inputs[:3], layout, terms, **case.options))
+    return found
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    ("target", "mode"), [(V5E, "native"), (V5E, "compile"), (Target("cpu"), "interpret"), (Target("cpu"), "native")]
+)
+def test_takes_the_problems_that_splash_takes(specs, target, mode):
+    for spec in specs:
+        answers = [support(backend, spec, target, mode).reasons for backend in (TOKAMAX_SPLASH, SPLASH)]
+        ours, theirs = ([reason.partition(" is not supported by ")[0] for reason in each] for each in answers)
+        assert [reason.replace("tokamax_splash", "splash") for reason in ours] == theirs
+
+
+def spec_of(**changes):
+    sizes = {"query_length": 256, "key_value_length": 256, "num_heads": 2, "num_kv_heads": 1, "head_dim": 128}
+    return AttentionSpec(batch=1, is_causal=True, **(sizes | changes))
+
+
+def test_missing_package_is_a_reason_where_it_would_run(monkeypatch):
+    def nowhere(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", nowhere)
+    reason = f"tokamax_splash needs the package tokamax {VERSION}, which is not installed; {INSTALL}."
+    for target, mode in ((V5E, "compile"), (Target.here(), "interpret")):
+        assert support(TOKAMAX_SPLASH, spec_of(), target, mode).reasons == (reason,)
+    assert support(TOKAMAX_SPLASH, spec_of(), V5E, "native")
+    with pytest.raises(ImportError, match="which is not installed"):
+        plan(TOKAMAX_SPLASH, spec_of(), Layout(), target=V5E)
+
+
+@pytest.mark.parametrize("version", ["0.0.16", "0.0.18", "0.0.17.dev1", "nightly"])
+def test_another_version_is_refused_before_anything_is_imported(monkeypatch, version):
+    monkeypatch.setattr(metadata, "version", lambda _: version)
+    monkeypatch.setattr(importlib, "import_module", lambda name: pytest.fail(f"{name} was imported"))
+    reason = f"tokamax_splash needs tokamax {VERSION}, whose private kernel it is, and found {version}; {INSTALL}."
+    assert missing() == (reason,)
+
+
+def test_whatever_the_import_raises_is_the_reason(monkeypatch):
+    def broken(name):
+        raise AttributeError(f"{name} is broken\nand more")
+
+    monkeypatch.setattr(metadata, "version", lambda _: VERSION)
+    monkeypatch.setattr(importlib, "import_module", broken)
+    monkeypatch.setattr(tokamax_splash, "_import_error", tokamax_splash._import_error.__wrapped__)
+    (reason,) = missing()
+    assert reason.startswith(f"tokamax {VERSION} does not import here (AttributeError: tokamax.")
+    assert reason.endswith(f"splash_attention_kernel is broken); {INSTALL}.")
+
+
+def test_extra_and_probe_ask_for_the_same_version():
+    pyproject = Path(__file__).parents[2] / "pyproject.toml"
+    assert f'tokamax = ["tokamax=={VERSION};' in pyproject.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"block_q": 100}, "tokamax_splash: block_q=100 is not accepted; block_q is query rows per block"),
+        ({"block_kv": True}, "block_kv=True is not accepted"),
+        ({"block_kv": 256, "block_kv_compute": 384}, "block_kv_compute=384 does not divide block_kv=256"),
+        ({"fused_backward": True}, "fused_backward"),
+    ],
+    ids=str,
+)
+def test_option_that_does_not_fit_is_refused(options, word):
+    with pytest.raises(ValueError, match=word):
+        TOKAMAX_SPLASH.plan(spec_of(), Layout(), target=V5E, mode="compile", options=options)
+
+
+@needs_tokamax
+def test_differentiating_what_was_planned_without_gradients_says_so():
+    made = TOKAMAX_SPLASH.plan(spec_of(needs_grad=False), Layout(), target=Target.here(), mode="interpret")
+    query, key = jnp.ones((1, 256, 2, 128)), jnp.ones((1, 256, 1, 128))
+    with pytest.raises(ValueError, match="needs_grad=True"):
+        jax.grad(lambda q: made.run(q, key, key)[0].sum())(query)
+
+
+def test_asking_about_other_devices_imports_nothing(loaded_by):
+    code = (
+        "from attnsuite import backends; t = backends.Target('tpu', 'v5e'); "
+        "spec = backends.AttentionSpec(batch=1, query_length=8, key_value_length=8, num_heads=1, num_kv_heads=1, "
+        "head_dim=8); assert backends.support(backends.get('tokamax_splash'), spec, t)"
+    )
+    assert "tokamax" not in loaded_by(code)[1]

@@ -1,0 +1,197 @@
+"""A fleet without measurements: nodes that make records at once, and die, wait or differ as they are told.
+
+Prints what a cell costs and what the driver holds:
+
+    PYTHONPATH=tests python tests/fleet_work.py --cells 1000 --nodes 2
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import psutil
+
+from attnsuite.suite.cell import Cell
+from attnsuite.suite.grid.executors import Limits, Watcher
+from attnsuite.suite.grid.fleet import FleetRequest, execute_on_fleet
+from attnsuite.suite.grid.keeping import identity
+from attnsuite.suite.grid.node import Doing
+from attnsuite.suite.grid.run import RunRequest
+from attnsuite.suite.kinds import problem_of
+from attnsuite.suite.kinds.attention import OpCase
+from attnsuite.suite.measure.environment import source_digest, versions
+from attnsuite.suite.record import Environment, Record
+from attnsuite.suite.store import GridManifest
+
+ROWS = ("standard", "chunked")
+GO = "go"  # a file beside the run, for which a case waits
+BEGUN = "begun"  # a file beside the run: one line for each attempt at a case
+
+
+class Work:
+    """As :class:`attnsuite.suite.grid.node.Node`. The end of a case's name says what happens to its node."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._request: RunRequest | None = None
+
+    def look(self, request: RunRequest) -> tuple[Environment, list[Cell]]:
+        self._request = request
+        found = versions() | ({"jax": told} if (told := os.environ.get("FLEET_WORK_JAX")) else {})
+        environment: Environment = {"versions": found, "source": source_digest(), "git_revision": None, "flags": {}}
+        environment |= {"target": os.environ.get("FLEET_WORK_TARGET", "cpu:fake"), "cpu": "fake", "cores": 1}
+        cells = [
+            Cell(
+                case=case.name, problem=problem_of(case), row=row, target="cpu", resolved=row, mode="native", exact=True
+            )
+            for case in request.cases
+            for row in request.backends
+        ]
+        return environment, cells
+
+    def compute(self, cells: Sequence[Cell]) -> Iterator[object]:
+        case, folder = cells[0].case, self._request.out.parent
+        with (folder / BEGUN).open("a") as file:
+            file.write(f"{case} {self._name}\n")
+        yield Doing(case, cells[0].row, "pretending")
+        if case.endswith("-slow"):
+            time.sleep(0.5)
+        while case.endswith("-waiting") and not (folder / GO).exists():
+            time.sleep(0.05)
+        first = not (folder / f"{case}.died").exists()
+        if case.endswith("-deadly") or (case.endswith("-once") and first):
+            (folder / f"{case}.died").touch()
+            os.kill(os.getppid(), signal.SIGKILL)  # raylet: the node is gone
+            time.sleep(60)
+        if case.endswith("-raising"):
+            raise OSError("no space left on this node")
+        yield tuple(record_of(cell, self._name) for cell in cells)
+
+    def close(self) -> None:
+        pass
+
+
+@dataclasses.dataclass(frozen=True)
+class PretendGrid:
+    """As the grids of ``tune``, ``compile``, ``curves`` and ``sharded``: its records are made at once."""
+
+    request: RunRequest
+    suite: str = "fleet"
+
+    @property
+    def out(self) -> Path:
+        return self.request.out
+
+    @property
+    def resume(self) -> bool:
+        return self.request.resume
+
+    @property
+    def limits(self) -> Limits:
+        return self.request.limits
+
+    def look(self) -> tuple[Environment, list[Cell]]:
+        return Work("here").look(self.request)
+
+    def manifest(self, environment: Environment) -> GridManifest:
+        return identity("sharded", {}, environment.get("target", ""), environment)
+
+    def compute(self, cells: Sequence[Cell], environment: Environment, watcher: Watcher) -> Iterator[Record]:
+        watcher.doing(cells[0].case, cells[0].row, "pretending")
+        with tempfile.NamedTemporaryFile() as file:
+            where = Path(file.name).parent.name
+        for cell in cells:
+            yield dataclasses.replace(record_of(cell, environment.get("node", "here")), notes=(where,))
+
+
+def record_of(cell: Cell, node: str) -> Record:
+    return Record(key=cell.key, suite="fleet", case=cell.case, kind=cell.kind, problem=cell.problem,
+                  requested=cell.row, resolved=cell.row, mode="native", exact=True, target=cell.target, status="ok",
+                  samples=(1e-3,) * 5, environment={"node": node}, started="2026-11-20T00:00:00+00:00")  # fmt: skip
+
+
+class Seen:
+    """A watcher that remembers."""
+
+    def __init__(self, when_done=lambda _: None) -> None:
+        self.warnings: list[str] = []
+        self.told: list[str] = []
+        self._when_done = when_done
+
+    def begin(self, total: int, finished: int) -> None:
+        pass
+
+    def fewer(self, cells: int) -> None:
+        pass
+
+    def doing(self, case: str, backend: str, what: str) -> None:
+        self.told.append(what)
+
+    def warn(self, sentence: str) -> None:
+        self.warnings.append(sentence)
+
+    def done(self, record: Record) -> None:
+        self._when_done(record)
+
+
+def request(out: Path, names: Sequence[str], *, resume: bool = False) -> RunRequest:
+    """A run of cases with these names, two cells each."""
+    cases = tuple(OpCase(kind="op_forward", sequence=16, heads=1, kv_heads=1, name=name) for name in names)
+    limits = Limits(10, 2**30)
+    return RunRequest(suite="fleet", cases=cases, backends=ROWS, text=None, out=out, resume=resume, limits=limits)
+
+
+@contextlib.contextmanager
+def cluster(nodes: int = 0) -> Iterator[object]:
+    """A cluster of Ray on this machine; its head computes nothing."""
+    from ray.cluster_utils import Cluster  # noqa: PLC0415 (an extra)
+
+    # A dead node is noticed after 2 seconds; Ray's own patience is 15.
+    health = {"health_check_period_ms": 500, "health_check_timeout_ms": 1000, "health_check_failure_threshold": 3}
+    head = {"num_cpus": 0, "include_dashboard": False, "_system_config": health}
+    made = Cluster(initialize_head=True, head_node_args=head)
+    try:
+        for _ in range(nodes):
+            made.add_node(num_cpus=1, wait=True)
+        yield made
+    finally:
+        made.shutdown()
+
+
+def main() -> None:
+    """Run the cells, and print seconds per cell and the driver's memory at a quarter of the cells and at the end."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cells", type=int, default=1000)
+    parser.add_argument("--nodes", type=int, default=2)
+    asked = parser.parse_args()
+    held: list[int] = []
+    at: list[float] = []
+
+    def done(_: Record) -> None:
+        at.append(time.perf_counter())
+        held.append(psutil.Process().memory_info().rss)
+
+    names = [f"case{number:05d}" for number in range(asked.cells // len(ROWS))]
+    with cluster(asked.nodes) as made, tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "run"
+        execute_on_fleet(request(out, names), FleetRequest(address=made.address, work=Work), Seen(done))
+    cells, quarter = len(at), len(at) // 4
+    held_at = f"{held[quarter] / 2**20:.1f} MiB after {quarter} cells and {held[-1] / 2**20:.1f} MiB after {cells}"
+    cost = 1e3 * (at[-1] - at[0]) / cells
+    told = (
+        f"{cells} cells of {len(names)} cases on {asked.nodes} nodes: {cost:.1f} ms per cell; the driver held {held_at}"
+    )
+    print(told)  # noqa: T201 (this is a command)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

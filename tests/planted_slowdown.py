@@ -1,0 +1,148 @@
+"""Whether ``attnsuite compare --fail-on slower:10%`` finds a planted slowdown, and leaves an unchanged rerun alone.
+
+Measures: give it an idle machine. A backend ``planted`` computes what ``chunked`` does and then multiplies small
+matrices: none in an unchanged run, and in a slowed run as many as take a share of the median that the run before took.
+Each try runs the suite twice: slowed, and unchanged, both compared with the unchanged run before.
+
+    python tests/planted_slowdown.py --tries 20 --slowdown 15 --sample-seconds 4 --out /tmp/planted  # 20 minutes
+
+Prints a table in Markdown. The exit code is 0 where every slowdown was found and at most one of twenty reruns flagged.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from attnsuite import reports
+from attnsuite.suite import statistics
+
+BACKEND = """
+import dataclasses, json, os
+import jax, jax.numpy as jnp
+from attnsuite.backends import Plan
+from attnsuite.backends.chunked import CHUNKED
+
+@dataclasses.dataclass(frozen=True)
+class Planted:
+    name: str = "planted"
+    exact: bool = True
+
+    def takes(self, target, mode):
+        return CHUNKED.takes(target, mode)
+
+    def plan(self, spec, layout, *, target, mode="native", options=None):
+        made = CHUNKED.plan(spec, layout, target=target, mode=mode, options=options)
+        steps = json.loads(os.environ["PLANTED_STEPS"]).get(str(spec.query_length), 0)
+
+        def attend(query, key, value, layer, carry):
+            out, carry = made.attend(query, key, value, layer, carry)
+            if not steps:
+                return out, carry
+            fill = jnp.where(jnp.abs(out[0, 0, 0, 0]) > 1e30, 0.0, 1 / 128)  # needs the output, so that it waits
+            square = jax.lax.fori_loop(0, steps, lambda _, x: x @ x, jnp.full((128, 128), fill))
+            return out + (square[0, 0] - fill), carry
+
+        return Plan(attend)
+"""
+CALIBRATION = 400  # steps
+SUITE = """
+[[case]]
+kind = "op_forward"
+sequence = 1024
+
+[[case]]
+kind = "op_forward"
+sequence = 2048
+"""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tries", type=int, default=20)
+    parser.add_argument("--slowdown", type=float, default=15.0, help="percent")
+    parser.add_argument("--sample-seconds", type=float, default=4.0, help="of each cell in each run")
+    parser.add_argument("--fail-on", default="slower:10%")
+    parser.add_argument("--out", type=Path, required=True, help="a directory that does not exist yet")
+    asked = parser.parse_args()
+    path = package(asked.out)
+    limits = reports.parse_limits(asked.fail_on)
+    measured = functools.partial(measure, path=path, seconds=asked.sample_seconds)
+    before, found, flagged = measured(asked.out / "unchanged-0", steps={}), 0, 0
+    step = step_seconds(before, measured(asked.out / "calibration", steps=dict.fromkeys(medians(before), CALIBRATION)))
+    say("| try | slowed: time relative to control | found | unchanged: time relative to control | flagged |")
+    say("|---|---|---|---|---|")
+    for number in range(1, asked.tries + 1):
+        steps = {length: round(seconds * asked.slowdown / 100 / step) for length, seconds in medians(before).items()}
+        slowed = measured(asked.out / f"slowed-{number}", steps=steps)
+        again = measured(asked.out / f"unchanged-{number}", steps={})
+        hits, alarms = (reports.compare(before, run, limits).regressions for run in (slowed, again))
+        hit = {each.cell.split("/")[0] for each in hits if "/planted/" in each.cell}
+        found, flagged = found + (len(hit) == len(steps)), flagged + bool(alarms)
+        hit, named = f"{len(hit)} of {len(steps)} cells", "; ".join(each.cell for each in alarms) or "no"
+        say(f"| {number} | {ratios(before, slowed)} | {hit} | {ratios(before, again)} | {named} |")
+        before = again
+    say(f"\nA slowdown of {asked.slowdown:g}% was found in every cell in {found} of {asked.tries} tries; an unchanged")
+    say(f"rerun was flagged in {flagged} of {asked.tries} ({asked.fail_on}).")
+    return 0 if found == asked.tries and flagged * 20 <= asked.tries else 1
+
+
+def say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def package(out: Path) -> Path:
+    """A directory to import from, with the backend as an installed package; and the suite."""
+    info = out / "package" / "planted-1.0.dist-info"
+    info.mkdir(parents=True)
+    (out / "package" / "planted.py").write_text(BACKEND)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: planted\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[attnsuite.backends]\nplanted = planted:Planted\n")
+    (out / "planted.toml").write_text(SUITE)
+    return out / "package"
+
+
+def measure(run: Path, path: Path, seconds: float, steps: dict[str, int]) -> Path:
+    """One run of the suite, each cell sampled for so long, in which ``planted`` makes these further steps."""
+    entries = [str(path.resolve()), *filter(None, [os.environ.get("PYTHONPATH")])]
+    command = [sys.executable, "-m", "attnsuite.suite", "run", "--suite", str(path.parent / "planted.toml")]
+    done = subprocess.run(
+        [*command, "--backends", "standard,planted", "--out", str(run), "--sample-seconds", str(seconds)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(entries), "PLANTED_STEPS": json.dumps(steps)},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if done.returncode != 0:
+        raise SystemExit(f"attnsuite run ended with {done.returncode}: {done.stderr[-2000:]}")
+    return run
+
+
+def medians(run: Path) -> dict[str, float]:
+    """The median of ``planted`` at each length, in seconds."""
+    records = [record for record in reports.load(run).records if record.requested == "planted"]
+    return {str(record.problem["sequence"]): statistics.median(record.samples).value for record in records}
+
+
+def step_seconds(before: Path, after: Path) -> float:
+    """What one further step takes: of what ``CALIBRATION`` of them added at each length, the smallest."""
+    without, with_steps = medians(before), medians(after)
+    return min((with_steps[length] - seconds) / CALIBRATION for length, seconds in without.items())
+
+
+def ratios(before: Path, after: Path) -> str:
+    """The time of ``planted`` relative to ``standard``, B over A, at each length."""
+    runs = [{record.key: record for record in reports.load(run).records} for run in (before, after)]
+    found = []
+    for key in (key for key in runs[0] if "/planted/" in key):
+        pair = reports.against_control(key, *runs, [key.replace("/planted/", "/standard/")])
+        found.append("-" if pair is None else f"{statistics.unpaired_ratio(pair[1], pair[0]).value:.3f}")
+    return ", ".join(found)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,182 @@
+"""Policies from records, and a policy held against the records of other problems."""
+
+import dataclasses
+import json
+from importlib import metadata
+
+import pytest
+
+from attnsuite.backends import Target, load_policy, resolve
+from attnsuite.backends.devices import usable_cores
+from attnsuite.suite.choosing import measured, policy_file, score
+from attnsuite.suite.command_line import main
+from attnsuite.suite.errors import InputError
+from attnsuite.suite.kinds import make_case, problem_of
+from attnsuite.suite.kinds.attention import OpCase, spec_of
+
+HERE = str(Target.here())
+ENVIRONMENT = {
+    "versions": {"jax": metadata.version("jax"), "numpy": "0.0"},
+    "cores": usable_cores(),
+    "session": "one",
+    "source": "0123",
+}
+
+
+@pytest.fixture
+def write_run(tmp_path, example_record):
+    """A factory of run directories: for each case the seconds of each backend, sampled ten times."""
+
+    def write(name, cases, **changes):
+        folder = tmp_path / name
+        folder.mkdir()
+        lines = []
+        for case, cells in cases.items():
+            for backend, seconds in cells.items():
+                fields = {
+                    "key": f"{case.name}/{backend}/{HERE}/native", "case": case.name, "kind": case.kind, "target": HERE,
+                    "problem": problem_of(case), "requested": backend, "resolved": backend, "environment": ENVIRONMENT,
+                    "samples": tuple(seconds * (1 + 0.001 * i) for i in range(10)),
+                    "memory": {"compiled_argument": 1, "compiled_output": 2, "compiled_temp": 4},
+                }  # fmt: skip
+                lines.append(dataclasses.replace(example_record, **(fields | changes)).to_json() + "\n")
+        (folder / "records.jsonl").write_text("".join(lines))
+        return folder
+
+    return write
+
+
+def op(length, **fields):
+    return OpCase(kind="op_forward", sequence=length, **fields)
+
+
+def test_policy_names_the_fastest_of_each_case_and_is_followed(write_run, tmp_path, capsys):
+    run = write_run("run", {op(64): {"standard": 1.0, "chunked": 2.0}, op(256): {"standard": 4.0, "chunked": 2.0}})
+    out = tmp_path / "policy.json"
+    with pytest.raises(SystemExit) as ended:
+        main(["choose", str(run), "--out", str(out)])
+    assert ended.value.code == 0
+    assert f"export ATTNSUITE_POLICY={out}" in capsys.readouterr().out
+    told = json.loads(out.read_text())
+    assert [case["backend"] for case in told["cases"]] == ["standard", "chunked"]
+    assert told["cases"][0] | {"run": ""} == {
+        "case": "forward-s64-h8k8-d64-f32", "run": "", "backend": "standard", "ratio": None, "interval": None,
+        "memory": 7, "problem": {"batch": 1, "query_length": 64, "key_value_length": 64, "num_heads": 8,
+                                 "num_kv_heads": 8, "head_dim": 64, "is_causal": True, "needs_grad": False},
+    }  # fmt: skip
+    assert told["cases"][1]["ratio"] == pytest.approx(0.5)
+    assert told["versions"] == {"jax": metadata.version("jax")}  # of numpy no backend's speed depends
+    assert told["runs"] == [
+        {"directory": str(run), "suite": "s", "date": "2026-11-20", "source": "0123", "git_revision": None}
+    ]
+    found = [resolve("auto", spec_of(op(length)), policy=out).backend.name for length in (64, 80, 200, 256)]
+    assert found == ["standard", "standard", "chunked", "chunked"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"exact": False},
+        {"mode": "fallback", "requested": "kvax"},
+        {"mode": "interpret"},
+        {"devices": 2},
+        {"status": "wrong"},
+        {"requested": "torch", "resolved": "torch"},
+        {"requested": "my.py:fn", "resolved": "my.py:fn"},
+    ],
+    ids=str,
+)
+def test_only_exact_backends_that_ran_here_are_chosen(write_run, changes):
+    with pytest.raises(InputError, match="has no speed of an exact backend"):
+        policy_file([write_run("run", {op(64): {"standard": 1.0}}, **changes)])
+
+
+def test_cells_of_another_session_are_not_compared(write_run):
+    run = write_run("run", {op(64): {"standard": 1.0, "chunked": 2.0}})
+    other = write_run("other", {op(64): {"flash_cpu": 0.1}}, environment=ENVIRONMENT | {"session": "two"})
+    path = run / "records.jsonl"
+    path.write_text(path.read_text() + (other / "records.jsonl").read_text())
+    assert [(found.winner, set(found.cells)) for found in measured(run)] == [("standard", {"standard", "chunked"})]
+
+
+def test_later_run_replaces_the_same_problem_of_an_earlier_one(write_run):
+    runs = [write_run(name, {op(64): {"standard": 1.0, "chunked": time}}) for name, time in (("a", 0.5), ("b", 2.0))]
+    assert [(case.backend, case.run) for case in policy_file(runs).cases] == [("standard", str(runs[1]))]
+
+
+@pytest.mark.parametrize(
+    ("environment", "what"),
+    [({"versions": {"jax": "0.9"}}, "jax 0.9"), ({"cores": usable_cores() + 1}, "the number of cores")],
+)
+def test_runs_of_two_machines_make_no_policy(write_run, environment, what):
+    runs = [
+        write_run("a", {op(64): {"standard": 1.0}}),
+        write_run("b", {op(64): {"standard": 1.0}}, environment=ENVIRONMENT | environment),
+    ]
+    with pytest.raises(InputError, match=f"b was measured with {what}.* a policy is for one device"):
+        policy_file(runs)
+
+
+def test_model_of_one_attention_type_is_a_problem_and_a_call_of_the_same_problem_goes_before(write_run):
+    case = make_case({"kind": "model_decode", "model": "debug", "sequence": 64, "new_tokens": 8})
+    (found,) = measured(write_run("run", {case: {"standard": 1.0}}))
+    assert (found.spec.query_length, found.spec.key_value_length) == (1, 72)
+    assert found.spec.has_seq_lengths
+    prefill = make_case({"kind": "model_prefill", "model": "debug", "sequence": 64})
+    (model,) = measured(write_run("prefill", {prefill: {"standard": 1.0}}))
+    call = op(64, heads=model.spec.num_heads, kv_heads=model.spec.num_kv_heads, head_dim=model.spec.head_dim)
+    both = write_run("both", {prefill: {"standard": 1.0, "chunked": 2.0}, call: {"standard": 2.0, "chunked": 1.0}})
+    assert [case.backend for case in policy_file([both]).cases] == ["chunked"]
+
+
+@pytest.mark.parametrize(("held_out", "code"), [(0.9, 0), (1.2, 3)])
+def test_check_holds_auto_with_the_policy_against_the_best_fixed_backend(write_run, tmp_path, capsys, held_out, code):
+    run = write_run("run", {op(64): {"standard": 1.0, "chunked": 2.0}, op(256): {"standard": 4.0, "chunked": 2.0}})
+    check = write_run("check", {op(80): {"standard": held_out, "chunked": 1.0}})
+    with pytest.raises(SystemExit) as ended:
+        main(["choose", str(run), "--out", str(tmp_path / "p.json"), "--check", str(check)])
+    assert ended.value.code == code
+    best = "standard" if held_out < 1 else "chunked"
+    verdict = "within" if code == 0 else "NOT within"
+    factor = max(held_out, 1.0) if code else 1.0
+    told = f"auto with the policy takes {factor:.3f} times as long as {best}, the best fixed backend: {verdict} 1.05."
+    assert told in capsys.readouterr().out
+
+
+def test_sums_of_a_check(write_run, tmp_path):
+    run = write_run("run", {op(64): {"standard": 1.0, "chunked": 2.0}, op(256): {"standard": 4.0, "chunked": 2.0}})
+    check = write_run("check", {
+        op(80): {"standard": 1.0, "chunked": 3.0},
+        op(200): {"standard": 3.0, "chunked": 1.5},
+        op(512): {"standard": 9.0},  # beyond the policy: what auto lists, which is all that has a time
+    })  # fmt: skip
+    out = tmp_path / "p.json"
+    with pytest.raises(SystemExit):
+        main(["choose", str(run), "--out", str(out)])
+    found = score(load_policy(out), check)
+    step = 1.0045  # the median of ten samples that grow by a thousandth
+    assert found.with_policy == pytest.approx(step * (1.0 + 1.5 + 9.0))
+    assert found.without == pytest.approx(step * (3.0 + 1.5 + 9.0))
+    assert found.fixed == pytest.approx({"standard": step * 13.0, "chunked": step * 13.5})
+    assert found.best_each == pytest.approx(step * 11.5)
+    assert found.over_fixed == pytest.approx(11.5 / 13.0)
+
+
+def test_check_refuses_a_run_of_another_machine(write_run, tmp_path, capsys):
+    run = write_run("run", {op(64): {"standard": 1.0}})
+    other = write_run("other", {op(64): {"standard": 1.0}}, target="cpu:Another Processor")
+    with pytest.raises(SystemExit) as ended:
+        main(["choose", str(run), "--out", str(tmp_path / "p.json"), "--check", str(other)])
+    assert ended.value.code == 2
+    assert "was measured with another device (cpu:Another Processor)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("words", "sentence"), [((), "needs the directory of at least one run"),
+                                                 (("nowhere",), "nowhere holds no records.jsonl")])  # fmt: skip
+def test_choose_without_a_run_is_refused(words, sentence, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(["choose", *words])
+    assert ended.value.code == 2
+    assert sentence in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,216 @@
+"""``attnsuite selftest`` and ``judge``: what is right, wrong and refused, of a backend and of a user's own function."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from attnsuite.backends import Target, registry
+from attnsuite.reports import render
+from attnsuite.suite import command_line, conformance, conformance_worker, own
+from attnsuite.suite.errors import CellFailure, InputError
+from attnsuite.suite.grid import worker
+from attnsuite.suite.grid.executors import Limits
+from attnsuite.suite.grid.run import new_request, resumed_request
+from attnsuite.suite.kinds import problem_of
+from attnsuite.suite.store import MANIFEST, RECORDS, parse_records
+from attnsuite.testing import random_specs
+
+LIMITS = Limits(120.0, 2**33)
+KERNELS = """
+import jax
+from attnsuite.backends import from_function
+
+def right(q, k, v, is_causal=False):
+    return jax.nn.dot_product_attention(q, k, v, is_causal=is_causal)
+
+def off(q, k, v):
+    return 1.001 * right(q, k, v)
+
+def leaking(q, k, v, key_value_seq_lengths):
+    return jax.nn.dot_product_attention(q, k, v, key_value_seq_lengths=key_value_seq_lengths) + 1e-33 * v.sum()
+
+def dying(q, k, v):
+    raise MemoryError("no room on the chip")
+
+forward = from_function(right, takes={"bidirectional"})
+leaks = from_function(leaking, takes={"bidirectional", "lengths", "grouped_queries"})
+mine = from_function(right, takes={"bidirectional", "causal", "grouped_queries", "gradient"})
+seven = 7
+"""
+
+
+@pytest.fixture(autouse=True)
+def registry_of_its_own(monkeypatch):
+    """Functions that are registered here are in no other test's registry."""
+    monkeypatch.setattr(registry, "DEFAULT", registry.Registry())
+
+
+@pytest.fixture
+def kernels(tmp_path):
+    """A user's file."""
+    path = tmp_path / "my.py"
+    path.write_text(KERNELS)
+    return path
+
+
+def judged(path, name, case="heads-equal", number=None):
+    problem = {"name": case, "number": number, "seed": None if number is None else 0}
+    return conformance_worker.answer({"do": "judge", "backend": f"{path}:{name}", "problem": problem})
+
+
+def test_function_that_is_right_is_within_the_bound_with_its_gradients(kernels):
+    found = judged(kernels, "right")
+    assert found["status"] == "ok"
+    assert found["facts"]["gradients"]
+    assert 0 < found["facts"]["share"] <= 1
+
+
+def test_function_that_is_wrong_is_wrong_by_so_much(kernels):
+    found = judged(kernels, "off")
+    assert found["status"] == "wrong"
+    assert "output is off by 0.001 of its largest value (allowed " in found["error"]
+
+
+def test_what_a_plain_function_does_not_take_is_refused_with_the_reason(kernels):
+    found = judged(kernels, "right", "window-int")
+    assert found["status"] == "unsupported"
+    assert any("local_window_size=(16, 16) is not supported by" in reason for reason in found["reasons"])
+
+
+def test_function_without_gradients_is_judged_by_its_output(kernels):
+    found = judged(kernels, "forward")
+    assert found["status"] == "ok"
+    assert set(found["accuracy"]) == {"output"}
+
+
+def test_what_a_function_raises_is_a_result(kernels):
+    assert judged(kernels, "dying") == {"status": "crashed", "error": "MemoryError: no room on the chip"}
+
+
+def test_random_problems_ask_only_for_what_a_function_takes(kernels, monkeypatch):
+    monkeypatch.setattr(random_specs, "_TRIES", 1)  # the first one drawn is taken
+    found = judged(kernels, "right", "random 3 of seed 0", 3)
+    assert found["status"] == "ok", found
+    assert "is_causal" not in found["drawn"]
+    for number in range(10):
+        random_specs.draw(number, 0, registry.get(f"{kernels}:right"), Target.here(), "native")
+
+
+def test_number_that_no_query_may_see_changes_nothing(kernels):
+    found = judged(kernels, "leaks", "ragged")
+    assert found["status"] == "wrong"
+    assert "output change with numbers that no query may see" in found["error"]
+
+
+def test_backend_that_is_approximate_by_design_is_not_judged_by_the_exact_ones_bound():
+    problem = {"name": "plain", "number": None, "seed": None}
+    found = conformance_worker.answer({"do": "judge", "backend": "kascade", "problem": problem})
+    assert found["status"] == "unsupported"
+    assert found["reasons"] == ["kascade is approximate by design, and the contract's judge is for exact backends."]
+
+
+def test_command_says_what_is_right_wrong_and_refused_and_keeps_the_records(kernels, tmp_path, capsys):
+    out, words = tmp_path / "judged", ["--cases", "heads-equal,window-int", "--random", "0"]
+    with pytest.raises(SystemExit) as ended:
+        command_line.main(["judge", f"{kernels}:off", *words, "--out", str(out)])
+    told = capsys.readouterr().out
+    assert ended.value.code == 1
+    assert [line.split()[:4] for line in told.splitlines() if line.startswith(f"{kernels}:off ")] == [
+        [f"{kernels}:off", "0", "1", "1"]
+    ]
+    assert not [mark for mark in ("# ", "`", "|") if mark in told]
+    assert "- heads-equal: wrong: output is off by 0.001 of its largest value" in told
+    assert "None only); use backend='chunked'. (window-int)" in told
+    records, _, warning = parse_records(out / RECORDS)
+    assert [record.status for record in records] == ["wrong", "unsupported"]
+    assert warning is None
+    page = render(out).read_text()
+    assert re.search(rf"^\| `{re.escape(str(kernels))}:off` *\| +0 \| +1 \| +1 \|", page, re.MULTILINE)
+    assert f"## `{kernels}:off`: wrong" in page
+    assert f"\n{kernels}:off: wrong\n" in told
+
+
+def test_process_that_dies_is_a_result_and_the_next_problem_is_judged(monkeypatch):
+    class Dying:
+        def __init__(self, *_):
+            pass
+
+        def ask(self, request, seconds):
+            raise CellFailure("crashed", "died by SIGSEGV")
+
+        def close(self):
+            pass
+
+    judge = conformance._Judge(LIMITS)
+    monkeypatch.setattr(conformance, "Worker", Dying)
+    assert judge.ask("standard", {"name": "plain"}) == {"status": "crashed", "error": "died by SIGSEGV"}
+    assert judge._worker is None
+
+
+def test_all_right_needs_something_right_and_nothing_wrong(example_record):
+    refused, wrong = (dataclasses.replace(example_record, status=status) for status in ("unsupported", "wrong"))
+    assert conformance.all_right([example_record, refused])
+    assert not conformance.all_right([refused])
+    assert not conformance.all_right([example_record, wrong])
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("nowhere.py:fn", "nowhere.py does not exist; give PATH.py:NAME"),
+        ("{}:no-name", "names no function"),
+        ("{}:missing", "missing in {} is no function"),
+        ("{}:seven", "seven in {} is no function"),
+        ("nobody", "backend 'nobody' is not registered"),
+    ],
+)
+def test_what_cannot_be_judged_is_a_sentence(kernels, name, sentence):
+    with pytest.raises(InputError) as raised:
+        own.register_own([own.own_or_known(name.format(kernels))])
+    assert sentence.format(kernels) in str(raised.value)
+
+
+def test_file_that_does_not_load_is_a_sentence(tmp_path):
+    path = tmp_path / "broken.py"
+    path.write_text("import no_such_chip\n")
+    with pytest.raises(InputError, match=r"broken.py does not load: ModuleNotFoundError: .*'no_such_chip'"):
+        own.register_own([f"{path}:fn"])
+
+
+def test_run_resolves_a_function_as_any_backend(kernels, tiny, new_run):
+    row = f"{kernels}:mine"
+    request = new_request(str(tiny), f"{row},standard", "first", None, new_run, LIMITS)
+    assert request.backends == (row, "standard")
+    asked = {"cases": [problem_of(case) for case in request.cases], "backends": list(request.backends)}
+    cells = worker._ANSWERS["probe"]({"all_cores": False, "text": None, **asked})["cells"]
+    assert [(cell["row"], cell["resolved"]) for cell in cells] == [(row, row), ("standard", "standard")]
+
+
+def test_digest_of_a_function_is_that_of_its_file(kernels):
+    row = f"{kernels}:mine"
+    before = own.digests([row, "standard"])
+    assert list(before) == [row]
+    kernels.write_text(kernels.read_text() + "# changed\n")
+    assert own.digests([row]) != before
+
+
+def test_run_of_a_function_is_not_resumed_since_its_file_may_have_changed(tmp_path):
+    kept = {name: {} for name in ("kascade", "versions", "flags")}
+    kept |= {"suite": "s", "cases": [], "backends": ["my.py:fn"], "all_cores": False, "source": "", "target": "cpu"}
+    kept |= dict.fromkeys(("checkpoint", "text", "file", "git_revision"))
+    (tmp_path / MANIFEST).write_text(json.dumps(kept))
+    with pytest.raises(InputError, match=r"timed code of yours \(my.py:fn\), which may have changed since"):
+        resumed_request(None, None, None, None, tmp_path, LIMITS)
+
+
+def test_what_judges_needs_no_pytest():
+    asked = "print({'pytest', 'hypothesis'} & set(sys.modules))"
+    code = f"import sys; from attnsuite.suite import conformance, conformance_worker; {asked}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"

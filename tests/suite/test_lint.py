@@ -1,0 +1,103 @@
+"""What the text of a compiled program shows: each fact is planted in one program and left out of another."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attnsuite.backends import Target, make_spec, registry
+from attnsuite.suite.cell import Means
+from attnsuite.suite.kinds.attention import OpCase, op_program, spec_of
+from attnsuite.suite.measure import execution, lint
+from attnsuite.suite.measure.program import Program
+
+MEANS = Means(reference=None, memory_limit=2**33)
+
+
+def read(function, dtype="float32", kv_heads=2):
+    query, key = jnp.ones((1, 128, 4, 16), dtype), jnp.ones((1, 128, kv_heads, 16), dtype)
+    text = jax.jit(function).lower(query, key, key).compile().as_text()
+    return lint.read(text, make_spec(query, key, key))
+
+
+def naive(query, key, value):
+    key, value = (jnp.repeat(x, 2, axis=2) for x in (key, value))
+    weights = jax.nn.softmax(jnp.einsum("btnh,bsnh->bnts", query, key))
+    return jnp.einsum("bnts,bsnh->btnh", weights, value)
+
+
+def linear(query, key, value):
+    """Attention without a softmax: the scores are never formed."""
+    state = jnp.einsum("bskh,bskv->bkhv", key, value)
+    return jnp.einsum("btnh,bkhv->btnv", query, state)
+
+
+def test_array_of_the_size_of_the_scores_is_found():
+    assert read(naive).score_arrays > 0
+    assert read(linear).score_arrays == 0
+
+
+def test_blocks_of_scores_are_no_array_of_the_size_of_the_scores():
+    case = OpCase(kind="op_forward", sequence=4096, heads=2, kv_heads=2, head_dim=16)
+    found = {}
+    for name in ("standard", "chunked"):
+        program = op_program(case, registry.get(name), "native", Target.here())
+        text = jax.jit(program.function).lower(*program.arguments).compile().as_text()
+        found[name] = lint.read(text, spec_of(case)).score_arrays
+    assert found["standard"] > found["chunked"] == 0
+
+
+def test_product_that_accumulates_in_half_precision_is_told_from_one_in_float32():
+    def product(out):
+        return lambda query, key, _: jnp.einsum("btnh,bskh->bts", query, key, preferred_element_type=out)
+
+    assert read(product("bfloat16"), "bfloat16").products == {"bf16 x bf16 -> bf16": 1}
+    accumulated = {words.partition(" -> ")[2] for words in read(product("float32"), "bfloat16").products}
+    assert accumulated == {"f32"}
+
+
+def test_copy_of_the_keys_is_found():
+    def copied(query, key, value):
+        return query.sum() + value.sum() + jax.lax.optimization_barrier(jnp.swapaxes(key, 1, 3) * 2).sum()
+
+    def summed(query, key, value):
+        return query.sum() + key.sum() + value.sum()
+
+    assert read(copied).copies > 0
+    assert read(summed).copies == 0
+    assert read(lambda a, b, c: a.sum() + b.sum() + c.sum()).copies is None  # nothing says which argument the keys are
+
+
+def test_what_the_text_cannot_tell_is_not_counted():
+    query = jnp.ones((1, 16, 2, 16))  # scores and keys have as many elements
+    text = jax.jit(linear).lower(query, query, query).compile().as_text()
+    assert lint.read(text, make_spec(query, query, query)).score_arrays is None
+
+
+def test_memory_of_a_core_is_no_copy_and_a_kernel_goes_by_its_name():
+    text = """HloModule planted
+ENTRY %main (key.1: f32[1,128,2,16]) -> f32[1,128,2,16] {
+  %key.1 = f32[1,128,2,16]{3,2,1,0:T(8,128)} parameter(0), metadata={op_name="key"}
+  %move = (f32[1,128,2,16]{3,2,1,0:T(8,128)S(1)}, f32[1,128,2,16]{3,2,1,0:T(8,128)}, u32[]) copy-start(%key.1)
+  %turned = f32[1,128,2,16]{1,3,2,0:T(8,128)} copy(%key.1)
+  ROOT %out = (f32[1,128,2,16]{3,2,1,0}, f32[4]{0}) custom-call(%turned), custom_call_target="tpu_custom_call"
+}
+"""
+    query = jnp.ones((1, 128, 4, 16))
+    found = lint.read(text, make_spec(query, query[:, :, :2], query[:, :, :2]))
+    assert (found.copies, found.products) == (1, {"kernel tpu_custom_call": 1})
+
+
+@pytest.mark.parametrize("repeats", [True, False])
+def test_program_whose_second_run_differs_in_a_bit_is_found(repeats):
+    calls = itertools.count()
+
+    def last_bit(x):
+        return np.nextafter(x, np.float32(np.inf)) if not repeats and next(calls) % 2 else x
+
+    def function(query):
+        return jax.pure_callback(last_bit, jax.ShapeDtypeStruct(query.shape, query.dtype), query)
+
+    assert execution.execute(Program(function, (jnp.ones((2, 2)),)), MEANS)[2].repeats is repeats

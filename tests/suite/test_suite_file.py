@@ -1,0 +1,81 @@
+"""Suite files: lists are sweeps, errors name line and key, and the page of their keys is that of the classes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from attnsuite.suite.errors import InputError
+from attnsuite.suite.schema import BEGIN, generated
+from attnsuite.suite.suites import find_suite
+
+PAGE = Path(__file__).parents[2] / "docs" / "suite-files.md"
+FORWARD = '[[case]]\nkind = "op_forward"\n'
+
+
+@pytest.fixture
+def read(tmp_path):
+    """The names of the cases of a suite file with this text."""
+
+    def of(text):
+        path = tmp_path / "mine.toml"
+        path.write_text(text)
+        return [case.name for case in find_suite(str(path)).cases]
+
+    return of
+
+
+def test_lists_make_a_case_of_each_combination_and_the_first_varies_slowest(read):
+    swept = f"{FORWARD}sequence = [8, 16]\nkv_heads = [8, 2]\nheads = 8\n"
+    assert read(swept) == [
+        *("forward-s8-h8k8-d64-f32", "forward-s8-h8k2-d64-f32"),
+        *("forward-s16-h8k8-d64-f32", "forward-s16-h8k2-d64-f32"),
+    ]
+    assert read('[[case]]\nkind = ["op_decode", "op_forward"]\nsequence = 8\n') == [
+        *("decode-s8-h8k8-d64-f32", "forward-s8-h8k8-d64-f32"),
+    ]
+
+
+def test_cases_whose_names_leave_a_swept_key_out_are_told_apart_by_its_value(read):
+    names = read('[[case]]\nkind = "model_prefill"\ntop_k = [0.25, 0.5]\n')
+    assert names == ["prefill-text-s1024-f32-top_k0.25", "prefill-text-s1024-f32-top_k0.5"]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("# none\n\nspeed = 1\n" + FORWARD, "line 3 (speed): it has no key 'speed'"),
+        ('peers = ["tensorflow"]\n' + FORWARD, "line 1 (peers): peers: 'tensorflow' is no peer"),
+        (f"{FORWARD}sequence = 8\n\n{FORWARD}sequence = 0\n", "line 7 (sequence): a case of kind op_forward: sequence"),
+        (f"{FORWARD}sequence = [\n  8,\n  0,\n]\nseed = 1\n", "line 3 (sequence): a case of kind op_forward: seq"),
+        (f"# one\n{FORWARD}heads = 8\n", "line 2: a case of kind op_forward: it lacks the key sequence"),
+        (f"{FORWARD}sequence = 8\nhead_size = 3\n", "line 4 (head_size): a case of kind op_forward: it has no key"),
+        (f"{FORWARD}sequence = 8\nheads = 4\nkv_heads = 3\n", "line 4 (heads): case forward-s8-h4k3-d64-f32: num_"),
+        (f'{FORWARD}sequence = 8\nname = "seed"\nsoft_cap = -1.0\nseed = 3\n', "line 5 (soft_cap): case seed: logits"),
+        ('case = [\n  {kind = "op_forward", sequence = 0},\n]\n', "line 1: a case of kind op_forward: sequence = 0"),
+        (f'{FORWARD}name = """\n[[case]]\n"""\nsequence = 8\nseed = -1\n', "line 7 (seed): a case of kind"),
+        (f"{FORWARD}sequence = 8\n[case.seed]\na = 1\n", "line 4 (seed): a case of kind op_forward: seed = a table"),
+        (f'{FORWARD}sequence = [8, 9]\nname = "a"\n', "line 4 (name): name = 'a' cannot name the cases of a sweep"),
+        (f"{FORWARD}sequence = []\n", "line 3 (sequence): sequence = [] lists no value"),
+        (f"{FORWARD}sequence = [8, 8]\n", "line 1: two cases named forward-s8-h8k8-d64-f32-sequence8"),
+        (f"{FORWARD}sequence = [[8]]\n", "line 3 (sequence): a case of kind op_forward: sequence = a list must be"),
+        (f"{FORWARD}sequence = {list(range(1, 102))}\nseed = {list(range(100))}", "make 10100 cases; a table"),
+    ],
+)  # fmt: skip
+def test_error_names_the_line_and_the_key(read, text, told):
+    with pytest.raises(InputError, match=r"suite file .*mine\.toml, line") as raised:
+        read(text)
+    assert told in str(raised.value)
+
+
+def test_page_of_the_keys_is_made_from_the_classes_that_read_them():
+    told, _, tables = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    assert BEGIN + tables == generated()
+    assert told
+
+
+def test_example_of_the_page_has_the_seven_cases_that_the_page_says(read):
+    (example,) = re.findall(r"```toml\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    assert len(read(example)) == 7

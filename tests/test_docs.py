@@ -1,0 +1,93 @@
+"""Every Python block of the documentation runs, or says in its first line what it needs."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted(
+    path
+    for path in (ROOT / "docs").rglob("*.md")
+    if "```python" in path.read_text(encoding="utf-8") and path.name != "cpu.md"  # tests/test_readme.py runs cpu.md
+)
+NEEDS = re.compile(r"# needs: (.+)")
+MET = "8 devices"
+# The blocks of a page share their names, and no page sees those of another.
+RUNNER = """
+import json, sys, time, traceback
+told = {}
+for page, blocks in json.load(sys.stdin).items():
+    names = {"__name__": page}
+    start = time.perf_counter()
+    told[page] = ""
+    for number, block in enumerate(blocks, 1):
+        try:
+            exec(compile(block, f"{page}, block {number}", "exec", dont_inherit=True), names)
+        except BaseException:
+            told[page] = traceback.format_exc(limit=-3)
+            break
+    print(page, round(time.perf_counter() - start, 2), "s", file=sys.stderr)
+print("\\n" + json.dumps(told))
+"""
+
+
+def blocks_of(path):
+    """The blocks of a page, each with what it needs (an empty string where nothing)."""
+    found = re.findall(r"^```python\n(.*?)^```", path.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    return [((NEEDS.match(block) or [""] * 2)[1], block) for block in found]
+
+
+def run(pages, folder):
+    """What went wrong in each page, by its name; an empty string where nothing did."""
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": "8",
+        "PYTHONWARNINGS": "ignore",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", RUNNER],
+        input=json.dumps(pages),
+        env=environment,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    sys.stderr.write(done.stderr[-4000:])
+    assert done.returncode == 0
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory):
+    pages = {page.name: [block for needs, block in blocks_of(page) if needs in ("", MET)] for page in PAGES}
+    broken = {"a broken page": ["value = 1", "assert value == 1", "missing + value"]}
+    return run(pages | broken, tmp_path_factory.mktemp("pages"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_blocks_of_a_page_run_or_say_what_they_need(page, outcome):
+    assert outcome[page.name] == ""
+    for needs, block in blocks_of(page):
+        compile(block, f"{page.name}, needs {needs or 'nothing'}", "exec")
+
+
+def test_block_that_uses_a_name_nobody_defined_is_found(outcome):
+    assert "NameError: name 'missing' is not defined" in outcome["a broken page"]
+
+
+def test_most_blocks_need_nothing():
+    every = [needs for page in PAGES for needs, _ in blocks_of(page)]
+    assert sum(needs in ("", MET) for needs in every) > len(every) / 2
+
+
+def test_every_page_is_in_the_navigation_of_the_site():
+    listed = set(re.findall(r'"([\w-]+\.md)"', (ROOT / "zensical.toml").read_text(encoding="utf-8")))
+    assert listed == {page.name for page in (ROOT / "docs").glob("*.md")}

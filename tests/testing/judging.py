@@ -1,0 +1,87 @@
+"""Judge a backend on one problem, named or random: right, wrong and how far, or refused and why. Without pytest."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Literal
+
+import jax
+import numpy as np
+
+from attnsuite.backends import Backend, Target, make_spec, oracle, support
+from attnsuite.backends.features import Mode
+
+from . import checks, problems, random_specs
+from .problems import CASES
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Judgement:
+    """What was found on one problem.
+
+    ``verdicts`` are those of the judge by quantity; ``said`` has one sentence for each fault of a wrong result, or for
+    each reason of a refusal. ``problem`` describes a random problem, and is empty for a named one.
+    """
+
+    status: Literal["ok", "wrong", "unsupported"]
+    verdicts: Mapping[str, oracle.Verdict] = dataclasses.field(default_factory=dict)
+    said: tuple[str, ...] = ()
+    problem: str = ""
+
+
+def judge_case(backend: Backend, name: str, target: Target, mode: Mode = "native") -> Judgement:
+    """Hold ``backend`` to the named problem.
+
+    Output and gradients have to pass the judge, and numbers where nobody may look have to change no bit of them. A
+    backend that takes the problem only without gradients is judged by its output. What the backend raises is raised.
+    """
+    layout, terms, inputs = problems.arrays(CASES[name], name)
+    spec = make_spec(*inputs[:3], layout, terms, **CASES[name].options)
+    refused = support(backend, spec, target, mode).reasons
+    if refused:
+        spec = dataclasses.replace(spec, needs_grad=False)
+        if not support(backend, spec, target, mode):
+            return Judgement("unsupported", said=refused)
+    problem = dataclasses.replace(problems.problem(name), spec=spec)
+    run = (
+        checks.compiled(backend, problem, target, mode) if spec.needs_grad else _forward(backend, problem, target, mode)
+    )
+    results = run(*problem.inputs)
+    verdicts = {name: problem.verdict(name, results[name]) for name in problem.expected if name in results}
+    again = run(*checks.strewn(problem))
+    moved = [name for name, x in results.items() if not np.array_equal(x, again[name], equal_nan=True)]
+    return _judged(verdicts, moved)
+
+
+def judge_random(backend: Backend, number: int, seed: int, target: Target, mode: Mode = "native") -> Judgement:
+    """Hold ``backend`` to random problem ``number`` of ``seed``, of the features that it takes."""
+    try:
+        drawn = random_specs.draw(number, seed, backend, target, mode)
+    except RuntimeError as error:
+        return Judgement("unsupported", said=(str(error),))
+    found = _judged(random_specs.verdicts(drawn, backend, target, mode), ())
+    return dataclasses.replace(found, problem=str(drawn))
+
+
+def _forward(backend: Backend, problem: problems.Problem, target: Target, mode: Mode) -> checks.Run:
+    run = problems.planned(backend, problem, target, mode)
+    return jax.jit(lambda *inputs: problems.forward_alone(run, inputs, problem.terms))
+
+
+def _judged(verdicts: Mapping[str, oracle.Verdict], moved: list[str] | tuple[str, ...]) -> Judgement:
+    said = [_fault(name, verdict) for name, verdict in verdicts.items() if not verdict.passed]
+    if moved:
+        said.append(f"{', '.join(moved)} change with numbers that no query may see, or from one run to the next.")
+    return Judgement("wrong" if said else "ok", verdicts, tuple(said))
+
+
+def _fault(name: str, verdict: oracle.Verdict) -> str:
+    """One sentence on a quantity that fails, by the bound that it breaks."""
+    if not np.isfinite(verdict.max_error):
+        return f"{name} has another shape or dtype than the contract says, or holds NaN or infinity."
+    if verdict.max_error > verdict.allowed:
+        return f"{name} is off by {verdict.max_error:.2g} of its largest value (allowed {verdict.allowed:.2g})."
+    if verdict.rms_error > verdict.allowed_rms:
+        return f"{name} is off by {verdict.rms_error:.2g} in root mean square (allowed {verdict.allowed_rms:.2g})."
+    return f"{name} is not exactly zero where nothing is visible."
