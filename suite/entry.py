@@ -10,10 +10,13 @@ import gc
 import os
 import signal
 import sys
+import time
 from types import FrameType
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _AGAIN = 0.02  # seconds until an interrupt that nobody would hear is tried again
+_PATIENCE = 10.0  # seconds for which it is tried so
+_IMPORTING = "<frozen importlib"  # file of the frames under which a module's code runs
 
 
 def main() -> None:
@@ -38,8 +41,12 @@ def _leave(number: int, _: FrameType | None) -> None:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    if _is_unheard(frame):
-        signal.signal(signal.SIGALRM, lambda _, later: _interrupt(number, later))
+    _raise_where_heard(number, frame, time.monotonic() + _PATIENCE)
+
+
+def _raise_where_heard(number: int, frame: FrameType | None, until: float) -> None:
+    if _is_unheard(frame) and time.monotonic() < until:
+        signal.signal(signal.SIGALRM, lambda _, later: _raise_where_heard(number, later, until))
         signal.setitimer(signal.ITIMER_REAL, _AGAIN)
         return
     for other in _ENDING:
@@ -49,10 +56,15 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _is_unheard(frame: FrameType | None) -> bool:
-    """Whether Python would print and drop an exception: in a callback of the garbage collector (JAX has one)."""
+    """Whether the exception would be dropped.
+
+    Python prints and drops one in a callback of the garbage collector (JAX has one). A module that is imported may
+    catch everything.
+    """
     callbacks = {getattr(callback, "__code__", None) for callback in gc.callbacks}
     while frame is not None:
-        if frame.f_code in callbacks or frame.f_code.co_name == "__del__":
+        code = frame.f_code
+        if code in callbacks or code.co_name == "__del__" or code.co_filename.startswith(_IMPORTING):
             return True
         frame = frame.f_back
     return False

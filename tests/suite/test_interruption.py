@@ -153,6 +153,26 @@ try:
 except KeyboardInterrupt as error:
     sys.exit(128 + error.args[0])
 """
+IN_AN_IMPORT = """
+import os, signal, sys, time
+from pathlib import Path
+from attnsuite.suite import entry
+
+Path(__file__).with_name("catches_everything.py").write_text('''
+import os, signal, time
+try:
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(1)
+except:
+    pass
+''')
+signal.signal(signal.SIGTERM, entry._interrupt)
+try:
+    import catches_everything
+    time.sleep(5)
+except KeyboardInterrupt as error:
+    sys.exit(128 + error.args[0])
+"""
 IN_EXEC = """
 from attnsuite.suite import command_line
 
@@ -164,9 +184,9 @@ command_line.main([])
 """
 
 
-@pytest.mark.parametrize("code", [IN_THE_COLLECTOR, IN_EXEC], ids=["garbage collector", "exec of a string"])
+@pytest.mark.parametrize("code", [IN_THE_COLLECTOR, IN_AN_IMPORT, IN_EXEC], ids=["garbage collector", "import", "exec"])
 def test_signal_is_not_lost_where_python_drops_or_remembers_it(code, tmp_path):
-    """JAX has a callback in the collector; making a dataclass is an exec. Interrupted runs met both."""
+    """JAX has a callback in the collector, SciPy is imported late, a dataclass is made by exec: runs met all three."""
     (tmp_path / "interrupted.py").write_text(code)
     path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
     command = [sys.executable, "-m", "interrupted"]
