@@ -24,7 +24,7 @@ from ..features import Mode, Takes
 from ..resolve import resolve
 from ..tunable import KernelWork
 from . import kernels, steps, tuning, xla
-from .cost import not_profitable
+from .cost import runs_dense
 from .schedule import LayerRole, manual
 from .selection import Places, Selection, candidates, choose, with_own
 from .settings import Kernel, Settings, Tiling
@@ -137,11 +137,9 @@ class Kascade:
             raise ValueError(" ".join(reasons))
         tiling = Tiling.of(spec, settings)
         places = Places.of(spec, layout, tiling)
-        if settings.when == "profitable":
-            instead = not_profitable(spec, settings)
-            if instead is not None:
-                dense = resolve("auto", spec, target)
-                return Plan(dense.plan(layout).attend, (f"{instead}; {dense.backend.name} ran.",))
+        if (instead := runs_dense(spec, settings)) is not None:
+            dense = resolve("auto", spec, target)
+            return Plan(dense.plan(layout).attend, (f"{instead}; {dense.backend.name} ran.",))
         roles = _roles(settings, spec)
         compute = _computation(spec, settings, tiling, places, target, mode, self.heads)
         if settings.kernel != "xla" and "dense" in {role.role for role in roles or ()}:

@@ -81,6 +81,18 @@ def kept_fraction(
     )
 
 
+def runs_dense(spec: AttentionSpec, settings: Settings) -> str | None:
+    """Why the option ``when`` runs this dense, as the beginning of a sentence; None if it runs sparse.
+
+    ``when="decode"`` is the paper's decode-only variant: only a single query token is sparse.
+    """
+    if settings.when == "profitable":
+        return not_profitable(spec, settings)
+    if settings.when == "decode" and spec.query_length > 1:
+        return f"kascade: query_length={spec.query_length}, and when='decode' runs several query tokens dense"
+    return None
+
+
 def not_profitable(spec: AttentionSpec, settings: Settings) -> str | None:
     """Why ``when="profitable"`` runs this dense, as the beginning of a sentence; None if it runs sparse.
 

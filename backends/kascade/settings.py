@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Granularity = Literal["tile", "token"]
 Ablation = Literal["all_heads", "no_remap"]
 Kernel = Literal["xla", "pallas", "flash_cpu"]
-When = Literal["always", "profitable"]
+When = Literal["always", "profitable", "decode"]
 
 LEAST = 16  # keys or queries of a block: rows of a bfloat16 register on a TPU; sides of Triton's smallest product
 
@@ -39,7 +39,8 @@ OPTIONS = {
     "block_kv_sparse": "keys that a Pallas kernel loads at a time, at most: likewise (default 256)",
     "block_kv_compute": "keys that a Pallas kernel computes with at a time, at most: likewise (default 128)",
     "tuned": "path of a table that attnsuite tune wrote; the options given beside it hold over the table's",
-    "when": "'always', or 'profitable': dense where sparse would be slower; the plan's notes then say so",
+    "when": "'always', 'profitable' (dense where sparse would be slower) or 'decode' (dense with several query tokens, "
+    "as in a prefill); where dense ran, the plan's notes say so",
 }
 _GONE = {"mesh": "backends.Sharded(backends.get('kascade'), mesh, backends.MeshAxes(heads=axis))"}
 

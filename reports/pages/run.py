@@ -208,9 +208,11 @@ def kascade_quality(shown: Shown) -> Iterator[Section]:
         )
         drawn = kascade.picture(shown.own)
         pictures = () if drawn is None else (drawn,)
+        rows = {cell.record.requested for group in shown.own for cell in group.cells}
         yield Section("kascade_quality", "Quality at the same kept fraction", (told,),
                       tuple(f"{code(m.name)}: {escape(m.told)}." for m in METHODS.values()
-                            if "kascade_text" in m.kinds), tables=made, pictures=pictures)  # fmt: skip
+                            if "kascade_text" in m.kinds and m.name in rows), tables=made,
+                      pictures=pictures)  # fmt: skip
 
 
 def kascade_goals(shown: Shown) -> Iterator[Section]:

@@ -154,6 +154,8 @@ class Selections(Kind):
 
 def _repeats(row: str, case: SelectionCase) -> tuple[str, ...]:
     """Why the row would repeat another one."""
+    if row == "kascade_both_phases" and case.phase == "prefill":
+        return ("kascade_both_phases: a prefill case has no decode steps, so this row would repeat kascade.",)
     if row == "kascade_greedy" and case.schedule in GREEDY_RULES:
         return ("kascade_greedy: the case's own schedule is greedy, so this row would repeat kascade.",)
     if row == "kascade_token" and case.granularity == "token":

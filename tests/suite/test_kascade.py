@@ -29,7 +29,7 @@ GATE = SelectionCase(kind="kascade_gate", sequence=256, sequences=8, tile_size=1
 STACK = StackCase(kind="kascade_prefill", sequence=256, layers=3, anchors=2, heads=4, kv_heads=2, head_dim=16,
                   tile_size=32, top_k=0.25)  # fmt: skip
 SELECTING = sorted({name for kind in ("kascade_text", "kascade_gate") for name in METHODS
-                    if kind in METHODS[name].kinds} - {"dense"})  # fmt: skip
+                    if kind in METHODS[name].kinds} - {"dense", "kascade_both_phases"})  # fmt: skip
 BY_TILES = [name for name in SELECTING if name not in ("kascade_token", "dropped_tiles")]
 
 
@@ -131,6 +131,35 @@ def test_kascade_finds_all_at_the_flops_that_it_says(gate, phase):
     assert found["flops"] == pytest.approx(expected_flops(case), rel=1e-6)
 
 
+def test_decode_cases_are_decode_only_but_for_the_row_that_fills_its_own_cache():
+    """What the rows of a decode case ask of the model to fill the cache."""
+    case = dataclasses.replace(GATE, name="", kind="kascade_retrieval", phase="decode")
+    model, schedule = dense.case_model(case), manual((0, 1), num_layers=6, kv_heads=2)
+
+    class Filled(Exception):  # noqa: N818
+        """Carries the arguments out of the program."""
+
+    class Watching:
+        config, arrays, new_cache = model.config, model.arrays, model.new_cache
+
+        def prefill(self, tokens, cache, **call):
+            raise Filled(tokens.shape, call)
+
+    asked = {}
+    for row in ("quest", "kascade", "kascade_both_phases"):
+        with pytest.raises(Filled) as filled:
+            quality._program(case, Watching(), row, schedule)(jnp.zeros((4, 256), jnp.int32))
+        shape, asked[row] = filled.value.args
+        assert shape == (4, 256 - 16)  # the tokens before those that are decoded
+    assert asked["kascade"] == asked["quest"] == {"backend": "standard", "last_only": True}
+    assert asked["kascade_both_phases"] == {
+        "backend": "kascade",
+        "backend_options": settings_of(case, schedule=schedule).as_options(),
+        "on_unavailable": "raise",
+        "last_only": True,
+    }
+
+
 def expected_flops(case):
     """By hand: layer 0 dense, one anchor of six, four reuse layers; an anchor scores everything once more."""
     config, settings = dense.case_model(case).config, settings_of(case)
@@ -182,6 +211,8 @@ def test_row_that_would_repeat_another_is_refused_with_the_reason():
     assert "would repeat kascade" in reasons_of("kascade_profitable", longer)[0]
     recall = dataclasses.replace(GATE, kind="kascade_retrieval", name="")
     assert "greedy" in reasons_of("kascade_greedy", dataclasses.replace(recall, schedule="greedy"))[0]
+    assert "no decode steps" in reasons_of("kascade_both_phases", recall)[0]
+    assert reasons_of("kascade_both_phases", dataclasses.replace(recall, phase="decode")) == ()
     assert "single keys" in reasons_of("kascade_token", dataclasses.replace(recall, granularity="token"))[0]
 
 

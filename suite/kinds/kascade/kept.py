@@ -8,7 +8,7 @@ from typing import Any
 
 from attnsuite.backends import AttentionSpec
 from attnsuite.backends.kascade import LayerRole, Settings, kept_fraction
-from attnsuite.backends.kascade.cost import not_profitable
+from attnsuite.backends.kascade.cost import runs_dense
 from attnsuite.models import ModelConfig
 from attnsuite.models.planning import Resolutions
 
@@ -33,8 +33,7 @@ class Kept:
         fraction = kept_fraction(spec, settings, num_layers)
         schedule = settings.schedule
         roles = {i: schedule.layers[i] if schedule else LayerRole("anchor", i) for i in layers}
-        dense = settings.when == "profitable" and not_profitable(spec, settings) is not None
-        share = 1.0 if dense else fraction.reuse
+        share = fraction.reuse if runs_dense(spec, settings) is None else 1.0
         shares = {role.role: 1.0 if role.role == "dense" else share for role in roles.values()}
         return Kept(roles, shares, sum(shares[role.role] for role in roles.values()) / len(roles), settings)
 
@@ -62,10 +61,13 @@ class Kept:
                 f"{', '.join(reuses) or 'none'}"
             )
         if self.pairs == 1.0:
+            remedy = "lower min_keys, or give longer sequences"
+            if settings.when == "decode":
+                remedy = "several query tokens at once run dense: leave out when, or decode token by token"
             told.append(
                 f"DENSE: every pair was kept, so that this is not a figure of sparse attention (min_keys="
                 f"{settings.min_keys}, top_k={settings.top_k:g}, tile_size={settings.tile_size}, when="
-                f"{settings.when!r}); lower min_keys, or give longer sequences"
+                f"{settings.when!r}); {remedy}"
             )
         return tuple(told)
 

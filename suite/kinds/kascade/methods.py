@@ -35,6 +35,9 @@ METHODS = {
         Method(name="oracle_pooled", told="Kascade with every layer an anchor: nothing is reused", kinds=_QUALITY),
         Method(name="kascade", told="Kascade under the case's schedule (dp unless told), by tiles",
                kinds=(*_CHOICES, *_STACK)),
+        Method(name="kascade_both_phases", told="Kascade that also fills the cache which its decode steps read; in "
+               "the decode cases all other rows are decode-only, behind a cache that dense attention filled",
+               kinds=_QUALITY),
         Method(name="kascade_greedy", told="Kascade, schedule by the greedy rule", kinds=_QUALITY),
         Method(name="kascade_all_heads", told="Kascade, one selection for all KV heads", kinds=_QUALITY),
         Method(name="kascade_no_remap", told="Kascade, each KV head reuses its own number", kinds=_QUALITY),

@@ -1,7 +1,7 @@
 """What one row of a case loses: its figures beside the dense model's, on the same tokens, sequence by sequence.
 
 Prefill and decoding are measured apart. Decoding reads given tokens (teacher forcing) behind a cache that dense
-attention filled, so that only the decode steps are sparse.
+attention filled, so that only the decode steps are sparse. The exception is the row ``kascade_both_phases``.
 """
 
 from __future__ import annotations
@@ -155,7 +155,11 @@ def _program(
 
     def run(tokens: jax.Array) -> tuple[jax.Array, list[Kept]]:
         cache = model.new_cache(dense.AT_ONCE, case.sequence)
-        _, cache = model.prefill(tokens[:, :start], cache, backend="standard", last_only=True)
+        call: dict[str, Any] = {"backend": "standard"}
+        if method == "kascade_both_phases":
+            chosen = dataclasses.replace(settings, schedule=schedule)
+            call = {"backend": "kascade", "backend_options": chosen.as_options(), "on_unavailable": "raise"}
+        _, cache = model.prefill(tokens[:, :start], cache, last_only=True, **call)
         return decode(params, tokens[:, start:], cache.keys, cache.values)
 
     return run

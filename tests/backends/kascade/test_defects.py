@@ -336,4 +336,22 @@ def test_11_running_dense_is_said_and_is_dense():
     assert KASCADE.plan(long, Layout(), target=CPU, options=options).notes == ()
 
 
+def test_decode_only_runs_several_query_tokens_dense_and_a_single_one_sparse():
+    """The paper's decode-only variant, as the programs that are traced."""
+    several, single = sparse(), PROBLEMS["decode"]()
+    assert (
+        f"query_length={several.spec.query_length}, and when='decode' runs several query tokens dense"
+        in (plan_of(several, when="decode").notes[0])
+    )
+    assert plan_of(single, when="decode").notes == ()
+    traced = {
+        (name, when): str(jax.make_jaxpr(plan_of(problem, when=when).run)(*problem.inputs))
+        for name, problem in (("several", several), ("single", single))
+        for when in ("always", "profitable", "decode")
+    }
+    assert plan_of(single, when="profitable").notes != ()  # dense
+    assert traced["several", "decode"] == traced["several", "profitable"] != traced["several", "always"]
+    assert traced["single", "decode"] == traced["single", "always"] != traced["single", "profitable"]
+
+
 assert SETTINGS.tile_size == 16  # what the masks above are written for
