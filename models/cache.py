@@ -4,6 +4,9 @@ Keys and values are kept as ``[batch, kv_heads, capacity, head_dim]``. With the 
 head's keys in one run (12 times faster on a CPU with 8 KV heads than ``[batch, capacity, kv_heads, head_dim]``).
 Backends get them with the axes swapped back; XLA cancels the transposes. ``lengths`` are on the host, so that a full
 cache is refused before it is written to, without waiting for the device.
+
+A quantised cache keeps int8 or float8 numbers, and a float32 scale for each slot and KV head. A prefill behind an empty
+cache attends over its own keys and values, so that only what follows it reads quantised ones.
 """
 
 from __future__ import annotations
@@ -14,11 +17,42 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
+
+from attnsuite.backends.contract import Terms
+from attnsuite.backends.features import KV_DTYPES
+from attnsuite.backends.kv_cache import quantize
 
 from .config import DTYPES, AttentionType, ModelConfig
 
-Slots = Float[Array, "batch kv_heads capacity head_dim"]
+CACHE_DTYPES = (*DTYPES, *KV_DTYPES)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True)
+class Quantised:
+    """Keys or values of a layer as numbers of int8 or float8; a slot of a KV head stands for ``numbers * scales``."""
+
+    numbers: Num[Array, "batch kv_heads capacity head_dim"]
+    scales: Float[Array, "batch kv_heads capacity 1"]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the numbers."""
+        return self.numbers.shape
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of the numbers."""
+        return self.numbers.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of numbers and scales."""
+        return self.numbers.nbytes + self.scales.nbytes
+
+
+Slots = Float[Array, "batch kv_heads capacity head_dim"] | Quantised
 
 
 @jax.tree_util.register_dataclass
@@ -38,8 +72,9 @@ class KVCache:
     def create(config: ModelConfig, batch: int, capacity: int, dtype: str | None = None) -> KVCache:
         """An empty cache with room for ``capacity`` tokens per sequence. Raises ValueError.
 
-        ``dtype=None`` means the config's, except on CPUs, where it is float32: attention over a bfloat16
-        cache reads 3-9 GB/s there (Zen 5, jaxlib 0.10.2), float32 comes near the limit of the memory.
+        ``dtype`` is one of :data:`CACHE_DTYPES`; "int8" and "float8_e4m3fn" make a quantised cache. ``dtype=None``
+        means the config's, except on CPUs, where it is float32: attention over a bfloat16 cache reads 3-9 GB/s there
+        (Zen 5, jaxlib 0.10.2), float32 comes near the limit of the memory.
         """
         for name, value in (("batch", batch), ("capacity", capacity)):
             if not isinstance(value, int) or value < 1:
@@ -50,12 +85,12 @@ class KVCache:
                 f"use at most {config.max_length}."
             )
         dtype = dtype or default_dtype(config)
-        if dtype not in DTYPES:
-            raise ValueError(f"dtype={dtype!r} is not supported; use one of {', '.join(DTYPES)}.")
+        if dtype not in CACHE_DTYPES:
+            raise ValueError(f"dtype={dtype!r} is not supported; use one of {', '.join(CACHE_DTYPES)}.")
         keys, values = slot_shapes(config, batch, capacity)
         return KVCache(
-            keys=tuple(jnp.zeros(shape, dtype) for shape in keys),
-            values=tuple(jnp.zeros(shape, dtype) for shape in values),
+            keys=tuple(_empty(shape, dtype) for shape in keys),
+            values=tuple(_empty(shape, dtype) for shape in values),
             lengths=np.zeros(batch, np.int32),
         )
 
@@ -80,8 +115,15 @@ class KVCache:
         return str(self.keys[0].dtype)
 
     @property
+    def problem(self) -> dict[str, Any]:
+        """What :func:`attnsuite.models.planning.attention_spec` has to know to attend to this cache."""
+        kv_dtype = self.dtype if self.dtype in KV_DTYPES else None
+        dtype = None if kv_dtype else self.dtype
+        return {"key_value_length": self.capacity, "dtype": dtype, "kv_dtype": kv_dtype}
+
+    @property
     def nbytes(self) -> int:
-        """Bytes of keys and values."""
+        """Bytes of keys and values, and of their scales."""
         return sum(x.nbytes for x in (*self.keys, *self.values))
 
     def lengths_after(self, new: int, lengths: Any = None) -> Int[np.ndarray, " batch"]:
@@ -124,7 +166,32 @@ def default_dtype(config: ModelConfig) -> str:
 
 def write(slots: Slots, new: Float[Array, "batch length kv_heads head_dim"], start: Int[Array, " batch"]) -> Slots:
     """``new`` written into ``slots`` from each sequence's ``start``, in the dtype of the slots."""
+    if isinstance(slots, Quantised):
+        numbers, scales = quantize(new, str(slots.dtype))
+        return Quantised(write(slots.numbers, numbers, start), write(slots.scales, scales[..., None], start))
     new = jnp.swapaxes(new, 1, 2).astype(slots.dtype)
     if new.shape[0] == 1:
         return jax.lax.dynamic_update_slice(slots, new, (0, 0, start[0], 0))
     return jax.vmap(lambda s, x, at: jax.lax.dynamic_update_slice(s, x, (0, at, 0)))(slots, new, start)
+
+
+def read(slots: Slots) -> Num[Array, "batch capacity kv_heads head_dim"]:
+    """The slots in the order of a backend's operands; of a quantised cache the numbers."""
+    return jnp.swapaxes(slots.numbers if isinstance(slots, Quantised) else slots, 1, 2)
+
+
+def with_scales(terms: Terms, keys: Slots, values: Slots) -> Terms:
+    """The terms with the scales of a layer's slots, if they are quantised. Latents are their own values."""
+    if not isinstance(keys, Quantised):
+        return terms
+    of_values = values if isinstance(values, Quantised) else keys
+    key_scales, value_scales = (jnp.swapaxes(x.scales, 1, 2)[..., 0] for x in (keys, of_values))
+    return dataclasses.replace(terms, key_scales=key_scales, value_scales=value_scales)
+
+
+def _empty(shape: tuple[int, ...], dtype: str) -> Slots:
+    if dtype not in KV_DTYPES:
+        return jnp.zeros(shape, dtype)
+    if not shape[-1]:  # the values of a latent layer
+        return jnp.zeros(shape, jnp.float32)
+    return Quantised(jnp.zeros(shape, dtype), jnp.ones((*shape[:-1], 1), jnp.float32))

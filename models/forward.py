@@ -23,7 +23,7 @@ from attnsuite.backends import Layout, Plan, masks
 from attnsuite.backends.contract import NO_TERMS, Carry, Terms
 
 from . import latent
-from .cache import Slots, write
+from .cache import Slots, read, with_scales, write
 from .config import AttentionType, ModelConfig
 from .experts import gated, mixture
 from .parameters import LAYER_NORMS, Params
@@ -106,6 +106,7 @@ def forward_cached(
     if tree is not None:
         layout = _layout_of(tree, keys[0].shape[2], start, end)
     plans: dict[AttentionType, Plan] = {kind: found.plan(layout, dict(options)) for kind, found in resolutions}
+    dtypes = {kind: found.spec.dtype for kind, found in resolutions}
     carries: dict[AttentionType, Carry] = dict.fromkeys(plans, ())
     x = embed(config, params, tokens, positions)
     # A node's path is as long as it would be in a decode step, whatever other nodes there are.
@@ -115,14 +116,16 @@ def forward_cached(
         kind = config.layer_types[i]
         query, key, value = _project(config, layer, x, turns[kind])
         new_keys[i], new_values[i] = write(keys[i], key, start), write(values[i], value, start)
+        terms = _terms(layer)
         if not fresh:
-            query = query.astype(keys[i].dtype)
-            key, value = jnp.swapaxes(new_keys[i], 1, 2), jnp.swapaxes(new_values[i], 1, 2)
+            query = query.astype(dtypes[kind])
+            key, value = read(new_keys[i]), read(new_values[i])
+            terms = with_scales(terms, new_keys[i], new_values[i])
         if _is_latent(layer) and fresh:
             key, value = latent.expand(config, layer["kv_b_proj"], key)
         elif _is_latent(layer):
             query, key, value = latent.absorb(config, layer["kv_b_proj"], query, key)
-        mixed, carries[kind] = plans[kind].run(query, key, value, layer=i, carry=carries[kind], terms=_terms(layer))
+        mixed, carries[kind] = plans[kind].run(query, key, value, layer=i, carry=carries[kind], terms=terms)
         if _is_latent(layer) and not fresh:
             mixed = latent.release(config, layer["kv_b_proj"], mixed)
         x = _finish(config, layer, x, _attended(config, layer, mixed.astype(x.dtype)))

@@ -38,6 +38,7 @@ def generate(
     top_p: float = 1.0,
     seed: int = 0,
     stop_token: int | None = None,
+    cache_dtype: str | None = None,
     backend: str = "auto",
     mode: Mode = "native",
     backend_options: Mapping[str, Any] | None = None,
@@ -49,8 +50,9 @@ def generate(
     ``lengths [batch]`` says how many tokens of each prompt are valid, the rest being padding on the right. In its place
     ``padding_mask [batch, length]`` (True: a token) says where the padding is, on the left or on the right.
     Behind ``stop_token`` a row holds only stop tokens, and generation ends once every row has one. The same
-    seed gives the same tokens. ``policy`` is what ``backend="auto"`` follows. Raises ValueError for arguments out of
-    range.
+    seed gives the same tokens. ``cache_dtype`` is that of the cache (:meth:`attnsuite.models.cache.KVCache.create`):
+    "int8" and "float8_e4m3fn" quantise keys and values. ``policy`` is what ``backend="auto"`` follows. Raises
+    ValueError for arguments out of range.
 
     >>> model = Transformer(ModelConfig.from_preset("debug"))
     >>> generate(model, [[1, 2, 3]], 4).shape
@@ -65,7 +67,7 @@ def generate(
             raise ValueError("lengths and padding_mask both say where the padding is; give one of them.")
         tokens, lengths = left_aligned(tokens, padding_mask)
     call: dict[str, Any] = {"backend": backend, "mode": mode, "on_unavailable": on_unavailable, "policy": policy}
-    cache = model.new_cache(tokens.shape[0], tokens.shape[1] + max_new_tokens)
+    cache = model.new_cache(tokens.shape[0], tokens.shape[1] + max_new_tokens, cache_dtype)
     logits, cache = model.prefill(
         tokens, cache, lengths=lengths, last_only=True, backend_options=backend_options, **call
     )
@@ -76,10 +78,9 @@ def generate(
         model.config,
         batch=tokens.shape[0],
         query_length=1,
-        key_value_length=cache.capacity,
-        dtype=cache.dtype,
         needs_grad=False,
         options=backend_options,
+        **cache.problem,
         **call,
     )
     params, keys, values, start = model.arrays(), cache.keys, cache.values, cache.lengths

@@ -30,14 +30,16 @@ def attention_spec(
     key_value_length: int | None = None,
     packed: bool = False,
     dtype: str | None = None,
+    kv_dtype: str | None = None,
     needs_grad: bool = True,
     tree: masks.Tree | None = None,
 ) -> AttentionSpec:
     """The attention problem of the layers of one type; that of ``latent`` layers see ``models/latent.py``.
 
     ``key_value_length`` is the capacity of a cache that is attended to, or None for attention over the
-    queries' own tokens. ``packed`` says that segment ids come with the tokens. ``tree`` says that the queries are a
-    draft behind the cache; its distances are not those of slots, so that windows and chunks raise ValueError.
+    queries' own tokens; ``kv_dtype`` is that of a quantised cache. ``packed`` says that segment ids come with the
+    tokens. ``tree`` says that the queries are a draft behind the cache; its distances are not those of slots, so that
+    windows and chunks raise ValueError.
     """
     if tree is not None and kind not in ("global", "latent"):
         raise ValueError(
@@ -72,6 +74,7 @@ def attention_spec(
         has_positions=cached or (packed and kind == "chunked"),
         has_seq_lengths=cached,
         needs_grad=needs_grad,
+        kv_dtype=kv_dtype,
     )
 
 
@@ -83,6 +86,7 @@ def resolve_attention(
     key_value_length: int | None = None,
     packed: bool = False,
     dtype: str | None = None,
+    kv_dtype: str | None = None,
     needs_grad: bool = True,
     tree: masks.Tree | None = None,
     backend: str = "auto",
@@ -113,6 +117,7 @@ def resolve_attention(
                     key_value_length=key_value_length,
                     packed=packed,
                     dtype=dtype,
+                    kv_dtype=kv_dtype,
                     needs_grad=needs_grad,
                     tree=tree,
                 ),

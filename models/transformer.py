@@ -196,8 +196,6 @@ class Transformer(nnx.Module):
             self.config,
             batch=batch,
             query_length=length,
-            key_value_length=None if cache.is_empty else cache.capacity,
-            dtype=None if cache.is_empty else cache.dtype,
             needs_grad=False,
             tree=tree,
             backend=backend,
@@ -205,6 +203,7 @@ class Transformer(nnx.Module):
             on_unavailable=on_unavailable,
             options=backend_options,
             policy=policy,
+            **({} if cache.is_empty else cache.problem),
         )
         logits, keys, values = compiled_forward_cached(
             self.config,

@@ -42,7 +42,11 @@ class Collected:
         self.items = list(session.items)
 
 
-ASKED_FOR = ("ray", "sandbox")  # clusters, and traced commands, take time: `tox` alone leaves them out
+ASKED_FOR = (
+    "ray",
+    "sandbox",
+    "serving",
+)  # clusters, traced commands and whole servings take time: `tox` alone leaves them out
 
 
 def selections():

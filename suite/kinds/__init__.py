@@ -32,6 +32,7 @@ BUILT_IN = (
     "block:BLOCK",
     "model:MODEL",
     "text:TEXT",
+    "cache:CACHE",
     "retrieval:RETRIEVAL",
     "selection:SELECTION",
     "stack:STACK",

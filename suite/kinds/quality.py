@@ -60,13 +60,13 @@ def perplexity(case: TextCase, backend: str, text: TextFile | None) -> Outcome:
     for row in held_out.rows:
         tokens = jnp.asarray(row)[None]
         ours, theirs = (model(tokens, backend=name, needs_grad=False) for name in (backend, "standard"))
-        for name, value in zip(series, _compare(ours, theirs, tokens), strict=True):
+        for name, value in zip(series, compared(ours, theirs, tokens), strict=True):
             series[name].append(float(value))
         if not errors:
             exact = _float32_logits(model, tokens)
             errors.append(as_model_error(ours, exact, theirs, case.dtype))
     raw = {name: tuple(values) for name, values in series.items()}
-    figures = _figures(raw, held_out.bytes_per_token)
+    figures = figures_of(raw, held_out.bytes_per_token)
     # A model that does not beat the frequencies of the tokens shows nothing.
     figures["unigram_bits_per_byte"] = unigram_bits(held_out.rows) / held_out.bytes_per_token
     return _with_kept(Outcome(quality=figures, series=raw, accuracy={"logits": errors[0]}), model.config, case, backend)
@@ -119,7 +119,7 @@ def _hits(logits: Float[Array, "b t v"], batch: Any) -> list[float]:
 
 
 @jax.jit
-def _compare(ours: Array, theirs: Array, tokens: Array) -> tuple[Array, Array, Array, Array]:
+def compared(ours: Array, theirs: Array, tokens: Array) -> tuple[Array, Array, Array, Array]:
     """Of one sequence: mean nats of both, mean KL(theirs || ours), share of equal most likely tokens."""
     nll = token_nats(ours[:, :-1], tokens[:, 1:]).mean()
     standard_nll = token_nats(theirs[:, :-1], tokens[:, 1:]).mean()
@@ -133,7 +133,8 @@ def _float32_logits(model: Transformer, tokens: Array) -> Array:
         return model.with_config(dtype="float32")(tokens, backend="standard", needs_grad=False)
 
 
-def _figures(series: dict[str, tuple[float, ...]], bytes_per_token: float) -> dict[str, float]:
+def figures_of(series: dict[str, tuple[float, ...]], bytes_per_token: float) -> dict[str, float]:
+    """The figures that follow from ``nll``, ``standard_nll``, ``kl`` and ``top1`` of each sequence."""
     nll = float(np.mean(series["nll"]))
     differences = [a - b for a, b in zip(series["nll"], series["standard_nll"], strict=True)]
     difference = statistics.mean(differences)

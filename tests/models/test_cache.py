@@ -1,7 +1,9 @@
 import numpy as np
 import pytest
 
-from attnsuite.models import KVCache, ModelConfig, Transformer
+from attnsuite.backends.kv_cache import quantize
+from attnsuite.models import KVCache, ModelConfig, Transformer, generate
+from attnsuite.models.cache import Quantised, write
 
 LATENT = {"kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 14}
 TYPES = {
@@ -110,7 +112,7 @@ def test_a_latent_layer_keeps_its_latent_and_one_key_of_a_token_and_nothing_else
         (lambda m: m.prefill(tokens_for(1, 4), m.new_cache(1, 8), lengths=[0]), r"lengths=\[0\] must hold"),
         (lambda m: m.decode(tokens_for(1, 2), m.new_cache(1, 8)), "decoding takes one token per row"),
         (lambda m: m.new_cache(1, 0), "capacity=0 must be an integer"),
-        (lambda m: m.new_cache(1, 8, "int8"), "dtype='int8'"),
+        (lambda m: m.new_cache(1, 8, "int4"), "dtype='int4' is not supported; use one of float32,.*, float8_e4m3fn"),
         (
             lambda m: m.with_config(attention="full").prefill(tokens_for(1, 4), m.new_cache(1, 8)),
             "attention='full' sees later tokens",
@@ -127,3 +129,56 @@ def test_a_full_cache_refuses_one_more_token():
     _, cache = model.prefill(tokens_for(1, 4), model.new_cache(1, 4), **CALL)
     with pytest.raises(ValueError, match="4 slots per sequence, 4 of them filled, and 1 more do not fit"):
         model.decode([1], cache, **CALL)
+
+
+def one_layer(kind):
+    types = LATENT if kind == "latent" else {"window_size": 4}
+    return Transformer(ModelConfig(num_layers=1, hidden_size=32, num_heads=4, num_kv_heads=2, attention=kind, **types))
+
+
+def rounded_write(slots, new, start):
+    """Float32 slots with what a quantised cache would make of keys and values."""
+    if not new.shape[-1]:
+        return slots
+    numbers, scales = quantize(new, rounded_write.kv_dtype)
+    return write(slots, numbers.astype("float32") * scales[..., None], start)
+
+
+@pytest.mark.parametrize(
+    ("kind", "kv_dtype"),
+    [
+        ("sliding", "int8"),
+        pytest.param("latent", "float8_e4m3fn", marks=pytest.mark.serving),
+    ],
+)
+def test_a_quantised_cache_is_a_cache_of_rounded_keys_and_values(kind, kv_dtype, monkeypatch):
+    def run(model, dtype, factor=1.0):
+        cache = model.prefill(tokens_for(2, 6), model.new_cache(2, 12, dtype), lengths=[6, 4], **CALL)[1]
+        if factor != 1.0:
+            wrong = tuple(Quantised(x.numbers, factor * x.scales) for x in cache.keys)
+            cache = KVCache(keys=wrong, values=cache.values, lengths=cache.lengths)
+        logits, cache = model.prefill(tokens_for(2, 5), cache, **CALL)
+        return np.asarray(logits), cache
+
+    model = one_layer(kind)
+    found, cache = run(model, kv_dtype)
+    rounded_write.kv_dtype = kv_dtype
+    monkeypatch.setattr("attnsuite.models.forward.write", rounded_write)
+    # Another length of the model has programs of its own, which are traced with the other writer.
+    wanted, _ = run(model.with_config(max_length=2049), "float32")
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-6)
+    wrong, _ = run(model, kv_dtype, factor=2.0)
+    assert np.abs(wrong - wanted).max() > 1e-4, "a wrong scale shows"
+    assert cache.dtype == kv_dtype
+    assert cache.nbytes < 0.5 * model.new_cache(2, 12, "float32").nbytes
+
+
+@pytest.mark.serving
+def test_generation_takes_the_dtype_of_its_cache(monkeypatch):
+    model, made = one_layer("sliding"), []
+    create = Transformer.new_cache
+    monkeypatch.setattr(Transformer, "new_cache", lambda *given: made.append(create(*given)) or made[-1])
+    assert generate(model, tokens_for(2, 6), 3, cache_dtype="int8", **CALL).shape == (2, 3)
+    assert [cache.dtype for cache in made] == ["int8"]
+    with pytest.raises(ValueError, match="dtype='int4' is not supported"):
+        generate(model, [[1]], 2, cache_dtype="int4")

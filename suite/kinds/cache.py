@@ -1,0 +1,74 @@
+"""What a model loses when its cache keeps keys and values in fewer bits: one row per dtype, and a control."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import ClassVar, Literal
+
+from ..cell import Asked, Cell, Means, Prepared
+from ..measure import execution
+from .kind import Kind, Least, Long, cell, check_fields, model_word, name_case
+
+# Each row with the dtype of its cache. The control gives prefilled slots the scales of others.
+DTYPES = {
+    "cache_float32": "float32",
+    "cache_bfloat16": "bfloat16",
+    "cache_int8": "int8",
+    "cache_float8_e4m3fn": "float8_e4m3fn",
+    "cache_int8_wrong_scales": "int8",
+}
+CONTROL = "cache_int8_wrong_scales"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CacheCase:
+    """What a model loses when its cache keeps keys and values in fewer bits: one row per dtype.
+
+    The first half of each of ``sequences`` windows of held-out text, ``sequence`` tokens long, is prefilled. The second
+    half is read behind the cache, as decode steps read it, and scored against the same model without a cache, in
+    float32. The control ``cache_int8_wrong_scales`` gives each prefilled slot the scales of another slot and KV head,
+    and has to lose more than ``cache_int8``. ``standard`` computes every row. Raises InputError for a field that does
+    not fit.
+    """
+
+    kind: Literal["cache_text"] = "cache_text"
+    name: str = ""
+    model: str = "text"
+    sequence: Long = 512
+    sequences: Least = 12
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        name_case(self, f"cache-text-{model_word(self.model)}-s{self.sequence}")
+
+
+class Cache(Kind):
+    """The kind of :class:`CacheCase`. What imports flax is imported where it is used."""
+
+    titles: ClassVar = {"cache_text": "cache, text"}
+    case: ClassVar = CacheCase
+    shares_process: ClassVar = True
+
+    def rows(self, case: CacheCase) -> tuple[str, ...]:
+        """The dtypes of the cache, and the control."""
+        return tuple(DTYPES)
+
+    def cells(self, case: CacheCase, asked: Asked) -> Iterable[Cell]:
+        """A cell per row. Raises InputError for a model that is not known, and a text too short for the case."""
+        from . import cache_quality  # noqa: PLC0415
+
+        cache_quality.checked(case, asked.text)
+        for row in self.rows(case):
+            if row in asked.rows:
+                exact = DTYPES[row] == "float32"
+                yield cell(case, row, resolved=row, mode="native", exact=exact)
+
+    def prepare(self, cell: Cell, case: CacheCase, means: Means) -> Prepared:
+        """Measure everything at once; nothing is timed."""
+        from . import cache_quality  # noqa: PLC0415
+
+        return Prepared(execution.judged(cache_quality.measure(case, cell.row, means.text), exact=bool(cell.exact)))
+
+
+CACHE = Cache()
