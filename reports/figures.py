@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from attnsuite.suite import kinds
 from attnsuite.suite.record import Record
@@ -58,37 +58,42 @@ def _what_ran(record: Record) -> str | None:
 
 
 def speed(groups: Sequence[Group]) -> tuple[Table, ...]:
-    """One table for each kind of case that has a speed."""
+    """Two tables for each kind of case that has a speed: times, then rates. One of both is wider than a page."""
     return tuple(
         made
         for kind, title in cases.titles(group.kind for group in groups)
-        if (made := _speed_of_kind(kind, title, groups))
+        for made in _speed_of_kind(kind, title, groups)
     )
 
 
-def _speed_of_kind(kind: str, title: str, groups: Sequence[Group]) -> Table | None:
+def _speed_of_kind(kind: str, title: str, groups: Sequence[Group]) -> Iterator[Table]:
     shown = [(group, cell) for group in groups if group.kind == kind for cell in group.cells if cell.speed]
     if not shown:
-        return None
+        return
     rates = [cell.speed.flops_rate or 0.0 for _, cell in shown if cell.speed]
     unit, size = ("TFLOP/s", 1e12) if max(rates) >= 1e13 else ("GFLOP/s", 1e9)
-    columns = (
-        CASE,
-        Column("backend", "backend"),
+    rows = [_speed_row(*pair, size) for pair in shown]
+    lead = (CASE, Column("backend", "backend"))
+    times = (
         Column("exact", "exact"),
         Column("median_ms", "median (ms) [95% interval]"),
         Column("time_over_standard", "time relative to standard [95% interval]"),
-        Column("flops_rate", unit),
-        Column("peak_percent", "% of peak"),
-        Column("read_percent", "% of read rate"),
         Column("ttft_ms", "TTFT (ms) [95% interval]"),
         Column("tpot_ms", "TPOT (ms) [95% interval]"),
         Column("tokens_per_second", f"{_PHASES.get(kind, '')}tokens/s"),
-        Column("kv_bytes_per_token", "KV cache (bytes per token)"),
-        Column("compile_seconds", "compile (s)"),
         Column("samples", "samples"),
     )
-    return table(f"speed_{kind}", _sentence_case(title), columns, [_speed_row(*pair, size) for pair in shown])
+    figures = (
+        Column("flops_rate", unit),
+        Column("peak_percent", "% of peak"),
+        Column("read_percent", "% of read rate"),
+        Column("kv_bytes_per_token", "KV cache (bytes per token)"),
+        Column("compile_seconds", "compile (s)"),
+    )
+    heading = _sentence_case(title)
+    yield table(f"speed_{kind}", heading, (*lead, *times), rows)
+    if any(row.get(column.key) is not None for row in rows for column in figures):
+        yield table(f"rates_{kind}", f"{heading}: rates, and the time to compile", (*lead, *figures), rows)
 
 
 def _speed_row(group: Group, cell: Cell, flops_unit: float) -> dict[str, Value]:

@@ -46,7 +46,12 @@ def _row(group: Group, record: Record, label: str) -> dict[str, Value]:
         "backend": label,
         "target": record.target,
         "repeats": record.repeats,
-        "products": ", ".join(f"{dtypes} ({count})" for dtypes, count in read.products.items()) or None,
+        "products": ", ".join(f"{_spaced(dtypes)} ({count})" for dtypes, count in read.products.items()) or None,
         "score_arrays": read.score_arrays,
         "copies": read.copies,
     }
+
+
+def _spaced(dtypes: str) -> str:
+    """Spaces in place of the underscores of a kernel's name: a table cell breaks only at spaces."""
+    return dtypes.replace("_", " ")

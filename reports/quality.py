@@ -20,7 +20,7 @@ from .table import Column, Table, table
 from .words import Value
 
 INVALID = "INVALID"
-_PER_TABLE = 6
+_PER_TABLE = 5
 _PAIRED = "standard_"  # a series of this prefix holds the standard backend's values for the same sequences
 _COORDINATES = frozenset({"distance"})  # where a value was taken; not a figure
 _RECOMPUTED = ("nll_difference", "sequences", "queries")  # the table of series shows them from the raw values
@@ -45,7 +45,7 @@ def validity(group: Group, cell: Cell) -> str | None:
 
 
 def figures(groups: Sequence[Group]) -> tuple[Table, ...]:
-    """The recorded figures, one table for each kind of case, at most six figures wide."""
+    """The recorded figures, one table for each kind of case, at most five figures wide."""
     made = []
     for kind, title in cases.titles(group.kind for group in groups):
         shown = [(g, cell) for g in groups if g.kind == kind for cell in g.cells if shows_quality(cell)]

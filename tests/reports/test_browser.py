@@ -1,17 +1,21 @@
 """The HTML page in a browser: Chromium of this machine, driven by Playwright."""
 
 import importlib.util
+import itertools
+import re
 import shlex
 import shutil
 from pathlib import Path
 
 import pytest
 import tyro
+from markdown_it import MarkdownIt
 
 from attnsuite import reports
 from attnsuite.suite.verbs import run as run_verb
 
-PUBLISHED = Path(__file__).parents[2] / "reports" / "published" / "cpu-intel-xeon"
+PAGES = Path(__file__).parents[2] / "reports" / "published"
+PUBLISHED = PAGES / "cpu-intel-xeon"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
 SCREENS = {"desk": (1280, 800), "phone": (390, 844)}
@@ -25,6 +29,17 @@ CONTRAST = """() => {
     const style = getComputedStyle(document.body);
     const [text, page] = [light(style.color), light(style.backgroundColor)];
     return [page, (Math.max(text, page) + 0.05) / (Math.min(text, page) + 0.05)];
+}"""
+# GitHub's tables of Markdown, in a column of 830 pixels. The font that is here is scaled to the width of Arial, and may
+# be 2% wider in other letters.
+GITHUB = """<!doctype html><style>body { margin: 0; width: 830px; font: 16px/1.5 Arial, sans-serif; }
+table { display: block; width: max-content; max-width: 100%; overflow: auto; border-collapse: collapse; }
+th, td { padding: 6px 13px; border: 1px solid; }
+code { font-size: 85%; padding: .2em .4em; }</style><span>abcdefghijklmnopqrstuvwxyz0123456789</span>"""
+TOO_WIDE = """() => {
+    document.body.style.fontSize = `${16 * 292.6 / document.querySelector("span").getBoundingClientRect().width}px`;
+    return [...document.querySelectorAll("table")].filter((one) => one.scrollWidth > 1.02 * 830)
+        .map((one) => `${one.scrollWidth} ${one.tHead.textContent}`);
 }"""
 
 pytestmark = [
@@ -102,6 +117,31 @@ def test_answer_is_seen_without_scrolling_and_nothing_is_wider_than_the_screen(s
         assert box["y"] + box["height"] <= height
     page.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
     assert page.evaluate(WIDER) == []
+
+
+def narrowest(markdown):
+    """The tables of a page, each with one row of the longest words of a column: as narrow as the table can be."""
+    for is_table, lines in itertools.groupby(markdown.splitlines(), lambda line: line.startswith("|")):
+        if is_table:
+            head, rule, *rows = lines
+            columns = zip(*(re.split(r"(?<!\\)\|", row)[1:-1] for row in rows), strict=True)
+            words = [" ".join(sorted(set(" ".join(column).split()), key=len)[-9:]) for column in columns]
+            yield "\n".join((head, rule, f"| {' | '.join(words)} |"))
+
+
+def too_wide(page, markdown):
+    page.set_content(GITHUB + MarkdownIt().enable("table").render("\n\n".join(narrowest(markdown))))
+    return page.evaluate(TOO_WIDE)
+
+
+def test_tables_of_published_pages_fit_the_column_of_github(browser):
+    page = browser.new_page()
+    texts = {path.parent.name: path.read_text(encoding="utf-8") for path in PAGES.glob("*/report.md")}
+    assert [(name, wide) for name, text in texts.items() if (wide := too_wide(page, text))] == []
+    heads = ["median (ms) [95% interval]"] * 12
+    table = "\n".join(f"| {' | '.join(row)} |" for row in (heads, ["--:"] * 12, ["1610 [1560, 1670]"] * 12))
+    assert too_wide(page, table), "a table of twelve such columns does not fit"
+    page.close()
 
 
 def test_numbers_and_intervals_are_sorted_by_value_with_the_keyboard_too(show, report):
