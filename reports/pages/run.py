@@ -209,6 +209,11 @@ def kascade_quality(shown: Shown) -> Iterator[Section]:
         drawn = kascade.picture(shown.own)
         pictures = () if drawn is None else (drawn,)
         rows = {cell.record.requested for group in shown.own for cell in group.cells}
+        if rows & {"omnikv", "lessismore"}:
+            told += (
+                " `omnikv` and `lessismore` are dense in every layer that selects, as in their papers, and keep more "
+                "pairs."
+            )
         yield Section("kascade_quality", "Quality at the same kept fraction", (told,),
                       tuple(f"{code(m.name)}: {escape(m.told)}." for m in METHODS.values()
                             if "kascade_text" in m.kinds and m.name in rows), tables=made,

@@ -32,7 +32,8 @@ class SelectionCase:
 
     ``kascade_text`` runs a byte-level model on held-out text, ``kascade_retrieval`` the constructed checkpoint with
     needles at every distance, ``kascade_gate`` the same with controls that have to fail. In all rows layer 0 is dense;
-    every other layer attends to the own region and to the share ``top_k`` of the earlier keys. ``phase`` is "prefill"
+    every other layer attends to the own region and to the share ``top_k`` of the earlier keys (in ``omnikv`` and
+    ``lessismore`` the layers that reuse; those that select are dense). ``phase`` is "prefill"
     (the whole sequence) or "decode" (the last tokens, one by one, behind a densely filled cache). ``anchors`` is a
     number of layers for ``schedule`` "dp" and a list ("0,2") for "manual"; the greedy rules use
     ``threshold`` and ``max_reuse_dist``. ``calibration`` is a file that ``attnsuite calibrate`` wrote for the model of

@@ -20,6 +20,7 @@ from attnsuite.suite.kinds.kascade import dense, quality, stack
 from attnsuite.suite.kinds.kascade.controls import Watched, quest_bound
 from attnsuite.suite.kinds.kascade.methods import CONTROLS, METHODS
 from attnsuite.suite.kinds.kascade.settings import settings_of
+from attnsuite.suite.kinds.kascade.shared import SCORES
 from attnsuite.suite.kinds.kascade.words import KascadeWords, applied
 from attnsuite.suite.kinds.selection import SELECTION, SelectionCase
 from attnsuite.suite.kinds.stack import StackCase
@@ -29,7 +30,7 @@ GATE = SelectionCase(kind="kascade_gate", sequence=256, sequences=8, tile_size=1
 STACK = StackCase(kind="kascade_prefill", sequence=256, layers=3, anchors=2, heads=4, kv_heads=2, head_dim=16,
                   tile_size=32, top_k=0.25)  # fmt: skip
 SELECTING = sorted({name for kind in ("kascade_text", "kascade_gate") for name in METHODS
-                    if kind in METHODS[name].kinds} - {"dense", "kascade_both_phases"})  # fmt: skip
+                    if kind in METHODS[name].kinds} - {"dense", "kascade_both_phases", *SCORES})  # fmt: skip
 BY_TILES = [name for name in SELECTING if name not in ("kascade_token", "dropped_tiles")]
 
 

@@ -33,7 +33,9 @@ from attnsuite.backends.kascade import (
 from attnsuite.backends.kascade.selection import candidates, choose, with_own
 from attnsuite.backends.standard import STANDARD
 
-_OWN = frozenset({"dense", "oracle_query", "quest", "sinks_window", "random_tiles"})
+from .shared import SCORES
+
+_OWN = frozenset({"dense", "oracle_query", "quest", "sinks_window", "random_tiles", *SCORES})
 # The settings of Kascade that a row changes; some rows change the schedule too.
 _CHANGES: dict[str, dict[str, Any]] = {
     "kascade_all_heads": {"ablation": "all_heads"},
@@ -113,6 +115,8 @@ class Watched:
 
     def _attend(self, spec: AttentionSpec, layout: Layout, target: Target) -> Attend:
         tiling = Tiling.of(spec, self.settings)
+        if self.method in SCORES:
+            return _shared(self.method, spec, layout, tiling, target, self.schedule)
         if not runs_kascade(self.method):
             return _chosen(self.method, spec, layout, tiling, target)
         schedule = _row_schedule(self.method, self.schedule, spec)
@@ -210,11 +214,40 @@ def _without_heaviest(tiling: Tiling, selection: Selection, mass: Float[Array, "
     )
 
 
-def _chosen(method: str, spec: AttentionSpec, layout: Layout, tiling: Tiling, target: Target) -> Attend:
-    """Rows whose layers choose for themselves: layer 0 is dense, the others attend under the mask of their choice."""
+def _shared(
+    method: str, spec: AttentionSpec, layout: Layout, tiling: Tiling, target: Target, schedule: Schedule
+) -> Attend:
+    """Rows whose heads share a selection: the schedule's anchors are dense and select, the other layers reuse it."""
+    dense = plan(STANDARD, spec, layout, target=target)
+    candidate = candidates(tiling, Places.of(spec, layout, tiling).of_all(spec.batch))
+
+    def attend(query: Array, key: Array, value: Array, layer: int, carry: Carry) -> tuple[Array, Carry, Array]:
+        if schedule.layers[layer].role == "reuse":
+            mask = reference.attended(spec, layout, tiling, carry)
+            return _masked(spec, target, query, key, value, mask), carry, mask
+        score = SCORES[method](tiling, _probabilities(spec, layout, query, key), candidate)
+        lead = (spec.batch, spec.num_kv_heads, *score.shape[1:-1])
+        selected, count = choose(tiling, score, candidate)
+        selection = Selection(
+            jnp.broadcast_to(selected[:, None], (*lead, tiling.slots)), jnp.broadcast_to(count[:, None], lead)
+        )
+        return dense.run(query, key, value)[0], selection, _causal(spec, layout)
+
+    return attend
+
+
+def _masked(
+    spec: AttentionSpec, target: Target, query: Array, key: Array, value: Array, mask: Bool[Array, "b n t s"]
+) -> Array:
+    """Attention to the pairs of ``mask`` alone."""
     bare = dataclasses.replace(
         spec, is_causal=False, has_segment_ids=False, has_positions=False, has_seq_lengths=False, has_mask=True
     )
+    return plan(STANDARD, bare, Layout(mask=mask), target=target).run(query, key, value)[0]
+
+
+def _chosen(method: str, spec: AttentionSpec, layout: Layout, tiling: Tiling, target: Target) -> Attend:
+    """Rows whose layers choose for themselves: layer 0 is dense, the others attend under the mask of their choice."""
     causal = _causal(spec, layout)
     dense = plan(STANDARD, spec, layout, target=target)
     places = Places.of(spec, layout, tiling)
@@ -230,8 +263,7 @@ def _chosen(method: str, spec: AttentionSpec, layout: Layout, tiling: Tiling, ta
             spread = jnp.broadcast_to(candidate[:, None], score.shape)
             selection = Selection(*choose(tiling, score, spread))
             mask = reference.attended(spec, layout, tiling, selection)
-        out = plan(STANDARD, bare, Layout(mask=mask), target=target).run(query, key, value)[0]
-        return out, carry, mask
+        return _masked(spec, target, query, key, value, mask), carry, mask
 
     return attend
 

@@ -49,6 +49,11 @@ METHODS = {
         Method(name="kascade_flash_cpu", told="Kascade computed by its native kernels for CPUs", kinds=_STACK),
         Method(name="quest", told="tiles with the largest upper bound from the minimum and maximum of their keys "
                "(Quest, arXiv 2406.10774), pooled over a query tile by its largest", kinds=_QUALITY),
+        Method(name="omnikv", told="one selection for all heads, by the largest probability of any head (OmniKV, ICLR "
+               "2025); layers that select attend to everything", kinds=_QUALITY),
+        Method(name="lessismore", told="one selection for all heads: a quarter are the latest tiles, the others the "
+               "heads' best in turn (LessIsMore, arXiv 2508.07101); layers that select attend to everything",
+               kinds=_QUALITY),
         Method(name="sinks_window", told="the first tile and the latest ones", kinds=_CHOICES, control=True),
         Method(name="random_tiles", told="tiles drawn at random in every layer", kinds=_CHOICES, control=True),
         Method(name="wrong_anchors", told="each anchor one layer too late", kinds=_GATE, control=True),
