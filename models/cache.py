@@ -7,6 +7,9 @@ cache is refused before it is written to, without waiting for the device.
 
 A quantised cache keeps int8 or float8 numbers, and a float32 scale for each slot and KV head. A prefill behind an empty
 cache attends over its own keys and values, so that only what follows it reads quantised ones.
+
+A paged cache keeps ``[num_pages, kv_heads, page_size, head_dim]``, and a page table on the host says which pages a
+sequence has. A page is taken when a token needs it. The free pages are those that the table does not name.
 """
 
 from __future__ import annotations
@@ -17,12 +20,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Array, Bool, Float, Int, Num
 
 from attnsuite.backends.contract import Terms
 from attnsuite.backends.features import KV_DTYPES
 from attnsuite.backends.kv_cache import quantize
 
+from .checks import require_positive_int
 from .config import DTYPES, AttentionType, ModelConfig
 
 CACHE_DTYPES = (*DTYPES, *KV_DTYPES)
@@ -60,25 +64,47 @@ Slots = Float[Array, "batch kv_heads capacity head_dim"] | Quantised
 class KVCache:
     """Keys and values of all layers, and per sequence the number of filled slots (int32, on the host).
 
-    A ``latent`` layer keeps the latents of ``models/latent.py`` as its only key, and no values. Prefilling and decoding
-    *donate* the arrays: afterwards only the returned cache can be used.
+    Of a paged cache, ``page_table`` holds the pages of each sequence in order (int32, on the host), and -1 where there
+    is none yet; keys and values have a row per page. A ``latent`` layer keeps the latents of ``models/latent.py`` as
+    its only key, and no values. Prefilling and decoding *donate* the arrays: afterwards only the returned cache can be
+    used.
     """
 
     keys: tuple[Slots, ...]
     values: tuple[Slots, ...]
     lengths: Int[np.ndarray, " batch"]
+    page_table: Int[np.ndarray, "batch pages_per_sequence"] | None = None
 
     @staticmethod
-    def create(config: ModelConfig, batch: int, capacity: int, dtype: str | None = None) -> KVCache:
+    def create(
+        config: ModelConfig,
+        batch: int,
+        capacity: int,
+        dtype: str | None = None,
+        *,
+        page_size: int | None = None,
+        num_pages: int | None = None,
+    ) -> KVCache:
         """An empty cache with room for ``capacity`` tokens per sequence. Raises ValueError.
 
         ``dtype`` is one of :data:`CACHE_DTYPES`; "int8" and "float8_e4m3fn" make a quantised cache. ``dtype=None``
         means the config's, except on CPUs, where it is float32: attention over a bfloat16 cache reads 3-9 GB/s there
-        (Zen 5, jaxlib 0.10.2), float32 comes near the limit of the memory.
+        (Zen 5, jaxlib 0.10.2), float32 comes near the limit of the memory. With ``page_size`` the cache is paged, and
+        ``capacity`` is rounded up to whole pages; ``num_pages`` is the size of the pool that all sequences share
+        (default: enough for all of them at once).
         """
         for name, value in (("batch", batch), ("capacity", capacity)):
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}={value!r} must be an integer of at least 1.")
+        table = None
+        if page_size is not None:
+            require_positive_int("page_size", page_size)
+            of_sequence = -(-capacity // page_size)
+            capacity, table = of_sequence * page_size, np.full((batch, of_sequence), -1, np.int32)
+            num_pages = batch * of_sequence if num_pages is None else num_pages
+            require_positive_int("num_pages", num_pages)
+        elif num_pages is not None:
+            raise ValueError(f"num_pages={num_pages!r} is about a paged cache; give page_size too, or leave it out.")
         if not config.use_rope and capacity > config.max_length:
             raise ValueError(
                 f"capacity={capacity} is more than the {config.max_length} positions that this model has learned; "
@@ -87,22 +113,35 @@ class KVCache:
         dtype = dtype or default_dtype(config)
         if dtype not in CACHE_DTYPES:
             raise ValueError(f"dtype={dtype!r} is not supported; use one of {', '.join(CACHE_DTYPES)}.")
-        keys, values = slot_shapes(config, batch, capacity)
+        rows, slots = (batch, capacity) if num_pages is None or page_size is None else (num_pages, page_size)
+        keys, values = slot_shapes(config, rows, slots)
         return KVCache(
             keys=tuple(_empty(shape, dtype) for shape in keys),
             values=tuple(_empty(shape, dtype) for shape in values),
             lengths=np.zeros(batch, np.int32),
+            page_table=table,
         )
 
     @property
     def batch(self) -> int:
         """Number of sequences."""
-        return self.keys[0].shape[0]
+        return self.lengths.shape[0]
 
     @property
     def capacity(self) -> int:
         """Slots per sequence."""
-        return self.keys[0].shape[2]
+        return self.keys[0].shape[2] * (1 if self.page_table is None else self.page_table.shape[1])
+
+    @property
+    def pages(self) -> tuple[int, int] | None:
+        """Pages in the pool, and slots of a page; None if the cache is not paged."""
+        return None if self.page_table is None else (self.keys[0].shape[0], self.keys[0].shape[2])
+
+    @property
+    def free_pages(self) -> Int[np.ndarray, " pages"]:
+        """The pages that no sequence has, in order; none if the cache is not paged."""
+        rows = self.keys[0].shape[0] if self.page_table is not None else 0
+        return np.setdiff1d(np.arange(rows, dtype=np.int32), self.page_table)
 
     @property
     def is_empty(self) -> bool:
@@ -119,7 +158,7 @@ class KVCache:
         """What :func:`attnsuite.models.planning.attention_spec` has to know to attend to this cache."""
         kv_dtype = self.dtype if self.dtype in KV_DTYPES else None
         dtype = None if kv_dtype else self.dtype
-        return {"key_value_length": self.capacity, "dtype": dtype, "kv_dtype": kv_dtype}
+        return {"key_value_length": self.capacity, "dtype": dtype, "kv_dtype": kv_dtype, "pages": self.pages}
 
     @property
     def nbytes(self) -> int:
@@ -143,6 +182,34 @@ class KVCache:
                 f"make one with a capacity of at least {used + new}."
             )
         return self.lengths + valid
+
+    def table_after(self, lengths: Int[np.ndarray, " batch"]) -> Int[np.ndarray, "batch pages_per_sequence"] | None:
+        """The page table with a page for each of ``lengths`` slots; None if the cache is not paged.
+
+        Raises ValueError if too few pages are free.
+        """
+        if self.page_table is None:
+            return None
+        of_sequence = np.arange(self.page_table.shape[1])[None] * self.keys[0].shape[2]
+        missing = (of_sequence < lengths[:, None]) & (self.page_table < 0)
+        free, needed = self.free_pages, int(missing.sum())
+        if needed > free.size:
+            raise ValueError(
+                f"the cache has {self.keys[0].shape[0]} pages, {free.size} of them free, and {needed} more are needed; "
+                "release a sequence, or make a cache of more pages."
+            )
+        table = self.page_table.copy()
+        table[missing] = free[:needed]
+        return table
+
+    def released(self, rows: Any) -> KVCache:
+        """The cache without the tokens of the sequences ``rows``, whose pages are free again."""
+        lengths = self.lengths.copy()
+        lengths[rows] = 0
+        table = None if self.page_table is None else self.page_table.copy()
+        if table is not None:
+            table[rows] = -1
+        return dataclasses.replace(self, lengths=lengths, page_table=table)
 
 
 def slot_shapes(
@@ -175,8 +242,40 @@ def write(slots: Slots, new: Float[Array, "batch length kv_heads head_dim"], sta
     return jax.vmap(lambda s, x, at: jax.lax.dynamic_update_slice(s, x, (0, at, 0)))(slots, new, start)
 
 
-def read(slots: Slots) -> Num[Array, "batch capacity kv_heads head_dim"]:
-    """The slots in the order of a backend's operands; of a quantised cache the numbers."""
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True)
+class Places:
+    """Where new tokens go in a paged cache. A token whose page is not in the pool goes nowhere."""
+
+    pages: Int[Array, "batch length"]
+    offsets: Int[Array, "batch length"]
+
+    @staticmethod
+    def of(
+        page_table: Int[Array, "sequences pages_per_sequence"],
+        sequences: Int[Array, "#batch length"],
+        slots: Int[Array, "batch length"],
+        real: Bool[Array, "batch length"],
+        pages: tuple[int, int],
+    ) -> Places:
+        """The places of ``slots`` of ``sequences`` in a pool of ``pages``, their number and size; padding has none."""
+        num_pages, page_size = pages
+        at = page_table[sequences, jnp.minimum(slots // page_size, page_table.shape[1] - 1)]
+        return Places(jnp.where(real & (at >= 0), at, num_pages), slots % page_size)
+
+
+def write_pages(slots: Slots, new: Float[Array, "batch length kv_heads head_dim"], places: Places) -> Slots:
+    """``new`` written into pages, in the dtype of the slots."""
+    if isinstance(slots, Quantised):
+        numbers, scales = quantize(new, str(slots.dtype))
+        return Quantised(
+            write_pages(slots.numbers, numbers, places), write_pages(slots.scales, scales[..., None], places)
+        )
+    return slots.at[places.pages, :, places.offsets].set(new.astype(slots.dtype), mode="drop")
+
+
+def read(slots: Slots) -> Num[Array, "rows slots kv_heads head_dim"]:
+    """The slots, or the pages, in the order of a backend's operands; of a quantised cache the numbers."""
     return jnp.swapaxes(slots.numbers if isinstance(slots, Quantised) else slots, 1, 2)
 
 

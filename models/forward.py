@@ -11,6 +11,7 @@ that a packed document gives the same result as alone. Negative ids are padding.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +24,7 @@ from attnsuite.backends import Layout, Plan, masks
 from attnsuite.backends.contract import NO_TERMS, Carry, Terms
 
 from . import latent
-from .cache import Slots, read, with_scales, write
+from .cache import Places, Slots, read, with_scales, write, write_pages
 from .config import AttentionType, ModelConfig
 from .experts import gated, mixture
 from .parameters import LAYER_NORMS, Params
@@ -35,6 +36,7 @@ from .rope_scaling import DynamicScaling
 Tokens = Int[Array, "batch length"]
 Hidden = Float[Array, "batch length hidden"]
 Turn = tuple[Array, Array] | None  # cosines and sines [batch, length, width / 2]; None without RoPE
+Put = Callable[[Slots, Array], Slots]
 Observe = Callable[[int, Array, Array, Hidden, Hidden], None]
 
 
@@ -92,30 +94,64 @@ def forward_cached(
     fresh: bool = False,
     last_only: bool = False,
     tree: masks.Tree | None = None,
+    page_table: Int[Array, "batch pages_per_sequence"] | None = None,
 ) -> tuple[Array, tuple[Slots, ...], tuple[Slots, ...]]:
     """Logits of new tokens behind ``start`` cached ones, and the cache with the new tokens written to it.
 
     ``end - start`` of the tokens are valid in each sequence, the rest is padding on the right. ``fresh``
     says that the cache is empty: attention then runs over the new tokens alone. ``last_only`` gives
     ``[batch, vocab]``, the logits of each sequence's last valid token. ``tree`` says that the new tokens are its nodes:
-    each is turned to the position of its depth, and masked by its slot.
+    each is turned to the position of its depth, and masked by its slot. ``page_table`` is that of a paged cache; it
+    has the pages of the new tokens already.
     """
     places = jnp.arange(tokens.shape[1], dtype=jnp.int32) if tree is None else jnp.array(tree.depths, jnp.int32)
     positions = start[:, None] + places[None]
     layout = Layout() if fresh else Layout(query_positions=positions, key_value_seq_lengths=end)
+    capacity = keys[0].shape[2] * (1 if page_table is None else page_table.shape[1])
     if tree is not None:
-        layout = _layout_of(tree, keys[0].shape[2], start, end)
+        layout = _layout_of(tree, capacity, start, end)
+    if page_table is None:
+        put: Put = functools.partial(write, start=start)
+    else:
+        layout = layout if fresh else dataclasses.replace(layout, page_table=page_table)
+        slots = start[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+        rows, pool = jnp.arange(tokens.shape[0], dtype=jnp.int32)[:, None], (keys[0].shape[0], keys[0].shape[2])
+        put = functools.partial(write_pages, places=Places.of(page_table, rows, slots, slots < end[:, None], pool))
+    # A node's path is as long as it would be in a decode step, whatever other nodes there are.
+    turns = turns_of(config, positions, end[:, None] if tree is None else positions + 1)
+    x = embed(config, params, tokens, positions)
+    x, keys, values = _through_layers(
+        config, params, x, turns, keys, values, put, layout, resolutions=resolutions, options=options, fresh=fresh
+    )
+    if last_only:
+        x = jnp.take_along_axis(x, (end - start - 1)[:, None, None], axis=1)
+    logits = logits_of(config, params, x)
+    return (logits[:, 0] if last_only else logits), keys, values
+
+
+def _through_layers(
+    config: ModelConfig,
+    params: Params,
+    x: Hidden,
+    turns: dict[AttentionType, Turn],
+    keys: tuple[Slots, ...],
+    values: tuple[Slots, ...],
+    put: Put,
+    layout: Layout,
+    *,
+    resolutions: Resolutions,
+    options: Options,
+    fresh: bool,
+) -> tuple[Hidden, tuple[Slots, ...], tuple[Slots, ...]]:
+    """The hidden state behind the last layer, and the cache, to which each layer puts its new keys and values first."""
     plans: dict[AttentionType, Plan] = {kind: found.plan(layout, dict(options)) for kind, found in resolutions}
     dtypes = {kind: found.spec.dtype for kind, found in resolutions}
     carries: dict[AttentionType, Carry] = dict.fromkeys(plans, ())
-    x = embed(config, params, tokens, positions)
-    # A node's path is as long as it would be in a decode step, whatever other nodes there are.
-    turns = turns_of(config, positions, end[:, None] if tree is None else positions + 1)
     new_keys, new_values = list(keys), list(values)
     for i, layer in enumerate(params["layers"]):
         kind = config.layer_types[i]
         query, key, value = _project(config, layer, x, turns[kind])
-        new_keys[i], new_values[i] = write(keys[i], key, start), write(values[i], value, start)
+        new_keys[i], new_values[i] = put(keys[i], key), put(values[i], value)
         terms = _terms(layer)
         if not fresh:
             query = query.astype(dtypes[kind])
@@ -129,10 +165,7 @@ def forward_cached(
         if _is_latent(layer) and not fresh:
             mixed = latent.release(config, layer["kv_b_proj"], mixed)
         x = _finish(config, layer, x, _attended(config, layer, mixed.astype(x.dtype)))
-    if last_only:
-        x = jnp.take_along_axis(x, (end - start - 1)[:, None, None], axis=1)
-    logits = logits_of(config, params, x)
-    return (logits[:, 0] if last_only else logits), tuple(new_keys), tuple(new_values)
+    return x, tuple(new_keys), tuple(new_values)
 
 
 def _layout_of(tree: masks.Tree, capacity: int, start: Int[Array, " batch"], end: Int[Array, " batch"]) -> Layout:

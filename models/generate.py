@@ -18,7 +18,7 @@ from attnsuite.backends.contract import Mode
 from attnsuite.backends.policy import AnyPolicy
 from attnsuite.backends.resolve import OnUnavailable
 
-from .cache import Slots
+from .cache import KVCache, Slots
 from .config import ModelConfig
 from .forward import forward_cached
 from .padding import left_aligned
@@ -39,6 +39,7 @@ def generate(
     seed: int = 0,
     stop_token: int | None = None,
     cache_dtype: str | None = None,
+    page_size: int | None = None,
     backend: str = "auto",
     mode: Mode = "native",
     backend_options: Mapping[str, Any] | None = None,
@@ -51,7 +52,8 @@ def generate(
     ``padding_mask [batch, length]`` (True: a token) says where the padding is, on the left or on the right.
     Behind ``stop_token`` a row holds only stop tokens, and generation ends once every row has one. The same
     seed gives the same tokens. ``cache_dtype`` is that of the cache (:meth:`attnsuite.models.cache.KVCache.create`):
-    "int8" and "float8_e4m3fn" quantise keys and values. ``policy`` is what ``backend="auto"`` follows. Raises
+    "int8" and "float8_e4m3fn" quantise keys and values. With ``page_size`` the cache
+    is paged. ``policy`` is what ``backend="auto"`` follows. Raises
     ValueError for arguments out of range.
 
     >>> model = Transformer(ModelConfig.from_preset("debug"))
@@ -67,7 +69,7 @@ def generate(
             raise ValueError("lengths and padding_mask both say where the padding is; give one of them.")
         tokens, lengths = left_aligned(tokens, padding_mask)
     call: dict[str, Any] = {"backend": backend, "mode": mode, "on_unavailable": on_unavailable, "policy": policy}
-    cache = model.new_cache(tokens.shape[0], tokens.shape[1] + max_new_tokens, cache_dtype)
+    cache = model.new_cache(tokens.shape[0], tokens.shape[1] + max_new_tokens, cache_dtype, page_size=page_size)
     logits, cache = model.prefill(
         tokens, cache, lengths=lengths, last_only=True, backend_options=backend_options, **call
     )
@@ -83,27 +85,30 @@ def generate(
         **cache.problem,
         **call,
     )
-    params, keys, values, start = model.arrays(), cache.keys, cache.values, cache.lengths
+    params = model.arrays()
     made, stopped = [latest], np.zeros(tokens.shape[0], bool)
     for step in range(1, max_new_tokens):
         if stop_token is not None:
             stopped |= np.asarray(latest) == stop_token
             if stopped.all():
                 break
+        after = cache.lengths_after(1)
+        table = cache.table_after(after)
         latest, keys, values = _step(
             model.config,
             params,
             latest,
-            keys,
-            values,
-            start,
+            cache.keys,
+            cache.values,
+            cache.lengths,
+            table,
             step,
             *sampler,
             resolutions=resolutions,
             options=freeze_options(backend_options),
             greedy=greedy,
         )
-        start = start + 1
+        cache = KVCache(keys=keys, values=values, lengths=after, page_table=table)
         made.append(latest)
     out = np.stack([np.asarray(x) for x in made], axis=1).astype(np.int32)
     return out if stop_token is None else _stopped(out, stop_token, max_new_tokens)
@@ -158,6 +163,7 @@ def _decode_and_sample(
     keys: tuple[Slots, ...],
     values: tuple[Slots, ...],
     start: Int[Array, " batch"],
+    page_table: Int[Array, "batch pages_per_sequence"] | None,
     step: Any,
     key: Array,
     temperature: Array,
@@ -178,6 +184,7 @@ def _decode_and_sample(
         resolutions=resolutions,
         options=options,
         last_only=True,
+        page_table=page_table,
     )
     return sample(logits, step, key, temperature, top_p, greedy=greedy), keys, values
 

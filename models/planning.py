@@ -31,13 +31,15 @@ def attention_spec(
     packed: bool = False,
     dtype: str | None = None,
     kv_dtype: str | None = None,
+    pages: tuple[int, int] | None = None,
     needs_grad: bool = True,
     tree: masks.Tree | None = None,
 ) -> AttentionSpec:
     """The attention problem of the layers of one type; that of ``latent`` layers see ``models/latent.py``.
 
     ``key_value_length`` is the capacity of a cache that is attended to, or None for attention over the
-    queries' own tokens; ``kv_dtype`` is that of a quantised cache. ``packed`` says that segment ids come with the
+    queries' own tokens; ``kv_dtype`` is that of a quantised cache, ``pages`` the number and the size of the
+    pages of a paged one. ``packed`` says that segment ids come with the
     tokens. ``tree`` says that the queries are a draft behind the cache; its distances are not those of slots, so that
     windows and chunks raise ValueError.
     """
@@ -75,6 +77,8 @@ def attention_spec(
         has_seq_lengths=cached,
         needs_grad=needs_grad,
         kv_dtype=kv_dtype,
+        num_pages=None if pages is None else pages[0],
+        page_size=None if pages is None else pages[1],
     )
 
 
@@ -87,6 +91,7 @@ def resolve_attention(
     packed: bool = False,
     dtype: str | None = None,
     kv_dtype: str | None = None,
+    pages: tuple[int, int] | None = None,
     needs_grad: bool = True,
     tree: masks.Tree | None = None,
     backend: str = "auto",
@@ -118,6 +123,7 @@ def resolve_attention(
                     packed=packed,
                     dtype=dtype,
                     kv_dtype=kv_dtype,
+                    pages=pages,
                     needs_grad=needs_grad,
                     tree=tree,
                 ),

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from .cache import KVCache, Slots, write
+from .cache import KVCache, Places, Slots, write, write_pages
 
 
 def keep(cache: KVCache, drafted: int, path: Any, lengths: Any = None) -> KVCache:
@@ -44,14 +44,24 @@ def keep(cache: KVCache, drafted: int, path: Any, lengths: Any = None) -> KVCach
     if accepted.shape != (cache.batch,) or accepted.min() < 0 or accepted.max() > path.shape[1]:
         raise ValueError(f"lengths={accepted.tolist()} must hold {cache.batch} integers from 0 to {path.shape[1]}.")
     start = cache.lengths - drafted
-    keys, values = _moved((cache.keys, cache.values), start, path)
+    keys, values = _moved((cache.keys, cache.values), start, path, cache.page_table)
     return dataclasses.replace(cache, keys=keys, values=values, lengths=start + accepted)
 
 
-def _move(slots: Any, start: Int[Array, " batch"], path: Int[Array, "batch tokens"]) -> Any:
+def _move(
+    slots: Any,
+    start: Int[Array, " batch"],
+    path: Int[Array, "batch tokens"],
+    page_table: Int[Array, "batch pages_per_sequence"] | None,
+) -> Any:
     """The slots with those of the path copied to ``start`` and behind it."""
 
-    def moved(x: Slots) -> Slots:
+    def moved(x: Array) -> Slots:
+        if page_table is not None:
+            pool, rows = (x.shape[0], x.shape[2]), jnp.arange(path.shape[0], dtype=jnp.int32)[:, None]
+            to = start[:, None] + jnp.arange(path.shape[1], dtype=jnp.int32)[None]
+            taken, placed = (Places.of(page_table, rows, at, at >= 0, pool) for at in (start[:, None] + path, to))
+            return write_pages(x, x[taken.pages, :, taken.offsets], placed)
         taken = jnp.take_along_axis(x, (start[:, None] + path)[:, None, :, None], axis=2)
         return write(x, taken.swapaxes(1, 2), start)
 

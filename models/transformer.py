@@ -155,9 +155,17 @@ class Transformer(nnx.Module):
             options=freeze_options(backend_options),
         )
 
-    def new_cache(self, batch: int, capacity: int, dtype: str | None = None) -> KVCache:
+    def new_cache(
+        self,
+        batch: int,
+        capacity: int,
+        dtype: str | None = None,
+        *,
+        page_size: int | None = None,
+        num_pages: int | None = None,
+    ) -> KVCache:
         """An empty cache for this model; see :meth:`attnsuite.models.cache.KVCache.create`."""
-        return KVCache.create(self.config, batch, capacity, dtype)
+        return KVCache.create(self.config, batch, capacity, dtype, page_size=page_size, num_pages=num_pages)
 
     def prefill(
         self,
@@ -191,6 +199,7 @@ class Transformer(nnx.Module):
         if batch != cache.batch:
             raise ValueError(f"tokens has {batch} rows, but the cache was made for {cache.batch}; they must be equal.")
         after = cache.lengths_after(length, lengths)
+        table = cache.table_after(after)
         tree = None if parents is None else _tree(tuple(parents), length, cache, lengths)
         resolutions = resolve_attention(
             self.config,
@@ -218,8 +227,9 @@ class Transformer(nnx.Module):
             fresh=cache.is_empty,
             last_only=last_only,
             tree=tree,
+            page_table=table,
         )
-        return logits, KVCache(keys=keys, values=values, lengths=after)
+        return logits, KVCache(keys=keys, values=values, lengths=after, page_table=table)
 
     def decode(self, tokens: Any, cache: KVCache, **call: Any) -> tuple[Float[Array, "batch vocab"], KVCache]:
         """Logits ``[batch, vocab]`` behind one more token per row (``[batch]`` or ``[batch, 1]``), and the cache.

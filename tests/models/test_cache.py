@@ -1,9 +1,12 @@
+import dataclasses
+
 import numpy as np
 import pytest
 
 from attnsuite.backends.kv_cache import quantize
 from attnsuite.models import KVCache, ModelConfig, Transformer, generate
 from attnsuite.models.cache import Quantised, write
+from attnsuite.models.speculation import keep
 
 LATENT = {"kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 14}
 TYPES = {
@@ -182,3 +185,72 @@ def test_generation_takes_the_dtype_of_its_cache(monkeypatch):
     assert [cache.dtype for cache in made] == ["int8"]
     with pytest.raises(ValueError, match="dtype='int4' is not supported"):
         generate(model, [[1]], 2, cache_dtype="int4")
+
+
+PAGED = {
+    "sliding": {},
+    "latent": {"dtype": "int8"},
+    "mixed": {"num_pages": 7},
+}
+
+
+def read_in_parts(model, **cache):
+    """Prompts of unequal length, a draft of which a part is kept, and a decode step."""
+    cache = model.new_cache(2, 14, **cache)
+    parts = []
+    for tokens, lengths in ((tokens_for(2, 6), [6, 3]), (tokens_for(2, 3), [1, 3])):
+        logits, cache = model.prefill(tokens, cache, lengths=lengths, **CALL)
+        parts += [logits[row, :n] for row, n in enumerate(lengths)]
+    logits, cache = model.prefill(tokens_for(2, 3), cache, **CALL)
+    cache = keep(cache, 3, [[0, 2], [0, 1]], lengths=[2, 1])
+    logits, cache = model.decode(tokens_for(2, 1), cache, **CALL)
+    return np.concatenate([*parts, logits]), cache
+
+
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(name, marks=pytest.mark.serving) for name in PAGED if name != "sliding"), "sliding"]
+)
+def test_a_paged_cache_gives_what_a_contiguous_one_gives(name):
+    model = one_layer(name) if name != "mixed" else make(name)
+    dtype = PAGED[name].get("dtype")
+    wanted, _ = read_in_parts(model, dtype=dtype)
+    found, cache = read_in_parts(model, page_size=4, **PAGED[name])
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-6)
+    assert cache.lengths.tolist() == [10, 8]
+    used = cache.page_table[cache.page_table >= 0].tolist()
+    assert len(set(used)) == len(used), "no page has two owners"
+    assert sorted([*used, *cache.free_pages]) == list(range(cache.keys[0].shape[0]))
+
+
+@pytest.mark.serving
+def test_a_wrong_page_shows():
+    model = one_layer("sliding")
+    _, cache = model.prefill(tokens_for(2, 9), model.new_cache(2, 12, page_size=4), **CALL)
+    swapped = dataclasses.replace(cache, page_table=cache.page_table[::-1].copy())
+    right = model(np.concatenate([tokens_for(2, 9), [[1], [1]]], axis=1), **CALL)[:, -1]
+    wrong, _ = model.decode([1, 1], swapped, **CALL)
+    assert np.abs(wrong - right).max() > 1e-4
+
+
+@pytest.mark.serving
+def test_generation_over_pages_writes_the_same_tokens():
+    model, call = make("mixed"), {"lengths": [6, 3], **CALL}
+    paged = generate(model, tokens_for(2, 6), 9, page_size=4, **call)
+    assert paged.tolist() == generate(model, tokens_for(2, 6), 9, **call).tolist()
+
+
+def test_pages_are_taken_when_needed_refused_when_gone_and_free_after_a_release():
+    cache = KVCache.create(ModelConfig(), 2, 14, page_size=4, num_pages=3)
+    assert (cache.capacity, cache.pages, cache.free_pages.tolist()) == (16, (3, 4), [0, 1, 2])
+    filled = np.array([5, 3], np.int32)
+    cache = dataclasses.replace(cache, lengths=filled, page_table=cache.table_after(filled))
+    assert cache.page_table.tolist() == [[0, 1, -1, -1], [2, -1, -1, -1]]
+    with pytest.raises(ValueError, match="the cache has 3 pages, 0 of them free, and 2 more are needed; release"):
+        cache.table_after(np.array([9, 5]))
+    assert cache.table_after(np.array([8, 4])).tolist() == cache.page_table.tolist()
+    assert cache.released([0]).free_pages.tolist() == [0, 1]
+    assert cache.released([0]).lengths.tolist() == [0, 3]
+    with pytest.raises(ValueError, match="num_pages=3 is about a paged cache"):
+        KVCache.create(ModelConfig(), 2, 14, num_pages=3)
+    with pytest.raises(ValueError, match="page_size=0"):
+        KVCache.create(ModelConfig(), 2, 14, page_size=0)
