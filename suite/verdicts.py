@@ -15,6 +15,7 @@ from .compile_request import default_cache
 from .compile_run import CompileRequest
 from .grid.run import RunRequest
 from .kinds.attention import OpCase, spec_of
+from .measure.environment import versions
 from .record import Record
 
 TARGET = "h100"
@@ -23,9 +24,10 @@ TARGET = "h100"
 def verdict_request(request: RunRequest, records: Sequence[Record]) -> CompileRequest | None:
     """The cases whose interpreted kernels are compiled for an H100; None if there are none.
 
-    Left out are cases that the backend refuses there (Kvax: float32).
+    Left out are cases that the backend refuses there (Kvax: float32), and runs of nodes with other versions than the
+    driver's, which compiles: a page holds one version.
     """
-    if request.suite != "quick" or request.shard is not None:
+    if request.suite != "quick" or request.shard is not None or _of_other_versions(records):
         return None
     target = Target.named(TARGET)
     interpreted = {(record.case, record.requested) for record in records if record.mode == "interpret"}
@@ -52,4 +54,13 @@ def verdict_request(request: RunRequest, records: Sequence[Record]) -> CompileRe
         limits=request.limits,
         cache=default_cache(),
         command=("attnsuite", "compile", *words, "--targets", TARGET, "--out", str(out)),
+    )
+
+
+def _of_other_versions(records: Sequence[Record]) -> bool:
+    mine = versions()
+    return any(
+        version != mine.get(name, version)
+        for record in records
+        for name, version in record.environment.get("versions", {}).items()
     )

@@ -74,7 +74,8 @@ class Work:
             time.sleep(60)
         if case.endswith("-raising"):
             raise OSError("no space left on this node")
-        yield tuple(record_of(cell, self._name) for cell in cells)
+        large = ("x" * 300_000,) if case.endswith("-large") else ()
+        yield tuple(dataclasses.replace(record_of(cell, self._name), notes=large) for cell in cells)
 
     def close(self) -> None:
         pass
@@ -151,17 +152,18 @@ def request(out: Path, names: Sequence[str], *, resume: bool = False) -> RunRequ
 
 
 @contextlib.contextmanager
-def cluster(nodes: int = 0) -> Iterator[object]:
-    """A cluster of Ray on this machine; its head computes nothing."""
+def cluster(nodes: int = 0, store: int | None = None, **settings: object) -> Iterator[object]:
+    """A cluster of Ray on this machine; its head computes nothing. ``store``: bytes of each node's object store."""
     from ray.cluster_utils import Cluster  # noqa: PLC0415 (an extra)
 
     # A dead node is noticed after 2 seconds; Ray's own patience is 15.
     health = {"health_check_period_ms": 500, "health_check_timeout_ms": 1000, "health_check_failure_threshold": 3}
-    head = {"num_cpus": 0, "include_dashboard": False, "_system_config": health}
+    memory = {"object_store_memory": store} if store else {}
+    head = {"num_cpus": 0, "include_dashboard": False, "_system_config": health | settings, **memory}
     made = Cluster(initialize_head=True, head_node_args=head)
     try:
         for _ in range(nodes):
-            made.add_node(num_cpus=1, wait=True)
+            made.add_node(num_cpus=1, wait=True, **memory)
         yield made
     finally:
         made.shutdown()

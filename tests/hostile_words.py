@@ -24,10 +24,11 @@ OPTIONS = WORDS | st.sampled_from(["top_k=0.5", "top_k=2", "tile_size=16,top_k=1
                                    "schedule=dp", "top_k=[[[", "tile_size=true"])  # fmt: skip
 KERNELS = NAMES | PATHS | st.sampled_from(["{folder}/my.py:fn", "{folder}/none.py:fn", "{folder}/my.py:", "my.py:a b"])
 SUITES = st.sampled_from(["quick", "kascade", "full", "compile", "{folder}/suite.toml", "none"]) | PATHS
+PACKAGES = NAMES | st.sampled_from(["jax==0.10.1", "jax==", "==1", "jax==0.1 --index-url x", "jax==1,jax==2"])
 CASE_NAMES = st.sampled_from(["*", "op-*", "forward*", "[", "nothing"]) | WORDS
 FLAGS: dict[str, dict[str, st.SearchStrategy[str]]] = {
     "run": {"--suite": SUITES, "--model": MODELS, "--backends": NAMES, "--cases": CASE_NAMES, "--text": PATHS,
-            "--text-field": WORDS, "--nodes-with": NAMES, "--address": WORDS,
+            "--text-field": WORDS, "--nodes-with": NAMES, "--address": WORDS, "--packages": PACKAGES,
             "--shard": WORDS | st.sampled_from(["1/2", "0/2", "3/2", "9/9", "1/", "1/1e9"]),
             "--seq-len": SIZES, "--batch": SIZES, "--cell-timeout": SIZES, "--cell-memory": MEMORY,
             "--tile-size": SIZES, "--top-k": SIZES, "--threshold": SIZES, "--schedule": SCHEDULES, "--anchors": ANCHORS,

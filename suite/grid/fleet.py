@@ -11,16 +11,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import re
 import signal
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self
 
 from ..cell import Cell
 from ..errors import CellFailure, InputError
 from ..measure import environment as here
+from ..names import names_of
 from ..record import MACHINE_KIND, Environment, Record
 from .executors import RunContext, Running, is_measured, refused
 from .keeping import Grid, GridWatcher, keep, keep_together, opened
@@ -38,13 +40,15 @@ _WHOLE = ("CPU", "GPU", "TPU")  # a node is taken with all of these, so that not
 class FleetRequest:
     """Which nodes to use. ``needed`` are resources that a node announces. ``patience`` is in seconds.
 
-    With ``any_versions`` the nodes need not have the driver's versions, but all must have the same. ``work`` is the
+    With ``any_versions`` the nodes need not have the driver's versions, but all must have the same. ``packages`` maps
+    packages to the versions that Ray installs for this run on each node, beside what the node has. ``work`` is the
     class that computes on a node.
     """
 
     address: str = "auto"
     needed: tuple[str, ...] = ()
     any_versions: bool = False
+    packages: Mapping[str, str] = dataclasses.field(default_factory=dict)
     patience: float = 300.0  # without a node that could compute
     work: type[Any] = Node
 
@@ -210,6 +214,7 @@ class Fleet:
             num_cpus=whole["CPU"],
             num_gpus=whole["GPU"],
             resources={"TPU": whole["TPU"]} if whole["TPU"] else None,
+            runtime_env=_runtime_env(self._asked.packages),
             max_concurrency=2,  # it is closed while it computes
             scheduling_strategy=scheduling_strategies.NodeAffinitySchedulingStrategy(key, soft=False),
         ).remote(name)
@@ -264,7 +269,10 @@ class Fleet:
     def _admit(self, member: Member) -> None:
         """Refuse a node that does not belong to this run."""
         environment = member.environment
-        if not self._asked.any_versions and (told := _other_versions(environment)):
+        packages = self._asked.packages
+        if told := _not_as_asked(environment, packages):
+            self._refuse(member, told)
+        elif not self._asked.any_versions and (told := _other_versions(environment, packages)):
             self._refuse(member, f"{told}; --any-versions takes the nodes' own")
         elif self._first is not None and (told := _differences(self._first, (environment, member.cells))):
             self._refuse(member, told)
@@ -286,7 +294,7 @@ class Fleet:
         """A node raised, or died with what it computed. Returns the case that it had."""
         told = self._told(error)
         job, member.job = member.job, None
-        if job is None and isinstance(error, InputError):  # it said why it cannot compute the run
+        if job is None and isinstance(error, InputError | self._ray.exceptions.RuntimeEnvSetupError):  # it said why
             self._refuse(member, told)
             return None
         self._release(member)
@@ -308,6 +316,9 @@ class Fleet:
             raised = error.cause if error.cause is not None else error  # pyright: ignore[reportAttributeAccessIssue]
             text = " ".join(str(raised).split())[:300].rstrip(".")
             return text if isinstance(raised, InputError) else f"{type(raised).__name__}: {text}"
+        if isinstance(error, errors.RuntimeEnvSetupError):
+            asked = ",".join(_requirements(self._asked.packages))
+            return f"--packages {asked} cannot be installed there: " + " ".join(str(error).split())[-300:].rstrip(".")
         if "node has died" in str(error):
             return "the node died"
         if isinstance(error, errors.ActorDiedError) and "__init__" in str(error):
@@ -339,12 +350,58 @@ class Fleet:
             )
 
 
-def _other_versions(found: Environment) -> str:
-    """In what a node differs from the driver. A package that only one of them has makes no difference here."""
+def parse_packages(text: str) -> dict[str, str]:
+    """Packages and their versions from ``jax==0.10.1,jaxlib==0.10.1``: those whose versions records hold.
+
+    Raises InputError.
+
+    >>> parse_packages("jax==0.10.1, jaxlib==0.10.1")
+    {'jax': '0.10.1', 'jaxlib': '0.10.1'}
+    """
+    found: dict[str, str] = {}
+    for word in names_of(text, "--packages"):
+        name, _, version = word.partition("==")
+        if name not in here.PACKAGES or name in found or not re.fullmatch(r"[0-9][0-9A-Za-z.+!]*", version):
+            raise InputError(
+                f"--packages {word!r} must be NAME==VERSION, and each name once; "
+                f"records hold the versions of {', '.join(here.PACKAGES)}."
+            )
+        found[name] = version
+    return found
+
+
+def _requirements(packages: Mapping[str, str]) -> list[str]:
+    return [f"{name}=={version}" for name, version in packages.items()]
+
+
+def _runtime_env(packages: Mapping[str, str]) -> dict[str, Any] | None:
+    """What Ray makes on a node for this run: a copy of the node's environment, with these packages by uv."""
+    if not packages:
+        return None
+    return {"uv": {"packages": _requirements(packages), "uv_pip_install_options": []}}  # with uv's cache
+
+
+def _not_as_asked(found: Environment, packages: Mapping[str, str]) -> str:
+    """Which of the packages that Ray was to install a node does not have."""
+    its = found.get("versions", {})
+    return "; ".join(
+        f"{name} is {its.get(name, 'missing')}, asked for {version}"
+        for name, version in packages.items()
+        if its.get(name) != version
+    )
+
+
+def _other_versions(found: Environment, but: Collection[str]) -> str:
+    """In what a node differs from the driver, but for some packages.
+
+    A package that only one of them has makes no difference here.
+    """
     mine = here.versions() | {"source": here.source_digest()}
     its = {**found.get("versions", {}), "source": found.get("source", "")}
     return "; ".join(
-        f"{name} is {its[name]}, here {mine[name]}" for name in mine if its.get(name, mine[name]) != mine[name]
+        f"{name} is {its[name]}, here {mine[name]}"
+        for name in mine
+        if name not in but and its.get(name, mine[name]) != mine[name]
     )
 
 

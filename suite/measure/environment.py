@@ -26,7 +26,7 @@ from .memory import machine_bytes
 DISTRIBUTION = "attnsuite"
 _ROOMS = ("backends", "models", "suite", "testing")
 _COMPILERS = ("libtpu", "jax-cuda12-plugin")
-_PACKAGES = (
+PACKAGES = (
     "jax",
     "jaxlib",
     "flax",
@@ -79,7 +79,7 @@ def describe() -> Environment:
 def versions() -> dict[str, str]:
     """Versions of Python, of this package, of the computing libraries, and of every package that brings a backend."""
     found = {"python": platform.python_version()}
-    for name in (DISTRIBUTION, *_PACKAGES):
+    for name in (DISTRIBUTION, *PACKAGES):
         if (version := _version(name)) is not None:
             found[name] = version
     for entry in metadata.entry_points(group=ENTRY_POINT_GROUP):

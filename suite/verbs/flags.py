@@ -48,21 +48,27 @@ class OnFleet:
     """With --executor ray: resources that a node announces, separated by commas, such as GPU or TPU."""
     any_versions: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """With --executor ray: take nodes whose versions are not this machine's; all must have the same."""
+    packages: Annotated[str | None, flag("NAME==VERSION,...", "the nodes' own")] = None
+    """With --executor ray: versions that Ray installs on the nodes for this run, as jax==0.10.1,jaxlib==0.10.1."""
 
 
 def fleet_of(command: OnFleet) -> FleetRequest | None:
     """The nodes that the flags ask for; None for this machine. Raises InputError."""
     said = {"--address": command.address, "--nodes-with": command.nodes_with, "--any-versions": command.any_versions}
+    said |= {"--packages": command.packages}
     given = [name for name, value in said.items() if value]
     if command.executor is None:
         if given:
             raise InputError(f"{', '.join(given)} is about a Ray cluster; add --executor ray.")
         return None
-    from ..grid.fleet import FleetRequest
+    from ..grid.fleet import FleetRequest, parse_packages
     from ..names import names_of
 
     needed = () if command.nodes_with is None else tuple(names_of(command.nodes_with, "--nodes-with"))
-    return FleetRequest(address=command.address or "auto", needed=needed, any_versions=command.any_versions)
+    packages = {} if command.packages is None else parse_packages(command.packages)
+    return FleetRequest(
+        address=command.address or "auto", needed=needed, any_versions=command.any_versions, packages=packages
+    )
 
 
 def text_of(command: Any) -> TextFile | None:

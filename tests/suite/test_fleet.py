@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import json
 import os
 import pickle
 import signal
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib import metadata
 from pathlib import Path
 
 import psutil
@@ -22,8 +24,9 @@ from attnsuite.suite.errors import InputError
 from attnsuite.suite.grid.executors import Limits
 from attnsuite.suite.grid.fleet import Fleet, FleetRequest, execute_grid, execute_on_fleet
 from attnsuite.suite.kinds.model import ModelCase
+from attnsuite.suite.measure.environment import versions
 from attnsuite.suite.store import MANIFEST, RECORDS, parse_records
-from fleet_work import BEGUN, GO, ROWS, PretendGrid, Seen, Work, cluster, request
+from fleet_work import BEGUN, GO, ROWS, PretendGrid, Seen, Work, cluster, record_of, request
 
 pytestmark = pytest.mark.ray
 
@@ -36,6 +39,40 @@ from fleet_work import Seen, Work, request
 out, address, *names = sys.argv[1:]
 resume = (Path(out) / "run.json").is_file()
 execute_on_fleet(request(Path(out), names, resume=resume), FleetRequest(address=address, work=Work), Seen())
+"""
+
+# Fills the object store of every node with objects that stay referenced, until its stdin ends.
+FILL = """
+import sys
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On
+
+@ray.remote(num_cpus=0)
+class Filler:
+    def fill(self):
+        self.held = []
+        for size in (2**22, 2**17):
+            try:
+                while True:
+                    self.held.append(ray.put(bytes(size)))
+            except ray.exceptions.RayError as error:
+                told = type(error).__name__
+        return told
+
+ray.init(sys.argv[1], logging_level="ERROR", log_to_driver=False)
+alive = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+fillers = [Filler.options(scheduling_strategy=On(name, soft=False)).remote() for name in alive]
+print(*ray.get([filler.fill.remote() for filler in fillers]), flush=True)
+sys.stdin.read()
+"""
+# The command attnsuite, whose nodes make records without measuring.
+PRETENDING = """
+import functools
+from attnsuite.suite import entry
+from attnsuite.suite.grid import fleet
+from fleet_work import Work
+fleet.FleetRequest = functools.partial(fleet.FleetRequest, work=Work)
+entry.main()
 """
 
 
@@ -213,6 +250,102 @@ def test_interrupted_command_leaves_no_worker_on_a_node(ray_nodes, tiny, tmp_pat
     assert f"go on with: attnsuite run --resume --out {out}" in err
     assert "Traceback" not in err
     assert psutil.wait_procs(running, timeout=20)[1] == []
+
+
+def actors():
+    """Processes of nodes that compute."""
+    below = psutil.Process().children(recursive=True)
+    return [process for process in below if process.name().startswith("ray::Work")]
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_signal_ends_the_fleet_and_keeps_what_is_done_although_ray_has_handlers_of_its_own(name, ray_nodes, tmp_path):
+    ray_nodes.add_node(num_cpus=1)
+    names = [f"{number}-slow" for number in range(24)]
+    suite, out = tmp_path / "slow.toml", tmp_path / "run"
+    case = '[[case]]\nkind = "op_forward"\nsequence = 16\nheads = 1\nkv_heads = 1\nname = "{}"\n'
+    suite.write_text("".join(map(case.format, names)))
+    words = ("run", "--suite", suite, "--backends", ",".join(ROWS), "--out", out, "--executor", "ray")
+    command = [sys.executable, "-c", PRETENDING, *map(str, words), "--address", ray_nodes.address]
+    driver = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not lines(out) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    running = actors()
+    driver.send_signal(signal.Signals[name])
+    _, err = driver.communicate(timeout=30)
+    assert driver.returncode == 128 + signal.Signals[name]
+    assert running
+    assert psutil.wait_procs(running, timeout=20)[1] == []
+    assert f"go on with: attnsuite run --resume --out {out}" in err
+    assert "Traceback" not in err
+    assert 0 < len(records(out)) < len(names) * len(ROWS)
+
+
+@pytest.mark.parametrize("spills", [True, False])
+def test_full_object_store_loses_no_cell_and_changes_no_record(spills, tmp_path):
+    names = ["a-large", *(f"case{number}" for number in range(12))]
+    # With this threshold Ray takes the disk for full, too. Messages below 100 KB never enter the store; the large one
+    # shows that the store is full: it passes only where Ray may spill to the disk.
+    settings = {"local_fs_capacity_threshold": 0.01, "automatic_object_spilling_enabled": spills}
+    seen = Seen()
+    with cluster(2, store=80 * 2**20, **settings) as nodes:
+        command = [sys.executable, "-c", FILL, nodes.address]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as filler:
+            assert filler.stdout.readline().split() == ["OutOfDiskError"] * 3
+            execute_on_fleet(request(tmp_path / "run", names), asked(nodes), seen)
+            filler.communicate()
+    assert holds_each_cell_once(tmp_path / "run", names)
+    lost = [record for record in records(tmp_path / "run") if record.status != "ok"]
+    assert {record.case for record in lost} == (set() if spills else {"a-large"})
+    assert spills == (not any("OutOfDiskError" in warning for warning in seen.warnings))
+    kept = {record.key: record for record in records(tmp_path / "run") if record not in lost}
+    here = {cell.key: record_of(cell, "here") for cell in Work("here").look(request(tmp_path, names))[1]}
+    same = {"environment": {"node": "here"}, "notes": ()}
+    assert {key: dataclasses.replace(record, **same) for key, record in kept.items()} == {
+        key: here[key] for key in kept
+    }
+
+
+def other_jax():
+    """A version that the driver does not have."""
+    return next(version for version in ("0.10.1", "0.10.0") if version != metadata.version("jax"))
+
+
+def test_run_of_another_jax_is_a_run_of_its_own_that_compares(ray_nodes, tiny, tmp_path, attnsuite, monkeypatch):
+    monkeypatch.delenv("UV_CONSTRAINT", raising=False)  # tox's, for the driver's version
+    ray_nodes.add_node(num_cpus=1)
+    version, out, own = other_jax(), tmp_path / "other", tmp_path / "own"
+    words = ("run", "--suite", tiny, "--cases", "first", "--backends", "standard")
+    ray = ("--executor", "ray", "--address", ray_nodes.address)
+    code, _, err = attnsuite.finish(
+        attnsuite.start(*words, "--out", out, *ray, "--packages", f"jax=={version},jaxlib=={version}")
+    )
+    assert code == 0, err
+    manifest = json.loads((out / MANIFEST).read_text())
+    assert {record.status for record in records(out)} == {"ok"}
+    for found in (manifest["versions"], *(record.environment["versions"] for record in records(out))):
+        assert found == versions() | {"jax": version, "jaxlib": version}
+    code, _, err = attnsuite.finish(attnsuite.start("run", "--resume", "--out", out, *ray))
+    assert code == 2
+    assert "cannot be resumed, since its figures would not compare: versions was" in err
+    assert attnsuite.finish(attnsuite.start(*words, "--out", own, *ray))[0] == 0
+    assert {record.environment["versions"]["jax"] for record in records(own)} == {metadata.version("jax")}
+    code, told, err = attnsuite.finish(attnsuite.start("compare", own, out))
+    assert code == 0, err
+    assert version in told
+
+
+def test_package_that_cannot_be_installed_or_brings_others_is_told(ray_nodes, tmp_path, monkeypatch):
+    monkeypatch.delenv("UV_CONSTRAINT", raising=False)
+    ray_nodes.add_node(num_cpus=1)
+    for packages, expected in (
+        ({"jax": "0.0.99"}, r"--packages jax==0\.0\.99 cannot be installed there: .*no version of jax==0\.0\.99"),
+        ({"jax": other_jax()}, rf"jaxlib is {other_jax()}, here .*; --any-versions takes the nodes' own"),
+    ):
+        wanted = asked(ray_nodes, packages=packages, patience=1.0)
+        with pytest.raises(InputError, match=expected):
+            execute_on_fleet(request(tmp_path / packages["jax"], ["a"]), wanted, Seen())
 
 
 def test_node_that_cannot_write_gets_no_more_cases(ray_nodes, tmp_path):

@@ -47,7 +47,9 @@ def test_half_precision_cases_of_interpreted_triton_kernels_are_compiled_for_an_
     assert (found.backends, found.targets, found.out.name) == (("triton",), (Target.named("h100"),), "h100")
 
 
-def test_nothing_is_compiled_for_another_suite_or_a_shard_or_where_nothing_was_interpreted(request_of, example_record):
+def test_nothing_is_compiled_for_another_suite_shard_or_version_or_if_nothing_was_interpreted(
+    request_of, example_record
+):
     records = interpreted(example_record, "triton")
     assert verdicts.verdict_request(request_of(), records) is not None
     assert verdicts.verdict_request(request_of(suite="full"), records) is None
@@ -55,6 +57,8 @@ def test_nothing_is_compiled_for_another_suite_or_a_shard_or_where_nothing_was_i
     assert verdicts.verdict_request(request_of(), interpreted(example_record, "pallas")) is None
     native = [dataclasses.replace(record, mode="native") for record in records]
     assert verdicts.verdict_request(request_of(), native) is None
+    elsewhere = [dataclasses.replace(record, environment={"versions": {"jax": "0.0.1"}}) for record in records]
+    assert verdicts.verdict_request(request_of(), elsewhere) is None
 
 
 def test_half_of_the_cuda_plugin_is_no_compiler(monkeypatch):
