@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -22,9 +23,9 @@ from attnsuite.backends import Target
 from attnsuite.suite import compile_run, curves, sharded, tuning
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.grid.executors import Limits
-from attnsuite.suite.grid.fleet import Fleet, FleetRequest, execute_grid, execute_on_fleet
+from attnsuite.suite.grid.fleet import Fleet, FleetRequest, Member, execute_grid, execute_on_fleet
 from attnsuite.suite.kinds.model import ModelCase
-from attnsuite.suite.measure.environment import versions
+from attnsuite.suite.measure.environment import source_digest, versions
 from attnsuite.suite.store import MANIFEST, RECORDS, parse_records
 from fleet_work import BEGUN, GO, ROWS, PretendGrid, Seen, Work, cluster, record_of, request
 
@@ -336,16 +337,34 @@ def test_run_of_another_jax_is_a_run_of_its_own_that_compares(ray_nodes, tiny, t
     assert version in told
 
 
-def test_package_that_cannot_be_installed_or_brings_others_is_told(ray_nodes, tmp_path, monkeypatch):
+def test_package_that_cannot_be_installed_is_told_with_the_reason(ray_nodes, tmp_path, monkeypatch):
     monkeypatch.delenv("UV_CONSTRAINT", raising=False)
+    monkeypatch.setenv("RUNTIME_ENV_RETRY_TIMES", "1")
     ray_nodes.add_node(num_cpus=1)
-    for packages, expected in (
-        ({"jax": "0.0.99"}, r"--packages jax==0\.0\.99 cannot be installed there: .*no version of jax==0\.0\.99"),
-        ({"jax": other_jax()}, rf"jaxlib is {other_jax()}, here .*; --any-versions takes the nodes' own"),
-    ):
-        wanted = asked(ray_nodes, packages=packages, patience=1.0)
-        with pytest.raises(InputError, match=expected):
-            execute_on_fleet(request(tmp_path / packages["jax"], ["a"]), wanted, Seen())
+    wanted = asked(ray_nodes, packages={"jax": "0.0.99"}, patience=1.0)
+    expected = r"--packages jax==0\.0\.99 cannot be installed there: .*no version of jax==0\.0\.99"
+    with pytest.raises(InputError, match=expected):
+        execute_on_fleet(request(tmp_path, ["a"]), wanted, Seen())
+
+
+@pytest.mark.parametrize(
+    ("packages", "found", "told"),
+    [
+        ({"jax": "0.0.1"}, {"jax": "0.0.1"}, None),
+        ({"jax": "0.0.1"}, {"jax": "0.0.1", "jaxlib": "0.0.1"}, r"jaxlib is 0.0.1, here .*; --any-versions takes"),
+        ({"jax": "0.0.1"}, {}, r"jax is .*, asked for 0.0.1"),
+        ({"kvax": "0.0.1"}, {}, r"kvax is missing, asked for 0.0.1"),
+        ({}, {"jax": "0.0.1"}, r"jax is 0.0.1, here .*; --any-versions takes"),
+    ],
+)
+def test_node_has_the_versions_that_were_asked_for_and_else_those_of_the_driver(packages, found, told, tmp_path):
+    seen = Seen()
+    fleet = Fleet(request(tmp_path / "run", ["a"]), FleetRequest(packages=packages), seen)
+    its = {name: version for name, version in versions().items() if name != "kvax"} | found
+    member = Member("node", "idle", environment={"versions": its, "source": source_digest()})
+    fleet._admit(member)
+    assert member.state == ("idle" if told is None else "refused")
+    assert [bool(re.search(told, warning)) for warning in seen.warnings] == ([] if told is None else [True])
 
 
 def test_node_that_cannot_write_gets_no_more_cases(ray_nodes, tmp_path):
