@@ -9,12 +9,14 @@ from .cost import KeptFraction as KeptFraction
 from .cost import kept_fraction as kept_fraction
 from .head_maps import published_schedule as published_schedule
 from .schedule import GREEDY_RULES as GREEDY_RULES
+from .schedule import LOSS_RULE as LOSS_RULE
 from .schedule import GreedyRule as GreedyRule
 from .schedule import LayerRole as LayerRole
 from .schedule import Schedule as Schedule
 from .schedule import dynamic_programming as dynamic_programming
 from .schedule import greedy as greedy
 from .schedule import greedy_anchors as greedy_anchors
+from .schedule import greedy_by_loss as greedy_by_loss
 from .schedule import layer_similarity as layer_similarity
 from .schedule import manual as manual
 from .selection import Places as Places

@@ -9,7 +9,7 @@ far. Three more greedy rules are those of guides to an earlier port (github.com/
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 Role = Literal["dense", "anchor", "reuse"]
 Similarity = Literal["mass", "jaccard"]
+
+LOSS_RULE = "greedy-loss"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,6 +223,30 @@ def greedy_anchors(
         if layer - anchors[-1] > farthest or between[compared, layer] < threshold:
             anchors.append(layer)
     return tuple(anchors)
+
+
+def greedy_by_loss(
+    calibration: Calibration, anchors: int, losses: Callable[[Sequence[Schedule]], Sequence[float]]
+) -> Schedule:
+    """IndexCache's search (arXiv 2603.12201): at first every layer selects, then one more reuses in each round.
+
+    That layer is the one with which the loss is the lowest, until ``anchors`` layers select, layer 0 (dense) among
+    them. A tie goes to the earlier layer. ``losses`` gives the loss of each schedule of a round. Head maps are the
+    calibration's. Raises ValueError for a number of anchors that the model cannot have, and for a loss that is not
+    finite.
+    """
+    count, kv_heads = calibration.num_layers, calibration.kv_heads
+    if not 1 <= anchors <= count:
+        raise ValueError(f"anchors={anchors} must be from 1 to {count}, the number of layers.")
+    found = _from_anchors(tuple(range(count)), count, kv_heads, calibration, "mass", LOSS_RULE)
+    while len(found.anchors) > anchors:
+        left = [tuple(a for a in found.anchors if a != layer) for layer in found.anchors[1:]]
+        round_ = [_from_anchors(chosen, count, kv_heads, calibration, "mass", LOSS_RULE) for chosen in left]
+        measured = np.asarray(losses(round_), np.float64)
+        if not np.isfinite(measured).all():
+            raise ValueError(f"the losses {measured.tolist()} are not finite, so that no schedule can be chosen.")
+        found = round_[int(measured.argmin())]
+    return found
 
 
 def layer_similarity(by_heads: np.ndarray) -> np.ndarray:

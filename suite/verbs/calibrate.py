@@ -38,9 +38,9 @@ class Calibrate:
     granularity: Annotated[str, flag("NAME")] = "tile"
     """tile or token."""
     schedule: Annotated[str, flag("NAME")] = "dp"
-    """dp, greedy (or -guide, -dynamic, -benchmark behind it), manual: the schedule that is shown."""
+    """dp, greedy (or -guide, -dynamic, -benchmark, -loss behind it), manual: the schedule that is shown."""
     anchors: Annotated[str, flag("N|LAYERS", "a quarter of the layers")] = ""
-    """How many layers select (dp), or which (manual), such as 0,2."""
+    """How many layers select (dp, greedy-loss), or which (manual), such as 0,2."""
     threshold: Annotated[float, flag("SHARE")] = 0.65
     """Greedy schedule: least similarity to the anchor."""
     max_reuse_dist: Annotated[int, flag("LAYERS")] = 4
@@ -50,6 +50,8 @@ class Calibrate:
 def run(command: Calibrate) -> int:
     """Calibrate, and show the schedule and what each layer keeps."""
     from rich.console import Console
+
+    from attnsuite.backends.kascade import LOSS_RULE
 
     from ..kinds.kascade import calibrate
 
@@ -64,6 +66,8 @@ def run(command: Calibrate) -> int:
         )
     least = calibration.mass.min(axis=(1, 2))
     print(f"schedule {schedule.method}, anchors {', '.join(map(str, schedule.anchors))}\n{schedule.table()}")
+    if schedule.method == LOSS_RULE:
+        print(f"to use it: --calibration {path} --schedule manual --anchors {','.join(map(str, schedule.anchors))}")
     print("mass kept by each layer's own selection, mean and least over heads and query tiles:")
     for layer, (mean, low) in enumerate(zip(calibration.mass.mean(axis=(1, 2)), least, strict=True)):
         print(f"  layer {layer}: {mean:.3f}, {low:.3f}; importance {calibration.importance[layer]:.4f}")

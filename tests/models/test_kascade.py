@@ -24,6 +24,7 @@ from attnsuite.backends.kascade import (
 from attnsuite.models import calibration, load_shipped, next_token_loss, open_checkpoint, retrieval, save, streamed_nats
 from attnsuite.models.config import ModelConfig
 from attnsuite.models.loss import token_nats
+from attnsuite.models.loss_search import schedule_by_loss, schedule_losses
 from attnsuite.models.transformer import Transformer
 
 pytestmark = pytest.mark.kascade
@@ -68,6 +69,18 @@ def test_a_checkpoint_read_layer_by_layer_gives_the_calibration_and_the_losses_o
     call = {"backend": "kascade", "backend_options": FEW | {"schedule": schedule}}
     whole = token_nats(model(batch.tokens[:, :-1], needs_grad=False, **call), jnp.asarray(batch.tokens[:, 1:]))
     np.testing.assert_allclose(streamed_nats(checkpoint, batch.tokens, batch=8, **call), whole, atol=2e-4)
+    # The search for a schedule by its loss, on the same checkpoint.
+    some = batch.tokens[:1]
+    crossed = Schedule(tuple(dataclasses.replace(x, head_map=x.head_map[::-1]) for x in schedule.layers))
+    others = [
+        manual(anchors, num_layers=4, kv_heads=2, calibration=streamed) for anchors in ((0, 2, 3), (0, 1, 3), (0, 1, 2))
+    ]
+    found, wrong, *losses = schedule_losses(checkpoint, some, [schedule, crossed, *others], FEW)
+    assert found == pytest.approx(float(whole[:1].mean()), abs=1e-4)
+    assert abs(wrong - found) > 0.01
+    assert np.ptp(losses) > 0.01
+    best = others[int(np.argmin(losses))]
+    assert schedule_by_loss(checkpoint, some, streamed, 3).anchors == best.anchors
 
 
 def recall(model, batch, schedule=GOOD, backend="kascade", **options):

@@ -6,8 +6,9 @@ import json
 
 import pytest
 
-from attnsuite.backends.kascade import load_calibration
+from attnsuite.backends.kascade import greedy_by_loss, load_calibration
 from attnsuite.suite.command_line import main
+from attnsuite.suite.kinds.kascade import calibrate
 
 SMALL = """
 name = "kascade"
@@ -82,7 +83,8 @@ def test_run_refuses(tmp_path, capsys, arguments, expected):
         (["--top-k", "2"], "top_k=2.0 is not accepted"),
         (["--length", "32", "--prompts", "1"], "leaves no choice"),
         (["--schedule", "best"], "must be one of dp, greedy, greedy-guide"),
-        (["--anchors", "9"], "must be one number from 1 to 4"),
+        (["--anchors", "9"], "must be one number from 1 to 4 for schedule dp"),
+        (["--schedule", "greedy-loss", "--anchors", "9"], "must be one number from 1 to 4 for schedule greedy-loss"),
         (["--anchors", "0,x"], "must be a number of layers"),
         (["--schedule", "manual", "--anchors", "1"], "layer 0 must be one of them"),
         (["--schedule", "greedy", "--threshold", "2"], "--threshold 2 must be from 0 to 1"),
@@ -97,15 +99,24 @@ def test_calibrate_refuses(tmp_path, monkeypatch, capsys, arguments, expected):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_calibrate_writes_what_was_measured_and_prints_the_schedule(tmp_path, capsys):
-    out = tmp_path / "c.safetensors"
+def test_calibrate_writes_what_was_measured_and_prints_the_schedule(tmp_path, capsys, monkeypatch):
+    out, asked = tmp_path / "c.safetensors", []
+
+    def by_loss(model, prompts, calibration, anchors, *, progress):  # the search itself: tests/models/test_kascade.py
+        asked.append((prompts.shape, anchors))
+        return greedy_by_loss(calibration, anchors, lambda schedules: [-s.anchors[-1] for s in schedules])
+
+    monkeypatch.setattr(calibrate, "schedule_by_loss", by_loss)
     with pytest.raises(SystemExit) as exit_info:
-        main(["calibrate", "--out", str(out), "--prompts", "2", "--length", "96", "--anchors", "2"])
+        main(["calibrate", "--out", str(out), "--prompts", "2", "--length", "96", "--schedule", "greedy-loss",
+              "--anchors", "3"])  # fmt: skip
     assert exit_info.value.code == 0
     printed = capsys.readouterr().out
     assert "similarity" in printed
     assert "dense" in printed
-    assert str(out) in printed
+    (use,) = [line for line in printed.splitlines() if line.startswith("to use it: ")]
+    assert use == f"to use it: --calibration {out} --schedule manual --anchors 0,2,3"
+    assert asked == [((2, 96), 3)]
     found = load_calibration(out)
     assert found.mass_similarity.shape == (4, 4, 2, 2)
     about = json.loads(out.with_suffix(".json").read_text())

@@ -79,8 +79,9 @@ def chosen_by(rule, options, probabilities, settings, first):
     return sets
 
 
-@pytest.mark.parametrize("method", SCORES)
-@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize(
+    ("method", "name"), [*((method, "prefill by tiles") for method in SCORES), ("lessismore", "decode by keys")]
+)
 def test_layers_that_reuse_attend_to_what_the_rule_selects_in_the_layer_before_and_that_layer_is_dense(method, name):
     settings, changes = PROBLEMS[name]
     spec = dataclasses.replace(

@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from attnsuite.backends.kascade import Calibration, Schedule, Settings
+from attnsuite.backends.kascade import LOSS_RULE, Calibration, Schedule, Settings
 from attnsuite.models import ModelConfig, TextFile, load_text, open_checkpoint
 from attnsuite.models.calibration import calibrate
+from attnsuite.models.loss_search import schedule_by_loss
 
 from ... import files
 from ...errors import InputError
@@ -72,6 +73,9 @@ def run(request: CalibrateRequest, progress: Callable[[str], None]) -> tuple[Pat
             calibration = calibrate(model, prompts, request.settings, text=told, progress=progress)
         with files.writing(request.out):
             path = calibration.save(request.out)
+        if request.schedule == LOSS_RULE:
+            number = words.number_of_anchors(calibration.num_layers)
+            return path, calibration, schedule_by_loss(model, prompts, calibration, number, progress=progress)
         return path, calibration, words.made(calibration)
     except ValueError as error:
         raise InputError(str(error)) from error

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 
-from attnsuite.backends.kascade import GREEDY_RULES, Calibration, Schedule, dynamic_programming, greedy, manual
+from attnsuite.backends.kascade import (
+    GREEDY_RULES,
+    LOSS_RULE,
+    Calibration,
+    Schedule,
+    dynamic_programming,
+    greedy,
+    manual,
+)
 
 from ...errors import InputError
 from ...names import parts_of
@@ -12,7 +20,10 @@ from ...names import parts_of
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleWords:
-    """``schedule`` is dp, a greedy rule or manual; ``anchors`` a number of layers (dp), a list (manual), or empty."""
+    """``schedule`` is dp, a greedy rule, greedy-loss or manual.
+
+    ``anchors`` is a number of layers (dp, greedy-loss), a list (manual), or empty.
+    """
 
     schedule: str = "dp"
     anchors: str = ""
@@ -35,10 +46,13 @@ class ScheduleWords:
                     f"--threshold {self.threshold:g} must be from 0 to 1, and --max-reuse-dist "
                     f"{self.max_reuse_dist} at least 1."
                 )
-        elif self.schedule != "dp":
-            raise InputError(f"--schedule {self.schedule!r} must be one of dp, {', '.join(GREEDY_RULES)}, manual.")
+        elif self.schedule not in ("dp", LOSS_RULE):
+            known = ", ".join(("dp", *GREEDY_RULES, LOSS_RULE, "manual"))
+            raise InputError(f"--schedule {self.schedule!r} must be one of {known}.")
         elif len(numbers) > 1 or (numbers and not 1 <= numbers[0] <= num_layers):
-            raise InputError(f"--anchors {self.anchors!r} must be one number from 1 to {num_layers} for schedule dp.")
+            raise InputError(
+                f"--anchors {self.anchors!r} must be one number from 1 to {num_layers} for schedule {self.schedule}."
+            )
 
     def made(self, calibration: Calibration) -> Schedule:
         """The schedule that follows from a calibration."""
@@ -48,8 +62,18 @@ class ScheduleWords:
             return greedy(calibration, **limits, rule=self.schedule)
         if self.schedule == "manual":
             return manual(numbers, num_layers=layers, kv_heads=calibration.kv_heads, calibration=calibration)
+        if self.schedule == LOSS_RULE:
+            raise InputError(
+                f"--schedule {LOSS_RULE} is chosen by attnsuite calibrate, which has the text; give the layers that it "
+                "printed, such as --schedule manual --anchors 0,2."
+            )
+        return dynamic_programming(calibration, self.number_of_anchors(layers))
+
+    def number_of_anchors(self, num_layers: int) -> int:
+        """How many layers select, for dp and greedy-loss."""
+        numbers = self._numbers()
         # The paper's 3 to 8 anchors are for 16 to 32 layers; a quarter of them, and at least two.
-        return dynamic_programming(calibration, numbers[0] if numbers else max(2, layers // 4))
+        return numbers[0] if numbers else min(max(2, num_layers // 4), num_layers)
 
     def uncalibrated(self, num_layers: int, kv_heads: int) -> Schedule:
         """The schedule without a calibration: a manual one, in which each head reuses the head of its own number."""

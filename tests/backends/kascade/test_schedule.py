@@ -15,6 +15,7 @@ from attnsuite.backends.kascade import (
     dynamic_programming,
     greedy,
     greedy_anchors,
+    greedy_by_loss,
     layer_similarity,
     load_calibration,
     manual,
@@ -119,6 +120,29 @@ def test_benchmark_rule_looks_at_the_layer_before_and_takes_layer_1_as_an_anchor
     assert greedy_anchors(np.ones((12, 12)), GREEDY_RULES["greedy-dynamic"], threshold=0.1) == (0, 4, 8)
 
 
+# Losses by the layers that select. Reusing in layer 1 is cheapest at first, so the search never sees (0, 1), the best
+# pair; a search that adds layers one by one would find it.
+LOSSES = {(0, 2, 3): 1.0, (0, 1, 3): 2.0, (0, 1, 2): 3.0, (0, 3): 5.0, (0, 2): 4.0, (0, 1): 0.0, (0,): 9.0}
+
+
+def test_greedy_by_loss_turns_the_layer_that_costs_least_into_a_reuse_layer_round_by_round():
+    rounds = []
+
+    def losses(schedules):
+        rounds.append([schedule.anchors for schedule in schedules])
+        return [LOSSES[schedule.anchors] for schedule in schedules]
+
+    known = calibration(np.full((4, 4), 0.9), crossed=(3,))
+    found = greedy_by_loss(known, 2, losses)
+    assert (found.anchors, found.method) == ((0, 2), "greedy-loss")
+    assert rounds == [[(0, 2, 3), (0, 1, 3), (0, 1, 2)], [(0, 3), (0, 2)]]
+    assert found.layers == manual((0, 2), num_layers=4, kv_heads=2, calibration=known).layers
+    assert found.layers[3].head_map == (1, 0)
+    assert greedy_by_loss(known, 4, losses).anchors == (0, 1, 2, 3)
+    assert greedy_by_loss(known, 1, losses).anchors == (0,)
+    assert greedy_by_loss(known, 3, lambda schedules: [1.0] * len(schedules)).anchors == (0, 2, 3)  # a tie
+
+
 def test_head_maps_follow_the_best_head():
     found = greedy(calibration(np.full((4, 4), 0.9), crossed=(2,)))
     assert [layer.head_map for layer in found.layers] == [(0, 1), (0, 1), (1, 0), (0, 1)]
@@ -147,6 +171,8 @@ def test_the_table_says_everything():
         (lambda: manual((), num_layers=4, kv_heads=2), "layer 0 must be one of them"),
         (lambda: manual((0,), num_layers=4, kv_heads=2, calibration=random(0)), "the calibration has 7 layers"),
         (lambda: dynamic_programming(random(0), 8), "anchors=8 must be from 1 to 7"),
+        (lambda: greedy_by_loss(random(0), 0, list), "anchors=0 must be from 1 to 7"),
+        (lambda: greedy_by_loss(random(0), 6, lambda asked: [np.nan] * len(asked)), "are not finite"),
         (lambda: greedy(random(0), threshold=2.0), "threshold=2.0"),
         (lambda: greedy(random(0), max_reuse_dist=0), "max_reuse_dist=0"),
         (lambda: greedy(random(0), rule="best"), "rule='best' must be one of greedy, greedy-guide"),
