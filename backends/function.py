@@ -86,7 +86,7 @@ def from_function(
     name = getattr(function, "__name__", None) if name is None else name
     if not name:
         raise TypeError(f"{function!r} has no name; give name='...'.")
-    declared = takes if isinstance(takes, Takes) else Takes(features=frozenset(takes), modes=("native",))
+    declared = takes if isinstance(takes, Takes) else Takes(features=frozenset(takes), modes=("native", "compile"))
     return FunctionBackend(name, function, declared, exact)
 
 

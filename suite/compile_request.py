@@ -19,7 +19,8 @@ from .grid.executors import Limits
 from .kinds.attention import OpCase
 from .kinds.model import ModelCase
 from .named_model import absolute
-from .names import known_backend, names_of
+from .names import names_of
+from .own import own_or_known
 from .store import RECORDS
 from .suites import Suite, find_suite, select
 
@@ -83,7 +84,7 @@ def compile_request(
         cases=(*_ops(suite, cases, wanted=models.models is None), *cells),
         searches=searches,
         batch_searches=batch_searches,
-        backends=tuple(known_backend(name) for name in chosen),
+        backends=tuple(own_or_known(name) for name in chosen),
         targets=tuple(_known_target(name) for name in names_of(targets or ",".join(topologies.KINDS), "--targets")),
         out=out,
         limits=limits,

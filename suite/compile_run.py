@@ -19,7 +19,7 @@ from attnsuite.backends.devices import cpu_name, usable_cores
 
 from .absent import cache as compile_cache
 from .absent import slices, topologies
-from .absent.compilation import NO_COMPILER, ROLE, in_roles
+from .absent.compilation import NO_COMPILER, backend_and_role, in_roles
 from .cell import Cell, Outcome
 from .errors import CellFailure, InputError
 from .grid.executors import Limits, RunContext, Running, Watcher, outcome_of, side_by_side
@@ -31,6 +31,7 @@ from .kinds.attention import OpCase
 from .kinds.model import ModelCase
 from .measure import environment
 from .measure.memory import machine_bytes
+from .own import digests, is_reference
 from .record import Environment, Record
 from .store import CompileManifest
 
@@ -71,6 +72,8 @@ def processes() -> int:
 def execute(request: CompileRequest, watcher: GridWatcher, fleet: FleetRequest | None = None) -> None:
     """Compile everything and write the records. Raises InputError where ``out`` holds records already."""
     if fleet is not None:
+        if own := [name for name in request.backends if is_reference(name)]:
+            raise InputError(f"{own[0]} is a file of this machine alone; leave out --executor.")
         if request.searches or request.batch_searches:
             raise InputError("--longest asks one compiler after the other on one machine; leave out --executor.")
         execute_grid(CompileGrid(request=request), watcher, fleet)
@@ -174,8 +177,13 @@ class _Compiler:
         self._fewer = fewer
         self._process = Restarting(functools.partial(Worker, request.limits.memory, topologies.ENVIRONMENT))
         self._records: dict[str, Record] = {}
+        own = digests(request.backends)
         self._context = RunContext(
-            suite=SUITE, limits=request.limits, environment=_environment(target), text=None, watcher=watcher
+            suite=SUITE,
+            limits=request.limits,
+            environment=_environment(target) | ({"own": own} if own else {}),
+            text=None,
+            watcher=watcher,
         )
 
     def records(self) -> Iterator[Record]:
@@ -215,10 +223,11 @@ class _Compiler:
             return
         self._context.watcher.doing(cell.case, cell.row, f"for {self._target}")
         path = compile_cache.path_of(self._request.cache, cell, self._target, self._context.environment)
-        record = compile_cache.find(path, cell.key)
+        own = is_reference(cell.row)  # what its file imports may have changed
+        record = None if own else compile_cache.find(path, cell.key)
         if record is None:
             record, lasting = self._compile(cell)
-            if lasting:
+            if lasting and not own:
                 compile_cache.keep(path, record)
         self._records[cell.key] = record
         yield record
@@ -240,7 +249,7 @@ class _Compiler:
 
 def cell_of(case: OpCase | ModelCase, name: str, target: Target) -> Cell:
     """The cell of a case for a backend, or for one of its roles."""
-    exact = registry.get(name.partition(ROLE)[0]).exact
+    exact = None if is_reference(name) else registry.get(backend_and_role(name)[0]).exact  # workers load the file
     return Cell(
         case=case.name,
         problem=problem_of(case),

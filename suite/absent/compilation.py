@@ -28,6 +28,7 @@ from ..cell import Outcome
 from ..kinds.attention import OpCase, spec_of
 from ..kinds.model import ModelCase
 from ..measure import lint
+from ..own import is_reference
 from ..record import Kernel
 from . import slices, topologies
 from .programs import AbstractProgram, attention_specs, model_program, op_program, resolutions, role_program
@@ -46,11 +47,21 @@ def in_roles(case: OpCase | ModelCase, backend_name: str, kernels: tuple[str, ..
 
     Each role has a name for each of ``kernels``, the values of Kascade's option: ``kascade:reuse/xla``.
     """
-    backend = registry.get(backend_name)
+    backend = None if is_reference(backend_name) else registry.get(backend_name)
     if isinstance(case, OpCase) and isinstance(backend, BackendWithRoles):
         ends = [f"{KERNEL}{kernel}" for kernel in kernels] or [""]
         return tuple(f"{backend_name}{ROLE}{role}{end}" for role in backend.roles(spec_of(case)) for end in ends)
     return (backend_name,)
+
+
+def backend_and_role(name: str) -> tuple[str, str]:
+    """The backend of a cell's name, and its role with its kernel. A file's function has none.
+
+    >>> backend_and_role("kascade:reuse/xla"), backend_and_role("my.py:fn")
+    (('kascade', 'reuse/xla'), ('my.py:fn', ''))
+    """
+    backend, _, role = (name, "", "") if is_reference(name) else name.partition(ROLE)
+    return backend, role
 
 
 def compile_cell(case: OpCase | ModelCase, backend_name: str, target: Target) -> Outcome:
@@ -61,7 +72,7 @@ def compile_cell(case: OpCase | ModelCase, backend_name: str, target: Target) ->
 
     An error of the backend or of the compiler becomes the result; it is never raised.
     """
-    backend_name, _, role = backend_name.partition(ROLE)
+    backend_name, role = backend_and_role(backend_name)
     backend = registry.get(backend_name)
     if target.topology:
         return _slice_cell(case, backend, target)

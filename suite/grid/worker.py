@@ -75,6 +75,7 @@ def _compiled(asked: dict[str, Any]) -> dict[str, Any]:
     target = Target.named(asked["target"])
     if "options" in asked:
         return candidates.compile_candidate(_case(asked), asked["backend"], target, asked["options"], asked["given"])
+    register_own([asked["backend"]])
     return dataclasses.asdict(compilation.compile_cell(_case(asked), asked["backend"], target))
 
 

@@ -14,7 +14,7 @@ class Compile(OnFleet):
     """Compile every backend for devices that are not here: does it compile, does it fit. Nothing is run."""
 
     backends: Annotated[str | None, flag("NAMES", "all that are registered")] = None
-    """Backends to compile, separated by commas."""
+    """Backends to compile, separated by commas; PATH.py:NAME is a function of a file."""
     targets: Annotated[str | None, flag("NAMES", "all that are known")] = None
     """Devices to compile for, such as v5e,h100, separated by commas."""
     suite: Annotated[str | None, flag("NAME|FILE", "compile")] = None

@@ -30,7 +30,7 @@ from attnsuite.suite.absent.programs import (
 from attnsuite.suite.cell import Outcome
 from attnsuite.suite.command_line import main
 from attnsuite.suite.compile_run import SEARCH_BATCHES, SEARCH_LENGTHS, SEARCH_STEPS, CompileRequest, longest
-from attnsuite.suite.errors import CellFailure
+from attnsuite.suite.errors import CellFailure, InputError
 from attnsuite.suite.grid.executors import Limits
 from attnsuite.suite.kinds.attention import OpCase, spec_of
 from attnsuite.suite.kinds.attention import op_program as measured_program
@@ -86,6 +86,14 @@ def test_directory_with_records_is_refused(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["compile", "--out", str(tmp_path)])
     assert "already has records; choose another --out" in capsys.readouterr().err
+
+
+def test_function_of_a_file_is_compiled_on_the_machine_that_has_the_file(tmp_path):
+    assert compile_cell.in_roles(OP, "my.py:fn") == ("my.py:fn",)
+    request = CompileRequest(cases=(OP,), searches=(), backends=("my.py:fn",), targets=(V5E,), out=tmp_path,
+                             limits=None, cache=tmp_path, command=())  # fmt: skip
+    with pytest.raises(InputError, match=r"my\.py:fn is a file of this machine alone; leave out --executor"):
+        compile_run.execute(request, None, fleet=object())
 
 
 # What is compiled

@@ -1,17 +1,26 @@
 """The workflow file of docs/guard.md, executed step by step on a small repository that uses this package."""
 
-import os
+import contextlib
+import dataclasses
+import io
 import re
+import runpy
+import shlex
 import shutil
 import subprocess
-import sys
+import traceback
+from importlib import util
 from pathlib import Path
 
 import pytest
 import yaml
 
+from attnsuite.suite import command_line
+from attnsuite.suite.grid import run as grid_run
+
 GUARD = Path(__file__).parents[2] / "docs" / "guard.md"
 KERNELS = """
+import functools
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -23,13 +32,20 @@ def kernel(q, k, v, out):
     out[...] = (jax.nn.softmax(scores) @ v[...].astype(jnp.float32)).astype(out.dtype)
 
 
-def one_head(q, k, v):
-    shape = jax.ShapeDtypeStruct((q.shape[0], v.shape[1]), q.dtype)
-    return pl.pallas_call(kernel, out_shape=shape, interpret=True)(q, k, v)
+def one_head(q, k, v, interpret):
+    rows = q.shape[0]
+    tile = pl.BlockSpec((rows, q.shape[1]), lambda i: (i, 0))
+    whole = pl.BlockSpec(k.shape, lambda i: (0, 0))
+    shape = jax.ShapeDtypeStruct(q.shape, q.dtype)
+    call = pl.pallas_call(kernel, shape, grid=q.shape[0] // rows, in_specs=[tile, whole, whole], out_specs=tile,
+                          interpret=interpret)
+    return call(q, k, v)
 
 
 def forward(q, k, v):
-    return jax.vmap(jax.vmap(one_head, 1, 1))(q, k, v)
+    heads_first = (x.swapaxes(1, 2) for x in (q, k, v))
+    native, interpreted = (jax.vmap(jax.vmap(functools.partial(one_head, interpret=i))) for i in (False, True))
+    return jax.lax.platform_dependent(*heads_first, cpu=interpreted, default=native).swapaxes(1, 2)
 
 
 attend = from_function(forward, takes={"bidirectional"})
@@ -42,18 +58,11 @@ x = jnp.ones((1, 64, 2, 32))
 backends.attention(x, x, x, is_causal=True, backend="chunked", on_unavailable="raise")
 """
 SHAPES = '[[case]]\nkind = "op_forward"\nsequence = 64\nheads = 2\nkv_heads = 2\nhead_dim = 32\ncausal = false\n'
+# A tile of one row is right in the interpreter, and no tile of a TPU.
 PLANTED = {
-    "kernels.py": KERNELS.replace("** 0.5", "** 0.51"),
+    "kernels.py": KERNELS.replace("** 0.5", "** 0.51").replace("rows = q.shape[0]", "rows = 1"),
     "model.py": MODEL.replace("chunked", "cudnn"),
 }
-# The command without its ten seconds for the peaks of the machine, which no step compares.
-COMMAND = f"""#!{sys.executable}
-from attnsuite.suite.grid import run
-rates = {{"float32": 1e11, "bfloat16": 1e11}}
-run.measured_machine = lambda: {{"matmul_flops": rates, "copy_bytes_per_second": 1e10, "read_bytes_per_second": 1e10}}
-from attnsuite.suite.entry import main
-main()
-"""
 
 
 def steps():
@@ -62,85 +71,112 @@ def steps():
     return {step["name"]: step["run"] for step in yaml.safe_load(text)["jobs"]["attention"]["steps"] if "run" in step}
 
 
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """A step: the exit code of its last command, and what its commands printed."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+
+def attnsuite(*words):
+    try:
+        command_line.main(words)
+    except SystemExit as ended:
+        return ended.code or 0
+    return 0
+
+
+def python(path):
+    try:
+        runpy.run_path(path, run_name="__main__")
+    except Exception:  # noqa: BLE001 (as the interpreter does)
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def git(*words, at="."):
+    person = ("-c", "user.name=a", "-c", "user.email=a@b.c")
+    subprocess.run([shutil.which("git"), "-C", at, *person, *words], check=True, capture_output=True)
+    return 0
+
+
+# In this process, because an import of JAX takes longer than the commands. `pip install` has nothing to install here.
+COMMANDS = {"attnsuite": attnsuite, "python": python, "git": git, "pip": lambda *_: 0}
+
+
 @pytest.fixture(scope="module")
 def execute(tmp_path_factory):
     """A function that runs a step in a clone whose branch plants a wrong kernel and asks for a GPU's backend."""
     folder = tmp_path_factory.mktemp("guard")
-    origin, clone, programs = folder / "origin", folder / "clone", folder / "bin"
-
-    def git(*words, at=origin):
-        person = ("-c", "user.name=a", "-c", "user.email=a@b.c")
-        command = ["git", "-C", at, *person, *words]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    origin, clone = folder / "origin", folder / "clone"
 
     def commit(files):
         for name, text in files.items():
             (origin / name).write_text(text, encoding="utf-8")
-        git("add", ".")
-        git("commit", "-qm", "files")
+        git("add", ".", at=origin)
+        git("commit", "-qm", "files", at=origin)
 
     origin.mkdir()
-    git("init", "-qb", "main")
+    git("init", "-qb", "main", at=origin)
     commit({"kernels.py": KERNELS, "model.py": MODEL, "shapes.toml": SHAPES})
-    git("switch", "-qc", "change")
+    git("switch", "-qc", "change", at=origin)
     commit(PLANTED)
     git("clone", "-q", origin, clone, at=folder)
-    programs.mkdir()
-    for name, text in {
-        "attnsuite": COMMAND,
-        "pip": "#!/bin/sh\n",
-        "python": f'#!/bin/sh\nexec {sys.executable} "$@"\n',
-    }.items():
-        (programs / name).write_text(text, encoding="utf-8")
-        (programs / name).chmod(0o755)
-    environment = os.environ | {
-        "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-        "JAX_PLATFORMS": "cpu",
-        "GITHUB_STEP_SUMMARY": str(folder / "summary.md"),
-    }
-    known = {"${{ github.base_ref }}": "main", "${{ github.sha }}": git("rev-parse", "change").strip()}
 
-    def run(step, branch=None):
-        if branch is not None:
-            git("switch", "-q", "--detach", f"origin/{branch}", at=clone)
-        text = steps()[step]
-        for name, value in known.items():
-            text = text.replace(name, value)
-        # A planted wrong result needs no narrow interval.
-        text = text.replace("--sample-seconds 4", "--sample-seconds 0.01")
+    def run(step, branch="change"):
+        out, err = io.StringIO(), io.StringIO()
+        # A planted fault needs no narrow interval, and one absent device shows as much as two.
+        text = steps()[step].replace("--sample-seconds 4", "--sample-seconds 0.01").replace("v5e,h100", "v5e")
+        text = text.replace("${{ github.base_ref }}", "main").replace("${{ github.sha }}", "origin/change")
         assert "${{" not in text
-        return subprocess.run(
-            [shutil.which("bash"), "-e", "-c", text],
-            cwd=clone,
-            env=environment,
-            check=False,
-            capture_output=True,
-            text=True,
-        )
+        git("switch", "-q", "--detach", f"origin/{branch}", at=clone)
+        with contextlib.chdir(clone), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            for command in text.replace(" && ", "\n").strip().split("\n"):
+                name, *words = shlex.split(command)
+                if code := COMMANDS[name](*words):
+                    break
+        return Ended(code, out.getvalue(), err.getvalue())
 
-    run.summary = folder / "summary.md"
-    return run
+    rates = {"float32": 1e11, "bfloat16": 1e11}
+    peaks = {"matmul_flops": rates, "copy_bytes_per_second": 1e10, "read_bytes_per_second": 1e10}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GITHUB_STEP_SUMMARY", str(folder / "summary.md"))
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        patch.setattr(grid_run, "measured_machine", lambda: peaks)  # ten seconds, and no step compares them
+        run.summary = folder / "summary.md"
+        yield run
 
 
 def test_fallback_fails_the_step_of_what_really_runs(execute):
     ended = execute("what really runs", "main")
-    assert ended.returncode == 0, ended.stderr
-    ended = execute("what really runs", "change")
-    assert ended.returncode != 0
+    assert ended.code == 0, ended.stderr
+    ended = execute("what really runs")
+    assert ended.code != 0
     assert "is not supported by cudnn" in ended.stderr
 
 
 def test_wrong_kernel_fails_the_step_that_judges_it_in_its_interpreter(execute):
-    ended = execute("numbers of the kernel, in its interpreter", "change")
-    assert ended.returncode == 1, ended.stderr
+    ended = execute("numbers of the kernel, in its interpreter")
+    assert ended.code == 1, ended.stderr
     assert re.search(r"^- heads-equal: wrong: output is off by ", ended.stdout, re.MULTILINE)
 
 
 def test_wrong_kernel_fails_the_comparison_with_the_main_branch(execute):
     ended = execute("measure both")
-    assert ended.returncode == 0, ended.stderr
+    assert ended.code == 0, ended.stderr
     ended = execute("compare")
-    assert ended.returncode == 3, ended.stdout + ended.stderr
+    assert ended.code == 3, ended.stdout + ended.stderr
     assert "wrong: forward-s64-h2k2-d32-full-f32/kernels.py:attend" in ended.stderr
     assert "kernels.py" in execute.summary.read_text(encoding="utf-8")
+
+
+@pytest.mark.compile
+@pytest.mark.skipif(util.find_spec("libtpu") is None, reason="libtpu is not installed (tox -e compile has it)")
+def test_kernel_that_is_illegal_on_a_tpu_fails_the_step_that_compiles_it(execute):
+    ended = execute("compile both for devices that are not here")
+    assert ended.code == 3, ended.stdout + ended.stderr
+    failed = "failed: forward-s64-h2k2-d32-full-f32/kernels.py:attend/tpu:v5e/compile: it ran in A; crashed: "
+    assert f"{failed}ValueError: The Pallas TPU lowering" in ended.stderr
