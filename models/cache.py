@@ -15,6 +15,7 @@ sequence has. A page is taken when a token needs it. The free pages are those th
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -233,13 +234,22 @@ def default_dtype(config: ModelConfig) -> str:
 
 def write(slots: Slots, new: Float[Array, "batch length kv_heads head_dim"], start: Int[Array, " batch"]) -> Slots:
     """``new`` written into ``slots`` from each sequence's ``start``, in the dtype of the slots."""
-    if isinstance(slots, Quantised):
-        numbers, scales = quantize(new, str(slots.dtype))
-        return Quantised(write(slots.numbers, numbers, start), write(slots.scales, scales[..., None], start))
-    new = jnp.swapaxes(new, 1, 2).astype(slots.dtype)
-    if new.shape[0] == 1:
-        return jax.lax.dynamic_update_slice(slots, new, (0, 0, start[0], 0))
-    return jax.vmap(lambda s, x, at: jax.lax.dynamic_update_slice(s, x, (0, at, 0)))(slots, new, start)
+    return _put(slots, new, lambda array, rows: _write_rows(array, rows, start))
+
+
+def _put(slots: Slots, new: Array, put: Callable[[Array, Array], Array]) -> Slots:
+    """``put(array, rows)`` writes ``rows [batch, length, kv_heads, dim]`` into slots, numbers or scales."""
+    if not isinstance(slots, Quantised):
+        return put(slots, new)
+    numbers, scales = quantize(new, str(slots.dtype))
+    return Quantised(put(slots.numbers, numbers), put(slots.scales, scales[..., None]))
+
+
+def _write_rows(array: Array, rows: Array, start: Int[Array, " batch"]) -> Array:
+    rows = jnp.swapaxes(rows, 1, 2).astype(array.dtype)
+    if rows.shape[0] == 1:
+        return jax.lax.dynamic_update_slice(array, rows, (0, 0, start[0], 0))
+    return jax.vmap(lambda s, x, at: jax.lax.dynamic_update_slice(s, x, (0, at, 0)))(array, rows, start)
 
 
 @jax.tree_util.register_dataclass
@@ -266,12 +276,11 @@ class Places:
 
 def write_pages(slots: Slots, new: Float[Array, "batch length kv_heads head_dim"], places: Places) -> Slots:
     """``new`` written into pages, in the dtype of the slots."""
-    if isinstance(slots, Quantised):
-        numbers, scales = quantize(new, str(slots.dtype))
-        return Quantised(
-            write_pages(slots.numbers, numbers, places), write_pages(slots.scales, scales[..., None], places)
-        )
-    return slots.at[places.pages, :, places.offsets].set(new.astype(slots.dtype), mode="drop")
+
+    def put(array: Array, rows: Array) -> Array:
+        return array.at[places.pages, :, places.offsets].set(rows.astype(array.dtype), mode="drop")
+
+    return _put(slots, new, put)
 
 
 def read(slots: Slots) -> Num[Array, "rows slots kv_heads head_dim"]:

@@ -22,6 +22,7 @@ from jaxtyping import Array, Float, Int
 
 from attnsuite.backends import Layout, Plan, masks
 from attnsuite.backends.contract import NO_TERMS, Carry, Terms
+from attnsuite.backends.kv_cache import ragged_layout
 
 from . import latent
 from .cache import Places, Slots, read, with_scales, write, write_pages
@@ -127,6 +128,46 @@ def forward_cached(
         x = jnp.take_along_axis(x, (end - start - 1)[:, None, None], axis=1)
     logits = logits_of(config, params, x)
     return (logits[:, 0] if last_only else logits), keys, values
+
+
+def forward_ragged(
+    config: ModelConfig,
+    params: Params,
+    tokens: Int[Array, "1 tokens"],
+    keys: tuple[Slots, ...],
+    values: tuple[Slots, ...],
+    lengths: Int[Array, " sequences"],
+    query_starts: Int[Array, " sequences_plus_one"],
+    page_table: Int[Array, "sequences pages_per_sequence"],
+    *,
+    resolutions: Resolutions,
+    options: Options = (),
+) -> tuple[Float[Array, "sequences vocab"], tuple[Slots, ...], tuple[Slots, ...]]:
+    """Logits of the last token of each sequence in a ragged batch, and the paged cache with the tokens written to it.
+
+    Arguments are those of :func:`attnsuite.backends.kv_cache.ragged_layout`: ``lengths`` count the new tokens, and a
+    sequence may have none; its logits then mean nothing.
+    """
+    pool = (keys[0].shape[0], keys[0].shape[2])
+    layout = ragged_layout(page_table, lengths, query_starts, page_size=pool[1], num_tokens=tokens.shape[1])
+    of_token: Any = layout.query_segment_ids
+    sequences, positions = jnp.maximum(of_token, 0), jnp.maximum(jnp.asarray(layout.query_positions), 0)
+    put: Put = functools.partial(write_pages, places=Places.of(page_table, sequences, positions, of_token >= 0, pool))
+    x, keys, values = _through_layers(
+        config,
+        params,
+        embed(config, params, tokens, positions),
+        turns_of(config, positions, lengths[sequences]),
+        keys,
+        values,
+        put,
+        layout,
+        resolutions=resolutions,
+        options=options,
+        fresh=False,
+    )
+    last = x[:, jnp.maximum(query_starts[1:] - 1, 0)]
+    return logits_of(config, params, last)[0], keys, values
 
 
 def _through_layers(

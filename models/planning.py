@@ -74,7 +74,7 @@ def attention_spec(
         has_segment_ids=packed,
         # Distances inside a document do not depend on where it starts, but chunk borders do.
         has_positions=cached or (packed and kind == "chunked"),
-        has_seq_lengths=cached,
+        has_seq_lengths=cached and not packed,
         needs_grad=needs_grad,
         kv_dtype=kv_dtype,
         num_pages=None if pages is None else pages[0],

@@ -22,6 +22,7 @@ from .words import Value
 INVALID = "INVALID"
 _PER_TABLE = 5
 _PAIRED = "standard_"  # a series of this prefix holds the standard backend's values for the same sequences
+_TIMES = frozenset({"ttft_seconds", "tpot_seconds"})  # of cells that did not take turns: no difference is shown
 _COORDINATES = frozenset({"distance"})  # where a value was taken; not a figure
 _RECOMPUTED = ("nll_difference", "sequences", "queries")  # the table of series shows them from the raw values
 _LEADS = (Column("case", "case", merge=True), Column("backend", "backend"), Column("exact", "exact"))
@@ -91,7 +92,7 @@ def series_of(group: Group, cell: Cell) -> list[Series]:
     for name, values in own.items():
         mean = statistics.mean(values)
         if mean is not None and not name.startswith(_PAIRED) and name not in _COORDINATES:
-            against = paired.get(name, ()) if cell.label != STANDARD else ()
+            against = paired.get(name, ()) if cell.label != STANDARD and name not in _TIMES else ()
             found.append(Series(name.replace("_", " "), mean, statistics.paired_difference(values, against)))
     return found
 

@@ -20,6 +20,7 @@ from .kinds.cache import CacheCase
 from .kinds.model import ModelCase
 from .kinds.retrieval import RetrievalCase
 from .kinds.selection import SelectionCase
+from .kinds.serving import ServingCase
 from .kinds.stack import StackCase
 from .kinds.text import TextCase
 from .suite_file import check_peers, read_suite_file
@@ -203,8 +204,8 @@ KASCADE = Suite(
     all_cores=True,
 )  # fmt: skip
 
-# What a model loses in a cache of fewer bits: about a minute on 2 cores.
-SERVING = Suite("serving", (CacheCase(),))
+# What a model loses in a cache of fewer bits, and continuous batching: two minutes on 2 cores.
+SERVING = Suite("serving", (CacheCase(), ServingCase()), left_out=("kascade",))
 
 SUITES = {suite.name: suite for suite in (QUICK, FULL, CPU_SPEED, KASCADE, SERVING)}
 

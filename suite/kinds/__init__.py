@@ -33,6 +33,7 @@ BUILT_IN = (
     "model:MODEL",
     "text:TEXT",
     "cache:CACHE",
+    "serving:SERVING",
     "retrieval:RETRIEVAL",
     "selection:SELECTION",
     "stack:STACK",

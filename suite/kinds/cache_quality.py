@@ -19,8 +19,6 @@ from .model_program import model_config, open_model
 from .quality import HeldOut, compared, figures_of, read_text
 from .text import TextCase
 
-CALL = {"backend": "standard"}
-
 
 def checked(case: CacheCase, text: TextFile | None) -> HeldOut:
     """The text of a case. Raises InputError for an unknown model, and for a text that it cannot read."""
@@ -55,12 +53,13 @@ def behind_cache(
     A token reads the keys and values of every token before it, and its own, as the cache keeps them: one call gives
     what the decode steps give one after the other.
     """
-    cache = model.new_cache(*tokens.shape, DTYPES[row])
-    _, cache = model.prefill(tokens[:, :half], cache, last_only=True, **CALL)
+    batch, length = tokens.shape
+    cache = model.new_cache(batch, length, DTYPES[row])
+    _, cache = model.prefill(tokens[:, :half], cache, last_only=True, backend="standard")
     if row == CONTROL:
         keys, values = (tuple(_with_other_scales(x, half) for x in of) for of in (cache.keys, cache.values))
         cache = dataclasses.replace(cache, keys=keys, values=values)
-    return model.prefill(tokens[:, half:], cache, **CALL)[0]
+    return model.prefill(tokens[:, half:], cache, backend="standard")[0]
 
 
 def _with_other_scales(slots: Slots, filled: int) -> Slots:

@@ -20,7 +20,7 @@ from jaxtyping import Int
 
 from attnsuite.backends.kascade import manual
 from attnsuite.models import KVCache, ModelConfig, Transformer
-from attnsuite.models.cache import default_dtype
+from attnsuite.models.cache import Slots, default_dtype
 from attnsuite.models.forward import forward_cached
 from attnsuite.models.parameters import parameter_shapes
 from attnsuite.models.planning import Options, Resolutions, attention_spec, freeze_options, resolve_attention
@@ -288,7 +288,7 @@ def noisy_cache(case: ModelCase, model: Transformer) -> KVCache:
     rng = np.random.default_rng([case.seed, 1])
     empty = model.new_cache(case.batch, case.sequence + case.new_tokens, default_dtype(model.config))
 
-    def fill(slots: jax.Array) -> jax.Array:
+    def fill(slots: Slots) -> Slots:
         noise = rng.standard_normal(slots.shape, np.float32)
         noise[:, :, case.sequence :] = 0.0
         return jnp.asarray(noise, slots.dtype)

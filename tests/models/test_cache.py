@@ -180,7 +180,9 @@ def test_a_quantised_cache_is_a_cache_of_rounded_keys_and_values(kind, kv_dtype,
 def test_generation_takes_the_dtype_of_its_cache(monkeypatch):
     model, made = one_layer("sliding"), []
     create = Transformer.new_cache
-    monkeypatch.setattr(Transformer, "new_cache", lambda *given: made.append(create(*given)) or made[-1])
+    monkeypatch.setattr(
+        Transformer, "new_cache", lambda *given, **named: made.append(create(*given, **named)) or made[-1]
+    )
     assert generate(model, tokens_for(2, 6), 3, cache_dtype="int8", **CALL).shape == (2, 3)
     assert [cache.dtype for cache in made] == ["int8"]
     with pytest.raises(ValueError, match="dtype='int4' is not supported"):

@@ -1,0 +1,249 @@
+"""Continuous batching: requests come and go, and each step reads some tokens of every running one, without padding.
+
+A step is one ragged batch over a paged cache (``backends/kv_cache.py``): a token of each sequence that decodes, and as
+much of the prompts as the step has room for (Orca, OSDI 2022; chunked prefill: Sarathi-Serve, arXiv 2403.02310). The
+shapes of all steps are equal, so that there is one program. A request is admitted when the pool has pages for all of
+its tokens; none is ever interrupted. Decoding is greedy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from attnsuite.backends.contract import Mode
+from attnsuite.backends.policy import AnyPolicy
+from attnsuite.backends.resolve import OnUnavailable
+
+from .cache import KVCache, Slots
+from .checks import require_positive_int
+from .config import ModelConfig
+from .forward import forward_ragged
+from .parameters import Params
+from .planning import Options, Resolutions, freeze_options, resolve_attention
+from .transformer import Transformer
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A prompt that arrives after ``arrives`` seconds and wants ``new_tokens`` tokens. Raises ValueError."""
+
+    prompt: tuple[int, ...]
+    new_tokens: int
+    arrives: float = 0.0
+
+    def __post_init__(self) -> None:
+        require_positive_int("new_tokens", self.new_tokens)
+        if not self.prompt:
+            raise ValueError("prompt is empty; give at least one token.")
+        if not 0.0 <= self.arrives < float("inf"):
+            raise ValueError(f"arrives={self.arrives!r} must be a finite number of seconds, at least 0.")
+
+    @property
+    def length(self) -> int:
+        """Slots that it needs: the last new token is never read."""
+        return len(self.prompt) + self.new_tokens - 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Served:
+    """The new tokens of a request, and the seconds from its arrival to each of them."""
+
+    tokens: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+    @property
+    def ttft(self) -> float:
+        """Seconds to the first token."""
+        return self.seconds[0]
+
+    @property
+    def tpot(self) -> float | None:
+        """Mean seconds from one token to the next; None for a single token."""
+        steps = len(self.seconds) - 1
+        return (self.seconds[-1] - self.seconds[0]) / steps if steps else None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """What a server has room for: sequences at once, slots of each, tokens of a step, pages. Raises ValueError."""
+
+    sequences: int
+    capacity: int
+    tokens_per_step: int
+    page_size: int = 16
+    num_pages: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("sequences", "capacity", "tokens_per_step", "page_size"):
+            require_positive_int(name, getattr(self, name))
+        if self.tokens_per_step < self.sequences:
+            raise ValueError(
+                f"tokens_per_step={self.tokens_per_step} is below sequences={self.sequences}; a step needs room for a "
+                "token of each sequence."
+            )
+
+
+@dataclasses.dataclass(slots=True)
+class _Running:
+    """A request in a row of the cache: the tokens that were read, those that were made, and when."""
+
+    index: int
+    request: Request
+    read: int = 0
+    made: list[int] = dataclasses.field(default_factory=list)
+    seconds: list[float] = dataclasses.field(default_factory=list)
+
+    def unread(self) -> list[int]:
+        return [*self.request.prompt, *self.made][self.read :]
+
+
+def ragged_resolutions(config: ModelConfig, cache: KVCache, sizes: Sizes, **call: Any) -> Resolutions:
+    """The resolution of each attention type in a step; ``call`` as for ``planning.resolve_attention``."""
+    problem = cache.problem | {"key_value_length": cache.batch * cache.capacity}
+    return resolve_attention(
+        config, batch=1, query_length=sizes.tokens_per_step, packed=True, needs_grad=False, **problem, **call
+    )
+
+
+def new_pool(model: Transformer, sizes: Sizes, cache_dtype: str | None = None) -> KVCache:
+    """The empty paged cache of a server."""
+    return model.new_cache(
+        sizes.sequences, sizes.capacity, cache_dtype, page_size=sizes.page_size, num_pages=sizes.num_pages
+    )
+
+
+def serve(
+    model: Transformer,
+    requests: Sequence[Request],
+    sizes: Sizes,
+    *,
+    cache_dtype: str | None = None,
+    backend: str = "auto",
+    mode: Mode = "native",
+    backend_options: Mapping[str, Any] | None = None,
+    on_unavailable: OnUnavailable = "fallback",
+    policy: AnyPolicy | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[Served]:
+    """What each request gets, first come first served.
+
+    Time is that of the steps by ``clock``, which waits for the device; where nothing runs, it jumps to the next
+    arrival. Raises ValueError for a request that the cache could never hold.
+
+    >>> model = Transformer(ModelConfig.from_preset("debug"))
+    >>> sizes = Sizes(sequences=2, capacity=16, tokens_per_step=4)
+    >>> [len(one.tokens) for one in serve(model, [Request(prompt=(1, 2, 3), new_tokens=2)] * 3, sizes)]
+    [2, 2, 2]
+    """
+    cache = new_pool(model, sizes, cache_dtype)
+    num_pages, page_size = cache.pages or (0, 1)
+    for number, request in enumerate(requests):
+        if request.length > cache.capacity or -(-request.length // page_size) > num_pages:
+            raise ValueError(
+                f"request {number} needs {request.length} slots; a sequence has {cache.capacity}, and all pages "
+                f"together {num_pages * page_size}."
+            )
+    found = ragged_resolutions(
+        model.config,
+        cache,
+        sizes,
+        backend=backend,
+        mode=mode,
+        on_unavailable=on_unavailable,
+        options=backend_options,
+        policy=policy,
+    )
+    params, options = model.arrays(), freeze_options(backend_options)
+    waiting = sorted(range(len(requests)), key=lambda i: requests[i].arrives)
+    rows: list[_Running | None] = [None] * sizes.sequences
+    done: dict[int, Served] = {}
+    now = 0.0
+    while len(done) < len(requests):
+        if not any(rows):
+            now = max(now, requests[waiting[0]].arrives)
+        _admit(rows, waiting, requests, now, (num_pages, page_size))
+        counts = _counts(rows, sizes.tokens_per_step)
+        tokens = np.zeros(sizes.tokens_per_step, np.int32)
+        starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+        for row, one in enumerate(rows):
+            if one is not None:
+                tokens[starts[row] : starts[row + 1]] = one.unread()[: counts[row]]
+        after = (cache.lengths + counts).astype(np.int32)
+        table = cache.table_after(after)
+        began = clock()
+        latest, keys, values = _step(
+            model.config, params, tokens[None], cache.keys, cache.values, after, starts, table,
+            resolutions=found, options=options,
+        )  # fmt: skip
+        latest = np.asarray(latest)
+        now += clock() - began
+        cache = KVCache(keys=keys, values=values, lengths=after, page_table=table)
+        for row, one in enumerate(rows):
+            if one is None:
+                continue
+            one.read += int(counts[row])
+            if counts[row] and not one.unread():
+                one.made.append(int(latest[row]))
+                one.seconds.append(now - one.request.arrives)
+            if len(one.made) == one.request.new_tokens:
+                done[one.index] = Served(tuple(one.made), tuple(one.seconds))
+                cache, rows[row] = cache.released([row]), None
+    return [done[i] for i in range(len(requests))]
+
+
+def _admit(
+    rows: list[_Running | None], waiting: list[int], requests: Sequence[Request], now: float, pages: tuple[int, int]
+) -> None:
+    """Give free rows to the requests that have arrived, in order, while there are pages for all of their tokens."""
+    num_pages, page_size = pages
+    free = num_pages - sum(-(-one.request.length // page_size) for one in rows if one is not None)
+    for row, one in enumerate(rows):
+        if one is not None or not waiting:
+            continue
+        request = requests[waiting[0]]
+        needed = -(-request.length // page_size)
+        if request.arrives > now or needed > free:
+            return
+        rows[row], free = _Running(waiting.pop(0), request), free - needed
+
+
+def _counts(rows: Sequence[_Running | None], room: int) -> Int[np.ndarray, " sequences"]:
+    """How many tokens of each row the next step reads: those that decode come first, then prompts in order."""
+    counts = np.zeros(len(rows), np.int32)
+    running = [(not one.made, one.index, row) for row, one in enumerate(rows) if one is not None]
+    for _, _, row in sorted(running):
+        one = rows[row]
+        counts[row] = 0 if one is None else min(len(one.unread()), room)
+        room -= int(counts[row])
+    return counts
+
+
+def _read(
+    config: ModelConfig,
+    params: Params,
+    tokens: Int[Array, "1 tokens"],
+    keys: tuple[Slots, ...],
+    values: tuple[Slots, ...],
+    lengths: Int[Array, " sequences"],
+    query_starts: Int[Array, " sequences_plus_one"],
+    page_table: Int[Array, "sequences pages_per_sequence"],
+    *,
+    resolutions: Resolutions,
+    options: Options,
+) -> tuple[Array, tuple[Slots, ...], tuple[Slots, ...]]:
+    logits, keys, values = forward_ragged(
+        config, params, tokens, keys, values, lengths, query_starts, page_table,
+        resolutions=resolutions, options=options,
+    )  # fmt: skip
+    return logits.argmax(-1).astype(jnp.int32), keys, values
+
+
+_step = jax.jit(_read, static_argnames=("config", "resolutions", "options"), donate_argnames=("keys", "values"))

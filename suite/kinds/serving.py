@@ -1,0 +1,91 @@
+"""Continuous batching: a trace of requests through one server, and whether each gets the tokens that it gets alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from msgspec import Meta
+
+from ..cell import Asked, Cell, Means, Prepared
+from ..errors import CellFailure, InputError
+from ..typed import Count, Seed
+from .kind import Kind, Least, Long, backends_of, check_fields, model_word, name_case, of_backend
+
+if TYPE_CHECKING:
+    from attnsuite.models import TextFile
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ServingCase:
+    """Continuous batching: ``requests`` arrive at random, ``per_second`` of them, and are served together.
+
+    A prompt is held-out text of a quarter of ``sequence`` tokens up to all of it, and each request wants ``new_tokens``
+    tokens. At most ``batch`` sequences run at once, over a paged cache with pages of ``page_size`` slots. A step reads
+    at most ``tokens_per_step`` tokens, of prompts and of sequences that decode, as one ragged batch. The trace follows
+    from ``seed``. A request that does not get the tokens that ``standard`` gives it alone makes the cell wrong. Raises
+    InputError for a field that does not fit.
+    """
+
+    kind: Literal["serving"] = "serving"
+    name: str = ""
+    model: str = "text"
+    requests: Least = 12
+    per_second: Annotated[float, Meta(gt=0, le=1e6)] = 20.0
+    sequence: Long = 256
+    new_tokens: Count = 16
+    batch: Count = 4
+    tokens_per_step: Count = 64
+    page_size: Count = 16
+    seed: Seed = 0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        name_case(self, f"serving-{model_word(self.model)}-s{self.sequence}-n{self.requests}-b{self.batch}")
+        if self.tokens_per_step < self.batch:
+            raise InputError(
+                f"case {self.name}: tokens_per_step = {self.tokens_per_step} is below batch = {self.batch}; a step "
+                "needs room for a token of each sequence."
+            )
+
+
+class Serving(Kind):
+    """The kind of :class:`ServingCase`. What imports flax is imported where it is used."""
+
+    titles: ClassVar = {"serving": "continuous batching"}
+    case: ClassVar = ServingCase
+    shares_process: ClassVar = True
+
+    def cells(self, case: ServingCase, asked: Asked) -> Iterable[Cell]:
+        """A cell per backend. Raises InputError for a model that is not known, and a text too short for the case."""
+        from . import serving_trace  # noqa: PLC0415
+
+        config = serving_trace.checked(case, asked.text)
+
+        def ask(row: str) -> list[Any]:
+            return serving_trace.resolutions_of(case, config, row)
+
+        return [of_backend(case, row, ask) for row in backends_of(asked)]
+
+    def judged_by(self, case: ServingCase, mode: str | None) -> tuple[ServingCase, ...]:
+        """The case itself."""
+        return (case,)
+
+    def write_reference(self, case: ServingCase, path: Path, text: TextFile | None) -> None:
+        """The tokens that each request gets alone from the standard backend."""
+        from . import serving_trace  # noqa: PLC0415
+
+        serving_trace.write_alone(case, path, text)
+
+    def prepare(self, cell: Cell, case: ServingCase, means: Means) -> Prepared:
+        """Serve the trace once to compile, and once by the clock."""
+        from . import serving_trace  # noqa: PLC0415
+
+        if means.reference is None:
+            raise CellFailure("crashed", f"{case.name} has no tokens to compare with.")
+        return Prepared(serving_trace.measure(case, cell.row, means.reference, means.text))
+
+
+SERVING = Serving()
