@@ -54,7 +54,11 @@ class Request:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Served:
-    """The new tokens of a request, and the seconds from its arrival to each of them."""
+    """The new tokens of a request, and the seconds from its arrival to each of them.
+
+    >>> Served((5, 6, 7), (0.5, 0.75, 1.0)).tpot
+    0.25
+    """
 
     tokens: tuple[int, ...]
     seconds: tuple[float, ...]
@@ -137,11 +141,6 @@ def serve(
 
     Time is that of the steps by ``clock``, which waits for the device; where nothing runs, it jumps to the next
     arrival. Raises ValueError for a request that the cache could never hold.
-
-    >>> model = Transformer(ModelConfig.from_preset("debug"))
-    >>> sizes = Sizes(sequences=2, capacity=16, tokens_per_step=4)
-    >>> [len(one.tokens) for one in serve(model, [Request(prompt=(1, 2, 3), new_tokens=2)] * 3, sizes)]
-    [2, 2, 2]
     """
     cache = new_pool(model, sizes, cache_dtype)
     num_pages, page_size = cache.pages or (0, 1)

@@ -148,29 +148,31 @@ def rounded_write(slots, new, start):
 
 
 @pytest.mark.parametrize(
-    ("kind", "kv_dtype"),
+    ("kind", "kv_dtype", "page_size"),
     [
-        ("sliding", "int8"),
-        pytest.param("latent", "float8_e4m3fn", marks=pytest.mark.serving),
+        ("sliding", "int8", 4),
+        pytest.param("sliding", "int8", None, marks=pytest.mark.serving),
+        pytest.param("latent", "float8_e4m3fn", None, marks=pytest.mark.serving),
     ],
 )
-def test_a_quantised_cache_is_a_cache_of_rounded_keys_and_values(kind, kv_dtype, monkeypatch):
-    def run(model, dtype, factor=1.0):
-        cache = model.prefill(tokens_for(2, 6), model.new_cache(2, 12, dtype), lengths=[6, 4], **CALL)[1]
+def test_a_quantised_cache_is_a_cache_of_rounded_keys_and_values(kind, kv_dtype, page_size, monkeypatch):
+    def run(model, dtype, factor=1.0, page_size=None):
+        cache = model.new_cache(2, 12, dtype, page_size=page_size)
+        cache = model.prefill(tokens_for(2, 6), cache, lengths=[6, 4], **CALL)[1]
         if factor != 1.0:
             wrong = tuple(Quantised(x.numbers, factor * x.scales) for x in cache.keys)
-            cache = KVCache(keys=wrong, values=cache.values, lengths=cache.lengths)
+            cache = dataclasses.replace(cache, keys=wrong)
         logits, cache = model.prefill(tokens_for(2, 5), cache, **CALL)
         return np.asarray(logits), cache
 
     model = one_layer(kind)
-    found, cache = run(model, kv_dtype)
+    found, cache = run(model, kv_dtype, page_size=page_size)
     rounded_write.kv_dtype = kv_dtype
     monkeypatch.setattr("attnsuite.models.forward.write", rounded_write)
     # Another length of the model has programs of its own, which are traced with the other writer.
     wanted, _ = run(model.with_config(max_length=2049), "float32")
     np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-6)
-    wrong, _ = run(model, kv_dtype, factor=2.0)
+    wrong, _ = run(model, kv_dtype, factor=2.0, page_size=page_size)
     assert np.abs(wrong - wanted).max() > 1e-4, "a wrong scale shows"
     assert cache.dtype == kv_dtype
     assert cache.nbytes < 0.5 * model.new_cache(2, 12, "float32").nbytes
@@ -209,9 +211,8 @@ def read_in_parts(model, **cache):
     return np.concatenate([*parts, logits]), cache
 
 
-@pytest.mark.parametrize(
-    "name", [*(pytest.param(name, marks=pytest.mark.serving) for name in PAGED if name != "sliding"), "sliding"]
-)
+@pytest.mark.serving
+@pytest.mark.parametrize("name", PAGED)
 def test_a_paged_cache_gives_what_a_contiguous_one_gives(name):
     model = one_layer(name) if name != "mixed" else make(name)
     dtype = PAGED[name].get("dtype")
