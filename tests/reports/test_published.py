@@ -1,13 +1,18 @@
 """The published pages are what their records say."""
 
+import re
+import shlex
 from pathlib import Path
 
 import pytest
+import tyro
 
 from attnsuite import reports
 from attnsuite.reports.pages import curves
 from attnsuite.suite.kinds.loss_curve import role_of, settings_of
 from attnsuite.suite.store import RECORDS, parse_records
+from attnsuite.suite.verbs import compile as compile_verb
+from attnsuite.suite.verbs import run as run_verb
 
 pytestmark = pytest.mark.report
 
@@ -36,6 +41,20 @@ def test_page_is_rendered_again_the_same(name, tmp_path):
 def test_every_folder_with_records_has_its_page():
     folders = {path.parent.name for path in PUBLISHED.glob("*/records.jsonl")}
     assert folders == {*PAGES, *ALONE, "compiled", "compiled-kascade", "compiled-v5e", "compiled-v5e-4x4"}
+
+
+def test_every_reproduce_line_is_what_the_command_line_takes():
+    verbs = {"run": run_verb.Run, "compile": compile_verb.Compile}
+    found = {}
+    for page in PUBLISHED.glob("*/report.md"):
+        for line in re.findall(r"^    (attnsuite .*)$", page.read_text(encoding="utf-8"), re.MULTILINE):
+            _, verb, *words = shlex.split(line)
+            found.setdefault(page.parent.name, []).append(tyro.cli(verbs[verb], args=words))
+    assert set(found) == {path.parent.name for path in PUBLISHED.glob("*/report.md")} - {*ALONE}
+    for name in PAGES:
+        asked = found[name][0]
+        cases = {record.case for record in parse_records(PUBLISHED / name / RECORDS)[0]}
+        assert cases <= set(asked.cases.split(","))
 
 
 @pytest.mark.parametrize("folder", [TRAINING, TRAINING_SHARDED], ids=lambda folder: folder.name)
