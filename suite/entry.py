@@ -10,13 +10,16 @@ import gc
 import os
 import signal
 import sys
+import tempfile
 import time
 from types import FrameType
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _AGAIN = 0.02  # seconds until an interrupt that nobody would hear is tried again
 _PATIENCE = 10.0  # seconds for which it is tried so
-_IMPORTING = "<frozen importlib"  # file of the frames under which a module's code runs
+# Files of frames under which nothing is interrupted: a module that is imported may catch everything; a temporary directory
+# that is half made or half removed is left behind.
+_UNINTERRUPTED = ("<frozen importlib", tempfile.__file__)
 
 
 def main() -> None:
@@ -56,15 +59,14 @@ def _raise_where_heard(number: int, frame: FrameType | None, until: float) -> No
 
 
 def _is_unheard(frame: FrameType | None) -> bool:
-    """Whether the exception would be dropped.
+    """Whether the exception would be dropped, or would come between what belongs together.
 
-    Python prints and drops one in a callback of the garbage collector (JAX has one). A module that is imported may
-    catch everything.
+    Python prints and drops one in a callback of the garbage collector (JAX has one).
     """
     callbacks = {getattr(callback, "__code__", None) for callback in gc.callbacks}
     while frame is not None:
         code = frame.f_code
-        if code in callbacks or code.co_name == "__del__" or code.co_filename.startswith(_IMPORTING):
+        if code in callbacks or code.co_name == "__del__" or code.co_filename.startswith(_UNINTERRUPTED):
             return True
         frame = frame.f_back
     return False

@@ -87,6 +87,7 @@ def main() -> None:
     draw = random.Random(asked.seed)  # noqa: S311 (moments, not secrets)
     names = ("with records", "lost", "doubled", "changed", "left behind", "odd ends")
     tally = {"trials": asked.trials} | dict.fromkeys(names, 0)
+    there: set[Path] = set()
     with tempfile.TemporaryDirectory() as place:
         tempfile.tempdir = place  # of the runs; a run that is killed leaves its own
         work(Path(place) / "undisturbed")  # and imports what its children then have
@@ -94,7 +95,8 @@ def main() -> None:
             out = Path(place) / str(trial)
             moment = draw.randrange(len(NAMES) * len(ROWS)), draw.uniform(0, 3 * CELL_SECONDS)
             code = ended(out, number, moment)
-            left = list(Path(place).glob("attnsuite-*")) if number == signal.SIGINT else []
+            left = set(Path(place).glob("attnsuite-*")) - there if number == signal.SIGINT else set()
+            there |= left
             before = whole_lines(out)
             again = ended(out, number)
             keys = [record.key for record in parse_records(out / RECORDS)[0]] if again == 0 else []

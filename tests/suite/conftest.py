@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,17 @@ def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
     entries = "".join(f"{name} = {reference}\n" for name, reference in references.items())
     (info / "entry_points.txt").write_text(f"[attnsuite.backends]\n{entries}")
     return folder
+
+
+@pytest.fixture(autouse=True)
+def _started_by_a_terminal() -> Iterator[None]:
+    """nohup and jobs in the background hand on signals that are ignored; the processes here start without."""
+    ignored = [n for n in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(n) is signal.SIG_IGN]
+    for number in ignored:
+        signal.signal(number, signal.SIG_DFL)
+    yield
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
 
 
 @pytest.fixture

@@ -30,17 +30,6 @@ def wait_for_records(process, out, count, seconds=180):
         time.sleep(0.02)
 
 
-@pytest.fixture(autouse=True)
-def _started_by_a_terminal():
-    """nohup and jobs in the background hand on signals that are ignored; the processes here start without."""
-    ignored = [n for n in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(n) is signal.SIG_IGN]
-    for number in ignored:
-        signal.signal(number, signal.SIG_DFL)
-    yield
-    for number in ignored:
-        signal.signal(number, signal.SIG_IGN)
-
-
 def keys(out):
     return [record.key for record in parse_records(out / RECORDS)[0]]
 
