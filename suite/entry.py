@@ -17,8 +17,8 @@ from types import FrameType
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _AGAIN = 0.02  # seconds until an interrupt that nobody would hear is tried again
 _PATIENCE = 10.0  # seconds for which it is tried so
-# Files of frames under which nothing is interrupted: a module that is imported may catch everything; a temporary directory
-# that is half made or half removed is left behind.
+# Files of frames under which nothing is interrupted: a module that is imported may catch everything; a temporary
+# directory that is half made or half removed is left behind.
 _UNINTERRUPTED = ("<frozen importlib", tempfile.__file__)
 
 
