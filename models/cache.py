@@ -141,8 +141,9 @@ class KVCache:
     @property
     def free_pages(self) -> Int[np.ndarray, " pages"]:
         """The pages that no sequence has, in order; none if the cache is not paged."""
-        rows = self.keys[0].shape[0] if self.page_table is not None else 0
-        return np.setdiff1d(np.arange(rows, dtype=np.int32), self.page_table)
+        if self.page_table is None:
+            return np.zeros(0, np.int32)
+        return np.setdiff1d(np.arange(self.keys[0].shape[0], dtype=np.int32), self.page_table)
 
     @property
     def is_empty(self) -> bool:

@@ -56,10 +56,8 @@ def _prefill(case: ModelCase, model: Transformer, llama: Any) -> Program:
 def _decode(case: ModelCase, model: Transformer, llama: Any) -> Program:
     cache = model_program.noisy_cache(case, model)
     dtype = getattr(torch, model.config.dtype)
-    held = [
-        tuple(to_torch(x[:, :, : case.sequence]).to(dtype) for x in layer)
-        for layer in zip(cache.keys, cache.values, strict=True)
-    ]
+    layers: Any = zip(cache.keys, cache.values, strict=True)  # of arrays: it has the model's dtype
+    held = [tuple(to_torch(x[:, :, : case.sequence]).to(dtype) for x in layer) for layer in layers]
     tokens = torch.from_numpy(np.array(model_program.decoded_tokens(case, model.config))).long()
 
     def run() -> Any:
