@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import math
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -119,7 +120,14 @@ def draw(picture: Picture) -> str:
         handles = {label: line for axis in axes for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
         figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=3, frameon=False)
         figure.suptitle(picture.title)
-        text = io.StringIO()
+        return as_svg(figure)
+
+
+def as_svg(figure: Any) -> str:
+    """The figure as SVG text. A character that Matplotlib's font lacks is left to the fonts of whoever looks at it."""
+    text = io.StringIO()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")
         figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
     return text.getvalue()
 

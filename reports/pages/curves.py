@@ -1,9 +1,8 @@
-"""The page of ``attnsuite curves``: Markdown with a verdict per backend, and a picture (extra ``plot``)."""
+"""The page of ``attnsuite curves``: Markdown with a verdict per backend, and a picture."""
 
 from __future__ import annotations
 
 import dataclasses
-import io
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from attnsuite.suite.kinds.loss_curve import FACTOR, TrainingCase, Verdict, judg
 from attnsuite.suite.record import Record
 
 from ..environment import date_of
+from ..plot import as_svg
 from ..read import ReportError
 from ..words import DASH
 
@@ -129,9 +129,7 @@ def draw(settings: Settings) -> str:
             for axis in (left, right):
                 axis.set_xlabel("step")
                 axis.grid(visible=True, linewidth=0.3)
-        text = io.StringIO()
-        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
-    return text.getvalue()
+        return as_svg(figure)
 
 
 def _table(case: TrainingCase, records: Sequence[Record]) -> Iterator[str]:
