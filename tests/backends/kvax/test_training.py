@@ -1,10 +1,12 @@
 """Kvax's own kernels train: forward and backward in their interpreter, within the noise of the standard backend."""
 
 import math
+from collections import Counter
 
 import jax
 import pytest
 
+from attnsuite.backends.kvax import interpret
 from attnsuite.models import ModelConfig
 from attnsuite.reports.pages.curves import verdicts
 from attnsuite.suite.cell import Asked
@@ -25,6 +27,14 @@ class Silent:
 def test_kvax_follows_the_loss_curve_of_standard_and_a_wrong_gradient_does_not(monkeypatch):
     monkeypatch.setattr(loss_curve, "CONTROLS", {"dv 1% large": (1.0, 1.0, 1.01)})
     monkeypatch.setattr(training, "config_of", lambda _: CONFIG)
+    launched = Counter()
+
+    def execute(kernel, *rest):
+        launched[kernel.fn.__name__] += 1
+        run_kernel(kernel, *rest)
+
+    run_kernel = interpret.execute
+    monkeypatch.setattr(interpret, "execute", execute)
     limits = Limits(math.inf, 2**40)
     context = RunContext(suite="curves", limits=limits, environment={}, text=None, watcher=Silent())
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):  # strict is for backends only
@@ -32,6 +42,7 @@ def test_kvax_follows_the_loss_curve_of_standard_and_a_wrong_gradient_does_not(m
         curves = list(here(cells, context))
     found = {curve.requested: (curve, verdict) for curve, verdict in verdicts(curves)}
     assert found["kvax"][0].mode == "interpret"
-    assert found["kvax"][1].ratio > 0
+    # Not by a difference: the losses of so small a model are those of standard in every bit on some processors.
+    assert launched["flash_attention_forward_kernel"] == launched["flash_attention_backward_kernel"] == CASE.steps
     assert found["kvax"][1].is_ready
     assert not found["dv 1% large"][1].is_ready
