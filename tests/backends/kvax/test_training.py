@@ -6,7 +6,6 @@ from collections import Counter
 import jax
 import pytest
 
-from attnsuite.backends.kvax import interpret
 from attnsuite.models import ModelConfig
 from attnsuite.reports.pages.curves import verdicts
 from attnsuite.suite.cell import Asked
@@ -25,6 +24,8 @@ class Silent:
 
 @pytest.mark.needs_kvax
 def test_kvax_follows_the_loss_curve_of_standard_and_a_wrong_gradient_does_not(monkeypatch):
+    from attnsuite.backends.kvax import interpret
+
     monkeypatch.setattr(loss_curve, "CONTROLS", {"dv 1% large": (1.0, 1.0, 1.01)})
     monkeypatch.setattr(training, "config_of", lambda _: CONFIG)
     launched = Counter()
