@@ -94,16 +94,15 @@ class KVCache:
         ``capacity`` is rounded up to whole pages; ``num_pages`` is the size of the pool that all sequences share
         (default: enough for all of them at once).
         """
-        for name, value in (("batch", batch), ("capacity", capacity)):
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r} must be an integer of at least 1.")
-        table = None
+        require_positive_int("batch", batch)
+        require_positive_int("capacity", capacity)
+        table, rows, slots = None, batch, capacity
         if page_size is not None:
             require_positive_int("page_size", page_size)
             of_sequence = -(-capacity // page_size)
             capacity, table = of_sequence * page_size, np.full((batch, of_sequence), -1, np.int32)
-            num_pages = batch * of_sequence if num_pages is None else num_pages
-            require_positive_int("num_pages", num_pages)
+            rows, slots = batch * of_sequence if num_pages is None else num_pages, page_size
+            require_positive_int("num_pages", rows)
         elif num_pages is not None:
             raise ValueError(f"num_pages={num_pages!r} is about a paged cache; give page_size too, or leave it out.")
         if not config.use_rope and capacity > config.max_length:
@@ -114,7 +113,6 @@ class KVCache:
         dtype = dtype or default_dtype(config)
         if dtype not in CACHE_DTYPES:
             raise ValueError(f"dtype={dtype!r} is not supported; use one of {', '.join(CACHE_DTYPES)}.")
-        rows, slots = (batch, capacity) if num_pages is None or page_size is None else (num_pages, page_size)
         keys, values = slot_shapes(config, rows, slots)
         return KVCache(
             keys=tuple(_empty(shape, dtype) for shape in keys),

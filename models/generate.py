@@ -50,11 +50,9 @@ def generate(
 
     ``lengths [batch]`` says how many tokens of each prompt are valid, the rest being padding on the right. In its place
     ``padding_mask [batch, length]`` (True: a token) says where the padding is, on the left or on the right.
-    Behind ``stop_token`` a row holds only stop tokens, and generation ends once every row has one. The same
-    seed gives the same tokens. ``cache_dtype`` is that of the cache (:meth:`attnsuite.models.cache.KVCache.create`):
-    "int8" and "float8_e4m3fn" quantise keys and values. With ``page_size`` the cache
-    is paged. ``policy`` is what ``backend="auto"`` follows. Raises
-    ValueError for arguments out of range.
+    Behind ``stop_token`` a row holds only stop tokens, and generation ends once every row has one. The same seed gives
+    the same tokens. ``cache_dtype`` and ``page_size`` are those of :meth:`attnsuite.models.cache.KVCache.create`.
+    ``policy`` is what ``backend="auto"`` follows. Raises ValueError for arguments out of range.
 
     >>> model = Transformer(ModelConfig.from_preset("debug"))
     >>> generate(model, [[1, 2, 3]], 4).shape

@@ -37,11 +37,10 @@ def attention_spec(
 ) -> AttentionSpec:
     """The attention problem of the layers of one type; that of ``latent`` layers see ``models/latent.py``.
 
-    ``key_value_length`` is the capacity of a cache that is attended to, or None for attention over the
-    queries' own tokens; ``kv_dtype`` is that of a quantised cache, ``pages`` the number and the size of the
-    pages of a paged one. ``packed`` says that segment ids come with the
-    tokens. ``tree`` says that the queries are a draft behind the cache; its distances are not those of slots, so that
-    windows and chunks raise ValueError.
+    ``key_value_length`` is the capacity of a cache that is attended to, or None for attention over the queries' own
+    tokens; ``kv_dtype`` is that of a quantised cache, ``pages`` the number and the size of the pages of a paged one.
+    ``packed`` says that segment ids come with the tokens. ``tree`` says that the queries are a draft behind the cache;
+    its distances are not those of slots, so that windows and chunks raise ValueError.
     """
     if tree is not None and kind not in ("global", "latent"):
         raise ValueError(

@@ -9,6 +9,7 @@ its tokens; none is ever interrupted. Decoding is greedy.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -179,8 +180,8 @@ def serve(
         table = cache.table_after(after)
         began = clock()
         latest, keys, values = _step(
-            model.config, params, tokens[None], cache.keys, cache.values, after, starts, table,
-            resolutions=found, options=options,
+            model.config, params, tokens[None], cache.keys, cache.values, lengths=after, query_starts=starts,
+            page_table=table, resolutions=found, options=options,
         )  # fmt: skip
         latest = np.asarray(latest)
         now += clock() - began
@@ -225,24 +226,20 @@ def _counts(rows: Sequence[_Running | None], room: int) -> Int[np.ndarray, " seq
     return counts
 
 
-def _read(
+@functools.partial(jax.jit, static_argnames=("config", "resolutions", "options"), donate_argnames=("keys", "values"))
+def _step(
     config: ModelConfig,
     params: Params,
     tokens: Int[Array, "1 tokens"],
     keys: tuple[Slots, ...],
     values: tuple[Slots, ...],
-    lengths: Int[Array, " sequences"],
-    query_starts: Int[Array, " sequences_plus_one"],
-    page_table: Int[Array, "sequences pages_per_sequence"],
     *,
     resolutions: Resolutions,
     options: Options,
+    **batch: Array,
 ) -> tuple[Array, tuple[Slots, ...], tuple[Slots, ...]]:
+    """The next token of each sequence, and the cache; ``batch`` are the other arrays of ``forward_ragged``."""
     logits, keys, values = forward_ragged(
-        config, params, tokens, keys, values, lengths, query_starts, page_table,
-        resolutions=resolutions, options=options,
-    )  # fmt: skip
+        config, params, tokens, keys, values, resolutions=resolutions, options=options, **batch
+    )
     return logits.argmax(-1).astype(jnp.int32), keys, values
-
-
-_step = jax.jit(_read, static_argnames=("config", "resolutions", "options"), donate_argnames=("keys", "values"))

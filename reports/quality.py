@@ -58,6 +58,7 @@ def figures(groups: Sequence[Group]) -> tuple[Table, ...]:
             columns = [
                 *_LEADS,
                 *(Column(name, name.replace("_", " ")) for name in part),
+                *([] if start else [Column("kv_bytes_per_token", "KV cache (bytes per token)")]),
                 Column("validity", "validity"),
             ]
             rows = [_figure_row(g, cell, part) for g, cell in shown]
@@ -70,7 +71,7 @@ def _figure_row(group: Group, cell: Cell, names: Sequence[str]) -> dict[str, Val
     quality = cell.record.quality
     row: dict[str, Value] = {name: quality.get(name) for name in names}
     leads = {"case": group.case, "backend": cell.label, "exact": cell.record.exact}
-    return {**row, **leads, "validity": validity(group, cell)}
+    return {**row, **leads, "kv_bytes_per_token": cell.record.kv_bytes_per_token, "validity": validity(group, cell)}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -19,7 +20,7 @@ import jax
 import numpy as np
 import optax
 
-from attnsuite.backends import BackendUnavailableError
+from attnsuite.backends import BackendUnavailableError, PolicyNotUsedWarning
 from attnsuite.backends.contract import Mode
 from attnsuite.models import ModelConfig, TextFile, Transformer, load_text, lora
 from attnsuite.models.optimizer import OptimizerName, make_optimizer
@@ -121,15 +122,17 @@ def open_training(request: TrainRequest) -> Training:
                 f"--model {request.model} has a vocabulary of {config.vocab_size}; training reads text as bytes, "
                 f"which needs one of {_BYTES}."
             )
-        resolutions = resolve_attention(
-            config,
-            batch=request.batch // request.accumulate,
-            query_length=request.length,
-            packed=request.packed,
-            backend=request.backend,
-            mode=request.mode,
-            on_unavailable="raise",
-        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", PolicyNotUsedWarning)  # execute says it
+            resolutions = resolve_attention(
+                config,
+                batch=request.batch // request.accumulate,
+                query_length=request.length,
+                packed=request.packed,
+                backend=request.backend,
+                mode=request.mode,
+                on_unavailable="raise",
+            )
         placement = None if request.mesh is None else place_on(request.mesh)
         if placement is not None:
             resolutions = placement.resolutions(resolutions)
@@ -180,6 +183,8 @@ def execute(request: TrainRequest, out: Path, *, resume: bool = False, say: Call
     if resume and not request.save_every:
         raise InputError("--resume: a run with --save-every 0 saves nothing to go on with; start it again.")
     opened = open_training(request)
+    for sentence in dict.fromkeys(found.policy for _, found in opened.resolutions if found.policy):
+        say(sentence)
     settings = _settings(request, opened)
     _prepare(out, settings, resume=resume)
     with files.writing(out, " What is saved is kept: go on with --resume."):

@@ -48,6 +48,8 @@ FAULTS = (
           ("test_interruption.py::test_a_signal_that_is_ignored_stays_ignored",)),
     Fault("a plug-in hangs in `plan`", "its cell is a record with status `timeout`",
           (f"{_RECORD}[hanging-timeout-20 s]",)),
+    Fault("a plug-in hangs when it is asked what it takes", "one sentence; nothing was begun",
+          ("test_faults.py::test_backend_that_hangs_when_it_is_asked_ends_the_run_with_a_sentence",)),
     Fault("a plug-in takes more memory than the limit", "status `oom`", (f"{_RECORD}[hungry-oom-1.00 GiB]",)),
     Fault("a plug-in dies by SIGSEGV", "status `crashed`, with the signal", (f"{_RECORD}[dying-crashed-SIGSEGV]",)),
     Fault("a plug-in raises when it runs", "status `crashed`, with what it raised",

@@ -6,13 +6,19 @@ import contextlib
 import dataclasses
 import io
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from hypothesis import strategies as st
 
+from attnsuite.backends import Target
+from attnsuite.backends.devices import usable_cores
+from attnsuite.backends.policy import VARIABLE
 from attnsuite.suite.command_line import main
 from attnsuite.suite.kinds import make_case, problem_of
 from hostile_values import as_json, as_toml, changed, damaged
@@ -206,6 +212,19 @@ def trainings(hand: Hand, folder: Path, valid: Valid) -> Commands:
     hand.written(folder / "training.json", as_json(settings))
     hand.written(folder / "losses.jsonl", "".join(f"{as_json(line)}\n" for line in losses))
     yield [*TRAIN, "--resume", "--out", str(folder)]
+
+
+def policies(hand: Hand, folder: Path, valid: Valid) -> Commands:
+    """``train``, whose backend is ``auto``, where $ATTNSUITE_POLICY names a policy that was changed."""
+    problem = {"batch": 1, "query_length": 16, "key_value_length": 16, "num_heads": 4, "num_kv_heads": 2,
+               "head_dim": 16, "is_causal": True}  # fmt: skip
+    case = {"case": "short", "run": "runs/a", "problem": problem, "backend": "standard", "ratio": 0.5,
+            "interval": [0.4, 0.6], "memory": 1024}  # fmt: skip
+    policy = {"schema": 1, "device": str(Target.here()), "cores": usable_cores(), "runs": [],
+              "versions": {"jax": metadata.version("jax")}, "cases": [case]}  # fmt: skip
+    hand.written(folder / "policy.json", as_json(hand.changed(policy)))
+    with mock.patch.dict(os.environ, {VARIABLE: str(folder / "policy.json")}):
+        yield [*TRAIN, "--out", str(folder / "out")]
 
 
 def configurations(hand: Hand, folder: Path, valid: Valid) -> Commands:

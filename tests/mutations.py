@@ -55,6 +55,7 @@ KINDS: dict[str, _Kind] = {
     "suites": hostile_inputs.suites,
     "curves": hostile_inputs.curves,
     "trainings": hostile_inputs.trainings,
+    "policies": hostile_inputs.policies,
     "configurations": hostile_inputs.configurations,
     "weights": hostile_inputs.weights,
     "calibrations": hostile_inputs.calibrations,

@@ -233,6 +233,11 @@ def probe(request: RunRequest) -> tuple[Environment, list[Cell]]:
         try:
             answer = worker.ask(question, _PROBE_SECONDS)
         except CellFailure as failure:
+            if failure.status == "timeout":
+                raise InputError(
+                    f"JAX, or a backend that was asked what it takes, gave no answer within {_PROBE_SECONDS:g} s; name "
+                    "the backends that answer with --backends."
+                ) from failure
             raise InputError(f"JAX does not start on this machine: {failure.message}") from failure
     if own := digests(request.backends):
         answer["environment"]["own"] = own

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+
 import pytest
 
 from attnsuite.backends import Target, resolve
+from attnsuite.suite.errors import InputError
+from attnsuite.suite.grid import run as grid
+from attnsuite.suite.grid.executors import Limits
 from attnsuite.suite.kinds.attention import INTERPRETED_LENGTH, OpCase, spec_of
 from attnsuite.suite.store import RECORDS, parse_records
 
@@ -153,3 +159,36 @@ def test_case_that_cannot_be_judged_is_its_cells_record_and_the_run_goes_on(tmp_
 def test_report_and_summary_are_written(run):
     assert "report.md" in run[1]
     assert "Traceback" not in run[2]
+
+
+SILENT = """
+import time
+from attnsuite.backends.standard import STANDARD
+
+class Silent:
+    name, exact = "silent", True
+
+    def takes(self, target, mode):
+        time.sleep(1000)
+
+    plan = STANDARD.plan
+
+SILENT = Silent()
+"""
+
+
+def test_backend_that_hangs_when_it_is_asked_ends_the_run_with_a_sentence(tmp_path, monkeypatch):
+    info = tmp_path / "silent-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: silent\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[attnsuite.backends]\nsilent = silent:SILENT\n")
+    (tmp_path / "silent.py").write_text(SILENT)
+    (tmp_path / "suite.toml").write_text(SUITE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(grid, "_PROBE_SECONDS", 6.0)  # of which a worker's start is one or two
+    limits = Limits(60.0, 2**30)
+    for backends, answers in (("standard", True), ("standard,silent", False)):
+        asked = grid.new_request(str(tmp_path / "suite.toml"), "standard", None, None, tmp_path / "out", limits)
+        asked = dataclasses.replace(asked, backends=tuple(backends.split(",")))
+        with contextlib.nullcontext() if answers else pytest.raises(InputError, match="no answer within 6 s; name the"):
+            grid.probe(asked)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 
 import numpy as np
 import pytest
@@ -141,3 +142,16 @@ def test_without_orbax_the_sentence_says_what_to_install(capsys, tmp_path, monke
     monkeypatch.setattr("attnsuite.suite.train.missing", lambda: "saving needs orbax-checkpoint; pip install it")
     said = refused(capsys, "train", "--model", "nano", "--out", tmp_path / "out")
     assert "pip install it, or train without saving (--save-every 0)" in said
+
+
+def test_policy_that_auto_does_not_follow_is_told_once_and_is_no_warning(tmp_path, monkeypatch):
+    made = {"schema": 1, "device": "tpu:v5e", "cores": None, "runs": [], "versions": {}, "cases": []}
+    (tmp_path / "policy.json").write_text(json.dumps(made))
+    monkeypatch.setenv("ATTNSUITE_POLICY", str(tmp_path / "policy.json"))
+    monkeypatch.setattr("attnsuite.suite.train._steps", lambda *_, **__: None)
+    said = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        execute(TrainRequest(model="debug", save_every=0), tmp_path / "out", say=said.append)
+    (sentence,) = said
+    assert "is not used: it was made on tpu:v5e, and this is cpu" in sentence
