@@ -114,6 +114,14 @@ def test_temporary_memory_grows_linearly_with_the_length(gradient):
     assert standard[1] / standard[0] > 3.5  # the same measurement sees a quadratic one
 
 
+@pytest.mark.parametrize("gradient", [False, True], ids=["forward", "forward+backward"])
+def test_scores_are_computed_only_for_blocks_in_which_something_is_visible(monkeypatch, gradient):
+    passes = 2 if gradient else 1
+    causal, whole = (_scores_computed(monkeypatch, gradient, is_causal=triangle) for triangle in (True, False))
+    assert whole == passes * 2 * 512 * 512
+    assert causal == whole * 36 // 64  # of 8 x 8 blocks those on the diagonal and below
+
+
 def test_another_process_gives_the_same_bits():
     script = """
 import hashlib, jax, numpy as np
@@ -159,3 +167,23 @@ def _temporary_bytes(name, length, gradient):
 
     x = jax.ShapeDtypeStruct((1, length, 8, 64), jnp.float32)
     return jax.jit(attend).lower(x, x, x, x).compile().memory_analysis().temp_size_in_bytes
+
+
+def _scores_computed(monkeypatch, gradient, *, is_causal):
+    x = jnp.ones((1, 512, 2, 16))
+    spec = make_spec(x, x, x, is_causal=is_causal, needs_grad=gradient)
+    plan = CHUNKED.plan(spec, Layout(), target=Target.here(),
+                        options={"block_q": 64, "block_kv": 64, "block_backward": 64})  # fmt: skip
+    sizes = []
+    of_a_block = chunked_passes._scores
+
+    def counted(rows, columns):
+        scores = of_a_block(rows, columns)
+        jax.debug.callback(lambda: sizes.append(scores.size))
+        return scores
+
+    with monkeypatch.context() as patch:
+        patch.setattr(chunked_passes, "_scores", counted)
+        (jax.grad(lambda q: plan.run(q, x, x)[0].sum()) if gradient else lambda q: plan.run(q, x, x)[0])(x)
+        jax.effects_barrier()
+    return sum(sizes)

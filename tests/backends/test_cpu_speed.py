@@ -1,7 +1,9 @@
 """What CI can hold of the speed on a noisy machine: a ratio of two programs that take turns in one process.
 
-The bound stands far from what is measured (0.2 to 0.45 on two machines, quiet or loaded): it catches a lost trick,
-not a lost percent. Two deliberately bad plans, at 1.0 and more, show that it can.
+The bound stands far from what is measured (0.2 to 0.45 on two machines, quiet or loaded): it catches the loss of more
+than half of the speed, not of a percent. Two deliberately bad plans, at 1.4 and more on the same machines, show that it
+can. One block for the whole problem is not among them: it loses the skipped half, and takes from 0.68 to 0.92 of the
+standard's time, by the machine; that the half is skipped is held without a clock (test_chunked.py).
 """
 
 import jax
@@ -13,9 +15,8 @@ from attnsuite.backends import AttentionSpec, Layout, Target, registry
 from attnsuite.suite.measure import speed
 
 ROUNDS = 7
-ROUNDS_OF_A_BAD_PLAN = 3  # a ratio of 1.0 and more needs fewer samples to stand above the bound
-# Time relative to standard. Losing the skipped half of the blocks, or blocks of a workable size, goes beyond.
-BOUND = 0.75
+ROUNDS_OF_A_BAD_PLAN = 3  # a ratio of 1.4 and more needs fewer samples to stand above the bound
+BOUND = 0.75  # time relative to standard
 
 pytestmark = [
     *(pytest.mark.standard, pytest.mark.speed),
@@ -30,7 +31,7 @@ def test_chunked_takes_well_below_the_standards_time(dtype, gradient):
 
 
 @pytest.mark.parametrize(
-    "options", [{"block_q": 8, "block_kv": 8}, {"block_q": 2048, "block_kv": 2048}], ids=["tiny blocks", "one block"]
+    "options", [{"block_q": 8, "block_kv": 8}, {"block_q": 2048, "block_kv": 8}], ids=["tiny blocks", "thin blocks"]
 )
 def test_bad_block_sizes_are_seen(options):
     assert ratio("float32", gradient=False, options=options, rounds=ROUNDS_OF_A_BAD_PLAN) > BOUND
