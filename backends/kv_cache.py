@@ -147,7 +147,7 @@ def of_sequences(
 ) -> Float[Array, "batch kv_len kv_heads dim"]:
     """Keys or values of every sequence, in the dtype of the spec; NaN in the slots of a page outside the pool."""
     every = None if scales is None else jnp.broadcast_to(jnp.asarray(scales), key_rows(spec))
-    pages, outside = _pages(spec, layout)
+    pages, outside = pages_in_pool(spec, layout)
     if pages is not None:
         x, every = _dealt(x, pages), None if every is None else _dealt(every, pages)
     x = _multiplied(spec, x, every)
@@ -168,7 +168,7 @@ def block_reader(
     """
     every = None if scales is None else jnp.broadcast_to(jnp.asarray(scales), key_rows(spec)).reshape(-1, x.shape[2])
     flat = _as_bits(jnp.asarray(x)).reshape(-1, *x.shape[2:])
-    pages, outside = _pages(spec, layout)
+    pages, outside = pages_in_pool(spec, layout)
 
     def read(tile: Array, start: Array, width: int) -> Float[Array, "heads width dim"]:
         sequence, head = tile * heads // spec.num_kv_heads, tile * heads % spec.num_kv_heads
@@ -198,7 +198,7 @@ def _multiplied(spec: AttentionSpec, numbers: Num[Array, "*rows dim"], scales: F
     return (jnp.asarray(numbers).astype(jnp.float32) * scales[..., None]).astype(spec.dtype)
 
 
-def _pages(
+def pages_in_pool(
     spec: AttentionSpec, layout: Layout
 ) -> tuple[Int[Array, "batch pages_per_sequence"] | None, Bool[Array, "batch kv_len"] | None]:
     """The page table with entries inside the pool, and the slots whose own entry is not; None without pages."""

@@ -30,6 +30,7 @@ BUILT_IN = {
     "splash": "attnsuite.backends.splash:SPLASH",
     "pallas_flash": "attnsuite.backends.pallas_flash:PALLAS_FLASH",
     "tokamax_splash": "attnsuite.backends.tokamax_splash:TOKAMAX_SPLASH",
+    "paged_attention": "attnsuite.backends.paged_attention:PAGED_ATTENTION",
     "kascade": "attnsuite.backends.kascade:KASCADE",
 }
 

@@ -126,9 +126,9 @@ def _type_specs() -> dict[tuple[str, str], AttentionSpec]:
 
 
 def _own_targets(name: str) -> list[Target]:
-    """The targets of a backend: those on which it takes the plainest problem."""
-    plain = _type_specs()["global", "prefill"]
-    return [target for target in TARGETS.values() if support(registry.get(name), plain, target)]
+    """The targets of a backend: those on which it takes one of the types of layers."""
+    backend, specs = registry.get(name), _type_specs().values()
+    return [target for target in TARGETS.values() if any(support(backend, spec, target) for spec in specs)]
 
 
 def _targets(name: str, spec: AttentionSpec) -> str:

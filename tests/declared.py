@@ -22,8 +22,12 @@ PLAIN = AttentionSpec(
     is_causal=True,
     needs_grad=False,
 )
-# The built-in backends that have to load. flash_cpu needs llvmlite, which the tox environment flash_cpu installs.
-LOADING = tuple(name for name in BUILT_IN if name != "flash_cpu" or importlib.util.find_spec("llvmlite"))
+# The built-in backends that have to load and take the plain spec; a decoding backend takes one query token.
+# flash_cpu needs llvmlite, which the tox environment flash_cpu installs.
+DECODING = ("paged_attention",)
+LOADING = tuple(
+    name for name in BUILT_IN if name not in DECODING and (name != "flash_cpu" or importlib.util.find_spec("llvmlite"))
+)
 # Where each backend is at home.
 HOME: dict[str, tuple[Target, Mode]] = {
     "cudnn": (Target("cuda", "h100"), "native"),

@@ -24,7 +24,7 @@ _DOCTOR_CASES = {
     "forward": OpCase(kind="op_forward", sequence=1024, kv_heads=2, dtype="bfloat16"),
     "forward+backward": OpCase(kind="op_forward_backward", sequence=1024, kv_heads=2, dtype="bfloat16"),
     "packed documents": OpCase(kind="op_forward", sequence=1024, kv_heads=2, dtype="bfloat16", documents=4),
-    "decode step": OpCase(kind="op_decode", sequence=1024, kv_heads=2, dtype="bfloat16"),
+    "decode step": OpCase(kind="op_decode", sequence=1024, kv_heads=2, head_dim=128, dtype="bfloat16"),
 }
 
 # A device of each platform: doctor groups the backends by those that they are for.

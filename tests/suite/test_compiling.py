@@ -51,7 +51,8 @@ kind = "op_decode"
 sequence = 1024
 heads = 4
 kv_heads = 2
-head_dim = 64
+head_dim = 128
+dtype = "bfloat16"
 name = "decode"
 
 [[case]]
@@ -111,7 +112,7 @@ def __getattr__(name):
     return Illegal(name)
 """
 ILLEGAL_NAMES = ("illegal_block", "oversized", "legal")
-BACKENDS = ("standard", "chunked", "cudnn", "splash", "pallas_flash", *ILLEGAL_NAMES)
+BACKENDS = ("standard", "chunked", "cudnn", "splash", "pallas_flash", "paged_attention", *ILLEGAL_NAMES)
 KINDS = ("v5e", "v6e", "h100")
 
 
@@ -160,8 +161,11 @@ def test_kernels_compile_and_fit(run, case, backend, kinds):
             assert record.samples == ()
 
 
-def test_gpu_kernel_compiles_for_the_gpu(run):
-    record = run[0]["forward/pallas_flash/cuda:h100/compile"]
+@pytest.mark.parametrize(
+    "cell", ["forward/pallas_flash/cuda:h100", "decode/paged_attention/tpu:v5e", "decode/paged_attention/tpu:v6e"]
+)
+def test_kernel_for_one_platform_compiles_for_it(run, cell):
+    record = run[0][f"{cell}/compile"]
     assert record.status == "ok", record.error
 
 

@@ -39,6 +39,7 @@ def test_doctor_groups_backends_by_the_devices_that_they_are_for(found):
         ("for CPU, NVIDIA GPU, TPU", "standard", "chunked"),
         ("for NVIDIA GPU", "cudnn", "kvax"),
         ("for TPU", "splash", "tokamax_splash"),
+        ("for TPU", "splash", "paged_attention"),
     ):
         below = lines[lines.index(group) :]
         headings = [line for line in below[1:] if line.startswith("for ")]

@@ -286,6 +286,7 @@ CASES: dict[str, Case] = {
         T=1,
         S=256,
         N=8,
+        H=128,
         is_causal=True,
         layout=layouts.decoding(256, 100, 1),
         cache=Cache(page_size=16),
