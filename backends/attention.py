@@ -45,6 +45,7 @@ class Request:
 class _Options(TypedDict, total=False):
     """The keywords of :func:`attention` that do not decide what the result is."""
 
+    value_head_dim: int | None
     is_causal: bool
     scale: Scale | None
     local_window_size: int | tuple[int, int] | None
@@ -76,7 +77,7 @@ class _Options(TypedDict, total=False):
 def attention(
     query: EitherArray,
     key: EitherArray,
-    value: EitherArray,
+    value: EitherArray | None,
     *,
     return_log_sum_exp: Literal[False] = ...,
     **options: Unpack[_Options],
@@ -87,7 +88,7 @@ def attention(
 def attention(
     query: EitherArray,
     key: EitherArray,
-    value: EitherArray,
+    value: EitherArray | None,
     *,
     return_log_sum_exp: Literal[True],
     **options: Unpack[_Options],
@@ -97,8 +98,9 @@ def attention(
 def attention(
     query: Float[EitherArray, "batch q_len heads head_dim"],
     key: Num[EitherArray, "rows slots kv_heads head_dim"],
-    value: Num[EitherArray, "rows slots kv_heads v_dim"],
+    value: Num[EitherArray, "rows slots kv_heads v_dim"] | None,
     *,
+    value_head_dim: int | None = None,
     is_causal: bool = False,
     scale: Scale | None = None,
     local_window_size: int | tuple[int, int] | None = None,
@@ -140,6 +142,8 @@ def attention(
     where a row sees nothing; :func:`merge_parts` puts such pairs together.
     With ``page_table`` key and value are pages ``[num_pages, page_size, kv_heads, dim]``; int8 and float8 keys and
     values come with their scales (:class:`Layout`, :class:`Terms`; ``needs_grad=False`` for both).
+    ``value=None`` with ``value_head_dim=r`` says that the first ``r`` numbers of each key are its value, as in
+    multi-head latent attention; nothing cuts them out, so that no copy of the keys is made.
     ``mode="interpret"`` runs a kernel backend's own kernel in an interpreter, for
     verification. ``needs_grad=False`` admits backends that have no backward pass. ``policy`` is a file that
     ``attnsuite choose`` wrote, which ``auto`` follows (default: ``$ATTNSUITE_POLICY``). Raises ValueError for
@@ -175,6 +179,7 @@ def attention(
         layout,
         Terms(**{name: _as_array(x) for name, x in terms.items()}),
         Request(backend, mode, on_unavailable, backend_options, policy),
+        value_head_dim=value_head_dim,
         is_causal=is_causal,
         scale=scale,
         local_window_size=local_window_size,
@@ -291,7 +296,7 @@ def _attend(
     query: Any, key: Any, value: Any, layout: Layout, terms: Terms, request: Request, *, scale: Any, **options: Any
 ) -> Any:
     """Spec, resolution, plan and run of one call."""
-    query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
+    query, key, value = jnp.asarray(query), jnp.asarray(key), _as_array(value)
     spec = make_spec(query, key, value, layout, terms, scale=_as_float(scale), **options)
     resolution = resolve(
         request.backend,

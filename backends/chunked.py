@@ -51,7 +51,7 @@ SHORT_QUERY = 16
 SMALL_SCORES = 128 * 128
 
 _LATER: frozenset[Feature] = frozenset(
-    {"log_sum_exp", "sinks", "alibi", "mask_function", "score_function", "pages", "kv_dtype"}
+    {"log_sum_exp", "sinks", "alibi", "mask_function", "score_function", "pages", "kv_dtype", "values_in_keys"}
 )
 
 OPTIONS = {
@@ -108,7 +108,7 @@ class Chunked:
         differentiable, traced = _differentiable(program, _tables(program, layout))
 
         def attend(
-            query: Array, key: Array, value: Array, layer: int, carry: Carry, terms: Terms = NO_TERMS
+            query: Array, key: Array, value: Array | None, layer: int, carry: Carry, terms: Terms = NO_TERMS
         ) -> tuple[Any, Carry]:
             slopes = None if terms.alibi is None else jnp.asarray(terms.alibi)
             return differentiable(query, key, value, slopes, traced), carry
@@ -149,13 +149,13 @@ class Chunked:
         tables = _tables(program, layout)[0]
 
         def attend(
-            query: Array, key: Array, value: Array, layer: int, carry: Carry, terms: Terms = NO_TERMS
+            query: Array, key: Array, value: Array | None, layer: int, carry: Carry, terms: Terms = NO_TERMS
         ) -> tuple[Any, Carry]:
             slopes = None if terms.alibi is None else jnp.asarray(terms.alibi)
             heads = program.sizes.heads_per_tile
             read = (
                 kv_cache.block_reader(spec, layout, key, terms.key_scales, heads),
-                kv_cache.block_reader(spec, layout, value, terms.value_scales, heads),
+                None if value is None else kv_cache.block_reader(spec, layout, value, terms.value_scales, heads),
             )
             return _result(program, *passes.forward(program, query, read, slopes, *tables)), carry
 
@@ -284,10 +284,10 @@ def _differentiable(program: Program, tables: _Tables) -> tuple[Callable[..., Ar
     static = all(isinstance(x, np.ndarray) for x in jax.tree.leaves(tables))
 
     @jax.custom_vjp
-    def attend(query: Array, key: Array, value: Array, slopes: Array | None, traced: _Tables | None) -> Any:
+    def attend(query: Array, key: Array, value: Array | None, slopes: Array | None, traced: _Tables | None) -> Any:
         return _result(program, *passes.forward(program, query, (key, value), slopes, *(traced or tables)[0]))
 
-    def forward(query: Array, key: Array, value: Array, slopes: Array | None, traced: _Tables | None) -> Any:
+    def forward(query: Array, key: Array, value: Array | None, slopes: Array | None, traced: _Tables | None) -> Any:
         if (traced or tables)[1] is None:  # asked at trace time
             raise ValueError("planned with needs_grad=False; plan with needs_grad=True to differentiate.")
         unrounded = dataclasses.replace(program, float32_results=True)

@@ -230,8 +230,10 @@ def _logits(
     return made, own if slope is None else slope * own
 
 
-def _reader(x: Array, program: Program) -> Reader:
-    """Reads some slots of a tile of contiguous keys or values."""
+def _reader(x: Array | Reader, program: Program) -> Any:
+    """Reads some slots of a tile of contiguous keys or values; a reader itself, if ``x`` is one."""
+    if callable(x):
+        return x
     tiled = _tile_keys(_pack(x, program), program.sizes.heads_per_tile, program.sizes.block_kv)
     return lambda tile, start, width: _unpack(lax.dynamic_slice_in_dim(tiled[tile], start, width, 1), program)
 
@@ -245,20 +247,22 @@ def _isolated(scores: Array, k: Array, v: Array) -> tuple[Array, Array]:
 def forward(
     program: Program,
     query: Array,
-    keys_values: tuple[Array | Reader, Array | Reader],
+    keys_values: tuple[Array | Reader, Array | Reader | None],
     slopes: Array | None,
     layout: PaddedLayout,
     tables: tuple[BlockTable, ...],
 ) -> tuple[Array, Array, Array]:
     """Output [B, T, N, Hv], and the log-sum-exp as largest score and rest, [B, T, N] each.
 
-    Keys and values are arrays, or functions that read some slots of a tile from a cache. Of a cache, slots that are not
+    Keys and values are arrays, or functions that read some slots of a tile from a cache; None: the values are the first
+    numbers of the keys. Of a cache, slots that are not
     finite and that a row may not see do not reach the row, as isolation.py says.
     """
     spec, sizes = program.spec, program.sizes
     heads, block_q, group = sizes.heads_per_tile, sizes.block_q, spec.group_size
     from_cache = callable(keys_values[0])
-    keys, values = (x if callable(x) else _reader(x, program) for x in keys_values)
+    keys = _reader(keys_values[0], program)
+    values = None if keys_values[1] is None else _reader(keys_values[1], program)
     queries = _tile_queries(_pack(_scaled_query(query, program), program), spec, heads, block_q)
     tiles = spec.batch * spec.num_kv_heads // heads
     rows = queries.shape[0] // tiles
@@ -271,7 +275,8 @@ def forward(
 
         def step(start: Array, width: int, carry: tuple[Array, ...], mixed: bool) -> tuple[Array, ...]:
             top, total, out = carry
-            k, v = keys(tile, start, width), values(tile, start, width)
+            k = keys(tile, start, width)
+            v = k[..., : spec.value_head_dim] if values is None else values(tile, start, width)
             scaled = _scores(q, k) * program.scale_scores
             scores, _ = _logits(program, layout, scaled, tile, row * block_q, start, block_q, width)
             if tilted is not None:
@@ -345,7 +350,7 @@ def backward(
     program: Program,
     query: Array,
     key: Array,
-    value: Array,
+    value: Array | None,
     out: Array,
     top: Array,
     rest: Array,
@@ -354,28 +359,29 @@ def backward(
     slopes: Array | None,
     layout: PaddedLayout,
     tables: tuple[BlockTable, ...],
-) -> tuple[Array, Array, Array, Array | None]:
+) -> tuple[Array, Array, Any, Array | None]:
     """Gradients of query, key and value, in their dtype (float32 with ``program.float32_results``), and of the slopes.
 
-    ``d_lse [B, T, N]`` is the cotangent of the log-sum-exp, whose derivative by a score is the probability.
-    Scores are kept transposed (keys by queries), so that every product contracts the last dimension of its left
-    operand: XLA's CPU backend has a fast kernel for this orientation.
+    Where ``value`` is None, so is its gradient, which is then a part of the keys'. ``d_lse [B, T, N]`` is the cotangent
+    of the log-sum-exp, whose derivative by a score is the probability. Scores are kept transposed (keys by queries), so
+    that every product contracts the last dimension of its left operand: XLA's CPU backend has a fast kernel for this
+    orientation.
     """
     spec, sizes = program.spec, program.sizes
     heads, block, group = sizes.heads_per_tile, sizes.block_backward, spec.group_size
     tiled = _tile_rows(program, query, out, top, rest, d_out, d_lse)
     largest = jnp.exp(-tiled.rests)  # probability of the largest key
 
-    keys, values = (_columns(_pack(x, program), heads, block) for x in (key, value))
+    keys, *values = (_columns(_pack(x, program), heads, block) for x in (key, value) if x is not None)
     # Transposed outside the loop: inside, XLA folds the transpose into the product and then has no kernel for it.
     keys_transposed = keys.swapaxes(2, 3)
     tiles = spec.batch * spec.num_kv_heads // heads
     q_blocks, kv_blocks = tiled.queries.shape[0] // tiles, keys.shape[0] // tiles
     tilted = None if slopes is None else _tile_slopes(slopes, program)
 
-    def one_column(d_queries: Array, x: tuple[Array, ...]) -> tuple[Array, tuple[Array, Array, Any]]:
-        tile, column, *kv = x
-        k, k_transposed, v = (_unpack(part, program) for part in kv)
+    def one_column(d_queries: Array, x: tuple[Array, ...]) -> tuple[Array, tuple[list[Array], Any]]:
+        tile, column, k, k_transposed, *given = *x[:2], *(_unpack(part, program) for part in x[2:])
+        v = given[0] if given else k[..., : spec.value_head_dim]
         batch = tile * heads // spec.num_kv_heads if layout.batch > 1 else jnp.int32(0)
 
         def step(start: Array, width: int, carry: tuple[Any, ...], mixed: bool) -> tuple[Any, ...]:
@@ -410,15 +416,15 @@ def backward(
             )
             return d_k, d_v, d_tilted, lax.dynamic_update_index_in_dim(d_queries, d_q, at, 0)
 
-        d_tilted = () if tilted is None else jnp.zeros((heads, group))
-        start = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32), d_tilted, d_queries
-        d_k, d_v, d_tilted, d_queries = _visit(tables, batch, column, step, start)
-        return d_queries, (_result(d_k, program), _result(d_v, program), d_tilted)
+        start = *(jnp.zeros(x.shape, jnp.float32) for x in (k, v)), () if tilted is None else jnp.zeros((heads, group))
+        d_k, d_v, d_tilted, d_queries = _visit(tables, batch, column, step, (*start, d_queries))
+        found = (d_k, d_v) if given else (d_k.at[..., : spec.value_head_dim].add(d_v),)
+        return d_queries, ([_result(x, program) for x in found], d_tilted)
 
-    d_queries = jnp.zeros((tiles * q_blocks, heads, spec.head_dim, group * block))
+    nothing = jnp.zeros((tiles * q_blocks, heads, spec.head_dim, group * block))
     index = jnp.repeat(jnp.arange(tiles), kv_blocks), jnp.tile(jnp.arange(kv_blocks), tiles)
-    d_queries, (d_keys, d_values, d_tilted) = lax.scan(one_column, d_queries, (*index, keys, keys_transposed, values))
-    d_query = _result(d_queries.swapaxes(2, 3) * program.scale_query, program)
-    d_key, d_value = (_uncolumns(_delivered(x, program), spec, tiles) for x in (d_keys, d_values))
+    d_queries, (found, d_tilted) = lax.scan(one_column, nothing, (*index, keys, keys_transposed, *values))
+    d_query = _untile_queries(_result(d_queries.swapaxes(2, 3) * program.scale_query, program), spec, heads, block)
+    d_key, *d_value = (_uncolumns(_delivered(x, program), spec, tiles) for x in found)
     d_slopes = None if slopes is None else _untile_slopes(d_tilted, spec, tiles).astype(slopes.dtype)
-    return _delivered(_untile_queries(d_query, spec, heads, block), program), d_key, d_value, d_slopes
+    return _delivered(d_query, program), d_key, (*d_value, None)[0], d_slopes

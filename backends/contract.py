@@ -19,6 +19,8 @@ The semantics are those of ``jax.nn.dot_product_attention`` with the gaps closed
 - Keys and values of a paged cache are pages, which a page table deals to the sequences. A slot is read only if a query
   sees it; a visible slot whose page is not in the pool gives NaN.
 - Quantised keys and values (``kv_dtype``) stand for ``number * scale``. A cache, paged or quantised, has no gradient.
+- With ``values_in_keys`` there is no array of values: a key's value is its first ``value_head_dim`` numbers, and the
+  gradient of the keys is that of both.
 - A backend refuses a problem that it cannot compute before anything is traced (``features.py``, ``support.py``).
 
 ``oracle.py`` computes these semantics in float64; ``attnsuite.testing`` tests every backend against them.
@@ -64,8 +66,9 @@ class AttentionSpec:
 
     With ``page_size``, key and value are pages ``[num_pages, page_size, num_kv_heads, dim]``, the layout brings a page
     table, and ``key_value_length`` is ``pages_per_sequence * page_size``. With ``kv_dtype`` ("int8" or "float8_e4m3fn")
-    they are of that dtype, and the terms bring their scales. Raises ValueError naming the field, what was given and
-    what is accepted.
+    they are of that dtype, and the terms bring their scales. With ``values_in_keys`` the value is None: the first
+    ``value_head_dim`` numbers of each key are its value. Raises ValueError naming the field, what was given and what is
+    accepted.
 
     >>> spec = AttentionSpec(batch=1, query_length=8, key_value_length=8, num_heads=4, num_kv_heads=2,
     ...                      head_dim=64, is_causal=True)
@@ -100,6 +103,7 @@ class AttentionSpec:
     num_pages: int | None = None
     page_size: int | None = None
     kv_dtype: str | None = None
+    values_in_keys: bool = False
 
     def __post_init__(self) -> None:
         if self.value_head_dim is None:
@@ -135,7 +139,7 @@ class AttentionSpec:
             value = getattr(self, name)
             if value is not None and not (_is_real(value) and math.isfinite(value) and value > 0):
                 raise ValueError(f"{name}={value!r} must be a finite Python float above 0, or None.")
-        _check_cache(self)
+        _check_keys_and_values(self)
         for field in dataclasses.fields(self):
             if field.type == "bool" and not isinstance(getattr(self, field.name), bool):
                 raise ValueError(f"{field.name}={getattr(self, field.name)!r} must be True or False.")
@@ -162,7 +166,7 @@ class AttentionSpec:
     @property
     def announced_terms(self) -> frozenset[str]:
         """The names of the :class:`Terms` that come with each layer."""
-        scales = () if self.kv_dtype is None else ("key_scales", "value_scales")
+        scales = () if self.kv_dtype is None else ("key_scales", "value_scales")[: 1 if self.values_in_keys else 2]
         return frozenset({*scales, *(name for name in ("bias", "sinks", "alibi") if getattr(self, f"has_{name}"))})
 
     @property
@@ -269,7 +273,7 @@ class Plan:
         self,
         query: Float[Array, "batch q_len heads head_dim"],
         key: Num[Array, "rows slots kv_heads head_dim"],
-        value: Num[Array, "rows slots kv_heads v_dim"],
+        value: Num[Array, "rows slots kv_heads v_dim"] | None,
         *,
         terms: Terms = NO_TERMS,
         layer: int = 0,
@@ -277,9 +281,10 @@ class Plan:
     ) -> tuple[Any, Carry]:
         """Attend in one layer; returns the output and the carry for the next layer.
 
-        The output is ``[batch, q_len, heads, v_dim]`` in the query's dtype. If the spec asks for the log-sum-exp, the
-        result is the pair of the output and a float32 array ``[batch, q_len, heads]``. Raises ValueError for terms that
-        the spec does not announce, for announced terms that are missing, and for arrays that do not match the spec.
+        ``value`` is None where the spec has ``values_in_keys``. The output is ``[batch, q_len, heads, v_dim]`` in the
+        query's dtype. If the spec asks for the log-sum-exp, the result is the pair of the output and a float32 array
+        ``[batch, q_len, heads]``. Raises ValueError for terms that the spec does not announce, for announced terms that
+        are missing, and for arrays that do not match the spec.
         """
         if self.spec is not None:
             check_operands(self.spec, query, key, value)
@@ -456,8 +461,13 @@ def check_options(
     return given
 
 
-def _check_cache(spec: AttentionSpec) -> None:
-    """Raise ValueError unless pages and ``kv_dtype`` are of a cache that there can be."""
+def _check_keys_and_values(spec: AttentionSpec) -> None:
+    """Raise ValueError unless pages and ``kv_dtype`` are of a cache that there can be, and keys can hold values."""
+    if spec.values_in_keys and (spec.value_head_dim or 0) > spec.head_dim:
+        raise ValueError(
+            f"value_head_dim={spec.value_head_dim} is more than head_dim={spec.head_dim}, and the values are to be the "
+            "first numbers of the keys; give fewer, or an array of values."
+        )
     if (spec.page_size is None) != (spec.num_pages is None):
         raise ValueError(f"page_size={spec.page_size!r} and num_pages={spec.num_pages!r} go together; give both.")
     if spec.page_size is not None:

@@ -29,19 +29,21 @@ def _attend(
     mask: Bool[Array, "#b #n #t #s"] | None,
     query: Float[Array, "b t n h"],
     key: Float[Array, "b s k h"],
-    value: Float[Array, "b s k v"],
+    value: Float[Array, "b s k v"] | None,
     layer: int,
     carry: Carry,
 ) -> tuple[Any, Carry]:
     b, t, n, h = query.shape
     kv_heads, rows = spec.num_kv_heads, spec.group_size * t
     grouped = query.reshape(b, t, kv_heads, -1, h).transpose(0, 2, 3, 1, 4).reshape(b, kv_heads, rows, h)
-    key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)  # cancels the transpose of a cache
+    key = key.swapaxes(1, 2)  # cancels the transpose of a cache
+    value = key if value is None else value.swapaxes(1, 2)
     logits = scores(grouped, key).reshape(b, n, t, -1) * spec.softmax_scale
     if spec.logits_soft_cap is not None:
         logits = spec.logits_soft_cap * jnp.tanh(logits / spec.logits_soft_cap)
     weights, total, top = standard.exponentials(logits, mask)
-    out = weigh(weights.reshape(b, kv_heads, rows, -1), value).reshape(b, kv_heads, -1, t, value.shape[-1])
+    out = weigh(weights.reshape(b, kv_heads, rows, -1), value)[..., : spec.value_head_dim]
+    out = out.reshape(b, kv_heads, -1, t, spec.value_head_dim)
     # The outputs are divided, not the weights, because there are fewer of them.
     out = out / total.reshape(b, kv_heads, -1, t, 1)
     out = out.transpose(0, 3, 1, 2, 4).reshape(b, t, n, -1).astype(query.dtype)

@@ -39,6 +39,7 @@ Feature = Literal[
     "score_function",
     "pages",
     "kv_dtype",
+    "values_in_keys",
 ]
 FEATURES: tuple[Feature, ...] = get_args(Feature)
 DTYPES = ("float32", "bfloat16", "float16")
@@ -143,6 +144,7 @@ ASKED: Mapping[Feature, Asked] = {
         "None only, which is contiguous keys and values",
     ),
     "kv_dtype": _is_set("kv_dtype"),
+    "values_in_keys": _flag("values_in_keys", "values_in_keys=True", "values_in_keys=False only"),
 }
 
 

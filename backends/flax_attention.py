@@ -21,7 +21,9 @@ from .devices import Target
 
 # Arrays of the call itself, which the layer passes.
 _ARRAYS = {"query", "key", "value", "bias", "mask"}
-_OPTIONS = frozenset(inspect.signature(attention).parameters) - _ARRAYS - {"backend", "return_log_sum_exp"}
+_OPTIONS = (
+    frozenset(inspect.signature(attention).parameters) - _ARRAYS - {"backend", "return_log_sum_exp", "value_head_dim"}
+)
 
 _REFUSED = {
     "module": "the attention weights are never formed, so there are none to sow; leave sow_weights at False.",

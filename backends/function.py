@@ -70,6 +70,7 @@ def from_function(
       ``key_value_positions``; ``lengths``: ``key_value_seq_lengths``; ``mask``, ``bias``, ``sinks``, ``alibi``: by
       these names. Shapes and dtypes are those of :class:`Layout` and :class:`Terms`.
     - ``pages``: ``page_table``; ``kv_dtype``: ``key_scales`` and ``value_scales``.
+    - ``values_in_keys``: ``value_head_dim``; the value is then None.
     - ``log_sum_exp``: ``return_log_sum_exp=True``; it then returns the pair ``(output, log_sum_exp)``.
     - ``gradient``, ``grouped_queries``, ``cross_length`` and ``value_head_dim`` show in the arrays and bring none.
 
@@ -103,6 +104,7 @@ def _keywords(spec: AttentionSpec, layout: Layout, declared: Takes) -> dict[str,
         "mask_function": ("mask_function", spec.mask_function),
         "score_function": ("score_function", spec.score_function),
         "log_sum_exp": ("return_log_sum_exp", True),
+        "values_in_keys": ("value_head_dim", spec.value_head_dim),
     }
     given |= {keyword: value for feature, (keyword, value) in settings.items() if feature in asked}
     if "positions" in asked:

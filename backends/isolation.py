@@ -11,9 +11,11 @@ time of reading the cache. There the backend runs first, and again on clean arra
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool
@@ -34,11 +36,11 @@ def isolated(spec: AttentionSpec, layout: Layout, made: Plan) -> Plan:
     if not (spec.masks_anything or spec.has_bias):
         return made
 
-    def clean(query: Array, key: Array, value: Array, *rest: Any) -> tuple[Any, Any]:
+    def clean(query: Array, key: Array, value: Array | None, *rest: Any) -> tuple[Any, Any]:
         bad_query = ~jnp.isfinite(query).all(-1)
-        bad_key = ~(jnp.isfinite(key).all(-1) & jnp.isfinite(value).all(-1))
+        bad_key = ~_finite(-1, key, value)
         query = jnp.where(bad_query[..., None], 0, query)
-        key, value = (jnp.where(bad_key[..., None], 0, x) for x in (key, value))
+        key, value = jax.tree.map(lambda x: jnp.where(bad_key[..., None], 0, x), (key, value))
         out, carry = made.attend(query, key, value, *rest)
         terms = rest[2] if len(rest) > 2 else Terms()
         spoilt = lax.cond(
@@ -48,18 +50,18 @@ def isolated(spec: AttentionSpec, layout: Layout, made: Plan) -> Plan:
         )
         return _on_rows(lambda x, rows: jnp.where(rows, jnp.nan, x), out, spoilt), carry
 
-    def checked(query: Array, key: Array, value: Array, *rest: Any) -> tuple[Any, Any]:
+    def checked(query: Array, key: Array, value: Array | None, *rest: Any) -> tuple[Any, Any]:
         out, carry = made.attend(query, key, value, *rest)
         first = out[0] if spec.return_log_sum_exp else out
         # Heads before length, as a cache holds them: XLA would write a transposed cache to memory to enter a branch.
-        cached = key.swapaxes(1, 2), value.swapaxes(1, 2)
+        cached = jax.tree.map(lambda x: x.swapaxes(1, 2), (key, value))
 
         def again() -> tuple[Any, Any]:
-            return clean(query, *(x.swapaxes(1, 2) for x in cached), *rest)
+            return clean(query, *jax.tree.map(lambda x: x.swapaxes(1, 2), cached), *rest)
 
         return lax.cond(jnp.isfinite(first).all(), lambda: (out, carry), again)
 
-    def attend(query: Array, key: Array, value: Array, *rest: Any) -> tuple[Any, Any]:
+    def attend(query: Array, key: Array, value: Array | None, *rest: Any) -> tuple[Any, Any]:
         short = spec.query_length <= SHORT_QUERY and not spec.needs_grad
         out, carry = (checked if short else clean)(query, key, value, *rest)
         padding = _padding(spec, layout)
@@ -83,15 +85,19 @@ def isolated_if_needed(spec: AttentionSpec, layout: Layout, made: Plan) -> Plan:
     if careful is made:
         return made
 
-    def attend(query: Array, key: Array, value: Array, *rest: Any) -> tuple[Any, Any]:
-        finite = jnp.isfinite(query).all() & jnp.isfinite(key).all() & jnp.isfinite(value).all()
+    def attend(query: Array, key: Array, value: Array | None, *rest: Any) -> tuple[Any, Any]:
         return lax.cond(
-            finite,
+            _finite(None, query, key, value),
             lambda: made.attend(query, key, value, *rest),
             lambda: careful.attend(query, key, value, *rest),
         )
 
     return dataclasses.replace(made, attend=attend, isolates=True)
+
+
+def _finite(axis: int | None, *arrays: Array | None) -> Bool[Array, "..."]:
+    """Where all numbers along ``axis`` (None: all) of the arrays, where not None, are finite."""
+    return functools.reduce(jnp.logical_and, [jnp.isfinite(x).all(axis) for x in arrays if x is not None])
 
 
 def _on_rows(change: Callable[[Array, Array], Array], out: Any, rows: Bool[Array, "b t n"]) -> Any:

@@ -109,12 +109,10 @@ def _gathered(spec: AttentionSpec, layout: Layout, plan: Callable[[AttentionSpec
     made = made if made.isolates else isolated(bare, contiguous, made)
 
     def attend(
-        query: Array, key: Array, value: Array, layer: int, carry: Carry, terms: Terms = NO_TERMS
+        query: Array, key: Array, value: Array | None, layer: int, carry: Carry, terms: Terms = NO_TERMS
     ) -> tuple[Any, Carry]:
-        key, value = (
-            of_sequences(spec, layout, x, scales)
-            for x, scales in ((key, terms.key_scales), (value, terms.value_scales))
-        )
+        key = of_sequences(spec, layout, key, terms.key_scales)
+        value = None if value is None else of_sequences(spec, layout, value, terms.value_scales)
         others = dataclasses.replace(terms, key_scales=None, value_scales=None)
         return made.attend(query, key, value, layer, carry, *((others,) if others.given() else ()))
 
@@ -130,7 +128,7 @@ def unrounded(spec: AttentionSpec, plan: Callable[[AttentionSpec], Plan]) -> Pla
         return plan(spec)
     made = plan(dataclasses.replace(spec, dtype="float32"))
 
-    def attend(query: Array, key: Array, value: Array, *rest: Any) -> tuple[Any, Carry]:
+    def attend(query: Array, key: Array, value: Array | None, *rest: Any) -> tuple[Any, Carry]:
         found, carry = made.attend(query.astype(jnp.float32), key, value, *rest)
         out, *others = found if spec.return_log_sum_exp else (found,)
         out = out.astype(spec.dtype)

@@ -36,13 +36,22 @@ def make_spec(
     terms: Terms = NO_TERMS,
     *,
     needs_grad: bool = True,
+    value_head_dim: int | None = None,
     **options: Any,
 ) -> AttentionSpec:
     """The spec of a call, from its arrays (or ``jax.ShapeDtypeStruct``) and options; checks shapes and dtypes.
 
     Positions that are ``arange`` (concrete, not traced) are the default and leave ``has_positions`` False. Raises
-    ValueError with the shape or dtype given and the one expected. With a page table, key and value are pages.
+    ValueError with the shape or dtype given and the one expected. With a page table, key and value are pages. If
+    ``value`` is None, the values are the first ``value_head_dim`` numbers of the keys.
     """
+    in_keys = value is None
+    if in_keys != (value_head_dim is not None):
+        raise ValueError(
+            f"value_head_dim={value_head_dim!r} is given with {'no array' if in_keys else 'an array'} of values; give "
+            "one of the two: value=None with value_head_dim=r takes the first r numbers of each key as its value."
+        )
+    value = key if in_keys else value
     for name, x in (("query", query), ("key", key), ("value", value)):
         if len(x.shape) != 4:
             raise ValueError(
@@ -81,7 +90,8 @@ def make_spec(
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        value_head_dim=v_dim,
+        value_head_dim=value_head_dim if in_keys else v_dim,
+        values_in_keys=in_keys,
         dtype=dtypes.pop(),
         **brought,
         **{f"has_{name}": True for name in terms.given() if not name.endswith("_scales")},

@@ -19,6 +19,11 @@ def check_operands(spec: AttentionSpec, query: Any, key: Any, value: Any) -> Non
         "key": (key, (*keys, spec.head_dim), of_keys),
         "value": (value, (*keys, spec.value_head_dim), of_keys),
     }
+    if spec.values_in_keys != (value is None):
+        given, way = ("no value is", "give one") if value is None else ("a value is", "give None")
+        raise ValueError(f"{given} given, but the spec of this plan says values_in_keys={spec.values_in_keys}; {way}.")
+    if value is None:
+        del expected["value"]
     for name, (x, shape, dtype) in expected.items():
         if tuple(x.shape) != shape:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; the spec of this plan says {shape}.")

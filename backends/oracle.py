@@ -35,7 +35,8 @@ def forward(
 ) -> Float64[np.ndarray, "b t n v"]:
     """The output in float64, from NumPy or JAX arrays of any dtype in the layout of the contract."""
     q, k = _float64(query), contiguous(spec, layout, key, terms.key_scales)
-    v = contiguous(spec, layout, value, terms.value_scales)
+    in_keys = spec.values_in_keys
+    v = k[..., : spec.value_head_dim] if in_keys else contiguous(spec, layout, value, terms.value_scales)
     out = np.zeros((*q.shape[:3], v.shape[3]))
     for b, group, head, rows in _blocks(spec):
         probs, _, _ = _probabilities(spec, layout, terms, b, group, rows, q[b, rows, group], k[b, :, head])
@@ -68,10 +69,13 @@ def gradients(
 ) -> dict[str, Float64[np.ndarray, "..."]]:
     """Gradients in float64: ``dq``, ``dk``, ``dv``, and that of each term given (``dbias``); shapes are the inputs'.
 
+    Where the values are in the keys there is no ``dv``, and ``dk`` holds both.
+
     ``d_out [batch, query, heads, value_head_dim]`` is the cotangent of the output,
     ``d_log_sum_exp [batch, query, heads]`` that of the log-sum-exp (None: it is not used).
     """
-    q, k, v, g = (_float64(x) for x in (query, key, value, d_out))
+    q, k, g = (_float64(x) for x in (query, key, d_out))
+    v = k[..., : spec.value_head_dim] if spec.values_in_keys else _float64(value)
     found = {"dq": np.zeros_like(q), "dk": np.zeros_like(k), "dv": np.zeros_like(v)}
     found |= {f"d{name}": np.zeros(getattr(terms, name).shape) for name in terms.given()}
     for b, group, head, rows in _blocks(spec):
@@ -95,6 +99,8 @@ def gradients(
         d_logits *= _scale(spec)
         found["dq"][b, rows, group] = np.swapaxes(d_logits @ k[b, :, head], 0, 1)
         found["dk"][b, :, head] += _sum_over_rows(d_logits, np.swapaxes(q_block, 0, 1))
+    if spec.values_in_keys:
+        found["dk"][..., : spec.value_head_dim] += found.pop("dv")
     return found
 
 

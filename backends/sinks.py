@@ -26,7 +26,9 @@ def added(spec: AttentionSpec, plan: Callable[[AttentionSpec], Plan]) -> Plan:
     """
     made = plan(dataclasses.replace(spec, has_sinks=False, return_log_sum_exp=True))
 
-    def attend(query: Array, key: Array, value: Array, layer: int, carry: Carry, terms: Terms) -> tuple[Any, Carry]:
+    def attend(
+        query: Array, key: Array, value: Array | None, layer: int, carry: Carry, terms: Terms
+    ) -> tuple[Any, Carry]:
         others = dataclasses.replace(terms, sinks=None)
         given = (others,) if others.given() else ()
         (out, log_sum_exp), carry = made.attend(query, key, value, layer, carry, *given)

@@ -34,7 +34,7 @@ from .devices import Target
 from .features import FEATURES_0_1, Feature, Mode, Takes
 
 _LATER: frozenset[Feature] = frozenset(
-    {"log_sum_exp", "sinks", "alibi", "mask_function", "score_function", "pages", "kv_dtype"}
+    {"log_sum_exp", "sinks", "alibi", "mask_function", "score_function", "pages", "kv_dtype", "values_in_keys"}
 )
 
 
@@ -78,7 +78,7 @@ def _attend(
     modify: Callable[[Array], Array],
     query: Float[Array, "b t n h"],
     key: Float[Array, "b s k h"],
-    value: Float[Array, "b s k v"],
+    value: Float[Array, "b s k v"] | None,
     layer: int,
     carry: Carry,
     terms: Terms = NO_TERMS,
@@ -88,7 +88,9 @@ def _attend(
     # The heads of a group are rows of one product: only query and output are ever transposed, never the scores.
     grouped = query.reshape(b, t, kv_heads, -1, h).transpose(0, 2, 3, 1, 4).reshape(b, kv_heads, rows, h)
     # Heads before length, explicitly: this cancels the transpose of a cache stored so; XLA does not find it by itself.
-    key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
+    # Values that are a part of the keys are not cut out, which would copy them: the outputs are cut, which are fewer.
+    key = key.swapaxes(1, 2)
+    value = key if value is None else value.swapaxes(1, 2)
     logits = jnp.einsum("bkrh,bksh->bkrs", grouped, key, preferred_element_type=jnp.float32)
     logits = logits.reshape(b, n, t, -1) * spec.softmax_scale
     if spec.logits_soft_cap is not None:
@@ -102,9 +104,9 @@ def _attend(
     sinks = None if terms.sinks is None else jnp.asarray(terms.sinks, jnp.float32)[None, :, None, None]
     weights, total, top = exponentials(logits, mask, sinks)
     out = (
-        _weigh((weights / total).reshape(b, kv_heads, rows, -1), value)
+        _weigh((weights / total).reshape(b, kv_heads, rows, -1), value)[..., : spec.value_head_dim]
         .astype(query.dtype)
-        .reshape(b, kv_heads, -1, t, value.shape[-1])
+        .reshape(b, kv_heads, -1, t, spec.value_head_dim)
     )
     out = out.transpose(0, 3, 1, 2, 4).reshape(b, t, n, -1)
     return ((out, log_sum_exp(total, top)) if spec.return_log_sum_exp else out), carry

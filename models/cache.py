@@ -247,7 +247,9 @@ def _put(slots: Slots, new: Array, put: Callable[[Array, Array], Array]) -> Slot
 def _write_rows(array: Array, rows: Array, start: Int[Array, " batch"]) -> Array:
     rows = jnp.swapaxes(rows, 1, 2).astype(array.dtype)
     if rows.shape[0] == 1:
-        return jax.lax.dynamic_update_slice(array, rows, (0, 0, start[0], 0))
+        written = jax.lax.dynamic_update_slice(array, rows, (0, 0, start[0], 0))
+        # Without the barrier XLA (JAX 0.12, CPU) fuses the write into each reader, and copies the cache for each.
+        return jax.lax.optimization_barrier(written)
     return jax.vmap(lambda s, x, at: jax.lax.dynamic_update_slice(s, x, (0, at, 0)))(array, rows, start)
 
 
@@ -287,12 +289,17 @@ def read(slots: Slots) -> Num[Array, "rows slots kv_heads head_dim"]:
     return jnp.swapaxes(slots.numbers if isinstance(slots, Quantised) else slots, 1, 2)
 
 
-def with_scales(terms: Terms, keys: Slots, values: Slots) -> Terms:
-    """The terms with the scales of a layer's slots, if they are quantised. Latents are their own values."""
+def with_scales(terms: Terms, keys: Slots, values: Slots | None) -> Terms:
+    """The terms with the scales of a layer's slots, if they are quantised.
+
+    Latents are their own values. ``values=None`` says that the spec has them in the keys: they have no scales then.
+    """
     if not isinstance(keys, Quantised):
         return terms
-    of_values = values if isinstance(values, Quantised) else keys
-    key_scales, value_scales = (jnp.swapaxes(x.scales, 1, 2)[..., 0] for x in (keys, of_values))
+    key_scales = jnp.swapaxes(keys.scales, 1, 2)[..., 0]
+    if values is None:
+        return dataclasses.replace(terms, key_scales=key_scales)
+    value_scales = jnp.swapaxes(values.scales, 1, 2)[..., 0] if isinstance(values, Quantised) else key_scales
     return dataclasses.replace(terms, key_scales=key_scales, value_scales=value_scales)
 
 

@@ -186,7 +186,7 @@ def _through_layers(
 ) -> tuple[Hidden, tuple[Slots, ...], tuple[Slots, ...]]:
     """The hidden state behind the last layer, and the cache, to which each layer puts its new keys and values first."""
     plans: dict[AttentionType, Plan] = {kind: found.plan(layout, dict(options)) for kind, found in resolutions}
-    dtypes = {kind: found.spec.dtype for kind, found in resolutions}
+    specs = {kind: found.spec for kind, found in resolutions}
     carries: dict[AttentionType, Carry] = dict.fromkeys(plans, ())
     new_keys, new_values = list(keys), list(values)
     for i, layer in enumerate(params["layers"]):
@@ -195,13 +195,14 @@ def _through_layers(
         new_keys[i], new_values[i] = put(keys[i], key), put(values[i], value)
         terms = _terms(layer)
         if not fresh:
-            query = query.astype(dtypes[kind])
-            key, value = read(new_keys[i]), read(new_values[i])
-            terms = with_scales(terms, new_keys[i], new_values[i])
+            query, in_keys = query.astype(specs[kind].dtype), specs[kind].values_in_keys
+            key, value = read(new_keys[i]), None if in_keys else read(new_values[i])
+            terms = with_scales(terms, new_keys[i], None if in_keys else new_values[i])
         if _is_latent(layer) and fresh:
             key, value = latent.expand(config, layer["kv_b_proj"], key)
         elif _is_latent(layer):
-            query, key, value = latent.absorb(config, layer["kv_b_proj"], query, key)
+            query = latent.absorb(config, layer["kv_b_proj"], query)
+            value = None if value is None else key[..., : config.latent.rank]
         mixed, carries[kind] = plans[kind].run(query, key, value, layer=i, carry=carries[kind], terms=terms)
         if _is_latent(layer) and not fresh:
             mixed = latent.release(config, layer["kv_b_proj"], mixed)

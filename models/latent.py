@@ -8,7 +8,7 @@ Over its own tokens attention runs *expanded*: with keys and values of every hea
 ``qk_nope_head_dim + qk_rope_head_dim`` and ``v_head_dim`` wide. Against a cache it runs *absorbed*: the keys' half of
 ``kv_b_proj`` is applied to the queries, these attend to the cached latents as a single KV head, and the values' half is
 applied to the result. Both compute the same, up to rounding. Absorbed attention never makes a key or value of a cached
-token.
+token. A backend that takes ``values_in_keys`` gets the latents once; for any other the values are cut out of them.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ def expand(
 
 
 def absorb(
-    config: ModelConfig, weight: Weight, query: Float[Array, "batch q_len heads qk_dim"], latents: Latents
-) -> tuple[Float[Array, "batch q_len heads cached"], Latents, Float[Array, "batch length 1 rank"]]:
-    """Queries, keys and values of multi-query attention over latents; the values are a part of the keys."""
+    config: ModelConfig, weight: Weight, query: Float[Array, "batch q_len heads qk_dim"]
+) -> Float[Array, "batch q_len heads cached"]:
+    """Queries of multi-query attention over latents: its keys, whose first ``rank`` numbers are its values."""
     sizes = config.latent
     plain, placed = jnp.split(query, [sizes.nope], axis=-1)
     query = jnp.einsum("btnh,nhr->btnr", plain, _halves(config, weight, query)[0])
-    return jnp.concatenate([query, placed], axis=-1), latents, latents[..., : sizes.rank]
+    return jnp.concatenate([query, placed], axis=-1)
 
 
 def release(

@@ -7,10 +7,11 @@ refusal is reported on every call, not only on the one that traces, and the same
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from attnsuite.backends import AttentionSpec, Resolution, Target, masks, resolve
+from attnsuite.backends import AttentionSpec, Resolution, Target, masks, resolve, support
 from attnsuite.backends.contract import Mode
 from attnsuite.backends.policy import AnyPolicy
 from attnsuite.backends.resolve import OnUnavailable
@@ -108,33 +109,39 @@ def resolve_attention(
     Raises the errors of :func:`attnsuite.backends.resolve`.
     """
     target = Target.here() if target is None else target
-    return tuple(
-        (
-            kind,
-            resolve(
-                backend,
-                attention_spec(
-                    config,
-                    kind,
-                    batch=batch,
-                    query_length=query_length,
-                    key_value_length=key_value_length,
-                    packed=packed,
-                    dtype=dtype,
-                    kv_dtype=kv_dtype,
-                    pages=pages,
-                    needs_grad=needs_grad,
-                    tree=tree,
-                ),
-                target,
-                mode=mode,
-                on_unavailable=on_unavailable,
-                options=options,
-                policy=policy,
+
+    def resolved(kind: AttentionType) -> Resolution:
+        found = resolve(
+            backend,
+            attention_spec(
+                config,
+                kind,
+                batch=batch,
+                query_length=query_length,
+                key_value_length=key_value_length,
+                packed=packed,
+                dtype=dtype,
+                kv_dtype=kv_dtype,
+                pages=pages,
+                needs_grad=needs_grad,
+                tree=tree,
             ),
+            target,
+            mode=mode,
+            on_unavailable=on_unavailable,
+            options=options,
+            policy=policy,
         )
-        for kind in config.attention_types
-    )
+        return _hinted(found, options) if kind == "latent" and key_value_length is not None else found
+
+    return tuple((kind, resolved(kind)) for kind in config.attention_types)
+
+
+def _hinted(found: Resolution, options: Mapping[str, Any] | None) -> Resolution:
+    """The resolution with the hint that values lie in the keys, if its backend takes it: no other backend is taken."""
+    hinted = dataclasses.replace(found, spec=dataclasses.replace(found.spec, values_in_keys=True))
+    given = ("native", None) if found.mode == "fallback" else (found.mode, options)
+    return hinted if support(found.backend, hinted.spec, found.target, *given) else found
 
 
 def freeze_options(options: Mapping[str, Any] | None) -> Options:

@@ -84,11 +84,12 @@ class Harvest:
         bound = inspect.signature(original).bind(*args, **kwargs)
         bound.apply_defaults()
         arguments = bound.arguments
-        arrays = [jnp.asarray(arguments[name]) for name in ("query", "key", "value")]
+        names = [name for name in ("query", "key", "value") if arguments[name] is not None]
+        arrays = [jnp.asarray(arguments[name]) for name in names]
         found = read(arrays, arguments)
         self.calls.append(_call(found, arrays))
         marked = _mark(arrays, Mark(self, len(self.calls) - 1))
-        arguments.update(zip(("query", "key", "value"), marked, strict=True))
+        arguments.update(zip(names, marked, strict=True))
         self._inside = True
         try:
             return original(*bound.args, **bound.kwargs)

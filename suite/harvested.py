@@ -23,6 +23,7 @@ UNSAID = {
     "has_segment_ids": "segment ids (set documents to the number of documents in a sequence)",
     "has_positions": "positions that are given",
     "has_seq_lengths": "lengths of the keys (the case attends to all {keys})",
+    "values_in_keys": "values that are a part of the keys",
     "local_window_size": "a window of {value} keys to the left and to the right",
     "return_log_sum_exp": "the log-sum-exp beside the output",
 }

@@ -46,6 +46,7 @@ PROBLEMS: dict[str, dict[str, object]] = {
     "key lengths": {"has_seq_lengths": True},
     "mask array": {"has_mask": True},
     "bias array": {"has_bias": True},
+    "values in the keys (latents)": {"values_in_keys": True, "value_head_dim": 48},
     "log-sum-exp": {"return_log_sum_exp": True},
     "attention sinks": {"has_sinks": True},
     "ALiBi slopes": {"has_alibi": True},

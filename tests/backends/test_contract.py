@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnsuite.backends import AttentionSpec, Layout, Support, Terms, make_spec
+from attnsuite.backends import AttentionSpec, Layout, Plan, Support, Terms, make_spec
 from attnsuite.backends.contract import check_options, may_attend
 
 pytestmark = pytest.mark.standard
@@ -102,6 +102,22 @@ def test_spec_is_frozen() -> None:
 def test_shapes_that_do_not_fit_are_named(shapes: tuple[tuple[int, ...], ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_spec(*(shaped(*shape) for shape in shapes))
+
+
+def test_values_in_the_keys_come_as_a_number_and_no_array() -> None:
+    query, key = jnp.zeros((2, 8, 4, 16)), jnp.zeros((2, 12, 2, 16))
+    spec = make_spec(query, key, None, value_head_dim=10)
+    assert (spec.values_in_keys, spec.value_head_dim) == (True, 10)
+    for value, number in ((None, None), (key, 10)):
+        with pytest.raises(
+            ValueError, match=rf"value_head_dim={number} is given with (no|an) array of values; give one"
+        ):
+            make_spec(query, key, value, value_head_dim=number)
+    with pytest.raises(ValueError, match="value_head_dim=17 is more than head_dim=16, and the values are to be the"):
+        make_spec(query, key, None, value_head_dim=17)
+    for planned, value in ((spec, key), (make_spec(query, key, key), None)):
+        with pytest.raises(ValueError, match=f"says values_in_keys={planned.values_in_keys}; give (None|one)"):
+            Plan(lambda *_: None, spec=planned).run(query, key, value)
 
 
 def test_mixed_dtypes_are_named() -> None:

@@ -50,6 +50,7 @@ ASKING: dict[Feature, dict[str, Any]] = {
     "score_function": {"score_function": lambda score, *_: 2 * score},
     "pages": {"page_size": 16, "num_pages": 9},
     "kv_dtype": {"kv_dtype": "int8"},
+    "values_in_keys": {"values_in_keys": True},
 }
 
 

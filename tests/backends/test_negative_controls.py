@@ -295,6 +295,18 @@ def log_sum_exp_of_the_keys_alone(problem: Problem) -> Attend:
     return lambda q, k, v, terms: (right(q, k, v, terms)[0], bare(q, k, v)[1])
 
 
+def values_in_the_last_numbers(problem: Problem) -> Attend:
+    """The values are the last numbers of the keys."""
+    attend = standard(problem, values_in_keys=False)
+    return lambda q, k, _: attend(q, k, k[..., -problem.spec.value_head_dim :])
+
+
+def gradient_of_the_values_dropped(problem: Problem) -> Attend:
+    """dk is that of the scores alone."""
+    attend = standard(problem, values_in_keys=False)
+    return lambda q, k, _: attend(q, k, jax.lax.stop_gradient(k[..., : problem.spec.value_head_dim]))
+
+
 WRONG: dict[str, tuple[Callable[[Problem], Attend], str]] = {
     "causal mask missing": (causal_mask_missing, "causal"),
     "window off by one": (window_off_by_one, "window-asymmetric"),
@@ -366,6 +378,8 @@ WRONG: dict[str, tuple[Callable[[Problem], Attend], str]] = {
     "alibi by slot": (alibi_by_slot, "alibi-soft-cap"),
     "dalibi zero": (alibi_changed(jax.lax.stop_gradient), "alibi"),
     "dalibi off by 1%": (alibi_changed(lambda x: with_gradient(x, lambda cotangent: 1.01 * cotangent)), "alibi"),
+    "values in the last numbers of the keys": (values_in_the_last_numbers, "values-in-keys"),
+    "dk without the part of the values": (gradient_of_the_values_dropped, "values-in-keys"),
     "log-sum-exp without the sink": (log_sum_exp_of_the_keys_alone, "sinks-log-sum-exp"),
     "log-sum-exp in base 2": (log_sum_exp(lambda x: x / np.log(2)), "log-sum-exp"),
     "log-sum-exp off by 1e-4": (log_sum_exp(lambda x: x + 1e-4), "log-sum-exp"),

@@ -60,6 +60,7 @@ PROBLEMS = {
         has_bias=True,
         has_alibi=True,
     ),
+    "values in the keys": dataclasses.replace(SPEC, is_causal=True, logits_soft_cap=0.8, values_in_keys=True),
     "everything": EVERYTHING,
 }
 DIRECTIONS = 6  # in which a gradient is compared with differences of the forward pass
@@ -99,6 +100,7 @@ def literal(
     spec: AttentionSpec, layout: Layout, terms: Terms, q: np.ndarray, k: np.ndarray, v: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """The contract, one query and one key at a time: output and log-sum-exp."""
+    v = k[..., : spec.value_head_dim] if spec.values_in_keys else v
     out, lse = np.zeros((*q.shape[:3], v.shape[3])), np.full(q.shape[:3], -np.inf)
     for b, t, n in np.ndindex(*q.shape[:3]):
         head, weights = n // spec.group_size, {}
@@ -171,11 +173,12 @@ def test_gradients_are_finite_differences_of_the_forward(name: str, with_log_sum
     def weighted(inputs: dict[str, np.ndarray]) -> float:
         moved = Terms(**{name: inputs[f"d{name}"] for name in terms.given()})
         lse = oracle.log_sum_exp(spec, layout, inputs["dq"], inputs["dk"], moved)
-        out = oracle.forward(spec, layout, inputs["dq"], inputs["dk"], inputs["dv"], moved)
+        out = oracle.forward(spec, layout, inputs["dq"], inputs["dk"], inputs.get("dv"), moved)
         return float((out * cotangent).sum() + (np.where(np.isneginf(lse), 0.0, lse) * d_lse).sum())
 
     found = oracle.gradients(spec, layout, q, k, v, cotangent, d_log_sum_exp=d_lse, terms=terms)
-    inputs = {"dq": q, "dk": k, "dv": v} | {f"d{name}": getattr(terms, name) for name in terms.given()}
+    inputs = {"dq": q, "dk": k} if spec.values_in_keys else {"dq": q, "dk": k, "dv": v}
+    inputs |= {f"d{name}": getattr(terms, name) for name in terms.given()}
     assert set(found) == set(inputs)
     for which, gradient in found.items():
         # Every entry of a gradient is in every direction. Entry by entry would take a hundred times as many passes.
@@ -321,7 +324,7 @@ def test_forward_and_gradients_are_those_of_autodiff_in_float64(seed: int, name:
         *gradients, of_terms = pullback(jnp.asarray(cotangent))
     np.testing.assert_allclose(oracle.forward(spec, layout, q, k, v, terms), out, atol=1e-12)
     found = oracle.gradients(spec, layout, q, k, v, cotangent, terms=terms)
-    expected = dict(zip(("dq", "dk", "dv"), gradients, strict=True))
+    expected = dict(zip(("dq", "dk") if spec.values_in_keys else ("dq", "dk", "dv"), gradients, strict=False))
     expected |= {f"d{name}": getattr(of_terms, name) for name in terms.given()}
     assert set(found) == set(expected)
     for which, autodiff in expected.items():
@@ -331,6 +334,7 @@ def test_forward_and_gradients_are_those_of_autodiff_in_float64(seed: int, name:
 def _attention64(
     spec: AttentionSpec, layout: Layout, q: jax.Array, k: jax.Array, v: jax.Array, terms: Terms
 ) -> jax.Array:
+    v = k[..., : spec.value_head_dim] if spec.values_in_keys else v
     k, v = (jnp.repeat(x, spec.group_size, axis=2) for x in (k, v))
     logits = jnp.einsum("btnh,bsnh->bnts", q, k) * spec.softmax_scale
     if spec.logits_soft_cap is not None:

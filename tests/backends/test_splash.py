@@ -43,6 +43,7 @@ class TestSplash(Conformance):
             "score*",
             "pages*",
             "kv-*",
+            "values-in-keys*",
         }
     )
 

@@ -1,12 +1,18 @@
 import dataclasses
+import re
+from unittest import mock
 
 import numpy as np
 import pytest
 
+from attnsuite.backends import registry
 from attnsuite.backends.kv_cache import quantize
+from attnsuite.backends.standard import Standard
 from attnsuite.models import KVCache, ModelConfig, Transformer, generate
 from attnsuite.models.cache import Quantised, write
+from attnsuite.models.planning import resolve_attention
 from attnsuite.models.speculation import keep
+from attnsuite.models.transformer import compiled_forward_cached
 
 LATENT = {"kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 14}
 TYPES = {
@@ -101,6 +107,43 @@ def test_a_latent_layer_keeps_its_latent_and_one_key_of_a_token_and_nothing_else
     assert bytes_per_token == [latent, ordinary]
     _, cache = Transformer(config).prefill(tokens_for(3, 5), cache, **CALL)
     assert cache.nbytes == 3 * 7 * (latent + ordinary), "after use, too"
+
+
+def decode_step(kind, capacity=512, **changes):
+    """What XLA compiles for a token behind a cache of one layer; ``changes`` are to the specs of its attention."""
+    model = one_layer(kind)
+    cache = model.new_cache(1, capacity)
+    found = resolve_attention(model.config, batch=1, query_length=1, needs_grad=False, **cache.problem, **CALL)
+    found = tuple((name, dataclasses.replace(x, spec=dataclasses.replace(x.spec, **changes))) for name, x in found)
+    arrays = np.zeros((1, 1), np.int32), cache.keys, cache.values, np.array([3], np.int32), np.array([4], np.int32)
+    lowered = compiled_forward_cached.lower(model.config, model.arrays(), *arrays, resolutions=found, last_only=True)
+    return lowered.compile()
+
+
+def test_latents_are_not_copied_to_be_values():
+    values = 512 * 10 * 4
+    hinted, cut = (decode_step("latent", **changes).cost_analysis() for changes in ({}, {"values_in_keys": False}))
+    assert hinted["bytes accessed"] <= cut["bytes accessed"] - 4 * values, "cut for the product and for the check"
+
+
+def test_a_decode_step_writes_its_token_into_the_cache_once():
+    writes = re.findall(r"= f32\[1,2,512,8\]\S* dynamic-update-slice\(", decode_step("global").as_text())
+    assert len(writes) == 2, "of keys and of values"
+
+
+def test_a_backend_that_takes_no_values_in_keys_gets_values():
+    class Declining(Standard):
+        def takes(self, target, mode):
+            takes = super().takes(target, mode)
+            return dataclasses.replace(takes, features=takes.features - {"values_in_keys"})
+
+    config = one_layer("latent").config
+    problem = {"batch": 1, "query_length": 1, "key_value_length": 8, "needs_grad": False, "backend": "declining"}
+    with mock.patch.object(registry, "get", return_value=Declining(name="declining")):
+        ((_, found),) = resolve_attention(config, **problem)
+    assert (found.backend.name, found.mode, found.spec.values_in_keys) == ("declining", "native", False)
+    ((_, found),) = resolve_attention(config, **problem | CALL)
+    assert found.spec.values_in_keys
 
 
 @pytest.mark.parametrize(

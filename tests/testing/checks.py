@@ -68,12 +68,12 @@ def check_unseen_does_not_matter(
     check_same(expected, run(*strewn(problem, keys=keys, rows=rows)))
 
 
-def strewn(problem: Problem, *, keys: bool = True, rows: bool = True) -> tuple[jax.Array, ...]:
+def strewn(problem: Problem, *, keys: bool = True, rows: bool = True) -> problems.Inputs:
     """The arrays of a problem with such numbers; see :func:`check_unseen_does_not_matter`."""
     query, key, value, cotangent = problem.inputs
     if keys:
         unseen = problem.unseen_keys[..., None]
-        key, value = (_strewn(unseen, x) for x in (key, value))
+        key, value = (None if x is None else _strewn(unseen, x) for x in (key, value))
     if rows:
         unseen = problem.unseen_rows[..., None]
         query, cotangent = _strewn(unseen, query), _where(unseen, LARGE, cotangent)

@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from attnsuite.backends import AttentionSpec, Backend, Layout, Target, make_spec, plan, registry, support
+from attnsuite.backends import AttentionSpec, Backend, Layout, Target, plan, registry, support
 from attnsuite.backends.contract import NO_TERMS
 from attnsuite.backends.features import Feature, Mode, Takes
 from attnsuite.backends.support import takes_of
@@ -115,6 +115,7 @@ class Conformance:
         "alibi-decode",
         "function-decode",
         "score-decode",
+        "values-in-keys-decode",
     )
     cases_for_vmap: ClassVar[tuple[str, ...]] = ("causal", "gqa-8", "combination", "decode-1", "ragged")
     cases_for_traced_layouts: ClassVar[tuple[str, ...]] = (
@@ -190,7 +191,7 @@ class Conformance:
 
     def test_takes_or_refuses_as_declared(self, case: str) -> None:
         layout, terms, inputs = problems.arrays(CASES[case], case, self.dtype)
-        spec = make_spec(*inputs[:3], layout, terms, **CASES[case].options)
+        spec = problems.spec_of(CASES[case], layout, terms, inputs)
         refused = self.is_refused(case)
         checks.check_support(self.implementation, spec, self.device, self.mode, self.options, refused=refused)
 

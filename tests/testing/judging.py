@@ -9,7 +9,7 @@ from typing import Literal
 import jax
 import numpy as np
 
-from attnsuite.backends import Backend, Target, make_spec, oracle, support
+from attnsuite.backends import Backend, Target, oracle, support
 from attnsuite.backends.features import Mode
 
 from . import checks, problems, random_specs
@@ -37,7 +37,7 @@ def judge_case(backend: Backend, name: str, target: Target, mode: Mode = "native
     backend that takes the problem only without gradients is judged by its output. What the backend raises is raised.
     """
     layout, terms, inputs = problems.arrays(CASES[name], name)
-    spec = make_spec(*inputs[:3], layout, terms, **CASES[name].options)
+    spec = problems.spec_of(CASES[name], layout, terms, inputs)
     refused = support(backend, spec, target, mode).reasons
     if refused:
         spec = dataclasses.replace(spec, needs_grad=False)

@@ -26,12 +26,15 @@ from .caches import Cache, cached
 
 QUANTITIES = ("output", "dq", "dk", "dv")  # of every problem; some have log_sum_exp, or the gradient of a term, too
 PER_HEAD = ("dsinks", "dalibi")  # gradients with one number per head
-Inputs = tuple[jax.Array, jax.Array, jax.Array, jax.Array]  # query, key, value, cotangent of the output
+Inputs = tuple[Any, ...]  # query, key, value (None: in the keys), cotangent of the output
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Case:
-    """One named problem: sizes ``(batch, query length, key length, heads, KV heads, head_dim, value_head_dim)``."""
+    """One named problem: sizes ``(batch, query length, key length, heads, KV heads, head_dim, value_head_dim)``.
+
+    With ``value_head_dim`` in the options, the values are in the keys.
+    """
 
     sizes: tuple[int, int, int, int, int, int, int]
     dtype: str
@@ -93,9 +96,11 @@ def _case(
     magnitude: float = 1.0,
     layout: Callable[..., dict[str, np.ndarray]] = lambda *_: {},
     cache: Cache | None = None,
+    values_in_keys: bool = False,
     **options: Any,
 ) -> Case:
     options |= {} if cache is None else {"needs_grad": False}
+    options |= {"value_head_dim": Hv} if values_in_keys else {}
     return Case((B, T, S or T, N, K, H, Hv or H), dtype, options, layout, magnitude, cache)
 
 
@@ -317,6 +322,40 @@ CASES: dict[str, Case] = {
         dtype="bfloat16",
         return_log_sum_exp=True,
     ),
+    # values in the keys
+    "values-in-keys": _case(N=6, K=1, H=48, Hv=32, is_causal=True, values_in_keys=True),
+    "values-in-keys-bfloat16": _case(
+        N=8,
+        H=40,
+        Hv=24,
+        dtype="bfloat16",
+        layout=_PADDED,
+        logits_soft_cap=5.0,
+        return_log_sum_exp=True,
+        values_in_keys=True,
+    ),
+    "values-in-keys-decode": _case(
+        T=1,
+        S=300,
+        N=6,
+        K=1,
+        H=48,
+        Hv=32,
+        is_causal=True,
+        layout=layouts.decoding(300, 90),
+        dtype="bfloat16",
+        values_in_keys=True,
+    ),
+    "values-in-keys-pages": _case(
+        T=40,
+        S=128,
+        H=48,
+        Hv=32,
+        is_causal=True,
+        layout=layouts.together(layouts.decoding(128, 70), layouts.sinks),
+        cache=Cache(page_size=16, kv_dtype="int8"),
+        values_in_keys=True,
+    ),
     # dtypes
     **{
         f"{name}-{dtype}": _case(dtype=dtype, **options)
@@ -353,10 +392,12 @@ def arrays(case: Case, name: str, dtype: str | None = None) -> tuple[Layout, Ter
     )
     if case.cache is not None:
         layout, terms, key, value = cached(case.cache, layout, terms, key, value, rng)
+    if "value_head_dim" in case.options:
+        value, terms = None, dataclasses.replace(terms, value_scales=None)
     return layout, terms, (query, key, value, cotangent)
 
 
-def exact(spec: AttentionSpec, layout: Layout, inputs: tuple[jax.Array, ...], terms: Terms) -> dict[str, np.ndarray]:
+def exact(spec: AttentionSpec, layout: Layout, inputs: Inputs, terms: Terms) -> dict[str, np.ndarray]:
     """The oracle's results, by quantity."""
     query, key, value, cotangent = inputs
     found = {"output": oracle.forward(spec, layout, query, key, value, terms)}
@@ -369,7 +410,7 @@ def exact(spec: AttentionSpec, layout: Layout, inputs: tuple[jax.Array, ...], te
     return found | oracle.gradients(spec, layout, *inputs, d_log_sum_exp=d_lse, terms=terms)
 
 
-def solve(spec: AttentionSpec, layout: Layout, inputs: tuple[jax.Array, ...], terms: Terms = NO_TERMS) -> Problem:
+def solve(spec: AttentionSpec, layout: Layout, inputs: Inputs, terms: Terms = NO_TERMS) -> Problem:
     """The problem of these arrays: the oracle's results and its verdict on the standard backend."""
     query, key, value, cotangent = inputs
     expected = exact(spec, layout, inputs, terms)
@@ -384,7 +425,13 @@ def problem(name: str, dtype: str | None = None) -> Problem:
     """The named problem, in its own dtype or another."""
     case = CASES[name]
     layout, terms, inputs = arrays(case, name, dtype)
-    return solve(make_spec(*inputs[:3], layout, terms, **case.options), layout, inputs, terms)
+    return solve(spec_of(case, layout, terms, inputs), layout, inputs, terms)
+
+
+def spec_of(case: Case, layout: Layout, terms: Terms, inputs: Inputs) -> AttentionSpec:
+    """The spec of a case and its arrays."""
+    query, key, value, _ = inputs
+    return make_spec(query, key, value, layout, terms, **case.options)
 
 
 def judge(
@@ -437,20 +484,22 @@ def forward_and_backward(
     """
 
     @jax.jit
-    def compute(query: jax.Array, key: jax.Array, value: jax.Array, cotangent: jax.Array) -> dict[str, jax.Array]:
+    def compute(
+        query: jax.Array, key: jax.Array, value: jax.Array | None, cotangent: jax.Array
+    ) -> dict[str, jax.Array]:
         return differentiate(run, (query, key, value, cotangent), terms, log_sum_exp=log_sum_exp)
 
     return compute
 
 
-def forward_alone(run: Callable[..., Any], inputs: tuple[jax.Array, ...], terms: Terms = NO_TERMS) -> dict[str, Any]:
+def forward_alone(run: Callable[..., Any], inputs: Inputs, terms: Terms = NO_TERMS) -> dict[str, Any]:
     """The output of ``run``, and the log-sum-exp where it returns one: no gradient is taken."""
     found = run(*inputs[:3], terms)
     return dict(zip(("output", "log_sum_exp"), found, strict=True)) if isinstance(found, tuple) else {"output": found}
 
 
 def differentiate(
-    run: Callable[..., Any], inputs: tuple[jax.Array, ...], terms: Terms = NO_TERMS, *, log_sum_exp: bool = False
+    run: Callable[..., Any], inputs: Inputs, terms: Terms = NO_TERMS, *, log_sum_exp: bool = False
 ) -> dict[str, jax.Array]:
     """All quantities of ``run``, not compiled; arguments as of :func:`forward_and_backward`."""
     *operands, cotangent = inputs
@@ -459,7 +508,7 @@ def differentiate(
     d_lse = cotangent_of_log_sum_exp(cotangent)
     gradients = pullback((cotangent, d_lse) if log_sum_exp else cotangent)
     found = dict(zip(("output", "log_sum_exp"), result, strict=True)) if log_sum_exp else {"output": result}
-    found |= dict(zip(("dq", "dk", "dv"), gradients, strict=False))
+    found |= {name: x for name, x in zip(("dq", "dk", "dv"), gradients, strict=False) if x is not None}
     return found | {f"d{name}": getattr(gradients[3], name) for name in names}
 
 

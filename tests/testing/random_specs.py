@@ -56,7 +56,7 @@ class Drawn:
     spec: AttentionSpec
     layout: Layout
     terms: Terms
-    inputs: tuple[jax.Array, ...]
+    inputs: tuple[Any, ...]
     options: Mapping[str, int]
     traced: bool  # the layout is an argument of the compiled function
     largest_logit: float
@@ -117,7 +117,7 @@ def _draw(rng: np.random.Generator, taken: frozenset[Feature], *, has_blocks: bo
         blocks = {name: int(rng.choice(_BLOCKS)) for name in ("block_q", "block_kv", "block_backward")}
         blocks["heads_per_tile"] = int(rng.integers(1, 5))
     spoilt = float(rng.choice([np.nan, np.inf, -np.inf])) if sometimes(0.4) else None
-    arrays = tuple(map(jnp.asarray, (query, key, value, cotangent)))
+    arrays: tuple[Any, ...] = tuple(map(jnp.asarray, (query, key, value, cotangent)))
     traced = sometimes(0.5)
     if "sinks" in taken and sometimes(0.15):
         spec = dataclasses.replace(spec, has_sinks=True)
@@ -133,6 +133,9 @@ def _draw(rng: np.random.Generator, taken: frozenset[Feature], *, has_blocks: bo
         arrays = arrays[0], *kept, arrays[3]
         pages = {} if cache.page_size is None else dict(zip(("num_pages", "page_size"), kept[0].shape, strict=False))
         spec = dataclasses.replace(spec, needs_grad=False, kv_dtype=cache.kv_dtype, **pages)
+    if "values_in_keys" in taken and Hv <= H and sometimes(0.15):
+        spec, terms = dataclasses.replace(spec, values_in_keys=True), dataclasses.replace(terms, value_scales=None)
+        arrays = arrays[0], arrays[1], None, arrays[3]
     # No slopes: where the visible keys of each row are equally far, their gradient is exactly zero, as a bias's above.
     return Drawn(spec, layout, terms, arrays, blocks, traced, min(largest, _LARGEST_LOGIT), spoilt)
 
@@ -217,7 +220,7 @@ def _spoilt(drawn: Drawn, problem: Problem) -> tuple[jax.Array, ...]:
     query, key, value, cotangent = drawn.inputs
     hidden, blind = problem.unseen_keys[..., None], problem.unseen_rows[..., None]
     if key.dtype != jnp.int8:
-        key, value = (jnp.where(hidden, jnp.asarray(drawn.spoilt, x.dtype), x) for x in (key, value))
+        key, value = jax.tree.map(lambda x: jnp.where(hidden, jnp.asarray(drawn.spoilt, x.dtype), x), (key, value))
     return jnp.where(blind, jnp.asarray(drawn.spoilt, query.dtype), query), key, value, cotangent
 
 

@@ -11,7 +11,7 @@ from attnsuite.backends import AttentionSpec, Target, plan, registry, support
 from attnsuite.backends.flash_cpu.compiler import Processor
 from attnsuite.backends.flash_cpu.isa import KNOWN
 
-REFUSED = frozenset({"mask-*", "bias-*", "log-sum-exp-and-bias", "alibi*", "function-*", "score*"})
+REFUSED = frozenset({"mask-*", "bias-*", "log-sum-exp-and-bias", "alibi*", "function-*", "score*", "values-in-keys*"})
 ISAS = tuple(isa.name for isa in Processor.here().isas())  # the best first
 SPEC = AttentionSpec(batch=1, query_length=8, key_value_length=8, num_heads=1, num_kv_heads=1, head_dim=16)
 

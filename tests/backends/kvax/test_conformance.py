@@ -49,6 +49,7 @@ class TestKvax(Conformance):
             "score*",
             "pages*",
             "kv-*",
+            "values-in-keys*",
         }
     )
     cases_for_eager = ("causal", "padding-both-ends")
