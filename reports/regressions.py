@@ -1,4 +1,4 @@
-"""What got worse from run A to run B, by limits that the caller gives: ``wrong,failed,slower:10%,memory:10%``.
+"""What got worse from run A to run B, by limits that the caller gives, such as ``wrong,failed,slower:10%,memory:10%``.
 
 Two runs share no rounds, and a machine drifts between them: the plain ratio of two medians measures the drift too. A
 cell is slower by more than P where all of these hold:
@@ -29,19 +29,27 @@ from attnsuite.sentences import given
 from attnsuite.suite import statistics
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.record import Record
-from attnsuite.suite.shown import STANDARD, is_trusted, program_bytes, same_rounds, shows_memory, shows_speed
+from attnsuite.suite.shown import (
+    STANDARD,
+    is_trusted,
+    program_bytes,
+    same_rounds,
+    scheduled_bundles,
+    shows_memory,
+    shows_speed,
+)
 
 from .words import estimate, number, plural
 
-What = Literal["wrong", "failed", "slower", "memory"]
-WITH_SHARE = ("slower", "memory")
+What = Literal["wrong", "failed", "slower", "memory", "bundles"]
+WITH_SHARE = ("slower", "memory", "bundles")
 _WORD = re.compile(r"(\w+)(?::(\d{1,4}(?:\.\d{1,3})?)%)?")
 WHOLE = "all cells"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Limits:
-    """What counts as a regression: the names, with the share that is allowed for ``slower`` and ``memory``."""
+    """What counts as a regression: the names, with the share that is allowed for those of :data:`WITH_SHARE`."""
 
     allowed: Mapping[What, float]
 
@@ -71,8 +79,8 @@ def parse_limits(text: str) -> Limits:
         name = next((name for name in get_args(What) if match and match[1] == name), None)
         if match is None or name is None or (match[2] is not None) != (name in WITH_SHARE) or name in allowed:
             raise InputError(
-                f"--fail-on {given(word.strip())} is not accepted; give each of wrong, failed, slower:P%, memory:P% "
-                "once at most, separated by commas."
+                f"--fail-on {given(word.strip())} is not accepted; give each of wrong, failed, slower:P%, memory:P%, "
+                "bundles:P% once at most, separated by commas."
             )
         allowed[name] = float(match[2] or 0) / 100
     return Limits(allowed)
@@ -95,6 +103,8 @@ def regressions(before: Mapping[str, Record], after: Mapping[str, Record], limit
         found += _slower(before, after, limits.allowed["slower"])
     if "memory" in limits.allowed:
         found += _larger(before, after, shared, limits.allowed["memory"])
+    if "bundles" in limits.allowed:
+        found += _longer(before, after, shared, limits.allowed["bundles"])
     return tuple(found)
 
 
@@ -213,6 +223,25 @@ def _larger(
     return [
         Regression("memory", key, f"its program takes {number(b / 2**20)} MiB, {number(b / a)} of that in A "
                                   f"(allowed: {number(1 + share)})")
+        for key, (a, b) in known.items() if b > (1 + share) * a
+    ]  # fmt: skip
+
+
+def _longer(
+    before: Mapping[str, Record], after: Mapping[str, Record], shared: Sequence[str], share: float
+) -> list[Regression]:
+    """The cells for whose Pallas kernels a TPU's compiler scheduled more bundles, times the steps of their grids."""
+    known = {
+        key: (a, b)
+        for key in shared
+        if (a := scheduled_bundles(before[key].schedules))
+        and (b := scheduled_bundles(after[key].schedules)) is not None
+    }
+    if not known:
+        raise InputError("--fail-on bundles: no cell has schedules in both runs; compile both with --schedule.")
+    return [
+        Regression("bundles", key, f"its kernels have {b} bundles x grid steps, {number(b / a)} of those in A "
+                                   f"(allowed: {number(1 + share)})")
         for key, (a, b) in known.items() if b > (1 + share) * a
     ]  # fmt: skip
 

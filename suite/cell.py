@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from .record import Kernel, Mode, ProgramText, Status, TensorError
+from .record import Kernel, Mode, ProgramText, Schedule, Status, TensorError
 from .typed import Count, Real, Scalar, Size
 
 if TYPE_CHECKING:
@@ -84,6 +84,7 @@ class Outcome:
     kv_bytes_per_token: Size | None = None
     memory: dict[str, Size | None] = dataclasses.field(default_factory=dict)
     kernels: tuple[Kernel, ...] = ()
+    schedules: tuple[Schedule, ...] = ()
     program: ProgramText | None = None
     repeats: bool | None = None
     accuracy: dict[str, TensorError] = dataclasses.field(default_factory=dict)

@@ -71,26 +71,33 @@ def compile_request(
     cache: Path | None,
     command: Sequence[str],
     kernels: str | None = None,
+    schedule: bool = False,
 ) -> CompileRequest:
     """The request of these flags. Raises InputError with one sentence for a name that does not exist."""
     if (out / RECORDS).exists():
         raise InputError(
             f"{out} already has records; choose another --out (what was compiled before is not compiled again)."
         )
+    if schedule and models.models is not None:
+        raise InputError("--schedule is about attention calls; leave out --model.")
     cells = _cells(models)
     searches, batch_searches = _searches(models, cells)
     chosen = names() if backends is None else names_of(backends, "--backends")
+    devices = tuple(map(_known_target, names_of(targets or ",".join(topologies.KINDS), "--targets")))
+    if schedule and (others := [device for device in devices if device.platform != "tpu"]):
+        raise InputError(f"--schedule reads what the compilers of TPUs write, not of {others[0]}; give --targets v5e.")
     return CompileRequest(
         cases=(*_ops(suite, cases, wanted=models.models is None), *cells),
         searches=searches,
         batch_searches=batch_searches,
         backends=tuple(own_or_known(name) for name in chosen),
-        targets=tuple(_known_target(name) for name in names_of(targets or ",".join(topologies.KINDS), "--targets")),
+        targets=devices,
         out=out,
         limits=limits,
         cache=cache or default_cache(),
         command=tuple(command),
         kernels=() if kernels is None else tuple(_known_kernel(name) for name in names_of(kernels, "--kernel")),
+        schedule=schedule,
     )
 
 

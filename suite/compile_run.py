@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import os
 import platform
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from attnsuite.backends import Target, registry
 from attnsuite.backends.devices import cpu_name, usable_cores
 
 from .absent import cache as compile_cache
-from .absent import slices, topologies
+from .absent import schedules, slices, topologies
 from .absent.compilation import NO_COMPILER, backend_and_role, in_roles
 from .cell import Cell, Outcome
 from .errors import CellFailure, InputError
@@ -49,7 +50,7 @@ class CompileRequest:
     """What to compile, checked.
 
     Each of ``searches`` is a model case whose longest length that fits is searched, and each of ``batch_searches`` one
-    whose largest batch is.
+    whose largest batch is. With ``schedule`` the schedules of Pallas kernels are read, too.
     """
 
     cases: tuple[OpCase | ModelCase, ...]
@@ -62,6 +63,7 @@ class CompileRequest:
     cache: Path
     command: tuple[str, ...]
     kernels: tuple[str, ...] = ()
+    schedule: bool = False
 
 
 def processes() -> int:
@@ -175,7 +177,10 @@ class _Compiler:
         self._cells = [cell for cell in cells if cell.target == str(target)]
         self._request = request
         self._fewer = fewer
-        self._process = Restarting(functools.partial(Worker, request.limits.memory, topologies.ENVIRONMENT))
+        self._dump = tempfile.TemporaryDirectory(prefix="attnsuite-") if request.schedule else None
+        dumping = schedules.variables(Path(self._dump.name)) if self._dump else {}
+        variables = topologies.ENVIRONMENT | dumping
+        self._process = Restarting(functools.partial(Worker, request.limits.memory, variables))
         self._records: dict[str, Record] = {}
         own = digests(request.backends)
         self._context = RunContext(
@@ -202,6 +207,8 @@ class _Compiler:
     def stop(self) -> None:
         """End the process, and skip all remaining cells."""
         self._process.stop()
+        if self._dump:
+            self._dump.cleanup()
 
     def _search(self, case: ModelCase, backend: str, field: str, sizes: Sequence[int]) -> Iterator[Record]:
         made: list[Record] = []
@@ -222,7 +229,8 @@ class _Compiler:
         if cell.key in self._records or self._process.stopped:
             return
         self._context.watcher.doing(cell.case, cell.row, f"for {self._target}")
-        path = compile_cache.path_of(self._request.cache, cell, self._target, self._context.environment)
+        cache = self._request.cache / "schedules" if self._dump else self._request.cache
+        path = compile_cache.path_of(cache, cell, self._target, self._context.environment)
         own = is_reference(cell.row)  # what its file imports may have changed
         record = None if own else compile_cache.find(path, cell.key)
         if record is None:
@@ -236,6 +244,7 @@ class _Compiler:
         """The record of a cell, and whether compiling again would give the same record."""
         each = Running(cell, self._process)
         question = {"do": "compile", "case": cell.problem, "backend": cell.row, "target": self._target.name}
+        question["dump"] = self._dump.name if self._dump else None
         try:
             each.outcome = outcome_of(each.ask(question, self._context.limits.seconds))
             lasting = each.outcome.status != "unsupported"

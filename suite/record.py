@@ -97,6 +97,26 @@ class Kernel:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """What a TPU's compiler scheduled for one Pallas kernel (``absent/schedules.py``): counts, never a time.
+
+    ``bundles`` are those of the whole kernel, ``step_bundles`` those of one step of its grid. The other figures are of
+    ``step_bundles``: how many use a matrix unit; how often a vector register is read back (``fills``) or written out
+    (``spills``) for want of registers; the bytes between vector memory and registers, these included. ``grid_steps`` is
+    None where the dump does not say it.
+    """
+
+    kernel: str
+    bundles: Size
+    step_bundles: Size
+    grid_steps: Size | None = None
+    mxu_bundles: Size
+    fills: Size
+    spills: Size
+    vector_bytes: Size
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramText:
     """What the text of a compiled program shows (``measure/lint.py``); None where the text cannot tell.
 
@@ -142,6 +162,7 @@ class Record:
     # method -> bytes: compiled_argument, compiled_output, compiled_temp, process_high_water, device_peak;
     # in mode compile also compiled_alias, compiled_peak, compiled_generated_code
     kernels: tuple[Kernel, ...] = ()  # mode compile
+    schedules: tuple[Schedule, ...] = ()  # mode compile, for a TPU, where they were asked for
     program: ProgramText | None = None  # of one attention call
     repeats: bool | None = None  # whether a second run gave the same bits; None where a call takes over a second
     accuracy: dict[str, TensorError] = dataclasses.field(default_factory=dict)

@@ -15,7 +15,7 @@ import math
 from collections.abc import Sequence
 
 from .peers import PEERS
-from .record import Record
+from .record import Record, Schedule
 from .statistics import Interval, median, paired_ratio
 
 STANDARD = "standard"
@@ -136,3 +136,9 @@ def _over(above: float | None, below: float | None) -> float | None:
         return None
     quotient = above / below
     return quotient if math.isfinite(quotient) else None
+
+
+def scheduled_bundles(schedules: Sequence[Schedule]) -> int | None:
+    """Bundles of a step times steps of the grid, of all kernels together; None without schedules, or without a grid."""
+    products = [None if each.grid_steps is None else each.step_bundles * each.grid_steps for each in schedules]
+    return None if not products or None in products else sum(filter(None, products))

@@ -19,6 +19,7 @@ import functools
 import json
 import math
 import os
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from attnsuite.backends.tunable import CompilesKernels, CountsWork, MadeExact, T
 from attnsuite.backends.tuned import SCHEMA
 
 from . import files, statistics
-from .absent import topologies
+from .absent import schedules, topologies
 from .absent.candidates import NO_SPILLS, WithOptions, compile_kernels
 from .absent.programs import op_program as abstract_program
 from .cell import Cell, Outcome
@@ -46,6 +47,7 @@ from .kinds.tuning import Trial
 from .measure import judge, speed
 from .names import known_backend
 from .record import Environment, Record
+from .shown import scheduled_bundles
 from .statistics import Interval
 from .store import GridManifest
 
@@ -266,11 +268,16 @@ def _compile_each(
     limits: Limits,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """The candidates' facts from a process for ``target``; a candidate that ends it has another after it."""
-    question = {"do": "compile", "case": problem_of(case), "backend": name, "target": target.name}
     flags = " ".join(filter(None, (os.environ.get("XLA_FLAGS"), NO_SPILLS)))
-    environment = topologies.ENVIRONMENT | ({"XLA_FLAGS": flags} if target.platform == "cuda" else {})
     tried = []
-    with contextlib.closing(Restarting(functools.partial(Worker, limits.memory, environment))) as process:
+    with contextlib.ExitStack() as stack:
+        dump, more = None, {"XLA_FLAGS": flags}
+        if target.platform == "tpu":
+            dump = stack.enter_context(tempfile.TemporaryDirectory(prefix="attnsuite-"))
+            more = schedules.variables(Path(dump))
+        start = functools.partial(Worker, limits.memory, topologies.ENVIRONMENT | more)
+        process = stack.enter_context(contextlib.closing(Restarting(start)))
+        question = {"do": "compile", "case": problem_of(case), "backend": name, "target": target.name, "dump": dump}
         for options in candidates:
             try:
                 tried.append(process.ask(question | {"options": options, "given": dict(given)}, limits.seconds))
@@ -392,6 +399,8 @@ def _compiled_trial(trial: Trial) -> dict[str, Any]:
     told: dict[str, Any] = {"options": trial.options, "error": trial.error}
     if trial.work:
         told["work"] = dataclasses.asdict(trial.work)
+    if (bundles := scheduled_bundles(trial.schedules)) is not None:
+        told["bundles"] = bundles
     if trial.kernels:
         told["kernels"] = [{name: getattr(kernel, name) for name in _KERNEL_FIELDS} for kernel in trial.kernels]
     return told

@@ -13,6 +13,7 @@ from typing import Any
 
 from attnsuite.suite import kinds
 from attnsuite.suite.record import Record
+from attnsuite.suite.shown import scheduled_bundles
 from attnsuite.suite.store import CompileManifest
 
 from .. import cases, environment, markdown, programs
@@ -145,7 +146,7 @@ def compiled_overview(run_dir: Path) -> str:
     shown = [
         section
         for section in page.sections
-        if section.key in ("in_short", "ops", "models", "longest", "largest", "reasons")
+        if section.key in ("in_short", "ops", "models", "longest", "largest", "schedules", "reasons")
     ]
     return markdown.render([Page(page.device, page.title, page.subtitle, tuple(shown), ())])
 
@@ -324,6 +325,51 @@ def kernels(shown: Shown) -> Iterator[Section]:
     yield Section("kernels", "Kernels", tables=tuple(found))
 
 
+SCHEDULED = (
+    "What the TPU's compiler scheduled for each Pallas kernel. A bundle is what a core starts at once. The counts are "
+    "no time: a bundle may stall, every branch counts as taken, and a loop inside a step counts once. They compare one "
+    "kernel with itself, with other block sizes or after a change, and do not rank kernels. All figures but the "
+    "product are of one step of the grid. Spills and fills are vector registers; the bytes are those between vector "
+    "memory and registers."
+)
+
+
+def schedules(shown: Shown) -> Iterator[Section]:
+    """The schedules of Pallas kernels, where they were asked for."""
+    rows: list[dict[str, Value]] = [
+        {
+            "case": cases.title(record),
+            "target": record.target,
+            "backend": record.requested,
+            "kernel": each.kernel.replace("_", " "),
+            "bundles": each.step_bundles,
+            "steps": each.grid_steps,
+            "product": scheduled_bundles([each]),
+            "mxu": 100 * each.mxu_bundles / each.step_bundles if each.step_bundles else None,
+            "spills": each.spills,
+            "fills": each.fills,
+            "bytes": each.vector_bytes / each.step_bundles if each.step_bundles else None,
+        }
+        for record in shown.records
+        for each in record.schedules
+    ]
+    if rows:
+        columns = (
+            Column("case", "case", merge=True),
+            Column("target", "device"),
+            Column("backend", "backend"),
+            Column("kernel", "kernel"),
+            Column("bundles", "bundles"),
+            Column("steps", "grid steps"),
+            Column("product", "bundles x grid steps"),
+            Column("mxu", "% with the MXU"),
+            Column("spills", "spills"),
+            Column("fills", "fills"),
+            Column("bytes", "bytes per bundle"),
+        )
+        yield Section("schedules", "Schedules", (SCHEDULED,), tables=(table("schedules", "", columns, rows),))
+
+
 def reasons(shown: Shown) -> Iterator[Section]:
     """Every reason with its number."""
     if shown.numbers:
@@ -401,6 +447,7 @@ SECTIONS: tuple[Callable[[Shown], Iterable[Section]], ...] = (
     longest,
     largest,
     kernels,
+    schedules,
     read_programs,
     reasons,
     cells,

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from attnsuite.suite.kinds.tuning import Trial
 from attnsuite.suite.record import Record
+from attnsuite.suite.shown import scheduled_bundles
 from attnsuite.suite.tuning import winner
 
 from ..environment import date_of, device_of, versions_of
@@ -22,6 +23,7 @@ _COLUMNS = (
     Column("ratio", "time relative to the defaults [95% interval]"),
     Column("steps", "steps of the kernels (of the defaults)"),
     Column("loaded", "MiB loaded (of the defaults)"),
+    Column("bundles", "bundles x grid steps (of the defaults)"),
     Column("tried", "tried"),
     Column("failed", "of them failed"),
 )
@@ -49,6 +51,7 @@ def winners(records: Sequence[Record]) -> Iterator[str]:
                 "options": options,
                 "ratio": compiled if ratio is None else estimate(ratio),
                 **_work(best, record.facts.tried[0]),
+                "bundles": _bundles(best, record.facts.tried[0]),
                 "tried": len(record.facts.tried),
                 "failed": sum(trial.error is not None for trial in record.facts.tried),
             })  # fmt: skip
@@ -62,6 +65,12 @@ def _work(best: Trial | None, default: Trial) -> dict[str, Value]:
         return {}
     loaded = (number(trial.loaded_bytes / 2**20) for trial in (best.work, default.work))
     return {"steps": f"{best.work.steps} ({default.work.steps})", "loaded": "{} ({})".format(*loaded)}
+
+
+def _bundles(best: Trial | None, default: Trial) -> str | None:
+    """What the compiler scheduled with the chosen options, and with the defaults."""
+    counts = [scheduled_bundles(trial.schedules) if trial else None for trial in (best, default)]
+    return None if None in counts else f"{counts[0]} ({counts[1]})"
 
 
 def refused(records: Sequence[Record]) -> Iterator[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from attnsuite.backends import Backend, Layout, Plan, Takes, Target, plan, registry, support
@@ -16,10 +17,12 @@ from attnsuite.backends.contract import AttentionSpec
 from attnsuite.backends.support import takes_of
 from attnsuite.backends.tunable import CompilesKernels, CountsWork
 
+from ..cell import Outcome
 from ..kinds.attention import OpCase, spec_of
 from . import topologies
 from .compilation import compile_program, judged_size, rejected
 from .programs import op_program
+from .schedules import scheduled
 
 # XLA then rejects a GPU program whose kernels spill registers into memory, and says so. It reports no other facts.
 NO_SPILLS = "--xla_gpu_fail_ptx_compilation_on_register_spilling=true"
@@ -76,17 +79,26 @@ def compile_kernels(
 
 
 def compile_candidate(
-    case: OpCase, name: str, target: Target, options: Mapping[str, Any], given: Mapping[str, Any]
-) -> dict[str, Any]:
-    """In a process for ``target``: the facts of a Trial about ``options`` beside the ``given`` ones. Nothing is run."""
+    case: OpCase, name: str, target: Target, options: Mapping[str, Any], given: Mapping[str, Any],
+    dump: Path | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """In a process for ``target``: the facts of a Trial about ``options`` beside the ``given`` ones. Nothing is run.
+
+    ``dump`` is the folder into which the compiler of a TPU writes schedules.
+    """
     backend, spec, whole = registry.get(name), spec_of(case), {**given, **options}
     try:
         counted = backend.work(spec, target, whole) if isinstance(backend, CountsWork) else None
         if reasons := support(backend, spec, target, "compile", whole).reasons:
             return {"options": dict(options), "error": " ".join(reasons)}
         program = op_program(case, WithOptions.of(backend, whole), target)
-        verdict = judged_size(compile_program(program, topologies.device(target)), target)
+
+        def judged() -> Outcome:
+            return judged_size(compile_program(program, topologies.device(target)), target)
+
+        verdict = judged() if dump is None else scheduled(dump, judged)
     except Exception as error:  # noqa: BLE001 (as above)
         return {"options": dict(options), "error": rejected(error).error}
     work = None if counted is None else dataclasses.asdict(counted)
-    return {"options": dict(options), "error": verdict.error, "work": work}
+    counts = [dataclasses.asdict(each) for each in verdict.schedules]
+    return {"options": dict(options), "error": verdict.error, "work": work, "schedules": counts}

@@ -17,7 +17,7 @@ import jax
 from attnsuite.backends import BackendFallbackWarning, Target
 
 from .. import typed
-from ..cell import Asked, Cell, Means, Prepared
+from ..cell import Asked, Cell, Means, Outcome, Prepared
 from ..errors import CellFailure
 from ..kinds import kind_of, make_case
 from ..measure import machine
@@ -70,13 +70,18 @@ def _tuned(asked: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _compiled(asked: dict[str, Any]) -> dict[str, Any]:
     """What the compiler for an absent device says of a cell, or of options on trial. A process has one compiler."""
-    from ..absent import candidates, compilation  # noqa: PLC0415 (as above)
+    from ..absent import candidates, compilation, schedules  # noqa: PLC0415 (as above)
 
-    target = Target.named(asked["target"])
+    target, dump = Target.named(asked["target"]), Path(asked["dump"]) if asked["dump"] else None
     if "options" in asked:
-        return candidates.compile_candidate(_case(asked), asked["backend"], target, asked["options"], asked["given"])
+        given = (asked["options"], asked["given"])
+        return candidates.compile_candidate(_case(asked), asked["backend"], target, *given, dump)
     register_own([asked["backend"]])
-    return dataclasses.asdict(compilation.compile_cell(_case(asked), asked["backend"], target))
+
+    def work() -> Outcome:
+        return compilation.compile_cell(_case(asked), asked["backend"], target)
+
+    return dataclasses.asdict(work() if dump is None else schedules.scheduled(dump, work))
 
 
 def _looked(asked: dict[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from ..record import Kernel
+from ..record import Kernel, Schedule
 from ..typed import Real, Scalar, Size
 from .kind import Kind
 
@@ -23,13 +23,14 @@ class Work:
 class Trial:
     """Options that were tried: seconds of the samples, facts about the kernels of an absent device, or the failure.
 
-    The facts are the compiler's (``kernels``) or counted by the backend (``work``).
+    The facts are the compiler's (``kernels``, ``schedules``) or counted by the backend (``work``).
     """
 
     options: dict[str, Scalar]
     samples: tuple[Real, ...] = ()
     kernels: tuple[Kernel, ...] = ()
     work: Work | None = None
+    schedules: tuple[Schedule, ...] = ()
     error: str | None = None
 
 

@@ -23,7 +23,7 @@ class Compare:
     run_b: tyro.conf.Positional[Path]
     """Directory of the second run."""
     fail_on: Annotated[str | None, flag("WHAT,...", "nothing")] = None
-    """Exit with code 3 if run B is worse: wrong, failed, slower:10%, memory:10%, separated by commas."""
+    """Exit with code 3 if run B is worse: wrong, failed, slower:10%, memory:10%, bundles:5%, separated by commas."""
 
 
 def run(command: Compare) -> int:

@@ -6,6 +6,8 @@ import dataclasses
 from pathlib import Path
 from typing import Annotated
 
+import tyro
+
 from .flags import NO_RESULT, OnFleet, directory, flag, fleet_of, limits_of, progress, tell, words_of
 
 
@@ -29,6 +31,8 @@ class Compile(OnFleet):
     """What the models do, separated by commas."""
     kernel: Annotated[str | None, flag("NAMES", "the device's")] = None
     """Kascade's layers by each of these kernels: xla, pallas, separated by commas."""
+    schedule: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Count the bundles of each Pallas kernel for TPUs, from the schedule that the compiler writes."""
     longest: Annotated[str | None, flag("PHASES|batch", "none")] = None
     """Phases whose longest sequence that fits each device is searched (to 131072, by quarters of powers of two);
     or batch: the largest batch of --phases at --seq-lens that fits (to 448 for each chip that shares the batch)."""
@@ -67,6 +71,7 @@ def run(command: Compile) -> int:
         cache=command.cache,
         command=words_of(command),
         kernels=command.kernel,
+        schedule=command.schedule,
     )
     fleet = fleet_of(command)
     with progress(lambda: "what is compiled is kept; ask for the same again to go on.") as display:

@@ -105,6 +105,6 @@ def _no_constant(name):
 @settings(max_examples=1, suppress_health_check=list(HealthCheck))
 @given(FIELDS)
 def test_every_field_of_a_record_is_drawn(record, drawn):
-    assert set(drawn) | {"schema", "key", "lower_seconds", "bytes_moved", "kernels"} == {
+    assert set(drawn) | {"schema", "key", "lower_seconds", "bytes_moved", "kernels", "schedules"} == {
         field.name for field in dataclasses.fields(record())
     }

@@ -9,7 +9,7 @@ from attnsuite import reports
 from attnsuite.reports.regressions import parse_limits, regressions
 from attnsuite.suite.command_line import main
 from attnsuite.suite.errors import InputError
-from attnsuite.suite.record import TensorError
+from attnsuite.suite.record import Schedule, TensorError
 
 SLOWER = parse_limits("slower:10%")
 
@@ -38,6 +38,18 @@ def drifting(record, rng, *, planted=1.0, cases=2, drift=0.06):
             samples = tuple((own * seconds * rounds * np.exp(rng.normal(0, 0.02, 10))).tolist())
             made.append(record(backend, case=f"case-{case}", samples=samples, environment=facts))
     return by_key(*made)
+
+
+def test_bundles_are_held_to_their_product_with_the_steps_of_the_grid(record):
+    def scheduled(name, bundles, steps):
+        counts = {"mxu_bundles": 1, "fills": 0, "spills": 0, "vector_bytes": 0}
+        each = Schedule(kernel="attend.1", bundles=bundles, step_bundles=bundles, grid_steps=steps, **counts)
+        return record(name, mode="compile", samples=(), schedules=(each, dataclasses.replace(each, grid_steps=8)))
+
+    before = by_key(scheduled("splash", 100, 8), scheduled("kascade", 100, 8), scheduled("own", 100, 8))
+    after = by_key(scheduled("splash", 106, 8), scheduled("kascade", 120, 4), scheduled("own", 500, None))
+    assert found(before, after, "bundles:5%") == [("bundles", "splash")]
+    assert found(before, after, "bundles:7%") == []
 
 
 def test_planted_slowdown_is_found_and_an_unchanged_rerun_is_not_flagged(record):
@@ -125,6 +137,7 @@ def test_other_words_are_refused(text):
         ({"samples": ()}, "slower:10%", "no cell has a speed in both runs"),
         ({"samples": (0.2,) * 5}, "slower:10%", "fewer than 6 samples"),
         ({"memory": {}}, "memory:10%", "no cell has its program's sizes"),
+        ({}, "bundles:5%", "no cell has schedules in both runs; compile both with --schedule"),
     ],
 )
 def test_limit_with_nothing_to_hold_is_refused_and_never_passes(record, fields, limits, sentence):

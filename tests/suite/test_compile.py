@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from importlib import util
+from pathlib import Path
 
 import hypothesis
 import jax
@@ -66,6 +67,11 @@ MODEL = ModelCase(kind="model_prefill", model="debug", dtype="bfloat16", new_tok
         (["--model", "debug", "--batch", "0"], "batch"),
         (["--longest", "prefill"], "--longest is about models; add --model"),
         (["--seq-lens", "64"], "--seq-lens is about models"),
+        (["--schedule", "--model", "debug"], "--schedule is about attention calls; leave out --model"),
+        (
+            ["--schedule", "--targets", "v5e,h100"],
+            "--schedule reads what the compilers of TPUs write",
+        ),
         (["--cell-timeout", "0"], "above 0"),
         (["--cell-memory", "much"], "not a size"),
     ],
@@ -326,15 +332,20 @@ class FakeWorker:
 
     asked: list[tuple[str, str, str]]
     failure: CellFailure | None = None
+    dumps: list[str]
 
-    def __init__(self, *_):
-        pass
+    def __init__(self, limit, variables):
+        self.arguments = variables.get("LIBTPU_INIT_ARGS", "")
 
     def ask(self, request, seconds):
         case, what = request["case"], (request["case"]["name"], request["backend"], request["target"])
         type(self).asked.append(what)
         if self.failure is not None:
             raise self.failure
+        if request["dump"]:
+            assert f"--xla_jf_dump_to={request['dump']} " in self.arguments
+            assert Path(request["dump"]).is_dir()
+            type(self).dumps.append(request["dump"])
         if request["backend"] == "cudnn":
             return {"status": "unsupported", "reasons": ["cuDNN does not compile here."], "error": "refused."}
         if case["sequence"] * case["batch"] > 5000:
@@ -368,7 +379,7 @@ def compile_with_fakes(tmp_path, monkeypatch):
     """Run a request of one op case and one search with a fake compiler; returns records and what was asked."""
 
     def run(name, failure=None, **changes):
-        FakeWorker.asked, FakeWorker.failure = [], failure
+        FakeWorker.asked, FakeWorker.dumps, FakeWorker.failure = [], [], failure
         monkeypatch.setattr(compile_run, "Worker", FakeWorker)
         request = CompileRequest(
             cases=(OP,),
@@ -494,6 +505,36 @@ def test_page_shows_kernels(compile_with_fakes, tmp_path):
     assert "**N1** no compiler for it." in page
     assert "block q 128, num warps 8" in page
     assert "98304" in page
+
+
+def test_schedules_are_asked_for_and_their_dumps_removed(compile_with_fakes):
+    plain, _ = compile_with_fakes("plain", targets=(V5E,), searches=())
+    _, asked = compile_with_fakes("scheduled", targets=(V5E,), searches=(), schedule=True)
+    assert len(asked) == len(plain)  # what was kept without its schedule is compiled again
+    assert len(FakeWorker.dumps) == len(asked)
+    assert not any(Path(dump).exists() for dump in FakeWorker.dumps)
+    _, again = compile_with_fakes("again", targets=(V5E,), searches=(), schedule=True)
+    assert {name for _, name, _ in again} == {"cudnn"}
+
+
+def test_page_shows_schedules(compile_with_fakes, tmp_path):
+    compile_with_fakes("run")
+    assert "## Schedules" not in compiled.compiled_overview(tmp_path / "run")
+    path = tmp_path / "run" / RECORDS
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    counts = {"bundles": 410, "mxu_bundles": 100, "fills": 3, "spills": 7, "vector_bytes": 819200}
+    each = {"kernel": "attend_kernel.1", "step_bundles": 400, "grid_steps": 321, **counts}
+    lines[0]["schedules"] = [each, {**each, "grid_steps": None}, {**each, "step_bundles": 0}]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    rows = [
+        [cell.strip() for cell in line.split("|")[4:-1]]
+        for line in compiled.compiled_overview(tmp_path / "run").splitlines()
+        if "attend kernel.1" in line
+    ]
+    known = ["attend kernel.1", "400", "321", "128400", "25.0", "7", "3", "2050"]
+    assert rows[0] == known
+    assert rows[1] == [*known[:2], "\u2013", "\u2013", *known[4:]]
+    assert rows[2][4] == rows[2][7] == "\u2013"
 
 
 def test_no_time_but_the_compilers_own_is_shown(compile_with_fakes, tmp_path):

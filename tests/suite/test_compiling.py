@@ -11,7 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from attnsuite.suite.kinds import make_case
+from attnsuite.suite.absent import schedules, topologies
+from attnsuite.suite.grid.executors import outcome_of
+from attnsuite.suite.grid.process import Worker
+from attnsuite.suite.kinds import make_case, problem_of
+from attnsuite.suite.kinds.attention import OpCase
 from attnsuite.suite.store import RECORDS, parse_records
 
 REQUIRED = "ATTNSUITE_COMPILERS_REQUIRED"
@@ -248,3 +252,17 @@ def test_slice_holds_a_share_of_what_one_chip_holds(run, tmp_path, attnsuite):
     ids = 4 * 300
     assert four.memory["compiled_argument"] - ids == pytest.approx((one.memory["compiled_argument"] - ids) / 4, rel=0.1)
     assert "2 of context and 2 of heads" in four.notes[0]
+
+
+def test_schedule_is_read_from_what_the_compiler_writes(tmp_path):
+    case = OpCase(kind="op_forward", sequence=256, heads=2, kv_heads=2, head_dim=128, dtype="bfloat16")
+    with Worker(2**33, topologies.ENVIRONMENT | schedules.variables(tmp_path)) as worker:
+        question = {"do": "compile", "case": problem_of(case), "backend": "splash", "target": "v5e"}
+        answer = outcome_of(worker.ask({**question, "dump": str(tmp_path)}, 300))
+    assert (answer.status, answer.notes) == ("ok", ())
+    (found,) = answer.schedules
+    assert found.kernel.startswith("splash")
+    assert found.grid_steps == 2  # a block of 256 for each head
+    assert 0 < found.mxu_bundles < found.step_bundles < found.bundles
+    assert found.vector_bytes > 4096 * (found.fills + found.spills)
+    assert list(tmp_path.iterdir()) == []

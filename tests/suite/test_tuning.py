@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -12,6 +13,7 @@ from rich.console import Console
 from attnsuite import reports
 from attnsuite.backends import Layout, Support, Target, registry, tuned
 from attnsuite.backends.tunable import KernelBuild
+from attnsuite.reports.pages import tuning as page
 from attnsuite.suite import tuning
 from attnsuite.suite.command_line import main
 from attnsuite.suite.errors import CellFailure, InputError
@@ -113,7 +115,10 @@ def test_candidate_that_ends_the_compiler_has_another_compiler_after_it(monkeypa
             if options["block_kv"] == 1024:
                 raise CellFailure("timeout", "no answer")
             work = {"steps": 4096 // options["block_q"], "loaded_bytes": 1, "buffer_bytes": 1}
-            return {"options": options, "error": None, "work": work}
+            kernel = {"kernel": "attend", "step_bundles": options["block_kv"], "grid_steps": work["steps"]}
+            counts = {"bundles": 9, "mxu_bundles": 1, "fills": 0, "spills": 0, "vector_bytes": 0}
+            assert Path(question["dump"]).is_dir()
+            return {"options": options, "error": None, "work": work, "schedules": [kernel | counts]}
 
     monkeypatch.setattr(tuning, "Worker", Compiler)
     monkeypatch.setattr(tuning.topologies, "missing", lambda _: None)
@@ -124,6 +129,8 @@ def test_candidate_that_ends_the_compiler_has_another_compiler_after_it(monkeypa
     assert len(started) == 1 + sum(t["error"] is not None for t in tried[:-1])
     record = checked(dataclasses.replace(made_up([1.0]), mode="compile", facts={"tried": tried}))
     assert tuning.winner(record)[0].options == {"block_q": 1024, "block_kv": 256}
+    assert tuning.entry(record)["tried"][0]["bundles"] == 4096
+    assert "1024 (4096)" in "".join(page.winners([record]))
 
 
 def made_up(*samples):
