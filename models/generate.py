@@ -6,7 +6,7 @@ Greedy at ``temperature=0``. Else tokens are sampled from the softened distribut
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -37,7 +37,7 @@ def generate(
     temperature: float = 0.0,
     top_p: float = 1.0,
     seed: int = 0,
-    stop_token: int | None = None,
+    stop_token: int | Collection[int] | None = None,
     cache_dtype: str | None = None,
     page_size: int | None = None,
     backend: str = "auto",
@@ -50,9 +50,10 @@ def generate(
 
     ``lengths [batch]`` says how many tokens of each prompt are valid, the rest being padding on the right. In its place
     ``padding_mask [batch, length]`` (True: a token) says where the padding is, on the left or on the right.
-    Behind ``stop_token`` a row holds only stop tokens, and generation ends once every row has one. The same seed gives
-    the same tokens. ``cache_dtype`` and ``page_size`` are those of :meth:`attnsuite.models.cache.KVCache.create`.
-    ``policy`` is what ``backend="auto"`` follows. Raises ValueError for arguments out of range.
+    Behind its first ``stop_token`` (one, or any of several) a row repeats that token, and generation ends once every
+    row has one. The same seed gives the same tokens. ``cache_dtype`` and ``page_size`` are those of
+    :meth:`attnsuite.models.cache.KVCache.create`. ``policy`` is what ``backend="auto"`` follows. Raises ValueError for
+    arguments out of range.
 
     >>> model = Transformer(ModelConfig.from_preset("debug"))
     >>> generate(model, [[1, 2, 3]], 4).shape
@@ -85,9 +86,10 @@ def generate(
     )
     params = model.arrays()
     made, stopped = [latest], np.zeros(tokens.shape[0], bool)
+    stops = list(stop_token) if isinstance(stop_token, Collection) else [] if stop_token is None else [stop_token]
     for step in range(1, max_new_tokens):
-        if stop_token is not None:
-            stopped |= np.asarray(latest) == stop_token
+        if stops:
+            stopped |= np.isin(np.asarray(latest), stops)
             if stopped.all():
                 break
         after = cache.lengths_after(1)
@@ -109,13 +111,14 @@ def generate(
         cache = KVCache(keys=keys, values=values, lengths=after, page_table=table)
         made.append(latest)
     out = np.stack([np.asarray(x) for x in made], axis=1).astype(np.int32)
-    return out if stop_token is None else _stopped(out, stop_token, max_new_tokens)
+    return _stopped(out, stops, max_new_tokens) if stops else out
 
 
-def _stopped(out: np.ndarray, stop_token: int, length: int) -> Int[np.ndarray, "batch length"]:
-    """The tokens with nothing but stop tokens behind the first one of each row, and up to ``length``."""
-    out = np.where(np.cumsum(out == stop_token, axis=1) > 0, np.int32(stop_token), out)
-    return np.pad(out, ((0, 0), (0, length - out.shape[1])), constant_values=stop_token)
+def _stopped(out: np.ndarray, stops: list[int], length: int) -> Int[np.ndarray, "batch length"]:
+    """The tokens, each row repeating its first one of ``stops`` behind it, and up to ``length``."""
+    found = np.isin(out, stops)
+    first = np.take_along_axis(out, found.argmax(axis=1)[:, None], axis=1)
+    return np.pad(np.where(np.cumsum(found, axis=1) > 0, first, out), ((0, 0), (0, length - out.shape[1])), mode="edge")
 
 
 def _check_numbers(max_new_tokens: Any, temperature: float, top_p: float) -> None:

@@ -8,10 +8,13 @@ with the model ``attnsuite`` added; docs/llama.md shows it. The harness is in th
 
 from __future__ import annotations
 
+import functools
+import importlib
+import itertools
 import json
 import logging
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +34,13 @@ from attnsuite.suite.names import parse_options
 from attnsuite.suite.streamed import options_of
 
 try:
+    import jinja2
+    import tqdm
     from lm_eval import utils  # pyright: ignore[reportMissingImports]
     from lm_eval.__main__ import cli_evaluate  # pyright: ignore[reportMissingImports]
     from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
     from lm_eval.api.registry import register_model  # pyright: ignore[reportMissingImports]
+    from lm_eval.models.utils import Collator, truncate_tokens  # pyright: ignore[reportMissingImports]
 except ModuleNotFoundError as error:
     missing = f"the harness is not installed ({error}); pip install 'attnsuite[lm-eval]'."
     if __name__ == "__main__":
@@ -43,7 +49,7 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError(missing) from error
 
 _LINE = 10  # a byte-level model has no token for the beginning of a text: a new line stands there
-_MULTIPLE = 64  # lengths are rounded up to it, so that few programs are compiled
+_MULTIPLE = 64  # lengths are rounded up to it or a multiple of it, so that few programs are compiled
 _GENERATION = ("do_sample", "max_gen_toks", "temperature", "top_p", "until")
 _log = logging.getLogger(__name__)
 
@@ -60,11 +66,14 @@ class SuiteLM(TemplateLM):
     ``model`` is ``text`` (the checkpoint that ships) or a checkpoint's directory. ``options`` are the backend's, as
     ``top_k=0.25;min_keys=0``. ``calibration``, ``schedule``, ``anchors``, ``threshold`` and ``max_reuse_dist`` are for
     ``backend=kascade`` and mean what they mean in ``attnsuite perplexity``; layers in ``anchors`` are separated by
-    ``;``. ``max_length`` is the longest input in tokens (default: the configuration's).
+    ``;``. ``max_length`` is the longest input in tokens (default: the configuration's), what is generated included.
+    ``truncation_side`` says what a prompt that is too long loses before text is generated: its beginning (``left``), or
+    its ``middle``, as in LongBench. ``seed`` is for sampled text. ``enable_thinking`` is given to the checkpoint's chat
+    template.
 
     The backend that is named runs, or the evaluation ends with the reasons why not: nothing falls back. Every text
     begins with the tokens that the checkpoint's tokenizer puts there. A byte-level model has none: a new line stands
-    before a text that has no context. A context that is too long loses its beginning, with a warning.
+    before a text that has no context. What is too long is cut with a warning.
 
     Raises InputError for arguments that do not fit. ``device`` is the harness's and is not used: JAX chooses, by
     JAX_PLATFORMS.
@@ -83,6 +92,9 @@ class SuiteLM(TemplateLM):
         max_reuse_dist: int = 4,
         dtype: str | None = None,
         max_length: int | None = None,
+        truncation_side: str = "left",
+        seed: int = 0,
+        enable_thinking: bool | None = None,
         batch_size: int | str = 1,
         max_batch_size: int | None = None,
         device: str | None = None,
@@ -94,6 +106,8 @@ class SuiteLM(TemplateLM):
             _log.info("device=%s is not used: JAX runs on %s", device, jax.default_backend())
         if not str(batch_size).isdecimal() or int(batch_size) < 1:
             raise InputError(f"batch_size={batch_size!r} must be a number of at least 1.")
+        if truncation_side not in ("left", "middle"):
+            raise InputError(f"truncation_side={truncation_side!r} must be left or middle.")
         with checkpoint_of(model) as directory:
             overrides: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
             self._model = model_of(str(directory), "model", **overrides)
@@ -121,6 +135,8 @@ class SuiteLM(TemplateLM):
             "on_unavailable": "raise",
         }
         self._name, self.max_length, self._batch = model, max_length or self._model.config.max_length, int(batch_size)
+        self._side, self._seeds = truncation_side, np.random.default_rng(seed)
+        self._thinking = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         self._logged = 0  # the length of the longest text of which was logged what is kept
 
     @property
@@ -134,9 +150,40 @@ class SuiteLM(TemplateLM):
         return self._name
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Tokens of a text, with those in front of it unless ``add_special_tokens`` is False."""
-        tokens = self._reader.encode(np.frombuffer(string.encode(), np.uint8)).tolist()
-        return tokens if add_special_tokens is False else [*self._reader.front, *tokens]
+        """Tokens of a text, with those in front of it unless ``add_special_tokens`` is False.
+
+        A text that begins with their spelling, as chat templates do, has them already.
+        """
+        tokens, front = self._reader.encode(np.frombuffer(string.encode(), np.uint8)).tolist(), [*self._reader.front]
+        return tokens if add_special_tokens is False or tokens[: len(front)] == front else [*front, *tokens]
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """The template that lies beside the checkpoint; the harness keeps it with its results."""
+        if isinstance(chat_template, str):
+            raise InputError(f"--apply_chat_template {chat_template} is not taken; leave the name out.")
+        return self._chat(lambda tokenizer: tokenizer.get_chat_template())
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """A conversation as the checkpoint's chat template has it, rendered by ``transformers``."""
+        return self._chat(
+            lambda tokenizer: tokenizer.apply_chat_template(
+                chat_history,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+                **self._thinking,
+            )
+        )
+
+    @functools.cached_property
+    def _tokenizer(self) -> Any:
+        return importlib.import_module("transformers").AutoTokenizer.from_pretrained(self._name, local_files_only=True)
+
+    def _chat(self, ask: Callable[[Any], str]) -> str:
+        try:
+            return ask(self._tokenizer)
+        except (ImportError, OSError, ValueError, jinja2.TemplateError) as error:
+            raise InputError(f"model {self._name!r} has no chat template that transformers renders: {error}") from error
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
@@ -158,15 +205,22 @@ class SuiteLM(TemplateLM):
                 found[i] = float(scores[row, part].sum(dtype=np.float64)), bool(likeliest[row, part].all())
         return found
 
-    def _log_kept(self, length: int) -> None:
-        """Log what Kascade keeps of a text of ``length`` tokens, and DENSE where it keeps all; once per length."""
+    def _log_kept(self, length: int, *, decoding: bool = False) -> None:
+        """Log what Kascade keeps of a text of ``length`` tokens, and DENSE where it keeps all; once per length.
+
+        With ``decoding`` also what it keeps in a step behind so many tokens.
+        """
         if length <= self._logged:
             return
         self._logged = length
-        resolutions = tuple(self._model.resolutions(1, length, needs_grad=False, **self._attention).items())
-        for kept in kept_of(resolutions, self._attention["backend_options"], self._model.config):
-            for line in (*self.notes, *kept.lines):
-                _log.warning("in a text of %d tokens, the longest so far: %s", length, line)
+        told = {"in a text of %d tokens, the longest so far: %s": (length, None)}
+        if decoding:
+            told["in a step of decoding behind %d tokens: %s"] = (1, length)
+        for sentence, (queries, capacity) in told.items():
+            found = self._model.resolutions(1, queries, capacity=capacity, needs_grad=False, **self._attention)
+            for kept in kept_of(tuple(found.items()), self._attention["backend_options"], self._model.config):
+                for line in (*self.notes, *kept.lines):
+                    _log.warning(sentence, length, line)
 
     def _fitted(self, tokens: list[int], predicted: int) -> list[int]:
         """The last tokens, as many as the model takes as input and one more, all ``predicted`` ones among them."""
@@ -186,42 +240,59 @@ class SuiteLM(TemplateLM):
             totals.append(sum(score for score, _ in self._loglikelihood_tokens(pairs)))
         return totals
 
-    def generate_until(self, requests: Iterable[Any], disable_tqdm: bool = False) -> list[str]:
-        """Per request the text behind its context, up to the first of its stop sequences or the end token."""
-        return [self._continued(*request.args) for request in requests]
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """Per request the text behind its context, up to the first of its stop sequences or an end token.
 
-    def _continued(self, context: str, given: dict[str, Any]) -> str:
+        Requests that ask for the same are generated together, ``batch_size`` at a time.
+        """
+        asked = Collator([request.args for request in requests], lambda pair: -len(pair[0]), group_by="gen_kwargs")
+        texts: list[str] = []
+        for batch in tqdm.tqdm(asked.get_batched(n=self._batch), "batches of generate_until", disable=disable_tqdm):
+            texts += self._continued([context for context, _ in batch], batch[0][1])
+        return asked.get_original(texts)
+
+    def _continued(self, contexts: Sequence[str], given: dict[str, Any]) -> Iterator[str]:
         if strange := sorted(set(given) - set(_GENERATION)):
             raise InputError(f"generation_kwargs {', '.join(strange)} are not taken, only {', '.join(_GENERATION)}.")
         count, until = int(given.get("max_gen_toks", 256)), given.get("until") or []
-        sampled, temperature = bool(given.get("do_sample")), given.get("temperature")
-        if not sampled and temperature:
-            raise InputError(f"temperature={temperature} without do_sample: true has two meanings; give one of them.")
+        sampled, temperature = given.get("do_sample"), given.get("temperature")
+        if sampled is None and temperature:
+            raise InputError(f"temperature={temperature} without do_sample has two meanings; give do_sample too.")
         if count >= self.max_length:
             raise InputError(f"max_gen_toks={count} leaves no room for a context in max_length={self.max_length}.")
-        prompt = self.tok_encode(context) or [self.prefix_token_id]
-        tokens, counts = _padded([self._fitted(prompt, 0)[-(self.max_length - count) :]])
-        self._log_kept(int(counts[0]))
-        made = generate(
+        tokens, counts = _padded([self._prompt(context, self.max_length - count) for context in contexts])
+        self._log_kept(int(counts.max()), decoding=True)
+        rows = generate(
             self._model,
             tokens,
             count,
             lengths=counts,
-            temperature=1.0 if sampled and temperature is None else float(temperature or 0.0),
+            temperature=float(1.0 if temperature is None else temperature) if sampled else 0.0,
             top_p=float(given.get("top_p", 1.0)) if sampled else 1.0,
+            seed=int(self._seeds.integers(2**31)),
+            stop_token=self._ends,
             **self._attention,
-        )[0].tolist()
-        ends = [place for place, token in enumerate(made) if token in self._ends]
-        text = self._reader.decode(made[: ends[0]] if ends else made)
-        for stop in [until] if isinstance(until, str) else until:
-            text = text.partition(stop)[0] if stop else text
-        return text
+        )
+        for row in rows.tolist():
+            text = self._reader.decode(list(itertools.takewhile(lambda token: token not in self._ends, row)))
+            for stop in [until] if isinstance(until, str) else until:
+                text = text.partition(stop)[0] if stop else text
+            yield text
+
+    def _prompt(self, context: str, room: int) -> list[int]:
+        """The tokens of a context, at most ``room`` of them."""
+        tokens = self.tok_encode(context) or [self.prefix_token_id]
+        if len(tokens) > room:
+            _log.warning("a prompt of %d tokens is cut to %d (truncation_side=%s)", len(tokens), room, self._side)
+        return truncate_tokens(tokens, room, self._side)
 
 
 def _padded(rows: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of tokens padded on the right to a common multiple, and how many tokens each has."""
+    """Rows of tokens padded on the right to one of few lengths, and how many tokens each has."""
     counts = np.array([len(row) for row in rows])
-    tokens = np.zeros((len(rows), -(-max(int(counts.max()), 1) // _MULTIPLE) * _MULTIPLE), np.int32)
+    longest = max(int(counts.max()), 1)
+    multiple = max(_MULTIPLE, 2 ** (longest.bit_length() - 4))  # at most eight lengths between two powers of two
+    tokens = np.zeros((len(rows), -(-longest // multiple) * multiple), np.int32)
     for place, row in zip(tokens, rows, strict=True):
         place[: len(row)] = row
     return tokens, counts

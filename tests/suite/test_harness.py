@@ -1,9 +1,13 @@
-"""lm-evaluation-harness runs a made-up task of each kind on the shipped checkpoint, dense and sparse, offline."""
+"""lm-evaluation-harness runs a made-up task of each kind on the shipped checkpoint, dense and sparse, offline.
+
+LongBench and AIME are the harness's own tasks, prompts and scores, on items that are made up.
+"""
 
 import importlib
 import json
 import os
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,10 +21,11 @@ pytestmark = [pytest.mark.llama, pytest.mark.filterwarnings("default")]  # the h
 os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"  # read when the libraries are imported
 with warnings.catch_warnings():
     warnings.simplefilter("default")
-    if os.environ.get("ATTNSUITE_REQUIRE_TRANSFORMERS"):  # set by tox -e llama
-        importlib.import_module("lm_eval")
-    else:
-        pytest.importorskip("lm_eval", reason="the harness is not installed; tox -e llama")
+    for name in ("lm_eval", "fuzzywuzzy", "jieba", "rouge"):  # the last three are of LongBench's scores
+        if os.environ.get("ATTNSUITE_REQUIRE_TRANSFORMERS"):  # set by tox -e llama
+            importlib.import_module(name)
+        else:
+            pytest.importorskip(name, reason="the harness is not installed; tox -e llama")
     adapter = importlib.import_module("attnsuite.suite.harness")
     evaluator = importlib.import_module("lm_eval.evaluator")
     registry = importlib.import_module("lm_eval.api.registry")
@@ -61,24 +66,27 @@ def sparse(calibrated):
 
 
 @pytest.fixture(scope="module")
+def decode_only(calibrated):
+    return adapter.SuiteLM(
+        backend="kascade", calibration=str(calibrated), anchors=2, options="when=decode", batch_size=3
+    )
+
+
+@pytest.fixture(scope="module")
 def manager(tmp_path_factory):
     """Tasks in the harness's own format, on files."""
     root = tmp_path_factory.mktemp("tasks")
     lines = [json.dumps({"text": text, "choices": choices, "answer": answer}) for text, choices, answer in CHOICES]
     (root / "docs.jsonl").write_text("\n".join(lines))
-    common = {
+    task = {
         "dataset_path": "json",
         "dataset_kwargs": {"data_files": {"test": str(root / "docs.jsonl")}},
         "test_split": "test",
         "doc_to_text": "{{text}}",
     }
-    choice = {"task": "made_up_choice", "output_type": "multiple_choice", "doc_to_choice": "{{choices}}"}
-    choice |= {"doc_to_target": "answer", "target_delimiter": "", "metric_list": [{"metric": "acc"}]}
-    exact = {"task": "made_up_exact", "output_type": "generate_until", "metric_list": [{"metric": "exact_match"}]}
-    exact |= {"doc_to_target": "{{choices[answer]}}", "target_delimiter": ""}
-    exact |= {"generation_kwargs": {"until": [" "], "max_gen_toks": 5}}
-    for task in (choice, exact):
-        (root / f"{task['task']}.yaml").write_text(json.dumps(common | task))
+    task |= {"task": "made_up_choice", "output_type": "multiple_choice", "doc_to_choice": "{{choices}}"}
+    task |= {"doc_to_target": "answer", "target_delimiter": "", "metric_list": [{"metric": "acc"}]}
+    (root / "made_up_choice.yaml").write_text(json.dumps(task))
     return tasks.TaskManager(include_path=str(root), include_defaults=False)
 
 
@@ -141,19 +149,62 @@ def test_text_without_a_context_stands_behind_a_new_line_and_rolling_predicts_ea
     assert found == pytest.approx(expected, abs=2e-3)
 
 
-def test_generation_is_greedy_and_ends_before_the_first_stop_sequence(dense, monkeypatch):
-    context = "The class state"
-    made = bytes(generate(load_shipped(), [list(context.encode())], 12, backend="standard")[0].tolist()).decode()
-    asked = requests(
-        "generate_until",
-        (context, {"max_gen_toks": 12, "until": []}),
-        (context, {"max_gen_toks": 12, "until": [made[6], made[4]]}),
-    )
-    whole, cut = dense.generate_until(asked)
-    assert whole == made
-    assert cut == made[: min(made.index(made[6]), made.index(made[4]))]
-    monkeypatch.setattr(dense, "_ends", frozenset({ord(made[5]), 0}))
-    assert dense.generate_until(asked[:1]) == [made[: made.index(made[5])]]
+def test_generation_is_greedy_in_batches_of_any_length_and_ends_before_the_first_stop_sequence(dense, monkeypatch):
+    contexts = ("a name is not def", "The class state", "The class state is")
+    tokens, lengths = adapter._padded([list(context.encode()) for context in contexts])
+    alone = [tokens[1:2, : lengths[1]]] * 3  # without padding
+    made = bytes(generate(load_shipped(), np.concatenate(alone), 5, backend="standard")[0].tolist()).decode()
+
+    def texts(*until):
+        return dense.generate_until(
+            requests("generate_until", *((context, {"max_gen_toks": 5, "until": [*until]}) for context in contexts))
+        )
+
+    first, second, third = texts()
+    assert second == made
+    assert len({first, second, third}) == 3
+    assert texts(made[4], made[2])[1] == made[: min(made.index(made[4]), made.index(made[2]))]
+    assert texts("")[1] == made
+    monkeypatch.setattr(dense, "_ends", frozenset({ord(made[3]), 0}))
+    assert texts()[1] == made[: made.index(made[3])]
+
+
+def test_generation_passes_on_what_was_asked_for(monkeypatch):
+    calls = []
+
+    def made(model, tokens, count, **given):
+        calls.append(given)
+        return np.full((len(tokens), count), ord("x"))
+
+    monkeypatch.setattr(adapter, "generate", made)
+    sampled = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "max_gen_toks": 3}
+    greedy = {"do_sample": False, "temperature": 1, "max_gen_toks": 3}  # as LongBench's tasks have it
+    seeds = []
+    for seed in (3, 3, 4):
+        model = adapter.SuiteLM(backend="standard", batch_size=2, seed=seed)
+        monkeypatch.setattr(model, "_ends", frozenset({7, 9}))
+        assert model.generate_until(requests("generate_until", *[("a", sampled)] * 4, ("a", greedy))) == ["xxx"] * 5
+        assert [call["lengths"].tolist() for call in calls[-3:]] == [[1, 1], [1, 1], [1]]
+        assert [(call["temperature"], call["top_p"]) for call in calls[-3:]] == [(0.6, 0.95)] * 2 + [(0.0, 1.0)]
+        assert all(call["stop_token"] == {7, 9} for call in calls)
+        seeds.append([call["seed"] for call in calls[-3:]])
+    assert seeds[0] == seeds[1]
+    assert len({*seeds[0], *seeds[2]}) == 6
+
+
+def test_prompt_that_is_too_long_loses_its_beginning_or_as_in_longbench_its_middle(caplog):
+    text = "".join(map(chr, range(32, 112)))
+    for side, left in (("left", text[-64:]), ("middle", text[:32] + text[-32:])):
+        model = adapter.SuiteLM(backend="standard", truncation_side=side)
+        assert bytes(model._prompt(text, 64)).decode() == left
+        assert f"a prompt of 80 tokens is cut to 64 (truncation_side={side})" in caplog.text
+        assert bytes(model._prompt(text, 80)).decode() == text
+
+
+def test_prompts_are_padded_to_few_lengths():
+    lengths = {adapter._padded([[0] * length])[0].shape[1] for length in range(4097, 8193, 7)}
+    assert lengths == set(range(4608, 8193, 512))
+    assert adapter._padded([[0] * 65, [0]])[0].shape == (2, 128)
 
 
 def test_end_tokens_are_those_of_the_generation_config_before_the_config(tmp_path):
@@ -167,17 +218,136 @@ def test_end_tokens_are_those_of_the_generation_config_before_the_config(tmp_pat
 @pytest.mark.parametrize("which", ["dense", "sparse"])
 def test_tasks_of_the_harness_run_offline(which, manager, request):
     model = request.getfixturevalue(which)
-    chosen = tasks.get_task_dict(["made_up_choice", "made_up_exact"], manager)
+    chosen = manager.load(["made_up_choice"])["tasks"]
     result = evaluator.evaluate(lm=model, task_dict=chosen, bootstrap_iters=0)["results"]
-    # By hand: the likeliest continuation of each text, and what is generated before a space.
+    # By hand: the likeliest continuation of each text.
     scores = iter(likelihoods(model, *PAIRS))
     right = [int(np.argmax([next(scores)[0] for _ in choices])) == answer for _, choices, answer in CHOICES]
     assert result["made_up_choice"]["acc,none"] == np.mean(right)
     assert 0 < np.mean(right) < 1
-    asked = [(text, {"until": [" "], "max_gen_toks": 5}) for text, *_ in CHOICES]
-    made = model.generate_until(requests("generate_until", *asked))
-    exact = [text == choices[answer] for text, (_, choices, answer) in zip(made, CHOICES, strict=True)]
-    assert result["made_up_exact"]["exact_match,none"] == np.mean(exact)
+
+
+def longbench(dataset, question, context, answers, all_classes=None):
+    """A line of LongBench's files."""
+    fields = {"input": question, "context": context, "answers": answers, "length": len(context.split())}
+    return fields | {"dataset": dataset, "language": "en", "all_classes": all_classes, "_id": "0"}
+
+
+def aime(text, answer):
+    """A line of the copy of AIME 2024 that the harness reads."""
+    return {"ID": "2024-I-0", "Problem": text, "Solution": "By counting.", "Answer": answer}
+
+
+def task_of(root, file, *items):
+    """The harness's own task ``file`` on lines of its benchmark, as docs/kascade.md says."""
+    name = Path(file).stem
+    lines = [json.dumps(item).replace('"input":', '"question":', 1) for item in items]
+    (root / f"{name}.jsonl").write_text("\n".join(lines))
+    files = dict.fromkeys(("test", "train"), str(root / f"{name}.jsonl"))
+    own = {"include": str(Path(tasks.__file__).parent / file), "task": name, "dataset_path": "json"}
+    own |= {"dataset_name": None, "dataset_kwargs": {"data_files": files}}
+    (root / f"{name}.yaml").write_text(json.dumps(own))
+    return tasks.TaskManager(include_path=str(root), include_defaults=False).load([name])["tasks"][name]
+
+
+SCORES = {  # a task, an item, and texts with their scores, worked out by hand
+    # F1 of words without articles: 2/3 with the first answer, 2 * 1 * 2/3 / (1 + 2/3) with the second.
+    "hotpotqa": (("Who?", "Ann.", ["Ann", "Ann Lee Smith"]), {"The Ann Lee": 0.8, "Bob": 0.0}),
+    # The longest common subsequence has 3 of 4 words.
+    "gov_report": (("", "A report.", ["w x y z"]), {"w x z q": 0.75, "p q": 0.0}),
+    "trec": (
+        ("What is red?", "Type: Food", ["Color"], ["Food", "Color", "Date"]),
+        {"Color": 1.0, "Color or Date": 0.5, "Date": 0.0},
+    ),
+    "passage_count": (("", "One.", ["3"]), {"3": 1.0, "3 of 4": 0.5, "13": 0.0}),
+    "passage_retrieval_en": (("An abstract.", "A text.", ["Paragraph 12"]), {"Paragraph 12": 1.0, "Paragraph 1": 0.0}),
+    # The first line that is no comment, by edit distance; "pass" has no letter of the answer.
+    "lcc": (("", "def f(x):", ["return x"]), {"# so\nreturn x\nmore": 1.0, "pass": 0.0}),
+}
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_longbench_is_scored_as_by_hand(name, tmp_path):
+    item, scores = longbench(name, *SCORES[name][0]), SCORES[name][1]
+    task = task_of(tmp_path, f"longbench/{name}.yaml", item)
+    (doc,) = task.eval_docs
+    assert item["context"] in task.doc_to_text(doc)
+    assert item["input"] in task.doc_to_text(doc)
+    for text, score in scores.items():
+        assert task.process_results(doc, [text])["score"] == pytest.approx(score, abs=1e-6)
+
+
+def test_aime_is_scored_by_the_last_boxed_number(tmp_path):
+    task = task_of(tmp_path, "aime/aime24.yaml", aime("Find it.", "40"))
+    (doc,) = task.eval_docs
+    texts = {r"\boxed{7}, no, \boxed{40}.": 1, "It is $40$.": 1, r"\boxed{41}": 0, r"\boxed{40}, no, \boxed{7}": 0}
+    for text, right in texts.items():
+        assert task.process_results(doc, [text]) == {"exact_match": right}
+
+
+def test_longbench_and_aime_run_with_dense_attention_and_kascade_in_both_phases_or_in_decoding_only(
+    dense, sparse, decode_only, tmp_path, monkeypatch
+):
+    models = {"dense": dense, "both": sparse, "decoding": decode_only}
+    question = "Where is a function defi"
+    long = longbench("trec", question, "A function definition. " * 9, ["none"], ["none"])
+    prompt = task_of(tmp_path, "longbench/trec.yaml", long).doc_to_text(long | {"question": question})
+    cut = list((prompt[:32] + prompt[-32:]).encode())
+    found = {
+        kind: bytes(generate(load_shipped(), [cut] * 3, 5, **model._attention)[0].tolist()).decode()
+        for kind, model in models.items()
+    }
+    assert len(set(found.values())) == 3  # what follows tells which attention ran
+    lines = [long | {"answers": [text], "all_classes": [*found.values()]} for text in found.values()]
+    chosen = {
+        "trec": task_of(tmp_path, "longbench/trec.yaml", *lines),
+        "aime24": task_of(tmp_path, "aime/aime24.yaml", *(aime("Add seven. " * 9 + str(n), "0") for n in range(3))),
+    }
+    for task in chosen.values():
+        task.config.generation_kwargs["max_gen_toks"] = 5  # the rest is theirs
+    for place, model in enumerate(models.values()):
+        monkeypatch.setattr(model, "max_length", 64 + 5)
+        monkeypatch.setattr(model, "_side", "middle")
+        result = evaluator.evaluate(lm=model, task_dict=chosen, bootstrap_iters=0)
+        samples = {sample["doc_id"]: sample["score"] for sample in result["samples"]["trec"]}
+        assert samples == {i: float(i == place) for i in range(3)}
+        assert result["results"]["trec"]["score,none"] == pytest.approx(1 / 3)
+        assert result["results"]["aime24"]["exact_match,none"] == 0.0
+
+
+def test_generation_says_what_is_kept_of_the_prompt_and_in_decoding(decode_only, caplog):
+    decode_only._logged = 0
+    decode_only._log_kept(640, decoding=True)
+    assert "in a text of 640 tokens, the longest so far: DENSE" in caplog.text
+    assert "in a step of decoding behind 640 tokens: kept: 0." in caplog.text
+
+
+def test_chat_template_of_the_checkpoint_is_used_and_its_first_token_stands_once(dense, tmp_path, monkeypatch):
+    words = {word: i for i, word in enumerate(["<s>", "user", "assistant", "Hello"])}
+    front = {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}]}
+    front["single"].append({"Sequence": {"id": "A", "type_id": 0}})
+    front |= {"pair": front["single"], "special_tokens": {"<s>": {"id": "<s>", "ids": [0], "tokens": ["<s>"]}}}
+    added = {"id": 0, "content": "<s>", "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    content = {"version": "1.0", "added_tokens": [added | {"special": True}], "post_processor": front}
+    content |= {"pre_tokenizer": {"type": "Whitespace"}, "normalizer": None, "truncation": None, "padding": None}
+    content |= {"decoder": None, "model": {"type": "WordLevel", "vocab": words, "unk_token": "user"}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    template = "<s>{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}{% if add_generation_prompt %}"
+    template += "{{ 'assistant' if enable_thinking is false else 'user' }}{% endif %}"
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "chat_template": template}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match="model 'text' has no chat template"):
+        dense.apply_chat_template([{"role": "user", "content": "Hello"}])
+    model = adapter.SuiteLM(backend="standard", enable_thinking=False)
+    monkeypatch.setattr(model, "_name", str(tmp_path))
+    monkeypatch.setattr(model, "_reader", adapter.reader_of(str(tmp_path), model._model.config))
+    assert model.chat_template() == template
+    text = model.apply_chat_template([{"role": "user", "content": "Hello"}])
+    assert text == "<s>user Hello assistant"
+    assert model.tok_encode(text) == [0, 1, 3, 2]
+    assert model.tok_encode("Hello") == [0, 3]
+    with pytest.raises(InputError, match="--apply_chat_template other is not taken"):
+        model.chat_template("other")
 
 
 def test_command_of_the_harness_makes_the_model_from_its_words(monkeypatch, capsys):
@@ -211,6 +381,7 @@ def test_backend_that_cannot_run_ends_the_evaluation():
         ({"model": "llama-3.2-1b"}, "a preset has no trained weights"),
         ({"max_batch_size": 64}, "max_batch_size=64 is not taken"),
         ({"batch_size": "auto"}, "batch_size='auto' must be a number"),
+        ({"truncation_side": "right"}, "truncation_side='right' must be left or middle"),
         ({"anchors": 2}, "add schedule=NAME"),
         ({"backend": "standard", "schedule": "manual", "anchors": "0;2"}, "are for --backend kascade, not standard"),
         ({"options": "top_k"}, "must be NAME=VALUE"),
