@@ -34,8 +34,8 @@ from attnsuite.suite.names import parse_options
 from attnsuite.suite.streamed import options_of
 
 try:
-    import jinja2
-    import tqdm
+    import jinja2  # pyright: ignore[reportMissingImports]
+    import tqdm  # pyright: ignore[reportMissingModuleSource]
     from lm_eval import utils  # pyright: ignore[reportMissingImports]
     from lm_eval.__main__ import cli_evaluate  # pyright: ignore[reportMissingImports]
     from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
@@ -213,7 +213,7 @@ class SuiteLM(TemplateLM):
         if length <= self._logged:
             return
         self._logged = length
-        told = {"in a text of %d tokens, the longest so far: %s": (length, None)}
+        told: dict[str, tuple[int, int | None]] = {"in a text of %d tokens, the longest so far: %s": (length, None)}
         if decoding:
             told["in a step of decoding behind %d tokens: %s"] = (1, length)
         for sentence, (queries, capacity) in told.items():
