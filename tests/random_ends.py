@@ -49,16 +49,18 @@ def work(out: Path) -> None:
 
 def ended(out: Path, number: int, after: tuple[int, float] | None = None) -> int:
     """The exit code of a process that works in ``out``; it is sent a signal after so many records and seconds."""
-    parent = os.getpid()
+    parent, code = os.getpid(), 0
     try:
         child = os.fork()
         if child == 0:
             work(out)
-            os._exit(0)
     except BaseException as error:
-        if os.getpid() != parent:
-            os._exit(128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 99)
-        raise
+        if os.getpid() == parent:
+            raise
+        code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 99
+    if os.getpid() != parent:
+        # The exception and the frames that it held are gone, and with them what a process removes when it ends.
+        os._exit(code)
     if after is not None:
         records, seconds = after
         while not (out / LOCK).exists() or whole_lines(out).count(b"\n") < records:
