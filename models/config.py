@@ -17,7 +17,7 @@ from .other_names import our_name
 from .presets import SIZES
 from .rope_scaling import AnyScaling, DynamicScaling, RopeScaling, YarnScaling
 
-AttentionType = Literal["global", "sliding", "chunked", "full", "latent"]
+AttentionType = Literal["global", "sliding", "chunked", "full", "latent", "nope"]
 NormPlacement = Literal["before", "after", "both"]
 Activation = Literal["silu", "gelu_tanh", "clipped_silu"]
 DTYPES = ("float32", "bfloat16", "float16")
@@ -39,9 +39,9 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "param_dtype": DTYPES,
     "norms": get_args(NormPlacement),
     "activation": get_args(Activation),
-    "qk_norm_over": ("head", "projection"),
+    "qk_norm_over": ("head", "projection", "rotated"),
 }
-_OPTIONAL_REALS = ("logits_soft_cap", "final_soft_cap", "attention_scale", "sliding_rope_theta")
+_OPTIONAL_REALS = ("logits_soft_cap", "final_soft_cap", "attention_scale", "sliding_rope_theta", "attn_scale")
 
 
 class LatentSizes(NamedTuple):
@@ -60,15 +60,21 @@ class ModelConfig:
     ``num_kv_heads=None`` means ``num_heads`` (multi-head), ``head_dim=None`` means ``hidden_size // num_heads``.
     ``attention`` is one type for all layers or one per layer, and is kept as one per layer: ``global`` (causal),
     ``sliding`` (causal, the last ``window_size`` tokens, itself included), ``chunked`` (causal within chunks of
-    ``chunk_size``), ``full`` (both directions) or ``latent`` (causal, multi-head latent attention).
+    ``chunk_size``), ``full`` (both directions), ``latent`` (causal, multi-head latent attention) or ``nope`` (causal,
+    without RoPE, beside layers that have it; arXiv 2305.19466).
 
     Sizes of ``latent`` layers have DeepSeek's names: ``kv_lora_rank``, ``qk_nope_head_dim``, ``qk_rope_head_dim``,
     ``v_head_dim``, and ``q_lora_rank`` if queries are compressed too. These layers do not use ``head_dim`` and
     ``num_kv_heads``. ``max_length`` is the longest input if positions are learned (``use_rope=False``); RoPE has no
     limit of its own. ``qkv_bias`` and ``output_bias`` add biases to the attention's projections (Qwen2: the former).
     ``qk_norm`` normalises queries and keys before they are rotated, per ``qk_norm_over``: each ``head`` (Qwen3) or the
-    whole ``projection`` (OLMo 2). ``attention_sinks`` gives each head a learned sink (gpt-oss). ``dtype`` is that of
+    whole ``projection`` (OLMo 2). Over each ``rotated`` head it comes after RoPE, has no weights, and leaves layers
+    without RoPE alone (Llama 4). ``attention_sinks`` gives each head a learned sink (gpt-oss). ``dtype`` is that of
     activations, ``param_dtype`` that of parameters; RoPE, norm statistics, softmax and logits are always float32.
+
+    ``floor_scale`` and ``attn_scale`` sharpen the attention of ``nope`` layers at late positions (the temperature
+    tuning of Llama 4, arXiv 2501.19399): the query at position ``p`` is multiplied by
+    ``1 + attn_scale * log(1 + floor((p + 1) / floor_scale))``.
 
     Gemma's: ``logits_soft_cap`` of attention and ``final_soft_cap`` of the output's logits (``cap * tanh(x / cap)``),
     ``attention_scale`` (None: ``head_dim ** -0.5``), ``norm_plus_one`` (a norm multiplies by ``1 + weight``),
@@ -111,7 +117,9 @@ class ModelConfig:
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: bool = False
-    qk_norm_over: Literal["head", "projection"] = "head"
+    qk_norm_over: Literal["head", "projection", "rotated"] = "head"
+    floor_scale: int | None = None
+    attn_scale: float | None = None
     attention_sinks: bool = False
     attention_scale: float | None = None
     logits_soft_cap: float | None = None
@@ -225,6 +233,20 @@ class ModelConfig:
             require_positive_int("q_lora_rank", self.q_lora_rank)
         if "latent" in types:
             self._check_latent()
+        self._check_rotation(types)
+
+    def _check_rotation(self, types: tuple[AttentionType, ...]) -> None:
+        """What goes with layers that are rotated, and with those that are not beside them."""
+        if not self.use_rope and ("nope" in types or self.qk_norm_over == "rotated"):
+            raise ValueError("attention='nope' and qk_norm_over='rotated' are about RoPE; they need use_rope=True.")
+        if self.qk_norm_over == "rotated" and not self.qk_norm:
+            raise ValueError("qk_norm_over='rotated' needs qk_norm=True.")
+        if (self.floor_scale is None) != (self.attn_scale is None):
+            raise ValueError(f"floor_scale={self.floor_scale} and attn_scale={self.attn_scale} go together; give both.")
+        if self.floor_scale is not None:
+            require_positive_int("floor_scale", self.floor_scale)
+            if "nope" not in types:
+                raise ValueError("floor_scale and attn_scale are for layers of attention='nope'; there is none.")
 
     def _check_latent(self) -> None:
         if self.latent.rope % 2:
@@ -274,7 +296,7 @@ class ModelConfig:
         norm = d if self.use_rmsnorm else 2 * d
         attention = 2 * d * (q + kv) + self.qkv_bias * (q + 2 * kv) + self.output_bias * d
         attention += self.attention_sinks * self.num_heads
-        attention += self.qk_norm * (2 * self.dim if self.qk_norm_over == "head" else q + kv)
+        attention += self.qk_norm * {"head": 2 * self.dim, "projection": q + kv, "rotated": 0}[self.qk_norm_over]
         latent = self.layer_types.count("latent")
         attention = (self.num_layers - latent) * attention + (latent * self._latent_parameters if latent else 0)
         mlp = (3 if self.use_swiglu else 2) * d * f

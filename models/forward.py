@@ -36,7 +36,9 @@ from .rope_scaling import DynamicScaling
 
 Tokens = Int[Array, "batch length"]
 Hidden = Float[Array, "batch length hidden"]
-Turn = tuple[Array, Array] | None  # cosines and sines [batch, length, width / 2]; None without RoPE
+# What positions do to a layer: cosines and sines [batch, length, width / 2] for queries and keys; or, without RoPE,
+# factors [batch, length] of the queries, or nothing.
+Turn = tuple[Array, Array] | Array | None
 Put = Callable[[Slots, Array], Slots]
 Observe = Callable[[int, Array, Array, Hidden, Hidden], None]
 
@@ -283,6 +285,8 @@ def turns_of(config: ModelConfig, positions: Tokens, lengths: Tokens) -> dict[At
 def _turn(config: ModelConfig, kind: AttentionType, positions: Tokens, lengths: Tokens) -> Turn:
     if not config.use_rope:
         return None
+    if kind == "nope":
+        return _sharpened(config, positions)
     width = config.latent.rope if kind == "latent" else config.dim
     if kind == "sliding" and config.sliding_rope_theta is not None:
         return angles(positions, inverse_frequencies(width, config.sliding_rope_theta))
@@ -292,6 +296,14 @@ def _turn(config: ModelConfig, kind: AttentionType, positions: Tokens, lengths: 
     cos, sin = angles(positions, inverse_frequencies(width, config.rope_theta, scaling))
     factor = 1.0 if scaling is None else scaling.attention_factor or 1.0
     return cos * factor, sin * factor
+
+
+def _sharpened(config: ModelConfig, positions: Tokens) -> Float[Array, "batch length"] | None:
+    """The factors of the queries of layers without RoPE, float32."""
+    if config.floor_scale is None or config.attn_scale is None:
+        return None
+    floors = jnp.floor((positions.astype(jnp.float32) + 1.0) / config.floor_scale)
+    return 1.0 + config.attn_scale * jnp.log1p(floors)
 
 
 def _project(config: ModelConfig, layer: Params, x: Hidden, turn: Turn) -> tuple[Array, Array, Array]:
@@ -306,8 +318,12 @@ def _project(config: ModelConfig, layer: Params, x: Hidden, turn: Turn) -> tuple
     query, key, value = (y.reshape(heads) for y in (query, key, value))
     if config.qk_norm and config.qk_norm_over == "head":
         query, key = _norm(config, layer, "q_norm", query), _norm(config, layer, "k_norm", key)
-    if turn is not None:
+    if isinstance(turn, tuple):
         query, key = rotate(query, *turn), rotate(key, *turn)
+        if config.qk_norm and config.qk_norm_over == "rotated":
+            query, key = _unit(config, query), _unit(config, key)
+    elif turn is not None:
+        query = (query.astype(jnp.float32) * turn[..., None, None]).astype(query.dtype)
     return query, key, value
 
 
@@ -319,8 +335,8 @@ def _is_latent(layer: Params) -> bool:
 def _project_latent(config: ModelConfig, layer: Params, x: Hidden, turn: Turn) -> tuple[Array, Array, Array]:
     """Queries of every head, the latents as the only key, and no value; see ``models/latent.py``."""
     sizes = config.latent
-    if turn is None:
-        raise ValueError("attention='latent' needs use_rope=True.")
+    if not isinstance(turn, tuple):
+        raise ValueError("attention='latent' needs use_rope=True.")  # noqa: TRY004  (the config is wrong)
     kept, shared = jnp.split(_linear(x, layer, "kv_a_proj_with_mqa")[:, :, None], [sizes.rank], axis=-1)
     key = jnp.concatenate([_norm(config, layer, "kv_a_layernorm", kept), rotate(shared, *turn)], axis=-1)
     if config.q_lora_rank is None:
@@ -373,6 +389,12 @@ def _norm(
         return ((1.0 + params[name].astype(jnp.float32)) * wide).astype(x.dtype)
     x = params[name].astype(x.dtype) * wide.astype(x.dtype)
     return x if config.use_rmsnorm else x + params[f"{name}_bias"].astype(x.dtype)
+
+
+def _unit(config: ModelConfig, x: Float[Array, "*rows dim"]) -> Float[Array, "*rows dim"]:
+    """An RMSNorm without weights."""
+    wide = x.astype(jnp.float32)
+    return (wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + config.norm_eps)).astype(x.dtype)
 
 
 def _linear(x: Hidden, layer: Params, name: str) -> Float[Array, "batch length out"]:

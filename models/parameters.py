@@ -128,7 +128,7 @@ def _attention_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {"q_proj": (q, d), "k_proj": (kv, d), "v_proj": (kv, d), "o_proj": (d, q)}
     if config.qkv_bias:
         shapes |= {"q_proj_bias": (q,), "k_proj_bias": (kv,), "v_proj_bias": (kv,)}
-    if config.qk_norm:
+    if config.qk_norm and config.qk_norm_over != "rotated":
         over = (config.dim, config.dim) if config.qk_norm_over == "head" else (q, kv)
         shapes |= {"q_norm": over[:1], "k_norm": over[1:]}
     if config.attention_sinks:

@@ -43,7 +43,7 @@ def attention_spec(
     ``packed`` says that segment ids come with the tokens. ``tree`` says that the queries are a draft behind the cache;
     its distances are not those of slots, so that windows and chunks raise ValueError.
     """
-    if tree is not None and kind not in ("global", "latent"):
+    if tree is not None and kind not in ("global", "latent", "nope"):
         raise ValueError(
             f"parents is given for a model with {kind!r} attention, where slots of a tree are no distances; verify "
             "each path of the tree as a draft of its own."

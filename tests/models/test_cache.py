@@ -22,6 +22,8 @@ TYPES = {
     "mixed": {"attention": ("sliding", "global"), "window_size": 3},
     "latent": {"attention": ("latent", "global"), "q_lora_rank": 9, **LATENT},
     "learned-positions": {"use_rope": False, "max_length": 32},
+    "nope": {"attention": ("chunked", "nope"), "chunk_size": 5, "qk_norm": True, "qk_norm_over": "rotated"}
+    | {"floor_scale": 3, "attn_scale": 0.5},
 }
 CALL = {"backend": "standard"}
 

@@ -32,8 +32,15 @@ def test_config_survives_the_way_there_and_back(preset):
     assert from_hf(to_hf(config)) == config
 
 
-def test_config_that_llama_cannot_express_survives_under_its_own_type():
-    config = ModelConfig(attention=("chunked", "full"), chunk_size=8, use_rope=False, use_swiglu=False, qkv_bias=True)
+@pytest.mark.parametrize(
+    "config",
+    [
+        ModelConfig(attention=("chunked", "full"), chunk_size=8, use_rope=False, use_swiglu=False, qkv_bias=True),
+        ModelConfig(attention="nope", qk_norm=True, qk_norm_over="rotated", floor_scale=8, attn_scale=0.1),
+    ],
+    ids=["switches", "Llama 4's attention"],
+)
+def test_config_that_llama_cannot_express_survives_under_its_own_type(config):
     written = to_hf(config)
     assert written["model_type"] != "llama"
     assert from_hf(written) == config

@@ -7,7 +7,8 @@ from typing import get_args
 import pytest
 
 from attnsuite.backends.registry import BUILT_IN
-from attnsuite.models.config import AttentionType
+from attnsuite.models.config import AttentionType, ModelConfig
+from attnsuite.models.planning import attention_spec
 from attnsuite.suite.support import ALL_TYPES, PROBLEMS, refusals_table, support_table, types_table
 
 pytestmark = pytest.mark.flash_cpu
@@ -47,7 +48,14 @@ def test_every_refused_type_has_its_reason():
         for kind, phase in refused:
             assert any(kind in row and phase in row for row in reasons.splitlines()[2:]), (name, kind, phase)
     types = {row.split("|")[1].strip() for row in types_table(("kvax",)).splitlines()[2:]}
-    assert types == set(ALL_TYPES.attention_types) == set(get_args(AttentionType))
+    assert types == set(ALL_TYPES.attention_types) == set(get_args(AttentionType)) - {"nope"}
+
+
+def test_layers_without_rope_ask_for_what_global_ones_ask_for():
+    config = ModelConfig(attention=("global", "nope"))
+    for length in (None, 32):
+        asked = {"batch": 2, "query_length": 8, "key_value_length": length}
+        assert attention_spec(config, "nope", **asked) == attention_spec(config, "global", **asked)
 
 
 def test_matrix_has_refusals_and_acceptances():

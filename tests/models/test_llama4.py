@@ -1,0 +1,148 @@
+"""Llama 4's attention against transformers: chunked layers with RoPE and norms, global ones without RoPE and sharpened.
+
+The experts are left out. In transformers a rotated pair stands side by side, here half a vector apart: rows of layers
+with RoPE are turned round on the way in.
+"""
+
+import importlib
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attnsuite.backends import Layout
+from attnsuite.models import CheckpointError, ModelConfig, Transformer
+from attnsuite.models.forward import layer_forward, turns_of
+from attnsuite.models.huggingface import from_hf
+from attnsuite.models.parameters import checkpoint_names
+from attnsuite.models.planning import resolve_attention
+
+pytestmark = pytest.mark.llama
+
+if os.environ.get("ATTNSUITE_REQUIRE_TRANSFORMERS"):  # set by tox -e llama
+    torch, transformers = (importlib.import_module(name) for name in ("torch", "transformers"))
+else:
+    torch = pytest.importorskip("torch", reason="compared with PyTorch, which is not installed; tox -e llama")
+    transformers = pytest.importorskip("transformers", reason="compared with transformers; tox -e llama")
+
+TOLERANCE = 5e-6  # of the largest number
+TOKENS = np.random.default_rng(7).integers(0, 67, (2, 24))
+HEADS, KV_HEADS, DIM = 4, 2, 12
+CALL = {"backend": "standard"}
+
+
+def theirs():
+    """Attention far from uniform; chunks and steps of the temperature end inside the 24 tokens; all layers dense."""
+    torch.manual_seed(0)
+    config = transformers.Llama4TextConfig(
+        vocab_size=67,
+        hidden_size=32,
+        intermediate_size_mlp=40,
+        num_hidden_layers=3,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        head_dim=DIM,
+        max_position_embeddings=512,
+        moe_layers=[],
+        no_rope_layer_interval=2,
+        attention_chunk_size=7,
+        floor_scale=5,
+        attn_scale=0.4,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    model = transformers.Llama4ForCausalLM._from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+            else:
+                parameter.normal_(0, 0.25)
+    return model
+
+
+def ours(model, **changes):
+    fields = {
+        "vocab_size": 67,
+        "hidden_size": 32,
+        "intermediate_size": 40,
+        "num_layers": 3,
+        "num_heads": HEADS,
+        "num_kv_heads": KV_HEADS,
+        "head_dim": DIM,
+        "attention": ("chunked", "nope", "chunked"),
+        "chunk_size": 7,
+        "qk_norm": True,
+        "qk_norm_over": "rotated",
+        "floor_scale": 5,
+        "attn_scale": 0.4,
+        "tie_embeddings": False,
+    }
+    config = ModelConfig(**fields | changes)
+    tensors = {name.replace("feed_forward", "mlp"): x.numpy() for name, x in model.state_dict().items()}
+    params = jax.tree.map(lambda name: jnp.asarray(tensors[name]), checkpoint_names(config))
+    for layer in params["layers"][::2]:
+        for name, heads in (("q_proj", HEADS), ("k_proj", KV_HEADS)):
+            pairs = np.r_[0:DIM:2, 1:DIM:2]
+            layer[name] = layer[name][np.concatenate([head * DIM + pairs for head in range(heads)])]
+    return Transformer(config, params)
+
+
+def distance(got, expected):
+    return np.abs(np.asarray(got) - expected).max() / np.abs(expected).max()
+
+
+@pytest.fixture(scope="module")
+def reference():
+    model = theirs()
+    with torch.no_grad():
+        return model, model(torch.from_numpy(TOKENS)).logits.numpy()
+
+
+def test_logits_are_those_of_transformers_in_one_pass_and_from_a_cache(reference):
+    model, expected = ours(reference[0]), reference[1]
+    assert distance(model(TOKENS, **CALL), expected) <= TOLERANCE
+    first, cache = model.prefill(TOKENS[:, :23], model.new_cache(2, 32), **CALL)
+    last, cache = model.decode(TOKENS[:, 23], cache, **CALL)
+    assert distance(np.concatenate([first, last[:, None]], axis=1), expected) <= TOLERANCE
+
+
+@pytest.mark.parametrize("index", [0, 1], ids=["rotated and chunked", "sharpened"])
+def test_a_layers_attention_is_that_of_transformers(reference, index):
+    model, x = ours(reference[0]), np.random.default_rng(1).standard_normal((2, 24, 32)).astype(np.float32)
+    at = np.arange(24)
+    sees = (at[:, None] >= at) & ((at[:, None] // 7 == at // 7) | (index == 1))
+    body = reference[0].model
+    with torch.no_grad():
+        hidden = body.layers[index].input_layernorm(torch.from_numpy(x))
+        turn = body.rotary_emb(hidden, torch.from_numpy(at)[None])
+        mask = torch.from_numpy(np.where(sees, 0.0, -np.inf).astype(np.float32))[None, None]
+        expected = body.layers[index].self_attn(hidden, turn, mask)[0].numpy()
+    kind, found = model.config.attention[index], []
+    resolutions = dict(resolve_attention(model.config, batch=2, query_length=24, **CALL))
+    turn = turns_of(model.config, jnp.asarray(at)[None], jnp.full((1, 1), 24))[kind]
+    plan, layer = resolutions[kind].plan(Layout()), model.arrays()["layers"][index]
+    layer_forward(model.config, layer, jnp.asarray(x), turn, plan, index, (), lambda *seen: found.append(seen[-1]))
+    assert distance(found[0], expected) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        {"attention": ("chunked", "global", "chunked"), "floor_scale": None, "attn_scale": None},
+        {"floor_scale": None, "attn_scale": None},
+        {"qk_norm": False, "qk_norm_over": "head"},
+    ],
+    ids=["RoPE everywhere", "no temperature", "no norm"],
+)
+def test_a_part_that_is_left_out_does_not_stay_within_the_tolerance(reference, mistake):
+    assert distance(ours(reference[0], **mistake)(TOKENS, **CALL), reference[1]) > 20 * TOLERANCE
+
+
+def test_the_configuration_is_refused_because_of_its_experts():
+    made = transformers.Llama4TextConfig(num_hidden_layers=2)
+    with pytest.raises(CheckpointError, match=r"model_type='llama4_text' in config.json is not supported; use one of"):
+        from_hf(made.to_dict())
