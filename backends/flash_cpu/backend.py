@@ -51,7 +51,10 @@ SHORT = 16
 _NO_GRADIENT = "planned with needs_grad=False; plan with needs_grad=True to differentiate."
 
 OPTIONS = {
-    "isa": "the instruction set of the kernels, 'avx512', 'avx2' or 'neon' (default: the best that the processor has)",
+    "isa": (
+        "the instruction set of the kernels, 'avx512_bf16' (bfloat16 is multiplied as such), 'avx512', 'avx2' or "
+        "'neon' (default: the best that the processor has)"
+    ),
     "cache_layout": (
         "how keys and values of a decode step lie in memory, and are read without a copy: 'heads_first' "
         "([batch, kv_heads, length, head_dim], as models.KVCache keeps them; the default) or 'length_first'"

@@ -70,10 +70,19 @@ def results(kernel: Kernel) -> tuple[Operand, ...]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Buffers:
-    """Where a thread keeps a tile of rows and a block of keys. Offsets and sizes in bytes."""
+    """Where a thread keeps a tile of rows and a block of keys. Offsets and sizes in bytes.
+
+    A product sums over its operands' rows (queries, keys) or along them (the head dimension). Where a term is a pair of
+    bfloat16 numbers, these are two layouts: ``key`` and ``key_joined``; ``query`` of the block, which a tile is joined
+    from, and of the tile.
+    """
 
     isa: Isa
     kernel: Kernel
+
+    @property
+    def pack(self) -> int:
+        return self.isa.pack(self.kernel.dtype)
 
     @property
     def width(self) -> int:
@@ -84,21 +93,33 @@ class _Buffers:
         return rows.padded(self.kernel.value_head_dim, self.isa)
 
     @property
+    def key_terms(self) -> int:
+        """Of a row along the head dimension."""
+        return rows.padded(self.kernel.head_dim, self.isa, self.pack)
+
+    @property
+    def value_terms(self) -> int:
+        return rows.padded(self.kernel.value_head_dim, self.isa, self.pack)
+
+    @property
     def block(self) -> tuple[dict[str, int], int]:
         """Of a block of keys, at the start of the workspace."""
-        keys = BLOCK_KEYS
+        keys, paired = BLOCK_KEYS, self.pack - 1
         records = masking.RECORD * (1 + keys // self.isa.strip)
         return _places(
-            key=keys * self.width * 4,
-            value=keys * self.value_width * 4,
+            key=keys * self.key_terms * 4,
+            key_joined=paired * keys // 2 * self.width * 4,
+            value=keys * self.value_terms * 4,
             d_key=keys * self.width * 4,
             d_value=keys * self.value_width * 4,
             scores=keys * BLOCK_ROWS * 4,
             d_probs=keys * BLOCK_ROWS * 4,
+            by_key=paired * keys // 2 * BLOCK_ROWS * 4,
             position=keys * 4,
             key_id=keys * 4,
             records=records,
-            row=max(self.width, self.value_width) * 4,
+            query=paired * BLOCK_ROWS * self.key_terms * 4,
+            d_out=paired * BLOCK_ROWS * self.value_terms * 4,
         )
 
     @property
@@ -106,10 +127,10 @@ class _Buffers:
         """Of a tile of rows; the tiles of a head follow each other behind the block."""
         n = BLOCK_ROWS
         return _places(
-            query=n * self.width * 4,
-            query_turned=n * self.width * 4,
-            d_out=n * self.value_width * 4,
-            d_out_turned=n * self.value_width * 4,
+            query=n // self.pack * self.width * 4,
+            query_turned=n * self.key_terms * 4,
+            d_out=n // self.pack * self.value_width * 4,
+            d_out_turned=n * self.value_terms * 4,
             numbers=n * (QUERY_ID + 1) * 4,
             bounds=n // self.isa.group * masking.QUERY_RECORD,
             whole=masking.QUERY_RECORD,
@@ -188,7 +209,7 @@ def _emit_columns(module: ir.Module, buffers: _Buffers, state: State) -> ir.Func
         zero = e.const(f32, 0.0)
         e.run(fill, d_query, count * (BLOCK_ROWS * width), zero)
         with e.loop(0, count) as n:
-            e.run(load_tile, s, w.at(block["row"]), tiles.at(n * tile_size), head, n * BLOCK_ROWS)
+            e.run(load_tile, s, w, tiles.at(n * tile_size), head, n * BLOCK_ROWS)
         with e.loop(part, _blocks(dims), parts) as n:
             e.run(load_block, s, w, head, n * BLOCK_KEYS)
             e.run(fill, w.at(block["d_key"]), BLOCK_KEYS * buffers.width, zero)
@@ -202,51 +223,54 @@ def _emit_columns(module: ir.Module, buffers: _Buffers, state: State) -> ir.Func
 
 
 def _emit_load_tile(module: ir.Module, buffers: _Buffers, state: State) -> ir.Function:
-    """``load_tile(state, row, tile, head, start)``: queries and cotangents, plain and transposed, and their numbers.
+    """``load_tile(state, workspace, tile, head, start)``: queries and cotangents, also transposed, and their numbers.
 
     Rows that see nothing are packed as zeros, whatever they hold.
     """
-    isa, kernel, at = buffers.isa, buffers.kernel, buffers.tile[0]
+    isa, kernel, pack = buffers.isa, buffers.kernel, buffers.pack
+    at, of_block = buffers.tile[0], buffers.block[0]
     size, n = elements.SIZE[kernel.dtype], BLOCK_ROWS
-    width, value_width = buffers.width, buffers.value_width
-    copy_query = rows.copy_row(module, isa, "copy_query", kernel.dtype, kernel.head_dim)
-    copy_value = rows.copy_row(module, isa, "copy_d_out", kernel.dtype, kernel.value_head_dim)
-    turn_query = rows.transpose(module, isa, "transpose_query", n, width)
-    turn_value = rows.transpose(module, isa, "transpose_d_out", n, value_width)
+    key_terms, value_terms = buffers.key_terms, buffers.value_terms
+    copy_query = rows.copy_row(module, isa, "copy_query", kernel.dtype, kernel.head_dim, pack)
+    copy_value = rows.copy_row(module, isa, "copy_d_out", kernel.dtype, kernel.value_head_dim, pack)
+    dot = rows.dot(module, isa, "delta", kernel.dtype, kernel.value_head_dim)
+    turn_query = rows.transpose(module, isa, "transpose_query", n, key_terms)
+    turn_value = rows.transpose(module, isa, "transpose_d_out", n, value_terms)
+    widths = {"query": buffers.width, "d_out": buffers.value_width}
+    joins = [rows.join(module, isa, f"join_{name}", wide) for name, wide in widths.items() if pack == 2]
     fill = rows.fill(module, isa)
     numbers = emit_row_numbers(module, isa, state)
-    type_ = vector(f32, isa.lanes)
-    with Function(module, "load_tile", [ptr, ptr, ptr, i64, i64]) as (e, (s, row, tile, head, start)):
+    with Function(module, "load_tile", [ptr, ptr, ptr, i64, i64]) as (e, (s, w, tile, head, start)):
         dims = state.dims(s)
         heads = dims["N"]
         group, batch = heads // dims["K"], head // dims["K"]
         count = e.min(dims["T"] * group - start, n)
         pointer = {x: state.pointer(s, f"data:{x}") for x in ("query", "d_out", "out", "top", "total", "d_lse")}
         per_query = tile.at(at["numbers"])
-        targets = (tile.at(at["query"]), tile.at(at["d_out"]))
-        e.run(fill, targets[0], n * width, e.const(f32, 0.0))
-        e.run(fill, targets[1], n * value_width, e.const(f32, 0.0))
+        joined = tile.at(at["query"]), tile.at(at["d_out"])
+        targets = joined if pack == 1 else (w.at(of_block["query"]), w.at(of_block["d_out"]))
+        e.run(fill, targets[0], n * key_terms, e.const(f32, 0.0))
+        e.run(fill, targets[1], n * value_terms, e.const(f32, 0.0))
         for name, number in ((TOP, UNSEEN_TOP), (INVERSE, 1.0), (DELTA, 0.0), (LIMIT, NEVER), (D_LSE, 0.0)):
             e.run(fill, per_query.at(name * n, 4), n, e.const(f32, number))
         with e.loop(0, count) as i:
             place = rows.query_place(e, start + i, batch, head % dims["K"], group, dims["T"], heads)
             top = pointer["top"].at(place, 4).load(f32)
             with e.when(top < UNSEEN_TOP / 2):
-                query, d_out = targets[0].at(i * width, 4), targets[1].at(i * value_width, 4)
-                e.run(copy_query, pointer["query"].at(place * kernel.head_dim, size), query)
-                e.run(copy_value, pointer["d_out"].at(place * kernel.value_head_dim, size), d_out)
-                e.run(copy_value, pointer["out"].at(place * kernel.value_head_dim, size), row)
-                total = e.variable(e.const(type_, 0.0))
-                with e.loop(0, value_width, isa.lanes) as d:
-                    total.set(e.fma(row.at(d, 4).load(type_), d_out.at(d, 4).load(type_), total()))
+                out, d_out = (pointer[x].at(place * kernel.value_head_dim, size) for x in ("out", "d_out"))
+                query = pointer["query"].at(place * kernel.head_dim, size)
+                e.run(copy_query, query, targets[0].at(i * key_terms, 4))
+                e.run(copy_value, d_out, targets[1].at(i * value_terms, 4))
                 per_query.at(i + TOP * n, 4).store(top)
                 per_query.at(i + INVERSE * n, 4).store(e.const(f32, 1.0) / pointer["total"].at(place, 4).load(f32))
-                per_query.at(i + DELTA * n, 4).store(e.add_up(total()))
+                per_query.at(i + DELTA * n, 4).store(e.run(dot, out, d_out))
                 per_query.at(i + D_LSE * n, 4).store(pointer["d_lse"].at(place, 4).load(f32))
                 small = (top < LARGE_TOP) & (top > -LARGE_TOP)
                 per_query.at(i + LIMIT * n, 4).store(e.select(small, e.const(f32, ALONE), NEVER))
         e.run(turn_query, targets[0], tile.at(at["query_turned"]))
         e.run(turn_value, targets[1], tile.at(at["d_out_turned"]))
+        for join, plain, target in zip(joins, targets, joined, strict=False):
+            e.run(join, plain, target, n)
         first, last, query_id = (per_query.at(x * n, 4) for x in (FIRST, LAST, QUERY_ID))
         e.run(numbers, s, batch, start, count, n, first, last, query_id, tile.at(at["bounds"]))
         masking.query_bounds(e, first, last, query_id, count, tile.at(at["whole"]))
@@ -255,16 +279,17 @@ def _emit_load_tile(module: ir.Module, buffers: _Buffers, state: State) -> ir.Fu
 
 
 def _emit_load_block(module: ir.Module, buffers: _Buffers, state: State) -> ir.Function:
-    """``load_block(state, workspace, head, start)``: a block of keys and values as float32, and its bounds."""
-    isa, kernel, at = buffers.isa, buffers.kernel, buffers.block[0]
+    """``load_block(state, workspace, head, start)``: a block of keys and values, and its bounds."""
+    isa, kernel, at, pack = buffers.isa, buffers.kernel, buffers.block[0], buffers.pack
     size = elements.SIZE[kernel.dtype]
     sides = tuple(
-        (name, depth, width, rows.copy_row(module, isa, f"copy_{name}", kernel.dtype, depth))
-        for name, depth, width in (
-            ("key", kernel.head_dim, buffers.width),
-            ("value", kernel.value_head_dim, buffers.value_width),
+        (name, depth, terms, rows.copy_row(module, isa, f"copy_{name}", kernel.dtype, depth, pack))
+        for name, depth, terms in (
+            ("key", kernel.head_dim, buffers.key_terms),
+            ("value", kernel.value_head_dim, buffers.value_terms),
         )
     )
+    join = rows.join(module, isa, "join_keys", buffers.width) if pack == 2 else None
     fill = rows.fill(module, isa)
     with Function(module, "load_block", [ptr, ptr, i64, i64]) as (e, (s, w, head, start)):
         dims = state.dims(s)
@@ -277,16 +302,18 @@ def _emit_load_block(module: ir.Module, buffers: _Buffers, state: State) -> ir.F
             name = e.select(start + j < length, ids.at(slot, 4).load(i32), NO_KEY)
             w.at(at["position"]).at(j, 4).store(positions.at(slot, 4).load(i32))
             w.at(at["key_id"]).at(j, 4).store(name)
-            for side, depth, width, copy in sides:
-                target = w.at(at[side]).at(j * width, 4)
+            for side, depth, terms, copy in sides:
+                target = w.at(at[side]).at(j * terms, 4)
                 source = state.pointer(s, f"data:{side}").at(
                     ((batch * length + slot) * heads + head % heads) * depth, size
                 )
                 e.either(
                     name.compare("!=", NO_KEY),
                     lambda c=copy, p=source, t=target: e.run(c, p, t) and None,
-                    lambda t=target, n=width: e.run(fill, t, n, e.const(f32, 0.0)) and None,
+                    lambda t=target, n=terms: e.run(fill, t, n, e.const(f32, 0.0)) and None,
                 )
+        if join is not None:
+            e.run(join, w.at(at["key"]), w.at(at["key_joined"]), BLOCK_KEYS)
         masking.key_bounds(e, w.at(at["position"]), w.at(at["key_id"]), BLOCK_KEYS, isa.strip, w.at(at["records"]))
         e.ret()
     return e.function
@@ -294,21 +321,21 @@ def _emit_load_block(module: ir.Module, buffers: _Buffers, state: State) -> ir.F
 
 def _emit_step(module: ir.Module, buffers: _Buffers) -> ir.Function:
     """``step(workspace, tile, d_query, numbers)``: one tile of rows against one block of keys."""
-    isa, kernel, n = buffers.isa, buffers.kernel, BLOCK_ROWS
+    isa, kernel, n, pack = buffers.isa, buffers.kernel, BLOCK_ROWS, buffers.pack
     width, value_width = buffers.width, buffers.value_width
-    score = Scores.of(module, isa, "score", kernel.head_dim, width, n)
+    score = Scores.of(module, isa, "score", kernel.head_dim, buffers.key_terms, n, pack)
     d_prob = score
-    if value_width != width:
-        d_prob = Scores.of(module, isa, "d_prob", kernel.value_head_dim, value_width, n)
+    if buffers.value_terms != buffers.key_terms:
+        d_prob = Scores.of(module, isa, "d_prob", kernel.value_head_dim, buffers.value_terms, n, pack)
     elif kernel.value_head_dim != kernel.head_dim:
-        d_prob = dataclasses.replace(score, depth=kernel.value_head_dim)
-    to_key = Weighted.of(module, isa, "to_key", width, (n, 1), width, width)
+        d_prob = dataclasses.replace(score, depth=-(-kernel.value_head_dim // pack))
+    to_key = Weighted.of(module, isa, "to_key", width, (n, 1), pack)
     to_value = to_key
     if value_width != width:
-        to_value = Weighted.of(module, isa, "to_value", value_width, (n, 1), value_width, value_width)
-    to_query = Weighted.of(module, isa, "to_query", width, (1, n), width, width)
-    plain = slopes(module, isa, n, mixed=False, soft_cap=kernel.soft_cap)
-    masked = slopes(module, isa, n, mixed=True, soft_cap=kernel.soft_cap)
+        to_value = Weighted.of(module, isa, "to_value", value_width, (n, 1), pack)
+    to_query = Weighted.of(module, isa, "to_query", width, (1, n), pack)
+    plain = slopes(module, isa, n, mixed=False, soft_cap=kernel.soft_cap, pack=pack)
+    masked = slopes(module, isa, n, mixed=True, soft_cap=kernel.soft_cap, pack=pack)
     of_block, of_tile = buffers.block[0], buffers.tile[0]
     with Function(module, "step", [ptr] * 4) as (e, (w, tile, d_query, numbers)):
         block = {name: w.at(offset) for name, offset in of_block.items()}
@@ -320,7 +347,8 @@ def _emit_step(module: ir.Module, buffers: _Buffers) -> ir.Function:
                 score.emit(e, block["key"], rows_["query_turned"].at(g, 4), s, live.start, live.stop)
                 d_prob.emit(e, block["value"], rows_["d_out_turned"].at(g, 4), d, live.start, live.stop)
                 per_query = rows_["numbers"].at(g, 4)
-                arguments = (s, d, per_query, block["position"], block["key_id"], numbers, live.start, live.stop)
+                places = (block["by_key"].at(g, 4), per_query, block["position"], block["key_id"])
+                arguments = (s, d, *places, numbers, live.start, live.stop)
                 e.either(
                     live.mixed,
                     lambda a=arguments: e.run(masked, *a) and None,
@@ -329,7 +357,8 @@ def _emit_step(module: ir.Module, buffers: _Buffers) -> ir.Function:
             keys, all_rows = (live.start, live.stop), (0, n)
             to_value.emit(e, block["scores"], rows_["d_out"], block["d_value"], keys, all_rows)
             to_key.emit(e, block["d_probs"], rows_["query"], block["d_key"], keys, all_rows)
-            to_query.emit(e, block["d_probs"], block["key"], d_query, all_rows, keys)
+            by_key = (block["d_probs"], block["key"]) if pack == 1 else (block["by_key"], block["key_joined"])
+            to_query.emit(e, *by_key, d_query, all_rows, keys)
         e.ret()
     return e.function
 

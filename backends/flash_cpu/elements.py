@@ -1,13 +1,14 @@
 """Numbers in a lane: conversion to and from float32, ``exp2`` and ``tanh``.
 
-All arithmetic is float32. bfloat16 is the upper half of a float32; it is rounded to nearest, ties to even.
+Arithmetic is float32, except that pairs of bfloat16 numbers can be multiplied and added to a float32. bfloat16 is the
+upper half of a float32; it is rounded to nearest, ties to even.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from .emit import Function, Value, f16, f32, i16, i32, vector
+from .emit import BFloat, Function, Value, f16, f32, i16, i32, vector
 from .isa import AVX512, Isa
 
 SIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -52,6 +53,25 @@ def store(e: Function, place: Value, value: Value, dtype: str) -> None:
         place.store(rounded.integer(of(i16)), 2)
 
 
+def pairs(e: Function, low: Value, high: Value) -> Value:
+    """Two vectors of 16 float32 as 16 pairs of bfloat16, rounded to nearest even; subnormal numbers become zero."""
+    both = e.call("llvm.x86.avx512bf16.cvtne2ps2bf16.512", vector(BFloat(), 32), high, low).bits_as(vector(i16, 32))
+    return e.shuffle(both, both, [half + lane for lane in range(16) for half in (0, 16)]).bits_as(vector(i32, 16))
+
+
+def narrow(e: Function, x: Value) -> Value:
+    """16 float32 as 16 bfloat16, rounded as in :func:`pairs`."""
+    return e.call("llvm.x86.avx512bf16.cvtneps2bf16.512", vector(BFloat(), 16), x)
+
+
+def multiply_add(e: Function, x: Value, y: Value, total: Value) -> Value:
+    """``total + x y`` in each lane; for pairs of bfloat16 (as int32) ``total + x[0] y[0] + x[1] y[1]``."""
+    if x.is_float:
+        return e.fma(x, y, total)
+    x, y = (pair.bits_as(vector(BFloat(), 32)) for pair in (x, y))
+    return e.call("llvm.x86.avx512bf16.dpbf16ps.512", total.type, total, x, y)
+
+
 def exp2(e: Function, isa: Isa, x: Value) -> Value:
     """2**x to an ulp or so, for x up to 127.
 
@@ -59,7 +79,7 @@ def exp2(e: Function, isa: Isa, x: Value) -> Value:
     """
     lanes = x.type.count
     type_ = vector(f32, lanes)
-    if isa is AVX512:
+    if isa.lanes == AVX512.lanes:
         zero, every, nearest = e.const(type_, 0.0), e.const(i16, -1), e.const(i32, 8)
         f = e.call("llvm.x86.avx512.mask.reduce.ps.512", type_, x, nearest, zero, every, e.const(i32, 4))
         p = _polynomial(e, _EXP2, f)

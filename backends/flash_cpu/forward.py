@@ -77,7 +77,8 @@ def block_rows(isa: Isa) -> int:
 def workspace(isa: Isa, kernel: Kernel, keys: int) -> tuple[dict[str, int], int]:
     """Byte offsets of a thread's buffers, and their size, with room for the scores of ``keys`` keys."""
     queries = block_rows(isa)
-    width, value_width = rows.padded(kernel.head_dim, isa), rows.padded(kernel.value_head_dim, isa)
+    width = rows.padded(kernel.head_dim, isa, isa.pack(kernel.dtype))
+    value_width = rows.padded(kernel.value_head_dim, isa)
     sizes = {
         "query": queries * width,
         "scores": max(keys * queries, queries * width),
@@ -99,7 +100,7 @@ def workspace_bytes(isa: Isa, kernel: Kernel) -> int:
 
 def packed(isa: Isa, kernel: Kernel) -> Blocks:
     """The blocks of packed keys and values."""
-    return Blocks(isa, BLOCK_KEYS, isa.strip, kernel.head_dim, kernel.value_head_dim)
+    return Blocks(isa, kernel.dtype, BLOCK_KEYS, isa.strip, kernel.head_dim, kernel.value_head_dim)
 
 
 def build(module: ir.Module, isa: Isa, kernel: Kernel) -> tuple[Program, State]:
@@ -168,8 +169,9 @@ def emit_read(
     module: ir.Module, isa: Isa, kernel: Kernel, state: State, queries: int, at: dict[str, int]
 ) -> ir.Function:
     """``read(state, workspace, head, start, count)``: the tile's queries transposed, its intervals, a fresh softmax."""
-    width, value_width = rows.padded(kernel.head_dim, isa), rows.padded(kernel.value_head_dim, isa)
-    copy = rows.copy_row(module, isa, "copy_query", kernel.dtype, kernel.head_dim)
+    pack = isa.pack(kernel.dtype)
+    width, value_width = rows.padded(kernel.head_dim, isa, pack), rows.padded(kernel.value_head_dim, isa)
+    copy = rows.copy_row(module, isa, "copy_query", kernel.dtype, kernel.head_dim, pack)
     turn = rows.transpose(module, isa, "transpose_query", queries, width)
     fill = rows.fill(module, isa)
     numbers = emit_row_numbers(module, isa, state)
@@ -201,18 +203,18 @@ def emit_attend(
 
     Where ``listed``, over the blocks that a list of int32 names: another pointer, before the number of blocks.
     """
-    queries, keys_per_block = block_rows(isa), blocks.keys_per_block
-    key_width, value_width = blocks.key_width, blocks.value_width
-    scores = Scores.of(module, isa, "score", kernel.head_dim, key_width, queries)
-    weigh = Weighted.of(module, isa, "value", value_width, (1, queries), value_width, value_width)
-    plain = softmax(module, isa, queries, mixed=False, soft_cap=kernel.soft_cap)
-    masked = softmax(module, isa, queries, mixed=True, soft_cap=kernel.soft_cap)
+    queries, keys_per_block, pack = block_rows(isa), blocks.keys_per_block, blocks.pack
+    value_width = blocks.value_width
+    scores = Scores.of(module, isa, "score", kernel.head_dim, blocks.key_width, queries, pack)
+    weigh = Weighted.of(module, isa, "value", value_width, (1, queries), pack)
+    plain = softmax(module, isa, queries, mixed=False, soft_cap=kernel.soft_cap, pack=pack)
+    masked = softmax(module, isa, queries, mixed=True, soft_cap=kernel.soft_cap, pack=pack)
     rescale = _emit_rescale(module, isa, value_width)
     with Function(module, "attend", [ptr] * (8 if listed else 7) + [i64]) as (e, arguments):
         w, keys, values, positions, ids, records, numbers, *names, count = arguments
         with e.loop(0, count) as i:
             n = names[0].at(i, 4).load(i32).integer(i64) if listed else i
-            k, v = keys.at(n * (keys_per_block * key_width), 4), values.at(n * (keys_per_block * value_width), 4)
+            k, v = keys.at(n * blocks.key_terms, 4), values.at(n * blocks.value_terms, 4)
             block = (positions.at(n * keys_per_block, 4), ids.at(n * keys_per_block, 4))
             with e.loop(0, queries, isa.group) as g:
                 bounds = w.at(at["bounds"]).at(g // isa.group * masking.QUERY_RECORD)

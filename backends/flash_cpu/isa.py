@@ -18,7 +18,7 @@ class Isa:
 
     ``score_rows`` keys by ``score_vectors`` of queries in the score product; ``value_rows`` rows by ``value_vectors``
     of the head dimension in every product whose right operand is keys, values or queries. ``needs`` are LLVM's names of
-    processor features.
+    processor features. ``multiplies_bfloat16``: one instruction adds two products of bfloat16 numbers to a float32.
     """
 
     name: str
@@ -28,6 +28,11 @@ class Isa:
     value_rows: int
     value_vectors: int
     needs: tuple[str, ...]
+    multiplies_bfloat16: bool = False
+
+    def pack(self, dtype: str) -> int:
+        """Numbers that one term of a product holds, four bytes: two of bfloat16 where they are multiplied as such."""
+        return 2 if self.multiplies_bfloat16 and dtype == "bfloat16" else 1
 
     @property
     def group(self) -> int:
@@ -41,9 +46,12 @@ class Isa:
 
 
 AVX512 = Isa("avx512", 16, 8, 3, 6, 4, ("avx512f", "avx512bw", "avx512dq", "avx512vl", "fma", "f16c"))
+AVX512_BF16 = dataclasses.replace(
+    AVX512, name="avx512_bf16", needs=(*AVX512.needs, "avx512bf16"), multiplies_bfloat16=True
+)
 AVX2 = Isa("avx2", 8, 4, 3, 6, 2, ("avx2", "fma", "f16c"))
 NEON = Isa("neon", 4, 8, 3, 6, 4, ("neon",))
-KNOWN = (AVX512, AVX2, NEON)
+KNOWN = (AVX512_BF16, AVX512, AVX2, NEON)
 
 
 def available(features: Mapping[str, bool], machine: str | None = None) -> tuple[Isa, ...]:
@@ -51,7 +59,7 @@ def available(features: Mapping[str, bool], machine: str | None = None) -> tuple
     machine = platform.machine() if machine is None else machine
     if machine in ("aarch64", "arm64"):
         return (NEON,)  # part of every 64-bit ARM; Apple's LLVM names do not list it
-    return tuple(isa for isa in (AVX512, AVX2) if all(features.get(name) for name in isa.needs))
+    return tuple(isa for isa in KNOWN[:-1] if all(features.get(name) for name in isa.needs))
 
 
 def features_for(isa: Isa, features: Mapping[str, bool]) -> dict[str, bool]:

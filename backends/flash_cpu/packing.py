@@ -2,12 +2,13 @@
 
 The shared part of the scratch memory, for every KV head of every sequence (``Sp``: S in whole blocks)::
 
-    keys    float32 [B * K][Sp][Hp]      Hp, Vp: head dimensions in whole vectors
-    values  float32 [B * K][Sp][Vp]
+    keys    terms [B * K][Sp][Hp]          Hp: terms of the head dimension, in whole vectors
+    values  terms [B * K][Sp / pack][Vp]   Vp: the values' head dimension, in whole vectors
     then for every row of the layout: positions int32 [C][Sp], ids int32 [C][Sp], records [C][Sp / block][1 + strips]
 
-A key that no query may see (padding, behind the length) is packed as zeros, whatever it holds. Without values (a head
-dimension of zero) only keys are packed.
+A term is one float32, or a pair of bfloat16 numbers: two neighbours of a key, one number each of two neighbouring
+values (``pack`` is 1 or 2). A key that no query may see (padding, behind the length) is packed as zeros, whatever it
+holds. Without values (a head dimension of zero) only keys are packed.
 """
 
 from __future__ import annotations
@@ -33,10 +34,16 @@ class Blocks:
     """
 
     isa: Isa
+    dtype: str
     keys: int
     strip: int
     head_dim: int
     value_head_dim: int
+
+    @property
+    def pack(self) -> int:
+        """Numbers per term."""
+        return self.isa.pack(self.dtype)
 
     @property
     def keys_per_block(self) -> int:
@@ -46,12 +53,22 @@ class Blocks:
     @property
     def key_width(self) -> int:
         """Hp."""
-        return rows.padded(self.head_dim, self.isa)
+        return rows.padded(self.head_dim, self.isa, self.pack)
 
     @property
     def value_width(self) -> int:
         """Vp."""
         return rows.padded(self.value_head_dim, self.isa)
+
+    @property
+    def key_terms(self) -> int:
+        """Of a block."""
+        return self.keys_per_block * self.key_width
+
+    @property
+    def value_terms(self) -> int:
+        """Of a block."""
+        return self.keys_per_block // self.pack * self.value_width
 
     @property
     def record_bytes(self) -> int:
@@ -71,15 +88,15 @@ class Blocks:
 
     def key_rows(self, shared: Value, dims: Dims, head: Value) -> Value:
         """The first key of a head, numbered over the batch."""
-        return shared.at(head * self.length(dims) * self.key_width, 4)
+        return shared.at(head * self.count(dims) * self.key_terms, 4)
 
     def value_rows(self, shared: Value, dims: Dims, head: Value) -> Value:
         """The first value of a head."""
-        before = self._heads(dims) * self.length(dims) * self.key_width
-        return shared.at(before + head * self.length(dims) * self.value_width, 4)
+        before = self._heads(dims) * self.count(dims) * self.key_terms
+        return shared.at(before + head * self.count(dims) * self.value_terms, 4)
 
     def _layouts(self, dims: Dims) -> Any:
-        return self._heads(dims) * self.length(dims) * (self.key_width + self.value_width)
+        return self._heads(dims) * self.count(dims) * (self.key_terms + self.value_terms)
 
     def positions(self, shared: Value, dims: Dims, row: Value) -> Value:
         """Of a row of the layout."""
@@ -105,15 +122,15 @@ def emit_pack(module: ir.Module, isa: Isa, dtype: str, blocks: Blocks, state: St
 
     The first head that reads a row of the layout also copies that row and finds its bounds.
     """
-    size = elements.SIZE[dtype]
-    keys_per_block, key_width, value_width = blocks.keys_per_block, blocks.key_width, blocks.value_width
-    sides = [("key", blocks.head_dim, key_width, blocks.key_rows)]
-    if blocks.value_head_dim:
-        sides.append(("value", blocks.value_head_dim, value_width, blocks.value_rows))
-    copies = {name: rows.copy_row(module, isa, f"copy_{name}", dtype, width) for name, width, *_ in sides}
+    size, pack = elements.SIZE[dtype], blocks.pack
+    keys_per_block, joined = blocks.keys_per_block, pack == 2 and blocks.value_head_dim > 0
+    widths = {"key": blocks.head_dim, "value": blocks.value_head_dim}
+    strides = {name: rows.padded(width, isa, pack) for name, width in widths.items()}
+    copies = {n: rows.copy_row(module, isa, f"copy_{n}", dtype, width, pack) for n, width in widths.items() if width}
+    join = rows.join(module, isa, "join_values", blocks.value_width) if joined else None
     fill = rows.fill(module, isa)
     bounds = _emit_layout_block(module, blocks, state)
-    with Function(module, "pack_item", [ptr, ptr, i64]) as (e, (s, _, index)):
+    with Function(module, "pack_item", [ptr, ptr, i64]) as (e, (s, w, index)):
         dims = state.dims(s)
         length, heads = dims["S"], dims["K"]
         head, n = index // blocks.count(dims), index % blocks.count(dims)
@@ -122,20 +139,28 @@ def emit_pack(module: ir.Module, isa: Isa, dtype: str, blocks: Blocks, state: St
         row = batch // share
         shared = state.pointer(s, "shared")
         ids = state.pointer(s, "data:key_id").at(row * length, 4)
-        with e.loop(0, keys_per_block) as j:
-            slot = start + j
-            exists = e.variable(e.const(ir.IntType(1), 0))
-            with e.when((e.const(i64, blocks.keys) > j) & (slot < length)):
-                exists.set(ids.at(slot, 4).load(i32).compare("!=", NO_KEY))
-            for name, width, stride, base in sides:
-                target, copy = base(shared, dims, head).at((n * keys_per_block + j) * stride, 4), copies[name]
-                source = state.pointer(s, f"data:{name}")
-                place = source.at(((batch * length + slot) * heads + head % heads) * width, size)
-                e.either(
-                    exists(),
-                    lambda c=copy, p=place, t=target: e.run(c, p, t) and None,
-                    lambda t=target, w=stride: e.run(fill, t, w, e.const(f32, 0.0)) and None,
-                )
+        keys = blocks.key_rows(shared, dims, head).at(n * blocks.key_terms, 4)
+        values = blocks.value_rows(shared, dims, head).at(n * blocks.value_terms, 4)
+        with e.loop(0, keys_per_block, pack) as term:
+            # Rows of values are joined where they lie one behind the other, in the workspace.
+            to_value = w if joined else values.at(term * blocks.value_width, 4)
+            for i in range(pack):
+                j = term + i
+                slot = start + j
+                exists = e.variable(e.const(ir.IntType(1), 0))
+                with e.when((e.const(i64, blocks.keys) > j) & (slot < length)):
+                    exists.set(ids.at(slot, 4).load(i32).compare("!=", NO_KEY))
+                targets = {"key": keys.at(j * strides["key"], 4), "value": to_value.at(i * strides["value"], 4)}
+                for name, copy in copies.items():
+                    source = state.pointer(s, f"data:{name}")
+                    place = source.at(((batch * length + slot) * heads + head % heads) * widths[name], size)
+                    e.either(
+                        exists(),
+                        lambda c=copy, p=place, t=targets[name]: e.run(c, p, t) and None,
+                        lambda t=targets[name], n=strides[name]: e.run(fill, t, n, e.const(f32, 0.0)) and None,
+                    )
+            if join is not None:
+                e.run(join, w, values.at(term // pack * blocks.value_width, 4), pack)
         with e.when((head % heads).equals(0) & (batch % share).equals(0)):
             e.run(bounds, s, row, n)
         e.ret()

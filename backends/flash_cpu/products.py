@@ -7,6 +7,9 @@ value tile      ``O[r, d] += sum_k P[k, r] V[k, d]``    rows x vectors of the he
 
 Both are one loop over the summed index: load the row of the right operand, broadcast each element of the left one,
 multiply and add into accumulators that stay in registers.
+
+A term of the sum takes four bytes in either operand. It is one float32, or two neighbours along the summed index as
+bfloat16 where the processor multiplies these (``pack`` is 1 or 2): half the terms, and the same loop.
 """
 
 from __future__ import annotations
@@ -16,7 +19,8 @@ from typing import Any
 
 from llvmlite import ir
 
-from .emit import Function, Value, f32, i64, ptr, vector
+from . import elements
+from .emit import Function, Value, f32, i32, i64, ptr, vector
 from .isa import Isa
 
 # Terms of a score that are summed one after the other. With 64, rounding is worse than in XLA's product.
@@ -25,7 +29,7 @@ TERMS = 32
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tile:
-    """A register tile ``c[r, :] (+)= sum_n a[r, n] b[n, :]``; strides in elements of four bytes."""
+    """A register tile ``c[r, :] (+)= sum_n a[r, n] b[n, :]``; strides in elements of four bytes, ``n`` counts terms."""
 
     rows: int
     vectors: int
@@ -34,11 +38,12 @@ class Tile:
     b_stride: int
     c_stride: int
     accumulate: bool
+    pack: int
 
 
 def product(module: ir.Module, isa: Isa, name: str, tile: Tile) -> ir.Function:
     """A function ``(a, b, c, terms)`` that computes one tile."""
-    type_ = vector(f32, isa.lanes)
+    type_, scalar = vector(f32, isa.lanes), f32 if tile.pack == 1 else i32
     columns = [j * isa.lanes for j in range(tile.vectors)]
     with Function(module, name, [ptr, ptr, ptr, i64]) as (e, (a, b, c, terms)):
 
@@ -47,12 +52,12 @@ def product(module: ir.Module, isa: Isa, name: str, tile: Tile) -> ir.Function:
 
         sums = [[e.variable(e.const(type_, 0.0)) for _ in columns] for _ in range(tile.rows)]
         with e.loop(0, terms) as n:
-            row = [b.at(n * tile.b_stride + column, 4).load(type_) for column in columns]
+            row = [b.at(n * tile.b_stride + column, 4).load(vector(scalar, isa.lanes)) for column in columns]
             factors = a.at(n * tile.term_stride, 4)
             for r in range(tile.rows):
-                factor = e.splat(factors.at(r * tile.row_stride, 4).load(f32), isa.lanes)
+                factor = e.splat(factors.at(r * tile.row_stride, 4).load(scalar), isa.lanes)
                 for j in range(tile.vectors):
-                    sums[r][j].set(e.fma(factor, row[j], sums[r][j]()))
+                    sums[r][j].set(elements.multiply_add(e, factor, row[j], sums[r][j]()))
         for r in range(tile.rows):
             for j in range(tile.vectors):
                 # The old value is added at the end: a sum over thousands of terms is then a sum of short sums.
@@ -74,15 +79,15 @@ class Scores:
     further: ir.Function  # adds to it
     key_stride: int
     score_stride: int
-    depth: int
+    depth: int  # in terms
 
     @staticmethod
-    def of(module: ir.Module, isa: Isa, name: str, depth: int, key_stride: int, queries: int) -> Scores:
+    def of(module: ir.Module, isa: Isa, name: str, depth: int, key_stride: int, queries: int, pack: int = 1) -> Scores:
         """``depth`` is the head dimension, ``queries`` the row stride of ``Q[d, q]`` and of ``S[k, q]``."""
-        tile = Tile(isa.score_rows, isa.score_vectors, key_stride, 1, queries, queries, accumulate=False)
+        tile = Tile(isa.score_rows, isa.score_vectors, key_stride, 1, queries, queries, accumulate=False, pack=pack)
         first = product(module, isa, name, tile)
         further = product(module, isa, f"{name}_more", dataclasses.replace(tile, accumulate=True))
-        return Scores(isa, first, further, key_stride, queries, depth)
+        return Scores(isa, first, further, key_stride, queries, -(-depth // pack))
 
     def emit(self, e: Function, keys: Value, queries: Value, scores: Value, start: Value, stop: Value) -> None:
         """Keys ``start`` to ``stop``; all pointers are to key 0 and to the group's first query."""
@@ -102,35 +107,33 @@ class Weighted:
     tiles: tuple[tuple[int, ir.Function], ...]  # first column of each strip of the head dimension, and its tile
     row_stride: int
     term_stride: int
-    b_stride: int
-    c_stride: int
+    width: int
+    pack: int
 
     @staticmethod
-    def of(
-        module: ir.Module, isa: Isa, name: str, width: int, strides: tuple[int, int], b_stride: int, c_stride: int
-    ) -> Weighted:
-        """``width`` is the padded head dimension; ``strides`` those of A's rows and terms."""
+    def of(module: ir.Module, isa: Isa, name: str, width: int, strides: tuple[int, int], pack: int = 1) -> Weighted:
+        """``width``: the padded head dimension, and the row stride of B and C. ``strides``: of A's rows and terms."""
         functions: dict[int, ir.Function] = {}
         tiles, column = [], 0
         for vectors in split(width // isa.lanes, isa.value_vectors):
             if vectors not in functions:
-                tile = Tile(isa.value_rows, vectors, *strides, b_stride, c_stride, accumulate=True)
+                tile = Tile(isa.value_rows, vectors, *strides, width, width, accumulate=True, pack=pack)
                 functions[vectors] = product(module, isa, f"{name}_{vectors}", tile)
             tiles.append((column, functions[vectors]))
             column += vectors * isa.lanes
-        return Weighted(isa, tuple(tiles), *strides, b_stride, c_stride)
+        return Weighted(isa, tuple(tiles), *strides, width, pack)
 
     def emit(self, e: Function, a: Value, b: Value, c: Value, rows: tuple[Any, Any], terms: tuple[Any, Any]) -> None:
-        """Rows and terms from the first to before the last; all pointers are to row 0 and term 0."""
-        start, stop = (x if isinstance(x, Value) else e.const(i64, x) for x in terms)
-        left, right = a.at(start * self.term_stride, 4), b.at(start * self.b_stride, 4)
+        """Rows and indices ``n`` from the first to before the last; all pointers are to row 0 and to index 0."""
+        start, stop = ((x if isinstance(x, Value) else e.const(i64, x)) // self.pack for x in terms)
+        left, right = a.at(start * self.term_stride, 4), b.at(start * self.width, 4)
         for column, tile in self.tiles:
             with e.loop(rows[0], rows[1], self.isa.value_rows) as r:
                 e.run(
                     tile,
                     left.at(r * self.row_stride, 4),
                     right.at(column, 4),
-                    c.at(r * self.c_stride + column, 4),
+                    c.at(r * self.width + column, 4),
                     stop - start,
                 )
 

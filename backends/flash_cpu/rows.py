@@ -1,4 +1,6 @@
-"""Rows of an operand as float32, contiguous and padded to whole vectors; and their transpose.
+"""Rows of an operand as terms of a product, contiguous and padded to whole vectors; and their transpose.
+
+A term is one float32, or two neighbours of a row as bfloat16 where the processor multiplies these (``products.py``).
 
 Query rows of a KV head are numbered over tokens and the heads of its group, ``r = t * group + g``: the heads of a group
 share a tile, so that a key is read once for all of them.
@@ -9,17 +11,19 @@ from __future__ import annotations
 from llvmlite import ir
 
 from . import elements
-from .emit import Function, Value, f32, i64, ptr, vector
+from .emit import Function, Value, f32, i16, i32, i64, ptr, vector
 from .isa import Isa
 
 
-def padded(width: int, isa: Isa) -> int:
-    """``width`` rounded up to whole vectors."""
-    return -(-width // isa.lanes) * isa.lanes
+def padded(width: int, isa: Isa, pack: int = 1) -> int:
+    """Terms of ``width`` numbers, rounded up to whole vectors."""
+    return -(-width // (pack * isa.lanes)) * isa.lanes
 
 
-def copy_row(module: ir.Module, isa: Isa, name: str, dtype: str, width: int) -> ir.Function:
-    """A function ``(source, target)``: ``width`` numbers of ``dtype`` as float32, and zeros up to whole vectors."""
+def copy_row(module: ir.Module, isa: Isa, name: str, dtype: str, width: int, pack: int = 1) -> ir.Function:
+    """A function ``(source, target)``: ``width`` numbers of ``dtype`` as terms, and zeros up to whole vectors."""
+    if pack == 2:
+        return _copy_pairs(module, isa, name, width)
     size, whole, type_ = elements.SIZE[dtype], width // isa.lanes * isa.lanes, vector(f32, isa.lanes)
     with Function(module, name, [ptr, ptr]) as (e, (source, target)):
         with e.loop(0, whole, isa.lanes) as d:
@@ -29,6 +33,48 @@ def copy_row(module: ir.Module, isa: Isa, name: str, dtype: str, width: int) -> 
             with e.loop(whole, width) as d:
                 target.at(d, 4).store(elements.load(e, source.at(d, size), dtype, None))
         e.ret()
+    return e.function
+
+
+def _copy_pairs(module: ir.Module, isa: Isa, name: str, width: int) -> ir.Function:
+    vector_, numbers = vector(i32, isa.lanes), 2 * isa.lanes
+    whole = width // numbers * numbers
+    with Function(module, name, [ptr, ptr]) as (e, (source, target)):
+        with e.loop(0, whole, numbers) as d:
+            target.at(d, 2).store(source.at(d, 2).load(vector_, 2))
+        if width > whole:
+            target.at(whole, 2).store(e.const(vector_, 0))
+            with e.loop(whole, width) as d:
+                target.at(d, 2).store(source.at(d, 2).load(i16, 2), 2)
+        e.ret()
+    return e.function
+
+
+def join(module: ir.Module, isa: Isa, name: str, width: int) -> ir.Function:
+    """A function ``(source, target, count)``: of ``count`` rows of bfloat16, each two as one of ``width`` pairs.
+
+    The rows have ``width`` numbers, padded as :func:`copy_row` does; ``width`` is in whole vectors.
+    """
+    half, wide, stride = vector(i16, isa.lanes), vector(i32, isa.lanes), padded(width, isa, 2)
+    with Function(module, name, [ptr, ptr, i64]) as (e, (source, target, count)):
+        with e.loop(0, count, 2) as r, e.loop(0, width, isa.lanes) as d:
+            places = (source.at((r + n) * stride, 4).at(d, 2) for n in (0, 1))
+            low, high = (Value(e, e.builder.zext(place.load(half, 2).raw, wide)) for place in places)
+            target.at(r // 2 * width + d, 4).store(low | (high << 16))
+        e.ret()
+    return e.function
+
+
+def dot(module: ir.Module, isa: Isa, name: str, dtype: str, width: int) -> ir.Function:
+    """A function ``(first, second) -> float32``: the product of two rows of ``width`` numbers of ``dtype``."""
+    size, whole = elements.SIZE[dtype], width // isa.lanes * isa.lanes
+    with Function(module, name, [ptr, ptr], f32) as (e, (first, second)):
+        total, rest = e.variable(e.const(vector(f32, isa.lanes), 0.0)), e.variable(e.const(f32, 0.0))
+        for start, stop, sum_, lanes in ((0, whole, total, isa.lanes), (whole, width, rest, None)):
+            with e.loop(start, stop, lanes or 1) as d:
+                x, y = (elements.load(e, row.at(d, size), dtype, lanes) for row in (first, second))
+                sum_.set(e.fma(x, y, sum_()))
+        e.ret(e.add_up(total()) + rest())
     return e.function
 
 
@@ -47,7 +93,7 @@ def write_row(module: ir.Module, isa: Isa, name: str, dtype: str, width: int) ->
 
 
 def transpose(module: ir.Module, isa: Isa, name: str, rows: int, width: int) -> ir.Function:
-    """A function ``(source, target)``: float32 ``[rows, width]`` to ``[width, rows]``, both multiples of the lanes.
+    """A function ``(source, target)``: terms ``[rows, width]`` to ``[width, rows]``, both multiples of the lanes.
 
     A square of vectors is transposed by exchanging, for every bit of the lane number, the halves that differ in it.
     """

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from llvmlite import ir
 
-from .elements import exp2, tanh
-from .emit import Function, f32, i32, i64, ptr, vector
+from .elements import exp2, narrow, pairs, tanh
+from .emit import Function, Value, f32, i32, i64, ptr, vector
 from .isa import Isa
 from .masking import Lanes
 from .softmax import CAP_INNER, CAP_OUTER, SCALE
@@ -28,17 +28,20 @@ NEVER = 2.0  # no probability is above it
 TOP, INVERSE, DELTA, LIMIT, D_LSE, FIRST, LAST, QUERY_ID = range(8)
 
 
-def slopes(module: ir.Module, isa: Isa, queries: int, *, mixed: bool, soft_cap: bool) -> ir.Function:
-    """A function over one group: ``(scores, d_probs, per_query, position, key_id, numbers, start, stop)``.
+def slopes(module: ir.Module, isa: Isa, queries: int, *, mixed: bool, soft_cap: bool, pack: int = 1) -> ir.Function:
+    """A function over one group: ``(scores, d_probs, by_key, per_query, position, key_id, numbers, start, stop)``.
 
     ``scores[k, q]`` become ``P``, ``d_probs[k, q]`` become ``dS`` (row strides ``queries``); ``per_query`` holds rows
     of ``queries`` numbers: :data:`TOP`, :data:`INVERSE` (1 / l), :data:`DELTA`,
     :data:`LIMIT`, :data:`D_LSE` (the cotangent of the log-sum-exp), intervals and ids. What a query does not see comes
     out as exactly zero, whatever it holds.
+
+    With a ``pack`` of 2 both become bfloat16: row ``k`` holds pairs of queries in its first half, and row ``n`` of
+    ``by_key`` has ``dS`` of keys ``2 n`` and ``2 n + 1``. With 1, ``by_key`` is not written.
     """
     lanes, vectors, type_ = isa.lanes, range(isa.score_vectors), vector(f32, isa.lanes)
-    with Function(module, "slopes_mixed" if mixed else "slopes", [ptr] * 6 + [i64] * 2) as (e, arguments):
-        scores, d_probs, per_query, position, key_id, numbers, start, stop = arguments
+    with Function(module, "slopes_mixed" if mixed else "slopes", [ptr] * 7 + [i64] * 2) as (e, arguments):
+        scores, d_probs, by_key, per_query, position, key_id, numbers, start, stop = arguments
 
         def row(n: int) -> list:
             return [per_query.at(n * queries + v * lanes, 4).load(type_) for v in vectors]
@@ -49,24 +52,36 @@ def slopes(module: ir.Module, isa: Isa, queries: int, *, mixed: bool, soft_cap: 
         places = (per_query.at(n * queries, 4) for n in (FIRST, LAST, QUERY_ID))
         see = Lanes.of(isa, *places) if mixed else None
         zero = e.const(type_, 0.0)
-        with e.loop(start, stop) as k:
+
+        def at_key(k: Value, v: int) -> tuple[Value, Value]:
+            """P and dS of one key and one vector of queries."""
+            raw, factor = scores.at(k * queries + v * lanes, 4).load(type_), scale
+            bend = None
+            if soft_cap:
+                raw, factor = tanh(e, isa, raw * inner), outer
+                bend = e.const(type_, 1.0) - raw * raw
+            p = exp2(e, isa, e.fma(raw, factor, negative[v])) * inverse[v]
+            slope = p * (d_probs.at(k * queries + v * lanes, 4).load(type_) - delta[v])
+            slope = e.fma(p, d_lse[v], e.select(p > limit[v], zero, slope))
+            if bend is not None:
+                slope = slope * bend
+            if see is None:
+                return p, slope
+            seen = see.see(e, isa, v, position.at(k, 4).load(i32), key_id.at(k, 4).load(i32))
+            return e.select(seen, p, zero), e.select(seen, slope, zero)
+
+        with e.loop(start, stop, pack) as k:
             for v in vectors:
-                at = scores.at(k * queries + v * lanes, 4)
-                slope_at = d_probs.at(k * queries + v * lanes, 4)
-                raw, factor = at.load(type_), scale
-                bend = None
-                if soft_cap:
-                    raw, factor = tanh(e, isa, raw * inner), outer
-                    bend = e.const(type_, 1.0) - raw * raw
-                p = exp2(e, isa, e.fma(raw, factor, negative[v])) * inverse[v]
-                slope = p * (slope_at.load(type_) - delta[v])
-                slope = e.fma(p, d_lse[v], e.select(p > limit[v], zero, slope))
-                if bend is not None:
-                    slope = slope * bend
-                if see is not None:
-                    seen = see.see(e, isa, v, position.at(k, 4).load(i32), key_id.at(k, 4).load(i32))
-                    p, slope = e.select(seen, p, zero), e.select(seen, slope, zero)
-                at.store(p)
-                slope_at.store(slope)
+                of_keys = [at_key(k + n, v) for n in range(pack)]
+                for n, numbers_ in enumerate(of_keys):
+                    for target, x in zip((scores, d_probs), numbers_, strict=True):
+                        row_ = target.at((k + n) * queries, 4)
+                        if pack == 1:
+                            row_.at(v * lanes, 4).store(x)
+                        else:
+                            row_.at(v * lanes, 2).store(narrow(e, x))
+                if pack == 2:
+                    term = pairs(e, *(slope for _, slope in of_keys))
+                    by_key.at(k // 2 * queries + v * lanes, 4).store(term)
         e.ret()
     return e.function

@@ -15,7 +15,7 @@ import dataclasses
 
 from llvmlite import ir
 
-from .elements import exp2, tanh
+from .elements import exp2, pairs, tanh
 from .emit import Function, Value, f32, i1, i32, i64, ptr, vector
 from .isa import Isa
 from .masking import Lanes
@@ -50,10 +50,30 @@ def capped(e: Function, isa: Isa, raw: Value, numbers: Value) -> Value:
     return tanh(e, isa, raw * inner) * outer
 
 
-def softmax(module: ir.Module, isa: Isa, queries: int, *, mixed: bool, soft_cap: bool) -> ir.Function:
+def _raise(e: Function, isa: Isa, new: list[Value], top: Value, total: Value, decay: Value) -> Value:
+    """Raise the maxima of a group to ``new`` where that is far above them; whether any was."""
+    vectors, type_ = range(isa.score_vectors), vector(f32, isa.lanes)
+    tops, totals, decays = ([x.at(v * isa.lanes, 4) for v in vectors] for x in (top, total, decay))
+    old = [place.load(type_) for place in tops]
+    raised = [new[v] > old[v] + _LAZY for v in vectors]
+    some = e.any(raised[0])
+    for v in vectors[1:]:
+        some = some | e.any(raised[v])
+    with e.when(some):
+        for v in vectors:
+            raise_to = e.select(raised[v], new[v], old[v])
+            factor = e.select(old[v] > HIDDEN / 2, exp2(e, isa, old[v] - raise_to), 0.0)
+            decays[v].store(factor)
+            totals[v].store(totals[v].load(type_) * factor)
+            tops[v].store(raise_to)
+    return some
+
+
+def softmax(module: ir.Module, isa: Isa, queries: int, *, mixed: bool, soft_cap: bool, pack: int = 1) -> ir.Function:
     """A function over one group: ``(scores, places..., position, key_id, numbers, start, stop) -> raised``.
 
-    ``scores[k, q]`` (row stride ``queries``) become probabilities; where ``raised``, the group's output must be
+    ``scores[k, q]`` (row stride ``queries``) become probabilities, as terms of the value product over the keys: with a
+    ``pack`` of 2 keys ``2 n`` and ``2 n + 1`` go into row ``n``. Where ``raised``, the group's output must be
     multiplied by ``decay``. A mixed block compares positions and ids; what is hidden comes out as exactly zero.
     """
     lanes, vectors, type_ = isa.lanes, range(isa.score_vectors), vector(f32, isa.lanes)
@@ -82,29 +102,23 @@ def softmax(module: ir.Module, isa: Isa, queries: int, *, mixed: bool, soft_cap:
         new = [highest[v]() * scale for v in vectors]
         if mixed:
             new = [e.select(highest[v]() > HIDDEN / 2, new[v], HIDDEN) for v in vectors]
-        old = [of(top, v).load(type_) for v in vectors]
-        raised = [new[v] > old[v] + _LAZY for v in vectors]
-        some = e.any(raised[0])
-        for v in vectors[1:]:
-            some = some | e.any(raised[v])
-        with e.when(some):
-            for v in vectors:
-                raise_to = e.select(raised[v], new[v], old[v])
-                factor = e.select(old[v] > HIDDEN / 2, exp2(e, isa, old[v] - raise_to), 0.0)
-                of(decay, v).store(factor)
-                of(total, v).store(of(total, v).load(type_) * factor)
-                of(top, v).store(raise_to)
+        some = _raise(e, isa, new, top, total, decay)
         negative = [e.const(type_, 0.0) - of(top, v).load(type_) for v in vectors]
         sums = [e.variable(e.const(type_, 0.0)) for _ in vectors]
-        with e.loop(start, stop) as k:
+
+        def weight(k: Value, v: int) -> Value:
+            """Of one key for a vector of queries, and added to their sums."""
+            x = of(scores.at(k * queries, 4), v).load(type_)
+            p = exp2(e, isa, e.fma(x, scale, negative[v]))
+            if mixed:
+                p = e.select(x > HIDDEN / 2, p, 0.0)
+            sums[v].set(sums[v]() + p)
+            return p
+
+        with e.loop(start, stop, pack) as k:
             for v in vectors:
-                place = of(scores.at(k * queries, 4), v)
-                x = place.load(type_)
-                p = exp2(e, isa, e.fma(x, scale, negative[v]))
-                if mixed:
-                    p = e.select(x > HIDDEN / 2, p, 0.0)
-                place.store(p)
-                sums[v].set(sums[v]() + p)
+                of_keys = [weight(k + n, v) for n in range(pack)]
+                of(scores.at(k // pack * queries, 4), v).store(of_keys[0] if pack == 1 else pairs(e, *of_keys))
         for v in vectors:
             of(total, v).store(of(total, v).load(type_) + sums[v]())
         e.ret(some)

@@ -37,7 +37,8 @@ class SparseKernel:
 
     def blocks(self, isa: Isa) -> Blocks:
         """The layout of packed units; a strip is one score tile, so that a unit of 16 keys is not mostly padding."""
-        return Blocks(isa, self.unit, isa.score_rows, self.kernel.head_dim, self.kernel.value_head_dim)
+        kernel = self.kernel
+        return Blocks(isa, kernel.dtype, self.unit, isa.score_rows, kernel.head_dim, kernel.value_head_dim)
 
 
 _TILE = Operand("tile", "float32", ("U", "Q"))  # its length is the number of tokens of a query tile
@@ -169,8 +170,8 @@ def _emit_sums(module: ir.Module, isa: Isa, this: SparseKernel, at: dict[str, in
     Of each unit and row the sum of its weights, and the maximum that they are relative to.
     """
     kernel, blocks, queries = this.kernel, this.blocks(isa), block_rows(isa)
-    keys_per_block, width = blocks.keys_per_block, blocks.key_width
-    scores = Scores.of(module, isa, "score", kernel.head_dim, width, queries)
+    keys_per_block = blocks.keys_per_block
+    scores = Scores.of(module, isa, "score", kernel.head_dim, blocks.key_width, queries, blocks.pack)
     plain = softmax(module, isa, queries, mixed=False, soft_cap=kernel.soft_cap)
     masked = softmax(module, isa, queries, mixed=True, soft_cap=kernel.soft_cap)
     fill, column = rows.fill(module, isa), _emit_column_sums(module, isa)
@@ -185,7 +186,7 @@ def _emit_sums(module: ir.Module, isa: Isa, this: SparseKernel, at: dict[str, in
             live = masking.live_keys(e, bounds, records.at(n * blocks.record_bytes), keys_per_block, blocks.strip)
             with e.when(live.any):
                 s = w.at(at["scores"]).at(g, 4)
-                block_keys = keys.at(n * (keys_per_block * width), 4)
+                block_keys = keys.at(n * blocks.key_terms, 4)
                 scores.emit(e, block_keys, w.at(at["query"]).at(g, 4), s, live.start, live.stop)
                 places = Places(*(w.at(at[x]).at(g, 4) for x in ("top", "total", "decay", "first", "last", "query_id")))
                 block = positions.at(n * keys_per_block, 4), ids.at(n * keys_per_block, 4)

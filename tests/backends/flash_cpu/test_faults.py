@@ -15,6 +15,7 @@ pytest.importorskip("llvmlite", reason="the kernels are compiled by llvmlite (pi
 
 from attnsuite.backends import AttentionSpec, Layout, Target, make_spec, plan, registry, resolve, support
 from attnsuite.backends.flash_cpu import availability, cache, calls, compiler, targets
+from attnsuite.backends.flash_cpu.compiler import Processor
 from attnsuite.backends.flash_cpu.visibility import visibility
 
 ISA = compiler.Processor.here().isa()
@@ -107,19 +108,33 @@ def test_self_test_that_fails_is_a_reason(monkeypatch, tmp_path):
     assert any("self-test failed" in reason for reason in resolution.reasons)
 
 
-def test_self_test_fails_where_a_kernel_is_wrong():
-    done = _run("""
+@pytest.mark.parametrize(
+    ("fault", "dtype"),
+    [
+        ("elements._EXP2 = (*elements._EXP2[:-1], 1.001)", "float32"),
+        pytest.param(
+            "pairs = elements.pairs; elements.pairs = softmax.pairs = lambda e, low, high: pairs(e, high, low)",
+            "bfloat16",
+            marks=pytest.mark.skipif(
+                not any(isa.multiplies_bfloat16 for isa in Processor.here().isas()),
+                reason="this processor does not multiply bfloat16",
+            ),
+        ),
+    ],
+)
+def test_self_test_fails_where_a_kernel_is_wrong(fault, dtype):
+    done = _run(f"""
 from attnsuite.backends.flash_cpu import softmax
 softmax._LAZY = -1e30
 from attnsuite.backends.flash_cpu import cache, elements
 cache.read = lambda key: None
 cache.write = lambda key, content: None
-elements._EXP2 = (*elements._EXP2[:-1], 1.001)
+{fault}
 from attnsuite.backends.flash_cpu import self_test
 self_test.main()
 """)
     assert done.returncode != 0
-    assert "is not what the oracle says" in done.stderr
+    assert f"in {dtype} is not what the oracle says" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from attnsuite.backends.flash_cpu import elements, masking, products, rows, slop
 from attnsuite.backends.flash_cpu.compiler import Processor, assembly
 from attnsuite.backends.flash_cpu.emit import Function, f32, i64, ptr, vector
 from attnsuite.backends.flash_cpu.forward import Kernel
-from attnsuite.backends.flash_cpu.isa import AVX2, AVX512, NEON, available, features_for
+from attnsuite.backends.flash_cpu.isa import AVX2, AVX512, AVX512_BF16, NEON, available, features_for
 from attnsuite.backends.flash_cpu.visibility import NO_KEY, NO_QUERY, visibility
 from emitted import ISAS, call
 
@@ -29,6 +29,19 @@ def _float32(*shape):
 @pytest.fixture(params=ISAS, ids=lambda isa: isa.name)
 def isa(request):
     return request.param
+
+
+@pytest.fixture(params=[isa for isa in ISAS if isa.multiplies_bfloat16], ids=lambda isa: isa.name)
+def paired(request):
+    """An instruction set of this processor in which a term of a product is a pair of bfloat16 numbers."""
+    return request.param
+
+
+def _pairs(x, axis):
+    """Neighbours along an axis as bfloat16 in one int32, and the matrix that they stand for."""
+    x = np.asarray(x, jnp.bfloat16)
+    low, high = (np.take(x, range(n, x.shape[axis], 2), axis).view(np.uint16).astype(np.uint32) for n in (0, 1))
+    return (low | high << 16).view(np.int32), x.astype(np.float32)
 
 
 def _elementwise(isa, function, x):
@@ -82,6 +95,18 @@ def test_rows_are_widened_exactly_and_rounded_to_nearest_even(isa, dtype):
     np.testing.assert_array_equal(out.astype(np.float32), wide[:width].astype(number).astype(np.float32))
 
 
+def test_rows_of_pairs_are_copied_and_two_of_them_joined(paired):
+    width = 21
+    x = np.concatenate([_float32(2, width), np.zeros((2, 11), np.float32)], 1).astype(jnp.bfloat16)
+    copied = np.full((2, rows.padded(width, paired, 2)), -1, np.int32)
+    for row, target in zip(x, copied, strict=True):
+        call(paired, lambda m: rows.copy_row(m, paired, "copy", "bfloat16", width, 2), row[:width].copy(), target)
+        np.testing.assert_array_equal(target, _pairs(row[None], 1)[0][0])
+    joined = np.full(32, -1, np.int32)
+    call(paired, lambda m: rows.join(m, paired, "join", 32), copied, joined, 2)
+    np.testing.assert_array_equal(joined, _pairs(x, 0)[0][0])
+
+
 def test_transpose_turns_rows_into_columns(isa):
     n, width = 3 * isa.lanes, 2 * isa.lanes
     x, out = _float32(n, width), np.empty((width, n), np.float32)
@@ -104,6 +129,41 @@ def test_score_tiles_are_keys_times_queries(isa):
     call(isa, build, k, q, out)
     np.testing.assert_allclose(out[isa.strip :], (k @ q)[isa.strip :], rtol=2e-5, atol=2e-5)
     assert (out[: isa.strip] == 0).all()
+
+
+def test_score_tiles_of_pairs_are_keys_times_queries(paired):
+    depth, queries, keys = 23, paired.group, paired.strip
+    (k, whole_k), (q, whole_q) = _pairs(_float32(keys, depth + 1), 1), _pairs(_float32(depth + 1, queries), 0)
+    whole_k[:, depth:] = 0
+    k[:, -1] &= 0xFFFF  # what pads an odd head dimension is zero
+    out = np.zeros((keys, queries), np.float32)
+
+    def build(module):
+        scores = products.Scores.of(module, paired, "score", depth, k.shape[1], queries, 2)
+        with Function(module, "all_scores", [ptr] * 3) as (e, (k_, q_, s)):
+            scores.emit(e, k_, q_, s, e.const(i64, 0), e.const(i64, keys))
+            e.ret()
+        return e.function
+
+    call(paired, build, k, q, out)
+    np.testing.assert_allclose(out, whole_k @ whole_q, rtol=2e-5, atol=2e-5)
+
+
+def test_value_tiles_of_pairs_add_weights_times_values_to_what_is_there(paired):
+    width, n, terms = 2 * paired.lanes, paired.value_rows, 10
+    (p, whole_p), (v, whole_v) = _pairs(_float32(terms, n), 0), _pairs(_float32(terms, width), 0)
+    out = _float32(n, width)
+    expected = out + whole_p[4:].T @ whole_v[4:]
+
+    def build(module):
+        weigh = products.Weighted.of(module, paired, "value", width, (1, n), 2)
+        with Function(module, "all_values", [ptr] * 3) as (e, (p_, v_, out_)):
+            weigh.emit(e, p_, v_, out_, (0, n), (4, terms))
+            e.ret()
+        return e.function
+
+    call(paired, build, p, v, out)
+    np.testing.assert_allclose(out, expected, rtol=2e-5, atol=2e-5)
 
 
 def test_score_is_a_sum_of_short_sums(isa):
@@ -133,7 +193,7 @@ def test_value_tiles_add_weights_times_values_to_what_is_there(isa, vectors):
     expected = out + p[3:].T @ v[3:]
 
     def build(module):
-        weigh = products.Weighted.of(module, isa, "value", width, (1, n), width, width)
+        weigh = products.Weighted.of(module, isa, "value", width, (1, n))
         with Function(module, "all_values", [ptr] * 3) as (e, (p, v, out)):
             weigh.emit(e, p, v, out, (0, n), (3, terms))
             e.ret()
@@ -191,6 +251,47 @@ def test_softmax_of_two_blocks_is_the_softmax_of_both(isa, mixed, cap):
     assert (total[~live] == 0).all()
 
 
+@pytest.mark.parametrize("mixed", [False, True])
+def test_weights_are_rounded_to_pairs_of_keys_and_summed_before(paired, mixed):
+    group, keys = paired.group, 24
+    raw, results = _float32(keys, group), {}
+    position, key_id = np.arange(keys, dtype=np.int32), np.zeros(keys, np.int32)
+    for pack in (1, 2):
+        scores = raw.copy()
+        top, total, decay = (np.full(group, x, np.float32) for x in (softmax.HIDDEN, 0, 1))
+        first, last, query_id = np.zeros(group, np.int32), np.full(group, 13, np.int32), np.zeros(group, np.int32)
+        call(
+            paired,
+            lambda m, pack=pack: softmax.softmax(m, paired, group, mixed=mixed, soft_cap=False, pack=pack),
+            scores, top, total, decay, first, last, query_id, position, key_id, _numbers(0.3), 4, keys,
+            returns=ctypes.c_bool,
+        )  # fmt: skip
+        results[pack] = scores, total
+    np.testing.assert_array_equal(results[2][0][2:12].view(np.int32), _pairs(results[1][0][4:], 0)[0])
+    np.testing.assert_allclose(results[2][1], results[1][1], rtol=1e-6)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_slopes_are_rounded_to_pairs_of_queries_and_to_pairs_of_keys(paired, mixed):
+    group, keys = paired.group, 24
+    raw, d_probs, results = _float32(keys, group), _float32(keys, group), {}
+    position, key_id = np.arange(keys, dtype=np.int32), np.zeros(keys, np.int32)
+    numbers = [np.full(group, x, np.float32).view(np.int32) for x in (1.0, 0.1, 0.2, slopes.NEVER, 0.3)]
+    whole = [np.full(group, x, np.int32) for x in (0, 13, 0)]
+    for pack in (1, 2):
+        p, d, by_key = raw.copy(), d_probs.copy(), np.zeros((keys // 2, group), np.int32)
+        call(
+            paired,
+            lambda m, pack=pack: slopes.slopes(m, paired, group, mixed=mixed, soft_cap=False, pack=pack),
+            p, d, by_key, np.stack([*numbers, *whole]), position, key_id, _numbers(0.3), 4, keys,
+        )  # fmt: skip
+        results[pack] = p[4:], d[4:], by_key[2:]
+    (p, d, _), (p_pairs, d_pairs, by_key) = results[1], results[2]
+    for pairs, exact in ((p_pairs, p), (d_pairs, d)):
+        np.testing.assert_array_equal(pairs[:, : group // 2].view(np.int32), _pairs(exact, 1)[0])
+    np.testing.assert_array_equal(by_key, _pairs(d, 0)[0])
+
+
 @pytest.mark.parametrize("cap", [None, 2.0])
 @pytest.mark.parametrize("mixed", [False, True])
 def test_slopes_are_the_derivative_of_the_softmax(isa, mixed, cap):
@@ -216,7 +317,7 @@ def test_slopes_are_the_derivative_of_the_softmax(isa, mixed, cap):
     call(
         isa,
         lambda m: slopes.slopes(m, isa, group, mixed=mixed, soft_cap=cap is not None),
-        p, d, per_query, position, key_id, _numbers(scale, cap), 0, keys,
+        p, d, np.empty(0, np.int32), per_query, position, key_id, _numbers(scale, cap), 0, keys,
     )  # fmt: skip
     np.testing.assert_allclose(p, probs, rtol=1e-5, atol=1e-7)
     np.testing.assert_allclose(d, probs * (d_probs - delta + d_lse) * bend, rtol=1e-4, atol=1e-6)
@@ -290,8 +391,9 @@ def test_ids_of_padding_match_nothing():
 
 
 def test_instruction_set_follows_from_the_features():
-    full = dict.fromkeys((*AVX512.needs, *AVX2.needs), True)
-    assert available(full, "x86_64") == (AVX512, AVX2)
+    full = dict.fromkeys((*AVX512_BF16.needs, *AVX2.needs), True)
+    assert available(full, "x86_64") == (AVX512_BF16, AVX512, AVX2)
+    assert available({**full, "avx512bf16": False}, "x86_64") == (AVX512, AVX2)
     assert available({**full, "avx512bw": False}, "x86_64") == (AVX2,)
     assert available({**full, "avx512bw": False, "fma": False}, "x86_64") == ()
     assert available({}, "arm64") == (NEON,)
@@ -309,6 +411,11 @@ ABROAD = {
         Processor("x86_64-unknown-linux-gnu", "haswell", tuple((x, True) for x in AVX2.needs)),
         AVX2,
         r"vfmadd\w+ps.*%ymm",
+    ),
+    "znver4": (
+        Processor("x86_64-unknown-linux-gnu", "znver4", tuple((x, True) for x in AVX512_BF16.needs)),
+        AVX512_BF16,
+        r"vdpbf16ps.*%zmm",
     ),
     "sapphirerapids": (
         Processor("x86_64-unknown-linux-gnu", "sapphirerapids", tuple((x, True) for x in AVX512.needs)),
@@ -337,7 +444,7 @@ def test_a_wrong_tile_would_be_noticed(isa):
     p, v, out = _float32(terms, n), _float32(terms, width), np.zeros((n + 8, width), np.float32)
 
     def build(module):
-        weigh = products.Weighted.of(module, wrong, "value", width, (1, n), width, width)
+        weigh = products.Weighted.of(module, wrong, "value", width, (1, n))
         with Function(module, "all_values", [ptr] * 3) as (e, (p, v, out)):
             weigh.emit(e, p, v, out, (0, n - wrong.value_rows), (0, terms))
             e.ret()

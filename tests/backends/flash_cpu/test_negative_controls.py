@@ -14,8 +14,9 @@ from attnsuite.testing import checks, problems
 pytest.importorskip("llvmlite", reason="the kernels are compiled by llvmlite (pip install 'attnsuite[cpu]')")
 
 from attnsuite.backends import Target, registry
-from attnsuite.backends.flash_cpu import backward, decode, forward, masking, products, rows
-from attnsuite.backends.flash_cpu.emit import Function, Value, f32, i64, ptr
+from attnsuite.backends.flash_cpu import backward, decode, forward, masking, products, rows, slopes
+from attnsuite.backends.flash_cpu.compiler import Processor
+from attnsuite.backends.flash_cpu.emit import Function, Value, f32, i64, ptr, vector
 from emitted import set_apart
 
 
@@ -126,6 +127,32 @@ def ranges_joined_as_equals(patch):
     patch.setattr(decode, "exp2_scalar", lambda e, _isa, _x: e.const(f32, 1.0))
 
 
+def neighbours_exchanged(patch):
+    """A pair of bfloat16 numbers is joined in the wrong order: each weight meets the value of the next key."""
+    join = rows.join
+
+    def exchanged(module, isa, name, width):
+        right, stride = join(module, isa, f"{name}_right", width), rows.padded(width, isa, 2) * 4
+        with Function(module, name, [ptr, ptr, i64]) as (e, (source, target, count)):
+            copy = e.stack(vector(f32, 2 * stride // 4))
+            with e.loop(0, count, 2) as r, e.loop(0, stride, 4) as i:
+                first, second = (source.at((r + n) * stride).at(i) for n in (0, 1))
+                copy.at(i).store(second.load(f32))
+                copy.at(i + stride).store(first.load(f32))
+                with e.when(i.equals(stride - 4)):
+                    e.run(right, copy, target.at(r // 2 * (width * 4)), 2)
+            e.ret()
+        return e.function
+
+    patch.setattr(rows, "join", exchanged)
+
+
+def slopes_of_neighbours_exchanged(patch):
+    """dq takes the slope of the next key."""
+    pairs = slopes.pairs
+    patch.setattr(slopes, "pairs", lambda e, low, high: pairs(e, high, low))
+
+
 # fault, the case that shows it, whether only the forward pass is planned (decoding)
 FAULTS = [
     (mask_edge, "causal", False),
@@ -140,6 +167,14 @@ FAULTS = [
     (ranges_joined_as_equals, "decode-4", True),
     (head_of_group_dropped, "decode-4", True),
 ]
+
+
+if Processor.here().isas()[:1] and Processor.here().isas()[0].multiplies_bfloat16:
+    FAULTS += [
+        (neighbours_exchanged, "heads-equal-bfloat16", False),
+        (slopes_of_neighbours_exchanged, "heads-equal-bfloat16", False),
+        (last_key_not_weighed, "causal-1000-bfloat16", False),
+    ]
 
 
 def _results(case, *, forward_alone):
