@@ -31,6 +31,7 @@ BUILT_IN = {
     "pallas_flash": "attnsuite.backends.pallas_flash:PALLAS_FLASH",
     "tokamax_splash": "attnsuite.backends.tokamax_splash:TOKAMAX_SPLASH",
     "paged_attention": "attnsuite.backends.paged_attention:PAGED_ATTENTION",
+    "ragged_paged_attention": "attnsuite.backends.ragged_paged_attention:RAGGED_PAGED_ATTENTION",
     "kascade": "attnsuite.backends.kascade:KASCADE",
 }
 

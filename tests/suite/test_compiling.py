@@ -116,7 +116,16 @@ def __getattr__(name):
     return Illegal(name)
 """
 ILLEGAL_NAMES = ("illegal_block", "oversized", "legal")
-BACKENDS = ("standard", "chunked", "cudnn", "splash", "pallas_flash", "paged_attention", *ILLEGAL_NAMES)
+BACKENDS = (
+    "standard",
+    "chunked",
+    "cudnn",
+    "splash",
+    "pallas_flash",
+    "paged_attention",
+    "ragged_paged_attention",
+    *ILLEGAL_NAMES,
+)
 KINDS = ("v5e", "v6e", "h100")
 
 
@@ -166,7 +175,15 @@ def test_kernels_compile_and_fit(run, case, backend, kinds):
 
 
 @pytest.mark.parametrize(
-    "cell", ["forward/pallas_flash/cuda:h100", "decode/paged_attention/tpu:v5e", "decode/paged_attention/tpu:v6e"]
+    "cell",
+    [
+        "forward/pallas_flash/cuda:h100",
+        *(
+            f"decode/{name}/tpu:{kind}"
+            for name in ("paged_attention", "ragged_paged_attention")
+            for kind in ("v5e", "v6e")
+        ),
+    ],
 )
 def test_kernel_for_one_platform_compiles_for_it(run, cell):
     record = run[0][f"{cell}/compile"]

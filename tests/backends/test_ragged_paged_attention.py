@@ -1,0 +1,171 @@
+"""JAX's serving kernel for TPUs through the interpreter: mixed batches by the judge, and every refusal."""
+
+import dataclasses
+from importlib import util
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attnsuite.backends import AttentionSpec, Layout, Target, Terms, plan, ragged_paged_attention, support
+from attnsuite.backends.kv_cache import quantize, ragged_layout
+from attnsuite.backends.ragged_paged_attention import RAGGED_PAGED_ATTENTION
+from attnsuite.testing import problems
+from attnsuite.testing.checks import check_accuracy, check_unseen_does_not_matter, compiled
+
+pytestmark = [pytest.mark.splash, pytest.mark.foreign_numerics]  # JAX's kernel promotes dtypes and ranks by itself
+
+V5E = Target("tpu", "v5e")
+TOKENS, PAGE, SEQUENCES = 24, 16, 3
+SPEC = AttentionSpec(
+    batch=1,
+    query_length=TOKENS,
+    key_value_length=SEQUENCES * 3 * PAGE,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=128,
+    dtype="bfloat16",
+    is_causal=True,
+    local_window_size=(20, 5),
+    logits_soft_cap=4.0,
+    scale=0.2,
+    has_segment_ids=True,
+    has_positions=True,
+    needs_grad=False,
+    page_size=PAGE,
+    num_pages=11,
+)
+OPTIONS = (("sequences", SEQUENCES),)
+RNG = np.random.default_rng(0)
+SHAPES = ((1, TOKENS, 4, 128), (11, PAGE, 2, 128), (11, PAGE, 2, 128), (1, TOKENS, 4, 128))
+INPUTS = tuple(jnp.asarray(RNG.standard_normal(shape), jnp.bfloat16) for shape in SHAPES)
+TABLE = RNG.permutation(11)[:9].reshape(SEQUENCES, 3).astype(np.int32)
+
+
+def layout_of(lengths, starts):
+    return ragged_layout(TABLE, np.array(lengths), np.array(starts), page_size=PAGE, num_tokens=TOKENS)
+
+
+def run(layout, *inputs):
+    step = problems.traced(RAGGED_PAGED_ATTENTION, SPEC, Target.here(), "interpret", OPTIONS)
+    return step(layout, Terms(), *inputs)
+
+
+BATCHES = {
+    "mixed": ([48, 17, 30], [0, 13, 14, 24]),
+    "padding and one that rests": ([40, 9, 16], [0, 1, 1, 17]),
+    "empty ones": ([0, 0, 20], [0, 0, 0, 20]),
+    "last one empty": ([48, 5, 0], [0, 1, 6, 6]),
+}
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_one_compiled_step_serves_any_mixture(batch):
+    layout = layout_of(*BATCHES[batch])
+    assert fits(layout)
+    check_accuracy(run(layout, *INPUTS), problems.solve(SPEC, layout, INPUTS))
+
+
+FOUND = jax.jit(ragged_paged_attention._found, static_argnums=(0, 2))
+
+
+def fits(layout, spec=SPEC, sequences=SEQUENCES):
+    """Whether the kernel computes the batch, and not chunked."""
+    bare = dataclasses.replace(spec, page_size=None, num_pages=None)
+    return bool(FOUND(bare, layout, sequences).fits)
+
+
+def test_slots_that_nobody_sees_do_not_matter():
+    problem = problems.solve(SPEC, layout_of(*BATCHES["padding and one that rests"]), INPUTS)
+    check_unseen_does_not_matter(lambda *inputs: run(problem.layout, *inputs), problem)
+
+
+MIXED = layout_of(*BATCHES["mixed"])
+HOLE = MIXED.key_value_segment_ids.at[0, 3].set(-1)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"key_value_positions": MIXED.key_value_positions[:, ::-1]},
+        {"key_value_positions": MIXED.key_value_positions.at[0, 3].set(30)},
+        {"query_positions": MIXED.query_positions.at[0, 5].add(-1)},
+        {"query_positions": MIXED.query_positions + 1},  # the last rows stand behind their slots
+        {"query_segment_ids": MIXED.query_segment_ids[:, ::-1]},
+        {"query_segment_ids": MIXED.query_segment_ids.at[0, 3].set(1)},
+        {"query_segment_ids": MIXED.query_segment_ids.at[0, 20].set(0)},
+        {"key_value_segment_ids": HOLE},
+        {"key_value_segment_ids": HOLE, "query_positions": MIXED.query_positions - 1},
+        {"key_value_segment_ids": MIXED.key_value_segment_ids.at[0, 47].set(1)},
+        {"key_value_segment_ids": jnp.minimum(MIXED.key_value_segment_ids, 1)},
+    ],
+)
+def test_batch_that_is_not_of_sequences_in_a_row_is_not_given_to_the_kernel(changes):
+    layout = dataclasses.replace(MIXED, **changes)
+    assert not fits(layout)
+    check_accuracy(run(layout, *INPUTS), problems.solve(SPEC, layout, INPUTS))
+
+
+def test_row_of_a_sequence_without_slots_is_zero():
+    layout = dataclasses.replace(MIXED, query_segment_ids=MIXED.query_segment_ids.at[0, 23].set(7))
+    assert fits(layout)
+    check_accuracy(run(layout, *INPUTS), problems.solve(SPEC, layout, INPUTS))
+
+
+def test_rows_of_a_padded_batch_behind_the_length_are_not_given_to_the_kernel():
+    spec = dataclasses.replace(SPEC, batch=2, query_length=9, has_segment_ids=False, has_seq_lengths=True)
+    at, lengths = np.array([[39], [8]]) + np.arange(9), np.array([48, 17])
+    assert fits(Layout(query_positions=at, key_value_seq_lengths=lengths), spec, 1)
+    assert not fits(Layout(query_positions=at, key_value_seq_lengths=lengths - 1), spec, 1)
+
+
+def test_chunk_of_prefill_behind_a_quantised_cache_passes_the_judge():
+    sizes = {"batch": 2, "query_length": 9, "key_value_length": 40, "num_kv_heads": 4}
+    pages = {"page_size": None, "num_pages": None, "has_segment_ids": False, "has_seq_lengths": True}
+    spec = dataclasses.replace(SPEC, **sizes, **pages, dtype="bfloat16", kv_dtype="int8", local_window_size=None)
+    layout = Layout(query_positions=np.array([[31], [3]]) + np.arange(9), key_value_seq_lengths=np.array([40, 12]))
+    query, key, value = (jnp.asarray(RNG.standard_normal((2, n, 4, 128)), jnp.bfloat16) for n in (9, 40, 40))
+    (key, of_keys), (value, of_values) = quantize(key, "int8"), quantize(value, "int8")
+    terms = Terms(key_scales=of_keys, value_scales=of_values)
+    problem = problems.solve(spec, layout, (query, key, value, query), terms)
+    check_accuracy(compiled(RAGGED_PAGED_ATTENTION, problem, Target.here(), "interpret")(*problem.inputs), problem)
+
+
+@pytest.mark.parametrize(
+    ("changes", "target", "mode", "word"),
+    [
+        ({}, Target("cpu"), "native", "not for cpu"),
+        ({}, Target("cuda", "h100"), "compile", "not for cuda:h100"),
+        ({"dtype": "float16"}, V5E, "native", "dtype=float16"),
+        ({"head_dim": 64, "value_head_dim": 64}, V5E, "native", "head_dim=64"),
+        ({"value_head_dim": 64}, V5E, "native", "value_head_dim=64"),
+        ({"num_heads": 12, "num_kv_heads": 6}, V5E, "native", "num_kv_heads=6"),
+        ({"is_causal": False}, V5E, "native", "is_causal=False"),
+        ({"chunk_size": 8}, V5E, "native", "chunk_size=8"),
+        ({"has_sinks": True}, V5E, "native", "attention sinks"),
+        ({"return_log_sum_exp": True}, V5E, "native", "return_log_sum_exp=True"),
+        ({"page_size": None, "num_pages": None, "needs_grad": True}, V5E, "native", "needs_grad=True"),
+    ],
+)
+def test_refuses_with_the_offending_value(changes, target, mode, word):
+    found = support(RAGGED_PAGED_ATTENTION, dataclasses.replace(SPEC, **changes), target, mode, dict(OPTIONS))
+    assert len(found.reasons) == 1
+    assert word in found.reasons[0]
+    assert support(RAGGED_PAGED_ATTENTION, SPEC, V5E, options=dict(OPTIONS))
+
+
+def test_segments_without_the_number_of_sequences_are_refused():
+    (reason,) = support(RAGGED_PAGED_ATTENTION, SPEC, V5E).reasons
+    assert "backend_options={'sequences': n}" in reason
+
+
+@pytest.mark.parametrize("given", [0, True, 3.0, 5])
+def test_option_that_does_not_fit_is_refused(given):
+    with pytest.raises(ValueError, match=f"sequences={given!r} is not accepted"):
+        plan(RAGGED_PAGED_ATTENTION, SPEC, MIXED, target=V5E, options={"sequences": given})
+
+
+def test_jax_without_the_module_is_a_reason(monkeypatch):
+    monkeypatch.setattr(util, "find_spec", lambda _: None)
+    assert "no longer has" in support(RAGGED_PAGED_ATTENTION, SPEC, V5E, options=dict(OPTIONS)).reasons[0]
