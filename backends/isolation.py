@@ -75,21 +75,39 @@ def isolated(spec: AttentionSpec, layout: Layout, made: Plan) -> Plan:
     return dataclasses.replace(made, attend=attend)
 
 
-def isolated_if_needed(spec: AttentionSpec, layout: Layout, made: Plan) -> Plan:
-    """``made`` on arrays that are finite everywhere, and isolated on others; for plans without gradients.
+def isolated_if_needed(spec: AttentionSpec, layout: Layout, plan: Callable[[AttentionSpec], Plan]) -> Plan:
+    """``plan(spec)`` on arrays that are finite everywhere, and isolated on others; for plans without gradients.
 
-    Finite arrays are then read once and not copied. The backend stands twice in the program, which costs compile time
-    where XLA compiles its kernel. Under ``vmap`` both branches run.
+    Finite arrays are then read once and not copied. Others are copied and computed one KV head at a time, so that the
+    program reserves memory for the copies of one: ``plan`` is also asked for a spec of one KV head. The backend stands
+    twice in the program, which costs compile time where XLA compiles its kernel. Under ``vmap`` both branches run.
     """
-    careful = isolated(spec, layout, made)
-    if careful is made:
+    made, group = plan(spec), spec.group_size
+    of_head = dataclasses.replace(spec, num_heads=group, num_kv_heads=1)
+    clean = plan(of_head)
+    careful = isolated(of_head, layout, clean)
+    if careful is clean:
         return made
+
+    def head_by_head(query: Array, key: Array, value: Array | None, *rest: Any) -> tuple[Any, Any]:
+        def one(n: Array | int) -> Any:
+            heads = lax.dynamic_slice_in_dim(query, n * group, group, 2)
+            pair = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, n, 1, 2), (key, value))
+            return careful.attend(heads, *pair, *rest)[0]
+
+        def put(n: Array, outs: Any) -> Any:
+            return jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, y, n * group, 2), outs, one(n))
+
+        whole, carry = jax.eval_shape(made.attend, query, key, value, *rest)
+        del carry
+        outs = lax.fori_loop(0, spec.num_kv_heads, put, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), whole))
+        return outs, rest[1]
 
     def attend(query: Array, key: Array, value: Array | None, *rest: Any) -> tuple[Any, Any]:
         return lax.cond(
             functools.reduce(jnp.logical_and, [_all_finite(x) for x in (query, key, value) if x is not None]),
             lambda: made.attend(query, key, value, *rest),
-            lambda: careful.attend(query, key, value, *rest),
+            lambda: head_by_head(query, key, value, *rest),
         )
 
     return dataclasses.replace(made, attend=attend, isolates=True)

@@ -117,12 +117,16 @@ class FlashCpu:
             run = forward_only(lambda query, key, value, _, carry: (calls.decode(query, key, value, seen), carry))
             # The rows of one token see the same keys, and no others are read.
             return Plan(run, isolates=spec.query_length == 1)
-        differentiable, traced = _differentiable(calls, seen)
 
-        def attend(query: Array, key: Array, value: Array, layer: int, carry: Carry) -> tuple[Any, Carry]:
-            return differentiable(query, key, value, traced), carry
+        def whole(spec: AttentionSpec) -> Plan:
+            differentiable, traced = _differentiable(dataclasses.replace(calls, spec=spec), seen)
 
-        return Plan(attend) if spec.needs_grad else isolated_if_needed(spec, layout, Plan(attend))
+            def attend(query: Array, key: Array, value: Array, layer: int, carry: Carry) -> tuple[Any, Carry]:
+                return differentiable(query, key, value, traced), carry
+
+            return Plan(attend)
+
+        return whole(spec) if spec.needs_grad else isolated_if_needed(spec, layout, whole)
 
     def part(
         self,
