@@ -10,6 +10,7 @@ every block is masked instead. Each guard has a test that fails without it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -61,6 +62,7 @@ def key_padding(padded_key_length: int) -> int:
     return padded_key_length + 1
 
 
+@functools.partial(jax.jit, static_argnums=(0, 2, 3))  # one program; operation by operation they are eighty
 def convert(spec: AttentionSpec, layout: Layout, padded_query_length: int, padded_key_length: int) -> KvaxLayout:
     """The layout of a call for Kvax's kernels. Arrays may be traced."""
     B, T, S = spec.batch, spec.query_length, spec.key_value_length
