@@ -6,8 +6,8 @@ Each try runs the suite twice: slowed, and unchanged, both compared with the unc
 
     python tests/planted_slowdown.py --tries 20 --slowdown 15 --sample-seconds 4 --out /tmp/planted  # 25 minutes
 
-Prints a table in Markdown. The exit code is 0 where ``compare`` ended with 3 for every slowed run and for at most one of
-twenty unchanged ones. A cell that is planted and named counts apart: ``compare`` may also name the run as a whole.
+Prints a table in Markdown. The exit code is 0 if ``compare`` ends with 3 for every slowed run and at most one of twenty
+unchanged ones. ``compare`` may name the run as a whole; how often it names a planted cell is counted apart.
 """
 
 from __future__ import annotations
@@ -90,10 +90,8 @@ def main() -> int:
         named = ["; ".join(each.cell for each in worse) or "no" for worse in (hits, alarms)]
         say(f"| {number} | {ratios(before, slowed)} | {named[0]} | {ratios(before, again)} | {named[1]} |")
         before = again
-    say(
-        f"\n{asked.fail_on}: of {asked.tries} slowed runs {found} were found, {in_a_cell} in a planted cell and {in_each} in"
-    )
-    say(f"each of them; of {asked.tries} unchanged runs {flagged} were flagged.")
+    say(f"\n{asked.fail_on}: of {asked.tries} slowed runs {found} were found, {in_a_cell} of them in a planted")
+    say(f"cell and {in_each} in each planted cell; of {asked.tries} unchanged runs {flagged} were flagged.")
     return 0 if found == asked.tries and flagged * 20 <= asked.tries else 1
 
 
