@@ -230,7 +230,7 @@ def _logits(
     return made, own if slope is None else slope * own
 
 
-def _reader(x: Array | Reader, program: Program) -> Any:
+def _reader(x: Array | Reader, program: Program) -> Reader:
     """Reads some slots of a tile of contiguous keys or values; a reader itself, if ``x`` is one."""
     if callable(x):
         return x
@@ -255,8 +255,8 @@ def forward(
     """Output [B, T, N, Hv], and the log-sum-exp as largest score and rest, [B, T, N] each.
 
     Keys and values are arrays, or functions that read some slots of a tile from a cache; None: the values are the first
-    numbers of the keys. Of a cache, slots that are not
-    finite and that a row may not see do not reach the row, as isolation.py says.
+    numbers of the keys. Of a cache, slots that are not finite and that a row may not see do not reach the row, as
+    isolation.py says.
     """
     spec, sizes = program.spec, program.sizes
     heads, block_q, group = sizes.heads_per_tile, sizes.block_q, spec.group_size

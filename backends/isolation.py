@@ -89,26 +89,22 @@ def isolated_if_needed(spec: AttentionSpec, layout: Layout, plan: Callable[[Atte
     if careful is clean:
         return made
 
-    def head_by_head(query: Array, key: Array, value: Array | None, *rest: Any) -> tuple[Any, Any]:
-        def one(n: Array | int) -> Any:
+    def attend(query: Array, key: Array, value: Array | None, *rest: Any) -> tuple[Any, Any]:
+        def put(n: Array, outs: Any) -> Any:
             heads = lax.dynamic_slice_in_dim(query, n * group, group, 2)
             pair = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, n, 1, 2), (key, value))
-            return careful.attend(heads, *pair, *rest)[0]
+            out, _ = careful.attend(heads, *pair, *rest)
+            return jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, y, n * group, 2), outs, out)
 
-        def put(n: Array, outs: Any) -> Any:
-            return jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, y, n * group, 2), outs, one(n))
+        def head_by_head() -> tuple[Any, Any]:
+            shapes, _ = jax.eval_shape(made.attend, query, key, value, *rest)
+            outs = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+            _, carry, *_ = rest
+            return lax.fori_loop(0, spec.num_kv_heads, put, outs), carry
 
-        whole, carry = jax.eval_shape(made.attend, query, key, value, *rest)
-        del carry
-        outs = lax.fori_loop(0, spec.num_kv_heads, put, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), whole))
-        return outs, rest[1]
-
-    def attend(query: Array, key: Array, value: Array | None, *rest: Any) -> tuple[Any, Any]:
-        return lax.cond(
-            functools.reduce(jnp.logical_and, [_all_finite(x) for x in (query, key, value) if x is not None]),
-            lambda: made.attend(query, key, value, *rest),
-            lambda: head_by_head(query, key, value, *rest),
-        )
+        finite = [_all_finite(x) for x in (query, key, value) if x is not None]
+        all_finite = functools.reduce(jnp.logical_and, finite)
+        return lax.cond(all_finite, lambda: made.attend(query, key, value, *rest), head_by_head)
 
     return dataclasses.replace(made, attend=attend, isolates=True)
 

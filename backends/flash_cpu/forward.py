@@ -1,9 +1,9 @@
 """The forward kernel: output, and for the backward pass the maximum and sum of every row's softmax.
 
-Phase 1 packs keys and values head by head as float32, contiguous, padded with zeros to whole blocks. Phase 2 has one
-tile of query rows of one KV head per item. It computes all key blocks that the tile's groups of queries see, with an
-online softmax. Tiles are numbered head by head, so that the packed keys and values of one head stay in the cache.
-Within a head they run from the last rows to the first, since the last rows see most under a causal mask.
+Phase 1 packs keys and values head by head as terms (``packing.py``), contiguous, padded with zeros to whole blocks.
+Phase 2 has one tile of query rows of one KV head per item. It computes all key blocks that the tile's groups of queries
+see, with an online softmax. Tiles are numbered head by head, so that the packed keys and values of one head stay in the
+cache. Within a head they run from the last rows to the first, since the last rows see most under a causal mask.
 """
 
 from __future__ import annotations
