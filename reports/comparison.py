@@ -113,6 +113,7 @@ def _facts(records: Sequence[Record]) -> dict[str, str]:
         "suite": ", ".join(sorted({record.suite for record in records})),
         **environment.versions_of(records),
         **{name: " and ".join(values) for name, values in _named(records, "flags").items()},
+        "pinned threads": ", ".join(sorted({str(r.environment.get("pinned_threads", 0)) for r in records})),
         "system": ", ".join(sorted({r.environment.get("platform", "") for r in records})),
     }
     return {name: value for name, value in facts.items() if value}

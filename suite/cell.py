@@ -68,7 +68,7 @@ class Outcome:
 
     A status other than ``ok`` ends the cell: ``error`` says why in one line. ``reasons`` are of a cell that was refused
     in its process, where nothing ran. ``calls`` is the number of calls in a sample. ``memory_method`` says how the
-    process's high-water mark was read.
+    process's high-water mark was read. ``pinned_threads`` is the number of threads that have a processor of their own.
     """
 
     status: Status = "ok"
@@ -93,6 +93,7 @@ class Outcome:
     facts: Any = None
     calls: Count | None = None
     memory_method: str | None = None
+    pinned_threads: Count | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -54,6 +54,7 @@ class Environment(TypedDict, total=False):
     node: str
     process_high_water_method: str
     calls_per_sample: Count
+    pinned_threads: Count
 
 
 # Facts by which two machines are of one kind. A kernel's patch level (platform) may differ: the page names it.

@@ -51,6 +51,10 @@ METHOD = (
         "whose numbers fail the oracle show neither speed nor memory. A fallback goes under the name of what ran."
     ),
 )
+PINNED = (
+    "While a cell was timed, each thread of XLA's CPU pool stayed on a processor of its own (pinned threads, above). "
+    "After a pause Linux may leave two of them on one."
+)
 
 
 def build(run: Run) -> tuple[Page, ...]:
@@ -363,9 +367,10 @@ def where(shown: Shown) -> Iterator[Section]:
     yield Section("environment", "Environment", tables=(environment.environment_table(shown.records),))
 
 
-def method(_: Shown) -> Iterator[Section]:
+def method(shown: Shown) -> Iterator[Section]:
     """How the figures are to be read."""
-    yield Section("method", "How this was measured", items=METHOD)
+    pinned = any(record.environment.get("pinned_threads") for record in shown.records)
+    yield Section("method", "How this was measured", items=(*METHOD, PINNED) if pinned else METHOD)
 
 
 def reproduce(shown: Shown) -> Iterator[Section]:

@@ -83,8 +83,10 @@ def record_of(cell: Cell, outcome: Outcome, *, environment: Environment, **rest:
     Where the cell's own process refused it (the outcome has reasons), nothing was resolved.
     """
     fields = {field.name: getattr(outcome, field.name) for field in dataclasses.fields(outcome)}
-    reasons, calls, method = (fields.pop(name) for name in ("reasons", "calls", "memory_method"))
-    how = {"process_high_water_method": method, "calls_per_sample": calls}
+    reasons, calls, method, pinned = (
+        fields.pop(name) for name in ("reasons", "calls", "memory_method", "pinned_threads")
+    )
+    how = {"process_high_water_method": method, "calls_per_sample": calls, "pinned_threads": pinned}
     record = Record(
         key=cell.key,
         case=cell.case,

@@ -20,7 +20,7 @@ from .. import typed
 from ..cell import Asked, Cell, Means, Outcome, Prepared
 from ..errors import CellFailure
 from ..kinds import kind_of, make_case
-from ..measure import machine
+from ..measure import machine, placement
 from ..measure.profile import profile
 from ..own import register_own
 from . import probe
@@ -62,9 +62,18 @@ def _probed(asked: dict[str, Any]) -> Any:
     return probe.probe(Asked(rows=rows, cases=cases, text=_text(asked), all_cores=asked["all_cores"]))
 
 
+def _machine(asked: dict[str, Any]) -> Any:
+    del asked
+    jax.devices()  # makes the pool
+    placement.pin_pool()
+    return machine.measure_machine()
+
+
 def _tuned(asked: dict[str, Any]) -> list[dict[str, Any]]:
     from .. import tuning  # noqa: PLC0415 (a cell's process starts without flax, which the tuner imports)
 
+    jax.devices()
+    placement.pin_pool()
     return tuning.try_candidates(_case(asked), asked["backend"], Path(asked["reference"]), asked["given"])
 
 
@@ -120,13 +129,17 @@ def _prepare(request: dict[str, Any]) -> Prepared:
         memory_limit=request["memory_limit"],
         text=_text(request),
     )
-    return kind_of(asked.kind).prepare(asked, make_case(asked.problem), means)
+    prepared = kind_of(asked.kind).prepare(asked, make_case(asked.problem), means)
+    if prepared.take_sample is None:
+        return prepared
+    outcome = dataclasses.replace(prepared.outcome, pinned_threads=placement.pin_pool())
+    return dataclasses.replace(prepared, outcome=outcome)
 
 
 # The requests that keep no state.
 _ANSWERS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "probe": _probed,
-    "machine": lambda _: machine.measure_machine(),
+    "machine": _machine,
     "doctor": lambda _: probe.examine(),
     "reference": lambda asked: kind_of(asked["case"]["kind"]).write_reference(
         _case(asked), Path(asked["path"]), _text(asked)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
+import sys
 
 import pytest
 
@@ -70,6 +72,8 @@ def test_the_other_cells_are_measured_all_the_same(run):
     assert len(record.samples) >= 5
     assert record.accuracy["out"].passed
     assert {"compiled_argument", "compiled_output", "compiled_temp", "process_high_water"} <= set(record.memory)
+    if sys.platform == "linux":
+        assert record.environment["pinned_threads"] == len(os.sched_getaffinity(0))
     assert record.compile_seconds > 0
 
 

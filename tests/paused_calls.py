@@ -1,0 +1,59 @@
+"""What a pause between two calls costs where XLA's threads may run anywhere, and where each has a processor of its own.
+
+Measures: give it an idle machine. Every row is a process of its own: one call of attention (forward; 2048 tokens, 8/8
+heads, D 64, float32) forty times, without a pause and with one of 0.15 s before each call.
+
+    python tests/paused_calls.py        # a minute
+
+Prints a table in Markdown, in milliseconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+from attnsuite.suite import statistics
+
+ONE = """
+import json, sys, time
+import jax
+from attnsuite import backends
+from attnsuite.suite.measure import placement
+
+name, pinned, pause = sys.argv[1], sys.argv[2] == "pinned", float(sys.argv[3])
+keys = jax.random.split(jax.random.key(0), 3)
+arrays = [jax.random.normal(key, (1, 2048, 8, 64)) for key in keys]
+call = jax.jit(lambda q, k, v: backends.attention(q, k, v, is_causal=True, backend=name))
+jax.block_until_ready(call(*arrays))
+assert not pinned or placement.pin_pool()
+times = []
+for _ in range(40):
+    time.sleep(pause)
+    begin = time.perf_counter()
+    jax.block_until_ready(call(*arrays))
+    times.append(1e3 * (time.perf_counter() - begin))
+print(json.dumps(sorted(times)))
+"""
+
+
+def main() -> None:
+    lines = []
+    for backend in ("chunked", "flash_cpu"):
+        for threads in ("free", "pinned"):
+            for pause in ("0", "0.15"):
+                done = subprocess.run(
+                    [sys.executable, "-c", ONE, backend, threads, pause],
+                    env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True, check=True,
+                )  # fmt: skip
+                times = json.loads(done.stdout)
+                cells = (statistics.median(times).value, times[len(times) // 10], times[-len(times) // 10])
+                lines.append(f"| {backend} | {threads} | {pause} | {' | '.join(f'{cell:.1f}' for cell in cells)} |\n")
+    head = "| backend | threads | pause, s | median | 10% | 90% |\n|---|---|---|---|---|---|\n"
+    sys.stdout.write(head + "".join(lines))
+
+
+if __name__ == "__main__":
+    main()
