@@ -69,7 +69,9 @@ class KernelBuild:
 
     ``configuration`` holds its compile-time parameters (block sizes, warps, stages). ``registers`` and
     ``spilled_bytes`` are per thread; ``shared_bytes`` is per thread block, and the target has ``shared_limit_bytes`` of
-    it. If the compiler refused, ``error`` is the first line of its message, and the sizes are None.
+    it. ``blocks`` is the number of thread blocks that the problem launches, ``tensor_columns`` the columns of tensor
+    memory that each of them takes (from compute capability 10 on). If the compiler refused, ``error`` is the first line
+    of its message, and the sizes are None.
     """
 
     name: str
@@ -80,6 +82,8 @@ class KernelBuild:
     shared_limit_bytes: int | None = None
     vector_loads: int | None = None
     scalar_loads: int | None = None
+    blocks: int | None = None
+    tensor_columns: int | None = None
     error: str | None = None
 
 

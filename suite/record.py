@@ -94,6 +94,8 @@ class Kernel:
     shared_limit_bytes: Size | None = None
     vector_loads: Size | None = None
     scalar_loads: Size | None = None
+    blocks: Size | None = None
+    tensor_columns: Size | None = None
     error: str | None = None
 
 

@@ -53,7 +53,7 @@ from .store import GridManifest
 
 SUITE, TABLE = "tune", "tuned.json"
 FIRST_ROUNDS, LAST_ROUNDS, KEPT = 3, 9, 4
-_KERNEL_FIELDS = ("name", "registers", "spilled_bytes", "shared_bytes", "shared_limit_bytes")
+_KERNEL_FIELDS = ("name", "registers", "spilled_bytes", "shared_bytes", "shared_limit_bytes", "blocks")
 
 
 TUNED = tuple(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import math
 import re
 import subprocess
 import tempfile
@@ -44,13 +45,17 @@ _SECONDS = 300.0  # for one run of ptxas
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RecordedLaunch:
-    """One launch: the kernel, its run-time arguments in order (shapes or numbers), its constants and parameters."""
+    """One launch: the kernel, its run-time arguments in order (shapes or numbers), its constants and parameters.
+
+    ``blocks`` is the product of its grid.
+    """
 
     kernel: JITFunction
     arguments: tuple[Any, ...]
     constants: dict[str, Any]
     num_warps: int
     num_stages: int
+    blocks: int
 
 
 def compile_kernels(
@@ -81,7 +86,9 @@ def record_launches(spec: AttentionSpec, blocks: Passes) -> tuple[RecordedLaunch
     return tuple(launches)
 
 
-def _record(launches: list[RecordedLaunch], *args: Any, kernel: Any, out_shape: Any, **options: Any) -> Any:
+def _record(
+    launches: list[RecordedLaunch], *args: Any, kernel: Any, out_shape: Any, grid: tuple[int, ...], **options: Any
+) -> Any:
     """Takes the place of ``jax_triton.triton_call``."""
     arguments = [jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, "dtype") else x for x in args]
     constants = {name: value for name, value in options.items() if name in kernel.arg_names}
@@ -92,6 +99,7 @@ def _record(launches: list[RecordedLaunch], *args: Any, kernel: Any, out_shape: 
             constants,
             options.get("num_warps", 4),
             options.get("num_stages", 3),
+            math.prod(grid),
         )
     )
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), out_shape)
@@ -126,6 +134,7 @@ def _compile(launch: RecordedLaunch, target: Target, stride_hint: bool) -> Kerne
         name=launch.kernel.fn.__name__,
         configuration=(*configuration, ("num_warps", launch.num_warps), ("num_stages", launch.num_stages)),
         shared_limit_bytes=limit,
+        blocks=launch.blocks,
     )
     try:
         compiled = compile_launch(launch, target, stride_hint)
@@ -141,6 +150,7 @@ def _compile(launch: RecordedLaunch, target: Target, stride_hint: bool) -> Kerne
         shared_bytes=shared,
         vector_loads=loads["vector"],
         scalar_loads=loads["scalar"],
+        tensor_columns=compiled.metadata.tmem_size,
         error=None if limit is None or shared <= limit else f"needs {shared} bytes of shared memory of {limit}.",
     )
 

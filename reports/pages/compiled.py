@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from attnsuite.suite import kinds
-from attnsuite.suite.record import Record
+from attnsuite.suite.absent.occupancy import WARPS, occupancy
+from attnsuite.suite.record import Kernel, Record
 from attnsuite.suite.shown import scheduled_bundles
 from attnsuite.suite.store import CompileManifest
 
@@ -283,7 +284,7 @@ def _sentences(found: Found, sizes: str) -> Iterator[str]:
 
 
 def kernels(shown: Shown) -> Iterator[Section]:
-    """Kernels that a backend compiled outside XLA, with their assembler's figures."""
+    """Kernels of GPUs, with their assembler's figures, and how many of their blocks the device holds at once."""
     rows: list[dict[str, Value]] = [
         {
             "case": cases.title(record),
@@ -301,6 +302,8 @@ def kernels(shown: Shown) -> Iterator[Section]:
             "vector": kernel.vector_loads,
             "scalar": kernel.scalar_loads,
             "error": kernel.error,
+            "blocks": kernel.blocks,
+            **_waves(kernel, record.target),
         }
         for record in shown.records
         for kernel in record.kernels
@@ -322,7 +325,38 @@ def kernels(shown: Shown) -> Iterator[Section]:
     said = (*key, *(Column(name, header) for name, header in headers.items()))
     found = [table("kernels", "", made, rows)]
     found += [table("kernel_figures", "What the assembler says of them", said, assembled)] if assembled else []
-    yield Section("kernels", "Kernels", tables=tuple(found))
+    waves = (*key, *(Column(name, header) for name, header in _WAVES.items()))
+    held = [row for row in rows if "waves" in row]
+    found += [table("kernel_waves", "How many blocks the device holds at once", waves, held)] if held else []
+    yield Section("kernels", "Kernels", (HELD,) if held else (), tables=tuple(found))
+
+
+HELD = (
+    "Occupancy is the share of a core's warps that the resident blocks fill; a wave is one filling of the whole device "
+    "with blocks. Both follow from the assembler's sizes and the grid. They are no time: a kernel with fewer warps at "
+    "once may be faster, and blocks do not take equally long under a causal mask. They do not rank kernels."
+)
+_WAVES = {
+    "blocks": "blocks",
+    "held": "blocks per core (SM)",
+    "limits": "limited by",
+    "occupancy": "occupancy (%)",
+    "waves": "waves",
+    "last": "% of the device in the last",
+}
+
+
+def _waves(kernel: Kernel, target: str) -> dict[str, Value]:
+    found = occupancy(kernel, target)
+    if found is None:
+        return {}
+    return {
+        "held": found.blocks_per_core,
+        "limits": ", ".join(found.limits),
+        "occupancy": 100 * found.warps / WARPS,
+        "waves": found.waves,
+        "last": 100 * found.last_wave,
+    }
 
 
 SCHEDULED = (

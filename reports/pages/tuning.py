@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from attnsuite.suite.absent.occupancy import WARPS, occupancy
 from attnsuite.suite.kinds.tuning import Trial
 from attnsuite.suite.record import Record
 from attnsuite.suite.shown import scheduled_bundles
@@ -24,6 +25,7 @@ _COLUMNS = (
     Column("steps", "steps of the kernels (of the defaults)"),
     Column("loaded", "MiB loaded (of the defaults)"),
     Column("bundles", "bundles x grid steps (of the defaults)"),
+    Column("waves", "waves, and occupancy, of the last kernel (of the defaults)"),
     Column("tried", "tried"),
     Column("failed", "of them failed"),
 )
@@ -52,6 +54,7 @@ def winners(records: Sequence[Record]) -> Iterator[str]:
                 "ratio": compiled if ratio is None else estimate(ratio),
                 **_work(best, record.facts.tried[0]),
                 "bundles": _bundles(best, record.facts.tried[0]),
+                "waves": _waves(best, record.facts.tried[0], record.target),
                 "tried": len(record.facts.tried),
                 "failed": sum(trial.error is not None for trial in record.facts.tried),
             })  # fmt: skip
@@ -71,6 +74,13 @@ def _bundles(best: Trial | None, default: Trial) -> str | None:
     """What the compiler scheduled with the chosen options, and with the defaults."""
     counts = [scheduled_bundles(trial.schedules) if trial else None for trial in (best, default)]
     return None if None in counts else f"{counts[0]} ({counts[1]})"
+
+
+def _waves(best: Trial | None, default: Trial, target: str) -> str | None:
+    """Waves and occupancy with the chosen options, and with the defaults. Only the last kernel is that of the pass."""
+    found = [occupancy(trial.kernels[-1], target) if trial and trial.kernels else None for trial in (best, default)]
+    told = [f"{each.waves}, {100 * each.warps / WARPS:.3g}%" for each in found if each]
+    return f"{told[0]} ({told[1]})" if len(told) == 2 else None
 
 
 def refused(records: Sequence[Record]) -> Iterator[str]:

@@ -246,7 +246,7 @@ class OutsideXla:
         raise ImportError("outside needs\nwhat launches its kernels.")
 
     def compile_kernels(self, spec, target, options=None):
-        sizes = {} if self.error else {"registers": 208, "spilled_bytes": 0, "shared_bytes": 98304}
+        sizes = {} if self.error else {"registers": 208, "spilled_bytes": 0, "shared_bytes": 98304, "blocks": 1000}
         blocks = (("block_q", 128), ("num_warps", 8))
         return (
             KernelBuild(name="forward", configuration=blocks, error=self.error, shared_limit_bytes=232448, **sizes),
@@ -495,7 +495,7 @@ def test_page_shows_kernels(compile_with_fakes, tmp_path):
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     kernel = dataclasses.asdict(OutsideXla().compile_kernels(None, H100)[0])
     assert lines[0]["status"] == "ok"
-    lines[0] |= {"memory": {}, "notes": ["no compiler for it."]}
+    lines[0] |= {"memory": {}, "notes": ["no compiler for it."], "target": "cuda:h100"}
     lines[0]["kernels"] = [kernel | {"configuration": dict(kernel["configuration"])}]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     page = reports.render(tmp_path / "run").read_text(encoding="utf-8")
@@ -505,6 +505,9 @@ def test_page_shows_kernels(compile_with_fakes, tmp_path):
     assert "**N1** no compiler for it." in page
     assert "block q 128, num warps 8" in page
     assert "98304" in page
+    held = page.partition("How many blocks the device holds at once")[2]
+    row = next(line for line in held.splitlines() if "forward" in line and "| cuda:h100 |" in line)
+    assert [cell.strip() for cell in row.split("|")[4:-1]] == ["1000", "1", "registers", "12.5", "8", "57.6"]
 
 
 def test_schedules_are_asked_for_and_their_dumps_removed(compile_with_fakes):

@@ -236,7 +236,13 @@ class Compiles(Candidates):
         spilled, shared = BUILDS[options["block_size"]]
         shared *= options.get("num_stages", 1)
         error = "does not fit" if shared > 200_000 else None
-        return (KernelBuild(name="kernel", configuration=(), spilled_bytes=spilled, shared_bytes=shared, error=error),)
+        sizes = {
+            "spilled_bytes": spilled,
+            "shared_bytes": shared,
+            "registers": 32,
+            "blocks": 50 * options["block_size"],
+        }
+        return (KernelBuild(name="kernel", configuration=(("num_warps", 8),), error=error, **sizes),)
 
 
 def tune_for_h100(monkeypatch, tmp_path, dtype):
@@ -263,6 +269,8 @@ def test_device_that_is_not_here_gets_what_spills_least_and_is_the_largest_of_th
     errors = {trial["options"]["block_size"]: trial["error"] for trial in entry["tried"]}
     assert errors == {32: None, 64: None, 128: None, 256: "kernel: does not fit", 512: "KeyError: 512"}
     assert "median_seconds" not in json.dumps(entry)
+    assert {trial["kernels"][0]["blocks"] for trial in entry["tried"][:2]} == {1600, 3200}
+    assert "| 4, 100% (2, 100%) |" in " ".join((tmp_path / "report.md").read_text().split())
 
 
 def test_defaults_stay_where_nothing_spills_less_in_a_block_that_is_larger(monkeypatch, tmp_path):

@@ -51,6 +51,26 @@ def test_every_kernel_fits_every_generation(kind, head_dim):
         assert build.vector_loads or build.name in MASKS
 
 
+def test_blocks_are_those_of_the_grid_that_the_block_sizes_give():
+    from attnsuite.backends.kvax import build
+
+    blocks = Passes(KernelBlocks(64, 128, 4, 2), KernelBlocks(64, 32, 4, 2))
+    launches = build.record_launches(spec(batch=2), blocks)
+    assert [(launch.kernel.fn.__name__, launch.blocks) for launch in launches] == [
+        (MASKS[0], 2 * 2048 // 64),
+        (MASKS[1], 2 * 2048 // 32),  # in the backward pass queries and keys swap their sizes
+        (MASKS[2], 2 * 2048 // 32),
+        ("flash_attention_forward_kernel", 2 * 8 * 2048 // 64),
+        (BACKWARD[0], 2 * 8 * 2048 // 128),
+        (BACKWARD[1], 2 * 8 * 2048 // 32),
+    ]
+
+
+def test_blocks_of_a_b200_take_tensor_memory():
+    (*_, forward) = KVAX.compile_kernels(spec(needs_grad=False), Target("cuda", "b200"))
+    assert (forward.blocks, forward.tensor_columns) == (8 * 2048 // 64, 256)
+
+
 def test_h200_is_compiled_as_an_h100():
     forward = {"needs_grad": False}
     assert KVAX.compile_kernels(spec(**forward), Target("cuda", "h200")) == KVAX.compile_kernels(spec(**forward), H100)
