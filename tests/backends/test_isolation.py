@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 
 import jax
@@ -61,8 +62,16 @@ def run_of(spec, layout, backend):
     return jax.jit(run)
 
 
-def seen_by(spec, layout, place):
+@functools.cache
+def compiled(problem, backend):
+    """One program for every number that is not finite."""
+    return run_of(*PROBLEMS[problem], backend)
+
+
+@functools.cache
+def seen_by(problem, place):
     """Rows ``[b, t, n]`` that may see the key at ``place`` of KV head 1, by the oracle."""
+    spec, layout = PROBLEMS[problem]
     alone = jnp.zeros((spec.batch, 1, 1, spec.key_value_length), bool).at[..., place].set(True)
     rows = ~oracle.unseen_rows(dataclasses.replace(spec, has_mask=True), dataclasses.replace(layout, mask=alone))
     rows[:, :, :2] = False  # the heads of KV head 0
@@ -73,15 +82,18 @@ def seen_by(spec, layout, place):
 @pytest.mark.parametrize("problem", PROBLEMS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_key_that_is_not_finite_spoils_the_rows_that_see_it_and_no_other(backend, problem, number):
-    spec, layout = PROBLEMS[problem]
-    run, (query, key, value) = run_of(spec, layout, backend), inputs(spec)
+    holds(compiled(problem, backend), problem, number)
+
+
+def holds(run, problem, number):
+    query, key, value = inputs(PROBLEMS[problem][0])
     expected = np.asarray(run(query, key, value)[0])
     for place in PLACES:
         for spoilt in (0, 1):
             arrays = [key.copy(), value.copy()]
             arrays[spoilt][:, place, 1, 3] = number
             out, *gradients = map(np.asarray, run(query, *arrays))
-            seen = seen_by(spec, layout, place)
+            seen = seen_by(problem, place)
             assert np.isnan(out[seen]).all()
             np.testing.assert_array_equal(out[~seen], expected[~seen])
             assert all(np.isfinite(x).all() for x in gradients)
@@ -135,4 +147,4 @@ def test_decode_step_reads_a_cache_where_it_lies(backend):
 def test_who_sees_what_is_found_in_blocks(monkeypatch):
     """Rows that the blocks of 7 do not divide."""
     monkeypatch.setattr("attnsuite.backends.isolation._PAIRS", 7 * 2 * 4 * LENGTH)
-    test_key_that_is_not_finite_spoils_the_rows_that_see_it_and_no_other("standard", "window", np.nan)
+    holds(run_of(*PROBLEMS["window"], "standard"), "window", np.nan)
