@@ -85,6 +85,30 @@ def test_every_test_belongs_to_an_environment(items):
     assert not without_environment(items)
 
 
+def elsewhere(items):
+    """Tests that the environment of one of their marks leaves out. Where annotations are checked, no type is wrong."""
+    of_mark = {}
+    for selection in selections():
+        of_mark.setdefault(selection.environment, []).append(selection)
+
+    def left_out(item):
+        marks = {mark.name for mark in item.iter_markers()}
+        asked = [of_mark[name] for name in marks & set(of_mark) if "wrong_types" not in marks]
+        return any(not any(one.holds(item) for one in found) for found in asked)
+
+    return [item.nodeid for item in items if left_out(item)]
+
+
+def test_every_test_runs_in_the_environments_of_its_marks(items):
+    assert not elsewhere(items)
+
+
+def test_test_that_the_environment_of_its_mark_does_not_collect_is_found(items, monkeypatch):
+    fallback = next(item for item in items if item.path.name == "test_fallback.py")
+    monkeypatch.setattr(fallback, "iter_markers", lambda *_: iter([pytest.mark.kvax.mark]))
+    assert elsewhere([fallback]) == [fallback.nodeid]
+
+
 def test_every_fault_of_the_table_names_tests_that_exist(items):
     names = [item.nodeid for item in items]
     gone = [test for fault in faults.FAULTS for test in fault.tests

@@ -14,6 +14,8 @@ import pytest
 from attnsuite.testing import checks, conformance, problems
 from attnsuite.testing.conformance import held
 
+pytestmark = pytest.mark.newest
+
 TESTS = Path(__file__).parents[1]
 FILES = sorted(path for path in TESTS.rglob("*.py") if "(Conformance)" in path.read_text(encoding="utf-8"))
 

@@ -15,7 +15,8 @@ from attnsuite.backends import AttentionSpec, Layout, Target, oracle, plan, regi
 from attnsuite.backends.isolation import isolated
 
 # flash_cpu is compiled by llvmlite (pip install 'attnsuite[cpu]')
-BACKENDS = ["standard", "chunked", *(["flash_cpu"] if importlib.util.find_spec("llvmlite") else [])]
+NATIVE = [pytest.param("flash_cpu", marks=pytest.mark.flash_cpu)] if importlib.util.find_spec("llvmlite") else []
+BACKENDS = ["standard", "chunked", *NATIVE]
 LENGTH = 192  # several blocks of chunked, and more pairs than fit its small-problem path
 BASE = AttentionSpec(
     batch=2, query_length=LENGTH, key_value_length=LENGTH, num_heads=4, num_kv_heads=2, head_dim=16, is_causal=True

@@ -256,6 +256,7 @@ WRONG: dict[str, tuple[Callable[[Problem], Any], str]] = {
 }
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_cache_fails(name: str) -> None:
     wrong, case = WRONG[name]
@@ -265,6 +266,7 @@ def test_wrong_cache_fails(name: str) -> None:
         checks.check_accuracy(results, problem)
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("case", sorted({case for _, case in WRONG.values()}))
 def test_right_cache_passes_where_the_wrong_one_fails(case: str) -> None:
     problem = problems.problem(case)

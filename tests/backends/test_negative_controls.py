@@ -20,6 +20,8 @@ from attnsuite.backends.standard import STANDARD
 from attnsuite.testing import checks, problems
 from attnsuite.testing.problems import QUANTITIES, Problem
 
+pytestmark = pytest.mark.newest
+
 Attend = Callable[..., Any]  # (query, key, value), and terms where there are some -> output, or (output, log-sum-exp)
 
 

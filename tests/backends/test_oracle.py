@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from attnsuite.backends import AttentionSpec, Layout, Terms, masks, oracle
 from attnsuite.testing import problems
 
-pytestmark = pytest.mark.standard
+pytestmark = [pytest.mark.standard, pytest.mark.newest]
 
 SPEC = AttentionSpec(batch=2, query_length=5, key_value_length=7, num_heads=4, num_kv_heads=2, head_dim=3)
 EVERYTHING = dataclasses.replace(
