@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +35,7 @@ SELECTING = sorted({name for kind in ("kascade_text", "kascade_gate") for name i
 BY_TILES = [name for name in SELECTING if name not in ("kascade_token", "dropped_tiles")]
 
 
+@functools.cache
 def one_pass(method, top_k, **changes):
     """Two layers behind a dense one on random queries and keys, with what they kept."""
     spec = AttentionSpec(batch=2, query_length=112, key_value_length=112, num_heads=4, num_kv_heads=2, head_dim=16,
