@@ -230,34 +230,6 @@ def test_same_kernel_with_a_legal_block_is_not_rejected(run, target):
     assert run[0][f"forward/legal/{target}/compile"].status == "ok"
 
 
-def test_more_than_the_device_has_does_not_fit(tmp_path, attnsuite):
-    (tmp_path / "suite.toml").write_text('[[case]]\nkind = "op_forward"\nsequence = 262144\nname = "long"\n')
-    found, _ = compile_records(
-        attnsuite, tmp_path, "--suite", tmp_path / "suite.toml", "--targets", "v5e,a100", "--backends", "standard"
-    )
-    assert {record.status for record in found.values()} == {"oom"}
-    assert "HBM" in found["long/standard/tpu:v5e/compile"].error
-    assert "has 80 GiB" in found["long/standard/cuda:a100/compile"].error
-
-
-def test_published_page_matches_a_fresh_small_run(tmp_path, attnsuite):
-    """Same cells, same statuses; with the same compilers the same bytes."""
-    published = {record.key: record for record in parse_records(PUBLISHED)[0]}
-    cases = "forward-s32768*-bf16,decode-*"
-    fresh, _ = compile_records(
-        attnsuite, tmp_path, "--cases", cases, "--targets", "v5e,h100", "--backends", "chunked,splash"
-    )
-    assert len(fresh) == 2 * 2 * 2
-    for key, record in fresh.items():
-        before = published[key]
-        assert (record.status, record.mode) == (before.status, before.mode)
-        assert make_case(record.problem) == make_case(before.problem)
-        assert set(record.memory) == set(before.memory)
-        compilers = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin")
-        if all(record.environment["versions"][name] == before.environment["versions"][name] for name in compilers):
-            assert record.memory.get("compiled_argument") == before.memory.get("compiled_argument")
-
-
 def test_slice_holds_a_share_of_what_one_chip_holds(run, tmp_path, attnsuite):
     """Arguments of a call in a shard_map on four chips: a quarter of those on one."""
     (tmp_path / "suite.toml").write_text(SUITE, encoding="utf-8")
@@ -271,15 +243,44 @@ def test_slice_holds_a_share_of_what_one_chip_holds(run, tmp_path, attnsuite):
     assert "2 of context and 2 of heads" in four.notes[0]
 
 
-def test_schedule_is_read_from_what_the_compiler_writes(tmp_path):
-    case = OpCase(kind="op_forward", sequence=256, heads=2, kv_heads=2, head_dim=128, dtype="bfloat16")
-    with Worker(2**33, topologies.ENVIRONMENT | schedules.variables(tmp_path)) as worker:
-        question = {"do": "compile", "case": problem_of(case), "backend": "splash", "target": "v5e"}
-        answer = outcome_of(worker.ask({**question, "dump": str(tmp_path)}, 300))
-    assert (answer.status, answer.notes) == ("ok", ())
-    (found,) = answer.schedules
-    assert found.kernel.startswith("splash")
-    assert found.grid_steps == 2  # a block of 256 for each head
-    assert 0 < found.mxu_bundles < found.step_bundles < found.bundles
-    assert found.vector_bytes > 4096 * (found.fills + found.spills)
-    assert list(tmp_path.iterdir()) == []
+class TestOwnCommand:
+    """A class is dealt to a worker by itself (``--dist loadscope``): the run of the others takes longest of all."""
+
+    def test_more_than_the_device_has_does_not_fit(self, tmp_path, attnsuite):
+        (tmp_path / "suite.toml").write_text('[[case]]\nkind = "op_forward"\nsequence = 262144\nname = "long"\n')
+        found, _ = compile_records(
+            attnsuite, tmp_path, "--suite", tmp_path / "suite.toml", "--targets", "v5e,a100", "--backends", "standard"
+        )
+        assert {record.status for record in found.values()} == {"oom"}
+        assert "HBM" in found["long/standard/tpu:v5e/compile"].error
+        assert "has 80 GiB" in found["long/standard/cuda:a100/compile"].error
+
+    def test_published_page_matches_a_fresh_small_run(self, tmp_path, attnsuite):
+        """Same cells, same statuses; with the same compilers the same bytes."""
+        published = {record.key: record for record in parse_records(PUBLISHED)[0]}
+        cases = "forward-s32768*-bf16,decode-*"
+        fresh, _ = compile_records(
+            attnsuite, tmp_path, "--cases", cases, "--targets", "v5e,h100", "--backends", "chunked,splash"
+        )
+        assert len(fresh) == 2 * 2 * 2
+        for key, record in fresh.items():
+            before = published[key]
+            assert (record.status, record.mode) == (before.status, before.mode)
+            assert make_case(record.problem) == make_case(before.problem)
+            assert set(record.memory) == set(before.memory)
+            compilers = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin")
+            if all(record.environment["versions"][name] == before.environment["versions"][name] for name in compilers):
+                assert record.memory.get("compiled_argument") == before.memory.get("compiled_argument")
+
+    def test_schedule_is_read_from_what_the_compiler_writes(self, tmp_path):
+        case = OpCase(kind="op_forward", sequence=256, heads=2, kv_heads=2, head_dim=128, dtype="bfloat16")
+        with Worker(2**33, topologies.ENVIRONMENT | schedules.variables(tmp_path)) as worker:
+            question = {"do": "compile", "case": problem_of(case), "backend": "splash", "target": "v5e"}
+            answer = outcome_of(worker.ask({**question, "dump": str(tmp_path)}, 300))
+        assert (answer.status, answer.notes) == ("ok", ())
+        (found,) = answer.schedules
+        assert found.kernel.startswith("splash")
+        assert found.grid_steps == 2  # a block of 256 for each head
+        assert 0 < found.mxu_bundles < found.step_bundles < found.bundles
+        assert found.vector_bytes > 4096 * (found.fills + found.spills)
+        assert list(tmp_path.iterdir()) == []
