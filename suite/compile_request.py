@@ -84,8 +84,6 @@ def compile_request(
     searches, batch_searches = _searches(models, cells)
     chosen = names() if backends is None else names_of(backends, "--backends")
     devices = tuple(map(_known_target, names_of(targets or ",".join(topologies.KINDS), "--targets")))
-    if schedule and (others := [device for device in devices if device.platform != "tpu"]):
-        raise InputError(f"--schedule reads what the compilers of TPUs write, not of {others[0]}; give --targets v5e.")
     return CompileRequest(
         cases=(*_ops(suite, cases, wanted=models.models is None), *cells),
         searches=searches,

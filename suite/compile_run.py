@@ -50,7 +50,7 @@ class CompileRequest:
     """What to compile, checked.
 
     Each of ``searches`` is a model case whose longest length that fits is searched, and each of ``batch_searches`` one
-    whose largest batch is. With ``schedule`` the schedules of Pallas kernels are read, too.
+    whose largest batch is. With ``schedule`` the schedules of Pallas kernels are read, or their launches, too.
     """
 
     cases: tuple[OpCase | ModelCase, ...]
@@ -178,7 +178,7 @@ class _Compiler:
         self._request = request
         self._fewer = fewer
         self._dump = tempfile.TemporaryDirectory(prefix="attnsuite-") if request.schedule else None
-        dumping = schedules.variables(Path(self._dump.name)) if self._dump else {}
+        dumping = schedules.variables(Path(self._dump.name), target.platform) if self._dump else {}
         variables = topologies.ENVIRONMENT | dumping
         self._process = Restarting(functools.partial(Worker, request.limits.memory, variables))
         self._records: dict[str, Record] = {}

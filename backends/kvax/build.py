@@ -138,7 +138,7 @@ def _compile(launch: RecordedLaunch, target: Target, stride_hint: bool) -> Kerne
     )
     try:
         compiled = compile_launch(launch, target, stride_hint)
-        report = _assemble(compiled.asm["ptx"], _architecture(target))
+        report = assemble(compiled.asm["ptx"], _architecture(target))
     except Exception as error:  # noqa: BLE001 (whatever the compiler raises is the result)
         return dataclasses.replace(build, error=_first_line(error))
     shared = compiled.metadata.shared
@@ -199,16 +199,17 @@ def _source(launch: RecordedLaunch, stride_hint: bool) -> ASTSource:
 
 
 @functools.lru_cache(maxsize=64)
-def _assemble(ptx: str, architecture: int) -> str:
+def assemble(ptx: str, architecture: int, assembler: int | None = None) -> str:
     """The output of ``ptxas -v`` for a kernel. Raises RuntimeError with its message if it refuses.
 
+    Triton brings several versions of ``ptxas``; ``assembler`` asks for that of another architecture.
     Triton caches compiled kernels, and this function assembled ones: candidates of a tuning share most kernels.
     """
     with tempfile.TemporaryDirectory(prefix="attnsuite-") as folder:
         source = Path(folder) / "kernel.ptx"
         source.write_text(ptx, encoding="utf-8")
         command = [
-            nvidia.get_ptxas(architecture).path,
+            nvidia.get_ptxas(assembler or architecture).path,
             "-v",
             f"--gpu-name={nvidia.sm_arch_from_capability(architecture)}",
         ]

@@ -21,11 +21,12 @@ from pathlib import Path
 
 from ..cell import Outcome
 from ..record import Schedule
+from . import launches
 
 LIMIT = 2**28  # bytes of a dump
 TOO_LARGE = f"no schedule: the compiler's dump exceeds {LIMIT >> 20} MiB; compile a smaller call."
 NOTHING_WRITTEN = "no schedule: the compiler wrote none; libtpu 0.0.41 and 0.0.50.1 do."
-_VARIABLE = "LIBTPU_INIT_ARGS"
+_VARIABLE, _GPU_VARIABLE = "LIBTPU_INIT_ARGS", "XLA_FLAGS"
 _REGISTER_BYTES = 8 * 128 * 4  # of a vector register, on every TPU
 _ANALYSIS, _BUNDLES = "schedule-analysis_final_bundles", "final_bundles"
 _UNITS = "final_hlo-static-per-bundle-utilization"
@@ -34,11 +35,13 @@ _GRID = re.compile(r"func\.func @([\w.$-]+)\([^\n]*iteration_bounds = array<i64:
 _BUNDLE = re.compile(r"^ *(?:0x)?[0-9a-f]+ +(?:[A-Z]{2})? *: +((?:> *)*)(\{\}|\{)", re.MULTILINE)
 
 
-def variables(folder: Path) -> dict[str, str]:
-    """The environment with which a process that compiles for a TPU writes its dump into ``folder``.
+def variables(folder: Path, platform: str = "tpu") -> dict[str, str]:
+    """The environment with which a process that compiles for a TPU, or a GPU (cuda), writes its dump into ``folder``.
 
-    The user's own arguments of libtpu are kept. Only the last step of each program is written, not all seventy.
+    The user's own arguments are kept. Of a TPU's program only the last step is written, not all seventy.
     """
+    if platform == "cuda":
+        return {_GPU_VARIABLE: f"{os.environ.get(_GPU_VARIABLE, '')} {launches.FLAGS.format(folder)}".strip()}
     dump = (
         f"--xla_mosaic_dump_to={folder} --xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true "
         "--xla_jf_dump_llo_pass_label_regex=final_"
@@ -49,14 +52,23 @@ def variables(folder: Path) -> dict[str, str]:
 def scheduled(folder: Path, work: Callable[[], Outcome]) -> Outcome:
     """The outcome of ``work``, which compiles, with the schedules that the compiler wrote into ``folder`` meanwhile.
 
-    A note says why a kernel has no schedule. The folder is empty afterwards.
+    Of a GPU's program these are the launches of Pallas kernels. A note says why a kernel has no schedule. The folder is
+    empty afterwards.
     """
     _empty(folder)
     with _limited(folder) as full:
         outcome = work()
     if outcome.status == "ok":
-        found, notes = ((), (TOO_LARGE,)) if full.is_set() or _size(folder) > LIMIT else read(folder)
-        outcome = dataclasses.replace(outcome, schedules=found, notes=(*outcome.notes, *notes))
+        if full.is_set() or _size(folder) > LIMIT:
+            outcome = dataclasses.replace(outcome, notes=(*outcome.notes, TOO_LARGE))
+        elif launches.FLAGS.format(folder) in os.environ.get(_GPU_VARIABLE, ""):
+            launched, notes = launches.read(folder)
+            kernels = (*outcome.kernels, *launched)
+            notes = notes if kernels else (launches.NO_KERNEL,)
+            outcome = dataclasses.replace(outcome, kernels=kernels, notes=(*outcome.notes, *notes))
+        else:
+            found, notes = read(folder)
+            outcome = dataclasses.replace(outcome, schedules=found, notes=(*outcome.notes, *notes))
     _empty(folder)
     return outcome
 

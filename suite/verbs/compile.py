@@ -32,7 +32,7 @@ class Compile(OnFleet):
     kernel: Annotated[str | None, flag("NAMES", "the device's")] = None
     """Kascade's layers by each of these kernels: xla, pallas, separated by commas."""
     schedule: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Count the bundles of each Pallas kernel for TPUs, from the schedule that the compiler writes."""
+    """Count what the compiler scheduled of each Pallas kernel: bundles for TPUs, registers and waves for GPUs."""
     longest: Annotated[str | None, flag("PHASES|batch", "none")] = None
     """Phases whose longest sequence that fits each device is searched (to 131072, by quarters of powers of two);
     or batch: the largest batch of --phases at --seq-lens that fits (to 448 for each chip that shares the batch)."""

@@ -68,10 +68,6 @@ MODEL = ModelCase(kind="model_prefill", model="debug", dtype="bfloat16", new_tok
         (["--longest", "prefill"], "--longest is about models; add --model"),
         (["--seq-lens", "64"], "--seq-lens is about models"),
         (["--schedule", "--model", "debug"], "--schedule is about attention calls; leave out --model"),
-        (
-            ["--schedule", "--targets", "v5e,h100"],
-            "--schedule reads what the compilers of TPUs write",
-        ),
         (["--cell-timeout", "0"], "above 0"),
         (["--cell-memory", "much"], "not a size"),
     ],

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from attnsuite.suite.absent import schedules, topologies
+from attnsuite.suite.absent import launches, schedules, topologies
 from attnsuite.suite.grid.executors import outcome_of
 from attnsuite.suite.grid.process import Worker
 from attnsuite.suite.kinds import make_case, problem_of
@@ -283,4 +283,17 @@ class TestOwnCommand:
         assert found.grid_steps == 2  # a block of 256 for each head
         assert 0 < found.mxu_bundles < found.step_bundles < found.bundles
         assert found.vector_bytes > 4096 * (found.fills + found.spills)
+        assert list(tmp_path.iterdir()) == []
+
+    def test_launches_are_read_from_what_xla_writes_for_a_gpu(self, tmp_path):
+        case = OpCase(kind="op_forward", sequence=256, heads=2, kv_heads=2, head_dim=64, batch=3, dtype="bfloat16")
+        with Worker(2**33, topologies.ENVIRONMENT | schedules.variables(tmp_path, "cuda")) as worker:
+            question = {"do": "compile", "case": problem_of(case), "backend": "pallas_flash", "target": "h100"}
+            answer = outcome_of(worker.ask({**question, "dump": str(tmp_path)}, 300))
+        assert answer.status == "ok"
+        (found,) = answer.kernels
+        assert (found.name, found.configuration) == ("mha_forward", {"num_warps": 4})
+        assert found.blocks == 3 * 2 * 2  # a block of 128 queries for each head of each sequence
+        assert 64 * 128 * 2 < found.shared_bytes < 227 * 1024
+        assert answer.notes == (() if util.find_spec("triton") else (launches.NO_ASSEMBLER,))
         assert list(tmp_path.iterdir()) == []

@@ -71,6 +71,15 @@ def test_blocks_of_a_b200_take_tensor_memory():
     assert (forward.blocks, forward.tensor_columns) == (8 * 2048 // 64, 256)
 
 
+def test_newest_assembler_reads_the_code_that_xla_writes():
+    from attnsuite.backends.kvax import build
+
+    ptx = ".version 9.0\n.target sm_90a\n.address_size 64\n.visible .entry attend()\n{ ret; }\n"
+    assert "registers" in build.assemble(ptx, 90, 100)
+    with pytest.raises(RuntimeError, match=r"version"):
+        build.assemble(ptx, 90)
+
+
 def test_h200_is_compiled_as_an_h100():
     forward = {"needs_grad": False}
     assert KVAX.compile_kernels(spec(**forward), Target("cuda", "h200")) == KVAX.compile_kernels(spec(**forward), H100)
