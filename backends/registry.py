@@ -32,6 +32,7 @@ BUILT_IN = {
     "tokamax_splash": "attnsuite.backends.tokamax_splash:TOKAMAX_SPLASH",
     "paged_attention": "attnsuite.backends.paged_attention:PAGED_ATTENTION",
     "ragged_paged_attention": "attnsuite.backends.ragged_paged_attention:RAGGED_PAGED_ATTENTION",
+    "tpu_flash_attention": "attnsuite.backends.tpu_flash_attention:TPU_FLASH_ATTENTION",
     "kascade": "attnsuite.backends.kascade:KASCADE",
 }
 

@@ -137,7 +137,7 @@ class Splash:
         kernel = kernel_of(Masking.of(spec, *grid.lengths), grid.blocks, spec.logits_soft_cap, mode == "interpret")
         ids = segment_ids(spec, layout, grid.lengths)
         axes, sinks = None if ids is None else 0, no_sinks(spec)
-        # See in_default_precision. Neither of a Part's two functions is differentiated.
+        # Neither of a Part's two functions is differentiated.
         exactly = contextlib.nullcontext if spec.dtype == "float32" else default_precision
 
         def forward(query: Array, key: Array, value: Array) -> tuple[Array, Array, Array]:

@@ -169,34 +169,37 @@ def from_kernel(spec: AttentionSpec, out: Float[Array, "b n t v"]) -> Float[Arra
     return out[:, :, : spec.query_length].swapaxes(1, 2)
 
 
-def in_default_precision(call: Callable[..., Array]) -> Callable[..., Array]:
-    """``call(q, k, v, ids, sinks)`` whatever ``jax_default_matmul_precision`` says, forward and backward.
+def in_context(call: Callable[..., Array], context: Callable[[], Any]) -> Callable[..., Array]:
+    """``call(q, k, v, ids, term)`` traced in ``context()``, forward and backward.
 
-    Products of bfloat16 are exact in float32 as they are, and Mosaic rejects a higher precision for them ("Bad lhs
-    type"). A gradient is traced after the call has returned, hence its own rule.
+    A gradient is traced after the call has returned, hence its own rule.
     """
 
-    def forward(q: Array, k: Array, v: Array, ids: Any, sinks: Array) -> tuple[Array, Any]:
-        with jax.default_matmul_precision("default"):
-            out, pull_back = jax.vjp(lambda q, k, v, sinks: call(q, k, v, ids, sinks), q, k, v, sinks)
+    def forward(q: Array, k: Array, v: Array, ids: Any, term: Any) -> tuple[Array, Any]:
+        with context():
+            out, pull_back = jax.vjp(lambda q, k, v, term: call(q, k, v, ids, term), q, k, v, term)
         return out, pull_back
 
     def backward(pull_back: Any, d_out: Array) -> tuple[Any, ...]:
-        with jax.default_matmul_precision("default"):
-            d_query, d_key, d_value, d_sinks = pull_back(d_out)
-            return d_query, d_key, d_value, None, d_sinks
+        with context():
+            d_query, d_key, d_value, d_term = pull_back(d_out)
+            return d_query, d_key, d_value, None, d_term
 
     @jax.custom_vjp
-    def run(q: Array, k: Array, v: Array, ids: Any, sinks: Array) -> Array:
-        with jax.default_matmul_precision("default"):
-            return call(q, k, v, ids, sinks)
+    def run(q: Array, k: Array, v: Array, ids: Any, term: Any) -> Array:
+        with context():
+            return call(q, k, v, ids, term)
 
     run.defvjp(forward, backward)
     return run
 
 
 def default_precision() -> Any:
-    """A context without the matmul precision that the caller asks for."""
+    """A context without the matmul precision that the caller asks for.
+
+    Products of bfloat16 are exact in float32 as they are, and Mosaic rejects a higher precision for them ("Bad lhs
+    type").
+    """
     return jax.default_matmul_precision("default")
 
 
@@ -205,7 +208,7 @@ def plan_of(spec: AttentionSpec, layout: Layout, lengths: tuple[int, int], run: 
     ids, without = segment_ids(spec, layout, lengths), no_sinks(spec)
     alone = one_key_is_seen(ids) if spec.needs_grad and not spec.has_sinks else None
     call = jax.vmap(run, (0, 0, 0, None if ids is None else 0, None))
-    call = call if spec.dtype == "float32" else in_default_precision(call)
+    call = call if spec.dtype == "float32" else in_context(call, default_precision)
 
     def attend(
         query: Float[Array, "b t n h"],

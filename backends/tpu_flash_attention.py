@@ -1,0 +1,176 @@
+"""JAX's Pallas flash attention for TPUs (``jax.experimental.pallas.ops.tpu.flash_attention``), behind the contract.
+
+The kernel is FlashAttention-2 (arXiv 2307.08691) with gradients, that of a bias too, which splash has not. A bias is
+held whole: float32 numbers in the number of batch entries, heads, queries and keys, and as many again for the gradient.
+This file adds lengths that are no multiple of a block (padded), key lengths and padding (as segment ids), grouped
+queries (keys and values repeated), a bias that broadcasts or hides keys, and zero output for rows that see nothing,
+where the kernel gives an average. Nothing of this project has run the kernel on a TPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Bool, Float
+
+from .contract import (
+    NO_TERMS,
+    AttentionSpec,
+    Carry,
+    EitherArray,
+    Layout,
+    Plan,
+    Terms,
+    check_options,
+    forward_only,
+    may_attend,
+)
+from .devices import Target
+from .features import Mode, Takes
+from .paged_attention import device_reasons
+from .splash_operands import LANES, default_precision, in_context, one_key_is_seen, round_up, segment_ids
+
+_MODULE = "jax.experimental.pallas.ops.tpu.flash_attention"
+_BLOCKS = (512, 384, 256, 128)  # rows and keys: the first that divides the padded length; not tuned on a TPU
+# In place of a bias of minus infinity, of which the kernel makes NaN where it fills a block. The kernel's mask adds
+# -2.4e38, so that a key that it hides stays behind one with this bias.
+_LOWEST = -1e30
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TpuFlashAttention:
+    """The ``tpu_flash_attention`` backend."""
+
+    name: str = "tpu_flash_attention"
+    exact: bool = True
+
+    def takes(self, target: Target, mode: Mode) -> Takes:
+        """Causal and full masks, segments, key lengths and a bias, with gradients."""
+        return Takes(
+            features=frozenset({
+                "causal",
+                "bidirectional",
+                "scale",
+                "segments",
+                "lengths",
+                "bias",
+                "gradient",
+                "grouped_queries",
+                "cross_length",
+            }),
+            dtypes=("float32", "bfloat16"),
+            head_dims=(*range(8, LANES + 1, 8), 2 * LANES),
+            because={"positions": "which masks by slot", "value_head_dim": "whose keys and values have one shape"},
+        )  # fmt: skip
+
+    def refuses(
+        self, spec: AttentionSpec, target: Target, mode: Mode, options: Mapping[str, Any] | None
+    ) -> Iterator[str]:
+        """Devices that are no TPU, and a JAX without the kernel."""
+        return device_reasons(self.name, _MODULE, target, mode)
+
+    def plan(
+        self,
+        spec: AttentionSpec,
+        layout: Layout,
+        *,
+        target: Target,
+        mode: Mode = "native",
+        options: Mapping[str, Any] | None = None,
+    ) -> Plan:
+        """Make the segment ids, and find the rows that see nothing; there are no options."""
+        check_options(self.name, options, {})
+        lengths = round_up(spec.query_length, LANES), round_up(spec.key_value_length, LANES)
+        ids = segment_ids(spec, layout, lengths)
+        hides = spec.has_segment_ids or spec.has_seq_lengths or spec.has_bias  # else every row sees the first key
+        mask = may_attend(spec, layout) if hides else None
+        alone = one_key_is_seen(ids) if spec.needs_grad else None
+        kernel = importlib.import_module(_MODULE).flash_attention
+        how = {"causal": spec.is_causal, "sm_scale": spec.softmax_scale, "block_sizes": _block_sizes(*lengths)}
+        call = in_context(
+            lambda q, k, v, ids, bias: kernel(q, k, v, bias, ids, **how),
+            functools.partial(_context, exact=spec.dtype == "float32", interpret=mode == "interpret"),
+        )
+
+        def attend(
+            query: Float[Array, "b t n h"],
+            key: Float[Array, "b s k h"],
+            value: Float[Array, "b s k h"],
+            layer: int,
+            carry: Carry,
+            terms: Terms = NO_TERMS,
+        ) -> tuple[Float[Array, "b t n h"], Carry]:
+            if alone is not None:
+                query, key = (jnp.where(alone, jax.lax.stop_gradient(x), x) for x in (query, key))
+            largest = _largest(mask, terms.bias)
+            bias = None if terms.bias is None else _bias(spec, lengths, terms.bias, largest)
+            seen = ~jnp.isneginf(largest).swapaxes(1, 2)
+            key, value = (jnp.repeat(x, spec.group_size, axis=2) for x in (key, value))
+            q, k, v = (
+                jnp.pad(x.swapaxes(1, 2), ((0, 0), (0, 0), (0, length - x.shape[1]), (0, 0)))
+                for x, length in ((jnp.where(seen, query, 0), lengths[0]), (key, lengths[1]), (value, lengths[1]))
+            )
+            out = call(q, k, v, ids, bias)[:, :, : spec.query_length].swapaxes(1, 2)
+            return jnp.where(seen, out, 0), carry
+
+        return Plan(attend if spec.needs_grad else forward_only(attend))
+
+
+def _largest(
+    mask: Bool[Array, "#b #n t s"] | None, bias: Float[EitherArray, "#b #n #t #s"] | None
+) -> Float[Array, "#b #n #t 1"]:
+    """The largest bias that a row sees (0 without a bias), minus infinity where it sees nothing.
+
+    XLA makes the mask where it is read: without a bias no array is quadratic.
+    """
+    seen = jnp.zeros((1, 1, 1, 1)) if bias is None else jax.lax.stop_gradient(jnp.asarray(bias, jnp.float32))
+    return (seen if mask is None else jnp.where(mask, seen, -jnp.inf)).max(-1, keepdims=True)
+
+
+def _bias(
+    spec: AttentionSpec,
+    lengths: tuple[int, int],
+    bias: Float[EitherArray, "#b #n #t #s"],
+    largest: Float[Array, "#b #n #t 1"],
+) -> Float[Array, "b n padded_t padded_s"]:
+    """What the kernel adds to scores that it scales afterwards.
+
+    Each row is less its largest, which changes no softmax: the kernel's gradient computes the exponentials again, and
+    rounds another way. Of logits near -1e9 they would be off by any factor.
+    """
+    blind = jnp.isneginf(largest)
+    bias = jnp.where(blind, 0, jnp.asarray(bias, jnp.float32) - jnp.where(blind, 0, largest))
+    bias = jnp.maximum(bias / spec.softmax_scale, _LOWEST)
+    shape = spec.batch, spec.num_heads, spec.query_length, spec.key_value_length
+    behind = ((0, length - own) for length, own in zip(lengths, shape[2:], strict=True))
+    return jnp.pad(jnp.broadcast_to(bias, shape), ((0, 0), (0, 0), *behind))
+
+
+def _block_sizes(rows: int, keys: int) -> Any:
+    q, k = (next(block for block in _BLOCKS if length % block == 0) for length in (rows, keys))
+    module = importlib.import_module(_MODULE)
+    return module.BlockSizes(
+        block_b=1,
+        **dict.fromkeys(("block_q", "block_q_major_dkv", "block_q_dkv", "block_q_dq"), q),
+        **dict.fromkeys(("block_k_major", "block_k", "block_k_major_dkv", "block_k_dkv"), k),
+        **dict.fromkeys(("block_k_major_dq", "block_k_dq"), k),
+    )
+
+
+@contextlib.contextmanager
+def _context(*, exact: bool, interpret: bool) -> Iterator[None]:
+    """What the kernel is traced in. Mosaic knows no higher precision for products of bfloat16."""
+    interpreter = pltpu.force_tpu_interpret_mode if interpret else contextlib.nullcontext
+    with contextlib.nullcontext() if exact else default_precision(), interpreter():
+        yield
+
+
+TPU_FLASH_ATTENTION = TpuFlashAttention()

@@ -1,0 +1,82 @@
+"""JAX's flash attention for TPUs through the interpreter: the judge, why rows that see nothing are masked, refusals."""
+
+import dataclasses
+from importlib import util
+
+import jax.numpy as jnp
+import pytest
+
+from attnsuite.backends import AttentionSpec, Target, support, tpu_flash_attention
+from attnsuite.backends.tpu_flash_attention import TPU_FLASH_ATTENTION
+from attnsuite.testing import problems
+from attnsuite.testing.checks import check_accuracy, check_unseen_does_not_matter, compiled
+
+pytestmark = [pytest.mark.splash, pytest.mark.foreign_numerics]  # JAX's kernel promotes dtypes and ranks by itself
+
+V5E = Target("tpu", "v5e")
+SPEC = AttentionSpec(
+    batch=1, query_length=160, key_value_length=160, num_heads=4, num_kv_heads=2, head_dim=32, is_causal=True
+)
+
+
+def test_bias_that_hides_keys_and_its_gradient_pass_the_judge():
+    """Of whole blocks: a key of padding would hide that a row of minus infinity gives NaN, or one of -1e9 garbage."""
+    name = "bias-of-minus-infinity"
+    case = dataclasses.replace(problems.CASES[name], sizes=(1, 128, 128, 2, 1, 32, 32))
+    layout, terms, inputs = problems.arrays(case, name)
+    terms = dataclasses.replace(terms, bias=jnp.asarray(terms.bias).at[:, :, 10].set(-1e9))
+    problem = problems.solve(problems.spec_of(case, layout, terms, inputs), layout, inputs, terms)
+    assert problem.unseen_rows.any()
+    check_accuracy(run_of(problem)(*problem.inputs), problem)
+
+
+def run_of(problem):
+    return compiled(TPU_FLASH_ATTENTION, problem, Target.here(), "interpret")
+
+
+def test_rows_and_keys_that_are_not_seen_do_not_matter():
+    problem = problems.problem("padding-both-ends", "bfloat16")
+    run = run_of(problem)
+    results = run(*problem.inputs)
+    check_accuracy(results, problem)
+    check_unseen_does_not_matter(run, problem, results)
+
+
+def test_kernel_alone_gives_an_average_where_a_row_sees_nothing(monkeypatch):
+    """The control of the zero rows."""
+    problem = problems.problem("padding-both-ends")
+    forward = dataclasses.replace(problem, spec=dataclasses.replace(problem.spec, needs_grad=False))
+    monkeypatch.setattr(tpu_flash_attention, "_largest", lambda *_: jnp.zeros((1, 1, 1, 1)))
+    plan = TPU_FLASH_ATTENTION.plan(forward.spec, problem.layout, target=Target.here(), mode="interpret")
+    out = plan.run(*problem.inputs[:3])[0]
+    assert jnp.abs(out[problem.unseen_rows]).max() > 0
+    assert not problem.verdict("output", out).passed
+
+
+@pytest.mark.parametrize(
+    ("changes", "target", "mode", "word"),
+    [
+        ({}, Target("cpu"), "native", "not for cpu"),
+        ({}, Target("cuda", "h100"), "compile", "not for cuda:h100"),
+        ({"dtype": "float16"}, V5E, "native", "dtype=float16"),
+        ({"head_dim": 33, "value_head_dim": 33}, V5E, "native", "head_dim=33"),
+        ({"value_head_dim": 64}, V5E, "native", "value_head_dim=64"),
+        ({"local_window_size": 8}, V5E, "native", "local_window_size=(8, 8)"),
+        ({"chunk_size": 8}, V5E, "native", "chunk_size=8"),
+        ({"logits_soft_cap": 5.0}, V5E, "native", "logits_soft_cap=5.0"),
+        ({"has_positions": True}, V5E, "native", "explicit positions"),
+        ({"has_mask": True}, V5E, "native", "mask array"),
+        ({"has_sinks": True}, V5E, "native", "attention sinks"),
+        ({"return_log_sum_exp": True}, V5E, "native", "return_log_sum_exp=True"),
+    ],
+)
+def test_refuses_with_the_offending_value(changes, target, mode, word):
+    found = support(TPU_FLASH_ATTENTION, dataclasses.replace(SPEC, **changes), target, mode)
+    assert len(found.reasons) == 1
+    assert word in found.reasons[0]
+    assert support(TPU_FLASH_ATTENTION, SPEC, V5E)
+
+
+def test_jax_without_the_module_is_a_reason(monkeypatch):
+    monkeypatch.setattr(util, "find_spec", lambda _: None)
+    assert "no longer has" in support(TPU_FLASH_ATTENTION, SPEC, V5E).reasons[0]
