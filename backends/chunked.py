@@ -91,8 +91,6 @@ class Chunked:
     ) -> Plan:
         """Sort the blocks once for all layers. Options: see :data:`OPTIONS`; raises ValueError for others."""
         given = check_options(self.name, options, OPTIONS)
-        if spec.has_sinks:
-            return sinks.added(spec, lambda bare: self.plan(bare, layout, target=target, mode=mode, options=options))
         path = given.pop("tuned", None)
         if kv_cache.is_cache(spec):
             return kv_cache.unrounded(
@@ -110,8 +108,7 @@ class Chunked:
         def attend(
             query: Array, key: Array, value: Array | None, layer: int, carry: Carry, terms: Terms = NO_TERMS
         ) -> tuple[Any, Carry]:
-            slopes = None if terms.alibi is None else jnp.asarray(terms.alibi)
-            return differentiable(query, key, value, slopes, traced), carry
+            return differentiable(query, key, value, *_per_head(terms), traced), carry
 
         return Plan(attend)
 
@@ -131,7 +128,7 @@ class Chunked:
         forward_tables, backward_tables = _tables(program, layout)
 
         def forward(query: Array, key: Array, value: Array) -> tuple[Array, Array, Array]:
-            out, top, rest = passes.forward(program, query, (key, value), None, *forward_tables)
+            out, top, rest = passes.forward(program, query, (key, value), None, None, *forward_tables)
             return out, jnp.where(top == passes.UNSEEN, NOTHING_SEEN, top), rest
 
         def backward(
@@ -151,13 +148,13 @@ class Chunked:
         def attend(
             query: Array, key: Array, value: Array | None, layer: int, carry: Carry, terms: Terms = NO_TERMS
         ) -> tuple[Any, Carry]:
-            slopes = None if terms.alibi is None else jnp.asarray(terms.alibi)
+            slopes, sunk = _per_head(terms)
             heads = program.sizes.heads_per_tile
             read = (
                 kv_cache.block_reader(spec, layout, key, terms.key_scales, heads),
                 None if value is None else kv_cache.block_reader(spec, layout, value, terms.value_scales, heads),
             )
-            return _result(program, *passes.forward(program, query, read, slopes, *tables)), carry
+            return _result(program, *passes.forward(program, query, read, slopes, sunk, *tables)), carry
 
         return Plan(attend, isolates=True)
 
@@ -276,7 +273,7 @@ def _tables(program: Program, layout: Layout) -> _Tables:
 
 
 def _differentiable(program: Program, tables: _Tables) -> tuple[Callable[..., Array], _Tables | None]:
-    """The attention with its own gradient, and the value to pass as its fifth argument, after ALiBi's slopes.
+    """The attention with its own gradient, and the value to pass as its sixth argument, after ALiBi's slopes and sinks.
 
     Tables of a static layout are captured as constants, so that XLA removes loops that never run. Traced tables have to
     be arguments.
@@ -284,31 +281,54 @@ def _differentiable(program: Program, tables: _Tables) -> tuple[Callable[..., Ar
     static = all(isinstance(x, np.ndarray) for x in jax.tree.leaves(tables))
 
     @jax.custom_vjp
-    def attend(query: Array, key: Array, value: Array | None, slopes: Array | None, traced: _Tables | None) -> Any:
-        return _result(program, *passes.forward(program, query, (key, value), slopes, *(traced or tables)[0]))
+    def attend(
+        query: Array,
+        key: Array,
+        value: Array | None,
+        slopes: Array | None,
+        sunk: Array | None,
+        traced: _Tables | None,
+    ) -> Any:
+        return _result(program, *passes.forward(program, query, (key, value), slopes, sunk, *(traced or tables)[0]))
 
-    def forward(query: Array, key: Array, value: Array | None, slopes: Array | None, traced: _Tables | None) -> Any:
+    def forward(
+        query: Array,
+        key: Array,
+        value: Array | None,
+        slopes: Array | None,
+        sunk: Array | None,
+        traced: _Tables | None,
+    ) -> Any:
         if (traced or tables)[1] is None:  # asked at trace time
             raise ValueError("planned with needs_grad=False; plan with needs_grad=True to differentiate.")
         unrounded = dataclasses.replace(program, float32_results=True)
-        exact, top, rest = passes.forward(unrounded, query, (key, value), slopes, *(traced or tables)[0])
+        exact, top, rest = passes.forward(unrounded, query, (key, value), slopes, sunk, *(traced or tables)[0])
         out = passes.narrowed(exact, program)
         # The rounding error of the output. The backward pass subtracts rowsum(dO * O); without the correction its
         # rounding would be as large as the gradient of a key that has nearly all of its row.
         lost = None if program.spec.dtype == "float32" else (exact - out.astype(jnp.float32)).astype(jnp.bfloat16)
-        return _result(program, out, top, rest), (query, key, value, slopes, out, lost, top, rest, traced)
+        return _result(program, out, top, rest), ((query, key, value, slopes, sunk, traced), out, lost, top, rest)
 
     def backward(residuals: Any, cotangents: Any) -> Any:
-        query, key, value, slopes, out, lost, top, rest, traced = residuals
+        (query, key, value, slopes, sunk, traced), out, lost, top, rest = residuals
         layout, columns = (traced or tables)[1] or ()
         if lost is not None:
             out = out.astype(jnp.float32) + lost.astype(jnp.float32)
         d_out, d_lse = cotangents if program.spec.return_log_sum_exp else (cotangents, None)
         gradients = passes.backward(program, query, key, value, out, top, rest, d_out, d_lse, slopes, layout, columns)
-        return *gradients, None
+        d_sinks = None if sunk is None else sinks.gradient(sunk, (out, top, rest), d_out, d_lse)
+        return *gradients, d_sinks, None
 
     attend.defvjp(forward, backward)
     return attend, None if static else tables
+
+
+def _per_head(terms: Terms) -> tuple[Array | None, Array | None]:
+    """ALiBi's slopes and the sinks."""
+    return (
+        None if terms.alibi is None else jnp.asarray(terms.alibi),
+        None if terms.sinks is None else jnp.asarray(terms.sinks),
+    )
 
 
 def _result(program: Program, out: Array, top: Array, rest: Array) -> Any:

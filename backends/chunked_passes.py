@@ -177,10 +177,10 @@ def _scaled_query(query: Array, program: Program) -> Array:
     return (query.astype(jnp.float32) * program.scale_query).astype(query.dtype)
 
 
-def _tile_slopes(slopes: Float[Array, " n"], program: Program) -> Float[Array, "tiles heads group 1 1"]:
-    """ALiBi's slopes of each tile: one per KV head and query head of its group."""
+def _tile_per_head(x: Float[Array, " n"], program: Program) -> Float[Array, "tiles heads group 1 1"]:
+    """ALiBi's slopes or the sinks of each tile: one number per KV head and query head of its group."""
     spec = program.spec
-    grouped = slopes.astype(jnp.float32).reshape(spec.num_kv_heads, spec.group_size)
+    grouped = x.astype(jnp.float32).reshape(spec.num_kv_heads, spec.group_size)
     return jnp.tile(grouped, (spec.batch, 1)).reshape(-1, program.sizes.heads_per_tile, spec.group_size, 1, 1)
 
 
@@ -249,11 +249,13 @@ def forward(
     query: Array,
     keys_values: tuple[Array | Reader, Array | Reader | None],
     slopes: Array | None,
+    sinks: Array | None,
     layout: PaddedLayout,
     tables: tuple[BlockTable, ...],
 ) -> tuple[Array, Array, Array]:
     """Output [B, T, N, Hv], and the log-sum-exp as largest score and rest, [B, T, N] each.
 
+    A sink is where the recurrence of its rows starts: as if they had seen a key of this score and a value of zero.
     Keys and values are arrays, or functions that read some slots of a tile from a cache; None: the values are the first
     numbers of the keys. Of a cache, slots that are not finite and that a row may not see do not reach the row, as
     isolation.py says.
@@ -266,7 +268,7 @@ def forward(
     queries = _tile_queries(_pack(_scaled_query(query, program), program), spec, heads, block_q)
     tiles = spec.batch * spec.num_kv_heads // heads
     rows = queries.shape[0] // tiles
-    tilted = None if slopes is None else _tile_slopes(slopes, program)
+    tilted, sunk = (None if x is None else _tile_per_head(x, program) for x in (slopes, sinks))
 
     def one_row(x: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         tile, row, q = x
@@ -293,13 +295,18 @@ def forward(
             probs = jnp.exp(scores - jnp.maximum(new_top, _MASKED / 2)[..., None])
             rounded = narrowed(probs, program)
             decay = jnp.exp(top - new_top)
-            # The sum is of the rounded weights, so that rounding cancels in the output; except if the sum is a result.
-            summed = probs if spec.return_log_sum_exp else rounded.astype(jnp.float32)
+            # The sum is of the rounded weights, so that rounding cancels in the output; except if the sum is a result,
+            # or is held against a sink.
+            summed = probs if spec.return_log_sum_exp or sinks is not None else rounded.astype(jnp.float32)
             total = total * decay + summed.sum(-1)
             return new_top, total, out * decay[..., None] + _dot("hqk,hkd->hqd", rounded, v)
 
         shape = (heads, group * block_q)
-        start = jnp.full(shape, _MASKED), jnp.zeros(shape), jnp.zeros((*shape, spec.value_head_dim))
+        start = jnp.full(shape, _MASKED), jnp.zeros(shape)
+        if sunk is not None:
+            rows_of_head = jnp.broadcast_to(sunk[tile][..., 0], (heads, group, block_q))
+            start = rows_of_head.reshape(shape), jnp.ones(shape)
+        start = *start, jnp.zeros((*shape, spec.value_head_dim))
         top, total, out = _visit(tables, batch, row, step, start)
         seen = total != 0.0  # NaN is seen
         out = out * jnp.where(seen, 1.0 / jnp.where(seen, total, 1.0), 0.0)[..., None]
@@ -377,7 +384,7 @@ def backward(
     keys_transposed = keys.swapaxes(2, 3)
     tiles = spec.batch * spec.num_kv_heads // heads
     q_blocks, kv_blocks = tiled.queries.shape[0] // tiles, keys.shape[0] // tiles
-    tilted = None if slopes is None else _tile_slopes(slopes, program)
+    tilted = None if slopes is None else _tile_per_head(slopes, program)
 
     def one_column(d_queries: Array, x: tuple[Array, ...]) -> tuple[Array, tuple[list[Array], Any]]:
         tile, column, k, k_transposed, *given = *x[:2], *(_unpack(part, program) for part in x[2:])

@@ -16,11 +16,11 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from . import standard
-from .contract import AttentionSpec, Carry, Layout, Plan, may_attend
+from .contract import NO_TERMS, AttentionSpec, Carry, Layout, Plan, Terms, may_attend
 
 
 def plan(spec: AttentionSpec, layout: Layout) -> Plan:
-    """Plan a decode step; ``spec`` needs no gradient and announces no terms."""
+    """Plan a decode step; ``spec`` needs no gradient and announces no terms but sinks."""
     return Plan(functools.partial(_attend, spec, may_attend(spec, layout)))
 
 
@@ -32,6 +32,7 @@ def _attend(
     value: Float[Array, "b s k v"] | None,
     layer: int,
     carry: Carry,
+    terms: Terms = NO_TERMS,
 ) -> tuple[Any, Carry]:
     b, t, n, h = query.shape
     kv_heads, rows = spec.num_kv_heads, spec.group_size * t
@@ -41,7 +42,7 @@ def _attend(
     logits = scores(grouped, key).reshape(b, n, t, -1) * spec.softmax_scale
     if spec.logits_soft_cap is not None:
         logits = spec.logits_soft_cap * jnp.tanh(logits / spec.logits_soft_cap)
-    weights, total, top = standard.exponentials(logits, mask)
+    weights, total, top = standard.exponentials(logits, mask, standard.sink_logits(terms))
     out = weigh(weights.reshape(b, kv_heads, rows, -1), value)[..., : spec.value_head_dim]
     out = out.reshape(b, kv_heads, -1, t, spec.value_head_dim)
     # The outputs are divided, not the weights, because there are fewer of them.

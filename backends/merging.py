@@ -2,7 +2,7 @@
 
 A row's softmax over all keys is the mean of its softmaxes over disjoint parts, weighted by the exponentials of their
 log-sum-exps. FlashInfer (arXiv 2501.01005, section 2.2) calls output and log-sum-exp the state of an attention.
-``ring.py`` merges the parts of devices with a log-sum-exp of two numbers, which keeps more bits.
+:func:`put_together` merges unrounded parts with a log-sum-exp of two numbers, which keeps more bits.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+# The result of query rows over some of the keys: (out, top, rest), see :class:`Part`.
+Seen = tuple[Array, Array, Array]
 State = tuple[Float[Array, "batch q_len heads v_dim"], Float[Array, "batch q_len heads"]]
 
 
@@ -50,3 +52,13 @@ def merge_parts(parts: Sequence[State]) -> State:
     shares = [(weight / total)[..., None] for weight in weights]
     out = functools.reduce(jnp.add, [x.astype(jnp.float32) * share for x, share in zip(outs, shares, strict=True)])
     return out.astype(outs[0].dtype), top + jnp.log(total)
+
+
+def put_together(a: Seen, b: Seen) -> Seen:
+    """Merge float32 outputs over two parts of the keys by their log-sum-exps."""
+    (out_a, top_a, rest_a), (out_b, top_b, rest_b) = a, b
+    top = jnp.maximum(top_a, top_b)
+    weight_a, weight_b = jnp.exp((top_a - top) + rest_a), jnp.exp((top_b - top) + rest_b)
+    total = weight_a + weight_b
+    out = out_a * (weight_a / total)[..., None] + out_b * (weight_b / total)[..., None]
+    return out, top, jnp.log(total)

@@ -18,7 +18,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from . import sinks as of_sinks
 from .contract import NO_TERMS, NOTHING_SEEN, AttentionSpec, EitherArray, Layout, Part, PartBackend, Terms
+from .merging import Seen, put_together
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,10 +40,6 @@ class _Share:
     value: Float[Array, "b s k v"]
     positions: Int[EitherArray, "b s"] | None
     segment_ids: Int[EitherArray, "b s"] | None
-
-
-# The result of query rows over some of the keys: (out, top, rest), see :class:`Part`.
-_Seen = tuple[Array, Array, Array]
 
 
 def by_position(spec: AttentionSpec) -> bool:
@@ -101,30 +99,30 @@ class Ring:
         def backward(residuals: Any, d_out: Array) -> tuple[Array, _Share, None, Array | None]:
             query, share, layout, sinks, out, top, rest = residuals
             d_query, d_key, d_value = self._backward(query, share, layout, (out, top, rest), d_out)
-            d_sinks = None if sinks is None else _slope_of_sinks(sinks, out, top, rest, d_out)
+            d_sinks = None if sinks is None else of_sinks.gradient(sinks, (out, top, rest), d_out)
             return d_query, _Share(d_key, d_value, None, None), None, d_sinks
 
         run.defvjp(forward, backward)
         return run(query, share, rest, None if terms.sinks is None else jnp.asarray(terms.sinks))
 
-    def _forward(self, query: Array, share: _Share, layout: Layout, sinks: Array | None) -> _Seen:
-        def compute(step: Any, share: _Share, spec: AttentionSpec) -> _Seen:
+    def _forward(self, query: Array, share: _Share, layout: Layout, sinks: Array | None) -> Seen:
+        def compute(step: Any, share: _Share, spec: AttentionSpec) -> Seen:
             return self._part(step, share, layout, spec).forward(query, share.key, share.value)
 
-        def turn(step: Any, state: tuple[_Seen, _Share]) -> tuple[_Seen, _Share]:
+        def turn(step: Any, state: tuple[Seen, _Share]) -> tuple[Seen, _Share]:
             seen, share = state
             following = self._pass_on(share)
             out, top, rest = seen
             nothing = jnp.zeros_like(out), jnp.full_like(top, NOTHING_SEEN), jnp.zeros_like(rest)
             more = self._unless_behind(step, lambda: compute(step, share, self._others), nothing)
-            return _put_together(seen, more), following
+            return put_together(seen, more), following
 
         first = compute(0, share, self._own), self._pass_on(share)
         seen = lax.fori_loop(1, self.axis.size, turn, first)[0]
-        return seen if sinks is None else _put_together(seen, _of_sinks(sinks, seen))
+        return seen if sinks is None else put_together(seen, of_sinks.part(sinks, seen))
 
     def _backward(
-        self, query: Array, share: _Share, layout: Layout, seen: _Seen, d_out: Array
+        self, query: Array, share: _Share, layout: Layout, seen: Seen, d_out: Array
     ) -> tuple[Array, Array, Array]:
         def compute(step: Any, share: _Share, spec: AttentionSpec) -> tuple[Array, Array, Array]:
             part = self._part(step, share, layout, spec)
@@ -203,31 +201,3 @@ def _by_slot(spec: AttentionSpec) -> bool:
     """Whether the mask is causal over slots only: every share but the own is then all visible or all hidden."""
     alone = (spec.window, spec.chunk_size, spec.mask_function) == (None, None, None) and not spec.has_positions
     return spec.is_causal and alone and spec.query_length == spec.key_value_length
-
-
-def _put_together(a: _Seen, b: _Seen) -> _Seen:
-    """Merge outputs over two parts of the keys by their log-sum-exps."""
-    (out_a, top_a, rest_a), (out_b, top_b, rest_b) = a, b
-    top = jnp.maximum(top_a, top_b)
-    weight_a, weight_b = jnp.exp((top_a - top) + rest_a), jnp.exp((top_b - top) + rest_b)
-    total = weight_a + weight_b
-    out = out_a * (weight_a / total)[..., None] + out_b * (weight_b / total)[..., None]
-    return out, top, jnp.log(total)
-
-
-def _of_sinks(sinks: Float[Array, " heads"], seen: _Seen) -> _Seen:
-    """The sinks as a part of the keys, with a value of zero.
-
-    Their ``top`` is rounded down: a whole number (``flash_cpu`` reads it exactly), and never above a key that has more
-    than half of its row (``chunked`` takes the probability of that key from ``rest``).
-    """
-    out, top, _ = seen
-    whole = jnp.floor(sinks.astype(jnp.float32))
-    rest = sinks.astype(jnp.float32) - whole
-    return jnp.zeros_like(out), jnp.broadcast_to(whole, top.shape), jnp.broadcast_to(rest, top.shape)
-
-
-def _slope_of_sinks(sinks: Float[Array, " heads"], out: Array, top: Array, rest: Array, d_out: Array) -> Array:
-    """The gradient of the sinks over this device's rows: each row's share of the sink, times minus rowsum(dO * O)."""
-    share = jnp.exp((sinks.astype(jnp.float32) - top) - rest)
-    return -(share * (d_out.astype(jnp.float32) * out).sum(-1)).sum((0, 1)).astype(sinks.dtype)

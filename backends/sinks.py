@@ -2,39 +2,42 @@
 
 The method is that of gpt-oss (arXiv 2508.10925) and of "softmax plus one" with a learned one: the softmax of a row runs
 over its visible keys and the sink, and the sink's weight is dropped. A sink is therefore one more part of the keys,
-whose value is zero and whose log-sum-exp is the sink. :func:`added` merges this part with the result of a backend that
-gives its log-sum-exp; ``ring.py`` merges it as it merges the parts of other devices.
+whose value is zero and whose log-sum-exp is the sink. ``flash_cpu`` and ``ring.py`` merge this part with the result of
+the keys, in float32. ``chunked`` and ``standard`` need no merge: their softmax starts from the sink.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
-from typing import Any
-
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
-from .contract import AttentionSpec, Carry, Plan, Terms
+from .merging import Seen
 
 
-def added(spec: AttentionSpec, plan: Callable[[AttentionSpec], Plan]) -> Plan:
-    """The plan of ``spec`` with sinks, from ``plan(bare)``: ``bare`` has no sinks and returns the log-sum-exp.
+def part(sinks: Float[Array, " heads"], seen: Seen) -> Seen:
+    """The sinks as a part of the keys, with a value of zero, for the rows of ``seen``.
 
-    The output is rounded to its dtype once before the sink takes its share, and once after.
+    Their ``top`` is rounded down: a whole number (``flash_cpu`` reads it exactly), and never above a key that has more
+    than half of its row (``chunked`` takes the probability of that key from ``rest``).
     """
-    made = plan(dataclasses.replace(spec, has_sinks=False, return_log_sum_exp=True))
+    out, top, _ = seen
+    whole = jnp.floor(sinks.astype(jnp.float32))
+    rest = sinks.astype(jnp.float32) - whole
+    return jnp.zeros_like(out), jnp.broadcast_to(whole, top.shape), jnp.broadcast_to(rest, top.shape)
 
-    def attend(
-        query: Array, key: Array, value: Array | None, layer: int, carry: Carry, terms: Terms
-    ) -> tuple[Any, Carry]:
-        others = dataclasses.replace(terms, sinks=None)
-        given = (others,) if others.given() else ()
-        (out, log_sum_exp), carry = made.attend(query, key, value, layer, carry, *given)
-        sinks = jnp.asarray(terms.sinks, jnp.float32)[None, None, :]
-        share = jax.nn.sigmoid(log_sum_exp - sinks)[..., None]  # of the keys; the rest is the sink's
-        out = (out.astype(jnp.float32) * share).astype(out.dtype)
-        return ((out, jnp.logaddexp(log_sum_exp, sinks)) if spec.return_log_sum_exp else out), carry
 
-    return dataclasses.replace(made, attend=attend)
+def gradient(
+    sinks: Float[Array, " heads"],
+    seen: Seen,
+    d_out: Float[Array, "batch q_len heads v_dim"],
+    d_lse: Float[Array, "batch q_len heads"] | None = None,
+) -> Float[Array, " heads"]:
+    """The gradient of the sinks, from the result over keys and sinks and the cotangents of output and log-sum-exp.
+
+    Each row gives its sink's share times the cotangent of the log-sum-exp less rowsum(dO * O). The terms of a sum over
+    many rows cancel, so ``seen`` holds the output as it is before it is rounded to the input dtype.
+    """
+    out, top, rest = seen
+    share = jnp.exp((sinks.astype(jnp.float32)[None, None] - top) - rest)
+    slope = -(d_out.astype(jnp.float32) * out).sum(-1)
+    return (share * (slope if d_lse is None else slope + d_lse)).sum((0, 1)).astype(sinks.dtype)

@@ -101,8 +101,7 @@ def _attend(
     if terms.alibi is not None and apart is not None:
         slopes = jnp.asarray(terms.alibi, jnp.float32)[None, :, None, None]
         logits = logits - slopes * apart[:, None].astype(jnp.float32)
-    sinks = None if terms.sinks is None else jnp.asarray(terms.sinks, jnp.float32)[None, :, None, None]
-    weights, total, top = exponentials(logits, mask, sinks)
+    weights, total, top = exponentials(logits, mask, sink_logits(terms))
     out = (
         _weigh((weights / total).reshape(b, kv_heads, rows, -1), value)[..., : spec.value_head_dim]
         .astype(query.dtype)
@@ -110,6 +109,11 @@ def _attend(
     )
     out = out.transpose(0, 3, 1, 2, 4).reshape(b, t, n, -1)
     return ((out, log_sum_exp(total, top)) if spec.return_log_sum_exp else out), carry
+
+
+def sink_logits(terms: Terms) -> Float[Array, "1 n 1 1"] | None:
+    """The sinks as logits of every row of their heads; None without sinks."""
+    return None if terms.sinks is None else jnp.asarray(terms.sinks, jnp.float32)[None, :, None, None]
 
 
 def exponentials(

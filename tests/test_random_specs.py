@@ -11,13 +11,24 @@ from attnsuite.testing import random_specs
 
 SEED = 0
 # flash_cpu is compiled by llvmlite (pip install 'attnsuite[cpu]')
-NATIVE = [pytest.param("flash_cpu", marks=pytest.mark.flash_cpu)] if importlib.util.find_spec("llvmlite") else []
-BACKENDS = ["standard", "chunked", *NATIVE]
-
+NATIVE = {"flash_cpu": [pytest.mark.flash_cpu]} if importlib.util.find_spec("llvmlite") else {}
+BACKENDS = {"standard": [], "chunked": [], **NATIVE}
 
 # The last two have logits of 44 and 140: their gradients are wrong where the passes round scores differently.
-@pytest.mark.parametrize("number", [*range(10), 53, 193])
-@pytest.mark.parametrize("backend", BACKENDS)
+EVERYWHERE = (*range(10), 53, 193)
+# bfloat16 gradients with sinks: wrong where the output is rounded before the sink takes its share (311), and where its
+# rounding error is left in rowsum(dO * O) (36).
+SUNK = {"chunked": (311,), "flash_cpu": (36,)}
+
+
+@pytest.mark.parametrize(
+    ("backend", "number"),
+    [
+        pytest.param(name, number, marks=marks, id=f"{name}-{number}")
+        for name, marks in BACKENDS.items()
+        for number in (*EVERYWHERE, *SUNK.get(name, ()))
+    ],
+)
 def test_random_problem_is_within_what_the_judge_allows(backend, number):
     found, here = registry.get(backend), Target.here()
     drawn = random_specs.draw(number, SEED, found, here, "native")

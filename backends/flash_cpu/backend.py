@@ -21,18 +21,21 @@ from jaxtyping import Array
 
 from .. import kv_cache, sinks
 from ..contract import (
+    NO_TERMS,
     NOTHING_SEEN,
     AttentionSpec,
     Carry,
     Layout,
     Part,
     Plan,
+    Terms,
     check_options,
     forward_only,
 )
 from ..devices import Target
 from ..features import FEATURES_0_1, Mode, Takes
 from ..isolation import isolated_if_needed
+from ..merging import Seen, put_together
 from ..standard import STANDARD
 from .availability import why_not
 from .calls import Calls
@@ -104,8 +107,6 @@ class FlashCpu:
     ) -> Plan:
         """Compute the mask's numbers once for all layers. Options: :data:`OPTIONS`; raises ValueError for others."""
         given = _checked(options)
-        if spec.has_sinks:
-            return sinks.added(spec, lambda bare: self.plan(bare, layout, target=target, mode=mode, options=options))
         if kv_cache.is_cache(spec):
             how: dict[str, Any] = {"target": target, "mode": mode, "options": {**given, "cache_layout": "length_first"}}
             return kv_cache.gathered(spec, layout, functools.partial(self.plan, **how))
@@ -121,12 +122,21 @@ class FlashCpu:
         def whole(spec: AttentionSpec) -> Plan:
             differentiable, traced = _differentiable(dataclasses.replace(calls, spec=spec), seen)
 
-            def attend(query: Array, key: Array, value: Array, layer: int, carry: Carry) -> tuple[Any, Carry]:
-                return differentiable(query, key, value, traced), carry
+            def attend(
+                query: Array, key: Array, value: Array, layer: int, carry: Carry, terms: Terms = NO_TERMS
+            ) -> tuple[Any, Carry]:
+                sunk = None if terms.sinks is None else jnp.asarray(terms.sinks)
+                return differentiable(query, key, value, sunk, traced), carry
 
             return Plan(attend)
 
-        return whole(spec) if spec.needs_grad else isolated_if_needed(spec, layout, whole)
+        if spec.needs_grad:
+            return whole(spec)
+        if not spec.has_sinks:
+            return isolated_if_needed(spec, layout, whole)
+        calls = dataclasses.replace(calls, float32_results=True)
+        bare = dataclasses.replace(spec, has_sinks=False, return_log_sum_exp=True)
+        return _sinks_added(spec, isolated_if_needed(bare, layout, whole))
 
     def part(
         self,
@@ -142,9 +152,7 @@ class FlashCpu:
         calls, seen = Calls(spec, isa, float32_results=True), visibility(spec, layout)
 
         def forward(query: Array, key: Array, value: Array) -> tuple[Array, Array, Array]:
-            out, top, total = calls.forward(query, key, value, seen)
-            unseen, (top, rest) = top == UNSEEN_TOP, natural(top, total)
-            return out, jnp.where(unseen, NOTHING_SEEN, top), jnp.where(unseen, 0.0, rest)
+            return _natural(*calls.forward(query, key, value, seen))
 
         def backward(
             query: Array, key: Array, value: Array, out: Array, top: Array, rest: Array, d_out: Array
@@ -156,6 +164,12 @@ class FlashCpu:
             return calls.backward(query, key, value, seen, out, top, total, d_out, None)
 
         return Part(forward, backward)
+
+
+def _natural(out: Array, top: Array, total: Array) -> Seen:
+    """A kernel's results as those of a part."""
+    unseen, (top, rest) = top == UNSEEN_TOP, natural(top, total)
+    return out, jnp.where(unseen, NOTHING_SEEN, top), jnp.where(unseen, 0.0, rest)
 
 
 def natural(top: Array, total: Array) -> tuple[Array, Array]:
@@ -196,30 +210,66 @@ def _isa(name: str | None) -> Isa:
     return isa
 
 
+def _sinks_added(spec: AttentionSpec, of_keys: Plan) -> Plan:
+    """The plan of ``spec`` from that of its keys alone, which gives a float32 output and the log-sum-exp.
+
+    The sinks stay outside of the two branches of :func:`isolated_if_needed`: XLA may round them otherwise in each.
+    """
+
+    def attend(
+        query: Array, key: Array, value: Array, layer: int, carry: Carry, terms: Terms = NO_TERMS
+    ) -> tuple[Any, Carry]:
+        (out, log_sum_exp), carry = of_keys.attend(query, key, value, layer, carry)
+        top = jnp.where(jnp.isneginf(log_sum_exp), NOTHING_SEEN, log_sum_exp)
+        seen = out, top, jnp.zeros_like(top)
+        out, top, rest = put_together(seen, sinks.part(jnp.asarray(terms.sinks), seen))
+        out = out.astype(spec.dtype)
+        return ((out, top + rest) if spec.return_log_sum_exp else out), carry
+
+    return dataclasses.replace(of_keys, attend=attend)
+
+
 def _differentiable(calls: Calls, seen: Visibility) -> tuple[Callable[..., Any], Visibility | None]:
-    """The attention with its own gradient, and the value to pass as its fourth argument.
+    """The attention with its own gradient, and the value to pass as its fifth argument, after the sinks.
 
     The numbers of a static mask are constants of the program. Traced ones have to be arguments.
     """
     static = all(isinstance(x, np.ndarray) for x in jax.tree.leaves(seen))
+    unrounded = dataclasses.replace(calls, float32_results=True)
+
+    def compute(query: Array, key: Array, value: Array, sunk: Array | None, traced: Visibility | None) -> Seen:
+        """Output and a kernel's two numbers; with sinks the output is float32, because they have yet to be merged."""
+        if sunk is None:
+            return calls.forward(query, key, value, traced or seen)
+        of_keys = _natural(*unrounded.forward(query, key, value, traced or seen))
+        out, top, rest = put_together(of_keys, sinks.part(sunk, of_keys))
+        return out, *of_two(top, rest)
 
     def result(out: Array, top: Array, total: Array) -> Any:
+        out = out.astype(calls.kernel.out_dtype)
         return (out, _log_sum_exp(top, total, -math.inf)) if calls.spec.return_log_sum_exp else out
 
     @jax.custom_vjp
-    def attend(query: Array, key: Array, value: Array, traced: Visibility | None) -> Any:
-        return result(*calls.forward(query, key, value, traced or seen))
+    def attend(query: Array, key: Array, value: Array, sunk: Array | None, traced: Visibility | None) -> Any:
+        return result(*compute(query, key, value, sunk, traced))
 
-    def forward(query: Array, key: Array, value: Array, traced: Visibility | None) -> Any:
+    def forward(*operands: Any) -> tuple[Any, Any]:
         if not calls.spec.needs_grad:
             raise ValueError(_NO_GRADIENT)
-        out, top, total = calls.forward(query, key, value, traced or seen)
-        return result(out, top, total), (query, key, value, traced, out, top, total)
+        found = compute(*operands)
+        return result(*found), (operands, found)
 
     def backward(residuals: Any, cotangents: Any) -> Any:
-        query, key, value, traced, out, top, total = residuals
+        (query, key, value, sunk, traced), (out, top, total) = residuals
         d_out, d_lse = cotangents if calls.spec.return_log_sum_exp else (cotangents, None)
-        return *calls.backward(query, key, value, traced or seen, out, top, total, d_out, d_lse), None
+        d_sinks = None if sunk is None else sinks.gradient(sunk, (out, *natural(top, total)), d_out, d_lse)
+        if sunk is not None and calls.spec.dtype != "float32":
+            # The kernel reads a rounded output. Its rounding error in rowsum(dO * O) is taken off what is added to it.
+            numbers = jnp.finfo(calls.spec.dtype)
+            lost = out - jax.lax.reduce_precision(out, numbers.nexp, numbers.nmant)
+            d_lse = (0.0 if d_lse is None else d_lse) - (d_out.astype(jnp.float32) * lost).sum(-1)
+        gradients = calls.backward(query, key, value, traced or seen, out, top, total, d_out, d_lse)
+        return *gradients, d_sinks, None
 
     attend.defvjp(forward, backward)
     return attend, None if static else seen

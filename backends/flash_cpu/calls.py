@@ -100,10 +100,10 @@ class Calls:
 
     @property
     def is_decode(self) -> bool:
-        """Whether the decode kernel is used: a few rows per KV head, and no gradient."""
+        """Whether the decode kernel is used: a few rows per KV head, no gradient, and no sinks."""
         spec = self.spec
         few = spec.query_length <= DECODE_QUERIES and spec.query_length * spec.group_size <= DECODE_ROWS
-        return few and not spec.needs_grad and not spec.return_log_sum_exp
+        return few and not spec.needs_grad and not spec.return_log_sum_exp and not spec.has_sinks
 
     def _decode_kernel(self, value_head_dim: int) -> DecodeKernel:
         spec = self.spec
