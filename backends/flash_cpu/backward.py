@@ -1,12 +1,13 @@
 """The backward kernel: dq, dk and dv from the output's cotangent, by recomputing the probabilities.
 
-Phase 1 has one item per KV head and part of its key blocks. The head's queries and cotangents are packed once (plain
-and transposed). Then for every key block and every tile of rows that sees it::
+Phase 1 has one item per KV head and part of its key blocks. The head's rows are taken panel by panel. A panel's queries
+and cotangents are packed once (plain and transposed). Then for every key block and every tile of rows that sees it::
 
     S = K Q^T;  dP = V dO^T;  P, dS (slopes.py);  dV += P dO;  dK += dS Q;  dQ += dS^T K
 
-Each item has its own dQ, so that every sum is taken in one order, whichever thread computes an item. Phase 2 adds the
-parts. A head has several parts only if there are fewer KV heads than threads.
+dK and dV of the item's keys are kept in float32 from panel to panel, dQ only for one panel. Every sum is taken in one
+order, whichever thread computes an item. A head has several parts only if there are fewer KV heads than threads. Then
+each part has a dQ of its own for all rows, and phase 2 adds the parts.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from .visibility import NO_KEY
 
 BLOCK_KEYS = 96
 BLOCK_ROWS = 48
+PANEL_TILES = 32  # most tiles of BLOCK_ROWS rows that are packed at a time
 
 
 def operands(kernel: Kernel) -> tuple[Operand, ...]:
@@ -110,8 +112,6 @@ class _Buffers:
             key=keys * self.key_terms * 4,
             key_joined=paired * keys // 2 * self.width * 4,
             value=keys * self.value_terms * 4,
-            d_key=keys * self.width * 4,
-            d_value=keys * self.value_width * 4,
             scores=keys * BLOCK_ROWS * 4,
             d_probs=keys * BLOCK_ROWS * 4,
             by_key=paired * keys // 2 * BLOCK_ROWS * 4,
@@ -124,9 +124,10 @@ class _Buffers:
 
     @property
     def tile(self) -> tuple[dict[str, int], int]:
-        """Of a tile of rows; the tiles of a head follow each other behind the block."""
+        """Of a tile of rows; the tiles of a panel follow each other behind the block."""
         n = BLOCK_ROWS
         return _places(
+            d_query=n * self.width * 4,
             query=n // self.pack * self.width * 4,
             query_turned=n * self.key_terms * 4,
             d_out=n // self.pack * self.value_width * 4,
@@ -140,17 +141,33 @@ class _Buffers:
         """Tiles of rows of one KV head."""
         return (dims["T"] * (dims["N"] // dims["K"]) + (BLOCK_ROWS - 1)) // BLOCK_ROWS
 
+    def panel(self, dims: Dims) -> Any:
+        """Tiles of a panel; a head's panels are as equal as can be."""
+        count = self.tiles(dims)
+        panels = (count + (PANEL_TILES - 1)) // PANEL_TILES
+        return (count + (panels - 1)) // panels
+
+    @property
+    def gradients(self) -> tuple[dict[str, int], int]:
+        """Of the float32 gradients of a block of keys; those of an item follow each other behind the panel."""
+        return _places(d_key=BLOCK_KEYS * self.width * 4, d_value=BLOCK_KEYS * self.value_width * 4)
+
     def gradient_bytes(self, dims: Dims) -> Any:
         """One float32 dQ of one head."""
         return self.tiles(dims) * (BLOCK_ROWS * self.width * 4)
 
+    def several(self, dims: Dims) -> Any:
+        """1 where a head has several parts, otherwise 0."""
+        return (dims["P"] * 2 - 2) // dims["P"]
+
     def shared_bytes(self, dims: Dims) -> Any:
-        """Room for the dQ of every head and part."""
-        return dims["B"] * dims["K"] * dims["P"] * self.gradient_bytes(dims)
+        """Room for the dQ of every head and part, where they are added."""
+        return dims["B"] * dims["K"] * dims["P"] * self.gradient_bytes(dims) * self.several(dims)
 
     def worker_bytes(self, dims: Dims) -> Any:
-        """The block and all tiles of a head."""
-        return self.tiles(dims) * self.tile[1] + self.block[1]
+        """The block, a panel, and the gradients of a part's keys."""
+        keys = (_blocks(dims) + (dims["P"] - 1)) // dims["P"]
+        return self.panel(dims) * self.tile[1] + self.block[1] + keys * self.gradients[1]
 
 
 def _places(**sizes: int) -> tuple[dict[str, int], int]:
@@ -175,14 +192,15 @@ def build(module: ir.Module, isa: Isa, kernel: Kernel) -> tuple[Program, State]:
     """The program of a backward pass, with its functions in the module."""
     buffers = _Buffers(isa, kernel)
     state = State.of(operands(kernel), results(kernel), 2)
-    columns = _emit_columns(module, buffers, state)
-    add = _emit_add(module, buffers, state)
+    write = _emit_write(module, buffers, state)
+    columns = _emit_columns(module, buffers, state, write)
+    add = _emit_add(module, buffers, state, write)
     program = Program(
         operands(kernel),
         results(kernel),
         (
             Phase(lambda dims: dims["B"] * dims["K"] * dims["P"], columns),
-            Phase(lambda dims: dims["B"] * dims["K"] * buffers.tiles(dims), add),
+            Phase(lambda dims: dims["B"] * dims["K"] * buffers.tiles(dims) * buffers.several(dims), add),
         ),
         buffers.shared_bytes,
         buffers.worker_bytes,
@@ -191,33 +209,45 @@ def build(module: ir.Module, isa: Isa, kernel: Kernel) -> tuple[Program, State]:
     return program, state
 
 
-def _emit_columns(module: ir.Module, buffers: _Buffers, state: State) -> ir.Function:
+def _emit_columns(module: ir.Module, buffers: _Buffers, state: State, write: ir.Function) -> ir.Function:
     """``item(state, workspace, index)``: every ``P``-th key block of one KV head, against all its rows."""
     load_tile = _emit_load_tile(module, buffers, state)
     load_block = _emit_load_block(module, buffers, state)
     step = _emit_step(module, buffers)
     store = _emit_store_block(module, buffers, state)
+    tile_terms = BLOCK_ROWS * buffers.width
+    keep = rows.copy_row(module, buffers.isa, "keep_d_query", "float32", tile_terms)
     fill = rows.fill(module, buffers.isa)
-    block, block_size = buffers.block
-    width, tile_size = buffers.width, buffers.tile[1]
+    (of_tile, tile_size), (_, block_size), (_, gradients_size) = buffers.tile, buffers.block, buffers.gradients
     with Function(module, "columns_item", [ptr, ptr, i64]) as (e, (s, w, index)):
         dims = state.dims(s)
-        parts, count = dims["P"], buffers.tiles(dims)
+        parts, count, most = dims["P"], buffers.tiles(dims), buffers.panel(dims)
         head, part = index // parts, index % parts
         tiles = w.at(block_size)
-        d_query = state.pointer(s, "shared").at(index * buffers.gradient_bytes(dims))
-        zero = e.const(f32, 0.0)
-        e.run(fill, d_query, count * (BLOCK_ROWS * width), zero)
-        with e.loop(0, count) as n:
-            e.run(load_tile, s, w, tiles.at(n * tile_size), head, n * BLOCK_ROWS)
-        with e.loop(part, _blocks(dims), parts) as n:
-            e.run(load_block, s, w, head, n * BLOCK_KEYS)
-            e.run(fill, w.at(block["d_key"]), BLOCK_KEYS * buffers.width, zero)
-            e.run(fill, w.at(block["d_value"]), BLOCK_KEYS * buffers.value_width, zero)
-            with e.loop(0, count) as i:
+        gradients = tiles.at(most * tile_size)
+        kept = state.pointer(s, "shared").at(index * buffers.gradient_bytes(dims))
+        zero, numbers = e.const(f32, 0.0), state.pointer(s, "data:numbers")
+        with e.loop(0, count, most) as first:
+            panel = e.min(count - first, most)
+            with e.loop(0, panel) as i:
                 tile = tiles.at(i * tile_size)
-                e.run(step, w, tile, d_query.at(i * (BLOCK_ROWS * width), 4), state.pointer(s, "data:numbers"))
-            e.run(store, s, w, head, n * BLOCK_KEYS)
+                e.run(load_tile, s, w, tile, head, (first + i) * BLOCK_ROWS)
+            with e.loop(part, _blocks(dims), parts) as n:
+                of_block = gradients.at(n // parts * gradients_size)
+                with e.when(first.equals(0)):
+                    e.run(fill, of_block, gradients_size // 4, zero)
+                e.run(load_block, s, w, head, n * BLOCK_KEYS)
+                with e.loop(0, panel) as i:
+                    e.run(step, w, tiles.at(i * tile_size), of_block, numbers)
+                with e.when(first + panel >= count):
+                    e.run(store, s, of_block, head, n * BLOCK_KEYS)
+            with e.loop(0, panel) as i:
+                d_query, n = tiles.at(i * tile_size + of_tile["d_query"]), first + i
+                e.either(
+                    parts.equals(1),
+                    lambda d=d_query, n=n: e.run(write, s, d, head, n) and None,
+                    lambda d=d_query, n=n: e.run(keep, d, kept.at(n * tile_terms, 4)) and None,
+                )
         e.ret()
     return e.function
 
@@ -249,6 +279,7 @@ def _emit_load_tile(module: ir.Module, buffers: _Buffers, state: State) -> ir.Fu
         per_query = tile.at(at["numbers"])
         joined = tile.at(at["query"]), tile.at(at["d_out"])
         targets = joined if pack == 1 else (w.at(of_block["query"]), w.at(of_block["d_out"]))
+        e.run(fill, tile.at(at["d_query"]), n * buffers.width, e.const(f32, 0.0))
         e.run(fill, targets[0], n * key_terms, e.const(f32, 0.0))
         e.run(fill, targets[1], n * value_terms, e.const(f32, 0.0))
         for name, number in ((TOP, UNSEEN_TOP), (INVERSE, 1.0), (DELTA, 0.0), (LIMIT, NEVER), (D_LSE, 0.0)):
@@ -320,7 +351,7 @@ def _emit_load_block(module: ir.Module, buffers: _Buffers, state: State) -> ir.F
 
 
 def _emit_step(module: ir.Module, buffers: _Buffers) -> ir.Function:
-    """``step(workspace, tile, d_query, numbers)``: one tile of rows against one block of keys."""
+    """``step(workspace, tile, gradients, numbers)``: one tile of rows against one block of keys."""
     isa, kernel, n, pack = buffers.isa, buffers.kernel, BLOCK_ROWS, buffers.pack
     width, value_width = buffers.width, buffers.value_width
     score = Scores.of(module, isa, "score", kernel.head_dim, buffers.key_terms, n, pack)
@@ -336,10 +367,11 @@ def _emit_step(module: ir.Module, buffers: _Buffers) -> ir.Function:
     to_query = Weighted.of(module, isa, "to_query", width, (1, n), pack)
     plain = slopes(module, isa, n, mixed=False, soft_cap=kernel.soft_cap, pack=pack)
     masked = slopes(module, isa, n, mixed=True, soft_cap=kernel.soft_cap, pack=pack)
-    of_block, of_tile = buffers.block[0], buffers.tile[0]
-    with Function(module, "step", [ptr] * 4) as (e, (w, tile, d_query, numbers)):
+    of_block, of_tile, of_gradients = buffers.block[0], buffers.tile[0], buffers.gradients[0]
+    with Function(module, "step", [ptr] * 4) as (e, (w, tile, gradients, numbers)):
         block = {name: w.at(offset) for name, offset in of_block.items()}
         rows_ = {name: tile.at(offset) for name, offset in of_tile.items()}
+        d_key, d_value = (gradients.at(of_gradients[name]) for name in ("d_key", "d_value"))
         live = masking.live_keys(e, rows_["whole"], block["records"], BLOCK_KEYS, isa.strip)
         with e.when(live.any):
             with e.loop(0, n, isa.group) as g:
@@ -355,17 +387,17 @@ def _emit_step(module: ir.Module, buffers: _Buffers) -> ir.Function:
                     lambda a=arguments: e.run(plain, *a) and None,
                 )
             keys, all_rows = (live.start, live.stop), (0, n)
-            to_value.emit(e, block["scores"], rows_["d_out"], block["d_value"], keys, all_rows)
-            to_key.emit(e, block["d_probs"], rows_["query"], block["d_key"], keys, all_rows)
+            to_value.emit(e, block["scores"], rows_["d_out"], d_value, keys, all_rows)
+            to_key.emit(e, block["d_probs"], rows_["query"], d_key, keys, all_rows)
             by_key = (block["d_probs"], block["key"]) if pack == 1 else (block["by_key"], block["key_joined"])
-            to_query.emit(e, *by_key, d_query, all_rows, keys)
+            to_query.emit(e, *by_key, rows_["d_query"], all_rows, keys)
         e.ret()
     return e.function
 
 
 def _emit_store_block(module: ir.Module, buffers: _Buffers, state: State) -> ir.Function:
-    """``store_block(state, workspace, head, start)``: dk and dv of a block, dk times the softmax scale."""
-    isa, kernel, at = buffers.isa, buffers.kernel, buffers.block[0]
+    """``store_block(state, gradients, head, start)``: dk and dv of a block, dk times the softmax scale."""
+    isa, kernel, at = buffers.isa, buffers.kernel, buffers.gradients[0]
     size = elements.SIZE[kernel.out_dtype]
     sides = tuple(
         (name, depth, width, rows.write_row(module, isa, f"write_{name}", kernel.out_dtype, depth))
@@ -374,7 +406,7 @@ def _emit_store_block(module: ir.Module, buffers: _Buffers, state: State) -> ir.
             ("d_value", kernel.value_head_dim, buffers.value_width),
         )
     )
-    with Function(module, "store_block", [ptr, ptr, i64, i64]) as (e, (s, w, head, start)):
+    with Function(module, "store_block", [ptr, ptr, i64, i64]) as (e, (s, gradients, head, start)):
         dims = state.dims(s)
         length, heads = dims["S"], dims["K"]
         factors = {"d_key": state.pointer(s, "data:numbers").at(GRADIENT_SCALE).load(f32), "d_value": e.const(f32, 1.0)}
@@ -382,31 +414,42 @@ def _emit_store_block(module: ir.Module, buffers: _Buffers, state: State) -> ir.
             place = (head // heads * length + start + j) * heads + head % heads
             for name, depth, width, write in sides:
                 target = state.pointer(s, f"data:{name}").at(place * depth, size)
-                e.run(write, w.at(at[name]).at(j * width, 4), target, factors[name])
+                e.run(write, gradients.at(at[name]).at(j * width, 4), target, factors[name])
         e.ret()
     return e.function
 
 
-def _emit_add(module: ir.Module, buffers: _Buffers, state: State) -> ir.Function:
-    """``item(state, workspace, index)``: one tile of dq, the sum of its parts in their order."""
+def _emit_write(module: ir.Module, buffers: _Buffers, state: State) -> ir.Function:
+    """``write(state, source, head, tile)``: one tile of dq, times the softmax scale."""
     isa, kernel, width = buffers.isa, buffers.kernel, buffers.width
     size = elements.SIZE[kernel.out_dtype]
-    write = rows.write_row(module, isa, "write_d_query", kernel.out_dtype, kernel.head_dim)
-    type_ = vector(f32, isa.lanes)
-    with Function(module, "add_item", [ptr, ptr, i64]) as (e, (s, _, index)):
+    write_row = rows.write_row(module, isa, "write_d_query", kernel.out_dtype, kernel.head_dim)
+    with Function(module, "write", [ptr, ptr, i64, i64]) as (e, (s, source, head, tile)):
         dims = state.dims(s)
-        count, heads, parts = buffers.tiles(dims), dims["N"], dims["P"]
-        head, start = index // count, index % count * BLOCK_ROWS
-        group = heads // dims["K"]
-        whole = buffers.gradient_bytes(dims)
-        first: Value = state.pointer(s, "shared").at(head * parts * whole).at(start * width, 4)
+        heads, kv_heads, start = dims["N"], dims["K"], tile * BLOCK_ROWS
+        group = heads // kv_heads
         scale = state.pointer(s, "data:numbers").at(GRADIENT_SCALE).load(f32)
         with e.loop(0, e.min(dims["T"] * group - start, BLOCK_ROWS)) as i:
-            row = first.at(i * width, 4)
-            with e.loop(1, parts) as p, e.loop(0, width, isa.lanes) as d:
-                place = row.at(d, 4)
-                place.store(place.load(type_) + row.at(p * whole).at(d, 4).load(type_))
-            place = rows.query_place(e, start + i, head // dims["K"], head % dims["K"], group, dims["T"], heads)
-            e.run(write, row, state.pointer(s, "data:d_query").at(place * kernel.head_dim, size), scale)
+            place = rows.query_place(e, start + i, head // kv_heads, head % kv_heads, group, dims["T"], heads)
+            target = state.pointer(s, "data:d_query").at(place * kernel.head_dim, size)
+            e.run(write_row, source.at(i * width, 4), target, scale)
+        e.ret()
+    return e.function
+
+
+def _emit_add(module: ir.Module, buffers: _Buffers, state: State, write: ir.Function) -> ir.Function:
+    """``item(state, workspace, index)``: one tile of dq, the sum of its parts in their order."""
+    tile = BLOCK_ROWS * buffers.width
+    type_ = vector(f32, buffers.isa.lanes)
+    with Function(module, "add_item", [ptr, ptr, i64]) as (e, (s, _, index)):
+        dims = state.dims(s)
+        count, parts = buffers.tiles(dims), dims["P"]
+        head, n = index // count, index % count
+        whole = buffers.gradient_bytes(dims)
+        first: Value = state.pointer(s, "shared").at(head * parts * whole).at(n * tile, 4)
+        with e.loop(1, parts) as p, e.loop(0, tile, buffers.isa.lanes) as d:
+            place = first.at(d, 4)
+            place.store(place.load(type_) + first.at(p * whole).at(d, 4).load(type_))
+        e.run(write, s, first, head, n)
         e.ret()
     return e.function

@@ -14,9 +14,10 @@ import pytest
 pytest.importorskip("llvmlite", reason="the kernels are compiled by llvmlite (pip install 'attnsuite[cpu]')")
 
 from attnsuite.backends import AttentionSpec, Layout, Target, make_spec, plan, registry, resolve, support
-from attnsuite.backends.flash_cpu import availability, cache, calls, compiler, targets
+from attnsuite.backends.flash_cpu import availability, backward, cache, calls, compiler, targets
 from attnsuite.backends.flash_cpu.compiler import Processor
 from attnsuite.backends.flash_cpu.visibility import visibility
+from emitted import set_apart
 
 ISA = compiler.Processor.here().isa()
 SPEC = AttentionSpec(
@@ -307,6 +308,35 @@ def test_number_of_threads_changes_no_bit_of_the_forward_pass():
     seen = visibility(SPEC, Layout())
     one, many = (calls.Calls(SPEC, ISA, threads=n).forward(q, k, v, seen)[0] for n in (1, 4))
     np.testing.assert_array_equal(one, many)
+
+
+def test_number_of_panels_changes_no_bit_of_the_gradients(monkeypatch, tmp_path):
+    rng = np.random.default_rng(0)
+    query, d_out, key, value = (
+        jnp.asarray(rng.standard_normal((1, 120, n, 16)).astype(np.float32)) for n in (2, 2, 1, 1)
+    )
+    spec = make_spec(query, key, value, is_causal=True)
+
+    def gradients():
+        seen, found = visibility(spec, Layout()), []
+        for threads in (1, 2):  # 2: the head's key blocks are in two parts
+            call = calls.Calls(spec, ISA, threads=threads)
+            found += call.backward(query, key, value, seen, *call.forward(query, key, value, seen), d_out, None)
+        return found
+
+    expected = gradients()
+    set_apart(monkeypatch, tmp_path, "panels of two tiles")
+    monkeypatch.setattr(backward, "PANEL_TILES", 2)
+    for x, y in zip(gradients(), expected, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_scratch_memory_of_a_backward_pass_does_not_grow_with_the_queries():
+    kernel = calls.Calls(SPEC, ISA).kernel
+    rows = backward.PANEL_TILES * backward.BLOCK_ROWS
+    dims = {"B": 1, "S": 4096, "N": 8, "K": 2, "C": 1, "P": 1}
+    few, many = (backward.scratch(ISA, kernel, {**dims, "T": tokens}) for tokens in (rows, 16 * rows))
+    assert few == many
 
 
 def test_several_devices_and_shard_map_agree_with_one():
