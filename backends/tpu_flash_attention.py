@@ -2,6 +2,7 @@
 
 The kernel is FlashAttention-2 (arXiv 2307.08691) with gradients, that of a bias too, which splash has not. A bias is
 held whole: float32 numbers in the number of batch entries, heads, queries and keys, and as many again for the gradient.
+Gradients are taken in float32 only: the backward pass reads the output as it was rounded.
 This file adds lengths that are no multiple of a block (padded), key lengths and padding (as segment ids), grouped
 queries (keys and values repeated), a bias that broadcasts or hides keys, and zero output for rows that see nothing,
 where the kernel gives an average. Nothing of this project has run the kernel on a TPU.
@@ -74,8 +75,14 @@ class TpuFlashAttention:
     def refuses(
         self, spec: AttentionSpec, target: Target, mode: Mode, options: Mapping[str, Any] | None
     ) -> Iterator[str]:
-        """Devices that are no TPU, and a JAX without the kernel."""
-        return device_reasons(self.name, _MODULE, target, mode)
+        """Devices that are no TPU, a JAX without the kernel, and gradients in bfloat16."""
+        yield from device_reasons(self.name, _MODULE, target, mode)
+        if spec.needs_grad and spec.dtype == "bfloat16":
+            yield (
+                f"needs_grad=True with dtype=bfloat16 is not supported by {self.name}, whose backward pass reads the "
+                "output as rounded: dbias, and with large logits dk, fail the judge (accepted: float32); use "
+                "backend='chunked'."
+            )
 
     def plan(
         self,

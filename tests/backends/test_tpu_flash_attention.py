@@ -35,7 +35,7 @@ def run_of(problem):
 
 
 def test_rows_and_keys_that_are_not_seen_do_not_matter():
-    problem = problems.problem("padding-both-ends", "bfloat16")
+    problem = problems.problem("padding-both-ends")
     run = run_of(problem)
     results = run(*problem.inputs)
     check_accuracy(results, problem)
@@ -58,6 +58,7 @@ def test_kernel_alone_gives_an_average_where_a_row_sees_nothing(monkeypatch):
     [
         ({}, Target("cpu"), "native", "not for cpu"),
         ({}, Target("cuda", "h100"), "compile", "not for cuda:h100"),
+        ({"dtype": "bfloat16"}, V5E, "native", "needs_grad=True with dtype=bfloat16"),
         ({"dtype": "float16"}, V5E, "native", "dtype=float16"),
         ({"head_dim": 33, "value_head_dim": 33}, V5E, "native", "head_dim=33"),
         ({"value_head_dim": 64}, V5E, "native", "value_head_dim=64"),

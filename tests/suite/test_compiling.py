@@ -184,7 +184,7 @@ def test_kernels_compile_and_fit(run, case, backend, kinds):
             for name in ("paged_attention", "ragged_paged_attention")
             for kind in ("v5e", "v6e")
         ),
-        *(f"packed/tpu_flash_attention/tpu:{kind}" for kind in ("v5e", "v6e")),
+        *(f"forward/tpu_flash_attention/tpu:{kind}" for kind in ("v5e", "v6e")),
     ],
 )
 def test_kernel_for_one_platform_compiles_for_it(run, cell):
