@@ -19,6 +19,7 @@ from ..statistics import FEWEST
 
 SAMPLE_SECONDS = 0.02  # a shorter call is repeated until a sample lasts about this long
 _MAX_CALLS = 1000
+_LOOK, _LONGEST_REST = 0.005, 1.0  # seconds
 _FEWEST_SLOW = 2  # samples of a slow cell: they tell at least whether a call takes the same time again
 
 
@@ -76,11 +77,27 @@ def sample(call: Callable[..., Any], arguments: tuple[Any, ...], calls: int) -> 
     """Mean seconds per call over ``calls`` calls, each waited for with all its outputs.
 
     If a sample has several calls, one more comes first and is not counted, because other cells have used the caches
-    since.
+    since. The next cell's sample begins when this process is at rest again (:func:`come_to_rest`).
     """
     if calls > 1:
         jax.block_until_ready(call(*arguments))
     start = time.perf_counter()
     for _ in range(calls):
         jax.block_until_ready(call(*arguments))
-    return (time.perf_counter() - start) / calls
+    seconds = (time.perf_counter() - start) / calls
+    come_to_rest()
+    return seconds
+
+
+def come_to_rest() -> None:
+    """Return when this process uses less than a tenth of a processor, or after a second.
+
+    After XLA says that the outputs are ready it gives hundreds of megabytes back to the system, and its threads wait by
+    spinning: tens of milliseconds on the processors that the next cell's process would be timed on.
+    """
+    begin = time.perf_counter()
+    while time.perf_counter() - begin < _LONGEST_REST:
+        looked, used = time.perf_counter(), time.process_time()
+        time.sleep(_LOOK)
+        if time.process_time() - used < 0.1 * (time.perf_counter() - looked):
+            return

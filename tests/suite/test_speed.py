@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import threading
+import time
+
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -9,6 +13,7 @@ from attnsuite.suite.grid.executors import is_measured
 from attnsuite.suite.kinds import problem_of
 from attnsuite.suite.kinds.attention import OpCase
 from attnsuite.suite.kinds.formulas import visible_pairs
+from attnsuite.suite.measure import speed
 from attnsuite.suite.measure.speed import Sampling, calls_per_sample
 from attnsuite.suite.statistics import FEWEST, mean, median, paired_difference, paired_ratio, unpaired_ratio
 
@@ -98,3 +103,24 @@ def test_a_cell_with_too_few_samples_for_an_interval_says_so():
     quick.note_few_samples()
     assert slow.outcome.notes == ("sampled 3 times, since a sample takes 30 s: no interval.",)
     assert quick.outcome.notes == ()
+
+
+@pytest.mark.parametrize(("seconds", "rests"), [(0.2, True), (1.5, False)])
+def test_sample_ends_when_its_process_is_at_rest_or_after_a_second(seconds, rests):
+    """What a call leaves to other threads does not run beside the next cell, and is in no time."""
+    working = []
+
+    def work():
+        begin = time.perf_counter()
+        while time.perf_counter() - begin < seconds:
+            sum(range(1000))
+
+    def call():
+        working.append(threading.Thread(target=work))
+        working[-1].start()
+        return jnp.zeros(())
+
+    taken = speed.sample(call, (), 1)
+    assert taken < 0.1
+    assert working[0].is_alive() is not rests
+    working[0].join()
