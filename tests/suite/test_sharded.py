@@ -133,7 +133,7 @@ found = {
     "wrong positions": status(cell_of("standard", LONG, "packed, window, soft cap"),
         dealing.Sharded, "_with_positions", without_offset),
     "a step left out": status(cell_of("chunked", ALL, "causal", "ring"), ring, "lax", lambda whole: SkipsAStep()),
-    "weights left out": status(cell_of("chunked", ALL, "causal", "ring"), ring, "_put_together",
+    "weights left out": status(cell_of("chunked", ALL, "causal", "ring"), ring, "put_together",
         lambda whole: lambda a, b: (a[0] + b[0], *whole(a, b)[1:])),
     "own gradients only": status(cell_of("standard", ALL, "causal"), jax.lax, "psum_scatter",
         lambda whole: lambda x, axis, **_: x[:, :x.shape[1] // 2]),
