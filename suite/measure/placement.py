@@ -1,7 +1,7 @@
 """The threads of XLA's pool, one per processor while a cell is timed.
 
 Between its samples a cell pauses while the others take theirs. After a pause Linux may wake two threads on one
-processor and leave both there while the other processor idles: a call of ``chunked`` then takes up to 1.8 times as
+processor and leave both there while the other processor idles: a call of ``chunked`` then takes up to 1.9 times as
 long, for some samples, for a whole run, or never (docs/measuring.md has the figures). A program that calls attention
 without pausing does not see this.
 """
