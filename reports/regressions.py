@@ -1,7 +1,8 @@
 """What got worse from run A to run B, by limits that the caller gives, such as ``wrong,failed,slower:10%,memory:10%``.
 
-Two runs share no rounds, and a machine drifts between them: the plain ratio of two medians measures the drift too. A
-cell is slower by more than P where all of these hold:
+Two runs share no rounds, and a machine drifts between them: a plain ratio of times measures the drift too. A cell's
+time is here the first decile of its samples, since what disturbs a sample only makes it longer. A cell is slower by
+more than P where all of these hold:
 
 - Its time relative to its control, B over A, is above 1 + P. The control shared the cell's rounds in each run, so that
   drift cancels: ``standard`` for every other backend, and the other backends together for ``standard``.
@@ -139,10 +140,16 @@ def against_control(
 
 
 def _quotients(record: Record, control: Sequence[Record]) -> list[float]:
-    """Each sample over the geometric mean of the control's samples of the same round."""
-    rounds = min(len(each.samples) for each in (record, *control))
-    means = np.exp(np.mean([np.log(each.samples[:rounds]) for each in control], axis=0))
-    return list(np.asarray(record.samples[:rounds]) / means)
+    """Each sample over the control's of the same round."""
+    means = _together(control)
+    rounds = min(len(record.samples), len(means))
+    return list(np.divide(record.samples[:rounds], means[:rounds]))
+
+
+def _together(records: Sequence[Record]) -> list[float]:
+    """The geometric mean of these cells' samples of each round that all of them have."""
+    rounds = min(len(each.samples) for each in records)
+    return list(np.exp(np.mean([np.log(each.samples[:rounds]) for each in records], axis=0)))
 
 
 def _slower(before: Mapping[str, Record], after: Mapping[str, Record], share: float) -> list[Regression]:
@@ -154,29 +161,32 @@ def _slower(before: Mapping[str, Record], after: Mapping[str, Record], share: fl
         raise InputError(f"--fail-on slower: {plural(len(few), 'cell')} with fewer than {statistics.FEWEST} samples in "
                          "a run, which give no interval; leave it out, or measure again.")  # fmt: skip
     judged = [key for key in both if key not in few]
-    plain = {key: float(np.median(after[key].samples) / np.median(before[key].samples)) for key in judged}
+    level = 1 - 0.05 / len(judged)
+    plain = {key: statistics.quick_ratio(after[key].samples, before[key].samples) for key in judged}
     found = []
     for key in judged:
+        first, second = before[key].samples, after[key].samples
         control = control_of(key, before, after, both)
-        samples = (before[key].samples, after[key].samples)
-        needed = [(samples, "its time", share)]
-        if pair := against_control(key, before, after, control):
+        needed = [("its time", (second, first), share)]
+        if control:
             rest = [ratio for other, ratio in plain.items() if other != key and other not in control]
             pace = min(1.0, float(np.median(rest))) if rest else 1.0
-            allowed = ([pace * sample for sample in samples[0]], samples[1])
-            needed = [(pair, "its time relative to its control", share), (allowed, "its time", share / 2)]
-        if told := _told(needed, 1 - 0.05 / len(judged)):
+            sides = [_together([run[other] for other in control]) for run in (after, before)]
+            allowed = [pace * sample for sample in first]
+            needed = [("its time relative to its control", (second, first, *sides), share),
+                      ("its time", (second, allowed), share / 2)]  # fmt: skip
+        if told := _told(needed, level):
             found.append(Regression("slower", key, f"{told} (allowed: {number(1 + share)})"))
     return [*_whole(before, after, plain, share), *found]
 
 
-def _told(needed: Sequence[tuple[tuple[Sequence[float], Sequence[float]], str, float]], level: float) -> str:
-    """How much slower a cell is, if each pair (of A and B, with its name and share) says so; else empty."""
+def _told(needed: Sequence[tuple[str, tuple[Sequence[float], ...], float]], level: float) -> str:
+    """How much slower a cell is, if each ratio (a name, its samples, a share) says so; else empty."""
     told = []
-    for (first, second), name, least in needed:
-        if np.median(second) <= (1 + least) * np.median(first):  # most cells end here, without an interval
+    for name, samples, least in needed:
+        if statistics.quick_ratio(*samples) <= 1 + least:  # most cells end here, without an interval
             return ""
-        ratio = statistics.unpaired_ratio(second, first, level)
+        ratio = statistics.quick_interval(*samples, level=level)
         if ratio.low is None or ratio.low <= 1:
             return ""
         told.append(f"{name} {estimate(ratio)} of that in A")
@@ -194,7 +204,7 @@ def _whole(
     quartile = float(np.quantile(list(plain.values()), 0.25))
     if min(quartile, quartile / lost) <= 1 + share:
         return []
-    lows = [statistics.unpaired_ratio(after[key].samples, before[key].samples).low or 0.0 for key in plain]
+    lows = [statistics.quick_interval(after[key].samples, before[key].samples).low or 0.0 for key in plain]
     if float(np.quantile(lows, 0.25)) <= 1:
         return []
     told = f"three quarters of {plural(len(plain), 'cell')} take at least {number(quartile)} of their time in A"

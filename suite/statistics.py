@@ -81,6 +81,33 @@ def unpaired_ratio(samples: Sequence[float], baseline: Sequence[float], level: f
     return Interval(value, *_bootstrap((samples, baseline), ratio, level), count)
 
 
+def quick_ratio(
+    samples: Sequence[float],
+    baseline: Sequence[float],
+    control: Sequence[float] = (1.0,),
+    its_baseline: Sequence[float] = (1.0,),
+) -> float:
+    """As that of :func:`unpaired_ratio`, of the first deciles; divided by the same ratio of a control.
+
+    What else happens on a machine only makes a sample longer, and in one run more than in another: the quickest tenth
+    of the samples tells more about the program than their median.
+    """
+    return float(_quick_ratio(*map(np.asarray, (samples, baseline, control, its_baseline)), axis=0))
+
+
+def quick_interval(*data: Sequence[float], level: float = 0.95) -> Interval:
+    """:func:`quick_ratio` of the same arguments with its interval, each resampled separately."""
+    count = min(map(len, data))
+    if count < FEWEST:
+        return Interval(quick_ratio(*data), None, None, count)
+    return Interval(quick_ratio(*data), *_bootstrap(data, _quick_ratio, level), count)
+
+
+def _quick_ratio(*data: NDArray[np.float64], axis: int) -> NDArray[np.float64]:
+    above, below, *control = (np.quantile(each, 0.1, axis=axis) for each in data)
+    return above / below / (control[0] / control[1] if control else 1.0)
+
+
 def wilson(successes: int, count: int) -> Interval:
     """A share with its 95% Wilson score interval (Wilson, 1927), at least one trial.
 

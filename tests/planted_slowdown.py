@@ -1,7 +1,7 @@
 """Whether ``attnsuite compare --fail-on slower:10%`` finds a planted slowdown, and leaves an unchanged rerun alone.
 
-Measures: give it an idle machine. A backend ``planted`` computes what ``chunked`` does and then multiplies small
-matrices: none in an unchanged run, and in a slowed run as many as take a share of the median that the run before took.
+Measures: give it an idle machine. A backend ``planted`` computes what another does (``--backend``) and then multiplies
+small matrices: none in an unchanged run, and in a slowed run as many as take a share of the median of the run before.
 Each try runs the suite twice: slowed, and unchanged, both compared with the unchanged run before.
 
     python tests/planted_slowdown.py --tries 20 --slowdown 15 --sample-seconds 2 --out /tmp/planted  # 19 minutes
@@ -26,8 +26,10 @@ from attnsuite.suite import statistics
 BACKEND = """
 import dataclasses, json, os
 import jax, jax.numpy as jnp
+from attnsuite import backends
 from attnsuite.backends import Plan
-from attnsuite.backends.chunked import CHUNKED
+
+BASE = backends.get(os.environ["PLANTED_BACKEND"])
 
 @dataclasses.dataclass(frozen=True)
 class Planted:
@@ -35,10 +37,10 @@ class Planted:
     exact: bool = True
 
     def takes(self, target, mode):
-        return CHUNKED.takes(target, mode)
+        return BASE.takes(target, mode)
 
     def plan(self, spec, layout, *, target, mode="native", options=None):
-        made = CHUNKED.plan(spec, layout, target=target, mode=mode, options=options)
+        made = BASE.plan(spec, layout, target=target, mode=mode, options=options)
         steps = json.loads(os.environ["PLANTED_STEPS"]).get(str(spec.query_length), 0)
 
         def attend(query, key, value, layer, carry):
@@ -66,6 +68,7 @@ sequence = 2048
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tries", type=int, default=20)
+    parser.add_argument("--backend", default="flash_cpu", help="what the planted backend computes as")
     parser.add_argument("--slowdown", type=float, default=15.0, help="percent")
     parser.add_argument("--sample-seconds", type=float, default=4.0, help="of each cell in each run")
     parser.add_argument("--fail-on", default="slower:10%")
@@ -73,7 +76,7 @@ def main() -> int:
     asked = parser.parse_args()
     path = package(asked.out)
     limits = reports.parse_limits(asked.fail_on)
-    measured = functools.partial(measure, path=path, seconds=asked.sample_seconds)
+    measured = functools.partial(measure, path=path, backend=asked.backend, seconds=asked.sample_seconds)
     before = measured(asked.out / "unchanged-0", steps={})
     found = in_a_cell = in_each = flagged = 0
     step = step_seconds(before, measured(asked.out / "calibration", steps=dict.fromkeys(medians(before), CALIBRATION)))
@@ -111,13 +114,15 @@ def package(out: Path) -> Path:
     return out / "package"
 
 
-def measure(run: Path, path: Path, seconds: float, steps: dict[str, int]) -> Path:
+def measure(run: Path, path: Path, backend: str, seconds: float, steps: dict[str, int]) -> Path:
     """One run of the suite, each cell sampled for so long, in which ``planted`` makes these further steps."""
     entries = [str(path.resolve()), *filter(None, [os.environ.get("PYTHONPATH")])]
     command = [sys.executable, "-m", "attnsuite.suite", "run", "--suite", str(path.parent / "planted.toml")]
     done = subprocess.run(
         [*command, "--backends", "standard,planted", "--out", str(run), "--sample-seconds", str(seconds)],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(entries), "PLANTED_STEPS": json.dumps(steps)},
+        env=os.environ | {
+            "PYTHONPATH": os.pathsep.join(entries), "PLANTED_BACKEND": backend, "PLANTED_STEPS": json.dumps(steps),
+        },
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     if done.returncode != 0:
@@ -138,13 +143,11 @@ def step_seconds(before: Path, after: Path) -> float:
 
 
 def ratios(before: Path, after: Path) -> str:
-    """The time of ``planted`` relative to ``standard``, B over A, at each length."""
-    runs = [{record.key: record for record in reports.load(run).records} for run in (before, after)]
-    found = []
-    for key in (key for key in runs[0] if "/planted/" in key):
-        pair = reports.against_control(key, *runs, [key.replace("/planted/", "/standard/")])
-        found.append("-" if pair is None else f"{statistics.unpaired_ratio(pair[1], pair[0]).value:.3f}")
-    return ", ".join(found)
+    """The time of ``planted`` relative to ``standard``, B over A, at each length, as ``compare --fail-on`` takes it."""
+    runs = [{record.key: record.samples for record in reports.load(run).records} for run in (after, before)]
+    cells = [(key, key.replace("/planted/", "/standard/")) for key in runs[0] if "/planted/" in key]
+    found = (statistics.quick_ratio(*(run[cell] for cell in pair for run in runs)) for pair in cells)
+    return ", ".join(f"{ratio:.3f}" for ratio in found)
 
 
 if __name__ == "__main__":

@@ -22,20 +22,23 @@ def found(before, after, limits):
     return [(each.what, each.cell.split("/")[1]) for each in regressions(before, after, parse_limits(limits))]
 
 
-def drifting(record, rng, *, planted=1.0, cases=2, drift=0.06):
+def drifting(record, rng, *, planted=1.0, cases=2, drift=0.06, count=40):
     """A made-up run: the machine's pace drifts between runs and cases, and within a case from round to round.
 
-    The run measures the machine's rate at that pace, too.
+    Some samples are disturbed and take longer, in one cell more than in another. The run measures the machine's rate at
+    its pace, too.
     """
     made = []
     pace = np.exp(rng.normal(0, drift))
     rate = float(4e11 / pace * np.exp(rng.normal(0, 0.02)))
     facts = {**record().environment, "machine": {"matmul_flops": {"float32": rate}}}
     for case in range(cases):
-        rounds = pace * np.exp(rng.normal(0, 0.02)) * np.exp(rng.normal(0, 0.03, 10))
+        rounds = pace * np.exp(rng.normal(0, 0.02)) * np.exp(rng.normal(0, 0.03, count))
         for backend, seconds in {"standard": 0.2, "chunked": 0.1, "flash_cpu": 0.05}.items():
             own = planted if (backend, case) == ("chunked", 1) else 1.0
-            samples = tuple((own * seconds * rounds * np.exp(rng.normal(0, 0.02, 10))).tolist())
+            disturbed = rng.exponential(0.3, count) * (rng.random(count) < rng.uniform(0, 0.7))
+            noise = np.exp(rng.normal(0, 0.02, count)) * (1 + disturbed)
+            samples = tuple((own * seconds * rounds * noise).tolist())
             made.append(record(backend, case=f"case-{case}", samples=samples, environment=facts))
     return by_key(*made)
 
