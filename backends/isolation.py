@@ -75,45 +75,6 @@ def isolated(spec: AttentionSpec, layout: Layout, made: Plan) -> Plan:
     return dataclasses.replace(made, attend=attend)
 
 
-def isolated_if_needed(spec: AttentionSpec, layout: Layout, plan: Callable[[AttentionSpec], Plan]) -> Plan:
-    """``plan(spec)`` on arrays that are finite everywhere, and isolated on others; for plans without gradients.
-
-    Finite arrays are then read once and not copied. Others are copied and computed one KV head at a time, so that the
-    program reserves memory for the copies of one: ``plan`` is also asked for a spec of one KV head. The backend stands
-    twice in the program, which costs compile time where XLA compiles its kernel. Under ``vmap`` both branches run.
-    """
-    made, group = plan(spec), spec.group_size
-    of_head = dataclasses.replace(spec, num_heads=group, num_kv_heads=1)
-    clean = plan(of_head)
-    careful = isolated(of_head, layout, clean)
-    if careful is clean:
-        return made
-
-    def attend(query: Array, key: Array, value: Array | None, *rest: Any) -> tuple[Any, Any]:
-        def put(n: Array, outs: Any) -> Any:
-            heads = lax.dynamic_slice_in_dim(query, n * group, group, 2)
-            pair = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, n, 1, 2), (key, value))
-            out, _ = careful.attend(heads, *pair, *rest)
-            return jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, y, n * group, 2), outs, out)
-
-        def head_by_head() -> tuple[Any, Any]:
-            shapes, _ = jax.eval_shape(made.attend, query, key, value, *rest)
-            outs = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-            _, carry, *_ = rest
-            return lax.fori_loop(0, spec.num_kv_heads, put, outs), carry
-
-        finite = [_all_finite(x) for x in (query, key, value) if x is not None]
-        all_finite = functools.reduce(jnp.logical_and, finite)
-        return lax.cond(all_finite, lambda: made.attend(query, key, value, *rest), head_by_head)
-
-    return dataclasses.replace(made, attend=attend, isolates=True)
-
-
-def _all_finite(x: Array) -> Bool[Array, ""]:
-    """Whether all numbers are: others less themselves are NaN. On a CPU XLA sums faster than it joins truth values."""
-    return (x - x).sum(dtype=jnp.float32) == 0
-
-
 def _finite(axis: int, *arrays: Array | None) -> Bool[Array, "..."]:
     """Where all numbers along ``axis`` of the arrays, where not None, are finite."""
     return functools.reduce(jnp.logical_and, [jnp.isfinite(x).all(axis) for x in arrays if x is not None])

@@ -9,6 +9,7 @@ import functools
 import numpy as np
 
 from attnsuite.backends.flash_cpu import compiler, targets
+from attnsuite.backends.flash_cpu.emit import Function, i1, i64, ptr
 
 PROCESSOR = compiler.Processor.here()
 ISAS = PROCESSOR.isas()
@@ -36,6 +37,22 @@ def _argument(x):
         assert x.flags.c_contiguous
         return ctypes.c_void_p(x.ctypes.data)
     return ctypes.c_float(x) if isinstance(x, float) else ctypes.c_int64(x)
+
+
+def everything_finite(module, isa, name, dtype, width):
+    """For ``rows.finite``, whose answer it makes yes: a planted fault."""
+    del isa, dtype, width
+    with Function(module, name, [ptr], i1) as (e, _):
+        e.ret(e.const(i1, 1))
+    return e.function
+
+
+def nothing_done(module, isa):
+    """For ``forward._emit_spoil``: a planted fault."""
+    del isa
+    with Function(module, "spoil", [ptr] * 7 + [i64] * 2) as (e, _):
+        e.ret()
+    return e.function
 
 
 def set_apart(monkeypatch, directory, digest):

@@ -34,7 +34,6 @@ from ..contract import (
 )
 from ..devices import Target
 from ..features import FEATURES_0_1, Mode, Takes
-from ..isolation import isolated_if_needed
 from ..merging import Seen, put_together
 from ..standard import STANDARD
 from .availability import why_not
@@ -118,25 +117,15 @@ class FlashCpu:
             run = forward_only(lambda query, key, value, _, carry: (calls.decode(query, key, value, seen), carry))
             # The rows of one token see the same keys, and no others are read.
             return Plan(run, isolates=spec.query_length == 1)
+        differentiable, traced = _differentiable(calls, seen)
 
-        def whole(spec: AttentionSpec) -> Plan:
-            differentiable, traced = _differentiable(dataclasses.replace(calls, spec=spec), seen)
+        def attend(
+            query: Array, key: Array, value: Array, layer: int, carry: Carry, terms: Terms = NO_TERMS
+        ) -> tuple[Any, Carry]:
+            sunk = None if terms.sinks is None else jnp.asarray(terms.sinks)
+            return differentiable(query, key, value, sunk, traced), carry
 
-            def attend(
-                query: Array, key: Array, value: Array, layer: int, carry: Carry, terms: Terms = NO_TERMS
-            ) -> tuple[Any, Carry]:
-                sunk = None if terms.sinks is None else jnp.asarray(terms.sinks)
-                return differentiable(query, key, value, sunk, traced), carry
-
-            return Plan(attend)
-
-        if spec.needs_grad:
-            return whole(spec)
-        if not spec.has_sinks:
-            return isolated_if_needed(spec, layout, whole)
-        calls = dataclasses.replace(calls, float32_results=True)
-        bare = dataclasses.replace(spec, has_sinks=False, return_log_sum_exp=True)
-        return _sinks_added(spec, isolated_if_needed(bare, layout, whole))
+        return Plan(attend, isolates=True)
 
     def part(
         self,
@@ -210,25 +199,6 @@ def _isa(name: str | None) -> Isa:
     return isa
 
 
-def _sinks_added(spec: AttentionSpec, of_keys: Plan) -> Plan:
-    """The plan of ``spec`` from that of its keys alone, which gives a float32 output and the log-sum-exp.
-
-    The sinks stay outside of the two branches of :func:`isolated_if_needed`: XLA may round them otherwise in each.
-    """
-
-    def attend(
-        query: Array, key: Array, value: Array, layer: int, carry: Carry, terms: Terms = NO_TERMS
-    ) -> tuple[Any, Carry]:
-        (out, log_sum_exp), carry = of_keys.attend(query, key, value, layer, carry)
-        top = jnp.where(jnp.isneginf(log_sum_exp), NOTHING_SEEN, log_sum_exp)
-        seen = out, top, jnp.zeros_like(top)
-        out, top, rest = put_together(seen, sinks.part(jnp.asarray(terms.sinks), seen))
-        out = out.astype(spec.dtype)
-        return ((out, top + rest) if spec.return_log_sum_exp else out), carry
-
-    return dataclasses.replace(of_keys, attend=attend)
-
-
 def _differentiable(calls: Calls, seen: Visibility) -> tuple[Callable[..., Any], Visibility | None]:
     """The attention with its own gradient, and the value to pass as its fifth argument, after the sinks.
 
@@ -237,13 +207,16 @@ def _differentiable(calls: Calls, seen: Visibility) -> tuple[Callable[..., Any],
     static = all(isinstance(x, np.ndarray) for x in jax.tree.leaves(seen))
     unrounded = dataclasses.replace(calls, float32_results=True)
 
-    def compute(query: Array, key: Array, value: Array, sunk: Array | None, traced: Visibility | None) -> Seen:
-        """Output and a kernel's two numbers; with sinks the output is float32, because they have yet to be merged."""
+    def compute(
+        query: Array, key: Array, value: Array, sunk: Array | None, traced: Visibility | None
+    ) -> tuple[Seen, Array | None]:
+        """Output and a kernel's two numbers; with sinks a float32 output, and which rows see no key."""
         if sunk is None:
-            return calls.forward(query, key, value, traced or seen)
-        of_keys = _natural(*unrounded.forward(query, key, value, traced or seen))
+            return calls.forward(query, key, value, traced or seen), None
+        found = unrounded.forward(query, key, value, traced or seen)
+        of_keys = _natural(*found)
         out, top, rest = put_together(of_keys, sinks.part(sunk, of_keys))
-        return out, *of_two(top, rest)
+        return (out, *of_two(top, rest)), found[1] == UNSEEN_TOP
 
     def result(out: Array, top: Array, total: Array) -> Any:
         out = out.astype(calls.kernel.out_dtype)
@@ -251,23 +224,29 @@ def _differentiable(calls: Calls, seen: Visibility) -> tuple[Callable[..., Any],
 
     @jax.custom_vjp
     def attend(query: Array, key: Array, value: Array, sunk: Array | None, traced: Visibility | None) -> Any:
-        return result(*compute(query, key, value, sunk, traced))
+        return result(*compute(query, key, value, sunk, traced)[0])
 
     def forward(*operands: Any) -> tuple[Any, Any]:
         if not calls.spec.needs_grad:
             raise ValueError(_NO_GRADIENT)
-        found = compute(*operands)
-        return result(*found), (operands, found)
+        found, unseen = compute(*operands)
+        return result(*found), (operands, found, unseen)
 
     def backward(residuals: Any, cotangents: Any) -> Any:
-        (query, key, value, sunk, traced), (out, top, total) = residuals
+        (query, key, value, sunk, traced), (out, top, total), unseen = residuals
         d_out, d_lse = cotangents if calls.spec.return_log_sum_exp else (cotangents, None)
-        d_sinks = None if sunk is None else sinks.gradient(sunk, (out, *natural(top, total)), d_out, d_lse)
-        if sunk is not None and calls.spec.dtype != "float32":
-            # The kernel reads a rounded output. Its rounding error in rowsum(dO * O) is taken off what is added to it.
-            numbers = jnp.finfo(calls.spec.dtype)
-            lost = out - jax.lax.reduce_precision(out, numbers.nexp, numbers.nmant)
-            d_lse = (0.0 if d_lse is None else d_lse) - (d_out.astype(jnp.float32) * lost).sum(-1)
+        d_sinks = None
+        if unseen is not None:
+            spoilt = jnp.isnan(total)
+            out, d_out = (jnp.where((unseen | spoilt)[..., None], 0, x) for x in (out, d_out))
+            d_lse = jnp.zeros_like(top) if d_lse is None else jnp.where(spoilt, 0, d_lse)
+            d_sinks = sinks.gradient(sunk, (out, *natural(top, jnp.where(spoilt, 1, total))), d_out, d_lse)
+            top = jnp.where(unseen, UNSEEN_TOP, top)
+            if calls.spec.dtype != "float32":
+                # The kernel reads a rounded output. Its rounding error in rowsum(dO * O) is taken off what is added.
+                numbers = jnp.finfo(calls.spec.dtype)
+                lost = out - jax.lax.reduce_precision(out, numbers.nexp, numbers.nmant)
+                d_lse = d_lse - (d_out.astype(jnp.float32) * lost).sum(-1)
         gradients = calls.backward(query, key, value, traced or seen, out, top, total, d_out, d_lse)
         return *gradients, d_sinks, None
 

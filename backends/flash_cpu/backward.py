@@ -255,7 +255,7 @@ def _emit_columns(module: ir.Module, buffers: _Buffers, state: State, write: ir.
 def _emit_load_tile(module: ir.Module, buffers: _Buffers, state: State) -> ir.Function:
     """``load_tile(state, workspace, tile, head, start)``: queries and cotangents, also transposed, and their numbers.
 
-    Rows that see nothing are packed as zeros, whatever they hold.
+    Rows that see nothing, or something that is not finite (their sum is NaN), are packed as zeros, whatever they hold.
     """
     isa, kernel, pack = buffers.isa, buffers.kernel, buffers.pack
     at, of_block = buffers.tile[0], buffers.block[0]
@@ -286,14 +286,14 @@ def _emit_load_tile(module: ir.Module, buffers: _Buffers, state: State) -> ir.Fu
             e.run(fill, per_query.at(name * n, 4), n, e.const(f32, number))
         with e.loop(0, count) as i:
             place = rows.query_place(e, start + i, batch, head % dims["K"], group, dims["T"], heads)
-            top = pointer["top"].at(place, 4).load(f32)
-            with e.when(top < UNSEEN_TOP / 2):
+            top, total = (pointer[x].at(place, 4).load(f32) for x in ("top", "total"))
+            with e.when((top < UNSEEN_TOP / 2) & total.equals(total)):
                 out, d_out = (pointer[x].at(place * kernel.value_head_dim, size) for x in ("out", "d_out"))
                 query = pointer["query"].at(place * kernel.head_dim, size)
                 e.run(copy_query, query, targets[0].at(i * key_terms, 4))
                 e.run(copy_value, d_out, targets[1].at(i * value_terms, 4))
                 per_query.at(i + TOP * n, 4).store(top)
-                per_query.at(i + INVERSE * n, 4).store(e.const(f32, 1.0) / pointer["total"].at(place, 4).load(f32))
+                per_query.at(i + INVERSE * n, 4).store(e.const(f32, 1.0) / total)
                 per_query.at(i + DELTA * n, 4).store(e.run(dot, out, d_out))
                 per_query.at(i + D_LSE * n, 4).store(pointer["d_lse"].at(place, 4).load(f32))
                 small = (top < LARGE_TOP) & (top > -LARGE_TOP)
@@ -310,7 +310,10 @@ def _emit_load_tile(module: ir.Module, buffers: _Buffers, state: State) -> ir.Fu
 
 
 def _emit_load_block(module: ir.Module, buffers: _Buffers, state: State) -> ir.Function:
-    """``load_block(state, workspace, head, start)``: a block of keys and values, and its bounds."""
+    """``load_block(state, workspace, head, start)``: a block of keys and values, and its bounds.
+
+    A key and its value are packed as zeros if either is not finite: no row with a gradient sees them.
+    """
     isa, kernel, at, pack = buffers.isa, buffers.kernel, buffers.block[0], buffers.pack
     size = elements.SIZE[kernel.dtype]
     sides = tuple(
@@ -320,6 +323,7 @@ def _emit_load_block(module: ir.Module, buffers: _Buffers, state: State) -> ir.F
             ("value", kernel.value_head_dim, buffers.value_terms),
         )
     )
+    finite = [rows.finite(module, isa, f"finite_{name}", kernel.dtype, depth) for name, depth, *_ in sides]
     join = rows.join(module, isa, "join_keys", buffers.width) if pack == 2 else None
     fill = rows.fill(module, isa)
     with Function(module, "load_block", [ptr, ptr, i64, i64]) as (e, (s, w, head, start)):
@@ -333,13 +337,15 @@ def _emit_load_block(module: ir.Module, buffers: _Buffers, state: State) -> ir.F
             name = e.select(start + j < length, ids.at(slot, 4).load(i32), NO_KEY)
             w.at(at["position"]).at(j, 4).store(positions.at(slot, 4).load(i32))
             w.at(at["key_id"]).at(j, 4).store(name)
-            for side, depth, terms, copy in sides:
+            place = (batch * length + slot) * heads + head % heads
+            sources = [state.pointer(s, f"data:{side}").at(place * depth, size) for side, depth, *_ in sides]
+            whole = name.compare("!=", NO_KEY)
+            for test, source in zip(finite, sources, strict=True):
+                whole = whole & e.run(test, source)
+            for (side, _, terms, copy), source in zip(sides, sources, strict=True):
                 target = w.at(at[side]).at(j * terms, 4)
-                source = state.pointer(s, f"data:{side}").at(
-                    ((batch * length + slot) * heads + head % heads) * depth, size
-                )
                 e.either(
-                    name.compare("!=", NO_KEY),
+                    whole,
                     lambda c=copy, p=source, t=target: e.run(c, p, t) and None,
                     lambda t=target, n=terms: e.run(fill, t, n, e.const(f32, 0.0)) and None,
                 )

@@ -8,6 +8,9 @@ One item is a range of the keys of one KV head. It reads every key and value tha
 
 Each range ends with its own maximum, sum and output per row. Phase 2 merges the ranges of a head in their order.
 A key that no row sees is not read.
+
+While a block's keys are scored its values are fetched, and the next block's keys while its values are weighed: the
+arithmetic would otherwise wait for memory, and memory for the arithmetic.
 """
 
 from __future__ import annotations
@@ -205,16 +208,18 @@ def emit_range(module: ir.Module, buffers: Buffers, state: State, unit: int | No
             return first, (by_key if isinstance(by_key, Value) else e.const(i64, by_key)) * size
 
         keys, key_step = side("key", kernel.head_dim)
+        values, value_step = side("value", kernel.value_head_dim) if kernel.value_head_dim else (keys, key_step)
         with e.loop(start, stop, BLOCK_KEYS) as k:
             n = e.min(stop - k, BLOCK_KEYS)
             seen = e.run(see, w, positions.at(k, 4), ids.at(k, 4), n, count)
             with e.when(seen > 0):
-                e.run(score, w, keys.at(k * key_step), key_step, n, count, numbers)
+                of_block = (keys.at(k * key_step), key_step, values.at(k * value_step), value_step)
+                e.run(score, w, *of_block, count, numbers)
                 with e.loop(0, count) as r:
                     e.run(soften, w, r, partial.at(r * buffers.partial, 4))
                 if kernel.value_head_dim:
-                    values, value_step = side("value", kernel.value_head_dim)
                     block, step, element = values.at(k * value_step), value_step, size
+                    ahead = keys.at((k + BLOCK_KEYS) * key_step)
                     if widen is not None:
                         e.run(widen, w, block, step, n)
                         block, step, element = w.at(buffers.values), e.const(i64, buffers.value_width * 4), 4
@@ -222,7 +227,8 @@ def emit_range(module: ir.Module, buffers: Buffers, state: State, unit: int | No
                         column = 0
                         for vectors in _strips(buffers):
                             out = partial.at(r * buffers.partial + column, 4)
-                            e.run(weigh[vectors], w, r, block.at(column, element), step, out, n)
+                            columns = (block.at(column, element), step, ahead.at(column, size), key_step)
+                            e.run(weigh[vectors], w, r, *columns, out, n)
                             column += vectors * isa.lanes
         e.ret()
     return e.function
@@ -295,7 +301,7 @@ def _emit_see(module: ir.Module, buffers: Buffers) -> ir.Function:
 
 
 def _emit_score(module: ir.Module, buffers: Buffers) -> ir.Function:
-    """``score(workspace, keys, step, count, rows, numbers)``: scores in powers of two of what is seen.
+    """``score(workspace, keys, step, values, value_step, rows, numbers)``: scores in powers of two of what is seen.
 
     A strip of keys is widened to float32 once for all rows; a key that no row sees is taken as zeros.
     """
@@ -303,13 +309,18 @@ def _emit_score(module: ir.Module, buffers: Buffers) -> ir.Function:
     copy = rows.copy_row(module, isa, "copy_key", kernel.dtype, kernel.head_dim)
     fill = rows.fill(module, isa)
     type_ = vector(f32, isa.lanes)
-    with Function(module, "score", [ptr, ptr, i64, i64, i64, ptr]) as (e, (w, keys, step, _, count, numbers)):
+    value_bytes = kernel.value_head_dim * elements.SIZE[kernel.dtype]
+    with Function(module, "score", [ptr, ptr, i64, ptr, i64, i64, ptr]) as (e, arguments):
+        w, keys, step, values, value_step, count, numbers = arguments
         row, flags = _Rows(buffers, w), w.at(buffers.flags)
         scale = e.splat(numbers.at(SCALE).load(f32), isa.lanes)
         with e.loop(0, BLOCK_KEYS, isa.lanes) as first:
             with e.loop(0, isa.lanes) as j:
+                seen = flags.at(first + j, 4).load(i32).equals(1)
+                with e.when(seen):
+                    e.prefetch(values.at((first + j) * value_step), value_bytes)
                 e.either(
-                    flags.at(first + j, 4).load(i32).equals(1),
+                    seen,
                     lambda j=j: e.run(copy, keys.at((first + j) * step), w.at(j * width, 4)) and None,
                     lambda j=j: e.run(fill, w.at(j * width, 4), width, e.const(f32, 0.0)) and None,
                 )
@@ -380,7 +391,7 @@ def exp2_scalar(e: Function, isa: Isa, x: Value) -> Value:
 
 
 def _emit_weigh(module: ir.Module, buffers: Buffers, vectors: int) -> ir.Function:
-    """``weigh(workspace, row, values, step, out, keys)``: a tile of rows and columns plus weights times values.
+    """``weigh(workspace, row, values, step, ahead, ahead_step, out, keys)``: a tile plus weights times values.
 
     A key that no row sees is not read: what lies there may be anything.
     """
@@ -388,12 +399,14 @@ def _emit_weigh(module: ir.Module, buffers: Buffers, vectors: int) -> ir.Functio
     type_, count = vector(f32, isa.lanes), kernel.rows_per_tile
     dtype = "float32" if buffers.widens_values else kernel.dtype
     size, name = elements.SIZE[dtype], f"weigh_{vectors}"
-    with Function(module, name, [ptr, i64, ptr, i64, ptr, i64]) as (e, (w, r, values, step, out, keys)):
+    with Function(module, name, [ptr, i64, *[ptr, i64] * 3]) as (e, arguments):
+        w, r, values, step, ahead, ahead_step, out, keys = arguments
         row, flags = _Rows(buffers, w), w.at(buffers.flags)
         places = [[out.at(i * buffers.partial + j * isa.lanes, 4) for j in range(vectors)] for i in range(count)]
         sums = [[e.variable(e.const(type_, 0.0)) for _ in line] for line in places]
         weights = [row.scores(r + i) for i in range(count)]
         with e.loop(0, keys) as k, e.when(flags.at(k, 4).load(i32).equals(1)):
+            e.prefetch(ahead.at(k * ahead_step), vectors * isa.lanes * elements.SIZE[kernel.dtype])
             place = values.at(k * step)
             value = [elements.load(e, place.at(j * isa.lanes, size), dtype, isa.lanes) for j in range(vectors)]
             for i in range(count):

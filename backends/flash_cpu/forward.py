@@ -4,11 +4,15 @@ Phase 1 packs keys and values head by head as terms (``packing.py``), contiguous
 Phase 2 has one tile of query rows of one KV head per item. It computes all key blocks that the tile's groups of queries
 see, with an online softmax. Tiles are numbered head by head, so that the packed keys and values of one head stay in the
 cache. Within a head they run from the last rows to the first, since the last rows see most under a causal mask.
+
+A query row that is not finite, and a row that sees such a key or value, has a sum of NaN, and with it an output and a
+log-sum-exp of NaN. What is not finite itself enters no product, so that no other row changes.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 from llvmlite import ir
@@ -153,11 +157,12 @@ def _emit_tile_item(module: ir.Module, isa: Isa, kernel: Kernel, blocks: Blocks,
 
 
 def of_head(blocks: Blocks, state: State, s: Value, dims: Dims, head: Value) -> tuple[Value, ...]:
-    """Pointers to a head's packed keys and values, its layout's positions, ids and records, and to the numbers."""
+    """Pointers to a head's packed keys, values and marks, its layout's positions, ids, records, and to the numbers."""
     row, shared = head // dims["K"] // (dims["B"] // dims["C"]), state.pointer(s, "shared")
     return (
         blocks.key_rows(shared, dims, head),
         blocks.value_rows(shared, dims, head),
+        blocks.spoilt(shared, dims, head),
         blocks.positions(shared, dims, row),
         blocks.ids(shared, dims, row),
         blocks.records(shared, dims, row),
@@ -172,6 +177,7 @@ def emit_read(
     pack = isa.pack(kernel.dtype)
     width, value_width = rows.padded(kernel.head_dim, isa, pack), rows.padded(kernel.value_head_dim, isa)
     copy = rows.copy_row(module, isa, "copy_query", kernel.dtype, kernel.head_dim, pack)
+    finite = rows.finite(module, isa, "finite_query", kernel.dtype, kernel.head_dim)
     turn = rows.transpose(module, isa, "transpose_query", queries, width)
     fill = rows.fill(module, isa)
     numbers = emit_row_numbers(module, isa, state)
@@ -183,14 +189,21 @@ def emit_read(
         batch, kv_head = head // dims["K"], head % dims["K"]
         plain = w.at(at["scores"])  # free until the first block
         query = state.pointer(s, "data:query")
+        e.run(fill, w.at(at["total"]), queries, e.const(f32, 0.0))
         with e.loop(0, count) as i:
             place = rows.query_place(e, start + i, batch, kv_head, group, dims["T"], heads)
-            e.run(copy, query.at(place * kernel.head_dim, size), plain.at(i * width, 4))
+            source, target = query.at(place * kernel.head_dim, size), plain.at(i * width, 4)
+            whole = e.run(finite, source)
+            e.either(
+                whole,
+                lambda p=source, t=target: e.run(copy, p, t) and None,
+                lambda t=target: e.run(fill, t, width, e.const(f32, 0.0)) and None,
+            )
+            w.at(at["total"]).at(i, 4).store(e.select(whole, e.const(f32, 0.0), math.nan))
         e.run(fill, plain.at(count * width, 4), (e.const(i64, queries) - count) * width, e.const(f32, 0.0))
         e.run(turn, plain, w.at(at["query"]))
         e.run(fill, w.at(at["out"]), queries * value_width, e.const(f32, 0.0))
         e.run(fill, w.at(at["top"]), queries, e.const(f32, HIDDEN))
-        e.run(fill, w.at(at["total"]), queries, e.const(f32, 0.0))
         e.run(numbers, s, batch, start, count, queries, *(w.at(at[n]) for n in ("first", "last", "query_id", "bounds")))
         e.ret()
     return e.function
@@ -199,7 +212,7 @@ def emit_read(
 def emit_attend(
     module: ir.Module, isa: Isa, kernel: Kernel, blocks: Blocks, at: dict[str, int], *, listed: bool = False
 ) -> ir.Function:
-    """``attend(workspace, keys, values, positions, ids, records, numbers, blocks)``: the tile over all key blocks.
+    """``attend(workspace, keys, values, spoilt, positions, ids, records, numbers, blocks)``: the tile, all key blocks.
 
     Where ``listed``, over the blocks that a list of int32 names: another pointer, before the number of blocks.
     """
@@ -209,13 +222,14 @@ def emit_attend(
     weigh = Weighted.of(module, isa, "value", value_width, (1, queries), pack)
     plain = softmax(module, isa, queries, mixed=False, soft_cap=kernel.soft_cap, pack=pack)
     masked = softmax(module, isa, queries, mixed=True, soft_cap=kernel.soft_cap, pack=pack)
-    rescale = _emit_rescale(module, isa, value_width)
-    with Function(module, "attend", [ptr] * (8 if listed else 7) + [i64]) as (e, arguments):
-        w, keys, values, positions, ids, records, numbers, *names, count = arguments
+    rescale, spoil = _emit_rescale(module, isa, value_width), _emit_spoil(module, isa)
+    with Function(module, "attend", [ptr] * (9 if listed else 8) + [i64]) as (e, arguments):
+        w, keys, values, spoilt, positions, ids, records, numbers, *names, count = arguments
         with e.loop(0, count) as i:
             n = names[0].at(i, 4).load(i32).integer(i64) if listed else i
             k, v = keys.at(n * blocks.key_terms, 4), values.at(n * blocks.value_terms, 4)
             block = (positions.at(n * keys_per_block, 4), ids.at(n * keys_per_block, 4))
+            marks = spoilt.at(n * blocks.spoilt_numbers, 4)
             with e.loop(0, queries, isa.group) as g:
                 bounds = w.at(at["bounds"]).at(g // isa.group * masking.QUERY_RECORD)
                 record = records.at(n * blocks.record_bytes)
@@ -237,6 +251,27 @@ def emit_attend(
                     with e.when(raised()):
                         e.run(rescale, out, places.decay)
                     weigh.emit(e, s, v, out, (0, isa.group), (live.start, live.stop))
+                    with e.when(marks.load(i32).compare("!=", 0)):
+                        seen_by = (places.first, places.last, places.query_id)
+                        e.run(spoil, marks, places.total, *seen_by, *block, live.start, live.stop)
+        e.ret()
+    return e.function
+
+
+def _emit_spoil(module: ir.Module, isa: Isa) -> ir.Function:
+    """``spoil(spoilt, total, first, last, query_id, positions, ids, start, stop)``: of a group, over some keys.
+
+    The sum of a row that sees a key that is not finite becomes NaN.
+    """
+    type_ = vector(f32, isa.lanes)
+    with Function(module, "spoil", [ptr] * 7 + [i64] * 2) as (e, arguments):
+        spoilt, total, first, last, query_id, positions, ids, start, stop = arguments
+        lanes = masking.Lanes.of(isa, first, last, query_id)
+        with e.loop(start, stop) as k, e.when(spoilt.at(k + 1, 4).load(i32).compare("!=", 0)):
+            position, name = (x.at(k, 4).load(i32) for x in (positions, ids))
+            for v in range(isa.score_vectors):
+                place, seen = total.at(v * isa.lanes, 4), lanes.see(e, isa, v, position, name)
+                place.store(e.select(seen, e.const(type_, math.nan), place.load(type_)))
         e.ret()
     return e.function
 

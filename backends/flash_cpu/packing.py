@@ -5,10 +5,12 @@ The shared part of the scratch memory, for every KV head of every sequence (``Sp
     keys    terms [B * K][Sp][Hp]          Hp: terms of the head dimension, in whole vectors
     values  terms [B * K][Sp / pack][Vp]   Vp: the values' head dimension, in whole vectors
     then for every row of the layout: positions int32 [C][Sp], ids int32 [C][Sp], records [C][Sp / block][1 + strips]
+    spoilt  int32 [B * K][Sp / block][1 + block]    per key 1 if it is not finite, else 0; first whether any is
 
 A term is one float32, or a pair of bfloat16 numbers: two neighbours of a key, one number each of two neighbouring
 values (``pack`` is 1 or 2). A key that no query may see (padding, behind the length) is packed as zeros, whatever it
-holds. Without values (a head dimension of zero) only keys are packed.
+holds. So are a key and its value if either is not finite: the rows that see them become NaN (``forward.py``). Without
+values (a head dimension of zero) only keys are packed.
 """
 
 from __future__ import annotations
@@ -111,10 +113,20 @@ class Blocks:
         before = (self._layouts(dims) + dims["C"] * 2 * self.length(dims)) * 4
         return shared.at(before + row * self.count(dims) * self.record_bytes)
 
+    def spoilt(self, shared: Value, dims: Dims, head: Value) -> Value:
+        """Of the first block of a head."""
+        return self.records(shared, dims, dims["C"]).at(head * self.count(dims) * self.spoilt_numbers, 4)
+
+    @property
+    def spoilt_numbers(self) -> int:
+        """Of one block."""
+        return 1 + self.keys_per_block
+
     def shared_bytes(self, dims: Dims) -> Any:
         """All of it."""
         layouts = dims["C"] * (self.length(dims) * 8 + self.count(dims) * self.record_bytes)
-        return aligned(self._layouts(dims) * 4 + layouts)
+        spoilt = self._heads(dims) * self.count(dims) * self.spoilt_numbers * 4
+        return aligned(self._layouts(dims) * 4 + layouts + spoilt)
 
 
 def emit_pack(module: ir.Module, isa: Isa, dtype: str, blocks: Blocks, state: State) -> ir.Function:
@@ -127,6 +139,7 @@ def emit_pack(module: ir.Module, isa: Isa, dtype: str, blocks: Blocks, state: St
     widths = {"key": blocks.head_dim, "value": blocks.value_head_dim}
     strides = {name: rows.padded(width, isa, pack) for name, width in widths.items()}
     copies = {n: rows.copy_row(module, isa, f"copy_{n}", dtype, width, pack) for n, width in widths.items() if width}
+    finite = {n: rows.finite(module, isa, f"finite_{n}", dtype, widths[n]) for n in copies}
     join = rows.join(module, isa, "join_values", blocks.value_width) if joined else None
     fill = rows.fill(module, isa)
     bounds = _emit_layout_block(module, blocks, state)
@@ -141,6 +154,8 @@ def emit_pack(module: ir.Module, isa: Isa, dtype: str, blocks: Blocks, state: St
         ids = state.pointer(s, "data:key_id").at(row * length, 4)
         keys = blocks.key_rows(shared, dims, head).at(n * blocks.key_terms, 4)
         values = blocks.value_rows(shared, dims, head).at(n * blocks.value_terms, 4)
+        spoilt = blocks.spoilt(shared, dims, head).at(n * blocks.spoilt_numbers, 4)
+        any_spoilt = e.variable(e.const(i32, 0))
         with e.loop(0, keys_per_block, pack) as term:
             # Rows of values are joined where they lie one behind the other, in the workspace.
             to_value = w if joined else values.at(term * blocks.value_width, 4)
@@ -151,16 +166,24 @@ def emit_pack(module: ir.Module, isa: Isa, dtype: str, blocks: Blocks, state: St
                 with e.when((e.const(i64, blocks.keys) > j) & (slot < length)):
                     exists.set(ids.at(slot, 4).load(i32).compare("!=", NO_KEY))
                 targets = {"key": keys.at(j * strides["key"], 4), "value": to_value.at(i * strides["value"], 4)}
+                row_of = (batch * length + slot) * heads + head % heads
+                places = {name: state.pointer(s, f"data:{name}").at(row_of * widths[name], size) for name in copies}
+                bad = e.variable(e.const(i32, 0))
+                with e.when(exists()):
+                    for name, place in places.items():
+                        exists.set(exists() & e.run(finite[name], place))
+                    bad.set(e.select(exists(), e.const(i32, 0), 1))
+                spoilt.at(j + 1, 4).store(bad())
+                any_spoilt.set(any_spoilt() | bad())
                 for name, copy in copies.items():
-                    source = state.pointer(s, f"data:{name}")
-                    place = source.at(((batch * length + slot) * heads + head % heads) * widths[name], size)
                     e.either(
                         exists(),
-                        lambda c=copy, p=place, t=targets[name]: e.run(c, p, t) and None,
+                        lambda c=copy, p=places[name], t=targets[name]: e.run(c, p, t) and None,
                         lambda t=targets[name], n=strides[name]: e.run(fill, t, n, e.const(f32, 0.0)) and None,
                     )
             if join is not None:
                 e.run(join, w, values.at(term // pack * blocks.value_width, 4), pack)
+        spoilt.store(any_spoilt())
         with e.when((head % heads).equals(0) & (batch % share).equals(0)):
             e.run(bounds, s, row, n)
         e.ret()

@@ -11,7 +11,7 @@ from __future__ import annotations
 from llvmlite import ir
 
 from . import elements
-from .emit import Function, Value, f32, i16, i32, i64, ptr, vector
+from .emit import Function, Value, f32, i1, i16, i32, i64, ptr, vector
 from .isa import Isa
 
 
@@ -75,6 +75,19 @@ def dot(module: ir.Module, isa: Isa, name: str, dtype: str, width: int) -> ir.Fu
                 x, y = (elements.load(e, row.at(d, size), dtype, lanes) for row in (first, second))
                 sum_.set(e.fma(x, y, sum_()))
         e.ret(e.add_up(total()) + rest())
+    return e.function
+
+
+def finite(module: ir.Module, isa: Isa, name: str, dtype: str, width: int) -> ir.Function:
+    """A function ``(source) -> i1``: whether ``width`` numbers of ``dtype`` are. Others less themselves are NaN."""
+    size, whole = elements.SIZE[dtype], width // isa.lanes * isa.lanes
+    with Function(module, name, [ptr], i1) as (e, (source,)):
+        doubt, rest = e.variable(e.const(vector(f32, isa.lanes), 0.0)), e.variable(e.const(f32, 0.0))
+        for start, stop, sum_, lanes in ((0, whole, doubt, isa.lanes), (whole, width, rest, None)):
+            with e.loop(start, stop, lanes or 1) as d:
+                x = elements.load(e, source.at(d, size), dtype, lanes)
+                sum_.set(sum_() + (x - x))
+        e.ret((e.add_up(doubt()) + rest()).equals(0.0))
     return e.function
 
 

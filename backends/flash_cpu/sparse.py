@@ -157,7 +157,7 @@ def _emit_mass_item(module: ir.Module, isa: Isa, this: SparseKernel, state: Stat
             head, start, there = _part(e, isa, dims, tile, part)
             with e.when(there > 0):
                 e.run(read, s, w, head, start, there)
-                keys, _, *others = forward.of_head(blocks, state, s, dims, head)
+                keys, _, _, *others = forward.of_head(blocks, state, s, dims, head)
                 e.run(add_up, w, keys, *others, sums, tops, count)
                 e.run(pool, w, sums, tops, mass, count, there)
         e.ret()

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnsuite.backends import AttentionSpec, Layout, Target, oracle, plan, registry
+from attnsuite.backends import AttentionSpec, Layout, Target, Terms, oracle, plan, registry
 from attnsuite.backends.isolation import isolated
 
 # flash_cpu is compiled by llvmlite (pip install 'attnsuite[cpu]')
@@ -100,9 +100,26 @@ def holds(run, problem, number):
             assert all(np.isfinite(x).all() for x in gradients)
 
 
-def test_query_that_is_not_finite_spoils_its_own_row():
+@pytest.mark.flash_cpu
+@pytest.mark.parametrize("fault", ["what is not finite is packed", "no row is spoilt"])
+def test_flash_cpu_without_its_marks_would_be_noticed(fault, monkeypatch, tmp_path):
+    pytest.importorskip("llvmlite", reason="flash_cpu is compiled by llvmlite (pip install 'attnsuite[cpu]')")
+    from attnsuite.backends.flash_cpu import forward, rows  # noqa: PLC0415 (needs llvmlite)
+    from emitted import everything_finite, nothing_done, set_apart  # noqa: PLC0415 (as above)
+
+    if fault == "no row is spoilt":
+        monkeypatch.setattr(forward, "_emit_spoil", nothing_done)
+    else:
+        monkeypatch.setattr(rows, "finite", everything_finite)
+    set_apart(monkeypatch, tmp_path, fault)
+    with pytest.raises(AssertionError):
+        holds(run_of(*PROBLEMS["causal"], "flash_cpu"), "causal", np.nan)
+
+
+@pytest.mark.parametrize("backend", ["chunked", *NATIVE])
+def test_query_that_is_not_finite_spoils_its_own_row(backend):
     spec, layout = PROBLEMS["documents and padding"]
-    run, (query, key, value) = run_of(spec, layout, "chunked"), inputs(spec)
+    run, (query, key, value) = run_of(spec, layout, backend), inputs(spec)
     expected = np.asarray(run(query, key, value)[0])
     query[0, 5, 2, 0] = np.nan
     query[0, 185] = np.nan  # padding: it sees nothing, and stays zero
@@ -111,6 +128,45 @@ def test_query_that_is_not_finite_spoils_its_own_row():
     out[0, 5, 2] = expected[0, 5, 2]
     np.testing.assert_array_equal(out, expected)
     assert all(np.isfinite(x).all() for x in gradients)
+
+
+@pytest.mark.parametrize("backend", ["chunked", *NATIVE])
+def test_log_sum_exp_of_other_rows_keeps_its_bits(backend):
+    spec, layout = PROBLEMS["documents without gradients"]
+    made = plan(registry.get(backend), dataclasses.replace(spec, return_log_sum_exp=True), layout, target=Target.here())
+    run, (query, key, value) = jax.jit(lambda *x: made.run(*x)[0]), inputs(spec)
+    expected = run(query, key, value)
+    key[:, 160, 1, 3] = np.nan
+    for found, clean in zip(run(query, key, value), expected, strict=True):
+        other = ~seen_by("documents without gradients", 160)
+        assert np.isnan(np.asarray(found)[~other]).all()
+        np.testing.assert_array_equal(np.asarray(found)[other], np.asarray(clean)[other])
+
+
+@pytest.mark.parametrize("backend", ["chunked", *NATIVE])
+def test_cotangent_of_a_row_that_sees_nothing_or_is_spoilt_reaches_no_gradient(backend):
+    """Also with sinks, which such a row sees."""
+    spec, layout = PROBLEMS["documents and padding"]
+    spec = dataclasses.replace(spec, has_sinks=True)
+    made = plan(registry.get(backend), spec, layout, target=Target.here())
+    query, key, value = inputs(spec)
+    key[:, 160, 1, 3] = np.nan
+    sinks = jnp.asarray([0.5, -1.0, 2.0, 0.0])
+
+    @jax.jit
+    def gradients(d_out):
+        def run(query, key, value, sinks):
+            return made.run(query, key, value, terms=Terms(sinks=sinks))[0]
+
+        return jax.vjp(run, query, key, value, sinks)[1](d_out)
+
+    dead = np.asarray(seen_by("documents and padding", 160) | (np.asarray(IDS) < 0)[..., None])[..., None]
+    plain = np.ones(query.shape, np.float32)
+    for found, expected in zip(
+        gradients(np.where(dead, np.nan, plain)), gradients(np.where(dead, 0, plain)), strict=True
+    ):
+        assert np.isfinite(expected).all()
+        np.testing.assert_array_equal(found, expected)
 
 
 def test_unmasked_attention_is_left_as_it_is():
