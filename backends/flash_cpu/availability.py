@@ -35,6 +35,8 @@ def why_not(name: str | None = None) -> str | None:
             )
         isa = here.isa(name)
         if isa is None:
+            if any(isa.name == name for isa in here.isas()):
+                return f"isa={name!r} is refused by the system, which keeps AMX's registers back; leave isa out."
             has = ", ".join(repr(isa.name) for isa in here.isas())
             return f"isa={name!r} is not supported by flash_cpu on {here.cpu} (accepted: {has}); leave isa out."
         targets.check_api(targets.api_version())

@@ -54,8 +54,8 @@ _NO_GRADIENT = "planned with needs_grad=False; plan with needs_grad=True to diff
 
 OPTIONS = {
     "isa": (
-        "the instruction set of the kernels, 'avx512_bf16' (bfloat16 is multiplied as such), 'avx512', 'avx2' or "
-        "'neon' (default: the best that the processor has)"
+        "the instruction set of the kernels, 'avx512_bf16' (bfloat16 is multiplied as such), 'avx512', 'avx2', 'neon', "
+        "or 'amx_bf16' (not run on such a processor yet; default: the best of the others that the processor has)"
     ),
     "cache_layout": (
         "how keys and values of a decode step lie in memory, and are read without a copy: 'heads_first' "
@@ -112,7 +112,7 @@ class FlashCpu:
         if spec.needs_grad and min(spec.query_length, spec.key_value_length) <= SHORT:
             return STANDARD.plan(spec, layout, target=target)
         heads_first = given["cache_layout"] == "heads_first"
-        calls, seen = Calls(spec, _isa(given["isa"]), cache_heads_first=heads_first), visibility(spec, layout)
+        calls, seen = Calls(spec, _isa(given["isa"], spec), cache_heads_first=heads_first), visibility(spec, layout)
         if calls.is_decode:
             run = forward_only(lambda query, key, value, _, carry: (calls.decode(query, key, value, seen), carry))
             # The rows of one token see the same keys, and no others are read.
@@ -137,7 +137,7 @@ class FlashCpu:
         options: Mapping[str, Any] | None = None,
     ) -> Part:
         """As :meth:`plan`, for keys that are one part of all."""
-        isa = _isa(_checked(options)["isa"])
+        isa = _isa(_checked(options)["isa"], spec)
         calls, seen = Calls(spec, isa, float32_results=True), visibility(spec, layout)
 
         def forward(query: Array, key: Array, value: Array) -> tuple[Array, Array, Array]:
@@ -192,11 +192,11 @@ def _checked(options: Mapping[str, Any] | None) -> dict[str, Any]:
     return given
 
 
-def _isa(name: str | None) -> Isa:
+def _isa(name: str | None, spec: AttentionSpec) -> Isa:
     isa = Processor.here().isa(name)
     if isa is None:
         raise ValueError("flash_cpu: this processor has none of the instruction sets that the kernels are written for.")
-    return isa
+    return isa.of(spec.dtype)
 
 
 def _differentiable(calls: Calls, seen: Visibility) -> tuple[Callable[..., Any], Visibility | None]:

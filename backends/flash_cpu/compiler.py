@@ -15,6 +15,7 @@ from llvmlite import binding as llvm
 from llvmlite import ir
 
 from . import isa as isas
+from . import tiles
 from .isa import Isa
 
 
@@ -37,8 +38,9 @@ class Processor:
         return isas.available(dict(self.features), machine)
 
     def isa(self, name: str | None = None) -> Isa | None:
-        """The instruction set of that name, by default the best; None if the processor lacks it."""
-        return next((isa for isa in self.isas() if name in (None, isa.name)), None)
+        """The instruction set of that name, by default the best; None if the processor lacks it, or may not use it."""
+        found = next((isa for isa in self.isas() if name in (None, isa.name)), None)
+        return None if found is not None and found.tiles and not tiles.permitted() else found
 
     def feature_text(self, isa: Isa) -> str:
         """The features in LLVM's notation, restricted to ``isa``."""

@@ -373,11 +373,15 @@ class _Callee:
 
 def text(module: ir.Module, content: str) -> ir.GlobalVariable:
     """A C string in the module."""
-    data = bytearray(content.encode() + b"\0")
+    return constant(module, "text", content.encode() + b"\0")
+
+
+def constant(module: ir.Module, name: str, data: bytes) -> ir.GlobalVariable:
+    """Bytes in the module."""
     type_ = ir.ArrayType(i8, len(data))
-    place = ir.GlobalVariable(module, type_, module.get_unique_name("text"))
+    place = ir.GlobalVariable(module, type_, module.get_unique_name(name))
     place.global_constant, place.linkage = True, "internal"
-    place.initializer = ir.Constant(type_, data)  # pyright: ignore[reportAttributeAccessIssue]  (None until set)
+    place.initializer = ir.Constant(type_, bytearray(data))  # pyright: ignore[reportAttributeAccessIssue]  (None until set)
     return place
 
 

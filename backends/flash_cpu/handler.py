@@ -18,6 +18,7 @@ from typing import Any
 
 from llvmlite import ir
 
+from . import tiles
 from .elements import XLA_TYPE
 from .emit import CACHE_LINE, Function, Value, aligned, i32, i64, ptr, text, void
 
@@ -146,19 +147,20 @@ def _emit_worker(module: ir.Module, program: Program, state: State) -> ir.Functi
     wait = _emit_wait(module)
     release = _emit_release(module, state)
     with Function(module, "worker", [ptr]) as (e, (s,)):
-        seat = e.atomic_add(state.place(s, "seats"), 1)
-        workspace = state.pointer(s, "private").at(seat * state.number(s, "worker_bytes"))
-        total = state.number(s, f"end{len(program.phases) - 1}")
-        claimed = e.variable(e.atomic_add(state.place(s, "next"), 1))
-        with e.while_(lambda: claimed() < total):
-            for p, phase in enumerate(program.phases):
-                start = state.number(s, f"end{p - 1}") if p else e.const(i64, 0)
-                with e.when((claimed() >= start) & (claimed() < state.number(s, f"end{p}"))):
-                    if p:
-                        e.run(wait, state.place(s, "done"), start)
-                    e.run(phase.item, s, workspace, claimed() - start)
-            e.atomic_add(state.place(s, "done"), 1)
-            claimed.set(e.atomic_add(state.place(s, "next"), 1))
+        with tiles.configured(e):
+            seat = e.atomic_add(state.place(s, "seats"), 1)
+            workspace = state.pointer(s, "private").at(seat * state.number(s, "worker_bytes"))
+            total = state.number(s, f"end{len(program.phases) - 1}")
+            claimed = e.variable(e.atomic_add(state.place(s, "next"), 1))
+            with e.while_(lambda: claimed() < total):
+                for p, phase in enumerate(program.phases):
+                    start = state.number(s, f"end{p - 1}") if p else e.const(i64, 0)
+                    with e.when((claimed() >= start) & (claimed() < state.number(s, f"end{p}"))):
+                        if p:
+                            e.run(wait, state.place(s, "done"), start)
+                        e.run(phase.item, s, workspace, claimed() - start)
+                e.atomic_add(state.place(s, "done"), 1)
+                claimed.set(e.atomic_add(state.place(s, "next"), 1))
         e.run(release, s)
         e.ret()
     return e.function

@@ -19,6 +19,7 @@ class Isa:
     ``score_rows`` keys by ``score_vectors`` of queries in the score product; ``value_rows`` rows by ``value_vectors``
     of the head dimension in every product whose right operand is keys, values or queries. ``needs`` are LLVM's names of
     processor features. ``multiplies_bfloat16``: one instruction adds two products of bfloat16 numbers to a float32.
+    ``tiles``: such products are taken by AMX's tile registers (``tiles.py``).
     """
 
     name: str
@@ -29,6 +30,11 @@ class Isa:
     value_vectors: int
     needs: tuple[str, ...]
     multiplies_bfloat16: bool = False
+    tiles: bool = False
+
+    def of(self, dtype: str) -> Isa:
+        """The instruction set for this dtype: tile registers take only bfloat16."""
+        return AVX512_BF16 if self.tiles and dtype != "bfloat16" else self
 
     def pack(self, dtype: str) -> int:
         """Numbers that one term of a product holds, four bytes: two of bfloat16 where they are multiplied as such."""
@@ -50,12 +56,21 @@ AVX512_BF16 = dataclasses.replace(
     AVX512, name="avx512_bf16", needs=(*AVX512.needs, "avx512bf16"), multiplies_bfloat16=True
 )
 AVX2 = Isa("avx2", 8, 4, 3, 6, 2, ("avx2", "fma", "f16c"))
+AMX_BF16 = dataclasses.replace(
+    AVX512_BF16,
+    name="amx_bf16",
+    score_rows=16,
+    value_rows=16,
+    needs=(*AVX512_BF16.needs, "amx-tile", "amx-bf16"),
+    tiles=True,
+)
 NEON = Isa("neon", 4, 8, 3, 6, 4, ("neon",))
-KNOWN = (AVX512_BF16, AVX512, AVX2, NEON)
+# AMX comes behind the sets that every processor with AMX has: by name only, since nobody has timed it.
+KNOWN = (AVX512_BF16, AVX512, AVX2, AMX_BF16, NEON)
 
 
 def available(features: Mapping[str, bool], machine: str | None = None) -> tuple[Isa, ...]:
-    """Those of :data:`KNOWN` that a processor with these features has, the best first."""
+    """Those of :data:`KNOWN` that a processor with these features has, in the order in which one is chosen."""
     machine = platform.machine() if machine is None else machine
     if machine in ("aarch64", "arm64"):
         return (NEON,)  # part of every 64-bit ARM; Apple's LLVM names do not list it

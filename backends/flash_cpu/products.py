@@ -9,7 +9,8 @@ Both are one loop over the summed index: load the row of the right operand, broa
 multiply and add into accumulators that stay in registers.
 
 A term of the sum takes four bytes in either operand. It is one float32, or two neighbours along the summed index as
-bfloat16 where the processor multiplies these (``pack`` is 1 or 2): half the terms, and the same loop.
+bfloat16 where the processor multiplies these (``pack`` is 1 or 2): half the terms, and the same loop. AMX multiplies
+pairs by tile registers (``tiles.py``).
 """
 
 from __future__ import annotations
@@ -19,30 +20,19 @@ from typing import Any
 
 from llvmlite import ir
 
-from . import elements
+from . import elements, tiles
 from .emit import Function, Value, f32, i32, i64, ptr, vector
 from .isa import Isa
+from .tiles import Tile
 
 # Terms of a score that are summed one after the other. With 64, rounding is worse than in XLA's product.
 TERMS = 32
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Tile:
-    """A register tile ``c[r, :] (+)= sum_n a[r, n] b[n, :]``; strides in elements of four bytes, ``n`` counts terms."""
-
-    rows: int
-    vectors: int
-    row_stride: int  # from a[r, n] to a[r + 1, n]
-    term_stride: int  # from a[r, n] to a[r, n + 1]
-    b_stride: int
-    c_stride: int
-    accumulate: bool
-    pack: int
-
-
 def product(module: ir.Module, isa: Isa, name: str, tile: Tile) -> ir.Function:
     """A function ``(a, b, c, terms)`` that computes one tile."""
+    if isa.tiles and tile.pack == 2:
+        return tiles.product(module, name, tile)
     type_, scalar = vector(f32, isa.lanes), f32 if tile.pack == 1 else i32
     columns = [j * isa.lanes for j in range(tile.vectors)]
     with Function(module, name, [ptr, ptr, ptr, i64]) as (e, (a, b, c, terms)):
@@ -71,7 +61,7 @@ def product(module: ir.Module, isa: Isa, name: str, tile: Tile) -> ir.Function:
 class Scores:
     """``S[k, q] = sum_d K[k, d] Q[d, q]`` for a group of queries, by tiles of ``isa.score_rows`` keys.
 
-    The head dimension is taken in pieces of about :data:`TERMS`: a score is a sum of short sums.
+    The head dimension is taken in pieces of about :data:`TERMS`: a score is a sum of short sums, as of ``tiles.py``.
     """
 
     isa: Isa
@@ -80,6 +70,7 @@ class Scores:
     key_stride: int
     score_stride: int
     depth: int  # in terms
+    tiled: bool
 
     @staticmethod
     def of(module: ir.Module, isa: Isa, name: str, depth: int, key_stride: int, queries: int, pack: int = 1) -> Scores:
@@ -87,13 +78,14 @@ class Scores:
         tile = Tile(isa.score_rows, isa.score_vectors, key_stride, 1, queries, queries, accumulate=False, pack=pack)
         first = product(module, isa, name, tile)
         further = product(module, isa, f"{name}_more", dataclasses.replace(tile, accumulate=True))
-        return Scores(isa, first, further, key_stride, queries, -(-depth // pack))
+        return Scores(isa, first, further, key_stride, queries, -(-depth // pack), isa.tiles and pack == 2)
 
     def emit(self, e: Function, keys: Value, queries: Value, scores: Value, start: Value, stop: Value) -> None:
         """Keys ``start`` to ``stop``; all pointers are to key 0 and to the group's first query."""
+        pieces = [tiles.whole(self.depth)] if self.tiled else split(self.depth, TERMS)
         with e.loop(start, stop, self.isa.score_rows) as k:
             key, score, done = keys.at(k * self.key_stride, 4), scores.at(k * self.score_stride, 4), 0
-            for terms in split(self.depth, TERMS):
+            for terms in pieces:
                 tile = self.further if done else self.first
                 e.run(tile, key.at(done, 4), queries.at(done * self.score_stride, 4), score, terms)
                 done += terms

@@ -106,27 +106,32 @@ def write_row(module: ir.Module, isa: Isa, name: str, dtype: str, width: int) ->
 
 
 def transpose(module: ir.Module, isa: Isa, name: str, rows: int, width: int) -> ir.Function:
-    """A function ``(source, target)``: terms ``[rows, width]`` to ``[width, rows]``, both multiples of the lanes.
-
-    A square of vectors is transposed by exchanging, for every bit of the lane number, the halves that differ in it.
-    """
+    """A function ``(source, target)``: terms ``[rows, width]`` to ``[width, rows]``, both multiples of the lanes."""
     n = isa.lanes
     type_ = vector(f32, n)
     with Function(module, name, [ptr, ptr]) as (e, (source, target)):
         with e.loop(0, rows, n) as r, e.loop(0, width, n) as d:
-            square = [source.at((r + i) * width + d, 4).load(type_) for i in range(n)]
-            bit = 1
-            while bit < n:
-                for i in range(n):
-                    if not i & bit:
-                        x, y = square[i], square[i + bit]
-                        square[i] = e.shuffle(x, y, [k if not k & bit else n + k - bit for k in range(n)])
-                        square[i + bit] = e.shuffle(x, y, [k + bit if not k & bit else n + k for k in range(n)])
-                bit *= 2
+            square = turned(e, [source.at((r + i) * width + d, 4).load(type_) for i in range(n)])
             for i in range(n):
                 target.at((d + i) * rows + r, 4).store(square[i])
         e.ret()
     return e.function
+
+
+def turned(e: Function, square: list[Value]) -> list[Value]:
+    """As many vectors as they have lanes, transposed.
+
+    For every bit of the lane number the halves that differ in it are exchanged.
+    """
+    square, n, bit = list(square), len(square), 1
+    while bit < n:
+        for i in range(n):
+            if not i & bit:
+                x, y = square[i], square[i + bit]
+                square[i] = e.shuffle(x, y, [k if not k & bit else n + k - bit for k in range(n)])
+                square[i + bit] = e.shuffle(x, y, [k + bit if not k & bit else n + k for k in range(n)])
+        bit *= 2
+    return square
 
 
 def fill(module: ir.Module, isa: Isa) -> ir.Function:

@@ -26,7 +26,7 @@ def main(name: str | None = None) -> None:
     if isa is None:
         raise RuntimeError("no instruction set")
     for dtype in ("float32", "bfloat16") if isa.multiplies_bfloat16 else ("float32",):
-        _compare(isa, dtype)
+        _compare(isa.of(dtype), dtype)
 
 
 def _compare(isa: Isa, dtype: str) -> None:

@@ -11,13 +11,14 @@ import pytest
 pytest.importorskip("llvmlite", reason="the kernels are compiled by llvmlite (pip install 'attnsuite[cpu]')")
 
 from attnsuite.backends import AttentionSpec, Layout, blocks
-from attnsuite.backends.flash_cpu import elements, masking, products, rows, slopes, softmax, targets
+from attnsuite.backends.flash_cpu import elements, masking, products, rows, slopes, softmax, targets, tiles
 from attnsuite.backends.flash_cpu.compiler import Processor, assembly
 from attnsuite.backends.flash_cpu.emit import Function, f32, i64, ptr, vector
 from attnsuite.backends.flash_cpu.forward import Kernel
-from attnsuite.backends.flash_cpu.isa import AVX2, AVX512, AVX512_BF16, NEON, available, features_for
+from attnsuite.backends.flash_cpu.isa import AMX_BF16, AVX2, AVX512, AVX512_BF16, NEON, available, features_for
 from attnsuite.backends.flash_cpu.visibility import NO_KEY, NO_QUERY, visibility
 from emitted import ISAS, call
+from emulated_tiles import emulate
 
 RNG = np.random.default_rng(0)
 
@@ -35,6 +36,18 @@ def isa(request):
 def paired(request):
     """An instruction set of this processor in which a term of a product is a pair of bfloat16 numbers."""
     return request.param
+
+
+@pytest.fixture(
+    params=[*((isa, False) for isa in ISAS if isa.multiplies_bfloat16), (AMX_BF16, True)],
+    ids=lambda param: param[0].name + "-emulated" * param[1],
+)
+def multiplying(request, monkeypatch):
+    """The same, and AMX in emulation."""
+    isa, emulated = request.param
+    if emulated:
+        emulate(monkeypatch)
+    return isa
 
 
 def _pairs(x, axis):
@@ -131,38 +144,40 @@ def test_score_tiles_are_keys_times_queries(isa):
     assert (out[: isa.strip] == 0).all()
 
 
-def test_score_tiles_of_pairs_are_keys_times_queries(paired):
-    depth, queries, keys = 23, paired.group, paired.strip
-    (k, whole_k), (q, whole_q) = _pairs(_float32(keys, depth + 1), 1), _pairs(_float32(depth + 1, queries), 0)
-    whole_k[:, depth:] = 0
-    k[:, -1] &= 0xFFFF  # what pads an odd head dimension is zero
+def test_score_tiles_of_pairs_are_keys_times_queries(multiplying):
+    depth, queries, keys = 23, multiplying.group, multiplying.strip
+    k = _float32(keys, 32)
+    k[:, depth:] = 0  # what pads a head dimension is zero
+    (k, whole_k), (q, whole_q) = _pairs(k, 1), _pairs(_float32(32, queries), 0)
     out = np.zeros((keys, queries), np.float32)
 
     def build(module):
-        scores = products.Scores.of(module, paired, "score", depth, k.shape[1], queries, 2)
+        scores = products.Scores.of(module, multiplying, "score", depth, k.shape[1], queries, 2)
         with Function(module, "all_scores", [ptr] * 3) as (e, (k_, q_, s)):
-            scores.emit(e, k_, q_, s, e.const(i64, 0), e.const(i64, keys))
+            with tiles.configured(e):
+                scores.emit(e, k_, q_, s, e.const(i64, 0), e.const(i64, keys))
             e.ret()
         return e.function
 
-    call(paired, build, k, q, out)
+    call(multiplying, build, k, q, out)
     np.testing.assert_allclose(out, whole_k @ whole_q, rtol=2e-5, atol=2e-5)
 
 
-def test_value_tiles_of_pairs_add_weights_times_values_to_what_is_there(paired):
-    width, n, terms = 2 * paired.lanes, paired.value_rows, 10
+def test_value_tiles_of_pairs_add_weights_times_values_to_what_is_there(multiplying):
+    width, n, terms = 2 * multiplying.lanes, multiplying.value_rows, 64
     (p, whole_p), (v, whole_v) = _pairs(_float32(terms, n), 0), _pairs(_float32(terms, width), 0)
     out = _float32(n, width)
-    expected = out + whole_p[4:].T @ whole_v[4:]
+    expected = out + whole_p[16:].T @ whole_v[16:]
 
     def build(module):
-        weigh = products.Weighted.of(module, paired, "value", width, (1, n), 2)
+        weigh = products.Weighted.of(module, multiplying, "value", width, (1, n), 2)
         with Function(module, "all_values", [ptr] * 3) as (e, (p_, v_, out_)):
-            weigh.emit(e, p_, v_, out_, (0, n), (4, terms))
+            with tiles.configured(e):
+                weigh.emit(e, p_, v_, out_, (0, n), (16, terms))
             e.ret()
         return e.function
 
-    call(paired, build, p, v, out)
+    call(multiplying, build, p, v, out)
     np.testing.assert_allclose(out, expected, rtol=2e-5, atol=2e-5)
 
 
@@ -394,6 +409,7 @@ def test_instruction_set_follows_from_the_features():
     full = dict.fromkeys((*AVX512_BF16.needs, *AVX2.needs), True)
     assert available(full, "x86_64") == (AVX512_BF16, AVX512, AVX2)
     assert available({**full, "avx512bf16": False}, "x86_64") == (AVX512, AVX2)
+    assert available({**full, "amx-tile": True, "amx-bf16": True}, "x86_64") == (AVX512_BF16, AVX512, AVX2, AMX_BF16)
     assert available({**full, "avx512bw": False}, "x86_64") == (AVX2,)
     assert available({**full, "avx512bw": False, "fma": False}, "x86_64") == ()
     assert available({}, "arm64") == (NEON,)
