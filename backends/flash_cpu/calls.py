@@ -26,6 +26,7 @@ _LOG2_E = math.log2(math.e)
 # about how many items per thread.
 DECODE_QUERIES, DECODE_ROWS = 16, 48
 DECODE_LEAST_KEYS, DECODE_ITEMS = 256, 4
+STAGE_ITEMS = 16  # of the forward pass, for each thread
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,12 +68,14 @@ class Calls:
         self, query: Array, key: Array, value: Array, seen: Visibility
     ) -> tuple[Float[Array, "b t n v"], Float[Array, "b t n"], Float[Array, "b t n"]]:
         """Output, and per row the maximum in powers of two (1e30: sees nothing) and the sum above it."""
-        kernel, dims = self.kernel, self._dims(seen)
+        group = self._heads_per_stage()
+        kernel, dims = self.kernel, self._dims(seen, P=group)
         shared, worker = forward.packed(self.isa, kernel).shared_bytes(dims), forward.workspace_bytes(self.isa, kernel)
         size = handler.scratch_bytes(shared, worker, self.threads)
         out = jax.ShapeDtypeStruct((*query.shape[:3], kernel.value_head_dim), kernel.out_dtype)
         results = (out, self._per_row(), self._per_row(), jax.ShapeDtypeStruct((size,), jnp.uint8))
-        return self._call("forward", kernel, results, query, key, value, *seen.arrays, self.numbers)[:3]
+        arguments = (query, key, value, *seen.arrays, self.numbers, np.zeros((1, group), np.float32))
+        return self._call("forward", kernel, results, *arguments)[:3]
 
     def backward(
         self,
@@ -141,6 +144,14 @@ class Calls:
         heads = spec.batch * spec.num_kv_heads
         most = max(1, spec.key_value_length // DECODE_LEAST_KEYS)
         return max(1, min(most, -(-DECODE_ITEMS * self.threads // heads)))
+
+    def _heads_per_stage(self) -> int:
+        """KV heads of a stage of the forward pass: the fewest with enough items for every thread, else all."""
+        spec, heads = self.spec, self.spec.batch * self.spec.num_kv_heads
+        tiles = -(-spec.query_length * spec.group_size // forward.block_rows(self.isa))
+        blocks = -(-spec.key_value_length // forward.BLOCK_KEYS)
+        least = -(-STAGE_ITEMS * self.threads // (tiles + blocks))
+        return least if 2 * least < heads else heads
 
     def _parts(self) -> int:
         """Parts of a head's key blocks: the fewest with an item for every thread and no second one for one alone."""

@@ -1,9 +1,10 @@
 """The forward kernel: output, and for the backward pass the maximum and sum of every row's softmax.
 
-Phase 1 packs keys and values head by head as terms (``packing.py``), contiguous, padded with zeros to whole blocks.
-Phase 2 has one tile of query rows of one KV head per item. It computes all key blocks that the tile's groups of queries
-see, with an online softmax. Tiles are numbered head by head, so that the packed keys and values of one head stay in the
-cache. Within a head they run from the last rows to the first, since the last rows see most under a causal mask.
+Keys and values are packed head by head as terms (``packing.py``), contiguous, padded with zeros to whole blocks. An
+item is a block of keys to pack, or a tile of query rows of one KV head: all key blocks that the tile's groups of
+queries see, with an online softmax. KV heads are taken in groups of ``P``: a stage computes the tiles of one group and
+packs the next. So only two groups need room, and stay in the cache. The large items come first: within a head tiles run
+from the last rows, which see most under a causal mask, to the first.
 
 A query row that is not finite, and a row that sees such a key or value, has a sum of NaN, and with it an output and a
 log-sum-exp of NaN. What is not finite itself enters no product, so that no other row changes.
@@ -21,7 +22,7 @@ from . import masking, rows
 from .emit import Function, Value, f32, i32, i64, ptr, vector
 from .handler import Dims, Operand, Phase, Program, State
 from .isa import Isa
-from .packing import Blocks, emit_pack, emit_row_numbers
+from .packing import Blocks, emit_pack, emit_row_numbers, head_groups
 from .products import Scores, Weighted
 from .softmax import HIDDEN, Places, softmax
 
@@ -67,9 +68,11 @@ class Kernel:
 
 def fits(dims: Dims) -> list[tuple[Any, str]]:
     """Conditions on the shapes that no single operand's dims express."""
+    divided = [(dims["P"] >= 1, "the operand whose length divides the work is empty.")] if "P" in dims else []
     return [
         ((dims["N"] % dims["K"]).equals(0), "the query heads are not a multiple of the KV heads."),
         ((dims["B"] % dims["C"]).equals(0), "the layout's rows do not divide the batch."),
+        *divided,
     ]
 
 
@@ -104,27 +107,37 @@ def workspace_bytes(isa: Isa, kernel: Kernel) -> int:
 
 def packed(isa: Isa, kernel: Kernel) -> Blocks:
     """The blocks of packed keys and values."""
-    return Blocks(isa, kernel.dtype, BLOCK_KEYS, isa.strip, kernel.head_dim, kernel.value_head_dim)
+    return Blocks(isa, kernel.dtype, BLOCK_KEYS, isa.strip, kernel.head_dim, kernel.value_head_dim, in_stages=True)
 
 
 def build(module: ir.Module, isa: Isa, kernel: Kernel) -> tuple[Program, State]:
     """The program of a forward pass, with its functions in the module."""
     blocks = packed(isa, kernel)
     queries = block_rows(isa)
-    state = State.of(kernel.operands, kernel.results, 2)
+    operands = (*kernel.operands, Operand("group", "float32", ("L", "P")))  # its length is the heads of a stage
+    state = State.of(operands, kernel.results, 1)
     pack = emit_pack(module, isa, kernel.dtype, blocks, state)
     tile = _emit_tile_item(module, isa, kernel, blocks, state)
 
-    def pack_items(dims: Dims) -> Any:
-        return dims["B"] * dims["K"] * blocks.count(dims)
+    def items(dims: Dims) -> Any:
+        return dims["P"] * (blocks.count(dims) + tiles(dims, queries))
 
-    def tile_items(dims: Dims) -> Any:
-        return dims["B"] * dims["K"] * tiles(dims, queries)
+    with Function(module, "stage_item", [ptr, ptr, i64]) as (e, (s, w, index)):
+        dims = state.dims(s)
+        stage, i = index // items(dims), index % items(dims)
+        heads, of_stage = dims["B"] * dims["K"], dims["P"] * tiles(dims, queries)
+        to_compute = (stage - 1) * of_stage + i
+        to_pack = stage * dims["P"] * blocks.count(dims) + (i - of_stage)
+        with e.when((i < of_stage) & (stage > 0) & (to_compute < heads * tiles(dims, queries))):
+            e.run(tile, s, w, to_compute)
+        with e.when((i >= of_stage) & (to_pack < heads * blocks.count(dims))):
+            e.run(pack, s, w, to_pack)
+        e.ret()
 
     program = Program(
-        kernel.operands,
+        operands,
         kernel.results,
-        (Phase(pack_items, pack), Phase(tile_items, tile)),
+        (Phase(items, e.function, lambda dims: head_groups(dims) + 1),),
         blocks.shared_bytes,
         lambda _: workspace_bytes(isa, kernel),
         fits,

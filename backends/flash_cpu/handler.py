@@ -54,10 +54,14 @@ class Operand:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Phase:
-    """``count(dims)`` items, each computed by ``item(state, workspace, index)``."""
+    """``count(dims)`` items, each computed by ``item(state, workspace, index)``.
+
+    With ``stages`` there are that many times ``count`` items, and those of a stage begin when all before it are done.
+    """
 
     count: Callable[[Dims], Any]
     item: ir.Function
+    stages: Callable[[Dims], Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,8 +72,9 @@ class State:
 
     @staticmethod
     def of(arguments: Sequence[Operand], results: Sequence[Operand], phases: int) -> State:
-        """For these operands; ``ends`` of the phases as ``end0``, ``end1``, ..."""
-        names = [*_COUNTERS, *(f"end{p}" for p in range(phases)), "workers", "worker_bytes", "shared", "private"]
+        """For these operands; where phases end as ``end0``, ``end1``, ..., and items per stage as ``stage0``, ..."""
+        of_phases = (f"{name}{p}" for p in range(phases) for name in ("end", "stage"))
+        names = [*_COUNTERS, *of_phases, "workers", "worker_bytes", "shared", "private"]
         for operand in (*arguments, *results):
             names += [f"data:{operand.name}", *(d for d in operand.dims if isinstance(d, str))]
         # The counters that all threads write lie on lines of their own.
@@ -97,7 +102,7 @@ class State:
     def dims(self, state: Value) -> Dims:
         """All sizes of the call."""
         skip = (*_COUNTERS, "workers", "worker_bytes", "shared", "private")
-        names = [n for n in self.offsets if n not in skip and not n.startswith(("end", "data:"))]
+        names = [n for n in self.offsets if n not in skip and not n.startswith(("end", "stage", "data:"))]
         return _Lazy({name: (lambda name=name: self.number(state, name)) for name in names})
 
 
@@ -156,9 +161,13 @@ def _emit_worker(module: ir.Module, program: Program, state: State) -> ir.Functi
                 for p, phase in enumerate(program.phases):
                     start = state.number(s, f"end{p - 1}") if p else e.const(i64, 0)
                     with e.when((claimed() >= start) & (claimed() < state.number(s, f"end{p}"))):
-                        if p:
-                            e.run(wait, state.place(s, "done"), start)
-                        e.run(phase.item, s, workspace, claimed() - start)
+                        index, before = claimed() - start, start
+                        if phase.stages is not None:
+                            count = state.number(s, f"stage{p}")
+                            before = start + index // count * count
+                        if p or phase.stages is not None:
+                            e.run(wait, state.place(s, "done"), before)
+                        e.run(phase.item, s, workspace, index)
                 e.atomic_add(state.place(s, "done"), 1)
                 claimed.set(e.atomic_add(state.place(s, "next"), 1))
         e.run(release, s)
@@ -294,7 +303,9 @@ class _Handler:
             state.place(s, f"data:{name}").store(buffer.at(_DATA).load(ptr), 8)
         end: Value = e.const(i64, 0)
         for p, phase in enumerate(self.program.phases):
-            end = end + phase.count(dims)
+            count = phase.count(dims)
+            state.place(s, f"stage{p}").store(count, 8)
+            end = end + (count if phase.stages is None else count * phase.stages(dims))
             state.place(s, f"end{p}").store(end, 8)
         for name in ("next", "done", "seats"):
             state.place(s, name).store(e.const(i64, 0), 8)

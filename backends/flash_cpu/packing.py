@@ -1,11 +1,12 @@
 """Pack keys and values for the forward kernel, and read the intervals and ids of a tile's rows.
 
-The shared part of the scratch memory, for every KV head of every sequence (``Sp``: S in whole blocks)::
+The shared part of the scratch memory, with room for ``R`` of the KV heads of all sequences (``Sp``: S in whole blocks).
+Head ``n`` has place ``n % R``::
 
-    keys    terms [B * K][Sp][Hp]          Hp: terms of the head dimension, in whole vectors
-    values  terms [B * K][Sp / pack][Vp]   Vp: the values' head dimension, in whole vectors
+    keys    terms [R][Sp][Hp]          Hp: terms of the head dimension, in whole vectors
+    values  terms [R][Sp / pack][Vp]   Vp: the values' head dimension, in whole vectors
     then for every row of the layout: positions int32 [C][Sp], ids int32 [C][Sp], records [C][Sp / block][1 + strips]
-    spoilt  int32 [B * K][Sp / block][1 + block]    per key 1 if it is not finite, else 0; first whether any is
+    spoilt  int32 [R][Sp / block][1 + block]    per key 1 if it is not finite, else 0; first whether any is
 
 A term is one float32, or a pair of bfloat16 numbers: two neighbours of a key, one number each of two neighbouring
 values (``pack`` is 1 or 2). A key that no query may see (padding, behind the length) is packed as zeros, whatever it
@@ -32,7 +33,8 @@ class Blocks:
     """Where packed keys and values lie.
 
     A block takes ``keys`` keys of the operands and has room for ``keys_per_block``, whole strips; the rest does not
-    exist. Strips are the grain in which a masked block is cut to what is visible.
+    exist. Strips are the grain in which a masked block is cut to what is visible. ``in_stages``: there is room for two
+    groups of ``P`` heads, or for one if that is all (``forward.py``).
     """
 
     isa: Isa
@@ -41,6 +43,7 @@ class Blocks:
     strip: int
     head_dim: int
     value_head_dim: int
+    in_stages: bool = False
 
     @property
     def pack(self) -> int:
@@ -85,20 +88,24 @@ class Blocks:
         """Sp."""
         return self.count(dims) * self.keys_per_block
 
-    def _heads(self, dims: Dims) -> Any:
-        return dims["B"] * dims["K"]
+    def room(self, dims: Dims) -> Any:
+        """R: heads that have a place at a time."""
+        if not self.in_stages:
+            return dims["B"] * dims["K"]
+        groups = head_groups(dims)
+        return dims["P"] * ((groups * 2 - 2) // groups + 1)
 
     def key_rows(self, shared: Value, dims: Dims, head: Value) -> Value:
         """The first key of a head, numbered over the batch."""
-        return shared.at(head * self.count(dims) * self.key_terms, 4)
+        return shared.at(head % self.room(dims) * self.count(dims) * self.key_terms, 4)
 
     def value_rows(self, shared: Value, dims: Dims, head: Value) -> Value:
         """The first value of a head."""
-        before = self._heads(dims) * self.count(dims) * self.key_terms
-        return shared.at(before + head * self.count(dims) * self.value_terms, 4)
+        before = self.room(dims) * self.count(dims) * self.key_terms
+        return shared.at(before + head % self.room(dims) * self.count(dims) * self.value_terms, 4)
 
     def _layouts(self, dims: Dims) -> Any:
-        return self._heads(dims) * self.count(dims) * (self.key_terms + self.value_terms)
+        return self.room(dims) * self.count(dims) * (self.key_terms + self.value_terms)
 
     def positions(self, shared: Value, dims: Dims, row: Value) -> Value:
         """Of a row of the layout."""
@@ -115,7 +122,8 @@ class Blocks:
 
     def spoilt(self, shared: Value, dims: Dims, head: Value) -> Value:
         """Of the first block of a head."""
-        return self.records(shared, dims, dims["C"]).at(head * self.count(dims) * self.spoilt_numbers, 4)
+        place = head % self.room(dims) * self.count(dims)
+        return self.records(shared, dims, dims["C"]).at(place * self.spoilt_numbers, 4)
 
     @property
     def spoilt_numbers(self) -> int:
@@ -125,8 +133,13 @@ class Blocks:
     def shared_bytes(self, dims: Dims) -> Any:
         """All of it."""
         layouts = dims["C"] * (self.length(dims) * 8 + self.count(dims) * self.record_bytes)
-        spoilt = self._heads(dims) * self.count(dims) * self.spoilt_numbers * 4
+        spoilt = self.room(dims) * self.count(dims) * self.spoilt_numbers * 4
         return aligned(self._layouts(dims) * 4 + layouts + spoilt)
+
+
+def head_groups(dims: Dims) -> Any:
+    """Groups of ``P`` KV heads, over the batch."""
+    return (dims["B"] * dims["K"] + (dims["P"] - 1)) // dims["P"]
 
 
 def emit_pack(module: ir.Module, isa: Isa, dtype: str, blocks: Blocks, state: State) -> ir.Function:

@@ -1,6 +1,7 @@
 """What goes wrong around the kernels becomes a reason, an error of XLA's, or nothing at all; never a wrong number."""
 
 import ctypes
+import dataclasses
 import os
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 pytest.importorskip("llvmlite", reason="the kernels are compiled by llvmlite (pip install 'attnsuite[cpu]')")
 
 from attnsuite.backends import AttentionSpec, Layout, Target, make_spec, plan, registry, resolve, support
-from attnsuite.backends.flash_cpu import availability, backward, cache, calls, compiler, targets
+from attnsuite.backends.flash_cpu import availability, backward, cache, calls, compiler, forward, targets
 from attnsuite.backends.flash_cpu.compiler import Processor
 from attnsuite.backends.flash_cpu.visibility import visibility
 from emitted import set_apart
@@ -216,6 +217,7 @@ def _forward_with(change):
     results = [jax.ShapeDtypeStruct((1, 70, 2, 16), jnp.float32), *[jax.ShapeDtypeStruct((1, 70, 2), jnp.float32)] * 2]
     results.append(jax.ShapeDtypeStruct((2**22,), jnp.uint8))
     arguments = [*_inputs(), *map(jnp.asarray, visibility(SPEC, Layout()).arrays), jnp.asarray(call.numbers)]
+    arguments.append(jnp.zeros((1, call._heads_per_stage())))
     change(arguments, results)
     return jax.block_until_ready(jax.ffi.ffi_call(name, results)(*arguments))
 
@@ -241,6 +243,7 @@ WRONG = {
     "first is not": _set("arguments", 3, jnp.zeros((1, 69), jnp.int32)),
     "position has fewer": _set("arguments", 6, jnp.zeros(70, jnp.int32)[0]),
     "rows do not divide": lambda arguments, _: arguments.__setitem__(slice(3, 8), [jnp.zeros((3, 70), jnp.int32)] * 5),
+    "divides the work is empty": _set("arguments", 9, jnp.zeros((1, 0))),
     "number of operands": lambda arguments, _: arguments.pop(),
     "out is not": _set("results", 0, jax.ShapeDtypeStruct((1, 70, 2, 15), FLOAT)),
     "scratch memory is smaller": _set("results", 3, jax.ShapeDtypeStruct((1000,), jnp.uint8)),
@@ -310,6 +313,24 @@ def test_number_of_threads_changes_no_bit_of_the_forward_pass():
     np.testing.assert_array_equal(one, many)
 
 
+@pytest.mark.parametrize("heads_per_stage", [1, 3])
+def test_number_of_stages_changes_no_bit_of_the_forward_pass(heads_per_stage, monkeypatch):
+    """Ten KV heads of two sequences, whose documents differ; three heads leave a last group of one."""
+    rng = np.random.default_rng(0)
+    query, key, value = (jnp.asarray(rng.standard_normal((2, 130, n, 16)).astype(np.float32)) for n in (10, 5, 5))
+    value = value.at[1, 40, 3, 2].set(np.nan)
+    ids = np.stack([np.repeat([0, 1, 2], [50, 60, 20]), np.repeat([3, 4, -1], [20, 90, 20])]).astype(np.int32)
+    layout = Layout(query_segment_ids=ids, key_value_segment_ids=ids)
+    spec = dataclasses.replace(make_spec(query, key, value, is_causal=True), has_segment_ids=True)
+    seen = visibility(spec, layout)
+    expected = calls.Calls(spec, ISA).forward(query, key, value, seen)
+    monkeypatch.setattr(calls.Calls, "_heads_per_stage", lambda _: heads_per_stage)
+    for threads in (1, 4):
+        found = calls.Calls(spec, ISA, threads=threads).forward(query, key, value, seen)
+        for x, y in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
 def test_number_of_panels_changes_no_bit_of_the_gradients(monkeypatch, tmp_path):
     rng = np.random.default_rng(0)
     query, d_out, key, value = (
@@ -329,6 +350,14 @@ def test_number_of_panels_changes_no_bit_of_the_gradients(monkeypatch, tmp_path)
     monkeypatch.setattr(backward, "PANEL_TILES", 2)
     for x, y in zip(gradients(), expected, strict=True):
         np.testing.assert_array_equal(x, y)
+
+
+def test_scratch_memory_of_a_forward_pass_has_room_for_two_groups_of_heads():
+    spec = dataclasses.replace(SPEC, batch=1, query_length=4096, key_value_length=4096, num_heads=64, num_kv_heads=64)
+    assert calls.Calls(spec, ISA, threads=2)._heads_per_stage() == 1
+    blocks = forward.packed(ISA, calls.Calls(spec, ISA).kernel)
+    sizes = {heads: blocks.shared_bytes({"B": 1, "S": 4096, "K": heads, "C": 1, "P": 1}) for heads in (1, 2, 64)}
+    assert sizes[1] < sizes[2] == sizes[64]
 
 
 def test_scratch_memory_of_a_backward_pass_does_not_grow_with_the_queries():
