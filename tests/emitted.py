@@ -17,8 +17,8 @@ ISAS = tuple(isa for isa in PROCESSOR.isas() if PROCESSOR.isa(isa.name))
 _KEPT = []  # code that one of XLA's threads may still enter when its test is over
 
 
-def call(isa, build, *arguments, returns=None):
-    """``build(module)`` gives a function of the module; it is compiled and called with these arguments.
+def compiled(isa, build, returns=None):
+    """A Python function of what ``build(module)`` gives, a function of the module.
 
     An array is passed by its address, an int as int64, a float as float32.
     """
@@ -27,9 +27,18 @@ def call(isa, build, *arguments, returns=None):
     function.linkage = ""  # public
     parsed, machine = compiler.optimised(module, PROCESSOR, isa)
     code = compiler.load(machine.emit_object(parsed))
-    converted = [_argument(x) for x in arguments]
-    prototype = ctypes.CFUNCTYPE(returns, *(type(x) for x in converted))
-    return prototype(code.address(function.name))(*converted)
+
+    def run(*arguments):
+        converted = [_argument(x) for x in arguments]
+        prototype = ctypes.CFUNCTYPE(returns, *(type(x) for x in converted))
+        return prototype(code.address(function.name))(*converted)
+
+    return run
+
+
+def call(isa, build, *arguments, returns=None):
+    """The same, called once with these arguments."""
+    return compiled(isa, build, returns)(*arguments)
 
 
 def _argument(x):

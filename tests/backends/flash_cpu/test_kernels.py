@@ -2,6 +2,7 @@
 
 import ctypes
 import dataclasses
+import functools
 import re
 
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from attnsuite.backends.flash_cpu.emit import Function, f32, i64, ptr, vector
 from attnsuite.backends.flash_cpu.forward import Kernel
 from attnsuite.backends.flash_cpu.isa import AMX_BF16, AVX2, AVX512, AVX512_BF16, NEON, available, features_for
 from attnsuite.backends.flash_cpu.visibility import NO_KEY, NO_QUERY, visibility
-from emitted import ISAS, call
+from emitted import ISAS, call, compiled
 from emulated_tiles import emulate
 
 RNG = np.random.default_rng(0)
@@ -355,6 +356,26 @@ LAYOUTS = {
 }
 
 
+@functools.cache
+def _classifier(isa, queries, keys):
+    """What a kernel finds of a block: the first visible key, the one behind the last, whether it is mixed."""
+
+    def build(module):
+        with Function(module, "classify", [ptr] * 5 + [i64, i64, ptr]) as (e, (f, l, q, p, k, row, column, out)):
+            record = e.stack(vector(f32, 16))
+            records = e.stack(vector(f32, 16 * (1 + keys // isa.strip)))
+            masking.key_bounds(e, p.at(column, 4), k.at(column, 4), keys, isa.strip, records)
+            masking.query_bounds(e, *(x.at(row, 4) for x in (f, l, q)), e.const(i64, queries), record)
+            live = masking.live_keys(e, record, records, keys, isa.strip)
+            out.at(0).store(live.start, 8)
+            out.at(8).store(live.stop, 8)
+            out.at(16).store(e.select(live.mixed, e.const(i64, 1), 0), 8)
+            e.ret()
+        return e.function
+
+    return compiled(isa, build)
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_blocks_are_empty_mixed_or_full_as_the_block_table_says(isa, name):
     """Same kinds as ``backends/blocks.py``; of a mixed block no visible key is cut off."""
@@ -370,23 +391,11 @@ def test_blocks_are_empty_mixed_or_full_as_the_block_table_says(isa, name):
     first, last, query_id, position, key_id = (np.ascontiguousarray(x[0]) for x in seen.arrays)
     visible = (first[:, None] <= position) & (position <= last[:, None]) & (query_id[:, None] == key_id)
 
-    def build(module):
-        with Function(module, "classify", [ptr] * 5 + [i64, i64, ptr]) as (e, (f, l, q, p, k, row, column, out)):
-            record = e.stack(vector(f32, 16))
-            records = e.stack(vector(f32, 16 * (1 + keys // isa.strip)))
-            masking.key_bounds(e, p.at(column, 4), k.at(column, 4), keys, isa.strip, records)
-            masking.query_bounds(e, *(x.at(row, 4) for x in (f, l, q)), e.const(i64, queries), record)
-            live = masking.live_keys(e, record, records, keys, isa.strip)
-            out.at(0).store(live.start, 8)
-            out.at(8).store(live.stop, 8)
-            out.at(16).store(e.select(live.mixed, e.const(i64, 1), 0), 8)
-            e.ret()
-        return e.function
-
+    classify = _classifier(isa, queries, keys)
     for i, row in enumerate(range(0, size, queries)):
         for j, column in enumerate(range(0, size, keys)):
             out = np.zeros(3, np.int64)
-            call(isa, build, first, last, query_id, position, key_id, row, column, out)
+            classify(first, last, query_id, position, key_id, row, column, out)
             start, stop, mixed = out
             inside = visible[row : row + queries, column : column + keys].any(0)
             if kinds[i, j] == blocks.FULL:
