@@ -41,11 +41,12 @@ dtype = "bfloat16"
 documents = 3
 name = "packed"
 
+# A TPU's compiler takes longer for more heads: 50.8 CPU seconds for this case of v6e with 4 and 2, 17.7 with 2 and 1.
 [[case]]
 kind = "op_forward"
 sequence = 1024
-heads = 4
-kv_heads = 2
+heads = 2
+kv_heads = 1
 head_dim = 128
 dtype = "bfloat16"
 name = "forward"
