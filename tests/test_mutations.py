@@ -19,10 +19,13 @@ def valid():
         yield places
 
 
-BY_LIBRARIES = {kind: f"{kind}-by-libraries" for kind in NEEDS}  # tox -e llama asks for them by this word
+KINDS = [
+    pytest.param(kind, id=f"{kind}-by-libraries", marks=pytest.mark.llama) if kind in NEEDS else kind
+    for kind in mutations.KINDS
+]
 
 
-@pytest.fixture(params=[pytest.param(kind, id=BY_LIBRARIES.get(kind, kind)) for kind in mutations.KINDS])
+@pytest.fixture(params=KINDS)
 def kind(request):
     if (names := mutations.missing(request.param)) and "ATTNSUITE_REQUIRE_TRANSFORMERS" not in os.environ:
         pytest.skip(f"{', '.join(names)} is not installed; tox -e llama")
