@@ -30,6 +30,7 @@ BUILT_IN = {
     "splash": "attnsuite.backends.splash:SPLASH",
     "pallas_flash": "attnsuite.backends.pallas_flash:PALLAS_FLASH",
     "tokamax_splash": "attnsuite.backends.tokamax_splash:TOKAMAX_SPLASH",
+    "tokamax_triton": "attnsuite.backends.tokamax_triton:TOKAMAX_TRITON",
     "paged_attention": "attnsuite.backends.paged_attention:PAGED_ATTENTION",
     "ragged_paged_attention": "attnsuite.backends.ragged_paged_attention:RAGGED_PAGED_ATTENTION",
     "tpu_flash_attention": "attnsuite.backends.tpu_flash_attention:TPU_FLASH_ATTENTION",

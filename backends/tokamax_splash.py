@@ -14,21 +14,19 @@ import dataclasses
 import functools
 import importlib
 from collections.abc import Callable, Mapping
-from importlib import metadata
 from typing import Any
 
 import jax
 import numpy as np
 from jaxtyping import Array
 
+from . import tokamax_package
 from .contract import AttentionSpec, Layout, Plan, check_options
 from .devices import Target
 from .features import Mode, Takes
 from .splash_mask import Masking, SlotMask
 from .splash_operands import BLOCK_OPTIONS, DTYPES, FEATURES, Blocks, blocks_of, is_block, plan_of, reasons
 
-VERSION = "0.0.17"
-_INSTALL = "pip install 'attnsuite[tokamax]'"
 _PACKAGE = "tokamax._src.ops.experimental.tpu.splash_attention"
 
 
@@ -112,24 +110,8 @@ def _checked(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def missing() -> tuple[str, ...]:
-    """Why tokamax cannot be used in this environment; nothing where it can. The version is read before any import."""
-    try:
-        found = metadata.version("tokamax")
-    except Exception:  # noqa: BLE001 (damaged metadata raises many things, and means the same)
-        return (f"tokamax_splash needs the package tokamax {VERSION}, which is not installed; {_INSTALL}.",)
-    if found != VERSION:
-        return (f"tokamax_splash needs tokamax {VERSION}, whose private kernel it is, and found {found}; {_INSTALL}.",)
-    return _import_error()
-
-
-@functools.cache
-def _import_error() -> tuple[str, ...]:
-    try:
-        importlib.import_module(f"{_PACKAGE}.splash_attention_kernel")
-    except Exception as error:  # noqa: BLE001 (whatever a broken environment raises is the reason)
-        first = (str(error).strip().splitlines() or ["no message"])[0]
-        return (f"tokamax {VERSION} does not import here ({type(error).__name__}: {first}); {_INSTALL}.",)
-    return ()
+    """Why tokamax cannot be used in this environment; nothing where it can."""
+    return tokamax_package.missing("tokamax_splash", f"{_PACKAGE}.splash_attention_kernel")
 
 
 TOKAMAX_SPLASH = TokamaxSplash()

@@ -35,6 +35,7 @@ HOME: dict[str, tuple[Target, Mode]] = {
     "pallas_flash": (Target("cuda", "h100"), "native"),
     "splash": (Target("tpu", "v5e"), "native"),
     "tokamax_splash": (Target("tpu", "v5e"), "native"),
+    "tokamax_triton": (Target("cuda", "h100"), "native"),
     "tpu_flash_attention": (Target("tpu", "v5e"), "native"),
 }
 

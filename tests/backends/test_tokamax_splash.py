@@ -9,9 +9,19 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from attnsuite.backends import AttentionSpec, Layout, Target, make_spec, plan, support, tokamax_splash
+from attnsuite.backends import (
+    AttentionSpec,
+    Layout,
+    Target,
+    make_spec,
+    plan,
+    support,
+    tokamax_package,
+    tokamax_splash,
+)
 from attnsuite.backends.splash import SPLASH
-from attnsuite.backends.tokamax_splash import TOKAMAX_SPLASH, VERSION, missing
+from attnsuite.backends.tokamax_package import INSTALL, VERSION
+from attnsuite.backends.tokamax_splash import TOKAMAX_SPLASH, missing
 from attnsuite.testing import problems
 from attnsuite.testing.checks import check_accuracy, check_unseen_does_not_matter, compiled
 
@@ -21,7 +31,6 @@ needs_tokamax = pytest.mark.skipif(
 )
 
 V5E = Target("tpu", "v5e")
-INSTALL = "pip install 'attnsuite[tokamax]'"
 
 
 @needs_tokamax
@@ -122,7 +131,7 @@ def test_whatever_the_import_raises_is_the_reason(monkeypatch):
 
     monkeypatch.setattr(metadata, "version", lambda _: VERSION)
     monkeypatch.setattr(importlib, "import_module", broken)
-    monkeypatch.setattr(tokamax_splash, "_import_error", tokamax_splash._import_error.__wrapped__)
+    monkeypatch.setattr(tokamax_package, "_import_error", tokamax_package._import_error.__wrapped__)
     (reason,) = missing()
     assert reason.startswith(f"tokamax {VERSION} does not import here (AttributeError: tokamax.")
     assert reason.endswith(f"splash_attention_kernel is broken); {INSTALL}.")

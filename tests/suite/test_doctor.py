@@ -38,6 +38,7 @@ def test_doctor_groups_backends_by_the_devices_that_they_are_for(found):
     for group, first, second in (
         ("for CPU, NVIDIA GPU, TPU", "standard", "chunked"),
         ("for NVIDIA GPU", "cudnn", "kvax"),
+        ("for NVIDIA GPU", "cudnn", "tokamax_triton"),
         ("for TPU", "splash", "tokamax_splash"),
         ("for TPU", "splash", "paged_attention"),
     ):

@@ -1,0 +1,82 @@
+"""tokamax's Triton kernels through Pallas' interpreter: judged with gradients, and every refusal."""
+
+import dataclasses
+import os
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from attnsuite.backends import AttentionSpec, Layout, Target, plan, support, tokamax_package, tokamax_triton
+from attnsuite.backends.features import Mode
+from attnsuite.backends.tokamax_triton import TOKAMAX_TRITON, missing
+from attnsuite.testing import problems
+from attnsuite.testing.checks import check_accuracy, check_quantity, check_unseen_does_not_matter, compiled
+
+pytestmark = [pytest.mark.splash, pytest.mark.foreign_numerics]  # tokamax promotes dtypes and ranks by itself
+needs_tokamax = pytest.mark.skipif(
+    bool(missing()) and "ATTNSUITE_REQUIRE_TOKAMAX" not in os.environ, reason="; ".join(missing())
+)
+
+H100 = Target("cuda", "h100")
+SPEC = AttentionSpec(
+    batch=1, query_length=64, key_value_length=64, num_heads=4, num_kv_heads=2, head_dim=64, dtype="bfloat16"
+)
+
+
+@needs_tokamax
+def test_output_and_gradients_pass_the_judge():
+    problem = problems.problem("ragged-causal", "bfloat16")  # a sequence of 160 tokens, of one key, and of none
+    run = compiled(TOKAMAX_TRITON, problem, Target.here(), "interpret")
+    results = run(*problem.inputs)
+    check_accuracy(results, problem)
+    check_unseen_does_not_matter(run, problem, results)
+
+
+@needs_tokamax
+def test_output_of_a_window_passes_the_judge():
+    problem = problems.problem("window-more-queries", "bfloat16")
+    problem = dataclasses.replace(problem, spec=dataclasses.replace(problem.spec, needs_grad=False))
+    run = jax.jit(problems.planned(TOKAMAX_TRITON, problem, Target.here(), "interpret", None))
+    check_quantity("output", run(*problem.inputs[:3]), problem)
+
+
+@needs_tokamax
+def test_why_the_backward_pass_is_padded(monkeypatch):
+    """At 48 tokens, causal, its kernel reads rows behind the last one, and checks no bounds."""
+    sizes = {"query_length": 48, "key_value_length": 48, "num_heads": 1, "num_kv_heads": 1}
+    spec = dataclasses.replace(SPEC, **sizes, is_causal=True)
+    query = jnp.ones((1, 48, 1, 64), jnp.bfloat16)
+    monkeypatch.setattr(tokamax_triton, "_whole_blocks", lambda x, *_, **__: x)
+    monkeypatch.setattr(tokamax_triton, "_mask", lambda *_: None)
+    made = plan(TOKAMAX_TRITON, spec, Layout(), target=Target.here(), mode="interpret")
+    gradient = jax.jit(jax.grad(lambda q: made.run(q, query, query)[0].astype(jnp.float32).sum()))(query)
+    assert not jnp.isfinite(gradient).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "target", "mode", "word"),
+    [
+        ({}, Target("cpu"), "native", "not for cpu"),
+        ({}, Target("cuda", compute_capability=(7, 5)), "native", "too old"),
+        ({"dtype": "float32"}, H100, "native", "dtype=float32"),
+        ({"head_dim": 320, "value_head_dim": 64}, H100, "native", "head_dim=320"),
+        ({"local_window_size": 8}, H100, "native", "local_window_size=(8, 8) with needs_grad=True"),
+        ({"logits_soft_cap": 3.0}, H100, "native", "logits_soft_cap=3.0 with needs_grad=True"),
+        ({"has_segment_ids": True}, H100, "native", "segment ids"),
+        ({"has_positions": True}, H100, "native", "positions"),
+        ({"has_bias": True}, H100, "native", "before the soft cap"),
+    ],
+)
+def test_refuses_with_the_offending_value(changes, target, mode, word):
+    (reason,) = support(TOKAMAX_TRITON, dataclasses.replace(SPEC, **changes), target, mode).reasons
+    assert word in reason
+
+
+def test_missing_package_is_a_reason_where_it_would_run(monkeypatch):
+    monkeypatch.setattr(tokamax_package, "VERSION", "0.0.0")
+    assert support(TOKAMAX_TRITON, SPEC, H100)
+    modes: tuple[tuple[Target, Mode], ...] = ((H100, "compile"), (Target.here(), "interpret"))
+    for target, mode in modes:
+        (reason,) = support(TOKAMAX_TRITON, SPEC, target, mode).reasons
+        assert reason.startswith("tokamax_triton needs ")
