@@ -368,7 +368,8 @@ def _finish(config: ModelConfig, layer: Params, x: Hidden, attended: Hidden) -> 
     else:
         up = _linear(inner, layer, "up_proj")
         if config.use_swiglu:
-            up = gated(config.activation, _linear(inner, layer, "gate_proj"), up)
+            # Gradients keep the two inputs and compute what lies between again.
+            up = jax.checkpoint(gated, static_argnums=0)(config.activation, _linear(inner, layer, "gate_proj"), up)
         else:
             up = jax.nn.gelu(up, approximate=False)
         out = _linear(up, layer, "down_proj")
@@ -399,10 +400,23 @@ def _unit(config: ModelConfig, x: Float[Array, "*rows dim"]) -> Float[Array, "*r
 
 def _linear(x: Hidden, layer: Params, name: str) -> Float[Array, "batch length out"]:
     """A projection of a layer, with its bias and its low-rank update (``models/lora.py``) where the layer has them."""
-    out = jnp.einsum("bti,oi->bto", x, layer[name].astype(x.dtype))
+    out = _slope_once(jnp.einsum("bti,oi->bto", x, layer[name].astype(x.dtype)))
     bias, adapter = layer.get(f"{name}_bias"), layer.get(f"{name}_lora")
     out = out if bias is None else out + bias.astype(x.dtype)
     return out if adapter is None else out + adapter(x)
+
+
+@jax.custom_vjp
+def _slope_once(x: Array) -> Array:
+    """``x``. Its cotangent is computed once on a CPU: XLA would compute it again, across rows, for the weights'."""
+    return x
+
+
+def _slope_once_backward(_: None, slope: Array) -> tuple[Array]:
+    return (jax.lax.platform_dependent(slope, cpu=jax.lax.optimization_barrier, default=lambda same: same),)
+
+
+_slope_once.defvjp(lambda x: (x, None), _slope_once_backward)
 
 
 def logits_of(config: ModelConfig, params: Params, x: Hidden) -> Float[Array, "batch length vocab"]:

@@ -8,6 +8,7 @@ with the angles, in float32.
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
@@ -41,7 +42,15 @@ def angles(
 ) -> tuple[Float[Array, "batch length half"], Float[Array, "batch length half"]]:
     """Cosine and sine of every position and pair, float32; ``inverse_frequency`` may differ between positions."""
     turned = positions.astype(jnp.float32)[:, :, None] * inverse_frequency
-    return jnp.cos(turned), jnp.sin(turned)
+    if turned.shape[1] == 1:
+        return jnp.cos(turned), jnp.sin(turned)
+    return jax.lax.platform_dependent(turned, cpu=_in_a_loop, default=lambda x: (jnp.cos(x), jnp.sin(x)))
+
+
+def _in_a_loop(turned: Float[Array, "*shape"]) -> tuple[Float[Array, "*shape"], Float[Array, "*shape"]]:
+    """Cosine and sine. Without the loop XLA on a CPU fuses both into every use, once per head and layer."""
+    both = jax.lax.map(lambda i: jax.lax.switch(i, (jnp.cos, jnp.sin), turned), jnp.arange(2))
+    return both[0], both[1]
 
 
 def rotate(

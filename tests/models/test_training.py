@@ -9,6 +9,7 @@ import optax
 import pytest
 
 from attnsuite.models import ModelConfig, Transformer
+from attnsuite.models.forward import forward
 from attnsuite.models.optimizer import make_optimizer
 from attnsuite.models.planning import resolve_attention
 from attnsuite.models.training import Batch, compiled_step, loss_and_gradient, training_step
@@ -91,6 +92,20 @@ def test_each_policy_computes_more_again_and_none_changes_the_gradient(params, w
             assert float(loss) == pytest.approx(float(whole[0]), rel=1e-6)
             assert close(gradients, whole[1], 1e-6)
     assert products[0] < products[1] < products[2]
+
+
+def test_a_gate_keeps_only_its_inputs_and_its_output_for_the_gradient(params):
+    found = resolve_attention(CONFIG, batch=4, query_length=LENGTH, backend="standard")
+    kept = jax.eval_shape(lambda p: jax.vjp(lambda q: forward(CONFIG, q, TOKENS[0], resolutions=found), p)[1], params)
+    assert [x.shape for x in jax.tree.leaves(kept)].count((4, LENGTH, CONFIG.intermediate_size)) == 3
+
+
+def test_only_a_cpu_computes_cosines_in_a_loop_and_slopes_of_projections_behind_barriers(params):
+    traced = gradient_of().trace(params, PACKED, None)
+    cpu, tpu = (traced.lower(lowering_platforms=(platform,)).as_text() for platform in ("cpu", "tpu"))
+    projections = sum(name.endswith("_proj") for name in params["layers"][0])
+    assert cpu.count("optimization_barrier") - tpu.count("optimization_barrier") == projections
+    assert cpu.count("stablehlo.while") - tpu.count("stablehlo.while") == 1
 
 
 @pytest.mark.parametrize("kept", ["float32", "bfloat16"])
