@@ -6,6 +6,8 @@ import functools
 import importlib
 from importlib import metadata
 
+from . import triton_cache
+
 VERSION = "0.0.17"
 INSTALL = "pip install 'attnsuite[tokamax]'"
 
@@ -27,7 +29,8 @@ def missing(backend: str, module: str) -> tuple[str, ...]:
 @functools.cache
 def _import_error(module: str) -> tuple[str, ...]:
     try:
-        importlib.import_module(module)
+        with triton_cache.kept():
+            importlib.import_module(module)
     except Exception as error:  # noqa: BLE001 (whatever a broken environment raises is the reason)
         first = (str(error).strip().splitlines() or ["no message"])[0]
         return (f"tokamax {VERSION} does not import here ({type(error).__name__}: {first}); {INSTALL}.",)

@@ -13,7 +13,6 @@ import dataclasses
 import functools
 import importlib
 import itertools
-import os
 import sys
 import threading
 import types
@@ -23,11 +22,12 @@ from typing import Any
 
 import jax
 
+from .. import triton_cache
+
 Launch = Callable[..., Any]  # the signature of jax_triton.triton_call
 
 _LOADING = threading.RLock()  # sys.modules has one copy of a name at a time
 _PRIVATE = ("kvax", "jax_triton")
-_TRITON_CACHE = "TRITON_CACHE_DIR"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -81,7 +81,7 @@ def native(compute_capability: tuple[int, int] | None = None) -> Upstream:
 
     ``compute_capability`` is that of an absent GPU to compile for; None asks the driver.
     """
-    with _private_modules(), _environment_kept():
+    with _private_modules(), triton_cache.kept():
         jax_triton = importlib.import_module("jax_triton")
         library = importlib.import_module("jax_triton.triton_lib")
         _divisible_scalars(library)
@@ -141,19 +141,6 @@ def _importable() -> Iterator[None]:
         finally:
             if missing:
                 del module.Specs  # pyright: ignore[reportAttributeAccessIssue]
-
-
-@contextlib.contextmanager
-def _environment_kept() -> Iterator[None]:
-    """Keep TRITON_CACHE_DIR: importing jax-triton 0.3 empties it, after which no user of Triton can compile."""
-    before = os.environ.get(_TRITON_CACHE)
-    try:
-        yield
-    finally:
-        if before is None:
-            os.environ.pop(_TRITON_CACHE, None)
-        else:
-            os.environ[_TRITON_CACHE] = before
 
 
 def _adaptations(flash: types.ModuleType) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,19 @@ H100 = Target("cuda", "h100")
 SPEC = AttentionSpec(
     batch=1, query_length=64, key_value_length=64, num_heads=4, num_kv_heads=2, head_dim=64, dtype="bfloat16"
 )
+
+
+@pytest.mark.parametrize("before", [None, "/somewhere"])
+def test_import_of_tokamax_leaves_tritons_cache_as_it_was(before, monkeypatch, tmp_path):
+    """jax-triton, which tokamax imports where it is there, empties the variable: Kvax could not compile any more."""
+    (tmp_path / "empties.py").write_text("import os\nos.environ['TRITON_CACHE_DIR'] = ''\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    if before is not None:
+        monkeypatch.setenv("TRITON_CACHE_DIR", before)
+    monkeypatch.delitem(sys.modules, "empties", raising=False)
+    assert tokamax_package._import_error.__wrapped__("empties") == ()
+    assert os.environ.get("TRITON_CACHE_DIR") == before
 
 
 @needs_tokamax
