@@ -27,7 +27,6 @@ BACKEND = """
 import dataclasses, json, os
 import jax, jax.numpy as jnp
 from attnsuite import backends
-from attnsuite.backends import Plan
 
 BASE = backends.get(os.environ["PLANTED_BACKEND"])
 
@@ -51,7 +50,7 @@ class Planted:
             square = jax.lax.fori_loop(0, steps, lambda _, x: x @ x, jnp.full((128, 128), fill))
             return out + (square[0, 0] - fill), carry
 
-        return Plan(attend)
+        return dataclasses.replace(made, attend=attend)
 """
 CALIBRATION = 400  # steps
 SUITE = """

@@ -18,6 +18,7 @@ import jax
 from ..statistics import FEWEST
 
 SAMPLE_SECONDS = 0.02  # a shorter call is repeated until a sample lasts about this long
+LONG_CALL = 0.2  # seconds: what a call finds in the caches is less than a hundredth of so long a time
 _MAX_CALLS = 1000
 _LOOK, _LONGEST_REST = 0.005, 1.0  # seconds
 _FEWEST_SLOW = 2  # samples of a slow cell: they tell at least whether a call takes the same time again
@@ -76,15 +77,19 @@ def calls_per_sample(seconds: float) -> int:
 def sample(call: Callable[..., Any], arguments: tuple[Any, ...], calls: int) -> float:
     """Mean seconds per call over ``calls`` calls, each waited for with all its outputs.
 
-    If a sample has several calls, one more comes first and is not counted, because other cells have used the caches
-    since. The next cell's sample begins when this process is at rest again (:func:`come_to_rest`).
+    One more comes first and is not counted, because other cells have used the caches since; if it is a long call, it is
+    the sample itself. The next cell's sample begins when this process is at rest again (:func:`come_to_rest`).
     """
-    if calls > 1:
-        jax.block_until_ready(call(*arguments))
-    start = time.perf_counter()
-    for _ in range(calls):
-        jax.block_until_ready(call(*arguments))
-    seconds = (time.perf_counter() - start) / calls
+
+    def mean_of(count: int) -> float:
+        start = time.perf_counter()
+        for _ in range(count):
+            jax.block_until_ready(call(*arguments))
+        return (time.perf_counter() - start) / count
+
+    seconds = mean_of(1)
+    if seconds < LONG_CALL:
+        seconds = mean_of(calls)
     come_to_rest()
     return seconds
 

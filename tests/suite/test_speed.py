@@ -117,7 +117,15 @@ class Clock:
         self.now += seconds
 
 
-@pytest.mark.parametrize(("busy_until", "ends"), [(0.0, 0.03), (0.2, 0.2), (60.0, 1.03)])
+@pytest.mark.parametrize(("first", "later", "sampled"), [(0.05, 0.03, 0.03), (0.19, 0.1, 0.1), (0.3, 0.2, 0.3)])
+def test_first_call_is_not_counted_unless_it_is_long(monkeypatch, first, later, sampled):
+    clock = Clock(busy_until=0.0)
+    monkeypatch.setattr(speed, "time", clock)
+    times = iter((first, later, later))
+    assert speed.sample(lambda: clock.sleep(next(times)), (), 1) == pytest.approx(sampled)
+
+
+@pytest.mark.parametrize(("busy_until", "ends"), [(0.0, 0.06), (0.2, 0.2), (60.0, 1.06)])
 def test_sample_ends_when_its_process_is_at_rest_or_after_a_second(monkeypatch, busy_until, ends):
     """What a call leaves to other threads does not run beside the next cell, and is in no time."""
     clock = Clock(busy_until)
