@@ -78,7 +78,8 @@ def sample(call: Callable[..., Any], arguments: tuple[Any, ...], calls: int) -> 
     """Mean seconds per call over ``calls`` calls, each waited for with all its outputs.
 
     One more comes first and is not counted, because other cells have used the caches since; if it is a long call, it is
-    the sample itself. The next cell's sample begins when this process is at rest again (:func:`come_to_rest`).
+    the sample itself. The process is at rest before the calls that count, and before the next cell's sample
+    (:func:`come_to_rest`).
     """
 
     def mean_of(count: int) -> float:
@@ -88,9 +89,10 @@ def sample(call: Callable[..., Any], arguments: tuple[Any, ...], calls: int) -> 
         return (time.perf_counter() - start) / count
 
     seconds = mean_of(1)
+    come_to_rest()
     if seconds < LONG_CALL:
         seconds = mean_of(calls)
-    come_to_rest()
+        come_to_rest()
     return seconds
 
 
