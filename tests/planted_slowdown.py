@@ -4,7 +4,7 @@ Measures: give it an idle machine. A backend ``planted`` computes what another d
 small matrices: none in an unchanged run, and in a slowed run as many as take a share of the median of the run before.
 Each try runs the suite twice: slowed, and unchanged, both compared with the unchanged run before.
 
-    python tests/planted_slowdown.py --tries 20 --slowdown 15 --sample-seconds 2 --out /tmp/planted  # 19 minutes
+    python tests/planted_slowdown.py --tries 20 --slowdown 15 --sample-seconds 2 --out /tmp/planted  # 25 minutes
 
 Prints a table in Markdown. The exit code is 0 if ``compare`` ends with 3 for every slowed run and at most one of twenty
 unchanged ones. ``compare`` may name the run as a whole; how often it names a planted cell is counted apart.
