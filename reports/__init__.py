@@ -12,7 +12,6 @@ from .read import Run as Run
 from .read import load as load
 from .regressions import Limits as Limits
 from .regressions import Regression as Regression
-from .regressions import against_control as against_control
 from .regressions import parse_limits as parse_limits
 from .render import render as render
 from .render import stands_alone as stands_alone
