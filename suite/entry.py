@@ -35,7 +35,10 @@ def main() -> None:
 
     for number in caught:
         signal.signal(number, _interrupt)
-    command_line.main()
+    try:
+        command_line.main()
+    finally:
+        gc.freeze()  # or Python, as it ends, looks for garbage among all that was imported: half a second
 
 
 def _leave(number: int, _: FrameType | None) -> None:

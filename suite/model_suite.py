@@ -10,14 +10,11 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from attnsuite.models.checkpoint import read_config
-
 from .cell import Case
 from .errors import InputError
 from .kinds import make_case
 from .kinds.kind import Dtype, Least
 from .kinds.selection import SelectionCase
-from .named_model import absolute, checkpoint_of
 from .suites import Suite
 from .typed import Count
 
@@ -40,11 +37,17 @@ class ModelSuiteWords:
 
     def as_json(self) -> dict[str, Any]:
         """The flags that were given, for the manifest of a run."""
+        from .named_model import absolute  # noqa: PLC0415 (flax)
+
         return dataclasses.asdict(self) | {"model": absolute(self.model)}
 
 
 def model_suite(words: ModelSuiteWords, *, kascade: bool) -> Suite:
     """The cases of a checkpoint. Raises InputError for an unknown name, and for a checkpoint that cannot be read."""
+    from attnsuite.models.checkpoint import read_config  # noqa: PLC0415 (flax)
+
+    from .named_model import absolute, checkpoint_of  # noqa: PLC0415 (flax)
+
     with checkpoint_of(words.model) as directory:
         try:
             config = read_config(directory)

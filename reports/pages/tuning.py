@@ -9,7 +9,6 @@ from attnsuite.suite.absent.occupancy import WARPS, occupancy
 from attnsuite.suite.kinds.tuning import Trial
 from attnsuite.suite.record import Record
 from attnsuite.suite.shown import scheduled_bundles
-from attnsuite.suite.tuning import winner
 
 from ..environment import date_of, device_of, versions_of
 from ..markdown import render_table
@@ -40,6 +39,8 @@ def title(records: Sequence[Record]) -> Iterator[str]:
 
 def winners(records: Sequence[Record]) -> Iterator[str]:
     """A row per cell."""
+    from attnsuite.suite.tuning import winner  # noqa: PLC0415 (flax, which no other page needs)
+
     rows = []
     for record in records:
         if record.facts is not None:
