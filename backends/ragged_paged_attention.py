@@ -186,20 +186,20 @@ def _attend(
     if interpret:  # JAX's interpreter stores masked blocks only if no side is shorter than the first
         block = max(1, min(block, spec.group_size, _LANES // spec.group_size))
     precision = jax.default_matmul_precision("default") if spec.dtype == "bfloat16" else contextlib.nullcontext()
-    with precision, _interpreted() if interpret else contextlib.nullcontext():
-        out = call(
-            rows,
-            pages,
-            batch.lengths,
-            table,
-            batch.starts,
-            jnp.array([total], jnp.int32),
+
+    @jax.custom_batching.sequential_vmap  # docs/upstream/pallas-issues.md
+    def attended(*arrays: Array) -> Array:
+        return call(
+            *arrays,
             sm_scale=spec.softmax_scale,
             sliding_window=None if spec.window is None else spec.window[0] + 1,
             soft_cap=spec.logits_soft_cap,
             num_kv_pages_per_block=min(_PAGES, table.shape[1]),
             num_queries_per_block=block,
         )
+
+    with precision, _interpreted() if interpret else contextlib.nullcontext():
+        out = attended(rows, pages, batch.lengths, table, batch.starts, jnp.array([total], jnp.int32))
     return jnp.where(batch.real[:, None, None], out, 0).reshape(query.shape)
 
 

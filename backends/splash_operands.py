@@ -169,23 +169,34 @@ def from_kernel(spec: AttentionSpec, out: Float[Array, "b n t v"]) -> Float[Arra
     return out[:, :, : spec.query_length].swapaxes(1, 2)
 
 
-def in_context(call: Callable[..., Array], context: Callable[[], Any]) -> Callable[..., Array]:
+def in_context(
+    call: Callable[..., Array], context: Callable[[], Any], *, one_by_one: bool = False
+) -> Callable[..., Array]:
     """``call(q, k, v, ids, term)`` traced in ``context()``, forward and backward.
 
-    A gradient is traced after the call has returned, hence its own rule.
+    A gradient is traced after the call has returned, hence its own rule. ``one_by_one``: ``jax.vmap`` becomes a loop,
+    because Pallas' interpreter for TPUs does not know the axis that it adds to a grid.
     """
+    batched = jax.custom_batching.sequential_vmap if one_by_one else lambda function: function
 
-    def forward(q: Array, k: Array, v: Array, ids: Any, term: Any) -> tuple[Array, Any]:
+    def derived(q: Array, k: Array, v: Array, ids: Any, term: Any) -> tuple[Array, Any]:
         with context():
-            out, pull_back = jax.vjp(lambda q, k, v, term: call(q, k, v, ids, term), q, k, v, term)
-        return out, pull_back
+            return jax.vjp(lambda q, k, v, term: call(q, k, v, ids, term), q, k, v, term)
 
-    def backward(pull_back: Any, d_out: Array) -> tuple[Any, ...]:
+    @batched
+    def forward(*operands: Any) -> tuple[Array, Any]:
+        out, pull_back = derived(*operands)
+        return out, operands if one_by_one else pull_back
+
+    @batched
+    def backward(kept: Any, d_out: Array) -> tuple[Any, ...]:
+        pull_back = derived(*kept)[1] if one_by_one else kept
         with context():
             d_query, d_key, d_value, d_term = pull_back(d_out)
             return d_query, d_key, d_value, None, d_term
 
     @jax.custom_vjp
+    @batched
     def run(q: Array, k: Array, v: Array, ids: Any, term: Any) -> Array:
         with context():
             return call(q, k, v, ids, term)

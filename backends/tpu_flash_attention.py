@@ -105,6 +105,7 @@ class TpuFlashAttention:
         call = in_context(
             lambda q, k, v, ids, bias: kernel(q, k, v, bias, ids, **how),
             functools.partial(_context, exact=spec.dtype == "float32", interpret=mode == "interpret"),
+            one_by_one=mode == "interpret",
         )
 
         def attend(

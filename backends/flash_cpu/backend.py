@@ -37,7 +37,7 @@ from ..features import FEATURES_0_1, Mode, Takes
 from ..merging import Seen, put_together
 from ..standard import STANDARD
 from .availability import why_not
-from .calls import Calls
+from .calls import Calls, rounding_error
 from .compiler import Processor
 from .forward import UNSEEN_TOP
 from .isa import KNOWN, Isa
@@ -208,7 +208,7 @@ def _differentiable(calls: Calls, seen: Visibility) -> tuple[Callable[..., Any],
     unrounded = dataclasses.replace(calls, float32_results=True)
 
     def compute(
-        query: Array, key: Array, value: Array, sunk: Array | None, traced: Visibility | None
+        calls: Calls, query: Array, key: Array, value: Array, sunk: Array | None, traced: Visibility | None
     ) -> tuple[Seen, Array | None]:
         """Output and a kernel's two numbers; with sinks a float32 output, and which rows see no key."""
         if sunk is None:
@@ -224,16 +224,20 @@ def _differentiable(calls: Calls, seen: Visibility) -> tuple[Callable[..., Any],
 
     @jax.custom_vjp
     def attend(query: Array, key: Array, value: Array, sunk: Array | None, traced: Visibility | None) -> Any:
-        return result(*compute(query, key, value, sunk, traced)[0])
+        return result(*compute(calls, query, key, value, sunk, traced)[0])
 
     def forward(*operands: Any) -> tuple[Any, Any]:
         if not calls.spec.needs_grad:
             raise ValueError(_NO_GRADIENT)
-        found, unseen = compute(*operands)
-        return result(*found), (operands, found, unseen)
+        (out, top, total), unseen = compute(unrounded, *operands)
+        lost = None if calls.spec.dtype == "float32" else rounding_error(out, calls.spec.dtype).astype(jnp.bfloat16)
+        out = out.astype(calls.kernel.out_dtype)
+        return result(out, top, total), (operands, (out, lost, top, total), unseen)
 
     def backward(residuals: Any, cotangents: Any) -> Any:
-        (query, key, value, sunk, traced), (out, top, total), unseen = residuals
+        (query, key, value, sunk, traced), (out, lost, top, total), unseen = residuals
+        if lost is not None:
+            out = out.astype(jnp.float32) + lost.astype(jnp.float32)
         d_out, d_lse = cotangents if calls.spec.return_log_sum_exp else (cotangents, None)
         d_sinks = None
         if unseen is not None:
@@ -242,11 +246,6 @@ def _differentiable(calls: Calls, seen: Visibility) -> tuple[Callable[..., Any],
             d_lse = jnp.zeros_like(top) if d_lse is None else jnp.where(spoilt, 0, d_lse)
             d_sinks = sinks.gradient(sunk, (out, *natural(top, jnp.where(spoilt, 1, total))), d_out, d_lse)
             top = jnp.where(unseen, UNSEEN_TOP, top)
-            if calls.spec.dtype != "float32":
-                # The kernel reads a rounded output. Its rounding error in rowsum(dO * O) is taken off what is added.
-                numbers = jnp.finfo(calls.spec.dtype)
-                lost = out - jax.lax.reduce_precision(out, numbers.nexp, numbers.nmant)
-                d_lse = d_lse - (d_out.astype(jnp.float32) * lost).sum(-1)
         gradients = calls.backward(query, key, value, traced or seen, out, top, total, d_out, d_lse)
         return *gradients, d_sinks, None
 

@@ -89,7 +89,11 @@ class Calls:
         d_out: Array,
         d_lse: Array | None,
     ) -> tuple[Float[Array, "b t n h"], Float[Array, "b s k h"], Float[Array, "b s k v"]]:
-        """dq, dk and dv, from the results of :meth:`forward` and the cotangents of the output and the log-sum-exp."""
+        """dq, dk and dv, from the results of :meth:`forward` and the cotangents of the output and the log-sum-exp.
+
+        The kernel reads an output of the input dtype. A float32 output has its rounding error taken off the cotangent
+        of the log-sum-exp: in rowsum(dO * O) it would be as large as the gradient of a key that has most of its row.
+        """
         kernel = self.kernel
         parts = self._parts()
         dims = self._dims(seen, P=parts)
@@ -97,6 +101,11 @@ class Calls:
         gradients = tuple(jax.ShapeDtypeStruct(x.shape, kernel.out_dtype) for x in (query, key, value))
         results = (*gradients, jax.ShapeDtypeStruct((size,), jnp.uint8))
         d_lse = jnp.zeros_like(top) if d_lse is None else d_lse.astype(jnp.float32)
+        if out.dtype != query.dtype:
+            lost = rounding_error(out, query.dtype)
+            # Rows that see nothing have none, and one that is not finite is the kernel's to find.
+            counts = (lost != 0) & jnp.isfinite(lost)
+            d_lse = d_lse - jnp.where(counts, d_out.astype(jnp.float32) * lost, 0).sum(-1)
         cotangents = d_out.astype(query.dtype), d_lse
         arguments = (query, key, value, *seen.arrays, self.numbers, out.astype(query.dtype), top, total, *cotangents)
         return self._call("backward", kernel, results, *arguments, np.zeros((1, parts), np.float32))[:3]
@@ -162,6 +171,12 @@ class Calls:
 
     def _call(self, kind: str, kernel: Any, results: tuple[Any, ...], *arguments: Any) -> Any:
         return call(kind, kernel, self.isa, results, *arguments)
+
+
+def rounding_error(x: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:
+    """What float32 ``x`` loses in ``dtype``. XLA would leave out a conversion to it and back."""
+    numbers = jnp.finfo(dtype)
+    return x - jax.lax.reduce_precision(x, numbers.nexp, numbers.nmant)
 
 
 def call(kind: str, kernel: Any, isa: Isa, results: tuple[Any, ...], *arguments: Any) -> Any:

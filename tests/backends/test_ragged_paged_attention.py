@@ -132,6 +132,25 @@ def test_chunk_of_prefill_behind_a_quantised_cache_passes_the_judge():
     check_accuracy(compiled(RAGGED_PAGED_ATTENTION, problem, Target.here(), "interpret")(*problem.inputs), problem)
 
 
+def test_vmap_lowers_for_a_tpu():
+    """Mosaic refuses the axis that ``jax.vmap`` would add to the pages, from which the kernel copies by itself."""
+    sizes = {"batch": 1, "query_length": 9, "key_value_length": 48, "page_size": None, "num_pages": None}
+    spec = dataclasses.replace(SPEC, **sizes, has_segment_ids=False, has_positions=False)
+    arrays = (
+        jax.ShapeDtypeStruct((3, 1, n, heads, 128), spec.dtype)
+        for n, heads in ((9, spec.num_heads), (48, spec.num_kv_heads), (48, spec.num_kv_heads))
+    )
+
+    def run(query, key, value):
+        return plan(RAGGED_PAGED_ATTENTION, spec, Layout(), target=V5E, mode="compile").run(query, key, value)[0]
+
+    v5e = jax.sharding.AbstractDevice("TPU v5 lite", 1, "tpu")
+    automatic = (jax.sharding.AxisType.Auto,)
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("device",), automatic, abstract_device=v5e)):
+        lowered = jax.jit(jax.vmap(run)).trace(*arrays).lower(lowering_platforms=("tpu",))
+    assert "tpu_custom_call" in lowered.as_text()
+
+
 @pytest.mark.parametrize(
     ("changes", "target", "mode", "word"),
     [

@@ -3,10 +3,11 @@
 import dataclasses
 from importlib import util
 
+import jax
 import jax.numpy as jnp
 import pytest
 
-from attnsuite.backends import AttentionSpec, Target, support, tpu_flash_attention
+from attnsuite.backends import AttentionSpec, Target, plan, support, tpu_flash_attention
 from attnsuite.backends.tpu_flash_attention import TPU_FLASH_ATTENTION
 from attnsuite.testing import problems
 from attnsuite.testing.checks import check_accuracy, check_unseen_does_not_matter, compiled
@@ -40,6 +41,17 @@ def test_rows_and_keys_that_are_not_seen_do_not_matter():
     results = run(*problem.inputs)
     check_accuracy(results, problem)
     check_unseen_does_not_matter(run, problem, results)
+
+
+def test_vmap_of_a_gradient_lowers_for_the_interpreter():
+    """It does not know the axis that ``jax.vmap`` would add to a grid."""
+    spec = dataclasses.replace(SPEC, query_length=9, key_value_length=9)
+
+    def loss(x):
+        made = plan(TPU_FLASH_ATTENTION, spec, target=Target.here(), mode="interpret")
+        return made.run(x, x[:, :, :2], x[:, :, :2])[0].sum()
+
+    jax.jit(jax.vmap(jax.grad(loss))).lower(jnp.ones((2, 1, 9, 4, 32)))
 
 
 def test_kernel_alone_gives_an_average_where_a_row_sees_nothing(monkeypatch):
