@@ -30,51 +30,27 @@ FALLBACK = resolve("auto", SPEC, Target("cpu")).backend.name
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory, foreign, faulty_names, known_machine, attnsuite):
+def begun(tmp_path_factory, foreign, faulty_names, known_machine, attnsuite):
+    """The run of all faulty backends, and its directory. It waits for the one that hangs while other tests run."""
     folder = tmp_path_factory.mktemp("faults")
     (folder / "suite.toml").write_text(SUITE)
     out = known_machine(folder / "run")
     backends = ",".join(dict.fromkeys((*faulty_names, "standard", "chunked", FALLBACK)))
     limits = ("--cell-timeout", 20, "--cell-memory", "1GiB")
-    code, stdout, stderr = attnsuite.finish(
-        attnsuite.start(
-            "run", "--suite", folder / "suite.toml", "--backends", backends, "--out", out, *limits, path=foreign
-        )
+    process = attnsuite.start(
+        "run", "--suite", folder / "suite.toml", "--backends", backends, "--out", out, *limits, path=foreign
     )
+    yield process, out
+    process.kill()
+
+
+@pytest.fixture(scope="module")
+def run(begun, attnsuite):
+    process, out = begun
+    code, stdout, stderr = attnsuite.finish(process)
     assert code == 0, stderr
     records = {record.requested: record for record in parse_records(out / RECORDS)[0]}
     return records, stdout, stderr
-
-
-@pytest.mark.parametrize(
-    ("backend", "status", "error"),
-    [
-        ("hanging", "timeout", "20 s"),
-        ("hungry", "oom", "1.00 GiB"),
-        ("dying", "crashed", "SIGSEGV"),
-        ("raising", "crashed", "RuntimeError: raising raised"),
-        ("surrogate", "crashed", "RuntimeError: half a character: ?"),  # and the report is written all the same
-        ("wrong", "wrong", "out is off by"),
-        ("nan", "wrong", "NaN or infinity"),
-        ("refusing", "unsupported", "a cell of its own"),
-    ],
-)
-def test_fault_becomes_a_record_without_samples(run, backend, status, error):
-    record = run[0][backend]
-    assert (record.status, record.samples) == (status, ())
-    assert error in record.error
-    assert "\n" not in record.error
-
-
-def test_the_other_cells_are_measured_all_the_same(run):
-    record = run[0]["standard"]
-    assert record.status == "ok"
-    assert len(record.samples) >= 5
-    assert record.accuracy["out"].passed
-    assert {"compiled_argument", "compiled_output", "compiled_temp", "process_high_water"} <= set(record.memory)
-    if sys.platform == "linux":
-        assert record.environment["pinned_threads"] == len(os.sched_getaffinity(0))
-    assert record.compile_seconds > 0
 
 
 def own_reasons(record):
@@ -82,33 +58,7 @@ def own_reasons(record):
     return tuple(reason for reason in record.reasons if reason.startswith(f"{record.requested}: "))
 
 
-def test_backend_that_cannot_be_asked_is_refused_with_what_it_raised_and_stops_no_other(run, unaskable):
-    for name, raised in unaskable.items():
-        record = run[0][name]
-        assert (record.status, record.resolved, record.samples) == ("unsupported", FALLBACK, ())
-        (reason,) = own_reasons(record)
-        assert raised in reason
-    assert run[0]["standard"].status == run[0]["chunked"].status == "ok"
-
-
-def test_refused_cell_carries_every_reason_and_what_would_run(run):
-    record = run[0]["refusing"]
-    assert record.mode is None
-    assert record.resolved == FALLBACK
-    assert own_reasons(record) == (
-        "refusing: refusing takes no head_dim at all.",
-        "refusing: refusing does not like Mondays.",
-    )
-
-
-def test_kernel_that_can_only_be_interpreted_here_shows_its_accuracy_and_no_time(run):
-    record = run[0]["elsewhere"]
-    assert (record.status, record.mode, record.resolved) == ("ok", "interpret", "elsewhere")
-    assert record.accuracy["out"].passed
-    assert (record.samples, record.compile_seconds, record.memory) == ((), None, {})
-    assert record.reasons[0] == "elsewhere: elsewhere is for devices that are not here."
-
-
+@pytest.mark.usefixtures("begun")  # goes on beside this test and the next ones
 def test_interpreted_kernel_is_judged_at_a_length_that_an_interpreter_can_take(tmp_path, new_run, foreign, attnsuite):
     (tmp_path / "suite.toml").write_text(SUITE.replace("64", "1024").replace("heads = 2", "heads = 8"))
     flags = ("--suite", tmp_path / "suite.toml", "--backends", "standard,elsewhere", "--out", new_run)
@@ -160,6 +110,64 @@ def test_case_that_cannot_be_judged_is_its_cells_record_and_the_run_goes_on(tmp_
     assert (new_run / RECORDS).read_bytes() == before
 
 
+@pytest.mark.parametrize(
+    ("backend", "status", "error"),
+    [
+        ("hanging", "timeout", "20 s"),
+        ("hungry", "oom", "1.00 GiB"),
+        ("dying", "crashed", "SIGSEGV"),
+        ("raising", "crashed", "RuntimeError: raising raised"),
+        ("surrogate", "crashed", "RuntimeError: half a character: ?"),  # and the report is written all the same
+        ("wrong", "wrong", "out is off by"),
+        ("nan", "wrong", "NaN or infinity"),
+        ("refusing", "unsupported", "a cell of its own"),
+    ],
+)
+def test_fault_becomes_a_record_without_samples(run, backend, status, error):
+    record = run[0][backend]
+    assert (record.status, record.samples) == (status, ())
+    assert error in record.error
+    assert "\n" not in record.error
+
+
+def test_the_other_cells_are_measured_all_the_same(run):
+    record = run[0]["standard"]
+    assert record.status == "ok"
+    assert len(record.samples) >= 5
+    assert record.accuracy["out"].passed
+    assert {"compiled_argument", "compiled_output", "compiled_temp", "process_high_water"} <= set(record.memory)
+    if sys.platform == "linux":
+        assert record.environment["pinned_threads"] == len(os.sched_getaffinity(0))
+    assert record.compile_seconds > 0
+
+
+def test_backend_that_cannot_be_asked_is_refused_with_what_it_raised_and_stops_no_other(run, unaskable):
+    for name, raised in unaskable.items():
+        record = run[0][name]
+        assert (record.status, record.resolved, record.samples) == ("unsupported", FALLBACK, ())
+        (reason,) = own_reasons(record)
+        assert raised in reason
+    assert run[0]["standard"].status == run[0]["chunked"].status == "ok"
+
+
+def test_refused_cell_carries_every_reason_and_what_would_run(run):
+    record = run[0]["refusing"]
+    assert record.mode is None
+    assert record.resolved == FALLBACK
+    assert own_reasons(record) == (
+        "refusing: refusing takes no head_dim at all.",
+        "refusing: refusing does not like Mondays.",
+    )
+
+
+def test_kernel_that_can_only_be_interpreted_here_shows_its_accuracy_and_no_time(run):
+    record = run[0]["elsewhere"]
+    assert (record.status, record.mode, record.resolved) == ("ok", "interpret", "elsewhere")
+    assert record.accuracy["out"].passed
+    assert (record.samples, record.compile_seconds, record.memory) == ((), None, {})
+    assert record.reasons[0] == "elsewhere: elsewhere is for devices that are not here."
+
+
 def test_report_and_summary_are_written(run):
     assert "report.md" in run[1]
     assert "Traceback" not in run[2]
@@ -176,6 +184,7 @@ class Silent:
         time.sleep(1000)
 
     plan = STANDARD.plan
+
 
 SILENT = Silent()
 """
