@@ -337,10 +337,10 @@ class Function:
         return Value(self, self.builder.call(function, raw))
 
     def prefetch(self, place: Value, size: int) -> None:
-        """Ask for the cache lines from ``place`` on, ``size`` bytes; any address will do."""
+        """Ask for the cache lines from ``place`` on, ``size`` bytes, in the first cache; any address will do."""
         for start in range(0, size, CACHE_LINE):
-            read, second_level, data = (self.const(i32, n) for n in (0, 2, 1))
-            self.call("llvm.prefetch.p0", void, place.at(start), read, second_level, data)
+            read, first_level, data = (self.const(i32, n) for n in (0, 3, 1))
+            self.call("llvm.prefetch.p0", void, place.at(start), read, first_level, data)
 
     def call_address(self, address: Value, returns: Any, *arguments: Value) -> Value:
         """A function by its address."""
