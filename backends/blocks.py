@@ -71,7 +71,8 @@ def pad_layout(spec: AttentionSpec, layout: Layout, block_q: int, block_kv: int)
     if lengths is None:
         lengths = np.full((1,), spec.key_value_length, np.int32)
     else:
-        lengths = jnp.clip(lengths, 0, spec.key_value_length)
+        xp = np if isinstance(lengths, np.ndarray) else jnp
+        lengths = xp.clip(lengths, 0, spec.key_value_length)
     q_seg, k_seg = layout.query_segment_ids, layout.key_value_segment_ids
     padded: dict[str, Any] = {
         "query_positions": _pad(q_pos, q_pad, 0),

@@ -24,6 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array
 
 from . import blocks, decode, kv_cache, sinks, standard, tuned
@@ -35,6 +36,7 @@ from .contract import (
     NOTHING_SEEN,
     AttentionSpec,
     Carry,
+    EitherArray,
     Layout,
     Part,
     Plan,
@@ -255,7 +257,38 @@ _Tables = tuple[tuple[PaddedLayout, tuple[BlockTable, ...]], tuple[PaddedLayout,
 
 
 def _tables(program: Program, layout: Layout) -> _Tables:
-    """Blocks to visit per query block (forward) and, transposed, per KV block (backward)."""
+    """Blocks to visit per query block (forward) and, transposed, per KV block (backward).
+
+    NumPy sorts the blocks of a layout whose arrays are known and lie on a CPU: with ``jax.numpy`` each step would be a
+    program of its own to compile. What follows from an array is a JAX array all the same, and no constant of a program.
+    """
+    arrays = {name: x for name in _SORTED_BY if isinstance(x := getattr(layout, name), jax.Array)}
+    if not arrays or not all(_is_known_on_a_cpu(x) for x in arrays.values()):
+        return _sorted(program, layout)
+    host = dataclasses.replace(layout, **{name: np.asarray(x) for name, x in arrays.items()})
+
+    def given(path: Any, x: Any) -> Any:
+        source = {"lengths": "key_value_seq_lengths"}.get(path[-1].name, path[-1].name)
+        return x if source in _SORTED_BY and source not in arrays else jnp.asarray(x)
+
+    return jax.tree.map_with_path(given, _sorted(program, host))
+
+
+# What the visible blocks follow from.
+_SORTED_BY = (
+    *("query_segment_ids", "key_value_segment_ids"),
+    *("query_positions", "key_value_positions"),
+    "key_value_seq_lengths",
+)
+
+
+def _is_known_on_a_cpu(x: Array) -> bool:
+    known = not isinstance(x, Tracer) and x.is_fully_addressable
+    return known and all(device.platform == "cpu" for device in x.devices())
+
+
+def _sorted(program: Program, layout: Layout) -> _Tables:
+    """The tables, as NumPy arrays where the layout's are."""
     spec, sizes = program.spec, program.sizes
     padded = blocks.pad_layout(spec, layout, sizes.block_q, sizes.block_kv)
     narrow = sizes.block_q if sizes.block_kv % sizes.block_q == 0 else sizes.block_kv
@@ -272,13 +305,17 @@ def _tables(program: Program, layout: Layout) -> _Tables:
     return forward, (padded, (blocks.table(blocks.classify(spec, padded, b, b).swapaxes(1, 2), b),))
 
 
-def _differentiable(program: Program, tables: _Tables) -> tuple[Callable[..., Array], _Tables | None]:
+def _differentiable(program: Program, tables: _Tables) -> tuple[Callable[..., Array], list[EitherArray] | None]:
     """The attention with its own gradient, and the value to pass as its sixth argument, after ALiBi's slopes and sinks.
 
     Tables of a static layout are captured as constants, so that XLA removes loops that never run. Traced tables have to
-    be arguments.
+    be arguments, in a list: JAX builds the tree of an argument from placeholders too, which are no arrays.
     """
-    static = all(isinstance(x, np.ndarray) for x in jax.tree.leaves(tables))
+    leaves, tree = jax.tree.flatten(tables)
+    static = all(isinstance(x, np.ndarray) for x in leaves)
+
+    def of(traced: list[EitherArray] | None) -> _Tables:
+        return tables if traced is None else jax.tree.unflatten(tree, traced)
 
     @jax.custom_vjp
     def attend(
@@ -287,9 +324,9 @@ def _differentiable(program: Program, tables: _Tables) -> tuple[Callable[..., Ar
         value: Array | None,
         slopes: Array | None,
         sunk: Array | None,
-        traced: _Tables | None,
+        traced: list[EitherArray] | None,
     ) -> Any:
-        return _result(program, *passes.forward(program, query, (key, value), slopes, sunk, *(traced or tables)[0]))
+        return _result(program, *passes.forward(program, query, (key, value), slopes, sunk, *of(traced)[0]))
 
     def forward(
         query: Array,
@@ -297,12 +334,12 @@ def _differentiable(program: Program, tables: _Tables) -> tuple[Callable[..., Ar
         value: Array | None,
         slopes: Array | None,
         sunk: Array | None,
-        traced: _Tables | None,
+        traced: list[EitherArray] | None,
     ) -> Any:
-        if (traced or tables)[1] is None:  # asked at trace time
+        if of(traced)[1] is None:  # asked at trace time
             raise ValueError("planned with needs_grad=False; plan with needs_grad=True to differentiate.")
         unrounded = dataclasses.replace(program, float32_results=True)
-        exact, top, rest = passes.forward(unrounded, query, (key, value), slopes, sunk, *(traced or tables)[0])
+        exact, top, rest = passes.forward(unrounded, query, (key, value), slopes, sunk, *of(traced)[0])
         out = passes.narrowed(exact, program)
         # The rounding error of the output. The backward pass subtracts rowsum(dO * O); without the correction its
         # rounding would be as large as the gradient of a key that has nearly all of its row.
@@ -311,7 +348,7 @@ def _differentiable(program: Program, tables: _Tables) -> tuple[Callable[..., Ar
 
     def backward(residuals: Any, cotangents: Any) -> Any:
         (query, key, value, slopes, sunk, traced), out, lost, top, rest = residuals
-        layout, columns = (traced or tables)[1] or ()
+        layout, columns = of(traced)[1] or ()
         if lost is not None:
             out = out.astype(jnp.float32) + lost.astype(jnp.float32)
         d_out, d_lse = cotangents if program.spec.return_log_sum_exp else (cotangents, None)
@@ -320,7 +357,7 @@ def _differentiable(program: Program, tables: _Tables) -> tuple[Callable[..., Ar
         return *gradients, d_sinks, None
 
     attend.defvjp(forward, backward)
-    return attend, None if static else tables
+    return attend, None if static else leaves
 
 
 def _per_head(terms: Terms) -> tuple[Array | None, Array | None]:

@@ -1,5 +1,6 @@
 """The chunked backend: the contract, block sizes that do not change results, and memory that grows linearly."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnsuite.backends import AttentionSpec, Layout, Target, chunked_passes, make_spec, registry
+from attnsuite.backends import AttentionSpec, Layout, Target, chunked, chunked_passes, make_spec, registry
 from attnsuite.testing import Conformance, problems
 from attnsuite.testing.checks import check_accuracy, check_quantity, compiled
 
@@ -59,6 +60,19 @@ def test_gradient_of_the_values_holds_where_the_two_passes_round_a_score_otherwi
     )
     problem = _peaked("a", T=60, S=60, N=4, K=2, dtype="float32", magnitude=8.0)
     check_quantity("dv", _in_uneven_blocks(problem)["dv"], problem)
+
+
+@pytest.mark.parametrize("case", ["segments-causal", "combination-ragged", "function-positions"])
+def test_blocks_of_a_known_layout_are_those_of_a_traced_one(case):
+    made = problems.CASES[case]
+    layout, terms, inputs = problems.arrays(made, case)
+    spec = problems.spec_of(made, layout, terms, inputs)
+    program = CHUNKED._program(spec, layout, Target("cpu"), None, {})
+    known = chunked._tables(program, layout)
+    traced = jax.jit(functools.partial(chunked._tables, program))(layout)
+    assert jax.tree.structure(known) == jax.tree.structure(traced)
+    jax.tree.map(np.testing.assert_array_equal, known, traced)
+    assert any(isinstance(x, jax.Array) for x in jax.tree.leaves(known))  # no constant of a program
 
 
 def _peaked(seed, **sizes):
