@@ -17,7 +17,7 @@ from jax.experimental.pallas.ops.tpu import splash_attention as kernel
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as inside
 from jaxtyping import Array
 
-from .splash_mask import Masking, SlotMask
+from .splash_mask import Masking, SlotMask, of_nothing
 
 
 class _Mask(SlotMask, kernel.Mask):
@@ -29,6 +29,8 @@ def kernel_of(
     masking: Masking, blocks: kernel.BlockSizes, soft_cap: float | None, interpret: bool
 ) -> Callable[..., Array]:
     """The kernel for this mask: a function of query, key, value, segment ids and sinks."""
+    if masking.hides_everything:
+        return of_nothing
     mask = kernel.FullMask(_Mask(masking).shape) if masking.hides_nothing else _Mask(masking)
     with jax.ensure_compile_time_eval():  # plans are made inside of jit too
         made = kernel.make_splash_mha_single_device(

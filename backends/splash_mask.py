@@ -9,8 +9,9 @@ import dataclasses
 import functools
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool
+from jaxtyping import Array, Bool
 
 from . import masks
 from .contract import AttentionSpec
@@ -39,6 +40,15 @@ class Masking:
         """Whether every slot sees every slot."""
         return not self.is_causal and (self.window, self.chunk_size, self.function) == (None, None, None)
 
+    @property
+    def hides_everything(self) -> bool:
+        """Whether no slot sees any. Only a function can do so; kernels cannot be made of such a mask."""
+        if self.function is None:
+            return False
+        keys = np.arange(self.key_value_length, dtype=np.int32)[None]
+        strips = (np.arange(row, min(row + 256, self.query_length)) for row in range(0, self.query_length, 256))
+        return not any(np.any(self.visible(rows.astype(np.int32)[:, None], keys)) for rows in strips)
+
     def visible(self, q: Any, k: Any) -> Any:
         """Whether a query slot sees a key slot; NumPy arrays for the block mask, traced ones inside the kernel."""
         terms = [k <= q] if self.is_causal else []
@@ -49,6 +59,11 @@ class Masking:
         if self.function is not None:
             terms.append(self.function(q, k))
         return functools.reduce(lambda a, b: a & b, terms)
+
+
+def of_nothing(q: Array, k: Array, v: Array, ids: Any, sinks: Array) -> Array:
+    """In place of a kernel where :attr:`Masking.hides_everything`: zero for each row of one batch entry."""
+    return jnp.zeros((*q.shape[:2], v.shape[-1]), q.dtype)
 
 
 def visited_blocks(masking: Masking, block_q: int, block_kv: int) -> int:

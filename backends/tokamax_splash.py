@@ -24,7 +24,7 @@ from . import tokamax_package
 from .contract import AttentionSpec, Layout, Plan, check_options
 from .devices import Target
 from .features import Mode, Takes
-from .splash_mask import Masking, SlotMask
+from .splash_mask import Masking, SlotMask, of_nothing
 from .splash_operands import BLOCK_OPTIONS, DTYPES, FEATURES, Blocks, blocks_of, is_block, plan_of, reasons
 
 _PACKAGE = "tokamax._src.ops.experimental.tpu.splash_attention"
@@ -85,6 +85,8 @@ def _kernel_of(
     ``use_base2_exp`` is off: in base 2 the kernel multiplies the query by log2(e) in its own dtype, and a query of
     bfloat16 is rounded once more.
     """
+    if masking.hides_everything:
+        return of_nothing
     kernel, masks = (importlib.import_module(f"{_PACKAGE}.splash_attention_{part}") for part in ("kernel", "mask"))
     sizes = {"block_q_dkv": blocks.q_backward, "block_kv_dkv": blocks.kv_backward} if backward else {}
     config = kernel.SplashConfig(

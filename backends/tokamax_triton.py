@@ -24,6 +24,7 @@ from . import tokamax_package
 from .contract import AttentionSpec, Carry, Layout, Plan, check_options, forward_only
 from .devices import Target
 from .features import Mode, Takes
+from .splash_operands import scaling_notes
 
 _FORWARD = "tokamax._src.ops.attention.pallas_triton"
 _BACKWARD = f"{_FORWARD}_vjp"
@@ -103,7 +104,7 @@ class TokamaxTriton:
             query = (query.astype(jnp.float32) * spec.softmax_scale).astype(query.dtype)
             return run(query, key[:, :keys], value[:, :keys], lengths), carry
 
-        return Plan(attend if spec.needs_grad else forward_only(attend))
+        return Plan(attend if spec.needs_grad else forward_only(attend), scaling_notes(spec))
 
 
 def _attention(spec: AttentionSpec, interpret: bool) -> Callable[..., Array]:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas.ops.tpu import splash_attention
 
-from attnsuite.backends import AttentionSpec, Layout, Target, Terms, oracle, support
+from attnsuite.backends import AttentionSpec, Layout, Target, Terms, masks, oracle, support
 from attnsuite.backends.devices import TPUS
 from attnsuite.backends.splash import SPLASH
 from attnsuite.testing import Conformance, problems
@@ -209,3 +209,28 @@ def test_kernel_alone_gives_garbage_where_a_row_sees_nothing():
     assert not np.asarray(ours)[0][blind].any()
     expected = oracle.forward(spec, layout, *problem.inputs[:3])[0]
     np.testing.assert_allclose(np.asarray(alone)[~blind], expected[~blind], atol=1e-5)
+
+
+def test_mask_function_that_hides_every_key_gives_zeros():
+    """Of such a mask neither JAX nor tokamax makes a kernel. Causality hides here what the function shows."""
+    spec = spec_of(24, 24, is_causal=True, mask_function=masks.Where(lambda q, k: k > q))
+    plan = SPLASH.plan(spec, Layout(), target=Target.here(), mode="interpret")
+    query, key, value, _ = inputs_of(spec)
+    out, gradient = jax.value_and_grad(lambda key: plan.run(query, key, value)[0].sum())(key)
+    assert not out
+    assert not gradient.any()
+
+
+@pytest.mark.parametrize(("head_dim", "dtype"), [(64, "bfloat16"), (32, "float32")])
+def test_notes_are_silent_where_the_scale_rounds_nothing(head_dim, dtype):
+    spec = spec_of(16, 16, head_dim=head_dim, dtype=dtype, needs_grad=False)
+    assert not SPLASH.plan(spec, Layout(), target=Target.here(), mode="interpret").notes
+
+
+def test_notes_say_that_the_scale_rounds_the_query():
+    spec = spec_of(16, 16, head_dim=32, dtype="bfloat16", needs_grad=False)
+    plan = SPLASH.plan(spec, Layout(), target=Target.here(), mode="interpret")
+    assert "0.1768 is no power of two" in plan.notes[0]
+    query, key, value, _ = (size * x.astype(spec.dtype) for size, x in zip((4, 4, 1, 1), inputs_of(spec), strict=True))
+    problem = problems.solve(dataclasses.replace(spec, needs_grad=True), Layout(), (query, key, value, query))
+    assert not problem.verdict("output", plan.run(query, key, value)[0]).passed

@@ -48,6 +48,13 @@ def test_output_and_gradients_pass_the_judge():
 
 
 @needs_tokamax
+@pytest.mark.parametrize(("scale", "words"), [(None, ()), (0.3, ("The scale 0.3 is no power of two",))])
+def test_notes_say_where_the_scale_rounds_the_query(scale, words):
+    made = plan(TOKAMAX_TRITON, dataclasses.replace(SPEC, scale=scale), target=Target.here(), mode="interpret")
+    assert tuple(note[: len(word)] for note, word in zip(made.notes, words, strict=True)) == words
+
+
+@needs_tokamax
 def test_output_of_a_window_passes_the_judge():
     problem = problems.problem("window-more-queries", "bfloat16")
     problem = dataclasses.replace(problem, spec=dataclasses.replace(problem.spec, needs_grad=False))
