@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,8 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 FEWEST = 6
-_RESAMPLES = 9999
-_Z = 1.959963984540054  # the 97.5% point of the normal distribution
 _KEPT = 2**14  # estimates: tables, terminal and pictures of a page ask for the same ones
 
 
@@ -120,12 +117,10 @@ def wilson(successes: int, count: int) -> Interval:
     >>> found.value, round(found.low, 3), found.high
     (1.0, 0.676, 1.0)
     """
-    share, z = successes / count, _Z
-    middle = (2 * successes + z**2) / (2 * (count + z**2))
-    reach = z * math.sqrt(4 * successes * (1 - share) + z**2) / (2 * (count + z**2))
-    low = middle - reach if successes else 0.0
-    high = middle + reach if successes < count else 1.0
-    return Interval(share, low, high, count)
+    from scipy import stats  # noqa: PLC0415 (as in _bootstrap)
+
+    found = stats.binomtest(successes, count).proportion_ci(method="wilson")
+    return Interval(successes / count, float(found.low), float(found.high), count)
 
 
 def _estimate(values: Sequence[float], statistic: Callable[..., Any]) -> Interval:
@@ -143,9 +138,9 @@ def _known_estimate(values: tuple[float, ...], statistic: Callable[..., Any]) ->
 def _bootstrap(
     data: Sequence[Sequence[float]], statistic: Callable[..., Any], level: float = 0.95
 ) -> tuple[float, float]:
-    """The interval of ``scipy.stats.bootstrap``, from the same draws. That module takes as long to import as JAX."""
-    rng = np.random.default_rng(0)
-    drawn = [np.asarray(values)[rng.integers(0, len(values), (_RESAMPLES, len(values)))] for values in data]
-    tail = (1 - level) / 2
-    low, high = np.quantile(statistic(*drawn, axis=-1), (tail, 1 - tail))
-    return float(low), float(high)
+    # scipy.stats takes as long to import as JAX, and workers (one process per cell) do not need it.
+    from scipy import stats  # noqa: PLC0415
+
+    arrays = tuple(np.asarray(values) for values in data)
+    made = stats.bootstrap(arrays, statistic, method="percentile", confidence_level=level, rng=np.random.default_rng(0))
+    return float(made.confidence_interval.low), float(made.confidence_interval.high)

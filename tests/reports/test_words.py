@@ -1,8 +1,4 @@
-import math
-
-import numpy as np
 import pytest
-from scipy import stats
 
 from attnsuite.reports import cases, words
 from attnsuite.suite import statistics
@@ -36,19 +32,6 @@ def test_intervals_are_the_same_each_time():
     statistics._known_estimate.cache_clear()
     assert statistics.median(samples) == first
     assert statistics.unpaired_ratio(samples, samples) == statistics.unpaired_ratio(samples, samples)
-
-
-def test_intervals_are_those_of_scipy():
-    samples = [math.sqrt(number) for number in range(1, 13)]
-    for estimate, statistic in ((statistics.median, np.median), (statistics.mean, np.mean)):
-        options = {"method": "percentile", "rng": np.random.default_rng(0)}
-        expected = stats.bootstrap((samples,), statistic, **options).confidence_interval
-        found = estimate(samples)
-        np.testing.assert_allclose((found.low, found.high), expected, rtol=1e-12)
-    for successes in (0, 3, 7):
-        expected = stats.binomtest(successes, 7).proportion_ci(method="wilson")
-        found = statistics.wilson(successes, 7)
-        np.testing.assert_allclose((found.low, found.high), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_unpaired_ratio_of_like_samples_includes_one():
