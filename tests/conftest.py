@@ -1,5 +1,6 @@
 """What all tests share: fixed hypothesis, and marks of folders."""
 
+import gc
 from pathlib import Path
 
 import hypothesis
@@ -43,3 +44,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         of_the_oracle = getattr(item, "originalname", None) == Conformance.test_matches_the_oracle.__name__
         if of_the_oracle and item.callspec.params["taken"] in CORE:
             item.add_marker("core")
+
+
+def pytest_collection_finish() -> None:
+    """Garbage is collected less often: tracing makes many objects, and nearly none of them is in a circle."""
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)

@@ -44,7 +44,7 @@ class Case:
     cache: Cache | None = None
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Problem:
     """A case with its arrays and the results to compare with, by quantity.
 
@@ -60,12 +60,12 @@ class Problem:
     standard: dict[str, oracle.Verdict]
     standard_run: Callable[..., dict[str, jax.Array]]
 
-    @property
+    @functools.cached_property
     def unseen_rows(self) -> np.ndarray:
         """[batch, query length, heads]: rows that may attend to nothing."""
         return oracle.unseen_rows(self.spec, self.layout, self.terms)
 
-    @property
+    @functools.cached_property
     def unseen_keys(self) -> np.ndarray:
         """[batch, key length, KV heads]: keys that nobody attends to."""
         return oracle.unseen_keys(self.spec, self.layout, self.terms)
