@@ -44,7 +44,11 @@ def examine() -> dict[str, Any]:
         for label, case in _DOCTOR_CASES.items():
             answers = {mode: support(backend, spec_of(case), target, mode) for mode in ("native", "interpret")}
             mode = next((mode for mode, answer in answers.items() if answer), None)
-            problems[label] = {"mode": mode, "reasons": list(answers["native"].reasons)}
+            # What stands against the interpreter beside these: a package that is missing or broken.
+            said = dict.fromkeys(answers["native"].reasons)
+            if mode is None:
+                said |= dict.fromkeys(x for x in answers["interpret"].reasons if not x.startswith("mode="))
+            problems[label] = {"mode": mode, "reasons": list(said)}
         specs = [spec_of(case) for case in _DOCTOR_CASES.values()]
         devices = [
             label for label, device in _DOCTOR_DEVICES.items() if any(support(backend, spec, device) for spec in specs)
