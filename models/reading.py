@@ -70,7 +70,7 @@ def refuse_other_values(said: Mapping[str, Any], only: Mapping[str, tuple[Any, .
     """Raise CheckpointError for a key of ``only`` with another value than those."""
     for key, values in only.items():
         if key in said and not any(_same(said[key], value) for value in values):
-            accepted = " or ".join(map(given, values)) or "nothing"
+            accepted = " or ".join("an empty list" if value == [] else given(value) for value in values) or "nothing"
             raise CheckpointError(f"{key}={given(said[key])} in {where} is not supported; only {accepted} is.")
 
 

@@ -190,7 +190,11 @@ def test_a_part_of_a_family_that_is_left_out_does_not_stay_within_the_tolerance(
 
 REFUSED = {
     "another gate": ("gemma2", {"hidden_activation": "gelu"}, "hidden_activation='gelu'"),
-    "layers without experts": ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers="),
+    "layers without experts": (
+        "qwen3_moe",
+        {"mlp_only_layers": [0]},
+        "mlp_only_layers=a list in config.json is not supported; only an empty list is",
+    ),
     "another clip": ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit=5.0"),
     "stored as MXFP4": ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config="),
     "no scaling": ("gpt_oss", {"rope_parameters": None}, "lacks rope_scaling; gpt_oss has YaRN"),
