@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -18,8 +19,8 @@ _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _AGAIN = 0.02  # seconds until an interrupt that nobody would hear is tried again
 _PATIENCE = 10.0  # seconds for which it is tried so
 # Files of frames under which nothing is interrupted: a module that is imported may catch everything; a temporary
-# directory that is half made or half removed is left behind.
-_UNINTERRUPTED = ("<frozen importlib", tempfile.__file__)
+# directory that is half made or half removed is left behind, and so is a process that is half started.
+_UNINTERRUPTED = ("<frozen importlib", tempfile.__file__, subprocess.__file__)
 
 
 def main() -> None:

@@ -2,7 +2,8 @@
 
 - :func:`in_turns` gives every cell of a case a process of its own. One process computes at a time, and the cells take
   turns sample by sample: no cell is measured beside another's load, and a machine that slows down slows all cells
-  alike, so ratios hold.
+  alike, so ratios hold. Interpreted cells, of which nothing is measured, come first, as many at once as there are
+  cores.
 - :func:`one_after_another` runs cells that are neither timed nor weighed in one shared process, or in several joined
   ones.
 - :func:`here` runs such cells in the present process.
@@ -24,6 +25,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
+
+from attnsuite.backends.devices import usable_cores
 
 from .. import peers, typed
 from ..cell import Case, Cell, Means, Outcome
@@ -185,8 +188,14 @@ def in_turns(case: Case, cells: Sequence[Cell], references: References, context:
         ]
         context.watcher.doing(case.name, "reference", "computing what the cells are judged by")
         judged_by = {mode: _reference(case, mode, references) for mode in dict.fromkeys(cell.mode for cell in cells)}
+        lanes = [
+            _Interpreted(each, judged_by["interpret"], context) for each in running if each.cell.mode == "interpret"
+        ]
+        yield from side_by_side(lanes, usable_cores())
         ready: list[Running] = []
         for each in running:
+            if each.cell.mode == "interpret":
+                continue
             record = _prepare(each, judged_by[each.cell.mode], context)
             if record is None:
                 ready.append(each)
@@ -327,6 +336,21 @@ def _prepare(each: Running, reference: Path | CellFailure | InputError | None, c
     # A rival is timed although its numbers are outside the bound: no goal is met by leaving it out.
     timed = each.outcome.status == "ok" or (each.outcome.status == "wrong" and each.cell.row in peers.PEERS)
     return None if timed and each.outcome.calls is not None else each.record(context)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Interpreted:
+    """The lane of one cell that an interpreter runs."""
+
+    each: Running
+    reference: Path | CellFailure | InputError | None
+    context: RunContext
+
+    def records(self) -> Iterator[Record]:
+        yield _prepare(self.each, self.reference, self.context) or self.each.record(self.context)
+
+    def stop(self) -> None:
+        self.each.worker.close()
 
 
 def _profile(each: Running, context: RunContext) -> None:

@@ -162,6 +162,27 @@ try:
 except KeyboardInterrupt as error:
     sys.exit(128 + error.args[0])
 """
+IN_A_START = """
+import os, signal, subprocess, sys, time
+from attnsuite.suite import entry
+
+fork, started = subprocess._fork_exec, []
+
+def fork_and_signal(*arguments):
+    found = fork(*arguments)
+    os.kill(os.getpid(), signal.SIGTERM)
+    return found
+
+subprocess._fork_exec = fork_and_signal
+signal.signal(signal.SIGTERM, entry._interrupt)
+try:
+    started.append(subprocess.Popen(["sleep", "20"]))
+    time.sleep(5)
+except KeyboardInterrupt as error:
+    for process in started:
+        process.kill()
+    sys.exit(128 + error.args[0] if started else "a process was started, and nobody knows it")
+"""
 IN_EXEC = """
 from attnsuite.suite import command_line
 
@@ -173,9 +194,11 @@ command_line.main([])
 """
 
 
-@pytest.mark.parametrize("code", [IN_THE_COLLECTOR, IN_AN_IMPORT, IN_EXEC], ids=["garbage collector", "import", "exec"])
+@pytest.mark.parametrize(
+    "code", [IN_THE_COLLECTOR, IN_AN_IMPORT, IN_A_START, IN_EXEC], ids=["garbage collector", "import", "start", "exec"]
+)
 def test_signal_is_not_lost_where_python_drops_or_remembers_it(code, tmp_path):
-    """JAX has a callback in the collector, SciPy is imported late, a dataclass is made by exec: runs met all three."""
+    """JAX has a callback in the collector, verbs import late, workers start, exec makes a dataclass: runs met all."""
     (tmp_path / "interrupted.py").write_text(code)
     path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
     command = [sys.executable, "-m", "interrupted"]

@@ -9,6 +9,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ import pytest
 
 from attnsuite.suite.cell import Cell, Outcome
 from attnsuite.suite.errors import CellFailure
-from attnsuite.suite.grid import worker
+from attnsuite.suite.grid import executors, worker
 from attnsuite.suite.grid.executors import Limits, RunContext, Running, _sample
 from attnsuite.suite.grid.process import Worker
 from attnsuite.suite.kinds import problem_of
@@ -108,6 +109,50 @@ def test_sample_that_holds_a_stop_is_taken_again():
     context = RunContext(suite="s", limits=Limits(60, 2**33), environment={}, text=None, watcher=watcher)
     assert list(_sample(case, [running], context))
     assert running.samples == [1e-3] * 10
+
+
+def test_interpreted_cells_are_judged_at_once_and_before_anything_is_timed(monkeypatch):
+    both, asked = threading.Barrier(2), []
+
+    class Answering:
+        slept = 0.0
+
+        def __init__(self, *_, **__):
+            pass
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def close(self):
+            pass
+
+        def ask(self, request, seconds):
+            if request["do"] == "sample":
+                return 1e-3
+            asked.append(request["cell"]["mode"])
+            if asked[-1] == "interpret":
+                both.wait(20)  # for the other interpreted cell: one after the other, both would be broken
+                return dataclasses.asdict(Outcome())
+            return dataclasses.asdict(Outcome(calls=1))
+
+    monkeypatch.setattr(executors, "Worker", Answering)
+    monkeypatch.setattr(executors, "usable_cores", lambda: 2)
+    case = OpCase(kind="op_forward", sequence=16)
+    cells = [
+        Cell(case=case.name, problem=problem_of(case), row=row, target="cpu", resolved=row, mode=mode, exact=True)
+        for row, mode in (("standard", "native"), ("splash", "interpret"), ("pallas_flash", "interpret"))
+    ]
+    watcher: Any = SimpleNamespace(doing=lambda *_: None)
+    references: Any = SimpleNamespace(path=lambda *_: None)
+    context = RunContext(suite="s", limits=Limits(60, 2**33), environment={}, text=None, watcher=watcher)
+    records = list(executors.in_turns(case, cells, references, context))
+    assert asked == ["interpret", "interpret", "native"]
+    assert [(record.status, record.error, len(record.samples)) for record in records] == [
+        ("ok", None, 0), ("ok", None, 0), ("ok", None, 10)]  # fmt: skip
+    assert {record.requested for record in records[:2]} == {"splash", "pallas_flash"}
 
 
 def test_end_of_a_worker_is_seen_although_what_it_forked_holds_its_pipe(tmp_path, monkeypatch):
