@@ -213,7 +213,7 @@ class Sharded:
             )
             return run(layout, query, key, value, carry, terms)
 
-        return Plan(attend)
+        return Plan(attend, isolates=not self._in_ring)  # each share is isolated; the parts of a ring are not
 
     def sharding(self) -> NamedSharding:
         """The sharding of query, key, value and output ``[batch, length, heads, dim]``."""
