@@ -314,7 +314,7 @@ def _differentiable(program: Program, tables: _Tables) -> tuple[Callable[..., Ar
     leaves, tree = jax.tree.flatten(tables)
     static = all(isinstance(x, np.ndarray) for x in leaves)
 
-    def of(traced: list[EitherArray] | None) -> _Tables:
+    def of(traced: list[EitherArray] | None) -> Any:
         return tables if traced is None else jax.tree.unflatten(tree, traced)
 
     @jax.custom_vjp
