@@ -348,7 +348,7 @@ def _differentiable(program: Program, tables: _Tables) -> tuple[Callable[..., Ar
 
     def backward(residuals: Any, cotangents: Any) -> Any:
         (query, key, value, slopes, sunk, traced), out, lost, top, rest = residuals
-        layout, columns = of(traced)[1] or ()
+        layout, columns = of(traced)[1]  # forward has refused a plan without
         if lost is not None:
             out = out.astype(jnp.float32) + lost.astype(jnp.float32)
         d_out, d_lse = cotangents if program.spec.return_log_sum_exp else (cotangents, None)
