@@ -73,12 +73,12 @@ def fleet_of(command: OnFleet) -> FleetRequest | None:
 
 def text_of(command: Any) -> TextFile | None:
     """The text that ``--text`` and ``--text-field`` name. Raises InputError for the latter alone."""
-    from attnsuite.models.text_file import TextFile
-
     if command.text is None:
         if command.text_field is not None:
             raise InputError(f"--text-field {command.text_field} is about a file of JSON lines; add --text FILE.")
         return None
+    from attnsuite.models.text_file import TextFile
+
     return TextFile(str(command.text), command.text_field)
 
 
