@@ -93,7 +93,8 @@ def sparse(settings: Settings = SETTINGS, *, T: int = 96, S: int | None = None, 
 
     def normal(length: int, heads: int, dim: int) -> jax.Array:
         # Large queries and keys: flat attention would forgive a wrong selection.
-        return jnp.asarray(2.0 * rng.standard_normal((spec.batch, length, heads, dim)), spec.dtype)
+        numbers = 2.0 * rng.standard_normal((spec.batch, length, heads, dim))
+        return jax.device_put(numbers.astype(jnp.dtype(spec.dtype)))
 
     query = normal(T, spec.num_heads, spec.head_dim)
     key = normal(S or T, spec.num_kv_heads, spec.head_dim)
@@ -104,7 +105,7 @@ def sparse(settings: Settings = SETTINGS, *, T: int = 96, S: int | None = None, 
 def ids(*runs: int) -> jax.Array:
     """Segment ids as [id, count, ...]: the same for both sequences but that the second is shifted by one document."""
     row = np.repeat(runs[::2], runs[1::2])
-    return jnp.asarray(np.stack([row, np.roll(row, runs[1])]), jnp.int32)
+    return jax.device_put(np.stack([row, np.roll(row, runs[1])]).astype(np.int32))
 
 
 def packed(*runs: int) -> Layout:
@@ -114,7 +115,9 @@ def packed(*runs: int) -> Layout:
 def cached(T: int, *filled: int) -> Layout:
     used = np.array(filled)
     positions = used[:, None] - T + np.arange(T)
-    return Layout(query_positions=jnp.asarray(positions, jnp.int32), key_value_seq_lengths=jnp.asarray(used, jnp.int32))
+    return jax.device_put(
+        Layout(query_positions=positions.astype(np.int32), key_value_seq_lengths=used.astype(np.int32))
+    )
 
 
 def inner_jaxprs(equation):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from attnsuite.backends import Layout, Terms
@@ -42,7 +41,7 @@ def cached(
             used = -(-np.asarray(layout.key_value_seq_lengths)[:, None] // cache.page_size)
             stale = rng.choice(np.array([-1, len(order), 2**31 - 1, table[0, 0]], np.int32), table.shape)
             table = np.where(np.arange(per_sequence)[None] < used, table, stale)
-        layout = dataclasses.replace(layout, page_table=jnp.asarray(table))
+        layout = dataclasses.replace(layout, page_table=jax.device_put(table))
     if cache.kv_dtype is not None:
         key, of_keys = quantize(key, cache.kv_dtype, axes=cache.axes)
         value, of_values = quantize(value, cache.kv_dtype, axes=cache.axes)
@@ -54,4 +53,4 @@ def _pool(x: np.ndarray, table: np.ndarray, page_size: int) -> jax.Array:
     """The pages of ``x [batch, length, heads, dim]``; those that no sequence has hold ones."""
     pages = np.ones((table.size + _SPARE, page_size, *x.shape[2:]), x.dtype)
     pages[table] = x.reshape(*table.shape, page_size, *x.shape[2:])
-    return jnp.asarray(pages)
+    return jax.device_put(pages)

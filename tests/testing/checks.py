@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from attnsuite.backends import AttentionSpec, Backend, Target, support
@@ -108,9 +107,9 @@ def _strewn(unseen: np.ndarray, x: jax.Array) -> jax.Array:
     huge = HUGE[str(array.dtype)]
     others = (-huge, 0) if array.dtype == np.int8 else (np.inf, np.nan)
     numbers = np.asarray([huge, *others], array.dtype)[position % 3]
-    return jnp.asarray(np.where(unseen, numbers, array))
+    return jax.device_put(np.where(unseen, numbers, array))
 
 
 def _where(condition: np.ndarray, number: float, x: jax.Array) -> jax.Array:
     array = np.asarray(x)
-    return jnp.asarray(np.where(condition, np.asarray(number, array.dtype), array))
+    return jax.device_put(np.where(condition, np.asarray(number, array.dtype), array))

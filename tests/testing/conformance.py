@@ -320,7 +320,7 @@ def layouts(draw: st.DrawFn, spec: AttentionSpec) -> Layout:
         return start + step * np.arange(length)
 
     def batch(row: Callable[[int], np.ndarray], length: int) -> jax.Array:
-        return jnp.asarray(np.stack([row(length) for _ in range(spec.batch)]).astype(np.int32))
+        return jax.device_put(np.stack([row(length) for _ in range(spec.batch)]).astype(np.int32))
 
     T, S = spec.query_length, spec.key_value_length
     lengths = draw(st.lists(st.integers(0, S), min_size=spec.batch, max_size=spec.batch))
@@ -329,7 +329,7 @@ def layouts(draw: st.DrawFn, spec: AttentionSpec) -> Layout:
         key_value_segment_ids=batch(ids, S),
         query_positions=batch(positions, T),
         key_value_positions=batch(positions, S),
-        key_value_seq_lengths=jnp.asarray(np.array(lengths, np.int32)),
+        key_value_seq_lengths=jax.device_put(np.array(lengths, np.int32)),
     )
 
 
@@ -364,7 +364,7 @@ def _inputs(spec: AttentionSpec, seed: int) -> tuple[jax.Array, ...]:
     B, T, S, N, K = spec.batch, spec.query_length, spec.key_value_length, spec.num_heads, spec.num_kv_heads
     H, Hv = spec.head_dim, spec.value_head_dim or spec.head_dim
     shapes = ((B, T, N, H), (B, S, K, H), (B, S, K, Hv), (B, T, N, Hv))
-    return tuple(jnp.asarray(rng.standard_normal(shape).astype(jnp.dtype(spec.dtype))) for shape in shapes)
+    return tuple(jax.device_put(rng.standard_normal(shape).astype(jnp.dtype(spec.dtype))) for shape in shapes)
 
 
 _hold(Conformance)

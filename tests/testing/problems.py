@@ -380,14 +380,15 @@ def arrays(case: Case, name: str, dtype: str | None = None) -> tuple[Layout, Ter
     """The layout, the terms and (query, key, value, cotangent) of a case, seeded by its name."""
     rng = np.random.default_rng(zlib.crc32(name.encode()))
     B, T, S, N, K, H, Hv = case.sizes
-    made = {key: jnp.asarray(x) for key, x in case.layout(case.sizes, rng).items()}
+    # jnp.asarray of JAX 0.12 would compile a copy for every shape.
+    made = jax.device_put(case.layout(case.sizes, rng))
     terms = Terms(**{field.name: made.pop(field.name, None) for field in dataclasses.fields(Terms)})
     layout = Layout(**made)
     big = case.magnitude
     shapes = (((B, T, N, H), big), ((B, S, K, H), big), ((B, S, K, Hv), 1.0), ((B, T, N, Hv), 1.0))
     # NumPy converts: a conversion by JAX compiles for every shape.
     query, key, value, cotangent = (
-        jnp.asarray((rng.standard_normal(shape) * size).astype(jnp.dtype(dtype or case.dtype)))
+        jax.device_put((rng.standard_normal(shape) * size).astype(jnp.dtype(dtype or case.dtype)))
         for shape, size in shapes
     )
     if case.cache is not None:

@@ -121,7 +121,7 @@ def _draw(rng: np.random.Generator, taken: frozenset[Feature], *, has_blocks: bo
     traced = sometimes(0.5)
     if "sinks" in taken and sometimes(0.15):
         spec = dataclasses.replace(spec, has_sinks=True)
-        terms = dataclasses.replace(terms, sinks=jnp.asarray(rng.uniform(-3.0, largest, N).astype(np.float32)))
+        terms = dataclasses.replace(terms, sinks=jax.device_put(rng.uniform(-3.0, largest, N).astype(np.float32)))
     if "mask_function" in taken and sometimes(0.15):
         function = masks.Dilated(int(rng.integers(1, 5))) | masks.Neighbourhood(*map(int, rng.integers(2, 12, 2)))
         spec = dataclasses.replace(spec, mask_function=function & ~masks.Prefix(int(rng.integers(0, 20))))
@@ -167,7 +167,7 @@ def _arrays(rng: np.random.Generator, sometimes: Any, B: int, T: int, S: int, N:
         return rng.permutation(row) if sometimes(0.3) else row
 
     def rows(make: Any, length: int) -> jax.Array:
-        return jnp.asarray(np.stack([make(length) for _ in range(B)]).astype(np.int32))
+        return jax.device_put(np.stack([make(length) for _ in range(B)]).astype(np.int32))
 
     def broadcastable() -> tuple[int, ...]:
         return (*(size if sometimes(0.6) else 1 for size in (B, N, T)), S)
@@ -181,15 +181,15 @@ def _arrays(rng: np.random.Generator, sometimes: Any, B: int, T: int, S: int, N:
     if sometimes(0.3):
         arrays["key_value_positions"] = rows(places, S)
     if sometimes(0.3):
-        arrays["key_value_seq_lengths"] = jnp.asarray(rng.integers(-3, S + 40, B).astype(np.int32))
+        arrays["key_value_seq_lengths"] = jax.device_put(rng.integers(-3, S + 40, B).astype(np.int32))
     if sometimes(0.15):
-        arrays["mask"] = jnp.asarray(rng.random(broadcastable()) < rng.choice([0.1, 0.5, 0.9]))
+        arrays["mask"] = jax.device_put(rng.random(broadcastable()) < rng.choice([0.1, 0.5, 0.9]))
     # A bias that is the same for all keys has a gradient of exactly zero, relative to which nothing can be judged.
     if S > 1 and sometimes(0.15):
         bias = rng.standard_normal(broadcastable()).astype(np.float32)
         if sometimes(0.5):
             bias[rng.random(bias.shape) < 0.4] = -np.inf
-        return Layout(**arrays), Terms(bias=jnp.asarray(bias))
+        return Layout(**arrays), Terms(bias=jax.device_put(bias))
     return Layout(**arrays), Terms()
 
 
