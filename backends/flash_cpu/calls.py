@@ -9,12 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from ..contract import AttentionSpec
 from ..devices import usable_cores
 from . import backward, decode, forward, handler, targets
 from .decode import DecodeKernel
+from .decode_listed import DecodeListed
 from .decode_mass import DecodeMass
 from .forward import Kernel
 from .isa import Isa
@@ -135,23 +136,34 @@ class Calls:
 
     def decode(self, query: Array, key: Array, value: Array, seen: Visibility) -> Float[Array, "b t n v"]:
         """The output of a few query rows."""
-        wide = self.spec.value_head_dim or 0
-        kernel = self._decode_kernel(wide)
-        ranges = self._ranges()
-        dims = self._dims(seen, P=ranges)
-        size = handler.scratch_bytes(*decode.scratch(self.isa, kernel, dims), self.threads)
-        out = jax.ShapeDtypeStruct((*query.shape[:3], wide), self.spec.dtype)
+        kernel = self._decode_kernel(self.spec.value_head_dim or 0)
+        return self._decode("decode", kernel, kernel, self.spec.key_value_length, (query, key, value), seen)
+
+    def decode_listed(
+        self, query: Array, key: Array, value: Array, seen: Visibility, listed: Int[Array, "b k units"], unit: int
+    ) -> Float[Array, "b t n v"]:
+        """The output of a few query rows that attend to the listed units of ``unit`` keys; -1 behind the last."""
+        kernel = self._decode_kernel(self.spec.value_head_dim or 0)
+        this, keys = DecodeListed(kernel, unit), listed.shape[-1] * unit
+        return self._decode("decode_listed", this, kernel, keys, (query, key, value), seen, listed)
+
+    def _decode(
+        self, kind: str, this: Any, kernel: DecodeKernel, keys: int, operands: Any, seen: Visibility, *more: Array
+    ) -> Array:
+        query, key, value = operands
+        ranges = self._ranges(keys)
+        size = handler.scratch_bytes(*decode.scratch(self.isa, kernel, self._dims(seen, P=ranges)), self.threads)
+        out = jax.ShapeDtypeStruct((*query.shape[:3], kernel.value_head_dim), self.spec.dtype)
         results = (out, jax.ShapeDtypeStruct((size,), jnp.uint8))
         if kernel.heads_first:  # an explicit transpose cancels the one by which such a cache becomes an operand
             key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
-        arguments = (query, key, value, *seen.arrays, self.numbers, np.zeros((1, ranges), np.float32))
-        return self._call("decode", kernel, results, *arguments)[0]
+        arguments = (query, key, value, *seen.arrays, self.numbers, np.zeros((1, ranges), np.float32), *more)
+        return self._call(kind, this, results, *arguments)[0]
 
-    def _ranges(self) -> int:
-        """Ranges of a head's keys: several for every thread, and none so short that its overhead shows."""
-        spec = self.spec
-        heads = spec.batch * spec.num_kv_heads
-        most = max(1, spec.key_value_length // DECODE_LEAST_KEYS)
+    def _ranges(self, keys: int) -> int:
+        """Ranges of a head's ``keys``: several for every thread, and none so short that its overhead shows."""
+        heads = self.spec.batch * self.spec.num_kv_heads
+        most = max(1, keys // DECODE_LEAST_KEYS)
         return max(1, min(most, -(-DECODE_ITEMS * self.threads // heads)))
 
     def _heads_per_stage(self) -> int:

@@ -9,14 +9,15 @@ One item is a range of the keys of one KV head. It reads every key and value tha
 Each range ends with its own maximum, sum and output per row. Phase 2 merges the ranges of a head in their order.
 A block of keys that no row sees is not read, nor any value that no row sees.
 
-While a block's keys are scored its values are fetched, and the next block's keys while its values are weighed: the
-arithmetic would otherwise wait for memory, and memory for the arithmetic. Keys and values are touched for the first
-time row by row in the order of memory: a processor fetches ahead well only then.
+While a block's keys are scored its values are fetched, and the next block's keys while its values are weighed (without
+values, while its keys are scored). The arithmetic would otherwise wait for memory, and memory for the arithmetic. Keys
+and values are touched for the first time row by row in the order of memory: a processor fetches ahead well only then.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -151,8 +152,8 @@ def build(module: ir.Module, isa: Isa, kernel: DecodeKernel) -> tuple[Program, S
         kernel.operands,
         kernel.results,
         (
-            Phase(lambda dims: dims["B"] * dims["K"] * dims["P"], emit_range(module, buffers, state)),
-            Phase(lambda dims: dims["B"] * dims["K"], _emit_join(module, buffers, state)),
+            Phase(lambda dims: dims["B"] * dims["K"] * dims["P"], _emit_range(module, buffers, state)),
+            Phase(lambda dims: dims["B"] * dims["K"], emit_join(module, buffers, state)),
         ),
         buffers.shared_bytes,
         buffers.worker_bytes,
@@ -187,58 +188,89 @@ def _strides(kernel: DecodeKernel, dims: Dims, width: int) -> tuple[Any, Any, An
     return dims["S"] * dims["K"] * width, width, dims["K"] * width
 
 
-def emit_range(module: ir.Module, buffers: Buffers, state: State, unit: int | None = None) -> ir.Function:
-    """``item(state, workspace, index)``: one range of the keys of one KV head, or one unit of keys."""
-    kernel = buffers.kernel
-    read = _emit_read(module, buffers, state)
-    see = _emit_see(module, buffers)
-    score = _emit_score(module, buffers)
-    soften = _emit_soften(module, buffers)
-    weigh = {shape: _emit_weigh(module, buffers, *shape) for shape in {shape for _, _, shape in _tiles(buffers)}}
-    widen = _emit_widen(module, buffers) if buffers.widens_values else None
-    size = elements.SIZE[kernel.dtype]
-    with Function(module, "range_item", [ptr, ptr, i64]) as (e, (s, w, index)):
-        dims = state.dims(s)
-        ranges, length, heads = dims["P"], dims["S"], dims["K"]
-        head, part = index // ranges, index % ranges
-        batch, padded = head // heads, buffers.padded_rows(dims)
-        blocks = (length + (BLOCK_KEYS - 1)) // BLOCK_KEYS
-        start, end = (n * blocks // ranges * BLOCK_KEYS if unit is None else n * unit for n in (part, part + 1))
-        stop = e.min(end, length)
-        partial = state.pointer(s, "shared").at(index * padded * buffers.partial, 4)
-        e.run(read, s, w, partial, head)
-        layout = batch // (dims["B"] // dims["C"]) * length
-        positions, ids = (state.pointer(s, f"data:{x}").at(layout, 4) for x in ("position", "key_id"))
-        numbers = state.pointer(s, "data:numbers")
+class Walk:
+    """What the items of a decode step do with a block of keys: the functions of this file, in the module."""
+
+    def __init__(self, module: ir.Module, buffers: Buffers, state: State) -> None:
+        self.buffers, self.state = buffers, state
+        self.read = _emit_read(module, buffers, state)
+        self._see, self._score = _emit_see(module, buffers), _emit_score(module, buffers)
+        self._soften = _emit_soften(module, buffers)
+        shapes = {shape for _, _, shape in _tiles(buffers)} if buffers.kernel.value_head_dim else ()
+        self._weigh = {shape: _emit_weigh(module, buffers, *shape) for shape in shapes}
+        self._widen = _emit_widen(module, buffers) if buffers.widens_values else None
+
+    def partial(self, s: Value, index: Value) -> Value:
+        """What range ``index`` leaves, numbered over the KV heads."""
+        whole = self.buffers.padded_rows(self.state.dims(s)) * self.buffers.partial
+        return self.state.pointer(s, "shared").at(index * whole, 4)
+
+    def of_head(self, e: Function, s: Value, w: Value, head: Value) -> Callable[[Value, Value, Value, Value], None]:
+        """``walk(partial, start, stop, ahead)`` emits a loop over the keys from ``start`` to ``stop`` of a KV head.
+
+        ``ahead`` is the slot whose keys come after these.
+        """
+        buffers, kernel, dims = self.buffers, self.buffers.kernel, self.state.dims(s)
+        size, heads, padded = elements.SIZE[kernel.dtype], dims["K"], buffers.padded_rows(dims)
+        batch = head // heads
+        layout = batch // (dims["B"] // dims["C"]) * dims["S"]
+        positions, ids = (self.state.pointer(s, f"data:{x}").at(layout, 4) for x in ("position", "key_id"))
+        numbers = self.state.pointer(s, "data:numbers")
         count = dims["T"] * (dims["N"] // heads)
 
         def side(name: str, width: int) -> tuple[Value, Value]:
             by_batch, by_head, by_key = _strides(kernel, dims, width)
-            first = state.pointer(s, f"data:{name}").at(batch * by_batch + head % heads * by_head, size)
+            first = self.state.pointer(s, f"data:{name}").at(batch * by_batch + head % heads * by_head, size)
             return first, (by_key if isinstance(by_key, Value) else e.const(i64, by_key)) * size
 
         keys, key_step = side("key", kernel.head_dim)
         values, value_step = side("value", kernel.value_head_dim) if kernel.value_head_dim else (keys, key_step)
-        with e.loop(start, stop, BLOCK_KEYS) as k:
-            n = e.min(stop - k, BLOCK_KEYS)
-            seen = e.run(see, w, positions.at(k, 4), ids.at(k, 4), n, count)
-            with e.when(seen > 0):
-                of_block = (keys.at(k * key_step), key_step, values.at(k * value_step), value_step)
-                e.run(score, w, *of_block, padded, n)
-                with e.loop(0, count) as r:
-                    e.run(soften, w, r, partial.at(r * buffers.partial, 4), numbers)
-                if kernel.value_head_dim:
-                    block, step, element = values.at(k * value_step), value_step, size
-                    ahead = keys.at((k + BLOCK_KEYS) * key_step)
-                    if widen is not None:
-                        e.run(widen, w, block, step, n)
-                        block, step, element = w.at(buffers.values), e.const(i64, buffers.value_width * 4), 4
-                    with e.loop(0, n, WEIGHED_KEYS) as first, e.loop(0, padded, kernel.rows_per_tile) as r:
-                        last = e.min(first + WEIGHED_KEYS, n)
-                        for below, column, shape in _tiles(buffers):
-                            out = partial.at((r + below) * buffers.partial + column, 4)
-                            columns = (block.at(column, element), step, ahead.at(column, size), key_step)
-                            e.run(weigh[shape], w, r + below, *columns, out, first, last)
+
+        def walk(partial: Value, start: Value, stop: Value, ahead: Value) -> None:
+            with e.loop(start, stop, BLOCK_KEYS) as k:
+                n = e.min(stop - k, BLOCK_KEYS)
+                following = keys.at(e.select(k + n < stop, k + n, ahead) * key_step)
+                seen = e.run(self._see, w, positions.at(k, 4), ids.at(k, 4), n, count)
+                with e.when(seen > 0):
+                    fetched = values.at(k * value_step) if kernel.value_head_dim else following
+                    e.run(self._score, w, keys.at(k * key_step), key_step, fetched, value_step, padded, n)
+                    with e.loop(0, count) as r:
+                        e.run(self._soften, w, r, partial.at(r * buffers.partial, 4), numbers)
+                    if kernel.value_head_dim:
+                        self._add(e, w, partial, values.at(k * value_step), value_step, following, key_step, padded, n)
+
+        return walk
+
+    def _add(
+        self, e: Function, w: Value, partial: Value, block: Value, step: Value, following: Value, key_step: Value,
+        padded: Value, n: Value,
+    ) -> None:  # fmt: skip
+        """Adds a block's weighted values to the partial result."""
+        buffers, size = self.buffers, elements.SIZE[self.buffers.kernel.dtype]
+        element, tile = size, buffers.kernel.rows_per_tile
+        if self._widen is not None:
+            e.run(self._widen, w, block, step, n)
+            block, step, element = w.at(buffers.values), e.const(i64, buffers.value_width * 4), 4
+        with e.loop(0, n, WEIGHED_KEYS) as first, e.loop(0, padded, tile) as r:
+            last = e.min(first + WEIGHED_KEYS, n)
+            for below, column, shape in _tiles(buffers):
+                out = partial.at((r + below) * buffers.partial + column, 4)
+                columns = (block.at(column, element), step, following.at(column, size), key_step)
+                e.run(self._weigh[shape], w, r + below, *columns, out, first, last)
+
+
+def _emit_range(module: ir.Module, buffers: Buffers, state: State) -> ir.Function:
+    """``item(state, workspace, index)``: one range of the keys of one KV head."""
+    walk = Walk(module, buffers, state)
+    with Function(module, "range_item", [ptr, ptr, i64]) as (e, (s, w, index)):
+        dims = state.dims(s)
+        ranges, length = dims["P"], dims["S"]
+        head, part = index // ranges, index % ranges
+        blocks = (length + (BLOCK_KEYS - 1)) // BLOCK_KEYS
+        start, end = (n * blocks // ranges * BLOCK_KEYS for n in (part, part + 1))
+        partial = walk.partial(s, index)
+        e.run(walk.read, s, w, partial, head)
+        walk.of_head(e, s, w, head)(partial, start, e.min(end, length), end)
         e.ret()
     return e.function
 
@@ -321,10 +353,11 @@ def _emit_see(module: ir.Module, buffers: Buffers) -> ir.Function:
 
 
 def _emit_score(module: ir.Module, buffers: Buffers) -> ir.Function:
-    """``score(workspace, keys, step, values, value_step, rows, count)``: the products of a block of ``count`` keys.
+    """``score(workspace, keys, step, ahead, ahead_step, rows, count)``: the products of a block of ``count`` keys.
 
-    Each key meets a tile of rows; a few keys' sums are added across lanes together. Behind the last key the last one is
-    taken again. What a row does not see is read as well, and hidden by ``soften``.
+    Meanwhile what is needed next is fetched, row by row from ``ahead`` on. Each key meets a tile of rows; a few keys'
+    sums are added across lanes together. Behind the last key the last one is taken again. What a row does not see is
+    read as well, and hidden by ``soften``.
     """
     isa, kernel, width = buffers.isa, buffers.kernel, buffers.width
     copy = rows.copy_row(module, isa, "copy_key", kernel.dtype, kernel.head_dim) if buffers.widens_keys else None
@@ -332,7 +365,7 @@ def _emit_score(module: ir.Module, buffers: Buffers) -> ir.Function:
     size, type_ = elements.SIZE[dtype], vector(f32, isa.lanes)
     at_once, tile = isa.value_vectors, kernel.rows_per_tile
     with Function(module, "score", [ptr, ptr, i64, ptr, i64, i64, i64]) as (e, arguments):
-        w, keys, step, values, value_step, padded, count = arguments
+        w, keys, step, ahead, ahead_step, padded, count = arguments
         row = _Rows(buffers, w)
         with e.loop(0, count, at_once) as first:
             places = [keys.at(e.min(first + j, count - 1) * step) for j in range(at_once)]
@@ -343,10 +376,9 @@ def _emit_score(module: ir.Module, buffers: Buffers) -> ir.Function:
             with e.loop(0, padded, tile) as r:
                 sums = [[e.variable(e.const(type_, 0.0)) for _ in places] for _ in range(tile)]
                 for j, place in enumerate(places):
-                    value = values.at((first + j) * value_step)
+                    fetched = ahead.at((first + j) * ahead_step)
                     with e.loop(0, width, isa.lanes) as d:
-                        if kernel.value_head_dim:
-                            e.prefetch(value.at(d, elements.SIZE[kernel.dtype]), 1)
+                        e.prefetch(fetched.at(d, elements.SIZE[kernel.dtype]), 1)
                         x = elements.load(e, place.at(d, size), dtype, isa.lanes)
                         for i in range(tile):
                             sums[i][j].set(e.fma(x, row.query(r + i).at(d, 4).load(type_), sums[i][j]()))
@@ -458,7 +490,7 @@ def _emit_widen(module: ir.Module, buffers: Buffers) -> ir.Function:
     return e.function
 
 
-def _emit_join(module: ir.Module, buffers: Buffers, state: State) -> ir.Function:
+def emit_join(module: ir.Module, buffers: Buffers, state: State) -> ir.Function:
     """``item(state, workspace, index)``: the ranges of one KV head as one output; a row that saw nothing is zero.
 
     A row that saw something that is not finite is NaN throughout.

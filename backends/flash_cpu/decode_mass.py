@@ -12,12 +12,14 @@ from typing import Any
 
 from llvmlite import ir
 
-from .decode import Buffers, DecodeKernel, emit_range, exp2_scalar
+from .decode import Buffers, DecodeKernel, Walk, exp2_scalar
 from .emit import Function, f32, i64, ptr
 from .forward import fits
 from .handler import Dims, Operand, Phase, Program, State
 from .isa import Isa
 from .softmax import HIDDEN
+
+RUN_KEYS = 2048  # of an item, in whole units
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,15 +49,41 @@ def build(module: ir.Module, isa: Isa, this: DecodeMass) -> tuple[Program, State
         units = (dims["S"] + (this.unit - 1)) // this.unit
         return [*fits(dims), (units.equals(dims["P"]), "the mass has not one number for each unit of keys.")]
 
+    units = _emit_units(module, buffers, state, this.unit)
     phases = (
-        Phase(lambda dims: dims["B"] * dims["K"] * dims["P"], emit_range(module, buffers, state, this.unit)),
+        Phase(lambda dims: dims["B"] * dims["K"] * _runs(this.unit, dims), units),
         Phase(lambda dims: dims["B"] * dims["K"], _emit_pool(module, buffers, state)),
     )
     return Program(this.operands, this.results, phases, buffers.shared_bytes, buffers.worker_bytes, whole), state
 
 
+def _runs(unit: int, dims: Dims) -> Any:
+    """Runs of units that are one item each: keys that lie behind each other are read the fastest."""
+    run = max(1, RUN_KEYS // unit)
+    return (dims["P"] + (run - 1)) // run
+
+
+def _emit_units(module: ir.Module, buffers: Buffers, state: State, unit: int) -> ir.Function:
+    """``item(state, workspace, index)``: a run of units of one KV head."""
+    walk, run = Walk(module, buffers, state), max(1, RUN_KEYS // unit)
+    with Function(module, "units_item", [ptr, ptr, i64]) as (e, (s, w, index)):
+        dims = state.dims(s)
+        units, runs = dims["P"], _runs(unit, dims)
+        head, first = index // runs, index % runs * run
+        of_head = walk.of_head(e, s, w, head)
+        with e.loop(first, e.min(first + run, units)) as u:
+            partial, end = walk.partial(s, head * units + u), (u + 1) * unit
+            e.run(walk.read, s, w, partial, head)
+            of_head(partial, u * unit, e.min(end, dims["S"]), end)
+        e.ret()
+    return e.function
+
+
 def _emit_pool(module: ir.Module, buffers: Buffers, state: State) -> ir.Function:
-    """``item(state, workspace, index)``: the mass of the units of one KV head; a row that saw nothing adds zero."""
+    """``item(state, workspace, index)``: the mass of the units of one KV head.
+
+    A row that saw nothing adds zero, and so does a unit for a row whose score there is not finite.
+    """
     isa = buffers.isa
     top_at, total_at = buffers.value_width, buffers.value_width + 1
     with Function(module, "pool_item", [ptr, ptr, i64]) as (e, (s, _, head)):
@@ -75,8 +103,10 @@ def _emit_pool(module: ir.Module, buffers: Buffers, state: State) -> ir.Function
             with e.loop(0, units) as u:
                 place = row.at(u * whole + total_at, 4)
                 below = exp2_scalar(e, isa, row.at(u * whole + top_at, 4).load(f32) - top())
-                place.store(place.load(f32) * below)
-                total.set(total() + place.load(f32))
+                share = place.load(f32) * below
+                share = e.select(share >= 0.0, share, 0.0)
+                place.store(share)
+                total.set(total() + share)
             factor = e.select(total().equals(0.0), e.const(f32, 0.0), e.const(f32, 1.0) / total())
             with e.loop(0, units) as u:
                 place = mass.at(u, 4)

@@ -7,7 +7,7 @@ Queries of one KV head are cut into tiles of ``Q`` tokens, keys into units; a un
     mass      mass[u] = sum over the rows of the tile and the keys of unit u of the softmax over all keys
 
 The mass takes one pass: a row keeps the sum of every unit relative to the maximum at that time. At the end the sums are
-rescaled, ``sums[u] * 2**(tops[u] - top) / total``.
+rescaled, ``sums[u] * 2**(tops[u] - top) / total``. Rows and keys that are not finite count as zeros.
 """
 
 from __future__ import annotations
@@ -145,6 +145,7 @@ def _emit_mass_item(module: ir.Module, isa: Isa, this: SparseKernel, state: Stat
     at, end = forward.workspace(isa, kernel, blocks.keys_per_block)
     read = forward.emit_read(module, isa, kernel, state, queries, at)
     add_up, pool = _emit_sums(module, isa, this, at), _emit_pool(module, isa, at)
+    fill = rows.fill(module, isa)
     with Function(module, "mass_item", [ptr, ptr, i64]) as (e, (s, w, tile)):
         dims = state.dims(s)
         count = blocks.count(dims)
@@ -157,6 +158,8 @@ def _emit_mass_item(module: ir.Module, isa: Isa, this: SparseKernel, state: Stat
             head, start, there = _part(e, isa, dims, tile, part)
             with e.when(there > 0):
                 e.run(read, s, w, head, start, there)
+                # NaN for a row that is not finite: here it is a row of zeros, and spoils no selection of its tile.
+                e.run(fill, w.at(at["total"]), queries, e.const(f32, 0.0))
                 keys, _, _, *others = forward.of_head(blocks, state, s, dims, head)
                 e.run(add_up, w, keys, *others, sums, tops, count)
                 e.run(pool, w, sums, tops, mass, count, there)

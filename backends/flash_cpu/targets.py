@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-from . import backward, cache, compiler, decode, decode_mass, forward, handler, sparse
+from . import backward, cache, compiler, decode, decode_listed, decode_mass, forward, handler, sparse
 from .compiler import Loaded, Processor
 from .handler import API_MAJOR, Program
 from .isa import Isa
@@ -28,6 +28,7 @@ BUILDERS: dict[str, Callable[..., tuple[Program, Any]]] = {
     "forward": forward.build,
     "backward": backward.build,
     "decode": decode.build,
+    "decode_listed": decode_listed.build,
     "decode_mass": decode_mass.build,
     "listed": sparse.build_listed,
     "mass": sparse.build_mass,

@@ -163,16 +163,17 @@ class Kascade:
             selection = compute.select(query, key)
             return compute.attend(query, key, value, selection), selection
 
-        return Plan(forward_only(attend))
+        return Plan(forward_only(attend), isolates=compute.isolates)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Computation:
-    """The three functions of a layer (select, dense, attend), with the kernels that were chosen."""
+    """The three functions of a layer (select, dense, attend), with the kernels that were chosen, and their promise."""
 
     select: Callable[[Array, Array], Selection]
     dense: Callable[[Array, Array, Array], tuple[Array, Selection]]
     attend: Callable[[Array, Array, Array, Selection], Array]
+    isolates: bool = False
 
 
 def _computation(
@@ -200,7 +201,7 @@ def _computation(
         listed = with_own(tiling, places, selection)
         return module.attend(geometry, places, query, key, value, listed, interpret=interpret)
 
-    return _Computation(select, _no_dense_layer, attend)
+    return _Computation(select, _no_dense_layer, attend, module.isolates(geometry))
 
 
 def _no_dense_layer(*_: Array) -> Any:

@@ -1,9 +1,9 @@
 """Kascade by native kernels for CPUs: those of ``backends/flash_cpu``, behind the functions of ``kernels.py``.
 
 Prefill uses that folder's ``sparse.py``: query tiles against listed units, and the mass of all units in one pass. A
-decode step uses its decode kernel: each KV head is a sequence of its own that sees only the listed keys, and a key that
-is not listed is not read. The mass of a decode step is that kernel without values. XLA computes it (``steps.py``) where
-units are shorter than the kernel's blocks of keys.
+decode step uses two forms of its decode kernel: ``decode_listed.py``, which reads no key that is not listed, and
+``decode_mass.py``. XLA computes the mass of a decode step (``steps.py``) where units are shorter than the kernel's
+blocks of keys.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from ..contract import AttentionSpec
 from ..devices import Target
@@ -73,6 +73,15 @@ def geometry(spec: AttentionSpec, tiling: Tiling, settings: Settings) -> Geometr
     return Geometry(spec, tiling, _calls(spec))
 
 
+def isolates(geometry: Geometry) -> bool:
+    """Yes, except where several tokens share a decode kernel, which reads a key for all of them."""
+    return geometry.spec.query_length == 1 or not _in_one_step(geometry)
+
+
+def _in_one_step(geometry: Geometry) -> bool:
+    return geometry.calls.is_decode and geometry.tiling.query_tiles == 1
+
+
 def pooled_mass(
     geometry: Geometry,
     places: Places,
@@ -107,8 +116,8 @@ def attend(
 ) -> Float[Array, "batch q_len heads v_dim"]:
     """As :meth:`attnsuite.backends.kascade.kernels.Kernels.attend`."""
     spec, tiling, calls = geometry.spec, geometry.tiling, geometry.calls
-    if calls.is_decode and tiling.query_tiles == 1:
-        return _decode(spec, tiling, places, query, key, value, listed[:, :, 0])
+    if _in_one_step(geometry):
+        return calls.decode_listed(query, key, value, _seen(spec, places), listed[:, :, 0], tiling.unit)
     this = geometry.kernel(value.shape[-1])
     size = handler.scratch_bytes(*sparse.listed_scratch(calls.isa, this, geometry.dims(places)), calls.threads)
     row = jax.ShapeDtypeStruct(query.shape[:3], jnp.float32)
@@ -116,28 +125,6 @@ def attend(
     results = out, row, row, jax.ShapeDtypeStruct((size,), jnp.uint8)
     operands = query, key, value, *_seen(spec, places).arrays, calls.numbers, listed, _of_length(tiling.query_tile)
     return call("listed", this, calls.isa, results, *operands)[0]
-
-
-def _decode(
-    spec: AttentionSpec, tiling: Tiling, places: Places, query: Array, key: Array, value: Array, listed: Array
-) -> Array:
-    """Attention of a few tokens: each KV head of each sequence becomes a sequence of its listed keys."""
-    b, t, k, g, s = spec.batch, spec.query_length, spec.num_kv_heads, spec.group_size, spec.key_value_length
-    alone = dataclasses.replace(spec, batch=b * k, num_heads=g, num_kv_heads=1)
-    seen = jax.tree.map(lambda x: jnp.repeat(jnp.broadcast_to(x, (b, x.shape[1])), k, axis=0), _seen(spec, places))
-    chosen = jnp.repeat(_is_listed(tiling, listed).reshape(b * k, -1), tiling.unit, axis=1)[:, :s]
-    seen = dataclasses.replace(seen, key_id=jnp.where(chosen, seen.key_id, NO_KEY))
-    query = query.reshape(b, t, k, g, -1).swapaxes(1, 2).reshape(b * k, t, g, -1)
-    key, value = (x.swapaxes(1, 2).reshape(b * k, s, 1, -1) for x in (key, value))
-    out = _calls(alone).decode(query, key, value, seen)
-    return out.reshape(b, k, t, g, -1).swapaxes(1, 2).reshape(b, t, k * g, -1)
-
-
-def _is_listed(tiling: Tiling, listed: Int[Array, "b k slots"]) -> Bool[Array, "b k units"]:
-    b, k, _ = listed.shape
-    at = jnp.where(listed < 0, tiling.units, listed)  # behind the last unit: dropped
-    none = jnp.zeros((b, k, tiling.units), bool)
-    return none.at[jnp.arange(b)[:, None, None], jnp.arange(k)[None, :, None], at].set(True, mode="drop")
 
 
 def _seen(spec: AttentionSpec, places: Places) -> Visibility:

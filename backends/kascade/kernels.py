@@ -31,7 +31,11 @@ class Kernels(Protocol):
         ...
 
     def geometry(self, spec: AttentionSpec, tiling: Tiling, settings: Settings) -> Any:
-        """The static data of a problem that the module's two other functions need; made once per plan."""
+        """The static data of a problem that the module's other functions need; made once per plan."""
+        ...
+
+    def isolates(self, geometry: Any) -> bool:
+        """Whether NaN and infinity change no row that may not see them; else ``backends/isolation.py`` sees to it."""
         ...
 
     def pooled_mass(

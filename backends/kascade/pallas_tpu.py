@@ -61,6 +61,11 @@ def geometry(spec: AttentionSpec, tiling: Tiling, settings: Settings) -> Geometr
     return Geometry(spec, tiling, tpu_blocks(spec, tiling, settings))
 
 
+def isolates(geometry: Geometry) -> bool:
+    """No: a hidden value is multiplied by a probability of zero."""
+    return False
+
+
 def attend(
     geometry: Geometry,
     places: Places,

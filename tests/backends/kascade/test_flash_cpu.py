@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("llvmlite", reason="the kernels are compiled by llvmlite (pip install 'attnsuite[cpu]')")
 
-from attnsuite.backends import Target, support
+from attnsuite.backends import Target, plan, support
 from attnsuite.backends.flash_cpu import availability, decode_mass, rows
 from attnsuite.backends.flash_cpu import sparse as sparse_kernels
 from attnsuite.backends.flash_cpu.emit import Function, f32, i64, ptr
@@ -74,6 +74,47 @@ def test_all_heads_share_one_selection_of_the_summed_mass():
     theirs = functools.partial(reference.select, problem.spec, problem.layout, problem.tiling, ablation="all_heads")
     _, selection = problem.layer(kernel="flash_cpu", ablation="all_heads")
     jax.tree.map(np.testing.assert_array_equal, selection, jax.jit(theirs)(problem.query, problem.key))
+
+
+# What is not finite
+
+
+def _run(problem, query, key, value):
+    made = plan(KASCADE, problem.spec, problem.layout, target=Target("cpu"), options=_options(problem))
+    assert made.isolates
+    return made.run(query, key, value)
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+def test_row_that_may_not_see_what_is_not_finite_is_as_with_zeros_there(name):
+    problem, at = sparse(T=101), 86  # inside a tile that does not select its first units
+    inputs = dict(zip(("query", "key", "value"), problem.inputs, strict=True))
+    zeros = {**inputs, name: inputs[name].at[0, at, 0].set(0)}
+    out, selection = _run(problem, **{**inputs, name: inputs[name].at[0, at, 0, 3].set(jnp.nan)})
+    expected, same = _run(problem, **zeros)
+    jax.tree.map(np.testing.assert_array_equal, selection, same)
+    spoilt = np.isnan(out).all(-1)
+    np.testing.assert_array_equal(np.asarray(out)[~spoilt], np.asarray(expected)[~spoilt])
+    if name == "query":
+        assert spoilt[0, at, 0]
+        assert spoilt.sum() == 1
+        return
+    group, width = problem.spec.group_size, problem.tiling.query_tile
+    assert spoilt[0, at : at // width * width + width, :group].all()  # the own region is always attended to
+    spoilt[0, at:, :group] = False
+    assert not spoilt.any()
+
+
+@pytest.mark.parametrize("name", ["query", "key"])
+def test_mass_of_a_step_leaves_out_what_is_not_finite(name):
+    problem = MORE["decode"]()
+    spoilt = {"query": problem.query, "key": problem.key}
+    spoilt[name] = spoilt[name].at[:, 7 if name == "key" else 0, 0, 3].set(jnp.nan)
+    geometry = flash_cpu.geometry(problem.spec, problem.tiling, problem.settings)
+    mass = flash_cpu.pooled_mass(geometry, problem.places, **spoilt, interpret=False)
+    assert np.isfinite(mass).all()
+    group = problem.spec.group_size
+    np.testing.assert_allclose(mass.sum(-1)[:, 0, 0], group - 1 if name == "query" else group, rtol=1e-5)
 
 
 # Refusals
