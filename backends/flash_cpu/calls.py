@@ -124,15 +124,24 @@ class Calls:
         soft_cap = spec.logits_soft_cap is not None
         return DecodeKernel(spec.dtype, spec.head_dim, value_head_dim, soft_cap, tile, self.cache_heads_first)
 
-    def decode_mass(self, query: Array, key: Array, seen: Visibility, unit: int) -> Float[Array, "b k units"]:
-        """The attention of a few query rows to each unit of ``unit`` keys, summed over the rows of a KV head."""
-        spec, kernel = self.spec, self._decode_kernel(0)
+    def decode_mass(
+        self, query: Array, key: Array, value: Array | None, seen: Visibility, unit: int
+    ) -> tuple[Float[Array, "b k units"], Float[Array, "b t n v"] | None]:
+        """The attention of a few query rows to each unit of ``unit`` keys, summed over the rows of a KV head.
+
+        With ``value``, also the output.
+        """
+        spec = self.spec
+        kernel = self._decode_kernel(0 if value is None else value.shape[-1])
         units = -(-spec.key_value_length // unit)
         size = handler.scratch_bytes(*decode.scratch(self.isa, kernel, self._dims(seen, P=units)), self.threads)
         mass = jax.ShapeDtypeStruct((spec.batch, spec.num_kv_heads, units), jnp.float32)
-        results = (mass, jax.ShapeDtypeStruct((size,), jnp.uint8))
-        key = key.swapaxes(1, 2) if kernel.heads_first else key
-        return self._call("decode_mass", DecodeMass(kernel, unit), results, query, key, *seen.arrays, self.numbers)[0]
+        out = () if value is None else (jax.ShapeDtypeStruct((*query.shape[:3], value.shape[-1]), spec.dtype),)
+        results = (mass, *out, jax.ShapeDtypeStruct((size,), jnp.uint8))
+        cache = (x.swapaxes(1, 2) if kernel.heads_first else x for x in (key, value) if x is not None)
+        this = DecodeMass(kernel, unit)
+        mass, *out = self._call("decode_mass", this, results, query, *cache, *seen.arrays, self.numbers)[:-1]
+        return mass, out[0] if out else None
 
     def decode(self, query: Array, key: Array, value: Array, seen: Visibility) -> Float[Array, "b t n v"]:
         """The output of a few query rows."""

@@ -1,6 +1,7 @@
-"""The attention mass of every unit of keys in a decode step: the decode kernel without values, a range per unit.
+"""The attention mass of every unit of keys in a decode step: the decode kernel with a range per unit, mostly no values.
 
-A range ends with each row's maximum and sum (``decode.py``). Phase 2 pools them over the rows of a KV head::
+With values the step is dense attention that also gives the mass. A range ends with each row's maximum and sum
+(``decode.py``). Phase 2 pools them over the rows of a KV head::
 
     mass[u] = sum_r total[r, u] 2**(top[r, u] - top[r]) / total[r]
 """
@@ -12,7 +13,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from .decode import Buffers, DecodeKernel, Walk, exp2_scalar
+from .decode import Buffers, DecodeKernel, Walk, emit_join, exp2_scalar
 from .emit import Function, f32, i64, ptr
 from .forward import fits
 from .handler import Dims, Operand, Phase, Program, State
@@ -24,20 +25,23 @@ RUN_KEYS = 2048  # of an item, in whole units
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DecodeMass:
-    """What a kernel of the mass is compiled for: a decode kernel without values, and the keys of a unit."""
+    """What a kernel of the mass is compiled for: a decode kernel, mostly without values, and the keys of a unit."""
 
     kernel: DecodeKernel
     unit: int
 
     @property
     def operands(self) -> tuple[Operand, ...]:
-        """Those of the decode kernel without values; the result says how many units there are."""
-        return tuple(x for x in self.kernel.operands if x.name not in ("value", "ranges"))
+        """Those of the decode kernel; the result says how many units there are."""
+        without = ("ranges",) if self.kernel.value_head_dim else ("ranges", "value")
+        return tuple(x for x in self.kernel.operands if x.name not in without)
 
     @property
     def results(self) -> tuple[Operand, ...]:
-        """The mass of every unit, and scratch memory."""
-        return Operand("mass", "float32", ("B", "K", "P")), Operand("scratch", "uint8", ("bytes",))
+        """The mass of every unit, with values the output, and scratch memory."""
+        out, scratch = self.kernel.results
+        mass = Operand("mass", "float32", ("B", "K", "P"))
+        return (mass, out, scratch) if self.kernel.value_head_dim else (mass, scratch)
 
 
 def build(module: ir.Module, isa: Isa, this: DecodeMass) -> tuple[Program, State]:
@@ -86,8 +90,11 @@ def _emit_pool(module: ir.Module, buffers: Buffers, state: State) -> ir.Function
     """
     isa = buffers.isa
     top_at, total_at = buffers.value_width, buffers.value_width + 1
-    with Function(module, "pool_item", [ptr, ptr, i64]) as (e, (s, _, head)):
+    join = emit_join(module, buffers, state) if buffers.kernel.value_head_dim else None
+    with Function(module, "pool_item", [ptr, ptr, i64]) as (e, (s, w, head)):
         dims = state.dims(s)
+        if join is not None:
+            e.run(join, s, w, head)  # before the sums are rescaled in place
         units = dims["P"]
         whole = buffers.padded_rows(dims) * buffers.partial
         first = state.pointer(s, "shared").at(head * units * whole, 4)

@@ -223,23 +223,35 @@ def emit_read(
 
 
 def emit_attend(
-    module: ir.Module, isa: Isa, kernel: Kernel, blocks: Blocks, at: dict[str, int], *, listed: bool = False
+    module: ir.Module,
+    isa: Isa,
+    kernel: Kernel,
+    blocks: Blocks,
+    at: dict[str, int],
+    *,
+    listed: bool = False,
+    pooled: bool = False,
 ) -> ir.Function:
     """``attend(workspace, keys, values, spoilt, positions, ids, records, numbers, blocks)``: the tile, all key blocks.
 
-    Where ``listed``, over the blocks that a list of int32 names: another pointer, before the number of blocks.
+    Where ``listed``, over the blocks that a list of int32 names: another pointer, before the number of blocks. Where
+    ``pooled``, two more: of each block and row, the sum of its weights and the maximum that the sum is relative to.
+    Without values (dimension 0) there is no output.
     """
-    queries, keys_per_block, pack = block_rows(isa), blocks.keys_per_block, blocks.pack
-    value_width = blocks.value_width
-    scores = Scores.of(module, isa, "score", kernel.head_dim, blocks.key_width, queries, pack)
+    queries, keys_per_block, type_ = block_rows(isa), blocks.keys_per_block, vector(f32, isa.lanes)
+    value_width, pack = blocks.value_width, blocks.pack if kernel.value_head_dim else 1
+    scores = Scores.of(module, isa, "score", kernel.head_dim, blocks.key_width, queries, blocks.pack)
+    plain, masked = (
+        softmax(module, isa, queries, mixed=mixed, soft_cap=kernel.soft_cap, pack=pack, pooled=pooled)
+        for mixed in (False, True)
+    )
     weigh = Weighted.of(module, isa, "value", value_width, (1, queries), pack)
-    plain = softmax(module, isa, queries, mixed=False, soft_cap=kernel.soft_cap, pack=pack)
-    masked = softmax(module, isa, queries, mixed=True, soft_cap=kernel.soft_cap, pack=pack)
     rescale, spoil = _emit_rescale(module, isa, value_width), _emit_spoil(module, isa)
-    with Function(module, "attend", [ptr] * (9 if listed else 8) + [i64]) as (e, arguments):
-        w, keys, values, spoilt, positions, ids, records, numbers, *names, count = arguments
+    fill = rows.fill(module, isa)
+    with Function(module, "attend", [ptr] * (8 + listed + 2 * pooled) + [i64]) as (e, arguments):
+        w, keys, values, spoilt, positions, ids, records, numbers, *more, count = arguments
         with e.loop(0, count) as i:
-            n = names[0].at(i, 4).load(i32).integer(i64) if listed else i
+            n = more[0].at(i, 4).load(i32).integer(i64) if listed else i
             k, v = keys.at(n * blocks.key_terms, 4), values.at(n * blocks.value_terms, 4)
             block = (positions.at(n * keys_per_block, 4), ids.at(n * keys_per_block, 4))
             marks = spoilt.at(n * blocks.spoilt_numbers, 4)
@@ -247,26 +259,33 @@ def emit_attend(
                 bounds = w.at(at["bounds"]).at(g // isa.group * masking.QUERY_RECORD)
                 record = records.at(n * blocks.record_bytes)
                 live = masking.live_keys(e, bounds, record, keys_per_block, blocks.strip)
+                pools = [x.at(n * queries + g, 4) for x in more[-2:]] if pooled else []
+                for pool, nothing in zip(pools, (0.0, HIDDEN), strict=False):
+                    e.run(fill, pool, isa.group, e.const(f32, nothing))
                 with e.when(live.any):
                     s = w.at(at["scores"]).at(g, 4)
                     scores.emit(e, k, w.at(at["query"]).at(g, 4), s, live.start, live.stop)
                     places = Places(
                         *(w.at(at[n_]).at(g, 4) for n_ in ("top", "total", "decay", "first", "last", "query_id"))
                     )
-                    given = (s, *places.all, *block, numbers, live.start, live.stop)
+                    given = (s, *places.all, *block, numbers, *pools[:1], live.start, live.stop)
                     raised = e.variable(e.const(ir.IntType(1), 0))
                     e.either(
                         live.mixed,
                         lambda a=given, r=raised: r.set(e.run(masked, *a)),
                         lambda a=given, r=raised: r.set(e.run(plain, *a)),
                     )
-                    out = w.at(at["out"]).at(g * value_width, 4)
-                    with e.when(raised()):
-                        e.run(rescale, out, places.decay)
-                    weigh.emit(e, s, v, out, (0, isa.group), (live.start, live.stop))
-                    with e.when(marks.load(i32).compare("!=", 0)):
-                        seen_by = (places.first, places.last, places.query_id)
-                        e.run(spoil, marks, places.total, *seen_by, *block, live.start, live.stop)
+                    for to_top in pools[1:]:
+                        for lane in range(0, isa.group, isa.lanes):
+                            to_top.at(lane, 4).store(places.top.at(lane, 4).load(type_))
+                    if value_width:
+                        out = w.at(at["out"]).at(g * value_width, 4)
+                        with e.when(raised()):
+                            e.run(rescale, out, places.decay)
+                        weigh.emit(e, s, v, out, (0, isa.group), (live.start, live.stop))
+                        with e.when(marks.load(i32).compare("!=", 0)):
+                            seen_by = (places.first, places.last, places.query_id)
+                            e.run(spoil, marks, places.total, *seen_by, *block, live.start, live.stop)
         e.ret()
     return e.function
 

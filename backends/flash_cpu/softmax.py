@@ -69,17 +69,20 @@ def _raise(e: Function, isa: Isa, new: list[Value], top: Value, total: Value, de
     return some
 
 
-def softmax(module: ir.Module, isa: Isa, queries: int, *, mixed: bool, soft_cap: bool, pack: int = 1) -> ir.Function:
+def softmax(
+    module: ir.Module, isa: Isa, queries: int, *, mixed: bool, soft_cap: bool, pack: int = 1, pooled: bool = False
+) -> ir.Function:
     """A function over one group: ``(scores, places..., position, key_id, numbers, start, stop) -> raised``.
 
     ``scores[k, q]`` (row stride ``queries``) become probabilities, as terms of the value product over the keys: with a
     ``pack`` of 2 keys ``2 n`` and ``2 n + 1`` go into row ``n``. Where ``raised``, the group's output must be
-    multiplied by ``decay``. A mixed block compares positions and ids; what is hidden comes out as exactly zero.
+    multiplied by ``decay``. Where ``pooled``, another pointer after ``numbers`` is to the sums of this block alone,
+    relative to the present maximum. A mixed block compares positions and ids; what is hidden comes out as exactly zero.
     """
     lanes, vectors, type_ = isa.lanes, range(isa.score_vectors), vector(f32, isa.lanes)
     name = "softmax_mixed" if mixed else "softmax"
-    with Function(module, name, [ptr] * 10 + [i64] * 2, i1) as (e, arguments):
-        scores, top, total, decay, first, last, query_id, position, key_id, numbers, start, stop = arguments
+    with Function(module, name, [ptr] * (11 if pooled else 10) + [i64] * 2, i1) as (e, arguments):
+        scores, top, total, decay, first, last, query_id, position, key_id, numbers, *of_block, start, stop = arguments
 
         def of(place: Value, v: int) -> Value:
             return place.at(v * lanes, 4)
@@ -121,5 +124,7 @@ def softmax(module: ir.Module, isa: Isa, queries: int, *, mixed: bool, soft_cap:
                 of(scores.at(k // pack * queries, 4), v).store(of_keys[0] if pack == 1 else pairs(e, *of_keys))
         for v in vectors:
             of(total, v).store(of(total, v).load(type_) + sums[v]())
+            for block_sums in of_block:
+                of(block_sums, v).store(sums[v]())
         e.ret(some)
     return e.function

@@ -7,7 +7,8 @@ Queries of one KV head are cut into tiles of ``Q`` tokens, keys into units; a un
     mass      mass[u] = sum over the rows of the tile and the keys of unit u of the softmax over all keys
 
 The mass takes one pass: a row keeps the sum of every unit relative to the maximum at that time. At the end the sums are
-rescaled, ``sums[u] * 2**(tops[u] - top) / total``. Rows and keys that are not finite count as zeros.
+rescaled, ``sums[u] * 2**(tops[u] - top) / total``. The same pass may weigh the values: dense attention that also gives
+the mass. A row that is not finite adds nothing to a mass; a key that is not finite counts as zeros.
 """
 
 from __future__ import annotations
@@ -17,20 +18,19 @@ from typing import Any
 
 from llvmlite import ir
 
-from . import forward, masking, rows
+from . import forward
 from .elements import exp2
 from .emit import Function, Value, aligned, f32, i32, i64, ptr, vector
 from .forward import Kernel, block_rows
 from .handler import Dims, Operand, Phase, Program, State
 from .isa import Isa
 from .packing import Blocks, emit_pack
-from .products import Scores
-from .softmax import HIDDEN, Places, softmax
+from .softmax import HIDDEN
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SparseKernel:
-    """The choices that a kernel is compiled for, and the keys of a unit. The mass has no values (dimension 0)."""
+    """The choices that a kernel is compiled for, and the keys of a unit. A mass alone has no values (dimension 0)."""
 
     kernel: Kernel
     unit: int
@@ -73,9 +73,11 @@ def build_listed(module: ir.Module, isa: Isa, this: SparseKernel) -> tuple[Progr
 
 
 def build_mass(module: ir.Module, isa: Isa, this: SparseKernel) -> tuple[Program, State]:
-    """The program of the mass of all units, float32."""
-    operands = (*(x for x in this.kernel.operands if x.name != "value"), _TILE)
-    results = (Operand("mass", "float32", ("B", "K", "I", "W")), Operand("scratch", "uint8", ("bytes",)))
+    """The program of the mass of all units, float32; with values, also of the attention to all keys."""
+    with_values = this.kernel.value_head_dim > 0
+    operands = (*(x for x in this.kernel.operands if with_values or x.name != "value"), _TILE)
+    *of_rows, scratch = this.kernel.results
+    results = (Operand("mass", "float32", ("B", "K", "I", "W")), *(of_rows if with_values else ()), scratch)
     state, blocks = State.of(operands, results, 2), this.blocks(isa)
     pack = emit_pack(module, isa, this.kernel.dtype, blocks, state)
     item = _emit_mass_item(module, isa, this, state)
@@ -140,12 +142,12 @@ def _emit_listed_item(module: ir.Module, isa: Isa, this: SparseKernel, state: St
 
 
 def _emit_mass_item(module: ir.Module, isa: Isa, this: SparseKernel, state: State) -> ir.Function:
-    """``item(state, workspace, index)``: the mass of a query tile of one KV head, part by part."""
+    """``item(state, workspace, index)``: the mass of a query tile of one KV head, part by part; its output, if any."""
     kernel, blocks, queries = this.kernel, this.blocks(isa), block_rows(isa)
     at, end = forward.workspace(isa, kernel, blocks.keys_per_block)
     read = forward.emit_read(module, isa, kernel, state, queries, at)
-    add_up, pool = _emit_sums(module, isa, this, at), _emit_pool(module, isa, at)
-    fill = rows.fill(module, isa)
+    attend, pool = forward.emit_attend(module, isa, kernel, blocks, at, pooled=True), _emit_pool(module, isa, at)
+    write = forward.emit_write(module, isa, kernel, state, at) if kernel.value_head_dim else None
     with Function(module, "mass_item", [ptr, ptr, i64]) as (e, (s, w, tile)):
         dims = state.dims(s)
         count = blocks.count(dims)
@@ -158,64 +160,10 @@ def _emit_mass_item(module: ir.Module, isa: Isa, this: SparseKernel, state: Stat
             head, start, there = _part(e, isa, dims, tile, part)
             with e.when(there > 0):
                 e.run(read, s, w, head, start, there)
-                # NaN for a row that is not finite: here it is a row of zeros, and spoils no selection of its tile.
-                e.run(fill, w.at(at["total"]), queries, e.const(f32, 0.0))
-                keys, _, _, *others = forward.of_head(blocks, state, s, dims, head)
-                e.run(add_up, w, keys, *others, sums, tops, count)
+                e.run(attend, w, *forward.of_head(blocks, state, s, dims, head), sums, tops, count)
                 e.run(pool, w, sums, tops, mass, count, there)
-        e.ret()
-    return e.function
-
-
-def _emit_sums(module: ir.Module, isa: Isa, this: SparseKernel, at: dict[str, int]) -> ir.Function:
-    """``sums(workspace, keys, positions, ids, records, numbers, sums, tops, units)``: the softmax, unit by unit.
-
-    Of each unit and row the sum of its weights, and the maximum that they are relative to.
-    """
-    kernel, blocks, queries = this.kernel, this.blocks(isa), block_rows(isa)
-    keys_per_block = blocks.keys_per_block
-    scores = Scores.of(module, isa, "score", kernel.head_dim, blocks.key_width, queries, blocks.pack)
-    plain = softmax(module, isa, queries, mixed=False, soft_cap=kernel.soft_cap)
-    masked = softmax(module, isa, queries, mixed=True, soft_cap=kernel.soft_cap)
-    fill, column = rows.fill(module, isa), _emit_column_sums(module, isa)
-    type_ = vector(f32, isa.lanes)
-    with Function(module, "sums", [ptr] * 8 + [i64]) as (e, arguments):
-        w, keys, positions, ids, records, numbers, sums, tops, count = arguments
-        with e.loop(0, count) as n, e.loop(0, queries, isa.group) as g:
-            to_sum, to_top = (x.at(n * queries + g, 4) for x in (sums, tops))
-            e.run(fill, to_sum, isa.group, e.const(f32, 0.0))
-            e.run(fill, to_top, isa.group, e.const(f32, HIDDEN))
-            bounds = w.at(at["bounds"]).at(g // isa.group * masking.QUERY_RECORD)
-            live = masking.live_keys(e, bounds, records.at(n * blocks.record_bytes), keys_per_block, blocks.strip)
-            with e.when(live.any):
-                s = w.at(at["scores"]).at(g, 4)
-                block_keys = keys.at(n * blocks.key_terms, 4)
-                scores.emit(e, block_keys, w.at(at["query"]).at(g, 4), s, live.start, live.stop)
-                places = Places(*(w.at(at[x]).at(g, 4) for x in ("top", "total", "decay", "first", "last", "query_id")))
-                block = positions.at(n * keys_per_block, 4), ids.at(n * keys_per_block, 4)
-                given = (s, *places.all, *block, numbers, live.start, live.stop)
-                e.either(
-                    live.mixed,
-                    lambda a=given: e.run(masked, *a) and None,
-                    lambda a=given: e.run(plain, *a) and None,
-                )
-                e.run(column, s, to_sum, live.start, live.stop)
-                for v in range(isa.score_vectors):
-                    to_top.at(v * isa.lanes, 4).store(places.top.at(v * isa.lanes, 4).load(type_))
-        e.ret()
-    return e.function
-
-
-def _emit_column_sums(module: ir.Module, isa: Isa) -> ir.Function:
-    """``column_sums(weights, target, start, stop)``: of a group, over keys ``start`` to ``stop``."""
-    type_, queries = vector(f32, isa.lanes), block_rows(isa)
-    with Function(module, "column_sums", [ptr, ptr, i64, i64]) as (e, (weights, target, start, stop)):
-        sums = [e.variable(e.const(type_, 0.0)) for _ in range(isa.score_vectors)]
-        with e.loop(start, stop) as k:
-            for v, total in enumerate(sums):
-                total.set(total() + weights.at(k * queries + v * isa.lanes, 4).load(type_))
-        for v, total in enumerate(sums):
-            target.at(v * isa.lanes, 4).store(total())
+                if write is not None:
+                    e.run(write, s, w, head, start, there)
         e.ret()
     return e.function
 
@@ -223,14 +171,15 @@ def _emit_column_sums(module: ir.Module, isa: Isa) -> ir.Function:
 def _emit_pool(module: ir.Module, isa: Isa, at: dict[str, int]) -> ir.Function:
     """``pool(workspace, sums, tops, mass, units, rows)``: adds every unit's share of the rows to its mass.
 
-    A row that saw nothing has a weight of zero, and so have those behind the last row.
+    A row that saw nothing has a weight of zero, and so has one whose output is NaN, and those behind the last row.
     """
     type_, queries = vector(f32, isa.lanes), block_rows(isa)
     with Function(module, "pool", [ptr] * 4 + [i64] * 2) as (e, (w, sums, tops, mass, count, there)):
         top, total, weight = (w.at(at[name]) for name in ("top", "total", "decay"))
         with e.loop(0, queries, isa.lanes) as r:
             inverse = e.const(type_, 1.0) / total.at(r, 4).load(type_)
-            weight.at(r, 4).store(e.select(top.at(r, 4).load(type_) > HIDDEN / 2, inverse, 0.0))
+            saw = (top.at(r, 4).load(type_) > HIDDEN / 2) & (inverse > 0.0)
+            weight.at(r, 4).store(e.select(saw, inverse, 0.0))
         with e.loop(there, queries) as r:
             weight.at(r, 4).store(e.const(f32, 0.0))
         with e.loop(0, count) as n:

@@ -171,7 +171,7 @@ class _Computation:
     """The three functions of a layer (select, dense, attend), with the kernels that were chosen, and their promise."""
 
     select: Callable[[Array, Array], Selection]
-    dense: Callable[[Array, Array, Array], tuple[Array, Selection]]
+    dense: Callable[[Array, Array, Array], Any]  # an output and a selection, or None
     attend: Callable[[Array, Array, Array, Selection], Array]
     isolates: bool = False
 
@@ -190,28 +190,30 @@ def _computation(
     module, interpret = kernels.of(settings.kernel, target), mode == "interpret"
     geometry = module.geometry(spec, tiling, settings)
 
-    def select(query: Array, key: Array) -> Selection:
-        mass = module.pooled_mass(geometry, places, query, key, interpret=interpret)
+    def chosen(mass: Array) -> Selection:
         if settings.ablation == "all_heads":
             mass = jnp.broadcast_to(mass.sum(1, keepdims=True), mass.shape)
         allowed = candidates(tiling, places.of_all(spec.batch))[:, None]
         return Selection(*choose(tiling, mass, jnp.broadcast_to(allowed, mass.shape)))
 
+    def select(query: Array, key: Array) -> Selection:
+        return chosen(module.pooled_mass(geometry, places, query, key, interpret=interpret))
+
+    def dense(query: Array, key: Array, value: Array) -> tuple[Array, Selection] | None:
+        found = module.dense(geometry, places, query, key, value)
+        return None if found is None else (found[0], chosen(found[1]))
+
     def attend(query: Array, key: Array, value: Array, selection: Selection) -> Array:
         listed = with_own(tiling, places, selection)
         return module.attend(geometry, places, query, key, value, listed, interpret=interpret)
 
-    return _Computation(select, _no_dense_layer, attend, module.isolates(geometry))
-
-
-def _no_dense_layer(*_: Array) -> Any:
-    raise AssertionError("a dense layer runs, but the schedule has none")
+    return _Computation(select, dense, attend, module.isolates(geometry))
 
 
 def _dense(
     compute: _Computation, spec: AttentionSpec, layout: Layout, target: Target
 ) -> Callable[[Array, Array, Array], tuple[Array, Selection]]:
-    """A dense layer where other kernels select: another backend's plan, made once, computes the attention.
+    """A dense layer where other kernels select: theirs if they have one, else another backend's plan, made once.
 
     Where that backend does not load, a dense layer raises its ImportError. The other layers do not need that backend.
     """
@@ -226,7 +228,7 @@ def _dense(
         return refuse
 
     def dense(query: Array, key: Array, value: Array) -> tuple[Array, Selection]:
-        return planned.run(query, key, value)[0], compute.select(query, key)
+        return compute.dense(query, key, value) or (planned.run(query, key, value)[0], compute.select(query, key))
 
     return dense
 

@@ -91,17 +91,51 @@ def pooled_mass(
     interpret: bool,
 ) -> Float[Array, "batch kv_heads query_tiles units"]:
     """As :meth:`attnsuite.backends.kascade.kernels.Kernels.pooled_mass`."""
+    if _by_xla(geometry):
+        return steps.pooled_mass(geometry.spec, geometry.tiling, places, query, key)[0][:, :, None]
+    return _mass(geometry, places, query, key, None)[0]
+
+
+def dense(
+    geometry: Geometry,
+    places: Places,
+    query: Float[Array, "batch q_len heads head_dim"],
+    key: Float[Array, "batch kv_len kv_heads head_dim"],
+    value: Float[Array, "batch kv_len kv_heads v_dim"],
+) -> tuple[Float[Array, "batch q_len heads v_dim"], Float[Array, "batch kv_heads query_tiles units"]] | None:
+    """As :meth:`attnsuite.backends.kascade.kernels.Kernels.dense`."""
+    if _by_xla(geometry):
+        return None
+    mass, out = _mass(geometry, places, query, key, value)
+    return out, mass
+
+
+def _by_xla(geometry: Geometry) -> bool:
+    """Whether the mass of a decode step is XLA's to compute."""
+    short = not geometry.calls.is_decode or geometry.tiling.unit < decode.BLOCK_KEYS
+    return geometry.spec.query_length == 1 and short
+
+
+def _mass(geometry: Geometry, places: Places, query: Array, key: Array, value: Array | None) -> tuple[Array, Any]:
+    """The mass; with ``value`` also the output of dense attention, else None."""
     spec, tiling, calls = geometry.spec, geometry.tiling, geometry.calls
+    seen = _seen(spec, places)
     if spec.query_length == 1:
-        if not calls.is_decode or tiling.unit < decode.BLOCK_KEYS:
-            return steps.pooled_mass(spec, tiling, places, query, key)[0][:, :, None]
-        return calls.decode_mass(query, key, _seen(spec, places), tiling.unit)[:, :, None]
-    this = geometry.kernel(0)
+        mass, out = calls.decode_mass(query, key, value, seen, tiling.unit)
+        return mass[:, :, None], out
+    this = geometry.kernel(0 if value is None else value.shape[-1])
     size = handler.scratch_bytes(*sparse.mass_scratch(calls.isa, this, geometry.dims(places)), calls.threads)
-    shape = (spec.batch, spec.num_kv_heads, tiling.query_tiles, tiling.units)
-    results = jax.ShapeDtypeStruct(shape, jnp.float32), jax.ShapeDtypeStruct((size,), jnp.uint8)
-    seen = _seen(spec, places).arrays
-    return call("mass", this, calls.isa, results, query, key, *seen, calls.numbers, _of_length(tiling.query_tile))[0]
+    mass = jax.ShapeDtypeStruct((spec.batch, spec.num_kv_heads, tiling.query_tiles, tiling.units), jnp.float32)
+    outputs, values = ((), ()) if value is None else (_outputs(spec, query, value), (value,))
+    results = mass, *outputs, jax.ShapeDtypeStruct((size,), jnp.uint8)
+    operands = query, key, *values, *seen.arrays, calls.numbers, _of_length(tiling.query_tile)
+    found = call("mass", this, calls.isa, results, *operands)
+    return found[0], found[1] if values else None
+
+
+def _outputs(spec: AttentionSpec, query: Array, value: Array) -> tuple[Any, Any, Any]:
+    row = jax.ShapeDtypeStruct(query.shape[:3], jnp.float32)
+    return jax.ShapeDtypeStruct((*query.shape[:3], value.shape[-1]), spec.dtype), row, row
 
 
 def attend(
@@ -120,9 +154,7 @@ def attend(
         return calls.decode_listed(query, key, value, _seen(spec, places), listed[:, :, 0], tiling.unit)
     this = geometry.kernel(value.shape[-1])
     size = handler.scratch_bytes(*sparse.listed_scratch(calls.isa, this, geometry.dims(places)), calls.threads)
-    row = jax.ShapeDtypeStruct(query.shape[:3], jnp.float32)
-    out = jax.ShapeDtypeStruct((*query.shape[:3], value.shape[-1]), spec.dtype)
-    results = out, row, row, jax.ShapeDtypeStruct((size,), jnp.uint8)
+    results = *_outputs(spec, query, value), jax.ShapeDtypeStruct((size,), jnp.uint8)
     operands = query, key, value, *_seen(spec, places).arrays, calls.numbers, listed, _of_length(tiling.query_tile)
     return call("listed", this, calls.isa, results, *operands)[0]
 

@@ -54,6 +54,17 @@ class Kernels(Protocol):
         """
         ...
 
+    def dense(
+        self,
+        geometry: Any,
+        places: Places,
+        query: Float[Array, "batch q_len heads head_dim"],
+        key: Float[Array, "batch kv_len kv_heads head_dim"],
+        value: Float[Array, "batch kv_len kv_heads v_dim"],
+    ) -> tuple[Float[Array, "batch q_len heads v_dim"], Float[Array, "batch kv_heads query_tiles units"]] | None:
+        """Attention to all keys and the pooled mass, in one pass over the keys; None where there is no such pass."""
+        ...
+
     def attend(
         self,
         geometry: Any,

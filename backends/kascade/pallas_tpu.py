@@ -66,6 +66,10 @@ def isolates(geometry: Geometry) -> bool:
     return False
 
 
+def dense(geometry: Geometry, places: Places, query: Array, key: Array, value: Array) -> None:
+    """There is no such pass."""
+
+
 def attend(
     geometry: Geometry,
     places: Places,

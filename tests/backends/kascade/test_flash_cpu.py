@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("llvmlite", reason="the kernels are compiled by llvmlite (pip install 'attnsuite[cpu]')")
 
-from attnsuite.backends import Target, plan, support
+from attnsuite.backends import Target, oracle, plan, support
 from attnsuite.backends.flash_cpu import availability, decode_mass, rows
 from attnsuite.backends.flash_cpu import sparse as sparse_kernels
 from attnsuite.backends.flash_cpu.emit import Function, f32, i64, ptr
@@ -67,6 +67,19 @@ def test_reuse_layer_attends_to_the_selection_that_it_is_given(name):
     jax.tree.map(np.testing.assert_array_equal, after, carry)
     expected = problem.expected(carry.remapped(crossed))
     np.testing.assert_allclose(_wide(out), _wide(expected), atol=CLOSE[problem.spec.dtype])
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "tokens behind a cache", "decode, tiles of 100"])
+def test_dense_layer_selects_in_the_pass_that_attends_to_all(name):
+    problem = ALL[name]()
+    geometry = flash_cpu.geometry(problem.spec, problem.tiling, problem.settings)
+    assert flash_cpu.dense(geometry, problem.places, *problem.inputs) is not None
+    schedule = manual((0, 1), num_layers=2, kv_heads=problem.spec.num_kv_heads)
+    assert schedule.layers[0].role == "dense"
+    out, selection = problem.layer(0, kernel="flash_cpu", schedule=schedule)
+    jax.tree.map(np.testing.assert_array_equal, selection, problem.selection())
+    right = oracle.forward(problem.spec, problem.layout, *problem.inputs)
+    np.testing.assert_allclose(_wide(out), right, atol=CLOSE[problem.spec.dtype])
 
 
 def test_all_heads_share_one_selection_of_the_summed_mass():
