@@ -165,8 +165,9 @@ def initialise(config: ModelConfig, key: jax.Array) -> Params:
     shapes = parameter_shapes(config)
     leaves, tree = jax.tree.flatten_with_path(shapes, is_leaf=lambda x: isinstance(x, tuple))
     keys = jax.random.split(key, len(leaves))
+    # By index: iterating over an array compiles a program with an output for each element.
     return jax.tree.unflatten(
-        tree, [_first_value(config, path[-1].key, shape, k) for (path, shape), k in zip(leaves, keys, strict=True)]
+        tree, [_first_value(config, path[-1].key, shape, keys[i]) for i, (path, shape) in enumerate(leaves)]
     )
 
 
