@@ -91,7 +91,7 @@ def _in_uneven_blocks(problem):
 @pytest.mark.parametrize("sizes", [(8, 8), (8, 64), (24, 40), (96, 24), (104, 512), (512, 128)], ids=str)
 def test_score_has_the_same_bits_in_both_passes(sizes, dim):
     rng = np.random.default_rng(0)
-    query, key = (jnp.asarray(rng.standard_normal((2, rows, dim)).astype(np.float32)) for rows in sizes)
+    query, key = (jax.device_put(rng.standard_normal((2, rows, dim)).astype(np.float32)) for rows in sizes)
     scores = jax.jit(chunked_passes._scores)
     np.testing.assert_array_equal(scores(query, key), scores(key, query).swapaxes(1, 2))
 
@@ -198,6 +198,6 @@ def _scores_computed(monkeypatch, gradient, *, is_causal):
 
     with monkeypatch.context() as patch:
         patch.setattr(chunked_passes, "_scores", counted)
-        (jax.grad(lambda q: plan.run(q, x, x)[0].sum()) if gradient else lambda q: plan.run(q, x, x)[0])(x)
+        jax.jit(jax.grad(lambda q: plan.run(q, x, x)[0].sum()) if gradient else lambda q: plan.run(q, x, x)[0])(x)
         jax.effects_barrier()
     return sum(sizes)

@@ -24,7 +24,12 @@ Layer = Callable[..., jax.Array]  # of the call's arguments; the same parameters
 
 
 def draw(*shape: int, seed: int = 0) -> jax.Array:
-    return jnp.asarray(np.random.default_rng([seed, *shape]).standard_normal(shape).astype(np.float32))
+    return jax.device_put(np.random.default_rng([seed, *shape]).standard_normal(shape).astype(np.float32))
+
+
+def in_one_program(compute: Callable[..., Any], *operands: Any) -> Any:
+    """What layers give, compiled together: uncompiled, each of their steps is a program of its own for every shape."""
+    return jax.jit(compute)(*operands)
 
 
 def nnx_layer(**options: Any) -> nnx.MultiHeadAttention:
@@ -98,9 +103,12 @@ def test_every_keyword_that_a_layer_passes_is_named(make: Layer) -> None:
 @pytest.mark.parametrize("kv_length", [12, 7, 15])
 def test_causal_keyword_of_nnx_is_causal(backend: str, kv_length: int) -> None:
     x, other = draw(2, 12, 32), draw(2, kv_length, 32, seed=1)
-    ours = nnx_layer(attention_fn=attention_fn(backend))(x, other, is_causal=True)
-    np.testing.assert_allclose(ours, nnx_layer()(x, other, is_causal=True), atol=2e-6)
-    assert np.abs(ours - nnx_layer()(x, other)).max() > 1e-2
+    ours, theirs = nnx_layer(attention_fn=attention_fn(backend)), nnx_layer()
+    found, wanted, whole = in_one_program(
+        lambda x, other: (ours(x, other, is_causal=True), theirs(x, other, is_causal=True), theirs(x, other)), x, other
+    )
+    np.testing.assert_allclose(found, wanted, atol=2e-6)
+    assert np.abs(found - whole).max() > 1e-2
 
 
 def test_causal_keyword_and_a_mask_go_together() -> None:
@@ -124,8 +132,10 @@ def test_layer_trains_through_attention_fn() -> None:
 @pytest.mark.parametrize("num_kv_heads", [1, 2])
 def test_grouped_heads_of_nnx(num_kv_heads: int) -> None:
     x = draw(2, 12, 32)
-    ours = nnx_layer(num_kv_heads=num_kv_heads, attention_fn=attention_fn("auto"))(x, is_causal=True)
-    np.testing.assert_allclose(ours, nnx_layer(num_kv_heads=num_kv_heads)(x, is_causal=True), atol=2e-6)
+    ours = nnx_layer(num_kv_heads=num_kv_heads, attention_fn=attention_fn("auto"))
+    theirs = nnx_layer(num_kv_heads=num_kv_heads)
+    found, wanted = in_one_program(lambda x: (ours(x, is_causal=True), theirs(x, is_causal=True)), x)
+    np.testing.assert_allclose(found, wanted, atol=2e-6)
 
 
 @either
@@ -162,11 +172,13 @@ def test_any_number_of_batch_axes(make: Layer, lead: tuple[int, ...]) -> None:
     masks = [None, draw(*lead, 4, 12, 12) > -0.5]
     if len(lead) > 1:
         masks.append(draw(1, *lead[1:], 1, 12, 12) > -0.5)
-    for mask in masks:
-        # flax's nnx folds the batch axes of a mask without broadcasting them first; it gets the full mask.
-        full = None if mask is None else jnp.broadcast_to(mask, (*lead, 4, 12, 12))
-        ours = make(attention_fn=attention_fn("standard"))(x, mask=mask)
-        np.testing.assert_allclose(ours, make()(x, mask=full), atol=2e-6)
+    # flax's nnx folds the batch axes of a mask without broadcasting them first; it gets the full mask.
+    full = [None if mask is None else jnp.broadcast_to(mask, (*lead, 4, 12, 12)) for mask in masks]
+    ours, theirs = make(attention_fn=attention_fn("standard")), make()
+    for found, wanted in in_one_program(
+        lambda x, *masks: [(ours(x, mask=a), theirs(x, mask=b)) for a, b in zip(*masks, strict=True)], x, masks, full
+    ):
+        np.testing.assert_allclose(found, wanted, atol=2e-6)
 
 
 def test_mask_that_broadcasts_over_every_batch_axis() -> None:

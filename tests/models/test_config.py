@@ -35,7 +35,7 @@ LATENT = {
 )
 def test_num_parameters_counts_what_is_initialised(overrides):
     config = ModelConfig.from_preset("debug", **overrides)
-    params = initialise(config, jax.random.key(0))
+    params = jax.eval_shape(lambda key: initialise(config, key), jax.random.key(0))
     assert sum(x.size for x in jax.tree.leaves(params)) == config.num_parameters
 
 
