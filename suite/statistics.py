@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,8 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 FEWEST = 6
-_RESAMPLES = 9999
-_NORMAL_975 = 1.959963984540054  # the 97.5% quantile of the normal distribution
 _KEPT = 2**14  # estimates: tables, terminal and pictures of a page ask for the same ones
 
 
@@ -120,11 +117,10 @@ def wilson(successes: int, count: int) -> Interval:
     >>> found.value, round(found.low, 3), found.high
     (1.0, 0.676, 1.0)
     """
-    share, z = successes / count, _NORMAL_975
-    middle = (successes + z**2 / 2) / (count + z**2)
-    half = z / (count + z**2) * math.sqrt(successes * (1 - share) + z**2 / 4)
-    low = 0.0 if successes == 0 else middle - half
-    return Interval(share, low, 1.0 if successes == count else middle + half, count)
+    from scipy import stats  # noqa: PLC0415 (as in _bootstrap)
+
+    found = stats.binomtest(successes, count).proportion_ci(method="wilson")
+    return Interval(successes / count, float(found.low), float(found.high), count)
 
 
 def _estimate(values: Sequence[float], statistic: Callable[..., Any]) -> Interval:
@@ -142,9 +138,9 @@ def _known_estimate(values: tuple[float, ...], statistic: Callable[..., Any]) ->
 def _bootstrap(
     data: Sequence[Sequence[float]], statistic: Callable[..., Any], level: float = 0.95
 ) -> tuple[float, float]:
-    # As scipy.stats.bootstrap (tests/suite/test_speed.py), whose import takes as long as JAX's in every command.
-    rng = np.random.default_rng(0)
-    arrays = [np.asarray(values) for values in data]
-    drawn = [array[rng.integers(0, len(array), (_RESAMPLES, len(array)))] for array in arrays]
-    low, high = np.quantile(statistic(*drawn, axis=-1), [(1 - level) / 2, (1 + level) / 2])
-    return float(low), float(high)
+    # scipy.stats takes as long to import as JAX, and workers (one process per cell) do not need it.
+    from scipy import stats  # noqa: PLC0415
+
+    arrays = tuple(np.asarray(values) for values in data)
+    made = stats.bootstrap(arrays, statistic, method="percentile", confidence_level=level, rng=np.random.default_rng(0))
+    return float(made.confidence_interval.low), float(made.confidence_interval.high)

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from scipy import stats
 
 from attnsuite.suite.cell import Cell
 from attnsuite.suite.grid import executors
@@ -12,7 +11,7 @@ from attnsuite.suite.kinds.attention import OpCase
 from attnsuite.suite.kinds.formulas import visible_pairs
 from attnsuite.suite.measure import speed
 from attnsuite.suite.measure.speed import Sampling, calls_per_sample
-from attnsuite.suite.statistics import FEWEST, mean, median, paired_difference, paired_ratio, unpaired_ratio, wilson
+from attnsuite.suite.statistics import FEWEST, mean, median, paired_difference, paired_ratio, unpaired_ratio
 
 
 def test_interval_holds_the_median_and_repeats_itself():
@@ -44,24 +43,6 @@ def test_ratio_of_two_runs_is_wider_than_that_of_shared_rounds():
     apart = unpaired_ratio((3.0 * drift).tolist(), drift.tolist())
     assert apart.low < 2.9
     assert apart.high > 3.1
-
-
-def test_intervals_are_those_of_scipy():
-    above, below = (np.random.default_rng(seed).gamma(4.0, size=size) for seed, size in ((1, 20), (2, 13)))
-
-    def ratio(x, y, axis):
-        return np.median(x, axis=axis) / np.median(y, axis=axis)
-
-    made = stats.bootstrap(
-        (above, below), ratio, method="percentile", confidence_level=0.99, rng=np.random.default_rng(0)
-    ).confidence_interval
-    found = unpaired_ratio(above.tolist(), below.tolist(), level=0.99)
-    assert (found.low, found.high) == pytest.approx((made.low, made.high), rel=1e-12)
-    assert (wilson(0, 3).low, wilson(16, 16).high) == (0.0, 1.0)
-    for successes, count in ((0, 3), (3, 11), (16, 16)):
-        expected = stats.binomtest(successes, count).proportion_ci(method="wilson")
-        share = wilson(successes, count)
-        assert (share.low, share.high) == pytest.approx((expected.low, expected.high), abs=1e-12)
 
 
 @pytest.mark.parametrize(
