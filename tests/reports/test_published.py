@@ -26,6 +26,7 @@ PAGES = {
     "cpu-intel-xeon": (),
     "cpu-intel-xeon-speed": (),
     "cpu-intel-xeon-kascade": ("compiled-kascade",),
+    "cpu-amd-epyc-speed-8192": (),
     "cpu-amd-epyc-kascade-flash-cpu": (),
     "cpu-intel-xeon-kascade-flash-cpu": (),
 }
