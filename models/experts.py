@@ -24,31 +24,12 @@ def gated(activation: Activation, gate: Array, up: Array) -> Array:
     """``activation(gate) * up``; gpt-oss's clips both, and adds one to ``up``."""
     match activation:
         case "silu":
-            return _silu_gated(gate, up)
+            return jax.nn.silu(gate) * up
         case "gelu_tanh":
             return jax.nn.gelu(gate, approximate=True) * up
         case "clipped_silu":
             gate, up = jnp.minimum(gate, _CLIP), jnp.clip(up, -_CLIP, _CLIP)
             return (up + 1) * gate * jax.nn.sigmoid(gate * _SHARPNESS)
-
-
-@jax.custom_vjp
-def _silu_gated(gate: Array, up: Array) -> Array:
-    return jax.nn.silu(gate) * up
-
-
-def _silu_gated_backward(inputs: tuple[Array, Array], slope: Array) -> tuple[Array, Array]:
-    """Both slopes end in a division. XLA on a CPU computes other slopes again, across rows, where they are transposed.
-
-    With ``e = exp(-|x|)`` and ``sign = 1 if x > 0 else e``, ``silu(x) = x * sign / (1 + e)``, and nothing overflows.
-    """
-    gate, up = inputs
-    e = jnp.exp(-jnp.abs(gate))
-    whole, sign = 1 + e, jnp.where(gate > 0, jnp.ones_like(e), e)
-    return slope * up * (sign * whole + gate * e) / (whole * whole), slope * gate * sign / whole
-
-
-_silu_gated.defvjp(lambda gate, up: (_silu_gated(gate, up), (gate, up)), _silu_gated_backward)
 
 
 def expert_weights(
