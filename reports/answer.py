@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from tabulate import tabulate
 
 from attnsuite.suite import statistics
-from attnsuite.suite.shown import same_rounds
+from attnsuite.suite.shown import baseline_of, same_rounds
 from attnsuite.suite.statistics import Interval
 
 from .cells import Cell, Group, group
@@ -16,21 +16,21 @@ from .read import Run
 from .table import CASE, MILLI, Column, Table, table
 from .words import TIMES, Value, estimate, number, plural
 
-_COLUMNS = (
-    CASE,
-    Column("use", "use this"),
-    Column("time_over_standard", "time relative to standard [95% interval]"),
-    Column("median_ms", "median (ms)"),
-    Column("temp_ratio", "temporary memory relative to standard"),
-    Column("sure", "how sure"),
-    Column("others", f"next, and others (their time, {TIMES} that of the first)"),
-)
-
 
 def answer(groups: Sequence[Group]) -> Table | None:
     """A row per case that has a speed; None where none has one."""
     rows = [_row(member) for member in groups if any(cell.speed for cell in member.cells)]
-    return table("answer", "", _COLUMNS, rows) if rows else None
+    baseline = baseline_of(member.kind for member in groups)
+    columns = (
+        CASE,
+        Column("use", "use this"),
+        Column("time_over_standard", f"time relative to {baseline} [95% interval]"),
+        Column("median_ms", "median (ms)"),
+        Column("temp_ratio", f"temporary memory relative to {baseline}"),
+        Column("sure", "how sure"),
+        Column("others", f"next, and others (their time, {TIMES} that of the first)"),
+    )
+    return table("answer", "", columns, rows) if rows else None
 
 
 def answer_lines(run: Run) -> list[str]:
@@ -40,7 +40,7 @@ def answer_lines(run: Run) -> list[str]:
         return []
     columns = [column for column in made.columns if column.key in ("case", "use", "time_over_standard", "sure")]
     rows = [[_plain(row.get(column.key)) for column in columns] for row in made.rows]
-    headers = ["use this", "", "x standard", "how sure"]
+    headers = ["use this", "", f"x {baseline_of(record.kind for record in run.records)}", "how sure"]
     return tabulate(rows, headers, tablefmt="plain", disable_numparse=True).splitlines()
 
 

@@ -77,7 +77,7 @@ def _speed_of_kind(kind: str, title: str, groups: Sequence[Group]) -> Iterator[T
     times = (
         Column("exact", "exact"),
         Column("median_ms", "median (ms) [95% interval]"),
-        Column("time_over_standard", "time relative to standard [95% interval]"),
+        Column("time_over_standard", f"time relative to {kinds.kind_of(kind).baseline} [95% interval]"),
         Column("ttft_ms", "TTFT (ms) [95% interval]"),
         Column("tpot_ms", "TPOT (ms) [95% interval]"),
         Column("tokens_per_second", f"{_PHASES.get(kind, '')}tokens/s"),
@@ -88,6 +88,7 @@ def _speed_of_kind(kind: str, title: str, groups: Sequence[Group]) -> Iterator[T
         Column("peak_percent", "% of peak"),
         Column("read_percent", "% of read rate"),
         Column("kv_bytes_per_token", "KV cache (bytes per token)"),
+        Column("lower_seconds", "trace and lower (s)"),
         Column("compile_seconds", "compile (s)"),
     )
     heading = _sentence_case(title)
@@ -113,6 +114,7 @@ def _speed_row(group: Group, cell: Cell, flops_unit: float) -> dict[str, Value]:
         "tpot_ms": _times(measured.step, MILLI) if group.kind == "model_decode" else None,
         "tokens_per_second": measured.tokens_rate,
         "kv_bytes_per_token": cell.record.kv_bytes_per_token,
+        "lower_seconds": cell.record.lower_seconds,
         "compile_seconds": cell.record.compile_seconds,
         "samples": measured.median.count,
     }
@@ -168,7 +170,7 @@ def memory(groups: Sequence[Group]) -> tuple[Table, ...]:
             Column("backend", "backend"),
             Column("mode", "mode"),
             *(Column(key, header) for key, header in MEMORY_METHODS.items()),
-            Column("temp_ratio", "temporary relative to standard"),
+            Column("temp_ratio", f"temporary relative to {kinds.kind_of(kind).baseline}"),
             *(Column(key, f"{key.replace('_', ' ')} (MiB)") for key in others),
         ]
         made.append(table(f"memory_{kind}", _sentence_case(title), columns, rows))

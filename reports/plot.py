@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from attnsuite.suite.shown import matmul_peak
+from attnsuite.suite.shown import baseline_of, matmul_peak
 from attnsuite.suite.statistics import Interval
 
 from .cells import Cell, Group
@@ -38,8 +38,9 @@ class Panel:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Whiskers:
-    """A line of its own for each case: by backend, the time relative to standard's with its interval."""
+    """A line of its own for each case: by backend, the time relative to the baseline's with its interval."""
 
+    baseline: str
     cases: tuple[str, ...]
     points: tuple[tuple[str, tuple[tuple[int, Interval], ...]], ...]  # backend, (number of the case, ratio)
 
@@ -85,8 +86,10 @@ def against_standard(groups: Sequence[Group]) -> tuple[Picture, ...]:
             if cell.speed and cell.speed.ratio and cell.record.mode == "native":
                 name = cell.label if cell.record.exact else f"{cell.label} (approximate)"
                 points.setdefault(name, []).append((number, cell.speed.ratio))
-    whiskers = Whiskers(tuple(group.case for group in timed), tuple((name, tuple(at)) for name, at in points.items()))
-    title = "Time relative to standard, 95% intervals: further left is faster"
+    baseline = baseline_of(group.kind for group in timed)
+    lines = tuple((name, tuple(at)) for name, at in points.items())
+    whiskers = Whiskers(baseline, tuple(group.case for group in timed), lines)
+    title = f"Time relative to {baseline}, 95% intervals: further left is faster"
     return (Picture("against-standard.svg", title, (whiskers,)),) if points else ()
 
 
@@ -163,12 +166,12 @@ def _draw_whiskers(axis: Any, panel: Whiskers) -> None:
         axis.errorbar(
             values, rows, xerr=(below, above), fmt="o", markersize=4, linewidth=1.2, color=f"C{place % 10}", label=name
         )
-    axis.axvline(1.0, color="black", linestyle="--", linewidth=1, label="standard")
+    axis.axvline(1.0, color="black", linestyle="--", linewidth=1, label=panel.baseline)
     axis.set_xscale("log", base=2)
     axis.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
     axis.set_yticks(range(len(panel.cases)), panel.cases)
     axis.invert_yaxis()
-    axis.set_xlabel("time relative to standard")
+    axis.set_xlabel(f"time relative to {panel.baseline}")
     axis.grid(visible=True, axis="x", which="both", linewidth=0.3)
 
 

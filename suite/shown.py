@@ -4,7 +4,7 @@
 - A cell whose numbers are wrong shows neither speed nor memory. A peer (an implementation outside this project) shows
   its time all the same, and its name says that its numbers are outside the bound.
 - A fallback is labelled with the name of the backend that ran.
-- A ratio is to the standard backend of the same case in the same rounds.
+- A ratio is to the baseline of the case's kind (``standard`` in most) in the same rounds.
 - A share of the machine's peak is of the peak in the case's own dtype.
 """
 
@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+from .kinds import kind_of
 from .peers import PEERS
 from .record import Record, Schedule
 from .statistics import Interval, median, paired_ratio
@@ -26,7 +27,7 @@ class Speed:
     """Speed from the samples of one cell; times are seconds, rates per second."""
 
     median: Interval
-    ratio: Interval | None  # to the standard backend, paired by round; None without a standard cell
+    ratio: Interval | None  # to the baseline, paired by round; None without its cell
     flops_rate: float | None
     peak_share: float | None  # of the matmul rate measured on this machine in the case's dtype
     tokens_rate: float | None
@@ -78,12 +79,19 @@ def shows_memory(record: Record) -> bool:
 
 
 def standard_of(records: Sequence[Record]) -> Record | None:
-    """The baseline of a case: the cell of ``standard``, asked for by that name, with right numbers."""
+    """The baseline of a case: the cell of its kind's baseline, asked for by that name, with right numbers."""
     for mode in ("native", "compile"):
         for record in records:
-            if record.requested == record.resolved == STANDARD and record.mode == mode and is_trusted(record):
+            named = record.requested == record.resolved == kind_of(record.kind).baseline
+            if named and record.mode == mode and is_trusted(record):
                 return record
     return None
+
+
+def baseline_of(kinds: Iterable[str]) -> str:
+    """The row that times of these kinds of case are relative to; ``baseline`` where the kinds have several."""
+    names = {kind_of(kind).baseline for kind in kinds}
+    return names.pop() if len(names) == 1 else "baseline"
 
 
 def speed_of(record: Record, standard: Record | None) -> Speed | None:

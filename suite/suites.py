@@ -11,12 +11,13 @@ import fnmatch
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from .cell import Case
 from .errors import InputError
 from .kinds.attention import OpCase
 from .kinds.cache import CacheCase
+from .kinds.caller import CallerCase
 from .kinds.model import ModelCase
 from .kinds.retrieval import RetrievalCase
 from .kinds.selection import SelectionCase
@@ -207,7 +208,34 @@ KASCADE = Suite(
 # What a model loses in a cache of fewer bits, and continuous batching: two minutes on 2 cores.
 SERVING = Suite("serving", (CacheCase(), ServingCase()), left_out=("kascade",))
 
-SUITES = {suite.name: suite for suite in (QUICK, FULL, CPU_SPEED, KASCADE, SERVING)}
+_STEP: dict[str, Any] = {"sequence": 8192, "query_length": 1}
+
+# The programs that people write, against what JAX or flax does for the same call: about five minutes on 2 cores.
+CALLER = Suite(
+    "caller",
+    (
+        CallerCase(way="eager", sequence=256, operand="causal"),
+        CallerCase(way="eager", sequence=256, query_length=1, operand="lengths"),
+        CallerCase(way="jit", sequence=2048, operand="causal"),
+        CallerCase(way="jit", sequence=2048, operand="causal", gradient=True),
+        *(
+            CallerCase(way="jit", sequence=2048, operand=operand, gradient=gradient)
+            for operand in ("mask", "key_mask", "bias")
+            for gradient in (False, True)
+        ),
+        *(
+            CallerCase(way="jit", **_STEP, kv_heads=kv_heads, dtype=dtype)
+            for kv_heads in (8, 2)
+            for dtype in ("float32", "bfloat16")
+        ),
+        CallerCase(way="vmap", **_STEP, batch=4, operand="lengths"),
+        CallerCase(way="nnx", sequence=4096, query_length=1),
+        CallerCase(way="linen", sequence=4096, query_length=1),
+        CallerCase(way="layers", sequence=512, layers=32, operand="causal", gradient=True),
+    ),
+)
+
+SUITES = {suite.name: suite for suite in (QUICK, FULL, CPU_SPEED, CALLER, KASCADE, SERVING)}
 
 
 def find_suite(name: str) -> Suite:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from rich.text import Text
 
 from .record import Record
-from .shown import Speed, shows_memory, shows_speed, speed_of, standard_of
+from .shown import Speed, baseline_of, shows_memory, shows_speed, speed_of, standard_of
 from .statistics import Interval, median
 
 _STYLES = {"ok": "green", "unsupported": "dim", "wrong": "bold red"}
@@ -45,10 +45,11 @@ def refusal(record: Record) -> str | None:
 
 def summary_lines(records: Sequence[Record]) -> Iterator[str]:
     """Time, speed relative to the standard backend, share of the machine's measured peaks, memory, error."""
-    yield "time: median (95% interval); x standard: below 1 is faster; peak, copy: share of"
+    against = f"x {baseline_of(record.kind for record in records)}"
+    yield f"time: median (95% interval); {against}: below 1 is faster; peak, copy: share of"
     yield "this machine's measured best; temp: compiled temporaries; error: largest relative"
     width = max((len(_name(record)) for record in records), default=0) + 3
-    yield _columns(width, "", "time", "x standard", "peak", "copy", "temp", "error")
+    yield _columns(width, "", "time", against, "peak", "copy", "temp", "error")
     for case in dict.fromkeys(record.case for record in records):
         yield case
         members = [record for record in records if record.case == case]

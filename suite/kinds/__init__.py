@@ -29,6 +29,7 @@ ENTRY_POINT_GROUP = "attnsuite.kinds"
 # In the order of a report's tables.
 BUILT_IN = (
     "attention:ATTENTION",
+    "caller:CALLER",
     "block:BLOCK",
     "model:MODEL",
     "text:TEXT",

@@ -45,6 +45,7 @@ class Kind:
     case: ClassVar[type[Any] | None] = None
     facts: ClassVar[type[Any] | None] = None
     shares_process: ClassVar[bool] = False
+    baseline: ClassVar[str] = "standard"  # the row that times and memory of a case are relative to
 
     def cells(self, case: Any, asked: Asked) -> Iterable[Cell]:
         """The cells of a case on this machine, with what runs in each (initialises JAX). Raises InputError."""

@@ -1,0 +1,318 @@
+"""Attention as people call it: eagerly, in a jitted step, under ``vmap``, in a stack of layers, in flax's own layers.
+
+Every row makes the same call with the same arrays. The row ``library`` is what the caller has without this project:
+``jax.nn.dot_product_attention``, or the attention of flax's layer. Ratios are to this row. The judge is the float64
+oracle in place of the attention function; the error of ``library`` is the yardstick.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from attnsuite.backends import AttentionSpec, Layout, Target, Terms, attention, attention_fn, oracle, resolve
+
+from ..cell import Asked, Cell, Means, Prepared
+from ..errors import InputError
+from ..measure import execution
+from ..measure.program import Program
+from ..typed import Count, Seed
+from .attention import judge_outputs, named_outputs, save_reference, with_gradients
+from .kind import SHORT_DTYPE, Dtype, Kind, backends_of, cell, check_fields, name_case, of_backend
+
+if TYPE_CHECKING:
+    from attnsuite.models import TextFile
+
+Way = Literal["eager", "jit", "vmap", "layers", "nnx", "linen"]
+Operand = Literal["none", "causal", "mask", "key_mask", "bias", "lengths"]
+LIBRARY = "library"
+_FLAX = ("nnx", "linen")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CallerCase:
+    """One way to call attention.
+
+    ``eager`` is a call outside of ``jit``, ``jit`` a jitted one, ``vmap`` one mapped over the batch. ``layers`` is a
+    jitted chain of ``layers`` calls. ``nnx`` and ``linen`` are a decode step of flax's multi-head attention with its
+    own cache, donated from step to step; flax passes an array as the mask. ``query_length`` is the number of query
+    tokens (default: ``sequence``). ``operand`` is what comes beside the three arrays: ``is_causal=True``; a boolean
+    ``mask`` [1, 1, T, S] that says the same; a ``key_mask`` [B, 1, 1, S] of padding; a ``bias`` [1, N, T, S]; or
+    ``lengths`` of the keys. Raises InputError for a field that does not fit.
+    """
+
+    kind: Literal["caller"] = "caller"
+    way: Way
+    sequence: Count
+    name: str = ""
+    batch: Count = 1
+    query_length: Count | None = None
+    heads: Count = 8
+    kv_heads: Count = 8
+    head_dim: Count = 64
+    dtype: Dtype = "float32"
+    operand: Operand = "none"
+    gradient: bool = False
+    layers: Count = 1
+    seed: Seed = 0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        name_case(self, _name(self))
+        if self.way in _FLAX and (self.tokens != 1 or self.gradient or self.heads != self.kv_heads):
+            raise InputError(
+                f"case {self.name}: way = {self.way!r} is a decode step of flax's layer; use query_length = 1, "
+                "gradient = false, and kv_heads equal to heads."
+            )
+        if self.way in _FLAX and self.operand != "none":
+            raise InputError(f"case {self.name}: flax's layer makes the mask of its cache; leave operand at 'none'.")
+        if self.way != "layers" and self.layers != 1:
+            raise InputError(f"case {self.name}: layers = {self.layers} is for way = 'layers'; leave it at 1.")
+        if self.operand in ("causal", "mask") and self.tokens != self.sequence:
+            raise InputError(
+                f"case {self.name}: operand = {self.operand!r} needs as many queries as keys; leave query_length out."
+            )
+
+    @property
+    def tokens(self) -> int:
+        """Query tokens."""
+        return self.sequence if self.query_length is None else self.query_length
+
+
+def _name(case: CallerCase) -> str:
+    parts = [case.way, f"s{case.sequence}", f"h{case.heads}k{case.kv_heads}", f"d{case.head_dim}"]
+    options = {
+        f"b{case.batch}": case.batch != 1,
+        f"q{case.tokens}": case.tokens != case.sequence,
+        case.operand.replace("_", "-"): case.operand != "none",
+        f"l{case.layers}": case.layers != 1,
+        "gradient": case.gradient,
+    }
+    return "-".join([*parts, *(text for text, wanted in options.items() if wanted), SHORT_DTYPE[case.dtype]])
+
+
+def caller_spec(case: CallerCase) -> AttentionSpec:
+    """The attention problem that the call asks for."""
+    return AttentionSpec(
+        batch=1 if case.way == "vmap" else case.batch,
+        query_length=case.tokens,
+        key_value_length=case.sequence,
+        num_heads=case.heads,
+        num_kv_heads=case.kv_heads,
+        head_dim=case.head_dim,
+        dtype=case.dtype,
+        is_causal=case.operand == "causal",
+        has_mask=case.operand in ("mask", "key_mask") or case.way in _FLAX,
+        has_bias=case.operand == "bias",
+        has_seq_lengths=case.operand == "lengths",
+        needs_grad=case.gradient,
+    )
+
+
+def _exact(query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None, **options: Any) -> Array:
+    """Attention in float64, as a function that flax's layers and :func:`caller_program` can call."""
+    lengths = options.get("key_value_seq_lengths")
+    spec = AttentionSpec(
+        batch=query.shape[0],
+        query_length=query.shape[1],
+        key_value_length=key.shape[1],
+        num_heads=query.shape[2],
+        num_kv_heads=key.shape[2],
+        head_dim=query.shape[3],
+        dtype=str(query.dtype),
+        is_causal=bool(options.get("is_causal")),
+        has_mask=mask is not None,
+        has_bias=bias is not None,
+        has_seq_lengths=lengths is not None,
+    )
+    layout = Layout(mask=None if mask is None else jnp.asarray(mask, bool), key_value_seq_lengths=lengths)
+    out = oracle.forward(spec, layout, query, key, value, Terms(bias=bias))
+    return jnp.asarray(out, jnp.float32)
+
+
+def _attend(case: CallerCase, row: str) -> Callable[..., Any]:
+    """The function that is called: of JAX or of this project."""
+    if row == LIBRARY:
+        return functools.partial(jax.nn.dot_product_attention, implementation="xla")
+    return functools.partial(attention, backend=row, on_unavailable="raise", needs_grad=case.gradient)
+
+
+def _arrays(case: CallerCase) -> tuple[tuple[Array, ...], Array, dict[str, Any]]:
+    """Query, key and value; the output's cotangent; and what comes beside them. Drawn from the case's seed."""
+    rng = np.random.default_rng([case.seed, 3])
+
+    def draw(*shape: int) -> Array:
+        return jnp.asarray(rng.standard_normal(shape, np.float32), case.dtype)
+
+    b, t, s, h = case.batch, case.tokens, case.sequence, case.head_dim
+    arrays = draw(b, t, case.heads, h), draw(b, s, case.kv_heads, h), draw(b, s, case.kv_heads, h)
+    lengths = np.linspace(s, (s + 1) // 2, b + 1)[1:].astype(np.int32)
+    operands: dict[str, Callable[[], dict[str, Any]]] = {
+        "none": dict,
+        "causal": lambda: {"is_causal": True},
+        "mask": lambda: {"mask": jnp.tril(jnp.ones((1, 1, t, s), bool))},
+        "key_mask": lambda: {"mask": jnp.asarray(np.arange(s) < lengths[:, None, None, None])},
+        "bias": lambda: {"bias": draw(1, case.heads, t, s)},
+        "lengths": lambda: {"key_value_seq_lengths": jnp.asarray(lengths)},
+    }
+    return arrays, draw(b, t, case.heads, h), operands[case.operand]()
+
+
+def caller_program(case: CallerCase, row: str) -> Program:
+    """The program of a row (initialises JAX). An eager call and a step of flax's layer bring their own compilation."""
+    if case.way in _FLAX:
+        function = None if row == LIBRARY else attention_fn(row, on_unavailable="raise")
+        return Program(*_flax_step(case, function), arrays=lambda outputs: outputs)
+    (query, key, value), d_out, beside = _arrays(case)
+    flags = {name: x for name, x in beside.items() if isinstance(x, bool)}
+    operands = {name: x for name, x in beside.items() if name not in flags}
+    attend = functools.partial(_attend(case, row), **flags)
+    if case.way == "vmap":
+        mapped = lambda q, k, v, x: attend(q[None], k[None], v[None], **x)[0]  # noqa: E731 (as a caller writes it)
+        per_entry = {name: name in ("mask", "key_value_seq_lengths") for name in operands}
+        operands = {name: x[:, None] if per_entry[name] else x for name, x in operands.items()}
+        axes = {name: 0 if per_entry[name] else None for name in operands}
+        return Program(jax.vmap(mapped, in_axes=(0, 0, 0, axes)), (query, key, value, operands))
+
+    def call(query: Any, key: Any, value: Any, operands: Any) -> Any:
+        for _ in range(case.layers):
+            query = attend(query, key, value, **operands)
+        return query
+
+    if not case.gradient:
+        return Program(call, (query, key, value, operands), None if case.way != "eager" else lambda outputs: outputs)
+
+    def both(query: Any, key: Any, value: Any, operands: Any, d_out: Any) -> Any:
+        return with_gradients(lambda q, k, v: call(q, k, v, operands))(query, key, value, d_out)
+
+    return Program(both, (query, key, value, operands, d_out), None if case.way != "eager" else lambda outputs: outputs)
+
+
+def _flax_step(case: CallerCase, attend: Callable[..., Any] | None) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """A decode step of flax's layer at the last slot of a full cache, and its token."""
+    features, own = case.heads * case.head_dim, {} if attend is None else {"attention_fn": attend}
+    rng = np.random.default_rng([case.seed, 3])
+    cached = (case.batch, case.sequence, case.heads, case.head_dim)
+    keys, values = (jnp.asarray(rng.standard_normal(cached, np.float32), case.dtype) for _ in range(2))
+    token = jnp.asarray(rng.standard_normal((case.batch, 1, features), np.float32), case.dtype)
+    dtypes: dict[str, Any] = {"dtype": jnp.dtype(case.dtype), "param_dtype": jnp.dtype(case.dtype)}
+    make = {"nnx": _nnx_step, "linen": _linen_step}[case.way]
+    step, state = make(case, {**own, **dtypes}, keys, values)
+    step = step if attend is _exact else jax.jit(step, donate_argnums=0)
+    state = [state]
+
+    def run(token: Array) -> Array:
+        out, state[0] = step(state[0], token)
+        return out
+
+    return run, (token,)
+
+
+def _nnx_step(case: CallerCase, options: dict[str, Any], keys: Array, values: Array) -> tuple[Any, Any]:
+    from flax import nnx  # noqa: PLC0415 (only these cells need it)
+
+    features = case.heads * case.head_dim
+    layer = nnx.MultiHeadAttention(
+        num_heads=case.heads, in_features=features, decode=True, rngs=nnx.Rngs(case.seed), **options
+    )
+    layer.init_cache((case.batch, case.sequence, features), dtype=options["dtype"])
+    layer.cached_key[...], layer.cached_value[...] = keys, values
+    graph, state = nnx.split(layer)
+
+    def step(state: Any, token: Array) -> tuple[Array, Any]:
+        layer = nnx.merge(graph, state)
+        layer.cache_index[...] = jnp.asarray(case.sequence - 1, layer.cache_index[...].dtype)
+        return layer(token), nnx.state(layer)
+
+    return step, state
+
+
+def _linen_step(case: CallerCase, options: dict[str, Any], keys: Array, values: Array) -> tuple[Any, Any]:
+    from flax import linen  # noqa: PLC0415 (as above)
+
+    layer = linen.MultiHeadDotProductAttention(num_heads=case.heads, decode=True, **options)
+    shape = jnp.zeros((case.batch, case.sequence, case.heads * case.head_dim), options["dtype"])
+    made = layer.init(jax.random.key(case.seed), shape)
+    index = jnp.asarray(case.sequence - 1, made["cache"]["cache_index"].dtype)
+    cache = {"cached_key": keys, "cached_value": values}
+
+    def step(cache: Any, token: Array) -> tuple[Array, Any]:
+        variables = {"params": made["params"], "cache": {**cache, "cache_index": index}}
+        out, changed = layer.apply(variables, token, mutable=["cache"])
+        return out, {name: changed["cache"][name] for name in cache}
+
+    return step, cache
+
+
+def _expected(case: CallerCase) -> dict[str, Any]:
+    """The outputs in float64 where the call is attention alone; flax's layer around attention in float64."""
+    if case.way in _FLAX:
+        function, arguments = _flax_step(case, _exact)
+        return {"out": np.asarray(function(*arguments)).astype(np.float64)}
+    arrays, d_out, operands = _arrays(case)
+    spec = dataclasses.replace(caller_spec(case), batch=case.batch)
+    layout = Layout(mask=operands.get("mask"), key_value_seq_lengths=operands.get("key_value_seq_lengths"))
+    terms = Terms(bias=operands.get("bias"))
+    out, query = None, arrays[0]
+    for _ in range(case.layers):
+        query = out = oracle.forward(spec, layout, query, *arrays[1:], terms)
+    found: dict[str, Any] = {"out": out}
+    if case.gradient:
+        slopes = oracle.gradients(spec, layout, *arrays, d_out, terms=terms)
+        found |= {name: slopes[name] for name in ("dq", "dk", "dv")}
+    return found
+
+
+class Caller(Kind):
+    """The kind of :class:`CallerCase`."""
+
+    titles: ClassVar = {"caller": "as people call it"}
+    case: ClassVar = CallerCase
+    baseline: ClassVar = LIBRARY
+
+    def rows(self, case: CallerCase) -> tuple[str, ...]:
+        """The row of the library."""
+        return (LIBRARY,)
+
+    def cells(self, case: CallerCase, asked: Asked) -> Iterable[Cell]:
+        """The library's cell, and one per backend."""
+        spec, target = caller_spec(case), Target.here()
+        found = [of_backend(case, row, lambda row: [resolve(row, spec, target)]) for row in backends_of(asked)]
+        if LIBRARY not in asked.rows:
+            return found
+        return [cell(case, LIBRARY, resolved=LIBRARY, mode="native", exact=True), *found]
+
+    def judged_by(self, case: CallerCase, mode: str | None) -> tuple[CallerCase, ...]:
+        """The case; of a chain of layers a single one, because the oracle has no gradient through several."""
+        return (_judged(case),)
+
+    def write_reference(self, case: CallerCase, path: Path, text: TextFile | None) -> None:
+        """The outputs in float64, and the library's errors."""
+        outputs = named_outputs(execution.outputs_of(caller_program(case, LIBRARY)))
+        save_reference(path, _expected(case), outputs, case.dtype)
+
+    def prepare(self, cell: Cell, case: CallerCase, means: Means) -> Prepared:
+        """Run and judge the cell."""
+        outputs, sample, outcome = execution.execute(caller_program(case, cell.row), means)
+        judged = _judged(case)
+        if judged != case:
+            outputs = execution.outputs_of(caller_program(judged, cell.row))
+        errors = {}
+        if means.reference is not None:
+            errors = judge_outputs(named_outputs(outputs), means.reference, case.dtype)
+        return Prepared(execution.judged(dataclasses.replace(outcome, accuracy=errors), exact=True), sample)
+
+
+def _judged(case: CallerCase) -> CallerCase:
+    return case if case.layers == 1 else dataclasses.replace(case, layers=1, name=f"{case.name[:190]}-judged")
+
+
+CALLER = Caller()

@@ -1,0 +1,84 @@
+"""The kind of case ``caller``: what people call, judged by the oracle, relative to JAX's or flax's own."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+import pytest
+
+from attnsuite.suite.cell import Asked, Means
+from attnsuite.suite.errors import InputError
+from attnsuite.suite.kinds import caller, kind_of, make_case
+from attnsuite.suite.shown import standard_of
+
+WAYS = {
+    "eager": {"operand": "causal"},
+    "jit": {"operand": "mask", "gradient": True},
+    "vmap": {"operand": "lengths", "query_length": 1, "batch": 2},
+    "layers": {"operand": "bias", "layers": 2},
+    "nnx": {"query_length": 1},
+    "linen": {"query_length": 1},
+}
+
+
+def case_of(way, **fields):
+    return make_case(
+        {"kind": "caller", "way": way, "sequence": 32, "heads": 2, "kv_heads": 2, "head_dim": 16, **fields}
+    )
+
+
+def prepared(case, row, folder):
+    kind, path = kind_of("caller"), folder / "reference.npz"
+    kind.write_reference(kind.judged_by(case, "native")[0], path, None)
+    (cell,) = (each for each in kind.cells(case, Asked(rows=(row,), cases=(case,))) if each.row == row)
+    return kind.prepare(cell, case, Means(reference=path, memory_limit=2**33))
+
+
+@pytest.mark.parametrize("row", ["library", "standard"])
+@pytest.mark.parametrize("way", WAYS)
+def test_each_way_of_calling_is_judged_and_timed(way, row, tmp_path):
+    found = prepared(case_of(way, **WAYS[way]), row, tmp_path)
+    assert found.outcome.status == "ok", found.outcome.error
+    assert all(error.passed for error in found.outcome.accuracy.values())
+    assert math.isfinite(found.take_sample())
+
+
+@pytest.mark.parametrize("way", ["eager", "nnx", "linen"])
+def test_a_call_that_is_wrong_is_found(way, tmp_path, monkeypatch):
+    def keyless(query, key, value, **options):
+        return jnp.zeros_like(query)
+
+    monkeypatch.setattr(caller, "attention", keyless)
+    monkeypatch.setattr(caller, "attention_fn", lambda *_, **__: keyless)
+    assert prepared(case_of(way, **WAYS[way]), "standard", tmp_path).outcome.status == "wrong"
+
+
+def test_a_step_of_flax_is_the_one_behind_a_full_cache(tmp_path):
+    """The step does not advance: each sample reads the same slots."""
+    program = caller.caller_program(case_of("nnx", query_length=1), "library")
+    first, second = (program.function(*program.arguments) for _ in range(2))
+    assert (first == second).all()
+
+
+def test_times_are_relative_to_the_library(example_record):
+    records = [
+        dataclasses.replace(example_record, kind="caller", requested=row, resolved=row, key=row)
+        for row in ("standard", "library")
+    ]
+    assert standard_of(records).requested == "library"
+
+
+@pytest.mark.parametrize(
+    ("fields", "word"),
+    [
+        ({"way": "nnx"}, "query_length = 1"),
+        ({"way": "jit", "layers": 3}, "way = 'layers'"),
+        ({"way": "jit", "operand": "mask", "query_length": 1}, "as many queries as keys"),
+        ({"way": "linen", "query_length": 1, "operand": "bias"}, "makes the mask of its cache"),
+    ],
+)
+def test_a_case_that_nobody_can_call_is_an_error(fields, word):
+    with pytest.raises(InputError, match=word):
+        case_of(**fields)
