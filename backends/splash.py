@@ -90,6 +90,10 @@ class Splash:
         run = kernel_of(masking, grid.blocks, spec.logits_soft_cap, mode == "interpret")
         return plan_of(spec, layout, grid.lengths, run)
 
+    def block_sizes(self, spec: AttentionSpec, target: Target) -> kernel.BlockSizes:
+        """The block sizes of the kernel if none are given."""
+        return _grid(spec, target, {}).blocks
+
     def defaults(self, spec: AttentionSpec, target: Target, given: Mapping[str, Any]) -> Mapping[str, Any]:
         """The rule's block sizes, with which ``attnsuite tune`` compares the candidates."""
         return _as_options(spec, _grid(spec, target, _checked(dict(given))).blocks)

@@ -120,17 +120,33 @@ class Schedule:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Operations:
+    """Counts of a compiled program: fusions, conditionals, and copies or transposes that are no part of a fusion.
+
+    ``bytes_accessed`` is the compiler's own count, in which the body of a loop counts once; None where it gives none.
+    """
+
+    fusions: Size
+    conditionals: Size
+    copies: Size
+    bytes_accessed: Real | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramText:
     """What the text of a compiled program shows (``measure/lint.py``); None where the text cannot tell.
 
     ``products`` maps the dtypes of a product, ``f32 x f32 -> f32``, to how often the program has it; the last dtype is
     what the product accumulates into. ``score_arrays`` are arrays with an element for each query and key, ``copies``
-    those made from keys or values in another layout or dtype.
+    those made from keys or values in another layout or dtype. ``operations`` counts those of the program, ``by_hand``
+    those of the library's own call for the same arrays (``absent/by_hand.py``).
     """
 
     products: dict[str, Count]
     score_arrays: Size | None = None
     copies: Size | None = None
+    operations: Operations | None = None
+    by_hand: Operations | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,8 +29,9 @@ from ..kinds.attention import OpCase, spec_of
 from ..kinds.model import ModelCase
 from ..measure import lint
 from ..own import is_reference
-from ..record import Kernel
+from ..record import Kernel, ProgramText
 from . import slices, topologies
+from .by_hand import by_hand
 from .programs import AbstractProgram, attention_specs, model_program, op_program, resolutions, role_program
 
 NO_COMPILER = "there is no compiler for this device here."
@@ -92,7 +93,8 @@ def compile_cell(case: OpCase | ModelCase, backend_name: str, target: Target) ->
         if absent is not None:
             return _refused(absent, error=NO_COMPILER)
         program = _program(case, backend, target, role or None, options or {})
-        return judged_size(compile_program(program, topologies.device(target), spec=_one_call(case)), target)
+        outcome = compile_program(program, topologies.device(target), spec=_one_call(case))
+        return judged_size(beside_by_hand(outcome, case, backend_name, target), target)
     except Exception as error:  # noqa: BLE001 (whatever the compiler raises is what this cell is about)
         return rejected(error)
 
@@ -144,8 +146,25 @@ def compile_program(
         lower_seconds=middle - start,
         compile_seconds=end - middle,
         memory=_sizes(compiled),
-        program=None if spec is None else lint.read(compiled.as_text() or "", spec),
+        program=None if spec is None else _text(compiled, spec),
     )
+
+
+def _text(compiled: Any, spec: AttentionSpec) -> ProgramText:
+    read = lint.read(compiled.as_text() or "", spec)
+    return dataclasses.replace(read, operations=lint.operations(compiled))
+
+
+def beside_by_hand(outcome: Outcome, case: OpCase | ModelCase, backend: str, target: Target) -> Outcome:
+    """The outcome with the operations of the library's own call, compiled for the same device, where there is one."""
+    if outcome.program is None or not isinstance(case, OpCase):
+        return outcome
+    program = by_hand(case, backend, target)
+    if program is None:
+        return outcome
+    found = compile_program(program, topologies.device(target), spec=spec_of(case)).program
+    operations = None if found is None else found.operations
+    return dataclasses.replace(outcome, program=dataclasses.replace(outcome.program, by_hand=operations))
 
 
 def _one_call(case: OpCase | ModelCase) -> AttentionSpec | None:

@@ -12,10 +12,11 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from attnsuite.backends import AttentionSpec
 
-from ..record import ProgramText
+from ..record import Operations, ProgramText
 
 _HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _LINE = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$")  # a tuple of arrays, or one array
@@ -61,6 +62,24 @@ def read(text: str, spec: AttentionSpec) -> ProgramText:
         products=dict(sorted(Counter(_products(computations)).items())),
         score_arrays=_score_arrays(whole, spec),
         copies=_copies(computations, computations[entry], spec) if entry else None,
+    )
+
+
+def operations(compiled: Any) -> Operations:
+    """The operations of a ``jax.stages.Compiled``, those inside of fusions left out."""
+    computations, _ = _parse(compiled.as_text() or "")
+    every = [one for members in computations.values() for one in members.values()]
+    fused = {name for one in every if one.opcode == "fusion" for name in _INSIDE.findall(one.line)}
+    counted = Counter(
+        one.opcode for name, members in computations.items() if name not in fused for one in members.values()
+    )
+    cost = compiled.cost_analysis() or {}
+    cost = cost[0] if isinstance(cost, list) else cost
+    return Operations(
+        fusions=counted["fusion"],
+        conditionals=counted["conditional"],
+        copies=counted["copy"] + counted["copy-start"] + counted["transpose"],
+        bytes_accessed=cost.get("bytes accessed"),
     )
 
 

@@ -1,0 +1,70 @@
+"""The library's own call for a backend, written by hand: what the interface adds to it is its tax.
+
+A row of :data:`BY_HAND` is a function of an op case that returns ``(query, key, value) -> output`` in the contract's
+layout, or None for a case that the library's call cannot say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from attnsuite.backends import AttentionSpec, Target, registry
+
+from ..kinds.attention import OpCase, spec_of, with_gradients
+from .programs import AbstractProgram, op_program
+
+Attend = Callable[[Any, Any, Any], Any]
+
+
+def by_hand(case: OpCase, backend: str, target: Target) -> AbstractProgram | None:
+    """The program of the case by the library's own call, with the arrays of the backend's program.
+
+    None for a backend without a library behind it, and for a case whose layout holds arrays or whose query is one
+    token: the call would need a mask made by hand.
+    """
+    spec = spec_of(case)
+    make = BY_HAND.get(backend)
+    attend = None if make is None or case.documents > 1 or case.kind == "op_decode" else make(spec, target)
+    if attend is None:
+        return None
+    _, *arguments = op_program(case, registry.get(backend), target).arguments
+    return AbstractProgram(with_gradients(attend) if case.needs_grad else attend, tuple(arguments))
+
+
+def _jax_nn(spec: AttentionSpec, target: Target) -> Attend | None:
+    if spec.chunk_size is not None or spec.logits_soft_cap is not None or spec.value_head_dim != spec.head_dim:
+        return None
+
+    def attend(query: Any, key: Any, value: Any) -> Any:
+        return jax.nn.dot_product_attention(
+            query, key, value, is_causal=spec.is_causal, local_window_size=spec.window, implementation="xla"
+        )
+
+    return attend
+
+
+def _splash(spec: AttentionSpec, target: Target) -> Attend | None:
+    from jax.experimental.pallas.ops.tpu import splash_attention as kernel  # noqa: PLC0415 (Pallas)
+
+    from attnsuite.backends.splash import SPLASH  # noqa: PLC0415 (as above)
+
+    lengths = (spec.query_length, spec.key_value_length)
+    if spec.window is not None or spec.chunk_size is not None or any(length % 128 for length in lengths):
+        return None
+    masks = [kernel.CausalMask(lengths) if spec.is_causal else kernel.FullMask(lengths)] * spec.num_heads
+    made = kernel.make_splash_mha_single_device(
+        kernel.MultiHeadMask(masks), block_sizes=SPLASH.block_sizes(spec, target),
+        attn_logits_soft_cap=spec.logits_soft_cap,
+    )  # fmt: skip
+
+    def attend(query: Any, key: Any, value: Any) -> Any:
+        query, key, value = ((x).swapaxes(1, 2) for x in (query * spec.softmax_scale, key, value))
+        return jax.vmap(made)(query.astype(key.dtype), key, value).swapaxes(1, 2)
+
+    return attend
+
+
+BY_HAND: Mapping[str, Callable[[AttentionSpec, Target], Attend | None]] = {"standard": _jax_nn, "splash": _splash}
