@@ -162,7 +162,11 @@ def beside_by_hand(outcome: Outcome, case: OpCase | ModelCase, backend: str, tar
     program = by_hand(case, backend, target)
     if program is None:
         return outcome
-    found = compile_program(program, topologies.device(target), spec=spec_of(case)).program
+    try:
+        found = compile_program(program, topologies.device(target), spec=spec_of(case)).program
+    except Exception as error:  # noqa: BLE001 (the cell is about the backend's program, which compiles)
+        note = f"the library called by hand does not compile here: {rejected(error).error}"
+        return dataclasses.replace(outcome, notes=(*outcome.notes, note))
     operations = None if found is None else found.operations
     return dataclasses.replace(outcome, program=dataclasses.replace(outcome.program, by_hand=operations))
 
