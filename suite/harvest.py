@@ -70,6 +70,7 @@ class Harvest:
         self.calls: list[Call] = []
         self.marks: dict[int, Mark] = {}  # of each call the last, which has gone through most transformations
         self.counts: Counter[Mark] | None = None  # of a traced program; None: one for each call of Python
+        self.masks: dict[int, np.ndarray] | None = None  # of calls that ran (:func:`executed`): the first mask array
         self._thread = threading.get_ident()
         self._inside = False  # an attention function that calls another one is one call
 
@@ -88,7 +89,10 @@ class Harvest:
         arrays = [jnp.asarray(arguments[name]) for name in names]
         found = read(arrays, arguments)
         self.calls.append(_call(found, arrays))
-        marked = _mark(arrays, Mark(self, len(self.calls) - 1))
+        index = len(self.calls) - 1
+        if self.masks is not None and arguments.get("mask") is not None:
+            jax.debug.callback(lambda mask: self.masks.setdefault(index, np.asarray(mask)), arguments["mask"])
+        marked = _mark(arrays, Mark(self, index))
         arguments.update(zip(names, marked, strict=True))
         self._inside = True
         try:
@@ -153,6 +157,20 @@ def traced(step: Callable[..., Any], *args: Any) -> Harvest:
         program = jax.make_jaxpr(of_arrays)(*(leaves[i] for i in traced_at))
     found.counts = Counter()
     _count(program.jaxpr, 1, found)
+    return found
+
+
+def executed(step: Callable[..., Any], *args: Any) -> Harvest | None:
+    """The attention calls of ``step(*args)`` with the mask arrays that they are given, from one run of the step.
+
+    None where an argument has a shape and no numbers. Raises what ``step`` raises.
+    """
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(args)):
+        return None
+    with harvest() as found:
+        found.masks = {}
+        jax.block_until_ready([leaf for leaf in jax.tree.leaves(step(*args)) if _is_array(leaf)])
+        jax.effects_barrier()
     return found
 
 

@@ -45,7 +45,8 @@ def run(command: Harvest) -> int:
     if not callable(function) or not _takes_nothing(function):
         raise InputError(f"{path} has no function {name} that takes nothing; {_FORM}.")
     step, args = _step(command.script, _of_user(command.script, function))
-    rows = harvested(_of_user(f"the step of {command.script}", lambda: traced(step, *args)))
+    found = _of_user(f"the step of {command.script}", lambda: traced(step, *args))
+    rows = harvested(found)
     if not rows:
         tell(
             f"{command.script}: no attention call was found; found are calls of this package, "
@@ -61,7 +62,23 @@ def run(command: Harvest) -> int:
     for row in rows:
         for sentence in row.sentences:
             tell(f"{'left out' if row.case is None else row.case.name}: {sentence} ({', '.join(row.places)})")
+    _say_masks(command.script, found, step, args)
     return 0 if any(row.case for row in rows) else NO_RESULT
+
+
+def _say_masks(script: str, found: Any, step: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """Say which mask arrays a flag would say, from a run of the step; nothing where it passes none."""
+    from ..harvest import executed
+    from ..mask_arrays import sentences
+
+    if not any(call.spec is not None and call.spec.has_mask for call in found.calls):
+        return
+    ran = _of_user(f"the step of {script}", lambda: executed(step, *args))
+    if ran is None:
+        tell("mask arrays are not read: an argument of the step has a shape and no numbers.")
+        return
+    for sentence in sentences(ran):
+        tell(sentence)
 
 
 def _takes_nothing(function: Callable[..., Any]) -> bool:

@@ -1,0 +1,121 @@
+"""What a mask array says in the words of the contract, and what the array costs.
+
+flax's layers describe every mask as an array of booleans. Many of these arrays say what a flag, lengths or segment ids
+say, which a kernel can skip blocks by. :func:`read` compares an array with each of these forms on the numbers of the
+caller's own batch; :func:`cost` times one call both ways.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, Int
+
+from attnsuite.backends import AttentionSpec, attention
+
+from .harvest import Harvest
+from .statistics import Interval, paired_ratio
+
+_ROUNDS = 7
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Said:
+    """Arguments of ``attention`` that mean the same as a mask array on this batch, and how a caller writes them."""
+
+    words: str
+    arguments: dict[str, Any]
+
+
+def read(mask: Bool[np.ndarray, "#batch #heads #q_len #kv_len"], spec: AttentionSpec) -> Said | None:
+    """The first form that says what ``mask`` says for every entry of the batch; None where none does."""
+    batch, queries, keys = spec.batch, spec.query_length, spec.key_value_length
+    if (mask != mask[:, :1]).any():
+        return None
+    whole = np.broadcast_to(mask[:, 0], (batch, queries, keys))
+    return next((said for form, said in _forms(whole) if (form == whole).all()), None)
+
+
+def _forms(mask: Bool[np.ndarray, "b t s"]) -> Iterator[tuple[np.ndarray, Said]]:
+    """Masks that flags, lengths and segment ids make, each with how it is said; the plainest first."""
+    _, queries, keys = mask.shape
+    causal = np.arange(keys)[None] <= np.arange(queries)[:, None]
+    slots, everything = np.arange(keys), np.ones((queries, keys), bool)
+    lengths = mask.any(1).sum(-1).astype(np.int32)
+    filled = (slots < lengths[:, None])[:, None]
+    by_length = {"key_value_seq_lengths": lengths}
+    shapes = [(everything, "", {})]
+    if queries == keys > 1:
+        shapes.append((causal, "is_causal=True", {"is_causal": True}))
+    for shape, words, flags in shapes:
+        yield shape[None], Said(words or "no mask", flags)
+    for shape, words, flags in shapes:
+        said = ", ".join(filter(None, (words, f"key_value_seq_lengths={_shortened(lengths)}")))
+        yield shape & filled, Said(said, flags | by_length)
+    if queries != keys:
+        return
+    ids = _documents(mask)
+    same = (ids[:, :, None] == ids[:, None]) & (ids >= 0)[:, :, None]
+    segments = {"query_segment_ids": ids, "key_value_segment_ids": ids}
+    for shape, words, flags in shapes:
+        said = ", ".join(filter(None, (words, "query_segment_ids and key_value_segment_ids")))
+        yield shape & same, Said(f"{said} ({int(ids.max()) + 1} documents, padding -1)", flags | segments)
+
+
+def _documents(mask: Bool[np.ndarray, "b t t"]) -> Int[np.ndarray, "b t"]:
+    """Segment ids: a token that sees the one before it is of its document, one that does not see itself is padding."""
+    sees_itself = np.diagonal(mask, axis1=1, axis2=2)
+    begins = ~np.diagonal(mask, offset=-1, axis1=1, axis2=2)
+    ids = np.concatenate([np.zeros((len(mask), 1), int), np.cumsum(begins, axis=1)], axis=1)
+    real = np.cumsum(np.diff(ids, axis=1, prepend=-1) * sees_itself, axis=1) - 1  # padding counts no document
+    return np.where(sees_itself, real, -1).astype(np.int32)
+
+
+def sentences(found: Harvest) -> Iterator[str]:
+    """For each place that passes such an array: what to write instead, and what the array costs on this machine."""
+    told: set[tuple[str, str]] = set()
+    for index, given in sorted((found.masks or {}).items()):
+        call, mask = found.calls[index], given != 0  # flax makes masks of floats
+        said = read(mask, call.spec) if call.spec is not None and mask.ndim == 4 else None
+        if call.spec is None or said is None or (call.place, said.words) in told:
+            continue
+        told.add((call.place, said.words))
+        ratio = cost(mask, said, dataclasses.replace(call.spec, has_mask=False, is_causal=False))
+        took = "" if ratio is None else f"; the array takes {ratio.value:.2f} times as long with auto on this machine"
+        yield f"{call.place}: the mask array {list(mask.shape)} says {said.words} on this batch{took}."
+
+
+def _shortened(lengths: Int[np.ndarray, " b"]) -> str:
+    shown = ", ".join(map(str, lengths[:4].tolist()))
+    return f"[{shown}{', ...' if len(lengths) > 4 else ''}]"
+
+
+def cost(mask: Bool[np.ndarray, "..."], said: Said, spec: AttentionSpec) -> Interval | None:
+    """The time of the call with the array relative to the call with ``said``, both jitted, in the same rounds."""
+    rng = np.random.default_rng(0)
+    heads = {"query": (spec.query_length, spec.num_heads), "key": (spec.key_value_length, spec.num_kv_heads)}
+    query, key = (
+        jnp.asarray(rng.standard_normal((spec.batch, *shape, spec.head_dim), np.float32), spec.dtype)
+        for shape in heads.values()
+    )
+    flags = {name: x for name, x in said.arguments.items() if isinstance(x, bool)}
+    arrays = {name: jnp.asarray(x) for name, x in said.arguments.items() if name not in flags}
+    ways = [({"mask": jnp.asarray(mask)}, {}), (arrays, flags)]
+    calls = []
+    for operands, fixed in ways:
+        call = jax.jit(lambda q, k, x, fixed=fixed: attention(q, k, k, **x, **fixed, needs_grad=spec.needs_grad))
+        calls.append((call, operands))
+        jax.block_until_ready(call(query, key, operands))
+    samples: tuple[list[float], list[float]] = ([], [])
+    for _ in range(_ROUNDS):
+        for taken, (call, operands) in zip(samples, calls, strict=True):
+            start = time.perf_counter()
+            jax.block_until_ready(call(query, key, operands))
+            taken.append(time.perf_counter() - start)
+    return paired_ratio(*samples)

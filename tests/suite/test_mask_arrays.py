@@ -1,0 +1,86 @@
+"""A mask array that a flag, lengths or segment ids would say is named, and only such a one."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from attnsuite import backends
+from attnsuite.backends import AttentionSpec
+from attnsuite.suite import mask_arrays
+from attnsuite.suite.command_line import main
+from attnsuite.suite.harvest import executed
+
+T = 12
+CAUSAL = np.tril(np.ones((T, T), bool))
+LENGTHS = np.array([9, 12])
+KEYS = np.arange(T) < LENGTHS[:, None, None, None]
+IDS = np.array([[0] * 5 + [1] * 4 + [-1] * 3, [0] * 12])
+SAME = ((IDS[:, :, None] == IDS[:, None]) & (IDS >= 0)[:, :, None])[:, None]
+MASKS = {
+    "no mask": np.ones((1, 1, T, T), bool),
+    "is_causal=True": CAUSAL[None, None],
+    "key_value_seq_lengths=[9, 12]": KEYS,
+    "is_causal=True, key_value_seq_lengths=[9, 12]": CAUSAL & KEYS,
+    "query_segment_ids and key_value_segment_ids (2 documents, padding -1)": SAME,
+    "is_causal=True, query_segment_ids and key_value_segment_ids (2 documents, padding -1)": CAUSAL & SAME,
+}
+
+
+def spec_of(mask, queries=T):
+    return AttentionSpec(
+        batch=2, query_length=queries, key_value_length=T, num_heads=2, num_kv_heads=2, head_dim=8, has_mask=True
+    )
+
+
+@pytest.mark.parametrize("words", MASKS)
+def test_array_is_said_in_words_that_mean_the_same(words):
+    mask = MASKS[words]
+    said = mask_arrays.read(mask, spec_of(mask))
+    assert said.words == words
+    q = jnp.asarray(np.random.default_rng(0).standard_normal((2, T, 2, 8)), jnp.float32)
+    by_array = backends.attention(q, q, q, mask=mask, backend="standard")
+    np.testing.assert_array_equal(by_array, backends.attention(q, q, q, **said.arguments, backend="standard"))
+
+
+def test_a_step_of_decoding_is_a_length():
+    mask = np.arange(T)[None, None, None] < 7
+    assert mask_arrays.read(mask, spec_of(mask, queries=1)).words == "key_value_seq_lengths=[7, 7]"
+
+
+@pytest.mark.parametrize("change", ["one pair", "one head"])
+def test_array_that_says_more_is_left_alone(change):
+    mask = np.broadcast_to(CAUSAL, (2, 2, T, T)).copy()
+    mask[(slice(None), slice(None), 7, 3) if change == "one pair" else (0, 1)] ^= True
+    assert mask_arrays.read(mask, spec_of(mask)) is None
+
+
+STEP = """
+import jax, jax.numpy as jnp
+from flax import nnx
+layer = nnx.MultiHeadAttention(num_heads=2, in_features=16, decode=False, rngs=nnx.Rngs(0))
+def fn():
+    x = jnp.ones((1, 32, 16))
+    return jax.jit(lambda x: layer(x, mask=nnx.make_causal_mask(x[..., 0]))), (x,)
+"""
+
+
+def test_harvest_names_the_flag_and_the_cost(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "step.py").write_text(STEP)
+    with pytest.raises(SystemExit, match="0"):
+        main(["harvest", "step.py:fn"])
+    told = capsys.readouterr().err
+    assert "step.py:7: the mask array [1, 1, 32, 32] says is_causal=True on this batch; the array takes" in told
+
+
+def test_masks_are_read_under_a_gradient():
+    layer = nnx.MultiHeadAttention(num_heads=2, in_features=16, decode=False, rngs=nnx.Rngs(0))
+
+    def step(x):
+        return nnx.grad(lambda layer: layer(x, mask=nnx.make_causal_mask(x[..., 0])).sum())(layer)
+
+    (mask,) = executed(step, jnp.ones((1, 8, 16))).masks.values()
+    assert (mask[0, 0] == np.tril(np.ones((8, 8)))).all()
