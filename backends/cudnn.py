@@ -14,9 +14,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
-from .contract import AttentionSpec, Carry, Layout, Plan, check_options
+from .contract import NO_TERMS, AttentionSpec, Carry, Layout, Plan, Terms, check_options, may_attend
 from .devices import Target
 from .features import Mode, Takes
 
@@ -31,11 +31,11 @@ class Cudnn:
     exact: bool = True
 
     def takes(self, target: Target, mode: Mode) -> Takes:
-        """Float16 and bfloat16, masks by slot."""
+        """Float16 and bfloat16; masks by slot; mask and bias arrays, which JAX passes on as a bias of that dtype."""
         return Takes(
             features=frozenset({
                 "causal", "bidirectional", "window", "lengths", "scale", "gradient", "grouped_queries",
-                "cross_length",
+                "cross_length", "mask", "bias",
             }),
             dtypes=("float16", "bfloat16"),
             head_dims=range(8, 257, 8),
@@ -47,8 +47,6 @@ class Cudnn:
                 "value_head_dim": "whose JAX interface takes keys and values of one shape",
                 "segments": "whose JAX interface has no argument for them",
                 "positions": "which masks by slot",
-                "mask": "which adds a large negative number, so that rows that see nothing average over all keys",
-                "bias": "because JAX's source does not establish the dtype in which it is added",
             },
         )  # fmt: skip
 
@@ -56,7 +54,12 @@ class Cudnn:
         self, spec: AttentionSpec, target: Target, mode: Mode, options: Mapping[str, Any] | None
     ) -> tuple[str, ...]:
         """Devices before Ampere, head dimensions by device, and combinations that JAX's source leaves open."""
-        return *_device_reasons(target, mode), *_shape_reasons(spec, target), *_mask_reasons(spec)
+        return (
+            *_device_reasons(target, mode),
+            *_shape_reasons(spec, target),
+            *_mask_reasons(spec),
+            *_array_reasons(spec),
+        )
 
     def plan(
         self,
@@ -77,17 +80,45 @@ class Cudnn:
             value: Float[Array, "b s k h"],
             layer: int,
             carry: Carry,
+            terms: Terms = NO_TERMS,
         ) -> tuple[Float[Array, "b t n h"], Carry]:
+            arrays, seeing = _arrays(spec, layout, terms)
             if lengths is None:
-                return _call(spec, query, key, value, None), carry
+                out = _call(spec, query, key, value, None, arrays)
+                return out if seeing is None else jnp.where(seeing, out, jnp.zeros_like(out)), carry
             # The library leaves open the gradients of keys beyond the length, and its output where the length is 0.
             # These selects make both zero, forward and backward.
             valid = jnp.arange(spec.key_value_length, dtype=jnp.int32)[None, :] < lengths[:, None]
             key, value = (jnp.where(valid[:, :, None, None], x, jnp.zeros_like(x)) for x in (key, value))
-            out = _call(spec, query, key, value, jnp.maximum(lengths, 1).astype(jnp.int32))
-            return jnp.where((lengths > 0)[:, None, None, None], out, jnp.zeros_like(out)), carry
+            out = _call(spec, query, key, value, jnp.maximum(lengths, 1).astype(jnp.int32), arrays)
+            filled = (lengths > 0)[:, None, None, None]
+            return jnp.where(filled if seeing is None else filled & seeing, out, jnp.zeros_like(out)), carry
 
         return Plan(attend)
+
+
+def _arrays(
+    spec: AttentionSpec, layout: Layout, terms: Terms
+) -> tuple[dict[str, Array], Bool[Array, "#b t #n 1"] | None]:
+    """Mask and bias as the library takes them, and the rows that see any key; None without either.
+
+    JAX adds a large negative number where the mask is false, so that a row without a visible key averages over all. A
+    bias of -inf hides its key; as a number of that size it does so without NaN.
+    """
+    if layout.mask is None and terms.bias is None:
+        return {}, None
+    whole, visible = (spec.query_length, spec.key_value_length), may_attend(spec, layout)
+    arrays = {}
+    if layout.mask is not None:
+        arrays["mask"] = jnp.broadcast_to(layout.mask, (*layout.mask.shape[:2], *whole))
+    if terms.bias is not None:
+        hides = jnp.isneginf(terms.bias)
+        bias = jnp.where(hides, 0.7 * float(jnp.finfo(spec.dtype).min), terms.bias).astype(spec.dtype)
+        arrays["bias"] = jnp.broadcast_to(bias, (bias.shape[0], spec.num_heads, *whole))  # its gradient has all heads
+        visible = ~hides if visible is None else visible & ~hides
+    assert visible is not None  # noqa: S101 (for the type checker: one of the two is there)
+    seeing = jnp.broadcast_to(visible, (*visible.shape[:2], *whole)).any(-1)
+    return arrays, seeing.swapaxes(1, 2)[..., None]
 
 
 def _call(
@@ -96,6 +127,7 @@ def _call(
     key: Float[Array, "b s k h"],
     value: Float[Array, "b s k h"],
     lengths: Array | None,
+    arrays: Mapping[str, Array],
 ) -> Float[Array, "b t n h"]:
     # A window that ends at the query is causal by itself. The library takes it only together with the causal mask,
     # which already hides everything on the right.
@@ -108,6 +140,7 @@ def _call(
         key_value_seq_lengths=lengths,
         local_window_size=None if spec.window is None else (spec.window[0], 0),
         implementation="cudnn",
+        **arrays,
     )
 
 
@@ -166,6 +199,15 @@ def _mask_reasons(spec: AttentionSpec) -> Iterator[str]:
         yield (
             f"local_window_size={window} together with key_value_seq_lengths is not supported by cudnn here (one of "
             f"the two): JAX's source does not establish the combination; {_INSTEAD}."
+        )
+
+
+def _array_reasons(spec: AttentionSpec) -> Iterator[str]:
+    odd = [name for name in ("query_length", "key_value_length") if getattr(spec, name) % 2]
+    if odd and spec.needs_grad and (spec.has_mask or spec.has_bias):
+        yield (
+            f"{odd[0]}={getattr(spec, odd[0])} with a mask or bias array and a gradient is not supported by cudnn "
+            f"(accepted: even lengths); pad, or {_INSTEAD}."
         )
 
 

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.cudnn import fused_attention_stablehlo as stablehlo
 
-from attnsuite.backends import AttentionSpec, Layout, Target, support
+from attnsuite.backends import AttentionSpec, Layout, Target, Terms, support
 from attnsuite.backends.cudnn import CUDNN
 from attnsuite.testing import Conformance
 
@@ -48,8 +49,8 @@ class TestCudnn(Conformance):
             "positions-*",
             "rows-before-every-key",
             "combination*",
-            "mask-*",
-            "bias-*",
+            "bias-broadcast",
+            "bias-and-score",
             "log-sum-exp*",
             "sinks*",
             "alibi*",
@@ -99,8 +100,8 @@ def spec(**changes: Any) -> AttentionSpec:
         ({"logits_soft_cap": 30.0}, H100, "logits_soft_cap=30.0"),
         ({"has_segment_ids": True}, H100, "segment ids"),
         ({"has_positions": True}, H100, "positions"),
-        ({"has_mask": True}, H100, "mask array"),
-        ({"has_bias": True}, H100, "bias array"),
+        ({"query_length": 33, "has_mask": True}, H100, "query_length=33 with a mask"),
+        ({"key_value_length": 33, "has_bias": True}, H100, "key_value_length=33 with a mask or bias"),
     ],
 )
 def test_refuses_with_the_offending_value(changes: dict[str, Any], target: Target, word: str) -> None:
@@ -120,6 +121,8 @@ def test_refuses_with_the_offending_value(changes: dict[str, Any], target: Targe
         ({"local_window_size": (8, 0)}, H100),
         ({"local_window_size": (8, 3), "is_causal": True}, H100),
         ({"has_seq_lengths": True, "is_causal": True}, H100),
+        ({"has_mask": True, "has_bias": True}, H100),
+        ({"query_length": 33, "has_mask": True, "needs_grad": False}, H100),
     ],
 )
 def test_takes_what_the_library_has(changes: dict[str, Any], target: Target) -> None:
@@ -195,3 +198,48 @@ def test_batch_entry_without_a_valid_key_gives_zero_forward_and_backward(calls: 
     assert not dv[1, 20:].any()
     assert np.asarray(out)[1].all()
     assert np.asarray(calls[0]["key_value_seq_lengths"]).tolist() == [1, 20]
+
+
+def lowered_for_cuda(monkeypatch: pytest.MonkeyPatch, function: Any, *arguments: Any) -> str:
+    """The program for an H100 as XLA is given it. JAX asks the present device what it is; here it is told."""
+    monkeypatch.setattr(stablehlo, "check_cudnn_version", lambda: 91000)
+    monkeypatch.setattr(stablehlo, "check_compute_capability", lambda _: True)
+    monkeypatch.setattr(stablehlo, "is_cuda_compute_capability_equal", lambda capability: capability == "9.0")
+    return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 64), (2, 1, 1, 64), (2, 1, 64, 64), (1, 4, 64, 64), (2, 4, 64, 64)])
+def test_mask_and_bias_of_every_form_reach_the_kernel_forward_and_backward(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]
+) -> None:
+    x, mask, bias = jnp.ones((2, 64, 4, 64), jnp.bfloat16), jnp.ones(shape, bool), jnp.ones(shape, jnp.bfloat16)
+    both = spec(num_kv_heads=4, has_mask=True, has_bias=True, is_causal=True)
+
+    def loss(q: Any, k: Any, v: Any, bias: Any, mask: Any) -> Any:
+        plan = dataclasses.replace(CUDNN.plan(both, Layout(mask=mask), target=H100), spec=both)
+        return plan.run(q, k, v, terms=Terms(bias=bias))[0].astype(jnp.float32).sum()
+
+    text = lowered_for_cuda(monkeypatch, jax.grad(loss, argnums=(0, 1, 2, 3)), x, x, x, bias, mask)
+    assert "__cudnn$fmhaScaleBiasSoftmax(" in text or '__cudnn$fmhaScaleBiasSoftmax"' in text
+    assert "__cudnn$fmhaScaleBiasSoftmaxBackward" in text
+
+
+@pytest.mark.parametrize("hidden_by", ["mask", "bias", "mask and causal"])
+def test_row_that_arrays_hide_everything_from_gives_zero(calls: list[dict[str, Any]], hidden_by: str) -> None:
+    rng = np.random.default_rng(0)
+    query, key, value = (jnp.asarray(rng.standard_normal((2, 64, 4, 64)).astype(jnp.bfloat16)) for _ in range(3))
+    hidden = np.zeros((1, 1, 64, 64), bool)
+    hidden[:, :, 5] = True
+    if hidden_by == "mask and causal":
+        hidden[:, :, 5, 6:] = False  # visible by the mask alone
+    asked = spec(num_kv_heads=4, has_mask=hidden_by != "bias", has_bias=hidden_by == "bias",
+                 is_causal=hidden_by == "mask and causal")  # fmt: skip
+    layout = Layout(mask=jnp.asarray(~hidden)) if asked.has_mask else Layout()
+    terms = Terms(bias=jnp.where(hidden, -jnp.inf, 0.5).astype(jnp.bfloat16)) if asked.has_bias else Terms()
+    plan = dataclasses.replace(CUDNN.plan(asked, layout, target=H100), spec=asked)
+    out, pullback = jax.vjp(lambda q, k, v: plan.run(q, k, v, terms=terms)[0], query, key, value)
+    gradients = [np.asarray(x, np.float32) for x in pullback(jnp.ones_like(out))]
+    assert not np.asarray(out)[:, 5].any()
+    assert np.asarray(out, np.float32)[:, 7].all()
+    assert not gradients[0][:, 5].any()
+    assert all(np.isfinite(x).all() for x in gradients)
