@@ -9,7 +9,7 @@ from importlib import metadata
 from . import triton_cache
 
 VERSION = "0.0.17"
-INSTALL = "pip install 'attnsuite[tokamax]'"
+INSTALL = "pip install '.[tokamax]'"
 
 
 def missing(backend: str, module: str) -> tuple[str, ...]:

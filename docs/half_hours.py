@@ -141,7 +141,7 @@ def record(session: Session, folder: Path) -> list[str]:
     }  # fmt: skip
     for name in ("PYTHONPATH", "VIRTUAL_ENV", "JAX_PLATFORMS", "XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR"):
         environment.pop(name, None)
-    install = f"python -m venv .venv && . .venv/bin/activate && pip install -qq '{ROOT}[cpu]'"
+    install = f"python -m venv .venv && . .venv/bin/activate && pip install -qq {ROOT}"
     lines, whole = [f"## {session.who}", ""], 0.0
     for command in (install, *session.commands):
         begin = time.monotonic()
@@ -151,7 +151,7 @@ def record(session: Session, folder: Path) -> list[str]:
         )  # fmt: skip
         seconds = time.monotonic() - begin
         whole += seconds
-        typed = command.replace(str(ROOT), "attention-suite")
+        typed = command.replace(str(ROOT), "~/attention-suite")
         told = shown(done.stdout).replace(str(ROOT), "attention-suite").replace(str(folder), "~/half-hour")
         lines += ["```text", f"$ {typed}", *([told] if told else []), f"[{seconds:.0f} s, exit code {done.returncode}]"]
         lines += ["```", ""]

@@ -30,7 +30,7 @@ from .shards import check_dtype
 
 PARAMS = "params.json"
 _OLDEST_TORCH = (2, 6)
-_INSTALL = "pip install 'attnsuite[meta]'"
+_INSTALL = "pip install '.[meta]'"
 _DTYPES = ("float32", "bfloat16", "float16")
 
 

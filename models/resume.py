@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-INSTALL = "pip install 'attnsuite[train]'"
+INSTALL = "pip install '.[train]'"
 
 
 class SavedSteps:

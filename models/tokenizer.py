@@ -20,7 +20,7 @@ from .reading import CheckpointError, is_file
 
 JSON, RANKS = "tokenizer.json", "tokenizer.model"
 TOKENIZER_FILES = (JSON, RANKS, "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
-_INSTALL = "pip install 'attnsuite[text]'"
+_INSTALL = "pip install '.[text]'"
 # How Llama 3 cuts text before byte pairs are merged (llama3/tokenizer.py of Meta).
 _PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"

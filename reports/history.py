@@ -104,7 +104,7 @@ def changes(each: Series) -> list[Change]:
     try:
         import ruptures  # noqa: PLC0415  # pyright: ignore[reportMissingImports] (an extra)
     except ImportError as error:
-        raise InputError("change points need ruptures; pip install 'attnsuite[history]'.") from error
+        raise InputError("change points need ruptures; pip install '.[history]'.") from error
     if len(each.values) < 2 * LASTS:
         return []
     logs = np.log(each.values)

@@ -42,7 +42,7 @@ try:
     from lm_eval.api.registry import register_model  # pyright: ignore[reportMissingImports]
     from lm_eval.models.utils import Collator, truncate_tokens  # pyright: ignore[reportMissingImports]
 except ModuleNotFoundError as error:
-    missing = f"the harness is not installed ({error}); pip install 'attnsuite[lm-eval]'."
+    missing = f"the harness is not installed ({error}); pip install '.[lm-eval]'."
     if __name__ == "__main__":
         sys.stderr.write(f"{missing}\n")
         raise SystemExit(2) from None

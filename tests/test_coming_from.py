@@ -69,9 +69,9 @@ def attribute_exists(dotted):
 def exists(name):
     if name.startswith("attnsuite "):
         return command_exists(name.removeprefix("attnsuite "))
-    if name.startswith("attnsuite["):
+    if name.startswith(".["):
         project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-        return name[len("attnsuite[") : -1] in project["optional-dependencies"]
+        return name[len(".[") : -1] in project["optional-dependencies"]
     if name.startswith("tox -e "):
         tox = configparser.ConfigParser(interpolation=None)
         tox.read(ROOT / "tox.ini")
@@ -106,7 +106,7 @@ def test_names_that_the_guides_are_known_for_are_on_the_page():
         "attnsuite run --tile_sizes 3",
         "models/no_such_file.py",
         "tox -e nothing",
-        "attnsuite[nothing]",
+        ".[nothing]",
         "KASCADE_TILE_CACHE",
     ],
 )

@@ -13,7 +13,7 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 NEWEST = (ROOT / "constraints.txt").read_text()
 OLDEST = (ROOT / "constraints-oldest.txt").read_text()
 PYTHONS = ("3.11", "3.12", "3.13")
-OLDEST_EXTRAS = ("cpu", "text", "history", "train", "testing")  # as `tox -e constraints` has them
+OLDEST_EXTRAS = ("text", "history", "train", "testing")  # as `tox -e constraints` has them
 
 
 def requirements(extras, groups):

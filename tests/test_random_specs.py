@@ -10,7 +10,7 @@ from attnsuite.backends import Target, registry
 from attnsuite.testing import random_specs
 
 SEED = 0
-# flash_cpu is compiled by llvmlite (pip install 'attnsuite[cpu]')
+# flash_cpu is compiled by llvmlite
 NATIVE = {"flash_cpu": [pytest.mark.flash_cpu]} if importlib.util.find_spec("llvmlite") else {}
 BACKENDS = {"standard": [], "chunked": [], **NATIVE}
 

@@ -12,7 +12,7 @@ from importlib import metadata
 
 from ..contract import Mode
 
-INSTALL = "pip install 'attnsuite[kvax]'"
+INSTALL = "pip install '.[kvax]'"
 # Package -> lowest version, and the first that is too new. Kvax and jax-triton: private names are adapted, so exactly
 # these. Triton: 3.5 lacks what jax-triton 0.3.1 calls, 3.8 does not compile Kvax's kernels, 3.9 has no block pointers.
 VERSIONS = {

@@ -469,7 +469,7 @@ def _mib(size: int | None) -> float | None:
 
 def reproduce(shown: Shown) -> Iterator[Section]:
     """The command that was run."""
-    need = "With the compilers (pip install 'attnsuite[tpu,compile-cuda,kvax]'), on any Linux machine:"
+    need = "With the compilers (pip install '.[tpu,compile-cuda,kvax]'), on any Linux machine:"
     command = command_line(shown.command or ("attnsuite", "compile"))
     yield Section("reproduce", "Reproduce", (need,), commands=(command,))
 

@@ -16,7 +16,7 @@ from ..record import Kernel
 
 FLAGS = "--xla_dump_to={} --xla_dump_emitter_re=ptx"
 NO_KERNEL = "no waves: the program has no Pallas kernel."
-NO_ASSEMBLER = "no registers: only Triton's assembler says them; install it with: pip install 'attnsuite[kvax]'."
+NO_ASSEMBLER = "no registers: only Triton's assembler says them; install it with: pip install '.[kvax]'."
 NO_SHARED = "no waves: XLA of JAX 0.10 does not write the shared memory of a kernel; that of 0.12 does."
 _NEWEST = 100  # the architecture with the newest of Triton's assemblers, which XLA's PTX needs
 _CALL = re.compile(r'custom_call_target="__gpu\$xla\.gpu\.triton".*, name = "([\w.$-]+)"')

@@ -37,7 +37,7 @@ def missing(target: Target) -> str | None:
     modules, extra = _MODULES[target.platform]
     if all(map(_is_installed, modules)):
         return None
-    return f"the compiler for {target} is not installed; install it with: pip install 'attnsuite[{extra}]'."
+    return f"the compiler for {target} is not installed; install it with: pip install '.[{extra}]'."
 
 
 def _is_installed(module: str) -> bool:

@@ -428,5 +428,5 @@ def _imported() -> Any:
     try:
         import ray  # noqa: PLC0415  # pyright: ignore[reportMissingImports] (an extra)
     except ImportError as error:
-        raise InputError("--executor ray needs the package ray: pip install 'attnsuite[ray]'.") from error
+        raise InputError("--executor ray needs the package ray: pip install '.[ray]'.") from error
     return ray

@@ -80,7 +80,7 @@ def refusals(name: str, case: Case) -> tuple[str, ...]:
     peer, reasons = PEERS[name], []
     missing = [package for package in peer.packages if util.find_spec(package) is None]
     if missing:
-        reasons.append(f"{name}: {' and '.join(missing)} not installed; pip install 'attnsuite[peers]'.")
+        reasons.append(f"{name}: {' and '.join(missing)} not installed; pip install '.[peers]'.")
     if peer.unthrottled:
         reasons += [f"{name}: {reason}" for reason in mkl.refusals(cpu_name())]
     fields = dataclasses.asdict(case)  # pyright: ignore[reportArgumentType]  (every case is a dataclass)

@@ -14,7 +14,7 @@ import pytest
 from attnsuite.backends import AttentionSpec, Layout, Target, Terms, oracle, plan, registry
 from attnsuite.backends.isolation import isolated
 
-# flash_cpu is compiled by llvmlite (pip install 'attnsuite[cpu]')
+# flash_cpu is compiled by llvmlite
 NATIVE = [pytest.param("flash_cpu", marks=pytest.mark.flash_cpu)] if importlib.util.find_spec("llvmlite") else []
 BACKENDS = ["standard", "chunked", *NATIVE]
 LENGTH = 192  # several blocks of chunked, and more pairs than fit its small-problem path
@@ -103,7 +103,7 @@ def holds(run, problem, number):
 @pytest.mark.flash_cpu
 @pytest.mark.parametrize("fault", ["what is not finite is packed", "no row is spoilt"])
 def test_flash_cpu_without_its_marks_would_be_noticed(fault, monkeypatch, tmp_path):
-    pytest.importorskip("llvmlite", reason="flash_cpu is compiled by llvmlite (pip install 'attnsuite[cpu]')")
+    pytest.importorskip("llvmlite", reason="flash_cpu is compiled by llvmlite")
     from attnsuite.backends.flash_cpu import forward, rows  # noqa: PLC0415 (needs llvmlite)
     from emitted import everything_finite, nothing_done, set_apart  # noqa: PLC0415 (as above)
 

@@ -16,7 +16,7 @@ from attnsuite.testing import problems
 
 pytestmark = [pytest.mark.standard, pytest.mark.flash_cpu]
 
-# flash_cpu is compiled by llvmlite (pip install 'attnsuite[cpu]')
+# flash_cpu is compiled by llvmlite
 BACKENDS = ["standard", "chunked", *(["flash_cpu"] if importlib.util.find_spec("llvmlite") else [])]
 SPLIT = 96  # keys of the first part
 SINKS = np.array([-1.0, 0.5, 1.0, 2.0], np.float32)

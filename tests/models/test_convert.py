@@ -168,7 +168,7 @@ def test_without_pytorch_metas_files_are_refused_with_a_sentence(tmp_path, monke
     (tmp_path / "params.json").write_text("{}")
     (tmp_path / "consolidated.00.pth").write_bytes(b"")
     monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(ValueError, match=r"read by PyTorch, which is not installed; pip install 'attnsuite\[meta"):
+    with pytest.raises(ValueError, match=r"read by PyTorch, which is not installed; pip install '\.\[meta"):
         load(tmp_path)
 
 

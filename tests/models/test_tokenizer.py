@@ -94,7 +94,7 @@ def test_a_directory_without_a_tokenizer_is_refused(tmp_path):
 def test_a_missing_library_is_named_with_the_line_that_installs_it(file, library, tmp_path, monkeypatch):
     (tmp_path / file).write_text("{}")
     monkeypatch.setitem(sys.modules, library, None)
-    sentence = rf"{file} is read by the library {library}, which is not installed; pip install 'attnsuite\[text"
+    sentence = rf"{file} is read by the library {library}, which is not installed; pip install '\.\[text"
     with pytest.raises(ValueError, match=sentence):
         load_tokenizer(tmp_path)
 

@@ -103,4 +103,4 @@ def test_command_line_adds_a_run_and_writes_the_page(record, write_run, tmp_path
     with pytest.raises(SystemExit) as ended:
         main(words)
     assert ended.value.code == 2
-    assert "change points need ruptures; pip install 'attnsuite[history]'" in capsys.readouterr().err
+    assert "change points need ruptures; pip install '.[history]'" in capsys.readouterr().err

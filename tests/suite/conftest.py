@@ -195,7 +195,7 @@ def _start(*arguments: object, path: Path | None = None) -> subprocess.Popen[str
     """``attnsuite`` as it is installed, as a process of its own, with ``path`` to import from."""
     entries = [*([str(path)] if path else []), *filter(None, [os.environ.get("PYTHONPATH")])]
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", "attnsuite.suite", *map(str, arguments)],
+        [sys.executable, "-P", "-m", "attnsuite", *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

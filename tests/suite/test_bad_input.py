@@ -98,7 +98,7 @@ def test_suite_file_is_refused(tmp_path, capsys, toml, expected):
         (["--executor", "ray", "--packages", "jax==0.10.*"], "--packages 'jax==0.10.*' must be NAME==VERSION"),
         (["--executor", "ray", "--packages", "requests==2.0"], "records hold the versions of jax, jaxlib"),
         (["--executor", "ray", "--packages", "jax==0.10.0,jax==0.10.1"], "each name once"),
-        (["--executor", "ray", "--out", "run"], "needs the package ray: pip install 'attnsuite[ray]'"),
+        (["--executor", "ray", "--out", "run"], "needs the package ray: pip install '.[ray]'"),
         (["--resume"], "needs --out"),
         (["--resume", "--out", "nowhere"], "nowhere"),
     ],

@@ -215,7 +215,7 @@ def test_missing_compiler_names_the_line_that_installs_it(monkeypatch, target, e
     monkeypatch.setattr(util, "find_spec", lambda _: None)
     found = compile_cell.compile_cell(OP, "standard", target)
     assert found.status == "unsupported"
-    assert f"pip install 'attnsuite[{extra}]'" in found.reasons[0]
+    assert f"pip install '.[{extra}]'" in found.reasons[0]
 
 
 def test_what_a_backend_refuses_is_refused_for_the_target_before_it_is_compiled(monkeypatch):

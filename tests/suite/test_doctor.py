@@ -24,7 +24,7 @@ def test_doctor_lists_every_backend_with_its_mode_or_every_reason(found, faulty_
             assert (support["mode"] == "native") != bool(support["reasons"])
     assert len(backends["refusing"]["problems"]["forward"]["reasons"]) == 2
     kvax = backends["kvax"]["problems"]["forward"]
-    assert kvax["mode"] == "interpret" or any("pip install 'attnsuite[kvax]'" in reason for reason in kvax["reasons"])
+    assert kvax["mode"] == "interpret" or any("pip install '.[kvax]'" in reason for reason in kvax["reasons"])
     kascade = backends["kascade"]
     assert kascade["exact"] is False
     assert [kascade["problems"][name]["mode"] for name in ("forward", "decode step")] == ["native", "native"]

@@ -54,7 +54,7 @@ def test_jax_nn_is_never_refused_for_a_package():
 def test_missing_package_is_named_with_the_line_that_installs_it(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     (reason, *_) = peers.refusals("transformers", ModelCase(kind="model_prefill"))
-    assert reason == "transformers: torch and transformers not installed; pip install 'attnsuite[peers]'."
+    assert reason == "transformers: torch and transformers not installed; pip install '.[peers]'."
 
 
 def test_option_outside_of_the_comparison_is_named_with_its_value():

@@ -90,7 +90,7 @@ class Box:
         return trace([sys.executable, "-P", *map(str, words)], self.root, own | variables)
 
     def attnsuite(self, *words: object, **variables: str | None) -> Traced:
-        return self.python("-m", "attnsuite.suite", *words, **variables)
+        return self.python("-m", "attnsuite", *words, **variables)
 
     def strays(self, traced: Traced, *outputs: Path) -> set[str]:
         """Paths outside ``outputs``, the caches of the home, and TMPDIR."""
@@ -195,7 +195,7 @@ def tune(box, known_machine):
 
 
 def compile_(box, known_machine):
-    pytest.importorskip("libtpu", reason="compiles for TPUs: pip install 'attnsuite[tpu]'")
+    pytest.importorskip("libtpu", reason="compiles for TPUs: pip install '.[tpu]'")
     run_words(box, "first", box.root)  # writes the suite
     words = ("--targets", "v5e", "--backends", "standard", "--suite", box.root / "tiny.toml", "--cases", "first")
     return "compile", *words, "--out", box.root / "out"

@@ -23,6 +23,6 @@ def __getattr__(name: str) -> Any:
         if error.name not in {"pytest", "hypothesis"}:
             raise
         raise ImportError(
-            f"Conformance needs {error.name}, which is not installed; pip install 'attnsuite[testing]'."
+            f"Conformance needs {error.name}, which is not installed; pip install '.[testing]'."
         ) from error
     return Conformance

@@ -12,7 +12,7 @@ import numpy as np
 from attnsuite.backends import Backend, Target, oracle, support
 from attnsuite.backends.features import Mode
 
-from . import checks, problems, random_specs
+from . import checks, orders, problems, random_specs
 from .problems import CASES
 
 
@@ -48,7 +48,7 @@ def judge_case(backend: Backend, name: str, target: Target, mode: Mode = "native
         checks.compiled(backend, problem, target, mode) if spec.needs_grad else _forward(backend, problem, target, mode)
     )
     results = run(*problem.inputs)
-    verdicts = {name: problem.verdict(name, results[name]) for name in problem.expected if name in results}
+    verdicts = orders.verdicts(problem, {name: results[name] for name in problem.expected if name in results})
     again = run(*checks.strewn(problem))
     moved = [name for name, x in results.items() if not np.array_equal(x, again[name], equal_nan=True)]
     return _judged(verdicts, moved)

@@ -5,7 +5,7 @@ import pytest
 from attnsuite.testing import Conformance
 from attnsuite.testing.problems import CASES
 
-pytest.importorskip("llvmlite", reason="the kernels are compiled by llvmlite (pip install 'attnsuite[cpu]')")
+pytest.importorskip("llvmlite", reason="the kernels are compiled by llvmlite")
 
 from attnsuite.backends import AttentionSpec, Target, plan, registry, support
 from attnsuite.backends.flash_cpu.compiler import Processor

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-pytest.importorskip("llvmlite", reason="the kernels are compiled by llvmlite (pip install 'attnsuite[cpu]')")
+pytest.importorskip("llvmlite", reason="the kernels are compiled by llvmlite")
 
 from attnsuite.backends import AttentionSpec, Layout, Target, make_spec, plan, registry, resolve, support
 from attnsuite.backends.flash_cpu import availability, backward, cache, calls, compiler, forward, targets

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-pytest.importorskip("llvmlite", reason="the kernels are compiled by llvmlite (pip install 'attnsuite[cpu]')")
+pytest.importorskip("llvmlite", reason="the kernels are compiled by llvmlite")
 
 from attnsuite.backends import AttentionSpec, Layout, blocks
 from attnsuite.backends.flash_cpu import elements, masking, products, rows, slopes, softmax, targets, tiles

@@ -11,7 +11,7 @@ import pytest
 
 from attnsuite.testing import checks, problems
 
-pytest.importorskip("llvmlite", reason="the kernels are compiled by llvmlite (pip install 'attnsuite[cpu]')")
+pytest.importorskip("llvmlite", reason="the kernels are compiled by llvmlite")
 
 from attnsuite.backends import Target, registry
 from attnsuite.backends.flash_cpu import backward, decode, forward, masking, products, rows, slopes

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-pytest.importorskip("llvmlite", reason="the kernels are compiled by llvmlite (pip install 'attnsuite[cpu]')")
+pytest.importorskip("llvmlite", reason="the kernels are compiled by llvmlite")
 
 SCRIPT = """
 import sys

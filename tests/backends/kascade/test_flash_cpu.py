@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-pytest.importorskip("llvmlite", reason="the kernels are compiled by llvmlite (pip install 'attnsuite[cpu]')")
+pytest.importorskip("llvmlite", reason="the kernels are compiled by llvmlite")
 
 from attnsuite.backends import Target, oracle, plan, support
 from attnsuite.backends.flash_cpu import availability, decode_mass, rows

@@ -29,7 +29,7 @@ from sparse_problems import inner_jaxprs
 
 KERNELS = {"tpu": pallas_tpu, "triton": pallas_triton}
 ALL_KERNELS = [pytest.param(kernels, id=name) for name, kernels in KERNELS.items()]
-if importlib.util.find_spec("llvmlite"):  # pip install 'attnsuite[cpu]'
+if importlib.util.find_spec("llvmlite"):
     from attnsuite.backends.kascade import flash_cpu
 
     ALL_KERNELS.append(pytest.param(flash_cpu, id="flash_cpu", marks=pytest.mark.flash_cpu))

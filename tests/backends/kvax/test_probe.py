@@ -14,7 +14,7 @@ import pytest
 from attnsuite.backends.kvax import availability
 
 GOOD = {"kvax": "0.1.0", "triton": "3.7.1", "chex": "0.1.92", "jax-triton": "0.3.1"}
-INSTALL = "pip install 'attnsuite[kvax]'"
+INSTALL = "pip install '.[kvax]'"
 
 
 @pytest.fixture

@@ -1,5 +1,0 @@
-"""``python -m attnsuite.suite`` runs the command ``attnsuite``."""
-
-from .entry import main
-
-main()
