@@ -1,6 +1,7 @@
 """Reports: pure functions of record files. This module names everything public."""
 
 from .answer import answer_lines as answer_lines
+from .answer import installs as installs
 from .comparison import Comparison as Comparison
 from .comparison import compare as compare
 from .history import history_page as history_page

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 
 from tabulate import tabulate
 
 from attnsuite.suite import statistics
+from attnsuite.suite.record import Record
 from attnsuite.suite.shown import baseline_of, same_rounds
 from attnsuite.suite.statistics import Interval
 
@@ -15,6 +17,8 @@ from .peers import is_peer
 from .read import Run
 from .table import CASE, MILLI, Column, Table, table
 from .words import TIMES, Value, estimate, number, plural
+
+_INSTALL = re.compile(r"pip install '[^']+'")
 
 
 def answer(groups: Sequence[Group]) -> Table | None:
@@ -31,6 +35,21 @@ def answer(groups: Sequence[Group]) -> Table | None:
         Column("others", f"next, and others (their time, {TIMES} that of the first)"),
     )
     return table("answer", "", columns, rows) if rows else None
+
+
+def installs(records: Iterable[Record]) -> list[str]:
+    """A sentence for each backend that one install keeps from running: no reason of its own asks for another device."""
+    lacking: dict[tuple[str, str], set[str]] = {}
+    for record in records:
+        own = [reason for reason in record.reasons if reason.startswith(f"{record.requested}: ")]
+        commands = [_INSTALL.search(reason) for reason in own]
+        if record.status == "unsupported" and own and all(commands):
+            command = next(found[0] for found in commands if found)
+            lacking.setdefault((record.requested, command), set()).add(record.case)
+    return [
+        f"{backend} did not run in {plural(len(cases), 'case')} and may be faster; to have it: {command}"
+        for (backend, command), cases in lacking.items()
+    ]
 
 
 def answer_lines(run: Run) -> list[str]:

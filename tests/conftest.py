@@ -1,7 +1,16 @@
-"""What all tests share: fixed hypothesis, and marks of folders."""
+"""What all tests share: fixed hypothesis, marks of folders, and the part of them that ``pytest`` alone runs.
+
+``pytest`` without a path, ``-m`` or ``-k`` runs what would break first for a user (:data:`FIRST`), on two processes and
+on the CPU, and ends with what it left out. ``pytest --all`` leaves nothing out; the environments of tox.ini name paths.
+"""
 
 import gc
+import os
+from collections import Counter
 from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # JAX and NumPy read these when they are imported
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import hypothesis
 import pytest
@@ -31,8 +40,90 @@ CORE = (
 )
 
 
+# What breaks first for a user, beside the core of every backend's conformance suite: files, or parts of them.
+FIRST = (
+    *("backends/test_attention.py", "backends/test_isolation.py", "backends/test_resolve.py"),
+    *("suite/test_command_line.py", "suite/test_speed.py", "suite/test_caller.py", "suite/test_doctor.py"),
+    *("models/test_shipped.py", "models/test_generate.py", "models/test_weights.py"),
+    *("reports/test_answer.py", "reports/test_render.py", "reports/test_published.py"),
+)
+_WHY = {
+    "backends/kvax": "Kvax beyond its core",
+    "backends/kascade": "sparse attention: its kernels, every defect known, the gate",
+    "backends/flash_cpu": "the native kernels beyond their core",
+    "backends": "backends beyond their core",
+    "models": "checkpoints, families, training, serving",
+    "reports": "pages beyond the answer, browsers",
+    "suite": "every verb, faults, compilers of absent devices",
+    "testing": "the conformance suite's own claims",
+}
+_left_out = pytest.StashKey[Counter[str]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--all``."""
+    parser.addoption("--all", action="store_true", help="every test, also where no path is named (half an hour)")
+
+
+def _runs_first_alone(config: pytest.Config) -> bool:
+    chosen = config.option.all or config.option.markexpr or config.option.keyword
+    return config.args_source is pytest.Config.ArgsSource.TESTPATHS and not chosen
+
+
+@pytest.hookimpl(tryfirst=True)  # before xdist looks
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Two processes, and programs compiled without optimisation, which takes half the time."""
+    if _runs_first_alone(config) and not hasattr(config, "workerinput"):
+        os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+        os.environ["ATTNSUITE_FIRST"] = "1"  # a worker of xdist is given paths
+        if getattr(config.option, "numprocesses", None) is None and config.pluginmanager.has_plugin("xdist"):
+            config.option.numprocesses = 2
+
+
+def _is_first(item: pytest.Item) -> bool:
+    path = item.path.relative_to(TESTS).as_posix()
+    return path in FIRST or (item.get_closest_marker("core") is not None and path.startswith("backends/"))
+
+
+def _leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect what is not among the first, and count it by folder."""
+    others = [item for item in items if not _is_first(item)]
+    found = Counter(_folder(item) for item in others)
+    config.stash[_left_out] = found
+    if (output := getattr(config, "workeroutput", None)) is not None:
+        output["left_out"] = dict(found)
+    config.hook.pytest_deselected(items=others)
+    items[:] = [item for item in items if _is_first(item)]
+
+
+def _folder(item: pytest.Item) -> str:
+    folder = item.path.relative_to(TESTS).parent.as_posix()
+    return "" if folder == "." else folder
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: object) -> None:
+    """Each worker of xdist has left out the same."""
+    found = getattr(node, "workeroutput", {}).get("left_out")
+    if found is not None:
+        node.config.stash[_left_out] = Counter(found)  # type: ignore[attr-defined]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """What was left out, why, and the command for it."""
+    found = config.stash.get(_left_out, None)
+    if not found:
+        return
+    terminalreporter.section(f"left out: {sum(found.values())} tests, which CI runs (.ci/run)")
+    for folder, count in sorted(found.items()):
+        why = next(
+            (why for start, why in _WHY.items() if folder.startswith(start)), "packaging, documentation, examples"
+        )
+        terminalreporter.line(f"{count:6} {why:62} pytest --all {'tests/' + folder if folder else 'tests/test_*.py'}")
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m deselects
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """A test carries the names of its folders as marks: tests/backends/kvax gives backends and kvax."""
     for item in items:
         if not item.path.is_relative_to(TESTS):  # of somebody who inherits the suite
@@ -44,6 +135,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         of_the_oracle = getattr(item, "originalname", None) == Conformance.test_matches_the_oracle.__name__
         if of_the_oracle and item.callspec.params["taken"] in CORE:
             item.add_marker("core")
+    if _runs_first_alone(config) or os.environ.get("ATTNSUITE_FIRST") == "1":
+        _leave_out(config, items)
 
 
 def pytest_collection_finish() -> None:

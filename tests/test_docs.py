@@ -19,11 +19,15 @@ NEEDS = re.compile(r"# needs: (.+)")
 MET = "8 devices"
 # The blocks of a page share their names, and no page sees those of another.
 RUNNER = """
-import json, sys, time, traceback
+import json, signal, sys, time, traceback
 told = {}
+def too_long(*_):
+    raise TimeoutError("the blocks of this page take longer than ten minutes")
+signal.signal(signal.SIGALRM, too_long)
 for page, blocks in json.load(sys.stdin).items():
     names = {"__name__": page}
     start = time.perf_counter()
+    signal.alarm(600)  # a page has its own time: the others do not fail with a slow one
     told[page] = ""
     for number, block in enumerate(blocks, 1):
         try:
@@ -31,6 +35,7 @@ for page, blocks in json.load(sys.stdin).items():
         except BaseException:
             told[page] = traceback.format_exc(limit=-3)
             break
+    signal.alarm(0)
     print(page, round(time.perf_counter() - start, 2), "s", file=sys.stderr)
 print("\\n" + json.dumps(told))
 """
@@ -58,7 +63,6 @@ def run(pages, folder):
         capture_output=True,
         text=True,
         check=False,
-        timeout=240,
     )
     sys.stderr.write(done.stderr[-4000:])
     assert done.returncode == 0

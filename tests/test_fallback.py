@@ -1,4 +1,4 @@
-"""On a CPU-only machine, with nothing optional installed: what really runs for each request, and why."""
+"""On a CPU-only machine that flash_cpu serves, with nothing optional installed: what runs for each request, and why."""
 
 import importlib.util
 import warnings
@@ -12,7 +12,7 @@ from attnsuite.backends.contract import AttentionSpec, Layout
 
 pytestmark = pytest.mark.fallback
 
-OPTIONAL = ("kvax", "triton", "jax_triton", "torch", "transformers", "libtpu", "llvmlite")
+OPTIONAL = ("kvax", "triton", "jax_triton", "torch", "transformers", "libtpu")
 
 LONG = AttentionSpec(
     batch=1, query_length=2048, key_value_length=2048, num_heads=8, num_kv_heads=8, head_dim=64, is_causal=True
@@ -25,14 +25,14 @@ MASKED = AttentionSpec(
 
 # (request, spec) -> (what runs, its mode, words that the reasons must contain)
 EXPECTED = [
-    ("auto", LONG, "chunked", "native", ("flash_cpu:", "llvmlite", "attnsuite[cpu]")),
-    ("auto", SHORT, "chunked", "native", ("flash_cpu:",)),
-    ("auto", DECODE, "chunked", "native", ("flash_cpu:",)),
+    ("auto", LONG, "flash_cpu", "native", ()),
+    ("auto", SHORT, "flash_cpu", "native", ()),
+    ("auto", DECODE, "flash_cpu", "native", ()),
     ("auto", MASKED, "standard", "native", ("flash_cpu:", "chunked:", "mask")),
     ("standard", LONG, "standard", "native", ()),
     ("chunked", LONG, "chunked", "native", ()),
     ("chunked", MASKED, "standard", "fallback", ("chunked:", "mask", "flash_cpu:")),
-    ("cudnn", LONG, "chunked", "fallback", ("cudnn:", "NVIDIA GPUs", "flash_cpu:", "llvmlite")),
+    ("cudnn", LONG, "flash_cpu", "fallback", ("cudnn:", "NVIDIA GPUs")),
     ("cudnn", MASKED, "standard", "fallback", ("cudnn:", "NVIDIA GPUs", "flash_cpu:", "chunked:", "mask")),
 ]
 
@@ -89,7 +89,7 @@ def test_a_refused_backend_raises_where_the_caller_asked_for_it(here):
 
 
 def test_a_fallback_is_never_silent(here):
-    with pytest.warns(backends.BackendFallbackWarning, match="chunked runs instead"):
+    with pytest.warns(backends.BackendFallbackWarning, match="flash_cpu runs instead"):
         backends.resolve("cudnn", LONG, here).plan(Layout())
 
 
@@ -97,5 +97,5 @@ def test_flash_attention_config_says_why_kvax_is_not_available(here):
     config = backends.get_flash_attention_config()
     assert not config.kvax_available
     assert config.device_type == "cpu"
-    assert not config.supported
+    assert config.supported  # by flash_cpu
     assert config.reasons

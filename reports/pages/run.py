@@ -112,7 +112,8 @@ def use_this(shown: Shown) -> Iterator[Section]:
             "interval: below 1 is less time."
         )
         pictures = plot.against_standard(shown.groups)
-        yield Section("answer", "Use this", (told,), tuple(reading.headline(shown.groups)), (made,), pictures)
+        told = (*(f"**{escape(line)}**" for line in answer.installs(shown.records)), told)
+        yield Section("answer", "Use this", told, tuple(reading.headline(shown.groups)), (made,), pictures)
 
 
 def in_short(shown: Shown) -> Iterator[Section]:

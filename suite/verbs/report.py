@@ -41,4 +41,6 @@ def show(*directories: Path) -> int:
             print(*summary_lines(parse_records(directory / RECORDS)[0]), *reports.answer_lines(run), sep="\n")
         print(f"records: {directory / RECORDS}")
     print(f"report:  {path}")
+    for sentence in reports.installs(parse_records(directories[0] / RECORDS)[0]):
+        print(sentence)
     return 0

@@ -3,7 +3,7 @@
 import pytest
 
 from attnsuite import reports
-from attnsuite.reports.answer import answer
+from attnsuite.reports.answer import answer, installs
 from attnsuite.reports.cells import group
 
 FAST, MIDDLE, SLOW = ([scale * (1 + 0.001 * i) for i in range(10)] for scale in (0.001, 0.01, 0.1))
@@ -104,3 +104,16 @@ def test_answer_comes_first_and_refusals_last_and_folded(record, write_run):
     page = (folder / "report.html").read_text(encoding="utf-8")
     assert page.count("<details><summary>") == page.count("</details>") == 2
     assert "&lt;details&gt; is taken" in page
+
+
+def test_backend_that_one_install_keeps_from_running_is_named_with_the_command(record):
+    lacking = "kvax: kvax is not installed; install it with: pip install '.[kvax]'."
+    device = "kvax: Kvax runs on NVIDIA GPUs, not on cpu; use backend='chunked'."
+    cells = [
+        record("standard", samples=(1.0,) * 6),
+        record("kvax", status="unsupported", mode=None, resolved=None, samples=(), reasons=(lacking,)),
+    ]
+    (sentence,) = installs(cells)
+    assert sentence.endswith("to have it: pip install '.[kvax]'")
+    elsewhere = record("kvax", status="unsupported", mode=None, resolved=None, samples=(), reasons=(device, lacking))
+    assert installs([elsewhere]) == []

@@ -28,8 +28,12 @@ make_host_devices(mesh.count)
 from attnsuite.models import PRESETS
 from attnsuite.suite.train import LOSSES, TrainRequest, _started, execute, open_training
 PRESETS["nano"] = dict(num_layers=1, hidden_size=32, intermediate_size=48, num_heads=4, num_kv_heads=2)
+from attnsuite.models import TextFile
 out, found = Path(sys.argv[1]), {}
-words = dict(model="nano", steps=3, batch=8, accumulate=2, length=32, learning_rate=0.05, save_every=1, packed=True,
+# The text that training reads by default is a part of Python, and differs from version to version.
+(out / "text.txt").write_text("\\n\\n".join(f"Document {n} says this again. " * 8 for n in range(400)))
+words = dict(model="nano", text=TextFile(str(out / "text.txt")),
+             steps=3, batch=8, accumulate=2, length=32, learning_rate=0.05, save_every=1, packed=True,
              backend="standard")
 class Cut(Exception): pass
 def cut(line):
