@@ -260,7 +260,8 @@ class Plan:
     for terms, ``attend`` takes :class:`Terms` as a sixth argument. If it asks for the log-sum-exp, the output is the
     pair ``(output, log_sum_exp)``. ``notes`` are sentences that a reader of the result must know (an approximate
     backend that decided to run dense says so here). ``spec`` is the planned problem; :func:`attnsuite.backends.plan`
-    adds it. ``isolates``: this plan keeps NaN and infinity from rows that may not see them, whatever its backend does
+    adds it. ``needs_layer``: each layer has a role of its own, so that a run which names none is an error.
+    ``isolates``: this plan keeps NaN and infinity from rows that may not see them, whatever its backend does
     elsewhere.
     """
 
@@ -268,6 +269,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     spec: AttentionSpec | None = None
     isolates: bool = False
+    needs_layer: bool = False
 
     def run(
         self,
@@ -276,7 +278,7 @@ class Plan:
         value: Num[Array, "rows slots kv_heads v_dim"] | None,
         *,
         terms: Terms = NO_TERMS,
-        layer: int = 0,
+        layer: int | None = None,
         carry: Carry = (),
     ) -> tuple[Any, Carry]:
         """Attend in one layer; returns the output and the carry for the next layer.
@@ -284,13 +286,23 @@ class Plan:
         ``value`` is None where the spec has ``values_in_keys``. The output is ``[batch, q_len, heads, v_dim]`` in the
         query's dtype. If the spec asks for the log-sum-exp, the result is the pair of the output and a float32 array
         ``[batch, q_len, heads]``. Raises ValueError for terms that the spec does not announce, for announced terms that
-        are missing, and for arrays that do not match the spec.
+        are missing, for arrays that do not match the spec, and without ``layer`` where the plan needs it.
         """
+        if layer is None and self.needs_layer:
+            raise ValueError(_NO_LAYER)
         if self.spec is not None:
             check_operands(self.spec, query, key, value)
         if check_terms(self.spec, terms):
             return self.attend(query, key, value, layer, carry, terms)
         return self.attend(query, key, value, layer, carry)
+
+
+_NO_LAYER = (
+    "this plan gives each layer its role by a schedule, and the call names no layer; a layer 0 that is dense would run "
+    "in every place. Plan once and run each layer, out, carry = plan.run(query, key, value, layer=i, carry=carry); "
+    "backends.attention, attention_fn and the adapters cannot do so, there leave the schedule out of backend_options, and "
+    "every layer selects for itself."
+)
 
 
 def forward_only(attend: Callable[..., Any]) -> Callable[..., Any]:

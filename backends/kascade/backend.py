@@ -129,8 +129,8 @@ class Kascade:
 
         ``plan.run(..., layer=i, carry=carry)`` computes layer ``i`` in its role of the schedule; without a schedule
         every layer is an anchor. Raises ValueError for options that are not accepted, for key positions, and for a
-        schedule of other KV heads. Running a layer raises ValueError if the schedule has no such layer, or if a reuse
-        layer gets no selection.
+        schedule of other KV heads. Running a layer raises ValueError if there is a schedule and no ``layer``, if the
+        schedule has no such layer, or if a reuse layer gets no selection.
         """
         settings = _settings(spec, target, mode, options)
         if self.heads is not None and (reasons := tuple(_dealing_reasons(settings))):
@@ -139,7 +139,8 @@ class Kascade:
         places = Places.of(spec, layout, tiling)
         if (instead := runs_dense(spec, settings)) is not None:
             dense = resolve("auto", spec, target)
-            return Plan(dense.plan(layout).attend, (f"{instead}; {dense.backend.name} ran.",))
+            notes = (f"{instead}; {dense.backend.name} ran.",)
+            return Plan(dense.plan(layout).attend, notes, needs_layer=settings.schedule is not None)
         roles = _roles(settings, spec)
         compute = _computation(spec, settings, tiling, places, target, mode, self.heads)
         if settings.kernel != "xla" and "dense" in {role.role for role in roles or ()}:
@@ -163,7 +164,7 @@ class Kascade:
             selection = compute.select(query, key)
             return compute.attend(query, key, value, selection), selection
 
-        return Plan(forward_only(attend), isolates=compute.isolates)
+        return Plan(forward_only(attend), isolates=compute.isolates, needs_layer=roles is not None)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ import pytest
 from attnsuite import backends
 from attnsuite.backends import registry
 from attnsuite.backends.adapters import maxtext as adapter
+from attnsuite.backends.kascade import manual
 
 # MaxText promotes dtypes and ranks.
 pytestmark = pytest.mark.foreign_numerics
@@ -230,3 +231,16 @@ def test_unknown_option_is_refused():
 @each
 def test_recorded_parameters_are_those_of_the_op(base):
     assert tuple(inspect.signature(base.apply_attention).parameters) == adapter.PARAMETERS
+
+
+@each
+def test_schedule_of_kascade_is_refused_since_the_op_knows_no_layer(base):
+    """As layer 0, which the schedule makes dense, every layer of the model would have been dense."""
+    options = {
+        "schedule": manual((0, 2), num_layers=4, kv_heads=2),
+        "min_keys": 0, "top_k": 0.1, "tile_size": 16, "query_tile": 16,
+    }  # fmt: skip
+    made = adapter.attention_op(base, "kascade", on_unavailable="raise", needs_grad=False, backend_options=options)
+    call = QUERY, KEY, VALUE, None, jnp.broadcast_to(jnp.arange(LENGTH), (2, LENGTH)), "train"
+    with pytest.raises(ValueError, match="names no layer"):
+        op(made)(*call)
