@@ -116,7 +116,7 @@ def package(out: Path) -> Path:
 def measure(run: Path, path: Path, backend: str, seconds: float, steps: dict[str, int]) -> Path:
     """One run of the suite, each cell sampled for so long, in which ``planted`` makes these further steps."""
     entries = [str(path.resolve()), *filter(None, [os.environ.get("PYTHONPATH")])]
-    command = [sys.executable, "-m", "attnsuite.suite", "run", "--suite", str(path.parent / "planted.toml")]
+    command = [sys.executable, "-m", "attnsuite", "run", "--suite", str(path.parent / "planted.toml")]
     done = subprocess.run(
         [*command, "--backends", "standard,planted", "--out", str(run), "--sample-seconds", str(seconds)],
         env=os.environ | {

@@ -56,7 +56,7 @@ def source():
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_starts_beside_the_users_own_rooms(hostile, verb):
-    done = started(hostile, "-m", "attnsuite.suite", verb, "--help")
+    done = started(hostile, "-m", "attnsuite", verb, "--help")
     assert done.returncode == 0, done.stderr
     assert f"attnsuite {verb}" in done.stdout
 
@@ -65,15 +65,13 @@ def test_workers_import_our_rooms_beside_the_users_own(hostile):
     (hostile / "run").mkdir()
     peaks = {"matmul_flops": {"float32": 1e11, "bfloat16": 1e11}, "copy_bytes_per_second": 1e10}
     (hostile / "run" / "machine.json").write_text(json.dumps(peaks))  # which saves measuring them
-    done = started(
-        hostile, "-m", "attnsuite.suite", "run", "--suite", "tiny.toml", "--backends", "standard", "--out", "run"
-    )
+    done = started(hostile, "-m", "attnsuite", "run", "--suite", "tiny.toml", "--backends", "standard", "--out", "run")
     assert done.returncode == 0, done.stderr
     assert '"status":"ok"' in (hostile / "run" / "records.jsonl").read_text()
 
 
 def test_doctor_examines_beside_the_users_own_rooms(hostile):
-    done = started(hostile, "-m", "attnsuite.suite", "doctor", "--json")
+    done = started(hostile, "-m", "attnsuite", "doctor", "--json")
     assert done.returncode == 0, done.stderr
     assert '"standard"' in done.stdout
 

@@ -128,7 +128,7 @@ def compare(run, shell="", **streams):
             sys.executable,
             "-P",
             "-m",
-            "attnsuite.suite",
+            "attnsuite",
             "compare",
             str(run),
             str(run),
