@@ -300,8 +300,8 @@ class Plan:
 _NO_LAYER = (
     "this plan gives each layer its role by a schedule, and the call names no layer; a layer 0 that is dense would run "
     "in every place. Plan once and run each layer, out, carry = plan.run(query, key, value, layer=i, carry=carry); "
-    "backends.attention, attention_fn and the adapters cannot do so, there leave the schedule out of backend_options, and "
-    "every layer selects for itself."
+    "backends.attention, attention_fn and the adapters cannot do so, there leave the schedule out of backend_options: "
+    "every layer then selects for itself."
 )
 
 
