@@ -127,7 +127,7 @@ def _call(
     key: Float[Array, "b s k h"],
     value: Float[Array, "b s k h"],
     lengths: Array | None,
-    arrays: Mapping[str, Array],
+    arrays: Mapping[str, Any],
 ) -> Float[Array, "b t n h"]:
     # A window that ends at the query is causal by itself. The library takes it only together with the causal mask,
     # which already hides everything on the right.

@@ -91,7 +91,7 @@ class Harvest:
         self.calls.append(_call(found, arrays))
         index = len(self.calls) - 1
         if self.masks is not None and arguments.get("mask") is not None:
-            jax.debug.callback(lambda mask: self.masks.setdefault(index, np.asarray(mask)), arguments["mask"])
+            jax.debug.callback(functools.partial(self._saw, index), arguments["mask"])
         marked = _mark(arrays, Mark(self, index))
         arguments.update(zip(names, marked, strict=True))
         self._inside = True
@@ -99,6 +99,10 @@ class Harvest:
             return original(*bound.args, **bound.kwargs)
         finally:
             self._inside = False
+
+    def _saw(self, index: int, mask: Any) -> None:
+        if self.masks is not None:
+            self.masks.setdefault(index, np.asarray(mask))
 
 
 @contextlib.contextmanager

@@ -64,7 +64,8 @@ def _splash(spec: AttentionSpec, target: Target) -> Attend | None:
         query, key, value = (x.swapaxes(1, 2) for x in (query * spec.softmax_scale, key, value))
         # The workers ask for full products, which the kernel's compiler refuses for bfloat16.
         with jax.default_matmul_precision("highest" if spec.dtype == "float32" else "default"):
-            return jax.vmap(made)(query, key, value).swapaxes(1, 2)
+            out: Any = jax.vmap(made)(query, key, value)
+        return out.swapaxes(1, 2)
 
     return attend
 
