@@ -103,7 +103,7 @@ def _arrays(
     """Mask and bias as the library takes them, and the rows that see any key; None without either.
 
     JAX adds a large negative number where the mask is false, so that a row without a visible key averages over all. A
-    bias of -inf hides its key; as a number of that size it does so without NaN.
+    bias of -inf hides its key; as a large number it does so without NaN, and small enough to be added to the mask's.
     """
     if layout.mask is None and terms.bias is None:
         return {}, None
@@ -113,7 +113,7 @@ def _arrays(
         arrays["mask"] = jnp.broadcast_to(layout.mask, (*layout.mask.shape[:2], *whole))
     if terms.bias is not None:
         hides = jnp.isneginf(terms.bias)
-        bias = jnp.where(hides, 0.7 * float(jnp.finfo(spec.dtype).min), terms.bias).astype(spec.dtype)
+        bias = jnp.where(hides, 0.25 * float(jnp.finfo(spec.dtype).min), terms.bias).astype(spec.dtype)
         arrays["bias"] = jnp.broadcast_to(bias, (bias.shape[0], spec.num_heads, *whole))  # its gradient has all heads
         visible = ~hides if visible is None else visible & ~hides
     assert visible is not None  # noqa: S101 (for the type checker: one of the two is there)

@@ -210,7 +210,7 @@ SERVING = Suite("serving", (CacheCase(), ServingCase()), left_out=("kascade",))
 
 _STEP: dict[str, Any] = {"sequence": 8192, "query_length": 1}
 
-# The programs that people write, against what JAX or flax does for the same call: about five minutes on 2 cores.
+# The programs that people write, against what JAX or flax does for the same call.
 CALLER = Suite(
     "caller",
     (

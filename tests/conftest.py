@@ -62,7 +62,7 @@ _left_out = pytest.StashKey[Counter[str]]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """``--all``."""
-    parser.addoption("--all", action="store_true", help="every test, also where no path is named (half an hour)")
+    parser.addoption("--all", action="store_true", help="every test, also where no path is named")
 
 
 def _runs_first_alone(config: pytest.Config) -> bool:
