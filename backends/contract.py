@@ -256,11 +256,12 @@ class Support:
 class Plan:
     """A backend's preparation of one forward pass: made once, run by every layer.
 
-    ``attend(query, key, value, layer, carry)`` returns the output and the carry for the next layer. If the spec asks
-    for terms, ``attend`` takes :class:`Terms` as a sixth argument. If it asks for the log-sum-exp, the output is the
-    pair ``(output, log_sum_exp)``. ``notes`` are sentences that a reader of the result must know (an approximate
-    backend that decided to run dense says so here). ``spec`` is the planned problem; :func:`attnsuite.backends.plan`
-    adds it. ``needs_layer``: each layer has a role of its own, so that a run which names none is an error.
+    ``attend(query, key, value, layer, carry)`` returns the output and the carry for the next layer; ``layer`` is 0
+    where a run names none. If the spec asks for terms, ``attend`` takes :class:`Terms` as a sixth argument. If it asks
+    for the log-sum-exp, the output is the pair ``(output, log_sum_exp)``. ``notes`` are sentences that a reader of the
+    result must know (an approximate backend that decided to run dense says so here). ``spec`` is the planned problem;
+    :func:`attnsuite.backends.plan` adds it. ``needs_layer``: each layer has a role of its own, so that a run which
+    names none is an error.
     ``isolates``: this plan keeps NaN and infinity from rows that may not see them, whatever its backend does
     elsewhere.
     """
@@ -292,9 +293,10 @@ class Plan:
             raise ValueError(_NO_LAYER)
         if self.spec is not None:
             check_operands(self.spec, query, key, value)
+        index = layer or 0
         if check_terms(self.spec, terms):
-            return self.attend(query, key, value, layer, carry, terms)
-        return self.attend(query, key, value, layer, carry)
+            return self.attend(query, key, value, index, carry, terms)
+        return self.attend(query, key, value, index, carry)
 
 
 _NO_LAYER = (

@@ -16,8 +16,9 @@ from attnsuite.testing import problems
 
 pytestmark = [pytest.mark.standard, pytest.mark.flash_cpu]
 
-# flash_cpu is compiled by llvmlite
-BACKENDS = ["standard", "chunked", *(["flash_cpu"] if importlib.util.find_spec("llvmlite") else [])]
+# llvmlite compiles flash_cpu. JAX rebuilds its dataclass of arrays with placeholders, which checked annotations refuse.
+FLASH_CPU = [pytest.param("flash_cpu", marks=pytest.mark.wrong_types)] if importlib.util.find_spec("llvmlite") else []
+BACKENDS = ["standard", "chunked", *FLASH_CPU]
 SPLIT = 96  # keys of the first part
 SINKS = np.array([-1.0, 0.5, 1.0, 2.0], np.float32)
 
