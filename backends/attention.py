@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any, Literal, TypedDict, Unpack, overload
 
@@ -18,13 +19,15 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, Num
 
-from .contract import EitherArray, Layout, Terms
+from .contract import AttentionSpec, Backend, EitherArray, Layout, Terms
+from .devices import Target
 from .features import Mode
-from .layout import make_spec
+from .layout import check_layout, make_spec
 from .masks import MaskFunction
 from .policy import AnyPolicy
 from .resolve import OnUnavailable, resolve
 from .scores import ScoreFunction
+from .support import plan_accepted
 
 Scale = float | Num[Array, ""] | Num[np.ndarray, ""] | np.number  # known when the program is compiled
 
@@ -40,6 +43,7 @@ class Request:
     on_unavailable: OnUnavailable = "fallback"
     options: Mapping[str, Any] | None = None
     policy: AnyPolicy | None = None
+    isolate: bool = False
 
 
 class _Options(TypedDict, total=False):
@@ -127,6 +131,7 @@ def attention(
     return_log_sum_exp: bool = False,
     backend_options: Mapping[str, Any] | None = None,
     policy: AnyPolicy | None = None,
+    isolate: bool = False,
 ) -> (
     Float[Array, "batch q_len heads v_dim"]
     | tuple[Float[Array, "batch q_len heads v_dim"], Float[Array, "batch q_len heads"]]
@@ -146,7 +151,9 @@ def attention(
     multi-head latent attention; nothing cuts them out, so that no copy of the keys is made.
     ``mode="interpret"`` runs a kernel backend's own kernel in an interpreter, for
     verification. ``needs_grad=False`` admits backends that have no backward pass. ``policy`` is a file that
-    ``attnsuite choose`` wrote, which ``auto`` follows (default: ``$ATTNSUITE_POLICY``). Raises ValueError for
+    ``attnsuite choose`` wrote, which ``auto`` follows (default: ``$ATTNSUITE_POLICY``). ``isolate=True`` sets keys and
+    values behind the lengths and in padding to zero first, for a backend that would let NaN there reach other rows.
+    Outside of ``jit`` a call runs one program, which is compiled once for each problem. Raises ValueError for
     shapes, dtypes and options that do not fit, UnknownBackendError for a name nobody registered, and
     BackendUnavailableError where ``on_unavailable="raise"`` and the backend refuses; otherwise a refusal
     falls back with one BackendFallbackWarning that lists every reason.
@@ -159,8 +166,8 @@ def attention(
     layout = Layout(
         query_segment_ids=_as_array(query_segment_ids),
         key_value_segment_ids=_as_array(key_value_segment_ids),
-        query_positions=_as_array(query_positions),
-        key_value_positions=_as_array(key_value_positions),
+        query_positions=_known(query_positions),
+        key_value_positions=_known(key_value_positions),
         key_value_seq_lengths=_as_array(key_value_seq_lengths),
         page_table=_as_array(page_table),
         mask=_as_array(mask),
@@ -178,7 +185,7 @@ def attention(
         value,
         layout,
         Terms(**{name: _as_array(x) for name, x in terms.items()}),
-        Request(backend, mode, on_unavailable, backend_options, policy),
+        Request(backend, mode, on_unavailable, backend_options, policy, isolate),
         value_head_dim=value_head_dim,
         is_causal=is_causal,
         scale=scale,
@@ -295,7 +302,7 @@ def dot_product_attention(
 def _attend(
     query: Any, key: Any, value: Any, layout: Layout, terms: Terms, request: Request, *, scale: Any, **options: Any
 ) -> Any:
-    """Spec, resolution, plan and run of one call."""
+    """Spec and resolution of one call, and its program: compiled once, however often and from wherever it is called."""
     query, key, value = jnp.asarray(query), jnp.asarray(key), _as_array(value)
     spec = make_spec(query, key, value, layout, terms, scale=_as_float(scale), **options)
     resolution = resolve(
@@ -306,7 +313,42 @@ def _attend(
         options=request.options,
         policy=request.policy,
     )
-    return resolution.plan(layout, request.options).run(query, key, value, terms=terms)[0]
+    program = _Program(
+        resolution.backend,
+        spec,
+        resolution.target,
+        "native" if resolution.mode == "fallback" else resolution.mode,
+        () if resolution.mode == "fallback" else tuple((request.options or {}).items()),
+        request.isolate,
+    )
+    try:
+        hash(program)
+    except TypeError:  # an option's value that cannot name a program
+        return program(query, key, value, check_layout(spec, layout), terms)
+    return _compiled(query, key, value, check_layout(spec, layout), terms, program=program)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Program:
+    """What one call computes: all that is known when it is compiled. The backend has accepted it."""
+
+    backend: Backend
+    spec: AttentionSpec
+    target: Target
+    mode: Mode
+    options: tuple[tuple[str, Any], ...]
+    isolate: bool
+
+    def __call__(self, query: Array, key: Array, value: Array | None, layout: Layout, terms: Terms) -> Any:
+        how: dict[str, Any] = {"target": self.target, "mode": self.mode, "isolate": self.isolate}
+        made = plan_accepted(self.backend, self.spec, layout, options=dict(self.options), **how)
+        return made.run(query, key, value, terms=terms)[0]
+
+
+@functools.partial(jax.jit, static_argnames="program")
+def _compiled(query: Array, key: Array, value: Array | None, layout: Layout, terms: Terms, *, program: _Program) -> Any:
+    """A program of its own where the caller compiles nothing; equal layers of a caller's program are traced once."""
+    return program(query, key, value, layout, terms)
 
 
 def _request_of(implementation: str, backend: str) -> Request:
@@ -345,6 +387,11 @@ def _as_float(scale: Any) -> Any:
             raise ValueError(f"scale has shape {scale.shape}; expected one number.")
         return scale.item()
     return scale
+
+
+def _known(x: Any) -> EitherArray | None:
+    """A NumPy array as it is: its numbers can be read without waiting for a device."""
+    return x if isinstance(x, np.ndarray) else _as_array(x)
 
 
 def _as_array(x: Any) -> Array | None:

@@ -3,7 +3,8 @@
 The score matrix is cut into blocks of ``block_q`` query rows by ``block_kv`` keys. The smallest and largest position
 and segment id of each block decide whether a pair of blocks is all masked (skip), all visible (no mask needed) or
 mixed. The idea is that of FlexAttention's BlockMask (PyTorch). Here it is computed from the contract's fields instead
-of a function, without a quadratic pass over elements. Only a mask function is evaluated on every pair. Bounds are
+of a function, without a quadratic pass over elements. Only a mask function is evaluated on every pair, and a mask array
+is read once. Bounds are
 conservative: a visited block may have nothing visible in it, but a skipped block never has anything visible.
 """
 
@@ -19,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from . import masks
+from . import chunked_arrays, masks
 from .contract import AttentionSpec, EitherArray, Layout, positions
 
 SKIP, PARTIAL, FULL = 0, 1, 2
@@ -41,6 +42,7 @@ class PaddedLayout:
     query_segment_ids: Int[EitherArray, "batch q_pad"] | None
     key_value_segment_ids: Int[EitherArray, "batch kv_pad"] | None
     lengths: Int[EitherArray, " batch"]
+    mask: Bool[EitherArray, "#batch #heads #q_pad #kv_pad"] | None = None  # the caller's own where it needs no padding
 
     @property
     def batch(self) -> int:
@@ -81,8 +83,9 @@ def pad_layout(spec: AttentionSpec, layout: Layout, block_q: int, block_kv: int)
         "key_value_segment_ids": None if k_seg is None else _pad(k_seg, k_pad, -1),
         "lengths": lengths,
     }
-    batch = max(x.shape[0] for x in padded.values() if x is not None)
-    return PaddedLayout(**{name: _broadcast(x, batch) for name, x in padded.items()})
+    mask = None if layout.mask is None else chunked_arrays.fitted(layout.mask, block_q, block_kv)
+    batch = max(x.shape[0] for x in (*padded.values(), mask) if x is not None)
+    return PaddedLayout(**{name: _broadcast(x, batch) for name, x in padded.items()}, mask=mask)
 
 
 def classify(
@@ -118,6 +121,11 @@ def classify(
         padless = _blocked(q_seg >= 0, block_q).all(-1)[:, :, None] & _blocked(k_seg >= 0, block_kv).all(-1)[:, None, :]
         some = some & (k_min <= q_max) & (k_max >= q_min) & (q_min <= q_max) & (k_min <= k_max)
         every = every & padless & (q_min == q_max) & (k_min == k_max) & (q_min == k_min)
+    if layout.mask is not None:
+        seen = chunked_arrays.of_blocks(layout.mask, block_q, block_kv)
+        some, every = some & seen[0], every & seen[1]
+    if spec.has_bias:  # -inf hides a key: only the bias itself tells, block by block
+        every = every & False
     return xp.where(every & some, FULL, xp.where(some, PARTIAL, SKIP)).astype(np.int32)
 
 

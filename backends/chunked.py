@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -27,10 +27,10 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array
 
-from . import blocks, decode, kv_cache, sinks, standard, tuned
+from . import blocks, chunked_tiles, decode, kv_cache, sinks, standard, tuned
 from . import chunked_passes as passes
 from .blocks import BlockTable, PaddedLayout
-from .chunked_passes import BlockSizes, Program
+from .chunked_tiles import BlockSizes, Program
 from .contract import (
     NO_TERMS,
     NOTHING_SEEN,
@@ -73,13 +73,12 @@ class Chunked:
     exact: bool = True
 
     def takes(self, target: Target, mode: Mode) -> Takes:
-        """All of the contract except array masks and biases, on every platform."""
-        linear = "whose memory is linear in the length"
+        """All of the contract, on every platform."""
         return Takes(
-            features=frozenset({*FEATURES_0_1 - {"mask", "bias"}, *_LATER}),
+            features=frozenset({*FEATURES_0_1, *_LATER}),
             modes=("native", "compile"),
             parts=True,
-            because={"mode": "which is plain XLA without a kernel to interpret", "mask": linear, "bias": linear},
+            because={"mode": "which is plain XLA without a kernel to interpret"},
         )
 
     def plan(
@@ -99,18 +98,18 @@ class Chunked:
                 spec, lambda wide: self._of_cache(wide, layout, self._program(wide, layout, target, path, given))
             )
         small = spec.query_length * spec.key_value_length <= SMALL_SCORES
-        plain = not spec.has_alibi and spec.score_function is None
+        plain = not (spec.has_alibi or spec.has_bias) and spec.score_function is None
         if spec.query_length <= SHORT_QUERY and not spec.needs_grad and target.platform == "cpu" and plain:
-            return decode.plan(spec, layout)
+            return decode.plan(spec, layout, target)
         if spec.query_length <= SHORT_QUERY or (small and not given):
             return standard.STANDARD.plan(spec, layout, target=target)
         program = self._program(spec, layout, target, path, given)
         differentiable, traced = _differentiable(program, _tables(program, layout))
 
         def attend(
-            query: Array, key: Array, value: Array | None, layer: int, carry: Carry, terms: Terms = NO_TERMS
+            query: Array, key: Array, value: Array | None, layer: int | None, carry: Carry, terms: Terms = NO_TERMS
         ) -> tuple[Any, Carry]:
-            return differentiable(query, key, value, *_per_head(terms), traced), carry
+            return differentiable(query, key, value, jax.tree.map(jnp.asarray, terms), traced), carry
 
         return Plan(attend)
 
@@ -130,7 +129,7 @@ class Chunked:
         forward_tables, backward_tables = _tables(program, layout)
 
         def forward(query: Array, key: Array, value: Array) -> tuple[Array, Array, Array]:
-            out, top, rest = passes.forward(program, query, (key, value), None, None, *forward_tables)
+            out, top, rest = passes.forward(program, query, (key, value), NO_TERMS, *forward_tables)
             return out, jnp.where(top == passes.UNSEEN, NOTHING_SEEN, top), rest
 
         def backward(
@@ -139,7 +138,12 @@ class Chunked:
             if backward_tables is None:
                 raise ValueError("planned with needs_grad=False; plan with needs_grad=True to differentiate.")
             top = jnp.where(top <= NOTHING_SEEN, passes.UNSEEN, top)
-            return passes.backward(program, query, key, value, out, top, rest, d_out, None, None, *backward_tables)[:3]
+            seen, cotangents = (out, top, rest), (d_out, None)
+            operands = query, key, value
+            d_query, d_key, d_value, _ = passes.backward(
+                program, operands, seen, cotangents, NO_TERMS, *backward_tables
+            )
+            return d_query, d_key, cast("Array", d_value)  # None only with values in keys, which have no parts
 
         return Part(forward, backward)
 
@@ -148,17 +152,16 @@ class Chunked:
         tables = _tables(program, layout)[0]
 
         def attend(
-            query: Array, key: Array, value: Array | None, layer: int, carry: Carry, terms: Terms = NO_TERMS
+            query: Array, key: Array, value: Array | None, layer: int | None, carry: Carry, terms: Terms = NO_TERMS
         ) -> tuple[Any, Carry]:
-            slopes, sunk = _per_head(terms)
             heads = program.sizes.heads_per_tile
             read = (
                 kv_cache.block_reader(spec, layout, key, terms.key_scales, heads),
                 None if value is None else kv_cache.block_reader(spec, layout, value, terms.value_scales, heads),
             )
-            return _result(program, *passes.forward(program, query, read, slopes, sunk, *tables)), carry
+            return _result(program, *passes.forward(program, query, read, terms, *tables)), carry
 
-        return Plan(attend, isolates=True)
+        return Plan(attend)
 
     def _program(
         self, spec: AttentionSpec, layout: Layout, target: Target, path: str | None, given: dict[str, Any]
@@ -228,8 +231,8 @@ def _fit(sizes: BlockSizes, spec: AttentionSpec, layout: Layout) -> BlockSizes:
     def shrink(block: int, length: int) -> int:
         return min(block, -(-length // 8) * 8)
 
-    rows = ("query_segment_ids", "query_positions", "key_value_positions", "key_value_seq_lengths")
-    per_sequence = kv_cache.is_cache(spec) or any(getattr(layout, name) is not None for name in rows)
+    rows = ("query_segment_ids", "query_positions", "key_value_positions", "key_value_seq_lengths", "mask")
+    per_sequence = kv_cache.is_cache(spec) or spec.has_bias or any(getattr(layout, name) is not None for name in rows)
     heads = spec.num_kv_heads * (1 if per_sequence else spec.batch)
     longest = max(spec.query_length, spec.key_value_length)
     return BlockSizes(
@@ -268,6 +271,8 @@ def _tables(program: Program, layout: Layout) -> _Tables:
     host = dataclasses.replace(layout, **{name: np.asarray(x) for name, x in arrays.items()})
 
     def given(path: Any, x: Any) -> Any:
+        if x is host.mask and x is not None:
+            return layout.mask  # not a copy of it
         source = {"lengths": "key_value_seq_lengths"}.get(path[-1].name, path[-1].name)
         return x if source in _SORTED_BY and source not in arrays else jnp.asarray(x)
 
@@ -279,6 +284,7 @@ _SORTED_BY = (
     *("query_segment_ids", "key_value_segment_ids"),
     *("query_positions", "key_value_positions"),
     "key_value_seq_lengths",
+    "mask",
 )
 
 
@@ -318,54 +324,35 @@ def _differentiable(program: Program, tables: _Tables) -> tuple[Callable[..., Ar
         return tables if traced is None else jax.tree.unflatten(tree, traced)
 
     @jax.custom_vjp
-    def attend(
-        query: Array,
-        key: Array,
-        value: Array | None,
-        slopes: Array | None,
-        sunk: Array | None,
-        traced: list[EitherArray] | None,
-    ) -> Any:
-        return _result(program, *passes.forward(program, query, (key, value), slopes, sunk, *of(traced)[0]))
+    def attend(query: Array, key: Array, value: Array | None, terms: Terms, traced: list[EitherArray] | None) -> Any:
+        return _result(program, *passes.forward(program, query, (key, value), terms, *of(traced)[0]))
 
-    def forward(
-        query: Array,
-        key: Array,
-        value: Array | None,
-        slopes: Array | None,
-        sunk: Array | None,
-        traced: list[EitherArray] | None,
-    ) -> Any:
+    def forward(query: Array, key: Array, value: Array | None, terms: Terms, traced: list[EitherArray] | None) -> Any:
         if of(traced)[1] is None:  # asked at trace time
             raise ValueError("planned with needs_grad=False; plan with needs_grad=True to differentiate.")
         unrounded = dataclasses.replace(program, float32_results=True)
-        exact, top, rest = passes.forward(unrounded, query, (key, value), slopes, sunk, *of(traced)[0])
-        out = passes.narrowed(exact, program)
+        exact, top, rest = passes.forward(unrounded, query, (key, value), terms, *of(traced)[0])
+        out = chunked_tiles.narrowed(exact, program)
         # The rounding error of the output. The backward pass subtracts rowsum(dO * O); without the correction its
         # rounding would be as large as the gradient of a key that has nearly all of its row.
-        lost = None if program.spec.dtype == "float32" else (exact - out.astype(jnp.float32)).astype(jnp.bfloat16)
-        return _result(program, out, top, rest), ((query, key, value, slopes, sunk, traced), out, lost, top, rest)
+        lost = None if program.spec.dtype == "float32" else exact - out.astype(jnp.float32)
+        lost = lost if lost is None or chunked_tiles.is_precise(program) else lost.astype(jnp.bfloat16)
+        return _result(program, out, top, rest), ((query, key, value), terms, traced, out, lost, top, rest)
 
     def backward(residuals: Any, cotangents: Any) -> Any:
-        (query, key, value, slopes, sunk, traced), out, lost, top, rest = residuals
+        operands, terms, traced, out, lost, top, rest = residuals
         layout, columns = of(traced)[1]  # forward has refused a plan without
         if lost is not None:
             out = out.astype(jnp.float32) + lost.astype(jnp.float32)
         d_out, d_lse = cotangents if program.spec.return_log_sum_exp else (cotangents, None)
-        gradients = passes.backward(program, query, key, value, out, top, rest, d_out, d_lse, slopes, layout, columns)
-        d_sinks = None if sunk is None else sinks.gradient(sunk, (out, top, rest), d_out, d_lse)
-        return *gradients, d_sinks, None
+        seen = out, top, rest
+        *gradients, d_terms = passes.backward(program, operands, seen, (d_out, d_lse), terms, layout, columns)
+        if terms.sinks is not None:
+            d_terms = dataclasses.replace(d_terms, sinks=sinks.gradient(terms.sinks, seen, d_out, d_lse))
+        return *gradients, d_terms, None
 
     attend.defvjp(forward, backward)
     return attend, None if static else leaves
-
-
-def _per_head(terms: Terms) -> tuple[Array | None, Array | None]:
-    """ALiBi's slopes and the sinks."""
-    return (
-        None if terms.alibi is None else jnp.asarray(terms.alibi),
-        None if terms.sinks is None else jnp.asarray(terms.sinks),
-    )
 
 
 def _result(program: Program, out: Array, top: Array, rest: Array) -> Any:

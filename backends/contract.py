@@ -7,8 +7,11 @@ The semantics are those of ``jax.nn.dot_product_attention`` with the gaps closed
 - Softmax and accumulation are float32 whatever the input dtype.
 - ``local_window_size=(left, right)`` counts the keys beside the query's own: a row sees at most
   ``left + 1 + right`` keys. A model whose ``sliding_window`` counts the token itself gives ``(sliding_window - 1, 0)``.
-- Keys and values that a query may not see (padding, other documents, slots behind the length) change nothing, even if
-  they hold NaN or infinity.
+- Keys and values that a query may not see change nothing, as long as they are finite. NaN and infinity in slots behind
+  the length, in padding and in other documents are kept out by ``standard``, ``chunked``, ``flash_cpu`` and ``kascade``
+  on a CPU, forward and backward. In later keys of a causal mask, a window or a mask array ``standard`` and decode steps
+  of ``chunked`` do not keep them out: that would take one more pass over the values. Of other kernels it is measured
+  (``attnsuite judge``); ``isolate=True`` zeroes what lengths and padding hide before any backend runs.
 - A length above the number of slots means all of them.
 - A mask function decides by the positions of a query and a key, beside all other masks (``masks.py``).
 - A score function changes each scaled and capped score by its head and positions (``scores.py``).
@@ -256,20 +259,17 @@ class Support:
 class Plan:
     """A backend's preparation of one forward pass: made once, run by every layer.
 
-    ``attend(query, key, value, layer, carry)`` returns the output and the carry for the next layer; ``layer`` is 0
+    ``attend(query, key, value, layer, carry)`` returns the output and the carry for the next layer; ``layer`` is None
     where a run names none. If the spec asks for terms, ``attend`` takes :class:`Terms` as a sixth argument. If it asks
     for the log-sum-exp, the output is the pair ``(output, log_sum_exp)``. ``notes`` are sentences that a reader of the
     result must know (an approximate backend that decided to run dense says so here). ``spec`` is the planned problem;
     :func:`attnsuite.backends.plan` adds it. ``needs_layer``: each layer has a role of its own, so that a run which
     names none is an error.
-    ``isolates``: this plan keeps NaN and infinity from rows that may not see them, whatever its backend does
-    elsewhere.
     """
 
     attend: Callable[..., tuple[Any, Carry]]
     notes: tuple[str, ...] = ()
     spec: AttentionSpec | None = None
-    isolates: bool = False
     needs_layer: bool = False
 
     def run(
@@ -293,10 +293,9 @@ class Plan:
             raise ValueError(_NO_LAYER)
         if self.spec is not None:
             check_operands(self.spec, query, key, value)
-        index = layer or 0
         if check_terms(self.spec, terms):
-            return self.attend(query, key, value, index, carry, terms)
-        return self.attend(query, key, value, index, carry)
+            return self.attend(query, key, value, layer, carry, terms)
+        return self.attend(query, key, value, layer, carry)
 
 
 _NO_LAYER = (
@@ -409,14 +408,14 @@ def positions(spec: AttentionSpec, layout: Layout) -> tuple[Array | np.ndarray, 
     )
 
 
-def modified(spec: AttentionSpec, layout: Layout, logits: Float[Array, "b n t s"]) -> Float[Array, "b n t s"]:
-    """What the score function makes of all logits of a call; quadratic, as they are."""
+def modified(spec: AttentionSpec, layout: Layout, logits: Float[Array, "b k g t s"]) -> Float[Array, "b k g t s"]:
+    """What the score function makes of all logits of a call, head ``k * group_size + g``; quadratic, as they are."""
     if spec.score_function is None:
         return logits
     batch, head = (jnp.arange(n, dtype=jnp.int32) for n in (spec.batch, spec.num_heads))
-    q_pos, k_pos = (jnp.asarray(x) for x in positions(spec, layout))
-    at = batch[:, None, None, None], head[None, :, None, None], q_pos[:, None, :, None], k_pos[:, None, None, :]
-    return spec.score_function(logits, *at)
+    batch, head = batch.reshape(-1, 1, 1, 1, 1), head.reshape(1, spec.num_kv_heads, -1, 1, 1)
+    q_pos, k_pos = (jnp.asarray(x)[:, None, None] for x in positions(spec, layout))
+    return spec.score_function(logits, batch, head, q_pos[..., None], k_pos[..., None, :])
 
 
 def distances(spec: AttentionSpec, layout: Layout) -> Int[Array, "#batch q_len kv_len"]:

@@ -188,7 +188,7 @@ class Sharded:
         carries = PartitionSpec(self.axes.data)
 
         def attend(
-            query: Array, key: Array, value: Array, layer: int, carry: Carry, terms: Terms = NO_TERMS
+            query: Array, key: Array, value: Array, layer: int | None, carry: Carry, terms: Terms = NO_TERMS
         ) -> tuple[Any, Carry]:
             def local(
                 layout: Layout, query: Array, key: Array, value: Array, carry: Carry, terms: Terms
@@ -213,7 +213,7 @@ class Sharded:
             )
             return run(layout, query, key, value, carry, terms)
 
-        return Plan(attend, isolates=not self._in_ring)  # each share is isolated; the parts of a ring are not
+        return Plan(attend)
 
     def sharding(self) -> NamedSharding:
         """The sharding of query, key, value and output ``[batch, length, heads, dim]``."""

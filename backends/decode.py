@@ -3,7 +3,8 @@
 It is the plain formula of ``standard``: with so few rows the scores are linear in the key length, and the time is that
 of reading the keys and values. The two products are written in the form that XLA computes at the memory's rate on a
 CPU; other forms run at a tenth of it. Keys and values should lie in memory as a cache holds them, heads before length
-(``models.KVCache``).
+(``models.KVCache``). Values that no row sees, behind the lengths or in other documents, are read as zeros, block by
+block, so that NaN in them reaches no row: a select over all values would write and read them once more.
 """
 
 from __future__ import annotations
@@ -17,20 +18,29 @@ from jaxtyping import Array, Bool, Float
 
 from . import standard
 from .contract import NO_TERMS, AttentionSpec, Carry, Layout, Plan, Terms, may_attend
+from .devices import Target
+
+_SLOTS = 512  # of a block of values that is copied with zeros where nobody looks, inside a core's cache
 
 
-def plan(spec: AttentionSpec, layout: Layout) -> Plan:
+def plan(spec: AttentionSpec, layout: Layout, target: Target) -> Plan:
     """Plan a decode step; ``spec`` needs no gradient and announces no terms but sinks."""
-    return Plan(functools.partial(_attend, spec, may_attend(spec, layout)))
+    if spec.has_segment_ids and spec.query_length > 1:  # its rows may be of different documents
+        return standard.STANDARD.plan(spec, layout, target=target)
+    mask, read = may_attend(spec, layout), None
+    if mask is not None and (spec.has_segment_ids or spec.has_seq_lengths):
+        read = mask.any((1, 2))
+    return Plan(functools.partial(_attend, spec, mask, read))
 
 
 def _attend(
     spec: AttentionSpec,
     mask: Bool[Array, "#b #n #t #s"] | None,
+    read: Bool[Array, "#b s"] | None,
     query: Float[Array, "b t n h"],
     key: Float[Array, "b s k h"],
     value: Float[Array, "b s k v"] | None,
-    layer: int,
+    layer: int | None,
     carry: Carry,
     terms: Terms = NO_TERMS,
 ) -> tuple[Any, Carry]:
@@ -42,8 +52,9 @@ def _attend(
     logits = scores(grouped, key).reshape(b, n, t, -1) * spec.softmax_scale
     if spec.logits_soft_cap is not None:
         logits = spec.logits_soft_cap * jnp.tanh(logits / spec.logits_soft_cap)
-    weights, total, top = standard.exponentials(logits, mask, standard.sink_logits(terms))
-    out = weigh(weights.reshape(b, kv_heads, rows, -1), value)[..., : spec.value_head_dim]
+    sinks = None if terms.sinks is None else jnp.asarray(terms.sinks, jnp.float32)[None, :, None, None]
+    weights, total, top = standard.exponentials(logits, mask, sinks)
+    out = weigh(weights.reshape(b, kv_heads, rows, -1), value, read, spec.value_head_dim)
     out = out.reshape(b, kv_heads, -1, t, spec.value_head_dim)
     # The outputs are divided, not the weights, because there are fewer of them.
     out = out / total.reshape(b, kv_heads, -1, t, 1)
@@ -65,11 +76,37 @@ def scores(query: Float[Array, "b k r h"], key: Float[Array, "b k s h"]) -> Floa
     return lax.optimization_barrier(turned)[..., :rows].swapaxes(2, 3)
 
 
-def weigh(weights: Float[Array, "b k r s"], value: Float[Array, "b k s v"]) -> Float[Array, "b k r v"]:
-    """Sums of values weighted by float32 ``weights``, which are rounded to the values' dtype; float32."""
-    rows = weights.shape[2]
+def weigh(
+    weights: Float[Array, "b k r s"],
+    value: Float[Array, "b k s d"],
+    read: Bool[Array, "#b s"] | None = None,
+    value_head_dim: int | None = None,
+) -> Float[Array, "b k r v"]:
+    """Sums of values weighted by float32 ``weights``, which are rounded to the values' dtype; float32.
+
+    The values are the first ``value_head_dim`` numbers of ``value``; None: all. Those that are not ``read`` count as
+    zero, whatever they are.
+    """
+    rows, slots = weights.shape[2], weights.shape[3]
     weights = _two_rows(weights.astype(value.dtype))
-    return jnp.einsum("bkrs,bksv->bkrv", weights, value, preferred_element_type=jnp.float32)[:, :, :rows]
+    if read is None:
+        return _weighted(weights, value)[:, :, :rows, :value_head_dim]  # the fewer outputs are cut
+    width = value.shape[3] if value_head_dim is None else value_head_dim
+
+    def of_block(start: Any, width: int) -> Array:
+        some = (lax.dynamic_slice_in_dim(x, start, width, axis) for x, axis in ((weights, 3), (value, 2), (read, 1)))
+        of_weights, of_values, mask = some
+        return _weighted(of_weights, jnp.where(mask[:, None, :, None], of_values[..., :width], 0))
+
+    blocks, rest = divmod(slots, _SLOTS)
+    total = of_block(blocks * _SLOTS, rest) if rest else jnp.zeros((*weights.shape[:3], width), jnp.float32)
+    if blocks:
+        total = lax.fori_loop(0, blocks, lambda i, total: total + of_block(i * _SLOTS, _SLOTS), total)
+    return total[:, :, :rows]
+
+
+def _weighted(weights: Array, value: Array) -> Array:
+    return jnp.einsum("bkrs,bksv->bkrv", weights, value, preferred_element_type=jnp.float32)
 
 
 def _two_rows(x: Float[Array, "b k r d"]) -> Float[Array, "b k r2 d"]:

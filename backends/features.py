@@ -42,7 +42,7 @@ Feature = Literal[
     "values_in_keys",
 ]
 FEATURES: tuple[Feature, ...] = get_args(Feature)
-DTYPES = ("float32", "bfloat16", "float16")
+DTYPES = ("float32", "bfloat16", "float16", "float64")
 KV_DTYPES = ("int8", "float8_e4m3fn")  # of keys and values in a quantised cache
 
 # The features of the contract of version 0.1. A backend without ``takes`` was written for it and takes only these:
@@ -164,18 +164,16 @@ class Takes:
     ``least_length`` both sequence lengths. ``because`` explains refusals: it maps a feature, "mode", "dtype" or the
     name of a bound to a clause ("which masks by slot"). ``parts``: the backend has
     :meth:`~attnsuite.backends.contract.PartBackend.part`. ``carries``: its layers pass data on to later layers.
-    ``isolates``: it keeps NaN and infinity from rows that may not see them itself (else ``isolation.py`` does).
     """
 
     features: frozenset[Feature] = FEATURES_0_1
-    dtypes: tuple[str, ...] = DTYPES
+    dtypes: tuple[str, ...] = DTYPES[:3]
     head_dims: Sizes | None = None
     value_head_dims: Sizes | None = None
     least_length: int = 1
     modes: tuple[Mode, ...] = get_args(Mode)
     parts: bool = False
     carries: bool = False
-    isolates: bool = False
     because: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:

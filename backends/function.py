@@ -42,7 +42,7 @@ class FunctionBackend:
         given = _keywords(spec, layout, self.declared)
 
         def attend(
-            query: Any, key: Any, value: Any, layer: int, carry: Carry, terms: Terms = NO_TERMS
+            query: Any, key: Any, value: Any, layer: int | None, carry: Carry, terms: Terms = NO_TERMS
         ) -> tuple[Any, Carry]:
             learned = {name: getattr(terms, name) for name in terms.given()}
             return self.function(query, key, value, **given, **learned), carry

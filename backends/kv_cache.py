@@ -20,7 +20,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from .contract import NO_TERMS, AttentionSpec, Carry, EitherArray, Layout, Plan, Terms
-from .isolation import isolated
+from .layout import unread_slots
 from .operands import key_rows
 
 # The largest number of each dtype.
@@ -105,18 +105,21 @@ def gathered(spec: AttentionSpec, layout: Layout, plan: Callable[[AttentionSpec,
 def _gathered(spec: AttentionSpec, layout: Layout, plan: Callable[[AttentionSpec, Layout], Plan]) -> Plan:
     bare = dataclasses.replace(spec, page_size=None, num_pages=None, kv_dtype=None)
     contiguous = dataclasses.replace(layout, page_table=None)
-    made = plan(bare, contiguous)
-    made = made if made.isolates else isolated(bare, contiguous, made)
+    made, unread = plan(bare, contiguous), unread_slots(spec, layout)
+
+    def gather(x: Array, scales: EitherArray | None) -> Array:
+        numbers = of_sequences(spec, layout, x, scales)  # of a slot that nobody sees: whatever its page holds
+        return numbers if unread is None else jnp.where(unread[..., None, None], 0, numbers)
 
     def attend(
-        query: Array, key: Array, value: Array | None, layer: int, carry: Carry, terms: Terms = NO_TERMS
+        query: Array, key: Array, value: Array | None, layer: int | None, carry: Carry, terms: Terms = NO_TERMS
     ) -> tuple[Any, Carry]:
-        key = of_sequences(spec, layout, key, terms.key_scales)
-        value = None if value is None else of_sequences(spec, layout, value, terms.value_scales)
+        key = gather(key, terms.key_scales)
+        value = None if value is None else gather(value, terms.value_scales)
         others = dataclasses.replace(terms, key_scales=None, value_scales=None)
         return made.attend(query, key, value, layer, carry, *((others,) if others.given() else ()))
 
-    return dataclasses.replace(made, attend=attend, isolates=True)
+    return dataclasses.replace(made, attend=attend)
 
 
 def unrounded(spec: AttentionSpec, plan: Callable[[AttentionSpec], Plan]) -> Plan:

@@ -7,12 +7,13 @@ the two; a difference is an error and is never ignored.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
+from jaxtyping import Array, Bool
 
 from .contract import NO_TERMS, AttentionSpec, Layout, Terms
 from .features import KV_DTYPES
@@ -41,8 +42,8 @@ def make_spec(
 ) -> AttentionSpec:
     """The spec of a call, from its arrays (or ``jax.ShapeDtypeStruct``) and options; checks shapes and dtypes.
 
-    Positions that are ``arange`` (concrete, not traced) are the default and leave ``has_positions`` False. Raises
-    ValueError with the shape or dtype given and the one expected. With a page table, key and value are pages. If
+    Positions that are ``arange`` in a NumPy array are the default and leave ``has_positions`` False. Raises ValueError
+    with the shape or dtype given and the one expected. With a page table, key and value are pages. If
     ``value`` is None, the values are the first ``value_head_dim`` numbers of the keys.
     """
     in_keys = value is None
@@ -98,16 +99,26 @@ def make_spec(
         needs_grad=needs_grad,
         **options,
     )
-    fit(spec, layout)
+    check_layout(spec, layout)
     check_terms(spec, terms)
     return spec
 
 
 def fit(spec: AttentionSpec, layout: Layout) -> Layout:
+    """The layout as backends take it: :func:`check_layout`'s, with lengths between 0 and all slots."""
+    layout = check_layout(spec, layout)
+    lengths = layout.key_value_seq_lengths
+    if isinstance(lengths, np.ndarray | jax.Array):  # a number above the keys means all of them, one below 0 none
+        xp = np if isinstance(lengths, np.ndarray) else jnp
+        layout = dataclasses.replace(layout, key_value_seq_lengths=xp.clip(lengths, 0, spec.key_value_length))
+    return layout
+
+
+def check_layout(spec: AttentionSpec, layout: Layout) -> Layout:
     """The layout that belongs to ``spec``. Raises ValueError where the two disagree, with expected and given.
 
     Every array that the spec announces must be there, and no other; values may be abstract. Positions that are
-    ``arange`` are left out if the spec announces none.
+    ``arange`` (a NumPy array) are left out if the spec announces none.
     """
     if not spec.has_positions:
         sides = ((spec.batch, spec.query_length), (spec.batch, spec.key_value_length))
@@ -145,11 +156,28 @@ def fit(spec: AttentionSpec, layout: Layout) -> Layout:
             raise ValueError(f"{name} has dtype {x.dtype}; expected an integer dtype.")
     if layout.mask is not None:
         check_broadcast("mask", layout.mask, spec, "bool", jnp.bool_)
-    lengths = layout.key_value_seq_lengths
-    if isinstance(lengths, np.ndarray | jax.Array):  # a number above the keys means all of them, one below 0 none
-        xp = np if isinstance(lengths, np.ndarray) else jnp
-        layout = dataclasses.replace(layout, key_value_seq_lengths=xp.clip(lengths, 0, spec.key_value_length))
     return layout
+
+
+def unread_slots(spec: AttentionSpec, layout: Layout) -> Bool[Array, "batch kv_len"] | None:
+    """Slots that no query sees, as far as lengths and padding tell; None where there are neither."""
+    found = []
+    if layout.key_value_seq_lengths is not None:
+        slots = jnp.arange(spec.key_value_length, dtype=jnp.int32)[None]
+        found.append(slots >= jnp.asarray(layout.key_value_seq_lengths)[:, None])
+    if layout.key_value_segment_ids is not None:
+        found.append(jnp.asarray(layout.key_value_segment_ids) < 0)
+    return functools.reduce(jnp.logical_or, found) if found else None
+
+
+def unseeing_rows(layout: Layout) -> Bool[Array, "#batch #q_len"] | None:
+    """Query rows that see nothing, as far as lengths and padding tell; None where there are neither."""
+    found = []
+    if layout.key_value_seq_lengths is not None:
+        found.append(jnp.asarray(layout.key_value_seq_lengths)[:, None] <= 0)
+    if layout.query_segment_ids is not None:
+        found.append(jnp.asarray(layout.query_segment_ids) < 0)
+    return functools.reduce(jnp.logical_or, found) if found else None
 
 
 def _check_page_table(table: Any, batch: int) -> int:
@@ -172,10 +200,7 @@ def _without_plain_positions(layout: Layout, query: tuple[int, int], key: tuple[
 
 
 def _is_arange(x: Any, shape: tuple[int, int]) -> bool:
-    """Whether the values can be read (neither traced, nor abstract, nor on another host) and are ``arange``."""
-    here = isinstance(x, np.ndarray) or (
-        isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_fully_addressable
-    )
-    if not here or tuple(x.shape) != shape or not jnp.issubdtype(x.dtype, jnp.integer):
+    """Whether this is a NumPy array of ``arange``. To read a JAX array would make the host wait for its device."""
+    if not isinstance(x, np.ndarray) or x.shape != shape or not np.issubdtype(x.dtype, np.integer):
         return False
-    return bool((np.asarray(x) == np.arange(shape[1])).all())
+    return bool((x == np.arange(shape[1])).all())

@@ -58,7 +58,6 @@ class PagedAttention:
             }),
             dtypes=("bfloat16",),
             head_dims=(128, 256),
-            isolates=True,
             because={
                 "dtype": "which rounds keys and values to bfloat16",
                 "head_dims": "whose blocks are whole lanes",
@@ -123,7 +122,7 @@ class PagedAttention:
             query: Float[Array, "b 1 n h"],
             key: Float[Array, "rows slots k h"],
             value: Float[Array, "rows slots k h"],
-            layer: int,
+            layer: int | None,
             carry: Carry,
         ) -> tuple[Float[Array, "b 1 n h"], Carry]:
             pools = [x.swapaxes(1, 2).reshape(-1, _page_size(spec), spec.head_dim) for x in (key, value)]

@@ -82,7 +82,7 @@ class PallasFlash:
             query: Float[Array, "b t n h"],
             key: Float[Array, "b t k h"],
             value: Float[Array, "b t k h"],
-            layer: int,
+            layer: int | None,
             carry: Carry,
         ) -> tuple[Float[Array, "b t n h"], Carry]:
             key, value = (jnp.repeat(x, spec.group_size, axis=2) for x in (key, value))

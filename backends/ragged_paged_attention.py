@@ -117,7 +117,7 @@ def _plan(spec: AttentionSpec, layout: Layout, sequences: int, target: Target, m
         query: Float[Array, "b t n h"],
         key: Float[Array, "b s k h"],
         value: Float[Array, "b s k h"],
-        layer: int,
+        layer: int | None,
         carry: Carry,
     ) -> tuple[Float[Array, "b t n h"], Carry]:
         out = lax.cond(

@@ -20,7 +20,7 @@ from .contract import AttentionSpec, Backend, Layout, Plan
 from .devices import Target
 from .features import Mode
 from .policy import AnyPolicy, Decision, PolicyNotUsedWarning, decide, policy_of, unusable
-from .support import plan, support
+from .support import plan_accepted, support
 
 OnUnavailable = Literal["fallback", "raise"]
 
@@ -79,9 +79,8 @@ class Resolution:
         Raises the errors of :func:`attnsuite.backends.plan`: ValueError where ``layout`` and the spec disagree, or for
         options.
         """
-        if self.mode == "fallback":
-            return plan(self.backend, self.spec, layout, target=self.target)
-        return plan(self.backend, self.spec, layout, target=self.target, mode=self.mode, options=options)
+        mode, options = ("native", None) if self.mode == "fallback" else (self.mode, options)
+        return plan_accepted(self.backend, self.spec, layout, target=self.target, mode=mode, options=options)
 
 
 def resolve(

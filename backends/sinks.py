@@ -39,5 +39,6 @@ def gradient(
     """
     out, top, rest = seen
     share = jnp.exp((sinks.astype(jnp.float32)[None, None] - top) - rest)
-    slope = -(d_out.astype(jnp.float32) * out).sum(-1)
+    products = d_out.astype(jnp.float32) * out
+    slope = -jnp.where(out == 0, 0, products).sum(-1)  # no NaN from the cotangent of a row that sees no key
     return (share * (slope if d_lse is None else slope + d_lse)).sum((0, 1)).astype(sinks.dtype)

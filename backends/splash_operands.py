@@ -225,7 +225,7 @@ def plan_of(spec: AttentionSpec, layout: Layout, lengths: tuple[int, int], run: 
         query: Float[Array, "b t n h"],
         key: Float[Array, "b s k h"],
         value: Float[Array, "b s k v"],
-        layer: int,
+        layer: int | None,
         carry: Carry,
         terms: Terms = NO_TERMS,
     ) -> tuple[Float[Array, "b t n v"], Carry]:

@@ -1,15 +1,17 @@
 """Attention by the formula, in XLA: the scores are materialised.
 
 It is the baseline of every comparison, and its rounding error is the judge's yardstick. Memory grows with query length
-times key length. Gradients are JAX's autodiff, except for one product. Runs on every platform and refuses nothing of
-the contract.
+times key length. Gradients are JAX's own, of every kind and order. Runs on every platform and refuses nothing
+of the contract. NaN and infinity in slots behind the length, in padding and in other documents reach no row and no
+gradient that may not see them; from keys that only a causal mask, a window, positions or a mask array hides they may,
+as in ``jax.nn.dot_product_attention``.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -31,7 +33,8 @@ from .contract import (
     modified,
 )
 from .devices import Target
-from .features import FEATURES_0_1, Feature, Mode, Takes
+from .features import DTYPES, FEATURES_0_1, Feature, Mode, Takes
+from .layout import unread_slots, unseeing_rows
 
 _LATER: frozenset[Feature] = frozenset(
     {"log_sum_exp", "sinks", "alibi", "mask_function", "score_function", "pages", "kv_dtype", "values_in_keys"}
@@ -49,6 +52,7 @@ class Standard:
         """Everything in the contract, natively or compiled."""
         return Takes(
             features=frozenset({*FEATURES_0_1, *_LATER}),
+            dtypes=DTYPES,
             modes=("native", "compile"),
             because={"mode": "which is plain XLA without a kernel to interpret"},
         )
@@ -66,61 +70,130 @@ class Standard:
         check_options(self.name, options, {})
         if kv_cache.is_cache(spec):
             return kv_cache.gathered(spec, layout, functools.partial(self.plan, target=target, mode=mode))
-        apart = distances(spec, layout) if spec.has_alibi else None
-        modify = functools.partial(modified, spec, layout)
-        return Plan(functools.partial(_attend, spec, may_attend(spec, layout), apart, modify))
+        return Plan(_Formula.of(spec, layout))
 
 
-def _attend(
-    spec: AttentionSpec,
-    mask: Bool[Array, "#b #n #t #s"] | None,
-    apart: Int[Array, "#b t s"] | None,
-    modify: Callable[[Array], Array],
-    query: Float[Array, "b t n h"],
-    key: Float[Array, "b s k h"],
-    value: Float[Array, "b s k v"] | None,
-    layer: int,
-    carry: Carry,
-    terms: Terms = NO_TERMS,
-) -> tuple[Any, Carry]:
-    b, t, n, h = query.shape
-    kv_heads, rows = spec.num_kv_heads, spec.group_size * t
-    # The heads of a group are rows of one product: only query and output are ever transposed, never the scores.
-    grouped = query.reshape(b, t, kv_heads, -1, h).transpose(0, 2, 3, 1, 4).reshape(b, kv_heads, rows, h)
-    # Heads before length, explicitly: this cancels the transpose of a cache stored so; XLA does not find it by itself.
-    # Values that are a part of the keys are not cut out, which would copy them: the outputs are cut, which are fewer.
-    key = key.swapaxes(1, 2)
-    value = key if value is None else value.swapaxes(1, 2)
-    logits = jnp.einsum("bkrh,bksh->bkrs", grouped, key, preferred_element_type=jnp.float32)
-    logits = logits.reshape(b, n, t, -1) * spec.softmax_scale
-    if spec.logits_soft_cap is not None:
-        logits = spec.logits_soft_cap * jnp.tanh(logits / spec.logits_soft_cap)
-    logits = modify(logits)
-    if terms.bias is not None:
-        logits = logits + terms.bias.astype(jnp.float32)
-    if terms.alibi is not None and apart is not None:
-        slopes = jnp.asarray(terms.alibi, jnp.float32)[None, :, None, None]
-        logits = logits - slopes * apart[:, None].astype(jnp.float32)
-    weights, total, top = exponentials(logits, mask, sink_logits(terms))
-    out = (
-        _weigh((weights / total).reshape(b, kv_heads, rows, -1), value)[..., : spec.value_head_dim]
-        .astype(query.dtype)
-        .reshape(b, kv_heads, -1, t, spec.value_head_dim)
-    )
-    out = out.transpose(0, 3, 1, 2, 4).reshape(b, t, n, -1)
-    return ((out, log_sum_exp(total, top)) if spec.return_log_sum_exp else out), carry
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _Formula:
+    """The ``attend`` of a plan.
+
+    Every product has the axes ``b k g t s``: batch, KV head, query head of its group, query, key. No axis is ever
+    merged with another, so that JAX can follow each over a mesh, and only query and output are transposed, never the
+    scores.
+    """
+
+    spec: AttentionSpec
+    mask: Bool[Array, "#b #k #g #t #s"] | None
+    apart: Int[Array, "#b 1 1 t s"] | None
+    layout: Layout
+
+    @classmethod
+    def of(cls, spec: AttentionSpec, layout: Layout) -> _Formula:
+        mask = may_attend(spec, layout)
+        apart = distances(spec, layout)[:, None, None] if spec.has_alibi else None
+        return cls(spec, None if mask is None else _by_group(spec, mask), apart, layout)
+
+    def __call__(
+        self,
+        query: Float[Array, "b t n h"],
+        key: Float[Array, "b s k h"],
+        value: Float[Array, "b s k v"] | None,
+        layer: int | None,
+        carry: Carry,
+        terms: Terms = NO_TERMS,
+    ) -> tuple[Any, Carry]:
+        spec, mask = self.spec, self.mask
+        b, t, n, h = query.shape
+        wide = jnp.float64 if query.dtype == jnp.float64 else jnp.float32
+        query, key, value, spoilt = without_unread(spec, self.layout, query, key, value)
+        grouped = query.reshape(b, t, spec.num_kv_heads, spec.group_size, h).transpose(0, 2, 3, 1, 4)
+        # Heads before length, explicitly: this cancels the transpose of a cache stored so, which XLA does not find by
+        # itself. Values that are a part of the keys are not cut out, which would copy them: the fewer outputs are cut.
+        key = key.swapaxes(1, 2)
+        value = key if value is None else value.swapaxes(1, 2)
+        logits = jnp.einsum("bkgth,bksh->bkgts", grouped, key, preferred_element_type=wide) * spec.softmax_scale
+        if spec.logits_soft_cap is not None:
+            logits = spec.logits_soft_cap * jnp.tanh(logits / spec.logits_soft_cap)
+        logits = modified(spec, self.layout, logits)
+        if terms.bias is not None:
+            logits = logits + _by_group(spec, jnp.asarray(terms.bias)).astype(wide)
+        if terms.alibi is not None and self.apart is not None:
+            logits = logits - _per_head(spec, terms.alibi, wide) * self.apart.astype(wide)
+        logits = logits if spoilt is None else logits + spoilt
+        if terms.bias is not None or spec.score_function is not None:  # they may hide pairs by -inf
+            shown = ~jnp.isneginf(logits)
+            mask = shown if mask is None else mask & shown
+        if terms.sinks is None and not spec.return_log_sum_exp:  # in the form that XLA knows as one operation
+            kept = logits if mask is None else jnp.where(mask, logits, jnp.finfo(wide).min)
+            probs, of_rows = jax.nn.softmax(kept, axis=-1), None
+        else:
+            sinks = None if terms.sinks is None else _per_head(spec, terms.sinks, wide)
+            weights, total, top = exponentials(logits, mask, sinks)
+            probs, of_rows = weights / total, log_sum_exp(total, top)
+        # A row that sees NaN is NaN, but has no gradient for other documents.
+        probs = probs if spoilt is None or mask is None else jnp.where(mask, probs, 0)
+        out = _weigh(probs, value)[..., : spec.value_head_dim].astype(query.dtype)
+        if mask is not None and _may_hide_rows(spec):
+            out = jnp.where(mask.any(-1, keepdims=True), out, 0)
+        out = out.transpose(0, 3, 1, 2, 4).reshape(b, t, n, spec.value_head_dim)
+        return ((out, of_rows) if spec.return_log_sum_exp else out), carry
 
 
-def sink_logits(terms: Terms) -> Float[Array, "1 n 1 1"] | None:
-    """The sinks as logits of every row of their heads; None without sinks."""
-    return None if terms.sinks is None else jnp.asarray(terms.sinks, jnp.float32)[None, :, None, None]
+def _may_hide_rows(spec: AttentionSpec) -> bool:
+    """Whether a row may see nothing. Where both sides count from zero, each row sees the key at its own position."""
+    by_arrays = spec.has_mask or spec.has_segment_ids or spec.has_seq_lengths or spec.has_positions
+    by_functions = spec.mask_function is not None or spec.score_function is not None or spec.has_bias
+    beyond = spec.query_length > spec.key_value_length and (spec.local_window_size or spec.chunk_size)
+    return bool(by_arrays or by_functions or beyond)
+
+
+def _by_group(spec: AttentionSpec, x: Array) -> Array:
+    """``[b, n, t, s]`` as ``[b, k, g, t, s]``; any axis may be one."""
+    b, n, t, s = x.shape
+    return x.reshape(b, 1, 1, t, s) if n == 1 else x.reshape(b, spec.num_kv_heads, spec.group_size, t, s)
+
+
+def _per_head(spec: AttentionSpec, x: Any, dtype: Any) -> Float[Array, "1 k g 1 1"]:
+    return jnp.asarray(x, dtype).reshape(1, spec.num_kv_heads, spec.group_size, 1, 1)
+
+
+def without_unread(
+    spec: AttentionSpec, layout: Layout, query: Array, key: Array, value: Array | None
+) -> tuple[Array, Array, Array | None, Float[Array, "b k 1 #t s"] | None]:
+    """Query, key and value without the numbers that could spoil rows which may not see them; and what spoils the rest.
+
+    A probability of zero times NaN is NaN, forward and backward. What lengths hide is zero by the layout. Who sees
+    which document varies from row to row: there a row of query, key or value that is not finite is set to zero, and the
+    last result puts NaN into its logits, which the mask hides from the rows of other documents. Costs are linear in the
+    length. With neither lengths nor segments nothing is done: a causal mask does not hide NaN in later keys.
+    """
+    if not (spec.has_segment_ids or spec.has_seq_lengths):
+        return query, key, value, None
+    keys, rows = _at(unread_slots(spec, layout)), _at(unseeing_rows(layout))
+    spoilt = None
+    if spec.has_segment_ids:
+        finite = [jnp.isfinite(x).all(-1, keepdims=True) for x in (query, key, value) if x is not None]
+        bad_key = functools.reduce(jnp.logical_or, (~x for x in finite[1:]))  # [b, s, k, 1]
+        bad_query = ~finite[0]
+        keys, rows = keys | bad_key, rows | bad_query
+        by_group = bad_query.reshape(*bad_query.shape[:2], spec.num_kv_heads, spec.group_size)
+        seen = by_group.transpose(0, 2, 3, 1)[..., None] | bad_key.transpose(0, 2, 3, 1)[:, :, :, None]
+        spoilt = jnp.where(seen, jnp.nan, 0.0)
+    value = jnp.where(keys, 0, key[..., : spec.value_head_dim] if value is None else value)
+    if spec.needs_grad:
+        query, key = jnp.where(rows, 0, query), jnp.where(keys, 0, key)
+    return query, key, value, spoilt
+
+
+def _at(x: Bool[Array, "b l"] | None) -> Any:
+    return None if x is None else x[..., None, None]
 
 
 def exponentials(
-    logits: Float[Array, "b n t s"],
-    mask: Bool[Array, "#b #n #t #s"] | None,
-    sinks: Float[Array, "1 n 1 1"] | None = None,
-) -> tuple[Float[Array, "b n t s"], Float[Array, "b n t 1"], Float[Array, "b n t 1"]]:
+    logits: Float[Array, "*heads t s"],
+    mask: Bool[Array, "*#heads #t #s"] | None,
+    sinks: Float[Array, "*#heads 1 1"] | None = None,
+) -> tuple[Float[Array, "*heads t s"], Float[Array, "*heads t 1"], Float[Array, "*heads t 1"]]:
     """exp(logits - largest), the sum to divide it by, and the largest.
 
     The sum and the largest are of the logits and of ``sinks``. A row with nothing to attend to is all zero; without a
@@ -140,32 +213,35 @@ def exponentials(
     return weights, jnp.where(total == 0.0, 1.0, total), top
 
 
-def log_sum_exp(total: Float[Array, "b n t 1"], top: Float[Array, "b n t 1"]) -> Float[Array, "b t n"]:
+def log_sum_exp(total: Float[Array, "b *heads t 1"], top: Float[Array, "b *heads t 1"]) -> Float[Array, "b t n"]:
     """The log-sum-exp of each row's logits, from the results of :func:`exponentials`."""
-    return (jnp.log(total) + top)[..., 0].swapaxes(1, 2)
+    found = jnp.moveaxis((jnp.log(total) + top)[..., 0], -1, 1)
+    return found.reshape(*found.shape[:2], -1)
 
 
-@jax.custom_vjp
-def _weigh(probs: Float[Array, "b k r s"], value: Float[Array, "b k s v"]) -> Float[Array, "b k r v"]:
-    """Probabilities times values, in the values' dtype; the gradient of the probabilities stays float32.
+def _weigh(probs: Float[Array, "b k g t s"], value: Float[Array, "b k s v"]) -> Float[Array, "b k g t v"]:
+    """Probabilities times values, in the values' dtype."""
+    return _product(probs, value) if value.dtype == probs.dtype else _rounded_product(probs, value)
 
-    Autodiff would round that gradient to the values' dtype, where float16 overflows.
+
+def _product(probs: Array, value: Array, dtype: Any = None) -> Array:
+    return jnp.einsum("bkgts,bksv->bkgtv", probs, value, preferred_element_type=dtype)
+
+
+@jax.custom_jvp
+def _rounded_product(probs: Array, value: Array) -> Array:
+    """With probabilities rounded to the values' dtype, whose own gradient stays float32.
+
+    JAX's rule would round that gradient too, where float16 overflows.
     """
-    return jnp.einsum("bkrs,bksv->bkrv", probs.astype(value.dtype), value, preferred_element_type=jnp.float32)
+    return _product(probs.astype(value.dtype), value, jnp.float32)
 
 
-def _weigh_forward(probs: Array, value: Array) -> tuple[Array, tuple[Array, Array]]:
-    return _weigh(probs, value), (probs.astype(value.dtype), value)
+@_rounded_product.defjvp
+def _(operands: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+    (probs, value), (d_probs, d_value) = operands, tangents
+    of_value = _product(probs.astype(value.dtype), d_value).astype(jnp.float32)
+    return _rounded_product(probs, value), _product(d_probs, value.astype(jnp.float32)) + of_value
 
-
-def _weigh_backward(residuals: tuple[Array, Array], d_out: Array) -> tuple[Array, Array]:
-    probs, value = residuals
-    d_out = d_out.astype(value.dtype)  # exact: the output was rounded to this dtype
-    d_probs = jnp.einsum("bkrv,bksv->bkrs", d_out, value, preferred_element_type=jnp.float32)
-    d_value = jnp.einsum("bkrs,bkrv->bksv", probs, d_out, preferred_element_type=jnp.float32)
-    return d_probs, d_value.astype(value.dtype)
-
-
-_weigh.defvjp(_weigh_forward, _weigh_backward)
 
 STANDARD = Standard()

@@ -7,14 +7,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
+
+import jax
+import jax.numpy as jnp
 
 from .contract import AttentionSpec, Backend, Layout, Plan, Support
 from .devices import Target
 from .features import FEATURES_0_1, Mode, Takes, refusals
-from .isolation import isolated
-from .layout import fit
+from .layout import fit, unread_slots
 
 _INSTEAD = "use backend='chunked'"
 
@@ -57,11 +59,14 @@ def plan(
     target: Target,
     mode: Mode = "native",
     options: Mapping[str, Any] | None = None,
+    isolate: bool = False,
 ) -> Plan:
     """Plan one forward pass of ``spec`` on ``backend``.
 
-    Raises ValueError where ``layout`` and ``spec`` disagree, where the backend refuses (with its reasons), and for
-    options that the backend does not have.
+    ``isolate`` sets the keys and values to zero that the layout alone says nobody sees (slots behind the lengths,
+    padding): NaN there then changes nothing in any kernel, at the price of a pass over them. Raises ValueError where
+    ``layout`` and ``spec`` disagree, where the backend refuses (with its reasons), for options that the backend does
+    not have, and for ``isolate`` with pages.
 
     >>> from attnsuite.backends import AttentionSpec, Layout, Target, registry
     >>> import jax.numpy as jnp
@@ -70,15 +75,45 @@ def plan(
     >>> plan(registry.get("standard"), spec, target=Target.here()).run(x, x, x)[0].shape
     (1, 8, 2, 16)
     """
-    layout = fit(spec, layout)
     if reasons := support(backend, spec, target, mode, options).reasons:
         raise ValueError(f"{backend.name} cannot run this on {target}: {' '.join(reasons)}")
+    return plan_accepted(backend, spec, layout, target=target, mode=mode, options=options, isolate=isolate)
+
+
+def plan_accepted(
+    backend: Backend,
+    spec: AttentionSpec,
+    layout: Layout,
+    *,
+    target: Target,
+    mode: Mode = "native",
+    options: Mapping[str, Any] | None = None,
+    isolate: bool = False,
+) -> Plan:
+    """As :func:`plan`, of a problem that :func:`support` has accepted: the backend is not asked again."""
+    layout = fit(spec, layout)
     made = backend.plan(spec, layout, target=target, mode=mode, options=options)
     if not isinstance(made, Plan):
         raise TypeError(f"{backend.name}.plan(...) returned a {type(made).__name__}; a backend returns a Plan.")
-    made = dataclasses.replace(made, spec=spec)
-    isolates = made.isolates or takes_of(backend, target, mode).isolates
-    return made if isolates else isolated(spec, layout, made)
+    return dataclasses.replace(made, spec=spec, attend=_on_zeros(spec, layout, made.attend) if isolate else made.attend)
+
+
+def _on_zeros(spec: AttentionSpec, layout: Layout, attend: Callable[..., Any]) -> Callable[..., Any]:
+    """``attend`` with zeros in the keys and values that :func:`unread_slots` names."""
+    if spec.page_size is not None:
+        raise ValueError(
+            f"isolate=True with page_size={spec.page_size} is not supported, since it would copy the pool of pages "
+            "(accepted: contiguous keys and values); leave it out, or use backend='chunked', which reads no such slot."
+        )
+    unread = unread_slots(spec, layout)
+    if unread is None:
+        return attend
+
+    def on_zeros(query: Any, key: Any, value: Any, *rest: Any) -> Any:
+        key, value = jax.tree.map(lambda x: jnp.where(unread[..., None, None], jnp.zeros((), x.dtype), x), (key, value))
+        return attend(query, key, value, *rest)
+
+    return on_zeros
 
 
 def _own(

@@ -96,7 +96,7 @@ class TokamaxTriton:
             query: Float[Array, "b t n h"],
             key: Float[Array, "b s k h"],
             value: Float[Array, "b s k v"],
-            layer: int,
+            layer: int | None,
             carry: Carry,
         ) -> tuple[Float[Array, "b t n v"], Carry]:
             # Scaled here: the kernels of the backward pass scale the query in one place and the key in another, in

@@ -112,7 +112,7 @@ class TpuFlashAttention:
             query: Float[Array, "b t n h"],
             key: Float[Array, "b s k h"],
             value: Float[Array, "b s k h"],
-            layer: int,
+            layer: int | None,
             carry: Carry,
             terms: Terms = NO_TERMS,
         ) -> tuple[Float[Array, "b t n h"], Carry]:

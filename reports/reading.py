@@ -86,7 +86,7 @@ def _instead(cells: Iterable[Cell]) -> str:
         if ran is None:
             outcomes["nothing can run"] += 1
         elif mode is None:
-            outcomes[f"{code(ran)} would run, and is a cell of its own"] += 1
+            outcomes[f"{code(ran)} would run"] += 1
         else:
             outcomes[f"{code(ran)} ran, mode {mode}"] += 1
     told = ", ".join(f"{outcome} ({plural(count, 'cell')})" for outcome, count in sorted(outcomes.items()))

@@ -14,11 +14,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from attnsuite.backends import from_function, registry
+from attnsuite.backends import Takes, from_function, registry
 from attnsuite.backends.function import FunctionBackend
 
 from .errors import InputError
 from .names import known_backend
+from .plain_function import found_out
 
 _FORM = "give PATH.py:NAME, a file and a function of (query, key, value) in it"
 
@@ -77,7 +78,16 @@ def _backend(reference: str) -> FunctionBackend:
             f"{name} in {path} is no function of (query, key, value) and nothing that backends.from_function made; "
             "a backend of another class comes by an entry point (docs/backends.md)."
         )
-    return from_function(found, name=reference)
+    plain = found_out(found)
+    takes = Takes(features=plain.features, dtypes=plain.dtypes, modes=("native", "compile"))
+    return from_function(found, takes=takes, name=reference)
+
+
+def description(reference: str) -> str:
+    """What was found out of a plain function, a sentence; empty for one that ``backends.from_function`` made."""
+    path, _, name = reference.rpartition(":")
+    found = getattr(load_module(Path(path)), name)
+    return "" if isinstance(found, FunctionBackend) else f"{found_out(found)}"
 
 
 def load_module(path: Path) -> ModuleType:

@@ -116,16 +116,16 @@ class FlashCpu:
         if calls.is_decode:
             run = forward_only(lambda query, key, value, _, carry: (calls.decode(query, key, value, seen), carry))
             # The rows of one token see the same keys, and no others are read.
-            return Plan(run, isolates=spec.query_length == 1)
+            return Plan(run)
         differentiable, traced = _differentiable(calls, seen)
 
         def attend(
-            query: Array, key: Array, value: Array, layer: int, carry: Carry, terms: Terms = NO_TERMS
+            query: Array, key: Array, value: Array, layer: int | None, carry: Carry, terms: Terms = NO_TERMS
         ) -> tuple[Any, Carry]:
             sunk = None if terms.sinks is None else jnp.asarray(terms.sinks)
             return differentiable(query, key, value, sunk, traced), carry
 
-        return Plan(attend, isolates=True)
+        return Plan(attend)
 
     def part(
         self,

@@ -113,10 +113,14 @@ class Calls:
 
     @property
     def is_decode(self) -> bool:
-        """Whether the decode kernel is used: a few rows per KV head, no gradient, and no sinks."""
+        """Whether the decode kernel is used: a few rows per KV head, no gradient, and no sinks.
+
+        It reads a key for all tokens of a step, so they have to be of one document: NaN stays out of all others.
+        """
         spec = self.spec
         few = spec.query_length <= DECODE_QUERIES and spec.query_length * spec.group_size <= DECODE_ROWS
-        return few and not spec.needs_grad and not spec.return_log_sum_exp and not spec.has_sinks
+        one_document = spec.query_length == 1 or not spec.has_segment_ids
+        return few and one_document and not spec.needs_grad and not spec.return_log_sum_exp and not spec.has_sinks
 
     def _decode_kernel(self, value_head_dim: int) -> DecodeKernel:
         spec = self.spec

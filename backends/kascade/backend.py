@@ -150,10 +150,10 @@ class Kascade:
             query: Float[Array, "b t n h"],
             key: Float[Array, "b s k h"],
             value: Float[Array, "b s k v"],
-            layer: int,
+            layer: int | None,
             carry: Carry,
         ) -> tuple[Float[Array, "b t n v"], Carry]:
-            role = _role(roles, layer)
+            role = LayerRole("anchor", 0) if roles is None or layer is None else _role(roles, layer)
             if role.role == "reuse":
                 selection = _carried(carry, tiling, spec, layer)
                 if settings.ablation != "no_remap" and role.head_map:
@@ -164,17 +164,16 @@ class Kascade:
             selection = compute.select(query, key)
             return compute.attend(query, key, value, selection), selection
 
-        return Plan(forward_only(attend), isolates=compute.isolates, needs_layer=roles is not None)
+        return Plan(forward_only(attend), needs_layer=roles is not None)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Computation:
-    """The three functions of a layer (select, dense, attend), with the kernels that were chosen, and their promise."""
+    """The three functions of a layer (select, dense, attend), with the kernels that were chosen."""
 
     select: Callable[[Array, Array], Selection]
     dense: Callable[[Array, Array, Array], Any]  # an output and a selection, or None
     attend: Callable[[Array, Array, Array, Selection], Array]
-    isolates: bool = False
 
 
 def _computation(
@@ -208,7 +207,7 @@ def _computation(
         listed = with_own(tiling, places, selection)
         return module.attend(geometry, places, query, key, value, listed, interpret=interpret)
 
-    return _Computation(select, dense, attend, module.isolates(geometry))
+    return _Computation(select, dense, attend)
 
 
 def _dense(
@@ -284,15 +283,13 @@ def _roles(settings: Settings, spec: AttentionSpec) -> tuple[LayerRole, ...] | N
     return settings.schedule.layers
 
 
-def _role(roles: tuple[LayerRole, ...] | None, layer: int) -> LayerRole:
-    if roles is None:
-        return LayerRole("anchor", layer)
+def _role(roles: tuple[LayerRole, ...], layer: int) -> LayerRole:
     if not 0 <= layer < len(roles):
         raise ValueError(f"kascade: layer {layer} runs, but the schedule is for {len(roles)} layers.")
     return roles[layer]
 
 
-def _carried(carry: Carry, tiling: Tiling, spec: AttentionSpec, layer: int) -> Selection:
+def _carried(carry: Carry, tiling: Tiling, spec: AttentionSpec, layer: int | None) -> Selection:
     if not isinstance(carry, Selection):
         raise ValueError(  # noqa: TRY004  (a carry of () is no wrong type: the layers ran out of order)
             f"kascade: layer {layer} reuses a selection, but none was handed to it; "

@@ -73,11 +73,6 @@ def geometry(spec: AttentionSpec, tiling: Tiling, settings: Settings) -> Geometr
     return Geometry(spec, tiling, _calls(spec))
 
 
-def isolates(geometry: Geometry) -> bool:
-    """Yes, except where several tokens share a decode kernel, which reads a key for all of them."""
-    return geometry.spec.query_length == 1 or not _in_one_step(geometry)
-
-
 def _in_one_step(geometry: Geometry) -> bool:
     return geometry.calls.is_decode and geometry.tiling.query_tiles == 1
 

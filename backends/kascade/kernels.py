@@ -34,10 +34,6 @@ class Kernels(Protocol):
         """The static data of a problem that the module's other functions need; made once per plan."""
         ...
 
-    def isolates(self, geometry: Any) -> bool:
-        """Whether NaN and infinity change no row that may not see them; else ``backends/isolation.py`` sees to it."""
-        ...
-
     def pooled_mass(
         self,
         geometry: Any,

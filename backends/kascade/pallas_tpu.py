@@ -61,11 +61,6 @@ def geometry(spec: AttentionSpec, tiling: Tiling, settings: Settings) -> Geometr
     return Geometry(spec, tiling, tpu_blocks(spec, tiling, settings))
 
 
-def isolates(geometry: Geometry) -> bool:
-    """No: a hidden value is multiplied by a probability of zero."""
-    return False
-
-
 def dense(geometry: Geometry, places: Places, query: Array, key: Array, value: Array) -> None:
     """There is no such pass."""
 

@@ -8,7 +8,7 @@ a selection is the loop of ``xla.py``, with one row per query head.
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from .. import decode, standard
 from ..contract import AttentionSpec
@@ -26,7 +26,7 @@ def select(
     ablation: Ablation | None = None,
 ) -> tuple[Selection, Float[Array, "b 1 n v"] | None]:
     """The selection of an anchor for one new token; with ``value``, also dense attention's output."""
-    mass, weights, total = pooled_mass(spec, tiling, places, query, key)
+    mass, weights, total, seen = pooled_mass(spec, tiling, places, query, key)
     if ablation == "all_heads":
         mass = jnp.broadcast_to(mass.sum(1, keepdims=True), mass.shape)
     allowed = jnp.broadcast_to(candidates(tiling, places.of_all(spec.batch)), mass.shape)
@@ -34,14 +34,15 @@ def select(
     selection = Selection(selected[:, :, None], count[:, :, None])
     if value is None:
         return selection, None
-    out = decode.weigh(weights, value.swapaxes(1, 2)) / total
+    read = seen if spec.has_segment_ids or spec.has_seq_lengths else None
+    out = decode.weigh(weights, value.swapaxes(1, 2), read) / total
     return selection, out.reshape(spec.batch, 1, spec.num_heads, -1).astype(query.dtype)
 
 
 def pooled_mass(
     spec: AttentionSpec, tiling: Tiling, places: Places, query: Float[Array, "b 1 n h"], key: Float[Array, "b s k h"]
-) -> tuple[Float[Array, "b k units"], Float[Array, "b k g s"], Float[Array, "b k g 1"]]:
-    """The mass of every unit; and the weights of all keys and their sums, from which the mass follows."""
+) -> tuple[Float[Array, "b k units"], Float[Array, "b k g s"], Float[Array, "b k g 1"], Bool[Array, "b s"]]:
+    """The mass of every unit; the weights of all keys and their sums, from which it follows; which keys are seen."""
     b, k, g, s = spec.batch, spec.num_kv_heads, spec.group_size, spec.key_value_length
     places = places.of_all(b)
     logits = decode.scores(query.reshape(b, k, g, -1), key.swapaxes(1, 2)) * spec.softmax_scale
@@ -56,4 +57,4 @@ def pooled_mass(
     weights, total, _ = standard.exponentials(logits, seen[:, None, None])
     mass = (weights / total).sum(2)
     mass = jnp.pad(mass, ((0, 0), (0, 0), (0, tiling.units * tiling.unit - s)))
-    return mass.reshape(b, k, tiling.units, tiling.unit).sum(-1), weights, total
+    return mass.reshape(b, k, tiling.units, tiling.unit).sum(-1), weights, total, seen

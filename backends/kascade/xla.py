@@ -81,13 +81,18 @@ class _Prefill:
             ids = rows(places.query_segment_ids), jnp.asarray(places.key_value_segment_ids)[batch, slots]
         return may_see(rows(places.query_positions), slots, jnp.asarray(places.lengths)[batch], *ids)
 
-    def scores(self, query: Float[Array, "rows dim"], key: Float[Array, "keys dim"]) -> Float[Array, "rows keys"]:
-        """Scaled logits, float32; a float32 query is scaled already."""
+    def scores(
+        self, query: Float[Array, "rows dim"], key: Float[Array, "keys dim"], value: Float[Array, "keys v_dim"] | None
+    ) -> Float[Array, "rows keys"]:
+        """Scaled logits, float32; a float32 query is scaled already. NaN for a value that :meth:`fold` sets to zero."""
         scores = jnp.einsum("qd,kd->qk", query, key, preferred_element_type=jnp.float32)
         if self.spec.dtype != "float32":
             scores = scores * self.spec.softmax_scale
         cap = self.spec.logits_soft_cap
-        return scores if cap is None else cap * jnp.tanh(scores / cap)
+        scores = scores if cap is None else cap * jnp.tanh(scores / cap)
+        if self.masked and value is not None:
+            scores = jnp.where(jnp.isfinite(value).all(-1), scores, jnp.nan)
+        return scores
 
     def mask(self, scores: Float[Array, "rows keys"], seen: Bool[Array, "queries keys"]) -> Float[Array, "rows keys"]:
         """Scores with those of unseen keys made very small; a row of scores per query head of the group."""
@@ -97,13 +102,19 @@ class _Prefill:
     def fold(
         self, state: _State, scores: Float[Array, "rows keys"], value: Float[Array, "keys v_dim"] | None
     ) -> tuple[_State, Float[Array, "rows keys"]]:
-        """Online softmax: the state with these keys in it, and their exponentials below the new maximum."""
+        """Online softmax: the state with these keys in it, and their exponentials below the new maximum.
+
+        Zero times NaN is NaN: where keys may be hidden, a value that is not finite is zero, and its score is NaN, which
+        the mask hides from the rows that may not see it.
+        """
         top, total, out = state
         new_top = jnp.maximum(top, scores.max(-1))
         # A row that has seen nothing keeps top at _MASKED; half of that subtracted instead gives exp(-5e29) = 0.
         probs = jnp.exp(scores - jnp.maximum(new_top, _MASKED / 2)[:, None])
         decay = jnp.exp(top - new_top)
         if out is not None and value is not None:
+            if self.masked:
+                value = jnp.where(jnp.isfinite(value).all(-1, keepdims=True), value, 0)
             rounded = probs.astype(value.dtype)
             out = out * decay[:, None] + jnp.einsum("qk,kd->qd", rounded, value, preferred_element_type=jnp.float32)
         return (new_top, total * decay + probs.sum(-1), out), probs
@@ -124,7 +135,7 @@ class _Prefill:
         slots = start + jnp.arange(width, dtype=jnp.int32)
         seen = self.seen(batch, tile, slots) & (slots >= first)[None]
         v = None if value is None else value.read(start, width)
-        return self.fold(state, self.mask(self.scores(query, key.read(start, width)), seen), v)
+        return self.fold(state, self.mask(self.scores(query, key.read(start, width), v), seen), v)
 
     def finish(self, state: _State) -> Float[Array, "rows v_dim"]:
         """Output rows in the dtype of the input; a row that saw nothing is zero."""
@@ -159,7 +170,7 @@ def attend(
         def step(first: Array, width: int, state: _State, *, all_real: bool) -> _State:
             units = lax.dynamic_slice_in_dim(chosen, first, width)
             k, v = (x.read_units(jnp.maximum(units, 0), tiling.unit) for x in (k_head, v_head))
-            scores = this.scores(q, k)
+            scores = this.scores(q, k, v)
             real = jnp.repeat(units >= 0, tiling.unit)[None]
             if this.masked:
                 slots = (units[:, None] * tiling.unit + jnp.arange(tiling.unit, dtype=jnp.int32)[None]).reshape(-1)
@@ -233,7 +244,7 @@ def _sweep_units(
             state, sums, tops = carry
             first = n * units
             v = None if value is None else value.read(first * tiling.unit, width)
-            scores = this.scores(q, key.read(first * tiling.unit, width))
+            scores = this.scores(q, key.read(first * tiling.unit, width), v)
             if this.masked:
                 slots = first * tiling.unit + jnp.arange(width, dtype=jnp.int32)
                 scores = this.mask(scores, this.seen(batch, tile, slots))
@@ -258,8 +269,8 @@ def _sweep_units(
     state, sums, tops = carry
     state, _ = this.own(state, batch, tile, q, key, value)
     top, total, _ = state
-    weight = _real(this, tile) / jnp.where(total > 0.0, total, 1.0)
-    return (sums * jnp.exp(tops - jnp.maximum(top, _MASKED / 2)[None]) * weight[None]).sum(-1), state
+    mass = sums * jnp.exp(tops - jnp.maximum(top, _MASKED / 2)[None]) * (_real(this, tile) / total)[None]
+    return jnp.where((total > 0.0)[None], mass, 0).sum(-1), state  # not of a row that sees nothing, or sees NaN
 
 
 def _sweep_keys(
@@ -271,29 +282,29 @@ def _sweep_keys(
     steps = -(-(jnp.asarray(this.places.first_own)[batch, tile]) // width)
     first_own = jnp.asarray(this.places.first_own)[batch, tile]
 
-    def scores_of(n: Array) -> tuple[Array, Array]:
+    def scores_of(n: Array) -> tuple[Array, Array, Any]:
         start = jnp.minimum(n * width, length - width)
         slots = start + jnp.arange(width, dtype=jnp.int32)
-        scores = this.scores(q, key.read(start, width))
+        v = None if value is None else value.read(start, width)
+        scores = this.scores(q, key.read(start, width), v)
         # Inside the block's own share of the earlier keys: the last block may reach into the one before it.
         fresh = (slots >= n * width) & (slots < first_own)
         seen = (this.seen(batch, tile, slots) & fresh[None]) if this.masked else fresh[None]
-        return start, this.mask(scores, jnp.broadcast_to(seen, (this.tiling.query_tile, width)))
+        return start, this.mask(scores, jnp.broadcast_to(seen, (this.tiling.query_tile, width))), v
 
     def log_sums(n: Array, state: _State) -> _State:
-        start, scores = scores_of(n)
-        v = None if value is None else value.read(start, width)
+        _, scores, v = scores_of(n)
         return this.fold(state, scores, v)[0]
 
     state = lax.fori_loop(0, steps, log_sums, this.start(with_output=value is not None))
     state, _ = this.own(state, batch, tile, q, key, value)
     top, total, _ = state
-    weight = _real(this, tile) / jnp.where(total > 0.0, total, 1.0)
+    sees = (total > 0.0)[:, None]  # not nothing, and no NaN
 
     def masses(n: Array, mass: Array) -> Array:
-        start, scores = scores_of(n)
-        probs = jnp.exp(scores - jnp.maximum(top, _MASKED / 2)[:, None])
-        part = lax.dynamic_slice_in_dim(mass, start, width) + (probs * weight[:, None]).sum(0)
+        start, scores, _ = scores_of(n)
+        probs = jnp.exp(scores - jnp.maximum(top, _MASKED / 2)[:, None]) * (_real(this, tile) / total)[:, None]
+        part = lax.dynamic_slice_in_dim(mass, start, width) + jnp.where(sees, probs, 0).sum(0)
         return lax.dynamic_update_slice_in_dim(mass, part, start, 0)
 
     return lax.fori_loop(0, steps, masses, jnp.zeros(length)), state

@@ -34,7 +34,7 @@ def plan_with(kvax: Upstream, spec: AttentionSpec, layout: Layout, blocks: Passe
         query: Float[Array, "b t n h"],
         key: Float[Array, "b s k h"],
         value: Float[Array, "b s k v"],
-        layer: int,
+        layer: int | None,
         carry: Carry,
     ) -> tuple[Float[Array, "b t n v"], Carry]:
         query, key, value = (

@@ -283,11 +283,8 @@ def side_by_side(lanes: Sequence[Lane], at_once: int) -> Iterator[Record]:
 
 
 def refused(cell: Cell, context: RunContext) -> Record:
-    """The record of a cell that is not measured, because its row was refused.
-
-    The backend refused. Its fallback is measured in its own cell, or no backend can run the case.
-    """
-    instead = f"{cell.resolved} would run, and is a cell of its own" if cell.resolved else "nothing else can run"
+    """The record of a cell that is not measured, because its row was refused; it names the backend that could run."""
+    instead = f"{cell.resolved} would run" if cell.resolved else "nothing else can run"
     return record_of(
         cell,
         Outcome(status="unsupported", error=f"refused; {instead}."),
@@ -297,9 +294,9 @@ def refused(cell: Cell, context: RunContext) -> Record:
     )
 
 
-def is_measured(cell: Cell, rows: Sequence[str]) -> bool:
-    """Whether a cell is measured: something runs for it, and its fallback is not another row of the case."""
-    return cell.mode is not None and not (cell.mode == "fallback" and cell.resolved in rows)
+def is_measured(cell: Cell) -> bool:
+    """Whether a cell is measured: what was named runs. Nothing is measured under another name in its place."""
+    return cell.mode is not None and cell.mode != "fallback"
 
 
 def _variables(cell: Cell, references: References) -> Mapping[str, str]:

@@ -335,8 +335,7 @@ class Fleet:
             text=None,
             watcher=self._watcher,
         )
-        rows = [other.row for other in self._first[1] if other.case == cell.case] if self._first else []
-        if not is_measured(cell, rows):
+        if not is_measured(cell):
             return refused(cell, context)
         told = f"the node that computed its case was lost {len(nodes)} times: {', '.join(nodes)}."
         return Running(cell).failed(context, CellFailure("crashed", told))

@@ -119,7 +119,7 @@ class Node:
             self._context = context_of(request, {**self._environment, "machine": measured_machine()}, teller)
             self._references = References(request.limits.seconds, self._context.text)
         context = dataclasses.replace(self._context, watcher=teller)
-        yield from case_records(make_case(cells[0].problem), cells, request.backends, self._references, context)
+        yield from case_records(make_case(cells[0].problem), cells, self._references, context)
 
 
 class GridNode:

@@ -3,20 +3,37 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from attnsuite.backends import Target, registry, support
 
-from .. import kinds
-from ..cell import Asked
+from .. import kinds, own
+from ..cell import Asked, Cell
+from ..errors import InputError
 from ..kinds.attention import OpCase, spec_of
 from ..measure import environment
+from .executors import is_measured
 
 
 def probe(asked: Asked) -> dict[str, Any]:
     """The environment, and every cell of the cases asked for. Raises InputError for a case that cannot be run."""
-    cells = [dataclasses.asdict(cell) for case in asked.cases for cell in kinds.kind_of(case.kind).cells(case, asked)]
-    return {"environment": environment.describe(), "cells": cells}
+    cells = [cell for case in asked.cases for cell in kinds.kind_of(case.kind).cells(case, asked)]
+    for reference in filter(own.is_reference, asked.rows):
+        _check_own(reference, [cell for cell in cells if cell.row == reference])
+    return {"environment": environment.describe(), "cells": [dataclasses.asdict(cell) for cell in cells]}
+
+
+def _check_own(reference: str, cells: Sequence[Cell]) -> None:
+    """Raise InputError, before anything is measured, if a user's function can run in none of the cases."""
+    if any(is_measured(cell) for cell in cells):
+        return
+    reasons = [reason for cell in cells for reason in cell.reasons if reason.startswith(reference)]
+    raise InputError(
+        f"{reference} can run in none of the {len(cells)} cases: {' '.join(reasons[:1]) or 'they are not about it.'} "
+        f"{own.description(reference)} Say more with backends.from_function(f, takes=...), or take cases that it can "
+        "run: attnsuite run --cases, or a suite of your own (docs/suite-files.md)."
+    )
 
 
 # The problems of a transformer, for which doctor asks every backend.

@@ -174,7 +174,7 @@ def execute(request: RunRequest, watcher: GridWatcher) -> None:
             with contextlib.closing(References(request.limits.seconds, context.text)) as references:
                 for case in request.cases:
                     members = [cell for cell in missing if cell.case == case.name]
-                    yield from case_records(case, members, request.backends, references, context)
+                    yield from case_records(case, members, references, context)
 
         keep(store, identity(request, environment, len(cells)), cells, compute, watcher)
 
@@ -210,11 +210,9 @@ def checked_text(text: TextFile) -> TextFile:
     return text
 
 
-def case_records(
-    case: Case, cells: Sequence[Cell], rows: Sequence[str], references: References, context: RunContext
-) -> Iterable[Record]:
+def case_records(case: Case, cells: Sequence[Cell], references: References, context: RunContext) -> Iterable[Record]:
     """The records of a case's cells: the refused ones first, then those that are measured together."""
-    running = [cell for cell in cells if is_measured(cell, rows)]
+    running = [cell for cell in cells if is_measured(cell)]
     yield from (refused(cell, context) for cell in cells if cell not in running)
     if running:
         yield from run_case(case, running, references, context)

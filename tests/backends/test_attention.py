@@ -44,11 +44,7 @@ def qkv(T: int = 24, S: int = 24, N: int = 4, K: int = 2) -> tuple[jax.Array, ja
     ids=lambda options: "-".join(options) or "plain",
 )
 def test_is_a_drop_in_for_jax(backend: str, options: dict[str, Any]) -> None:
-    if backend == "chunked" and {"mask", "bias"} & set(options):
-        with pytest.warns(backends.BackendFallbackWarning, match="chunked"):
-            ours = dot_product_attention(*qkv(), **options, backend=backend)
-    else:
-        ours = dot_product_attention(*qkv(), **options, backend=backend)
+    ours = dot_product_attention(*qkv(), **options, backend=backend)
     np.testing.assert_allclose(ours, jax.nn.dot_product_attention(*qkv(), **options), atol=2e-6)
 
 
@@ -150,7 +146,9 @@ def test_residual_is_jaxs(backend: str, dtype: Any, options: dict[str, Any]) -> 
         assert (one.shape, one.dtype) == (other.shape, other.dtype)
         tolerance = 2e-6 if dtype == jnp.float32 else 2e-2
         np.testing.assert_allclose(one.astype(jnp.float32), other.astype(jnp.float32), rtol=tolerance, atol=tolerance)
-    np.testing.assert_array_equal(ours[0], dot_product_attention(*arrays, **options, backend=backend))
+    alone = dot_product_attention(*arrays, **options, backend=backend)
+    tolerance = 2e-7 if dtype == jnp.float32 else 4e-3  # standard's softmax is one operation of XLA where it is alone
+    np.testing.assert_allclose(ours[0].astype(jnp.float32), alone.astype(jnp.float32), rtol=0, atol=tolerance)
 
 
 def test_residual_without_a_batch_axis() -> None:

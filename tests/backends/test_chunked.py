@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnsuite.backends import AttentionSpec, Layout, Target, chunked, chunked_passes, make_spec, registry
+from attnsuite.backends import AttentionSpec, Layout, Target, Terms, chunked, chunked_passes, make_spec, plan, registry
+from attnsuite.backends.contract import may_attend
 from attnsuite.testing import Conformance, problems
 from attnsuite.testing.checks import check_accuracy, check_quantity, compiled
 
@@ -21,7 +22,6 @@ CHUNKED = registry.get("chunked")
 
 class TestChunked(Conformance):
     backend = "chunked"
-    refuses = frozenset({"mask-*", "bias-*", "log-sum-exp-and-bias"})
 
 
 @pytest.mark.parametrize(
@@ -201,3 +201,83 @@ def _scores_computed(monkeypatch, gradient, *, is_causal):
         jax.jit(jax.grad(lambda q: plan.run(q, x, x)[0].sum()) if gradient else lambda q: plan.run(q, x, x)[0])(x)
         jax.effects_barrier()
     return sum(sizes)
+
+
+SMALL = {"block_q": 24, "block_kv": 48, "block_backward": 32}  # none of them divides the lengths
+FORMS = [(1, 1, 1, 100), (2, 1, 1, 100), (2, 1, 72, 100), (1, 4, 72, 100), (2, 4, 72, 100), (2, 4, 72, 1)]
+
+
+# A bias that is the same for all keys of a row changes no softmax: its gradient is zero, and nothing to compare.
+@pytest.mark.parametrize(
+    ("array", "form"), [*(("mask", form) for form in FORMS), *(("bias", form) for form in FORMS[:-1])], ids=str
+)
+def test_array_of_every_form_is_read_and_differentiated(array, form):
+    rng = np.random.default_rng(form)
+    case = problems._case(T=72, S=100, H=16)
+    _, _, inputs = problems.arrays(case, "forms")
+    if array == "mask":
+        layout, terms = Layout(mask=jax.device_put(rng.random(form) < 0.3)), Terms()
+    else:
+        layout, terms = Layout(), Terms(bias=jax.device_put(rng.standard_normal(form).astype(np.float32)))
+    problem = problems.solve(make_spec(*inputs[:3], layout, terms), layout, inputs, terms)
+    check_accuracy(compiled(CHUNKED, problem, Target.here(), "native", SMALL)(*inputs), problem)
+
+
+@pytest.mark.parametrize("lowest", [-np.inf, np.finfo(np.float32).min], ids=str)
+def test_row_whose_bias_hides_every_key_is_zero_and_one_of_finite_numbers_is_not(lowest):
+    case = problems._case(T=72, S=100, H=16)
+    _, _, inputs = problems.arrays(case, "hidden")
+    terms = Terms(bias=jnp.zeros((1, 1, 72, 100)).at[:, :, 5].set(lowest))
+    problem = problems.solve(make_spec(*inputs[:3], Layout(), terms), Layout(), inputs, terms)
+    results = compiled(CHUNKED, problem, Target.here(), "native", SMALL)(*inputs)
+    check_accuracy(results, problem)
+    assert (np.asarray(results["output"])[:, 5] == 0.0).all() == np.isinf(lowest)
+
+
+def _documents():
+    ids = jax.device_put(np.repeat([[0, 1, -1]], 2, 0).repeat([60, 50, 18], 1).astype(np.int32))
+    return {"query_segment_ids": ids, "key_value_segment_ids": ids}
+
+
+HIDING = {
+    "causal": ({"is_causal": True}, dict),
+    "window": ({"is_causal": True, "local_window_size": (31, 0)}, dict),
+    "documents and padding": ({}, _documents),
+    "lengths": ({}, lambda: {"key_value_seq_lengths": jnp.asarray([100, 30], jnp.int32)}),
+    "mask": (
+        {},
+        lambda: {"mask": (jnp.arange(128) % 7 < 4)[None, None, None] & (jnp.arange(128) < 90)[None, None, :, None]},
+    ),
+    "soft cap": ({"is_causal": True, "logits_soft_cap": 5.0}, _documents),
+}
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+@pytest.mark.parametrize("hiding", HIDING)
+def test_slot_that_is_not_finite_reaches_only_what_sees_it(hiding, number):
+    """Output and dq of rows that see the slot, dk and dv of keys that such a row sees; no bit of anything else."""
+    static, arrays = HIDING[hiding]
+    layout = Layout(**arrays())
+    rng = np.random.default_rng(0)
+    x = [rng.standard_normal((2, 128, heads, 16)).astype(np.float32) for heads in (4, 2, 2, 4)]
+    spec = make_spec(*map(jnp.asarray, x[:3]), layout, **static)
+    visible = np.broadcast_to(np.asarray(may_attend(spec, layout))[:, 0], (2, 128, 128))
+    made = plan(CHUNKED, spec, layout, target=Target.here(), options=SMALL)
+
+    @jax.jit
+    def run(query, key, value, cotangent):
+        output, pullback = jax.vjp(lambda *x: made.run(*x)[0], query, key, value)
+        return output, *pullback(cotangent)
+
+    expected = [np.asarray(part) for part in run(*x)]
+    for place in (3, 65, 99, 120):
+        for operand in (0, 1, 2, 3):  # of query and cotangent the row, of key and value the slot
+            spoilt = [part.copy() for part in x]
+            spoilt[operand][:, place, -1, 3] = number
+            rows = np.arange(128)[None] == place if operand in (0, 3) else visible[:, :, place]
+            keys = (np.broadcast_to(rows, (2, 128))[..., None] & visible).any(1)
+            for name, part, clean in zip(("output", "dq", "dk", "dv"), run(*spoilt), expected, strict=True):
+                reached = np.broadcast_to(rows if name in ("output", "dq") else keys, (2, 128))
+                np.testing.assert_array_equal(np.asarray(part)[~reached], clean[~reached], f"{name}, {place}")
+                if np.isnan(number) and name == "output" and operand < 3:
+                    assert np.isnan(np.asarray(part)[reached & visible.any(2)]).any(-1).any(-1).all()

@@ -1,4 +1,7 @@
-"""NaN and infinity stay with the rows that may see them: behind the length, in padding, in other documents, ahead."""
+"""NaN and infinity behind the lengths, in padding and in other documents reach no row that may not see them.
+
+``chunked`` and ``flash_cpu`` keep them out of earlier rows of a causal mask too; ``standard`` does not (docs).
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ import numpy as np
 import pytest
 
 from attnsuite.backends import AttentionSpec, Layout, Target, Terms, oracle, plan, registry
-from attnsuite.backends.isolation import isolated
+from attnsuite.backends.contract import may_attend
 
 # flash_cpu is compiled by llvmlite
 NATIVE = [pytest.param("flash_cpu", marks=pytest.mark.flash_cpu)] if importlib.util.find_spec("llvmlite") else []
@@ -42,6 +45,7 @@ PROBLEMS = {
         Layout(query_positions=jnp.asarray([[149], [59]]), key_value_seq_lengths=jnp.asarray([150, 60])),
     ),
 }
+GIVEN_UP = ("causal", "window")  # by standard: a pass over the values for every call would be the price
 PLACES = (0, 75, 100, 149, 160, 180)
 
 
@@ -58,7 +62,7 @@ def run_of(spec, layout, backend):
         if not spec.needs_grad:
             return (made.run(query, key, value)[0],)
         out, pull_back = jax.vjp(lambda *x: made.run(*x)[0], query, key, value)
-        return out, *pull_back(jnp.where(jnp.isfinite(out), 1.0, 0.0))
+        return out, *pull_back(jnp.ones_like(out))
 
     return jax.jit(run)
 
@@ -83,21 +87,32 @@ def seen_by(problem, place):
 @pytest.mark.parametrize("problem", PROBLEMS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_key_that_is_not_finite_spoils_the_rows_that_see_it_and_no_other(backend, problem, number):
+    if backend == "standard" and problem in GIVEN_UP:
+        with pytest.raises(AssertionError):
+            holds(compiled(problem, backend), problem, number)
+        return
     holds(compiled(problem, backend), problem, number)
 
 
 def holds(run, problem, number):
-    query, key, value = inputs(PROBLEMS[problem][0])
-    expected = np.asarray(run(query, key, value)[0])
+    """Rows that see a slot are NaN; all others, and gradients of what they and no spoilt row see, keep their bits."""
+    spec, layout = PROBLEMS[problem]
+    query, key, value = inputs(spec)
+    expected = [np.asarray(x) for x in run(query, key, value)]
+    mask = np.broadcast_to(np.asarray(may_attend(spec, layout)), (2, 1, spec.query_length, spec.key_value_length))
     for place in PLACES:
+        seen = seen_by(problem, place)
+        beside = (seen[:, :, 2, None] & mask[:, 0]).any(1)  # keys that a spoilt row sees
+        beside = np.stack([np.zeros_like(beside), beside], -1)
+        reached = {"output": seen, "dq": seen, "dk": beside, "dv": beside}
         for spoilt in (0, 1):
             arrays = [key.copy(), value.copy()]
             arrays[spoilt][:, place, 1, 3] = number
-            out, *gradients = map(np.asarray, run(query, *arrays))
-            seen = seen_by(problem, place)
-            assert np.isnan(out[seen]).all()
-            np.testing.assert_array_equal(out[~seen], expected[~seen])
-            assert all(np.isfinite(x).all() for x in gradients)
+            found = [np.asarray(x) for x in run(query, *arrays)]
+            # One number in a value is one of the output's; an infinite score is a probability of zero or of one.
+            assert np.isinf(number) or np.isnan(found[0][seen]).any(-1).all()
+            for (name, where), x, clean in zip(reached.items(), found, expected, strict=False):
+                np.testing.assert_array_equal(x[~where], clean[~where], name)
 
 
 @pytest.mark.flash_cpu
@@ -116,7 +131,7 @@ def test_flash_cpu_without_its_marks_would_be_noticed(fault, monkeypatch, tmp_pa
         holds(run_of(*PROBLEMS["causal"], "flash_cpu"), "causal", np.nan)
 
 
-@pytest.mark.parametrize("backend", ["chunked", *NATIVE])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_query_that_is_not_finite_spoils_its_own_row(backend):
     spec, layout = PROBLEMS["documents and padding"]
     run, (query, key, value) = run_of(spec, layout, backend), inputs(spec)
@@ -127,10 +142,12 @@ def test_query_that_is_not_finite_spoils_its_own_row(backend):
     assert np.isnan(out[0, 5, 2]).all()
     out[0, 5, 2] = expected[0, 5, 2]
     np.testing.assert_array_equal(out, expected)
-    assert all(np.isfinite(x).all() for x in gradients)
+    dq = gradients[0]
+    assert np.isfinite(np.delete(dq[0], 5, 0)).all()
+    assert np.isfinite(dq[1]).all()
 
 
-@pytest.mark.parametrize("backend", ["chunked", *NATIVE])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_log_sum_exp_of_other_rows_keeps_its_bits(backend):
     spec, layout = PROBLEMS["documents without gradients"]
     made = plan(registry.get(backend), dataclasses.replace(spec, return_log_sum_exp=True), layout, target=Target.here())
@@ -143,14 +160,13 @@ def test_log_sum_exp_of_other_rows_keeps_its_bits(backend):
         np.testing.assert_array_equal(np.asarray(found)[other], np.asarray(clean)[other])
 
 
-@pytest.mark.parametrize("backend", ["chunked", *NATIVE])
-def test_cotangent_of_a_row_that_sees_nothing_or_is_spoilt_reaches_no_gradient(backend):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_cotangent_of_a_row_that_sees_nothing_reaches_no_gradient(backend):
     """Also with sinks, which such a row sees."""
     spec, layout = PROBLEMS["documents and padding"]
     spec = dataclasses.replace(spec, has_sinks=True)
     made = plan(registry.get(backend), spec, layout, target=Target.here())
     query, key, value = inputs(spec)
-    key[:, 160, 1, 3] = np.nan
     sinks = jnp.asarray([0.5, -1.0, 2.0, 0.0])
 
     @jax.jit
@@ -160,29 +176,13 @@ def test_cotangent_of_a_row_that_sees_nothing_or_is_spoilt_reaches_no_gradient(b
 
         return jax.vjp(run, query, key, value, sinks)[1](d_out)
 
-    dead = np.asarray(seen_by("documents and padding", 160) | (np.asarray(IDS) < 0)[..., None])[..., None]
+    dead = (np.asarray(IDS) < 0)[..., None, None]
     plain = np.ones(query.shape, np.float32)
     for found, expected in zip(
         gradients(np.where(dead, np.nan, plain)), gradients(np.where(dead, 0, plain)), strict=True
     ):
         assert np.isfinite(expected).all()
         np.testing.assert_array_equal(found, expected)
-
-
-def test_unmasked_attention_is_left_as_it_is():
-    spec = dataclasses.replace(BASE, is_causal=False)
-    made = registry.get("standard").plan(spec, Layout(), target=Target.here())
-    assert isolated(spec, Layout(), made) is made
-
-
-@pytest.mark.parametrize("backend", ["standard", "chunked"])
-def test_without_the_wrapper_other_rows_are_spoilt(backend):
-    """The check above can fail: the backends by themselves let NaN through."""
-    spec, layout = PROBLEMS["lengths"]
-    query, key, value = inputs(spec)
-    value[:, 160] = np.nan
-    made = registry.get(backend).plan(spec, layout, target=Target.here())
-    assert np.isnan(np.asarray(made.run(*map(jnp.asarray, (query, key, value)))[0])).any()
 
 
 @pytest.mark.parametrize("backend", ["standard", "chunked"])
@@ -199,9 +199,3 @@ def test_decode_step_reads_a_cache_where_it_lies(backend):
     entry = program[program.index("\nENTRY") :]
     assert f"f32[2,2,{LENGTH},16]" in entry
     assert f"f32[2,{LENGTH},2,16]" not in entry.partition("\n}")[0]
-
-
-def test_who_sees_what_is_found_in_blocks(monkeypatch):
-    """Rows that the blocks of 7 do not divide."""
-    monkeypatch.setattr("attnsuite.backends.isolation._PAIRS", 7 * 2 * 4 * LENGTH)
-    holds(run_of(*PROBLEMS["window"], "standard"), "window", np.nan)

@@ -154,7 +154,7 @@ def _text(**changes):
         (_text(options={}), "unknown field `options`"),
         (_text(problem={"batch": 1}), "lacks the field query_length"),
         (_text(problem=problem_of(SPEC) | {"sinks_of": 1}), "has no field 'sinks_of'; its fields are batch, "),
-        (_text(problem=problem_of(SPEC) | {"dtype": "float64"}), "dtype='float64' is not supported"),
+        (_text(problem=problem_of(SPEC) | {"dtype": "float8"}), "dtype='float8' is not supported"),
         (_text(problem=problem_of(SPEC) | {"batch": 0}), "batch=0"),
         (_text(problem=problem_of(SPEC) | {"has_mask": 1}), "has_mask=1 must be True or False"),
     ],

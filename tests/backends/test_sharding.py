@@ -148,22 +148,6 @@ def test_ring_of_one_device_is_no_ring_for_a_forward_plan():
         jax.grad(lambda x: plan.run(x, x, x)[0].sum())(x)
 
 
-@pytest.mark.parametrize("name", ["standard", "chunked"])  # the first is isolated, the second isolates itself
-def test_share_is_isolated_and_the_whole_not_again(name):
-    sharded = Sharded(registry.get(name), _mesh("cores"), MeshAxes(heads="cores"))
-    spec = dataclasses.replace(_spec(batch=1, num_heads=2, num_kv_heads=2), needs_grad=False, is_causal=True)
-    spec = dataclasses.replace(spec, query_length=32, key_value_length=32)
-    x = jnp.ones((1, 32, 2, 16))
-    runs = [
-        jax.jit(lambda *x, b=b: plan(b, spec, target=Target.here()).run(*x)[0]) for b in (registry.get(name), sharded)
-    ]
-    texts = [run.lower(x, x, x).as_text() for run in runs]
-    assert texts[0].count("is_finite") == texts[1].count("is_finite")
-    hidden = runs[1](x, x.at[:, 20].set(jnp.nan), x)
-    assert jnp.isfinite(hidden[:, :20]).all()
-    assert jnp.isnan(hidden[:, 20:]).all()
-
-
 def test_carry_of_a_backend_is_dealt_with_its_batch():
     """Kascade's reuse layer gets the selection of the anchor; one device is enough to lose it."""
     sharded = Sharded(registry.get("kascade"), _mesh("cores"), MeshAxes(data="cores"))

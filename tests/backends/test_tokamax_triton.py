@@ -44,7 +44,7 @@ def test_output_and_gradients_pass_the_judge():
     run = compiled(TOKAMAX_TRITON, problem, Target.here(), "interpret")
     results = run(*problem.inputs)
     check_accuracy(results, problem)
-    check_unseen_does_not_matter(run, problem, results)
+    check_unseen_does_not_matter(run, problem, results, finite=True)
 
 
 @needs_tokamax

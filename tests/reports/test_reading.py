@@ -23,7 +23,7 @@ def test_refusal_says_what_ran_instead(record):
     told = reading.refused(groups, reason_numbers([fallback, refused, covered]))
     assert told[0].endswith("needs CUDA. *Outcome: `chunked` ran, mode fallback (1 cell).*")
     assert told[1].endswith("needs CUDA. *Outcome: nothing can run (1 cell).*")
-    assert told[2].endswith("needs a TPU. *Outcome: `chunked` would run, and is a cell of its own (1 cell).*")
+    assert told[2].endswith("needs a TPU. *Outcome: `chunked` would run (1 cell).*")
 
 
 def test_headline_counts_wins_and_only_measurable_differences(record):

@@ -26,7 +26,6 @@ def within(own, other):
     )
 
 
-@pytest.mark.xfail(reason="backends/isolation.py wraps every masked plan: a conditional and 22 more fusions")
 def test_standard_is_the_program_of_jax_nn():
     target = Target.here()
     own = operations(op_program(CASE, registry.get("standard"), target))

@@ -78,20 +78,22 @@ def test_nothing_long_is_interpreted(tmp_path, new_run, foreign, attnsuite):
     code, _, stderr = attnsuite.finish(attnsuite.start("run", *flags, path=foreign))
     assert code == 0, stderr
     (record,) = parse_records(new_run / RECORDS)[0]
-    assert (record.mode, record.resolved) == ("fallback", FALLBACK)
+    assert (record.status, record.mode, record.resolved) == ("unsupported", "fallback", FALLBACK)
 
 
-def test_fallback_that_is_no_cell_is_measured_under_its_own_name(tmp_path, new_run, foreign, attnsuite):
+def test_backend_that_refuses_is_unsupported_and_nothing_is_measured_in_its_place(
+    tmp_path, new_run, foreign, attnsuite
+):
     (tmp_path / "suite.toml").write_text(SUITE)
     flags = ("--suite", tmp_path / "suite.toml", "--backends", "refusing", "--out", new_run)
     code, stdout, stderr = attnsuite.finish(attnsuite.start("run", *flags, path=foreign))
     assert code == 0, stderr
     (record,) = parse_records(new_run / RECORDS)[0]
-    assert (record.status, record.mode, record.resolved) == ("ok", "fallback", FALLBACK)
+    assert (record.status, record.mode, record.resolved) == ("unsupported", "fallback", FALLBACK)
     assert record.key.endswith("/fallback")
-    assert record.samples
+    assert not record.samples
     assert len(own_reasons(record)) == 2
-    assert "fallback" in stdout
+    assert f"{FALLBACK} would run" in stdout
 
 
 def test_case_that_cannot_be_judged_is_its_cells_record_and_the_run_goes_on(tmp_path, new_run, attnsuite):

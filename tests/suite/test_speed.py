@@ -80,15 +80,15 @@ def test_short_calls_are_repeated_within_a_sample():
 
 @pytest.mark.parametrize(
     ("mode", "resolved", "expected"),
-    [("native", "chunked", True), ("fallback", "chunked", False), ("fallback", "other", True), (None, None, False)],
+    [("native", "chunked", True), ("interpret", "chunked", True), ("fallback", "other", False), (None, None, False)],
 )
-def test_fallback_to_a_cell_of_the_case_is_not_measured_twice(mode, resolved, expected):
+def test_what_would_run_instead_is_not_measured(mode, resolved, expected):
     case = OpCase(kind="op_forward", sequence=8)
     assert visible_pairs(case) == 36
     cell = Cell(
         case=case.name, problem=problem_of(case), row="asked", target="cpu", resolved=resolved, mode=mode, exact=True
     )
-    assert is_measured(cell, ("asked", "chunked")) is expected
+    assert is_measured(cell) is expected
 
 
 def test_a_cell_with_too_few_samples_for_an_interval_says_so():

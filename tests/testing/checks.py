@@ -25,6 +25,10 @@ HUGE = {"float32": 1e30, "bfloat16": 1e30, "float16": 1e4, "int8": 127, "float8_
 # Of a cotangent. Times a huge value it is finite: kernels multiply the two before they mask, and 0 x inf is NaN.
 LARGE = 1e4
 
+# Backends that keep NaN and infinity out of rows which may not see them, in slots behind the lengths, padding and other
+# documents, forward and backward (docs/contract.md). Of every other backend it is measured: `keeps_nan_out`.
+ISOLATING = frozenset({"standard", "chunked", "flash_cpu", "kascade"})
+
 
 def compiled(
     backend: Backend, problem: Problem, target: Target, mode: Mode = "native", options: Mapping[str, Any] | None = None
@@ -55,27 +59,42 @@ def check_same(results: Results, again: Results) -> None:
 
 
 def check_unseen_does_not_matter(
-    run: Run, problem: Problem, expected: Results | None = None, *, keys: bool = True, rows: bool = True
+    run: Run,
+    problem: Problem,
+    expected: Results | None = None,
+    *,
+    keys: bool = True,
+    rows: bool = True,
+    finite: bool = False,
 ) -> None:
-    """Huge, infinite and undefined numbers where nobody looks change no bit of anything; and a second run changes none.
+    """Numbers where nobody looks change no bit of anything; and a second run changes none.
 
-    With ``keys`` they stand in turn in the keys and values that no query sees. With ``rows`` they stand in the queries
-    that see nothing, whose cotangents are large. One run holds all of them: what a backend lets through of any shows.
-    ``expected`` is what the problem gives, where that has been computed.
+    With ``keys`` they stand in the keys and values that no query sees. With ``rows`` they stand in the queries that see
+    nothing, whose cotangents are large. One run holds all of them: what a backend lets through of any shows. They are
+    huge; where lengths, padding or documents hide, they are infinity and NaN in turn, unless ``finite``. ``expected``
+    is what the problem gives, where that has been computed.
     """
     expected = run(*problem.inputs) if expected is None else expected
-    check_same(expected, run(*strewn(problem, keys=keys, rows=rows)))
+    check_same(expected, run(*strewn(problem, keys=keys, rows=rows, finite=finite)))
 
 
-def strewn(problem: Problem, *, keys: bool = True, rows: bool = True) -> problems.Inputs:
+def keeps_nan_out(run: Run, problem: Problem, expected: Results) -> bool | None:
+    """Whether infinity and NaN in what lengths, padding and documents hide change nothing; None: they hide nothing."""
+    if not (problem.hidden_keys.any() or problem.hidden_rows.any()):
+        return None
+    again = run(*strewn(problem))
+    return all(np.array_equal(x, again[name]) for name, x in expected.items())
+
+
+def strewn(problem: Problem, *, keys: bool = True, rows: bool = True, finite: bool = False) -> problems.Inputs:
     """The arrays of a problem with such numbers; see :func:`check_unseen_does_not_matter`."""
     query, key, value, cotangent = problem.inputs
     if keys:
-        unseen = problem.unseen_keys[..., None]
-        key, value = (None if x is None else _strewn(unseen, x) for x in (key, value))
+        unseen, hidden = problem.unseen_keys[..., None], problem.hidden_keys[..., None] & (not finite)
+        key, value = (None if x is None else _strewn(unseen, hidden, x) for x in (key, value))
     if rows:
-        unseen = problem.unseen_rows[..., None]
-        query, cotangent = _strewn(unseen, query), _where(unseen, LARGE, cotangent)
+        unseen, hidden = problem.unseen_rows[..., None], problem.hidden_rows[..., None] & (not finite)
+        query, cotangent = _strewn(unseen, hidden, query), _where(unseen, LARGE, cotangent)
     return query, key, value, cotangent
 
 
@@ -100,14 +119,14 @@ def check_support(
         assert reason.endswith("."), f"not a sentence: {reason!r}"
 
 
-def _strewn(unseen: np.ndarray, x: jax.Array) -> jax.Array:
-    """``x`` with a huge, an infinite and an undefined number in turn, from position to position, where nobody looks."""
+def _strewn(unseen: np.ndarray, hidden: np.ndarray, x: jax.Array) -> jax.Array:
+    """``x`` with a huge number where nobody looks; in what is ``hidden``, infinity and NaN in turn too."""
     array = np.asarray(x)
     position = np.arange(array.shape[1])[:, None, None]
     huge = HUGE[str(array.dtype)]
     others = (-huge, 0) if array.dtype == np.int8 else (np.inf, np.nan)
     numbers = np.asarray([huge, *others], array.dtype)[position % 3]
-    return jax.device_put(np.where(unseen, numbers, array))
+    return jax.device_put(np.where(hidden, numbers, np.where(unseen, np.asarray(huge, array.dtype), array)))
 
 
 def _where(condition: np.ndarray, number: float, x: jax.Array) -> jax.Array:

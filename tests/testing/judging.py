@@ -21,13 +21,15 @@ class Judgement:
     """What was found on one problem.
 
     ``verdicts`` are those of the judge by quantity; ``said`` has one sentence for each fault of a wrong result, or for
-    each reason of a refusal. ``problem`` describes a random problem, and is empty for a named one.
+    each reason of a refusal. ``problem`` describes a random problem, and is empty for a named one. ``isolates``:
+    infinity and NaN behind the lengths, in padding and in other documents change nothing; None: there are none.
     """
 
     status: Literal["ok", "wrong", "unsupported"]
     verdicts: Mapping[str, oracle.Verdict] = dataclasses.field(default_factory=dict)
     said: tuple[str, ...] = ()
     problem: str = ""
+    isolates: bool | None = None
 
 
 def judge_case(backend: Backend, name: str, target: Target, mode: Mode = "native") -> Judgement:
@@ -49,9 +51,9 @@ def judge_case(backend: Backend, name: str, target: Target, mode: Mode = "native
     )
     results = run(*problem.inputs)
     verdicts = orders.verdicts(problem, {name: results[name] for name in problem.expected if name in results})
-    again = run(*checks.strewn(problem))
+    again = run(*checks.strewn(problem, finite=True))
     moved = [name for name, x in results.items() if not np.array_equal(x, again[name], equal_nan=True)]
-    return _judged(verdicts, moved)
+    return dataclasses.replace(_judged(verdicts, moved), isolates=checks.keeps_nan_out(run, problem, results))
 
 
 def judge_random(backend: Backend, number: int, seed: int, target: Target, mode: Mode = "native") -> Judgement:

@@ -70,6 +70,30 @@ class Problem:
         """[batch, key length, KV heads]: keys that nobody attends to."""
         return oracle.unseen_keys(self.spec, self.layout, self.terms)
 
+    @functools.cached_property
+    def hidden_rows(self) -> np.ndarray:
+        """Those of :attr:`unseen_rows` that see nothing by lengths, padding and documents alone."""
+        return oracle.unseen_rows(*self._hiding)
+
+    @functools.cached_property
+    def hidden_keys(self) -> np.ndarray:
+        """Those of :attr:`unseen_keys` that nobody sees by lengths, padding and documents alone."""
+        return oracle.unseen_keys(*self._hiding)
+
+    @property
+    def _hiding(self) -> tuple[AttentionSpec, Layout]:
+        """The problem with no other mask than lengths and segments."""
+        bare = dataclasses.replace(
+            self.spec,
+            is_causal=False,
+            local_window_size=None,
+            chunk_size=None,
+            mask_function=None,
+            has_mask=False,
+            has_bias=False,
+        )
+        return bare, dataclasses.replace(self.layout, mask=None)
+
     def verdict(self, name: str, result: jax.Array) -> oracle.Verdict:
         """The judge's verdict on one quantity; what nobody sees has to be exactly zero."""
         rows, keys = self.unseen_rows, self.unseen_keys

@@ -22,7 +22,7 @@ from attnsuite.backends.features import KV_DTYPES, Feature, Mode
 from attnsuite.backends.kv_cache import is_cache
 from attnsuite.backends.support import takes_of
 
-from . import orders, problems
+from . import checks, orders, problems
 from .caches import Cache, cached
 from .problems import Problem
 
@@ -72,14 +72,15 @@ def draw(number: int, seed: int, backend: Backend, target: Target, mode: Mode) -
     """Problem ``number`` of ``seed`` that the backend takes. Raises RuntimeError where it takes none of 2,000."""
     rng = np.random.default_rng((seed, number))
     taken = takes_of(backend, target, mode).features
+    isolates = backend.name in checks.ISOLATING
     for _ in range(_TRIES):
-        drawn = _draw(rng, taken, has_blocks=backend.name == "chunked")
+        drawn = _draw(rng, taken, has_blocks=backend.name == "chunked", isolates=isolates)
         if support(backend, drawn.spec, target, mode, drawn.options):
             return drawn
     raise RuntimeError(f"{backend.name} refused all of {_TRIES} random problems.")
 
 
-def _draw(rng: np.random.Generator, taken: frozenset[Feature], *, has_blocks: bool) -> Drawn:
+def _draw(rng: np.random.Generator, taken: frozenset[Feature], *, has_blocks: bool, isolates: bool) -> Drawn:
     def sometimes(probability: float) -> bool:
         return bool(rng.random() < probability)
 
@@ -116,6 +117,7 @@ def _draw(rng: np.random.Generator, taken: frozenset[Feature], *, has_blocks: bo
         blocks = {name: int(rng.choice(_BLOCKS)) for name in ("block_q", "block_kv", "block_backward")}
         blocks["heads_per_tile"] = int(rng.integers(1, 5))
     spoilt = float(rng.choice([np.nan, np.inf, -np.inf])) if sometimes(0.4) else None
+    spoilt = spoilt if isolates else None
     arrays: tuple[Any, ...] = tuple(map(jnp.asarray, (query, key, value, cotangent)))
     traced = sometimes(0.5)
     if "sinks" in taken and sometimes(0.15):
@@ -213,11 +215,11 @@ def results(drawn: Drawn, problem: Problem, backend: Backend, target: Target, mo
 
 
 def _spoilt(drawn: Drawn, problem: Problem) -> tuple[jax.Array, ...]:
-    """The arrays, with NaN or infinity in keys and values that nobody sees and in queries that see nothing."""
+    """The arrays, with NaN or infinity in what lengths, padding and documents hide: keys, values and queries."""
     if drawn.spoilt is None:
         return drawn.inputs
     query, key, value, cotangent = drawn.inputs
-    hidden, blind = problem.unseen_keys[..., None], problem.unseen_rows[..., None]
+    hidden, blind = problem.hidden_keys[..., None], problem.hidden_rows[..., None]
     if key.dtype != jnp.int8:
         key, value = jax.tree.map(lambda x: jnp.where(hidden, jnp.asarray(drawn.spoilt, x.dtype), x), (key, value))
     return jnp.where(blind, jnp.asarray(drawn.spoilt, query.dtype), query), key, value, cotangent

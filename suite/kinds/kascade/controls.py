@@ -83,8 +83,8 @@ class Watched:
         return self.method
 
     def takes(self, target: Target, mode: Mode) -> Takes:
-        """What Kascade takes, with ``isolates`` set: isolation would trace a layer twice and fill ``kept`` twice."""
-        return dataclasses.replace(KASCADE.takes(target, mode), isolates=True)
+        """What Kascade takes."""
+        return KASCADE.takes(target, mode)
 
     def refuses(
         self, spec: AttentionSpec, target: Target, mode: Mode, options: Mapping[str, Any] | None

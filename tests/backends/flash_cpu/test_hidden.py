@@ -1,7 +1,4 @@
-"""What nobody sees is not read by the kernels themselves: the plan's isolation would hide it if they did.
-
-A plan of a decode step has no such wrapper, for which XLA copies the cache: its kernel finds what is not finite.
-"""
+"""What nobody sees is not read by the kernels, and what is not finite reaches only the rows that see it."""
 
 import dataclasses
 
@@ -98,7 +95,6 @@ def _arrays_of_a_step():
 def _step(spec, lengths, query, key, value):
     layout = Layout(key_value_seq_lengths=jnp.asarray(lengths, jnp.int32))
     made = plan(registry.get("flash_cpu"), spec, layout, target=Target.here())
-    assert made.isolates
     return np.array(made.run(*map(jnp.asarray, (query, key, value)))[0])
 
 

@@ -1,0 +1,96 @@
+"""What a plain function takes is found out by small calls; what was named runs, or is unsupported with the reason."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from attnsuite.suite.plain_function import found_out
+from attnsuite.suite.store import RECORDS, parse_records
+
+SUITE = '[[case]]\nkind = "op_forward"\nsequence = 64\nheads = 2\nkv_heads = 2\nhead_dim = 16\nname = "tiny"\n'
+FUNCTIONS = """
+import jax
+
+def plain(q, k, v):
+    return jax.nn.dot_product_attention(q, k, v)
+
+def causal(q, k, v):
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+"""
+
+
+def plain(q, k, v):
+    return jax.nn.dot_product_attention(q, k, v)
+
+
+def causal(q, k, v):
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+
+
+def with_keywords(q, k, v, *, is_causal=False, mask=None, bias=None):
+    return jax.nn.dot_product_attention(q, k, v, bias, mask, is_causal=is_causal)
+
+
+def ignores_its_mask(q, k, v, mask=None):
+    return jax.nn.dot_product_attention(q, k, v)
+
+
+def one_head_each(q, k, v):
+    return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(jnp.einsum("btnh,bsnh->bnts", q, k) / 8), v)
+
+
+def off(q, k, v):
+    return 1.3 * causal(q, k, v)
+
+
+def raising(q, k, v):
+    raise RuntimeError("no such device")
+
+
+@pytest.mark.parametrize(
+    ("function", "features"),
+    [
+        (plain, "bidirectional grouped_queries cross_length"),
+        (causal, "causal grouped_queries cross_length"),
+        (with_keywords, "bidirectional causal grouped_queries cross_length mask bias"),
+        (ignores_its_mask, "bidirectional grouped_queries cross_length"),
+        (one_head_each, "bidirectional cross_length value_head_dim"),
+        (off, "causal grouped_queries cross_length"),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_features_are_those_of_the_calls(function, features):
+    assert found_out(function).features == {"gradient", *features.split()}
+
+
+def test_what_it_raises_is_told():
+    found = found_out(raising)
+    assert found.features == {"bidirectional", "gradient"}
+    assert str(found) == "It raised RuntimeError: no such device when called with 3 float32 arrays [1, 128, 4, 64]."
+
+
+@pytest.fixture
+def suite(tmp_path, monkeypatch):
+    (tmp_path / "suite.toml").write_text(SUITE)
+    (tmp_path / "my.py").write_text(FUNCTIONS)
+    monkeypatch.chdir(tmp_path)
+    return "suite.toml"
+
+
+def test_function_that_can_run_in_no_case_ends_the_run_before_it_starts(suite, new_run, attnsuite):
+    flags = ("--suite", suite, "--backends", "standard,my.py:plain", "--out", new_run)
+    code, _, stderr = attnsuite.finish(attnsuite.start("run", *flags))
+    assert code == 2
+    assert "my.py:plain can run in none of the 1 cases: my.py:plain: is_causal=True is not supported" in stderr
+    assert "it was found to be not causal" in stderr
+    assert not (new_run / RECORDS).exists()
+
+
+def test_causal_function_is_measured_where_causal_attention_is(suite, new_run, attnsuite):
+    flags = ("--suite", suite, "--backends", "standard,my.py:causal", "--out", new_run)
+    code, _, stderr = attnsuite.finish(attnsuite.start("run", *flags))
+    assert code == 0, stderr
+    records = {record.requested: record for record in parse_records(new_run / RECORDS)[0]}
+    assert (records["my.py:causal"].status, records["my.py:causal"].resolved) == ("ok", "my.py:causal")
