@@ -19,10 +19,12 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, Num
 
-from .contract import AttentionSpec, Backend, EitherArray, Layout, Terms
+from .contract import AttentionSpec, Backend, EitherArray, Layout, Terms, forward_mode_explained
 from .devices import Target
+from .explicit_mesh import shares
 from .features import Mode
 from .layout import check_layout, make_spec
+from .manual_axes import varying
 from .masks import MaskFunction
 from .policy import AnyPolicy
 from .resolve import OnUnavailable, resolve
@@ -313,11 +315,12 @@ def _attend(
         options=request.options,
         policy=request.policy,
     )
+    mode = "native" if resolution.mode == "fallback" else resolution.mode
     program = _Program(
-        resolution.backend,
+        shares(resolution.backend, spec, resolution.target, mode, query, key, value),
         spec,
         resolution.target,
-        "native" if resolution.mode == "fallback" else resolution.mode,
+        mode,
         () if resolution.mode == "fallback" else tuple((request.options or {}).items()),
         request.isolate,
     )
@@ -325,7 +328,8 @@ def _attend(
         hash(program)
     except TypeError:  # an option's value that cannot name a program
         return program(query, key, value, check_layout(spec, layout), terms)
-    return _compiled(query, key, value, check_layout(spec, layout), terms, program=program)
+    with forward_mode_explained():
+        return _compiled(query, key, value, check_layout(spec, layout), terms, program=program)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -340,6 +344,7 @@ class _Program:
     isolate: bool
 
     def __call__(self, query: Array, key: Array, value: Array | None, layout: Layout, terms: Terms) -> Any:
+        query, key, value, terms = varying((query, key, value, terms), (query, key, value, terms, layout))
         how: dict[str, Any] = {"target": self.target, "mode": self.mode, "isolate": self.isolate}
         made = plan_accepted(self.backend, self.spec, layout, options=dict(self.options), **how)
         return made.run(query, key, value, terms=terms)[0]

@@ -26,6 +26,7 @@ from .blocks import BlockTable, PaddedLayout
 from .chunked_arrays import Corner
 from .chunked_tiles import Program
 from .contract import Terms
+from .manual_axes import varying
 from .scores import derived
 
 # If the log-sum-exp is above a row's largest score by less than this, its key has the whole row up to rounding.
@@ -253,7 +254,7 @@ def forward(
             rows_of_head = jnp.broadcast_to(sunk[tile][..., 0], (heads, group, block_q))
             start = rows_of_head.reshape(shape), jnp.ones(shape, jnp.float32)
         start = *start, jnp.zeros((*shape, spec.value_head_dim), jnp.float32)
-        top, total, out = _visit(tables, batch, row, step, tiles.varying(start, query))
+        top, total, out = _visit(tables, batch, row, step, varying(start, query))
         seen = total != 0.0  # NaN is seen
         out = out * jnp.where(seen, 1.0 / jnp.where(seen, total, 1.0), 0.0)[..., None]
         rest = jnp.log(jnp.where(seen, total, 1.0))
@@ -389,7 +390,7 @@ def backward(
             *(jnp.zeros(x.shape, jnp.float32) for x in (k, v)),
             None if terms.alibi is None else jnp.zeros((heads, group), jnp.float32),
         )
-        start = *tiles.varying(start, query), d_queries, d_biases
+        start = *varying(start, query), d_queries, d_biases
         d_k, d_v, d_tilted, *carry = _visit(tables, batch, column, step, start)
         found = (d_k, d_v) if given else (d_k.at[..., : spec.value_head_dim].add(d_v),)
         return tuple(carry), ([tiles.result(x, program) for x in found], d_tilted)
@@ -399,7 +400,7 @@ def backward(
         None if learned.biases is None else jnp.zeros(learned.biases.shape, jnp.float32),
     )
     operands_of_columns = *_grid(count, kv_blocks), keys, keys_transposed, *values
-    (d_queries, d_biases), (found, d_tilted) = lax.scan(one_column, tiles.varying(nothing, query), operands_of_columns)
+    (d_queries, d_biases), (found, d_tilted) = lax.scan(one_column, varying(nothing, query), operands_of_columns)
     d_query = tiles.result(d_queries.swapaxes(2, 3) * program.scale_query, program)
     d_query = tiles.delivered(tiles.untile_queries(d_query, spec, heads, block), program)
     d_key, *d_value = (tiles.uncolumns(tiles.delivered(x, program), spec, count) for x in found)

@@ -8,9 +8,7 @@ holds all static choices. :func:`_in_cpu_bits` decides where XLA's CPU compiler 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
@@ -136,9 +134,3 @@ def tile_per_head(x: Float[EitherArray, " n"], program: Program) -> Float[Array,
 def untile_slopes(x: Float[Array, "columns heads group"], spec: AttentionSpec, tiles: int) -> Float[Array, " n"]:
     """The gradient of the slopes, from that of each column of blocks."""
     return x.reshape(tiles, -1, *x.shape[1:]).sum(1).reshape(spec.batch, spec.num_heads).sum(0)
-
-
-def varying(x: Any, like: Array) -> Any:
-    """Arrays made from nothing, with the type that they have inside of ``jax.shard_map``: that of ``like``."""
-    axes = tuple(getattr(jax.typeof(like), "vma", ()))
-    return jax.tree.map(lambda part: lax.pcast(part, axes, to="varying"), x) if axes else x

@@ -35,9 +35,10 @@ plan in each layer; the words ``plan`` and ``run`` are FlashInfer's (arXiv 2501.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import jax
@@ -47,6 +48,7 @@ from jaxtyping import Array, Bool, Float, Int, Num
 
 from . import masks, scores
 from .features import DTYPES, KV_DTYPES, Feature, Mode, asked
+from .manual_axes import varying
 from .operands import check_operands, check_terms
 
 if TYPE_CHECKING:
@@ -293,9 +295,10 @@ class Plan:
             raise ValueError(_NO_LAYER)
         if self.spec is not None:
             check_operands(self.spec, query, key, value)
-        if check_terms(self.spec, terms):
-            return self.attend(query, key, value, layer, carry, terms)
-        return self.attend(query, key, value, layer, carry)
+        query, key, value, terms = varying((query, key, value, terms), (query, key, value, terms))
+        given = (terms,) if check_terms(self.spec, terms) else ()
+        with forward_mode_explained():
+            return self.attend(query, key, value, layer, carry, *given)
 
 
 _NO_LAYER = (
@@ -304,6 +307,34 @@ _NO_LAYER = (
     "backends.attention, attention_fn and the adapters cannot do so, there leave the schedule out of backend_options: "
     "every layer then selects for itself."
 )
+
+
+_NO_FORWARD_MODE = (
+    "this backend has a gradient of its own, by kernels and loops that forward mode (jax.jvp, jax.jacfwd) and second "
+    "derivatives cannot follow; use backend='standard', which JAX differentiates in every way."
+)
+
+
+@contextlib.contextmanager
+def forward_mode_explained() -> Iterator[None]:
+    """Turn JAX's refusal of forward mode into a TypeError that says what to use."""
+    try:
+        yield
+    except TypeError as error:
+        if "forward-mode autodiff" in str(error):
+            raise TypeError(_NO_FORWARD_MODE) from error
+        raise
+
+
+def first_derivative(gradients: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that computes gradients by a kernel. Differentiating it raises TypeError with what to use."""
+    run = jax.custom_jvp(gradients)
+
+    @run.defjvp
+    def no_second_derivative(*_: Any) -> Any:
+        raise TypeError(_NO_FORWARD_MODE)
+
+    return run
 
 
 def forward_only(attend: Callable[..., Any]) -> Callable[..., Any]:

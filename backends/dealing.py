@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Protocol, cast, get_args, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
 from . import ring
@@ -33,18 +34,20 @@ from .support import plan, support, takes_of
 
 Divided = Literal["heads", "batch"]
 Exchange = Literal["gather", "ring"]
+MeshAxis = str | tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MeshAxes:
     """The mesh axis that divides each dimension (None: the dimension is whole on every device).
 
-    ``data``: the batch. ``heads``: KV heads with their queries. ``context``: the tokens of queries and of keys.
+    ``data``: the batch. ``heads``: KV heads with their queries. ``context``: the tokens of queries and of keys. The
+    first two may be several axes, as a tuple.
     ``exchange`` is how keys reach the queries of other devices.
     """
 
-    data: str | None = None
-    heads: str | None = None
+    data: MeshAxis | None = None
+    heads: MeshAxis | None = None
     context: str | None = None
     exchange: Exchange = "gather"
 
@@ -52,12 +55,13 @@ class MeshAxes:
         named = self.named()
         if not named:
             raise ValueError("MeshAxes names no axis; give at least one of data, heads and context.")
-        if len(set(named.values())) < len(named):
+        every = [name for axes in named.values() for name in _names(axes)]
+        if len(set(every)) < len(every):
             raise ValueError(f"{named} deals two dimensions to one axis; give each an axis of its own.")
         if self.exchange not in get_args(Exchange):
             raise ValueError(f"exchange={self.exchange!r} must be 'gather' or 'ring'.")
 
-    def named(self) -> dict[str, str]:
+    def named(self) -> dict[str, MeshAxis]:
         """The dimensions that are divided, with their axes."""
         every = {"data": self.data, "heads": self.heads, "context": self.context}
         return {name: axis for name, axis in every.items() if axis is not None}
@@ -67,7 +71,7 @@ class MeshAxes:
 class DealingBackend(Backend, Protocol):
     """A backend with its own way to divide a dimension, because it cannot be divided from outside, or less well."""
 
-    def dealt(self, mesh: Mesh, axes: MeshAxes) -> Backend | None:
+    def dealt(self, mesh: Mesh | AbstractMesh, axes: MeshAxes) -> Backend | None:
         """The backend for the whole problem on all devices of ``mesh``; None if the shares are independent problems.
 
         Batch and heads are known to divide. The backend refuses other sizes that ``mesh`` does not divide.
@@ -93,14 +97,14 @@ class Sharded:
     """
 
     backend: Backend
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh
     axes: MeshAxes
 
     def __post_init__(self) -> None:
-        if not isinstance(self.mesh, Mesh):
+        if not isinstance(self.mesh, Mesh | AbstractMesh):
             raise ValueError(f"mesh={self.mesh!r} is not accepted; give a jax.sharding.Mesh.")  # noqa: TRY004 (a value)
         for name, axis in self.axes.named().items():
-            if axis not in self.mesh.axis_names:
+            if not set(_names(axis)) <= set(self.mesh.axis_names):
                 raise ValueError(
                     f"{name}={axis!r} is not an axis of the mesh; it has {', '.join(self.mesh.axis_names)}."
                 )
@@ -193,8 +197,8 @@ class Sharded:
             def local(
                 layout: Layout, query: Array, key: Array, value: Array, carry: Carry, terms: Terms
             ) -> tuple[Any, Carry]:
-                if self._in_ring:
-                    axis = ring.Axis(self.axes.named()["context"], self._size("context"))
+                if self.axes.context is not None and self._in_ring:
+                    axis = ring.Axis(self.axes.context, self._size("context"))
                     of_parts = cast("PartBackend", self.backend)
                     return ring.Ring(of_parts, share, axis, planned).attend(layout, query, key, value, terms), carry
                 if self.axes.context is not None:
@@ -230,7 +234,7 @@ class Sharded:
     def _size(self, name: str) -> int:
         """Devices that share a dimension."""
         axis = self.axes.named().get(name)
-        return 1 if axis is None else self.mesh.shape[axis]
+        return 1 if axis is None else math.prod(self.mesh.shape[name] for name in _names(axis))
 
     def _arrays(self) -> PartitionSpec:
         return PartitionSpec(self.axes.data, self.axes.context, self.axes.heads)
@@ -291,7 +295,7 @@ class Sharded:
         """The specs of a layout's arrays: divided by batch, heads and tokens; keys are whole unless in a ring."""
         data, heads, context = self.axes.data, self.axes.heads, self.axes.context
         of_keys = context if self._in_ring else None
-        dealt: dict[str, tuple[str | None, ...]] = {
+        dealt: dict[str, tuple[MeshAxis | None, ...]] = {
             "query_segment_ids": (data, context),
             "query_positions": (data, context),
             "key_value_segment_ids": (data, of_keys),
@@ -310,7 +314,11 @@ class Sharded:
         )
 
 
-def _placed(x: EitherArray | None, axes: tuple[str | None, ...]) -> Any:
+def _names(axis: MeshAxis) -> tuple[str, ...]:
+    return axis if isinstance(axis, tuple) else (axis,)
+
+
+def _placed(x: EitherArray | None, axes: tuple[MeshAxis | None, ...]) -> Any:
     """The PartitionSpec of an array over ``axes``; a dimension of one element is not divided."""
     if x is None:
         return None

@@ -188,7 +188,7 @@ def refusals(name: str, takes: Takes, spec: AttentionSpec, mode: Mode) -> Iterat
     if mode not in takes.modes:
         yield _sentence(name, takes, "mode", f"mode={mode!r}", _words(takes.modes), "use mode='native'")
     if spec.dtype not in takes.dtypes:
-        instead = f"cast the inputs, or {_INSTEAD}"
+        instead = f"cast the inputs, or {_STANDARD if spec.dtype == 'float64' else _INSTEAD}"
         yield _sentence(name, takes, "dtype", f"dtype={spec.dtype}", _words(takes.dtypes), instead)
     wide = takes.head_dims is not None and spec.head_dim not in takes.head_dims
     pad = f"pad the head dimension and give scale, or {_INSTEAD}"
@@ -211,8 +211,8 @@ def refusals(name: str, takes: Takes, spec: AttentionSpec, mode: Mode) -> Iterat
 
 
 _INSTEAD = "use backend='chunked'"
+_STANDARD = "use backend='standard'"
 _INSTEAD_OF: Mapping[Feature, str] = {
-    **dict.fromkeys(("mask", "bias"), "use backend='standard'"),
     "gradient": "plan with needs_grad=False, or use backend='chunked'",
 }
 

@@ -30,6 +30,7 @@ from ..contract import (
     Plan,
     Terms,
     check_options,
+    first_derivative,
     forward_only,
 )
 from ..devices import Target
@@ -229,7 +230,7 @@ def _differentiable(calls: Calls, seen: Visibility) -> tuple[Callable[..., Any],
     def forward(*operands: Any) -> tuple[Any, Any]:
         if not calls.spec.needs_grad:
             raise ValueError(_NO_GRADIENT)
-        (out, top, total), unseen = compute(unrounded, *operands)
+        (out, top, total), unseen = first_derivative(functools.partial(compute, unrounded))(*operands)
         lost = None if calls.spec.dtype == "float32" else rounding_error(out, calls.spec.dtype).astype(jnp.bfloat16)
         out = out.astype(calls.kernel.out_dtype)
         return result(out, top, total), (operands, (out, lost, top, total), unseen)
@@ -246,7 +247,8 @@ def _differentiable(calls: Calls, seen: Visibility) -> tuple[Callable[..., Any],
             d_lse = jnp.zeros_like(top) if d_lse is None else jnp.where(spoilt, 0, d_lse)
             d_sinks = sinks.gradient(sunk, (out, *natural(top, jnp.where(spoilt, 1, total))), d_out, d_lse)
             top = jnp.where(unseen, UNSEEN_TOP, top)
-        gradients = calls.backward(query, key, value, traced or seen, out, top, total, d_out, d_lse)
+        operands = query, key, value, traced or seen, out, top, total, d_out, d_lse
+        gradients = first_derivative(calls.backward)(*operands)
         return *gradients, d_sinks, None
 
     attend.defvjp(forward, backward)

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from ..contract import AttentionSpec
 from ..devices import usable_cores
+from ..manual_axes import varying
 from . import backward, decode, forward, handler, targets
 from .decode import DecodeKernel
 from .decode_listed import DecodeListed
@@ -207,4 +208,5 @@ def rounding_error(x: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:
 def call(kind: str, kernel: Any, isa: Isa, results: tuple[Any, ...], *arguments: Any) -> Any:
     """A kernel of :data:`backends.flash_cpu.targets.BUILDERS` on these operands, with results of these shapes."""
     name = targets.target(kind, kernel, isa).name
-    return jax.ffi.ffi_call(name, results, vmap_method="broadcast_all")(*(jnp.asarray(x) for x in arguments))
+    found = jax.ffi.ffi_call(name, results, vmap_method="broadcast_all")(*(jnp.asarray(x) for x in arguments))
+    return varying(found, arguments)

@@ -88,7 +88,7 @@ class Kascade:
 
         None for other axes: sequences are independent, so a device's share of the batch is a problem of its own.
         """
-        if axes.heads is None or len(axes.named()) > 1:
+        if not isinstance(axes.heads, str) or len(axes.named()) > 1:
             return None
         return dataclasses.replace(self, heads=_Heads(mesh, axes.heads))
 

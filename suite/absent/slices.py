@@ -36,7 +36,8 @@ class Deal:
     @property
     def rest(self) -> str | None:
         """The name of the axis that divides the batch or the length."""
-        return self.axes.data or self.axes.context
+        axis = self.axes.data or self.axes.context
+        return axis if isinstance(axis, str) else None
 
     def backend(self, backend: Backend) -> Sharded:
         """The backend with each chip computing its share."""
