@@ -91,15 +91,15 @@ def weigh(
     weights = _two_rows(weights.astype(value.dtype))
     if read is None:
         return _weighted(weights, value)[:, :, :rows, :value_head_dim]  # the fewer outputs are cut
-    width = value.shape[3] if value_head_dim is None else value_head_dim
+    dims = value.shape[3] if value_head_dim is None else value_head_dim
 
     def of_block(start: Any, width: int) -> Array:
         some = (lax.dynamic_slice_in_dim(x, start, width, axis) for x, axis in ((weights, 3), (value, 2), (read, 1)))
         of_weights, of_values, mask = some
-        return _weighted(of_weights, jnp.where(mask[:, None, :, None], of_values[..., :width], 0))
+        return _weighted(of_weights, jnp.where(mask[:, None, :, None], of_values[..., :dims], 0))
 
     blocks, rest = divmod(slots, _SLOTS)
-    total = of_block(blocks * _SLOTS, rest) if rest else jnp.zeros((*weights.shape[:3], width), jnp.float32)
+    total = of_block(blocks * _SLOTS, rest) if rest else jnp.zeros((*weights.shape[:3], dims), jnp.float32)
     if blocks:
         total = lax.fori_loop(0, blocks, lambda i, total: total + of_block(i * _SLOTS, _SLOTS), total)
     return total[:, :, :rows]

@@ -47,7 +47,7 @@ def test_sizes_are_integers_of_at_least_one(field: str, value: Any) -> None:
     [
         ("num_heads", 3, "num_heads=3 must be a multiple of num_kv_heads=2"),
         ("value_head_dim", 0, "value_head_dim=0 must be an integer of at least 1"),
-        ("dtype", "float64", "dtype='float64' is not supported; use one of float32, bfloat16, float16"),
+        ("dtype", "int32", "dtype='int32' is not supported; use one of float32, bfloat16, float16, float64"),
         ("chunk_size", 0, "chunk_size=0 must be an integer of at least 1"),
         ("local_window_size", -1, r"local_window_size=\(-1, -1\) must be an int"),
         ("local_window_size", (1, 2, 3), r"local_window_size=\(1, 2, 3\) must be an int"),

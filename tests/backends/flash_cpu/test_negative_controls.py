@@ -204,6 +204,7 @@ def planted(monkeypatch, tmp_path):
     return plant
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered in cast:RuntimeWarning")  # what nobody wrote is anything
 @pytest.mark.parametrize(("fault", "case", "forward_alone"), FAULTS, ids=lambda x: getattr(x, "__name__", str(x)))
 def test_kernel_with_a_fault_fails(planted, fault, case, forward_alone):
     planted(fault)

@@ -111,8 +111,11 @@ def test_packages_matter_natively_only_where_the_device_is(monkeypatch):
     assert support(KVAX, spec(), dataclasses.replace(H100, present=True)).reasons == ("no kvax.",)
 
 
-def test_is_asked_for_packed_documents_before_chunked_on_a_gpu():
-    assert resolve("auto", spec(has_segment_ids=True), H100).backend is KVAX
+def test_is_asked_for_by_name_on_a_gpu_and_auto_says_that_nothing_was_measured():
+    found = resolve("auto", spec(has_segment_ids=True), H100)
+    assert found.backend.name == "chunked"
+    assert found.policy.startswith("nothing was measured on this device")
+    assert resolve("kvax", spec(has_segment_ids=True), H100).backend is KVAX
     with pytest.warns(BackendFallbackWarning, match="kvax cannot run this"):
         fallback = resolve("kvax", spec(), Target("cpu")).backend
     assert fallback is resolve("auto", spec(), Target("cpu")).backend
