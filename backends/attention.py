@@ -19,7 +19,8 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, Num
 
-from .contract import AttentionSpec, Backend, EitherArray, Layout, Terms, forward_mode_explained
+from .contract import AttentionSpec, Backend, EitherArray, Layout, Terms
+from .derivatives import forward_mode_explained
 from .devices import Target
 from .explicit_mesh import shares
 from .features import Mode

@@ -35,10 +35,9 @@ plan in each layer; the words ``plan`` and ``run`` are FlashInfer's (arXiv 2501.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import jax
@@ -47,6 +46,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from . import masks, scores
+from .derivatives import forward_mode_explained
 from .features import DTYPES, KV_DTYPES, Feature, Mode, asked
 from .manual_axes import varying
 from .operands import check_operands, check_terms
@@ -307,45 +307,6 @@ _NO_LAYER = (
     "backends.attention, attention_fn and the adapters cannot do so, there leave the schedule out of backend_options: "
     "every layer then selects for itself."
 )
-
-
-_NO_FORWARD_MODE = (
-    "this backend has a gradient of its own, by kernels and loops that forward mode (jax.jvp, jax.jacfwd) and second "
-    "derivatives cannot follow; use backend='standard', which JAX differentiates in every way."
-)
-
-
-@contextlib.contextmanager
-def forward_mode_explained() -> Iterator[None]:
-    """Turn JAX's refusal of forward mode into a TypeError that says what to use."""
-    try:
-        yield
-    except TypeError as error:
-        if "forward-mode autodiff" in str(error):
-            raise TypeError(_NO_FORWARD_MODE) from error
-        raise
-
-
-def first_derivative(gradients: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that computes gradients by a kernel. Differentiating it raises TypeError with what to use."""
-    run = jax.custom_jvp(gradients)
-
-    @run.defjvp
-    def no_second_derivative(*_: Any) -> Any:
-        raise TypeError(_NO_FORWARD_MODE)
-
-    return run
-
-
-def forward_only(attend: Callable[..., Any]) -> Callable[..., Any]:
-    """The ``attend`` of a plan without gradients. Differentiating it raises ValueError with what to plan instead."""
-
-    def no_gradient(*_: Any) -> Any:
-        raise ValueError("planned with needs_grad=False; plan with needs_grad=True to differentiate.")
-
-    run = jax.custom_vjp(attend, nondiff_argnums=(3,))
-    run.defvjp(no_gradient, no_gradient)
-    return run
 
 
 @runtime_checkable

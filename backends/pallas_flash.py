@@ -19,7 +19,8 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from .contract import AttentionSpec, Carry, Layout, Plan, check_options, forward_only
+from .contract import AttentionSpec, Carry, Layout, Plan, check_options
+from .derivatives import forward_only
 from .devices import Target
 from .features import Mode, Takes
 

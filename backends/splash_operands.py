@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from .contract import NO_TERMS, AttentionSpec, Carry, Layout, Plan, Terms, forward_only, may_attend
+from .contract import NO_TERMS, AttentionSpec, Carry, Layout, Plan, Terms, may_attend
+from .derivatives import forward_only
 from .devices import KIB, TPUS, Target
 from .features import FEATURES_0_1, Feature, Mode
 

@@ -21,7 +21,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from . import tokamax_package
-from .contract import AttentionSpec, Carry, Layout, Plan, check_options, forward_only
+from .contract import AttentionSpec, Carry, Layout, Plan, check_options
+from .derivatives import forward_only
 from .devices import Target
 from .features import Mode, Takes
 from .splash_operands import scaling_notes

@@ -31,9 +31,9 @@ from .contract import (
     Plan,
     Terms,
     check_options,
-    forward_only,
     may_attend,
 )
+from .derivatives import forward_only
 from .devices import Target
 from .features import Mode, Takes
 from .paged_attention import device_reasons

@@ -47,6 +47,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         "accuracy": {name: dataclasses.asdict(as_error(verdict)) for name, verdict in found.verdicts.items()},
         "facts": {
             "gradients": "dq" in found.verdicts,
+            "isolates": found.isolates,
             "share": _finite(max(random_specs.share(verdict) for verdict in found.verdicts.values())),
         },
     }

@@ -30,9 +30,8 @@ from ..contract import (
     Plan,
     Terms,
     check_options,
-    first_derivative,
-    forward_only,
 )
+from ..derivatives import first_derivative, forward_only
 from ..devices import Target
 from ..features import FEATURES_0_1, Mode, Takes
 from ..merging import Seen, put_together

@@ -17,8 +17,9 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float
 
 from .. import tuned
-from ..contract import AttentionSpec, Carry, Layout, Plan, forward_only
+from ..contract import AttentionSpec, Carry, Layout, Plan
 from ..dealing import MeshAxes
+from ..derivatives import forward_only
 from ..devices import Target
 from ..features import Mode, Takes
 from ..resolve import resolve

@@ -57,8 +57,8 @@ def table(records: Sequence[Record], form: Form) -> Iterator[str]:
     for name, own in _by_backend(records):
         wrong = sum(record.status not in ("ok", "unsupported") for record in own)
         counts = (sum(record.status == "ok" for record in own), wrong, sum(r.status == "unsupported" for r in own))
-        rows.append((form.name(name), *counts, _nearest(own)))
-    headers = ("backend", "right", "wrong", "refused", "nearest to the bound")
+        rows.append((form.name(name), *counts, _nearest(own), _isolates(own)))
+    headers = ("backend", "right", "wrong", "refused", "nearest to the bound", "NaN stays out")
     yield from ("", *tabulate(rows, headers, tablefmt=form.table).splitlines())
 
 
@@ -118,6 +118,13 @@ def _nearest(own: Sequence[Record]) -> str:
     shares = [(r.facts.share, r.case) for r in own if r.status == "ok" and isinstance(r.facts, Held)]
     found = max(((share, case) for share, case in shares if share is not None), default=None)
     return "" if found is None else f"{found[0]:.0%} of what is allowed ({found[1]})"
+
+
+def _isolates(own: Sequence[Record]) -> str:
+    """Whether NaN and infinity behind the lengths, in padding and in other documents changed nothing."""
+    found = {r.case: r.facts.isolates for r in own if isinstance(r.facts, Held) and r.facts.isolates is not None}
+    let_in = [case for case, isolates in found.items() if not isolates]
+    return f"no: {_some(let_in)}" if let_in else "yes" if found else ""
 
 
 def _some(cases: Sequence[str]) -> str:

@@ -14,10 +14,13 @@ class Held:
     """Whether gradients were judged too, and how much of what the judge allows was used.
 
     ``share`` is the largest of all quantities; above 1 fails. It is None where a result was not finite or broke a rule.
+    ``isolates``: infinity and NaN behind the lengths, in padding and in other documents changed nothing; None where the
+    problem has none.
     """
 
     gradients: bool
     share: Real | None
+    isolates: bool | None = None
 
 
 class Conformance(Kind):

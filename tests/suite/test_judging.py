@@ -35,11 +35,16 @@ def off(q, k, v):
 def leaking(q, k, v, key_value_seq_lengths):
     return jax.nn.dot_product_attention(q, k, v, key_value_seq_lengths=key_value_seq_lengths) + 1e-33 * v.sum()
 
+def averaging(q, k, v, key_value_seq_lengths):
+    out = jax.nn.dot_product_attention(q, k, v, key_value_seq_lengths=key_value_seq_lengths)
+    return jax.numpy.where((key_value_seq_lengths > 0)[:, None, None, None], out, 0)
+
 def dying(q, k, v):
     raise MemoryError("no room on the chip")
 
 forward = from_function(right, takes={"bidirectional"})
 leaks = from_function(leaking, takes={"bidirectional", "lengths", "grouped_queries"})
+lets_nan_in = from_function(averaging, takes={"bidirectional", "lengths", "grouped_queries"})
 mine = from_function(right, takes={"bidirectional", "causal", "grouped_queries", "gradient"})
 seven = 7
 """
@@ -100,6 +105,16 @@ def test_random_problems_ask_only_for_what_a_function_takes(kernels, monkeypatch
     assert "is_causal" not in found["drawn"]
     for number in range(10):
         random_specs.draw(number, 0, registry.get(f"{kernels}:right"), Target.here(), "native")
+
+
+def test_nan_that_reaches_rows_is_a_verdict_beside_a_right_result(kernels):
+    found = judged(kernels, "lets_nan_in", "ragged")
+    assert found["status"] == "ok", found
+    assert found["facts"]["isolates"] is False
+    assert judged(kernels, "right")["facts"]["isolates"] is None  # nothing is hidden there
+    problem = {"name": "ragged", "number": None, "seed": None}
+    answer = conformance_worker.answer({"do": "judge", "backend": "standard", "problem": problem})
+    assert answer["facts"]["isolates"] is True
 
 
 def test_number_that_no_query_may_see_changes_nothing(kernels):

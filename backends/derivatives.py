@@ -1,0 +1,47 @@
+"""What JAX may differentiate: a sentence in place of its error where a backend has no such derivative."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+_NO_FORWARD_MODE = (
+    "this backend has a gradient of its own, by kernels and loops that forward mode (jax.jvp, jax.jacfwd) and second "
+    "derivatives cannot follow; use backend='standard', which JAX differentiates in every way."
+)
+
+
+@contextlib.contextmanager
+def forward_mode_explained() -> Iterator[None]:
+    """Turn JAX's refusal of forward mode into a TypeError that says what to use."""
+    try:
+        yield
+    except TypeError as error:
+        if "forward-mode autodiff" in str(error):
+            raise TypeError(_NO_FORWARD_MODE) from error
+        raise
+
+
+def first_derivative(gradients: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that computes gradients by a kernel. Differentiating it raises TypeError with what to use."""
+    run = jax.custom_jvp(gradients)
+
+    @run.defjvp
+    def no_second_derivative(*_: Any) -> Any:
+        raise TypeError(_NO_FORWARD_MODE)
+
+    return run
+
+
+def forward_only(attend: Callable[..., Any]) -> Callable[..., Any]:
+    """The ``attend`` of a plan without gradients. Differentiating it raises ValueError with what to plan instead."""
+
+    def no_gradient(*_: Any) -> Any:
+        raise ValueError("planned with needs_grad=False; plan with needs_grad=True to differentiate.")
+
+    run = jax.custom_vjp(attend, nondiff_argnums=(3,))
+    run.defvjp(no_gradient, no_gradient)
+    return run
