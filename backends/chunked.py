@@ -109,7 +109,8 @@ class Chunked:
         def attend(
             query: Array, key: Array, value: Array | None, layer: int | None, carry: Carry, terms: Terms = NO_TERMS
         ) -> tuple[Any, Carry]:
-            return differentiable(query, key, value, jax.tree.map(jnp.asarray, terms), traced), carry
+            learned = {name: jnp.asarray(getattr(terms, name)) for name in terms.given()}
+            return differentiable(query, key, value, learned, traced), carry
 
         return Plan(attend)
 
@@ -311,6 +312,9 @@ def _sorted(program: Program, layout: Layout) -> _Tables:
     return forward, (padded, (blocks.table(blocks.classify(spec, padded, b, b).swapaxes(1, 2), b),))
 
 
+_Learned = dict[str, Array]  # the terms of a call, by their names in Terms, which JAX's placeholders do not fit
+
+
 def _differentiable(program: Program, tables: _Tables) -> tuple[Callable[..., Array], list[EitherArray] | None]:
     """The attention with its own gradient, and the value to pass as its sixth argument, after ALiBi's slopes and sinks.
 
@@ -324,23 +328,28 @@ def _differentiable(program: Program, tables: _Tables) -> tuple[Callable[..., Ar
         return tables if traced is None else jax.tree.unflatten(tree, traced)
 
     @jax.custom_vjp
-    def attend(query: Array, key: Array, value: Array | None, terms: Terms, traced: list[EitherArray] | None) -> Any:
-        return _result(program, *passes.forward(program, query, (key, value), terms, *of(traced)[0]))
+    def attend(
+        query: Array, key: Array, value: Array | None, learned: _Learned, traced: list[EitherArray] | None
+    ) -> Any:
+        return _result(program, *passes.forward(program, query, (key, value), Terms(**learned), *of(traced)[0]))
 
-    def forward(query: Array, key: Array, value: Array | None, terms: Terms, traced: list[EitherArray] | None) -> Any:
+    def forward(
+        query: Array, key: Array, value: Array | None, learned: _Learned, traced: list[EitherArray] | None
+    ) -> Any:
         if of(traced)[1] is None:  # asked at trace time
             raise ValueError("planned with needs_grad=False; plan with needs_grad=True to differentiate.")
         unrounded = dataclasses.replace(program, float32_results=True)
-        exact, top, rest = passes.forward(unrounded, query, (key, value), terms, *of(traced)[0])
+        exact, top, rest = passes.forward(unrounded, query, (key, value), Terms(**learned), *of(traced)[0])
         out = chunked_tiles.narrowed(exact, program)
         # The rounding error of the output. The backward pass subtracts rowsum(dO * O); without the correction its
         # rounding would be as large as the gradient of a key that has nearly all of its row.
         lost = None if program.spec.dtype == "float32" else exact - out.astype(jnp.float32)
         lost = lost if lost is None or chunked_tiles.is_precise(program) else lost.astype(jnp.bfloat16)
-        return _result(program, out, top, rest), ((query, key, value), terms, traced, out, lost, top, rest)
+        return _result(program, out, top, rest), ((query, key, value), learned, traced, out, lost, top, rest)
 
     def backward(residuals: Any, cotangents: Any) -> Any:
-        operands, terms, traced, out, lost, top, rest = residuals
+        operands, learned, traced, out, lost, top, rest = residuals
+        terms = Terms(**learned)
         layout, columns = of(traced)[1]  # forward has refused a plan without
         if lost is not None:
             out = out.astype(jnp.float32) + lost.astype(jnp.float32)
@@ -348,8 +357,8 @@ def _differentiable(program: Program, tables: _Tables) -> tuple[Callable[..., Ar
         seen = out, top, rest
         *gradients, d_terms = passes.backward(program, operands, seen, (d_out, d_lse), terms, layout, columns)
         if terms.sinks is not None:
-            d_terms = dataclasses.replace(d_terms, sinks=sinks.gradient(terms.sinks, seen, d_out, d_lse))
-        return *gradients, d_terms, None
+            d_terms = dataclasses.replace(d_terms, sinks=sinks.gradient(learned["sinks"], seen, d_out, d_lse))
+        return *gradients, {name: getattr(d_terms, name) for name in learned}, None
 
     attend.defvjp(forward, backward)
     return attend, None if static else leaves

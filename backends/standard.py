@@ -159,7 +159,7 @@ def _per_head(spec: AttentionSpec, x: Any, dtype: Any) -> Float[Array, "1 k g 1 
 
 def without_unread(
     spec: AttentionSpec, layout: Layout, query: Array, key: Array, value: Array | None
-) -> tuple[Array, Array, Array | None, Float[Array, "b k 1 #t s"] | None]:
+) -> tuple[Array, Array, Array | None, Float[Array, "b k g t s"] | None]:
     """Query, key and value without the numbers that could spoil rows which may not see them; and what spoils the rest.
 
     A probability of zero times NaN is NaN, forward and backward. What lengths hide is zero by the layout. Who sees

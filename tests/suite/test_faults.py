@@ -78,7 +78,7 @@ def test_nothing_long_is_interpreted(tmp_path, new_run, foreign, attnsuite):
     code, _, stderr = attnsuite.finish(attnsuite.start("run", *flags, path=foreign))
     assert code == 0, stderr
     (record,) = parse_records(new_run / RECORDS)[0]
-    assert (record.status, record.mode, record.resolved) == ("unsupported", "fallback", FALLBACK)
+    assert (record.status, record.mode, record.resolved) == ("unsupported", None, FALLBACK)
 
 
 def test_backend_that_refuses_is_unsupported_and_nothing_is_measured_in_its_place(
@@ -89,11 +89,12 @@ def test_backend_that_refuses_is_unsupported_and_nothing_is_measured_in_its_plac
     code, stdout, stderr = attnsuite.finish(attnsuite.start("run", *flags, path=foreign))
     assert code == 0, stderr
     (record,) = parse_records(new_run / RECORDS)[0]
-    assert (record.status, record.mode, record.resolved) == ("unsupported", "fallback", FALLBACK)
+    assert (record.status, record.mode, record.resolved) == ("unsupported", None, FALLBACK)
     assert record.key.endswith("/fallback")
     assert not record.samples
     assert len(own_reasons(record)) == 2
-    assert f"{FALLBACK} would run" in stdout
+    assert record.error == f"refused; {FALLBACK} would run."
+    assert "unsupported" in stdout
 
 
 def test_case_that_cannot_be_judged_is_its_cells_record_and_the_run_goes_on(tmp_path, new_run, attnsuite):
@@ -122,7 +123,7 @@ def test_case_that_cannot_be_judged_is_its_cells_record_and_the_run_goes_on(tmp_
         ("surrogate", "crashed", "RuntimeError: half a character: ?"),  # and the report is written all the same
         ("wrong", "wrong", "out is off by"),
         ("nan", "wrong", "NaN or infinity"),
-        ("refusing", "unsupported", "a cell of its own"),
+        ("refusing", "unsupported", f"{FALLBACK} would run"),
     ],
 )
 def test_fault_becomes_a_record_without_samples(run, backend, status, error):
