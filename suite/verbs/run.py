@@ -90,7 +90,7 @@ def run(command: Run) -> int:
             execute(request, display)
         else:
             execute_on_fleet(request, fleet, display)
-    code = show(request.out, *_verdicts(request)) or _code(request)
+    code = show(request.out, *_verdicts(request)) or _named(request, asked=command.backends is not None)
     if request.profile is not None:
         from attnsuite import reports
 
@@ -99,12 +99,18 @@ def run(command: Run) -> int:
     return code
 
 
-def _code(request: RunRequest) -> int:
-    """0, or 2 if a function that was named has run in no case."""
+def _named(request: RunRequest, *, asked: bool) -> int:
+    """Say where what was asked for by name did not run; 2 if a function of the user has run in no case, else 0."""
     from ..own import is_reference
     from ..store import RECORDS, parse_records
 
     records = parse_records(request.out / RECORDS)[0]
+    for name in request.backends if asked else ():
+        own = [record for record in records if record.requested == name]
+        without = [record for record in own if record.status == "unsupported"]
+        if without:
+            reason = next(iter(without[0].reasons), without[0].error)
+            tell(f"{name}: unsupported in {len(without)} of {len(own)} cases: {reason}")
     ran = {record.requested for record in records if record.status in ("ok", "wrong")}
     idle = [name for name in request.backends if is_reference(name) and name not in ran]
     for name in idle:

@@ -94,7 +94,7 @@ def test_backend_that_refuses_is_unsupported_and_nothing_is_measured_in_its_plac
     assert not record.samples
     assert len(own_reasons(record)) == 2
     assert record.error == f"refused; {FALLBACK} would run."
-    assert "unsupported" in stdout
+    assert "refusing: unsupported in 1 of 1 cases: refusing: " in stdout + stderr
 
 
 def test_case_that_cannot_be_judged_is_its_cells_record_and_the_run_goes_on(tmp_path, new_run, attnsuite):
