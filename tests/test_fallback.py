@@ -1,5 +1,6 @@
 """On a CPU-only machine that flash_cpu serves, with nothing optional installed: what runs for each request, and why."""
 
+import dataclasses
 import importlib.util
 import warnings
 
@@ -22,18 +23,19 @@ DECODE = AttentionSpec(batch=1, query_length=1, key_value_length=8192, num_heads
 MASKED = AttentionSpec(
     batch=1, query_length=64, key_value_length=64, num_heads=2, num_kv_heads=2, head_dim=64, has_mask=True
 )
+WIDE = dataclasses.replace(LONG, dtype="float64")
 
 # (request, spec) -> (what runs, its mode, words that the reasons must contain)
 EXPECTED = [
     ("auto", LONG, "flash_cpu", "native", ()),
     ("auto", SHORT, "flash_cpu", "native", ()),
     ("auto", DECODE, "flash_cpu", "native", ()),
-    ("auto", MASKED, "standard", "native", ("flash_cpu:", "chunked:", "mask")),
+    ("auto", MASKED, "chunked", "native", ("flash_cpu:", "mask")),
     ("standard", LONG, "standard", "native", ()),
     ("chunked", LONG, "chunked", "native", ()),
-    ("chunked", MASKED, "standard", "fallback", ("chunked:", "mask", "flash_cpu:")),
+    ("chunked", WIDE, "standard", "fallback", ("chunked:", "float64", "flash_cpu:")),
     ("cudnn", LONG, "flash_cpu", "fallback", ("cudnn:", "NVIDIA GPUs")),
-    ("cudnn", MASKED, "standard", "fallback", ("cudnn:", "NVIDIA GPUs", "flash_cpu:", "chunked:", "mask")),
+    ("cudnn", MASKED, "chunked", "fallback", ("cudnn:", "NVIDIA GPUs", "flash_cpu:", "mask")),
 ]
 
 
