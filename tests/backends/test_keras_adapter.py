@@ -79,13 +79,15 @@ def test_layer_gives_what_it_gives_without_and_its_gradient(layer):
         np.testing.assert_allclose(ours, expected, atol=2e-5)
 
 
-def test_padding_mask_of_a_layer_is_refused_by_a_backend_without_masks_and_kept_by_standard():
+def test_padding_mask_of_a_layer_is_refused_by_a_backend_without_masks_and_taken_by_chunked():
     made, x = LAYERS["MultiHeadAttention"](), draw(2, 12, 32)
     mask = jnp.arange(12)[None, None] < jnp.array([12, 7])[:, None, None]
     theirs = made(x, x, attention_mask=mask)
-    with adapter.keras_attention("chunked", on_unavailable="raise"), pytest.raises(BackendUnavailableError):
+    with adapter.keras_attention("pallas_flash", on_unavailable="raise"), pytest.raises(BackendUnavailableError):
         made(x, x, attention_mask=mask)
-    with adapter.keras_attention("chunked"), pytest.warns(BackendFallbackWarning, match="mask"):
+    with adapter.keras_attention("pallas_flash"), pytest.warns(BackendFallbackWarning, match="mask"):
+        np.testing.assert_allclose(made(x, x, attention_mask=mask), theirs, atol=2e-6)
+    with adapter.keras_attention("chunked", on_unavailable="raise"):
         np.testing.assert_allclose(made(x, x, attention_mask=mask), theirs, atol=2e-6)
 
 
