@@ -345,7 +345,7 @@ class _Program:
     isolate: bool
 
     def __call__(self, query: Array, key: Array, value: Array | None, layout: Layout, terms: Terms) -> Any:
-        query, key, value, terms = varying((query, key, value, terms), (query, key, value, terms, layout))
+        query = varying(query, layout)  # Plan.run sees no layout
         how: dict[str, Any] = {"target": self.target, "mode": self.mode, "isolate": self.isolate}
         made = plan_accepted(self.backend, self.spec, layout, options=dict(self.options), **how)
         return made.run(query, key, value, terms=terms)[0]

@@ -4,8 +4,8 @@ The score matrix is cut into blocks of ``block_q`` query rows by ``block_kv`` ke
 and segment id of each block decide whether a pair of blocks is all masked (skip), all visible (no mask needed) or
 mixed. The idea is that of FlexAttention's BlockMask (PyTorch). Here it is computed from the contract's fields instead
 of a function, without a quadratic pass over elements. Only a mask function is evaluated on every pair, and a mask array
-is read once. Bounds are
-conservative: a visited block may have nothing visible in it, but a skipped block never has anything visible.
+is read once. Bounds are conservative: a visited block may have nothing visible in it, but a skipped block never has
+anything visible.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def classify(
         seen = chunked_arrays.of_blocks(layout.mask, block_q, block_kv)
         some, every = some & seen[0], every & seen[1]
     if spec.has_bias:  # -inf hides a key: only the bias itself tells, block by block
-        every = every & False
+        every = xp.zeros_like(every)
     return xp.where(every & some, FULL, xp.where(some, PARTIAL, SKIP)).astype(np.int32)
 
 

@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float
 from . import standard
 from .contract import NO_TERMS, AttentionSpec, Carry, Layout, Plan, Terms, may_attend
 from .devices import Target
+from .manual_axes import varying
 
 _SLOTS = 512  # of a block of values that is copied with zeros where nobody looks, inside a core's cache
 
@@ -101,6 +102,7 @@ def weigh(
     blocks, rest = divmod(slots, _SLOTS)
     total = of_block(blocks * _SLOTS, rest) if rest else jnp.zeros((*weights.shape[:3], dims), jnp.float32)
     if blocks:
+        total = varying(total, (weights, value, read))
         total = lax.fori_loop(0, blocks, lambda i, total: total + of_block(i * _SLOTS, _SLOTS), total)
     return total[:, :, :rows]
 

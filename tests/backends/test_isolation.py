@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnsuite.backends import AttentionSpec, Layout, Target, Terms, oracle, plan, registry
+from attnsuite.backends import AttentionSpec, Layout, Target, Terms, from_function, oracle, plan, registry
 from attnsuite.backends.contract import may_attend
 
 # flash_cpu is compiled by llvmlite
@@ -183,6 +183,26 @@ def test_cotangent_of_a_row_that_sees_nothing_reaches_no_gradient(backend):
     ):
         assert np.isfinite(expected).all()
         np.testing.assert_array_equal(found, expected)
+
+
+def test_isolate_zeroes_what_lengths_and_padding_hide_for_a_backend_that_lets_nan_in():
+    def averaging(query, key, value, key_value_seq_lengths):
+        return jax.nn.dot_product_attention(query, key, value, key_value_seq_lengths=key_value_seq_lengths)
+
+    backend = from_function(averaging, takes={"bidirectional", "lengths", "grouped_queries", "gradient"})
+    spec, layout = PROBLEMS["lengths"]
+    query, key, value = inputs(spec)
+    key[1, 60:] = value[0, 150:] = np.nan
+    how = {"target": Target.here()}
+    assert np.isnan(plan(backend, spec, layout, **how).run(query, key, value)[0]).any()
+    isolated = plan(backend, spec, layout, **how, isolate=True)
+    gradients = jax.grad(lambda *x: isolated.run(*x)[0].sum(), argnums=(0, 1, 2))(query, key, value)
+    assert np.isfinite(isolated.run(query, key, value)[0]).all()
+    assert all(np.isfinite(x).all() for x in gradients)
+    pages = dataclasses.replace(BASE, page_size=16, num_pages=4, key_value_length=32, needs_grad=False)
+    table = jnp.zeros((2, 2), jnp.int32)
+    with pytest.raises(ValueError, match="isolate=True with page_size=16 is not supported"):
+        plan(registry.get("standard"), pages, Layout(page_table=table), **how, isolate=True)
 
 
 @pytest.mark.parametrize("backend", ["standard", "chunked"])

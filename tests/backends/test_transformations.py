@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from attnsuite.backends import attention
 from attnsuite.testing import transformations
@@ -25,6 +28,39 @@ def test_table_is_the_one_of_the_page():
     assert found.returncode == 0, found.stdout + found.stderr
     made = re.sub(r"on cpu:[^:]*: ", "on this CPU: ", found.stdout.strip())  # the processor's name
     assert made in PAGE.read_text()
+
+
+def test_sharded_length_on_an_explicit_mesh_says_what_to_do():
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Explicit,))
+    arrays = [
+        jax.device_put(x, NamedSharding(mesh, PartitionSpec(None, "x"))) for x in transformations.operands("float32")
+    ]
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"length.*'x'.*MeshAxes\(context=\.\.\.\)"):
+        attention(*arrays, is_causal=True, backend="chunked")
+
+
+def test_repeated_calls_outside_of_jit_compile_nothing():
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: compiled.append(name))
+    try:
+        query, key, value = transformations.operands("float32")
+        call = functools.partial(attention, query, key, value, is_causal=True, backend="chunked", scale=0.123)
+        call()
+        assert any("compile" in name for name in compiled)
+        compiled.clear()
+        for _ in range(100):
+            call()
+        assert not [name for name in compiled if "compile" in name]
+    finally:
+        jax.monitoring.clear_event_listeners()
+
+
+@pytest.mark.parametrize("backend", ["standard", "chunked"])
+def test_vmap_runs_a_backend_once(backend):
+    query, key, value = transformations.operands("float32")
+    step = functools.partial(attention, backend=backend, needs_grad=False)
+    stacked = [jnp.stack([x, x]) for x in (query[:, :1], key, value)]
+    assert str(jax.make_jaxpr(jax.vmap(step))(*stacked)).count("dot_general") == 2
 
 
 @pytest.mark.parametrize("fault", ["wrong", "an error of JAX"])

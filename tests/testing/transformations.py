@@ -67,6 +67,20 @@ def _shard_mapped(spec: PartitionSpec, attend: Attend, *arrays: jax.Array) -> An
     return shares(*arrays), _gradients(shares, *arrays)
 
 
+def _shard_mapped_decode(attend: Attend, query: jax.Array, *cache: jax.Array) -> Any:
+    """A step with lengths over a cache of several blocks, which a loop reads."""
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
+    long = (jnp.tile(x, (1, 7, 1, 1))[:, :1024] for x in cache)
+    step = functools.partial(_with_lengths, attend)
+    shares = jax.shard_map(step, mesh=mesh, in_specs=_BATCH, out_specs=_BATCH)
+    return jax.jit(shares)(query[:, :1], *long, jnp.asarray([1000, 10], jnp.int32))
+
+
+def _with_lengths(attend: Attend, query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array) -> Any:
+    own = {"needs_grad": False} if isinstance(attend, functools.partial) and "backend" in attend.keywords else {}
+    return attend(query, key, value, is_causal=False, key_value_seq_lengths=lengths, **own)
+
+
 def _on_mesh(kind: AxisType, spec: PartitionSpec, attend: Attend, *arrays: jax.Array) -> Any:
     mesh = jax.make_mesh((2,), ("x",), axis_types=(kind,))
     arrays = tuple(jax.device_put(x, NamedSharding(mesh, spec)) for x in arrays)
@@ -100,6 +114,7 @@ TRANSFORMATIONS: dict[str, Callable[..., Any]] = {
     "export": lambda attend, *x: jax.export.export(jax.jit(attend))(*x).call(*x),
     "shard_map, batch": functools.partial(_shard_mapped, _BATCH),
     "shard_map, heads": functools.partial(_shard_mapped, _HEADS),
+    "shard_map, decode step": _shard_mapped_decode,
     "auto mesh, batch": functools.partial(_on_mesh, AxisType.Auto, _BATCH),
     "auto mesh, heads": functools.partial(_on_mesh, AxisType.Auto, _HEADS),
     "explicit mesh, batch": functools.partial(_on_mesh, AxisType.Explicit, _BATCH),
