@@ -53,6 +53,7 @@ class _Options(TypedDict, total=False):
     """The keywords of :func:`attention` that do not decide what the result is."""
 
     value_head_dim: int | None
+    kv_layout: str
     is_causal: bool
     scale: Scale | None
     local_window_size: int | tuple[int, int] | None
@@ -108,6 +109,7 @@ def attention(
     value: Num[EitherArray, "rows slots kv_heads v_dim"] | None,
     *,
     value_head_dim: int | None = None,
+    kv_layout: str = "NHD",
     is_causal: bool = False,
     scale: Scale | None = None,
     local_window_size: int | tuple[int, int] | None = None,
@@ -148,6 +150,8 @@ def attention(
     The result is ``[batch, q_len, heads, v_dim]``. With ``return_log_sum_exp`` it is the pair of this output and the
     log-sum-exp of each row's visible logits, float32 ``[batch, q_len, heads]``, which has a gradient and is ``-inf``
     where a row sees nothing; :func:`merge_parts` puts such pairs together.
+    ``kv_layout="HND"`` says that keys and values, pages and scales have the heads before the slots, ``[batch, kv_heads,
+    kv_len, dim]``.
     With ``page_table`` key and value are pages ``[num_pages, page_size, kv_heads, dim]``; int8 and float8 keys and
     values come with their scales (:class:`Layout`, :class:`Terms`; ``needs_grad=False`` for both).
     ``value=None`` with ``value_head_dim=r`` says that the first ``r`` numbers of each key are its value, as in
@@ -190,6 +194,7 @@ def attention(
         Terms(**{name: _as_array(x) for name, x in terms.items()}),
         Request(backend, mode, on_unavailable, backend_options, policy, isolate),
         value_head_dim=value_head_dim,
+        kv_layout=kv_layout,
         is_causal=is_causal,
         scale=scale,
         local_window_size=local_window_size,

@@ -47,7 +47,7 @@ from jaxtyping import Array, Bool, Float, Int, Num
 
 from . import masks, scores
 from .derivatives import forward_mode_explained
-from .features import DTYPES, KV_DTYPES, Feature, Mode, asked
+from .features import DTYPES, KV_DTYPES, KV_LAYOUTS, Feature, Mode, asked
 from .manual_axes import varying
 from .operands import check_operands, check_terms
 
@@ -72,8 +72,9 @@ class AttentionSpec:
     With ``page_size``, key and value are pages ``[num_pages, page_size, num_kv_heads, dim]``, the layout brings a page
     table, and ``key_value_length`` is ``pages_per_sequence * page_size``. With ``kv_dtype`` ("int8" or "float8_e4m3fn")
     they are of that dtype, and the terms bring their scales. With ``values_in_keys`` the value is None: the first
-    ``value_head_dim`` numbers of each key are its value. Raises ValueError naming the field, what was given and what is
-    accepted.
+    ``value_head_dim`` numbers of each key are its value. With ``kv_layout="HND"`` keys, values and scales have heads
+    before slots: ``[batch, num_kv_heads, key_value_length, dim]``, ``[num_pages, num_kv_heads, page_size, dim]``.
+    Raises ValueError naming the field, what was given and what is accepted.
 
     >>> spec = AttentionSpec(batch=1, query_length=8, key_value_length=8, num_heads=4, num_kv_heads=2,
     ...                      head_dim=64, is_causal=True)
@@ -109,6 +110,7 @@ class AttentionSpec:
     page_size: int | None = None
     kv_dtype: str | None = None
     values_in_keys: bool = False
+    kv_layout: str = "NHD"
 
     def __post_init__(self) -> None:
         if self.value_head_dim is None:
@@ -468,6 +470,11 @@ def check_options(
 
 def _check_keys_and_values(spec: AttentionSpec) -> None:
     """Raise ValueError unless pages and ``kv_dtype`` are of a cache that there can be, and keys can hold values."""
+    if spec.kv_layout not in KV_LAYOUTS:
+        raise ValueError(
+            f"kv_layout={spec.kv_layout!r} is not supported; use 'NHD' ([batch, length, kv_heads, head_dim]) or 'HND' "
+            "([batch, kv_heads, length, head_dim])."
+        )
     if spec.values_in_keys and (spec.value_head_dim or 0) > spec.head_dim:
         raise ValueError(
             f"value_head_dim={spec.value_head_dim} is more than head_dim={spec.head_dim}, and the values are to be the "

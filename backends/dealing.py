@@ -29,7 +29,7 @@ from jaxtyping import Array, Int
 from . import ring
 from .contract import NO_TERMS, AttentionSpec, Backend, Carry, EitherArray, Layout, PartBackend, Plan, Terms
 from .devices import Target
-from .features import FEATURES_0_1, Feature, Mode, Takes
+from .features import FEATURES_0_1, KV_LAYOUTS, Feature, Mode, Takes
 from .support import plan, support, takes_of
 
 Divided = Literal["heads", "batch"]
@@ -152,7 +152,10 @@ class Sharded:
         why = "which passes keys on from device to device, but no columns of such an array"
         because = dict.fromkeys(("mask", "bias"), why) | {"log_sum_exp": "which keeps it to put the parts together"}
         because |= {"alibi": "whose parts have no slopes", "score_function": "whose shares count heads from zero"}
-        return Takes(features=dealt, carries=takes_of(self.backend, target, mode).carries, because=because)
+        whole = self.axes.context is None and self._own() is None
+        layouts = KV_LAYOUTS if whole else ("NHD",)
+        carries = takes_of(self.backend, target, mode).carries
+        return Takes(features=dealt, carries=carries, kv_layouts=layouts, because=because)
 
     def refuses(
         self, spec: AttentionSpec, target: Target, mode: Mode, options: Mapping[str, Any] | None
@@ -190,6 +193,7 @@ class Sharded:
             return own.plan(spec, layout, **planned)
         share, arrays, rows = self._share(spec), self._arrays(), self._rows(spec, layout)
         carries = PartitionSpec(self.axes.data)
+        keys = PartitionSpec(self.axes.data, self.axes.heads) if spec.kv_layout == "HND" else arrays
 
         def attend(
             query: Array, key: Array, value: Array, layer: int | None, carry: Carry, terms: Terms = NO_TERMS
@@ -210,7 +214,7 @@ class Sharded:
             run = jax.shard_map(
                 local,
                 mesh=self.mesh,
-                in_specs=(rows, arrays, arrays, arrays, carries, self._columns(terms)),
+                in_specs=(rows, arrays, keys, keys, carries, self._columns(terms)),
                 # Of the log-sum-exp [batch, length, heads] too: a spec may be shorter than the output's.
                 out_specs=((arrays, arrays) if spec.return_log_sum_exp else arrays, carries),
                 check_vma=False,

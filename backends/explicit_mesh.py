@@ -31,6 +31,8 @@ def shares(
     key and value are sharded otherwise than along batch and heads, each alike, and where the share is not supported.
     """
     found = [_sharding(x) for x in (query, key, value) if x is not None]
+    if spec.kv_layout == "HND":
+        found[1:] = [(batch, length, heads, dim) for batch, heads, length, dim in found[1:]]
     mesh = jax.typeof(query).sharding.mesh
     if backend.name == "standard" or not any(any(each) for each in found):
         return backend

@@ -43,6 +43,7 @@ Feature = Literal[
 ]
 FEATURES: tuple[Feature, ...] = get_args(Feature)
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+KV_LAYOUTS = ("NHD", "HND")  # FlashInfer's words: slots before heads, heads before slots
 KV_DTYPES = ("int8", "float8_e4m3fn")  # of keys and values in a quantised cache
 
 # The features of the contract of version 0.1. A backend without ``takes`` was written for it and takes only these:
@@ -164,6 +165,7 @@ class Takes:
     ``least_length`` both sequence lengths. ``because`` explains refusals: it maps a feature, "mode", "dtype" or the
     name of a bound to a clause ("which masks by slot"). ``parts``: the backend has
     :meth:`~attnsuite.backends.contract.PartBackend.part`. ``carries``: its layers pass data on to later layers.
+    ``kv_layouts``: how keys and values may lie; from another layout :func:`~attnsuite.backends.plan` swaps the axes.
     """
 
     features: frozenset[Feature] = FEATURES_0_1
@@ -174,6 +176,7 @@ class Takes:
     modes: tuple[Mode, ...] = get_args(Mode)
     parts: bool = False
     carries: bool = False
+    kv_layouts: tuple[str, ...] = ("NHD",)
     because: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -181,6 +184,8 @@ class Takes:
             raise ValueError(f"features {unknown} are not known; the features are {', '.join(FEATURES)}.")
         if unknown := sorted(set(self.dtypes) - set(DTYPES)):
             raise ValueError(f"dtypes {unknown} are not known; the dtypes are {', '.join(DTYPES)}.")
+        if "NHD" not in self.kv_layouts or set(self.kv_layouts) - set(KV_LAYOUTS):
+            raise ValueError(f"kv_layouts={self.kv_layouts!r} must hold 'NHD', and may hold 'HND'.")
 
 
 def refusals(name: str, takes: Takes, spec: AttentionSpec, mode: Mode) -> Iterator[str]:

@@ -38,6 +38,7 @@ def make_spec(
     *,
     needs_grad: bool = True,
     value_head_dim: int | None = None,
+    kv_layout: str = "NHD",
     **options: Any,
 ) -> AttentionSpec:
     """The spec of a call, from its arrays (or ``jax.ShapeDtypeStruct``) and options; checks shapes and dtypes.
@@ -60,12 +61,15 @@ def make_spec(
             )
     batch, q_len, heads, head_dim = query.shape
     rows, kv_len, kv_heads, v_dim = value.shape
+    axes = "S, K"
+    if kv_layout == "HND":
+        kv_len, kv_heads, axes = kv_heads, kv_len, "K, S"
     paged = layout.page_table is not None
     if key.shape[:3] != value.shape[:3] or (rows != batch and not paged) or key.shape[3] != head_dim:
         first = "P" if paged else batch
         raise ValueError(
             f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} do not fit together; "
-            f"expected key [{first}, S, K, {head_dim}] and value [{first}, S, K, Hv] with the same S and K."
+            f"expected key [{first}, {axes}, {head_dim}] and value [{first}, {axes}, Hv] with the same S and K."
         )
     if layout.page_table is not None:
         options |= {"num_pages": rows, "page_size": kv_len}
@@ -93,6 +97,7 @@ def make_spec(
         head_dim=head_dim,
         value_head_dim=value_head_dim if in_keys else v_dim,
         values_in_keys=in_keys,
+        kv_layout=kv_layout,
         dtype=dtypes.pop(),
         **brought,
         **{f"has_{name}": True for name in terms.given() if not name.endswith("_scales")},

@@ -33,9 +33,10 @@ def check_operands(spec: AttentionSpec, query: Any, key: Any, value: Any) -> Non
 
 def key_rows(spec: AttentionSpec) -> tuple[int, int, int]:
     """The shape of keys and values without their last axis: of pages, or of the slots of each sequence."""
+    rows, slots = spec.batch, spec.key_value_length
     if spec.num_pages is not None and spec.page_size is not None:
-        return spec.num_pages, spec.page_size, spec.num_kv_heads
-    return spec.batch, spec.key_value_length, spec.num_kv_heads
+        rows, slots = spec.num_pages, spec.page_size
+    return (rows, spec.num_kv_heads, slots) if spec.kv_layout == "HND" else (rows, slots, spec.num_kv_heads)
 
 
 def check_terms(spec: AttentionSpec | None, terms: Terms) -> tuple[str, ...]:

@@ -76,6 +76,8 @@ def gradients(
     """
     q, k, g = (_float64(x) for x in (query, key, d_out))
     v = k[..., : spec.value_head_dim] if spec.values_in_keys else _float64(value)
+    if spec.kv_layout == "HND":
+        k, v = np.swapaxes(k, 1, 2), np.swapaxes(v, 1, 2)
     found = {"dq": np.zeros_like(q), "dk": np.zeros_like(k), "dv": np.zeros_like(v)}
     found |= {f"d{name}": np.zeros(getattr(terms, name).shape) for name in terms.given()}
     for b, group, head, rows in _blocks(spec):
@@ -101,6 +103,8 @@ def gradients(
         found["dk"][b, :, head] += _sum_over_rows(d_logits, np.swapaxes(q_block, 0, 1))
     if spec.values_in_keys:
         found["dk"][..., : spec.value_head_dim] += found.pop("dv")
+    if spec.kv_layout == "HND":
+        found |= {name: np.swapaxes(found[name], 1, 2) for name in ("dk", "dv") if name in found}
     return found
 
 
@@ -115,7 +119,8 @@ def unseen_rows(spec: AttentionSpec, layout: Layout, terms: Terms = NO_TERMS) ->
 def unseen_keys(spec: AttentionSpec, layout: Layout, terms: Terms = NO_TERMS) -> Bool[np.ndarray, "b s k"]:
     """True for each key of a KV head that no query attends to: its dk and dv are exactly zero.
 
-    Of a paged cache the shape is that of the pages, ``[num_pages, page_size, kv_heads]``.
+    Of a paged cache the shape is that of the pages, ``[num_pages, page_size, kv_heads]``; in ``"HND"`` the heads come
+    first.
     """
     seen = np.zeros((spec.batch, spec.key_value_length, spec.num_kv_heads), bool)
     for b, group, head, rows in _blocks(spec):
@@ -125,8 +130,8 @@ def unseen_keys(spec: AttentionSpec, layout: Layout, terms: Terms = NO_TERMS) ->
         for b, slot in zip(*np.nonzero(seen.any(-1)), strict=True):
             entry = np.asarray(layout.page_table)[b, slot // spec.page_size]
             pages[entry, slot % spec.page_size] |= seen[b, slot]
-        return ~pages
-    return ~seen
+        seen = pages
+    return ~(np.swapaxes(seen, 1, 2) if spec.kv_layout == "HND" else seen)
 
 
 # What the rule allows, in epsilons of the dtype: a floor added to twice the standard backend's largest error, a floor
@@ -223,6 +228,8 @@ def contiguous(spec: AttentionSpec, layout: Layout, x: Any, scales: Any) -> Floa
     rows = _float64(x)
     if scales is not None:
         rows = rows * np.broadcast_to(_float64(scales)[..., None], (*rows.shape[:3], 1))
+    if spec.kv_layout == "HND":
+        rows = np.swapaxes(rows, 1, 2)
     if layout.page_table is None or spec.page_size is None:
         return rows
     slots = np.zeros((spec.batch, spec.key_value_length, *rows.shape[2:]))
@@ -236,7 +243,7 @@ def contiguous(spec: AttentionSpec, layout: Layout, x: Any, scales: Any) -> Floa
 
 def unseen_slots(spec: AttentionSpec, layout: Layout) -> Bool[np.ndarray, "b s"]:
     """True for the slots that no query of their sequence attends to."""
-    bare = dataclasses.replace(spec, num_pages=None, page_size=None)
+    bare = dataclasses.replace(spec, num_pages=None, page_size=None, kv_layout="NHD")
     return np.asarray(unseen_keys(bare, dataclasses.replace(layout, page_table=None)).all(-1))
 
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from .contract import AttentionSpec, Backend, Layout, Plan, Support
 from .devices import Target
 from .features import FEATURES_0_1, Mode, Takes, refusals
+from .kv_layout import as_read, swapped
 from .layout import fit, unread_slots
 
 _INSTEAD = "use backend='chunked'"
@@ -35,6 +36,7 @@ def support(
     """
     try:
         takes = takes_of(backend, target, mode)
+        spec = as_read(spec, takes)
         # The device first: on a wrong device the other reasons do not matter.
         reasons = (*_own(backend, spec, target, mode, options), *refusals(backend.name, takes, spec, mode))
         if not all(isinstance(reason, str) for reason in reasons):
@@ -92,10 +94,12 @@ def plan_accepted(
 ) -> Plan:
     """As :func:`plan`, of a problem that :func:`support` has accepted: the backend is not asked again."""
     layout = fit(spec, layout)
-    made = backend.plan(spec, layout, target=target, mode=mode, options=options)
+    read = as_read(spec, takes_of(backend, target, mode))
+    made = backend.plan(read, layout, target=target, mode=mode, options=options)
     if not isinstance(made, Plan):
         raise TypeError(f"{backend.name}.plan(...) returned a {type(made).__name__}; a backend returns a Plan.")
-    return dataclasses.replace(made, spec=spec, attend=_on_zeros(spec, layout, made.attend) if isolate else made.attend)
+    attend = made.attend if read == spec else swapped(made.attend)
+    return dataclasses.replace(made, spec=spec, attend=_on_zeros(spec, layout, attend) if isolate else attend)
 
 
 def _on_zeros(spec: AttentionSpec, layout: Layout, attend: Callable[..., Any]) -> Callable[..., Any]:
@@ -109,8 +113,10 @@ def _on_zeros(spec: AttentionSpec, layout: Layout, attend: Callable[..., Any]) -
     if unread is None:
         return attend
 
+    slots = unread[:, None, :, None] if spec.kv_layout == "HND" else unread[..., None, None]
+
     def on_zeros(query: Any, key: Any, value: Any, *rest: Any) -> Any:
-        key, value = jax.tree.map(lambda x: jnp.where(unread[..., None, None], jnp.zeros((), x.dtype), x), (key, value))
+        key, value = jax.tree.map(lambda x: jnp.where(slots, jnp.zeros((), x.dtype), x), (key, value))
         return attend(query, key, value, *rest)
 
     return on_zeros

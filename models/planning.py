@@ -63,6 +63,7 @@ def attention_spec(
         num_kv_heads=kv_heads,
         head_dim=dim,
         value_head_dim=value_dim,
+        kv_layout="HND" if cached else "NHD",
         dtype=dtype or config.dtype,
         scale=scale,
         is_causal=kind != "full",

@@ -144,6 +144,7 @@ def _nearest(spec: AttentionSpec, *, decode: bool, differentiated: bool) -> OpCa
         window_size=None if window is None else window[0] + 1,
         chunk_size=spec.chunk_size,
         soft_cap=spec.logits_soft_cap,
+        kv_layout=spec.kv_layout,  # pyright: ignore[reportArgumentType]  (the case checks it)
     )
 
 

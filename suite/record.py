@@ -212,6 +212,14 @@ class Record:
             if isinstance(data, dict) and data.get("schema") != SCHEMA_VERSION:
                 found = typed.given(data.get("schema"))
                 raise RecordError(f"schema = {found}; this version reads schema {SCHEMA_VERSION}")
-            return typed.convert(data, Record)
+            return typed.convert(_with_kv_layout(data), Record)
         except ValueError as error:
             raise RecordError(str(error)) from error
+
+
+def _with_kv_layout(data: Any) -> Any:
+    """The fields of a record; those of before ``kv_layout`` decoded from keys and values with the heads first."""
+    problem = data.get("problem") if isinstance(data, dict) else None
+    if not isinstance(problem, dict) or not str(problem.get("kind")).startswith("op_") or "kv_layout" in problem:
+        return data
+    return {**data, "problem": {**problem, "kv_layout": "HND" if problem["kind"] == "op_decode" else "NHD"}}

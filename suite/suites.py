@@ -98,10 +98,13 @@ FULL = Suite(
             for sequence in (4096, 16384)
         ),
         *(
-            OpCase(kind="op_decode", sequence=sequence, head_dim=128, kv_heads=kv_heads, dtype=dtype)
+            OpCase(
+                kind="op_decode", sequence=sequence, head_dim=128, kv_heads=kv_heads, dtype=dtype, kv_layout=kv_layout
+            )
             for sequence in (2048, 8192, 32768)
             for kv_heads in (8, 2)
             for dtype in ("float32", "bfloat16")
+            for kv_layout in ("NHD", "HND")
         ),
         *(
             ModelCase(kind=kind, model=model, sequence=sequence, dtype="bfloat16")
@@ -141,7 +144,15 @@ CPU_SPEED = Suite(
         OpCase(kind="op_forward", sequence=4096, documents=8),
         OpCase(kind="op_forward_backward", sequence=4096, documents=8),
         *(
-            OpCase(kind="op_decode", sequence=sequence, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)
+            OpCase(
+                kind="op_decode",
+                sequence=sequence,
+                kv_heads=kv_heads,
+                head_dim=head_dim,
+                dtype=dtype,
+                kv_layout=kv_layout,
+            )
+            for kv_layout in ("NHD", "HND")
             for dtype in ("float32", "bfloat16")
             for head_dim in (64, 128)
             for kv_heads in (8, 2)

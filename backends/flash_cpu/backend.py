@@ -33,11 +33,12 @@ from ..contract import (
 )
 from ..derivatives import first_derivative, forward_only
 from ..devices import Target
-from ..features import FEATURES_0_1, Mode, Takes
+from ..features import FEATURES_0_1, KV_LAYOUTS, Mode, Takes
+from ..kv_layout import swapped
 from ..merging import Seen, put_together
 from ..standard import STANDARD
 from .availability import why_not
-from .calls import Calls, rounding_error
+from .calls import Calls, is_decode, rounding_error
 from .compiler import Processor
 from .forward import UNSEEN_TOP
 from .isa import KNOWN, Isa
@@ -57,12 +58,8 @@ OPTIONS = {
         "the instruction set of the kernels, 'avx512_bf16' (bfloat16 is multiplied as such), 'avx512', 'avx2', 'neon', "
         "or 'amx_bf16' (not run on such a processor yet; default: the best of the others that the processor has)"
     ),
-    "cache_layout": (
-        "how keys and values of a decode step lie in memory, and are read without a copy: 'heads_first' "
-        "([batch, kv_heads, length, head_dim], as models.KVCache keeps them; the default) or 'length_first'"
-    ),
 }
-_ACCEPTED = {"isa": (None, *(isa.name for isa in KNOWN)), "cache_layout": ("heads_first", "length_first")}
+_ACCEPTED = {"isa": (None, *(isa.name for isa in KNOWN))}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,6 +76,7 @@ class FlashCpu:
             features=frozenset({*FEATURES_0_1 - {"mask", "bias"}, "log_sum_exp", "sinks", "pages", "kv_dtype"}),
             modes=("native", "compile"),
             parts=True,
+            kv_layouts=KV_LAYOUTS,
             because={"mode": "which is native code without a kernel to interpret", "mask": linear, "bias": linear},
         )
 
@@ -106,17 +104,20 @@ class FlashCpu:
     ) -> Plan:
         """Compute the mask's numbers once for all layers. Options: :data:`OPTIONS`; raises ValueError for others."""
         given = _checked(options)
-        if kv_cache.is_cache(spec):
-            how: dict[str, Any] = {"target": target, "mode": mode, "options": {**given, "cache_layout": "length_first"}}
+        how: dict[str, Any] = {"target": target, "mode": mode, "options": given}
+        cached = kv_cache.is_cache(spec)
+        if spec.kv_layout == "HND" and (cached or not is_decode(spec)):  # the decode kernel alone reads it in place
+            made = self.plan(dataclasses.replace(spec, kv_layout="NHD"), layout, **how)
+            return dataclasses.replace(made, attend=swapped(made.attend))
+        if cached:
             return kv_cache.gathered(spec, layout, functools.partial(self.plan, **how))
         if spec.needs_grad and min(spec.query_length, spec.key_value_length) <= SHORT:
             return STANDARD.plan(spec, layout, target=target)
-        heads_first = given["cache_layout"] == "heads_first"
-        calls, seen = Calls(spec, _isa(given["isa"], spec), cache_heads_first=heads_first), visibility(spec, layout)
-        if calls.is_decode:
-            run = forward_only(lambda query, key, value, _, carry: (calls.decode(query, key, value, seen), carry))
-            # The rows of one token see the same keys, and no others are read.
-            return Plan(run)
+        calls, seen = Calls(spec, _isa(given["isa"], spec)), visibility(spec, layout)
+        if is_decode(spec):
+            return Plan(
+                forward_only(lambda query, key, value, _, carry: (calls.decode(query, key, value, seen), carry))
+            )
         differentiable, traced = _differentiable(calls, seen)
 
         def attend(
@@ -185,7 +186,7 @@ def _log_sum_exp(top: Array, total: Array, unseen: float) -> Array:
 
 def _checked(options: Mapping[str, Any] | None) -> dict[str, Any]:
     """All options. Raises ValueError for an unknown name or an invalid value."""
-    given = {"isa": None, "cache_layout": "heads_first", **check_options("flash_cpu", options, OPTIONS)}
+    given = {"isa": None, **check_options("flash_cpu", options, OPTIONS)}
     for name, value in given.items():
         if value not in _ACCEPTED[name]:
             raise ValueError(f"flash_cpu: {name}={value!r} is not accepted; {name} is {OPTIONS[name]}.")

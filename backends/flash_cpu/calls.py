@@ -33,15 +33,11 @@ STAGE_ITEMS = 16  # of the forward pass, for each thread
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Calls:
-    """One problem's kernels, on at most ``threads`` threads. ``float32_results``: not rounded to the input dtype.
-
-    ``cache_heads_first``: keys and values of a decode step lie ``[batch, kv_heads, length, dim]`` in memory.
-    """
+    """One problem's kernels, on at most ``threads`` threads. ``float32_results``: not rounded to the input dtype."""
 
     spec: AttentionSpec
     isa: Isa
     float32_results: bool = False
-    cache_heads_first: bool = True
     threads: int = dataclasses.field(default_factory=usable_cores)
 
     @property
@@ -113,21 +109,15 @@ class Calls:
         return self._call("backward", kernel, results, *arguments, np.zeros((1, parts), np.float32))[:3]
 
     @property
-    def is_decode(self) -> bool:
-        """Whether the decode kernel is used: a few rows per KV head, no gradient, and no sinks.
-
-        It reads a key for all tokens of a step, so they have to be of one document: NaN stays out of all others.
-        """
-        spec = self.spec
-        few = spec.query_length <= DECODE_QUERIES and spec.query_length * spec.group_size <= DECODE_ROWS
-        one_document = spec.query_length == 1 or not spec.has_segment_ids
-        return few and one_document and not spec.needs_grad and not spec.return_log_sum_exp and not spec.has_sinks
+    def _side_by_side(self) -> int:
+        """KV heads whose keys of a slot lie side by side; 0 where each head's keys lie together."""
+        return 0 if self.spec.kv_layout == "HND" else self.spec.num_kv_heads
 
     def _decode_kernel(self, value_head_dim: int) -> DecodeKernel:
         spec = self.spec
         tile = min(spec.query_length * spec.group_size, decode.MOST_ROWS_PER_TILE)
         soft_cap = spec.logits_soft_cap is not None
-        return DecodeKernel(spec.dtype, spec.head_dim, value_head_dim, soft_cap, tile, self.cache_heads_first)
+        return DecodeKernel(spec.dtype, spec.head_dim, value_head_dim, soft_cap, tile, self._side_by_side)
 
     def decode_mass(
         self, query: Array, key: Array, value: Array | None, seen: Visibility, unit: int
@@ -143,7 +133,7 @@ class Calls:
         mass = jax.ShapeDtypeStruct((spec.batch, spec.num_kv_heads, units), jnp.float32)
         out = () if value is None else (jax.ShapeDtypeStruct((*query.shape[:3], value.shape[-1]), spec.dtype),)
         results = (mass, *out, jax.ShapeDtypeStruct((size,), jnp.uint8))
-        cache = (x.swapaxes(1, 2) if kernel.heads_first else x for x in (key, value) if x is not None)
+        cache = (x for x in (key, value) if x is not None)
         this = DecodeMass(kernel, unit)
         mass, *out = self._call("decode_mass", this, results, query, *cache, *seen.arrays, self.numbers)[:-1]
         return mass, out[0] if out else None
@@ -169,14 +159,12 @@ class Calls:
         size = handler.scratch_bytes(*decode.scratch(self.isa, kernel, self._dims(seen, P=ranges)), self.threads)
         out = jax.ShapeDtypeStruct((*query.shape[:3], kernel.value_head_dim), self.spec.dtype)
         results = (out, jax.ShapeDtypeStruct((size,), jnp.uint8))
-        if kernel.heads_first:  # an explicit transpose cancels the one by which such a cache becomes an operand
-            key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
         arguments = (query, key, value, *seen.arrays, self.numbers, np.zeros((1, ranges), np.float32), *more)
         return self._call(kind, this, results, *arguments)[0]
 
     def _ranges(self, keys: int) -> int:
-        """Ranges of a head's ``keys``: several for every thread, and none so short that its overhead shows."""
-        heads = self.spec.batch * self.spec.num_kv_heads
+        """Ranges of an item's ``keys``: several for every thread, and none so short that its overhead shows."""
+        heads = self.spec.batch * self.spec.num_kv_heads // (self._side_by_side or 1)
         most = max(1, keys // DECODE_LEAST_KEYS)
         return max(1, min(most, -(-DECODE_ITEMS * self.threads // heads)))
 
@@ -197,6 +185,16 @@ class Calls:
 
     def _call(self, kind: str, kernel: Any, results: tuple[Any, ...], *arguments: Any) -> Any:
         return call(kind, kernel, self.isa, results, *arguments)
+
+
+def is_decode(spec: AttentionSpec) -> bool:
+    """Whether the decode kernel is used: a few rows per KV head, no gradient, and no sinks.
+
+    It reads a key for all tokens of a step, so they have to be of one document: NaN stays out of all others.
+    """
+    few = spec.query_length <= DECODE_QUERIES and spec.query_length * spec.group_size <= DECODE_ROWS
+    one_document = spec.query_length == 1 or not spec.has_segment_ids
+    return few and one_document and not spec.needs_grad and not spec.return_log_sum_exp and not spec.has_sinks
 
 
 def rounding_error(x: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:

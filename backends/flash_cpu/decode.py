@@ -1,6 +1,7 @@
 """The decode kernel: a few query rows against a long cache. Its time is that of reading keys and values.
 
-One item is a range of the keys of one KV head. It reads every key and value that some row sees once for all rows
+One item is a range of the keys of one KV head, or of all KV heads where their keys of a slot lie side by side
+(``"NHD"``): memory is read in its order in both. An item reads every key and value that some row sees once for all rows
 (tokens times the heads of a group), in place and in their own dtype::
 
     s[r, k] = sum_d Q[r, d] K[k, d]     lanes over d, 4 keys one by one (2 with AVX2), summed across lanes by a tree
@@ -9,9 +10,10 @@ One item is a range of the keys of one KV head. It reads every key and value tha
 Each range ends with its own maximum, sum and output per row. Phase 2 merges the ranges of a head in their order.
 A block of keys that no row sees is not read, nor any value that no row sees.
 
-While a block's keys are scored its values are fetched, and the next block's keys while its values are weighed (without
-values, while its keys are scored). The arithmetic would otherwise wait for memory, and memory for the arithmetic. Keys
-and values are touched for the first time row by row in the order of memory: a processor fetches ahead well only then.
+While a block's keys are scored its values are fetched, for all heads of the item, and the next block's keys while its
+values are weighed (without values, while its keys are scored). The arithmetic would otherwise wait for memory, and
+memory for the arithmetic. Keys and values are touched for the first time row by row in the order of memory: a processor
+fetches ahead well only then.
 """
 
 from __future__ import annotations
@@ -37,19 +39,22 @@ MOST_ROWS_PER_TILE = 4
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DecodeKernel:
-    """What a decode kernel is compiled for. ``heads_first``: keys and values lie ``[B, K, S, D]``, as in a cache."""
+    """What a decode kernel is compiled for.
+
+    ``side_by_side``: keys and values lie ``[B, S, K, D]`` with so many KV heads; 0: they lie ``[B, K, S, D]``.
+    """
 
     dtype: str
     head_dim: int
     value_head_dim: int
     soft_cap: bool
     rows_per_tile: int
-    heads_first: bool
+    side_by_side: int
 
     @property
     def operands(self) -> tuple[Operand, ...]:
         """As in the forward pass, and an array whose length is the number of ranges."""
-        lies = ("B", "K", "S") if self.heads_first else ("B", "S", "K")
+        lies = ("B", "S", "K") if self.side_by_side else ("B", "K", "S")
         return (
             Operand("query", self.dtype, ("B", "T", "N", self.head_dim)),
             Operand("key", self.dtype, (*lies, self.head_dim)),
@@ -133,9 +138,18 @@ class Buffers:
         """Bytes: query, scores, products, interval and id."""
         return (self.width + 2 * BLOCK_KEYS + self.isa.lanes) * 4
 
+    def head_bytes(self, dims: Dims) -> Any:
+        """Bytes of a thread's buffers for one KV head."""
+        return self.padded_rows(dims) * self.per_row + self.fixed
+
+    @property
+    def heads(self) -> int:
+        """KV heads of an item."""
+        return self.kernel.side_by_side or 1
+
     def worker_bytes(self, dims: Dims) -> Any:
         """Bytes of a thread's buffers."""
-        return self.padded_rows(dims) * self.per_row + self.fixed
+        return self.head_bytes(dims) * self.heads
 
 
 def scratch(isa: Isa, kernel: DecodeKernel, dims: Dims) -> tuple[Any, Any]:
@@ -152,7 +166,10 @@ def build(module: ir.Module, isa: Isa, kernel: DecodeKernel) -> tuple[Program, S
         kernel.operands,
         kernel.results,
         (
-            Phase(lambda dims: dims["B"] * dims["K"] * dims["P"], _emit_range(module, buffers, state)),
+            Phase(
+                lambda dims: dims["B"] * dims["K"] // buffers.heads * dims["P"],
+                _emit_range(module, buffers, state),
+            ),
             Phase(lambda dims: dims["B"] * dims["K"], emit_join(module, buffers, state)),
         ),
         buffers.shared_bytes,
@@ -181,11 +198,11 @@ class _Rows:
         return self.products(row).at(BLOCK_KEYS + n, 4)
 
 
-def _strides(kernel: DecodeKernel, dims: Dims, width: int) -> tuple[Any, Any, Any]:
+def _strides(kernel: DecodeKernel, dims: Dims, width: int) -> tuple[Any, Any, int]:
     """Elements from one sequence, KV head and key to the next."""
-    if kernel.heads_first:
-        return dims["K"] * dims["S"] * width, dims["S"] * width, width
-    return dims["S"] * dims["K"] * width, width, dims["K"] * width
+    if kernel.side_by_side:
+        return dims["S"] * (kernel.side_by_side * width), width, kernel.side_by_side * width
+    return dims["K"] * dims["S"] * width, dims["S"] * width, width
 
 
 class Walk:
@@ -205,49 +222,87 @@ class Walk:
         whole = self.buffers.padded_rows(self.state.dims(s)) * self.buffers.partial
         return self.state.pointer(s, "shared").at(index * whole, 4)
 
-    def of_head(self, e: Function, s: Value, w: Value, head: Value) -> Callable[[Value, Value, Value, Value], None]:
-        """``walk(partial, start, stop, ahead)`` emits a loop over the keys from ``start`` to ``stop`` of a KV head.
+    def start(self, e: Function, s: Value, w: Value, first: Value, partial: Callable[[Value], Value]) -> None:
+        """Reads the rows of the item's KV heads, ``first`` and those behind it; ``partial(n)`` is the result of one."""
+        dims = self.state.dims(s)
+        with e.loop(0, self.buffers.heads) as n:
+            e.run(self.read, s, w.at(n * self.buffers.head_bytes(dims)), partial(n), first + n)
 
-        ``ahead`` is the slot whose keys come after these.
+    def of_heads(
+        self, e: Function, s: Value, w: Value, first: Value
+    ) -> Callable[[Callable[[Value], Value], Value, Value, Value], None]:
+        """``walk(partial, start, stop, ahead)`` emits a loop over the keys from ``start`` to ``stop`` of these heads.
+
+        ``ahead`` is the slot whose keys come after these. Each head of a block fetches as many rows of what comes next,
+        in the order of memory: together they fetch all of it.
         """
         buffers, kernel, dims = self.buffers, self.buffers.kernel, self.state.dims(s)
-        size, heads, padded = elements.SIZE[kernel.dtype], dims["K"], buffers.padded_rows(dims)
-        batch = head // heads
+        size, padded = elements.SIZE[kernel.dtype], buffers.padded_rows(dims)
+        batch, heads, own = first // dims["K"], buffers.heads, buffers.head_bytes(dims)
         layout = batch // (dims["B"] // dims["C"]) * dims["S"]
         positions, ids = (self.state.pointer(s, f"data:{x}").at(layout, 4) for x in ("position", "key_id"))
         numbers = self.state.pointer(s, "data:numbers")
-        count = dims["T"] * (dims["N"] // heads)
+        count = dims["T"] * (dims["N"] // dims["K"])
 
-        def side(name: str, width: int) -> tuple[Value, Value]:
+        def side(name: str, width: int) -> _Side:
             by_batch, by_head, by_key = _strides(kernel, dims, width)
-            first = self.state.pointer(s, f"data:{name}").at(batch * by_batch + head % heads * by_head, size)
-            return first, (by_key if isinstance(by_key, Value) else e.const(i64, by_key)) * size
+            at = self.state.pointer(s, f"data:{name}").at(batch * by_batch + first % dims["K"] * by_head, size)
+            return _Side(at, by_head * size, by_key * size, width * size)
 
-        keys, key_step = side("key", kernel.head_dim)
-        values, value_step = side("value", kernel.value_head_dim) if kernel.value_head_dim else (keys, key_step)
+        keys = side("key", kernel.head_dim)
+        values = side("value", kernel.value_head_dim) if kernel.value_head_dim else keys
 
-        def walk(partial: Value, start: Value, stop: Value, ahead: Value) -> None:
+        def walk(partial: Callable[[Value], Value], start: Value, stop: Value, ahead: Value) -> None:
             with e.loop(start, stop, BLOCK_KEYS) as k:
                 n = e.min(stop - k, BLOCK_KEYS)
-                following = keys.at(e.select(k + n < stop, k + n, ahead) * key_step)
-                seen = e.run(self._see, w, positions.at(k, 4), ids.at(k, 4), n, count)
-                with e.when(seen > 0):
-                    fetched = values.at(k * value_step) if kernel.value_head_dim else following
-                    e.run(self._score, w, keys.at(k * key_step), key_step, fetched, value_step, padded, n)
-                    with e.loop(0, count) as r:
-                        e.run(self._soften, w, r, partial.at(r * buffers.partial, 4), numbers)
-                    if kernel.value_head_dim:
-                        self._add(e, w, partial, values.at(k * value_step), value_step, following, key_step, padded, n)
+                after = e.select(k + n < stop, k + n, ahead)
+                seen = e.variable(e.const(i64, 0))
+                with e.loop(0, heads) as h:
+                    row = w.at(h * own)
+                    seen.set(e.run(self._see, row, positions.at(k, 4), ids.at(k, 4), n, count))
+                    with e.when(seen() > 0):
+                        fetched = values.fetched(k, h) if kernel.value_head_dim else keys.fetched(after, h)
+                        e.run(
+                            self._score,
+                            row,
+                            keys.of(k, h),
+                            e.const(i64, keys.by_key),
+                            fetched,
+                            e.const(i64, values.width),
+                            padded,
+                            n,
+                        )
+                        with e.loop(0, count) as r:
+                            e.run(self._soften, row, r, partial(h).at(r * buffers.partial, 4), numbers)
+                if kernel.value_head_dim:
+                    with e.when(seen() > 0), e.loop(0, heads) as h:
+                        self._add(
+                            e,
+                            w.at(h * own),
+                            partial(h),
+                            values.of(k, h),
+                            e.const(i64, values.by_key),
+                            keys.fetched(after, h),
+                            padded,
+                            n,
+                        )
 
         return walk
 
     def _add(
-        self, e: Function, w: Value, partial: Value, block: Value, step: Value, following: Value, key_step: Value,
-        padded: Value, n: Value,
-    ) -> None:  # fmt: skip
+        self,
+        e: Function,
+        w: Value,
+        partial: Value,
+        block: Value,
+        step: Value,
+        following: Value,
+        padded: Value,
+        n: Value,
+    ) -> None:
         """Adds a block's weighted values to the partial result."""
         buffers, size = self.buffers, elements.SIZE[self.buffers.kernel.dtype]
-        element, tile = size, buffers.kernel.rows_per_tile
+        element, tile, ahead = size, buffers.kernel.rows_per_tile, e.const(i64, buffers.kernel.head_dim * size)
         if self._widen is not None:
             e.run(self._widen, w, block, step, n)
             block, step, element = w.at(buffers.values), e.const(i64, buffers.value_width * 4), 4
@@ -255,22 +310,43 @@ class Walk:
             last = e.min(first + WEIGHED_KEYS, n)
             for below, column, shape in _tiles(buffers):
                 out = partial.at((r + below) * buffers.partial + column, 4)
-                columns = (block.at(column, element), step, following.at(column, size), key_step)
+                columns = (block.at(column, element), step, following.at(column, size), ahead)
                 e.run(self._weigh[shape], w, r + below, *columns, out, first, last)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Side:
+    """Keys or values of an item's first head: where they start, and the bytes to the next head, slot and row."""
+
+    start: Value
+    by_head: Any
+    by_key: int
+    width: int
+
+    def of(self, slot: Value, head: Value) -> Value:
+        """Where a slot of a head lies."""
+        return self.start.at(slot * self.by_key).at(head * self.by_head)
+
+    def fetched(self, slot: Value, head: Value) -> Value:
+        """The part of the block at ``slot`` that is fetched beside the work of a head, row by row from there on."""
+        return self.start.at(slot * self.by_key).at(head * (BLOCK_KEYS * self.width))
+
+
 def _emit_range(module: ir.Module, buffers: Buffers, state: State) -> ir.Function:
-    """``item(state, workspace, index)``: one range of the keys of one KV head."""
+    """``item(state, workspace, index)``: one range of the keys of one KV head, or of all of a sequence."""
     walk = Walk(module, buffers, state)
     with Function(module, "range_item", [ptr, ptr, i64]) as (e, (s, w, index)):
         dims = state.dims(s)
         ranges, length = dims["P"], dims["S"]
-        head, part = index // ranges, index % ranges
+        first, part = index // ranges * buffers.heads, index % ranges
         blocks = (length + (BLOCK_KEYS - 1)) // BLOCK_KEYS
         start, end = (n * blocks // ranges * BLOCK_KEYS for n in (part, part + 1))
-        partial = walk.partial(s, index)
-        e.run(walk.read, s, w, partial, head)
-        walk.of_head(e, s, w, head)(partial, start, e.min(end, length), end)
+
+        def partial(n: Value) -> Value:
+            return walk.partial(s, (first + n) * ranges + part)
+
+        walk.start(e, s, w, first, partial)
+        walk.of_heads(e, s, w, first)(partial, start, e.min(end, length), end)
         e.ret()
     return e.function
 

@@ -55,9 +55,9 @@ def _emit_part(module: ir.Module, buffers: Buffers, state: State, unit: int) -> 
         start, stop = (n * number() // parts for n in (part, part + 1))
         partial = walk.partial(s, index)
         e.run(walk.read, s, w, partial, head)
-        of_head = walk.of_head(e, s, w, head)
+        of_head = walk.of_heads(e, s, w, head)
         with e.loop(start, stop) as i:
             first, after = (names.at(n, 4).load(i32).integer(i64) * unit for n in (i, e.min(i + 1, stop - 1)))
-            of_head(partial, first, e.min(first + unit, length), after)
+            of_head(lambda _: partial, first, e.min(first + unit, length), after)
         e.ret()
     return e.function

@@ -74,11 +74,11 @@ def _emit_units(module: ir.Module, buffers: Buffers, state: State, unit: int) ->
         dims = state.dims(s)
         units, runs = dims["P"], _runs(unit, dims)
         head, first = index // runs, index % runs * run
-        of_head = walk.of_head(e, s, w, head)
+        of_head = walk.of_heads(e, s, w, head)
         with e.loop(first, e.min(first + run, units)) as u:
             partial, end = walk.partial(s, head * units + u), (u + 1) * unit
             e.run(walk.read, s, w, partial, head)
-            of_head(partial, u * unit, e.min(end, dims["S"]), end)
+            of_head(lambda _, at=partial: at, u * unit, e.min(end, dims["S"]), end)
         e.ret()
     return e.function
 

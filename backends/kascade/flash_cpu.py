@@ -20,7 +20,7 @@ from ..contract import AttentionSpec
 from ..devices import Target
 from ..flash_cpu import decode, handler, sparse
 from ..flash_cpu.availability import why_not
-from ..flash_cpu.calls import Calls, call
+from ..flash_cpu.calls import Calls, call, is_decode
 from ..flash_cpu.compiler import Processor
 from ..flash_cpu.forward import Kernel
 from ..flash_cpu.isa import Isa
@@ -74,7 +74,7 @@ def geometry(spec: AttentionSpec, tiling: Tiling, settings: Settings) -> Geometr
 
 
 def _in_one_step(geometry: Geometry) -> bool:
-    return geometry.calls.is_decode and geometry.tiling.query_tiles == 1
+    return is_decode(geometry.spec) and geometry.tiling.query_tiles == 1
 
 
 def pooled_mass(
@@ -107,7 +107,7 @@ def dense(
 
 def _by_xla(geometry: Geometry) -> bool:
     """Whether the mass of a decode step is XLA's to compute."""
-    short = not geometry.calls.is_decode or geometry.tiling.unit < decode.BLOCK_KEYS
+    short = not is_decode(geometry.spec) or geometry.tiling.unit < decode.BLOCK_KEYS
     return geometry.spec.query_length == 1 and short
 
 
@@ -116,7 +116,7 @@ def _mass(geometry: Geometry, places: Places, query: Array, key: Array, value: A
     spec, tiling, calls = geometry.spec, geometry.tiling, geometry.calls
     seen = _seen(spec, places)
     if spec.query_length == 1:
-        mass, out = calls.decode_mass(query, key, value, seen, tiling.unit)
+        mass, out = calls.decode_mass(query, _as_cached(key), _as_cached(value), seen, tiling.unit)
         return mass[:, :, None], out
     this = geometry.kernel(0 if value is None else value.shape[-1])
     size = handler.scratch_bytes(*sparse.mass_scratch(calls.isa, this, geometry.dims(places)), calls.threads)
@@ -146,7 +146,8 @@ def attend(
     """As :meth:`attnsuite.backends.kascade.kernels.Kernels.attend`."""
     spec, tiling, calls = geometry.spec, geometry.tiling, geometry.calls
     if _in_one_step(geometry):
-        return calls.decode_listed(query, key, value, _seen(spec, places), listed[:, :, 0], tiling.unit)
+        cache = _as_cached(key), _as_cached(value)
+        return calls.decode_listed(query, *cache, _seen(spec, places), listed[:, :, 0], tiling.unit)
     this = geometry.kernel(value.shape[-1])
     size = handler.scratch_bytes(*sparse.listed_scratch(calls.isa, this, geometry.dims(places)), calls.threads)
     results = *_outputs(spec, query, value), jax.ShapeDtypeStruct((size,), jnp.uint8)
@@ -168,7 +169,12 @@ def _seen(spec: AttentionSpec, places: Places) -> Visibility:
 
 
 def _calls(spec: AttentionSpec) -> Calls:
-    return Calls(spec, _isa())
+    return Calls(dataclasses.replace(spec, kv_layout="HND") if is_decode(spec) else spec, _isa())
+
+
+def _as_cached(x: Any) -> Any:
+    """Keys or values in ``"HND"``: this cancels the transpose by which a cache becomes an operand."""
+    return None if x is None else x.swapaxes(1, 2)
 
 
 def _isa() -> Isa:

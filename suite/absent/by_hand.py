@@ -27,7 +27,8 @@ def by_hand(case: OpCase, backend: str, target: Target) -> AbstractProgram | Non
     """
     spec = spec_of(case)
     make = BY_HAND.get(backend)
-    attend = None if make is None or case.documents > 1 or case.kind == "op_decode" else make(spec, target)
+    plain = case.documents == 1 and case.kind != "op_decode" and case.kv_layout == "NHD"
+    attend = make(spec, target) if make is not None and plain else None
     if attend is None:
         return None
     _, *arguments = op_program(case, registry.get(backend), target).arguments

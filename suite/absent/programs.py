@@ -43,8 +43,6 @@ def op_program(case: OpCase, backend: Backend, target: Target) -> AbstractProgra
     """One attention call, see :func:`attnsuite.suite.kinds.attention.op_function`."""
     spec, (layout, query, key, value) = spec_of(case), _arrays(case)
     function = op_function(case, lambda layout: plan(backend, spec, layout, target=target, mode="compile"))
-    if case.kind == "op_decode":
-        return AbstractProgram(function, (layout, query, _as_cached(key), _as_cached(value)))
     d_out = (jax.ShapeDtypeStruct((*query.shape[:3], value.shape[3]), query.dtype),) if case.needs_grad else ()
     return AbstractProgram(function, (layout, query, key, value, *d_out))
 
@@ -64,31 +62,25 @@ def role_program(
         planned = plan(backend, spec, layout, target=target, mode="compile", options=options)
         return planned.run(query, key, value, layer=layer, carry=carry)
 
-    def decode(layout: Layout, query: Any, keys: Any, values: Any, *carry: Any) -> Any:
-        return run(layer, layout, query, keys.swapaxes(1, 2), values.swapaxes(1, 2), *carry)
-
     # Only the backend knows the shape of the carry.
     carry = () if layer == 0 else (jax.eval_shape(functools.partial(run, layer - 1), layout, query, key, value)[1],)
-    if case.kind == "op_decode":
-        return AbstractProgram(decode, (layout, query, _as_cached(key), _as_cached(value), *carry))
     return AbstractProgram(functools.partial(run, layer), (layout, query, key, value, *carry))
 
 
 def _arrays(case: OpCase) -> tuple[Layout, Any, Any, Any]:
-    """Layout, query, key and value in the contract's own shapes."""
+    """Layout, query, key and value."""
 
     def shape(length: int, heads: int, dim: int) -> Any:
         return jax.ShapeDtypeStruct((case.batch, length, heads, dim), jnp.dtype(case.dtype))
 
-    query = shape(case.query_length, case.heads, case.head_dim)
-    key = shape(case.sequence, case.kv_heads, case.head_dim)
-    return _layout(case), query, key, shape(case.sequence, case.kv_heads, case.value_head_dim or case.head_dim)
-
-
-def _as_cached(x: Any) -> Any:
-    """As a cache holds keys or values, see ``models.KVCache``."""
-    batch, length, heads, dim = x.shape
-    return jax.ShapeDtypeStruct((batch, heads, length, dim), x.dtype)
+    query, slots, heads = shape(case.query_length, case.heads, case.head_dim), case.sequence, case.kv_heads
+    slots, heads = (slots, heads) if case.kv_layout == "NHD" else (heads, slots)
+    return (
+        _layout(case),
+        query,
+        shape(slots, heads, case.head_dim),
+        shape(slots, heads, case.value_head_dim or case.head_dim),
+    )
 
 
 def _layout(case: OpCase) -> Layout:

@@ -66,6 +66,8 @@ INTERPRETED_LENGTH = 1024  # tokens: a longer case would be judged again at the 
 class OpCase:
     """One attention call. ``op_decode`` is one query token at the end of ``sequence`` keys.
 
+    ``kv_layout`` is how its keys and values lie: ``"NHD"`` ([batch, sequence, kv_heads, head_dim]) or ``"HND"``.
+
     ``window_size`` counts the token itself, as Hugging Face's ``sliding_window`` does. A causal row sees its own key
     and the ``window_size - 1`` keys before it; a row that is not causal also sees as many after it. ``documents`` packs
     that many documents of unequal length into the sequence (segment ids). An empty ``name`` is replaced by one made
@@ -86,6 +88,7 @@ class OpCase:
     chunk_size: Count | None = None
     soft_cap: Real | None = None
     documents: Count = 1
+    kv_layout: Literal["NHD", "HND"] = "NHD"
     seed: Seed = 0
 
     def __post_init__(self) -> None:
@@ -133,6 +136,7 @@ def spec_of(case: OpCase) -> AttentionSpec:
         has_segment_ids=case.documents > 1,
         has_positions=case.kind == "op_decode" and case.causal,
         needs_grad=case.needs_grad,
+        kv_layout=case.kv_layout,
     )
 
 
@@ -165,6 +169,7 @@ def _name(case: OpCase) -> str:
         f"chunk{case.chunk_size}": case.chunk_size is not None,
         f"cap{case.soft_cap}": case.soft_cap is not None,
         f"docs{case.documents}": case.documents > 1,
+        "hnd": case.kv_layout == "HND",
         f"seed{case.seed}": case.seed != 0,
     }
     parts += [text for text, wanted in options.items() if wanted]
@@ -176,9 +181,7 @@ def op_function(case: OpCase, plan: Callable[[Layout], Plan]) -> Callable[..., A
 
     With gradients it also takes ``d_out`` and returns ``(out, dq, dk, dv)``. The function includes planning, as a
     model's forward pass does. The layout is an argument, so that no backend can make the mask of one case a constant of
-    its code. A decode step takes keys and values as a cache holds them (``models.KVCache``:
-    ``[batch, kv_heads, length, head_dim]``) and passes them on transposed. XLA folds this transpose into the products;
-    from the contract's own layout a CPU would transpose in memory first.
+    its code.
     """
 
     def forward(layout: Layout, query: Any, key: Any, value: Any) -> Any:
@@ -187,11 +190,6 @@ def op_function(case: OpCase, plan: Callable[[Layout], Plan]) -> Callable[..., A
     def forward_backward(layout: Layout, query: Any, key: Any, value: Any, d_out: Any) -> Any:
         return with_gradients(lambda q, k, v: forward(layout, q, k, v))(query, key, value, d_out)
 
-    def decode(layout: Layout, query: Any, keys: Any, values: Any) -> Any:
-        return forward(layout, query, keys.swapaxes(1, 2), values.swapaxes(1, 2))
-
-    if case.kind == "op_decode":
-        return decode
     return forward_backward if case.needs_grad else forward
 
 
@@ -223,8 +221,6 @@ def op_program(case: OpCase, backend: Backend, mode: Mode, target: Target, devic
         arrays = [jax.device_put(x, sharded.sharding()) for x in arrays]
     query, key, value, d_out = arrays
     function = op_function(case, plan)
-    if case.kind == "op_decode":
-        return Program(function, (layout, query, *jax.block_until_ready([x.swapaxes(1, 2) for x in (key, value)])))
     return Program(function, (layout, query, key, value, d_out) if case.needs_grad else (layout, query, key, value))
 
 

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Inputs:
-    """Query, key and value in the layout of the contract and a cotangent of the output, all in the case's dtype."""
+    """Query, key and value in the case's layout and a cotangent of the output, all in the case's dtype."""
 
     query: Float[Array, "b t n h"]
-    key: Float[Array, "b s k h"]
-    value: Float[Array, "b s k v"]
+    key: Float[Array, "b ?s ?k h"]
+    value: Float[Array, "b ?s ?k v"]
     d_out: Float[Array, "b t n v"]
     layout: Layout
 
@@ -36,10 +36,13 @@ def make_inputs(case: OpCase) -> Inputs:
     def draw(length: int, heads: int, dim: int) -> Array:
         return jnp.asarray(rng.standard_normal((case.batch, length, heads, dim), np.float32), case.dtype)
 
+    def turned(x: Array) -> Array:
+        return x.swapaxes(1, 2) if case.kv_layout == "HND" else x
+
     return Inputs(
         query=draw(case.query_length, case.heads, case.head_dim),
-        key=draw(case.sequence, case.kv_heads, case.head_dim),
-        value=draw(case.sequence, case.kv_heads, value_dim),
+        key=turned(draw(case.sequence, case.kv_heads, case.head_dim)),
+        value=turned(draw(case.sequence, case.kv_heads, value_dim)),
         d_out=draw(case.query_length, case.heads, value_dim),
         layout=layout_of(case),
     )

@@ -21,6 +21,7 @@ def program(case: OpCase) -> Program:
 
     def attend(query: Any, key: Any, value: Any) -> Any:
         packed = case.documents > 1
+        key, value = (x.swapaxes(1, 2) if case.kv_layout == "HND" else x for x in (key, value))
         return jax.nn.dot_product_attention(
             query,
             key,

@@ -17,6 +17,7 @@ def program(case: OpCase) -> Program:
     causal = case.causal and case.kind != "op_decode"  # one token at the end of its keys sees all of them
 
     def attend(query: Any, key: Any, value: Any) -> Any:
+        key, value = (x.swapaxes(1, 2) if case.kv_layout == "HND" else x for x in (key, value))
         return tokamax.dot_product_attention(query, key, value, is_causal=causal, implementation="xla_chunked")
 
     arguments = (inputs.query, inputs.key, inputs.value)

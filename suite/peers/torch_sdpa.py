@@ -19,9 +19,10 @@ from ..measure.program import Program
 def program(case: OpCase) -> Program:
     """The program of an op case; tensors are [batch, heads, length, dim] as PyTorch wants them."""
     inputs = make_inputs(case)
-    query, key, value, d_out = (
-        to_torch(x).transpose(1, 2).contiguous() for x in (inputs.query, inputs.key, inputs.value, inputs.d_out)
-    )
+    query, d_out = (to_torch(x).transpose(1, 2).contiguous() for x in (inputs.query, inputs.d_out))
+    key, value = (to_torch(x) for x in (inputs.key, inputs.value))
+    if case.kv_layout == "NHD":
+        key, value = (x.transpose(1, 2).contiguous() for x in (key, value))
     grouped = case.kv_heads != case.heads
     causal = case.causal and case.kind != "op_decode"  # one token at the end of its keys sees all of them
     how: dict[str, Any] = {"is_causal": causal, "enable_gqa": grouped}

@@ -337,6 +337,19 @@ CASES: dict[str, Case] = {
         layout=layouts.decoding(128, 70),
         cache=Cache(page_size=16, kv_dtype="float8_e4m3fn", axes=(1, 3)),
     ),
+    # the heads before the slots
+    "hnd": _case(T=100, S=230, N=8, is_causal=True, layout=layouts.decoding(230, 130), kv_layout="HND"),
+    "hnd-decode": _case(
+        T=1, S=513, N=8, is_causal=True, layout=layouts.decoding(513, 200), kv_layout="HND", needs_grad=False
+    ),
+    "hnd-pages-int8": _case(
+        T=1,
+        S=128,
+        is_causal=True,
+        layout=layouts.decoding(128, 70),
+        cache=Cache(page_size=16, kv_dtype="int8"),
+        kv_layout="HND",
+    ),
     "kv-int8": _case(
         T=40,
         S=230,
@@ -417,6 +430,11 @@ def arrays(case: Case, name: str, dtype: str | None = None) -> tuple[Layout, Ter
     )
     if case.cache is not None:
         layout, terms, key, value = cached(case.cache, layout, terms, key, value, rng)
+    if case.options.get("kv_layout") == "HND":
+        key, value, of_keys, of_values = (
+            None if x is None else jnp.swapaxes(x, 1, 2) for x in (key, value, terms.key_scales, terms.value_scales)
+        )
+        terms = dataclasses.replace(terms, key_scales=of_keys, value_scales=of_values)
     if "value_head_dim" in case.options:
         value, terms = None, dataclasses.replace(terms, value_scales=None)
     return layout, terms, (query, key, value, cotangent)

@@ -3,7 +3,6 @@
 import pytest
 
 from attnsuite.testing import Conformance
-from attnsuite.testing.problems import CASES
 
 pytest.importorskip("llvmlite", reason="the kernels are compiled by llvmlite")
 
@@ -34,14 +33,6 @@ class TestFlashCpuWithAvx2(Conformance):
     cases_for_traced_layouts = ("combination-ragged",)
 
 
-class TestFlashCpuWithLengthBeforeHeads(Conformance):
-    """Decoding that reads a cache which lies as the contract says."""
-
-    backend = "flash_cpu"
-    options = {"cache_layout": "length_first"}  # noqa: RUF012
-    cases = tuple(case for case in CASES if case.startswith(("decode-", "log-sum-exp-decode")))
-
-
 @pytest.mark.parametrize("name", [isa.name for isa in KNOWN if isa.name not in ISAS])
 def test_instruction_set_that_the_processor_does_not_have_is_refused(name):
     found = support(registry.get("flash_cpu"), SPEC, Target.here(), options={"isa": name})
@@ -52,7 +43,7 @@ def test_instruction_set_that_the_processor_does_not_have_is_refused(name):
         plan(registry.get("flash_cpu"), SPEC, target=Target.here(), options={"isa": name})
 
 
-@pytest.mark.parametrize("options", [{"isa": "sse"}, {"isa": 2}, {"cache_layout": "heads"}], ids=str)
+@pytest.mark.parametrize("options", [{"isa": "sse"}, {"isa": 2}], ids=str)
 def test_value_that_no_option_has_is_refused(options):
     with pytest.raises(ValueError, match=r"is not accepted; .* is "):
         plan(registry.get("flash_cpu"), SPEC, target=Target.here(), options=options)

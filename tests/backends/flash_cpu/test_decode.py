@@ -1,65 +1,87 @@
-"""A decode step reads the cache where it lies, in either layout; the other layout costs a copy of it."""
+"""A decode step reads the cache where it lies, in either layout; planned for the other layout it would be copied."""
+
+import dataclasses
+import fnmatch
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 pytest.importorskip("llvmlite", reason="the kernels are compiled by llvmlite")
 
 from attnsuite.backends import AttentionSpec, Layout, Target, plan, registry
+from attnsuite.testing.problems import CASES, problem
 
-SPEC = AttentionSpec(
+NHD = AttentionSpec(
     batch=2, query_length=1, key_value_length=4096, num_heads=8, num_kv_heads=4, head_dim=64, needs_grad=False,
     has_seq_lengths=True,
 )  # fmt: skip
-RNG = np.random.default_rng(0)
-QUERY, KEY, VALUE = (
-    jnp.asarray(RNG.standard_normal((2, length, heads, 64)).astype(np.float32))
-    for length, heads in ((1, 8), (4096, 4), (4096, 4))
-)
-LENGTHS = jnp.asarray([4096, 3000], jnp.int32)
+HND = dataclasses.replace(NHD, kv_layout="HND")
+DECODING = [name for name in CASES if any(fnmatch.fnmatch(name, x) for x in ("decode*", "log-sum-exp-decode*"))]
 
 
-def _step(stored, planned_for):
-    """A compiled step over a cache that is ``stored`` so and planned for so, and the cache."""
+def temporary_bytes(spec, swapped=False):
+    """Scratch memory of a step over a cache that lies as ``spec`` says, or whose axes the caller swaps."""
 
     @jax.jit
     def step(query, key, value, lengths):
-        if stored == "heads_first":
-            key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
-        options = {"cache_layout": planned_for}
-        made = plan(
-            registry.get("flash_cpu"),
-            SPEC,
-            Layout(key_value_seq_lengths=lengths),
-            target=Target.here(),
-            options=options,
-        )
+        key, value = (x.swapaxes(1, 2) if swapped else x for x in (key, value))
+        made = plan(registry.get("flash_cpu"), spec, Layout(key_value_seq_lengths=lengths), target=Target.here())
         return made.run(query, key, value)[0]
 
-    cache = tuple(x.swapaxes(1, 2) if stored == "heads_first" else x for x in (KEY, VALUE))
-    return step, cache
+    shape = (2, 4096, 4, 64) if (spec is NHD) != swapped else (2, 4, 4096, 64)
+    cache, query = jax.ShapeDtypeStruct(shape, jnp.float32), jax.ShapeDtypeStruct((2, 1, 8, 64), jnp.float32)
+    compiled = step.lower(query, cache, cache, jax.ShapeDtypeStruct((2,), jnp.int32)).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
 
 
-def _temporary_bytes(stored, planned_for):
-    step, cache = _step(stored, planned_for)
-    return step.lower(QUERY, *cache, LENGTHS).compile().memory_analysis().temp_size_in_bytes
+CACHE_BYTES = 2 * 4096 * 4 * 64 * 4
 
 
-@pytest.mark.parametrize("layout", ["heads_first", "length_first"])
-def test_cache_is_not_copied_in_the_layout_that_is_planned_for(layout):
-    assert _temporary_bytes(layout, layout) < KEY.nbytes / 4
+@pytest.mark.parametrize("spec", [NHD, HND], ids=["NHD", "HND"])
+def test_cache_is_not_copied(spec):
+    assert temporary_bytes(spec) < CACHE_BYTES / 4
 
 
-@pytest.mark.parametrize(("stored", "planned_for"), [("heads_first", "length_first"), ("length_first", "heads_first")])
-def test_cache_of_the_other_layout_is_copied(stored, planned_for):
-    assert _temporary_bytes(stored, planned_for) >= KEY.nbytes
+@pytest.mark.parametrize("spec", [NHD, HND], ids=["NHD", "HND"])
+def test_cache_whose_axes_the_caller_swaps_is_copied(spec):
+    assert temporary_bytes(spec, swapped=True) >= CACHE_BYTES
 
 
-def test_both_layouts_give_the_same_bits():
-    results = []
-    for layout in ("heads_first", "length_first"):
-        step, cache = _step(layout, layout)
-        results.append(np.asarray(step(QUERY, *cache, LENGTHS)))
-    np.testing.assert_array_equal(*results)
+def test_scan_over_layers_copies_the_layer_that_it_reads_and_no_other():
+    """XLA cuts a layer's keys and values out of the stacked caches, which are written in place."""
+    layers, spec = 4, dataclasses.replace(NHD, has_seq_lengths=False)
+    of_layers = jax.ShapeDtypeStruct((layers, 2, 4096, 4, 64), jnp.float32)
+    query, new = (jax.ShapeDtypeStruct((2, 1, heads, 64), jnp.float32) for heads in (8, 4))
+
+    def step(keys, values, query, new, at):
+        def layer(x, i):
+            keys, values, query = x
+            keys, values = (jax.lax.dynamic_update_slice(c, new[None], (i, 0, at, 0, 0)) for c in (keys, values))
+            made = plan(registry.get("flash_cpu"), spec, target=Target.here())
+            return (keys, values, made.run(query, keys[i], values[i])[0]), None
+
+        return jax.lax.scan(layer, (keys, values, query), jnp.arange(layers))[0]
+
+    lowered = jax.jit(step, donate_argnums=(0, 1)).lower(of_layers, of_layers, query, new, 7)
+    assert lowered.compile().memory_analysis().temp_size_in_bytes < 3 * CACHE_BYTES
+
+
+@pytest.mark.parametrize("name", DECODING)
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+def test_both_layouts_pass_the_judge(name, kv_layout):
+    given = problem(name)
+    spec = dataclasses.replace(given.spec, kv_layout=kv_layout, needs_grad=False, return_log_sum_exp=False)
+    query, *cache, _ = given.inputs
+    key, value = (x if x is None or kv_layout == "NHD" else jnp.swapaxes(x, 1, 2) for x in cache)
+    backend = registry.get("flash_cpu")
+    if "bias" in name or "alibi" in name or spec.values_in_keys or spec.has_mask:
+        pytest.skip("not supported by flash_cpu")
+    made = plan(backend, spec, given.layout, target=Target.here())
+    verdict = given.verdict("output", made.run(query, key, value, terms=given.terms)[0])
+    assert verdict.passed, verdict
+
+
+def test_unknown_layout_is_refused():
+    with pytest.raises(ValueError, match=r"kv_layout='BHSD' is not supported; use 'NHD' \(\[batch, length"):
+        dataclasses.replace(NHD, kv_layout="BHSD")
