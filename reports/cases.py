@@ -13,7 +13,7 @@ from attnsuite.suite.record import Record
 _SAID = frozenset(
     {"kind", "name", "model", "batch", "sequence", "heads", "kv_heads", "head_dim", "value_head_dim", "dtype"}
 )
-_DEFAULTS = {"documents": 1, "seed": 0}  # values that change nothing and are left out
+_DEFAULTS = {"documents": 1, "kv_layout": "NHD", "seed": 0}  # values that change nothing and are left out
 _GENERATING = frozenset({"model_decode"})  # the kinds that use new_tokens
 
 

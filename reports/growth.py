@@ -26,7 +26,9 @@ def growth(groups: Sequence[Group]) -> Table | None:
         for cell in group.cells:
             problem, size = cell.record.problem, cell.record.memory.get("compiled_temp")
             length = problem.get("sequence")
-            plain = problem.get("documents", 1) == 1 and not any(problem.get(name) for name in _OPTIONS)
+            plain = (problem.get("documents", 1), problem.get("kv_layout", "NHD")) == (1, "NHD") and not any(
+                problem.get(name) for name in _OPTIONS
+            )
             if group.kind not in _KINDS or not plain or not size or not shows_memory(cell.record):
                 continue
             if type(length) is int and length >= _SHORTEST:

@@ -274,4 +274,5 @@ def _is_plain(group: Group) -> bool:
     problem = _problem(group)
     ours = all(type(problem.get(name)) is int for name in ("heads", "kv_heads", "head_dim", "sequence"))
     other = any(problem.get(name) for name in ("window", "window_size", "chunk_size", "soft_cap", "value_head_dim"))
+    other |= problem.get("kv_layout", "NHD") != "NHD"
     return ours and not other and problem.get("causal") is True and problem.get("documents", 1) == 1

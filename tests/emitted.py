@@ -56,9 +56,9 @@ def everything_finite(module, isa, name, dtype, width):
     return e.function
 
 
-def nothing_done(module, isa):
+def nothing_done(module, isa, stride):
     """For ``forward._emit_spoil``: a planted fault."""
-    del isa
+    del isa, stride
     with Function(module, "spoil", [ptr] * 7 + [i64] * 2) as (e, _):
         e.ret()
     return e.function

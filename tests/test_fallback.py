@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from attnsuite import backends
+from attnsuite.backends import masks
 from attnsuite.backends.contract import AttentionSpec, Layout
 
 pytestmark = pytest.mark.fallback
@@ -23,6 +24,7 @@ DECODE = AttentionSpec(batch=1, query_length=1, key_value_length=8192, num_heads
 MASKED = AttentionSpec(
     batch=1, query_length=64, key_value_length=64, num_heads=2, num_kv_heads=2, head_dim=64, has_mask=True
 )
+DILATED = dataclasses.replace(LONG, mask_function=masks.Dilated(2))
 WIDE = dataclasses.replace(LONG, dtype="float64")
 
 # (request, spec) -> (what runs, its mode, words that the reasons must contain)
@@ -30,12 +32,14 @@ EXPECTED = [
     ("auto", LONG, "flash_cpu", "native", ()),
     ("auto", SHORT, "flash_cpu", "native", ()),
     ("auto", DECODE, "flash_cpu", "native", ()),
-    ("auto", MASKED, "chunked", "native", ("flash_cpu:", "mask")),
+    ("auto", MASKED, "flash_cpu", "native", ()),
+    ("auto", DILATED, "chunked", "native", ("flash_cpu:", "mask_function")),
     ("standard", LONG, "standard", "native", ()),
     ("chunked", LONG, "chunked", "native", ()),
     ("chunked", WIDE, "standard", "fallback", ("chunked:", "float64", "flash_cpu:")),
     ("cudnn", LONG, "flash_cpu", "fallback", ("cudnn:", "NVIDIA GPUs")),
-    ("cudnn", MASKED, "chunked", "fallback", ("cudnn:", "NVIDIA GPUs", "flash_cpu:", "mask")),
+    ("cudnn", MASKED, "flash_cpu", "fallback", ("cudnn:", "NVIDIA GPUs")),
+    ("cudnn", DILATED, "chunked", "fallback", ("cudnn:", "NVIDIA GPUs", "flash_cpu:", "mask_function")),
 ]
 
 

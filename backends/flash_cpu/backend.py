@@ -25,15 +25,17 @@ from ..contract import (
     NOTHING_SEEN,
     AttentionSpec,
     Carry,
+    EitherArray,
     Layout,
     Part,
     Plan,
     Terms,
     check_options,
+    positions,
 )
 from ..derivatives import first_derivative, forward_only
 from ..devices import Target
-from ..features import FEATURES_0_1, KV_LAYOUTS, Mode, Takes
+from ..features import DTYPES, FEATURES_0_1, KV_LAYOUTS, Feature, Mode, Takes
 from ..kv_layout import swapped
 from ..merging import Seen, put_together
 from ..standard import STANDARD
@@ -41,8 +43,10 @@ from .availability import why_not
 from .calls import Calls, is_decode, rounding_error
 from .compiler import Processor
 from .forward import UNSEEN_TOP
-from .isa import KNOWN, Isa
-from .visibility import Visibility, visibility
+from .isa import AVX512, KNOWN, Isa
+from .visibility import Visibility, pairs, visibility
+
+_LATER: frozenset[Feature] = frozenset({"log_sum_exp", "sinks", "alibi", "pages", "kv_dtype", "values_in_keys"})
 
 _LOG2_E = math.log2(math.e)
 _LOG2_E_HIGH = 23 / 16  # its product with an integer below 2**19 is exact in float32
@@ -50,6 +54,11 @@ _LOG2_E_LOW = _LOG2_E - _LOG2_E_HIGH
 # Gradients of so few queries or keys take XLA's plain formula, whose scores are linear in the other length. If every
 # row has one key with nearly all of its weight, the rounding of rowsum(dO * O) is larger than the slopes.
 SHORT = 16
+
+_SHORT_NOTE = (
+    f"flash_cpu takes XLA's plain formula for a problem with a gradient and {SHORT} or fewer queries or keys: its "
+    "scores are linear in the other length."
+)
 
 _NO_GRADIENT = "planned with needs_grad=False; plan with needs_grad=True to differentiate."
 
@@ -70,14 +79,18 @@ class FlashCpu:
     exact: bool = True
 
     def takes(self, target: Target, mode: Mode) -> Takes:
-        """All of the contract except array masks and biases."""
-        linear = "whose memory is linear in the length"
+        """All of the contract except functions of scores and positions."""
+        cannot = "whose kernels are machine code and cannot call a function"
         return Takes(
-            features=frozenset({*FEATURES_0_1 - {"mask", "bias"}, "log_sum_exp", "sinks", "pages", "kv_dtype"}),
+            features=frozenset({*FEATURES_0_1, *_LATER}),
             modes=("native", "compile"),
             parts=True,
             kv_layouts=KV_LAYOUTS,
-            because={"mode": "which is native code without a kernel to interpret", "mask": linear, "bias": linear},
+            because={
+                "mode": "which is native code without a kernel to interpret",
+                "mask_function": cannot,
+                "score_function": cannot,
+            },
         )
 
     def refuses(
@@ -105,26 +118,36 @@ class FlashCpu:
         """Compute the mask's numbers once for all layers. Options: :data:`OPTIONS`; raises ValueError for others."""
         given = _checked(options)
         how: dict[str, Any] = {"target": target, "mode": mode, "options": given}
-        cached = kv_cache.is_cache(spec)
-        if spec.kv_layout == "HND" and (cached or not is_decode(spec)):  # the decode kernel alone reads it in place
+        cached, mask = kv_cache.is_cache(spec), pairs(layout.mask)
+        by_decode = is_decode(spec) and mask is None
+        if spec.kv_layout == "HND" and (cached or not by_decode):  # the decode kernel alone reads it in place
             made = self.plan(dataclasses.replace(spec, kv_layout="NHD"), layout, **how)
             return dataclasses.replace(made, attend=swapped(made.attend))
         if cached:
             return kv_cache.gathered(spec, layout, functools.partial(self.plan, **how))
         if spec.needs_grad and min(spec.query_length, spec.key_value_length) <= SHORT:
-            return STANDARD.plan(spec, layout, target=target)
+            short = STANDARD.plan(spec, layout, target=target)
+            return dataclasses.replace(short, notes=(*short.notes, _SHORT_NOTE))
         calls, seen = Calls(spec, _isa(given["isa"], spec)), visibility(spec, layout)
-        if is_decode(spec):
+        if by_decode:
             return Plan(
-                forward_only(lambda query, key, value, _, carry: (calls.decode(query, key, value, seen), carry))
+                forward_only(
+                    lambda query, key, value, _, carry: (
+                        calls.decode(query, key, _values(spec, key, value), seen),
+                        carry,
+                    )
+                )
             )
         differentiable, traced = _differentiable(calls, seen)
 
+        places = positions(spec, layout)[0] if spec.has_alibi else None
+
         def attend(
-            query: Array, key: Array, value: Array, layer: int | None, carry: Carry, terms: Terms = NO_TERMS
+            query: Array, key: Array, value: Array | None, layer: int | None, carry: Carry, terms: Terms = NO_TERMS
         ) -> tuple[Any, Carry]:
             sunk = None if terms.sinks is None else jnp.asarray(terms.sinks)
-            return differentiable(query, key, value, sunk, traced), carry
+            operands = query, key, _values(spec, key, value), sunk
+            return differentiable(*operands, _extra(seen, mask, places, terms), traced), carry
 
         return Plan(attend)
 
@@ -151,9 +174,29 @@ class FlashCpu:
                 raise ValueError(_NO_GRADIENT)
             unseen, (top, total) = top <= NOTHING_SEEN, of_two(top, rest)
             top = jnp.where(unseen, UNSEEN_TOP, top)
-            return calls.backward(query, key, value, seen, out, top, total, d_out, None)
+            d_query, d_key, d_value = calls.backward(query, key, value, seen, out, top, total, d_out, None)
+            return d_query, d_key, d_value
 
         return Part(forward, backward)
+
+
+def _values(spec: AttentionSpec, key: Array, value: Array | None) -> Array:
+    """The values; those that are a part of the keys are copied out."""
+    return key[..., : spec.value_head_dim] if value is None else value
+
+
+def _extra(seen: Visibility, mask: EitherArray | None, places: EitherArray | None, terms: Terms) -> dict[str, Array]:
+    """The operands of ``added.py``."""
+    found: dict[str, Array] = {}
+    if mask is not None:
+        found["mask"] = jnp.asarray(mask)
+    if terms.bias is not None:
+        bias = jnp.asarray(terms.bias)
+        found["bias"] = bias if bias.dtype.name in DTYPES else bias.astype(jnp.float32)
+    if terms.alibi is not None and places is not None:
+        found["alibi"] = jnp.asarray(terms.alibi, jnp.float32)[None]
+        found["query_position"] = jnp.broadcast_to(jnp.asarray(places, jnp.int32), seen.first.shape)
+    return found
 
 
 def _natural(out: Array, top: Array, total: Array) -> Seen:
@@ -197,11 +240,22 @@ def _isa(name: str | None, spec: AttentionSpec) -> Isa:
     isa = Processor.here().isa(name)
     if isa is None:
         raise ValueError("flash_cpu: this processor has none of the instruction sets that the kernels are written for.")
+    if isa.multiplies_bfloat16 and _float32_gradients(spec):
+        # Their kernels round the probabilities to bfloat16 before the product with the values, and with it
+        # rowsum(dO * O). Gradients of that dtype hide it, those of a bias and of slopes are float32 and show it.
+        return AVX512
     return isa.of(spec.dtype)
 
 
+def _float32_gradients(spec: AttentionSpec) -> bool:
+    """Whether an operand has a gradient that is more exact than the input dtype."""
+    return spec.needs_grad and (spec.has_bias or spec.has_alibi)
+
+
 def _differentiable(calls: Calls, seen: Visibility) -> tuple[Callable[..., Any], Visibility | None]:
-    """The attention with its own gradient, and the value to pass as its fifth argument, after the sinks.
+    """The attention with its own gradient, and the value to pass as its last argument.
+
+    The arguments before it are the sinks and the operands of ``added.py``.
 
     The numbers of a static mask are constants of the program. Traced ones have to be arguments.
     """
@@ -209,12 +263,18 @@ def _differentiable(calls: Calls, seen: Visibility) -> tuple[Callable[..., Any],
     unrounded = dataclasses.replace(calls, float32_results=True)
 
     def compute(
-        calls: Calls, query: Array, key: Array, value: Array, sunk: Array | None, traced: Visibility | None
+        calls: Calls,
+        query: Array,
+        key: Array,
+        value: Array,
+        sunk: Array | None,
+        extra: dict[str, Array],
+        traced: Visibility | None,
     ) -> tuple[Seen, Array | None]:
         """Output and a kernel's two numbers; with sinks a float32 output, and which rows see no key."""
         if sunk is None:
-            return calls.forward(query, key, value, traced or seen), None
-        found = unrounded.forward(query, key, value, traced or seen)
+            return calls.forward(query, key, value, traced or seen, extra), None
+        found = unrounded.forward(query, key, value, traced or seen, extra)
         of_keys = _natural(*found)
         out, top, rest = put_together(of_keys, sinks.part(sunk, of_keys))
         return (out, *of_two(top, rest)), found[1] == UNSEEN_TOP
@@ -224,19 +284,28 @@ def _differentiable(calls: Calls, seen: Visibility) -> tuple[Callable[..., Any],
         return (out, _log_sum_exp(top, total, -math.inf)) if calls.spec.return_log_sum_exp else out
 
     @jax.custom_vjp
-    def attend(query: Array, key: Array, value: Array, sunk: Array | None, traced: Visibility | None) -> Any:
-        return result(*compute(calls, query, key, value, sunk, traced)[0])
+    def attend(
+        query: Array,
+        key: Array,
+        value: Array,
+        sunk: Array | None,
+        extra: dict[str, Array],
+        traced: Visibility | None,
+    ) -> Any:
+        return result(*compute(calls, query, key, value, sunk, extra, traced)[0])
 
     def forward(*operands: Any) -> tuple[Any, Any]:
         if not calls.spec.needs_grad:
             raise ValueError(_NO_GRADIENT)
         (out, top, total), unseen = first_derivative(functools.partial(compute, unrounded))(*operands)
-        lost = None if calls.spec.dtype == "float32" else rounding_error(out, calls.spec.dtype).astype(jnp.bfloat16)
+        lost = None if calls.spec.dtype == "float32" else rounding_error(out, calls.spec.dtype)
+        if lost is not None and not _float32_gradients(calls.spec):
+            lost = lost.astype(jnp.bfloat16)
         out = out.astype(calls.kernel.out_dtype)
         return result(out, top, total), (operands, (out, lost, top, total), unseen)
 
     def backward(residuals: Any, cotangents: Any) -> Any:
-        (query, key, value, sunk, traced), (out, lost, top, total), unseen = residuals
+        (query, key, value, sunk, extra, traced), (out, lost, top, total), unseen = residuals
         if lost is not None:
             out = out.astype(jnp.float32) + lost.astype(jnp.float32)
         d_out, d_lse = cotangents if calls.spec.return_log_sum_exp else (cotangents, None)
@@ -247,9 +316,14 @@ def _differentiable(calls: Calls, seen: Visibility) -> tuple[Callable[..., Any],
             d_lse = jnp.zeros_like(top) if d_lse is None else jnp.where(spoilt, 0, d_lse)
             d_sinks = sinks.gradient(sunk, (out, *natural(top, jnp.where(spoilt, 1, total))), d_out, d_lse)
             top = jnp.where(unseen, UNSEEN_TOP, top)
-        operands = query, key, value, traced or seen, out, top, total, d_out, d_lse
-        gradients = first_derivative(calls.backward)(*operands)
-        return *gradients, d_sinks, None
+        operands = query, key, value, traced or seen, out, top, total, d_out, d_lse, extra
+        found = first_derivative(calls.backward)(*operands)
+        of_extra: dict[str, Array | None] = dict.fromkeys(extra)
+        learned = [name for name in ("bias", "alibi") if name in extra]
+        of_extra.update(
+            {n: x.reshape(extra[n].shape).astype(extra[n].dtype) for n, x in zip(learned, found[3:], strict=True)}
+        )
+        return *found[:3], d_sinks, of_extra, None
 
     attend.defvjp(forward, backward)
     return attend, None if static else seen

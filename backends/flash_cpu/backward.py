@@ -17,7 +17,8 @@ from typing import Any
 
 from llvmlite import ir
 
-from . import elements, masking, rows
+from . import added, elements, masking, rows
+from .added import Added, sharing
 from .emit import Function, Value, aligned, f32, i32, i64, ptr, vector
 from .forward import UNSEEN_TOP, Kernel, fits
 from .handler import Dims, Operand, Phase, Program, State
@@ -47,7 +48,10 @@ PANEL_TILES = 12  # most tiles of BLOCK_ROWS rows that are packed at a time; 32 
 
 
 def operands(kernel: Kernel) -> tuple[Operand, ...]:
-    """The forward pass's operands and results, the cotangent, and an array whose length is the number of parts."""
+    """The forward pass's operands and results, the cotangent, and an array whose length is the number of parts.
+
+    With a bias, also zeros, in whose place its gradient is added up.
+    """
     value = ("B", "T", "N", kernel.value_head_dim)
     return (
         *kernel.operands,
@@ -57,15 +61,21 @@ def operands(kernel: Kernel) -> tuple[Operand, ...]:
         Operand("d_out", kernel.dtype, value),
         Operand("d_lse", "float32", ("B", "T", "N")),
         Operand("parts", "float32", ("L", "P")),
+        *([Operand("zeros", "float32", ("BB", "BN", "BT", "BS"))] if kernel.bias else []),
     )
 
 
 def results(kernel: Kernel) -> tuple[Operand, ...]:
-    """The gradients, in ``kernel.out_dtype``, and scratch memory."""
+    """The gradients, in ``kernel.out_dtype``, and scratch memory. Those of what is added to the scores are float32.
+
+    ``d_slope`` has the sum of ``dS`` times distance of each row and part.
+    """
     return (
         Operand("d_query", kernel.out_dtype, ("B", "T", "N", kernel.head_dim)),
         Operand("d_key", kernel.out_dtype, ("B", "S", "K", kernel.head_dim)),
         Operand("d_value", kernel.out_dtype, ("B", "S", "K", kernel.value_head_dim)),
+        *([Operand("d_bias", "float32", ("BB", "BN", "BT", "BS"))] if kernel.bias else []),
+        *([Operand("d_slope", "float32", ("B", "T", "N", "P"))] if kernel.alibi else []),
         Operand("scratch", "uint8", ("bytes",)),
     )
 
@@ -113,6 +123,7 @@ class _Buffers:
             key_joined=paired * keys // 2 * self.width * 4,
             value=keys * self.value_terms * 4,
             scores=keys * BLOCK_ROWS * 4,
+            added=keys * BLOCK_ROWS * 4 * self.kernel.adds,
             d_probs=keys * BLOCK_ROWS * 4,
             by_key=paired * keys // 2 * BLOCK_ROWS * 4,
             position=keys * 4,
@@ -135,6 +146,7 @@ class _Buffers:
             numbers=n * (QUERY_ID + 1) * 4,
             bounds=n // self.isa.group * masking.QUERY_RECORD,
             whole=masking.QUERY_RECORD,
+            added_rows=Added.row_bytes(n) * self.kernel.adds,
         )
 
     def tiles(self, dims: Dims) -> Any:
@@ -193,52 +205,65 @@ def build(module: ir.Module, isa: Isa, kernel: Kernel) -> tuple[Program, State]:
     buffers = _Buffers(isa, kernel)
     state = State.of(operands(kernel), results(kernel), 2)
     write = _emit_write(module, buffers, state)
+    sets = _sets if kernel.bias else lambda dims: dims["B"] * dims["K"]
     columns = _emit_columns(module, buffers, state, write)
     add = _emit_add(module, buffers, state, write)
     program = Program(
         operands(kernel),
         results(kernel),
         (
-            Phase(lambda dims: dims["B"] * dims["K"] * dims["P"], columns),
+            Phase(lambda dims: sets(dims) * dims["P"], columns),
             Phase(lambda dims: dims["B"] * dims["K"] * buffers.tiles(dims) * buffers.several(dims), add),
         ),
         buffers.shared_bytes,
         buffers.worker_bytes,
-        fits,
+        lambda dims: [*fits(dims), *added.fits(kernel, dims)],
     )
     return program, state
 
 
+def _sets(dims: Dims) -> Any:
+    """Sets of KV heads that share nothing of a bias."""
+    batches, kinds, _ = sharing(dims)
+    return batches * kinds
+
+
 def _emit_columns(module: ir.Module, buffers: _Buffers, state: State, write: ir.Function) -> ir.Function:
-    """``item(state, workspace, index)``: every ``P``-th key block of one KV head, against all its rows."""
+    """``item(state, workspace, index)``: every ``P``-th key block of a KV head, against all its rows."""
+    write_slopes = _emit_write_slopes(module, buffers, state) if buffers.kernel.alibi else None
     load_tile = _emit_load_tile(module, buffers, state)
+    find_rows = Added(buffers.isa, buffers.kernel, state, BLOCK_ROWS).emit_rows(module) if buffers.kernel.adds else None
     load_block = _emit_load_block(module, buffers, state)
-    step = _emit_step(module, buffers)
+    step = _emit_step(module, buffers, state)
     store = _emit_store_block(module, buffers, state)
     tile_terms = BLOCK_ROWS * buffers.width
     keep = rows.copy_row(module, buffers.isa, "keep_d_query", "float32", tile_terms)
     fill = rows.fill(module, buffers.isa)
     (of_tile, tile_size), (_, block_size), (_, gradients_size) = buffers.tile, buffers.block, buffers.gradients
-    with Function(module, "columns_item", [ptr, ptr, i64]) as (e, (s, w, index)):
+    with Function(module, "columns", [ptr, ptr, i64, i64]) as (e, (s, w, head, part)):
         dims = state.dims(s)
         parts, count, most = dims["P"], buffers.tiles(dims), buffers.panel(dims)
-        head, part = index // parts, index % parts
         tiles = w.at(block_size)
         gradients = tiles.at(most * tile_size)
-        kept = state.pointer(s, "shared").at(index * buffers.gradient_bytes(dims))
+        kept = state.pointer(s, "shared").at((head * parts + part) * buffers.gradient_bytes(dims))
         zero, numbers = e.const(f32, 0.0), state.pointer(s, "data:numbers")
         with e.loop(0, count, most) as first:
             panel = e.min(count - first, most)
             with e.loop(0, panel) as i:
                 tile = tiles.at(i * tile_size)
-                e.run(load_tile, s, w, tile, head, (first + i) * BLOCK_ROWS)
+                start = (first + i) * BLOCK_ROWS
+                e.run(load_tile, s, w, tile, head, start)
+                if find_rows is not None:
+                    real = e.min(dims["T"] * (dims["N"] // dims["K"]) - start, BLOCK_ROWS)
+                    of_rows = tile.at(of_tile["added_rows"])
+                    e.run(find_rows, s, head // dims["K"], head % dims["K"], start, real, of_rows)
             with e.loop(part, _blocks(dims), parts) as n:
                 of_block = gradients.at(n // parts * gradients_size)
                 with e.when(first.equals(0)):
                     e.run(fill, of_block, gradients_size // 4, zero)
                 e.run(load_block, s, w, head, n * BLOCK_KEYS)
                 with e.loop(0, panel) as i:
-                    e.run(step, w, tiles.at(i * tile_size), of_block, numbers)
+                    e.run(step, s, w, tiles.at(i * tile_size), of_block, numbers, n * BLOCK_KEYS)
                 with e.when(first + panel >= count):
                     e.run(store, s, of_block, head, n * BLOCK_KEYS)
             with e.loop(0, panel) as i:
@@ -248,6 +273,43 @@ def _emit_columns(module: ir.Module, buffers: _Buffers, state: State, write: ir.
                     lambda d=d_query, n=n: e.run(write, s, d, head, n) and None,
                     lambda d=d_query, n=n: e.run(keep, d, kept.at(n * tile_terms, 4)) and None,
                 )
+                if write_slopes is not None:
+                    e.run(write_slopes, s, tiles.at(i * tile_size + of_tile["added_rows"]), head, n, part)
+        e.ret()
+    return _emit_sets(module, state, e.function, alone=not buffers.kernel.bias)
+
+
+def _emit_sets(module: ir.Module, state: State, columns: ir.Function, *, alone: bool) -> ir.Function:
+    """``item(state, workspace, index)``: all KV heads that share a bias, one after the other, so that none waits.
+
+    Each adds to the gradient of the same bias. Where ``alone``, a set is one head.
+    """
+    with Function(module, "columns_item", [ptr, ptr, i64]) as (e, (s, w, index)):
+        dims = state.dims(s)
+        of_set, part = index // dims["P"], index % dims["P"]
+        if alone:
+            e.run(columns, s, w, of_set, part)
+        else:
+            batches, kinds, together = sharing(dims)
+            share = dims["B"] // batches
+            with e.loop(0, share) as b, e.loop(0, together) as k:
+                head = (of_set // kinds * share + b) * dims["K"] + of_set % kinds + k
+                e.run(columns, s, w, head, part)
+        e.ret()
+    return e.function
+
+
+def _emit_write_slopes(module: ir.Module, buffers: _Buffers, state: State) -> ir.Function:
+    """``write_slopes(state, rows, head, tile, part)``: of a tile's rows, the sums of ``dS`` times distance."""
+    extra = Added(buffers.isa, buffers.kernel, state, BLOCK_ROWS)
+    with Function(module, "write_slopes", [ptr, ptr] + [i64] * 3) as (e, (s, rows_, head, tile, part)):
+        dims = state.dims(s)
+        kv_heads, start = dims["K"], tile * BLOCK_ROWS
+        group = dims["N"] // kv_heads
+        with e.loop(0, e.min(dims["T"] * group - start, BLOCK_ROWS)) as i:
+            place = rows.query_place(e, start + i, head // kv_heads, head % kv_heads, group, dims["T"], dims["N"])
+            target = state.pointer(s, "data:d_slope").at(place * dims["P"] + part, 4)
+            target.store(extra.distances(rows_).at(i, 4).load(f32))
         e.ret()
     return e.function
 
@@ -356,8 +418,8 @@ def _emit_load_block(module: ir.Module, buffers: _Buffers, state: State) -> ir.F
     return e.function
 
 
-def _emit_step(module: ir.Module, buffers: _Buffers) -> ir.Function:
-    """``step(workspace, tile, gradients, numbers)``: one tile of rows against one block of keys."""
+def _emit_step(module: ir.Module, buffers: _Buffers, state: State) -> ir.Function:
+    """``step(state, workspace, tile, gradients, numbers, slot)``: a tile of rows against the block of keys at slot."""
     isa, kernel, n, pack = buffers.isa, buffers.kernel, BLOCK_ROWS, buffers.pack
     width, value_width = buffers.width, buffers.value_width
     score = Scores.of(module, isa, "score", kernel.head_dim, buffers.key_terms, n, pack)
@@ -371,10 +433,15 @@ def _emit_step(module: ir.Module, buffers: _Buffers) -> ir.Function:
     if value_width != width:
         to_value = Weighted.of(module, isa, "to_value", value_width, (n, 1), pack)
     to_query = Weighted.of(module, isa, "to_query", width, (1, n), pack)
-    plain = slopes(module, isa, n, mixed=False, soft_cap=kernel.soft_cap, pack=pack)
-    masked = slopes(module, isa, n, mixed=True, soft_cap=kernel.soft_cap, pack=pack)
+    plain, masked = (
+        slopes(module, isa, n, mixed=mixed, soft_cap=kernel.soft_cap, pack=pack, added=kernel.adds)
+        for mixed in (False, True)
+    )
+    extra = Added(isa, kernel, state, n)
+    fetch = extra.emit_fetch(module) if kernel.adds else None
+    keep = extra.emit_gradient(module) if kernel.bias or kernel.alibi else None
     of_block, of_tile, of_gradients = buffers.block[0], buffers.tile[0], buffers.gradients[0]
-    with Function(module, "step", [ptr] * 4) as (e, (w, tile, gradients, numbers)):
+    with Function(module, "step", [ptr] * 5 + [i64]) as (e, (s_, w, tile, gradients, numbers, slot)):
         block = {name: w.at(offset) for name, offset in of_block.items()}
         rows_ = {name: tile.at(offset) for name, offset in of_tile.items()}
         d_key, d_value = (gradients.at(of_gradients[name]) for name in ("d_key", "d_value"))
@@ -382,16 +449,22 @@ def _emit_step(module: ir.Module, buffers: _Buffers) -> ir.Function:
         with e.when(live.any):
             with e.loop(0, n, isa.group) as g:
                 s, d = block["scores"].at(g, 4), block["d_probs"].at(g, 4)
+                of_group = s_, rows_["added_rows"], g, block["position"], slot, live.start, live.stop
+                to_add = [block["added"].at(g, 4)] * kernel.adds
+                if fetch is not None:
+                    e.run(fetch, *of_group, *to_add)
                 score.emit(e, block["key"], rows_["query_turned"].at(g, 4), s, live.start, live.stop)
                 d_prob.emit(e, block["value"], rows_["d_out_turned"].at(g, 4), d, live.start, live.stop)
                 per_query = rows_["numbers"].at(g, 4)
                 places = (block["by_key"].at(g, 4), per_query, block["position"], block["key_id"])
-                arguments = (s, d, *places, numbers, live.start, live.stop)
+                arguments = (s, d, *places, numbers, *to_add, live.start, live.stop)
                 e.either(
                     live.mixed,
                     lambda a=arguments: e.run(masked, *a) and None,
                     lambda a=arguments: e.run(plain, *a) and None,
                 )
+                if keep is not None:
+                    e.run(keep, *of_group, *to_add)
             keys, all_rows = (live.start, live.stop), (0, n)
             to_value.emit(e, block["scores"], rows_["d_out"], d_value, keys, all_rows)
             to_key.emit(e, block["d_probs"], rows_["query"], d_key, keys, all_rows)

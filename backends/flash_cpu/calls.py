@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -21,6 +22,8 @@ from .decode_mass import DecodeMass
 from .forward import Kernel
 from .isa import Isa
 from .visibility import Visibility
+
+_NOTHING: Mapping[str, Any] = {}
 
 _LOG2_E = math.log2(math.e)
 
@@ -63,16 +66,19 @@ class Calls:
         return jax.ShapeDtypeStruct((spec.batch, spec.query_length, spec.num_heads), jnp.float32)
 
     def forward(
-        self, query: Array, key: Array, value: Array, seen: Visibility
+        self, query: Array, key: Array, value: Array, seen: Visibility, extra: Mapping[str, Any] = _NOTHING
     ) -> tuple[Float[Array, "b t n v"], Float[Array, "b t n"], Float[Array, "b t n"]]:
-        """Output, and per row the maximum in powers of two (1e30: sees nothing) and the sum above it."""
+        """Output, and per row the maximum in powers of two (1e30: sees nothing) and the sum above it.
+
+        ``extra`` maps operands of ``added.py`` to their arrays.
+        """
         group = self._heads_per_stage()
-        kernel, dims = self.kernel, self._dims(seen, P=group)
+        kernel, dims = adding(self.kernel, extra), self._dims(seen, P=group)
         shared, worker = forward.packed(self.isa, kernel).shared_bytes(dims), forward.workspace_bytes(self.isa, kernel)
         size = handler.scratch_bytes(shared, worker, self.threads)
         out = jax.ShapeDtypeStruct((*query.shape[:3], kernel.value_head_dim), kernel.out_dtype)
         results = (out, self._per_row(), self._per_row(), jax.ShapeDtypeStruct((size,), jnp.uint8))
-        arguments = (query, key, value, *seen.arrays, self.numbers, np.zeros((1, group), np.float32))
+        arguments = (query, key, value, *seen.arrays, self.numbers, *_in_order(extra), np.zeros((1, group), np.float32))
         return self._call("forward", kernel, results, *arguments)[:3]
 
     def backward(
@@ -86,18 +92,26 @@ class Calls:
         total: Array,
         d_out: Array,
         d_lse: Array | None,
-    ) -> tuple[Float[Array, "b t n h"], Float[Array, "b s k h"], Float[Array, "b s k v"]]:
+        extra: Mapping[str, Any] = _NOTHING,
+    ) -> tuple[Array, ...]:
         """dq, dk and dv, from the results of :meth:`forward` and the cotangents of the output and the log-sum-exp.
+
+        Then the gradients of the bias and of ALiBi's slopes, if ``extra`` has them.
 
         The kernel reads an output of the input dtype. A float32 output has its rounding error taken off the cotangent
         of the log-sum-exp: in rowsum(dO * O) it would be as large as the gradient of a key that has most of its row.
         """
-        kernel = self.kernel
-        parts = self._parts()
+        kernel = adding(self.kernel, extra)
+        parts = self._parts(extra.get("bias"))
         dims = self._dims(seen, P=parts)
         size = handler.scratch_bytes(*backward.scratch(self.isa, kernel, dims), self.threads)
         gradients = tuple(jax.ShapeDtypeStruct(x.shape, kernel.out_dtype) for x in (query, key, value))
-        results = (*gradients, jax.ShapeDtypeStruct((size,), jnp.uint8))
+        more, bias = [], extra.get("bias")
+        if bias is not None:
+            more.append(jax.ShapeDtypeStruct(bias.shape, jnp.float32))
+        if "alibi" in extra:
+            more.append(jax.ShapeDtypeStruct((*query.shape[:3], parts), jnp.float32))
+        results = (*gradients, *more, jax.ShapeDtypeStruct((size,), jnp.uint8))
         d_lse = jnp.zeros_like(top) if d_lse is None else d_lse.astype(jnp.float32)
         if out.dtype != query.dtype:
             lost = rounding_error(out, query.dtype)
@@ -105,8 +119,17 @@ class Calls:
             counts = (lost != 0) & jnp.isfinite(lost)
             d_lse = d_lse - jnp.where(counts, d_out.astype(jnp.float32) * lost, 0).sum(-1)
         cotangents = d_out.astype(query.dtype), d_lse
-        arguments = (query, key, value, *seen.arrays, self.numbers, out.astype(query.dtype), top, total, *cotangents)
-        return self._call("backward", kernel, results, *arguments, np.zeros((1, parts), np.float32))[:3]
+        arguments = (query, key, value, *seen.arrays, self.numbers, *_in_order(extra))
+        arguments += (out.astype(query.dtype), top, total, *cotangents, np.zeros((1, parts), np.float32))
+        if bias is None:
+            found = self._call("backward", kernel, results, *arguments)[:-1]
+        else:
+            arguments += (jnp.zeros(bias.shape, jnp.float32),)
+            # The kernel adds to the zeros, where they lie.
+            found = call("backward", kernel, self.isa, results, *arguments, aliases={len(arguments) - 1: 3})[:-1]
+        if "alibi" not in extra:
+            return tuple(found)
+        return *found[:-1], -found[-1].sum((0, 1, 3))
 
     @property
     def _side_by_side(self) -> int:
@@ -176,9 +199,16 @@ class Calls:
         least = -(-STAGE_ITEMS * self.threads // (tiles + blocks))
         return least if 2 * least < heads else heads
 
-    def _parts(self) -> int:
-        """Parts of a head's key blocks: the fewest with an item for every thread and no second one for one alone."""
+    def _parts(self, bias: Array | None) -> int:
+        """Parts of a head's key blocks: the fewest with an item for every thread and no second one for one alone.
+
+        Heads that share a bias are one item, since they add to one gradient.
+        """
         heads, threads = self.spec.batch * self.spec.num_kv_heads, self.threads
+        if bias is not None:
+            heads = bias.shape[0] * (1 if bias.shape[1] == 1 else self.spec.num_kv_heads)
+            if bias.shape[3] == 1:  # all keys add to one number
+                return 1
         most = max(1, min(threads, -(-self.spec.key_value_length // backward.BLOCK_KEYS)))
         even = (p for p in range(1, most + 1) if heads * p >= 2 * threads or heads * p % threads == 0)
         return next(even, most)
@@ -188,23 +218,50 @@ class Calls:
 
 
 def is_decode(spec: AttentionSpec) -> bool:
-    """Whether the decode kernel is used: a few rows per KV head, no gradient, and no sinks.
+    """Whether the decode kernel is used: a few rows per KV head, no gradient, no bias or slopes, and no sinks.
 
     It reads a key for all tokens of a step, so they have to be of one document: NaN stays out of all others.
     """
     few = spec.query_length <= DECODE_QUERIES and spec.query_length * spec.group_size <= DECODE_ROWS
     one_document = spec.query_length == 1 or not spec.has_segment_ids
-    return few and one_document and not spec.needs_grad and not spec.return_log_sum_exp and not spec.has_sinks
+    more = spec.needs_grad or spec.return_log_sum_exp or spec.has_sinks or spec.has_bias or spec.has_alibi
+    return few and one_document and not more
 
 
 def rounding_error(x: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:
     """What float32 ``x`` loses in ``dtype``. XLA would leave out a conversion to it and back."""
     numbers = jnp.finfo(dtype)
-    return x - jax.lax.reduce_precision(x, numbers.nexp, numbers.nmant)
+    rounded = jax.lax.reduce_precision(x, numbers.nexp, numbers.nmant)  # numbers below the normal ones become zero
+    step = float(numbers.smallest_subnormal)
+    below = jnp.round(x / step) * step if numbers.nexp < 8 else rounded
+    return x - jnp.where(jnp.abs(x) < float(numbers.smallest_normal), below, rounded)
 
 
-def call(kind: str, kernel: Any, isa: Isa, results: tuple[Any, ...], *arguments: Any) -> Any:
-    """A kernel of :data:`backends.flash_cpu.targets.BUILDERS` on these operands, with results of these shapes."""
+def _in_order(extra: Mapping[str, Any]) -> list[Any]:
+    """As the kernels take them: JAX sorts a dict by its keys."""
+    return [extra[name] for name in ("mask", "bias", "alibi", "query_position") if name in extra]
+
+
+def adding(kernel: Kernel, extra: Mapping[str, Any]) -> Kernel:
+    """The kernel that takes these operands of ``added.py``."""
+    bias = str(extra["bias"].dtype) if "bias" in extra else ""
+    return dataclasses.replace(kernel, mask="mask" in extra, bias=bias, alibi="alibi" in extra)
+
+
+def call(
+    kind: str,
+    kernel: Any,
+    isa: Isa,
+    results: tuple[Any, ...],
+    *arguments: Any,
+    aliases: Mapping[int, int] | None = None,
+) -> Any:
+    """A kernel of :data:`backends.flash_cpu.targets.BUILDERS` on these operands, with results of these shapes.
+
+    ``aliases`` maps an operand to the result that takes its place.
+    """
     name = targets.target(kind, kernel, isa).name
-    found = jax.ffi.ffi_call(name, results, vmap_method="broadcast_all")(*(jnp.asarray(x) for x in arguments))
-    return varying(found, arguments)
+    run = jax.ffi.ffi_call(
+        name, results, vmap_method="broadcast_all", input_output_aliases=None if aliases is None else dict(aliases)
+    )
+    return varying(run(*(jnp.asarray(x) for x in arguments)), arguments)

@@ -12,7 +12,7 @@ from .emit import BFloat, Function, Value, f16, f32, i16, i32, vector
 from .isa import AVX512, Isa
 
 SIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
-XLA_TYPE = {"float32": 11, "bfloat16": 16, "float16": 10, "int32": 4, "uint8": 6}  # XLA_FFI_DataType
+XLA_TYPE = {"float32": 11, "bfloat16": 16, "float16": 10, "int32": 4, "uint8": 6, "bool": 1}  # XLA_FFI_DataType
 
 # 2**f for |f| <= 1/2, highest power first: relative error 2e-9 before rounding.
 _EXP2 = (1.5353362e-4, 1.3398874e-3, 9.6184373e-3, 5.5503324e-2, 2.4022648e-1, 6.9314720e-1, 1.0)

@@ -18,7 +18,8 @@ from typing import Any
 
 from llvmlite import ir
 
-from . import masking, rows
+from . import added, masking, rows
+from .added import Added
 from .emit import Function, Value, f32, i32, i64, ptr, vector
 from .handler import Dims, Operand, Phase, Program, State
 from .isa import Isa
@@ -32,17 +33,28 @@ UNSEEN_TOP = 1e30  # maximum of a row that sees nothing: its probabilities come 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Kernel:
-    """The choices that a kernel is compiled for. ``out_dtype`` is the output's (float32 if parts are merged later)."""
+    """The choices that a kernel is compiled for. ``out_dtype`` is the output's (float32 if parts are merged later).
+
+    ``mask``, ``bias`` and ``alibi``: the arrays of ``added.py``.
+    """
 
     dtype: str
     head_dim: int
     value_head_dim: int
     soft_cap: bool
     out_dtype: str
+    mask: bool = False
+    bias: str = ""  # its dtype; empty: none
+    alibi: bool = False
+
+    @property
+    def adds(self) -> bool:
+        """Whether anything is added to the scores (``added.py``)."""
+        return self.mask or bool(self.bias) or self.alibi
 
     @property
     def operands(self) -> tuple[Operand, ...]:
-        """Query, key, value, then the arrays of ``visibility.Visibility`` and the numbers."""
+        """Query, key, value, then the arrays of ``visibility.Visibility`` the numbers, and what is added."""
         return (
             Operand("query", self.dtype, ("B", "T", "N", self.head_dim)),
             Operand("key", self.dtype, ("B", "S", "K", self.head_dim)),
@@ -53,6 +65,7 @@ class Kernel:
             Operand("position", "int32", ("C", "S")),
             Operand("key_id", "int32", ("C", "S")),
             Operand("numbers", "float32", ("M",)),
+            *added.operands(self),
         )
 
     @property
@@ -89,6 +102,8 @@ def workspace(isa: Isa, kernel: Kernel, keys: int) -> tuple[dict[str, int], int]
     sizes = {
         "query": queries * width,
         "scores": max(keys * queries, queries * width),
+        "added": keys * queries * kernel.adds,
+        "added_rows": Added.row_bytes(queries) // 4 * kernel.adds,
         "out": queries * value_width,
         **dict.fromkeys(("top", "total", "decay", "first", "last", "query_id"), queries),
         "bounds": queries // isa.group * masking.QUERY_RECORD // 4,
@@ -140,7 +155,7 @@ def build(module: ir.Module, isa: Isa, kernel: Kernel) -> tuple[Program, State]:
         (Phase(items, e.function, lambda dims: head_groups(dims) + 1),),
         blocks.shared_bytes,
         lambda _: workspace_bytes(isa, kernel),
-        fits,
+        lambda dims: [*fits(dims), *added.fits(kernel, dims)],
     )
     return program, state
 
@@ -154,8 +169,10 @@ def _emit_tile_item(module: ir.Module, isa: Isa, kernel: Kernel, blocks: Blocks,
     """``item(state, workspace, index)``: one tile of query rows of one KV head."""
     queries, at = block_rows(isa), workspace(isa, kernel, BLOCK_KEYS)[0]
     read = emit_read(module, isa, kernel, state, queries, at)
-    attend = emit_attend(module, isa, kernel, blocks, at)
+    extra = Added(isa, kernel, state, queries) if kernel.adds else None
+    attend = emit_attend(module, isa, kernel, blocks, at, extra=extra)
     write = emit_write(module, isa, kernel, state, at)
+    find_rows = None if extra is None else extra.emit_rows(module)
     with Function(module, "tile_item", [ptr, ptr, i64]) as (e, (s, w, index)):
         dims = state.dims(s)
         per_head = tiles(dims, queries)
@@ -163,7 +180,10 @@ def _emit_tile_item(module: ir.Module, isa: Isa, kernel: Kernel, blocks: Blocks,
         start = tile * queries
         count = e.min(dims["T"] * (dims["N"] // dims["K"]) - start, queries)
         e.run(read, s, w, head, start, count)
-        e.run(attend, w, *of_head(blocks, state, s, dims, head), blocks.count(dims))
+        if find_rows is not None:
+            e.run(find_rows, s, head // dims["K"], head % dims["K"], start, count, w.at(at["added_rows"]))
+        given = [] if extra is None else [s]
+        e.run(attend, w, *of_head(blocks, state, s, dims, head), *given, blocks.count(dims))
         e.run(write, s, w, head, start, count)
         e.ret()
     return e.function
@@ -231,24 +251,29 @@ def emit_attend(
     *,
     listed: bool = False,
     pooled: bool = False,
+    extra: Added | None = None,
 ) -> ir.Function:
     """``attend(workspace, keys, values, spoilt, positions, ids, records, numbers, blocks)``: the tile, all key blocks.
 
     Where ``listed``, over the blocks that a list of int32 names: another pointer, before the number of blocks. Where
     ``pooled``, two more: of each block and row, the sum of its weights and the maximum that the sum is relative to.
-    Without values (dimension 0) there is no output.
+    With ``extra``, the state. Without values (dimension 0) there is no output.
     """
     queries, keys_per_block, type_ = block_rows(isa), blocks.keys_per_block, vector(f32, isa.lanes)
     value_width, pack = blocks.value_width, blocks.pack if kernel.value_head_dim else 1
     scores = Scores.of(module, isa, "score", kernel.head_dim, blocks.key_width, queries, blocks.pack)
     plain, masked = (
-        softmax(module, isa, queries, mixed=mixed, soft_cap=kernel.soft_cap, pack=pack, pooled=pooled)
+        softmax(
+            module, isa, queries, mixed=mixed, soft_cap=kernel.soft_cap, pack=pack, pooled=pooled, added=kernel.adds
+        )
         for mixed in (False, True)
     )
+    fetch = None if extra is None else extra.emit_fetch(module)
     weigh = Weighted.of(module, isa, "value", value_width, (1, queries), pack)
-    rescale, spoil = _emit_rescale(module, isa, value_width), _emit_spoil(module, isa)
+    stride = queries if kernel.adds else None
+    rescale, spoil = _emit_rescale(module, isa, value_width), _emit_spoil(module, isa, stride)
     fill = rows.fill(module, isa)
-    with Function(module, "attend", [ptr] * (8 + listed + 2 * pooled) + [i64]) as (e, arguments):
+    with Function(module, "attend", [ptr] * (8 + listed + 2 * pooled + kernel.adds) + [i64]) as (e, arguments):
         w, keys, values, spoilt, positions, ids, records, numbers, *more, count = arguments
         with e.loop(0, count) as i:
             n = more[0].at(i, 4).load(i32).integer(i64) if listed else i
@@ -262,13 +287,21 @@ def emit_attend(
                 pools = [x.at(n * queries + g, 4) for x in more[-2:]] if pooled else []
                 for pool, nothing in zip(pools, (0.0, HIDDEN), strict=False):
                     e.run(fill, pool, isa.group, e.const(f32, nothing))
-                with e.when(live.any):
+                some, to_add = live.any, []
+                if fetch is not None:
+                    to_add, any_visible = [w.at(at["added"]).at(g, 4)], e.variable(some)
+                    with e.when(some):
+                        of_rows, slot = w.at(at["added_rows"]), n * blocks.keys
+                        of_block = block[0], slot, live.start, live.stop
+                        any_visible.set(e.run(fetch, more[-1], of_rows, g, *of_block, *to_add))
+                    some = any_visible()
+                with e.when(some):
                     s = w.at(at["scores"]).at(g, 4)
                     scores.emit(e, k, w.at(at["query"]).at(g, 4), s, live.start, live.stop)
                     places = Places(
                         *(w.at(at[n_]).at(g, 4) for n_ in ("top", "total", "decay", "first", "last", "query_id"))
                     )
-                    given = (s, *places.all, *block, numbers, *pools[:1], live.start, live.stop)
+                    given = (s, *places.all, *block, numbers, *to_add, *pools[:1], live.start, live.stop)
                     raised = e.variable(e.const(ir.IntType(1), 0))
                     e.either(
                         live.mixed,
@@ -285,24 +318,28 @@ def emit_attend(
                         weigh.emit(e, s, v, out, (0, isa.group), (live.start, live.stop))
                         with e.when(marks.load(i32).compare("!=", 0)):
                             seen_by = (places.first, places.last, places.query_id)
-                            e.run(spoil, marks, places.total, *seen_by, *block, live.start, live.stop)
+                            e.run(spoil, marks, places.total, *seen_by, *block, *to_add, live.start, live.stop)
         e.ret()
     return e.function
 
 
-def _emit_spoil(module: ir.Module, isa: Isa) -> ir.Function:
+def _emit_spoil(module: ir.Module, isa: Isa, stride: int | None) -> ir.Function:
     """``spoil(spoilt, total, first, last, query_id, positions, ids, start, stop)``: of a group, over some keys.
 
-    The sum of a row that sees a key that is not finite becomes NaN.
+    The sum of a row that sees a key that is not finite becomes NaN. With a ``stride``, another pointer after ``ids`` is
+    to what is added to each score.
     """
     type_ = vector(f32, isa.lanes)
-    with Function(module, "spoil", [ptr] * 7 + [i64] * 2) as (e, arguments):
-        spoilt, total, first, last, query_id, positions, ids, start, stop = arguments
+    with Function(module, "spoil", [ptr] * (7 + (stride is not None)) + [i64] * 2) as (e, arguments):
+        spoilt, total, first, last, query_id, positions, ids, *to_add, start, stop = arguments
         lanes = masking.Lanes.of(isa, first, last, query_id)
         with e.loop(start, stop) as k, e.when(spoilt.at(k + 1, 4).load(i32).compare("!=", 0)):
             position, name = (x.at(k, 4).load(i32) for x in (positions, ids))
             for v in range(isa.score_vectors):
                 place, seen = total.at(v * isa.lanes, 4), lanes.see(e, isa, v, position, name)
+                for terms in to_add:
+                    hidden = terms.at(k * (stride or 0) + v * isa.lanes, 4).load(type_) <= HIDDEN / 2
+                    seen = seen & hidden.equals(0)
                 place.store(e.select(seen, e.const(type_, math.nan), place.load(type_)))
         e.ret()
     return e.function

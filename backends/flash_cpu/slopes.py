@@ -18,7 +18,7 @@ from .elements import exp2, narrow, pairs, tanh
 from .emit import Function, Value, f32, i32, i64, ptr, vector
 from .isa import Isa
 from .masking import Lanes
-from .softmax import CAP_INNER, CAP_OUTER, SCALE
+from .softmax import CAP_INNER, CAP_OUTER, HIDDEN, SCALE
 
 ALONE = 1.0 - 2.0**-21  # a probability above this is one
 LARGE_TOP = 92.0  # in powers of two: logits of 64
@@ -28,7 +28,9 @@ NEVER = 2.0  # no probability is above it
 TOP, INVERSE, DELTA, LIMIT, D_LSE, FIRST, LAST, QUERY_ID = range(8)
 
 
-def slopes(module: ir.Module, isa: Isa, queries: int, *, mixed: bool, soft_cap: bool, pack: int = 1) -> ir.Function:
+def slopes(
+    module: ir.Module, isa: Isa, queries: int, *, mixed: bool, soft_cap: bool, pack: int = 1, added: bool = False
+) -> ir.Function:
     """A function over one group: ``(scores, d_probs, by_key, per_query, position, key_id, numbers, start, stop)``.
 
     ``scores[k, q]`` become ``P``, ``d_probs[k, q]`` become ``dS`` (row strides ``queries``); ``per_query`` holds rows
@@ -38,10 +40,13 @@ def slopes(module: ir.Module, isa: Isa, queries: int, *, mixed: bool, soft_cap: 
 
     With a ``pack`` of 2 both become bfloat16: row ``k`` holds pairs of queries in its first half, and row ``n`` of
     ``by_key`` has ``dS`` of keys ``2 n`` and ``2 n + 1``. With 1, ``by_key`` is not written.
+
+    Where ``added``, another pointer after ``numbers`` is to what is added to each score (``added.py``). The slope of
+    the sum, float32, takes its place.
     """
     lanes, vectors, type_ = isa.lanes, range(isa.score_vectors), vector(f32, isa.lanes)
-    with Function(module, "slopes_mixed" if mixed else "slopes", [ptr] * 7 + [i64] * 2) as (e, arguments):
-        scores, d_probs, by_key, per_query, position, key_id, numbers, start, stop = arguments
+    with Function(module, "slopes_mixed" if mixed else "slopes", [ptr] * (7 + added) + [i64] * 2) as (e, arguments):
+        scores, d_probs, by_key, per_query, position, key_id, numbers, *to_add, start, stop = arguments
 
         def row(n: int) -> list:
             return [per_query.at(n * queries + v * lanes, 4).load(type_) for v in vectors]
@@ -60,15 +65,21 @@ def slopes(module: ir.Module, isa: Isa, queries: int, *, mixed: bool, soft_cap: 
             if soft_cap:
                 raw, factor = tanh(e, isa, raw * inner), outer
                 bend = e.const(type_, 1.0) - raw * raw
-            p = exp2(e, isa, e.fma(raw, factor, negative[v])) * inverse[v]
+            seen, terms = None, to_add[0].at(k * queries + v * lanes, 4) if added else None
+            if terms is None:
+                p = exp2(e, isa, e.fma(raw, factor, negative[v])) * inverse[v]
+            else:
+                x = e.fma(raw, factor, terms.load(type_))
+                p, seen = exp2(e, isa, x + negative[v]) * inverse[v], x > HIDDEN / 2
             slope = p * (d_probs.at(k * queries + v * lanes, 4).load(type_) - delta[v])
             slope = e.fma(p, d_lse[v], e.select(p > limit[v], zero, slope))
-            if bend is not None:
-                slope = slope * bend
-            if see is None:
-                return p, slope
-            seen = see.see(e, isa, v, position.at(k, 4).load(i32), key_id.at(k, 4).load(i32))
-            return e.select(seen, p, zero), e.select(seen, slope, zero)
+            if see is not None:
+                shown = see.see(e, isa, v, position.at(k, 4).load(i32), key_id.at(k, 4).load(i32))
+                seen = shown if seen is None else seen & shown
+            bent = slope if bend is None else slope * bend
+            if terms is not None and seen is not None:
+                terms.store(e.select(seen, slope, zero))
+            return (p, bent) if seen is None else (e.select(seen, p, zero), e.select(seen, bent, zero))
 
         with e.loop(start, stop, pack) as k:
             for v in vectors:

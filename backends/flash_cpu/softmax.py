@@ -69,20 +69,42 @@ def _raise(e: Function, isa: Isa, new: list[Value], top: Value, total: Value, de
     return some
 
 
+def _plus(e: Function, x: Value, scale: Value, term: Value) -> Value:
+    """Scores in powers of two with what is added to them; what that hides is HIDDEN, and a NaN stays."""
+    x = e.fma(x, scale, term)
+    return e.select(x <= HIDDEN / 2, e.const(x.type, HIDDEN), x)
+
+
+def _maxima(e: Function, highest: list[Value], scale: Value, *, hides: bool) -> list[Value]:
+    """In powers of two; HIDDEN of a query that sees no key."""
+    new = [x * scale for x in highest]
+    return [e.select(x > HIDDEN / 2, y, HIDDEN) for x, y in zip(highest, new, strict=True)] if hides else new
+
+
 def softmax(
-    module: ir.Module, isa: Isa, queries: int, *, mixed: bool, soft_cap: bool, pack: int = 1, pooled: bool = False
+    module: ir.Module,
+    isa: Isa,
+    queries: int,
+    *,
+    mixed: bool,
+    soft_cap: bool,
+    pack: int = 1,
+    pooled: bool = False,
+    added: bool = False,
 ) -> ir.Function:
     """A function over one group: ``(scores, places..., position, key_id, numbers, start, stop) -> raised``.
 
     ``scores[k, q]`` (row stride ``queries``) become probabilities, as terms of the value product over the keys: with a
     ``pack`` of 2 keys ``2 n`` and ``2 n + 1`` go into row ``n``. Where ``raised``, the group's output must be
-    multiplied by ``decay``. Where ``pooled``, another pointer after ``numbers`` is to the sums of this block alone,
-    relative to the present maximum. A mixed block compares positions and ids; what is hidden comes out as exactly zero.
+    multiplied by ``decay``. Where ``added``, another pointer after ``numbers`` is to what is added to each score
+    (``added.py``), in powers of two. Where ``pooled``, another one is to the sums of this block alone, relative to the
+    present maximum. A mixed block compares positions and ids; what is hidden comes out as exactly zero.
     """
     lanes, vectors, type_ = isa.lanes, range(isa.score_vectors), vector(f32, isa.lanes)
-    name = "softmax_mixed" if mixed else "softmax"
-    with Function(module, name, [ptr] * (11 if pooled else 10) + [i64] * 2, i1) as (e, arguments):
-        scores, top, total, decay, first, last, query_id, position, key_id, numbers, *of_block, start, stop = arguments
+    name, hides = "softmax_mixed" if mixed else "softmax", mixed or added
+    with Function(module, name, [ptr] * (10 + added + pooled) + [i64] * 2, i1) as (e, arguments):
+        scores, top, total, decay, first, last, query_id, position, key_id, numbers, *more, start, stop = arguments
+        to_add, of_block = more[:added], more[added:]
 
         def of(place: Value, v: int) -> Value:
             return place.at(v * lanes, 4)
@@ -94,17 +116,17 @@ def softmax(
             for v in vectors:
                 place = of(scores.at(k * queries, 4), v)
                 x = place.load(type_)
-                if soft_cap:
-                    x = capped(e, isa, x, numbers)
+                x = capped(e, isa, x, numbers) if soft_cap else x
+                x = _plus(e, x, scale, of(to_add[0].at(k * queries, 4), v).load(type_)) if added else x
                 if see is not None:
                     seen = see.see(e, isa, v, position.at(k, 4).load(i32), key_id.at(k, 4).load(i32))
                     x = e.select(seen, x, HIDDEN)
-                if soft_cap or mixed:
+                if soft_cap or hides:
                     place.store(x)
                 highest[v].set(e.max(x, highest[v]()))
-        new = [highest[v]() * scale for v in vectors]
-        if mixed:
-            new = [e.select(highest[v]() > HIDDEN / 2, new[v], HIDDEN) for v in vectors]
+        if added:  # scores are powers of two from here on
+            scale = e.const(type_, 1.0)
+        new = _maxima(e, [x() for x in highest], scale, hides=hides)
         some = _raise(e, isa, new, top, total, decay)
         negative = [e.const(type_, 0.0) - of(top, v).load(type_) for v in vectors]
         sums = [e.variable(e.const(type_, 0.0)) for _ in vectors]
@@ -113,8 +135,7 @@ def softmax(
             """Of one key for a vector of queries, and added to their sums."""
             x = of(scores.at(k * queries, 4), v).load(type_)
             p = exp2(e, isa, e.fma(x, scale, negative[v]))
-            if mixed:
-                p = e.select(x > HIDDEN / 2, p, 0.0)
+            p = e.select(x <= HIDDEN / 2, e.const(type_, 0.0), p) if hides else p
             sums[v].set(sums[v]() + p)
             return p
 

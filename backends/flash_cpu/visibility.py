@@ -43,7 +43,7 @@ class Visibility:
 
 
 def visibility(spec: AttentionSpec, layout: Layout) -> Visibility:
-    """The mask of a problem; ``layout`` has no mask array."""
+    """The mask of a problem; of a mask array only what :func:`pairs` leaves: padding of keys or of queries."""
     static = all(isinstance(x, np.ndarray) for x in jax.tree.leaves(layout))
     xp: Any = np if static else jnp
     q_pos, k_pos = (xp.asarray(x).astype(xp.int32) for x in positions(spec, layout))
@@ -58,9 +58,22 @@ def visibility(spec: AttentionSpec, layout: Layout) -> Visibility:
     if layout.key_value_seq_lengths is not None:
         slots = np.arange(spec.key_value_length, dtype=np.int32)[None]
         key_id = xp.where(slots < layout.key_value_seq_lengths[:, None], key_id, NO_KEY)
+    if layout.mask is not None and pairs(layout.mask) is None:
+        mask = xp.asarray(layout.mask)[:, 0]
+        if mask.shape[1] == 1:
+            key_id = xp.where(mask[:, 0], key_id, NO_KEY)
+        else:
+            query_id = xp.where(mask[:, :, 0], query_id, NO_QUERY)
     arrays = (first, last, query_id, k_pos, key_id)
     rows = max(x.shape[0] for x in arrays)
     return Visibility(*(xp.broadcast_to(x, (rows, x.shape[1])).astype(xp.int32) for x in arrays))
+
+
+def pairs(mask: EitherArray | None) -> EitherArray | None:
+    """A mask array, unless it is the same for all heads and for all queries or all keys: that is padding."""
+    if mask is None or (mask.shape[1] == 1 and 1 in mask.shape[2:]):
+        return None
+    return mask
 
 
 def _interval(spec: AttentionSpec, xp: Any, position: Any) -> tuple[Any, Any]:

@@ -82,7 +82,9 @@ class BlockCase:
 
 def call_of(case: BlockCase) -> OpCase:
     """The attention call inside a block. Raises InputError for fields that do not fit."""
-    fields: dict[str, Any] = {field.name: getattr(case, field.name) for field in dataclasses.fields(OpCase)}
+    fields: dict[str, Any] = {
+        field.name: getattr(case, field.name) for field in dataclasses.fields(OpCase) if field.name != "kv_layout"
+    }
     return OpCase(**{**fields, "kind": _CALLS[case.kind]})
 
 

@@ -15,6 +15,7 @@ from attnsuite.backends import (
     Target,
     UnknownBackendError,
     attention,
+    masks,
     registry,
     resolve,
     support,
@@ -79,7 +80,7 @@ def test_fallback_warns_exactly_once_with_every_reason() -> None:
 
 def test_fallback_warning_names_those_that_were_refused_on_the_way() -> None:
     with pytest.warns(BackendFallbackWarning, match=r"cudnn: .* flash_cpu: ") as caught:
-        resolution = resolve("cudnn", varied(has_mask=True), CPU)
+        resolution = resolve("cudnn", varied(mask_function=masks.Dilated(2)), CPU)
     assert len(caught) == 1
     assert [rejection.backend for rejection in resolution.rejections] == ["cudnn", "flash_cpu"]
     assert resolution.backend.name == "chunked"

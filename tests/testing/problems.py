@@ -338,11 +338,11 @@ CASES: dict[str, Case] = {
         cache=Cache(page_size=16, kv_dtype="float8_e4m3fn", axes=(1, 3)),
     ),
     # the heads before the slots
-    "hnd": _case(T=100, S=230, N=8, is_causal=True, layout=layouts.decoding(230, 130), kv_layout="HND"),
-    "hnd-decode": _case(
+    "cross-hnd": _case(T=100, S=230, N=8, kv_layout="HND"),
+    "decode-hnd": _case(
         T=1, S=513, N=8, is_causal=True, layout=layouts.decoding(513, 200), kv_layout="HND", needs_grad=False
     ),
-    "hnd-pages-int8": _case(
+    "kv-int8-pages-hnd": _case(
         T=1,
         S=128,
         is_causal=True,
