@@ -17,6 +17,7 @@ Short queries against long keys (decoding) use the plain formula, whose scores a
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, cast
@@ -44,12 +45,12 @@ from .contract import (
     check_options,
 )
 from .devices import Target
-from .features import FEATURES_0_1, Feature, Mode, Takes
+from .features import FEATURES_0_1, KV_LAYOUTS, Feature, Mode, Takes
+from .kv_layout import swapped
 from .tuned import Entry
 
 # The plain formula runs for few query rows (its scores are then linear in the key length), and for a score
 # matrix so small that it stays in the cache (the two cross at about 128 x 128 on a 2-core CPU).
-SHORT_QUERY = 16
 SMALL_SCORES = 128 * 128
 
 _LATER: frozenset[Feature] = frozenset(
@@ -78,6 +79,7 @@ class Chunked:
             features=frozenset({*FEATURES_0_1, *_LATER}),
             modes=("native", "compile"),
             parts=True,
+            kv_layouts=KV_LAYOUTS,
             because={"mode": "which is plain XLA without a kernel to interpret"},
         )
 
@@ -93,15 +95,22 @@ class Chunked:
         """Sort the blocks once for all layers. Options: see :data:`OPTIONS`; raises ValueError for others."""
         given = check_options(self.name, options, OPTIONS)
         path = given.pop("tuned", None)
-        if kv_cache.is_cache(spec):
+        cached, step = kv_cache.is_cache(spec), decode.takes(spec, target)
+        if spec.kv_layout == "HND" and (cached or not step):
+            made = self.plan(
+                dataclasses.replace(spec, kv_layout="NHD"), layout, target=target, mode=mode, options=options
+            )
+            return dataclasses.replace(made, attend=swapped(made.attend))
+        if cached:
             return kv_cache.unrounded(
                 spec, lambda wide: self._of_cache(wide, layout, self._program(wide, layout, target, path, given))
             )
+        if step and spec.needs_grad:
+            return decode.differentiated(spec, layout, functools.partial(decode.plan, spec), target)
+        if step:
+            return decode.plan(spec, layout)
         small = spec.query_length * spec.key_value_length <= SMALL_SCORES
-        plain = not (spec.has_alibi or spec.has_bias) and spec.score_function is None
-        if spec.query_length <= SHORT_QUERY and not spec.needs_grad and target.platform == "cpu" and plain:
-            return decode.plan(spec, layout, target)
-        if spec.query_length <= SHORT_QUERY or (small and not given):
+        if spec.query_length <= decode.SHORT_QUERY or (small and not given):
             return standard.STANDARD.plan(spec, layout, target=target)
         program = self._program(spec, layout, target, path, given)
         differentiable, traced = _differentiable(program, _tables(program, layout))

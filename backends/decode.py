@@ -2,16 +2,19 @@
 
 It is the plain formula of ``standard``: with so few rows the scores are linear in the key length, and the time is that
 of reading the keys and values. The two products are written in the form that XLA computes at the memory's rate on a
-CPU; other forms run at a tenth of it. Keys and values should lie in memory as a cache holds them, heads before length
-(``models.KVCache``). Values that no row sees, behind the lengths or in other documents, are read as zeros, block by
-block, so that NaN in them reaches no row: a select over all values would write and read them once more.
+CPU; other forms run at a tenth of it. That form takes heads before slots: a cache that lies the other way is turned
+block by block, inside a core's cache. Values that no row sees, behind the lengths or in other documents, are read as
+zeros, block by block too, so that NaN in them reaches no row.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
@@ -19,15 +22,22 @@ from jaxtyping import Array, Bool, Float
 from . import standard
 from .contract import NO_TERMS, AttentionSpec, Carry, Layout, Plan, Terms, may_attend
 from .devices import Target
+from .kv_layout import swapped
 from .manual_axes import varying
 
+SHORT_QUERY = 16
 _SLOTS = 512  # of a block of values that is copied with zeros where nobody looks, inside a core's cache
 
 
-def plan(spec: AttentionSpec, layout: Layout, target: Target) -> Plan:
-    """Plan a decode step; ``spec`` needs no gradient and announces no terms but sinks."""
-    if spec.has_segment_ids and spec.query_length > 1:  # its rows may be of different documents
-        return standard.STANDARD.plan(spec, layout, target=target)
+def takes(spec: AttentionSpec, target: Target) -> bool:
+    """Whether :func:`plan` has this problem: on a CPU, a few queries of one document, and no terms but sinks."""
+    more = spec.has_alibi or spec.has_bias or spec.score_function is not None
+    one_document = spec.query_length == 1 or not spec.has_segment_ids
+    return spec.query_length <= SHORT_QUERY and target.platform == "cpu" and one_document and not more
+
+
+def plan(spec: AttentionSpec, layout: Layout) -> Plan:
+    """Plan a decode step without gradients, see :func:`takes`."""
     mask, read = may_attend(spec, layout), None
     if mask is not None and (spec.has_segment_ids or spec.has_seq_lengths):
         read = mask.any((1, 2))
@@ -48,14 +58,13 @@ def _attend(
     b, t, n, h = query.shape
     kv_heads, rows = spec.num_kv_heads, spec.group_size * t
     grouped = query.reshape(b, t, kv_heads, -1, h).transpose(0, 2, 3, 1, 4).reshape(b, kv_heads, rows, h)
-    key = key.swapaxes(1, 2)  # cancels the transpose of a cache
-    value = key if value is None else value.swapaxes(1, 2)
-    logits = scores(grouped, key).reshape(b, n, t, -1) * spec.softmax_scale
+    value, turned = key if value is None else value, spec.kv_layout == "NHD"
+    logits = scores(grouped, key, turned=turned).reshape(b, n, t, -1) * spec.softmax_scale
     if spec.logits_soft_cap is not None:
         logits = spec.logits_soft_cap * jnp.tanh(logits / spec.logits_soft_cap)
     sinks = None if terms.sinks is None else jnp.asarray(terms.sinks, jnp.float32)[None, :, None, None]
     weights, total, top = standard.exponentials(logits, mask, sinks)
-    out = weigh(weights.reshape(b, kv_heads, rows, -1), value, read, spec.value_head_dim)
+    out = weigh(weights.reshape(b, kv_heads, rows, -1), value, read, spec.value_head_dim, turned=turned)
     out = out.reshape(b, kv_heads, -1, t, spec.value_head_dim)
     # The outputs are divided, not the weights, because there are fewer of them.
     out = out / total.reshape(b, kv_heads, -1, t, 1)
@@ -63,41 +72,89 @@ def _attend(
     return ((out, standard.log_sum_exp(total, top)) if spec.return_log_sum_exp else out), carry
 
 
-def scores(query: Float[Array, "b k r h"], key: Float[Array, "b k s h"]) -> Float[Array, "b k r s"]:
-    """Products of each KV head's query rows with its keys, float32, in a cache's layout (heads before length).
+def differentiated(spec: AttentionSpec, layout: Layout, step: Callable[[Layout], Plan], target: Target) -> Plan:
+    """``step(layout)`` of a problem of few queries. A program that differentiates it runs the plain formula instead."""
 
-    The keys are the left operand: as the right operand, with several rows, XLA's kernel packs every key anew.
+    def kernel(layout: Layout, terms: Terms, query: Array, key: Array, value: Array | None) -> Any:
+        return _run(step(layout).attend, query, key, value, terms)
+
+    def plain(layout: Layout, terms: Terms, query: Array, key: Array, value: Array | None) -> Any:
+        made = standard.STANDARD.plan(dataclasses.replace(spec, kv_layout="NHD"), layout, target=target)
+        return _run(swapped(made.attend) if spec.kv_layout == "HND" else made.attend, query, key, value, terms)
+
+    run = jax.custom_vjp(kernel)
+    run.defvjp(
+        lambda layout, *operands: jax.vjp(functools.partial(plain, layout), *operands),
+        lambda pull, cotangents: (None, *pull(cotangents)),
+    )
+
+    def attend(
+        query: Array, key: Array, value: Array | None, layer: int | None, carry: Carry, terms: Terms = NO_TERMS
+    ) -> tuple[Any, Carry]:
+        return run(layout, terms, query, key, value), carry
+
+    return Plan(attend, ("gradients of so few queries are those of the plain formula, backend 'standard'.",))
+
+
+def _run(attend: Callable[..., Any], query: Array, key: Array, value: Array | None, terms: Terms) -> Any:
+    return attend(query, key, value, None, (), *((terms,) if terms.given() else ()))[0]
+
+
+def scores(
+    query: Float[Array, "b k r h"], key: Float[Array, "b _ _ h"], *, turned: bool = False
+) -> Float[Array, "b k r s"]:
+    """Products of each KV head's query rows with its keys, float32. Keys have heads before slots, or are ``turned``."""
+    if not turned:
+        return _scores(query, key)
+    slots, (blocks, rest) = key.shape[1], divmod(key.shape[1], _SLOTS)
+
+    def of_block(start: Any, width: int) -> Array:
+        return _scores(query, lax.dynamic_slice_in_dim(key, start, width, 1).swapaxes(1, 2))
+
+    if not blocks:
+        return of_block(0, rest)
+    found = lax.map(lambda i: of_block(i * _SLOTS, _SLOTS), jnp.arange(blocks))
+    found = jnp.moveaxis(found, 0, 3).reshape(*query.shape[:3], slots - rest)
+    return jnp.concatenate([found, of_block(slots - rest, rest)], 3) if rest else found
+
+
+def _scores(query: Float[Array, "b k r h"], key: Float[Array, "b k s h"]) -> Float[Array, "b k r s"]:
+    """The keys are the left operand: as the right operand, with several rows, XLA's kernel packs every key anew.
 
     The barrier keeps XLA's simplifier from swapping the operands again to save the small transpose.
     """
     rows = query.shape[2]
     if query.dtype != jnp.float32:
         query = _two_rows(query)
-    turned = jnp.einsum("bksh,bkrh->bksr", key, query, preferred_element_type=jnp.float32)
-    return lax.optimization_barrier(turned)[..., :rows].swapaxes(2, 3)
+    found = jnp.einsum("bksh,bkrh->bksr", key, query, preferred_element_type=jnp.float32)
+    return lax.optimization_barrier(found)[..., :rows].swapaxes(2, 3)
 
 
 def weigh(
     weights: Float[Array, "b k r s"],
-    value: Float[Array, "b k s d"],
+    value: Float[Array, "b _ _ d"],
     read: Bool[Array, "#b s"] | None = None,
     value_head_dim: int | None = None,
+    *,
+    turned: bool = False,
 ) -> Float[Array, "b k r v"]:
     """Sums of values weighted by float32 ``weights``, which are rounded to the values' dtype; float32.
 
-    The values are the first ``value_head_dim`` numbers of ``value``; None: all. Those that are not ``read`` count as
-    zero, whatever they are.
+    Values have heads before slots, or are ``turned``. They are the first ``value_head_dim`` numbers of ``value``; None:
+    all. Those that are not ``read`` count as zero, whatever they are.
     """
     rows, slots = weights.shape[2], weights.shape[3]
     weights = _two_rows(weights.astype(value.dtype))
-    if read is None:
+    if read is None and not turned:
         return _weighted(weights, value)[:, :, :rows, :value_head_dim]  # the fewer outputs are cut
     dims = value.shape[3] if value_head_dim is None else value_head_dim
 
     def of_block(start: Any, width: int) -> Array:
-        some = (lax.dynamic_slice_in_dim(x, start, width, axis) for x, axis in ((weights, 3), (value, 2), (read, 1)))
-        of_weights, of_values, mask = some
-        return _weighted(of_weights, jnp.where(mask[:, None, :, None], of_values[..., :dims], 0))
+        some = lax.dynamic_slice_in_dim(value, start, width, 1 if turned else 2)[..., :dims]
+        some = some.swapaxes(1, 2) if turned else some
+        if read is not None:
+            some = jnp.where(lax.dynamic_slice_in_dim(read, start, width, 1)[:, None, :, None], some, 0)
+        return _weighted(lax.dynamic_slice_in_dim(weights, start, width, 3), some)
 
     blocks, rest = divmod(slots, _SLOTS)
     total = of_block(blocks * _SLOTS, rest) if rest else jnp.zeros((*weights.shape[:3], dims), jnp.float32)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from llvmlite import ir
 
@@ -25,9 +25,6 @@ from .handler import Dims, Operand, State
 from .isa import Isa
 from .softmax import HIDDEN
 
-if TYPE_CHECKING:
-    from .forward import Kernel
-
 _LOG2_E = math.log2(math.e)
 # A finite bias hides nothing: below this (far below any logit) it is raised to it.
 _LEAST = HIDDEN * 0.4
@@ -35,34 +32,46 @@ _LEAST = HIDDEN * 0.4
 _AXES = {"mask": ("MB", "MN", "MT", "MS"), "bias": ("BB", "BN", "BT", "BS")}
 
 
-def operands(kernel: Kernel) -> tuple[Operand, ...]:
-    """The arrays that the kernel is given behind all others."""
-    found = []
-    if kernel.mask:
-        found.append(Operand("mask", "bool", _AXES["mask"]))
-    if kernel.bias:
-        found.append(Operand("bias", kernel.bias, _AXES["bias"]))
-    if kernel.alibi:
-        found += [Operand("alibi", "float32", ("A", "N")), Operand("query_position", "int32", ("C", "T"))]
-    return tuple(found)
+@dataclasses.dataclass(frozen=True, slots=True)
+class Arrays:
+    """Which arrays a kernel adds: a mask, a bias of a dtype (empty: none), ALiBi's slopes."""
+
+    mask: bool = False
+    bias: str = ""
+    alibi: bool = False
+
+    @property
+    def any(self) -> bool:
+        """Whether there is one."""
+        return self.mask or bool(self.bias) or self.alibi
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Those with a number per pair."""
+        return ("mask",) * self.mask + ("bias",) * bool(self.bias)
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        """What the kernel is given behind all others."""
+        found = [Operand("mask", "bool", _AXES["mask"])] if self.mask else []
+        found += [Operand("bias", self.bias, _AXES["bias"])] if self.bias else []
+        if self.alibi:
+            found += [Operand("alibi", "float32", ("A", "N")), Operand("query_position", "int32", ("C", "T"))]
+        return tuple(found)
 
 
-def fits(kernel: Kernel, dims: Dims) -> list[tuple[Any, str]]:
+def fits(arrays: Arrays, dims: Dims) -> list[tuple[Any, str]]:
     """Conditions on the shapes."""
     found = []
-    for name in _arrays(kernel):
+    for name in arrays.names:
         batch, *others = _AXES[name]
         found.append(((dims["B"] % dims[batch]).equals(0), f"the batch of the {name} does not divide the batch."))
         for axis, size in zip(others, ("N", "T", "S"), strict=True):
             right = dims[axis].equals(1) | dims[axis].equals(dims[size])
             found.append((right, f"an axis of the {name} is neither 1 nor as long as that of the scores."))
-    if kernel.alibi:
+    if arrays.alibi:
         found.append(((dims["B"] % dims["A"]).equals(0), "the rows of slopes do not divide the batch."))
     return found
-
-
-def _arrays(kernel: Kernel) -> tuple[str, ...]:
-    return ("mask",) * kernel.mask + ("bias",) * bool(kernel.bias)
 
 
 def sharing(dims: Dims) -> tuple[Any, Any, Any]:
@@ -76,7 +85,7 @@ class Added:
     """For tiles of ``queries`` rows, which is also the stride from one key's numbers to the next's."""
 
     isa: Isa
-    kernel: Kernel
+    arrays: Arrays
     state: State
     queries: int
 
@@ -106,11 +115,11 @@ class Added:
             with e.loop(0, self.queries) as i:
                 r = e.min(start + i, start + count - 1)
                 t, h = r // group, kv_head * group + r % group
-                for name in _arrays(self.kernel):
+                for name in self.arrays.names:
                     batches, heads, tokens, keys = (dims[axis] for axis in _AXES[name])
                     row = (batch // (dims["B"] // batches) * heads + h % heads) * tokens + t % tokens
                     to.at(self._at[name]).at(i, 8).store(row * keys, 8)
-                if self.kernel.alibi:
+                if self.arrays.alibi:
                     of_batch = batch // (dims["B"] // dims["A"]) * dims["N"]
                     slope = self.state.pointer(s, "data:alibi").at(of_batch + h, 4).load(f32)
                     to.at(self._at["slope"]).at(i, 4).store(slope * -_LOG2_E)
@@ -136,13 +145,13 @@ class Added:
             hidden = e.variable(e.const(vector(i1, lanes), 1))
             with e.loop(start // lanes * lanes, stop, lanes) as k, e.loop(0, isa.group, lanes) as q:
                 columns = [e.const(type_, 0.0)] * lanes
-                if _arrays(self.kernel):
+                if self.arrays.names:
                     with e.loop(0, lanes) as i:
                         x = self._of_row(e, s, dims, rows_, g + q + i, slot + k, rest)
                         square.at(i * lanes, 4).store(x)
                     columns = rows.turned(e, [square.at(i * lanes, 4).load(type_) for i in range(lanes)])
                 for j, x in enumerate(columns):
-                    if self.kernel.alibi:
+                    if self.arrays.alibi:
                         slope = rows_.at(self._at["slope"]).at(g + q, 4).load(type_)
                         x = e.fma(slope, self._distance(e, rows_, g + q, positions.at(k + j, 4)), x)  # noqa: PLW2901
                     to.at((k + j) * queries + q, 4).store(x)
@@ -154,13 +163,13 @@ class Added:
         """Mask and bias of one row and a vector of keys."""
         lanes, type_ = self.isa.lanes, vector(f32, self.isa.lanes)
         x = e.const(type_, 0.0)
-        if self.kernel.bias:
-            size = elements.SIZE[self.kernel.bias]
+        if self.arrays.bias:
+            size = elements.SIZE[self.arrays.bias]
             place = self._vector_at(e, s, dims, "bias", rows_, row, first, (size, i32 if size == 4 else i16), rest)
-            x = elements.load(e, place(), self.kernel.bias, lanes)
+            x = elements.load(e, place(), self.arrays.bias, lanes)
             raised = e.select(x < _LEAST / _LOG2_E, e.const(type_, _LEAST), x * _LOG2_E)
             x = e.select(x.equals(-math.inf), x, raised)
-        if self.kernel.mask:
+        if self.arrays.mask:
             place = self._vector_at(e, s, dims, "mask", rows_, row, first, (1, i8), rest)
             x = e.select(place().load(vector(i8, lanes), 1).compare("!=", 0), x, -math.inf)
         return x
@@ -210,9 +219,9 @@ class Added:
         """
         with Function(module, "added_gradient", [ptr, ptr, i64, ptr] + [i64] * 3 + [ptr]) as (e, arguments):
             s, rows_, g, positions, slot, start, stop, slopes = arguments
-            if self.kernel.alibi:
+            if self.arrays.alibi:
                 self._add_distances(e, rows_, g, positions, (start, stop), slopes)
-            if self.kernel.bias:
+            if self.arrays.bias:
                 self._add_to_bias(e, s, rows_, g, slot, (start, stop), slopes)
             e.ret()
         return e.function

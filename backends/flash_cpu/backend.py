@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from .. import kv_cache, sinks
+from .. import decode, kv_cache, sinks
 from ..contract import (
     NO_TERMS,
     NOTHING_SEEN,
@@ -119,6 +119,11 @@ class FlashCpu:
         given = _checked(options)
         how: dict[str, Any] = {"target": target, "mode": mode, "options": given}
         cached, mask = kv_cache.is_cache(spec), pairs(layout.mask)
+        undifferentiated = dataclasses.replace(spec, needs_grad=False)
+        if spec.needs_grad and mask is None and is_decode(undifferentiated):
+            return decode.differentiated(
+                spec, layout, lambda layout: self.plan(undifferentiated, layout, **how), target
+            )
         by_decode = is_decode(spec) and mask is None
         if spec.kv_layout == "HND" and (cached or not by_decode):  # the decode kernel alone reads it in place
             made = self.plan(dataclasses.replace(spec, kv_layout="NHD"), layout, **how)

@@ -61,7 +61,7 @@ def operands(kernel: Kernel) -> tuple[Operand, ...]:
         Operand("d_out", kernel.dtype, value),
         Operand("d_lse", "float32", ("B", "T", "N")),
         Operand("parts", "float32", ("L", "P")),
-        *([Operand("zeros", "float32", ("BB", "BN", "BT", "BS"))] if kernel.bias else []),
+        *([Operand("zeros", "float32", ("BB", "BN", "BT", "BS"))] if kernel.arrays.bias else []),
     )
 
 
@@ -74,8 +74,8 @@ def results(kernel: Kernel) -> tuple[Operand, ...]:
         Operand("d_query", kernel.out_dtype, ("B", "T", "N", kernel.head_dim)),
         Operand("d_key", kernel.out_dtype, ("B", "S", "K", kernel.head_dim)),
         Operand("d_value", kernel.out_dtype, ("B", "S", "K", kernel.value_head_dim)),
-        *([Operand("d_bias", "float32", ("BB", "BN", "BT", "BS"))] if kernel.bias else []),
-        *([Operand("d_slope", "float32", ("B", "T", "N", "P"))] if kernel.alibi else []),
+        *([Operand("d_bias", "float32", ("BB", "BN", "BT", "BS"))] if kernel.arrays.bias else []),
+        *([Operand("d_slope", "float32", ("B", "T", "N", "P"))] if kernel.arrays.alibi else []),
         Operand("scratch", "uint8", ("bytes",)),
     )
 
@@ -123,7 +123,7 @@ class _Buffers:
             key_joined=paired * keys // 2 * self.width * 4,
             value=keys * self.value_terms * 4,
             scores=keys * BLOCK_ROWS * 4,
-            added=keys * BLOCK_ROWS * 4 * self.kernel.adds,
+            added=keys * BLOCK_ROWS * 4 * self.kernel.arrays.any,
             d_probs=keys * BLOCK_ROWS * 4,
             by_key=paired * keys // 2 * BLOCK_ROWS * 4,
             position=keys * 4,
@@ -146,7 +146,7 @@ class _Buffers:
             numbers=n * (QUERY_ID + 1) * 4,
             bounds=n // self.isa.group * masking.QUERY_RECORD,
             whole=masking.QUERY_RECORD,
-            added_rows=Added.row_bytes(n) * self.kernel.adds,
+            added_rows=Added.row_bytes(n) * self.kernel.arrays.any,
         )
 
     def tiles(self, dims: Dims) -> Any:
@@ -205,7 +205,7 @@ def build(module: ir.Module, isa: Isa, kernel: Kernel) -> tuple[Program, State]:
     buffers = _Buffers(isa, kernel)
     state = State.of(operands(kernel), results(kernel), 2)
     write = _emit_write(module, buffers, state)
-    sets = _sets if kernel.bias else lambda dims: dims["B"] * dims["K"]
+    sets = _sets if kernel.arrays.bias else lambda dims: dims["B"] * dims["K"]
     columns = _emit_columns(module, buffers, state, write)
     add = _emit_add(module, buffers, state, write)
     program = Program(
@@ -217,7 +217,7 @@ def build(module: ir.Module, isa: Isa, kernel: Kernel) -> tuple[Program, State]:
         ),
         buffers.shared_bytes,
         buffers.worker_bytes,
-        lambda dims: [*fits(dims), *added.fits(kernel, dims)],
+        lambda dims: [*fits(dims), *added.fits(kernel.arrays, dims)],
     )
     return program, state
 
@@ -230,9 +230,13 @@ def _sets(dims: Dims) -> Any:
 
 def _emit_columns(module: ir.Module, buffers: _Buffers, state: State, write: ir.Function) -> ir.Function:
     """``item(state, workspace, index)``: every ``P``-th key block of a KV head, against all its rows."""
-    write_slopes = _emit_write_slopes(module, buffers, state) if buffers.kernel.alibi else None
+    write_slopes = _emit_write_slopes(module, buffers, state) if buffers.kernel.arrays.alibi else None
     load_tile = _emit_load_tile(module, buffers, state)
-    find_rows = Added(buffers.isa, buffers.kernel, state, BLOCK_ROWS).emit_rows(module) if buffers.kernel.adds else None
+    find_rows = (
+        Added(buffers.isa, buffers.kernel.arrays, state, BLOCK_ROWS).emit_rows(module)
+        if buffers.kernel.arrays.any
+        else None
+    )
     load_block = _emit_load_block(module, buffers, state)
     step = _emit_step(module, buffers, state)
     store = _emit_store_block(module, buffers, state)
@@ -276,7 +280,7 @@ def _emit_columns(module: ir.Module, buffers: _Buffers, state: State, write: ir.
                 if write_slopes is not None:
                     e.run(write_slopes, s, tiles.at(i * tile_size + of_tile["added_rows"]), head, n, part)
         e.ret()
-    return _emit_sets(module, state, e.function, alone=not buffers.kernel.bias)
+    return _emit_sets(module, state, e.function, alone=not buffers.kernel.arrays.bias)
 
 
 def _emit_sets(module: ir.Module, state: State, columns: ir.Function, *, alone: bool) -> ir.Function:
@@ -301,7 +305,7 @@ def _emit_sets(module: ir.Module, state: State, columns: ir.Function, *, alone: 
 
 def _emit_write_slopes(module: ir.Module, buffers: _Buffers, state: State) -> ir.Function:
     """``write_slopes(state, rows, head, tile, part)``: of a tile's rows, the sums of ``dS`` times distance."""
-    extra = Added(buffers.isa, buffers.kernel, state, BLOCK_ROWS)
+    extra = Added(buffers.isa, buffers.kernel.arrays, state, BLOCK_ROWS)
     with Function(module, "write_slopes", [ptr, ptr] + [i64] * 3) as (e, (s, rows_, head, tile, part)):
         dims = state.dims(s)
         kv_heads, start = dims["K"], tile * BLOCK_ROWS
@@ -434,12 +438,12 @@ def _emit_step(module: ir.Module, buffers: _Buffers, state: State) -> ir.Functio
         to_value = Weighted.of(module, isa, "to_value", value_width, (n, 1), pack)
     to_query = Weighted.of(module, isa, "to_query", width, (1, n), pack)
     plain, masked = (
-        slopes(module, isa, n, mixed=mixed, soft_cap=kernel.soft_cap, pack=pack, added=kernel.adds)
+        slopes(module, isa, n, mixed=mixed, soft_cap=kernel.soft_cap, pack=pack, added=kernel.arrays.any)
         for mixed in (False, True)
     )
-    extra = Added(isa, kernel, state, n)
-    fetch = extra.emit_fetch(module) if kernel.adds else None
-    keep = extra.emit_gradient(module) if kernel.bias or kernel.alibi else None
+    extra = Added(isa, kernel.arrays, state, n)
+    fetch = extra.emit_fetch(module) if kernel.arrays.any else None
+    keep = extra.emit_gradient(module) if kernel.arrays.bias or kernel.arrays.alibi else None
     of_block, of_tile, of_gradients = buffers.block[0], buffers.tile[0], buffers.gradients[0]
     with Function(module, "step", [ptr] * 5 + [i64]) as (e, (s_, w, tile, gradients, numbers, slot)):
         block = {name: w.at(offset) for name, offset in of_block.items()}
@@ -450,7 +454,7 @@ def _emit_step(module: ir.Module, buffers: _Buffers, state: State) -> ir.Functio
             with e.loop(0, n, isa.group) as g:
                 s, d = block["scores"].at(g, 4), block["d_probs"].at(g, 4)
                 of_group = s_, rows_["added_rows"], g, block["position"], slot, live.start, live.stop
-                to_add = [block["added"].at(g, 4)] * kernel.adds
+                to_add = [block["added"].at(g, 4)] * kernel.arrays.any
                 if fetch is not None:
                     e.run(fetch, *of_group, *to_add)
                 score.emit(e, block["key"], rows_["query_turned"].at(g, 4), s, live.start, live.stop)

@@ -16,6 +16,7 @@ from ..contract import AttentionSpec
 from ..devices import usable_cores
 from ..manual_axes import varying
 from . import backward, decode, forward, handler, targets
+from .added import Arrays
 from .decode import DecodeKernel
 from .decode_listed import DecodeListed
 from .decode_mass import DecodeMass
@@ -245,7 +246,7 @@ def _in_order(extra: Mapping[str, Any]) -> list[Any]:
 def adding(kernel: Kernel, extra: Mapping[str, Any]) -> Kernel:
     """The kernel that takes these operands of ``added.py``."""
     bias = str(extra["bias"].dtype) if "bias" in extra else ""
-    return dataclasses.replace(kernel, mask="mask" in extra, bias=bias, alibi="alibi" in extra)
+    return dataclasses.replace(kernel, arrays=Arrays("mask" in extra, bias, "alibi" in extra))
 
 
 def call(

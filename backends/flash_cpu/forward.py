@@ -19,7 +19,7 @@ from typing import Any
 from llvmlite import ir
 
 from . import added, masking, rows
-from .added import Added
+from .added import Added, Arrays
 from .emit import Function, Value, f32, i32, i64, ptr, vector
 from .handler import Dims, Operand, Phase, Program, State
 from .isa import Isa
@@ -35,7 +35,7 @@ UNSEEN_TOP = 1e30  # maximum of a row that sees nothing: its probabilities come 
 class Kernel:
     """The choices that a kernel is compiled for. ``out_dtype`` is the output's (float32 if parts are merged later).
 
-    ``mask``, ``bias`` and ``alibi``: the arrays of ``added.py``.
+    ``arrays`` are those of ``added.py``.
     """
 
     dtype: str
@@ -43,14 +43,7 @@ class Kernel:
     value_head_dim: int
     soft_cap: bool
     out_dtype: str
-    mask: bool = False
-    bias: str = ""  # its dtype; empty: none
-    alibi: bool = False
-
-    @property
-    def adds(self) -> bool:
-        """Whether anything is added to the scores (``added.py``)."""
-        return self.mask or bool(self.bias) or self.alibi
+    arrays: Arrays = Arrays()  # noqa: RUF009 (a frozen value)
 
     @property
     def operands(self) -> tuple[Operand, ...]:
@@ -65,7 +58,7 @@ class Kernel:
             Operand("position", "int32", ("C", "S")),
             Operand("key_id", "int32", ("C", "S")),
             Operand("numbers", "float32", ("M",)),
-            *added.operands(self),
+            *self.arrays.operands,
         )
 
     @property
@@ -102,8 +95,8 @@ def workspace(isa: Isa, kernel: Kernel, keys: int) -> tuple[dict[str, int], int]
     sizes = {
         "query": queries * width,
         "scores": max(keys * queries, queries * width),
-        "added": keys * queries * kernel.adds,
-        "added_rows": Added.row_bytes(queries) // 4 * kernel.adds,
+        "added": keys * queries * kernel.arrays.any,
+        "added_rows": Added.row_bytes(queries) // 4 * kernel.arrays.any,
         "out": queries * value_width,
         **dict.fromkeys(("top", "total", "decay", "first", "last", "query_id"), queries),
         "bounds": queries // isa.group * masking.QUERY_RECORD // 4,
@@ -155,7 +148,7 @@ def build(module: ir.Module, isa: Isa, kernel: Kernel) -> tuple[Program, State]:
         (Phase(items, e.function, lambda dims: head_groups(dims) + 1),),
         blocks.shared_bytes,
         lambda _: workspace_bytes(isa, kernel),
-        lambda dims: [*fits(dims), *added.fits(kernel, dims)],
+        lambda dims: [*fits(dims), *added.fits(kernel.arrays, dims)],
     )
     return program, state
 
@@ -169,7 +162,7 @@ def _emit_tile_item(module: ir.Module, isa: Isa, kernel: Kernel, blocks: Blocks,
     """``item(state, workspace, index)``: one tile of query rows of one KV head."""
     queries, at = block_rows(isa), workspace(isa, kernel, BLOCK_KEYS)[0]
     read = emit_read(module, isa, kernel, state, queries, at)
-    extra = Added(isa, kernel, state, queries) if kernel.adds else None
+    extra = Added(isa, kernel.arrays, state, queries) if kernel.arrays.any else None
     attend = emit_attend(module, isa, kernel, blocks, at, extra=extra)
     write = emit_write(module, isa, kernel, state, at)
     find_rows = None if extra is None else extra.emit_rows(module)
@@ -264,16 +257,23 @@ def emit_attend(
     scores = Scores.of(module, isa, "score", kernel.head_dim, blocks.key_width, queries, blocks.pack)
     plain, masked = (
         softmax(
-            module, isa, queries, mixed=mixed, soft_cap=kernel.soft_cap, pack=pack, pooled=pooled, added=kernel.adds
+            module,
+            isa,
+            queries,
+            mixed=mixed,
+            soft_cap=kernel.soft_cap,
+            pack=pack,
+            pooled=pooled,
+            added=kernel.arrays.any,
         )
         for mixed in (False, True)
     )
     fetch = None if extra is None else extra.emit_fetch(module)
     weigh = Weighted.of(module, isa, "value", value_width, (1, queries), pack)
-    stride = queries if kernel.adds else None
+    stride = queries if kernel.arrays.any else None
     rescale, spoil = _emit_rescale(module, isa, value_width), _emit_spoil(module, isa, stride)
     fill = rows.fill(module, isa)
-    with Function(module, "attend", [ptr] * (8 + listed + 2 * pooled + kernel.adds) + [i64]) as (e, arguments):
+    with Function(module, "attend", [ptr] * (8 + listed + 2 * pooled + kernel.arrays.any) + [i64]) as (e, arguments):
         w, keys, values, spoilt, positions, ids, records, numbers, *more, count = arguments
         with e.loop(0, count) as i:
             n = more[0].at(i, 4).load(i32).integer(i64) if listed else i
