@@ -21,9 +21,8 @@ from .devices import Target
 
 # Arrays of the call itself, which the layer passes.
 _ARRAYS = {"query", "key", "value", "bias", "mask"}
-_OPTIONS = (
-    frozenset(inspect.signature(attention).parameters) - _ARRAYS - {"backend", "return_log_sum_exp", "value_head_dim"}
-)
+_OTHERS = {"backend", "return_log_sum_exp", "value_head_dim", "kv_layout"}  # the layer's own, or its layout
+_OPTIONS = frozenset(inspect.signature(attention).parameters) - _ARRAYS - _OTHERS
 
 _REFUSED = {
     "module": "the attention weights are never formed, so there are none to sow; leave sow_weights at False.",

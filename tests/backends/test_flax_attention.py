@@ -256,7 +256,7 @@ def test_unknown_keyword_is_refused() -> None:
         attention_fn("standard")(x, x, x, temperature=2.0)
 
 
-@pytest.mark.parametrize("name", ["is_casual", "mask", "query"])
+@pytest.mark.parametrize("name", ["is_casual", "mask", "query", "kv_layout"])
 def test_unknown_option_is_refused_before_any_call(name: str) -> None:
     with pytest.raises(ValueError, match=f"attention_fn has no option {name}; its options are .*is_causal"):
         attention_fn("standard", **{name: True})

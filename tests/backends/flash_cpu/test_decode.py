@@ -5,11 +5,12 @@ import fnmatch
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 pytest.importorskip("llvmlite", reason="the kernels are compiled by llvmlite")
 
-from attnsuite.backends import AttentionSpec, Layout, Target, plan, registry
+from attnsuite.backends import AttentionSpec, Layout, Target, attention, plan, registry
 from attnsuite.testing.problems import CASES, problem
 
 NHD = AttentionSpec(
@@ -89,3 +90,25 @@ def test_both_layouts_pass_the_judge(name, kv_layout):
 def test_unknown_layout_is_refused():
     with pytest.raises(ValueError, match=r"kv_layout='BHSD' is not supported; use 'NHD' \(\[batch, length"):
         dataclasses.replace(NHD, kv_layout="BHSD")
+
+
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+@pytest.mark.parametrize("backend", ["flash_cpu", "chunked"])
+def test_step_with_a_gradient_has_the_kernels_output_and_the_plain_gradient(backend, kv_layout):
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape, np.float32))  # noqa: E731
+    query, cache = draw(2, 1, 4, 32), (draw(2, 700, 2, 32), draw(2, 700, 2, 32))
+    cache = cache if kv_layout == "NHD" else tuple(x.swapaxes(1, 2) for x in cache)
+    lengths = jnp.asarray([700, 301], jnp.int32)
+
+    def run(name, *arrays, **options):
+        options = {"key_value_seq_lengths": lengths, "kv_layout": kv_layout, "on_unavailable": "raise", **options}
+        return attention(*arrays, backend=name, **options)
+
+    def gradients(name):
+        return jax.grad(lambda *arrays: (run(name, *arrays) ** 2).sum(), (0, 1, 2))(query, *cache)
+
+    np.testing.assert_array_equal(run(backend, query, *cache), run(backend, query, *cache, needs_grad=False))
+    np.testing.assert_allclose(run(backend, query, *cache), run("standard", query, *cache), atol=2e-6)
+    for found, expected in zip(gradients(backend), gradients("standard"), strict=True):
+        np.testing.assert_allclose(found, expected, atol=2e-6)
