@@ -322,12 +322,13 @@ def _attend(
         policy=request.policy,
     )
     mode = "native" if resolution.mode == "fallback" else resolution.mode
+    given = None if resolution.mode == "fallback" else request.options
     program = _Program(
-        shares(resolution.backend, spec, resolution.target, mode, query, key, value),
+        shares(resolution.backend, spec, (resolution.target, mode, given), query, key, value),
         spec,
         resolution.target,
         mode,
-        () if resolution.mode == "fallback" else tuple((request.options or {}).items()),
+        tuple((given or {}).items()),
         request.isolate,
     )
     try:

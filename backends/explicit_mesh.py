@@ -7,6 +7,7 @@ where batch and heads are sharded, so they run inside ``jax.shard_map``, without
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -23,12 +24,18 @@ _DIMENSIONS = ("batch", "length", "heads", "head_dim")
 
 
 def shares(
-    backend: Backend, spec: AttentionSpec, target: Target, mode: Mode, query: Array, key: Array, value: Array | None
+    backend: Backend,
+    spec: AttentionSpec,
+    how: tuple[Target, Mode, Mapping[str, Any] | None],
+    query: Array,
+    key: Array,
+    value: Array | None,
 ) -> Backend:
     """``backend`` on each device's share where an explicit mesh shards batch or heads; else ``backend`` itself.
 
-    ``standard`` is left to JAX, which follows each of its operations. Raises ValueError, with what to do, where query,
-    key and value are sharded otherwise than along batch and heads, each alike, and where the share is not supported.
+    ``how`` is target, mode and options. ``standard`` is left to JAX, which follows each of its operations. Raises
+    ValueError, with what to do, where query, key and value are sharded otherwise than along batch and heads, each alike,
+    and where the share is not supported.
     """
     found = [_sharding(x) for x in (query, key, value) if x is not None]
     if spec.kv_layout == "HND":
@@ -46,8 +53,8 @@ def shares(
             f"Sharded(backend, mesh, MeshAxes(context=...)) for a sharded length, or backend='standard'."
         )
     sharded = Sharded(backend, mesh, MeshAxes(data=batch, heads=heads))
-    if reasons := support(sharded, spec, target, mode).reasons:
-        raise ValueError(f"{sharded.name} cannot run this on {target}: {' '.join(reasons)}")
+    if reasons := support(sharded, spec, *how).reasons:
+        raise ValueError(f"{sharded.name} cannot run this on {how[0]}: {' '.join(reasons)}")
     return sharded
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from tabulate import tabulate
 
 from attnsuite.suite import statistics
+from attnsuite.suite.own import is_reference
 from attnsuite.suite.record import Record
 from attnsuite.suite.shown import baseline_of, same_rounds
 from attnsuite.suite.statistics import Interval
@@ -50,6 +51,18 @@ def installs(records: Iterable[Record]) -> list[str]:
         f"{backend} did not run in {plural(len(cases), 'case')} and may be faster; to have it: {command}"
         for (backend, command), cases in lacking.items()
     ]
+
+
+def unmeasured(records: Sequence[Record]) -> list[str]:
+    """A sentence for each function of the user that was not measured in some case: nothing else ran in its name."""
+    found = []
+    for name in dict.fromkeys(record.requested for record in records if is_reference(record.requested)):
+        own = [record for record in records if record.requested == name]
+        without = [record for record in own if record.status == "unsupported"]
+        if without:
+            reason = next(iter(without[0].reasons), without[0].error)
+            found.append(f"{name} is unsupported in {len(without)} of {plural(len(own), 'case')}: {reason}")
+    return found
 
 
 def answer_lines(run: Run) -> list[str]:

@@ -112,7 +112,8 @@ def use_this(shown: Shown) -> Iterator[Section]:
             "interval: below 1 is less time."
         )
         pictures = plot.against_standard(shown.groups)
-        told = (*(f"**{escape(line)}**" for line in answer.installs(shown.records)), told)
+        lines = (*answer.unmeasured(shown.records), *answer.installs(shown.records))
+        told = (*(f"**{escape(line)}**" for line in lines), told)
         yield Section("answer", "Use this", told, tuple(reading.headline(shown.groups)), (made,), pictures)
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from attnsuite import reports
-from attnsuite.reports.answer import answer, installs
+from attnsuite.reports.answer import answer, installs, unmeasured
 from attnsuite.reports.cells import group
 
 FAST, MIDDLE, SLOW = ([scale * (1 + 0.001 * i) for i in range(10)] for scale in (0.001, 0.01, 0.1))
@@ -117,3 +117,10 @@ def test_backend_that_one_install_keeps_from_running_is_named_with_the_command(r
     assert sentence.endswith("to have it: pip install '.[kvax]'")
     elsewhere = record("kvax", status="unsupported", mode=None, resolved=None, samples=(), reasons=(device, lacking))
     assert installs([elsewhere]) == []
+
+
+def test_function_that_was_not_measured_is_named_at_the_top_with_the_reason(record):
+    reason = "my.py:attend: it is not causal."
+    left_out = {"status": "unsupported", "mode": None, "resolved": None, "samples": (), "reasons": (reason,)}
+    cells = [record("standard"), record("my.py:attend", **left_out), record("kvax", **left_out)]
+    assert unmeasured(cells) == [f"my.py:attend is unsupported in 1 of 1 case: {reason}"]
