@@ -20,7 +20,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from . import standard
-from .contract import NO_TERMS, AttentionSpec, Carry, Layout, Plan, Terms, may_attend
+from .contract import NO_TERMS, AttentionSpec, Carry, EitherArray, Layout, Plan, Terms, may_attend
 from .devices import Target
 from .kv_layout import swapped
 from .manual_axes import varying
@@ -49,8 +49,8 @@ def _attend(
     mask: Bool[Array, "#b #n #t #s"] | None,
     read: Bool[Array, "#b s"] | None,
     query: Float[Array, "b t n h"],
-    key: Float[Array, "b s k h"],
-    value: Float[Array, "b s k v"] | None,
+    key: Float[Array, "b _ _ h"],
+    value: Float[Array, "b _ _ v"] | None,
     layer: int | None,
     carry: Carry,
     terms: Terms = NO_TERMS,
@@ -74,24 +74,33 @@ def _attend(
 
 def differentiated(spec: AttentionSpec, layout: Layout, step: Callable[[Layout], Plan], target: Target) -> Plan:
     """``step(layout)`` of a problem of few queries. A program that differentiates it runs the plain formula instead."""
+    # JAX builds the tree of an argument from placeholders too, which are no arrays: lists and dicts take them.
+    leaves, tree = jax.tree.flatten(layout)
 
-    def kernel(layout: Layout, terms: Terms, query: Array, key: Array, value: Array | None) -> Any:
-        return _run(step(layout).attend, query, key, value, terms)
+    def kernel(
+        given: list[EitherArray], learned: dict[str, Array], query: Array, key: Array, value: Array | None
+    ) -> Any:
+        return _run(step(tree.unflatten(given)).attend, query, key, value, Terms(**learned))
 
-    def plain(layout: Layout, terms: Terms, query: Array, key: Array, value: Array | None) -> Any:
-        made = standard.STANDARD.plan(dataclasses.replace(spec, kv_layout="NHD"), layout, target=target)
-        return _run(swapped(made.attend) if spec.kv_layout == "HND" else made.attend, query, key, value, terms)
+    def plain(
+        given: list[EitherArray], learned: dict[str, Array], query: Array, key: Array, value: Array | None
+    ) -> Any:
+        inside = dataclasses.replace(spec, kv_layout="NHD")
+        made = standard.STANDARD.plan(inside, tree.unflatten(given), target=target)
+        attend = swapped(made.attend) if spec.kv_layout == "HND" else made.attend
+        return _run(attend, query, key, value, Terms(**learned))
 
     run = jax.custom_vjp(kernel)
     run.defvjp(
-        lambda layout, *operands: jax.vjp(functools.partial(plain, layout), *operands),
+        lambda given, *operands: jax.vjp(functools.partial(plain, given), *operands),
         lambda pull, cotangents: (None, *pull(cotangents)),
     )
 
     def attend(
         query: Array, key: Array, value: Array | None, layer: int | None, carry: Carry, terms: Terms = NO_TERMS
     ) -> tuple[Any, Carry]:
-        return run(layout, terms, query, key, value), carry
+        learned = {name: jnp.asarray(getattr(terms, name)) for name in terms.given()}
+        return run(leaves, learned, query, key, value), carry
 
     return Plan(attend, ("gradients of so few queries are those of the plain formula, backend 'standard'.",))
 
