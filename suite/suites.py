@@ -235,9 +235,10 @@ CALLER = Suite(
             for gradient in (False, True)
         ),
         *(
-            CallerCase(way="jit", **_STEP, kv_heads=kv_heads, dtype=dtype)
+            CallerCase(way="jit", **_STEP, kv_heads=kv_heads, dtype=dtype, kv_layout=kv_layout)
             for kv_heads in (8, 2)
             for dtype in ("float32", "bfloat16")
+            for kv_layout in ("NHD", "HND")
         ),
         CallerCase(way="vmap", **_STEP, batch=4, operand="lengths"),
         CallerCase(way="nnx", sequence=4096, query_length=1),

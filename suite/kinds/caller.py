@@ -62,6 +62,7 @@ class CallerCase:
     operand: Operand = "none"
     gradient: bool = False
     layers: Count = 1
+    kv_layout: Literal["NHD", "HND"] = "NHD"
     seed: Seed = 0
 
     def __post_init__(self) -> None:
@@ -74,6 +75,8 @@ class CallerCase:
             )
         if self.way in _FLAX and self.operand != "none":
             raise InputError(f"case {self.name}: flax's layer makes the mask of its cache; leave operand at 'none'.")
+        if self.way in _FLAX and self.kv_layout != "NHD":
+            raise InputError(f"case {self.name}: flax's layer keeps its cache as 'NHD'; leave kv_layout out.")
         if self.way != "layers" and self.layers != 1:
             raise InputError(f"case {self.name}: layers = {self.layers} is for way = 'layers'; leave it at 1.")
         if self.operand in ("causal", "mask") and self.tokens != self.sequence:
@@ -95,6 +98,7 @@ def _name(case: CallerCase) -> str:
         case.operand.replace("_", "-"): case.operand != "none",
         f"l{case.layers}": case.layers != 1,
         "gradient": case.gradient,
+        "hnd": case.kv_layout == "HND",
     }
     return "-".join([*parts, *(text for text, wanted in options.items() if wanted), SHORT_DTYPE[case.dtype]])
 
@@ -114,6 +118,7 @@ def caller_spec(case: CallerCase) -> AttentionSpec:
         has_bias=case.operand == "bias",
         has_seq_lengths=case.operand == "lengths",
         needs_grad=case.gradient,
+        kv_layout=case.kv_layout,
     )
 
 
@@ -141,8 +146,14 @@ def _exact(query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None,
 def _attend(case: CallerCase, row: str) -> Callable[..., Any]:
     """The function that is called: of JAX or of this project."""
     if row == LIBRARY:
-        return functools.partial(jax.nn.dot_product_attention, implementation="xla")
-    return functools.partial(attention, backend=row, on_unavailable="raise", needs_grad=case.gradient)
+        attend = functools.partial(jax.nn.dot_product_attention, implementation="xla")
+        return attend if case.kv_layout == "NHD" else lambda q, k, v, **x: attend(q, _swap(k), _swap(v), **x)
+    options: dict[str, Any] = {"needs_grad": case.gradient, "kv_layout": case.kv_layout}
+    return functools.partial(attention, backend=row, on_unavailable="raise", **options)
+
+
+def _swap(x: Array) -> Array:
+    return x.swapaxes(1, 2)
 
 
 def _arrays(case: CallerCase) -> tuple[tuple[Array, ...], Array, dict[str, Any]]:
@@ -154,6 +165,8 @@ def _arrays(case: CallerCase) -> tuple[tuple[Array, ...], Array, dict[str, Any]]
 
     b, t, s, h = case.batch, case.tokens, case.sequence, case.head_dim
     arrays = draw(b, t, case.heads, h), draw(b, s, case.kv_heads, h), draw(b, s, case.kv_heads, h)
+    if case.kv_layout == "HND":
+        arrays = arrays[0], *map(_swap, arrays[1:])
     lengths = np.linspace(s, (s + 1) // 2, b + 1)[1:].astype(np.int32)
     operands: dict[str, Callable[[], dict[str, Any]]] = {
         "none": dict,
