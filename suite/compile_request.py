@@ -37,7 +37,16 @@ COMPILE = Suite(
             for sequence in (8192, 32768, 131072)
         ),
         OpCase(kind="op_forward", sequence=1000, heads=32, head_dim=256, dtype="bfloat16", causal=False),
-        OpCase(kind="op_decode", sequence=32768, heads=32, head_dim=128, dtype="bfloat16", batch=8),
+        OpCase(  # the cache of models.KVCache, under the name that its pages have
+            kind="op_decode",
+            name="decode-s32768-h32k8-d128-b8-bf16",
+            sequence=32768,
+            heads=32,
+            head_dim=128,
+            dtype="bfloat16",
+            batch=8,
+            kv_layout="HND",
+        ),
     ),
 )
 
