@@ -86,7 +86,7 @@ def placed(program: AbstractProgram, case: OpCase | ModelCase, dealt: Deal) -> A
     first = jax.tree.map(lambda x: _at(x, dealt, PartitionSpec()), first)
     arrays = PartitionSpec(dealt.axes.data, dealt.axes.context, "heads")
     cached = PartitionSpec(dealt.axes.data, "heads")
-    where = [arrays, cached, cached] if case.kv_layout == "HND" else [arrays] * len(others)
+    where = [arrays, cached, cached, arrays][: len(others)] if case.kv_layout == "HND" else [arrays] * len(others)
     return dataclasses.replace(
         program, arguments=(first, *(_at(x, dealt, spec) for x, spec in zip(others, where, strict=True)))
     )
