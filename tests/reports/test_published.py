@@ -27,6 +27,7 @@ PAGES = {
     "cpu-amd-epyc-speed": (),
     "cpu-intel-xeon": (),
     "cpu-intel-xeon-speed": (),
+    "cpu-intel-xeon-caller": (),
     "cpu-intel-xeon-kascade": ("compiled-kascade",),
     "cpu-amd-epyc-speed-8192": (),
     "cpu-amd-epyc-kascade-flash-cpu": (),
