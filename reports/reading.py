@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from attnsuite.suite.shown import STANDARD
+from attnsuite.suite.shown import baseline_of
 
 from . import quality
 from .answer import exact_speeds
@@ -29,14 +29,14 @@ def counts(cells: Sequence[Cell]) -> str:
 def headline(groups: Sequence[Group]) -> list[str]:
     """One sentence per exact backend that is the fastest somewhere: in how many timed cases, and by how much."""
     winners = [ranked[0] for group in groups if (ranked := exact_speeds(group))]
-    sentences = []
+    sentences, baseline = [], baseline_of(group.kind for group in groups)
     for label, wins in Counter(cell.label for cell in winners).most_common():
         ratios = [cell.speed.ratio for cell in winners if cell.label == label and cell.speed and cell.speed.ratio]
         apart = sorted(ratio.value for ratio in ratios if ratio.excludes(1.0))
         sentence = f"{code(label)} is the fastest exact backend in {wins} of {plural(len(winners), 'timed case')}"
         if apart:
             span = number(apart[0]) if len(apart) == 1 else f"{number(apart[0])} to {number(apart[-1])}"
-            sentence += f"; in {len(apart)} of them measurably, at {span} {TIMES} {code(STANDARD)}'s time"
+            sentence += f"; in {len(apart)} of them measurably, at {span} {TIMES} {code(baseline)}'s time"
         sentences.append(f"{sentence}.")
     return sentences
 
