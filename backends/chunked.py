@@ -46,7 +46,7 @@ from .contract import (
 )
 from .devices import Target
 from .features import FEATURES_0_1, KV_LAYOUTS, Feature, Mode, Takes
-from .kv_layout import swapped
+from .kv_layout import turned
 from .tuned import Entry
 
 # The plain formula runs for few query rows (its scores are then linear in the key length), and for a score
@@ -97,10 +97,7 @@ class Chunked:
         path = given.pop("tuned", None)
         cached, step = kv_cache.is_cache(spec), decode.takes(spec, target)
         if spec.kv_layout == "HND" and (cached or not step):
-            made = self.plan(
-                dataclasses.replace(spec, kv_layout="NHD"), layout, target=target, mode=mode, options=options
-            )
-            return dataclasses.replace(made, attend=swapped(made.attend))
+            return turned(spec, lambda spec: self.plan(spec, layout, target=target, mode=mode, options=options))
         if cached:
             return kv_cache.unrounded(
                 spec, lambda wide: self._of_cache(wide, layout, self._program(wide, layout, target, path, given))

@@ -9,7 +9,6 @@ zeros, block by block too, so that NaN in them reaches no row.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +21,7 @@ from jaxtyping import Array, Bool, Float
 from . import standard
 from .contract import NO_TERMS, AttentionSpec, Carry, EitherArray, Layout, Plan, Terms, may_attend
 from .devices import Target
-from .kv_layout import swapped
+from .kv_layout import turned
 from .manual_axes import varying
 
 SHORT_QUERY = 16
@@ -85,10 +84,8 @@ def differentiated(spec: AttentionSpec, layout: Layout, step: Callable[[Layout],
     def plain(
         given: list[EitherArray], learned: dict[str, Array], query: Array, key: Array, value: Array | None
     ) -> Any:
-        inside = dataclasses.replace(spec, kv_layout="NHD")
-        made = standard.STANDARD.plan(inside, tree.unflatten(given), target=target)
-        attend = swapped(made.attend) if spec.kv_layout == "HND" else made.attend
-        return _run(attend, query, key, value, Terms(**learned))
+        made = turned(spec, lambda spec: standard.STANDARD.plan(spec, tree.unflatten(given), target=target))
+        return _run(made.attend, query, key, value, Terms(**learned))
 
     run = jax.custom_vjp(kernel)
     run.defvjp(

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from .contract import AttentionSpec, Terms
+from .contract import AttentionSpec, Plan, Terms
 from .features import Takes
 
 
@@ -21,17 +21,24 @@ def as_read(spec: AttentionSpec, takes: Takes) -> AttentionSpec:
     return spec if spec.kv_layout in takes.kv_layouts else dataclasses.replace(spec, kv_layout="NHD")
 
 
+def turned(spec: AttentionSpec, plan: Callable[[AttentionSpec], Plan]) -> Plan:
+    """The plan of ``spec`` by a ``plan`` that reads ``"NHD"``."""
+    made = plan(dataclasses.replace(spec, kv_layout="NHD"))
+    return made if spec.kv_layout == "NHD" else dataclasses.replace(made, attend=swapped(made.attend))
+
+
 def swapped(attend: Callable[..., Any]) -> Callable[..., Any]:
     """A plan's ``attend`` on keys, values and scales of the other layout."""
 
     def on_swapped(query: Any, key: Any, value: Any, layer: Any, carry: Any, *terms: Terms) -> Any:
         scaled = (
-            dataclasses.replace(x, key_scales=_swap(x.key_scales), value_scales=_swap(x.value_scales)) for x in terms
+            dataclasses.replace(x, key_scales=swap(x.key_scales), value_scales=swap(x.value_scales)) for x in terms
         )
-        return attend(query, _swap(key), _swap(value), layer, carry, *scaled)
+        return attend(query, swap(key), swap(value), layer, carry, *scaled)
 
     return on_swapped
 
 
-def _swap(x: Any) -> Any:
+def swap(x: Any) -> Any:
+    """Keys, values or their scales in the other layout; None stays."""
     return None if x is None else jnp.swapaxes(x, 1, 2)

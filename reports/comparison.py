@@ -9,14 +9,14 @@ from typing import Literal
 
 from attnsuite.suite import statistics
 from attnsuite.suite.record import Record
-from attnsuite.suite.shown import label, shows_memory
+from attnsuite.suite.shown import label, same_problem, shows_memory
 
 from . import cases, environment
 from .markdown import render_table
 from .read import Run, load
 from .regressions import Limits, Regression, against_control, control_of, regressions, timed
 from .table import MILLI, Column, Table, table
-from .words import Value, escape, plural, shorten
+from .words import Value, code, escape, plural, shorten
 
 _ABSENT = "absent"
 _SOURCE = ("source digest", "git revision")
@@ -40,6 +40,9 @@ def compare(run_a: Path, run_b: Path, limits: Limits | None = None) -> Compariso
     first, second = load(run_a), load(run_b)
     before = {record.key: record for record in first.records}
     after = {record.key: record for record in second.records}
+    others = sorted(key for key in before.keys() & after.keys() if not same_problem(before[key], after[key]))
+    for key in others:
+        del before[key], after[key]
     shared = sorted(set(before) & set(after), key=lambda key: (cases.order(before[key]), label(before[key]), key))
     worse = () if limits is None else regressions(before, after, limits)
     blocks = ["# Run B against run A"]
@@ -47,6 +50,9 @@ def compare(run_a: Path, run_b: Path, limits: Limits | None = None) -> Compariso
     blocks += _origins(first, second)
     blocks += _speeds(before, after, shared)
     blocks += _statuses(before, after, shared)
+    if others:
+        told = ", ".join(map(code, others))
+        blocks.append(f"Not compared, since the name means another problem in run B: {told}.")
     blocks += _missing("A", set(before) - set(after), "B")
     blocks += _missing("B", set(after) - set(before), "A")
     return Comparison("\n\n".join(blocks) + "\n", worse)

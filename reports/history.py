@@ -18,7 +18,7 @@ import numpy as np
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.history import Entry
 from attnsuite.suite.record import Record
-from attnsuite.suite.shown import label, shows_speed, standard_of
+from attnsuite.suite.shown import label, same_problem, shows_speed, standard_of
 
 from . import cases, environment
 from .markdown import render_table
@@ -80,7 +80,8 @@ def series(runs: Sequence[Entry]) -> tuple[Series, ...]:
     latest = {key: record for run in by_run for key, record in run.items()}
     made = []
     for key in sorted(latest, key=lambda key: (cases.order(latest[key]), label(latest[key]), key)):
-        found = [(at, _value(key, run)) for at, run in enumerate(by_run) if key in run]
+        found = [(at, _value(key, run)) for at, run in enumerate(by_run)
+                 if key in run and same_problem(run[key], latest[key])]  # fmt: skip
         relative = sum(is_relative for _, (_, is_relative) in found) * 2 > len(found)
         kept = [(at, value) for at, (value, is_relative) in found if is_relative == relative]
         made.append(

@@ -88,6 +88,11 @@ def standard_of(records: Sequence[Record]) -> Record | None:
     return None
 
 
+def same_problem(one: Record, other: Record) -> bool:
+    """Whether no field that both problems have differs: a name may have meant another problem in an earlier run."""
+    return all(one.problem[name] == other.problem[name] for name in one.problem.keys() & other.problem.keys())
+
+
 def baseline_of(kinds: Iterable[str]) -> str:
     """The row that times of these kinds of case are relative to; ``baseline`` where the kinds have several."""
     names = {kind_of(kind).baseline for kind in kinds}

@@ -36,7 +36,7 @@ from ..contract import (
 from ..derivatives import first_derivative, forward_only
 from ..devices import Target
 from ..features import DTYPES, FEATURES_0_1, KV_LAYOUTS, Feature, Mode, Takes
-from ..kv_layout import swapped
+from ..kv_layout import turned
 from ..merging import Seen, put_together
 from ..standard import STANDARD
 from .availability import why_not
@@ -126,8 +126,7 @@ class FlashCpu:
             )
         by_decode = is_decode(spec) and mask is None
         if spec.kv_layout == "HND" and (cached or not by_decode):  # the decode kernel alone reads it in place
-            made = self.plan(dataclasses.replace(spec, kv_layout="NHD"), layout, **how)
-            return dataclasses.replace(made, attend=swapped(made.attend))
+            return turned(spec, lambda spec: self.plan(spec, layout, **how))
         if cached:
             return kv_cache.gathered(spec, layout, functools.partial(self.plan, **how))
         if spec.needs_grad and min(spec.query_length, spec.key_value_length) <= SHORT:
@@ -289,15 +288,8 @@ def _differentiable(calls: Calls, seen: Visibility) -> tuple[Callable[..., Any],
         return (out, _log_sum_exp(top, total, -math.inf)) if calls.spec.return_log_sum_exp else out
 
     @jax.custom_vjp
-    def attend(
-        query: Array,
-        key: Array,
-        value: Array,
-        sunk: Array | None,
-        extra: dict[str, Array],
-        traced: Visibility | None,
-    ) -> Any:
-        return result(*compute(calls, query, key, value, sunk, extra, traced)[0])
+    def attend(*operands: Any) -> Any:
+        return result(*compute(calls, *operands)[0])
 
     def forward(*operands: Any) -> tuple[Any, Any]:
         if not calls.spec.needs_grad:

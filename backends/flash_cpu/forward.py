@@ -47,7 +47,7 @@ class Kernel:
 
     @property
     def operands(self) -> tuple[Operand, ...]:
-        """Query, key, value, then the arrays of ``visibility.Visibility`` the numbers, and what is added."""
+        """Query, key, value, then the arrays of ``visibility.Visibility``, the numbers, and what is added."""
         return (
             Operand("query", self.dtype, ("B", "T", "N", self.head_dim)),
             Operand("key", self.dtype, ("B", "S", "K", self.head_dim)),

@@ -26,6 +26,7 @@ from ..flash_cpu.forward import Kernel
 from ..flash_cpu.isa import Isa
 from ..flash_cpu.sparse import SparseKernel
 from ..flash_cpu.visibility import NO_KEY, NO_QUERY, Visibility
+from ..kv_layout import swap
 from . import steps
 from .selection import Places
 from .settings import Settings, Tiling
@@ -116,7 +117,7 @@ def _mass(geometry: Geometry, places: Places, query: Array, key: Array, value: A
     spec, tiling, calls = geometry.spec, geometry.tiling, geometry.calls
     seen = _seen(spec, places)
     if spec.query_length == 1:
-        mass, out = calls.decode_mass(query, _as_cached(key), _as_cached(value), seen, tiling.unit)
+        mass, out = calls.decode_mass(query, swap(key), swap(value), seen, tiling.unit)
         return mass[:, :, None], out
     this = geometry.kernel(0 if value is None else value.shape[-1])
     size = handler.scratch_bytes(*sparse.mass_scratch(calls.isa, this, geometry.dims(places)), calls.threads)
@@ -146,7 +147,7 @@ def attend(
     """As :meth:`attnsuite.backends.kascade.kernels.Kernels.attend`."""
     spec, tiling, calls = geometry.spec, geometry.tiling, geometry.calls
     if _in_one_step(geometry):
-        cache = _as_cached(key), _as_cached(value)
+        cache = swap(key), swap(value)
         return calls.decode_listed(query, *cache, _seen(spec, places), listed[:, :, 0], tiling.unit)
     this = geometry.kernel(value.shape[-1])
     size = handler.scratch_bytes(*sparse.listed_scratch(calls.isa, this, geometry.dims(places)), calls.threads)
@@ -169,12 +170,8 @@ def _seen(spec: AttentionSpec, places: Places) -> Visibility:
 
 
 def _calls(spec: AttentionSpec) -> Calls:
+    # A step's keys and values are swapped: this cancels the swap by which a cache becomes an operand.
     return Calls(dataclasses.replace(spec, kv_layout="HND") if is_decode(spec) else spec, _isa())
-
-
-def _as_cached(x: Any) -> Any:
-    """Keys or values in ``"HND"``: this cancels the transpose by which a cache becomes an operand."""
-    return None if x is None else x.swapaxes(1, 2)
 
 
 def _isa() -> Isa:

@@ -19,6 +19,7 @@ import numpy as np
 from jaxtyping import Array
 
 from attnsuite.backends import AttentionSpec, Layout, Target, Terms, attention, attention_fn, oracle, resolve
+from attnsuite.backends.kv_layout import swap
 
 from ..cell import Asked, Cell, Means, Prepared
 from ..errors import InputError
@@ -147,13 +148,9 @@ def _attend(case: CallerCase, row: str) -> Callable[..., Any]:
     """The function that is called: of JAX or of this project."""
     if row == LIBRARY:
         attend = functools.partial(jax.nn.dot_product_attention, implementation="xla")
-        return attend if case.kv_layout == "NHD" else lambda q, k, v, **x: attend(q, _swap(k), _swap(v), **x)
+        return attend if case.kv_layout == "NHD" else lambda q, k, v, **x: attend(q, swap(k), swap(v), **x)
     options: dict[str, Any] = {"needs_grad": case.gradient, "kv_layout": case.kv_layout}
     return functools.partial(attention, backend=row, on_unavailable="raise", **options)
-
-
-def _swap(x: Array) -> Array:
-    return x.swapaxes(1, 2)
 
 
 def _arrays(case: CallerCase) -> tuple[tuple[Array, ...], Array, dict[str, Any]]:
@@ -166,7 +163,7 @@ def _arrays(case: CallerCase) -> tuple[tuple[Array, ...], Array, dict[str, Any]]
     b, t, s, h = case.batch, case.tokens, case.sequence, case.head_dim
     arrays = draw(b, t, case.heads, h), draw(b, s, case.kv_heads, h), draw(b, s, case.kv_heads, h)
     if case.kv_layout == "HND":
-        arrays = arrays[0], *map(_swap, arrays[1:])
+        arrays = arrays[0], *map(swap, arrays[1:])
     lengths = np.linspace(s, (s + 1) // 2, b + 1)[1:].astype(np.int32)
     operands: dict[str, Callable[[], dict[str, Any]]] = {
         "none": dict,

@@ -100,3 +100,11 @@ def test_command_line_refuses_a_directory_without_records(record, write_run, cap
         main(["compare", str(write_run(record())), str(tmp_path / "nowhere")])
     assert ended.value.code == 2
     assert "holds no records.jsonl" in capsys.readouterr().err
+
+
+def test_cell_whose_name_means_another_problem_is_not_compared(record, write_run):
+    """Decode cases of before ``kv_layout`` had today's names, and a cache with the heads before the slots."""
+    other = record(problem={**record().problem, "kv_layout": "HND"}, samples=scaled(record(), 9.0))
+    told = runs(write_run, [record(problem={**record().problem, "kv_layout": "NHD"})], [other])
+    assert f"Not compared, since the name means another problem in run B: `{record().key}`." in told
+    assert "slower" not in told

@@ -14,7 +14,7 @@ from attnsuite.testing import checks, problems
 pytest.importorskip("llvmlite", reason="the kernels are compiled by llvmlite")
 
 from attnsuite.backends import Target, registry
-from attnsuite.backends.flash_cpu import backward, decode, forward, masking, products, rows, slopes
+from attnsuite.backends.flash_cpu import added, backward, decode, forward, masking, products, rows, slopes
 from attnsuite.backends.flash_cpu.compiler import Processor
 from attnsuite.backends.flash_cpu.emit import Function, Value, f32, i64, ptr, vector
 from emitted import set_apart
@@ -153,6 +153,32 @@ def slopes_of_neighbours_exchanged(patch):
     patch.setattr(slopes, "pairs", lambda e, low, high: pairs(e, high, low))
 
 
+def nothing_added(patch):
+    """Mask and bias arrays are not read."""
+    patch.setattr(added.Added, "_of_row", lambda self, e, *_: e.const(vector(f32, self.isa.lanes), 0.0))
+
+
+def bias_has_no_gradient(patch):
+    """The slopes are not added to the bias's gradient."""
+    patch.setattr(added.Added, "_add_to_bias", lambda *_: None)
+
+
+def slopes_have_no_gradient(patch):
+    """The slopes times the distances are not added up."""
+    patch.setattr(added.Added, "_add_distances", lambda *_: None)
+
+
+def first_head_for_all(patch):
+    """Decode: every KV head reads the keys and values of the first."""
+    strides = decode._strides
+
+    def without_heads(kernel, dims, width):
+        by_batch, _, by_key = strides(kernel, dims, width)
+        return by_batch, 0, by_key
+
+    patch.setattr(decode, "_strides", without_heads)
+
+
 # fault, the case that shows it, whether only the forward pass is planned (decoding)
 FAULTS = [
     (mask_edge, "causal", False),
@@ -166,6 +192,12 @@ FAULTS = [
     (delta_missing, "causal", False),
     (ranges_joined_as_equals, "decode-4", True),
     (head_of_group_dropped, "decode-4", True),
+    (first_head_for_all, "decode-4", True),
+    (first_head_for_all, "decode-hnd", True),
+    (nothing_added, "mask-per-head", False),
+    (nothing_added, "bias-per-head", False),
+    (bias_has_no_gradient, "bias-broadcast", False),
+    (slopes_have_no_gradient, "alibi", False),
 ]
 
 
