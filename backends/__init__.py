@@ -20,6 +20,7 @@ from .features import FEATURES_0_1 as FEATURES_0_1
 from .features import Takes as Takes
 from .flax_attention import attention_fn as attention_fn
 from .function import from_function as from_function
+from .layer_stack import LayerStack as LayerStack
 from .layout import make_spec as make_spec
 from .merging import merge_parts as merge_parts
 from .policy import Policy as Policy

@@ -19,11 +19,12 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, Num
 
-from .contract import AttentionSpec, Backend, EitherArray, Layout, Terms
+from .contract import AttentionSpec, Backend, Carry, EitherArray, Layout, Terms
 from .derivatives import forward_mode_explained
 from .devices import Target
 from .explicit_mesh import shares
 from .features import Mode
+from .layer_stack import LayerStack, Number, StackedLayer
 from .layout import check_layout, make_spec
 from .manual_axes import varying
 from .masks import MaskFunction
@@ -79,6 +80,8 @@ class _Options(TypedDict, total=False):
     needs_grad: bool
     backend_options: Mapping[str, Any] | None
     policy: AnyPolicy | None
+    isolate: bool
+    layer: LayerStack | StackedLayer | None
 
 
 @overload
@@ -137,6 +140,7 @@ def attention(
     backend_options: Mapping[str, Any] | None = None,
     policy: AnyPolicy | None = None,
     isolate: bool = False,
+    layer: LayerStack | StackedLayer | None = None,
 ) -> (
     Float[Array, "batch q_len heads v_dim"]
     | tuple[Float[Array, "batch q_len heads v_dim"], Float[Array, "batch q_len heads"]]
@@ -160,6 +164,8 @@ def attention(
     verification. ``needs_grad=False`` admits backends that have no backward pass. ``policy`` is a file that
     ``attnsuite choose`` wrote, which ``auto`` follows (default: ``$ATTNSUITE_POLICY``). ``isolate=True`` sets keys and
     values behind the lengths and in padding to zero first, for a backend that would let NaN there reach other rows.
+    ``layer`` is one of a :class:`LayerStack`, for a backend whose layers hand something on (``kascade`` with a
+    schedule).
     Outside of ``jit`` a call runs one program, which is compiled once for each problem. Raises ValueError for
     shapes, dtypes and options that do not fit, UnknownBackendError for a name nobody registered, and
     BackendUnavailableError where ``on_unavailable="raise"`` and the backend refuses; otherwise a refusal
@@ -193,6 +199,7 @@ def attention(
         layout,
         Terms(**{name: _as_array(x) for name, x in terms.items()}),
         Request(backend, mode, on_unavailable, backend_options, policy, isolate),
+        layer=layer,
         value_head_dim=value_head_dim,
         kv_layout=kv_layout,
         is_causal=is_causal,
@@ -308,7 +315,16 @@ def dot_product_attention(
 
 
 def _attend(
-    query: Any, key: Any, value: Any, layout: Layout, terms: Terms, request: Request, *, scale: Any, **options: Any
+    query: Any,
+    key: Any,
+    value: Any,
+    layout: Layout,
+    terms: Terms,
+    request: Request,
+    *,
+    scale: Any,
+    layer: LayerStack | StackedLayer | None = None,
+    **options: Any,
 ) -> Any:
     """Spec and resolution of one call, and its program: compiled once, however often and from wherever it is called."""
     query, key, value = jnp.asarray(query), jnp.asarray(key), _as_array(value)
@@ -323,20 +339,24 @@ def _attend(
     )
     mode = "native" if resolution.mode == "fallback" else resolution.mode
     given = None if resolution.mode == "fallback" else request.options
-    program = _Program(
-        shares(resolution.backend, spec, (resolution.target, mode, given), query, key, value),
-        spec,
-        resolution.target,
-        mode,
-        tuple((given or {}).items()),
-        request.isolate,
-    )
-    try:
-        hash(program)
-    except TypeError:  # an option's value that cannot name a program
-        return program(query, key, value, check_layout(spec, layout), terms)
-    with forward_mode_explained():
-        return _compiled(query, key, value, check_layout(spec, layout), terms, program=program)
+    backend = shares(resolution.backend, spec, (resolution.target, mode, given), query, key, value)
+    operands = (query, key, value, check_layout(spec, layout), terms)
+
+    def call(number: Number | None, carry: Carry) -> tuple[Any, Carry]:
+        known, traced = (None, number) if isinstance(number, jax.Array) else (number, None)
+        settings = tuple((given or {}).items())
+        stacked = None if layer is None else layer.num_layers
+        program = _Program(backend, spec, resolution.target, mode, settings, request.isolate, known, stacked)
+        try:
+            hash(program)
+        except TypeError:  # an option's value that cannot name a program
+            return program(*operands, traced, carry)
+        with forward_mode_explained():
+            return _compiled(*operands, traced, carry, program=program)
+
+    if layer is not None:
+        return layer.attend(call)
+    return call(None, ())[0]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -349,18 +369,33 @@ class _Program:
     mode: Mode
     options: tuple[tuple[str, Any], ...]
     isolate: bool
+    layer: int | None = None
+    stacked: int | None = None  # the layers of the caller's stack
 
-    def __call__(self, query: Array, key: Array, value: Array | None, layout: Layout, terms: Terms) -> Any:
+    def __call__(
+        self,
+        query: Array,
+        key: Array,
+        value: Array | None,
+        layout: Layout,
+        terms: Terms,
+        layer: Array | None,
+        carry: Carry,
+    ) -> tuple[Any, Carry]:
         query = varying(query, layout)  # Plan.run sees no layout
         how: dict[str, Any] = {"target": self.target, "mode": self.mode, "isolate": self.isolate}
         made = plan_accepted(self.backend, self.spec, layout, options=dict(self.options), **how)
-        return made.run(query, key, value, terms=terms)[0]
+        if None not in (self.stacked, made.num_layers) and self.stacked != made.num_layers:
+            raise ValueError(
+                f"the LayerStack has {self.stacked} layers and the schedule {made.num_layers}; make them of one number."
+            )
+        return made.run(query, key, value, terms=terms, layer=self.layer if layer is None else layer, carry=carry)
 
 
 @functools.partial(jax.jit, static_argnames="program")
-def _compiled(query: Array, key: Array, value: Array | None, layout: Layout, terms: Terms, *, program: _Program) -> Any:
+def _compiled(*operands: Any, program: _Program) -> tuple[Any, Carry]:
     """A program of its own where the caller compiles nothing; equal layers of a caller's program are traced once."""
-    return program(query, key, value, layout, terms)
+    return program(*operands)
 
 
 def _request_of(implementation: str, backend: str) -> Request:

@@ -264,17 +264,18 @@ class Plan:
     """A backend's preparation of one forward pass: made once, run by every layer.
 
     ``attend(query, key, value, layer, carry)`` returns the output and the carry for the next layer; ``layer`` is None
-    where a run names none. If the spec asks for terms, ``attend`` takes :class:`Terms` as a sixth argument. If it asks
-    for the log-sum-exp, the output is the pair ``(output, log_sum_exp)``. ``notes`` are sentences that a reader of the
-    result must know (an approximate backend that decided to run dense says so here). ``spec`` is the planned problem;
-    :func:`attnsuite.backends.plan` adds it. ``needs_layer``: each layer has a role of its own, so that a run which
-    names none is an error.
+    where a run names none, and traced in a scan over layers. If the spec asks for terms, ``attend`` takes
+    :class:`Terms` as a sixth argument. If it asks for the log-sum-exp, the output is the pair ``(output,
+    log_sum_exp)``. ``notes`` are sentences that a reader of the result must know (an approximate backend that decided
+    to run dense says so here). ``spec`` is the planned problem; :func:`attnsuite.backends.plan` adds it.
+    ``num_layers``: how many layers have a role of their own, so that a run which names no layer is an error; None where
+    all are alike.
     """
 
     attend: Callable[..., tuple[Any, Carry]]
     notes: tuple[str, ...] = ()
     spec: AttentionSpec | None = None
-    needs_layer: bool = False
+    num_layers: int | None = None
 
     def run(
         self,
@@ -283,7 +284,7 @@ class Plan:
         value: Num[Array, "rows slots kv_heads v_dim"] | None,
         *,
         terms: Terms = NO_TERMS,
-        layer: int | None = None,
+        layer: int | Array | None = None,
         carry: Carry = (),
     ) -> tuple[Any, Carry]:
         """Attend in one layer; returns the output and the carry for the next layer.
@@ -293,7 +294,7 @@ class Plan:
         ``[batch, q_len, heads]``. Raises ValueError for terms that the spec does not announce, for announced terms that
         are missing, for arrays that do not match the spec, and without ``layer`` where the plan needs it.
         """
-        if layer is None and self.needs_layer:
+        if layer is None and self.num_layers is not None:
             raise ValueError(_NO_LAYER)
         if self.spec is not None:
             check_operands(self.spec, query, key, value)
@@ -305,9 +306,10 @@ class Plan:
 
 _NO_LAYER = (
     "this plan gives each layer its role by a schedule, and the call names no layer; a layer 0 that is dense would run "
-    "in every place. Plan once and run each layer, out, carry = plan.run(query, key, value, layer=i, carry=carry); "
-    "backends.attention, attention_fn and the adapters cannot do so, there leave the schedule out of backend_options: "
-    "every layer then selects for itself."
+    "in every place. In a model of your own plan once and run each layer, out, carry = plan.run(query, key, value, "
+    "layer=i, carry=carry). In another library's, stack = backends.LayerStack(num_layers), give layer=stack[i] (or "
+    "layer=stack) to backends.attention, attention_fn or the adapter, and call the model by stack.run(model, x). "
+    "Without the schedule every layer selects for itself."
 )
 
 

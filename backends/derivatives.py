@@ -42,6 +42,12 @@ def forward_only(attend: Callable[..., Any]) -> Callable[..., Any]:
     def no_gradient(*_: Any) -> Any:
         raise ValueError("planned with needs_grad=False; plan with needs_grad=True to differentiate.")
 
-    run = jax.custom_vjp(attend, nondiff_argnums=(3,))
-    run.defvjp(no_gradient, no_gradient)
+    by_number = jax.custom_vjp(attend, nondiff_argnums=(3,))
+    by_number.defvjp(no_gradient, no_gradient)
+    traced = jax.custom_vjp(attend)
+    traced.defvjp(no_gradient, no_gradient)
+
+    def run(query: Any, key: Any, value: Any, layer: Any, *rest: Any) -> Any:
+        return (traced if isinstance(layer, jax.Array) else by_number)(query, key, value, layer, *rest)
+
     return run

@@ -3,7 +3,8 @@
 The statistics are those of arXiv 2512.16391, section 3: how well one layer's selection serves another (head by head,
 least over query tiles, mean over prompts), and how much each layer's attention changes the stream. Prompts and query
 tiles are processed one at a time, so memory grows with the length of a prompt, not with its square. A calibration
-carries the fingerprint of its model and is refused for another.
+carries the fingerprint of its model and is refused for another. Of a model that is not this package's, a function that
+gives each layer's queries and keys is enough.
 
 A checkpoint is calibrated layer by layer, in the memory of one layer and the hidden states of all prompts: each layer
 leaves behind the mass of its attention, pooled over query tiles and units of keys, and the masses of all layers are
@@ -37,15 +38,20 @@ from .planning import Resolutions, attention_spec, resolve_attention
 from .streaming import embedded
 from .transformer import Transformer
 
+# Queries [length, heads, head_dim] and keys [length, kv_heads, head_dim] of each layer for a prompt, with all that is
+# added to them by position.
+QueriesAndKeys = Callable[[Int[Array, " length"]], Iterable[tuple[Any, Any]]]
+
 # The settings that decide the selection; the others (kernel, schedule, ...) decide its use.
 _MEASURED = ("top_k", "min_keys", "granularity", "tile_size", "query_tile")
 
 
 def calibrate(
-    model: Transformer | Checkpoint,
+    model: Transformer | Checkpoint | QueriesAndKeys,
     prompts: Iterable[Any],
     options: Mapping[str, Any] | None = None,
     *,
+    scale: float | None = None,
     text: Mapping[str, Any] | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Calibration:
@@ -57,8 +63,26 @@ def calibrate(
     :class:`Checkpoint` is read once, for all prompts. ``progress`` is told what begins. Raises ValueError if a
     layer's attention is not global, for a soft cap or sinks, and if no prompt is long enough for its tiles to have a
     choice.
+
+    ``model`` may be a function of a prompt that returns the pair of queries ``[length, heads, head_dim]`` and keys
+    ``[length, kv_heads, head_dim]`` of each layer, rotated as for the product, whose scores are multiplied by
+    ``scale`` (default ``1/sqrt(head_dim)``). All layers then have the importance 1, since what a layer adds to the
+    stream is not known, and the fingerprint is that of the arrays of the first prompt.
     """
-    config, settings = model.config, Settings.of(options)
+    settings = Settings.of(options)
+    if not isinstance(model, Transformer | Checkpoint):
+        measured, own = _measured_by_function(model, settings, prompts, scale, progress), None
+    elif scale is not None:
+        raise ValueError(f"scale={scale} is of a function; the configuration of a model has its own.")
+    else:
+        measured, own = _measured_by_model(model, settings, prompts, progress), fingerprint(model)
+    return _calibration(measured, settings, text, own)
+
+
+def _measured_by_model(
+    model: Transformer | Checkpoint, settings: Settings, prompts: Iterable[Any], progress: Callable[[str], None]
+) -> Iterator[dict[str, Any]]:
+    config = model.config
     other = sorted(set(config.layer_types) - {"global"})
     if other:
         raise ValueError(
@@ -67,11 +91,17 @@ def calibrate(
     check_plain_logits(config)
     problems = (_problem(config, settings, prompt) for prompt in prompts)
     if isinstance(model, Checkpoint):
-        measured = _measured_by_layer(model, list(problems), progress)
-    else:
-        measured = _measured_by_prompt(config, model.arrays(), problems, progress)
+        return _measured_by_layer(model, list(problems), progress)
+    return _measured_by_prompt(config, model.arrays(), problems, progress)
+
+
+def _calibration(
+    measured: Iterable[dict[str, Any]], settings: Settings, text: Mapping[str, Any] | None, fingerprint: str | None
+) -> Calibration:
     sums, masses = None, []
     for parts in measured:
+        found = parts.pop("fingerprint", "")
+        fingerprint = found if fingerprint is None else fingerprint
         masses.append(parts.pop("mass"))
         sums = parts if sums is None else jax.tree.map(np.add, sums, parts)
     if sums is None:
@@ -83,7 +113,7 @@ def calibrate(
         mass=_mean_where_reached(masses),
         settings={name: getattr(settings, name) for name in _MEASURED},
         text=dict(text or {}) | {"prompts": count},
-        fingerprint=fingerprint(model),
+        fingerprint=fingerprint or "",
     )
 
 
@@ -145,13 +175,18 @@ def _problem(config: ModelConfig, settings: Settings, prompt: Any) -> _Problem:
         raise ValueError(f"a prompt has shape {tokens.shape}; expected one dimension, its tokens.")
     spec = attention_spec(config, "global", batch=1, query_length=len(tokens), needs_grad=False)
     found = resolve_attention(config, batch=1, query_length=len(tokens), needs_grad=False)
+    return _Problem(tokens[None], spec, _tiling_with_a_choice(spec, settings), found)
+
+
+def _tiling_with_a_choice(spec: AttentionSpec, settings: Settings) -> Tiling:
+    """The tiles of a prompt. Raises ValueError where every earlier tile is selected."""
     tiling = Tiling.of(spec, settings)
     if tiling.slots >= len(tiling.budgets) - 1:
         raise ValueError(
-            f"a prompt of {len(tokens)} tokens leaves no choice: all {len(tiling.budgets) - 1} earlier units are "
+            f"a prompt of {spec.query_length} tokens leaves no choice: all {len(tiling.budgets) - 1} earlier units are "
             "selected; give longer prompts, or a lower top_k or min_keys."
         )
-    return _Problem(tokens[None], spec, tiling, found)
+    return tiling
 
 
 def _measured_by_prompt(
@@ -188,6 +223,75 @@ def _measured_by_layer(
         yield {"importance": np.stack(importance[n]), **jax.tree.map(np.asarray, compared)}
 
 
+def _measured_by_function(
+    layers_of: QueriesAndKeys,
+    settings: Settings,
+    prompts: Iterable[Any],
+    scale: float | None,
+    progress: Callable[[str], None],
+) -> Iterator[dict[str, Any]]:
+    """Statistics of each prompt, by the queries and keys of somebody's model."""
+    for number, prompt in enumerate(prompts, start=1):
+        progress(f"prompt {number}")
+        masses: list[np.ndarray] = []
+        specs: list[AttentionSpec] = []
+        tilings: list[Tiling] = []
+        digest = hashlib.sha256()
+        for pair in layers_of(jnp.asarray(prompt)):
+            query, key = _checked_pair(pair, len(masses), len(prompt))
+            specs.append(_spec_of(query, key, scale))
+            tilings.append(_tiling_with_a_choice(specs[-1], settings))
+            masses.append(np.asarray(_masses(specs[-1], tilings[-1], query, key)))
+            digest.update(np.asarray(query).tobytes() + np.asarray(key).tobytes())
+        if len(set(specs)) != 1:
+            shapes = ", ".join(sorted({f"{one.num_heads}/{one.num_kv_heads} heads of {one.head_dim}" for one in specs}))
+            raise ValueError(f"the layers have {shapes or 'no shape: there are none'}; expected layers of one shape.")
+        compared = _compare(specs[0], tilings[0], np.stack(masses))
+        importance = np.ones(len(masses), np.float32)
+        yield {"importance": importance, "fingerprint": digest.hexdigest(), **jax.tree.map(np.asarray, compared)}
+
+
+def _checked_pair(pair: Any, layer: int, length: int) -> tuple[Array, Array]:
+    """Queries and keys of a layer. Raises ValueError for anything else."""
+    try:
+        query, key = map(jnp.asarray, pair)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"layer {layer} gave no pair of arrays, queries and keys: {error}") from error
+    fits = query.ndim == key.ndim == 3 and query.shape[0] == key.shape[0] == length and query.shape[2] == key.shape[2]
+    if not fits or query.shape[1] % key.shape[1] or query.dtype != key.dtype:
+        raise ValueError(
+            f"layer {layer} gave queries {query.dtype}{list(query.shape)} and keys {key.dtype}{list(key.shape)}; "
+            f"expected [{length}, heads, head_dim] and [{length}, kv_heads, head_dim] of one dtype, for a prompt of "
+            f"{length} tokens."
+        )
+    return query, key
+
+
+def _spec_of(query: Array, key: Array, scale: float | None) -> AttentionSpec:
+    length, heads, dim = query.shape
+    return AttentionSpec(
+        batch=1,
+        query_length=length,
+        key_value_length=length,
+        num_heads=heads,
+        num_kv_heads=key.shape[1],
+        head_dim=dim,
+        dtype=query.dtype.name,
+        scale=scale,
+        is_causal=True,
+        needs_grad=False,
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("spec", "tiling"))
+def _masses(
+    spec: AttentionSpec, tiling: Tiling, query: Float[Array, "length heads dim"], key: Float[Array, "length kv_heads d"]
+) -> Float[Array, "tiles kv_heads units"]:
+    """Pooled mass of a layer's attention in every query tile."""
+    rows = _padded(tiling, query[None])[0]
+    return jax.lax.map(lambda tile: _mass_of_tile(spec, tiling, rows, key, tile), jnp.arange(tiling.query_tiles))
+
+
 @functools.partial(jax.jit, static_argnames=("config", "resolution", "spec", "tiling"), donate_argnames=("x",))
 def _observed_layer(
     config: ModelConfig, layer: Params, x: Hidden, *, resolution: Resolution, spec: AttentionSpec, tiling: Tiling
@@ -196,9 +300,9 @@ def _observed_layer(
     seen: list[tuple[Array, Array]] = []
 
     def observe(_: int, query: Array, key: Array, x: Array, attended: Array) -> None:
-        rows = _padded(tiling, query)[0]
-        mass = jax.lax.map(lambda tile: _mass_of_tile(spec, tiling, rows, key[0], tile), jnp.arange(tiling.query_tiles))
-        seen.append((mass, _turned(x.astype(jnp.float32), attended.astype(jnp.float32))))
+        seen.append(
+            (_masses(spec, tiling, query[0], key[0]), _turned(x.astype(jnp.float32), attended.astype(jnp.float32)))
+        )
 
     turns = turns_of(config, *whole_sequence(x.shape[1]))
     x, _ = layer_forward(config, layer, x, turns["global"], resolution.plan(Layout(), {}), 0, (), observe)

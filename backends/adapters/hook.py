@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 # Options that say what runs. What is computed is said by the library's own arguments.
-OPTIONS = ("backend_options", "mode", "needs_grad", "on_unavailable", "policy")
+OPTIONS = ("backend_options", "layer", "mode", "needs_grad", "on_unavailable", "policy")
 
 
 def check_options(adapter: str, options: Mapping[str, Any]) -> None:

@@ -34,7 +34,7 @@ def keras_attention(backend: str = "auto", **options: Any) -> Iterator[None]:
     ``options`` are ``on_unavailable``, ``mode``, ``needs_grad``, ``backend_options`` and ``policy`` of
     :func:`attnsuite.backends.attention`. The arguments of Keras's function keep their meaning; three are limited:
 
-    - ``mask`` and ``bias`` have four axes, as Keras's layers give them. Only the backend ``standard`` takes them.
+    - ``mask`` and ``bias`` have four axes, as Keras's layers give them.
     - ``flash_attention=True`` is refused: Keras's own kernel is asked for. False and None change nothing.
     - ``attn_logits_soft_cap`` is refused: Keras documents another formula than its kernel computes.
 

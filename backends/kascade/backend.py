@@ -136,13 +136,14 @@ class Kascade:
         settings = _settings(spec, target, mode, options)
         if self.heads is not None and (reasons := tuple(_dealing_reasons(settings))):
             raise ValueError(" ".join(reasons))
+        roles = _roles(settings, spec)
+        num_layers = None if roles is None else len(roles)
         tiling = Tiling.of(spec, settings)
         places = Places.of(spec, layout, tiling)
         if (instead := runs_dense(spec, settings)) is not None:
             dense = resolve("auto", spec, target)
             notes = (f"{instead}; {dense.backend.name} ran.",)
-            return Plan(dense.plan(layout).attend, notes, needs_layer=settings.schedule is not None)
-        roles = _roles(settings, spec)
+            return Plan(dense.plan(layout).attend, notes, num_layers=num_layers)
         compute = _computation(spec, settings, tiling, places, target, mode, self.heads)
         if settings.kernel != "xla" and "dense" in {role.role for role in roles or ()}:
             compute = dataclasses.replace(compute, dense=_dense(compute, spec, layout, target))
@@ -151,21 +152,31 @@ class Kascade:
             query: Float[Array, "b t n h"],
             key: Float[Array, "b s k h"],
             value: Float[Array, "b s k v"],
-            layer: int | None,
+            layer: int | Array | None,
             carry: Carry,
         ) -> tuple[Float[Array, "b t n v"], Carry]:
-            role = LayerRole("anchor", 0) if roles is None or layer is None else _role(roles, layer)
-            if role.role == "reuse":
+            def reuse(head_map: tuple[int, ...] | Array) -> tuple[Array, Carry]:
                 selection = _carried(carry, tiling, spec, layer)
-                if settings.ablation != "no_remap" and role.head_map:
-                    selection = selection.remapped(role.head_map)
+                if settings.ablation != "no_remap":
+                    selection = selection.remapped(head_map)
                 return compute.attend(query, key, value, selection), carry
-            if role.role == "dense":
-                return compute.dense(query, key, value)
-            selection = compute.select(query, key)
-            return compute.attend(query, key, value, selection), selection
 
-        return Plan(forward_only(attend), needs_layer=roles is not None)
+            def dense(_: Any) -> tuple[Array, Carry]:
+                return compute.dense(query, key, value)
+
+            def anchor(_: Any) -> tuple[Array, Carry]:
+                selection = compute.select(query, key)
+                return compute.attend(query, key, value, selection), selection
+
+            by_role = {"dense": dense, "anchor": anchor, "reuse": reuse}
+            if roles is None or layer is None:
+                return anchor(())
+            if isinstance(layer, jax.Array):
+                return _traced_role(roles, layer, spec, by_role)
+            role = _role(roles, layer)
+            return by_role[role.role](role.head_map)
+
+        return Plan(forward_only(attend), num_layers=num_layers)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -284,13 +295,24 @@ def _roles(settings: Settings, spec: AttentionSpec) -> tuple[LayerRole, ...] | N
     return settings.schedule.layers
 
 
+def _traced_role(
+    roles: tuple[LayerRole, ...], layer: Array, spec: AttentionSpec, by_role: Mapping[str, Callable[..., Any]]
+) -> Any:
+    """The role of a layer whose number is known when the program runs: each role's code once."""
+    own = tuple(range(spec.num_kv_heads))
+    head_maps = jnp.asarray([role.head_map or own for role in roles])
+    used = [name for name in by_role if name in {role.role for role in roles}]
+    which = jnp.asarray([used.index(role.role) for role in roles])
+    return jax.lax.switch(which[layer], [by_role[name] for name in used], head_maps[layer])
+
+
 def _role(roles: tuple[LayerRole, ...], layer: int) -> LayerRole:
     if not 0 <= layer < len(roles):
         raise ValueError(f"kascade: layer {layer} runs, but the schedule is for {len(roles)} layers.")
     return roles[layer]
 
 
-def _carried(carry: Carry, tiling: Tiling, spec: AttentionSpec, layer: int | None) -> Selection:
+def _carried(carry: Carry, tiling: Tiling, spec: AttentionSpec, layer: Any) -> Selection:
     if not isinstance(carry, Selection):
         raise ValueError(  # noqa: TRY004  (a carry of () is no wrong type: the layers ran out of order)
             f"kascade: layer {layer} reuses a selection, but none was handed to it; "

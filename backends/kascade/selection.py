@@ -34,11 +34,14 @@ class Selection:
     selected: Int[Array, "batch kv_heads query_tiles slots"]
     count: Int[Array, "batch kv_heads query_tiles"]
 
-    def remapped(self, head_map: tuple[int, ...]) -> Selection:
-        """The selection for a reusing layer: its KV head ``h`` takes that of KV head ``head_map[h]``."""
-        if head_map == tuple(range(self.selected.shape[1])):
+    def remapped(self, head_map: tuple[int, ...] | Array) -> Selection:
+        """The selection for a reusing layer: its KV head ``h`` takes that of KV head ``head_map[h]``.
+
+        An empty map, and one that maps each head to itself, change nothing.
+        """
+        if isinstance(head_map, tuple) and head_map in ((), tuple(range(self.selected.shape[1]))):
             return self
-        heads = np.asarray(head_map)
+        heads = jnp.asarray(head_map)
         return Selection(self.selected[:, heads], self.count[:, heads])
 
 

@@ -61,6 +61,9 @@ class Reader:
         return np.concatenate([front, rows], axis=1)
 
 
+BYTES = Reader("bytes", lambda data: data.astype(np.int32), lambda tokens: bytes(tokens).decode(errors="replace"))
+
+
 def reader_of(model: str, config: ModelConfig) -> Reader:
     """How ``model`` reads. Raises InputError for a checkpoint whose tokens are not bytes and that has no tokenizer."""
     directory = Path(model)
@@ -81,9 +84,7 @@ def reader_of(model: str, config: ModelConfig) -> Reader:
 
         return Reader("tokens", encode, found.decode, front)
     if config.vocab_size == BYTE_VOCABULARY:
-        return Reader(
-            "bytes", lambda data: data.astype(np.int32), lambda tokens: bytes(tokens).decode(errors="replace")
-        )
+        return BYTES
     raise InputError(
         f"model {model!r} has {config.vocab_size} tokens and no tokenizer beside it; text needs a byte-level model "
         f"({BYTE_VOCABULARY}), or {JSON} or {RANKS} in the checkpoint's directory."

@@ -15,8 +15,10 @@ from .flags import flag, text_of
 class Calibrate:
     """Measure over some text how well one layer's selection serves another, and show Kascade's schedule."""
 
-    model: Annotated[str, flag("NAME|DIR")] = "text"
-    """text (the checkpoint that ships here), or a checkpoint's directory; its tokenizer reads the text, else bytes."""
+    model: Annotated[str, flag("NAME|DIR|PATH.py:NAME")] = "text"
+    """text (the checkpoint that ships here), a checkpoint's directory (its tokenizer reads the text, else bytes), or a
+    function of a prompt of bytes that returns each layer's queries [length, heads, dim] and keys [length,
+    kv_heads, dim]."""
     text: Annotated[Path | None, flag("FILE", "training part of Python's prose")] = None
     """Text to calibrate on."""
     text_field: Annotated[str | None, flag("NAME", "plain text")] = None

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnsuite.backends import BackendFallbackWarning, BackendUnavailableError
+from attnsuite.backends import BackendFallbackWarning, BackendUnavailableError, LayerStack
 from attnsuite.backends.adapters import keras as adapter
+from attnsuite.backends.kascade import manual
 
 # Keras promotes dtypes and ranks.
 pytestmark = [pytest.mark.llama, pytest.mark.foreign_numerics]
@@ -152,3 +153,31 @@ def test_example_of_the_page_runs():
     namespace = {}
     exec(block, namespace)  # noqa: S102 (our own page)
     assert namespace["out"].shape == (2, 32, 64)
+
+
+def test_layers_of_a_stack_have_their_roles():
+    """An anchor's selection reaches the layer that reuses it; a shuffled order is an error."""
+    options = {"schedule": manual((0, 2), num_layers=4, kv_heads=2), "min_keys": 0, "top_k": 0.1}
+    options |= {"tile_size": 16, "query_tile": 16}
+    how = {"on_unavailable": "raise", "needs_grad": False, "backend_options": options}
+    layers = [keras.layers.MultiHeadAttention(num_heads=2, key_dim=8) for _ in range(4)]
+    x, stack = 3 * draw(1, 256, 16), LayerStack(4)
+
+    def model(x):
+        for layer in layers:
+            x = x + layer(x, x, use_causal_mask=True)
+        return x
+
+    with adapter.keras_attention("kascade", layer=stack, **how):
+        sparse = stack.run(model, x)
+    with adapter.keras_attention("kascade", **how | {"backend_options": options | {"schedule": None}}):
+        all_anchors = model(x)
+    with adapter.keras_attention("standard"):
+        dense = model(x)
+    assert jnp.abs(sparse - dense).max() > 0.01
+    assert jnp.abs(sparse - all_anchors).max() > 0.01
+    with (
+        adapter.keras_attention("kascade", layer=stack[1], **how),
+        pytest.raises(ValueError, match="layer 1 ran where layer 0 was expected"),
+    ):
+        stack.run(model, x)

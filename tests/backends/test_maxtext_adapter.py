@@ -233,14 +233,37 @@ def test_recorded_parameters_are_those_of_the_op(base):
     assert tuple(inspect.signature(base.apply_attention).parameters) == adapter.PARAMETERS
 
 
+SCHEDULED = {
+    "schedule": manual((0, 2), num_layers=4, kv_heads=2),
+    "min_keys": 0, "top_k": 0.1, "tile_size": 16, "query_tile": 16,
+}  # fmt: skip
+KASCADE = {"on_unavailable": "raise", "needs_grad": False, "backend_options": SCHEDULED}
+
+
 @each
-def test_schedule_of_kascade_is_refused_since_the_op_knows_no_layer(base):
+def test_schedule_of_kascade_without_a_layer_is_refused(base):
     """As layer 0, which the schedule makes dense, every layer of the model would have been dense."""
-    options = {
-        "schedule": manual((0, 2), num_layers=4, kv_heads=2),
-        "min_keys": 0, "top_k": 0.1, "tile_size": 16, "query_tile": 16,
-    }  # fmt: skip
-    made = adapter.attention_op(base, "kascade", on_unavailable="raise", needs_grad=False, backend_options=options)
+    made = adapter.attention_op(base, "kascade", **KASCADE)
     call = QUERY, KEY, VALUE, None, jnp.broadcast_to(jnp.arange(LENGTH), (2, LENGTH)), "train"
     with pytest.raises(ValueError, match="names no layer"):
         op(made)(*call)
+
+
+@each
+def test_layers_of_a_stack_have_their_roles(base):
+    """The same calls by one plan, which hands the selection on by itself, give the same; dense attention does not."""
+    stack = backends.LayerStack(4)
+    ops = [op(adapter.attention_op(base, "kascade", layer=stack, **KASCADE)) for _ in range(4)]
+    calls = [tuple(draw(1, 256, heads, 8, seed=3 * i + n) for n, heads in enumerate((4, 2, 2))) for i in range(4)]
+    places = jnp.arange(256)[None]
+    found = stack.run(lambda: [one(*call, None, places, "train") for one, call in zip(ops, calls, strict=True)])
+
+    how = {"is_causal": True, "needs_grad": False, "scale": 1.0}
+    spec = backends.make_spec(*calls[0], backends.Layout(), backends.Terms(), **how)
+    plan = backends.resolve("kascade", spec, options=SCHEDULED).plan(backends.Layout(), SCHEDULED)
+    carry = ()
+    for layer, (out, call) in enumerate(zip(found, calls, strict=True)):
+        expected, carry = plan.run(*call, layer=layer, carry=carry)
+        np.testing.assert_allclose(out, expected, atol=1e-5)
+        dense = backends.attention(*call, is_causal=True, scale=1.0, backend="standard")
+        assert (np.abs(out - dense).max() > 0.05) == (layer > 0)

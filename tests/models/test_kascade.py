@@ -23,8 +23,10 @@ from attnsuite.backends.kascade import (
 )
 from attnsuite.models import calibration, load_shipped, next_token_loss, open_checkpoint, retrieval, save, streamed_nats
 from attnsuite.models.config import ModelConfig
+from attnsuite.models.forward import forward
 from attnsuite.models.loss import token_nats
 from attnsuite.models.loss_search import schedule_by_loss, schedule_losses
+from attnsuite.models.planning import resolve_attention
 from attnsuite.models.transformer import Transformer
 
 pytestmark = pytest.mark.kascade
@@ -227,9 +229,6 @@ def test_calibration_agrees_with_the_definition():
 
 
 def _attention_matrices(model, tokens):
-    from attnsuite.models.forward import forward  # noqa: PLC0415
-    from attnsuite.models.planning import resolve_attention  # noqa: PLC0415
-
     seen = []
 
     def observe(layer, query, key, x, attended):
@@ -243,6 +242,28 @@ def _attention_matrices(model, tokens):
     found = resolve_attention(model.config, batch=1, query_length=len(tokens), backend="standard")
     forward(model.config, model.arrays(), jnp.asarray(tokens)[None], resolutions=found, observe=observe)
     return np.stack(seen)
+
+
+def test_a_function_of_queries_and_keys_is_calibrated_like_the_model_that_it_is_of():
+    """What the function cannot tell, how much each layer changes the stream, is 1."""
+    model, prompts = small(), np.random.default_rng(0).integers(0, 256, (2, 70))
+
+    def queries_and_keys(prompt):
+        seen = []
+        found = resolve_attention(model.config, batch=1, query_length=len(prompt), backend="standard")
+        observe = lambda _, query, key, x, attended: seen.append((query[0], key[0]))  # noqa: ARG005, E731
+        forward(model.config, model.arrays(), prompt[None], resolutions=found, observe=observe)
+        return seen
+
+    of_model = calibration.calibrate(model, prompts, OPTIONS)
+    found = calibration.calibrate(queries_and_keys, prompts, OPTIONS)
+    for name in ("mass_similarity", "jaccard_similarity", "mass"):
+        np.testing.assert_allclose(getattr(found, name), getattr(of_model, name), atol=1e-5)
+    assert (found.importance == 1).all()
+    assert found.fingerprint != of_model.fingerprint
+    assert dynamic_programming(found, 2).anchors[0] == 0
+    scaled = calibration.calibrate(queries_and_keys, prompts, OPTIONS, scale=4.0)
+    assert np.abs(scaled.mass - found.mass).max() > 0.01
 
 
 def test_prompts_are_averaged_one_at_a_time(model):
@@ -287,6 +308,13 @@ def test_a_checkpoint_on_disk_has_the_fingerprint_of_its_model(tmp_path):
             "has attention_sinks=True; attention mass is measured only with attention_sinks=False",
         ),
         (lambda: calibration.calibrate(small(logits_soft_cap=5.0), [np.zeros(100, int)]), "has logits_soft_cap=5.0"),
+        (lambda: calibration.calibrate(small(), [np.zeros(100, int)], scale=1.0), "scale=1.0 is of a function"),
+        (lambda: calibration.calibrate(lambda _: [1.0], [np.zeros(100, int)]), "layer 0 gave no pair of arrays"),
+        (lambda: calibration.calibrate(lambda _: [], [np.zeros(100, int)]), "there are none"),
+        (
+            lambda: calibration.calibrate(lambda x: [(jnp.ones((len(x), 3, 8)), jnp.ones((9, 2, 8)))], [np.zeros(100)]),
+            r"layer 0 gave queries float32\[100, 3, 8\] and keys float32\[9, 2, 8\]; expected \[100, heads, head_dim\]",
+        ),
     ],
 )
 def test_what_cannot_be_calibrated_is_refused(call, sentence):

@@ -144,3 +144,49 @@ def test_small_run_ends_in_a_page_with_the_gate_and_the_speed(attnsuite, new_run
     assert "stale_indices" in page
     assert "## Speed of whole stacks" in page
     assert "recall" in out
+
+
+class TestCalibrateAFunction:
+    """Of somebody's own model a function of a prompt that gives queries and keys of each layer."""
+
+    FILE = """
+import jax
+
+def layers_of(prompt):
+    for layer in range(4):
+        draw = jax.random.normal(jax.random.key(layer), (2, 256, 2, 8))
+        yield draw[0][prompt, :1], draw[1][prompt, :1]
+"""
+
+    def test_writes_a_calibration_and_shows_a_schedule(self, tmp_path, capsys):
+        (tmp_path / "mine.py").write_text(self.FILE)
+        out = tmp_path / "c.safetensors"
+        command = [
+            "calibrate",
+            "--model",
+            f"{tmp_path}/mine.py:layers_of",
+            "--out",
+            out,
+            "--prompts",
+            2,
+            "--length",
+            256,
+        ]
+        with pytest.raises(SystemExit) as exit_info:
+            main([*map(str, command), "--anchors", "2"])
+        assert exit_info.value.code == 0
+        assert "schedule dp, anchors 0, " in capsys.readouterr().out
+        assert load_calibration(out).num_layers == 4
+
+    @pytest.mark.parametrize(
+        ("name", "flags", "sentence"),
+        [
+            ("absent", [], "absent in"),
+            ("layers_of", ["--schedule", "greedy-loss"], "needs a model that can be run"),
+            ("layers_of", ["--anchors", "9"], "must be one number from 1 to 4"),
+        ],
+    )
+    def test_what_cannot_be_done_is_refused(self, tmp_path, capsys, name, flags, sentence):
+        (tmp_path / "mine.py").write_text(self.FILE)
+        where = ["--model", f"{tmp_path}/mine.py:{name}", "--out", tmp_path / "c", "--prompts", 1, "--length", 256]
+        assert sentence in refused(capsys, "calibrate", *where, *flags)

@@ -1,6 +1,7 @@
 """``attnsuite calibrate``: measure a model on some text, save the calibration, and show the schedule that follows.
 
-The checkpoint is read layer by layer, so that it may be larger than memory.
+A checkpoint is read layer by layer, so that it may be larger than memory. Of somebody's own model a function of a file
+gives the queries and keys of each layer.
 """
 
 from __future__ import annotations
@@ -8,19 +9,20 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from attnsuite.backends.kascade import LOSS_RULE, Calibration, Schedule, Settings
 from attnsuite.models import ModelConfig, TextFile, load_text, open_checkpoint
-from attnsuite.models.calibration import calibrate
+from attnsuite.models.calibration import QueriesAndKeys, calibrate
 from attnsuite.models.loss_search import schedule_by_loss
 
 from ... import files
 from ...errors import InputError
-from ...measure.text import reader_of
+from ...measure.text import BYTE_VOCABULARY, BYTES, reader_of
 from ...named_model import checkpoint_of
+from ...own import check_reference, is_reference, load_module
 from .schedules import ScheduleWords
 
 
@@ -64,6 +66,8 @@ def run(request: CalibrateRequest, progress: Callable[[str], None]) -> tuple[Pat
             threshold=request.threshold,
             max_reuse_dist=request.max_reuse_dist,
         )
+        if is_reference(request.model):
+            return _of_function(request, words, progress)
         with checkpoint_of(request.model) as directory:
             model = open_checkpoint(directory)
             # Before the text is read, so that a wrong flag shows before hours of calibration.
@@ -81,14 +85,38 @@ def run(request: CalibrateRequest, progress: Callable[[str], None]) -> tuple[Pat
         raise InputError(str(error)) from error
 
 
-def prompts_of(request: CalibrateRequest, config: ModelConfig) -> tuple[str, np.ndarray]:
+def _of_function(
+    request: CalibrateRequest, words: ScheduleWords, progress: Callable[[str], None]
+) -> tuple[Path, Calibration, Schedule]:
+    """The same for a function of bytes that gives queries and keys of each layer."""
+    if request.schedule == LOSS_RULE:
+        raise InputError(
+            f"--schedule {LOSS_RULE} needs a model that can be run; give a checkpoint, or another schedule."
+        )
+    path, _, name = check_reference(request.model, "give PATH.py:NAME, a function of a prompt").rpartition(":")
+    layers_of: Any = getattr(load_module(Path(path)), name, None)
+    if not callable(layers_of):
+        raise InputError(f"{name} in {path} is no function of a prompt that returns queries and keys of each layer.")
+    source, prompts = prompts_of(request, None)
+    told = {"name": source, "length": request.length}
+    given = cast("QueriesAndKeys", layers_of)
+    calibration = calibrate(given, prompts, request.settings, text=told, progress=progress)
+    words.check(calibration.num_layers, calibration.kv_heads)
+    with files.writing(request.out):
+        saved = calibration.save(request.out)
+    return saved, calibration, words.made(calibration)
+
+
+def prompts_of(request: CalibrateRequest, config: ModelConfig | None) -> tuple[str, np.ndarray]:
     """Prompts spread evenly over a whole file, or over the training part of the prose that comes with Python.
 
-    Or random tokens, for a checkpoint without a tokenizer.
+    Or random tokens, for a checkpoint without a tokenizer. A function, which has no ``config``, gets bytes.
     """
     if request.random_tokens:
         shape = (request.prompts, request.length)
-        return "random tokens", np.random.default_rng(1).integers(0, config.vocab_size, shape)
+        vocabulary = BYTE_VOCABULARY if config is None else config.vocab_size
+        return "random tokens", np.random.default_rng(1).integers(0, vocabulary, shape)
     corpus = load_text() if request.text is None else load_text(request.text, held_out=0.0)
-    rows, _ = reader_of(request.model, config).spread(corpus.train, request.length, request.prompts)
+    reader = BYTES if config is None else reader_of(request.model, config)
+    rows, _ = reader.spread(corpus.train, request.length, request.prompts)
     return corpus.name, rows

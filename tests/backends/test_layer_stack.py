@@ -1,0 +1,228 @@
+"""Kascade in models of flax: each layer has its role and gets the selection of its anchor, in a list and in a scan."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen, nnx
+
+from attnsuite import backends
+from attnsuite.backends.kascade import manual
+
+LENGTH, TILE, HEADS, DIM = 256, 16, 2, 8
+WIDTH = HEADS * DIM
+# Layer 0 is dense and selects for layer 1; layer 2 selects for layer 3, whose heads are crossed.
+SCHEDULE = manual((0, 2), num_layers=4, kv_heads=HEADS)
+OPTIONS = {"schedule": SCHEDULE, "top_k": 0.1, "min_keys": 0, "tile_size": TILE, "query_tile": TILE}
+HOW = {"is_causal": True, "needs_grad": False, "on_unavailable": "raise", "backend_options": OPTIONS}
+X = jax.random.normal(jax.random.key(0), (1, LENGTH, WIDTH))
+
+
+def attend_as(layer):
+    return backends.attention_fn("kascade", layer=layer, **HOW)
+
+
+class NnxBlock(nnx.Module):
+    def __init__(self, attend, rngs):
+        self.attention = nnx.MultiHeadAttention(HEADS, WIDTH, decode=False, attention_fn=attend, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.attention(x)
+
+
+def nnx_list(stack, attends):
+    blocks = [NnxBlock(attend, nnx.Rngs(seed)) for seed, attend in enumerate(attends)]
+
+    def model(x):
+        for block in blocks:
+            x = block(x)
+        return x
+
+    return lambda x: stack.run(model, x)
+
+
+def nnx_scan(stack, attends):
+    (attend,) = set(attends)
+    blocks = [NnxBlock(attend, nnx.Rngs(seed)) for seed in range(4)]
+    graph, _ = nnx.split(blocks[0])
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(nnx.state(block) for block in blocks))
+    return lambda x: stack.scan(lambda x, one: nnx.merge(graph, one)(x), x, stacked)
+
+
+def linen_block(attend):
+    return linen.MultiHeadDotProductAttention(num_heads=HEADS, attention_fn=attend)
+
+
+def linen_parameters():
+    plain = linen.MultiHeadDotProductAttention(num_heads=HEADS)
+    return [plain.init(jax.random.key(seed), X) for seed in range(4)]
+
+
+def linen_list(stack, attends):
+    def model(x):
+        for parameters, attend in zip(linen_parameters(), attends, strict=True):
+            x = x + linen_block(attend).apply(parameters, x)
+        return x
+
+    return lambda x: stack.run(model, x)
+
+
+def linen_scan(stack, attends):
+    (attend,) = set(attends)
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *linen_parameters())
+    return lambda x: stack.scan(lambda x, one: x + linen_block(attend).apply(one, x), x, stacked)
+
+
+MODELS = {"nnx": nnx_list, "linen": linen_list, "nnx-scan": nnx_scan, "linen-scan": linen_scan}
+LISTS = [nnx_list, linen_list]
+
+
+def recorded(attend, seen):
+    def recording(query, key, value, **keywords):
+        out = attend(query, key, value, **keywords)
+        jax.debug.callback(lambda *arrays: seen.append(arrays), query, key, value, out, ordered=True)
+        return out
+
+    return recording
+
+
+def calls_of(model, stack, x=X, *, by_number):
+    """Query, key, value and output of each layer's attention."""
+    seen = []
+    if by_number:
+        attends = [recorded(attend_as(stack[i]), seen) for i in range(4)]
+    else:
+        attends = [recorded(attend_as(stack), seen)] * 4
+    jax.block_until_ready(model(stack, attends)(x))
+    jax.effects_barrier()
+    return seen
+
+
+def planned(calls):
+    """Outputs and selections of the same calls by one plan, which hands the selection on by itself."""
+    query, key, value, _ = (jnp.asarray(x) for x in calls[0])
+    how = {"is_causal": True, "needs_grad": False}
+    spec = backends.make_spec(query, key, value, backends.Layout(), backends.Terms(), scale=None, **how)
+    plan = backends.resolve("kascade", spec, on_unavailable="raise", options=OPTIONS).plan(backends.Layout(), OPTIONS)
+    carry, outs = (), []
+    for layer, (query, key, value, _) in enumerate(calls):
+        out, carry = plan.run(jnp.asarray(query), jnp.asarray(key), jnp.asarray(value), layer=layer, carry=carry)
+        outs.append((out, carry))
+    return outs
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_each_layer_computes_its_role_with_its_anchors_selection(name):
+    calls = calls_of(MODELS[name], backends.LayerStack(4), by_number="scan" not in name)
+    assert len(calls) == 4
+    for layer, ((query, key, value, out), (expected, _)) in enumerate(zip(calls, planned(calls), strict=True)):
+        np.testing.assert_allclose(out, expected, atol=1e-5)
+        dense = backends.attention(query, key, value, is_causal=True, backend="standard")
+        assert (np.abs(out - dense).max() > 0.05) == (layer > 0), "only the first layer of this schedule is dense"
+
+
+@pytest.mark.parametrize("model", LISTS)
+def test_a_key_outside_of_the_selection_changes_nothing_in_a_reusing_layer(model):
+    calls = calls_of(model, backends.LayerStack(4), by_number=True)
+    ((_, _), (_, selection), _, _) = planned(calls)
+    tile = 3
+    reads = (np.asarray(selection.selected) == tile).any((0, 1, 3))  # query tiles that selected it for some head
+    reads[: tile + 1] = True  # its own, and earlier ones, which see nothing of it
+    assert 0 < reads[tile + 1 :].sum() < LENGTH // TILE - tile - 1, "some later tiles select it and others do not"
+
+    query, key, value, out = (jnp.asarray(x) for x in calls[1])
+    hurt = slice(tile * TILE, (tile + 1) * TILE)
+    stack = backends.LayerStack(4)
+    _, carry = stack.step(attend_as(stack), *calls[0][:3], layer=0)
+    changed, _ = stack.step(
+        attend_as(stack), query, key.at[:, hurt].add(9.0), value.at[:, hurt].set(1e3), layer=1, carry=carry
+    )
+    differs = np.abs(np.asarray(changed - out)).reshape(LENGTH // TILE, -1).max(1) > 0
+    assert not differs[~reads].any()
+    assert differs[reads & (np.arange(LENGTH // TILE) >= tile)].all()
+
+
+@pytest.mark.parametrize("model", LISTS)
+def test_a_shuffled_order_is_an_error(model):
+    stack = backends.LayerStack(4)
+    attends = [attend_as(stack[i]) for i in (0, 2, 1, 3)]
+    with pytest.raises(ValueError, match="layer 2 ran where layer 1 was expected"):
+        model(stack, attends)(X)
+
+
+def test_the_selection_of_another_layer_is_not_the_same():
+    """The control of the first test: a layer that got its own selection would not have passed."""
+    calls = calls_of(nnx_list, backends.LayerStack(4), by_number=True)
+    query, key, value, out = calls[1]
+    own = {name: value for name, value in OPTIONS.items() if name != "schedule"}
+    selected_itself = backends.attention(query, key, value, backend="kascade", **(HOW | {"backend_options": own}))
+    assert np.abs(selected_itself - out).max() > 0.05
+
+
+def test_a_compiled_pass_runs_again_with_other_numbers():
+    stack = backends.LayerStack(4)
+    model = nnx_list(stack, [attend_as(stack[i]) for i in range(4)])
+    compiled = jax.jit(model)
+    for x in (X, 2 * X):
+        np.testing.assert_allclose(compiled(x), model(x), atol=1e-5)
+
+
+class TestErrors:
+    def test_a_schedule_without_a_layer(self):
+        layer = nnx.MultiHeadAttention(
+            HEADS, WIDTH, decode=False, rngs=nnx.Rngs(0), attention_fn=backends.attention_fn("kascade", **HOW)
+        )
+        with pytest.raises(ValueError, match=r"stack = backends\.LayerStack"):
+            layer(X)
+
+    def test_a_layer_outside_of_a_pass(self):
+        with pytest.raises(ValueError, match="ran outside of its LayerStack"):
+            attend_as(backends.LayerStack(4)[0])(*[X.reshape(1, LENGTH, HEADS, DIM)] * 3)
+
+    def test_too_few_layers(self):
+        stack = backends.LayerStack(4)
+        with pytest.raises(ValueError, match="3 of the 4 layers of the stack ran"):
+            nnx_list(stack, [attend_as(stack)] * 3)(X)
+
+    def test_too_many_layers(self):
+        stack = backends.LayerStack(4)
+        with pytest.raises(ValueError, match="a layer ran behind layer 3"):
+            nnx_list(stack, [attend_as(stack)] * 5)(X)
+
+    @pytest.mark.parametrize("model", MODELS.values())
+    def test_a_schedule_of_another_number_of_layers(self, model):
+        stack = backends.LayerStack(6)
+        with pytest.raises(ValueError, match=r"LayerStack has 6 layers and the schedule 4|stacked holds \[4\]"):
+            model(stack, [attend_as(stack)] * 4)(X)
+
+    @pytest.mark.parametrize("transformed", [jax.jit, jax.checkpoint])
+    def test_a_transformation_within_the_pass(self, transformed):
+        stack = backends.LayerStack(4)
+        blocks = [NnxBlock(attend_as(stack[i]), nnx.Rngs(i)) for i in range(4)]
+
+        def model(x):
+            for block in blocks:
+                x = transformed(block)(x)
+            return x
+
+        with pytest.raises(ValueError, match="layer 0 runs inside of a transformation"):
+            stack.run(model, X)
+
+    def test_a_number_that_the_stack_does_not_have(self):
+        with pytest.raises(IndexError, match="layer 4 of a LayerStack of 4 layers"):
+            backends.LayerStack(4)[4]
+        with pytest.raises(ValueError, match="expected the number of layers"):
+            backends.LayerStack(0)
+
+    def test_a_block_without_attention(self):
+        with pytest.raises(ValueError, match="called no attention"):
+            backends.LayerStack(4).step(lambda x: x, X, layer=0)
+
+    def test_a_numbered_layer_in_a_scan(self):
+        stack = backends.LayerStack(4)
+        with pytest.raises(ValueError, match="layer 1 ran where layer 0 was expected"):
+            nnx_scan(stack, [attend_as(stack[1])] * 4)(X)
+
+    def test_a_scan_over_another_number_of_layers(self):
+        with pytest.raises(ValueError, match="stacked holds"):
+            backends.LayerStack(3).scan(lambda x, _: x, X, jnp.ones((4, 2)))
