@@ -103,15 +103,25 @@ class Decision:
 
 
 def load_policy(path: str | os.PathLike[str]) -> Policy:
-    """The policy in a file. Raises ValueError, with a sentence, for a file that holds no policy."""
+    """The policy in a file, which is read again when it changes, and not at every call.
+
+    Raises ValueError, with a sentence, for a file that holds no policy.
+    """
     try:
-        text = Path(path).read_bytes()
+        about = Path(path).stat()
+        text = _content(str(path), about.st_mtime_ns, about.st_size, about.st_ino)
     except (OSError, ValueError, TypeError) as error:  # a null byte in the path; no path at all
         reason = error.strerror if isinstance(error, OSError) else error
         raise ValueError(
             f"policy {str(path)!r} cannot be read ({reason}); give a file that attnsuite choose wrote."
         ) from error
     return _parse(text, str(path))
+
+
+@functools.lru_cache(maxsize=8)
+def _content(path: str, *_: int) -> bytes:
+    """The bytes of a file; the other arguments say which state of it."""
+    return Path(path).read_bytes()
 
 
 def policy_of(said: AnyPolicy | None) -> Policy | None:

@@ -70,7 +70,7 @@ class Standard:
         check_options(self.name, options, {})
         if kv_cache.is_cache(spec):
             return kv_cache.gathered(spec, layout, functools.partial(self.plan, target=target, mode=mode))
-        return Plan(_Formula.of(spec, layout))
+        return Plan(_Formula.of(spec, layout, target))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -86,12 +86,16 @@ class _Formula:
     mask: Bool[Array, "#b #k #g #t #s"] | None
     apart: Int[Array, "#b 1 1 t s"] | None
     layout: Layout
+    doubled: bool
 
     @classmethod
-    def of(cls, spec: AttentionSpec, layout: Layout) -> _Formula:
+    def of(cls, spec: AttentionSpec, layout: Layout, target: Target) -> _Formula:
         mask = may_attend(spec, layout)
+        # For one row XLA's loop on a CPU adds the values one after the other, which loses digits over a long cache, and
+        # takes longer; for two it calls a kernel.
+        doubled = target.platform == "cpu" and spec.query_length * spec.group_size == 1
         apart = distances(spec, layout)[:, None, None] if spec.has_alibi else None
-        return cls(spec, None if mask is None else _by_group(spec, mask), apart, layout)
+        return cls(spec, None if mask is None else _by_group(spec, mask), apart, layout, doubled)
 
     def __call__(
         self,
@@ -132,7 +136,8 @@ class _Formula:
             probs, of_rows = weights / total, log_sum_exp(total, top)
         # A row that sees NaN is NaN, but has no gradient for other documents.
         probs = probs if spoilt is None or mask is None else jnp.where(mask, probs, 0)
-        out = _weigh(probs, value)[..., : spec.value_head_dim].astype(query.dtype)
+        weighed = _weigh(jnp.concatenate([probs, probs], 3) if self.doubled else probs, value)
+        out = weighed[..., :t, : spec.value_head_dim].astype(query.dtype)
         if mask is not None and _may_hide_rows(spec):
             out = jnp.where(mask.any(-1, keepdims=True), out, 0)
         out = out.transpose(0, 3, 1, 2, 4).reshape(b, t, n, spec.value_head_dim)

@@ -38,6 +38,7 @@ class Entry:
     options: tuple[tuple[str, int], ...]
 
 
+@functools.cache
 def shipped() -> tuple[Entry, ...]:
     """The table in this package, made by the command that it names."""
     return _parse((resources.files("attnsuite.backends") / SHIPPED).read_text(encoding="utf-8"), SHIPPED)

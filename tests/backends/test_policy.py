@@ -6,6 +6,7 @@ import sys
 import tempfile
 import warnings
 from importlib import metadata
+from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
@@ -212,6 +213,18 @@ def test_environment_names_a_policy_and_says_so_where_it_is_damaged(policy, monk
     policy.write_text("")
     with pytest.raises(ValueError, match=r"^\$ATTNSUITE_POLICY: policy "):
         resolve("auto", SPEC, HERE)
+
+
+def test_file_is_read_once_and_again_when_it_changed(write, monkeypatch):
+    path, read = write(case("first", SPEC, "standard")), []
+    real = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda self: read.append(self) or real(self))
+    for _ in range(3):
+        assert resolve("auto", SPEC, HERE, policy=path).backend.name == "standard"
+    assert read == [path]
+    write(case("the second", SPEC, "chunked"))
+    assert resolve("auto", SPEC, HERE, policy=path).backend.name == "chunked"
+    assert read == [path] * 2
 
 
 def test_attention_and_attention_fn_follow_the_policy(write, monkeypatch):
