@@ -129,6 +129,16 @@ def _pad_ids(ids: Int[Array, "b s"], length: int, fill: int) -> Int[Array, "b pa
     return jnp.pad(ids.astype(jnp.int32), ((0, 0), (0, length - ids.shape[1])), constant_values=fill)
 
 
+def rows_that_see(ids: SegmentIds, rows: int, *, causal: bool) -> Bool[Array, "b t"]:
+    """The rows that see any key, found by sorting: no array is quadratic in the length."""
+    order = jnp.argsort(ids.kv, axis=1, stable=True)  # keys of one id are in the order of their slots
+    ordered, wanted = jnp.take_along_axis(ids.kv, order, 1), ids.q[:, :rows]
+    at = jnp.minimum(jax.vmap(jnp.searchsorted)(ordered, wanted), ids.kv.shape[1] - 1)
+    first = jnp.take_along_axis(order, at, 1)
+    found = jnp.take_along_axis(ordered, at, 1) == wanted
+    return found & (first <= jnp.arange(rows)) if causal else found
+
+
 def one_key_is_seen(ids: SegmentIds | None) -> Bool[Array, "b 1 1 1"] | None:
     """Where query and key get no gradient: a softmax over one key is 1 whatever the scores. None: nowhere.
 

@@ -37,7 +37,7 @@ from .derivatives import forward_only
 from .devices import Target
 from .features import Mode, Takes
 from .paged_attention import device_reasons
-from .splash_operands import LANES, default_precision, in_context, one_key_is_seen, round_up, segment_ids
+from .splash_operands import LANES, default_precision, in_context, one_key_is_seen, round_up, rows_that_see, segment_ids
 
 _MODULE = "jax.experimental.pallas.ops.tpu.flash_attention"
 _BLOCKS = (512, 384, 256, 128)  # rows and keys: the first that divides the padded length; not tuned on a TPU
@@ -97,8 +97,9 @@ class TpuFlashAttention:
         check_options(self.name, options, {})
         lengths = round_up(spec.query_length, LANES), round_up(spec.key_value_length, LANES)
         ids = segment_ids(spec, layout, lengths)
-        hides = spec.has_segment_ids or spec.has_seq_lengths or spec.has_bias  # else every row sees the first key
-        mask = may_attend(spec, layout) if hides else None
+        hides = spec.has_segment_ids or spec.has_seq_lengths  # else every row sees the first key
+        rows = rows_that_see(ids, spec.query_length, causal=spec.is_causal) if hides and ids is not None else None
+        mask = may_attend(spec, layout) if spec.has_bias else None
         alone = one_key_is_seen(ids) if spec.needs_grad else None
         kernel = importlib.import_module(_MODULE).flash_attention
         how = {"causal": spec.is_causal, "sm_scale": spec.softmax_scale, "block_sizes": _block_sizes(*lengths)}
@@ -118,9 +119,11 @@ class TpuFlashAttention:
         ) -> tuple[Float[Array, "b t n h"], Carry]:
             if alone is not None:
                 query, key = (jnp.where(alone, jax.lax.stop_gradient(x), x) for x in (query, key))
-            largest = _largest(mask, terms.bias)
-            bias = None if terms.bias is None else _bias(spec, lengths, terms.bias, largest)
-            seen = ~jnp.isneginf(largest).swapaxes(1, 2)
+            bias, seen = None, jnp.ones((), bool) if rows is None else rows[:, :, None, None]
+            if terms.bias is not None:  # which may hide keys too, and is quadratic itself
+                largest = _largest(mask, terms.bias)
+                bias = _bias(spec, lengths, terms.bias, largest)
+                seen = ~jnp.isneginf(largest).swapaxes(1, 2)
             key, value = (jnp.repeat(x, spec.group_size, axis=2) for x in (key, value))
             q, k, v = (
                 jnp.pad(x.swapaxes(1, 2), ((0, 0), (0, 0), (0, length - x.shape[1]), (0, 0)))
@@ -133,13 +136,10 @@ class TpuFlashAttention:
 
 
 def _largest(
-    mask: Bool[Array, "#b #n t s"] | None, bias: Float[EitherArray, "#b #n #t #s"] | None
+    mask: Bool[Array, "#b #n t s"] | None, bias: Float[EitherArray, "#b #n #t #s"]
 ) -> Float[Array, "#b #n #t 1"]:
-    """The largest bias that a row sees (0 without a bias), minus infinity where it sees nothing.
-
-    XLA makes the mask where it is read: without a bias no array is quadratic.
-    """
-    seen = jnp.zeros((1, 1, 1, 1)) if bias is None else jax.lax.stop_gradient(jnp.asarray(bias, jnp.float32))
+    """The largest bias that a row sees, minus infinity where it sees nothing."""
+    seen = jax.lax.stop_gradient(jnp.asarray(bias, jnp.float32))
     return (seen if mask is None else jnp.where(mask, seen, -jnp.inf)).max(-1, keepdims=True)
 
 

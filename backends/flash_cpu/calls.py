@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int
 
 from ..contract import AttentionSpec
@@ -22,6 +21,7 @@ from .decode_listed import DecodeListed
 from .decode_mass import DecodeMass
 from .forward import Kernel
 from .isa import Isa
+from .partitioned import by_shares
 from .visibility import Visibility
 
 _NOTHING: Mapping[str, Any] = {}
@@ -52,12 +52,16 @@ class Calls:
         return Kernel(spec.dtype, spec.head_dim, spec.value_head_dim or 0, spec.logits_soft_cap is not None, out)
 
     @property
-    def numbers(self) -> Float[np.ndarray, " 4"]:
-        """The factors of ``softmax.py``: SCALE, CAP_INNER, CAP_OUTER, GRADIENT_SCALE."""
-        scale, cap = self.spec.softmax_scale, self.spec.logits_soft_cap or 1.0
-        return np.array([scale * _LOG2_E, scale / cap, cap * _LOG2_E, scale], np.float32)
+    def numbers(self) -> Float[Array, " 4"]:
+        """The factors of ``softmax.py``: SCALE, CAP_INNER, CAP_OUTER, GRADIENT_SCALE.
 
-    def _dims(self, seen: Visibility, **more: int) -> dict[str, int]:
+        Of operations, not a constant: a program for ``custom_partitioning`` has none.
+        """
+        scale, cap = self.spec.softmax_scale, self.spec.logits_soft_cap or 1.0
+        factors = (scale * _LOG2_E, scale / cap, cap * _LOG2_E, scale)
+        return jnp.concatenate([jnp.full(1, factor, jnp.float32) for factor in factors])
+
+    def _sizes(self, seen: Visibility, **more: int) -> dict[str, int]:
         s = self.spec
         sizes = {"B": s.batch, "T": s.query_length, "S": s.key_value_length, "N": s.num_heads, "K": s.num_kv_heads}
         return {**sizes, "C": seen.first.shape[0], **more}
@@ -73,13 +77,30 @@ class Calls:
 
         ``extra`` maps operands of ``added.py`` to their arrays.
         """
+
+        def of_share(spec: AttentionSpec, query: Array, key: Array, value: Array, *arrays: Array) -> Any:
+            return dataclasses.replace(self, spec=spec).forward_here(query, key, value, *_given(extra, arrays))
+
+        operands = (query, key, value, *seen.arrays, *_in_order(extra))
+        return by_shares(of_share, self.spec, operands, (*_QKV, *_SEEN, *_dims(extra)), _FOUND)
+
+    def forward_here(self, query: Array, key: Array, value: Array, seen: Visibility, extra: Mapping[str, Any]) -> Any:
+        """:meth:`forward` on one device."""
         group = self._heads_per_stage()
-        kernel, dims = adding(self.kernel, extra), self._dims(seen, P=group)
+        kernel, dims = adding(self.kernel, extra), self._sizes(seen, P=group)
         shared, worker = forward.packed(self.isa, kernel).shared_bytes(dims), forward.workspace_bytes(self.isa, kernel)
         size = handler.scratch_bytes(shared, worker, self.threads)
         out = jax.ShapeDtypeStruct((*query.shape[:3], kernel.value_head_dim), kernel.out_dtype)
         results = (out, self._per_row(), self._per_row(), jax.ShapeDtypeStruct((size,), jnp.uint8))
-        arguments = (query, key, value, *seen.arrays, self.numbers, *_in_order(extra), np.zeros((1, group), np.float32))
+        arguments = (
+            query,
+            key,
+            value,
+            *seen.arrays,
+            self.numbers,
+            *_in_order(extra),
+            jnp.zeros((1, group), jnp.float32),
+        )
         return self._call("forward", kernel, results, *arguments)[:3]
 
     def backward(
@@ -102,9 +123,34 @@ class Calls:
         The kernel reads an output of the input dtype. A float32 output has its rounding error taken off the cotangent
         of the log-sum-exp: in rowsum(dO * O) it would be as large as the gradient of a key that has most of its row.
         """
+        d_lse = jnp.zeros_like(top) if d_lse is None else d_lse.astype(jnp.float32)
+        if "bias" in extra or "alibi" in extra:  # all sequences add to one gradient
+            return self.backward_here(query, key, value, out, top, total, d_out, d_lse, seen, extra)
+
+        def of_share(spec: AttentionSpec, *arrays: Array) -> Any:
+            return dataclasses.replace(self, spec=spec).backward_here(*arrays[:8], *_given(extra, arrays[8:]))
+
+        operands = (query, key, value, out, top, total, d_out, d_lse, *seen.arrays, *_in_order(extra))
+        dims = (*_QKV, *_FOUND, "btnv", "btn", *_SEEN, *_dims(extra))
+        return by_shares(of_share, self.spec, operands, dims, _QKV)
+
+    def backward_here(
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        out: Array,
+        top: Array,
+        total: Array,
+        d_out: Array,
+        d_lse: Array,
+        seen: Visibility,
+        extra: Mapping[str, Any],
+    ) -> tuple[Array, ...]:
+        """:meth:`backward` on one device."""
         kernel = adding(self.kernel, extra)
         parts = self._parts(extra.get("bias"))
-        dims = self._dims(seen, P=parts)
+        dims = self._sizes(seen, P=parts)
         size = handler.scratch_bytes(*backward.scratch(self.isa, kernel, dims), self.threads)
         gradients = tuple(jax.ShapeDtypeStruct(x.shape, kernel.out_dtype) for x in (query, key, value))
         more, bias = [], extra.get("bias")
@@ -113,7 +159,6 @@ class Calls:
         if "alibi" in extra:
             more.append(jax.ShapeDtypeStruct((*query.shape[:3], parts), jnp.float32))
         results = (*gradients, *more, jax.ShapeDtypeStruct((size,), jnp.uint8))
-        d_lse = jnp.zeros_like(top) if d_lse is None else d_lse.astype(jnp.float32)
         if out.dtype != query.dtype:
             lost = rounding_error(out, query.dtype)
             # Rows that see nothing have none, and one that is not finite is the kernel's to find.
@@ -121,7 +166,7 @@ class Calls:
             d_lse = d_lse - jnp.where(counts, d_out.astype(jnp.float32) * lost, 0).sum(-1)
         cotangents = d_out.astype(query.dtype), d_lse
         arguments = (query, key, value, *seen.arrays, self.numbers, *_in_order(extra))
-        arguments += (out.astype(query.dtype), top, total, *cotangents, np.zeros((1, parts), np.float32))
+        arguments += (out.astype(query.dtype), top, total, *cotangents, jnp.zeros((1, parts), jnp.float32))
         if bias is None:
             found = self._call("backward", kernel, results, *arguments)[:-1]
         else:
@@ -153,7 +198,7 @@ class Calls:
         spec = self.spec
         kernel = self._decode_kernel(0 if value is None else value.shape[-1])
         units = -(-spec.key_value_length // unit)
-        size = handler.scratch_bytes(*decode.scratch(self.isa, kernel, self._dims(seen, P=units)), self.threads)
+        size = handler.scratch_bytes(*decode.scratch(self.isa, kernel, self._sizes(seen, P=units)), self.threads)
         mass = jax.ShapeDtypeStruct((spec.batch, spec.num_kv_heads, units), jnp.float32)
         out = () if value is None else (jax.ShapeDtypeStruct((*query.shape[:3], value.shape[-1]), spec.dtype),)
         results = (mass, *out, jax.ShapeDtypeStruct((size,), jnp.uint8))
@@ -164,6 +209,17 @@ class Calls:
 
     def decode(self, query: Array, key: Array, value: Array, seen: Visibility) -> Float[Array, "b t n v"]:
         """The output of a few query rows."""
+
+        def of_share(spec: AttentionSpec, query: Array, key: Array, value: Array, *arrays: Array) -> Any:
+            own, (seen, _) = dataclasses.replace(self, spec=spec), _given({}, arrays)
+            return (own.decode_here(query, key, value, seen),)
+
+        cache = ("bksh", "bksv") if self.spec.kv_layout == "HND" else _QKV[1:]
+        operands = (query, key, value, *seen.arrays)
+        return by_shares(of_share, self.spec, operands, ("btnh", *cache, *_SEEN), ("btnv",))[0]
+
+    def decode_here(self, query: Array, key: Array, value: Array, seen: Visibility) -> Float[Array, "b t n v"]:
+        """:meth:`decode` on one device."""
         kernel = self._decode_kernel(self.spec.value_head_dim or 0)
         return self._decode("decode", kernel, kernel, self.spec.key_value_length, (query, key, value), seen)
 
@@ -180,10 +236,10 @@ class Calls:
     ) -> Array:
         query, key, value = operands
         ranges = self._ranges(keys)
-        size = handler.scratch_bytes(*decode.scratch(self.isa, kernel, self._dims(seen, P=ranges)), self.threads)
+        size = handler.scratch_bytes(*decode.scratch(self.isa, kernel, self._sizes(seen, P=ranges)), self.threads)
         out = jax.ShapeDtypeStruct((*query.shape[:3], kernel.value_head_dim), self.spec.dtype)
         results = (out, jax.ShapeDtypeStruct((size,), jnp.uint8))
-        arguments = (query, key, value, *seen.arrays, self.numbers, np.zeros((1, ranges), np.float32), *more)
+        arguments = (query, key, value, *seen.arrays, self.numbers, jnp.zeros((1, ranges), jnp.float32), *more)
         return self._call(kind, this, results, *arguments)[0]
 
     def _ranges(self, keys: int) -> int:
@@ -238,9 +294,26 @@ def rounding_error(x: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:
     return x - jnp.where(jnp.abs(x) < float(numbers.smallest_normal), below, rounded)
 
 
+# Dimensions of operands and results, as ``partitioned.py`` writes them.
+_QKV = ("btnh", "bskh", "bskv")
+_FOUND = ("btnv", "btn", "btn")
+_SEEN = ("bt", "bt", "bt", "bs", "bs")
+_EXTRA = {"mask": "bnts", "bias": "bnts", "alibi": ".n", "query_position": "bt"}
+
+
+def _dims(extra: Mapping[str, Any]) -> list[str]:
+    return [dims for name, dims in _EXTRA.items() if name in extra]
+
+
+def _given(extra: Mapping[str, Any], arrays: tuple[Any, ...]) -> tuple[Visibility, dict[str, Any]]:
+    """The mask's numbers and the operands of ``added.py``, of their arrays one behind the other."""
+    seen, more = arrays[: len(_SEEN)], arrays[len(_SEEN) :]
+    return Visibility(*seen), dict(zip((name for name in _EXTRA if name in extra), more, strict=True))
+
+
 def _in_order(extra: Mapping[str, Any]) -> list[Any]:
     """As the kernels take them: JAX sorts a dict by its keys."""
-    return [extra[name] for name in ("mask", "bias", "alibi", "query_position") if name in extra]
+    return [extra[name] for name in _EXTRA if name in extra]
 
 
 def adding(kernel: Kernel, extra: Mapping[str, Any]) -> Kernel:

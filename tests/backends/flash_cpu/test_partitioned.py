@@ -1,0 +1,121 @@
+"""On a mesh with automatic axes each device runs the kernels on its share, and no key or value is gathered."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("llvmlite", reason="the kernels are compiled by llvmlite")
+
+SCRIPT = """
+import json, re, sys
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from attnsuite import backends
+
+devices = len(jax.devices())
+data, heads = (2, 1) if devices == 2 else (2, 4)
+mesh = jax.make_mesh((data, heads), ("data", "heads"), axis_types=(AxisType.Auto,) * 2)
+rng = np.random.default_rng(0)
+draw = lambda *shape: jnp.asarray(rng.standard_normal(shape).astype(np.float32))
+B, T, N, K, D = 4, 256, 8, 4, 32
+ids = jnp.asarray(np.sort(rng.integers(0, 3, (B, T)), 1))
+lengths = jnp.asarray(rng.integers(40, T, B))
+mask = jnp.asarray(rng.random((B, N, T, T)) < 0.7)
+bias = draw(1, N, T, T)
+q, k, v, dout = draw(B, T, N, D), draw(B, T, K, D), draw(B, T, K, D), draw(B, T, N, D)
+whole, placed = P("data", None, "heads"), {4: P("data", "heads"), 2: P("data"), 1: P("data")}
+
+def forward(backend, **fixed):
+    def run(q, k, v, arrays):
+        return backends.attention(q, k, v, backend=backend, on_unavailable="raise", **fixed, **arrays)
+    return run
+
+def gradient(backend, **fixed):
+    run = forward(backend, **fixed)
+    return lambda q, k, v, arrays: jax.grad(lambda *x: (run(*x, arrays) * dout).sum(), (0, 1, 2))(q, k, v)
+
+def step(backend, **fixed):
+    run = forward(backend, needs_grad=False, **fixed)
+    return lambda q, k, v, arrays: run(q[:, :1], k, v, arrays)
+
+def mapped(backend, **fixed):
+    run = jax.vmap(forward(backend, **fixed), (0, 0, 0, None))
+    return lambda q, k, v, arrays: run(q[None], k[None], v[None], arrays)[0]
+
+CASES = {
+    "causal": (forward, {"is_causal": True}, {}),
+    "gradient": (gradient, {"is_causal": True}, {}),
+    "segments": (gradient, {"is_causal": True}, {"query_segment_ids": ids, "key_value_segment_ids": ids}),
+    "lengths": (gradient, {}, {"key_value_seq_lengths": lengths}),
+    "mask": (gradient, {}, {"mask": mask}),
+    "bias": (forward, {}, {"bias": bias}),
+    "decode": (step, {}, {"key_value_seq_lengths": lengths}),
+    "log-sum-exp": (forward, {"return_log_sum_exp": True}, {}),
+    "vmap": (mapped, {}, {}),
+}
+found = {}
+shard = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
+operands = [shard(x, whole) for x in (q, k, v)]
+for name, (make, fixed, arrays) in CASES.items():
+    expected = jax.jit(make("standard", **fixed))(q, k, v, arrays)
+    given = {n: shard(x, P(None, "heads") if n == "bias" else placed[x.ndim]) for n, x in arrays.items()}
+    for backend in ("flash_cpu", "chunked", "standard") if name in ("causal", "gradient", "decode") else ("flash_cpu",):
+        compiled = jax.jit(make(backend, **fixed)).lower(*operands, given).compile()
+        out = compiled(*operands, given)
+        error = max(float(jnp.abs(a - b).max()) for a, b in zip(jax.tree.leaves(out), jax.tree.leaves(expected)))
+        text = compiled.as_text()
+        found[name + " " + backend] = {
+            "error": error,
+            "calls": [line.strip() for line in text.splitlines() if "custom-call(" in line and "ffi_call" in line],
+            "moved": sorted(set(re.findall(r"all-gather|all-to-all|collective-permute|all-reduce", text))),
+            "share": [B // data, N // heads],
+        }
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module", params=[2, 8])
+def found(request):
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        env=os.environ
+        | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "JAX_NUM_CPU_DEVICES": f"{request.param}"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+CASES = ["causal", "gradient", "segments", "lengths", "mask", "bias", "decode", "log-sum-exp"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_device_computes_its_share_and_nothing_is_gathered(found, name):
+    case = found[f"{name} flash_cpu"]
+    assert case["error"] < 2e-5
+    sequences, heads = case["share"]
+    assert case["calls"]
+    for call in case["calls"]:  # the first result has the shape of the query or of the output
+        assert re.search(rf"\(f32\[{sequences},\d+,{heads},32\]", call), call
+    assert case["moved"] == []
+
+
+@pytest.mark.parametrize("name", ["causal", "gradient", "decode"])
+def test_xla_divides_the_operations_of_standard(found, name):
+    case = found[f"{name} standard"]
+    assert case["error"] < 2e-5
+    assert case["moved"] == []
+
+
+@pytest.mark.parametrize("name", ["causal chunked", "vmap flash_cpu"])
+def test_what_is_gathered_is_right_and_seen(found, name):
+    """The controls. XLA gathers for the loops of ``chunked`` over heads, and for a batch of problems."""
+    assert found[name]["error"] < 2e-5
+    assert found[name]["moved"] == ["all-gather"]
