@@ -6,6 +6,7 @@ on the CPU, and ends with what it left out. ``pytest --all`` leaves nothing out;
 
 import gc
 import os
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -137,6 +138,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("core")
     if _runs_first_alone(config) or os.environ.get("ATTNSUITE_FIRST") == "1":
         _leave_out(config, items)
+    elif os.environ.get("ATTNSUITE_FIRST_RAN") == f"{sys.version_info[0]}.{sys.version_info[1]}":
+        # .ci/run has run the first ones on this Python, compiled in the same way, by the README's command.
+        others = [item for item in items if not _is_first(item)]
+        config.hook.pytest_deselected(items=[item for item in items if _is_first(item)])
+        items[:] = others
 
 
 def pytest_collection_finish() -> None:
