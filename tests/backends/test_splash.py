@@ -13,7 +13,7 @@ from attnsuite.backends import AttentionSpec, Layout, Target, Terms, masks, orac
 from attnsuite.backends.devices import TPUS
 from attnsuite.backends.splash import SPLASH
 from attnsuite.testing import Conformance, problems
-from attnsuite.testing.checks import check_accuracy, compiled
+from attnsuite.testing.checks import check_accuracy, check_nan_is_let_in, compiled
 from attnsuite.testing.conformance import layouts
 
 pytestmark = [pytest.mark.splash, pytest.mark.foreign_numerics]  # JAX's kernel promotes dtypes and ranks by itself
@@ -234,3 +234,7 @@ def test_notes_say_that_the_scale_rounds_the_query():
     query, key, value, _ = (size * x.astype(spec.dtype) for size, x in zip((4, 4, 1, 1), inputs_of(spec), strict=True))
     problem = problems.solve(dataclasses.replace(spec, needs_grad=True), Layout(), (query, key, value, query))
     assert not problem.verdict("output", plan.run(query, key, value)[0]).passed
+
+
+def test_nan_behind_the_lengths_reaches_other_rows():
+    check_nan_is_let_in("splash")

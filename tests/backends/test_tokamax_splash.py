@@ -23,7 +23,7 @@ from attnsuite.backends.splash import SPLASH
 from attnsuite.backends.tokamax_package import INSTALL, VERSION
 from attnsuite.backends.tokamax_splash import TOKAMAX_SPLASH, missing
 from attnsuite.testing import problems
-from attnsuite.testing.checks import check_accuracy, check_unseen_does_not_matter, compiled
+from attnsuite.testing.checks import check_accuracy, check_nan_is_let_in, check_unseen_does_not_matter, compiled
 
 pytestmark = [pytest.mark.splash, pytest.mark.foreign_numerics]  # tokamax promotes dtypes and ranks by itself
 needs_tokamax = pytest.mark.skipif(
@@ -172,3 +172,8 @@ def test_asking_about_other_devices_imports_nothing(loaded_by):
         "head_dim=8); assert backends.support(backends.get('tokamax_splash'), spec, t)"
     )
     assert "tokamax" not in loaded_by(code)[1]
+
+
+@needs_tokamax
+def test_nan_behind_the_lengths_reaches_other_rows():
+    check_nan_is_let_in("tokamax_splash")

@@ -12,7 +12,13 @@ from attnsuite.backends import AttentionSpec, Layout, Target, plan, support, tok
 from attnsuite.backends.features import Mode
 from attnsuite.backends.tokamax_triton import TOKAMAX_TRITON, missing
 from attnsuite.testing import problems
-from attnsuite.testing.checks import check_accuracy, check_quantity, check_unseen_does_not_matter, compiled
+from attnsuite.testing.checks import (
+    check_accuracy,
+    check_nan_is_let_in,
+    check_quantity,
+    check_unseen_does_not_matter,
+    compiled,
+)
 
 pytestmark = [pytest.mark.splash, pytest.mark.foreign_numerics]  # tokamax promotes dtypes and ranks by itself
 needs_tokamax = pytest.mark.skipif(
@@ -101,3 +107,8 @@ def test_missing_package_is_a_reason_where_it_would_run(monkeypatch):
     for target, mode in modes:
         (reason,) = support(TOKAMAX_TRITON, SPEC, target, mode).reasons
         assert reason.startswith("tokamax_triton needs ")
+
+
+@needs_tokamax
+def test_nan_behind_the_lengths_reaches_other_rows():
+    check_nan_is_let_in("tokamax_triton", "bfloat16")

@@ -5,12 +5,15 @@ from importlib import util
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from attnsuite.backends import AttentionSpec, Target, plan, support, tpu_flash_attention
+from attnsuite.backends import AttentionSpec, Layout, Target, plan, support, tpu_flash_attention
+from attnsuite.backends.contract import may_attend
+from attnsuite.backends.splash_operands import rows_that_see, segment_ids
 from attnsuite.backends.tpu_flash_attention import TPU_FLASH_ATTENTION
 from attnsuite.testing import problems
-from attnsuite.testing.checks import check_accuracy, check_unseen_does_not_matter, compiled
+from attnsuite.testing.checks import check_accuracy, check_nan_is_let_in, check_unseen_does_not_matter, compiled
 
 pytestmark = [pytest.mark.splash, pytest.mark.foreign_numerics]  # JAX's kernel promotes dtypes and ranks by itself
 
@@ -58,7 +61,7 @@ def test_kernel_alone_gives_an_average_where_a_row_sees_nothing(monkeypatch):
     """The control of the zero rows."""
     problem = problems.problem("padding-both-ends")
     forward = dataclasses.replace(problem, spec=dataclasses.replace(problem.spec, needs_grad=False))
-    monkeypatch.setattr(tpu_flash_attention, "_largest", lambda *_: jnp.zeros((1, 1, 1, 1)))
+    monkeypatch.setattr(tpu_flash_attention, "rows_that_see", lambda ids, rows, **_: jnp.ones((len(ids.q), rows), bool))
     plan = TPU_FLASH_ATTENTION.plan(forward.spec, problem.layout, target=Target.here(), mode="interpret")
     out = plan.run(*problem.inputs[:3])[0]
     assert jnp.abs(out[problem.unseen_rows]).max() > 0
@@ -93,3 +96,32 @@ def test_refuses_with_the_offending_value(changes, target, mode, word):
 def test_jax_without_the_module_is_a_reason(monkeypatch):
     monkeypatch.setattr(util, "find_spec", lambda _: None)
     assert "no longer has" in support(TPU_FLASH_ATTENTION, SPEC, V5E).reasons[0]
+
+
+def test_nan_behind_the_lengths_reaches_other_rows():
+    check_nan_is_let_in("tpu_flash_attention")
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_rows_that_see_a_key_are_those_of_the_mask_and_no_array_is_quadratic(causal):
+    rng, (batch, length) = np.random.default_rng(0), (8, 64)
+    spec = AttentionSpec(
+        batch=batch, query_length=length, key_value_length=length, num_heads=1, num_kv_heads=1, head_dim=8,
+        is_causal=causal, has_segment_ids=True, has_seq_lengths=True,
+    )  # fmt: skip
+    draw = lambda low, high, *shape: jnp.asarray(rng.integers(low, high, shape), jnp.int32)  # noqa: E731
+    ids = draw(-1, 6, batch, length), draw(-1, 6, batch, length)
+
+    def found(*arrays):
+        layout = Layout(query_segment_ids=arrays[0], key_value_segment_ids=arrays[1], key_value_seq_lengths=arrays[2])
+        return rows_that_see(segment_ids(spec, layout, (128, 128)), length, causal=causal)
+
+    lengths = draw(0, length, batch)
+    layout = Layout(query_segment_ids=ids[0], key_value_segment_ids=ids[1], key_value_seq_lengths=lengths)
+    expected = may_attend(spec, layout).any((1, 3))
+    assert expected.any()
+    assert not expected.all()
+    np.testing.assert_array_equal(found(*ids, lengths), expected)
+    text = str(jax.make_jaxpr(found)(*ids, lengths))
+    assert "128,128]" not in text
+    assert f"{length},{length}]" not in text

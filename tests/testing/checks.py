@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from attnsuite.backends import AttentionSpec, Backend, Target, support
+from attnsuite.backends import AttentionSpec, Backend, Target, registry, support
 from attnsuite.backends.features import Mode
 
 from . import orders, problems
@@ -28,6 +28,8 @@ LARGE = 1e4
 # Backends that keep NaN and infinity out of rows which may not see them, in slots behind the lengths, padding and other
 # documents, forward and backward (docs/contract.md). Of every other backend it is measured: `keeps_nan_out`.
 ISOLATING = frozenset({"standard", "chunked", "flash_cpu", "kascade"})
+# Backends that were seen to let NaN behind the lengths into other rows, each by a test of its own.
+LETS_NAN_IN = frozenset({"kvax", "splash", "tokamax_splash", "tokamax_triton", "tpu_flash_attention"})
 
 
 def compiled(
@@ -84,6 +86,14 @@ def keeps_nan_out(run: Run, problem: Problem, expected: Results) -> bool | None:
         return None
     again = run(*strewn(problem))
     return all(np.array_equal(x, again[name]) for name, x in expected.items())
+
+
+def check_nan_is_let_in(name: str, dtype: str = "float32") -> None:
+    """In its interpreter the backend lets NaN behind the lengths through, as the support matrix says."""
+    problem = problems.problem("ragged-causal", dtype)
+    run = compiled(registry.get(name), problem, Target.here(), "interpret")
+    assert name in LETS_NAN_IN
+    assert keeps_nan_out(run, problem, run(*problem.inputs)) is False
 
 
 def strewn(problem: Problem, *, keys: bool = True, rows: bool = True, finite: bool = False) -> problems.Inputs:

@@ -8,7 +8,7 @@ import pytest
 from attnsuite.backends import AttentionSpec, Layout, Target, Terms
 from attnsuite.backends.kvax import KVAX
 from attnsuite.testing import Conformance, problems
-from attnsuite.testing.checks import check_accuracy, compiled
+from attnsuite.testing.checks import check_accuracy, check_nan_is_let_in, compiled
 from attnsuite.testing.conformance import layouts
 from attnsuite.testing.problems import CASES
 
@@ -144,3 +144,7 @@ def test_any_segments_positions_and_lengths(is_causal):
         check_accuracy(run(layout, Terms(), *inputs), problems.solve(spec, layout, inputs))
 
     holds()
+
+
+def test_nan_behind_the_lengths_reaches_other_rows():
+    check_nan_is_let_in("kvax")
