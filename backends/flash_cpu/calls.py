@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -128,7 +129,8 @@ class Calls:
             return self.backward_here(query, key, value, out, top, total, d_out, d_lse, seen, extra)
 
         def of_share(spec: AttentionSpec, *arrays: Array) -> Any:
-            return dataclasses.replace(self, spec=spec).backward_here(*arrays[:8], *_given(extra, arrays[8:]))
+            own, operands = dataclasses.replace(self, spec=spec), list(arrays[:8])
+            return functools.partial(own.backward_here, *operands)(*_given(extra, arrays[8:]))
 
         operands = (query, key, value, out, top, total, d_out, d_lse, *seen.arrays, *_in_order(extra))
         dims = (*_QKV, *_FOUND, "btnv", "btn", *_SEEN, *_dims(extra))

@@ -44,12 +44,13 @@ def by_shares(compute: Compute, spec: AttentionSpec, operands: Sequence[Any], di
     used = {letter for letters in (*dims, *results) for letter in letters}
     rule = _rule(factors, dims, results)
     undivided = [letter for letter in "tshv" if letter in used] + (["g"] if "n" in used and not alone else [])
+    sizes: dict[str, Any] = {"g": spec.group_size} if "(k g)" in factors.values() else {}
     program = custom_partitioning(whole)
     program.def_partition(
         partition=functools.partial(_partition, compute, spec, dims, results),
         sharding_rule=rule,
         need_replication_factors=tuple(sorted(undivided, key=rule.index)),
-        **({"g": spec.group_size} if "(k g)" in factors.values() else {}),
+        **sizes,
     )
     batched = custom_vmap(program)
 
