@@ -27,6 +27,7 @@ PAGES = {
     "cpu-amd-epyc-speed": (),
     "cpu-intel-xeon": (),
     "cpu-intel-xeon-speed": (),
+    "cpu-amd-epyc-caller": (),
     "cpu-intel-xeon-caller": (),
     "cpu-intel-xeon-kascade": ("compiled-kascade",),
     "cpu-amd-epyc-speed-8192": (),
@@ -45,7 +46,7 @@ def test_page_is_rendered_again_the_same(name, tmp_path):
 
 def test_every_folder_with_records_has_its_page():
     folders = {path.parent.name for path in PUBLISHED.glob("*/records.jsonl")}
-    compiled = {f"compiled{suffix}" for suffix in ("", "-kascade", "-kernels", "-v5e", "-v5e-4x4")}
+    compiled = {f"compiled{suffix}" for suffix in ("", "-kascade", "-kernels", "-tax", "-v5e", "-v5e-4x4")}
     assert folders == {*PAGES, *ALONE, *compiled}
 
 
