@@ -1,5 +1,7 @@
 """Interchangeable attention backends behind one contract. This module names everything public."""
 
+from attnsuite.submodules import submodules_of
+
 from . import masks as masks
 from .adaptive import adaptive_flash_attention as adaptive_flash_attention
 from .adaptive import get_flash_attention_config as get_flash_attention_config
@@ -38,3 +40,5 @@ from .resolve import Resolution as Resolution
 from .resolve import resolve as resolve
 from .support import plan as plan
 from .support import support as support
+
+__getattr__ = submodules_of(__name__)

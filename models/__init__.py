@@ -1,5 +1,7 @@
 """The shared transformer, its checkpoints, and its texts. This module names everything public."""
 
+from attnsuite.submodules import submodules_of
+
 from .cache import KVCache as KVCache
 from .checkpoint import Checkpoint as Checkpoint
 from .checkpoint import open_checkpoint as open_checkpoint
@@ -25,3 +27,5 @@ from .weights import load_layer as load_layer
 from .weights import load_shipped as load_shipped
 from .weights import save as save
 from .weights import write_random as write_random
+
+__getattr__ = submodules_of(__name__)

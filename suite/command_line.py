@@ -13,6 +13,7 @@ Exit codes (docs/measuring.md):
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import difflib
 import importlib
 import os
@@ -70,6 +71,7 @@ def _act(words: list[str]) -> int:
         hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(VERBS)}."
         raise InputError(f"{verb!r} is not a verb; {hint}")
     _check_values(verb, rest)
+    _check_guides_flags(_kind(verb), rest)
     command = tyro.cli(_kind(verb), prog=f"attnsuite {verb}", args=rest)
     return _module(verb).run(command)
 
@@ -79,6 +81,26 @@ def _check_values(verb: str, words: Sequence[str]) -> None:
     for before, word in zip([verb, *words], words, strict=False):
         if not word or (word.startswith("--") and word.endswith("=")):
             raise InputError(f"{word.removesuffix('=') or before} is given an empty value; give one, or leave it out.")
+
+
+# Flags of the earlier guides, and what says the same here (docs/coming-from.md).
+_GUIDES_FLAGS = {
+    "attention": "--backends NAMES",
+    "device": "JAX_PLATFORMS=cpu, cuda or tpu, or --targets NAMES of compile for a device that is not here",
+    "preset": "--model NAME, or --model DIR for a checkpoint",
+    "use-lora": "--lora-rank N of train",
+    "use-splash-kernel": "--backends splash, or for Kascade --options kernel=pallas",
+    "weights-dir": "--model DIR",
+}
+
+
+def _check_guides_flags(kind: type, words: Sequence[str]) -> None:
+    """Raise InputError for a flag of the guides that this verb does not have, with what to write instead."""
+    own = {field.name.replace("_", "-") for field in dataclasses.fields(kind)}
+    for word in words:
+        name = word.partition("=")[0].removeprefix("--").replace("_", "-")
+        if word.startswith("--") and name in _GUIDES_FLAGS and name not in own:
+            raise InputError(f"{word.partition('=')[0]} is a flag of the guides; here it is {_GUIDES_FLAGS[name]}.")
 
 
 def _module(verb: str) -> Any:

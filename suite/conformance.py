@@ -19,7 +19,7 @@ from attnsuite.testing.problems import CASES
 
 from . import typed
 from .cell import Cell
-from .errors import CellFailure, InputError
+from .errors import CellFailure, InputError, jax_does_not_start
 from .grid.executors import Limits, now, outcome_of, record_of
 from .grid.keeping import GridWatcher, identity, keep, opened
 from .grid.process import Worker
@@ -129,7 +129,7 @@ class _Judge:
         try:
             answer = self._ask({"do": "look", "backends": list(backends)}, _LOOK_SECONDS)
         except CellFailure as failure:
-            raise InputError(f"JAX does not start on this machine: {failure.message}") from failure
+            raise jax_does_not_start(failure) from failure
         return typed.convert(answer["environment"], Environment), answer["exact"]
 
     def ask(self, backend: str, problem: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from .errors import CellFailure, InputError
+from .errors import CellFailure, jax_does_not_start
 from .grid.process import Worker
 
 _SECONDS = 300.0
@@ -22,7 +22,7 @@ def examine_here() -> dict[str, Any]:
         try:
             return worker.ask({"do": "doctor"}, _SECONDS)
         except CellFailure as failure:
-            raise InputError(f"JAX or a backend does not start on this machine: {failure.message}") from failure
+            raise jax_does_not_start(failure) from failure
 
 
 def describe(found: dict[str, Any]) -> RenderableType:

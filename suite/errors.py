@@ -6,6 +6,8 @@ status and the error of one record; the run goes on.
 
 from __future__ import annotations
 
+import os
+
 from .record import Status
 
 
@@ -20,3 +22,16 @@ class CellFailure(RuntimeError):  # noqa: N818 (it is a result, not a fault of t
         super().__init__(message)
         self.status: Status = status
         self.message = message
+
+
+def jax_does_not_start(failure: CellFailure) -> InputError:
+    """The sentence for a process that could not start JAX, which JAX_PLATFORMS may have kept from what is here."""
+    platforms = os.environ.get("JAX_PLATFORMS")
+    said = failure.message.rstrip(" :.")
+    if not platforms:
+        return InputError(f"JAX does not start on this machine: {said}.")
+    reason = "no such device is here, or its plugin is not installed" if said == "AssertionError" else said
+    return InputError(
+        f"JAX does not start on this machine with JAX_PLATFORMS={platforms}: {reason}; unset it, or set "
+        "JAX_PLATFORMS=cpu."
+    )

@@ -35,7 +35,7 @@ from .absent import schedules, topologies
 from .absent.candidates import NO_SPILLS, WithOptions, compile_kernels
 from .absent.programs import op_program as abstract_program
 from .cell import Cell, Outcome
-from .errors import CellFailure, InputError
+from .errors import CellFailure, InputError, jax_does_not_start
 from .grid.executors import Limits, RunContext, Running, Watcher
 from .grid.fleet import FleetRequest, execute_grid
 from .grid.keeping import GridWatcher, identity
@@ -161,7 +161,7 @@ def _environment(limits: Limits) -> Environment:
         with Worker(limits.memory) as worker:
             return worker.ask({"do": "doctor"}, limits.seconds)["environment"]
     except CellFailure as failure:
-        raise InputError(f"JAX does not start on this machine: {failure.message}") from failure
+        raise jax_does_not_start(failure) from failure
 
 
 def cell_of(case: OpCase, name: str, target: str, request: TuneRequest) -> Cell:

@@ -80,3 +80,13 @@ def test_a_users_script_beside_its_own_rooms_uses_ours(hostile):
     (hostile / "train.py").write_text("from attnsuite import backends, models\nprint(backends.names()[0])\n")
     done = started(hostile, "train.py")
     assert (done.returncode, done.stdout.strip()) == (0, "standard"), done.stderr
+
+
+def test_modules_need_no_import_of_their_own():
+    code = (
+        "import attnsuite; print(attnsuite.models.lora.__name__, attnsuite.backends.adapters.keras.__name__, "
+        "attnsuite.backends.kascade.manual.__name__); attnsuite.models.absent"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["attnsuite.models.lora", "attnsuite.backends.adapters.keras", "manual"]
+    assert done.stderr.splitlines()[-1] == "AttributeError: module 'attnsuite.models' has no attribute 'absent'"

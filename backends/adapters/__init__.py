@@ -4,3 +4,7 @@
 ``backends/flax_attention.py``. No adapter imports its library before it is used, and no library is a dependency.
 docs/adapters.md says how to switch each on.
 """
+
+from attnsuite.submodules import submodules_of
+
+__getattr__ = submodules_of(__name__)

@@ -18,7 +18,7 @@ from attnsuite.backends import names
 
 from .. import typed
 from ..cell import Case, Cell
-from ..errors import CellFailure, InputError
+from ..errors import CellFailure, InputError, jax_does_not_start
 from ..kinds import kind_of, make_case, problem_of
 from ..kinds.kascade.methods import METHODS, SWEPT
 from ..kinds.kascade.words import KascadeWords, applied
@@ -236,7 +236,7 @@ def probe(request: RunRequest) -> tuple[Environment, list[Cell]]:
                     f"JAX, or a backend that was asked what it takes, gave no answer within {_PROBE_SECONDS:g} s; name "
                     "the backends that answer with --backends."
                 ) from failure
-            raise InputError(f"JAX does not start on this machine: {failure.message}") from failure
+            raise jax_does_not_start(failure) from failure
     if own := digests(request.backends):
         answer["environment"]["own"] = own
     try:

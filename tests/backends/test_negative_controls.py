@@ -27,7 +27,7 @@ Attend = Callable[..., Any]  # (query, key, value), and terms where there are so
 def standard(problem: Problem, layout: Layout | None = None, **changes: Any) -> Attend:
     """The standard backend with a changed spec or layout."""
     spec = dataclasses.replace(problem.spec, **changes)
-    plan = STANDARD.plan(spec, problem.layout if layout is None else layout, target=None)
+    plan = STANDARD.plan(spec, problem.layout if layout is None else layout, target=Target.here())
 
     def run(q: jax.Array, k: jax.Array, v: jax.Array, terms: Terms = NO_TERMS) -> Any:
         return dataclasses.replace(plan, spec=spec).run(q, k, v, terms=terms)[0]
@@ -46,7 +46,7 @@ def masked_by(problem: Problem, mask: jax.Array) -> Attend:
         has_seq_lengths=False,
         has_mask=True,
     )
-    plan = STANDARD.plan(bare, Layout(mask=mask), target=None)
+    plan = STANDARD.plan(bare, Layout(mask=mask), target=Target.here())
     return lambda q, k, v: plan.run(q, k, v)[0]
 
 

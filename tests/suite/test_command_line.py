@@ -62,3 +62,21 @@ def test_empty_value_is_refused_and_no_path_to_the_present_directory(words, caps
         command_line.main(words)
     assert ended.value.code == 2
     assert "is given an empty value; give one, or leave it out." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "instead"),
+    [
+        (["run", "--weights_dir", "DIR"], "--model DIR"),
+        (["run", "--device=gpu"], "JAX_PLATFORMS"),
+        (["perplexity", "--use_splash_kernel"], "--options kernel=pallas"),
+        (["train", "--use-lora"], "--lora-rank N"),
+    ],
+    ids=lambda given: " ".join(given) if isinstance(given, list) else "",
+)
+def test_flag_of_the_guides_is_met_with_ours(words, instead, capsys):
+    with pytest.raises(SystemExit) as ended:
+        command_line.main(words)
+    assert ended.value.code == 2
+    assert f"{words[1].partition('=')[0]} is a flag of the guides; here it is " in (told := capsys.readouterr().err)
+    assert instead in told

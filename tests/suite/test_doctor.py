@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 from rich.console import Console
@@ -68,3 +71,17 @@ def test_fault_of_a_foreign_package_is_a_reason_of_its_backend_alone(found, unas
         assert raised not in others
     assert not any(reasons["standard"])
     assert not any(reasons["chunked"])
+
+
+def test_devices_that_are_not_here_are_named_with_the_variable_that_asked_for_them():
+    done = subprocess.run(
+        [sys.executable, "-m", "attnsuite", "doctor"],
+        env=os.environ | {"JAX_PLATFORMS": "cuda"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "JAX does not start on this machine with JAX_PLATFORMS=cuda: " in done.stderr
+    assert done.stderr.rstrip().endswith("unset it, or set JAX_PLATFORMS=cpu.")
+    assert "AssertionError" not in done.stderr

@@ -146,5 +146,6 @@ def test_any_segments_positions_and_lengths(is_causal):
     holds()
 
 
+@pytest.mark.needs_kvax
 def test_nan_behind_the_lengths_reaches_other_rows():
     check_nan_is_let_in("kvax")
