@@ -4,6 +4,8 @@
 on the CPU, and ends with what it left out. ``pytest --all`` leaves nothing out; the environments of tox.ini name paths.
 """
 
+from __future__ import annotations  # pytest 8.3 has not every type that is named here
+
 import gc
 import os
 import sys
