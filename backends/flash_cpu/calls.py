@@ -79,7 +79,7 @@ class Calls:
         ``extra`` maps operands of ``added.py`` to their arrays.
         """
 
-        def of_share(spec: AttentionSpec, query: Array, key: Array, value: Array, *arrays: Array) -> Any:
+        def of_share(spec: AttentionSpec, query: Array, key: Array, value: Array, *arrays: Any) -> Any:
             return dataclasses.replace(self, spec=spec).forward_here(query, key, value, *_given(extra, arrays))
 
         operands = (query, key, value, *seen.arrays, *_in_order(extra))
@@ -128,7 +128,7 @@ class Calls:
         if "bias" in extra or "alibi" in extra:  # all sequences add to one gradient
             return self.backward_here(query, key, value, out, top, total, d_out, d_lse, seen, extra)
 
-        def of_share(spec: AttentionSpec, *arrays: Array) -> Any:
+        def of_share(spec: AttentionSpec, *arrays: Any) -> Any:
             own, operands = dataclasses.replace(self, spec=spec), list(arrays[:8])
             return functools.partial(own.backward_here, *operands)(*_given(extra, arrays[8:]))
 
@@ -212,7 +212,7 @@ class Calls:
     def decode(self, query: Array, key: Array, value: Array, seen: Visibility) -> Float[Array, "b t n v"]:
         """The output of a few query rows."""
 
-        def of_share(spec: AttentionSpec, query: Array, key: Array, value: Array, *arrays: Array) -> Any:
+        def of_share(spec: AttentionSpec, query: Array, key: Array, value: Array, *arrays: Any) -> Any:
             own, (seen, _) = dataclasses.replace(self, spec=spec), _given({}, arrays)
             return (own.decode_here(query, key, value, seen),)
 
