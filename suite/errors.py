@@ -25,11 +25,13 @@ class CellFailure(RuntimeError):  # noqa: N818 (it is a result, not a fault of t
 
 
 def jax_does_not_start(failure: CellFailure) -> InputError:
-    """The sentence for a process that could not start JAX, which JAX_PLATFORMS may have kept from what is here."""
-    platforms = os.environ.get("JAX_PLATFORMS")
-    said = failure.message.rstrip(" :.")
-    if not platforms:
-        return InputError(f"JAX does not start on this machine: {said}.")
+    """The sentence for a process that could not start JAX, or ended where a backend was asked what it takes.
+
+    JAX_PLATFORMS may have kept JAX from what is here.
+    """
+    platforms, said = os.environ.get("JAX_PLATFORMS"), failure.message.rstrip(" :.")
+    if platforms in (None, "", "cpu"):
+        return InputError(f"JAX, or a backend, does not start on this machine: {said}.")
     reason = "no such device is here, or its plugin is not installed" if said == "AssertionError" else said
     return InputError(
         f"JAX does not start on this machine with JAX_PLATFORMS={platforms}: {reason}; unset it, or set "

@@ -31,7 +31,7 @@ READ = "Keras 3.15.1"
 def keras_attention(backend: str = "auto", **options: Any) -> Iterator[None]:
     """Inside the ``with`` block Keras's ``dot_product_attention`` runs ``backend``.
 
-    ``options`` are ``on_unavailable``, ``mode``, ``needs_grad``, ``backend_options`` and ``policy`` of
+    ``options`` are ``on_unavailable``, ``mode``, ``needs_grad``, ``backend_options``, ``policy`` and ``layer`` of
     :func:`attnsuite.backends.attention`. The arguments of Keras's function keep their meaning; three are limited:
 
     - ``mask`` and ``bias`` have four axes, as Keras's layers give them.

@@ -45,7 +45,7 @@ _TYPES = ("global", "mla", "local_sliding", "chunk", "full")
 def attention_op(base: type, backend: str = "auto", **options: Any) -> type:
     """A subclass of MaxText's ``AttentionOp``, given as ``base``, that computes attention with ``backend``.
 
-    ``options`` are ``on_unavailable``, ``mode``, ``needs_grad``, ``backend_options`` and ``policy`` of
+    ``options`` are ``on_unavailable``, ``mode``, ``needs_grad``, ``backend_options``, ``policy`` and ``layer`` of
     :func:`attnsuite.backends.attention`. The subclass computes what MaxText's ``attention=dot_product`` computes, with
     segments, sliding windows, chunks and the soft cap, in the modes ``train`` and ``prefill``. MaxText scales the
     query itself. Softmax and accumulation are float32 whatever ``float32_logits`` says. A row with no visible key is

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -128,9 +127,20 @@ class Calls:
         if "bias" in extra or "alibi" in extra:  # all sequences add to one gradient
             return self.backward_here(query, key, value, out, top, total, d_out, d_lse, seen, extra)
 
-        def of_share(spec: AttentionSpec, *arrays: Any) -> Any:
-            own, operands = dataclasses.replace(self, spec=spec), list(arrays[:8])
-            return functools.partial(own.backward_here, *operands)(*_given(extra, arrays[8:]))
+        def of_share(
+            spec: AttentionSpec,
+            q: Any,
+            k: Any,
+            v: Any,
+            out: Any,
+            top: Any,
+            total: Any,
+            d_out: Any,
+            d_lse: Any,
+            *more: Any,
+        ) -> Any:
+            own, (seen, added) = dataclasses.replace(self, spec=spec), _given(extra, more)
+            return own.backward_here(q, k, v, out, top, total, d_out, d_lse, seen, added)
 
         operands = (query, key, value, out, top, total, d_out, d_lse, *seen.arrays, *_in_order(extra))
         dims = (*_QKV, *_FOUND, "btnv", "btn", *_SEEN, *_dims(extra))
