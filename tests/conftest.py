@@ -89,19 +89,14 @@ def _is_first(item: pytest.Item) -> bool:
 
 
 def _leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect what is not among the first, and count it by folder."""
+    """Deselect what is not among the first, and count it by file."""
     others = [item for item in items if not _is_first(item)]
-    found = Counter(_folder(item) for item in others)
+    found = Counter(item.path.relative_to(TESTS).as_posix() for item in others)
     config.stash[_left_out] = found
     if (output := getattr(config, "workeroutput", None)) is not None:
         output["left_out"] = dict(found)
     config.hook.pytest_deselected(items=others)
     items[:] = [item for item in items if _is_first(item)]
-
-
-def _folder(item: pytest.Item) -> str:
-    folder = item.path.relative_to(TESTS).parent.as_posix()
-    return "" if folder == "." else folder
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -113,16 +108,17 @@ def pytest_testnodedown(node: object) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """What was left out, why, and the command for it."""
+    """What was left out, why, and the command for it: by folder, with ``-v`` by file."""
     found = config.stash.get(_left_out, None)
     if not found:
         return
-    terminalreporter.section(f"left out: {sum(found.values())} tests, which CI runs (.ci/run)")
-    for folder, count in sorted(found.items()):
-        why = next(
-            (why for start, why in _WHY.items() if folder.startswith(start)), "packaging, documentation, examples"
-        )
-        terminalreporter.line(f"{count:6} {why:62} pytest --all {'tests/' + folder if folder else 'tests/test_*.py'}")
+    terminalreporter.section(f"left out: {sum(found.values())} tests, which CI runs (.ci/run); -v names the files")
+    by_folder: Counter[str] = Counter()
+    for file, count in found.items():
+        by_folder[file.rpartition("/")[0]] += count
+    for path, count in sorted((found if config.get_verbosity() > 0 else by_folder).items()):
+        why = next((why for start, why in _WHY.items() if path.startswith(start)), "packaging, documentation, examples")
+        terminalreporter.line(f"{count:6} {why:62} pytest --all tests/{path or 'test_*.py'}")
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m deselects
