@@ -1,7 +1,8 @@
 """The ``kascade`` backend: calibrated cross-layer sparse attention (arXiv 2512.16391) behind the common interface.
 
 A plan holds the schedule and the tiling. The carry is the :class:`~attnsuite.backends.kascade.selection.Selection` of
-the latest anchor. Training-free and forward only. Approximate: ``exact`` is False, and ``auto`` never takes it.
+the latest anchor. The gradient is that of the pairs which were attended to; a selection has none. Approximate:
+``exact`` is False, and ``auto`` never takes it.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from ..features import Mode, Takes
 from ..resolve import resolve
 from ..tunable import KernelWork
 from . import kernels, steps, tuning, xla
+from .backward import differentiable
 from .cost import runs_dense
 from .schedule import LayerRole, manual
 from .selection import Places, Selection, candidates, choose, with_own
@@ -55,16 +57,15 @@ class Kascade:
     heads: _Heads | None = None
 
     def takes(self, target: Target, mode: Mode) -> Takes:
-        """Causal attention without gradients."""
+        """Causal attention."""
         sparse, linear = "which selects among earlier keys itself", "whose memory is linear in the length"
         return Takes(
             features=frozenset({
                 "causal", "soft_cap", "scale", "segments", "positions", "lengths", "grouped_queries", "cross_length",
-                "value_head_dim",
+                "value_head_dim", "gradient",
             }),
             carries=True,
             because={
-                "gradient": "which has no backward pass",
                 "bidirectional": "which selects among earlier keys",
                 "window": sparse,
                 "chunk": sparse,
@@ -81,7 +82,7 @@ class Kascade:
             settings = _settings(spec, target, mode, options)
         except ValueError:  # what no plan has is no reason of support: plan raises it
             return tuple(_position_reasons(spec))
-        dealt = () if self.heads is None else _dealing_reasons(settings)
+        dealt = () if self.heads is None else _dealing_reasons(settings, spec)
         return *_position_reasons(spec), *dealt, *_kernel_reasons(spec, settings, target, mode)
 
     def dealt(self, mesh: Mesh, axes: MeshAxes) -> Kascade | None:
@@ -134,7 +135,7 @@ class Kascade:
         schedule has no such layer, or if a reuse layer gets no selection.
         """
         settings = _settings(spec, target, mode, options)
-        if self.heads is not None and (reasons := tuple(_dealing_reasons(settings))):
+        if self.heads is not None and (reasons := tuple(_dealing_reasons(settings, spec))):
             raise ValueError(" ".join(reasons))
         roles = _roles(settings, spec)
         num_layers = None if roles is None else len(roles)
@@ -145,8 +146,10 @@ class Kascade:
             notes = (f"{instead}; {dense.backend.name} ran.",)
             return Plan(dense.plan(layout).attend, notes, num_layers=num_layers)
         compute = _computation(spec, settings, tiling, places, target, mode, self.heads)
-        if settings.kernel != "xla" and "dense" in {role.role for role in roles or ()}:
+        if (settings.kernel != "xla" or spec.needs_grad) and "dense" in {role.role for role in roles or ()}:
             compute = dataclasses.replace(compute, dense=_dense(compute, spec, layout, target))
+        if spec.needs_grad:
+            compute = _with_gradient(compute, spec, tiling, places)
 
         def attend(
             query: Float[Array, "b t n h"],
@@ -176,7 +179,7 @@ class Kascade:
             role = _role(roles, layer)
             return by_role[role.role](role.head_map)
 
-        return Plan(forward_only(attend), num_layers=num_layers)
+        return Plan(attend if spec.needs_grad else forward_only(attend), num_layers=num_layers)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -222,10 +225,19 @@ def _computation(
     return _Computation(select, dense, attend)
 
 
+def _with_gradient(compute: _Computation, spec: AttentionSpec, tiling: Tiling, places: Places) -> _Computation:
+    """The same, differentiable in query, key and value under a selection that is not."""
+
+    def select(query: Array, key: Array) -> Selection:
+        return compute.select(*jax.lax.stop_gradient((query, key)))
+
+    return dataclasses.replace(compute, select=select, attend=differentiable(compute.attend, spec, tiling, places))
+
+
 def _dense(
     compute: _Computation, spec: AttentionSpec, layout: Layout, target: Target
 ) -> Callable[[Array, Array, Array], tuple[Array, Selection]]:
-    """A dense layer where other kernels select: theirs if they have one, else another backend's plan, made once.
+    """A dense layer: the kernels' own where they have one and nothing is differentiated, else another backend's plan.
 
     Where that backend does not load, a dense layer raises its ImportError. The other layers do not need that backend.
     """
@@ -240,7 +252,10 @@ def _dense(
         return refuse
 
     def dense(query: Array, key: Array, value: Array) -> tuple[Array, Selection]:
-        return compute.dense(query, key, value) or (planned.run(query, key, value)[0], compute.select(query, key))
+        if not spec.needs_grad and (found := compute.dense(query, key, value)):
+            return found
+        selection = compute.select(*jax.lax.stop_gradient((query, key)))
+        return planned.run(query, key, value)[0], selection
 
     return dense
 
@@ -366,7 +381,9 @@ def _kernel_reasons(spec: AttentionSpec, settings: Settings, target: Target, mod
         yield f"kascade's {name} kernels do not load here ({error}); {_INSTEAD}."
 
 
-def _dealing_reasons(settings: Settings) -> Iterator[str]:
+def _dealing_reasons(settings: Settings, spec: AttentionSpec) -> Iterator[str]:
+    if spec.needs_grad:
+        yield "gradients are not supported by kascade where heads are dealt; deal data, or use backend='chunked'."
     if settings.kernel != "xla":
         yield f"heads cannot be dealt by kascade with kernel={settings.kernel!r}; use kernel='xla', or deal data."
     if settings.ablation == "all_heads":

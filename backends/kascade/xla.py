@@ -191,7 +191,7 @@ def attend(
         return this.finish(state)
 
     out = _map(this, one_tile, query, selected, selection.count.reshape(-1))
-    return _untile(out, spec, tiling)
+    return untiled(out, spec, tiling)
 
 
 def select(
@@ -226,7 +226,7 @@ def select(
         selection = Selection(*choose(tiling, jnp.broadcast_to(mass, shape), allowed))
     else:
         selection = Selection(chosen[0].reshape(*lead, tiling.slots), chosen[1].reshape(lead))
-    return selection, None if out is None else _untile(out, spec, tiling)
+    return selection, None if out is None else untiled(out, spec, tiling)
 
 
 def _sweep_units(
@@ -322,10 +322,10 @@ def _map(this: _Prefill, one_tile: Callable[..., Any], query: Array, *per_tile: 
     if this.spec.dtype == "float32":
         query = query * jnp.float32(this.spec.softmax_scale)
     index = jnp.repeat(jnp.arange(heads, dtype=jnp.int32), tiles), jnp.tile(jnp.arange(tiles, dtype=jnp.int32), heads)
-    return lax.map(lambda x: one_tile(*x), (*index, _tile(query, this.spec, this.tiling), *per_tile))
+    return lax.map(lambda x: one_tile(*x), (*index, tiled(query, this.spec, this.tiling), *per_tile))
 
 
-def _tile(x: Float[Array, "b t n h"], spec: AttentionSpec, tiling: Tiling) -> Float[Array, "tiles rows h"]:
+def tiled(x: Float[Array, "b t n h"], spec: AttentionSpec, tiling: Tiling) -> Float[Array, "tiles rows h"]:
     """[B, T, N, H] -> [B * K * query_tiles, group * query_tile, H], T padded with zeros."""
     x = jnp.pad(x, ((0, 0), (0, tiling.padded_queries - x.shape[1]), (0, 0), (0, 0)))
     shape = (spec.batch, tiling.query_tiles, tiling.query_tile, spec.num_kv_heads, spec.group_size, x.shape[-1])
@@ -333,7 +333,7 @@ def _tile(x: Float[Array, "b t n h"], spec: AttentionSpec, tiling: Tiling) -> Fl
     return x.reshape(-1, spec.group_size * tiling.query_tile, x.shape[-1])
 
 
-def _untile(x: Float[Array, "tiles rows h"], spec: AttentionSpec, tiling: Tiling) -> Float[Array, "b t n h"]:
+def untiled(x: Float[Array, "tiles rows h"], spec: AttentionSpec, tiling: Tiling) -> Float[Array, "b t n h"]:
     """The inverse."""
     shape = (spec.batch, spec.num_kv_heads, tiling.query_tiles, spec.group_size, tiling.query_tile, x.shape[-1])
     x = x.reshape(shape).transpose(0, 2, 4, 1, 3, 5)

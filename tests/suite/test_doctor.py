@@ -30,8 +30,7 @@ def test_doctor_lists_every_backend_with_its_mode_or_every_reason(found, faulty_
     assert kvax["mode"] == "interpret" or any("pip install '.[kvax]'" in reason for reason in kvax["reasons"])
     kascade = backends["kascade"]
     assert kascade["exact"] is False
-    assert [kascade["problems"][name]["mode"] for name in ("forward", "decode step")] == ["native", "native"]
-    assert "needs_grad=True is not supported by kascade" in kascade["problems"]["forward+backward"]["reasons"][0]
+    assert {problem["mode"] for problem in kascade["problems"].values()} == {"native"}
     assert found["environment"]["versions"]["jax"]
     assert describe(found)
 

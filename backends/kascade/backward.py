@@ -1,0 +1,132 @@
+"""The gradient of sparse attention: exact for the pairs that were attended to. A selection has none.
+
+One query tile after the other, as FlashAttention-2's backward pass (arXiv 2307.08691) does by blocks: the probabilities
+of a tile are computed again from the units in its list, and the gradients of those keys and values are added where they
+lie. Memory is linear in the sequence length. It is written in XLA, for every forward kernel and every platform.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from ..contract import AttentionSpec
+from ..derivatives import first_derivative, forward_mode_explained
+from .selection import Places, Selection, may_see, with_own
+from .settings import Tiling
+from .xla import tiled, untiled
+
+Attend = Callable[[Array, Array, Array, Selection], Array]
+
+
+def differentiable(attend: Attend, spec: AttentionSpec, tiling: Tiling, places: Places) -> Attend:
+    """``attend(query, key, value, selection)`` with the gradient of :func:`gradients`."""
+    leaves, tree = jax.tree.flatten(places)
+    run = jax.custom_vjp(attend)
+
+    def forward(query: Array, key: Array, value: Array, selection: Selection) -> tuple[Array, Any]:
+        listed = with_own(tiling, places, selection)
+        # What a gradient reads comes with it: it may be traced elsewhere than the layout was.
+        return attend(query, key, value, selection), (query, key, value, listed, [jnp.asarray(x) for x in leaves])
+
+    def backward(saved: Any, d_out: Array) -> Any:
+        query, key, value, listed, placed = saved
+        return *gradients(spec, tiling, tree.unflatten(placed), query, key, value, listed, d_out), None
+
+    run.defvjp(forward, first_derivative(backward))
+
+    def explained(query: Array, key: Array, value: Array, selection: Selection) -> Array:
+        with forward_mode_explained():
+            return run(query, key, value, selection)
+
+    return explained
+
+
+def gradients(
+    spec: AttentionSpec,
+    tiling: Tiling,
+    places: Places,
+    query: Float[Array, "b t n h"],
+    key: Float[Array, "b s k h"],
+    value: Float[Array, "b s k v"],
+    listed: Int[Array, "b k tiles units"],
+    d_out: Float[Array, "b t n v"],
+) -> tuple[Float[Array, "b t n h"], Float[Array, "b s k h"], Float[Array, "b s k v"]]:
+    """Gradients of query, key and value in their dtypes, for the output's ``d_out``.
+
+    ``listed`` is what :func:`attnsuite.backends.kascade.selection.with_own` gives: the units that each tile visits.
+    """
+    keys, values = _units(key, tiling), _units(value, tiling)
+    everywhere, within = places.of_all(spec.batch), jnp.arange(tiling.unit, dtype=jnp.int32)[None]
+
+    def one_tile(sums: tuple[Array, Array], tile: Any) -> tuple[tuple[Array, Array], Array]:
+        head, at, q, d_o, units = tile
+        batch, size = head // spec.num_kv_heads, tiling.query_tile
+
+        def rows(x: Array) -> Array:
+            return lax.dynamic_slice(x, (batch, at * size), (1, size))[0]
+
+        slots = jnp.where(units[:, None] < 0, -1, units[:, None] * tiling.unit + within).reshape(-1)
+        ids = ()
+        if everywhere.query_segment_ids is not None and everywhere.key_value_segment_ids is not None:
+            key_ids = everywhere.key_value_segment_ids[batch]
+            ids = rows(everywhere.query_segment_ids), key_ids.at[slots].get(mode="clip")
+        seen = may_see(rows(everywhere.query_positions), slots, everywhere.lengths[batch], *ids)
+        seen, units = jnp.tile(seen, (spec.group_size, 1)), jnp.maximum(units, 0)
+        # Rows that see nothing, and what no row sees, count as zero, whatever they are.
+        q, d_o = (jnp.where(seen.any(1, keepdims=True), x, 0) for x in (q, d_o))
+        k, v = (x[head, units].reshape(len(slots), -1) for x in (keys, values))
+        k, v = (jnp.where(seen.any(0)[:, None], x, 0) for x in (k, v))
+        d_q, d_k, d_v = _of_tile(spec, q, k, v, d_o, seen)
+        return tuple(
+            total.at[head, units].add(part.reshape(-1, tiling.unit, part.shape[-1]))
+            for total, part in zip(sums, (d_k, d_v), strict=True)
+        ), d_q  # pyright: ignore[reportReturnType]  (a pair)
+
+    heads, tiles = spec.batch * spec.num_kv_heads, tiling.query_tiles
+    index = jnp.repeat(jnp.arange(heads, dtype=jnp.int32), tiles), jnp.tile(jnp.arange(tiles, dtype=jnp.int32), heads)
+    queries, d_outs = tiled(query, spec, tiling), tiled(d_out, spec, tiling)
+    start = jnp.zeros(keys.shape, jnp.float32), jnp.zeros(values.shape, jnp.float32)
+    by_tile = *index, queries, d_outs, listed.reshape(heads * tiles, -1)
+    (d_key, d_value), d_query = lax.scan(one_tile, start, by_tile)
+    return (
+        untiled(d_query, spec, tiling).astype(query.dtype),
+        _slots(d_key, key.shape).astype(key.dtype),
+        _slots(d_value, value.shape).astype(value.dtype),
+    )
+
+
+def _of_tile(
+    spec: AttentionSpec, query: Array, key: Array, value: Array, d_out: Array, seen: Array
+) -> tuple[Array, Array, Array]:
+    """The float32 gradients of the rows of one tile, and of the keys and values that it visits."""
+    query, key, value, d_out = (x.astype(jnp.float32) for x in (query, key, value, d_out))
+    scores, cap = (query @ key.T) * spec.softmax_scale, spec.logits_soft_cap
+    slope = jnp.float32(spec.softmax_scale)
+    if cap is not None:
+        scores = cap * jnp.tanh(scores / cap)
+        slope = slope * (1 - (scores / cap) ** 2)
+    top = jnp.where(seen, scores, -jnp.inf).max(1, keepdims=True)
+    weights = jnp.where(seen, jnp.exp(scores - jnp.where(jnp.isfinite(top), top, 0)), 0)
+    total = weights.sum(1, keepdims=True)
+    probs = weights / jnp.where(total > 0, total, 1)
+    d_probs = d_out @ value.T
+    d_scores = probs * (d_probs - (probs * d_probs).sum(1, keepdims=True)) * slope
+    return d_scores @ key, d_scores.T @ query, probs.T @ d_out
+
+
+def _units(x: Float[Array, "b s k d"], tiling: Tiling) -> Float[Array, "bk units unit d"]:
+    """Keys or values of each KV head of each sequence, in whole units; zeros where the end cuts one."""
+    x = jnp.pad(x, ((0, 0), (0, tiling.units * tiling.unit - x.shape[1]), (0, 0), (0, 0)))
+    return x.swapaxes(1, 2).reshape(-1, tiling.units, tiling.unit, x.shape[3])
+
+
+def _slots(x: Float[Array, "bk units unit d"], shape: tuple[int, ...]) -> Float[Array, "b s k d"]:
+    """The inverse."""
+    batch, length, kv_heads, dim = shape
+    return x.reshape(batch, kv_heads, -1, dim)[:, :, :length].swapaxes(1, 2)

@@ -1,0 +1,196 @@
+"""Kascade's gradient: that of dense attention under the mask of the pairs which were kept, by the float64 oracle."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attnsuite.backends import LayerStack, Layout, MeshAxes, Target, attention, plan, support
+from attnsuite.backends.kascade import KASCADE, Selection, manual
+from attnsuite.testing import problems
+from attnsuite.testing.checks import check_accuracy
+from sparse_problems import PROBLEMS, SETTINGS, packed, settings, sparse
+
+OPTIONS = {"top_k": 0.3, "min_keys": 0, "tile_size": 16, "query_tile": 16}
+NAMES = ("dq", "dk", "dv")
+
+
+def cotangent(problem):
+    rng = np.random.default_rng(5)
+    shape = (*problem.query.shape[:3], problem.value.shape[3])
+    return jax.device_put(rng.standard_normal(shape).astype(problem.query.dtype))
+
+
+def reuse(problem, options, mode="native"):
+    """Output and gradients of a layer that reuses ``selection``, as a function of it and the operands."""
+    spec = dataclasses.replace(problem.spec, needs_grad=True)
+    schedule = manual((0,), num_layers=2, kv_heads=spec.num_kv_heads)
+    chosen = {name: getattr(problem.settings, name) for name in (*OPTIONS, "granularity")} | options
+    planned = KASCADE.plan(
+        spec, problem.layout, target=Target("cpu"), mode=mode, options=chosen | {"schedule": schedule}
+    )
+
+    @jax.jit
+    def run(selection, d_out, *inputs):
+        out, pull = jax.vjp(lambda *x: planned.run(*x, layer=1, carry=selection)[0], *inputs)
+        return {"output": out, **dict(zip(NAMES, pull(d_out), strict=True))}
+
+    return run
+
+
+def judged(problem, selection):
+    """The same pairs as an explicit mask, solved by the oracle."""
+    spec = dataclasses.replace(
+        problem.spec,
+        needs_grad=True,
+        is_causal=False,
+        has_segment_ids=False,
+        has_positions=False,
+        has_seq_lengths=False,
+        has_mask=True,
+    )
+    layout = Layout(mask=problem.mask(selection))
+    return problems.solve(spec, layout, (*problem.inputs, cotangent(problem)))
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_it_is_exact_for_the_pairs_that_were_kept(name):
+    problem = PROBLEMS[name]()
+    selection = problem.selection()
+    results = reuse(problem, {})(selection, cotangent(problem), *problem.inputs)
+    check_accuracy(results, judged(problem, selection))
+
+
+@pytest.mark.parametrize("kernel", ["flash_cpu", "pallas"])
+def test_it_follows_every_forward_kernel(kernel):
+    problem = sparse(SETTINGS, T=64, batch=1, head_dim=64)
+    mode = "interpret" if kernel == "pallas" else "native"
+    run = reuse(problem, {"kernel": kernel}, mode)
+    check_accuracy(run(problem.selection(), cotangent(problem), *problem.inputs), judged(problem, problem.selection()))
+
+
+def test_soft_cap():
+    problem = sparse(SETTINGS, logits_soft_cap=3.0)
+    results = reuse(problem, {})(problem.selection(), cotangent(problem), *problem.inputs)
+    check_accuracy(results, judged(problem, problem.selection()))
+
+
+def other_heads(selection):
+    return Selection(selection.selected[:, ::-1], selection.count[:, ::-1])
+
+
+def first_tiles(selection):
+    tiles = jnp.arange(selection.selected.shape[-1]).reshape(1, 1, 1, -1)
+    return Selection(jnp.where(tiles < selection.count[..., None], tiles, -1), selection.count)
+
+
+@pytest.mark.parametrize("wrong", [other_heads, first_tiles])
+def test_the_gradient_of_another_selection_is_caught(wrong):
+    """The control: were the backward pass to read another list than the forward pass, the judge would fail it."""
+    problem = sparse(SETTINGS)
+    selection = problem.selection()
+    results = reuse(problem, {})(wrong(selection), cotangent(problem), *problem.inputs)
+    with pytest.raises(AssertionError):
+        check_accuracy(results, judged(problem, selection))
+
+
+def test_keys_outside_of_the_selection_get_no_gradient():
+    problem = sparse(settings(top_k=0.2), T=96, batch=1)
+    selection = problem.selection()
+    results = reuse(problem, {})(selection, cotangent(problem), *problem.inputs)
+    kept = np.asarray(problem.mask(selection)).any(2).reshape(1, 2, 2, 96).any(2)  # by KV head
+    for name in ("dk", "dv"):
+        gradient = np.asarray(results[name]).swapaxes(1, 2)
+        assert (gradient[~kept] == 0).all()
+        assert (np.abs(gradient[kept]).max(-1) > 0).all()
+
+
+def test_nan_that_no_row_sees_reaches_no_gradient():
+    problem = sparse(SETTINGS, layout=packed(4, 40, 2, 40, -1, 16))
+    selection, d_out = problem.selection(), cotangent(problem)
+    run = reuse(problem, {})
+    padding = (problem.layout.key_value_segment_ids < 0)[..., None, None]
+    poisoned = [jnp.where(padding, np.nan, x) for x in problem.inputs]
+    before, after = run(selection, d_out, *problem.inputs), run(selection, jnp.where(padding, 9.0, d_out), *poisoned)
+    for name, x in before.items():
+        np.testing.assert_array_equal(x, after[name], err_msg=name)
+        assert (np.asarray(x)[np.broadcast_to(padding, x.shape)] == 0).all()
+
+
+def test_a_stack_of_roles_has_the_gradient_of_its_parts():
+    """Dense, anchor, reuse: each layer's query is the output of the one before, so the gradient passes all three."""
+    problem = sparse(SETTINGS)
+    spec = dataclasses.replace(problem.spec, needs_grad=True)
+    schedule = manual((0, 1), num_layers=3, kv_heads=2)
+    planned = KASCADE.plan(
+        spec, problem.layout, target=Target("cpu"), options=OPTIONS | {"kernel": "xla", "schedule": schedule}
+    )
+    d_out = cotangent(problem)
+
+    @jax.jit
+    def ours(*inputs):
+        def forward(query, key, value):
+            carry = ()
+            selections = []
+            for layer in range(3):
+                query, carry = planned.run(query, key, value, layer=layer, carry=carry)
+                selections.append(carry)
+            return query, selections
+
+        _, pull, selections = jax.vjp(forward, *inputs, has_aux=True)
+        return pull(d_out), selections
+
+    gradients, selections = ours(*problem.inputs)
+    causal = jnp.tril(jnp.ones((96, 96), bool))[None, None]
+    masks = [causal, *(problem.mask(selection) for selection in selections[1:])]
+
+    def through_masks(query, key, value):
+        for mask in masks:
+            query = attention(query, key, value, mask=mask, backend="standard")
+        return query
+
+    expected = jax.jit(lambda *x: jax.vjp(through_masks, *x)[1](d_out))(*problem.inputs)
+    for found, wanted in zip(gradients, expected, strict=True):
+        np.testing.assert_allclose(found, wanted, atol=2e-4 * float(jnp.abs(wanted).max()))
+    assert not np.array_equal(masks[0], masks[1])
+
+
+def test_a_gradient_through_a_stack_of_layers_and_a_checkpoint():
+    problem = sparse(SETTINGS, batch=1)
+    options = OPTIONS | {"kernel": "xla", "schedule": manual((0,), num_layers=2, kv_heads=2)}
+    stack = LayerStack(2)
+
+    def model(x, layer):
+        return attention(
+            x, *problem.inputs[1:], is_causal=True, backend="kascade", backend_options=options, layer=layer
+        )
+
+    @jax.jit
+    def loss(query):
+        def whole(query):
+            for i in range(2):
+                query = model(query, stack[i])
+            return query
+
+        return stack.run(whole, query).sum()
+
+    gradient = jax.grad(loss)(problem.query)
+    np.testing.assert_allclose(jax.grad(jax.checkpoint(loss))(problem.query), gradient, rtol=1e-5, atol=1e-6)
+    assert float(jnp.abs(gradient).max()) > 0
+
+
+def test_forward_mode_says_what_to_use():
+    problem = sparse(SETTINGS)
+    spec = dataclasses.replace(problem.spec, needs_grad=True)
+    planned = plan(KASCADE, spec, problem.layout, target=Target("cpu"), options=OPTIONS)
+    with pytest.raises(TypeError, match="backend='standard'"):
+        jax.jvp(lambda q: planned.run(q, *problem.inputs[1:])[0], (problem.query,), (problem.query,))
+
+
+def test_dealt_heads_have_no_gradient():
+    mesh = jax.make_mesh((1,), ("model",))
+    dealt = KASCADE.dealt(mesh, MeshAxes(heads="model"))
+    found = support(dealt, dataclasses.replace(sparse().spec, needs_grad=True), Target("cpu"))
+    assert any("gradients" in reason for reason in found.reasons)
