@@ -72,7 +72,7 @@ class Kvax:
 
         Packages are checked for the present device, and for modes that run on the host (interpreting and compiling).
         """
-        reasons = tuple(_device_reasons(target, mode))
+        reasons = tuple(device_reasons(target, mode))
         if not reasons and (target.present or mode != "native"):
             return availability.missing(mode)
         return reasons
@@ -149,7 +149,8 @@ def upstream_of(mode: Mode, target: Target) -> Upstream:
     return upstream.native(target.compute_capability if mode == "compile" else None)
 
 
-def _device_reasons(target: Target, mode: Mode) -> Iterator[str]:
+def device_reasons(target: Target, mode: Mode) -> Iterator[str]:
+    """Why Kvax's kernels do not run in ``mode`` on ``target``, whatever is installed."""
     if mode == "interpret":
         if target.platform != "cpu":
             yield f"interpret mode runs Kvax's kernels on a CPU, not on {target}; start with JAX_PLATFORMS=cpu."
