@@ -18,7 +18,6 @@ from .dealing import Sharded as Sharded
 from .dealing import balanced_order as balanced_order
 from .devices import Target as Target
 from .features import FEATURES as FEATURES
-from .features import FEATURES_0_1 as FEATURES_0_1
 from .features import Takes as Takes
 from .flax_attention import attention_fn as attention_fn
 from .function import from_function as from_function

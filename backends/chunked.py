@@ -45,7 +45,7 @@ from .contract import (
     check_options,
 )
 from .devices import Target
-from .features import FEATURES_0_1, KV_LAYOUTS, Feature, Mode, Takes
+from .features import BASIC_FEATURES, KV_LAYOUTS, Feature, Mode, Takes
 from .kv_layout import turned
 from .tuned import Entry
 
@@ -76,7 +76,7 @@ class Chunked:
     def takes(self, target: Target, mode: Mode) -> Takes:
         """All of the contract, on every platform."""
         return Takes(
-            features=frozenset({*FEATURES_0_1, *_LATER}),
+            features=frozenset({*BASIC_FEATURES, *_LATER}),
             modes=("native", "compile"),
             parts=True,
             kv_layouts=KV_LAYOUTS,

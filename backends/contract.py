@@ -242,18 +242,9 @@ NO_TERMS = Terms()
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Support:
-    """Whether a backend takes a spec: true, or false with one sentence for every reason.
+    """Whether a backend takes a spec: true, or false with one sentence for every reason."""
 
-    Made as ``Support(mode)`` or ``Support(None, reasons)``, so that a backend of version 0.1 can still make it. The
-    mode is that of the question and is not kept.
-    """
-
-    mode: dataclasses.InitVar[Mode | None]
     reasons: tuple[str, ...] = ()
-
-    def __post_init__(self, mode: Mode | None) -> None:
-        if (mode is None) != bool(self.reasons):
-            raise ValueError("Support is made of either a mode or the reasons for refusing, never both or neither.")
 
     def __bool__(self) -> bool:
         return not self.reasons
@@ -320,8 +311,7 @@ class Backend(Protocol):
     Two more methods say what the backend takes. ``takes(target, mode) -> Takes`` is its allow-list.
     ``refuses(spec, target, mode, options)`` is optional: it returns the reasons that an allow-list cannot express, one
     sentence each. Callers use :func:`attnsuite.backends.support`, which judges by both, and
-    :func:`attnsuite.backends.plan`. A backend of version 0.1 has ``supports(spec, target, mode) -> Support`` instead of
-    the two.
+    :func:`attnsuite.backends.plan`.
     """
 
     @property
@@ -454,15 +444,9 @@ def check_options(
     backend: str,
     options: Mapping[str, Any] | None,
     accepted: Mapping[str, str],
-    gone: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """The options as a dict. Raises ValueError for a name that the backend does not have, listing those that it has.
-
-    ``gone`` maps an option of earlier versions to what is written in its place.
-    """
+    """The options as a dict. Raises ValueError for a name that the backend does not have, listing those that it has."""
     given = dict(options or {})
-    for name in sorted(set(given) & set(gone or {})):
-        raise ValueError(f"{backend} has no option {name!r} any more; use {(gone or {})[name]}.")
     unknown = sorted(set(given) - set(accepted))
     if unknown:
         have = "; ".join(f"{name}: {meaning}" for name, meaning in accepted.items()) or "none"

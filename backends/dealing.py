@@ -29,7 +29,7 @@ from jaxtyping import Array, Int
 from . import ring
 from .contract import NO_TERMS, AttentionSpec, Backend, Carry, EitherArray, Layout, PartBackend, Plan, Terms
 from .devices import Target
-from .features import FEATURES_0_1, KV_LAYOUTS, Feature, Mode, Takes
+from .features import BASIC_FEATURES, KV_LAYOUTS, Feature, Mode, Takes
 from .support import plan, support, takes_of
 
 Divided = Literal["heads", "batch"]
@@ -147,7 +147,7 @@ class Sharded:
 
     def takes(self, target: Target, mode: Mode) -> Takes:
         """The features that can be divided (not masks and biases in a ring). The backend judges the share itself."""
-        gathered: frozenset[Feature] = frozenset({*FEATURES_0_1, "log_sum_exp", "sinks", "alibi", "mask_function"})
+        gathered: frozenset[Feature] = frozenset({*BASIC_FEATURES, "log_sum_exp", "sinks", "alibi", "mask_function"})
         dealt = gathered - {"mask", "bias", "log_sum_exp", "alibi"} if self._in_ring else gathered
         why = "which passes keys on from device to device, but no columns of such an array"
         because = dict.fromkeys(("mask", "bias"), why) | {"log_sum_exp": "which keeps it to put the parts together"}

@@ -46,9 +46,8 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 KV_LAYOUTS = ("NHD", "HND")  # FlashInfer's words: slots before heads, heads before slots
 KV_DTYPES = ("int8", "float8_e4m3fn")  # of keys and values in a quantised cache
 
-# The features of the contract of version 0.1. A backend without ``takes`` was written for it and takes only these:
-# nothing is ever added here.
-FEATURES_0_1: frozenset[Feature] = frozenset({
+# Masks, layouts and shapes that a backend written in terms of JAX has without work of its own.
+BASIC_FEATURES: frozenset[Feature] = frozenset({
     "causal",
     "bidirectional",
     "window",
@@ -168,7 +167,7 @@ class Takes:
     ``kv_layouts``: how keys and values may lie; from another layout :func:`~attnsuite.backends.plan` swaps the axes.
     """
 
-    features: frozenset[Feature] = FEATURES_0_1
+    features: frozenset[Feature] = frozenset()
     dtypes: tuple[str, ...] = DTYPES[:3]
     head_dims: Sizes | None = None
     value_head_dims: Sizes | None = None

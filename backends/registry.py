@@ -17,7 +17,7 @@ from typing import Any
 
 from .contract import AttentionSpec, Backend, Layout, Plan
 from .devices import Target
-from .features import Mode, Takes
+from .features import DTYPES, FEATURES, Mode, Takes
 
 ENTRY_POINT_GROUP = "attnsuite.backends"
 
@@ -51,8 +51,8 @@ class BrokenBackend:
     exact: bool = True
 
     def takes(self, target: Target, mode: Mode) -> Takes:
-        """An empty allow-list; :meth:`refuses` gives the reason."""
-        return Takes()
+        """All; :meth:`refuses` gives the one reason."""
+        return Takes(features=frozenset(FEATURES), dtypes=DTYPES)
 
     def refuses(
         self, spec: AttentionSpec, target: Target, mode: Mode, options: Mapping[str, Any] | None

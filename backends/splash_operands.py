@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 from .contract import NO_TERMS, AttentionSpec, Carry, Layout, Plan, Terms, may_attend
 from .derivatives import forward_only
 from .devices import KIB, TPUS, Target
-from .features import FEATURES_0_1, Feature, Mode
+from .features import BASIC_FEATURES, Feature, Mode
 
 LANES = 128  # of a TPU's vector unit; every block is a multiple of it
 
@@ -30,7 +30,7 @@ _UNSEEING_QUERY, _UNSEEN_KEY = -1, -2
 _NO_SINK = -1e30
 _INSTEAD = "use backend='chunked'"
 
-FEATURES: frozenset[Feature] = frozenset({*FEATURES_0_1 - {"mask", "bias"}, "sinks", "mask_function"})
+FEATURES: frozenset[Feature] = frozenset({*BASIC_FEATURES - {"mask", "bias"}, "sinks", "mask_function"})
 DTYPES = ("float32", "bfloat16")
 BLOCK_OPTIONS = {
     "block_q": "query rows per block, a multiple of 128",

@@ -33,7 +33,7 @@ from .contract import (
     modified,
 )
 from .devices import Target
-from .features import DTYPES, FEATURES_0_1, Feature, Mode, Takes
+from .features import BASIC_FEATURES, DTYPES, Feature, Mode, Takes
 from .layout import unread_slots, unseeing_rows
 
 _LATER: frozenset[Feature] = frozenset(
@@ -51,7 +51,7 @@ class Standard:
     def takes(self, target: Target, mode: Mode) -> Takes:
         """Everything in the contract, natively or compiled."""
         return Takes(
-            features=frozenset({*FEATURES_0_1, *_LATER}),
+            features=frozenset({*BASIC_FEATURES, *_LATER}),
             dtypes=DTYPES,
             modes=("native", "compile"),
             because={"mode": "which is plain XLA without a kernel to interpret"},

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from .contract import AttentionSpec, Backend, Layout, Plan, Support
 from .devices import Target
-from .features import FEATURES_0_1, Mode, Takes, refusals
+from .features import Mode, Takes, refusals
 from .kv_layout import as_read, swapped
 from .layout import fit, unread_slots
 
@@ -44,13 +44,13 @@ def support(
     except Exception as error:  # noqa: BLE001 (whatever a foreign backend raises is why it cannot be used)
         said = f"{type(error).__name__}: {error}"
         reasons = (f"{_name(backend)} failed when asked what it takes ({said}), a fault of its own; {_INSTEAD}.",)
-    return Support(None, reasons) if reasons else Support(mode)
+    return Support(reasons)
 
 
 def takes_of(backend: Backend, target: Target, mode: Mode = "native") -> Takes:
-    """The allow-list of a backend. One that declares none takes the features of version 0.1, and no later one."""
-    declared = getattr(backend, "takes", None)
-    return Takes(features=FEATURES_0_1) if declared is None else declared(target, mode)
+    """The allow-list of a backend; one that declares none takes no feature."""
+    takes = getattr(backend, "takes", None)
+    return Takes() if takes is None else takes(target, mode)
 
 
 def plan(
@@ -125,13 +125,11 @@ def _on_zeros(spec: AttentionSpec, layout: Layout, attend: Callable[..., Any]) -
 def _own(
     backend: Any, spec: AttentionSpec, target: Target, mode: Mode, options: Mapping[str, Any] | None
 ) -> tuple[str, ...]:
-    """The backend's refusals beside its allow-list. One of version 0.1 answers with a Support and no options."""
-    if hasattr(backend, "refuses"):
-        said = backend.refuses(spec, target, mode, options)
-        return (said,) if isinstance(said, str) else tuple(said)
-    if hasattr(backend, "supports"):
-        return tuple(backend.supports(spec, target, mode).reasons)
-    return ()
+    """The backend's refusals beside its allow-list."""
+    if not hasattr(backend, "refuses"):
+        return ()
+    reasons = backend.refuses(spec, target, mode, options)
+    return (reasons,) if isinstance(reasons, str) else tuple(reasons)
 
 
 def _name(backend: Any) -> str:

@@ -35,7 +35,7 @@ from ..contract import (
 )
 from ..derivatives import first_derivative, forward_only
 from ..devices import Target
-from ..features import DTYPES, FEATURES_0_1, KV_LAYOUTS, Feature, Mode, Takes
+from ..features import BASIC_FEATURES, DTYPES, KV_LAYOUTS, Feature, Mode, Takes
 from ..kv_layout import turned
 from ..merging import Seen, put_together
 from ..standard import STANDARD
@@ -82,7 +82,7 @@ class FlashCpu:
         """All of the contract except functions of scores and positions."""
         cannot = "whose kernels are machine code and cannot call a function"
         return Takes(
-            features=frozenset({*FEATURES_0_1, *_LATER}),
+            features=frozenset({*BASIC_FEATURES, *_LATER}),
             modes=("native", "compile"),
             parts=True,
             kv_layouts=KV_LAYOUTS,

@@ -42,7 +42,6 @@ OPTIONS = {
     "when": "'always', 'profitable' (dense where sparse would be slower) or 'decode' (dense with several query tokens, "
     "as in a prefill); where dense ran, the plan's notes say so",
 }
-_GONE = {"mesh": "backends.Sharded(backends.get('kascade'), mesh, backends.MeshAxes(heads=axis))"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -126,7 +125,7 @@ class Settings:
     @staticmethod
     def of(options: Mapping[str, Any] | None, kernel: Kernel = "xla") -> Settings:
         """Settings of backend options; ``kernel`` is the default. Raises ValueError for a name that is no option."""
-        settings = Settings(**check_options("kascade", options, OPTIONS, _GONE))
+        settings = Settings(**check_options("kascade", options, OPTIONS))
         return settings if settings.kernel else dataclasses.replace(settings, kernel=kernel)
 
     def block_sizes(self) -> KascadeBlockSizes:

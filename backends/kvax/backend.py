@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from .upstream import Upstream
 
 OPTIONS = block_sizes.OPTIONS | {"tuned": "path of a table that attnsuite tune wrote, with entries for the device"}
-_SHARDED = "backends.Sharded(backends.get('kvax'), mesh, backends.MeshAxes(data=..., heads=..., context=...))"
-_GONE: dict[str, str] = dict.fromkeys(("mesh", "batch_axis", "head_axis", "context_axis"), _SHARDED)
 HEAD_DIMS = (16, 32, 64, 128, 192, 256)
 VALUE_HEAD_DIMS = (16, 32, 64, 128, 256)
 _INSTEAD = "use backend='chunked'"
@@ -90,7 +88,7 @@ class Kvax:
 
         Raises ImportError where Kvax cannot be used here, with the reasons.
         """
-        blocks = _blocks(spec, target, check_options(self.name, options, OPTIONS, _GONE))
+        blocks = _blocks(spec, target, check_options(self.name, options, OPTIONS))
         # A plan for XLA to compile needs jax-triton, as a native one does; compile_kernels does not.
         if reasons := availability.missing("native" if mode == "compile" else mode):
             raise ImportError(" ".join(reasons))
@@ -116,7 +114,7 @@ class Kvax:
         """
         from . import build  # noqa: PLC0415 (imports Triton)
 
-        given = check_options(self.name, options, OPTIONS, _GONE)
+        given = check_options(self.name, options, OPTIONS)
         if reasons := support(self, spec, target, "compile").reasons:
             raise ValueError(" ".join(reasons))
         return build.compile_kernels(spec, target, _blocks(spec, target, given))

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 
 from attnsuite.backends import AttentionSpec, Layout, Plan, Takes, Target, Terms, plan, registry, support
 from attnsuite.backends.contract import Carry
-from attnsuite.backends.features import Mode
+from attnsuite.backends.features import BASIC_FEATURES, Mode
 from attnsuite.models import ModelConfig, Transformer, load_text
 from attnsuite.models.optimizer import make_optimizer
 from attnsuite.models.parameters import Params
@@ -58,7 +58,7 @@ class WrongGradients:
 
     def takes(self, target: Target, mode: Mode) -> Takes:
         """The features that the standard backend takes, as far as they pass through here."""
-        return Takes(modes=("native", "compile"))
+        return Takes(features=BASIC_FEATURES, modes=("native", "compile"))
 
     def plan(
         self,

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnsuite.backends import AttentionSpec, Layout, Plan, Support, Terms, make_spec
+from attnsuite.backends import AttentionSpec, Layout, Plan, Terms, make_spec
 from attnsuite.backends.contract import check_options, may_attend
 
 pytestmark = pytest.mark.standard
@@ -169,12 +169,6 @@ def test_mask_that_does_not_broadcast_is_named(shape: tuple[int, ...]) -> None:
 def test_no_mask_where_nothing_is_masked() -> None:
     assert may_attend(call(), Layout()) is None
     assert not call().masks_anything
-
-
-@pytest.mark.parametrize("reasons", [(), ("No.",)])
-def test_support_is_a_mode_or_reasons_never_both(reasons: tuple[str, ...]) -> None:
-    with pytest.raises(ValueError, match="never both or neither"):
-        Support("native" if reasons else None, reasons)
 
 
 def test_unknown_option_is_named_beside_those_that_exist() -> None:

@@ -11,9 +11,7 @@ import pytest
 
 from attnsuite.backends import (
     FEATURES,
-    FEATURES_0_1,
     AttentionSpec,
-    Backend,
     Plan,
     Takes,
     Target,
@@ -76,26 +74,6 @@ def test_a_scale_that_is_the_default_asks_for_nothing() -> None:
     assert dataclasses.replace(PLAIN, scale=0.125).features() == {"causal"}
 
 
-def test_the_features_of_version_0_1_never_grow() -> None:
-    assert sorted(FEATURES_0_1) == [
-        "bias",
-        "bidirectional",
-        "causal",
-        "chunk",
-        "cross_length",
-        "gradient",
-        "grouped_queries",
-        "lengths",
-        "mask",
-        "positions",
-        "scale",
-        "segments",
-        "soft_cap",
-        "value_head_dim",
-        "window",
-    ]
-
-
 @pytest.mark.parametrize("name", LOADING)
 def test_plain_attention_is_taken_at_home(name: str) -> None:
     target, mode = home(name)
@@ -136,7 +114,12 @@ def test_a_bound_is_refused_with_the_value_given_and_those_accepted(name: str) -
 
 
 def reasons(changes: Mapping[str, Any] = {}, mode: Mode = "native", **allowed: Any) -> tuple[str, ...]:
-    return support(Declared(Takes(**allowed)), dataclasses.replace(PLAIN, **changes), Target("cpu"), mode).reasons
+    return support(
+        Declared(Takes(**{"features": frozenset(FEATURES)} | allowed)),
+        dataclasses.replace(PLAIN, **changes),
+        Target("cpu"),
+        mode,
+    ).reasons
 
 
 def test_bounds_are_worded_as_they_are_declared() -> None:
@@ -180,38 +163,24 @@ def a_later_feature(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(features, "ASKED", {**ASKED, "dropout": dropout})
 
 
+@pytest.mark.wrong_types  # the type of a feature names those of today
+@pytest.mark.usefixtures("a_later_feature")
+@pytest.mark.parametrize("name", LOADING)
+def test_a_feature_added_later_is_refused_by_every_backend_that_says_nothing(name: str) -> None:
+    target, mode = home(name)
+    (reason,) = support(registry.get(name), PLAIN, target, mode).reasons
+    assert reason.startswith(f"a dropout rate is not supported by {name}")
+
+
 @dataclasses.dataclass(frozen=True)
-class OfVersion01:
-    """A third-party backend as the documentation of 0.1 told its authors to write one: it declares nothing."""
-
-    name: str = "old"
+class Undeclared:
+    name: str = "undeclared"
     exact: bool = True
-
-    def supports(self, spec: AttentionSpec, target: Target, mode: Mode = "native") -> Any:
-        from attnsuite.backends import Support  # noqa: PLC0415 (as its author imports it)
-
-        if spec.head_dim != 64:
-            return Support(None, (f"head_dim={spec.head_dim} is not supported by old (64); use backend='chunked'.",))
-        return Support(mode)
 
     def plan(self, *_: Any, **__: Any) -> Plan:
         raise NotImplementedError
 
 
-@pytest.mark.wrong_types  # the type of a feature names those of today
-@pytest.mark.usefixtures("a_later_feature")
-@pytest.mark.parametrize("backend", [*map(registry.get, LOADING), OfVersion01()], ids=lambda backend: backend.name)
-def test_a_feature_added_later_is_refused_by_every_backend_that_says_nothing(backend: Backend) -> None:
-    target, mode = home(backend.name)
-    (reason,) = support(backend, PLAIN, target, mode).reasons
-    assert reason.startswith(f"a dropout rate is not supported by {backend.name}")
-
-
 @pytest.mark.parametrize("feature", FEATURES)
-def test_a_backend_of_version_0_1_takes_the_features_of_0_1_and_no_later_one(feature: Feature) -> None:
-    assert bool(support(OfVersion01(), asking(feature), Target("cpu"))) == (feature in FEATURES_0_1)
-
-
-def test_a_backend_of_version_0_1_keeps_its_own_reasons() -> None:
-    found = support(OfVersion01(), dataclasses.replace(PLAIN, head_dim=32), Target("cpu"))
-    assert found.reasons == ("head_dim=32 is not supported by old (64); use backend='chunked'.",)
+def test_a_backend_that_declares_nothing_takes_nothing(feature: Feature) -> None:
+    assert not support(Undeclared(), asking(feature), Target("cpu"))

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnsuite.backends import AttentionSpec, Layout, Plan, Support, Target, Terms, masks
+from attnsuite.backends import FEATURES, AttentionSpec, Layout, Plan, Takes, Target, Terms, masks
 from attnsuite.backends.contract import NO_TERMS, may_attend
+from attnsuite.backends.features import Mode
 from attnsuite.backends.standard import STANDARD
 from attnsuite.testing import checks, problems
 from attnsuite.testing.problems import QUANTITIES, Problem
@@ -493,26 +494,29 @@ def masked_by_the_formula(problem: problems.Problem, q: jax.Array, k: jax.Array,
 @dataclasses.dataclass(frozen=True)
 class Refusing:
     name: str
-    support: Support
+    reasons: tuple[str, ...]
     exact: bool = True
 
-    def supports(self, *_: Any) -> Support:
-        return self.support
+    def takes(self, target: Target, mode: Mode) -> Takes:
+        return Takes(features=frozenset(FEATURES))
+
+    def refuses(self, *_: Any) -> tuple[str, ...]:
+        return self.reasons
 
     def plan(self, *_: Any, **__: Any) -> Plan:
         raise NotImplementedError
 
 
 @pytest.mark.parametrize(
-    ("support", "refused"),
+    ("reasons", "refused"),
     [
-        (Support("native"), True),
-        (Support(None, ("The head dimension 33 is not taken by this backend.",)), False),
-        (Support(None, ("no",)), True),
+        ((), True),
+        (("The head dimension 33 is not taken by this backend.",), False),
+        (("no",), True),
     ],
     ids=["unexpected acceptance", "unexpected refusal", "refusal without a sentence"],
 )
-def test_undeclared_support_fails(support: Support, refused: bool) -> None:
+def test_undeclared_support_fails(reasons: tuple[str, ...], refused: bool) -> None:
     spec = AttentionSpec(batch=1, query_length=1, key_value_length=1, num_heads=1, num_kv_heads=1, head_dim=33)
     with pytest.raises(AssertionError):
-        checks.check_support(Refusing("odd", support), spec, None, "native", refused=refused)
+        checks.check_support(Refusing("odd", reasons), spec, Target("cpu"), "native", refused=refused)

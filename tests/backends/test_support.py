@@ -30,7 +30,7 @@ from attnsuite.backends import (
     resolve,
     support,
 )
-from attnsuite.backends.features import Mode
+from attnsuite.backends.features import FEATURES, Mode
 from attnsuite.backends.kascade import KASCADE
 from attnsuite.backends.splash import SPLASH
 from attnsuite.backends.standard import STANDARD
@@ -67,7 +67,7 @@ def operands(spec: AttentionSpec = PLAIN) -> tuple[jax.Array, ...]:
 class Asked(Declared):
     """A backend that answers with what the test gives it."""
 
-    allowed: Takes = Takes()  # noqa: RUF009 (a frozen value)
+    allowed: Takes = Takes(features=frozenset(FEATURES))  # noqa: RUF009 (a frozen value)
     answer: Callable[..., Any] = lambda *_: ()
 
     def refuses(self, spec: AttentionSpec, target: Target, mode: Mode, options: Any) -> Any:
@@ -100,7 +100,7 @@ def test_an_error_while_the_allow_list_is_made_is_the_reason_too() -> None:
         def takes(self, target: Target, mode: Mode) -> Takes:
             raise AttributeError("no attribute 'sm_count'")
 
-    assert "no attribute 'sm_count'" in support(Broken(Takes()), PLAIN, CPU).reasons[0]
+    assert "no attribute 'sm_count'" in support(Broken(Takes(features=frozenset(FEATURES))), PLAIN, CPU).reasons[0]
 
 
 def test_one_sentence_that_is_no_tuple_is_one_reason() -> None:
@@ -198,7 +198,7 @@ def test_a_backend_returns_a_plan() -> None:
             return print
 
     with pytest.raises(TypeError, match=r"declared\.plan\(\.\.\.\) returned a builtin.*; a backend returns a Plan"):
-        plan(Bare(Takes()), PLAIN, target=CPU)
+        plan(Bare(Takes(features=frozenset(FEATURES))), PLAIN, target=CPU)
 
 
 @pytest.mark.wrong_types
@@ -252,7 +252,7 @@ def test_only_a_backend_whose_spec_announces_terms_is_handed_any() -> None:
         def plan(self, *_: Any, **__: Any) -> Plan:
             return Plan(lambda *given: (len(given), ()))
 
-    backend = Seen(Takes())
+    backend = Seen(Takes(features=frozenset(FEATURES)))
     assert plan(backend, PLAIN, target=CPU).run(*operands())[0] == 5
     bias = Terms(bias=jnp.zeros((1, 1, 1, 1)))
     assert plan(backend, varied(has_bias=True), target=CPU).run(*operands(), terms=bias)[0] == 6

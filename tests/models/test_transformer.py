@@ -68,8 +68,8 @@ def test_decoding_traces_once():
 class Refusing(Standard):
     name: str = "refusing"
 
-    def supports(self, spec, target, mode="native"):
-        return backends.Support(None, ("refusing takes nothing; use another.",))
+    def refuses(self, spec, target, mode, options):
+        return ("refusing takes nothing; use another.",)
 
 
 @pytest.fixture

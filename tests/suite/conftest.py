@@ -17,7 +17,8 @@ from attnsuite.suite.record import Record
 
 FAULTY = """
 import dataclasses, os, signal, time
-from attnsuite.backends.contract import Plan, Support
+from attnsuite.backends.contract import Plan
+from attnsuite.backends.features import FEATURES, Takes
 from attnsuite.backends.standard import STANDARD
 
 @dataclasses.dataclass(frozen=True)
@@ -25,15 +26,17 @@ class Faulty:
     name: str
     exact: bool = True
 
-    def supports(self, spec, target, mode="native"):
+    def takes(self, target, mode):
+        return Takes(features=frozenset(FEATURES))
+
+    def refuses(self, spec, target, mode, options):
         if self.name == "undecided":
             raise ZeroDivisionError("no cores to deal heads to")
         if self.name == "refusing":
-            return Support(None, ("refusing takes no head_dim at all.", "refusing does not like Mondays."))
+            return "refusing takes no head_dim at all.", "refusing does not like Mondays."
         if self.name == "elsewhere":
-            reason = "elsewhere is for devices that are not here."
-            return Support(mode) if mode == "interpret" else Support(None, (reason,))
-        return Support(mode) if mode != "interpret" else Support(None, ("no kernel.",))
+            return () if mode == "interpret" else ("elsewhere is for devices that are not here.",)
+        return () if mode != "interpret" else ("no kernel.",)
 
     def plan(self, spec, layout, *, target, mode="native", options=None):
         if self.name == "hanging":

@@ -13,8 +13,7 @@ import pytest
 from hypothesis import strategies as st
 
 from attnsuite import reports
-from attnsuite.backends import Target, registry, support
-from attnsuite.backends.contract import Support
+from attnsuite.backends import FEATURES, Takes, Target, registry, support
 from attnsuite.backends.tunable import KernelBuild
 from attnsuite.reports.pages import compiled
 from attnsuite.suite import compile_run
@@ -235,8 +234,8 @@ class OutsideXla:
     name: str = "outside"
     exact: bool = True
 
-    def supports(self, spec, target, mode="native"):
-        return Support(mode)
+    def takes(self, target, mode):
+        return Takes(features=frozenset(FEATURES))
 
     def plan(self, spec, layout, **_):
         raise ImportError("outside needs\nwhat launches its kernels.")

@@ -75,7 +75,8 @@ import dataclasses
 import jax, jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu, triton as plgpu
-from attnsuite.backends.contract import Plan, Support
+from attnsuite.backends.contract import Plan
+from attnsuite.backends.features import FEATURES, Takes
 
 def copy(x_ref, y_ref, *scratch):
     y_ref[...] = x_ref[...] + 1
@@ -91,10 +92,12 @@ class Illegal:
     name: str
     exact: bool = True
 
-    def supports(self, spec, target, mode="native"):
-        if spec.needs_grad or spec.query_length != 1024:
-            return Support(None, (f"{self.name} is for the case forward alone.",))
-        return Support(mode)
+    def takes(self, target, mode):
+        return Takes(features=frozenset(FEATURES))
+
+    def refuses(self, spec, target, mode, options):
+        alone = not spec.needs_grad and spec.query_length == 1024
+        return () if alone else (f"{self.name} is for the case forward alone.",)
 
     def plan(self, spec, layout, *, target, mode="native", options=None):
         gpu, oversized = target.platform == "cuda", self.name == "oversized"

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from attnsuite import reports
-from attnsuite.backends import Layout, Support, Target, registry, tuned
+from attnsuite.backends import FEATURES, Layout, Takes, Target, registry, tuned
 from attnsuite.backends.tunable import KernelBuild
 from attnsuite.reports.pages import tuning as page
 from attnsuite.suite import tuning
@@ -226,8 +226,8 @@ BUILDS = {32: (0, 1000), 64: (0, 2000), 128: (40, 3000), 256: (0, 900_000)}
 class Compiles(Candidates):
     """A backend whose kernels are compiled for GPUs that are not here."""
 
-    def supports(self, spec, target, mode="native"):
-        return Support(mode) if spec.dtype != "float32" else Support(None, ("float32 is refused here.",))
+    def takes(self, target, mode):
+        return Takes(features=frozenset(FEATURES), dtypes=("bfloat16", "float16"))
 
     def defaults(self, spec, target, given):
         return {"block_size": 32}
@@ -283,7 +283,7 @@ def test_defaults_stay_where_nothing_spills_less_in_a_block_that_is_larger(monke
 
 
 def test_case_that_is_refused_everywhere_writes_no_file(monkeypatch, tmp_path):
-    with pytest.raises(InputError, match=r"nothing could be tuned: .*float32 is refused here"):
+    with pytest.raises(InputError, match=r"nothing could be tuned: .*dtype=float32 is not supported"):
         tune_for_h100(monkeypatch, tmp_path, "float32")
     assert not (tmp_path / "tuned.json").exists()
 

@@ -26,7 +26,7 @@ from attnsuite.backends import (
     resolve,
     support,
 )
-from attnsuite.backends.features import FEATURES_0_1
+from attnsuite.backends.features import BASIC_FEATURES
 from attnsuite.backends.kascade import (
     KASCADE,
     OPTIONS,
@@ -109,7 +109,7 @@ def test_takes_causal_attention_over_slots_and_refuses_the_rest(case):
     spec = _spec(case)
     by_slot = not spec.has_positions or spec.query_length == 1 or spec.has_seq_lengths
     plain = spec.is_causal and spec.window is None and spec.chunk_size is None
-    taken = plain and by_slot and not spec.has_mask and not spec.has_bias and spec.features() <= FEATURES_0_1
+    taken = plain and by_slot and not spec.has_mask and not spec.has_bias and spec.features() <= BASIC_FEATURES
     check_support(KASCADE, spec, Target("cpu"), "native", refused=not taken)
     if spec.page_size is None and spec.kv_dtype is None:  # a cache has no gradient: there is no such spec
         check_support(KASCADE, dataclasses.replace(spec, needs_grad=True), Target("cpu"), "native", refused=not taken)
