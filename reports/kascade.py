@@ -7,7 +7,7 @@ fail visibly; in the tables of quality, random tiles must. Otherwise the row is 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import PurePath
 from typing import Any
 
@@ -29,7 +29,6 @@ GATE, TEXT, RETRIEVAL = "kascade_gate", "kascade_text", "kascade_retrieval"
 STACKS = ("kascade_prefill", "kascade_decode")
 KINDS = frozenset({GATE, TEXT, RETRIEVAL, *STACKS})
 WITHHELD = "WITHHELD"
-REUSE_BOUND, DECODE_BOUND, PREFILL_BOUND, KERNEL_BOUND = 1.3, 3.5, 2.0, 2.0
 _BLIND = ("random_tiles",)  # the row that has to fail in a table of quality
 _FEWEST = 3  # kept fractions that make a line
 
@@ -326,81 +325,6 @@ def relative(group: Group, cell: Cell) -> Interval | None:
     if dense is None or not cell.speed or not same_rounds(cell.record, dense.record):
         return None
     return statistics.paired_ratio(cell.record.samples, dense.record.samples)
-
-
-def goals(groups: Sequence[Group]) -> Table | None:
-    """The goals of the suite, judged on the medians of this run; nothing is rounded towards a goal."""
-    parts: list[tuple[str, list[tuple[str, float]], float, bool]] = [
-        ("a reuse layer takes at most 1.3 of its share of dense time (prefill, float32)", [], REUSE_BOUND, False),
-        ("decode attention of a whole stack, by tiles, S 32768: 3.5 times as fast", [], DECODE_BOUND, True),
-        ("prefill attention of a whole stack, at most 5 anchors, S 8192: twice as fast", [], PREFILL_BOUND, True),
-        ("Kascade's native kernels for CPUs, prefill, 5 anchors, S 8192, 12.5%: 2.5 times as fast", [], 2.5, True),
-        ("Kascade's native kernels for CPUs, decode step, S 32768, 10%: 4 times as fast", [], 4.0, True),
-    ]
-    for group in groups:
-        problem = _problem(group)
-        for cell in group.cells:
-            ratio = relative(group, cell) if group.kind in STACKS and cell.record.exact is False else None
-            if ratio is None or ran_dense(cell.record):
-                continue
-            row, told = cell.record.requested, _stack_told(group)
-            asked = (group.kind, problem["sequence"], problem["top_k"])
-            native = row == "kascade_flash_cpu" or (row == "kascade" and problem.get("kernel") == "flash_cpu")
-            if native and problem["layers"] > 1:
-                if asked == ("kascade_prefill", 8192, 0.125) and problem["anchors"] == 5:
-                    parts[3][1].append((told, 1 / ratio.value))
-                elif asked == ("kascade_decode", 32768, 0.1):
-                    parts[4][1].append((told, 1 / ratio.value))
-            whole = row == "kascade" and problem["layers"] > 1
-            if row == "reuse_layer" and group.kind == "kascade_prefill" and problem["dtype"] == "float32":
-                parts[0][1].append((told, ratio.value / cell.record.quality["kept_pairs"]))
-            elif whole and group.kind == "kascade_decode" and problem["sequence"] == 32768:
-                parts[1][1].append((told, 1 / ratio.value))
-            elif whole and group.kind == "kascade_prefill" and problem["sequence"] == 8192 and problem["anchors"] <= 5:
-                parts[2][1].append((told, 1 / ratio.value))
-    rows = [_goal_row(*part) for part in parts if part[1]]
-    rows += [row for row in [_kernel_goal(groups)] if row]
-    columns = (Column("goal", "goal"), Column("met", "met"), Column("worst", "worst figure"),
-               Column("missed", "missed in"))  # fmt: skip
-    return table("kascade_goals", "", columns, rows) if rows else None
-
-
-def _kernel_goal(groups: Sequence[Group]) -> dict[str, Value] | None:
-    """The goal of the TPU kernel's guide (its Test 3); None in a run without rows of both kernels."""
-    text = "Kascade's Pallas kernels in a whole stack: twice as fast as XLA's code (the guide's Test 3: 2 to 3 times)"
-    found: list[tuple[str, float]] = []
-    asked = False
-    for group in groups:
-        rows = {cell.record.requested: cell for cell in group.cells if group.kind in STACKS}
-        asked = asked or {"kascade_xla", "kascade_pallas"} <= rows.keys()
-        repeats = not rows["kascade_pallas"].record.mode if "kascade_pallas" in rows else False
-        # Where the kernels are the default, kascade is their row, and kascade_pallas was refused as its repetition.
-        pallas = rows.get("kascade" if repeats and _takes_pallas(rows) else "kascade_pallas")
-        xla = rows.get("kascade_xla")
-        if not (pallas and xla and pallas.speed and xla.speed and same_rounds(pallas.record, xla.record)):
-            continue
-        if ratio := statistics.paired_ratio(xla.record.samples, pallas.record.samples):
-            found.append((_stack_told(group), ratio.value))
-    if found:
-        return _goal_row(text, found, KERNEL_BOUND, least=True)
-    return {"goal": text, "met": "no device here", "worst": None, "missed": None} if asked else None
-
-
-def _takes_pallas(rows: Mapping[str, Cell]) -> bool:
-    """Whether the kernels of the row ``kascade`` are the Pallas ones."""
-    record = rows["kascade"].record if "kascade" in rows else None
-    return record is not None and (record.problem.get("kernel") or "pallas") == "pallas"
-
-
-def _goal_row(text: str, found: list[tuple[str, float]], bound: float, least: bool) -> dict[str, Value]:
-    missed = [(told, value) for told, value in found if (value < bound if least else value > bound)]
-    worst = (min if least else max)(value for _, value in found)
-    return {
-        "goal": text,
-        "met": f"{len(found) - len(missed)} of {len(found)}",
-        "worst": f"{number(worst)}{TIMES}",
-        "missed": "; ".join(f"{told}: {number(value)}{TIMES}" for told, value in missed) or None,
-    }
 
 
 def sentences(groups: Sequence[Group]) -> list[str]:

@@ -16,7 +16,6 @@ from .. import (
     answer,
     environment,
     figures,
-    goals,
     growth,
     kascade,
     model_table,
@@ -226,13 +225,6 @@ def kascade_quality(shown: Shown) -> Iterator[Section]:
                       pictures=pictures)  # fmt: skip
 
 
-def kascade_goals(shown: Shown) -> Iterator[Section]:
-    """The goals of Kascade's suite."""
-    goal = kascade.goals(shown.own) if kascade.speed(shown.own) else None
-    if goal is not None:
-        yield Section("kascade_goals", "Goals", ("Judged on the medians of this run.",), tables=(goal,))
-
-
 def kascade_speed(shown: Shown) -> Iterator[Section]:
     """Times of whole stacks."""
     if made := kascade.speed(shown.own):
@@ -260,21 +252,6 @@ def speed(shown: Shown) -> Iterator[Section]:
         "The peak is the matmul rate, the read rate that of memory, both measured on this machine."
     )
     yield Section("speed", "Speed", (told,), tables=(*figures.overview(shown.groups), *made))
-
-
-def cpu_goals(shown: Shown) -> Iterator[Section]:
-    """The goals of the suite ``cpu-speed``."""
-    made = goals.goals(shown.groups)
-    if made is None:
-        return
-    told = (
-        "What this suite is there to show, judged on the medians of this run. A goal stands where the run has the rows "
-        "that it compares. \u201cAll cores\u201d is one JAX device "
-        "per core with the heads divided among them, \u201cbest\u201d the better of the two. The times relative to "
-        "torch are to PyTorch at its best: `torch_unthrottled` where its math library brakes on this processor and "
-        "the row is there, else `torch` as installed."
-    )
-    yield Section("goals", "Goals", (told,), tables=(made,))
 
 
 def against_peers(shown: Shown) -> Iterator[Section]:
@@ -408,9 +385,7 @@ SECTIONS: tuple[Callable[[Shown], Iterable[Section]], ...] = (
     failed,
     kascade_gate,
     kascade_quality,
-    kascade_goals,
     kascade_speed,
-    cpu_goals,
     speed,
     against_peers,
     memory,

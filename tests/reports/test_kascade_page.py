@@ -170,43 +170,12 @@ def test_speed_is_relative_to_the_fastest_dense_on_however_many_devices(record):
     assert rows["kascade", 2]["ran"] == "sparse"
 
 
-def test_row_that_ran_dense_says_so_and_meets_no_goal(record):
+def test_row_that_ran_dense_says_so(record):
     note = ("kascade: sparse would compute 0.9 here, and when='profitable' runs dense from 0.75 on; chunked ran.",)
     records = stack_records(record, {("dense", 2): 2.0, ("kascade_profitable", 2): 2.0},
                             kascade_profitable={"notes": note})  # fmt: skip
     table, *_ = kascade.speed(group(records))
     assert [row["ran"] for row in table.rows] == ["chunked", "DENSE"]
-    assert kascade.goals(group(records)) is None
-
-
-def test_goals_are_judged_on_this_run_and_missed_ones_are_named(record):
-    layer = StackCase(kind="kascade_prefill", sequence=4096, layers=1, anchors=1, heads=8, kv_heads=2)
-    decode = StackCase(kind="kascade_decode", sequence=32768, top_k=0.1)
-    records = [
-        *stack_records(record, {("dense", 2): 2.0, ("kascade", 2): 0.9}),
-        *stack_records(record, {("dense", 2): 1.0, ("reuse_layer", 2): 0.3}, case=layer),
-        *stack_records(record, {("dense", 2): 1.0, ("kascade", 2): 0.3}, case=decode),
-    ]
-    table = kascade.goals(group(records))
-    assert table is not None
-    reuse, decoding, prefill = table.rows
-    assert (prefill["met"], prefill["missed"]) == ("1 of 1", None)
-    assert reuse["met"] == "0 of 1"  # 0.3 of the time for 0.2 of the pairs
-    assert reuse["worst"] == "1.50\u00d7"
-    assert decoding["met"] == "0 of 1"
-    assert "S 32768" in decoding["missed"]
-
-
-def test_native_kernels_have_goals_of_their_own(record):
-    prefill = StackCase(kind="kascade_prefill", sequence=8192, top_k=0.125, anchors=5, kernel="flash_cpu")
-    decode = StackCase(kind="kascade_decode", sequence=32768, top_k=0.1)
-    records = [
-        *stack_records(record, {("dense", 1): 2.0, ("kascade", 1): 0.9}, case=prefill),
-        *stack_records(record, {("dense", 1): 1.0, ("kascade", 1): 0.1, ("kascade_flash_cpu", 1): 0.2}, case=decode),
-    ]
-    *_, fast, slow = kascade.goals(group(records)).rows
-    assert (fast["goal"][:26], fast["met"], fast["worst"]) == ("Kascade's native kernels f", "0 of 1", "2.22\u00d7")
-    assert (slow["met"], slow["worst"]) == ("1 of 1", "5.00\u00d7")  # of the row of these kernels, not of XLA's
 
 
 def test_wrong_row_has_no_figures(record):
@@ -240,24 +209,3 @@ def test_what_an_older_record_leaves_out_of_its_problem_has_its_default(gate_rec
     older = [dataclasses.replace(each, problem={k: v for k, v in each.problem.items() if k != "phase"})
              for each in gate_records()]  # fmt: skip
     assert kascade.gate(group(older))[0].title.startswith("Prefill")
-
-
-def kernel_goal(records):
-    table = kascade.goals(group(records))
-    return next((row for row in table.rows if "Test 3" in row["goal"]), None) if table else None
-
-
-def test_goal_of_the_kernels_is_judged_where_both_were_timed_and_has_no_device_where_one_was_interpreted(record):
-    """On a TPU the row kascade is computed by the Pallas kernels, so that their own row was refused."""
-    repeats = {"status": "unsupported", "resolved": None, "mode": None, "samples": (), "quality": {}}
-    times = {("dense", 1): 2.0, ("kascade", 1): 1.0, ("kascade_xla", 1): 2.5, ("kascade_pallas", 1): 1.0}
-    assert kernel_goal(stack_records(record, times, kascade_pallas=repeats))["met"] == "1 of 1"
-    slow = kernel_goal(stack_records(record, times | {("kascade_xla", 1): 1.9}, kascade_pallas=repeats))
-    assert (slow["met"], slow["worst"]) == ("0 of 1", "1.90\u00d7")
-    interpreted = {"mode": "interpret", "samples": ()}
-    here = stack_records(record, times, kascade_xla=repeats, kascade_pallas=interpreted)
-    assert kernel_goal(here)["met"] == "no device here"
-    table, *_ = kascade.speed(group(here))
-    (row,) = [row for row in table.rows if row["method"] == "kascade_pallas"]
-    assert (row["ran"], row.get("median_ms")) == ("interpreted: accuracy only", None)
-    assert kernel_goal(stack_records(record, {("dense", 1): 2.0, ("kascade", 1): 1.0})) is None

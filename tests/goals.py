@@ -1,0 +1,215 @@
+"""This project's goals for `flash_cpu` and Kascade on CPUs, judged on the medians of published runs.
+
+    python tests/goals.py reports/published/cpu-amd-epyc-speed
+
+prints a line per goal: met in how many cases, the worst figure, and the cases that miss it. Nothing is rounded towards
+a goal. `tests/reports/test_goals.py` holds that the published pages miss no other goal than docs/cpu.md and
+docs/kascade.md name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from attnsuite import reports
+from attnsuite.reports import kascade
+from attnsuite.reports.cells import Cell, Group, group
+from attnsuite.reports.figures import problem_of
+from attnsuite.suite import statistics
+from attnsuite.suite.shown import same_rounds, shows_memory
+
+Figure = Callable[[Group, Cell], float | None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Goal:
+    """A bound on a figure of the row ``row`` in cases of ``kinds`` whose problem has the values in ``where``.
+
+    Of several rows of a case (one device, all cores) the best counts. With ``least`` the bound is a lower one, with
+    ``median`` it is on the median of the cases.
+    """
+
+    text: str
+    figure: Figure
+    bound: float
+    kinds: tuple[str, ...]
+    row: str = "flash_cpu"
+    least: bool = False
+    median: bool = False
+    where: Callable[[dict], bool] = lambda _: True
+
+    def judged(self, groups: Sequence[Group]) -> Judged | None:
+        """The goal in a run; None where the run has no such case."""
+        found = [(value, name) for group in groups for value, name in self._values(group)]
+        if not found:
+            return None
+        if self.median:
+            found = [(statistics.median([value for value, _ in found]).value, "median")]
+        missed = [(name, value) for value, name in found if (value < self.bound if self.least else value > self.bound)]
+        return Judged(self, len(found), (min if self.least else max)(value for value, _ in found), tuple(missed))
+
+    def _values(self, group: Group) -> Iterator[tuple[float, str]]:
+        if group.kind not in self.kinds or not self.where(dict(group.cells[0].record.problem)):
+            return
+        rows = [cell for cell in group.cells if cell.record.requested == self.row and cell.speed]
+        values = [value for cell in rows if (value := self.figure(group, cell)) is not None]
+        if values:
+            yield (max if self.least else min)(values), problem_of(group)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Judged:
+    """A goal in one run: in how many cases it was judged, the worst figure, and the cases that miss it."""
+
+    goal: Goal
+    cases: int
+    worst: float
+    missed: tuple[tuple[str, float], ...]
+
+    def __str__(self) -> str:
+        where = "".join(f"\n    missed: {name}: {value:.3g}" for name, value in self.missed)
+        met = self.cases - len(self.missed)
+        return f"{self.goal.row}: {self.goal.text}: met in {met} of {self.cases}, worst {self.worst:.3g}{where}"
+
+
+def time_over(*peers: str) -> Figure:
+    """Time relative to the first of the peers that was timed in the same rounds; one whose numbers are wrong counts."""
+
+    def figure(group: Group, cell: Cell) -> float | None:
+        timed = {c.record.requested: c.record for c in group.cells if c.speed}
+        other = next((timed[peer] for peer in peers if peer in timed), None)
+        if other is None or not same_rounds(cell.record, other):
+            return None
+        ratio = statistics.paired_ratio(cell.record.samples, other.samples)
+        return None if ratio is None else ratio.value
+
+    return figure
+
+
+def over_its_share(group: Group, cell: Cell) -> float | None:
+    """Time relative to PyTorch's, which computes all pairs, over the share of pairs that may be seen."""
+    problem, ratio = cell.record.problem, TORCH(group, cell)
+    if ratio is None or not cell.record.flops:
+        return None
+    pairs = 4 * problem["heads"] * problem["head_dim"] * problem["sequence"] ** 2 * problem.get("batch", 1)
+    return ratio * pairs / cell.record.flops
+
+
+def temporary_over_chunked(group: Group, cell: Cell) -> float | None:
+    """Compiled temporary memory relative to that of chunked on as many devices."""
+    for other in (beside.record for beside in group.cells):
+        if other.requested == "chunked" and other.devices == cell.record.devices and shows_memory(other):
+            ours, theirs = (record.memory.get("compiled_temp") for record in (cell.record, other))
+            return ours / theirs if ours is not None and theirs else None
+    return None
+
+
+def faster_than_dense(group: Group, cell: Cell) -> float | None:
+    """How many times as fast as the fastest dense row."""
+    ratio = None if cell.record.exact or kascade.ran_dense(cell.record) else kascade.relative(group, cell)
+    return None if ratio is None else 1 / ratio.value
+
+
+# The fastest PyTorch: unthrottled if its math library takes slower code on the processor, else as installed.
+TORCH = time_over("torch_unthrottled", "torch")
+FORWARD, BOTH, DECODE = "op_forward", "op_forward_backward", "op_decode"
+
+
+def masked(problem: dict) -> bool:
+    """Whether the case has a window or documents."""
+    return bool(problem.get("window_size")) or problem.get("documents", 1) != 1
+
+
+def causal(problem: dict) -> bool:
+    """Whether the case is plain causal attention at a length for which there are goals."""
+    return not masked(problem) and problem["sequence"] <= 8192
+
+
+GOALS = (
+    *(
+        Goal(text=text, figure=TORCH, bound=bound, median=median, kinds=(kind,), where=causal)
+        for kind in (FORWARD, BOTH)
+        for text, bound, median in (
+            (f"{kind}: time below 0.95 of torch", 0.95, False),
+            (f"{kind}: median time below 0.75 of torch", 0.75, True),
+        )
+    ),
+    Goal(
+        text="masked: time at most 1.3 of its share of torch with an equal mask",
+        figure=over_its_share,
+        bound=1.3,
+        kinds=(FORWARD,),
+        where=masked,
+    ),
+    Goal(
+        text="decode step: 80% of the read bandwidth",
+        figure=lambda _, cell: cell.speed and cell.speed.read_share,
+        bound=0.8,
+        least=True,
+        kinds=(DECODE,),
+    ),
+    *(
+        Goal(
+            text=f"{dtype}, S 4096: {bound:.0%} of the matmul rate",
+            figure=lambda _, cell: cell.speed and cell.speed.peak_share,
+            bound=bound,
+            least=True,
+            kinds=(FORWARD, BOTH),
+            where=lambda problem, dtype=dtype: (
+                causal(problem) and (problem["dtype"], problem["sequence"]) == (dtype, 4096)
+            ),
+        )
+        for dtype, bound in (("float32", 0.7), ("bfloat16", 0.5))
+    ),
+    Goal(
+        text="model small: time below 0.8 of transformers",
+        figure=time_over("transformers_unthrottled", "transformers"),
+        bound=0.8,
+        kinds=("model_prefill", "model_train"),
+        where=lambda problem: problem["model"] == "small",
+    ),
+    Goal(
+        text="no more temporary memory than chunked",
+        figure=temporary_over_chunked,
+        bound=1.0,
+        kinds=(FORWARD, BOTH),
+        where=causal,
+    ),
+    *(
+        Goal(
+            text=text,
+            figure=faster_than_dense,
+            bound=bound,
+            least=True,
+            kinds=(kind,),
+            row="kascade",
+            where=lambda problem, size=size: (
+                (problem["sequence"], problem["top_k"], problem["anchors"], problem["layers"], problem["kernel"])
+                == (*size, 16, "flash_cpu")
+            ),
+        )
+        for text, bound, kind, size in (
+            ("prefill, S 8192, 12.5%, 5 of 16 layers: 2.5 times dense", 2.5, "kascade_prefill", (8192, 0.125, 5)),
+            ("decode step, S 32768, 10%, 5 of 16 layers: 4 times dense", 4.0, "kascade_decode", (32768, 0.1, 5)),
+        )
+    ),
+)
+
+
+def judged(run: Path) -> list[Judged]:
+    """The goals that a run can judge."""
+    groups = group(reports.load(run).records)
+    return [found for goal in GOALS if (found := goal.judged(groups))]
+
+
+def main() -> None:
+    """Print the goals of the runs that the command line names."""
+    for directory in sys.argv[1:]:
+        print(directory, *judged(Path(directory)), sep="\n")  # noqa: T201 (a script)
+
+
+if __name__ == "__main__":
+    main()
