@@ -11,7 +11,7 @@ import dataclasses
 import hashlib
 import json
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from attnsuite.models import ModelConfig, TextFile, Transformer, load_text, lora
 from attnsuite.models.optimizer import OptimizerName, make_optimizer
 from attnsuite.models.packing import Packed, pack
 from attnsuite.models.parameters import Params
-from attnsuite.models.planning import Resolutions, resolve_attention
+from attnsuite.models.planning import Options, Resolutions, freeze_options, resolve_attention
 from attnsuite.models.rematerialise import Remat
 from attnsuite.models.resume import SavedSteps, missing, open_saved
 from attnsuite.models.sharded_training import MeshSizes, Placement, place_on
@@ -38,6 +38,7 @@ from . import files, typed
 from .errors import InputError
 from .measure.environment import describe
 from .named_model import model_of
+from .streamed import options_of
 from .typed import Count, Real
 
 SETTINGS, LOSSES, SAVED = "training.json", "losses.jsonl", "saved"
@@ -63,6 +64,8 @@ class TrainRequest:
     packed: bool = False
     lora: lora.LoraConfig | None = None
     backend: str = "auto"
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    calibration: Path | None = None
     mode: Mode = "native"
     save_every: int = 50
     seed: int = 0
@@ -97,6 +100,7 @@ class Training:
 
     config: ModelConfig
     resolutions: Resolutions
+    options: Options
     batch_of: Callable[[int], Batch]
     trained: Trained
     base: Params | None
@@ -122,6 +126,7 @@ def open_training(request: TrainRequest) -> Training:
                 f"--model {request.model} has a vocabulary of {config.vocab_size}; training reads text as bytes, "
                 f"which needs one of {_BYTES}."
             )
+        options, _ = options_of(request.backend, request.options, request.calibration, None, model)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", PolicyNotUsedWarning)  # execute says it
             resolutions = resolve_attention(
@@ -132,6 +137,7 @@ def open_training(request: TrainRequest) -> Training:
                 backend=request.backend,
                 mode=request.mode,
                 on_unavailable="raise",
+                options=options,
             )
         placement = None if request.mesh is None else place_on(request.mesh)
         if placement is not None:
@@ -144,7 +150,7 @@ def open_training(request: TrainRequest) -> Training:
     except (ValueError, BackendUnavailableError) as error:
         raise error if isinstance(error, InputError) else InputError(str(error)) from error
     digest = hashlib.sha256(data.tobytes()).hexdigest()
-    return Training(config, resolutions, batch_of, trained, base, update, digest, placement)
+    return Training(config, resolutions, freeze_options(options), batch_of, trained, base, update, digest, placement)
 
 
 def window_batches(request: TrainRequest, data: np.ndarray) -> Callable[[int], Batch]:
@@ -222,7 +228,7 @@ def _started(
     request: TrainRequest, opened: Training
 ) -> tuple[Trained, Any, Params | None, Step, Callable[[int], Batch]]:
     """What the steps begin with, each array where it lies: trained, state, base; the step; and the batches."""
-    step = training_step(opened.config, opened.resolutions, opened.update, remat=request.remat)
+    step = training_step(opened.config, opened.resolutions, opened.update, options=opened.options, remat=request.remat)
     trained = jax.tree.map(lambda x: x.copy(), opened.trained)  # the step donates its arrays
     place = opened.placement
     if place is None:

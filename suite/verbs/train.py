@@ -54,6 +54,10 @@ class Train:
     """Projections to adapt, separated by commas."""
     backend: Annotated[str, flag("NAME")] = "auto"
     """Attention backend; one that cannot do it is an error."""
+    options: Annotated[str, flag("NAME=VALUE,...", "the backend's")] = ""
+    """Options of the backend, such as top_k=0.25,min_keys=0 of kascade, separated by commas."""
+    calibration: Annotated[Path | None, flag("FILE", "none: every layer selects")] = None
+    """Kascade: what attnsuite calibrate wrote for this model; which layers select, and for which."""
     mode: Annotated[Literal["native", "interpret"], flag("MODE")] = "native"
     """native, or interpret for kernels of a device that is not here."""
     save_every: Annotated[int, flag("STEPS")] = 50
@@ -70,7 +74,7 @@ def run(command: Train) -> int:
 
     from .. import train as training
     from ..host_devices import make_host_devices, parse_mesh
-    from ..names import parts_of
+    from ..names import parse_options, parts_of
 
     if command.resume and command.out is None:
         raise InputError("--resume needs --out with the directory of the run to go on with.")
@@ -78,7 +82,7 @@ def run(command: Train) -> int:
     given = {field.name: getattr(command, field.name) for field in dataclasses.fields(command)}
     rank, alpha, targets = (given.pop(name) for name in ("lora_rank", "lora_alpha", "lora_targets"))
     del given["out"], given["resume"], given["text_field"]
-    given["text"] = text_of(command)
+    given["text"], given["options"] = text_of(command), parse_options(command.options)
     given["mesh"] = None if command.mesh is None else parse_mesh(command.mesh)
     if given["mesh"] is not None:
         make_host_devices(given["mesh"].count)

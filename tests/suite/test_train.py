@@ -155,3 +155,25 @@ def test_policy_that_auto_does_not_follow_is_told_once_and_is_no_warning(tmp_pat
         execute(TrainRequest(model="debug", save_every=0), tmp_path / "out", say=said.append)
     (sentence,) = said
     assert "is not used: it was made on tpu:v5e, and this is cpu" in sentence
+
+
+SPARSE = ("--backend", "kascade", "--options")
+TILES = "min_keys=0,tile_size=16,query_tile=16"
+
+
+def trained(out, *words):
+    sizes = ("--model", "text", "--steps", "3", "--batch", "2", "--length", "128", "--save-every", "0")
+    with pytest.raises(SystemExit) as ended:
+        main(["train", *sizes, "--out", str(out), *words])
+    assert ended.value.code == 0
+    return losses(out)
+
+
+def test_sparse_attention_trains_and_with_everything_selected_it_is_dense(tmp_path):
+    dense = trained(tmp_path / "dense", "--backend", "chunked")
+    everything = trained(tmp_path / "all", *SPARSE, f"top_k=1.0,{TILES}")
+    np.testing.assert_allclose(everything, dense, rtol=1e-5)
+    sparse = trained(tmp_path / "sparse", *SPARSE, f"top_k=0.1,{TILES}", "--lora-rank", "2")
+    apart = np.abs(np.subtract(sparse, dense))
+    assert (apart > 1e-3).all()
+    assert (apart < 0.3).all()
