@@ -29,6 +29,7 @@ GATE, TEXT, RETRIEVAL = "kascade_gate", "kascade_text", "kascade_retrieval"
 STACKS = ("kascade_prefill", "kascade_decode")
 KINDS = frozenset({GATE, TEXT, RETRIEVAL, *STACKS})
 WITHHELD = "WITHHELD"
+_TEXT_CONTROLS = ("sinks_window", "random_tiles")
 _BLIND = ("random_tiles",)  # the row that has to fail in a table of quality
 _FEWEST = 3  # kept fractions that make a line
 
@@ -350,12 +351,14 @@ def _sentences(group: Group) -> Iterator[str]:
                 f"{number(max(failed))}."
             )
     elif group.kind == TEXT and own is not None and withheld(group, _BLIND) is None:
-        lost = statistics.paired_difference(own.record.series["nll"], own.record.series["standard_nll"])
-        if lost is not None:
-            word = "loses" if lost.excludes(0.0) else "loses nothing measurable,"
+        if (lost := _lost(own.record)) is not None:
+            others = [(name, found) for name in _TEXT_CONTROLS if name in rows and (found := _lost(rows[name].record))]
+            better = [name for name, _ in others if _loses_less(rows[name].record, own.record)]
             yield (
-                f"**Text, {_phase(group)}**: {code('kascade')} (approximate) at "
-                f"{number(100 * own.record.quality['kept_pairs'])}% of the pairs {word} {estimate(lost)} nats per byte."
+                f"**{_text_lead(group)}**: {code('kascade')} (approximate) at "
+                f"{number(100 * own.record.quality['kept_pairs'])}% of the pairs loses {estimate(lost)} nats per byte"
+                + (f"; at the same share {_listed(others)}" if others else "")
+                + (f". **{', '.join(map(code, better))} loses less than it.**" if better else ".")
             )
     elif group.kind in STACKS and _problem(group)["layers"] > 1:
         for name in ("kascade", "kascade_token"):
@@ -367,6 +370,26 @@ def _sentences(group: Group) -> Iterator[str]:
                     f"**{_stack_told(group)}**: {code(name)} (approximate) takes {estimate(ratio)} {TIMES} the time "
                     f"of the fastest dense, {code(dense.label)}."
                 )
+
+
+def _lost(record: Record) -> Interval | None:
+    """Nats per byte above dense attention, sequence by sequence."""
+    return statistics.paired_difference(record.series["nll"], record.series["standard_nll"])
+
+
+def _loses_less(control: Record, record: Record) -> bool:
+    """Whether a control has the lower loss, beyond the interval of the paired difference."""
+    apart = statistics.paired_difference(control.series["nll"], record.series["nll"])
+    return bool(apart and apart.high is not None and apart.high < 0)
+
+
+def _listed(others: Sequence[tuple[str, Interval]]) -> str:
+    return ", ".join(f"{code(name)} loses {estimate(found)}" for name, found in others)
+
+
+def _text_lead(group: Group) -> str:
+    steps = _problem(group)["training_steps"]
+    return f"Text, {_phase(group)}" + (f", each row trained for {steps} updates" if steps else "")
 
 
 def _problem(group: Group) -> dict[str, Any]:
@@ -390,7 +413,8 @@ def _told(group: Group) -> str:
     share = f", {number(100 * p['top_k'])}% of the earlier keys" if group.kind == GATE else ""
     model = "constructed checkpoint" if group.kind != TEXT else f"model {PurePath(p['model']).name}"
     units = f"tiles of {p['tile_size']} keys" if p["granularity"] == "tile" else "single keys"
-    return f"{model}, S {p['sequence']}, {p['sequences']} sequences, {units}{share}"
+    trained = f", each row trained for {p['training_steps']} updates" if p.get("training_steps") else ""
+    return f"{model}, S {p['sequence']}, {p['sequences']} sequences, {units}{share}{trained}"
 
 
 def _stack_told(group: Group) -> str:

@@ -216,6 +216,14 @@ KASCADE = Suite(
     all_cores=True,
 )  # fmt: skip
 
+# At which kept fraction does a model that is trained with sparse attention reach the loss of dense.
+KASCADE_FINETUNE = Suite(
+    "kascade-finetune",
+    tuple(
+        SelectionCase(kind="kascade_text", top_k=top_k, training_steps=60) for top_k in (0.03125, 0.0625, 0.125, 0.25)
+    ),
+)
+
 # What a model loses in a cache of fewer bits, and continuous batching: two minutes on 2 cores.
 SERVING = Suite("serving", (CacheCase(), ServingCase()), left_out=("kascade",))
 
@@ -247,7 +255,7 @@ CALLER = Suite(
     ),
 )
 
-SUITES = {suite.name: suite for suite in (QUICK, FULL, CPU_SPEED, CALLER, KASCADE, SERVING)}
+SUITES = {suite.name: suite for suite in (QUICK, FULL, CPU_SPEED, CALLER, KASCADE, KASCADE_FINETUNE, SERVING)}
 
 
 def find_suite(name: str) -> Suite:

@@ -16,13 +16,14 @@ from ..cell import Asked, Cell, Means, Outcome, Prepared
 from ..errors import CellFailure, InputError
 from ..names import parts_of
 from ..typed import Count, Seed
-from .kascade.methods import METHODS, rows_of
+from .kascade.methods import FINE_TUNED, METHODS, rows_of
 from .kascade.settings import settings_of
 from .kind import KascadeKernel, Keys, Kind, Layers, Least, Long, Share, cell, check_fields, name_case, refused
 
 if TYPE_CHECKING:
     from attnsuite.models import TextFile
 
+Steps = Annotated[int, Meta(ge=0, le=10**6)]
 SelectionKind = Literal["kascade_text", "kascade_retrieval", "kascade_gate"]
 
 
@@ -37,8 +38,9 @@ class SelectionCase:
     (the whole sequence) or "decode" (the last tokens, one by one, behind a densely filled cache). ``anchors`` is a
     number of layers for ``schedule`` "dp" and a list ("0,2") for "manual"; the greedy rules use
     ``threshold`` and ``max_reuse_dist``. ``calibration`` is a file that ``attnsuite calibrate`` wrote for the model of
-    a ``kascade_text`` case; without one the case calibrates on other text than it measures. Raises InputError for a
-    field that does not fit.
+    a ``kascade_text`` case; without one the case calibrates on other text than it measures. With ``training_steps``
+    every row is first trained by so many updates with its own attention, dense too. Raises InputError for a field that
+    does not fit.
     """
 
     kind: SelectionKind
@@ -57,17 +59,23 @@ class SelectionCase:
     max_reuse_dist: Layers = 4
     calibration: str = ""
     kernel: KascadeKernel = ""
+    training_steps: Steps = 0
     seed: Seed = 0
 
     def __post_init__(self) -> None:
         check_fields(self)
         parts = [self.kind.replace("_", "-"), self.phase, f"s{self.sequence}", f"k{self.top_k:g}"]
         parts += [self.granularity] if self.granularity != "tile" else []
+        parts += [f"n{self.training_steps}"] if self.training_steps else []
         name_case(self, "-".join([*parts, f"t{self.tile_size}"]))
         anchor_layers(self)
         settings_of(self)
         if self.calibration and self.kind != "kascade_text":
             raise InputError(f"case {self.name}: calibration is about the model of a kascade_text case; leave it out.")
+        if self.training_steps and (self.kind, self.phase) != ("kascade_text", "prefill"):
+            raise InputError(
+                f"case {self.name}: training_steps is for kascade_text cases of phase prefill; leave it out."
+            )
 
 
 def anchor_layers(case: SelectionCase) -> tuple[int, ...]:
@@ -103,7 +111,7 @@ class Selections(Kind):
 
     def rows(self, case: SelectionCase) -> tuple[str, ...]:
         """The ways to choose that the case compares."""
-        return rows_of(case.kind)
+        return FINE_TUNED if case.training_steps else rows_of(case.kind)
 
     def cells(self, case: SelectionCase, asked: Asked) -> Iterable[Cell]:
         """A cell per row; a row that would repeat another is refused. Raises InputError for an invalid case."""

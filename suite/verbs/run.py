@@ -21,7 +21,7 @@ class Run(OnFleet):
     """Measure every backend on every case of a suite and write a report."""
 
     suite: Annotated[str | None, flag("NAME|FILE", "quick")] = None
-    """quick, full, cpu-speed, caller, kascade, serving, or the path of a .toml file."""
+    """quick, full, cpu-speed, caller, kascade, kascade-finetune, serving, or the path of a .toml file."""
     model: Annotated[str | None, flag("NAME|DIR", "none")] = None
     """Instead of a suite: every backend in a checkpoint, on text and on the clock; text, or a directory."""
     backends: Annotated[str | None, flag("NAMES", "all, and the suite's peers")] = None

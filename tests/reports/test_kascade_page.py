@@ -114,6 +114,23 @@ def test_text_says_nothing_where_random_tiles_lose_nothing(record):
     assert row.get("perplexity") is None
 
 
+def test_a_control_that_loses_less_is_named(record):
+    """The rule for every sentence on a loss: its interval, the controls at the same share, and who beats it."""
+    (sentence,) = kascade.sentences(group(text_records(record, 0.3)))
+    assert "loses 0.0188" in sentence
+    assert "at the same share `sinks_window` loses 0.0188" in sentence
+    assert "less than it" not in sentence
+    better = [
+        dataclasses.replace(r, series={**r.series, "nll": r.series["standard_nll"]})
+        if r.requested == "sinks_window"
+        else r
+        for r in text_records(record, 0.3, training_steps=9)
+    ]
+    (sentence,) = kascade.sentences(group(better))
+    assert sentence.startswith("**Text, prefill, each row trained for 9 updates**")
+    assert sentence.endswith("**`sinks_window` loses less than it.**")
+
+
 def test_plot_has_a_line_from_three_shares_on_and_none_of_withheld_rows(record):
     shares = (0.1, 0.2, 0.4)
     records = [r for share in shares for r in text_records(record, 0.3, share)]

@@ -277,3 +277,17 @@ def test_judging_an_interpreted_kernel_sees_what_is_left_out(monkeypatch):
     whole = dataclasses.replace(STACK, name="", layers=2, anchors=1, sequence=64, tile_size=16)
     monkeypatch.setattr(stack, "settings_of", lambda case, **others: settings_of(case, **{**others, "top_k": 0.25}))
     assert not stack.judge(whole, "kascade_pallas", 1, "interpret")["out"].passed
+
+
+def test_each_row_is_trained_with_its_own_attention_before_it_is_measured(tmp_path):
+    case = SelectionCase(kind="kascade_text", sequence=96, sequences=4, top_k=0.5, training_steps=2)
+    dense.write_dense(case, reference := tmp_path / "reference.npz", None)
+    lost = {}
+    for method in ("dense", "kascade", "random_tiles"):
+        series = quality.measure(case, method, reference, None).series
+        lost[method] = np.mean(np.subtract(series["nll"], series["standard_nll"]))
+    assert abs(lost["dense"]) < 1e-4
+    assert lost["random_tiles"] > 0.02 + abs(lost["kascade"])
+    untrained = dataclasses.replace(case, name="", training_steps=0)
+    dense.write_dense(untrained, before := tmp_path / "before.npz", None)
+    assert np.abs(dense.read_dense(before) - dense.read_dense(reference)).max() > 0.01

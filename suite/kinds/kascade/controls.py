@@ -68,13 +68,14 @@ jax.tree_util.register_dataclass(Kept)
 class Watched:
     """A row as a backend. Its plan adds to ``kept`` one entry per layer that selects or reuses.
 
-    ``kept`` is filled while JAX traces: return it from the function that is being traced. ``schedule`` is Kascade's.
+    ``kept`` is filled while JAX traces: return it from the function that is being traced; None: nothing is noted.
+    ``schedule`` is Kascade's.
     """
 
     method: str
     settings: Settings
     schedule: Schedule
-    kept: list[Kept] = dataclasses.field(default_factory=list)
+    kept: list[Kept] | None = dataclasses.field(default_factory=list)
     exact: bool = False
 
     @property
@@ -106,7 +107,7 @@ class Watched:
 
         def run(query: Array, key: Array, value: Array, layer: int, carry: Carry) -> tuple[Array, Carry]:
             out, carry, mask = attend(query, key, value, layer, carry)
-            if layer:
+            if layer and self.kept is not None:
                 tiling = Tiling.of(spec, self.settings)
                 self.kept.append(_kept(spec, layout, tiling, query, key, mask))
             return out, carry

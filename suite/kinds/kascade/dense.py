@@ -24,6 +24,7 @@ from ..model_program import model_config, open_model
 from ..quality import read_text
 from ..selection import SelectionCase, anchor_layers
 from ..text import TextCase
+from .finetune import fine_tuned
 from .settings import settings_of
 
 PROMPTS = 6  # of a calibration
@@ -86,7 +87,8 @@ def problem(case: SelectionCase, text: TextFile | None) -> Questions:
 def write_dense(case: SelectionCase, path: Path, text: TextFile | None) -> None:
     """Write dense logits to ``path`` (.npz). Without a calibration of the case's own, write one beside it."""
     model, asked = case_model(case), problem(case, text)
-    logits = [np.asarray(model(part, backend="standard", needs_grad=False)) for part in _batches(asked.tokens)]
+    measured = fine_tuned(case, model, "dense") if case.training_steps else model
+    logits = [np.asarray(measured(part, backend="standard", needs_grad=False)) for part in _batches(asked.tokens)]
     np.savez(path, allow_pickle=False, logits=np.concatenate(logits)[: len(asked.tokens)])
     if case.calibration:
         return

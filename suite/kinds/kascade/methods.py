@@ -72,6 +72,8 @@ METHODS = {
 SWEPT = ("dense", "kascade", "random_tiles")
 # Rows that differ from kascade in who computes them: each with the backend's option kernel.
 KERNELS = {"kascade_xla": "xla", "kascade_pallas": "pallas", "kascade_flash_cpu": "flash_cpu"}
+# The rows that are trained before they are measured; the last two must not reach dense.
+FINE_TUNED = ("dense", "kascade", "kascade_token", "sinks_window", "random_tiles")
 CONTROLS = tuple(method.name for method in METHODS.values() if method.control)
 
 

@@ -29,6 +29,7 @@ from ...measure.text import bits
 from ..selection import SelectionCase
 from . import controls, dense
 from .controls import Kept, Watched
+from .finetune import fine_tuned
 from .settings import settings_of
 
 DECODED = 64  # tokens at the end of a text that are decoded
@@ -50,6 +51,8 @@ def measure(case: SelectionCase, method: str, reference: Path, text: TextFile | 
     first = case.sequence - _decoded(case) if case.phase == "decode" else 0
     found = dense.schedules(case, model, reference)
     schedule = found["greedy" if method == "kascade_greedy" else "own"]
+    if case.training_steps:
+        model = fine_tuned(case, model, method, schedule)
     run = _program(case, model, method, schedule)
     parts = [run(tokens) for tokens in dense.batches(asked.tokens)]
     ours = np.concatenate([np.asarray(logits) for logits, _ in parts])[: len(asked.tokens)]
