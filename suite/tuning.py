@@ -20,6 +20,7 @@ import json
 import math
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,7 @@ def tunable(wanted: Sequence[str] | None, target: Target | None) -> tuple[str, .
 class TuneRequest:
     """What to tune, checked: for this machine, or for an absent ``target``. ``command`` is the command line.
 
-    ``given`` are options of the backend that hold for every candidate.
+    ``given`` are options of the backend that hold for every candidate. After ``minutes`` no further cell is begun.
     """
 
     backends: tuple[str, ...]
@@ -96,6 +97,7 @@ class TuneRequest:
     out: Path
     command: str
     given: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    minutes: float | None = None
 
 
 def tune(
@@ -146,10 +148,23 @@ class TuneGrid:
     def compute(self, cells: Sequence[Cell], environment: Environment, watcher: Watcher) -> Iterator[Record]:
         """The record of each cell."""
         context = RunContext(suite=SUITE, limits=self.limits, environment=environment, text=None, watcher=watcher)
+        trials = dict(zip((cell.key for cell in cells), _trials(cells, self.request), strict=True))
+        cells = sorted(cells, key=lambda cell: isinstance(trials[cell.key], int))  # what is unsupported takes no time
+        begun, seconds, tried = time.monotonic(), 0.0, 0.0
         with contextlib.closing(References(self.limits.seconds)) as references:
-            for cell in cells:
-                watcher.doing(cell.case, cell.row, "trying candidates")
+            for place, cell in enumerate(cells):
+                if isinstance(reason := trials[cell.key], str):
+                    yield _unsupported(cell, reason, context)
+                    continue
+                left = sum(_work(other, trials[other.key]) for other in cells[place:])
+                told = f"; about {math.ceil(left * seconds / tried / 60)} minutes left" if tried else ""
+                watcher.doing(cell.case, cell.row, f"trying {trials[cell.key]} candidates{told}")
+                start = time.monotonic()
                 yield _record(cell, self.request, references, context)
+                seconds, tried = seconds + time.monotonic() - start, tried + _work(cell, trials[cell.key])
+                if self.request.minutes is not None and time.monotonic() - begun > 60 * self.request.minutes:
+                    watcher.fewer(len(cells) - place - 1)
+                    return
 
     def _target(self, environment: Environment) -> str:
         return environment.get("target", "") if self.request.target is None else str(self.request.target)
@@ -195,6 +210,56 @@ def table(records: Sequence[Record], command: str) -> str:
     return f"{start}\n{lines}\n]}}\n"
 
 
+def _trials(cells: Sequence[Cell], request: TuneRequest) -> list[int | str]:
+    """Of each cell the number of candidates, or why there are none. For this device one process is asked for all."""
+    asked = [(cell.row, _case(cell.problem)) for cell in cells]
+    if request.target is not None:
+        return [count_candidates(name, case, request.target, request.given) for name, case in asked]
+    question = {
+        "do": "candidates",
+        "cells": [[name, problem_of(case)] for name, case in asked],
+        "given": dict(request.given),
+    }
+    try:
+        with Worker(request.limits.memory) as worker:
+            return worker.ask(question, request.limits.seconds)
+    except CellFailure as failure:
+        raise InputError(f"the backends do not say what they have to try: {failure.message}") from failure
+
+
+def count_candidates(name: str, case: OpCase, target: Target, given: Mapping[str, Any]) -> int | str:
+    """How many candidates there are to try, or the sentence that says why none is."""
+    try:
+        return len(_supported(name, case, target, given)[1])
+    except InputError as reason:
+        return str(reason)
+
+
+def _supported(
+    name: str, case: OpCase, target: Target, given: Mapping[str, Any]
+) -> tuple[Backend, list[dict[str, Any]]]:
+    """The backend, and its candidates. Raises InputError where it cannot be tuned for this."""
+    backend, mode = registry.get(name), "native" if target.present else "compile"
+    if not isinstance(backend, Tunable):
+        raise InputError(f"backend {name!r} has nothing to tune.")
+    if not (answer := support(backend, spec_of(case), target, mode, dict(given))):
+        raise InputError(f"case {case.name}: {' '.join(answer.reasons)}")
+    return backend, _candidates(backend, case, target, given)
+
+
+def _work(cell: Cell, candidates: int | str) -> float:
+    """What trying the candidates of a cell takes, in units that all cells share: the pairs that are computed."""
+    case = _case(cell.problem)
+    return 0.0 if isinstance(candidates, str) else candidates * case.sequence**2 * (3 if case.needs_grad else 1)
+
+
+def _unsupported(cell: Cell, reason: str, context: RunContext) -> Record:
+    each = Running(dataclasses.replace(cell, resolved=None))
+    with each.timed():
+        each.outcome = Outcome(status="unsupported", error=reason)
+    return each.record(context)
+
+
 def _record(cell: Cell, request: TuneRequest, references: References, context: RunContext) -> Record:
     each, case = Running(cell), _case(cell.problem)
     try:
@@ -206,8 +271,7 @@ def _record(cell: Cell, request: TuneRequest, references: References, context: R
     except CellFailure as failure:
         return each.failed(context, failure)
     except InputError as refusal:
-        each.cell = dataclasses.replace(cell, resolved=None)
-        each.outcome = Outcome(status="unsupported", error=str(refusal))
+        return _unsupported(cell, str(refusal), context)
     else:
         each.outcome = Outcome(facts={"tried": tried})
     return each.record(context)
@@ -253,9 +317,7 @@ def rank_candidates(
     backend, spec = registry.get(name), spec_of(case)
     if not isinstance(backend, Tunable) or not isinstance(backend, CompilesKernels | CountsWork):
         raise InputError(f"backend {name!r} cannot be compiled for {target} from here; tune it on such a device.")
-    if not (answer := support(backend, spec, target, "compile", dict(given))):
-        raise InputError(f"case {case.name}: {' '.join(answer.reasons)}")
-    candidates = _candidates(backend, case, target, given)
+    candidates = _supported(name, case, target, given)[1]
     if isinstance(backend, CompilesKernels):
         return [compile_kernels(backend, spec, target, {**given, **options}) for options in candidates]
     if (absent := topologies.missing(target)) is not None:
@@ -296,12 +358,8 @@ def _plausibility(trial: Trial) -> tuple[int, int, int, int]:
 
 def try_candidates(case: OpCase, name: str, reference: Path, given: Mapping[str, Any]) -> list[dict[str, Any]]:
     """In a worker: every candidate's samples, or why it failed, as a ``Trial``. The defaults come first."""
-    backend, target = registry.get(name), Target.here()
-    if not isinstance(backend, Tunable):
-        raise InputError(f"backend {name!r} has nothing to tune.")
-    if not (answer := support(backend, spec_of(case), target, options=dict(given))):
-        raise InputError(f"case {case.name}: {' '.join(answer.reasons)}")
-    tried = _candidates(backend, case, target, given)
+    target = Target.here()
+    backend, tried = _supported(name, case, target, given)
     candidates = [_try(case, backend, options, given, target, reference) for options in tried]
     ready = [candidate for candidate in candidates if candidate.error is None]
     _sample(ready, FIRST_ROUNDS)

@@ -77,6 +77,14 @@ def _tuned(asked: dict[str, Any]) -> list[dict[str, Any]]:
     return tuning.try_candidates(_case(asked), asked["backend"], Path(asked["reference"]), asked["given"])
 
 
+def _candidates(asked: dict[str, Any]) -> list[int | str]:
+    from .. import tuning  # noqa: PLC0415 (as above)
+    from ..kinds import make_case  # noqa: PLC0415
+
+    here, given = Target.here(), asked["given"]
+    return [tuning.count_candidates(name, make_case(problem), here, given) for name, problem in asked["cells"]]
+
+
 def _compiled(asked: dict[str, Any]) -> dict[str, Any]:
     """What the compiler for an absent device says of a cell, or of options on trial. A process has one compiler."""
     from ..absent import candidates, compilation, schedules  # noqa: PLC0415 (as above)
@@ -144,6 +152,7 @@ _ANSWERS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "reference": lambda asked: kind_of(asked["case"]["kind"]).write_reference(
         _case(asked), Path(asked["path"]), _text(asked)
     ),
+    "candidates": _candidates,
     "tune": _tuned,
     "look": _looked,
     "judge": _judged,

@@ -29,6 +29,8 @@ class Tune(OnFleet):
     """Directory for records, report, and the table tuned.json, which backends read."""
     resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Go on with the cells in --out, asked for in the same words; finished ones are kept."""
+    minutes: Annotated[float | None, flag("MINUTES", "no limit")] = None
+    """Begin no further case after so many minutes; --resume goes on with the rest."""
     cell_timeout: Annotated[float, flag("SECONDS")] = 120.0
     """Time that a case may take; five times that for all its candidates."""
 
@@ -60,13 +62,18 @@ def run(command: Tune) -> int:
         target=target,
         limits=limits_of(command.cell_timeout),
         given=parse_options(command.options),
+        minutes=command.minutes,
         out=out,
         command=shlex.join(words_of(dataclasses.replace(command, backends=",".join(backends), resume=False))),
     )
+    if command.minutes is not None and command.minutes <= 0:
+        raise InputError(f"--minutes {command.minutes:g} must be above 0.")
     fleet = fleet_of(command)
     with progress(lambda: resuming("tune", out)) as display:
         if target is not None:
             display.warn(f"{target} is not here: candidates are ranked by what compiles; no time is measured.")
-        tune(request, display, resume=command.resume, fleet=fleet)
+        tuned = tune(request, display, resume=command.resume, fleet=fleet)
     print(f"tuned:   {out / TABLE}")
+    if left := len(request.cases) * len(backends) - len(tuned):
+        print(f"{left} cells were not begun within --minutes {command.minutes:g}; {resuming('tune', out)}")
     return show(out)

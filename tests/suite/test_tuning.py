@@ -19,6 +19,7 @@ from attnsuite.suite.command_line import main
 from attnsuite.suite.errors import CellFailure, InputError
 from attnsuite.suite.grid.executors import Limits
 from attnsuite.suite.grid.progress import ProgressDisplay
+from attnsuite.suite.grid.references import References
 from attnsuite.suite.kinds import checked, problem_of
 from attnsuite.suite.kinds.attention import OpCase, spec_of, write_reference
 from attnsuite.suite.kinds.tuning import Trial, Trials
@@ -288,9 +289,32 @@ def test_case_that_is_refused_everywhere_writes_no_file(monkeypatch, tmp_path):
     assert not (tmp_path / "tuned.json").exists()
 
 
+def test_what_is_unsupported_costs_no_reference_and_a_budget_ends_before_the_next_cell(monkeypatch, tmp_path, capsys):
+    """Kascade selects among earlier keys: of the two cases one is no trial."""
+    bidirectional = dataclasses.replace(CASE, name="", causal=False)
+    later = dataclasses.replace(CASE, name="", sequence=128)
+    wanted = []
+    path = References.path
+    monkeypatch.setattr(References, "path", lambda self, case: wanted.append(case.name) or path(self, case))
+    monkeypatch.setattr("attnsuite.suite.tuning.TUNED", (CASE, bidirectional, later))
+    words = ["tune", "--backends", "kascade", "--options", "tile_size=16,query_tile=16", "--out", str(tmp_path)]
+
+    def tuned(*more):
+        with pytest.raises(SystemExit) as ended:
+            main([*words, *more])
+        assert ended.value.code == 0
+        return {record.case: record.status for record in parse_records(tmp_path / RECORDS)[0]}
+
+    assert tuned("--minutes", "1e-6") == {bidirectional.name: "unsupported", CASE.name: "ok"}
+    assert wanted == [CASE.name]
+    assert "1 cells were not begun within --minutes 1e-06; what is done is kept; go on" in capsys.readouterr().out
+    assert tuned("--resume") == {bidirectional.name: "unsupported", CASE.name: "ok", later.name: "ok"}
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
+        (["--minutes", "0"], "--minutes 0 must be above 0"),
         (["--target", "h1000"], "target 'h1000' is not known"),
         (["--backends", "chunked", "--target", "h100"], "'chunked' has nothing to tune for cuda:h100, which is not"),
         (["--backends", "standard"], "'standard' has nothing to tune"),
