@@ -4,7 +4,7 @@ Exit codes (docs/measuring.md):
 
 - 0: the command did its work. Failed cells are results.
 - 1: the work gave no result (``compile`` without a compiler, ``perplexity`` of losses that are not finite), or
-  ``selftest`` or ``judge`` found something wrong.
+  ``judge`` found something wrong.
 - 2: input that cannot be used, or results that cannot be written (one sentence on stderr).
 - 3: a check that was asked for did not pass (``compare --fail-on``, ``choose --check``).
 - 128 plus the number of the signal that ended it (130 after Ctrl-C). Finished results are kept.

@@ -1,4 +1,4 @@
-"""``attnsuite selftest`` and ``attnsuite judge``: backends held to the contract on the device that is here.
+"""``attnsuite judge``: backends held to the contract on the device that is here.
 
 One worker process judges problem after problem; it is replaced when it dies, hangs or holds too much memory. All
 backends of a problem follow each other, because the oracle's results are computed once per problem.
@@ -12,7 +12,7 @@ import fnmatch
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from attnsuite.backends import registry
 from attnsuite.testing.problems import CASES
@@ -34,7 +34,6 @@ _LOOK_SECONDS = 300.0
 class Request:
     """What to judge, checked: ``cases`` are named problems, ``numbers`` those of random ones of ``seed``."""
 
-    verb: Literal["selftest", "judge"]
     backends: tuple[str, ...]
     cases: tuple[str, ...]
     numbers: range = range(0)
@@ -102,13 +101,13 @@ def _run(request: Request, out: Path, judge: _Judge, watcher: GridWatcher, *, re
                 dataclasses.replace(cell, problem={**cell.problem, **drawn}),
                 outcome_of(answer),
                 environment=found,
-                suite=request.verb,
+                suite="judge",
                 started=started,
                 wall_seconds=time.perf_counter() - begin,
             )
 
     with opened(out, watcher, resume=resume) as store:
-        return keep(store, identity(request.verb, asked, target, found), cells, records, watcher)
+        return keep(store, identity("judge", asked, target, found), cells, records, watcher)
 
 
 def all_right(records: Sequence[Record]) -> bool:

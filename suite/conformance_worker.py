@@ -1,4 +1,4 @@
-"""What the worker process answers for ``selftest`` and ``judge``: it holds a backend to one problem."""
+"""What the worker process answers for ``judge``: it holds a backend to one problem."""
 
 from __future__ import annotations
 

@@ -208,7 +208,7 @@ class GridManifest:
     ``asked`` holds the flags of the command line that say what is computed.
     """
 
-    verb: Literal["sharded", "tune", "curves", "selftest", "judge"]
+    verb: Literal["sharded", "tune", "curves", "judge"]
     asked: dict[str, Scalar]
     target: str
     versions: dict[str, str]

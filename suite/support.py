@@ -69,6 +69,7 @@ ALL_TYPES = ModelConfig(
     num_layers=5,
     attention=("global", "sliding", "chunked", "full", "latent"),
     hidden_size=2048,
+    intermediate_size=5464,
     num_heads=16,
     num_kv_heads=8,
     window_size=4096,

@@ -1,4 +1,4 @@
-"""The page of ``attnsuite selftest`` and ``attnsuite judge``: what each backend gets right, wrong and refuses.
+"""The page of ``attnsuite judge``: what each backend gets right, wrong and refuses.
 
 Each section is written in two forms: Markdown for the page, plain text for a terminal.
 """

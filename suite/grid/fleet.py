@@ -3,7 +3,7 @@
 The driver (this process) asks every node what it is, deals cases to the nodes that fit, and keeps the records of a case
 when all of them are there. Nodes may come late and may die: a case whose node died is dealt again, and nothing of the
 first attempt is kept. A case that was lost on three nodes becomes records of a crash. All nodes of a run have the same
-versions and are machines of one kind, as ``--resume`` and ``attnsuite merge`` demand of a run too.
+versions and are machines of one kind, as ``--resume`` and ``attnsuite report --out`` demand of a run too.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ def keep_together(
 
 
 def identity(
-    verb: Literal["sharded", "tune", "curves", "selftest", "judge"],
+    verb: Literal["sharded", "tune", "curves", "judge"],
     asked: Mapping[str, Any],
     target: str,
     found: Environment,

@@ -1,4 +1,4 @@
-"""What ``attnsuite selftest`` and ``attnsuite judge`` found: the facts of their records."""
+"""What ``attnsuite judge`` found: the facts of their records."""
 
 from __future__ import annotations
 

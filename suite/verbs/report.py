@@ -4,23 +4,33 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Annotated
 
 import tyro
+
+from .flags import flag
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Render the report of a run again from its records."""
+    """Render the report of a run again from its records, or one report of several runs."""
 
     run_dir: tyro.conf.Positional[Path]
     """Directory of the run; the report is written there."""
     others: tyro.conf.Positional[tuple[Path, ...]] = ()
     """Directories of runs that follow on the same page."""
+    out: Annotated[Path | None, flag("DIR", "none")] = None
+    """Put the runs together as one run in this directory: the shards of attnsuite run --shard."""
 
 
 def run(command: Report) -> int:
     """Render the page of one run, or of several."""
-    return show(command.run_dir, *command.others)
+    if command.out is None:
+        return show(command.run_dir, *command.others)
+    from ..merge import merge
+
+    merge((command.run_dir, *command.others), command.out)
+    return show(command.out)
 
 
 def show(*directories: Path) -> int:

@@ -1,4 +1,4 @@
-"""``attnsuite selftest`` and ``judge``: what is right, wrong and refused, of a backend and of a user's own function."""
+"""``attnsuite judge``: what is right, wrong and refused, of a backend and of a user's own function."""
 
 from __future__ import annotations
 
