@@ -1,5 +1,7 @@
 """Reports: pure functions of record files. This module names everything public."""
 
+from attnsuite.submodules import submodules_of
+
 from .answer import answer_lines as answer_lines
 from .answer import installs as installs
 from .comparison import Comparison as Comparison
@@ -17,3 +19,5 @@ from .render import render as render
 from .render import stands_alone as stands_alone
 from .timeline import draw_profiles as draw_profiles
 from .trend import trend_page as trend_page
+
+__getattr__ = submodules_of(__name__)

@@ -163,7 +163,6 @@ class TuneGrid:
                 yield _record(cell, self.request, references, context)
                 seconds, tried = seconds + time.monotonic() - start, tried + _work(cell, trials[cell.key])
                 if self.request.minutes is not None and time.monotonic() - begun > 60 * self.request.minutes:
-                    watcher.fewer(len(cells) - place - 1)
                     return
 
     def _target(self, environment: Environment) -> str:

@@ -90,3 +90,12 @@ def test_modules_need_no_import_of_their_own():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout.split() == ["attnsuite.models.lora", "attnsuite.backends.adapters.keras", "manual"]
     assert done.stderr.splitlines()[-1] == "AttributeError: module 'attnsuite.models' has no attribute 'absent'"
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_folder_of_the_repository_is_no_package_of_its_own(room):
+    program = f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r}); import {room}"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.stderr.strip().endswith(
+        f"ImportError: write import attnsuite.{room}; the folder {room} is no package of its own."
+    )

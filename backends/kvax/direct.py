@@ -161,7 +161,7 @@ def _checked(kernel: Callable[..., Array], mask_of: Callable[..., Any]) -> Calla
             )
         if len(masks) != 3:
             raise ValueError("a gradient needs create_attention_mask(..., calc_bwd_mask=True).")
-        return jax.vjp(lambda *inputs: call(*inputs, arrays, masks), query, key, value)
+        return jax.vjp(lambda q, k, v: call(q, k, v, arrays, masks), query, key, value)
 
     run.defvjp(forward, lambda pull, d_out: (*pull(d_out), None, None))
     return run

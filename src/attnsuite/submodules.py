@@ -8,7 +8,13 @@ from types import ModuleType
 
 
 def submodules_of(package: str) -> Callable[[str], ModuleType]:
-    """The ``__getattr__`` of a package: a module of it that nothing imported yet."""
+    """The ``__getattr__`` of a package: a module of it that nothing imported yet.
+
+    Raises ImportError for a folder of the repository that was imported under its bare name: it would be a second
+    package beside the one that is installed.
+    """
+    if package.partition(".")[0] != "attnsuite":
+        raise ImportError(f"write import attnsuite.{package}; the folder {package} is no package of its own.")
 
     def find(name: str) -> ModuleType:
         missing = AttributeError(f"module {package!r} has no attribute {name!r}")

@@ -79,10 +79,10 @@ def _tuned(asked: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _candidates(asked: dict[str, Any]) -> list[int | str]:
     from .. import tuning  # noqa: PLC0415 (as above)
-    from ..kinds import make_case  # noqa: PLC0415
+    from ..kinds.attention import OpCase  # noqa: PLC0415
 
-    here, given = Target.here(), asked["given"]
-    return [tuning.count_candidates(name, make_case(problem), here, given) for name, problem in asked["cells"]]
+    here, given, cells = Target.here(), asked["given"], asked["cells"]
+    return [tuning.count_candidates(name, typed.convert(problem, OpCase), here, given) for name, problem in cells]
 
 
 def _compiled(asked: dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from attnsuite.backends import Resolution, Target, registry
 from attnsuite.backends.kascade import Schedule
 from attnsuite.models import Transformer, load_text
 from attnsuite.models.optimizer import make_optimizer
-from attnsuite.models.planning import attention_spec
+from attnsuite.models.planning import Resolutions, attention_spec
 from attnsuite.models.training import Batch, compiled_step, training_step
 
 from ...measure.text import reader_of
@@ -35,7 +35,7 @@ def fine_tuned(case: SelectionCase, model: Transformer, method: str, schedule: S
     backend = registry.get("standard")
     if schedule is not None and method != "dense":
         backend = Watched(method, settings_of(case), schedule, kept=None)
-    resolutions = (("global", Resolution(method, backend, "native", spec, Target.here())),)
+    resolutions: Resolutions = (("global", Resolution(method, backend, "native", spec, Target.here())),)
     update = make_optimizer("adamw", steps=case.training_steps, learning_rate=LEARNING_RATE, weight_decay=0.0)
     params = jax.tree.map(lambda x: jnp.array(x, jnp.float32), model.arrays())
     state, step = update.init(params), compiled_step(training_step(config, resolutions, update))
