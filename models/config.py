@@ -57,12 +57,11 @@ class LatentSizes(NamedTuple):
 class ModelConfig:
     """A transformer without its weights. Raises ValueError with the field and the values it accepts.
 
-    The default sizes are those of the preset ``debug``. ``hidden_size`` does not come without ``intermediate_size`` and
-    ``num_layers``. ``num_kv_heads=None`` means ``num_heads`` (multi-head), ``head_dim=None`` means ``hidden_size //
-    num_heads``. ``attention`` is one type for all layers or one per layer, and is kept as one per layer: ``global``
-    (causal), ``sliding`` (causal, the last ``window_size`` tokens, itself included), ``chunked`` (causal within chunks
-    of ``chunk_size``), ``full`` (both directions), ``latent`` (causal, multi-head latent attention) or ``nope``
-    (causal, without RoPE, beside layers that have it; arXiv 2305.19466).
+    ``num_kv_heads=None`` means ``num_heads`` (multi-head), ``head_dim=None`` means ``hidden_size // num_heads``.
+    ``attention`` is one type for all layers or one per layer, and is kept as one per layer: ``global`` (causal),
+    ``sliding`` (causal, the last ``window_size`` tokens, itself included), ``chunked`` (causal within chunks of
+    ``chunk_size``), ``full`` (both directions), ``latent`` (causal, multi-head latent attention) or ``nope`` (causal,
+    without RoPE, beside layers that have it; arXiv 2305.19466).
 
     Sizes of ``latent`` layers have DeepSeek's names: ``kv_lora_rank``, ``qk_nope_head_dim``, ``qk_rope_head_dim``,
     ``v_head_dim``, and ``q_lora_rank`` if queries are compressed too. These layers do not use ``head_dim`` and
@@ -137,13 +136,8 @@ class ModelConfig:
     param_dtype: str = "float32"
 
     def __new__(cls, **fields: Any) -> Self:
-        """Refuse unknown names before the generated ``__init__`` does, which cannot say ours, and half a size."""
+        """Refuse unknown names before the generated ``__init__`` does, which cannot say ours."""
         _check_names(fields)
-        if left_out := [name for name in _WITH_HIDDEN_SIZE if "hidden_size" in fields and name not in fields]:
-            raise ValueError(
-                f"hidden_size={fields['hidden_size']} comes without {' and '.join(left_out)}: defaults are those of "
-                f"the preset debug, which has a hidden size of 64. Give {'them' if len(left_out) > 1 else 'it'} too."
-            )
         return object.__new__(cls)
 
     def __post_init__(self) -> None:
@@ -339,9 +333,6 @@ class ModelConfig:
         if len(self.attention_types) == 1:
             overrides.setdefault("attention", self.attention_types[0])
         return dataclasses.replace(self, **overrides)
-
-
-_WITH_HIDDEN_SIZE = ("intermediate_size", "num_layers")
 
 
 def _check_names(overrides: Mapping[str, Any]) -> None:

@@ -182,11 +182,7 @@ def test_a_full_cache_refuses_one_more_token():
 
 def one_layer(kind):
     types = LATENT if kind == "latent" else {"window_size": 4}
-    return Transformer(
-        ModelConfig(
-            num_layers=1, hidden_size=32, intermediate_size=172, num_heads=4, num_kv_heads=2, attention=kind, **types
-        )
-    )
+    return Transformer(ModelConfig(num_layers=1, hidden_size=32, num_heads=4, num_kv_heads=2, attention=kind, **types))
 
 
 def rounded_write(slots, new, start):

@@ -17,14 +17,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "rotated": {"num_layers": 1},
     "latent and global": {"attention": ("latent", "global"), **LATENT},
 }
-SIZES = {
-    "num_layers": 2,
-    "hidden_size": 32,
-    "intermediate_size": 172,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "vocab_size": 40,
-}
+SIZES = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "vocab_size": 40}
 CALL = {"backend": "standard"}
 #        0
 #      1   2      and a second root 5, whose only child is 6
