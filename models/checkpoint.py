@@ -22,8 +22,7 @@ from .huggingface_keys import CONFIG
 from .meta import MetaSource, is_meta
 from .parameters import Params, checkpoint_names, parameter_shapes
 from .reading import CheckpointError, is_file, read_json
-from .shards import INDEX, WEIGHTS, SafetensorsSource, is_finite
-from .torch_files import TorchSource, is_torch
+from .shards import SafetensorsSource, is_finite
 
 T = TypeVar("T")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -156,8 +155,7 @@ def open_checkpoint(directory: str | Path, **overrides: Any) -> Checkpoint:
         return Checkpoint(source.config.replace(**overrides), source)
     said = read_json(directory / CONFIG)
     config = from_hf(said)
-    safetensors = is_file(directory / WEIGHTS) or is_file(directory / INDEX) or not is_torch(directory)
-    source: Source = SafetensorsSource(directory) if safetensors else TorchSource(directory)
+    source: Source = SafetensorsSource(directory)
     pieces = pieces_of(said["model_type"], config)  # read_fields has seen that the type is there
     if pieces:
         source = FusedSource(source, pieces)

@@ -5,16 +5,20 @@ projections (dimension 2i is rotated with 2i + 1 there, i with i + dim/2 here), 
 ranks by rows or by columns. ``params.json`` says whether RoPE is scaled, but not by how much; the scaling is looked up
 among the presets by the model's sizes.
 
-``torch_files.py`` opens a ``.pth`` without running what is in it.
+A ``.pth`` is a pickle, which can run any code when it is opened. It is opened by ``torch.load`` with
+``weights_only=True``, which makes only tensors and plain containers and refuses the rest. Only a torch in which this is
+known to hold (2.6 or newer) is accepted (CVE-2025-32434). Only this module imports PyTorch.
 """
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+import jax.numpy as jnp
 import msgspec
 import numpy as np
 from jaxtyping import Float
@@ -22,9 +26,12 @@ from jaxtyping import Float
 from .config import MOST_LAYERS, PRESETS, ModelConfig
 from .reading import CheckpointError, checked, is_file, read_json, refuse_unknown
 from .rope_scaling import RopeScaling
-from .torch_files import TorchFiles
+from .shards import check_dtype
 
 PARAMS = "params.json"
+_OLDEST_TORCH = (2, 6)
+_INSTALL = "pip install '.[meta]'"
+_DTYPES = ("float32", "bfloat16", "float16")
 
 
 class _Params(msgspec.Struct, kw_only=True):
@@ -79,7 +86,7 @@ class MetaSource:
     """
 
     def __init__(self, directory: Path, rope_scaling: RopeScaling | str | None = "preset") -> None:
-        self._files = TorchFiles("Meta's .pth files")
+        self._torch = _import_torch()
         self._paths = sorted(directory.glob("consolidated.*.pth"))
         params = _read_params(directory / PARAMS)
         self._width = params.dim
@@ -93,21 +100,40 @@ class MetaSource:
 
     def read(self, names: Sequence[str]) -> Iterator[tuple[str, np.ndarray]]:
         """The tensors of these names, each with its own, in the dtype in which they are stored."""
-        ranks = [self._files.load(path) for path in self._paths]
+        ranks = [self._load(path) for path in self._paths]
         for name in names:
             theirs = _meta_name(name)
             axis = self._axis(name)
-            pieces = [self._files.to_numpy(rank[theirs]) for rank in (ranks[:1] if axis is None else ranks)]
+            pieces = [_to_numpy(self._torch, rank[theirs]) for rank in (ranks[:1] if axis is None else ranks)]
             whole = np.concatenate(pieces, axis or 0)  # copies also what is one piece: the file is not kept mapped
             yield name, half_split(whole, self.config.dim) if name.endswith(_TURNED) else whole
+
+    def _load(self, path: Path) -> dict[str, Any]:
+        """The tensors of one file, mapped and not read. Raises CheckpointError."""
+        try:
+            found = self._torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except Exception as error:  # what a hostile file raises is not known beforehand
+            if type(error).__name__ == "UnpicklingError":
+                raise CheckpointError(
+                    f"{str(path)!r} is refused: it asks for more than tensors, which could run code on this machine; "
+                    "get the checkpoint from its publisher, best as safetensors."
+                ) from None
+            reason = " ".join(str(error).split())[:200]
+            raise CheckpointError(f"{str(path)!r} cannot be read as a PyTorch checkpoint: {reason}.") from error
+        if not isinstance(found, dict) or not all(isinstance(k, str) and self._is_dense(v) for k, v in found.items()):
+            raise CheckpointError(f"{str(path)!r} does not hold a dictionary of tensors; a checkpoint of Meta's does.")
+        return found
+
+    def _is_dense(self, value: Any) -> bool:
+        return self._torch.is_tensor(value) and value.layout == self._torch.strided
 
     def _piece_shapes(self) -> dict[str, list[tuple[int, ...]]]:
         """Hugging Face's name of every tensor -> the shape of its piece in each file."""
         shapes: dict[str, list[tuple[int, ...]]] = {}
         for path in self._paths:
-            for theirs, tensor in self._files.load(path).items():
+            for theirs, tensor in self._load(path).items():
                 if theirs != _IGNORED:
-                    self._files.check_dtype(theirs, path, tensor)
+                    check_dtype(theirs, path.name, str(tensor.dtype).removeprefix("torch."), _DTYPES)
                     shapes.setdefault(_our_name(theirs), []).append(tuple(tensor.shape))
         for name, pieces in shapes.items():
             if len(pieces) != len(self._paths) or len(set(pieces)) != 1 or not pieces[0]:
@@ -134,7 +160,7 @@ class MetaSource:
         missing = [_meta_name(name) for name in needed if name not in self.shapes]
         if missing:
             raise CheckpointError(f"the checkpoint lacks {', '.join(missing)}; Meta's have it.")
-        stored = self._files.to_numpy(self._files.load(self._paths[0])["tok_embeddings.weight"][:1]).dtype.name
+        stored = _to_numpy(self._torch, self._load(self._paths[0])["tok_embeddings.weight"][:1]).dtype.name
         sizes: dict[str, Any] = {
             "vocab_size": self.shapes["model.embed_tokens.weight"][0],
             "hidden_size": params.dim,
@@ -167,8 +193,8 @@ class MetaSource:
         if self._pieces["lm_head.weight"] != self._pieces["model.embed_tokens.weight"]:
             return False
         for path in self._paths:
-            rank = self._files.load(path)
-            if not self._files.torch.equal(rank["output.weight"], rank["tok_embeddings.weight"]):
+            rank = self._load(path)
+            if not self._torch.equal(rank["output.weight"], rank["tok_embeddings.weight"]):
                 return False
         return True
 
@@ -216,3 +242,24 @@ def _our_name(theirs: str) -> str:
             return ours
     match = re.fullmatch(r"layers\.(\d+)\.(.+)", theirs)
     return f"model.layers.{match[1]}.{_NAMES[match[2]][0]}" if match and match[2] in _NAMES else theirs
+
+
+def _to_numpy(torch: Any, tensor: Any) -> np.ndarray:
+    tensor = tensor.detach()
+    if tensor.dtype == torch.bfloat16:  # NumPy has none of its own
+        return tensor.view(torch.int16).numpy().view(np.dtype(jnp.bfloat16))
+    return tensor.numpy()
+
+
+def _import_torch() -> Any:
+    try:
+        torch = importlib.import_module("torch")
+    except ImportError:
+        raise CheckpointError(f"Meta's .pth files are read by PyTorch, which is not installed; {_INSTALL}.") from None
+    version = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
+    if version < _OLDEST_TORCH:
+        raise CheckpointError(
+            f"torch {torch.__version__} can be made to run code by a checkpoint (CVE-2025-32434); use 2.6 or newer: "
+            f"{_INSTALL}."
+        )
+    return torch

@@ -25,11 +25,11 @@ from .reading import CheckpointError, checked, is_file, read_json
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _CODES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-IGNORED = "rotary_emb.inv_freq"  # old checkpoints carry what the configuration says anyway
+_IGNORED = "rotary_emb.inv_freq"  # old checkpoints carry what the configuration says anyway
 
 
 class _Index(msgspec.Struct):
-    """What an index of shards says; its metadata are of no use here."""
+    """What ``model.safetensors.index.json`` says; its metadata are of no use here."""
 
     weight_map: dict[str, str]
 
@@ -46,7 +46,7 @@ class SafetensorsSource:
         for path in _shards(directory):
             with opened(path) as file:
                 for name in file.keys():  # noqa: SIM118  (a safe_open is no mapping)
-                    if name.endswith(IGNORED):
+                    if name.endswith(_IGNORED):
                         continue
                     if name in self._files:
                         raise CheckpointError(f"{name!r} is in {self.where(name)} and in {path.name}; expected once.")
@@ -120,20 +120,15 @@ def _shards(directory: Path) -> list[Path]:
         return [directory / WEIGHTS]
     if not is_file(directory / INDEX):
         raise CheckpointError(
-            f"{str(directory)!r} holds neither {WEIGHTS} nor {INDEX}, nor pytorch_model.bin, nor Meta's params.json; "
-            "these are what is read."
+            f"{str(directory)!r} holds neither {WEIGHTS} nor {INDEX}, nor Meta's params.json; only safetensors are "
+            "read, and Meta's .pth."
         )
-    return indexed(directory, INDEX)
-
-
-def indexed(directory: Path, name: str) -> list[Path]:
-    """The shards that the index ``name`` lists. Raises CheckpointError for one that does not lie beside it."""
-    index = checked(read_json(directory / name), _Index, name)
+    index = checked(read_json(directory / INDEX), _Index, INDEX)
     shards = sorted(set(index.weight_map.values()))
     for shard in shards:
         if Path(shard).name != shard or not shard.isprintable():
             raise CheckpointError(
-                f"{name} in {str(directory)!r} names {shard!r}; shards lie beside it, without a path."
+                f"{INDEX} in {str(directory)!r} names {shard!r}; shards lie beside it, without a path."
             )
     return [directory / shard for shard in shards]
 

@@ -11,12 +11,11 @@ import json
 import os
 import re
 
-import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from attnsuite.models import CheckpointError, ModelConfig, RopeScaling, Transformer, convert, generate, load, save
+from attnsuite.models import CheckpointError, ModelConfig, RopeScaling, Transformer, convert, generate, load
 
 pytestmark = pytest.mark.llama
 
@@ -321,45 +320,6 @@ def test_bfloat16_of_meta_is_kept_and_the_sizes_find_the_preset(tmp_path, monkey
     assert (model.config.rope_scaling, model.config.param_dtype) == (RopeScaling(factor=32.0), "bfloat16")
     convert(tmp_path, tmp_path / "out", dtype="float16")
     assert {x.dtype.name for x in load_file(tmp_path / "out" / "model.safetensors").values()} == {"float16"}
-
-
-def write_bin(directory, shards):
-    """A checkpoint as older versions of transformers wrote it, in that many ``pytorch_model-*.bin``."""
-    save(Transformer(ModelConfig(num_layers=2)), directory)
-    tensors = {name: torch.from_numpy(np.asarray(x).copy()) for name, x in
-               load_file(directory / "model.safetensors").items()}  # fmt: skip
-    (directory / "model.safetensors").unlink()
-    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
-    if shards == 1:
-        torch.save(tensors, directory / "pytorch_model.bin")
-        return
-    files = {f"pytorch_model-{i + 1:05d}-of-{shards:05d}.bin": dict(list(tensors.items())[i::shards])
-             for i in range(shards)}  # fmt: skip
-    for name, part in files.items():
-        torch.save(part, directory / name)
-    index = {"weight_map": {tensor: name for name, part in files.items() for tensor in part}}
-    (directory / "pytorch_model.bin.index.json").write_text(json.dumps(index))
-
-
-@pytest.mark.parametrize("shards", [1, 3])
-def test_files_that_pytorch_wrote_are_the_same_model(shards, tmp_path):
-    write_bin(tmp_path / "in", shards)
-    model = Transformer(ModelConfig(num_layers=2))
-    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), load(tmp_path / "in").arrays(), model.arrays()))
-    convert(tmp_path / "in", tmp_path / "out")
-    assert np.array_equal(load(tmp_path / "out")(TOKENS), model(TOKENS))
-
-
-def test_a_malicious_shard_is_refused_and_not_run(tmp_path):
-    write_bin(tmp_path / "in", 2)
-    torch.save({"model.norm.weight": RunsACommand(tmp_path / "bait")}, tmp_path / "in/pytorch_model-00002-of-00002.bin")
-    with pytest.raises(ValueError, match=r"00002.bin' is refused: it asks for more than tensors"):
-        convert(tmp_path / "in", tmp_path / "out")
-    assert not (tmp_path / "bait").exists()
-    index = {"weight_map": {"model.norm.weight": "../pytorch_model.bin"}}
-    (tmp_path / "in" / "pytorch_model.bin.index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match="shards lie beside it"):
-        load(tmp_path / "in")
 
 
 class RunsACommand:
