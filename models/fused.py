@@ -15,7 +15,7 @@ import numpy as np
 
 from .config import ModelConfig
 from .reading import CheckpointError
-from .shards import SafetensorsSource
+from .shards import ShardedSource
 
 Shape = tuple[int, ...]
 _ATTENTION, _MLP = "self_attn.", "mlp."
@@ -37,7 +37,7 @@ class FusedSource:
     Raises CheckpointError where a stored tensor that a piece needs is missing or of another shape.
     """
 
-    def __init__(self, inner: SafetensorsSource, pieces: Mapping[str, Piece]) -> None:
+    def __init__(self, inner: ShardedSource, pieces: Mapping[str, Piece]) -> None:
         self._inner, self._pieces = inner, pieces
         used = {name: shape for piece in pieces.values() for name, shape in piece.stored.items()}
         for name, shape in used.items():

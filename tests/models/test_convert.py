@@ -164,14 +164,6 @@ def test_a_word_that_is_no_choice_is_refused(flags, checkpoint, capsys):
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_without_pytorch_metas_files_are_refused_with_a_sentence(tmp_path, monkeypatch):
-    (tmp_path / "params.json").write_text("{}")
-    (tmp_path / "consolidated.00.pth").write_bytes(b"")
-    monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(ValueError, match=r"read by PyTorch, which is not installed; pip install '\.\[meta"):
-        load(tmp_path)
-
-
 def test_pytorch_is_not_even_imported_for_safetensors(checkpoint):
     code = "import sys; from attnsuite import models; models.load(sys.argv[1]); print(*sys.modules)"
     command = [sys.executable, "-c", code, str(checkpoint)]

@@ -117,9 +117,9 @@ def test_a_truncated_file_is_refused_with_a_sentence(checkpoint):
         load(checkpoint)
 
 
-def test_a_pickle_is_never_opened(checkpoint):
-    (checkpoint / "model.safetensors").rename(checkpoint / "pytorch_model.bin")
-    with pytest.raises(ValueError, match="only safetensors are read"):
+def test_a_directory_without_weights_is_refused_with_the_files_that_are_read(checkpoint):
+    (checkpoint / "model.safetensors").rename(checkpoint / "flax_model.msgpack")
+    with pytest.raises(ValueError, match=r"holds neither model.safetensors nor .* nor pytorch_model.bin nor"):
         load(checkpoint)
 
 
