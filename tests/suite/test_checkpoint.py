@@ -22,7 +22,7 @@ from attnsuite.models import (
     open_checkpoint,
     save,
 )
-from attnsuite.models.calibration import calibrate
+from attnsuite.models.kascade.calibration import calibrate
 from attnsuite.models.loss import token_nats
 from attnsuite.suite import model_suite
 from attnsuite.suite.cell import Asked
