@@ -22,7 +22,7 @@ from attnsuite.backends.kascade.selection import candidates, choose, may_see
 def pooled_masses(
     spec: AttentionSpec, tiling: Tiling, query: Float[Array, "length heads dim"], key: Float[Array, "length kv_heads d"]
 ) -> Float[Array, "tiles kv_heads units"]:
-    """The mass of a layer's attention in every query tile, summed over the keys of a unit and the heads of a KV head."""
+    """The mass of a layer's attention in every query tile, summed over the keys of a unit and the heads of a group."""
     rows = tiling.query_tile
     query = jnp.pad(query, ((0, tiling.padded_queries - len(query)), (0, 0), (0, 0)))
 

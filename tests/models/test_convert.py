@@ -16,11 +16,11 @@ from attnsuite.models.shards import write_safetensors
 from attnsuite.suite.command_line import main
 
 CONFIGS = {
-    "tied": ModelConfig(num_kv_heads=1, num_layers=3),
-    "untied": ModelConfig(tie_embeddings=False),
-    "qwen2": ModelConfig(qkv_bias=True, attention=("global", "sliding"), window_size=4),
-    "qwen3": ModelConfig(qk_norm=True, head_dim=24, num_kv_heads=1),
-    "layernorm": ModelConfig(use_rope=False, use_rmsnorm=False, use_swiglu=False, max_length=64),
+    "tied": ModelConfig.from_preset("debug", num_kv_heads=1, num_layers=3),
+    "untied": ModelConfig.from_preset("debug", tie_embeddings=False),
+    "qwen2": ModelConfig.from_preset("debug", qkv_bias=True, attention=("global", "sliding"), window_size=4),
+    "qwen3": ModelConfig.from_preset("debug", qk_norm=True, head_dim=24, num_kv_heads=1),
+    "layernorm": ModelConfig.from_preset("debug", use_rope=False, use_rmsnorm=False, use_swiglu=False, max_length=64),
 }
 TOKENS = np.random.default_rng(0).integers(0, 256, (3, 17))
 
@@ -36,7 +36,7 @@ def environment():
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    save(Transformer(ModelConfig(num_layers=3)), tmp_path / "in")
+    save(Transformer(ModelConfig.from_preset("debug", num_layers=3)), tmp_path / "in")
     return tmp_path / "in"
 
 

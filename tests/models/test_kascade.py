@@ -197,7 +197,9 @@ def test_calibration_sees_the_circuit(measured):
 
 
 def small(**changes):
-    config = ModelConfig(num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16, hidden_size=32, **changes)
+    config = ModelConfig.from_preset(
+        "debug", num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16, hidden_size=32, **changes
+    )
     return Transformer(config)
 
 

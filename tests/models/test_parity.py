@@ -453,7 +453,9 @@ def test_every_key_that_transformers_writes_or_reads_is_known_here(family):
 
 
 def test_the_configurations_here_are_what_transformers_reads():
-    config = ModelConfig(qkv_bias=True, num_layers=3, attention=("global", "sliding", "sliding"), window_size=4)
+    config = ModelConfig.from_preset(
+        "debug", qkv_bias=True, num_layers=3, attention=("global", "sliding", "sliding"), window_size=4
+    )
     written = importlib.import_module("attnsuite.models.huggingface").to_hf(config)
     read = transformers.Qwen2Config.from_dict(written)
     assert read.layer_types == ["full_attention", "sliding_attention", "sliding_attention"]
