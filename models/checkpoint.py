@@ -22,7 +22,7 @@ from .huggingface_keys import CONFIG
 from .meta import MetaSource, is_meta
 from .parameters import Params, checkpoint_names, parameter_shapes
 from .reading import CheckpointError, is_file, read_json
-from .shards import SafetensorsSource, is_finite
+from .shards import ShardedSource, is_finite
 
 T = TypeVar("T")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -155,7 +155,7 @@ def open_checkpoint(directory: str | Path, **overrides: Any) -> Checkpoint:
         return Checkpoint(source.config.replace(**overrides), source)
     said = read_json(directory / CONFIG)
     config = from_hf(said)
-    source: Source = SafetensorsSource(directory)
+    source: Source = ShardedSource(directory)
     pieces = pieces_of(said["model_type"], config)  # read_fields has seen that the type is there
     if pieces:
         source = FusedSource(source, pieces)

@@ -57,7 +57,8 @@ class LatentSizes(NamedTuple):
 class ModelConfig:
     """A transformer without its weights. Raises ValueError with the field and the values it accepts.
 
-    ``num_kv_heads=None`` means ``num_heads`` (multi-head), ``head_dim=None`` means ``hidden_size // num_heads``.
+    ``num_kv_heads=None`` means ``num_heads`` (multi-head), ``head_dim=None`` means ``hidden_size // num_heads``, and
+    ``intermediate_size=None`` means ``hidden_size * 43 // 16``, the ratio of Llama 7B (11008 for 4096).
     ``attention`` is one type for all layers or one per layer, and is kept as one per layer: ``global`` (causal),
     ``sliding`` (causal, the last ``window_size`` tokens, itself included), ``chunked`` (causal within chunks of
     ``chunk_size``), ``full`` (both directions), ``latent`` (causal, multi-head latent attention) or ``nope`` (causal,
@@ -90,11 +91,11 @@ class ModelConfig:
     (115520, ('global', 'sliding'))
     """
 
-    vocab_size: int = 256
-    hidden_size: int = 64
-    intermediate_size: int = 172
-    num_layers: int = 2
-    num_heads: int = 2
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    intermediate_size: int | None = None
     num_kv_heads: int | None = None
     head_dim: int | None = None
     max_length: int = 2048
@@ -136,14 +137,17 @@ class ModelConfig:
     param_dtype: str = "float32"
 
     def __new__(cls, **fields: Any) -> Self:
-        """Refuse unknown names before the generated ``__init__`` does, which cannot say ours."""
+        """Refuse unknown and missing names before the generated ``__init__`` does, which cannot say ours."""
         _check_names(fields)
         return object.__new__(cls)
 
     def __post_init__(self) -> None:
         if self.num_kv_heads is None:
             object.__setattr__(self, "num_kv_heads", self.num_heads)
-        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads"):
+        require_positive_int("hidden_size", self.hidden_size)
+        if self.intermediate_size is None:
+            object.__setattr__(self, "intermediate_size", max(self.hidden_size * 43 // 16, 1))
+        for name in ("vocab_size", "intermediate_size", "num_heads", "num_kv_heads"):
             require_positive_int(name, getattr(self, name))
         require_positive_int("num_layers", self.num_layers, MOST_LAYERS)
         require_positive_int("max_length", self.max_length)
@@ -268,6 +272,11 @@ class ModelConfig:
         return self.head_dim  # pyright: ignore[reportReturnType]  (normalised in __post_init__)
 
     @property
+    def inner_size(self) -> int:
+        """``intermediate_size``, which is never None after construction."""
+        return self.intermediate_size  # pyright: ignore[reportReturnType]  (normalised in __post_init__)
+
+    @property
     def layer_types(self) -> tuple[AttentionType, ...]:
         """``attention``, which is always one type per layer after construction."""
         return self.attention  # pyright: ignore[reportReturnType]  (normalised in __post_init__)
@@ -291,7 +300,7 @@ class ModelConfig:
     def num_parameters(self) -> int:
         """How many numbers the parameters hold; tied embeddings count once."""
         d, f, q, kv = (
-            self.hidden_size, self.intermediate_size, self.num_heads * self.dim, self.kv_heads * self.dim
+            self.hidden_size, self.inner_size, self.num_heads * self.dim, self.kv_heads * self.dim
         )  # fmt: skip
         norm = d if self.use_rmsnorm else 2 * d
         attention = 2 * d * (q + kv) + self.qkv_bias * (q + 2 * kv) + self.output_bias * d
@@ -338,6 +347,12 @@ class ModelConfig:
 def _check_names(overrides: Mapping[str, Any]) -> None:
     names = [field.name for field in dataclasses.fields(ModelConfig)]
     unknown = [name for name in overrides if name not in names]
+    missing = [name for name in ("vocab_size", "hidden_size", "num_layers", "num_heads") if name not in overrides]
+    if not unknown and overrides and missing:  # a copy is made without fields
+        raise ValueError(
+            f"ModelConfig needs {', '.join(missing)}; give the sizes, or take those of a preset: "
+            'ModelConfig.from_preset("debug", ...).'
+        )
     if not unknown:
         return
     told = [sentence for sentence in map(our_name, unknown) if sentence]

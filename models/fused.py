@@ -15,7 +15,7 @@ import numpy as np
 
 from .config import ModelConfig
 from .reading import CheckpointError
-from .shards import SafetensorsSource
+from .shards import ShardedSource
 
 Shape = tuple[int, ...]
 _ATTENTION, _MLP = "self_attn.", "mlp."
@@ -37,7 +37,7 @@ class FusedSource:
     Raises CheckpointError where a stored tensor that a piece needs is missing or of another shape.
     """
 
-    def __init__(self, inner: SafetensorsSource, pieces: Mapping[str, Piece]) -> None:
+    def __init__(self, inner: ShardedSource, pieces: Mapping[str, Piece]) -> None:
         self._inner, self._pieces = inner, pieces
         used = {name: shape for piece in pieces.values() for name, shape in piece.stored.items()}
         for name, shape in used.items():
@@ -81,7 +81,7 @@ def pieces_of(model_type: str, config: ModelConfig) -> dict[str, Piece]:
 def _phi3(config: ModelConfig, layer: str) -> Iterator[tuple[str, Piece]]:
     d, f, q, kv = (
         config.hidden_size,
-        config.intermediate_size,
+        config.inner_size,
         config.num_heads * config.dim,
         config.kv_heads * config.dim,
     )
@@ -115,7 +115,7 @@ def _qwen3_moe(config: ModelConfig, layer: str) -> Iterator[tuple[str, Piece]]:
 def _one_per_expert(
     config: ModelConfig, layer: str, router: str, stored: Callable[[str, int], str]
 ) -> Iterator[tuple[str, Piece]]:
-    experts, into, inner = config.num_experts or 0, config.hidden_size, config.intermediate_size
+    experts, into, inner = config.num_experts or 0, config.hidden_size, config.inner_size
     yield f"{layer}{_MLP}router.weight", Piece({router: (experts, into)}, _only, (experts, into))
     for name in _PARTS:
         shape = (into, inner) if name == "down_proj" else (inner, into)
@@ -129,7 +129,7 @@ def _only(values: list[Any]) -> Any:
 
 def _gpt_oss(config: ModelConfig, layer: str) -> Iterator[tuple[str, Piece]]:
     """Matrices are stored as ``[experts, in, out]``; columns of gate and up take turns."""
-    experts, d, f = config.num_experts or 0, config.hidden_size, config.intermediate_size
+    experts, d, f = config.num_experts or 0, config.hidden_size, config.inner_size
     block = f"{layer}{_MLP}experts."
     both, down = {f"{block}gate_up_proj": (experts, d, 2 * f)}, {f"{block}down_proj": (experts, f, d)}
     both_bias = {f"{block}gate_up_proj_bias": (experts, 2 * f)}

@@ -22,7 +22,7 @@ from safetensors.flax import save_file
 from .config import ModelConfig
 from .parameters import LAYER_NAMES, Params, parameter_shapes
 from .reading import CheckpointError, checked, read_json, refuse_other_values, refuse_unknown
-from .shards import check_dtype, is_finite, opened
+from .shards import SafetensorsFile, check_dtype, is_finite
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -209,11 +209,10 @@ def load(directory: str | Path, config: ModelConfig) -> tuple[Adapters, LoraConf
         for name, adapter in layer.items()
         for part, array in (("A", adapter.a), ("B", adapter.b))
     }
-    found = {}
-    with opened(directory / WEIGHTS) as file:
-        for name in file.keys():  # noqa: SIM118  (a safe_open is no mapping)
-            check_dtype(name, WEIGHTS, file.get_slice(name).get_dtype())
-            found[name] = jnp.asarray(file.get_tensor(name), jnp.float32)
+    file, found = SafetensorsFile(directory / WEIGHTS), {}
+    for name, (dtype, _) in file.tensors.items():
+        check_dtype(name, file, dtype)
+        found[name] = jnp.asarray(file.read(name), jnp.float32)
     if set(found) != set(wanted):
         odd = min(set(found) ^ set(wanted))
         raise CheckpointError(

@@ -5,20 +5,16 @@ projections (dimension 2i is rotated with 2i + 1 there, i with i + dim/2 here), 
 ranks by rows or by columns. ``params.json`` says whether RoPE is scaled, but not by how much; the scaling is looked up
 among the presets by the model's sizes.
 
-A ``.pth`` is a pickle, which can run any code when it is opened. It is opened by ``torch.load`` with
-``weights_only=True``, which makes only tensors and plain containers and refuses the rest. Only a torch in which this is
-known to hold (2.6 or newer) is accepted (CVE-2025-32434). Only this module imports PyTorch.
+``torch_file.py`` reads the files.
 """
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import jax.numpy as jnp
 import msgspec
 import numpy as np
 from jaxtyping import Float
@@ -27,11 +23,9 @@ from .config import MOST_LAYERS, PRESETS, ModelConfig
 from .reading import CheckpointError, checked, is_file, read_json, refuse_unknown
 from .rope_scaling import RopeScaling
 from .shards import check_dtype
+from .torch_file import TorchFile
 
 PARAMS = "params.json"
-_OLDEST_TORCH = (2, 6)
-_INSTALL = "pip install '.[meta]'"
-_DTYPES = ("float32", "bfloat16", "float16")
 
 
 class _Params(msgspec.Struct, kw_only=True):
@@ -82,12 +76,11 @@ class MetaSource:
     """The tensors of Meta's files under Hugging Face's names, and the configuration that follows from the files.
 
     ``rope_scaling`` is the scaling that params.json lacks; ``"preset"`` looks it up. Raises CheckpointError for a file
-    that is missing, refused or does not fit, and if PyTorch is missing or too old.
+    that is missing, refused or does not fit.
     """
 
     def __init__(self, directory: Path, rope_scaling: RopeScaling | str | None = "preset") -> None:
-        self._torch = _import_torch()
-        self._paths = sorted(directory.glob("consolidated.*.pth"))
+        self._ranks = [TorchFile(path) for path in sorted(directory.glob("consolidated.*.pth"))]
         params = _read_params(directory / PARAMS)
         self._width = params.dim
         self._pieces = self._piece_shapes()
@@ -96,49 +89,28 @@ class MetaSource:
 
     def where(self, name: str) -> str:
         """The name of the (first) file that holds a tensor."""
-        return self._paths[0].name
+        return self._ranks[0].path.name
 
     def read(self, names: Sequence[str]) -> Iterator[tuple[str, np.ndarray]]:
         """The tensors of these names, each with its own, in the dtype in which they are stored."""
-        ranks = [self._load(path) for path in self._paths]
         for name in names:
-            theirs = _meta_name(name)
-            axis = self._axis(name)
-            pieces = [_to_numpy(self._torch, rank[theirs]) for rank in (ranks[:1] if axis is None else ranks)]
-            whole = np.concatenate(pieces, axis or 0)  # copies also what is one piece: the file is not kept mapped
+            theirs, axis = _meta_name(name), self._axis(name)
+            pieces = [rank.read(theirs) for rank in (self._ranks[:1] if axis is None else self._ranks)]
+            whole = pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis or 0)
             yield name, half_split(whole, self.config.dim) if name.endswith(_TURNED) else whole
-
-    def _load(self, path: Path) -> dict[str, Any]:
-        """The tensors of one file, mapped and not read. Raises CheckpointError."""
-        try:
-            found = self._torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except Exception as error:  # what a hostile file raises is not known beforehand
-            if type(error).__name__ == "UnpicklingError":
-                raise CheckpointError(
-                    f"{str(path)!r} is refused: it asks for more than tensors, which could run code on this machine; "
-                    "get the checkpoint from its publisher, best as safetensors."
-                ) from None
-            reason = " ".join(str(error).split())[:200]
-            raise CheckpointError(f"{str(path)!r} cannot be read as a PyTorch checkpoint: {reason}.") from error
-        if not isinstance(found, dict) or not all(isinstance(k, str) and self._is_dense(v) for k, v in found.items()):
-            raise CheckpointError(f"{str(path)!r} does not hold a dictionary of tensors; a checkpoint of Meta's does.")
-        return found
-
-    def _is_dense(self, value: Any) -> bool:
-        return self._torch.is_tensor(value) and value.layout == self._torch.strided
 
     def _piece_shapes(self) -> dict[str, list[tuple[int, ...]]]:
         """Hugging Face's name of every tensor -> the shape of its piece in each file."""
         shapes: dict[str, list[tuple[int, ...]]] = {}
-        for path in self._paths:
-            for theirs, tensor in self._load(path).items():
+        for rank in self._ranks:
+            for theirs, (dtype, shape) in rank.tensors.items():
                 if theirs != _IGNORED:
-                    check_dtype(theirs, path.name, str(tensor.dtype).removeprefix("torch."), _DTYPES)
-                    shapes.setdefault(_our_name(theirs), []).append(tuple(tensor.shape))
+                    check_dtype(theirs, rank, dtype)
+                    shapes.setdefault(_our_name(theirs), []).append(shape)
         for name, pieces in shapes.items():
-            if len(pieces) != len(self._paths) or len(set(pieces)) != 1 or not pieces[0]:
+            if len(pieces) != len(self._ranks) or len(set(pieces)) != 1 or not pieces[0]:
                 raise CheckpointError(
-                    f"{_meta_name(name)!r} is not in equal pieces in all of {len(self._paths)} files."
+                    f"{_meta_name(name)!r} is not in equal pieces in all of {len(self._ranks)} files."
                 )
         return shapes
 
@@ -152,7 +124,7 @@ class MetaSource:
     def _whole_shape(self, name: str) -> tuple[int, ...]:
         shape, axis = list(self._pieces[name][0]), self._axis(name)
         if axis is not None and axis < len(shape):
-            shape[axis] *= len(self._paths)
+            shape[axis] *= len(self._ranks)
         return tuple(shape)
 
     def _config(self, params: _Params, rope_scaling: RopeScaling | str | None) -> ModelConfig:
@@ -160,7 +132,7 @@ class MetaSource:
         missing = [_meta_name(name) for name in needed if name not in self.shapes]
         if missing:
             raise CheckpointError(f"the checkpoint lacks {', '.join(missing)}; Meta's have it.")
-        stored = _to_numpy(self._torch, self._load(self._paths[0])["tok_embeddings.weight"][:1]).dtype.name
+        stored, _ = self._ranks[0].tensors["tok_embeddings.weight"]
         sizes: dict[str, Any] = {
             "vocab_size": self.shapes["model.embed_tokens.weight"][0],
             "hidden_size": params.dim,
@@ -192,11 +164,9 @@ class MetaSource:
             return True
         if self._pieces["lm_head.weight"] != self._pieces["model.embed_tokens.weight"]:
             return False
-        for path in self._paths:
-            rank = self._load(path)
-            if not self._torch.equal(rank["output.weight"], rank["tok_embeddings.weight"]):
-                return False
-        return True
+        return all(
+            np.array_equal(rank.read("output.weight"), rank.read("tok_embeddings.weight")) for rank in self._ranks
+        )
 
 
 def _read_params(path: Path) -> _Params:
@@ -242,24 +212,3 @@ def _our_name(theirs: str) -> str:
             return ours
     match = re.fullmatch(r"layers\.(\d+)\.(.+)", theirs)
     return f"model.layers.{match[1]}.{_NAMES[match[2]][0]}" if match and match[2] in _NAMES else theirs
-
-
-def _to_numpy(torch: Any, tensor: Any) -> np.ndarray:
-    tensor = tensor.detach()
-    if tensor.dtype == torch.bfloat16:  # NumPy has none of its own
-        return tensor.view(torch.int16).numpy().view(np.dtype(jnp.bfloat16))
-    return tensor.numpy()
-
-
-def _import_torch() -> Any:
-    try:
-        torch = importlib.import_module("torch")
-    except ImportError:
-        raise CheckpointError(f"Meta's .pth files are read by PyTorch, which is not installed; {_INSTALL}.") from None
-    version = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
-    if version < _OLDEST_TORCH:
-        raise CheckpointError(
-            f"torch {torch.__version__} can be made to run code by a checkpoint (CVE-2025-32434); use 2.6 or newer: "
-            f"{_INSTALL}."
-        )
-    return torch

@@ -104,14 +104,14 @@ def parameter_shapes(config: ModelConfig) -> Params:
 
 
 def _mlp_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    d, f = config.hidden_size, config.intermediate_size
+    d, f = config.hidden_size, config.inner_size
     shapes: dict[str, tuple[int, ...]] = {"up_proj": (f, d), "down_proj": (d, f)}
     return shapes | ({"gate_proj": (f, d)} if config.use_swiglu else {})
 
 
 def _expert_shapes(config: ModelConfig, experts: int) -> dict[str, tuple[int, ...]]:
     """Of ``models/experts.py``: one array for all experts of a layer."""
-    d, f = config.hidden_size, config.intermediate_size
+    d, f = config.hidden_size, config.inner_size
     shapes: dict[str, tuple[int, ...]] = {
         "router": (experts, d),
         "experts_gate_proj": (experts, f, d),

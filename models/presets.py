@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+_BYTES = {"vocab_size": 256}
 _BFLOAT16 = {"dtype": "bfloat16", "param_dtype": "bfloat16"}
 _UNTIED = {"tie_embeddings": False}
 _LLAMA_3 = _BFLOAT16 | {"vocab_size": 128256, "num_kv_heads": 8, "max_length": 131072, "rope_theta": 500000.0}
@@ -33,11 +34,11 @@ def _sized(hidden: int, intermediate: int, layers: int, heads: int, **others: An
 
 
 SIZES: dict[str, dict[str, Any]] = {
-    "debug": {},
-    "tiny": _sized(192, 512, 4, 8, num_kv_heads=2, head_dim=32),
-    "small": _sized(512, 1408, 8, 8, num_kv_heads=4, max_length=8192),
-    "medium": _sized(768, 2048, 12, 12, num_kv_heads=4, max_length=8192),
-    "large": _sized(1024, 2816, 24, 16, num_kv_heads=8, max_length=8192),
+    "debug": _BYTES | _sized(64, 172, 2, 2),
+    "tiny": _BYTES | _sized(192, 512, 4, 8, num_kv_heads=2, head_dim=32),
+    "small": _BYTES | _sized(512, 1408, 8, 8, num_kv_heads=4, max_length=8192),
+    "medium": _BYTES | _sized(768, 2048, 12, 12, num_kv_heads=4, max_length=8192),
+    "large": _BYTES | _sized(1024, 2816, 24, 16, num_kv_heads=8, max_length=8192),
     "llama-2-7b": _BFLOAT16 | _UNTIED | _sized(4096, 11008, 32, 32, vocab_size=32000, max_length=4096),
     "llama-3.2-1b": _LLAMA_3 | _sized(2048, 8192, 16, 32, rope_scaling={"factor": 32.0}),
     "llama-3.2-3b": _LLAMA_3 | _sized(3072, 8192, 28, 24, rope_scaling={"factor": 32.0}),

@@ -8,6 +8,7 @@ attention (``backends.dealing.Sharded``).
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -16,8 +17,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from .parameters import Params
 
 # The dimension of [out, in] that belongs to the heads (or the inner dimension, or the vocabulary).
-_BY_OUTPUT = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
+_BY_OUTPUT = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj")
 _BY_INPUT = ("o_proj", "down_proj")
+_BY_VOCABULARY = ("embed_tokens", "lm_head")
 
 
 def parameter_sharding(
@@ -28,8 +30,15 @@ def parameter_sharding(
     ``name`` is its own in the tree of ``models.parameters``. Vectors, unknown names and dimensions that an axis does
     not divide are whole on every device.
     """
-    if len(shape) != 2 or name not in (*_BY_OUTPUT, *_BY_INPUT):
+    if len(shape) != 2 or name not in (*_BY_OUTPUT, *_BY_INPUT, *_BY_VOCABULARY):
         return NamedSharding(mesh, PartitionSpec())
+    if name in _BY_VOCABULARY:
+        # Both axes divide the vocabulary. A hidden dimension divided by the axis of the batch would be passed on to the
+        # hidden states, which XLA then computes whole on every device to divide them by the batch.
+        both = tuple(axis for axis in (heads, rest) if axis is not None)
+        while both and shape[0] % math.prod(mesh.shape[axis] for axis in both):
+            both = both[:-1]
+        return NamedSharding(mesh, PartitionSpec(both or None, None))
     axes = (heads, rest) if name in _BY_OUTPUT else (rest, heads)
     return NamedSharding(mesh, PartitionSpec(*(_if_divided(*each, mesh) for each in zip(shape, axes, strict=True))))
 

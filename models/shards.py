@@ -1,7 +1,8 @@
-"""Safetensors files: find tensors, read some of them, and write them one after the other.
+"""Files of weights: find tensors, read some of them, and write safetensors one tensor after the other.
 
-A checkpoint is one file, or the shards that ``model.safetensors.index.json`` lists. Files are opened anew for every
-tensor, because the pages read from a mapped file count as memory of the process until the file is closed. The writer
+A checkpoint is one file, or the shards that an index lists, in safetensors or in PyTorch's form (``torch_file.py``).
+Files are opened anew for every tensor, because the pages read from a mapped file count as memory of the process until
+the file is closed. The writer
 streams; the library's own needs all tensors of a file at once, 16 GB for a checkpoint of 16 GB. The format is a length,
 a header in JSON, and the tensors' bytes (github.com/huggingface/safetensors, "Format"). The library reads and checks
 the files written here.
@@ -13,7 +14,7 @@ import contextlib
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -22,57 +23,97 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from .reading import CheckpointError, checked, is_file, read_json
+from .torch_file import TorchFile
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+_FORMS = ((WEIGHTS, INDEX), ("pytorch_model.bin", "pytorch_model.bin.index.json"))  # the first that is there is read
 _CODES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _IGNORED = "rotary_emb.inv_freq"  # old checkpoints carry what the configuration says anyway
 
 
 class _Index(msgspec.Struct):
-    """What ``model.safetensors.index.json`` says; its metadata are of no use here."""
+    """What the index of a checkpoint says; its metadata are of no use here."""
 
     weight_map: dict[str, str]
 
 
-class SafetensorsSource:
-    """The tensors of a directory of safetensors.
+class File(Protocol):
+    """One file of weights."""
+
+    path: Path
+    accepted: Collection[str]
+
+    @property
+    def tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """The dtype and the shape of every tensor."""
+        ...
+
+    def read(self, name: str) -> Any:
+        """A tensor, in the dtype in which it is stored."""
+        ...
+
+
+class SafetensorsFile:
+    """A file of safetensors, whose tensors are JAX's. Raises CheckpointError where it cannot be read."""
+
+    accepted = tuple(_CODES.values())
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with self._opened() as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  (a safe_open is no mapping)
+            self.tensors = {name: (one.get_dtype(), tuple(one.get_shape())) for name, one in slices.items()}
+
+    def read(self, name: str) -> Any:
+        """A tensor, in the dtype in which it is stored."""
+        with self._opened() as file:
+            return file.get_tensor(name)
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[Any]:
+        try:
+            with safe_open(self.path, framework="flax") as file:  # older safetensors cannot read bfloat16 as "numpy"
+                yield file
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{str(self.path)!r} cannot be read as safetensors: {error}.") from error
+
+
+class ShardedSource:
+    """The tensors of a directory of safetensors, or of PyTorch's files.
 
     Raises CheckpointError where there are none, where they cannot be read, and for a dtype that no weight has.
     """
 
     def __init__(self, directory: Path) -> None:
-        self._files: dict[str, Path] = {}
+        self._files: dict[str, File] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         for path in _shards(directory):
-            with opened(path) as file:
-                for name in file.keys():  # noqa: SIM118  (a safe_open is no mapping)
-                    if name.endswith(_IGNORED):
-                        continue
-                    if name in self._files:
-                        raise CheckpointError(f"{name!r} is in {self.where(name)} and in {path.name}; expected once.")
-                    tensor = file.get_slice(name)
-                    check_dtype(name, path.name, tensor.get_dtype())
-                    self._files[name] = path
-                    self.shapes[name] = tuple(tensor.get_shape())
+            file = SafetensorsFile(path) if path.suffix == ".safetensors" else TorchFile(path)
+            for name, (dtype, shape) in file.tensors.items():
+                if name.endswith(_IGNORED):
+                    continue
+                if name in self._files:
+                    raise CheckpointError(f"{name!r} is in {self.where(name)} and in {path.name}; expected once.")
+                check_dtype(name, file, dtype)
+                self._files[name] = file
+                self.shapes[name] = shape
 
     def where(self, name: str) -> str:
         """The name of the file that holds a tensor."""
-        return self._files[name].name
+        return self._files[name].path.name
 
     def read(self, names: Sequence[str]) -> Iterator[tuple[str, Any]]:
         """The tensors of these names, each with its own, in the dtype in which they are stored."""
         for name in names:
-            with opened(self._files[name]) as file:
-                value = file.get_tensor(name)
-            yield name, value
+            yield name, self._files[name].read(name)
 
 
-def check_dtype(name: str, file: str, dtype: str, accepted: Collection[str] = tuple(_CODES.values())) -> None:
+def check_dtype(name: str, file: File, dtype: str) -> None:
     """Raise CheckpointError unless ``dtype`` is one that weights are taken in: no other is cast without a word."""
-    if dtype not in accepted:
+    if dtype not in file.accepted:
         raise CheckpointError(
-            f"{name!r} in {file} is stored as {dtype}; weights are read from {', '.join(accepted)}: convert it with "
-            "the program that wrote it."
+            f"{name!r} in {file.path.name} is stored as {dtype}; weights are read from {', '.join(file.accepted)}: "
+            "convert it with the program that wrote it."
         )
 
 
@@ -116,28 +157,22 @@ def write_safetensors(
 
 
 def _shards(directory: Path) -> list[Path]:
-    if is_file(directory / WEIGHTS):
-        return [directory / WEIGHTS]
-    if not is_file(directory / INDEX):
-        raise CheckpointError(
-            f"{str(directory)!r} holds neither {WEIGHTS} nor {INDEX}, nor Meta's params.json; only safetensors are "
-            "read, and Meta's .pth."
-        )
-    index = checked(read_json(directory / INDEX), _Index, INDEX)
-    shards = sorted(set(index.weight_map.values()))
+    for single, index in _FORMS:
+        if is_file(directory / single):
+            return [directory / single]
+        if is_file(directory / index):
+            return _indexed(directory, index)
+    raise CheckpointError(
+        f"{str(directory)!r} holds neither {' nor '.join(name for form in _FORMS for name in form)}, nor Meta's "
+        "params.json; no other form of weights is read."
+    )
+
+
+def _indexed(directory: Path, index: str) -> list[Path]:
+    shards = sorted(set(checked(read_json(directory / index), _Index, index).weight_map.values()))
     for shard in shards:
         if Path(shard).name != shard or not shard.isprintable():
             raise CheckpointError(
-                f"{INDEX} in {str(directory)!r} names {shard!r}; shards lie beside it, without a path."
+                f"{index} in {str(directory)!r} names {shard!r}; shards lie beside it, without a path."
             )
     return [directory / shard for shard in shards]
-
-
-@contextlib.contextmanager
-def opened(path: Path) -> Iterator[Any]:
-    """A file of safetensors, whose tensors are JAX's. Raises CheckpointError where it cannot be read."""
-    try:
-        with safe_open(path, framework="flax") as file:  # older safetensors cannot read bfloat16 as "numpy"
-            yield file
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{str(path)!r} cannot be read as safetensors: {error}.") from error

@@ -28,6 +28,7 @@ from .forward import Hidden, embed, layer_forward, logits_of, turns_of, whole_se
 from .loss import token_nats
 from .parameters import Params
 from .planning import Options, Resolutions, freeze_options, resolve_attention
+from .transformer import Transformer
 
 
 def streamed_nats(
@@ -85,23 +86,28 @@ def streamed_nats(
         # An exact backend computes every layer of a type alike, so that one compiled program serves them all.
         index = 0 if resolution.backend.exact else i
         for n, x in enumerate(hidden):
-            hidden[n], carries[n][kind] = _layer(
+            hidden[n], carries[n][kind] = _run_layer(
                 config, layer, x, carries[n][kind], kind=kind, index=index, resolution=resolution, options=options
             )
         jax.block_until_ready(hidden)
         del layer
         _return_freed_memory()
-    last = [name for name in ("norm", "norm_bias") if name != "norm_bias" or not config.use_rmsnorm]
-    outer = checkpoint.outer(*last, "embed_tokens" if config.tie_embeddings else "lm_head")
-    nats = [np.asarray(_nats(config, outer, x, part[:, 1:])) for x, part in zip(hidden, parts, strict=True)]
+    outer = outer_of_head(checkpoint)
+    nats = [np.asarray(last_nats(config, outer, x, part[:, 1:])) for x, part in zip(hidden, parts, strict=True)]
     return np.concatenate(nats)[:count]
 
 
-def embedded(checkpoint: Checkpoint, parts: Sequence[Int[Array, "batch length"]]) -> list[Hidden]:
+def embedded(model: Transformer | Checkpoint, parts: Sequence[Int[Array, "batch length"]]) -> list[Hidden]:
     """The hidden states before the first layer; the table of embeddings is in memory meanwhile."""
-    config = checkpoint.config
-    outer = checkpoint.outer(*(("embed_tokens",) if config.use_rope else ("embed_tokens", "embed_positions")))
+    config = model.config
+    outer = model.outer(*(("embed_tokens",) if config.use_rope else ("embed_tokens", "embed_positions")))
     return [embed(config, outer, tokens, jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]) for tokens in parts]
+
+
+def outer_of_head(model: Transformer | Checkpoint) -> Params:
+    """The parameters behind the last layer: those of the last norm, and of the head."""
+    norm = ("norm",) if model.config.use_rmsnorm else ("norm", "norm_bias")
+    return model.outer(*norm, "embed_tokens" if model.config.tie_embeddings else "lm_head")
 
 
 def _return_freed_memory() -> None:
@@ -114,10 +120,7 @@ def _return_freed_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-@functools.partial(
-    jax.jit, static_argnames=("config", "kind", "index", "resolution", "options"), donate_argnames=("x",)
-)
-def _layer(
+def run_layer(
     config: ModelConfig,
     layer: Params,
     x: Hidden,
@@ -128,13 +131,19 @@ def _layer(
     resolution: Resolution,
     options: Options,
 ) -> tuple[Hidden, Carry]:
+    """One layer over whole sequences; ``index`` is the layer that the plan runs."""
     plan = resolution.plan(Layout(), dict(options))
     turns = turns_of(config, *whole_sequence(x.shape[1]))
     return layer_forward(config, layer, x, turns[kind], plan, index, carry)
 
 
+LAYER_STATICS = ("config", "kind", "index", "resolution", "options")
+_run_layer = jax.jit(run_layer, static_argnames=LAYER_STATICS, donate_argnames=("x",))
+
+
 @functools.partial(jax.jit, static_argnames=("config",))
-def _nats(
+def last_nats(
     config: ModelConfig, outer: Params, x: Hidden, targets: Int[Array, "batch length"]
 ) -> Float[Array, "batch length"]:
+    """The cross-entropy of each target, from the hidden state behind the last layer."""
     return token_nats(logits_of(config, outer, x), targets)

@@ -20,7 +20,7 @@ import numpy as np
 
 from attnsuite.backends import BackendFallbackWarning, BackendUnavailableError, Layout, Target
 from attnsuite.models import Checkpoint, ModelConfig, TextFile, Transformer, load_text, open_checkpoint, streamed_nats
-from attnsuite.models.calibration import load as load_calibration
+from attnsuite.models.kascade.calibration import load as load_calibration
 from attnsuite.models.planning import Resolutions, freeze_options, resolve_attention
 
 from .errors import InputError

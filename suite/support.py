@@ -65,7 +65,8 @@ PROBLEMS: dict[str, dict[str, object]] = {
 }
 
 # A model with layers of every type; the latent ones have the sizes of DeepSeek-V2-Lite.
-ALL_TYPES = ModelConfig(
+ALL_TYPES = ModelConfig.from_preset(
+    "debug",
     num_layers=5,
     attention=("global", "sliding", "chunked", "full", "latent"),
     hidden_size=2048,

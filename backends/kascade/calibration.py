@@ -1,7 +1,7 @@
 """Statistics of one model, from which a schedule is made: similarity of layers, importance, mass kept.
 
-``models.calibration.calibrate`` computes them; this module holds, saves (safetensors and JSON side by side) and loads
-them. The fingerprint ties a calibration to its model and settings.
+``models.kascade.calibration.calibrate`` computes them; this module holds, saves (safetensors and JSON side by side) and
+loads them. The fingerprint ties a calibration to its model and settings.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Calibration:
     - ``mass [layers, KV heads, query tiles]``: share of the pooled attention mass in the layer's own selection and own
       region, mean over the prompts that are long enough.
     - ``settings``: how keys were selected (tiles, top_k, ...). ``text``: the source of the prompts.
-    - ``fingerprint``: of the model; see ``models.calibration``.
+    - ``fingerprint``: of the model; see ``models.kascade.calibration``.
     """
 
     importance: Float[np.ndarray, " layers"]
@@ -77,7 +77,8 @@ class Calibration:
 def load_calibration(path: str | Path) -> Calibration:
     """Read the files of :meth:`Calibration.save`. Raises ValueError, with a sentence, for anything else.
 
-    This function does not know the model; ``models.calibration.load`` also checks that the calibration belongs to it.
+    This function does not know the model; ``models.kascade.calibration.load`` also checks that the calibration
+    belongs to it.
     """
     path = Path(path).with_suffix(".safetensors")
     try:

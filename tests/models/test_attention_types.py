@@ -60,7 +60,7 @@ REFUSES = {
 
 def model_of(types, **overrides):
     """A model whose attention is far from uniform: with small queries a test sees no mask."""
-    model = Transformer(ModelConfig(**SIZES, num_layers=len(types), attention=types))
+    model = Transformer(ModelConfig.from_preset("debug", **SIZES, num_layers=len(types), attention=types))
     params = model.arrays()
     for layer in params["layers"]:
         layer["q_proj"] = 8.0 * layer["q_proj"]

@@ -29,7 +29,7 @@ CALL = {"backend": "standard"}
 
 
 def make(name):
-    return Transformer(ModelConfig(num_heads=4, num_kv_heads=2, **TYPES[name]))
+    return Transformer(ModelConfig.from_preset("debug", num_heads=4, num_kv_heads=2, **TYPES[name]))
 
 
 def tokens_for(batch, length):
@@ -93,7 +93,7 @@ def test_the_given_cache_is_donated():
 
 
 def test_cache_counts_its_bytes_and_keeps_heads_outside():
-    cache = KVCache.create(ModelConfig(num_heads=4, num_kv_heads=2), 3, 10, "bfloat16")
+    cache = KVCache.create(ModelConfig.from_preset("debug", num_heads=4, num_kv_heads=2), 3, 10, "bfloat16")
     assert cache.keys[0].shape == (3, 2, 10, 16)
     assert cache.nbytes == 2 * 2 * (3 * 2 * 10 * 16) * 2
     assert cache.is_empty
@@ -101,7 +101,7 @@ def test_cache_counts_its_bytes_and_keeps_heads_outside():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_latent_layer_keeps_its_latent_and_one_key_of_a_token_and_nothing_else(dtype):
-    config = ModelConfig(num_heads=4, **TYPES["latent"])
+    config = ModelConfig.from_preset("debug", num_heads=4, **TYPES["latent"])
     cache = KVCache.create(config, 3, 7, dtype)
     itemsize = {"float32": 4, "bfloat16": 2}[dtype]
     latent, ordinary = (config.kv_lora_rank + config.qk_rope_head_dim) * itemsize, 2 * 4 * 16 * itemsize
@@ -124,7 +124,7 @@ def decode_step(kind, capacity=512, **changes):
 
 def test_latents_are_copied_no_more_often_than_values_of_their_own():
     """Values that are not cut out of the keys are read with the numbers behind them, and no other byte is moved."""
-    capacity, rope = 512, ModelConfig(num_heads=4, **TYPES["latent"]).qk_rope_head_dim
+    capacity, rope = 512, ModelConfig.from_preset("debug", num_heads=4, **TYPES["latent"]).qk_rope_head_dim
     hinted, cut = (decode_step("latent", capacity, **x).cost_analysis() for x in ({}, {"values_in_keys": False}))
     assert hinted["bytes accessed"] <= cut["bytes accessed"] + capacity * rope * 4
 
@@ -182,7 +182,11 @@ def test_a_full_cache_refuses_one_more_token():
 
 def one_layer(kind):
     types = LATENT if kind == "latent" else {"window_size": 4}
-    return Transformer(ModelConfig(num_layers=1, hidden_size=32, num_heads=4, num_kv_heads=2, attention=kind, **types))
+    return Transformer(
+        ModelConfig.from_preset(
+            "debug", num_layers=1, hidden_size=32, num_heads=4, num_kv_heads=2, attention=kind, **types
+        )
+    )
 
 
 def rounded_write(slots, new, start):
@@ -289,7 +293,7 @@ def test_generation_over_pages_writes_the_same_tokens():
 
 
 def test_pages_are_taken_when_needed_refused_when_gone_and_free_after_a_release():
-    cache = KVCache.create(ModelConfig(), 2, 14, page_size=4, num_pages=3)
+    cache = KVCache.create(ModelConfig.from_preset("debug"), 2, 14, page_size=4, num_pages=3)
     assert (cache.capacity, cache.pages, cache.free_pages.tolist()) == (16, (3, 4), [0, 1, 2])
     filled = np.array([5, 3], np.int32)
     cache = dataclasses.replace(cache, lengths=filled, page_table=cache.table_after(filled))
@@ -300,6 +304,6 @@ def test_pages_are_taken_when_needed_refused_when_gone_and_free_after_a_release(
     assert cache.released([0]).free_pages.tolist() == [0, 1]
     assert cache.released([0]).lengths.tolist() == [0, 3]
     with pytest.raises(ValueError, match="num_pages=3 is about a paged cache"):
-        KVCache.create(ModelConfig(), 2, 14, num_pages=3)
+        KVCache.create(ModelConfig.from_preset("debug"), 2, 14, num_pages=3)
     with pytest.raises(ValueError, match="page_size=0"):
-        KVCache.create(ModelConfig(), 2, 14, page_size=0)
+        KVCache.create(ModelConfig.from_preset("debug"), 2, 14, page_size=0)

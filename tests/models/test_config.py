@@ -50,6 +50,14 @@ def test_derived_fields_follow_overrides_of_a_preset():
     assert (config.num_kv_heads, config.head_dim) == (4, 16)
 
 
+def test_sizes_are_required_and_the_inner_one_follows_from_the_hidden_one():
+    sizes = {"vocab_size": 8000, "hidden_size": 512, "num_heads": 8}
+    with pytest.raises(ValueError, match="ModelConfig needs num_layers; give the sizes, or take those of a preset"):
+        ModelConfig(**sizes)
+    assert ModelConfig(**sizes, num_layers=4).intermediate_size == 1376
+    assert ModelConfig(**sizes | {"hidden_size": 4096}, num_layers=4).intermediate_size == 11008
+
+
 def test_uniform_attention_follows_the_number_of_layers():
     config = ModelConfig.from_preset("debug", attention="sliding", window_size=4).replace(num_layers=5)
     assert config.attention == ("sliding",) * 5
@@ -105,7 +113,7 @@ def test_config_is_hashable_and_frozen():
 )
 def test_a_wrong_field_is_refused_with_a_sentence(fields, sentence):
     with pytest.raises(ValueError, match=sentence.replace("(", r"\(")):
-        ModelConfig(**fields)
+        ModelConfig.from_preset("debug", **fields)
 
 
 def test_rope_scaling_refuses_crossed_factors():
@@ -122,7 +130,7 @@ def test_unknown_names_list_those_that_exist():
 
 @pytest.mark.parametrize(
     "make",
-    [ModelConfig, partial(ModelConfig.from_preset, "debug"), ModelConfig().replace],
+    [ModelConfig, partial(ModelConfig.from_preset, "debug"), ModelConfig.from_preset("debug").replace],
     ids=["new", "preset", "replace"],
 )
 def test_a_field_of_another_transformer_is_refused_with_the_name_that_it_has_here(make):

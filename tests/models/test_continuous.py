@@ -15,7 +15,9 @@ SIZES = Sizes(sequences=3, capacity=24, tokens_per_step=7, page_size=4, num_page
 
 def make() -> Transformer:
     return Transformer(
-        ModelConfig(num_heads=4, num_kv_heads=2, hidden_size=32, attention=("sliding", "global"), window_size=5)
+        ModelConfig.from_preset(
+            "debug", num_heads=4, num_kv_heads=2, hidden_size=32, attention=("sliding", "global"), window_size=5
+        )
     )
 
 

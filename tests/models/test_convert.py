@@ -16,11 +16,11 @@ from attnsuite.models.shards import write_safetensors
 from attnsuite.suite.command_line import main
 
 CONFIGS = {
-    "tied": ModelConfig(num_kv_heads=1, num_layers=3),
-    "untied": ModelConfig(tie_embeddings=False),
-    "qwen2": ModelConfig(qkv_bias=True, attention=("global", "sliding"), window_size=4),
-    "qwen3": ModelConfig(qk_norm=True, head_dim=24, num_kv_heads=1),
-    "layernorm": ModelConfig(use_rope=False, use_rmsnorm=False, use_swiglu=False, max_length=64),
+    "tied": ModelConfig.from_preset("debug", num_kv_heads=1, num_layers=3),
+    "untied": ModelConfig.from_preset("debug", tie_embeddings=False),
+    "qwen2": ModelConfig.from_preset("debug", qkv_bias=True, attention=("global", "sliding"), window_size=4),
+    "qwen3": ModelConfig.from_preset("debug", qk_norm=True, head_dim=24, num_kv_heads=1),
+    "layernorm": ModelConfig.from_preset("debug", use_rope=False, use_rmsnorm=False, use_swiglu=False, max_length=64),
 }
 TOKENS = np.random.default_rng(0).integers(0, 256, (3, 17))
 
@@ -36,7 +36,7 @@ def environment():
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    save(Transformer(ModelConfig(num_layers=3)), tmp_path / "in")
+    save(Transformer(ModelConfig.from_preset("debug", num_layers=3)), tmp_path / "in")
     return tmp_path / "in"
 
 
@@ -162,14 +162,6 @@ def test_a_word_that_is_no_choice_is_refused(flags, checkpoint, capsys):
         main(["convert", "--input", str(checkpoint), *flags])
     assert exit_info.value.code == 2
     assert "Traceback" not in capsys.readouterr().err
-
-
-def test_without_pytorch_metas_files_are_refused_with_a_sentence(tmp_path, monkeypatch):
-    (tmp_path / "params.json").write_text("{}")
-    (tmp_path / "consolidated.00.pth").write_bytes(b"")
-    monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(ValueError, match=r"read by PyTorch, which is not installed; pip install '\.\[meta"):
-        load(tmp_path)
 
 
 def test_pytorch_is_not_even_imported_for_safetensors(checkpoint):

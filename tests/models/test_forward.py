@@ -42,7 +42,7 @@ VARIANTS = {
 
 def make(name, **overrides):
     """A model whose attention is far from uniform: with small queries and keys a test sees no mask."""
-    model = Transformer(ModelConfig(**{**SIZES, **VARIANTS[name], **overrides}))
+    model = Transformer(ModelConfig.from_preset("debug", **{**SIZES, **VARIANTS[name], **overrides}))
     rng = np.random.default_rng(0)
     params = jax.tree.map(lambda x: jnp.asarray(x + 0.1 * rng.normal(size=x.shape), x.dtype), model.arrays())
     for layer in params["layers"]:

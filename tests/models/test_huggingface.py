@@ -35,8 +35,12 @@ def test_config_survives_the_way_there_and_back(preset):
 @pytest.mark.parametrize(
     "config",
     [
-        ModelConfig(attention=("chunked", "full"), chunk_size=8, use_rope=False, use_swiglu=False, qkv_bias=True),
-        ModelConfig(attention="nope", qk_norm=True, qk_norm_over="rotated", floor_scale=8, attn_scale=0.1),
+        ModelConfig.from_preset(
+            "debug", attention=("chunked", "full"), chunk_size=8, use_rope=False, use_swiglu=False, qkv_bias=True
+        ),
+        ModelConfig.from_preset(
+            "debug", attention="nope", qk_norm=True, qk_norm_over="rotated", floor_scale=8, attn_scale=0.1
+        ),
     ],
     ids=["switches", "Llama 4's attention"],
 )

@@ -21,11 +21,12 @@ from attnsuite.backends.kascade import (
     layer_similarity,
     manual,
 )
-from attnsuite.models import calibration, load_shipped, next_token_loss, open_checkpoint, retrieval, save, streamed_nats
+from attnsuite.models import load_shipped, next_token_loss, open_checkpoint, retrieval, save, streamed_nats
 from attnsuite.models.config import ModelConfig
 from attnsuite.models.forward import forward
+from attnsuite.models.kascade import calibration
+from attnsuite.models.kascade.loss_search import schedule_by_loss, schedule_losses
 from attnsuite.models.loss import token_nats
-from attnsuite.models.loss_search import schedule_by_loss, schedule_losses
 from attnsuite.models.planning import resolve_attention
 from attnsuite.models.transformer import Transformer
 
@@ -196,7 +197,9 @@ def test_calibration_sees_the_circuit(measured):
 
 
 def small(**changes):
-    config = ModelConfig(num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16, hidden_size=32, **changes)
+    config = ModelConfig.from_preset(
+        "debug", num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16, hidden_size=32, **changes
+    )
     return Transformer(config)
 
 

@@ -61,7 +61,8 @@ def theirs():
 
 
 def ours(model, *, turned=True):
-    config = ModelConfig(
+    config = ModelConfig.from_preset(
+        "debug",
         **SHARED,
         num_layers=2,
         num_heads=4,

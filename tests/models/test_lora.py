@@ -15,7 +15,9 @@ from attnsuite.models.forward import forward
 from attnsuite.models.planning import resolve_attention
 from attnsuite.models.training import Batch, loss_and_gradient
 
-CONFIG = ModelConfig(hidden_size=32, intermediate_size=48, num_layers=2, num_heads=2, num_kv_heads=1, max_length=32)
+CONFIG = ModelConfig.from_preset(
+    "debug", hidden_size=32, intermediate_size=48, num_layers=2, num_heads=2, num_kv_heads=1, max_length=32
+)
 ALL = lora.LoraConfig(rank=4, alpha=8.0, targets=lora.PROJECTIONS)
 TOKENS = np.random.default_rng(0).integers(0, 256, (1, 2, 16)).astype(np.int32)
 RESOLUTIONS = resolve_attention(CONFIG, batch=2, query_length=16, backend="standard")

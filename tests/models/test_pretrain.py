@@ -31,7 +31,9 @@ def test_training_steps_lower_the_loss_also_of_ablated_models(overrides):
 
 def test_training_learns_is_reproducible_and_saves_what_it_did(tmp_path, monkeypatch):
     # One small layer: Muon takes long to compile.
-    monkeypatch.setitem(PRESETS, "nano", {"num_layers": 1, "hidden_size": 32, "intermediate_size": 48})
+    monkeypatch.setitem(
+        PRESETS, "nano", PRESETS["debug"] | {"num_layers": 1, "hidden_size": 32, "intermediate_size": 48}
+    )
     arguments = Train(out=tmp_path, preset="nano", stages=((20, 4, 64),))
     first, record = train(arguments, [PROSE])
     main(arguments)
@@ -45,7 +47,7 @@ def test_training_learns_is_reproducible_and_saves_what_it_did(tmp_path, monkeyp
 
 def test_evaluation_of_an_untrained_model_finds_nothing_learned():
     data = PROSE.held_out[:2049]
-    figures = evaluate(Transformer(ModelConfig()), PROSE.train, data, length=256, backend="standard")
+    figures = evaluate(Transformer(ModelConfig.from_preset("debug")), PROSE.train, data, length=256, backend="standard")
     assert figures["model"] == pytest.approx(8.0, abs=0.3)
     assert figures["bigram"] < figures["unigram"] < figures["model"]
 

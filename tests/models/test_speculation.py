@@ -27,7 +27,7 @@ PATHS = ((0, 1, 3), (0, 2, 4), (5, 6))
 
 
 def make(name: str) -> Transformer:
-    return Transformer(ModelConfig(**{**SIZES, **MODELS[name]}))
+    return Transformer(ModelConfig.from_preset("debug", **{**SIZES, **MODELS[name]}))
 
 
 def drawn(length: int) -> np.ndarray:
@@ -104,7 +104,7 @@ def test_a_tree_that_does_not_fit_is_refused_in_a_sentence() -> None:
     cache = model.new_cache(2, 8)
     with pytest.raises(ValueError, match="lengths and parents are both given"):
         model.prefill(drawn(2), cache, parents=(-1, 0), lengths=[2, 1])
-    sliding = Transformer(ModelConfig(**SIZES, attention="sliding", window_size=4))
+    sliding = Transformer(ModelConfig.from_preset("debug", **SIZES, attention="sliding", window_size=4))
     with pytest.raises(ValueError, match="a model with 'sliding' attention, where slots of a tree are no distances"):
         sliding.prefill(drawn(2), prompted(sliding), parents=(-1, 0), **CALL)
     for path, lengths, words in (

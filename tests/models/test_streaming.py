@@ -13,11 +13,12 @@ from attnsuite.models.loss import token_nats
 from attnsuite.models.text import load_text, windows
 
 CONFIGS = {
-    "llama": ModelConfig(num_kv_heads=1, num_layers=3),
-    "untied-mixed": ModelConfig(
-        tie_embeddings=False, num_layers=4, attention=("global", "sliding") * 2, window_size=3, qkv_bias=True
+    "llama": ModelConfig.from_preset("debug", num_kv_heads=1, num_layers=3),
+    "untied-mixed": ModelConfig.from_preset(
+        "debug", tie_embeddings=False, num_layers=4, attention=("global", "sliding") * 2, window_size=3, qkv_bias=True
     ),
-    "latent": ModelConfig(
+    "latent": ModelConfig.from_preset(
+        "debug",
         num_layers=4,
         attention=("global", "latent") * 2,
         kv_lora_rank=10,
@@ -25,7 +26,7 @@ CONFIGS = {
         qk_rope_head_dim=4,
         v_head_dim=14,
     ),
-    "layernorm": ModelConfig(use_rope=False, use_rmsnorm=False, use_swiglu=False, max_length=64),
+    "layernorm": ModelConfig.from_preset("debug", use_rope=False, use_rmsnorm=False, use_swiglu=False, max_length=64),
 }
 TOKENS = np.random.default_rng(0).integers(0, 256, (3, 17))
 
@@ -42,7 +43,7 @@ def test_streamed_layers_give_the_loss_of_the_whole_model(name, batch, tmp_path)
 
 
 def test_more_tokens_than_learned_positions_are_refused(tmp_path):
-    save(Transformer(ModelConfig(use_rope=False, max_length=8)), tmp_path)
+    save(Transformer(ModelConfig.from_preset("debug", use_rope=False, max_length=8)), tmp_path)
     with pytest.raises(ValueError, match="tokens has 16 inputs per sequence, but this model has learned 8 positions"):
         streamed_nats(open_checkpoint(tmp_path), TOKENS)
 
@@ -71,7 +72,7 @@ def save_to(directory, model):
     ],
 )
 def test_what_does_not_fit_is_refused(arguments, sentence, tmp_path):
-    save(Transformer(ModelConfig()), tmp_path)
+    save(Transformer(ModelConfig.from_preset("debug")), tmp_path)
     with pytest.raises(ValueError, match=sentence):
         streamed_nats(open_checkpoint(tmp_path), **arguments)
 

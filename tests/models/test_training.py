@@ -14,7 +14,9 @@ from attnsuite.models.optimizer import make_optimizer
 from attnsuite.models.planning import resolve_attention
 from attnsuite.models.training import Batch, compiled_step, loss_and_gradient, training_step
 
-CONFIG = ModelConfig(hidden_size=32, intermediate_size=48, num_layers=1, num_heads=2, num_kv_heads=1, max_length=32)
+CONFIG = ModelConfig.from_preset(
+    "debug", hidden_size=32, intermediate_size=48, num_layers=1, num_heads=2, num_kv_heads=1, max_length=32
+)
 LENGTH = 24
 RNG = np.random.default_rng(0)
 TOKENS = RNG.integers(0, 256, (1, 4, LENGTH)).astype(np.int32)

@@ -121,7 +121,7 @@ def test_each_type_is_planned_once_and_threads_its_own_carry(monkeypatch):
     registry = backends.Registry()
     registry.register(Counting())
     monkeypatch.setattr("attnsuite.backends.registry.DEFAULT", registry)
-    config = ModelConfig(num_layers=4, attention=("global", "full", "global", "full"))
+    config = ModelConfig.from_preset("debug", num_layers=4, attention=("global", "full", "global", "full"))
     PLANNED.clear(), SEEN.clear()
     Transformer(config)(TOKENS, backend="counting")
     assert [spec.is_causal for spec in PLANNED] == [True, False]
@@ -150,7 +150,7 @@ def test_wrong_calls_are_refused_with_a_sentence(call, sentence):
 
 
 def test_more_tokens_than_learned_positions_are_refused():
-    model = Transformer(ModelConfig(use_rope=False, max_length=8))
+    model = Transformer(ModelConfig.from_preset("debug", use_rope=False, max_length=8))
     with pytest.raises(ValueError, match="tokens has length 12, but this model has learned 8 positions"):
         model(TOKENS)
     with pytest.raises(ValueError, match="capacity=9 is more than the 8 positions"):

@@ -20,11 +20,13 @@ from attnsuite.models import (
 
 LATENT = {"kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 14}
 CONFIGS = {
-    "tied": ModelConfig(num_kv_heads=1, rope_scaling=RopeScaling(factor=8.0)),
-    "untied": ModelConfig(tie_embeddings=False),
-    "bfloat16": ModelConfig(dtype="bfloat16", param_dtype="bfloat16"),
-    "latent": ModelConfig(attention=("latent", "global"), q_lora_rank=9, **LATENT),
-    "no-llama": ModelConfig(use_rope=False, use_rmsnorm=False, use_swiglu=False, attention="chunked", chunk_size=4),
+    "tied": ModelConfig.from_preset("debug", num_kv_heads=1, rope_scaling=RopeScaling(factor=8.0)),
+    "untied": ModelConfig.from_preset("debug", tie_embeddings=False),
+    "bfloat16": ModelConfig.from_preset("debug", dtype="bfloat16", param_dtype="bfloat16"),
+    "latent": ModelConfig.from_preset("debug", attention=("latent", "global"), q_lora_rank=9, **LATENT),
+    "no-llama": ModelConfig.from_preset(
+        "debug", use_rope=False, use_rmsnorm=False, use_swiglu=False, attention="chunked", chunk_size=4
+    ),
 }
 
 
@@ -40,7 +42,7 @@ def test_saving_and_loading_gives_the_same_model(name, tmp_path):
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    save(Transformer(ModelConfig()), tmp_path)
+    save(Transformer(ModelConfig.from_preset("debug")), tmp_path)
     return tmp_path
 
 
@@ -117,9 +119,9 @@ def test_a_truncated_file_is_refused_with_a_sentence(checkpoint):
         load(checkpoint)
 
 
-def test_a_pickle_is_never_opened(checkpoint):
-    (checkpoint / "model.safetensors").rename(checkpoint / "pytorch_model.bin")
-    with pytest.raises(ValueError, match="only safetensors are read"):
+def test_a_directory_without_weights_is_refused_with_the_files_that_are_read(checkpoint):
+    (checkpoint / "model.safetensors").rename(checkpoint / "flax_model.msgpack")
+    with pytest.raises(ValueError, match=r"holds neither model.safetensors nor .* nor pytorch_model.bin nor"):
         load(checkpoint)
 
 

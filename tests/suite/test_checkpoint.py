@@ -22,7 +22,7 @@ from attnsuite.models import (
     open_checkpoint,
     save,
 )
-from attnsuite.models.calibration import calibrate
+from attnsuite.models.kascade.calibration import calibrate
 from attnsuite.models.loss import token_nats
 from attnsuite.suite import model_suite
 from attnsuite.suite.cell import Asked
@@ -61,7 +61,7 @@ def shipped(tmp_path_factory):
 @pytest.fixture(scope="module")
 def untrained(tmp_path_factory):
     directory = tmp_path_factory.mktemp("untrained") / "noise"
-    save(Transformer(ModelConfig(num_layers=2)), directory)
+    save(Transformer(ModelConfig.from_preset("debug", num_layers=2)), directory)
     return directory
 
 
@@ -83,7 +83,7 @@ def tokenized(tmp_path, monkeypatch):
 
 
 def test_every_window_begins_with_what_stands_in_front_of_a_text(tokenized):
-    reader = suite_text.reader_of(str(tokenized), ModelConfig(vocab_size=512))
+    reader = suite_text.reader_of(str(tokenized), ModelConfig.from_preset("debug", vocab_size=512))
     rows, bytes_per_token = reader.spread(PROSE, 32, 6)
     whole = by_words(front=()).encode(PROSE.tobytes().decode())
     assert rows.shape == (6, 32)
@@ -100,14 +100,14 @@ def test_calibration_reads_text_with_the_tokenizer_of_the_checkpoint(tokenized):
     """Its prompts are those of the JSON lines' text, each behind what stands in front of a text."""
     path = tokenized / "prose.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in (PROSE.tobytes().decode(), "end " * 9)))
-    save(Transformer(ModelConfig(vocab_size=512, num_layers=2)), tokenized)
+    save(Transformer(ModelConfig.from_preset("debug", vocab_size=512, num_layers=2)), tokenized)
     words = {"model": str(tokenized), "random_tokens": False, "prompts": 2, "length": 96, "schedule": "manual"}
     settings = {"tile_size": 16, "query_tile": 16, "top_k": 0.25, "min_keys": 0}
     request = calibration_verb.CalibrateRequest(
         **words, text=TextFile(str(path), "text"), out=tokenized / "c", settings=settings, anchors="0", threshold=0.65,
         max_reuse_dist=4,
     )  # fmt: skip
-    name, prompts = calibration_verb.prompts_of(request, ModelConfig(vocab_size=512))
+    name, prompts = calibration_verb.prompts_of(request, ModelConfig.from_preset("debug", vocab_size=512))
     whole = by_words(front=()).encode(PROSE.tobytes().decode() + "\n\n" + "end " * 9)
     assert (name, prompts[0].tolist()) == ("prose.jsonl", [1, *whole[1:96]])
     calibration_verb.run(request, lambda _: None)
@@ -116,23 +116,27 @@ def test_calibration_reads_text_with_the_tokenizer_of_the_checkpoint(tokenized):
 
 def test_without_anything_in_front_windows_overlap_by_the_token_that_predicts(tokenized, monkeypatch):
     monkeypatch.setattr(suite_text, "load_tokenizer", lambda _: by_words(front=()))
-    rows, _ = suite_text.reader_of(str(tokenized), ModelConfig(vocab_size=512)).spread(PROSE[:300], 25, 4)
+    rows, _ = suite_text.reader_of(str(tokenized), ModelConfig.from_preset("debug", vocab_size=512)).spread(
+        PROSE[:300], 25, 4
+    )
     assert rows.ravel()[[24, 25]].tolist() == [rows[0, -1]] * 2
 
 
 def test_bytes_are_read_as_they_are(untrained):
-    rows, bytes_per_token = suite_text.reader_of(str(untrained), ModelConfig()).spread(PROSE, 32, 2)
+    rows, bytes_per_token = suite_text.reader_of(str(untrained), ModelConfig.from_preset("debug")).spread(PROSE, 32, 2)
     assert bytes_per_token == 1.0
     assert rows[0].tolist() == PROSE[:32].tolist()
 
 
 def test_text_that_a_model_cannot_read_is_refused(tokenized, tmp_path):
     with pytest.raises(InputError, match=r"has 502 tokens, but the model 400; they do not belong together"):
-        suite_text.reader_of(str(tokenized), ModelConfig(vocab_size=400))
+        suite_text.reader_of(str(tokenized), ModelConfig.from_preset("debug", vocab_size=400))
     with pytest.raises(InputError, match=r"has 512 tokens and no tokenizer beside it; text needs a byte-level model"):
-        suite_text.reader_of(str(tmp_path / "other"), ModelConfig(vocab_size=512))
+        suite_text.reader_of(str(tmp_path / "other"), ModelConfig.from_preset("debug", vocab_size=512))
     with pytest.raises(ValueError, match=r"holds 4 windows of 32 tokens, fewer than the 40"):
-        suite_text.reader_of(str(tokenized), ModelConfig(vocab_size=512)).spread(PROSE[:400], 32, 40)
+        suite_text.reader_of(str(tokenized), ModelConfig.from_preset("debug", vocab_size=512)).spread(
+            PROSE[:400], 32, 40
+        )
 
 
 def test_no_unigram_model_beats_the_one_that_knows_the_frequencies():
@@ -155,7 +159,7 @@ def test_a_model_that_learned_nothing_does_not_beat_unigrams(name, valid, reques
 
 
 def test_bits_are_counted_per_byte_of_the_text(tokenized):
-    save(Transformer(ModelConfig(vocab_size=512, num_layers=1)), tokenized)
+    save(Transformer(ModelConfig.from_preset("debug", vocab_size=512, num_layers=1)), tokenized)
     found = quality.perplexity(TextCase(model=str(tokenized), sequence=32, sequences=6), "standard", None).quality
     bytes_per_token = len(PROSE) / len(by_words(front=()).encode(PROSE.tobytes().decode()))
     assert bytes_per_token == pytest.approx(3.0, rel=0.01)
@@ -290,7 +294,7 @@ def test_a_real_tokenizer_is_read_beside_a_checkpoint(tmp_path):
     made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     made.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     made.save(str(tmp_path / "tokenizer.json"))
-    save(Transformer(ModelConfig(vocab_size=len(words), num_layers=1)), tmp_path)
+    save(Transformer(ModelConfig.from_preset("debug", vocab_size=len(words), num_layers=1)), tmp_path)
     case = TextCase(model=str(tmp_path), sequence=32, sequences=6)
     found = quality.read_text(case, model_program.model_config(case), None)
     assert found.rows[:, 0].tolist() == [1] * 6

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from attnsuite.backends import BackendUnavailableError
-from attnsuite.models import calibration, generate, load_shipped
+from attnsuite.models import generate, load_shipped
+from attnsuite.models.kascade import calibration
 from attnsuite.suite.errors import InputError
 
 pytestmark = [pytest.mark.llama, pytest.mark.filterwarnings("default")]  # the harness and its libraries warn

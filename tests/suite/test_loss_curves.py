@@ -30,7 +30,9 @@ from attnsuite.suite.kinds.loss_curve import (
 from attnsuite.suite.record import Record
 from attnsuite.suite.store import RECORDS, parse_records
 
-CONFIG = ModelConfig(hidden_size=32, intermediate_size=48, num_layers=1, num_heads=2, num_kv_heads=1, max_length=256)
+CONFIG = ModelConfig.from_preset(
+    "debug", hidden_size=32, intermediate_size=48, num_layers=1, num_heads=2, num_kv_heads=1, max_length=256
+)
 CASE = TrainingCase(preset="nano", setting="interpreted", steps=4, batch=1, length=256)
 
 

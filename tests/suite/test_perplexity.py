@@ -166,7 +166,7 @@ def test_the_record_holds_what_was_printed(tmp_path, capsys):
 @pytest.fixture
 def overflowing(tmp_path):
     """Weights that are finite, and sums in float16 that are not."""
-    model = Transformer(ModelConfig(num_layers=1))
+    model = Transformer(ModelConfig.from_preset("debug", num_layers=1))
     params = model.arrays()
     for name in ("gate_proj", "up_proj"):
         params["layers"][0][name] = jnp.full_like(params["layers"][0][name], 300.0)

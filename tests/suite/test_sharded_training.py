@@ -27,7 +27,9 @@ mesh = parse_mesh("data=2,fsdp=2,heads=2")
 make_host_devices(mesh.count)
 from attnsuite.models import PRESETS
 from attnsuite.suite.train import LOSSES, TrainRequest, _started, execute, open_training
-PRESETS["nano"] = dict(num_layers=1, hidden_size=32, intermediate_size=48, num_heads=4, num_kv_heads=2)
+PRESETS["nano"] = PRESETS["debug"] | dict(
+    num_layers=1, hidden_size=32, intermediate_size=48, num_heads=4, num_kv_heads=2
+)
 from attnsuite.models import TextFile
 out, found = Path(sys.argv[1]), {}
 # The text that training reads by default is a part of Python, and differs from version to version.

@@ -52,7 +52,7 @@ def test_every_refused_type_has_its_reason():
 
 
 def test_layers_without_rope_ask_for_what_global_ones_ask_for():
-    config = ModelConfig(attention=("global", "nope"))
+    config = ModelConfig.from_preset("debug", attention=("global", "nope"))
     for length in (None, 32):
         asked = {"batch": 2, "query_length": 8, "key_value_length": length}
         assert attention_spec(config, "nope", **asked) == attention_spec(config, "global", **asked)

@@ -21,7 +21,7 @@ needs_orbax = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
 @pytest.fixture(autouse=True)
 def _nano(monkeypatch):
-    monkeypatch.setitem(PRESETS, "nano", SIZES)
+    monkeypatch.setitem(PRESETS, "nano", PRESETS["debug"] | SIZES)
 
 
 def silent(_line):

@@ -15,8 +15,8 @@ import numpy as np
 
 from attnsuite.backends.kascade import LOSS_RULE, Calibration, Schedule, Settings
 from attnsuite.models import ModelConfig, TextFile, load_text, open_checkpoint
-from attnsuite.models.calibration import QueriesAndKeys, calibrate
-from attnsuite.models.loss_search import schedule_by_loss
+from attnsuite.models.kascade.calibration import QueriesAndKeys, calibrate
+from attnsuite.models.kascade.loss_search import schedule_by_loss
 
 from ... import files
 from ...errors import InputError

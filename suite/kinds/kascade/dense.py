@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 
 from attnsuite.backends.kascade import GREEDY_RULES, Calibration, Schedule, dynamic_programming, greedy, manual
 from attnsuite.models import ModelConfig, TextFile, Transformer, load_text, open_checkpoint, retrieval
-from attnsuite.models.calibration import calibrate, check_plain_logits, load
+from attnsuite.models.kascade.calibration import calibrate, check_plain_logits, load
 
 from ...errors import InputError
 from ...measure.text import reader_of

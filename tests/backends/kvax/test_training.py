@@ -14,7 +14,9 @@ from attnsuite.suite.kinds import loss_curve, training
 from attnsuite.suite.kinds.loss_curve import LOSS_CURVE, TrainingCase, own_runs
 
 CASE = TrainingCase(preset="nano", setting="interpreted", steps=4, batch=1, length=256)
-CONFIG = ModelConfig(hidden_size=32, intermediate_size=48, num_layers=1, num_heads=2, num_kv_heads=1, max_length=256)
+CONFIG = ModelConfig.from_preset(
+    "debug", hidden_size=32, intermediate_size=48, num_layers=1, num_heads=2, num_kv_heads=1, max_length=256
+)
 
 
 class Silent:

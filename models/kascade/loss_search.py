@@ -7,7 +7,6 @@ states behind it.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,20 +14,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attnsuite.backends import Layout, Resolution
+from attnsuite.backends import Resolution
 from attnsuite.backends.contract import Carry
 from attnsuite.backends.kascade import Calibration, LayerRole, Schedule, greedy_by_loss
-
-from .checkpoint import Checkpoint
-from .config import ModelConfig
-from .forward import Hidden, embed, layer_forward, logits_of, turns_of, whole_sequence
-from .loss import token_nats
-from .parameters import Params
-from .planning import Options, freeze_options, resolve_attention
-from .transformer import Transformer
+from attnsuite.models.checkpoint import Checkpoint
+from attnsuite.models.config import ModelConfig
+from attnsuite.models.forward import Hidden
+from attnsuite.models.planning import Options, freeze_options, resolve_attention
+from attnsuite.models.streaming import LAYER_STATICS, embedded, last_nats, outer_of_head, run_layer
+from attnsuite.models.transformer import Transformer
 
 _ROLES = ("dense", "anchor", "reuse")
 _ROLE_BY_ROLE = Schedule((LayerRole("dense", 0), LayerRole("anchor", 1), LayerRole("reuse", 1)))  # a layer of each role
+_run_layer = jax.jit(run_layer, static_argnames=LAYER_STATICS)  # candidates share what goes in, so nothing is donated
 
 
 def schedule_by_loss(
@@ -65,35 +63,29 @@ def schedule_losses(
     """
     config, tokens = model.config, jnp.asarray(prompts, jnp.int32)
     length = tokens.shape[1] - 1
-    positions = jnp.arange(length, dtype=jnp.int32)[None]
-    names = ("embed_tokens",) if config.use_rope else ("embed_tokens", "embed_positions")
+    (x,) = embedded(model, [tokens[:, :-1]])
     options = freeze_options({**settings, "schedule": _ROLE_BY_ROLE})
     resolution = _resolution(config, tokens.shape[0], length, options)
-    states: dict[tuple[LayerRole, ...], tuple[Hidden, Carry]] = {
-        (): (embed(config, _outer(model, *names), tokens[:, :-1], positions), ())
-    }
+    states: dict[tuple[LayerRole, ...], tuple[Hidden, Carry]] = {(): (x, ())}
     for i in range(config.num_layers):
-        layer = model.layer(i) if isinstance(model, Checkpoint) else model.arrays()["layers"][i]
+        layer = model.layer(i)
         behind: dict[tuple[LayerRole, ...], tuple[Hidden, Carry]] = {}
         for roles in dict.fromkeys(schedule.layers[: i + 1] for schedule in schedules):
             role, (x, carry) = roles[-1], states[roles[:-1]]
             index = _ROLES.index(role.role)
             # A head map is applied here, so that layers with different maps share a compiled program.
             handed = carry.remapped(role.head_map) if role.role == "reuse" and role.head_map else carry
-            x, made = _layer(config, layer, x, handed, index=index, resolution=resolution, options=options)
+            x, made = _run_layer(
+                config, layer, x, handed, kind="global", index=index, resolution=resolution, options=options
+            )
             behind[roles] = x, carry if role.role == "reuse" else made
         states = behind
-    last = [name for name in ("norm", "norm_bias") if name != "norm_bias" or not config.use_rmsnorm]
-    outer = _outer(model, *last, "embed_tokens" if config.tie_embeddings else "lm_head")
+    outer = outer_of_head(model)
     # Prompt by prompt: the logits of all of them would not fit in memory for a large vocabulary.
     return [
-        float(np.mean([_nats(config, outer, x[n : n + 1], tokens[n : n + 1, 1:]) for n in range(len(tokens))]))
+        float(np.mean([last_nats(config, outer, x[n : n + 1], tokens[n : n + 1, 1:]) for n in range(len(tokens))]))
         for x, _ in (states[schedule.layers] for schedule in schedules)
     ]
-
-
-def _outer(model: Transformer | Checkpoint, *names: str) -> Params:
-    return model.outer(*names) if isinstance(model, Checkpoint) else model.arrays()
 
 
 def _resolution(config: ModelConfig, batch: int, length: int, options: Options) -> Resolution:
@@ -107,23 +99,3 @@ def _resolution(config: ModelConfig, batch: int, length: int, options: Options) 
         options=dict(options),
     )
     return dict(found)["global"]
-
-
-@functools.partial(jax.jit, static_argnames=("config", "index", "resolution", "options"))
-def _layer(
-    config: ModelConfig,
-    layer: Params,
-    x: Hidden,
-    carry: Carry,
-    *,
-    index: int,
-    resolution: Resolution,
-    options: Options,
-) -> tuple[Hidden, Carry]:
-    turns = turns_of(config, *whole_sequence(x.shape[1]))
-    return layer_forward(config, layer, x, turns["global"], resolution.plan(Layout(), dict(options)), index, carry)
-
-
-@functools.partial(jax.jit, static_argnames=("config",))
-def _nats(config: ModelConfig, outer: Params, x: Hidden, targets: jax.Array) -> jax.Array:
-    return token_nats(logits_of(config, outer, x), targets)
