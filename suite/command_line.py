@@ -4,7 +4,7 @@ Exit codes (docs/measuring.md):
 
 - 0: the command did its work. Failed cells are results.
 - 1: the work gave no result (``compile`` without a compiler, ``perplexity`` of losses that are not finite), or
-  ``selftest`` or ``judge`` found something wrong.
+  ``judge`` found something wrong.
 - 2: input that cannot be used, or results that cannot be written (one sentence on stderr).
 - 3: a check that was asked for did not pass (``compare --fail-on``, ``choose --check``).
 - 128 plus the number of the signal that ended it (130 after Ctrl-C). Finished results are kept.
@@ -27,7 +27,7 @@ import tyro
 from attnsuite import __version__
 
 from .errors import InputError
-from .verbs import VERBS
+from .verbs import FORMER, VERBS
 from .verbs.flags import BAD_INPUT, tell
 
 _DESCRIPTION = "Which attention implementation, for your shapes, on your device: measured, and checked."
@@ -66,6 +66,8 @@ def _act(words: list[str]) -> int:
         kinds = {verb: _kind(verb) for verb in VERBS}
         tyro.extras.subcommand_cli_from_dict(kinds, prog="attnsuite", description=_DESCRIPTION, args=words)
     verb, *rest = words
+    if verb in FORMER:
+        raise InputError(f"{verb} is no longer a verb; use {FORMER[verb]}.")
     if verb not in VERBS:
         near = difflib.get_close_matches(verb, VERBS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(VERBS)}."

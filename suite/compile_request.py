@@ -13,7 +13,7 @@ from attnsuite.models import PRESETS
 
 from .absent import topologies
 from .absent.programs import model_config
-from .compile_run import CompileRequest
+from .compile_run import CompileGrid
 from .errors import InputError
 from .grid.executors import Limits
 from .kinds.attention import OpCase
@@ -81,7 +81,7 @@ def compile_request(
     command: Sequence[str],
     kernels: str | None = None,
     schedule: bool = False,
-) -> CompileRequest:
+) -> CompileGrid:
     """The request of these flags. Raises InputError with one sentence for a name that does not exist."""
     if (out / RECORDS).exists():
         raise InputError(
@@ -93,7 +93,7 @@ def compile_request(
     searches, batch_searches = _searches(models, cells)
     chosen = names() if backends is None else names_of(backends, "--backends")
     devices = tuple(map(_known_target, names_of(targets or ",".join(topologies.KINDS), "--targets")))
-    return CompileRequest(
+    return CompileGrid(
         cases=(*_ops(suite, cases, wanted=models.models is None), *cells),
         searches=searches,
         batch_searches=batch_searches,

@@ -1,7 +1,7 @@
-"""A store of runs of one machine, to which runs are only added: ``STORE/<machine>/<start>-<digest>/records.jsonl``.
+"""Runs of each machine by date, for the trend of their cells.
 
-The machine is a digest of the device's name and of the facts by which two machines are of one kind. A run keeps its
-bytes. The same run is added once, whatever its directory was called.
+The machine is a digest of the device's name and of the facts by which two machines are of one kind. A run that is given
+twice, in whatever directory, counts once.
 """
 
 from __future__ import annotations
@@ -9,21 +9,17 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import files
 from .errors import InputError
 from .record import MACHINE_KIND, Record
-from .store import RECORDS, parse_records, records_path
-
-_MACHINE = re.compile("[0-9a-f]{12}")  # so that a directory of runs is not taken for a store
+from .store import parse_records, records_path
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Entry:
-    """A run in a store: its directory and its records, the first started first."""
+    """A run: its directory and its records, the first started first."""
 
     directory: Path
     records: tuple[Record, ...]
@@ -34,40 +30,28 @@ class Entry:
         return min(record.started for record in self.records)
 
 
-def add(store: Path, run: Path) -> Path:
-    """Copy a run into the store; the directory that it has there. Raises InputError."""
-    path = records_path(run)
-    records, kept, _ = parse_records(path)
-    if not records:
-        raise InputError(f"{path} holds no whole record; there is nothing to add.")
-    machines = {machine_of(record) for record in records}
-    if len(machines) > 1:
-        raise InputError(f"{run} has cells of {len(machines)} machines; add the runs of each machine on their own.")
-    data = path.read_bytes()[:kept]
-    started = "".join(c for c in min(record.started for record in records)[:19] if c.isalnum())
-    place = store / machines.pop() / f"{started}-{hashlib.sha256(data).hexdigest()[:12]}"
-    if not (place / RECORDS).is_file():
-        files.check_directory(place)
-        files.write_text(place / RECORDS, data.decode("utf-8"))
-    return place
+def machines(runs: Sequence[Path]) -> list[list[Entry]]:
+    """The runs of each machine in the order in which they were started. Raises InputError for what is no run."""
+    if not runs:
+        raise InputError("--trend needs the directory of at least one run.")
+    found: dict[str, dict[bytes, Entry]] = {}
+    for run in runs:
+        path = records_path(run)
+        records, size, _ = parse_records(path)
+        if not records:
+            raise InputError(f"{path} holds no whole record; leave {run} out.")
+        names = {machine_of(record) for record in records}
+        if len(names) > 1:
+            raise InputError(f"{run} has cells of {len(names)} machines; a trend is of one: leave {run} out.")
+        digest = hashlib.sha256(path.read_bytes()[:size]).digest()
+        found.setdefault(names.pop(), {}).setdefault(digest, Entry(run, records))
+    return [
+        sorted(entries.values(), key=lambda entry: (entry.started, entry.directory.name))
+        for _, entries in sorted(found.items())
+    ]
 
 
 def machine_of(record: Record) -> str:
     """The digest of the machine that a record was made on."""
     facts = {name: record.environment.get(name) for name in MACHINE_KIND} | {"target": record.target}
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
-
-
-def machines(store: Path) -> tuple[Path, ...]:
-    """The directories of the store's machines. Raises InputError if the store holds no run."""
-    runs = store.glob(f"*/*/{RECORDS}") if store.is_dir() else ()
-    found = sorted({path.parent.parent for path in runs if _MACHINE.fullmatch(path.parent.parent.name)})
-    if not found:
-        raise InputError(f"{store} holds no run; add one with attnsuite history {store} --add RUN.")
-    return tuple(found)
-
-
-def entries(machine: Path) -> Sequence[Entry]:
-    """The runs of a machine in the order in which they were started. Raises InputError for a damaged file."""
-    found = [Entry(path.parent, parse_records(path)[0]) for path in machine.glob(f"*/{RECORDS}")]
-    return sorted((entry for entry in found if entry.records), key=lambda entry: (entry.started, entry.directory.name))

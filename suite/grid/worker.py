@@ -93,18 +93,6 @@ def _compiled(asked: dict[str, Any]) -> dict[str, Any]:
     return dataclasses.asdict(work() if dump is None else schedules.scheduled(dump, work))
 
 
-def _looked(asked: dict[str, Any]) -> dict[str, Any]:
-    from .. import conformance_worker  # noqa: PLC0415 (no other cell needs the conformance suite)
-
-    return conformance_worker.look(asked["backends"])
-
-
-def _judged(asked: dict[str, Any]) -> dict[str, Any]:
-    from .. import conformance_worker  # noqa: PLC0415 (as above)
-
-    return conformance_worker.answer(asked)
-
-
 def _case(asked: dict[str, Any]) -> Any:
     return make_case(asked["case"])
 
@@ -145,8 +133,6 @@ _ANSWERS: dict[str, Callable[[dict[str, Any]], Any]] = {
         _case(asked), Path(asked["path"]), _text(asked)
     ),
     "tune": _tuned,
-    "look": _looked,
-    "judge": _judged,
     "compile": _compiled,
     # Returns when all processes are there.
     "join": lambda asked: jax.distributed.initialize(

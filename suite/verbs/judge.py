@@ -9,18 +9,21 @@ from typing import Annotated
 import tyro
 
 from ..errors import InputError
-from .flags import directory, flag
+from .flags import NO_RESULT, OnFleet, directory_of, flag, fleet_of, limits_of, progress, resuming
+
+_RANDOM = 24  # problems for backends that are named
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Judge:
-    """Hold one backend, or a function of yours (my.py:fn), to the contract, on random problems too."""
+class Judge(OnFleet):
+    """Hold backends, or a function of yours (my.py:fn), to the contract: what is right, wrong (how far), refused."""
 
-    backend: tyro.conf.Positional[str]
-    """A registered name, or FILE.py:NAME of a function f(q, k, v) or of what backends.from_function made."""
+    backends: tyro.conf.Positional[Annotated[str | None, flag("NAMES", "all that are registered")]] = None
+    """Registered names, separated by commas; FILE.py:NAME is a function f(q, k, v) of yours, or what
+    backends.from_function made."""
     cases: Annotated[str | None, flag("PATTERNS", "all")] = None
     """Glob patterns of named problems, separated by commas."""
-    random: Annotated[int, flag("N")] = 24
+    random: Annotated[int | None, flag("N", f"{_RANDOM} for backends that are named, else 0")] = None
     """How many random problems follow the named ones."""
     first: Annotated[int, flag("NUMBER")] = 0
     """Number of the first random problem."""
@@ -28,26 +31,41 @@ class Judge:
     """Seed of the random problems."""
     out: Annotated[Path | None, flag("DIR", "runs/<UTC time>-judge")] = None
     """Directory for records and report."""
+    resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Go on with the run in --out; judged problems stay."""
     cell_timeout: Annotated[float, flag("SECONDS")] = 120.0
-    """Time that one problem may take."""
+    """Time that one problem may take on one backend."""
 
 
 def run(command: Judge) -> int:
     """Judge, and print the page; exit code 1 where something is wrong or nothing was judged."""
-    from ..conformance import Request, checked_cases
-    from ..names import names_of
-    from ..own import own_or_known
-    from .selftest import judged
+    from attnsuite import reports
 
-    for name in ("random", "first", "seed"):
-        if getattr(command, name) < 0:
-            raise InputError(f"--{name} {getattr(command, name)} must be 0 or more.")
-    out = directory(command.out, "judge")
-    request = Request(
-        verb="judge",
-        backends=(own_or_known(command.backend),),
-        cases=checked_cases(["*"] if command.cases is None else names_of(command.cases, "--cases")),
-        numbers=range(command.first, command.first + command.random),
-        seed=command.seed,
-    )
-    return judged(request, out, command.cell_timeout, lambda: f"what was judged is kept in {out}; start again")
+    from ..conformance import all_right, new_judgement, resumed_judgement
+    from ..grid.execute import execute
+
+    random = (_RANDOM if command.backends else 0) if command.random is None else command.random
+    for name, value in (("random", random), ("first", command.first), ("seed", command.seed)):
+        if value < 0:
+            raise InputError(f"--{name} {value} must be 0 or more.")
+    out, limits = directory_of(command, "judge"), limits_of(command.cell_timeout)
+    if command.resume:
+        given = [
+            field.name
+            for field in dataclasses.fields(command)
+            if field.name in ("backends", "cases", "random", "first", "seed")
+            and getattr(command, field.name) != field.default
+        ]
+        if given:
+            raise InputError(
+                f"{', '.join(given)} cannot change a run that was begun; leave it out, or start a new run."
+            )
+        grid = resumed_judgement(out, limits)
+    else:
+        numbers = range(command.first, command.first + random)
+        grid = new_judgement(command.backends, command.cases, numbers, command.seed, out, limits)
+    with progress(lambda: resuming("judge", out)) as display:
+        records = execute(grid, display, fleet_of(command))
+    path = reports.render(out)
+    print(f"{reports.conformance_overview(records)}\nreport: {path}")
+    return 0 if all_right(records) else NO_RESULT

@@ -4,23 +4,33 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Annotated
 
 import tyro
+
+from .flags import flag
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Render the report of a run again from its records."""
+    """Render the report of runs again from their records, or of shards as one run."""
 
     run_dir: tyro.conf.Positional[Path]
     """Directory of the run; the report is written there."""
     others: tyro.conf.Positional[tuple[Path, ...]] = ()
     """Directories of runs that follow on the same page."""
+    out: Annotated[Path | None, flag("DIR", "the runs stay apart")] = None
+    """Directory for the run that the given ones make together: the shards of attnsuite run --shard, or other cases."""
 
 
 def run(command: Report) -> int:
-    """Render the page of one run, or of several."""
-    return show(command.run_dir, *command.others)
+    """Render the page of one run, of several, or of the one that several make together."""
+    if command.out is None:
+        return show(command.run_dir, *command.others)
+    from ..merge import merge
+
+    merge((command.run_dir, *command.others), command.out)
+    return show(command.out)
 
 
 def show(*directories: Path) -> int:

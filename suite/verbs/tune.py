@@ -39,7 +39,7 @@ def run(command: Tune) -> int:
 
     from ..names import names_of, parse_options
     from ..suites import select
-    from ..tuning import TABLE, TUNED, TuneRequest, tunable, tune
+    from ..tuning import TABLE, TUNED, TuneGrid, tunable, tune
     from .report import show
 
     try:
@@ -54,19 +54,20 @@ def run(command: Tune) -> int:
         raise InputError(f"--out {command.out} names a file; give a directory, into which {TABLE} is written.")
     out = directory_of(command, "tune")
     backends = tunable(None if command.backends is None else names_of(command.backends, "--backends"), target)
-    request = TuneRequest(
+    grid = TuneGrid(
         backends=backends,
         cases=TUNED if command.cases is None else select(TUNED, names_of(command.cases, "--cases")),
         target=target,
         limits=limits_of(command.cell_timeout),
         given=parse_options(command.options),
         out=out,
+        resume=command.resume,
         command=shlex.join(words_of(dataclasses.replace(command, backends=",".join(backends), resume=False))),
     )
     fleet = fleet_of(command)
     with progress(lambda: resuming("tune", out)) as display:
         if target is not None:
             display.warn(f"{target} is not here: candidates are ranked by what compiles; no time is measured.")
-        tune(request, display, resume=command.resume, fleet=fleet)
+        tune(grid, display, fleet)
     print(f"tuned:   {out / TABLE}")
     return show(out)

@@ -1,6 +1,7 @@
-"""A store of runs, and the runs at which a level changed."""
+"""Many runs of a machine, and the runs at which a level changed."""
 
 import importlib.util
+import shutil
 import sys
 
 import numpy as np
@@ -19,11 +20,11 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture
-def store(tmp_path, record, write_run):
-    """A store of twelve made-up runs: the machine drifts by 5%, and ``chunked`` is slower by 12% from run 7 on."""
+def store(record, write_run):
+    """Directories of twelve made-up runs: the machine drifts by 5%, and ``chunked`` is slower by 12% from run 7 on."""
 
     def make(planted=1.12, drift=0.05, count=12):
-        rng = np.random.default_rng(0)
+        rng, made = np.random.default_rng(0), []
         for number in range(count):
             rounds = np.exp(rng.normal(0, drift)) * np.exp(rng.normal(0, 0.02, 10))
             source = {"source": "bad" if number >= 7 else "good", "git_revision": f"r{number}"}
@@ -37,15 +38,15 @@ def store(tmp_path, record, write_run):
                 )
                 for backend, seconds in own.items()
             ]
-            history.add(tmp_path / "store", write_run(*cells, name=f"run-{number}"))
-        return tmp_path / "store"
+            made.append(write_run(*cells, name=f"run-{number}"))
+        return made
 
     return make
 
 
 def test_first_bad_run_is_named_with_its_source_and_nothing_else_is(store):
-    (machine,) = history.machines(store())
-    text, (change,) = reports.history_page(history.entries(machine), 0.05)
+    (runs,) = history.machines(store())
+    text, (change,) = reports.history_page(runs, 0.05)
     assert (change.series.backend, change.run) == ("chunked", 7)
     assert change.ratio == pytest.approx(1.12, abs=0.02)
     assert "2026-11-08T12:00:00" in text
@@ -53,54 +54,39 @@ def test_first_bad_run_is_named_with_its_source_and_nothing_else_is(store):
 
 
 def test_unchanged_runs_change_no_level_although_the_machine_drifts(store):
-    (machine,) = history.machines(store(planted=1.0))
-    runs = history.entries(machine)
+    (runs,) = history.machines(store(planted=1.0))
     assert [change for each in series(runs) if each.relative for change in changes(each)] == []
     assert reports.history_page(runs, 0.05)[1] == ()
 
 
-def test_store_is_only_added_to_and_takes_a_run_once(store, record, write_run):
-    kept = store(count=2)
-    before = {path: path.read_bytes() for path in kept.rglob("records.jsonl")}
-    assert len(before) == 2
-    moved = (kept.parent / "run-0").rename(kept.parent / "moved")
-    assert history.add(kept, moved) in {path.parent for path in before}
-    elsewhere = {**record().environment, "cpu": "Another CPU"}
-    history.add(kept, write_run(record(environment=elsewhere), name="elsewhere"))
-    after = {path: path.read_bytes() for path in kept.rglob("records.jsonl")}
-    assert before.items() < after.items()
-    assert len(after) == 3
-    assert len(history.machines(kept)) == 2
+def test_run_counts_once_by_date_under_its_machine(store, record, write_run, tmp_path):
+    first, second = store(count=2)
+    copy = shutil.copytree(first, tmp_path / "copy")
+    other = write_run(record(environment={**record().environment, "cpu": "Another CPU"}), name="elsewhere")
+    found = history.machines([second, other, first, copy])
+    assert sorted([entry.directory for entry in entries] for entries in found) == sorted([[first, second], [other]])
 
 
-def test_directory_of_runs_is_no_store(write_run, record, tmp_path):
-    write_run(record()).rename(tmp_path / "runs")
-    with pytest.raises(InputError, match="holds no run; add one"):
-        history.machines(tmp_path.parent)
-
-
-def test_cells_of_two_machines_are_not_one_run(record, write_run, tmp_path):
+def test_what_is_no_run_of_one_machine_is_a_sentence(record, write_run, tmp_path):
+    with pytest.raises(InputError, match=r"holds no records\.jsonl"):
+        history.machines([tmp_path])
     elsewhere = {**record().environment, "cores": 64}
     with pytest.raises(InputError, match="has cells of 2 machines"):
-        history.add(tmp_path / "store", write_run(record(), record("chunked", environment=elsewhere)))
-    assert not (tmp_path / "store").exists()
+        history.machines([write_run(record(), record("chunked", environment=elsewhere))])
 
 
-def test_command_line_adds_a_run_and_writes_the_page(record, write_run, tmp_path, capsys, monkeypatch):
-    words = ["history", str(tmp_path / "store")]
-    with pytest.raises(SystemExit) as ended:
-        main(words)
-    assert ended.value.code == 2
-    assert "holds no run; add one with attnsuite history" in capsys.readouterr().err
-    with pytest.raises(SystemExit) as ended:
-        main([*words, "--add", str(write_run(record(), record("chunked")))])
-    assert ended.value.code == 0
-    out = capsys.readouterr().out
-    (page,) = (tmp_path / "store").rglob("history.md")
-    assert page.read_text() in out
-    assert "No cell changed its level." in out
+def test_compare_shows_the_trend_of_runs(record, write_run, capsys, monkeypatch):
+    words = ["compare", str(write_run(record(), record("chunked"))), "--trend"]
+
+    def command(*more):
+        with pytest.raises(SystemExit) as ended:
+            main([*words, *more])
+        return ended.value.code, "".join(capsys.readouterr())
+
+    code, told = command()
+    assert (code, "No cell changed its level." in told) == (0, True)
+    assert command("--share", "0") == (2, "attnsuite: --share 0 must be above 0 and at most 1000 percent.\n")
+    assert command("--fail-on", "wrong")[0] == 2
     monkeypatch.setitem(sys.modules, "ruptures", None)
-    with pytest.raises(SystemExit) as ended:
-        main(words)
-    assert ended.value.code == 2
-    assert "change points need ruptures; pip install '.[history]'" in capsys.readouterr().err
+    code, told = command()
+    assert (code, "change points need ruptures; pip install '.[history]'" in told) == (2, True)

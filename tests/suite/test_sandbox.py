@@ -181,7 +181,7 @@ def choose(box, known_machine):
 
 def merge(box, known_machine):
     assert box.attnsuite(*run_words(box, "second", known_machine(box.root / "second"))).code == 0
-    return "merge", box.root / "first", box.root / "second", "--out", box.root / "out"
+    return "report", box.root / "first", box.root / "second", "--out", box.root / "out"
 
 
 def calibrate(box, known_machine):
