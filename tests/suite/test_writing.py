@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from attnsuite.suite import files
+from attnsuite.suite import compile_run, files
 from attnsuite.suite.absent.compilation import NO_COMPILER
 from attnsuite.suite.command_line import main
 from attnsuite.suite.errors import InputError
@@ -165,13 +165,13 @@ def test_no_stdout_at_all_is_no_traceback(run):
 def test_compiling_nothing_for_want_of_a_compiler_is_no_success(
     tmp_path, capsys, monkeypatch, example_record, errors, code
 ):
-    def execute(request, *_):
+    def compile_all(request, *_):
         with RunStore(request.out, resume=False) as store:
             for number, error in enumerate(errors):
                 status = {"status": "ok"} if error is None else {"status": "unsupported", "error": error}
                 store.append([dataclasses.replace(example_record, key=str(number), mode="compile", **status)])
 
-    monkeypatch.setattr(compile_run, "execute", execute)
+    monkeypatch.setattr(compile_run, "compile_all", compile_all)
     with pytest.raises(SystemExit) as exit_info:
         main(["compile", "--targets", "v5e", "--out", str(tmp_path / "run")])
     assert exit_info.value.code == code
