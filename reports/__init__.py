@@ -4,7 +4,6 @@ from .answer import answer_lines as answer_lines
 from .answer import installs as installs
 from .comparison import Comparison as Comparison
 from .comparison import compare as compare
-from .history import history_page as history_page
 from .pages.compiled import compiled_overview as compiled_overview
 from .pages.compiled import is_compiled as is_compiled
 from .pages.conformance import conformance_overview as conformance_overview
@@ -17,3 +16,4 @@ from .regressions import parse_limits as parse_limits
 from .render import render as render
 from .render import stands_alone as stands_alone
 from .timeline import draw_profiles as draw_profiles
+from .trend import trend_page as trend_page

@@ -21,10 +21,9 @@ SUITE = "judge"
 
 
 def new_judgement(
-    backends: str | None, patterns: str | None, numbers: range, seed: int, out: Path, limits: Limits
+    backends: Sequence[str], patterns: str | None, numbers: range, seed: int, out: Path, limits: Limits
 ) -> RunGrid:
     """The grid of these flags: named problems that match, then random ones of ``seed``. Raises InputError."""
-    rows = registry.names() if backends is None else names_of(backends, "BACKENDS")
     named = _matching(["*"] if patterns is None else names_of(patterns, "--cases"))
     return RunGrid(
         suite=SUITE,
@@ -32,7 +31,7 @@ def new_judgement(
             *(ConformanceCase(name=name) for name in named),
             *(ConformanceCase(number=number, seed=seed) for number in numbers),
         ),
-        backends=tuple(dict.fromkeys(map(own_or_known, rows))),
+        backends=tuple(dict.fromkeys(map(own_or_known, backends or registry.names()))),
         out=out,
         limits=limits,
     )

@@ -1,4 +1,4 @@
-"""``attnsuite report --out``: puts runs of different cases together as one run, for example the shards of a suite.
+"""``attnsuite report RUNS... --out DIR``: puts runs of different cases together as one.
 
 A case is whole in one run: all its cells were measured on one machine, so no ratio of the page crosses machines. The
 merged run has the records and the manifest that one run of all cases would have. Figures that compare cases (growth
@@ -43,7 +43,7 @@ class Part:
 def merge(directories: Sequence[Path], out: Path) -> None:
     """Write to ``out`` the run that ``directories`` hold in parts. Raises InputError where they are no such parts."""
     if len(directories) < 2:
-        raise InputError("--out puts two runs or more together as one; give more runs, or leave it out.")
+        raise InputError("--out puts two runs or more together; one run has its report in its own directory.")
     parts = [_read(directory) for directory in directories]
     for part in parts[1:]:
         _check_alike(parts[0], part)

@@ -17,17 +17,14 @@ SUMMARY = "GITHUB_STEP_SUMMARY"  # the file that a step of a GitHub workflow app
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Compare:
-    """Hold the second run against the first, cell by cell, or show the trend of each cell over many runs, as Markdown.
-
-    Also appended to $GITHUB_STEP_SUMMARY.
-    """
+    """Hold the second run against the first, or show the trend over many. Also appended to $GITHUB_STEP_SUMMARY."""
 
     runs: tyro.conf.Positional[tuple[Path, ...]]
-    """Directories of the runs: the first is what the second is held against; any number with --trend."""
+    """Directories of two runs; with --trend of any number, in any order."""
     fail_on: Annotated[str | None, flag("WHAT,...", "nothing")] = None
     """Exit with code 3 if run B is worse: wrong, failed, slower:10%, memory:10%, bundles:5%, separated by commas."""
     trend: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """The runs of each machine by date: the trend of each cell, with the runs at which its level changed."""
+    """The trend of each cell over all runs of a machine, with the runs at which its level changed."""
     share: Annotated[float | None, flag("PERCENT", "5")] = None
     """With --trend: name changes by more than this."""
 
@@ -35,38 +32,37 @@ class Compare:
 def run(command: Compare) -> int:
     """Print the comparison; the exit code says whether run B is worse."""
     if command.trend:
-        return _trend(command)
+        return _show_trend(command)
     from attnsuite import reports
 
-    if command.share is not None:
-        raise InputError(f"--share {command.share:g} is about a trend; add --trend.")
     if len(command.runs) != 2:
-        raise InputError(f"compare takes two runs, and {len(command.runs)} are given; for many runs add --trend.")
+        raise InputError(f"compare takes two runs, not {len(command.runs)}; with --trend any number.")
+    if command.share is not None:
+        raise InputError("--share is about a trend; add --trend.")
     limits = None if command.fail_on is None else reports.parse_limits(command.fail_on)
     found = reports.compare(*command.runs, limits)
-    _show(found.text)
+    _publish(found.text)
     for each in found.regressions:
         tell(f"{each.what}: {each.cell}: {each.told}")
     return CHECK_FAILED if found.regressions else 0
 
 
-def _trend(command: Compare) -> int:
+def _show_trend(command: Compare) -> int:
     from attnsuite import reports
 
-    from ..history import machines
+    from ..trend import by_machine
 
     share = 5.0 if command.share is None else command.share
-    if command.fail_on is not None:
-        raise InputError("--fail-on is about two runs; leave out --trend.")
     if not 0 < share <= 1000:
         raise InputError(f"--share {share:g} must be above 0 and at most 1000 percent.")
-    for runs in machines(command.runs):
-        text, _ = reports.history_page(runs, share / 100)
-        _show(text)
+    if command.fail_on is not None:
+        raise InputError("--fail-on compares two runs; leave out --trend.")
+    for runs in by_machine(command.runs):
+        _publish(reports.trend_page(runs, share / 100)[0])
     return 0
 
 
-def _show(text: str) -> None:
+def _publish(text: str) -> None:
     from .. import files
 
     print(text)

@@ -18,9 +18,8 @@ _RANDOM = 24  # problems for backends that are named
 class Judge(OnFleet):
     """Hold backends, or a function of yours (my.py:fn), to the contract: what is right, wrong (how far), refused."""
 
-    backends: tyro.conf.Positional[Annotated[str | None, flag("NAMES", "all that are registered")]] = None
-    """Registered names, separated by commas; FILE.py:NAME is a function f(q, k, v) of yours, or what
-    backends.from_function made."""
+    backends: tyro.conf.Positional[tuple[str, ...]] = ()
+    """Registered names (without any: all), or FILE.py:NAME of a function f(q, k, v) or of a backend."""
     cases: Annotated[str | None, flag("PATTERNS", "all")] = None
     """Glob patterns of named problems, separated by commas."""
     random: Annotated[int | None, flag("N", f"{_RANDOM} for backends that are named, else 0")] = None

@@ -13,18 +13,18 @@ from .flags import flag
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Render the report of runs again from their records, or of shards as one run."""
+    """Render the report of a run again from its records, or one report of several runs."""
 
     run_dir: tyro.conf.Positional[Path]
     """Directory of the run; the report is written there."""
     others: tyro.conf.Positional[tuple[Path, ...]] = ()
     """Directories of runs that follow on the same page."""
-    out: Annotated[Path | None, flag("DIR", "the runs stay apart")] = None
-    """Directory for the run that the given ones make together: the shards of attnsuite run --shard, or other cases."""
+    out: Annotated[Path | None, flag("DIR", "none")] = None
+    """Put the runs together as one run in this directory: the shards of attnsuite run --shard."""
 
 
 def run(command: Report) -> int:
-    """Render the page of one run, of several, or of the one that several make together."""
+    """Render the page of one run, or of several."""
     if command.out is None:
         return show(command.run_dir, *command.others)
     from ..merge import merge

@@ -35,7 +35,7 @@ class Run(OnFleet):
     resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Go on with the run in --out; finished cells are kept."""
     shard: Annotated[str | None, flag("I/N", "all cases")] = None
-    """Measure every N-th case only, from the I-th on; attnsuite report --out puts the N runs together."""
+    """Measure every N-th case only, from the I-th on; attnsuite report RUNS... --out DIR puts them together."""
     text: Annotated[Path | None, flag("FILE", "prose that ships with Python")] = None
     """Text (UTF-8) to measure perplexity on."""
     text_field: Annotated[str | None, flag("NAME", "plain text")] = None

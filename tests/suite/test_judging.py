@@ -179,7 +179,7 @@ def test_judgement_is_resumed_as_it_was_begun(tmp_path, capsys):
             command_line.main([*words, "--out", str(tmp_path / "out")])
         return ended.value.code, "".join(capsys.readouterr())
 
-    assert command("judge", "standard,chunked", "--cases", "heads-equal", "--random", "0")[0] == 0
+    assert command("judge", "standard", "chunked", "--cases", "heads-equal", "--random", "0")[0] == 0
     before = (tmp_path / "out" / RECORDS).read_bytes()
     (tmp_path / "out" / RECORDS).write_bytes(before.splitlines(keepends=True)[0])
     assert command("judge", "--resume")[0] == 0

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from attnsuite import reports
+from attnsuite.suite.command_line import main
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.grid.executors import Limits
 from attnsuite.suite.grid.run import new_request
@@ -133,3 +134,12 @@ def test_what_is_no_shard_is_refused(words):
 def test_more_shards_than_cases_are_refused(tmp_path):
     with pytest.raises(InputError, match=r"--shard 1/900 is of \d+ cases; use at most"):
         new_request("quick", None, None, None, tmp_path, LIMITS, shard=Shard(1, 900))
+
+
+def test_report_puts_shards_together_in_a_directory_of_their_own(tmp_path, written, capsys):
+    one, other = written("one", CASES[:1]), written("other", CASES[1:])
+    with pytest.raises(SystemExit) as ended:
+        main(["report", str(one), str(other), "--out", str(tmp_path / "whole")])
+    assert ended.value.code == 0
+    assert f"report:  {tmp_path / 'whole' / 'report.md'}" in capsys.readouterr().out
+    assert not (one / "report.md").exists()

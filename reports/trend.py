@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from attnsuite.suite.errors import InputError
-from attnsuite.suite.history import Entry
 from attnsuite.suite.record import Record
 from attnsuite.suite.shown import label, same_problem, shows_speed, standard_of
+from attnsuite.suite.trend import Entry
 
 from . import cases, environment
 from .markdown import render_table
@@ -52,7 +52,7 @@ class Change:
     ratio: float
 
 
-def history_page(runs: Sequence[Entry], share: float) -> tuple[str, tuple[Change, ...]]:
+def trend_page(runs: Sequence[Entry], share: float) -> tuple[str, tuple[Change, ...]]:
     """The trend page of a machine's runs as Markdown, and every change of level by more than ``share``.
 
     Raises InputError if ruptures is not installed.
