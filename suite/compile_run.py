@@ -112,7 +112,7 @@ def compile_all(grid: CompileGrid, watcher: GridWatcher, fleet: FleetRequest | N
     if fleet is not None:
         if own := [name for name in grid.backends if is_reference(name)]:
             raise InputError(f"{own[0]} is a file of this machine alone; leave out --executor.")
-        if grid.searched:
+        if grid.searches or grid.batch_searches:
             raise InputError("--longest asks one compiler after the other on one machine; leave out --executor.")
     execute(grid, watcher, fleet)
 
