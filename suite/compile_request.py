@@ -20,9 +20,9 @@ from .kinds.attention import OpCase
 from .kinds.model import ModelCase
 from .named_model import absolute
 from .names import names_of
-from .own import own_or_known
 from .store import RECORDS
 from .suites import Suite, find_suite, select
+from .user_function import known_row
 
 # Problems of a present transformer: grouped queries, head dim 128, bfloat16, from short to very long.
 COMPILE = Suite(
@@ -97,7 +97,7 @@ def compile_request(
         cases=(*_ops(suite, cases, wanted=models.models is None), *cells),
         searches=searches,
         batch_searches=batch_searches,
-        backends=tuple(own_or_known(name) for name in chosen),
+        backends=tuple(known_row(name) for name in chosen),
         targets=devices,
         out=out,
         limits=limits,

@@ -34,9 +34,9 @@ from .kinds.attention import OpCase
 from .kinds.model import ModelCase
 from .measure import environment
 from .measure.memory import machine_bytes
-from .own import digests, is_reference
 from .record import Environment, Record
 from .store import CompileManifest
+from .user_function import digests, is_reference
 
 SUITE = "compile"
 _BYTES_PER_PROCESS = 5 * 2**30  # of this machine: a compiler on a whole model

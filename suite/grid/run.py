@@ -26,11 +26,11 @@ from ..measure.speed import Sampling
 from ..model_suite import ModelSuiteWords, model_suite
 from ..model_suite import rows as model_suite_rows
 from ..names import names_of
-from ..own import digests, is_reference, own_or_known
 from ..peers import PEERS
 from ..record import Environment, Machine, Record
 from ..store import GridManifest, RunManifest, TextIdentity, read_manifest
 from ..suites import SUITES, Shard, Suite, find_suite, parse_shard, select
+from ..user_function import digests, is_reference, known_row
 from .executors import Limits, RunContext, Watcher, in_turns, is_measured, one_after_another, refused
 from .grid import Grid
 from .process import Worker
@@ -313,6 +313,4 @@ def _rows(suite: Suite) -> tuple[str, ...]:
 
 def _known(wanted: Sequence[str], cases: Sequence[Case] = ()) -> tuple[str, ...]:
     own = {row for case in cases for row in kind_of(case.kind).rows(case)}
-    return tuple(
-        dict.fromkeys(name if name in METHODS or name in own else own_or_known(name, PEERS) for name in wanted)
-    )
+    return tuple(dict.fromkeys(name if name in METHODS or name in own else known_row(name, PEERS) for name in wanted))

@@ -13,7 +13,6 @@ from typing import ClassVar, Literal
 
 from attnsuite.backends import Target, registry
 
-from .. import own
 from ..cell import Asked, Cell, Means, Outcome, Prepared
 from ..measure.judge import as_error
 from ..typed import Real, Seed, Whole
@@ -64,7 +63,6 @@ class Conformance(Kind):
 
     def cells(self, case: ConformanceCase, asked: Asked) -> Iterable[Cell]:
         """A cell per backend; whether it takes the problem is found when it is judged."""
-        own.register_own(asked.rows)
         for row in backends_of(asked):
             yield cell_of(case, row, resolved=row, mode="native", exact=registry.get(row).exact)
 

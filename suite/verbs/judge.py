@@ -40,8 +40,8 @@ def run(command: Judge) -> int:
     """Judge, and print the page; exit code 1 where something is wrong or nothing was judged."""
     from attnsuite import reports
 
-    from ..conformance import all_right, new_judgement, resumed_judgement
     from ..grid.execute import execute
+    from ..judgement import all_right, new_judgement, resumed_judgement
 
     random = (_RANDOM if command.backends else 0) if command.random is None else command.random
     for name, value in (("random", random), ("first", command.first), ("seed", command.seed)):

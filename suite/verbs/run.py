@@ -138,10 +138,10 @@ def _own_cells(command: Run) -> Grid:
 
     out = directory_of(command, str(command.suite))
     if command.suite == "sharded":
-        from ..sharded import ShardedGrid
+        from ..sharded_grid import ShardedGrid
 
         return ShardedGrid(out=out, resume=command.resume)
-    from ..curves import BACKENDS, CurvesGrid
+    from ..curves_grid import BACKENDS, CurvesGrid
 
     steps = 60 if command.steps is None else command.steps
     interpreted = 8 if command.interpreted_steps is None else command.interpreted_steps
@@ -161,8 +161,8 @@ def _own_cells(command: Run) -> Grid:
 
 def _named(request: RunGrid, *, asked: bool) -> int:
     """Say where what was asked for by name did not run; 2 if a function of the user has run in no case, else 0."""
-    from ..own import is_reference
     from ..store import RECORDS, parse_records
+    from ..user_function import is_reference
 
     records = parse_records(request.out / RECORDS)[0]
     for name in request.backends if asked else ():

@@ -12,7 +12,7 @@ import pytest
 
 from attnsuite.backends import Target, registry
 from attnsuite.reports import render
-from attnsuite.suite import command_line, conformance, own
+from attnsuite.suite import command_line, judgement, user_function
 from attnsuite.suite.cell import Outcome
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.grid import worker
@@ -79,7 +79,7 @@ def kernels(tmp_path):
 
 
 def judged(path, name, case="heads-equal", number=None):
-    own.register_own([f"{path}:{name}"])
+    user_function.register_functions([f"{path}:{name}"])
     return conformance_kind.judged(f"{path}:{name}", ConformanceCase(name=case, number=number, seed=number and 0))
 
 
@@ -190,9 +190,9 @@ def test_judgement_is_resumed_as_it_was_begun(tmp_path, capsys):
 
 def test_all_right_needs_something_right_and_nothing_wrong(example_record):
     refused, wrong = (dataclasses.replace(example_record, status=status) for status in ("unsupported", "wrong"))
-    assert conformance.all_right([example_record, refused])
-    assert not conformance.all_right([refused])
-    assert not conformance.all_right([example_record, wrong])
+    assert judgement.all_right([example_record, refused])
+    assert not judgement.all_right([refused])
+    assert not judgement.all_right([example_record, wrong])
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def test_all_right_needs_something_right_and_nothing_wrong(example_record):
 )
 def test_what_cannot_be_judged_is_a_sentence(kernels, name, sentence):
     with pytest.raises(InputError) as raised:
-        own.register_own([own.own_or_known(name.format(kernels))])
+        user_function.register_functions([user_function.known_row(name.format(kernels))])
     assert sentence.format(kernels) in str(raised.value)
 
 
@@ -215,7 +215,7 @@ def test_file_that_does_not_load_is_a_sentence(tmp_path):
     path = tmp_path / "broken.py"
     path.write_text("import no_such_chip\n")
     with pytest.raises(InputError, match=r"broken.py does not load: ModuleNotFoundError: .*'no_such_chip'"):
-        own.register_own([f"{path}:fn"])
+        user_function.register_functions([f"{path}:fn"])
 
 
 def test_run_resolves_a_function_as_any_backend(kernels, tiny, new_run):
@@ -229,10 +229,10 @@ def test_run_resolves_a_function_as_any_backend(kernels, tiny, new_run):
 
 def test_digest_of_a_function_is_that_of_its_file(kernels):
     row = f"{kernels}:mine"
-    before = own.digests([row, "standard"])
+    before = user_function.digests([row, "standard"])
     assert list(before) == [row]
     kernels.write_text(kernels.read_text() + "# changed\n")
-    assert own.digests([row]) != before
+    assert user_function.digests([row]) != before
 
 
 def test_run_of_a_function_is_not_resumed_since_its_file_may_have_changed(tmp_path):
@@ -246,6 +246,6 @@ def test_run_of_a_function_is_not_resumed_since_its_file_may_have_changed(tmp_pa
 
 def test_what_judges_needs_no_pytest():
     asked = "print({'pytest', 'hypothesis'} & set(sys.modules))"
-    code = f"import sys; from attnsuite.suite import conformance; {asked}"
+    code = f"import sys; from attnsuite.suite import judgement; {asked}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"

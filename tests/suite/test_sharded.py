@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 
 from attnsuite import reports
-from attnsuite.suite import sharded
+from attnsuite.suite import sharded_grid
 from attnsuite.suite.command_line import main
 from attnsuite.suite.grid.references import References
 from attnsuite.suite.kinds import make_case
-from attnsuite.suite.sharded import cell_of, rows
+from attnsuite.suite.sharded_grid import cell_of, rows
 from attnsuite.suite.store import RECORDS, parse_records
 
 PUBLISHED = Path(__file__).parents[2] / "reports" / "published" / "sharded"
@@ -54,7 +54,7 @@ class Silent:
 
 def compute(*cells):
     """The records of these cells."""
-    grid = sharded.ShardedGrid(out=Path())
+    grid = sharded_grid.ShardedGrid(out=Path())
     with contextlib.closing(References(grid.limits.seconds)) as references:
         return list(grid.compute(cells, {}, Silent(), references))
 
@@ -109,7 +109,7 @@ from attnsuite.suite.cell import Means
 from attnsuite.suite.grid.references import References
 from attnsuite.suite.kinds import make_case
 from attnsuite.suite.kinds.sharded import SHARDED
-from attnsuite.suite.sharded import cell_of
+from attnsuite.suite.sharded_grid import cell_of
 
 ALL, LONG = "data 2 x heads 2 x context 2", "heads 2 x context 4"
 
@@ -212,8 +212,8 @@ def test_process_that_dies_is_told_with_its_last_words(monkeypatch):
 def test_rows_are_kept_as_they_are_computed_and_resumed(tmp_path, monkeypatch, capsys):
     """An interrupted command has each finished row once, and goes on with the others."""
     cells = [cell_of("kascade", "data 1", "causal"), cell_of("standard", "data 1", "causal")]
-    monkeypatch.setattr(sharded, "rows", lambda: cells)
-    whole, out = sharded.ShardedGrid.compute, tmp_path / "out"
+    monkeypatch.setattr(sharded_grid, "rows", lambda: cells)
+    whole, out = sharded_grid.ShardedGrid.compute, tmp_path / "out"
 
     def interrupted(grid, missing, *rest):
         yield next(iter(whole(grid, missing[:1], *rest)))
@@ -225,7 +225,7 @@ def test_rows_are_kept_as_they_are_computed_and_resumed(tmp_path, monkeypatch, c
         return exit_info.value.code, "".join(capsys.readouterr())
 
     with monkeypatch.context() as patch:
-        patch.setattr(sharded.ShardedGrid, "compute", interrupted)
+        patch.setattr(sharded_grid.ShardedGrid, "compute", interrupted)
         code, said = command()
     assert code == 130
     assert f"what is done is kept; go on with: attnsuite run --suite sharded --resume --out {out}" in said

@@ -14,8 +14,8 @@ from .grid.executors import Limits
 from .grid.run import RunGrid, resumed_request
 from .kinds.conformance import ConformanceCase
 from .names import names_of
-from .own import own_or_known
 from .record import Record
+from .user_function import known_row
 
 SUITE = "judge"
 
@@ -31,7 +31,7 @@ def new_judgement(
             *(ConformanceCase(name=name) for name in named),
             *(ConformanceCase(number=number, seed=seed) for number in numbers),
         ),
-        backends=tuple(dict.fromkeys(map(own_or_known, backends or registry.names()))),
+        backends=tuple(dict.fromkeys(map(known_row, backends or registry.names()))),
         out=out,
         limits=limits,
     )
