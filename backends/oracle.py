@@ -135,7 +135,7 @@ def unseen_keys(spec: AttentionSpec, layout: Layout, terms: Terms = NO_TERMS) ->
 
 
 # What the rule allows, in epsilons of the dtype: a floor added to twice the standard backend's largest error, a floor
-# added to twice its root-mean-square error, and a bound of the total. `attnsuite judge standard --random 0` records
+# added to twice its root-mean-square error, and a bound of the total. `attnsuite judge standard` records
 # the errors behind the first and the last: over its named problems, on a CPU, the standard backend is off by at most 7
 # (forward) and 9 (gradient) epsilons in float32, 23 and 22 where logits reach 80, and by 0.6 in half precision. The
 # floor is for problems where the standard backend is exact by luck (one key). For gradients it also covers the error of

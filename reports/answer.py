@@ -8,10 +8,10 @@ from collections.abc import Iterable, Sequence
 from tabulate import tabulate
 
 from attnsuite.suite import statistics
-from attnsuite.suite.own import is_reference
 from attnsuite.suite.record import Record
 from attnsuite.suite.shown import baseline_of, same_rounds
 from attnsuite.suite.statistics import Interval
+from attnsuite.suite.user_function import is_reference
 
 from .cells import Cell, Group, group
 from .peers import is_peer

@@ -21,12 +21,12 @@ from .errors import InputError
 from .kinds import make_case
 from .kinds.attention import OpCase, spec_of
 from .kinds.model import ModelCase
-from .own import is_reference
 from .peers import PEERS
 from .record import Record
 from .shown import STANDARD, program_bytes, shows_speed
 from .statistics import median, paired_ratio
 from .store import parse_records, records_path
+from .user_function import is_reference
 
 # Packages of a run's environment that no backend computes with.
 _UNRELATED = frozenset({"python", "flax", "numpy", "scipy", "optax", "orbax-checkpoint", "torch", "transformers",

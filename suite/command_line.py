@@ -27,7 +27,7 @@ import tyro
 from attnsuite import __version__
 
 from .errors import InputError
-from .verbs import VERBS
+from .verbs import FORMER, VERBS
 from .verbs.flags import BAD_INPUT, tell
 
 _DESCRIPTION = "Which attention implementation, for your shapes, on your device: measured, and checked."
@@ -66,6 +66,8 @@ def _act(words: list[str]) -> int:
         kinds = {verb: _kind(verb) for verb in VERBS}
         tyro.extras.subcommand_cli_from_dict(kinds, prog="attnsuite", description=_DESCRIPTION, args=words)
     verb, *rest = words
+    if verb in FORMER:
+        raise InputError(f"{verb} is no longer a verb; use {FORMER[verb]}.")
     if verb not in VERBS:
         near = difflib.get_close_matches(verb, VERBS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(VERBS)}."

@@ -13,16 +13,16 @@ from attnsuite.models import PRESETS
 
 from .absent import topologies
 from .absent.programs import model_config
-from .compile_run import CompileRequest
+from .compile_run import CompileGrid
 from .errors import InputError
 from .grid.executors import Limits
 from .kinds.attention import OpCase
 from .kinds.model import ModelCase
 from .named_model import absolute
 from .names import names_of
-from .own import own_or_known
 from .store import RECORDS
 from .suites import Suite, find_suite, select
+from .user_function import known_row
 
 # Problems of a present transformer: grouped queries, head dim 128, bfloat16, from short to very long.
 COMPILE = Suite(
@@ -81,7 +81,7 @@ def compile_request(
     command: Sequence[str],
     kernels: str | None = None,
     schedule: bool = False,
-) -> CompileRequest:
+) -> CompileGrid:
     """The request of these flags. Raises InputError with one sentence for a name that does not exist."""
     if (out / RECORDS).exists():
         raise InputError(
@@ -93,11 +93,11 @@ def compile_request(
     searches, batch_searches = _searches(models, cells)
     chosen = names() if backends is None else names_of(backends, "--backends")
     devices = tuple(map(_known_target, names_of(targets or ",".join(topologies.KINDS), "--targets")))
-    return CompileRequest(
+    return CompileGrid(
         cases=(*_ops(suite, cases, wanted=models.models is None), *cells),
         searches=searches,
         batch_searches=batch_searches,
-        backends=tuple(own_or_known(name) for name in chosen),
+        backends=tuple(known_row(name) for name in chosen),
         targets=devices,
         out=out,
         limits=limits,

@@ -23,18 +23,20 @@ from .absent import schedules, slices, topologies
 from .absent.compilation import NO_COMPILER, backend_and_role, in_roles
 from .cell import Cell, Outcome
 from .errors import CellFailure, InputError
-from .grid.executors import Limits, RunContext, Running, Watcher, outcome_of, side_by_side
-from .grid.fleet import FleetRequest, execute_grid
-from .grid.keeping import GridWatcher, keep, opened
+from .grid.execute import execute
+from .grid.executors import RunContext, Running, Watcher, outcome_of, side_by_side
+from .grid.fleet import FleetRequest
+from .grid.grid import Grid, GridWatcher
 from .grid.process import Restarting, Worker
+from .grid.references import References
 from .kinds import problem_of
 from .kinds.attention import OpCase
 from .kinds.model import ModelCase
 from .measure import environment
 from .measure.memory import machine_bytes
-from .own import digests, is_reference
 from .record import Environment, Record
 from .store import CompileManifest
+from .user_function import digests, is_reference
 
 SUITE = "compile"
 _BYTES_PER_PROCESS = 5 * 2**30  # of this machine: a compiler on a whole model
@@ -46,24 +48,58 @@ SEARCH_STEPS = 5
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class CompileRequest:
+class CompileGrid(Grid):
     """What to compile, checked.
 
     Each of ``searches`` is a model case whose longest length that fits is searched, and each of ``batch_searches`` one
     whose largest batch is. With ``schedule`` the schedules of Pallas kernels are read, or their launches, too.
     """
 
+    suite: str = SUITE
     cases: tuple[OpCase | ModelCase, ...]
     searches: tuple[ModelCase, ...]
     batch_searches: tuple[ModelCase, ...] = ()
     backends: tuple[str, ...]
     targets: tuple[Target, ...]
-    out: Path
-    limits: Limits
     cache: Path
     command: tuple[str, ...]
     kernels: tuple[str, ...] = ()
     schedule: bool = False
+
+    @property
+    def searched(self) -> int:
+        """The most sizes that the searches try."""
+        return SEARCH_STEPS * (len(self.searches) + len(self.batch_searches)) * len(self.backends) * len(self.targets)
+
+    def look(self) -> tuple[Environment, list[Cell]]:
+        """What this machine is, and the cells without the searches, those of a target together."""
+        cells = [
+            cell_of(case, name, target)
+            for target in self.targets
+            for case in self.cases
+            for backend in self.backends
+            for name in in_roles(case, backend, self.kernels)
+        ]
+        return _environment(self.targets[0]), cells
+
+    def manifest(self, environment: Environment, cells: int) -> CompileManifest:
+        """The identity of the grid."""
+        return CompileManifest(
+            suite=SUITE,
+            targets=tuple(str(target) for target in self.targets),
+            backends=self.backends,
+            cases=tuple(problem_of(case) for case in self.cases),
+            searches=tuple(problem_of(case) for case in (*self.searches, *self.batch_searches)),
+            command=self.command,
+        )
+
+    def compute(
+        self, cells: Sequence[Cell], environment: Environment, watcher: Watcher, references: References
+    ) -> Iterator[Record]:
+        """The record of each cell; each target has a process."""
+        lanes = [_Compiler(target, cells, self, watcher) for target in self.targets]
+        for record in side_by_side(lanes, processes()):
+            yield dataclasses.replace(record, environment={**environment, **record.environment})
 
 
 def processes() -> int:
@@ -71,72 +107,14 @@ def processes() -> int:
     return max(1, min(usable_cores(), machine_bytes() // _BYTES_PER_PROCESS))
 
 
-def execute(request: CompileRequest, watcher: GridWatcher, fleet: FleetRequest | None = None) -> None:
-    """Compile everything and write the records. Raises InputError where ``out`` holds records already."""
+def compile_all(grid: CompileGrid, watcher: GridWatcher, fleet: FleetRequest | None = None) -> None:
+    """Compile everything and write the records. Raises InputError where the directory holds records already."""
     if fleet is not None:
-        if own := [name for name in request.backends if is_reference(name)]:
+        if own := [name for name in grid.backends if is_reference(name)]:
             raise InputError(f"{own[0]} is a file of this machine alone; leave out --executor.")
-        if request.searches or request.batch_searches:
+        if grid.searches or grid.batch_searches:
             raise InputError("--longest asks one compiler after the other on one machine; leave out --executor.")
-        execute_grid(CompileGrid(request=request), watcher, fleet)
-        return
-    cells = cells_of(request)
-    searches = (len(request.searches) + len(request.batch_searches)) * len(request.backends) * len(request.targets)
-
-    def compute(missing: Sequence[Cell]) -> Iterator[Record]:
-        lanes = [_Compiler(target, missing, request, watcher, watcher.fewer) for target in request.targets]
-        return side_by_side(lanes, processes())
-
-    with opened(request.out, watcher, resume=False) as store:
-        keep(store, _manifest(request), cells, compute, watcher, more=SEARCH_STEPS * searches)
-
-
-def cells_of(request: CompileRequest) -> list[Cell]:
-    """The cells of a request without its searches, those of a target together."""
-    return [
-        cell_of(case, name, target)
-        for target in request.targets
-        for case in request.cases
-        for backend in request.backends
-        for name in in_roles(case, backend, request.kernels)
-    ]
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class CompileGrid:
-    """The cells of a request without searches: a :class:`.grid.keeping.Grid`."""
-
-    request: CompileRequest
-    resume: bool = False
-    suite: str = SUITE
-
-    @property
-    def out(self) -> Path:
-        """The directory of the records."""
-        return self.request.out
-
-    @property
-    def limits(self) -> Limits:
-        """What a cell may use."""
-        return self.request.limits
-
-    def look(self) -> tuple[Environment, list[Cell]]:
-        """What this machine is, and its cells."""
-        return _environment(self.request.targets[0]), cells_of(self.request)
-
-    def manifest(self, environment: Environment) -> CompileManifest:
-        """The identity of the grid."""
-        return _manifest(self.request)
-
-    def compute(self, cells: Sequence[Cell], environment: Environment, watcher: Watcher) -> Iterator[Record]:
-        """The record of each cell."""
-        for target in self.request.targets:
-            lane = _Compiler(target, cells, self.request, watcher)
-            try:
-                for record in lane.records():
-                    yield dataclasses.replace(record, environment={**environment, **record.environment})
-            finally:
-                lane.stop()
+    execute(grid, watcher, fleet)
 
 
 def nothing_compiled(records: Sequence[Record]) -> bool:
@@ -169,14 +147,12 @@ class _Compiler:
         self,
         target: Target,
         cells: Sequence[Cell],
-        request: CompileRequest,
+        request: CompileGrid,
         watcher: Watcher,
-        fewer: Callable[[int], None] = lambda _: None,
     ) -> None:
         self._target = target
         self._cells = [cell for cell in cells if cell.target == str(target)]
         self._request = request
-        self._fewer = fewer
         self._dump = tempfile.TemporaryDirectory(prefix="attnsuite-") if request.schedule else None
         dumping = schedules.variables(Path(self._dump.name), target.platform) if self._dump else {}
         variables = topologies.ENVIRONMENT | dumping
@@ -222,7 +198,7 @@ class _Compiler:
         first = answer(sizes[len(sizes) // 2])
         if first.status != "unsupported" and (first.memory or first.error):  # refused, or kernels alone, says all
             longest(lambda size: answer(size).status == "ok", sizes)
-        self._fewer(SEARCH_STEPS - len(made))
+        self._context.watcher.fewer(SEARCH_STEPS - len(made))
         yield from made
 
     def _once(self, cell: Cell) -> Iterator[Record]:
@@ -282,14 +258,3 @@ def _environment(target: Target) -> Environment:
         "flags": {name: os.environ[name] for name in _FLAGS if name in os.environ},
         "target_memory": target.memory_bytes,
     }
-
-
-def _manifest(request: CompileRequest) -> CompileManifest:
-    return CompileManifest(
-        suite=SUITE,
-        targets=tuple(str(target) for target in request.targets),
-        backends=request.backends,
-        cases=tuple(problem_of(case) for case in request.cases),
-        searches=tuple(problem_of(case) for case in (*request.searches, *request.batch_searches)),
-        command=request.command,
-    )

@@ -6,10 +6,12 @@ An error of the system becomes an InputError: one sentence with the path.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from .errors import InputError
 
@@ -37,6 +39,11 @@ def write_text(path: Path, text: str) -> None:
             with contextlib.suppress(OSError):
                 partial.unlink(missing_ok=True)
             raise
+
+
+def write_json(path: Path, data: dict[str, Any]) -> None:
+    """Write an object as JSON with sorted keys, as :func:`write_text`. Raises InputError."""
+    write_text(path, json.dumps(data, indent=1, sort_keys=True) + "\n")
 
 
 def check_directory(directory: Path) -> None:

@@ -82,7 +82,7 @@ class RunStore:
     def settle(self, identity: Manifest) -> None:
         """Write the run's identity, or check that a resumed run still has it. Raises InputError where it differs."""
         if not self.resumed:
-            self.write_json(MANIFEST, dataclasses.asdict(identity))
+            files.write_json(self.directory / MANIFEST, dataclasses.asdict(identity))
             return
         before = dataclasses.asdict(read_manifest(self.directory))
         now = dataclasses.asdict(typed.convert(dataclasses.asdict(identity), type(identity)))
@@ -92,10 +92,6 @@ class RunStore:
             raise InputError(
                 f"the run in {self.directory} cannot be resumed, since its figures would not compare: {what}."
             )
-
-    def write_json(self, name: str, data: dict[str, Any]) -> None:
-        """Write a file of the run directory, whole or not at all. Raises InputError."""
-        files.write_text(self.directory / name, json.dumps(data, indent=1, sort_keys=True) + "\n")
 
     def _load(self, *, resume: bool) -> tuple[Record, ...]:
         path = self.directory / RECORDS
@@ -201,14 +197,17 @@ class CompileManifest:
     command: tuple[str, ...] = ()
 
 
+GridVerb = Literal["sharded", "tune", "curves"]  # two of them are suites of ``attnsuite run``
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GridManifest:
-    """The identity of a run of one of these verbs: it can be resumed only where all fields are the same.
+    """The identity of a grid that lists its own cells: it can be resumed only where all fields are the same.
 
     ``asked`` holds the flags of the command line that say what is computed.
     """
 
-    verb: Literal["sharded", "tune", "curves", "judge"]
+    verb: GridVerb
     asked: dict[str, Scalar]
     target: str
     versions: dict[str, str]

@@ -8,7 +8,6 @@ the memory of the process.
 from __future__ import annotations
 
 import dataclasses
-import datetime as dt
 import time
 import warnings
 from collections.abc import Iterator, Mapping
@@ -23,7 +22,9 @@ from attnsuite.models import Checkpoint, ModelConfig, TextFile, Transformer, loa
 from attnsuite.models.kascade.calibration import load as load_calibration
 from attnsuite.models.planning import Resolutions, freeze_options, resolve_attention
 
+from .cell import Cell, Outcome
 from .errors import InputError
+from .grid.executors import now, record_of
 from .kinds.kascade.kept import Kept, kept_of
 from .kinds.kascade.schedules import ScheduleWords
 from .measure import environment
@@ -88,7 +89,7 @@ class _Attention:
 
 def run(request: StreamRequest) -> Measured:
     """Measure and write the record. Raises InputError."""
-    baseline, begin, started = mark_baseline(), time.perf_counter(), dt.datetime.now(dt.UTC)
+    baseline, begin, started = mark_baseline(), time.perf_counter(), now()
     if (request.out / RECORDS).is_file():
         raise InputError(f"--out {request.out} has records already; choose another directory.")
     try:
@@ -101,11 +102,13 @@ def run(request: StreamRequest) -> Measured:
                 nats = _nats(request, checkpoint, rows, attention)
                 compared = None if other is None else _compared(nats, _nats(request, checkpoint, rows, other), other)
                 seconds, used = time.perf_counter() - begin, high_water(baseline)
-                record, figures = _judged(request, checkpoint.config, attention, rows, nats, bytes_per_token, compared)
-                record = dataclasses.replace(
-                    record,
-                    memory={"process_high_water": used},
-                    started=started.isoformat(timespec="seconds"),
+                outcome, figures = _judged(request, checkpoint.config, attention, rows, nats, bytes_per_token, compared)
+                record = record_of(
+                    _cell(request, checkpoint.config, attention),
+                    dataclasses.replace(outcome, memory={"process_high_water": used}),
+                    suite="perplexity",
+                    environment=environment.describe(),
+                    started=started,
                     wall_seconds=seconds,
                 )
                 store.append([record])
@@ -255,8 +258,8 @@ def _judged(
     nats: np.ndarray,
     bytes_per_token: float | None,
     compared: _Compared | None,
-) -> tuple[Record, tuple[str, ...]]:
-    """The record and its figures as lines. A loss that is not finite has no figure: the record is ``wrong``."""
+) -> tuple[Outcome, tuple[str, ...]]:
+    """What was measured, and its figures as lines. A loss that is not finite has no figure: the status is ``wrong``."""
     finite, low = bool(np.isfinite(nats).all()), unigram_bits(rows)
     by = f"by {attention.name}" + "".join(
         f", which kept {kept.pairs:.4f} of the causal pairs" for kept in attention.kept
@@ -286,14 +289,22 @@ def _judged(
             f"of sequence {row}: all weights are, what is computed overflows {config.dtype}; try another --dtype."
         )
         lines.append(f"INVALID: {error}")
-    target = Target.here()
-    mode: Any = next((f.mode for _, f in attention.resolutions if f.mode == "fallback"), "native")
+    outcome = Outcome(
+        status="ok" if finite else "wrong",
+        error=error,
+        notes=(*notes, *_asked(request, attention)),
+        tokens=int(nats.size),
+        quality=quality,
+        series={"nll": tuple(map(float, nats.mean(1))), **(compared.series if compared else {})} if finite else {},
+    )
+    return outcome, tuple(lines)
+
+
+def _cell(request: StreamRequest, config: ModelConfig, attention: _Attention) -> Cell:
     name = f"perplexity-{Path(request.model).resolve().name}-s{request.sequence}-{config.dtype}"
-    record = Record(
-        key=f"{name}/{request.backend}/{target}/{mode}",
-        suite="perplexity",
+    found = [resolution for _, resolution in attention.resolutions]
+    return Cell(
         case=name,
-        kind="perplexity",
         problem={
             "kind": "perplexity",
             "name": name,
@@ -302,22 +313,13 @@ def _judged(
             "sequences": request.sequences,
             "dtype": config.dtype,
         },
-        requested=request.backend,
+        row=request.backend,
+        target=str(Target.here()),
         resolved=attention.name,
-        mode=mode,
-        exact=all(found.backend.exact for _, found in attention.resolutions),
-        target=str(target),
-        reasons=tuple(dict.fromkeys(reason for _, found in attention.resolutions for reason in found.reasons)),
-        status="ok" if finite else "wrong",
-        error=error,
-        notes=(*notes, *_asked(request, attention)),
-        tokens=int(nats.size),
-        quality=quality,
-        series={"nll": tuple(map(float, nats.mean(1))), **(compared.series if compared else {})} if finite else {},
-        environment=environment.describe(),
-        started="",
+        mode="fallback" if any(each.mode == "fallback" for each in found) else "native",
+        exact=all(each.backend.exact for each in found),
+        reasons=tuple(dict.fromkeys(reason for each in found for reason in each.reasons)),
     )
-    return record, tuple(lines)
 
 
 def _asked(request: StreamRequest, attention: _Attention) -> Iterator[str]:

@@ -37,9 +37,10 @@ from .absent.candidates import NO_SPILLS, WithOptions, compile_kernels
 from .absent.programs import op_program as abstract_program
 from .cell import Cell, Outcome
 from .errors import CellFailure, InputError, jax_does_not_start
+from .grid.execute import execute
 from .grid.executors import Limits, RunContext, Running, Watcher
-from .grid.fleet import FleetRequest, execute_grid
-from .grid.keeping import GridWatcher, identity
+from .grid.fleet import FleetRequest
+from .grid.grid import Grid, GridWatcher, identity
 from .grid.process import Restarting, Worker
 from .grid.references import References
 from .kinds import make_case, problem_of
@@ -84,89 +85,66 @@ def tunable(wanted: Sequence[str] | None, target: Target | None) -> tuple[str, .
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class TuneRequest:
+class TuneGrid(Grid):
     """What to tune, checked: for this machine, or for an absent ``target``. ``command`` is the command line.
 
     ``given`` are options of the backend that hold for every candidate. After ``minutes`` no further cell is begun.
     """
 
+    suite: str = SUITE
     backends: tuple[str, ...]
     cases: tuple[OpCase, ...]
     target: Target | None
-    limits: Limits
-    out: Path
     command: str
     given: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     minutes: float | None = None
 
-
-def tune(
-    request: TuneRequest, watcher: GridWatcher, *, resume: bool = False, fleet: FleetRequest | None = None
-) -> tuple[Record, ...]:
-    """Try every backend's candidates on every case; writes the records and the table to ``request.out``.
-
-    Returns the records. Raises InputError at the start if ``out`` cannot be written, and at the end, without a table,
-    if no case could be tuned.
-    """
-    files.check_directory(request.out)
-    kept = execute_grid(TuneGrid(request=request, resume=resume), watcher, fleet)
-    files.write_text(request.out / TABLE, table(kept, request.command))
-    return kept
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class TuneGrid:
-    """The cells of a request: a :class:`.grid.keeping.Grid`."""
-
-    request: TuneRequest
-    resume: bool
-    suite: str = SUITE
-
-    @property
-    def out(self) -> Path:
-        """The directory of the records."""
-        return self.request.out
-
-    @property
-    def limits(self) -> Limits:
-        """What a cell may use."""
-        return self.request.limits
-
     def look(self) -> tuple[Environment, list[Cell]]:
         """What this machine is, and its cells. Raises InputError."""
-        request, found = self.request, _environment(self.limits)
+        found = _environment(self.limits)
         target = self._target(found)
-        return found, [cell_of(case, name, target, request) for case in request.cases for name in request.backends]
+        return found, [cell_of(case, name, target, self) for case in self.cases for name in self.backends]
 
-    def manifest(self, environment: Environment) -> GridManifest:
+    def manifest(self, environment: Environment, cells: int) -> GridManifest:
         """The identity of the grid."""
-        request = self.request
-        asked = {"backends": ",".join(request.backends), "cases": ",".join(case.name for case in request.cases)}
-        asked |= {"options": json.dumps(dict(request.given), sort_keys=True)} if request.given else {}
-        return identity("tune", asked, self._target(environment), environment)
+        flags = {"backends": ",".join(self.backends), "cases": ",".join(case.name for case in self.cases)}
+        flags |= {"options": json.dumps(dict(self.given), sort_keys=True)} if self.given else {}
+        return identity("tune", flags, self._target(environment), environment)
 
-    def compute(self, cells: Sequence[Cell], environment: Environment, watcher: Watcher) -> Iterator[Record]:
+    def compute(
+        self, cells: Sequence[Cell], environment: Environment, watcher: Watcher, references: References
+    ) -> Iterator[Record]:
         """The record of each cell."""
         context = RunContext(suite=SUITE, limits=self.limits, environment=environment, text=None, watcher=watcher)
-        trials = dict(zip((cell.key for cell in cells), _trials(cells, self.request), strict=True))
+        trials = dict(zip((cell.key for cell in cells), _trials(cells, self), strict=True))
         cells = sorted(cells, key=lambda cell: isinstance(trials[cell.key], int))  # what is unsupported takes no time
         begun, seconds, tried = time.monotonic(), 0.0, 0.0
-        with contextlib.closing(References(self.limits.seconds)) as references:
-            for place, cell in enumerate(cells):
-                if isinstance(reason := trials[cell.key], str):
-                    yield _unsupported(cell, reason, context)
-                    continue
-                left = sum(_work(other, trials[other.key]) for other in cells[place:])
-                told = f"; about {math.ceil(left * seconds / tried / 60)} minutes left" if tried else ""
-                watcher.doing(cell.case, cell.row, f"trying {trials[cell.key]} candidates{told}")
-                start = time.monotonic()
-                yield _record(cell, self.request, references, context)
-                seconds, tried = seconds + time.monotonic() - start, tried + _work(cell, trials[cell.key])
-                if self.request.minutes is not None and time.monotonic() - begun > 60 * self.request.minutes:
-                    return
+        for place, cell in enumerate(cells):
+            if isinstance(reason := trials[cell.key], str):
+                yield _unsupported(cell, reason, context)
+                continue
+            left = sum(_work(other, trials[other.key]) for other in cells[place:])
+            estimate = f"; about {math.ceil(left * seconds / tried / 60)} minutes left" if tried else ""
+            watcher.doing(cell.case, cell.row, f"trying {trials[cell.key]} candidates{estimate}")
+            start = time.monotonic()
+            yield _record(cell, self, references, context)
+            seconds, tried = seconds + time.monotonic() - start, tried + _work(cell, trials[cell.key])
+            if self.minutes is not None and time.monotonic() - begun > 60 * self.minutes:
+                return
 
     def _target(self, environment: Environment) -> str:
-        return environment.get("target", "") if self.request.target is None else str(self.request.target)
+        return environment.get("target", "") if self.target is None else str(self.target)
+
+
+def tune(grid: TuneGrid, watcher: GridWatcher, fleet: FleetRequest | None = None) -> tuple[Record, ...]:
+    """Try every backend's candidates on every case; writes the records and the table to the grid's directory.
+
+    Returns the records. Raises InputError at the start if the directory cannot be written, and at the end, without a
+    table, if no case could be tuned.
+    """
+    records = execute(grid, watcher, fleet)
+    files.write_text(grid.out / TABLE, table(records, grid.command))
+    return records
 
 
 def _environment(limits: Limits) -> Environment:
@@ -178,7 +156,7 @@ def _environment(limits: Limits) -> Environment:
         raise jax_does_not_start(failure) from failure
 
 
-def cell_of(case: OpCase, name: str, target: str, request: TuneRequest) -> Cell:
+def cell_of(case: OpCase, name: str, target: str, request: TuneGrid) -> Cell:
     """The cell of a backend on a case."""
     return Cell(
         case=case.name,
@@ -209,7 +187,7 @@ def table(records: Sequence[Record], command: str) -> str:
     return f"{start}\n{lines}\n]}}\n"
 
 
-def _trials(cells: Sequence[Cell], request: TuneRequest) -> list[int | str]:
+def _trials(cells: Sequence[Cell], request: TuneGrid) -> list[int | str]:
     """Of each cell the number of candidates, or why there are none. For this device one process is asked for all."""
     asked = [(cell.row, _case(cell.problem)) for cell in cells]
     if request.target is not None:
@@ -259,7 +237,7 @@ def _unsupported(cell: Cell, reason: str, context: RunContext) -> Record:
     return each.record(context)
 
 
-def _record(cell: Cell, request: TuneRequest, references: References, context: RunContext) -> Record:
+def _record(cell: Cell, request: TuneGrid, references: References, context: RunContext) -> Record:
     each, case = Running(cell), _case(cell.problem)
     try:
         with each.timed():
@@ -284,7 +262,7 @@ def _case(problem: Mapping[str, Any]) -> OpCase:
     return case
 
 
-def _measure(case: OpCase, name: str, references: References, request: TuneRequest) -> list[dict[str, Any]]:
+def _measure(case: OpCase, name: str, references: References, request: TuneGrid) -> list[dict[str, Any]]:
     """:func:`try_candidates` in a process of its own."""
     reference = str(references.path(case))
     with Worker(request.limits.memory) as worker:

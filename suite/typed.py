@@ -31,7 +31,6 @@ Seed = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 Real = Annotated[float, Meta(ge=-1e100, le=1e100)]
 Scalar = None | bool | Whole | Real | str
 
-_STEP = re.compile(r"\.(\w+)|\[(\d+|\.\.\.)\]")
 _WORDS = {str: "text", bool: "true or false", type(None): "nothing", int: "an integer", float: "a number"}
 
 
@@ -49,7 +48,7 @@ def convert(data: Any, kind: Any) -> Any:
     except msgspec.ValidationError as error:
         if error.__cause__ is not None:  # raised by a dataclass's own check
             raise error.__cause__ from None
-        raise ValueError(_sentence(error, data, kind)) from error
+        raise ValueError(_sentence(data, [kind])) from error
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
 
@@ -139,20 +138,23 @@ def _inner(kind: Any, name: Any) -> list[Any]:
     return []
 
 
-def _sentence(error: msgspec.ValidationError, data: Any, kind: Any) -> str:
-    message, _, path = str(error).partition(" - at `$")
-    names, kinds = [], [kind]
-    for field, index in _STEP.findall(path):
-        name = field or index if not index.isdecimal() else int(index)
-        if name == "...":
-            name = next(key for key, value in data.items() if not _fits(value, _inner(kinds[0], key)))
-        names.append(str(name))
-        data, kinds = data[name], [inner for each in kinds for inner in _inner(each, name)]
-    place = ".".join(names)
-    if missing := re.search(r"missing required field `(\w+)`", message):
-        return f"{place or 'it'} lacks the key {missing[1]}"
+def _sentence(data: Any, kinds: list[Any], place: str = "") -> str:
+    """What is wrong with data that fits none of the types, at the innermost place."""
+    for name, value in _items(data):
+        inner = [each for kind in kinds for each in _inner(kind, name)]
+        if inner and not _fits(value, inner):
+            return _sentence(value, inner, f"{place}.{name}" if place else str(name))
+    for kind in filter(_has_fields, kinds):
+        if isinstance(data, Mapping) and (missing := [name for name in _required(kind) if name not in data]):
+            return f"{place or 'it'} lacks the key {missing[0]}"
     subject = f"{place} = {given(data)}" if place else f"it ({given(data)})"
     return f"{subject} must be {' or '.join(accepted(each) for each in kinds)}"
+
+
+def _required(kind: Any) -> list[str]:
+    if is_typeddict(kind):
+        return [name for name in _hints(kind) if name in kind.__required_keys__]
+    return [field.name for field in dataclasses.fields(kind) if field.default is field.default_factory]  # both MISSING
 
 
 def _fits(value: Any, kinds: list[Any]) -> bool:

@@ -12,8 +12,8 @@ from attnsuite.backends import Target, registry, support
 from attnsuite.backends.tunable import CompilesKernels
 
 from .compile_request import default_cache
-from .compile_run import CompileRequest
-from .grid.run import RunRequest
+from .compile_run import CompileGrid
+from .grid.run import RunGrid
 from .kinds.attention import OpCase, spec_of
 from .measure.environment import versions
 from .record import Record
@@ -21,7 +21,7 @@ from .record import Record
 TARGET = "h100"
 
 
-def verdict_request(request: RunRequest, records: Sequence[Record]) -> CompileRequest | None:
+def verdict_request(request: RunGrid, records: Sequence[Record]) -> CompileGrid | None:
     """The cases whose interpreted kernels are compiled for an H100; None if there are none.
 
     Left out are cases that the backend refuses there (Kvax: float32), and runs of nodes with other versions than the
@@ -45,7 +45,7 @@ def verdict_request(request: RunRequest, records: Sequence[Record]) -> CompileRe
     cases, rows = tuple(dict.fromkeys(case for case, _ in asked)), tuple(dict.fromkeys(row for _, row in asked))
     out = request.out / TARGET
     words = ("--suite", "quick", "--cases", ",".join(case.name for case in cases), "--backends", ",".join(rows))
-    return CompileRequest(
+    return CompileGrid(
         cases=cases,
         searches=(),
         backends=rows,

@@ -21,11 +21,13 @@ from pathlib import Path
 import psutil
 
 from attnsuite.suite.cell import Cell
+from attnsuite.suite.grid.execute import execute
 from attnsuite.suite.grid.executors import Limits, Watcher
-from attnsuite.suite.grid.fleet import FleetRequest, execute_on_fleet
-from attnsuite.suite.grid.keeping import identity
+from attnsuite.suite.grid.fleet import FleetRequest
+from attnsuite.suite.grid.grid import Grid, identity
 from attnsuite.suite.grid.node import Doing
-from attnsuite.suite.grid.run import RunRequest
+from attnsuite.suite.grid.references import References
+from attnsuite.suite.grid.run import RunGrid
 from attnsuite.suite.kinds import problem_of
 from attnsuite.suite.kinds.attention import OpCase
 from attnsuite.suite.measure.environment import source_digest, versions
@@ -42,9 +44,9 @@ class Work:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._request: RunRequest | None = None
+        self._request: RunGrid | None = None
 
-    def look(self, request: RunRequest) -> tuple[Environment, list[Cell]]:
+    def look(self, request: RunGrid) -> tuple[Environment, list[Cell]]:
         self._request = request
         found = versions() | ({"jax": told} if (told := os.environ.get("FLEET_WORK_JAX")) else {})
         environment: Environment = {"versions": found, "source": source_digest(), "git_revision": None, "flags": {}}
@@ -81,32 +83,22 @@ class Work:
         pass
 
 
-@dataclasses.dataclass(frozen=True)
-class PretendGrid:
-    """As the grids of ``tune``, ``compile``, ``curves`` and ``sharded``: its records are made at once."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PretendGrid(Grid):
+    """As the grids of ``tune``, ``compile`` and the suites that list their own cells: its records are made at once."""
 
-    request: RunRequest
     suite: str = "fleet"
-
-    @property
-    def out(self) -> Path:
-        return self.request.out
-
-    @property
-    def resume(self) -> bool:
-        return self.request.resume
-
-    @property
-    def limits(self) -> Limits:
-        return self.request.limits
+    request: RunGrid
 
     def look(self) -> tuple[Environment, list[Cell]]:
         return Work("here").look(self.request)
 
-    def manifest(self, environment: Environment) -> GridManifest:
+    def manifest(self, environment: Environment, cells: int) -> GridManifest:
         return identity("sharded", {}, environment.get("target", ""), environment)
 
-    def compute(self, cells: Sequence[Cell], environment: Environment, watcher: Watcher) -> Iterator[Record]:
+    def compute(
+        self, cells: Sequence[Cell], environment: Environment, watcher: Watcher, references: References
+    ) -> Iterator[Record]:
         watcher.doing(cells[0].case, cells[0].row, "pretending")
         with tempfile.NamedTemporaryFile() as file:
             where = Path(file.name).parent.name
@@ -144,11 +136,11 @@ class Seen:
         self._when_done(record)
 
 
-def request(out: Path, names: Sequence[str], *, resume: bool = False) -> RunRequest:
+def request(out: Path, names: Sequence[str], *, resume: bool = False) -> RunGrid:
     """A run of cases with these names, two cells each."""
     cases = tuple(OpCase(kind="op_forward", sequence=16, heads=1, kv_heads=1, name=name) for name in names)
     limits = Limits(10, 2**30)
-    return RunRequest(suite="fleet", cases=cases, backends=ROWS, text=None, out=out, resume=resume, limits=limits)
+    return RunGrid(suite="fleet", cases=cases, backends=ROWS, text=None, out=out, resume=resume, limits=limits)
 
 
 @contextlib.contextmanager
@@ -185,7 +177,7 @@ def main() -> None:
     names = [f"case{number:05d}" for number in range(asked.cells // len(ROWS))]
     with cluster(asked.nodes) as made, tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
-        execute_on_fleet(request(out, names), FleetRequest(address=made.address, work=Work), Seen(done))
+        execute(request(out, names), Seen(done), FleetRequest(address=made.address, work=Work))
     cells, quarter = len(at), len(at) // 4
     held_at = f"{held[quarter] / 2**20:.1f} MiB after {quarter} cells and {held[-1] / 2**20:.1f} MiB after {cells}"
     cost = 1e3 * (at[-1] - at[0]) / cells

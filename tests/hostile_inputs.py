@@ -171,7 +171,7 @@ def manifests(hand: Hand, folder: Path, valid: Valid) -> Commands:
     yield ["report", str(folder)]
     yield ["run", "--resume", "--out", str(folder)]
     if hand.spoils:
-        yield ["curves", "--resume", "--out", str(folder)]
+        yield ["run", "--suite", "curves", "--resume", "--out", str(folder)]
 
 
 def machines(hand: Hand, folder: Path, valid: Valid) -> Commands:

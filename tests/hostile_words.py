@@ -32,7 +32,8 @@ FLAGS: dict[str, dict[str, st.SearchStrategy[str]]] = {
             "--shard": WORDS | st.sampled_from(["1/2", "0/2", "3/2", "9/9", "1/", "1/1e9"]),
             "--seq-len": SIZES, "--batch": SIZES, "--cell-timeout": SIZES, "--cell-memory": MEMORY,
             "--tile-size": SIZES, "--top-k": SIZES, "--threshold": SIZES, "--schedule": SCHEDULES, "--anchors": ANCHORS,
-            "--max-reuse-dist": SIZES, "--granularity": WORDS, "--kernel": WORDS, "--out": PATHS},
+            "--max-reuse-dist": SIZES, "--granularity": WORDS, "--kernel": WORDS, "--out": PATHS, "--steps": SIZES,
+            "--interpreted-steps": SIZES},
     "calibrate": {"--model": MODELS, "--text": PATHS,
                   "--text-field": WORDS, "--prompts": SIZES, "--length": SIZES, "--tile-size": SIZES,
                   "--top-k": SIZES, "--min-keys": SIZES, "--schedule": SCHEDULES, "--anchors": ANCHORS,
@@ -51,8 +52,6 @@ FLAGS: dict[str, dict[str, st.SearchStrategy[str]]] = {
               "--accumulate": SIZES, "--learning-rate": SIZES, "--weight-decay": SIZES, "--lora-rank": SIZES,
               "--lora-alpha": SIZES, "--lora-targets": NAMES, "--backend": NAMES, "--save-every": SIZES,
               "--seed": SIZES, "--out": PATHS},
-    "curves": {"--preset": MODELS, "--backends": NAMES, "--steps": SIZES, "--interpreted-steps": SIZES, "--out": PATHS},
-    "sharded": {"--out": PATHS},
     "perplexity": {"--model": MODELS, "--text": PATHS,
                    "--text-field": WORDS, "--seq-len": SIZES, "--sequences": SIZES, "--batch": SIZES,
                    "--backend": NAMES, "--calibration": PATHS, "--schedule": SCHEDULES, "--anchors": ANCHORS,
@@ -61,9 +60,10 @@ FLAGS: dict[str, dict[str, st.SearchStrategy[str]]] = {
     "judge": {"--cases": CASE_NAMES, "--random": SIZES, "--first": SIZES, "--seed": SIZES, "--cell-timeout": SIZES,
               "--out": PATHS},
     "harvest": {"--out": PATHS},
-    "report": {},
+    "report": {"--out": PATHS},
     "choose": {"--check": PATHS, "--out": PATHS},
-    "compare": {"--fail-on": WORDS | st.sampled_from(["wrong,slower:10%", "slower:1e9%", "memory", ",", "failed,"])},
+    "compare": {"--fail-on": WORDS | st.sampled_from(["wrong,slower:10%", "slower:1e9%", "memory", ",", "failed,"]),
+                "--share": SIZES},
 }  # fmt: skip
 NEEDED = {"perplexity": {"--model": "text"}, "convert": {"--input": "debug", "--output": "{folder}/out"}}
 FAST = {"run": {"--suite": "{folder}/suite.toml"}}  # the control's: nothing else is drawn
@@ -77,8 +77,6 @@ def flags(hand: Hand, folder: Path, valid: Valid) -> Commands:
     (folder / "suite.toml").write_text(as_toml({"case": CASES[:2]}))
     if verb in ("report", "compare", "choose"):
         words = [verb, *(hand.draw(PATHS) for _ in range(hand.one_of((1, 2, 3))))]
-        words += ["--out", hand.draw(PATHS)] if verb == "report" and hand.one_of((True, False)) else []
-        words += ["--trend", "--share", hand.draw(SIZES)] if verb == "compare" and hand.one_of((True, False)) else []
         words += itertools.chain.from_iterable((name, hand.draw(values)) for name, values in FLAGS[verb].items())
     else:
         known, given = FLAGS[verb], dict(NEEDED.get(verb, {})) if hand.spoils else dict(FAST[verb])

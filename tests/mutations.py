@@ -35,9 +35,9 @@ import hostile_checkpoints
 import hostile_inputs
 from attnsuite.backends import BackendFallbackWarning
 from attnsuite.models import weights as model_weights
-from attnsuite.suite import command_line, compile_run, curves, doctor, sharded, streamed, train, tuning
+from attnsuite.suite import command_line, compile_run, doctor, streamed, train, tuning
 from attnsuite.suite.cell import Asked
-from attnsuite.suite.grid import process, run
+from attnsuite.suite.grid import execute, process, run
 from attnsuite.suite.grid.probe import probe
 from attnsuite.suite.kinds.kascade import calibrate
 from attnsuite.suite.measure import environment
@@ -185,16 +185,14 @@ def nothing_begins() -> Iterator[None]:
         (calibrate, "calibrate", begins),
         (doctor, "examine_here", begins),
         (compile_run, "execute", begins),
-        (curves, "here", begins),
+        (execute, "References", begins),
         (environment, "describe", lambda: ENVIRONMENT),
         (model_weights, "_write", begins),
         (process.Worker, "__init__", begins),
         (run, "probe", probe_here),
-        (sharded, "compute", begins),
         (streamed, "streamed_nats", begins),
         (train, "_steps", steps),
         (train, "describe", lambda: ENVIRONMENT),
-        (tuning, "References", begins),
         (tuning, "rank_candidates", begins),
     ]
     with contextlib.ExitStack() as stack:

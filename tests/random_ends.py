@@ -23,6 +23,7 @@ from unittest import mock
 
 from attnsuite.suite import entry
 from attnsuite.suite.grid import run
+from attnsuite.suite.grid.execute import execute
 from attnsuite.suite.store import LOCK, MANIFEST, RECORDS, parse_records
 from fleet_work import ROWS, Seen, Work, record_of, request
 
@@ -34,7 +35,7 @@ def work(out: Path) -> None:
     """The run in ``out``: a new one, or the rest of one that was begun."""
     asked = request(out, NAMES, resume=(out / MANIFEST).is_file())
 
-    def records(case: Any, cells: Any, *_: Any) -> Iterator[Any]:
+    def records(cells: Any, *_: Any) -> Iterator[Any]:
         for cell in cells:
             time.sleep(CELL_SECONDS)
             yield record_of(cell, "here")
@@ -42,9 +43,9 @@ def work(out: Path) -> None:
     with (
         mock.patch.object(run, "probe", Work("here").look),
         mock.patch.object(run, "measured_machine", dict),
-        mock.patch.object(run, "case_records", records),
+        mock.patch.object(run, "group_records", records),
     ):
-        run.execute(asked, Seen())
+        execute(asked, Seen())
 
 
 def ended(out: Path, number: int, after: tuple[int, float] | None = None) -> int:

@@ -69,7 +69,7 @@ def faults(records: Sequence[Record], form: Form) -> Iterator[str]:
         if wrong:
             yield from ("", f"{form.heading}{form.name(name)}: wrong", "")
         for record in wrong:
-            drawn = record.problem.get("drawn")
+            drawn = record.facts.drawn if isinstance(record.facts, Held) else None
             yield f"- {record.case}: {record.status}: {record.error}{f' Drawn: {drawn}' if drawn else ''}"
 
 

@@ -28,8 +28,8 @@ from ..cell import Outcome
 from ..kinds.attention import OpCase, spec_of
 from ..kinds.model import ModelCase
 from ..measure import lint
-from ..own import is_reference
 from ..record import Kernel, ProgramText
+from ..user_function import is_reference
 from . import slices, topologies
 from .by_hand import by_hand
 from .programs import AbstractProgram, attention_specs, model_program, op_program, resolutions, role_program

@@ -61,6 +61,10 @@ class Watcher(Protocol):
         """A warning that does not stop the grid."""
         ...
 
+    def fewer(self, cells: int) -> None:
+        """The grid has ``cells`` cells fewer than it was begun with."""
+        ...
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunContext:
@@ -169,14 +173,6 @@ class Running:
             )
         except RecordError as wrong:
             return self.failed(context, CellFailure("crashed", f"its figures cannot be recorded: {wrong}."))
-
-
-def run_case(case: Case, cells: Sequence[Cell], references: References, context: RunContext) -> Iterator[Record]:
-    """Measure the cells of ``case`` with the executor that its kind asks for, and yield their records."""
-    if kind_of(case.kind).shares_process:
-        yield from one_after_another(cells, references, context)
-    else:
-        yield from in_turns(case, cells, references, context)
 
 
 def in_turns(case: Case, cells: Sequence[Cell], references: References, context: RunContext) -> Iterator[Record]:

@@ -25,9 +25,8 @@ from ..measure import environment as here
 from ..names import names_of
 from ..record import MACHINE_KIND, Environment, Record
 from .executors import RunContext, Running, is_measured, refused
-from .keeping import Grid, GridWatcher, keep, keep_together, opened
-from .node import Doing, GridNode, Node, Warned
-from .run import RunRequest, identity
+from .grid import Grid, GridWatcher
+from .node import Doing, Node, Warned
 
 _LOSSES = 3  # nodes on which a case is lost before it becomes a record; cases that a node loses before it gets no more
 _LOOK_SECONDS = 1.0  # between two looks at the list of nodes
@@ -74,39 +73,11 @@ class Member:
     job: Job | None = None
 
 
-def execute_on_fleet(request: RunRequest, asked: FleetRequest, watcher: GridWatcher) -> None:
-    """As :func:`.run.execute`, on the nodes of a Ray cluster. Raises InputError."""
-    with opened(request.out, watcher, resume=request.resume) as store, Fleet(request, asked, watcher) as fleet:
-        watcher.doing("", "", "looking at the nodes")
-        environment, cells = fleet.gather()
-        manifest = identity(request, environment, len(cells))
-        keep_together(store, manifest, cells, fleet.records, watcher)
-
-
-def execute_grid(grid: Grid, watcher: GridWatcher, fleet: FleetRequest | None) -> tuple[Record, ...]:
-    """Compute the cells of ``grid`` that have no record, here or on a fleet; returns all records. Raises InputError."""
-    if fleet is not None:
-        asked = dataclasses.replace(fleet, work=GridNode)
-        with opened(grid.out, watcher, resume=grid.resume) as store, Fleet(grid, asked, watcher) as nodes:
-            watcher.doing("", "", "looking at the nodes")
-            environment, cells = nodes.gather()
-            return keep_together(store, grid.manifest(environment), cells, nodes.records, watcher)
-    environment, cells = grid.look()
-    with opened(grid.out, watcher, resume=grid.resume) as store:
-        return keep(
-            store,
-            grid.manifest(environment),
-            cells,
-            lambda missing: grid.compute(missing, environment, watcher),
-            watcher,
-        )
-
-
 class Fleet:
     """The nodes of a cluster that compute one run. A context manager; connects when it is entered."""
 
-    def __init__(self, request: RunRequest | Grid, asked: FleetRequest, watcher: GridWatcher) -> None:
-        self._request, self._asked, self._watcher = request, asked, watcher
+    def __init__(self, grid: Grid, asked: FleetRequest, watcher: GridWatcher) -> None:
+        self._grid, self._asked, self._watcher = grid, asked, watcher
         self._members: dict[str, Member] = {}
         self._first: tuple[Environment, list[Cell]] | None = None
         self._losses: dict[str, list[str]] = {}  # of a node: cases, since the last that it finished
@@ -218,7 +189,7 @@ class Fleet:
             max_concurrency=2,  # it is closed while it computes
             scheduling_strategy=scheduling_strategies.NodeAffinitySchedulingStrategy(key, soft=False),
         ).remote(name)
-        return Member(name, "asked", actor, actor.look.remote(self._request))
+        return Member(name, "asked", actor, actor.look.remote(self._grid))
 
     def _deal(self, waiting: deque[Job]) -> None:
         """Give every idle node a case; a case that was lost goes to another node where there is one."""
@@ -329,8 +300,8 @@ class Fleet:
         """The record of a cell whose case no node survived."""
         environment = self._first[0] if self._first else Environment()
         context = RunContext(
-            suite=self._request.suite,
-            limits=self._request.limits,
+            suite=self._grid.suite,
+            limits=self._grid.limits,
             environment=environment,
             text=None,
             watcher=self._watcher,

@@ -16,12 +16,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from ..cell import Cell
-from ..kinds import make_case
 from ..record import Environment, Record
-from .executors import RunContext
-from .keeping import Grid
+from .grid import Grid
 from .references import References
-from .run import RunRequest, case_records, context_of, measured_machine, probe
 
 _TELL_SECONDS = 0.5  # between two messages about what is being done
 
@@ -62,6 +59,9 @@ class Teller:
         """Tell a warning."""
         self.messages.put(Warned(sentence))
 
+    def fewer(self, cells: int) -> None:
+        """Nothing is searched on a node."""
+
 
 def told(records: Callable[[Teller], Iterable[Record]]) -> Iterator[Message]:
     """What is being done while a thread makes the records, and at the end all records."""
@@ -82,21 +82,22 @@ def told(records: Callable[[Teller], Iterable[Record]]) -> Iterator[Message]:
 
 
 class Node:
-    """Computes the cases of one run on this machine. ``name`` stands in its records."""
+    """Computes the cells of one grid on this machine, those of a case together. ``name`` stands in its records."""
 
     def __init__(self, name: str) -> None:
         # Ray sets this variable from the number of processors; a run on this machine alone would not have it.
         os.environ.pop("OMP_NUM_THREADS", None)
         self._name = name
-        self._request: RunRequest | None = None
+        self._grid: Grid | None = None
         self._environment: Environment = {}
-        self._context: RunContext | None = None
         self._references: References | None = None
+        self._temporary = tempfile.TemporaryDirectory(prefix="attnsuite-")
+        tempfile.tempdir = self._temporary.name  # of what the grid makes; close removes it
 
-    def look(self, request: RunRequest) -> tuple[Environment, list[Cell]]:
-        """What this machine is, and the cells of the run on it. Raises InputError."""
-        self._request = request
-        environment, cells = probe(request)
+    def look(self, grid: Grid) -> tuple[Environment, list[Cell]]:
+        """What this machine is, and the cells of the grid on it. Raises InputError."""
+        self._grid = grid
+        environment, cells = grid.look()
         self._environment = {**environment, "node": self._name}
         return environment, cells
 
@@ -109,45 +110,13 @@ class Node:
         with contextlib.suppress(OSError):
             if self._references is not None:
                 self._references.close()
+            self._temporary.cleanup()
 
     def _records(self, cells: Sequence[Cell], teller: Teller) -> Iterator[Record]:
-        request = self._request
-        if request is None:
-            raise RuntimeError("compute comes after look.")
-        if self._context is None or self._references is None:
-            teller.doing(self._name, "", "measuring matmul peak and copy bandwidth")
-            self._context = context_of(request, {**self._environment, "machine": measured_machine()}, teller)
-            self._references = References(request.limits.seconds, self._context.text)
-        context = dataclasses.replace(self._context, watcher=teller)
-        yield from case_records(make_case(cells[0].problem), cells, self._references, context)
-
-
-class GridNode:
-    """Computes the cells of one :class:`.keeping.Grid` on this machine, those of a case together."""
-
-    def __init__(self, name: str) -> None:
-        os.environ.pop("OMP_NUM_THREADS", None)  # as in Node
-        self._name = name
-        self._grid: Grid | None = None
-        self._environment: Environment = {}
-        self._temporary = tempfile.TemporaryDirectory(prefix="attnsuite-")
-        tempfile.tempdir = self._temporary.name  # of what the grid makes; close removes it
-
-    def look(self, grid: Grid) -> tuple[Environment, list[Cell]]:
-        """What this machine is, and the cells of the grid on it. Raises InputError."""
-        self._grid = grid
-        environment, cells = grid.look()
-        self._environment = {**environment, "node": self._name}
-        return environment, cells
-
-    def compute(self, cells: Sequence[Cell]) -> Iterator[Message]:
-        """As :meth:`Node.compute`."""
         grid = self._grid
         if grid is None:
             raise RuntimeError("compute comes after look.")
-        yield from told(lambda teller: grid.compute(cells, self._environment, teller))
-
-    def close(self) -> None:
-        """Remove the temporary files. The process is ended next, whatever it is doing."""
-        with contextlib.suppress(OSError):
-            self._temporary.cleanup()
+        if self._references is None:
+            self._environment = grid.measured(self._environment, teller, None)
+            self._references = References(grid.limits.seconds, grid.text)
+        yield from grid.compute(cells, self._environment, teller, self._references)

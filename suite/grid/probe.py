@@ -8,7 +8,7 @@ from typing import Any
 
 from attnsuite.backends import Target, registry, support
 
-from .. import kinds, own
+from .. import kinds, user_function
 from ..cell import Asked, Cell
 from ..errors import InputError
 from ..kinds.attention import OpCase, spec_of
@@ -19,7 +19,7 @@ from .executors import is_measured
 def probe(asked: Asked) -> dict[str, Any]:
     """The environment, and every cell of the cases asked for. Raises InputError for a case that cannot be run."""
     cells = [cell for case in asked.cases for cell in kinds.kind_of(case.kind).cells(case, asked)]
-    for reference in filter(own.is_reference, asked.rows):
+    for reference in filter(user_function.is_reference, asked.rows):
         _check_own(reference, [cell for cell in cells if cell.row == reference])
     return {"environment": environment.describe(), "cells": [dataclasses.asdict(cell) for cell in cells]}
 
@@ -31,8 +31,8 @@ def _check_own(reference: str, cells: Sequence[Cell]) -> None:
     reasons = [reason for cell in cells for reason in cell.reasons if reason.startswith(reference)]
     raise InputError(
         f"{reference} can run in none of the {len(cells)} cases: {' '.join(reasons[:1]) or 'they are not about it.'} "
-        f"{own.description(reference)} Say more with backends.from_function(f, takes=...), or take cases that it can "
-        "run: attnsuite run --cases, or a suite of your own (docs/suite-files.md)."
+        f"{user_function.description(reference)} Say more with backends.from_function(f, takes=...), or take cases "
+        "that it can run: attnsuite run --cases, or a suite of your own (docs/suite-files.md)."
     )
 
 

@@ -1,22 +1,21 @@
-"""A whole run: check the request, lock the directory, probe the machine, measure the cells that have no record.
+"""The grid of ``attnsuite run`` and ``attnsuite judge``: every row on every case of a suite.
 
-The process that does this never initialises JAX. The run's identity (cases, backends, text, versions, source, device)
-is written to its directory before the first cell. A run can be resumed only where all of it still holds.
+The flags are checked here. Its identity is cases, backends, text, versions, source and device.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
+import itertools
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from attnsuite.backends import names
 
-from .. import typed
+from .. import files, typed
 from ..cell import Case, Cell
 from ..errors import CellFailure, InputError, jax_does_not_start
 from ..kinds import kind_of, make_case, problem_of
@@ -27,13 +26,13 @@ from ..measure.speed import Sampling
 from ..model_suite import ModelSuiteWords, model_suite
 from ..model_suite import rows as model_suite_rows
 from ..names import names_of
-from ..own import digests, is_reference, own_or_known
 from ..peers import PEERS
 from ..record import Environment, Machine, Record
-from ..store import GridManifest, RunManifest, RunStore, TextIdentity, read_manifest
+from ..store import GridManifest, RunManifest, TextIdentity, read_manifest
 from ..suites import SUITES, Shard, Suite, find_suite, parse_shard, select
-from .executors import Limits, RunContext, Watcher, is_measured, refused, run_case
-from .keeping import GridWatcher, keep, opened
+from ..user_function import digests, is_reference, known_row
+from .executors import Limits, RunContext, Watcher, in_turns, is_measured, one_after_another, refused
+from .grid import Grid
 from .process import Worker
 from .references import References, text_words
 
@@ -45,7 +44,7 @@ _PROBE_SECONDS = 300.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class RunRequest:
+class RunGrid(Grid):
     """What to run, checked. ``text`` is a file for perplexity, or None for the text that ships.
 
     ``file`` is the path of the suite's file as it was given; None for a named suite. ``profile`` is a directory for
@@ -53,13 +52,8 @@ class RunRequest:
     ``shard`` is the part of the asked cases that ``cases`` holds; None for all of them.
     """
 
-    suite: str
     cases: tuple[Case, ...]
     backends: tuple[str, ...]
-    text: TextFile | None
-    out: Path
-    resume: bool
-    limits: Limits
     all_cores: bool = False
     words: KascadeWords = dataclasses.field(default_factory=KascadeWords)
     checkpoint: ModelSuiteWords | None = None
@@ -67,6 +61,48 @@ class RunRequest:
     shard: Shard | None = None
     profile: Path | None = None
     sample_seconds: float | None = None
+
+    def look(self) -> tuple[Environment, list[Cell]]:
+        """What this machine is, and the cells of the run on it. Raises InputError."""
+        return probe(self)
+
+    def manifest(self, environment: Environment, cells: int) -> RunManifest:
+        """The identity of this run; that of a resumed run must be equal."""
+        return RunManifest(
+            suite=self.suite,
+            cases=tuple(problem_of(case) for case in self.cases),
+            backends=self.backends,
+            all_cores=self.all_cores,
+            kascade=self.words.given,
+            checkpoint=None if self.checkpoint is None else self.checkpoint.as_json(),
+            text=None if self.text is None else _text_identity(self.text),
+            file=self.file,
+            shard=None if self.shard is None else str(self.shard),
+            cells=cells,
+            **{name: environment[name] for name in ("versions", "source", "git_revision", "target", "flags")},
+        )
+
+    def measured(self, environment: Environment, watcher: Watcher, directory: Path | None) -> Environment:
+        """With the machine's ceilings, if anything is timed. The cells that are computed now are of one session."""
+        if any(kind_of(case.kind).needs_ceilings for case in self.cases):
+            environment = {**environment, "machine": _machine(directory, watcher)}
+        return {**environment, "session": uuid.uuid4().hex[:12]}
+
+    def compute(
+        self, cells: Sequence[Cell], environment: Environment, watcher: Watcher, references: References
+    ) -> Iterator[Record]:
+        """The records of these cells, case by case: the refused ones first, then those that are measured together."""
+        context = RunContext(
+            suite=self.suite,
+            limits=self.limits,
+            environment=environment,
+            text=self.text,
+            watcher=watcher,
+            sampling=Sampling() if self.sample_seconds is None else Sampling.lasting(self.sample_seconds),
+            profile=self.profile,
+        )
+        for _, members in itertools.groupby(cells, key=_group):
+            yield from group_records(list(members), references, context)
 
 
 def new_request(
@@ -78,7 +114,7 @@ def new_request(
     limits: Limits,
     words: KascadeWords = KascadeWords(),  # noqa: B008 (frozen)
     shard: Shard | None = None,
-) -> RunRequest:
+) -> RunGrid:
     """The request of these flags. Raises InputError with one sentence for a name that does not exist."""
     asked = None if backends is None else names_of(backends, "--backends")
     if isinstance(suite, ModelSuiteWords):
@@ -89,7 +125,7 @@ def new_request(
     found = dataclasses.replace(found, cases=applied(words, found.cases))
     if asked is None and len(words.combinations()) > 1:
         asked = list(SWEPT)  # the other rows do not depend on what is swept
-    return RunRequest(
+    return RunGrid(
         suite=found.name,
         cases=_chosen(found.cases, cases, shard),
         backends=_rows(found) if asked is None else _known(asked, found.cases),
@@ -98,7 +134,7 @@ def new_request(
         checkpoint=suite if isinstance(suite, ModelSuiteWords) else None,
         file=suite if isinstance(suite, str) and suite not in SUITES else None,
         shard=shard,
-        text=None if text is None else checked_text(text),
+        text=None if text is None else checked_text(text).resolved(),
         out=out,
         resume=False,
         limits=limits,
@@ -113,11 +149,11 @@ def resumed_request(
     out: Path,
     limits: Limits,
     shard: Shard | None = None,
-) -> RunRequest:
+) -> RunGrid:
     """The request of the run in ``out``. Raises InputError where the given flags ask for something else."""
     manifest = read_manifest(out)
     if isinstance(manifest, GridManifest):
-        command = f"attnsuite {manifest.verb}"
+        command = f"attnsuite {manifest.verb if manifest.verb == 'tune' else f'run --suite {manifest.verb}'}"
         raise InputError(f"{out} holds what {command} wrote; go on with {command} --resume --out {out}.")
     if not isinstance(manifest, RunManifest):
         raise InputError(f"{out} holds what was compiled, which is not resumed: ask for the same in another --out.")
@@ -126,7 +162,7 @@ def resumed_request(
             f"the run in {out} timed code of yours ({', '.join(yours)}), which may have changed since; start a new run."
         )
     try:
-        kept = RunRequest(
+        kept = RunGrid(
             suite=manifest.suite,
             cases=tuple(make_case(problem) for problem in manifest.cases),
             backends=manifest.backends,
@@ -135,7 +171,7 @@ def resumed_request(
             checkpoint=None if manifest.checkpoint is None else typed.convert(manifest.checkpoint, ModelSuiteWords),
             file=manifest.file,
             shard=None if manifest.shard is None else parse_shard(manifest.shard),
-            text=text or _text_of(manifest.text),
+            text=text.resolved() if text else _text_of(manifest.text),
             out=out,
             resume=True,
             limits=limits,
@@ -163,35 +199,6 @@ def resumed_request(
     return kept
 
 
-def execute(request: RunRequest, watcher: GridWatcher) -> None:
-    """Measure every cell that has no record yet. Raises InputError before anything is measured."""
-    with opened(request.out, watcher, resume=request.resume) as store:
-        watcher.doing("", "", "looking at the machine")
-        environment, cells = probe(request)
-
-        def compute(missing: Sequence[Cell]) -> Iterator[Record]:
-            context = context_of(request, {**environment, "machine": _machine(store, watcher)}, watcher)
-            with contextlib.closing(References(request.limits.seconds, context.text)) as references:
-                for case in request.cases:
-                    members = [cell for cell in missing if cell.case == case.name]
-                    yield from case_records(case, members, references, context)
-
-        keep(store, identity(request, environment, len(cells)), cells, compute, watcher)
-
-
-def context_of(request: RunRequest, environment: Environment, watcher: Watcher) -> RunContext:
-    """What the cells of a run share on one machine: they are of one session."""
-    return RunContext(
-        suite=request.suite,
-        limits=request.limits,
-        environment={**environment, "session": uuid.uuid4().hex[:12]},
-        text=None if request.text is None else request.text.resolved(),
-        watcher=watcher,
-        sampling=Sampling() if request.sample_seconds is None else Sampling.lasting(request.sample_seconds),
-        profile=request.profile,
-    )
-
-
 def checked_text(text: TextFile) -> TextFile:
     """The text, if its file can be read. Raises InputError."""
     try:
@@ -210,22 +217,29 @@ def checked_text(text: TextFile) -> TextFile:
     return text
 
 
-def case_records(case: Case, cells: Sequence[Cell], references: References, context: RunContext) -> Iterable[Record]:
-    """The records of a case's cells: the refused ones first, then those that are measured together."""
+def group_records(cells: Sequence[Cell], references: References, context: RunContext) -> Iterator[Record]:
+    """The records of the cells of one case, or of several cases whose cells share a process."""
     running = [cell for cell in cells if is_measured(cell)]
     yield from (refused(cell, context) for cell in cells if cell not in running)
-    if running:
-        yield from run_case(case, running, references, context)
+    if running and kind_of(running[0].kind).shares_process:
+        yield from one_after_another(running, references, context)
+    elif running:
+        yield from in_turns(make_case(running[0].problem), running, references, context)
 
 
-def probe(request: RunRequest) -> tuple[Environment, list[Cell]]:
+def _group(cell: Cell) -> tuple[str, str]:
+    """Cells that are equal in this are computed together."""
+    return cell.kind, "" if kind_of(cell.kind).cases_share_process else cell.case
+
+
+def probe(request: RunGrid) -> tuple[Environment, list[Cell]]:
     """What this machine is, and the cells of the run on it. Raises InputError."""
     question = {
         "do": "probe",
         "cases": [problem_of(case) for case in request.cases],
         "backends": list(request.backends),
         "all_cores": request.all_cores,
-        "text": text_words(None if request.text is None else request.text.resolved()),
+        "text": text_words(request.text),
     }
     with Worker(machine_bytes()) as worker:
         try:
@@ -251,34 +265,18 @@ def _chosen(pool: tuple[Case, ...], patterns: str | None, shard: Shard | None) -
     return matching if shard is None else shard.select(matching)
 
 
-def identity(request: RunRequest, environment: Mapping[str, Any], cells: int) -> RunManifest:
-    """The identity of this run; that of a resumed run must be equal."""
-    return RunManifest(
-        suite=request.suite,
-        cases=tuple(problem_of(case) for case in request.cases),
-        backends=request.backends,
-        all_cores=request.all_cores,
-        kascade=request.words.given,
-        checkpoint=None if request.checkpoint is None else request.checkpoint.as_json(),
-        text=None if request.text is None else _text_identity(request.text),
-        file=request.file,
-        shard=None if request.shard is None else str(request.shard),
-        cells=cells,
-        **{name: environment[name] for name in ("versions", "source", "git_revision", "target", "flags")},
-    )
-
-
-def _machine(store: RunStore, watcher: Watcher) -> Machine:
-    """The machine's measured ceilings: measured once per run and kept in its directory."""
-    path = store.directory / MACHINE
-    if path.is_file():
+def _machine(directory: Path | None, watcher: Watcher) -> Machine:
+    """The machine's measured ceilings: measured once per run and written to its directory, if it has one here."""
+    path = None if directory is None else directory / MACHINE
+    if path is not None and path.is_file():
         try:
             return typed.convert(typed.read_json(path), Machine)
         except ValueError as error:
             raise InputError(f"{path}: {error}; remove it, and the machine is measured again.") from error
     watcher.doing("", "", "measuring matmul peak and copy bandwidth")
     found = measured_machine()
-    store.write_json(MACHINE, dict(found))
+    if path is not None:
+        files.write_json(path, dict(found))
     return found
 
 
@@ -300,8 +298,9 @@ def _text_of(kept: TextIdentity | None) -> TextFile | None:
 
 
 def _text_identity(text: TextFile) -> TextIdentity:
-    path = text.resolved().path
-    return TextIdentity(path=path, sha256=hashlib.sha256(Path(path).read_bytes()).hexdigest(), field=text.field)
+    return TextIdentity(
+        path=text.path, sha256=hashlib.sha256(Path(text.path).read_bytes()).hexdigest(), field=text.field
+    )
 
 
 def _rows(suite: Suite) -> tuple[str, ...]:
@@ -314,6 +313,4 @@ def _rows(suite: Suite) -> tuple[str, ...]:
 
 def _known(wanted: Sequence[str], cases: Sequence[Case] = ()) -> tuple[str, ...]:
     own = {row for case in cases for row in kind_of(case.kind).rows(case)}
-    return tuple(
-        dict.fromkeys(name if name in METHODS or name in own else own_or_known(name, PEERS) for name in wanted)
-    )
+    return tuple(dict.fromkeys(name if name in METHODS or name in own else known_row(name, PEERS) for name in wanted))

@@ -22,7 +22,7 @@ from ..errors import CellFailure
 from ..kinds import kind_of, make_case
 from ..measure import machine, placement
 from ..measure.profile import profile
-from ..own import register_own
+from ..user_function import register_functions
 from . import probe
 from .answering import answer_requests
 
@@ -57,7 +57,7 @@ def _unprepared() -> float:
 
 
 def _probed(asked: dict[str, Any]) -> Any:
-    register_own(asked["backends"])
+    register_functions(asked["backends"])
     cases, rows = tuple(map(make_case, asked["cases"])), tuple(asked["backends"])
     return probe.probe(Asked(rows=rows, cases=cases, text=_text(asked), all_cores=asked["all_cores"]))
 
@@ -93,24 +93,12 @@ def _compiled(asked: dict[str, Any]) -> dict[str, Any]:
     if "options" in asked:
         given = (asked["options"], asked["given"])
         return candidates.compile_candidate(_case(asked), asked["backend"], target, *given, dump)
-    register_own([asked["backend"]])
+    register_functions([asked["backend"]])
 
     def work() -> Outcome:
         return compilation.compile_cell(_case(asked), asked["backend"], target)
 
     return dataclasses.asdict(work() if dump is None else schedules.scheduled(dump, work))
-
-
-def _looked(asked: dict[str, Any]) -> dict[str, Any]:
-    from .. import conformance_worker  # noqa: PLC0415 (no other cell needs the conformance suite)
-
-    return conformance_worker.look(asked["backends"])
-
-
-def _judged(asked: dict[str, Any]) -> dict[str, Any]:
-    from .. import conformance_worker  # noqa: PLC0415 (as above)
-
-    return conformance_worker.answer(asked)
 
 
 def _case(asked: dict[str, Any]) -> Any:
@@ -130,7 +118,7 @@ def _prepare(request: dict[str, Any]) -> Prepared:
     here = str(Target.here())
     if here.partition(":")[0] != asked.target.partition(":")[0]:  # JAX computes on the CPU where it finds no device
         raise CellFailure("crashed", f"the cell is for {asked.target}, and JAX now finds {here}: the device is gone.")
-    register_own([asked.row])
+    register_functions([asked.row])
     reference = request["reference"]
     means = Means(
         reference=None if reference is None else Path(reference),
@@ -154,8 +142,6 @@ _ANSWERS: dict[str, Callable[[dict[str, Any]], Any]] = {
     ),
     "candidates": _candidates,
     "tune": _tuned,
-    "look": _looked,
-    "judge": _judged,
     "compile": _compiled,
     # Returns when all processes are there.
     "join": lambda asked: jax.distributed.initialize(

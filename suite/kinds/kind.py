@@ -38,13 +38,17 @@ class Kind:
     cases; it checks itself and raises InputError. It is None for a kind of records that no suite asks for. ``facts`` is
     the frozen dataclass of what only its records have (``Record.facts``); a record with status ok or wrong has it. With
     ``shares_process`` the cells of a case run one after the other in one process, since nothing of them is timed or
-    weighed. The methods defined here suit a kind whose rows are backends and whose cells bring their own comparison.
+    weighed; with ``cases_share_process`` so do consecutive cases. A run of kinds that need no ceilings does not measure
+    the machine's peak. The methods defined here suit a kind whose rows are backends and whose cells bring their own
+    comparison.
     """
 
     titles: ClassVar[Mapping[str, str]]
     case: ClassVar[type[Any] | None] = None
     facts: ClassVar[type[Any] | None] = None
     shares_process: ClassVar[bool] = False
+    cases_share_process: ClassVar[bool] = False
+    needs_ceilings: ClassVar[bool] = True
     baseline: ClassVar[str] = "standard"  # the row that times and memory of a case are relative to
 
     def cells(self, case: Any, asked: Asked) -> Iterable[Cell]:

@@ -75,7 +75,7 @@ def run(command: Compile) -> int:
     )
     fleet = fleet_of(command)
     with progress(lambda: "what is compiled is kept; ask for the same again to go on.") as display:
-        compile_run.execute(request, display, fleet)
+        compile_run.compile_all(request, display, fleet)
     show(request.out)
     records, _, _ = parse_records(request.out / RECORDS)
     if nothing_compiled(records):

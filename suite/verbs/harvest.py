@@ -32,7 +32,7 @@ def run(command: Harvest) -> int:
     from ..files import check_file, write_text
     from ..harvest import traced
     from ..harvested import harvested, to_toml
-    from ..own import check_reference, load_module
+    from ..user_function import check_reference, load_module
 
     path, _, name = check_reference(command.script, _FORM).rpartition(":")
     if command.out is not None:

@@ -12,7 +12,8 @@ from ..errors import InputError
 from .flags import OnFleet, directory_of, flag, fleet_of, limits_of, progress, resuming, tell, text_of
 
 if TYPE_CHECKING:
-    from ..grid.run import RunRequest
+    from ..grid.grid import Grid
+    from ..grid.run import RunGrid
     from ..model_suite import ModelSuiteWords
 
 
@@ -21,9 +22,11 @@ class Run(OnFleet):
     """Measure every backend on every case of a suite and write a report."""
 
     suite: Annotated[str | None, flag("NAME|FILE", "quick")] = None
-    """quick, full, cpu-speed, caller, kascade, kascade-finetune, serving, or the path of a .toml file."""
+    """quick, full, cpu-speed, caller, kascade, kascade-finetune, serving, sharded, curves, or the path of a .toml
+    file."""
     model: Annotated[str | None, flag("NAME|DIR", "none")] = None
-    """Instead of a suite: every backend in a checkpoint, on text and on the clock; text, or a directory."""
+    """Instead of a suite: every backend in a checkpoint, on text and on the clock; text, or a directory.
+    With --suite curves: the preset that is trained (default: tiny)."""
     backends: Annotated[str | None, flag("NAMES", "all, and the suite's peers")] = None
     """Backends (and peers) to compare, separated by commas; my.py:fn is a function f(q, k, v) of yours."""
     cases: Annotated[str | None, flag("PATTERNS", "all of the suite")] = None
@@ -44,6 +47,12 @@ class Run(OnFleet):
     """With --model: prompts at a time; several are of unequal length."""
     dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, flag("DTYPE", "as stored")] = None
     """With --model: what it computes in."""
+    steps: Annotated[int | None, flag("N", "60")] = None
+    """With --suite curves: updates with what runs natively here."""
+    interpreted_steps: Annotated[int | None, flag("N", "8")] = None
+    """With --suite curves: updates with what runs in an interpreter."""
+    mesh: Annotated[str | None, flag("AXIS=N,...", "none")] = None
+    """With --suite curves: train standard and what runs natively on several devices too: data, fsdp, heads, context."""
     profile: Annotated[Path | None, flag("DIR", "none")] = None
     """Directory for a profile of one more call of each timed cell, for Perfetto and XProf (docs/measuring.md)."""
     cell_timeout: Annotated[float, flag("SECONDS")] = 120.0
@@ -72,24 +81,35 @@ class Run(OnFleet):
     """Kascade: what computes its rows: xla, pallas or flash_cpu."""
 
 
+_FLEET = tuple(field.name for field in dataclasses.fields(OnFleet))
+# Suites that list their own cells, and the flags that they take.
+_OWN_CELLS = {
+    "sharded": ("suite", "out", "resume", *_FLEET),
+    "curves": ("suite", "out", "resume", "model", "backends", "steps", "interpreted_steps", "mesh", *_FLEET),
+}
+_OF_CURVES = ("steps", "interpreted_steps", "mesh")
+
+
 def run(command: Run) -> int:
     """Measure every cell, and render the page."""
     from ..files import check_directory
-    from ..grid.fleet import execute_on_fleet
-    from ..grid.run import execute
+    from ..grid.execute import execute
     from .report import show
 
+    _check_flags(command)
     fleet = fleet_of(command)
     if fleet is not None and command.profile is not None:
         raise InputError("--profile is for one machine: nodes would write to their own disks; leave out --executor.")
+    grid = _own_cells(command) if command.suite in _OWN_CELLS else None
+    if grid is not None:
+        with progress(lambda: resuming(f"run --suite {grid.suite}", grid.out)) as display:
+            execute(grid, display, fleet)
+        return show(grid.out)
     request = dataclasses.replace(_request(command), profile=command.profile, sample_seconds=_sample_seconds(command))
     if request.profile is not None:
         check_directory(request.profile)
     with progress(lambda: resuming("run", request.out)) as display:
-        if fleet is None:
-            execute(request, display)
-        else:
-            execute_on_fleet(request, fleet, display)
+        execute(request, display, fleet)
     code = show(request.out, *_verdicts(request)) or _named(request, asked=command.backends is not None)
     if request.profile is not None:
         from attnsuite import reports
@@ -99,10 +119,51 @@ def run(command: Run) -> int:
     return code
 
 
-def _named(request: RunRequest, *, asked: bool) -> int:
+def _check_flags(command: Run) -> None:
+    """Raise InputError for a flag that has no meaning for the suite."""
+    taken = _OWN_CELLS.get(command.suite or "")
+    changed = [field.name for field in dataclasses.fields(command) if getattr(command, field.name) != field.default]
+    for name in changed:
+        flag_name = f"--{name.replace('_', '-')}"
+        if taken is None and name in _OF_CURVES:
+            raise InputError(f"{flag_name} is about loss curves; add --suite curves.")
+        if taken is not None and name not in taken:
+            flags = ", ".join(f"--{other.replace('_', '-')}" for other in taken)
+            raise InputError(f"{flag_name} is not for --suite {command.suite}, which takes {flags}.")
+
+
+def _own_cells(command: Run) -> Grid:
+    """The grid of a suite that lists its own cells. Raises InputError."""
+    from ..host_devices import parse_mesh
+    from ..names import names_of
+
+    out = directory_of(command, str(command.suite))
+    if command.suite == "sharded":
+        from ..sharded_grid import ShardedGrid
+
+        return ShardedGrid(out=out, resume=command.resume)
+    from ..curves_grid import BACKENDS, CurvesGrid
+
+    steps = 60 if command.steps is None else command.steps
+    interpreted = 8 if command.interpreted_steps is None else command.interpreted_steps
+    for name, value in (("--steps", steps), ("--interpreted-steps", interpreted)):
+        if value < 1:
+            raise InputError(f"{name} {value} must be at least 1.")
+    return CurvesGrid(
+        out=out,
+        resume=command.resume,
+        preset=command.model or "tiny",
+        backends=BACKENDS if command.backends is None else tuple(names_of(command.backends, "--backends")),
+        steps=steps,
+        interpreted_steps=interpreted,
+        mesh=None if command.mesh is None else parse_mesh(command.mesh),
+    )
+
+
+def _named(request: RunGrid, *, asked: bool) -> int:
     """Say where what was asked for by name did not run; 2 if a function of the user has run in no case, else 0."""
-    from ..own import is_reference
     from ..store import RECORDS, parse_records
+    from ..user_function import is_reference
 
     records = parse_records(request.out / RECORDS)[0]
     for name in request.backends if asked else ():
@@ -128,7 +189,7 @@ def _sample_seconds(command: Run) -> float | None:
     return asked
 
 
-def _verdicts(request: RunRequest) -> tuple[Path, ...]:
+def _verdicts(request: RunGrid) -> tuple[Path, ...]:
     """The directory of what is compiled for an H100 beside a run of ``quick``; () if nothing is."""
     from .. import compile_run
     from ..store import RECORDS, parse_records
@@ -139,11 +200,11 @@ def _verdicts(request: RunRequest) -> tuple[Path, ...]:
         return ()
     if not (found.out / RECORDS).exists():  # a resumed run may have them
         with progress(lambda: resuming("run", request.out)) as display:
-            compile_run.execute(found, display)
+            compile_run.compile_all(found, display)
     return (found.out,)
 
 
-def _request(command: Run) -> RunRequest:
+def _request(command: Run) -> RunGrid:
     from ..grid.run import new_request, resumed_request
     from ..kinds.kascade.words import KascadeWords
     from ..suites import parse_shard

@@ -41,7 +41,7 @@ def run(command: Tune) -> int:
 
     from ..names import names_of, parse_options
     from ..suites import select
-    from ..tuning import TABLE, TUNED, TuneRequest, tunable, tune
+    from ..tuning import TABLE, TUNED, TuneGrid, tunable, tune
     from .report import show
 
     try:
@@ -56,7 +56,7 @@ def run(command: Tune) -> int:
         raise InputError(f"--out {command.out} names a file; give a directory, into which {TABLE} is written.")
     out = directory_of(command, "tune")
     backends = tunable(None if command.backends is None else names_of(command.backends, "--backends"), target)
-    request = TuneRequest(
+    grid = TuneGrid(
         backends=backends,
         cases=TUNED if command.cases is None else select(TUNED, names_of(command.cases, "--cases")),
         target=target,
@@ -64,6 +64,7 @@ def run(command: Tune) -> int:
         given=parse_options(command.options),
         minutes=command.minutes,
         out=out,
+        resume=command.resume,
         command=shlex.join(words_of(dataclasses.replace(command, backends=",".join(backends), resume=False))),
     )
     if command.minutes is not None and command.minutes <= 0:
@@ -72,8 +73,8 @@ def run(command: Tune) -> int:
     with progress(lambda: resuming("tune", out)) as display:
         if target is not None:
             display.warn(f"{target} is not here: candidates are ranked by what compiles; no time is measured.")
-        tuned = tune(request, display, resume=command.resume, fleet=fleet)
+        tuned = tune(grid, display, fleet)
     print(f"tuned:   {out / TABLE}")
-    if left := len(request.cases) * len(backends) - len(tuned):
+    if left := len(grid.cases) * len(backends) - len(tuned):
         print(f"{left} cells were not begun within --minutes {command.minutes:g}; {resuming('tune', out)}")
     return show(out)

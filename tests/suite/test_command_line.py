@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from attnsuite.suite import command_line
-from attnsuite.suite.verbs import VERBS
+from attnsuite.suite.verbs import FORMER, VERBS
 
 HEAVY = ("jax", "numpy", "flax", "scipy", "attnsuite.backends", "attnsuite.models", "attnsuite.reports")
 ASK = """
@@ -46,6 +46,30 @@ def test_mistyped_verb_is_met_with_the_nearest_one(capsys):
         command_line.main(["compare-runs"])
     assert ended.value.code == 2
     assert "compare" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", FORMER)
+def test_former_verb_is_answered_with_the_new_command(verb, capsys):
+    with pytest.raises(SystemExit) as ended:
+        command_line.main([verb, "--out", "somewhere"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == f"attnsuite: {verb} is no longer a verb; use {FORMER[verb]}.\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--suite", "sharded", "--cases", "x"], "--cases is not for --suite sharded, which takes --suite, --out"),
+        (["--suite", "curves", "--top-k", "0.5"], "--top-k is not for --suite curves"),
+        (["--mesh", "data=2"], "--mesh is about loss curves; add --suite curves."),
+    ],
+    ids=lambda given: " ".join(given) if isinstance(given, list) else "",
+)
+def test_flag_without_a_meaning_for_the_suite_is_refused(words, told, tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        command_line.main(["run", *words, "--out", str(tmp_path / "out")])
+    assert ended.value.code == 2
+    assert told in capsys.readouterr().err
 
 
 def test_every_verb_stands_in_the_help(capsys):

@@ -29,7 +29,7 @@ from attnsuite.suite.absent.programs import (
 )
 from attnsuite.suite.cell import Outcome
 from attnsuite.suite.command_line import main
-from attnsuite.suite.compile_run import SEARCH_BATCHES, SEARCH_LENGTHS, SEARCH_STEPS, CompileRequest, longest
+from attnsuite.suite.compile_run import SEARCH_BATCHES, SEARCH_LENGTHS, SEARCH_STEPS, CompileGrid, longest
 from attnsuite.suite.errors import CellFailure, InputError
 from attnsuite.suite.grid.executors import Limits
 from attnsuite.suite.kinds.attention import OpCase, spec_of
@@ -91,10 +91,10 @@ def test_directory_with_records_is_refused(tmp_path, capsys):
 
 def test_function_of_a_file_is_compiled_on_the_machine_that_has_the_file(tmp_path):
     assert compile_cell.in_roles(OP, "my.py:fn") == ("my.py:fn",)
-    request = CompileRequest(cases=(OP,), searches=(), backends=("my.py:fn",), targets=(V5E,), out=tmp_path,
+    request = CompileGrid(cases=(OP,), searches=(), backends=("my.py:fn",), targets=(V5E,), out=tmp_path,
                              limits=None, cache=tmp_path, command=())  # fmt: skip
     with pytest.raises(InputError, match=r"my\.py:fn is a file of this machine alone; leave out --executor"):
-        compile_run.execute(request, None, fleet=object())
+        compile_run.compile_all(request, None, fleet=object())
 
 
 # What is compiled
@@ -376,7 +376,7 @@ def compile_with_fakes(tmp_path, monkeypatch):
     def run(name, failure=None, **changes):
         FakeWorker.asked, FakeWorker.dumps, FakeWorker.failure = [], [], failure
         monkeypatch.setattr(compile_run, "Worker", FakeWorker)
-        request = CompileRequest(
+        request = CompileGrid(
             cases=(OP,),
             searches=(MODEL,),
             backends=("standard", "cudnn"),
@@ -387,7 +387,7 @@ def compile_with_fakes(tmp_path, monkeypatch):
             command=("attnsuite", "compile", "--targets", "v5e,h100"),
         )
         watcher = Silent()
-        compile_run.execute(dataclasses.replace(request, **changes), watcher)
+        compile_run.compile_all(dataclasses.replace(request, **changes), watcher)
         records = parse_records(tmp_path / name / RECORDS)[0]
         assert watcher.total == watcher.seen == len(records)
         return records, FakeWorker.asked

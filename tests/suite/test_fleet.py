@@ -20,10 +20,11 @@ import psutil
 import pytest
 
 from attnsuite.backends import Target
-from attnsuite.suite import compile_run, curves, sharded, tuning
+from attnsuite.suite import compile_run, curves_grid, sharded_grid, tuning
 from attnsuite.suite.errors import InputError
+from attnsuite.suite.grid.execute import execute
 from attnsuite.suite.grid.executors import Limits
-from attnsuite.suite.grid.fleet import Fleet, FleetRequest, Member, execute_grid, execute_on_fleet
+from attnsuite.suite.grid.fleet import Fleet, FleetRequest, Member
 from attnsuite.suite.kinds.model import ModelCase
 from attnsuite.suite.measure.environment import source_digest, versions
 from attnsuite.suite.store import MANIFEST, RECORDS, parse_records
@@ -35,11 +36,12 @@ TESTS = Path(__file__).parents[1]
 DRIVER = """
 import sys
 from pathlib import Path
-from attnsuite.suite.grid.fleet import Fleet, FleetRequest, execute_on_fleet
+from attnsuite.suite.grid.execute import execute
+from attnsuite.suite.grid.fleet import Fleet, FleetRequest
 from fleet_work import Seen, Work, request
 out, address, *names = sys.argv[1:]
 resume = (Path(out) / "run.json").is_file()
-execute_on_fleet(request(Path(out), names, resume=resume), FleetRequest(address=address, work=Work), Seen())
+execute(request(Path(out), names, resume=resume), Seen(), FleetRequest(address=address, work=Work))
 """
 
 # Fills the object store of every node with objects that stay referenced, until its stdin ends.
@@ -124,7 +126,7 @@ def test_case_whose_node_died_runs_again_elsewhere_and_leaves_no_half(ray_nodes,
     for _ in range(2):
         ray_nodes.add_node(num_cpus=1)
     seen = Seen()
-    execute_on_fleet(request(tmp_path / "run", names), asked(ray_nodes), seen)
+    execute(request(tmp_path / "run", names), seen, asked(ray_nodes))
     assert holds_each_cell_once(tmp_path / "run", names)
     attempts = [node for case, node in begun(tmp_path / "run") if case == "b-once"]
     assert len(attempts) == len(set(attempts)) == 2
@@ -145,7 +147,7 @@ def test_case_that_kills_three_nodes_is_a_record_and_late_nodes_do_the_rest(ray_
             if "was lost on node" in sentence:
                 ray_nodes.add_node(num_cpus=1)
 
-    execute_on_fleet(request(tmp_path / "run", names), asked(ray_nodes), Adding())
+    execute(request(tmp_path / "run", names), Adding(), asked(ray_nodes))
     assert holds_each_cell_once(tmp_path / "run", names)
     for record in records(tmp_path / "run"):
         assert (record.status == "crashed") == (record.case == "a-deadly")
@@ -181,7 +183,7 @@ def test_late_node_is_used_and_node_of_other_versions_or_kind_is_not(ray_nodes, 
     names = ["first-waiting", "b", "c", "d"]
     ray_nodes.add_node(num_cpus=1)
     seen = Adding(ray_nodes, tmp_path / GO)
-    execute_on_fleet(request(tmp_path / "run", names), asked(ray_nodes), seen)
+    execute(request(tmp_path / "run", names), seen, asked(ray_nodes))
     assert holds_each_cell_once(tmp_path / "run", names)
     assert len({record.environment["node"] for record in records(tmp_path / "run")}) == 2
     told = "\n".join(seen.warnings)
@@ -192,15 +194,15 @@ def test_late_node_is_used_and_node_of_other_versions_or_kind_is_not(ray_nodes, 
 def test_nodes_of_other_versions_alone_are_refused_and_taken_when_asked_for(ray_nodes, tmp_path):
     ray_nodes.add_node(num_cpus=1, env_vars={"FLEET_WORK_JAX": "0.0.1"})
     with pytest.raises(InputError, match=r"no node of the cluster could compute \(.*jax is 0\.0\.1, here"):
-        execute_on_fleet(request(tmp_path / "refused", ["a"]), asked(ray_nodes, patience=1.0), Seen())
+        execute(request(tmp_path / "refused", ["a"]), Seen(), asked(ray_nodes, patience=1.0))
     assert not (tmp_path / "refused" / RECORDS).exists()
-    execute_on_fleet(request(tmp_path / "run", ["a"]), asked(ray_nodes, any_versions=True), Seen())
+    execute(request(tmp_path / "run", ["a"]), Seen(), asked(ray_nodes, any_versions=True))
     assert holds_each_cell_once(tmp_path / "run", ["a"])
     with pytest.raises(InputError, match=r"could compute \(none has a CPU and what --nodes-with asks for\)"):
-        execute_on_fleet(request(tmp_path / "none", ["a"]), asked(ray_nodes, patience=1.0, needed=("GPU",)), Seen())
+        execute(request(tmp_path / "none", ["a"]), Seen(), asked(ray_nodes, patience=1.0, needed=("GPU",)))
     ray_nodes.add_node(num_cpus=1, env_vars={"FLEET_WORK_TARGET": "tpu:v5e"})
     with pytest.raises(InputError, match=r"several kinds \(cpu:fake, tpu:v5e\); choose with --nodes-with"):
-        execute_on_fleet(request(tmp_path / "several", ["a"]), asked(ray_nodes, any_versions=True), Seen())
+        execute(request(tmp_path / "several", ["a"]), Seen(), asked(ray_nodes, any_versions=True))
 
 
 def lines(out):
@@ -223,7 +225,7 @@ def test_driver_that_was_ended_is_resumed_with_each_cell_once(ray_nodes, tmp_pat
         driver.communicate(timeout=30)
         assert before < lines(out) < len(names) * len(ROWS)
     kept = (out / RECORDS).read_bytes()
-    execute_on_fleet(request(out, names, resume=True), asked(ray_nodes), Seen())
+    execute(request(out, names, resume=True), Seen(), asked(ray_nodes))
     assert (out / RECORDS).read_bytes().startswith(kept)
     assert holds_each_cell_once(out, names)
 
@@ -294,7 +296,7 @@ def test_full_object_store_loses_no_cell_and_changes_no_record(spills, tmp_path)
         command = [sys.executable, "-c", FILL, nodes.address]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as filler:
             assert filler.stdout.readline().split() == ["OutOfDiskError"] * 3
-            execute_on_fleet(request(tmp_path / "run", names), asked(nodes), seen)
+            execute(request(tmp_path / "run", names), seen, asked(nodes))
             filler.communicate()
     assert holds_each_cell_once(tmp_path / "run", names)
     lost = [record for record in records(tmp_path / "run") if record.status != "ok"]
@@ -344,7 +346,7 @@ def test_package_that_cannot_be_installed_is_told_with_the_reason(ray_nodes, tmp
     wanted = asked(ray_nodes, packages={"jax": "0.0.99"}, patience=1.0)
     expected = r"--packages jax==0\.0\.99 cannot be installed there: .*no version of jax==0\.0\.99"
     with pytest.raises(InputError, match=expected):
-        execute_on_fleet(request(tmp_path, ["a"]), wanted, Seen())
+        execute(request(tmp_path, ["a"]), Seen(), wanted)
 
 
 @pytest.mark.parametrize(
@@ -371,15 +373,16 @@ def test_node_that_cannot_write_gets_no_more_cases(ray_nodes, tmp_path):
     ray_nodes.add_node(num_cpus=1)
     seen = Seen()
     with pytest.raises(InputError, match=r"it lost .*no space left on this node"):
-        execute_on_fleet(request(tmp_path / "run", ["a-raising", "b"]), asked(ray_nodes, patience=5.0), seen)
+        execute(request(tmp_path / "run", ["a-raising", "b"]), seen, asked(ray_nodes, patience=5.0))
 
 
 def test_grid_of_another_verb_is_computed_by_case_on_nodes_that_leave_no_files(ray_nodes, tmp_path):
     names = [f"case{number}" for number in range(6)]
     for _ in range(2):
         ray_nodes.add_node(num_cpus=1)
-    grid = PretendGrid(request(tmp_path / "run", names))
-    kept = execute_grid(grid, Seen(), FleetRequest(address=ray_nodes.address, patience=60.0))
+    wanted = request(tmp_path / "run", names)
+    grid = PretendGrid(request=wanted, out=wanted.out, limits=wanted.limits)
+    kept = execute(grid, Seen(), FleetRequest(address=ray_nodes.address, patience=60.0))
     assert holds_each_cell_once(tmp_path / "run", names)
     where = {record.case: record.environment.get("node") for record in kept}
     assert len(set(where.values())) == 2
@@ -388,35 +391,35 @@ def test_grid_of_another_verb_is_computed_by_case_on_nodes_that_leave_no_files(r
     assert len(folders) == 2
     assert not [folder for folder in folders if folder.exists()]
     with pytest.raises(InputError, match="--resume"):
-        execute_grid(grid, Seen(), None)
+        execute(grid, Seen(), None)
 
 
 @pytest.mark.parametrize("verb", ["sharded", "tune", "curves", "compile"])
 def test_grid_of_a_verb_travels_to_nodes(verb, tmp_path):
     limits = Limits(10, 2**30)
     grid = {
-        "sharded": lambda: sharded.ShardedGrid(out=tmp_path, resume=False),
-        "tune": lambda: tuning.TuneGrid(resume=False, request=tuning.TuneRequest(
-            backends=("chunked",), cases=tuning.TUNED[:1], target=None, limits=limits, out=tmp_path, command="")),
-        "curves": lambda: curves.CurvesGrid(out=tmp_path, resume=False, request=curves.CurvesRequest(
-            preset="tiny", backends=("chunked",), steps=1, interpreted_steps=1)),
-        "compile": lambda: compile_run.CompileGrid(request=compile_run.CompileRequest(
+        "sharded": lambda: sharded_grid.ShardedGrid(out=tmp_path),
+        "tune": lambda: tuning.TuneGrid(
+            backends=("chunked",), cases=tuning.TUNED[:1], target=None, limits=limits, out=tmp_path, command=""),
+        "curves": lambda: curves_grid.CurvesGrid(
+            out=tmp_path, preset="tiny", backends=("chunked",), steps=1, interpreted_steps=1),
+        "compile": lambda: compile_run.CompileGrid(
             cases=tuning.TUNED[:1], searches=(), backends=("chunked",), targets=(Target.named("v5e"),), out=tmp_path,
-            limits=limits, cache=tmp_path, command=())),
+            limits=limits, cache=tmp_path, command=()),
     }[verb]()  # fmt: skip
     there = pickle.loads(pickle.dumps(grid))  # noqa: S301 (our own)
     assert there == grid
     environment, cells = there.look() if verb != "tune" else ({}, [])
     assert cells or verb == "tune"
-    assert there.manifest(environment) == grid.manifest(environment)
+    assert there.manifest(environment, len(cells)) == grid.manifest(environment, len(cells))
 
 
 def test_search_for_the_longest_length_is_for_one_machine(tmp_path):
     case = ModelCase(kind="model_prefill", model="debug", sequence=64)
-    asked = compile_run.CompileRequest(cases=(), searches=(case,), backends=("chunked",), targets=(), out=tmp_path,
+    asked = compile_run.CompileGrid(cases=(), searches=(case,), backends=("chunked",), targets=(), out=tmp_path,
                                        limits=Limits(1, 1), cache=tmp_path, command=())  # fmt: skip
     with pytest.raises(InputError, match="--longest asks one compiler after the other"):
-        compile_run.execute(asked, Seen(), FleetRequest())
+        compile_run.compile_all(asked, Seen(), FleetRequest())
 
 
 def test_refused_cell_of_a_case_that_no_node_survived_is_refused_all_the_same(tmp_path):
@@ -435,4 +438,4 @@ def test_no_cluster_is_one_sentence(tmp_path):
     with pytest.raises(
         InputError, match=r"no Ray cluster answers at 'nowhere' \(.*\); start one with ray start --head"
     ):
-        execute_on_fleet(request(tmp_path / "run", ["a"]), nowhere, Seen())
+        execute(request(tmp_path / "run", ["a"]), Seen(), nowhere)

@@ -12,17 +12,23 @@ import pytest
 
 from attnsuite.backends import Target, registry
 from attnsuite.reports import render
-from attnsuite.suite import command_line, conformance, conformance_worker, own
-from attnsuite.suite.errors import CellFailure, InputError
+from attnsuite.suite import command_line, judgement, user_function
+from attnsuite.suite.cell import Outcome
+from attnsuite.suite.errors import InputError
 from attnsuite.suite.grid import worker
 from attnsuite.suite.grid.executors import Limits
 from attnsuite.suite.grid.run import new_request, resumed_request
+from attnsuite.suite.kinds import conformance as conformance_kind
 from attnsuite.suite.kinds import problem_of
+from attnsuite.suite.kinds.conformance import ConformanceCase
 from attnsuite.suite.store import MANIFEST, RECORDS, parse_records
 from attnsuite.testing import random_specs
 
 LIMITS = Limits(120.0, 2**33)
 KERNELS = """
+import os
+from pathlib import Path
+
 import jax
 from attnsuite.backends import from_function
 
@@ -42,6 +48,14 @@ def averaging(q, k, v, key_value_seq_lengths):
 def dying(q, k, v):
     raise MemoryError("no room on the chip")
 
+def aborting(q, k, v):
+    mark = Path(__file__).with_name("aborted")
+    if not mark.exists():
+        mark.touch()
+        os.abort()
+    return right(q, k, v)
+
+aborts_once = from_function(aborting, takes={"bidirectional", "grouped_queries"})
 forward = from_function(right, takes={"bidirectional"})
 leaks = from_function(leaking, takes={"bidirectional", "lengths", "grouped_queries"})
 lets_nan_in = from_function(averaging, takes={"bidirectional", "lengths", "grouped_queries"})
@@ -65,69 +79,66 @@ def kernels(tmp_path):
 
 
 def judged(path, name, case="heads-equal", number=None):
-    problem = {"name": case, "number": number, "seed": None if number is None else 0}
-    return conformance_worker.answer({"do": "judge", "backend": f"{path}:{name}", "problem": problem})
+    user_function.register_functions([f"{path}:{name}"])
+    return conformance_kind.judged(f"{path}:{name}", ConformanceCase(name=case, number=number, seed=number and 0))
 
 
 def test_function_that_is_right_is_within_the_bound_with_its_gradients(kernels):
     found = judged(kernels, "right")
-    assert found["status"] == "ok"
-    assert found["facts"]["gradients"]
-    assert 0 < found["facts"]["share"] <= 1
+    assert found.status == "ok"
+    assert found.facts.gradients
+    assert 0 < found.facts.share <= 1
 
 
 def test_function_that_is_wrong_is_wrong_by_so_much(kernels):
     found = judged(kernels, "off")
-    assert found["status"] == "wrong"
-    assert "output is off by 0.001 of its largest value (allowed " in found["error"]
+    assert found.status == "wrong"
+    assert "output is off by 0.001 of its largest value (allowed " in found.error
 
 
 def test_what_a_plain_function_does_not_take_is_refused_with_the_reason(kernels):
     found = judged(kernels, "right", "window-int")
-    assert found["status"] == "unsupported"
-    assert any("local_window_size=(16, 16) is not supported by" in reason for reason in found["reasons"])
+    assert found.status == "unsupported"
+    assert any("local_window_size=(16, 16) is not supported by" in reason for reason in found.reasons)
 
 
 def test_function_without_gradients_is_judged_by_its_output(kernels):
     found = judged(kernels, "forward")
-    assert found["status"] == "ok"
-    assert set(found["accuracy"]) == {"output"}
+    assert found.status == "ok"
+    assert set(found.accuracy) == {"output"}
 
 
 def test_what_a_function_raises_is_a_result(kernels):
-    assert judged(kernels, "dying") == {"status": "crashed", "error": "MemoryError: no room on the chip"}
+    assert judged(kernels, "dying") == Outcome(status="crashed", error="MemoryError: no room on the chip")
 
 
 def test_random_problems_ask_only_for_what_a_function_takes(kernels, monkeypatch):
     monkeypatch.setattr(random_specs, "_TRIES", 1)  # the first one drawn is taken
     found = judged(kernels, "right", "random 3 of seed 0", 3)
-    assert found["status"] == "ok", found
-    assert "is_causal" not in found["drawn"]
+    assert found.status == "ok", found
+    assert "is_causal" not in found.facts.drawn
     for number in range(10):
         random_specs.draw(number, 0, registry.get(f"{kernels}:right"), Target.here(), "native")
 
 
 def test_nan_that_reaches_rows_is_a_verdict_beside_a_right_result(kernels):
     found = judged(kernels, "lets_nan_in", "ragged")
-    assert found["status"] == "ok", found
-    assert found["facts"]["isolates"] is False
-    assert judged(kernels, "right")["facts"]["isolates"] is None  # nothing is hidden there
-    problem = {"name": "ragged", "number": None, "seed": None}
-    answer = conformance_worker.answer({"do": "judge", "backend": "standard", "problem": problem})
-    assert answer["facts"]["isolates"] is True
+    assert found.status == "ok", found
+    assert found.facts.isolates is False
+    assert judged(kernels, "right").facts.isolates is None  # nothing is hidden there
+    assert conformance_kind.judged("standard", ConformanceCase(name="ragged")).facts.isolates is True
 
 
 def test_number_that_no_query_may_see_changes_nothing(kernels):
     found = judged(kernels, "leaks", "ragged")
-    assert found["status"] == "wrong"
-    assert "output change with numbers that no query may see" in found["error"]
+    assert found.status == "wrong"
+    assert "output change with numbers that no query may see" in found.error
 
 
 def test_backend_that_is_approximate_by_design_is_not_judged_by_the_exact_ones_bound():
-    problem = {"name": "plain", "number": None, "seed": None}
-    found = conformance_worker.answer({"do": "judge", "backend": "kascade", "problem": problem})
-    assert found["status"] == "unsupported"
-    assert found["reasons"] == ["kascade is approximate by design, and the contract's judge is for exact backends."]
+    found = conformance_kind.judged("kascade", ConformanceCase(name="plain"))
+    assert found.status == "unsupported"
+    assert found.reasons == ("kascade is approximate by design, and the contract's judge is for exact backends.",)
 
 
 def test_command_says_what_is_right_wrong_and_refused_and_keeps_the_records(kernels, tmp_path, capsys):
@@ -151,28 +162,37 @@ def test_command_says_what_is_right_wrong_and_refused_and_keeps_the_records(kern
     assert f"\n{kernels}:off: wrong\n" in told
 
 
-def test_process_that_dies_is_a_result_and_the_next_problem_is_judged(monkeypatch):
-    class Dying:
-        def __init__(self, *_):
-            pass
+def test_process_that_dies_is_a_result_and_the_next_problem_is_judged(kernels, tmp_path, capsys):
+    words = ["--cases", "heads-equal*", "--random", "0", "--out", str(tmp_path / "out")]
+    with pytest.raises(SystemExit) as ended:
+        command_line.main(["judge", f"{kernels}:aborts_once", *words])
+    assert ended.value.code == 1
+    records, _, _ = parse_records(tmp_path / "out" / RECORDS)
+    assert records[0].status == "crashed", capsys.readouterr()
+    assert records[0].error.startswith("died by SIGABRT")
+    assert {record.status for record in records[1:]} == {"ok"}
 
-        def ask(self, request, seconds):
-            raise CellFailure("crashed", "died by SIGSEGV")
 
-        def close(self):
-            pass
+def test_judgement_is_resumed_as_it_was_begun(tmp_path, capsys):
+    def command(*words):
+        with pytest.raises(SystemExit) as ended:
+            command_line.main([*words, "--out", str(tmp_path / "out")])
+        return ended.value.code, "".join(capsys.readouterr())
 
-    judge = conformance._Judge(LIMITS)
-    monkeypatch.setattr(conformance, "Worker", Dying)
-    assert judge.ask("standard", {"name": "plain"}) == {"status": "crashed", "error": "died by SIGSEGV"}
-    assert judge._worker is None
+    assert command("judge", "standard", "chunked", "--cases", "heads-equal", "--random", "0")[0] == 0
+    before = (tmp_path / "out" / RECORDS).read_bytes()
+    (tmp_path / "out" / RECORDS).write_bytes(before.splitlines(keepends=True)[0])
+    assert command("judge", "--resume")[0] == 0
+    assert [record.requested for record in parse_records(tmp_path / "out" / RECORDS)[0]] == ["standard", "chunked"]
+    code, told = command("judge", "standard", "--resume")
+    assert (code, "backends cannot change a run that was begun" in told) == (2, True)
 
 
 def test_all_right_needs_something_right_and_nothing_wrong(example_record):
     refused, wrong = (dataclasses.replace(example_record, status=status) for status in ("unsupported", "wrong"))
-    assert conformance.all_right([example_record, refused])
-    assert not conformance.all_right([refused])
-    assert not conformance.all_right([example_record, wrong])
+    assert judgement.all_right([example_record, refused])
+    assert not judgement.all_right([refused])
+    assert not judgement.all_right([example_record, wrong])
 
 
 @pytest.mark.parametrize(
@@ -187,7 +207,7 @@ def test_all_right_needs_something_right_and_nothing_wrong(example_record):
 )
 def test_what_cannot_be_judged_is_a_sentence(kernels, name, sentence):
     with pytest.raises(InputError) as raised:
-        own.register_own([own.own_or_known(name.format(kernels))])
+        user_function.register_functions([user_function.known_row(name.format(kernels))])
     assert sentence.format(kernels) in str(raised.value)
 
 
@@ -195,7 +215,7 @@ def test_file_that_does_not_load_is_a_sentence(tmp_path):
     path = tmp_path / "broken.py"
     path.write_text("import no_such_chip\n")
     with pytest.raises(InputError, match=r"broken.py does not load: ModuleNotFoundError: .*'no_such_chip'"):
-        own.register_own([f"{path}:fn"])
+        user_function.register_functions([f"{path}:fn"])
 
 
 def test_run_resolves_a_function_as_any_backend(kernels, tiny, new_run):
@@ -209,10 +229,10 @@ def test_run_resolves_a_function_as_any_backend(kernels, tiny, new_run):
 
 def test_digest_of_a_function_is_that_of_its_file(kernels):
     row = f"{kernels}:mine"
-    before = own.digests([row, "standard"])
+    before = user_function.digests([row, "standard"])
     assert list(before) == [row]
     kernels.write_text(kernels.read_text() + "# changed\n")
-    assert own.digests([row]) != before
+    assert user_function.digests([row]) != before
 
 
 def test_run_of_a_function_is_not_resumed_since_its_file_may_have_changed(tmp_path):
@@ -226,6 +246,6 @@ def test_run_of_a_function_is_not_resumed_since_its_file_may_have_changed(tmp_pa
 
 def test_what_judges_needs_no_pytest():
     asked = "print({'pytest', 'hypothesis'} & set(sys.modules))"
-    code = f"import sys; from attnsuite.suite import conformance, conformance_worker; {asked}"
+    code = f"import sys; from attnsuite.suite import judgement; {asked}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"

@@ -221,12 +221,25 @@ def test_curves_are_kept_as_they_end_and_resumed(tmp_path, monkeypatch, capsys):
 
     def command(*words):
         with pytest.raises(SystemExit) as exit_info:
-            main(["curves", "--steps", "2", "--backends", "standard", "--out", str(tmp_path / "out"), *words])
+            main(
+                [
+                    "run",
+                    "--suite",
+                    "curves",
+                    "--steps",
+                    "2",
+                    "--backends",
+                    "standard",
+                    "--out",
+                    str(tmp_path / "out"),
+                    *words,
+                ]
+            )
         return exit_info.value.code, "".join(capsys.readouterr())
 
     monkeypatch.setattr(training, "losses", losses)
     code, said = command()
-    assert (code, "go on with: attnsuite curves --resume --out" in said) == (130, True)
+    assert (code, "go on with: attnsuite run --suite curves --resume --out" in said) == (130, True)
     before = (tmp_path / "out" / RECORDS).read_bytes()
     assert before.count(b"\n") == 3
     code, said = command("--resume", "--interpreted-steps", "3")
@@ -247,12 +260,12 @@ def test_curves_are_kept_as_they_end_and_resumed(tmp_path, monkeypatch, capsys):
     ("arguments", "expected"),
     [
         (["--steps", "0"], "--steps 0 must be at least 1"),
-        (["--preset", "huge"], "preset 'huge' is not known; use one of"),
+        (["--model", "huge"], "preset 'huge' is not known; use one of"),
         (["--backends", "flash"], "'flash' is not registered; use"),
     ],
 )
 def test_what_cannot_be_used_is_a_sentence(capsys, tmp_path, arguments, expected):
     with pytest.raises(SystemExit) as exit_info:
-        main(["curves", "--out", str(tmp_path / "out"), *arguments])
+        main(["run", "--suite", "curves", "--out", str(tmp_path / "out"), *arguments])
     assert exit_info.value.code == 2
     assert expected in capsys.readouterr().err

@@ -1,8 +1,9 @@
 """Attention that is dealt to many devices is the same attention: eight devices of the host, and two real processes.
 
-Rows of `attnsuite sharded`, and broken ones, in processes of their own: JAX counts its devices once per process.
+Rows of the suite `sharded`, and broken ones, in processes of their own: JAX counts its devices once per process.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -14,10 +15,11 @@ from pathlib import Path
 import pytest
 
 from attnsuite import reports
-from attnsuite.suite import sharded
+from attnsuite.suite import sharded_grid
 from attnsuite.suite.command_line import main
+from attnsuite.suite.grid.references import References
 from attnsuite.suite.kinds import make_case
-from attnsuite.suite.sharded import cell_of, rows
+from attnsuite.suite.sharded_grid import cell_of, rows
 from attnsuite.suite.store import RECORDS, parse_records
 
 PUBLISHED = Path(__file__).parents[2] / "reports" / "published" / "sharded"
@@ -52,7 +54,9 @@ class Silent:
 
 def compute(*cells):
     """The records of these cells."""
-    return list(sharded.compute(cells, {}, Silent()))
+    grid = sharded_grid.ShardedGrid(out=Path())
+    with contextlib.closing(References(grid.limits.seconds)) as references:
+        return list(grid.compute(cells, {}, Silent(), references))
 
 
 @pytest.fixture(scope="module")
@@ -102,9 +106,10 @@ import dataclasses, json, sys
 import jax, jax.numpy as jnp
 from attnsuite.backends import dealing, ring
 from attnsuite.suite.cell import Means
+from attnsuite.suite.grid.references import References
 from attnsuite.suite.kinds import make_case
 from attnsuite.suite.kinds.sharded import SHARDED
-from attnsuite.suite.sharded import cell_of
+from attnsuite.suite.sharded_grid import cell_of
 
 ALL, LONG = "data 2 x heads 2 x context 2", "heads 2 x context 4"
 
@@ -208,29 +213,29 @@ def test_process_that_dies_is_told_with_its_last_words(monkeypatch):
 def test_rows_are_kept_as_they_are_computed_and_resumed(tmp_path, monkeypatch, capsys):
     """An interrupted command has each finished row once, and goes on with the others."""
     cells = [cell_of("kascade", "data 1", "causal"), cell_of("standard", "data 1", "causal")]
-    monkeypatch.setattr(sharded, "rows", lambda: cells)
-    whole, out = sharded.compute, tmp_path / "out"
+    monkeypatch.setattr(sharded_grid, "rows", lambda: cells)
+    whole, out = sharded_grid.ShardedGrid.compute, tmp_path / "out"
 
-    def interrupted(missing, *rest):
-        yield next(iter(whole(missing[:1], *rest)))
+    def interrupted(grid, missing, *rest):
+        yield next(iter(whole(grid, missing[:1], *rest)))
         raise KeyboardInterrupt
 
     def command(*words):
         with pytest.raises(SystemExit) as exit_info:
-            main(["sharded", "--out", str(out), *words])
+            main(["run", "--suite", "sharded", "--out", str(out), *words])
         return exit_info.value.code, "".join(capsys.readouterr())
 
     with monkeypatch.context() as patch:
-        patch.setattr(sharded, "compute", interrupted)
+        patch.setattr(sharded_grid.ShardedGrid, "compute", interrupted)
         code, said = command()
     assert code == 130
-    assert f"what is done is kept; go on with: attnsuite sharded --resume --out {out}" in said
+    assert f"what is done is kept; go on with: attnsuite run --suite sharded --resume --out {out}" in said
     before = (out / RECORDS).read_bytes()
     assert before.count(b"\n") == 1
     code, said = command()
     assert (code, "already has records; add --resume" in said) == (2, True)
     code, said = command("--resume")
-    assert (code, "# Sharded equality" in said, f"report: {out / 'report.md'}" in said) == (0, True, True)
+    assert (code, f"report:  {out / 'report.md'}" in said) == (0, True)
     assert (out / RECORDS).read_bytes().startswith(before)
     assert [record.requested for record in parse_records(out / RECORDS)[0]] == ["kascade", "standard"]
 

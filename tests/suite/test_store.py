@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from attnsuite.suite import files
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.store import MANIFEST, RECORDS, GridManifest, RunStore, parse_records
 
@@ -16,7 +17,7 @@ def other(example_record):
 def fill(folder, *records):
     with RunStore(folder, resume=False) as store:
         store.append(records)
-        store.write_json("run.json", {})
+        files.write_json(store.directory / "run.json", {})
 
 
 def test_records_come_back(tmp_path, example_record, other):

@@ -249,7 +249,7 @@ class Compiles(Candidates):
 def tune_for_h100(monkeypatch, tmp_path, dtype):
     backend = Compiles(*({"block_size": size} for size in (32, 64, 128, 256, 512)))
     monkeypatch.setattr(tuning.registry, "get", lambda _: backend)
-    request = tuning.TuneRequest(
+    request = tuning.TuneGrid(
         backends=("chunked",),
         cases=(dataclasses.replace(CASE, dtype=dtype, name=""),),
         target=Target("cuda", "h100"),

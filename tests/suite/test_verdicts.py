@@ -11,7 +11,7 @@ from attnsuite.backends import Target
 from attnsuite.suite import verdicts
 from attnsuite.suite.absent import topologies
 from attnsuite.suite.grid.executors import Limits
-from attnsuite.suite.grid.run import RunRequest
+from attnsuite.suite.grid.run import RunGrid
 from attnsuite.suite.suites import QUICK, parse_shard
 
 
@@ -24,7 +24,7 @@ def request_of(monkeypatch, tmp_path):
 
     def of(**changes):
         fields = {"suite": "quick", "cases": QUICK.cases, "backends": tuple(backends), "text": None, "resume": False}
-        return RunRequest(**{**fields, "out": tmp_path, "limits": Limits(60.0, 2**30), **changes})
+        return RunGrid(**{**fields, "out": tmp_path, "limits": Limits(60.0, 2**30), **changes})
 
     return of
 

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from attnsuite.suite import compile_run, files, sharded, tuning
+from attnsuite.suite import compile_run, files
 from attnsuite.suite.absent.compilation import NO_COMPILER
 from attnsuite.suite.command_line import main
 from attnsuite.suite.errors import InputError
+from attnsuite.suite.grid import execute
 from attnsuite.suite.store import RunStore
 
 
@@ -84,7 +85,7 @@ def test_directory_that_is_gone_is_a_sentence(tmp_path, example_record):
         with pytest.raises(InputError, match=r"No such file or directory\. What is done is kept"):
             store.append([example_record])
         with pytest.raises(InputError, match="cannot write to"):
-            store.write_json("run.json", {})
+            files.write_json(store.directory / "run.json", {})
 
 
 @pytest.mark.parametrize(
@@ -92,8 +93,8 @@ def test_directory_that_is_gone_is_a_sentence(tmp_path, example_record):
     [
         ["run", "--suite", "quick", "--out", "{file}"],
         ["compile", "--targets", "v5e", "--out", "{file}"],
-        ["sharded", "--out", "{file}"],
-        ["curves", "--out", "{file}"],
+        ["run", "--suite", "sharded", "--out", "{file}"],
+        ["run", "--suite", "curves", "--out", "{file}"],
         ["train", "--steps", "1", "--out", "{file}"],
         ["perplexity", "--model", "text", "--out", "{file}"],
         ["calibrate", "--out", "{file}/calibration.safetensors"],
@@ -107,8 +108,7 @@ def test_long_work_finds_out_at_the_start_that_it_cannot_write(tmp_path, capsys,
     def begins(*_, **__):
         raise AssertionError("the work began")
 
-    for module, name in ((sharded, "compute"), (tuning, "References"), (compile_run, "side_by_side")):
-        monkeypatch.setattr(module, name, begins)
+    monkeypatch.setattr(execute, "References", begins)  # of every grid, before its first cell
     file, folder = tmp_path / "file", tmp_path / "folder"
     file.write_text("kept")
     folder.mkdir()
@@ -165,13 +165,13 @@ def test_no_stdout_at_all_is_no_traceback(run):
 def test_compiling_nothing_for_want_of_a_compiler_is_no_success(
     tmp_path, capsys, monkeypatch, example_record, errors, code
 ):
-    def execute(request, *_):
+    def compile_all(request, *_):
         with RunStore(request.out, resume=False) as store:
             for number, error in enumerate(errors):
                 status = {"status": "ok"} if error is None else {"status": "unsupported", "error": error}
                 store.append([dataclasses.replace(example_record, key=str(number), mode="compile", **status)])
 
-    monkeypatch.setattr(compile_run, "execute", execute)
+    monkeypatch.setattr(compile_run, "compile_all", compile_all)
     with pytest.raises(SystemExit) as exit_info:
         main(["compile", "--targets", "v5e", "--out", str(tmp_path / "run")])
     assert exit_info.value.code == code

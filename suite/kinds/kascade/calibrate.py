@@ -22,7 +22,7 @@ from ... import files
 from ...errors import InputError
 from ...measure.text import BYTE_VOCABULARY, BYTES, reader_of
 from ...named_model import checkpoint_of
-from ...own import check_reference, is_reference, load_module
+from ...user_function import check_reference, is_reference, load_module
 from .schedules import ScheduleWords
 
 

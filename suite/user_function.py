@@ -44,12 +44,12 @@ def check_reference(reference: str, form: str = _FORM) -> str:
     return reference
 
 
-def own_or_known(name: str, peers: Collection[str] = ()) -> str:
+def known_row(name: str, peers: Collection[str] = ()) -> str:
     """The name, if it means a file that is there, a backend, or one of ``peers``. Raises InputError."""
     return check_reference(name) if is_reference(name) else known_backend(name, peers)
 
 
-def register_own(names: Iterable[str]) -> None:
+def register_functions(names: Iterable[str]) -> None:
     """Load what is named by a file and register it under the name as it was given. Raises InputError."""
     for reference in filter(is_reference, names):
         if reference not in registry.names():

@@ -1,4 +1,4 @@
-"""``attnsuite sharded``: checks that attention divided among many devices gives the same results.
+"""The suite ``sharded`` of ``attnsuite run``: checks that attention divided among many devices gives the same results.
 
 It runs every backend that can be sharded, on meshes of data, heads and context, forward and backward, on eight devices
 that JAX makes of the host's CPU, and on two real processes that ``jax.distributed`` joins over loopback. A refusal is a
@@ -7,10 +7,8 @@ record too, with its reasons. ``kinds/sharded.py`` says how a cell is judged.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Literal
 
 from attnsuite.backends import Target
@@ -18,8 +16,7 @@ from attnsuite.backends.devices import cpu_name
 
 from .cell import Asked, Cell
 from .grid.executors import Limits, RunContext, Watcher, one_after_another
-from .grid.fleet import FleetRequest, execute_grid
-from .grid.keeping import GridWatcher, identity
+from .grid.grid import Grid, identity
 from .grid.references import References
 from .kinds.sharded import SHARDED, ShardedCase
 from .measure import environment
@@ -43,7 +40,7 @@ def cell_of(
 
 
 def rows() -> list[Cell]:
-    """The cells of the command: eight devices of one process, then two joined processes."""
+    """The cells of the suite: eight devices of one process, then two joined processes."""
     return [
         cell_of("standard", _ALL, "causal"),
         cell_of("standard", _LONG, "packed, window, soft cap"),
@@ -72,17 +69,11 @@ def rows() -> list[Cell]:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ShardedGrid:
-    """All rows: a :class:`.grid.keeping.Grid`."""
+class ShardedGrid(Grid):
+    """All rows."""
 
-    out: Path
-    resume: bool
     suite: str = "sharded"
-
-    @property
-    def limits(self) -> Limits:
-        """What one row may use of this machine."""
-        return _limits()
+    limits: Limits = dataclasses.field(default_factory=lambda: Limits(_SECONDS, int(_MEMORY_SHARE * machine_bytes())))
 
     def look(self) -> tuple[Environment, list[Cell]]:
         """What this machine is, and its cells."""
@@ -95,26 +86,13 @@ class ShardedGrid:
         }
         return found, rows()
 
-    def manifest(self, environment: Environment) -> GridManifest:
+    def manifest(self, environment: Environment, cells: int) -> GridManifest:
         """The identity of the grid."""
         return identity("sharded", {}, str(Target("cpu", environment.get("cpu", ""))), environment)
 
-    def compute(self, cells: Sequence[Cell], environment: Environment, watcher: Watcher) -> Iterator[Record]:
+    def compute(
+        self, cells: Sequence[Cell], environment: Environment, watcher: Watcher, references: References
+    ) -> Iterator[Record]:
         """The record of each cell."""
-        yield from compute(cells, environment, watcher)
-
-
-def run(out: Path, watcher: GridWatcher, *, resume: bool, fleet: FleetRequest | None = None) -> tuple[Record, ...]:
-    """The records of all rows, written to ``out``. Raises InputError if ``out`` has records and ``resume`` is False."""
-    return execute_grid(ShardedGrid(out=out, resume=resume), watcher, fleet)
-
-
-def _limits() -> Limits:
-    return Limits(_SECONDS, int(_MEMORY_SHARE * machine_bytes()))
-
-
-def compute(cells: Sequence[Cell], found: Environment, watcher: Watcher) -> Iterator[Record]:
-    """The record of each cell, measured in the environment ``found``."""
-    context = RunContext(suite="sharded", limits=_limits(), environment=found, text=None, watcher=watcher)
-    with contextlib.closing(References(_SECONDS)) as references:
+        context = RunContext(suite=self.suite, limits=self.limits, environment=environment, text=None, watcher=watcher)
         yield from one_after_another(cells, references, context)

@@ -1,0 +1,73 @@
+"""The suite ``curves`` of ``attnsuite run``: loss curves of standard, its noise runs, its controls, and other backends.
+
+``kinds/loss_curve.py`` says how the curves are judged. The native setting is for backends that run on this device. The
+interpreted setting is short and includes all backends.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from attnsuite.models.sharded_training import MeshSizes
+
+from .cell import Asked, Cell
+from .grid.executors import Limits, RunContext, Watcher, here
+from .grid.grid import Grid, identity
+from .grid.references import References
+from .host_devices import make_host_devices
+from .kinds.loss_curve import LOSS_CURVE, TrainingCase, own_runs
+from .measure.environment import describe
+from .measure.memory import machine_bytes
+from .names import known_backend
+from .record import Environment, Record
+from .store import GridManifest
+
+BACKENDS = ("chunked", "splash", "kvax")  # beside standard
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CurvesGrid(Grid):
+    """What to train: a preset, the backends beside standard, and the number of updates in each setting.
+
+    With a mesh standard and the backends that run natively train on it too. All train in the process that computes
+    them, without a limit.
+    """
+
+    suite: str = "curves"
+    limits: Limits = dataclasses.field(default_factory=lambda: Limits(math.inf, machine_bytes()))
+    preset: str
+    backends: tuple[str, ...]
+    steps: int
+    interpreted_steps: int
+    mesh: MeshSizes | None = None
+
+    def look(self) -> tuple[Environment, list[Cell]]:
+        """What this machine is, and its cells. Raises InputError."""
+        if self.mesh is not None:
+            make_host_devices(self.mesh.count)
+        preset, backends = self.preset, tuple(map(known_backend, self.backends))
+        on_mesh = () if self.mesh is None else [f"{name}@{self.mesh}" for name in ("standard", *backends)]
+        cases = (
+            TrainingCase(preset=preset, setting="native", steps=self.steps, batch=2, length=256),
+            TrainingCase(preset=preset, setting="interpreted", steps=self.interpreted_steps, batch=1, length=256),
+        )
+        rows = {case: (*own_runs(), *backends, *(on_mesh if case is cases[0] else ())) for case in cases}
+        asked = [Asked(rows=tuple(dict.fromkeys(rows[case])), cases=(case,)) for case in cases]
+        cells = [cell for each in asked for cell in LOSS_CURVE.cells(each.cases[0], each)]
+        return describe(), cells
+
+    def manifest(self, environment: Environment, cells: int) -> GridManifest:
+        """The identity of the grid."""
+        flags: dict[str, Any] = {name: getattr(self, name) for name in ("preset", "steps", "interpreted_steps")}
+        flags |= {"backends": ",".join(self.backends), "mesh": None if self.mesh is None else str(self.mesh)}
+        return identity("curves", flags, environment.get("target", ""), environment)
+
+    def compute(
+        self, cells: Sequence[Cell], environment: Environment, watcher: Watcher, references: References
+    ) -> Iterator[Record]:
+        """The record of each cell."""
+        context = RunContext(suite=self.suite, limits=self.limits, environment=environment, text=None, watcher=watcher)
+        yield from here(cells, context)

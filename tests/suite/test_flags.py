@@ -1,0 +1,35 @@
+"""The flags of every verb, as a file: what changes in them is read once, beside the docs that name them.
+
+Written again by ``python tests/suite/test_flags.py``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from pathlib import Path
+
+from attnsuite.suite.verbs import VERBS
+
+GOLDEN = Path(__file__).with_name("flags.txt")
+
+
+def flags(verb):
+    """Each flag and its default; a positional argument has no dashes."""
+    kind = getattr(importlib.import_module(f"attnsuite.suite.verbs.{verb}"), verb.capitalize())
+    for field in dataclasses.fields(kind):
+        name = field.name if "Positional" in str(field.type) else f"--{field.name.replace('_', '-')}"
+        yield name if field.default is dataclasses.MISSING else f"{name} = {field.default}"
+
+
+def found():
+    """The content of the file."""
+    return "".join("\n  ".join([verb, *flags(verb)]) + "\n" for verb in VERBS)
+
+
+def test_flags_are_those_of_the_file():
+    assert found() == GOLDEN.read_text(encoding="utf-8")
+
+
+if __name__ == "__main__":
+    GOLDEN.write_text(found(), encoding="utf-8")
