@@ -355,9 +355,9 @@ def _check_names(overrides: Mapping[str, Any]) -> None:
         )
     if not unknown:
         return
-    told = [sentence for sentence in map(our_name, unknown) if sentence]
+    hints = [sentence for sentence in map(our_name, unknown) if sentence]
     raise ValueError(
-        "; ".join([f"ModelConfig has no field {', '.join(map(repr, unknown))}", *told, f"it has {', '.join(names)}."])
+        "; ".join([f"ModelConfig has no field {', '.join(map(repr, unknown))}", *hints, f"it has {', '.join(names)}."])
     )
 
 

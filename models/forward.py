@@ -2,8 +2,8 @@
 
 It follows Hugging Face's ``modeling_llama.py`` to the order of operations: RMSNorm in float32 with epsilon inside the
 root, half-split RoPE, ``down(silu(gate(x)) * up(x))``. Other families replace a part each, as ``ModelConfig`` says. The
-attention of each type is planned once per pass and run by
-every layer of that type; its carry goes from layer to layer. A Python loop over layers lets layers differ.
+attention of each type is planned once per pass and run by every layer of that type; its carry goes from layer to layer.
+A Python loop over layers lets layers differ.
 
 Packed input: a document is a maximal run of equal, non-negative segment ids. Positions restart with each document, so
 that a packed document gives the same result as alone. Negative ids are padding.
@@ -232,7 +232,7 @@ def layer_forward(
     carry: Carry,
     observe: Observe | None = None,
 ) -> tuple[Hidden, Carry]:
-    """One layer over whole sequences: the hidden state behind it, and what it tells the next of its type."""
+    """One layer over whole sequences: the hidden state behind it, and the carry for the next layer of its type."""
     query, key, value = _project(config, layer, x, turn)
     if _is_latent(layer):
         key, value = latent.expand(config, layer["kv_b_proj"], key)
@@ -408,7 +408,7 @@ def _linear(x: Hidden, layer: Params, name: str) -> Float[Array, "batch length o
 
 @jax.custom_vjp
 def _slope_once(x: Array) -> Array:
-    """``x``. Its cotangent is computed once on a CPU: XLA would compute it again, across rows, for the weights'."""
+    """``x``. Its cotangent is computed once on a CPU: XLA would compute it again for the gradient of the weights."""
     return x
 
 

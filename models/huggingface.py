@@ -21,7 +21,7 @@ import msgspec
 from attnsuite.sentences import given
 
 from .config import DTYPES, Activation, AttentionType, ModelConfig
-from .huggingface_keys import ARCHITECTURES, CONFIG, OWN_TYPE, FamilyFields, Fields, OwnFields, read_fields
+from .huggingface_keys import ARCHITECTURES, CONFIG, OWN_TYPE, SHARED, FamilyFields, Fields, OwnFields, read_fields
 from .huggingface_rope import read_rope, sliding_theta, write_rope
 from .reading import CheckpointError
 
@@ -50,23 +50,9 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
         raise CheckpointError(f"dtype={given(stored)} in {CONFIG} is not supported; use one of {', '.join(DTYPES)}.")
     by_type = _by_type(fields, family)
     try:
-        shared = {
-            "vocab_size": fields.vocab_size,
-            "hidden_size": fields.hidden_size,
-            "intermediate_size": fields.intermediate_size,
-            "num_layers": fields.num_hidden_layers,
-            "num_heads": fields.num_attention_heads,
-            "num_kv_heads": fields.num_key_value_heads,
-            "head_dim": fields.head_dim,
-            "max_length": fields.max_position_embeddings,
-            "rope_theta": theta,
-            "rope_scaling": scaling,
-            "norm_eps": fields.rms_norm_eps,
-            "tie_embeddings": fields.tie_word_embeddings,
-            "dtype": stored,
-            "param_dtype": stored,
-        }
-        return ModelConfig(**shared | by_type)
+        shared = {name: getattr(fields, key) for name, key in SHARED.items()}
+        rope = {"rope_theta": theta, "rope_scaling": scaling}
+        return ModelConfig(**{**shared, **rope, "dtype": stored, "param_dtype": stored, **by_type})
     except ValueError as error:
         raise CheckpointError(f"{CONFIG}: {error}") from error
 
@@ -77,19 +63,11 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "architectures": [ARCHITECTURES[model_type]] if model_type in ARCHITECTURES else [],
         "model_type": model_type,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
+        **{key: getattr(config, name) for name, key in SHARED.items()},
         "hidden_act": _ACTIVATIONS[config.activation],
         "attention_bias": config.qkv_bias,
         "mlp_bias": False,
-        "rms_norm_eps": config.norm_eps,
         **write_rope(config),
-        "tie_word_embeddings": config.tie_embeddings,
         "torch_dtype": config.param_dtype,
         "bos_token_id": None,
         "eos_token_id": None,
@@ -137,15 +115,15 @@ def _by_type(fields: Fields, family: FamilyFields) -> dict[str, Any]:
 
 
 def _own(fields: Fields) -> dict[str, Any]:
-    own, said = fields.attention_suite or OwnFields(), fields.attention_bias
+    own, said = msgspec.structs.asdict(fields.attention_suite or OwnFields()), fields.attention_bias
     for name in ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"):
         if getattr(fields, name):
             raise CheckpointError(f"{name} in {CONFIG} has no place beside {OWN_TYPE}; leave it out.")
-    if said not in (None, own.qkv_bias):
+    if said not in (None, own["qkv_bias"]):
         raise CheckpointError(
-            f"attention_bias={given(said)} in {CONFIG} is not qkv_bias={given(own.qkv_bias)} in {OWN_TYPE}."
+            f"attention_bias={given(said)} in {CONFIG} is not qkv_bias={given(own['qkv_bias'])} in {OWN_TYPE}."
         )
-    return msgspec.structs.asdict(own)
+    return own
 
 
 def _gemma(fields: Fields, family: FamilyFields) -> dict[str, Any]:

@@ -10,14 +10,15 @@ published with them.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import msgspec
 
 from attnsuite.sentences import given
 
-from .config import MOST_LAYERS
+from .config import MOST_LAYERS, ModelConfig
 from .reading import CheckpointError, checked, refuse_other_values, refuse_unknown
 
 CONFIG = "config.json"
@@ -43,39 +44,31 @@ class RopeFields(msgspec.Struct, kw_only=True, rename={"kind": "type"}):
     truncate: bool | None = None
 
 
-class OwnFields(msgspec.Struct, kw_only=True):
-    """Fields of ``ModelConfig`` that only a configuration of this project's own type has."""
-
-    attention: str | tuple[str, ...] = "global"
-    window_size: int | None = None
-    chunk_size: int | None = None
-    q_lora_rank: int | None = None
-    kv_lora_rank: int | None = None
-    qk_nope_head_dim: int | None = None
-    qk_rope_head_dim: int | None = None
-    v_head_dim: int | None = None
-    use_rope: bool = True
-    use_rmsnorm: bool = True
-    use_swiglu: bool = True
-    qkv_bias: bool = False
-    output_bias: bool = False
-    qk_norm: bool = False
-    qk_norm_over: str = "head"
-    floor_scale: int | None = None
-    attn_scale: float | None = None
-    attention_sinks: bool = False
-    attention_scale: float | None = None
-    logits_soft_cap: float | None = None
-    final_soft_cap: float | None = None
-    sliding_rope_theta: float | None = None
-    norms: str = "before"
-    norm_plus_one: bool = False
-    scale_embeddings: bool = False
-    activation: str = "silu"
-    num_experts: int | None = None
-    experts_per_token: int | None = None
-    normalise_experts: bool = True
-    expert_bias: bool = False
+# Fields of ModelConfig that have a key of Hugging Face's in every type.
+SHARED = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "max_length": "max_position_embeddings",
+    "norm_eps": "rms_norm_eps",
+    "tie_embeddings": "tie_word_embeddings",
+}
+_READ_APART = ("rope_theta", "rope_scaling", "dtype", "param_dtype")
+_TYPES = get_type_hints(ModelConfig)
+# The other fields of ModelConfig, which stand under their names in a configuration of this project's own type.
+OwnFields = msgspec.defstruct(
+    "OwnFields",
+    [
+        (field.name, _TYPES[field.name], field.default)
+        for field in dataclasses.fields(ModelConfig)
+        if field.name not in (*SHARED, *_READ_APART)
+    ],
+    kw_only=True,
+)
 
 
 class FamilyFields(msgspec.Struct, kw_only=True):
@@ -119,7 +112,7 @@ class Fields(msgspec.Struct, kw_only=True):
     dtype: str | None = None
     torch_dtype: str | None = None
     architectures: list[str] | None = None
-    attention_suite: OwnFields | None = None
+    attention_suite: OwnFields | None = None  # pyright: ignore[reportInvalidTypeForm]  (made above)
 
 
 _GEMMA: dict[str, Any] = {

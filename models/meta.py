@@ -192,9 +192,9 @@ def _scaling_of_preset(sizes: dict[str, Any]) -> RopeScaling:
     for preset in PRESETS.values():
         if preset.get("rope_scaling") and all(preset.get(name) == value for name, value in sizes.items()):
             return preset["rope_scaling"]
-    told = ", ".join(f"{name} {value}" for name, value in sizes.items())
+    shapes = ", ".join(f"{name} {value}" for name, value in sizes.items())
     raise CheckpointError(
-        f"{PARAMS} says use_scaled_rope, but not by which factor, and no preset has these sizes ({told}); "
+        f"{PARAMS} says use_scaled_rope, but not by which factor, and no preset has these sizes ({shapes}); "
         "give rope_scaling, or on the command line --preset with the name of one that is scaled alike."
     )
 

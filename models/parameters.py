@@ -64,7 +64,10 @@ TOP_NAMES = {
 
 
 class LayerNorms(NamedTuple):
-    """The names of a layer's norms by place; None where there is none. Hugging Face's names say other places twice."""
+    """The names of a layer's norms by place; None where there is none.
+
+    They are Hugging Face's: ``post_attention_layernorm`` is before the MLP in Llama and after the attention in Gemma.
+    """
 
     before_attention: str | None
     after_attention: str | None

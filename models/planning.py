@@ -139,7 +139,7 @@ def resolve_attention(
 
 
 def _hinted(found: Resolution, options: Mapping[str, Any] | None) -> Resolution:
-    """The resolution with the hint that values lie in the keys, if its backend takes it: no other backend is taken."""
+    """Enables ``values_in_keys`` where the resolved backend supports it; the backend stays the same."""
     hinted = dataclasses.replace(found, spec=dataclasses.replace(found.spec, values_in_keys=True))
     given = ("native", None) if found.mode == "fallback" else (found.mode, options)
     return hinted if support(found.backend, hinted.spec, found.target, *given) else found

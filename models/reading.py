@@ -55,23 +55,23 @@ def checked(content: Any, kind: type[T], file: str) -> T:
         raise CheckpointError(f"{not_accepted(error, file)}.") from error
 
 
-def refuse_unknown(said: Mapping[str, Any], known: Collection[str], where: str) -> None:
+def refuse_unknown(content: Mapping[str, Any], known: Collection[str], where: str) -> None:
     """Raise CheckpointError for the keys that are not known."""
-    unknown = sorted(set(said) - set(known))
+    unknown = sorted(set(content) - set(known))
     if unknown:
-        told = ", ".join(f"{given(key)} ({given(said[key])})" for key in unknown[:4])
+        found = ", ".join(f"{given(key)} ({given(content[key])})" for key in unknown[:4])
         raise CheckpointError(
-            f"{where} has {told}{', ...' if unknown[4:] else ''}, which is not known here and may change what is "
+            f"{where} has {found}{', ...' if unknown[4:] else ''}, which is not known here and may change what is "
             "computed; take out what changes nothing, or use a model without it."
         )
 
 
-def refuse_other_values(said: Mapping[str, Any], only: Mapping[str, tuple[Any, ...]], where: str) -> None:
+def refuse_other_values(content: Mapping[str, Any], only: Mapping[str, tuple[Any, ...]], where: str) -> None:
     """Raise CheckpointError for a key of ``only`` with another value than those."""
     for key, values in only.items():
-        if key in said and not any(_same(said[key], value) for value in values):
+        if key in content and not any(_same(content[key], value) for value in values):
             accepted = " or ".join("an empty list" if value == [] else given(value) for value in values) or "nothing"
-            raise CheckpointError(f"{key}={given(said[key])} in {where} is not supported; only {accepted} is.")
+            raise CheckpointError(f"{key}={given(content[key])} in {where} is not supported; only {accepted} is.")
 
 
 def _same(value: Any, other: Any) -> bool:

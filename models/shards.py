@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,22 +35,6 @@ class _Index(msgspec.Struct):
     """What the index of a checkpoint says; its metadata are of no use here."""
 
     weight_map: dict[str, str]
-
-
-class File(Protocol):
-    """One file of weights."""
-
-    path: Path
-    accepted: Collection[str]
-
-    @property
-    def tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """The dtype and the shape of every tensor."""
-        ...
-
-    def read(self, name: str) -> Any:
-        """A tensor, in the dtype in which it is stored."""
-        ...
 
 
 class SafetensorsFile:
@@ -76,6 +60,9 @@ class SafetensorsFile:
                 yield file
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{str(self.path)!r} cannot be read as safetensors: {error}.") from error
+
+
+File = SafetensorsFile | TorchFile
 
 
 class ShardedSource:

@@ -2,8 +2,7 @@
 
 The prose is ``pydoc_data.topics``, the language reference behind ``help()``: 465 kB that need no network. Its topics
 are split by a hash of their names. Topics quote each other at length (nine tenths of a naive held-out part also stands
-in other topics), so a held-out paragraph is removed from the training part wherever it occurs. Unigram and bigram
-models of bytes are the baselines for a trained model.
+in other topics), so a held-out paragraph is removed from the training part wherever it occurs.
 """
 
 from __future__ import annotations
@@ -11,17 +10,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import importlib
-import math
 from pathlib import Path
-from typing import Any
 
-import jax
 import numpy as np
-from jaxtyping import Float, Int, UInt8
+from jaxtyping import Int, UInt8
 
-from .loss import token_nats
 from .text_file import TextFile
-from .transformer import Transformer
 
 Bytes = UInt8[np.ndarray, " length"]
 MINIMUM_BYTES = 1024
@@ -111,44 +105,3 @@ def random_windows(data: Bytes, length: int, count: int, rng: np.random.Generato
         raise ValueError(f"the text has {len(data)} bytes; windows of {length} need at least as many.")
     at = rng.integers(0, len(data) - length + 1, count)[:, None] + np.arange(length)[None]
     return data[at].astype(np.int32)
-
-
-def bits_per_byte(
-    model: Transformer, data: Bytes, *, length: int = 512, batch: int = 8, limit: int | None = None, **call: Any
-) -> Float[np.ndarray, " windows"]:
-    """Mean bits per byte of a byte-level model in each window of ``length``, at most ``limit`` of them.
-
-    The mean of the result is the figure to report; its parts serve paired comparisons. ``call`` goes to
-    the model (``backend=``, ``backend_options=``, ...).
-    """
-    rows = windows(data, length)[:limit]
-    call.setdefault("needs_grad", False)
-    bits = []
-    for at in range(0, len(rows), batch):
-        part = rows[at : at + batch]
-        padded = np.pad(part, ((0, batch - len(part)), (0, 0)))  # one shape, one compilation
-        nats = _window_nats(model(padded[:, :-1], **call), padded[:, 1:])
-        bits.append(np.asarray(nats)[: len(part)] / math.log(2))
-    return np.concatenate(bits)
-
-
-@jax.jit
-def _window_nats(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    return token_nats(logits, targets).mean(-1)
-
-
-def unigram_bits(fit: Bytes, data: Bytes) -> float:
-    """Bits per byte of ``data`` under the byte frequencies of ``fit`` (each counted once more)."""
-    counts = np.bincount(fit, minlength=256) + 1.0
-    return float(-np.log2(counts / counts.sum())[data[1:]].mean())
-
-
-def bigram_bits(fit: Bytes, data: Bytes) -> float:
-    """Bits per byte of ``data`` where each byte is predicted from the one before, by the counts in ``fit``.
-
-    Unseen pairs count 0.05 of one that was seen once.
-    """
-    counts = np.full((256, 256), 0.05)
-    np.add.at(counts, (fit[:-1], fit[1:]), 1.0)
-    shares = counts / counts.sum(1, keepdims=True)
-    return float(-np.log2(shares[data[:-1], data[1:]]).mean())

@@ -215,6 +215,6 @@ def _unpickled(content: bytes) -> Any:
     for instruction, argument, _ in pickletools.genops(content):
         if instruction.name not in _INSTRUCTIONS:
             raise _RefusedError(instruction.name)
-        if instruction.name.endswith("BINPUT") and argument > len(content):  # would take memory for that many
+        if instruction.name.endswith("BINPUT") and int(argument or 0) > len(content):  # would take memory for that many
             raise ValueError("data.pkl numbers more objects than it has bytes")
     return _Unpickler(io.BytesIO(content)).load()

@@ -57,7 +57,7 @@ def calibrate(
     ``options`` are those of the ``kascade`` backend that say how keys are selected (``top_k``, ``min_keys``,
     ``granularity``, ``tile_size``, ``query_tile``). Prompts of one length share a compiled program. ``text`` names the
     source of the prompts and is kept unchanged. Attention runs dense, by the best backend here. Each layer of a
-    :class:`Checkpoint` is read once, for all prompts. ``progress`` is told what begins. Raises ValueError if a
+    :class:`Checkpoint` is read once, for all prompts. ``progress`` gets the name of each step. Raises ValueError if a
     layer's attention is not global, for a soft cap or sinks, and if no prompt is long enough for its tiles to have a
     choice.
 

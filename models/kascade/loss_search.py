@@ -40,9 +40,9 @@ def schedule_by_loss(
     """The schedule with ``anchors`` layers that select, found by turning one layer after the other into a reuse layer.
 
     ``prompts [prompts, length]`` are tokens. Head maps and the settings of the selection are the calibration's. A model
-    of L layers needs L - ``anchors`` rounds; a round keeps the hidden states of at most L candidates. ``progress`` is
-    told what begins. Raises ValueError for another number of layers, and for a number of anchors that the model cannot
-    have.
+    of L layers needs L - ``anchors`` rounds; a round keeps the hidden states of at most L candidates. ``progress``
+    gets the name of each step. Raises ValueError for another number of layers, and for a number of
+    anchors that the model cannot have.
     """
 
     def losses(schedules: Sequence[Schedule]) -> list[float]:

@@ -6,9 +6,9 @@ import pytest
 
 from attnsuite.models import PRESETS, Corpus, ModelConfig, Transformer, load, load_text
 from attnsuite.models.planning import resolve_attention
-from attnsuite.models.pretrain import Train, evaluate, main, train
 from attnsuite.models.text import random_windows
 from attnsuite.models.training import Batch, compiled_step, training_step
+from pretrain import Train, evaluate, main, train
 
 PROSE = load_text()
 

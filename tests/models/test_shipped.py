@@ -2,7 +2,7 @@ import functools
 from importlib import resources
 
 from attnsuite.models import generate, load_shipped, load_text
-from attnsuite.models.text import bigram_bits, bits_per_byte
+from pretrain import bigram_bits, bits_per_byte
 
 
 @functools.cache

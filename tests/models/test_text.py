@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnsuite.models import TextFile, load_text
-from attnsuite.models.text import bigram_bits, random_windows, unigram_bits, windows
+from attnsuite.models.text import random_windows, windows
+from pretrain import bigram_bits, unigram_bits
 
 PROSE = load_text()
 
