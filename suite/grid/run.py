@@ -11,7 +11,7 @@ import itertools
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from attnsuite.backends import names
 
@@ -68,6 +68,8 @@ class RunGrid(Grid):
 
     def manifest(self, environment: Environment, cells: int) -> RunManifest:
         """The identity of this run; that of a resumed run must be equal."""
+        shared = ("versions", "source", "git_revision", "target", "flags")
+        facts: dict[str, Any] = {name: environment.get(name) for name in shared}
         return RunManifest(
             suite=self.suite,
             cases=tuple(problem_of(case) for case in self.cases),
@@ -79,7 +81,7 @@ class RunGrid(Grid):
             file=self.file,
             shard=None if self.shard is None else str(self.shard),
             cells=cells,
-            **{name: environment[name] for name in ("versions", "source", "git_revision", "target", "flags")},
+            **facts,
         )
 
     def measured(self, environment: Environment, watcher: Watcher, directory: Path | None) -> Environment:

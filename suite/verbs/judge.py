@@ -42,6 +42,7 @@ def run(command: Judge) -> int:
 
     from ..grid.execute import execute
     from ..judgement import all_right, new_judgement, resumed_judgement
+    from ..user_function import is_reference
 
     random = (_RANDOM if command.backends else 0) if command.random is None else command.random
     for name, value in (("random", random), ("first", command.first), ("seed", command.seed)):
@@ -63,7 +64,9 @@ def run(command: Judge) -> int:
     else:
         numbers = range(command.first, command.first + random)
         grid = new_judgement(command.backends, command.cases, numbers, command.seed, out, limits)
-    with progress(lambda: resuming("judge", out)) as display:
+    yours = any(map(is_reference, grid.backends))  # their file may change: such a run is not resumed
+    go_on = f"what was judged stays in {out}; start again"
+    with progress(lambda: go_on if yours else resuming("judge", out)) as display:
         records = execute(grid, display, fleet_of(command))
     path = reports.render(out)
     print(f"{reports.conformance_overview(records)}\nreport: {path}")
