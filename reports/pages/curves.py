@@ -1,4 +1,4 @@
-"""The page of ``attnsuite curves``: Markdown with a verdict per backend, and a picture."""
+"""The page of ``attnsuite run --suite curves``: Markdown with a verdict per backend, and a picture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of ``attnsuite sharded``: attention divided among many devices, judged against the oracle."""
+"""The page of ``attnsuite run --suite sharded``: attention divided among many devices, judged against the oracle."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def title(records: Sequence[Record]) -> Iterator[str]:
         "allows (twice the error of `standard` on one device plus a floor, docs/design.md). Devices of a host share",
         "its cores, so there is no time here. `splash` runs in Pallas' interpreter.",
         "",
-        f"{date_of(records)}, {environment.get('cpu')}, {packages}, revision {revision}; `attnsuite sharded`.",
+        f"{date_of(records)}, {environment.get('cpu')}, {packages}, revision {revision}; `attnsuite run --suite sharded`.",
     )
 
 
