@@ -19,6 +19,8 @@ from .read import Run
 from .table import CASE, MILLI, Column, Table, table
 from .words import TIMES, Value, estimate, number, plural
 
+FASTER = "measurably faster"
+_NAME = 38  # columns of a case's name
 _INSTALL = re.compile(r"pip install '[^']+'")
 
 
@@ -66,14 +68,24 @@ def unmeasured(records: Sequence[Record]) -> list[str]:
 
 
 def answer_lines(run: Run) -> list[str]:
-    """The answer for a terminal: case, backend, time relative to standard, and how sure that is."""
-    made = answer(group(run.records))
-    if made is None:
+    """The answer for a terminal of 80 columns: case, backend, time relative to standard; below, what is not sure."""
+    timed = [member for member in group(run.records) if any(cell.speed for cell in member.cells)]
+    if not timed:
         return []
-    columns = [column for column in made.columns if column.key in ("case", "use", "time_over_standard", "sure")]
-    rows = [[_plain(row.get(column.key)) for column in columns] for row in made.rows]
-    headers = ["use this", "", f"x {baseline_of(record.kind for record in run.records)}", "how sure"]
-    return tabulate(rows, headers, tablefmt="plain", disable_numparse=True).splitlines()
+    names = [_short(member.cells[0].record.case) for member in timed]
+    found = [_row(member) for member in timed]
+    rows = [
+        [name, *(_plain(row.get(key)) for key in ("use", "time_over_standard"))]
+        for name, row in zip(names, found, strict=True)
+    ]
+    headers = ["case", "use this", f"time, x {baseline_of(record.kind for record in run.records)}"]
+    unsure = [f"{name}: {row['sure']}" for name, row in zip(names, found, strict=True) if row["sure"] != FASTER]
+    return [*tabulate(rows, headers, tablefmt="plain", disable_numparse=True).splitlines(), *unsure]
+
+
+def _short(name: str) -> str:
+    """The name of a case in 38 columns: the middle of a longer one is left out."""
+    return name if len(name) <= _NAME else f"{name[: _NAME // 2 - 1]}\u2026{name[-_NAME // 2 :]}"
 
 
 def _plain(value: Value) -> str:
@@ -130,7 +142,7 @@ def _sure(ranked: Sequence[Cell]) -> str:
         return "the next was measured in another session"
     if ratio.low is None:
         return f"{plural(ratio.count, 'round')}: too few to tell"
-    return "measurably faster" if told_apart(ranked) else "no measurable difference to the next"
+    return FASTER if told_apart(ranked) else "no measurable difference to the next"
 
 
 def told_apart(ranked: Sequence[Cell]) -> bool:

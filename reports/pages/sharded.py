@@ -28,7 +28,8 @@ def title(records: Sequence[Record]) -> Iterator[str]:
         "allows (twice the error of `standard` on one device plus a floor, docs/design.md). Devices of a host share",
         "its cores, so there is no time here. `splash` runs in Pallas' interpreter.",
         "",
-        f"{date_of(records)}, {environment.get('cpu')}, {packages}, revision {revision}; `attnsuite run --suite sharded`.",
+        f"{date_of(records)}, {environment.get('cpu')}, {packages}, revision {revision}; "
+        "`attnsuite run --suite sharded`.",
     )
 
 

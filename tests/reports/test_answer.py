@@ -1,10 +1,13 @@
 """The table "use this": one exact backend per case, what it gains, and how sure that is."""
 
+from pathlib import Path
+
 import pytest
 
 from attnsuite import reports
-from attnsuite.reports.answer import answer, installs, unmeasured
+from attnsuite.reports.answer import answer, answer_lines, installs, unmeasured
 from attnsuite.reports.cells import group
+from attnsuite.reports.read import load
 
 FAST, MIDDLE, SLOW = ([scale * (1 + 0.001 * i) for i in range(10)] for scale in (0.001, 0.01, 0.1))
 
@@ -124,3 +127,20 @@ def test_function_that_was_not_measured_is_named_at_the_top_with_the_reason(reco
     left_out = {"status": "unsupported", "mode": None, "resolved": None, "samples": (), "reasons": (reason,)}
     cells = [record("standard"), record("my.py:attend", **left_out), record("kvax", **left_out)]
     assert unmeasured(cells) == [f"my.py:attend is unsupported in 1 of 1 case: {reason}"]
+
+
+PUBLISHED = Path(__file__).parents[2] / "reports" / "published"
+
+
+@pytest.mark.skipif(not PUBLISHED.is_dir(), reason="a source distribution has no published pages")
+@pytest.mark.parametrize("name", ["cpu-amd-epyc", "cpu-amd-epyc-caller", "cpu-amd-epyc-speed"])
+def test_the_answer_fits_a_terminal_of_80_columns(name):
+    run = load(PUBLISHED / name)
+    header, *lines = answer_lines(run)
+    assert header.split() == ["case", "use", "this", "time,", "x", "library" if "caller" in name else "standard"]
+    rows = [line for line in lines if ": " not in line]
+    assert max(map(len, [header, *rows])) <= 80
+    assert all(len(row.split("  ")[0]) <= 38 for row in rows)
+    unsure = [line for line in lines if line not in rows]
+    assert all("no measurable difference to the next" in line for line in unsure)
+    assert bool(unsure) == ("caller" in name or "speed" in name)

@@ -442,7 +442,6 @@ def test_devices_that_divide_the_heads_compute_the_same(pytestconfig):
     [
         ({"ablation": "all_heads"}, "needs all of them at once"),
         ({"kernel": "pallas"}, "heads cannot be dealt by kascade with kernel='pallas'"),
-        ({"mesh": "cores"}, r"kascade has no option 'mesh' any more; use backends\.Sharded\(.*heads=axis"),
     ],
 )
 def test_a_mesh_that_cannot_divide_is_refused(options, word):

@@ -181,12 +181,6 @@ def test_h200_has_the_blocks_of_an_h100_and_not_the_small_ones():
 MESH = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "model"))
 
 
-@pytest.mark.parametrize("option", ["mesh", "batch_axis", "head_axis", "context_axis"])
-def test_mesh_option_of_earlier_versions_is_refused_with_what_to_write_instead(option):
-    with pytest.raises(ValueError, match=rf"kvax has no option '{option}' any more; use backends\.Sharded\(.*context="):
-        KVAX.plan(spec(), Layout(), target=Target("cpu"), mode="interpret", options={option: MESH})
-
-
 @pytest.mark.parametrize(
     ("mesh", "axes", "word"),
     [
