@@ -114,7 +114,10 @@ class Settings:
         }
         for name, accepted in good.items():
             if not accepted:
-                raise ValueError(f"kascade: {name}={getattr(self, name)!r} is not accepted; {name} is {OPTIONS[name]}.")
+                hint = _of_how_many(self.top_k, self.tile_size) if name == "top_k" else ""
+                raise ValueError(
+                    f"kascade: {name}={getattr(self, name)!r} is not accepted; {name} is {OPTIONS[name]}.{hint}"
+                )
         self.block_sizes()  # raises for sizes that are none
         if self.granularity == "tile" and self.tile_size % self.query_tile and self.query_tile % self.tile_size:
             raise ValueError(
@@ -205,6 +208,14 @@ def budget(settings: Settings, unit: int, candidates: int) -> Int[np.ndarray, " 
     n = np.arange(candidates + 1)
     share = np.ceil(n * settings.top_k - 1e-9)  # in units; 1e-9 undoes float error above a whole number
     return np.minimum(np.maximum(share, math.ceil(settings.min_keys / unit)), n).astype(np.int32)
+
+
+def _of_how_many(top_k: object, tile_size: object) -> str:
+    """What to write for a number of tiles, which earlier guides gave as ``top_k``."""
+    if not (_is_int(top_k, 2) and _is_int(tile_size, 1)):
+        return ""
+    share = top_k * tile_size / 4096  # pyright: ignore[reportOperatorIssue]
+    return f" {top_k} tiles of {tile_size} keys are top_k={share:g} of 4096 keys: divide by the tiles that there are."
 
 
 def _is_int(x: object, least: int) -> bool:

@@ -20,6 +20,7 @@ def title(records: Sequence[Record]) -> Iterator[str]:
     environment, versions = records[0].environment, versions_of(records)
     packages = ", ".join(f"{name} {versions[name]}" for name in ("jax", "numpy") if versions.get(name))
     revision = environment.get("git_revision")
+    made = f"{date_of(records)}, {environment.get('cpu')}, {packages}, revision {revision}"
     yield from (
         "# Sharded equality",
         "",
@@ -28,8 +29,7 @@ def title(records: Sequence[Record]) -> Iterator[str]:
         "allows (twice the error of `standard` on one device plus a floor, docs/design.md). Devices of a host share",
         "its cores, so there is no time here. `splash` runs in Pallas' interpreter.",
         "",
-        f"{date_of(records)}, {environment.get('cpu')}, {packages}, revision {revision}; "
-        "`attnsuite run --suite sharded`.",
+        f"{made}; `attnsuite run --suite sharded`.",
     )
 
 

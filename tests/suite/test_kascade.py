@@ -291,3 +291,8 @@ def test_each_row_is_trained_with_its_own_attention_before_it_is_measured(tmp_pa
     untrained = dataclasses.replace(case, name="", training_steps=0)
     dense.write_dense(untrained, before := tmp_path / "before.npz", None)
     assert np.abs(dense.read_dense(before) - dense.read_dense(reference)).max() > 0.01
+
+
+def test_a_number_of_tiles_is_no_share():
+    with pytest.raises(InputError, match=r"--top-k 12 must be a share.* of 4096 keys in tiles of 128, 12 are 0\.375"):
+        KascadeWords(top_k=12)

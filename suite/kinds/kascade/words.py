@@ -39,6 +39,13 @@ class KascadeWords:
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {name: value for name, value in fields.items() if value is not None}
 
+    def __post_init__(self) -> None:
+        if self.top_k is not None and self.top_k > 1:
+            raise InputError(
+                f"--top-k {self.top_k:g} must be a share, above 0 and at most 1. A number of tiles is a share of how "
+                f"many there are: of 4096 keys in tiles of 128, {self.top_k:g} are {self.top_k * 128 / 4096:g}."
+            )
+
     def flags(self) -> str:
         """The flags that were given, for a sentence."""
         return ", ".join("--" + name.replace("_", "-") for name in self.given)
