@@ -20,7 +20,6 @@ from .table import CASE, MILLI, Column, Table, table
 from .words import TIMES, Value, estimate, number, plural
 
 FASTER = "measurably faster"
-_NAME = 38  # columns of a case's name
 _INSTALL = re.compile(r"pip install '[^']+'")
 
 
@@ -72,20 +71,20 @@ def answer_lines(run: Run) -> list[str]:
     timed = [member for member in group(run.records) if any(cell.speed for cell in member.cells)]
     if not timed:
         return []
-    names = [_short(member.cells[0].record.case) for member in timed]
     found = [_row(member) for member in timed]
-    rows = [
-        [name, *(_plain(row.get(key)) for key in ("use", "time_over_standard"))]
-        for name, row in zip(names, found, strict=True)
-    ]
     headers = ["case", "use this", f"time, x {baseline_of(record.kind for record in run.records)}"]
+    values = [[_plain(row.get(key)) for key in ("use", "time_over_standard")] for row in found]
+    room = 78 - sum(max(map(len, column)) + 2 for column in zip(headers[1:], *values, strict=True))
+    names = [_short(member.cells[0].record.case, room) for member in timed]
+    rows = [[name, *row] for name, row in zip(names, values, strict=True)]
     unsure = [f"{name}: {row['sure']}" for name, row in zip(names, found, strict=True) if row["sure"] != FASTER]
     return [*tabulate(rows, headers, tablefmt="plain", disable_numparse=True).splitlines(), *unsure]
 
 
-def _short(name: str) -> str:
-    """The name of a case in 38 columns: the middle of a longer one is left out."""
-    return name if len(name) <= _NAME else f"{name[: _NAME // 2 - 1]}\u2026{name[-_NAME // 2 :]}"
+def _short(name: str, room: int) -> str:
+    """The name of a case in so many columns: the middle of a longer one is left out."""
+    half = max(room // 2, 2)
+    return name if len(name) <= room else f"{name[: half - 1]}\u2026{name[-half:]}"
 
 
 def _plain(value: Value) -> str:

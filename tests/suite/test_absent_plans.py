@@ -67,9 +67,6 @@ def jaxpr(function, *arguments):
     return str(jax.make_jaxpr(function)(*arguments))
 
 
-KASCADES = {"op_forward", "op_decode", "model_prefill", "model_decode", "perplexity", "retrieval"}  # without gradients
-
-
 @pytest.mark.parametrize("kind", TARGETS)
 @pytest.mark.parametrize("suite", [QUICK, FULL, CPU_SPEED], ids=lambda suite: suite.name)
 def test_every_row_of_a_suite_runs_as_its_device_has_it(suite, kind, on):
@@ -84,12 +81,10 @@ def test_every_row_of_a_suite_runs_as_its_device_has_it(suite, kind, on):
             assert whats == {f"{row} native"}, (case, row)
         if row in foreign:
             assert f"{row} native" not in whats, (case, row)
-        if row == own and (own == "splash" or case in KASCADES):
+        if row == own:
             windows = any(isinstance(one, OpCase) and one.window_size for one in suite.cases if one.kind == case)
             assert f"{row} native" in whats, (case, row)
             assert windows or len(whats) == 1, (case, row, whats)
-        if row == "kascade" and case not in KASCADES:
-            assert "kascade native" not in whats, (case, row)
 
 
 TIMED = ("kascade", "kascade_profitable", "anchor_layer", "reuse_layer")
