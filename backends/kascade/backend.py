@@ -26,7 +26,7 @@ from ..features import Mode, Takes
 from ..resolve import resolve
 from ..tunable import KernelWork
 from . import kernels, steps, tuning, xla
-from .backward import differentiable
+from .backward import Attend, differentiable
 from .cost import runs_dense
 from .schedule import LayerRole, manual
 from .selection import Places, Selection, candidates, choose, with_own
@@ -149,7 +149,7 @@ class Kascade:
         if (settings.kernel != "xla" or spec.needs_grad) and "dense" in {role.role for role in roles or ()}:
             compute = dataclasses.replace(compute, dense=_dense(compute, spec, layout, target))
         if spec.needs_grad:
-            compute = _with_gradient(compute, spec, tiling, places)
+            compute = _with_gradient(compute, spec, tiling)
 
         def attend(
             query: Float[Array, "b t n h"],
@@ -162,14 +162,14 @@ class Kascade:
                 selection = _carried(carry, tiling, spec, layer)
                 if settings.ablation != "no_remap":
                     selection = selection.remapped(head_map)
-                return compute.attend(query, key, value, selection), carry
+                return compute.attend(places, query, key, value, selection), carry
 
             def dense(_: Any) -> tuple[Array, Carry]:
                 return compute.dense(query, key, value)
 
             def anchor(_: Any) -> tuple[Array, Carry]:
                 selection = compute.select(query, key)
-                return compute.attend(query, key, value, selection), selection
+                return compute.attend(places, query, key, value, selection), selection
 
             by_role = {"dense": dense, "anchor": anchor, "reuse": reuse}
             if roles is None or layer is None:
@@ -184,11 +184,14 @@ class Kascade:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Computation:
-    """The three functions of a layer (select, dense, attend), with the kernels that were chosen."""
+    """The three functions of a layer (select, dense, attend), with the kernels that were chosen.
+
+    ``attend`` takes the places of queries and keys, which may be traced: what is differentiated holds no tracer.
+    """
 
     select: Callable[[Array, Array], Selection]
     dense: Callable[[Array, Array, Array], Any]  # an output and a selection, or None
-    attend: Callable[[Array, Array, Array, Selection], Array]
+    attend: Attend
 
 
 def _computation(
@@ -218,20 +221,20 @@ def _computation(
         found = module.dense(geometry, places, query, key, value)
         return None if found is None else (found[0], chosen(found[1]))
 
-    def attend(query: Array, key: Array, value: Array, selection: Selection) -> Array:
+    def attend(places: Places, query: Array, key: Array, value: Array, selection: Selection) -> Array:
         listed = with_own(tiling, places, selection)
         return module.attend(geometry, places, query, key, value, listed, interpret=interpret)
 
     return _Computation(select, dense, attend)
 
 
-def _with_gradient(compute: _Computation, spec: AttentionSpec, tiling: Tiling, places: Places) -> _Computation:
+def _with_gradient(compute: _Computation, spec: AttentionSpec, tiling: Tiling) -> _Computation:
     """The same, differentiable in query, key and value under a selection that is not."""
 
     def select(query: Array, key: Array) -> Selection:
         return compute.select(*jax.lax.stop_gradient((query, key)))
 
-    return dataclasses.replace(compute, select=select, attend=differentiable(compute.attend, spec, tiling, places))
+    return dataclasses.replace(compute, select=select, attend=differentiable(compute.attend, spec, tiling))
 
 
 def _dense(
@@ -272,15 +275,19 @@ def _in_xla(
             spec, num_heads=spec.num_heads // heads.devices, num_kv_heads=spec.num_kv_heads // heads.devices
         )
 
-    def divided(function: Callable[..., Any], *arrays: Any) -> Any:
+    def divided(function: Callable[..., Any], places: Places, *arrays: Any) -> Any:
+        with jax.enable_x64(new_val=False):  # where a caller enables it, the loops' counters would be of two dtypes
+            return run(function, places, *arrays)
+
+    def run(function: Callable[..., Any], places: Places, *arrays: Any) -> Any:
         if heads is None:
             return function(places, *arrays)
         by_head, by_kv_head = PartitionSpec(None, None, heads.axis), PartitionSpec(None, heads.axis)
         given = tuple(by_kv_head if isinstance(x, Selection) else by_head for x in arrays)
         back = {"select": by_kv_head, "dense": (by_head, by_kv_head), "attend": by_head}[function.__name__]
         in_specs = (PartitionSpec(), *given)
-        run = jax.shard_map(function, mesh=heads.mesh, in_specs=in_specs, out_specs=back, check_vma=False)
-        return run(places, *arrays)
+        shared = jax.shard_map(function, mesh=heads.mesh, in_specs=in_specs, out_specs=back, check_vma=False)
+        return shared(places, *arrays)
 
     def select(places: Places, query: Array, key: Array) -> Selection:
         return choose_units(share, tiling, places, query, key, None, ablation)[0]
@@ -293,7 +300,9 @@ def _in_xla(
         return xla.attend(share, tiling, places, query, key, value, selection)
 
     return _Computation(
-        functools.partial(divided, select), functools.partial(divided, dense), functools.partial(divided, attend)
+        functools.partial(divided, select, places),
+        functools.partial(divided, dense, places),
+        functools.partial(divided, attend),
     )
 
 

@@ -21,30 +21,38 @@ from .selection import Places, Selection, may_see, with_own
 from .settings import Tiling
 from .xla import tiled, untiled
 
-Attend = Callable[[Array, Array, Array, Selection], Array]
+Attend = Callable[[Places, Array, Array, Array, Selection], Array]
 
 
-def differentiable(attend: Attend, spec: AttentionSpec, tiling: Tiling, places: Places) -> Attend:
-    """``attend(query, key, value, selection)`` with the gradient of :func:`gradients`."""
-    leaves, tree = jax.tree.flatten(places)
-    run = jax.custom_vjp(attend)
+def differentiable(attend: Attend, spec: AttentionSpec, tiling: Tiling) -> Attend:
+    """``attend(places, query, key, value, selection)`` with the gradient of :func:`gradients`."""
 
-    def forward(query: Array, key: Array, value: Array, selection: Selection) -> tuple[Array, Any]:
-        listed = with_own(tiling, places, selection)
-        # What a gradient reads comes with it: it may be traced elsewhere than the layout was.
-        return attend(query, key, value, selection), (query, key, value, listed, [jnp.asarray(x) for x in leaves])
+    def run(places: Places, *operands: Any) -> Array:
+        leaves, tree = jax.tree.flatten(places)
+        # What may be traced is an argument, NumPy arrays stay what they are: kernels read them when they are planned.
+        known = [None if isinstance(x, jax.Array) else x for x in leaves]
 
-    def backward(saved: Any, d_out: Array) -> Any:
-        query, key, value, listed, placed = saved
-        return *gradients(spec, tiling, tree.unflatten(placed), query, key, value, listed, d_out), None
+        def placed(traced: list[Array]) -> Places:
+            rest = iter(traced)
+            return tree.unflatten([next(rest) if x is None else x for x in known])
 
-    run.defvjp(forward, first_derivative(backward))
+        def plain(traced: list[Array], query: Array, key: Array, value: Array, selection: Selection) -> Array:
+            return attend(placed(traced), query, key, value, selection)
 
-    def explained(query: Array, key: Array, value: Array, selection: Selection) -> Array:
+        def forward(traced: list[Array], query: Array, key: Array, value: Array, selection: Selection) -> Any:
+            listed = with_own(tiling, placed(traced), selection)
+            return plain(traced, query, key, value, selection), (traced, query, key, value, listed)
+
+        def backward(saved: Any, d_out: Array) -> Any:
+            traced, *arrays = saved
+            return None, *gradients(spec, tiling, placed(traced), *arrays, d_out), None
+
+        call = jax.custom_vjp(plain)
+        call.defvjp(forward, first_derivative(backward))
         with forward_mode_explained():
-            return run(query, key, value, selection)
+            return call([x for x in leaves if isinstance(x, jax.Array)], *operands)
 
-    return explained
+    return run
 
 
 def gradients(
@@ -62,7 +70,8 @@ def gradients(
     ``listed`` is what :func:`attnsuite.backends.kascade.selection.with_own` gives: the units that each tile visits.
     """
     keys, values = _units(key, tiling), _units(value, tiling)
-    everywhere, within = places.of_all(spec.batch), jnp.arange(tiling.unit, dtype=jnp.int32)[None]
+    everywhere = jax.tree.map(jnp.asarray, places.of_all(spec.batch))
+    within = jnp.arange(tiling.unit, dtype=jnp.int32)[None]
 
     def one_tile(sums: tuple[Array, Array], tile: Any) -> tuple[tuple[Array, Array], Array]:
         head, at, q, d_o, units = tile

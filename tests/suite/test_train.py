@@ -174,6 +174,10 @@ def test_sparse_attention_trains_and_with_everything_selected_it_is_dense(tmp_pa
     everything = trained(tmp_path / "all", *SPARSE, f"top_k=1.0,{TILES}")
     np.testing.assert_allclose(everything, dense, rtol=1e-5)
     sparse = trained(tmp_path / "sparse", *SPARSE, f"top_k=0.1,{TILES}", "--lora-rank", "2")
+    packed = trained(tmp_path / "packed", *SPARSE, f"top_k=1.0,{TILES}", "--packed")
+    np.testing.assert_allclose(
+        packed, trained(tmp_path / "dense packed", "--packed", "--backend", "chunked"), rtol=1e-5
+    )
     apart = np.abs(np.subtract(sparse, dense))
     assert (apart > 1e-3).all()
     assert (apart < 0.3).all()

@@ -181,6 +181,40 @@ def test_a_gradient_through_a_stack_of_layers_and_a_checkpoint():
     assert float(jnp.abs(gradient).max()) > 0
 
 
+def packed_loss(query, ids, problem):
+    call = {"is_causal": True, "query_segment_ids": ids, "key_value_segment_ids": ids}
+    return attention(query, *problem.inputs[1:], backend="kascade", backend_options=OPTIONS, **call).sum()
+
+
+@pytest.mark.parametrize("schedule", [None, manual((0, 1), num_layers=2, kv_heads=2)], ids=["anchor", "dense layer"])
+def test_a_layout_may_be_an_argument_of_the_compiled_function(schedule):
+    """As in a training step on packed rows: the ids come with each batch."""
+    problem = sparse(SETTINGS, layout=packed(4, 40, 2, 40, -1, 16))
+    spec, ids = dataclasses.replace(problem.spec, needs_grad=True), problem.layout.query_segment_ids
+    options = OPTIONS if schedule is None else OPTIONS | {"schedule": schedule}
+
+    def loss(query, ids):
+        layout = Layout(query_segment_ids=ids, key_value_segment_ids=ids)
+        planned = KASCADE.plan(spec, layout, target=Target("cpu"), options=options | {"kernel": "xla"})
+        return planned.run(query, *problem.inputs[1:], layer=0)[0].sum()
+
+    traced = jax.jit(jax.grad(loss))(problem.query, ids)
+    known = jax.jit(jax.grad(lambda query: loss(query, ids)))(problem.query)
+    np.testing.assert_allclose(traced, known, rtol=1e-5, atol=1e-5)
+    again = jax.jit(jax.grad(jax.checkpoint(loss)))(problem.query, ids)
+    np.testing.assert_allclose(again, known, rtol=1e-5, atol=1e-5)
+
+
+def test_float32_with_x64_enabled():
+    problem = sparse(SETTINGS, layout=packed(4, 40, 2, 40, -1, 16))
+    ids = problem.layout.query_segment_ids
+    with jax.enable_x64(new_val=True):
+        gradient = jax.jit(jax.grad(lambda query, ids: packed_loss(query, ids, problem)))(problem.query, ids)
+    assert gradient.dtype == np.float32
+    narrow = jax.jit(jax.grad(lambda query, ids: packed_loss(query, ids, problem)))(problem.query, ids)
+    np.testing.assert_allclose(gradient, narrow, rtol=1e-5, atol=1e-5)
+
+
 def test_forward_mode_says_what_to_use():
     problem = sparse(SETTINGS)
     spec = dataclasses.replace(problem.spec, needs_grad=True)
