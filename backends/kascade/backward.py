@@ -44,8 +44,8 @@ def differentiable(attend: Attend, spec: AttentionSpec, tiling: Tiling) -> Atten
             return plain(traced, query, key, value, selection), (traced, query, key, value, listed)
 
         def backward(saved: Any, d_out: Array) -> Any:
-            traced, *arrays = saved
-            return None, *gradients(spec, tiling, placed(traced), *arrays, d_out), None
+            traced, query, key, value, listed = saved
+            return None, *gradients(spec, tiling, placed(traced), query, key, value, listed, d_out), None
 
         call = jax.custom_vjp(plain)
         call.defvjp(forward, first_derivative(backward))
