@@ -11,6 +11,7 @@ from .record import Record
 from .shown import Speed, baseline_of, shows_memory, shows_speed, speed_of, standard_of
 from .statistics import Interval, median
 
+_NAME = 15  # columns of a backend's name
 _STYLES = {"ok": "green", "unsupported": "dim", "wrong": "bold red"}
 
 
@@ -46,10 +47,9 @@ def refusal(record: Record) -> str | None:
 def summary_lines(records: Sequence[Record]) -> Iterator[str]:
     """Time, speed relative to the standard backend, share of the machine's measured peaks, memory, error."""
     against = f"x {baseline_of(record.kind for record in records)}"
-    yield f"time: median (95% interval); {against}: below 1 is faster; peak, copy: share of"
-    yield "this machine's measured best; temp: compiled temporaries; error: largest relative"
-    width = max((len(_name(record)) for record in records), default=0) + 3
-    yield _columns(width, "", "time", against, "peak", "copy", "temp", "error")
+    yield f"time: median (95% interval); {against}: below 1 is faster; peak: share of this"
+    yield "machine's measured rate; temp: compiled temporaries; error: largest relative"
+    yield _columns("", "time", against, "peak", "temp", "error")
     for case in dict.fromkeys(record.case for record in records):
         yield case
         members = [record for record in records if record.case == case]
@@ -58,20 +58,24 @@ def summary_lines(records: Sequence[Record]) -> Iterator[str]:
             speed = speed_of(record, standard)
             memory = record.memory.get("compiled_temp") if shows_memory(record) else None
             yield _columns(
-                width,
-                "  " + _name(record),
+                _short(record.requested + ("" if record.devices == 1 else f" on {record.devices}")),
                 format_seconds(speed.median) if speed else _result(record),
                 _ratio(speed, record, standard),
                 _percent(speed.peak_share if speed else None),
-                _percent(speed.copy_share if speed else None),
                 _megabytes(memory),
                 _error(record),
             )
 
 
-def _columns(first: int, name: str, *values: str) -> str:
-    widths = (22, 17, 6, 6, 11, 8)
-    return f"{name:<{first}}" + "".join(f"{value:>{width}}" for value, width in zip(values, widths, strict=True))
+def _columns(name: str, *values: str) -> str:
+    """A line of at most 80 columns."""
+    widths = (20, 17, 7, 11, 8)
+    return f"  {name:<{_NAME}}" + "".join(f"{value:>{width}}" for value, width in zip(values, widths, strict=True))
+
+
+def _short(name: str) -> str:
+    """A name in its column: the middle of a longer one is left out (the log of the run spells it)."""
+    return name if len(name) <= _NAME else f"{name[: _NAME // 2 - 1]}\u2026{name[-(_NAME // 2) :]}"
 
 
 def format_seconds(interval: Interval) -> str:
@@ -90,7 +94,8 @@ def _ratio(speed: Speed | None, record: Record, standard: Record | None) -> str:
     if speed.ratio is None:
         return "not paired"
     low, high = speed.ratio.low, speed.ratio.high
-    return f"{speed.ratio.value:.2f}" + ("" if low is None else f" ({low:.2f}-{high:.2f})")
+    digits = ".2f" if speed.ratio.value < 10 else ".3g"
+    return f"{speed.ratio.value:{digits}}" + ("" if low is None else f" ({low:{digits}}-{high:{digits}})")
 
 
 def _percent(share: float | None) -> str:
@@ -108,7 +113,7 @@ def _result(record: Record) -> str:
         return f"recall {record.quality['recall']:.3f}"
     if "bits_per_byte" in record.quality:
         return f"{record.quality['bits_per_byte']:.4f} bits/byte"
-    return record.status
+    return "interpreted" if (record.status, record.mode) == ("ok", "interpret") else record.status
 
 
 def _megabytes(size: int | None) -> str:

@@ -50,6 +50,16 @@ def test_ratio_is_to_a_standard_with_right_numbers_in_the_same_rounds(record):
     assert not ratio(dataclasses.replace(record(), resolved="chunked", mode="fallback"))[0].startswith("1.00")
 
 
+def test_the_summary_fits_80_columns(record):
+    """The log has the whole names; the table cuts the middle of a long one."""
+    long = record("ragged_paged_attention", mode="interpret", resolved="ragged_paged_attention")
+    slow = record("transformers_unthrottled", samples=tuple(12.345 + i / 7 for i in range(10)))
+    lines = list(summary_lines([record(), record("flash_cpu", devices=2), long, slow]))
+    assert max(map(len, lines)) <= 80
+    assert any(line.split()[:2] == ["ragged\u2026tention", "interpreted"] for line in lines)
+    assert any(line.split()[:3] == ["flash_cpu", "on", "2"] for line in lines)
+
+
 def test_a_refusal_is_told_once_for_each_reason_and_device(record):
     refused = record("cudnn", mode=None, status="unsupported", samples=(), reasons=("cudnn: needs a GPU; buy one.",))
     again = dataclasses.replace(refused, key="again", case="another")
