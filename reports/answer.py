@@ -11,6 +11,7 @@ from attnsuite.suite import statistics
 from attnsuite.suite.record import Record
 from attnsuite.suite.shown import baseline_of, same_rounds
 from attnsuite.suite.statistics import Interval
+from attnsuite.suite.summary import shortened
 from attnsuite.suite.user_function import is_reference
 
 from .cells import Cell, Group, group
@@ -75,16 +76,10 @@ def answer_lines(run: Run) -> list[str]:
     headers = ["case", "use this", f"time, x {baseline_of(record.kind for record in run.records)}"]
     values = [[_plain(row.get(key)) for key in ("use", "time_over_standard")] for row in found]
     room = 78 - sum(max(map(len, column)) + 2 for column in zip(headers[1:], *values, strict=True))
-    names = [_short(member.cells[0].record.case, room) for member in timed]
+    names = [shortened(member.cells[0].record.case, room) for member in timed]
     rows = [[name, *row] for name, row in zip(names, values, strict=True)]
     unsure = [f"{name}: {row['sure']}" for name, row in zip(names, found, strict=True) if row["sure"] != FASTER]
     return [*tabulate(rows, headers, tablefmt="plain", disable_numparse=True).splitlines(), *unsure]
-
-
-def _short(name: str, room: int) -> str:
-    """The name of a case in so many columns: the middle of a longer one is left out."""
-    half = max(room // 2, 2)
-    return name if len(name) <= room else f"{name[: half - 1]}\u2026{name[-half:]}"
 
 
 def _plain(value: Value) -> str:

@@ -58,7 +58,7 @@ def summary_lines(records: Sequence[Record]) -> Iterator[str]:
             speed = speed_of(record, standard)
             memory = record.memory.get("compiled_temp") if shows_memory(record) else None
             yield _columns(
-                _short(record.requested + ("" if record.devices == 1 else f" on {record.devices}")),
+                shortened(record.requested + ("" if record.devices == 1 else f" on {record.devices}"), _NAME),
                 format_seconds(speed.median) if speed else _result(record),
                 _ratio(speed, record, standard),
                 _percent(speed.peak_share if speed else None),
@@ -73,9 +73,14 @@ def _columns(name: str, *values: str) -> str:
     return f"  {name:<{_NAME}}" + "".join(f"{value:>{width}}" for value, width in zip(values, widths, strict=True))
 
 
-def _short(name: str) -> str:
-    """A name in its column: the middle of a longer one is left out (the log of the run spells it)."""
-    return name if len(name) <= _NAME else f"{name[: _NAME // 2 - 1]}\u2026{name[-(_NAME // 2) :]}"
+def shortened(name: str, room: int) -> str:
+    """A name in so many columns: the middle of a longer one is left out (the log of a run spells it).
+
+    >>> shortened("ragged_paged_attention", 9)
+    'rag\u2026tion'
+    """
+    half = max(room // 2, 2)
+    return name if len(name) <= room else f"{name[: half - 1]}\u2026{name[-half:]}"
 
 
 def format_seconds(interval: Interval) -> str:

@@ -130,6 +130,7 @@ class TuneGrid(Grid):
             yield _record(cell, self, references, context)
             seconds, tried = seconds + time.monotonic() - start, tried + _work(cell, trials[cell.key])
             if self.minutes is not None and time.monotonic() - begun > 60 * self.minutes:
+                watcher.fewer(len(cells) - place - 1)
                 return
 
     def _target(self, environment: Environment) -> str:

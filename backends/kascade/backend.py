@@ -146,10 +146,10 @@ class Kascade:
             notes = (f"{instead}; {dense.backend.name} ran.",)
             return Plan(dense.plan(layout).attend, notes, num_layers=num_layers)
         compute = _computation(spec, settings, tiling, places, target, mode, self.heads)
-        if (settings.kernel != "xla" or spec.needs_grad) and "dense" in {role.role for role in roles or ()}:
-            compute = dataclasses.replace(compute, dense=_dense(compute, spec, layout, target))
         if spec.needs_grad:
             compute = _with_gradient(compute, spec, tiling)
+        if (settings.kernel != "xla" or spec.needs_grad) and "dense" in {role.role for role in roles or ()}:
+            compute = dataclasses.replace(compute, dense=_dense(compute, spec, layout, target))
 
         def attend(
             query: Float[Array, "b t n h"],
@@ -257,8 +257,7 @@ def _dense(
     def dense(query: Array, key: Array, value: Array) -> tuple[Array, Selection]:
         if not spec.needs_grad and (found := compute.dense(query, key, value)):
             return found
-        selection = compute.select(*jax.lax.stop_gradient((query, key)))
-        return planned.run(query, key, value)[0], selection
+        return planned.run(query, key, value)[0], compute.select(query, key)
 
     return dense
 

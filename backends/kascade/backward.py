@@ -17,9 +17,9 @@ from jaxtyping import Array, Float, Int
 
 from ..contract import AttentionSpec
 from ..derivatives import first_derivative, forward_mode_explained
-from .selection import Places, Selection, may_see, with_own
+from .selection import Places, Selection, with_own
 from .settings import Tiling
-from .xla import tiled, untiled
+from .xla import Prefill, heads_and_tiles, tiled, untiled
 
 Attend = Callable[[Places, Array, Array, Array, Selection], Array]
 
@@ -69,39 +69,24 @@ def gradients(
 
     ``listed`` is what :func:`attnsuite.backends.kascade.selection.with_own` gives: the units that each tile visits.
     """
-    keys, values = _units(key, tiling), _units(value, tiling)
-    everywhere = jax.tree.map(jnp.asarray, places.of_all(spec.batch))
+    this, keys, values = Prefill(spec, tiling, places), _units(key, tiling), _units(value, tiling)
     within = jnp.arange(tiling.unit, dtype=jnp.int32)[None]
 
     def one_tile(sums: tuple[Array, Array], tile: Any) -> tuple[tuple[Array, Array], Array]:
         head, at, q, d_o, units = tile
-        batch, size = head // spec.num_kv_heads, tiling.query_tile
-
-        def rows(x: Array) -> Array:
-            return lax.dynamic_slice(x, (batch, at * size), (1, size))[0]
-
         slots = jnp.where(units[:, None] < 0, -1, units[:, None] * tiling.unit + within).reshape(-1)
-        ids = ()
-        if everywhere.query_segment_ids is not None and everywhere.key_value_segment_ids is not None:
-            key_ids = everywhere.key_value_segment_ids[batch]
-            ids = rows(everywhere.query_segment_ids), key_ids.at[slots].get(mode="clip")
-        seen = may_see(rows(everywhere.query_positions), slots, everywhere.lengths[batch], *ids)
-        seen, units = jnp.tile(seen, (spec.group_size, 1)), jnp.maximum(units, 0)
-        # Rows that see nothing, and what no row sees, count as zero, whatever they are.
-        q, d_o = (jnp.where(seen.any(1, keepdims=True), x, 0) for x in (q, d_o))
+        seen = jnp.tile(this.seen(this.batch_of(head), at, slots), (spec.group_size, 1))
+        units = jnp.maximum(units, 0)
         k, v = (x[head, units].reshape(len(slots), -1) for x in (keys, values))
-        k, v = (jnp.where(seen.any(0)[:, None], x, 0) for x in (k, v))
         d_q, d_k, d_v = _of_tile(spec, q, k, v, d_o, seen)
         return tuple(
             total.at[head, units].add(part.reshape(-1, tiling.unit, part.shape[-1]))
             for total, part in zip(sums, (d_k, d_v), strict=True)
         ), d_q  # pyright: ignore[reportReturnType]  (a pair)
 
-    heads, tiles = spec.batch * spec.num_kv_heads, tiling.query_tiles
-    index = jnp.repeat(jnp.arange(heads, dtype=jnp.int32), tiles), jnp.tile(jnp.arange(tiles, dtype=jnp.int32), heads)
     queries, d_outs = tiled(query, spec, tiling), tiled(d_out, spec, tiling)
     start = jnp.zeros(keys.shape, jnp.float32), jnp.zeros(values.shape, jnp.float32)
-    by_tile = *index, queries, d_outs, listed.reshape(heads * tiles, -1)
+    by_tile = *heads_and_tiles(spec, tiling), queries, d_outs, listed.reshape(len(queries), -1)
     (d_key, d_value), d_query = lax.scan(one_tile, start, by_tile)
     return (
         untiled(d_query, spec, tiling).astype(query.dtype),
@@ -113,19 +98,28 @@ def gradients(
 def _of_tile(
     spec: AttentionSpec, query: Array, key: Array, value: Array, d_out: Array, seen: Array
 ) -> tuple[Array, Array, Array]:
-    """The float32 gradients of the rows of one tile, and of the keys and values that it visits."""
+    """The float32 gradients of the rows of one tile, and of the keys and values that it visits.
+
+    Zero times NaN is NaN: what is not finite is zero in the products, and NaN in the scores of the pairs that are seen,
+    so that it reaches no row of another document.
+    """
     query, key, value, d_out = (x.astype(jnp.float32) for x in (query, key, value, d_out))
+    d_out = jnp.where(seen.any(1, keepdims=True), d_out, 0)
+    finite = [jnp.isfinite(x).all(1, keepdims=True) for x in (query, key, value)]
+    query, key, value = (jnp.where(good, x, 0) for good, x in zip(finite, (query, key, value), strict=True))
+    good_pairs = finite[0] & (finite[1] & finite[2]).T
     scores, cap = (query @ key.T) * spec.softmax_scale, spec.logits_soft_cap
     slope = jnp.float32(spec.softmax_scale)
     if cap is not None:
         scores = cap * jnp.tanh(scores / cap)
         slope = slope * (1 - (scores / cap) ** 2)
+    scores = jnp.where(good_pairs, scores, jnp.nan)
     top = jnp.where(seen, scores, -jnp.inf).max(1, keepdims=True)
     weights = jnp.where(seen, jnp.exp(scores - jnp.where(jnp.isfinite(top), top, 0)), 0)
     total = weights.sum(1, keepdims=True)
-    probs = weights / jnp.where(total > 0, total, 1)
+    probs = jnp.where(seen, weights / jnp.where(total == 0, 1, total), 0)
     d_probs = d_out @ value.T
-    d_scores = probs * (d_probs - (probs * d_probs).sum(1, keepdims=True)) * slope
+    d_scores = jnp.where(seen, probs * (d_probs - (probs * d_probs).sum(1, keepdims=True)) * slope, 0)
     return d_scores @ key, d_scores.T @ query, probs.T @ d_out
 
 

@@ -114,7 +114,7 @@ class Settings:
         }
         for name, accepted in good.items():
             if not accepted:
-                hint = _of_how_many(self.top_k, self.tile_size) if name == "top_k" else ""
+                hint = share_of_tiles(self.top_k, self.tile_size) if name == "top_k" else ""
                 raise ValueError(
                     f"kascade: {name}={getattr(self, name)!r} is not accepted; {name} is {OPTIONS[name]}.{hint}"
                 )
@@ -210,12 +210,12 @@ def budget(settings: Settings, unit: int, candidates: int) -> Int[np.ndarray, " 
     return np.minimum(np.maximum(share, math.ceil(settings.min_keys / unit)), n).astype(np.int32)
 
 
-def _of_how_many(top_k: object, tile_size: object) -> str:
-    """What to write for a number of tiles, which earlier guides gave as ``top_k``."""
-    if not (_is_int(top_k, 2) and _is_int(tile_size, 1)):
+def share_of_tiles(tiles: object, tile_size: object) -> str:
+    """What to write for a number of tiles, which earlier guides gave as ``top_k``; empty where it is none."""
+    if not (isinstance(tiles, int | float) and tiles > 1 and tiles == int(tiles) and _is_int(tile_size, 1)):
         return ""
-    share = top_k * tile_size / 4096  # pyright: ignore[reportOperatorIssue]
-    return f" {top_k} tiles of {tile_size} keys are top_k={share:g} of 4096 keys: divide by the tiles that there are."
+    share = tiles * tile_size / 4096  # pyright: ignore[reportOperatorIssue]
+    return f" {tiles:g} tiles of {tile_size} keys are top_k={share:g} of 4096 keys: divide by the tiles that there are."
 
 
 def _is_int(x: object, least: int) -> bool:

@@ -49,7 +49,7 @@ class _Slots:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Prefill:
+class Prefill:
     """One planned prefill: its static choices and the places of queries and keys."""
 
     spec: AttentionSpec
@@ -156,7 +156,7 @@ def attend(
     selection: Selection,
 ) -> Float[Array, "b t n v"]:
     """Attention of every query tile to its own region and its selected units."""
-    this = _Prefill(spec, tiling, places)
+    this = Prefill(spec, tiling, places)
     keys, values = _rows(key), _rows(value)
     together = max(1, min(tiling.slots, _KEYS_PER_STEP // tiling.unit))
     selected = selection.selected.reshape(math.prod(selection.count.shape), tiling.slots)
@@ -204,7 +204,7 @@ def select(
     ablation: Ablation | None = None,
 ) -> tuple[Selection, Float[Array, "b t n v"] | None]:
     """The selection of an anchor; with ``value``, also dense attention's output, from the same scores."""
-    this = _Prefill(spec, tiling, places)
+    this = Prefill(spec, tiling, places)
     keys = _rows(key)
     values = None if value is None else _rows(value)
     allowed = candidates(tiling, places)
@@ -230,7 +230,7 @@ def select(
 
 
 def _sweep_units(
-    this: _Prefill, batch: Array, tile: Array, q: Array, key: _Slots, value: _Slots | None
+    this: Prefill, batch: Array, tile: Array, q: Array, key: _Slots, value: _Slots | None
 ) -> tuple[Float[Array, " units"], _State]:
     """Pooled mass of the units before the own region, in one pass over all keys; and the final state."""
     tiling, group = this.tiling, max(1, _KEYS_PER_SWEEP // this.tiling.unit)
@@ -274,7 +274,7 @@ def _sweep_units(
 
 
 def _sweep_keys(
-    this: _Prefill, batch: Array, tile: Array, q: Array, key: _Slots, value: _Slots | None
+    this: Prefill, batch: Array, tile: Array, q: Array, key: _Slots, value: _Slots | None
 ) -> tuple[Float[Array, " units"], _State]:
     """The same key by key, in two passes: log-sums, then the mass of each key."""
     length = this.spec.key_value_length
@@ -310,19 +310,24 @@ def _sweep_keys(
     return lax.fori_loop(0, steps, masses, jnp.zeros(length)), state
 
 
-def _real(this: _Prefill, tile: Array) -> Float[Array, " rows"]:
+def _real(this: Prefill, tile: Array) -> Float[Array, " rows"]:
     """1 for rows that are queries, 0 for the padding of the last query tile."""
     at = tile * this.tiling.query_tile + jnp.arange(this.tiling.query_tile, dtype=jnp.int32)
     return jnp.tile((at < this.spec.query_length).astype(jnp.float32), this.spec.group_size)
 
 
-def _map(this: _Prefill, one_tile: Callable[..., Any], query: Array, *per_tile: Array) -> Any:
+def _map(this: Prefill, one_tile: Callable[..., Any], query: Array, *per_tile: Array) -> Any:
     """``one_tile(head, tile, rows of queries, ...)`` over every KV head of every sequence and every query tile."""
-    tiles, heads = this.tiling.query_tiles, this.spec.batch * this.spec.num_kv_heads
     if this.spec.dtype == "float32":
         query = query * jnp.float32(this.spec.softmax_scale)
-    index = jnp.repeat(jnp.arange(heads, dtype=jnp.int32), tiles), jnp.tile(jnp.arange(tiles, dtype=jnp.int32), heads)
+    index = heads_and_tiles(this.spec, this.tiling)
     return lax.map(lambda x: one_tile(*x), (*index, tiled(query, this.spec, this.tiling), *per_tile))
+
+
+def heads_and_tiles(spec: AttentionSpec, tiling: Tiling) -> tuple[Int[Array, " tiles"], Int[Array, " tiles"]]:
+    """The KV head (of all sequences) and the query tile of each row of :func:`tiled`."""
+    tiles, heads = tiling.query_tiles, spec.batch * spec.num_kv_heads
+    return jnp.repeat(jnp.arange(heads, dtype=jnp.int32), tiles), jnp.tile(jnp.arange(tiles, dtype=jnp.int32), heads)
 
 
 def tiled(x: Float[Array, "b t n h"], spec: AttentionSpec, tiling: Tiling) -> Float[Array, "tiles rows h"]:

@@ -294,5 +294,7 @@ def test_each_row_is_trained_with_its_own_attention_before_it_is_measured(tmp_pa
 
 
 def test_a_number_of_tiles_is_no_share():
-    with pytest.raises(InputError, match=r"--top-k 12 must be a share.* of 4096 keys in tiles of 128, 12 are 0\.375"):
+    with pytest.raises(
+        InputError, match=r"--top-k 12 must be a share.* 12 tiles of 128 keys are top_k=0\.375 of 4096 keys"
+    ):
         KascadeWords(top_k=12)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from attnsuite.backends.kascade import GREEDY_RULES, load_calibration
+from attnsuite.backends.kascade.settings import share_of_tiles
 
 from ...cell import Case
 from ...errors import InputError
@@ -41,10 +42,8 @@ class KascadeWords:
 
     def __post_init__(self) -> None:
         if self.top_k is not None and self.top_k > 1:
-            raise InputError(
-                f"--top-k {self.top_k:g} must be a share, above 0 and at most 1. A number of tiles is a share of how "
-                f"many there are: of 4096 keys in tiles of 128, {self.top_k:g} are {self.top_k * 128 / 4096:g}."
-            )
+            hint = share_of_tiles(self.top_k, self.tile_size or 128)
+            raise InputError(f"--top-k {self.top_k:g} must be a share, above 0 and at most 1.{hint}")
 
     def flags(self) -> str:
         """The flags that were given, for a sentence."""

@@ -119,6 +119,23 @@ def test_nan_that_no_row_sees_reaches_no_gradient():
         assert (np.asarray(x)[np.broadcast_to(padding, x.shape)] == 0).all()
 
 
+def test_nan_of_one_document_reaches_no_gradient_of_another():
+    """Tiles of 16 rows hold both: the first document has 40 tokens."""
+    problem = sparse(SETTINGS, layout=packed(4, 40, 2, 40, -1, 16))
+    selection, d_out, run = problem.selection(), cotangent(problem), reuse(problem, {})
+    before, (query, key, value) = run(selection, d_out, *problem.inputs), problem.inputs
+    for number in (np.nan, np.inf):
+        for poisoned in (
+            (query.at[0, 3].set(number), key, value),
+            (query, key.at[0, 38].set(number), value),
+            (query, key, value.at[0, 38].set(number)),
+        ):
+            after = run(selection, d_out, *poisoned)
+            for name, x in before.items():
+                np.testing.assert_array_equal(after[name][0, 40:], x[0, 40:], err_msg=name)
+                assert not np.isfinite(after[name][0, :40]).all(), name
+
+
 def test_a_stack_of_roles_has_the_gradient_of_its_parts():
     """Dense, anchor, reuse: each layer's query is the output of the one before, so the gradient passes all three."""
     problem = sparse(SETTINGS)
