@@ -2,10 +2,10 @@
 
 The score matrix is cut into blocks of ``block_q`` query rows by ``block_kv`` keys. The smallest and largest position
 and segment id of each block decide whether a pair of blocks is all masked (skip), all visible (no mask needed) or
-mixed. The idea is that of FlexAttention's BlockMask (PyTorch). Here it is computed from the contract's fields instead
-of a function, without a quadratic pass over elements. Only a mask function is evaluated on every pair, and a mask array
-is read once. Bounds are conservative: a visited block may have nothing visible in it, but a skipped block never has
-anything visible.
+mixed. The idea is that of FlexAttention's BlockMask (PyTorch). Here it follows from the interval of keys that a query
+sees, without a quadratic pass over elements. Only a mask without such an interval is evaluated on every pair, and a
+mask array is read once. Bounds are conservative: a visited block may have nothing visible in it, but a skipped block
+never has anything visible.
 """
 
 from __future__ import annotations
@@ -100,19 +100,12 @@ def classify(
     k_low, k_high = (x[:, None, :] for x in _bounds(xp, layout.key_value_positions, k_real, block_kv))
     some = (k_low <= k_high) & (q_low <= q_high)  # the block has a real key and a real query
     every = some & _blocked(k_real, block_kv).all(-1)[:, None, :]
-    if spec.is_causal:
-        some, every = some & (k_low <= q_high), every & (k_high <= q_low)
-    if spec.window is not None:
-        left, right = spec.window
-        some = some & (k_high >= q_low - left) & (k_low <= q_high + right)
-        every = every & (k_low >= q_high - left) & (k_high <= q_low + right)
-    if spec.chunk_size is not None:
-        q_first, q_last, k_first, k_last = (x // spec.chunk_size for x in (q_low, q_high, k_low, k_high))
-        some = some & (k_first <= q_last) & (k_last >= q_first)
-        every = every & (k_first == q_last) & (k_last == q_first) & (q_first == q_last)
-    if spec.mask_function is not None:
-        q_pos, k_pos = layout.query_positions, layout.key_value_positions
-        seen = masks.on_blocks(spec.mask_function, q_pos, k_pos, q_real, k_real, block_q, block_kv)
+    mask = spec.positional_mask
+    if mask is not None:
+        seen = masks.of_bounds(mask, (q_low, q_high), (k_low, k_high))
+        if seen is None:
+            q_pos, k_pos = layout.query_positions, layout.key_value_positions
+            seen = masks.on_blocks(mask, q_pos, k_pos, q_real, k_real, block_q, block_kv)
         some, every = some & seen[0], every & seen[1]
     if layout.query_segment_ids is not None and layout.key_value_segment_ids is not None:
         q_seg, k_seg = layout.query_segment_ids, layout.key_value_segment_ids
@@ -166,15 +159,8 @@ def visible(
     q_pos = _part(layout.query_positions, batch, query_start, block_q)[:, None]
     k_pos = _part(layout.key_value_positions, batch, key_start, block_kv)[None]
     ok = (slots < jnp.asarray(layout.lengths)[batch])[None]
-    if spec.is_causal:
-        ok = ok & (k_pos <= q_pos)
-    if spec.window is not None:
-        left, right = spec.window
-        ok = ok & (k_pos >= q_pos - left) & (k_pos <= q_pos + right)
-    if spec.chunk_size is not None:
-        ok = ok & (q_pos // spec.chunk_size == k_pos // spec.chunk_size)
-    if spec.mask_function is not None:
-        ok = ok & spec.mask_function(q_pos, k_pos)
+    if spec.positional_mask is not None:
+        ok = ok & spec.positional_mask(q_pos, k_pos)
     if layout.query_segment_ids is not None:
         q_seg = _part(layout.query_segment_ids, batch, query_start, block_q)[:, None]
         ok = ok & (q_seg == _part(layout.key_value_segment_ids, batch, key_start, block_kv)[None]) & (q_seg >= 0)

@@ -36,7 +36,9 @@ plan in each layer; the words ``plan`` and ``run`` are FlashInfer's (arXiv 2501.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+import operator
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -171,6 +173,18 @@ class AttentionSpec:
         return self.local_window_size  # pyright: ignore[reportReturnType]  (normalised in __post_init__)
 
     @property
+    def positional_mask(self) -> masks.Mask | None:
+        """What restricts positions, as one value: causality, window, chunks and the mask function; None without any."""
+        window, chunk, function = self.window, self.chunk_size, self.mask_function
+        parts = (
+            masks.Causal() if self.is_causal else None,
+            None if window is None else masks.Window(*window),
+            None if chunk is None else masks.Chunk(chunk),
+            function if function is None or isinstance(function, masks.Mask) else masks.Where(function),
+        )
+        return functools.reduce(operator.and_, found) if (found := [x for x in parts if x is not None]) else None
+
+    @property
     def announced_terms(self) -> frozenset[str]:
         """The names of the :class:`Terms` that come with each layer."""
         scales = () if self.kv_dtype is None else ("key_scales", "value_scales")[: 1 if self.values_in_keys else 2]
@@ -179,15 +193,7 @@ class AttentionSpec:
     @property
     def masks_anything(self) -> bool:
         """Whether any query-key pair could be masked."""
-        return bool(
-            self.is_causal
-            or self.local_window_size is not None
-            or self.chunk_size is not None
-            or self.mask_function is not None
-            or self.has_segment_ids
-            or self.has_seq_lengths
-            or self.has_mask
-        )
+        return bool(self.positional_mask is not None or self.has_segment_ids or self.has_seq_lengths or self.has_mask)
 
 
 @jax.tree_util.register_dataclass
@@ -417,15 +423,8 @@ def may_attend(spec: AttentionSpec, layout: Layout) -> Bool[Array, "#batch #head
     q_pos, k_pos = (jnp.asarray(x) for x in positions(spec, layout))  # traced, not a quadratic constant of the program
     q_pos, k_pos = q_pos[:, None, :, None], k_pos[:, None, None, :]
     terms: list[Any] = [jnp.ones((1, 1, spec.query_length, spec.key_value_length), bool)]
-    if spec.is_causal:
-        terms.append(k_pos <= q_pos)
-    if spec.window is not None:
-        left, right = spec.window
-        terms.append((k_pos >= q_pos - left) & (k_pos <= q_pos + right))
-    if spec.chunk_size is not None:
-        terms.append(q_pos // spec.chunk_size == k_pos // spec.chunk_size)
-    if spec.mask_function is not None:
-        terms.append(spec.mask_function(q_pos, k_pos))
+    if spec.positional_mask is not None:
+        terms.append(spec.positional_mask(q_pos, k_pos))
     if layout.query_segment_ids is not None and layout.key_value_segment_ids is not None:
         q_seg, k_seg = layout.query_segment_ids[:, None, :, None], layout.key_value_segment_ids[:, None, None, :]
         terms.append((q_seg == k_seg) & (q_seg >= 0))

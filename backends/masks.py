@@ -1,4 +1,7 @@
-"""Masks as functions of positions: named ones that compose, and what a block of such a mask holds.
+"""The language of masks: functions of positions that compose, the interval that a query sees, and their words.
+
+A mask is added by one subclass of :class:`Mask`. Its ``_shows`` decides each pair; its :meth:`Mask.interval`, if it has
+one, spares kernels a pass over the pairs; its name and fields are its words in suite files, records and policies.
 
 A mask function takes query positions and key positions, two integer arrays that broadcast against each other, and
 returns a bool array: True where the query may attend to the key. It is called with NumPy arrays, with traced ones and
@@ -12,16 +15,20 @@ array([[1, 1, 0, 0],
        [1, 1, 0, 0],
        [1, 1, 1, 0],
        [1, 1, 1, 1]])
+>>> str(prefix_lm), parse("causal | prefix(2)") == prefix_lm
+('causal | prefix(2)', True)
 """
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Hashable
-from typing import Any
+import re
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +40,21 @@ EitherArray = Array | np.ndarray
 MaskFunction = Callable[[Any, Any], Any]  # (query positions, key positions) -> whether the query may attend to the key
 
 
+_LEAST, _MOST = -(2**31), 2**31 - 1
+
+
+class Interval(NamedTuple):
+    """The first and the last key position that each query may see, int32; None where there is no limit.
+
+    ``exact``: it sees every key between, too. Neither end falls as the query's position rises, so that the ends of a
+    block of queries are those of its first and its last.
+    """
+
+    first: Any = None
+    last: Any = None
+    exact: bool = False
+
+
 class Mask:
     """A mask function with a name: ``a & b`` shows what both show, ``a | b`` what either shows, ``~a`` the rest."""
 
@@ -41,6 +63,15 @@ class Mask:
     def __call__(self, query: Any, key: Any) -> Any:
         """Whether each query may attend to each key."""
         return self._shows(query, key)
+
+    def interval(self, query: Any) -> Interval:
+        """The keys that queries at these positions (int32) may see; ``Interval()`` where only the pairs tell."""
+        return Interval()
+
+    def __str__(self) -> str:
+        """The mask in words, which :func:`parse` reads: ``causal & window(255, 0)``."""
+        fields = [getattr(self, field.name) for field in dataclasses.fields(self)]  # pyright: ignore[reportArgumentType]
+        return _word(type(self)) + (f"({', '.join(map(str, fields))})" if fields else "")
 
     def _shows(self, query: Any, key: Any) -> Any:
         raise NotImplementedError
@@ -66,8 +97,25 @@ class Combined(Mask):
     def _shows(self, query: Any, key: Any) -> Any:
         return self.operation(self.first(query, key), self.second(query, key))
 
-    def __repr__(self) -> str:
-        return f"({self.first} {'&' if self.operation is operator.and_ else '|'} {self.second})"
+    def interval(self, query: Any) -> Interval:
+        """The part that both intervals share, or the least interval that holds both."""
+        a, b = (x.interval(query) if isinstance(x, Mask) else Interval() for x in (self.first, self.second))
+        xp = _module(query)
+        if self.operation is operator.and_:
+            return Interval(_either(xp.maximum, a[0], b[0]), _either(xp.minimum, a[1], b[1]), a.exact and b.exact)
+        first = None if a.first is None or b.first is None else xp.minimum(a.first, b.first)
+        last = None if a.last is None or b.last is None else xp.maximum(a.last, b.last)
+        # Two intervals leave no gap where both have no beginning, or no end.
+        alike = (a.first is None and b.first is None) or (a.last is None and b.last is None)
+        return Interval(first, last, a.exact and b.exact and alike)
+
+    def __str__(self) -> str:
+        """``a & b`` or ``a | b``, with brackets around another operation."""
+        parts = (f"({x})" if isinstance(x, Combined) and x.operation is not self.operation else str(x)
+                 for x in (self.first, self.second))  # fmt: skip
+        return f" {'&' if self.operation is operator.and_ else '|'} ".join(parts)
+
+    __repr__ = __str__
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
@@ -79,8 +127,11 @@ class Inverted(Mask):
     def _shows(self, query: Any, key: Any) -> Any:
         return ~self.mask(query, key)
 
-    def __repr__(self) -> str:
-        return f"~{self.mask}"
+    def __str__(self) -> str:
+        """``~mask``."""
+        return f"~({self.mask})" if isinstance(self.mask, Combined) else f"~{self.mask}"
+
+    __repr__ = __str__
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -100,6 +151,10 @@ class Causal(Mask):
     def _shows(self, query: Any, key: Any) -> Any:
         return key <= query
 
+    def interval(self, query: Any) -> Interval:
+        """From the first key to the query's own."""
+        return Interval(None, query, exact=True)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Window(Mask):
@@ -111,6 +166,26 @@ class Window(Mask):
     def _shows(self, query: Any, key: Any) -> Any:
         return (key >= query - self.left) & (key <= query + self.right)
 
+    def interval(self, query: Any) -> Interval:
+        """The window itself."""
+        return Interval(_moved(query, -self.left), _moved(query, self.right), exact=True)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Chunk(Mask):
+    """Keys of the query's own chunk of ``size`` positions, counted from 0 (Llama 4's chunked attention)."""
+
+    size: int
+
+    def _shows(self, query: Any, key: Any) -> Any:
+        return query // self.size == key // self.size
+
+    def interval(self, query: Any) -> Interval:
+        """The chunk itself."""
+        size = np.int32(min(self.size, _MOST))
+        within = query % size  # from 0, also for negative positions
+        return Interval(_moved(query, -within), _moved(query, size - 1 - within), exact=True)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Prefix(Mask):
@@ -120,6 +195,10 @@ class Prefix(Mask):
 
     def _shows(self, query: Any, key: Any) -> Any:
         return 0 * query + key < self.length  # one answer for each pair
+
+    def interval(self, query: Any) -> Interval:
+        """The prefix itself."""
+        return Interval(None, query * 0 + np.int32(self.length - 1), exact=True)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -135,6 +214,15 @@ class Documents(Mask):
         ends = tuple(itertools.accumulate(self.lengths, initial=0))
         same = [(query >= a) & (query < b) & ((key >= a) & (key < b)) for a, b in itertools.pairwise(ends)]
         return functools.reduce(operator.or_, same)
+
+    def interval(self, query: Any) -> Interval:
+        """The query's document; nothing before the first and behind the last."""
+        starts = itertools.accumulate(self.lengths[:-1], initial=0)
+        xp, first, last = _module(query), query * 0, query * 0 - 1
+        for start, length in zip(starts, self.lengths, strict=True):
+            first = xp.where(query >= start + length, first + length, first)
+            last = xp.where(query >= start, last + length, last)
+        return Interval(first, last, exact=True)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -195,6 +283,85 @@ class Neighbourhood(Mask):
         return (rows <= self.radius) & (abs(query % self.width - key % self.width) <= self.radius)
 
 
+def parse(text: str) -> Mask:
+    """The mask that these words name: ``causal & window(255)``, ``causal | prefix(16)``, ``~dilated(2)``.
+
+    A word is the name of a subclass of :class:`Mask` in lower case, its numbers are the fields in their order; ``&``,
+    ``|``, ``~`` and brackets are Python's. Raises ValueError, with the words that there are.
+    """
+    try:
+        return _parsed(ast.parse(text.strip(), mode="eval").body)
+    except (ValueError, TypeError, SyntaxError, RecursionError) as error:
+        raise ValueError(
+            f"mask = {text!r} is not accepted ({error}); it is made of {', '.join(sorted(_words()))}, with whole "
+            "numbers in brackets, joined by &, | and ~, such as 'causal & window(255)'."
+        ) from error
+
+
+def words_of(function: MaskFunction | None) -> str | None:
+    """The words that :func:`parse` reads as this function; None for one that has none (a function of the user's)."""
+    try:
+        return text if isinstance(function, Mask) and parse(text := str(function)) == function else None
+    except ValueError:
+        return None
+
+
+def _parsed(node: ast.expr) -> Mask:
+    match node:
+        case ast.BinOp(left, ast.BitAnd() | ast.BitOr() as operation, right):
+            join = operator.and_ if isinstance(operation, ast.BitAnd) else operator.or_
+            return Combined(join, _parsed(left), _parsed(right))
+        case ast.UnaryOp(ast.Invert(), operand):
+            return Inverted(_parsed(operand))
+        case ast.Name(name):
+            return _named(name)()
+        case ast.Call(ast.Name(name), arguments, []):
+            numbers = [ast.literal_eval(argument) for argument in arguments]
+            if not all(type(x) is int for n in numbers for x in (n if isinstance(n, tuple) else (n,))):
+                raise ValueError(f"{ast.unparse(node)} has something else than whole numbers")
+            return _named(name)(*numbers)
+    raise ValueError(f"{ast.unparse(node)} is no mask")
+
+
+def _named(name: str) -> Callable[..., Mask]:
+    if name not in (words := _words()):
+        raise ValueError(f"{name} is no mask")
+    return words[name]
+
+
+def _words() -> dict[str, type[Mask]]:
+    """The masks that can be named, a reader's own among them: each subclass but those that hold functions.
+
+    A dataclass with slots is the second class of its name: the later one counts.
+    """
+
+    def below(kind: type[Mask]) -> Iterator[type[Mask]]:
+        for sub in kind.__subclasses__():
+            yield from (sub, *below(sub))
+
+    with_functions = {Combined.__name__, Inverted.__name__, Where.__name__}
+    return {_word(kind): kind for kind in below(Mask) if kind.__name__ not in with_functions}
+
+
+def _word(kind: type[Mask]) -> str:
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", kind.__name__).lower()
+
+
+def _either(choose: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
+    return b if a is None else a if b is None else choose(a, b)
+
+
+def _module(x: Any) -> Any:
+    return np if isinstance(x, np.ndarray | np.generic) else jnp
+
+
+def _moved(position: Any, by: Any) -> Any:
+    """``position + by`` in int32, held at its ends."""
+    xp = _module(position)
+    by = xp.asarray(by, xp.int32)
+    return (xp.clip(position, _LEAST - xp.minimum(by, 0), _MOST - xp.maximum(by, 0)) + by).astype(xp.int32)
+
+
 def check(function: Any) -> None:
     """Raise ValueError unless ``function`` is None or a mask function, which is tried on two queries and three keys."""
     if function is None:
@@ -210,6 +377,23 @@ def check(function: Any) -> None:
             f"mask_function={function!r} gives {found.dtype} {found.shape} for query positions (2, 1) and key "
             "positions (1, 3); it has to give bool (2, 3), one answer for each pair."
         )
+
+
+def of_bounds(mask: Mask, query: tuple[Any, Any], key: tuple[Any, Any]) -> tuple[Any, Any] | None:
+    """Whether some and whether every pair of a block is visible, by the lowest and highest positions of its two sides.
+
+    None where the mask's interval is not exact: then :func:`on_blocks` evaluates the pairs.
+    """
+    (q_low, q_high), (k_low, k_high) = query, key
+    (first, last, exact), (first_of_last, last_of_last, _) = mask.interval(q_low), mask.interval(q_high)
+    if not exact:
+        return None
+    some = every = True
+    if first is not None:
+        some, every = k_high >= first, k_low >= first_of_last
+    if last is not None:
+        some, every = some & (k_low <= last_of_last), every & (k_high <= last)
+    return some, every
 
 
 def on_blocks(

@@ -27,6 +27,7 @@ import msgspec
 
 from attnsuite.sentences import given, not_accepted
 
+from . import masks
 from .contract import AttentionSpec
 from .devices import Target, usable_cores
 
@@ -57,9 +58,10 @@ class PolicyRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class PolicyCase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A measured problem and its fastest exact backend.
 
-    ``problem`` holds the fields of the :class:`AttentionSpec` that are not at their defaults. ``ratio`` is the
-    backend's time relative to ``standard`` in the same rounds, with its 95% ``interval``; None where there is none.
-    ``memory``: bytes that the program takes (arguments, outputs, temporaries).
+    ``problem`` holds the fields of the :class:`AttentionSpec` that are not at their defaults, a mask function by its
+    words (:func:`masks.parse`). ``ratio`` is the backend's time relative to ``standard`` in the same rounds, with its
+    95% ``interval``; None where there is none. ``memory``: bytes that the program takes (arguments, outputs,
+    temporaries).
     """
 
     case: str
@@ -182,7 +184,10 @@ def problem_of(spec: AttentionSpec) -> dict[str, Any]:
     fields = {field.name: (getattr(spec, field.name), field.default) for field in dataclasses.fields(spec)}
     if spec.value_head_dim == spec.head_dim:
         del fields["value_head_dim"]
-    return {name: value for name, (value, default) in fields.items() if value != default}
+    problem = {name: value for name, (value, default) in fields.items() if value != default}
+    if spec.mask_function is not None:
+        problem["mask_function"] = str(spec.mask_function)
+    return problem
 
 
 @functools.lru_cache(maxsize=8)
@@ -206,7 +211,9 @@ def _spec(case: PolicyCase) -> AttentionSpec:
     if missing := [name for name in required if name not in case.problem]:
         raise ValueError(f"case {given(case.case)} lacks the field {missing[0]}")
     try:
-        spec = AttentionSpec(**case.problem)  # pyright: ignore[reportArgumentType]  (it checks itself)
+        words = case.problem.get("mask_function")
+        mask = None if words is None else masks.parse(str(words))
+        spec = AttentionSpec(**(case.problem | {"mask_function": mask}))  # pyright: ignore[reportArgumentType]  (checks)
     except (ValueError, TypeError) as error:
         raise ValueError(f"case {given(case.case)}: {error}") from error
     return spec

@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from . import sinks as of_sinks
 from .contract import NO_TERMS, NOTHING_SEEN, AttentionSpec, EitherArray, Layout, Part, PartBackend, Terms
+from .masks import Causal
 from .merging import Seen, put_together
 
 
@@ -44,8 +45,7 @@ class _Share:
 
 def by_position(spec: AttentionSpec) -> bool:
     """Whether positions affect the mask or the logits."""
-    masked = (spec.window, spec.chunk_size, spec.mask_function) != (None, None, None)
-    return spec.is_causal or masked or spec.has_alibi
+    return spec.positional_mask is not None or spec.has_alibi
 
 
 def specs_of_parts(spec: AttentionSpec) -> tuple[AttentionSpec, AttentionSpec]:
@@ -199,5 +199,5 @@ class Ring:
 
 def _by_slot(spec: AttentionSpec) -> bool:
     """Whether the mask is causal over slots only: every share but the own is then all visible or all hidden."""
-    alone = (spec.window, spec.chunk_size, spec.mask_function) == (None, None, None) and not spec.has_positions
-    return spec.is_causal and alone and spec.query_length == spec.key_value_length
+    alone = spec.positional_mask == Causal() and not spec.has_positions
+    return alone and spec.query_length == spec.key_value_length

@@ -31,7 +31,8 @@ def kernel_of(
     """The kernel for this mask: a function of query, key, value, segment ids and sinks."""
     if masking.hides_everything:
         return of_nothing
-    mask = kernel.FullMask(_Mask(masking).shape) if masking.hides_nothing else _Mask(masking)
+    lengths = masking.query_length, masking.key_value_length
+    mask = kernel.FullMask(lengths) if masking.mask is None else _Mask(masking, masking.mask)
     with jax.ensure_compile_time_eval():  # plans are made inside of jit too
         made = kernel.make_splash_mha_single_device(
             kernel.MultiHeadMask([mask]), block_sizes=blocks, attn_logits_soft_cap=soft_cap, interpret=interpret

@@ -276,8 +276,7 @@ def _device_reasons(name: str, target: Target, mode: Mode) -> Iterator[str]:
 
 def _position_reasons(name: str, spec: AttentionSpec) -> Iterator[str]:
     """Why positions that affect the mask of several query tokens are refused."""
-    by_position = spec.is_causal or (spec.window, spec.chunk_size, spec.mask_function) != (None, None, None)
-    if spec.has_positions and by_position and spec.query_length > 1:
+    if spec.has_positions and spec.positional_mask is not None and spec.query_length > 1:
         yield (
             f"an array of explicit positions with query_length={spec.query_length} is not supported by {name}, whose "
             f"mask is by slot (accepted: one query token, or positions that are arange); {_INSTEAD}."

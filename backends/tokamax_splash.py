@@ -98,8 +98,8 @@ def _kernel_of(
         use_base2_exp=False,
         interpret=interpret,
     )
-    mask = SlotMask(masking)
-    mask = masks.FullMask(mask.shape) if masking.hides_nothing else mask
+    lengths = masking.query_length, masking.key_value_length
+    mask = masks.FullMask(lengths) if masking.mask is None else SlotMask(masking, masking.mask)
     with jax.ensure_compile_time_eval():  # plans are made inside of jit too
         return jax.tree.map(np.asarray, kernel.make_splash_mha_single_device(mask, config=config))
 

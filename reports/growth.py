@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from attnsuite.suite.kinds import title_of
+from attnsuite.suite.kinds.op_case import is_plain
 from attnsuite.suite.shown import shows_memory
 
 from .cells import Group
@@ -16,7 +17,6 @@ from .words import Value
 _KINDS = ("op_forward", "op_forward_backward")
 _FEWEST = 3
 _SHORTEST = 1024  # below, buffers of constant size distort the fit
-_OPTIONS = ("window", "window_size", "chunk_size", "soft_cap", "value_head_dim")
 
 
 def growth(groups: Sequence[Group]) -> Table | None:
@@ -26,10 +26,8 @@ def growth(groups: Sequence[Group]) -> Table | None:
         for cell in group.cells:
             problem, size = cell.record.problem, cell.record.memory.get("compiled_temp")
             length = problem.get("sequence")
-            plain = (problem.get("documents", 1), problem.get("kv_layout", "NHD")) == (1, "NHD") and not any(
-                problem.get(name) for name in _OPTIONS
-            )
-            if group.kind not in _KINDS or not plain or not size or not shows_memory(cell.record):
+            plain = group.kind in _KINDS and is_plain(problem | {"causal": True})
+            if not plain or not size or not shows_memory(cell.record):
                 continue
             if type(length) is int and length >= _SHORTEST:
                 shape = (f"heads {problem.get('heads')}/{problem.get('kv_heads')}, D {problem.get('head_dim')}, "

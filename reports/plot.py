@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+from attnsuite.suite.kinds.op_case import is_plain
 from attnsuite.suite.shown import baseline_of, matmul_peak
 from attnsuite.suite.statistics import Interval
 
@@ -273,6 +274,4 @@ def _layout(group: Group) -> tuple[int, int, int]:
 def _is_plain(group: Group) -> bool:
     problem = _problem(group)
     ours = all(type(problem.get(name)) is int for name in ("heads", "kv_heads", "head_dim", "sequence"))
-    other = any(problem.get(name) for name in ("window", "window_size", "chunk_size", "soft_cap", "value_head_dim"))
-    other |= problem.get("kv_layout", "NHD") != "NHD"
-    return ours and not other and problem.get("causal") is True and problem.get("documents", 1) == 1
+    return ours and is_plain(problem)

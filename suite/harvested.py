@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from typing import Any
 
-from attnsuite.backends import AttentionSpec
+from attnsuite.backends import AttentionSpec, masks
 
 from .errors import InputError
 from .harvest import Call, Harvest, Mark
@@ -143,6 +143,7 @@ def _nearest(spec: AttentionSpec, *, decode: bool, differentiated: bool) -> OpCa
         causal=spec.is_causal,
         window_size=None if window is None else window[0] + 1,
         chunk_size=spec.chunk_size,
+        mask=masks.words_of(spec.mask_function) or "",
         soft_cap=spec.logits_soft_cap,
         kv_layout=spec.kv_layout,  # pyright: ignore[reportArgumentType]  (the case checks it)
     )

@@ -1,6 +1,6 @@
 """The mask as numbers that a kernel compares, one query per lane.
 
-Causality, windows and chunks restrict positions: each leaves a query one interval. Segments, padding and lengths
+Masks of positions that are taken leave a query one interval (``masks.Mask.interval``). Segments, padding and lengths
 restrict identity: each key and query gets an id. So every mask of the contract is::
 
     first[q] <= position[k] <= last[q]   and   key_id[k] == query_id[q]
@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
+from .. import masks
 from ..contract import AttentionSpec, EitherArray, Layout, positions
 
 NO_KEY, NO_QUERY = -1, -2  # ids of what is padding: they match nothing
@@ -47,7 +48,10 @@ def visibility(spec: AttentionSpec, layout: Layout) -> Visibility:
     static = all(isinstance(x, np.ndarray) for x in jax.tree.leaves(layout))
     xp: Any = np if static else jnp
     q_pos, k_pos = (xp.asarray(x).astype(xp.int32) for x in positions(spec, layout))
-    first, last = _interval(spec, xp, q_pos)
+    mask = spec.positional_mask
+    ends = (masks.Interval() if mask is None else mask.interval(q_pos))[:2]
+    first, last = (xp.full_like(q_pos, end) if x is None else x
+                   for x, end in zip(ends, (_LEAST, _MOST), strict=True))  # fmt: skip
     q_seg, k_seg = layout.query_segment_ids, layout.key_value_segment_ids
     if q_seg is None or k_seg is None:
         query_id = np.zeros((1, spec.query_length), np.int32)
@@ -74,26 +78,3 @@ def pairs(mask: EitherArray | None) -> EitherArray | None:
     if mask is None or (mask.shape[1] == 1 and 1 in mask.shape[2:]):
         return None
     return mask
-
-
-def _interval(spec: AttentionSpec, xp: Any, position: Any) -> tuple[Any, Any]:
-    """First and last key position that a query sees; int32 throughout, held at its ends."""
-
-    def back(x: Any, by: Any) -> Any:
-        return xp.where(x < _LEAST + by, _LEAST, x - by).astype(xp.int32)
-
-    def ahead(x: Any, by: Any) -> Any:
-        return xp.where(x > _MOST - by, _MOST, x + by).astype(xp.int32)
-
-    first, last = xp.full_like(position, _LEAST), xp.full_like(position, _MOST)
-    if spec.is_causal:
-        last = position
-    if spec.window is not None:
-        left, right = (np.int32(side) for side in spec.window)
-        first, last = back(position, left), xp.minimum(last, ahead(position, right))
-    if spec.chunk_size is not None:
-        size = np.int32(min(spec.chunk_size, _MOST))
-        within = (position % size).astype(xp.int32)  # from 0, also for negative positions
-        first = xp.maximum(first, back(position, within))
-        last = xp.minimum(last, ahead(position, size - 1 - within))
-    return first, last

@@ -11,14 +11,13 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from attnsuite.backends import (
-    AttentionSpec,
     Backend,
     Layout,
     Plan,
@@ -36,20 +35,17 @@ from attnsuite.backends.features import Mode
 
 from .. import peers, typed
 from ..cell import Asked, Cell, Means, Outcome, Prepared
-from ..errors import InputError
 from ..measure import execution
 from ..measure.judge import as_error
 from ..measure.program import Program
 from ..record import TensorError
-from ..typed import Count, Real, Seed
 from .formulas import op_bytes, op_flops, op_tokens
 from .inputs import make_inputs
-from .kind import SHORT_DTYPE, Dtype, Kind, backends_of, check_fields, label_of, name_case, of_backend, of_peers
+from .kind import Kind, backends_of, of_backend, of_peers
+from .op_case import OpCase, spec_of, without_window
 
 if TYPE_CHECKING:
     from attnsuite.models import TextFile
-
-OpKind = Literal["op_forward", "op_forward_backward", "op_decode"]
 
 # Score entries (batch x heads x query x key) that the oracle takes at most: 8 heads at 4096 tokens. It needs
 # about 2 s forward and 8 s with gradients for that on 2 cores of a 2026 server.
@@ -60,120 +56,6 @@ _ERROR = "standard_error_"
 GRADIENTS = ("dq", "dk", "dv")
 _BASELINE = "standard"
 INTERPRETED_LENGTH = 1024  # tokens: a longer case would be judged again at the length to which this one is cut
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class OpCase:
-    """One attention call. ``op_decode`` is one query token at the end of ``sequence`` keys.
-
-    ``kv_layout`` is how its keys and values lie: ``"NHD"`` ([batch, sequence, kv_heads, head_dim]) or ``"HND"``.
-
-    ``window_size`` counts the token itself, as Hugging Face's ``sliding_window`` does. A causal row sees its own key
-    and the ``window_size - 1`` keys before it; a row that is not causal also sees as many after it. ``documents`` packs
-    that many documents of unequal length into the sequence (segment ids). An empty ``name`` is replaced by one made
-    from the fields. Raises InputError for a field that does not fit.
-    """
-
-    kind: OpKind
-    sequence: Count
-    name: str = ""
-    batch: Count = 1
-    heads: Count = 8
-    kv_heads: Count = 8
-    head_dim: Count = 64
-    value_head_dim: Count | None = None
-    dtype: Dtype = "float32"
-    causal: bool = True
-    window_size: Count | None = None
-    chunk_size: Count | None = None
-    soft_cap: Real | None = None
-    documents: Count = 1
-    kv_layout: Literal["NHD", "HND"] = "NHD"
-    seed: Seed = 0
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        name_case(self, _name(self))
-        if self.documents > self.sequence or (self.documents > 1 and self.kind == "op_decode"):
-            raise InputError(
-                f"case {self.name}: documents={self.documents} does not fit; "
-                f"use 1 to {self.sequence}, and 1 for a decode step."
-            )
-        is_local = self.window_size is not None or self.chunk_size is not None
-        if self.kind == "op_decode" and is_local and not self.causal:
-            raise InputError(f"case {self.name}: a decode step with a window or chunks needs causal = true.")
-        try:
-            spec_of(self)
-        except ValueError as error:
-            raise InputError(f"case {self.name}: {error}") from error
-
-    @property
-    def query_length(self) -> int:
-        """Query tokens: 1 in a decode step."""
-        return 1 if self.kind == "op_decode" else self.sequence
-
-    @property
-    def needs_grad(self) -> bool:
-        """Whether gradients are computed."""
-        return self.kind == "op_forward_backward"
-
-
-def spec_of(case: OpCase) -> AttentionSpec:
-    """The attention problem of an op case. Raises ValueError for shapes and dtypes that do not fit."""
-    return AttentionSpec(
-        batch=case.batch,
-        query_length=case.query_length,
-        key_value_length=case.sequence,
-        num_heads=case.heads,
-        num_kv_heads=case.kv_heads,
-        head_dim=case.head_dim,
-        value_head_dim=case.value_head_dim,
-        dtype=case.dtype,
-        is_causal=case.causal,
-        local_window_size=_window(case),
-        chunk_size=case.chunk_size,
-        logits_soft_cap=case.soft_cap,
-        has_segment_ids=case.documents > 1,
-        has_positions=case.kind == "op_decode" and case.causal,
-        needs_grad=case.needs_grad,
-        kv_layout=case.kv_layout,
-    )
-
-
-def _window(case: OpCase) -> tuple[int, int] | None:
-    """The window of the contract: the keys to the left and to the right of a query's own."""
-    if case.window_size is None:
-        return None
-    return case.window_size - 1, 0 if case.causal else case.window_size - 1
-
-
-def _without_window(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields with ``window`` of version 0.1 replaced; ``window`` left out the token itself. Raises InputError."""
-    if fields.get("window") is not None:
-        given = typed.given(fields["window"])
-        raise InputError(
-            f"{label_of(fields)}: window = {given} counted the keys beside the token and is gone; use window_size, "
-            "which counts the token too (window_size = window + 1)."
-        )
-    return {name: value for name, value in fields.items() if name != "window"}
-
-
-def _name(case: OpCase) -> str:
-    kind = case.kind.removeprefix("op_").replace("_", "-")
-    parts = [kind, f"s{case.sequence}", f"h{case.heads}k{case.kv_heads}", f"d{case.head_dim}"]
-    options = {
-        f"v{case.value_head_dim}": case.value_head_dim is not None,
-        f"b{case.batch}": case.batch != 1,
-        "full": not case.causal,
-        f"sliding{case.window_size}": case.window_size is not None,
-        f"chunk{case.chunk_size}": case.chunk_size is not None,
-        f"cap{case.soft_cap}": case.soft_cap is not None,
-        f"docs{case.documents}": case.documents > 1,
-        "hnd": case.kv_layout == "HND",
-        f"seed{case.seed}": case.seed != 0,
-    }
-    parts += [text for text, wanted in options.items() if wanted]
-    return "-".join([*parts, SHORT_DTYPE[case.dtype]])
 
 
 def op_function(case: OpCase, plan: Callable[[Layout], Plan]) -> Callable[..., Any]:
@@ -291,7 +173,7 @@ class Attention(Kind):
 
     def read(self, fields: Mapping[str, Any]) -> OpCase:
         """The case; records and suites of version 0.1 have ``window`` in place of ``window_size``."""
-        return typed.convert(_without_window(fields), OpCase)
+        return typed.convert(without_window(fields), OpCase)
 
     def cells(self, case: OpCase, asked: Asked) -> Iterable[Cell]:
         """A cell per backend and peer; with all cores another for each exact backend but the baseline."""

@@ -24,10 +24,11 @@ from ..cell import Asked, Cell, Means, Prepared
 from ..measure import execution
 from ..measure.program import Program
 from ..typed import Count, Real, Seed
-from .attention import OpCase, OpKind, judge_outputs, judged_case, save_reference, spec_of
+from .attention import judge_outputs, judged_case, save_reference
 from .formulas import ITEM_BYTES, op_flops, op_tokens
 from .inputs import layout_of
 from .kind import Dtype, Kind, backends_of, check_fields, name_case, of_backend
+from .op_case import OpCase, OpKind, spec_of
 
 if TYPE_CHECKING:
     from attnsuite.models import TextFile

@@ -7,15 +7,12 @@ the softmax, as FlashAttention-2 does (arXiv 2307.08691, section 4.1).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 from jaxtyping import Int
 
 from attnsuite.backends.contract import DTYPES
 
-if TYPE_CHECKING:
-    from .attention import OpCase
+from .op_case import OpCase, spec_of
 
 ITEM_BYTES = {name: 4 if name == "float32" else 2 for name in DTYPES}
 
@@ -28,19 +25,25 @@ def document_ids(case: OpCase) -> Int[np.ndarray, " sequence"]:
 
 
 def visible_pairs(case: OpCase) -> int:
-    """Query-key pairs of one head of one batch entry that may attend; O(sequence) in time and memory."""
+    """Query-key pairs of one head of one batch entry that may attend; O(sequence) in memory.
+
+    In time too, but for a mask that no interval describes: its pairs are counted.
+    """
     positions = np.arange(case.sequence)
     query = positions[-1:] if case.kind == "op_decode" and case.causal else positions[: case.query_length]
     ids = document_ids(case)
     starts = np.searchsorted(ids, ids, side="left")[query]
     stops = np.searchsorted(ids, ids, side="right")[query]
-    if case.causal:
-        stops = np.minimum(stops, query + 1)
-    if case.window_size is not None:
-        starts, stops = np.maximum(starts, query - case.window_size + 1), np.minimum(stops, query + case.window_size)
-    if case.chunk_size is not None:
-        first = query - query % case.chunk_size
-        starts, stops = np.maximum(starts, first), np.minimum(stops, first + case.chunk_size)
+    mask = spec_of(case).positional_mask
+    if mask is None:
+        return int((stops - starts).sum())
+    first, last, exact = mask.interval(query)
+    if not exact:
+        keys = positions[None]
+        rows = zip(query, starts, stops, strict=True)
+        return sum(int(np.count_nonzero(mask(np.full((1, 1), q), keys[:, a:b]))) for q, a, b in rows)
+    starts = starts if first is None else np.maximum(starts, first)
+    stops = stops if last is None else np.minimum(stops, last + 1)
     return int(np.maximum(stops - starts, 0).sum())
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,9 +11,7 @@ from jaxtyping import Array, Float
 from attnsuite.backends import Layout
 
 from .formulas import document_ids
-
-if TYPE_CHECKING:
-    from .attention import OpCase
+from .op_case import OpCase
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -28,10 +28,10 @@ from attnsuite.models.training import Batch, loss_and_gradient, training_step
 
 from ..measure.program import Program
 from ..named_model import config_of, model_of
-from .attention import OpCase
 from .formulas import attention_flops, visible_pairs
 from .kascade.kept import kept_of
 from .model import ModelCase
+from .op_case import OpCase
 
 if TYPE_CHECKING:
     from .text import TextCase

@@ -21,6 +21,7 @@ SPEC = AttentionSpec(batch=1, query_length=48, key_value_length=48, num_heads=1,
 NAMED: dict[masks.Mask, Any] = {
     masks.Causal(): lambda q, k: k <= q,
     masks.Window(5, 2): lambda q, k: q - 5 <= k <= q + 2,
+    masks.Chunk(10): lambda q, k: q // 10 == k // 10,
     masks.Prefix(7): lambda _, k: k < 7,
     masks.Documents((10, 3, 20)): lambda q, k: any(q in run and k in run for run in RUNS),
     masks.Dilated(4): lambda q, k: abs(q - k) in range(0, 48, 4),
@@ -38,6 +39,72 @@ def test_a_named_mask_shows_what_its_name_says(mask: masks.Mask) -> None:
     one_by_one = [[NAMED[mask](q, k) for k in range(48)] for q in range(48)]
     np.testing.assert_array_equal(mask(Q, K), one_by_one)
     np.testing.assert_array_equal(jax.jit(mask)(Q, K), one_by_one)
+
+
+@pytest.mark.parametrize("mask", NAMED, ids=str)
+def test_an_interval_holds_every_visible_key_and_no_other_where_it_is_exact(mask: masks.Mask) -> None:
+    positions, seen = np.arange(48, dtype=np.int32), np.asarray(mask(Q, K))
+    exact = mask.interval(positions).exact
+    for first, last in (mask.interval(positions)[:2], jax.jit(lambda q: mask.interval(q)[:2])(positions)):
+        first = np.full(48, -1) if first is None else np.asarray(first)  # noqa: PLW2901
+        last = np.full(48, 48) if last is None else np.asarray(last)  # noqa: PLW2901
+        inside = (first[:, None] <= K) & (last[:, None] >= K)
+        assert not (seen & ~inside).any()
+        assert not exact or (seen == inside).all()
+        assert (np.diff(first) >= 0).all() and (np.diff(last) >= 0).all()  # noqa: PT018
+
+
+def test_intervals_are_held_at_the_ends_of_int32() -> None:
+    ends = np.asarray([-(2**31), -(2**31) + 3, 2**31 - 2, 2**31 - 1], np.int32)
+    first, last, _ = (masks.Window(5, 4) & masks.Causal()).interval(ends)
+    assert first.tolist() == [-(2**31), -(2**31), 2**31 - 7, 2**31 - 6]
+    assert last.tolist() == ends.tolist()
+
+
+@pytest.mark.parametrize("mask", NAMED, ids=str)
+def test_a_mask_is_read_from_its_words(mask: masks.Mask) -> None:
+    assert masks.parse(str(mask)) == mask
+    assert masks.words_of(mask) == str(mask)
+
+
+def test_a_mask_of_a_readers_own_needs_no_line_elsewhere() -> None:
+    """Blocks, every exact backend of this CPU, and words know it by its class alone."""
+
+    @dataclasses.dataclass(frozen=True, slots=True)
+    class EveryOtherChunk(masks.Mask):
+        size: int
+
+        def _shows(self, query: Any, key: Any) -> Any:
+            return (key // self.size) % 2 == (query // self.size) % 2
+
+    mask = masks.Causal() & EveryOtherChunk(16)
+    assert str(mask) == "causal & every_other_chunk(16)"
+    assert masks.parse(str(mask)) == mask
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((1, 96, 2, 16)).astype(np.float32))
+    seen = jnp.asarray(mask(np.arange(96)[:, None], np.arange(96)[None]))
+    want = jax.nn.dot_product_attention(x, x, x, mask=seen[None, None])
+    for backend in ("standard", "chunked"):
+        found = attention(x, x, x, mask_function=mask, backend=backend, on_unavailable="raise")
+        np.testing.assert_allclose(found, want, atol=2e-6, err_msg=backend)
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("causal & windw(3)", "windw is no mask"),
+        ("window(2.5)", "something else than whole numbers"),
+        ("window(left=2)", r"window\(left=2\) is no mask"),
+        ("causal + window(2)", r"causal \+ window\(2\) is no mask"),
+        ("__import__('os')", "something else than whole numbers"),
+        ("where(causal)", "where is no mask|malformed node"),
+        ("window()", "missing"),
+        ("causal &", "invalid syntax"),
+    ],
+)
+def test_words_that_name_no_mask_are_refused(words: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason) as error:
+        masks.parse(words)
+    assert "it is made of causal, chunk, dilated, documents" in str(error.value)
 
 
 def test_masks_of_the_same_kind_and_numbers_are_equal_and_can_be_kept() -> None:

@@ -25,6 +25,8 @@ CASES = [
     OpCase(kind="op_decode", sequence=37, causal=False),
     OpCase(kind="op_decode", sequence=37, window_size=6),
     OpCase(kind="op_decode", sequence=37, chunk_size=8),
+    OpCase(kind="op_forward", sequence=37, causal=False, mask="causal | prefix(9)"),
+    OpCase(kind="op_forward", sequence=37, mask="dilated(3)", documents=4),
 ]
 
 

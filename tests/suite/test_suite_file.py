@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 
 import pytest
 
+from attnsuite.backends import masks
+from attnsuite.backends.policy import problem_of
 from attnsuite.suite.errors import InputError
+from attnsuite.suite.kinds.formulas import visible_pairs
+from attnsuite.suite.kinds.op_case import is_plain, spec_of
 from attnsuite.suite.schema import BEGIN, generated
 from attnsuite.suite.suites import find_suite
 
@@ -79,3 +84,29 @@ def test_page_of_the_keys_is_made_from_the_classes_that_read_them():
 def test_example_of_the_page_has_the_seven_cases_that_the_page_says(read):
     (example,) = re.findall(r"```toml\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     assert len(read(example)) == 7
+
+
+def test_mask_of_a_readers_own_has_a_case_a_policy_and_pairs(tmp_path):
+    """One class, and no line for it elsewhere: suite file, name, spec, pairs, policy, harvest."""
+
+    @dataclasses.dataclass(frozen=True, slots=True)
+    class EveryThird(masks.Mask):
+        start: int
+
+        def _shows(self, query, key):
+            return (key - self.start) % 3 + 0 * query == 0
+
+    path = tmp_path / "mine.toml"
+    path.write_text(f'{FORWARD}sequence = 12\nmask = "every_third(1)"\n')
+    (case,) = find_suite(str(path)).cases
+    assert case.name == "forward-s12-h8k8-d64-every_third-1-f32"
+    spec = spec_of(case)
+    assert spec.mask_function == EveryThird(1)
+    assert visible_pairs(case) == sum(k % 3 == 1 for q in range(12) for k in range(q + 1))
+    assert problem_of(spec)["mask_function"] == "every_third(1)"
+    assert not is_plain(dataclasses.asdict(case))
+
+
+def test_words_that_are_no_mask_name_those_that_are(read):
+    with pytest.raises(InputError, match=r"line 4 \(mask\).*widow is no mask.* causal, chunk, dilated"):
+        read(f'{FORWARD}sequence = 12\nmask = "widow(1)"\n')

@@ -1,0 +1,146 @@
+"""The problem of one attention call, as a suite file or a record says it, and its spec."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from attnsuite.backends import AttentionSpec, masks
+
+from .. import typed
+from ..errors import InputError
+from ..typed import Count, Real, Seed
+from .kind import SHORT_DTYPE, Dtype, check_fields, label_of, name_case
+
+OpKind = Literal["op_forward", "op_forward_backward", "op_decode"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class OpCase:
+    """One attention call. ``op_decode`` is one query token at the end of ``sequence`` keys.
+
+    ``kv_layout`` is how its keys and values lie: ``"NHD"`` ([batch, sequence, kv_heads, head_dim]) or ``"HND"``.
+
+    ``window_size`` counts the token itself, as Hugging Face's ``sliding_window`` does. A causal row sees its own key
+    and the ``window_size - 1`` keys before it; a row that is not causal also sees as many after it. ``documents`` packs
+    that many documents of unequal length into the sequence (segment ids). ``mask`` names a mask
+    (:func:`attnsuite.backends.masks.parse`) that holds beside the others: ``causal = false`` with
+    ``mask = "causal | prefix(64)"`` is a prefix language model. An empty ``name`` is replaced by one made from the
+    fields. Raises InputError for a field that does not fit.
+    """
+
+    kind: OpKind
+    sequence: Count
+    name: str = ""
+    batch: Count = 1
+    heads: Count = 8
+    kv_heads: Count = 8
+    head_dim: Count = 64
+    value_head_dim: Count | None = None
+    dtype: Dtype = "float32"
+    causal: bool = True
+    window_size: Count | None = None
+    chunk_size: Count | None = None
+    mask: str = ""
+    soft_cap: Real | None = None
+    documents: Count = 1
+    kv_layout: Literal["NHD", "HND"] = "NHD"
+    seed: Seed = 0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        name_case(self, _name(self))
+        if self.documents > self.sequence or (self.documents > 1 and self.kind == "op_decode"):
+            raise InputError(
+                f"case {self.name}: documents={self.documents} does not fit; "
+                f"use 1 to {self.sequence}, and 1 for a decode step."
+            )
+        is_local = self.window_size is not None or self.chunk_size is not None or self.mask
+        if self.kind == "op_decode" and is_local and not self.causal:
+            raise InputError(f"case {self.name}: a decode step with a window or chunks needs causal = true.")
+        try:
+            spec_of(self)
+        except ValueError as error:
+            raise InputError(f"case {self.name}: {error}") from error
+
+    @property
+    def query_length(self) -> int:
+        """Query tokens: 1 in a decode step."""
+        return 1 if self.kind == "op_decode" else self.sequence
+
+    @property
+    def needs_grad(self) -> bool:
+        """Whether gradients are computed."""
+        return self.kind == "op_forward_backward"
+
+
+def spec_of(case: OpCase) -> AttentionSpec:
+    """The attention problem of an op case. Raises ValueError for shapes and dtypes that do not fit."""
+    return AttentionSpec(
+        batch=case.batch,
+        query_length=case.query_length,
+        key_value_length=case.sequence,
+        num_heads=case.heads,
+        num_kv_heads=case.kv_heads,
+        head_dim=case.head_dim,
+        value_head_dim=case.value_head_dim,
+        dtype=case.dtype,
+        is_causal=case.causal,
+        local_window_size=_window(case),
+        chunk_size=case.chunk_size,
+        mask_function=masks.parse(case.mask) if case.mask else None,
+        logits_soft_cap=case.soft_cap,
+        has_segment_ids=case.documents > 1,
+        has_positions=case.kind == "op_decode" and case.causal,
+        needs_grad=case.needs_grad,
+        kv_layout=case.kv_layout,
+    )
+
+
+def _window(case: OpCase) -> tuple[int, int] | None:
+    """The window of the contract: the keys to the left and to the right of a query's own."""
+    if case.window_size is None:
+        return None
+    return case.window_size - 1, 0 if case.causal else case.window_size - 1
+
+
+# What a plain problem may differ in: a causal call of one document, of any size, in the default layout.
+_SIZES = frozenset({"kind", "name", "sequence", "batch", "heads", "kv_heads", "head_dim", "dtype", "seed"})
+
+
+def is_plain(problem: Mapping[str, Any]) -> bool:
+    """Whether the problem of a record is causal attention of one document and nothing else, at any size."""
+    fields = {field.name: field.default for field in dataclasses.fields(OpCase) if field.name not in _SIZES}
+    return all(fields.get(name) == value for name, value in problem.items() if name not in _SIZES and value is not None)
+
+
+def without_window(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields with ``window`` of version 0.1 replaced; ``window`` left out the token itself. Raises InputError."""
+    if fields.get("window") is not None:
+        given = typed.given(fields["window"])
+        raise InputError(
+            f"{label_of(fields)}: window = {given} counted the keys beside the token and is gone; use window_size, "
+            "which counts the token too (window_size = window + 1)."
+        )
+    return {name: value for name, value in fields.items() if name != "window"}
+
+
+def _name(case: OpCase) -> str:
+    kind = case.kind.removeprefix("op_").replace("_", "-")
+    parts = [kind, f"s{case.sequence}", f"h{case.heads}k{case.kv_heads}", f"d{case.head_dim}"]
+    options = {
+        f"v{case.value_head_dim}": case.value_head_dim is not None,
+        f"b{case.batch}": case.batch != 1,
+        "full": not case.causal,
+        f"sliding{case.window_size}": case.window_size is not None,
+        f"chunk{case.chunk_size}": case.chunk_size is not None,
+        re.sub(r"\W+", "-", case.mask).strip("-"): bool(case.mask),
+        f"cap{case.soft_cap}": case.soft_cap is not None,
+        f"docs{case.documents}": case.documents > 1,
+        "hnd": case.kv_layout == "HND",
+        f"seed{case.seed}": case.seed != 0,
+    }
+    parts += [text for text, wanted in options.items() if wanted]
+    return "-".join([*parts, SHORT_DTYPE[case.dtype]])
