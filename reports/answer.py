@@ -15,6 +15,7 @@ from attnsuite.suite.summary import shortened
 from attnsuite.suite.user_function import is_reference
 
 from .cells import Cell, Group, group
+from .columns import BASELINE
 from .peers import is_peer
 from .read import Run
 from .table import CASE, MILLI, Column, Table, table
@@ -108,9 +109,9 @@ def _row(case: Group) -> dict[str, Value]:
     return {
         "case": case.case,
         "use": best.label,
-        "time_over_standard": "1 (baseline)" if is_baseline else _against_standard(best, case),
+        "time_over_standard": BASELINE if is_baseline else _against_standard(best, case),
         "median_ms": _seconds(best) * MILLI,
-        "temp_ratio": "1 (baseline)" if is_baseline else best.temp_ratio,
+        "temp_ratio": BASELINE if is_baseline else best.temp_ratio,
         "sure": _sure(ranked),
         "others": ", ".join(_other(cell, best, whole=cell is ranked[1]) for cell in ranked[1:]) or None,
     }

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from attnsuite.suite import kinds
 from attnsuite.suite.record import Record
 from attnsuite.suite.shown import is_trusted, shows_memory
-from attnsuite.suite.statistics import Interval
 
 from . import cases
 from .cells import Cell, Group
-from .table import CASE, MIB, MILLI, Column, Table, scaled, table
+from .columns import BASELINE, FIGURES
+from .table import CASE, MIB, MILLI, Column, Table, table
 from .words import Value, code, escape, plural, shorten
 
 _PHASES = {"model_prefill": "prefill ", "model_decode": "decode "}
@@ -72,59 +72,24 @@ def _speed_of_kind(kind: str, title: str, groups: Sequence[Group]) -> Iterator[T
         return
     rates = [cell.speed.flops_rate or 0.0 for _, cell in shown if cell.speed]
     unit, size = ("TFLOP/s", 1e12) if max(rates) >= 1e13 else ("GFLOP/s", 1e9)
-    rows = [_speed_row(*pair, size) for pair in shown]
+    words = {"baseline": kinds.kind_of(kind).baseline, "phase": _PHASES.get(kind, ""), "flops": unit}
+    figures = [
+        dataclasses.replace(figure, scale=1 / size) if figure.name == "flops_per_second" else figure
+        for figure in FIGURES.values()
+    ]
+    rows = [
+        {"case": problem_of(group), "backend": cell.label, "exact": cell.record.exact}
+        | {figure.name: figure.on_page(group, cell) for figure in figures}
+        for group, cell in shown
+    ]
+    times, others = (
+        [figure.column(**words) for figure in figures if figure.table == part] for part in ("times", "rates")
+    )
     lead = (CASE, Column("backend", "backend"))
-    times = (
-        Column("exact", "exact"),
-        Column("median_ms", "median (ms) [95% interval]"),
-        Column("time_over_standard", f"time relative to {kinds.kind_of(kind).baseline} [95% interval]"),
-        Column("ttft_ms", "TTFT (ms) [95% interval]"),
-        Column("tpot_ms", "TPOT (ms) [95% interval]"),
-        Column("tokens_per_second", f"{_PHASES.get(kind, '')}tokens/s"),
-        Column("samples", "samples"),
-    )
-    figures = (
-        Column("flops_rate", unit),
-        Column("peak_percent", "% of peak"),
-        Column("read_percent", "% of read rate"),
-        Column("kv_bytes_per_token", "KV cache (bytes per token)"),
-        Column("lower_seconds", "trace and lower (s)"),
-        Column("compile_seconds", "compile (s)"),
-    )
     heading = _sentence_case(title)
-    yield table(f"speed_{kind}", heading, (*lead, *times), rows)
-    if any(row.get(column.key) is not None for row in rows for column in figures):
-        yield table(f"rates_{kind}", f"{heading}: rates, and the time to compile", (*lead, *figures), rows)
-
-
-def _speed_row(group: Group, cell: Cell, flops_unit: float) -> dict[str, Value]:
-    measured = cell.speed
-    if measured is None:
-        return {}
-    return {
-        "case": problem_of(group),
-        "backend": cell.label,
-        "exact": cell.record.exact,
-        "median_ms": _times(measured.median, MILLI),
-        "time_over_standard": "1 (baseline)" if cell.record is group.standard else measured.ratio,
-        "flops_rate": scaled(measured.flops_rate, 1 / flops_unit),
-        "peak_percent": scaled(measured.peak_share, 100),
-        "read_percent": scaled(measured.read_share, 100) if group.kind == "op_decode" else None,
-        "ttft_ms": _times(measured.step, MILLI) if group.kind == "model_prefill" else None,
-        "tpot_ms": _times(measured.step, MILLI) if group.kind == "model_decode" else None,
-        "tokens_per_second": measured.tokens_rate,
-        "kv_bytes_per_token": cell.record.kv_bytes_per_token,
-        "lower_seconds": cell.record.lower_seconds,
-        "compile_seconds": cell.record.compile_seconds,
-        "samples": measured.median.count,
-    }
-
-
-def _times(interval: Interval | None, factor: float) -> Interval | None:
-    if interval is None:
-        return None
-    low, high = scaled(interval.low, factor), scaled(interval.high, factor)
-    return dataclasses.replace(interval, value=interval.value * factor, low=low, high=high)
+    yield table(f"speed_{kind}", heading, (*lead, Column("exact", "exact"), *times), rows)
+    if any(row.get(column.key) is not None for row in rows for column in others):
+        yield table(f"rates_{kind}", f"{heading}: rates, and the time to compile", (*lead, *others), rows)
 
 
 def overview(groups: Sequence[Group]) -> tuple[Table, ...]:
@@ -186,7 +151,7 @@ def _known_sizes(record: Record) -> dict[str, int]:
 
 def _memory_row(group: Group, cell: Cell) -> dict[str, Value]:
     sizes = {name: size / MIB for name, size in _known_sizes(cell.record).items()}
-    ratio = "1 (baseline)" if cell.record is group.standard else cell.temp_ratio
+    ratio = BASELINE if cell.record is group.standard else cell.temp_ratio
     leads = {"case": problem_of(group), "backend": cell.label, "mode": cell.record.mode}
     return {**sizes, **leads, "temp_ratio": ratio}
 

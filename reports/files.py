@@ -15,6 +15,7 @@ from attnsuite.suite.statistics import Interval
 
 from . import cases
 from .cells import Cell
+from .columns import FIGURES
 from .page import Page, Section
 from .quality import shows_quality
 from .table import Table
@@ -32,7 +33,7 @@ def to_json(pages: Sequence[Page]) -> str:
 def to_csv(pages: Sequence[Page]) -> str:
     """One row per record in the order of the pages. Seconds and bytes; a missing value is an empty cell."""
     cells = [(page, cell) for page in pages for group in page.groups for cell in group.cells]
-    leading = [_leading(page, cell) for page, cell in cells]
+    leading = [_leading(*place) for place in cells]
     further = [_further(cell) for _, cell in cells]
     names = dict.fromkeys(name for row in leading for name in row) | dict.fromkeys(sorted(set().union(*further)))
     text = io.StringIO()
@@ -81,8 +82,7 @@ def _plain(value: Value) -> object:
 
 def _leading(page: Page, cell: Cell) -> dict[str, object]:
     """The columns that every record has."""
-    record, speed = cell.record, cell.speed
-    ratio = speed.ratio if speed else None
+    record = cell.record
     return {
         "device": page.device,
         "suite": record.suite,
@@ -98,20 +98,7 @@ def _leading(page: Page, cell: Cell) -> dict[str, object]:
         "status": record.status,
         "error": record.error,
         "reasons": " ".join(record.reasons),
-        "samples": speed.median.count if speed else None,
-        "median_seconds": speed.median.value if speed else None,
-        "median_seconds_low": speed.median.low if speed else None,
-        "median_seconds_high": speed.median.high if speed else None,
-        "time_over_standard": ratio.value if ratio else None,
-        "time_over_standard_low": ratio.low if ratio else None,
-        "time_over_standard_high": ratio.high if ratio else None,
-        "flops_per_second": speed.flops_rate if speed else None,
-        "share_of_matmul_peak": speed.peak_share if speed else None,
-        "tokens_per_second": speed.tokens_rate if speed else None,
-        "ttft_seconds": speed.step.value if speed and speed.step and record.kind == "model_prefill" else None,
-        "tpot_seconds": speed.step.value if speed and speed.step and record.kind == "model_decode" else None,
-        "kv_bytes_per_token": record.kv_bytes_per_token,
-        "compile_seconds": record.compile_seconds if speed else None,
+        **dict(pair for figure in FIGURES.values() for pair in figure.in_file(cell)),
         "temp_over_standard": cell.temp_ratio,
     }
 

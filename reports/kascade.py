@@ -21,6 +21,7 @@ from attnsuite.suite.shown import is_trusted, same_rounds
 from attnsuite.suite.statistics import Interval
 
 from .cells import Cell, Group
+from .columns import BASELINE
 from .plot import Panel, Picture
 from .table import MILLI, Column, Table, scaled, table
 from .words import TIMES, Value, code, estimate, number, plural
@@ -298,7 +299,7 @@ def _speed_row(group: Group, cell: Cell) -> dict[str, Value]:
         "median_ms": Interval(
             median.value * MILLI, scaled(median.low, MILLI), scaled(median.high, MILLI), median.count
         ),
-        "relative": ratio if cell is not fastest_dense(group) else "1 (baseline)",
+        "relative": ratio if cell is not fastest_dense(group) else BASELINE,
         "faster": 1 / ratio.value if ratio and not record.exact else None,
         "kept": scaled(share, 100),
         "flops": scaled(record.quality.get("flops"), 100),

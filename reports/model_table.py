@@ -16,6 +16,7 @@ from attnsuite.suite.shown import STANDARD, is_trusted
 
 from . import kascade, quality
 from .cells import Cell, Group
+from .columns import FIGURES
 from .table import MIB, MILLI, Column, Table, scaled, table
 from .words import Value
 
@@ -45,7 +46,7 @@ def model_table(groups: Sequence[Group]) -> Table | None:
         Column("tpot", "TPOT (ms)"),
         Column("decode", "decode tokens/s"),
         Column("memory", "prefill, temporary (MiB)"),
-        Column("kv", "KV cache (bytes per token)"),
+        FIGURES["kv_bytes_per_token"].column(),
         Column("reading", "reading"),
     )
     return table("checkpoint", "", columns, rows) if rows else None
@@ -64,7 +65,7 @@ def _row(name: str, groups: Sequence[Group]) -> dict[str, Value]:
         row["memory"] = scaled(prefill.record.memory.get("compiled_temp"), 1 / MIB)
     if decode is not None and decode.speed and decode.speed.step:
         row |= {"tpot": decode.speed.step.value * MILLI, "decode": decode.speed.tokens_rate}
-        row["kv"] = decode.record.kv_bytes_per_token
+        row["kv_bytes_per_token"] = decode.record.kv_bytes_per_token
     row |= _loss(name, groups)
     ran = [cell for cell in (prefill, decode) if cell is not None]
     return row if len(row) > 1 or ran else {}

@@ -16,6 +16,7 @@ from attnsuite.suite.statistics import Interval
 
 from . import cases
 from .cells import Cell, Group
+from .columns import FIGURES
 from .table import Column, Table, table
 from .words import Value
 
@@ -58,7 +59,7 @@ def figures(groups: Sequence[Group]) -> tuple[Table, ...]:
             columns = [
                 *_LEADS,
                 *(Column(name, name.replace("_", " ")) for name in part),
-                *([] if start else [Column("kv_bytes_per_token", "KV cache (bytes per token)")]),
+                *([] if start else [FIGURES["kv_bytes_per_token"].column()]),
                 Column("validity", "validity"),
             ]
             rows = [_figure_row(g, cell, part) for g, cell in shown]

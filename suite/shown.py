@@ -35,6 +35,11 @@ class Speed:
     copy_share: float | None = None  # of the copy bandwidth measured on this machine
     read_share: float | None = None  # of the read bandwidth measured on this machine, by the bytes that must be read
 
+    @property
+    def samples(self) -> int:
+        """How many samples the median is of."""
+        return self.median.count
+
 
 def label(record: Record) -> str:
     """The backend that ran, the one asked for if it differs, and several devices: ``chunked (for kvax), 2 devices``.

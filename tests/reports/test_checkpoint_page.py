@@ -60,7 +60,7 @@ def test_a_row_has_what_a_backend_loses_and_what_it_costs(rows):
     assert chunked["tpot"] == pytest.approx(203.0 / 32)
     assert chunked["prefill"] == pytest.approx(64 / 0.203)
     assert chunked["decode"] == pytest.approx(32 / 0.203)
-    assert (chunked["kv"], chunked["memory"]) == (1024, 1024.0)
+    assert (chunked["kv_bytes_per_token"], chunked["memory"]) == (1024, 1024.0)
     assert kascade["lost"].value == pytest.approx(0.02 * 1.1)
     assert kascade["ttft"] == pytest.approx(103.0)
     assert "reading" not in kascade

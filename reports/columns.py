@@ -1,0 +1,88 @@
+"""The figures of a measured cell, each declared once: its name, its header and unit, and how it is read.
+
+Pages, their JSON and the CSV file are made of :data:`FIGURES`. A new figure is one line here and a field of the record.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Literal
+
+from attnsuite.suite.statistics import Interval
+
+from .cells import Cell, Group
+from .table import MILLI, Column
+from .words import Value
+
+BASELINE = "1 (baseline)"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Figure:
+    """``field`` of a cell's speed, else of its record: seconds, bytes, rates, shares. A page shows it times ``scale``.
+
+    ``header`` may hold ``{baseline}``, ``{phase}`` and ``{flops}``, which depend on the kind of case. Only cells of
+    ``kind`` have it, and only those with a speed, unless it is ``untimed``. With ``relative`` the baseline's own cell
+    shows :data:`BASELINE`. ``unit`` ends the name of the CSV file's column, where an interval has three: its value,
+    ``low`` and ``high``.
+    """
+
+    name: str
+    header: str
+    table: Literal["times", "rates"]
+    field: str
+    scale: float = 1
+    unit: str = ""
+    kind: str | None = None
+    relative: bool = False
+    untimed: bool = False
+
+    def column(self, **words: str) -> Column:
+        """The column of a page."""
+        return Column(self.name, self.header.format(**words))
+
+    def read(self, cell: Cell) -> Value:
+        """The value, None where the cell has none."""
+        if (self.kind not in (None, cell.record.kind)) or (cell.speed is None and not self.untimed):
+            return None
+        return getattr(cell.speed if hasattr(cell.speed, self.field) else cell.record, self.field)
+
+    def on_page(self, group: Group, cell: Cell) -> Value:
+        """What a page shows."""
+        return BASELINE if self.relative and cell.record is group.standard else times(self.read(cell), self.scale)
+
+    def in_file(self, cell: Cell) -> Iterator[tuple[str, Value]]:
+        """Names and values of its columns in the CSV file."""
+        value, name = self.read(cell), f"{self.name}_{self.unit}" if self.unit else self.name
+        if not isinstance(value, Interval):
+            yield name, value
+        else:
+            yield from ((name, value.value), (f"{name}_low", value.low), (f"{name}_high", value.high))
+
+
+_FIGURES = (
+    Figure("median", "median (ms) [95% interval]", "times", "median", MILLI, "seconds"),
+    Figure("time_over_standard", "time relative to {baseline} [95% interval]", "times", "ratio", relative=True),
+    Figure("ttft", "TTFT (ms) [95% interval]", "times", "step", MILLI, "seconds", "model_prefill"),
+    Figure("tpot", "TPOT (ms) [95% interval]", "times", "step", MILLI, "seconds", "model_decode"),
+    Figure("tokens_per_second", "{phase}tokens/s", "times", "tokens_rate"),
+    Figure("samples", "samples", "times", "samples"),
+    Figure("flops_per_second", "{flops}", "rates", "flops_rate"),
+    Figure("share_of_matmul_peak", "% of peak", "rates", "peak_share", 100),
+    Figure("share_of_read_rate", "% of read rate", "rates", "read_share", 100, kind="op_decode"),
+    Figure("kv_bytes_per_token", "KV cache (bytes per token)", "rates", "kv_bytes_per_token", untimed=True),
+    Figure("lower_seconds", "trace and lower (s)", "rates", "lower_seconds"),
+    Figure("compile_seconds", "compile (s)", "rates", "compile_seconds"),
+)
+FIGURES = {figure.name: figure for figure in _FIGURES}
+
+
+def times(value: Value, factor: float) -> Value:
+    """A number or an interval times ``factor``; anything else as it is."""
+    if factor == 1 or isinstance(value, bool) or not isinstance(value, int | float | Interval):
+        return value
+    if not isinstance(value, Interval):
+        return value * factor
+    low, high = (None if end is None else end * factor for end in (value.low, value.high))
+    return dataclasses.replace(value, value=value.value * factor, low=low, high=high)
