@@ -30,7 +30,7 @@ GATE, TEXT, RETRIEVAL = "kascade_gate", "kascade_text", "kascade_retrieval"
 STACKS = ("kascade_prefill", "kascade_decode")
 KINDS = frozenset({GATE, TEXT, RETRIEVAL, *STACKS})
 WITHHELD = "WITHHELD"
-_TEXT_CONTROLS = ("sinks_window", "random_tiles")
+TEXT_CONTROLS = ("sinks_window", "random_tiles")
 _BLIND = ("random_tiles",)  # the row that has to fail in a table of quality
 _FEWEST = 3  # kept fractions that make a line
 
@@ -352,9 +352,11 @@ def _sentences(group: Group) -> Iterator[str]:
                 f"{number(max(failed))}."
             )
     elif group.kind == TEXT and own is not None and withheld(group, _BLIND) is None:
-        if (lost := _lost(own.record)) is not None:
-            others = [(name, found) for name in _TEXT_CONTROLS if name in rows and (found := _lost(rows[name].record))]
-            better = [name for name, _ in others if _loses_less(rows[name].record, own.record)]
+        if (lost := nats_lost(own.record)) is not None:
+            others = [
+                (name, found) for name in TEXT_CONTROLS if name in rows and (found := nats_lost(rows[name].record))
+            ]
+            better = [name for name, _ in others if loses_less(rows[name].record, own.record)]
             yield (
                 f"**{_text_lead(group)}**: {code('kascade')} (approximate) at "
                 f"{number(100 * own.record.quality['kept_pairs'])}% of the pairs loses {estimate(lost)} nats per byte"
@@ -373,12 +375,12 @@ def _sentences(group: Group) -> Iterator[str]:
                 )
 
 
-def _lost(record: Record) -> Interval | None:
+def nats_lost(record: Record) -> Interval | None:
     """Nats per byte above dense attention, sequence by sequence."""
     return statistics.paired_difference(record.series["nll"], record.series["standard_nll"])
 
 
-def _loses_less(control: Record, record: Record) -> bool:
+def loses_less(control: Record, record: Record) -> bool:
     """Whether a control has the lower loss, beyond the interval of the paired difference."""
     apart = statistics.paired_difference(control.series["nll"], record.series["nll"])
     return bool(apart and apart.high is not None and apart.high < 0)
@@ -390,7 +392,9 @@ def _listed(others: Sequence[tuple[str, Interval]]) -> str:
 
 def _text_lead(group: Group) -> str:
     steps = _problem(group)["training_steps"]
-    return f"Text, {_phase(group)}" + (f", each row trained for {steps} updates" if steps else "")
+    rule = _problem(group)["schedule"]
+    lead = f"Text, {_phase(group)}" + ("" if rule == "dp" else f", schedule {rule}")
+    return lead + (f", each row trained for {steps} updates" if steps else "")
 
 
 def _problem(group: Group) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import PurePath
 
-from attnsuite.suite import statistics
+from attnsuite.suite import kascade_guide, statistics
 from attnsuite.suite.model_suite import NAME
 from attnsuite.suite.shown import STANDARD, is_trusted
 
@@ -25,7 +25,7 @@ KASCADE = "kascade"
 
 def model_table(groups: Sequence[Group]) -> Table | None:
     """The table; None for cells of another suite."""
-    members = [member for member in groups if all(cell.record.suite == NAME for cell in member.cells)]
+    members = [g for g in groups if all(cell.record.suite in (NAME, kascade_guide.NAME) for cell in g.cells)]
     names = dict.fromkeys(
         cell.record.requested
         for member in members

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from . import kascade_guide
 from .cell import Case
 from .errors import InputError
 from .kinds import make_case
@@ -27,9 +28,13 @@ ROWS = ("dense", "oracle_query", "kascade", "sinks_window", "random_tiles")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSuiteWords:
-    """The flags of the command line: the checkpoint, and sizes that replace the suite's."""
+    """The flags of the command line: the checkpoint, and sizes that replace the suite's.
+
+    With ``guide`` the suite is ``kascade-guide`` (``kascade_guide.py``).
+    """
 
     model: str
+    guide: bool = False
     sequence: Least = 512
     batch: Count = 1
     new_tokens: Count = 32
@@ -66,6 +71,14 @@ def model_suite(words: ModelSuiteWords, *, kascade: bool) -> Suite:
         make_case({"kind": "model_prefill", **timed}),
         make_case({"kind": "model_decode", "new_tokens": words.new_tokens, **timed}),
     ]
+    if words.guide:
+        if set(config.layer_types) != {"global"}:
+            others = ", ".join(sorted(set(config.layer_types) - {"global"}))
+            raise InputError(
+                f"--model {words.model!r} has layers of type {others}; --suite {kascade_guide.NAME} is for models "
+                "whose layers all see the whole context before them."
+            )
+        return Suite(kascade_guide.NAME, (*cases, *kascade_guide.guide_cases(config, SEQUENCES, shared)))
     if kascade and set(config.layer_types) == {"global"}:
         chosen: dict[str, Any] = {
             "top_k": TOP_K,

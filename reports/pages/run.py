@@ -18,6 +18,7 @@ from .. import (
     figures,
     growth,
     kascade,
+    kascade_guide,
     model_table,
     peers,
     plot,
@@ -186,6 +187,12 @@ def one_model(shown: Shown) -> Iterator[Section]:
         "under Speed, where their intervals are. Kascade's losses are those of its own case, beside its controls."
     )
     yield Section("checkpoint", f"Backends in {escape(model_table.title(shown.every))}", (told,), tables=(made,))
+
+
+def the_guides(shown: Shown) -> Iterator[Section]:
+    """The figures of the guides of Kascade, each beside what this run measured of it."""
+    if made := kascade_guide.figures(shown.own):
+        yield Section("guides", "The guides' figures", (), (), (made,))
 
 
 def kascade_gate(shown: Shown) -> Iterator[Section]:
@@ -381,6 +388,7 @@ SECTIONS: tuple[Callable[[Shown], Iterable[Section]], ...] = (
     over_length,
     map_of_winners,
     one_model,
+    the_guides,
     in_short,
     failed,
     kascade_gate,

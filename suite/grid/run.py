@@ -119,7 +119,9 @@ def new_request(
 ) -> RunGrid:
     """The request of these flags. Raises InputError with one sentence for a name that does not exist."""
     asked = None if backends is None else names_of(backends, "--backends")
-    if isinstance(suite, ModelSuiteWords):
+    if isinstance(suite, ModelSuiteWords) and suite.guide:
+        found = model_suite(suite, kascade=True)
+    elif isinstance(suite, ModelSuiteWords):
         asked = model_suite_rows(names() if asked is None else _known(asked))
         found = model_suite(suite, kascade="kascade" in asked)
     else:

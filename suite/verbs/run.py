@@ -22,11 +22,11 @@ class Run(OnFleet):
     """Measure every backend on every case of a suite and write a report."""
 
     suite: Annotated[str | None, flag("NAME|FILE", "quick")] = None
-    """quick, full, cpu-speed, caller, kascade, kascade-finetune, serving, sharded, curves, or the path of a .toml
-    file."""
+    """quick, full, cpu-speed, caller, kascade, kascade-finetune, kascade-guide, serving, sharded, curves, or the path
+    of a .toml file."""
     model: Annotated[str | None, flag("NAME|DIR", "none")] = None
     """Instead of a suite: every backend in a checkpoint, on text and on the clock; text, or a directory.
-    With --suite curves: the preset that is trained (default: tiny)."""
+    With --suite curves: the preset that is trained (default: tiny); with kascade-guide: its model (default: text)."""
     backends: Annotated[str | None, flag("NAMES", "all, and the suite's peers")] = None
     """Backends (and peers) to compare, separated by commas; my.py:fn is a function f(q, k, v) of yours."""
     cases: Annotated[str | None, flag("PATTERNS", "all of the suite")] = None
@@ -222,7 +222,7 @@ def _request(command: Run) -> RunGrid:
             raise InputError(f"{said} cannot change a run that was begun; leave it out, or start a new run.")
         return resumed_request(command.suite, command.backends, command.cases, text_of(command), out, limits, shard)
     suite = command.suite or "quick"
-    name = Path(model.model).resolve().name if model else Path(suite).stem
+    name = Path(suite).stem if model is None or model.guide else Path(model.model).resolve().name
     out = directory_of(command, name)
     return new_request(model or suite, command.backends, command.cases, text_of(command), out, limits, words, shard)
 
@@ -238,15 +238,16 @@ def _model_words(command: Run) -> ModelSuiteWords | None:
         "--calibration": None if command.resume else command.calibration,  # refused below with all flags of Kascade's
     }
     given = [flag for flag, value in sizes.items() if value is not None]
-    if command.model is None:
+    guide = command.suite == "kascade-guide"
+    if command.model is None and not guide:
         if given:
             raise InputError(f"{', '.join(given)} is about a checkpoint; add --model.")
         return None
-    if command.suite is not None:
-        raise InputError("--model brings its own cases; leave out --suite.")
-    words = {"sequence": command.seq_len, "batch": command.batch, "dtype": command.dtype}
+    if command.suite is not None and not guide:
+        raise InputError("--model brings its own cases; leave out --suite, or give --suite kascade-guide.")
+    words = {"guide": guide, "sequence": command.seq_len, "batch": command.batch, "dtype": command.dtype}
     said = {name: value for name, value in words.items() if value is not None}
     try:
-        return typed.convert({"model": command.model, **said}, ModelSuiteWords)
+        return typed.convert({"model": command.model or "text", **said}, ModelSuiteWords)
     except ValueError as error:
         raise InputError(f"--model {command.model}: {error}.") from error

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from attnsuite.backends import Target
-from attnsuite.models import load_shipped, save
+from attnsuite.models import ModelConfig, Transformer, load_shipped, save
 from attnsuite.models.weights import shipped
 from attnsuite.suite import model_suite
 from attnsuite.suite.absent import cache as compile_cache
@@ -101,3 +101,21 @@ def test_answer_of_a_compiler_is_not_that_for_a_directory_with_another_model(dir
 def test_what_a_directory_lacks_is_said(tmp_path):
     with pytest.raises(InputError, match=r"^case a: model '.*' cannot be loaded: .*config.json' cannot be read"):
         config_of(str(tmp_path), "case a: model")
+
+
+def test_guides_of_kascade_run_on_the_named_model(tmp_path, directory):
+    for model in ("text", directory):
+        suite = model_suite.model_suite(model_suite.ModelSuiteWords(model=model, guide=True), kascade=True)
+        cases = {case.name: case for case in suite.cases}
+        assert suite.name == "kascade-guide"
+        assert cases["guide-1b-prefill"].schedule == "greedy-benchmark"
+        assert {cases[f"guide-stack-{length}"].layers for length in (128, 512)} == {load_shipped().config.num_layers}
+        assert len({case.model for case in suite.cases if hasattr(case, "model")}) == 1
+
+
+def test_guides_of_kascade_are_refused_for_layers_that_do_not_see_all(tmp_path):
+    config = ModelConfig.from_preset("debug", attention=("sliding", "global"), window_size=16)
+    save(Transformer(config), tmp_path / "model")
+    words = model_suite.ModelSuiteWords(model=str(tmp_path / "model"), guide=True)
+    with pytest.raises(InputError, match=r"layers of type sliding; --suite kascade-guide is for models whose layers"):
+        model_suite.model_suite(words, kascade=True)
