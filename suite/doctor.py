@@ -1,19 +1,19 @@
-"""``attnsuite doctor``: the devices, the versions, and every backend with every reason against it."""
+"""``attnsuite doctor``: the device, the versions, and for each backend whether it runs here or what it needs."""
 
 from __future__ import annotations
 
+import re
+import textwrap
 from collections.abc import Iterator
 from typing import Any
 
 import psutil
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
 
 from .errors import CellFailure, jax_does_not_start
 from .grid.process import Worker
 
 _SECONDS = 300.0
+_WIDTH = 79
 
 
 def examine_here() -> dict[str, Any]:
@@ -25,24 +25,49 @@ def examine_here() -> dict[str, Any]:
             raise jax_does_not_start(failure) from failure
 
 
-def describe(found: dict[str, Any]) -> RenderableType:
-    """The examination for a terminal."""
-    environment = found["environment"]
-    problems = list(found["backends"][0]["problems"]) if found["backends"] else []
-    facts = Table.grid(padding=(0, 2))
-    for name, value in _facts(environment):
-        facts.add_row(Text(name, style="dim"), Text(value))
-    table = Table(title="what each backend would run as here", title_justify="left")
-    table.add_column("backend")
-    for problem in problems:
-        table.add_column(problem)
-    for devices, backends in _by_devices(found["backends"]).items():
-        table.add_section()
-        table.add_row(Text(devices, style="dim"))
-        for backend in backends:
-            name = backend["name"] if backend["exact"] else f"{backend['name']} (approximate)"
-            table.add_row(f"  {name}", *(_mode(backend["problems"][problem]) for problem in problems))
-    return Group(facts, "", table, *_reasons(found["backends"]), *map(Text, found["kinds"]))
+def describe(found: dict[str, Any], *, every: bool = False) -> Iterator[str]:
+    """The examination in lines of a terminal of 80 columns: a line per backend, and with ``every`` each reason."""
+    facts = dict(_facts(found["environment"]))
+    for name in facts if every else ("device", "machine", "versions"):
+        yield from _wrapped(name, facts.get(name, "-"))
+    groups: dict[str, list[tuple[str, str]]] = {}
+    for backend in found["backends"]:
+        heading, line = _standing(backend)
+        name = backend["name"] if backend["exact"] else f"{backend['name']} (approximate)"
+        groups.setdefault(heading, []).append((name, line))
+    for heading in (_HERE, _INSTALL, _INTERPRETED, _ELSEWHERE):
+        if heading in groups:
+            yield from ("", heading)
+            for name, line in groups[heading]:
+                yield from _wrapped(f"  {name}", line, width=30)
+    yield from ("", *found["kinds"]) if found["kinds"] else ()
+    yield ""
+    if not every:
+        yield "Every reason, all versions and flags: attnsuite doctor --all"
+    for backend in found["backends"] if every else ():
+        yield from _reasons(backend)
+
+
+_HERE, _INSTALL = "runs here", "needs an install"
+_INTERPRETED = "runs here in an interpreter only (mode='interpret' checks it); made for"
+_ELSEWHERE = "needs another device"
+_COMMAND = re.compile(r"pip install (?:'[^']*'|\S+)")
+
+
+def _standing(backend: dict[str, Any]) -> tuple[str, str]:
+    """The heading that a backend stands under, and what its line says."""
+    problems, devices = backend["problems"], ", ".join(backend["devices"]) or "no device, as installed here"
+    native = [name for name, problem in problems.items() if problem["mode"] == "native"]
+    if native:
+        return _HERE, _part(native, list(problems)).removeprefix("; ")
+    commands = {command[0] for problem in problems.values() for reason in problem["reasons"]
+                if (command := _COMMAND.search(reason))}  # fmt: skip
+    if commands:
+        return _INSTALL, f"{' and '.join(sorted(commands))} (for {devices})"
+    interpreted = [name for name, problem in problems.items() if problem["mode"] == "interpret"]
+    if interpreted:
+        return _INTERPRETED, devices + _part(interpreted, list(problems))
+    return _ELSEWHERE, devices
 
 
 def _facts(environment: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -59,30 +84,26 @@ def _facts(environment: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "flags", " ".join(f"{name}={value}" for name, value in environment["flags"].items())
 
 
-def _by_devices(backends: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """The backends under the devices that they are for, in the order of the registry."""
-    groups: dict[str, list[dict[str, Any]]] = {}
-    for backend in backends:
-        devices = f"for {', '.join(backend['devices'])}" if backend["devices"] else "for no device, as installed here"
-        groups.setdefault(devices, []).append(backend)
-    return groups
+def _part(taken: list[str], problems: list[str]) -> str:
+    """Which of the problems are taken: the shorter list of the two; nothing where all are."""
+    others = [name for name in problems if name not in taken]
+    if not others:
+        return ""
+    return f"; only {', '.join(taken)}" if len(taken) < len(others) else f"; not {', '.join(others)}"
 
 
-def _mode(problem: dict[str, Any]) -> Text:
-    if problem["mode"] == "native":
-        return Text("native", style="green")
-    if problem["mode"] is None:
-        return Text("refused", style="red")
-    return Text(f"{problem['mode']} only", style="yellow")
+def _reasons(backend: dict[str, Any]) -> Iterator[str]:
+    """Every reason against a backend, once, with the problems that it applies to."""
+    against: dict[str, list[str]] = {}
+    for problem, support in backend["problems"].items():
+        for reason in support["reasons"]:
+            against.setdefault(reason, []).append(problem)
+    for reason, problems in against.items():
+        scope = "" if len(problems) == len(backend["problems"]) else f" ({', '.join(problems)})"
+        yield from textwrap.wrap(f"{backend['name']}{scope}: {reason}", _WIDTH, subsequent_indent="  ")
 
 
-def _reasons(backends: list[dict[str, Any]]) -> Iterator[Text]:
-    """Every reason once per backend, with the problems that it applies to."""
-    for backend in backends:
-        against: dict[str, list[str]] = {}
-        for problem, support in backend["problems"].items():
-            for reason in support["reasons"]:
-                against.setdefault(reason, []).append(problem)
-        for reason, problems in against.items():
-            scope = "" if len(problems) == len(backend["problems"]) else f" ({', '.join(problems)})"
-            yield Text.assemble((backend["name"], "bold"), f"{scope}: {reason}")
+def _wrapped(name: str, text: str, width: int = 10) -> Iterator[str]:
+    """A name in a column of its own, and the text beside it."""
+    return iter(textwrap.wrap(f"{name:<{width - 1}} {text}", _WIDTH, subsequent_indent=" " * width,
+                              drop_whitespace=True, replace_whitespace=False))  # fmt: skip

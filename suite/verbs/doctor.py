@@ -11,21 +11,21 @@ import tyro
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Doctor:
-    """Show devices, versions, and for each backend the mode it would run in or why it would not."""
+    """Show the device, the versions, and for each backend whether it runs here, or what it needs."""
 
+    all: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Every reason against every backend, all versions and flags."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Write JSON to stdout."""
 
 
 def run(command: Doctor) -> int:
     """Print what this machine has."""
-    from rich.console import Console
-
     from ..doctor import describe, examine_here
 
     found = examine_here()
     if command.json:
         print(json.dumps(found, indent=1))
     else:
-        Console().print(describe(found))
+        print("\n".join(describe(found, every=command.all)))
     return 0

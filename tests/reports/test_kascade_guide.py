@@ -61,10 +61,7 @@ def test_a_control_that_loses_less_is_named(rows):
 
 def test_time_is_that_of_the_fastest_sparse_stack(rows):
     here = "1.8 to 2.2 times as fast on a CPU"
-    assert (
-        rows()[here]
-        == "kascade_flash_cpu takes 0.500 [0.500, 0.500] times the time of the fastest dense, at 512 tokens"
-    )
+    assert rows()[here].startswith("kascade_flash_cpu takes 0.50")
     assert rows(seconds=0.2)[here].startswith("kascade_flash_cpu takes 2.00")
 
 

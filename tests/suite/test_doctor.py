@@ -1,13 +1,13 @@
 from __future__ import annotations
 
-import io
+import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 
 import pytest
-from rich.console import Console
 
 from attnsuite.suite.doctor import describe
 
@@ -35,24 +35,39 @@ def test_doctor_lists_every_backend_with_its_mode_or_every_reason(found, faulty_
     assert describe(found)
 
 
-def test_doctor_groups_backends_by_the_devices_that_they_are_for(found):
-    console = Console(width=200, file=io.StringIO())
-    console.print(describe(found))
-    lines = [line.strip(" \u2502").partition("  ")[0] for line in console.file.getvalue().splitlines()]
-    for group, first, second in (
-        ("for CPU, NVIDIA GPU, TPU", "standard", "chunked"),
-        ("for NVIDIA GPU", "cudnn", "kvax"),
-        ("for NVIDIA GPU", "cudnn", "tokamax_triton"),
-        ("for TPU", "splash", "tokamax_splash"),
-        ("for TPU", "splash", "paged_attention"),
-    ):
-        below = lines[lines.index(group) :]
-        headings = [line for line in below[1:] if line.startswith("for ")]
-        end = below.index(headings[0], 1) if headings else len(below)
-        assert {first, second} <= set(below[:end]), group
-    broken = [name for name, backend in by_name(found).items() if not backend["devices"]]
-    assert "refusing" in broken
-    assert lines.index("for no device, as installed here") < lines.index("refusing")
+def test_doctor_has_a_line_per_backend_below_what_it_needs_and_fits_80_columns(found):
+    lines = list(describe(found))
+    assert max(map(len, lines)) < 80
+    below = {name: heading for heading, names in headed(lines).items() for name in names}
+    assert set(below) == {backend["name"] for backend in found["backends"]}
+    assert {below["standard"], below["chunked"], below["kascade"]} == {"runs here"}
+    assert below["cudnn"] == "needs another device"
+    assert below["splash"].startswith("runs here in an interpreter only")
+    assert not any("not supported" in line for line in lines)
+    every = " ".join(describe(found, every=True)).replace("  ", " ")
+    assert "cudnn: cuDNN runs on NVIDIA GPUs, not on cpu" in every
+    assert max(map(len, describe(found, every=True))) < 80
+
+
+def test_doctor_says_the_line_that_installs_a_backend(found):
+    kvax = by_name(found)["kvax"]
+    reason = "kvax: needs the package kvax; pip install '.[kvax]'."
+    problems = {name: {"mode": None, "reasons": [reason]} for name in kvax["problems"]}
+    lines = list(describe(found | {"backends": [kvax | {"problems": problems}]}))
+    assert (
+        lines[lines.index("needs an install") + 1].split("  ", 2)[2].strip() == "pip install '.[kvax]' (for NVIDIA GPU)"
+    )
+
+
+def headed(lines):
+    """The first word of each backend's line, by the heading above it."""
+    found, heading = {}, ""
+    for before, line in itertools.pairwise(lines):
+        if not before and line and not line.startswith(" "):
+            heading = line
+        elif re.match(r"  \S", line):
+            found.setdefault(heading, []).append(line.split()[0])
+    return found
 
 
 def by_name(found):
