@@ -78,4 +78,9 @@ def order(record: Record) -> tuple[Any, ...]:
 def natural(text: str) -> tuple[tuple[int, int, str], ...]:
     """A sort key under which ``T 512`` comes before ``T 4096``."""
     parts = re.split(r"([0-9]+)", text)
-    return tuple((0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts if part)
+    numbers = [part.lstrip("0") if part.isdecimal() else None for part in parts]
+    return tuple(
+        (1, 0, part) if number is None else (0, len(number), number)  # of any length, where int() has a limit
+        for part, number in zip(parts, numbers, strict=True)
+        if part
+    )

@@ -44,7 +44,8 @@ class ModelSuiteWords:
         """The flags that were given, for the manifest of a run."""
         from .named_model import absolute  # noqa: PLC0415 (flax)
 
-        return dataclasses.asdict(self) | {"model": absolute(self.model)}
+        found = dataclasses.asdict(self) | {"model": absolute(self.model)}
+        return {name: value for name, value in found.items() if name != "guide" or value}
 
 
 def model_suite(words: ModelSuiteWords, *, kascade: bool) -> Suite:
