@@ -19,7 +19,7 @@ from .grid.executors import Limits
 from .kinds.attention import OpCase
 from .kinds.model import ModelCase
 from .named_model import absolute
-from .names import names_of
+from .names import is_whole, names_of
 from .store import RECORDS
 from .suites import Suite, find_suite, select
 from .user_function import known_row
@@ -190,6 +190,6 @@ def _known(table: dict[str, str], name: str, what: str) -> str:
 
 
 def _length(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
+    if not is_whole(text) or int(text) < 1:
         raise InputError(f"--seq-lens {text!r} is not a length; give integers of at least 1, separated by commas.")
     return int(text)

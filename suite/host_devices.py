@@ -12,6 +12,7 @@ import jax
 from attnsuite.models.sharded_training import MeshSizes
 
 from .errors import InputError
+from .names import is_whole
 
 _FORCED = "xla_force_host_platform_device_count"  # the older way to say it, which JAX refuses beside the newer one
 
@@ -26,7 +27,7 @@ def parse_mesh(text: str) -> MeshSizes:
     sizes: dict[str, int] = {}
     for word in text.split(","):
         name, _, size = (part.strip() for part in word.partition("="))
-        if name not in axes or name in sizes or not size.isdecimal() or int(size) < 1:
+        if name not in axes or name in sizes or not is_whole(size) or int(size) < 1:
             raise InputError(
                 f"--mesh {text!r} must be AXIS=DEVICES separated by commas, each of {', '.join(axes)} at most once, "
                 "such as data=2,heads=2."

@@ -57,3 +57,8 @@ def parse_options(text: str) -> dict[str, Any]:
         except (msgspec.DecodeError, UnicodeError):
             options[name] = value
     return options
+
+
+def is_whole(word: str) -> bool:
+    """Whether the word is a whole number of at most nine digits; nothing that is counted here has more."""
+    return word.isdecimal() and len(word) < 10

@@ -14,7 +14,7 @@ from attnsuite.backends.kascade import GREEDY_RULES
 
 from ..cell import Asked, Cell, Means, Outcome, Prepared
 from ..errors import CellFailure, InputError
-from ..names import parts_of
+from ..names import is_whole, parts_of
 from ..typed import Count, Seed
 from .kascade.methods import FINE_TUNED, METHODS, rows_of
 from .kascade.settings import settings_of
@@ -87,7 +87,7 @@ def anchor_layers(case: SelectionCase) -> tuple[int, ...]:
         )
     if case.schedule == "dp" and not words:
         words = ["2"]
-    whole = all(word.isdecimal() for word in words)
+    whole = all(map(is_whole, words))
     if not whole or (case.schedule == "dp" and (len(words) != 1 or int(words[0]) < 1)):
         raise InputError(
             f"case {case.name}: anchors = {case.anchors!r} must be one number of layers for schedule dp, "

@@ -160,6 +160,20 @@ def test_words_that_are_no_command_are_refused(capsys, arguments):
     assert "Traceback" not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("run", "--suite", "curves", "--mesh", f"data={'9' * 5000}"),
+        ("run", "--suite", "kascade", "--cases", "kascade-text-*", "--anchors", "9" * 5000),
+        ("run", "--suite", "kascade", "--cases", "kascade-text-*", "--schedule", "manual", "--anchors", "9" * 5000),
+        ("compile", "--targets", "v5e", "--model", "debug", "--seq-lens", "9" * 5000),
+    ],
+    ids=["mesh", "anchors", "manual anchors", "lengths"],
+)
+def test_number_of_more_digits_than_python_reads_is_a_sentence(capsys, arguments):
+    assert "must be" in (said := refused(capsys, *arguments)) or "is not a length" in said
+
+
 def test_manifest_of_another_version_is_refused(tmp_path, capsys):
     (tmp_path / "run.json").write_text(json.dumps({"suite": "tiny"}))
     assert "another version" in refused(capsys, "run", "--resume", "--out", tmp_path)

@@ -15,7 +15,7 @@ from attnsuite.backends.kascade import (
 )
 
 from ...errors import InputError
-from ...names import parts_of
+from ...names import is_whole, parts_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +83,6 @@ class ScheduleWords:
 
     def _numbers(self) -> tuple[int, ...]:
         words = parts_of(self.anchors)
-        if not all(word.isdecimal() for word in words):
+        if not all(map(is_whole, words)):
             raise InputError(f"--anchors {self.anchors!r} must be a number of layers, or layers separated by commas.")
         return tuple(map(int, words))

@@ -12,7 +12,7 @@ from attnsuite.backends.kascade.settings import share_of_tiles
 
 from ...cell import Case
 from ...errors import InputError
-from ...names import names_of, parts_of
+from ...names import is_whole, names_of, parts_of
 from .. import kind_of
 
 
@@ -132,5 +132,5 @@ def timed_words(words: Mapping[str, Any], *, anchors: bool = True) -> dict[str, 
     if anchors and "anchors" in words:
         layers = parts_of(words["anchors"])
         is_list = words.get("schedule") == "manual" or len(layers) != 1
-        fields["anchors"] = len(layers) if is_list or not layers[0].isdecimal() else int(layers[0])
+        fields["anchors"] = len(layers) if is_list or not is_whole(layers[0]) else int(layers[0])
     return fields
