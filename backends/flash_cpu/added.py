@@ -1,10 +1,13 @@
-"""What is added to the scores of a tile: a mask array, a bias array and ALiBi's slopes, read where the caller has them.
+"""What is added to the scores of a tile, and the user's functions of positions and of scores.
+
+A mask array, a bias array and ALiBi's slopes are read where the caller has them.
 
 For a group of queries and a block of keys, :meth:`Added.emit_fetch` writes one number per pair in powers of two, one
 lane per query as the scores: the bias times log2(e), less slope times distance, and ``-inf`` where the mask or a bias
 of ``-inf`` hides the key. A block in which every pair is hidden is skipped. The backward pass leaves the slopes ``dS``
 in the place of these numbers, and :meth:`Added.emit_gradient` adds them to the bias's gradient, row by row, and their
-products with the distances to a number per row.
+products with the distances to a number per row. A mask function (``expression.py``) adds ``-inf`` as a mask does.
+A score function is called where the scores become probabilities and slopes, by :meth:`Added.modified`.
 
 Mask and bias are ``[batch, heads, queries, keys]``, any of which may be 1. Row ``r`` of a tile begins at an offset that
 is computed once per tile; axes of size 1 leave it where it is. A mask that is the same for all heads and queries, or
@@ -19,8 +22,9 @@ from typing import Any
 
 from llvmlite import ir
 
-from . import elements, rows
+from . import elements, expression, rows
 from .emit import Function, Value, Variable, f32, i1, i8, i16, i32, i64, ptr, vector
+from .expression import Expression
 from .handler import Dims, Operand, State
 from .isa import Isa
 from .softmax import HIDDEN
@@ -34,16 +38,18 @@ _AXES = {"mask": ("MB", "MN", "MT", "MS"), "bias": ("BB", "BN", "BT", "BS")}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Arrays:
-    """Which arrays a kernel adds: a mask, a bias of a dtype (empty: none), ALiBi's slopes."""
+    """What a kernel adds: a mask, a bias of a dtype (empty: none), ALiBi's slopes, a mask and a score function."""
 
     mask: bool = False
     bias: str = ""
     alibi: bool = False
+    visible: Expression | None = None
+    score: Expression | None = None
 
     @property
     def any(self) -> bool:
         """Whether there is one."""
-        return self.mask or bool(self.bias) or self.alibi
+        return self != Arrays()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -55,9 +61,16 @@ class Arrays:
         """What the kernel is given behind all others."""
         found = [Operand("mask", "bool", _AXES["mask"])] if self.mask else []
         found += [Operand("bias", self.bias, _AXES["bias"])] if self.bias else []
-        if self.alibi:
-            found += [Operand("alibi", "float32", ("A", "N")), Operand("query_position", "int32", ("C", "T"))]
+        found += [Operand("alibi", "float32", ("A", "N"))] if self.alibi else []
+        found += [Operand("query_position", "int32", ("C", "T"))] if self.needs_positions else []
+        if self.score is not None:
+            found += [Operand("batch_index", "int32", ("B",)), Operand("head_index", "int32", ("E", "N"))]
         return tuple(found)
+
+    @property
+    def needs_positions(self) -> bool:
+        """Whether something depends on the queries' positions."""
+        return self.alibi or self.visible is not None or self.score is not None
 
 
 def fits(arrays: Arrays, dims: Dims) -> list[tuple[Any, str]]:
@@ -71,6 +84,8 @@ def fits(arrays: Arrays, dims: Dims) -> list[tuple[Any, str]]:
             found.append((right, f"an axis of the {name} is neither 1 nor as long as that of the scores."))
     if arrays.alibi:
         found.append(((dims["B"] % dims["A"]).equals(0), "the rows of slopes do not divide the batch."))
+    if arrays.score is not None:
+        found.append(((dims["B"] % dims["E"]).equals(0), "the rows of head indices do not divide the batch."))
     return found
 
 
@@ -93,12 +108,13 @@ class Added:
     def _at(self) -> dict[str, int]:
         """Byte offsets of what is kept of a tile's rows."""
         n = self.queries
-        return {"mask": 0, "bias": 8 * n, "slope": 16 * n, "position": 20 * n, "distance": 24 * n}
+        four = {name: (16 + 4 * i) * n for i, name in enumerate(("slope", "position", "distance", "batch", "head"))}
+        return {"mask": 0, "bias": 8 * n, **four}
 
     @staticmethod
     def row_bytes(queries: int) -> int:
         """Of a tile."""
-        return 28 * queries
+        return 36 * queries
 
     def distances(self, rows_: Value) -> Value:
         """Of a tile: per row the sum of ``dS`` times distance."""
@@ -123,10 +139,16 @@ class Added:
                     of_batch = batch // (dims["B"] // dims["A"]) * dims["N"]
                     slope = self.state.pointer(s, "data:alibi").at(of_batch + h, 4).load(f32)
                     to.at(self._at["slope"]).at(i, 4).store(slope * -_LOG2_E)
+                    self.distances(to).at(i, 4).store(e.const(f32, 0.0))
+                if self.arrays.needs_positions:
                     place = batch // (dims["B"] // dims["C"]) * dims["T"] + t
                     position = self.state.pointer(s, "data:query_position").at(place, 4).load(i32)
                     to.at(self._at["position"]).at(i, 4).store(position)
-                    self.distances(to).at(i, 4).store(e.const(f32, 0.0))
+                if self.arrays.score is not None:
+                    of_batch = batch // (dims["B"] // dims["E"]) * dims["N"]
+                    for name, array, place in (("batch", "batch_index", batch), ("head", "head_index", of_batch + h)):
+                        number = self.state.pointer(s, f"data:{array}").at(place, 4).load(i32)
+                        to.at(self._at[name]).at(i, 4).store(number)
             e.ret()
         return e.function
 
@@ -155,9 +177,32 @@ class Added:
                         slope = rows_.at(self._at["slope"]).at(g + q, 4).load(type_)
                         x = e.fma(slope, self._distance(e, rows_, g + q, positions.at(k + j, 4)), x)  # noqa: PLW2901
                     to.at((k + j) * queries + q, 4).store(x)
+                    if self.arrays.visible is None:
+                        hidden.set(hidden() & (x <= HIDDEN / 2))
+            if self.arrays.visible is not None:
+                with e.loop(start, stop) as k, e.loop(0, isa.group, lanes) as q:
+                    place, position = to.at(k * queries + q, 4), e.splat(positions.at(k, 4).load(i32), lanes)
+                    query = rows_.at(self._at["position"]).at(g + q, 4).load(vector(i32, lanes))
+                    (seen,) = expression.emit(e, isa, self.arrays.visible, query, position)
+                    x = e.select(seen, place.load(type_), -math.inf)
+                    place.store(x)
                     hidden.set(hidden() & (x <= HIDDEN / 2))
             e.ret(e.any(hidden().equals(0)))
         return e.function
+
+    def modified(
+        self, e: Function, score: Value, power: Value | float, rows_: Value, v: int, position: Value
+    ) -> tuple[Value, Value]:
+        """The score function's result in powers of two, and its derivative, for vector ``v`` of a group of queries.
+
+        ``score * power`` is the scaled and soft-capped score; ``rows_`` points at the group's first row.
+        """
+        lanes, type_ = self.isa.lanes, vector(i32, self.isa.lanes)
+        indices = [rows_.at(self._at[name]).at(v * lanes, 4).load(type_) for name in ("batch", "head", "position")]
+        code = self.arrays.score
+        assert code is not None  # noqa: S101 (asked by kernels with a score function)
+        found, slope = expression.emit(e, self.isa, code, score * power, *indices, e.splat(position, lanes))
+        return found * _LOG2_E, slope
 
     def _of_row(self, e: Function, s: Value, dims: Dims, rows_: Value, row: Value, first: Value, rest: Value) -> Value:
         """Mask and bias of one row and a vector of keys."""

@@ -40,13 +40,16 @@ from ..kv_layout import turned
 from ..merging import Seen, put_together
 from ..standard import STANDARD
 from .availability import why_not
-from .calls import Calls, is_decode, rounding_error
+from .calls import Calls, functions, is_decode, rounding_error
 from .compiler import Processor
+from .expression import UnsupportedError
 from .forward import UNSEEN_TOP
 from .isa import AVX512, KNOWN, Isa
 from .visibility import Visibility, pairs, visibility
 
-_LATER: frozenset[Feature] = frozenset({"log_sum_exp", "sinks", "alibi", "pages", "kv_dtype", "values_in_keys"})
+_LATER: frozenset[Feature] = frozenset(
+    {"log_sum_exp", "sinks", "alibi", "mask_function", "score_function", "pages", "kv_dtype", "values_in_keys"}
+)
 
 _LOG2_E = math.log2(math.e)
 _LOG2_E_HIGH = 23 / 16  # its product with an integer below 2**19 is exact in float32
@@ -79,32 +82,31 @@ class FlashCpu:
     exact: bool = True
 
     def takes(self, target: Target, mode: Mode) -> Takes:
-        """All of the contract except functions of scores and positions."""
-        cannot = "whose kernels are machine code and cannot call a function"
+        """All of the contract; of functions those that :meth:`refuses` can trace to operations of its kernels."""
         return Takes(
             features=frozenset({*BASIC_FEATURES, *_LATER}),
             modes=("native", "compile"),
             parts=True,
             kv_layouts=KV_LAYOUTS,
-            because={
-                "mode": "which is native code without a kernel to interpret",
-                "mask_function": cannot,
-                "score_function": cannot,
-            },
+            because={"mode": "which is native code without a kernel to interpret"},
         )
 
     def refuses(
         self, spec: AttentionSpec, target: Target, mode: Mode, options: Mapping[str, Any] | None
     ) -> tuple[str, ...]:
-        """Refuses devices that are no CPU, and CPUs where the kernels do not work."""
+        """Refuses devices that are no CPU, CPUs where the kernels do not work, and functions that they do not have."""
         if target.platform != "cpu":
             return (f"flash_cpu runs on CPUs, the target is {target}; use backend='auto'.",)
         try:
             given = _checked(options)
         except ValueError:  # plan raises it; an invalid option is not a reason of support
             return ()
-        missing = why_not(given["isa"])
-        return () if missing is None else (missing,)
+        found = [] if (missing := why_not(given["isa"])) is None else [missing]
+        try:
+            functions(spec)
+        except UnsupportedError as error:
+            found.append(f"{error}; use backend='chunked'.")
+        return tuple(found)
 
     def plan(
         self,
@@ -144,14 +146,13 @@ class FlashCpu:
             )
         differentiable, traced = _differentiable(calls, seen)
 
-        places = positions(spec, layout)[0] if spec.has_alibi else None
+        operands = functools.partial(_extra, spec, layout, seen, mask)
 
         def attend(
             query: Array, key: Array, value: Array | None, layer: int | None, carry: Carry, terms: Terms = NO_TERMS
         ) -> tuple[Any, Carry]:
             sunk = None if terms.sinks is None else jnp.asarray(terms.sinks)
-            operands = query, key, _values(spec, key, value), sunk
-            return differentiable(*operands, _extra(seen, mask, places, terms), traced), carry
+            return differentiable(query, key, _values(spec, key, value), sunk, operands(terms), traced), carry
 
         return Plan(attend)
 
@@ -167,9 +168,10 @@ class FlashCpu:
         """As :meth:`plan`, for keys that are one part of all."""
         isa = _isa(_checked(options)["isa"], spec)
         calls, seen = Calls(spec, isa, float32_results=True), visibility(spec, layout)
+        extra = _extra(spec, layout, seen, None, NO_TERMS)
 
         def forward(query: Array, key: Array, value: Array) -> tuple[Array, Array, Array]:
-            return _natural(*calls.forward(query, key, value, seen))
+            return _natural(*calls.forward(query, key, value, seen, extra))
 
         def backward(
             query: Array, key: Array, value: Array, out: Array, top: Array, rest: Array, d_out: Array
@@ -178,7 +180,8 @@ class FlashCpu:
                 raise ValueError(_NO_GRADIENT)
             unseen, (top, total) = top <= NOTHING_SEEN, of_two(top, rest)
             top = jnp.where(unseen, UNSEEN_TOP, top)
-            d_query, d_key, d_value = calls.backward(query, key, value, seen, out, top, total, d_out, None)
+            operands = query, key, value, seen, out, top, total, d_out
+            d_query, d_key, d_value = calls.backward(*operands, None, extra)
             return d_query, d_key, d_value
 
         return Part(forward, backward)
@@ -189,7 +192,9 @@ def _values(spec: AttentionSpec, key: Array, value: Array | None) -> Array:
     return key[..., : spec.value_head_dim] if value is None else value
 
 
-def _extra(seen: Visibility, mask: EitherArray | None, places: EitherArray | None, terms: Terms) -> dict[str, Array]:
+def _extra(
+    spec: AttentionSpec, layout: Layout, seen: Visibility, mask: EitherArray | None, terms: Terms
+) -> dict[str, Array]:
     """The operands of ``added.py``."""
     found: dict[str, Array] = {}
     if mask is not None:
@@ -197,9 +202,14 @@ def _extra(seen: Visibility, mask: EitherArray | None, places: EitherArray | Non
     if terms.bias is not None:
         bias = jnp.asarray(terms.bias)
         found["bias"] = bias if bias.dtype.name in DTYPES else bias.astype(jnp.float32)
-    if terms.alibi is not None and places is not None:
+    if terms.alibi is not None:
         found["alibi"] = jnp.asarray(terms.alibi, jnp.float32)[None]
-        found["query_position"] = jnp.broadcast_to(jnp.asarray(places, jnp.int32), seen.first.shape)
+    if terms.alibi is not None or functions(spec) != (None, None):
+        places = jnp.asarray(positions(spec, layout)[0], jnp.int32)
+        found["query_position"] = jnp.broadcast_to(places, seen.first.shape)
+    if spec.score_function is not None:
+        found["batch_index"] = jnp.arange(spec.batch, dtype=jnp.int32)
+        found["head_index"] = jnp.arange(spec.num_heads, dtype=jnp.int32)[None]
     return found
 
 

@@ -437,11 +437,10 @@ def _emit_step(module: ir.Module, buffers: _Buffers, state: State) -> ir.Functio
     if value_width != width:
         to_value = Weighted.of(module, isa, "to_value", value_width, (n, 1), pack)
     to_query = Weighted.of(module, isa, "to_query", width, (1, n), pack)
-    plain, masked = (
-        slopes(module, isa, n, mixed=mixed, soft_cap=kernel.soft_cap, pack=pack, added=kernel.arrays.any)
-        for mixed in (False, True)
-    )
     extra = Added(isa, kernel.arrays, state, n)
+    modify = extra.modified if kernel.arrays.score is not None else None
+    options: dict[str, Any] = {"soft_cap": kernel.soft_cap, "pack": pack, "added": kernel.arrays.any, "modify": modify}
+    plain, masked = (slopes(module, isa, n, mixed=mixed, **options) for mixed in (False, True))
     fetch = extra.emit_fetch(module) if kernel.arrays.any else None
     keep = extra.emit_gradient(module) if kernel.arrays.bias or kernel.arrays.alibi else None
     of_block, of_tile, of_gradients = buffers.block[0], buffers.tile[0], buffers.gradients[0]
@@ -461,7 +460,8 @@ def _emit_step(module: ir.Module, buffers: _Buffers, state: State) -> ir.Functio
                 d_prob.emit(e, block["value"], rows_["d_out_turned"].at(g, 4), d, live.start, live.stop)
                 per_query = rows_["numbers"].at(g, 4)
                 places = (block["by_key"].at(g, 4), per_query, block["position"], block["key_id"])
-                arguments = (s, d, *places, numbers, *to_add, live.start, live.stop)
+                modified = [] if modify is None else [rows_["added_rows"].at(g, 4)]
+                arguments = (s, d, *places, numbers, *to_add, *modified, live.start, live.stop)
                 e.either(
                     live.mixed,
                     lambda a=arguments: e.run(masked, *a) and None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -14,15 +15,16 @@ from jaxtyping import Array, Float, Int
 from ..contract import AttentionSpec
 from ..devices import usable_cores
 from ..manual_axes import varying
-from . import backward, decode, forward, handler, targets
+from . import backward, decode, expression, forward, handler, targets
 from .added import Arrays
 from .decode import DecodeKernel
 from .decode_listed import DecodeListed
 from .decode_mass import DecodeMass
+from .expression import Expression
 from .forward import Kernel
 from .isa import Isa
 from .partitioned import by_shares
-from .visibility import Visibility
+from .visibility import Visibility, by_interval
 
 _NOTHING: Mapping[str, Any] = {}
 
@@ -50,6 +52,12 @@ class Calls:
         spec = self.spec
         out = "float32" if self.float32_results else spec.dtype
         return Kernel(spec.dtype, spec.head_dim, spec.value_head_dim or 0, spec.logits_soft_cap is not None, out)
+
+    def adding(self, extra: Mapping[str, Any]) -> Kernel:
+        """The kernel that takes these operands of ``added.py``, with the functions of the spec."""
+        bias = str(extra["bias"].dtype) if "bias" in extra else ""
+        arrays = Arrays("mask" in extra, bias, "alibi" in extra, *functions(self.spec))
+        return dataclasses.replace(self.kernel, arrays=arrays)
 
     @property
     def numbers(self) -> Float[Array, " 4"]:
@@ -87,7 +95,7 @@ class Calls:
     def forward_here(self, query: Array, key: Array, value: Array, seen: Visibility, extra: Mapping[str, Any]) -> Any:
         """:meth:`forward` on one device."""
         group = self._heads_per_stage()
-        kernel, dims = adding(self.kernel, extra), self._sizes(seen, P=group)
+        kernel, dims = self.adding(extra), self._sizes(seen, P=group)
         shared, worker = forward.packed(self.isa, kernel).shared_bytes(dims), forward.workspace_bytes(self.isa, kernel)
         size = handler.scratch_bytes(shared, worker, self.threads)
         out = jax.ShapeDtypeStruct((*query.shape[:3], kernel.value_head_dim), kernel.out_dtype)
@@ -160,7 +168,7 @@ class Calls:
         extra: Mapping[str, Any],
     ) -> tuple[Array, ...]:
         """:meth:`backward` on one device."""
-        kernel = adding(self.kernel, extra)
+        kernel = self.adding(extra)
         parts = self._parts(extra.get("bias"))
         dims = self._sizes(seen, P=parts)
         size = handler.scratch_bytes(*backward.scratch(self.isa, kernel, dims), self.threads)
@@ -287,14 +295,25 @@ class Calls:
 
 
 def is_decode(spec: AttentionSpec) -> bool:
-    """Whether the decode kernel is used: a few rows per KV head, no gradient, no bias or slopes, and no sinks.
+    """Whether the decode kernel is used: a few rows per KV head, no gradient, and nothing but a mask of intervals.
 
     It reads a key for all tokens of a step, so they have to be of one document: NaN stays out of all others.
     """
     few = spec.query_length <= DECODE_QUERIES and spec.query_length * spec.group_size <= DECODE_ROWS
     one_document = spec.query_length == 1 or not spec.has_segment_ids
     more = spec.needs_grad or spec.return_log_sum_exp or spec.has_sinks or spec.has_bias or spec.has_alibi
+    more = more or spec.score_function is not None or not by_interval(spec)
     return few and one_document and not more
+
+
+@functools.lru_cache(maxsize=256)
+def functions(spec: AttentionSpec) -> tuple[Expression | None, Expression | None]:
+    """What the kernels evaluate for each pair: a mask function whose interval is not exact, and a score function.
+
+    Raises ``expression.UnsupportedError``.
+    """
+    score = None if spec.score_function is None else expression.of_score(spec.score_function)
+    return None if by_interval(spec) else expression.of_mask(spec.mask_function), score
 
 
 def rounding_error(x: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:
@@ -310,7 +329,14 @@ def rounding_error(x: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:
 _QKV = ("btnh", "bskh", "bskv")
 _FOUND = ("btnv", "btn", "btn")
 _SEEN = ("bt", "bt", "bt", "bs", "bs")
-_EXTRA = {"mask": "bnts", "bias": "bnts", "alibi": ".n", "query_position": "bt"}
+_EXTRA = {
+    "mask": "bnts",
+    "bias": "bnts",
+    "alibi": ".n",
+    "query_position": "bt",
+    "batch_index": "b",
+    "head_index": ".n",
+}
 
 
 def _dims(extra: Mapping[str, Any]) -> list[str]:
@@ -326,12 +352,6 @@ def _given(extra: Mapping[str, Any], arrays: tuple[Any, ...]) -> tuple[Visibilit
 def _in_order(extra: Mapping[str, Any]) -> list[Any]:
     """As the kernels take them: JAX sorts a dict by its keys."""
     return [extra[name] for name in _EXTRA if name in extra]
-
-
-def adding(kernel: Kernel, extra: Mapping[str, Any]) -> Kernel:
-    """The kernel that takes these operands of ``added.py``."""
-    bias = str(extra["bias"].dtype) if "bias" in extra else ""
-    return dataclasses.replace(kernel, arrays=Arrays("mask" in extra, bias, "alibi" in extra))
 
 
 def call(

@@ -255,6 +255,7 @@ def emit_attend(
     queries, keys_per_block, type_ = block_rows(isa), blocks.keys_per_block, vector(f32, isa.lanes)
     value_width, pack = blocks.value_width, blocks.pack if kernel.value_head_dim else 1
     scores = Scores.of(module, isa, "score", kernel.head_dim, blocks.key_width, queries, blocks.pack)
+    modify = extra.modified if extra is not None and kernel.arrays.score is not None else None
     plain, masked = (
         softmax(
             module,
@@ -265,6 +266,7 @@ def emit_attend(
             pack=pack,
             pooled=pooled,
             added=kernel.arrays.any,
+            modify=modify,
         )
         for mixed in (False, True)
     )
@@ -301,7 +303,8 @@ def emit_attend(
                     places = Places(
                         *(w.at(at[n_]).at(g, 4) for n_ in ("top", "total", "decay", "first", "last", "query_id"))
                     )
-                    given = (s, *places.all, *block, numbers, *to_add, *pools[:1], live.start, live.stop)
+                    of_group = [] if modify is None else [w.at(at["added_rows"]).at(g, 4)]
+                    given = (s, *places.all, *block, numbers, *to_add, *of_group, *pools[:1], live.start, live.stop)
                     raised = e.variable(e.const(ir.IntType(1), 0))
                     e.either(
                         live.mixed,

@@ -18,7 +18,7 @@ from .elements import exp2, narrow, pairs, tanh
 from .emit import Function, Value, f32, i32, i64, ptr, vector
 from .isa import Isa
 from .masking import Lanes
-from .softmax import CAP_INNER, CAP_OUTER, HIDDEN, SCALE
+from .softmax import CAP_INNER, CAP_OUTER, GRADIENT_SCALE, HIDDEN, LOG_2, SCALE, Modify
 
 ALONE = 1.0 - 2.0**-21  # a probability above this is one
 LARGE_TOP = 92.0  # in powers of two: logits of 64
@@ -28,8 +28,27 @@ NEVER = 2.0  # no probability is above it
 TOP, INVERSE, DELTA, LIMIT, D_LSE, FIRST, LAST, QUERY_ID = range(8)
 
 
+def _score(
+    e: Function, isa: Isa, raw: Value, factors: list[Value], *, soft_cap: bool
+) -> tuple[Value, Value, Value | None]:
+    """A score, its factor to a power of two, and its derivative by the raw score over that factor (None: 1)."""
+    scale, inner, outer, _ = factors
+    if not soft_cap:
+        return raw, scale, None
+    x = tanh(e, isa, raw * inner)
+    return x, outer, e.const(x.type, 1.0) - x * x
+
+
 def slopes(
-    module: ir.Module, isa: Isa, queries: int, *, mixed: bool, soft_cap: bool, pack: int = 1, added: bool = False
+    module: ir.Module,
+    isa: Isa,
+    queries: int,
+    *,
+    mixed: bool,
+    soft_cap: bool,
+    pack: int = 1,
+    added: bool = False,
+    modify: Modify | None = None,
 ) -> ir.Function:
     """A function over one group: ``(scores, d_probs, by_key, per_query, position, key_id, numbers, start, stop)``.
 
@@ -42,29 +61,32 @@ def slopes(
     ``by_key`` has ``dS`` of keys ``2 n`` and ``2 n + 1``. With 1, ``by_key`` is not written.
 
     Where ``added``, another pointer after ``numbers`` is to what is added to each score (``added.py``). The slope of
-    the sum, float32, takes its place.
+    the sum, float32, takes its place. With ``modify``, a score function, a last pointer is to the rows that it reads.
     """
     lanes, vectors, type_ = isa.lanes, range(isa.score_vectors), vector(f32, isa.lanes)
-    with Function(module, "slopes_mixed" if mixed else "slopes", [ptr] * (7 + added) + [i64] * 2) as (e, arguments):
-        scores, d_probs, by_key, per_query, position, key_id, numbers, *to_add, start, stop = arguments
+    pointers = 7 + added + (modify is not None)
+    with Function(module, "slopes_mixed" if mixed else "slopes", [ptr] * pointers + [i64] * 2) as (e, arguments):
+        scores, d_probs, by_key, per_query, position, key_id, numbers, *more, start, stop = arguments
+        to_add, of_rows = more[:added], more[added:]
 
         def row(n: int) -> list:
             return [per_query.at(n * queries + v * lanes, 4).load(type_) for v in vectors]
 
         top, inverse, delta, limit, d_lse = (row(n) for n in (TOP, INVERSE, DELTA, LIMIT, D_LSE))
         negative = [e.const(type_, 0.0) - x for x in top]
-        scale, inner, outer = (e.splat(numbers.at(n).load(f32), lanes) for n in (SCALE, CAP_INNER, CAP_OUTER))
+        factors = [e.splat(numbers.at(n).load(f32), lanes) for n in (SCALE, CAP_INNER, CAP_OUTER, GRADIENT_SCALE)]
         places = (per_query.at(n * queries, 4) for n in (FIRST, LAST, QUERY_ID))
         see = Lanes.of(isa, *places) if mixed else None
         zero = e.const(type_, 0.0)
 
         def at_key(k: Value, v: int) -> tuple[Value, Value]:
             """P and dS of one key and one vector of queries."""
-            raw, factor = scores.at(k * queries + v * lanes, 4).load(type_), scale
-            bend = None
-            if soft_cap:
-                raw, factor = tanh(e, isa, raw * inner), outer
-                bend = e.const(type_, 1.0) - raw * raw
+            found = scores.at(k * queries + v * lanes, 4).load(type_)
+            raw, factor, bend = _score(e, isa, found, factors, soft_cap=soft_cap)
+            if modify is not None:
+                natural = (raw * factor, LOG_2) if soft_cap else (raw, factors[3])
+                raw, turn = modify(e, *natural, of_rows[0], v, position.at(k, 4).load(i32))
+                factor, bend = e.const(type_, 1.0), turn if bend is None else turn * bend
             seen, terms = None, to_add[0].at(k * queries + v * lanes, 4) if added else None
             if terms is None:
                 p = exp2(e, isa, e.fma(raw, factor, negative[v])) * inverse[v]

@@ -12,6 +12,8 @@ scores into powers of two, ``s = raw * scale``; it is fused into the subtraction
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Callable
 
 from llvmlite import ir
 
@@ -22,6 +24,10 @@ from .masking import Lanes
 
 HIDDEN = -1e30  # score of what a query does not see, and the maximum of a query that has seen nothing
 _LAZY = 8.0
+
+LOG_2 = math.log(2.0)
+# (function, score, factor to it, the group's rows, vector, key position) -> score in powers of two, derivative
+Modify = Callable[[Function, Value, Value | float, Value, int, Value], tuple[Value, Value]]
 
 # Numbers that every kernel is given, float32: from a raw product to a power of two, and the soft cap's two factors.
 SCALE, CAP_INNER, CAP_OUTER, GRADIENT_SCALE = range(0, 16, 4)
@@ -91,25 +97,28 @@ def softmax(
     pack: int = 1,
     pooled: bool = False,
     added: bool = False,
+    modify: Modify | None = None,
 ) -> ir.Function:
     """A function over one group: ``(scores, places..., position, key_id, numbers, start, stop) -> raised``.
 
     ``scores[k, q]`` (row stride ``queries``) become probabilities, as terms of the value product over the keys: with a
     ``pack`` of 2 keys ``2 n`` and ``2 n + 1`` go into row ``n``. Where ``raised``, the group's output must be
     multiplied by ``decay``. Where ``added``, another pointer after ``numbers`` is to what is added to each score
-    (``added.py``), in powers of two. Where ``pooled``, another one is to the sums of this block alone, relative to the
+    (``added.py``), in powers of two; with ``modify``, a score function, a second one is to the rows of the group that
+    it reads. Where ``pooled``, another one is to the sums of this block alone, relative to the
     present maximum. A mixed block compares positions and ids; what is hidden comes out as exactly zero.
     """
     lanes, vectors, type_ = isa.lanes, range(isa.score_vectors), vector(f32, isa.lanes)
-    name, hides = "softmax_mixed" if mixed else "softmax", mixed or added
-    with Function(module, name, [ptr] * (10 + added + pooled) + [i64] * 2, i1) as (e, arguments):
+    name, hides, modifies = "softmax_mixed" if mixed else "softmax", mixed or added, modify is not None
+    with Function(module, name, [ptr] * (10 + added + modifies + pooled) + [i64] * 2, i1) as (e, arguments):
         scores, top, total, decay, first, last, query_id, position, key_id, numbers, *more, start, stop = arguments
-        to_add, of_block = more[:added], more[added:]
+        to_add, of_rows, of_block = more[:added], more[added : added + modifies], more[added + modifies :]
 
         def of(place: Value, v: int) -> Value:
             return place.at(v * lanes, 4)
 
-        scale = e.const(type_, 1.0) if soft_cap else e.splat(numbers.at(SCALE).load(f32), lanes)
+        factor = LOG_2 if soft_cap else e.splat(numbers.at(GRADIENT_SCALE).load(f32), lanes)
+        scale = e.const(type_, 1.0) if soft_cap or modifies else e.splat(numbers.at(SCALE).load(f32), lanes)
         see = Lanes.of(isa, first, last, query_id) if mixed else None
         highest = [e.variable(e.const(type_, HIDDEN)) for _ in vectors]
         with e.loop(start, stop) as k:
@@ -117,6 +126,8 @@ def softmax(
                 place = of(scores.at(k * queries, 4), v)
                 x = place.load(type_)
                 x = capped(e, isa, x, numbers) if soft_cap else x
+                if modify is not None:
+                    x, _ = modify(e, x, factor, of_rows[0], v, position.at(k, 4).load(i32))
                 x = _plus(e, x, scale, of(to_add[0].at(k * queries, 4), v).load(type_)) if added else x
                 if see is not None:
                     seen = see.see(e, isa, v, position.at(k, 4).load(i32), key_id.at(k, 4).load(i32))

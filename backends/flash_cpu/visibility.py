@@ -1,10 +1,11 @@
 """The mask as numbers that a kernel compares, one query per lane.
 
-Masks of positions that are taken leave a query one interval (``masks.Mask.interval``). Segments, padding and lengths
-restrict identity: each key and query gets an id. So every mask of the contract is::
+Masks of positions leave a query one interval (``masks.Mask.interval``). Segments, padding and lengths restrict
+identity: each key and query gets an id. So every mask but a mask array is::
 
     first[q] <= position[k] <= last[q]   and   key_id[k] == query_id[q]
 
+Where the interval of a mask function is not exact, the kernel evaluates the function inside of it (``added.py``).
 Padding of keys and queries has ids that match nothing. As in ``backends/blocks.py``, the bounds of these numbers over a
 strip of keys and a group of queries decide whether the pair is empty, mixed or all visible.
 """
@@ -71,6 +72,13 @@ def visibility(spec: AttentionSpec, layout: Layout) -> Visibility:
     arrays = (first, last, query_id, k_pos, key_id)
     rows = max(x.shape[0] for x in arrays)
     return Visibility(*(xp.broadcast_to(x, (rows, x.shape[1])).astype(xp.int32) for x in arrays))
+
+
+def by_interval(spec: AttentionSpec) -> bool:
+    """Whether the positions that a query sees are one interval; else the mask function is evaluated for each pair."""
+    if spec.mask_function is None:
+        return True
+    return isinstance(spec.mask_function, masks.Mask) and spec.mask_function.interval(np.zeros(1, np.int32)).exact
 
 
 def pairs(mask: EitherArray | None) -> EitherArray | None:

@@ -2,7 +2,8 @@
 
 Each problem is drawn from a seed of its own, so that one that fails is had again by its number alone:
 ``attnsuite judge chunked --random 1 --first 17 --seed 0``. What a backend does not take at all is left out of its
-problems.
+problems. ``python -m attnsuite.testing.random_specs flash_cpu`` counts the problems of the whole contract that a
+backend does not take, by their reasons.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import sys
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,8 +20,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attnsuite.backends import AttentionSpec, Backend, Layout, Target, Terms, make_spec, masks, oracle, plan, support
-from attnsuite.backends.features import KV_DTYPES, Feature, Mode
+from attnsuite.backends import (
+    AttentionSpec,
+    Backend,
+    Layout,
+    Target,
+    Terms,
+    make_spec,
+    masks,
+    oracle,
+    plan,
+    registry,
+    support,
+)
+from attnsuite.backends.features import FEATURES, KV_DTYPES, Feature, Mode
 from attnsuite.backends.kv_cache import is_cache
 from attnsuite.backends.support import takes_of
 
@@ -78,6 +93,13 @@ def draw(number: int, seed: int, backend: Backend, target: Target, mode: Mode) -
         if support(backend, drawn.spec, target, mode, drawn.options):
             return drawn
     raise RuntimeError(f"{backend.name} refused all of {_TRIES} random problems.")
+
+
+def unsupported(backend: Backend, count: int, seed: int, target: Target) -> list[tuple[str, ...]]:
+    """The reasons of each of ``count`` problems of the whole contract that the backend does not take."""
+    rngs = (np.random.default_rng((seed, number)) for number in range(count))
+    drawn = (_draw(rng, frozenset(FEATURES), has_blocks=False, isolates=False) for rng in rngs)
+    return [found.reasons for x in drawn if not (found := support(backend, x.spec, target))]
 
 
 def _draw(rng: np.random.Generator, taken: frozenset[Feature], *, has_blocks: bool, isolates: bool) -> Drawn:
@@ -242,3 +264,11 @@ def share(verdict: oracle.Verdict) -> float:
     """How much of what the judge allows was used: above 1 fails, infinite where a rule is broken."""
     used = max(verdict.max_error / verdict.allowed, verdict.rms_error / verdict.allowed_rms)
     return used if verdict.passed or used > 1 else math.inf
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        found = unsupported(registry.get(name), 248, 0, Target.here())
+        sys.stdout.write(f"{name}: {len(found)} of 248 problems are unsupported\n")
+        for reason, times in Counter(reason for reasons in found for reason in reasons).most_common():
+            sys.stdout.write(f"{times:4}  {reason}\n")

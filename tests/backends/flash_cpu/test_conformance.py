@@ -1,8 +1,8 @@
-"""The flash_cpu backend passes the whole conformance suite; it refuses functions of scores and of positions."""
+"""The flash_cpu backend passes the whole conformance suite, and takes all of the contract but some functions."""
 
 import pytest
 
-from attnsuite.testing import Conformance
+from attnsuite.testing import Conformance, random_specs
 
 pytest.importorskip("llvmlite", reason="the kernels are compiled by llvmlite")
 
@@ -10,14 +10,12 @@ from attnsuite.backends import AttentionSpec, Target, plan, registry, support
 from attnsuite.backends.flash_cpu.compiler import Processor
 from attnsuite.backends.flash_cpu.isa import KNOWN
 
-REFUSED = frozenset({"function-*", "score*", "bias-and-score"})
 ISAS = tuple(isa.name for isa in Processor.here().isas())  # the best first
 SPEC = AttentionSpec(batch=1, query_length=8, key_value_length=8, num_heads=1, num_kv_heads=1, head_dim=16)
 
 
 class TestFlashCpu(Conformance):
     backend = "flash_cpu"
-    refuses = REFUSED
 
 
 @pytest.mark.skipif("avx2" not in ISAS, reason="this processor has no AVX2")
@@ -27,10 +25,20 @@ class TestFlashCpuWithAvx2(Conformance):
 
     backend = "flash_cpu"
     options = {"isa": "avx2"}  # noqa: RUF012 (no test changes it)
-    refuses = REFUSED
     examples = 4
     cases_for_eager = cases_for_vmap = ("causal",)
     cases_for_traced_layouts = ("combination-ragged",)
+
+
+@pytest.mark.parametrize("name", ["flash_cpu", "chunked"])
+def test_every_random_problem_of_the_contract_is_supported(name):
+    assert random_specs.unsupported(registry.get(name), 248, 0, Target.here()) == []
+
+
+def test_unsupported_problem_is_counted_with_its_reason():
+    found = random_specs.unsupported(registry.get("splash"), 20, 0, Target("tpu", "v5e"))
+    assert found
+    assert all("is not supported by splash" in reason for reasons in found for reason in reasons)
 
 
 @pytest.mark.parametrize("name", [isa.name for isa in KNOWN if isa.name not in ISAS])

@@ -3,6 +3,7 @@
 import ctypes
 import dataclasses
 import os
+import stat
 import subprocess
 import sys
 import threading
@@ -156,6 +157,42 @@ def test_cache_file_of_another_key_counts_as_absent(monkeypatch, tmp_path):
     cache.write("one", b"content")
     (cache.directory() / "one.o").rename(cache.directory() / "two.o")
     assert cache.read("two") is None
+
+
+@pytest.mark.parametrize("which", ["directory", "file"])
+@pytest.mark.parametrize(
+    "shared",
+    [
+        pytest.param(lambda path: path.chmod(path.stat().st_mode | 0o020), id="group"),
+        pytest.param(lambda path: path.chmod(path.stat().st_mode | 0o002), id="all"),
+        pytest.param(
+            lambda path: os.chown(path, 12345, -1),
+            id="owner",
+            marks=pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a file away"),
+        ),
+    ],
+)
+def test_code_that_others_may_write_is_not_run(monkeypatch, tmp_path, which, shared):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cache.write("key", b"content")
+    assert cache.read("key") == b"content"
+    shared(cache.directory() if which == "directory" else cache.directory() / "key.o")
+    assert cache.read("key") is None
+    if which == "directory":
+        with pytest.warns(RuntimeWarning, match="Run chmod 700 on it if it is yours, or set XDG_CACHE_HOME"):
+            cache.write("other", b"content")
+        assert not (cache.directory() / "other.o").exists()
+
+
+def test_cache_is_for_the_user_alone_whatever_the_umask(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    before = os.umask(0)
+    try:
+        cache.write("key", b"content")
+    finally:
+        os.umask(before)
+    modes = [stat.S_IMODE(path.stat().st_mode) for path in (cache.directory(), cache.directory() / "key.o")]
+    assert modes == [0o700, 0o600]
 
 
 def test_cache_that_cannot_be_written_is_done_without(monkeypatch, tmp_path):

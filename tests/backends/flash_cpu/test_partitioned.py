@@ -15,6 +15,8 @@ import json, re, sys
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from attnsuite import backends
+from attnsuite.backends import masks
+from attnsuite.testing.problems import leaning
 
 devices = len(jax.devices())
 data, heads = (2, 1) if devices == 2 else (2, 4)
@@ -55,6 +57,7 @@ CASES = {
     "bias": (forward, {}, {"bias": bias}),
     "decode": (step, {}, {"key_value_seq_lengths": lengths}),
     "log-sum-exp": (forward, {"return_log_sum_exp": True}, {}),
+    "functions": (gradient, {"mask_function": masks.Dilated(3), "score_function": leaning}, {}),
     "vmap": (mapped, {}, {}),
 }
 found = {}
@@ -93,7 +96,7 @@ def found(request):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-CASES = ["causal", "gradient", "segments", "lengths", "mask", "bias", "decode", "log-sum-exp"]
+CASES = ["causal", "gradient", "segments", "lengths", "mask", "bias", "decode", "log-sum-exp", "functions"]
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -12,7 +12,7 @@ SCRIPT = """
 import sys
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh
-from attnsuite.backends import Target, get, make_spec, plan
+from attnsuite.backends import Target, get, make_spec, masks, plan
 from attnsuite.backends.dealing import MeshAxes, Sharded
 
 options = eval(sys.argv[1])
@@ -32,11 +32,17 @@ for one, other in zip(*(
 
 
 @pytest.mark.parametrize(
-    "options", [{"is_causal": True}, {"is_causal": True, "local_window_size": (60, 0)}, {}], ids=str
+    "options",
+    [
+        "{'is_causal': True}",
+        "{'is_causal': True, 'local_window_size': (60, 0)}",
+        "{}",
+        "{'mask_function': masks.Dilated(3)}",
+    ],
 )
 def test_ring_of_parts_agrees_with_one_device(options):
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, repr(options)],
+        [sys.executable, "-c", SCRIPT, options],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "JAX_NUM_CPU_DEVICES": "2"},
         capture_output=True,
         text=True,

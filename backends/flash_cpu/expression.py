@@ -1,0 +1,277 @@
+"""Mask and score functions as machine code: a JAX function of numbers, traced to operations, emitted lane by lane.
+
+A function is traced once with scalars. Its jaxpr, with calls inlined, is a list of operations on float32, int32 and
+bool (:class:`Expression`), which is a part of the kernel's key in the cache. :func:`emit` writes the operations on
+vectors. So a kernel evaluates the function where it has the score, and nothing of size T x S is made, as FlexAttention
+does on GPUs (arXiv 2412.05496). The operations of :data:`_OPERATIONS` are taken, everything else is unsupported.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Literal
+from llvmlite import ir
+
+from .. import scores
+from . import elements
+from .emit import Function, Value, f32, i1, i32, vector
+from .isa import Isa
+
+_TYPES = {"float32": f32, "int32": i32, "bool": i1}
+MOST = 4000  # operations: LLVM takes about a second for so many
+
+Operand = int | tuple[float | int | bool, str]  # the number of an earlier value (arguments first), or a constant
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Step:
+    """One operation. ``dtype`` is the result's; ``how`` is its exponent or its way of rounding, if it has one."""
+
+    name: str
+    operands: tuple[Operand, ...]
+    dtype: str
+    how: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Expression:
+    """Steps on ``arguments`` values, and which values are the results."""
+
+    arguments: int
+    steps: tuple[Step, ...]
+    results: tuple[Operand, ...]
+
+
+class UnsupportedError(ValueError):
+    """A clause that says what of a function the kernels cannot take."""
+
+
+def of_mask(function: Any) -> Expression:
+    """Of (query position, key position). Raises UnsupportedError."""
+    return _named("mask_function", function, function, ("int32",) * 2, ("bool",))
+
+
+def of_score(function: Any) -> Expression:
+    """Of (score, batch, head, query and key position): the new score, and its derivative. Raises UnsupportedError."""
+    derived = functools.partial(scores.derived, function)
+    return _named("score_function", function, derived, ("float32", *("int32",) * 4), ("float32",) * 2)
+
+
+def _named(field: str, function: Any, *traced: Any) -> Expression:
+    try:
+        return _traced(*traced)
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{field}={function!r} is not supported by flash_cpu: it {error}") from error
+
+
+def _traced(function: Any, arguments: tuple[str, ...], results: tuple[str, ...]) -> Expression:
+    try:
+        closed = jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct((), jnp.dtype(x)) for x in arguments))
+    except Exception as error:  # the function is the user's: whatever it raises for a scalar
+        first = str(error).splitlines()[:1] or [type(error).__name__]
+        raise UnsupportedError(f"cannot be traced with one pair ({first[0]})") from error
+    steps: list[Step] = []
+    found = tuple(_inlined(closed.jaxpr, closed.consts, list(range(len(arguments))), len(arguments), steps))
+    given = tuple(_dtype(x, arguments, steps) for x in found)
+    if given != results:
+        raise UnsupportedError(f"gives {', '.join(given)} for one pair, not {', '.join(results)}")
+    if len(steps) > MOST:
+        raise UnsupportedError(f"has {len(steps)} operations, more than {MOST}")
+    return Expression(len(arguments), tuple(steps), found)
+
+
+def _dtype(x: Operand, arguments: tuple[str, ...], steps: list[Step]) -> str:
+    if isinstance(x, tuple):
+        return x[1]
+    return arguments[x] if x < len(arguments) else steps[x - len(arguments)].dtype
+
+
+def _inlined(jaxpr: Any, consts: Any, given: list[Operand], first: int, steps: list[Step]) -> list[Operand]:
+    """Appends a jaxpr's operations; what its results are."""
+    values: dict[Any, Operand] = dict(zip(jaxpr.invars, given, strict=True))
+    values |= {var: _constant(x) for var, x in zip(jaxpr.constvars, consts, strict=True)}
+
+    def read(x: Any) -> Operand:
+        aval: Any = x.aval
+        return _constant(np.asarray(x.val, aval.dtype)) if isinstance(x, Literal) else values[x]
+
+    for eqn in jaxpr.eqns:
+        name, operands = eqn.primitive.name, [read(x) for x in eqn.invars]
+        inner = next((eqn.params[key] for key in ("jaxpr", "call_jaxpr") if key in eqn.params), None)
+        if inner is not None and hasattr(inner, "consts"):
+            values |= dict(zip(eqn.outvars, _inlined(inner.jaxpr, inner.consts, operands, first, steps), strict=True))
+            continue
+        aval = eqn.outvars[0].aval
+        scalars = all(not x.aval.shape for x in (*eqn.invars, *eqn.outvars))
+        if name not in _OPERATIONS or not scalars or aval.dtype.name not in _TYPES:
+            raise UnsupportedError(f"uses {name} of {aval.dtype.name}{list(aval.shape)}, which the kernels do not have")
+        how = eqn.params.get("y", eqn.params.get("rounding_method", ""))
+        steps.append(Step(name, tuple(operands), aval.dtype.name, getattr(how, "name", str(how))))
+        values[eqn.outvars[0]] = first + len(steps) - 1
+    return [read(x) for x in jaxpr.outvars]
+
+
+def _constant(x: Any) -> Operand:
+    number = np.asarray(x)
+    if number.shape or number.dtype.name not in _TYPES:
+        raise UnsupportedError(f"holds an array {number.dtype.name}{list(number.shape)}, which the kernels do not read")
+    return number.item(), number.dtype.name
+
+
+def emit(e: Function, isa: Isa, expression: Expression, *arguments: Value) -> list[Value]:
+    """The results for vectors of arguments."""
+    values = list(arguments)
+
+    def value(x: Operand) -> Value:
+        return values[x] if isinstance(x, int) else e.const(vector(_TYPES[x[1]], isa.lanes), x[0])
+
+    for step in expression.steps:
+        lanes = _Lanes(e, isa, vector(_TYPES[step.dtype], isa.lanes), step.how)
+        values.append(_OPERATIONS[step.name](lanes, *map(value, step.operands)))
+    return [value(x) for x in expression.results]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Lanes:
+    """Where an operation is emitted, and the type of its result."""
+
+    e: Function
+    isa: Isa
+    type: Any
+    how: str
+
+    def const(self, number: float) -> Value:
+        """Of the result's type."""
+        return self.e.const(self.type, number)
+
+    def intrinsic(self, name: str, *operands: Value) -> Value:
+        """LLVM's own function of float32 vectors."""
+        return self.e.call(f"llvm.{name}.v{self.isa.lanes}f32", self.type, *operands)
+
+    def library(self, name: str, *operands: Value) -> Value:
+        """The C library's function, lane by lane."""
+        result = ir.Constant(self.type, ir.Undefined)
+        for lane in range(self.isa.lanes):
+            at = ir.Constant(i32, lane)
+            numbers = [Value(self.e, self.e.builder.extract_element(x.raw, at)) for x in operands]
+            result = self.e.builder.insert_element(result, self.e.call(f"{name}f", f32, *numbers).raw, at)
+        return Value(self.e, result)
+
+
+def _divided(lanes: _Lanes, x: Value, y: Value, *, remainder: bool) -> Value:
+    """As XLA's: towards zero; by zero -1, or the dividend as remainder. The processor would end the process."""
+    if x.is_float:
+        return lanes.library("fmod", x, y) if remainder else x / y
+    none, minus = y.equals(0), y.equals(-1)
+    safe = lanes.e.select(none | minus, lanes.const(1), y)
+    if remainder:
+        return lanes.e.select(none, x, x % safe)
+    return lanes.e.select(none, lanes.const(-1), lanes.e.select(minus, lanes.const(0) - x, x // safe))
+
+
+def _larger(lanes: _Lanes, x: Value, y: Value) -> Value:
+    return lanes.intrinsic("maximum", x, y) if x.is_float else lanes.e.max(x, y)
+
+
+def _smaller(lanes: _Lanes, x: Value, y: Value) -> Value:
+    return lanes.intrinsic("minimum", x, y) if x.is_float else lanes.e.min(x, y)
+
+
+def _sign(lanes: _Lanes, x: Value) -> Value:
+    below = lanes.e.select(x < 0, lanes.const(-1), x)
+    return lanes.e.select(x > 0, lanes.const(1), below)
+
+
+def _negative(lanes: _Lanes, x: Value) -> Value:
+    return lanes.const(-0.0) - x if x.is_float else lanes.const(0) - x
+
+
+def _unequal(lanes: _Lanes, x: Value, y: Value) -> Value:
+    return Value(lanes.e, lanes.e.builder.not_(x.equals(y).raw))  # a NaN is unequal to all
+
+
+def _converted(lanes: _Lanes, x: Value) -> Value:
+    source, target, b = x.type.element, lanes.type.element, lanes.e.builder
+    if source == target:
+        return x
+    if target == i1:
+        return _unequal(lanes, x, lanes.e.const(x.type, 0))
+    if source == i1:
+        return Value(lanes.e, (b.uitofp if target == f32 else b.zext)(x.raw, lanes.type))
+    if target == f32:
+        return Value(lanes.e, b.sitofp(x.raw, lanes.type))
+    n = lanes.isa.lanes
+    return lanes.e.call(f"llvm.fptosi.sat.v{n}i32.v{n}f32", lanes.type, x)  # at the ends of int32, a NaN is 0
+
+
+def _power(lanes: _Lanes, x: Value) -> Value:
+    exponent, product, square = abs(int(lanes.how)), lanes.const(1), x
+    while exponent:
+        product = product * square if exponent % 2 else product
+        square, exponent = square * square, exponent // 2
+    return lanes.const(1) / product if int(lanes.how) < 0 else product
+
+
+def _rounded(lanes: _Lanes, x: Value) -> Value:
+    return lanes.intrinsic("round" if lanes.how == "AWAY_FROM_ZERO" else "roundeven", x)
+
+
+def _logistic(lanes: _Lanes, x: Value) -> Value:
+    return lanes.const(1.0) / (lanes.library("exp", _negative(lanes, x)) + 1.0)
+
+
+def _not(lanes: _Lanes, x: Value) -> Value:
+    return Value(lanes.e, lanes.e.builder.not_(x.raw))
+
+
+def _xor(lanes: _Lanes, x: Value, y: Value) -> Value:
+    return Value(lanes.e, lanes.e.builder.xor(x.raw, y.raw))
+
+
+_LIBRARY = ("sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "asinh", "acosh", "atanh", "exp", "exp2",
+            "expm1", "log", "log1p", "cbrt", "pow", "atan2")  # fmt: skip
+_OPERATIONS: Mapping[str, Callable[..., Value]] = {
+    **{name: functools.partial(lambda lanes, *x, name: lanes.library(name, *x), name=name) for name in _LIBRARY},
+    **dict.fromkeys(("add", "add_any"), lambda _, x, y: x + y),
+    "sub": lambda _, x, y: x - y,
+    "mul": lambda _, x, y: x * y,
+    "div": functools.partial(_divided, remainder=False),
+    "rem": functools.partial(_divided, remainder=True),
+    "neg": _negative,
+    "abs": lambda lanes, x: lanes.intrinsic("fabs", x) if x.is_float else lanes.e.max(x, _negative(lanes, x)),
+    "sign": _sign,
+    "max": _larger,
+    "min": _smaller,
+    "clamp": lambda lanes, low, x, high: _smaller(lanes, _larger(lanes, low, x), high),
+    "square": lambda _, x: x * x,
+    "one_minus_square": lambda lanes, x: (lanes.const(1.0) - x) * (x + 1.0),
+    "integer_pow": _power,
+    "sqrt": lambda lanes, x: lanes.intrinsic("sqrt", x),
+    "rsqrt": lambda lanes, x: lanes.const(1.0) / lanes.intrinsic("sqrt", x),
+    "floor": lambda lanes, x: lanes.intrinsic("floor", x),
+    "ceil": lambda lanes, x: lanes.intrinsic("ceil", x),
+    "round": _rounded,
+    "tanh": lambda lanes, x: elements.tanh(lanes.e, lanes.isa, x),
+    "logistic": _logistic,
+    "eq": lambda _, x, y: x.equals(y),
+    "ne": _unequal,
+    "lt": lambda _, x, y: x < y,
+    "le": lambda _, x, y: x <= y,
+    "gt": lambda _, x, y: x > y,
+    "ge": lambda _, x, y: x >= y,
+    "and": lambda _, x, y: x & y,
+    "or": lambda _, x, y: x | y,
+    "xor": _xor,
+    "not": _not,
+    "is_finite": lambda _, x: (x - x).equals(0.0),
+    "select_n": lambda lanes, which, no, yes: lanes.e.select(which, yes, no),
+    "convert_element_type": _converted,
+    **dict.fromkeys(("broadcast_in_dim", "copy", "stop_gradient"), lambda _, x: x),
+}

@@ -1,0 +1,109 @@
+"""Functions of positions and of scores inside of the kernels: every operation against JAX, and what is unsupported."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("llvmlite", reason="the kernels are compiled by llvmlite")
+
+from attnsuite.backends import Target, make_spec, masks, registry, scores, support
+from attnsuite.backends.flash_cpu import expression
+from attnsuite.backends.flash_cpu.emit import Function, Value, f32, i32, ptr, vector
+from emitted import ISAS, compiled
+
+TABLE = np.arange(8, dtype=np.float32)
+# ruff: noqa: ARG005 (a score function has five arguments)
+SCORES = {
+    "arithmetic": lambda s, b, h, q, k: s * 0.5 - b + h / 7 + (q - k) * 0.25 - (-s) ** 3 + (2 + s * s) ** -2,
+    "integers": lambda s, b, h, q, k: s + (q // 3 - k % 5 + abs(q - k) // 2 + jax.lax.rem(q, k) + jax.lax.div(k, q)),
+    "divisor-of-0-and-minus-1": lambda s, b, h, q, k: s + jax.lax.div(q, k % 3 - 1) + jax.lax.rem(q, k % 3 - 1),
+    "comparisons": lambda s, b, h, q, k: jnp.where((q >= k) & ~(h == 1) | (q != k) ^ (b < 1), s, 2 * s) + (k <= q),
+    "bounds": lambda s, b, h, q, k: jnp.clip(s, -1.0, 1.5) + jnp.maximum(s, 0.3) + jnp.minimum(q, k) + jnp.sign(q - k),
+    "rounding": lambda s, b, h, q, k: s + jnp.floor(s) - jnp.ceil(s) + jnp.round(s * 2) + (s * 3).astype(jnp.int32),
+    "roots": lambda s, b, h, q, k: jnp.sqrt(1 + s * s) + jax.lax.rsqrt(2 + s * s) + jnp.square(s) + jnp.cbrt(3 + s),
+    "exponentials": lambda s, b, h, q, k: jnp.exp(s / 4) + jnp.exp2(s / 4) + jnp.log1p(s * s) + jnp.expm1(-s * s),
+    "logarithms": lambda s, b, h, q, k: jnp.log(3 + s * s) + jnp.power(1 + s * s, 0.3) + jax.nn.sigmoid(s),
+    "circular": lambda s, b, h, q, k: jnp.sin(s) + jnp.cos(q / 9) + jnp.tan(s / 9) + jnp.arctan2(s, 1.0 + q * q),
+    "hyperbolic": lambda s, b, h, q, k: jnp.tanh(s) + jnp.sinh(s / 4) + jnp.arcsinh(s) + jnp.arctan(s),
+    "conditions": lambda s, b, h, q, k: jnp.where(jnp.isfinite(s / q), s, -s) + jax.nn.relu(s) + jnp.abs(s),
+    "constants": lambda s, b, h, q, k: s + TABLE[3],
+    "no-gradient": lambda s, b, h, q, k: s * jax.lax.stop_gradient(jnp.tanh(s)),
+}  # fmt: skip
+UNSUPPORTED = {
+    "looks up": lambda q, k: jnp.asarray(TABLE)[q] == jnp.asarray(TABLE)[k],
+    "of a block": lambda q, k: q[:, :1] == k,
+    "of many": lambda q, k: jnp.concatenate([jnp.stack([q, k])] * 2)[0] > k,
+    "too long": masks.Tree(tuple(range(-1, 60))),
+}
+MASKS = (
+    masks.Dilated(3) | masks.Neighbourhood(4, 2),
+    ~masks.Tree((-1, 0, 0, 1, 1, 2)) & masks.Chunk(5),
+    masks.Where(lambda q, k: (q * k) % 7 < 4),
+)
+
+
+def evaluated(isa, code, arguments):
+    """The results of emitted code for arrays of ``isa.lanes`` numbers."""
+    results = [np.zeros(isa.lanes, np.float32) for _ in code.results]
+
+    def build(module):
+        with Function(module, "run", [ptr] * (len(arguments) + len(results))) as (e, places):
+            kinds = [f32 if x.dtype == np.float32 else i32 for x in arguments]
+            given = [p.load(vector(kind, isa.lanes)) for p, kind in zip(places, kinds, strict=False)]
+            for x, place in zip(expression.emit(e, isa, code, *given), places[len(given) :], strict=True):
+                number = x if x.is_float else Value(e, e.builder.uitofp(x.raw, vector(f32, isa.lanes)))
+                place.store(number)
+            e.ret()
+        return e.function
+
+    compiled(isa, build)(*arguments, *results)
+    return results
+
+
+def numbers(lanes, seed):
+    rng = np.random.default_rng(seed)
+    score = rng.standard_normal(lanes).astype(np.float32)
+    return score, *(rng.integers(low, 40, lanes).astype(np.int32) for low in (0, 0, -40, -40))
+
+
+@pytest.mark.parametrize("isa", ISAS[-1:], ids=lambda isa: isa.name)
+@pytest.mark.parametrize("name", SCORES)
+def test_score_and_its_derivative_are_those_of_jax(name, isa):
+    with jax.numpy_dtype_promotion("standard"):
+        code = expression.of_score(SCORES[name])
+    for seed in range(4):
+        arguments = numbers(isa.lanes, seed)
+        with jax.numpy_dtype_promotion("standard"):
+            expected = scores.derived(SCORES[name], *map(jnp.asarray, arguments))
+        for x, right in zip(evaluated(isa, code, arguments), expected, strict=True):
+            np.testing.assert_allclose(x, right, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=["named", "tree", "users"])
+def test_mask_is_that_of_jax(mask):
+    code = expression.of_mask(mask)
+    for isa in ISAS:
+        for seed in range(4):
+            _, _, _, query, key = numbers(isa.lanes, seed)
+            np.testing.assert_array_equal(evaluated(isa, code, (query, key))[0] == 1, mask(query, key))
+
+
+@pytest.mark.parametrize(
+    ("name", "clause"),
+    [("looks up", "it "), ("of a block", "it cannot be traced with one pair"), ("too long", "more than 4000")],
+)
+def test_function_that_the_kernels_do_not_have_is_unsupported_with_its_reason(name, clause):
+    with pytest.raises(
+        expression.UnsupportedError, match=f"mask_function=.* is not supported by flash_cpu: .*{clause}"
+    ):
+        expression.of_mask(UNSUPPORTED[name])
+
+
+def test_support_names_what_the_function_uses():
+    x = jnp.ones((1, 20, 1, 16))
+    spec = make_spec(x, x, x, mask_function=masks.Where(UNSUPPORTED["looks up"]))
+    found = support(registry.get("flash_cpu"), spec, Target.here())
+    assert not found
+    assert found.reasons[0].endswith("; use backend='chunked'.")
+    assert support(registry.get("chunked"), spec, Target.here())
