@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnsuite.backends import AttentionSpec, Layout, attention, masks
+from attnsuite.backends import AttentionSpec, Layout, Target, attention, masks, registry, support
 from attnsuite.backends.blocks import FULL, PARTIAL, SKIP, classify, pad_layout
 
 pytestmark = pytest.mark.standard
@@ -83,7 +83,11 @@ def test_a_mask_of_a_readers_own_needs_no_line_elsewhere() -> None:
     x = jnp.asarray(np.random.default_rng(0).standard_normal((1, 96, 2, 16)).astype(np.float32))
     seen = jnp.asarray(mask(np.arange(96)[:, None], np.arange(96)[None]))
     want = jax.nn.dot_product_attention(x, x, x, mask=seen[None, None])
-    for backend in ("standard", "chunked"):
+    for backend in (
+        "standard",
+        "chunked",
+        *(["flash_cpu"] if support(registry.get("flash_cpu"), SPEC, Target.here()) else []),
+    ):
         found = attention(x, x, x, mask_function=mask, backend=backend, on_unavailable="raise")
         np.testing.assert_allclose(found, want, atol=2e-6, err_msg=backend)
 
