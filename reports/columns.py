@@ -50,7 +50,8 @@ class Figure:
 
     def on_page(self, group: Group, cell: Cell) -> Value:
         """What a page shows."""
-        return BASELINE if self.relative and cell.record is group.standard else times(self.read(cell), self.scale)
+        is_baseline = self.relative and cell.speed is not None and cell.record is group.standard
+        return BASELINE if is_baseline else times(self.read(cell), self.scale)
 
     def in_file(self, cell: Cell) -> Iterator[tuple[str, Value]]:
         """Names and values of its columns in the CSV file."""

@@ -12,7 +12,7 @@ from attnsuite.suite.shown import is_trusted, shows_memory
 from . import cases
 from .cells import Cell, Group
 from .columns import BASELINE, FIGURES
-from .table import CASE, MIB, MILLI, Column, Table, table
+from .table import CASE, MIB, MILLI, Column, Table, scaled, table
 from .words import Value, code, escape, plural, shorten
 
 _PHASES = {"model_prefill": "prefill ", "model_decode": "decode "}
@@ -55,6 +55,40 @@ def _what_ran(record: Record) -> str | None:
     if record.mode is None or record.resolved is None:
         return None
     return record.resolved if record.devices == 1 else f"{record.resolved}, {record.devices} devices"
+
+
+def in_one(groups: Sequence[Group]) -> Table | None:
+    """A row for each cell that ran: time, ratio, share of the peak, temporary memory, the error nearest its bound."""
+    rows = [_in_one(group, cell) for group in groups for cell in group.cells if cell.record.status != "unsupported"]
+    baselines = dict.fromkeys(kinds.kind_of(group.kind).baseline for group in groups)
+    columns = (
+        CASE,
+        Column("backend", "backend"),
+        *(FIGURES[name].column(baseline=" or ".join(baselines)) for name in _IN_ONE),
+        Column("compiled_temp", MEMORY_METHODS["compiled_temp"]),
+        Column("error", "error / allowed"),
+        Column("ran", "ran"),
+    )
+    return table("in_one", "", columns, rows) if rows else None
+
+
+_IN_ONE = ("median", "time_over_standard", "share_of_matmul_peak")
+
+
+def _in_one(group: Group, cell: Cell) -> dict[str, Value]:
+    record = cell.record
+    errors = [error for error in record.accuracy.values() if error.max_error is not None and error.allowed]
+    ran = {"ok": None if record.mode == "native" else record.mode}.get(record.status, record.status)
+    return {
+        "case": group.case,
+        "backend": cell.label,
+        **{name: FIGURES[name].on_page(group, cell) for name in _IN_ONE},
+        "compiled_temp": scaled(record.memory.get("compiled_temp"), 1 / MIB) if shows_memory(record) else None,
+        "error": max(errors, key=lambda error: (error.max_error or 0.0) / (error.allowed or 1.0), default=None)
+        if record.exact
+        else None,
+        "ran": ran,
+    }
 
 
 def speed(groups: Sequence[Group]) -> tuple[Table, ...]:

@@ -1,14 +1,13 @@
-"""Pages as Markdown: headings, lists and pipe tables (tabulate), with all foreign text escaped."""
+"""Pages as Markdown: headings, lists and pipe tables, with all foreign text escaped."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
-
-from tabulate import tabulate
 
 from .page import Page, Section
 from .table import Table
-from .words import Interval, Value, escape, show
+from .words import Interval, Value, escape, plural, show
 
 _LEFT = (str, bool)
 _LOUD = ("wrong", "oom", "timeout", "crashed", "OUTSIDE", "INVALID")
@@ -17,6 +16,24 @@ _LOUD = ("wrong", "oom", "timeout", "crashed", "OUTSIDE", "INVALID")
 def render(pages: Sequence[Page]) -> str:
     """The Markdown of all pages, one after the other."""
     return "\n\n".join(block for page in pages for block in _page(page)) + "\n"
+
+
+def short(page: Page) -> Page:
+    """The page with its short sections alone; a page that has none is short as a whole."""
+    sections = tuple(section for section in page.sections if section.short)
+    return dataclasses.replace(page, sections=sections or page.sections)
+
+
+def folded(page: Page) -> Page:
+    """The page with what is not short out of sight until it is opened."""
+    return dataclasses.replace(page, sections=tuple(map(_folded, page.sections))) if page.has_short else page
+
+
+def _folded(section: Section) -> Section:
+    if section.short or section.folded or not (section.items or section.tables):
+        return section
+    parts = (len(section.tables), "table") if section.tables else (len(section.items), "line")
+    return dataclasses.replace(section, folded=plural(*parts))
 
 
 def render_table(table: Table) -> str:
@@ -28,8 +45,8 @@ def render_table(table: Table) -> str:
         body.append([_cell(values, previous, place, table) for place in range(len(values))])
         previous = values
     headers = [escape(column.header) for column in table.columns]
-    aligned = ["left" if _is_text(table, column.key) else "right" for column in table.columns]
-    return tabulate(body, headers, tablefmt="pipe", disable_numparse=True, colalign=aligned if body else None)
+    aligned = [":--" if _is_text(table, column.key) else "--:" for column in table.columns]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (headers, aligned, *body))
 
 
 def _page(page: Page) -> Iterable[str]:

@@ -13,7 +13,8 @@ from .table import Table
 class Section:
     """A heading with Markdown paragraphs, Markdown list items, tables, pictures, and command lines.
 
-    With ``folded`` the items and tables are out of sight until a reader opens them by that line.
+    With ``folded`` the items and tables are out of sight until a reader opens them by that line. Sections that are not
+    ``short`` are in ``details.md`` and, folded, in the HTML page; ``report.md`` has the short ones.
     """
 
     key: str
@@ -24,6 +25,7 @@ class Section:
     pictures: tuple[Picture, ...] = ()
     commands: tuple[str, ...] = ()
     folded: str = ""
+    short: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,3 +37,8 @@ class Page:
     subtitle: str
     sections: tuple[Section, ...]
     groups: tuple[Group, ...]
+
+    @property
+    def has_short(self) -> bool:
+        """Whether some sections are short; a page without any is short as a whole."""
+        return any(section.short for section in self.sections)

@@ -1,4 +1,4 @@
-"""Write report.md, report.html, records.csv, report.json and pictures for one run directory or several."""
+"""Write report.md, details.md, report.html, records.csv, report.json and pictures for one run directory or several."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from .pages import compiled, conformance, curves, run, sharded, tuning
 from .read import ReportError, Run, load
 
 REPORT = "report.md"
+DETAILS = "details.md"
 HTML = "report.html"
 # Kinds of records whose page stands alone: their title, and the function of their files (name -> content).
 _ALONE = {
@@ -60,9 +61,12 @@ def _files(runs: Iterable[Run]) -> dict[str, str]:
     pages = tuple(page for found in runs for page in _pages(found))
     pictures = {picture.file: plot.draw(picture) for page in pages for section in page.sections
                 for picture in section.pictures}  # fmt: skip
-    text = markdown.render(pages)
+    written = {REPORT: markdown.render(tuple(map(markdown.short, pages)))}
+    if any(page.has_short for page in pages):
+        written[DETAILS] = markdown.render(pages)
+    text = markdown.render(tuple(map(markdown.folded, pages)))
     return {
-        REPORT: text,
+        **written,
         HTML: html.render(text, "; ".join(page.title for page in pages), pictures),
         "records.csv": files.to_csv(pages),
         "report.json": files.to_json(pages),

@@ -114,7 +114,7 @@ def use_this(shown: Shown) -> Iterator[Section]:
         pictures = plot.against_standard(shown.groups)
         lines = (*answer.unmeasured(shown.records), *answer.installs(shown.records))
         told = (*(f"**{escape(line)}**" for line in lines), told)
-        yield Section("answer", "Use this", told, tuple(reading.headline(shown.groups)), (made,), pictures)
+        yield Section("answer", "Use this", told, tuple(reading.headline(shown.groups)), (made,), pictures, short=True)
 
 
 def in_short(shown: Shown) -> Iterator[Section]:
@@ -122,7 +122,7 @@ def in_short(shown: Shown) -> Iterator[Section]:
     cells = [cell for member in shown.every for cell in member.cells]
     sentences = (*reading.model_quality(shown.groups), *kascade.sentences(shown.own))
     opening = (reading.counts(cells), *(f"**Note.** {escape(note)}" for note in _warnings(shown, cells)))
-    yield Section("in_short", "In short", opening, sentences)
+    yield Section("in_short", "In short", opening, sentences, short=True)
 
 
 def _warnings(shown: Shown, cells: Sequence[Cell]) -> Iterator[str]:
@@ -142,7 +142,7 @@ def _warnings(shown: Shown, cells: Sequence[Cell]) -> Iterator[str]:
 def failed(shown: Shown) -> Iterator[Section]:
     """Cells that ended without a result, or with a wrong one."""
     if items := reading.failed(shown.every):
-        yield Section("failed", "Failed", items=tuple(items))
+        yield Section("failed", "Failed", items=tuple(items), short=True)
 
 
 def notes(shown: Shown) -> Iterator[Section]:
@@ -152,12 +152,10 @@ def notes(shown: Shown) -> Iterator[Section]:
 
 
 def refused(shown: Shown) -> Iterator[Section]:
-    """Why backends ran in no case; folded: every reason, and what ran instead."""
+    """Every reason, and what ran instead."""
     if items := reading.refused(shown.every, shown.numbers):
-        nowhere = "\n".join(f"- {line}" for line in reading.ran_nowhere(shown.every))
         folded = f"All {plural(len(items), 'reason')}, and what ran instead"
-        told = ("Nothing of these ran natively on this page:", nowhere) if nowhere else ()
-        yield Section("refused", "Refused", told, tuple(items), folded=folded)
+        yield Section("refused", "Refused", (), tuple(items), folded=folded)
 
 
 def requested_and_run(shown: Shown) -> Iterator[Section]:
@@ -186,13 +184,15 @@ def one_model(shown: Shown) -> Iterator[Section]:
         "frequencies is what the dense model has to beat, else every row is INVALID. Times are medians of the tables "
         "under Speed, where their intervals are. Kascade's losses are those of its own case, beside its controls."
     )
-    yield Section("checkpoint", f"Backends in {escape(model_table.title(shown.every))}", (told,), tables=(made,))
+    yield Section(
+        "checkpoint", f"Backends in {escape(model_table.title(shown.every))}", (told,), tables=(made,), short=True
+    )
 
 
 def the_guides(shown: Shown) -> Iterator[Section]:
     """The figures of the guides of Kascade, each beside what this run measured of it."""
     if made := kascade_guide.figures(shown.own):
-        yield Section("guides", "The guides' figures", (), (), (made,))
+        yield Section("guides", "The guides' figures", (), (), (made,), short=True)
 
 
 def kascade_gate(shown: Shown) -> Iterator[Section]:
@@ -204,7 +204,7 @@ def kascade_gate(shown: Shown) -> Iterator[Section]:
             "look elsewhere, 1 in 4 where one does. Kascade's row stands only where dense finds everything and "
             "every control is there and fails beyond its interval."
         )
-        yield Section("kascade_gate", "The retrieval gate", (told,), tables=made)
+        yield Section("kascade_gate", "The retrieval gate", (told,), tables=made, short=True)
 
 
 def kascade_quality(shown: Shown) -> Iterator[Section]:
@@ -229,7 +229,7 @@ def kascade_quality(shown: Shown) -> Iterator[Section]:
         yield Section("kascade_quality", "Quality at the same kept fraction", (told,),
                       tuple(f"{code(m.name)}: {escape(m.told)}." for m in METHODS.values()
                             if "kascade_text" in m.kinds and m.name in rows), tables=made,
-                      pictures=pictures)  # fmt: skip
+                      pictures=pictures, short=True)  # fmt: skip
 
 
 def kascade_speed(shown: Shown) -> Iterator[Section]:
@@ -241,7 +241,35 @@ def kascade_speed(shown: Shown) -> Iterator[Section]:
             "where a reuse layer is as much faster as it computes less. Before it is timed, a row has to equal dense "
             "with everything selected. DENSE: the row decided by itself not to run sparse."
         )
-        yield Section("kascade_speed", "Speed of whole stacks", (told,), tables=made)
+        yield Section("kascade_speed", "Speed of whole stacks", (told,), tables=made, short=True)
+
+
+def every_cell(shown: Shown) -> Iterator[Section]:
+    """Speed, memory and accuracy in one table; the others have each in full."""
+    if made := figures.in_one(shown.groups):
+        told = (
+            "Only cells with right numbers show a time. A ratio below 1 is less time than that of the baseline in the "
+            "same rounds; an interval that includes 1 shows no measurable difference. Memory is what the compiled "
+            "program allocates beside arguments and results. The error is the largest one against float64, relative to "
+            "the largest value, beside what is allowed."
+        )
+        yield Section("in_one", "Speed, memory and accuracy", (told,), tables=(made,), short=True)
+
+
+def without(shown: Shown) -> Iterator[Section]:
+    """One line for each backend that ran nowhere: why, or what would make it run."""
+    if lines := reading.ran_nowhere(shown.every):
+        yield Section("without", "Did not run", items=tuple(lines), short=True)
+
+
+def elsewhere(shown: Shown) -> Iterator[Section]:
+    """Where the rest is."""
+    told = (
+        "details.md and report.html have every table (rates, memory by method, each tensor's error, programs, model "
+        "quality, every cell with its reasons), the environment and the method; records.csv and report.json have the "
+        "same as data."
+    )
+    yield Section("elsewhere", "More", (told,), short=True)
 
 
 def speed(shown: Shown) -> Iterator[Section]:
@@ -271,7 +299,7 @@ def against_peers(shown: Shown) -> Iterator[Section]:
         "and judged by the same oracle. Unthrottled: with the vendor check of PyTorch's math library lifted, which "
         "slows it on processors that are not Intel's."
     )
-    yield Section("peers", "Against peers", (told,), tables=made)
+    yield Section("peers", "Against peers", (told,), tables=made, short=True)
 
 
 def over_length(shown: Shown) -> Iterator[Section]:
@@ -283,7 +311,7 @@ def over_length(shown: Shown) -> Iterator[Section]:
         "FLOP/s by formula, of visible pairs only, so that causal attention done in full stays low. The dashed line is "
         "the matmul rate measured on this machine in the same dtype."
     )
-    yield Section("over_length", "Speed over length", (told,), pictures=found)
+    yield Section("over_length", "Speed over length", (told,), pictures=found, short=True)
 
 
 def map_of_winners(shown: Shown) -> Iterator[Section]:
@@ -295,7 +323,7 @@ def map_of_winners(shown: Shown) -> Iterator[Section]:
         "The first column of \u201cUse this\u201d as a map. A hatched square names two backends: the rounds of this "
         "run do not tell which of them is faster. A square without a color was not timed."
     )
-    yield Section("winners", "Map of winners", (told,), pictures=found)
+    yield Section("winners", "Map of winners", (told,), pictures=found, short=True)
 
 
 def memory(shown: Shown) -> Iterator[Section]:
@@ -364,7 +392,7 @@ def reproduce(shown: Shown) -> Iterator[Section]:
     revision = shown.records[0].environment.get("git_revision")
     at = f"At git revision {code(revision)}:" if revision else "The git revision is not recorded. The command:"
     command = command_line(["attnsuite", "run", *_words(shown.manifest, shown.suites)])
-    yield Section("reproduce", "Reproduce", (at,), commands=(command,))
+    yield Section("reproduce", "Reproduce", (at,), commands=(command,), short=True)
 
 
 def _words(manifest: RunManifest | None, suites: str) -> list[str]:
@@ -394,6 +422,8 @@ SECTIONS: tuple[Callable[[Shown], Iterable[Section]], ...] = (
     kascade_gate,
     kascade_quality,
     kascade_speed,
+    every_cell,
+    without,
     speed,
     against_peers,
     memory,
@@ -406,4 +436,5 @@ SECTIONS: tuple[Callable[[Shown], Iterable[Section]], ...] = (
     where,
     method,
     reproduce,
+    elsewhere,
 )

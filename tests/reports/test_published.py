@@ -40,9 +40,15 @@ PAGES = {
 @pytest.mark.parametrize("name", PAGES)
 def test_page_is_rendered_again_the_same(name, tmp_path):
     reports.render(PUBLISHED / name, *(PUBLISHED / other for other in PAGES[name]), out=tmp_path)
-    fresh = (tmp_path / "report.md").read_text(encoding="utf-8")
-    assert fresh == (PUBLISHED / name / "report.md").read_text(encoding="utf-8")
+    for page in ("report.md", "details.md"):
+        fresh = (tmp_path / page).read_text(encoding="utf-8")
+        assert fresh == (PUBLISHED / name / page).read_text(encoding="utf-8")
     assert {p.name for p in tmp_path.glob("*.svg")} == {p.name for p in (PUBLISHED / name).glob("*.svg")}
+
+
+@pytest.mark.parametrize("name", ["cpu-amd-epyc", "cpu-intel-xeon"])
+def test_page_of_quick_is_short(name):
+    assert (PUBLISHED / name / "report.md").stat().st_size <= 15_000
 
 
 def test_every_folder_with_records_has_its_page():

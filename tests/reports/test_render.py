@@ -14,7 +14,7 @@ from attnsuite.suite.store import CompileManifest, RunManifest
 
 SECRET = 0.0123457  # seconds; shows up as 12.3 wherever a speed leaks
 KVAX_REASON = "kvax: needs a CUDA device; this target is cpu."
-FILES = ("report.md", "report.html", "records.csv", "report.json")
+FILES = ("report.md", "details.md", "report.html", "records.csv", "report.json")
 
 
 def outputs(folder):
@@ -58,6 +58,22 @@ def test_cell_without_a_right_native_result_shows_no_speed_anywhere(record, writ
     assert [row["backend"] for row in json_table(written["report.json"], "speed_op_forward")] == ["standard"]
 
 
+def test_short_page_has_a_row_for_each_cell_that_ran_and_the_rest_is_in_details(record, write_run):
+    interpreted = record("splash", mode="interpret")
+    refused = record("cudnn", resolved=None, mode=None, status="unsupported", samples=(), reasons=("cudnn: no GPU.",))
+    written = outputs(write_run(record(), record("chunked", status="timeout", error="stopped"), interpreted, refused))
+    table = section(written["report.md"], "Speed, memory and accuracy")
+    rows = [[cell.strip() for cell in line.split("|")[2:-1]] for line in table.splitlines() if line.startswith("|")]
+    assert [(row[0], row[-1]) for row in rows[2:]] == [
+        *(("standard", "\u2013"), ("chunked", "**timeout**"), ("splash", "interpret")),
+    ]
+    assert section(written["report.md"], "Did not run").strip() == "- `cudnn`: no GPU."
+    for title in ("Accuracy", "Environment", "Requested and run"):
+        assert f"\n## {title}\n" not in written["report.md"]
+        assert f"\n## {title}\n" in written["details.md"]
+        assert f">{title}</h2>" in written["report.html"]
+
+
 def test_native_cell_shows_its_speed_everywhere(record, write_run):
     written = outputs(write_run(record(), record("chunked", samples=(SECRET,) * 10)))
     assert all("12.3" in written[name] for name in ("report.md", "report.html", "report.json"))
@@ -67,14 +83,14 @@ def test_native_cell_shows_its_speed_everywhere(record, write_run):
 def test_wrong_cell_shows_its_error_and_no_memory(record, write_run):
     wrong = record("chunked", status="wrong", error="out: outside of what is allowed")
     written = outputs(write_run(record(), wrong))
-    assert "out: outside of what is allowed" in section(written["report.md"], "Failed")
-    assert "chunked" not in section(written["report.md"], "Memory")
+    assert "out: outside of what is allowed" in section(written["details.md"], "Failed")
+    assert "chunked" not in section(written["details.md"], "Memory")
     row = next(row for row in rows_of(written["records.csv"]) if row["requested"] == "chunked")
     assert row["compiled_temp_bytes"] == ""
 
 
 def test_interpreted_cell_shows_accuracy_and_no_memory(record, write_run):
-    text = outputs(write_run(record(), record("splash", mode="interpret")))["report.md"]
+    text = outputs(write_run(record(), record("splash", mode="interpret")))["details.md"]
     assert "splash" in section(text, "Accuracy")
     assert "splash" not in section(text, "Memory")
     assert "splash" not in section(text, "Speed")
@@ -83,8 +99,8 @@ def test_interpreted_cell_shows_accuracy_and_no_memory(record, write_run):
 def test_fallback_goes_under_the_name_of_what_ran(record, write_run):
     fallback = record("kvax", resolved="chunked", mode="fallback", reasons=(KVAX_REASON,))
     written = outputs(write_run(record(), fallback))
-    assert "chunked (for kvax)" in section(written["report.md"], "Speed")
-    assert "| kvax" not in section(written["report.md"], "Speed")
+    assert "chunked (for kvax)" in section(written["details.md"], "Speed")
+    assert "| kvax" not in section(written["details.md"], "Speed")
 
 
 def test_reason_is_told_once_with_its_backends_and_cases(record, write_run):
@@ -93,7 +109,9 @@ def test_reason_is_told_once_with_its_backends_and_cases(record, write_run):
         record("kvax", resolved="standard", mode="fallback", reasons=(KVAX_REASON,), case=c.case, problem=c.problem)
         for c in cells
     ]
-    text = outputs(write_run(*cells, *refused))["report.md"]
+    written = outputs(write_run(*cells, *refused))
+    text = written["details.md"]
+    assert written["report.md"].count("needs a CUDA device") == 1
     assert text.count("needs a CUDA device") == 2  # in the short list, and with its cases
     assert "**R1** `kvax` in every case: needs a CUDA device; this target is cpu." in text
     assert section(text, "Requested and run").count("R1 ") == 3
@@ -121,7 +139,7 @@ def test_pipe_newline_and_html_in_foreign_text_stay_text(record, write_run):
     evil = "needs a | b\nand <script>alert(1)</script> `tick` *star* [link](http://example.com)"
     odd = record("kvax", resolved=None, mode=None, status="unsupported", reasons=(evil,), error=evil, samples=())
     written = outputs(write_run(record(), odd))
-    table = [line for line in section(written["report.md"], "Requested and run").splitlines() if line.startswith("|")]
+    table = [line for line in section(written["details.md"], "Requested and run").splitlines() if line.startswith("|")]
     bars = {line.replace("\\|", "").count("|") for line in table}
     assert len(bars) == 1
     assert "<script>alert" not in written["report.html"]
@@ -223,7 +241,7 @@ MANIFEST = RunManifest(
 def test_record_notes_and_command_are_told(record, write_run):
     run = write_run(record(notes=("accuracy was judged at S=2048",)))
     (run / "run.json").write_text(json.dumps(dataclasses.asdict(MANIFEST)), encoding="utf-8")
-    text = outputs(run)["report.md"]
+    text = outputs(run)["details.md"]
     assert "causal: accuracy was judged at S=2048" in section(text, "Notes on cells")
     command = "    attnsuite run --suite 'my  suite.toml' --backends standard,chunked --cases a,b --tile-size 64\n"
     assert command in section(text, "Reproduce")
