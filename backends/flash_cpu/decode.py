@@ -26,7 +26,7 @@ from llvmlite import ir
 
 from . import elements, rows
 from .emit import Function, Value, aligned, f32, i32, i64, ptr, vector
-from .forward import fits
+from .forward import UNSEEN_TOP, fits
 from .handler import Dims, Operand, Phase, Program, State
 from .isa import Isa
 from .products import split
@@ -42,6 +42,7 @@ class DecodeKernel:
     """What a decode kernel is compiled for.
 
     ``side_by_side``: keys and values lie ``[B, S, K, D]`` with so many KV heads; 0: they lie ``[B, K, S, D]``.
+    ``sums``: each row's maximum and sum are results too, as in the forward pass. ``out_dtype`` is the output's.
     """
 
     dtype: str
@@ -50,6 +51,8 @@ class DecodeKernel:
     soft_cap: bool
     rows_per_tile: int
     side_by_side: int
+    out_dtype: str
+    sums: bool = False
 
     @property
     def operands(self) -> tuple[Operand, ...]:
@@ -70,9 +73,11 @@ class DecodeKernel:
 
     @property
     def results(self) -> tuple[Operand, ...]:
-        """Output and scratch memory."""
+        """Output, where asked for maximum and sum per row, and scratch memory."""
+        sums = ("top", "total") if self.sums else ()
         return (
-            Operand("out", self.dtype, ("B", "T", "N", self.value_head_dim)),
+            Operand("out", self.out_dtype, ("B", "T", "N", self.value_head_dim)),
+            *(Operand(name, "float32", ("B", "T", "N")) for name in sums),
             Operand("scratch", "uint8", ("bytes",)),
         )
 
@@ -572,8 +577,8 @@ def emit_join(module: ir.Module, buffers: Buffers, state: State) -> ir.Function:
     A row that saw something that is not finite is NaN throughout.
     """
     isa, kernel = buffers.isa, buffers.kernel
-    write = rows.write_row(module, isa, "write_out", kernel.dtype, kernel.value_head_dim)
-    size, type_ = elements.SIZE[kernel.dtype], vector(f32, isa.lanes)
+    write = rows.write_row(module, isa, "write_out", kernel.out_dtype, kernel.value_head_dim)
+    size, type_ = elements.SIZE[kernel.out_dtype], vector(f32, isa.lanes)
     top_at, total_at = buffers.value_width, buffers.value_width + 1
     with Function(module, "join_item", [ptr, ptr, i64]) as (e, (s, _, head)):
         dims = state.dims(s)
@@ -602,7 +607,11 @@ def emit_join(module: ir.Module, buffers: Buffers, state: State) -> ir.Function:
             with e.loop(0, buffers.value_width, isa.lanes) as d:
                 x = row.at(d, 4).load(type_)
                 doubt.set(doubt() + (x - x))
-            factor = e.select(total().equals(0.0), e.const(f32, 0.0), e.const(f32, 1.0) / total() + e.add_up(doubt()))
+            lost, unseen = e.add_up(doubt()), total().equals(0.0)
+            factor = e.select(unseen, e.const(f32, 0.0), e.const(f32, 1.0) / total() + lost)
+            if kernel.sums:
+                state.pointer(s, "data:top").at(place, 4).store(e.select(unseen, e.const(f32, UNSEEN_TOP), top()))
+                state.pointer(s, "data:total").at(place, 4).store(e.select(unseen, e.const(f32, 1.0), total() + lost))
             e.run(write, row, state.pointer(s, "data:out").at(place * kernel.value_head_dim, size), factor)
         e.ret()
     return e.function

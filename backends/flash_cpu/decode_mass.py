@@ -39,7 +39,7 @@ class DecodeMass:
     @property
     def results(self) -> tuple[Operand, ...]:
         """The mass of every unit, with values the output, and scratch memory."""
-        out, scratch = self.kernel.results
+        out, scratch = self.kernel.results  # it has no sums
         mass = Operand("mass", "float32", ("B", "K", "P"))
         return (mass, out, scratch) if self.kernel.value_head_dim else (mass, scratch)
 

@@ -57,7 +57,7 @@ def _forward_and_backward(isa, spoilt):
 def _decode(isa, spoilt):
     spec = _spec(12)
     query, key, value, _ = _arrays(12, spoilt)
-    return (calls.Calls(spec, isa).decode(query, key, value, visibility(spec, _layout(12))),)
+    return calls.Calls(spec, isa).decode(query, key, value, visibility(spec, _layout(12)))
 
 
 @pytest.fixture(params=ISAS, ids=lambda isa: isa.name)
