@@ -17,7 +17,8 @@ from ..devices import usable_cores
 from ..manual_axes import varying
 from . import backward, decode, expression, forward, handler, targets
 from .added import Arrays
-from .decode import DecodeKernel
+from .backward_buffers import BLOCK_KEYS as BACKWARD_KEYS
+from .decode_buffers import MOST_ROWS_PER_TILE, DecodeKernel
 from .decode_listed import DecodeListed
 from .decode_mass import DecodeMass
 from .expression import Expression
@@ -204,7 +205,7 @@ class Calls:
 
     def _decode_kernel(self, value_head_dim: int) -> DecodeKernel:
         spec = self.spec
-        tile = min(spec.query_length * spec.group_size, decode.MOST_ROWS_PER_TILE)
+        tile = min(spec.query_length * spec.group_size, MOST_ROWS_PER_TILE)
         soft_cap = spec.logits_soft_cap is not None
         out, sums = self.kernel.out_dtype, spec.return_log_sum_exp or spec.has_sinks
         return DecodeKernel(spec.dtype, spec.head_dim, value_head_dim, soft_cap, tile, self._side_by_side, out, sums)
@@ -289,7 +290,7 @@ class Calls:
             heads = bias.shape[0] * (1 if bias.shape[1] == 1 else self.spec.num_kv_heads)
             if bias.shape[3] == 1:  # all keys add to one number
                 return 1
-        most = max(1, min(threads, -(-self.spec.key_value_length // backward.BLOCK_KEYS)))
+        most = max(1, min(threads, -(-self.spec.key_value_length // BACKWARD_KEYS)))
         even = (p for p in range(1, most + 1) if heads * p >= 2 * threads or heads * p % threads == 0)
         return next(even, most)
 

@@ -13,7 +13,9 @@ from typing import Any
 
 from llvmlite import ir
 
-from .decode import Buffers, DecodeKernel, Walk, emit_join, exp2_scalar
+from .decode import Walk, emit_join
+from .decode_buffers import Buffers, DecodeKernel
+from .decode_parts import exp2_scalar
 from .emit import Function, f32, i64, ptr
 from .forward import fits
 from .handler import Dims, Operand, Phase, Program, State
