@@ -123,7 +123,7 @@ def test_step_with_sinks_or_a_log_sum_exp_takes_the_decode_kernel(monkeypatch, m
     monkeypatch.setattr(Calls, "forward", not_asked)
     rng = np.random.default_rng(0)
     query, key = (jnp.asarray(rng.standard_normal((2, n, 4, 32)), jnp.float32) for n in (1, 300))
-    sinks = jnp.linspace(-1.0, 2.0, 4) if has_sinks else None
+    sinks = jnp.linspace(-1.0, 2.0, 4) if "sinks" in more else None
     results = (
         attention(
             query, key, key, sinks=sinks, needs_grad=False, return_log_sum_exp="log_sum_exp" in more, backend=name
