@@ -27,6 +27,9 @@ from .isa import Isa
 _TYPES = {"float32": f32, "int32": i32, "bool": i1}
 MOST = 4000  # operations: LLVM takes about a second for so many
 
+# Primitives that are a function and no more, and the parameter that holds its jaxpr. A loop has one too.
+_CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr"}
+
 Operand = int | tuple[float | int | bool, str]  # the number of an earlier value (arguments first), or a constant
 
 
@@ -104,8 +107,8 @@ def _inlined(jaxpr: Any, consts: Any, given: list[Operand], first: int, steps: l
 
     for eqn in jaxpr.eqns:
         name, operands = eqn.primitive.name, [read(x) for x in eqn.invars]
-        inner = next((eqn.params[key] for key in ("jaxpr", "call_jaxpr") if key in eqn.params), None)
-        if inner is not None and hasattr(inner, "consts"):
+        if name in _CALLS:
+            inner = eqn.params[_CALLS[name]]
             values |= dict(zip(eqn.outvars, _inlined(inner.jaxpr, inner.consts, operands, first, steps), strict=True))
             continue
         aval = eqn.outvars[0].aval
