@@ -76,7 +76,8 @@ def _named(field: str, function: Any, *traced: Any) -> Expression:
 
 def _traced(function: Any, arguments: tuple[str, ...], results: tuple[str, ...]) -> Expression:
     try:
-        closed = jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct((), jnp.dtype(x)) for x in arguments))
+        with jax.enable_x64(new_val=False):  # the kernels compute in 32 bits, whatever a Python number becomes
+            closed = jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct((), jnp.dtype(x)) for x in arguments))
     except Exception as error:  # the function is the user's: whatever it raises for a scalar
         first = str(error).splitlines()[:1] or [type(error).__name__]
         raise UnsupportedError(f"cannot be traced with one pair ({first[0]})") from error

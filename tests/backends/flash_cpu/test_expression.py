@@ -108,6 +108,16 @@ def test_function_that_the_kernels_do_not_have_is_unsupported_with_its_reason(na
         expression.of_mask(UNSUPPORTED[name])
 
 
+def test_function_means_the_same_where_python_numbers_are_of_64_bits():
+    def softer(score, batch, head, query, key):
+        return score / (1 + 0.01 * jnp.abs(query - key))
+
+    with jax.numpy_dtype_promotion("standard"):
+        code = expression.of_score(softer)
+        with jax.enable_x64(new_val=True):
+            assert expression.of_score(softer) == code
+
+
 def test_support_names_what_the_function_uses():
     x = jnp.ones((1, 20, 1, 16))
     spec = make_spec(x, x, x, mask_function=masks.Where(UNSUPPORTED["looks up"]))
