@@ -25,6 +25,8 @@ MASKED = AttentionSpec(
     batch=1, query_length=64, key_value_length=64, num_heads=2, num_kv_heads=2, head_dim=64, has_mask=True
 )
 DILATED = dataclasses.replace(LONG, mask_function=masks.Dilated(2))
+KINDS = jnp.arange(256) % 3
+LOOKED_UP = dataclasses.replace(LONG, mask_function=masks.Where(lambda q, k: KINDS[q] == KINDS[k]))
 WIDE = dataclasses.replace(LONG, dtype="float64")
 
 # (request, spec) -> (what runs, its mode, words that the reasons must contain)
@@ -33,13 +35,14 @@ EXPECTED = [
     ("auto", SHORT, "flash_cpu", "native", ()),
     ("auto", DECODE, "flash_cpu", "native", ()),
     ("auto", MASKED, "flash_cpu", "native", ()),
-    ("auto", DILATED, "chunked", "native", ("flash_cpu:", "mask_function")),
+    ("auto", DILATED, "flash_cpu", "native", ()),
+    ("auto", LOOKED_UP, "chunked", "native", ("flash_cpu:", "mask_function", "holds an array int32[256]")),
     ("standard", LONG, "standard", "native", ()),
     ("chunked", LONG, "chunked", "native", ()),
     ("chunked", WIDE, "standard", "fallback", ("chunked:", "float64", "flash_cpu:")),
     ("cudnn", LONG, "flash_cpu", "fallback", ("cudnn:", "NVIDIA GPUs")),
     ("cudnn", MASKED, "flash_cpu", "fallback", ("cudnn:", "NVIDIA GPUs")),
-    ("cudnn", DILATED, "chunked", "fallback", ("cudnn:", "NVIDIA GPUs", "flash_cpu:", "mask_function")),
+    ("cudnn", LOOKED_UP, "chunked", "fallback", ("cudnn:", "NVIDIA GPUs", "flash_cpu:", "mask_function")),
 ]
 
 

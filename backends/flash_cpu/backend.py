@@ -136,14 +136,7 @@ class FlashCpu:
             return dataclasses.replace(short, notes=(*short.notes, _SHORT_NOTE))
         calls, seen = Calls(spec, _isa(given["isa"], spec)), visibility(spec, layout)
         if by_decode:
-            return Plan(
-                forward_only(
-                    lambda query, key, value, _, carry: (
-                        calls.decode(query, key, _values(spec, key, value), seen),
-                        carry,
-                    )
-                )
-            )
+            return Plan(forward_only(functools.partial(_step, calls, seen)))
         differentiable, traced = _differentiable(calls, seen)
 
         operands = functools.partial(_extra, spec, layout, seen, mask)
@@ -151,8 +144,7 @@ class FlashCpu:
         def attend(
             query: Array, key: Array, value: Array | None, layer: int | None, carry: Carry, terms: Terms = NO_TERMS
         ) -> tuple[Any, Carry]:
-            sunk = None if terms.sinks is None else jnp.asarray(terms.sinks)
-            return differentiable(query, key, _values(spec, key, value), sunk, operands(terms), traced), carry
+            return differentiable(query, key, _values(spec, key, value), _sunk(terms), operands(terms), traced), carry
 
         return Plan(attend)
 
@@ -190,6 +182,46 @@ class FlashCpu:
 def _values(spec: AttentionSpec, key: Array, value: Array | None) -> Array:
     """The values; those that are a part of the keys are copied out."""
     return key[..., : spec.value_head_dim] if value is None else value
+
+
+def _step(
+    calls: Calls,
+    seen: Visibility,
+    query: Array,
+    key: Array,
+    value: Array | None,
+    layer: int | None,
+    carry: Carry,
+    terms: Terms = NO_TERMS,
+) -> tuple[Any, Carry]:
+    """A plan's ``attend``, by the decode kernel."""
+    del layer
+    spec, sunk = calls.spec, _sunk(terms)
+    merged = calls if sunk is None else dataclasses.replace(calls, float32_results=True)
+    found = merged.decode(query, key, _values(spec, key, value), seen)
+    if not (spec.return_log_sum_exp or spec.has_sinks):
+        return found[0], carry
+    out, top, total = _with_sinks(sunk, (found[0], found[1], found[2]))[0]
+    return _result(calls, out, top, total), carry
+
+
+def _sunk(terms: Terms) -> Array | None:
+    return None if terms.sinks is None else jnp.asarray(terms.sinks)
+
+
+def _with_sinks(sunk: Array | None, found: Seen) -> tuple[Seen, Array | None]:
+    """Output and a kernel's two numbers over keys and sinks; with sinks also which rows see no key."""
+    if sunk is None:
+        return found, None
+    of_keys = _natural(*found)
+    out, top, rest = put_together(of_keys, sinks.part(sunk, of_keys))
+    return (out, *of_two(top, rest)), found[1] == UNSEEN_TOP
+
+
+def _result(calls: Calls, out: Array, top: Array, total: Array) -> Any:
+    """What a plan returns: the output, and the log-sum-exp where the spec asks for it."""
+    out = out.astype(calls.kernel.out_dtype)
+    return (out, _log_sum_exp(top, total, -math.inf)) if calls.spec.return_log_sum_exp else out
 
 
 def _extra(
@@ -286,20 +318,12 @@ def _differentiable(calls: Calls, seen: Visibility) -> tuple[Callable[..., Any],
         traced: Visibility | None,
     ) -> tuple[Seen, Array | None]:
         """Output and a kernel's two numbers; with sinks a float32 output, and which rows see no key."""
-        if sunk is None:
-            return calls.forward(query, key, value, traced or seen, extra), None
-        found = unrounded.forward(query, key, value, traced or seen, extra)
-        of_keys = _natural(*found)
-        out, top, rest = put_together(of_keys, sinks.part(sunk, of_keys))
-        return (out, *of_two(top, rest)), found[1] == UNSEEN_TOP
-
-    def result(out: Array, top: Array, total: Array) -> Any:
-        out = out.astype(calls.kernel.out_dtype)
-        return (out, _log_sum_exp(top, total, -math.inf)) if calls.spec.return_log_sum_exp else out
+        by = calls if sunk is None else unrounded
+        return _with_sinks(sunk, by.forward(query, key, value, traced or seen, extra))
 
     @jax.custom_vjp
     def attend(*operands: Any) -> Any:
-        return result(*compute(calls, *operands)[0])
+        return _result(calls, *compute(calls, *operands)[0])
 
     def forward(*operands: Any) -> tuple[Any, Any]:
         if not calls.spec.needs_grad:
@@ -309,7 +333,7 @@ def _differentiable(calls: Calls, seen: Visibility) -> tuple[Callable[..., Any],
         if lost is not None and not _float32_gradients(calls.spec):
             lost = lost.astype(jnp.bfloat16)
         out = out.astype(calls.kernel.out_dtype)
-        return result(out, top, total), (operands, (out, lost, top, total), unseen)
+        return _result(calls, out, top, total), (operands, (out, lost, top, total), unseen)
 
     def backward(residuals: Any, cotangents: Any) -> Any:
         (query, key, value, sunk, extra, traced), (out, lost, top, total), unseen = residuals

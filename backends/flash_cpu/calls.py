@@ -17,7 +17,8 @@ from ..devices import usable_cores
 from ..manual_axes import varying
 from . import backward, decode, expression, forward, handler, targets
 from .added import Arrays
-from .decode import DecodeKernel
+from .backward_buffers import BLOCK_KEYS as BACKWARD_KEYS
+from .decode_buffers import MOST_ROWS_PER_TILE, DecodeKernel
 from .decode_listed import DecodeListed
 from .decode_mass import DecodeMass
 from .expression import Expression
@@ -204,9 +205,10 @@ class Calls:
 
     def _decode_kernel(self, value_head_dim: int) -> DecodeKernel:
         spec = self.spec
-        tile = min(spec.query_length * spec.group_size, decode.MOST_ROWS_PER_TILE)
+        tile = min(spec.query_length * spec.group_size, MOST_ROWS_PER_TILE)
         soft_cap = spec.logits_soft_cap is not None
-        return DecodeKernel(spec.dtype, spec.head_dim, value_head_dim, soft_cap, tile, self._side_by_side)
+        out, sums = self.kernel.out_dtype, spec.return_log_sum_exp or spec.has_sinks
+        return DecodeKernel(spec.dtype, spec.head_dim, value_head_dim, soft_cap, tile, self._side_by_side, out, sums)
 
     def decode_mass(
         self, query: Array, key: Array, value: Array | None, seen: Visibility, unit: int
@@ -227,18 +229,19 @@ class Calls:
         mass, *out = self._call("decode_mass", this, results, query, *cache, *seen.arrays, self.numbers)[:-1]
         return mass, out[0] if out else None
 
-    def decode(self, query: Array, key: Array, value: Array, seen: Visibility) -> Float[Array, "b t n v"]:
-        """The output of a few query rows."""
+    def decode(self, query: Array, key: Array, value: Array, seen: Visibility) -> tuple[Array, ...]:
+        """The output of a few query rows; for a spec with a log-sum-exp or sinks all results of :meth:`forward`."""
 
         def of_share(spec: AttentionSpec, query: Array, key: Array, value: Array, *arrays: Any) -> Any:
             own, (seen, _) = dataclasses.replace(self, spec=spec), _given({}, arrays)
-            return (own.decode_here(query, key, value, seen),)
+            return own.decode_here(query, key, value, seen)
 
         cache = ("bksh", "bksv") if self.spec.kv_layout == "HND" else _QKV[1:]
         operands = (query, key, value, *seen.arrays)
-        return by_shares(of_share, self.spec, operands, ("btnh", *cache, *_SEEN), ("btnv",))[0]
+        results = _FOUND if self._decode_kernel(0).sums else _FOUND[:1]
+        return by_shares(of_share, self.spec, operands, ("btnh", *cache, *_SEEN), results)
 
-    def decode_here(self, query: Array, key: Array, value: Array, seen: Visibility) -> Float[Array, "b t n v"]:
+    def decode_here(self, query: Array, key: Array, value: Array, seen: Visibility) -> tuple[Array, ...]:
         """:meth:`decode` on one device."""
         kernel = self._decode_kernel(self.spec.value_head_dim or 0)
         return self._decode("decode", kernel, kernel, self.spec.key_value_length, (query, key, value), seen)
@@ -249,18 +252,19 @@ class Calls:
         """The output of a few query rows that attend to the listed units of ``unit`` keys; -1 behind the last."""
         kernel = self._decode_kernel(self.spec.value_head_dim or 0)
         this, keys = DecodeListed(kernel, unit), listed.shape[-1] * unit
-        return self._decode("decode_listed", this, kernel, keys, (query, key, value), seen, listed)
+        return self._decode("decode_listed", this, kernel, keys, (query, key, value), seen, listed)[0]
 
     def _decode(
         self, kind: str, this: Any, kernel: DecodeKernel, keys: int, operands: Any, seen: Visibility, *more: Array
-    ) -> Array:
+    ) -> tuple[Array, ...]:
         query, key, value = operands
         ranges = self._ranges(keys)
         size = handler.scratch_bytes(*decode.scratch(self.isa, kernel, self._sizes(seen, P=ranges)), self.threads)
-        out = jax.ShapeDtypeStruct((*query.shape[:3], kernel.value_head_dim), self.spec.dtype)
-        results = (out, jax.ShapeDtypeStruct((size,), jnp.uint8))
+        out = jax.ShapeDtypeStruct((*query.shape[:3], kernel.value_head_dim), kernel.out_dtype)
+        sums = (self._per_row(), self._per_row()) if kernel.sums else ()
+        results = (out, *sums, jax.ShapeDtypeStruct((size,), jnp.uint8))
         arguments = (query, key, value, *seen.arrays, self.numbers, jnp.zeros((1, ranges), jnp.float32), *more)
-        return self._call(kind, this, results, *arguments)[0]
+        return tuple(self._call(kind, this, results, *arguments)[:-1])
 
     def _ranges(self, keys: int) -> int:
         """Ranges of an item's ``keys``: several for every thread, and none so short that its overhead shows."""
@@ -286,7 +290,7 @@ class Calls:
             heads = bias.shape[0] * (1 if bias.shape[1] == 1 else self.spec.num_kv_heads)
             if bias.shape[3] == 1:  # all keys add to one number
                 return 1
-        most = max(1, min(threads, -(-self.spec.key_value_length // backward.BLOCK_KEYS)))
+        most = max(1, min(threads, -(-self.spec.key_value_length // BACKWARD_KEYS)))
         even = (p for p in range(1, most + 1) if heads * p >= 2 * threads or heads * p % threads == 0)
         return next(even, most)
 
@@ -301,7 +305,7 @@ def is_decode(spec: AttentionSpec) -> bool:
     """
     few = spec.query_length <= DECODE_QUERIES and spec.query_length * spec.group_size <= DECODE_ROWS
     one_document = spec.query_length == 1 or not spec.has_segment_ids
-    more = spec.needs_grad or spec.return_log_sum_exp or spec.has_sinks or spec.has_bias or spec.has_alibi
+    more = spec.needs_grad or spec.has_bias or spec.has_alibi
     more = more or spec.score_function is not None or not by_interval(spec)
     return few and one_document and not more
 

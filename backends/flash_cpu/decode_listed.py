@@ -10,7 +10,8 @@ import dataclasses
 
 from llvmlite import ir
 
-from .decode import Buffers, DecodeKernel, Walk, emit_join
+from .decode import Walk, emit_join
+from .decode_buffers import Buffers, DecodeKernel
 from .emit import Function, i32, i64, ptr
 from .forward import fits
 from .handler import Operand, Phase, Program, State

@@ -13,7 +13,9 @@ from typing import Any
 
 from llvmlite import ir
 
-from .decode import Buffers, DecodeKernel, Walk, emit_join, exp2_scalar
+from .decode import Walk, emit_join
+from .decode_buffers import Buffers, DecodeKernel
+from .decode_parts import exp2_scalar
 from .emit import Function, f32, i64, ptr
 from .forward import fits
 from .handler import Dims, Operand, Phase, Program, State
@@ -39,7 +41,7 @@ class DecodeMass:
     @property
     def results(self) -> tuple[Operand, ...]:
         """The mass of every unit, with values the output, and scratch memory."""
-        out, scratch = self.kernel.results
+        out, scratch = self.kernel.results  # it has no sums
         mass = Operand("mass", "float32", ("B", "K", "P"))
         return (mass, out, scratch) if self.kernel.value_head_dim else (mass, scratch)
 

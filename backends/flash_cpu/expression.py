@@ -27,6 +27,9 @@ from .isa import Isa
 _TYPES = {"float32": f32, "int32": i32, "bool": i1}
 MOST = 4000  # operations: LLVM takes about a second for so many
 
+# Primitives that are a function and no more, and the parameter that holds its jaxpr. A loop has one too.
+_CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr"}
+
 Operand = int | tuple[float | int | bool, str]  # the number of an earlier value (arguments first), or a constant
 
 
@@ -73,7 +76,8 @@ def _named(field: str, function: Any, *traced: Any) -> Expression:
 
 def _traced(function: Any, arguments: tuple[str, ...], results: tuple[str, ...]) -> Expression:
     try:
-        closed = jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct((), jnp.dtype(x)) for x in arguments))
+        with jax.enable_x64(new_val=False):  # the kernels compute in 32 bits, whatever a Python number becomes
+            closed = jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct((), jnp.dtype(x)) for x in arguments))
     except Exception as error:  # the function is the user's: whatever it raises for a scalar
         first = str(error).splitlines()[:1] or [type(error).__name__]
         raise UnsupportedError(f"cannot be traced with one pair ({first[0]})") from error
@@ -104,8 +108,8 @@ def _inlined(jaxpr: Any, consts: Any, given: list[Operand], first: int, steps: l
 
     for eqn in jaxpr.eqns:
         name, operands = eqn.primitive.name, [read(x) for x in eqn.invars]
-        inner = next((eqn.params[key] for key in ("jaxpr", "call_jaxpr") if key in eqn.params), None)
-        if inner is not None and hasattr(inner, "consts"):
+        if name in _CALLS:
+            inner = eqn.params[_CALLS[name]]
             values |= dict(zip(eqn.outvars, _inlined(inner.jaxpr, inner.consts, operands, first, steps), strict=True))
             continue
         aval = eqn.outvars[0].aval

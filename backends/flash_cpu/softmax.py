@@ -126,9 +126,11 @@ def softmax(
                 place = of(scores.at(k * queries, 4), v)
                 x = place.load(type_)
                 x = capped(e, isa, x, numbers) if soft_cap else x
-                if modify is not None:
+                term = of(to_add[0].at(k * queries, 4), v).load(type_) if added else None
+                if modify is not None and term is not None:
                     x, _ = modify(e, x, factor, of_rows[0], v, position.at(k, 4).load(i32))
-                x = _plus(e, x, scale, of(to_add[0].at(k * queries, 4), v).load(type_)) if added else x
+                    x = e.select(term <= HIDDEN / 2, e.const(type_, 0.0), x)  # it may be anything where it is hidden
+                x = x if term is None else _plus(e, x, scale, term)
                 if see is not None:
                     seen = see.see(e, isa, v, position.at(k, 4).load(i32), key_id.at(k, 4).load(i32))
                     x = e.select(seen, x, HIDDEN)

@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("llvmlite", reason="the kernels are compiled by llvmlite")
 
 from attnsuite.backends import AttentionSpec, Layout, Target, attention, plan, registry
+from attnsuite.backends.flash_cpu.calls import Calls
 from attnsuite.testing.problems import CASES, problem
 
 NHD = AttentionSpec(
@@ -110,3 +111,24 @@ def test_step_with_a_gradient_has_the_kernels_output_and_the_plain_gradient(back
     np.testing.assert_allclose(run(backend, query, *cache), run("standard", query, *cache), atol=2e-6)
     for found, expected in zip(gradients(backend), gradients("standard"), strict=True):
         np.testing.assert_allclose(found, expected, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    "more", [{"sinks": True}, {"log_sum_exp": True}, {"sinks": True, "log_sum_exp": True}], ids=str
+)
+def test_step_with_sinks_or_a_log_sum_exp_takes_the_decode_kernel(monkeypatch, more):
+    def not_asked(*_):
+        raise AssertionError("the forward kernel is made for many queries")
+
+    monkeypatch.setattr(Calls, "forward", not_asked)
+    rng = np.random.default_rng(0)
+    query, key = (jnp.asarray(rng.standard_normal((2, n, 4, 32)), jnp.float32) for n in (1, 300))
+    sinks = jnp.linspace(-1.0, 2.0, 4) if "sinks" in more else None
+    results = (
+        attention(
+            query, key, key, sinks=sinks, needs_grad=False, return_log_sum_exp="log_sum_exp" in more, backend=name
+        )
+        for name in ("flash_cpu", "standard")
+    )
+    for x, right in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_allclose(x, right, atol=2e-6)

@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("llvmlite", reason="the kernels are compiled by llvmlite")
 
-from attnsuite.backends import Target, make_spec, masks, registry, scores, support
+from attnsuite.backends import Target, attention, make_spec, masks, registry, scores, support
 from attnsuite.backends.flash_cpu import expression
 from attnsuite.backends.flash_cpu.emit import Function, Value, f32, i32, ptr, vector
 from emitted import ISAS, compiled
@@ -34,6 +34,8 @@ UNSUPPORTED = {
     "looks up": lambda q, k: jnp.asarray(TABLE)[q] == jnp.asarray(TABLE)[k],
     "of a block": lambda q, k: q[:, :1] == k,
     "of many": lambda q, k: jnp.concatenate([jnp.stack([q, k])] * 2)[0] > k,
+    "loop": lambda q, k: jax.lax.fori_loop(0, 3, lambda _, x: x + 1, q) > k,
+    "condition": lambda q, k: jax.lax.cond(q > 3, lambda: k, lambda: -k) > 0,
     "too long": masks.Tree(tuple(range(-1, 60))),
 }
 MASKS = (
@@ -91,13 +93,29 @@ def test_mask_is_that_of_jax(mask):
 
 @pytest.mark.parametrize(
     ("name", "clause"),
-    [("looks up", "it "), ("of a block", "it cannot be traced with one pair"), ("too long", "more than 4000")],
+    [
+        ("looks up", "it holds an array"),
+        ("loop", "it uses scan"),
+        ("condition", "it uses cond"),
+        ("of a block", "it cannot be traced with one pair"),
+        ("too long", "more than 4000"),
+    ],
 )
 def test_function_that_the_kernels_do_not_have_is_unsupported_with_its_reason(name, clause):
     with pytest.raises(
         expression.UnsupportedError, match=f"mask_function=.* is not supported by flash_cpu: .*{clause}"
     ):
         expression.of_mask(UNSUPPORTED[name])
+
+
+def test_function_means_the_same_where_python_numbers_are_of_64_bits():
+    def softer(score, batch, head, query, key):
+        return score / (1 + 0.01 * jnp.abs(query - key))
+
+    with jax.numpy_dtype_promotion("standard"):
+        code = expression.of_score(softer)
+        with jax.enable_x64(new_val=True):
+            assert expression.of_score(softer) == code
 
 
 def test_support_names_what_the_function_uses():
@@ -107,3 +125,31 @@ def test_support_names_what_the_function_uses():
     assert not found
     assert found.reasons[0].endswith("; use backend='chunked'.")
     assert support(registry.get("chunked"), spec, Target.here())
+
+
+@pytest.mark.parametrize("hidden_by", ["mask_function", "mask", "bias"])
+def test_score_that_is_not_finite_where_nobody_looks_changes_nothing(hidden_by):
+    def score(score, batch, head, query, key):
+        return score / (key - 70.0) + score * 0.0 / (key - 130.0)
+
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((1, 160, 2, 16)), jnp.float32)
+    shown = jnp.asarray(~np.isin(np.arange(160), (70, 130)))[None, None, None] & jnp.ones((1, 2, 160, 1), bool)
+    hiding = {
+        "mask_function": masks.Where(lambda q, k: (q * 0 + k != 70) & (k != 130)),
+        "mask": shown,
+        "bias": jnp.where(shown, 0.0, -jnp.inf),
+    }
+    given = {hidden_by: hiding[hidden_by], "score_function": score}
+
+    def gradients(name):
+        def loss(*operands):
+            return (attention(*operands, **given, backend=name, on_unavailable="raise") ** 2).sum()
+
+        return jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(x, x, x)
+
+    with jax.numpy_dtype_promotion("standard"):
+        found, expected = (jax.tree.leaves(gradients(name)) for name in ("flash_cpu", "chunked"))
+    assert all(np.isfinite(right).all() for right in expected)
+    for one, right in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, right, rtol=2e-4, atol=2e-4)

@@ -16,7 +16,16 @@ import pytest
 pytest.importorskip("llvmlite", reason="the kernels are compiled by llvmlite")
 
 from attnsuite.backends import AttentionSpec, Layout, Target, make_spec, plan, registry, resolve, support
-from attnsuite.backends.flash_cpu import availability, backward, cache, calls, compiler, forward, targets
+from attnsuite.backends.flash_cpu import (
+    availability,
+    backward,
+    backward_buffers,
+    cache,
+    calls,
+    compiler,
+    forward,
+    targets,
+)
 from attnsuite.backends.flash_cpu.compiler import Processor
 from attnsuite.backends.flash_cpu.visibility import visibility
 from emitted import set_apart
@@ -384,7 +393,7 @@ def test_number_of_panels_changes_no_bit_of_the_gradients(monkeypatch, tmp_path)
 
     expected = gradients()
     set_apart(monkeypatch, tmp_path, "panels of two tiles")
-    monkeypatch.setattr(backward, "PANEL_TILES", 2)
+    monkeypatch.setattr(backward_buffers, "PANEL_TILES", 2)
     for x, y in zip(gradients(), expected, strict=True):
         np.testing.assert_array_equal(x, y)
 
@@ -399,7 +408,7 @@ def test_scratch_memory_of_a_forward_pass_has_room_for_two_groups_of_heads():
 
 def test_scratch_memory_of_a_backward_pass_does_not_grow_with_the_queries():
     kernel = calls.Calls(SPEC, ISA).kernel
-    rows = backward.PANEL_TILES * backward.BLOCK_ROWS
+    rows = backward_buffers.PANEL_TILES * backward_buffers.BLOCK_ROWS
     dims = {"B": 1, "S": 4096, "N": 8, "K": 2, "C": 1, "P": 1}
     few, many = (backward.scratch(ISA, kernel, {**dims, "T": tokens}) for tokens in (rows, 16 * rows))
     assert few == many

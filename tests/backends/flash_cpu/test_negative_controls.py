@@ -14,9 +14,20 @@ from attnsuite.testing import checks, problems
 pytest.importorskip("llvmlite", reason="the kernels are compiled by llvmlite")
 
 from attnsuite.backends import Target, registry
-from attnsuite.backends.flash_cpu import added, backward, decode, forward, masking, products, rows, slopes
+from attnsuite.backends.flash_cpu import (
+    added,
+    backward_buffers,
+    backward_rows,
+    decode,
+    expression,
+    forward,
+    masking,
+    products,
+    rows,
+    slopes,
+)
 from attnsuite.backends.flash_cpu.compiler import Processor
-from attnsuite.backends.flash_cpu.emit import Function, Value, f32, i64, ptr, vector
+from attnsuite.backends.flash_cpu.emit import Function, Value, f32, i32, i64, ptr, vector
 from emitted import set_apart
 
 
@@ -100,7 +111,7 @@ def key_gradient_of_one_head(patch):
         return e.function
 
     def choose(module, isa, name, number, width):
-        wrong = name == "transpose_query" and number == backward.BLOCK_ROWS
+        wrong = name == "transpose_query" and number == backward_buffers.BLOCK_ROWS
         return (forgetful if wrong else transpose)(module, isa, name, number, width)
 
     patch.setattr(rows, "transpose", choose)
@@ -119,7 +130,7 @@ def last_key_not_weighed(patch):
 
 def delta_missing(patch):
     """The backward pass does not subtract rowsum(dO * O)."""
-    patch.setattr(backward, "DELTA", backward.LIMIT)
+    patch.setattr(backward_rows, "DELTA", backward_rows.LIMIT)
 
 
 def ranges_joined_as_equals(patch):
@@ -168,6 +179,40 @@ def slopes_have_no_gradient(patch):
     patch.setattr(added.Added, "_add_distances", lambda *_: None)
 
 
+def mask_function_not_asked(patch):
+    """A mask function shows every pair."""
+    emit = expression.emit
+
+    def every(e, isa, code, *arguments):
+        found = emit(e, isa, code, *arguments)
+        return found if found[0].is_float else [e.const(x.type, 1) for x in found]
+
+    patch.setattr(expression, "emit", every)
+
+
+def derivative_of_score_missing(patch):
+    """The slope of a score goes on as if the score function only added to it."""
+    modified = added.Added.modified
+
+    def straight(self, *arguments):
+        score, slope = modified(self, *arguments)
+        return score, slope * 0.0 + 1.0
+
+    patch.setattr(added.Added, "modified", straight)
+
+
+def heads_of_score_counted_from_zero(patch):
+    """A score function is given the first head for every head."""
+    modified = added.Added.modified
+
+    def first(self, e, score, power, group, v, position):
+        heads = group.at(self._at["head"]).at(v * self.isa.lanes, 4)
+        heads.store(e.const(vector(i32, self.isa.lanes), 0))
+        return modified(self, e, score, power, group, v, position)
+
+    patch.setattr(added.Added, "modified", first)
+
+
 def first_head_for_all(patch):
     """Decode: every KV head reads the keys and values of the first."""
     strides = decode._strides
@@ -191,6 +236,9 @@ FAULTS = [
     (last_key_not_weighed, "causal", False),
     (delta_missing, "causal", False),
     (ranges_joined_as_equals, "decode-4", True),
+    (mask_function_not_asked, "function-dilated", True),
+    (derivative_of_score_missing, "score", False),
+    (heads_of_score_counted_from_zero, "score", False),
     (head_of_group_dropped, "decode-4", True),
     (first_head_for_all, "decode-4", True),
     (first_head_for_all, "decode-hnd", True),

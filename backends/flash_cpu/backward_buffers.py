@@ -1,0 +1,170 @@
+"""The operands of a backward pass, and where a thread keeps a block of keys and a panel of rows (``backward.py``)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from . import masking, rows
+from .added import Added
+from .emit import aligned
+from .forward import Kernel
+from .handler import Dims, Operand
+from .isa import Isa
+from .slopes import QUERY_ID
+
+BLOCK_KEYS = 96
+BLOCK_ROWS = 48
+PANEL_TILES = 12  # most tiles of BLOCK_ROWS rows that are packed at a time; 32 is no faster
+
+
+def operands(kernel: Kernel) -> tuple[Operand, ...]:
+    """The forward pass's operands and results, the cotangent, and an array whose length is the number of parts.
+
+    With a bias, also zeros, in whose place its gradient is added up.
+    """
+    value = ("B", "T", "N", kernel.value_head_dim)
+    return (
+        *kernel.operands,
+        Operand("out", kernel.dtype, value),
+        Operand("top", "float32", ("B", "T", "N")),
+        Operand("total", "float32", ("B", "T", "N")),
+        Operand("d_out", kernel.dtype, value),
+        Operand("d_lse", "float32", ("B", "T", "N")),
+        Operand("parts", "float32", ("L", "P")),
+        *([Operand("zeros", "float32", ("BB", "BN", "BT", "BS"))] if kernel.arrays.bias else []),
+    )
+
+
+def results(kernel: Kernel) -> tuple[Operand, ...]:
+    """The gradients, in ``kernel.out_dtype``, and scratch memory. Those of what is added to the scores are float32.
+
+    ``d_slope`` has the sum of ``dS`` times distance of each row and part.
+    """
+    return (
+        Operand("d_query", kernel.out_dtype, ("B", "T", "N", kernel.head_dim)),
+        Operand("d_key", kernel.out_dtype, ("B", "S", "K", kernel.head_dim)),
+        Operand("d_value", kernel.out_dtype, ("B", "S", "K", kernel.value_head_dim)),
+        *([Operand("d_bias", "float32", ("BB", "BN", "BT", "BS"))] if kernel.arrays.bias else []),
+        *([Operand("d_slope", "float32", ("B", "T", "N", "P"))] if kernel.arrays.alibi else []),
+        Operand("scratch", "uint8", ("bytes",)),
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Buffers:
+    """Where a thread keeps a tile of rows and a block of keys. Offsets and sizes in bytes.
+
+    A product sums over its operands' rows (queries, keys) or along them (the head dimension). Where a term is a pair of
+    bfloat16 numbers, these are two layouts: ``key`` and ``key_joined``; ``query`` of the block, which a tile is joined
+    from, and of the tile.
+    """
+
+    isa: Isa
+    kernel: Kernel
+
+    @property
+    def pack(self) -> int:
+        """Numbers of a term."""
+        return self.isa.pack(self.kernel.dtype)
+
+    @property
+    def width(self) -> int:
+        """Numbers of a row of keys or queries, in whole vectors."""
+        return rows.padded(self.kernel.head_dim, self.isa)
+
+    @property
+    def value_width(self) -> int:
+        """Numbers of a row of values or cotangents, in whole vectors."""
+        return rows.padded(self.kernel.value_head_dim, self.isa)
+
+    @property
+    def key_terms(self) -> int:
+        """Terms of a row of keys along the head dimension."""
+        return rows.padded(self.kernel.head_dim, self.isa, self.pack)
+
+    @property
+    def value_terms(self) -> int:
+        """Terms of a row of values."""
+        return rows.padded(self.kernel.value_head_dim, self.isa, self.pack)
+
+    @property
+    def block(self) -> tuple[dict[str, int], int]:
+        """Of a block of keys, at the start of the workspace."""
+        keys, paired = BLOCK_KEYS, self.pack - 1
+        records = masking.RECORD * (1 + keys // self.isa.strip)
+        return _places(
+            key=keys * self.key_terms * 4,
+            key_joined=paired * keys // 2 * self.width * 4,
+            value=keys * self.value_terms * 4,
+            scores=keys * BLOCK_ROWS * 4,
+            added=keys * BLOCK_ROWS * 4 * self.kernel.arrays.any,
+            d_probs=keys * BLOCK_ROWS * 4,
+            by_key=paired * keys // 2 * BLOCK_ROWS * 4,
+            position=keys * 4,
+            key_id=keys * 4,
+            records=records,
+            query=paired * BLOCK_ROWS * self.key_terms * 4,
+            d_out=paired * BLOCK_ROWS * self.value_terms * 4,
+        )
+
+    @property
+    def tile(self) -> tuple[dict[str, int], int]:
+        """Of a tile of rows; the tiles of a panel follow each other behind the block."""
+        n = BLOCK_ROWS
+        return _places(
+            d_query=n * self.width * 4,
+            query=n // self.pack * self.width * 4,
+            query_turned=n * self.key_terms * 4,
+            d_out=n // self.pack * self.value_width * 4,
+            d_out_turned=n * self.value_terms * 4,
+            numbers=n * (QUERY_ID + 1) * 4,
+            bounds=n // self.isa.group * masking.QUERY_RECORD,
+            whole=masking.QUERY_RECORD,
+            added_rows=Added.row_bytes(n) * self.kernel.arrays.any,
+        )
+
+    def tiles(self, dims: Dims) -> Any:
+        """Tiles of rows of one KV head."""
+        return (dims["T"] * (dims["N"] // dims["K"]) + (BLOCK_ROWS - 1)) // BLOCK_ROWS
+
+    def panel(self, dims: Dims) -> Any:
+        """Tiles of a panel; a head's panels are as equal as can be."""
+        count = self.tiles(dims)
+        panels = (count + (PANEL_TILES - 1)) // PANEL_TILES
+        return (count + (panels - 1)) // panels
+
+    @property
+    def gradients(self) -> tuple[dict[str, int], int]:
+        """Of the float32 gradients of a block of keys; those of an item follow each other behind the panel."""
+        return _places(d_key=BLOCK_KEYS * self.width * 4, d_value=BLOCK_KEYS * self.value_width * 4)
+
+    def gradient_bytes(self, dims: Dims) -> Any:
+        """One float32 dQ of one head."""
+        return self.tiles(dims) * (BLOCK_ROWS * self.width * 4)
+
+    def several(self, dims: Dims) -> Any:
+        """1 where a head has several parts, otherwise 0."""
+        return (dims["P"] * 2 - 2) // dims["P"]
+
+    def shared_bytes(self, dims: Dims) -> Any:
+        """Room for the dQ of every head and part, where they are added."""
+        return dims["B"] * dims["K"] * dims["P"] * self.gradient_bytes(dims) * self.several(dims)
+
+    def worker_bytes(self, dims: Dims) -> Any:
+        """The block, a panel, and the gradients of a part's keys."""
+        keys = (blocks(dims) + (dims["P"] - 1)) // dims["P"]
+        return self.panel(dims) * self.tile[1] + self.block[1] + keys * self.gradients[1]
+
+
+def _places(**sizes: int) -> tuple[dict[str, int], int]:
+    offsets, end = {}, 0
+    for name, size in sizes.items():
+        offsets[name] = end
+        end += aligned(size)
+    return offsets, end
+
+
+def blocks(dims: Dims) -> Any:
+    """Blocks of the keys of one KV head."""
+    return (dims["S"] + (BLOCK_KEYS - 1)) // BLOCK_KEYS

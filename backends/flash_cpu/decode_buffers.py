@@ -1,0 +1,174 @@
+"""What a decode kernel is compiled for, and where a thread keeps its rows. ``decode.py`` explains the method."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from . import rows
+from .emit import Value, aligned
+from .handler import Dims, Operand
+from .isa import Isa
+from .products import split
+
+BLOCK_KEYS = 64
+WEIGHED_KEYS = 16  # whose values meet all rows before the next keys' do, so that they stay in the first cache
+MOST_ROWS_PER_TILE = 4
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DecodeKernel:
+    """What a decode kernel is compiled for.
+
+    ``side_by_side``: keys and values lie ``[B, S, K, D]`` with so many KV heads; 0: they lie ``[B, K, S, D]``.
+    ``sums``: each row's maximum and sum are results too, as in the forward pass. ``out_dtype`` is the output's.
+    """
+
+    dtype: str
+    head_dim: int
+    value_head_dim: int
+    soft_cap: bool
+    rows_per_tile: int
+    side_by_side: int
+    out_dtype: str
+    sums: bool = False
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        """As in the forward pass, and an array whose length is the number of ranges."""
+        lies = ("B", "S", "K") if self.side_by_side else ("B", "K", "S")
+        return (
+            Operand("query", self.dtype, ("B", "T", "N", self.head_dim)),
+            Operand("key", self.dtype, (*lies, self.head_dim)),
+            Operand("value", self.dtype, (*lies, self.value_head_dim)),
+            Operand("first", "int32", ("C", "T")),
+            Operand("last", "int32", ("C", "T")),
+            Operand("query_id", "int32", ("C", "T")),
+            Operand("position", "int32", ("C", "S")),
+            Operand("key_id", "int32", ("C", "S")),
+            Operand("numbers", "float32", ("M",)),
+            Operand("ranges", "float32", ("L", "P")),
+        )
+
+    @property
+    def results(self) -> tuple[Operand, ...]:
+        """Output, where asked for maximum and sum per row, and scratch memory."""
+        sums = ("top", "total") if self.sums else ()
+        return (
+            Operand("out", self.out_dtype, ("B", "T", "N", self.value_head_dim)),
+            *(Operand(name, "float32", ("B", "T", "N")) for name in sums),
+            Operand("scratch", "uint8", ("bytes",)),
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Buffers:
+    """A thread's buffers: per row and in all. Sizes in elements of four bytes."""
+
+    isa: Isa
+    kernel: DecodeKernel
+
+    @property
+    def width(self) -> int:
+        """Numbers of a row of keys, in whole vectors."""
+        return rows.padded(self.kernel.head_dim, self.isa)
+
+    @property
+    def value_width(self) -> int:
+        """Numbers of a row of values, in whole vectors."""
+        return rows.padded(self.kernel.value_head_dim, self.isa)
+
+    @property
+    def partial(self) -> int:
+        """What a range leaves of a row: output, maximum, sum."""
+        return self.value_width + self.isa.lanes
+
+    def padded_rows(self, dims: Dims) -> Any:
+        """Rows of a KV head, in whole tiles."""
+        n = self.kernel.rows_per_tile
+        return (dims["T"] * (dims["N"] // dims["K"]) + (n - 1)) // n * n
+
+    def shared_bytes(self, dims: Dims) -> Any:
+        """Bytes of what the ranges leave."""
+        return dims["B"] * dims["K"] * dims["P"] * self.padded_rows(dims) * (self.partial * 4)
+
+    @property
+    def flags(self) -> int:
+        """Byte offset of the flags of a block's keys, behind the widened keys."""
+        return aligned(self.isa.lanes * self.width * 4)
+
+    @property
+    def widens_keys(self) -> bool:
+        """Whether a key ends inside a vector: then a few keys at a time are copied first."""
+        return self.width != self.kernel.head_dim
+
+    @property
+    def widens_values(self) -> bool:
+        """Whether a row of values ends inside a vector: then a block of them is copied first."""
+        return self.value_width != self.kernel.value_head_dim
+
+    @property
+    def values(self) -> int:
+        """Byte offset of the copied block of values."""
+        return self.flags + aligned(BLOCK_KEYS * 4)
+
+    @property
+    def fixed(self) -> int:
+        """Bytes before the rows."""
+        return self.values + (BLOCK_KEYS * self.value_width * 4 if self.widens_values else 0)
+
+    @property
+    def per_row(self) -> int:
+        """Bytes: query, scores, products, interval and id."""
+        return (self.width + 2 * BLOCK_KEYS + self.isa.lanes) * 4
+
+    def head_bytes(self, dims: Dims) -> Any:
+        """Bytes of a thread's buffers for one KV head."""
+        return self.padded_rows(dims) * self.per_row + self.fixed
+
+    @property
+    def heads(self) -> int:
+        """KV heads of an item."""
+        return self.kernel.side_by_side or 1
+
+    def worker_bytes(self, dims: Dims) -> Any:
+        """Bytes of a thread's buffers."""
+        return self.head_bytes(dims) * self.heads
+
+
+class Rows:
+    """Pointers into a thread's rows: query, scores, products, and (first, last, id)."""
+
+    def __init__(self, buffers: Buffers, workspace: Value) -> None:
+        self._rows, self._buffers = workspace.at(buffers.fixed), buffers
+
+    def query(self, row: Any) -> Value:
+        """``width`` numbers."""
+        return self._rows.at(row, self._buffers.per_row)
+
+    def scores(self, row: Any) -> Value:
+        """One per key of a block; later their weights."""
+        return self.query(row).at(self._buffers.width, 4)
+
+    def products(self, row: Any) -> Value:
+        """One per key of a block, not scaled."""
+        return self.scores(row).at(BLOCK_KEYS, 4)
+
+    def number(self, row: Any, n: int) -> Value:
+        """The first (0) and last (1) position that the row sees, and its id (2); int32."""
+        return self.products(row).at(BLOCK_KEYS + n, 4)
+
+
+def tiles(buffers: Buffers) -> list[tuple[int, int, tuple[int, int]]]:
+    """The rows of a tile times the numbers of a value: (row, number, (rows, vectors)) of each part.
+
+    As many accumulators as elsewhere, but more of one row: a processor fetches ahead what is read in order.
+    """
+    isa, width = buffers.isa, buffers.value_width // buffers.isa.lanes
+    strips = split(width, 2 * isa.value_vectors)
+    heights = split(buffers.kernel.rows_per_tile, 4 * isa.value_vectors // max(strips, default=1))
+    return [
+        (sum(heights[:i]), sum(strips[:j]) * isa.lanes, (height, vectors))
+        for i, height in enumerate(heights)
+        for j, vectors in enumerate(strips)
+    ]

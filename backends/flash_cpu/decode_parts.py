@@ -1,0 +1,215 @@
+"""The parts of a decode step, a function each: read rows, see and score keys, soften scores, weigh values.
+
+``decode.py`` explains the method and puts the parts together.
+"""
+
+from __future__ import annotations
+
+from llvmlite import ir
+
+from . import elements, rows
+from .decode_buffers import BLOCK_KEYS, Buffers, Rows
+from .emit import Function, Value, f32, i32, i64, ptr, vector
+from .handler import State
+from .isa import Isa
+from .softmax import HIDDEN, SCALE, capped
+
+
+def emit_read(module: ir.Module, buffers: Buffers, state: State) -> ir.Function:
+    """``read(state, workspace, partial, head)``: the rows as float32 with their numbers, and a fresh partial result."""
+    isa, kernel = buffers.isa, buffers.kernel
+    copy = rows.copy_row(module, isa, "copy_query", kernel.dtype, kernel.head_dim)
+    fill = rows.fill(module, isa)
+    size = elements.SIZE[kernel.dtype]
+    with Function(module, "read", [ptr, ptr, ptr, i64]) as (e, (s, w, partial, head)):
+        dims = state.dims(s)
+        heads = dims["N"]
+        group, batch = heads // dims["K"], head // dims["K"]
+        padded, count = buffers.padded_rows(dims), dims["T"] * group
+        row = Rows(buffers, w)
+        layout = batch // (dims["B"] // dims["C"]) * dims["T"]
+        e.run(fill, partial, padded * buffers.partial, e.const(f32, 0.0))
+        e.run(fill, row.query(0), padded * (buffers.per_row // 4), e.const(f32, 0.0))
+        with e.loop(0, padded) as r:
+            partial.at(r * buffers.partial + buffers.value_width, 4).store(e.const(f32, HIDDEN))
+        with e.loop(0, count) as r:
+            place = rows.query_place(e, r, batch, head % dims["K"], group, dims["T"], heads)
+            e.run(copy, state.pointer(s, "data:query").at(place * kernel.head_dim, size), row.query(r))
+            for n, name in enumerate(("first", "last", "query_id")):
+                row.number(r, n).store(state.pointer(s, f"data:{name}").at(layout + r // group, 4).load(i32))
+        e.ret()
+    return e.function
+
+
+def emit_see(module: ir.Module, buffers: Buffers) -> ir.Function:
+    """``see(workspace, positions, ids, keys, rows) -> whether some row sees some key``.
+
+    Sets a key's flag to 1 where some row sees it, else to 0. A row's scores are set to HIDDEN where it does not see the
+    key, else to 0. Whole vectors of keys first, then the rest of the block one by one.
+    """
+    lanes = buffers.isa.lanes
+    with Function(module, "see", [ptr, ptr, ptr, i64, i64], i64) as (e, (w, positions, ids, keys, count)):
+        row, flags = Rows(buffers, w), w.at(buffers.flags)
+        total = e.variable(e.const(i32, 0))
+        whole = keys // lanes * lanes
+
+        def step(k: Value, width: int | None, at: Value, real: Value | None) -> None:
+            def of(x: Value) -> Value:
+                return x if width is None else e.splat(x, width)
+
+            type_ = i32 if width is None else vector(i32, width)
+            position, name = positions.at(at, 4).load(type_), ids.at(at, 4).load(type_)
+            flag = e.variable(e.const(type_, 0))
+            with e.loop(0, count) as r:
+                first, last, query = (of(row.number(r, n).load(i32)) for n in range(3))
+                seen = (first <= position) & (position <= last) & name.equals(query)
+                seen = seen if real is None else seen & real
+                row.scores(r).at(k, 4).store(e.select(seen, of(e.const(f32, 0.0)), of(e.const(f32, HIDDEN))))
+                flag.set(e.select(seen, e.const(type_, 1), flag()))
+            flags.at(k, 4).store(flag())
+            total.set(total() | (flag() if width is None else e.reduce("smax", flag())))
+
+        with e.loop(0, whole, lanes) as k:
+            step(k, lanes, k, None)
+        with e.loop(whole, BLOCK_KEYS) as k:
+            step(k, None, e.min(k, keys - 1), k < keys)
+        e.ret(total().integer(i64))
+    return e.function
+
+
+def emit_score(module: ir.Module, buffers: Buffers) -> ir.Function:
+    """``score(workspace, keys, step, ahead, ahead_step, rows, count)``: the products of a block of ``count`` keys.
+
+    Meanwhile what is needed next is fetched, row by row from ``ahead`` on. Each key meets a tile of rows; a few keys'
+    sums are added across lanes together. Behind the last key the last one is taken again. What a row does not see is
+    read as well, and hidden by ``soften``.
+    """
+    isa, kernel, width = buffers.isa, buffers.kernel, buffers.width
+    copy = rows.copy_row(module, isa, "copy_key", kernel.dtype, kernel.head_dim) if buffers.widens_keys else None
+    dtype = "float32" if buffers.widens_keys else kernel.dtype
+    size, type_ = elements.SIZE[dtype], vector(f32, isa.lanes)
+    at_once, tile = isa.value_vectors, kernel.rows_per_tile
+    with Function(module, "score", [ptr, ptr, i64, ptr, i64, i64, i64]) as (e, arguments):
+        w, keys, step, ahead, ahead_step, padded, count = arguments
+        row = Rows(buffers, w)
+        with e.loop(0, count, at_once) as first:
+            places = [keys.at(e.min(first + j, count - 1) * step) for j in range(at_once)]
+            if copy is not None:
+                for j, place in enumerate(places):
+                    e.run(copy, place, w.at(j * width, 4))
+                places = [w.at(j * width, 4) for j in range(at_once)]
+            with e.loop(0, padded, tile) as r:
+                sums = [[e.variable(e.const(type_, 0.0)) for _ in places] for _ in range(tile)]
+                for j, place in enumerate(places):
+                    fetched = ahead.at((first + j) * ahead_step)
+                    with e.loop(0, width, isa.lanes) as d:
+                        e.prefetch(fetched.at(d, elements.SIZE[kernel.dtype]), 1)
+                        x = elements.load(e, place.at(d, size), dtype, isa.lanes)
+                        for i in range(tile):
+                            sums[i][j].set(e.fma(x, row.query(r + i).at(d, 4).load(type_), sums[i][j]()))
+                for i in range(tile):
+                    row.products(r + i).at(first, 4).store(_across(e, [x() for x in sums[i]]))
+        e.ret()
+    return e.function
+
+
+def _across(e: Function, vectors: list[Value]) -> Value:
+    """A vector as long as the list; lane ``j`` is the sum of the lanes of ``vectors[j]``."""
+    n, bit = vectors[0].type.count, 1
+    while len(vectors) > 1:
+        joined = []
+        for x, y in zip(vectors[::2], vectors[1::2], strict=True):
+            one = e.shuffle(x, y, [k if not k & bit else n + k - bit for k in range(n)])
+            other = e.shuffle(x, y, [k + bit if not k & bit else n + k for k in range(n)])
+            joined.append(one + other)
+        vectors, bit = joined, bit * 2
+    x = vectors[0]
+    while n > bit:
+        n //= 2
+        x = e.shuffle(x, x, range(n)) + e.shuffle(x, x, range(n, 2 * n))
+    return x
+
+
+def emit_soften(module: ir.Module, buffers: Buffers) -> ir.Function:
+    """``soften(workspace, row, partial, numbers)``: products become scores in powers of two, and scores weights.
+
+    The row's maximum, sum and output follow. A product that is not finite makes the sum NaN (``x - x`` is 0 or NaN):
+    it is neither hidden nor made finite by a soft cap. The maximum passes over it.
+    """
+    isa, type_ = buffers.isa, vector(f32, buffers.isa.lanes)
+    with Function(module, "soften", [ptr, i64, ptr, ptr]) as (e, (w, r, partial, numbers)):
+        scores, products = Rows(buffers, w).scores(r), Rows(buffers, w).products(r)
+        top_at, total_at = partial.at(buffers.value_width, 4), partial.at(buffers.value_width + 1, 4)
+        highest, scale = e.variable(e.const(type_, HIDDEN)), e.splat(numbers.at(SCALE).load(f32), isa.lanes)
+        with e.loop(0, BLOCK_KEYS, isa.lanes) as k:
+            place, raw = scores.at(k, 4), products.at(k, 4).load(type_)
+            x = capped(e, isa, raw, numbers) if buffers.kernel.soft_cap else raw * scale
+            x = e.select(place.load(type_) < 0.0, e.const(type_, HIDDEN), x + (raw - raw))
+            place.store(x)
+            highest.set(e.max(x, highest()))
+        old = top_at.load(f32)
+        new = e.max(e.call(f"llvm.vector.reduce.fmax.v{isa.lanes}f32", f32, highest()), old)
+        factor = exp2_scalar(e, isa, old - new)
+        wide, fresh = e.splat(new, isa.lanes), e.variable(e.const(type_, 0.0))
+        with e.loop(0, BLOCK_KEYS, isa.lanes) as k:
+            place = scores.at(k, 4)
+            x = place.load(type_)
+            p = e.select(x < HIDDEN / 2, e.const(type_, 0.0), elements.exp2(e, isa, x - wide) + (x - x))
+            place.store(p)
+            fresh.set(fresh() + p)
+        with e.when(new > old), e.loop(0, buffers.value_width, isa.lanes) as d:
+            place = partial.at(d, 4)
+            place.store(place.load(type_) * e.splat(factor, isa.lanes))
+        total_at.store(total_at.load(f32) * factor + e.add_up(fresh()))
+        top_at.store(new)
+        e.ret()
+    return e.function
+
+
+def exp2_scalar(e: Function, isa: Isa, x: Value) -> Value:
+    """2**x of one number of at most 0; a difference to HIDDEN gives zero."""
+    wide = elements.exp2(e, isa, e.splat(x, isa.lanes))
+    one = Value(e, e.builder.extract_element(wide.raw, ir.Constant(i32, 0)))
+    return e.select(x > HIDDEN / 2, one, 0.0)
+
+
+def emit_weigh(module: ir.Module, buffers: Buffers, count: int, vectors: int) -> ir.Function:
+    """``weigh(workspace, row, values, step, ahead, ahead_step, out, first, last)``: a tile plus weights times values.
+
+    A key that no row sees is not read: what lies there may be anything.
+    """
+    isa, kernel = buffers.isa, buffers.kernel
+    type_ = vector(f32, isa.lanes)
+    dtype = "float32" if buffers.widens_values else kernel.dtype
+    size, name = elements.SIZE[dtype], f"weigh_{count}_{vectors}"
+    with Function(module, name, [ptr, i64, *[ptr, i64] * 2, ptr, i64, i64]) as (e, arguments):
+        w, r, values, step, ahead, ahead_step, out, first, last = arguments
+        row, flags = Rows(buffers, w), w.at(buffers.flags)
+        places = [[out.at(i * buffers.partial + j * isa.lanes, 4) for j in range(vectors)] for i in range(count)]
+        sums = [[e.variable(e.const(type_, 0.0)) for _ in line] for line in places]
+        weights = [row.scores(r + i) for i in range(count)]
+        with e.loop(first, last) as k, e.when(flags.at(k, 4).load(i32).equals(1)):
+            e.prefetch(ahead.at(k * ahead_step), vectors * isa.lanes * elements.SIZE[kernel.dtype])
+            place = values.at(k * step)
+            value = [elements.load(e, place.at(j * isa.lanes, size), dtype, isa.lanes) for j in range(vectors)]
+            for i in range(count):
+                p = e.splat(weights[i].at(k, 4).load(f32), isa.lanes)
+                for j in range(vectors):
+                    sums[i][j].set(e.fma(p, value[j], sums[i][j]()))
+        for i in range(count):
+            for j in range(vectors):
+                places[i][j].store(places[i][j].load(type_) + sums[i][j]())
+        e.ret()
+    return e.function
+
+
+def emit_widen(module: ir.Module, buffers: Buffers) -> ir.Function:
+    """``widen(workspace, values, step, keys)``: a block's values that some row sees, as float32 in whole vectors."""
+    isa, kernel, width = buffers.isa, buffers.kernel, buffers.value_width
+    copy = rows.copy_row(module, isa, "copy_value", kernel.dtype, kernel.value_head_dim)
+    with Function(module, "widen", [ptr, ptr, i64, i64]) as (e, (w, values, step, keys)):
+        flags = w.at(buffers.flags)
+        with e.loop(0, keys) as k, e.when(flags.at(k, 4).load(i32).equals(1)):
+            e.run(copy, values.at(k * step), w.at(buffers.values).at(k * width, 4))
+        e.ret()
+    return e.function
