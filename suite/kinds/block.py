@@ -61,6 +61,7 @@ class BlockCase:
     causal: bool = True
     window_size: Count | None = None
     chunk_size: Count | None = None
+    mask: str = ""
     soft_cap: Real | None = None
     documents: Count = 1
     seed: Seed = 0
