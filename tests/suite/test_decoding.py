@@ -130,7 +130,7 @@ def test_a_run_records_and_shows_ttft_tpot_and_the_cache(tmp_path, new_run, attn
     assert (prefill.status, prefill.steps, prefill.tokens) == ("ok", 1, model_program.model_tokens(PREFILL))
     assert (decode.status, decode.steps, decode.tokens) == ("ok", 4, 12)
     assert prefill.kv_bytes_per_token == decode.kv_bytes_per_token == 2 * 2 * 2 * 32 * 4
-    page = (new_run / "report.md").read_text()
+    page = (new_run / "details.md").read_text()
     shown = ("TTFT (ms)", "TPOT (ms)", "prefill tokens/s", "decode tokens/s", "KV cache (bytes per token)", "ragged")
     assert [words for words in shown if words not in page] == []
     with (new_run / "records.csv").open(encoding="utf-8") as file:

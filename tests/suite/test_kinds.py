@@ -136,7 +136,7 @@ def test_kind_of_another_package_is_measured_recorded_and_reported(package, inst
     assert found["matmul"].flops == 2 * 64**3
     assert (found["doubled"].status, found["doubled"].samples) == ("wrong", ())
     assert (found["absent"].status, found["absent"].reasons) == ("unsupported", ("absent: this row runs nowhere.",))
-    page = (new_run / "report.md").read_text()
+    page = (new_run / "details.md").read_text()
     assert "### Matrix product" in page
     assert "`absent` in the only case: this row runs nowhere." in page
     assert "product is off by 1" in page
