@@ -19,7 +19,6 @@ import functools
 import json
 import math
 import os
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -37,6 +36,7 @@ from .absent.candidates import NO_SPILLS, WithOptions, compile_kernels
 from .absent.programs import op_program as abstract_program
 from .cell import Cell, Outcome
 from .errors import CellFailure, InputError, jax_does_not_start
+from .grid import folders
 from .grid.execute import execute
 from .grid.fleet import FleetRequest
 from .grid.grid import Grid, GridWatcher, identity
@@ -313,7 +313,7 @@ def _compile_each(
     with contextlib.ExitStack() as stack:
         dump, more = None, {"XLA_FLAGS": flags}
         if target.platform == "tpu":
-            dump = stack.enter_context(tempfile.TemporaryDirectory(prefix="attnsuite-"))
+            dump = stack.enter_context(folders.make())
             more = schedules.variables(Path(dump))
         start = functools.partial(Worker, limits.memory, topologies.ENVIRONMENT | more)
         process = stack.enter_context(contextlib.closing(Restarting(start)))

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from . import folders
 from ..cell import Cell
 from ..record import Environment, Record
 from .grid import Grid
@@ -91,7 +92,7 @@ class Node:
         self._grid: Grid | None = None
         self._environment: Environment = {}
         self._references: References | None = None
-        self._temporary = tempfile.TemporaryDirectory(prefix="attnsuite-")
+        self._temporary = folders.make()
         tempfile.tempdir = self._temporary.name  # of what the grid makes; close removes it
 
     def look(self, grid: Grid) -> tuple[Environment, list[Cell]]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from ..errors import InputError
+from ..typed import printable
 
 if TYPE_CHECKING:
     from attnsuite.models.text_file import TextFile
@@ -132,7 +133,7 @@ def directory_of(command: Any, name: str) -> Path:
 def tell(sentence: str) -> None:
     """Print one line on stderr, if there is a stderr."""
     with contextlib.suppress(OSError):
-        print(" ".join(sentence.split()), file=sys.stderr)
+        print(printable(" ".join(sentence.split())), file=sys.stderr)
 
 
 def limits_of(cell_timeout: float, cell_memory: str | None = None) -> Limits:
