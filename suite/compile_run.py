@@ -24,11 +24,12 @@ from .absent.compilation import NO_COMPILER, backend_and_role, in_roles
 from .cell import Cell, Outcome
 from .errors import CellFailure, InputError
 from .grid.execute import execute
-from .grid.executors import RunContext, Running, Watcher, outcome_of, side_by_side
+from .grid.executors import side_by_side
 from .grid.fleet import FleetRequest
 from .grid.grid import Grid, GridWatcher
 from .grid.process import Restarting, Worker
 from .grid.references import References
+from .grid.running import RunContext, Running, Watcher, outcome_of
 from .kinds import problem_of
 from .kinds.attention import OpCase
 from .kinds.model import ModelCase

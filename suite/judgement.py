@@ -10,8 +10,8 @@ from attnsuite.backends import registry
 from attnsuite.testing.problems import CASES
 
 from .errors import InputError
-from .grid.executors import Limits
 from .grid.run import RunGrid, resumed_request
+from .grid.running import Limits
 from .kinds.conformance import ConformanceCase
 from .names import names_of
 from .record import Record

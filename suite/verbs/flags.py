@@ -18,9 +18,9 @@ from ..errors import InputError
 if TYPE_CHECKING:
     from attnsuite.models.text_file import TextFile
 
-    from ..grid.executors import Limits
     from ..grid.fleet import FleetRequest
     from ..grid.progress import ProgressDisplay
+    from ..grid.running import Limits
 
 NO_RESULT = 1
 BAD_INPUT = 2
@@ -137,7 +137,7 @@ def tell(sentence: str) -> None:
 
 def limits_of(cell_timeout: float, cell_memory: str | None = None) -> Limits:
     """The limits of a cell, from its two flags. Raises InputError."""
-    from ..grid.executors import Limits
+    from ..grid.running import Limits
     from ..measure.memory import machine_bytes
 
     if not cell_timeout > 0:

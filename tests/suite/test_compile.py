@@ -31,7 +31,7 @@ from attnsuite.suite.cell import Outcome
 from attnsuite.suite.command_line import main
 from attnsuite.suite.compile_run import SEARCH_BATCHES, SEARCH_LENGTHS, SEARCH_STEPS, CompileGrid, longest
 from attnsuite.suite.errors import CellFailure, InputError
-from attnsuite.suite.grid.executors import Limits
+from attnsuite.suite.grid.running import Limits
 from attnsuite.suite.kinds.attention import OpCase, spec_of
 from attnsuite.suite.kinds.attention import op_program as measured_program
 from attnsuite.suite.kinds.model import ModelCase

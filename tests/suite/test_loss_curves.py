@@ -15,7 +15,8 @@ from attnsuite.reports.pages.curves import Shown, page, verdicts
 from attnsuite.suite.cell import Asked
 from attnsuite.suite.command_line import main
 from attnsuite.suite.errors import InputError
-from attnsuite.suite.grid.executors import Limits, RunContext, here
+from attnsuite.suite.grid.executors import here
+from attnsuite.suite.grid.running import Limits, RunContext
 from attnsuite.suite.kinds import loss_curve, training
 from attnsuite.suite.kinds.loss_curve import (
     LOSS_CURVE,

@@ -17,7 +17,7 @@ from attnsuite.suite.absent import cache as compile_cache
 from attnsuite.suite.compile_request import ModelWords, compile_request
 from attnsuite.suite.compile_run import cell_of
 from attnsuite.suite.errors import InputError
-from attnsuite.suite.grid.executors import Limits
+from attnsuite.suite.grid.running import Limits
 from attnsuite.suite.kinds.model import ModelCase
 from attnsuite.suite.named_model import checkpoint_of, config_of, model_of
 

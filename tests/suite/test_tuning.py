@@ -17,9 +17,9 @@ from attnsuite.reports.pages import tuning as page
 from attnsuite.suite import tuning
 from attnsuite.suite.command_line import main
 from attnsuite.suite.errors import CellFailure, InputError
-from attnsuite.suite.grid.executors import Limits
 from attnsuite.suite.grid.progress import ProgressDisplay
 from attnsuite.suite.grid.references import References
+from attnsuite.suite.grid.running import Limits
 from attnsuite.suite.kinds import checked, problem_of
 from attnsuite.suite.kinds.attention import OpCase, spec_of, write_reference
 from attnsuite.suite.kinds.tuning import Trial, Trials
