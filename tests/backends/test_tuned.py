@@ -9,6 +9,8 @@ from attnsuite.backends import AttentionSpec, Layout, Target, registry, splash, 
 from attnsuite.backends.chunked import default_sizes
 from attnsuite.backends.tuned import Entry
 
+pytestmark = pytest.mark.newest
+
 CHUNKED = registry.get("chunked")
 CPU = Target("cpu")
 FIELDS = {"backend": "chunked", "platform": "cpu", "kind": "", "dtype": "float32", "grouped": False}

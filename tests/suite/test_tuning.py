@@ -309,21 +309,3 @@ def test_what_is_unsupported_costs_no_reference_and_a_budget_ends_before_the_nex
     assert wanted == [CASE.name]
     assert "1 cells were not begun within --minutes 1e-06; what is done is kept; go on" in capsys.readouterr().out
     assert tuned("--resume") == {bidirectional.name: "unsupported", CASE.name: "ok", later.name: "ok"}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (["--minutes", "0"], "--minutes 0 must be above 0"),
-        (["--target", "h1000"], "target 'h1000' is not known"),
-        (["--backends", "chunked", "--target", "h100"], "'chunked' has nothing to tune for cuda:h100, which is not"),
-        (["--backends", "standard"], "'standard' has nothing to tune"),
-        (["--cases", "nothing*"], "no case matches"),
-        (["--out", "/no/such/folder/t.json"], "t.json names a file; give a directory"),
-    ],
-)
-def test_bad_input_is_one_sentence(capsys, arguments, expected):
-    with pytest.raises(SystemExit) as exit_info:
-        main(["tune", *arguments])
-    assert exit_info.value.code == 2
-    assert expected in capsys.readouterr().err
