@@ -41,7 +41,8 @@ def run(command: Tune) -> int:
 
     from ..names import names_of, parse_options
     from ..suites import select
-    from ..tuning import TABLE, TUNED, TuneGrid, tunable, tune
+    from ..tuned_table import TABLE
+    from ..tuning import TUNED, TuneGrid, tunable, tune
     from .report import show
 
     try:
