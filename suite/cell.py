@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from .record import Kernel, Mode, ProgramText, Schedule, Status, TensorError
-from .typed import Count, Real, Scalar, Size
+from .record import Measured, Mode, Status
+from .typed import Count, Scalar
 
 if TYPE_CHECKING:
     from attnsuite.models import TextFile
@@ -63,8 +63,8 @@ class Cell:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """What came of a cell in its process. A field that a record has too means the same there.
+class Outcome(Measured):
+    """What came of a cell in its process.
 
     A status other than ``ok`` ends the cell: ``error`` says why in one line. ``reasons`` are of a cell that was refused
     in its process, where nothing ran. ``calls`` is the number of calls in a sample. ``memory_method`` says how the
@@ -72,25 +72,7 @@ class Outcome:
     """
 
     status: Status = "ok"
-    error: str | None = None
     reasons: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-    lower_seconds: Real | None = None
-    compile_seconds: Real | None = None
-    flops: Real | None = None
-    bytes_moved: Real | None = None
-    tokens: Size | None = None
-    steps: Size | None = None
-    kv_bytes_per_token: Size | None = None
-    memory: dict[str, Size | None] = dataclasses.field(default_factory=dict)
-    kernels: tuple[Kernel, ...] = ()
-    schedules: tuple[Schedule, ...] = ()
-    program: ProgramText | None = None
-    repeats: bool | None = None
-    accuracy: dict[str, TensorError] = dataclasses.field(default_factory=dict)
-    quality: dict[str, Real] = dataclasses.field(default_factory=dict)
-    series: dict[str, tuple[Real, ...]] = dataclasses.field(default_factory=dict)
-    facts: Any = None
     calls: Count | None = None
     memory_method: str | None = None
     pinned_threads: Count | None = None

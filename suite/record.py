@@ -150,26 +150,11 @@ class ProgramText:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
-    """One cell of a run. Raises RecordError for a field of the wrong type, so that every record can be read again."""
+class Measured:
+    """The figures of a cell: what its process answers with (``cell.Outcome``), and what its record keeps."""
 
-    schema: Literal[1] = SCHEMA_VERSION
-    key: str  # case/backend/target/mode, backend@n on n devices: unique within a run
-    suite: str
-    case: str
-    kind: str  # of a case, as the table in suite/kinds names them
-    problem: dict[str, Scalar]  # the case's own fields: shapes, dtype, mask, preset, ...
-    requested: str
-    resolved: str | None  # the backend that ran, or would have run; None where none could
-    mode: Mode | None  # None where nothing ran
-    devices: Count = 1  # JAX devices among which heads or sequences were divided
-    exact: bool | None
-    target: str
-    reasons: tuple[str, ...] = ()  # why the requested backend, or a better one, did not run
-    status: Status
     error: str | None = None  # one line, for every status but ok
     notes: tuple[str, ...] = ()  # what a reader must know beside the figures, e.g. accuracy judged at a shorter length
-    samples: tuple[Real, ...] = ()  # seconds; sample i of every cell of a case was taken in the same round
     lower_seconds: Real | None = None
     compile_seconds: Real | None = None
     flops: Real | None = None  # by formula, of the visible pairs only
@@ -190,6 +175,27 @@ class Record:
     series: dict[str, tuple[Real, ...]] = dataclasses.field(default_factory=dict)
     # raw values behind a quality figure, e.g. nll per sequence, so that paired intervals can be computed
     facts: Any = None  # what only records of its kind have, see suite/kinds; None where the cell did not run
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Record(Measured):
+    """One cell of a run. Raises RecordError for a field of the wrong type, so that every record can be read again."""
+
+    schema: Literal[1] = SCHEMA_VERSION
+    key: str  # case/backend/target/mode, backend@n on n devices: unique within a run
+    suite: str
+    case: str
+    kind: str  # of a case, as the table in suite/kinds names them
+    problem: dict[str, Scalar]  # the case's own fields: shapes, dtype, mask, preset, ...
+    requested: str
+    resolved: str | None  # the backend that ran, or would have run; None where none could
+    mode: Mode | None  # None where nothing ran
+    devices: Count = 1  # JAX devices among which heads or sequences were divided
+    exact: bool | None
+    target: str
+    reasons: tuple[str, ...] = ()  # why the requested backend, or a better one, did not run
+    status: Status
+    samples: tuple[Real, ...] = ()  # seconds; sample i of every cell of a case was taken in the same round
     environment: Environment = dataclasses.field(default_factory=Environment)
     started: str  # ISO 8601, UTC
     wall_seconds: Real | None = None  # of the whole cell, process start included
@@ -201,8 +207,9 @@ class Record:
             raise RecordError(str(error)) from error
 
     def to_json(self) -> str:
-        """One line of JSON, keys in the order of the fields."""
-        return typed.to_json(dataclasses.asdict(self))
+        """One line of JSON: first what was asked for and what ran, then the figures."""
+        data = dataclasses.asdict(self)
+        return typed.to_json({name: data[name] for name in Record.__annotations__} | data)
 
     @staticmethod
     def from_json(line: bytes) -> Record:

@@ -33,7 +33,7 @@ from ..cell import Case, Cell, Means, Outcome
 from ..errors import CellFailure, InputError
 from ..kinds import checked, kind_of, make_case
 from ..measure.speed import Sampling
-from ..record import Environment, Record, RecordError
+from ..record import Environment, Measured, Record, RecordError
 from ..statistics import FEWEST
 from .process import Joined, Restarting, Worker
 from .references import References
@@ -89,25 +89,26 @@ def record_of(cell: Cell, outcome: Outcome, *, environment: Environment, **rest:
 
     Where the cell's own process refused it (the outcome has reasons), nothing was resolved.
     """
-    fields = {field.name: getattr(outcome, field.name) for field in dataclasses.fields(outcome)}
-    reasons, calls, method, pinned = (
-        fields.pop(name) for name in ("reasons", "calls", "memory_method", "pinned_threads")
-    )
-    how = {"process_high_water_method": method, "calls_per_sample": calls, "pinned_threads": pinned}
+    how = {
+        "process_high_water_method": outcome.memory_method,
+        "calls_per_sample": outcome.calls,
+        "pinned_threads": outcome.pinned_threads,
+    }
     record = Record(
         key=cell.key,
         case=cell.case,
         kind=cell.kind,
         problem=cell.problem,
         requested=cell.row,
-        resolved=None if reasons else cell.resolved,
+        resolved=None if outcome.reasons else cell.resolved,
         mode=None if outcome.status == "unsupported" else cell.mode,
         devices=cell.devices,
         exact=cell.exact,
         target=cell.target,
-        reasons=(*cell.reasons, *reasons),
+        reasons=(*cell.reasons, *outcome.reasons),
+        status=outcome.status,
         environment=environment | {name: value for name, value in how.items() if value is not None},  # pyright: ignore[reportArgumentType]
-        **fields,
+        **{field.name: getattr(outcome, field.name) for field in dataclasses.fields(Measured)},
         **rest,
     )
     return checked(record)

@@ -1,7 +1,6 @@
 """JAX's paged decode kernel for TPUs through the interpreter: the judge, what it cannot read, and every refusal."""
 
 import dataclasses
-from importlib import util
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +8,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu import paged_attention as kernels
 
-from attnsuite.backends import AttentionSpec, Layout, Target, Terms, paged_attention, support
+from attnsuite.backends import AttentionSpec, Layout, Target, Terms, paged_attention
 from attnsuite.backends.paged_attention import PAGED_ATTENTION
 from attnsuite.testing import problems
 from attnsuite.testing.checks import check_accuracy, check_unseen_does_not_matter, compiled
@@ -145,40 +144,3 @@ def test_why_the_query_is_given_in_float32(monkeypatch):
     )
     with pytest.raises(AssertionError, match=r"output: .*passed=False"):
         check()
-
-
-@pytest.mark.parametrize(
-    ("changes", "target", "mode", "word"),
-    [
-        ({}, Target("cpu"), "native", "not for cpu"),
-        ({}, Target("cuda", "h100"), "compile", "not for cuda:h100"),
-        ({"dtype": "float32"}, V5E, "native", "dtype=float32"),
-        ({"head_dim": 64, "value_head_dim": 64}, V5E, "native", "head_dim=64"),
-        ({"value_head_dim": 64}, V5E, "native", "value_head_dim=64"),
-        ({"query_length": 2}, V5E, "native", "query_length=2"),
-        ({"local_window_size": 8}, V5E, "native", "local_window_size=(8, 8)"),
-        ({"has_segment_ids": True}, V5E, "native", "segment ids"),
-        ({"has_sinks": True}, V5E, "native", "attention sinks"),
-        ({"return_log_sum_exp": True}, V5E, "native", "return_log_sum_exp=True"),
-        ({"kv_dtype": "int8"}, V5E, "native", "kv_dtype=int8"),
-        ({"page_size": None, "num_pages": None, "key_value_length": 40}, V5E, "native", "key_value_length=40"),
-        ({"batch": 256, "key_value_length": 16 * 505}, V5E, "compile", "in pages of 16 slots are not supported"),
-        ({"page_size": None, "num_pages": None, "needs_grad": True}, V5E, "native", "needs_grad=True"),
-    ],
-)
-def test_refuses_with_the_offending_value(changes, target, mode, word):
-    found = support(PAGED_ATTENTION, dataclasses.replace(SPEC, **changes), target, mode)
-    assert len(found.reasons) == 1
-    assert word in found.reasons[0]
-    assert support(PAGED_ATTENTION, SPEC, V5E)
-
-
-def test_jax_without_the_module_is_a_reason(monkeypatch):
-    monkeypatch.setattr(util, "find_spec", lambda _: None)
-    assert "no longer has" in support(PAGED_ATTENTION, SPEC, V5E).reasons[0]
-
-
-@pytest.mark.parametrize("given", [0, True, 2.0])
-def test_option_that_does_not_fit_is_refused(given):
-    with pytest.raises(ValueError, match=f"pages_per_block={given!r} is not accepted"):
-        PAGED_ATTENTION.plan(SPEC, layout_of([1] * 4), target=V5E, options={"pages_per_block": given})

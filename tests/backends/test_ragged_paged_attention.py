@@ -1,7 +1,6 @@
 """JAX's serving kernel for TPUs through the interpreter: mixed batches by the judge, and every refusal."""
 
 import dataclasses
-from importlib import util
 
 import jax
 import jax.numpy as jnp
@@ -151,40 +150,6 @@ def test_vmap_lowers_for_a_tpu():
     assert "tpu_custom_call" in lowered.as_text()
 
 
-@pytest.mark.parametrize(
-    ("changes", "target", "mode", "word"),
-    [
-        ({}, Target("cpu"), "native", "not for cpu"),
-        ({}, Target("cuda", "h100"), "compile", "not for cuda:h100"),
-        ({"dtype": "float16"}, V5E, "native", "dtype=float16"),
-        ({"head_dim": 64, "value_head_dim": 64}, V5E, "native", "head_dim=64"),
-        ({"value_head_dim": 64}, V5E, "native", "value_head_dim=64"),
-        ({"num_heads": 12, "num_kv_heads": 6}, V5E, "native", "num_kv_heads=6"),
-        ({"is_causal": False}, V5E, "native", "is_causal=False"),
-        ({"chunk_size": 8}, V5E, "native", "chunk_size=8"),
-        ({"has_sinks": True}, V5E, "native", "attention sinks"),
-        ({"return_log_sum_exp": True}, V5E, "native", "return_log_sum_exp=True"),
-        ({"page_size": None, "num_pages": None, "needs_grad": True}, V5E, "native", "needs_grad=True"),
-    ],
-)
-def test_refuses_with_the_offending_value(changes, target, mode, word):
-    found = support(RAGGED_PAGED_ATTENTION, dataclasses.replace(SPEC, **changes), target, mode, dict(OPTIONS))
-    assert len(found.reasons) == 1
-    assert word in found.reasons[0]
-    assert support(RAGGED_PAGED_ATTENTION, SPEC, V5E, options=dict(OPTIONS))
-
-
 def test_segments_without_the_number_of_sequences_are_refused():
     (reason,) = support(RAGGED_PAGED_ATTENTION, SPEC, V5E).reasons
     assert "backend_options={'sequences': n}" in reason
-
-
-@pytest.mark.parametrize("given", [0, True, 3.0, 5])
-def test_option_that_does_not_fit_is_refused(given):
-    with pytest.raises(ValueError, match=f"sequences={given!r} is not accepted"):
-        plan(RAGGED_PAGED_ATTENTION, SPEC, MIXED, target=V5E, options={"sequences": given})
-
-
-def test_jax_without_the_module_is_a_reason(monkeypatch):
-    monkeypatch.setattr(util, "find_spec", lambda _: None)
-    assert "no longer has" in support(RAGGED_PAGED_ATTENTION, SPEC, V5E, options=dict(OPTIONS)).reasons[0]

@@ -90,41 +90,6 @@ def test_options_do_not_change_what_is_computed(case, options):
 
 
 @pytest.mark.parametrize(
-    ("options", "word"),
-    [
-        ({"block_q": 100}, "block_q=100 is not accepted"),
-        ({"block_kv": 0}, "block_kv=0 is not accepted"),
-        ({"block_kv": True}, "block_kv=True is not accepted"),
-        ({"block_q_backward": 128.0}, "block_q_backward=128.0 is not accepted"),
-        ({"fused_backward": 1}, "fused_backward=1 is not accepted"),
-        ({"block_kv": 256, "block_kv_compute": 384}, "block_kv_compute=384 does not divide block_kv=256"),
-    ],
-    ids=str,
-)
-def test_option_that_does_not_fit_is_refused_before_anything_is_traced(options, word):
-    with pytest.raises(ValueError, match=word):
-        SPLASH.plan(spec_of(1024, 1024), Layout(), target=V5E, mode="compile", options=options)
-
-
-@pytest.mark.parametrize(
-    ("changes", "target", "mode", "word"),
-    [
-        ({}, Target("cpu"), "native", "not for cpu"),
-        ({}, Target("cuda", "h100"), "compile", "not for cuda:h100"),
-        ({"dtype": "float16"}, V5E, "native", "dtype=float16"),
-        ({"is_causal": True, "has_positions": True}, V5E, "native", "query_length=64"),
-        ({"local_window_size": 4, "has_positions": True}, V5E, "native", "positions"),
-        ({"has_mask": True}, V5E, "native", "mask array"),
-        ({"has_bias": True}, V5E, "native", "bias array"),
-    ],
-)
-def test_refuses_with_the_offending_value(changes, target, mode, word):
-    found = support(SPLASH, spec_of(64, 64, **changes), target, mode)
-    assert len(found.reasons) == 1
-    assert word in found.reasons[0]
-
-
-@pytest.mark.parametrize(
     ("changes", "target", "mode"),
     [
         ({}, V5E, "native"),
@@ -140,11 +105,6 @@ def test_takes_what_the_kernel_has(changes, target, mode):
 
 def _changed(changes):
     return dataclasses.replace(spec_of(64, 64), **changes)
-
-
-def test_gives_every_reason_at_once():
-    spec = spec_of(64, 64, dtype="float16", has_mask=True, has_bias=True, is_causal=True, has_positions=True)
-    assert len(support(SPLASH, spec, Target("cuda", "h100")).reasons) == 5
 
 
 def test_differentiating_what_was_planned_without_gradients_says_so():

@@ -142,21 +142,6 @@ def test_extra_and_probe_ask_for_the_same_version():
     assert f'tokamax = ["tokamax=={VERSION};' in pyproject.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize(
-    ("options", "word"),
-    [
-        ({"block_q": 100}, "tokamax_splash: block_q=100 is not accepted; block_q is query rows per block"),
-        ({"block_kv": True}, "block_kv=True is not accepted"),
-        ({"block_kv": 256, "block_kv_compute": 384}, "block_kv_compute=384 does not divide block_kv=256"),
-        ({"fused_backward": True}, "fused_backward"),
-    ],
-    ids=str,
-)
-def test_option_that_does_not_fit_is_refused(options, word):
-    with pytest.raises(ValueError, match=word):
-        TOKAMAX_SPLASH.plan(spec_of(), Layout(), target=V5E, mode="compile", options=options)
-
-
 @needs_tokamax
 def test_differentiating_what_was_planned_without_gradients_says_so():
     made = TOKAMAX_SPLASH.plan(spec_of(needs_grad=False), Layout(), target=Target.here(), mode="interpret")

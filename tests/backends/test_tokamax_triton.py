@@ -81,25 +81,6 @@ def test_why_the_backward_pass_is_padded(monkeypatch):
     assert not jnp.isfinite(gradient).all()
 
 
-@pytest.mark.parametrize(
-    ("changes", "target", "mode", "word"),
-    [
-        ({}, Target("cpu"), "native", "not for cpu"),
-        ({}, Target("cuda", compute_capability=(7, 5)), "native", "too old"),
-        ({"dtype": "float32"}, H100, "native", "dtype=float32"),
-        ({"head_dim": 320, "value_head_dim": 64}, H100, "native", "head_dim=320"),
-        ({"local_window_size": 8}, H100, "native", "local_window_size=(8, 8) with needs_grad=True"),
-        ({"logits_soft_cap": 3.0}, H100, "native", "logits_soft_cap=3.0 with needs_grad=True"),
-        ({"has_segment_ids": True}, H100, "native", "segment ids"),
-        ({"has_positions": True}, H100, "native", "positions"),
-        ({"has_bias": True}, H100, "native", "before the soft cap"),
-    ],
-)
-def test_refuses_with_the_offending_value(changes, target, mode, word):
-    (reason,) = support(TOKAMAX_TRITON, dataclasses.replace(SPEC, **changes), target, mode).reasons
-    assert word in reason
-
-
 def test_missing_package_is_a_reason_where_it_would_run(monkeypatch):
     monkeypatch.setattr(tokamax_package, "VERSION", "0.0.0")
     assert support(TOKAMAX_TRITON, SPEC, H100)
