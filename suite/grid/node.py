@@ -15,9 +15,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from . import folders
 from ..cell import Cell
 from ..record import Environment, Record
+from . import folders
 from .grid import Grid
 from .references import References
 
