@@ -18,6 +18,8 @@ from attnsuite.backends import (
     support,
 )
 
+pytestmark = pytest.mark.newest
+
 SPEC = {"batch": 2, "query_length": 4, "key_value_length": 4, "num_heads": 2, "num_kv_heads": 2, "head_dim": 8}
 IDS = jnp.zeros((2, 4), jnp.int32)
 HERE = Target("cpu")

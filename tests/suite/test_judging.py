@@ -19,8 +19,8 @@ from attnsuite.suite import command_line, judgement, user_function
 from attnsuite.suite.cell import Outcome
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.grid import worker
-from attnsuite.suite.grid.executors import Limits
 from attnsuite.suite.grid.run import new_request, resumed_request
+from attnsuite.suite.grid.running import Limits
 from attnsuite.suite.kinds import conformance as conformance_kind
 from attnsuite.suite.kinds import problem_of
 from attnsuite.suite.kinds.conformance import ConformanceCase
