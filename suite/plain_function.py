@@ -140,8 +140,11 @@ class _Probe:
         self, one: AttentionSpec, other: AttentionSpec, keywords: Mapping[str, Any], given: Layout | Terms | None = None
     ) -> bool:
         """Whether the result of a call is nearer to the meaning of ``one``, with what is given, than of ``other``."""
+        import jax  # noqa: PLC0415 (the command line starts without it)
+
         inputs = _inputs(one)
-        out = np.asarray(self.function(*inputs, **{**self.always, **keywords}), np.float64)
+        arrays = {name: jax.device_put(x) for name, x in keywords.items() if isinstance(x, np.ndarray)}
+        out = np.asarray(self.function(*inputs, **{**self.always, **keywords, **arrays}), np.float64)
         layout = given if isinstance(given, Layout) else Layout()
         terms = given if isinstance(given, Terms) else Terms()
         first, second = oracle.forward(one, layout, *inputs, terms), oracle.forward(other, Layout(), *inputs)

@@ -16,7 +16,7 @@ import pytest
 from attnsuite.backends import Target, registry
 from attnsuite.reports import render
 from attnsuite.suite import command_line, judgement, user_function
-from attnsuite.suite.cell import Outcome
+from attnsuite.suite.cell import Asked, Outcome
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.grid import worker
 from attnsuite.suite.grid.run import new_request, resumed_request
@@ -249,6 +249,12 @@ def test_verdict_finds_what_another_number_of_threads_changes(kernels):
     found = judged(kernels, "threaded", "deterministic")
     assert found.facts.answer == "no"
     assert found.facts.said.startswith("one processor core (")
+
+
+def test_interpret_is_for_kernels_that_have_an_interpreter():
+    case = ConformanceCase(name="symmetric", interpret=True)
+    cells = conformance_kind.CONFORMANCE.cells(case, Asked(rows=("standard", "splash"), cases=(case,)))
+    assert {cell.row: cell.mode for cell in cells} == {"standard": "native", "splash": "interpret"}
 
 
 def test_required_verdict_that_is_none_is_a_sentence(kernels):
