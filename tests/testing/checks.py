@@ -47,8 +47,8 @@ MEASURED: Mapping[str, Mapping[str, str]] = {
         "kascade": "yes",
     },
     "symmetric": dict.fromkeys(("standard", "chunked", "flash_cpu"), "yes")
-    | dict.fromkeys(("splash", "pallas_flash", "tokamax_triton", "tpu_flash_attention"), "yes, interpreted")
-    | {"kascade": "approximate"},
+    | dict.fromkeys(set(_INTERPRETED) - {"paged_attention", "ragged_paged_attention"}, "yes, interpreted")
+    | {"kascade": "approximate", "paged_attention": "not applicable"},
 }
 
 
