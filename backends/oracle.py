@@ -189,7 +189,7 @@ def judge(
     ``standard`` is the standard backend's result, or the Verdict on it, or its largest error alone (then the second
     rule is void), or None. With None, or if the oracle is zero everywhere, only the absolute bound holds.
     """
-    floor, rms_floor, bound = (EPSILON[dtype] * n for n in _ALLOWED[dtype, kind])
+    rms_floor = EPSILON[dtype] * _ALLOWED[dtype, kind][1]
     if isinstance(standard, Verdict):
         standard_error, standard_rms = standard.max_error, standard.rms_error
     elif standard is None or isinstance(standard, float):
@@ -197,12 +197,18 @@ def judge(
     else:
         standard_error, standard_rms = _errors(standard, expected)
     relative = bool(expected.any())
-    allowed = bound if standard_error is None or not relative else min(bound, 2 * standard_error + floor)
+    allowed = allowed_error(standard_error if relative else None, dtype, kind)
     allowed_rms = math.inf if standard_rms is None or not relative else 2 * standard_rms + rms_floor
     max_error, rms_error = _errors(actual, expected) if str(actual.dtype) == dtype else (math.inf, math.inf)
     clean = zero is None or (math.isfinite(max_error) and not np.asarray(actual)[zero].any())
     passed = clean and math.isfinite(max_error) and max_error <= allowed and rms_error <= allowed_rms
     return Verdict(max_error, rms_error, standard_error, allowed, bool(passed), allowed_rms)
+
+
+def allowed_error(standard_error: float | None, dtype: str, kind: Kind) -> float:
+    """The largest error that :func:`judge` allows; ``standard_error`` None leaves the absolute bound alone."""
+    floor, _, bound = (EPSILON[dtype] * n for n in _ALLOWED[dtype, kind])
+    return bound if standard_error is None else min(bound, 2 * standard_error + floor)
 
 
 def _errors(actual: Any, expected: Float64[np.ndarray, "*shape"]) -> tuple[float, float]:

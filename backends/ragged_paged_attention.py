@@ -21,7 +21,7 @@ from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
-from . import kv_cache
+from . import kv_cache, tuned
 from .chunked import CHUNKED
 from .contract import AttentionSpec, Carry, Layout, Plan, positions
 from .devices import Target
@@ -32,7 +32,12 @@ _MODULE = "jax.experimental.pallas.ops.tpu.ragged_paged_attention"
 _PAGE, _PAGES, _ROWS = 128, 4, 32  # slots of a page, pages and query tokens of a block; not tuned on a TPU
 _LANES = 128
 _INSTEAD = "use backend='chunked'"
-OPTIONS = {"sequences": "sequences of a ragged batch (kv_cache.ragged_layout), an integer that divides its slots"}
+OPTIONS = {
+    "sequences": "sequences of a ragged batch (kv_cache.ragged_layout), an integer that divides its slots",
+    "pages_per_block": "pages that the kernel copies and computes together, an integer from 1",
+    "queries_per_block": "query tokens of a block, an integer from 1",
+    "tuned": "path of a table that attnsuite tune wrote; the options given beside it hold over the table's",
+}
 
 
 def _reasons(spec: AttentionSpec, target: Target, mode: Mode, options: Mapping[str, Any]) -> Iterator[str]:
@@ -50,14 +55,22 @@ def _reasons(spec: AttentionSpec, target: Target, mode: Mode, options: Mapping[s
         )
 
 
-def _plan(spec: AttentionSpec, layout: Layout, target: Target, mode: Mode, options: Mapping[str, Any]) -> Plan:
+def _plan(spec: AttentionSpec, layout: Layout, target: Target, mode: Mode, options: dict[str, Any]) -> Plan:
     """Find the sequences. Options: see :data:`OPTIONS`. Raises ValueError for others, and for what does not fit."""
-    sequences = _sequences(spec, options)
+    sizes, notes = _sizes(spec, target, options)
 
     def plan(bare: AttentionSpec, contiguous: Layout) -> Plan:
-        return _of_sequences(bare, contiguous, sequences, target, mode)
+        return _of_sequences(bare, contiguous, sizes, notes, target, mode)
 
     return kv_cache.gathered(spec, layout, plan) if kv_cache.is_cache(spec) else plan(spec, layout)
+
+
+class _Sizes(NamedTuple):
+    """The options: sequences of a batch entry, pages and query tokens of a block."""
+
+    sequences: int
+    pages_per_block: int
+    queries_per_block: int
 
 
 class _Batch(NamedTuple):
@@ -69,8 +82,10 @@ class _Batch(NamedTuple):
     fits: Bool[Array, ""]  # whether the kernel computes what the layout says
 
 
-def _of_sequences(spec: AttentionSpec, layout: Layout, sequences: int, target: Target, mode: Mode) -> Plan:
-    batch = _found(spec, layout, sequences)
+def _of_sequences(
+    spec: AttentionSpec, layout: Layout, sizes: _Sizes, notes: tuple[str, ...], target: Target, mode: Mode
+) -> Plan:
+    batch = _found(spec, layout, sizes.sequences)
     careful = CHUNKED.plan(spec, layout, target=target)
 
     def attend(
@@ -82,12 +97,13 @@ def _of_sequences(spec: AttentionSpec, layout: Layout, sequences: int, target: T
     ) -> tuple[Float[Array, "b t n h"], Carry]:
         out = lax.cond(
             batch.fits,
-            lambda: _attend(spec, batch, mode == "interpret", query, key, value),
+            lambda: _attend(spec, batch, sizes, mode == "interpret", query, key, value),
             lambda: careful.attend(query, key, value, layer, carry)[0],
         )
         return out, carry
 
-    return Plan(attend, ("A batch that is not of sequences with consecutive tokens is computed by chunked.",))
+    alone = "A batch that is not of sequences with consecutive tokens is computed by chunked."
+    return Plan(attend, (alone, *notes))
 
 
 def _found(spec: AttentionSpec, layout: Layout, sequences: int) -> _Batch:
@@ -129,6 +145,7 @@ def _found(spec: AttentionSpec, layout: Layout, sequences: int) -> _Batch:
 def _attend(
     spec: AttentionSpec,
     batch: _Batch,
+    sizes: _Sizes,
     interpret: bool,
     query: Float[Array, "b t n h"],
     key: Float[Array, "b s k h"],
@@ -137,12 +154,12 @@ def _attend(
     total, rows = batch.lengths.shape[0], query.reshape(-1, *query.shape[2:])
     slots = spec.batch * spec.key_value_length // total
     pages = jnp.stack([key, value], 3).reshape(total, slots, 2 * spec.num_kv_heads, spec.head_dim)
-    page = min(_PAGE, -(-slots // 16) * 16)
+    page = _page(slots)
     pages = jnp.pad(pages, ((0, 0), (0, -slots % page), (0, 0), (0, 0)))
     pages = pages.reshape(-1, page, *pages.shape[2:])
     table = jnp.arange(pages.shape[0], dtype=jnp.int32).reshape(total, -1)
     call = importlib.import_module(_MODULE).ragged_paged_attention
-    block = min(_ROWS, rows.shape[0])
+    block = min(sizes.queries_per_block, rows.shape[0])
     if interpret:  # JAX's interpreter stores masked blocks only if no side is shorter than the first
         block = max(1, min(block, spec.group_size, _LANES // spec.group_size))
     precision = jax.default_matmul_precision("default") if spec.dtype == "bfloat16" else contextlib.nullcontext()
@@ -154,7 +171,7 @@ def _attend(
             sm_scale=spec.softmax_scale,
             sliding_window=None if spec.window is None else spec.window[0] + 1,
             soft_cap=spec.logits_soft_cap,
-            num_kv_pages_per_block=min(_PAGES, table.shape[1]),
+            num_kv_pages_per_block=min(sizes.pages_per_block, table.shape[1]),
             num_queries_per_block=block,
         )
 
@@ -198,14 +215,40 @@ class _Block:
         return self._array[index]
 
 
-def _sequences(spec: AttentionSpec, options: Mapping[str, Any]) -> int:
-    given = options.get("sequences", 1)
-    if not isinstance(given, int) or isinstance(given, bool) or given < 1 or spec.key_value_length % given:
-        raise ValueError(
-            f"ragged_paged_attention: sequences={given!r} is not accepted for key_value_length="
-            f"{spec.key_value_length}; it is the number of {OPTIONS['sequences']}."
-        )
-    return given
+def _page(slots: int) -> int:
+    return min(_PAGE, -(-slots // 16) * 16)
+
+
+def _sizes(spec: AttentionSpec, target: Target, given: dict[str, Any]) -> tuple[_Sizes, tuple[str, ...]]:
+    """The sizes of the options, over those of the file that ``tuned`` names, and whose they are. Raises ValueError."""
+    sizes = {"sequences": 1, "pages_per_block": _PAGES, "queries_per_block": _ROWS}
+    path, notes = given.pop("tuned", None), ()
+    if path is not None:
+        sequences = given.get("sequences", 1)
+        facts = _facts(spec, sequences) if isinstance(sequences, int) and sequences > 0 else {}
+        entries = tuned.entries_for(path, "ragged_paged_attention", target, spec, facts)
+        sizes |= dict(pair for entry in entries for pair in entry.options)
+        notes = tuned.whose(entries)
+    for name, value in (sizes := sizes | given).items():
+        whole = isinstance(value, int) and not isinstance(value, bool) and value > 0
+        if not whole or (name == "sequences" and spec.key_value_length % value):
+            raise ValueError(
+                f"ragged_paged_attention: {name}={value!r} is not accepted for key_value_length="
+                f"{spec.key_value_length}; it is {OPTIONS[name]}."
+            )
+    return _Sizes(**sizes), notes
+
+
+def _facts(spec: AttentionSpec, sequences: int) -> dict[str, int]:
+    """What JAX's and tpu-inference's tables of this kernel are looked up by, rounded up to powers of two as there."""
+    kernel = importlib.import_module(f"{_MODULE}.kernel")
+    slots = spec.key_value_length // sequences
+    page = _page(slots)
+    heads = spec.num_heads, 2 * spec.num_kv_heads
+    q_heads, combined = kernel.get_min_heads_per_blk(*heads, *(jnp.dtype(spec.dtype) for _ in heads))
+    facts = {"heads_per_block": q_heads, "kv_heads_per_block": combined // 2, "page": page}
+    facts |= {"tokens": spec.batch * spec.query_length, "slots": -(-slots // page) * page}
+    return {name: 1 << (value - 1).bit_length() for name, value in facts.items()}
 
 
 RAGGED_PAGED_ATTENTION = VendorKernel(

@@ -39,6 +39,7 @@ BLOCK_OPTIONS = {
     "block_kv_compute": "keys per step inside a block, a multiple of 128 that divides block_kv",
     "block_q_backward": "query rows per block in the backward pass, a multiple of 128",
     "block_kv_backward": "keys per block in the backward pass, a multiple of 128",
+    "block_kv_compute_backward": "keys per step inside a block of the backward pass, a multiple of 128 that divides it",
 }
 
 
@@ -58,6 +59,7 @@ class Blocks:
     kv_compute: int
     q_backward: int
     kv_backward: int
+    kv_backward_compute: int
     lengths: tuple[int, int]
 
 
@@ -70,11 +72,17 @@ def blocks_of(name: str, spec: AttentionSpec, target: Target, given: Mapping[str
     q, kv = (_even_block(length, largest) for length in (rows, spec.key_value_length))
     q, kv = given.get("block_q", q), given.get("block_kv", kv)
     q_back, kv_back = given.get("block_q_backward", q), given.get("block_kv_backward", kv)
-    compute = given.get("block_kv_compute", kv)
+    compute, compute_back = given.get("block_kv_compute", kv), given.get("block_kv_compute_backward", kv_back)
     if kv % compute:
         raise ValueError(f"{name}: block_kv_compute={compute} does not divide block_kv={kv}; give one that does.")
+    if kv_back % compute_back:
+        raise ValueError(
+            f"{name}: block_kv_compute_backward={compute_back} does not divide block_kv_backward={kv_back}; "
+            "give one that does."
+        )
     step_q, step_kv = (q, kv) if not spec.needs_grad else (math.lcm(q, q_back), math.lcm(kv, kv_back))
-    return Blocks(q, kv, compute, q_back, kv_back, (round_up(rows, step_q), round_up(spec.key_value_length, step_kv)))
+    lengths = round_up(rows, step_q), round_up(spec.key_value_length, step_kv)
+    return Blocks(q, kv, compute, q_back, kv_back, compute_back, lengths)
 
 
 def is_block(value: object) -> bool:
@@ -226,7 +234,10 @@ def default_precision() -> Any:
     return jax.default_matmul_precision("default")
 
 
-def plan_of(spec: AttentionSpec, layout: Layout, lengths: tuple[int, int], run: Callable[..., Array]) -> Plan:
+def plan_of(
+    spec: AttentionSpec, layout: Layout, lengths: tuple[int, int], run: Callable[..., Array],
+    notes: tuple[str, ...] = (),
+) -> Plan:  # fmt: skip
     """The plan of a kernel: ``run(q, k, v, ids, sinks)`` of one batch entry, padded to ``lengths``."""
     ids, without = segment_ids(spec, layout, lengths), no_sinks(spec)
     alone = one_key_is_seen(ids) if spec.needs_grad and not spec.has_sinks else None
@@ -247,7 +258,7 @@ def plan_of(spec: AttentionSpec, layout: Layout, lengths: tuple[int, int], run: 
         q, k, v = to_kernel(spec, lengths, query, key, value)
         return from_kernel(spec, call(q, k, v, ids, sinks)), carry
 
-    return Plan(attend if spec.needs_grad else forward_only(attend), scaling_notes(spec))
+    return Plan(attend if spec.needs_grad else forward_only(attend), (*scaling_notes(spec), *notes))
 
 
 def scaling_notes(spec: AttentionSpec) -> tuple[str, ...]:

@@ -21,11 +21,15 @@ import numpy as np
 from jaxtyping import Array
 
 from . import tokamax_package
-from .contract import AttentionSpec, Layout, Plan, check_options
+from .contract import AttentionSpec, Layout, Plan
 from .devices import Target
 from .features import Mode, Takes
+from .splash_blocks import TUNED_OPTION, as_options, candidates, checked, read_options, work_of
 from .splash_mask import Masking, SlotMask, of_nothing
-from .splash_operands import BLOCK_OPTIONS, DTYPES, FEATURES, Blocks, blocks_of, is_block, plan_of, reasons
+from .splash_operands import BLOCK_OPTIONS, DTYPES, FEATURES, Blocks, blocks_of, plan_of, reasons
+from .tunable import KernelWork
+
+OPTIONS = BLOCK_OPTIONS | TUNED_OPTION
 
 _PACKAGE = "tokamax._src.ops.experimental.tpu.splash_attention"
 
@@ -63,17 +67,31 @@ class TokamaxSplash:
         mode: Mode = "native",
         options: Mapping[str, Any] | None = None,
     ) -> Plan:
-        """Make the block masks once for all layers. Options: see :data:`.splash_operands.BLOCK_OPTIONS`.
+        """Make the block masks once for all layers. Options: see :data:`OPTIONS`.
 
         Raises ValueError for other options, and ImportError, with the reason, where tokamax cannot be used here.
         """
-        given = _checked(check_options(self.name, options, BLOCK_OPTIONS))
+        given, notes = read_options(self.name, OPTIONS, spec, target, options)
         blocks = blocks_of(self.name, spec, target, given)
         if why_not := missing():
             raise ImportError(" ".join(why_not))
         masking = Masking.of(spec, *blocks.lengths)
         run = _kernel_of(masking, blocks, spec.needs_grad, spec.logits_soft_cap, mode == "interpret")
-        return plan_of(spec, layout, blocks.lengths, run)
+        return plan_of(spec, layout, blocks.lengths, run, notes)
+
+    def defaults(self, spec: AttentionSpec, target: Target, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The rule's block sizes, with which ``attnsuite tune`` compares the candidates."""
+        return as_options(spec, blocks_of(self.name, spec, target, checked(self.name, OPTIONS, dict(given))))
+
+    def candidates(
+        self, spec: AttentionSpec, target: Target, given: Mapping[str, Any]
+    ) -> tuple[Mapping[str, Any], ...]:
+        """Block sizes for ``attnsuite tune``: of the backward pass if there is one, else of the forward pass."""
+        return candidates(spec)
+
+    def work(self, spec: AttentionSpec, target: Target, options: Mapping[str, Any]) -> KernelWork:
+        """The blocks that the kernel visits, and what it loads for them."""
+        return work_of(self.name, spec, target, checked(self.name, OPTIONS, dict(options)), passes=1)
 
 
 @functools.lru_cache(maxsize=32)
@@ -88,7 +106,10 @@ def _kernel_of(
     if masking.hides_everything:
         return of_nothing
     kernel, masks = (importlib.import_module(f"{_PACKAGE}.splash_attention_{part}") for part in ("kernel", "mask"))
-    sizes = {"block_q_dkv": blocks.q_backward, "block_kv_dkv": blocks.kv_backward} if backward else {}
+    sizes = {}
+    if backward:
+        sizes = {"block_q_dkv": blocks.q_backward, "block_kv_dkv": blocks.kv_backward}
+        sizes |= {"block_kv_dkv_compute": blocks.kv_backward_compute}
     config = kernel.SplashConfig(
         block_q=blocks.q,
         block_kv=blocks.kv,
@@ -102,13 +123,6 @@ def _kernel_of(
     mask = masks.FullMask(lengths) if masking.mask is None else SlotMask(masking, masking.mask)
     with jax.ensure_compile_time_eval():  # plans are made inside of jit too
         return jax.tree.map(np.asarray, kernel.make_splash_mha_single_device(mask, config=config))
-
-
-def _checked(options: dict[str, Any]) -> dict[str, Any]:
-    for name, value in options.items():
-        if not is_block(value):
-            raise ValueError(f"tokamax_splash: {name}={value!r} is not accepted; {name} is {BLOCK_OPTIONS[name]}.")
-    return options
 
 
 def missing() -> tuple[str, ...]:

@@ -1,9 +1,10 @@
 """Tables of the fastest options: the one that ships, and those that ``attnsuite tune`` writes.
 
 A table is JSON with one entry per tuned problem: the winning options, how they won (measured, or for an absent device
-ranked by the compiler's facts), and everything else that was tried. An entry is looked up by device, dtype, grouping,
-head dimension and length. Between two lengths the shorter one's entry holds; between two head dimensions the wider
-one's, whose blocks also fit a narrower head.
+ranked by the compiler's facts, imported from a table of others), and everything else that was tried. An entry is looked
+up by device, dtype, grouping, head dimension and length. Between two lengths the shorter one's entry holds; between two
+head dimensions the wider one's, whose blocks also fit a narrower head. An imported entry names its source, and what
+else of the problem has to be equal (``only``).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from .contract import AttentionSpec
 from .devices import Target
@@ -25,7 +27,10 @@ _SHORT_DTYPES = ("bfloat16", "float16")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Entry:
-    """The best options of ``backend`` for problems of one kind. ``gradient``: of forward and backward together."""
+    """The best options of ``backend`` for problems of one kind. ``gradient``: of forward and backward together.
+
+    ``only``: names of the spec's fields, or of facts that the backend knows, with the value that each must have.
+    """
 
     backend: str
     platform: str
@@ -36,6 +41,8 @@ class Entry:
     gradient: bool
     length: int
     options: tuple[tuple[str, int], ...]
+    only: tuple[tuple[str, Any], ...] = ()
+    source: str = ""
 
 
 @functools.cache
@@ -55,19 +62,31 @@ def load(path: str | Path) -> tuple[Entry, ...]:
 
 
 def from_file(path: str | Path, backend: str, target: Target, spec: AttentionSpec) -> dict[str, int]:
-    """The options in the file's table for ``spec`` on ``target``: forward, and backward if the spec needs gradients.
+    """The options of :func:`entries_for`."""
+    return dict(pair for entry in entries_for(path, backend, target, spec) for pair in entry.options)
+
+
+def entries_for(
+    path: str | Path, backend: str, target: Target, spec: AttentionSpec, facts: Mapping[str, Any] | None = None
+) -> tuple[Entry, ...]:
+    """The file's entries for ``spec`` on ``target``: forward, and backward if the spec needs gradients.
 
     Raises ValueError if the file holds no table, or no entry for such a problem on this device.
     """
-    entries, found = load(path), {}
-    for gradient in (False, True) if spec.needs_grad else (False,):
-        found |= options_for(entries, backend, target, spec, gradient=gradient)
-    if not found:
+    entries, passes = load(path), (False, True) if spec.needs_grad else (False,)
+    of_passes = (_entry_for(entries, backend, target, spec, facts or {}, gradient=gradient) for gradient in passes)
+    if not (found := tuple(entry for entry in of_passes if entry is not None)):
         raise ValueError(
             f"tuned options {str(path)!r} have nothing for {backend} on {target} in {spec.dtype} with "
             f"head_dim={_width(spec)}; add it with attnsuite tune, or leave the option out for the defaults."
         )
     return found
+
+
+def whose(entries: tuple[Entry, ...]) -> tuple[str, ...]:
+    """A sentence for each source of entries that others measured."""
+    sources = dict.fromkeys(entry.source for entry in entries if entry.source)
+    return tuple(f"Block sizes follow figures that others measured: {source}." for source in sources)
 
 
 def options_for(
@@ -79,11 +98,19 @@ def options_for(
     a narrow head may need more memory than a core has for a wide one. float16 without an entry of its own takes that of
     bfloat16, whose blocks have the same size.
     """
+    entry = _entry_for(entries, backend, target, spec, {}, gradient=gradient)
+    return {} if entry is None else dict(entry.options)
+
+
+def _entry_for(
+    entries: tuple[Entry, ...], backend: str, target: Target, spec: AttentionSpec, facts: Mapping[str, Any], *,
+    gradient: bool,
+) -> Entry | None:  # fmt: skip
     length = min(spec.query_length, spec.key_value_length)
     grouped = spec.group_size > 1
     width = _width(spec)
     matching = [e for e in entries if (e.backend, e.platform, e.grouped, e.gradient) ==
-                (backend, target.platform, grouped, gradient)]  # fmt: skip
+                (backend, target.platform, grouped, gradient) and _agrees(e, spec, facts)]  # fmt: skip
     own = [entry for entry in matching if entry.kind == target.kind]
     matching = own if own or target.platform != "cpu" else matching
     wide = [entry for entry in matching if entry.head_dim >= width]
@@ -94,8 +121,13 @@ def options_for(
         of_dtype = sorted((e for e in matching if e.dtype == dtype), key=lambda e: e.length)
         if of_dtype:
             shorter = [entry for entry in of_dtype if entry.length <= length]
-            return dict((shorter[-1] if shorter else of_dtype[0]).options)
-    return {}
+            return shorter[-1] if shorter else of_dtype[0]
+    return None
+
+
+def _agrees(entry: Entry, spec: AttentionSpec, facts: Mapping[str, Any]) -> bool:
+    """Whether all that ``entry.only`` names has the value that it must have."""
+    return all((facts[name] if name in facts else getattr(spec, name, ...)) == value for name, value in entry.only)
 
 
 def _width(spec: AttentionSpec) -> int:
@@ -108,10 +140,15 @@ def _parse(text: str, name: str) -> tuple[Entry, ...]:
         data = json.loads(text)
         if (found := data["schema"]) != SCHEMA:
             raise ValueError(f"it has schema {found!r}, and this version reads {SCHEMA}")  # noqa: TRY301
-        fields = [field.name for field in dataclasses.fields(Entry)]
-        return tuple(
-            Entry(**{**{f: entry[f] for f in fields}, "options": tuple(sorted(entry["options"].items()))})
-            for entry in data["entries"]
-        )
+        return tuple(_entry(entry) for entry in data["entries"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"tuned options {name!r} cannot be used: {error}; make them with attnsuite tune.") from error
+
+
+def _entry(data: Mapping[str, Any]) -> Entry:
+    """An entry as JSON has it. Raises KeyError and others for one that is none; it may have further keys."""
+    pairs: dict[str, Any] = {name: tuple(sorted(data.get(name, {}).items())) for name in ("options", "only")}
+    named = [field.name for field in dataclasses.fields(Entry) if field.name not in (*pairs, "source")]
+    if "options" not in data:
+        raise KeyError("options")
+    return Entry(**{name: data[name] for name in named}, source=data.get("source", ""), **pairs)

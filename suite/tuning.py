@@ -4,11 +4,8 @@ A cell is one backend on one problem. Its record holds every candidate, with its
 failed. Every candidate is compiled, judged by the oracle, and sampled in turns with the others in one process. After a
 first look only the best few are sampled on.
 
-For a device that is not here, candidates are ranked without a time. Those that compile and fit come first. Among them
-come first those with the fewest spilled bytes, then the fewest steps of the kernels' grids, then the fewest bytes
-loaded, then the largest blocks; the defaults win a tie. Of kernels that XLA compiles, a spill is a failure. A ranking
-is no measurement, and the file says which of the two it holds. The records give the table ``tuned.json``, which
-``backends/tuned.py`` reads: the winners, and all that was tried or failed.
+For a device that is not here, candidates are compiled and ranked without a measured time. Of kernels that XLA compiles,
+a spill is a failure. ``tuned_table.py`` says which candidate wins, and makes the table ``tuned.json`` of the records.
 """
 
 from __future__ import annotations
@@ -19,7 +16,6 @@ import functools
 import json
 import math
 import os
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -29,7 +25,6 @@ import jax
 
 from attnsuite.backends import Backend, Target, names, registry, support
 from attnsuite.backends.tunable import CompilesKernels, CountsWork, MadeExact, Tunable
-from attnsuite.backends.tuned import SCHEMA
 
 from . import files, statistics
 from .absent import schedules, topologies
@@ -37,25 +32,22 @@ from .absent.candidates import NO_SPILLS, WithOptions, compile_kernels
 from .absent.programs import op_program as abstract_program
 from .cell import Cell, Outcome
 from .errors import CellFailure, InputError, jax_does_not_start
+from .grid import folders
 from .grid.execute import execute
 from .grid.fleet import FleetRequest
 from .grid.grid import Grid, GridWatcher, identity
 from .grid.process import Restarting, Worker
 from .grid.references import References
 from .grid.running import Limits, RunContext, Running, Watcher
-from .kinds import make_case, problem_of
+from .kinds import problem_of
 from .kinds.attention import OpCase, judge_outputs, judged_case, named_outputs, op_program, spec_of
-from .kinds.tuning import Trial
 from .measure import judge, speed
 from .names import known_backend
 from .record import Environment, Record
-from .shown import scheduled_bundles
-from .statistics import Interval
 from .store import GridManifest
+from .tuned_table import FIRST_ROUNDS, LAST_ROUNDS, TABLE, case_of, table
 
-SUITE, TABLE = "tune", "tuned.json"
-FIRST_ROUNDS, LAST_ROUNDS, KEPT = 3, 9, 4
-_KERNEL_FIELDS = ("name", "registers", "spilled_bytes", "shared_bytes", "shared_limit_bytes", "blocks")
+SUITE, KEPT = "tune", 4
 
 
 TUNED = tuple(
@@ -170,27 +162,9 @@ def cell_of(case: OpCase, name: str, target: str, request: TuneGrid) -> Cell:
     )
 
 
-def table(records: Sequence[Record], command: str) -> str:
-    """The table of winners, as JSON with one entry per line. Raises InputError if nothing was tuned."""
-    tuned = [record for record in records if record.facts is not None]
-    refused = [f"{record.case} / {record.requested}: {record.error}" for record in records if record.facts is None]
-    if not tuned:
-        raise InputError(f"nothing could be tuned: {refused[0]}")
-    kept = ("versions", "git_revision", "target", "cpu", "cores", "flags")
-    head = {
-        "schema": SCHEMA,
-        "command": command,
-        "date": max(record.started for record in records)[:10],
-        "environment": {name: tuned[0].environment.get(name) for name in kept},
-        "refused": refused,
-    }
-    start, lines = json.dumps(head | {"entries": []})[:-2], ",\n".join(json.dumps(entry(record)) for record in tuned)
-    return f"{start}\n{lines}\n]}}\n"
-
-
 def _trials(cells: Sequence[Cell], request: TuneGrid) -> list[int | str]:
     """Of each cell the number of candidates, or why there are none. For this device one process is asked for all."""
-    asked = [(cell.row, _case(cell.problem)) for cell in cells]
+    asked = [(cell.row, case_of(cell.problem)) for cell in cells]
     if request.target is not None:
         return [count_candidates(name, case, request.target, request.given) for name, case in asked]
     question = {
@@ -227,7 +201,7 @@ def _supported(
 
 def _work(cell: Cell, candidates: int | str) -> float:
     """What trying the candidates of a cell takes, in units that all cells share: the pairs that are computed."""
-    case = _case(cell.problem)
+    case = case_of(cell.problem)
     return 0.0 if isinstance(candidates, str) else candidates * case.sequence**2 * (3 if case.needs_grad else 1)
 
 
@@ -239,7 +213,7 @@ def _unsupported(cell: Cell, reason: str, context: RunContext) -> Record:
 
 
 def _record(cell: Cell, request: TuneGrid, references: References, context: RunContext) -> Record:
-    each, case = Running(cell), _case(cell.problem)
+    each, case = Running(cell), case_of(cell.problem)
     try:
         with each.timed():
             if request.target is None:
@@ -253,14 +227,6 @@ def _record(cell: Cell, request: TuneGrid, references: References, context: RunC
     else:
         each.outcome = Outcome(facts={"tried": tried})
     return each.record(context)
-
-
-def _case(problem: Mapping[str, Any]) -> OpCase:
-    """The attention call of a cell of this kind. Raises InputError."""
-    case = make_case({name: value for name, value in problem.items() if name != "op"} | {"kind": problem["op"]})
-    if not isinstance(case, OpCase):
-        raise InputError(f"{case.name} is no attention call; only those are tuned.")
-    return case
 
 
 def _measure(case: OpCase, name: str, references: References, request: TuneGrid) -> list[dict[str, Any]]:
@@ -313,7 +279,7 @@ def _compile_each(
     with contextlib.ExitStack() as stack:
         dump, more = None, {"XLA_FLAGS": flags}
         if target.platform == "tpu":
-            dump = stack.enter_context(tempfile.TemporaryDirectory(prefix="attnsuite-"))
+            dump = stack.enter_context(folders.make())
             more = schedules.variables(Path(dump))
         start = functools.partial(Worker, limits.memory, topologies.ENVIRONMENT | more)
         process = stack.enter_context(contextlib.closing(Restarting(start)))
@@ -324,14 +290,6 @@ def _compile_each(
             except CellFailure as failure:
                 tried.append({"options": options, "error": str(failure)})
     return tried
-
-
-def _plausibility(trial: Trial) -> tuple[int, int, int, int]:
-    """Spilled bytes of all kernels together (most are the same in every trial), the work, then the blocks' size."""
-    sizes = [value for name, value in trial.options.items() if name.endswith("block_size") and isinstance(value, int)]
-    spilled = sum(kernel.spilled_bytes or 0 for kernel in trial.kernels)
-    steps, loaded = (trial.work.steps, trial.work.loaded_bytes) if trial.work else (0, 0)
-    return spilled, steps, loaded, -math.prod(sizes)
 
 
 def try_candidates(case: OpCase, name: str, reference: Path, given: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -386,78 +344,3 @@ def _sample(candidates: Sequence[_Candidate], rounds: int) -> None:
         for candidate in candidates:
             if candidate.call is not None:
                 candidate.samples.append(candidate.call())
-
-
-def winner(record: Record) -> tuple[Trial | None, Interval | None]:
-    """The chosen options of a record that has facts, and their time relative to the defaults if they are faster.
-
-    Measured: the fastest candidate whose interval lies below the defaults', else the defaults. Compiled: the most
-    plausible of those that compile and fit, the first of equals; None where none does.
-    """
-    tried: tuple[Trial, ...] = record.facts.tried
-    if record.mode == "compile" or not tried:
-        return min((trial for trial in tried if trial.error is None), key=_plausibility, default=None), None
-    default, *others = tried
-    contenders = [trial for trial in others if _is_timed(trial) and _is_timed(default)]
-    for attempt in sorted(contenders, key=lambda trial: statistics.median(trial.samples).value):
-        ratio = statistics.paired_ratio(attempt.samples, default.samples)
-        if ratio is not None and ratio.high is not None and ratio.high < 1.0:
-            return attempt, ratio
-    return default, None
-
-
-def _is_timed(trial: Trial) -> bool:
-    """Whether all rounds were sampled, which means that the candidate passed the first look."""
-    samples = trial.samples
-    return trial.error is None and len(samples) == FIRST_ROUNDS + LAST_ROUNDS and min(samples) > 0
-
-
-def entry(record: Record) -> dict[str, Any]:
-    """The table's entry for a record that has facts."""
-    best, ratio = winner(record)
-    options = best.options if best else {}
-    if record.mode == "compile":
-        return {
-            **_of(record),
-            "method": "compiled: ranked by what compiles, since the device was not there; no time was measured",
-            "options": options,
-            "tried": [_compiled_trial(trial) for trial in record.facts.tried],
-        }
-    over = None if ratio is None else [round(x, 3) for x in (ratio.value, ratio.low, ratio.high) if x]
-    tried = [
-        {
-            "options": trial.options,
-            "median_seconds": round(statistics.median(trial.samples).value, 6) if trial.samples else None,
-            "error": trial.error,
-        }
-        for trial in record.facts.tried
-    ]
-    return {**_of(record), "method": "measured", "options": options, "time_over_default": over, "tried": tried}
-
-
-def _compiled_trial(trial: Trial) -> dict[str, Any]:
-    told: dict[str, Any] = {"options": trial.options, "error": trial.error}
-    if trial.work:
-        told["work"] = dataclasses.asdict(trial.work)
-    if (bundles := scheduled_bundles(trial.schedules)) is not None:
-        told["bundles"] = bundles
-    if trial.kernels:
-        told["kernels"] = [{name: getattr(kernel, name) for name in _KERNEL_FIELDS} for kernel in trial.kernels]
-    return told
-
-
-def _of(record: Record) -> dict[str, Any]:
-    """The keys by which a plan looks up an entry."""
-    platform, _, kind = record.target.partition(":")
-    case = _case(record.problem)
-    return {
-        "backend": record.requested,
-        "platform": platform,
-        "kind": kind,
-        "dtype": case.dtype,
-        "grouped": case.heads != case.kv_heads,
-        "head_dim": max(case.head_dim, case.value_head_dim or 0),
-        "gradient": case.needs_grad,
-        "length": case.sequence,
-        "case": record.case,
-    }

@@ -9,6 +9,7 @@ from attnsuite.suite.absent.occupancy import WARPS, occupancy
 from attnsuite.suite.kinds.tuning import Trial
 from attnsuite.suite.record import Record
 from attnsuite.suite.shown import scheduled_bundles
+from attnsuite.suite.tuned_table import expected_gain, winner
 
 from ..environment import date_of, device_of, versions_of
 from ..markdown import render_table
@@ -21,6 +22,7 @@ _COLUMNS = (
     Column("device", "device", merge=True),
     Column("options", "options"),
     Column("ratio", "time relative to the defaults [95% interval]"),
+    Column("expected", "expected time relative to the defaults (median error of expected times)"),
     Column("steps", "steps of the kernels (of the defaults)"),
     Column("loaded", "MiB loaded (of the defaults)"),
     Column("bundles", "bundles x grid steps (of the defaults)"),
@@ -39,8 +41,6 @@ def title(records: Sequence[Record]) -> Iterator[str]:
 
 def winners(records: Sequence[Record]) -> Iterator[str]:
     """A row per cell."""
-    from attnsuite.suite.tuning import winner  # noqa: PLC0415 (flax, which no other page needs)
-
     rows = []
     for record in records:
         if record.facts is not None:
@@ -53,6 +53,7 @@ def winners(records: Sequence[Record]) -> Iterator[str]:
                 "device": record.target,
                 "options": options,
                 "ratio": compiled if ratio is None else estimate(ratio),
+                "expected": _expected(record, best),
                 **_work(best, record.facts.tried[0]),
                 "bundles": _bundles(best, record.facts.tried[0]),
                 "waves": _waves(best, record.facts.tried[0], record.target),
@@ -61,6 +62,12 @@ def winners(records: Sequence[Record]) -> Iterator[str]:
             })  # fmt: skip
     if rows:
         yield render_table(table("tuned", "", _COLUMNS, rows))
+
+
+def _expected(record: Record, best: Trial | None) -> str | None:
+    """The gain that is expected of the chosen options on a device that is not here; no measurement."""
+    gain = None if best is None else expected_gain(record, best)
+    return gain and f"{gain[0]:.3g} (± {100 * gain[1]:.2g}%)"
 
 
 def _work(best: Trial | None, default: Trial) -> dict[str, Value]:

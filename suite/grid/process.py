@@ -28,7 +28,9 @@ from typing import Any, Self
 
 import psutil
 
+from .. import typed
 from ..errors import CellFailure, InputError
+from . import folders
 
 _POLL_SECONDS = 0.05
 _STOPPED_SECONDS = 1.0  # a poll that takes longer than this: this process was stopped
@@ -57,7 +59,7 @@ class Worker:
         self, memory_limit: int, environment: Mapping[str, str] | None = None, code: Sequence[str] = ()
     ) -> None:
         self._limit = memory_limit
-        self._folder = tempfile.TemporaryDirectory(prefix="attnsuite-cell-")
+        self._folder = folders.make()
         self.folder = Path(self._folder.name)
         variables = _ENVIRONMENT | {"PYTHONPATH": _import_path()} | dict(environment or {})
         confined = [str(self.folder), *code] if code else []
@@ -97,7 +99,7 @@ class Worker:
             self._stdin.flush()
         reply = self._read_line(seconds)
         try:
-            answer = json.loads(reply)
+            answer = typed.parse_json(reply)
         except ValueError as error:
             self.close()
             raise CellFailure(

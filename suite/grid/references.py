@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import secrets
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ from ..errors import CellFailure
 from ..kinds import kind_of, problem_of
 from ..measure.memory import machine_bytes
 from ..record import TensorError
+from . import folders
 from .process import Worker
 
 if TYPE_CHECKING:
@@ -34,7 +34,8 @@ class References:
     def __init__(self, seconds: float, text: TextFile | None = None) -> None:
         self._text = text
         self._seconds = max(seconds, _REFERENCE_SECONDS)
-        self._directory = tempfile.TemporaryDirectory(prefix="attnsuite-")
+        folders.sweep()
+        self._directory = folders.make()
         self.folder = Path(self._directory.name)
         self._worker: Worker | None = None
         self._paths: dict[tuple[Any, ...], Path] = {}

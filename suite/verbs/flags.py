@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from ..errors import InputError
+from ..typed import printable
 
 if TYPE_CHECKING:
     from attnsuite.models.text_file import TextFile
@@ -29,11 +30,14 @@ _MEMORY_SHARE = 0.7  # of the machine, for one cell; the other cells of its case
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
 
-def flag(metavar: str, otherwise: str | None = None) -> Any:
-    """The metadata of a flag for the help; ``otherwise`` describes the default where the value does not."""
+def flag(metavar: str, otherwise: str | None = None, name: str | None = None) -> Any:
+    """The metadata of a flag for the help; ``otherwise`` describes the default where the value does not.
+
+    ``name`` is the flag's, where Python keeps the word for itself.
+    """
     if otherwise is None:
         return tyro.conf.arg(metavar=metavar)
-    return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {otherwise})")
+    return tyro.conf.arg(name=name, metavar=metavar, help_behavior_hint=f"(default: {otherwise})")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +136,7 @@ def directory_of(command: Any, name: str) -> Path:
 def tell(sentence: str) -> None:
     """Print one line on stderr, if there is a stderr."""
     with contextlib.suppress(OSError):
-        print(" ".join(sentence.split()), file=sys.stderr)
+        print(printable(" ".join(sentence.split())), file=sys.stderr)
 
 
 def limits_of(cell_timeout: float, cell_memory: str | None = None) -> Limits:

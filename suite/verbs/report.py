@@ -8,28 +8,61 @@ from typing import Annotated
 
 import tyro
 
+from ..errors import InputError
 from .flags import flag
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Render the report of a run again from its records, or one report of several runs."""
+    """Render the report of a run again from its records, one report of several runs, or a bundle that was sent."""
 
     run_dir: tyro.conf.Positional[Path]
-    """Directory of the run; the report is written there."""
+    """Directory of the run, where the report is written; or a bundle (FILE.zip), which is verified."""
     others: tyro.conf.Positional[tuple[Path, ...]] = ()
     """Directories of runs that follow on the same page."""
     out: Annotated[Path | None, flag("DIR", "none")] = None
-    """Put the runs together as one run in this directory: the shards of attnsuite run --shard."""
+    """Put the runs together as one run in this directory: the shards of attnsuite run --shard. Or unpack a bundle."""
+    bundle: Annotated[Path | None, flag("FILE.zip", "none")] = None
+    """Write the run as one file to send: no path, user or host name in it, and a hash of every record."""
 
 
 def run(command: Report) -> int:
     """Render the page of one run, or of several."""
+    if command.bundle is not None:
+        return _pack(command)
+    if command.run_dir.suffix == ".zip":
+        return _verify(command)
     if command.out is None:
         return show(command.run_dir, *command.others)
     from ..merge import merge
 
     merge((command.run_dir, *command.others), command.out)
+    return show(command.out)
+
+
+def _pack(command: Report) -> int:
+    from ..bundle import pack
+
+    if command.others or command.out is not None or command.bundle is None or command.bundle.suffix != ".zip":
+        raise InputError("--bundle takes one run and FILE.zip, as attnsuite report RUN --bundle RUN.zip.")
+    count = pack(command.run_dir, command.bundle)
+    print(f"bundle:  {command.bundle}, {count} records")
+    return 0
+
+
+def _verify(command: Report) -> int:
+    """Say that a bundle was not edited, and what it holds. It is unpacked only into --out."""
+    from ..bundle import verified
+    from ..summary import summary_lines
+
+    if command.others:
+        raise InputError("a bundle is verified by itself; unpack it with --out DIR to put it beside other runs.")
+    found = verified(command.run_dir)
+    print(f"verified: {len(found.records)} records; the hashes agree, and no record contradicts itself")
+    if command.out is None:
+        print(*summary_lines(found.records), sep="\n")
+        return 0
+    found.write(command.out)
     return show(command.out)
 
 

@@ -31,6 +31,8 @@ class Tune(OnFleet):
     """Go on with the cells in --out, asked for in the same words; finished ones are kept."""
     minutes: Annotated[float | None, flag("MINUTES", "no limit")] = None
     """Begin no further case after so many minutes; --resume goes on with the rest."""
+    imports: Annotated[str | None, flag("FILES", "none", "import")] = None
+    """Tune nothing: make tuned.json of tables that others measured (docs/compile.md), separated by commas."""
     cell_timeout: Annotated[float, flag("SECONDS")] = 120.0
     """Time that a case may take; five times that for all its candidates."""
 
@@ -39,11 +41,16 @@ def run(command: Tune) -> int:
     """Try every candidate, and write the table."""
     from attnsuite.backends import Target
 
+    from .. import files
+    from ..imported import TOKAMAX, as_tokamax
     from ..names import names_of, parse_options
     from ..suites import select
-    from ..tuning import TABLE, TUNED, TuneGrid, tunable, tune
+    from ..tuned_table import TABLE
+    from ..tuning import TUNED, TuneGrid, tunable, tune
     from .report import show
 
+    if command.imports is not None:
+        return _import(command)
     try:
         target = None if command.target == "here" else Target.named(command.target)
     except ValueError as error:
@@ -75,6 +82,32 @@ def run(command: Tune) -> int:
             display.warn(f"{target} is not here: candidates are ranked by what compiles; no time is measured.")
         tuned = tune(grid, display, fleet)
     print(f"tuned:   {out / TABLE}")
+    if (theirs := as_tokamax(tuned)) is not None:
+        files.write_text(out / TOKAMAX, theirs)
+        print(f"tokamax: {out / TOKAMAX} (its format, for its data/autotuning/DEVICE)")
     if left := len(grid.cases) * len(backends) - len(tuned):
         print(f"{left} cells were not begun within --minutes {command.minutes:g}; {resuming('tune', out)}")
     return show(out)
+
+
+def _import(command: Tune) -> int:
+    """Write the table of the entries that can be used, and say what became of the others."""
+    from .. import files
+    from ..imported import import_tables, summary, table_of
+    from ..tuned_table import TABLE
+
+    alone = Tune(imports=command.imports, out=command.out)
+    if command != alone:
+        raise InputError("--import tunes nothing; beside it only --out can be given.")
+    paths = [Path(name.strip()) for name in str(command.imports).split(",") if name.strip()]
+    if not paths:
+        raise InputError("--import names no file.")
+    found = import_tables(paths)
+    text = table_of(found, shlex.join(["attnsuite", "tune", "--import", str(command.imports)]))
+    out = directory_of(command, "tune")
+    with files.writing(out):
+        out.mkdir(parents=True, exist_ok=True)
+    files.write_text(out / TABLE, text)
+    print("\n".join(summary(found)))
+    print(f"tuned:   {out / TABLE}")
+    return 0

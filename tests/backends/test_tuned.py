@@ -7,6 +7,7 @@ import pytest
 
 from attnsuite.backends import AttentionSpec, Layout, Target, registry, splash, tuned
 from attnsuite.backends.chunked import default_sizes
+from attnsuite.backends.splash_blocks import read_options
 from attnsuite.backends.tuned import Entry
 
 pytestmark = pytest.mark.newest
@@ -126,7 +127,9 @@ def test_splash_and_kascade_read_a_table_and_options_beside_it_hold_over_it(tmp_
     for name, options in (("splash", {"block_q": 256, "block_kv": 128}), ("kascade", {"kernel": "nonsense"})):
         table = {"schema": tuned.SCHEMA, "entries": [{**fields, "backend": name, "options": options}]}
         (tmp_path / name).write_text(json.dumps(table))
-    given = splash.read_options(problem, v5e, {"tuned": str(tmp_path / "splash"), "block_q": 512})
+    options = {"tuned": str(tmp_path / "splash"), "block_q": 512}
+    given, notes = read_options("splash", splash.OPTIONS, problem, v5e, options)
+    assert notes == ()
     assert given == {"block_q": 512, "block_kv": 128}
     kascade, layout = registry.get("kascade"), Layout()
     with pytest.raises(ValueError, match="kernel='nonsense' is not accepted"):

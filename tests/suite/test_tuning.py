@@ -14,7 +14,7 @@ from attnsuite import reports
 from attnsuite.backends import FEATURES, Layout, Takes, Target, registry, tuned
 from attnsuite.backends.tunable import KernelBuild
 from attnsuite.reports.pages import tuning as page
-from attnsuite.suite import tuning
+from attnsuite.suite import tuned_table, tuning
 from attnsuite.suite.command_line import main
 from attnsuite.suite.errors import CellFailure, InputError
 from attnsuite.suite.grid.progress import ProgressDisplay
@@ -128,9 +128,27 @@ def test_candidate_that_ends_the_compiler_has_another_compiler_after_it(monkeypa
     assert {t["options"]["block_kv"] for t in tried if t["error"]} == {1024}
     assert len(started) == 1 + sum(t["error"] is not None for t in tried[:-1])
     record = checked(dataclasses.replace(made_up([1.0]), mode="compile", facts={"tried": tried}))
-    assert tuning.winner(record)[0].options == {"block_q": 1024, "block_kv": 256}
-    assert tuning.entry(record)["tried"][0]["bundles"] == 4096
+    assert tuned_table.winner(record)[0].options == {"block_q": 1024, "block_kv": 256}
+    assert tuned_table.entry(record)["tried"][0]["bundles"] == 4096
     assert "1024 (4096)" in "".join(page.winners([record]))
+
+
+@pytest.mark.parametrize(("kind", "block"), [("v6e", 1024), ("v5e", 4096)])
+def test_expected_time_orders_candidates_where_one_is_known_and_else_the_fewest_steps(kind, block):
+    """Causal, 4096 tokens: one block of 4096 is one step, half of whose pairs are hidden."""
+    case = OpCase(kind="op_forward", sequence=4096, head_dim=128, dtype="bfloat16")
+    tried = []
+    for size in (512, 1024, 4096):
+        options = {"block_q": size, "block_kv": size, "block_kv_compute": 512}
+        work = registry.get("splash").work(spec_of(case), Target("tpu", kind), options)
+        tried.append({"options": options, "error": None, "work": dataclasses.asdict(work)})
+    record = made_up([1.0])
+    changes = {"problem": problem_of(case) | {"kind": "tuning", "op": case.kind}, "target": f"tpu:{kind}"}
+    record = dataclasses.replace(record, **changes, requested="splash", mode="compile", facts={"tried": tried})
+    entry = tuned_table.entry(checked(record))
+    assert entry["options"]["block_q"] == block
+    assert ("expected_time_over_default" in entry) == ("expected time" in entry["method"]) == (kind == "v6e")
+    assert ("(± 2.9%)" in "".join(page.winners([checked(record)]))) == (kind == "v6e")
 
 
 def made_up(*samples):
@@ -155,7 +173,7 @@ def made_up(*samples):
 
 def test_winner_must_be_measurably_faster_than_the_defaults():
     def options(*samples):
-        return tuning.entry(made_up(*samples))["options"]
+        return tuned_table.entry(made_up(*samples))["options"]
 
     level, faster = [1.0, 1.1] * 6, [0.8, 0.9] * 6
     assert options(level, faster) == {"n": 1}
@@ -164,7 +182,7 @@ def test_winner_must_be_measurably_faster_than_the_defaults():
 
 
 def test_entry_says_what_a_plan_is_looked_up_by():
-    found = tuning.entry(made_up([1.0, 1.1] * 6, [0.8, 0.9] * 6))
+    found = tuned_table.entry(made_up([1.0, 1.1] * 6, [0.8, 0.9] * 6))
     assert (found["platform"], found["kind"], found["length"], found["head_dim"]) == ("cpu", "a CPU", 192, 64)
     assert (found["grouped"], found["gradient"], found["time_over_default"][0]) == (False, False, 0.809)
     assert [trial["median_seconds"] for trial in found["tried"]] == [1.05, 0.85]

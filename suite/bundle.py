@@ -1,0 +1,260 @@
+"""A bundle: a run as one file that can be sent, and that shows whether it was edited.
+
+``attnsuite report DIR --bundle FILE.zip`` packs, ``attnsuite report FILE.zip`` verifies. A bundle is a zip with four
+files: ``bundle.json`` (the versions, the digest of the source, a hash of each file and a chain of hashes over the
+records), ``run.json``, ``records.jsonl`` and ``log.txt`` (a line per record, made from the records). Paths, the user's
+and the machine's name are replaced before anything is hashed.
+
+The hashes find what was edited, added, removed or reordered, and what was damaged on the way. ``plausible.py`` finds
+records that contradict themselves. Neither is a signature: a record that somebody invents whole, with the hashes made
+anew, passes if it is plausible.
+
+Nothing is extracted: the files are read into memory, within limits, and only those of the four names.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import getpass
+import hashlib
+import io
+import json
+import lzma
+import re
+import socket
+import stat
+import zipfile
+import zlib
+from collections.abc import Sequence
+from pathlib import Path, PurePath
+from typing import Any
+
+from . import files, typed
+from .errors import InputError
+from .plausible import implausible
+from .record import Record, RecordError
+from .store import MANIFEST, RECORDS, parse_records, read_manifest, read_record
+from .summary import record_line
+from .typed import Count
+
+SCHEMA = 1
+HEAD, LOG = "bundle.json", "log.txt"
+_MEMBERS = (HEAD, MANIFEST, RECORDS, LOG)
+_LARGEST_FILE, _LARGEST = 2**26, 2**28  # bytes: of the zip, and of what it holds
+_TIME = (1980, 1, 1, 0, 0, 0)  # of every member, so that one run has one bundle
+_PATH = re.compile(r"(?<![\w.)\]</])(?!/(?:proc|sys|dev)/)(?:~|\.\.?)?(?:/[\w.+@~=-]+)+/?")
+_FREE = ("error", "reasons", "notes", "flags")  # fields of a record in which a user's or a machine's name may occur
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Head:
+    """``bundle.json``. ``chain`` is the last of the hashes of the records, each of which covers those before it."""
+
+    schema: Count
+    versions: dict[str, str]
+    source: str
+    records: Count
+    chain: str
+    sha256: dict[str, str]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Bundle:
+    """A verified bundle: the texts of the run's files, and the records."""
+
+    texts: dict[str, str]
+    records: tuple[Record, ...]
+
+    def write(self, directory: Path) -> None:
+        """Write ``run.json`` and ``records.jsonl``. Raises InputError if the directory has records."""
+        if (directory / RECORDS).exists():
+            raise InputError(f"{directory} already has records; choose another --out.")
+        files.check_directory(directory)
+        for name in (MANIFEST, RECORDS):
+            files.write_text(directory / name, self.texts[name])
+
+
+def pack(directory: Path, out: Path) -> int:
+    """Write the run in ``directory`` as the bundle ``out``; returns the number of records.
+
+    Raises InputError for a run that cannot be read, that would not be taken back, or that mixes versions.
+    """
+    records, _, warning = parse_records(directory / RECORDS)
+    if warning or not records:
+        raise InputError(
+            f"{directory} has no whole run: {warning or 'there is no record.'} End it with --resume first."
+        )
+    manifest = dataclasses.asdict(read_manifest(directory))
+    names = _Names.here()
+    if manifest.get("file"):
+        manifest["file"] = PurePath(manifest["file"]).name
+    if manifest.get("text"):
+        manifest["text"]["path"] = PurePath(manifest["text"]["path"]).name
+    lines = [json.dumps(names.without(json.loads(record.to_json()))) for record in records]
+    texts = {MANIFEST: json.dumps(names.without(manifest), indent=1, sort_keys=True) + "\n"}
+    texts[RECORDS] = "".join(line + "\n" for line in lines)
+    cleaned = _records(lines)
+    texts[LOG] = _log(cleaned)
+    sources = {record.environment.get("source", "") for record in cleaned}
+    if len(sources) != 1:
+        raise InputError(f"{directory} has records of {len(sources)} versions of the source; a bundle is of one.")
+    head = Head(
+        schema=SCHEMA,
+        versions=dict(cleaned[0].environment.get("versions", {})),
+        source=sources.pop(),
+        records=len(lines),
+        chain=_chain(lines),
+        sha256={name: _sha256(text) for name, text in texts.items()},
+    )
+    texts = {HEAD: json.dumps(dataclasses.asdict(head), indent=1, sort_keys=True) + "\n"} | texts
+    for name, text in texts.items():
+        if (left := names.left_in(text)) is not None:
+            raise InputError(f"{directory}: {name} would still hold {left!r}, which names you or your machine.")
+    if (why := next(implausible(cleaned), None)) is not None:
+        raise InputError(f"{directory} would be refused as a bundle: {why}")
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, text in texts.items():
+            archive.writestr(zipfile.ZipInfo(name, _TIME), text, zipfile.ZIP_DEFLATED)
+    with files.writing(out):
+        partial = out.with_name(f"{out.name}.partial")
+        partial.write_bytes(content.getvalue())
+        partial.replace(out)
+    return len(lines)
+
+
+def verified(path: Path) -> Bundle:
+    """The bundle in this file. Raises InputError, with the reason, for one that is no bundle or that was edited."""
+    try:
+        texts = _members(path)
+        head, lines = _hashed(texts)
+        records = _records(lines)
+        typed.parse_json(texts[MANIFEST].encode())
+        _whole(records, head)
+    except RecordError as error:
+        raise InputError(f"{path} is refused: a line is no record ({error}).") from error
+    except (OSError, zipfile.BadZipFile, zipfile.LargeZipFile, NotImplementedError, EOFError, ValueError) as error:
+        raise InputError(f"{path} is refused: {str(error).rstrip('.')}.") from error
+    except (zlib.error, lzma.LZMAError, RuntimeError) as error:
+        raise InputError(f"{path} is refused: it is damaged ({error}).") from error
+    return Bundle(texts, records)
+
+
+class _RefusedError(ValueError):
+    """Why a bundle is refused."""
+
+
+def _hashed(texts: dict[str, str]) -> tuple[Head, list[str]]:
+    """The head and the lines of the records, after their hashes were compared. Raises ValueError."""
+    try:
+        head = typed.convert(typed.parse_json(texts[HEAD].encode()), Head)
+    except ValueError as error:
+        raise _RefusedError(f"its {HEAD} is damaged ({error})") from error
+    if head.schema != SCHEMA:
+        raise _RefusedError(f"it has schema {head.schema}, and this version reads {SCHEMA}")
+    lines = texts[RECORDS].split("\n")
+    if lines.pop() or not lines:
+        raise _RefusedError(f"its {RECORDS} is cut off")
+    if len(lines) != head.records:
+        raise _RefusedError(f"it says {head.records} records and has {len(lines)}; some were added or removed")
+    if _chain(lines) != head.chain:
+        raise _RefusedError("a record was edited, or the records were reordered")
+    digests = {name: _sha256(text) for name, text in texts.items() if name != HEAD}
+    if digests != head.sha256:
+        edited = [name for name in digests if digests[name] != head.sha256.get(name)]
+        raise _RefusedError(f"its {', '.join(edited) or HEAD} was edited")
+    return head, lines
+
+
+def _whole(records: Sequence[Record], head: Head) -> None:
+    """Raises ValueError where the records contradict each other, the head or themselves."""
+    if len({record.key for record in records}) != len(records):
+        raise _RefusedError("two records have one key")
+    for record in records:
+        found = record.environment.get("source"), dict(record.environment.get("versions", {}))
+        if found != (head.source, head.versions):
+            raise _RefusedError(f"{record.key} is of other versions than the bundle")
+    if (why := next(implausible(records), None)) is not None:
+        raise _RefusedError(why)
+
+
+def _members(path: Path) -> dict[str, str]:
+    """The texts of the four files. Raises ValueError for anything else that a zip can hold."""
+    if path.stat().st_size > _LARGEST_FILE:
+        raise _RefusedError(f"it has more than {_LARGEST_FILE >> 20} MiB")
+    with zipfile.ZipFile(path) as archive:
+        infos = archive.infolist()
+        if sorted(info.filename for info in infos) != sorted(_MEMBERS):
+            found = ", ".join(repr(info.filename[:60]) for info in infos[:6])
+            raise _RefusedError(f"it holds {found or 'nothing'}; a bundle holds {', '.join(_MEMBERS)}")
+        left, texts = _LARGEST, {}
+        for info in infos:
+            if stat.S_IFMT(info.external_attr >> 16) not in (0, stat.S_IFREG) or info.flag_bits & 1:
+                raise _RefusedError(f"its {info.filename} is no plain file")
+            with archive.open(info) as member:  # what the zip says of sizes is not believed
+                data = member.read(left + 1)
+            if len(data) > left:
+                raise _RefusedError(f"it holds more than {_LARGEST >> 20} MiB")
+            left -= len(data)
+            texts[info.filename] = data.decode()
+    return texts
+
+
+def _records(lines: Sequence[str]) -> tuple[Record, ...]:
+    """Raises RecordError."""
+    return tuple(read_record(line.encode()) for line in lines)
+
+
+def _chain(lines: Sequence[str]) -> str:
+    digest = ""
+    for line in lines:
+        digest = hashlib.sha256(f"{digest}\n{line}".encode()).hexdigest()
+    return digest
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _log(records: Sequence[Record]) -> str:
+    lines = (f"{record.started} {record.wall_seconds or 0:9.2f} s  {record_line(record).plain}\n" for record in records)
+    return "".join(lines)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Names:
+    """What names the user or the machine."""
+
+    home: str
+    user: str
+    host: str
+
+    @staticmethod
+    def here() -> _Names:
+        try:
+            user = getpass.getuser()
+        except (OSError, KeyError):  # no such user in a container
+            user = ""
+        return _Names(str(Path.home()), user, socket.gethostname())
+
+    def without(self, value: Any, key: str = "", *, free: bool = False) -> Any:
+        """``value`` as JSON has it, without paths; in free text also without the two names. A node gets no name."""
+        if isinstance(value, dict):
+            inner = {self._text(name, free=False): self.without(x, name, free=free or name in _FREE)
+                     for name, x in value.items()}  # fmt: skip
+            return {name: x for name, x in inner.items() if name != "node"}
+        if isinstance(value, list):
+            return [self.without(x, key, free=free) for x in value]
+        return self._text(value, free=free) if isinstance(value, str) else value
+
+    def _text(self, text: str, *, free: bool) -> str:
+        text = _PATH.sub("<path>", text)
+        text = text.replace(self.home, "<path>") if len(self.home) > 1 else text
+        for name, instead in ((self.host, "<host>"), (self.user, "<user>")) if free else ():
+            text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", instead, text) if name else text
+        return text
+
+    def left_in(self, text: str) -> str | None:
+        """A home directory or a machine's name that is still there."""
+        names = (name for name in (self.home, self.host) if len(name) > 5)
+        return next((name for name in names if name in text), None)

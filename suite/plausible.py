@@ -1,0 +1,73 @@
+"""Whether a record that others send contradicts itself: what was judged is restated, and times are held to limits.
+
+- An exact cell that is ``ok`` has no tensor outside its bound; a ``wrong`` one has.
+- The bound of an attention call follows from the standard backend's error (``backends/oracle.py``).
+- The samples, all their calls counted, fit into the wall time of the cell.
+- No exact cell computes faster than the machine's measured matmul by more than half (published runs: at most 1.24
+  times), nor faster than the published peak of a known device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from attnsuite.backends import oracle
+
+from .record import Record, TensorError
+from .shown import matmul_peak, shows_speed
+from .statistics import median
+
+# bfloat16 operations per second without sparsity, as the vendors publish them; per device as JAX counts devices.
+PEAKS = {
+    "v4": 275e12, "v5e": 197e12, "v5p": 459e12, "v6e": 918e12, "tpu7x": 1153.5e12, "a100": 312e12, "h100": 989.4e12,
+    "h200": 989.4e12, "b200": 2250e12,
+}  # fmt: skip
+_ABOVE_MEASURED, _ABOVE_PUBLISHED = 1.5, 1.05
+
+
+def implausible(records: Sequence[Record]) -> Iterator[str]:
+    """A sentence for each contradiction."""
+    for record in records:
+        for why in (*_judged(record), *_timed(record)):
+            yield f"{record.key}: {why}."
+
+
+def _judged(record: Record) -> Iterator[str]:
+    for name, error in record.accuracy.items():
+        within = error.max_error is not None and error.max_error <= error.allowed
+        if error.passed and not within:
+            yield f"{name} passed with an error outside its bound"
+        if record.kind.startswith("op_") and not _follows(record, name, error):
+            yield f"the bound of {name} does not follow from the standard backend's error"
+    if record.exact and record.accuracy:
+        right = all(error.passed for error in record.accuracy.values())
+        if record.status == "ok" and not right:
+            yield "it is ok with a tensor outside its bound"
+        if record.status == "wrong" and right:
+            yield "it is wrong with every tensor inside its bound"
+
+
+def _follows(record: Record, name: str, error: TensorError) -> bool:
+    dtype = str(record.problem.get("dtype"))
+    if dtype not in oracle.EPSILON:
+        return True
+    kind: oracle.Kind = "forward" if name == "out" else "gradient"
+    bounds = [oracle.allowed_error(standard, dtype, kind) for standard in (error.standard_error, None)]
+    return any(math.isclose(error.allowed, bound, rel_tol=1e-6) for bound in bounds)
+
+
+def _timed(record: Record) -> Iterator[str]:
+    if not all(sample > 0 for sample in record.samples):
+        yield "a sample is not above zero"
+    seconds = sum(record.samples) * record.environment.get("calls_per_sample", 1)
+    if record.wall_seconds is not None and seconds > record.wall_seconds:
+        yield f"its samples take {seconds:.3g} s and the whole cell {record.wall_seconds:.3g} s"
+    if not (record.exact and record.flops and shows_speed(record)):
+        return
+    rate = record.flops / median(record.samples).value
+    measured, published = matmul_peak(record), PEAKS.get(record.target.partition(":")[2])
+    if measured is not None and rate > _ABOVE_MEASURED * measured:
+        yield f"it computes {rate / measured:.3g} times as fast as this machine's measured matmul"
+    if published is not None and rate > _ABOVE_PUBLISHED * published * record.devices:
+        yield f"it computes {rate / published:.3g} times as fast as the device's published peak"

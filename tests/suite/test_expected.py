@@ -1,0 +1,50 @@
+"""Expected times on absent TPUs: what they order, what they do not cover, and that the page has the same weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from attnsuite.backends import AttentionSpec, Target
+from attnsuite.backends.splash import SPLASH
+from attnsuite.suite.absent.expected import CHIPS, expected_seconds
+
+SPEC = AttentionSpec(
+    batch=4, query_length=4096, key_value_length=4096, num_heads=16, num_kv_heads=16, head_dim=128, dtype="bfloat16",
+    is_causal=True, needs_grad=False,
+)  # fmt: skip
+
+
+def expected(kind, block, spec=SPEC):
+    options = {"block_q": block, "block_kv": block, "block_kv_compute": 128}
+    return expected_seconds(kind, spec, options, SPLASH.work(spec, Target("tpu", "v6e"), options))
+
+
+@pytest.mark.parametrize("kind", CHIPS)
+def test_small_blocks_pay_for_steps_and_large_ones_for_hidden_pairs(kind):
+    times = {block: expected(kind, block) for block in (128, 1024, 4096)}
+    assert min(times, key=times.__getitem__) == 1024
+
+
+def test_measured_time_of_one_problem_is_near():
+    """tokamax 0.0.17, tpu7x: 1.355 ms with blocks of 1024."""
+    assert expected("tpu7x", 1024) == pytest.approx(1.355e-3, rel=0.15)
+
+
+@pytest.mark.parametrize("changes", [{"dtype": "float32"}, {"needs_grad": True}, {"head_dim": 512}, {"head_dim": 32}])
+def test_nothing_is_expected_of_what_was_not_measured(changes):
+    assert expected("v6e", 1024, dataclasses.replace(SPEC, **changes)) is None
+    assert expected("v5e", 1024) is None
+    assert expected_seconds("v6e", SPEC, {"block_q": 1024}, None) is None
+
+
+def test_page_has_these_weights():
+    page = (Path(__file__).parents[2] / "docs" / "tpu-times.md").read_text()
+    for kind, chip in CHIPS.items():
+        products, steps, keys, arrays, rows = chip.weights
+        shown = f"| {kind} | {products:.3g} | {1e9 * steps:.3g} ns | {keys:.3g} | {arrays:.3g} | {1e9 * rows:.3g} ns |"
+        assert shown in page
+        (line,) = (line for line in page.splitlines() if line.startswith(f"| {kind} |") and "| the sum |" in line)
+        assert float(line.split("|")[5]) == pytest.approx(100 * chip.error)
