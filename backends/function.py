@@ -63,7 +63,7 @@ def from_function(
     before the function is called. By default the function handles attention of all tokens to all, with gradients, and
     nothing more. It is called with a keyword for each feature that a problem asks for:
 
-    - ``causal`` beside ``bidirectional``: ``is_causal=True``. A function that takes one of the two is not told.
+    - ``causal`` beside ``bidirectional``: ``is_causal``, True or False. A function that takes one of the two gets none.
     - ``window``: ``local_window_size=(left, right)``; ``chunk``: ``chunk_size``; ``soft_cap``: ``logits_soft_cap``;
       ``scale``: ``scale``, a float; ``mask_function`` and ``score_function``: by these names.
     - ``segments``: ``query_segment_ids`` and ``key_value_segment_ids``; ``positions``: ``query_positions`` and
@@ -94,8 +94,8 @@ def from_function(
 def _keywords(spec: AttentionSpec, layout: Layout, declared: Takes) -> dict[str, Any]:
     asked = spec.features()
     given: dict[str, Any] = {}
-    if spec.is_causal and "bidirectional" in declared.features:
-        given["is_causal"] = True
+    if {"causal", "bidirectional"} <= declared.features:
+        given["is_causal"] = spec.is_causal
     settings = {
         "window": ("local_window_size", spec.window),
         "chunk": ("chunk_size", spec.chunk_size),

@@ -4,6 +4,7 @@ from attnsuite.submodules import submodules_of
 
 from .answer import answer_lines as answer_lines
 from .answer import installs as installs
+from .badge import write_badges as write_badges
 from .comparison import Comparison as Comparison
 from .comparison import compare as compare
 from .pages.compiled import compiled_overview as compiled_overview

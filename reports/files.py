@@ -39,8 +39,14 @@ def to_csv(pages: Sequence[Page]) -> str:
     text = io.StringIO()
     writer = csv.DictWriter(text, list(names), restval="", lineterminator="\n")
     writer.writeheader()
-    writer.writerows(first | second for first, second in zip(leading, further, strict=True))
+    for first, second in zip(leading, further, strict=True):
+        writer.writerow({name: _no_formula(value) for name, value in (first | second).items()})
     return text.getvalue()
+
+
+def _no_formula(value: object) -> object:
+    """A text that a spreadsheet would take for a formula gets an apostrophe in front, which makes it text."""
+    return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")) else value
 
 
 def _page(page: Page) -> dict[str, object]:

@@ -7,7 +7,7 @@ Both are data and travel as JSON between the process that schedules and the proc
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -78,21 +78,47 @@ class Outcome(Measured):
     pinned_threads: Count | None = None
 
 
+class Timed(Protocol):
+    """A program that is ready to be sampled (``measure/execution.py``)."""
+
+    call: int
+
+    @property
+    def kept(self) -> Any:
+        """The outputs of call ``call`` of the last sample."""
+        ...
+
+    def sample(self, seed: int, choice: int) -> float:
+        """Mean seconds per call, on inputs that follow from ``seed``; ``choice`` chooses the call that is kept."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Prepared:
-    """A cell that ran once: its outcome, and a function that takes a sample (None where nothing is timed)."""
+    """A cell that ran once.
+
+    ``timed`` is None where nothing is timed. ``answers`` gives the outputs by name for the inputs of a seed, and
+    ``named`` those of a timed call; None where the cell brings its own comparison.
+    """
 
     outcome: Outcome
-    take_sample: Callable[[], float] | None = None
+    timed: Timed | None = None
+    answers: Callable[[int], Mapping[str, Any]] | None = None
+    named: Callable[[Any], Mapping[str, Any]] | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Means:
-    """The inputs of a cell's process: the .npz that judges the cell, its memory limit in bytes, the text to read."""
+    """The inputs of a cell's process: its memory limit in bytes, the text to read, and the .npz that judges it.
+
+    ``reference`` is None where another process judges. ``resident`` are the bytes of the process before the code of the
+    row was loaded, where that is code of the user.
+    """
 
     reference: Path | None
     memory_limit: int
     text: TextFile | None = None
+    resident: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from .absent import topologies
 from .absent.programs import model_config
 from .compile_run import CompileGrid
 from .errors import InputError
-from .grid.executors import Limits
+from .grid.running import Limits
 from .kinds.attention import OpCase
 from .kinds.model import ModelCase
 from .named_model import absolute

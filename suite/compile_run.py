@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import os
 import platform
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,12 +22,14 @@ from .absent import schedules, slices, topologies
 from .absent.compilation import NO_COMPILER, backend_and_role, in_roles
 from .cell import Cell, Outcome
 from .errors import CellFailure, InputError
+from .grid import folders
 from .grid.execute import execute
-from .grid.executors import RunContext, Running, Watcher, outcome_of, side_by_side
+from .grid.executors import side_by_side
 from .grid.fleet import FleetRequest
 from .grid.grid import Grid, GridWatcher
 from .grid.process import Restarting, Worker
 from .grid.references import References
+from .grid.running import RunContext, Running, Watcher, outcome_of
 from .kinds import problem_of
 from .kinds.attention import OpCase
 from .kinds.model import ModelCase
@@ -153,7 +154,7 @@ class _Compiler:
         self._target = target
         self._cells = [cell for cell in cells if cell.target == str(target)]
         self._request = request
-        self._dump = tempfile.TemporaryDirectory(prefix="attnsuite-") if request.schedule else None
+        self._dump = folders.make() if request.schedule else None
         dumping = schedules.variables(Path(self._dump.name), target.platform) if self._dump else {}
         variables = topologies.ENVIRONMENT | dumping
         self._process = Restarting(functools.partial(Worker, request.limits.memory, variables))

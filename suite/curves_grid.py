@@ -14,9 +14,10 @@ from typing import Any
 from attnsuite.models.sharded_training import MeshSizes
 
 from .cell import Asked, Cell
-from .grid.executors import Limits, RunContext, Watcher, here
+from .grid.executors import here
 from .grid.grid import Grid, identity
 from .grid.references import References
+from .grid.running import Limits, RunContext, Watcher
 from .host_devices import make_host_devices
 from .kinds.loss_curve import LOSS_CURVE, TrainingCase, own_runs
 from .measure.environment import describe

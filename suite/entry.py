@@ -9,9 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import subprocess
 import sys
-import tempfile
 import time
 from types import FrameType
 
@@ -20,7 +18,7 @@ _AGAIN = 0.02  # seconds until an interrupt that nobody would hear is tried agai
 _PATIENCE = 10.0  # seconds for which it is tried so
 # Files of frames under which nothing is interrupted: a module that is imported may catch everything; a temporary
 # directory that is half made or half removed is left behind, and so is a process that is half started.
-_UNINTERRUPTED = ("<frozen importlib", tempfile.__file__, subprocess.__file__)
+_UNINTERRUPTED = ("/tempfile.py", "/subprocess.py")
 
 
 def main() -> None:
@@ -70,7 +68,11 @@ def _is_unheard(frame: FrameType | None) -> bool:
     callbacks = {getattr(callback, "__code__", None) for callback in gc.callbacks}
     while frame is not None:
         code = frame.f_code
-        if code in callbacks or code.co_name == "__del__" or code.co_filename.startswith(_UNINTERRUPTED):
+        if code in callbacks or code.co_name == "__del__" or _is_uninterrupted(code.co_filename):
             return True
         frame = frame.f_back
     return False
+
+
+def _is_uninterrupted(file: str) -> bool:
+    return file.startswith("<frozen importlib") or file.endswith(_UNINTERRUPTED)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,12 +26,20 @@ def writing(path: Path, kept: str = "") -> Iterator[None]:
         raise InputError(f"cannot write to {path}: {error.strerror or error}.{kept}") from error
 
 
+def open_here(path: str | Path, flags: int) -> int:
+    """An ``opener`` that follows no link in the last place: a directory may be somebody else's data."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
 def write_text(path: Path, text: str) -> None:
-    """Write a file beside ``path`` and rename it, so that a full disk leaves the old file. Raises InputError."""
-    partial = path.with_name(f"{path.name}.partial")
+    """Write a file beside ``path`` and rename it, so that a full disk leaves the old file. Raises InputError.
+
+    A link in the place of ``path`` is replaced, and what it leads to is left alone.
+    """
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
     with writing(path):
         try:
-            with partial.open("w", encoding="utf-8", newline="\n") as file:
+            with open(partial, "x", encoding="utf-8", newline="\n", opener=open_here) as file:
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())

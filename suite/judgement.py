@@ -8,11 +8,12 @@ from pathlib import Path
 
 from attnsuite.backends import registry
 from attnsuite.testing.problems import CASES
+from attnsuite.testing.verdicts import VERDICTS
 
 from .errors import InputError
-from .grid.executors import Limits
 from .grid.run import RunGrid, resumed_request
-from .kinds.conformance import ConformanceCase
+from .grid.running import Limits
+from .kinds.conformance import TAKES, ConformanceCase, answer_of
 from .names import names_of
 from .record import Record
 from .user_function import known_row
@@ -21,15 +22,26 @@ SUITE = "judge"
 
 
 def new_judgement(
-    backends: Sequence[str], patterns: str | None, numbers: range, seed: int, out: Path, limits: Limits
+    backends: Sequence[str],
+    patterns: str | None,
+    numbers: range,
+    seed: int,
+    out: Path,
+    limits: Limits,
+    *,
+    required: Sequence[str] = (),
+    interpret: bool = False,
 ) -> RunGrid:
-    """The grid of these flags: named problems that match, then random ones of ``seed``. Raises InputError."""
-    named = _matching(["*"] if patterns is None else names_of(patterns, "--cases"))
+    """The grid of these flags: verdicts and named problems that match, then random ones of ``seed``.
+
+    What a gate requires is among them. Raises InputError.
+    """
+    named = _matching([*(["*"] if patterns is None else names_of(patterns, "--cases")), *required])
     return RunGrid(
         suite=SUITE,
         cases=(
-            *(ConformanceCase(name=name) for name in named),
-            *(ConformanceCase(number=number, seed=seed) for number in numbers),
+            *(ConformanceCase(name=name, interpret=interpret) for name in named),
+            *(ConformanceCase(number=number, seed=seed, interpret=interpret) for number in numbers),
         ),
         backends=tuple(dict.fromkeys(map(known_row, backends or registry.names()))),
         out=out,
@@ -53,8 +65,26 @@ def all_right(records: Sequence[Record]) -> bool:
     return "ok" in statuses and statuses <= {"ok", "unsupported"}
 
 
+def missing(records: Sequence[Record], required: Sequence[str]) -> list[str]:
+    """A sentence for each backend and required verdict that is not answered with yes."""
+    names = dict.fromkeys(record.requested for record in records)
+    given = {(record.requested, record.case): answer_of(record) for record in records}
+    asked = [(name, verdict, given.get((name, verdict), "not judged")) for name in names for verdict in required]
+    return [f"{name} is not {verdict}: {answer}." for name, verdict, answer in asked if answer != "yes"]
+
+
+def checked_verdicts(words: str) -> tuple[str, ...]:
+    """The verdicts of ``--require``. Raises InputError for a word that is none."""
+    names = tuple(names_of(words, "--require")) if words else ()
+    for name in names:
+        if name not in VERDICTS:
+            raise InputError(f"--require {name} is no verdict; they are {', '.join(VERDICTS)}.")
+    return names
+
+
 def _matching(patterns: Sequence[str]) -> list[str]:
+    known = (TAKES, *VERDICTS, *CASES)
     for pattern in patterns:
-        if not fnmatch.filter(CASES, pattern):
-            raise InputError(f"--cases {pattern!r} matches no problem; they are {', '.join(CASES)}.")
-    return [name for name in CASES if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
+        if not fnmatch.filter(known, pattern):
+            raise InputError(f"--cases {pattern!r} matches no problem or verdict; they are {', '.join(known)}.")
+    return [name for name in known if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]

@@ -19,23 +19,49 @@ from attnsuite.backends.features import DTYPES, Feature
 LENGTH, HEADS, HEAD_DIM = 128, 4, 64  # small, and of a size that kernels with fixed blocks take
 
 
+_SHAPES: Mapping[Feature, str] = {
+    "grouped_queries": "grouped heads",
+    "cross_length": "keys of another length",
+    "value_head_dim": "values of another size",
+}
+_KEYWORDS: Mapping[Feature, tuple[str, ...]] = {
+    "mask": ("mask",),
+    "bias": ("bias",),
+    "scale": ("scale",),
+    "window": ("local_window_size",),
+    "chunk": ("chunk_size",),
+    "soft_cap": ("logits_soft_cap",),
+    "lengths": ("key_value_seq_lengths",),
+    "segments": ("query_segment_ids", "key_value_segment_ids"),
+    "sinks": ("sinks",),
+    "alibi": ("alibi",),
+}
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Found:
-    """The features and dtypes of a function; ``error`` is what it raised where it could not be called at all."""
+    """The features and dtypes of a function.
+
+    ``error`` is what it raised where it could not be called at all. ``misshapen`` says what is wrong with the shape or
+    dtype of its output.
+    """
 
     features: frozenset[Feature]
     dtypes: tuple[str, ...] = DTYPES[:3]
     error: str = ""
+    misshapen: str = ""
 
     def __str__(self) -> str:
+        arrays = f"3 float32 arrays [1, {LENGTH}, {HEADS}, {HEAD_DIM}]"
         if self.error:
-            return f"It raised {self.error} when called with 3 float32 arrays [1, {LENGTH}, {HEADS}, {HEAD_DIM}]."
+            return f"It raised {self.error} when called with {arrays}."
+        if self.misshapen:
+            return f"Called with {arrays}: {self.misshapen}"
         causal, both = "causal" in self.features, "bidirectional" in self.features
-        kinds = "causal or not" if causal and both else "causal" if causal else "not causal"
-        words = {"grouped_queries": "grouped heads", "cross_length": "keys of another length", "mask": "mask arrays"}
+        kinds = "causal or not (is_causal=)" if causal and both else "causal" if causal else "not causal"
         lacking = [dtype for dtype in DTYPES[:3] if dtype not in self.dtypes]
-        more = [word for feature, word in {**words, "bias": "bias arrays"}.items() if feature in self.features]
-        taken = ", ".join(more) or "nothing more"
+        words = {**_SHAPES, **{feature: f"{', '.join(names)}=" for feature, names in _KEYWORDS.items()}}
+        taken = ", ".join(word for feature, word in words.items() if feature in self.features) or "nothing more"
         without = f"; not {', '.join(lacking)}" if lacking else ""
         return f"Called with small arrays, it was found to be {kinds}, and to take {taken}{without}."
 
@@ -46,27 +72,27 @@ def found_out(function: Callable[..., Any]) -> Found:
         batch=1, query_length=LENGTH, key_value_length=LENGTH, num_heads=HEADS, num_kv_heads=HEADS, head_dim=HEAD_DIM
     )
     keywords = _keywords(function)
-    probe = _Probe(function, spec)
-    features: set[Feature] = {"gradient"}
     causal = dataclasses.replace(spec, is_causal=True)
+    probe = _Probe(function, spec)
+    both = "is_causal" in keywords and all(
+        probe.can(one, other, {"is_causal": one.is_causal}) for one, other in ((causal, spec), (spec, causal))
+    )
+    if both:
+        probe = dataclasses.replace(probe, always={"is_causal": False})
     try:
+        if misshapen := probe.fault():
+            return Found(frozenset({"bidirectional", "gradient"}), misshapen=misshapen)
         is_causal = probe.nearer(causal, spec, {})
     except Exception as error:  # noqa: BLE001 (anything that a function raises)
         error_text = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         return Found(frozenset({"bidirectional", "gradient"}), error=error_text)
-    features.add("causal" if is_causal else "bidirectional")
-    if not is_causal and "is_causal" in keywords and probe.can(causal, spec, {"is_causal": True}):
-        features.add("causal")
-    rng = np.random.default_rng(1)
-    shape = 1, 1, LENGTH, LENGTH
-    arrays: dict[Feature, tuple[np.ndarray, Any]] = {
-        "mask": ((mask := (rng.random(shape) < 0.5) | np.eye(LENGTH, dtype=bool)), Layout(mask=mask)),
-        "bias": ((bias := 4 * rng.standard_normal(shape).astype(np.float32)), Terms(bias=bias)),
-    }
     plain = causal if is_causal else spec
-    for feature, (array, given) in arrays.items():
-        announced: Any = {f"has_{feature}": True}
-        if feature in keywords and probe.can(dataclasses.replace(plain, **announced), plain, {feature: array}, given):
+    features: set[Feature] = {"gradient", "causal" if is_causal else "bidirectional"}
+    features |= {"causal"} if both else set()
+    for feature, (announced, given) in _asked(plain).items():
+        names = _KEYWORDS[feature]
+        words = {name: getattr(given, name) if given else announced[name] for name in names}
+        if keywords.issuperset(names) and probe.can(dataclasses.replace(plain, **announced), plain, words, given):
             features.add(feature)
     shapes: dict[Feature, Mapping[str, int]] = {
         "grouped_queries": {"num_kv_heads": HEADS // 2},
@@ -78,17 +104,44 @@ def found_out(function: Callable[..., Any]) -> Found:
     return Found(frozenset(features), dtypes)
 
 
+def _asked(plain: AttentionSpec) -> dict[Feature, tuple[dict[str, Any], Layout | Terms | None]]:
+    """By feature: the fields of a spec that asks for it, and its arrays."""
+    rng = np.random.default_rng(1)
+    shape = 1, 1, LENGTH, LENGTH
+    ids = np.repeat(np.arange(4, dtype=np.int32), LENGTH // 4)[None]
+    mask, bias = rng.random(shape) < 0.5, 4 * rng.standard_normal(shape).astype(np.float32)
+    return {
+        "mask": ({"has_mask": True}, Layout(mask=mask | np.eye(LENGTH, dtype=bool))),
+        "bias": ({"has_bias": True}, Terms(bias=bias)),
+        "scale": ({"scale": 0.7}, None),
+        "window": ({"local_window_size": (15, 0 if plain.is_causal else 7)}, None),
+        "chunk": ({"chunk_size": 48}, None),
+        "soft_cap": ({"logits_soft_cap": 0.5}, None),
+        "lengths": ({"has_seq_lengths": True}, Layout(key_value_seq_lengths=np.array([LENGTH // 3], np.int32))),
+        "segments": ({"has_segment_ids": True}, Layout(query_segment_ids=ids, key_value_segment_ids=ids)),
+        "sinks": ({"has_sinks": True}, Terms(sinks=np.linspace(-2.0, 6.0, HEADS, dtype=np.float32))),
+        "alibi": ({"has_alibi": True}, Terms(alibi=np.float32(2.0) ** -np.arange(1, HEADS + 1, dtype=np.float32))),
+    }
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Probe:
     function: Callable[..., Any]
     spec: AttentionSpec
+    always: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def fault(self) -> str:
+        """What is wrong with the shape or dtype of an output; empty where nothing is."""
+        from attnsuite.testing import shapes  # noqa: PLC0415 (only a function of a user's needs it)
+
+        return shapes.fault_of(self.function(*_inputs(self.spec), **self.always), self.spec)
 
     def nearer(
         self, one: AttentionSpec, other: AttentionSpec, keywords: Mapping[str, Any], given: Layout | Terms | None = None
     ) -> bool:
         """Whether the result of a call is nearer to the meaning of ``one``, with what is given, than of ``other``."""
         inputs = _inputs(one)
-        out = np.asarray(self.function(*inputs, **keywords), np.float64)
+        out = np.asarray(self.function(*inputs, **{**self.always, **keywords}), np.float64)
         layout = given if isinstance(given, Layout) else Layout()
         terms = given if isinstance(given, Terms) else Terms()
         first, second = oracle.forward(one, layout, *inputs, terms), oracle.forward(other, Layout(), *inputs)
@@ -104,7 +157,7 @@ class _Probe:
     def has_shape(self, spec: AttentionSpec) -> bool:
         """Whether a call with arrays of these sizes gives an output of the right shape."""
         try:
-            out = self.function(*_inputs(spec))
+            out = self.function(*_inputs(spec), **self.always)
             return tuple(out.shape) == (1, spec.query_length, spec.num_heads, spec.value_head_dim)
         except Exception:  # noqa: BLE001 (as above)
             return False

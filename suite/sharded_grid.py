@@ -15,9 +15,10 @@ from attnsuite.backends import Target
 from attnsuite.backends.devices import cpu_name
 
 from .cell import Asked, Cell
-from .grid.executors import Limits, RunContext, Watcher, one_after_another
+from .grid.executors import one_after_another
 from .grid.grid import Grid, identity
 from .grid.references import References
+from .grid.running import Limits, RunContext, Watcher
 from .kinds.sharded import SHARDED, ShardedCase
 from .measure import environment
 from .measure.memory import machine_bytes

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import IO, Any, Literal, Self
 
 from . import files, typed
 from .errors import InputError
@@ -40,11 +40,12 @@ class RunStore:
         self.directory = directory
         self.resumed = resume
         self.warnings: tuple[str, ...] = ()
+        self._whole: int | None = None  # bytes of whole records, where the last line is damaged
         if resume and not (directory / MANIFEST).is_file():
             raise InputError(f"{directory} holds no run to resume; leave out --resume to start one.")
         files.check_directory(directory)
         with files.writing(directory):
-            self._lock = (directory / LOCK).open("a+")
+            self._lock = _open(directory / LOCK, "a+")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -68,9 +69,10 @@ class RunStore:
 
     def append(self, records: Iterable[Record]) -> None:
         """Add finished cells: whole lines in one write, on the disk when this returns. Raises InputError."""
+        self._cut_off()
         new = tuple(records)
         path = self.directory / RECORDS
-        with files.writing(path, " What is done is kept."), path.open("a", encoding="utf-8") as file:
+        with files.writing(path, " What is done is kept."), _open(path, "a") as file:
             file.write("".join(record.to_json() + "\n" for record in new))
             file.flush()
             os.fsync(file.fileno())
@@ -93,6 +95,17 @@ class RunStore:
             raise InputError(
                 f"the run in {self.directory} cannot be resumed, since its figures would not compare: {what}."
             )
+        self._cut_off()
+
+    def _cut_off(self) -> None:
+        """Remove a damaged last line, once this run is known to be the one that wrote it."""
+        if self._whole is None:
+            return
+        path = self.directory / RECORDS
+        with files.writing(path), _open(path, "r+") as file:
+            file.truncate(self._whole)
+            os.fsync(file.fileno())
+        self._whole = None
 
     def _load(self, *, resume: bool) -> tuple[Record, ...]:
         path = self.directory / RECORDS
@@ -104,11 +117,12 @@ class RunStore:
             )
         records, kept, warning = parse_records(path)
         if warning:
-            self.warnings = (warning,)
-            with files.writing(path), path.open("r+b") as file:
-                file.truncate(kept)
-                os.fsync(file.fileno())
+            self.warnings, self._whole = (warning,), kept
         return records
+
+
+def _open(path: Path, mode: str) -> IO[str]:
+    return open(path, mode, encoding="utf-8", opener=files.open_here)
 
 
 def records_path(directory: Path) -> Path:

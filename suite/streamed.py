@@ -24,7 +24,7 @@ from attnsuite.models.planning import Resolutions, freeze_options, resolve_atten
 
 from .cell import Cell, Outcome
 from .errors import InputError
-from .grid.executors import now, record_of
+from .grid.running import now, record_of
 from .kinds.kascade.kept import Kept, kept_of
 from .kinds.kascade.schedules import ScheduleWords
 from .measure import environment

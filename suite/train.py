@@ -208,7 +208,7 @@ def _steps(request: TrainRequest, opened: Training, out: Path, *, resume: bool, 
             (trained, state), done = _restored(saved, latest, (trained, state)), latest
             say(f"resuming behind step {done}")
         losses = _keep(out / LOSSES, done)
-        with (out / LOSSES).open("a", encoding="utf-8") as file:
+        with open(out / LOSSES, "a", encoding="utf-8", opener=files.open_here) as file:
             for number in range(done + 1, request.steps + 1):
                 trained, state, loss = step(trained, state, batch_of(number), base)
                 losses.append(float(loss))

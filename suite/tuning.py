@@ -16,7 +16,6 @@ import functools
 import json
 import math
 import os
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -33,12 +32,13 @@ from .absent.candidates import NO_SPILLS, WithOptions, compile_kernels
 from .absent.programs import op_program as abstract_program
 from .cell import Cell, Outcome
 from .errors import CellFailure, InputError, jax_does_not_start
+from .grid import folders
 from .grid.execute import execute
-from .grid.executors import Limits, RunContext, Running, Watcher
 from .grid.fleet import FleetRequest
 from .grid.grid import Grid, GridWatcher, identity
 from .grid.process import Restarting, Worker
 from .grid.references import References
+from .grid.running import Limits, RunContext, Running, Watcher
 from .kinds import problem_of
 from .kinds.attention import OpCase, judge_outputs, judged_case, named_outputs, op_program, spec_of
 from .measure import judge, speed
@@ -279,7 +279,7 @@ def _compile_each(
     with contextlib.ExitStack() as stack:
         dump, more = None, {"XLA_FLAGS": flags}
         if target.platform == "tpu":
-            dump = stack.enter_context(tempfile.TemporaryDirectory(prefix="attnsuite-"))
+            dump = stack.enter_context(folders.make())
             more = schedules.variables(Path(dump))
         start = functools.partial(Worker, limits.memory, topologies.ENVIRONMENT | more)
         process = stack.enter_context(contextlib.closing(Restarting(start)))
@@ -331,8 +331,12 @@ def _try(
         errors = judge_outputs(named_outputs(outputs), reference, case.dtype)
         if wrong := judge.describe_failure(errors):
             return _Candidate(options, error=wrong)
-    calls = speed.calls_per_sample(speed.sample(compiled.call, program.arguments, 1))
-    return _Candidate(options, call=lambda: speed.sample(compiled.call, program.arguments, calls))
+
+    def sample(calls: int) -> float:
+        return speed.sample(compiled.call, lambda _: program.arguments, calls).seconds
+
+    calls = speed.calls_per_sample(sample(1))
+    return _Candidate(options, call=lambda: sample(calls))
 
 
 def _sample(candidates: Sequence[_Candidate], rounds: int) -> None:

@@ -21,6 +21,10 @@ from msgspec import Meta
 
 from attnsuite.sentences import given as given
 
+# Control characters but for tab and newline, and those that turn the direction of what follows; then how JSON has them.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+_MAY_CONTROL = re.compile(rb"\\[bfru]|\x7f|\xc2[\x80-\x9f]|\xe2\x80[\x8e\x8f\xaa-\xae]|\xe2\x81[\xa6-\xa9]")
+
 T = TypeVar("T")
 
 # The bounds keep results computed from a number, and arrays allocated for it, finite.
@@ -54,13 +58,34 @@ def convert(data: Any, kind: Any) -> Any:
 
 
 def parse_json(text: bytes) -> Any:
-    """The data in JSON text. Raises ValueError as :func:`convert`, also for NaN and for numbers beyond a float."""
+    """The data in JSON text. Raises ValueError as :func:`convert`, also for NaN and for numbers beyond a float.
+
+    Characters that control a terminal are spelled (:func:`printable`), since the data may be anybody's.
+    """
     try:
-        return msgspec.json.decode(_whole_characters(text))
+        data = msgspec.json.decode(_whole_characters(text))
+        return _all_printable(data) if _MAY_CONTROL.search(text) else data
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     except ValueError as error:  # msgspec's own, and UnicodeDecodeError
         raise ValueError(f"it is not JSON: {error}") from error
+
+
+def printable(text: str) -> str:
+    r"""The text as a terminal may get it: control characters, and those that turn its direction, are spelled.
+
+    >>> printable("\x1b[2J gone")
+    '\\x1b[2J gone'
+    """
+    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def _all_printable(data: Any) -> Any:
+    if isinstance(data, str):
+        return printable(data)
+    if isinstance(data, dict):
+        return {printable(name): _all_printable(value) for name, value in data.items()}
+    return [_all_printable(value) for value in data] if isinstance(data, list) else data
 
 
 def to_json(data: Any) -> str:

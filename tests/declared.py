@@ -23,7 +23,7 @@ PLAIN = AttentionSpec(
     needs_grad=False,
 )
 # The built-in backends that have to load and take the plain spec; a decoding backend takes one query token.
-# flash_cpu needs llvmlite, which the tox environment flash_cpu installs.
+# flash_cpu needs llvmlite, which has no wheels for some machines.
 DECODING = ("paged_attention", "ragged_paged_attention")
 LOADING = tuple(
     name for name in BUILT_IN if name not in DECODING and (name != "flash_cpu" or importlib.util.find_spec("llvmlite"))

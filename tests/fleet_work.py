@@ -22,12 +22,12 @@ import psutil
 
 from attnsuite.suite.cell import Cell
 from attnsuite.suite.grid.execute import execute
-from attnsuite.suite.grid.executors import Limits, Watcher
 from attnsuite.suite.grid.fleet import FleetRequest
 from attnsuite.suite.grid.grid import Grid, identity
 from attnsuite.suite.grid.node import Doing
 from attnsuite.suite.grid.references import References
 from attnsuite.suite.grid.run import RunGrid
+from attnsuite.suite.grid.running import Limits, Watcher
 from attnsuite.suite.kinds import problem_of
 from attnsuite.suite.kinds.attention import OpCase
 from attnsuite.suite.measure.environment import source_digest, versions

@@ -1,4 +1,4 @@
-"""The page of ``attnsuite judge``: what each backend gets right, wrong and refuses.
+"""The page of ``attnsuite judge``: what each backend is, a line per verdict, its worst failure, and the rest.
 
 Each section is written in two forms: Markdown for the page, plain text for a terminal.
 """
@@ -6,13 +6,16 @@ Each section is written in two forms: Markdown for the page, plain text for a te
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from tabulate import tabulate
 
-from attnsuite.suite.kinds.conformance import Held
+from attnsuite.suite.kinds.conformance import TAKES, Held, answer_of
 from attnsuite.suite.record import Record
+from attnsuite.testing.shapes import PLATFORM_FAILS
+from attnsuite.testing.verdicts import VERDICTS
 
 from ..environment import date_of, versions_of
 
@@ -44,28 +47,72 @@ def title(records: Sequence[Record], form: Form) -> Iterator[str]:
     yield from (
         f"{form.title}Held to the contract",
         "",
-        "Each backend on each problem, compiled for the device that is here: output and gradients within what the",
-        "judge allows of the float64 oracle (docs/design.md), and no bit changed by numbers that no query may see.",
+        "Right: output and gradients are within what the judge allows of the float64 oracle (docs/design.md), and no",
+        "number that no query may see changes a bit. The other verdicts compare a backend with itself (docs/judge.md).",
         "",
         f"{date_of(records)}, {first.target}, {packages}; {form.name(f'attnsuite {first.suite}')}.",
     )
 
 
-def table(records: Sequence[Record], form: Form) -> Iterator[str]:
-    """One line per backend."""
+def overview(records: Sequence[Record], form: Form) -> Iterator[str]:
+    """One line per backend, where there are several."""
+    backends = list(_by_backend(records))
+    if len(backends) < 2:
+        return
+    asked = [verdict for verdict in VERDICTS if any(record.case == verdict for record in records)]
     rows = []
-    for name, own in _by_backend(records):
-        wrong = sum(record.status not in ("ok", "unsupported") for record in own)
-        counts = (sum(record.status == "ok" for record in own), wrong, sum(r.status == "unsupported" for r in own))
-        rows.append((form.name(name), *counts, _nearest(own), _isolates(own)))
-    headers = ("backend", "right", "wrong", "refused", "nearest to the bound", "NaN stays out")
+    for name, own in backends:
+        given = {record.case: answer_of(record) for record in own}
+        counts = (_count(own, "ok"), len(_failed(own)), _count(own, "unsupported"))
+        rows.append((form.name(name), *counts, *(given.get(verdict, "") for verdict in asked)))
+    headers = ("backend", "right", "wrong", "unsupported", *asked)
     yield from ("", *tabulate(rows, headers, tablefmt=form.table).splitlines())
+
+
+def answers(records: Sequence[Record], form: Form) -> Iterator[str]:
+    """What each backend takes, a line per verdict, its worst failure with the lines that show it again."""
+    for name, own in _by_backend(records):
+        yield from ("", f"{form.heading}{form.name(name)}", "")
+        yield from (f"{record.facts.said}\n" for record in own if record.case == TAKES and record.facts is not None)
+        rows = [_right(own)]
+        for record in (record for verdict in VERDICTS for record in own if record.case == verdict):
+            said = record.facts.said if record.facts is not None else " ".join(record.reasons) or record.error
+            rows.append((record.case, answer_of(record), said or ""))
+        if isolates := _isolates(own):
+            rows.append(("NaN stays out", *isolates))
+        yield from tabulate(rows, ("verdict", "answer", "what was found"), tablefmt=form.table).splitlines()
+        worst = _worst(own)
+        if worst is not None:
+            said = worst.error or (worst.facts.said if worst.facts is not None else "")
+            yield from ("", f"The worst: {worst.case}: {said} These lines show it again:", "")
+            yield from _fenced(reproducer(worst), form)
+
+
+def reproducer(record: Record) -> list[str]:
+    """Lines for a shell that judge the same problem, or ask for the same verdict, again."""
+    number, seed, mode = record.problem["number"], record.problem["seed"], record.mode or "native"
+    call = f"judging.judge_case(backend, {record.case!r}, Target.here(), {mode!r})"
+    if number is not None:
+        call = f"judging.judge_random(backend, {number}, {seed}, Target.here(), {mode!r})"
+    elif record.case in VERDICTS:
+        call = f"verdicts.ask({record.case!r}, verdicts.Subject(backend, Target.here(), {mode!r}))"
+    return [
+        "python - <<'END'",
+        "from attnsuite.backends import Target, registry",
+        "from attnsuite.suite.user_function import register_functions",
+        "from attnsuite.testing import judging, verdicts",
+        "",
+        f"register_functions([{record.requested!r}])",
+        f"backend = registry.get({record.requested!r})",
+        f"print({call})",
+        "END",
+    ]
 
 
 def faults(records: Sequence[Record], form: Form) -> Iterator[str]:
     """What is wrong, how far, and in which problem."""
     for name, own in _by_backend(records):
-        wrong = [record for record in own if record.status not in ("ok", "unsupported")]
+        wrong = _failed(own)
         if wrong:
             yield from ("", f"{form.heading}{form.name(name)}: wrong", "")
         for record in wrong:
@@ -73,24 +120,29 @@ def faults(records: Sequence[Record], form: Form) -> Iterator[str]:
             yield f"- {record.case}: {record.status}: {record.error}{f' Drawn: {drawn}' if drawn else ''}"
 
 
-def refusals(records: Sequence[Record], form: Form) -> Iterator[str]:
-    """Each feature that a backend refuses once, by the first reason, with the problems that it refuses."""
+def unsupported(records: Sequence[Record], form: Form) -> Iterator[str]:
+    """What each backend would need for more problems: each feature once, by the first reason, with its problems."""
     for name, own in _by_backend(records):
         against: dict[str, tuple[str, list[str]]] = {}
-        for record in own:
-            for reason in record.reasons:
+        for record in _problems(own):
+            for reason in () if _is_of_the_platform(record) else record.reasons:
                 _, _, accepted = reason.partition(" is not supported by ")
                 against.setdefault(accepted or reason, (reason, []))[1].append(record.case)
         if against:
-            yield from ("", f"{form.heading}{form.name(name)}: refused", "")
+            yield from ("", f"{form.heading}{form.name(name)}: what more problems would need", "")
         for reason, cases in sorted(against.values(), key=lambda refusal: -len(refusal[1])):
-            yield f"- {reason} ({_some(list(dict.fromkeys(cases)))})"
-        forward = [r.case for r in own if r.status == "ok" and isinstance(r.facts, Held) and not r.facts.gradients]
+            given, _, accepted = reason.partition(f" is not supported by {name} ")
+            words = f"{given} {accepted.partition('; use ')[0].rstrip('.')}" if accepted else reason.rstrip(".")
+            yield f"- {words}: {_some(list(dict.fromkeys(cases)))}"
+        failing = [record for record in _problems(own) if _is_of_the_platform(record)]
+        if failing:
+            yield from ("", f"Not judged: {_some([r.case for r in failing])}. {failing[0].reasons[0]}")
+        forward = [r.case for r in _problems(own) if _is_right(r) and not r.facts.gradients]
         if forward:
             yield from ("", f"Judged by the output alone, without gradients: {_some(forward)}.")
 
 
-SECTIONS = (title, table, faults, refusals)
+SECTIONS = (title, overview, answers, faults, unsupported)
 
 
 def files(records: Sequence[Record], _: Path) -> dict[str, str]:
@@ -113,18 +165,59 @@ def _by_backend(records: Iterable[Record]) -> Iterator[tuple[str, list[Record]]]
         yield name, [record for record in records if record.requested == name]
 
 
-def _nearest(own: Sequence[Record]) -> str:
-    """The right problem that used most of what the judge allows."""
-    shares = [(r.facts.share, r.case) for r in own if r.status == "ok" and isinstance(r.facts, Held)]
-    found = max(((share, case) for share, case in shares if share is not None), default=None)
-    return "" if found is None else f"{found[0]:.0%} of what is allowed ({found[1]})"
+def _problems(own: Iterable[Record]) -> list[Record]:
+    """The records of problems: without verdicts."""
+    return [record for record in own if record.case not in (TAKES, *VERDICTS)]
 
 
-def _isolates(own: Sequence[Record]) -> str:
+def _is_of_the_platform(record: Record) -> bool:
+    return any(reason.startswith(PLATFORM_FAILS) for reason in record.reasons)
+
+
+def _is_right(record: Record) -> bool:
+    return record.status == "ok" and isinstance(record.facts, Held)
+
+
+def _failed(own: Iterable[Record]) -> list[Record]:
+    """Wrong problems, and whatever crashed."""
+    return [record for record in own if record.status not in ("ok", "unsupported")]
+
+
+def _count(own: Iterable[Record], status: str) -> int:
+    return sum(record.status == status for record in _problems(own))
+
+
+def _right(own: Sequence[Record]) -> tuple[str, str, str]:
+    """Whether every problem that is taken is right; the one that used most of what the judge allows."""
+    wrong, taken = len(_failed(_problems(own))), len(_problems(own)) - _count(own, "unsupported")
+    failing = sum(map(_is_of_the_platform, _problems(own)))
+    asking = _count(own, "unsupported") - failing
+    more = (f"; {asking} ask for more" if asking else "") + (f"; {failing} fail in JAX itself" if failing else "")
+    if not taken:
+        return "right", "not judged", f"it takes none of the problems{more}"
+    if wrong:
+        return "right", "no", f"{wrong} of the {taken} problems that it takes are wrong{more}"
+    shares = [(r.facts.share, r.case) for r in _problems(own) if _is_right(r) and r.facts.share is not None]
+    near = "; nearest to the bound: {1} with {0:.0%} of what is allowed".format(*max(shares)) if shares else ""
+    return "right", "yes", f"for what it takes: all of {taken} problems{more}{near}"
+
+
+def _isolates(own: Sequence[Record]) -> tuple[str, str] | None:
     """Whether NaN and infinity behind the lengths, in padding and in other documents changed nothing."""
     found = {r.case: r.facts.isolates for r in own if isinstance(r.facts, Held) and r.facts.isolates is not None}
     let_in = [case for case, isolates in found.items() if not isolates]
-    return f"no: {_some(let_in)}" if let_in else "yes" if found else ""
+    return None if not found else ("no", _some(let_in)) if let_in else ("yes", f"in {len(found)} problems")
+
+
+def _worst(own: Sequence[Record]) -> Record | None:
+    """The problem that is farthest from its bound; where all are right, the first verdict that is no."""
+    failed = sorted(_failed(own), key=lambda r: -(r.facts.share or math.inf if r.facts is not None else math.inf))
+    denied = [r for r in own if isinstance(r.facts, Held) and r.facts.answer == "no"]
+    return next(iter([*failed, *denied]), None)
+
+
+def _fenced(lines: list[str], form: Form) -> Iterator[str]:
+    yield from ("```sh", *lines, "```") if form is MARKDOWN else (f"  {line}".rstrip() for line in lines)
 
 
 def _some(cases: Sequence[str]) -> str:

@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from ..errors import CellFailure, InputError
 
@@ -23,22 +23,29 @@ _LONGEST = 1000  # characters of a message
 
 
 def answer_requests(answer: Callable[[dict[str, Any]], Any]) -> NoReturn:
-    """Reply ``{"ok": answer(request)}``, or ``{"failed": status, "message": ...}``, until stdin ends."""
+    """Reply ``{"ok": answer(request)}``, or ``{"failed": status, "message": ...}``, until stdin ends.
+
+    A reply carries its request's ``token``. Two threads keep it and the pipe from the one that answers, which may run
+    code of the user.
+    """
     sys.stdout.flush()
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    asked = os.getpid()
     requests: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(requests,), daemon=True).start()
+    tokens: queue.SimpleQueue[str] = queue.SimpleQueue()
+    answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(requests, tokens), daemon=True).start()
+    threading.Thread(target=_write, args=(replies, tokens, answers), daemon=True).start()
+    asked = os.getpid()
     while True:
         try:
-            reply = json.dumps({"ok": answer(requests.get())}, allow_nan=False)
+            reply = {"ok": answer(requests.get())}
+            json.dumps(reply, allow_nan=False)
         except Exception as error:  # noqa: BLE001 (whatever a backend raises becomes this cell's record)
-            reply = json.dumps(_failure(error))
+            reply = _failure(error)
         if os.getpid() != asked:
             os._exit(0)
-        replies.write(reply + "\n")
-        replies.flush()
+        answers.put(reply)
 
 
 def _failure(error: Exception) -> dict[str, Any]:
@@ -51,9 +58,18 @@ def _failure(error: Exception) -> dict[str, Any]:
     return {"failed": status, "message": f"{type(error).__name__}: {message}"}
 
 
-def _read(requests: queue.SimpleQueue[dict[str, Any]]) -> None:
+def _write(replies: TextIO, tokens: queue.SimpleQueue[str], answers: queue.SimpleQueue[dict[str, Any]]) -> None:
+    while True:
+        reply = answers.get()
+        replies.write(json.dumps({"token": tokens.get(), **reply}) + "\n")
+        replies.flush()
+
+
+def _read(requests: queue.SimpleQueue[dict[str, Any]], tokens: queue.SimpleQueue[str]) -> None:
     for line in sys.stdin:
-        requests.put(json.loads(line))
+        request = json.loads(line)
+        tokens.put(request.pop("token"))
+        requests.put(request)
     if os.getpgrp() == os.getpid():  # what a plug-in forked ends too
         os.killpg(0, signal.SIGKILL)
     os._exit(0)

@@ -16,190 +16,51 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import datetime as dt
 import functools
 import itertools
 import queue
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Protocol
 
 from attnsuite.backends.devices import usable_cores
 
-from .. import peers, typed
+from .. import peers
 from ..cell import Case, Cell, Means, Outcome
 from ..errors import CellFailure, InputError
-from ..kinds import checked, kind_of, make_case
-from ..measure.speed import Sampling
-from ..record import Environment, Measured, Record, RecordError
-from ..statistics import FEWEST
+from ..kinds import kind_of, make_case
+from ..record import Record
+from ..user_function import is_reference
 from .process import Joined, Restarting, Worker
 from .references import References
-
-if TYPE_CHECKING:
-    from attnsuite.models import TextFile
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Limits:
-    """What one cell may use: seconds to get ready, as many again for all its samples, and bytes of memory."""
-
-    seconds: float
-    memory: int
-
-
-class Watcher(Protocol):
-    """Receives progress of the work on cells."""
-
-    def doing(self, case: str, backend: str, what: str) -> None:
-        """Work on a cell begins."""
-        ...
-
-    def warn(self, sentence: str) -> None:
-        """A warning that does not stop the grid."""
-        ...
-
-    def fewer(self, cells: int) -> None:
-        """The grid has ``cells`` cells fewer than it was begun with."""
-        ...
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class RunContext:
-    """What all cells of a run share."""
-
-    suite: str
-    limits: Limits
-    environment: Environment
-    text: TextFile | None
-    watcher: Watcher
-    sampling: Sampling = dataclasses.field(default_factory=Sampling)
-    profile: Path | None = None  # directory for a profile of each timed cell
-
-
-def now() -> str:
-    """The time to the second, ISO 8601, UTC."""
-    return dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
-
-
-def record_of(cell: Cell, outcome: Outcome, *, environment: Environment, **rest: Any) -> Record:
-    """The record of a cell: its request, its outcome, and ``rest`` (suite, started, samples, ...). Raises RecordError.
-
-    Where the cell's own process refused it (the outcome has reasons), nothing was resolved.
-    """
-    how = {
-        "process_high_water_method": outcome.memory_method,
-        "calls_per_sample": outcome.calls,
-        "pinned_threads": outcome.pinned_threads,
-    }
-    record = Record(
-        key=cell.key,
-        case=cell.case,
-        kind=cell.kind,
-        problem=cell.problem,
-        requested=cell.row,
-        resolved=None if outcome.reasons else cell.resolved,
-        mode=None if outcome.status == "unsupported" else cell.mode,
-        devices=cell.devices,
-        exact=cell.exact,
-        target=cell.target,
-        reasons=(*cell.reasons, *outcome.reasons),
-        status=outcome.status,
-        environment=environment | {name: value for name, value in how.items() if value is not None},  # pyright: ignore[reportArgumentType]
-        **{field.name: getattr(outcome, field.name) for field in dataclasses.fields(Measured)},
-        **rest,
-    )
-    return checked(record)
-
-
-def outcome_of(answer: Any) -> Outcome:
-    """The outcome in the answer of a cell's process. Raises CellFailure where it cannot be recorded."""
-    try:
-        return typed.convert(answer, Outcome)
-    except ValueError as wrong:
-        raise CellFailure("crashed", f"its figures cannot be recorded: {wrong}.") from wrong
-
-
-@dataclasses.dataclass(slots=True)
-class Running:
-    """A cell between its start and its record. ``worker`` (a Worker or Restarting) is None in the present process."""
-
-    cell: Cell
-    worker: Any = None
-    started: str = dataclasses.field(default_factory=now)
-    outcome: Outcome = dataclasses.field(default_factory=Outcome)
-    samples: list[float] = dataclasses.field(default_factory=list)
-    wall: float = 0.0
-    sampling_seconds: float = 0.0
-
-    @contextlib.contextmanager
-    def timed(self) -> Iterator[None]:
-        """Adds the time in this context to the cell's."""
-        begin = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.wall += time.perf_counter() - begin
-
-    def ask(self, request: dict[str, Any], seconds: float) -> Any:
-        """The worker's answer."""
-        with self.timed():
-            return self.worker.ask(request, seconds)
-
-    def note_few_samples(self) -> None:
-        """Add a note where the samples are too few for an interval."""
-        if len(self.samples) < FEWEST:
-            note = f"sampled {len(self.samples)} times, since a sample takes {max(self.samples):.0f} s: no interval."
-            self.outcome = dataclasses.replace(self.outcome, notes=(*self.outcome.notes, note))
-
-    def failed(self, context: RunContext, failure: CellFailure | InputError) -> Record:
-        """The record of a cell that failed. Its earlier samples are dropped; the other cells and cases go on."""
-        status = failure.status if isinstance(failure, CellFailure) else "crashed"
-        self.outcome, self.samples = Outcome(status=status, error=str(failure)), []
-        return self.record(context)
-
-    def record(self, context: RunContext) -> Record:
-        """The record of a cell that has its outcome."""
-        try:
-            return record_of(
-                self.cell,
-                self.outcome,
-                suite=context.suite,
-                environment=context.environment,
-                started=self.started,
-                wall_seconds=self.wall,
-                samples=tuple(self.samples),
-            )
-        except RecordError as wrong:
-            return self.failed(context, CellFailure("crashed", f"its figures cannot be recorded: {wrong}."))
+from .running import Limits, RunContext, Running, now, prepare, profile, record_of, sample
 
 
 def in_turns(case: Case, cells: Sequence[Cell], references: References, context: RunContext) -> Iterator[Record]:
     """Yields a failure at once, and the measured cells when all samples are taken."""
     with contextlib.ExitStack() as stack:
-        running = [
-            Running(cell, stack.enter_context(Worker(context.limits.memory, environment=_variables(cell, references))))
-            for cell in cells
-        ]
+        running = [Running(cell, stack.enter_context(_start(cell, references, context.limits))) for cell in cells]
         context.watcher.doing(case.name, "reference", "computing what the cells are judged by")
-        judged_by = {mode: _reference(case, mode, references) for mode in dict.fromkeys(cell.mode for cell in cells)}
+        modes = dict.fromkeys(cell.mode for cell in cells)
+        judged_by = {mode: _reference(case, mode, references, drawn=kind_of(case.kind).judges_apart) for mode in modes}
         lanes = [
-            _Interpreted(each, judged_by["interpret"], context) for each in running if each.cell.mode == "interpret"
+            _Interpreted(each, judged_by["interpret"], context, references)
+            for each in running
+            if each.cell.mode == "interpret"
         ]
         yield from side_by_side(lanes, usable_cores())
         ready: list[Running] = []
         for each in running:
             if each.cell.mode == "interpret":
                 continue
-            record = _prepare(each, judged_by[each.cell.mode], context)
+            record = prepare(each, judged_by[each.cell.mode], context, references)
             if record is None:
                 ready.append(each)
             else:
                 each.worker.close()
                 yield record
-        yield from _sample(case, ready, context)
+        yield from _sample(case, ready, context, references)
 
 
 def one_after_another(cells: Sequence[Cell], references: References, context: RunContext) -> Iterator[Record]:
@@ -219,7 +80,7 @@ def one_after_another(cells: Sequence[Cell], references: References, context: Ru
         with contextlib.closing(Restarting(start)) as process:
             for cell in members:
                 each = Running(cell, process)
-                yield _prepare(each, reference(make_case(cell.problem)), context) or each.record(context)
+                yield prepare(each, reference(make_case(cell.problem)), context) or each.record(context)
 
 
 def here(cells: Iterable[Cell], context: RunContext) -> Iterator[Record]:
@@ -303,35 +164,6 @@ def _variables(cell: Cell, references: References) -> Mapping[str, str]:
     return {**devices, **peer}
 
 
-def _reference(case: Case, mode: str | None, references: References) -> Path | CellFailure | InputError | None:
-    """The file that judges the cells of ``case`` in ``mode``; the failure where it cannot be computed."""
-    try:
-        return references.path(case, mode)
-    except (CellFailure, InputError) as failure:
-        return failure
-
-
-def _prepare(each: Running, reference: Path | CellFailure | InputError | None, context: RunContext) -> Record | None:
-    """Make a cell ready for sampling. Returns its record where it ends here: it failed, is wrong, or is not timed."""
-    if isinstance(reference, Exception):
-        return each.failed(context, reference)
-    context.watcher.doing(each.cell.case, each.cell.row, "compiling and judging")
-    request = {
-        "do": "prepare",
-        "cell": dataclasses.asdict(each.cell),
-        "reference": None if reference is None else str(reference),
-        "memory_limit": context.limits.memory,
-        "text": context.text,
-    }
-    try:
-        each.outcome = outcome_of(each.ask(request, context.limits.seconds))
-    except (CellFailure, InputError) as failure:
-        return each.failed(context, failure)
-    # A rival is timed although its numbers are outside the bound: no goal is met by leaving it out.
-    timed = each.outcome.status == "ok" or (each.outcome.status == "wrong" and each.cell.row in peers.PEERS)
-    return None if timed and each.outcome.calls is not None else each.record(context)
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Interpreted:
     """The lane of one cell that an interpreter runs."""
@@ -339,31 +171,34 @@ class _Interpreted:
     each: Running
     reference: Path | CellFailure | InputError | None
     context: RunContext
+    references: References
 
     def records(self) -> Iterator[Record]:
-        yield _prepare(self.each, self.reference, self.context) or self.each.record(self.context)
+        yield prepare(self.each, self.reference, self.context, self.references) or self.each.record(self.context)
 
     def stop(self) -> None:
         self.each.worker.close()
 
 
-def _profile(each: Running, context: RunContext) -> None:
-    """Profile one more call, after the samples: a profiler slows what it watches. Its failure is a warning."""
-    if context.profile is None:
-        return
-    context.watcher.doing(each.cell.case, each.cell.row, "profiling")
-    devices = "" if each.cell.devices == 1 else f"-{each.cell.devices}-devices"
-    name = f"{each.cell.case}-{each.cell.row}{devices}"
-    request = {"do": "profile", "folder": str(context.profile.resolve()), "name": name}
+def _start(cell: Cell, references: References, limits: Limits) -> Worker:
+    """The process of a cell, confined where it loads a file of the user."""
+    code = (cell.row.rpartition(":")[0],) if is_reference(cell.row) else ()
+    return Worker(limits.memory, _variables(cell, references), code)
+
+
+def _reference(
+    case: Case, mode: str | None, references: References, *, drawn: bool = False
+) -> Path | CellFailure | InputError | None:
+    """The file that judges the cells of ``case`` in ``mode``; the failure where it cannot be computed."""
     try:
-        warnings = each.worker.ask(request, context.limits.seconds)
-    except CellFailure as failure:
-        warnings = [f"{name} was not profiled: {failure}"]
-    for sentence in warnings:
-        context.watcher.warn(sentence)
+        return references.path(case, mode, drawn=drawn)
+    except (CellFailure, InputError) as failure:
+        return failure
 
 
-def _sample(case: Case, running: list[Running], context: RunContext) -> Iterator[Record]:
+def _sample(
+    case: Case, running: list[Running], context: RunContext, references: References | None = None
+) -> Iterator[Record]:
     """In each round take one sample of every cell that still needs some."""
     done: list[Running] = []
     active = list(running)
@@ -372,22 +207,16 @@ def _sample(case: Case, running: list[Running], context: RunContext) -> Iterator
         number += 1
         for each in tuple(active):
             context.watcher.doing(case.name, each.cell.row, f"sample {number}")
-            before, slept = each.wall, each.worker.slept
             try:
-                sample = each.ask({"do": "sample"}, context.limits.seconds)
+                enough = sample(each, context, references)
             except CellFailure as failure:
                 active.remove(each)
                 yield each.failed(context, failure)
                 continue
-            if each.worker.slept > slept:  # the time for which the run was stopped may be in the sample
-                continue
-            each.samples.append(sample)
-            each.sampling_seconds += each.wall - before
-            enough = context.sampling.enough(each.samples, each.outcome.calls or 1)
-            if enough or each.sampling_seconds > context.limits.seconds:
+            if enough:
                 active.remove(each)
                 each.note_few_samples()
                 done.append(each)
-                _profile(each, context)
+                profile(each, context)
                 each.worker.close()
     yield from (each.record(context) for each in sorted(done, key=running.index))

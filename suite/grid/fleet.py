@@ -24,9 +24,10 @@ from ..errors import CellFailure, InputError
 from ..measure import environment as here
 from ..names import names_of
 from ..record import MACHINE_KIND, Environment, Record
-from .executors import RunContext, Running, is_measured, refused
+from .executors import is_measured, refused
 from .grid import Grid, GridWatcher
 from .node import Doing, Node, Warned
+from .running import RunContext, Running
 
 _LOSSES = 3  # nodes on which a case is lost before it becomes a record; cases that a node loses before it gets no more
 _LOOK_SECONDS = 1.0  # between two looks at the list of nodes

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ..cell import Cell
 from ..record import Environment, Record
 from ..store import GridManifest, GridVerb, Manifest
-from .executors import Limits, Watcher
+from .running import Limits, Watcher
 
 if TYPE_CHECKING:
     from attnsuite.models import TextFile

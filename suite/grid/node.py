@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from ..cell import Cell
 from ..record import Environment, Record
+from . import folders
 from .grid import Grid
 from .references import References
 
@@ -91,7 +92,7 @@ class Node:
         self._grid: Grid | None = None
         self._environment: Environment = {}
         self._references: References | None = None
-        self._temporary = tempfile.TemporaryDirectory(prefix="attnsuite-")
+        self._temporary = folders.make()
         tempfile.tempdir = self._temporary.name  # of what the grid makes; close removes it
 
     def look(self, grid: Grid) -> tuple[Environment, list[Cell]]:

@@ -12,6 +12,7 @@ import contextlib
 import functools
 import json
 import os
+import secrets
 import selectors
 import signal
 import socket
@@ -27,7 +28,9 @@ from typing import Any, Self
 
 import psutil
 
+from .. import typed
 from ..errors import CellFailure, InputError
+from . import folders
 
 _POLL_SECONDS = 0.05
 _STOPPED_SECONDS = 1.0  # a poll that takes longer than this: this process was stopped
@@ -47,19 +50,28 @@ _LIKELY_OUT_OF_MEMORY = 0.5  # killed from outside while above this share of its
 class Worker:
     """One worker process with a memory limit in bytes. Use as a context manager, or call :meth:`close`.
 
-    ``environment`` is added to this process's own variables. ``slept`` counts the seconds for which this process was
-    stopped while it waited for answers.
+    ``environment`` is added to this process's own variables. ``folder`` is its own, and goes with it. ``code`` are the
+    files of the user's functions that it will load: it is then confined to that folder (``confine.py``). ``slept``
+    counts the seconds for which this process was stopped while it waited for answers.
     """
 
-    def __init__(self, memory_limit: int, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, memory_limit: int, environment: Mapping[str, str] | None = None, code: Sequence[str] = ()
+    ) -> None:
         self._limit = memory_limit
+        self._folder = folders.make()
+        self.folder = Path(self._folder.name)
+        variables = _ENVIRONMENT | {"PYTHONPATH": _import_path()} | dict(environment or {})
+        confined = [str(self.folder), *code] if code else []
+        if code:
+            variables |= dict.fromkeys(("TMPDIR", "XDG_CACHE_HOME", "TRITON_CACHE_DIR"), str(self.folder))
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (closed in close)
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "attnsuite.suite.grid.worker"],
+        self._process = subprocess.Popen(  # noqa: S603 (this package's own module)
+            [sys.executable, "-P", "-m", "attnsuite.suite.grid.worker", *confined],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
-            env=os.environ | _ENVIRONMENT | {"PYTHONPATH": _import_path()} | dict(environment or {}),
+            env=os.environ | variables,
             start_new_session=True,  # Ctrl-C is the runner's business
         )
         self._buffer = b""
@@ -81,17 +93,21 @@ class Worker:
         If the process does not answer, it is killed and CellFailure (oom, timeout, crashed) is raised. Raises
         InputError if the process answers that the user's input cannot be used.
         """
+        token = secrets.token_hex(8)
         with contextlib.suppress(BrokenPipeError):  # its end shows when the answer is read
-            self._stdin.write(json.dumps(request).encode() + b"\n")
+            self._stdin.write(json.dumps({"token": token, **request}).encode() + b"\n")
             self._stdin.flush()
         reply = self._read_line(seconds)
         try:
-            answer = json.loads(reply)
+            answer = typed.parse_json(reply)
         except ValueError as error:
             self.close()
             raise CellFailure(
                 "crashed", f"the cell answered with something that is not JSON: {reply[:80]!r}"
             ) from error
+        if not isinstance(answer, dict) or answer.get("token") != token:
+            self.close()
+            raise CellFailure("crashed", "something wrote an answer in the name of the cell's process.")
         if "ok" in answer:
             return answer["ok"]
         if answer["failed"] == "input":
@@ -109,11 +125,16 @@ class Worker:
             if pipe is not None:
                 with contextlib.suppress(OSError):
                     pipe.close()
+        self._folder.cleanup()
 
     def kill(self) -> None:
         """End the process only. Another thread that waits for its answer gets a CellFailure."""
+        started = _started_by(self._process.pid)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
+        for pid in started:  # those that have left its group
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
 
     @property
     def pid(self) -> int:
@@ -150,8 +171,7 @@ class Worker:
         return line
 
     def _check_limits(self, awake: float, seconds: float) -> None:
-        with contextlib.suppress(psutil.Error):
-            self._resident = psutil.Process(self._process.pid).memory_info().rss
+        self._resident = sum(map(_resident_bytes, (self._process.pid, *_started_by(self._process.pid))))
         if self._resident > self._limit:
             self.close()
             used, limit = self._resident / 2**30, self._limit / 2**30
@@ -253,6 +273,27 @@ class Restarting:
         """End the process for good. Another thread that waits for its answer gets a CellFailure."""
         self.stopped = True
         self.close()
+
+
+def _started_by(pid: int) -> list[int]:
+    """The processes that ``pid`` started, and those that they started. Read from Linux's tables, or by psutil."""
+    found, tasks = [], Path(f"/proc/{pid}/task")
+    try:
+        if not Path("/proc/self/task").is_dir():
+            return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+        for task in tasks.iterdir():
+            for child in map(int, (task / "children").read_text(encoding="ascii").split()):
+                found += [child, *_started_by(child)]
+    except (OSError, psutil.Error):  # it has ended meanwhile
+        pass
+    return found
+
+
+def _resident_bytes(pid: int) -> int:
+    try:
+        return psutil.Process(pid).memory_info().rss
+    except psutil.Error:
+        return 0
 
 
 def _free_port() -> int:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import tempfile
+import hashlib
+import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .. import typed
 from ..cell import Case
 from ..errors import CellFailure
 from ..kinds import kind_of, problem_of
 from ..measure.memory import machine_bytes
+from ..record import TensorError
+from . import folders
 from .process import Worker
 
 if TYPE_CHECKING:
@@ -21,42 +25,75 @@ _REFERENCE_SHARE = 0.9  # of the machine's memory
 
 
 class References:
-    """Computes references in one process for the whole run and keeps them in a temporary directory."""
+    """Computes references in one process for the whole run, keeps them in a temporary directory, and judges by them.
+
+    Outputs are judged there and not in the process of their cell, which may have loaded code of the user. ``seed``
+    draws the inputs of the judged calls. It is told to a cell when its program is compiled.
+    """
 
     def __init__(self, seconds: float, text: TextFile | None = None) -> None:
         self._text = text
         self._seconds = max(seconds, _REFERENCE_SECONDS)
-        self._directory = tempfile.TemporaryDirectory(prefix="attnsuite-")
+        folders.sweep()
+        self._directory = folders.make()
         self.folder = Path(self._directory.name)
         self._worker: Worker | None = None
         self._paths: dict[tuple[Any, ...], Path] = {}
+        self._digests: dict[Path, str] = {}
+        self.seed = secrets.randbits(32)
 
-    def path(self, case: Case, mode: str | None = "native") -> Path | None:
+    def path(self, case: Case, mode: str | None = "native", *, drawn: bool = False) -> Path | None:
         """The .npz of ``case`` run in ``mode``, computed at the first call; None if the case brings its own comparison.
 
-        Raises CellFailure where the reference cannot be computed.
+        With ``drawn`` it is for the inputs of :attr:`seed`, else for those that follow from the case. Raises
+        CellFailure where the reference cannot be computed.
         """
         judges = kind_of(case.kind).judged_by(case, mode)
         if not judges:
             return None
         for known in judges:
-            if _problem(known) in self._paths:
-                return self._paths[_problem(known)]
-        case = judges[0]
+            if (found := self._paths.get((drawn, *_problem(known)))) is not None:
+                return found
         path = self.folder / f"{len(self._paths)}.npz"
+        asked = {"path": str(path), "text": text_words(self._text), "seed": self.seed if drawn else None}
+        try:
+            self._ask({"do": "reference", "case": problem_of(judges[0]), **asked})
+        except CellFailure as failure:
+            raise CellFailure(failure.status, f"there is no reference to judge by: {failure.message}") from failure
+        self._paths[(drawn, *_problem(judges[0]))] = path
+        self._digests[path] = _digest(path)
+        return path
+
+    def judge(
+        self, case: Case, mode: str | None, reference: Path, outputs: Path, *, exact: bool
+    ) -> dict[str, TensorError]:
+        """The errors of a cell's outputs for the inputs of :attr:`seed`, in a file of ``measure/arrays.py``.
+
+        Raises CellFailure for what is no such file or has the wrong form, and where somebody has changed the reference.
+        """
+        if _digest(reference) != self._digests[reference]:
+            raise CellFailure("crashed", "the file of the reference was changed by another process; run it again.")
+        judged = next(iter(kind_of(case.kind).judged_by(case, mode)))
+        files = {"reference": str(reference), "outputs": str(outputs)}
+        found = self._ask({"do": "judge", "case": problem_of(judged), "seed": self.seed, "exact": exact, **files})
+        return typed.convert(found, dict[str, TensorError])
+
+    def recheck(self, case: Case, outputs: Path, seed: int, call: int) -> dict[str, TensorError] | None:
+        """The errors of a part of a timed call, chosen at random; None where its kind cannot judge it."""
+        draw = {"seed": seed, "call": call, "choice": secrets.randbits(32)}
+        found = self._ask({"do": "recheck", "case": problem_of(case), "outputs": str(outputs), **draw})
+        return None if found is None else typed.convert(found, dict[str, TensorError])
+
+    def _ask(self, request: dict[str, Any]) -> Any:
         if self._worker is None:
             self._worker = Worker(int(_REFERENCE_SHARE * machine_bytes()))
         try:
-            self._worker.ask(
-                {"do": "reference", "case": problem_of(case), "path": str(path), "text": text_words(self._text)},
-                self._seconds,
-            )
+            return self._worker.ask(request, self._seconds)
         except CellFailure as failure:
-            self._worker.close()
-            self._worker = None
-            raise CellFailure(failure.status, f"there is no reference to judge by: {failure.message}") from failure
-        self._paths[_problem(case)] = path
-        return path
+            if failure.status != "wrong":
+                self._worker.close()
+                self._worker = None
+            raise
 
     def close(self) -> None:
         """End the process and remove the files."""
@@ -68,6 +105,11 @@ class References:
 def text_words(text: TextFile | None) -> dict[str, Any] | None:
     """The text in a question to a worker."""
     return None if text is None else dataclasses.asdict(text)
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _problem(case: Case) -> tuple[Any, ...]:

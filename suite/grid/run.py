@@ -31,10 +31,11 @@ from ..record import Environment, Machine, Record
 from ..store import GridManifest, RunManifest, TextIdentity, read_manifest
 from ..suites import SUITES, Shard, Suite, find_suite, parse_shard, select
 from ..user_function import digests, is_reference, known_row
-from .executors import Limits, RunContext, Watcher, in_turns, is_measured, one_after_another, refused
+from .executors import in_turns, is_measured, one_after_another, refused
 from .grid import Grid
 from .process import Worker
 from .references import References, text_words
+from .running import Limits, RunContext, Watcher
 
 if TYPE_CHECKING:
     from attnsuite.models import TextFile

@@ -7,12 +7,14 @@ describes the answers.
 from __future__ import annotations
 
 import dataclasses
+import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
+import psutil
 
 from attnsuite.backends import BackendFallbackWarning, Target
 
@@ -20,11 +22,14 @@ from .. import typed
 from ..cell import Asked, Cell, Means, Outcome, Prepared
 from ..errors import CellFailure
 from ..kinds import kind_of, make_case
-from ..measure import machine, placement
+from ..measure import arrays, machine, placement, speed
+from ..measure.fresh import Draw
 from ..measure.profile import profile
-from ..user_function import register_functions
+from ..record import TensorError
+from ..user_function import is_reference, register_functions
 from . import probe
 from .answering import answer_requests
+from .confine import confine, readable_beside
 
 if TYPE_CHECKING:
     from attnsuite.models import TextFile
@@ -33,18 +38,19 @@ if TYPE_CHECKING:
 def main() -> None:
     """Answer requests until stdin ends."""
     warnings.simplefilter("ignore", BackendFallbackWarning)  # the record carries the reasons
-    sample: Callable[[], float] = _unprepared
+    is_confined = _confined(sys.argv[1:])
+    prepared = Prepared(Outcome())
 
     def answer(request: dict[str, Any]) -> Any:
-        nonlocal sample
-        if request["do"] == "sample":
-            return sample()
-        if request["do"] == "profile":
-            return profile(sample, Path(request["folder"]), request["name"])
+        nonlocal prepared
         if request["do"] == "prepare":
-            prepared = _prepare(request)
-            sample = prepared.take_sample or _unprepared
-            return dataclasses.asdict(prepared.outcome)
+            prepared = _prepare(request, is_confined=is_confined)
+            return {
+                "outcome": dataclasses.asdict(prepared.outcome),
+                "named": prepared.named is not None,
+            }
+        if request["do"] in _OF_PREPARED:
+            return _OF_PREPARED[request["do"]](prepared, request)
         if request["do"] not in _ANSWERS:
             raise CellFailure("crashed", f"the worker does not know the request {request['do']!r}.")
         return _ANSWERS[request["do"]](request)
@@ -52,8 +58,60 @@ def main() -> None:
     answer_requests(answer)
 
 
-def _unprepared() -> float:
-    raise CellFailure("crashed", "this cell has nothing that can be sampled.")
+def _confined(arguments: list[str]) -> bool:
+    """Confine this process, if it has a directory of its own and files of the user: ``OWN FILE...``."""
+    return bool(arguments) and confine(Path(arguments[0]), readable_beside(map(Path, arguments[1:])))
+
+
+def _sampled(prepared: Prepared, asked: dict[str, Any]) -> dict[str, Any]:
+    if prepared.timed is None:
+        raise CellFailure("crashed", "this cell has nothing that can be sampled.")
+    start = speed.clock()
+    seconds = prepared.timed.sample(asked["seed"], asked["choice"])
+    return {"seconds": seconds, "spent": speed.clock() - start}
+
+
+def _answered(prepared: Prepared, asked: dict[str, Any]) -> None:
+    if prepared.answers is None:
+        raise CellFailure("crashed", "this cell has no answers.")
+    arrays.save(Path(asked["path"]), prepared.answers(asked["seed"]))
+
+
+def _kept(prepared: Prepared, asked: dict[str, Any]) -> int:
+    if prepared.timed is None or prepared.named is None:
+        raise CellFailure("crashed", "this cell has kept nothing.")
+    arrays.save(Path(asked["path"]), prepared.named(prepared.timed.kept))
+    return prepared.timed.call
+
+
+def _profiled(prepared: Prepared, asked: dict[str, Any]) -> tuple[str, ...]:
+    return profile(
+        lambda: _sampled(prepared, {"seed": 0, "choice": 0})["seconds"], Path(asked["folder"]), asked["name"]
+    )
+
+
+def _judged(asked: dict[str, Any]) -> dict[str, Any]:
+    case, outputs = _case(asked), _load(asked)
+    kind, reference = kind_of(case.kind), Path(asked["reference"])
+    return _as_json(kind.judge(case, outputs, reference, Draw(asked["seed"]), exact=asked["exact"]))
+
+
+def _rechecked(asked: dict[str, Any]) -> dict[str, Any] | None:
+    case, outputs = _case(asked), _load(asked)
+    found = kind_of(case.kind).recheck(case, outputs, Draw(asked["seed"], asked["call"]), asked["choice"])
+    speed.come_to_rest()
+    return None if found is None else _as_json(found)
+
+
+def _as_json(errors: Mapping[str, TensorError]) -> dict[str, Any]:
+    return {name: dataclasses.asdict(error) for name, error in errors.items()}
+
+
+def _load(asked: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return arrays.load(Path(asked["outputs"]))
+    except (OSError, ValueError) as error:
+        raise CellFailure("wrong", f"its outputs cannot be read: {error}.") from error
 
 
 def _probed(asked: dict[str, Any]) -> Any:
@@ -113,24 +171,39 @@ def _text(request: dict[str, Any]) -> TextFile | None:
     return TextFile(**request["text"])
 
 
-def _prepare(request: dict[str, Any]) -> Prepared:
+def _prepare(request: dict[str, Any], *, is_confined: bool) -> Prepared:
     asked: Cell = typed.convert(request["cell"], Cell)
     here = str(Target.here())
     if here.partition(":")[0] != asked.target.partition(":")[0]:  # JAX computes on the CPU where it finds no device
         raise CellFailure("crashed", f"the cell is for {asked.target}, and JAX now finds {here}: the device is gone.")
+    is_own = is_reference(asked.row)
+    resident = psutil.Process().memory_info().rss if is_own else None
     register_functions([asked.row])
     reference = request["reference"]
     means = Means(
         reference=None if reference is None else Path(reference),
         memory_limit=request["memory_limit"],
         text=_text(request),
+        resident=resident,
     )
     prepared = kind_of(asked.kind).prepare(asked, make_case(asked.problem), means)
-    if prepared.take_sample is None:
-        return prepared
-    outcome = dataclasses.replace(prepared.outcome, pinned_threads=placement.pin_pool())
+    outcome = prepared.outcome
+    if is_own and not is_confined:
+        outcome = dataclasses.replace(outcome, notes=(*outcome.notes, _UNCONFINED))
+    if prepared.timed is not None:
+        outcome = dataclasses.replace(outcome, pinned_threads=placement.pin_pool())
     return dataclasses.replace(prepared, outcome=outcome)
 
+
+_UNCONFINED = "this system cannot confine a process: the function could read and write what its user can."
+
+# The requests about the cell that is prepared.
+_OF_PREPARED: dict[str, Callable[[Prepared, dict[str, Any]], Any]] = {
+    "answer": _answered,
+    "sample": _sampled,
+    "kept": _kept,
+    "profile": _profiled,
+}
 
 # The requests that keep no state.
 _ANSWERS: dict[str, Callable[[dict[str, Any]], Any]] = {
@@ -138,8 +211,10 @@ _ANSWERS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "machine": _machine,
     "doctor": lambda _: probe.examine(),
     "reference": lambda asked: kind_of(asked["case"]["kind"]).write_reference(
-        _case(asked), Path(asked["path"]), _text(asked)
+        _case(asked), Path(asked["path"]), _text(asked), None if asked["seed"] is None else Draw(asked["seed"])
     ),
+    "judge": _judged,
+    "recheck": _rechecked,
     "candidates": _candidates,
     "tune": _tuned,
     "compile": _compiled,

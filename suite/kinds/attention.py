@@ -8,7 +8,6 @@ shorter length, and its record says so.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -35,10 +34,13 @@ from attnsuite.backends.features import Mode
 
 from .. import peers, typed
 from ..cell import Asked, Cell, Means, Outcome, Prepared
+from ..errors import CellFailure
 from ..measure import execution
+from ..measure.fresh import Draw
 from ..measure.judge import as_error
 from ..measure.program import Program
 from ..record import TensorError
+from . import parts
 from .formulas import op_bytes, op_flops, op_tokens
 from .inputs import make_inputs
 from .kind import Kind, backends_of, of_backend, of_peers
@@ -102,8 +104,8 @@ def op_program(case: OpCase, backend: Backend, mode: Mode, target: Target, devic
         layout = jax.device_put(layout, NamedSharding(sharded.mesh, PartitionSpec()))
         arrays = [jax.device_put(x, sharded.sharding()) for x in arrays]
     query, key, value, d_out = arrays
-    function = op_function(case, plan)
-    return Program(function, (layout, query, key, value, d_out) if case.needs_grad else (layout, query, key, value))
+    arrays = (query, key, value, d_out) if case.needs_grad else (query, key, value)
+    return Program(op_function(case, plan), (layout, *arrays), renewed=tuple(range(1, 1 + len(arrays))))
 
 
 def judged_case(case: OpCase, mode: str | None = "native") -> tuple[OpCase, tuple[str, ...]]:
@@ -120,15 +122,15 @@ def judged_case(case: OpCase, mode: str | None = "native") -> tuple[OpCase, tupl
     return dataclasses.replace(case, sequence=length, name=f"{case.name[:190]}-judged"), (note,)
 
 
-def write_reference(case: OpCase, path: Path) -> None:
+def write_reference(case: OpCase, path: Path, draw: Draw | None = None) -> None:
     """Compute the oracle's tensors and the standard backend's errors for ``case`` and save them to ``path`` (.npz)."""
-    spec, inputs = spec_of(case), make_inputs(case)
+    spec, inputs = spec_of(case), make_inputs(case, draw)
     arrays = (inputs.query, inputs.key, inputs.value)
     expected = {"out": oracle.forward(spec, inputs.layout, *arrays)}
     if case.needs_grad:
         expected |= oracle.gradients(spec, inputs.layout, *arrays, inputs.d_out)
     program = op_program(case, registry.get("standard"), "native", Target.here())
-    save_reference(path, expected, named_outputs(jax.jit(program.function)(*program.arguments)), case.dtype)
+    save_reference(path, expected, named_outputs(execution.outputs_of(program, draw)), case.dtype)
 
 
 def save_reference(path: Path, expected: Mapping[str, Any], standard: Mapping[str, Any], dtype: str) -> None:
@@ -145,10 +147,41 @@ def judge_outputs(outputs: Mapping[str, Any], reference: Path, dtype: str) -> di
     errors = {}
     with np.load(reference, allow_pickle=False) as arrays:
         for name, tensor in outputs.items():
+            _check_form(name, tensor, arrays[name], dtype)
             max_error, rms_error = map(float, arrays[_ERROR + name])
             standard = oracle.Verdict(max_error, rms_error, None, np.inf, passed=True)
             errors[name] = as_error(oracle.judge(tensor, arrays[name], standard, dtype, kind=_kind(name)))
     return errors
+
+
+def _check_form(name: str, tensor: Any, expected: Any, dtype: str) -> None:
+    found, wanted = f"{tensor.dtype}{[*tensor.shape]}", f"{dtype}{[*expected.shape]}"
+    if found != wanted:
+        raise CellFailure("wrong", f"its {name} is {found}, and that of attention is {wanted}.")
+
+
+def _beside_controls(
+    case: OpCase, errors: Mapping[str, TensorError], reference: Path, draw: Draw | None
+) -> dict[str, TensorError]:
+    """The errors of an approximation: that of ``out`` has to be less than half of what knows nothing is off by.
+
+    What knows nothing are zeros, and the mean of the visible values. The other tensors have to be finite.
+    """
+    inputs = make_inputs(case, draw)
+    mean = oracle.forward(spec_of(case), inputs.layout, np.zeros(inputs.query.shape), inputs.key, inputs.value)
+    with np.load(reference, allow_pickle=False) as arrays:
+        expected = arrays["out"]
+    most = float(np.abs(expected).max()) or 1.0  # errors are relative to it
+    controls = (float(np.sqrt(np.mean(np.square(x)))) / most for x in (expected, expected - mean))
+    least, error = min(controls), errors["out"].rms_error
+    if error is None or error >= least / 2:
+        off = "NaN or infinity" if error is None else f"off by {error:.2g}"
+        raise CellFailure(
+            "wrong",
+            f"it is declared approximate, and its out is {off} (root mean square); zeros, or the mean of the visible "
+            f"values, are off by {least:.2g}, and it has to be better than half of that.",
+        )
+    return {name: dataclasses.replace(error, passed=error.max_error is not None) for name, error in errors.items()}
 
 
 def named_outputs(outputs: Any) -> dict[str, Any]:
@@ -170,6 +203,7 @@ class Attention(Kind):
         "op_decode": "decode step",
     }
     case: ClassVar = OpCase
+    judges_apart: ClassVar = True
 
     def read(self, fields: Mapping[str, Any]) -> OpCase:
         """The case; records and suites of version 0.1 have ``window`` in place of ``window_size``."""
@@ -193,51 +227,55 @@ class Attention(Kind):
             return (short,)
         return short, dataclasses.replace(short, kind="op_forward_backward")
 
-    def write_reference(self, case: OpCase, path: Path, text: TextFile | None) -> None:
+    def write_reference(self, case: OpCase, path: Path, text: TextFile | None, draw: Draw | None) -> None:
         """The oracle's tensors, and the standard backend's errors."""
-        write_reference(case, path)
+        write_reference(case, path, draw)
+
+    def judge(
+        self, case: OpCase, outputs: Mapping[str, Any], reference: Path, draw: Draw | None, *, exact: bool
+    ) -> dict[str, TensorError]:
+        """By the oracle; an approximation beside zeros and the mean of the visible values."""
+        errors = judge_outputs(outputs, reference, case.dtype)
+        return errors if exact else _beside_controls(case, errors, reference, draw)
+
+    def recheck(self, case: OpCase, outputs: Mapping[str, Any], draw: Draw, choice: int) -> dict[str, TensorError]:
+        """A part of the call, by the oracle."""
+        part = parts.choose(case, np.random.default_rng(choice))
+        expected, standard = parts.expected(case, part, draw)
+        found = parts.outputs_in(case, part, outputs)
+        return {
+            name: as_error(oracle.judge(found[name], expected[name], standard[name], case.dtype, kind=_kind(name)))
+            for name in expected
+        }
 
     def prepare(self, cell: Cell, case: OpCase, means: Means) -> Prepared:
-        """Run and judge the cell. An interpreted cell is never timed."""
-        if cell.mode == "interpret":
-            return _prepare_interpreted(cell, case, means)
-        build = _builder(cell)
-        judged, notes = judged_case(case)
-        outputs, sample, outcome = execution.execute(
-            build(case), means, cell.devices, spec_of(case) if cell.devices == 1 else None
-        )
-        if judged != case:
-            del outputs
-            outputs = execution.outputs_of(build(judged))
-        errors = {}
-        if means.reference is not None:
-            errors = judge_outputs(named_outputs(outputs), means.reference, case.dtype)
+        """Compile the cell. An interpreted cell is never timed."""
+        judged, notes = judged_case(case, cell.mode)
+        interpreted = cell.mode == "interpret"
+
+        def program(case: OpCase) -> Program:
+            backend, target = registry.get(str(cell.resolved)), Target.here()
+            return op_program(case, backend, "interpret" if interpreted else "native", target, cell.devices)
+
+        def answers(seed: int) -> Mapping[str, Any]:
+            if cell.row in peers.PEERS:
+                return named_outputs(execution.outputs_of(peers.program(cell.row, judged, Draw(seed))))
+            if judged == case and not interpreted:
+                return named_outputs(timed.outputs(Draw(seed)))
+            return named_outputs(execution.outputs_of(program(judged), Draw(seed)))
+
+        if interpreted:
+            return Prepared(Outcome(notes=notes), answers=answers)
+        whole = peers.program(cell.row, case) if cell.row in peers.PEERS else program(case)
+        _, timed, outcome = execution.execute(whole, means, cell.devices, spec_of(case) if cell.devices == 1 else None)
         outcome = dataclasses.replace(
             outcome,
             flops=op_flops(case),
             bytes_moved=op_bytes(case),
             tokens=op_tokens(case),
-            accuracy=errors,
-            notes=notes,
+            notes=(*outcome.notes, *notes),
         )
-        return Prepared(execution.judged(outcome, exact=bool(cell.exact)), sample)
-
-
-def _builder(cell: Cell) -> Callable[[OpCase], Program]:
-    """The function that makes the cell's program from a case."""
-    if cell.row in peers.PEERS:
-        return functools.partial(peers.program, cell.row)
-    backend, target = registry.get(str(cell.resolved)), Target.here()
-    return lambda case: op_program(case, backend, "native", target, cell.devices)
-
-
-def _prepare_interpreted(cell: Cell, case: OpCase, means: Means) -> Prepared:
-    """The kernel itself, executed once by its interpreter."""
-    judged, notes = judged_case(case, "interpret")
-    program = op_program(judged, registry.get(str(cell.resolved)), "interpret", Target.here())
-    outputs = named_outputs(execution.outputs_of(program))
-    errors = {} if means.reference is None else judge_outputs(outputs, means.reference, case.dtype)
-    return Prepared(execution.judged(Outcome(accuracy=errors, notes=notes), exact=bool(cell.exact)))
+        return Prepared(outcome, timed, answers, named_outputs)
 
 
 def _or_interpreted(found: Cell, case: OpCase, target: Target) -> Cell:

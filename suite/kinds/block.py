@@ -10,7 +10,8 @@ The judge is the float64 oracle between projections in float64.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -22,7 +23,9 @@ from attnsuite.backends import Backend, Layout, Plan, Target, oracle, plan, regi
 
 from ..cell import Asked, Cell, Means, Prepared
 from ..measure import execution
+from ..measure.fresh import Draw, renewed
 from ..measure.program import Program
+from ..record import TensorError
 from ..typed import Count, Real, Seed
 from .attention import judge_outputs, judged_case, save_reference
 from .formulas import ITEM_BYTES, op_flops, op_tokens
@@ -117,28 +120,33 @@ def block_program(case: BlockCase, backend: Backend, target: Target) -> Program:
     call = call_of(case)
     spec = spec_of(call)
     function = block_function(case, lambda layout: plan(backend, spec, layout, target=target))
-    return Program(function, (layout_of(call), *_arrays(case)))
+    arrays = _arrays(case)
+    return Program(function, (layout_of(call), *arrays), renewed=tuple(range(1, 1 + len(arrays))))
 
 
-def _arrays(case: BlockCase) -> tuple[jax.Array, ...]:
-    """Input, cotangent and projections. Queries, keys and values get a variance of about one, as in a bare call."""
+def _arrays(case: BlockCase, draw: Draw | None = None) -> tuple[jax.Array, ...]:
+    """Input, cotangent and projections, renewed by ``draw``.
+
+    Queries, keys and values get a variance of about one, as in a bare call.
+    """
     rng = np.random.default_rng([case.seed, 2])
     value_dim = case.value_head_dim or case.head_dim
     tokens = (case.batch, case.sequence, case.features)
     inner = [(case.heads, case.head_dim), (case.kv_heads, case.head_dim), (case.kv_heads, value_dim)]
     shapes = [tokens, tokens, *((case.features, *shape) for shape in inner), (case.heads, value_dim, case.features)]
     summed = [1, 1, *[case.features] * 3, case.heads * value_dim]
-    return tuple(
+    arrays = (
         jnp.asarray(rng.standard_normal(shape, np.float32) / np.sqrt(length), case.dtype)
         for shape, length in zip(shapes, summed, strict=True)
     )
+    return renewed(tuple(arrays), draw)
 
 
-def _expected(case: BlockCase) -> dict[str, np.ndarray]:
+def _expected(case: BlockCase, draw: Draw | None) -> dict[str, np.ndarray]:
     """The outputs in float64: the oracle between NumPy's products."""
     call = call_of(case)
     spec, layout = spec_of(call), layout_of(call)
-    x, d_out, *projections = (np.asarray(array).astype(np.float64) for array in _arrays(case))
+    x, d_out, *projections = (np.asarray(array).astype(np.float64) for array in _arrays(case, draw))
     inner, outer = projections[:3], projections[3]
     query, key, value = (np.einsum("btw,wnh->btnh", x, weight, optimize=True) for weight in inner)
     attended = oracle.forward(spec, layout, query, key, value)
@@ -175,6 +183,7 @@ class Block(Kind):
 
     titles: ClassVar = {"block_forward": "block, forward", "block_forward_backward": "block, forward and backward"}
     case: ClassVar = BlockCase
+    judges_apart: ClassVar = True
 
     def cells(self, case: BlockCase, asked: Asked) -> Iterable[Cell]:
         """A cell per backend."""
@@ -185,31 +194,46 @@ class Block(Kind):
         """The case at a length that the oracle takes."""
         return (_judged(case)[0],)
 
-    def write_reference(self, case: BlockCase, path: Path, text: TextFile | None) -> None:
+    def write_reference(self, case: BlockCase, path: Path, text: TextFile | None, draw: Draw | None) -> None:
         """The outputs in float64, and the errors of the standard backend's block."""
         program = block_program(case, registry.get("standard"), Target.here())
-        save_reference(path, _expected(case), _named(execution.outputs_of(program)), case.dtype)
+        save_reference(path, _expected(case, draw), _named(execution.outputs_of(program, draw)), case.dtype)
+
+    def judge(
+        self, case: BlockCase, outputs: Mapping[str, Any], reference: Path, draw: Draw | None, *, exact: bool
+    ) -> dict[str, TensorError]:
+        """By the oracle between projections; of an approximation nobody says what a block may lose: as exact rows."""
+        return judge_outputs(outputs, reference, case.dtype)
+
+    def recheck(
+        self, case: BlockCase, outputs: Mapping[str, Any], draw: Draw, choice: int
+    ) -> dict[str, TensorError] | None:
+        """The whole block, where the oracle takes it."""
+        if _judged(case)[0] != case:
+            return None
+        with tempfile.TemporaryDirectory() as folder:
+            self.write_reference(case, path := Path(folder) / "block.npz", None, draw)
+            return judge_outputs(outputs, path, case.dtype)
 
     def prepare(self, cell: Cell, case: BlockCase, means: Means) -> Prepared:
-        """Run and judge the cell."""
+        """Compile the cell."""
         backend, target = registry.get(str(cell.resolved)), Target.here()
         judged, notes = _judged(case)
-        outputs, sample, outcome = execution.execute(block_program(case, backend, target), means)
-        if judged != case:
-            del outputs
-            outputs = execution.outputs_of(block_program(judged, backend, target))
-        errors = {}
-        if means.reference is not None:
-            errors = judge_outputs(_named(outputs), means.reference, case.dtype)
+        _, timed, outcome = execution.execute(block_program(case, backend, target), means)
+
+        def answers(seed: int) -> Mapping[str, Any]:
+            if judged == case:
+                return _named(timed.outputs(Draw(seed)))
+            return _named(execution.outputs_of(block_program(judged, backend, target), Draw(seed)))
+
         outcome = dataclasses.replace(
             outcome,
             flops=block_flops(case),
             bytes_moved=block_bytes(case),
             tokens=op_tokens(call_of(case)),
-            accuracy=errors,
-            notes=notes,
+            notes=(*outcome.notes, *notes),
         )
-        return Prepared(execution.judged(outcome, exact=bool(cell.exact)), sample)
+        return Prepared(outcome, timed, answers, _named)
 
 
 def _named(outputs: tuple[Any, ...]) -> dict[str, Any]:

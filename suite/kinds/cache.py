@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import ClassVar, Literal
 
 from ..cell import Asked, Cell, Means, Prepared
-from ..measure import execution
+from ..measure import judge
 from .kind import Kind, Least, Long, cell, check_fields, model_word, name_case
 
 # Each row with the dtype of its cache. The control gives prefilled slots the scales of others.
@@ -68,7 +68,7 @@ class Cache(Kind):
         """Measure everything at once; nothing is timed."""
         from . import cache_quality  # noqa: PLC0415
 
-        return Prepared(execution.judged(cache_quality.measure(case, cell.row, means.text), exact=bool(cell.exact)))
+        return Prepared(judge.judged(cache_quality.measure(case, cell.row, means.text), exact=bool(cell.exact)))
 
 
 CACHE = Cache()

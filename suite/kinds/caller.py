@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -24,7 +24,9 @@ from attnsuite.backends.kv_layout import swap
 from ..cell import Asked, Cell, Means, Prepared
 from ..errors import InputError
 from ..measure import execution
+from ..measure.fresh import Draw
 from ..measure.program import Program
+from ..record import TensorError
 from ..typed import Count, Seed
 from .attention import judge_outputs, named_outputs, save_reference, with_gradients
 from .kind import SHORT_DTYPE, Dtype, Kind, backends_of, cell, check_fields, name_case, of_backend
@@ -288,6 +290,7 @@ class Caller(Kind):
 
     titles: ClassVar = {"caller": "as people call it"}
     case: ClassVar = CallerCase
+    judges_apart: ClassVar = True
     baseline: ClassVar = LIBRARY
 
     def rows(self, case: CallerCase) -> tuple[str, ...]:
@@ -306,21 +309,24 @@ class Caller(Kind):
         """The case; of a chain of layers a single one, because the oracle has no gradient through several."""
         return (_judged(case),)
 
-    def write_reference(self, case: CallerCase, path: Path, text: TextFile | None) -> None:
-        """The outputs in float64, and the library's errors."""
+    def write_reference(self, case: CallerCase, path: Path, text: TextFile | None, draw: Draw | None) -> None:
+        """The outputs in float64, and the library's errors. The inputs are always the same."""
         outputs = named_outputs(execution.outputs_of(caller_program(case, LIBRARY)))
         save_reference(path, _expected(case), outputs, case.dtype)
 
+    def judge(
+        self, case: CallerCase, outputs: Mapping[str, Any], reference: Path, draw: Draw | None, *, exact: bool
+    ) -> dict[str, TensorError]:
+        """By the oracle."""
+        return judge_outputs(outputs, reference, case.dtype)
+
     def prepare(self, cell: Cell, case: CallerCase, means: Means) -> Prepared:
-        """Run and judge the cell."""
-        outputs, sample, outcome = execution.execute(caller_program(case, cell.row), means)
+        """Compile the cell and run it once."""
+        outputs, timed, outcome = execution.execute(caller_program(case, cell.row), means)
         judged = _judged(case)
         if judged != case:
             outputs = execution.outputs_of(caller_program(judged, cell.row))
-        errors = {}
-        if means.reference is not None:
-            errors = judge_outputs(named_outputs(outputs), means.reference, case.dtype)
-        return Prepared(execution.judged(dataclasses.replace(outcome, accuracy=errors), exact=True), sample)
+        return Prepared(outcome, timed, lambda _: named_outputs(outputs))
 
 
 def _judged(case: CallerCase) -> CallerCase:

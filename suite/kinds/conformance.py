@@ -1,4 +1,4 @@
-"""``attnsuite judge``: a case is one problem of the contract, and a cell one backend held to it.
+"""``attnsuite judge``: a case is one problem of the contract, or one verdict, and a cell one backend held to it.
 
 All backends of a problem follow each other, because the oracle's results are computed once per problem. What a backend
 raises is a result, and the process goes on with the next problem.
@@ -9,27 +9,40 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from attnsuite.backends import Target, registry
+from attnsuite.backends.features import Mode
+from attnsuite.backends.support import takes_of
 
 from ..cell import Asked, Cell, Means, Outcome, Prepared
 from ..measure.judge import as_error
+from ..record import Record
 from ..typed import Real, Seed, Whole
+from ..user_function import description, is_reference
 from .kind import Kind, backends_of, check_fields
 from .kind import cell as cell_of
 
+if TYPE_CHECKING:
+    from attnsuite.testing.verdicts import Subject
+
+TAKES = "takes"  # the name of the case that says what a backend or function takes
+_NOT_TAKEN = "asks for more than it takes."
 _LONGEST = 300  # characters of what a backend raised
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ConformanceCase:
-    """A named problem (:data:`attnsuite.testing.problems.CASES`), or the random problem ``number`` of ``seed``."""
+    """:data:`TAKES`, a named verdict or problem of ``attnsuite.testing``, or the random problem ``number`` of ``seed``.
+
+    With ``interpret`` kernels that have an interpreter run in it.
+    """
 
     kind: Literal["conformance"] = "conformance"
     name: str = ""
     number: Whole | None = None
     seed: Seed | None = None
+    interpret: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", self.name or f"random {self.number} of seed {self.seed}")
@@ -42,13 +55,16 @@ class Held:
 
     ``share`` is the largest of all quantities; above 1 fails. It is None where a result was not finite or broke a rule.
     ``isolates``: infinity and NaN behind the lengths, in padding and in other documents changed nothing; None where the
-    problem has none. ``drawn`` says what a random problem asks for.
+    problem has none. ``drawn`` says what a random problem asks for. A verdict has an ``answer`` and a sentence,
+    ``said``, and so has :data:`TAKES`, without an answer.
     """
 
     gradients: bool
     share: Real | None
     isolates: bool | None = None
     drawn: str | None = None
+    answer: Literal["yes", "no"] | None = None
+    said: str | None = None
 
 
 class Conformance(Kind):
@@ -64,37 +80,50 @@ class Conformance(Kind):
     def cells(self, case: ConformanceCase, asked: Asked) -> Iterable[Cell]:
         """A cell per backend; whether it takes the problem is found when it is judged."""
         for row in backends_of(asked):
-            yield cell_of(case, row, resolved=row, mode="native", exact=registry.get(row).exact)
+            mode = "interpret" if case.interpret and _interprets(row) else "native"
+            yield cell_of(case, row, resolved=row, mode=mode, exact=registry.get(row).exact)
 
     def prepare(self, cell: Cell, case: ConformanceCase, means: Means) -> Prepared:
         """Judge; nothing is timed."""
-        return Prepared(judged(cell.row, case))
+        return Prepared(judged(cell.row, case, "interpret" if cell.mode == "interpret" else "native"))
 
 
-def judged(name: str, case: ConformanceCase) -> Outcome:
-    """Hold a registered backend to the problem."""
+def answer_of(record: Record) -> str:
+    """The answer of a verdict's record: yes, no, not applicable, or the status of one that gave none."""
+    if record.status == "unsupported":
+        return "not applicable"
+    return record.facts.answer or record.status if isinstance(record.facts, Held) else record.status
+
+
+def judged(name: str, case: ConformanceCase, mode: Mode = "native") -> Outcome:
+    """Hold a registered backend to the problem, or ask for the verdict."""
     import jax  # noqa: PLC0415 (the command line starts without it)
 
-    from attnsuite.testing import judging, problems, random_specs  # noqa: PLC0415 (no other kind needs it)
+    from attnsuite.testing import judging, problems, random_specs, verdicts  # noqa: PLC0415 (no other kind needs it)
 
     backend, target = registry.get(name), Target.here()
+    if case.name == TAKES:
+        return Outcome(facts=Held(gradients=False, share=None, said=_description(name, target, mode)))
+    if case.number is None and case.name in verdicts.VERDICTS:
+        return _asked(name, case.name, verdicts.Subject(backend, target, mode))
     if not backend.exact:
         reason = f"{name} is approximate by design, and the contract's judge is for exact backends."
-        return Outcome(status="unsupported", reasons=(reason,), error="refused before anything was traced.")
+        return Outcome(status="unsupported", reasons=(reason,), error=_NOT_TAKEN)
     try:
         if case.number is None or case.seed is None:
-            found = judging.judge_case(backend, case.name, target)
+            found = judging.judge_case(backend, case.name, target, mode)
         else:
-            found = judging.judge_random(backend, case.number, case.seed, target)
+            found = judging.judge_random(backend, case.number, case.seed, target, mode)
     except Exception as error:  # noqa: BLE001 (whatever a backend raises is a result)
-        return Outcome(status="crashed", error=f"{type(error).__name__}: {' '.join(str(error).split())}"[:_LONGEST])
+        return _crashed(error)
     finally:
         if case.number is not None:  # no two random problems share a program
             problems.traced.cache_clear()
             jax.clear_caches()
     if found.status == "unsupported":
-        return Outcome(status="unsupported", reasons=found.said, error="refused before anything was traced.")
-    share = max(random_specs.share(verdict) for verdict in found.verdicts.values())
+        asks = any(" is not supported by " in reason for reason in found.said)
+        return Outcome(status="unsupported", reasons=found.said, error=_NOT_TAKEN if asks else found.said[0])
+    share = max((random_specs.share(verdict) for verdict in found.verdicts.values()), default=math.inf)
     return Outcome(
         status=found.status,
         error=" ".join(found.said) or None,
@@ -106,6 +135,37 @@ def judged(name: str, case: ConformanceCase) -> Outcome:
             drawn=found.problem or None,
         ),
     )
+
+
+def _asked(name: str, verdict: str, subject: Subject) -> Outcome:
+    """The outcome of a verdict; one that does not apply is unsupported, with the reason."""
+    from attnsuite.testing import verdicts  # noqa: PLC0415 (as above)
+
+    from ..elsewhere import elsewhere_of  # noqa: PLC0415 (as above)
+
+    try:
+        found = verdicts.ask(verdict, subject, elsewhere_of(name, subject.target, subject.mode))
+    except Exception as error:  # noqa: BLE001 (whatever a backend raises is a result)
+        return _crashed(error)
+    if found.answer == "not applicable":
+        return Outcome(status="unsupported", reasons=(found.said,), error=f"not applicable: {found.said}")
+    return Outcome(facts=Held(gradients=False, share=None, answer=found.answer, said=found.said))
+
+
+def _crashed(error: Exception) -> Outcome:
+    return Outcome(status="crashed", error=f"{type(error).__name__}: {' '.join(str(error).split())}"[:_LONGEST])
+
+
+def _description(name: str, target: Target, mode: Mode) -> str:
+    """What a backend takes, or what was found out of a plain function."""
+    if is_reference(name) and (found := description(name)):
+        return found
+    takes = takes_of(registry.get(name), target, mode)
+    return f"It takes {', '.join(sorted(takes.features))}; in {', '.join(takes.dtypes)}."
+
+
+def _interprets(name: str) -> bool:
+    return "interpret" in takes_of(registry.get(name), Target.here(), "interpret").modes
 
 
 CONFORMANCE = Conformance()

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 
 from attnsuite.backends import Layout
 
+from ..measure.fresh import Draw, renewed
 from .formulas import document_ids
 from .op_case import OpCase
 
@@ -25,24 +26,24 @@ class Inputs:
     layout: Layout
 
 
-def make_inputs(case: OpCase) -> Inputs:
-    """Standard normal arrays and the layout of ``case`` (initialises JAX)."""
+def make_inputs(case: OpCase, draw: Draw | None = None) -> Inputs:
+    """Standard normal arrays, renewed by ``draw``, and the layout of ``case`` (initialises JAX)."""
     value_dim = case.value_head_dim or case.head_dim
     rng = np.random.default_rng([case.seed, 0])
 
-    def draw(length: int, heads: int, dim: int) -> Array:
+    def normal(length: int, heads: int, dim: int) -> Array:
         return jnp.asarray(rng.standard_normal((case.batch, length, heads, dim), np.float32), case.dtype)
 
     def turned(x: Array) -> Array:
         return x.swapaxes(1, 2) if case.kv_layout == "HND" else x
 
-    return Inputs(
-        query=draw(case.query_length, case.heads, case.head_dim),
-        key=turned(draw(case.sequence, case.kv_heads, case.head_dim)),
-        value=turned(draw(case.sequence, case.kv_heads, value_dim)),
-        d_out=draw(case.query_length, case.heads, value_dim),
-        layout=layout_of(case),
+    arrays = (
+        normal(case.query_length, case.heads, case.head_dim),
+        turned(normal(case.sequence, case.kv_heads, case.head_dim)),
+        turned(normal(case.sequence, case.kv_heads, value_dim)),
+        normal(case.query_length, case.heads, value_dim),
     )
+    return Inputs(*renewed(arrays, draw), layout=layout_of(case))
 
 
 def layout_of(case: OpCase) -> Layout:

@@ -19,6 +19,9 @@ from ..errors import InputError
 if TYPE_CHECKING:
     from attnsuite.models import TextFile
 
+    from ..measure.fresh import Draw
+    from ..record import TensorError
+
 Dtype = Literal["float32", "bfloat16", "float16"]
 Share = Annotated[float, Meta(gt=0, le=1)]
 Least = Annotated[int, Meta(ge=2, le=2**31 - 1)]
@@ -39,8 +42,9 @@ class Kind:
     the frozen dataclass of what only its records have (``Record.facts``); a record with status ok or wrong has it. With
     ``shares_process`` the cells of a case run one after the other in one process, since nothing of them is timed or
     weighed; with ``cases_share_process`` so do consecutive cases. A run of kinds that need no ceilings does not measure
-    the machine's peak. The methods defined here suit a kind whose rows are backends and whose cells bring their own
-    comparison.
+    the machine's peak. The cells of a kind that ``judges_apart`` do not see what they are judged by: they give answers
+    (``cell.Prepared``), and :meth:`judge` runs in another process. The methods defined here suit a kind whose rows are
+    backends and whose cells bring their own comparison.
     """
 
     titles: ClassVar[Mapping[str, str]]
@@ -49,6 +53,7 @@ class Kind:
     shares_process: ClassVar[bool] = False
     cases_share_process: ClassVar[bool] = False
     needs_ceilings: ClassVar[bool] = True
+    judges_apart: ClassVar[bool] = False
     baseline: ClassVar[str] = "standard"  # the row that times and memory of a case are relative to
 
     def cells(self, case: Any, asked: Asked) -> Iterable[Cell]:
@@ -87,8 +92,25 @@ class Kind:
         """
         return ()
 
-    def write_reference(self, case: Any, path: Path, text: TextFile | None) -> None:
-        """Write to ``path`` (.npz) the reference by which :meth:`prepare` judges, if :meth:`judged_by` names a case."""
+    def write_reference(self, case: Any, path: Path, text: TextFile | None, draw: Draw | None) -> None:
+        """Write to ``path`` (.npz) what the outputs for the inputs of ``draw`` are judged by.
+
+        Only of a case that :meth:`judged_by` names.
+        """
+
+    def judge(
+        self, case: Any, outputs: Mapping[str, Any], reference: Path, draw: Draw | None, *, exact: bool
+    ) -> dict[str, TensorError]:
+        """Judge the outputs of a cell by ``reference``, in a process that has loaded no code of the user.
+
+        A row that is not ``exact`` has to be better than what knows nothing. Raises CellFailure for outputs of another
+        name, shape or dtype. Only of a kind that ``judges_apart``.
+        """
+        raise NotImplementedError
+
+    def recheck(self, case: Any, outputs: Mapping[str, Any], draw: Draw, choice: int) -> dict[str, TensorError] | None:
+        """Judge a part of the outputs of a timed call, chosen by ``choice``; None where a part cannot be judged."""
+        return None
 
 
 def cell(case: Case, row: str, **outcome: Any) -> Cell:

@@ -6,6 +6,8 @@ The numbers of a model are judged against the standard backend in float32, since
 from __future__ import annotations
 
 import dataclasses
+import functools
+import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -19,6 +21,7 @@ from .. import peers
 from ..cell import Asked, Cell, Means, Prepared
 from ..errors import InputError
 from ..measure import execution
+from ..measure.fresh import Draw
 from ..measure.judge import as_model_error
 from ..record import TensorError
 from ..typed import Count, Seed
@@ -96,6 +99,7 @@ class Model(Kind):
         "model_train": "model train step",
     }
     case: ClassVar = ModelCase
+    judges_apart: ClassVar = True
 
     def cells(self, case: ModelCase, asked: Asked) -> Iterable[Cell]:
         """A cell per backend and peer. Raises InputError for a model that is not known."""
@@ -116,47 +120,61 @@ class Model(Kind):
         """The case itself."""
         return (case,)
 
-    def write_reference(self, case: ModelCase, path: Path, text: TextFile | None) -> None:
-        """The standard backend's outputs, in float32 and in the case's own dtype."""
-        from . import model_program  # noqa: PLC0415
+    def write_reference(self, case: ModelCase, path: Path, text: TextFile | None, draw: Draw | None) -> None:
+        """The standard backend's outputs, in float32 and in the case's own dtype, always for the same tokens."""
+        _write(case, path, None)
 
-        model = model_program.open_model(case)
-        with jax.default_matmul_precision("highest"):
-            wide = model_program.judged_program(case, model.with_config(dtype="float32"), "standard")
-            expected = jax.jit(wide.function)(*wide.arguments)
-        standard = expected
-        # A CPU multiplies float32 in float32 whatever the precision: the same program.
-        if case.dtype != "float32" or Target.here().platform != "cpu":
-            own = model_program.judged_program(case, model, "standard")
-            standard = jax.jit(own.function)(*own.arguments)
-        arrays = {name: np.asarray(tensor, np.float32) for name, tensor in expected.items()}
-        arrays |= {_STANDARD + name: np.asarray(tensor, np.float32) for name, tensor in standard.items()}
-        np.savez(path, allow_pickle=False, **arrays)
+    def judge(
+        self, case: ModelCase, outputs: Mapping[str, Any], reference: Path, draw: Draw | None, *, exact: bool
+    ) -> dict[str, TensorError]:
+        """By the standard backend."""
+        return judge_model(case, outputs, reference)
+
+    def recheck(self, case: ModelCase, outputs: Mapping[str, Any], draw: Draw, choice: int) -> dict[str, TensorError]:
+        """The logits of a timed call, or its loss, by the standard backend."""
+        with tempfile.TemporaryDirectory() as folder:
+            _write(case, path := Path(folder) / "model.npz", draw)
+            return judge_model(case, outputs, path)
 
     def prepare(self, cell: Cell, case: ModelCase, means: Means) -> Prepared:
-        """Make the timed program ready and judge its outputs; of a train step, those of the judged program."""
+        """Make the timed program ready. Its outputs answer; of a train step, those of the judged program."""
         from . import model_program  # noqa: PLC0415
 
         model = model_program.open_model(case)
         is_peer = cell.row in peers.PEERS
         program = peers.program(cell.row, case) if is_peer else model_program.model_program(case, model, cell.row)
-        outputs, sample, outcome = execution.execute(program, means)
+        outputs, timed, outcome = execution.execute(program, means)
         if not is_peer and case.kind == "model_train":
             del outputs  # the next weights, in which a gradient cannot be judged
             outputs = execution.outputs_of(model_program.judged_program(case, model, cell.row))
         elif not is_peer:
             outputs = model_program.judged_outputs(outputs)
-        errors = {} if means.reference is None else judge_model(case, outputs, means.reference)
         outcome = dataclasses.replace(
             outcome,
             flops=model_program.model_flops(case, model.config),
             tokens=model_program.model_tokens(case),
             steps=model_program.model_steps(case),
             kv_bytes_per_token=None if is_peer else model_program.kv_bytes_per_token(case, model.config),
-            accuracy=errors,
             notes=() if is_peer else model_program.notes(case, model.config, cell.row),
         )
-        return Prepared(execution.judged(outcome, exact=bool(cell.exact)), sample)
+        return Prepared(outcome, timed, lambda _: outputs, functools.partial(model_program.timed_outputs, case))
+
+
+def _write(case: ModelCase, path: Path, draw: Draw | None) -> None:
+    from . import model_program  # noqa: PLC0415
+
+    model = model_program.open_model(case)
+    with jax.default_matmul_precision("highest"):
+        wide = model_program.judged_program(case, model.with_config(dtype="float32"), "standard")
+        expected = execution.outputs_of(wide, draw)
+    standard = expected
+    # A CPU multiplies float32 in float32 whatever the precision: the same program.
+    if case.dtype != "float32" or Target.here().platform != "cpu":
+        own = model_program.judged_program(case, model, "standard")
+        standard = execution.outputs_of(own, draw)
+    arrays = {name: np.asarray(tensor, np.float32) for name, tensor in expected.items()}
+    arrays |= {_STANDARD + name: np.asarray(tensor, np.float32) for name, tensor in standard.items()}
+    np.savez(path, allow_pickle=False, **arrays)
 
 
 def judge_model(case: ModelCase, outputs: Mapping[str, Any], reference: Path) -> dict[str, TensorError]:

@@ -108,9 +108,14 @@ def judged_program(case: ModelCase, model: Transformer, backend: str) -> Program
             loss, gradient = of_batch(params, Batch(tokens[None]), None)
             return {"loss": loss, "gradient": jnp.concatenate([leaf.ravel() for leaf in jax.tree.leaves(gradient)])}
 
-        return Program(judged, (model.arrays(), case_tokens(case, model.config)))
+        return Program(judged, (model.arrays(), case_tokens(case, model.config)), renewed=(1,))
     program = model_program(case, model, backend)
-    return Program(lambda *arguments: judged_outputs(program.function(*arguments)), program.arguments)
+    return Program(lambda *given: judged_outputs(program.function(*given)), program.arguments, renewed=program.renewed)
+
+
+def timed_outputs(case: ModelCase, outputs: Any) -> dict[str, Any]:
+    """What can be judged of the outputs of a timed call: the logits, or the loss of a train step."""
+    return {"loss": outputs[2]} if case.kind == "model_train" else judged_outputs(outputs)
 
 
 def judged_outputs(outputs: Any) -> dict[str, Any]:
@@ -236,7 +241,8 @@ def _prefill(case: ModelCase, model: Transformer, found: Resolutions, options: O
     cache = model.new_cache(case.batch, case.sequence)
     end = jnp.asarray(prompt_lengths(case))
     tokens = case_tokens(case, model.config)
-    return Program(prefill(model.config, found, options), (model.arrays(), tokens, cache.keys, cache.values, end))
+    arguments = (model.arrays(), tokens, cache.keys, cache.values, end)
+    return Program(prefill(model.config, found, options), arguments, renewed=(1,))
 
 
 def _decode(case: ModelCase, model: Transformer, found: Resolutions, options: Options) -> Program:
@@ -263,13 +269,14 @@ def _decode(case: ModelCase, model: Transformer, found: Resolutions, options: Op
         return logits, keys, values
 
     tokens = decoded_tokens(case, model.config).T
-    return Program(run, (model.arrays(), tokens, cache.keys, cache.values, jnp.asarray(cache.lengths)))
+    arguments = (model.arrays(), tokens, cache.keys, cache.values, jnp.asarray(cache.lengths))
+    return Program(run, arguments, renewed=(1,))
 
 
 def _train(case: ModelCase, model: Transformer, found: Resolutions) -> Program:
     run, start = train_step(model.config, found)
     params = model.arrays()
-    return Program(run, (params, start(params), case_tokens(case, model.config)))
+    return Program(run, (params, start(params), case_tokens(case, model.config)), renewed=(2,))
 
 
 def case_tokens(case: ModelCase, config: ModelConfig) -> jax.Array:

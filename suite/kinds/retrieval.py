@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any, ClassVar, Literal
 
 from ..cell import Asked, Cell, Means, Prepared
-from ..measure import execution
+from ..measure import judge
 from ..typed import Seed
 from .kind import Kind, Least, Long, backends_of, check_fields, name_case, of_backend
 
@@ -49,7 +49,7 @@ class Retrieval(Kind):
         """Measure everything at once; nothing is timed."""
         from . import quality  # noqa: PLC0415
 
-        return Prepared(execution.judged(quality.recall(case, cell.row), exact=bool(cell.exact)))
+        return Prepared(judge.judged(quality.recall(case, cell.row), exact=bool(cell.exact)))
 
 
 RETRIEVAL = Retrieval()

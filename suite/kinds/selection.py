@@ -23,6 +23,8 @@ from .kind import KascadeKernel, Keys, Kind, Layers, Least, Long, Share, cell, c
 if TYPE_CHECKING:
     from attnsuite.models import TextFile
 
+    from ..measure.fresh import Draw
+
 Steps = Annotated[int, Meta(ge=0, le=10**6)]
 SelectionKind = Literal["kascade_text", "kascade_retrieval", "kascade_gate"]
 
@@ -145,7 +147,7 @@ class Selections(Kind):
         }
         return (dataclasses.replace(case, **same),)
 
-    def write_reference(self, case: SelectionCase, path: Path, text: TextFile | None) -> None:
+    def write_reference(self, case: SelectionCase, path: Path, text: TextFile | None, draw: Draw | None) -> None:
         """Dense logits, and the calibration."""
         from .kascade import dense  # noqa: PLC0415
 

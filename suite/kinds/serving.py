@@ -17,6 +17,8 @@ from .kind import Kind, Least, Long, backends_of, check_fields, model_word, name
 if TYPE_CHECKING:
     from attnsuite.models import TextFile
 
+    from ..measure.fresh import Draw
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ServingCase:
@@ -73,7 +75,7 @@ class Serving(Kind):
         """The case itself."""
         return (case,)
 
-    def write_reference(self, case: ServingCase, path: Path, text: TextFile | None) -> None:
+    def write_reference(self, case: ServingCase, path: Path, text: TextFile | None, draw: Draw | None) -> None:
         """The tokens that each request gets alone from the standard backend."""
         from . import serving_trace  # noqa: PLC0415
 

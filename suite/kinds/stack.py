@@ -14,7 +14,7 @@ from attnsuite.backends.kascade.cost import not_profitable
 
 from ..cell import Asked, Cell, Means, Outcome, Prepared
 from ..errors import InputError
-from ..measure import execution
+from ..measure import execution, judge
 from ..typed import Count, Seed
 from .kascade.methods import KERNELS, METHODS, rows_of
 from .kascade.settings import settings_of
@@ -145,11 +145,11 @@ class Stacks(Kind):
             notes=(*stack.plan_notes(case, cell.row), stack.JUDGED if mode == "native" else stack.INTERPRETED),
         )
         # With everything selected an approximate row must be exact: its numbers are judged by the same rule.
-        if (judged := execution.judged(outcome, exact=True)).error is not None or mode == "interpret":
+        if (judged := judge.judged(outcome, exact=True)).error is not None or mode == "interpret":
             return Prepared(judged)
-        _, sample, measured = execution.execute(stack.stack_program(case, cell.row, cell.devices), means, cell.devices)
+        _, timed, measured = execution.execute(stack.stack_program(case, cell.row, cell.devices), means, cell.devices)
         same = {name: getattr(judged, name) for name in ("quality", "tokens", "accuracy", "notes")}
-        return Prepared(dataclasses.replace(measured, **same), sample)
+        return Prepared(dataclasses.replace(measured, **same), timed)
 
 
 def _cell(case: StackCase, row: str, dense: str, target: Target) -> Cell:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any, ClassVar, Literal
 
 from ..cell import Asked, Cell, Means, Prepared
-from ..measure import execution
+from ..measure import judge
 from .kind import SHORT_DTYPE, Dtype, Kind, Least, backends_of, check_fields, model_word, name_case, of_backend, refused
 
 
@@ -52,7 +52,7 @@ class Text(Kind):
         """Measure everything at once; nothing is timed."""
         from . import quality  # noqa: PLC0415
 
-        return Prepared(execution.judged(quality.perplexity(case, cell.row, means.text), exact=bool(cell.exact)))
+        return Prepared(judge.judged(quality.perplexity(case, cell.row, means.text), exact=bool(cell.exact)))
 
 
 def _left_to_controls(case: TextCase) -> Cell:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,21 +11,56 @@ from attnsuite.backends import AttentionSpec, Target
 
 from ..cell import Means, Outcome
 from ..errors import CellFailure
-from . import judge, lint, memory, speed
+from . import lint, memory, speed
+from .fresh import Draw, renewer
 from .program import Program
 
+_HELD = 2**29  # bytes that compiling and importing may leave in a process
 
-def outputs_of(program: Program) -> Any:
-    """The outputs of one run, as JAX returns them."""
+
+class Timed:
+    """The compiled program of a cell, run on the arguments of a draw.
+
+    ``call`` is the number of a call of the last sample, whose outputs are kept.
+    """
+
+    def __init__(self, compiled: speed.Compiled, program: Program, calls: int = 1) -> None:
+        self._call, self._arrays, self._calls, self._arguments = compiled.call, program.arrays, calls, renewer(program)
+        self.call, self._kept = 0, None
+
+    def outputs(self, draw: Draw) -> Any:
+        """The outputs of one call, as JAX returns them."""
+        return self._converted(speed.wait(self._call(*self._arguments(draw))))
+
+    def sample(self, seed: int, choice: int) -> float:
+        """Mean seconds per call; the inputs of call ``n`` are those of ``Draw(seed, n)``."""
+        self._kept = None
+        found = speed.sample(self._call, lambda n: self._arguments(Draw(seed, n)), self._calls, choice)
+        self.call, self._kept = found.call, found.outputs
+        return found.seconds
+
+    @property
+    def kept(self) -> Any:
+        """The outputs of call ``call`` of the last sample."""
+        return self._converted(self._kept)
+
+    def _converted(self, outputs: Any) -> Any:
+        return outputs if self._arrays is None else self._arrays(outputs)
+
+
+def outputs_of(program: Program, draw: Draw | None = None) -> Any:
+    """The outputs of one run, as JAX returns them. It is compiled before anybody knows the inputs of ``draw``."""
     if program.arrays is not None:
         return program.arrays(program.function(*program.arguments))
-    return jax.jit(program.function)(*program.arguments)
+    if draw is None:
+        return jax.jit(program.function)(*program.arguments)
+    return Timed(speed.compile_program(program.function, program.arguments), program).outputs(draw)
 
 
 def execute(
     program: Program, means: Means, devices: int = 1, spec: AttentionSpec | None = None
-) -> tuple[Any, Callable[[], float], Outcome]:
-    """The outputs, a function that takes a sample, and what was measured on the way.
+) -> tuple[Any, Timed, Outcome]:
+    """The outputs, the program ready to be sampled, and what was measured on the way.
 
     The program runs once for its memory, and once more if it took less than a second; ``repeats`` says whether the
     second run gave the same bits. The text of a program that computes only attention ``spec`` is read. Raises
@@ -45,20 +77,27 @@ def execute(
     available = limit if target.platform == "cpu" or target.memory_bytes is None else target.memory_bytes
     if needed > available:
         raise CellFailure("oom", f"the compiled program needs {_gib(needed)}, and the limit is {_gib(available)}.")
-    jax.block_until_ready(program.arguments)
-    start = time.perf_counter()
+    speed.wait(program.arguments)
+    held = memory.held_since(means.resident, program.arguments)
+    start = speed.clock()
     outputs, used, method = memory.measure(compiled.call, program.arguments)
-    seconds = time.perf_counter() - start
+    seconds = speed.clock() - start
     repeats = None
     if seconds < 1.0:  # the first call also pays for thread pools and page faults
-        start = time.perf_counter()
-        again = jax.block_until_ready(compiled.call(*program.arguments))
-        seconds = time.perf_counter() - start
+        start = speed.clock()
+        again = speed.wait(compiled.call(*program.arguments))
+        seconds = speed.clock() - start
         repeats = None if program.arrays is not None else _same_bits(outputs, again)
     calls = speed.calls_per_sample(seconds)
+    timed = Timed(compiled, program, calls)
     if program.arrays is not None:
         outputs = program.arrays(outputs)
+    notes = ()
+    if held > _HELD:
+        used = used | {"process_high_water": held + (used["process_high_water"] or 0)}
+        notes = (f"{_gib(held)} of its memory were taken before the call, when its code was loaded and compiled.",)
     outcome = Outcome(
+        notes=notes,
         lower_seconds=compiled.lower_seconds,
         compile_seconds=compiled.compile_seconds,
         memory=sizes | used,
@@ -67,20 +106,12 @@ def execute(
         program=None if spec is None or program.arrays is not None else lint.read(compiled.call.as_text(), spec),
         repeats=repeats,
     )
-    return outputs, lambda: speed.sample(compiled.call, program.arguments, calls), outcome
+    return outputs, timed, outcome
 
 
 def _same_bits(first: Any, second: Any) -> bool:
     pairs = zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True)
     return all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in pairs)
-
-
-def judged(outcome: Outcome, *, exact: bool) -> Outcome:
-    """The outcome, ``wrong`` if errors are too large; for an approximate row only if one is not finite."""
-    errors = outcome.accuracy
-    held = errors if exact else {name: error for name, error in errors.items() if error.max_error is None}
-    error = judge.describe_failure(held)
-    return outcome if error is None else dataclasses.replace(outcome, status="wrong", error=error)
 
 
 def _gib(size: int) -> str:

@@ -7,6 +7,7 @@ shorter length, and its record says so.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 
 from attnsuite.backends import oracle
 
+from ..cell import Outcome
 from ..record import TensorError
 
 # In units of the dtype's epsilon. float32: ten times what the shipped 4-layer model shows between exact backends.
@@ -45,6 +47,14 @@ def as_model_error(actual: Any, expected: Any, standard: Any, dtype: str) -> Ten
         error = oracle.judge(np.asarray(standard, np.float32), wanted, None, "float32").max_error
     allowed = 2 * error + MODEL_FLOOR[dtype] * oracle.EPSILON[dtype]
     return as_error(oracle.Verdict(verdict.max_error, verdict.rms_error, error, allowed, verdict.max_error <= allowed))
+
+
+def judged(outcome: Outcome, *, exact: bool) -> Outcome:
+    """The outcome, ``wrong`` if errors are too large; for an approximate row only if one is not finite."""
+    errors = outcome.accuracy
+    held = errors if exact else {name: error for name, error in errors.items() if error.max_error is None}
+    error = describe_failure(held)
+    return outcome if error is None else dataclasses.replace(outcome, status="wrong", error=error)
 
 
 def describe_failure(errors: Mapping[str, TensorError]) -> str | None:

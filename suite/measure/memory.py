@@ -18,6 +18,8 @@ from typing import Any
 import jax
 import psutil
 
+from .speed import wait
+
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _STATUS = Path("/proc/self/status")
 _RESET_PEAK = "5"  # Linux, proc(5): resets the peak resident set size (VmHWM)
@@ -62,9 +64,17 @@ def device_peak() -> int | None:
 def measure(call: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Any, dict[str, int | None], str]:
     """Run once; returns the outputs, the memory by process and device, and the method of the process's figure."""
     baseline = mark_baseline()
-    outputs = jax.block_until_ready(call(*arguments))
+    outputs = wait(call(*arguments))
     sizes = {"process_high_water": high_water(baseline), "device_peak": device_peak()}
     return outputs, sizes, baseline.method
+
+
+def held_since(resident: int | None, arguments: tuple[Any, ...]) -> int:
+    """Bytes by which the process is larger than ``resident``, less the arguments; 0 where that is not known."""
+    if resident is None:
+        return 0
+    inputs = sum(x.nbytes for x in jax.tree.leaves(arguments))
+    return psutil.Process().memory_info().rss - resident - inputs
 
 
 def machine_bytes() -> int:

@@ -12,9 +12,11 @@ class Program:
     """A function of arrays, and the arrays. JAX compiles it, unless ``arrays`` is given.
 
     With ``arrays`` the function belongs to another framework. It is called as it stands and returns when it is done;
-    ``arrays`` then converts its outputs to those of a compiled program.
+    ``arrays`` then converts its outputs to those of a compiled program. ``renewed`` are the positions of the arguments
+    that are new in every timed call (``fresh.py``).
     """
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     arrays: Callable[[Any], Any] | None = None
+    renewed: tuple[int, ...] = ()

@@ -1,7 +1,8 @@
 """Time: lowering and compiling apart from running, and samples that wait for every output.
 
 A sample is the mean seconds per call, over enough calls to last :data:`SAMPLE_SECONDS`. ``statistics.py`` evaluates
-samples.
+samples. The clock and the function that waits are taken when this module is imported, which is before a function of
+the user is: what that function replaces later measures nothing.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ SAMPLE_SECONDS = 0.02  # a shorter call is repeated until a sample lasts about t
 LONG_CALL = 0.2  # seconds: what a call finds in the caches is less than a hundredth of so long a time
 _MAX_CALLS = 1000
 _LOOK, _LONGEST_REST = 0.005, 1.0  # seconds
+clock, used, wait = time.perf_counter, time.process_time, jax.block_until_ready
 _FEWEST_SLOW = 2  # samples of a slow cell: they tell at least whether a call takes the same time again
 
 
@@ -62,11 +64,11 @@ class Sampling:
 
 def compile_program(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Compiled:
     """Lower and compile ``function`` for ``arguments``, timing the two apart."""
-    start = time.perf_counter()
+    start = clock()
     lowered = jax.jit(function).lower(*arguments)
-    middle = time.perf_counter()
+    middle = clock()
     executable = lowered.compile()
-    return Compiled(executable, middle - start, time.perf_counter() - middle)
+    return Compiled(executable, middle - start, clock() - middle)
 
 
 def calls_per_sample(seconds: float) -> int:
@@ -74,26 +76,43 @@ def calls_per_sample(seconds: float) -> int:
     return max(1, min(_MAX_CALLS, math.ceil(SAMPLE_SECONDS / max(seconds, 1e-9))))
 
 
-def sample(call: Callable[..., Any], arguments: tuple[Any, ...], calls: int) -> float:
-    """Mean seconds per call over ``calls`` calls, each waited for with all its outputs.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sample:
+    """Mean seconds per call, and of one of the calls its number and its outputs."""
 
-    One more comes first and is not counted, because other cells have used the caches since; if it is a long call, it is
-    the sample itself. The process is at rest before the calls that count, and before the next cell's sample
-    (:func:`come_to_rest`).
+    seconds: float
+    call: int
+    outputs: Any
+
+
+def sample(
+    call: Callable[..., Any], arguments: Callable[[int], tuple[Any, ...]], calls: int, choice: int = 0
+) -> Sample:
+    """Time ``calls`` calls, each waited for with all its outputs. ``arguments`` gives those of a call by its number.
+
+    One more, number 0, comes first and is not counted, because other cells have used the caches since; if it is a long
+    call, it is the sample itself. The process is at rest before the calls that count, and before the next cell's sample
+    (:func:`come_to_rest`). ``choice``, any number, chooses the call whose outputs are returned.
     """
-
-    def mean_of(count: int) -> float:
-        start = time.perf_counter()
-        for _ in range(count):
-            jax.block_until_ready(call(*arguments))
-        return (time.perf_counter() - start) / count
-
-    seconds = mean_of(1)
+    seconds, outputs = _timed(call, arguments(0))
     come_to_rest()
-    if seconds < LONG_CALL:
-        seconds = mean_of(calls)
-        come_to_rest()
-    return seconds
+    if seconds >= LONG_CALL:
+        return Sample(seconds, 0, outputs)
+    chosen, outputs, seconds = 1 + choice % calls, None, 0.0
+    for number in range(1, calls + 1):
+        passed, found = _timed(call, arguments(number))
+        seconds += passed
+        if number == chosen:
+            outputs = found
+    come_to_rest()
+    return Sample(seconds / calls, chosen, outputs)
+
+
+def _timed(call: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[float, Any]:
+    wait(arguments)
+    start = clock()
+    outputs = wait(call(*arguments))
+    return clock() - start, outputs
 
 
 def come_to_rest() -> None:
@@ -102,9 +121,9 @@ def come_to_rest() -> None:
     After XLA says that the outputs are ready it gives hundreds of megabytes back to the system, and its threads wait by
     spinning: tens of milliseconds on the processors that the next cell's process would be timed on.
     """
-    begin = time.perf_counter()
-    while time.perf_counter() - begin < _LONGEST_REST:
-        looked, used = time.perf_counter(), time.process_time()
+    begin = clock()
+    while clock() - begin < _LONGEST_REST:
+        looked, before = clock(), used()
         time.sleep(_LOOK)
-        if time.process_time() - used < 0.1 * (time.perf_counter() - looked):
+        if used() - before < 0.1 * (clock() - looked):
             return

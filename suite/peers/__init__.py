@@ -16,6 +16,7 @@ from pathlib import Path
 from attnsuite.backends.devices import cpu_name
 
 from ..cell import Case
+from ..measure.fresh import Draw
 from ..measure.program import Program
 from . import mkl
 
@@ -102,6 +103,7 @@ def worker_environment(name: str, folder: Path) -> Mapping[str, str]:
     return mkl.environment(folder) if PEERS[name].unthrottled else {}
 
 
-def program(name: str, case: Case) -> Program:
-    """The peer's program of ``case``."""
-    return importlib.import_module(f"attnsuite.suite.peers.{PEERS[name].module}").program(case)
+def program(name: str, case: Case, draw: Draw | None = None) -> Program:
+    """The peer's program of ``case``; of an attention call also with the inputs of ``draw``."""
+    make = importlib.import_module(f"attnsuite.suite.peers.{PEERS[name].module}").program
+    return make(case) if draw is None else make(case, draw)

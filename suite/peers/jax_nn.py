@@ -10,12 +10,13 @@ import jax.numpy as jnp
 from ..kinds.attention import OpCase, spec_of, with_gradients
 from ..kinds.formulas import document_ids
 from ..kinds.inputs import make_inputs
+from ..measure.fresh import Draw
 from ..measure.program import Program
 
 
-def program(case: OpCase) -> Program:
+def program(case: OpCase, draw: Draw | None = None) -> Program:
     """The program of an op case, arrays in JAX's own layout."""
-    inputs, documents = make_inputs(case), jnp.asarray(document_ids(case))
+    inputs, documents = make_inputs(case, draw), jnp.asarray(document_ids(case))
     # One token at the end of its keys sees all of them. "causal" would hide them: JAX counts query positions from 0.
     causal = case.causal and case.kind != "op_decode"
 
@@ -34,5 +35,5 @@ def program(case: OpCase) -> Program:
 
     arguments = (inputs.query, inputs.key, inputs.value)
     if case.needs_grad:
-        return Program(with_gradients(attend), (*arguments, inputs.d_out))
-    return Program(attend, arguments)
+        return Program(with_gradients(attend), (*arguments, inputs.d_out), renewed=(0, 1, 2, 3))
+    return Program(attend, arguments, renewed=(0, 1, 2))

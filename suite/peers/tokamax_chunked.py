@@ -8,12 +8,13 @@ import tokamax  # pyright: ignore[reportMissingImports]  (extra "peers")
 
 from ..kinds.attention import OpCase, with_gradients
 from ..kinds.inputs import make_inputs
+from ..measure.fresh import Draw
 from ..measure.program import Program
 
 
-def program(case: OpCase) -> Program:
+def program(case: OpCase, draw: Draw | None = None) -> Program:
     """The program of an op case."""
-    inputs = make_inputs(case)
+    inputs = make_inputs(case, draw)
     causal = case.causal and case.kind != "op_decode"  # one token at the end of its keys sees all of them
 
     def attend(query: Any, key: Any, value: Any) -> Any:
@@ -22,5 +23,5 @@ def program(case: OpCase) -> Program:
 
     arguments = (inputs.query, inputs.key, inputs.value)
     if case.needs_grad:
-        return Program(with_gradients(attend), (*arguments, inputs.d_out))
-    return Program(attend, arguments)
+        return Program(with_gradients(attend), (*arguments, inputs.d_out), renewed=(0, 1, 2, 3))
+    return Program(attend, arguments, renewed=(0, 1, 2))

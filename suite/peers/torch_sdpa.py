@@ -13,12 +13,13 @@ from attnsuite.backends.contract import may_attend
 
 from ..kinds.attention import OpCase, spec_of
 from ..kinds.inputs import make_inputs
+from ..measure.fresh import Draw
 from ..measure.program import Program
 
 
-def program(case: OpCase) -> Program:
+def program(case: OpCase, draw: Draw | None = None) -> Program:
     """The program of an op case; tensors are [batch, heads, length, dim] as PyTorch wants them."""
-    inputs = make_inputs(case)
+    inputs = make_inputs(case, draw)
     query, d_out = (to_torch(x).transpose(1, 2).contiguous() for x in (inputs.query, inputs.d_out))
     key, value = (to_torch(x) for x in (inputs.key, inputs.value))
     if case.kv_layout == "NHD":

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from ..errors import InputError
+from ..typed import printable
 
 if TYPE_CHECKING:
     from attnsuite.models.text_file import TextFile
 
-    from ..grid.executors import Limits
     from ..grid.fleet import FleetRequest
     from ..grid.progress import ProgressDisplay
+    from ..grid.running import Limits
 
 NO_RESULT = 1
 BAD_INPUT = 2
@@ -135,12 +136,12 @@ def directory_of(command: Any, name: str) -> Path:
 def tell(sentence: str) -> None:
     """Print one line on stderr, if there is a stderr."""
     with contextlib.suppress(OSError):
-        print(" ".join(sentence.split()), file=sys.stderr)
+        print(printable(" ".join(sentence.split())), file=sys.stderr)
 
 
 def limits_of(cell_timeout: float, cell_memory: str | None = None) -> Limits:
     """The limits of a cell, from its two flags. Raises InputError."""
-    from ..grid.executors import Limits
+    from ..grid.running import Limits
     from ..measure.memory import machine_bytes
 
     if not cell_timeout > 0:

@@ -9,25 +9,31 @@ from typing import Annotated
 import tyro
 
 from ..errors import InputError
-from .flags import NO_RESULT, OnFleet, directory_of, flag, fleet_of, limits_of, progress, resuming
+from .flags import NO_RESULT, OnFleet, directory_of, flag, fleet_of, limits_of, progress, resuming, tell
 
 _RANDOM = 24  # problems for backends that are named
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Judge(OnFleet):
-    """Hold backends, or a function of yours (my.py:fn), to the contract: what is right, wrong (how far), refused."""
+    """Hold backends, or a function of yours (my.py:fn), to the contract: what is right, and which verdicts it earns."""
 
     backends: tyro.conf.Positional[tuple[str, ...]] = ()
     """Registered names (without any: all), or FILE.py:NAME of a function f(q, k, v) or of a backend."""
     cases: Annotated[str | None, flag("PATTERNS", "all")] = None
-    """Glob patterns of named problems, separated by commas."""
+    """Glob patterns of named problems and verdicts, separated by commas."""
     random: Annotated[int | None, flag("N", f"{_RANDOM} for backends that are named, else 0")] = None
     """How many random problems follow the named ones."""
     first: Annotated[int, flag("NUMBER")] = 0
     """Number of the first random problem."""
     seed: Annotated[int, flag("SEED")] = 0
     """Seed of the random problems."""
+    require: Annotated[str | None, flag("VERDICTS")] = None
+    """Verdicts, separated by commas, that have to be yes: deterministic, batch_invariant, isolates, symmetric."""
+    interpret: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Run kernels of other devices in their interpreter."""
+    badge: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Write a badge into --out, as JSON and SVG."""
     out: Annotated[Path | None, flag("DIR", "runs/<UTC time>-judge")] = None
     """Directory for records and report."""
     resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -37,23 +43,24 @@ class Judge(OnFleet):
 
 
 def run(command: Judge) -> int:
-    """Judge, and print the page; exit code 1 where something is wrong or nothing was judged."""
+    """Judge, and print the page; exit code 1 where something is wrong, nothing was judged, or a verdict is missing."""
     from attnsuite import reports
 
     from ..grid.execute import execute
-    from ..judgement import all_right, new_judgement, resumed_judgement
+    from ..judgement import all_right, checked_verdicts, missing, new_judgement, resumed_judgement
     from ..user_function import is_reference
 
     random = (_RANDOM if command.backends else 0) if command.random is None else command.random
     for name, value in (("random", random), ("first", command.first), ("seed", command.seed)):
         if value < 0:
             raise InputError(f"--{name} {value} must be 0 or more.")
+    required = checked_verdicts(command.require or "")
     out, limits = directory_of(command, "judge"), limits_of(command.cell_timeout)
     if command.resume:
         given = [
             field.name
             for field in dataclasses.fields(command)
-            if field.name in ("backends", "cases", "random", "first", "seed")
+            if field.name in ("backends", "cases", "random", "first", "seed", "interpret")
             and getattr(command, field.name) != field.default
         ]
         if given:
@@ -63,11 +70,24 @@ def run(command: Judge) -> int:
         grid = resumed_judgement(out, limits)
     else:
         numbers = range(command.first, command.first + random)
-        grid = new_judgement(command.backends, command.cases, numbers, command.seed, out, limits)
+        grid = new_judgement(
+            command.backends,
+            command.cases,
+            numbers,
+            command.seed,
+            out,
+            limits,
+            required=required,
+            interpret=command.interpret,
+        )
     yours = any(map(is_reference, grid.backends))  # their file may change: such a run is not resumed
     go_on = f"what was judged stays in {out}; start again"
     with progress(lambda: go_on if yours else resuming("judge", out)) as display:
         records = execute(grid, display, fleet_of(command))
     path = reports.render(out)
     print(f"{reports.conformance_overview(records)}\nreport: {path}")
-    return 0 if all_right(records) else NO_RESULT
+    for written in reports.write_badges(records, out) if command.badge else ():
+        print(f"badge: {written}")
+    for sentence in (lacking := missing(records, required)):
+        tell(sentence)
+    return 0 if all_right(records) and not lacking else NO_RESULT

@@ -11,7 +11,7 @@ import pytest
 from attnsuite.backends import AttentionSpec, Layout, Plan, Terms, make_spec
 from attnsuite.backends.contract import check_options, may_attend
 
-pytestmark = pytest.mark.standard
+pytestmark = [pytest.mark.standard, pytest.mark.newest]
 
 SIZES = {
     "batch": 2,

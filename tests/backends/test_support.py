@@ -36,7 +36,7 @@ from attnsuite.backends.splash import SPLASH
 from attnsuite.backends.standard import STANDARD
 from declared import HOME, LOADING, PLAIN, Declared, home
 
-pytestmark = [pytest.mark.standard, pytest.mark.flash_cpu]
+pytestmark = [pytest.mark.standard, pytest.mark.newest]
 
 BOTH = tuple(name for name in LOADING if name != "kascade")  # causal and not
 CPU, H100, V5E = Target("cpu"), Target("cuda", "h100"), Target("tpu", "v5e")

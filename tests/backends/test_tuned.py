@@ -10,6 +10,8 @@ from attnsuite.backends.chunked import default_sizes
 from attnsuite.backends.splash_blocks import read_options
 from attnsuite.backends.tuned import Entry
 
+pytestmark = pytest.mark.newest
+
 CHUNKED = registry.get("chunked")
 CPU = Target("cpu")
 FIELDS = {"backend": "chunked", "platform": "cpu", "kind": "", "dtype": "float32", "grouped": False}

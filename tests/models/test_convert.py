@@ -138,32 +138,6 @@ def test_a_preset_is_written_with_random_weights(tmp_path, monkeypatch, capsys):
     assert np.isfinite(model(TOKENS, backend="standard")).all()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["--input", "nowhere"], "cannot be read"),
-        (["--input", "in", "--output", "in"], "already exists and is not empty"),
-        (["--input", "in", "--preset", "gigantic"], "preset 'gigantic' is not known; use one of"),
-    ],
-)
-def test_what_cannot_be_converted_is_refused_with_a_sentence(arguments, sentence, checkpoint, monkeypatch, capsys):
-    monkeypatch.chdir(checkpoint.parent)
-    with pytest.raises(SystemExit) as exit_info:
-        main(["convert", *arguments])
-    said = capsys.readouterr().err
-    assert exit_info.value.code == 2
-    assert sentence in said
-    assert said.count("\n") == 1
-
-
-@pytest.mark.parametrize("flags", [["--quantize", "int8"], ["--dtype", "float64"]], ids=" ".join)
-def test_a_word_that_is_no_choice_is_refused(flags, checkpoint, capsys):
-    with pytest.raises(SystemExit) as exit_info:
-        main(["convert", "--input", str(checkpoint), *flags])
-    assert exit_info.value.code == 2
-    assert "Traceback" not in capsys.readouterr().err
-
-
 def test_pytorch_is_not_even_imported_for_safetensors(checkpoint):
     code = "import sys; from attnsuite import models; models.load(sys.argv[1]); print(*sys.modules)"
     command = [sys.executable, "-c", code, str(checkpoint)]

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from attnsuite.suite.command_line import main
 from attnsuite.suite.record import Record
 
 FAULTY = """
@@ -171,6 +172,22 @@ def example_record() -> Record:
         status="ok",
         started="2026-11-20T00:00:00+00:00",
     )
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """The sentence with which a command is refused: exit code 2, one line on stderr (its own parser prints a box)."""
+
+    def run(*arguments: object) -> str:
+        with pytest.raises(SystemExit) as ended:
+            main([str(argument) for argument in arguments])
+        error = capsys.readouterr().err
+        assert ended.value.code == 2, error
+        assert "Traceback" not in error
+        assert "For full helptext" in error or (error.startswith("attnsuite: ") and error.count("\n") == 1), error
+        return " ".join(error.split())
+
+    return run
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,25 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 
 import pytest
 
-from attnsuite.suite.command_line import main
-from attnsuite.suite.errors import InputError
 from attnsuite.suite.suites import FULL, QUICK, find_suite
 
 TINY = '[[case]]\nkind = "op_forward"\nsequence = 64\nname = "first"\n'
-
-
-def refused(capsys, *arguments):
-    with pytest.raises(SystemExit) as exit_info:
-        main([str(argument) for argument in arguments])
-    captured = capsys.readouterr()
-    assert exit_info.value.code == 2
-    assert "Traceback" not in captured.err
-    assert captured.err.count("\n") == 1, captured.err
-    return captured.err
 
 
 @pytest.mark.parametrize(
@@ -64,68 +51,30 @@ def refused(capsys, *arguments):
         (f"{TINY}seed{'.a' * 2000} = 1", "seed = a table must be"),
     ],
 )
-def test_suite_file_is_refused(tmp_path, capsys, toml, expected):
+def test_suite_file_is_refused(tmp_path, refused, toml, expected):
     path = tmp_path / "suite.toml"
     path.write_text(toml)
-    assert expected in refused(capsys, "run", "--suite", path, "--out", tmp_path / "run")
+    assert expected in refused("run", "--suite", path, "--out", tmp_path / "run")
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (["--suite", "slow"], "not known; use quick, full"),
-        (["--suite", "nowhere.toml"], "cannot be read"),
-        (["--suite", "x" * 300 + ".toml"], "File name too long"),
-        (["--backends", "standard,fastest"], "'fastest' is not registered; use standard"),
-        (["--backends", ","], "--backends is empty"),
-        (["--cases", "nothing-*"], "no case matches 'nothing-*'; the cases are"),
-        (["--text", "nowhere.txt"], "cannot be read"),
-        (["--cell-timeout", "0"], "above 0"),
-        (["--cell-timeout", "nan"], "above 0"),
-        (["--sample-seconds", "0"], "above 0 and at most the --cell-timeout of 120"),
-        (["--sample-seconds", "nan"], "above 0 and at most"),
-        (["--sample-seconds", "200"], "above 0 and at most"),
-        (["--cell-memory", "much"], "not a size"),
-        (["--cell-memory", "-1GiB"], "not a size"),
-        (["--shard", "3/2"], "must be i/n with i from 1 to n"),
-        (["--address", "a:1", "--nodes-with", "GPU"], "--address, --nodes-with is about a Ray cluster"),
-        (["--executor", "ray", "--profile", "traces"], "--profile is for one machine"),
-        (["--executor", "ray", "--nodes-with", ","], "--nodes-with is empty"),
-        (["--packages", "jax==0.10.1"], "--packages is about a Ray cluster"),
-        (["--executor", "ray", "--packages", ","], "--packages is empty"),
-        (["--executor", "ray", "--packages", "jax>=0.10"], "--packages 'jax>=0.10' must be NAME==VERSION"),
-        (["--executor", "ray", "--packages", "jax==0.10.*"], "--packages 'jax==0.10.*' must be NAME==VERSION"),
-        (["--executor", "ray", "--packages", "requests==2.0"], "records hold the versions of jax, jaxlib"),
-        (["--executor", "ray", "--packages", "jax==0.10.0,jax==0.10.1"], "each name once"),
-        (["--executor", "ray", "--out", "run"], "needs the package ray: pip install '.[ray]'"),
-        (["--resume"], "needs --out"),
-        (["--resume", "--out", "nowhere"], "nowhere"),
-    ],
-)
-def test_flag_is_refused(tmp_path, monkeypatch, capsys, arguments, expected):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, "ray", None)  # as if it were not installed
-    assert expected in refused(capsys, "run", *arguments)
 
 
 @pytest.mark.parametrize(
     ("content", "expected"), [(b"", "is empty"), (b" \n\n", "is empty"), (b"\xff\xfe", "not UTF-8")]
 )
-def test_text_is_refused(tmp_path, capsys, content, expected):
+def test_text_is_refused(tmp_path, refused, content, expected):
     path = tmp_path / "text.txt"
     path.write_bytes(content)
-    assert expected in refused(capsys, "run", "--text", path, "--out", tmp_path / "run")
+    assert expected in refused("run", "--text", path, "--out", tmp_path / "run")
 
 
-def test_field_of_a_text_is_refused_without_a_file_that_has_it(tmp_path, capsys):
+def test_field_of_a_text_is_refused_without_a_file_that_has_it(tmp_path, refused):
     path = tmp_path / "text.jsonl"
     path.write_text('{"id": "1", "body": "words"}\n')
     out = ("--out", tmp_path / "run")
-    assert "fields id, body; name the one" in refused(capsys, "run", "--text", path, *out)
-    assert "no text in a field 'text'" in refused(capsys, "run", "--text", path, "--text-field", "text", *out)
+    assert "fields id, body; name the one" in refused("run", "--text", path, *out)
+    assert "no text in a field 'text'" in refused("run", "--text", path, "--text-field", "text", *out)
     for verb in (["run"], ["perplexity", "--model", "text"], ["calibrate"], ["train"]):
-        assert "--text-field body is about a file of JSON lines" in refused(capsys, *verb, "--text-field", "body")
+        assert "--text-field body is about a file of JSON lines" in refused(*verb, "--text-field", "body")
 
 
 @pytest.mark.parametrize(
@@ -135,56 +84,25 @@ def test_field_of_a_text_is_refused_without_a_file_that_has_it(tmp_path, capsys)
         ('kind = "perplexity"\nmodel = "debug"', "windows of 512 bytes"),
     ],
 )
-def test_what_only_the_probe_can_know_is_refused_too(tmp_path, capsys, case, expected):
+def test_what_only_the_probe_can_know_is_refused_too(tmp_path, refused, case, expected):
     (tmp_path / "suite.toml").write_text(f"[[case]]\n{case}\n")
     (tmp_path / "text.txt").write_text("too short " * 200)
     flags = ["--suite", tmp_path / "suite.toml", "--text", tmp_path / "text.txt"]
-    assert expected in refused(capsys, "run", *flags, "--out", tmp_path / "run")
+    assert expected in refused("run", *flags, "--out", tmp_path / "run")
     assert not (tmp_path / "run" / "records.jsonl").exists()
 
 
-def test_out_that_is_a_file_is_refused(tmp_path, capsys):
+def test_out_that_is_a_file_is_refused(tmp_path, refused):
     (tmp_path / "run").write_text("")
-    assert "cannot write to" in refused(capsys, "run", "--out", tmp_path / "run")
+    assert "cannot write to" in refused("run", "--out", tmp_path / "run")
 
 
-def test_report_of_no_run_is_refused(tmp_path, capsys):
-    assert str(tmp_path) in refused(capsys, "report", tmp_path)
-
-
-@pytest.mark.parametrize("arguments", [[], ["walk"], ["run", "--speed"], ["run", "--cell-timeout", "long"]])
-def test_words_that_are_no_command_are_refused(capsys, arguments):
-    with pytest.raises(SystemExit) as exit_info:
-        main(arguments)
-    assert exit_info.value.code == 2
-    assert "Traceback" not in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("run", "--suite", "curves", "--mesh", f"data={'9' * 5000}"),
-        ("run", "--suite", "kascade", "--cases", "kascade-text-*", "--anchors", "9" * 5000),
-        ("run", "--suite", "kascade", "--cases", "kascade-text-*", "--schedule", "manual", "--anchors", "9" * 5000),
-        ("compile", "--targets", "v5e", "--model", "debug", "--seq-lens", "9" * 5000),
-    ],
-    ids=["mesh", "anchors", "manual anchors", "lengths"],
-)
-def test_number_of_more_digits_than_python_reads_is_a_sentence(capsys, arguments):
-    assert "must be" in (said := refused(capsys, *arguments)) or "is not a length" in said
-
-
-def test_manifest_of_another_version_is_refused(tmp_path, capsys):
+def test_manifest_of_another_version_is_refused(tmp_path, refused):
     (tmp_path / "run.json").write_text(json.dumps({"suite": "tiny"}))
-    assert "another version" in refused(capsys, "run", "--resume", "--out", tmp_path)
+    assert "another version" in refused("run", "--resume", "--out", tmp_path)
 
 
 @pytest.mark.parametrize("suite", [QUICK, FULL], ids=lambda suite: suite.name)
 def test_named_suites_are_found(suite):
     assert find_suite(suite.name) is suite
     assert len({case.name for case in suite.cases}) == len(suite.cases)
-
-
-def test_unknown_suite_raises_input_error():
-    with pytest.raises(InputError):
-        find_suite("nothing")

@@ -11,6 +11,10 @@ from attnsuite.suite.cell import Asked, Means
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.kinds import block, make_case
 from attnsuite.suite.kinds.block import BLOCK, BlockCase
+from attnsuite.suite.measure.fresh import Draw
+from attnsuite.suite.measure.judge import judged
+
+DRAW = Draw(7)
 
 CASE = BlockCase(
     kind="block_forward_backward", sequence=48, width=40, heads=4, kv_heads=2, head_dim=16, value_head_dim=8,
@@ -21,13 +25,15 @@ CASE = BlockCase(
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
     path = tmp_path_factory.mktemp("reference") / "block.npz"
-    BLOCK.write_reference(CASE, path, None)
+    BLOCK.write_reference(CASE, path, None, DRAW)
     return path
 
 
 def prepared(case, row, reference):
     (cell,) = BLOCK.cells(case, Asked(rows=(row,), cases=(case,)))
-    return BLOCK.prepare(cell, case, Means(reference=reference, memory_limit=2**32))
+    found = BLOCK.prepare(cell, case, Means(reference=None, memory_limit=2**32))
+    errors = BLOCK.judge(case, found.answers(DRAW.seed), reference, DRAW, exact=True)
+    return dataclasses.replace(found, outcome=judged(dataclasses.replace(found.outcome, accuracy=errors), exact=True))
 
 
 def test_all_six_outputs_of_a_block_agree_with_products_and_oracle_in_float64(reference):
@@ -36,7 +42,9 @@ def test_all_six_outputs_of_a_block_agree_with_products_and_oracle_in_float64(re
         assert found.outcome.status == "ok", found.outcome.error
         assert set(found.outcome.accuracy) == set(block._OUTPUTS)
         assert all(error.max_error < 3e-6 for error in found.outcome.accuracy.values())
-        assert found.take_sample() > 0
+        assert found.timed.sample(1, 0) > 0
+        errors = BLOCK.recheck(CASE, found.named(found.timed.kept), Draw(1, found.timed.call), 0)
+        assert all(error.passed for error in errors.values())
 
 
 def test_block_around_a_wrong_kernel_is_wrong_in_every_output(reference, monkeypatch):
@@ -52,7 +60,7 @@ def test_block_around_a_wrong_kernel_is_wrong_in_every_output(reference, monkeyp
 
 def test_half_precision_of_the_standard_block_passes_its_absolute_bound(tmp_path):
     case = dataclasses.replace(CASE, dtype="bfloat16", name="")
-    BLOCK.write_reference(case, tmp_path / "block.npz", None)
+    BLOCK.write_reference(case, tmp_path / "block.npz", None, DRAW)
     outcome = prepared(case, "standard", tmp_path / "block.npz").outcome
     assert outcome.status == "ok", outcome.error
 

@@ -42,15 +42,6 @@ from attnsuite.suite.store import parse_records
 PROSE = load_text().held_out
 
 
-def refused(capsys, *arguments):
-    with pytest.raises(SystemExit) as exit_info:
-        main([str(argument) for argument in arguments])
-    captured = capsys.readouterr()
-    assert exit_info.value.code == 2
-    assert "Traceback" not in captured.err
-    return " ".join(captured.err.split())
-
-
 @pytest.fixture(scope="module")
 def shipped(tmp_path_factory):
     directory = tmp_path_factory.mktemp("shipped") / "tiny"
@@ -202,7 +193,7 @@ def test_kascades_row_of_a_model_runs_the_schedule_that_the_case_says(shipped):
 
 
 def test_a_calibration_decides_the_settings_of_a_run_and_the_schedule_of_its_rows_on_text(
-    shipped, untrained, tmp_path, capsys
+    shipped, untrained, tmp_path, refused
 ):
     file, settings = tmp_path / "c.safetensors", {"top_k": 0.5, "min_keys": 0, "tile_size": 8, "query_tile": 8}
     made = calibrate(open_checkpoint(shipped), [PROSE[:96]], settings)
@@ -215,39 +206,16 @@ def test_a_calibration_decides_the_settings_of_a_run_and_the_schedule_of_its_row
     found = dense.schedules(dataclasses.replace(cases[-1], anchors="3"), load_shipped(), tmp_path / "nowhere.npz")
     assert found["own"] == dynamic_programming(made, 3)
     call = ["--backends", "kascade", "--calibration", file, "--out", tmp_path / "run"]
-    assert "was calibrated on another model" in refused(capsys, "run", "--model", untrained, *call)
-    assert "--calibration is about a checkpoint; add --model" in refused(capsys, "run", *call)
-    assert "cannot be read as a calibration" in refused(capsys, "run", "--model", shipped, "--calibration", untrained)
+    assert "was calibrated on another model" in refused("run", "--model", untrained, *call)
+    assert "--calibration is about a checkpoint; add --model" in refused("run", *call)
+    assert "cannot be read as a calibration" in refused("run", "--model", shipped, "--calibration", untrained)
     assert not (tmp_path / "run" / "records.jsonl").exists()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["run", "--model", "nowhere"], "--model 'nowhere' is not known; use text, or a checkpoint's directory."),
-        (["run", "--model", "tiny"], "use text, or a checkpoint's directory (a preset has no trained weights)."),
-        (["run", "--model", "."], "config.json' cannot be read"),
-        (["run", "--model", ".", "--suite", "quick"], "--model brings its own cases; leave out --suite"),
-        (["run", "--seq-len", "64"], "--seq-len is about a checkpoint; add --model"),
-        (["run", "--resume", "--out", "x", "--model", "."], "--model cannot change a run that was begun"),
-        (
-            ["perplexity", "--model", "nowhere"],
-            "--model 'nowhere' is not known; use text, or a checkpoint's directory.",
-        ),
-        (["perplexity", "--model", "."], "config.json' cannot be read"),
-        (["perplexity", "--model", ".", "--seq-len", "1"], "--seq-len 1 must be at least 2"),
-        (["perplexity", "--model", ".", "--text", "nowhere.txt"], "nowhere.txt cannot be read"),
-    ],
-)
-def test_what_is_no_checkpoint_is_refused(arguments, sentence, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert sentence in refused(capsys, *arguments)
-
-
-def test_weights_that_do_not_fit_are_refused_before_anything_is_measured(untrained, tmp_path, capsys):
+def test_weights_that_do_not_fit_are_refused_before_anything_is_measured(untrained, tmp_path, refused):
     config = (untrained / "config.json").read_text()
     (tmp_path / "config.json").write_text(config)
-    assert "holds neither model.safetensors" in refused(capsys, "run", "--model", tmp_path, "--out", tmp_path / "run")
+    assert "holds neither model.safetensors" in refused("run", "--model", tmp_path, "--out", tmp_path / "run")
 
 
 def test_a_run_of_a_model_that_learned_nothing_is_marked_invalid(untrained, new_run, attnsuite):

@@ -169,14 +169,3 @@ def test_check_refuses_a_run_of_another_machine(write_run, tmp_path, capsys):
         main(["choose", str(run), "--out", str(tmp_path / "p.json"), "--check", str(other)])
     assert ended.value.code == 2
     assert "was measured with another device (cpu:Another Processor)" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("words", "sentence"), [((), "needs the directory of at least one run"),
-                                                 (("nowhere",), "nowhere holds no records.jsonl")])  # fmt: skip
-def test_choose_without_a_run_is_refused(words, sentence, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as ended:
-        main(["choose", *words])
-    assert ended.value.code == 2
-    assert sentence in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())

@@ -31,7 +31,7 @@ from attnsuite.suite.cell import Outcome
 from attnsuite.suite.command_line import main
 from attnsuite.suite.compile_run import SEARCH_BATCHES, SEARCH_LENGTHS, SEARCH_STEPS, CompileGrid, longest
 from attnsuite.suite.errors import CellFailure, InputError
-from attnsuite.suite.grid.executors import Limits
+from attnsuite.suite.grid.running import Limits
 from attnsuite.suite.kinds.attention import OpCase, spec_of
 from attnsuite.suite.kinds.attention import op_program as measured_program
 from attnsuite.suite.kinds.model import ModelCase
@@ -43,43 +43,6 @@ MODEL = ModelCase(kind="model_prefill", model="debug", dtype="bfloat16", new_tok
 
 
 # What is asked
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (["--targets", "h300"], "target 'h300' cannot be compiled for; use v4, v5e, v5p, v6e, tpu7x, a100"),
-        (["--targets", "cpu"], "target 'cpu' cannot be compiled for"),
-        (["--targets", "v5e:4"], "target 'v5e:4' is not a TPU slice"),
-        (["--targets", "h100:2x2"], "target 'h100:2x2' is not a TPU slice"),
-        (["--targets", ","], "--targets is empty"),
-        (["--backends", "fastest"], "backend 'fastest' is not registered"),
-        (["--suite", "slow"], "not known"),
-        (["--cases", "nothing-*"], "no case matches 'nothing-*'"),
-        (["--suite", "quick", "--cases", "retrieval*"], "no case that can be compiled without data"),
-        (["--model", "llama-9"], "model 'llama-9' is not known; use text, debug, tiny"),
-        (["--model", "."], "cannot be loaded"),
-        (["--model", "debug", "--phases", "sleep"], "phase 'sleep' is not known; use prefill, train, decode"),
-        (["--model", "debug", "--seq-lens", "64,long"], "'long' is not a length"),
-        (["--model", "debug", "--seq-lens", "0"], "'0' is not a length"),
-        (["--model", "debug", "--dtype", "int8"], "int8"),
-        (["--model", "debug", "--batch", "0"], "batch"),
-        (["--longest", "prefill"], "--longest is about models; add --model"),
-        (["--seq-lens", "64"], "--seq-lens is about models"),
-        (["--schedule", "--model", "debug"], "--schedule is about attention calls; leave out --model"),
-        (["--cell-timeout", "0"], "above 0"),
-        (["--cell-memory", "much"], "not a size"),
-    ],
-)
-def test_flag_is_refused_in_one_sentence(tmp_path, monkeypatch, capsys, arguments, expected):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as exit_info:
-        main(["compile", *arguments])
-    error = capsys.readouterr().err
-    assert exit_info.value.code == 2
-    assert expected in error
-    assert error.count("\n") == 1
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_directory_with_records_is_refused(tmp_path, capsys):

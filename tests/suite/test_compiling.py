@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from attnsuite.suite.absent import launches, schedules, topologies
-from attnsuite.suite.grid.executors import outcome_of
 from attnsuite.suite.grid.process import Worker
+from attnsuite.suite.grid.running import outcome_of
 from attnsuite.suite.kinds import make_case, problem_of
 from attnsuite.suite.kinds.attention import OpCase
 from attnsuite.suite.store import RECORDS, parse_records

@@ -51,16 +51,16 @@ def test_each_row_is_what_its_prompt_gives_alone(case):
 @pytest.mark.parametrize("case", [PREFILL, DECODE], ids=lambda case: case.kind)
 def test_program_that_is_timed_is_the_one_that_is_judged(case, tmp_path, monkeypatch):
     path, spoilt = tmp_path / "right.npz", tmp_path / "spoilt.npz"
-    MODEL.write_reference(case, path, None)
+    MODEL.write_reference(case, path, None, None)
     with np.load(path) as arrays:
         np.savez(spoilt, **{name: tensor + 0.01 for name, tensor in arrays.items()})
     monkeypatch.setattr(execution, "outputs_of", pytest.fail)  # a second program
     cell = Cell(case=case.name, problem=problem_of(case), row="chunked", target="cpu", resolved="chunked",
                 mode="native", exact=True)  # fmt: skip
-    status = [
-        MODEL.prepare(cell, case, Means(reference=file, memory_limit=2**33)).outcome.status for file in (path, spoilt)
-    ]
-    assert status == ["ok", "wrong"]
+    answers = MODEL.prepare(cell, case, Means(reference=None, memory_limit=2**33)).answers(0)
+    for file, passed in ((path, True), (spoilt, False)):
+        errors = MODEL.judge(case, answers, file, None, exact=True)
+        assert all(error.passed is passed for error in errors.values())
 
 
 def test_padding_is_not_counted():

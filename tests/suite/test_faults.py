@@ -12,7 +12,7 @@ import pytest
 from attnsuite.backends import Target, resolve
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.grid import run as grid
-from attnsuite.suite.grid.executors import Limits
+from attnsuite.suite.grid.running import Limits
 from attnsuite.suite.kinds.attention import INTERPRETED_LENGTH, OpCase, spec_of
 from attnsuite.suite.store import RECORDS, parse_records
 

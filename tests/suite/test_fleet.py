@@ -23,8 +23,8 @@ from attnsuite.backends import Target
 from attnsuite.suite import compile_run, curves_grid, sharded_grid, tuning
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.grid.execute import execute
-from attnsuite.suite.grid.executors import Limits
 from attnsuite.suite.grid.fleet import Fleet, FleetRequest, Member
+from attnsuite.suite.grid.running import Limits
 from attnsuite.suite.kinds.model import ModelCase
 from attnsuite.suite.measure.environment import source_digest, versions
 from attnsuite.suite.store import MANIFEST, RECORDS, parse_records

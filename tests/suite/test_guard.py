@@ -71,6 +71,16 @@ def steps():
     return {step["name"]: step["run"] for step in yaml.safe_load(text)["jobs"]["attention"]["steps"] if "run" in step}
 
 
+@pytest.mark.parametrize("file", [GUARD, GUARD.parents[1] / ".github/workflows/release.yml"], ids=lambda f: f.name)
+def test_a_workflow_names_its_actions_by_digest_and_puts_no_expression_into_a_shell_line(file):
+    text = file.read_text(encoding="utf-8")
+    used = re.findall(r"uses: (\S+)", text)
+    assert used
+    assert not [action for action in used if not re.fullmatch(r"[\w/-]+@[0-9a-f]{40}", action)]
+    assert "permissions:" in text
+    assert not [line for line in text.splitlines() if "${{" in line and not re.match(r" +[A-Z_]+: ", line)]
+
+
 @dataclasses.dataclass(frozen=True)
 class Ended:
     """A step: the exit code of its last command, and what its commands printed."""
@@ -130,8 +140,7 @@ def execute(tmp_path_factory):
         out, err = io.StringIO(), io.StringIO()
         # A planted fault needs no narrow interval, and one absent device shows as much as two.
         text = steps()[step].replace("--sample-seconds 4", "--sample-seconds 0.01").replace("v5e,h100", "v5e")
-        text = text.replace("${{ github.base_ref }}", "main").replace("${{ github.sha }}", "origin/change")
-        assert "${{" not in text
+        text = text.replace("$BEFORE", "origin/main").replace("$AFTER", "origin/change")
         git("switch", "-q", "--detach", f"origin/{branch}", at=clone)
         with contextlib.chdir(clone), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             for command in text.replace(" && ", "\n").strip().split("\n"):

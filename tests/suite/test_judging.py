@@ -7,7 +7,10 @@ import json
 import re
 import subprocess
 import sys
+import textwrap
+from xml.etree import ElementTree as ET
 
+import jax
 import pytest
 
 from attnsuite.backends import Target, registry
@@ -16,8 +19,8 @@ from attnsuite.suite import command_line, judgement, user_function
 from attnsuite.suite.cell import Outcome
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.grid import worker
-from attnsuite.suite.grid.executors import Limits
 from attnsuite.suite.grid.run import new_request, resumed_request
+from attnsuite.suite.grid.running import Limits
 from attnsuite.suite.kinds import conformance as conformance_kind
 from attnsuite.suite.kinds import problem_of
 from attnsuite.suite.kinds.conformance import ConformanceCase
@@ -44,6 +47,21 @@ def leaking(q, k, v, key_value_seq_lengths):
 def averaging(q, k, v, key_value_seq_lengths):
     out = jax.nn.dot_product_attention(q, k, v, key_value_seq_lengths=key_value_seq_lengths)
     return jax.numpy.where((key_value_seq_lengths > 0)[:, None, None, None], out, 0)
+
+def plain(q, k, v):
+    return right(q, k, v)
+
+def transposed(q, k, v):
+    return right(q, k, v).swapaxes(1, 2)
+
+def wide(q, k, v):
+    return right(q, k, v).astype("float32")
+
+def pair(q, k, v):
+    return right(q, k, v), None
+
+def threaded(q, k, v):
+    return right(q, k, v) * (1.0 if "PJRT_NPROC" not in os.environ else 1.01)
 
 def dying(q, k, v):
     raise MemoryError("no room on the chip")
@@ -116,7 +134,6 @@ def test_random_problems_ask_only_for_what_a_function_takes(kernels, monkeypatch
     monkeypatch.setattr(random_specs, "_TRIES", 1)  # the first one drawn is taken
     found = judged(kernels, "right", "random 3 of seed 0", 3)
     assert found.status == "ok", found
-    assert "is_causal" not in found.facts.drawn
     for number in range(10):
         random_specs.draw(number, 0, registry.get(f"{kernels}:right"), Target.here(), "native")
 
@@ -147,19 +164,96 @@ def test_command_says_what_is_right_wrong_and_refused_and_keeps_the_records(kern
         command_line.main(["judge", f"{kernels}:off", *words, "--out", str(out)])
     told = capsys.readouterr().out
     assert ended.value.code == 1
-    assert [line.split()[:4] for line in told.splitlines() if line.startswith(f"{kernels}:off ")] == [
-        [f"{kernels}:off", "0", "1", "1"]
-    ]
+    assert "right      no        1 of the 1 problems that it takes are wrong; 1 ask for more" in told
     assert not [mark for mark in ("# ", "`", "|") if mark in told]
     assert "- heads-equal: wrong: output is off by 0.001 of its largest value" in told
-    assert "None only); use backend='chunked'. (window-int)" in told
+    assert "- local_window_size=(16, 16) (accepted: None only): window-int" in told
     records, _, warning = parse_records(out / RECORDS)
     assert [record.status for record in records] == ["wrong", "unsupported"]
     assert warning is None
     page = render(out).read_text()
-    assert re.search(rf"^\| `{re.escape(str(kernels))}:off` *\| +0 \| +1 \| +1 \|", page, re.MULTILINE)
+    assert re.search(r"^\| right +\| no +\| 1 of the 1 problems", page, re.MULTILINE)
     assert f"## `{kernels}:off`: wrong" in page
     assert f"\n{kernels}:off: wrong\n" in told
+
+
+def test_lines_of_the_worst_failure_show_it_again(kernels, tmp_path, capsys):
+    words = ["--cases", "heads-equal,takes", "--random", "0", "--out", str(tmp_path / "judged")]
+    with pytest.raises(SystemExit):
+        command_line.main(["judge", f"{kernels}:off", *words])
+    told = capsys.readouterr().out
+    assert told.index("it was found to be not causal") < told.index("The worst: heads-equal: output is off by 0.001")
+    shell = textwrap.dedent(told[told.index("  python - <<'END'") : told.index("  END\n") + len("  END\n")])
+    done = subprocess.run(["/bin/sh", "-c", shell], capture_output=True, text=True, check=True)
+    assert "status='wrong'" in done.stdout
+    assert "output is off by 0.001 of its largest value" in done.stdout
+
+
+def test_plain_function_is_right_for_what_it_takes(kernels, tmp_path, capsys):
+    words = ["--cases", "heads-equal,window-int,causal", "--random", "0", "--out", str(tmp_path / "judged")]
+    with pytest.raises(SystemExit) as ended:
+        command_line.main(["judge", f"{kernels}:plain", *words])
+    told = capsys.readouterr().out
+    assert ended.value.code == 0
+    assert re.search(r"^right +yes +for what it takes: all of 1 problems; 2 ask for more; nearest", told, re.MULTILINE)
+    assert "what more problems would need\n\n- " in told
+    assert "The worst" not in told
+
+
+def test_output_of_another_shape_or_dtype_is_named_as_that(kernels):
+    found = judged(kernels, "transposed")
+    assert found.status == "wrong"
+    assert "output has the shape [2, 4, 160, 32], and the contract says [2, 160, 4, 32]" in found.error
+    assert found.error.endswith("length and heads are swapped; return output.swapaxes(1, 2).")
+    assert judged(kernels, "wide", "heads-equal-bfloat16").error == (
+        "output is float32 for a bfloat16 query; return it in the dtype of the query."
+    )
+    assert "swapped" in judged(kernels, "transposed", "random 3 of seed 0", 3).error
+    assert judged(kernels, "pair").error.startswith("it returns a tuple, and the contract says one array ")
+
+
+def test_what_jax_itself_cannot_do_here_is_no_fault_of_a_function(kernels, monkeypatch):
+    def failing(*arrays, **keywords):
+        raise ValueError("no such unit on this chip")
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", failing)
+    found = judged(kernels, "right")
+    assert found.status == "unsupported"
+    assert found.reasons == (
+        "JAX's own attention fails on this platform in float32: ValueError: no such unit on this chip.",
+    )
+    assert judged(kernels, "dying").status == "crashed"  # its own fault
+
+
+def test_verdict_is_a_record_and_a_gate(kernels, tmp_path, capsys):
+    out = tmp_path / "judged"
+    words = ["--cases", "heads-equal", "--random", "0", "--require", "deterministic,isolates", "--badge"]
+    with pytest.raises(SystemExit) as ended:
+        command_line.main(["judge", f"{kernels}:plain", *words, "--out", str(out)])
+    written = capsys.readouterr()
+    assert ended.value.code == 1
+    assert f"{kernels}:plain is not isolates: not applicable." in written.err
+    assert "is not deterministic" not in written.err
+    assert re.search(r"^deterministic +yes +5 runs; another process; one thread", written.out, re.MULTILINE)
+    badge = json.loads(next(out.glob("badge-*.json")).read_text())
+    assert badge["verdicts"] == {"deterministic": "yes", "isolates": "not applicable"}
+    assert (badge["right"], badge["judged"]) == (1, 1)
+    assert badge["code"] == user_function.digests([f"{kernels}:plain"])[f"{kernels}:plain"]
+    picture = next(out.glob("badge-*.svg")).read_text()
+    assert ET.fromstring(picture).tag.endswith("svg")  # noqa: S314 (written above)
+    assert ">deterministic</text>" in picture
+    assert ">isolates</text>" not in picture
+
+
+def test_verdict_finds_what_another_number_of_threads_changes(kernels):
+    found = judged(kernels, "threaded", "deterministic")
+    assert found.facts.answer == "no"
+    assert found.facts.said.startswith("one thread (")
+
+
+def test_required_verdict_that_is_none_is_a_sentence(kernels):
+    with pytest.raises(InputError, match="--require fast is no verdict; they are deterministic, batch_invariant"):
+        judgement.checked_verdicts("fast")
 
 
 def test_process_that_dies_is_a_result_and_the_next_problem_is_judged(kernels, tmp_path, capsys):

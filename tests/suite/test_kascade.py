@@ -265,7 +265,7 @@ def test_row_of_another_kernel_is_interpreted_where_it_cannot_run_and_refused_wh
     assert "would repeat" in cells["kascade_xla"].reasons[0]
     assert (cells["kascade"].mode, cells["kascade_pallas"].mode) == ("native", "interpret")
     prepared = kind_of(whole.kind).prepare(cells["kascade_pallas"], whole, Means(reference=None, memory_limit=2**33))
-    assert prepared.take_sample is None  # never timed
+    assert prepared.timed is None
     assert prepared.outcome.accuracy["out"].passed
     assert "executed by an interpreter" in prepared.outcome.notes[-1]
     by_pallas = dataclasses.replace(whole, kernel="pallas", name="")

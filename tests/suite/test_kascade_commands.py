@@ -32,73 +32,6 @@ tile_size = 32
 """
 
 
-def refused(capsys, *arguments):
-    with pytest.raises(SystemExit) as exit_info:
-        main([str(argument) for argument in arguments])
-    captured = capsys.readouterr()
-    assert exit_info.value.code == 2
-    assert "Traceback" not in captured.err
-    return " ".join(captured.err.split())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (["--top-k", "0"], "top_k = 0.0 must be a number above 0"),
-        (["--tile-size", "0"], "tile_size = 0 must be an integer from 1"),
-        (["--schedule", "best"], "must be one of dp, greedy, greedy-guide"),
-        (["--schedule", "manual"], "needs anchors, such as 0,2"),
-        (["--schedule", "greedy", "--anchors", "2"], "no place in a greedy schedule"),
-        (["--anchors", "one"], "must be one number of layers for schedule dp"),
-        (["--threshold", "1.5"], "threshold = 1.5 must be a number from 0 to 1"),
-        (
-            ["--threshold", "0.5,0.7"],
-            "several values of --threshold are a sweep of a greedy rule; add --schedule greedy",
-        ),
-        (["--max-reuse-dist", "2,4.5"], "--max-reuse-dist '2,4.5' must be whole numbers separated by commas"),
-        (["--max-reuse-dist", "0"], "max_reuse_dist = 0 must be an integer from 1"),
-        (["--granularity", "block"], "granularity = 'block' must be one of tile, token"),
-        (["--suite", "quick", "--top-k", "0.5"], "no case of this suite is about Kascade"),
-        (["--resume", "--out", "nowhere", "--top-k", "0.5"], "cannot change a run that was begun"),
-        (["--backends", "oracle"], "'oracle' is not registered"),
-    ],
-)
-def test_run_refuses(tmp_path, capsys, arguments, expected):
-    where = [] if "--suite" in arguments else ["--suite", "kascade"]
-    out = [] if "--out" in arguments else ["--out", tmp_path / "run"]
-    assert expected in refused(capsys, "run", *where, *arguments, *out)
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (["--out", "."], "--out . must end in .safetensors"),
-        (["--model", "nowhere"], "--model 'nowhere' is not known; use text, or a checkpoint's directory"),
-        (["--model", "tiny"], "a preset has no trained weights"),
-        (["--text", "nowhere.txt"], "cannot be read"),
-        (["--prompts", "0"], "--prompts 0 must be at least 1"),
-        (["--prompts", "100000"], "fewer than the 100000 asked for"),
-        (["--length", "1"], "fewer than the 8 asked for"),
-        (["--top-k", "2"], "top_k=2.0 is not accepted"),
-        (["--length", "32", "--prompts", "1"], "leaves no choice"),
-        (["--schedule", "best"], "must be one of dp, greedy, greedy-guide"),
-        (["--anchors", "9"], "must be one number from 1 to 4 for schedule dp"),
-        (["--schedule", "greedy-loss", "--anchors", "9"], "must be one number from 1 to 4 for schedule greedy-loss"),
-        (["--anchors", "0,x"], "must be a number of layers"),
-        (["--schedule", "manual", "--anchors", "1"], "layer 0 must be one of them"),
-        (["--schedule", "greedy", "--threshold", "2"], "--threshold 2 must be from 0 to 1"),
-        (["--out", "nowhere/c.safetensors"], "does not exist; make it first"),
-        (["--out", "c.npz"], "must end in .safetensors"),
-        (["--random-tokens", "--text", "t.txt"], "--random-tokens takes the place of --text"),
-    ],
-)
-def test_calibrate_refuses(tmp_path, monkeypatch, capsys, arguments, expected):
-    monkeypatch.chdir(tmp_path)
-    assert expected in refused(capsys, "calibrate", *arguments)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_calibrate_writes_what_was_measured_and_prints_the_schedule(tmp_path, capsys, monkeypatch):
     out, asked = tmp_path / "c.safetensors", []
 
@@ -186,7 +119,7 @@ def layers_of(prompt):
             ("layers_of", ["--anchors", "9"], "must be one number from 1 to 4"),
         ],
     )
-    def test_what_cannot_be_done_is_refused(self, tmp_path, capsys, name, flags, sentence):
+    def test_what_cannot_be_done_is_refused(self, tmp_path, refused, name, flags, sentence):
         (tmp_path / "mine.py").write_text(self.FILE)
         where = ["--model", f"{tmp_path}/mine.py:{name}", "--out", tmp_path / "c", "--prompts", 1, "--length", 256]
-        assert sentence in refused(capsys, "calibrate", *where, *flags)
+        assert sentence in refused("calibrate", *where, *flags)

@@ -22,7 +22,7 @@ import numpy as np
 
 from attnsuite.suite.cell import Prepared
 from attnsuite.suite.kinds.kind import Kind, cell, check_fields, name_case, refused
-from attnsuite.suite.measure import execution
+from attnsuite.suite.measure import execution, judge
 from attnsuite.suite.measure.judge import as_model_error
 from attnsuite.suite.measure.program import Program
 from attnsuite.suite.typed import Count
@@ -57,7 +57,7 @@ class Product(Kind):
     def judged_by(self, case, mode):
         return (case,)
 
-    def write_reference(self, case, path, text):
+    def write_reference(self, case, path, text, draw):
         square = np.arange(case.size**2).reshape(case.size, -1) / case.size**2
         np.savez(path, square=square, product=square @ square)
 
@@ -68,7 +68,7 @@ class Product(Kind):
         out, sample, facts = execution.execute(Program(lambda a, b: factor * (a @ b), (square, square)), means)
         errors = {"product": as_model_error(out, product, None, "float32")}
         facts = dataclasses.replace(facts, flops=2.0 * case.size**3, accuracy=errors)
-        return Prepared(execution.judged(facts, exact=True), sample)
+        return Prepared(judge.judged(facts, exact=True), sample)
 
 
 PRODUCT = Product()

@@ -15,7 +15,8 @@ from attnsuite.reports.pages.curves import Shown, page, verdicts
 from attnsuite.suite.cell import Asked
 from attnsuite.suite.command_line import main
 from attnsuite.suite.errors import InputError
-from attnsuite.suite.grid.executors import Limits, RunContext, here
+from attnsuite.suite.grid.executors import here
+from attnsuite.suite.grid.running import Limits, RunContext
 from attnsuite.suite.kinds import loss_curve, training
 from attnsuite.suite.kinds.loss_curve import (
     LOSS_CURVE,
@@ -254,18 +255,3 @@ def test_curves_are_kept_as_they_end_and_resumed(tmp_path, monkeypatch, capsys):
         "standard, order 2",
         "standard, order 3",
     ]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (["--steps", "0"], "--steps 0 must be at least 1"),
-        (["--model", "huge"], "preset 'huge' is not known; use one of"),
-        (["--backends", "flash"], "'flash' is not registered; use"),
-    ],
-)
-def test_what_cannot_be_used_is_a_sentence(capsys, tmp_path, arguments, expected):
-    with pytest.raises(SystemExit) as exit_info:
-        main(["run", "--suite", "curves", "--out", str(tmp_path / "out"), *arguments])
-    assert exit_info.value.code == 2
-    assert expected in capsys.readouterr().err

@@ -9,8 +9,8 @@ import pytest
 from attnsuite import reports
 from attnsuite.suite.command_line import main
 from attnsuite.suite.errors import InputError
-from attnsuite.suite.grid.executors import Limits
 from attnsuite.suite.grid.run import new_request
+from attnsuite.suite.grid.running import Limits
 from attnsuite.suite.kinds import problem_of
 from attnsuite.suite.kinds.attention import OpCase
 from attnsuite.suite.merge import merge

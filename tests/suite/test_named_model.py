@@ -14,16 +14,12 @@ from attnsuite.models import ModelConfig, Transformer, load_shipped, save
 from attnsuite.models.weights import shipped
 from attnsuite.suite import model_suite
 from attnsuite.suite.absent import cache as compile_cache
-from attnsuite.suite.command_line import main
 from attnsuite.suite.compile_request import ModelWords, compile_request
 from attnsuite.suite.compile_run import cell_of
 from attnsuite.suite.errors import InputError
-from attnsuite.suite.grid.executors import Limits
+from attnsuite.suite.grid.running import Limits
 from attnsuite.suite.kinds.model import ModelCase
 from attnsuite.suite.named_model import checkpoint_of, config_of, model_of
-
-TRAINED = ("run", "perplexity", "calibrate")
-VERBS = (*TRAINED, "train", "compile")
 
 
 @pytest.fixture
@@ -44,21 +40,6 @@ def test_random_weights_follow_from_the_seed():
     first, again, other = (jax.tree.leaves(model_of("debug", seed=n).arrays()) for n in (1, 1, 2))
     assert all(map(np.array_equal, first, again))
     assert not all(map(np.array_equal, first, other))
-
-
-@pytest.mark.parametrize("verb", VERBS)
-def test_unknown_name_is_one_sentence_with_those_that_are_accepted(verb, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as exit_info:
-        main([verb, "--model", "gigantic"])
-    err = capsys.readouterr().err
-    assert exit_info.value.code == 2
-    assert err.count("\n") == 1
-    presets = "" if verb in TRAINED else " debug, tiny, "
-    assert "model 'gigantic' is not known; use text," in err
-    assert presets in err
-    assert "or a checkpoint's directory." in err
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("model", ["text", "directory"])

@@ -10,7 +10,7 @@ import pytest
 
 from attnsuite.suite import peers
 from attnsuite.suite.cell import Asked, Cell
-from attnsuite.suite.grid import executors
+from attnsuite.suite.grid import executors, running
 from attnsuite.suite.grid.probe import probe
 from attnsuite.suite.kinds import problem_of
 from attnsuite.suite.kinds.attention import OpCase, judge_outputs, named_outputs, write_reference
@@ -105,7 +105,9 @@ def test_a_peer_outside_the_bound_is_timed_and_a_backend_is_not(row):
         slept = 0.0
 
         def ask(self, request, seconds):
-            return {"status": "wrong", "error": "dq is off", "calls": 1} if request["do"] == "prepare" else 0.5
+            if request["do"] == "prepare":
+                return {"outcome": {"status": "wrong", "error": "dq is off", "calls": 1}, "named": False}
+            return {"seconds": 0.5, "spent": 0.5}
 
         def close(self):
             pass
@@ -113,11 +115,11 @@ def test_a_peer_outside_the_bound_is_timed_and_a_backend_is_not(row):
     case = CASES[0]
     cell = Cell(case=case.name, problem=problem_of(case), row=row, target="cpu", resolved=row, mode="native",
                 exact=True)  # fmt: skip
-    context = executors.RunContext(
-        suite="cpu-speed", limits=executors.Limits(60.0, 2**30), environment={}, text=None, watcher=mock.Mock()
+    context = running.RunContext(
+        suite="cpu-speed", limits=running.Limits(60.0, 2**30), environment={}, text=None, watcher=mock.Mock()
     )
-    running = executors.Running(cell, Outside())
-    ended = executors._prepare(running, None, context)
-    (record,) = [ended] if ended else executors._sample(case, [running], context)
+    each = running.Running(cell, Outside())
+    ended = running.prepare(each, None, context)
+    (record,) = [ended] if ended else executors._sample(case, [each], context)
     assert (record.status, len(record.samples)) == ("wrong", 6 if row == "torch" else 0)
     assert shows_speed(record) is (row == "torch")

@@ -200,33 +200,6 @@ def test_a_weight_that_is_not_finite_is_named(tmp_path, capsys):
     assert record is None
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["--backend", "kascade", "--options", "tile=16"], "kascade has no option 'tile'; its options are"),
-        (["--backend", "kascade", "--options", "top_k=2"], "top_k=2 is not accepted"),
-        (["--backend", "kascade", "--options", "top_k"], "--options 'top_k' must be NAME=VALUE"),
-        (["--options", "a=1,a=2"], "--options 'a=2' must be NAME=VALUE, and each name once"),
-        (["--backend", "kascade", "--schedule", "dp"], "--schedule dp is made from a calibration; give --calibration"),
-        (["--backend", "kascade", "--schedule", "best"], "--schedule 'best' must be one of dp, greedy, greedy-guide"),
-        (["--backend", "kascade", "--schedule", "manual", "--anchors", "1"], "layer 0 must be one of them"),
-        (["--backend", "chunked", "--schedule", "manual"], "are for --backend kascade, not chunked"),
-        (["--anchors", "0,2"], "are about a schedule; add --schedule"),
-        (["--backend", "kascade", "--calibration", "nowhere"], "cannot be read as a calibration"),
-        (["--backend", "nobody"], "backend 'nobody' is not registered"),
-        (["--batch", "0"], "batch=0"),
-        (["--random-tokens", "--text", "t.txt"], "--random-tokens takes the place of --text"),
-        (["--against", "cudnn"], "cuDNN runs on NVIDIA GPUs"),
-    ],
-    ids=lambda x: " ".join(x) if isinstance(x, list) else "",
-)
-def test_words_that_cannot_be_meant_are_refused_before_anything_is_written(arguments, sentence, tmp_path, capsys):
-    code, said, _ = perplexity(capsys, tmp_path / "run", "--model", "text", *arguments)
-    assert code == 2
-    assert sentence in " ".join(said.split())
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_directory_that_cannot_be_written_is_found_out_before_the_work(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(streamed, "streamed_nats", lambda *_, **__: pytest.fail("the model ran"))
     (tmp_path / "file").write_text("")

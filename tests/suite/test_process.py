@@ -20,8 +20,9 @@ import pytest
 from attnsuite.suite.cell import Cell, Outcome
 from attnsuite.suite.errors import CellFailure
 from attnsuite.suite.grid import executors, worker
-from attnsuite.suite.grid.executors import Limits, RunContext, Running, _sample
+from attnsuite.suite.grid.executors import _sample
 from attnsuite.suite.grid.process import Worker
+from attnsuite.suite.grid.running import Limits, RunContext, Running
 from attnsuite.suite.kinds import problem_of
 from attnsuite.suite.kinds.attention import OpCase
 
@@ -33,7 +34,9 @@ def test_worker_compiles_although_the_user_has_a_cache_of_programs(tmp_path, mon
     monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
     case = problem_of(OpCase(kind="op_forward", sequence=16, heads=1, kv_heads=1))
     with Worker(2**33) as started:
-        started.ask({"do": "reference", "case": case, "path": str(tmp_path / "judge.npz"), "text": None}, 120)
+        started.ask(
+            {"do": "reference", "case": case, "path": str(tmp_path / "judge.npz"), "text": None, "seed": 1}, 120
+        )
     assert (tmp_path / "judge.npz").is_file()
     assert not (tmp_path / "cache").exists()
 
@@ -48,10 +51,11 @@ def test_worker_starts_without_what_a_call_of_attention_does_not_need():
 
 
 # Answers a request after ten steps of its own, as work that stops with the process does.
-STEPS = """#!/bin/sh
+STEPS = r"""#!/bin/sh
 while read -r request; do
     for step in 1 2 3 4 5 6 7 8 9 10; do sleep 0.05; done
-    echo '{"ok": 1}'
+    token=$(expr "$request" : '.*"token": "\([0-9a-f]*\)"')
+    echo "{\"token\": \"$token\", \"ok\": 1}"
 done
 """
 WATCHING = """
@@ -97,7 +101,7 @@ def test_sample_that_holds_a_stop_is_taken_again():
         def ask(self, request, seconds):
             taken = next(times)
             self.slept += taken if taken > 1 else 0.0
-            return taken
+            return {"seconds": taken, "spent": taken}
 
         def close(self):
             pass
@@ -132,12 +136,12 @@ def test_interpreted_cells_are_judged_at_once_and_before_anything_is_timed(monke
 
         def ask(self, request, seconds):
             if request["do"] == "sample":
-                return 1e-3
+                return {"seconds": 1e-3, "spent": 1e-3}
             asked.append(request["cell"]["mode"])
             if asked[-1] == "interpret":
                 both.wait(20)  # for the other interpreted cell: one after the other, both would be broken
-                return dataclasses.asdict(Outcome())
-            return dataclasses.asdict(Outcome(calls=1))
+                return {"outcome": dataclasses.asdict(Outcome()), "named": False}
+            return {"outcome": dataclasses.asdict(Outcome(calls=1)), "named": False}
 
     monkeypatch.setattr(executors, "Worker", Answering)
     monkeypatch.setattr(executors, "usable_cores", lambda: 2)
@@ -147,7 +151,7 @@ def test_interpreted_cells_are_judged_at_once_and_before_anything_is_timed(monke
         for row, mode in (("standard", "native"), ("splash", "interpret"), ("pallas_flash", "interpret"))
     ]
     watcher: Any = SimpleNamespace(doing=lambda *_: None)
-    references: Any = SimpleNamespace(path=lambda *_: None)
+    references: Any = SimpleNamespace(path=lambda *_, **__: None)
     context = RunContext(suite="s", limits=Limits(60, 2**33), environment={}, text=None, watcher=watcher)
     records = list(executors.in_turns(case, cells, references, context))
     assert asked == ["interpret", "interpret", "native"]
@@ -206,5 +210,5 @@ def test_cell_of_a_device_that_is_gone_is_not_computed_on_the_cpu():
                 mode="native", exact=True)  # fmt: skip
     asked = {"cell": dataclasses.asdict(cell), "reference": None, "memory_limit": 2**33, "text": None}
     with pytest.raises(CellFailure, match=r"is for cuda:h100, and JAX now finds cpu.*: the device is gone") as failure:
-        worker._prepare(asked)
+        worker._prepare(asked, is_confined=False)
     assert failure.value.status == "crashed"

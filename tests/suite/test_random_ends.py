@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from attnsuite.suite.cell import Cell
-from attnsuite.suite.grid.executors import Running
+from attnsuite.suite.grid.running import Running
 from attnsuite.suite.store import RECORDS, parse_records
 
 TESTS = Path(__file__).parents[1]

@@ -49,7 +49,7 @@ def test_requests_served_together_get_the_tokens_that_they_get_alone_or_the_cell
     (cell,) = SERVING.cells(case, Asked(rows=("standard",), cases=(case,)))
     assert (cell.resolved, cell.mode, cell.exact) == ("standard", "native", True)
     reference = tmp_path / "alone.npz"
-    SERVING.write_reference(case, reference, None)
+    SERVING.write_reference(case, reference, None, None)
     means = Means(reference=reference, memory_limit=2**32)
     found = SERVING.prepare(cell, case, means).outcome
     assert (found.status, found.tokens) == ("ok", 12)

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from attnsuite.suite.cell import Cell
-from attnsuite.suite.grid import executors
 from attnsuite.suite.grid.executors import is_measured
+from attnsuite.suite.grid.running import Running
 from attnsuite.suite.kinds import problem_of
 from attnsuite.suite.kinds.attention import OpCase
 from attnsuite.suite.kinds.formulas import visible_pairs
@@ -94,7 +94,7 @@ def test_what_would_run_instead_is_not_measured(mode, resolved, expected):
 def test_a_cell_with_too_few_samples_for_an_interval_says_so():
     cell = Cell(case="slow", problem={"kind": "op_forward"}, row="standard", target="cpu", resolved="standard",
                 mode="native", exact=True)  # fmt: skip
-    slow, quick = (executors.Running(cell, samples=[seconds] * count) for seconds, count in ((29.5, 3), (0.1, FEWEST)))
+    slow, quick = (Running(cell, samples=[seconds] * count) for seconds, count in ((29.5, 3), (0.1, FEWEST)))
     slow.note_few_samples()
     quick.note_few_samples()
     assert slow.outcome.notes == ("sampled 3 times, since a sample takes 30 s: no interval.",)
@@ -106,6 +106,11 @@ class Clock:
 
     def __init__(self, busy_until):
         self.now, self.busy_until = 0.0, busy_until
+
+    def replaces(self, monkeypatch):
+        monkeypatch.setattr(speed, "time", self)
+        monkeypatch.setattr(speed, "clock", self.perf_counter)
+        monkeypatch.setattr(speed, "used", self.process_time)
 
     def perf_counter(self):
         return self.now
@@ -120,15 +125,16 @@ class Clock:
 @pytest.mark.parametrize(("first", "later", "sampled"), [(0.05, 0.03, 0.03), (0.19, 0.1, 0.1), (0.3, 0.2, 0.3)])
 def test_first_call_is_not_counted_unless_it_is_long(monkeypatch, first, later, sampled):
     clock = Clock(busy_until=0.0)
-    monkeypatch.setattr(speed, "time", clock)
+    clock.replaces(monkeypatch)
     times = iter((first, later, later))
-    assert speed.sample(lambda: clock.sleep(next(times)), (), 1) == pytest.approx(sampled)
+    found = speed.sample(lambda: clock.sleep(next(times)), lambda _: (), 1)
+    assert found.seconds == pytest.approx(sampled)
 
 
 @pytest.mark.parametrize(("busy_until", "ends"), [(0.0, 0.065), (0.2, 0.235), (60.0, 2.06)])
 def test_sample_ends_when_its_process_is_at_rest_or_after_a_second(monkeypatch, busy_until, ends):
     """What a call leaves to other threads does not run beside the next cell, and is in no time."""
     clock = Clock(busy_until)
-    monkeypatch.setattr(speed, "time", clock)
-    assert speed.sample(lambda: clock.sleep(0.03), (), 1) == pytest.approx(0.03)
+    clock.replaces(monkeypatch)
+    assert speed.sample(lambda: clock.sleep(0.03), lambda _: (), 1).seconds == pytest.approx(0.03)
     assert ends <= clock.now <= ends + 0.011

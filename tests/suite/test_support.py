@@ -11,12 +11,10 @@ from attnsuite.models.config import AttentionType, ModelConfig
 from attnsuite.models.planning import attention_spec
 from attnsuite.suite.support import ALL_TYPES, PROBLEMS, refusals_table, support_table, types_table
 
-pytestmark = pytest.mark.flash_cpu
-
 DOCS = Path(__file__).parents[2] / "docs" / "backends.md"
 TYPES = Path(__file__).parents[2] / "docs" / "attention-types.md"
 
-# The documents show flash_cpu where it can run, which takes llvmlite; `tox -e flash_cpu` has it.
+# The documents show flash_cpu where it can run, which takes llvmlite.
 with_every_cpu_kernel = pytest.mark.skipif(
     importlib.util.find_spec("llvmlite") is None, reason="what flash_cpu takes is asked where llvmlite is installed"
 )

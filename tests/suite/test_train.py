@@ -97,50 +97,16 @@ def test_batches_follow_from_seed_and_step_alone_and_packed_rows_hold_whole_para
     assert (other(3).tokens != open_training(TrainRequest(**WORDS)).batch_of(3).tokens).any()
 
 
-def refused(capsys, *arguments):
-    with pytest.raises(SystemExit) as exit_info:
-        main([str(argument) for argument in arguments])
-    captured = capsys.readouterr()
-    assert exit_info.value.code == 2
-    assert "Traceback" not in captured.err
-    assert captured.err.count("\n") == 1, captured.err
-    return captured.err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (["--steps", "0"], "--steps 0 must be at least 1"),
-        (["--batch", "3", "--accumulate", "2"], "--batch 3 is not a multiple of --accumulate 2"),
-        (["--save-every", "-1"], "--save-every -1 must be at least 0"),
-        (["--learning-rate", "0"], "learning_rate=0.0 must be a finite number above 0"),
-        (["--model", "nothing"], "--model 'nothing' is not known; use text, "),
-        (["--text", "/nothing"], "cannot be read"),
-        (["--length", "10000000"], "windows of 10000000 need at least as many"),
-        (["--backend", "flash"], "flash"),
-        (["--backend", "splash"], "interpret"),
-        (["--lora-rank", "0"], "--lora-rank=0 must be an integer of at least 1"),
-        (["--lora-rank", "2", "--lora-targets", "q"], "--lora-targets=('q',) must name one or more of q_proj"),
-        (["--resume"], "--resume needs --out"),
-    ],
-)
-def test_what_cannot_be_used_is_a_sentence(capsys, tmp_path, arguments, expected):
-    out = () if "--resume" in arguments else ("--out", tmp_path / "out")
-    words = ("--model", "nano") if "--model" not in arguments else ()
-    assert expected in refused(capsys, "train", "--save-every", "0", *words, *out, *arguments)
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_directory_that_is_in_use_or_holds_no_run_is_refused(capsys, tmp_path):
+def test_a_directory_that_is_in_use_or_holds_no_run_is_refused(refused, tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     words = ("train", "--model", "nano", "--save-every", "0", "--out", tmp_path)
-    assert "is not empty; give a new directory, or --resume" in refused(capsys, *words)
-    assert "saves nothing to go on with" in refused(capsys, *words, "--resume")
+    assert "is not empty; give a new directory, or --resume" in refused(*words)
+    assert "saves nothing to go on with" in refused(*words, "--resume")
 
 
-def test_without_orbax_the_sentence_says_what_to_install(capsys, tmp_path, monkeypatch):
+def test_without_orbax_the_sentence_says_what_to_install(refused, tmp_path, monkeypatch):
     monkeypatch.setattr("attnsuite.suite.train.missing", lambda: "saving needs orbax-checkpoint; pip install it")
-    said = refused(capsys, "train", "--model", "nano", "--out", tmp_path / "out")
+    said = refused("train", "--model", "nano", "--out", tmp_path / "out")
     assert "pip install it, or train without saving (--save-every 0)" in said
 
 

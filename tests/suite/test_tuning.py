@@ -17,9 +17,9 @@ from attnsuite.reports.pages import tuning as page
 from attnsuite.suite import tuned_table, tuning
 from attnsuite.suite.command_line import main
 from attnsuite.suite.errors import CellFailure, InputError
-from attnsuite.suite.grid.executors import Limits
 from attnsuite.suite.grid.progress import ProgressDisplay
 from attnsuite.suite.grid.references import References
+from attnsuite.suite.grid.running import Limits
 from attnsuite.suite.kinds import checked, problem_of
 from attnsuite.suite.kinds.attention import OpCase, spec_of, write_reference
 from attnsuite.suite.kinds.tuning import Trial, Trials
@@ -327,21 +327,3 @@ def test_what_is_unsupported_costs_no_reference_and_a_budget_ends_before_the_nex
     assert wanted == [CASE.name]
     assert "1 cells were not begun within --minutes 1e-06; what is done is kept; go on" in capsys.readouterr().out
     assert tuned("--resume") == {bidirectional.name: "unsupported", CASE.name: "ok", later.name: "ok"}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (["--minutes", "0"], "--minutes 0 must be above 0"),
-        (["--target", "h1000"], "target 'h1000' is not known"),
-        (["--backends", "chunked", "--target", "h100"], "'chunked' has nothing to tune for cuda:h100, which is not"),
-        (["--backends", "standard"], "'standard' has nothing to tune"),
-        (["--cases", "nothing*"], "no case matches"),
-        (["--out", "/no/such/folder/t.json"], "t.json names a file; give a directory"),
-    ],
-)
-def test_bad_input_is_one_sentence(capsys, arguments, expected):
-    with pytest.raises(SystemExit) as exit_info:
-        main(["tune", *arguments])
-    assert exit_info.value.code == 2
-    assert expected in capsys.readouterr().err

@@ -10,8 +10,8 @@ import pytest
 from attnsuite.backends import Target
 from attnsuite.suite import verdicts
 from attnsuite.suite.absent import topologies
-from attnsuite.suite.grid.executors import Limits
 from attnsuite.suite.grid.run import RunGrid
+from attnsuite.suite.grid.running import Limits
 from attnsuite.suite.suites import QUICK, parse_shard
 
 

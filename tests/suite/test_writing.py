@@ -26,16 +26,6 @@ def no_bytecode(monkeypatch):
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
 
 
-def refused(capsys, *arguments):
-    with pytest.raises(SystemExit) as exit_info:
-        main([str(argument) for argument in arguments])
-    err = capsys.readouterr().err
-    assert exit_info.value.code == 2, err
-    assert err.startswith("attnsuite: ")
-    assert err.count("\n") == 1, err
-    return err
-
-
 @pytest.fixture
 def run(tmp_path, example_record):
     folder = tmp_path / "run"
@@ -62,9 +52,9 @@ def test_file_that_cannot_be_written_whole_is_left_as_it_was(tmp_path, small_fil
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_report_that_cannot_be_written_leaves_the_old_one(run, capsys, small_files):
+def test_report_that_cannot_be_written_leaves_the_old_one(run, refused, small_files):
     (run / "report.md").write_text("old")
-    assert "report.md: File too large" in refused(capsys, "report", run)
+    assert "report.md: File too large" in refused("report", run)
     assert (run / "report.md").read_text() == "old"
     assert not list(run.glob("*.partial"))
 
@@ -104,7 +94,7 @@ def test_directory_that_is_gone_is_a_sentence(tmp_path, example_record):
     ],
     ids=" ".join,
 )
-def test_long_work_finds_out_at_the_start_that_it_cannot_write(tmp_path, capsys, monkeypatch, arguments):
+def test_long_work_finds_out_at_the_start_that_it_cannot_write(tmp_path, refused, monkeypatch, arguments):
     def begins(*_, **__):
         raise AssertionError("the work began")
 
@@ -112,7 +102,7 @@ def test_long_work_finds_out_at_the_start_that_it_cannot_write(tmp_path, capsys,
     file, folder = tmp_path / "file", tmp_path / "folder"
     file.write_text("kept")
     folder.mkdir()
-    refused(capsys, *(word.format(file=file, folder=folder) for word in arguments))
+    refused(*(word.format(file=file, folder=folder) for word in arguments))
     assert file.read_text() == "kept"
     assert list(folder.iterdir()) == []
 

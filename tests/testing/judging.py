@@ -9,10 +9,10 @@ from typing import Literal
 import jax
 import numpy as np
 
-from attnsuite.backends import Backend, Target, oracle, support
+from attnsuite.backends import AttentionSpec, Backend, Target, oracle, plan, support
 from attnsuite.backends.features import Mode
 
-from . import checks, orders, problems, random_specs
+from . import checks, orders, problems, random_specs, shapes
 from .problems import CASES
 
 
@@ -45,7 +45,16 @@ def judge_case(backend: Backend, name: str, target: Target, mode: Mode = "native
         spec = dataclasses.replace(spec, needs_grad=False)
         if not support(backend, spec, target, mode):
             return Judgement("unsupported", said=refused)
-    problem = dataclasses.replace(problems.problem(name), spec=spec)
+    try:
+        return _held(backend, dataclasses.replace(problems.problem(name), spec=spec), target, mode)
+    except Exception as error:  # noqa: BLE001 (raised again, unless the platform is why)
+        return _of_the_platform(error, spec)
+
+
+def _held(backend: Backend, problem: problems.Problem, target: Target, mode: Mode) -> Judgement:
+    spec = problem.spec
+    if misshapen := shapes.fault(problems.planned(backend, problem, target, mode), spec, problem.inputs, problem.terms):
+        return Judgement("wrong", said=(misshapen,))
     run = (
         checks.compiled(backend, problem, target, mode) if spec.needs_grad else _forward(backend, problem, target, mode)
     )
@@ -53,7 +62,10 @@ def judge_case(backend: Backend, name: str, target: Target, mode: Mode = "native
     verdicts = orders.verdicts(problem, {name: results[name] for name in problem.expected if name in results})
     again = run(*checks.strewn(problem, finite=True))
     moved = [name for name, x in results.items() if not np.array_equal(x, again[name], equal_nan=True)]
-    return dataclasses.replace(_judged(verdicts, moved), isolates=checks.keeps_nan_out(run, problem, results))
+    judged = _judged(verdicts, moved)
+    if judged.status == "wrong" and np.asarray(results["output"])[problem.unseen_rows].any():
+        judged = dataclasses.replace(judged, said=("rows that see nothing are not zero.", *judged.said))
+    return dataclasses.replace(judged, isolates=checks.keeps_nan_out(run, problem, results))
 
 
 def judge_random(backend: Backend, number: int, seed: int, target: Target, mode: Mode = "native") -> Judgement:
@@ -62,8 +74,26 @@ def judge_random(backend: Backend, number: int, seed: int, target: Target, mode:
         drawn = random_specs.draw(number, seed, backend, target, mode)
     except RuntimeError as error:
         return Judgement("unsupported", said=(str(error),))
-    found = _judged(random_specs.verdicts(drawn, backend, target, mode), ())
+    try:
+        found = _held_to_random(backend, drawn, target, mode)
+    except Exception as error:  # noqa: BLE001 (raised again, unless the platform is why)
+        found = _of_the_platform(error, drawn.spec)
     return dataclasses.replace(found, problem=str(drawn))
+
+
+def _held_to_random(backend: Backend, drawn: random_specs.Drawn, target: Target, mode: Mode) -> Judgement:
+    made = plan(backend, drawn.spec, drawn.layout, target=target, mode=mode, options=drawn.options)
+    if misshapen := shapes.fault(lambda *x: made.run(*x[:3], terms=x[3])[0], drawn.spec, drawn.inputs, drawn.terms):
+        return Judgement("wrong", said=(misshapen,))
+    return _judged(random_specs.verdicts(drawn, backend, target, mode), ())
+
+
+def _of_the_platform(error: Exception, spec: AttentionSpec) -> Judgement:
+    """What JAX's own attention cannot do here either is no fault of the backend; everything else is raised again."""
+    if not shapes.platform_fails(error, spec):
+        raise error
+    said = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(".")
+    return Judgement("unsupported", said=(f"{shapes.PLATFORM_FAILS} in {spec.dtype}: {said}.",))
 
 
 def _forward(backend: Backend, problem: problems.Problem, target: Target, mode: Mode) -> checks.Run:
@@ -81,7 +111,7 @@ def _judged(verdicts: Mapping[str, oracle.Verdict], moved: list[str] | tuple[str
 def _fault(name: str, verdict: oracle.Verdict) -> str:
     """One sentence on a quantity that fails, by the bound that it breaks."""
     if not np.isfinite(verdict.max_error):
-        return f"{name} has another shape or dtype than the contract says, or holds NaN or infinity."
+        return f"{name} holds NaN or infinity."
     if verdict.max_error > verdict.allowed:
         return f"{name} is off by {verdict.max_error:.2g} of its largest value (allowed {verdict.allowed:.2g})."
     if verdict.rms_error > verdict.allowed_rms:

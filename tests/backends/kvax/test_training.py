@@ -9,7 +9,8 @@ import pytest
 from attnsuite.models import ModelConfig
 from attnsuite.reports.pages.curves import verdicts
 from attnsuite.suite.cell import Asked
-from attnsuite.suite.grid.executors import Limits, RunContext, here
+from attnsuite.suite.grid.executors import here
+from attnsuite.suite.grid.running import Limits, RunContext
 from attnsuite.suite.kinds import loss_curve, training
 from attnsuite.suite.kinds.loss_curve import LOSS_CURVE, TrainingCase, own_runs
 

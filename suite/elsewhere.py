@@ -1,0 +1,65 @@
+"""The results of a backend in another process, for the verdict ``deterministic``.
+
+``python -m attnsuite.suite.elsewhere ROW MODE FILE.npz`` is that process. It computes what the verdict compares, and
+writes it to the file.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+
+from attnsuite.backends import Target, registry
+from attnsuite.backends.features import Mode
+from attnsuite.testing.verdicts import Arrays, Elsewhere, Subject, results
+
+from .user_function import register_functions
+
+_LAST = 300  # characters of what a process that failed wrote last
+
+
+def elsewhere_of(row: str, target: Target, mode: Mode) -> Elsewhere | None:
+    """How to compute in another process; None on a device that one process holds alone."""
+    return (lambda threads: _computed(row, mode, threads)) if target.platform == "cpu" else None
+
+
+def _computed(row: str, mode: Mode, threads: int | None) -> dict[str, Arrays]:
+    """Raises RuntimeError where the process fails. XLA's CPU client reads the number of threads from ``PJRT_NPROC``."""
+    environment = dict(os.environ) if threads is None else {**os.environ, "PJRT_NPROC": str(threads)}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "results.npz"
+        command = [sys.executable, "-m", __name__, row, mode, str(path)]
+        done = subprocess.run(  # noqa: S603 (this interpreter and this module)
+            command, env=environment, capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            said = " ".join(done.stderr.split())[-_LAST:]
+            raise RuntimeError(f"it ran here, and failed in another process: {said}")
+        found: dict[str, Arrays] = {}
+        with np.load(path) as arrays:
+            for key in arrays.files:
+                label, name, dtype = key.split("|")
+                found.setdefault(label, {})[name] = arrays[key].view(jnp.dtype(dtype))
+        return found
+
+
+def _main(row: str, mode: Mode, path: str) -> None:
+    register_functions([row])
+    subject = Subject(registry.get(row), Target.here(), mode)
+    # NumPy's files know no bfloat16: the numbers travel as integers of the same size.
+    arrays = {
+        f"{label}|{name}|{x.dtype}": x.view(f"u{x.dtype.itemsize}")
+        for label, of_one in results(subject).items()
+        for name, x in of_one.items()
+    }
+    np.savez(path, **arrays)  # pyright: ignore[reportArgumentType]  (names are arrays)
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])  # pyright: ignore[reportArgumentType]  (the words that _computed gives)

@@ -1,0 +1,71 @@
+"""Inputs that are new in every call, so that no answer can be prepared, remembered or found.
+
+Each array is rolled along its second axis, and its last axis is multiplied by signs; tokens are rolled along their
+longest axis. Both follow from a seed, which the process that schedules draws and tells only when the program is
+compiled. A value keeps its bits but for the sign, so the arrays are as hard as those that they are made from, and every
+process makes the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .program import Program
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Draw:
+    """One set of inputs: a seed, and the number of a call among those that share it."""
+
+    seed: int
+    call: int = 0
+
+
+def renewed(arrays: Sequence[Any], draw: Draw | None) -> tuple[Any, ...]:
+    """The arrays of ``draw``; None leaves them as they are."""
+    return tuple(arrays) if draw is None else _renew(tuple(arrays), *_choices(arrays, draw))
+
+
+def renewer(program: Program) -> Callable[[Draw], tuple[Any, ...]]:
+    """A function from a draw to the arguments of ``program``, which are on the device and ready."""
+    chosen = [program.arguments[i] for i in program.renewed]
+    if not chosen:
+        return lambda _: program.arguments
+    renew = jax.jit(_renew, out_shardings=tuple(x.sharding for x in chosen))
+
+    def arguments(draw: Draw) -> tuple[Any, ...]:
+        found = list(program.arguments)
+        for i, x in zip(program.renewed, renew(tuple(chosen), *_choices(chosen, draw)), strict=True):
+            found[i] = x
+        return tuple(found)
+
+    return arguments
+
+
+def _choices(arrays: Sequence[Any], draw: Draw) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
+    """How far each array is rolled, and the signs of its last axis."""
+    shifts, signs = [], []
+    for number, x in enumerate(arrays):
+        rng = np.random.default_rng([draw.seed, draw.call, number])
+        shifts.append(rng.integers(x.shape[_axis(x)]))
+        signs.append(rng.choice(np.array([-1, 1], np.int8), x.shape[-1]))
+    return np.array(shifts, np.int32), tuple(signs)
+
+
+def _axis(x: Any) -> int:
+    return 1 if jnp.issubdtype(x.dtype, jnp.floating) else int(np.argmax(x.shape))
+
+
+@jax.jit
+def _renew(arrays: tuple[jax.Array, ...], shifts: Any, signs: tuple[Any, ...]) -> tuple[jax.Array, ...]:
+    rolled = [jnp.roll(x, shift, axis=_axis(x)) for x, shift in zip(arrays, shifts, strict=True)]
+    is_float = [jnp.issubdtype(x.dtype, jnp.floating) for x in arrays]
+    return tuple(
+        x * sign.astype(x.dtype) if is_signed else x for x, sign, is_signed in zip(rolled, signs, is_float, strict=True)
+    )

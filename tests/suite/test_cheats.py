@@ -1,0 +1,219 @@
+"""Cheats of a benchmark do not get a time: ``attnsuite run`` catches each of ``cheats.py``, and not the honest one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import psutil
+import pytest
+
+from attnsuite.backends import oracle
+from attnsuite.suite.cell import Outcome
+from attnsuite.suite.kinds import kind_of, parts
+from attnsuite.suite.kinds.inputs import make_inputs
+from attnsuite.suite.kinds.op_case import OpCase, spec_of
+from attnsuite.suite.measure import arrays, plausible
+from attnsuite.suite.measure.fresh import Draw, renewed
+from attnsuite.suite.record import Machine
+
+FILE = Path(__file__).with_name("cheats.py")
+FORWARD = '[[case]]\nkind = "op_forward"\nsequence = 512\nheads = 2\nkv_heads = 2\n'
+GRADIENT = '[[case]]\nkind = "op_forward_backward"\nsequence = 512\nheads = 2\nkv_heads = 2\n'
+LONG = '[[case]]\nkind = "op_forward"\nsequence = 8192\nheads = 1\nkv_heads = 1\n'
+TIMED, DIFFERENT = "a timed call gave wrong numbers", "wrong numbers against the reference"
+
+# Which cheats run together, on which case, and what their records say.
+GROUPS = {
+    "right while judged": (
+        FORWARD,
+        {
+            "counts_calls": DIFFERENT,
+            "wrong_from_the_fourth_call": TIMED,
+            "remembers": DIFFERENT,
+            "constant_in_run": DIFFERENT,
+        },
+    ),
+    "constants": (FORWARD, {"draws_the_inputs_again": DIFFERENT, "finds_the_inputs": DIFFERENT}),
+    "constant gradients": (GRADIENT, {"constant_gradients": DIFFERENT}),
+    "right where the oracle judges": (LONG, {"zeros_at_length": TIMED}),
+    "the reference": (FORWARD, {"reads_the_reference": DIFFERENT, "overwrites_the_reference": DIFFERENT}),
+    "the judge": (
+        FORWARD,
+        {
+            "replaces_the_judge": DIFFERENT,
+            "replaces_the_sampler": "its outputs cannot be read",
+            "replaces_the_call": DIFFERENT,
+            "answers_in_its_name": "wrote an answer in the name",
+        },
+    ),
+    "a label": (FORWARD, {"zeros_called_approximate": "declared approximate"}),
+}
+
+
+def run(folder: Path, case: str, names: list[str], *flags: str) -> dict[str, dict]:
+    """The records of a run of these functions, by function."""
+    suite = folder / "suite.toml"
+    suite.write_text(case)
+    rows = ",".join(f"{FILE}:{name}" for name in names)
+    command = [sys.executable, "-m", "attnsuite", "run", "--suite", str(suite), "--backends", rows]
+    done = subprocess.run(
+        [*command, "--out", str(folder / "run"), *flags],
+        check=False,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "CHEATS_RUN": str(folder)},
+        timeout=600,
+    )
+    assert (folder / "run/records.jsonl").is_file(), done.stderr
+    records = map(json.loads, (folder / "run/records.jsonl").read_text().splitlines())
+    return {record["requested"].rpartition(":")[2]: record for record in records}
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_a_cheat_is_caught_and_gets_no_time(tmp_path, group):
+    case, cheats = GROUPS[group]
+    found = run(tmp_path, case, ["honest", *cheats])
+    assert found["honest"]["status"] == "ok"
+    assert found["honest"]["samples"]
+    for name, said in cheats.items():
+        assert found[name]["status"] in ("wrong", "crashed")
+        assert said in found[name]["error"]
+        assert not found[name]["samples"]
+
+
+def test_what_is_replaced_in_the_process_changes_no_time(tmp_path):
+    """The clock and the wait are taken before."""
+    found = run(tmp_path, FORWARD, ["honest", "replaces_the_clock", "replaces_the_wait"])
+    for name in ("replaces_the_clock", "replaces_the_wait"):
+        assert min(found[name]["samples"]) > 0.2 * min(found["honest"]["samples"])
+
+
+def test_memory_that_is_taken_elsewhere_counts(tmp_path):
+    names = ["honest", "memory_in_a_child", "memory_before_the_baseline"]
+    found = run(tmp_path, FORWARD, names, "--cell-memory", "2")
+    assert found["memory_in_a_child"]["status"] == "oom"
+    assert found["memory_before_the_baseline"]["memory"]["process_high_water"] >= 2**30
+    assert found["honest"]["memory"]["process_high_water"] < 2**28
+
+
+def test_a_child_that_outlives_the_run_can_write_nowhere(tmp_path):
+    found = run(tmp_path, FORWARD, ["leaves_a_child"])
+    assert found["leaves_a_child"]["status"] == "ok"
+    assert not [
+        p.pid for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in (p.info["cmdline"] or ["", ""])[-1:]
+    ]
+
+
+CONFINED = """
+import os, socket, sys
+from pathlib import Path
+from attnsuite.suite.grid.confine import confine, readable_beside
+own, other = map(Path, sys.argv[1:])
+assert confine(own, readable_beside([]))
+(own / "x").write_text("mine")
+for what in (
+    lambda: (other / "x").write_text("x"),
+    lambda: (other / "here").read_text(),
+    lambda: Path("records.jsonl").write_text(""),
+    lambda: os.kill(os.getppid(), 0),
+    lambda: socket.create_server(("127.0.0.1", 0)),
+):
+    try:
+        what()
+        print("done")
+    except PermissionError:
+        print("no")
+"""
+
+
+def test_a_confined_process_writes_in_its_own_folder_alone_and_reads_no_other(tmp_path):
+    """The control is the same process without confinement."""
+    own, other = tmp_path / "own", tmp_path / "other"
+    own.mkdir()
+    other.mkdir()
+    (other / "here").write_text("a reference")
+    for code, said in ((CONFINED, "no"), (CONFINED.replace("assert confine(own, readable_beside([]))", ""), "done")):
+        command = [sys.executable, "-P", "-c", code, str(own), str(other)]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        answers = done.stdout.split()
+        assert answers == [said] * 5, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("spent", "waited", "is_lie"), [(1.0, 1.1, False), (0.4, 0.55, False), (0.001, 1.0, True), (0.3, 1.0, True)]
+)
+def test_a_clock_that_another_process_contradicts_is_a_lie(spent, waited, is_lie):
+    assert (plausible.clock(spent, waited, requests=10) is not None) is is_lie
+
+
+def test_a_call_faster_than_the_machine_is_implausible():
+    machine = Machine(matmul_flops={"float32": 1e11}, read_bytes_per_second=1e10)
+    work = Outcome(flops=1e9, bytes_moved=1e8)  # 5 ms at twice the rate of products; 1 ms from a cache
+    assert "needs at least 5 ms" in str(plausible.floor([0.004] * 5, work, "float32", machine))
+    assert plausible.floor([0.0051] * 5, work, "float32", machine) is None
+    assert "needs at least 1 ms" in str(plausible.floor([0.0009], Outcome(bytes_moved=1e8), "bfloat16", machine))
+
+
+def test_a_file_of_outputs_is_read_only_if_it_is_what_it_says(tmp_path):
+    kept = {"out": np.arange(6, dtype=np.float32).reshape(2, 3), "dq": np.ones((2, 2), ml_dtypes.bfloat16)}
+    arrays.save(tmp_path / "right", kept)
+    for name, found in arrays.load(tmp_path / "right").items():
+        assert found.dtype == kept[name].dtype
+        assert (found == kept[name]).all()
+    written = (tmp_path / "right").read_bytes()
+    for spoilt in (written + b"x", written[:-1], b"{}\n", b"", written.replace(b"float32", b"object ")):
+        (tmp_path / "spoilt").write_bytes(spoilt)
+        with pytest.raises(ValueError):  # noqa: PT011 (of several readers)
+            arrays.load(tmp_path / "spoilt")
+    (tmp_path / "link").symlink_to(tmp_path / "right")
+    with pytest.raises(OSError, match="symbolic"):
+        arrays.load(tmp_path / "link")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="no plain file"):
+        arrays.load(tmp_path / "pipe")
+
+
+CASES = (
+    OpCase(kind="op_forward_backward", sequence=160, heads=4, kv_heads=2, batch=2),
+    OpCase(kind="op_forward", sequence=160, heads=4, kv_heads=2, window_size=40, kv_layout="HND"),
+    OpCase(kind="op_forward_backward", sequence=160, heads=2, kv_heads=2, causal=False, documents=3, value_head_dim=32),
+    OpCase(kind="op_forward", sequence=160, heads=2, kv_heads=2, causal=False, mask="causal | prefix(64)"),
+    OpCase(kind="op_decode", sequence=160, heads=4, kv_heads=2, kv_layout="HND"),
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("choice", [0, 1, 2, 3])
+def test_a_part_of_a_problem_is_that_part_of_the_whole(case, choice, monkeypatch):
+    """Against the oracle on the whole problem; a part of another draw is not."""
+    monkeypatch.setattr(parts, "ENTRIES", 20 * case.sequence * case.heads // case.kv_heads)
+    draw = Draw(3, 2)
+    inputs = make_inputs(case, draw)
+    tensors = inputs.query, inputs.key, inputs.value
+    whole = {"out": oracle.forward(spec_of(case), inputs.layout, *tensors)}
+    if case.needs_grad:
+        whole |= oracle.gradients(spec_of(case), inputs.layout, *tensors, inputs.d_out)
+    outputs = {name: jnp.asarray(x, case.dtype) for name, x in whole.items()}
+    errors = kind_of(case.kind).recheck(case, outputs, draw, choice)
+    assert all(error.passed for error in errors.values()), errors
+    assert not any(error.passed for error in kind_of(case.kind).recheck(case, outputs, Draw(3, 1), choice).values())
+
+
+def test_inputs_are_new_in_every_call_and_the_same_in_every_process():
+    arrays_of = [make_inputs(CASES[0], Draw(5, call)).key for call in (0, 1, 0)]
+    assert (arrays_of[0] == arrays_of[2]).all()
+    assert float(jnp.mean(arrays_of[0] == arrays_of[1])) < 0.1
+    three, four = (renewed(make_inputs_of(count), Draw(5)) for count in (3, 4))
+    assert all((a == b).all() for a, b in zip(three, four, strict=False)), "a forward pass shares a reference"
+
+
+def make_inputs_of(count):
+    inputs = make_inputs(CASES[0])
+    return (inputs.query, inputs.key, inputs.value, inputs.d_out)[:count]

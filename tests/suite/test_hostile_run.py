@@ -1,0 +1,113 @@
+"""A run directory may be somebody else's data: links, control characters, formulas, and what a killed run left."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import psutil
+import pytest
+
+from attnsuite.reports.files import to_csv
+from attnsuite.reports.pages import run as page
+from attnsuite.reports.read import Run
+from attnsuite.suite.command_line import main
+from attnsuite.suite.grid import folders
+from attnsuite.suite.store import RunStore
+
+ESCAPE = "\x1b[2J\x1b]0;gone\x07\u202e\x9b31m"
+
+
+@pytest.fixture
+def run(tmp_path, example_record):
+    folder = tmp_path / "run"
+    with RunStore(folder, resume=False) as store:
+        store.append([example_record])
+    return folder
+
+
+def test_no_file_of_a_report_is_written_through_a_link(run, tmp_path):
+    target = tmp_path / "target"
+    target.write_text("mine")
+    main_ends(["report", str(run)])
+    names = [path.name for path in run.iterdir() if path.name not in ("records.jsonl", "run.json", "lock")]
+    assert {"report.md", "report.html", "records.csv", "report.json"} <= set(names)
+    for name in names:
+        for link in (name, f"{name}.partial"):
+            (run / link).unlink(missing_ok=True)
+            (run / link).symlink_to(target)
+    main_ends(["report", str(run)])
+    assert target.read_text() == "mine"
+    assert not (run / "report.md").is_symlink()
+
+
+@pytest.mark.parametrize("name", ["records.jsonl", "lock"])
+def test_a_run_is_not_resumed_through_a_link(run, tmp_path, capsys, name):
+    """Its identity is of another run, too, and nothing is cut off before that is known."""
+    (run / "run.json").write_text("{}")
+    target = tmp_path / "target"
+    target.write_text("not a record")
+    (run / name).unlink(missing_ok=True)
+    (run / name).symlink_to(target)
+    main_ends(["run", "--resume", "--out", str(run), "--cases", "decode*"], 2)
+    assert target.read_text() == "not a record"
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_damaged_line_is_cut_off_only_when_the_run_is_known_to_be_the_same(run, tmp_path):
+    (run / "run.json").write_text("{}")
+    with (run / "records.jsonl").open("a") as file:
+        file.write("half a li")
+    with RunStore(run, resume=True) as store:
+        assert store.warnings
+    assert (run / "records.jsonl").read_text().endswith("half a li")
+
+
+def test_what_controls_a_terminal_is_spelled(run, example_record, capsys):
+    spoilt = dataclasses.replace(example_record, status="crashed", error=ESCAPE, notes=(ESCAPE,), reasons=(ESCAPE,))
+    (run / "records.jsonl").write_text(json.dumps(dataclasses.asdict(spoilt)) + "\n")
+    main_ends(["report", str(run)])
+    main_ends(["compare", str(run), str(run)])
+    main_ends(["run", "--suite", ESCAPE], 2)
+    told = capsys.readouterr()
+    pages = "".join(path.read_text() for path in run.iterdir() if path.name not in ("records.jsonl", "lock"))
+    for text in (told.out, told.err, pages):
+        assert not set(ESCAPE) & set(text) - set("[]2J0;gone31m")
+    assert r"\x1b[2J" in told.err
+    assert r"\x1b[2J" in pages
+
+
+def test_a_cell_of_a_csv_file_is_no_formula(example_record):
+    text = '=HYPERLINK("http://example.org")'
+    record = dataclasses.replace(example_record, status="crashed", error=text, reasons=("@SUM(1)",))
+    pages = page.build(Run(records=(record,)))
+    (row,) = csv.DictReader(to_csv(pages).splitlines())
+    assert row["error"] == f"'{text}"
+    assert row["reasons"] == "'@SUM(1)"
+
+
+def test_what_a_killed_process_left_goes_at_the_next_start(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    code = "import os, signal; from attnsuite.suite.grid import folders; made = folders.make(); os.kill(os.getpid(), 9)"
+    subprocess.run([sys.executable, "-c", code], check=False, env={**os.environ, "TMPDIR": str(tmp_path)})
+    (left,) = tmp_path.iterdir()
+    gone = left.name.split("-")[1]
+    assert not psutil.pid_exists(int(gone))
+    (tmp_path / f"attnsuite-{gone}-link").symlink_to("/etc")
+    (tmp_path / "attnsuite-notes").mkdir()
+    with folders.make() as mine:
+        folders.sweep()
+        kept = {path.name for path in tmp_path.iterdir()}
+    assert kept == {Path(mine).name, f"attnsuite-{gone}-link", "attnsuite-notes"}
+
+
+def main_ends(arguments, code=0):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == code

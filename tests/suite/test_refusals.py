@@ -1,0 +1,220 @@
+"""What a command line can get wrong: exit code 2, the sentence, no traceback, and nothing written. One row each."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from attnsuite.models import load_shipped, save
+from attnsuite.suite.verbs import FORMER
+
+NINES = "9" * 5000
+CURVES, KASCADE = ["--suite", "curves", "--out", "out"], ["--suite", "kascade", "--out", "out"]
+TRAIN = ["--model", "debug", "--save-every", "0", "--out", "out"]
+TEXT = ["--model", "text", "--seq-len", "128", "--sequences", "2", "--out", "out"]
+SPARSE = [*TEXT, "--backend", "kascade"]
+UNKNOWN = "model 'gigantic' is not known; use text,"
+NO_CHECKPOINT = "--model 'nowhere' is not known; use text, or a checkpoint's directory"
+
+REFUSED: dict[str, list[tuple[list[str], str]]] = {
+    "run": [
+        (["--speed"], "Unrecognized options: --speed"),
+        (["--suite", "slow"], "not known; use quick, full"),
+        (["--suite", "nowhere.toml"], "cannot be read"),
+        (["--suite", "x" * 300 + ".toml"], "File name too long"),
+        (["--backends", "standard,fastest"], "'fastest' is not registered; use standard"),
+        (["--backends", ","], "--backends is empty"),
+        (["--cases", "nothing-*"], "no case matches 'nothing-*'; the cases are"),
+        (["--text", "nowhere.txt"], "cannot be read"),
+        (["--cell-timeout", "long"], "Error parsing --cell-timeout"),
+        (["--cell-timeout", "0"], "above 0"),
+        (["--cell-timeout", "nan"], "above 0"),
+        (["--sample-seconds", "0"], "above 0 and at most the --cell-timeout of 120"),
+        (["--sample-seconds", "nan"], "above 0 and at most"),
+        (["--sample-seconds", "200"], "above 0 and at most"),
+        (["--cell-memory", "much"], "not a size"),
+        (["--cell-memory", "-1GiB"], "not a size"),
+        (["--shard", "3/2"], "must be i/n with i from 1 to n"),
+        (["--address", "a:1", "--nodes-with", "GPU"], "--address, --nodes-with is about a Ray cluster"),
+        (["--executor", "ray", "--profile", "traces"], "--profile is for one machine"),
+        (["--executor", "ray", "--nodes-with", ","], "--nodes-with is empty"),
+        (["--packages", "jax==0.10.1"], "--packages is about a Ray cluster"),
+        (["--executor", "ray", "--packages", ","], "--packages is empty"),
+        (["--executor", "ray", "--packages", "jax>=0.10"], "--packages 'jax>=0.10' must be NAME==VERSION"),
+        (["--executor", "ray", "--packages", "jax==0.10.*"], "--packages 'jax==0.10.*' must be NAME==VERSION"),
+        (["--executor", "ray", "--packages", "requests==2.0"], "records hold the versions of jax, jaxlib"),
+        (["--executor", "ray", "--packages", "jax==0.10.0,jax==0.10.1"], "each name once"),
+        (["--executor", "ray", "--out", "run"], "needs the package ray: pip install '.[ray]'"),
+        (["--resume"], "needs --out"),
+        (["--resume", "--out", "nowhere"], "nowhere"),
+        (["--out", ""], "is given an empty value; give one, or leave it out."),
+        (["--out="], "is given an empty value; give one, or leave it out."),
+        (["--weights_dir", "DIR"], "--weights_dir is a flag of the guides; here it is --model DIR"),
+        (["--device=gpu"], "--device is a flag of the guides; here it is JAX_PLATFORMS"),
+        # of a checkpoint
+        (["--model", "gigantic"], UNKNOWN),
+        (["--model", "nowhere"], NO_CHECKPOINT),
+        (["--model", "tiny"], "use text, or a checkpoint's directory (a preset has no trained weights)."),
+        (["--model", "."], "config.json' cannot be read"),
+        (["--model", ".", "--suite", "quick"], "--model brings its own cases; leave out --suite"),
+        (["--seq-len", "64"], "--seq-len is about a checkpoint; add --model"),
+        (["--resume", "--out", "x", "--model", "."], "--model cannot change a run that was begun"),
+        # of Kascade
+        ([*KASCADE, "--top-k", "0"], "top_k = 0.0 must be a number above 0"),
+        ([*KASCADE, "--tile-size", "0"], "tile_size = 0 must be an integer from 1"),
+        ([*KASCADE, "--schedule", "best"], "must be one of dp, greedy, greedy-guide"),
+        ([*KASCADE, "--schedule", "manual"], "needs anchors, such as 0,2"),
+        ([*KASCADE, "--schedule", "greedy", "--anchors", "2"], "no place in a greedy schedule"),
+        ([*KASCADE, "--anchors", "one"], "must be one number of layers for schedule dp"),
+        ([*KASCADE, "--anchors", NINES], "must be"),
+        ([*KASCADE, "--schedule", "manual", "--anchors", NINES], "must be"),
+        ([*KASCADE, "--threshold", "1.5"], "threshold = 1.5 must be a number from 0 to 1"),
+        ([*KASCADE, "--threshold", "0.5,0.7"], "several values of --threshold are a sweep of a greedy rule; add"),
+        ([*KASCADE, "--max-reuse-dist", "2,4.5"], "--max-reuse-dist '2,4.5' must be whole numbers separated by"),
+        ([*KASCADE, "--max-reuse-dist", "0"], "max_reuse_dist = 0 must be an integer from 1"),
+        ([*KASCADE, "--granularity", "block"], "granularity = 'block' must be one of tile, token"),
+        ([*KASCADE, "--backends", "oracle"], "'oracle' is not registered"),
+        (["--suite", "quick", "--top-k", "0.5"], "no case of this suite is about Kascade"),
+        (["--suite", "kascade", "--resume", "--out", "nowhere", "--top-k", "0.5"], "cannot change a run that was"),
+        # of loss curves and sharding
+        ([*CURVES, "--steps", "0"], "--steps 0 must be at least 1"),
+        ([*CURVES, "--model", "huge"], "preset 'huge' is not known; use one of"),
+        ([*CURVES, "--backends", "flash"], "'flash' is not registered; use"),
+        ([*CURVES, "--top-k", "0.5"], "--top-k is not for --suite curves"),
+        ([*CURVES, "--mesh", f"data={NINES}"], "must be"),
+        (["--mesh", "data=2"], "--mesh is about loss curves; add --suite curves."),
+        (["--suite", "sharded", "--cases", "x"], "--cases is not for --suite sharded, which takes --suite, --out"),
+    ],
+    "compile": [
+        (["--targets", "h300"], "target 'h300' cannot be compiled for; use v4, v5e, v5p, v6e, tpu7x, a100"),
+        (["--targets", "cpu"], "target 'cpu' cannot be compiled for"),
+        (["--targets", "v5e:4"], "target 'v5e:4' is not a TPU slice"),
+        (["--targets", "h100:2x2"], "target 'h100:2x2' is not a TPU slice"),
+        (["--targets", ","], "--targets is empty"),
+        (["--backends", "fastest"], "backend 'fastest' is not registered"),
+        (["--suite", "slow"], "not known"),
+        (["--cases", "nothing-*"], "no case matches 'nothing-*'"),
+        (["--suite", "quick", "--cases", "retrieval*"], "no case that can be compiled without data"),
+        (["--model", "gigantic"], UNKNOWN + " debug, tiny"),
+        (["--model", "."], "cannot be loaded"),
+        (["--model", "debug", "--phases", "sleep"], "phase 'sleep' is not known; use prefill, train, decode"),
+        (["--model", "debug", "--seq-lens", "64,long"], "'long' is not a length"),
+        (["--model", "debug", "--seq-lens", "0"], "'0' is not a length"),
+        (["--model", "debug", "--seq-lens", NINES], "is not a length"),
+        (["--model", "debug", "--dtype", "int8"], "int8"),
+        (["--model", "debug", "--batch", "0"], "batch"),
+        (["--longest", "prefill"], "--longest is about models; add --model"),
+        (["--seq-lens", "64"], "--seq-lens is about models"),
+        (["--schedule", "--model", "debug"], "--schedule is about attention calls; leave out --model"),
+        (["--cell-timeout", "0"], "above 0"),
+        (["--cell-memory", "much"], "not a size"),
+    ],
+    "tune": [
+        (["--minutes", "0"], "--minutes 0 must be above 0"),
+        (["--target", "h1000"], "target 'h1000' is not known"),
+        (["--backends", "chunked", "--target", "h100"], "'chunked' has nothing to tune for cuda:h100, which is not"),
+        (["--backends", "standard"], "'standard' has nothing to tune"),
+        (["--cases", "nothing*"], "no case matches"),
+        (["--out", "/no/such/folder/t.json"], "t.json names a file; give a directory"),
+    ],
+    "train": [
+        (["--model", "gigantic"], UNKNOWN + " debug, tiny"),
+        ([*TRAIN, "--steps", "0"], "--steps 0 must be at least 1"),
+        ([*TRAIN, "--batch", "3", "--accumulate", "2"], "--batch 3 is not a multiple of --accumulate 2"),
+        ([*TRAIN, "--save-every", "-1"], "--save-every -1 must be at least 0"),
+        ([*TRAIN, "--learning-rate", "0"], "learning_rate=0.0 must be a finite number above 0"),
+        ([*TRAIN, "--text", "/nothing"], "cannot be read"),
+        ([*TRAIN, "--length", "10000000"], "windows of 10000000 need at least as many"),
+        ([*TRAIN, "--backend", "flash"], "flash"),
+        ([*TRAIN, "--backend", "splash"], "interpret"),
+        ([*TRAIN, "--lora-rank", "0"], "--lora-rank=0 must be an integer of at least 1"),
+        ([*TRAIN, "--lora-rank", "2", "--lora-targets", "q"], "--lora-targets=('q',) must name one or more of q_proj"),
+        (["--use-lora"], "--use-lora is a flag of the guides; here it is --lora-rank N"),
+        (["--model", "debug", "--save-every", "0", "--resume"], "--resume needs --out"),
+    ],
+    "perplexity": [
+        (["--model", "gigantic"], UNKNOWN),
+        (["--model", "nowhere"], NO_CHECKPOINT),
+        (["--model", "."], "config.json' cannot be read"),
+        (["--model", ".", "--seq-len", "1"], "--seq-len 1 must be at least 2"),
+        (["--model", ".", "--text", "nowhere.txt"], "nowhere.txt cannot be read"),
+        ([*SPARSE, "--options", "tile=16"], "kascade has no option 'tile'; its options are"),
+        ([*SPARSE, "--options", "top_k=2"], "top_k=2 is not accepted"),
+        ([*SPARSE, "--options", "top_k"], "--options 'top_k' must be NAME=VALUE"),
+        ([*TEXT, "--options", "a=1,a=2"], "--options 'a=2' must be NAME=VALUE, and each name once"),
+        ([*SPARSE, "--schedule", "dp"], "--schedule dp is made from a calibration; give --calibration"),
+        ([*SPARSE, "--schedule", "best"], "--schedule 'best' must be one of dp, greedy, greedy-guide"),
+        ([*SPARSE, "--schedule", "manual", "--anchors", "1"], "layer 0 must be one of them"),
+        ([*TEXT, "--backend", "chunked", "--schedule", "manual"], "are for --backend kascade, not chunked"),
+        ([*TEXT, "--anchors", "0,2"], "are about a schedule; add --schedule"),
+        ([*SPARSE, "--calibration", "nowhere"], "cannot be read as a calibration"),
+        ([*TEXT, "--backend", "nobody"], "backend 'nobody' is not registered"),
+        ([*TEXT, "--batch", "0"], "batch=0"),
+        ([*TEXT, "--random-tokens", "--text", "t.txt"], "--random-tokens takes the place of --text"),
+        ([*TEXT, "--against", "cudnn"], "cuDNN runs on NVIDIA GPUs"),
+        (["--use_splash_kernel"], "--use_splash_kernel is a flag of the guides; here it is --backend"),
+    ],
+    "calibrate": [
+        (["--out", "."], "--out . must end in .safetensors"),
+        (["--model", "gigantic"], UNKNOWN),
+        (["--model", "nowhere"], NO_CHECKPOINT),
+        (["--model", "tiny"], "a preset has no trained weights"),
+        (["--text", "nowhere.txt"], "cannot be read"),
+        (["--prompts", "0"], "--prompts 0 must be at least 1"),
+        (["--prompts", "100000"], "fewer than the 100000 asked for"),
+        (["--length", "1"], "fewer than the 8 asked for"),
+        (["--top-k", "2"], "top_k=2.0 is not accepted"),
+        (["--length", "32", "--prompts", "1"], "leaves no choice"),
+        (["--schedule", "best"], "must be one of dp, greedy, greedy-guide"),
+        (["--anchors", "9"], "must be one number from 1 to 4 for schedule dp"),
+        (["--schedule", "greedy-loss", "--anchors", "9"], "must be one number from 1 to 4 for schedule greedy-loss"),
+        (["--anchors", "0,x"], "must be a number of layers"),
+        (["--schedule", "manual", "--anchors", "1"], "layer 0 must be one of them"),
+        (["--schedule", "greedy", "--threshold", "2"], "--threshold 2 must be from 0 to 1"),
+        (["--out", "nowhere/c.safetensors"], "does not exist; make it first"),
+        (["--out", "c.npz"], "must end in .safetensors"),
+        (["--random-tokens", "--text", "t.txt"], "--random-tokens takes the place of --text"),
+    ],
+    "convert": [
+        (["--input", "nowhere"], "cannot be read"),
+        (["--input", "in", "--output", "in"], "already exists and is not empty"),
+        (["--input", "in", "--preset", "gigantic"], "preset 'gigantic' is not known; use one of"),
+        (["--input", "in", "--quantize", "int8"], "invalid choice 'int8'"),
+        (["--input", "in", "--dtype", "float64"], "invalid choice 'float64'"),
+    ],
+    "choose": [
+        ([], "needs the directory of at least one run"),
+        (["nowhere"], "nowhere holds no records.jsonl"),
+    ],
+    "report": [
+        ([""], "is given an empty value; give one, or leave it out."),
+        (["."], "no records.jsonl"),
+    ],
+    "compare-runs": [([], "compare")],
+    "walk": [([], "walk")],
+    **{verb: [(["--out", "out"], f"{verb} is no longer a verb; use {FORMER[verb]}.")] for verb in FORMER},
+}
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    save(load_shipped(), tmp_path / "in")
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [([verb, *words], sentence) for verb, rows in REFUSED.items() for words, sentence in rows],
+    ids=lambda given: " ".join(given)[:60] if isinstance(given, list) else "",
+)
+def test_command_is_refused_with_a_sentence_and_writes_nothing(
+    words, sentence, tmp_path, monkeypatch, refused, request
+):
+    if "in" in words:
+        request.getfixturevalue("checkpoint")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "ray", None)  # as if it were not installed
+    assert sentence in refused(*words)
+    assert not [
+        path for path in tmp_path.rglob("*") if path.is_file() and path.name != "lock" and path.parent.name != "in"
+    ]
