@@ -6,9 +6,9 @@ records), ``run.json``, ``records.jsonl`` and ``log.txt`` (a line per record, ma
 device`` has two more, what its backends were held to. Paths, the user's and the machine's name are replaced before
 anything is hashed.
 
-The hashes find what was edited, added, removed or reordered, and what was damaged on the way. ``plausible.py`` finds
-records that contradict themselves. Neither is a signature: a record that somebody invents whole, with the hashes made
-anew, passes if it is plausible.
+The hashes find what was edited, added, removed or reordered, and what was damaged. ``contradictions.py`` finds records
+that contradict themselves. Neither is a signature: a record that somebody invents whole, with the hashes made anew,
+passes if it agrees with itself.
 
 Nothing is extracted: the files are read into memory, within limits, and only those of the names above.
 """
@@ -31,8 +31,8 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from . import files, typed
+from .contradictions import contradictions
 from .errors import InputError
-from .plausible import implausible
 from .record import Record, RecordError
 from .store import CONFORMANCE, MANIFEST, RECORDS, parse_records, read_manifest, read_record
 from .summary import record_line
@@ -105,7 +105,7 @@ def pack(directory: Path, out: Path) -> int:
     for name, text in texts.items():
         if (left := names.left_in(text)) is not None:
             raise InputError(f"{directory}: {name} would still hold {left!r}, which names you or your machine.")
-    if (why := next(implausible(cleaned), None)) is not None:
+    if (why := next(contradictions(cleaned), None)) is not None:
         raise InputError(f"{directory} would be refused as a bundle: {why}")
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -193,7 +193,7 @@ def _whole(records: Sequence[Record], head: Head) -> None:
         found = record.environment.get("source"), dict(record.environment.get("versions", {}))
         if found != (head.source, head.versions):
             raise _RefusedError(f"{record.key} is of other versions than the bundle")
-    if (why := next(implausible(records), None)) is not None:
+    if (why := next(contradictions(records), None)) is not None:
         raise _RefusedError(why)
 
 

@@ -161,7 +161,7 @@ def of_another_source(records):
 @pytest.mark.parametrize(
     ("edit", "reason"),
     [
-        (faster, "times as fast as this machine's measured matmul"),
+        (faster, "this machine needs at least"),
         (slower, "its samples take"),
         (looser, "the bound of out does not follow"),
         (excused, "out passed with an error outside its bound"),
