@@ -1,11 +1,11 @@
 """tokamax's Pallas kernel for TPUs, its further development of splash attention, behind the contract.
 
-The kernel is ``tokamax._src.ops.experimental.tpu.splash_attention`` of tokamax 0.0.17: JAX's splash with one backward
-kernel for dq, dk and dv, and with blocks skipped that the segment ids empty. It runs natively on TPUs, in Pallas'
-interpreter anywhere, and compiles for absent TPUs; nothing of this project has run it on a TPU. The module is private
-in tokamax, hence exactly one version is taken. The backward pass keeps a dq of its own for each block of keys and adds
-them at the end: its memory grows with the number of these blocks. ``splash_operands.py`` adds what the kernel leaves
-to its caller.
+The kernel is ``splash_attention`` of tokamax 0.0.17, or of its build 0.0.18.dev20261026: JAX's splash with one
+backward kernel for dq, dk and dv, and with blocks skipped that the segment ids empty. It runs natively on TPUs, in
+Pallas' interpreter anywhere, and compiles for absent TPUs; nothing of this project has run it on a TPU. The module is
+private in tokamax, hence only these versions are taken. The backward pass keeps a dq of its own for each block of keys
+and adds them at the end: its memory grows with the number of these blocks. ``splash_operands.py`` adds what the kernel
+leaves to its caller.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import importlib
 from collections.abc import Callable, Mapping
+from importlib import metadata
 from typing import Any
 
 import jax
@@ -31,7 +32,9 @@ from .tunable import KernelWork
 
 OPTIONS = BLOCK_OPTIONS | TUNED_OPTION
 
+# Where the kernel is, by version. The last build before 0.0.18 has moved it, and changed its imports alone.
 _PACKAGE = "tokamax._src.ops.experimental.tpu.splash_attention"
+_MOVED = {"0.0.18.dev20261026": "tokamax._src.ops.splash_attention"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -105,7 +108,8 @@ def _kernel_of(
     """
     if masking.hides_everything:
         return of_nothing
-    kernel, masks = (importlib.import_module(f"{_PACKAGE}.splash_attention_{part}") for part in ("kernel", "mask"))
+    package = _MOVED.get(metadata.version("tokamax"), _PACKAGE)
+    kernel, masks = (importlib.import_module(f"{package}.splash_attention_{part}") for part in ("kernel", "mask"))
     sizes = {}
     if backward:
         sizes = {"block_q_dkv": blocks.q_backward, "block_kv_dkv": blocks.kv_backward}
@@ -127,7 +131,9 @@ def _kernel_of(
 
 def missing() -> tuple[str, ...]:
     """Why tokamax cannot be used in this environment; nothing where it can."""
-    return tokamax_package.missing("tokamax_splash", f"{_PACKAGE}.splash_attention_kernel")
+    kernel = "splash_attention_kernel"
+    moved = {version: f"{package}.{kernel}" for version, package in _MOVED.items()}
+    return tokamax_package.missing("tokamax_splash", f"{_PACKAGE}.{kernel}", moved)
 
 
 TOKAMAX_SPLASH = TokamaxSplash()

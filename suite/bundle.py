@@ -2,14 +2,15 @@
 
 ``attnsuite report DIR --bundle FILE.zip`` packs, ``attnsuite report FILE.zip`` verifies. A bundle is a zip with four
 files: ``bundle.json`` (the versions, the digest of the source, a hash of each file and a chain of hashes over the
-records), ``run.json``, ``records.jsonl`` and ``log.txt`` (a line per record, made from the records). Paths, the user's
-and the machine's name are replaced before anything is hashed.
+records), ``run.json``, ``records.jsonl`` and ``log.txt`` (a line per record, made from the records). A run of ``--suite
+device`` has two more, what its backends were held to. Paths, the user's and the machine's name are replaced before
+anything is hashed.
 
-The hashes find what was edited, added, removed or reordered, and what was damaged on the way. ``plausible.py`` finds
-records that contradict themselves. Neither is a signature: a record that somebody invents whole, with the hashes made
-anew, passes if it is plausible.
+The hashes find what was edited, added, removed or reordered, and what was damaged. ``contradictions.py`` finds records
+that contradict themselves. Neither is a signature: a record that somebody invents whole, with the hashes made anew,
+passes if it agrees with itself.
 
-Nothing is extracted: the files are read into memory, within limits, and only those of the four names.
+Nothing is extracted: the files are read into memory, within limits, and only those of the names above.
 """
 
 from __future__ import annotations
@@ -30,16 +31,18 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from . import files, typed
+from .contradictions import contradictions
 from .errors import InputError
-from .plausible import implausible
 from .record import Record, RecordError
-from .store import MANIFEST, RECORDS, parse_records, read_manifest, read_record
+from .store import CONFORMANCE, MANIFEST, RECORDS, parse_records, read_manifest, read_record
 from .summary import record_line
 from .typed import Count
 
 SCHEMA = 1
 HEAD, LOG = "bundle.json", "log.txt"
-_MEMBERS = (HEAD, MANIFEST, RECORDS, LOG)
+_PARTS = ("", f"{CONFORMANCE}/")  # folders of a run; the second one may be missing
+_MEMBERS = frozenset({HEAD, LOG, *(part + name for part in _PARTS for name in (MANIFEST, RECORDS))})
+_NEEDED = frozenset({HEAD, LOG, MANIFEST, RECORDS})
 _LARGEST_FILE, _LARGEST = 2**26, 2**28  # bytes: of the zip, and of what it holds
 _TIME = (1980, 1, 1, 0, 0, 0)  # of every member, so that one run has one bundle
 _PATH = re.compile(r"(?<![\w.)\]</])(?!/(?:proc|sys|dev)/)(?:~|\.\.?)?(?:/[\w.+@~=-]+)+/?")
@@ -60,17 +63,18 @@ class Head:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Bundle:
-    """A verified bundle: the texts of the run's files, and the records."""
+    """A verified bundle: the texts of the run's files, and the records of the run itself."""
 
     texts: dict[str, str]
     records: tuple[Record, ...]
 
     def write(self, directory: Path) -> None:
-        """Write ``run.json`` and ``records.jsonl``. Raises InputError if the directory has records."""
+        """Write what belongs to the run. Raises InputError if the directory has records."""
         if (directory / RECORDS).exists():
             raise InputError(f"{directory} already has records; choose another --out.")
         files.check_directory(directory)
-        for name in (MANIFEST, RECORDS):
+        for name in sorted(self.texts.keys() - {HEAD, LOG}):
+            files.check_directory((directory / name).parent)
             files.write_text(directory / name, self.texts[name])
 
 
@@ -79,21 +83,12 @@ def pack(directory: Path, out: Path) -> int:
 
     Raises InputError for a run that cannot be read, that would not be taken back, or that mixes versions.
     """
-    records, _, warning = parse_records(directory / RECORDS)
-    if warning or not records:
-        raise InputError(
-            f"{directory} has no whole run: {warning or 'there is no record.'} End it with --resume first."
-        )
-    manifest = dataclasses.asdict(read_manifest(directory))
     names = _Names.here()
-    if manifest.get("file"):
-        manifest["file"] = PurePath(manifest["file"]).name
-    if manifest.get("text"):
-        manifest["text"]["path"] = PurePath(manifest["text"]["path"]).name
-    lines = [json.dumps(names.without(json.loads(record.to_json()))) for record in records]
-    texts = {MANIFEST: json.dumps(names.without(manifest), indent=1, sort_keys=True) + "\n"}
-    texts[RECORDS] = "".join(line + "\n" for line in lines)
-    cleaned = _records(lines)
+    texts: dict[str, str] = {}
+    for part in _PARTS:
+        if not part or (directory / part / RECORDS).exists():
+            texts[part + MANIFEST], texts[part + RECORDS] = _cleaned(directory / part, names)
+    lines, cleaned = _lines(texts), _records(_lines(texts))
     texts[LOG] = _log(cleaned)
     sources = {record.environment.get("source", "") for record in cleaned}
     if len(sources) != 1:
@@ -110,7 +105,7 @@ def pack(directory: Path, out: Path) -> int:
     for name, text in texts.items():
         if (left := names.left_in(text)) is not None:
             raise InputError(f"{directory}: {name} would still hold {left!r}, which names you or your machine.")
-    if (why := next(implausible(cleaned), None)) is not None:
+    if (why := next(contradictions(cleaned), None)) is not None:
         raise InputError(f"{directory} would be refused as a bundle: {why}")
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -123,13 +118,39 @@ def pack(directory: Path, out: Path) -> int:
     return len(lines)
 
 
+def _cleaned(directory: Path, names: _Names) -> tuple[str, str]:
+    """The texts of ``run.json`` and ``records.jsonl``, in which nobody is named. Raises InputError."""
+    records, _, warning = parse_records(directory / RECORDS)
+    if warning or not records:
+        raise InputError(
+            f"{directory} has no whole run: {warning or 'there is no record.'} End it with --resume first."
+        )
+    manifest = dataclasses.asdict(read_manifest(directory))
+    if manifest.get("file"):
+        manifest["file"] = PurePath(manifest["file"]).name
+    if manifest.get("text"):
+        manifest["text"]["path"] = PurePath(manifest["text"]["path"]).name
+    lines = (json.dumps(names.without(json.loads(record.to_json()))) + "\n" for record in records)
+    return json.dumps(names.without(manifest), indent=1, sort_keys=True) + "\n", "".join(lines)
+
+
+def _lines(texts: dict[str, str]) -> list[str]:
+    """The lines of all records. Raises ValueError for a file that does not end in a whole line."""
+    found = []
+    for name in (part + RECORDS for part in _PARTS if part + RECORDS in texts):
+        *lines, tail = texts[name].split("\n")
+        if tail or not lines:
+            raise _RefusedError(f"its {name} is cut off")
+        found += lines
+    return found
+
+
 def verified(path: Path) -> Bundle:
     """The bundle in this file. Raises InputError, with the reason, for one that is no bundle or that was edited."""
     try:
         texts = _members(path)
         head, lines = _hashed(texts)
         records = _records(lines)
-        typed.parse_json(texts[MANIFEST].encode())
         _whole(records, head)
     except RecordError as error:
         raise InputError(f"{path} is refused: a line is no record ({error}).") from error
@@ -137,7 +158,7 @@ def verified(path: Path) -> Bundle:
         raise InputError(f"{path} is refused: {str(error).rstrip('.')}.") from error
     except (zlib.error, lzma.LZMAError, RuntimeError) as error:
         raise InputError(f"{path} is refused: it is damaged ({error}).") from error
-    return Bundle(texts, records)
+    return Bundle(texts, records[: texts[RECORDS].count("\n")])
 
 
 class _RefusedError(ValueError):
@@ -152,9 +173,7 @@ def _hashed(texts: dict[str, str]) -> tuple[Head, list[str]]:
         raise _RefusedError(f"its {HEAD} is damaged ({error})") from error
     if head.schema != SCHEMA:
         raise _RefusedError(f"it has schema {head.schema}, and this version reads {SCHEMA}")
-    lines = texts[RECORDS].split("\n")
-    if lines.pop() or not lines:
-        raise _RefusedError(f"its {RECORDS} is cut off")
+    lines = _lines(texts)
     if len(lines) != head.records:
         raise _RefusedError(f"it says {head.records} records and has {len(lines)}; some were added or removed")
     if _chain(lines) != head.chain:
@@ -174,7 +193,7 @@ def _whole(records: Sequence[Record], head: Head) -> None:
         found = record.environment.get("source"), dict(record.environment.get("versions", {}))
         if found != (head.source, head.versions):
             raise _RefusedError(f"{record.key} is of other versions than the bundle")
-    if (why := next(implausible(records), None)) is not None:
+    if (why := next(contradictions(records), None)) is not None:
         raise _RefusedError(why)
 
 
@@ -184,9 +203,10 @@ def _members(path: Path) -> dict[str, str]:
         raise _RefusedError(f"it has more than {_LARGEST_FILE >> 20} MiB")
     with zipfile.ZipFile(path) as archive:
         infos = archive.infolist()
-        if sorted(info.filename for info in infos) != sorted(_MEMBERS):
-            found = ", ".join(repr(info.filename[:60]) for info in infos[:6])
-            raise _RefusedError(f"it holds {found or 'nothing'}; a bundle holds {', '.join(_MEMBERS)}")
+        named = [info.filename for info in infos]
+        if len(set(named)) != len(named) or not _NEEDED <= set(named) <= _MEMBERS:
+            found = ", ".join(repr(name[:60]) for name in named[:7])
+            raise _RefusedError(f"it holds {found or 'nothing'}; a bundle holds {', '.join(sorted(_NEEDED))}")
         left, texts = _LARGEST, {}
         for info in infos:
             if stat.S_IFMT(info.external_attr >> 16) not in (0, stat.S_IFREG) or info.flag_bits & 1:

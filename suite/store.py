@@ -25,6 +25,7 @@ from .typed import Scalar, Size
 
 RECORDS = "records.jsonl"
 MANIFEST = "run.json"
+CONFORMANCE = "conformance"  # the folder in a run of the suite device with what its backends were held to
 LOCK = "lock"
 
 

@@ -1,7 +1,7 @@
 """Named suites: tuples of cases, and the same from a TOML file (``suite_file.py``).
 
-A suite is data. ``quick`` runs every exact backend in a few minutes on 2 cores; ``full`` is for
-accelerators and large machines.
+A suite is data. ``quick`` runs every exact backend in a few minutes on 2 cores; ``full`` is for accelerators and large
+machines, and ``device`` for ten minutes on one.
 """
 
 from __future__ import annotations
@@ -74,6 +74,20 @@ QUICK = Suite(
     left_out=(
         "kascade",
     ),  # without calibration and controls its rows show what nobody would use; the suite kascade does
+)
+
+_LONG: dict[str, Any] = {"kv_heads": 2, "head_dim": 128, "dtype": "bfloat16"}
+
+# Ten minutes on somebody's device (``device_run.py``): whenever it is cut, what is done is of the most use so far.
+DEVICE = Suite(
+    "device",
+    (
+        *(case for case in QUICK.cases if isinstance(case, OpCase)),
+        *(OpCase(kind="op_decode", sequence=32768, **_LONG, kv_layout=kv_layout) for kv_layout in ("NHD", "HND")),
+        *(OpCase(kind=kind, sequence=16384, **_LONG) for kind in ("op_forward", "op_forward_backward")),
+        *(case for case in QUICK.cases if not isinstance(case, OpCase)),
+    ),
+    left_out=QUICK.left_out,
 )
 
 FULL = Suite(
@@ -255,7 +269,7 @@ CALLER = Suite(
     ),
 )
 
-SUITES = {suite.name: suite for suite in (QUICK, FULL, CPU_SPEED, CALLER, KASCADE, KASCADE_FINETUNE, SERVING)}
+SUITES = {suite.name: suite for suite in (QUICK, DEVICE, FULL, CPU_SPEED, CALLER, KASCADE, KASCADE_FINETUNE, SERVING)}
 
 
 def find_suite(name: str) -> Suite:

@@ -52,7 +52,10 @@ def _pack(command: Report) -> int:
 
 def _verify(command: Report) -> int:
     """Say that a bundle was not edited, and what it holds. It is unpacked only into --out."""
+    from attnsuite import reports
+
     from ..bundle import verified
+    from ..store import CONFORMANCE
     from ..summary import summary_lines
 
     if command.others:
@@ -63,6 +66,8 @@ def _verify(command: Report) -> int:
         print(*summary_lines(found.records), sep="\n")
         return 0
     found.write(command.out)
+    if (command.out / CONFORMANCE).is_dir():
+        reports.render(command.out / CONFORMANCE)
     return show(command.out)
 
 

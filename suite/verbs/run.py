@@ -22,8 +22,8 @@ class Run(OnFleet):
     """Measure every backend on every case of a suite and write a report."""
 
     suite: Annotated[str | None, flag("NAME|FILE", "quick")] = None
-    """quick, full, cpu-speed, caller, kascade, kascade-finetune, kascade-guide, serving, sharded, curves, or the path
-    of a .toml file."""
+    """quick, device, full, cpu-speed, caller, kascade, kascade-finetune, kascade-guide, serving, sharded, curves, or
+    the path of a .toml file."""
     model: Annotated[str | None, flag("NAME|DIR", "none")] = None
     """Instead of a suite: every backend in a checkpoint, on text and on the clock; text, or a directory.
     With --suite curves: the preset that is trained (default: tiny); with kascade-guide: its model (default: text)."""
@@ -87,6 +87,7 @@ _OWN_CELLS = {
     "sharded": ("suite", "out", "resume", *_FLEET),
     "curves": ("suite", "out", "resume", "model", "backends", "steps", "interpreted_steps", "mesh", *_FLEET),
 }
+_OF_DEVICE = ("suite", "out", "resume", "backends", "cell_timeout", "cell_memory", "sample_seconds")
 _OF_CURVES = ("steps", "interpreted_steps", "mesh")
 
 
@@ -97,6 +98,8 @@ def run(command: Run) -> int:
     from .report import show
 
     _check_flags(command)
+    if command.suite == "device":
+        return _device(command)
     fleet = fleet_of(command)
     if fleet is not None and command.profile is not None:
         raise InputError("--profile is for one machine: nodes would write to their own disks; leave out --executor.")
@@ -119,9 +122,32 @@ def run(command: Run) -> int:
     return code
 
 
+def _device(command: Run) -> int:
+    """Hold the device's backends to the contract, then run the suite; what is run is printed first."""
+    from attnsuite import reports
+
+    from ..device_run import device_run
+    from ..grid.execute import execute
+    from ..names import names_of
+    from .report import show
+
+    out, limits = directory_of(command, "device"), limits_of(command.cell_timeout, command.cell_memory)
+    asked = None if command.backends is None else tuple(names_of(command.backends, "--backends"))
+    found = device_run(asked, out, limits, resume=command.resume)
+    print("\n".join(found.plan()), flush=True)
+    suite = dataclasses.replace(found.suite, sample_seconds=_sample_seconds(command))
+    with progress(lambda: resuming("run --suite device", out)) as display:
+        judged = execute(found.judgement, display)
+        print(f"{reports.conformance_overview(judged)}\nreport:  {reports.render(found.judgement.out)}")
+        execute(suite, display)
+    code = show(out)
+    print(f"to send: attnsuite report {out} --bundle {out.name}.zip")
+    return code
+
+
 def _check_flags(command: Run) -> None:
     """Raise InputError for a flag that has no meaning for the suite."""
-    taken = _OWN_CELLS.get(command.suite or "")
+    taken = (_OWN_CELLS | {"device": _OF_DEVICE}).get(command.suite or "")
     changed = [field.name for field in dataclasses.fields(command) if getattr(command, field.name) != field.default]
     for name in changed:
         flag_name = f"--{name.replace('_', '-')}"

@@ -66,7 +66,8 @@ def test_why_exponentials_are_in_base_e(monkeypatch):
         check_accuracy(compiled(TOKAMAX_SPLASH, problem, Target.here(), "interpret")(*problem.inputs), problem)
 
     check()
-    kernel = importlib.import_module(f"{tokamax_splash._PACKAGE}.splash_attention_kernel")
+    package = tokamax_splash._MOVED.get(metadata.version("tokamax"), tokamax_splash._PACKAGE)
+    kernel = importlib.import_module(f"{package}.splash_attention_kernel")
     in_base_e = kernel.SplashConfig
     monkeypatch.setattr(kernel, "SplashConfig", lambda **given: in_base_e(**(given | {"use_base2_exp": True})))
     monkeypatch.setattr(tokamax_splash, "_kernel_of", tokamax_splash._kernel_of.__wrapped__)
@@ -121,8 +122,20 @@ def test_missing_package_is_a_reason_where_it_would_run(monkeypatch):
 def test_another_version_is_refused_before_anything_is_imported(monkeypatch, version):
     monkeypatch.setattr(metadata, "version", lambda _: version)
     monkeypatch.setattr(importlib, "import_module", lambda name: pytest.fail(f"{name} was imported"))
-    reason = f"tokamax_splash needs tokamax {VERSION}, whose private kernel it is, and found {version}; {INSTALL}."
+    wanted = " or ".join((VERSION, *tokamax_splash._MOVED))
+    reason = f"tokamax_splash needs tokamax {wanted}, whose private kernel it is, and found {version}; {INSTALL}."
     assert missing() == (reason,)
+
+
+@pytest.mark.parametrize("version", [VERSION, *tokamax_splash._MOVED])
+def test_kernel_is_imported_from_where_the_version_has_it(monkeypatch, version):
+    imported = []
+    monkeypatch.setattr(metadata, "version", lambda _: version)
+    monkeypatch.setattr(importlib, "import_module", imported.append)
+    monkeypatch.setattr(tokamax_package, "_import_error", tokamax_package._import_error.__wrapped__)
+    assert missing() == ()
+    moved = "_src.ops.splash_attention" if version != VERSION else "_src.ops.experimental.tpu.splash_attention"
+    assert imported == [f"tokamax.{moved}.splash_attention_kernel"]
 
 
 def test_whatever_the_import_raises_is_the_reason(monkeypatch):

@@ -16,7 +16,7 @@ from attnsuite.suite import bundle
 from attnsuite.suite.bundle import HEAD, LOG, pack, verified
 from attnsuite.suite.command_line import main
 from attnsuite.suite.errors import InputError
-from attnsuite.suite.store import MANIFEST, RECORDS
+from attnsuite.suite.store import CONFORMANCE, MANIFEST, RECORDS
 
 PUBLISHED = Path(__file__).parents[2] / "reports" / "published" / "cpu-intel-xeon"
 
@@ -161,7 +161,7 @@ def of_another_source(records):
 @pytest.mark.parametrize(
     ("edit", "reason"),
     [
-        (faster, "times as fast as this machine's measured matmul"),
+        (faster, "this machine needs at least"),
         (slower, "its samples take"),
         (looser, "the bound of out does not follow"),
         (excused, "out passed with an error outside its bound"),
@@ -266,6 +266,27 @@ def test_verb_packs_verifies_and_unpacks_only_where_it_is_told_to(run_dir, tmp_p
     assert (tmp_path / "theirs" / "report.md").is_file()
     for words in ((run_dir, "--bundle", tmp_path / "x.tar"), (target, run_dir), (run_dir, run_dir, "--bundle", target)):
         assert _code("report", *words) == 2
+
+
+def test_conformance_of_a_run_on_a_device_is_part_of_its_bundle(run_dir, tmp_path):
+    records = [json.loads(line) for line in (run_dir / RECORDS).read_text().splitlines()]
+    held = timed(records) | {"kind": "conformance", "problem": {"kind": "conformance", "name": "causal"}, "samples": []}
+    held |= {"key": "causal/standard", "suite": "judge", "case": "causal", "facts": {"gradients": True, "share": 0.5}}
+    folder = run_dir / CONFORMANCE
+    folder.mkdir()
+    (folder / RECORDS).write_text(json.dumps(held) + "\n")
+    shutil.copy(run_dir / MANIFEST, folder / MANIFEST)
+    pack(run_dir, tmp_path / "run.zip")
+    found = verified(tmp_path / "run.zip")
+    assert len(found.records) == len(records)
+    assert _code("report", tmp_path / "run.zip", "--out", tmp_path / "out") == 0
+    assert (tmp_path / "out" / CONFORMANCE / "report.md").is_file()
+    texts = texts_of(tmp_path / "run.zip")
+    for name in (f"{CONFORMANCE}/{MANIFEST}", f"{CONFORMANCE}/{RECORDS}"):
+        with pytest.raises(InputError, match="is refused"):
+            verified(rewritten(tmp_path / "edited.zip", {n: text for n, text in texts.items() if n != name}))
+        with pytest.raises(InputError, match="is refused"):
+            verified(rewritten(tmp_path / "edited.zip", texts | {name: texts[name].replace("causal", "plain")}))
 
 
 def test_run_that_was_cut_off_is_not_packed(run_dir, tmp_path):

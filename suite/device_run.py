@@ -1,0 +1,98 @@
+"""``attnsuite run --suite device``: ten minutes on somebody's device, the most useful cells first.
+
+First some problems of the contract on every backend that runs natively here, then the attention calls of ``quick``,
+decode steps and a long context, then whole models. A run that is cut keeps what is finished. On an accelerator only the
+backends that run natively there are taken, Kvax first on an NVIDIA GPU; on a CPU, where this is a rehearsal, all are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from attnsuite.backends import names
+
+from .doctor import examine_here
+from .errors import InputError
+from .grid.executors import Limits
+from .grid.run import RunGrid, new_request, resumed_request
+from .judgement import new_judgement, resumed_judgement
+from .store import CONFORMANCE, MANIFEST
+from .suites import DEVICE
+
+# Of 128 problems those that tell most: dtypes, grouped heads, masks, lengths, decoding, what nobody sees, large logits.
+PROBLEMS = (
+    "causal-bfloat16", "causal", "gqa-4", "length-129", "head-dim-128", "window-causal", "segments-causal",
+    "padding-right", "ragged-causal", "decode-bfloat16", "decode-4", "soft-cap", "rows-before-every-key",
+    "cross-bfloat16", "pages-decode", "big-logits-bfloat16",
+)  # fmt: skip
+_FIRST = {"cuda": "kvax", "tpu": "splash"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DeviceRun:
+    """The two grids of a run on a device, in order, and what the device is."""
+
+    target: str
+    judgement: RunGrid
+    suite: RunGrid
+
+    def plan(self) -> Iterator[str]:
+        """What is run, in order."""
+        cases = self.suite.cases
+        yield f"device:  {self.target}; backends: {', '.join(self.suite.backends)}"
+        yield f"1. the contract: {len(self.judgement.cases)} problems on each backend"
+        for number, title in enumerate(("attention calls and decode steps", "models, text"), start=2):
+            own = [case for case in cases if case.kind.startswith("op_") == (number == 2)]
+            yield f"{number}. {title}: {len(own)} cases: {', '.join(case.name for case in own)}"
+        yield "It can be stopped at any moment: what is finished is kept, and --resume goes on."
+
+
+def device_run(backends: Sequence[str] | None, out: Path, limits: Limits, *, resume: bool) -> DeviceRun:
+    """The grids of these flags. Raises InputError where JAX does not start, or nothing runs natively here."""
+    if resume:
+        return _resumed(backends, out, limits)
+    found = examine_here()
+    target = str(found["environment"]["target"])
+    taken = tuple(backends or _taken(found, target.partition(":")[0]))
+    return DeviceRun(target, _judgement(taken, out, limits), _suite(taken, out, limits))
+
+
+def _judgement(backends: Sequence[str], out: Path, limits: Limits) -> RunGrid:
+    return new_judgement(backends, ",".join(PROBLEMS), range(0), 0, out / CONFORMANCE, limits)
+
+
+def _suite(backends: Sequence[str], out: Path, limits: Limits) -> RunGrid:
+    return new_request(DEVICE.name, ",".join(backends), None, None, out, limits)
+
+
+def _resumed(backends: Sequence[str] | None, out: Path, limits: Limits) -> DeviceRun:
+    """The run in ``out``, whichever of its grids it was cut in."""
+    folder = out / CONFORMANCE
+    if backends is not None:
+        raise InputError("--backends cannot change a run that was begun; leave it out, or start a new run.")
+    if not (folder / MANIFEST).is_file():
+        raise InputError(f"{out} holds no run of --suite device to resume; leave out --resume to start one.")
+    judgement = resumed_judgement(folder, limits)
+    if not (out / MANIFEST).is_file():
+        return DeviceRun("as before", judgement, _suite(judgement.backends, out, limits))
+    suite = resumed_request(None, None, None, None, out, limits)
+    if suite.suite != DEVICE.name:
+        raise InputError(f"{out} holds a run of the suite {suite.suite}; resume it without --suite device.")
+    return DeviceRun("as before", judgement, suite)
+
+
+def _taken(found: dict, platform: str) -> list[str]:
+    """The backends to run, the one that matters most here first. Raises InputError."""
+    if platform == "cpu":
+        return [name for name in names() if name not in DEVICE.left_out]
+    native = [
+        backend["name"]
+        for backend in found["backends"]
+        if backend["name"] not in DEVICE.left_out
+        and any(problem["mode"] == "native" for problem in backend["problems"].values())
+    ]
+    if not native:
+        raise InputError("no backend runs natively on this device; attnsuite doctor says what each one needs.")
+    return sorted(native, key=lambda name: name != _FIRST.get(platform))

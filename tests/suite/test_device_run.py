@@ -1,0 +1,77 @@
+"""attnsuite run --suite device: which backends it takes, in what order, and how it goes on."""
+
+from __future__ import annotations
+
+import pytest
+
+from attnsuite.backends import names
+from attnsuite.suite import command_line, device_run
+from attnsuite.suite.errors import InputError
+from attnsuite.suite.grid.executors import Limits
+from attnsuite.suite.store import CONFORMANCE, MANIFEST, RECORDS
+from attnsuite.suite.suites import DEVICE, QUICK
+from attnsuite.testing.problems import CASES
+
+LIMITS = Limits(60, 2**33)
+
+
+def found(monkeypatch, tmp_path, target, native, **changes):
+    backends = [{"name": name, "problems": {"p": {"mode": "native" if name in native else "interpret"}}}
+                for name in names()]  # fmt: skip
+    monkeypatch.setattr(device_run, "examine_here", lambda: {"environment": {"target": target}, "backends": backends})
+    return device_run.device_run(**{"backends": None, "out": tmp_path, "limits": LIMITS, "resume": False} | changes)
+
+
+def test_accelerator_has_its_native_backends_alone_and_kvax_first_on_nvidia(monkeypatch, tmp_path):
+    made = found(monkeypatch, tmp_path, "cuda:h100", {"standard", "chunked", "kvax", "kascade"})
+    assert made.judgement.backends == made.suite.backends == ("kvax", "standard", "chunked")
+    assert found(monkeypatch, tmp_path, "tpu:v6e", {"standard", "splash"}).suite.backends == ("splash", "standard")
+    assert set(found(monkeypatch, tmp_path, "cpu:x", {"standard"}).suite.backends) == set(names()) - {"kascade"}
+    with pytest.raises(InputError, match="no backend runs natively"):
+        found(monkeypatch, tmp_path, "cuda:h100", set())
+    assert found(monkeypatch, tmp_path, "cuda:h100", set(), backends=("kvax",)).suite.backends == ("kvax",)
+
+
+def test_what_matters_most_is_first_and_is_said_first(monkeypatch, tmp_path):
+    made = found(monkeypatch, tmp_path, "cuda:h100", {"kvax", "standard"})
+    assert [case.name for case in made.judgement.cases if case.name not in CASES] == []
+    kinds = [case.kind.partition("_")[0] for case in made.suite.cases]
+    assert kinds == sorted(kinds, key=lambda kind: kind != "op")
+    assert {case.name for case in QUICK.cases} <= {case.name for case in DEVICE.cases}
+    device, contract, calls, models, _ = made.plan()
+    assert device == "device:  cuda:h100; backends: kvax, standard"
+    assert "16 problems" in contract
+    assert "decode-s32768" in calls
+    assert "prefill-text" in models
+
+
+def test_only_what_was_begun_is_resumed(monkeypatch, tmp_path):
+    for changes, sentence in (
+        ({"resume": True}, "holds no run of --suite device"),
+        ({"resume": True, "backends": ("kvax",)}, "--backends cannot change"),
+    ):
+        with pytest.raises(InputError, match=sentence):
+            found(monkeypatch, tmp_path, "cpu:x", set(), **changes)
+
+
+def test_run_that_was_cut_in_the_contract_goes_on_with_its_backends(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(device_run, "PROBLEMS", ("causal",))
+    monkeypatch.setattr(device_run, "_suite", _small)
+    out = tmp_path / "run"
+    words = ["run", "--suite", "device", "--out", str(out)]
+    with pytest.raises(SystemExit) as stopped:
+        command_line.main([*words, "--backends", "standard"])
+    assert stopped.value.code == 0
+    said = capsys.readouterr().out
+    assert said.startswith("device:  cpu:")
+    assert "to send: attnsuite report" in said
+    (out / MANIFEST).unlink()
+    (out / RECORDS).unlink()
+    with pytest.raises(SystemExit) as stopped:
+        command_line.main([*words, "--resume"])
+    assert stopped.value.code == 0
+    assert (out / RECORDS).read_text().count("\n") == (out / CONFORMANCE / RECORDS).read_text().count("\n") == 1
+
+
+def _small(backends, out, limits):
+    return device_run.new_request("device", ",".join(backends), "forward-s1024-h8k2-d64-f32", None, out, limits)
