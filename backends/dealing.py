@@ -5,7 +5,7 @@ each device's share inside ``shard_map``. Sequences and heads are independent, s
 communicate nothing. Context parallelism divides the tokens. Each device keeps its queries and either gathers all keys
 (``exchange="gather"``: any exact backend that takes positions) or lets them pass by in a ring (``exchange="ring"``:
 backends with ``part``, see ``ring.py``). A backend with its own way to divide an axis brings it
-(:class:`DealingBackend`); users ask for it with the same arguments.
+(:class:`ShardingBackend`); users ask for it with the same arguments.
 
 On a CPU, dividing the heads uses all cores: XLA runs the steps of a loop one after the other on one device. A process
 with one JAX device per core (``jax.config.update("jax_num_cpu_devices", n)`` before JAX starts) works on n heads at
@@ -57,7 +57,7 @@ class MeshAxes:
             raise ValueError("MeshAxes names no axis; give at least one of data, heads and context.")
         every = [name for axes in named.values() for name in _names(axes)]
         if len(set(every)) < len(every):
-            raise ValueError(f"{named} deals two dimensions to one axis; give each an axis of its own.")
+            raise ValueError(f"{named} shards two dimensions over one axis; give each an axis of its own.")
         if self.exchange not in get_args(Exchange):
             raise ValueError(f"exchange={self.exchange!r} must be 'gather' or 'ring'.")
 
@@ -68,10 +68,10 @@ class MeshAxes:
 
 
 @runtime_checkable
-class DealingBackend(Backend, Protocol):
+class ShardingBackend(Backend, Protocol):
     """A backend that divides a dimension itself, because dividing it from outside would be wrong or slower."""
 
-    def dealt(self, mesh: Mesh | AbstractMesh, axes: MeshAxes) -> Backend | None:
+    def sharded(self, mesh: Mesh | AbstractMesh, axes: MeshAxes) -> Backend | None:
         """The backend for the whole problem on all devices of ``mesh``; None if the shares are independent problems.
 
         Batch and heads are known to divide. The backend refuses other sizes that ``mesh`` does not divide.
@@ -148,14 +148,14 @@ class Sharded:
     def takes(self, target: Target, mode: Mode) -> Takes:
         """The features that can be divided (not masks and biases in a ring). The backend judges the share itself."""
         gathered: frozenset[Feature] = frozenset({*BASIC_FEATURES, "log_sum_exp", "sinks", "alibi", "mask_function"})
-        dealt = gathered - {"mask", "bias", "log_sum_exp", "alibi"} if self._in_ring else gathered
+        features = gathered - {"mask", "bias", "log_sum_exp", "alibi"} if self._in_ring else gathered
         why = "which passes keys between devices, but not the columns of such an array"
         because = dict.fromkeys(("mask", "bias"), why) | {"log_sum_exp": "which uses it to merge the parts"}
         because |= {"alibi": "whose parts have no slopes", "score_function": "whose shares count heads from zero"}
         whole = self.axes.context is None and self._own() is None
         layouts = KV_LAYOUTS if whole else ("NHD",)
         carries = takes_of(self.backend, target, mode).carries
-        return Takes(features=dealt, carries=carries, kv_layouts=layouts, because=because)
+        return Takes(features=features, carries=carries, kv_layouts=layouts, because=because)
 
     def refuses(
         self, spec: AttentionSpec, target: Target, mode: Mode, options: Mapping[str, Any] | None
@@ -229,7 +229,7 @@ class Sharded:
 
     def _own(self) -> Backend | None:
         """The backend with its own way to divide these axes, if it has one."""
-        return self.backend.dealt(self.mesh, self.axes) if isinstance(self.backend, DealingBackend) else None
+        return self.backend.sharded(self.mesh, self.axes) if isinstance(self.backend, ShardingBackend) else None
 
     @property
     def _in_ring(self) -> bool:
@@ -246,22 +246,22 @@ class Sharded:
     def _indivisible(self, spec: AttentionSpec, *names: str) -> Iterator[str]:
         """Sentences for dimensions that do not divide evenly: of ``names``, or of all that are divided."""
         lengths = ("query_length", "key_value_length")
-        dealt = {"data": ("batch",), "heads": ("num_kv_heads",), "context": lengths}
+        fields = {"data": ("batch",), "heads": ("num_kv_heads",), "context": lengths}
         for name, axis in self.axes.named().items():
-            for field in dealt[name] if name in (names or dealt) else ():
+            for field in fields[name] if name in (names or fields) else ():
                 if getattr(spec, field) % self._size(name):
                     yield (
-                        f"{field}={getattr(spec, field)} cannot be dealt to the {self._size(name)} devices of "
+                        f"{field}={getattr(spec, field)} cannot be sharded over the {self._size(name)} devices of "
                         f"{name}={axis!r}; give a multiple of {self._size(name)}, or a mesh whose axis divides it."
                     )
 
     def _unshardable(self, takes: Takes) -> Iterator[str]:
-        dealt = [name for name in ("heads", "context") if name in self.axes.named()]
-        if takes.carries and dealt:
+        named = [name for name in ("heads", "context") if name in self.axes.named()]
+        if takes.carries and named:
             yield (
                 f"{self.backend.name} selects in one layer what the next ones attend to, across heads and over all "
-                f"keys, so its {' and '.join(dealt)} cannot be dealt out from outside; deal data only, or heads "
-                f"only where {self.backend.name} deals them itself."
+                f"keys, so its {' and '.join(named)} cannot be sharded from outside; shard data only, or heads "
+                f"only where {self.backend.name} shards them itself."
             )
         elif self._in_ring and not takes.parts:
             yield (
@@ -299,7 +299,7 @@ class Sharded:
         """The specs of a layout's arrays: divided by batch, heads and tokens; keys are whole unless in a ring."""
         data, heads, context = self.axes.data, self.axes.heads, self.axes.context
         of_keys = context if self._in_ring else None
-        dealt: dict[str, tuple[MeshAxis | None, ...]] = {
+        of_array: dict[str, tuple[MeshAxis | None, ...]] = {
             "query_segment_ids": (data, context),
             "query_positions": (data, context),
             "key_value_segment_ids": (data, of_keys),
@@ -307,7 +307,7 @@ class Sharded:
             "key_value_seq_lengths": (data,),
             "mask": (data, heads, context, of_keys),
         }
-        return Layout(**{name: _placed(getattr(layout, name), axes) for name, axes in dealt.items()})
+        return Layout(**{name: _placed(getattr(layout, name), axes) for name, axes in of_array.items()})
 
     def _columns(self, terms: Terms) -> Terms:
         """The spec of each term."""

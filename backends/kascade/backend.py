@@ -50,7 +50,7 @@ class _Heads:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Kascade:
-    """The ``kascade`` backend; :meth:`dealt` divides its heads among several devices."""
+    """The ``kascade`` backend; :meth:`sharded` divides its heads among several devices."""
 
     name: str = "kascade"
     exact: bool = False
@@ -82,10 +82,10 @@ class Kascade:
             settings = _settings(spec, target, mode, options)
         except ValueError:  # what no plan has is no reason of support: plan raises it
             return tuple(_position_reasons(spec))
-        dealt = () if self.heads is None else _dealing_reasons(settings, spec)
-        return *_position_reasons(spec), *dealt, *_kernel_reasons(spec, settings, target, mode)
+        divided = () if self.heads is None else _sharding_reasons(settings, spec)
+        return *_position_reasons(spec), *divided, *_kernel_reasons(spec, settings, target, mode)
 
-    def dealt(self, mesh: Mesh, axes: MeshAxes) -> Kascade | None:
+    def sharded(self, mesh: Mesh, axes: MeshAxes) -> Kascade | None:
         """The backend with its KV heads divided: each device selects for its own; only selections are exchanged.
 
         None for other axes: sequences are independent, so a device's share of the batch is a problem of its own.
@@ -135,7 +135,7 @@ class Kascade:
         schedule has no such layer, or if a reuse layer gets no selection.
         """
         settings = _settings(spec, target, mode, options)
-        if self.heads is not None and (reasons := tuple(_dealing_reasons(settings, spec))):
+        if self.heads is not None and (reasons := tuple(_sharding_reasons(settings, spec))):
             raise ValueError(" ".join(reasons))
         roles = _roles(settings, spec)
         num_layers = None if roles is None else len(roles)
@@ -389,15 +389,15 @@ def _kernel_reasons(spec: AttentionSpec, settings: Settings, target: Target, mod
         yield f"kascade's {name} kernels do not load here ({error}); {_INSTEAD}."
 
 
-def _dealing_reasons(settings: Settings, spec: AttentionSpec) -> Iterator[str]:
+def _sharding_reasons(settings: Settings, spec: AttentionSpec) -> Iterator[str]:
     if spec.needs_grad:
-        yield "gradients are not supported by kascade where heads are dealt; deal data, or use backend='chunked'."
+        yield "gradients are not supported by kascade where heads are sharded; shard data, or use backend='chunked'."
     if settings.kernel != "xla":
-        yield f"heads cannot be dealt by kascade with kernel={settings.kernel!r}; use kernel='xla', or deal data."
+        yield f"heads cannot be sharded by kascade with kernel={settings.kernel!r}; use kernel='xla', or shard data."
     if settings.ablation == "all_heads":
         yield (
-            "heads cannot be dealt by kascade with ablation='all_heads', which needs all of them at once; leave out "
-            "the ablation, or deal data."
+            "heads cannot be sharded by kascade with ablation='all_heads', which needs all of them at once; leave out "
+            "the ablation, or shard data."
         )
 
 

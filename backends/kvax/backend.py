@@ -38,7 +38,7 @@ _INSTEAD = "use backend='chunked'"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Kvax:
-    """The ``kvax`` backend, on one device; :meth:`dealt` divides it among several."""
+    """The ``kvax`` backend, on one device; :meth:`sharded` divides it among several."""
 
     name: str = "kvax"
     exact: bool = True
@@ -94,7 +94,7 @@ class Kvax:
             raise ImportError(" ".join(reasons))
         return plan_with(upstream_of(mode, target), spec, layout, blocks, self.devices)
 
-    def dealt(self, mesh: Mesh, axes: MeshAxes) -> Kvax | None:
+    def sharded(self, mesh: Mesh, axes: MeshAxes) -> Kvax | None:
         """The backend with the query length divided in Kvax's own order, beside the other dimensions of ``axes``.
 
         None if no length is divided: a device's share of sequences and heads is a problem of its own. None for a ring,

@@ -74,8 +74,8 @@ class OnMesh:
             kvax.parameters(**dataclasses.asdict(sizes)) for sizes in (blocks.forward, blocks.backward)
         )
         with self._specs(kvax):
-            dealt = self._deal(kvax, layout.query_positions, layout.query_segment_ids)
-            layout = dataclasses.replace(layout, query_positions=dealt[0], query_segment_ids=dealt[1])
+            arrays = self._deal(kvax, layout.query_positions, layout.query_segment_ids)
+            layout = dataclasses.replace(layout, query_positions=arrays[0], query_segment_ids=arrays[1])
             masks = kvax.create_attention_mask(
                 *_tokens(layout),
                 fwd_params=forward,

@@ -39,7 +39,7 @@ CHOSEN = (
     cell_of("standard", ALL, "causal", "ring"),
 )
 REFUSED = {
-    ("chunked", "one KV head"): "num_kv_heads=1 cannot be dealt to the 2 devices of heads='heads'",
+    ("chunked", "one KV head"): "num_kv_heads=1 cannot be sharded over the 2 devices of heads='heads'",
     ("kascade", "causal"): "kascade selects in one layer what the next ones attend to",
     ("splash", "causal"): "the share of one device with positions of its own: an array of explicit positions",
     ("splash", "balanced"): "explicit positions with query_length=160",

@@ -242,6 +242,6 @@ def test_forward_mode_says_what_to_use():
 
 def test_dealt_heads_have_no_gradient():
     mesh = jax.make_mesh((1,), ("model",))
-    dealt = KASCADE.dealt(mesh, MeshAxes(heads="model"))
+    dealt = KASCADE.sharded(mesh, MeshAxes(heads="model"))
     found = support(dealt, dataclasses.replace(sparse().spec, needs_grad=True), Target("cpu"))
     assert any("gradients" in reason for reason in found.reasons)

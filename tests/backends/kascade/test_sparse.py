@@ -429,7 +429,7 @@ def test_devices_that_divide_the_heads_compute_the_same(pytestconfig):
     ("options", "word"),
     [
         ({"ablation": "all_heads"}, "needs all of them at once"),
-        ({"kernel": "pallas"}, "heads cannot be dealt by kascade with kernel='pallas'"),
+        ({"kernel": "pallas"}, "heads cannot be sharded by kascade with kernel='pallas'"),
     ],
 )
 def test_a_mesh_that_cannot_divide_is_refused(options, word):
@@ -444,4 +444,4 @@ def test_heads_are_dealt_alone():
     mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("rows", "cores"))
     sharded = Sharded(KASCADE, mesh, MeshAxes(data="rows", heads="cores"))
     (reason,) = support(sharded, sparse().spec, Target("cpu")).reasons
-    assert "deal data only, or heads only where kascade deals them itself" in reason
+    assert "shard data only, or heads only where kascade shards them itself" in reason

@@ -95,8 +95,8 @@ for axis in ("data", "heads"):
         print(error)
 """
     lines = in_four_devices(code).splitlines()
-    assert "batch=3 cannot be dealt to the 2 devices of data='x'" in lines[0]
-    assert "num_kv_heads=3 cannot be dealt to the 2 devices of heads='x'" in lines[1]
+    assert "batch=3 cannot be sharded over the 2 devices of data='x'" in lines[0]
+    assert "num_kv_heads=3 cannot be sharded over the 2 devices of heads='x'" in lines[1]
 
 
 def test_inside_a_callers_own_shard_map():

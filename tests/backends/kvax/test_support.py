@@ -145,9 +145,9 @@ def test_mesh_that_does_not_fit_is_refused(mesh, axes, word):
 
 
 def test_kvax_deals_the_length_itself_and_nothing_else():
-    assert KVAX.dealt(MESH, MeshAxes(context="data", heads="model")).devices.context_size == 2
-    assert KVAX.dealt(MESH, MeshAxes(data="data", heads="model")) is None
-    assert KVAX.dealt(MESH, MeshAxes(context="data", exchange="ring")) is None
+    assert KVAX.sharded(MESH, MeshAxes(context="data", heads="model")).devices.context_size == 2
+    assert KVAX.sharded(MESH, MeshAxes(data="data", heads="model")) is None
+    assert KVAX.sharded(MESH, MeshAxes(context="data", exchange="ring")) is None
 
 
 def test_layout_may_be_traced_without_kvax():
