@@ -8,7 +8,6 @@ leaves them open. The library is closed, so this backend has never run on a mach
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -16,85 +15,47 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from .contract import NO_TERMS, AttentionSpec, Carry, Layout, Plan, Terms, check_options, may_attend
+from .contract import NO_TERMS, AttentionSpec, Carry, Layout, Plan, Terms, may_attend
 from .devices import Target
 from .features import Mode, Takes
+from .vendor_kernel import VendorKernel
 
 _INSTEAD = "use backend='chunked'"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Cudnn:
-    """The ``cudnn`` backend."""
+def _reasons(spec: AttentionSpec, target: Target, mode: Mode, options: Mapping[str, Any]) -> Iterator[str]:
+    """Devices before Ampere, head dimensions by device, and combinations that JAX's source leaves open."""
+    yield from _device_reasons(target, mode)
+    yield from _shape_reasons(spec, target)
+    yield from _mask_reasons(spec)
+    yield from _array_reasons(spec)
 
-    name: str = "cudnn"
-    exact: bool = True
 
-    def takes(self, target: Target, mode: Mode) -> Takes:
-        """Float16 and bfloat16; masks by slot; mask and bias arrays, which JAX passes on as a bias of that dtype."""
-        return Takes(
-            features=frozenset({
-                "causal", "bidirectional", "window", "lengths", "scale", "gradient", "grouped_queries",
-                "cross_length", "mask", "bias",
-            }),
-            dtypes=("float16", "bfloat16"),
-            head_dims=range(8, 257, 8),
-            least_length=2,
-            modes=("native", "compile"),
-            because={
-                "mode": "which is a closed library without a source to interpret",
-                "least_length": "since JAX's source says nothing of single tokens, and PyTorch refuses them to it",
-                "value_head_dim": "whose JAX interface takes keys and values of one shape",
-                "segments": "whose JAX interface has no argument for them",
-                "positions": "which masks by slot",
-            },
-        )  # fmt: skip
+def _plan(spec: AttentionSpec, layout: Layout, target: Target, mode: Mode, options: Mapping[str, Any]) -> Plan:
+    """Prepare only the lengths; there are no options."""
+    lengths = layout.key_value_seq_lengths
 
-    def refuses(
-        self, spec: AttentionSpec, target: Target, mode: Mode, options: Mapping[str, Any] | None
-    ) -> tuple[str, ...]:
-        """Devices before Ampere, head dimensions by device, and combinations that JAX's source leaves open."""
-        return (
-            *_device_reasons(target, mode),
-            *_shape_reasons(spec, target),
-            *_mask_reasons(spec),
-            *_array_reasons(spec),
-        )
+    def attend(
+        query: Float[Array, "b t n h"],
+        key: Float[Array, "b s k h"],
+        value: Float[Array, "b s k h"],
+        layer: int | None,
+        carry: Carry,
+        terms: Terms = NO_TERMS,
+    ) -> tuple[Float[Array, "b t n h"], Carry]:
+        arrays, seeing = _arrays(spec, layout, terms)
+        if lengths is None:
+            out = _call(spec, query, key, value, None, arrays)
+            return out if seeing is None else jnp.where(seeing, out, jnp.zeros_like(out)), carry
+        # The library leaves open the gradients of keys beyond the length, and its output where the length is 0.
+        # These selects make both zero, forward and backward.
+        valid = jnp.arange(spec.key_value_length, dtype=jnp.int32)[None, :] < lengths[:, None]
+        key, value = (jnp.where(valid[:, :, None, None], x, jnp.zeros_like(x)) for x in (key, value))
+        out = _call(spec, query, key, value, jnp.maximum(lengths, 1).astype(jnp.int32), arrays)
+        filled = (lengths > 0)[:, None, None, None]
+        return jnp.where(filled if seeing is None else filled & seeing, out, jnp.zeros_like(out)), carry
 
-    def plan(
-        self,
-        spec: AttentionSpec,
-        layout: Layout,
-        *,
-        target: Target,
-        mode: Mode = "native",
-        options: Mapping[str, Any] | None = None,
-    ) -> Plan:
-        """Prepare only the lengths; there are no options."""
-        check_options(self.name, options, {})
-        lengths = layout.key_value_seq_lengths
-
-        def attend(
-            query: Float[Array, "b t n h"],
-            key: Float[Array, "b s k h"],
-            value: Float[Array, "b s k h"],
-            layer: int | None,
-            carry: Carry,
-            terms: Terms = NO_TERMS,
-        ) -> tuple[Float[Array, "b t n h"], Carry]:
-            arrays, seeing = _arrays(spec, layout, terms)
-            if lengths is None:
-                out = _call(spec, query, key, value, None, arrays)
-                return out if seeing is None else jnp.where(seeing, out, jnp.zeros_like(out)), carry
-            # The library leaves open the gradients of keys beyond the length, and its output where the length is 0.
-            # These selects make both zero, forward and backward.
-            valid = jnp.arange(spec.key_value_length, dtype=jnp.int32)[None, :] < lengths[:, None]
-            key, value = (jnp.where(valid[:, :, None, None], x, jnp.zeros_like(x)) for x in (key, value))
-            out = _call(spec, query, key, value, jnp.maximum(lengths, 1).astype(jnp.int32), arrays)
-            filled = (lengths > 0)[:, None, None, None]
-            return jnp.where(filled if seeing is None else filled & seeing, out, jnp.zeros_like(out)), carry
-
-        return Plan(attend)
+    return Plan(attend)
 
 
 def _arrays(
@@ -215,4 +176,25 @@ def _dotted(capability: tuple[int, int]) -> str:
     return ".".join(map(str, capability))
 
 
-CUDNN = Cudnn()
+CUDNN = VendorKernel(
+    name="cudnn",
+    allowed=Takes(
+        features=frozenset({
+            "causal", "bidirectional", "window", "lengths", "scale", "gradient", "grouped_queries", "cross_length",
+            "mask", "bias",
+        }),
+        dtypes=("float16", "bfloat16"),
+        head_dims=range(8, 257, 8),
+        least_length=2,
+        modes=("native", "compile"),
+        because={
+            "mode": "which is a closed library without a source to interpret",
+            "least_length": "since JAX's source says nothing of single tokens, and PyTorch refuses them to it",
+            "value_head_dim": "whose JAX interface takes keys and values of one shape",
+            "segments": "whose JAX interface has no argument for them",
+            "positions": "which masks by slot",
+        },
+    ),
+    reasons=_reasons,
+    make=_plan,
+)  # fmt: skip

@@ -69,7 +69,7 @@ class MeshAxes:
 
 @runtime_checkable
 class DealingBackend(Backend, Protocol):
-    """A backend with its own way to divide a dimension, because it cannot be divided from outside, or less well."""
+    """A backend that divides a dimension itself, because dividing it from outside would be wrong or slower."""
 
     def dealt(self, mesh: Mesh | AbstractMesh, axes: MeshAxes) -> Backend | None:
         """The backend for the whole problem on all devices of ``mesh``; None if the shares are independent problems.
@@ -149,8 +149,8 @@ class Sharded:
         """The features that can be divided (not masks and biases in a ring). The backend judges the share itself."""
         gathered: frozenset[Feature] = frozenset({*BASIC_FEATURES, "log_sum_exp", "sinks", "alibi", "mask_function"})
         dealt = gathered - {"mask", "bias", "log_sum_exp", "alibi"} if self._in_ring else gathered
-        why = "which passes keys on from device to device, but no columns of such an array"
-        because = dict.fromkeys(("mask", "bias"), why) | {"log_sum_exp": "which keeps it to put the parts together"}
+        why = "which passes keys between devices, but not the columns of such an array"
+        because = dict.fromkeys(("mask", "bias"), why) | {"log_sum_exp": "which uses it to merge the parts"}
         because |= {"alibi": "whose parts have no slopes", "score_function": "whose shares count heads from zero"}
         whole = self.axes.context is None and self._own() is None
         layouts = KV_LAYOUTS if whole else ("NHD",)

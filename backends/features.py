@@ -2,8 +2,7 @@
 
 Support is an allow-list. A spec names the features that it asks for (:func:`asked`), and a backend declares those that
 it takes (:class:`Takes`). :func:`refusals` writes one sentence for each of the others: the value given, the values
-accepted, and what to use instead. A feature that a backend does not declare is refused. So every present backend
-refuses a feature that is added later.
+accepted, and what to use instead. Backends reject new features until they declare them.
 """
 
 from __future__ import annotations
@@ -199,8 +198,8 @@ def refusals(name: str, takes: Takes, spec: AttentionSpec, mode: Mode) -> Iterat
     if takes.head_dims is not None and wide:
         yield _sentence(name, takes, "head_dims", f"head_dim={spec.head_dim}", _words(takes.head_dims), pad)
     value_dim, taken = spec.value_head_dim, takes.value_head_dims
-    said = wide and value_dim == spec.head_dim
-    if taken is not None and value_dim not in taken and not said:
+    reported = wide and value_dim == spec.head_dim
+    if taken is not None and value_dim not in taken and not reported:
         yield _sentence(name, takes, "value_head_dims", f"value_head_dim={value_dim}", _words(taken), pad)
     for field in ("query_length", "key_value_length"):
         length = getattr(spec, field)

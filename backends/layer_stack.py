@@ -141,10 +141,12 @@ class LayerStack:
         if not state.left:
             raise ValueError(f"a layer ran behind layer {turn - 1}, the last one here; expected each layer once.")
         if number is not None and (not isinstance(turn, int) or number != turn):
-            told = f"layer {turn} was expected" if isinstance(turn, int) else "a scan computes all layers by one block"
+            sentence = (
+                f"layer {turn} was expected" if isinstance(turn, int) else "a scan computes all layers by one block"
+            )
             raise ValueError(
-                f"layer {number} ran where {told}; run the layers in the order of their numbers, or give layer=stack "
-                "to a block that is every layer."
+                f"layer {number} ran where {sentence}; run the layers in the order of their numbers, or give "
+                "layer=stack to a block that is every layer."
             )
         if get_opaque_trace_state(convention="nnx") != state.trace:
             raise ValueError(_BETWEEN.format(turn=turn))

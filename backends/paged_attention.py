@@ -13,7 +13,6 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from importlib import util
 from typing import Any
 
 import jax
@@ -22,10 +21,11 @@ from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
-from .contract import AttentionSpec, Carry, Layout, Plan, check_options, may_attend
+from .contract import AttentionSpec, Carry, Layout, Plan, may_attend
 from .devices import KIB, Target
 from .features import Mode, Takes
 from .kv_cache import pages_in_pool
+from .vendor_kernel import VendorKernel
 
 _MODULE = "jax.experimental.pallas.ops.tpu.paged_attention"
 _PAGES = (128, 64, 32, 16)  # slots per page of a contiguous cache: the first that divides its length
@@ -35,104 +35,60 @@ _INSTEAD = "use backend='chunked'"
 OPTIONS = {"pages_per_block": "pages that the kernel copies and computes together, an integer from 1"}
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class PagedAttention:
-    """The ``paged_attention`` backend."""
+def _reasons(spec: AttentionSpec, target: Target, mode: Mode, options: Mapping[str, Any]) -> Iterator[str]:
+    if spec.query_length != 1:
+        yield (
+            f"query_length={spec.query_length} is not supported by paged_attention, which decodes (accepted: 1); "
+            f"{_INSTEAD}."
+        )
+    size = _page_size(spec)
+    if size is None:
+        yield (
+            f"key_value_length={spec.key_value_length} is not supported by paged_attention, which reads pages "
+            f"(accepted: a page table, or multiples of {_PAGES[-1]}); {_INSTEAD}."
+        )
+    elif 4 * spec.batch * spec.num_kv_heads * spec.key_value_length // size > _TABLE_BYTES:
+        yield (
+            f"batch={spec.batch}, num_kv_heads={spec.num_kv_heads} and key_value_length={spec.key_value_length} in "
+            f"pages of {size} slots are not supported by paged_attention, whose page table has 4 bytes of scalar "
+            f"memory for each page of each KV head (accepted: {_TABLE_BYTES} bytes in all); use larger pages, or "
+            "backend='chunked'."
+        )
 
-    name: str = "paged_attention"
-    exact: bool = True
 
-    def takes(self, target: Target, mode: Mode) -> Takes:
-        """One query token per sequence, in bfloat16."""
-        return Takes(
-            features=frozenset({
-                "causal",
-                "bidirectional",
-                "soft_cap",
-                "scale",
-                "positions",
-                "lengths",
-                "grouped_queries",
-                "cross_length",
-                "pages",
-            }),
-            dtypes=("bfloat16",),
-            head_dims=(128, 256),
-            because={
-                "dtype": "which rounds keys and values to bfloat16",
-                "head_dims": "whose blocks are whole lanes",
-                "window": "which reads the leading slots of a sequence",
-                "kv_dtype": "whose scales have the size of the numbers that they belong to",
-            },
-        )  # fmt: skip
+def _plan(spec: AttentionSpec, layout: Layout, target: Target, mode: Mode, options: Mapping[str, Any]) -> Plan:
+    """Count the slots that each sequence sees, and make the table. Options: see :data:`OPTIONS`.
 
-    def refuses(
-        self, spec: AttentionSpec, target: Target, mode: Mode, options: Mapping[str, Any] | None
-    ) -> Iterator[str]:
-        """Devices that are no TPU, a JAX without the kernel, several query tokens, odd lengths, and too many pages."""
-        yield from device_reasons(self.name, _MODULE, target, mode)
-        if spec.query_length != 1:
-            yield (
-                f"query_length={spec.query_length} is not supported by {self.name}, which decodes (accepted: 1); "
-                f"{_INSTEAD}."
-            )
-        size = _page_size(spec)
-        if size is None:
-            yield (
-                f"key_value_length={spec.key_value_length} is not supported by {self.name}, which reads pages "
-                f"(accepted: a page table, or multiples of {_PAGES[-1]}); {_INSTEAD}."
-            )
-        elif 4 * spec.batch * spec.num_kv_heads * spec.key_value_length // size > _TABLE_BYTES:
-            yield (
-                f"batch={spec.batch}, num_kv_heads={spec.num_kv_heads} and key_value_length={spec.key_value_length} in "
-                f"pages of {size} slots are not supported by {self.name}, whose page table has 4 bytes of scalar "
-                f"memory for each page of each KV head (accepted: {_TABLE_BYTES} bytes in all); use larger pages, or "
-                "backend='chunked'."
-            )
+    Slots that are not seen are copied with their page. If the output is not finite, or if the kernel cannot read
+    the pool as it is, the slots that are seen are gathered, and the kernel runs on these. It cannot read the pool
+    where a sequence sees a page outside of it, or a slot behind one that it does not see (by key positions).
+    """
+    per_block = _pages_per_block(spec, options)
+    table, outside = pages_in_pool(spec, layout)
+    pages = _contiguous(spec) if table is None else table[:, None] * spec.num_kv_heads + _heads(spec)
+    mask = may_attend(spec, layout)
+    seen = jnp.ones((1, 1), bool) if mask is None else mask[:, 0, 0]
+    seen = jnp.broadcast_to(seen, (spec.batch, spec.key_value_length))
+    lengths = seen.sum(1, dtype=jnp.int32)
+    leading = jnp.arange(spec.key_value_length) < lengths[:, None]
+    nowhere = jnp.zeros(spec.batch, bool) if outside is None else (outside & seen).any(1)
+    readable = (leading == seen).all() & ~nowhere.any()
+    interpreted = pltpu.force_tpu_interpret_mode if mode == "interpret" else contextlib.nullcontext
+    decode = functools.partial(_decode, per_block=per_block, interpreted=interpreted)
 
-    def plan(
-        self,
-        spec: AttentionSpec,
-        layout: Layout,
-        *,
-        target: Target,
-        mode: Mode = "native",
-        options: Mapping[str, Any] | None = None,
-    ) -> Plan:
-        """Count the slots that each sequence sees, and make the table. Options: see :data:`OPTIONS`.
+    def attend(
+        query: Float[Array, "b 1 n h"],
+        key: Float[Array, "rows slots k h"],
+        value: Float[Array, "rows slots k h"],
+        layer: int | None,
+        carry: Carry,
+    ) -> tuple[Float[Array, "b 1 n h"], Carry]:
+        pools = [x.swapaxes(1, 2).reshape(-1, _page_size(spec), spec.head_dim) for x in (key, value)]
+        out = decode(spec, lengths, pages, query, *pools)
+        finite = readable & jnp.isfinite(out).all()
+        return lax.cond(finite, lambda: out, lambda: _gathered(spec, decode, pages, seen, nowhere, query, pools)), carry
 
-        Slots that are not seen are copied with their page. If the output is not finite, or if the kernel cannot read
-        the pool as it is, the slots that are seen are gathered, and the kernel runs on these. It cannot read the pool
-        where a sequence sees a page outside of it, or a slot behind one that it does not see (by key positions).
-        """
-        per_block = _pages_per_block(spec, options)
-        table, outside = pages_in_pool(spec, layout)
-        pages = _contiguous(spec) if table is None else table[:, None] * spec.num_kv_heads + _heads(spec)
-        mask = may_attend(spec, layout)
-        seen = jnp.ones((1, 1), bool) if mask is None else mask[:, 0, 0]
-        seen = jnp.broadcast_to(seen, (spec.batch, spec.key_value_length))
-        lengths = seen.sum(1, dtype=jnp.int32)
-        leading = jnp.arange(spec.key_value_length) < lengths[:, None]
-        nowhere = jnp.zeros(spec.batch, bool) if outside is None else (outside & seen).any(1)
-        readable = (leading == seen).all() & ~nowhere.any()
-        interpreted = pltpu.force_tpu_interpret_mode if mode == "interpret" else contextlib.nullcontext
-        decode = functools.partial(_decode, per_block=per_block, interpreted=interpreted)
-
-        def attend(
-            query: Float[Array, "b 1 n h"],
-            key: Float[Array, "rows slots k h"],
-            value: Float[Array, "rows slots k h"],
-            layer: int | None,
-            carry: Carry,
-        ) -> tuple[Float[Array, "b 1 n h"], Carry]:
-            pools = [x.swapaxes(1, 2).reshape(-1, _page_size(spec), spec.head_dim) for x in (key, value)]
-            out = decode(spec, lengths, pages, query, *pools)
-            finite = readable & jnp.isfinite(out).all()
-            return lax.cond(
-                finite, lambda: out, lambda: _gathered(spec, decode, pages, seen, nowhere, query, pools)
-            ), carry
-
-        return Plan(attend)
+    return Plan(attend)
 
 
 def _gathered(
@@ -212,9 +168,9 @@ def _contiguous(spec: AttentionSpec) -> Int[Array, "b k pages_per_sequence"]:
     return jnp.arange(count, dtype=jnp.int32).reshape(spec.batch, spec.num_kv_heads, -1)
 
 
-def _pages_per_block(spec: AttentionSpec, options: Mapping[str, Any] | None) -> int:
+def _pages_per_block(spec: AttentionSpec, options: Mapping[str, Any]) -> int:
     size = _page_size(spec) or 1
-    given = check_options("paged_attention", options, OPTIONS).get("pages_per_block", max(1, _SLOTS // size))
+    given = options.get("pages_per_block", max(1, _SLOTS // size))
     if not isinstance(given, int) or isinstance(given, bool) or given < 1:
         raise ValueError(
             f"paged_attention: pages_per_block={given!r} is not accepted; it is {OPTIONS['pages_per_block']}."
@@ -222,15 +178,25 @@ def _pages_per_block(spec: AttentionSpec, options: Mapping[str, Any] | None) -> 
     return min(given, spec.key_value_length // size)
 
 
-def device_reasons(name: str, module: str, target: Target, mode: Mode) -> Iterator[str]:
-    """Why JAX's kernel for TPUs in ``module`` does not run: the device is no TPU, or JAX has no such module."""
-    if util.find_spec(module) is None:
-        yield f"this version of jax no longer has {module}, which {name} is; {_INSTEAD}."
-    if mode != "interpret" and target.platform != "tpu":
-        yield (
-            f"{name} is a kernel for TPUs, not for {target}; {_INSTEAD}, which runs on every platform, "
-            "or mode='interpret' to check its numbers."
-        )
-
-
-PAGED_ATTENTION = PagedAttention()
+PAGED_ATTENTION = VendorKernel(
+    name="paged_attention",
+    allowed=Takes(
+        features=frozenset({
+            "causal", "bidirectional", "soft_cap", "scale", "positions", "lengths", "grouped_queries", "cross_length",
+            "pages",
+        }),
+        dtypes=("bfloat16",),
+        head_dims=(128, 256),
+        because={
+            "dtype": "which rounds keys and values to bfloat16",
+            "head_dims": "whose blocks are whole lanes",
+            "window": "which reads the leading slots of a sequence",
+            "kv_dtype": "whose scales have the size of the numbers that they belong to",
+        },
+    ),
+    platform="tpu",
+    module=_MODULE,
+    reasons=_reasons,
+    options=OPTIONS,
+    make=_plan,
+)  # fmt: skip

@@ -2,27 +2,26 @@
 
 The kernel is FlashAttention-2 (arXiv 2307.08691) in Pallas' Triton dialect and needs no package but JAX. It computes
 self-attention, causal or full, forward. Everything else is refused. Segments are refused because the kernel has one
-array of ids and the contract two; for gradients see :meth:`PallasFlash.takes`. This file adds odd lengths (padded
+array of ids and the contract two. This file adds odd lengths (padded
 behind the last token) and grouped queries (keys and values repeated). JAX has deprecated the module in favour of
 tokamax and may remove it; the backend then refuses. Never run on a GPU here.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import warnings
 from collections.abc import Iterator, Mapping
-from importlib import util
 from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from .contract import AttentionSpec, Carry, Layout, Plan, check_options
+from .contract import AttentionSpec, Carry, Layout, Plan
 from .derivatives import forward_only
 from .devices import Target
 from .features import Mode, Takes
+from .vendor_kernel import VendorKernel
 
 _MODULE = "jax.experimental.pallas.ops.gpu.attention"
 # Lengths are padded to multiples of this. Blocks of 128 are the kernel's default; at head dim 256 they need more shared
@@ -33,64 +32,25 @@ _PADDING = -1
 _INSTEAD = "use backend='chunked'"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class PallasFlash:
-    """The ``pallas_flash`` backend."""
+def _plan(spec: AttentionSpec, layout: Layout, target: Target, mode: Mode, options: Mapping[str, Any]) -> Plan:
+    """Prepare only the ids of the padding; there are no options."""
+    ids = _padding_ids(spec)
+    kernel, block = _kernel(), 128 if spec.head_dim <= 128 else 64
+    sizes = kernel.BlockSizes(block_q=block, block_k=block)
+    run = functools.partial(kernel.mha, sm_scale=spec.softmax_scale, causal=spec.is_causal, block_sizes=sizes)
 
-    name: str = "pallas_flash"
-    exact: bool = True
+    def attend(
+        query: Float[Array, "b t n h"],
+        key: Float[Array, "b t k h"],
+        value: Float[Array, "b t k h"],
+        layer: int | None,
+        carry: Carry,
+    ) -> tuple[Float[Array, "b t n h"], Carry]:
+        key, value = (jnp.repeat(x, spec.group_size, axis=2) for x in (key, value))
+        padded = (jnp.pad(x, ((0, 0), (0, -x.shape[1] % _BLOCK), (0, 0), (0, 0))) for x in (query, key, value))
+        return run(*padded, ids, interpret=mode == "interpret")[:, : spec.query_length], carry
 
-    def takes(self, target: Target, mode: Mode) -> Takes:
-        """Half-precision self-attention, forward."""
-        return Takes(
-            features=frozenset({"causal", "bidirectional", "scale", "positions", "grouped_queries"}),
-            dtypes=("bfloat16", "float16"),
-            head_dims=range(1, _LARGEST_HEAD_DIM + 1),
-            because={
-                "dtype": "whose products of float32 may be TF32",
-                "gradient": (
-                    "whose backward pass rounds rowsum(dO * O) to half precision: with large logits dq fails the judge"
-                ),
-                "cross_length": "which is for self-attention",
-                "segments": "whose kernel has one array of them for queries and keys",
-                "lengths": "which masks by slot",
-            },
-        )
-
-    def refuses(
-        self, spec: AttentionSpec, target: Target, mode: Mode, options: Mapping[str, Any] | None
-    ) -> tuple[str, ...]:
-        """Devices that are no NVIDIA GPU, a JAX without the kernel, and positions that affect the mask."""
-        return *_device_reasons(target, mode), *_position_reasons(spec)
-
-    def plan(
-        self,
-        spec: AttentionSpec,
-        layout: Layout,
-        *,
-        target: Target,
-        mode: Mode = "native",
-        options: Mapping[str, Any] | None = None,
-    ) -> Plan:
-        """Prepare only the ids of the padding; there are no options."""
-        check_options(self.name, options, {})
-        ids = _padding_ids(spec)
-        kernel, block = _kernel(), 128 if spec.head_dim <= 128 else 64
-        sizes = kernel.BlockSizes(block_q=block, block_k=block)
-        run = functools.partial(kernel.mha, sm_scale=spec.softmax_scale, causal=spec.is_causal, block_sizes=sizes)
-
-        def attend(
-            query: Float[Array, "b t n h"],
-            key: Float[Array, "b t k h"],
-            value: Float[Array, "b t k h"],
-            layer: int | None,
-            carry: Carry,
-        ) -> tuple[Float[Array, "b t n h"], Carry]:
-            key, value = (jnp.repeat(x, spec.group_size, axis=2) for x in (key, value))
-            padded = (jnp.pad(x, ((0, 0), (0, -x.shape[1] % _BLOCK), (0, 0), (0, 0))) for x in (query, key, value))
-            return run(*padded, ids, interpret=mode == "interpret")[:, : spec.query_length], carry
-
-        return Plan(forward_only(attend))
+    return Plan(forward_only(attend))
 
 
 def _kernel() -> Any:
@@ -109,17 +69,7 @@ def _padding_ids(spec: AttentionSpec) -> Int[Array, "b padded"] | None:
     return jnp.pad(ids, ((0, 0), (0, behind)), constant_values=_PADDING)
 
 
-def _device_reasons(target: Target, mode: Mode) -> Iterator[str]:
-    if util.find_spec(_MODULE) is None:
-        yield f"this version of jax no longer has {_MODULE}, which pallas_flash is; {_INSTEAD}."
-    if mode != "interpret" and target.platform != "cuda":
-        yield (
-            f"pallas_flash is a kernel for NVIDIA GPUs, not for {target}; {_INSTEAD}, which runs on every platform, "
-            "or mode='interpret' to check its numbers."
-        )
-
-
-def _position_reasons(spec: AttentionSpec) -> Iterator[str]:
+def _position_reasons(spec: AttentionSpec, target: Target, mode: Mode, options: Mapping[str, Any]) -> Iterator[str]:
     if spec.has_positions and spec.is_causal:
         yield (
             "an array of explicit positions is not supported by pallas_flash with is_causal=True, which masks by slot "
@@ -127,4 +77,24 @@ def _position_reasons(spec: AttentionSpec) -> Iterator[str]:
         )
 
 
-PALLAS_FLASH = PallasFlash()
+PALLAS_FLASH = VendorKernel(
+    name="pallas_flash",
+    allowed=Takes(
+        features=frozenset({"causal", "bidirectional", "scale", "positions", "grouped_queries"}),
+        dtypes=("bfloat16", "float16"),
+        head_dims=range(1, _LARGEST_HEAD_DIM + 1),
+        because={
+            "dtype": "whose products of float32 may be TF32",
+            "gradient": (
+                "whose backward pass rounds rowsum(dO * O) to half precision: with large logits dq fails the judge"
+            ),
+            "cross_length": "which is for self-attention",
+            "segments": "whose kernel has one array of them for queries and keys",
+            "lengths": "which masks by slot",
+        },
+    ),
+    platform="cuda",
+    module=_MODULE,
+    reasons=_position_reasons,
+    make=_plan,
+)

@@ -126,15 +126,15 @@ def _content(path: str, *_: int) -> bytes:
     return Path(path).read_bytes()
 
 
-def policy_of(said: AnyPolicy | None) -> Policy | None:
+def policy_of(named: AnyPolicy | None) -> Policy | None:
     """The policy that is given, or the one that ``$ATTNSUITE_POLICY`` names; None without either.
 
     Raises ValueError as :func:`load_policy`.
     """
-    if isinstance(said, Policy):
-        return said
-    if said is not None:
-        return load_policy(said)
+    if isinstance(named, Policy):
+        return named
+    if named is not None:
+        return load_policy(named)
     path = os.environ.get(VARIABLE)
     try:
         return load_policy(path) if path else None
@@ -175,8 +175,8 @@ def decide(policy: Policy, spec: AttentionSpec) -> Decision:
         )
     case, measured = min(alike, key=lambda pair: _distance(pair[1], spec))
     ratio = "" if case.ratio is None else f", {case.ratio:.3g} times the time of standard"
-    told = f"case {case.case} of run {case.run} ({case.backend}{ratio})"
-    return Decision(case.backend, f"policy {policy.name}: {told}; {_nearness(measured, spec)}.")
+    message = f"case {case.case} of run {case.run} ({case.backend}{ratio})"
+    return Decision(case.backend, f"policy {policy.name}: {message}; {_nearness(measured, spec)}.")
 
 
 def problem_of(spec: AttentionSpec) -> dict[str, Any]:
@@ -236,8 +236,8 @@ def _unlike(policy: Policy, traits: Mapping[str, Any]) -> str:
     others = [_traits(spec) for spec in policy.specs]
     apart = [[name for name in traits if other[name] != traits[name]] for other in others]
     nearest = min(range(len(apart)), key=lambda i: len(apart[i]))
-    told = ", ".join(f"{name} ({others[nearest][name]}, here {traits[name]})" for name in apart[nearest])
-    return f"no measured problem is like this one; case {policy.content.cases[nearest].case} differs in {told}"
+    message = ", ".join(f"{name} ({others[nearest][name]}, here {traits[name]})" for name in apart[nearest])
+    return f"no measured problem is like this one; case {policy.content.cases[nearest].case} differs in {message}"
 
 
 def _distance(measured: AttentionSpec, spec: AttentionSpec) -> tuple[float, float]:

@@ -10,7 +10,6 @@ is not so is computed by ``chunked``. Nothing of this project has run the kernel
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -24,10 +23,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from . import kv_cache, tuned
 from .chunked import CHUNKED
-from .contract import AttentionSpec, Carry, Layout, Plan, check_options, positions
+from .contract import AttentionSpec, Carry, Layout, Plan, positions
 from .devices import Target
 from .features import Mode, Takes
-from .paged_attention import device_reasons
+from .vendor_kernel import VendorKernel
 
 _MODULE = "jax.experimental.pallas.ops.tpu.ragged_paged_attention"
 _PAGE, _PAGES, _ROWS = 128, 4, 32  # slots of a page, pages and query tokens of a block; not tuned on a TPU
@@ -41,68 +40,29 @@ OPTIONS = {
 }
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class RaggedPagedAttention:
-    """The ``ragged_paged_attention`` backend."""
+def _reasons(spec: AttentionSpec, target: Target, mode: Mode, options: Mapping[str, Any]) -> Iterator[str]:
+    half = spec.dtype == "bfloat16" and spec.kv_dtype is None  # two numbers in a word
+    words, step = spec.num_kv_heads * (1 if half else 2), 8 if half else 4
+    if words not in (1, 2, 4, 8) and words % 8:
+        yield (
+            f"num_kv_heads={spec.num_kv_heads} is not supported by ragged_paged_attention, whose slots fill whole "
+            f"tiles (accepted: 1, 2, 4, or multiples of {step} in this dtype); {_INSTEAD}."
+        )
+    if spec.has_segment_ids and "sequences" not in options:
+        yield (
+            "an array of segment ids is not supported by ragged_paged_attention without the number of sequences "
+            f"(accepted: backend_options={{'sequences': n}}); give it, or {_INSTEAD}."
+        )
 
-    name: str = "ragged_paged_attention"
-    exact: bool = True
 
-    def takes(self, target: Target, mode: Mode) -> Takes:
-        """Causal attention without gradients, from a cache of any kind."""
-        return Takes(
-            features=frozenset({
-                "causal",
-                "window",
-                "soft_cap",
-                "scale",
-                "segments",
-                "positions",
-                "lengths",
-                "grouped_queries",
-                "cross_length",
-                "pages",
-                "kv_dtype",
-            }),
-            dtypes=("float32", "bfloat16"),
-            head_dims=(_LANES,),
-            because={"head_dims": "whose rows are the lanes of a TPU"},
-        )  # fmt: skip
+def _plan(spec: AttentionSpec, layout: Layout, target: Target, mode: Mode, options: dict[str, Any]) -> Plan:
+    """Find the sequences. Options: see :data:`OPTIONS`. Raises ValueError for others, and for what does not fit."""
+    sizes, notes = _sizes(spec, target, options)
 
-    def refuses(
-        self, spec: AttentionSpec, target: Target, mode: Mode, options: Mapping[str, Any] | None
-    ) -> Iterator[str]:
-        """Devices that are no TPU, a JAX without the kernel, numbers of KV heads, and segments of unknown number."""
-        yield from device_reasons(self.name, _MODULE, target, mode)
-        half = spec.dtype == "bfloat16" and spec.kv_dtype is None  # two numbers in a word
-        words, step = spec.num_kv_heads * (1 if half else 2), 8 if half else 4
-        if words not in (1, 2, 4, 8) and words % 8:
-            yield (
-                f"num_kv_heads={spec.num_kv_heads} is not supported by {self.name}, whose slots fill whole tiles "
-                f"(accepted: 1, 2, 4, or multiples of {step} in this dtype); {_INSTEAD}."
-            )
-        if spec.has_segment_ids and "sequences" not in (options or {}):
-            yield (
-                f"an array of segment ids is not supported by {self.name} without the number of sequences (accepted: "
-                f"backend_options={{'sequences': n}}); give it, or {_INSTEAD}."
-            )
+    def plan(bare: AttentionSpec, contiguous: Layout) -> Plan:
+        return _of_sequences(bare, contiguous, sizes, notes, target, mode)
 
-    def plan(
-        self,
-        spec: AttentionSpec,
-        layout: Layout,
-        *,
-        target: Target,
-        mode: Mode = "native",
-        options: Mapping[str, Any] | None = None,
-    ) -> Plan:
-        """Find the sequences. Options: see :data:`OPTIONS`. Raises ValueError for others, and for what does not fit."""
-        sizes, notes = _sizes(spec, target, check_options(self.name, options, OPTIONS))
-
-        def plan(bare: AttentionSpec, contiguous: Layout) -> Plan:
-            return _plan(bare, contiguous, sizes, notes, target, mode)
-
-        return kv_cache.gathered(spec, layout, plan) if kv_cache.is_cache(spec) else plan(spec, layout)
+    return kv_cache.gathered(spec, layout, plan) if kv_cache.is_cache(spec) else plan(spec, layout)
 
 
 class _Sizes(NamedTuple):
@@ -122,7 +82,7 @@ class _Batch(NamedTuple):
     fits: Bool[Array, ""]  # whether the kernel computes what the layout says
 
 
-def _plan(
+def _of_sequences(
     spec: AttentionSpec, layout: Layout, sizes: _Sizes, notes: tuple[str, ...], target: Target, mode: Mode
 ) -> Plan:
     batch = _found(spec, layout, sizes.sequences)
@@ -291,4 +251,20 @@ def _facts(spec: AttentionSpec, sequences: int) -> dict[str, int]:
     return {name: 1 << (value - 1).bit_length() for name, value in facts.items()}
 
 
-RAGGED_PAGED_ATTENTION = RaggedPagedAttention()
+RAGGED_PAGED_ATTENTION = VendorKernel(
+    name="ragged_paged_attention",
+    allowed=Takes(
+        features=frozenset({
+            "causal", "window", "soft_cap", "scale", "segments", "positions", "lengths", "grouped_queries",
+            "cross_length", "pages", "kv_dtype",
+        }),
+        dtypes=("float32", "bfloat16"),
+        head_dims=(_LANES,),
+        because={"head_dims": "whose rows are the lanes of a TPU"},
+    ),
+    platform="tpu",
+    module=_MODULE,
+    reasons=_reasons,
+    options=OPTIONS,
+    make=_plan,
+)  # fmt: skip

@@ -15,10 +15,10 @@ from .merging import Seen
 
 
 def part(sinks: Float[Array, " heads"], seen: Seen) -> Seen:
-    """The sinks as a part of the keys, with a value of zero, for the rows of ``seen``.
+    """The sinks as one more part of the keys, with values of zero. It merges with ``seen``, the part of the real keys.
 
-    Their ``top`` is rounded down: a whole number (``flash_cpu`` reads it exactly), and never above a key that has more
-    than half of its row (``chunked`` takes the probability of that key from ``rest``).
+    ``top`` is rounded down to a whole number. ``flash_cpu`` can then read it exactly. It also stays below the logit of
+    a key with more than half of its row's weight, so that ``chunked`` can compute that weight from ``rest``.
     """
     out, top, _ = seen
     whole = jnp.floor(sinks.astype(jnp.float32))

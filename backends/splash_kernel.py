@@ -52,7 +52,7 @@ def with_log_sum_exp(made: Any, *arguments: Any) -> tuple[Array, Array]:
 def pull_back(
     made: Any, q: Array, k: Array, v: Array, ids: Any, sinks: Array, out: Array, log_sum_exp: Array, d_out: Array
 ) -> tuple[Array, Array, Array]:
-    """dq, dk and dv of a kernel of :func:`kernel_of`, for an output and a log-sum-exp over more keys than its own.
+    """dq, dk and dv of a kernel of :func:`kernel_of`. ``out`` and ``log_sum_exp`` may cover keys that it does not read.
 
     The kernel's public gradient takes only its own output, hence the private name; ``tests/backends/test_sharding.py``
     fails if it changes.

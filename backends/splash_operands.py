@@ -20,6 +20,7 @@ from .contract import NO_TERMS, AttentionSpec, Carry, Layout, Plan, Terms, may_a
 from .derivatives import forward_only
 from .devices import KIB, TPUS, Target
 from .features import BASIC_FEATURES, Feature, Mode
+from .vendor_kernel import device_reasons
 
 LANES = 128  # of a TPU's vector unit; every block is a multiple of it
 
@@ -273,16 +274,7 @@ def scaling_notes(spec: AttentionSpec) -> tuple[str, ...]:
 
 def reasons(name: str, spec: AttentionSpec, target: Target, mode: Mode) -> tuple[str, ...]:
     """Devices that are no TPU, positions that affect the mask of several query tokens, and sinks of one token."""
-    return (*_device_reasons(name, target, mode), *_position_reasons(name, spec), *_sink_reasons(name, spec))
-
-
-def _device_reasons(name: str, target: Target, mode: Mode) -> Iterator[str]:
-    """Why the kernel does not run on a device that is no TPU."""
-    if mode != "interpret" and target.platform != "tpu":
-        yield (
-            f"{name} is a kernel for TPUs, not for {target}; {_INSTEAD}, which runs on every platform, "
-            "or mode='interpret' to check its numbers."
-        )
+    return (*device_reasons(name, "tpu", target, mode), *_position_reasons(name, spec), *_sink_reasons(name, spec))
 
 
 def _position_reasons(name: str, spec: AttentionSpec) -> Iterator[str]:

@@ -42,8 +42,8 @@ def support(
         if not all(isinstance(reason, str) for reason in reasons):
             raise TypeError(f"its reasons are not all sentences: {reasons!r}")  # noqa: TRY301 (as its other faults)
     except Exception as error:  # noqa: BLE001 (whatever a foreign backend raises is why it cannot be used)
-        said = f"{type(error).__name__}: {error}"
-        reasons = (f"{_name(backend)} failed when asked what it takes ({said}), a fault of its own; {_INSTEAD}.",)
+        message = f"{type(error).__name__}: {error}"
+        reasons = (f"{_name(backend)} failed when asked what it takes ({message}), a fault of its own; {_INSTEAD}.",)
     return Support(reasons)
 
 

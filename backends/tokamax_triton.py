@@ -21,11 +21,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from . import tokamax_package
-from .contract import AttentionSpec, Carry, Layout, Plan, check_options
+from .contract import AttentionSpec, Carry, Layout, Plan
 from .derivatives import forward_only
 from .devices import Target
 from .features import Mode, Takes
 from .splash_operands import scaling_notes
+from .vendor_kernel import VendorKernel
 
 _FORWARD = "tokamax._src.ops.attention.pallas_triton"
 _BACKWARD = f"{_FORWARD}_vjp"
@@ -39,73 +40,27 @@ _PRECISION = jax.lax.DotAlgorithmPreset.DEFAULT  # of half precision, summed in 
 Ranges = tuple[Int[Array, "1 t"] | None, Int[Array, "1 t"] | None]  # per row: the first key, and behind the last
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class TokamaxTriton:
-    """The ``tokamax_triton`` backend."""
+def _plan(spec: AttentionSpec, layout: Layout, target: Target, mode: Mode, options: Mapping[str, Any]) -> Plan:
+    """Prepare only the ranges of keys."""
+    # Keys behind the last query see no row under a causal mask, and the backward pass does not expect them.
+    keys = min(spec.key_value_length, spec.query_length) if spec.is_causal else spec.key_value_length
+    lengths = layout.key_value_seq_lengths
+    run = _attention(dataclasses.replace(spec, key_value_length=keys), mode == "interpret")
+    run = jax.vmap(run, (0, 0, 0, None if lengths is None else 0))
 
-    name: str = "tokamax_triton"
-    exact: bool = True
+    def attend(
+        query: Float[Array, "b t n h"],
+        key: Float[Array, "b s k h"],
+        value: Float[Array, "b s k v"],
+        layer: int | None,
+        carry: Carry,
+    ) -> tuple[Float[Array, "b t n v"], Carry]:
+        # Scaled here: the kernels of the backward pass scale the query in one place and the key in another, in
+        # their own dtype, and would see other scores than the forward pass.
+        query = (query.astype(jnp.float32) * spec.softmax_scale).astype(query.dtype)
+        return run(query, key[:, :keys], value[:, :keys], lengths), carry
 
-    def takes(self, target: Target, mode: Mode) -> Takes:
-        """Half precision, and masks that are one range of keys per row."""
-        return Takes(
-            features=frozenset({
-                "causal", "bidirectional", "window", "soft_cap", "scale", "lengths", "gradient", "grouped_queries",
-                "cross_length", "value_head_dim",
-            }),
-            dtypes=("bfloat16", "float16"),
-            head_dims=range(1, 257),
-            value_head_dims=range(1, 257),
-            because={
-                "dtype": "whose dq of float32 at large logits fails the judge",
-                "segments": "whose masks in linear memory are one range of keys per row",
-                "positions": "which masks by slot",
-                "bias": "which adds it before the soft cap, and whose gradient of it has an entry for every score",
-            },
-        )  # fmt: skip
-
-    def refuses(
-        self, spec: AttentionSpec, target: Target, mode: Mode, options: Mapping[str, Any] | None
-    ) -> tuple[str, ...]:
-        """Devices that are no NVIDIA GPU since Ampere, what the backward pass lacks, and a missing package."""
-        found = *_device_reasons(target, mode), *_gradient_reasons(spec)
-        return found if found or not (target.present or mode != "native") else missing()
-
-    def plan(
-        self,
-        spec: AttentionSpec,
-        layout: Layout,
-        *,
-        target: Target,
-        mode: Mode = "native",
-        options: Mapping[str, Any] | None = None,
-    ) -> Plan:
-        """Prepare only the ranges of keys; there are no options.
-
-        Raises ImportError, with the reason, where tokamax cannot be used here.
-        """
-        check_options(self.name, options, {})
-        if why_not := missing():
-            raise ImportError(" ".join(why_not))
-        # Keys behind the last query see no row under a causal mask, and the backward pass does not expect them.
-        keys = min(spec.key_value_length, spec.query_length) if spec.is_causal else spec.key_value_length
-        lengths = layout.key_value_seq_lengths
-        run = _attention(dataclasses.replace(spec, key_value_length=keys), mode == "interpret")
-        run = jax.vmap(run, (0, 0, 0, None if lengths is None else 0))
-
-        def attend(
-            query: Float[Array, "b t n h"],
-            key: Float[Array, "b s k h"],
-            value: Float[Array, "b s k v"],
-            layer: int | None,
-            carry: Carry,
-        ) -> tuple[Float[Array, "b t n v"], Carry]:
-            # Scaled here: the kernels of the backward pass scale the query in one place and the key in another, in
-            # their own dtype, and would see other scores than the forward pass.
-            query = (query.astype(jnp.float32) * spec.softmax_scale).astype(query.dtype)
-            return run(query, key[:, :keys], value[:, :keys], lengths), carry
-
-        return Plan(attend if spec.needs_grad else forward_only(attend), scaling_notes(spec))
+    return Plan(attend if spec.needs_grad else forward_only(attend), scaling_notes(spec))
 
 
 def _attention(spec: AttentionSpec, interpret: bool) -> Callable[..., Array]:
@@ -230,19 +185,10 @@ def _kernels(interpret: bool) -> tuple[Any, Any]:
     return importlib.import_module(_FORWARD), importlib.import_module(_BACKWARD)
 
 
-def _device_reasons(target: Target, mode: Mode) -> Iterator[str]:
-    if mode == "interpret":
-        return
-    if target.platform != "cuda":
-        yield (
-            f"tokamax_triton is a kernel for NVIDIA GPUs, not for {target}; {_INSTEAD}, which runs on every platform, "
-            "or mode='interpret' to check its numbers."
-        )
-    elif (target.compute_capability or (8, 0)) < (8, 0):
+def _reasons(spec: AttentionSpec, target: Target, mode: Mode, options: Mapping[str, Any]) -> Iterator[str]:
+    """GPUs before Ampere, and what the backward pass lacks."""
+    if mode != "interpret" and (target.compute_capability or (8, 0)) < (8, 0):
         yield f"{target} is too old for tokamax_triton, which needs compute capability 8.0; {_INSTEAD}."
-
-
-def _gradient_reasons(spec: AttentionSpec) -> Iterator[str]:
     if not spec.needs_grad:
         return
     accepted = f"(accepted: needs_grad=False); {_INSTEAD}."
@@ -263,4 +209,25 @@ def missing() -> tuple[str, ...]:
     return tokamax_package.missing("tokamax_triton", _FORWARD)
 
 
-TOKAMAX_TRITON = TokamaxTriton()
+TOKAMAX_TRITON = VendorKernel(
+    name="tokamax_triton",
+    allowed=Takes(
+        features=frozenset({
+            "causal", "bidirectional", "window", "soft_cap", "scale", "lengths", "gradient", "grouped_queries",
+            "cross_length", "value_head_dim",
+        }),
+        dtypes=("bfloat16", "float16"),
+        head_dims=range(1, 257),
+        value_head_dims=range(1, 257),
+        because={
+            "dtype": "whose dq of float32 at large logits fails the judge",
+            "segments": "whose masks in linear memory are one range of keys per row",
+            "positions": "which masks by slot",
+            "bias": "which adds it before the soft cap, and whose gradient of it has an entry for every score",
+        },
+    ),
+    platform="cuda",
+    reasons=_reasons,
+    missing=missing,
+    make=_plan,
+)  # fmt: skip

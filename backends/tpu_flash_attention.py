@@ -11,7 +11,6 @@ where the kernel gives an average. Nothing of this project has run the kernel on
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import importlib
 from collections.abc import Iterator, Mapping
@@ -30,14 +29,13 @@ from .contract import (
     Layout,
     Plan,
     Terms,
-    check_options,
     may_attend,
 )
 from .derivatives import forward_only
 from .devices import Target
 from .features import Mode, Takes
-from .paged_attention import device_reasons
 from .splash_operands import LANES, default_precision, in_context, one_key_is_seen, round_up, rows_that_see, segment_ids
+from .vendor_kernel import VendorKernel
 
 _MODULE = "jax.experimental.pallas.ops.tpu.flash_attention"
 _BLOCKS = (512, 384, 256, 128)  # rows and keys: the first that divides the padded length; not tuned on a TPU
@@ -46,93 +44,55 @@ _BLOCKS = (512, 384, 256, 128)  # rows and keys: the first that divides the padd
 _LOWEST = -1e30
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class TpuFlashAttention:
-    """The ``tpu_flash_attention`` backend."""
-
-    name: str = "tpu_flash_attention"
-    exact: bool = True
-
-    def takes(self, target: Target, mode: Mode) -> Takes:
-        """Causal and full masks, segments, key lengths and a bias, with gradients."""
-        return Takes(
-            features=frozenset({
-                "causal",
-                "bidirectional",
-                "scale",
-                "segments",
-                "lengths",
-                "bias",
-                "gradient",
-                "grouped_queries",
-                "cross_length",
-            }),
-            dtypes=("float32", "bfloat16"),
-            head_dims=(*range(8, LANES + 1, 8), 2 * LANES),
-            because={"positions": "which masks by slot", "value_head_dim": "whose keys and values have one shape"},
-        )  # fmt: skip
-
-    def refuses(
-        self, spec: AttentionSpec, target: Target, mode: Mode, options: Mapping[str, Any] | None
-    ) -> Iterator[str]:
-        """Devices that are no TPU, a JAX without the kernel, and gradients in bfloat16."""
-        yield from device_reasons(self.name, _MODULE, target, mode)
-        if spec.needs_grad and spec.dtype == "bfloat16":
-            yield (
-                f"needs_grad=True with dtype=bfloat16 is not supported by {self.name}, whose backward pass reads the "
-                "output as rounded: dbias, and with large logits dk, fail the judge (accepted: float32); use "
-                "backend='chunked'."
-            )
-
-    def plan(
-        self,
-        spec: AttentionSpec,
-        layout: Layout,
-        *,
-        target: Target,
-        mode: Mode = "native",
-        options: Mapping[str, Any] | None = None,
-    ) -> Plan:
-        """Make the segment ids, and find the rows that see nothing; there are no options."""
-        check_options(self.name, options, {})
-        lengths = round_up(spec.query_length, LANES), round_up(spec.key_value_length, LANES)
-        ids = segment_ids(spec, layout, lengths)
-        hides = spec.has_segment_ids or spec.has_seq_lengths  # else every row sees the first key
-        rows = rows_that_see(ids, spec.query_length, causal=spec.is_causal) if hides and ids is not None else None
-        mask = may_attend(spec, layout) if spec.has_bias else None
-        alone = one_key_is_seen(ids) if spec.needs_grad else None
-        kernel = importlib.import_module(_MODULE).flash_attention
-        how = {"causal": spec.is_causal, "sm_scale": spec.softmax_scale, "block_sizes": _block_sizes(*lengths)}
-        call = in_context(
-            lambda q, k, v, ids, bias: kernel(q, k, v, bias, ids, **how),
-            functools.partial(_context, exact=spec.dtype == "float32", interpret=mode == "interpret"),
-            one_by_one=mode == "interpret",
+def _gradient_reasons(spec: AttentionSpec, target: Target, mode: Mode, options: Mapping[str, Any]) -> Iterator[str]:
+    if spec.needs_grad and spec.dtype == "bfloat16":
+        yield (
+            "needs_grad=True with dtype=bfloat16 is not supported by tpu_flash_attention, whose backward pass reads "
+            "the output as rounded: dbias, and with large logits dk, fail the judge (accepted: float32); use "
+            "backend='chunked'."
         )
 
-        def attend(
-            query: Float[Array, "b t n h"],
-            key: Float[Array, "b s k h"],
-            value: Float[Array, "b s k h"],
-            layer: int | None,
-            carry: Carry,
-            terms: Terms = NO_TERMS,
-        ) -> tuple[Float[Array, "b t n h"], Carry]:
-            if alone is not None:
-                query, key = (jnp.where(alone, jax.lax.stop_gradient(x), x) for x in (query, key))
-            bias, seen = None, jnp.ones((), bool) if rows is None else rows[:, :, None, None]
-            if terms.bias is not None:  # which may hide keys too, and is quadratic itself
-                largest = _largest(mask, terms.bias)
-                bias = _bias(spec, lengths, terms.bias, largest)
-                seen = ~jnp.isneginf(largest).swapaxes(1, 2)
-            key, value = (jnp.repeat(x, spec.group_size, axis=2) for x in (key, value))
-            q, k, v = (
-                jnp.pad(x.swapaxes(1, 2), ((0, 0), (0, 0), (0, length - x.shape[1]), (0, 0)))
-                for x, length in ((jnp.where(seen, query, 0), lengths[0]), (key, lengths[1]), (value, lengths[1]))
-            )
-            out = call(q, k, v, ids, bias)[:, :, : spec.query_length].swapaxes(1, 2)
-            return jnp.where(seen, out, 0), carry
 
-        return Plan(attend if spec.needs_grad else forward_only(attend))
+def _plan(spec: AttentionSpec, layout: Layout, target: Target, mode: Mode, options: Mapping[str, Any]) -> Plan:
+    """Make the segment ids, and find the rows that see nothing; there are no options."""
+    lengths = round_up(spec.query_length, LANES), round_up(spec.key_value_length, LANES)
+    ids = segment_ids(spec, layout, lengths)
+    hides = spec.has_segment_ids or spec.has_seq_lengths  # else every row sees the first key
+    rows = rows_that_see(ids, spec.query_length, causal=spec.is_causal) if hides and ids is not None else None
+    mask = may_attend(spec, layout) if spec.has_bias else None
+    alone = one_key_is_seen(ids) if spec.needs_grad else None
+    kernel = importlib.import_module(_MODULE).flash_attention
+    how = {"causal": spec.is_causal, "sm_scale": spec.softmax_scale, "block_sizes": _block_sizes(*lengths)}
+    call = in_context(
+        lambda q, k, v, ids, bias: kernel(q, k, v, bias, ids, **how),
+        functools.partial(_context, exact=spec.dtype == "float32", interpret=mode == "interpret"),
+        one_by_one=mode == "interpret",
+    )
+
+    def attend(
+        query: Float[Array, "b t n h"],
+        key: Float[Array, "b s k h"],
+        value: Float[Array, "b s k h"],
+        layer: int | None,
+        carry: Carry,
+        terms: Terms = NO_TERMS,
+    ) -> tuple[Float[Array, "b t n h"], Carry]:
+        if alone is not None:
+            query, key = (jnp.where(alone, jax.lax.stop_gradient(x), x) for x in (query, key))
+        bias, seen = None, jnp.ones((), bool) if rows is None else rows[:, :, None, None]
+        if terms.bias is not None:  # which may hide keys too, and is quadratic itself
+            largest = _largest(mask, terms.bias)
+            bias = _bias(spec, lengths, terms.bias, largest)
+            seen = ~jnp.isneginf(largest).swapaxes(1, 2)
+        key, value = (jnp.repeat(x, spec.group_size, axis=2) for x in (key, value))
+        q, k, v = (
+            jnp.pad(x.swapaxes(1, 2), ((0, 0), (0, 0), (0, length - x.shape[1]), (0, 0)))
+            for x, length in ((jnp.where(seen, query, 0), lengths[0]), (key, lengths[1]), (value, lengths[1]))
+        )
+        out = call(q, k, v, ids, bias)[:, :, : spec.query_length].swapaxes(1, 2)
+        return jnp.where(seen, out, 0), carry
+
+    return Plan(attend if spec.needs_grad else forward_only(attend))
 
 
 def _largest(
@@ -181,4 +141,19 @@ def _context(*, exact: bool, interpret: bool) -> Iterator[None]:
         yield
 
 
-TPU_FLASH_ATTENTION = TpuFlashAttention()
+TPU_FLASH_ATTENTION = VendorKernel(
+    name="tpu_flash_attention",
+    allowed=Takes(
+        features=frozenset({
+            "causal", "bidirectional", "scale", "segments", "lengths", "bias", "gradient", "grouped_queries",
+            "cross_length",
+        }),
+        dtypes=("float32", "bfloat16"),
+        head_dims=(*range(8, LANES + 1, 8), 2 * LANES),
+        because={"positions": "which masks by slot", "value_head_dim": "whose keys and values have one shape"},
+    ),
+    platform="tpu",
+    module=_MODULE,
+    reasons=_gradient_reasons,
+    make=_plan,
+)  # fmt: skip

@@ -153,10 +153,10 @@ def open_checkpoint(directory: str | Path, **overrides: Any) -> Checkpoint:
     if _is_only_meta(directory):
         source = MetaSource(directory, overrides.get("rope_scaling", "preset"))
         return Checkpoint(source.config.replace(**overrides), source)
-    said = read_json(directory / CONFIG)
-    config = from_hf(said)
+    fields = read_json(directory / CONFIG)
+    config = from_hf(fields)
     source: Source = ShardedSource(directory)
-    pieces = pieces_of(said["model_type"], config)  # read_fields has seen that the type is there
+    pieces = pieces_of(fields["model_type"], config)  # read_fields has seen that the type is there
     if pieces:
         source = FusedSource(source, pieces)
     return Checkpoint(config.replace(**overrides), source)

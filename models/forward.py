@@ -36,8 +36,8 @@ from .rope_scaling import DynamicScaling
 
 Tokens = Int[Array, "batch length"]
 Hidden = Float[Array, "batch length hidden"]
-# What positions do to a layer: cosines and sines [batch, length, width / 2] for queries and keys; or, without RoPE,
-# factors [batch, length] of the queries, or nothing.
+# How positions enter a layer. With RoPE: cosines and sines [batch, length, width / 2], for queries and keys.
+# Without RoPE: factors [batch, length] by which the queries are multiplied, or None.
 Turn = tuple[Array, Array] | Array | None
 Put = Callable[[Slots, Array], Slots]
 Observe = Callable[[int, Array, Array, Hidden, Hidden], None]
@@ -408,7 +408,7 @@ def _linear(x: Hidden, layer: Params, name: str) -> Float[Array, "batch length o
 
 @jax.custom_vjp
 def _slope_once(x: Array) -> Array:
-    """``x``. Its cotangent is computed once on a CPU: XLA would compute it again for the gradient of the weights."""
+    """``x`` itself, with a barrier on its cotangent: on a CPU, XLA would compute it again for the weights' gradient."""
     return x
 
 

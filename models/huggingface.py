@@ -88,16 +88,16 @@ def _check_architectures(fields: Fields) -> None:
 
 def _by_type(fields: Fields, family: FamilyFields) -> dict[str, Any]:
     """The fields in which the model types differ: biases, norms, windows, caps, experts."""
-    model_type, said = fields.model_type, fields.attention_bias
+    model_type, entries = fields.model_type, fields.attention_bias
     if model_type == OWN_TYPE:
         return _own(fields)
     if fields.attention_suite is not None:
         raise CheckpointError(f"{OWN_TYPE} in {CONFIG} is for model_type={OWN_TYPE!r}, not {model_type!r}.")
-    if model_type in _WITHOUT_CHOICE and said not in (None, model_type == "qwen2"):
+    if model_type in _WITHOUT_CHOICE and entries not in (None, model_type == "qwen2"):
         raise CheckpointError(
-            f"attention_bias={given(said)} in {CONFIG} is not what model_type={model_type!r} means; leave it out."
+            f"attention_bias={given(entries)} in {CONFIG} is not what model_type={model_type!r} means; leave it out."
         )
-    bias = bool(said)
+    bias = bool(entries)
     made = _windows(fields, family) | {
         "qkv_bias": bias or model_type == "qwen2",
         "output_bias": bias and model_type != "qwen2",
@@ -115,13 +115,13 @@ def _by_type(fields: Fields, family: FamilyFields) -> dict[str, Any]:
 
 
 def _own(fields: Fields) -> dict[str, Any]:
-    own, said = msgspec.structs.asdict(fields.attention_suite or OwnFields()), fields.attention_bias
+    own, entries = msgspec.structs.asdict(fields.attention_suite or OwnFields()), fields.attention_bias
     for name in ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"):
         if getattr(fields, name):
             raise CheckpointError(f"{name} in {CONFIG} has no place beside {OWN_TYPE}; leave it out.")
-    if said not in (None, own["qkv_bias"]):
+    if entries not in (None, own["qkv_bias"]):
         raise CheckpointError(
-            f"attention_bias={given(said)} in {CONFIG} is not qkv_bias={given(own['qkv_bias'])} in {OWN_TYPE}."
+            f"attention_bias={given(entries)} in {CONFIG} is not qkv_bias={given(own['qkv_bias'])} in {OWN_TYPE}."
         )
     return own
 

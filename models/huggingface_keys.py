@@ -259,20 +259,20 @@ def read_fields(config: Mapping[str, Any]) -> tuple[Fields, FamilyFields]:
         raise CheckpointError(
             f"model_type={given(model_type)} in {CONFIG} is not supported; use one of {', '.join(DEFAULTS)}."
         )
-    said = {key: value for key, value in {**DEFAULTS[model_type], **config}.items() if value is not None}
-    family = {key: said.pop(key) for key in FAMILY_KEYS.get(model_type, ()) if key in said}
-    refuse_other_values(said, {**ONLY, **FAMILY_ONLY.get(model_type, {})}, CONFIG)
-    refuse_unknown(said, known_keys(model_type), CONFIG)
+    entries = {key: value for key, value in {**DEFAULTS[model_type], **config}.items() if value is not None}
+    family = {key: entries.pop(key) for key in FAMILY_KEYS.get(model_type, ()) if key in entries}
+    refuse_other_values(entries, {**ONLY, **FAMILY_ONLY.get(model_type, {})}, CONFIG)
+    refuse_unknown(entries, known_keys(model_type), CONFIG)
     if model_type == "gemma3_text":
-        _split_rope(said, family)
+        _split_rope(entries, family)
     for key, kind in (("rope_scaling", RopeFields), ("rope_parameters", RopeFields), (OWN_TYPE, OwnFields)):
-        _check_nested(said, key, kind)
+        _check_nested(entries, key, kind)
     _check_nested(family, "sliding_rope", RopeFields)
     missing = [name for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
-                                 "num_attention_heads") if name not in said]  # fmt: skip
+                                 "num_attention_heads") if name not in entries]  # fmt: skip
     if missing:
         raise CheckpointError(f"{CONFIG} lacks {', '.join(missing)}; a configuration of this type has it.")
-    return checked(said, Fields, CONFIG), checked(family, FamilyFields, CONFIG)
+    return checked(entries, Fields, CONFIG), checked(family, FamilyFields, CONFIG)
 
 
 def known_keys(model_type: str) -> frozenset[str]:
@@ -281,16 +281,16 @@ def known_keys(model_type: str) -> frozenset[str]:
     return frozenset({*Fields.__struct_encode_fields__, *ONLY, *HARMLESS, *extra})
 
 
-def _split_rope(said: dict[str, Any], family: dict[str, Any]) -> None:
+def _split_rope(entries: dict[str, Any], family: dict[str, Any]) -> None:
     """Make one entry of each part of Gemma 3's ``rope_parameters``, which transformers 5 writes per layer type."""
-    rope = said.get("rope_parameters")
+    rope = entries.get("rope_parameters")
     if isinstance(rope, Mapping) and "full_attention" in rope:
         refuse_unknown(rope, ("full_attention", "sliding_attention"), f"rope_parameters in {CONFIG}")
-        said["rope_parameters"] = rope["full_attention"]
+        entries["rope_parameters"] = rope["full_attention"]
         family["sliding_rope"] = rope.get("sliding_attention")
 
 
-def _check_nested(said: dict[str, Any], key: str, kind: type[msgspec.Struct]) -> None:
-    if isinstance(said.get(key), Mapping):
-        said[key] = {name: value for name, value in said[key].items() if value is not None}
-        refuse_unknown(said[key], kind.__struct_encode_fields__, f"{key} in {CONFIG}")
+def _check_nested(entries: dict[str, Any], key: str, kind: type[msgspec.Struct]) -> None:
+    if isinstance(entries.get(key), Mapping):
+        entries[key] = {name: value for name, value in entries[key].items() if value is not None}
+        refuse_unknown(entries[key], kind.__struct_encode_fields__, f"{key} in {CONFIG}")

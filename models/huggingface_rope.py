@@ -41,16 +41,16 @@ def read_rope(fields: Fields) -> tuple[float, AnyScaling | None]:
     kind = _kind(rope)
     if kind != "default" and fields.model_type == "phi3":
         raise CheckpointError(f"rope_type={given(kind)} in {CONFIG} is not supported in a phi3; only 'default' is.")
-    said = {name: getattr(rope, name) for name in _ALL if getattr(rope, name) is not None}
+    entries = {name: getattr(rope, name) for name in _ALL if getattr(rope, name) is not None}
     needed, allowed = _KEYS[kind]
-    unused = [name for name in said if name not in (*needed, *allowed)]
+    unused = [name for name in entries if name not in (*needed, *allowed)]
     if unused:
         raise CheckpointError(f"rope_type={kind!r} in {CONFIG} makes no use of {', '.join(unused)}; leave them out.")
-    missing = [name for name in needed if name not in said]
+    missing = [name for name in needed if name not in entries]
     if missing:
         raise CheckpointError(f"rope scaling {kind!r} in {CONFIG} lacks {', '.join(missing)}.")
     try:
-        return theta, _scaling(kind, said, fields.max_position_embeddings)
+        return theta, _scaling(kind, entries, fields.max_position_embeddings)
     except ValueError as error:
         raise CheckpointError(f"{CONFIG}: {error}") from error
 
@@ -68,19 +68,19 @@ def write_rope(config: ModelConfig) -> dict[str, Any]:
     length, scaling = config.max_length, config.rope_scaling
     match scaling:
         case None:
-            said = None
+            entries = None
         case RopeScaling():
-            said = {name: getattr(scaling, name) for name in _LLAMA_3[:3]} | {_LENGTH: scaling.original_max_length}
-            said = {"rope_type": "llama3", **said}
+            entries = {name: getattr(scaling, name) for name in _LLAMA_3[:3]} | {_LENGTH: scaling.original_max_length}
+            entries = {"rope_type": "llama3", **entries}
         case LinearScaling():
-            said = {"rope_type": "linear", "factor": scaling.factor}
+            entries = {"rope_type": "linear", "factor": scaling.factor}
         case DynamicScaling():  # transformers takes the original length from max_position_embeddings
-            said, length = {"rope_type": "dynamic", "factor": scaling.factor}, scaling.original_max_length
+            entries, length = {"rope_type": "dynamic", "factor": scaling.factor}, scaling.original_max_length
         case YarnScaling():
-            said = {name: getattr(scaling, name) for name in ("factor", *_YARN)}
-            said = {"rope_type": "yarn", **said, _LENGTH: scaling.original_max_length}
-            said = {name: value for name, value in said.items() if value is not None}
-    return {"max_position_embeddings": length, "rope_theta": config.rope_theta, "rope_scaling": said}
+            entries = {name: getattr(scaling, name) for name in ("factor", *_YARN)}
+            entries = {"rope_type": "yarn", **entries, _LENGTH: scaling.original_max_length}
+            entries = {name: value for name, value in entries.items() if value is not None}
+    return {"max_position_embeddings": length, "rope_theta": config.rope_theta, "rope_scaling": entries}
 
 
 def _kind(rope: RopeFields) -> str:
@@ -97,19 +97,19 @@ def _kind(rope: RopeFields) -> str:
     return kind
 
 
-def _scaling(kind: str, said: dict[str, Any], max_length: int) -> AnyScaling | None:
-    length = said.pop(_LENGTH, None)
+def _scaling(kind: str, entries: dict[str, Any], max_length: int) -> AnyScaling | None:
+    length = entries.pop(_LENGTH, None)
     match kind:
         case "linear":
-            return LinearScaling(**said)
+            return LinearScaling(**entries)
         case "dynamic":
             if length not in (None, max_length):
                 raise ValueError(
                     f"{_LENGTH}={length} is not max_position_embeddings={max_length}; 'dynamic' takes the latter."
                 )
-            return DynamicScaling(original_max_length=max_length, **said)
+            return DynamicScaling(original_max_length=max_length, **entries)
         case "llama3":
-            return RopeScaling(original_max_length=length, **said)
+            return RopeScaling(original_max_length=length, **entries)
         case "yarn":
-            return YarnScaling(original_max_length=length, **said)
+            return YarnScaling(original_max_length=length, **entries)
     return None

@@ -246,13 +246,13 @@ def _projections(known: set[str]) -> str:
 
 
 def _read_config(path: Path) -> LoraConfig:
-    said = {key: value for key, value in read_json(path).items() if value is not None}
-    refuse_other_values(said, _ONLY, CONFIG)
-    refuse_unknown(said, {*_Fields.__struct_fields__, *_ONLY, *_HARMLESS}, CONFIG)
-    missing = [name for name in _Fields.__struct_fields__ if name not in said]
+    entries = {key: value for key, value in read_json(path).items() if value is not None}
+    refuse_other_values(entries, _ONLY, CONFIG)
+    refuse_unknown(entries, {*_Fields.__struct_fields__, *_ONLY, *_HARMLESS}, CONFIG)
+    missing = [name for name in _Fields.__struct_fields__ if name not in entries]
     if missing:
         raise CheckpointError(f"{CONFIG} lacks {', '.join(missing)}; that of a LoRA adapter has it.")
-    fields = checked(said, _Fields, CONFIG)
+    fields = checked(entries, _Fields, CONFIG)
     try:
         return LoraConfig(rank=fields.r, alpha=fields.lora_alpha, targets=fields.target_modules)
     except ValueError as error:

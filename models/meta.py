@@ -170,12 +170,12 @@ class MetaSource:
 
 
 def _read_params(path: Path) -> _Params:
-    said = {key: value for key, value in read_json(path).items() if value is not None}
-    refuse_unknown(said, _Params.__struct_fields__, PARAMS)
-    missing = [key for key in ("dim", "n_layers", "n_heads", "norm_eps") if key not in said]
+    fields = {key: value for key, value in read_json(path).items() if value is not None}
+    refuse_unknown(fields, _Params.__struct_fields__, PARAMS)
+    missing = [key for key in ("dim", "n_layers", "n_heads", "norm_eps") if key not in fields]
     if missing:
         raise CheckpointError(f"{PARAMS} lacks {', '.join(missing)}; Meta's have it.")
-    return checked(said, _Params, PARAMS)
+    return checked(fields, _Params, PARAMS)
 
 
 def half_split(weight: Float[np.ndarray, "rows in"], head_dim: int) -> Float[np.ndarray, "rows in"]:

@@ -10,7 +10,7 @@ from typing import Any
 from attnsuite.suite import kinds
 from attnsuite.suite.record import Record
 
-_SAID = frozenset(
+_IN_TITLE = frozenset(
     {"kind", "name", "model", "batch", "sequence", "heads", "kv_heads", "head_dim", "value_head_dim", "dtype"}
 )
 _DEFAULTS = {"documents": 1, "kv_layout": "NHD", "seed": 0}  # values that change nothing and are left out
@@ -40,8 +40,8 @@ def describe(kind: str, problem: Mapping[str, Any]) -> str:
         f"{problem.get('dtype')}": problem.get("dtype"),
     }
     words = [text for text, wanted in parts.items() if wanted]
-    said = _SAID if kind in _GENERATING else _SAID | {"new_tokens"}
-    others = {name: value for name, value in problem.items() if name not in said and _DEFAULTS.get(name) != value}
+    in_title = _IN_TITLE if kind in _GENERATING else _IN_TITLE | {"new_tokens"}
+    others = {name: value for name, value in problem.items() if name not in in_title and _DEFAULTS.get(name) != value}
     return ", ".join(words + [_word(name, value) for name, value in others.items() if _is_on(value)])
 
 

@@ -51,8 +51,8 @@ def compare(run_a: Path, run_b: Path, limits: Limits | None = None) -> Compariso
     blocks += _speeds(before, after, shared)
     blocks += _statuses(before, after, shared)
     if others:
-        told = ", ".join(map(code, others))
-        blocks.append(f"Not compared, since the name means another problem in run B: {told}.")
+        sentence = ", ".join(map(code, others))
+        blocks.append(f"Not compared, since the name means another problem in run B: {sentence}.")
     blocks += _missing("A", set(before) - set(after), "B")
     blocks += _missing("B", set(after) - set(before), "A")
     return Comparison("\n\n".join(blocks) + "\n", worse)
@@ -62,7 +62,7 @@ def _verdict(worse: Sequence[Regression], limits: Limits, count: int) -> list[st
     held = f"{plural(count, 'shared cell')} held to: {escape(str(limits))}."
     if not worse:
         return [f"**No regression.** {held}"]
-    rows: list[dict[str, Value]] = [{"what": each.what, "cell": each.cell, "told": each.told} for each in worse]
+    rows: list[dict[str, Value]] = [{"what": each.what, "cell": each.cell, "told": each.sentence} for each in worse]
     columns = (Column("what", "what"), Column("cell", "cell"), Column("told", "run B"))
     return [f"**{plural(len(worse), 'regression')}.** {held}", render_table(Table("worse", "", columns, tuple(rows)))]
 
@@ -102,9 +102,9 @@ def _source(a: Mapping[str, str], b: Mapping[str, str]) -> str:
     if digests[0] == digests[1]:
         return f"Same source in both runs (digest {escape(str(digests[0]))})."
     revisions = [facts.get("git revision", "no checkout") for facts in (a, b)]
-    told = " and ".join(f"{digest} ({revision}; run {name})"
+    sentence = " and ".join(f"{digest} ({revision}; run {name})"
                         for digest, revision, name in zip(digests, revisions, "AB", strict=True))  # fmt: skip
-    return f"**Different source:** {escape(told)}."
+    return f"**Different source:** {escape(sentence)}."
 
 
 def _facts(records: Sequence[Record]) -> dict[str, str]:
@@ -142,7 +142,7 @@ def _speeds(before: Mapping[str, Record], after: Mapping[str, Record], shared: S
     made = _rows(before, after, both)
     marked = sum(row["reading"] in ("B slower", "B faster") for row in made)
     intervals = sum(row["reading"] != "too few samples" for row in made)
-    told = (
+    sentence = (
         f"{plural(len(both), 'cell')} with a speed in both runs; in {marked} the interval of the ratio excludes 1. "
         f"Of {plural(intervals, '95% interval')}, {intervals * 0.05:.1f} would exclude 1 by chance alone, and the "
         "intervals do not know how the machine drifted between the two runs. Drift cancels in the time relative to the "
@@ -158,7 +158,7 @@ def _speeds(before: Mapping[str, Record], after: Mapping[str, Record], shared: S
         Column("reading", "reading"),
         Column("temp", "temporary memory, B relative to A"),
     )
-    return ["## Speed", told, render_table(table("speed", "", columns, made))]
+    return ["## Speed", sentence, render_table(table("speed", "", columns, made))]
 
 
 def _rows(before: Mapping[str, Record], after: Mapping[str, Record], both: Sequence[str]) -> list[dict[str, Value]]:

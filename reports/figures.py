@@ -231,7 +231,8 @@ def cell_notes(groups: Sequence[Group]) -> tuple[str, ...]:
             for note in cell.record.notes:
                 found.setdefault(note, []).append(f"{code(cell.label)} in {escape(group.case)}")
     return tuple(
-        f"{told[0] if len(told) == 1 else plural(len(told), 'cell')}: {escape(note)}" for note, told in found.items()
+        f"{noted[0] if len(noted) == 1 else plural(len(noted), 'cell')}: {escape(note)}"
+        for note, noted in found.items()
     )
 
 

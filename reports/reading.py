@@ -49,8 +49,8 @@ def refused(groups: Sequence[Group], numbers: Mapping[str, str]) -> list[str]:
         touched = [cell for cell in cells if reason in cell.record.reasons]
         backends = list(dict.fromkeys(cell.record.requested for cell in touched))
         asked = ", ".join(code(backend) for backend in backends)
-        told = reason.removeprefix(f"{backends[0]}: ") if len(backends) == 1 else reason
-        sentences.append(f"**{name}** {asked} in {_cases(touched, groups)}: {escape(told)} *{_instead(touched)}*")
+        text = reason.removeprefix(f"{backends[0]}: ") if len(backends) == 1 else reason
+        sentences.append(f"**{name}** {asked} in {_cases(touched, groups)}: {escape(text)} *{_instead(touched)}*")
     return sentences
 
 
@@ -67,8 +67,8 @@ def ran_nowhere(groups: Sequence[Group]) -> list[str]:
             continue
         own = [{r.removeprefix(f"{name}: ") for r in record.reasons if r.startswith(f"{name}: ")} for record in asked]
         if shared := sorted(set.intersection(*own)):
-            told = " ".join(f"{reason.split('; ')[0].rstrip('.')}." for reason in shared)
-            lines.setdefault(told, []).append(code(name))
+            text = " ".join(f"{reason.split('; ')[0].rstrip('.')}." for reason in shared)
+            lines.setdefault(text, []).append(code(name))
     return [f"{', '.join(names)}: {escape(reason)}" for reason, names in lines.items()]
 
 
@@ -89,8 +89,8 @@ def _instead(cells: Iterable[Cell]) -> str:
             outcomes[f"{code(ran)} would run"] += 1
         else:
             outcomes[f"{code(ran)} ran, mode {mode}"] += 1
-    told = ", ".join(f"{outcome} ({plural(count, 'cell')})" for outcome, count in sorted(outcomes.items()))
-    return f"Outcome: {told}."
+    text = ", ".join(f"{outcome} ({plural(count, 'cell')})" for outcome, count in sorted(outcomes.items()))
+    return f"Outcome: {text}."
 
 
 def failed(groups: Sequence[Group]) -> list[str]:
@@ -100,12 +100,12 @@ def failed(groups: Sequence[Group]) -> list[str]:
         for group in groups:
             for cell in group.cells:
                 if cell.record.status == status:
-                    told = shorten(cell.record.error or "no error was recorded")
-                    found.setdefault((status, cell.label, told), []).append(group.case)
+                    text = shorten(cell.record.error or "no error was recorded")
+                    found.setdefault((status, cell.label, text), []).append(group.case)
     return [
         f"**{status}**, {code(label)} in {escape(named[0]) if len(named) == 1 else plural(len(named), 'case')}: "
-        f"{escape(told)}"
-        for (status, label, told), named in found.items()
+        f"{escape(text)}"
+        for (status, label, text), named in found.items()
     ]
 
 
@@ -129,11 +129,11 @@ def _loss(group: Group, cell: Cell) -> list[str]:
     for one in quality.series_of(group, cell):
         if one.difference is None:
             continue
-        told = f"mean {escape(one.name)} differs from standard by {estimate(one.difference)}"
+        text = f"mean {escape(one.name)} differs from standard by {estimate(one.difference)}"
         if one.difference.excludes(0.0) is False:
-            told = f"no measurable difference to standard in mean {escape(one.name)} ({estimate(one.difference)})"
+            text = f"no measurable difference to standard in mean {escape(one.name)} ({estimate(one.difference)})"
         sentences.append(
-            f"**{escape(group.case)}**: {code(cell.label)} (approximate): {told}, "
+            f"**{escape(group.case)}**: {code(cell.label)} (approximate): {text}, "
             f"{plural(one.difference.count, 'pair')}."
         )
     return sentences

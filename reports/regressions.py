@@ -65,7 +65,7 @@ class Regression:
 
     what: What
     cell: str
-    told: str
+    sentence: str
 
 
 def parse_limits(text: str) -> Limits:
@@ -117,7 +117,7 @@ def timed(before: Mapping[str, Record], after: Mapping[str, Record]) -> list[str
 def control_of(
     key: str, before: Mapping[str, Record], after: Mapping[str, Record], both: Sequence[str]
 ) -> Sequence[str]:
-    """The cells that a cell is held to, of the same case and rounds in each run; ``both`` have a speed in both runs."""
+    """The controls of a cell, among ``both`` of its case and rounds: ``standard`` if it is there, else all of them."""
     others = [
         other
         for other in both
@@ -175,22 +175,22 @@ def _slower(before: Mapping[str, Record], after: Mapping[str, Record], share: fl
             allowed = [pace * sample for sample in first]
             needed = [("its time relative to its control", (second, first, *sides), share),
                       ("its time", (second, allowed), share / 2)]  # fmt: skip
-        if told := _told(needed, level):
-            found.append(Regression("slower", key, f"{told} (allowed: {number(1 + share)})"))
+        if sentence := _told(needed, level):
+            found.append(Regression("slower", key, f"{sentence} (allowed: {number(1 + share)})"))
     return [*_whole(before, after, plain, share), *found]
 
 
 def _told(needed: Sequence[tuple[str, tuple[Sequence[float], ...], float]], level: float) -> str:
     """How much slower a cell is, if each ratio (a name, its samples, a share) says so; else empty."""
-    told = []
+    sentence = []
     for name, samples, least in needed:
         if statistics.quick_ratio(*samples) <= 1 + least:  # most cells end here, without an interval
             return ""
         ratio = statistics.quick_interval(*samples, level=level)
         if ratio.low is None or ratio.low <= 1:
             return ""
-        told.append(f"{name} {estimate(ratio)} of that in A")
-    return ", ".join(told)
+        sentence.append(f"{name} {estimate(ratio)} of that in A")
+    return ", ".join(sentence)
 
 
 def _whole(
@@ -207,9 +207,9 @@ def _whole(
     lows = [statistics.quick_interval(after[key].samples, before[key].samples).low or 0.0 for key in plain]
     if float(np.quantile(lows, 0.25)) <= 1:
         return []
-    told = f"three quarters of {plural(len(plain), 'cell')} take at least {number(quartile)} of their time in A"
+    sentence = f"three quarters of {plural(len(plain), 'cell')} take at least {number(quartile)} of their time in A"
     machine = f"; the machine's matrix product takes {number(lost)} of its time in A" if all(rates) else ""
-    return [Regression("slower", WHOLE, f"{told} (allowed: {number(1 + share)}){machine}")]
+    return [Regression("slower", WHOLE, f"{sentence} (allowed: {number(1 + share)}){machine}")]
 
 
 def _matmul(run: Mapping[str, Record], keys: Iterable[str]) -> float | None:

@@ -34,8 +34,8 @@ def render(run_dir: Path, *others: Path, out: Path | None = None) -> Path:
     folder = Path(run_dir) if out is None else Path(out)
     for directory, found in runs.items():
         if stands_alone(found) and (others or len({record.kind for record in found.records}) > 1):
-            told, _ = _ALONE[next(record.kind for record in found.records if record.kind in _ALONE)]
-            raise ReportError(f"{directory} holds {told}, whose page stands alone; give that directory by itself.")
+            sentence, _ = _ALONE[next(record.kind for record in found.records if record.kind in _ALONE)]
+            raise ReportError(f"{directory} holds {sentence}, whose page stands alone; give that directory by itself.")
     first = runs[run_dir]
     written = _alone(first, folder) if stands_alone(first) else _files(runs.values())
     check_directory(folder)

@@ -71,15 +71,15 @@ def _innermost(spans: Sequence[tuple[float, float, str]]) -> Iterator[tuple[str,
 
 def draw_profiles(folder: Path) -> tuple[str, ...]:
     """Draw every trace of a directory that is newer than its picture. Returns what was not drawn, as sentences."""
-    told = []
+    sentence = []
     for trace in sorted(folder.glob(f"*{SUFFIX}")):
         picture = picture_of(trace)
         try:
             if not picture.exists() or picture.stat().st_mtime < trace.stat().st_mtime:
                 draw(trace)
         except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, zlib.error) as error:
-            told.append(f"{trace} was not drawn: {type(error).__name__}: {error}")
-    return tuple(told)
+            sentence.append(f"{trace} was not drawn: {type(error).__name__}: {error}")
+    return tuple(sentence)
 
 
 def picture_of(trace: Path) -> Path:

@@ -62,10 +62,12 @@ def trend_page(runs: Sequence[Entry], share: float) -> tuple[str, tuple[Change, 
     changed.sort(key=lambda change: (-change.run, change.series.case, change.series.backend))
     device = environment.device_of(runs[-1].records[0])
     days = f"{escape(runs[0].started[:10])} to {escape(runs[-1].started[:10])}"
-    told = "A backend's value is its time relative to `standard` of the same rounds; that of `standard` is its time."
+    sentence = (
+        "A backend's value is its time relative to `standard` of the same rounds; that of `standard` is its time."
+    )
     blocks = [
         f"# {escape(device)}: {plural(len(runs), 'run')}",
-        f"{days}. {told} Named are changes by more than {100 * share:g}%.",
+        f"{days}. {sentence} Named are changes by more than {100 * share:g}%.",
         "## Changes",
         _changes(changed, runs) if changed else "No cell changed its level.",
         "## Cells",
@@ -143,14 +145,16 @@ def _changes(changed: Sequence[Change], runs: Sequence[Entry]) -> str:
 def _differs(before: Entry, after: Entry) -> str:
     """The source and the versions that differ between two runs; a revision where the digest of the source does."""
     old, new = (entry.records[0].environment for entry in (before, after))
-    told = []
+    sentence = []
     if old.get("source") != new.get("source"):
-        told.append(f"source {new.get('source', 'not recorded')} (revision {new.get('git_revision') or 'not known'})")
+        sentence.append(
+            f"source {new.get('source', 'not recorded')} (revision {new.get('git_revision') or 'not known'})"
+        )
     for name, own in (("versions", ""), ("own", "file of "), ("flags", "")):
         there, here = old.get(name, {}), new.get(name, {})
-        told += [f"{own}{key} {there.get(key, 'absent')} to {here.get(key, 'absent')}"
+        sentence += [f"{own}{key} {there.get(key, 'absent')} to {here.get(key, 'absent')}"
                  for key in dict.fromkeys((*there, *here)) if there.get(key) != here.get(key)]  # fmt: skip
-    return "; ".join(told) or "nothing that the records tell"
+    return "; ".join(sentence) or "nothing that the records tell"
 
 
 def _cells(found: Sequence[Series]) -> str:

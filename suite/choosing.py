@@ -1,8 +1,8 @@
 """Policies from records: the fastest exact backend of each measured problem, for ``auto`` to follow.
 
 ``backends/policy.py`` has the form of the file and the rule by which ``auto`` follows it. Cells are compared only where
-they shared rounds. Calls of attention decide, and models whose layers are all of one attention type.
-:func:`score` holds a policy against the records of other problems: nothing is run for it.
+they shared rounds. The problems are calls of attention, and models whose layers are all of one attention type.
+:func:`score` compares a policy with the records of other problems, and runs nothing.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ def _kind(verb: str) -> type:
 
 def _help() -> str:
     width = max(map(len, VERBS)) + 2
-    verbs = "\n".join(f"  {verb:<{width}}{told}" for verb, told in VERBS.items())
+    verbs = "\n".join(f"  {verb:<{width}}{sentence}" for verb, sentence in VERBS.items())
     return (
         f"usage: attnsuite [-h] [--version] VERB ...\n\n{_DESCRIPTION}\n\n{verbs}\n\n"
         "attnsuite VERB --help says what a verb takes.\n"

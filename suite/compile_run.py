@@ -226,7 +226,7 @@ class _Compiler:
             each.outcome = outcome_of(each.ask(question, self._context.limits.seconds))
             lasting = each.outcome.status != "unsupported"
         except (CellFailure, InputError) as failure:
-            # oom is kept for the device's memory: a compiler too large for this machine gets another status.
+            # ``oom`` means that the target device ran out; a compiler that exhausts this host is ``crashed``.
             late = isinstance(failure, CellFailure) and failure.status == "timeout"
             each.outcome = Outcome(status="timeout" if late else "crashed", error=f"the compiler: {failure}")
             lasting = False

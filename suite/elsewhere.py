@@ -30,7 +30,11 @@ def elsewhere_of(row: str, target: Target, mode: Mode) -> Elsewhere | None:
 
 
 def _computed(row: str, mode: Mode, threads: int | None) -> dict[str, Arrays]:
-    """Raises RuntimeError where the process fails. XLA's CPU client reads the number of threads from ``PJRT_NPROC``."""
+    """Raises RuntimeError where the process fails.
+
+    XLA's CPU client reads the number of its threads from ``PJRT_NPROC``. Where the platform can, the process is bound
+    to as many cores.
+    """
     environment = dict(os.environ) if threads is None else {**os.environ, "PJRT_NPROC": str(threads)}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "results.npz"
@@ -50,6 +54,8 @@ def _computed(row: str, mode: Mode, threads: int | None) -> dict[str, Arrays]:
 
 
 def _main(row: str, mode: Mode, path: str) -> None:
+    if "PJRT_NPROC" in os.environ and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: int(os.environ["PJRT_NPROC"])])
     register_functions([row])
     subject = Subject(registry.get(row), Target.here(), mode)
     # NumPy's files know no bfloat16: the numbers travel as integers of the same size.

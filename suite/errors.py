@@ -29,10 +29,10 @@ def jax_does_not_start(failure: CellFailure) -> InputError:
 
     JAX_PLATFORMS may have kept JAX from what is here.
     """
-    platforms, said = os.environ.get("JAX_PLATFORMS"), failure.message.rstrip(" :.")
+    platforms, sentence = os.environ.get("JAX_PLATFORMS"), failure.message.rstrip(" :.")
     if platforms in (None, "", "cpu"):
-        return InputError(f"JAX, or a backend, does not start on this machine: {said}.")
-    reason = "no such device is here, or its plugin is not installed" if said == "AssertionError" else said
+        return InputError(f"JAX, or a backend, does not start on this machine: {sentence}.")
+    reason = "no such device is here, or its plugin is not installed" if sentence == "AssertionError" else sentence
     return InputError(
         f"JAX does not start on this machine with JAX_PLATFORMS={platforms}: {reason}; unset it, or set "
         "JAX_PLATFORMS=cpu."

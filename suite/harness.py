@@ -213,10 +213,12 @@ class SuiteLM(TemplateLM):
         if length <= self._logged:
             return
         self._logged = length
-        told: dict[str, tuple[int, int | None]] = {"in a text of %d tokens, the longest so far: %s": (length, None)}
+        lengths_of: dict[str, tuple[int, int | None]] = {
+            "in a text of %d tokens, the longest so far: %s": (length, None)
+        }
         if decoding:
-            told["in a step of decoding behind %d tokens: %s"] = (1, length)
-        for sentence, (queries, capacity) in told.items():
+            lengths_of["in a step of decoding behind %d tokens: %s"] = (1, length)
+        for sentence, (queries, capacity) in lengths_of.items():
             found = self._model.resolutions(1, queries, capacity=capacity, needs_grad=False, **self._attention)
             for kept in kept_of(tuple(found.items()), self._attention["backend_options"], self._model.config):
                 for line in (*self.notes, *kept.lines):

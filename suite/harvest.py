@@ -66,11 +66,12 @@ class Mark:
 class Harvest:
     """The calls that were found, in the order in which Python made them, and how often each is made."""
 
-    def __init__(self) -> None:
+    def __init__(self, instead: Callable[..., Any] | None = None) -> None:
         self.calls: list[Call] = []
         self.marks: dict[int, Mark] = {}  # of each call the last, which has gone through most transformations
         self.counts: Counter[Mark] | None = None  # of a traced program; None: one for each call of Python
         self.masks: dict[int, np.ndarray] | None = None  # of calls that ran (:func:`executed`): the first mask array
+        self.instead = instead  # computes a call, or returns NotImplemented
         self._thread = threading.get_ident()
         self._inside = False  # an attention function that calls another one is one call
 
@@ -78,7 +79,7 @@ class Harvest:
         """How often each marked call is made."""
         return Counter(self.marks.values()) if self.counts is None else self.counts
 
-    def call(self, read: Callable[..., _Read], original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def call(self, read: Callable[..., Read], original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call ``original`` with marked arrays, and remember the call."""
         if self._inside or threading.get_ident() != self._thread:
             return original(*args, **kwargs)
@@ -89,6 +90,8 @@ class Harvest:
         arrays = [jnp.asarray(arguments[name]) for name in names]
         found = read(arrays, arguments)
         self.calls.append(_call(found, arrays))
+        if self.instead is not None:
+            return self._instead(found, arrays, bound, original)
         index = len(self.calls) - 1
         if self.masks is not None and arguments.get("mask") is not None:
             jax.debug.callback(functools.partial(self._saw, index), arguments["mask"])
@@ -100,20 +103,29 @@ class Harvest:
         finally:
             self._inside = False
 
+    def _instead(self, read: Read, arrays: Sequence[Any], bound: inspect.BoundArguments, original: Any) -> Any:
+        assert self.instead is not None  # noqa: S101 (for the type checker)
+        self._inside = True
+        try:
+            found = self.instead(read, self.calls[-1], arrays, bound.arguments)
+            return original(*bound.args, **bound.kwargs) if found is NotImplemented else found
+        finally:
+            self._inside = False
+
     def _saw(self, index: int, mask: Any) -> None:
         if self.masks is not None:
             self.masks.setdefault(index, np.asarray(mask))
 
 
 @contextlib.contextmanager
-def harvest() -> Iterator[Harvest]:
-    """Collect the attention calls that this thread makes inside the ``with`` block.
+def harvest(into: Harvest | None = None) -> Iterator[Harvest]:
+    """Collect the attention calls that this thread makes inside the ``with`` block, in a new harvest or ``into`` one.
 
     The block computes what it would compute anyway; ``jax.eval_shape(step, ...)`` inside computes nothing. A call is
     counted as often as Python makes it: once where a layer is scanned, or jitted and called again. :func:`traced`
-    counts these too. Functions that JAX compiled before are traced anew. Other threads run what they always run, and
-    are not collected. At the end of the block, also after an exception, everything is as it was. Raises RuntimeError
-    where a harvest is open already.
+    counts these too. Functions that JAX compiled before are traced anew, once for each harvest. Other threads run what
+    they always run, and are not collected. At the end of the block, also after an exception, everything is as it was.
+    Raises RuntimeError where a harvest is open already.
 
     >>> x = jax.ShapeDtypeStruct((1, 8, 2, 16), jnp.float32)
     >>> with harvest() as found:
@@ -123,8 +135,8 @@ def harvest() -> Iterator[Harvest]:
     """
     from flax import linen, nnx  # noqa: PLC0415 (a second of time, for a harvest alone)
 
-    new = Harvest()
-    functions: list[tuple[Any, Callable[..., _Read]]] = [
+    new = into or Harvest()
+    functions: list[tuple[Any, Callable[..., Read]]] = [
         (jax.nn.dot_product_attention, _read_jax),
         (nnx.dot_product_attention, functools.partial(_read_flax, "flax.nnx.dot_product_attention")),
         (linen.dot_product_attention, functools.partial(_read_flax, "flax.linen.dot_product_attention")),
@@ -276,7 +288,7 @@ def _replaced_run(call: Callable[..., Any]) -> Iterator[None]:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Read:
+class Read:
     """What a call asks for: its function, the fields of its spec beside shapes and dtype, and what no spec has."""
 
     function: str
@@ -286,13 +298,13 @@ class _Read:
     spec: AttentionSpec | None = None
 
 
-def _read_plan(arrays: Sequence[Any], arguments: dict[str, Any]) -> _Read:
+def _read_plan(arrays: Sequence[Any], arguments: dict[str, Any]) -> Read:
     plan: Plan = arguments["self"]
-    return _Read("attnsuite", spec=plan.spec)
+    return Read("attnsuite", spec=plan.spec)
 
 
-def _read_jax(arrays: Sequence[Any], arguments: dict[str, Any]) -> _Read:
-    return _Read(
+def _read_jax(arrays: Sequence[Any], arguments: dict[str, Any]) -> Read:
+    return Read(
         "jax.nn.dot_product_attention",
         {
             "scale": None if arguments["scale"] is None else float(arguments["scale"]),
@@ -307,12 +319,12 @@ def _read_jax(arrays: Sequence[Any], arguments: dict[str, Any]) -> _Read:
     )
 
 
-def _read_flax(function: str, arrays: Sequence[Any], arguments: dict[str, Any]) -> _Read:
+def _read_flax(function: str, arrays: Sequence[Any], arguments: dict[str, Any]) -> Read:
     rate = arguments["dropout_rate"]
     dropout = f"dropout of {rate:g} on the attention weights"
     sown = "attention weights that are sown"
     unsaid = {dropout: rate > 0 and not arguments["deterministic"], sown: arguments["module"] is not None}
-    return _Read(
+    return Read(
         function,
         {
             "is_causal": arguments.get("is_causal", False),
@@ -324,7 +336,7 @@ def _read_flax(function: str, arrays: Sequence[Any], arguments: dict[str, Any]) 
     )
 
 
-def _call(read: _Read, arrays: Sequence[Any]) -> Call:
+def _call(read: Read, arrays: Sequence[Any]) -> Call:
     if read.spec is not None:
         return Call(read.function, _place(), read.spec, read.unsaid)
     query, key, value = (x.shape for x in arrays)

@@ -79,13 +79,13 @@ def _documents(mask: Bool[np.ndarray, "b t t"]) -> Int[np.ndarray, "b t"]:
 
 def sentences(found: Harvest) -> Iterator[str]:
     """For each place that passes such an array: what to write instead, and what the array costs on this machine."""
-    told: set[tuple[str, str]] = set()
+    reported: set[tuple[str, str]] = set()
     for index, given in sorted((found.masks or {}).items()):
         call, mask = found.calls[index], given != 0  # flax makes masks of floats
         said = read(mask, call.spec) if call.spec is not None and mask.ndim == 4 else None
-        if call.spec is None or said is None or (call.place, said.words) in told:
+        if call.spec is None or said is None or (call.place, said.words) in reported:
             continue
-        told.add((call.place, said.words))
+        reported.add((call.place, said.words))
         ratio = cost(mask, said, dataclasses.replace(call.spec, has_mask=False, is_causal=False))
         took = "" if ratio is None else f"; the array takes {ratio.value:.2f} times as long with auto on this machine"
         yield f"{call.place}: the mask array {list(mask.shape)} says {said.words} on this batch{took}."

@@ -75,8 +75,10 @@ def _read(directory: Path) -> Part:
     if manifest.cells is None:
         raise InputError(f"{directory} does not say how many cells it has (an older version wrote it); run it again.")
     if len(records) != manifest.cells:
-        told = f"{len(records)} of its {manifest.cells} cells have a record"
-        raise InputError(f"{directory} is not finished ({told}); run attnsuite run --resume --out {directory} first.")
+        sentence = f"{len(records)} of its {manifest.cells} cells have a record"
+        raise InputError(
+            f"{directory} is not finished ({sentence}); run attnsuite run --resume --out {directory} first."
+        )
     return Part(directory, manifest, records)
 
 
@@ -110,8 +112,8 @@ def _in_order(parts: Sequence[Part]) -> list[Part]:
         return list(parts)
     counts = {shard and shard.count for shard in numbers}
     if len(counts) > 1:
-        told = ", ".join(f"{part.directory} is {part.shard or 'no shard'}" for part in parts)
-        raise InputError(f"the runs are shards of different counts ({told}); give all shards of one count.")
+        sentence = ", ".join(f"{part.directory} is {part.shard or 'no shard'}" for part in parts)
+        raise InputError(f"the runs are shards of different counts ({sentence}); give all shards of one count.")
     (count,) = counts
     missing = [f"{number}/{count}" for number in range(1, (count or 0) + 1) if Shard(number, count or 0) not in numbers]
     if missing:

@@ -86,7 +86,7 @@ class TensorError:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """The fields of ``backends.tunable.KernelBuild`` for one kernel; its configuration is a table here."""
+    """One compiled kernel: the fields of ``backends.tunable.KernelBuild``, with its configuration as a table."""
 
     name: str
     configuration: dict[str, Scalar]

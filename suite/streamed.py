@@ -163,13 +163,13 @@ def _compared(nats: np.ndarray, theirs: np.ndarray, other: _Attention) -> _Compa
     if lost is None:
         return _Compared({}, {}, f"compared with {other.name}: nothing, since losses are not finite")
     figures = {"against_perplexity": float(np.exp(np.mean(beside))), "nats_lost": lost.value}
-    told = "no interval below 6 sequences"
+    sentence = "no interval below 6 sequences"
     if lost.low is not None and lost.high is not None:
         figures |= {"nats_lost_low": lost.low, "nats_lost_high": lost.high}
-        told = f"95% interval {lost.low:+.4f} to {lost.high:+.4f}"
+        sentence = f"95% interval {lost.low:+.4f} to {lost.high:+.4f}"
     line = (
         f"compared with {other.name} on the same tokens: perplexity {figures['against_perplexity']:.4f}; "
-        f"{lost.value:+.4f} nats per token lost ({told}, paired by sequence)"
+        f"{lost.value:+.4f} nats per token lost ({sentence}, paired by sequence)"
     )
     return _Compared(figures, {"against_nll": beside}, line)
 
@@ -328,6 +328,6 @@ def _asked(request: StreamRequest, attention: _Attention) -> Iterator[str]:
     yield f"text: {text}; batch: {request.batch}"
     if request.against is not None:
         yield f"compared with: {request.against}"
-    said = {name: value for name, value in attention.options.items() if name != "schedule"}
-    if said:
-        yield "options: " + ", ".join(f"{name}={value}" for name, value in said.items())
+    options = {name: value for name, value in attention.options.items() if name != "schedule"}
+    if options:
+        yield "options: " + ", ".join(f"{name}={value}" for name, value in options.items())

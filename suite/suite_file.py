@@ -193,6 +193,8 @@ def _statements(text: str) -> Iterator[tuple[int, str]]:
 
 def _named_first(sentence: str, keys: Mapping[str, int]) -> str | None:
     """The key that comes first in a sentence; the name of a case in front of the sentence does not count."""
-    said = re.sub(r"^(a case of kind|case) [^:]*: ", "", sentence)
-    at = {key: match.start() for key in keys if (match := re.search(rf"(?<![A-Za-z0-9-]){re.escape(key)}(?!\w)", said))}
+    message = re.sub(r"^(a case of kind|case) [^:]*: ", "", sentence)
+    at = {
+        key: match.start() for key in keys if (match := re.search(rf"(?<![A-Za-z0-9-]){re.escape(key)}(?!\w)", message))
+    }
     return min(at, key=lambda key: at[key], default=None)

@@ -86,10 +86,15 @@ def shortened(name: str, room: int) -> str:
 def format_seconds(interval: Interval) -> str:
     """Seconds with their interval, in a suitable unit."""
     scale, unit = (1e6, "us") if interval.value < 1e-3 else (1e3, "ms") if interval.value < 1 else (1, "s")
-    text = f"{interval.value * scale:.3g}"
-    if interval.low is not None and interval.high is not None:
-        text += f" ({interval.low * scale:.3g}-{interval.high * scale:.3g})"
-    return f"{text} {unit}"
+    value, low, high = (
+        None if x is None else _number(x * scale) for x in (interval.value, interval.low, interval.high)
+    )
+    return f"{value} {unit}" if low is None or high is None else f"{value} ({low}-{high}) {unit}"
+
+
+def _number(value: float) -> str:
+    """Three digits, or all of a whole number: never an exponent."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _ratio(speed: Speed | None, record: Record, standard: Record | None) -> str:

@@ -97,7 +97,9 @@ def support_table(names: tuple[str, ...] | None = None) -> str:
     for problem, change in PROBLEMS.items():
         spec = dataclasses.replace(_BASE, **change)  # pyright: ignore[reportArgumentType]  (values fit their fields)
         rows.append([problem, *(_targets(name, spec) for name in names)])
-    rows.append(["NaN that nobody should see stays out", *map(_keeps_nan_out, names)])
+    rows.append(["`isolates`: NaN that nobody should see stays out", *map(_keeps_nan_out, names)])
+    for verdict, found in checks.MEASURED.items():
+        rows.append([f"`{verdict}` on a CPU", *(found.get(name, "not measured") for name in names)])
     return tabulate(rows, headers=["problem", *names], tablefmt="github")
 
 

@@ -1,4 +1,4 @@
-"""What the compiler of an absent GPU says of the kernels that a run of the suite ``quick`` could only interpret.
+"""Compile for an absent GPU the kernels that a run of the suite ``quick`` could only interpret.
 
 An interpreter shows that a kernel's numbers are right. The compiler shows whether the same kernel is accepted on a GPU,
 with its registers, spills and shared memory. It takes seconds for each case.

@@ -70,8 +70,12 @@ OPTIONS = {
         "the instruction set of the kernels, 'avx512_bf16' (bfloat16 is multiplied as such), 'avx512', 'avx2', 'neon', "
         "or 'amx_bf16' (not run on such a processor yet; default: the best of the others that the processor has)"
     ),
+    "batch_invariant": (
+        "True or False; True gives sums one order, whatever else is in the batch and on any number of threads: decode "
+        "steps take the kernel of a prefill, and no head's keys are divided (default: False)"
+    ),
 }
-_ACCEPTED = {"isa": (None, *(isa.name for isa in KNOWN))}
+_ACCEPTED = {"isa": (None, *(isa.name for isa in KNOWN)), "batch_invariant": (False, True)}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -121,20 +125,22 @@ class FlashCpu:
         given = _checked(options)
         how: dict[str, Any] = {"target": target, "mode": mode, "options": given}
         cached, mask = kv_cache.is_cache(spec), pairs(layout.mask)
+        decodes = mask is None and not given["batch_invariant"]
         undifferentiated = dataclasses.replace(spec, needs_grad=False)
-        if spec.needs_grad and mask is None and is_decode(undifferentiated):
+        if spec.needs_grad and decodes and is_decode(undifferentiated):
             return decode.differentiated(
                 spec, layout, lambda layout: self.plan(undifferentiated, layout, **how), target
             )
-        by_decode = is_decode(spec) and mask is None
+        by_decode = decodes and is_decode(spec)
         if spec.kv_layout == "HND" and (cached or not by_decode):  # the decode kernel alone reads it in place
             return turned(spec, lambda spec: self.plan(spec, layout, **how))
         if cached:
             return kv_cache.gathered(spec, layout, functools.partial(self.plan, **how))
-        if spec.needs_grad and min(spec.query_length, spec.key_value_length) <= SHORT:
+        if spec.needs_grad and not given["batch_invariant"] and min(spec.query_length, spec.key_value_length) <= SHORT:
             short = STANDARD.plan(spec, layout, target=target)
             return dataclasses.replace(short, notes=(*short.notes, _SHORT_NOTE))
-        calls, seen = Calls(spec, _isa(given["isa"], spec)), visibility(spec, layout)
+        calls = Calls(spec, _isa(given["isa"], spec), whole=given["batch_invariant"])
+        seen = visibility(spec, layout)
         if by_decode:
             return Plan(forward_only(functools.partial(_step, calls, seen)))
         differentiable, traced = _differentiable(calls, seen)
@@ -275,7 +281,7 @@ def _log_sum_exp(top: Array, total: Array, unseen: float) -> Array:
 
 def _checked(options: Mapping[str, Any] | None) -> dict[str, Any]:
     """All options. Raises ValueError for an unknown name or an invalid value."""
-    given = {"isa": None, **check_options("flash_cpu", options, OPTIONS)}
+    given = {"isa": None, "batch_invariant": False, **check_options("flash_cpu", options, OPTIONS)}
     for name, value in given.items():
         if value not in _ACCEPTED[name]:
             raise ValueError(f"flash_cpu: {name}={value!r} is not accepted; {name} is {OPTIONS[name]}.")

@@ -40,12 +40,16 @@ STAGE_ITEMS = 16  # of the forward pass, for each thread
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Calls:
-    """One problem's kernels, on at most ``threads`` threads. ``float32_results``: not rounded to the input dtype."""
+    """One problem's kernels, on at most ``threads`` threads. ``float32_results``: not rounded to the input dtype.
+
+    With ``whole`` the backward pass divides no head's keys, so that sums have one order on any number of threads.
+    """
 
     spec: AttentionSpec
     isa: Isa
     float32_results: bool = False
     threads: int = dataclasses.field(default_factory=usable_cores)
+    whole: bool = False
 
     @property
     def kernel(self) -> Kernel:
@@ -290,6 +294,8 @@ class Calls:
             heads = bias.shape[0] * (1 if bias.shape[1] == 1 else self.spec.num_kv_heads)
             if bias.shape[3] == 1:  # all keys add to one number
                 return 1
+        if self.whole:
+            return 1
         most = max(1, min(threads, -(-self.spec.key_value_length // BACKWARD_KEYS)))
         even = (p for p in range(1, most + 1) if heads * p >= 2 * threads or heads * p % threads == 0)
         return next(even, most)

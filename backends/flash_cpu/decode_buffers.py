@@ -35,7 +35,7 @@ class DecodeKernel:
 
     @property
     def operands(self) -> tuple[Operand, ...]:
-        """As in the forward pass, and an array whose length is the number of ranges."""
+        """The operands of the forward pass, and ``ranges``, whose length is the number of ranges of keys."""
         lies = ("B", "S", "K") if self.side_by_side else ("B", "K", "S")
         return (
             Operand("query", self.dtype, ("B", "T", "N", self.head_dim)),

@@ -23,13 +23,13 @@ def published_schedule(path: str | Path) -> Schedule:
     Nothing is unpickled. The anchors are those of the file's name, so that the file must keep it.
     """
     path = Path(path)
-    said = _NAME.search(path.name)
-    if said is None or said.end() != len(path.name):
+    match = _NAME.search(path.name)
+    if match is None or match.end() != len(path.name):
         raise ValueError(
             f"{path.name} does not end in _layers_A_B_....npy with the anchors, as Kascade's authors name a head map; "
             "give the file under its own name."
         )
-    anchors = tuple(map(int, said[1].split("_")))
+    anchors = tuple(map(int, match[1].split("_")))
     try:
         with path.open("rb") as file:
             maps = np.lib.format.read_array(file, allow_pickle=False)

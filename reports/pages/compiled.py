@@ -111,23 +111,23 @@ def models(shown: Shown) -> Iterator[Section]:
 
 def longest(shown: Shown) -> Iterator[Section]:
     """The longest sequence that fits, and the shortest that does not."""
-    told = (
+    sentences = (
         "The longest sequence of this page that fits / the shortest that does not; \u201c\u2013\u201d where none was "
         "found. Between the two nothing was tried."
     )
-    yield from _bounds_section("longest", "Up to which length", told, _lengths(shown.models), shown)
+    yield from _bounds_section("longest", "Up to which length", sentences, _lengths(shown.models), shown)
 
 
 def largest(shown: Shown) -> Iterator[Section]:
     """The largest batch that fits, and the smallest that does not."""
-    told = (
+    sentences = (
         "The largest batch of this page that fits / the smallest that does not; \u201c\u2013\u201d where none was "
         "found. Between the two nothing was tried. On a slice the batch is that of all chips."
     )
-    yield from _bounds_section("largest", "Up to which batch", told, _batches(shown.models), shown)
+    yield from _bounds_section("largest", "Up to which batch", sentences, _batches(shown.models), shown)
 
 
-def _bounds_section(key: str, title: str, told: str, found: Found, shown: Shown) -> Iterator[Section]:
+def _bounds_section(key: str, title: str, sentences: str, found: Found, shown: Shown) -> Iterator[Section]:
     if not found:
         return
     rows: dict[tuple[str, str], dict[str, Value]] = {}
@@ -135,7 +135,7 @@ def _bounds_section(key: str, title: str, told: str, found: Found, shown: Shown)
         row = rows.setdefault((what, backend), {"case": what, "backend": backend})
         row[target] = f"{fit or DASH} / {not_fit or DASH}"
     columns = [Column("case", "model", merge=True), Column("backend", "backend"), *map(_device, shown.targets)]
-    yield Section(key, title, (told,), tables=(table(key, "", columns, rows.values()),))
+    yield Section(key, title, (sentences,), tables=(table(key, "", columns, rows.values()),))
 
 
 def compiled_overview(run_dir: Path) -> str:
@@ -275,11 +275,11 @@ def _bounds(groups: Mapping[tuple[str, str, str], Sequence[Record]], field: str)
 
 def _sentences(found: Found, sizes: str) -> Iterator[str]:
     """The main result of the page: how much of a model fits a device, and with which backend."""
-    told: dict[tuple[str, str], list[str]] = {}
+    sentences: dict[tuple[str, str], list[str]] = {}
     for (what, backend, target), (fit, not_fit) in found.items():
         if fit is not None and not_fit is not None:
-            told.setdefault((what, target), []).append(f"{fit} with {code(backend)}")
-    for (what, target), parts in told.items():
+            sentences.setdefault((what, target), []).append(f"{fit} with {code(backend)}")
+    for (what, target), parts in sentences.items():
         yield f"{escape(what)} on {escape(target)}: fits up to {', '.join(parts)} (of the {sizes} tried)."
 
 
@@ -322,9 +322,9 @@ def kernels(shown: Shown) -> Iterator[Section]:
         "scalar": "scalar loads",
     }
     assembled = [row for row in rows if any(row[name] is not None for name in headers)]
-    said = (*key, *(Column(name, header) for name, header in headers.items()))
+    paragraphs = (*key, *(Column(name, header) for name, header in headers.items()))
     found = [table("kernels", "", made, rows)]
-    found += [table("kernel_figures", "What the assembler says of them", said, assembled)] if assembled else []
+    found += [table("kernel_figures", "What the assembler says of them", paragraphs, assembled)] if assembled else []
     waves = (*key, *(Column(name, header) for name, header in _WAVES.items()))
     held = [row for row in rows if "waves" in row]
     found += [table("kernel_waves", "How many blocks the device holds at once", waves, held)] if held else []
@@ -446,7 +446,7 @@ def _cells(records: Sequence[Record], numbers: Mapping[str, str]) -> tuple[Table
             "share": 100 * peak / limit if peak is not None and limit else None,
         })  # fmt: skip
     key = (Column("case", "case", merge=True), Column("backend", "backend"), Column("target", "device"))
-    told = {"verdict": "verdict", "why": "why", "lower": "lower (s)", "compile": "compile (s)"}
+    sentences = {"verdict": "verdict", "why": "why", "lower": "lower (s)", "compile": "compile (s)"}
     sizes_told = {
         "argument": "args (MiB)",
         "output": "outputs (MiB)",
@@ -456,7 +456,7 @@ def _cells(records: Sequence[Record], numbers: Mapping[str, str]) -> tuple[Table
         "generated_code": "code (MiB)",
     }
     sized = [row for row in rows if any(row[name] is not None for name in sizes_told)]
-    made = [table("cells", "", (*key, *(Column(name, header) for name, header in told.items())), rows)]
+    made = [table("cells", "", (*key, *(Column(name, header) for name, header in sentences.items())), rows)]
     if sized:
         columns = (*key, *(Column(name, header) for name, header in sizes_told.items()))
         made.append(table("cell_sizes", "Sizes", columns, sized))

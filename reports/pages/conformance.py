@@ -48,7 +48,7 @@ def title(records: Sequence[Record], form: Form) -> Iterator[str]:
         f"{form.title}Held to the contract",
         "",
         "Right: output and gradients are within what the judge allows of the float64 oracle (docs/design.md), and no",
-        "number that no query may see changes a bit. The other verdicts compare a backend with itself (docs/judge.md).",
+        "number that no query may see changes a bit. Other verdicts compare a backend with itself (docs/verdicts.md).",
         "",
         f"{date_of(records)}, {first.target}, {packages}; {form.name(f'attnsuite {first.suite}')}.",
     )

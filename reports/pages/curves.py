@@ -135,8 +135,8 @@ def draw(settings: Settings) -> str:
 def _table(case: TrainingCase, records: Sequence[Record]) -> Iterator[str]:
     standard = _standard(records)
     noise = np.abs(np.asarray([losses_of(r) for r in records if role_of(r) == "noise"]) - losses_of(standard)).max()
-    told = f"{case.steps} steps of {case.batch} x {case.length} tokens; standard: {_ends(standard)}"
-    yield from (f"## {case.setting}", "", f"{told}; its widest noise: {noise:.2g} nats.", "")
+    sizes = f"{case.steps} steps of {case.batch} x {case.length} tokens; standard: {_ends(standard)}"
+    yield from (f"## {case.setting}", "", f"{sizes}; its widest noise: {noise:.2g} nats.", "")
     yield "| run | mode | last loss | furthest from standard, nats | ratio to noise (at step) | verdict |"
     yield "|---|---|---|---|---|---|"
     found = verdicts(records)
@@ -145,8 +145,8 @@ def _table(case: TrainingCase, records: Sequence[Record]) -> Iterator[str]:
     for record in records:
         if record.facts is None:
             status = "refused" if record.status == "unsupported" else record.status
-            told = " ".join(record.reasons) if record.status == "unsupported" else record.error or ""
-            yield f"| {record.requested} | {status} | | | | {told} |"
+            reason = " ".join(record.reasons) if record.status == "unsupported" else record.error or ""
+            yield f"| {record.requested} | {status} | | | | {reason} |"
     yield ""
 
 
@@ -155,7 +155,7 @@ def _row(record: Record, verdict: Verdict, standard: Record) -> str:
     furthest = np.abs(losses_of(record) - losses_of(standard)).max()
     # Equal to the last bit in every step: most likely the same sums, so the row proves nothing.
     is_copy = len(losses) > 1 and losses == standard.facts.losses
-    said = {
+    outcome = {
         "backend": _COPY if is_copy else "ready" if verdict.is_ready else "**not ready**",
         "control": "**passes: the test is blind**" if verdict.is_ready else "found out",
         "noise": "within" if verdict.is_ready else "false alarm",
@@ -163,9 +163,8 @@ def _row(record: Record, verdict: Verdict, standard: Record) -> str:
     }[str(role)]
     name = f"`{record.requested}`" if role == "backend" else record.requested
     ratio = f"{verdict.ratio:.2f}" if verdict.ratio < 100 else f"{verdict.ratio:.0f}"
-    return (
-        f"| {name} | {record.mode} | {losses_of(record)[-1]:.6f} | {furthest:.2g} | {ratio} ({verdict.step}) | {said} |"
-    )
+    last = losses_of(record)[-1]
+    return f"| {name} | {record.mode} | {last:.6f} | {furthest:.2g} | {ratio} ({verdict.step}) | {outcome} |"
 
 
 def _ends(record: Record) -> str:

@@ -107,14 +107,14 @@ def _page(device: str, records: tuple[Record, ...], run: Run) -> Page:
 def use_this(shown: Shown) -> Iterator[Section]:
     """The answer: which exact backend, for each case."""
     if made := answer.answer(shown.groups):
-        told = (
+        intro = (
             "The fastest exact backend of each case. A time relative to another is the median over rounds, with a 95% "
             "interval: below 1 is less time."
         )
         pictures = plot.against_standard(shown.groups)
         lines = (*answer.unmeasured(shown.records), *answer.installs(shown.records))
-        told = (*(f"**{escape(line)}**" for line in lines), told)
-        yield Section("answer", "Use this", told, tuple(reading.headline(shown.groups)), (made,), pictures, short=True)
+        intro = (*(f"**{escape(line)}**" for line in lines), intro)
+        yield Section("answer", "Use this", intro, tuple(reading.headline(shown.groups)), (made,), pictures, short=True)
 
 
 def in_short(shown: Shown) -> Iterator[Section]:
@@ -161,8 +161,10 @@ def refused(shown: Shown) -> Iterator[Section]:
 def requested_and_run(shown: Shown) -> Iterator[Section]:
     """The backend asked for, the one that ran, and why."""
     made = figures.requested_and_run((*shown.groups, *_unlike(shown.own)), shown.numbers)
-    told = ("R1, R2, \u2026 are the reasons listed above.",) if shown.numbers else ()
-    yield Section("requested_and_run", "Requested and run", told, tables=(made,), folded=plural(len(made.rows), "cell"))
+    intro = ("R1, R2, \u2026 are the reasons listed above.",) if shown.numbers else ()
+    yield Section(
+        "requested_and_run", "Requested and run", intro, tables=(made,), folded=plural(len(made.rows), "cell")
+    )
 
 
 def _unlike(groups: Sequence[Group]) -> Iterator[Group]:
@@ -178,14 +180,14 @@ def one_model(shown: Shown) -> Iterator[Section]:
     made = model_table.model_table(shown.every)
     if made is None:
         return
-    told = (
+    intro = (
         "One row per backend that ran in this model. Losses are paired, sequence by sequence, against the standard "
         "backend on the same tokens, text in windows of the case's length; a unigram model that knows the text's own "
         "frequencies is what the dense model has to beat, else every row is INVALID. Times are medians of the tables "
         "under Speed, where their intervals are. Kascade's losses are those of its own case, beside its controls."
     )
     yield Section(
-        "checkpoint", f"Backends in {escape(model_table.title(shown.every))}", (told,), tables=(made,), short=True
+        "checkpoint", f"Backends in {escape(model_table.title(shown.every))}", (intro,), tables=(made,), short=True
     )
 
 
@@ -198,19 +200,19 @@ def the_guides(shown: Shown) -> Iterator[Section]:
 def kascade_gate(shown: Shown) -> Iterator[Section]:
     """Whether every control fails where Kascade finds its needles."""
     if made := kascade.gate(shown.own):
-        told = (
+        intro = (
             "A hand-built model with a known circuit: an anchor layer can fetch one half of an answer, a reuse layer "
             "the other, so that an answer is right only where both attend to the needle. Chance is 1 in 16 where both "
             "look elsewhere, 1 in 4 where one does. Kascade's row stands only where dense finds everything and "
             "every control is there and fails beyond its interval."
         )
-        yield Section("kascade_gate", "The retrieval gate", (told,), tables=made, short=True)
+        yield Section("kascade_gate", "The retrieval gate", (intro,), tables=made, short=True)
 
 
 def kascade_quality(shown: Shown) -> Iterator[Section]:
     """The loss at each kept fraction."""
     if made := kascade.quality(shown.own):
-        told = (
+        intro = (
             "All rows of one share keep the same number of units (layer 0 dense in all of them); “pairs "
             "kept” is measured: query-key pairs that were computed, of all causal ones, in the other layers. "
             "Shares of units are rounded up, and every query tile has its own region besides, so the measured share "
@@ -222,11 +224,11 @@ def kascade_quality(shown: Shown) -> Iterator[Section]:
         pictures = () if drawn is None else (drawn,)
         rows = {cell.record.requested for group in shown.own for cell in group.cells}
         if rows & {"omnikv", "lessismore"}:
-            told += (
+            intro += (
                 " `omnikv` and `lessismore` are dense in every layer that selects, as in their papers, and keep more "
                 "pairs."
             )
-        yield Section("kascade_quality", "Quality at the same kept fraction", (told,),
+        yield Section("kascade_quality", "Quality at the same kept fraction", (intro,),
                       tuple(f"{code(m.name)}: {escape(m.told)}." for m in METHODS.values()
                             if "kascade_text" in m.kinds and m.name in rows), tables=made,
                       pictures=pictures, short=True)  # fmt: skip
@@ -235,25 +237,25 @@ def kascade_quality(shown: Shown) -> Iterator[Section]:
 def kascade_speed(shown: Shown) -> Iterator[Section]:
     """Times of whole stacks."""
     if made := kascade.speed(shown.own):
-        told = (
+        intro = (
             "Attention only, of all layers, what the anchors cost included, relative to the fastest dense row of the "
             "case: dense is timed on one device and on one per core. “Time relative to its share of pairs” is 1 "
             "where a reuse layer is as much faster as it computes less. Before it is timed, a row has to equal dense "
             "with everything selected. DENSE: the row decided by itself not to run sparse."
         )
-        yield Section("kascade_speed", "Speed of whole stacks", (told,), tables=made, short=True)
+        yield Section("kascade_speed", "Speed of whole stacks", (intro,), tables=made, short=True)
 
 
 def every_cell(shown: Shown) -> Iterator[Section]:
     """Speed, memory and accuracy in one table; the others have each in full."""
     if made := figures.in_one(shown.groups):
-        told = (
+        intro = (
             "Only cells with right numbers show a time. A ratio below 1 is less time than that of the baseline in the "
             "same rounds; an interval that includes 1 shows no measurable difference. Memory is what the compiled "
             "program allocates beside arguments and results. The error is the largest one against float64, relative to "
             "the largest value, beside what is allowed."
         )
-        yield Section("in_one", "Speed, memory and accuracy", (told,), tables=(made,), short=True)
+        yield Section("in_one", "Speed, memory and accuracy", (intro,), tables=(made,), short=True)
 
 
 def without(shown: Shown) -> Iterator[Section]:
@@ -264,12 +266,12 @@ def without(shown: Shown) -> Iterator[Section]:
 
 def elsewhere(shown: Shown) -> Iterator[Section]:
     """Where the rest is."""
-    told = (
+    intro = (
         "details.md and report.html have every table (rates, memory by method, each tensor's error, programs, model "
         "quality, every cell with its reasons), the environment and the method; records.csv and report.json have the "
         "same as data."
     )
-    yield Section("elsewhere", "More", (told,), short=True)
+    yield Section("elsewhere", "More", (intro,), short=True)
 
 
 def speed(shown: Shown) -> Iterator[Section]:
@@ -280,13 +282,13 @@ def speed(shown: Shown) -> Iterator[Section]:
     if not made:
         yield Section("speed", "Speed", ("No cell of this page has a speed.",))
         return
-    told = (
+    intro = (
         "Only cells that ran the real kernel on this device with numbers that pass the oracle. \u201cRelative to "
         "standard\u201d is the median over rounds of time divided by standard's time in the same round: "
         "below 1 is less time than standard. An interval that includes 1 shows no measurable difference. "
         "The peak is the matmul rate, the read rate that of memory, both measured on this machine."
     )
-    yield Section("speed", "Speed", (told,), tables=(*figures.overview(shown.groups), *made))
+    yield Section("speed", "Speed", (intro,), tables=(*figures.overview(shown.groups), *made))
 
 
 def against_peers(shown: Shown) -> Iterator[Section]:
@@ -294,12 +296,12 @@ def against_peers(shown: Shown) -> Iterator[Section]:
     made = peers.against(shown.groups)
     if not made:
         return
-    told = (
+    intro = (
         "The same, relative to implementations outside this project, measured in the same rounds on the same arrays "
         "and judged by the same oracle. Unthrottled: with the vendor check of PyTorch's math library lifted, which "
         "slows it on processors that are not Intel's."
     )
-    yield Section("peers", "Against peers", (told,), tables=made, short=True)
+    yield Section("peers", "Against peers", (intro,), tables=made, short=True)
 
 
 def over_length(shown: Shown) -> Iterator[Section]:
@@ -307,11 +309,11 @@ def over_length(shown: Shown) -> Iterator[Section]:
     found = plot.pictures(shown.groups)
     if not found:
         return
-    told = (
+    intro = (
         "FLOP/s by formula, of visible pairs only, so that causal attention done in full stays low. The dashed line is "
         "the matmul rate measured on this machine in the same dtype."
     )
-    yield Section("over_length", "Speed over length", (told,), pictures=found, short=True)
+    yield Section("over_length", "Speed over length", (intro,), pictures=found, short=True)
 
 
 def map_of_winners(shown: Shown) -> Iterator[Section]:
@@ -319,11 +321,11 @@ def map_of_winners(shown: Shown) -> Iterator[Section]:
     found = winners.winners(shown.groups)
     if not found:
         return
-    told = (
+    intro = (
         "The first column of \u201cUse this\u201d as a map. A hatched square names two backends: the rounds of this "
         "run do not tell which of them is faster. A square without a color was not timed."
     )
-    yield Section("winners", "Map of winners", (told,), pictures=found, short=True)
+    yield Section("winners", "Map of winners", (intro,), pictures=found, short=True)
 
 
 def memory(shown: Shown) -> Iterator[Section]:
@@ -334,13 +336,13 @@ def memory(shown: Shown) -> Iterator[Section]:
     methods = {record.environment.get("process_high_water_method") for record in shown.records}
     named = sorted(method for method in methods if method)
     how = f" ({escape(', '.join(named))})" if named else ""
-    told = (
+    intro = (
         "\u201cCompiled\u201d sizes are the compiler's own for the whole program. The high-water mark is how far one "
         "run raises the process above what it held with the program compiled and the inputs made"
         f"{how}. The device peak is the device allocator's statistic."
     )
     grown = growth.growth(shown.every)
-    yield Section("memory", "Memory", (told,), tables=(*((grown,) if grown else ()), *made))
+    yield Section("memory", "Memory", (intro,), tables=(*((grown,) if grown else ()), *made))
 
 
 def accuracy(shown: Shown) -> Iterator[Section]:
@@ -348,12 +350,12 @@ def accuracy(shown: Shown) -> Iterator[Section]:
     made = figures.accuracy(shown.groups)
     if not made:
         return
-    told = (
+    intro = (
         "Largest absolute difference from the float64 oracle, divided by the oracle's largest absolute value. "
         "Exact backends must stay within what is allowed, which follows from standard's own error on the same "
         "problem in the same dtype (the standard row). Approximate backends are not judged by closeness."
     )
-    yield Section("accuracy", "Accuracy", (told,), tables=made)
+    yield Section("accuracy", "Accuracy", (intro,), tables=made)
 
 
 def compiled_programs(shown: Shown) -> Iterator[Section]:
@@ -369,11 +371,11 @@ def model_quality(shown: Shown) -> Iterator[Section]:
     made = (*quality.figures(shown.groups), *quality.series(shown.groups))
     if not made:
         return
-    told = (
+    intro = (
         "Differences are taken sequence by sequence against the standard backend on the same tokens. INVALID means "
         "that the dense model predicts no better than unigram frequencies, so that no loss could show."
     )
-    yield Section("model_quality", "Model quality", (told,), tables=made)
+    yield Section("model_quality", "Model quality", (intro,), tables=made)
 
 
 def where(shown: Shown) -> Iterator[Section]:
@@ -399,9 +401,9 @@ def _words(manifest: RunManifest | None, suites: str) -> list[str]:
     if manifest is None:
         return ["--suite", suites]
     words = ["--suite", manifest.file or manifest.suite]
-    if said := manifest.checkpoint:
+    if paragraphs := manifest.checkpoint:
         flags = {"--model": "model", "--seq-len": "sequence", "--batch": "batch", "--dtype": "dtype"}
-        given = {flag: said.get(name) for flag, name in flags.items()}
+        given = {flag: paragraphs.get(name) for flag, name in flags.items()}
         words = [word for flag, value in given.items() if value is not None for word in (flag, str(value))]
     names = [str(case["name"]) for case in manifest.cases if "name" in case]
     for option, values in (("--backends", manifest.backends), ("--cases", names)):

@@ -87,8 +87,8 @@ def _bundles(best: Trial | None, default: Trial) -> str | None:
 def _waves(best: Trial | None, default: Trial, target: str) -> str | None:
     """Waves and occupancy with the chosen options, and with the defaults. Only the last kernel is that of the pass."""
     found = [occupancy(trial.kernels[-1], target) if trial and trial.kernels else None for trial in (best, default)]
-    told = [f"{each.waves}, {100 * each.warps / WARPS:.3g}%" for each in found if each]
-    return f"{told[0]} ({told[1]})" if len(told) == 2 else None
+    paragraphs = [f"{each.waves}, {100 * each.warps / WARPS:.3g}%" for each in found if each]
+    return f"{paragraphs[0]} ({paragraphs[1]})" if len(paragraphs) == 2 else None
 
 
 def refused(records: Sequence[Record]) -> Iterator[str]:

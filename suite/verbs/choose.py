@@ -87,7 +87,7 @@ def _scored(found: Score) -> str:
     table = tabulate(rows, headers, tablefmt="plain", disable_numparse=True)
     totals = "\n".join(f"{name:<26}{seconds * 1e3:>12.4g} ms" for name, seconds in sums.items())
     verdict = "within" if found.over_fixed <= ALLOWED else "NOT within"
-    told = (
+    message = (
         f"auto with the policy takes {found.over_fixed:.3f} times as long as {found.best_fixed}, the best fixed backend"
     )
-    return f"\n{table}\n\n{totals}\n{told}: {verdict} {ALLOWED:g}."
+    return f"\n{table}\n\n{totals}\n{message}: {verdict} {ALLOWED:g}."

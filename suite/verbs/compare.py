@@ -43,7 +43,7 @@ def run(command: Compare) -> int:
     found = reports.compare(*command.runs, limits)
     _publish(found.text)
     for each in found.regressions:
-        tell(f"{each.what}: {each.cell}: {each.told}")
+        tell(f"{each.what}: {each.cell}: {each.sentence}")
     return CHECK_FAILED if found.regressions else 0
 
 

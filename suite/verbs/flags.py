@@ -58,9 +58,9 @@ class OnFleet:
 
 def fleet_of(command: OnFleet) -> FleetRequest | None:
     """The nodes that the flags ask for; None for this machine. Raises InputError."""
-    said = {"--address": command.address, "--nodes-with": command.nodes_with, "--any-versions": command.any_versions}
-    said |= {"--packages": command.packages}
-    given = [name for name, value in said.items() if value]
+    values = {"--address": command.address, "--nodes-with": command.nodes_with, "--any-versions": command.any_versions}
+    values |= {"--packages": command.packages}
+    given = [name for name, value in values.items() if value]
     if command.executor is None:
         if given:
             raise InputError(f"{', '.join(given)} is about a Ray cluster; add --executor ray.")

@@ -25,6 +25,8 @@ class Harvest:
     """FILE.py:NAME of a function that takes nothing and returns (step, args): step(*args) is traced."""
     out: Annotated[Path | None, flag("FILE.toml", "stdout")] = None
     """File to write, which must not exist."""
+    time: bool = False
+    """Run the step too: how much of it is attention, how long it takes with auto, and the lines to change."""
 
 
 def run(command: Harvest) -> int:
@@ -63,6 +65,8 @@ def run(command: Harvest) -> int:
         for sentence in row.sentences:
             tell(f"{'left out' if row.case is None else row.case.name}: {sentence} ({', '.join(row.places)})")
     _say_masks(command.script, found, step, args)
+    if command.time:
+        _say_times(command.script, found, step, args)
     return 0 if any(row.case for row in rows) else NO_RESULT
 
 
@@ -79,6 +83,17 @@ def _say_masks(script: str, found: Any, step: Callable[..., Any], args: tuple[An
         return
     for sentence in sentences(ran):
         tell(sentence)
+
+
+def _say_times(script: str, found: Any, step: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    from ..step_time import measure, sentences
+
+    times = _of_user(f"the step of {script}", lambda: measure(step, args))
+    if times is None:
+        tell("the step was not timed: one of its arguments has a shape and no numbers.")
+        return
+    for sentence in sentences(found, times):
+        print(sentence)
 
 
 def _takes_nothing(function: Callable[..., Any]) -> bool:

@@ -69,10 +69,10 @@ def run(command: Perplexity) -> int:
         raise InputError("--random-tokens takes the place of --text; give one of them.")
     text = text_of(command)
     words = ("schedule", "anchors", "threshold", "max_reuse_dist")
-    said = {name: getattr(command, name) for name in words}
+    values = {name: getattr(command, name) for name in words}
     if command.schedule is None:
-        said["schedule"] = "dp"
-        if command.calibration is None and said != dataclasses.asdict(ScheduleWords()):
+        values["schedule"] = "dp"
+        if command.calibration is None and values != dataclasses.asdict(ScheduleWords()):
             raise InputError("--anchors, --threshold and --max-reuse-dist are about a schedule; add --schedule NAME.")
     asked = command.schedule is not None or command.calibration is not None
     request = streamed.StreamRequest(
@@ -86,7 +86,7 @@ def run(command: Perplexity) -> int:
         dtype=command.dtype,
         options=parse_options(command.options),
         calibration=command.calibration,
-        schedule=ScheduleWords(**said) if asked else None,
+        schedule=ScheduleWords(**values) if asked else None,
         against=command.against,
         out=directory(command.out, "perplexity"),
     )

@@ -243,9 +243,9 @@ def _request(command: Run) -> RunGrid:
     model = _model_words(command)
     if command.resume:
         out = directory_of(command, "")
-        said = words.flags() or ("--model" if model else "")
-        if said:
-            raise InputError(f"{said} cannot change a run that was begun; leave it out, or start a new run.")
+        flag = words.flags() or ("--model" if model else "")
+        if flag:
+            raise InputError(f"{flag} cannot change a run that was begun; leave it out, or start a new run.")
         return resumed_request(command.suite, command.backends, command.cases, text_of(command), out, limits, shard)
     suite = command.suite or "quick"
     name = Path(suite).stem if model is None or model.guide else Path(model.model).resolve().name
@@ -272,8 +272,8 @@ def _model_words(command: Run) -> ModelSuiteWords | None:
     if command.suite is not None and not guide:
         raise InputError("--model brings its own cases; leave out --suite, or give --suite kascade-guide.")
     words = {"guide": guide, "sequence": command.seq_len, "batch": command.batch, "dtype": command.dtype}
-    said = {name: value for name, value in words.items() if value is not None}
+    values = {name: value for name, value in words.items() if value is not None}
     try:
-        return typed.convert({"model": command.model or "text", **said}, ModelSuiteWords)
+        return typed.convert({"model": command.model or "text", **values}, ModelSuiteWords)
     except ValueError as error:
         raise InputError(f"--model {command.model}: {error}.") from error

@@ -231,7 +231,7 @@ def test_other_bits_in_another_process_are_told():
 
     found = asked("deterministic", right, PLAIN, elsewhere)
     assert found.answer == "no"
-    assert found.said.startswith("one thread (forward, float32): output: ")
+    assert found.said.startswith("one processor core (forward, float32): output: ")
     assert found.said.endswith("numbers differ, by at most 1 ulp.")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
+import re
 import threading
 from pathlib import Path
 
@@ -20,8 +21,9 @@ from attnsuite.models import ModelConfig
 from attnsuite.models.parameters import initialise
 from attnsuite.models.planning import resolve_attention
 from attnsuite.models.training import Batch, training_step
+from attnsuite.suite import step_time
 from attnsuite.suite.command_line import main
-from attnsuite.suite.harvest import harvest, traced
+from attnsuite.suite.harvest import Harvest, harvest, traced
 from attnsuite.suite.harvested import UNSAID, harvested, to_toml
 from attnsuite.suite.suites import find_suite
 
@@ -285,3 +287,56 @@ def test_places_of_one_problem_are_told_with_their_counts():
     assert "# 3 calls: " in text
     assert "(jax.nn.dot_product_attention) x 1, " in text
     assert "(jax.nn.dot_product_attention) x 2\n" in text
+
+
+TIMED = """
+import jax, jax.numpy as jnp
+x = jnp.ones((1, 512, 4, 32))
+
+def attend(q, k, v, w):
+    out = jax.nn.dot_product_attention(q @ w, k, v, is_causal=True)
+    return (out + jax.nn.dot_product_attention(q, k, v, query_seq_lengths=jnp.array([300]))).sum()
+
+def fn():
+    def step(q, k, v, w):
+        return jax.grad(attend, argnums=3)(q, k, v, w), 2 * q
+    return jax.jit(step, donate_argnums=0), (x, x, x, jnp.ones((32, 32)))
+
+def shapes():
+    return attend, (jax.ShapeDtypeStruct(x.shape, x.dtype), x, x, jnp.ones((32, 32)))
+"""
+
+
+def test_a_step_is_timed_as_it_is_without_attention_and_with_auto(tmp_path, monkeypatch, capsys):
+    """Its arrays are donated, so each run has its own; a call that auto does not have stays, and says so."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "timed.py").write_text(TIMED)
+    with pytest.raises(SystemExit):
+        main(["harvest", "timed.py:fn", "--time"])
+    out, err = capsys.readouterr()
+    assert not [line for line in err.splitlines() if line.startswith("attnsuite:")], err
+    assert re.search(r"the step takes [\d.]+ .*[mu]?s on this machine", out)
+    assert re.search(r"attention is -?\d+%", out)
+    assert re.search(r"with auto it takes \d+\.\d\d of that time", out)
+    assert "timed.py:6 runs XLA's formula of jax.nn; auto takes" in out
+    assert "timed.py:7 stays as it is: it asks for lengths of the queries." in out
+    with pytest.raises(SystemExit):
+        main(["harvest", "timed.py:shapes", "--time"])
+    assert "the step was not timed" in capsys.readouterr().err
+
+
+def test_what_runs_instead_of_attention_is_auto_and_what_runs_without_it_is_not():
+    """The control: the outputs of the three ways."""
+    arrays = [jax.random.normal(key, (1, 64, 2, 16)) for key in jax.random.split(jax.random.key(0), 3)]
+    step = jax.jit(lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True))
+    unchanged = {}
+    right = step(*arrays)
+    with harvest(Harvest(lambda *given: step_time._with_auto(*given, unchanged))) as found:
+        replaced = step(*arrays)
+    with harvest(Harvest(step_time._without)):
+        without = step(*arrays)
+    assert not unchanged
+    assert found.calls
+    assert 0 < float(jnp.abs(replaced - right).max()) < 1e-5  # other rounding: another backend ran
+    assert float(jnp.abs(without - right).max()) > 0.1
+    assert (step(*arrays) == right).all()

@@ -234,7 +234,7 @@ def test_verdict_is_a_record_and_a_gate(kernels, tmp_path, capsys):
     assert ended.value.code == 1
     assert f"{kernels}:plain is not isolates: not applicable." in written.err
     assert "is not deterministic" not in written.err
-    assert re.search(r"^deterministic +yes +5 runs; another process; one thread", written.out, re.MULTILINE)
+    assert re.search(r"^deterministic +yes +5 runs; another process; one processor core", written.out, re.MULTILINE)
     badge = json.loads(next(out.glob("badge-*.json")).read_text())
     assert badge["verdicts"] == {"deterministic": "yes", "isolates": "not applicable"}
     assert (badge["right"], badge["judged"]) == (1, 1)
@@ -248,7 +248,7 @@ def test_verdict_is_a_record_and_a_gate(kernels, tmp_path, capsys):
 def test_verdict_finds_what_another_number_of_threads_changes(kernels):
     found = judged(kernels, "threaded", "deterministic")
     assert found.facts.answer == "no"
-    assert found.facts.said.startswith("one thread (")
+    assert found.facts.said.startswith("one processor core (")
 
 
 def test_required_verdict_that_is_none_is_a_sentence(kernels):

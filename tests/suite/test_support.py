@@ -6,10 +6,12 @@ from typing import get_args
 
 import pytest
 
+from attnsuite.backends import Target, registry
 from attnsuite.backends.registry import BUILT_IN
 from attnsuite.models.config import AttentionType, ModelConfig
 from attnsuite.models.planning import attention_spec
 from attnsuite.suite.support import ALL_TYPES, PROBLEMS, refusals_table, support_table, types_table
+from attnsuite.testing import checks, verdicts
 
 DOCS = Path(__file__).parents[2] / "docs" / "backends.md"
 TYPES = Path(__file__).parents[2] / "docs" / "attention-types.md"
@@ -23,6 +25,15 @@ with_every_cpu_kernel = pytest.mark.skipif(
 @with_every_cpu_kernel
 def test_matrix_in_the_docs_is_what_the_backends_say():
     assert support_table(tuple(BUILT_IN)) in DOCS.read_text(encoding="utf-8")
+
+
+@with_every_cpu_kernel
+@pytest.mark.parametrize("verdict", ["deterministic", "isolates", "symmetric"])
+@pytest.mark.parametrize("name", ["standard", "chunked", "flash_cpu"])
+def test_verdicts_in_the_matrix_are_what_is_found(name, verdict):
+    found = verdicts.ask(verdict, verdicts.Subject(registry.get(name), Target.here()))
+    said = "yes" if verdict == "isolates" and name in checks.ISOLATING else checks.MEASURED[verdict][name]
+    assert found.answer == said, found
 
 
 @with_every_cpu_kernel
@@ -61,4 +72,4 @@ def test_matrix_has_refusals_and_acceptances():
     assert "everywhere" in table
     assert "h100" in table
     assert table.count("| no ") > 3
-    assert len(table.splitlines()) == len(PROBLEMS) + 3  # headings, and the row that is measured
+    assert len(table.splitlines()) == len(PROBLEMS) + 3 + len(checks.MEASURED)  # headings, and the row that is measured

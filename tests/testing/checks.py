@@ -31,6 +31,26 @@ ISOLATING = frozenset({"standard", "chunked", "flash_cpu", "kascade"})
 # Backends that were seen to let NaN behind the lengths into other rows, each by a test of its own.
 LETS_NAN_IN = frozenset({"kvax", "splash", "tokamax_splash", "tokamax_triton", "tpu_flash_attention"})
 
+# Other verdicts (verdicts/), by `attnsuite judge` on an AMD EPYC with 2 cores and JAX 0.12.0.1, 2026-11-25: natively,
+# or with --interpret in an interpreter. A backend that is not named was not measured.
+_INTERPRETED = (
+    *("kvax", "splash", "pallas_flash", "tokamax_splash", "tokamax_triton", "paged_attention"),
+    *("ragged_paged_attention", "tpu_flash_attention"),
+)
+MEASURED: Mapping[str, Mapping[str, str]] = {
+    "deterministic": dict.fromkeys(("standard", "chunked", "flash_cpu", "kascade"), "yes")
+    | dict.fromkeys(_INTERPRETED, "yes, interpreted"),
+    "batch_invariant": {
+        "standard": "no",
+        "chunked": "no",
+        "flash_cpu": "with `batch_invariant=True`",
+        "kascade": "yes",
+    },
+    "symmetric": dict.fromkeys(("standard", "chunked", "flash_cpu"), "yes")
+    | dict.fromkeys(("splash", "pallas_flash", "tokamax_triton", "tpu_flash_attention"), "yes, interpreted")
+    | {"kascade": "approximate"},
+}
+
 
 def compiled(
     backend: Backend, problem: Problem, target: Target, mode: Mode = "native", options: Mapping[str, Any] | None = None

@@ -273,23 +273,6 @@ def test_is_registered_approximate_and_never_chosen():
 
 
 @pytest.mark.parametrize(
-    ("changes", "word"),
-    [
-        ({"is_causal": False}, "is_causal=False"),
-        ({"local_window_size": (8, 0)}, "local_window_size"),
-        ({"chunk_size": 8}, "chunk_size=8"),
-        ({"has_positions": True}, "explicit positions with query_length=96"),
-        ({"has_mask": True}, "mask array"),
-        ({"has_bias": True}, "bias array"),
-    ],
-)
-def test_refuses_with_the_offending_value(changes, word):
-    found = support(KASCADE, dataclasses.replace(sparse().spec, **changes), Target("cpu"))
-    assert len(found.reasons) == 1
-    assert word in found.reasons[0]
-
-
-@pytest.mark.parametrize(
     ("options", "word"),
     [
         ({"top_k": 0.0}, "top_k=0.0 is not accepted"),

@@ -29,20 +29,21 @@ def batch_invariant(subject: Subject) -> Finding:
 
 
 def _trials(subject: Subject) -> Iterator[Trial]:
-    for _, spec in subject.dtypes(needs_grad=False):
+    few = subject.few_heads
+    for _, spec in subject.dtypes(**few, needs_grad=False):
         yield from _batches(subject, spec, "in a batch", Layout())
         yield from _prefixes(subject, spec)
-    for _, spec in subject.dtypes(needs_grad=False, has_seq_lengths=True):
+    for _, spec in subject.dtypes(**few, needs_grad=False, has_seq_lengths=True):
         yield from _batches(subject, spec, "beside other lengths", _lengths(spec))
-    for _, spec in subject.dtypes(is_causal=True, has_positions=True, needs_grad=False):
+    for _, spec in subject.dtypes(**few, is_causal=True, has_positions=True, needs_grad=False):
         yield from _chunks(subject, spec)
     step = {"query_length": 1, "needs_grad": False, "has_seq_lengths": True}
-    for _, spec in subject.dtypes(is_causal=True, has_positions=True, **step):
+    for _, spec in subject.dtypes(**few, is_causal=True, has_positions=True, **step):
         yield from _batches(subject, spec, "a decode step beside other lengths", _lengths(spec))
     pool = {"page_size": _PAGE, "num_pages": max(BATCHES) * subject.length // _PAGE}
-    for _, spec in subject.dtypes(is_causal=True, has_positions=True, **step, **pool):
+    for _, spec in subject.dtypes(**few, is_causal=True, has_positions=True, **step, **pool):
         yield from _page_orders(subject, spec)
-    for _, spec in subject.dtypes(needs_grad=True):
+    for _, spec in subject.dtypes(**few, needs_grad=True):
         yield from _batches(subject, spec, "a training step in a batch", Layout())
 
 

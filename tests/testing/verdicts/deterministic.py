@@ -31,7 +31,7 @@ def results(subject: Subject) -> dict[str, Arrays]:
 def _problems(subject: Subject) -> Iterator[tuple[str, AttentionSpec]]:
     steps = {"forward and backward": {"needs_grad": True}, "forward": {"needs_grad": False}}
     for step, fields in {**steps, "decode step": {"query_length": 1, "needs_grad": False, "is_causal": False}}.items():
-        for dtype, spec in subject.dtypes(batch=2, **fields):
+        for dtype, spec in subject.dtypes(**{"batch": 1, **subject.few_heads, **fields}):
             yield f"{step}, {dtype}", spec
 
 
@@ -42,7 +42,7 @@ def _trials(found: Mapping[str, list[Arrays]], elsewhere: Elsewhere | None) -> I
         yield Trial(f"{RUNS} runs", step, dtype, broken)
     if elsewhere is None or not found:
         return
-    for words, threads in (("another process", None), ("one thread", 1)):
+    for words, threads in (("another process", None), ("one processor core", 1)):
         other = elsewhere(threads)
         for label, runs in found.items():
             step, _, dtype = label.rpartition(", ")

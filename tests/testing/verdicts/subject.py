@@ -38,6 +38,12 @@ class Subject:
         """Tokens of a sequence. A multiple of every usual block; fewer for an interpreter."""
         return 256 if self.mode == "interpret" else 512
 
+    @property
+    def few_heads(self) -> dict[str, int]:
+        """One KV head, if that is taken: a kernel that divides keys among processors does so there."""
+        few = {"num_heads": 4, "num_kv_heads": 1}
+        return few if self.spec(**few) is not None else {}
+
     def spec(self, *, length: int | None = None, **fields: Any) -> AttentionSpec | None:
         """The first problem with these fields that the backend takes, or None.
 

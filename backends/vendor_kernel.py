@@ -1,0 +1,85 @@
+"""The shell around one kernel of JAX, tokamax or NVIDIA: its device, its package, its options, and the plan of a call.
+
+A kernel's own file has what differs: the allow-list, the reasons that an allow-list cannot express, and the function
+that makes a plan.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib import util
+from typing import Any, Literal
+
+from .contract import AttentionSpec, Layout, Plan, check_options
+from .devices import Target
+from .features import Mode, Takes
+
+Platform = Literal["tpu", "cuda"]
+_DEVICES: dict[Platform, str] = {"tpu": "TPUs", "cuda": "NVIDIA GPUs"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class VendorKernel:
+    """A backend that is one kernel of somebody else.
+
+    ``make(spec, layout, target, mode, options)`` makes the plan. ``reasons(spec, target, mode, options)`` gives what
+    ``allowed`` cannot express. ``platform`` is the only one that the kernel runs on natively; None where ``reasons``
+    judge the device. ``module`` is that of JAX which has the kernel. ``missing()`` says why an optional package cannot
+    be used; it is asked on the present device, and in modes that run on the host. ``options`` are those of a plan, with
+    their meanings.
+    """
+
+    name: str
+    allowed: Takes
+    make: Callable[[AttentionSpec, Layout, Target, Mode, dict[str, Any]], Plan]
+    reasons: Callable[[AttentionSpec, Target, Mode, Mapping[str, Any]], Iterable[str]] = lambda *_: ()
+    platform: Platform | None = None
+    module: str | None = None
+    missing: Callable[[], tuple[str, ...]] = tuple
+    options: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    exact: bool = True
+
+    def takes(self, target: Target, mode: Mode) -> Takes:
+        """The allow-list, the same on every device."""
+        return self.allowed
+
+    def refuses(
+        self, spec: AttentionSpec, target: Target, mode: Mode, options: Mapping[str, Any] | None
+    ) -> tuple[str, ...]:
+        """A JAX without the kernel, another platform, what the kernel cannot do, and a missing package."""
+        found = list[str]()
+        if self.module is not None and util.find_spec(self.module) is None:
+            found += [f"this version of jax no longer has {self.module}, which {self.name} is; use backend='chunked'."]
+        if self.platform is not None:
+            found += device_reasons(self.name, self.platform, target, mode)
+        found += self.reasons(spec, target, mode, options or {})
+        return tuple(found) if found or not (target.present or mode != "native") else self.missing()
+
+    def plan(
+        self,
+        spec: AttentionSpec,
+        layout: Layout,
+        *,
+        target: Target,
+        mode: Mode = "native",
+        options: Mapping[str, Any] | None = None,
+    ) -> Plan:
+        """Prepare one forward pass.
+
+        Raises ValueError for an option that the kernel does not have, and ImportError, with the reason, where its
+        package cannot be used here.
+        """
+        given = check_options(self.name, options, self.options)
+        if why_not := self.missing():
+            raise ImportError(" ".join(why_not))
+        return self.make(spec, layout, target, mode, given)
+
+
+def device_reasons(name: str, platform: Platform, target: Target, mode: Mode) -> Iterator[str]:
+    """Why the kernel ``name`` of ``platform`` does not run on ``target``."""
+    if mode != "interpret" and target.platform != platform:
+        yield (
+            f"{name} is a kernel for {_DEVICES[platform]}, not for {target}; use backend='chunked', which runs on "
+            "every platform, or mode='interpret' to check its numbers."
+        )
