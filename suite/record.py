@@ -31,7 +31,8 @@ class Environment(TypedDict, total=False):
     """Where a cell was measured. Sizes are bytes. ``session`` is equal for cells that shared rounds.
 
     ``source`` is the digest of this package's source, ``own`` that of each file that a row was loaded from.
-    ``node`` names the machine in a run of several.
+    ``node`` names the machine in a run of several. ``accelerator`` is the state of a GPU (``measure/accelerator.py``):
+    clocks in MHz, power limits in watts, ECC, MIG, driver, and how many processes compute on it, the run's included.
     """
 
     versions: dict[str, str]
@@ -49,6 +50,7 @@ class Environment(TypedDict, total=False):
     machine_memory: Size
     flags: dict[str, str]
     clock: dict[str, Scalar]
+    accelerator: dict[str, Scalar]
     machine: Machine
     session: str
     node: str

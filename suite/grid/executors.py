@@ -1,6 +1,7 @@
 """Turn the cells of a grid into records; each executor in the way that suits its cells.
 
-- :func:`in_turns` gives every cell of a case a process of its own. One process computes at a time, and the cells take
+- :func:`in_turns` gives every cell of a case a process of its own; on a TPU, which admits one process, the cells of a
+  case share one. One process computes at a time, and the cells take
   turns sample by sample: no cell is measured beside another's load, and a machine that slows down slows all cells
   alike, so ratios hold. Interpreted cells, of which nothing is measured, come first, as many at once as there are
   cores.
@@ -32,7 +33,7 @@ from ..errors import CellFailure, InputError
 from ..kinds import kind_of, make_case
 from ..record import Record
 from ..user_function import is_reference
-from .process import Joined, Restarting, Worker
+from .process import Joined, Restarting, Turn, Worker
 from .references import References
 from .running import Limits, RunContext, Running, now, prepare, profile, record_of, sample
 
@@ -40,7 +41,7 @@ from .running import Limits, RunContext, Running, now, prepare, profile, record_
 def in_turns(case: Case, cells: Sequence[Cell], references: References, context: RunContext) -> Iterator[Record]:
     """Yields a failure at once, and the measured cells when all samples are taken."""
     with contextlib.ExitStack() as stack:
-        running = [Running(cell, stack.enter_context(_start(cell, references, context.limits))) for cell in cells]
+        running = _started(cells, references, context.limits, stack)
         context.watcher.doing(case.name, "reference", "computing what the cells are judged by")
         modes = dict.fromkeys(cell.mode for cell in cells)
         judged_by = {mode: _reference(case, mode, references, drawn=kind_of(case.kind).judges_apart) for mode in modes}
@@ -49,7 +50,7 @@ def in_turns(case: Case, cells: Sequence[Cell], references: References, context:
             for each in running
             if each.cell.mode == "interpret"
         ]
-        yield from side_by_side(lanes, usable_cores())
+        yield from side_by_side(lanes, 1 if _share(cells) else usable_cores())
         ready: list[Running] = []
         for each in running:
             if each.cell.mode == "interpret":
@@ -178,6 +179,22 @@ class _Interpreted:
 
     def stop(self) -> None:
         self.each.worker.close()
+
+
+def _share(cells: Sequence[Cell]) -> bool:
+    """Whether the cells are of a device that admits one process."""
+    return cells[0].target.startswith("tpu")
+
+
+def _started(
+    cells: Sequence[Cell], references: References, limits: Limits, stack: contextlib.ExitStack
+) -> list[Running]:
+    """The cells, each with its process or its part of the one that they share."""
+    if not _share(cells):
+        return [Running(cell, stack.enter_context(_start(cell, references, limits))) for cell in cells]
+    own = tuple(dict.fromkeys(cell.row.rpartition(":")[0] for cell in cells if is_reference(cell.row)))
+    process = stack.enter_context(Worker(limits.memory, code=own))
+    return [Running(cell, Turn(process, cell.key)) for cell in cells]
 
 
 def _start(cell: Cell, references: References, limits: Limits) -> Worker:

@@ -34,7 +34,7 @@ from . import folders
 
 _POLL_SECONDS = 0.05
 _STOPPED_SECONDS = 1.0  # a poll that takes longer than this: this process was stopped
-_JOIN_SECONDS = 600.0
+_JOIN_SECONDS, _FORGET_SECONDS = 600.0, 60.0
 # GPUs and TPUs multiply float32 in fewer bits unless told otherwise; a float32 cell is judged as float32.
 _ENVIRONMENT = {
     "JAX_DEFAULT_MATMUL_PRECISION": "highest",
@@ -137,6 +137,11 @@ class Worker:
                 os.kill(pid, signal.SIGKILL)
 
     @property
+    def closed(self) -> bool:
+        """Whether it was ended."""
+        return self._closed
+
+    @property
     def pid(self) -> int:
         """Process id."""
         return self._process.pid
@@ -193,6 +198,35 @@ class Worker:
                 return CellFailure("oom", f"killed by SIGKILL while it held {self._resident / 2**30:.2f} GiB{last}")
             return CellFailure("crashed", f"died by {name}{last}")
         return CellFailure("crashed", f"exited with code {code} before it answered{last}")
+
+
+class Turn:
+    """The part of one cell in a process that the cells of a case share. Asked as a Worker.
+
+    The process ends when it dies, hangs or holds too much memory, whichever cell it was; then every cell of it fails.
+    """
+
+    def __init__(self, process: Worker, name: str) -> None:
+        self._process, self._name, self._closed = process, name, False
+        self.folder = process.folder
+
+    @property
+    def slept(self) -> float:
+        """As :attr:`Worker.slept`."""
+        return self._process.slept
+
+    def ask(self, request: dict[str, Any], seconds: float) -> Any:
+        """As :meth:`Worker.ask`."""
+        if self._process.closed:
+            raise CellFailure("crashed", "the process that it shares with the other cells of its case has ended.")
+        return self._process.ask({**request, "as": self._name}, seconds)
+
+    def close(self) -> None:
+        """Have the process forget the cell; a second call does nothing."""
+        if not self._closed and not self._process.closed:
+            with contextlib.suppress(CellFailure):
+                self.ask({"do": "forget"}, _FORGET_SECONDS)
+        self._closed = True
 
 
 class Joined:

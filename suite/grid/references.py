@@ -86,7 +86,8 @@ class References:
 
     def _ask(self, request: dict[str, Any]) -> Any:
         if self._worker is None:
-            self._worker = Worker(int(_REFERENCE_SHARE * machine_bytes()))
+            # A TPU admits one process, and a GPU's memory is for the cells: this process sees CPUs only.
+            self._worker = Worker(int(_REFERENCE_SHARE * machine_bytes()), {"JAX_PLATFORMS": "cpu"})
         try:
             return self._worker.ask(request, self._seconds)
         except CellFailure as failure:

@@ -1,7 +1,7 @@
-"""The process of one cell: ``python -m attnsuite.suite.grid.worker``, one JSON object per line in and out.
+"""The process of one cell, or of a case's cells: ``python -m attnsuite.suite.grid.worker``, lines of JSON in and out.
 
-The executor first asks it to prepare a cell (``{"do": "prepare", ...}``), then to take samples. ``answering.py``
-describes the answers.
+The executor first asks it to prepare a cell (``{"do": "prepare", ...}``), then to take samples. Requests of cells that
+share the process say which one is meant (``as``). ``answering.py`` describes the answers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .. import typed
 from ..cell import Asked, Cell, Means, Outcome, Prepared
 from ..errors import CellFailure
 from ..kinds import kind_of, make_case
-from ..measure import arrays, machine, placement, speed
+from ..measure import arrays, machine, memory, placement, speed
 from ..measure.fresh import Draw
 from ..measure.profile import profile
 from ..record import TensorError
@@ -39,18 +39,20 @@ def main() -> None:
     """Answer requests until stdin ends."""
     warnings.simplefilter("ignore", BackendFallbackWarning)  # the record carries the reasons
     is_confined = _confined(sys.argv[1:])
-    prepared = Prepared(Outcome())
+    cells: dict[str, Prepared] = {}
 
     def answer(request: dict[str, Any]) -> Any:
-        nonlocal prepared
+        name = request.get("as", "")
+        if request["do"] == "forget":
+            return cells.pop(name, None) and None
         if request["do"] == "prepare":
-            prepared = _prepare(request, is_confined=is_confined)
+            prepared = cells[name] = _prepare(request, is_confined=is_confined)
             return {
                 "outcome": dataclasses.asdict(prepared.outcome),
                 "named": prepared.named is not None,
             }
         if request["do"] in _OF_PREPARED:
-            return _OF_PREPARED[request["do"]](prepared, request)
+            return _OF_PREPARED[request["do"]](cells.get(name, Prepared(Outcome())), request)
         if request["do"] not in _ANSWERS:
             raise CellFailure("crashed", f"the worker does not know the request {request['do']!r}.")
         return _ANSWERS[request["do"]](request)
@@ -178,6 +180,7 @@ def _prepare(request: dict[str, Any], *, is_confined: bool) -> Prepared:
         raise CellFailure("crashed", f"the cell is for {asked.target}, and JAX now finds {here}: the device is gone.")
     is_own = is_reference(asked.row)
     resident = psutil.Process().memory_info().rss if is_own else None
+    before = memory.device_statistics() if "as" in request else None
     register_functions([asked.row])
     reference = request["reference"]
     means = Means(
@@ -190,6 +193,8 @@ def _prepare(request: dict[str, Any], *, is_confined: bool) -> Prepared:
     outcome = prepared.outcome
     if is_own and not is_confined:
         outcome = dataclasses.replace(outcome, notes=(*outcome.notes, _UNCONFINED))
+    if before is not None:
+        outcome = dataclasses.replace(outcome, memory=memory.by_difference(outcome.memory, before))
     if prepared.timed is not None:
         outcome = dataclasses.replace(outcome, pinned_threads=placement.pin_pool())
     return dataclasses.replace(prepared, outcome=outcome)

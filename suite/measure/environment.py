@@ -21,6 +21,7 @@ from attnsuite.backends.devices import cpu_name, usable_cores
 from attnsuite.backends.registry import ENTRY_POINT_GROUP
 
 from ..record import Environment
+from .accelerator import nvidia_state
 from .memory import machine_bytes
 
 DISTRIBUTION = "attnsuite"
@@ -59,7 +60,7 @@ _GIT_SECONDS = 10.0
 def describe() -> Environment:
     """The environment of this process, as JSON (initialises JAX)."""
     target = Target.here()
-    return {
+    found: Environment = {
         "versions": versions(),
         "source": source_digest(),
         "git_revision": git_revision(),
@@ -74,6 +75,9 @@ def describe() -> Environment:
         "flags": flags(),
         "clock": _clock(),
     }
+    if target.platform == "cuda":
+        found["accelerator"] = nvidia_state()
+    return found
 
 
 def versions() -> dict[str, str]:

@@ -3,7 +3,7 @@
 ``compiled_argument``, ``compiled_output`` and ``compiled_temp`` are the compiler's own sizes. XLA's peak is not used,
 because on CPU it leaves out temporaries. ``process_high_water`` is the rise of the process during one execution, above
 its size with the program compiled and the inputs made. ``device_peak`` is the allocator's statistic, where the device
-keeps one.
+keeps one; on a TPU, where the cells of a case share a process, by difference (:func:`by_difference`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import resource
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +55,27 @@ def high_water(baseline: Baseline) -> int:
     return max(0, peak - baseline.resident)
 
 
+def device_statistics() -> dict[str, int]:
+    """What the device's allocator counts; empty where it keeps no statistics (CPU)."""
+    return jax.devices()[0].memory_stats() or {}
+
+
 def device_peak() -> int | None:
     """The device allocator's peak, or None where it keeps no statistics (CPU)."""
-    stats = jax.devices()[0].memory_stats()
-    return None if stats is None else stats.get("peak_bytes_in_use")
+    return device_statistics().get("peak_bytes_in_use")
+
+
+def by_difference(sizes: Mapping[str, int | None], before: Mapping[str, int]) -> dict[str, int | None]:
+    """``sizes`` of a cell in a process that other cells use too, whose device counted ``before`` when it began.
+
+    The allocator keeps one peak for the process. Where it rose, ``device_peak`` is the rise above what the other cells
+    held; where it did not, the cell's own peak is not known.
+    """
+    peak = sizes.get("device_peak")
+    if peak is None:
+        return dict(sizes)
+    rose = peak > before.get("peak_bytes_in_use", 0)
+    return {**sizes, "device_peak": peak - before.get("bytes_in_use", 0) if rose else None}
 
 
 def measure(call: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Any, dict[str, int | None], str]:
