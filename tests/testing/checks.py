@@ -45,7 +45,8 @@ MEASURED: Mapping[str, Mapping[str, str]] = {
         "chunked": "no",
         "flash_cpu": "with `batch_invariant=True`",
         "kascade": "yes",
-    },
+    }
+    | dict.fromkeys(("splash", "pallas_flash", "tpu_flash_attention"), "yes, interpreted"),
     "symmetric": dict.fromkeys(("standard", "chunked", "flash_cpu"), "yes")
     | dict.fromkeys(set(_INTERPRETED) - {"paged_attention", "ragged_paged_attention"}, "yes, interpreted")
     | {"kascade": "approximate", "paged_attention": "not applicable"},
