@@ -20,7 +20,7 @@ NO_CHECKPOINT = "--model 'nowhere' is not known; use text, or a checkpoint's dir
 REFUSED: dict[str, list[tuple[list[str], str]]] = {
     "run": [
         (["--speed"], "Unrecognized options: --speed"),
-        (["--suite", "slow"], "not known; use quick, full"),
+        (["--suite", "slow"], "not known; use quick, "),
         (["--suite", "nowhere.toml"], "cannot be read"),
         (["--suite", "x" * 300 + ".toml"], "File name too long"),
         (["--backends", "standard,fastest"], "'fastest' is not registered; use standard"),
