@@ -51,7 +51,7 @@ def spec_of(**changes):
 
 
 def test_splash_reads_options_sorts_the_mask_and_makes_its_ids_once(counted):
-    own, shared = ("_checked", "kernel_of"), ("segment_ids", "one_key_is_seen", "no_sinks")
+    own, shared = ("read_options", "kernel_of"), ("segment_ids", "one_key_is_seen", "no_sinks")
     counted(splash, *own)
     counts = counted(splash_operands, *shared)
     run_layers(splash.SPLASH, spec_of())
