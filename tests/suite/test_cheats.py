@@ -26,7 +26,8 @@ from attnsuite.suite.record import Machine
 FILE = Path(__file__).with_name("cheats.py")
 FORWARD = '[[case]]\nkind = "op_forward"\nsequence = 512\nheads = 2\nkv_heads = 2\n'
 GRADIENT = '[[case]]\nkind = "op_forward_backward"\nsequence = 512\nheads = 2\nkv_heads = 2\n'
-LONG = '[[case]]\nkind = "op_forward"\nsequence = 8192\nheads = 1\nkv_heads = 1\n'
+# Just beyond what the oracle takes: it judges at 2048.
+LONG = '[[case]]\nkind = "op_forward"\nsequence = 4096\nheads = 9\nkv_heads = 9\n'
 TIMED, DIFFERENT = "a timed call gave wrong numbers", "wrong numbers against the reference"
 
 # Which cheats run together, on which case, and what their records say.
@@ -97,7 +98,7 @@ def test_what_is_replaced_in_the_process_changes_no_time(tmp_path):
 
 def test_memory_that_is_taken_elsewhere_counts(tmp_path):
     names = ["honest", "memory_in_a_child", "memory_before_the_baseline"]
-    found = run(tmp_path, FORWARD, names, "--cell-memory", "2")
+    found = run(tmp_path, FORWARD, names, "--cell-memory", "2GiB")
     assert found["memory_in_a_child"]["status"] == "oom"
     assert found["memory_before_the_baseline"]["memory"]["process_high_water"] >= 2**30
     assert found["honest"]["memory"]["process_high_water"] < 2**28
