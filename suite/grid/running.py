@@ -208,8 +208,8 @@ def prepare(
 def sample(each: Running, context: RunContext, references: References | None = None) -> bool:
     """Take one sample; returns whether the cell has enough. Raises CellFailure.
 
-    With ``references``, outputs of its timed calls are judged: one of the last sample, and of the first ones too where
-    the row is a function of the user.
+    With ``references``, outputs of its timed calls are judged: one of the last sample where that costs little or the row
+    is a function of the user, and of such a function also of the first samples.
     """
     before, slept, seed = each.wall, each.worker.slept, secrets.randbits(32)
     request = {"do": "sample", "seed": seed, "choice": secrets.randbits(32)}
@@ -222,7 +222,8 @@ def sample(each: Running, context: RunContext, references: References | None = N
     enough = context.sampling.enough(each.samples, each.outcome.calls or 1)
     enough = enough or each.sampling_seconds > context.limits.seconds
     is_own = is_reference(each.cell.row)
-    if references is not None and each.names_outputs and (enough or (is_own and len(each.samples) <= _RECHECKED)):
+    asked = enough and (is_own or kind_of(each.cell.kind).rechecks_all)
+    if references is not None and each.names_outputs and (asked or (is_own and len(each.samples) <= _RECHECKED)):
         _recheck(each, seed, context, references)
     if enough and each.cell.row not in peers.PEERS:
         _check_plausible(each, context)

@@ -204,6 +204,7 @@ class Attention(Kind):
     }
     case: ClassVar = OpCase
     judges_apart: ClassVar = True
+    rechecks_all: ClassVar = True
 
     def read(self, fields: Mapping[str, Any]) -> OpCase:
         """The case; records and suites of version 0.1 have ``window`` in place of ``window_size``."""

@@ -54,6 +54,7 @@ class Kind:
     cases_share_process: ClassVar[bool] = False
     needs_ceilings: ClassVar[bool] = True
     judges_apart: ClassVar[bool] = False
+    rechecks_all: ClassVar[bool] = False
     baseline: ClassVar[str] = "standard"  # the row that times and memory of a case are relative to
 
     def cells(self, case: Any, asked: Asked) -> Iterable[Cell]:
@@ -109,7 +110,10 @@ class Kind:
         raise NotImplementedError
 
     def recheck(self, case: Any, outputs: Mapping[str, Any], draw: Draw, choice: int) -> dict[str, TensorError] | None:
-        """Judge a part of the outputs of a timed call, chosen by ``choice``; None where a part cannot be judged."""
+        """Judge a part of the outputs of a timed call, chosen by ``choice``; None where a part cannot be judged.
+
+        Asked for functions of the user; with ``rechecks_all``, which is for a kind where it costs little, for every row.
+        """
         return None
 
 

@@ -30,7 +30,7 @@ class _Array(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def save(path: Path, arrays: Mapping[str, Any]) -> None:
     """Write the arrays to a new file."""
-    found = {name: np.ascontiguousarray(x) for name, x in arrays.items()}
+    found = {name: np.asarray(x, order="C") for name, x in arrays.items()}
     header = [_Array(name, str(x.dtype), x.shape) for name, x in found.items()]
     with path.open("xb") as file:
         file.write(msgspec.json.encode(header) + b"\n")

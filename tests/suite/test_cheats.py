@@ -163,10 +163,11 @@ def test_a_call_faster_than_the_machine_is_implausible():
 
 
 def test_a_file_of_outputs_is_read_only_if_it_is_what_it_says(tmp_path):
-    kept = {"out": np.arange(6, dtype=np.float32).reshape(2, 3), "dq": np.ones((2, 2), ml_dtypes.bfloat16)}
+    kept = {"out": np.arange(6, dtype=np.float32).reshape(2, 3).T, "dq": np.ones((2, 2), ml_dtypes.bfloat16)}
+    kept["loss"] = np.float32(2.5) * np.ones(())  # a number has no axis
     arrays.save(tmp_path / "right", kept)
     for name, found in arrays.load(tmp_path / "right").items():
-        assert found.dtype == kept[name].dtype
+        assert (found.dtype, found.shape) == (kept[name].dtype, kept[name].shape)
         assert (found == kept[name]).all()
     written = (tmp_path / "right").read_bytes()
     for spoilt in (written + b"x", written[:-1], b"{}\n", b"", written.replace(b"float32", b"object ")):
