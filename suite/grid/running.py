@@ -208,8 +208,8 @@ def prepare(
 def sample(each: Running, context: RunContext, references: References | None = None) -> bool:
     """Take one sample; returns whether the cell has enough. Raises CellFailure.
 
-    With ``references``, outputs of its timed calls are judged: one of the last sample where that costs little or the row
-    is a function of the user, and of such a function also of the first samples.
+    With ``references``, outputs of timed calls are judged: of the last sample where that costs little or the row is a
+    function of the user, and of such a function also of the first samples.
     """
     before, slept, seed = each.wall, each.worker.slept, secrets.randbits(32)
     request = {"do": "sample", "seed": seed, "choice": secrets.randbits(32)}

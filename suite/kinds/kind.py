@@ -112,7 +112,7 @@ class Kind:
     def recheck(self, case: Any, outputs: Mapping[str, Any], draw: Draw, choice: int) -> dict[str, TensorError] | None:
         """Judge a part of the outputs of a timed call, chosen by ``choice``; None where a part cannot be judged.
 
-        Asked for functions of the user; with ``rechecks_all``, which is for a kind where it costs little, for every row.
+        Asked for functions of the user. With ``rechecks_all``, for a kind where it costs little, it is for every row.
         """
         return None
 
