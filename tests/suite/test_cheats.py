@@ -28,6 +28,7 @@ FORWARD = '[[case]]\nkind = "op_forward"\nsequence = 512\nheads = 2\nkv_heads = 
 GRADIENT = '[[case]]\nkind = "op_forward_backward"\nsequence = 512\nheads = 2\nkv_heads = 2\n'
 # Just beyond what the oracle takes: it judges at 2048.
 LONG = '[[case]]\nkind = "op_forward"\nsequence = 4096\nheads = 9\nkv_heads = 9\n'
+RATES = '{"matmul_flops": {"float32": 1e11}, "copy_bytes_per_second": 1e10, "read_bytes_per_second": 1e10}'
 TIMED, DIFFERENT = "a timed call gave wrong numbers", "wrong numbers against the reference"
 
 # Which cheats run together, on which case, and what their records say.
@@ -62,10 +63,12 @@ def run(folder: Path, case: str, names: list[str], *flags: str) -> dict[str, dic
     """The records of a run of these functions, by function."""
     suite = folder / "suite.toml"
     suite.write_text(case)
+    (folder / "run").mkdir()
+    (folder / "run/machine.json").write_text(RATES)  # else each run measures the machine, for ten seconds
     rows = ",".join(f"{FILE}:{name}" for name in names)
     command = [sys.executable, "-m", "attnsuite", "run", "--suite", str(suite), "--backends", rows]
     done = subprocess.run(
-        [*command, "--out", str(folder / "run"), *flags],
+        [*command, "--out", str(folder / "run"), "--sample-seconds", "0.01", *flags],
         check=False,
         capture_output=True,
         text=True,
@@ -80,9 +83,11 @@ def run(folder: Path, case: str, names: list[str], *flags: str) -> dict[str, dic
 @pytest.mark.parametrize("group", GROUPS)
 def test_a_cheat_is_caught_and_gets_no_time(tmp_path, group):
     case, cheats = GROUPS[group]
-    found = run(tmp_path, case, ["honest", *cheats])
-    assert found["honest"]["status"] == "ok"
-    assert found["honest"]["samples"]
+    is_new = case not in [other for other, _ in [*GROUPS.values()][: [*GROUPS].index(group)]]
+    found = run(tmp_path, case, [*["honest"] * is_new, *cheats])
+    if is_new:
+        assert found["honest"]["status"] == "ok"
+        assert found["honest"]["samples"]
     for name, said in cheats.items():
         assert found[name]["status"] in ("wrong", "crashed")
         assert said in found[name]["error"]
