@@ -44,6 +44,11 @@ def check_reference(reference: str, form: str = _FORM) -> str:
     return reference
 
 
+def files_of(names: Iterable[str]) -> tuple[str, ...]:
+    """The files that names of this kind mean."""
+    return tuple(dict.fromkeys(name.rpartition(":")[0] for name in filter(is_reference, names)))
+
+
 def known_row(name: str, peers: Collection[str] = ()) -> str:
     """The name, if it means a file that is there, a backend, or one of ``peers``. Raises InputError."""
     return check_reference(name) if is_reference(name) else known_backend(name, peers)

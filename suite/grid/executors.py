@@ -32,7 +32,7 @@ from ..cell import Case, Cell, Means, Outcome
 from ..errors import CellFailure, InputError
 from ..kinds import kind_of, make_case
 from ..record import Record
-from ..user_function import is_reference
+from ..user_function import files_of
 from .process import Joined, Restarting, Turn, Worker
 from .references import References
 from .running import Limits, RunContext, Running, now, prepare, profile, record_of, sample
@@ -192,15 +192,13 @@ def _started(
     """The cells, each with its process or its part of the one that they share."""
     if not _share(cells):
         return [Running(cell, stack.enter_context(_start(cell, references, limits))) for cell in cells]
-    own = tuple(dict.fromkeys(cell.row.rpartition(":")[0] for cell in cells if is_reference(cell.row)))
-    process = stack.enter_context(Worker(limits.memory, code=own))
+    process = stack.enter_context(Worker(limits.memory, code=files_of(cell.row for cell in cells)))
     return [Running(cell, Turn(process, cell.key)) for cell in cells]
 
 
 def _start(cell: Cell, references: References, limits: Limits) -> Worker:
     """The process of a cell, confined where it loads a file of the user."""
-    code = (cell.row.rpartition(":")[0],) if is_reference(cell.row) else ()
-    return Worker(limits.memory, _variables(cell, references), code)
+    return Worker(limits.memory, _variables(cell, references), files_of([cell.row]))
 
 
 def _reference(

@@ -30,7 +30,7 @@ from ..peers import PEERS
 from ..record import Environment, Machine, Record
 from ..store import GridManifest, RunManifest, TextIdentity, read_manifest
 from ..suites import SUITES, Shard, Suite, find_suite, parse_shard, select
-from ..user_function import digests, is_reference, known_row
+from ..user_function import digests, files_of, is_reference, known_row
 from .executors import in_turns, is_measured, one_after_another, refused
 from .grid import Grid
 from .process import Worker
@@ -246,7 +246,7 @@ def probe(request: RunGrid) -> tuple[Environment, list[Cell]]:
         "all_cores": request.all_cores,
         "text": text_words(request.text),
     }
-    with Worker(machine_bytes()) as worker:
+    with Worker(machine_bytes(), code=files_of(request.backends)) as worker:
         try:
             answer = worker.ask(question, _PROBE_SECONDS)
         except CellFailure as failure:

@@ -62,11 +62,15 @@ def op_flops(case: OpCase) -> float:
 
 
 def op_bytes(case: OpCase) -> float:
-    """Bytes that any implementation must move: every input read once, every output written once."""
+    """Bytes that any implementation must move: every input read once, every output written once.
+
+    A decode step need not read the keys that its row may not see.
+    """
     value_dim = case.value_head_dim or case.head_dim
     query = case.query_length * case.heads * case.head_dim
     out = case.query_length * case.heads * value_dim
-    key_value = case.sequence * case.kv_heads * (case.head_dim + value_dim)
+    keys = visible_pairs(case) if case.kind == "op_decode" else case.sequence
+    key_value = keys * case.kv_heads * (case.head_dim + value_dim)
     read, written = query + key_value, out
     if case.needs_grad:
         read, written = read + out, written + query + key_value

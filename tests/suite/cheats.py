@@ -235,6 +235,8 @@ def _spoiler(folder):
 def leaves_a_child(query, key, value):
     """A process that outlives the run and rewrites its records, which lie in the folder of CHEATS_RUN."""
     _spoiler(os.environ.get("CHEATS_RUN", "/nowhere"))
+    with contextlib.suppress(OSError):
+        open(os.path.join(os.environ.get("CHEATS_RUN", "/nowhere"), "mark"), "w").close()
     return honest(query, key, value)
 
 

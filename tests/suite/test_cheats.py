@@ -112,6 +112,7 @@ def test_memory_that_is_taken_elsewhere_counts(tmp_path):
 def test_a_child_that_outlives_the_run_can_write_nowhere(tmp_path):
     found = run(tmp_path, FORWARD, ["leaves_a_child"])
     assert found["leaves_a_child"]["status"] == "ok"
+    assert not (tmp_path / "mark").exists(), "some process ran the function unconfined"
     assert not [
         p.pid for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in (p.info["cmdline"] or ["", ""])[-1:]
     ]
