@@ -15,8 +15,8 @@ from attnsuite.backends import names
 
 from .doctor import examine_here
 from .errors import InputError
-from .grid.executors import Limits
 from .grid.run import RunGrid, new_request, resumed_request
+from .grid.running import Limits
 from .judgement import new_judgement, resumed_judgement
 from .store import CONFORMANCE, MANIFEST
 from .suites import DEVICE

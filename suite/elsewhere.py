@@ -1,6 +1,6 @@
 """The results of a backend in another process, for the verdict ``deterministic``.
 
-``python -m attnsuite.suite.elsewhere ROW MODE FILE.npz`` is that process. It computes what the verdict compares, and
+``python -m attnsuite.suite.elsewhere ROW MODE FILE`` is that process. It computes what the verdict compares, and
 writes it to the file.
 """
 
@@ -12,13 +12,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-import jax.numpy as jnp
-import numpy as np
-
 from attnsuite.backends import Target, registry
 from attnsuite.backends.features import Mode
 from attnsuite.testing.verdicts import Arrays, Elsewhere, Subject, results
 
+from .measure import arrays
 from .user_function import register_functions
 
 _LAST = 300  # characters of what a process that failed wrote last
@@ -37,7 +35,7 @@ def _computed(row: str, mode: Mode, threads: int | None) -> dict[str, Arrays]:
     """
     environment = dict(os.environ) if threads is None else {**os.environ, "PJRT_NPROC": str(threads)}
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "results.npz"
+        path = Path(folder) / "results"
         command = [sys.executable, "-m", __name__, row, mode, str(path)]
         done = subprocess.run(  # noqa: S603 (this interpreter and this module)
             command, env=environment, capture_output=True, text=True, check=False
@@ -46,26 +44,20 @@ def _computed(row: str, mode: Mode, threads: int | None) -> dict[str, Arrays]:
             said = " ".join(done.stderr.split())[-_LAST:]
             raise RuntimeError(f"it ran here, and failed in another process: {said}")
         found: dict[str, Arrays] = {}
-        with np.load(path) as arrays:
-            for key in arrays.files:
-                label, name, dtype = key.split("|")
-                found.setdefault(label, {})[name] = arrays[key].view(jnp.dtype(dtype))
+        for key, array in arrays.load(path).items():
+            label, _, name = key.partition("|")
+            found.setdefault(label, {})[name] = array
         return found
 
 
-def _main(row: str, mode: Mode, path: str) -> None:
+def _main(row: str, mode: Mode, path: Path) -> None:
     if "PJRT_NPROC" in os.environ and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: int(os.environ["PJRT_NPROC"])])
     register_functions([row])
     subject = Subject(registry.get(row), Target.here(), mode)
-    # NumPy's files know no bfloat16: the numbers travel as integers of the same size.
-    arrays = {
-        f"{label}|{name}|{x.dtype}": x.view(f"u{x.dtype.itemsize}")
-        for label, of_one in results(subject).items()
-        for name, x in of_one.items()
-    }
-    np.savez(path, **arrays)  # pyright: ignore[reportArgumentType]  (names are arrays)
+    found = {f"{label}|{name}": x for label, of_one in results(subject).items() for name, x in of_one.items()}
+    arrays.save(path, found)
 
 
 if __name__ == "__main__":
-    _main(*sys.argv[1:])  # pyright: ignore[reportArgumentType]  (the words that _computed gives)
+    _main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))  # pyright: ignore[reportArgumentType]  (the words that _computed gives)

@@ -38,7 +38,8 @@ _INTERPRETED = (
     *("ragged_paged_attention", "tpu_flash_attention"),
 )
 MEASURED: Mapping[str, Mapping[str, str]] = {
-    "deterministic": dict.fromkeys(("standard", "chunked", "flash_cpu", "kascade"), "yes")
+    "deterministic": dict.fromkeys(("standard", "chunked", "kascade"), "yes")
+    | {"flash_cpu": "with `batch_invariant=True`"}
     | dict.fromkeys(_INTERPRETED, "yes, interpreted"),
     "batch_invariant": {
         "standard": "no",

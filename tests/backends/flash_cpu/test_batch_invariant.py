@@ -6,7 +6,9 @@ import functools
 
 import pytest
 
-from attnsuite.backends import Takes, Target, attention, from_function
+from attnsuite.backends import Takes, Target, attention, from_function, registry
+from attnsuite.suite.elsewhere import elsewhere_of
+from attnsuite.suite.user_function import register_functions
 from attnsuite.testing import Conformance, verdicts
 
 pytest.importorskip("llvmlite", reason="the kernels are compiled by llvmlite")
@@ -45,3 +47,26 @@ def test_default_decodes_in_another_order_than_it_prefills():
     found = asked("batch_invariant")
     assert found.answer == "no"
     assert found.said.startswith("step-by-step decode (1 tokens, float32): output: ")
+
+
+MINE = """
+from attnsuite.backends import attention
+
+def mine(query, key, value, is_causal=False):
+    options = {"batch_invariant": True}
+    return attention(
+        query, key, value, is_causal=is_causal, backend="flash_cpu", on_unavailable="raise", backend_options=options
+    )
+"""
+
+
+def test_the_number_of_cores_changes_no_bit_with_the_option(tmp_path):
+    """The function is in a file, because another process, with one core, computes it too."""
+    (tmp_path / "mine.py").write_text(MINE)
+    row = f"{tmp_path / 'mine.py'}:mine"
+    register_functions([row])
+    here = Target.here()
+    subject = verdicts.Subject(registry.get(row), here)
+    found = verdicts.ask("deterministic", subject, elsewhere_of(row, here, "native"))
+    assert found.answer == "yes", found
+    assert "one processor core" in found.said
