@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -79,7 +79,8 @@ class _Formula:
 
     Every product has the axes ``b k g t s``: batch, KV head, query head of its group, query, key. No axis is ever
     merged with another, so that JAX can follow each over a mesh, and only query and output are transposed, never the
-    scores.
+    scores. Where ``heads_first`` holds, heads come before lengths in each product: XLA's products for a CPU want that,
+    and it cancels the transpose of a cache stored so. For a TPU XLA moves fewer bytes when it may choose.
     """
 
     spec: AttentionSpec
@@ -87,6 +88,7 @@ class _Formula:
     apart: Int[Array, "#b 1 1 t s"] | None
     layout: Layout
     doubled: bool
+    heads_first: bool
 
     @classmethod
     def of(cls, spec: AttentionSpec, layout: Layout, target: Target) -> _Formula:
@@ -95,7 +97,8 @@ class _Formula:
         # takes longer; for two it calls a kernel.
         doubled = target.platform == "cpu" and spec.query_length * spec.group_size == 1
         apart = distances(spec, layout)[:, None, None] if spec.has_alibi else None
-        return cls(spec, None if mask is None else _by_group(spec, mask), apart, layout, doubled)
+        by_group = None if mask is None else _by_group(spec, mask)
+        return cls(spec, by_group, apart, layout, doubled, heads_first=target.platform != "tpu")
 
     def __call__(
         self,
@@ -110,12 +113,13 @@ class _Formula:
         b, t, n, h = query.shape
         wide = jnp.float64 if query.dtype == jnp.float64 else jnp.float32
         query, key, value, spoilt = without_unread(spec, self.layout, query, key, value)
-        grouped = query.reshape(b, t, spec.num_kv_heads, spec.group_size, h).transpose(0, 2, 3, 1, 4)
-        # Heads before length, explicitly: this cancels the transpose of a cache stored so, which XLA does not find by
-        # itself. Values that are a part of the keys are not cut out, which would copy them: the fewer outputs are cut.
-        key = key.swapaxes(1, 2)
-        value = key if value is None else value.swapaxes(1, 2)
-        logits = jnp.einsum("bkgth,bksh->bkgts", grouped, key, preferred_element_type=wide) * spec.softmax_scale
+        grouped, rows, keys = query.reshape(b, t, spec.num_kv_heads, spec.group_size, h), "btkgh", "bskh"
+        # Values that are a part of the keys are not cut out, which would copy them: the fewer outputs are cut.
+        value = key if value is None else value
+        if self.heads_first:
+            grouped, rows = grouped.transpose(0, 2, 3, 1, 4), "bkgth"
+            key, value, keys = key.swapaxes(1, 2), value.swapaxes(1, 2), "bksh"
+        logits = jnp.einsum(f"{rows},{keys}->bkgts", grouped, key, preferred_element_type=wide) * spec.softmax_scale
         if spec.logits_soft_cap is not None:
             logits = spec.logits_soft_cap * jnp.tanh(logits / spec.logits_soft_cap)
         logits = modified(spec, self.layout, logits)
@@ -136,7 +140,7 @@ class _Formula:
             probs, of_rows = weights / total, log_sum_exp(total, top)
         # A row that sees NaN is NaN, but has no gradient for other documents.
         probs = probs if spoilt is None or mask is None else jnp.where(mask, probs, 0)
-        weighed = _weigh(jnp.concatenate([probs, probs], 3) if self.doubled else probs, value)
+        weighed = _weigh(jnp.concatenate([probs, probs], 3) if self.doubled else probs, value, keys)
         out = weighed[..., :t, : spec.value_head_dim].astype(query.dtype)
         if mask is not None and _may_hide_rows(spec):
             out = jnp.where(mask.any(-1, keepdims=True), out, 0)
@@ -224,29 +228,26 @@ def log_sum_exp(total: Float[Array, "b *heads t 1"], top: Float[Array, "b *heads
     return found.reshape(*found.shape[:2], -1)
 
 
-def _weigh(probs: Float[Array, "b k g t s"], value: Float[Array, "b k s v"]) -> Float[Array, "b k g t v"]:
-    """Probabilities times values, in the values' dtype."""
-    return _product(probs, value) if value.dtype == probs.dtype else _rounded_product(probs, value)
+def _weigh(probs: Float[Array, "b k g t s"], value: Float[Array, "b _ _ v"], axes: str) -> Float[Array, "b k g t v"]:
+    """Probabilities times values, whose ``axes`` are ``"bskh"`` or ``"bksh"``, in the values' dtype."""
+    product = functools.partial(jnp.einsum, f"bkgts,{axes}->bkgth")
+    return product(probs, value) if value.dtype == probs.dtype else _rounded(product, probs, value)
 
 
-def _product(probs: Array, value: Array, dtype: Any = None) -> Array:
-    return jnp.einsum("bkgts,bksv->bkgtv", probs, value, preferred_element_type=dtype)
-
-
-@jax.custom_jvp
-def _rounded_product(probs: Array, value: Array) -> Array:
-    """With probabilities rounded to the values' dtype, whose own gradient stays float32.
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _rounded(product: Callable[..., Array], probs: Array, value: Array) -> Array:
+    """``product`` with probabilities rounded to the values' dtype, whose own gradient stays float32.
 
     JAX's rule would round that gradient too, where float16 overflows.
     """
-    return _product(probs.astype(value.dtype), value, jnp.float32)
+    return product(probs.astype(value.dtype), value, preferred_element_type=jnp.float32)
 
 
-@_rounded_product.defjvp
-def _(operands: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+@_rounded.defjvp
+def _(product: Callable[..., Array], operands: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Any, Any]:
     (probs, value), (d_probs, d_value) = operands, tangents
-    of_value = _product(probs.astype(value.dtype), d_value).astype(jnp.float32)
-    return _rounded_product(probs, value), _product(d_probs, value.astype(jnp.float32)) + of_value
+    of_value = product(probs.astype(value.dtype), d_value).astype(jnp.float32)
+    return _rounded(product, probs, value), product(d_probs, value.astype(jnp.float32)) + of_value
 
 
 STANDARD = Standard()

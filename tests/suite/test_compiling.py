@@ -197,6 +197,15 @@ def test_kernel_for_one_platform_compiles_for_it(run, cell):
     assert record.status == "ok", record.error
 
 
+@pytest.mark.parametrize("target", ["tpu:v5e", "tpu:v6e"])
+@pytest.mark.parametrize("backend", ["standard", "splash"])
+def test_program_for_a_tpu_moves_at_most_a_twentieth_more_than_the_librarys_own(run, backend, target):
+    program = run[0][f"forward/{backend}/{target}/compile"].program
+    own, library = program.operations, program.by_hand
+    assert own.bytes_accessed <= 1.05 * library.bytes_accessed, f"{own} against {library}"
+    assert own.conditionals == 0
+
+
 def test_what_a_backend_refuses_is_not_compiled(run):
     for key in (
         "forward/splash/cuda:h100/compile",
