@@ -23,38 +23,35 @@ from .backward_buffers import BLOCK_KEYS, BLOCK_ROWS, Buffers, blocks, operands,
 from .backward_rows import emit_load_block, emit_load_tile, emit_store_block, emit_write, emit_write_slopes
 from .emit import Function, Value, f32, i64, ptr, vector
 from .forward import Kernel, fits
-from .handler import Dims, Phase, Program, State
+from .handler import Dims, Phase, Signature, State
 from .isa import Isa
 from .products import Scores, Weighted
 from .slopes import slopes
 
 
-def scratch(isa: Isa, kernel: Kernel, dims: Dims) -> tuple[Any, Any]:
-    """Bytes of scratch memory that all share, and of one thread."""
+def signature(isa: Isa, kernel: Kernel) -> Signature:
+    """How XLA calls a backward pass."""
     buffers = Buffers(isa, kernel)
-    return buffers.shared_bytes(dims), buffers.worker_bytes(dims)
-
-
-def build(module: ir.Module, isa: Isa, kernel: Kernel) -> tuple[Program, State]:
-    """The program of a backward pass, with its functions in the module."""
-    buffers = Buffers(isa, kernel)
-    state = State.of(operands(kernel), results(kernel), 2)
-    write = emit_write(module, buffers, state)
-    sets = _sets if kernel.arrays.bias else lambda dims: dims["B"] * dims["K"]
-    columns = _emit_columns(module, buffers, state, write)
-    add = _emit_add(module, buffers, state, write)
-    program = Program(
+    return Signature(
         operands(kernel),
         results(kernel),
-        (
-            Phase(lambda dims: sets(dims) * dims["P"], columns),
-            Phase(lambda dims: dims["B"] * dims["K"] * buffers.tiles(dims) * buffers.several(dims), add),
-        ),
         buffers.shared_bytes,
         buffers.worker_bytes,
         lambda dims: [*fits(dims), *added.fits(kernel.arrays, dims)],
     )
-    return program, state
+
+
+def phases(module: ir.Module, isa: Isa, kernel: Kernel, state: State) -> tuple[Phase, ...]:
+    """The phases of a backward pass, with their functions in the module."""
+    buffers = Buffers(isa, kernel)
+    write = emit_write(module, buffers, state)
+    sets = _sets if kernel.arrays.bias else lambda dims: dims["B"] * dims["K"]
+    columns = _emit_columns(module, buffers, state, write)
+    add = _emit_add(module, buffers, state, write)
+    return (
+        Phase(lambda dims: sets(dims) * dims["P"], columns),
+        Phase(lambda dims: dims["B"] * dims["K"] * buffers.tiles(dims) * buffers.several(dims), add),
+    )
 
 
 def _sets(dims: Dims) -> Any:

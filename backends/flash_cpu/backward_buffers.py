@@ -8,7 +8,7 @@ from typing import Any
 from . import masking, rows
 from .added import Added
 from .emit import aligned
-from .forward import Kernel
+from .forward import SUMS, Kernel
 from .handler import Dims, Operand
 from .isa import Isa
 from .slopes import QUERY_ID
@@ -27,8 +27,7 @@ def operands(kernel: Kernel) -> tuple[Operand, ...]:
     return (
         *kernel.operands,
         Operand("out", kernel.dtype, value),
-        Operand("top", "float32", ("B", "T", "N")),
-        Operand("total", "float32", ("B", "T", "N")),
+        *SUMS,
         Operand("d_out", kernel.dtype, value),
         Operand("d_lse", "float32", ("B", "T", "N")),
         Operand("parts", "float32", ("L", "P")),
@@ -37,7 +36,7 @@ def operands(kernel: Kernel) -> tuple[Operand, ...]:
 
 
 def results(kernel: Kernel) -> tuple[Operand, ...]:
-    """The gradients, in ``kernel.out_dtype``, and scratch memory. Those of what is added to the scores are float32.
+    """The gradients, in ``kernel.out_dtype``. Those of what is added to the scores are float32.
 
     ``d_slope`` has the sum of ``dS`` times distance of each row and part.
     """
@@ -47,7 +46,6 @@ def results(kernel: Kernel) -> tuple[Operand, ...]:
         Operand("d_value", kernel.out_dtype, ("B", "S", "K", kernel.value_head_dim)),
         *([Operand("d_bias", "float32", ("BB", "BN", "BT", "BS"))] if kernel.arrays.bias else []),
         *([Operand("d_slope", "float32", ("B", "T", "N", "P"))] if kernel.arrays.alibi else []),
-        Operand("scratch", "uint8", ("bytes",)),
     )
 
 

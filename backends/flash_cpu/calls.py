@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -15,12 +15,10 @@ from jaxtyping import Array, Float, Int
 from ..contract import AttentionSpec
 from ..devices import usable_cores
 from ..manual_axes import varying
-from . import backward, decode, expression, forward, handler, targets
+from . import expression, forward, targets
 from .added import Arrays
 from .backward_buffers import BLOCK_KEYS as BACKWARD_KEYS
 from .decode_buffers import MOST_ROWS_PER_TILE, DecodeKernel
-from .decode_listed import DecodeListed
-from .decode_mass import DecodeMass
 from .expression import Expression
 from .forward import Kernel
 from .isa import Isa
@@ -74,14 +72,54 @@ class Calls:
         factors = (scale * _LOG2_E, scale / cap, cap * _LOG2_E, scale)
         return jnp.concatenate([jnp.full(1, factor, jnp.float32) for factor in factors])
 
-    def _sizes(self, seen: Visibility, **more: int) -> dict[str, int]:
-        s = self.spec
-        sizes = {"B": s.batch, "T": s.query_length, "S": s.key_value_length, "N": s.num_heads, "K": s.num_kv_heads}
-        return {**sizes, "C": seen.first.shape[0], **more}
+    def call(
+        self,
+        kind: str,
+        kernel: Any,
+        arrays: Mapping[str, Any],
+        *,
+        aliases: Mapping[str, str] = _NOTHING,
+        **sizes: int,
+    ) -> dict[str, Array]:
+        """The results of a kernel of :data:`attnsuite.backends.flash_cpu.targets.KINDS` by name, from its operands.
 
-    def _per_row(self) -> Any:
-        spec = self.spec
-        return jax.ShapeDtypeStruct((spec.batch, spec.query_length, spec.num_heads), jnp.float32)
+        ``sizes`` are dimensions of results that no operand has, and those whose operand is but an array of that length.
+        ``aliases`` maps an operand to the result that takes its place.
+        """
+        signature = targets.KINDS[kind].signature(self.isa, kernel)
+        given = {"numbers": self.numbers, **{name: jnp.asarray(x) for name, x in arrays.items()}}
+        for x in signature.operands:
+            if x.name not in given:
+                given[x.name] = jnp.zeros((1, sizes[x.dims[1]]), jnp.float32)
+        operands = [given[x.name] for x in signature.operands]
+        dims: dict[Any, int] = dict(sizes)
+        for x, array in zip(signature.operands, operands, strict=True):
+            dims |= dict(zip(x.dims, array.shape, strict=True))
+        dims["bytes"] = signature.scratch_bytes(dims, self.threads)
+        results = [jax.ShapeDtypeStruct([dims.get(d, d) for d in x.dims], x.dtype) for x in signature.results]
+        order = [[x.name for x in side] for side in (signature.operands, signature.results)]
+        run = jax.ffi.ffi_call(
+            targets.target(kind, kernel, self.isa).name,
+            results,
+            vmap_method="broadcast_all",
+            input_output_aliases={order[0].index(x): order[1].index(y) for x, y in aliases.items()} or None,
+        )
+        return dict(zip(order[1], varying(run(*operands), operands), strict=True))
+
+    def _by_shares(
+        self, compute: Callable[[Calls, dict[str, Array]], dict[str, Array]], arrays: Mapping[str, Any], *results: str
+    ) -> tuple[Array, ...]:
+        """These of the results of ``compute``, which each device may call with its share of the arrays."""
+
+        def of_share(spec: AttentionSpec, *operands: Any) -> tuple[Array, ...]:
+            found = compute(dataclasses.replace(self, spec=spec), dict(zip(arrays, operands, strict=True)))
+            return tuple(found[name] for name in results)
+
+        letters = _LETTERS
+        if self.spec.kv_layout == "HND":
+            letters = letters | {"key": "bksh", "value": "bksv"}
+        dims, found = ([letters[name] for name in names] for names in (arrays, results))
+        return by_shares(of_share, self.spec, tuple(arrays.values()), dims, found)
 
     def forward(
         self, query: Array, key: Array, value: Array, seen: Visibility, extra: Mapping[str, Any] = _NOTHING
@@ -91,30 +129,12 @@ class Calls:
         ``extra`` maps operands of ``added.py`` to their arrays.
         """
 
-        def of_share(spec: AttentionSpec, query: Array, key: Array, value: Array, *arrays: Any) -> Any:
-            return dataclasses.replace(self, spec=spec).forward_here(query, key, value, *_given(extra, arrays))
+        def compute(calls: Calls, arrays: dict[str, Array]) -> dict[str, Array]:
+            return calls.call("forward", self.adding(extra), arrays, P=calls._heads_per_stage())
 
-        operands = (query, key, value, *seen.arrays, *_in_order(extra))
-        return by_shares(of_share, self.spec, operands, (*_QKV, *_SEEN, *_dims(extra)), _FOUND)
-
-    def forward_here(self, query: Array, key: Array, value: Array, seen: Visibility, extra: Mapping[str, Any]) -> Any:
-        """:meth:`forward` on one device."""
-        group = self._heads_per_stage()
-        kernel, dims = self.adding(extra), self._sizes(seen, P=group)
-        shared, worker = forward.packed(self.isa, kernel).shared_bytes(dims), forward.workspace_bytes(self.isa, kernel)
-        size = handler.scratch_bytes(shared, worker, self.threads)
-        out = jax.ShapeDtypeStruct((*query.shape[:3], kernel.value_head_dim), kernel.out_dtype)
-        results = (out, self._per_row(), self._per_row(), jax.ShapeDtypeStruct((size,), jnp.uint8))
-        arguments = (
-            query,
-            key,
-            value,
-            *seen.arrays,
-            self.numbers,
-            *_in_order(extra),
-            jnp.zeros((1, group), jnp.float32),
-        )
-        return self._call("forward", kernel, results, *arguments)[:3]
+        arrays = {"query": query, "key": key, "value": value, **seen.by_name, **extra}
+        out, top, total = self._by_shares(compute, arrays, "out", "top", "total")
+        return out, top, total
 
     def backward(
         self,
@@ -137,82 +157,48 @@ class Calls:
         of the log-sum-exp: in rowsum(dO * O) it would be as large as the gradient of a key that has most of its row.
         """
         d_lse = jnp.zeros_like(top) if d_lse is None else d_lse.astype(jnp.float32)
-        if "bias" in extra or "alibi" in extra:  # all sequences add to one gradient
-            return self.backward_here(query, key, value, out, top, total, d_out, d_lse, seen, extra)
-
-        def of_share(
-            spec: AttentionSpec,
-            q: Any,
-            k: Any,
-            v: Any,
-            out: Any,
-            top: Any,
-            total: Any,
-            d_out: Any,
-            d_lse: Any,
-            *more: Any,
-        ) -> Any:
-            own, (seen, added) = dataclasses.replace(self, spec=spec), _given(extra, more)
-            return own.backward_here(q, k, v, out, top, total, d_out, d_lse, seen, added)
-
-        operands = (query, key, value, out, top, total, d_out, d_lse, *seen.arrays, *_in_order(extra))
-        dims = (*_QKV, *_FOUND, "btnv", "btn", *_SEEN, *_dims(extra))
-        return by_shares(of_share, self.spec, operands, dims, _QKV)
-
-    def backward_here(
-        self,
-        query: Array,
-        key: Array,
-        value: Array,
-        out: Array,
-        top: Array,
-        total: Array,
-        d_out: Array,
-        d_lse: Array,
-        seen: Visibility,
-        extra: Mapping[str, Any],
-    ) -> tuple[Array, ...]:
-        """:meth:`backward` on one device."""
+        arrays = {"query": query, "key": key, "value": value, "out": out, "top": top, "total": total}
+        arrays |= {"d_out": d_out, "d_lse": d_lse, **seen.by_name, **extra}
+        learned = {"d_bias": "bias" in extra, "d_slope": "alibi" in extra}
+        names = ("d_query", "d_key", "d_value", *(name for name, there in learned.items() if there))
         kernel = self.adding(extra)
-        parts = self._parts(extra.get("bias"))
-        dims = self._sizes(seen, P=parts)
-        size = handler.scratch_bytes(*backward.scratch(self.isa, kernel, dims), self.threads)
-        gradients = tuple(jax.ShapeDtypeStruct(x.shape, kernel.out_dtype) for x in (query, key, value))
-        more, bias = [], extra.get("bias")
-        if bias is not None:
-            more.append(jax.ShapeDtypeStruct(bias.shape, jnp.float32))
-        if "alibi" in extra:
-            more.append(jax.ShapeDtypeStruct((*query.shape[:3], parts), jnp.float32))
-        results = (*gradients, *more, jax.ShapeDtypeStruct((size,), jnp.uint8))
-        if out.dtype != query.dtype:
-            lost = rounding_error(out, query.dtype)
+        if any(learned.values()):  # all sequences add to one gradient
+            found = self._gradients(kernel, arrays)
+            return tuple(found[name] for name in names)
+
+        def compute(calls: Calls, arrays: dict[str, Array]) -> dict[str, Array]:
+            return calls._gradients(kernel, arrays)
+
+        return self._by_shares(compute, arrays, *names)
+
+    def _gradients(self, kernel: Kernel, arrays: Mapping[str, Array]) -> dict[str, Array]:
+        """:meth:`backward` on one device; ``d_slope`` is the gradient of ALiBi's slopes."""
+        dtype, out, d_out, d_lse = arrays["query"].dtype, *(arrays[name] for name in ("out", "d_out", "d_lse"))
+        if out.dtype != dtype:
+            lost = rounding_error(out, dtype)
             # Rows that see nothing have none, and one that is not finite is the kernel's to find.
             counts = (lost != 0) & jnp.isfinite(lost)
             d_lse = d_lse - jnp.where(counts, d_out.astype(jnp.float32) * lost, 0).sum(-1)
-        cotangents = d_out.astype(query.dtype), d_lse
-        arguments = (query, key, value, *seen.arrays, self.numbers, *_in_order(extra))
-        arguments += (out.astype(query.dtype), top, total, *cotangents, jnp.zeros((1, parts), jnp.float32))
-        if bias is None:
-            found = self._call("backward", kernel, results, *arguments)[:-1]
-        else:
-            arguments += (jnp.zeros(bias.shape, jnp.float32),)
-            # The kernel adds to the zeros, where they lie.
-            found = call("backward", kernel, self.isa, results, *arguments, aliases={len(arguments) - 1: 3})[:-1]
-        if "alibi" not in extra:
-            return tuple(found)
-        return *found[:-1], -found[-1].sum((0, 1, 3))
+        given = {**arrays, "out": out.astype(dtype), "d_out": d_out.astype(dtype), "d_lse": d_lse}
+        bias, aliases = arrays.get("bias"), {}
+        if bias is not None:  # the kernel adds to zeros, where they lie
+            given["zeros"], aliases = jnp.zeros(bias.shape, jnp.float32), {"zeros": "d_bias"}
+        found = self.call("backward", kernel, given, aliases=aliases, P=self._parts(bias))
+        return found | {"d_slope": -found["d_slope"].sum((0, 1, 3))} if "alibi" in arrays else found
 
     @property
     def _side_by_side(self) -> int:
         """KV heads whose keys of a slot lie side by side; 0 where each head's keys lie together."""
         return 0 if self.spec.kv_layout == "HND" else self.spec.num_kv_heads
 
-    def _decode_kernel(self, value_head_dim: int) -> DecodeKernel:
+    def _decode_kernel(self, value_head_dim: int, **units: Any) -> DecodeKernel:
         spec = self.spec
         tile = min(spec.query_length * spec.group_size, MOST_ROWS_PER_TILE)
         soft_cap = spec.logits_soft_cap is not None
         out, sums = self.kernel.out_dtype, spec.return_log_sum_exp or spec.has_sinks
-        return DecodeKernel(spec.dtype, spec.head_dim, value_head_dim, soft_cap, tile, self._side_by_side, out, sums)
+        return DecodeKernel(
+            spec.dtype, spec.head_dim, value_head_dim, soft_cap, tile, self._side_by_side, out, sums, **units
+        )
 
     def decode_mass(
         self, query: Array, key: Array, value: Array | None, seen: Visibility, unit: int
@@ -221,54 +207,29 @@ class Calls:
 
         With ``value``, also the output.
         """
-        spec = self.spec
-        kernel = self._decode_kernel(0 if value is None else value.shape[-1])
-        units = -(-spec.key_value_length // unit)
-        size = handler.scratch_bytes(*decode.scratch(self.isa, kernel, self._sizes(seen, P=units)), self.threads)
-        mass = jax.ShapeDtypeStruct((spec.batch, spec.num_kv_heads, units), jnp.float32)
-        out = () if value is None else (jax.ShapeDtypeStruct((*query.shape[:3], value.shape[-1]), spec.dtype),)
-        results = (mass, *out, jax.ShapeDtypeStruct((size,), jnp.uint8))
-        cache = (x for x in (key, value) if x is not None)
-        this = DecodeMass(kernel, unit)
-        mass, *out = self._call("decode_mass", this, results, query, *cache, *seen.arrays, self.numbers)[:-1]
-        return mass, out[0] if out else None
+        kernel = self._decode_kernel(0 if value is None else value.shape[-1], units="mass", unit=unit)
+        arrays = {"query": query, "key": key, **({} if value is None else {"value": value}), **seen.by_name}
+        found = self.call("decode", kernel, arrays, P=-(-self.spec.key_value_length // unit))
+        return found["mass"], found.get("out")
 
     def decode(self, query: Array, key: Array, value: Array, seen: Visibility) -> tuple[Array, ...]:
         """The output of a few query rows; for a spec with a log-sum-exp or sinks all results of :meth:`forward`."""
-
-        def of_share(spec: AttentionSpec, query: Array, key: Array, value: Array, *arrays: Any) -> Any:
-            own, (seen, _) = dataclasses.replace(self, spec=spec), _given({}, arrays)
-            return own.decode_here(query, key, value, seen)
-
-        cache = ("bksh", "bksv") if self.spec.kv_layout == "HND" else _QKV[1:]
-        operands = (query, key, value, *seen.arrays)
-        results = _FOUND if self._decode_kernel(0).sums else _FOUND[:1]
-        return by_shares(of_share, self.spec, operands, ("btnh", *cache, *_SEEN), results)
-
-    def decode_here(self, query: Array, key: Array, value: Array, seen: Visibility) -> tuple[Array, ...]:
-        """:meth:`decode` on one device."""
         kernel = self._decode_kernel(self.spec.value_head_dim or 0)
-        return self._decode("decode", kernel, kernel, self.spec.key_value_length, (query, key, value), seen)
+
+        def compute(calls: Calls, arrays: dict[str, Array]) -> dict[str, Array]:
+            own = calls._decode_kernel(kernel.value_head_dim)
+            return calls.call("decode", own, arrays, P=calls._ranges(self.spec.key_value_length))
+
+        arrays = {"query": query, "key": key, "value": value, **seen.by_name}
+        return self._by_shares(compute, arrays, *(x.name for x in kernel.results))
 
     def decode_listed(
         self, query: Array, key: Array, value: Array, seen: Visibility, listed: Int[Array, "b k units"], unit: int
     ) -> Float[Array, "b t n v"]:
         """The output of a few query rows that attend to the listed units of ``unit`` keys; -1 behind the last."""
-        kernel = self._decode_kernel(self.spec.value_head_dim or 0)
-        this, keys = DecodeListed(kernel, unit), listed.shape[-1] * unit
-        return self._decode("decode_listed", this, kernel, keys, (query, key, value), seen, listed)[0]
-
-    def _decode(
-        self, kind: str, this: Any, kernel: DecodeKernel, keys: int, operands: Any, seen: Visibility, *more: Array
-    ) -> tuple[Array, ...]:
-        query, key, value = operands
-        ranges = self._ranges(keys)
-        size = handler.scratch_bytes(*decode.scratch(self.isa, kernel, self._sizes(seen, P=ranges)), self.threads)
-        out = jax.ShapeDtypeStruct((*query.shape[:3], kernel.value_head_dim), kernel.out_dtype)
-        sums = (self._per_row(), self._per_row()) if kernel.sums else ()
-        results = (out, *sums, jax.ShapeDtypeStruct((size,), jnp.uint8))
-        arguments = (query, key, value, *seen.arrays, self.numbers, jnp.zeros((1, ranges), jnp.float32), *more)
-        return tuple(self._call(kind, this, results, *arguments)[:-1])
+        kernel = self._decode_kernel(self.spec.value_head_dim or 0, units="listed", unit=unit)
+        arrays = {"query": query, "key": key, "value": value, **seen.by_name, "listed": listed}
+        return self.call("decode", kernel, arrays, P=self._ranges(listed.shape[-1] * unit))["out"]
 
     def _ranges(self, keys: int) -> int:
         """Ranges of an item's ``keys``: several for every thread, and none so short that its overhead shows."""
@@ -299,9 +260,6 @@ class Calls:
         most = max(1, min(threads, -(-self.spec.key_value_length // BACKWARD_KEYS)))
         even = (p for p in range(1, most + 1) if heads * p >= 2 * threads or heads * p % threads == 0)
         return next(even, most)
-
-    def _call(self, kind: str, kernel: Any, results: tuple[Any, ...], *arguments: Any) -> Any:
-        return call(kind, kernel, self.isa, results, *arguments)
 
 
 def is_decode(spec: AttentionSpec) -> bool:
@@ -336,48 +294,18 @@ def rounding_error(x: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:
 
 
 # Dimensions of operands and results, as ``partitioned.py`` writes them.
-_QKV = ("btnh", "bskh", "bskv")
-_FOUND = ("btnv", "btn", "btn")
-_SEEN = ("bt", "bt", "bt", "bs", "bs")
-_EXTRA = {
-    "mask": "bnts",
-    "bias": "bnts",
-    "alibi": ".n",
-    "query_position": "bt",
+_LETTERS = {
+    "query": "btnh",
+    "key": "bskh",
+    "value": "bskv",
+    **dict.fromkeys(("first", "last", "query_id", "query_position"), "bt"),
+    **dict.fromkeys(("position", "key_id"), "bs"),
+    **dict.fromkeys(("mask", "bias"), "bnts"),
+    **dict.fromkeys(("alibi", "head_index"), ".n"),
     "batch_index": "b",
-    "head_index": ".n",
+    **dict.fromkeys(("out", "d_out"), "btnv"),
+    **dict.fromkeys(("top", "total", "d_lse"), "btn"),
+    "d_query": "btnh",
+    "d_key": "bskh",
+    "d_value": "bskv",
 }
-
-
-def _dims(extra: Mapping[str, Any]) -> list[str]:
-    return [dims for name, dims in _EXTRA.items() if name in extra]
-
-
-def _given(extra: Mapping[str, Any], arrays: tuple[Any, ...]) -> tuple[Visibility, dict[str, Any]]:
-    """The mask's numbers and the operands of ``added.py``, of their arrays one behind the other."""
-    seen, more = arrays[: len(_SEEN)], arrays[len(_SEEN) :]
-    return Visibility(*seen), dict(zip((name for name in _EXTRA if name in extra), more, strict=True))
-
-
-def _in_order(extra: Mapping[str, Any]) -> list[Any]:
-    """As the kernels take them: JAX sorts a dict by its keys."""
-    return [extra[name] for name in _EXTRA if name in extra]
-
-
-def call(
-    kind: str,
-    kernel: Any,
-    isa: Isa,
-    results: tuple[Any, ...],
-    *arguments: Any,
-    aliases: Mapping[int, int] | None = None,
-) -> Any:
-    """A kernel of :data:`backends.flash_cpu.targets.BUILDERS` on these operands, with results of these shapes.
-
-    ``aliases`` maps an operand to the result that takes its place.
-    """
-    name = targets.target(kind, kernel, isa).name
-    run = jax.ffi.ffi_call(
-        name, results, vmap_method="broadcast_all", input_output_aliases=None if aliases is None else dict(aliases)
-    )
-    return varying(run(*(jnp.asarray(x) for x in arguments)), arguments)

@@ -10,6 +10,12 @@ One item is a range of the keys of one KV head, or of all KV heads where their k
 Each range ends with its own maximum, sum and output per row. Phase 2 merges the ranges of a head in their order.
 A block of keys that no row sees is not read, nor any value that no row sees.
 
+There are two more forms (``DecodeKernel.units``). Each KV head has a list of units of its own, and a range is a part of
+the list. Or each unit is a range, and phase 2 gives its attention mass, pooled over the rows of a KV head; with values
+the step is dense attention besides::
+
+    mass[u] = sum_r total[r, u] 2**(top[r, u] - top[r]) / total[r]
+
 While a block's keys are scored its values are fetched, for all heads of the item, and the next block's keys while its
 values are weighed (without values, while its keys are scored). The arithmetic would otherwise wait for memory, and
 memory for the arithmetic. Keys and values are touched for the first time row by row in the order of memory: a processor
@@ -27,38 +33,38 @@ from llvmlite import ir
 from . import elements, rows
 from .decode_buffers import BLOCK_KEYS, WEIGHED_KEYS, Buffers, DecodeKernel, tiles
 from .decode_parts import emit_read, emit_score, emit_see, emit_soften, emit_weigh, emit_widen, exp2_scalar
-from .emit import Function, Value, f32, i64, ptr, vector
+from .emit import Function, Value, f32, i32, i64, ptr, vector
 from .forward import UNSEEN_TOP, fits
-from .handler import Dims, Phase, Program, State
+from .handler import Dims, Phase, Signature, State
 from .isa import Isa
 from .softmax import HIDDEN
 
+RUN_KEYS = 2048  # of an item that gives the mass, in whole units
 
-def scratch(isa: Isa, kernel: DecodeKernel, dims: Dims) -> tuple[Any, Any]:
-    """Bytes of scratch memory that all share, and of one thread."""
+
+def signature(isa: Isa, kernel: DecodeKernel) -> Signature:
+    """How XLA calls a decode step."""
     buffers = Buffers(isa, kernel)
-    return buffers.shared_bytes(dims), buffers.worker_bytes(dims)
+
+    def requires(dims: Dims) -> list[tuple[Any, str]]:
+        if kernel.units != "mass":
+            return fits(dims)
+        units = (dims["S"] + (kernel.unit - 1)) // kernel.unit
+        return [*fits(dims), (units.equals(dims["P"]), "the mass has not one number for each unit of keys.")]
+
+    return Signature(kernel.operands, kernel.results, buffers.shared_bytes, buffers.worker_bytes, requires)
 
 
-def build(module: ir.Module, isa: Isa, kernel: DecodeKernel) -> tuple[Program, State]:
-    """The program of a decode step, with its functions in the module."""
-    buffers = Buffers(isa, kernel)
-    state = State.of(kernel.operands, kernel.results, 2)
-    program = Program(
-        kernel.operands,
-        kernel.results,
-        (
-            Phase(
-                lambda dims: dims["B"] * dims["K"] // buffers.heads * dims["P"],
-                _emit_range(module, buffers, state),
-            ),
-            Phase(lambda dims: dims["B"] * dims["K"], emit_join(module, buffers, state)),
-        ),
-        buffers.shared_bytes,
-        buffers.worker_bytes,
-        fits,
-    )
-    return program, state
+def phases(module: ir.Module, isa: Isa, kernel: DecodeKernel, state: State) -> tuple[Phase, ...]:
+    """The phases of a decode step, with their functions in the module."""
+    buffers, walk = Buffers(isa, kernel), {"": _range, "listed": _part, "mass": _run}[kernel.units]
+
+    def items(dims: Dims) -> Any:
+        return dims["B"] * dims["K"] // buffers.heads * (_runs(kernel, dims) if kernel.units == "mass" else dims["P"])
+
+    item = _emit_item(module, buffers, state, walk)
+    last = _emit_pool if kernel.units == "mass" else _emit_join
+    return Phase(items, item), Phase(lambda dims: dims["B"] * dims["K"], last(module, buffers, state))
 
 
 def _strides(kernel: DecodeKernel, dims: Dims, width: int) -> tuple[Any, Any, int]:
@@ -84,12 +90,6 @@ class Walk:
         """What range ``index`` leaves, numbered over the KV heads."""
         whole = self.buffers.padded_rows(self.state.dims(s)) * self.buffers.partial
         return self.state.pointer(s, "shared").at(index * whole, 4)
-
-    def start(self, e: Function, s: Value, w: Value, first: Value, partial: Callable[[Value], Value]) -> None:
-        """Reads the rows of the item's KV heads, ``first`` and those behind it; ``partial(n)`` is the result of one."""
-        dims = self.state.dims(s)
-        with e.loop(0, self.buffers.heads) as n:
-            e.run(self.read, s, w.at(n * self.buffers.head_bytes(dims)), partial(n), first + n)
 
     def of_heads(
         self, e: Function, s: Value, w: Value, first: Value
@@ -195,26 +195,70 @@ class _Side:
         return self.start.at(slot * self.by_key).at(head * (BLOCK_KEYS * self.width))
 
 
-def _emit_range(module: ir.Module, buffers: Buffers, state: State) -> ir.Function:
-    """``item(state, workspace, index)``: one range of the keys of one KV head, or of all of a sequence."""
+def _emit_item(
+    module: ir.Module, buffers: Buffers, state: State, item: Callable[[Function, Walk, Value, Value, Value], None]
+) -> ir.Function:
+    """``item(state, workspace, index)``: a range, a part of a list, or a run of units."""
     walk = Walk(module, buffers, state)
     with Function(module, "range_item", [ptr, ptr, i64]) as (e, (s, w, index)):
-        dims = state.dims(s)
-        ranges, length = dims["P"], dims["S"]
-        first, part = index // ranges * buffers.heads, index % ranges
-        blocks = (length + (BLOCK_KEYS - 1)) // BLOCK_KEYS
-        start, end = (n * blocks // ranges * BLOCK_KEYS for n in (part, part + 1))
-
-        def partial(n: Value) -> Value:
-            return walk.partial(s, (first + n) * ranges + part)
-
-        walk.start(e, s, w, first, partial)
-        walk.of_heads(e, s, w, first)(partial, start, e.min(end, length), end)
+        item(e, walk, s, w, index)
         e.ret()
     return e.function
 
 
-def emit_join(module: ir.Module, buffers: Buffers, state: State) -> ir.Function:
+def _range(e: Function, walk: Walk, s: Value, w: Value, index: Value) -> None:
+    """One range of the keys of one KV head, or of all of a sequence."""
+    dims, buffers = walk.state.dims(s), walk.buffers
+    ranges, length = dims["P"], dims["S"]
+    first, part = index // ranges * buffers.heads, index % ranges
+    blocks = (length + (BLOCK_KEYS - 1)) // BLOCK_KEYS
+    start, end = (n * blocks // ranges * BLOCK_KEYS for n in (part, part + 1))
+
+    def partial(n: Value) -> Value:
+        return walk.partial(s, (first + n) * ranges + part)
+
+    with e.loop(0, buffers.heads) as n:
+        e.run(walk.read, s, w.at(n * buffers.head_bytes(dims)), partial(n), first + n)
+    walk.of_heads(e, s, w, first)(partial, start, e.min(end, length), end)
+
+
+def _part(e: Function, walk: Walk, s: Value, w: Value, index: Value) -> None:
+    """A part of the list of one KV head. Units are read in place, and no key that is not listed is read."""
+    dims, unit = walk.state.dims(s), walk.buffers.kernel.unit
+    parts, length = dims["P"], dims["S"]
+    head, part = index // parts, index % parts
+    names = walk.state.pointer(s, "data:listed").at(head * dims["W"], 4)
+    number = e.variable(e.const(i64, 0))
+    with e.loop(0, dims["W"]) as i, e.when(names.at(i, 4).load(i32) >= 0):
+        number.set(number() + 1)
+    start, stop = (n * number() // parts for n in (part, part + 1))
+    partial = walk.partial(s, index)
+    e.run(walk.read, s, w, partial, head)
+    of_head = walk.of_heads(e, s, w, head)
+    with e.loop(start, stop) as i:
+        first, after = (names.at(n, 4).load(i32).integer(i64) * unit for n in (i, e.min(i + 1, stop - 1)))
+        of_head(lambda _: partial, first, e.min(first + unit, length), after)
+
+
+def _run(e: Function, walk: Walk, s: Value, w: Value, index: Value) -> None:
+    """A run of units of one KV head, each of them a range."""
+    dims, unit = walk.state.dims(s), walk.buffers.kernel.unit
+    units, runs = dims["P"], _runs(walk.buffers.kernel, dims)
+    head, first = index // runs, index % runs * max(1, RUN_KEYS // unit)
+    of_head = walk.of_heads(e, s, w, head)
+    with e.loop(first, e.min(first + max(1, RUN_KEYS // unit), units)) as u:
+        partial, end = walk.partial(s, head * units + u), (u + 1) * unit
+        e.run(walk.read, s, w, partial, head)
+        of_head(lambda _, at=partial: at, u * unit, e.min(end, dims["S"]), end)
+
+
+def _runs(kernel: DecodeKernel, dims: Dims) -> Any:
+    """Runs of units that are one item each: keys that lie behind each other are read the fastest."""
+    run = max(1, RUN_KEYS // kernel.unit)
+    return (dims["P"] + (run - 1)) // run
+
+
+def _emit_join(module: ir.Module, buffers: Buffers, state: State) -> ir.Function:
     """``item(state, workspace, index)``: the ranges of one KV head as one output; a row that saw nothing is zero.
 
     A row that saw something that is not finite is NaN throughout.
@@ -256,5 +300,44 @@ def emit_join(module: ir.Module, buffers: Buffers, state: State) -> ir.Function:
                 state.pointer(s, "data:top").at(place, 4).store(e.select(unseen, e.const(f32, UNSEEN_TOP), top()))
                 state.pointer(s, "data:total").at(place, 4).store(e.select(unseen, e.const(f32, 1.0), total() + lost))
             e.run(write, row, state.pointer(s, "data:out").at(place * kernel.value_head_dim, size), factor)
+        e.ret()
+    return e.function
+
+
+def _emit_pool(module: ir.Module, buffers: Buffers, state: State) -> ir.Function:
+    """``item(state, workspace, index)``: the mass of the units of one KV head.
+
+    A row that saw nothing adds zero, and so does a unit for a row whose score there is not finite.
+    """
+    isa = buffers.isa
+    top_at, total_at = buffers.value_width, buffers.value_width + 1
+    join = _emit_join(module, buffers, state) if buffers.kernel.value_head_dim else None
+    with Function(module, "pool_item", [ptr, ptr, i64]) as (e, (s, w, head)):
+        dims = state.dims(s)
+        if join is not None:
+            e.run(join, s, w, head)  # before the sums are rescaled in place
+        units = dims["P"]
+        whole = buffers.padded_rows(dims) * buffers.partial
+        first = state.pointer(s, "shared").at(head * units * whole, 4)
+        mass = state.pointer(s, "data:mass").at(head * units, 4)
+        with e.loop(0, units) as u:
+            mass.at(u, 4).store(e.const(f32, 0.0))
+        with e.loop(0, dims["T"] * (dims["N"] // dims["K"])) as r:
+            row = first.at(r * buffers.partial, 4)
+            top = e.variable(e.const(f32, HIDDEN))
+            with e.loop(0, units) as u:
+                top.set(e.max(row.at(u * whole + top_at, 4).load(f32), top()))
+            total = e.variable(e.const(f32, 0.0))
+            with e.loop(0, units) as u:
+                place = row.at(u * whole + total_at, 4)
+                below = exp2_scalar(e, isa, row.at(u * whole + top_at, 4).load(f32) - top())
+                share = place.load(f32) * below
+                share = e.select(share >= 0.0, share, 0.0)
+                place.store(share)
+                total.set(total() + share)
+            factor = e.select(total().equals(0.0), e.const(f32, 0.0), e.const(f32, 1.0) / total())
+            with e.loop(0, units) as u:
+                place = mass.at(u, 4)
+                place.store(place.load(f32) + row.at(u * whole + total_at, 4).load(f32) * factor)
         e.ret()
     return e.function

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 from . import rows
 from .emit import Value, aligned
+from .forward import SUMS, operands
 from .handler import Dims, Operand
 from .isa import Isa
 from .products import split
@@ -22,6 +23,9 @@ class DecodeKernel:
 
     ``side_by_side``: keys and values lie ``[B, S, K, D]`` with so many KV heads; 0: they lie ``[B, K, S, D]``.
     ``sums``: each row's maximum and sum are results too, as in the forward pass. ``out_dtype`` is the output's.
+
+    ``units`` says what is done with units of ``unit`` keys: only those that are ``"listed"`` for a KV head are attended
+    to, or the ``"mass"`` of each is a result, mostly without values (dimension 0).
     """
 
     dtype: str
@@ -32,32 +36,29 @@ class DecodeKernel:
     side_by_side: int
     out_dtype: str
     sums: bool = False
+    units: Literal["", "listed", "mass"] = ""
+    unit: int = 0
 
     @property
     def operands(self) -> tuple[Operand, ...]:
-        """The operands of the forward pass, and ``ranges``, whose length is the number of ranges of keys."""
+        """The operands of the forward pass, and ``ranges``, whose length is the number of ranges of keys.
+
+        ``listed`` has distinct indices of units, then -1 to the end.
+        """
         lies = ("B", "S", "K") if self.side_by_side else ("B", "K", "S")
-        return (
-            Operand("query", self.dtype, ("B", "T", "N", self.head_dim)),
-            Operand("key", self.dtype, (*lies, self.head_dim)),
-            Operand("value", self.dtype, (*lies, self.value_head_dim)),
-            Operand("first", "int32", ("C", "T")),
-            Operand("last", "int32", ("C", "T")),
-            Operand("query_id", "int32", ("C", "T")),
-            Operand("position", "int32", ("C", "S")),
-            Operand("key_id", "int32", ("C", "S")),
-            Operand("numbers", "float32", ("M",)),
-            Operand("ranges", "float32", ("L", "P")),
-        )
+        found = operands(self.dtype, self.head_dim, self.value_head_dim, lies)
+        if self.units == "mass":  # the result says how many units there are
+            return tuple(x for x in found if self.value_head_dim or x.name != "value")
+        listed = [Operand("listed", "int32", ("B", "K", "W"))] if self.units == "listed" else []
+        return (*found, Operand("ranges", "float32", ("L", "P")), *listed)
 
     @property
     def results(self) -> tuple[Operand, ...]:
-        """Output, where asked for maximum and sum per row, and scratch memory."""
-        sums = ("top", "total") if self.sums else ()
+        """The mass of each unit, the output, and maximum and sum per row: those that there are."""
         return (
-            Operand("out", self.out_dtype, ("B", "T", "N", self.value_head_dim)),
-            *(Operand(name, "float32", ("B", "T", "N")) for name in sums),
-            Operand("scratch", "uint8", ("bytes",)),
+            *([Operand("mass", "float32", ("B", "K", "P"))] if self.units == "mass" else []),
+            *([Operand("out", self.out_dtype, ("B", "T", "N", self.value_head_dim))] if self.value_head_dim else []),
+            *(SUMS if self.sums else []),
         )
 
 

@@ -21,7 +21,7 @@ from llvmlite import ir
 from . import added, masking, rows
 from .added import Added, Arrays
 from .emit import Function, Value, f32, i32, i64, ptr, vector
-from .handler import Dims, Operand, Phase, Program, State
+from .handler import Dims, Operand, Phase, Signature, State
 from .isa import Isa
 from .packing import Blocks, emit_pack, emit_row_numbers, head_groups
 from .products import Scores, Weighted
@@ -47,29 +47,33 @@ class Kernel:
 
     @property
     def operands(self) -> tuple[Operand, ...]:
-        """Query, key, value, then the arrays of ``visibility.Visibility``, the numbers, and what is added."""
-        return (
-            Operand("query", self.dtype, ("B", "T", "N", self.head_dim)),
-            Operand("key", self.dtype, ("B", "S", "K", self.head_dim)),
-            Operand("value", self.dtype, ("B", "S", "K", self.value_head_dim)),
-            Operand("first", "int32", ("C", "T")),
-            Operand("last", "int32", ("C", "T")),
-            Operand("query_id", "int32", ("C", "T")),
-            Operand("position", "int32", ("C", "S")),
-            Operand("key_id", "int32", ("C", "S")),
-            Operand("numbers", "float32", ("M",)),
-            *self.arrays.operands,
-        )
+        """:func:`operands`, and what is added."""
+        return (*operands(self.dtype, self.head_dim, self.value_head_dim), *self.arrays.operands)
 
     @property
-    def results(self) -> tuple[Operand, ...]:
-        """Output, maximum and sum per row, scratch memory."""
-        return (
-            Operand("out", self.out_dtype, ("B", "T", "N", self.value_head_dim)),
-            Operand("top", "float32", ("B", "T", "N")),
-            Operand("total", "float32", ("B", "T", "N")),
-            Operand("scratch", "uint8", ("bytes",)),
-        )
+    def out(self) -> Operand:
+        """The output."""
+        return Operand("out", self.out_dtype, ("B", "T", "N", self.value_head_dim))
+
+
+SUMS = tuple(Operand(name, "float32", ("B", "T", "N")) for name in ("top", "total"))  # maximum and sum per row
+
+
+def operands(
+    dtype: str, head_dim: int, value_head_dim: int, lies: tuple[str, ...] = ("B", "S", "K")
+) -> tuple[Operand, ...]:
+    """Query, key, value, then the arrays of ``visibility.Visibility``, and the numbers: what all kernels are given."""
+    return (
+        Operand("query", dtype, ("B", "T", "N", head_dim)),
+        Operand("key", dtype, (*lies, head_dim)),
+        Operand("value", dtype, (*lies, value_head_dim)),
+        Operand("first", "int32", ("C", "T")),
+        Operand("last", "int32", ("C", "T")),
+        Operand("query_id", "int32", ("C", "T")),
+        Operand("position", "int32", ("C", "S")),
+        Operand("key_id", "int32", ("C", "S")),
+        Operand("numbers", "float32", ("M",)),
+    )
 
 
 def fits(dims: Dims) -> list[tuple[Any, str]]:
@@ -108,22 +112,27 @@ def workspace(isa: Isa, kernel: Kernel, keys: int) -> tuple[dict[str, int], int]
     return offsets, end
 
 
-def workspace_bytes(isa: Isa, kernel: Kernel) -> int:
-    """Scratch memory of one thread."""
-    return workspace(isa, kernel, BLOCK_KEYS)[1]
-
-
 def packed(isa: Isa, kernel: Kernel) -> Blocks:
     """The blocks of packed keys and values."""
     return Blocks(isa, kernel.dtype, BLOCK_KEYS, isa.strip, kernel.head_dim, kernel.value_head_dim, in_stages=True)
 
 
-def build(module: ir.Module, isa: Isa, kernel: Kernel) -> tuple[Program, State]:
-    """The program of a forward pass, with its functions in the module."""
+def signature(isa: Isa, kernel: Kernel) -> Signature:
+    """How XLA calls a forward pass; the length of ``group`` is the heads of a stage."""
+    return Signature(
+        (*kernel.operands, Operand("group", "float32", ("L", "P"))),
+        (kernel.out, *SUMS),
+        packed(isa, kernel).shared_bytes,
+        lambda _: workspace(isa, kernel, BLOCK_KEYS)[1],
+        lambda dims: [*fits(dims), *added.fits(kernel.arrays, dims)],
+        phases=1,
+    )
+
+
+def phases(module: ir.Module, isa: Isa, kernel: Kernel, state: State) -> tuple[Phase, ...]:
+    """The phase of a forward pass, with its functions in the module."""
     blocks = packed(isa, kernel)
     queries = block_rows(isa)
-    operands = (*kernel.operands, Operand("group", "float32", ("L", "P")))  # its length is the heads of a stage
-    state = State.of(operands, kernel.results, 1)
     pack = emit_pack(module, isa, kernel.dtype, blocks, state)
     tile = _emit_tile_item(module, isa, kernel, blocks, state)
 
@@ -141,16 +150,7 @@ def build(module: ir.Module, isa: Isa, kernel: Kernel) -> tuple[Program, State]:
         with e.when((i >= of_stage) & (to_pack < heads * blocks.count(dims))):
             e.run(pack, s, w, to_pack)
         e.ret()
-
-    program = Program(
-        operands,
-        kernel.results,
-        (Phase(items, e.function, lambda dims: head_groups(dims) + 1),),
-        blocks.shared_bytes,
-        lambda _: workspace_bytes(isa, kernel),
-        lambda dims: [*fits(dims), *added.fits(kernel.arrays, dims)],
-    )
-    return program, state
+    return (Phase(items, e.function, lambda dims: head_groups(dims) + 1),)
 
 
 def tiles(dims: Dims, queries: int) -> Any:

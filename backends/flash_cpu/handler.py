@@ -1,10 +1,9 @@
 """The call from XLA: a typed FFI handler that checks its operands and divides the work among XLA's own threads.
 
-A :class:`Program` is a list of operands and of phases. A phase is a number of items and a function that computes one.
-Threads claim items from one counter, and a phase begins when all items of earlier phases are done. The calling thread
-works too and waits only for items that another thread has claimed, so a busy pool delays nothing. XLA allocates (and
-counts) the scratch memory as a result. The handler allocates only the block of counters, since a thread that XLA starts
-late may read it after the call has returned.
+A phase is a number of items and a function that computes one. Threads claim items from one counter, and a phase begins
+when all items of earlier phases are done. The calling thread works too and waits only for items that another thread has
+claimed, so a busy pool delays nothing. XLA allocates (and counts) the scratch memory as a result. The handler allocates
+only the block of counters, since a thread that XLA starts late may read it after the call has returned.
 
 Offsets are those of ``xla/ffi/api/c_api.h``, major version 0: equal in jaxlib 0.10.1 and 0.12.0.1. ``targets.py``
 refuses another major version before any kernel is compiled.
@@ -52,6 +51,9 @@ class Operand:
     dims: tuple[str | int, ...]
 
 
+SCRATCH = Operand("scratch", "uint8", ("bytes",))
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Phase:
     """``count(dims)`` items, each computed by ``item(state, workspace, index)``.
@@ -65,17 +67,42 @@ class Phase:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Signature:
+    """How XLA calls a kernel: operands and results in their order. :data:`SCRATCH` is one more result.
+
+    ``shared_bytes(dims)`` and ``worker_bytes(dims)`` are the parts of the scratch memory: one for all threads, one per
+    thread. ``requires(dims)`` are further conditions, each with its error sentence.
+    """
+
+    operands: tuple[Operand, ...]
+    outputs: tuple[Operand, ...]
+    shared_bytes: Callable[[Dims], Any]
+    worker_bytes: Callable[[Dims], Any]
+    requires: Callable[[Dims], Sequence[tuple[Any, str]]]
+    phases: int = 2
+
+    @property
+    def results(self) -> tuple[Operand, ...]:
+        """With the scratch memory."""
+        return (*self.outputs, SCRATCH)
+
+    def scratch_bytes(self, dims: Dims, workers: int) -> Any:
+        """Bytes of scratch memory for ``workers`` threads."""
+        return aligned(self.shared_bytes(dims)) + aligned(self.worker_bytes(dims)) * workers + CACHE_LINE
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class State:
     """The byte offsets of a call's counters, sizes and pointers, by name."""
 
     offsets: Mapping[str, int]
 
     @staticmethod
-    def of(arguments: Sequence[Operand], results: Sequence[Operand], phases: int) -> State:
-        """For these operands; where phases end as ``end0``, ``end1``, ..., and items per stage as ``stage0``, ..."""
-        of_phases = (f"{name}{p}" for p in range(phases) for name in ("end", "stage"))
+    def of(signature: Signature) -> State:
+        """For its operands; where phases end as ``end0``, ``end1``, ..., and items per stage as ``stage0``, ..."""
+        of_phases = (f"{name}{p}" for p in range(signature.phases) for name in ("end", "stage"))
         names = [*_COUNTERS, *of_phases, "workers", "worker_bytes", "shared", "private"]
-        for operand in (*arguments, *results):
+        for operand in (*signature.operands, *signature.results):
             names += [f"data:{operand.name}", *(d for d in operand.dims if isinstance(d, str))]
         # The counters that all threads write lie on lines of their own.
         head = {name: n * CACHE_LINE for n, name in enumerate(_COUNTERS)}
@@ -122,43 +149,22 @@ class _Lazy(Mapping):
         return len(self._makers)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Program:
-    """A kernel as XLA calls it. The last result is the scratch memory, uint8.
-
-    ``shared_bytes(dims)`` and ``worker_bytes(dims)`` are the parts of the scratch memory: one for all threads, one per
-    thread. ``requires(dims)`` are further conditions, each with its error sentence.
-    """
-
-    arguments: tuple[Operand, ...]
-    results: tuple[Operand, ...]
-    phases: tuple[Phase, ...]
-    shared_bytes: Callable[[Dims], Any]
-    worker_bytes: Callable[[Dims], Any]
-    requires: Callable[[Dims], Sequence[tuple[Any, str]]] = lambda _: ()
-
-
-def scratch_bytes(shared: Any, worker: Any, workers: int) -> Any:
-    """Bytes of scratch memory for ``workers`` threads."""
-    return aligned(shared) + aligned(worker) * workers + CACHE_LINE
-
-
-def emit(module: ir.Module, program: Program, state: State) -> None:
+def emit(module: ir.Module, signature: Signature, state: State, phases: Sequence[Phase]) -> None:
     """Adds the public function ``handler`` to the module, which holds the items' functions."""
-    _Handler(module, program, state, _emit_worker(module, program, state)).emit()
+    _Handler(module, signature, state, phases, _emit_worker(module, state, phases)).emit()
 
 
-def _emit_worker(module: ir.Module, program: Program, state: State) -> ir.Function:
+def _emit_worker(module: ir.Module, state: State, phases: Sequence[Phase]) -> ir.Function:
     wait = _emit_wait(module)
     release = _emit_release(module, state)
     with Function(module, "worker", [ptr]) as (e, (s,)):
         with tiles.configured(e):
             seat = e.atomic_add(state.place(s, "seats"), 1)
             workspace = state.pointer(s, "private").at(seat * state.number(s, "worker_bytes"))
-            total = state.number(s, f"end{len(program.phases) - 1}")
+            total = state.number(s, f"end{len(phases) - 1}")
             claimed = e.variable(e.atomic_add(state.place(s, "next"), 1))
             with e.while_(lambda: claimed() < total):
-                for p, phase in enumerate(program.phases):
+                for p, phase in enumerate(phases):
                     start = state.number(s, f"end{p - 1}") if p else e.const(i64, 0)
                     with e.when((claimed() >= start) & (claimed() < state.number(s, f"end{p}"))):
                         index, before = claimed() - start, start
@@ -201,8 +207,10 @@ def _emit_release(module: ir.Module, state: State) -> ir.Function:
 class _Handler:
     """Emits ``handler(frame) -> error or null``."""
 
-    def __init__(self, module: ir.Module, program: Program, state: State, worker: ir.Function) -> None:
-        self.module, self.program, self.state, self.worker = module, program, state, worker
+    def __init__(
+        self, module: ir.Module, signature: Signature, state: State, phases: Sequence[Phase], worker: ir.Function
+    ) -> None:
+        self.module, self.signature, self.state, self.phases, self.worker = module, signature, state, phases, worker
         self.fail = self._emit_fail()
         self.wait, self.release = module.globals["wait"], module.globals["release"]
 
@@ -216,11 +224,10 @@ class _Handler:
             buffers = self._buffers(e, frame, api)
             dims = self._sizes(e, api, buffers)
             s = self._new_state(e, api, buffers, dims)
-            extra = self._schedule(e, frame, api, s, dims)
+            self._schedule(e, frame, api, s, dims)
             e.run(self.worker, s)
-            e.run(self.wait, self.state.place(s, "done"), self.state.number(s, f"end{len(self.program.phases) - 1}"))
+            e.run(self.wait, self.state.place(s, "done"), self.state.number(s, f"end{len(self.phases) - 1}"))
             e.run(self.release, s)
-            del extra
             e.ret(e.null())
 
     def _emit_fail(self) -> ir.Function:
@@ -254,8 +261,8 @@ class _Handler:
         """The operands' buffers by name, their number, rank and dtype checked."""
         found: dict[str, Value] = {}
         for operands, count, table in (
-            (self.program.arguments, _ARG_COUNT, _ARGS),
-            (self.program.results, _RESULT_COUNT, _RESULTS),
+            (self.signature.operands, _ARG_COUNT, _ARGS),
+            (self.signature.results, _RESULT_COUNT, _RESULTS),
         ):
             number = frame.at(count).load(i64)
             self._require(e, api, number.equals(len(operands)), "the number of operands is not the planned one.")
@@ -272,7 +279,7 @@ class _Handler:
     def _sizes(self, e: Function, api: Value, buffers: Mapping[str, Value]) -> dict[str, Value]:
         """The sizes by name, where all operands agree on them."""
         dims: dict[str, Value] = {}
-        for operand in (*self.program.arguments, *self.program.results):
+        for operand in (*self.signature.operands, *self.signature.results):
             buffer = buffers[operand.name]
             rank, sizes = buffer.at(_RANK).load(i64), buffer.at(_DIMS).load(ptr)
             leading = rank - (len(operand.dims) - 1)
@@ -289,7 +296,7 @@ class _Handler:
                 self._require(
                     e, api, size.equals(expected), f"{operand.name} is not {shape}, as the other operands say."
                 )
-        for condition, sentence in self.program.requires(dims):
+        for condition, sentence in self.signature.requires(dims):
             self._require(e, api, condition, sentence)
         return dims
 
@@ -302,7 +309,7 @@ class _Handler:
         for name, buffer in buffers.items():
             state.place(s, f"data:{name}").store(buffer.at(_DATA).load(ptr), 8)
         end: Value = e.const(i64, 0)
-        for p, phase in enumerate(self.program.phases):
+        for p, phase in enumerate(self.phases):
             count = phase.count(dims)
             state.place(s, f"stage{p}").store(count, 8)
             end = end + (count if phase.stages is None else count * phase.stages(dims))
@@ -311,16 +318,15 @@ class _Handler:
             state.place(s, name).store(e.const(i64, 0), 8)
         return s
 
-    def _schedule(self, e: Function, frame: Value, api: Value, s: Value, dims: Dims) -> Value:
+    def _schedule(self, e: Function, frame: Value, api: Value, s: Value, dims: Dims) -> None:
         """Places the scratch memory and asks XLA for as many threads as it has room and work for."""
         state, context = self.state, frame.at(_FRAME_CONTEXT).load(ptr)
-        shared, private = aligned(self.program.shared_bytes(dims)), aligned(self.program.worker_bytes(dims))
+        shared, private = aligned(self.signature.shared_bytes(dims)), aligned(self.signature.worker_bytes(dims))
         shared, private = (x if isinstance(x, Value) else e.const(i64, x) for x in (shared, private))
-        scratch = self.program.results[-1].name
-        address = Value(e, e.builder.ptrtoint(state.pointer(s, f"data:{scratch}").raw, i64))
+        address = Value(e, e.builder.ptrtoint(state.pointer(s, f"data:{SCRATCH.name}").raw, i64))
         start = (address + (CACHE_LINE - 1)) // CACHE_LINE * CACHE_LINE
         base = Value(e, e.builder.inttoptr(start.raw, ptr))
-        room = (dims[str(self.program.results[-1].dims[0])] - (start - address) - shared) / private
+        room = (dims["bytes"] - (start - address) - shared) / private
         enough = room >= 1
         with e.leave_when(enough.equals(0)):
             e.call("free", void, s)
@@ -332,12 +338,11 @@ class _Handler:
         threads = e.stack(i64)
         threads.store(e.const(i64, 1), 8)
         self._call(e, api, _NUM_THREADS, context, threads)
-        work = state.number(s, f"end{len(self.program.phases) - 1}")
+        work = state.number(s, f"end{len(self.phases) - 1}")
         extra = e.max(e.min(e.min(threads.load(i64, 8), work), room) - 1, 0)
         state.place(s, "references").store(extra + 2, 8)
         with e.loop(0, extra), e.when(self._call(e, api, _SCHEDULE, context, Value(e, self.worker), s).equals(0)):
             e.atomic_add(state.place(s, "references"), -1)  # that thread never comes
-        return extra
 
     def _call(self, e: Function, api: Value, function: int, context: Value, *fields: Value) -> Value:
         """``api->function({size, NULL, context, fields...})``; whether there was no error. Errors are destroyed."""

@@ -14,15 +14,15 @@ the mass. A row that is not finite adds nothing to a mass; a key that is not fin
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 from llvmlite import ir
 
 from . import forward
 from .elements import exp2
 from .emit import Function, Value, aligned, f32, i32, i64, ptr, vector
-from .forward import Kernel, block_rows
-from .handler import Dims, Operand, Phase, Program, State
+from .forward import SUMS, Kernel, block_rows
+from .handler import Dims, Operand, Phase, Signature, State
 from .isa import Isa
 from .packing import Blocks, emit_pack
 from .softmax import HIDDEN
@@ -34,6 +34,7 @@ class SparseKernel:
 
     kernel: Kernel
     unit: int
+    units: Literal["listed", "mass"]
 
     def blocks(self, isa: Isa) -> Blocks:
         """The layout of packed units; a strip is one score tile, so that a unit of 16 keys is not mostly padding."""
@@ -41,59 +42,46 @@ class SparseKernel:
         return Blocks(isa, kernel.dtype, self.unit, isa.score_rows, kernel.head_dim, kernel.value_head_dim)
 
 
-_TILE = Operand("tile", "float32", ("U", "Q"))  # its length is the number of tokens of a query tile
+def signature(isa: Isa, this: SparseKernel) -> Signature:
+    """How XLA calls a kernel; the length of ``tile`` is the tokens of a query tile.
 
-
-def listed_scratch(isa: Isa, this: SparseKernel, dims: Dims) -> tuple[Any, Any]:
-    """Bytes of scratch memory that all share, and of one thread."""
-    blocks = this.blocks(isa)
-    return blocks.shared_bytes(dims), forward.workspace(isa, this.kernel, blocks.keys_per_block)[1]
-
-
-def mass_scratch(isa: Isa, this: SparseKernel, dims: Dims) -> tuple[Any, Any]:
-    """The same; a thread also keeps two numbers per unit and row."""
-    shared, worker = listed_scratch(isa, this, dims)
-    return shared, aligned(worker) + this.blocks(isa).count(dims) * (2 * block_rows(isa) * 4)
-
-
-def build_listed(module: ir.Module, isa: Isa, this: SparseKernel) -> tuple[Program, State]:
-    """The program of attention to ``listed[b, k, tile]``: indices of units, distinct, then -1 to the end."""
-    operands = (*this.kernel.operands, Operand("listed", "int32", ("B", "K", "I", "L")), _TILE)
-    results = this.kernel.results
-    state, blocks = State.of(operands, results, 2), this.blocks(isa)
-    pack = emit_pack(module, isa, this.kernel.dtype, blocks, state)
-    item = _emit_listed_item(module, isa, this, state)
-
-    def items(dims: Dims) -> Any:
-        return dims["B"] * dims["K"] * dims["I"] * _parts(dims, isa)
-
-    phases = (Phase(lambda dims: dims["B"] * dims["K"] * blocks.count(dims), pack), Phase(items, item))
-    worker = forward.workspace(isa, this.kernel, blocks.keys_per_block)[1]
-    return Program(operands, results, phases, blocks.shared_bytes, lambda _: worker, _fits), state
-
-
-def build_mass(module: ir.Module, isa: Isa, this: SparseKernel) -> tuple[Program, State]:
-    """The program of the mass of all units, float32; with values, also of the attention to all keys."""
-    with_values = this.kernel.value_head_dim > 0
-    operands = (*(x for x in this.kernel.operands if with_values or x.name != "value"), _TILE)
-    *of_rows, scratch = this.kernel.results
-    results = (Operand("mass", "float32", ("B", "K", "I", "W")), *(of_rows if with_values else ()), scratch)
-    state, blocks = State.of(operands, results, 2), this.blocks(isa)
-    pack = emit_pack(module, isa, this.kernel.dtype, blocks, state)
-    item = _emit_mass_item(module, isa, this, state)
-    phases = (
-        Phase(lambda dims: dims["B"] * dims["K"] * blocks.count(dims), pack),
-        Phase(lambda dims: dims["B"] * dims["K"] * dims["I"], item),
+    ``listed[b, k, tile]`` has distinct indices of units, then -1 to the end. With values the mass has further results,
+    those of attention to all keys.
+    """
+    kernel, blocks = this.kernel, this.blocks(isa)
+    worker = forward.workspace(isa, kernel, blocks.keys_per_block)[1]
+    tile = Operand("tile", "float32", ("U", "Q"))
+    if this.units == "listed":
+        operands = (*kernel.operands, Operand("listed", "int32", ("B", "K", "I", "L")), tile)
+        return Signature(operands, (kernel.out, *SUMS), blocks.shared_bytes, lambda _: worker, _fits)
+    operands = (*(x for x in kernel.operands if kernel.value_head_dim or x.name != "value"), tile)
+    results = (
+        Operand("mass", "float32", ("B", "K", "I", "W")),
+        *((kernel.out, *SUMS) if kernel.value_head_dim else ()),
     )
 
     def fits(dims: Dims) -> list[tuple[Any, str]]:
         whole = blocks.count(dims).equals(dims["W"])
         return [*_fits(dims), (whole, "the mass has not one number for each unit of keys.")]
 
-    return (
-        Program(operands, results, phases, blocks.shared_bytes, lambda dims: mass_scratch(isa, this, dims)[1], fits),
-        state,
-    )
+    def worker_bytes(dims: Dims) -> Any:
+        """A thread also keeps two numbers per unit and row."""
+        return aligned(worker) + blocks.count(dims) * (2 * block_rows(isa) * 4)
+
+    return Signature(operands, results, blocks.shared_bytes, worker_bytes, fits)
+
+
+def phases(module: ir.Module, isa: Isa, this: SparseKernel, state: State) -> tuple[Phase, ...]:
+    """The phases of attention to listed units, or of the mass of all units, with their functions in the module."""
+    blocks, listed = this.blocks(isa), this.units == "listed"
+    pack = emit_pack(module, isa, this.kernel.dtype, blocks, state)
+    item = (_emit_listed_item if listed else _emit_mass_item)(module, isa, this, state)
+
+    def items(dims: Dims) -> Any:
+        tiles = dims["B"] * dims["K"] * dims["I"]
+        return tiles * _parts(dims, isa) if listed else tiles
+
+    return Phase(lambda dims: dims["B"] * dims["K"] * blocks.count(dims), pack), Phase(items, item)
 
 
 def _fits(dims: Dims) -> list[tuple[Any, str]]:

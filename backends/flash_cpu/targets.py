@@ -12,27 +12,19 @@ import functools
 import hashlib
 import re
 import threading
-from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from . import backward, cache, compiler, decode, decode_listed, decode_mass, forward, handler, sparse
+from . import backward, cache, compiler, decode, forward, handler, sparse
 from .compiler import Loaded, Processor
-from .handler import API_MAJOR, Program
+from .handler import API_MAJOR, State
 from .isa import Isa
 
-BUILDERS: dict[str, Callable[..., tuple[Program, Any]]] = {
-    "forward": forward.build,
-    "backward": backward.build,
-    "decode": decode.build,
-    "decode_listed": decode_listed.build,
-    "decode_mass": decode_mass.build,
-    "listed": sparse.build_listed,
-    "mass": sparse.build_mass,
-}
+# Modules with ``signature(isa, kernel)`` and ``phases(module, isa, kernel, state)``.
+KINDS: dict[str, Any] = {"forward": forward, "backward": backward, "decode": decode, "sparse": sparse}
 
 _LOCK = threading.Lock()  # two threads that ask for one kernel must not register its name twice
 
@@ -46,7 +38,7 @@ class Registered:
 
 
 def target(kind: str, kernel: Any, isa: Isa) -> Registered:
-    """The FFI target of a kernel of one of :data:`BUILDERS`."""
+    """The FFI target of a kernel of one of :data:`KINDS`."""
     with _LOCK:
         return _target(kind, kernel, isa)
 
@@ -67,7 +59,9 @@ def _target(kind: str, kernel: Any, isa: Isa) -> Registered:
 
 def build(kind: str, kernel: Any, module: Any, isa: Isa) -> None:
     """Fill a module with a kernel and its handler."""
-    handler.emit(module, *BUILDERS[kind](module, isa, kernel))
+    signature = KINDS[kind].signature(isa, kernel)
+    state = State.of(signature)
+    handler.emit(module, signature, state, KINDS[kind].phases(module, isa, kernel, state))
 
 
 def cache_key(kind: str, kernel: Any, isa: Isa, processor: Processor) -> str:

@@ -39,9 +39,9 @@ class Visibility:
     key_id: Int[EitherArray, "rows kv_len"]
 
     @property
-    def arrays(self) -> tuple[Any, ...]:
-        """In the order in which the kernels take them."""
-        return self.first, self.last, self.query_id, self.position, self.key_id
+    def by_name(self) -> dict[str, Any]:
+        """The arrays under the names of the kernels' operands."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
 
 def visibility(spec: AttentionSpec, layout: Layout) -> Visibility:

@@ -24,12 +24,12 @@ from ..derivatives import forward_only
 from ..devices import Target
 from ..features import Mode, Takes
 from ..resolve import resolve
-from ..tunable import KernelWork
 from . import kernels, steps, tuning, xla
 from .backward import Attend, differentiable
 from .cost import runs_dense
 from .schedule import LayerRole, manual
-from .selection import Places, Selection, candidates, choose, with_own
+from .selection import Places, Selection, with_own
+from .selection import select as select_by
 from .settings import Kernel, Settings, Tiling
 
 _INSTEAD = "use backend='chunked'"
@@ -104,19 +104,10 @@ class Kascade:
         """Every earlier key is selected."""
         return {"top_k": 1.0}
 
-    def defaults(self, spec: AttentionSpec, target: Target, given: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The block sizes of a kernel by rule; on a CPU XLA's code."""
-        return tuning.defaults(spec, target, given)
-
-    def candidates(
-        self, spec: AttentionSpec, target: Target, given: Mapping[str, Any]
-    ) -> tuple[Mapping[str, Any], ...]:
-        """Block sizes for ``attnsuite tune``, in the given tiles; on a CPU the native kernel."""
-        return tuning.candidates(spec, target, given)
-
-    def work(self, spec: AttentionSpec, target: Target, options: Mapping[str, Any]) -> KernelWork:
-        """What the Pallas kernels of an anchor layer do with these block sizes."""
-        return tuning.work(spec, target, options)
+    # For ``attnsuite tune``.
+    defaults = staticmethod(tuning.defaults)
+    candidates = staticmethod(tuning.candidates)
+    work = staticmethod(tuning.work)
 
     def plan(
         self,
@@ -205,25 +196,17 @@ def _computation(
 ) -> _Computation:
     if settings.kernel == "xla":
         return _in_xla(spec, settings, tiling, places, heads)
-    module, interpret = kernels.of(settings.kernel, target), mode == "interpret"
-    geometry = module.geometry(spec, tiling, settings)
-
-    def chosen(mass: Array) -> Selection:
-        if settings.ablation == "all_heads":
-            mass = jnp.broadcast_to(mass.sum(1, keepdims=True), mass.shape)
-        allowed = candidates(tiling, places.of_all(spec.batch))[:, None]
-        return Selection(*choose(tiling, mass, jnp.broadcast_to(allowed, mass.shape)))
+    by = kernels.of(settings.kernel, target)(spec, tiling, settings, mode == "interpret")
 
     def select(query: Array, key: Array) -> Selection:
-        return chosen(module.pooled_mass(geometry, places, query, key, interpret=interpret))
+        return select_by(tiling, places, by.pooled_mass(places, query, key), settings.ablation)
 
     def dense(query: Array, key: Array, value: Array) -> tuple[Array, Selection] | None:
-        found = module.dense(geometry, places, query, key, value)
-        return None if found is None else (found[0], chosen(found[1]))
+        found = by.dense(places, query, key, value)
+        return None if found is None else (found[0], select_by(tiling, places, found[1], settings.ablation))
 
     def attend(places: Places, query: Array, key: Array, value: Array, selection: Selection) -> Array:
-        listed = with_own(tiling, places, selection)
-        return module.attend(geometry, places, query, key, value, listed, interpret=interpret)
+        return by.attend(places, query, key, value, with_own(tiling, places, selection))
 
     return _Computation(select, dense, attend)
 

@@ -16,23 +16,66 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
 
-from ..contract import AttentionSpec
 from .block_sizes import TileBlocks
+from .kernels import Kernels
 from .selection import Places
-from .settings import Tiling
+from .settings import Settings
 
 # The value of a hidden score: below every other, and finite, so that no difference of two is NaN.
 HIDDEN = float(jnp.finfo(jnp.float32).min)
 _UNSEEING_QUERY, _UNSEEN_KEY = -1, -2  # ids that match nothing
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Geometry:
-    """The static part of a problem, as the kernels need it: the shapes, the tiles, and their blocks."""
+@dataclasses.dataclass(frozen=True)
+class PallasKernels(Kernels):
+    """Attention to listed tiles and the pooled mass, of rows and padded heads; the device's form does the rest."""
 
-    spec: AttentionSpec
-    tiling: Tiling
-    blocks: TileBlocks
+    @property
+    def blocks(self) -> TileBlocks:
+        """How a kernel cuts the problem."""
+        raise NotImplementedError
+
+    @property
+    def row_block(self) -> int:
+        """Queries of a block of rows."""
+        raise NotImplementedError
+
+    def mass_of_rows(
+        self, rows: Array, keys: Array, firsts: Array, lengths: Array, ids: tuple[Array, ...]
+    ) -> Float[Array, "..."]:
+        """The pooled mass by query tile, part of it, and unit."""
+        raise NotImplementedError
+
+    def attend_rows(
+        self,
+        rows: Array,
+        keys: Array,
+        values: Array,
+        tiles: Int[Array, "tiles slots"],
+        counts: Int[Array, " tiles"],
+        firsts: Array,
+        lengths: Array,
+        ids: tuple[Array, ...],
+    ) -> Float[Array, "blocks rows v"]:
+        """Attention to the first ``counts`` of the listed tiles."""
+        raise NotImplementedError
+
+    def pooled_mass(self, places: Places, query: Array, key: Array) -> Array:
+        """As :meth:`Kernels.pooled_mass`."""
+        spec, tiling = self.spec, self.tiling
+        rows, keys, ids = self.rows(query), self.heads(key), self.segment_ids(places)
+        mass = self.mass_of_rows(rows, keys, self.firsts(places), self.lengths(places), ids)
+        return mass.reshape(spec.batch, spec.num_kv_heads, tiling.query_tiles, -1, tiling.units).sum(3)
+
+    def attend(self, places: Places, query: Array, key: Array, value: Array, listed: Array) -> Array:
+        """As :meth:`Kernels.attend`."""
+        listed = listed.reshape(-1, listed.shape[-1])
+        # Unused slots (-1, at the end) repeat the last tile.
+        tiles = jnp.where(listed < 0, jnp.maximum(listed.max(-1, keepdims=True), 0), listed)
+        counts = (listed >= 0).sum(-1, dtype=jnp.int32)
+        scalars = self.firsts(places), self.lengths(places)
+        rows, keys, values = self.rows(query), self.heads(key), self.heads(value)
+        return self.queries(self.attend_rows(rows, keys, values, tiles, counts, *scalars, self.segment_ids(places)))
 
     @property
     def tiles(self) -> int:
@@ -48,9 +91,9 @@ class Geometry:
         """The sequence that query tile ``tile`` of the list belongs to."""
         return tile // (self.spec.num_kv_heads * self.tiling.query_tiles)
 
-    def rows(self, query: Float[Array, "b t n h"], block_q: int) -> Float[Array, "blocks rows h"]:
-        """The blocks of ``block_q`` queries; every query tile is padded with zeros."""
-        tiling, kv_heads, group = self.tiling, self.spec.num_kv_heads, self.spec.group_size
+    def rows(self, query: Float[Array, "b t n h"]) -> Float[Array, "blocks rows h"]:
+        """The blocks of ``row_block`` queries; every query tile is padded with zeros."""
+        tiling, kv_heads, group, block_q = self.tiling, self.spec.num_kv_heads, self.spec.group_size, self.row_block
         b, t, _, h = query.shape
         query = jnp.pad(query, ((0, 0), (0, tiling.padded_queries - t), (0, 0), (0, 0)))
         query = query.reshape(b, tiling.query_tiles, tiling.query_tile, kv_heads, group, h)
@@ -58,11 +101,11 @@ class Geometry:
         query = query.reshape(b, tiling.query_tiles, -1, block_q, kv_heads, group, h)
         return query.transpose(0, 4, 1, 2, 5, 3, 6).reshape(-1, group * block_q, h)
 
-    def queries(self, rows: Float[Array, "blocks rows v"], block_q: int) -> Float[Array, "b t n v"]:
+    def queries(self, rows: Float[Array, "blocks rows v"]) -> Float[Array, "b t n v"]:
         """The inverse of :meth:`rows`."""
         spec, tiling = self.spec, self.tiling
         out = rows.reshape(
-            spec.batch, spec.num_kv_heads, tiling.query_tiles, -1, spec.group_size, block_q, rows.shape[-1]
+            spec.batch, spec.num_kv_heads, tiling.query_tiles, -1, spec.group_size, self.row_block, rows.shape[-1]
         )
         out = out.transpose(0, 2, 3, 5, 1, 4, 6).reshape(
             spec.batch, tiling.query_tiles, -1, spec.num_heads, rows.shape[-1]
@@ -143,16 +186,27 @@ def product(left: Array, right: Array, contracted: tuple[int, int]) -> Array:
     return lax.dot_general(left, right, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
+def token_reasons(settings: Settings) -> tuple[str, ...]:
+    """Why no Pallas kernel takes these settings."""
+    if settings.granularity == "tile":
+        return ()
+    reason = (
+        "granularity='token' is not supported by kascade's Pallas kernels, which load whole tiles; use "
+        "granularity='tile', or kernel='xla'."
+    )
+    return (reason,)
+
+
 def block_visible(
-    geometry: Geometry, queries: Queries, shape: tuple[int, ...], begin: Any, id_refs: Any, some: Any
+    kernels: PallasKernels, queries: Queries, shape: tuple[int, ...], begin: Any, id_refs: Any, some: Any
 ) -> Bool[Array, "rows keys"]:
     """What each row of a block sees of the keys ``some`` of a block, which begin at slot ``begin``; for TPUs."""
     # block_q is a power of two: the row's place in its head is what remains of its number.
-    place = lax.broadcasted_iota(jnp.int32, shape, 0) & (geometry.blocks.block_q - 1)
+    place = lax.broadcasted_iota(jnp.int32, shape, 0) & (kernels.blocks.block_q - 1)
     slot = begin + lax.broadcasted_iota(jnp.int32, shape, 1)
     if not id_refs:
         return queries.visible(place, slot, None)
-    return queries.visible(place, slot, (jnp.tile(id_refs[0][...], (geometry.spec.group_size, 1)), id_refs[1][:, some]))
+    return queries.visible(place, slot, (jnp.tile(id_refs[0][...], (kernels.spec.group_size, 1)), id_refs[1][:, some]))
 
 
 def where_needed(there: Any, for_all: Any, has_ids: bool, work: Callable[..., None]) -> None:

@@ -1,13 +1,20 @@
-"""Attention to listed tiles of keys, forward, as a Pallas kernel for TPUs: prefill and decode.
+"""Attention to listed tiles of keys, and the mass of every tile, forward, as Pallas kernels for TPUs.
 
-The kernel is FlashAttention-2's recurrence (arXiv 2307.08691) over the tiles that a query tile visits (the reuse layers
+Attention is FlashAttention-2's recurrence (arXiv 2307.08691) over the tiles that a query tile visits (the reuse layers
 of arXiv 2512.16391, with tiles for tokens). The list is prefetched into scalar memory. It names the block of keys and
 values that each grid step loads, so that nothing is gathered in the device's memory. In a decode step most of a query
-tile is padding. Pallas' interpreter runs the kernel anywhere. The functions are those of ``kernels.py``.
+tile is padding.
+
+Kascade's anchor layers choose by the mass: probabilities after the softmax, summed over the queries of a tile and the
+heads of a group. A first pass finds each row's log-sum-exp, a second sums probabilities per tile. The log-sums never
+leave the core, and scores are never written. Keys in the future are not loaded.
+
+Pallas' interpreter runs the kernels anywhere.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -17,97 +24,134 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from ..contract import AttentionSpec
 from ..devices import Target
-from .block_sizes import LANES, tpu_blocks, tpu_reasons
-from .pallas_rows import HIDDEN, Geometry, block_visible, product, where_needed
-from .pallas_tpu_mass import pooled_mass as pooled_mass
-from .selection import Places
+from .block_sizes import LANES, TileBlocks, tpu_blocks, tpu_reasons
+from .pallas_rows import HIDDEN, PallasKernels, Queries, block_visible, product, token_reasons, where_needed
 from .settings import Settings, Tiling
 
 # The part of the scalar memory (1 MiB in every generation) for the list of one call. A longer list takes several calls.
 LIST_BYTES = 512 * 1024
 
 
-def refuses(spec: AttentionSpec, settings: Settings, target: Target) -> tuple[str, ...]:
-    """Refuses single keys; on a TPU also float16 and blocks that do not fit it."""
-    reasons = [*token_reasons(settings)]
-    if target.platform == "tpu":
-        if spec.dtype == "float16":
-            reasons.append(
-                "dtype=float16 is not supported by kascade's kernel for TPUs (float32 or bfloat16, as TPUs compute); "
-                "cast the inputs, or use backend='chunked'."
-            )
-        if not reasons:
-            reasons += tpu_reasons(spec, Tiling.of(spec, settings), settings, target)
-    return tuple(reasons)
+@dataclasses.dataclass(frozen=True)
+class TpuKernels(PallasKernels):
+    """The kernels in blocks for a TPU's vector memory."""
+
+    @staticmethod
+    def refuses(spec: AttentionSpec, settings: Settings, target: Target) -> tuple[str, ...]:
+        """Refuses single keys; on a TPU also float16 and blocks that do not fit it."""
+        reasons = [*token_reasons(settings)]
+        if target.platform == "tpu":
+            if spec.dtype == "float16":
+                reasons.append(
+                    "dtype=float16 is not supported by kascade's kernel for TPUs (float32 or bfloat16, as TPUs "
+                    "compute); cast the inputs, or use backend='chunked'."
+                )
+            if not reasons:
+                reasons += tpu_reasons(spec, Tiling.of(spec, settings), settings, target)
+        return tuple(reasons)
+
+    @functools.cached_property
+    def blocks(self) -> TileBlocks:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """How a kernel cuts the problem."""
+        return tpu_blocks(self.spec, self.tiling, self.settings)
+
+    @property
+    def row_block(self) -> int:
+        """Queries of a block of rows."""
+        return self.blocks.block_q
+
+    def attend_rows(
+        self,
+        rows: Array,
+        keys: Array,
+        values: Array,
+        tiles: Array,
+        counts: Array,
+        firsts: Array,
+        lengths: Array,
+        ids: tuple[Array, ...],
+    ) -> Array:
+        """As :meth:`PallasKernels.attend_rows`; a long list takes several calls."""
+        n_rows, slots, v_dim = rows.shape[1], tiles.shape[-1], values.shape[-1]
+        calls = -(-self.tiles * (slots + 1) * 4 // LIST_BYTES)
+        per_call = -(-self.tiles // calls)
+        out_shape = jax.ShapeDtypeStruct((per_call * self.blocks.blocks_q, n_rows, v_dim), rows.dtype)
+        call = _call(self, slots, out_shape, has_ids=bool(ids))
+        spare = calls * per_call - self.tiles
+        tiles = jnp.pad(tiles, ((0, spare), (0, 0))).reshape(calls, per_call * slots)
+        counts = jnp.pad(counts, (0, spare)).reshape(calls, per_call)
+        columns = _as_columns(ids)
+
+        def part(of_call: tuple[Array, Array, Array]) -> Array:
+            start, tiles, counts = of_call
+            # One dimension each: an array of more is padded to 128 lanes in scalar memory.
+            return call(start[None], tiles, counts, firsts, lengths, rows, keys, values, *columns)
+
+        out = lax.map(part, (jnp.arange(calls, dtype=jnp.int32) * per_call, tiles, counts))
+        return out.reshape(-1, n_rows, v_dim)[: self.tiles * self.blocks.blocks_q]
+
+    def mass_of_rows(
+        self, rows: Array, keys: Array, firsts: Array, lengths: Array, ids: tuple[Array, ...]
+    ) -> Float[Array, "blocks 1 units"]:
+        """As :meth:`PallasKernels.mass_of_rows`."""
+        spec, tiling, blocks = self.spec, self.tiling, self.blocks
+        parts, n_rows = blocks.blocks_q, rows.shape[1]
+
+        n_rows = rows.shape[1]
+
+        def block_kv(step: Any, block: Any, firsts: Any, lengths: Any) -> Any:
+            """The block, or the last one that is needed: behind it nothing is loaded."""
+            queries = self.queries_of(step // parts, step % parts * blocks.block_q, firsts, lengths)
+            return jnp.minimum(block, _last_block(self, queries))
+
+        def of_keys(step: Any, _turn: Any, block: Any, *at: Any) -> tuple[Any, ...]:
+            return step // parts // tiling.query_tiles, block_kv(step, block, *at), 0
+
+        def of_key_ids(step: Any, _turn: Any, block: Any, *at: Any) -> tuple[Any, ...]:
+            return self.sequence(step // parts), 0, block_kv(step, block, *at)
+
+        id_specs = [
+            pl.BlockSpec(
+                (None, blocks.block_q, 1),
+                lambda step, *_: (self.sequence(step // parts), step % (tiling.query_tiles * parts), 0),
+            ),
+            pl.BlockSpec((None, 1, blocks.block_kv), of_key_ids),
+        ]
+        return pl.pallas_call(
+            functools.partial(_sum, kernels=self),
+            grid_spec=pltpu.PrefetchScalarGridSpec(
+                num_scalar_prefetch=2,
+                grid=(rows.shape[0], 2, self.kv_blocks),
+                in_specs=[
+                    pl.BlockSpec((None, n_rows, spec.head_dim), lambda step, *_: (step, 0, 0)),
+                    pl.BlockSpec((None, blocks.block_kv, spec.head_dim), of_keys),
+                    *id_specs[: len(ids)],
+                ],
+                out_specs=pl.BlockSpec((None, 1, tiling.units), lambda step, *_: (step, 0, 0)),
+                scratch_shapes=[pltpu.VMEM((n_rows, LANES), jnp.float32), pltpu.VMEM((n_rows, LANES), jnp.float32)],
+            ),
+            out_shape=jax.ShapeDtypeStruct((rows.shape[0], 1, tiling.units), jnp.float32),
+            compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary", "arbitrary")),
+            interpret=self.interpret,
+            name="kascade_pooled_mass",
+        )(firsts, lengths, rows, keys, *_as_columns(ids))
 
 
-def token_reasons(settings: Settings) -> tuple[str, ...]:
-    """Why no Pallas kernel takes these settings."""
-    if settings.granularity == "tile":
-        return ()
-    reason = (
-        "granularity='token' is not supported by kascade's Pallas kernels, which load whole tiles; use "
-        "granularity='tile', or kernel='xla'."
-    )
-    return (reason,)
+def _as_columns(ids: tuple[Array, ...]) -> tuple[Array, ...]:
+    return (ids[0][:, :, None], ids[1][:, None, :]) if ids else ()
 
 
-def geometry(spec: AttentionSpec, tiling: Tiling, settings: Settings) -> Geometry:
-    """The blocks for a TPU's vector memory."""
-    return Geometry(spec, tiling, tpu_blocks(spec, tiling, settings))
-
-
-def dense(geometry: Geometry, places: Places, query: Array, key: Array, value: Array) -> None:
-    """There is no such pass."""
-
-
-def attend(
-    geometry: Geometry,
-    places: Places,
-    query: Float[Array, "batch q_len heads head_dim"],
-    key: Float[Array, "batch kv_len kv_heads head_dim"],
-    value: Float[Array, "batch kv_len kv_heads v_dim"],
-    listed: Int[Array, "batch kv_heads query_tiles slots"],
-    *,
-    interpret: bool,
-) -> Float[Array, "batch q_len heads v_dim"]:
-    """As :meth:`attnsuite.backends.kascade.kernels.Kernels.attend`."""
-    block_q = geometry.blocks.block_q
-    rows, keys, values = geometry.rows(query, block_q), geometry.heads(key), geometry.heads(value)
-    ids, n_rows, slots, v_dim = geometry.segment_ids(places), rows.shape[1], listed.shape[-1], value.shape[-1]
-    calls = -(-geometry.tiles * (slots + 1) * 4 // LIST_BYTES)
-    per_call = -(-geometry.tiles // calls)
-    out_shape = jax.ShapeDtypeStruct((per_call * geometry.blocks.blocks_q, n_rows, v_dim), query.dtype)
-    call = _call(geometry, slots, out_shape, has_ids=bool(ids), interpret=interpret)
-    tiles, counts = visits(listed)
-    spare = calls * per_call - geometry.tiles
-    tiles = jnp.pad(tiles, ((0, spare), (0, 0))).reshape(calls, per_call * slots)
-    counts = jnp.pad(counts, (0, spare)).reshape(calls, per_call)
-    columns = (ids[0][:, :, None], ids[1][:, None, :]) if ids else ()
-    firsts, lengths = geometry.firsts(places), geometry.lengths(places)
-
-    def part(of_call: tuple[Array, Array, Array]) -> Array:
-        start, tiles, counts = of_call
-        # One dimension each: an array of more is padded to 128 lanes in scalar memory.
-        return call(start[None], tiles, counts, firsts, lengths, rows, keys, values, *columns)
-
-    out = lax.map(part, (jnp.arange(calls, dtype=jnp.int32) * per_call, tiles, counts))
-    return geometry.queries(out.reshape(-1, n_rows, v_dim)[: geometry.tiles * geometry.blocks.blocks_q], block_q)
-
-
-def _call(
-    geometry: Geometry, slots: int, out_shape: jax.ShapeDtypeStruct, *, has_ids: bool, interpret: bool
-) -> Callable[..., Array]:
+def _call(kernels: TpuKernels, slots: int, out_shape: jax.ShapeDtypeStruct, *, has_ids: bool) -> Callable[..., Array]:
     """The kernel over as many blocks of queries as ``out_shape`` has, with lists of ``slots`` tiles of keys."""
-    tiling, blocks, head_dim = geometry.tiling, geometry.blocks, geometry.spec.head_dim
+    tiling, blocks, head_dim = kernels.tiling, kernels.blocks, kernels.spec.head_dim
     (steps, n_rows, v_dim), parts, splits = out_shape.shape, blocks.blocks_q, blocks.blocks_kv
 
     def tile_at(step: Any, start: Any) -> Any:
-        return jnp.minimum(start[0] + step // parts, geometry.tiles - 1)  # the last call may have steps to spare
+        return jnp.minimum(start[0] + step // parts, kernels.tiles - 1)  # the last call may have steps to spare
 
     def block_kv(step: Any, slot: Any, tiles: Any, counts: Any) -> Any:
         """Behind the last listed tile the same block again, which is not loaded again."""
@@ -123,17 +167,17 @@ def _call(
 
     def of_query_ids(step: Any, slot: Any, start: Any, *_: Any) -> tuple[Any, ...]:
         tile = tile_at(step, start)
-        return geometry.sequence(tile), tile % tiling.query_tiles * parts + step % parts, 0
+        return kernels.sequence(tile), tile % tiling.query_tiles * parts + step % parts, 0
 
     def of_key_ids(step: Any, slot: Any, start: Any, tiles: Any, counts: Any, *_: Any) -> tuple[Any, ...]:
-        return geometry.sequence(tile_at(step, start)), 0, block_kv(step, slot, tiles, counts)
+        return kernels.sequence(tile_at(step, start)), 0, block_kv(step, slot, tiles, counts)
 
     id_specs = [
         pl.BlockSpec((None, blocks.block_q, 1), of_query_ids),
         pl.BlockSpec((None, 1, blocks.block_kv), of_key_ids),
     ]
     return pl.pallas_call(
-        functools.partial(_attend, geometry=geometry, slots=slots),
+        functools.partial(_attend, kernels=kernels, slots=slots),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=5,
             grid=(steps, slots * splits),
@@ -152,18 +196,9 @@ def _call(
         ),
         out_shape=out_shape,
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
-        interpret=interpret,
+        interpret=kernels.interpret,
         name="kascade_attend",
     )
-
-
-def visits(
-    listed: Int[Array, "batch kv_heads query_tiles slots"],
-) -> tuple[Int[Array, "tiles slots"], Int[Array, " tiles"]]:
-    """The list of every query tile, with unused slots (-1, at the end) repeating the last tile; and its length."""
-    listed = listed.reshape(-1, listed.shape[-1])
-    last = jnp.maximum(listed.max(-1, keepdims=True), 0)
-    return jnp.where(listed < 0, last, listed), (listed >= 0).sum(-1, dtype=jnp.int32)
 
 
 def _attend(
@@ -176,16 +211,16 @@ def _attend(
     key_ref: Any,
     value_ref: Any,
     *refs: Any,
-    geometry: Geometry,
+    kernels: TpuKernels,
     slots: int,
 ) -> None:
     """One block of queries against one block of keys: the running maximum, sum and output of every row."""
     *id_refs, out_ref, max_ref, sum_ref, acc_ref = refs
-    blocks, step, slot = geometry.blocks, pl.program_id(0), pl.program_id(1)
+    blocks, step, slot = kernels.blocks, pl.program_id(0), pl.program_id(1)
     index, part = step // blocks.blocks_q, step % blocks.blocks_q
     listed, split = slot // blocks.blocks_kv, slot % blocks.blocks_kv
-    tile = jnp.minimum(start_ref[0] + index, geometry.tiles - 1)
-    queries = geometry.queries_of(tile, part * blocks.block_q, firsts_ref, lengths_ref)
+    tile = jnp.minimum(start_ref[0] + index, kernels.tiles - 1)
+    queries = kernels.queries_of(tile, part * blocks.block_q, firsts_ref, lengths_ref)
     begin = tiles_ref[index * slots + listed] * blocks.tile_kv + split * blocks.block_kv
 
     @pl.when(slot == 0)
@@ -196,19 +231,11 @@ def _attend(
 
     def attend_step(at: int, masked: bool) -> None:
         some = pl.ds(at, blocks.step_kv)
-        score = geometry.scores(query_ref[...], key_ref[some, :])
-        seen = block_visible(geometry, queries, score.shape, begin + at, id_refs, some) if masked else None
-        score = score if seen is None else jnp.where(seen, score, HIDDEN)
-        before = max_ref[:, :1]
-        highest = jnp.maximum(before, score.max(axis=1, keepdims=True))
-        weight = jnp.exp(score - highest)
-        weight = weight if seen is None else jnp.where(seen, weight, 0.0)  # of a row that sees nothing yet, exp(0)
-        decay = jnp.exp(before - highest)
-        total = decay * sum_ref[:, :1] + weight.sum(axis=1, keepdims=True)
+        score = kernels.scores(query_ref[...], key_ref[some, :])
+        seen = block_visible(kernels, queries, score.shape, begin + at, id_refs, some) if masked else None
+        weight, decay = _soften(score, seen, max_ref, sum_ref)
         value = value_ref[some, :]
         acc_ref[...] = decay * acc_ref[...] + product(weight.astype(value.dtype), value, (1, 0))
-        max_ref[...] = jnp.broadcast_to(highest, max_ref.shape)
-        sum_ref[...] = jnp.broadcast_to(total, sum_ref.shape)
 
     def work(masked: bool) -> None:
         for at in range(0, blocks.block_kv, blocks.step_kv):
@@ -220,3 +247,74 @@ def _attend(
     def _() -> None:
         total = sum_ref[:, :1]
         out_ref[...] = (acc_ref[...] / jnp.where(total == 0.0, 1.0, total)).astype(out_ref.dtype)
+
+
+def _soften(score: Array, seen: Array | None, max_ref: Any, sum_ref: Any) -> tuple[Array, Array]:
+    """The weights of a step, and the factor to what was summed before; raises each row's maximum and sum."""
+    score = score if seen is None else jnp.where(seen, score, HIDDEN)
+    before = max_ref[:, :1]
+    highest = jnp.maximum(before, score.max(axis=1, keepdims=True))
+    weight = jnp.exp(score - highest)
+    weight = weight if seen is None else jnp.where(seen, weight, 0.0)  # of a row that sees nothing yet, exp(0)
+    decay = jnp.exp(before - highest)
+    total = decay * sum_ref[:, :1] + weight.sum(axis=1, keepdims=True)
+    max_ref[...] = jnp.broadcast_to(highest, max_ref.shape)
+    sum_ref[...] = jnp.broadcast_to(total, sum_ref.shape)
+    return weight, decay
+
+
+def _last_block(kernels: TpuKernels, queries: Queries) -> Any:
+    """The last block of keys that some query of a block may see."""
+    end = jnp.minimum(queries.first + jnp.minimum(queries.number, kernels.blocks.block_q), queries.length)
+    return jnp.maximum(end - 1, 0) // kernels.blocks.block_kv
+
+
+def _sum(firsts_ref: Any, lengths_ref: Any, query_ref: Any, key_ref: Any, *refs: Any, kernels: TpuKernels) -> None:
+    """One block of queries against one block of keys, in the first or the second pass.
+
+    ``max_ref`` and ``sum_ref`` hold the running maximum and sum of each row in the first pass; after it the log-sum-exp
+    stands in place of the maximum.
+    """
+    *id_refs, mass_ref, max_ref, sum_ref = refs
+    blocks = kernels.blocks
+    step, turn, block = (pl.program_id(axis) for axis in range(3))
+    queries = kernels.queries_of(
+        step // blocks.blocks_q, step % blocks.blocks_q * blocks.block_q, firsts_ref, lengths_ref
+    )
+    begin = block * blocks.block_kv
+
+    @pl.when((turn == 0) & (block == 0))
+    def _() -> None:
+        max_ref[...] = jnp.full_like(max_ref, HIDDEN)
+        sum_ref[...] = jnp.zeros_like(sum_ref)
+        mass_ref[...] = jnp.zeros_like(mass_ref)
+
+    @pl.when((turn == 1) & (block == 0))
+    def _() -> None:
+        total = sum_ref[...]
+        max_ref[...] += jnp.log(jnp.where(total == 0.0, 1.0, total))
+
+    def score_of(at: int, masked: bool) -> tuple[Float[Array, "rows keys"], Bool[Array, "rows keys"] | None]:
+        some = pl.ds(at, blocks.step_kv)
+        score = kernels.scores(query_ref[...], key_ref[some, :])
+        return score, block_visible(kernels, queries, score.shape, begin + at, id_refs, some) if masked else None
+
+    def log_sum(at: int, masked: bool) -> None:
+        _soften(*score_of(at, masked), max_ref, sum_ref)
+
+    def pool(at: int, masked: bool) -> None:
+        score, seen = score_of(at, masked)
+        weight = jnp.exp(score - max_ref[:, :1])
+        weight = weight if seen is None else jnp.where(seen, weight, 0.0)
+        mass = weight.sum(axis=0, keepdims=True).sum(axis=1, keepdims=True)
+        here = lax.broadcasted_iota(jnp.int32, mass_ref.shape, 1) == block // blocks.blocks_kv
+        mass_ref[...] += jnp.where(here, mass, 0.0)
+
+    def in_steps(one: Callable[[int, bool], None], masked: bool) -> None:
+        for at in range(0, blocks.block_kv, blocks.step_kv):
+            one(at, masked)
+
+    there = (block <= _last_block(kernels, queries)) & (queries.number > 0)
+    for_all = queries.all_see(begin + blocks.block_kv) & (queries.number >= blocks.block_q)
+    for number, one in enumerate((log_sum, pool)):
+        where_needed(there & (turn == number), for_all, bool(id_refs), functools.partial(in_steps, one))

@@ -14,7 +14,8 @@ from .. import standard
 from ..contract import AttentionSpec, Layout, may_attend
 from ..devices import Target
 from ..support import plan
-from .selection import Places, Selection, candidates, choose, with_own
+from .selection import Places, Selection, with_own
+from .selection import select as select_by
 from .settings import Ablation, Tiling
 
 
@@ -53,10 +54,7 @@ def select(
 ) -> Selection:
     """The selection of an anchor layer."""
     mass = pooled_mass(spec, layout, tiling, query, key)
-    if ablation == "all_heads":
-        mass = jnp.broadcast_to(mass.sum(1, keepdims=True), mass.shape)
-    candidate = candidates(tiling, Places.of(spec, layout, tiling).of_all(spec.batch))
-    return Selection(*choose(tiling, mass, jnp.broadcast_to(candidate[:, None], mass.shape)))
+    return select_by(tiling, Places.of(spec, layout, tiling), mass, ablation)
 
 
 def attended(

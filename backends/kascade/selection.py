@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from ..contract import AttentionSpec, Layout
-from .settings import Tiling
+from .settings import Ablation, Tiling
 
 _LARGE = np.int32(2**31 - 1)
 
@@ -154,6 +154,19 @@ def choose(
     rank = jnp.arange(tiling.slots, dtype=jnp.int32).reshape((1,) * (mass.ndim - 1) + (-1,))
     ascending = jnp.sort(jnp.where(rank < count[..., None], best.astype(jnp.int32), _LARGE), axis=-1)
     return jnp.where(ascending == _LARGE, -1, ascending), count
+
+
+def select(
+    tiling: Tiling,
+    places: Places,
+    mass: Float[Array, "batch kv_heads query_tiles units"],
+    ablation: Ablation | None = None,
+) -> Selection:
+    """The candidates with the most mass of each KV head; with ``all_heads`` of all heads together."""
+    if ablation == "all_heads":
+        mass = jnp.broadcast_to(mass.sum(1, keepdims=True), mass.shape)
+    allowed = candidates(tiling, places.of_all(mass.shape[0]))[:, None]
+    return Selection(*choose(tiling, mass, jnp.broadcast_to(allowed, mass.shape)))
 
 
 def with_own(

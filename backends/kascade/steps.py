@@ -12,7 +12,8 @@ from jaxtyping import Array, Bool, Float
 
 from .. import decode, standard
 from ..contract import AttentionSpec
-from .selection import Places, Selection, candidates, choose
+from .selection import Places, Selection
+from .selection import select as select_by
 from .settings import Ablation, Tiling
 
 
@@ -27,11 +28,7 @@ def select(
 ) -> tuple[Selection, Float[Array, "b 1 n v"] | None]:
     """The selection of an anchor for one new token; with ``value``, also dense attention's output."""
     mass, weights, total, seen = pooled_mass(spec, tiling, places, query, key)
-    if ablation == "all_heads":
-        mass = jnp.broadcast_to(mass.sum(1, keepdims=True), mass.shape)
-    allowed = jnp.broadcast_to(candidates(tiling, places.of_all(spec.batch)), mass.shape)
-    selected, count = choose(tiling, mass, allowed)
-    selection = Selection(selected[:, :, None], count[:, :, None])
+    selection = select_by(tiling, places, mass[:, :, None], ablation)
     if value is None:
         return selection, None
     read = seen if spec.has_segment_ids or spec.has_seq_lengths else None

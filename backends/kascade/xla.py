@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ..contract import AttentionSpec
 from .selection import Places, Selection, candidates, choose, may_see
+from .selection import select as select_by
 from .settings import Ablation, Tiling
 
 _MASKED = -1e30  # finite, so that a row with nothing visible gives no NaN
@@ -220,10 +221,7 @@ def select(
     chosen, out = _map(this, one_tile, query)
     lead = (spec.batch, spec.num_kv_heads, tiling.query_tiles)
     if ablation == "all_heads":
-        mass = chosen.reshape(*lead, tiling.units).sum(1, keepdims=True)
-        shape = (*lead, tiling.units)
-        allowed = jnp.broadcast_to(allowed[:, None], shape)
-        selection = Selection(*choose(tiling, jnp.broadcast_to(mass, shape), allowed))
+        selection = select_by(tiling, places, chosen.reshape(*lead, tiling.units), ablation)
     else:
         selection = Selection(chosen[0].reshape(*lead, tiling.slots), chosen[1].reshape(lead))
     return selection, None if out is None else untiled(out, spec, tiling)

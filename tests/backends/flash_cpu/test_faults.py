@@ -262,7 +262,7 @@ def _forward_with(change):
     name = targets.target("forward", call.kernel, ISA).name
     results = [jax.ShapeDtypeStruct((1, 70, 2, 16), jnp.float32), *[jax.ShapeDtypeStruct((1, 70, 2), jnp.float32)] * 2]
     results.append(jax.ShapeDtypeStruct((2**22,), jnp.uint8))
-    arguments = [*_inputs(), *map(jnp.asarray, visibility(SPEC, Layout()).arrays), jnp.asarray(call.numbers)]
+    arguments = [*_inputs(), *map(jnp.asarray, visibility(SPEC, Layout()).by_name.values()), jnp.asarray(call.numbers)]
     arguments.append(jnp.zeros((1, call._heads_per_stage())))
     change(arguments, results)
     return jax.block_until_ready(jax.ffi.ffi_call(name, results)(*arguments))
@@ -410,7 +410,8 @@ def test_scratch_memory_of_a_backward_pass_does_not_grow_with_the_queries():
     kernel = calls.Calls(SPEC, ISA).kernel
     rows = backward_buffers.PANEL_TILES * backward_buffers.BLOCK_ROWS
     dims = {"B": 1, "S": 4096, "N": 8, "K": 2, "C": 1, "P": 1}
-    few, many = (backward.scratch(ISA, kernel, {**dims, "T": tokens}) for tokens in (rows, 16 * rows))
+    memory = backward.signature(ISA, kernel)
+    few, many = (memory.scratch_bytes({**dims, "T": tokens}, 1) for tokens in (rows, 16 * rows))
     assert few == many
 
 

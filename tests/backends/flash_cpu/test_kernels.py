@@ -388,7 +388,7 @@ def test_blocks_are_empty_mixed_or_full_as_the_block_table_says(isa, name):
     seen = visibility(spec, layout)
     padded = blocks.pad_layout(spec, layout, queries, keys)
     kinds = np.asarray(blocks.classify(spec, padded, queries, keys))[0]
-    first, last, query_id, position, key_id = (np.ascontiguousarray(x[0]) for x in seen.arrays)
+    first, last, query_id, position, key_id = (np.ascontiguousarray(x[0]) for x in seen.by_name.values())
     visible = (first[:, None] <= position) & (position <= last[:, None]) & (query_id[:, None] == key_id)
 
     classify = _classifier(isa, queries, keys)

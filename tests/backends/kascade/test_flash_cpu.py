@@ -11,10 +11,11 @@ import pytest
 pytest.importorskip("llvmlite", reason="the kernels are compiled by llvmlite")
 
 from attnsuite.backends import Target, oracle, plan, support
-from attnsuite.backends.flash_cpu import availability, decode_mass, rows
+from attnsuite.backends.flash_cpu import availability, decode, rows
 from attnsuite.backends.flash_cpu import sparse as sparse_kernels
 from attnsuite.backends.flash_cpu.emit import Function, f32, i64, ptr
 from attnsuite.backends.kascade import KASCADE, Schedule, flash_cpu, manual, reference
+from attnsuite.backends.kascade.flash_cpu import FlashCpuKernels
 from emitted import set_apart
 from sparse_problems import PROBLEMS, cached, settings, sparse
 
@@ -42,6 +43,10 @@ MORE = {
 }
 ALL = {**{name: PROBLEMS[name] for name in BY_TILE}, **MORE}
 CLOSE = {"float32": 1e-5, "bfloat16": 0.04, "float16": 5e-3}
+
+
+def _kernels(problem):
+    return FlashCpuKernels(problem.spec, problem.tiling, problem.settings)
 
 
 def _wide(x):
@@ -72,8 +77,7 @@ def test_reuse_layer_attends_to_the_selection_that_it_is_given(name):
 @pytest.mark.parametrize("name", ["bfloat16", "tokens behind a cache", "decode, tiles of 100"])
 def test_dense_layer_selects_in_the_pass_that_attends_to_all(name):
     problem = ALL[name]()
-    geometry = flash_cpu.geometry(problem.spec, problem.tiling, problem.settings)
-    assert flash_cpu.dense(geometry, problem.places, *problem.inputs) is not None
+    assert _kernels(problem).dense(problem.places, *problem.inputs) is not None
     schedule = manual((0, 1), num_layers=2, kv_heads=problem.spec.num_kv_heads)
     assert schedule.layers[0].role == "dense"
     out, selection = problem.layer(0, kernel="flash_cpu", schedule=schedule)
@@ -122,8 +126,7 @@ def test_mass_of_a_step_leaves_out_what_is_not_finite(name):
     problem = MORE["decode"]()
     spoilt = {"query": problem.query, "key": problem.key}
     spoilt[name] = spoilt[name].at[:, 7 if name == "key" else 0, 0, 3].set(jnp.nan)
-    geometry = flash_cpu.geometry(problem.spec, problem.tiling, problem.settings)
-    mass = flash_cpu.pooled_mass(geometry, problem.places, **spoilt, interpret=False)
+    mass = _kernels(problem).pooled_mass(problem.places, **spoilt)
     assert np.isfinite(mass).all()
     group = problem.spec.group_size
     np.testing.assert_allclose(mass.sum(-1)[:, 0, 0], group - 1 if name == "query" else group, rtol=1e-5)
@@ -185,7 +188,7 @@ def _maxima_forgotten(patch):
 
 def _maxima_of_units_forgotten(patch):
     """The same in a decode step."""
-    patch.setattr(decode_mass, "exp2_scalar", lambda e, _isa, _x: e.const(f32, 1.0))
+    patch.setattr(decode, "exp2_scalar", lambda e, _isa, _x: e.const(f32, 1.0))
 
 
 def _second_head_pooled_as_first(patch):
@@ -231,7 +234,6 @@ def _options(problem):
 
 def _mass_error(problem):
     """Largest error of the mass, of the largest one."""
-    geometry = flash_cpu.geometry(problem.spec, problem.tiling, problem.settings)
-    mass = flash_cpu.pooled_mass(geometry, problem.places, problem.query, problem.key, interpret=False)
+    mass = _kernels(problem).pooled_mass(problem.places, problem.query, problem.key)
     right = reference.pooled_mass(problem.spec, problem.layout, problem.tiling, problem.query, problem.key)
     return float(jnp.abs(mass - right).max() / right.max())

@@ -13,168 +13,95 @@ import numpy as np
 import pytest
 
 from attnsuite.backends import AttentionSpec, Layout, Target, oracle
-from attnsuite.backends.kascade import (
-    Places,
-    Settings,
-    Tiling,
-    block_sizes,
-    pallas_rows,
-    pallas_tpu,
-    pallas_triton,
-    reference,
-)
+from attnsuite.backends.contract import may_attend
+from attnsuite.backends.kascade import Places, Settings, Tiling, block_sizes, pallas_rows, pallas_tpu, reference
+from attnsuite.backends.kascade.pallas_tpu import TpuKernels
+from attnsuite.backends.kascade.pallas_triton import TritonKernels
+from attnsuite.backends.kascade.selection import with_own
 from attnsuite.backends.kascade.settings import KascadeBlockSizes
 from attnsuite.backends.standard import STANDARD
-from sparse_problems import inner_jaxprs
+from sparse_problems import SETTINGS, Sparse, cached, inner_jaxprs, sparse
 
-KERNELS = {"tpu": pallas_tpu, "triton": pallas_triton}
+KERNELS = {"tpu": TpuKernels, "triton": TritonKernels}
 ALL_KERNELS = [pytest.param(kernels, id=name) for name, kernels in KERNELS.items()]
 if importlib.util.find_spec("llvmlite"):
-    from attnsuite.backends.kascade import flash_cpu
+    from attnsuite.backends.kascade.flash_cpu import FlashCpuKernels
 
-    ALL_KERNELS.append(pytest.param(flash_cpu, id="flash_cpu", marks=pytest.mark.flash_cpu))
+    ALL_KERNELS.append(pytest.param(FlashCpuKernels, id="flash_cpu", marks=pytest.mark.flash_cpu))
 CPU, V5E, H100 = Target("cpu"), Target("tpu", "v5e"), Target("cuda", "h100")
 
 
-def runs(*pairs):
-    """Segment ids given as id, count, id, count, ..."""
-    return np.repeat(pairs[::2], pairs[1::2]).astype(np.int32)
+def ragged():
+    """Documents and padding, a sequence that ends early, and one without keys."""
+    ids = np.stack([np.repeat([0, 1, 0, -1], [40, 70, 30, 10]), np.repeat([5, 5], [100, 50]), np.full(150, 2)])
+    of_keys = ids.copy()
+    of_keys[1, 100:] = -1
+    return Layout(
+        query_segment_ids=jnp.asarray(ids, jnp.int32),
+        key_value_segment_ids=jnp.asarray(of_keys, jnp.int32),
+        key_value_seq_lengths=jnp.array([150, 77, 0], jnp.int32),
+    )
 
 
-# name -> sizes (batch, queries, keys, heads, KV heads, head_dim, value_head_dim), settings, layout, options of the spec
+HALF = dataclasses.replace(SETTINGS, top_k=0.5, tile_size=64, query_tile=64)  # of the earlier tiles
+SIZES = {"batch": 1, "head_dim": 64}
 CASES = {
-    "plain": ((1, 256, 256, 4, 2, 64, 64), {}, {}, {}),
-    "odd-length": ((2, 203, 203, 6, 2, 64, 64), {"query_tile": 32, "tile_size": 64}, {}, {}),
-    "bfloat16": ((1, 192, 192, 4, 2, 128, 128), {}, {}, {"dtype": "bfloat16"}),
-    "wide-tiles": ((1, 160, 160, 2, 2, 128, 128), {"query_tile": 128, "tile_size": 32}, {}, {}),
-    "small-blocks": (
-        (1, 384, 384, 2, 1, 64, 32),
-        {"query_tile": 128, "tile_size": 128, "block_q": 32, "block_kv_sparse": 64, "block_kv_compute": 32},
-        {},
-        {"logits_soft_cap": 5.0},
+    "plain": lambda: sparse(HALF, T=256, **SIZES),
+    "odd-length": lambda: sparse(_changed(query_tile=32), T=203, num_heads=6, head_dim=64),
+    "bfloat16": lambda: sparse(HALF, T=192, batch=1, head_dim=128, dtype="bfloat16"),
+    "wide-tiles": lambda: sparse(_changed(query_tile=128, tile_size=32), T=160, num_heads=2, batch=1, head_dim=128),
+    "small-blocks": lambda: sparse(
+        _changed(query_tile=128, tile_size=128, block_q=32, block_kv_sparse=64, block_kv_compute=32),
+        T=384, num_heads=2, num_kv_heads=1, value_head_dim=32, logits_soft_cap=5.0, **SIZES,
     ),
-    "segments-and-lengths": (
-        (3, 150, 150, 4, 2, 64, 64),
-        {"query_tile": 32, "tile_size": 32},
-        {
-            "query_segment_ids": np.stack([runs(0, 40, 1, 70, 0, 30, -1, 10), runs(5, 150), runs(2, 150)]),
-            "key_value_segment_ids": np.stack([runs(0, 40, 1, 70, 0, 30, -1, 10), runs(5, 100, -1, 50), runs(2, 150)]),
-            "key_value_seq_lengths": np.array([150, 77, 0], np.int32),
-        },
-        {},
+    "segments-and-lengths": lambda: sparse(
+        _changed(query_tile=32, tile_size=32), T=150, layout=ragged(), batch=3, head_dim=64
     ),
-    "decode": (
-        (3, 1, 300, 4, 2, 64, 64),
-        {},
-        {
-            "query_positions": np.array([[299], [127], [64]], np.int32),
-            "key_value_seq_lengths": np.array([300, 128, 65], np.int32),
-        },
-        {},
-    ),
-    "few-behind-a-cache": (
-        (2, 5, 300, 4, 2, 64, 64),
-        {"query_tile": 16},
-        {
-            "query_positions": np.array([[189], [0]], np.int32) + np.arange(5, dtype=np.int32),
-            "key_value_seq_lengths": np.array([194, 5], np.int32),
-        },
-        {},
-    ),
-}
+    "decode": lambda: sparse(HALF, T=1, S=300, layout=cached(1, 300, 128, 65), batch=3, head_dim=64),
+    "few-behind-a-cache": lambda: sparse(_changed(query_tile=16), T=5, S=300, layout=cached(5, 194, 5), head_dim=64),
+}  # fmt: skip
+
+
+def _changed(**changes):
+    return dataclasses.replace(HALF, **changes)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class KernelProblem:
-    """A case with its arrays, a list of tiles to visit, and the float64 results."""
+    """A case, a list of tiles to visit, and the float64 results."""
 
-    spec: AttentionSpec
-    settings: Settings
-    layout: Layout
-    inputs: tuple[jax.Array, jax.Array, jax.Array]
-    listed: np.ndarray
+    sparse: Sparse
+    listed: jax.Array
     visible: np.ndarray  # [batch, queries, keys]
     mask: np.ndarray  # [batch, heads, queries, keys]: listed and visible
     output: np.ndarray
     standard: jax.Array
     mass: np.ndarray
 
-    @property
-    def tiling(self) -> Tiling:
-        return Tiling.of(self.spec, self.settings)
-
-    @property
-    def places(self) -> Places:
-        return Places.of(self.spec, self.layout, self.tiling)
-
 
 @functools.cache
 def problem(name: str) -> KernelProblem:
-    (b, t, s, n, k, h, v), options, layout, more = CASES[name]
-    settings = Settings(**{"query_tile": 64, "tile_size": 64, **options})
-    spec = AttentionSpec(
-        batch=b,
-        query_length=t,
-        key_value_length=s,
-        num_heads=n,
-        num_kv_heads=k,
-        head_dim=h,
-        value_head_dim=v,
-        is_causal=True,
-        has_segment_ids="query_segment_ids" in layout,
-        has_positions="query_positions" in layout,
-        has_seq_lengths="key_value_seq_lengths" in layout,
-        needs_grad=False,
-        **more,
-    )
-    rng = np.random.default_rng(sum(map(ord, name)))
-    shapes = ((b, t, n, h), (b, s, k, h), (b, s, k, v))
-    inputs = tuple(jnp.asarray(2 * rng.standard_normal(shape), spec.dtype) for shape in shapes)
-    positions = layout.get("query_positions", np.broadcast_to(np.arange(t), (b, t)))
-    listed = _some_tiles(
-        rng, positions, k, min(settings.query_tile, t), settings.tile_size, -(-s // settings.tile_size)
-    )
-    visible = _visible(layout, positions, b, t, s)
-    tile_of_query, tile_of_key = np.arange(t) // min(settings.query_tile, t), np.arange(s) // settings.tile_size
-    chosen = (listed[:, :, tile_of_query, :, None] == tile_of_key).any(3)  # [b, k, t, s]
-    mask = np.repeat(chosen & visible[:, None], n // k, axis=1)
+    given = CASES[name]()
+    spec, selection = given.spec, given.selection()
+    mask = given.mask(selection)
     bare = dataclasses.replace(
         spec, is_causal=False, has_segment_ids=False, has_positions=False, has_seq_lengths=False, has_mask=True
     )
-    only_mask = Layout(mask=jnp.asarray(mask))
-    standard = STANDARD.plan(bare, only_mask, target=CPU).run(*inputs)[0]
-    mass = _mass(spec, settings, inputs[0], inputs[1], visible)
-    layout = Layout(**{name: jnp.asarray(x) for name, x in layout.items()})
-    expected = oracle.forward(bare, only_mask, *inputs)
-    return KernelProblem(spec, settings, layout, inputs, listed, visible, mask, expected, standard, mass)
+    visible = np.broadcast_to(may_attend(spec, given.layout), mask.shape)[:, 0]
+    return KernelProblem(
+        given,
+        with_own(given.tiling, given.places, selection),
+        visible,
+        np.asarray(mask),
+        oracle.forward(bare, Layout(mask=mask), *given.inputs),
+        STANDARD.plan(bare, Layout(mask=mask), target=CPU).run(*given.inputs)[0],
+        _mass(given, visible),
+    )
 
 
-def _some_tiles(rng, positions, kv_heads, query_tile, unit, units):
-    """For every query tile its own tiles of keys and about half of the earlier ones, ascending, -1 behind."""
-    batch, length = positions.shape
-    listed = np.full((batch, kv_heads, -(-length // query_tile), units), -1, np.int32)
-    for b, k, i in np.ndindex(listed.shape[:3]):
-        own = positions[b, i * query_tile : (i + 1) * query_tile] // unit
-        earlier = rng.permutation(own.min())[: (own.min() + 1) // 2]
-        tiles = np.unique(np.concatenate([own, earlier]))
-        tiles = tiles[tiles < units]
-        listed[b, k, i, : len(tiles)] = tiles
-    return listed
-
-
-def _visible(layout, positions, batch, queries, keys):
-    visible = np.broadcast_to(np.arange(keys) <= positions[..., None], (batch, queries, keys)).copy()
-    if "key_value_seq_lengths" in layout:
-        visible &= np.arange(keys) < layout["key_value_seq_lengths"][:, None, None]
-    if "query_segment_ids" in layout:
-        of_queries, of_keys = layout["query_segment_ids"], layout["key_value_segment_ids"]
-        visible &= (of_queries[:, :, None] == of_keys[:, None]) & (of_queries >= 0)[:, :, None]
-    return visible
-
-
-def _mass(spec, settings, query, key, visible):
+def _mass(given, visible):
     """Probabilities of whole rows in float64, summed over a query tile, a group of heads and a tile of keys."""
-    query, key = (np.asarray(x).astype(np.float64) for x in (query, key))
+    spec, (query, key) = given.spec, (np.asarray(x).astype(np.float64) for x in given.inputs[:2])
     key = np.repeat(key, spec.group_size, axis=2)
     score = np.einsum("btnh,bsnh->bnts", query, key) * spec.softmax_scale
     if spec.logits_soft_cap is not None:
@@ -183,44 +110,34 @@ def _mass(spec, settings, query, key, visible):
     total = weight.sum(-1, keepdims=True)
     weight = weight / np.where(total == 0, 1, total)
     weight = weight.reshape(spec.batch, spec.num_kv_heads, spec.group_size, *weight.shape[2:]).sum(2)
-    for axis, size in ((2, min(settings.query_tile, spec.query_length)), (3, settings.tile_size)):
-        starts = np.arange(0, weight.shape[axis], size)
-        weight = np.add.reduceat(weight, starts, axis=axis)
+    for axis, size in ((2, given.tiling.query_tile), (3, given.tiling.unit)):
+        weight = np.add.reduceat(weight, np.arange(0, weight.shape[axis], size), axis=axis)
     return weight
+
+
+def made(kernels, given: KernelProblem):
+    return kernels(given.sparse.spec, given.sparse.tiling, given.sparse.settings, interpret=True)
 
 
 @functools.cache
 def attending(kernels, given: KernelProblem):
     """A kernel compiled once for all tests; ``attending.__wrapped__`` traces it anew."""
-    geometry = kernels.geometry(given.spec, given.tiling, given.settings)
-
-    @jax.jit
-    def run(places, listed, *inputs):
-        return kernels.attend(geometry, places, *inputs, listed, interpret=True)
-
-    return run
+    return jax.jit(functools.partial(made(kernels, given).attend, given.sparse.places))
 
 
 def attend(kernels, given: KernelProblem, listed=None, inputs=None, *, changed=False):
     """``changed``: the kernel is not what it was when it was compiled."""
-    listed = given.listed if listed is None else listed
     run = (attending.__wrapped__ if changed else attending)(kernels, given)
-    return run(given.places, jnp.asarray(listed), *(given.inputs if inputs is None else inputs))
+    return run(*(inputs or given.sparse.inputs), given.listed if listed is None else listed)
 
 
 def pooled_mass(kernels, given: KernelProblem):
-    geometry = kernels.geometry(given.spec, given.tiling, given.settings)
-
-    @jax.jit
-    def run(places, query, key):
-        return kernels.pooled_mass(geometry, places, query, key, interpret=True)
-
-    return run(given.places, *given.inputs[:2])
+    return jax.jit(functools.partial(made(kernels, given).pooled_mass))(given.sparse.places, *given.sparse.inputs[:2])
 
 
 def verdict(given: KernelProblem, output) -> oracle.Verdict:
     unseen = ~given.mask.any(-1).swapaxes(1, 2)
-    return oracle.judge(output, given.output, given.standard, given.spec.dtype, zero=unseen)
+    return oracle.judge(output, given.output, given.standard, given.sparse.spec.dtype, zero=unseen)
 
 
 def mass_error(given: KernelProblem, mass) -> float:
@@ -259,7 +176,7 @@ def test_cases_have_what_they_are_about():
     assert ragged.mass[2].sum() == 0
     for given in map(problem, CASES):
         left_out = given.visible[:, None] & ~given.mask
-        assert left_out.any(), given.spec
+        assert left_out.any(), given.sparse.spec
         assert given.mask.any()
 
 
@@ -282,7 +199,7 @@ def test_kernel_without_its_mask_fails(case, kernels, monkeypatch):
 def test_kernel_that_takes_the_diagonal_for_visible_fails(monkeypatch):
     given = problem("plain")
     monkeypatch.setattr(pallas_rows.Queries, "all_see", lambda _queries, end: end > 0)
-    assert not verdict(given, attend(pallas_tpu, given, changed=True)).passed
+    assert not verdict(given, attend(TpuKernels, given, changed=True)).passed
 
 
 @every
@@ -314,11 +231,11 @@ def test_tile_that_is_listed_twice_would_count_twice(kernels):
 @every
 def test_keys_outside_the_listed_tiles_are_not_read(kernels):
     given = problem("plain")
-    query, key, value = given.inputs
-    listed = np.where(given.listed == 0, 99, np.where(given.listed < 0, 99, given.listed))  # all but tile 0
+    query, key, value = given.sparse.inputs
+    listed = np.where(given.listed <= 0, 99, given.listed)  # all but tile 0
     listed = np.sort(listed, axis=-1)
     listed = np.where(listed == 99, -1, listed)
-    spoilt = (query, *(x.at[:, : given.tiling.unit].set(jnp.nan) for x in (key, value)))
+    spoilt = (query, *(x.at[:, : given.sparse.tiling.unit].set(jnp.nan) for x in (key, value)))
     assert jnp.isnan(attend(kernels, given, inputs=spoilt)).any()  # or the spoiling would prove nothing
     np.testing.assert_array_equal(attend(kernels, given, listed, spoilt), attend(kernels, given, listed))
 
@@ -330,17 +247,15 @@ def test_nothing_is_gathered_and_no_scores_are_written(kernels):
         batch=1, query_length=8192, key_value_length=8192, num_heads=2, num_kv_heads=1, head_dim=64, is_causal=True,
         needs_grad=False,
     )  # fmt: skip
-    settings = Settings()
-    tiling = Tiling.of(spec, settings)
+    tiling = Tiling.of(spec, Settings())
     places = Places.of(spec, Layout(), tiling)
     query, key = (jax.ShapeDtypeStruct((1, 8192, n, 64), jnp.float32) for n in (2, 1))
     listed = jax.ShapeDtypeStruct((1, 1, tiling.query_tiles, tiling.slots + 1), jnp.int32)
 
-    geometry = kernels.geometry(spec, tiling, settings)
+    own = kernels(spec, tiling, Settings())
 
     def both_layers(query, key, value, listed):
-        mass = kernels.pooled_mass(geometry, places, query, key, interpret=False)
-        return mass, kernels.attend(geometry, places, query, key, value, listed, interpret=False)
+        return own.pooled_mass(places, query, key), own.attend(places, query, key, value, listed)
 
     largest, primitives = _arrays(jax.make_jaxpr(both_layers)(query, key, key, listed).jaxpr)
     assert largest <= 2 * 8192 * 128
@@ -366,9 +281,9 @@ def _arrays(jaxpr) -> tuple[int, set[str]]:
 @pytest.mark.parametrize("case", ["odd-length", "segments-and-lengths"])
 def test_long_list_is_worked_through_in_several_calls(case, monkeypatch):
     given = problem(case)
-    once = attend(pallas_tpu, given)
+    once = attend(TpuKernels, given)
     monkeypatch.setattr(pallas_tpu, "LIST_BYTES", 256)
-    np.testing.assert_array_equal(attend(pallas_tpu, given, changed=True), once)
+    np.testing.assert_array_equal(attend(TpuKernels, given, changed=True), once)
 
 
 # Block sizes and refusals
@@ -421,7 +336,7 @@ def large(**options) -> AttentionSpec:
     ],
 )
 def test_what_a_device_cannot_hold_is_refused_before_anything_is_traced(target, settings, spec, words):
-    kernels = pallas_triton if target.platform == "cuda" else pallas_tpu
+    kernels = TritonKernels if target.platform == "cuda" else TpuKernels
     said = " ".join(kernels.refuses(large(**spec), Settings(**settings), target))
     for word in words:
         assert word in said
@@ -436,13 +351,13 @@ def test_what_a_device_cannot_hold_is_refused_before_anything_is_traced(target, 
     ids=str,
 )
 def test_defaults_fit_every_device(target, spec):
-    kernels = pallas_triton if target.platform == "cuda" else pallas_tpu
+    kernels = TritonKernels if target.platform == "cuda" else TpuKernels
     for settings in (Settings(), Settings(query_tile=512, tile_size=256)):
         assert kernels.refuses(large(**spec), settings, target) == ()
 
 
 def test_kernels_for_an_interpreter_take_any_tile():
-    assert pallas_tpu.refuses(large(head_dim=40), Settings(tile_size=24, query_tile=24), CPU) == ()
+    assert TpuKernels.refuses(large(head_dim=40), Settings(tile_size=24, query_tile=24), CPU) == ()
 
 
 def test_blocks_are_at_most_their_tiles():

@@ -35,7 +35,6 @@ from attnsuite.suite.absent.programs import AbstractProgram
 from attnsuite.suite.absent.compilation import compile_program, rejected
 
 target = Target.named(sys.argv[1])
-module = kernels.of("pallas", target)
 
 def compiled(what, length, queries=None, oversized=False, segments=False):
     spec = AttentionSpec(
@@ -61,15 +60,13 @@ def compiled(what, length, queries=None, oversized=False, segments=False):
         key_value_segment_ids=integers(1, length) if segments else None,
     )
 
-    geometry = module.geometry(spec, tiling, settings)
+    made = kernels.of("pallas", target)(spec, tiling, settings)
 
     def mass(layout, query, key):
-        places = Places.of(spec, layout, tiling)
-        return module.pooled_mass(geometry, places, query, key, interpret=False)
+        return made.pooled_mass(Places.of(spec, layout, tiling), query, key)
 
     def attend(layout, query, key, value, listed):
-        places = Places.of(spec, layout, tiling)
-        return module.attend(geometry, places, query, key, value, listed, interpret=False)
+        return made.attend(Places.of(spec, layout, tiling), query, key, value, listed)
 
     query, key = shape(spec.query_length, 8), shape(length, 2)
     if what == "mass":
