@@ -24,9 +24,10 @@ from ..derivatives import forward_only
 from ..devices import Target
 from ..features import Mode, Takes
 from ..resolve import resolve
-from . import kernels, steps, tuning, xla
+from . import steps, tuning, xla
 from .backward import Attend, differentiable
 from .cost import runs_dense
+from .kernels import Kernels
 from .schedule import LayerRole, manual
 from .selection import Places, Selection, with_own
 from .selection import select as select_by
@@ -196,7 +197,7 @@ def _computation(
 ) -> _Computation:
     if settings.kernel == "xla":
         return _in_xla(spec, settings, tiling, places, heads)
-    by = kernels.of(settings.kernel, target)(spec, tiling, settings, mode == "interpret")
+    by = kernels_of(settings.kernel, target)(spec, tiling, settings, mode == "interpret")
 
     def select(query: Array, key: Array) -> Selection:
         return select_by(tiling, places, by.pooled_mass(places, query, key), settings.ablation)
@@ -346,6 +347,25 @@ def default_kernel(target: Target, mode: Mode = "native") -> Kernel:
     return "pallas" if mode == "interpret" or target.platform in _PALLAS_PLATFORMS else "xla"
 
 
+def kernels_of(kernel: Kernel | None, target: Target) -> type[Kernels]:
+    """The kernels of that name (other than ``xla``) for ``target``.
+
+    Pallas has a Triton form for NVIDIA GPUs and a TPU form for all else, which an interpreter runs anywhere. Raises
+    ImportError if they are not installed.
+    """
+    if kernel == "flash_cpu":
+        from .flash_cpu import FlashCpuKernels  # noqa: PLC0415 (llvmlite may be missing)
+
+        return FlashCpuKernels
+    if target.platform == "cuda":
+        from .pallas_triton import TritonKernels  # noqa: PLC0415 (Pallas' parts for one device may be missing)
+
+        return TritonKernels
+    from .pallas_tpu import TpuKernels  # noqa: PLC0415
+
+    return TpuKernels
+
+
 def _kernel_reasons(spec: AttentionSpec, settings: Settings, target: Target, mode: Mode) -> Iterator[str]:
     if settings.kernel == "xla":
         if mode == "interpret":
@@ -366,7 +386,7 @@ def _kernel_reasons(spec: AttentionSpec, settings: Settings, target: Target, mod
             "mode='interpret' to check the kernel's numbers."
         )
     try:
-        yield from kernels.of(kernel, target).refuses(spec, settings, target)
+        yield from kernels_of(kernel, target).refuses(spec, settings, target)
     except ImportError as error:
         name = "flash_cpu" if kernel == "flash_cpu" else "Pallas"
         yield f"kascade's {name} kernels do not load here ({error}); {_INSTEAD}."

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from ..contract import AttentionSpec
 from ..devices import Target
 from .selection import Places
-from .settings import Kernel, Settings, Tiling
+from .settings import Settings, Tiling
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,22 +76,3 @@ class Kernels:
         nothing is exactly zero.
         """
         raise NotImplementedError
-
-
-def of(kernel: Kernel | None, target: Target) -> type[Kernels]:
-    """The kernels of that name (other than ``xla``) for ``target``.
-
-    Pallas has a Triton form for NVIDIA GPUs and a TPU form for all else, which an interpreter runs anywhere. Raises
-    ImportError if they are not installed.
-    """
-    if kernel == "flash_cpu":
-        from .flash_cpu import FlashCpuKernels  # noqa: PLC0415 (llvmlite may be missing)
-
-        return FlashCpuKernels
-    if target.platform == "cuda":
-        from .pallas_triton import TritonKernels  # noqa: PLC0415 (Pallas' parts for one device may be missing)
-
-        return TritonKernels
-    from .pallas_tpu import TpuKernels  # noqa: PLC0415
-
-    return TpuKernels

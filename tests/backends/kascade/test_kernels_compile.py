@@ -28,7 +28,8 @@ PROGRAM = """
 import dataclasses, json, sys
 import jax, jax.numpy as jnp
 from attnsuite.backends import AttentionSpec, Layout, Target
-from attnsuite.backends.kascade import Settings, Tiling, Places, kernels
+from attnsuite.backends.kascade import Settings, Tiling, Places
+from attnsuite.backends.kascade.backend import kernels_of
 from attnsuite.backends.kascade import block_sizes
 from attnsuite.suite.absent import topologies
 from attnsuite.suite.absent.programs import AbstractProgram
@@ -60,7 +61,7 @@ def compiled(what, length, queries=None, oversized=False, segments=False):
         key_value_segment_ids=integers(1, length) if segments else None,
     )
 
-    made = kernels.of("pallas", target)(spec, tiling, settings)
+    made = kernels_of("pallas", target)(spec, tiling, settings)
 
     def mass(layout, query, key):
         return made.pooled_mass(Places.of(spec, layout, tiling), query, key)
