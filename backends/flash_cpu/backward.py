@@ -106,8 +106,8 @@ def _emit_columns(module: ir.Module, buffers: Buffers, state: State, write: ir.F
                 d_query, n = tiles.at(i * tile_size + of_tile["d_query"]), first + i
                 e.either(
                     parts.equals(1),
-                    lambda d=d_query, n=n: e.run(write, s, d, head, n) and None,
-                    lambda d=d_query, n=n: e.run(keep, d, kept.at(n * tile_terms, 4)) and None,
+                    lambda d=d_query, n=n: e.run(write, s, d, head, n),
+                    lambda d=d_query, n=n: e.run(keep, d, kept.at(n * tile_terms, 4)),
                 )
                 if write_slopes is not None:
                     e.run(write_slopes, s, tiles.at(i * tile_size + of_tile["added_rows"]), head, n, part)
@@ -175,11 +175,7 @@ def _emit_step(module: ir.Module, buffers: Buffers, state: State) -> ir.Function
                 places = (block["by_key"].at(g, 4), per_query, block["position"], block["key_id"])
                 modified = [] if modify is None else [rows_["added_rows"].at(g, 4)]
                 arguments = (s, d, *places, numbers, *to_add, *modified, live.start, live.stop)
-                e.either(
-                    live.mixed,
-                    lambda a=arguments: e.run(masked, *a) and None,
-                    lambda a=arguments: e.run(plain, *a) and None,
-                )
+                e.either(live.mixed, lambda a=arguments: e.run(masked, *a), lambda a=arguments: e.run(plain, *a))
                 if keep is not None:
                     e.run(keep, *of_group, *to_add)
             keys, all_rows = (live.start, live.stop), (0, n)

@@ -92,7 +92,7 @@ def emit_load_block(module: ir.Module, buffers: Buffers, state: State) -> ir.Fun
     )
     finite = [rows.finite(module, isa, f"finite_{name}", kernel.dtype, depth) for name, depth, *_ in sides]
     join = rows.join(module, isa, "join_keys", buffers.width) if pack == 2 else None
-    fill = rows.fill(module, isa)
+    rows.fill(module, isa)
     with Function(module, "load_block", [ptr, ptr, i64, i64]) as (e, (s, w, head, start)):
         dims = state.dims(s)
         length, heads = dims["S"], dims["K"]
@@ -110,12 +110,7 @@ def emit_load_block(module: ir.Module, buffers: Buffers, state: State) -> ir.Fun
             for test, source in zip(finite, sources, strict=True):
                 whole = whole & e.run(test, source)
             for (side, _, terms, copy), source in zip(sides, sources, strict=True):
-                target = w.at(at[side]).at(j * terms, 4)
-                e.either(
-                    whole,
-                    lambda c=copy, p=source, t=target: e.run(c, p, t) and None,
-                    lambda t=target, n=terms: e.run(fill, t, n, e.const(f32, 0.0)) and None,
-                )
+                rows.copy_or_zeros(e, whole, copy, source, w.at(at[side]).at(j * terms, 4), terms)
         if join is not None:
             e.run(join, w.at(at["key"]), w.at(at["key_joined"]), BLOCK_KEYS)
         masking.key_bounds(e, w.at(at["position"]), w.at(at["key_id"]), BLOCK_KEYS, isa.strip, w.at(at["records"]))

@@ -298,7 +298,7 @@ class Function:
         with self.builder.if_then(condition.raw):
             yield
 
-    def either(self, condition: Value, yes: Callable[[], None], no: Callable[[], None]) -> None:
+    def either(self, condition: Value, yes: Callable[[], Any], no: Callable[[], Any]) -> None:
         """One of the two."""
         with self.builder.if_else(condition.raw) as (then, otherwise):
             with then:

@@ -220,11 +220,7 @@ def emit_read(
             place = rows.query_place(e, start + i, batch, kv_head, group, dims["T"], heads)
             source, target = query.at(place * kernel.head_dim, size), plain.at(i * width, 4)
             whole = e.run(finite, source)
-            e.either(
-                whole,
-                lambda p=source, t=target: e.run(copy, p, t) and None,
-                lambda t=target: e.run(fill, t, width, e.const(f32, 0.0)) and None,
-            )
+            rows.copy_or_zeros(e, whole, copy, source, target, width)
             w.at(at["total"]).at(i, 4).store(e.select(whole, e.const(f32, 0.0), math.nan))
         e.run(fill, plain.at(count * width, 4), (e.const(i64, queries) - count) * width, e.const(f32, 0.0))
         e.run(turn, plain, w.at(at["query"]))

@@ -22,7 +22,7 @@ from typing import Any
 from llvmlite import ir
 
 from . import elements, masking, rows
-from .emit import Function, Value, aligned, f32, i32, i64, ptr
+from .emit import Function, Value, aligned, i32, i64, ptr
 from .handler import Dims, State
 from .isa import Isa
 from .visibility import NO_KEY, NO_QUERY
@@ -154,7 +154,7 @@ def emit_pack(module: ir.Module, isa: Isa, dtype: str, blocks: Blocks, state: St
     copies = {n: rows.copy_row(module, isa, f"copy_{n}", dtype, width, pack) for n, width in widths.items() if width}
     finite = {n: rows.finite(module, isa, f"finite_{n}", dtype, widths[n]) for n in copies}
     join = rows.join(module, isa, "join_values", blocks.value_width) if joined else None
-    fill = rows.fill(module, isa)
+    rows.fill(module, isa)
     bounds = _emit_layout_block(module, blocks, state)
     with Function(module, "pack_item", [ptr, ptr, i64]) as (e, (s, w, index)):
         dims = state.dims(s)
@@ -189,11 +189,7 @@ def emit_pack(module: ir.Module, isa: Isa, dtype: str, blocks: Blocks, state: St
                 spoilt.at(j + 1, 4).store(bad())
                 any_spoilt.set(any_spoilt() | bad())
                 for name, copy in copies.items():
-                    e.either(
-                        exists(),
-                        lambda c=copy, p=places[name], t=targets[name]: e.run(c, p, t) and None,
-                        lambda t=targets[name], n=strides[name]: e.run(fill, t, n, e.const(f32, 0.0)) and None,
-                    )
+                    rows.copy_or_zeros(e, exists(), copy, places[name], targets[name], strides[name])
             if join is not None:
                 e.run(join, w, values.at(term // pack * blocks.value_width, 4), pack)
         spoilt.store(any_spoilt())

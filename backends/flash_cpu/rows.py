@@ -149,6 +149,12 @@ def fill(module: ir.Module, isa: Isa) -> ir.Function:
     return e.function
 
 
+def copy_or_zeros(e: Function, good: Value, copy: ir.Function, source: Value, target: Value, terms: int) -> None:
+    """A row copied by ``copy``, if it is ``good``; else zeros in its ``terms`` places."""
+    nothing = e.const(f32, 0.0)
+    e.either(good, lambda: e.run(copy, source, target), lambda: e.run(e.module.globals["fill"], target, terms, nothing))
+
+
 def query_place(e: Function, row: Value, batch: Value, head: Value, group: Value, tokens: Value, heads: Value) -> Value:
     """Index over ``[batch, tokens, heads]`` of a row of a KV head's queries."""
     return (batch * tokens + row // group) * heads + head * group + row % group

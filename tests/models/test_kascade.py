@@ -69,17 +69,16 @@ def test_a_checkpoint_read_layer_by_layer_gives_the_calibration_and_the_losses_o
     schedule = dynamic_programming(streamed, 2)
     assert schedule == dynamic_programming(measured, 2)
     assert (streamed.fingerprint, streamed.settings) == (measured.fingerprint, measured.settings)
-    call = {"backend": "kascade", "backend_options": FEW | {"schedule": schedule}}
-    whole = token_nats(model(batch.tokens[:, :-1], needs_grad=False, **call), jnp.asarray(batch.tokens[:, 1:]))
-    np.testing.assert_allclose(streamed_nats(checkpoint, batch.tokens, batch=8, **call), whole, atol=2e-4)
+    call, some = {"backend": "kascade", "backend_options": FEW | {"schedule": schedule}}, batch.tokens[:1]
+    whole = token_nats(model(some[:, :-1], needs_grad=False, **call), jnp.asarray(some[:, 1:]))
+    np.testing.assert_allclose(streamed_nats(checkpoint, some, batch=1, **call), whole, atol=2e-4)
     # The search for a schedule by its loss, on the same checkpoint.
-    some = batch.tokens[:1]
     crossed = Schedule(tuple(dataclasses.replace(x, head_map=x.head_map[::-1]) for x in schedule.layers))
     others = [
         manual(anchors, num_layers=4, kv_heads=2, calibration=streamed) for anchors in ((0, 2, 3), (0, 1, 3), (0, 1, 2))
     ]
     found, wrong, *losses = schedule_losses(checkpoint, some, [schedule, crossed, *others], FEW)
-    assert found == pytest.approx(float(whole[:1].mean()), abs=1e-4)
+    assert found == pytest.approx(float(whole.mean()), abs=1e-4)
     assert abs(wrong - found) > 0.01
     assert np.ptp(losses) > 0.01
     best = others[int(np.argmin(losses))]
@@ -325,21 +324,19 @@ def test_what_cannot_be_calibrated_is_refused(call, sentence):
         call()
 
 
-@pytest.mark.parametrize("top_k", [1.0, 0.4])
-def test_decoding_equals_prefill_with_one_query_per_tile(top_k):
-    """Teacher-forced, anchors reselecting at every step; also with everything selected, against dense."""
+def test_decoding_equals_prefill_with_one_query_per_tile():
+    """Teacher-forced, anchors reselecting at every step."""
     model, tokens = small(), np.random.default_rng(0).integers(0, 256, (2, 40))
     schedule = manual((0, 1), num_layers=3, kv_heads=2)
-    options = OPTIONS | {"top_k": top_k, "query_tile": 1, "tile_size": 8, "schedule": schedule}
+    options = OPTIONS | {"top_k": 0.4, "query_tile": 1, "tile_size": 8, "schedule": schedule}
     call = {"backend": "kascade", "backend_options": options, "on_unavailable": "raise"}
     whole = model(tokens, needs_grad=False, **call)
     dense = model(tokens, backend="standard", needs_grad=False)
-    far = np.abs(whole - dense).max()
-    assert far < 1e-4 if top_k == 1.0 else far > 1e-3
+    assert np.abs(whole - dense).max() > 1e-3
     cache = model.new_cache(2, 48)
     logits, cache = model.prefill(tokens[:, :30], cache, **call)
     np.testing.assert_allclose(logits, whole[:, :30], atol=1e-4)
-    for at in range(30, 40):
+    for at in range(30, 36):
         logits, cache = model.decode(tokens[:, at], cache, **call)
         np.testing.assert_allclose(logits, whole[:, at], atol=1e-4)
 

@@ -46,7 +46,7 @@ def ragged():
 HALF = dataclasses.replace(SETTINGS, top_k=0.5, tile_size=64, query_tile=64)  # of the earlier tiles
 SIZES = {"batch": 1, "head_dim": 64}
 CASES = {
-    "plain": lambda: sparse(HALF, T=256, **SIZES),
+    "plain": lambda: sparse(HALF, T=256, seed=1, **SIZES),  # its heads select different tiles
     "odd-length": lambda: sparse(_changed(query_tile=32), T=203, num_heads=6, head_dim=64),
     "bfloat16": lambda: sparse(HALF, T=192, batch=1, head_dim=128, dtype="bfloat16"),
     "wide-tiles": lambda: sparse(_changed(query_tile=128, tile_size=32), T=160, num_heads=2, batch=1, head_dim=128),

@@ -52,6 +52,7 @@ EVERYTHING = {
 }
 
 
+@functools.cache
 def _spec(case):
     made = problems.CASES[case]
     layout, terms, inputs = problems.arrays(made, case)
