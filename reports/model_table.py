@@ -10,13 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import PurePath
 
-from attnsuite.suite import kascade_guide, statistics
+from attnsuite.suite import statistics
+from attnsuite.suite.kinds.kascade import guide
 from attnsuite.suite.model_suite import NAME
 from attnsuite.suite.shown import STANDARD, is_trusted
 
-from . import kascade, quality
+from . import quality
 from .cells import Cell, Group
 from .columns import FIGURES
+from .kascade import tables as kascade
 from .table import MIB, MILLI, Column, Table, scaled, table
 from .words import Value
 
@@ -25,7 +27,7 @@ KASCADE = "kascade"
 
 def model_table(groups: Sequence[Group]) -> Table | None:
     """The table; None for cells of another suite."""
-    members = [g for g in groups if all(cell.record.suite in (NAME, kascade_guide.NAME) for cell in g.cells)]
+    members = [g for g in groups if all(cell.record.suite in (NAME, guide.NAME) for cell in g.cells)]
     names = dict.fromkeys(
         cell.record.requested
         for member in members

@@ -10,12 +10,12 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from . import kascade_guide
 from .cell import Case
 from .errors import InputError
 from .kinds import make_case
+from .kinds.kascade import guide
+from .kinds.kascade.selection import SelectionCase
 from .kinds.kind import Dtype, Least
-from .kinds.selection import SelectionCase
 from .suites import Suite
 from .typed import Count
 
@@ -30,7 +30,7 @@ ROWS = ("dense", "oracle_query", "kascade", "sinks_window", "random_tiles")
 class ModelSuiteWords:
     """The flags of the command line: the checkpoint, and sizes that replace the suite's.
 
-    With ``guide`` the suite is ``kascade-guide`` (``kascade_guide.py``).
+    With ``guide`` the suite is ``kascade-guide`` (``kinds/kascade/guide.py``).
     """
 
     model: str
@@ -76,10 +76,10 @@ def model_suite(words: ModelSuiteWords, *, kascade: bool) -> Suite:
         if set(config.layer_types) != {"global"}:
             others = ", ".join(sorted(set(config.layer_types) - {"global"}))
             raise InputError(
-                f"--model {words.model!r} has layers of type {others}; --suite {kascade_guide.NAME} is for models "
+                f"--model {words.model!r} has layers of type {others}; --suite {guide.NAME} is for models "
                 "whose layers all see the whole context before them."
             )
-        return Suite(kascade_guide.NAME, (*cases, *kascade_guide.guide_cases(config, SEQUENCES, shared)))
+        return Suite(guide.NAME, (*cases, *guide.guide_cases(config, SEQUENCES, shared)))
     if kascade and set(config.layer_types) == {"global"}:
         chosen: dict[str, Any] = {
             "top_k": TOP_K,

@@ -18,11 +18,10 @@ from .errors import InputError
 from .kinds.attention import OpCase
 from .kinds.cache import CacheCase
 from .kinds.caller import CallerCase
+from .kinds.kascade import suites as kascade
 from .kinds.model import ModelCase
 from .kinds.retrieval import RetrievalCase
-from .kinds.selection import SelectionCase
 from .kinds.serving import ServingCase
-from .kinds.stack import StackCase
 from .kinds.text import TextCase
 from .suite_file import check_peers, read_suite_file
 
@@ -188,56 +187,6 @@ CPU_SPEED = Suite(
     all_cores=True,
 )
 
-# Whether Kascade works, what it loses and what it costs: about 20 minutes of CPU time on 2 quiet cores.
-KASCADE = Suite(
-    "kascade",
-    (
-        *(
-            SelectionCase(kind="kascade_gate", phase=phase, sequence=1024, sequences=16, tile_size=32, top_k=0.25)
-            for phase in ("prefill", "decode")
-        ),
-        *(
-            SelectionCase(kind="kascade_retrieval", phase=phase, sequence=512, sequences=16, tile_size=16, top_k=top_k)
-            for phase in ("prefill", "decode")
-            for top_k in (0.0625, 0.125, 0.25)
-        ),
-        *(
-            SelectionCase(kind="kascade_text", phase=phase, top_k=top_k)
-            for phase in ("prefill", "decode")
-            for top_k in (0.0625, 0.125, 0.25, 0.5)
-        ),
-        # 8/2 heads: a quarter of Llama-3.2-1B's, so that whole stacks of 16 layers fit the time.
-        *(
-            StackCase(kind="kascade_prefill", sequence=sequence, layers=1, anchors=1, heads=8, kv_heads=2, top_k=top_k)
-            for sequence in (4096, 8192)
-            for top_k in (0.125, 0.25)
-        ),
-        StackCase(kind="kascade_decode", sequence=32768, layers=1, anchors=1, top_k=0.1),
-        StackCase(kind="kascade_decode", sequence=32768, top_k=0.1),
-        StackCase(kind="kascade_decode", sequence=32768, top_k=0.1, anchors=2, by_token=False),
-        *(
-            StackCase(kind="kascade_prefill", sequence=4096, heads=8, kv_heads=2, top_k=top_k)
-            for top_k in (0.125, 0.25)
-        ),
-        *(
-            StackCase(kind="kascade_prefill", sequence=8192, heads=8, kv_heads=2, top_k=top_k, by_token=False,
-                      anchors=anchors)
-            for anchors, top_k in ((2, 0.125), (5, 0.125), (5, 0.25))
-        ),
-        StackCase(kind="kascade_prefill", sequence=1024, layers=4, anchors=2, heads=8, kv_heads=2, top_k=0.75,
-                  by_token=False),
-    ),
-    all_cores=True,
-)  # fmt: skip
-
-# At which kept fraction does a model that is trained with sparse attention reach the loss of dense.
-KASCADE_FINETUNE = Suite(
-    "kascade-finetune",
-    tuple(
-        SelectionCase(kind="kascade_text", top_k=top_k, training_steps=60) for top_k in (0.03125, 0.0625, 0.125, 0.25)
-    ),
-)
-
 # What a model loses in a cache of fewer bits, and continuous batching: two minutes on 2 cores.
 SERVING = Suite("serving", (CacheCase(), ServingCase()), left_out=("kascade",))
 
@@ -269,7 +218,8 @@ CALLER = Suite(
     ),
 )
 
-SUITES = {suite.name: suite for suite in (QUICK, DEVICE, FULL, CPU_SPEED, CALLER, KASCADE, KASCADE_FINETUNE, SERVING)}
+_OF_KASCADE = (Suite(name, **fields) for name, fields in kascade.SUITES.items())
+SUITES = {suite.name: suite for suite in (QUICK, DEVICE, FULL, CPU_SPEED, CALLER, *_OF_KASCADE, SERVING)}
 
 
 def find_suite(name: str) -> Suite:

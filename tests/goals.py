@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from attnsuite import reports
-from attnsuite.reports import kascade
 from attnsuite.reports.cells import Cell, Group, group
 from attnsuite.reports.figures import problem_of
+from attnsuite.reports.kascade import tables as kascade
 from attnsuite.suite import statistics
 from attnsuite.suite.shown import same_rounds, shows_memory
 

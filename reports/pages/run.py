@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from attnsuite.suite.kinds.kascade.methods import METHODS
 from attnsuite.suite.record import Record
 from attnsuite.suite.store import RunManifest
 
@@ -17,8 +16,6 @@ from .. import (
     environment,
     figures,
     growth,
-    kascade,
-    kascade_guide,
     model_table,
     peers,
     plot,
@@ -28,6 +25,8 @@ from .. import (
     winners,
 )
 from ..cells import Cell, Group, group
+from ..kascade import page as of_kascade
+from ..kascade import tables as kascade
 from ..page import Page, Section
 from ..read import Run
 from ..words import code, command_line, escape, plural
@@ -189,61 +188,6 @@ def one_model(shown: Shown) -> Iterator[Section]:
     yield Section(
         "checkpoint", f"Backends in {escape(model_table.title(shown.every))}", (intro,), tables=(made,), short=True
     )
-
-
-def the_guides(shown: Shown) -> Iterator[Section]:
-    """The figures of the guides of Kascade, each beside what this run measured of it."""
-    if made := kascade_guide.figures(shown.own):
-        yield Section("guides", "The guides' figures", (), (), (made,), short=True)
-
-
-def kascade_gate(shown: Shown) -> Iterator[Section]:
-    """Whether every control fails where Kascade finds its needles."""
-    if made := kascade.gate(shown.own):
-        intro = (
-            "A hand-built model with a known circuit: an anchor layer can fetch one half of an answer, a reuse layer "
-            "the other, so that an answer is right only where both attend to the needle. Chance is 1 in 16 where both "
-            "look elsewhere, 1 in 4 where one does. Kascade's row stands only where dense finds everything and "
-            "every control is there and fails beyond its interval."
-        )
-        yield Section("kascade_gate", "The retrieval gate", (intro,), tables=made, short=True)
-
-
-def kascade_quality(shown: Shown) -> Iterator[Section]:
-    """The loss at each kept fraction."""
-    if made := kascade.quality(shown.own):
-        intro = (
-            "All rows of one share keep the same number of units (layer 0 dense in all of them); “pairs "
-            "kept” is measured: query-key pairs that were computed, of all causal ones, in the other layers. "
-            "Shares of units are rounded up, and every query tile has its own region besides, so the measured share "
-            "is the larger. “FLOPs” are of the whole model's attention, dense layers and the anchors' selection "
-            "included. “Attention kept” is the part of dense attention, of the row's own queries and keys, that "
-            "lies on computed pairs. A row is withheld where random tiles do not fail."
-        )
-        drawn = kascade.picture(shown.own)
-        pictures = () if drawn is None else (drawn,)
-        rows = {cell.record.requested for group in shown.own for cell in group.cells}
-        if rows & {"omnikv", "lessismore"}:
-            intro += (
-                " `omnikv` and `lessismore` are dense in every layer that selects, as in their papers, and keep more "
-                "pairs."
-            )
-        yield Section("kascade_quality", "Quality at the same kept fraction", (intro,),
-                      tuple(f"{code(m.name)}: {escape(m.told)}." for m in METHODS.values()
-                            if "kascade_text" in m.kinds and m.name in rows), tables=made,
-                      pictures=pictures, short=True)  # fmt: skip
-
-
-def kascade_speed(shown: Shown) -> Iterator[Section]:
-    """Times of whole stacks."""
-    if made := kascade.speed(shown.own):
-        intro = (
-            "Attention only, of all layers, what the anchors cost included, relative to the fastest dense row of the "
-            "case: dense is timed on one device and on one per core. “Time relative to its share of pairs” is 1 "
-            "where a reuse layer is as much faster as it computes less. Before it is timed, a row has to equal dense "
-            "with everything selected. DENSE: the row decided by itself not to run sparse."
-        )
-        yield Section("kascade_speed", "Speed of whole stacks", (intro,), tables=made, short=True)
 
 
 def every_cell(shown: Shown) -> Iterator[Section]:
@@ -413,17 +357,22 @@ def _words(manifest: RunManifest | None, suites: str) -> list[str]:
     return words
 
 
+def _own(section: Callable[[Sequence[Group]], Iterable[Section]]) -> Callable[[Shown], Iterable[Section]]:
+    """A section of Kascade's own cases."""
+    return lambda shown: section(shown.own)
+
+
 SECTIONS: tuple[Callable[[Shown], Iterable[Section]], ...] = (
     use_this,
     over_length,
     map_of_winners,
     one_model,
-    the_guides,
+    _own(of_kascade.guides),
     in_short,
     failed,
-    kascade_gate,
-    kascade_quality,
-    kascade_speed,
+    _own(of_kascade.gate),
+    _own(of_kascade.quality),
+    _own(of_kascade.speed),
     every_cell,
     without,
     speed,

@@ -4,9 +4,9 @@ import pytest
 
 from attnsuite.models import ModelConfig
 from attnsuite.reports.cells import group
-from attnsuite.reports.kascade_guide import figures
-from attnsuite.suite.kascade_guide import NAME, guide_cases
+from attnsuite.reports.kascade.guide import figures
 from attnsuite.suite.kinds import problem_of
+from attnsuite.suite.kinds.kascade.guide import NAME, guide_cases
 from attnsuite.suite.record import TensorError
 
 CASES = {

@@ -19,13 +19,13 @@ from attnsuite.suite.cell import Asked
 from attnsuite.suite.grid.probe import probe
 from attnsuite.suite.kinds import model_program
 from attnsuite.suite.kinds.attention import OpCase, op_program
-from attnsuite.suite.kinds.kascade import controls, dense, quality, stack
+from attnsuite.suite.kinds.kascade import controls, dense, quality, stack_program
 from attnsuite.suite.kinds.kascade.methods import METHODS
+from attnsuite.suite.kinds.kascade.selection import SelectionCase
+from attnsuite.suite.kinds.kascade.stack import StackCase
 from attnsuite.suite.kinds.kascade.words import KascadeWords, applied
 from attnsuite.suite.kinds.model import ModelCase
-from attnsuite.suite.kinds.selection import SelectionCase
-from attnsuite.suite.kinds.stack import StackCase
-from attnsuite.suite.suites import CPU_SPEED, FULL, KASCADE, QUICK
+from attnsuite.suite.suites import CPU_SPEED, FULL, QUICK, SUITES
 
 TARGETS = ("v5e", "h100")
 KERNEL = "kascade_attend"  # the name of the Pallas kernels in a jaxpr
@@ -93,7 +93,7 @@ TIMED = ("kascade", "kascade_profitable", "anchor_layer", "reuse_layer")
 @pytest.mark.parametrize("kind", TARGETS)
 def test_every_row_of_the_kascade_suite_is_run_or_refused_for_the_devices_own_kernel(kind, on):
     on(kind)
-    found = planned(KASCADE.cases, METHODS)
+    found = planned(SUITES["kascade"].cases, METHODS)
     dense = {"v5e": "splash", "h100": "chunked"}[kind]
     repeats = "refused: kascade_profitable: sparse is expected to be faster here, so this row would repeat kascade."
     for (case, row), whats in found.items():
@@ -129,22 +129,22 @@ def small(case):
 def test_what_is_timed_as_kascade_is_the_devices_own_kernel(row, kind, on):
     """These rows were passed kernel='xla', so that no Pallas kernel would ever have been timed."""
     on(kind)
-    cases = {small(case) for case in KASCADE.cases if isinstance(case, StackCase)}
+    cases = {small(case) for case in SUITES["kascade"].cases if isinstance(case, StackCase)}
     cases = [case for case in cases if (case.layers == 1) == row.endswith("_layer")]
     assert cases
     for case in cases:
-        arrays = stack._arrays(case)
-        handed = (jax.eval_shape(stack._select(case, None), *arrays),) if row == "reuse_layer" else ()
-        traced = jaxpr(stack._stack(case, row, None, "standard", "native"), *arrays, *handed)
-        dense = row == "kascade_profitable" and stack.plan_notes(case, row)
+        arrays = stack_program._arrays(case)
+        handed = (jax.eval_shape(stack_program._select(case, None), *arrays),) if row == "reuse_layer" else ()
+        traced = jaxpr(stack_program._stack(case, row, None, "standard", "native"), *arrays, *handed)
+        dense = row == "kascade_profitable" and stack_program.plan_notes(case, row)
         assert (KERNEL in traced) is not bool(dense), case.name
-        assert "pallas_call" not in jaxpr(stack._stack(case, "dense", None, "standard", "native"), *arrays)
+        assert "pallas_call" not in jaxpr(stack_program._stack(case, "dense", None, "standard", "native"), *arrays)
 
 
 def test_a_cpu_has_no_kernel_of_its_own():
-    case = small(next(case for case in KASCADE.cases if isinstance(case, StackCase)))
+    case = small(next(case for case in SUITES["kascade"].cases if isinstance(case, StackCase)))
     assert "pallas_call" not in jaxpr(
-        stack._stack(case, "anchor_layer", None, "standard", "native"), *stack._arrays(case)
+        stack_program._stack(case, "anchor_layer", None, "standard", "native"), *stack_program._arrays(case)
     )
 
 

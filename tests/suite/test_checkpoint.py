@@ -32,9 +32,9 @@ from attnsuite.suite.grid.probe import probe
 from attnsuite.suite.kinds import model_program, quality
 from attnsuite.suite.kinds.kascade import calibrate as calibration_verb
 from attnsuite.suite.kinds.kascade import dense
+from attnsuite.suite.kinds.kascade.selection import SelectionCase
 from attnsuite.suite.kinds.kascade.words import KascadeWords, applied
 from attnsuite.suite.kinds.model import ModelCase
-from attnsuite.suite.kinds.selection import SelectionCase
 from attnsuite.suite.kinds.text import TextCase
 from attnsuite.suite.measure import text as suite_text
 from attnsuite.suite.store import parse_records

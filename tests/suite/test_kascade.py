@@ -17,14 +17,14 @@ from attnsuite.models.planning import attention_spec
 from attnsuite.suite.cell import Asked, Means
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.kinds import kind_of
-from attnsuite.suite.kinds.kascade import dense, quality, stack
+from attnsuite.suite.kinds.kascade import dense, quality, stack_program
 from attnsuite.suite.kinds.kascade.controls import Watched, quest_bound
 from attnsuite.suite.kinds.kascade.methods import CONTROLS, METHODS
+from attnsuite.suite.kinds.kascade.selection import SELECTION, SelectionCase
 from attnsuite.suite.kinds.kascade.settings import settings_of
 from attnsuite.suite.kinds.kascade.shared import SCORES
+from attnsuite.suite.kinds.kascade.stack import StackCase
 from attnsuite.suite.kinds.kascade.words import KascadeWords, applied
-from attnsuite.suite.kinds.selection import SELECTION, SelectionCase
-from attnsuite.suite.kinds.stack import StackCase
 from attnsuite.suite.suites import QUICK, SUITES
 
 GATE = SelectionCase(kind="kascade_gate", sequence=256, sequences=8, tile_size=16, top_k=0.25)
@@ -206,25 +206,27 @@ def test_calibration_of_another_model_is_refused(gate):
 @pytest.mark.parametrize("kind", ["kascade_prefill", "kascade_decode"])
 def test_stack_with_everything_selected_is_dense(kind, method):
     case = dataclasses.replace(STACK, name="", kind=kind)
-    assert stack.judge(case, method, 1)["out"].passed
+    assert stack_program.judge(case, method, 1)["out"].passed
 
 
 @pytest.mark.parametrize("method", ["anchor_layer", "reuse_layer"])
 def test_part_of_a_stack_with_everything_selected_is_dense(method):
     case = dataclasses.replace(STACK, name="", layers=1, anchors=1)
-    assert stack.judge(case, method, 1)["out"].passed
+    assert stack_program.judge(case, method, 1)["out"].passed
 
 
 def test_judging_a_stack_sees_what_is_left_out(monkeypatch):
-    monkeypatch.setattr(stack, "settings_of", lambda case, **others: settings_of(case, **{**others, "top_k": 0.5}))
-    assert not stack.judge(STACK, "kascade", 1)["out"].passed
+    monkeypatch.setattr(
+        stack_program, "settings_of", lambda case, **others: settings_of(case, **{**others, "top_k": 0.5})
+    )
+    assert not stack_program.judge(STACK, "kascade", 1)["out"].passed
 
 
 def test_row_that_may_run_dense_says_so_and_counts_as_dense():
     most = dataclasses.replace(STACK, name="", top_k=0.9)
-    (note,) = stack.plan_notes(most, "kascade_profitable")
+    (note,) = stack_program.plan_notes(most, "kascade_profitable")
     assert "when='profitable' runs dense" in note
-    assert stack.figures(most, "kascade_profitable") == {"kept_pairs": 1.0, "flops": 1.0}
+    assert stack_program.figures(most, "kascade_profitable") == {"kept_pairs": 1.0, "flops": 1.0}
     assert reasons_of("kascade_profitable", most) == ()
 
 
@@ -294,8 +296,10 @@ def test_row_of_another_kernel_is_interpreted_where_it_cannot_run_and_refused_wh
 
 def test_judging_an_interpreted_kernel_sees_what_is_left_out(monkeypatch):
     whole = dataclasses.replace(STACK, name="", layers=2, anchors=1, sequence=64, tile_size=16)
-    monkeypatch.setattr(stack, "settings_of", lambda case, **others: settings_of(case, **{**others, "top_k": 0.25}))
-    assert not stack.judge(whole, "kascade_pallas", 1, "interpret")["out"].passed
+    monkeypatch.setattr(
+        stack_program, "settings_of", lambda case, **others: settings_of(case, **{**others, "top_k": 0.25})
+    )
+    assert not stack_program.judge(whole, "kascade_pallas", 1, "interpret")["out"].passed
 
 
 def test_each_row_is_trained_with_its_own_attention_before_it_is_measured(tmp_path):

@@ -22,9 +22,9 @@ from ...measure.text import reader_of
 from ...named_model import checkpoint_of
 from ..model_program import model_config, open_model
 from ..quality import read_text
-from ..selection import SelectionCase, anchor_layers
 from ..text import TextCase
 from .finetune import fine_tuned
+from .selection import SelectionCase, anchor_layers
 from .settings import settings_of
 
 PROMPTS = 6  # of a calibration

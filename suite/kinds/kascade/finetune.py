@@ -20,8 +20,8 @@ from attnsuite.models.planning import Resolutions, attention_spec
 from attnsuite.models.training import Batch, compiled_step, training_step
 
 from ...measure.text import reader_of
-from ..selection import SelectionCase
 from .controls import Watched
+from .selection import SelectionCase
 from .settings import settings_of
 
 ROWS_PER_UPDATE = 4

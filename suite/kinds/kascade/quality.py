@@ -26,10 +26,10 @@ from attnsuite.models.planning import Resolutions, attention_spec
 
 from ...errors import CellFailure
 from ...measure.text import bits
-from ..selection import SelectionCase
 from . import controls, dense
 from .controls import Kept, Watched
 from .finetune import fine_tuned
+from .selection import SelectionCase
 from .settings import settings_of
 
 DECODED = 64  # tokens at the end of a text that are decoded

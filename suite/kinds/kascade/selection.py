@@ -12,18 +12,18 @@ from msgspec import Meta
 from attnsuite.backends import Target
 from attnsuite.backends.kascade import GREEDY_RULES
 
-from ..cell import Asked, Cell, Means, Outcome, Prepared
-from ..errors import CellFailure, InputError
-from ..names import is_whole, parts_of
-from ..typed import Count, Seed
-from .kascade.methods import FINE_TUNED, METHODS, rows_of
-from .kascade.settings import settings_of
-from .kind import KascadeKernel, Keys, Kind, Layers, Least, Long, Share, cell, check_fields, name_case, refused
+from ...cell import Asked, Cell, Means, Outcome, Prepared
+from ...errors import CellFailure, InputError
+from ...names import is_whole, parts_of
+from ...typed import Count, Seed
+from ..kind import KascadeKernel, Keys, Kind, Layers, Least, Long, Share, cell, check_fields, name_case, refused
+from .methods import FINE_TUNED, METHODS, rows_of
+from .settings import settings_of
 
 if TYPE_CHECKING:
     from attnsuite.models import TextFile
 
-    from ..measure.fresh import Draw
+    from ...measure.fresh import Draw
 
 Steps = Annotated[int, Meta(ge=0, le=10**6)]
 SelectionKind = Literal["kascade_text", "kascade_retrieval", "kascade_gate"]
@@ -117,7 +117,7 @@ class Selections(Kind):
 
     def cells(self, case: SelectionCase, asked: Asked) -> Iterable[Cell]:
         """A cell per row; a row that would repeat another is refused. Raises InputError for an invalid case."""
-        from .kascade import dense, quality  # noqa: PLC0415
+        from . import dense, quality  # noqa: PLC0415
 
         config, target = dense.checked_config(case, asked.text), Target.here()
         for row in self.rows(case):
@@ -149,13 +149,13 @@ class Selections(Kind):
 
     def write_reference(self, case: SelectionCase, path: Path, text: TextFile | None, draw: Draw | None) -> None:
         """Dense logits, and the calibration."""
-        from .kascade import dense  # noqa: PLC0415
+        from . import dense  # noqa: PLC0415
 
         dense.write_dense(case, path, text)
 
     def prepare(self, cell: Cell, case: SelectionCase, means: Means) -> Prepared:
         """Measure everything at once; nothing is timed."""
-        from .kascade import quality  # noqa: PLC0415
+        from . import quality  # noqa: PLC0415
 
         if means.reference is None:
             raise CellFailure("crashed", f"{case.name} has no dense logits to compare with.")

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .cell import Case
-from .kinds.selection import SelectionCase
-from .kinds.stack import StackCase
+from ...cell import Case
+from .selection import SelectionCase
+from .stack import StackCase
 
 if TYPE_CHECKING:
     from attnsuite.models import ModelConfig

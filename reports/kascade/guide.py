@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from attnsuite.suite.kascade_guide import LENGTHS, NAME
+from attnsuite.suite.kinds.kascade.guide import LENGTHS, NAME
 from attnsuite.suite.kinds.kascade.methods import KERNELS
 from attnsuite.suite.record import Record
 from attnsuite.suite.shown import is_trusted
 
-from . import kascade
-from .cells import Group
-from .table import Column, Table, table
-from .words import Value, estimate, number
+from ..cells import Group
+from ..table import Column, Table, table
+from ..words import Value, estimate, number
+from . import tables
 
 
 def figures(groups: Sequence[Group]) -> Table | None:
@@ -44,8 +44,8 @@ def _rows(members: dict[str, Group]) -> Iterator[tuple[str, str, str, str]]:
 
 def _of_text(guide: str, rows: dict[str, Record]) -> Iterator[tuple[str, str, str]]:
     dense, own = rows["dense"], rows["kascade"]
-    found = kascade.nats_lost(own)
-    better = [name for name in kascade.TEXT_CONTROLS if name in rows and kascade.loses_less(rows[name], own)]
+    found = tables.nats_lost(own)
+    better = [name for name in tables.TEXT_CONTROLS if name in rows and tables.loses_less(rows[name], own)]
     lost = f"{estimate(found) if found else '-'} nats per byte lost"
     lost += f"; {', '.join(better)} loses less at the same share" if better else ""
     kept, flops = (number(100 * own.quality[name]) for name in ("kept_pairs", "flops"))
@@ -66,8 +66,8 @@ def _time(members: dict[str, Group], length: int) -> str:
     sparse = [
         (ratio, cell.record.requested)
         for cell in (group.cells if group else ())
-        if cell.record.exact is False and not kascade.ran_dense(cell.record)
-        if group and (ratio := kascade.relative(group, cell)) is not None
+        if cell.record.exact is False and not tables.ran_dense(cell.record)
+        if group and (ratio := tables.relative(group, cell)) is not None
     ]
     if not sparse:
         return f"no time here, at {length} tokens"

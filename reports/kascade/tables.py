@@ -20,11 +20,11 @@ from attnsuite.suite.record import Record
 from attnsuite.suite.shown import is_trusted, same_rounds
 from attnsuite.suite.statistics import Interval
 
-from .cells import Cell, Group
-from .columns import BASELINE
-from .plot import Panel, Picture
-from .table import MILLI, Column, Table, scaled, table
-from .words import TIMES, Value, code, estimate, number, plural
+from ..cells import Cell, Group
+from ..columns import BASELINE
+from ..plot import Panel, Picture
+from ..table import MILLI, Column, Table, scaled, table
+from ..words import TIMES, Value, code, estimate, number, plural
 
 GATE, TEXT, RETRIEVAL = "kascade_gate", "kascade_text", "kascade_retrieval"
 STACKS = ("kascade_prefill", "kascade_decode")

@@ -1,0 +1,1 @@
+"""Kascade's tables, its sections of a page, and the figures of its guides."""

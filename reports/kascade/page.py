@@ -1,0 +1,67 @@
+"""The sections of a run's page about Kascade, each of Kascade's own cases; none where it has no content."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from attnsuite.suite.kinds.kascade.methods import METHODS
+
+from ..cells import Group
+from ..page import Section
+from ..words import code, escape
+from . import guide, tables
+
+
+def guides(own: Sequence[Group]) -> Iterator[Section]:
+    """The figures of the guides of Kascade, each beside what this run measured of it."""
+    if made := guide.figures(own):
+        yield Section("guides", "The guides' figures", (), (), (made,), short=True)
+
+
+def gate(own: Sequence[Group]) -> Iterator[Section]:
+    """Whether every control fails where Kascade finds its needles."""
+    if made := tables.gate(own):
+        intro = (
+            "A hand-built model with a known circuit: an anchor layer can fetch one half of an answer, a reuse layer "
+            "the other, so that an answer is right only where both attend to the needle. Chance is 1 in 16 where both "
+            "look elsewhere, 1 in 4 where one does. Kascade's row stands only where dense finds everything and "
+            "every control is there and fails beyond its interval."
+        )
+        yield Section("kascade_gate", "The retrieval gate", (intro,), tables=made, short=True)
+
+
+def quality(own: Sequence[Group]) -> Iterator[Section]:
+    """The loss at each kept fraction."""
+    if made := tables.quality(own):
+        intro = (
+            "All rows of one share keep the same number of units (layer 0 dense in all of them); “pairs "
+            "kept” is measured: query-key pairs that were computed, of all causal ones, in the other layers. "
+            "Shares of units are rounded up, and every query tile has its own region besides, so the measured share "
+            "is the larger. “FLOPs” are of the whole model's attention, dense layers and the anchors' selection "
+            "included. “Attention kept” is the part of dense attention, of the row's own queries and keys, that "
+            "lies on computed pairs. A row is withheld where random tiles do not fail."
+        )
+        drawn = tables.picture(own)
+        pictures = () if drawn is None else (drawn,)
+        rows = {cell.record.requested for group in own for cell in group.cells}
+        if rows & {"omnikv", "lessismore"}:
+            intro += (
+                " `omnikv` and `lessismore` are dense in every layer that selects, as in their papers, and keep more "
+                "pairs."
+            )
+        yield Section("kascade_quality", "Quality at the same kept fraction", (intro,),
+                      tuple(f"{code(m.name)}: {escape(m.told)}." for m in METHODS.values()
+                            if "kascade_text" in m.kinds and m.name in rows), tables=made,
+                      pictures=pictures, short=True)  # fmt: skip
+
+
+def speed(own: Sequence[Group]) -> Iterator[Section]:
+    """Times of whole stacks."""
+    if made := tables.speed(own):
+        intro = (
+            "Attention only, of all layers, what the anchors cost included, relative to the fastest dense row of the "
+            "case: dense is timed on one device and on one per core. “Time relative to its share of pairs” is 1 "
+            "where a reuse layer is as much faster as it computes less. Before it is timed, a row has to equal dense "
+            "with everything selected. DENSE: the row decided by itself not to run sparse."
+        )
+        yield Section("kascade_speed", "Speed of whole stacks", (intro,), tables=made, short=True)
