@@ -51,60 +51,35 @@ COMPILE = Suite(
 )
 
 COMPILED_KERNELS = ("xla", "pallas")  # of Kascade; its native kernels are for the processor at hand
-_PHASES = {"prefill": "model_prefill", "train": "model_train", "decode": "model_decode"}
+_PHASES: dict[str, Any] = {"prefill": "model_prefill", "train": "model_train", "decode": "model_decode"}
 _DEFAULT_LENGTH = "2048"
 _BATCH = "batch"  # the word of --longest that asks for the largest batch
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ModelWords:
-    """The flags about models, as they were given."""
-
-    models: str | None
-    lengths: str | None
-    phases: str | None
-    batch: int
-    dtype: str
-    longest: str | None
-
-
-def compile_request(
-    *,
-    suite: str | None,
-    cases: str | None,
-    backends: str | None,
-    targets: str | None,
-    models: ModelWords,
-    out: Path,
-    limits: Limits,
-    cache: Path | None,
-    command: Sequence[str],
-    kernels: str | None = None,
-    schedule: bool = False,
-) -> CompileGrid:
-    """The request of these flags. Raises InputError with one sentence for a name that does not exist."""
+def compile_request(flags: Any, out: Path, limits: Limits, command: tuple[str, ...]) -> CompileGrid:
+    """The request of the verb's ``flags``. Raises InputError with one sentence for a name that does not exist."""
     if (out / RECORDS).exists():
         raise InputError(
             f"{out} already has records; choose another --out (what was compiled before is not compiled again)."
         )
-    if schedule and models.models is not None:
+    if flags.schedule and flags.model is not None:
         raise InputError("--schedule is about attention calls; leave out --model.")
-    cells = _cells(models)
-    searches, batch_searches = _searches(models, cells)
-    chosen = names() if backends is None else names_of(backends, "--backends")
-    devices = tuple(map(_known_target, names_of(targets or ",".join(topologies.KINDS), "--targets")))
+    cells = _cells(flags)
+    searches, batch_searches = _searches(flags, cells)
+    backends = names() if flags.backends is None else names_of(flags.backends, "--backends")
+    kernels = () if flags.kernel is None else names_of(flags.kernel, "--kernel")
     return CompileGrid(
-        cases=(*_ops(suite, cases, wanted=models.models is None), *cells),
+        cases=(*_ops(flags), *cells),
         searches=searches,
         batch_searches=batch_searches,
-        backends=tuple(known_row(name) for name in chosen),
-        targets=devices,
+        backends=tuple(map(known_row, backends)),
+        targets=tuple(map(_known_target, names_of(flags.targets or ",".join(topologies.KINDS), "--targets"))),
         out=out,
         limits=limits,
-        cache=cache or default_cache(),
-        command=tuple(command),
-        kernels=() if kernels is None else tuple(_known_kernel(name) for name in names_of(kernels, "--kernel")),
-        schedule=schedule,
+        cache=flags.cache or default_cache(),
+        command=command,
+        kernels=tuple(map(_known_kernel, kernels)),
+        schedule=flags.schedule,
     )
 
 
@@ -113,11 +88,11 @@ def default_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "attnsuite" / "compile"
 
 
-def _ops(suite: str | None, patterns: str | None, *, wanted: bool) -> tuple[OpCase | ModelCase, ...]:
-    if patterns is None and suite is None and not wanted:
+def _ops(flags: Any) -> tuple[OpCase | ModelCase, ...]:
+    if flags.cases is None and flags.suite is None and flags.model is not None:
         return ()
-    found = COMPILE if suite in (None, COMPILE.name) else find_suite(suite)
-    chosen = found.cases if patterns is None else select(found.cases, names_of(patterns, "--cases"))
+    found = COMPILE if flags.suite in (None, COMPILE.name) else find_suite(flags.suite)
+    chosen = found.cases if flags.cases is None else select(found.cases, names_of(flags.cases, "--cases"))
     kept = tuple(_one_step(case) for case in chosen if isinstance(case, OpCase | ModelCase))
     if not kept:
         raise InputError(f"suite {found.name} has no case that can be compiled without data; use op and model cases.")
@@ -132,34 +107,37 @@ def _one_step(case: OpCase | ModelCase) -> OpCase | ModelCase:
     return dataclasses.replace(case, new_tokens=1)
 
 
-def _cells(words: ModelWords) -> tuple[ModelCase, ...]:
+def _cells(flags: Any) -> tuple[ModelCase, ...]:
     """Cases of the models at the given lengths."""
-    if words.models is None:
-        for flag, given in (("--seq-lens", words.lengths), ("--phases", words.phases), ("--longest", words.longest)):
-            if given is not None:
+    if flags.model is None:
+        for name in ("seq_lens", "phases", "longest"):
+            if getattr(flags, name) is not None:
+                flag = f"--{name.replace('_', '-')}"
                 raise InputError(f"{flag} is about models; add --model, such as --model llama-3.2-1b.")
         return ()
-    phases = names_of(words.phases or ",".join(_PHASES), "--phases")
-    lengths = [_length(text) for text in names_of(words.lengths or _DEFAULT_LENGTH, "--seq-lens")]
+    phases = names_of(flags.phases or ",".join(_PHASES), "--phases")
+    lengths = [_length(text) for text in names_of(flags.seq_lens or _DEFAULT_LENGTH, "--seq-lens")]
     return tuple(
-        dataclasses.replace(base, sequence=length, name="") for base in _bases(phases, words) for length in lengths
+        dataclasses.replace(base, sequence=length, name="") for base in _bases(phases, flags) for length in lengths
     )
 
 
-def _searches(words: ModelWords, cells: tuple[ModelCase, ...]) -> tuple[tuple[ModelCase, ...], tuple[ModelCase, ...]]:
+def _searches(flags: Any, cells: tuple[ModelCase, ...]) -> tuple[tuple[ModelCase, ...], tuple[ModelCase, ...]]:
     """Cases whose longest length is to be searched, and those of ``cells`` whose largest batch is."""
-    asked = names_of(words.longest, "--longest") if words.longest is not None else ()
+    asked = names_of(flags.longest, "--longest") if flags.longest is not None else ()
     phases = [name for name in asked if name != _BATCH]
-    return _bases(phases, words) if phases else (), cells if _BATCH in asked else ()
+    return _bases(phases, flags) if phases else (), cells if _BATCH in asked else ()
 
 
-def _bases(phases: Sequence[str], words: ModelWords) -> tuple[ModelCase, ...]:
-    dtype: Any = words.dtype  # the case checks it
-    kinds: list[Any] = [_known(_PHASES, name, "phase") for name in phases]
+def _bases(phases: Sequence[str], flags: Any) -> tuple[ModelCase, ...]:
+    for name in phases:
+        if name not in _PHASES:
+            raise InputError(f"phase {name!r} is not known; use {', '.join(_PHASES)}.")
+    models = [name if name in PRESETS else absolute(name) for name in names_of(flags.model, "--model")]
     bases = [
-        ModelCase(kind=kind, model=model, batch=words.batch, dtype=dtype, new_tokens=1)
-        for model in (name if name in PRESETS else absolute(name) for name in names_of(words.models or "", "--model"))
-        for kind in kinds
+        ModelCase(kind=_PHASES[phase], model=model, batch=flags.batch, dtype=flags.dtype, new_tokens=1)
+        for model in models
+        for phase in phases
     ]
     for base in bases:
         model_config(base)
@@ -181,12 +159,6 @@ def _known_kernel(name: str) -> str:
     if name not in COMPILED_KERNELS:
         raise InputError(f"--kernel {name!r} is not compiled for other devices; use {', '.join(COMPILED_KERNELS)}.")
     return name
-
-
-def _known(table: dict[str, str], name: str, what: str) -> str:
-    if name not in table:
-        raise InputError(f"{what} {name!r} is not known; use {', '.join(table)}.")
-    return table[name]
 
 
 def _length(text: str) -> int:

@@ -29,7 +29,7 @@ from .grid.fleet import FleetRequest
 from .grid.grid import Grid, GridWatcher
 from .grid.process import Restarting, Worker
 from .grid.references import References
-from .grid.running import RunContext, Running, Watcher, outcome_of
+from .grid.running import RunContext, Running, outcome_of
 from .kinds import problem_of
 from .kinds.attention import OpCase
 from .kinds.model import ModelCase
@@ -94,13 +94,11 @@ class CompileGrid(Grid):
             command=self.command,
         )
 
-    def compute(
-        self, cells: Sequence[Cell], environment: Environment, watcher: Watcher, references: References
-    ) -> Iterator[Record]:
+    def compute(self, cells: Sequence[Cell], references: References, context: RunContext) -> Iterator[Record]:
         """The record of each cell; each target has a process."""
-        lanes = [_Compiler(target, cells, self, watcher) for target in self.targets]
-        for record in side_by_side(lanes, processes()):
-            yield dataclasses.replace(record, environment={**environment, **record.environment})
+        lanes = [_Compiler(target, cells, self, context) for target in self.targets]
+        for record in side_by_side(lanes, processes()):  # an answer that was kept may be of another node
+            yield dataclasses.replace(record, environment={**context.environment, **record.environment})
 
 
 def processes() -> int:
@@ -144,13 +142,7 @@ def longest(fits: Callable[[int], bool], sizes: Sequence[int]) -> int | None:
 class _Compiler:
     """The lane of one target: its cells, then the sizes that the searches try, each once."""
 
-    def __init__(
-        self,
-        target: Target,
-        cells: Sequence[Cell],
-        request: CompileGrid,
-        watcher: Watcher,
-    ) -> None:
+    def __init__(self, target: Target, cells: Sequence[Cell], request: CompileGrid, context: RunContext) -> None:
         self._target = target
         self._cells = [cell for cell in cells if cell.target == str(target)]
         self._request = request
@@ -160,13 +152,7 @@ class _Compiler:
         self._process = Restarting(functools.partial(Worker, request.limits.memory, variables))
         self._records: dict[str, Record] = {}
         own = digests(request.backends)
-        self._context = RunContext(
-            suite=SUITE,
-            limits=request.limits,
-            environment=_environment(target) | ({"own": own} if own else {}),
-            text=None,
-            watcher=watcher,
-        )
+        self._context = dataclasses.replace(context, environment=_environment(target) | ({"own": own} if own else {}))
 
     def records(self) -> Iterator[Record]:
         """Every cell once: the cases in order, then the sizes that the searches try."""

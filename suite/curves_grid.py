@@ -9,22 +9,21 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from attnsuite.models.sharded_training import MeshSizes
 
 from .cell import Asked, Cell
 from .grid.executors import here
-from .grid.grid import Grid, identity
+from .grid.grid import Grid
 from .grid.references import References
-from .grid.running import Limits, RunContext, Watcher
+from .grid.running import Limits, RunContext
 from .host_devices import make_host_devices
 from .kinds.loss_curve import LOSS_CURVE, TrainingCase, own_runs
 from .measure.environment import describe
 from .measure.memory import machine_bytes
 from .names import known_backend
 from .record import Environment, Record
-from .store import GridManifest
+from .typed import Scalar
 
 BACKENDS = ("chunked", "splash", "kvax")  # beside standard
 
@@ -60,15 +59,11 @@ class CurvesGrid(Grid):
         cells = [cell for each in asked for cell in LOSS_CURVE.cells(each.cases[0], each)]
         return describe(), cells
 
-    def manifest(self, environment: Environment, cells: int) -> GridManifest:
-        """The identity of the grid."""
-        flags: dict[str, Any] = {name: getattr(self, name) for name in ("preset", "steps", "interpreted_steps")}
-        flags |= {"backends": ",".join(self.backends), "mesh": None if self.mesh is None else str(self.mesh)}
-        return identity("curves", flags, environment.get("target", ""), environment)
+    def asked(self) -> dict[str, Scalar]:
+        """The flags of the command line."""
+        flags: dict[str, Scalar] = {name: getattr(self, name) for name in ("preset", "steps", "interpreted_steps")}
+        return flags | {"backends": ",".join(self.backends), "mesh": None if self.mesh is None else str(self.mesh)}
 
-    def compute(
-        self, cells: Sequence[Cell], environment: Environment, watcher: Watcher, references: References
-    ) -> Iterator[Record]:
+    def compute(self, cells: Sequence[Cell], references: References, context: RunContext) -> Iterator[Record]:
         """The record of each cell."""
-        context = RunContext(suite=self.suite, limits=self.limits, environment=environment, text=None, watcher=watcher)
         yield from here(cells, context)

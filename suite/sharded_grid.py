@@ -16,14 +16,13 @@ from attnsuite.backends.devices import cpu_name
 
 from .cell import Asked, Cell
 from .grid.executors import one_after_another
-from .grid.grid import Grid, identity
+from .grid.grid import Grid
 from .grid.references import References
-from .grid.running import Limits, RunContext, Watcher
+from .grid.running import Limits, RunContext
 from .kinds.sharded import SHARDED, ShardedCase
 from .measure import environment
 from .measure.memory import machine_bytes
 from .record import Environment, Record
-from .store import GridManifest
 
 _SECONDS = 600.0  # for one row
 _MEMORY_SHARE = 0.7  # of the machine, for all processes of a row
@@ -84,16 +83,10 @@ class ShardedGrid(Grid):
             "git_revision": environment.git_revision(),
             "cpu": cpu_name(),
             "flags": environment.flags(),
+            "target": str(Target("cpu", cpu_name())),
         }
         return found, rows()
 
-    def manifest(self, environment: Environment, cells: int) -> GridManifest:
-        """The identity of the grid."""
-        return identity("sharded", {}, str(Target("cpu", environment.get("cpu", ""))), environment)
-
-    def compute(
-        self, cells: Sequence[Cell], environment: Environment, watcher: Watcher, references: References
-    ) -> Iterator[Record]:
+    def compute(self, cells: Sequence[Cell], references: References, context: RunContext) -> Iterator[Record]:
         """The record of each cell."""
-        context = RunContext(suite=self.suite, limits=self.limits, environment=environment, text=None, watcher=watcher)
         yield from one_after_another(cells, references, context)

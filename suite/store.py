@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Literal, Self
+from typing import IO, Any, Self
 
 from . import files, typed
 from .errors import InputError
@@ -212,17 +212,15 @@ class CompileManifest:
     command: tuple[str, ...] = ()
 
 
-GridVerb = Literal["sharded", "tune", "curves"]  # two of them are suites of ``attnsuite run``
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GridManifest:
     """The identity of a grid that lists its own cells: it can be resumed only where all fields are the same.
 
-    ``asked`` holds the flags of the command line that say what is computed.
+    ``verb`` is the verb, or the suite of ``attnsuite run``. ``asked`` holds the flags of the command line that say what
+    is computed.
     """
 
-    verb: GridVerb
+    verb: str
     asked: dict[str, Scalar]
     target: str
     versions: dict[str, str]

@@ -35,17 +35,18 @@ from .errors import CellFailure, InputError, jax_does_not_start
 from .grid import folders
 from .grid.execute import execute
 from .grid.fleet import FleetRequest
-from .grid.grid import Grid, GridWatcher, identity
+from .grid.grid import Grid, GridWatcher
 from .grid.process import Restarting, Worker
 from .grid.references import References
-from .grid.running import Limits, RunContext, Running, Watcher
+from .grid.running import Limits, RunContext, Running
 from .kinds import problem_of
 from .kinds.attention import OpCase, judge_outputs, judged_case, named_outputs, op_program, spec_of
 from .measure import judge, speed
 from .names import known_backend
 from .record import Environment, Record
-from .store import GridManifest
+from .store import Manifest
 from .tuned_table import FIRST_ROUNDS, LAST_ROUNDS, TABLE, case_of, table
+from .typed import Scalar
 
 SUITE, KEPT = "tune", 4
 
@@ -97,17 +98,18 @@ class TuneGrid(Grid):
         target = self._target(found)
         return found, [cell_of(case, name, target, self) for case in self.cases for name in self.backends]
 
-    def manifest(self, environment: Environment, cells: int) -> GridManifest:
-        """The identity of the grid."""
-        flags = {"backends": ",".join(self.backends), "cases": ",".join(case.name for case in self.cases)}
-        flags |= {"options": json.dumps(dict(self.given), sort_keys=True)} if self.given else {}
-        return identity("tune", flags, self._target(environment), environment)
+    def asked(self) -> dict[str, Scalar]:
+        """The flags of the command line, but for the target."""
+        flags: dict[str, Scalar] = {"backends": ",".join(self.backends)}
+        flags |= {"cases": ",".join(case.name for case in self.cases)}
+        return flags | ({"options": json.dumps(dict(self.given), sort_keys=True)} if self.given else {})
 
-    def compute(
-        self, cells: Sequence[Cell], environment: Environment, watcher: Watcher, references: References
-    ) -> Iterator[Record]:
+    def manifest(self, environment: Environment, cells: int) -> Manifest:
+        """The identity of the grid, with the target that is tuned for."""
+        return Grid.manifest(self, {**environment, "target": self._target(environment)}, cells)
+
+    def compute(self, cells: Sequence[Cell], references: References, context: RunContext) -> Iterator[Record]:
         """The record of each cell."""
-        context = RunContext(suite=SUITE, limits=self.limits, environment=environment, text=None, watcher=watcher)
         trials = dict(zip((cell.key for cell in cells), _trials(cells, self), strict=True))
         cells = sorted(cells, key=lambda cell: isinstance(trials[cell.key], int))  # what is unsupported takes no time
         begun, seconds, tried = time.monotonic(), 0.0, 0.0
@@ -117,12 +119,12 @@ class TuneGrid(Grid):
                 continue
             left = sum(_work(other, trials[other.key]) for other in cells[place:])
             estimate = f"; about {math.ceil(left * seconds / tried / 60)} minutes left" if tried else ""
-            watcher.doing(cell.case, cell.row, f"trying {trials[cell.key]} candidates{estimate}")
+            context.watcher.doing(cell.case, cell.row, f"trying {trials[cell.key]} candidates{estimate}")
             start = time.monotonic()
             yield _record(cell, self, references, context)
             seconds, tried = seconds + time.monotonic() - start, tried + _work(cell, trials[cell.key])
             if self.minutes is not None and time.monotonic() - begun > 60 * self.minutes:
-                watcher.fewer(len(cells) - place - 1)
+                context.watcher.fewer(len(cells) - place - 1)
                 return
 
     def _target(self, environment: Environment) -> str:

@@ -23,16 +23,15 @@ import psutil
 from attnsuite.suite.cell import Cell
 from attnsuite.suite.grid.execute import execute
 from attnsuite.suite.grid.fleet import FleetRequest
-from attnsuite.suite.grid.grid import Grid, identity
+from attnsuite.suite.grid.grid import Grid
 from attnsuite.suite.grid.node import Doing
 from attnsuite.suite.grid.references import References
 from attnsuite.suite.grid.run import RunGrid
-from attnsuite.suite.grid.running import Limits, Watcher
+from attnsuite.suite.grid.running import Limits, RunContext
 from attnsuite.suite.kinds import problem_of
 from attnsuite.suite.kinds.attention import OpCase
 from attnsuite.suite.measure.environment import source_digest, versions
 from attnsuite.suite.record import Environment, Record
-from attnsuite.suite.store import GridManifest
 
 ROWS = ("standard", "chunked")
 GO = "go"  # a file beside the run, for which a case waits
@@ -93,17 +92,12 @@ class PretendGrid(Grid):
     def look(self) -> tuple[Environment, list[Cell]]:
         return Work("here").look(self.request)
 
-    def manifest(self, environment: Environment, cells: int) -> GridManifest:
-        return identity("sharded", {}, environment.get("target", ""), environment)
-
-    def compute(
-        self, cells: Sequence[Cell], environment: Environment, watcher: Watcher, references: References
-    ) -> Iterator[Record]:
-        watcher.doing(cells[0].case, cells[0].row, "pretending")
+    def compute(self, cells: Sequence[Cell], references: References, context: RunContext) -> Iterator[Record]:
+        context.watcher.doing(cells[0].case, cells[0].row, "pretending")
         with tempfile.NamedTemporaryFile() as file:
             where = Path(file.name).parent.name
         for cell in cells:
-            yield dataclasses.replace(record_of(cell, environment.get("node", "here")), notes=(where,))
+            yield dataclasses.replace(record_of(cell, context.environment.get("node", "here")), notes=(where,))
 
 
 def record_of(cell: Cell, node: str) -> Record:

@@ -27,7 +27,7 @@ from ..record import MACHINE_KIND, Environment, Record
 from .executors import is_measured, refused
 from .grid import Grid, GridWatcher
 from .node import Doing, Node, Warned
-from .running import RunContext, Running
+from .running import Running
 
 _LOSSES = 3  # nodes on which a case is lost before it becomes a record; cases that a node loses before it gets no more
 _LOOK_SECONDS = 1.0  # between two looks at the list of nodes
@@ -300,13 +300,7 @@ class Fleet:
     def _given_up(self, cell: Cell, nodes: Sequence[str]) -> Record:
         """The record of a cell whose case no node survived."""
         environment = self._first[0] if self._first else Environment()
-        context = RunContext(
-            suite=self._grid.suite,
-            limits=self._grid.limits,
-            environment=environment,
-            text=None,
-            watcher=self._watcher,
-        )
+        context = self._grid.context(environment, self._watcher)
         if not is_measured(cell):
             return refused(cell, context)
         told = f"the node that computed its case was lost {len(nodes)} times: {', '.join(nodes)}."

@@ -6,14 +6,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from ..cell import Cell
 from ..record import Environment, Record
-from ..store import GridManifest, GridVerb, Manifest
-from .running import Limits, Watcher
+from ..store import GridManifest, Manifest
+from ..typed import Scalar
+from .running import Limits, RunContext, Watcher
 
 if TYPE_CHECKING:
     from attnsuite.models import TextFile
@@ -56,30 +57,33 @@ class Grid:
         """What this machine is, and the cells of the grid on it. Raises InputError."""
         raise NotImplementedError
 
+    def asked(self) -> dict[str, Scalar]:
+        """The flags of the command line that say what is computed."""
+        return {}
+
     def manifest(self, environment: Environment, cells: int) -> Manifest:
-        """The identity of the grid, which has so many cells."""
-        raise NotImplementedError
+        """The identity of the grid, which has so many cells: the flags, and the machine."""
+        return GridManifest(
+            verb=self.suite,
+            asked=self.asked(),
+            target=environment.get("target", ""),
+            versions=environment.get("versions", {}),
+            source=environment.get("source", ""),
+            git_revision=environment.get("git_revision"),
+            flags=environment.get("flags", {}),
+        )
+
+    def context(self, environment: Environment, watcher: Watcher) -> RunContext:
+        """What all cells of the grid share on this machine."""
+        return RunContext(
+            suite=self.suite, limits=self.limits, environment=environment, text=self.text, watcher=watcher
+        )
 
     def measured(self, environment: Environment, watcher: Watcher, directory: Path | None) -> Environment:
         """The environment with what is measured once per machine. A node of a fleet has no ``directory``."""
         del watcher, directory
         return environment
 
-    def compute(
-        self, cells: Sequence[Cell], environment: Environment, watcher: Watcher, references: References
-    ) -> Iterator[Record]:
+    def compute(self, cells: Sequence[Cell], references: References, context: RunContext) -> Iterator[Record]:
         """The records of these cells, computed on this machine."""
         raise NotImplementedError
-
-
-def identity(verb: GridVerb, flags: Mapping[str, Any], target: str, environment: Environment) -> GridManifest:
-    """The manifest of a grid: the flags of the command line, and the machine."""
-    return GridManifest(
-        verb=verb,
-        asked=dict(flags),
-        target=target,
-        versions=environment.get("versions", {}),
-        source=environment.get("source", ""),
-        git_revision=environment.get("git_revision"),
-        flags=environment.get("flags", {}),
-    )

@@ -91,19 +91,14 @@ class RunGrid(Grid):
             environment = {**environment, "machine": _machine(directory, watcher)}
         return {**environment, "session": uuid.uuid4().hex[:12]}
 
-    def compute(
-        self, cells: Sequence[Cell], environment: Environment, watcher: Watcher, references: References
-    ) -> Iterator[Record]:
+    def context(self, environment: Environment, watcher: Watcher) -> RunContext:
+        """What all cells of the run share on this machine."""
+        shared = Grid.context(self, environment, watcher)
+        sampling = Sampling() if self.sample_seconds is None else Sampling.lasting(self.sample_seconds)
+        return dataclasses.replace(shared, sampling=sampling, profile=self.profile)
+
+    def compute(self, cells: Sequence[Cell], references: References, context: RunContext) -> Iterator[Record]:
         """The records of these cells, case by case: the refused ones first, then those that are measured together."""
-        context = RunContext(
-            suite=self.suite,
-            limits=self.limits,
-            environment=environment,
-            text=self.text,
-            watcher=watcher,
-            sampling=Sampling() if self.sample_seconds is None else Sampling.lasting(self.sample_seconds),
-            profile=self.profile,
-        )
         for _, members in itertools.groupby(cells, key=_group):
             yield from group_records(list(members), references, context)
 

@@ -53,26 +53,13 @@ class Compile(OnFleet):
 def run(command: Compile) -> int:
     """Compile every cell, and render the page."""
     from .. import compile_run
-    from ..compile_request import ModelWords, compile_request
+    from ..compile_request import compile_request
     from ..compile_run import nothing_compiled
     from ..store import RECORDS, parse_records
     from .report import show
 
-    request = compile_request(
-        suite=command.suite,
-        cases=command.cases,
-        backends=command.backends,
-        targets=command.targets,
-        models=ModelWords(
-            command.model, command.seq_lens, command.phases, command.batch, command.dtype, command.longest
-        ),
-        out=directory(command.out, "compile"),
-        limits=limits_of(command.cell_timeout, command.cell_memory),
-        cache=command.cache,
-        command=words_of(command),
-        kernels=command.kernel,
-        schedule=command.schedule,
-    )
+    limits = limits_of(command.cell_timeout, command.cell_memory)
+    request = compile_request(command, directory(command.out, "compile"), limits, words_of(command))
     fleet = fleet_of(command)
     with progress(lambda: "what is compiled is kept; ask for the same again to go on.") as display:
         compile_run.compile_all(request, display, fleet)

@@ -14,12 +14,13 @@ from attnsuite.models import ModelConfig, Transformer, load_shipped, save
 from attnsuite.models.weights import shipped
 from attnsuite.suite import model_suite
 from attnsuite.suite.absent import cache as compile_cache
-from attnsuite.suite.compile_request import ModelWords, compile_request
+from attnsuite.suite.compile_request import compile_request
 from attnsuite.suite.compile_run import cell_of
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.grid.running import Limits
 from attnsuite.suite.kinds.model import ModelCase
 from attnsuite.suite.named_model import checkpoint_of, config_of, model_of
+from attnsuite.suite.verbs.compile import Compile
 
 
 @pytest.fixture
@@ -48,10 +49,8 @@ def test_run_and_compile_take_the_names_of_the_others(model, directory, tmp_path
     words = model_suite.ModelSuiteWords(model=name, sequence=64)
     assert {case.model for case in model_suite.model_suite(words, kascade=True).cases} == {place}
     assert words.as_json()["model"] == place
-    request = compile_request(
-        suite=None, cases=None, backends="standard", targets="v5e", out=tmp_path, cache=None, command=(),
-        limits=Limits(1.0, 2**30), models=ModelWords(name, "64", "prefill", 1, "float32", None),
-    )  # fmt: skip
+    flags = Compile(backends="standard", targets="v5e", model=name, seq_lens="64", phases="prefill")
+    request = compile_request(flags, tmp_path, Limits(1.0, 2**30), ())
     assert [case.model for case in request.cases] == [place]
 
 
@@ -60,10 +59,8 @@ def test_a_preset_comes_before_a_directory_of_its_name(tmp_path, monkeypatch):
     save(load_shipped(), tmp_path / "debug")
     assert config_of("debug").num_layers != load_shipped().config.num_layers
     assert config_of("./debug") == load_shipped().config
-    request = compile_request(
-        suite=None, cases=None, backends="standard", targets="v5e", out=tmp_path / "out", cache=None, command=(),
-        limits=Limits(1.0, 2**30), models=ModelWords("debug,./debug", "64", "prefill", 1, "float32", None),
-    )  # fmt: skip
+    flags = Compile(backends="standard", targets="v5e", model="debug,./debug", seq_lens="64", phases="prefill")
+    request = compile_request(flags, tmp_path / "out", Limits(1.0, 2**30), ())
     assert [case.model for case in request.cases] == ["debug", str(tmp_path / "debug")]
 
 

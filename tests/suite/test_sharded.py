@@ -56,7 +56,7 @@ def compute(*cells):
     """The records of these cells."""
     grid = sharded_grid.ShardedGrid(out=Path())
     with contextlib.closing(References(grid.limits.seconds)) as references:
-        return list(grid.compute(cells, {}, Silent(), references))
+        return list(grid.compute(cells, references, grid.context({}, Silent())))
 
 
 @pytest.fixture(scope="module")
