@@ -227,7 +227,7 @@ def _sizes(spec: AttentionSpec, target: Target, given: dict[str, Any]) -> tuple[
         sequences = given.get("sequences", 1)
         facts = _facts(spec, sequences) if isinstance(sequences, int) and sequences > 0 else {}
         entries = tuned.entries_for(path, "ragged_paged_attention", target, spec, facts)
-        sizes |= dict(pair for entry in entries for pair in entry.options)
+        sizes |= tuned.merged(entries)
         notes = tuned.whose(entries)
     for name, value in (sizes := sizes | given).items():
         whole = isinstance(value, int) and not isinstance(value, bool) and value > 0

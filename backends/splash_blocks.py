@@ -26,8 +26,7 @@ def read_options(
     given = check_options(name, options, accepted)
     path = given.pop("tuned", None)
     entries = () if path is None else tuned.entries_for(path, name, target, spec)
-    of_table = dict(pair for entry in entries for pair in entry.options)
-    return checked(name, accepted, {**of_table, **given}), tuned.whose(entries)
+    return checked(name, accepted, {**tuned.merged(entries), **given}), tuned.whose(entries)
 
 
 def checked(name: str, accepted: Mapping[str, str], options: dict[str, Any]) -> dict[str, Any]:

@@ -75,7 +75,7 @@ class KernelBuild:
     """
 
     name: str
-    configuration: tuple[tuple[str, int], ...]
+    configuration: Mapping[str, int]
     registers: int | None = None
     spilled_bytes: int | None = None
     shared_bytes: int | None = None

@@ -9,13 +9,13 @@ else of the problem has to be equal (``only``).
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import json
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from .contract import AttentionSpec
 from .devices import Target
@@ -25,8 +25,7 @@ SHIPPED = "tuned.json"
 _SHORT_DTYPES = ("bfloat16", "float16")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(msgspec.Struct, frozen=True, kw_only=True):
     """The best options of ``backend`` for problems of one kind. ``gradient``: of forward and backward together.
 
     ``only``: names of the spec's fields, or of facts that the backend knows, with the value that each must have.
@@ -40,9 +39,16 @@ class Entry:
     head_dim: int
     gradient: bool
     length: int
-    options: tuple[tuple[str, int], ...]
-    only: tuple[tuple[str, Any], ...] = ()
+    options: dict[str, Any]
+    only: dict[str, Any] = {}
     source: str = ""
+
+
+class _Table(msgspec.Struct):
+    """What is read of a table; it may have further keys."""
+
+    schema: int
+    entries: tuple[Entry, ...]
 
 
 @functools.cache
@@ -61,9 +67,14 @@ def load(path: str | Path) -> tuple[Entry, ...]:
     return _parse(text, str(path))
 
 
-def from_file(path: str | Path, backend: str, target: Target, spec: AttentionSpec) -> dict[str, int]:
+def from_file(path: str | Path, backend: str, target: Target, spec: AttentionSpec) -> dict[str, Any]:
     """The options of :func:`entries_for`."""
-    return dict(pair for entry in entries_for(path, backend, target, spec) for pair in entry.options)
+    return merged(entries_for(path, backend, target, spec))
+
+
+def merged(entries: tuple[Entry, ...]) -> dict[str, Any]:
+    """The options of all entries."""
+    return {name: value for entry in entries for name, value in entry.options.items()}
 
 
 def entries_for(
@@ -91,7 +102,7 @@ def whose(entries: tuple[Entry, ...]) -> tuple[str, ...]:
 
 def options_for(
     entries: tuple[Entry, ...], backend: str, target: Target, spec: AttentionSpec, *, gradient: bool
-) -> Mapping[str, int]:
+) -> Mapping[str, Any]:
     """The table's options for ``spec``; empty if there is no entry.
 
     A CPU without entries of its own takes those of another CPU, or of a narrower head. Other devices do not: blocks for
@@ -99,7 +110,7 @@ def options_for(
     bfloat16, whose blocks have the same size.
     """
     entry = _entry_for(entries, backend, target, spec, {}, gradient=gradient)
-    return {} if entry is None else dict(entry.options)
+    return {} if entry is None else entry.options
 
 
 def _entry_for(
@@ -127,7 +138,9 @@ def _entry_for(
 
 def _agrees(entry: Entry, spec: AttentionSpec, facts: Mapping[str, Any]) -> bool:
     """Whether all that ``entry.only`` names has the value that it must have."""
-    return all((facts[name] if name in facts else getattr(spec, name, ...)) == value for name, value in entry.only)
+    return all(
+        (facts[name] if name in facts else getattr(spec, name, ...)) == value for name, value in entry.only.items()
+    )
 
 
 def _width(spec: AttentionSpec) -> int:
@@ -137,18 +150,9 @@ def _width(spec: AttentionSpec) -> int:
 @functools.lru_cache(maxsize=8)
 def _parse(text: str, name: str) -> tuple[Entry, ...]:
     try:
-        data = json.loads(text)
-        if (found := data["schema"]) != SCHEMA:
-            raise ValueError(f"it has schema {found!r}, and this version reads {SCHEMA}")  # noqa: TRY301
-        return tuple(_entry(entry) for entry in data["entries"])
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        table = msgspec.json.decode(text, type=_Table)
+        if table.schema != SCHEMA:
+            raise ValueError(f"it has schema {table.schema!r}, and this version reads {SCHEMA}")  # noqa: TRY301
+    except ValueError as error:
         raise ValueError(f"tuned options {name!r} cannot be used: {error}; make them with attnsuite tune.") from error
-
-
-def _entry(data: Mapping[str, Any]) -> Entry:
-    """An entry as JSON has it. Raises KeyError and others for one that is none; it may have further keys."""
-    pairs: dict[str, Any] = {name: tuple(sorted(data.get(name, {}).items())) for name in ("options", "only")}
-    named = [field.name for field in dataclasses.fields(Entry) if field.name not in (*pairs, "source")]
-    if "options" not in data:
-        raise KeyError("options")
-    return Entry(**{name: data[name] for name in named}, source=data.get("source", ""), **pairs)
+    return table.entries

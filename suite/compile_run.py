@@ -19,7 +19,7 @@ from attnsuite.backends.devices import cpu_name, usable_cores
 
 from .absent import cache as compile_cache
 from .absent import schedules, slices, topologies
-from .absent.compilation import NO_COMPILER, backend_and_role, in_roles
+from .absent.compilation import NO_COMPILER, backend_and_role, compiled, in_roles
 from .cell import Cell, Outcome
 from .errors import CellFailure, InputError
 from .grid import folders
@@ -30,7 +30,7 @@ from .grid.grid import Grid, GridWatcher
 from .grid.process import Restarting, Worker
 from .grid.references import References
 from .grid.running import RunContext, Running, outcome_of
-from .kinds import problem_of
+from .kinds import make_case, problem_of
 from .kinds.attention import OpCase
 from .kinds.model import ModelCase
 from .measure import environment
@@ -206,10 +206,10 @@ class _Compiler:
     def _compile(self, cell: Cell) -> tuple[Record, bool]:
         """The record of a cell, and whether compiling again would give the same record."""
         each = Running(cell, self._process)
-        question = {"do": "compile", "case": cell.problem, "backend": cell.row, "target": self._target.name}
-        question["dump"] = self._dump.name if self._dump else None
+        dump = Path(self._dump.name) if self._dump else None
+        call = (compiled, make_case(cell.problem), cell.row, self._target, dump)
         try:
-            each.outcome = outcome_of(each.ask(question, self._context.limits.seconds))
+            each.outcome = outcome_of(each.ask(self._context.limits.seconds, *call))
             lasting = each.outcome.status != "unsupported"
         except (CellFailure, InputError) as failure:
             # ``oom`` means that the target device ran out; a compiler that exhausts this host is ``crashed``.

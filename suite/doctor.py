@@ -10,6 +10,7 @@ from typing import Any
 import psutil
 
 from .errors import CellFailure, jax_does_not_start
+from .grid.probe import examine
 from .grid.process import Worker
 
 _SECONDS = 300.0
@@ -20,7 +21,7 @@ def examine_here() -> dict[str, Any]:
     """Examine in a process of its own, so that a backend may crash or hang there. Raises InputError."""
     with Worker(psutil.virtual_memory().total) as worker:
         try:
-            return worker.ask({"do": "doctor"}, _SECONDS)
+            return worker.ask(_SECONDS, examine)
         except CellFailure as failure:
             raise jax_does_not_start(failure) from failure
 

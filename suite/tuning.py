@@ -28,11 +28,12 @@ from attnsuite.backends.tunable import CompilesKernels, CountsWork, MadeExact, T
 
 from . import files, statistics
 from .absent import schedules, topologies
-from .absent.candidates import NO_SPILLS, WithOptions, compile_kernels
+from .absent.candidates import NO_SPILLS, WithOptions, compile_candidate, compile_kernels
 from .absent.programs import op_program as abstract_program
 from .cell import Cell, Outcome
-from .errors import CellFailure, InputError, jax_does_not_start
-from .grid import folders
+from .doctor import examine_here
+from .errors import CellFailure, InputError
+from .grid import folders, work
 from .grid.execute import execute
 from .grid.fleet import FleetRequest
 from .grid.grid import Grid, GridWatcher
@@ -94,7 +95,7 @@ class TuneGrid(Grid):
 
     def look(self) -> tuple[Environment, list[Cell]]:
         """What this machine is, and its cells. Raises InputError."""
-        found = _environment(self.limits)
+        found = examine_here()["environment"]
         target = self._target(found)
         return found, [cell_of(case, name, target, self) for case in self.cases for name in self.backends]
 
@@ -142,15 +143,6 @@ def tune(grid: TuneGrid, watcher: GridWatcher, fleet: FleetRequest | None = None
     return records
 
 
-def _environment(limits: Limits) -> Environment:
-    """The environment of this machine, asked of a process that starts JAX."""
-    try:
-        with Worker(limits.memory) as worker:
-            return worker.ask({"do": "doctor"}, limits.seconds)["environment"]
-    except CellFailure as failure:
-        raise jax_does_not_start(failure) from failure
-
-
 def cell_of(case: OpCase, name: str, target: str, request: TuneGrid) -> Cell:
     """The cell of a backend on a case."""
     return Cell(
@@ -168,25 +160,28 @@ def _trials(cells: Sequence[Cell], request: TuneGrid) -> list[int | str]:
     """Of each cell the number of candidates, or why there are none. For this device one process is asked for all."""
     asked = [(cell.row, case_of(cell.problem)) for cell in cells]
     if request.target is not None:
-        return [count_candidates(name, case, request.target, request.given) for name, case in asked]
-    question = {
-        "do": "candidates",
-        "cells": [[name, problem_of(case)] for name, case in asked],
-        "given": dict(request.given),
-    }
+        return count_candidates(asked, request.target, request.given)
     try:
         with Worker(request.limits.memory) as worker:
-            return worker.ask(question, request.limits.seconds)
+            return worker.ask(request.limits.seconds, count_candidates, asked, None, dict(request.given))
     except CellFailure as failure:
         raise InputError(f"the backends do not say what they have to try: {failure.message}") from failure
 
 
-def count_candidates(name: str, case: OpCase, target: Target, given: Mapping[str, Any]) -> int | str:
-    """How many candidates there are to try, or the sentence that says why none is."""
-    try:
-        return len(_supported(name, case, target, given)[1])
-    except InputError as reason:
-        return str(reason)
+def count_candidates(
+    asked: Sequence[tuple[str, OpCase]], target: Target | None, given: Mapping[str, Any]
+) -> list[int | str]:
+    """For each backend and case how many candidates there are to try, or the sentence that says why none is.
+
+    Without a ``target`` they are for the device of this process.
+    """
+    found: list[int | str] = []
+    for name, case in asked:
+        try:
+            found.append(len(_supported(name, case, target or Target.here(), given)[1]))
+        except InputError as reason:
+            found.append(str(reason))
+    return found
 
 
 def _supported(
@@ -233,10 +228,10 @@ def _record(cell: Cell, request: TuneGrid, references: References, context: RunC
 
 def _measure(case: OpCase, name: str, references: References, request: TuneGrid) -> list[dict[str, Any]]:
     """:func:`try_candidates` in a process of its own."""
-    reference = str(references.path(case))
     with Worker(request.limits.memory) as worker:
-        question = {"do": "tune", "case": problem_of(case), "backend": name, "reference": reference}
-        return worker.ask(question | {"given": dict(request.given)}, request.limits.seconds * 5)
+        worker.ask(request.limits.seconds, work.pin_pool)
+        call = (try_candidates, case, name, references.path(case), dict(request.given))
+        return worker.ask(request.limits.seconds * 5, *call)
 
 
 def _candidates(backend: Any, case: OpCase, target: Target, given: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -281,14 +276,14 @@ def _compile_each(
     with contextlib.ExitStack() as stack:
         dump, more = None, {"XLA_FLAGS": flags}
         if target.platform == "tpu":
-            dump = stack.enter_context(folders.make())
-            more = schedules.variables(Path(dump))
+            dump = Path(stack.enter_context(folders.make()))
+            more = schedules.variables(dump)
         start = functools.partial(Worker, limits.memory, topologies.ENVIRONMENT | more)
         process = stack.enter_context(contextlib.closing(Restarting(start)))
-        question = {"do": "compile", "case": problem_of(case), "backend": name, "target": target.name, "dump": dump}
         for options in candidates:
+            call = (compile_candidate, case, name, target, options, dict(given), dump)
             try:
-                tried.append(process.ask(question | {"options": options, "given": dict(given)}, limits.seconds))
+                tried.append(process.ask(limits.seconds, *call))
             except CellFailure as failure:
                 tried.append({"options": options, "error": str(failure)})
     return tried

@@ -127,12 +127,10 @@ def _abstract_arguments(spec: AttentionSpec) -> tuple[Any, ...]:
 
 def _compile(launch: RecordedLaunch, target: Target, stride_hint: bool) -> KernelBuild:
     limit = SHARED_LIMITS.get(target.compute_capability or (0, 0))
-    configuration = tuple(
-        (name, value) for name, value in launch.constants.items() if "block_size" in name and isinstance(value, int)
-    )
+    blocks = {k: x for k, x in launch.constants.items() if "block_size" in k and isinstance(x, int)}
     build = KernelBuild(
         name=launch.kernel.fn.__name__,
-        configuration=(*configuration, ("num_warps", launch.num_warps), ("num_stages", launch.num_stages)),
+        configuration=blocks | {"num_warps": launch.num_warps, "num_stages": launch.num_stages},
         shared_limit_bytes=limit,
         blocks=launch.blocks,
     )

@@ -74,7 +74,7 @@ def compile_kernels(
     except Exception as error:  # noqa: BLE001 (a candidate that cannot be compiled is a result)
         return {"options": dict(options), "error": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
     errors = [f"{build.name}: {build.error}" for build in builds if build.error]
-    kernels = [dataclasses.asdict(build) | {"configuration": dict(build.configuration)} for build in builds]
+    kernels = list(map(dataclasses.asdict, builds))
     return {"options": dict(options), "error": errors[0] if errors else None, "kernels": kernels}
 
 

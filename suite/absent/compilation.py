@@ -9,9 +9,11 @@ spills and shared memory. Nothing is run, so the only time is the compiler's own
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import time
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -29,10 +31,11 @@ from ..kinds.attention import OpCase, spec_of
 from ..kinds.model import ModelCase
 from ..measure import lint
 from ..record import Kernel, ProgramText
-from ..user_function import is_reference
+from ..user_function import is_reference, register_functions
 from . import slices, topologies
 from .by_hand import by_hand
 from .programs import AbstractProgram, attention_specs, model_program, op_program, resolutions, role_program
+from .schedules import scheduled
 
 NO_COMPILER = "there is no compiler for this device here."
 ROLE = ":"  # between a backend and its role
@@ -63,6 +66,13 @@ def backend_and_role(name: str) -> tuple[str, str]:
     """
     backend, _, role = (name, "", "") if is_reference(name) else name.partition(ROLE)
     return backend, role
+
+
+def compiled(case: OpCase | ModelCase, backend_name: str, target: Target, dump: Path | None) -> Outcome:
+    """In a process for ``target``: :func:`compile_cell`, with the schedules that the compiler writes into ``dump``."""
+    register_functions([backend_name])
+    work = functools.partial(compile_cell, case, backend_name, target)
+    return work() if dump is None else scheduled(dump, work)
 
 
 def compile_cell(case: OpCase | ModelCase, backend_name: str, target: Target) -> Outcome:
@@ -247,13 +257,10 @@ def _kernels(builds: Iterable[tuple[KernelBuild, ...]]) -> Outcome:
     """The result for kernels that their own compiler compiles, not XLA."""
     start = time.perf_counter()
     made = [build for group in builds for build in group]
-    fields: list[dict[str, Any]] = [
-        dataclasses.asdict(build) | {"configuration": dict(build.configuration)} for build in made
-    ]
     failed = [f"{build.name}: {build.error}" for build in made if build.error is not None]
     return Outcome(
         status="crashed" if failed else "ok",
         error=" ".join(failed)[:_REASON_LENGTH] or None,
         compile_seconds=time.perf_counter() - start,
-        kernels=tuple(Kernel(**each) for each in fields),
+        kernels=tuple(Kernel(**dataclasses.asdict(build)) for build in made),
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,12 +15,13 @@ from ..measure import environment
 from .executors import is_measured
 
 
-def probe(asked: Asked) -> dict[str, Any]:
+def find_cells(asked: Asked) -> dict[str, Any]:
     """The environment, and every cell of the cases asked for. Raises InputError for a case that cannot be run."""
+    user_function.register_functions(asked.rows)
     cells = [cell for case in asked.cases for cell in kinds.kind_of(case.kind).cells(case, asked)]
     for reference in filter(user_function.is_reference, asked.rows):
         _check_own(reference, [cell for cell in cells if cell.row == reference])
-    return {"environment": environment.describe(), "cells": [dataclasses.asdict(cell) for cell in cells]}
+    return {"environment": environment.describe(), "cells": cells}
 
 
 def _check_own(reference: str, cells: Sequence[Cell]) -> None:

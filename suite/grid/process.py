@@ -8,10 +8,12 @@ with it.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import functools
 import json
 import os
+import pickle
 import secrets
 import selectors
 import signal
@@ -30,7 +32,7 @@ import psutil
 
 from .. import typed
 from ..errors import CellFailure, InputError
-from . import folders
+from . import folders, work
 
 _POLL_SECONDS = 0.05
 _STOPPED_SECONDS = 1.0  # a poll that takes longer than this: this process was stopped
@@ -87,15 +89,16 @@ class Worker:
     ) -> None:
         self.close()
 
-    def ask(self, request: dict[str, Any], seconds: float) -> Any:
-        """Send a request and wait for its answer for at most ``seconds``.
+    def ask(self, seconds: float, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Have the process call ``function`` of a module, and wait for its result, as JSON, for at most ``seconds``.
 
         If the process does not answer, it is killed and CellFailure (oom, timeout, crashed) is raised. Raises
         InputError if the process answers that the user's input cannot be used.
         """
         token = secrets.token_hex(8)
+        call = base64.b64encode(pickle.dumps((function, arguments))).decode()
         with contextlib.suppress(BrokenPipeError):  # its end shows when the answer is read
-            self._stdin.write(json.dumps({"token": token, **request}).encode() + b"\n")
+            self._stdin.write(json.dumps({"token": token, "call": call}).encode() + b"\n")
             self._stdin.flush()
         reply = self._read_line(seconds)
         try:
@@ -206,8 +209,8 @@ class Turn:
     The process ends when it dies, hangs or holds too much memory, whichever cell it was; then every cell of it fails.
     """
 
-    def __init__(self, process: Worker, name: str) -> None:
-        self._process, self._name, self._closed = process, name, False
+    def __init__(self, process: Worker, key: str) -> None:
+        self._process, self._key, self._closed = process, key, False
         self.folder = process.folder
 
     @property
@@ -215,17 +218,17 @@ class Turn:
         """As :attr:`Worker.slept`."""
         return self._process.slept
 
-    def ask(self, request: dict[str, Any], seconds: float) -> Any:
+    def ask(self, seconds: float, function: Callable[..., Any], *arguments: Any) -> Any:
         """As :meth:`Worker.ask`."""
         if self._process.closed:
             raise CellFailure("crashed", "the process that it shares with the other cells of its case has ended.")
-        return self._process.ask({**request, "as": self._name}, seconds)
+        return self._process.ask(seconds, function, *arguments)
 
     def close(self) -> None:
         """Have the process forget the cell; a second call does nothing."""
         if not self._closed and not self._process.closed:
             with contextlib.suppress(CellFailure):
-                self.ask({"do": "forget"}, _FORGET_SECONDS)
+                self.ask(_FORGET_SECONDS, work.forget, self._key)
         self._closed = True
 
 
@@ -247,25 +250,26 @@ class Joined:
             start = functools.partial(Worker, memory_limit, environment=variables)
             self._workers = [stack.enter_context(start()) for _ in range(processes)]
             if processes > 1:
-                join = {"do": "join", "coordinator": f"127.0.0.1:{_free_port()}", "processes": processes}
-                self._ask([join | {"process": number} for number in range(processes)], _JOIN_SECONDS)
+                coordinator = f"127.0.0.1:{_free_port()}"
+                calls = [(coordinator, processes, number) for number in range(processes)]
+                self._ask(_JOIN_SECONDS, work.join, calls)
             stack.pop_all()
 
-    def ask(self, request: dict[str, Any], seconds: float) -> Any:
+    def ask(self, seconds: float, function: Callable[..., Any], *arguments: Any) -> Any:
         """Ask all processes at the same time, because they wait for each other; returns the answer of the first.
 
         On a failure all processes are ended, and the error of the first that failed is raised as by :meth:`Worker.ask`.
         """
-        return self._ask([request] * len(self._workers), seconds)
+        return self._ask(seconds, function, [arguments] * len(self._workers))
 
     def close(self) -> None:
         """End the processes."""
         for worker in self._workers:
             worker.close()
 
-    def _ask(self, requests: Sequence[dict[str, Any]], seconds: float) -> Any:
-        with ThreadPoolExecutor(len(requests)) as pool:
-            asked = [pool.submit(w.ask, request, seconds) for w, request in zip(self._workers, requests, strict=True)]
+    def _ask(self, seconds: float, function: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> Any:
+        with ThreadPoolExecutor(len(calls)) as pool:
+            asked = [pool.submit(w.ask, seconds, function, *call) for w, call in zip(self._workers, calls, strict=True)]
             try:
                 done, _ = wait(asked, return_when=FIRST_EXCEPTION)
                 for answered in done:
@@ -285,14 +289,14 @@ class Restarting:
         self._process: Worker | Joined | None = None
         self.stopped = False
 
-    def ask(self, request: dict[str, Any], seconds: float) -> Any:
+    def ask(self, seconds: float, function: Callable[..., Any], *arguments: Any) -> Any:
         """As :meth:`Worker.ask`."""
         process = self._process = self._process or self._start()
         if self.stopped:  # while it started
             self.close()
             raise CellFailure("crashed", "it was stopped.")
         try:
-            return process.ask(request, seconds)
+            return process.ask(seconds, function, *arguments)
         except (CellFailure, InputError):
             self.close()
             raise

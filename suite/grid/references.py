@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import secrets
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +12,10 @@ from .. import typed
 from ..cell import Case
 from ..errors import CellFailure
 from ..kinds import kind_of, problem_of
+from ..measure.fresh import Draw
 from ..measure.memory import machine_bytes
 from ..record import TensorError
-from . import folders
+from . import folders, work
 from .process import Worker
 
 if TYPE_CHECKING:
@@ -55,9 +56,8 @@ class References:
             if (found := self._paths.get((drawn, *_problem(known)))) is not None:
                 return found
         path = self.folder / f"{len(self._paths)}.npz"
-        asked = {"path": str(path), "text": text_words(self._text), "seed": self.seed if drawn else None}
         try:
-            self._ask({"do": "reference", "case": problem_of(judges[0]), **asked})
+            self._ask(work.write_reference, judges[0], path, self._text, self.seed if drawn else None)
         except CellFailure as failure:
             raise CellFailure(failure.status, f"there is no reference to judge by: {failure.message}") from failure
         self._paths[(drawn, *_problem(judges[0]))] = path
@@ -74,22 +74,20 @@ class References:
         if _digest(reference) != self._digests[reference]:
             raise CellFailure("crashed", "the file of the reference was changed by another process; run it again.")
         judged = next(iter(kind_of(case.kind).judged_by(case, mode)))
-        files = {"reference": str(reference), "outputs": str(outputs)}
-        found = self._ask({"do": "judge", "case": problem_of(judged), "seed": self.seed, "exact": exact, **files})
+        found = self._ask(work.judge, judged, outputs, reference, self.seed, exact)
         return typed.convert(found, dict[str, TensorError])
 
     def recheck(self, case: Case, outputs: Path, seed: int, call: int) -> dict[str, TensorError] | None:
         """The errors of a part of a timed call, chosen at random; None where its kind cannot judge it."""
-        draw = {"seed": seed, "call": call, "choice": secrets.randbits(32)}
-        found = self._ask({"do": "recheck", "case": problem_of(case), "outputs": str(outputs), **draw})
+        found = self._ask(work.recheck, case, outputs, Draw(seed, call), secrets.randbits(32))
         return None if found is None else typed.convert(found, dict[str, TensorError])
 
-    def _ask(self, request: dict[str, Any]) -> Any:
+    def _ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
         if self._worker is None:
             # A TPU admits one process, and a GPU's memory is for the cells: this process sees CPUs only.
             self._worker = Worker(int(_REFERENCE_SHARE * machine_bytes()), {"JAX_PLATFORMS": "cpu"})
         try:
-            return self._worker.ask(request, self._seconds)
+            return self._worker.ask(self._seconds, function, *arguments)
         except CellFailure as failure:
             if failure.status != "wrong":
                 self._worker.close()
@@ -101,11 +99,6 @@ class References:
         if self._worker is not None:
             self._worker.close()
         self._directory.cleanup()
-
-
-def text_words(text: TextFile | None) -> dict[str, Any] | None:
-    """The text in a question to a worker."""
-    return None if text is None else dataclasses.asdict(text)
 
 
 def _digest(path: Path) -> str:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from attnsuite.backends import names
 
 from .. import files, typed
-from ..cell import Case, Cell
+from ..cell import Asked, Case, Cell
 from ..errors import CellFailure, InputError, jax_does_not_start
 from ..kinds import kind_of, make_case, problem_of
 from ..kinds.kascade.methods import METHODS, SWEPT
@@ -31,10 +31,12 @@ from ..record import Environment, Machine, Record
 from ..store import GridManifest, RunManifest, TextIdentity, read_manifest
 from ..suites import SUITES, Shard, Suite, find_suite, parse_shard, select
 from ..user_function import digests, files_of, is_reference, known_row
+from . import work
 from .executors import in_turns, is_measured, one_after_another, refused
 from .grid import Grid
+from .probe import find_cells
 from .process import Worker
-from .references import References, text_words
+from .references import References
 from .running import Limits, RunContext, Watcher
 
 if TYPE_CHECKING:
@@ -234,16 +236,10 @@ def _group(cell: Cell) -> tuple[str, str]:
 
 def probe(request: RunGrid) -> tuple[Environment, list[Cell]]:
     """What this machine is, and the cells of the run on it. Raises InputError."""
-    question = {
-        "do": "probe",
-        "cases": [problem_of(case) for case in request.cases],
-        "backends": list(request.backends),
-        "all_cores": request.all_cores,
-        "text": text_words(request.text),
-    }
+    asked = Asked(rows=request.backends, cases=request.cases, text=request.text, all_cores=request.all_cores)
     with Worker(machine_bytes(), code=files_of(request.backends)) as worker:
         try:
-            answer = worker.ask(question, _PROBE_SECONDS)
+            answer = worker.ask(_PROBE_SECONDS, find_cells, asked)
         except CellFailure as failure:
             if failure.status == "timeout":
                 raise InputError(
@@ -284,7 +280,7 @@ def measured_machine() -> Machine:
     """The ceilings of this machine, measured now. Raises InputError."""
     with Worker(machine_bytes()) as worker:
         try:
-            return worker.ask({"do": "machine"}, _PROBE_SECONDS)
+            return worker.ask(_PROBE_SECONDS, work.measure_machine)
         except CellFailure as failure:
             raise InputError(f"this machine's peak cannot be measured: {failure.message}") from failure
 

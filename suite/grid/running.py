@@ -13,7 +13,7 @@ import datetime as dt
 import secrets
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -27,6 +27,8 @@ from ..record import Environment, Measured, Record, RecordError
 from ..statistics import FEWEST
 from ..typed import Real, Size
 from ..user_function import is_reference
+from . import work
+from .process import Turn
 from .references import References
 
 if TYPE_CHECKING:
@@ -142,10 +144,10 @@ class Running:
         finally:
             self.wall += time.perf_counter() - begin
 
-    def ask(self, request: dict[str, Any], seconds: float) -> Any:
+    def ask(self, seconds: float, function: Callable[..., Any], *arguments: Any) -> Any:
         """The worker's answer."""
         with self.timed():
-            return self.worker.ask(request, seconds)
+            return self.worker.ask(seconds, function, *arguments)
 
     def note_few_samples(self) -> None:
         """Add a note where the samples are too few for an interval."""
@@ -186,15 +188,10 @@ def prepare(
         return each.failed(context, reference)
     context.watcher.doing(each.cell.case, each.cell.row, "compiling and judging")
     apart = references is not None and kind_of(each.cell.kind).judges_apart
-    request = {
-        "do": "prepare",
-        "cell": dataclasses.asdict(each.cell),
-        "reference": None if reference is None or apart else str(reference),
-        "memory_limit": context.limits.memory,
-        "text": context.text,
-    }
+    given = None if apart else reference
+    call = (work.prepare, each.cell, given, context.limits.memory, context.text, isinstance(each.worker, Turn))
     try:
-        answer = each.ask(request, context.limits.seconds)
+        answer = each.ask(context.limits.seconds, *call)
         each.outcome, each.names_outputs = outcome_of(answer["outcome"]), answer["named"]
         if reference is not None and references is not None and apart:
             _judge(each, reference, context, references)
@@ -212,8 +209,8 @@ def sample(each: Running, context: RunContext, references: References | None = N
     function of the user, and of such a function also of the first samples.
     """
     before, slept, seed = each.wall, each.worker.slept, secrets.randbits(32)
-    request = {"do": "sample", "seed": seed, "choice": secrets.randbits(32)}
-    found = typed.convert(each.ask(request, context.limits.seconds), _Sample)
+    answer = each.ask(context.limits.seconds, work.sample, each.cell.key, seed, secrets.randbits(32))
+    found = typed.convert(answer, _Sample)
     if each.worker.slept > slept:  # the time for which the run was stopped may be in the sample
         return False
     each.samples.append(found.seconds)
@@ -239,9 +236,9 @@ def profile(each: Running, context: RunContext) -> None:
     context.watcher.doing(each.cell.case, each.cell.row, "profiling")
     devices = "" if each.cell.devices == 1 else f"-{each.cell.devices}-devices"
     name = f"{each.cell.case}-{each.cell.row}{devices}"
-    request = {"do": "profile", "folder": str(context.profile.resolve()), "name": name}
     try:
-        warnings = each.worker.ask(request, context.limits.seconds)
+        folder = context.profile.resolve()
+        warnings = each.worker.ask(context.limits.seconds, work.profiled, each.cell.key, folder, name)
     except CellFailure as failure:
         warnings = [f"{name} was not profiled: {failure}"]
     for sentence in warnings:
@@ -258,7 +255,7 @@ class _Sample:
 
 def _judge(each: Running, reference: Path, context: RunContext, references: References) -> None:
     """Ask for the cell's outputs for inputs that it learns now, and have them judged. Raises CellFailure."""
-    with _outputs(each, context, {"do": "answer", "seed": references.seed}) as (path, _):
+    with _outputs(each, context, work.answer, references.seed) as (path, _):
         is_held = bool(each.cell.exact) or is_reference(each.cell.row)
         accuracy = references.judge(
             make_case(each.cell.problem),
@@ -274,17 +271,19 @@ def _recheck(each: Running, seed: int, context: RunContext, references: Referenc
     """Have a part of a timed call judged. Raises CellFailure where it is wrong."""
     if not (each.cell.exact and each.outcome.status == "ok"):
         return  # an approximation is judged beside controls, and only whole
-    with _outputs(each, context, {"do": "kept"}) as (path, call):
+    with _outputs(each, context, work.kept) as (path, call):
         errors = references.recheck(make_case(each.cell.problem), path, seed, typed.convert(call, Size))
     if errors is not None and (sentence := judge.describe_failure(errors)):
         raise CellFailure("wrong", f"a timed call gave {sentence}")
 
 
 @contextlib.contextmanager
-def _outputs(each: Running, context: RunContext, request: dict[str, Any]) -> Iterator[tuple[Path, Any]]:
-    """The file into which the cell writes outputs when it is asked ``request``, and its answer."""
+def _outputs(
+    each: Running, context: RunContext, function: Callable[..., Any], *arguments: Any
+) -> Iterator[tuple[Path, Any]]:
+    """The file into which ``function`` of ``work.py`` writes outputs of the cell, and its answer."""
     path = each.worker.folder / uuid.uuid4().hex
-    answer = each.ask({**request, "path": str(path)}, context.limits.seconds)
+    answer = each.ask(context.limits.seconds, function, each.cell.key, *arguments, path)
     yield path, answer
     path.unlink()
 

@@ -19,7 +19,7 @@ FIELDS |= {"gradient": False, "head_dim": 64}
 
 
 def entry(length, block_q, **fields):
-    return Entry(**{**FIELDS, **fields}, length=length, options=(("block_q", block_q),))
+    return Entry(**{**FIELDS, **fields}, length=length, options={"block_q": block_q})
 
 
 def spec(length, **fields):

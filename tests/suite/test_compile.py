@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from importlib import util
-from pathlib import Path
 
 import hypothesis
 import jax
@@ -205,7 +204,7 @@ class OutsideXla:
 
     def compile_kernels(self, spec, target, options=None):
         sizes = {} if self.error else {"registers": 208, "spilled_bytes": 0, "shared_bytes": 98304, "blocks": 1000}
-        blocks = (("block_q", 128), ("num_warps", 8))
+        blocks = {"block_q": 128, "num_warps": 8}
         return (
             KernelBuild(name="forward", configuration=blocks, error=self.error, shared_limit_bytes=232448, **sizes),
         )
@@ -295,18 +294,17 @@ class FakeWorker:
     def __init__(self, limit, variables):
         self.arguments = variables.get("LIBTPU_INIT_ARGS", "")
 
-    def ask(self, request, seconds):
-        case, what = request["case"], (request["case"]["name"], request["backend"], request["target"])
-        type(self).asked.append(what)
+    def ask(self, seconds, function, case, backend, target, dump):
+        type(self).asked.append((case.name, backend, target.name))
         if self.failure is not None:
             raise self.failure
-        if request["dump"]:
-            assert f"--xla_jf_dump_to={request['dump']} " in self.arguments
-            assert Path(request["dump"]).is_dir()
-            type(self).dumps.append(request["dump"])
-        if request["backend"] == "cudnn":
+        if dump:
+            assert f"--xla_jf_dump_to={dump} " in self.arguments
+            assert dump.is_dir()
+            type(self).dumps.append(dump)
+        if backend == "cudnn":
             return {"status": "unsupported", "reasons": ["cuDNN does not compile here."], "error": "refused."}
-        if case["sequence"] * case["batch"] > 5000:
+        if case.sequence * case.batch > 5000:
             return {"status": "oom", "error": "JaxRuntimeError: exceeds available HBM (15.75G)."}
         sizes = {"compiled_peak": 3 * 2**30, "compiled_argument": 2**30, "compiled_generated_code": None}
         return {"status": "ok", "error": None, "lower_seconds": 0.1, "compile_seconds": 2.0, "memory": sizes}
@@ -454,7 +452,7 @@ def test_page_shows_kernels(compile_with_fakes, tmp_path):
     kernel = dataclasses.asdict(OutsideXla().compile_kernels(None, H100)[0])
     answer = next(line for line in lines if (line["status"], line["target"]) == ("ok", "cuda:h100"))
     answer |= {"memory": {}, "notes": ["no compiler for it."]}
-    answer["kernels"] = [kernel | {"configuration": dict(kernel["configuration"])}]
+    answer["kernels"] = [kernel]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     page = reports.render(tmp_path / "run").read_text(encoding="utf-8")
     assert "registers per thread" in page
@@ -473,7 +471,7 @@ def test_schedules_are_asked_for_and_their_dumps_removed(compile_with_fakes):
     _, asked = compile_with_fakes("scheduled", targets=(V5E,), searches=(), schedule=True)
     assert len(asked) == len(plain)  # what was kept without its schedule is compiled again
     assert len(FakeWorker.dumps) == len(asked)
-    assert not any(Path(dump).exists() for dump in FakeWorker.dumps)
+    assert not any(dump.exists() for dump in FakeWorker.dumps)
     _, again = compile_with_fakes("again", targets=(V5E,), searches=(), schedule=True)
     assert {name for _, name, _ in again} == {"cudnn"}
 

@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from attnsuite.backends import Target
 from attnsuite.suite.absent import launches, schedules, topologies
+from attnsuite.suite.absent.compilation import compiled
 from attnsuite.suite.grid.process import Worker
 from attnsuite.suite.grid.running import outcome_of
-from attnsuite.suite.kinds import make_case, problem_of
+from attnsuite.suite.kinds import make_case
 from attnsuite.suite.kinds.attention import OpCase
 from attnsuite.suite.store import RECORDS, parse_records
 
@@ -291,8 +293,7 @@ class TestOwnCommand:
     def test_schedule_is_read_from_what_the_compiler_writes(self, tmp_path):
         case = OpCase(kind="op_forward", sequence=256, heads=2, kv_heads=2, head_dim=128, dtype="bfloat16")
         with Worker(2**33, topologies.ENVIRONMENT | schedules.variables(tmp_path)) as worker:
-            question = {"do": "compile", "case": problem_of(case), "backend": "splash", "target": "v5e"}
-            answer = outcome_of(worker.ask({**question, "dump": str(tmp_path)}, 300))
+            answer = outcome_of(worker.ask(300, compiled, case, "splash", Target.named("v5e"), tmp_path))
         assert (answer.status, answer.notes) == ("ok", ())
         (found,) = answer.schedules
         assert found.kernel.startswith("splash")
@@ -304,8 +305,7 @@ class TestOwnCommand:
     def test_launches_are_read_from_what_xla_writes_for_a_gpu(self, tmp_path):
         case = OpCase(kind="op_forward", sequence=256, heads=2, kv_heads=2, head_dim=64, batch=3, dtype="bfloat16")
         with Worker(2**33, topologies.ENVIRONMENT | schedules.variables(tmp_path, "cuda")) as worker:
-            question = {"do": "compile", "case": problem_of(case), "backend": "pallas_flash", "target": "h100"}
-            answer = outcome_of(worker.ask({**question, "dump": str(tmp_path)}, 300))
+            answer = outcome_of(worker.ask(300, compiled, case, "pallas_flash", Target.named("h100"), tmp_path))
         assert answer.status == "ok"
         (found,) = answer.kernels
         assert (found.name, found.configuration) == ("mha_forward", {"num_warps": 4})

@@ -18,11 +18,10 @@ from attnsuite.reports import render
 from attnsuite.suite import command_line, judgement, user_function
 from attnsuite.suite.cell import Asked, Outcome
 from attnsuite.suite.errors import InputError
-from attnsuite.suite.grid import worker
+from attnsuite.suite.grid.probe import find_cells
 from attnsuite.suite.grid.run import new_request, resumed_request
 from attnsuite.suite.grid.running import Limits
 from attnsuite.suite.kinds import conformance as conformance_kind
-from attnsuite.suite.kinds import problem_of
 from attnsuite.suite.kinds.conformance import ConformanceCase
 from attnsuite.suite.store import MANIFEST, RECORDS, parse_records
 from attnsuite.testing import random_specs
@@ -322,9 +321,8 @@ def test_run_resolves_a_function_as_any_backend(kernels, tiny, new_run):
     row = f"{kernels}:mine"
     request = new_request(str(tiny), f"{row},standard", "first", None, new_run, LIMITS)
     assert request.backends == (row, "standard")
-    asked = {"cases": [problem_of(case) for case in request.cases], "backends": list(request.backends)}
-    cells = worker._ANSWERS["probe"]({"all_cores": False, "text": None, **asked})["cells"]
-    assert [(cell["row"], cell["resolved"]) for cell in cells] == [(row, row), ("standard", "standard")]
+    cells = find_cells(Asked(rows=request.backends, cases=request.cases))["cells"]
+    assert [(cell.row, cell.resolved) for cell in cells] == [(row, row), ("standard", "standard")]
 
 
 def test_digest_of_a_function_is_that_of_its_file(kernels):

@@ -10,8 +10,8 @@ import pytest
 
 from attnsuite.suite import peers
 from attnsuite.suite.cell import Asked, Cell
-from attnsuite.suite.grid import executors, running
-from attnsuite.suite.grid.probe import probe
+from attnsuite.suite.grid import executors, running, work
+from attnsuite.suite.grid.probe import find_cells
 from attnsuite.suite.kinds import problem_of
 from attnsuite.suite.kinds.attention import OpCase, judge_outputs, named_outputs, write_reference
 from attnsuite.suite.kinds.model import ModelCase
@@ -78,8 +78,8 @@ def test_unthrottled_row_is_refused_where_there_is_no_brake(monkeypatch):
 def test_plans_hold_a_cell_per_peer_of_the_kind_and_one_for_all_cores(monkeypatch):
     monkeypatch.setattr("attnsuite.suite.kinds.attention.usable_cores", lambda: 4)
     rows = ("standard", "chunked", "cudnn", "jax_nn", "transformers")
-    found = probe(Asked(rows=rows, cases=(CASES[0],), all_cores=True))
-    cells = [(cell["row"], cell["devices"], cell["mode"]) for cell in found["cells"]]
+    found = find_cells(Asked(rows=rows, cases=(CASES[0],), all_cores=True))
+    cells = [(cell.row, cell.devices, cell.mode) for cell in found["cells"]]
     assert cells == [
         ("standard", 1, "native"),
         ("chunked", 1, "native"),
@@ -91,8 +91,8 @@ def test_plans_hold_a_cell_per_peer_of_the_kind_and_one_for_all_cores(monkeypatc
 
 def test_what_cannot_be_divided_has_no_cell_for_all_cores(monkeypatch):
     monkeypatch.setattr("attnsuite.suite.kinds.attention.usable_cores", lambda: 3)
-    found = probe(Asked(rows=("chunked",), cases=(CASES[0],), all_cores=True))
-    assert [cell["devices"] for cell in found["cells"]] == [1]
+    found = find_cells(Asked(rows=("chunked",), cases=(CASES[0],), all_cores=True))
+    assert [cell.devices for cell in found["cells"]] == [1]
 
 
 @pytest.mark.parametrize(("row", "status"), [("torch", "wrong"), ("torch", "ok"), ("chunked", "wrong")])
@@ -104,8 +104,8 @@ def test_a_peer_outside_the_bound_is_timed_and_a_backend_is_not(row, status):
 
         slept = 0.0
 
-        def ask(self, request, seconds):
-            if request["do"] == "prepare":
+        def ask(self, seconds, function, *_):
+            if function is work.prepare:
                 return {"outcome": {"status": status, "error": "dq is off", "calls": 1}, "named": True}
             return {"seconds": 0.5, "spent": 0.5}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import os
 import resource
 import shlex
@@ -19,7 +20,7 @@ import pytest
 
 from attnsuite.suite.cell import Cell, Outcome
 from attnsuite.suite.errors import CellFailure
-from attnsuite.suite.grid import executors, worker
+from attnsuite.suite.grid import executors, work
 from attnsuite.suite.grid.executors import _sample
 from attnsuite.suite.grid.process import Worker
 from attnsuite.suite.grid.running import Limits, RunContext, Running
@@ -32,11 +33,9 @@ def test_worker_compiles_although_the_user_has_a_cache_of_programs(tmp_path, mon
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
-    case = problem_of(OpCase(kind="op_forward", sequence=16, heads=1, kv_heads=1))
+    case = OpCase(kind="op_forward", sequence=16, heads=1, kv_heads=1)
     with Worker(2**33) as started:
-        started.ask(
-            {"do": "reference", "case": case, "path": str(tmp_path / "judge.npz"), "text": None, "seed": 1}, 120
-        )
+        started.ask(120, work.write_reference, case, tmp_path / "judge.npz", None, 1)
     assert (tmp_path / "judge.npz").is_file()
     assert not (tmp_path / "cache").exists()
 
@@ -64,7 +63,7 @@ sys.executable = sys.argv[1]
 from attnsuite.suite.grid.process import Worker
 with Worker(2**33) as worker:
     print(worker.pid, flush=True)
-    print(worker.ask({}, 2.0), worker.slept)
+    print(worker.ask(2.0, print), worker.slept)
 """
 
 
@@ -98,7 +97,7 @@ def test_sample_that_holds_a_stop_is_taken_again():
         slept = 0.0
         outcome = None
 
-        def ask(self, request, seconds):
+        def ask(self, *_):
             taken = next(times)
             self.slept += taken if taken > 1 else 0.0
             return {"seconds": taken, "spent": taken}
@@ -134,10 +133,10 @@ def test_interpreted_cells_are_judged_at_once_and_before_anything_is_timed(monke
         def close(self):
             pass
 
-        def ask(self, request, seconds):
-            if request["do"] == "sample":
+        def ask(self, seconds, function, cell, *_):
+            if function is work.sample:
                 return {"seconds": 1e-3, "spent": 1e-3}
-            asked.append(request["cell"]["mode"])
+            asked.append(cell.mode)
             if asked[-1] == "interpret":
                 both.wait(20)  # for the other interpreted cell: one after the other, both would be broken
                 return {"outcome": dataclasses.asdict(Outcome()), "named": False}
@@ -163,14 +162,14 @@ def test_interpreted_cells_are_judged_at_once_and_before_anything_is_timed(monke
 def test_end_of_a_worker_is_seen_although_what_it_forked_holds_its_pipe(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "executable", str(fake(tmp_path, "#!/bin/sh\nread -r request\nsleep 20 &\nexit 7\n")))
     with Worker(2**33) as short, pytest.raises(CellFailure, match="exited with code 7 before it answered"):
-        short.ask({}, 5)
+        short.ask(5, print)
 
 
 FORKING = """
 import os, time
-from attnsuite.suite.grid.answering import answer_requests
+from attnsuite.suite.grid.worker import answer_requests
 
-def answer(request):
+def answer(number):
     print("a plug-in may print")
     for stays in (True, False):
         if os.fork() == 0:
@@ -178,18 +177,21 @@ def answer(request):
                 time.sleep(1000)
             return "of a copy"
     time.sleep(0.1)
-    return request["number"]
+    return number
 
-answer_requests(answer)
+if __name__ == "__main__":
+    answer_requests()
 """
 
 
 def test_what_a_plug_in_forks_does_not_answer_and_ends_with_its_worker(tmp_path, monkeypatch):
     (tmp_path / "answers.py").write_text(FORKING)
+    monkeypatch.syspath_prepend(tmp_path)
+    answer = importlib.import_module("answers").answer
     script = f"#!/bin/sh\nexec {shlex.quote(sys.executable)} {shlex.quote(str(tmp_path / 'answers.py'))}\n"
     monkeypatch.setattr(sys, "executable", str(fake(tmp_path, script)))
     with Worker(2**33) as forking:
-        assert [forking.ask({"number": number}, 60) for number in range(3)] == [0, 1, 2]
+        assert [forking.ask(60, answer, number) for number in range(3)] == [0, 1, 2]
         copies = psutil.Process(forking.pid).children()
         assert len(copies) >= 3
         forking._stdin.close()  # as when the run is killed
@@ -200,7 +202,7 @@ def test_address_space_that_is_too_small_for_jax_is_a_failure_and_no_hang():
     with Worker(2**33) as small:
         resource.prlimit(small.pid, resource.RLIMIT_AS, (2**29, 2**29))
         with pytest.raises(CellFailure) as failure:
-            small.ask({"do": "machine"}, 120)
+            small.ask(120, work.measure_machine)
     assert failure.value.status in {"crashed", "oom"}
 
 
@@ -208,7 +210,6 @@ def test_cell_of_a_device_that_is_gone_is_not_computed_on_the_cpu():
     case = OpCase(kind="op_forward", sequence=16, heads=1, kv_heads=1)
     cell = Cell(case=case.name, problem=problem_of(case), row="standard", target="cuda:h100", resolved="standard",
                 mode="native", exact=True)  # fmt: skip
-    asked = {"cell": dataclasses.asdict(cell), "reference": None, "memory_limit": 2**33, "text": None}
     with pytest.raises(CellFailure, match=r"is for cuda:h100, and JAX now finds cpu.*: the device is gone") as failure:
-        worker._prepare(asked, is_confined=False)
+        work.prepare(cell, None, 2**33, None, shared=False)
     assert failure.value.status == "crashed"

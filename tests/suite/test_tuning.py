@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -110,14 +109,13 @@ def test_candidate_that_ends_the_compiler_has_another_compiler_after_it(monkeypa
         def close(self):
             pass
 
-        def ask(self, question, _):
-            options = question["options"]
+        def ask(self, seconds, function, case, name, target, options, given, dump):
             if options["block_kv"] == 1024:
                 raise CellFailure("timeout", "no answer")
             work = {"steps": 4096 // options["block_q"], "loaded_bytes": 1, "buffer_bytes": 1}
             kernel = {"kernel": "attend", "step_bundles": options["block_kv"], "grid_steps": work["steps"]}
             counts = {"bundles": 9, "mxu_bundles": 1, "fills": 0, "spills": 0, "vector_bytes": 0}
-            assert Path(question["dump"]).is_dir()
+            assert dump.is_dir()
             return {"options": options, "error": None, "work": work, "schedules": [kernel | counts]}
 
     monkeypatch.setattr(tuning, "Worker", Compiler)
@@ -261,7 +259,7 @@ class Compiles(Candidates):
             "registers": 32,
             "blocks": 50 * options["block_size"],
         }
-        return (KernelBuild(name="kernel", configuration=(("num_warps", 8),), error=error, **sizes),)
+        return (KernelBuild(name="kernel", configuration={"num_warps": 8}, error=error, **sizes),)
 
 
 def tune_for_h100(monkeypatch, tmp_path, dtype):

@@ -1,0 +1,142 @@
+"""What a worker process does when it is asked: functions that other modules name in a request (``process.py``).
+
+A cell is first prepared, then sampled. The process holds what was prepared, by the cell's key: of one cell, or of all
+cells of a case that share the process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import psutil
+
+from attnsuite.backends import Target
+
+from ..cell import Case, Cell, Means, Outcome, Prepared
+from ..errors import CellFailure
+from ..kinds import kind_of, make_case
+from ..measure import arrays, machine, memory, placement, speed
+from ..measure.fresh import Draw
+from ..measure.profile import profile
+from ..record import Machine, TensorError
+from ..user_function import is_reference, register_functions
+
+if TYPE_CHECKING:
+    from attnsuite.models import TextFile
+
+UNCONFINED = "this system cannot confine a process: the function could read and write what its user can."
+is_confined = False  # set when the process starts
+_PREPARED: dict[str, Prepared] = {}
+
+
+def prepare(
+    cell: Cell, reference: Path | None, memory_limit: int, text: TextFile | None, shared: bool
+) -> dict[str, Any]:
+    """The outcome of the cell's first call, and whether outputs of a timed call can be named.
+
+    ``shared``: other cells of the case are in this process. Raises CellFailure where the cell's device is gone.
+    """
+    here = str(Target.here())
+    if here.partition(":")[0] != cell.target.partition(":")[0]:  # JAX computes on the CPU where it finds no device
+        raise CellFailure("crashed", f"the cell is for {cell.target}, and JAX now finds {here}: the device is gone.")
+    if not shared:
+        _PREPARED.clear()
+    is_own = is_reference(cell.row)
+    resident = psutil.Process().memory_info().rss if is_own else None
+    before = memory.device_statistics() if shared else None
+    register_functions([cell.row])
+    means = Means(reference=reference, memory_limit=memory_limit, text=text, resident=resident)
+    prepared = _PREPARED[cell.key] = kind_of(cell.kind).prepare(cell, make_case(cell.problem), means)
+    outcome = prepared.outcome
+    if is_own and not is_confined:
+        outcome = dataclasses.replace(outcome, notes=(*outcome.notes, UNCONFINED))
+    if before is not None:
+        outcome = dataclasses.replace(outcome, memory=memory.by_difference(outcome.memory, before))
+    if prepared.timed is not None:
+        outcome = dataclasses.replace(outcome, pinned_threads=placement.pin_pool())
+    return {"outcome": outcome, "named": prepared.named is not None}
+
+
+def sample(key: str, seed: int, choice: int) -> dict[str, float]:
+    """Seconds per call of one sample, and seconds for all of it by this process's clock."""
+    timed = _prepared(key).timed
+    if timed is None:
+        raise CellFailure("crashed", "this cell has nothing that can be sampled.")
+    start = speed.clock()
+    seconds = timed.sample(seed, choice)
+    return {"seconds": seconds, "spent": speed.clock() - start}
+
+
+def answer(key: str, seed: int, path: Path) -> None:
+    """Write the cell's outputs for the inputs of ``seed``."""
+    answers = _prepared(key).answers
+    if answers is None:
+        raise CellFailure("crashed", "this cell has no answers.")
+    arrays.save(path, answers(seed))
+
+
+def kept(key: str, path: Path) -> int:
+    """Write the outputs of one call of the last sample; returns which call."""
+    prepared = _prepared(key)
+    if prepared.timed is None or prepared.named is None:
+        raise CellFailure("crashed", "this cell has kept nothing.")
+    arrays.save(path, prepared.named(prepared.timed.kept))
+    return prepared.timed.call
+
+
+def profiled(key: str, folder: Path, name: str) -> tuple[str, ...]:
+    """Profile one sample; returns what was not kept."""
+    return profile(lambda: sample(key, 0, 0)["seconds"], folder, name)
+
+
+def forget(key: str) -> None:
+    """Drop what was prepared of a cell."""
+    _PREPARED.pop(key, None)
+
+
+def _prepared(key: str) -> Prepared:
+    return _PREPARED.get(key, Prepared(Outcome()))
+
+
+def write_reference(case: Case, path: Path, text: TextFile | None, seed: int | None) -> None:
+    """Write what judges the outputs of ``case``."""
+    kind_of(case.kind).write_reference(case, path, text, None if seed is None else Draw(seed))
+
+
+def judge(case: Case, outputs: Path, reference: Path, seed: int, exact: bool) -> dict[str, TensorError]:
+    """The errors of outputs for the inputs of ``seed``. Raises CellFailure."""
+    return kind_of(case.kind).judge(case, _load(outputs), reference, Draw(seed), exact=exact)
+
+
+def recheck(case: Case, outputs: Path, draw: Draw, choice: int) -> dict[str, TensorError] | None:
+    """The errors of a part of a timed call's outputs. Raises CellFailure."""
+    found = kind_of(case.kind).recheck(case, _load(outputs), draw, choice)
+    speed.come_to_rest()
+    return found
+
+
+def _load(outputs: Path) -> dict[str, Any]:
+    try:
+        return arrays.load(outputs)
+    except (OSError, ValueError) as error:
+        raise CellFailure("wrong", f"its outputs cannot be read: {error}.") from error
+
+
+def measure_machine() -> Machine:
+    """The machine's ceilings."""
+    pin_pool()
+    return machine.measure_machine()
+
+
+def pin_pool() -> None:
+    """Start JAX, and bind its threads to processors."""
+    jax.devices()  # makes the pool
+    placement.pin_pool()
+
+
+def join(coordinator: str, processes: int, process: int) -> None:
+    """Join the other processes; returns when all of them are there."""
+    jax.distributed.initialize(coordinator, num_processes=processes, process_id=process)
