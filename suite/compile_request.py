@@ -1,4 +1,9 @@
-"""The request of ``attnsuite compile``, checked: its cases, models, backends and devices exist."""
+"""The request of ``attnsuite compile``, checked: its cases, models, backends and devices exist.
+
+Also the request for the kernels that a run of the suite ``quick`` could only interpret (:func:`verdict_request`). An
+interpreter shows that a kernel's numbers are right. The compiler shows whether the same kernel is accepted on a GPU,
+with its registers, spills and shared memory. It takes seconds for each case.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +13,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from attnsuite.backends import Target, names
+from attnsuite.backends import Target, names, registry, support
+from attnsuite.backends.tunable import CompilesKernels
 from attnsuite.models import PRESETS
 
 from .absent import topologies
 from .absent.programs import model_config
 from .compile_run import CompileGrid
 from .errors import InputError
+from .grid.run import RunGrid
 from .grid.running import Limits
-from .kinds.attention import OpCase
+from .kinds.attention import OpCase, spec_of
 from .kinds.model import ModelCase
+from .measure.environment import versions
 from .named_model import absolute
 from .names import is_whole, names_of
+from .record import Record
 from .store import RECORDS
 from .suites import Suite, find_suite, select
 from .user_function import known_row
@@ -54,6 +63,7 @@ COMPILED_KERNELS = ("xla", "pallas")  # of Kascade; its native kernels are for t
 _PHASES: dict[str, Any] = {"prefill": "model_prefill", "train": "model_train", "decode": "model_decode"}
 _DEFAULT_LENGTH = "2048"
 _BATCH = "batch"  # the word of --longest that asks for the largest batch
+VERDICT_TARGET = "h100"
 
 
 def compile_request(flags: Any, out: Path, limits: Limits, command: tuple[str, ...]) -> CompileGrid:
@@ -165,3 +175,48 @@ def _length(text: str) -> int:
     if not is_whole(text) or int(text) < 1:
         raise InputError(f"--seq-lens {text!r} is not a length; give integers of at least 1, separated by commas.")
     return int(text)
+
+
+def verdict_request(request: RunGrid, records: Sequence[Record]) -> CompileGrid | None:
+    """The cases whose interpreted kernels are compiled for an H100; None if there are none.
+
+    Left out are cases that the backend refuses there (Kvax: float32), and runs of nodes with other versions than the
+    driver's, which compiles: a page holds one version.
+    """
+    if request.suite != "quick" or request.shard is not None or _of_other_versions(records):
+        return None
+    target = Target.named(VERDICT_TARGET)
+    interpreted = {(record.case, record.requested) for record in records if record.mode == "interpret"}
+    asked = [
+        (case, row)
+        for case in request.cases
+        for row in request.backends
+        if isinstance(case, OpCase)
+        and (case.name, row) in interpreted
+        and isinstance(registry.get(row), CompilesKernels)
+        and support(registry.get(row), spec_of(case), target, "compile")
+    ]
+    if not asked:
+        return None
+    cases, rows = tuple(dict.fromkeys(case for case, _ in asked)), tuple(dict.fromkeys(row for _, row in asked))
+    out = request.out / VERDICT_TARGET
+    words = ("--suite", "quick", "--cases", ",".join(case.name for case in cases), "--backends", ",".join(rows))
+    return CompileGrid(
+        cases=cases,
+        searches=(),
+        backends=rows,
+        targets=(target,),
+        out=out,
+        limits=request.limits,
+        cache=default_cache(),
+        command=("attnsuite", "compile", *words, "--targets", VERDICT_TARGET, "--out", str(out)),
+    )
+
+
+def _of_other_versions(records: Sequence[Record]) -> bool:
+    mine = versions()
+    return any(
+        version != mine.get(name, version)
+        for record in records
+        for name, version in record.environment.get("versions", {}).items()
+    )

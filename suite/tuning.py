@@ -28,7 +28,7 @@ from attnsuite.backends.tunable import CompilesKernels, CountsWork, MadeExact, T
 
 from . import files, statistics
 from .absent import schedules, topologies
-from .absent.candidates import NO_SPILLS, WithOptions, compile_candidate, compile_kernels
+from .absent.candidates import NO_SPILLS, compile_candidate, compile_kernels
 from .absent.programs import op_program as abstract_program
 from .cell import Cell, Outcome
 from .doctor import examine_here
@@ -241,7 +241,7 @@ def _candidates(backend: Any, case: OpCase, target: Target, given: Mapping[str, 
     """
     try:
         if given:
-            program = abstract_program(case, WithOptions.of(backend, given), target)
+            program = abstract_program(case, backend, target, given)
             jax.eval_shape(program.function, *program.arguments)
         default = dict(backend.defaults(spec_of(case), target, given))
         others = map(dict, backend.candidates(spec_of(case), target, given))
@@ -316,11 +316,11 @@ def _try(
 ) -> _Candidate:
     whole = {**given, **options}
     try:
-        program = op_program(case, WithOptions.of(backend, whole), "native", target)
+        program = op_program(case, backend, "native", target, options=whole)
         compiled = speed.compile_program(program.function, program.arguments)
         outputs = jax.block_until_ready(compiled.call(*program.arguments))
         if isinstance(backend, MadeExact):  # its own result is an approximation, which no oracle can judge
-            exact = op_program(case, WithOptions.of(backend, whole | dict(backend.exact_options)), "native", target)
+            exact = op_program(case, backend, "native", target, options=whole | dict(backend.exact_options))
             outputs = jax.jit(exact.function)(*exact.arguments)
     except Exception as error:  # noqa: BLE001 (a candidate that cannot be compiled is a result)
         return _Candidate(options, error=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")

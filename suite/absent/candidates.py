@@ -12,9 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from attnsuite.backends import Backend, Layout, Plan, Takes, Target, plan, registry, support
+from attnsuite.backends import Target, registry, support
 from attnsuite.backends.contract import AttentionSpec
-from attnsuite.backends.support import takes_of
 from attnsuite.backends.tunable import CompilesKernels, CountsWork
 
 from ..cell import Outcome
@@ -26,43 +25,6 @@ from .schedules import scheduled
 
 # XLA then rejects a GPU program whose kernels spill registers into memory, and says so. It reports no other facts.
 NO_SPILLS = "--xla_gpu_fail_ptx_compilation_on_register_spilling=true"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class WithOptions:
-    """A backend that is always planned with these options."""
-
-    backend: Backend
-    options: tuple[tuple[str, Any], ...]
-
-    @staticmethod
-    def of(backend: Backend, options: Mapping[str, Any]) -> WithOptions:
-        """``backend`` with ``options``."""
-        return WithOptions(backend, tuple(sorted(options.items())))
-
-    @property
-    def name(self) -> str:
-        """The backend's."""
-        return self.backend.name
-
-    @property
-    def exact(self) -> bool:
-        """Whether the backend is exact."""
-        return self.backend.exact
-
-    def takes(self, target: Target, mode: Any) -> Takes:
-        """The backend's, for whole calls."""
-        return dataclasses.replace(takes_of(self.backend, target, mode), parts=False)
-
-    def refuses(self, spec: AttentionSpec, target: Target, mode: Any, options: Any) -> tuple[str, ...]:
-        """What the backend refuses with these options."""
-        return support(self.backend, spec, target, mode, dict(self.options)).reasons
-
-    def plan(
-        self, spec: AttentionSpec, layout: Layout, *, target: Target, mode: Any = "native", options: Any = None
-    ) -> Plan:
-        """The backend's plan with these options; ``options`` is ignored."""
-        return plan(self.backend, spec, layout, target=target, mode=mode, options=dict(self.options))
 
 
 def compile_kernels(
@@ -91,7 +53,7 @@ def compile_candidate(
         counted = backend.work(spec, target, whole) if isinstance(backend, CountsWork) else None
         if reasons := support(backend, spec, target, "compile", whole).reasons:
             return {"options": dict(options), "error": " ".join(reasons)}
-        program = op_program(case, WithOptions.of(backend, whole), target)
+        program = op_program(case, backend, target, whole)
 
         def judged() -> Outcome:
             return judged_size(compile_program(program, topologies.device(target)), target)

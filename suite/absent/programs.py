@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from attnsuite.backends import AttentionSpec, Backend, Layout, Target, plan
+from attnsuite.backends import AttentionSpec, Backend, Layout, Plan, Target, plan
 from attnsuite.backends.contract import BackendWithRoles
 from attnsuite.models import ModelConfig
 from attnsuite.models.cache import slot_shapes
@@ -39,12 +39,17 @@ class AbstractProgram:
     donated: tuple[int, ...] = ()
 
 
-def op_program(case: OpCase, backend: Backend, target: Target) -> AbstractProgram:
+def op_program(
+    case: OpCase, backend: Backend, target: Target, options: Mapping[str, Any] | None = None
+) -> AbstractProgram:
     """One attention call, see :func:`attnsuite.suite.kinds.attention.op_function`."""
     spec, (layout, query, key, value) = spec_of(case), _arrays(case)
-    function = op_function(case, lambda layout: plan(backend, spec, layout, target=target, mode="compile"))
+
+    def planned(layout: Layout) -> Plan:
+        return plan(backend, spec, layout, target=target, mode="compile", options=options)
+
     d_out = (jax.ShapeDtypeStruct((*query.shape[:3], value.shape[3]), query.dtype),) if case.needs_grad else ()
-    return AbstractProgram(function, (layout, query, key, value, *d_out))
+    return AbstractProgram(op_function(case, planned), (layout, query, key, value, *d_out))
 
 
 def role_program(

@@ -87,7 +87,14 @@ def with_gradients(attend: Callable[..., Any]) -> Callable[..., Any]:
     return forward_backward
 
 
-def op_program(case: OpCase, backend: Backend, mode: Mode, target: Target, devices: int = 1) -> Program:
+def op_program(
+    case: OpCase,
+    backend: Backend,
+    mode: Mode,
+    target: Target,
+    devices: int = 1,
+    options: Mapping[str, Any] | None = None,
+) -> Program:
     """The program of an op case, see :func:`op_function`.
 
     On several devices the arrays are divided among them, as in a model that divides its heads.
@@ -97,7 +104,7 @@ def op_program(case: OpCase, backend: Backend, mode: Mode, target: Target, devic
     sharded = None if mesh is None else Sharded.among(backend, spec, mesh)
 
     def plan(layout: Layout) -> Plan:
-        return plan_whole(sharded or backend, spec, layout, target=target, mode=mode)
+        return plan_whole(sharded or backend, spec, layout, target=target, mode=mode, options=options)
 
     layout, arrays = inputs.layout, [inputs.query, inputs.key, inputs.value, inputs.d_out]
     if sharded is not None:

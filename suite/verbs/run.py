@@ -218,8 +218,8 @@ def _sample_seconds(command: Run) -> float | None:
 def _verdicts(request: RunGrid) -> tuple[Path, ...]:
     """The directory of what is compiled for an H100 beside a run of ``quick``; () if nothing is."""
     from .. import compile_run
+    from ..compile_request import verdict_request
     from ..store import RECORDS, parse_records
-    from ..verdicts import verdict_request
 
     found = verdict_request(request, parse_records(request.out / RECORDS)[0])
     if found is None:

@@ -1,7 +1,7 @@
 import pytest
 
 from attnsuite import reports
-from attnsuite.suite.command_line import main
+from command import code_of
 
 
 def runs(write_run, first, second):
@@ -89,16 +89,12 @@ def test_missing_run_is_a_report_error(record, write_run, tmp_path):
 
 def test_command_line_compares_two_runs(record, write_run, capsys):
     folders = [write_run(record(samples=scaled(record(), factor)), name=str(factor)) for factor in (1.0, 2.0)]
-    with pytest.raises(SystemExit) as ended:
-        main(["compare", *map(str, folders)])
-    assert ended.value.code == 0
+    assert code_of("compare", *folders) == 0
     assert "B slower" in capsys.readouterr().out
 
 
 def test_command_line_refuses_a_directory_without_records(record, write_run, capsys, tmp_path):
-    with pytest.raises(SystemExit) as ended:
-        main(["compare", str(write_run(record())), str(tmp_path / "nowhere")])
-    assert ended.value.code == 2
+    assert code_of("compare", str(write_run(record())), tmp_path / "nowhere") == 2
     assert "holds no records.jsonl" in capsys.readouterr().err
 
 

@@ -10,9 +10,9 @@ import pytest
 from attnsuite import reports
 from attnsuite.reports import load
 from attnsuite.reports.trend import changes, series
-from attnsuite.suite.command_line import main
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.trend import by_machine
+from command import code_of
 
 # Not imported here: it takes two seconds, and every environment collects this file.
 pytestmark = pytest.mark.skipif(
@@ -85,9 +85,7 @@ def test_the_same_name_of_another_problem_is_not_the_same_cell(runs, record, wri
 
 def test_command_line_prints_the_page_of_each_machine(runs, capsys, monkeypatch, tmp_path):
     def compare(*words):
-        with pytest.raises(SystemExit) as ended:
-            main(["compare", *map(str, words)])
-        return ended.value.code, capsys.readouterr()
+        return code_of("compare", *words), capsys.readouterr()
 
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "summary.md"))
     made = runs()

@@ -14,9 +14,9 @@ import pytest
 
 from attnsuite.suite import bundle
 from attnsuite.suite.bundle import HEAD, LOG, pack, verified
-from attnsuite.suite.command_line import main
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.store import CONFORMANCE, MANIFEST, RECORDS
+from command import code_of
 
 PUBLISHED = Path(__file__).parents[2] / "reports" / "published" / "cpu-intel-xeon"
 
@@ -246,26 +246,26 @@ def test_damaged_file_is_one_sentence(packed, at, capsys):
     for i in range(8):
         data[at + i] ^= 0xFF
     packed.write_bytes(data)
-    assert _code("report", packed) == 2
+    assert code_of("report", packed) == 2
     said = capsys.readouterr().err
     assert "is refused" in said
     assert "Traceback" not in said
     packed.write_bytes(bytes(data[: len(data) // 2]))
-    assert _code("report", packed) == 2
-    assert _code("report", packed.with_name("missing.zip")) == 2
+    assert code_of("report", packed) == 2
+    assert code_of("report", packed.with_name("missing.zip")) == 2
 
 
 def test_verb_packs_verifies_and_unpacks_only_where_it_is_told_to(run_dir, tmp_path, capsys):
     target = tmp_path / "sent.zip"
-    assert _code("report", run_dir, "--bundle", target) == 0
+    assert code_of("report", run_dir, "--bundle", target) == 0
     before = sorted(tmp_path.rglob("*"))
-    assert _code("report", target) == 0
+    assert code_of("report", target) == 0
     assert sorted(tmp_path.rglob("*")) == before
     assert "verified: 42 records" in capsys.readouterr().out
-    assert _code("report", target, "--out", tmp_path / "theirs") == 0
+    assert code_of("report", target, "--out", tmp_path / "theirs") == 0
     assert (tmp_path / "theirs" / "report.md").is_file()
     for words in ((run_dir, "--bundle", tmp_path / "x.tar"), (target, run_dir), (run_dir, run_dir, "--bundle", target)):
-        assert _code("report", *words) == 2
+        assert code_of("report", *words) == 2
 
 
 def test_conformance_of_a_run_on_a_device_is_part_of_its_bundle(run_dir, tmp_path):
@@ -279,7 +279,7 @@ def test_conformance_of_a_run_on_a_device_is_part_of_its_bundle(run_dir, tmp_pat
     pack(run_dir, tmp_path / "run.zip")
     found = verified(tmp_path / "run.zip")
     assert len(found.records) == len(records)
-    assert _code("report", tmp_path / "run.zip", "--out", tmp_path / "out") == 0
+    assert code_of("report", tmp_path / "run.zip", "--out", tmp_path / "out") == 0
     assert (tmp_path / "out" / CONFORMANCE / "report.md").is_file()
     texts = texts_of(tmp_path / "run.zip")
     for name in (f"{CONFORMANCE}/{MANIFEST}", f"{CONFORMANCE}/{RECORDS}"):
@@ -294,9 +294,3 @@ def test_run_that_was_cut_off_is_not_packed(run_dir, tmp_path):
         file.write('{"schema"')
     with pytest.raises(InputError, match="has no whole run"):
         pack(run_dir, tmp_path / "x.zip")
-
-
-def _code(*words):
-    with pytest.raises(SystemExit) as stopped:
-        main([str(word) for word in words])
-    return stopped.value.code

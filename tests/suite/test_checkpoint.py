@@ -26,7 +26,6 @@ from attnsuite.models.kascade.calibration import calibrate
 from attnsuite.models.loss import token_nats
 from attnsuite.suite import model_suite
 from attnsuite.suite.cell import Asked
-from attnsuite.suite.command_line import main
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.grid.probe import probe
 from attnsuite.suite.kinds import model_program, quality
@@ -38,6 +37,7 @@ from attnsuite.suite.kinds.model import ModelCase
 from attnsuite.suite.kinds.text import TextCase
 from attnsuite.suite.measure import text as suite_text
 from attnsuite.suite.store import parse_records
+from command import code_of
 
 PROSE = load_text().held_out
 
@@ -237,9 +237,7 @@ def test_streaming_says_perplexity_memory_and_whether_it_means_anything(shipped,
     said = {}
     for model in (shipped, untrained):
         sizes = ["--seq-len", "64", "--sequences", "6", "--backend", "standard", "--out", str(tmp_path / model.name)]
-        with pytest.raises(SystemExit) as exit_info:
-            main(["perplexity", "--model", str(model), *sizes])
-        assert exit_info.value.code == 0
+        assert code_of("perplexity", "--model", model, *sizes) == 0
         said[model] = capsys.readouterr().out
         assert "GiB more than at the start" in said[model]
     case = TextCase(model=str(shipped), sequence=64, sequences=6)

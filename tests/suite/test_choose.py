@@ -9,10 +9,10 @@ import pytest
 from attnsuite.backends import Target, load_policy, resolve
 from attnsuite.backends.devices import usable_cores
 from attnsuite.suite.choosing import measured, policy_file, score
-from attnsuite.suite.command_line import main
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.kinds import make_case, problem_of
 from attnsuite.suite.kinds.attention import OpCase, spec_of
+from command import code_of
 
 HERE = str(Target.here())
 ENVIRONMENT = {
@@ -53,9 +53,7 @@ def op(length, **fields):
 def test_policy_names_the_fastest_of_each_case_and_is_followed(write_run, tmp_path, capsys):
     run = write_run("run", {op(64): {"standard": 1.0, "chunked": 2.0}, op(256): {"standard": 4.0, "chunked": 2.0}})
     out = tmp_path / "policy.json"
-    with pytest.raises(SystemExit) as ended:
-        main(["choose", str(run), "--out", str(out)])
-    assert ended.value.code == 0
+    assert code_of("choose", run, "--out", out) == 0
     assert f"export ATTNSUITE_POLICY={out}" in capsys.readouterr().out
     told = json.loads(out.read_text())
     assert [case["backend"] for case in told["cases"]] == ["standard", "chunked"]
@@ -133,9 +131,7 @@ def test_model_of_one_attention_type_is_a_problem_and_a_call_of_the_same_problem
 def test_check_holds_auto_with_the_policy_against_the_best_fixed_backend(write_run, tmp_path, capsys, held_out, code):
     run = write_run("run", {op(64): {"standard": 1.0, "chunked": 2.0}, op(256): {"standard": 4.0, "chunked": 2.0}})
     check = write_run("check", {op(80): {"standard": held_out, "chunked": 1.0}})
-    with pytest.raises(SystemExit) as ended:
-        main(["choose", str(run), "--out", str(tmp_path / "p.json"), "--check", str(check)])
-    assert ended.value.code == code
+    assert code_of("choose", run, "--out", tmp_path / "p.json", "--check", check) == code
     best = "standard" if held_out < 1 else "chunked"
     verdict = "within" if code == 0 else "NOT within"
     factor = max(held_out, 1.0) if code else 1.0
@@ -151,8 +147,7 @@ def test_sums_of_a_check(write_run, tmp_path):
         op(512): {"standard": 9.0},  # beyond the policy: what auto lists, which is all that has a time
     })  # fmt: skip
     out = tmp_path / "p.json"
-    with pytest.raises(SystemExit):
-        main(["choose", str(run), "--out", str(out)])
+    code_of("choose", run, "--out", out)
     found = score(load_policy(out), check)
     step = 1.0045  # the median of ten samples that grow by a thousandth
     assert found.with_policy == pytest.approx(step * (1.0 + 1.5 + 9.0))
@@ -165,7 +160,5 @@ def test_sums_of_a_check(write_run, tmp_path):
 def test_check_refuses_a_run_of_another_machine(write_run, tmp_path, capsys):
     run = write_run("run", {op(64): {"standard": 1.0}})
     other = write_run("other", {op(64): {"standard": 1.0}}, target="cpu:Another Processor")
-    with pytest.raises(SystemExit) as ended:
-        main(["choose", str(run), "--out", str(tmp_path / "p.json"), "--check", str(other)])
-    assert ended.value.code == 2
+    assert code_of("choose", run, "--out", tmp_path / "p.json", "--check", other) == 2
     assert "was measured with another device (cpu:Another Processor)" in capsys.readouterr().err

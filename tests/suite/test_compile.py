@@ -27,7 +27,6 @@ from attnsuite.suite.absent.programs import (
     role_program,
 )
 from attnsuite.suite.cell import Outcome
-from attnsuite.suite.command_line import main
 from attnsuite.suite.compile_run import SEARCH_BATCHES, SEARCH_LENGTHS, SEARCH_STEPS, CompileGrid, longest
 from attnsuite.suite.errors import CellFailure, InputError
 from attnsuite.suite.grid.running import Limits
@@ -35,6 +34,7 @@ from attnsuite.suite.kinds.attention import OpCase, spec_of
 from attnsuite.suite.kinds.attention import op_program as measured_program
 from attnsuite.suite.kinds.model import ModelCase
 from attnsuite.suite.store import RECORDS, parse_records
+from command import code_of
 
 V5E, H100 = Target("tpu", "v5e"), Target("cuda", "h100")
 OP = OpCase(kind="op_forward", sequence=64)
@@ -46,8 +46,7 @@ MODEL = ModelCase(kind="model_prefill", model="debug", dtype="bfloat16", new_tok
 
 def test_directory_with_records_is_refused(tmp_path, capsys):
     (tmp_path / RECORDS).write_text("")
-    with pytest.raises(SystemExit):
-        main(["compile", "--out", str(tmp_path)])
+    code_of("compile", "--out", tmp_path)
     assert "already has records; choose another --out" in capsys.readouterr().err
 
 

@@ -22,10 +22,10 @@ from attnsuite.models.parameters import initialise
 from attnsuite.models.planning import resolve_attention
 from attnsuite.models.training import Batch, training_step
 from attnsuite.suite import step_time
-from attnsuite.suite.command_line import main
 from attnsuite.suite.harvest import Harvest, harvest, traced
 from attnsuite.suite.harvested import UNSAID, harvested, to_toml
 from attnsuite.suite.suites import find_suite
+from command import code_of
 
 HERE = "test_harvest.py"
 
@@ -238,11 +238,10 @@ def script(tmp_path, monkeypatch):
 
 
 def finished(capsys, *words):
-    with pytest.raises(SystemExit) as exit_info:
-        main(["harvest", *words])
+    code = code_of("harvest", *words)
     captured = capsys.readouterr()
     assert "Traceback" not in captured.err
-    return exit_info.value.code, captured.out, captured.err
+    return code, captured.out, captured.err
 
 
 def test_command_writes_a_suite_file_that_runs_take(script, capsys):
@@ -311,8 +310,7 @@ def test_a_step_is_timed_as_it_is_without_attention_and_with_auto(tmp_path, monk
     """Its arrays are donated, so each run has its own; a call that auto does not have stays, and says so."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "timed.py").write_text(TIMED)
-    with pytest.raises(SystemExit):
-        main(["harvest", "timed.py:fn", "--time"])
+    code_of("harvest", "timed.py:fn", "--time")
     out, err = capsys.readouterr()
     assert not [line for line in err.splitlines() if line.startswith("attnsuite:")], err
     assert re.search(r"the step takes [\d.]+ .*[mu]?s on this machine", out)
@@ -320,8 +318,7 @@ def test_a_step_is_timed_as_it_is_without_attention_and_with_auto(tmp_path, monk
     assert re.search(r"with auto it takes \d+\.\d\d of that time", out)
     assert "timed.py:6 runs XLA's formula of jax.nn; auto takes" in out
     assert "timed.py:7 stays as it is: it asks for lengths of the queries." in out
-    with pytest.raises(SystemExit):
-        main(["harvest", "timed.py:shapes", "--time"])
+    code_of("harvest", "timed.py:shapes", "--time")
     assert "the step was not timed" in capsys.readouterr().err
 
 

@@ -8,13 +8,13 @@ import json
 import pytest
 
 from attnsuite.backends import AttentionSpec, Layout, Target, plan, registry, splash_blocks, tokamax_splash
-from attnsuite.suite.command_line import main
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.imported import TOKAMAX, as_tokamax, import_tables, table_of
 from attnsuite.suite.kinds import checked, problem_of
 from attnsuite.suite.kinds.attention import OpCase
 from attnsuite.suite.kinds.tuning import Trial, Trials
 from attnsuite.suite.record import Record
+from command import code_of
 
 V6E = Target("tpu", "v6e")
 PROBLEM = {
@@ -33,12 +33,6 @@ TUNED_BLOCK_SIZES = {"TPU v6": {("bfloat16", "bfloat16", 8, 8, 128, 128, 64, 102
                      "TPU v5": {("bfloat16", "bfloat16", 8, 8, 128, 128, 64, 1024): (2, 16)},
                      "TPU v7": {128: {"a": {"b": {"c": (1, 2), "d": (1, 2)}}}}}
 """
-
-
-def code_of(*words):
-    with pytest.raises(SystemExit) as stopped:
-        main(["tune", *map(str, words)])
-    return stopped.value.code
 
 
 def written(tmp_path, entries, device="tpu_v6_lite", kernel=TOKAMAX):
@@ -108,7 +102,7 @@ def test_first_of_two_entries_for_one_problem_holds_and_the_other_is_listed(tmp_
 def test_ragged_tables_are_read_as_literals_and_only_the_kernel_that_is_called_is_taken(tmp_path, capsys):
     path = tmp_path / "tuned_block_sizes.py"
     path.write_text(RAGGED)
-    assert code_of("--import", path, "--out", tmp_path / "out") == 0
+    assert code_of("tune", "--import", path, "--out", tmp_path / "out") == 0
     said = capsys.readouterr().out
     assert "executed" not in said
     assert "5 entries, 1 match, 4 refused, 0 contradict" in said
@@ -129,11 +123,11 @@ def test_unknown_files_are_one_sentence(tmp_path, capsys):
     broken = written(tmp_path, [])
     broken.write_text("[1]")
     for path in (*(tmp_path / name for name in names), broken, tmp_path / "missing.json", tmp_path):
-        assert code_of("--import", path, "--out", tmp_path / "out") == 2
+        assert code_of("tune", "--import", path, "--out", tmp_path / "out") == 2
         said = capsys.readouterr().err
         assert said.startswith("attnsuite: --import ")
         assert "Traceback" not in said
-    assert code_of("--import", broken, "--target", "v6e") == 2
+    assert code_of("tune", "--import", broken, "--target", "v6e") == 2
     assert "beside it only --out" in capsys.readouterr().err
 
 

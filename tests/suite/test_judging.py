@@ -15,7 +15,7 @@ import pytest
 
 from attnsuite.backends import Target, registry
 from attnsuite.reports import render
-from attnsuite.suite import command_line, judgement, user_function
+from attnsuite.suite import judgement, user_function
 from attnsuite.suite.cell import Asked, Outcome
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.grid.probe import find_cells
@@ -25,6 +25,7 @@ from attnsuite.suite.kinds import conformance as conformance_kind
 from attnsuite.suite.kinds.conformance import ConformanceCase
 from attnsuite.suite.store import MANIFEST, RECORDS, parse_records
 from attnsuite.testing import random_specs
+from command import code_of
 
 LIMITS = Limits(120.0, 2**33)
 KERNELS = """
@@ -159,10 +160,9 @@ def test_backend_that_is_approximate_by_design_is_not_judged_by_the_exact_ones_b
 
 def test_command_says_what_is_right_wrong_and_refused_and_keeps_the_records(kernels, tmp_path, capsys):
     out, words = tmp_path / "judged", ["--cases", "heads-equal,window-int", "--random", "0"]
-    with pytest.raises(SystemExit) as ended:
-        command_line.main(["judge", f"{kernels}:off", *words, "--out", str(out)])
+    code = code_of("judge", f"{kernels}:off", *words, "--out", out)
     told = capsys.readouterr().out
-    assert ended.value.code == 1
+    assert code == 1
     assert "right      no        1 of the 1 problems that it takes are wrong; 1 ask for more" in told
     assert not [mark for mark in ("# ", "`", "|") if mark in told]
     assert "- heads-equal: wrong: output is off by 0.001 of its largest value" in told
@@ -178,8 +178,7 @@ def test_command_says_what_is_right_wrong_and_refused_and_keeps_the_records(kern
 
 def test_lines_of_the_worst_failure_show_it_again(kernels, tmp_path, capsys):
     words = ["--cases", "heads-equal,takes", "--random", "0", "--out", str(tmp_path / "judged")]
-    with pytest.raises(SystemExit):
-        command_line.main(["judge", f"{kernels}:off", *words])
+    code_of("judge", f"{kernels}:off", *words)
     told = capsys.readouterr().out
     assert told.index("it was found to be not causal") < told.index("The worst: heads-equal: output is off by 0.001")
     shell = textwrap.dedent(told[told.index("  python - <<'END'") : told.index("  END\n") + len("  END\n")])
@@ -190,10 +189,9 @@ def test_lines_of_the_worst_failure_show_it_again(kernels, tmp_path, capsys):
 
 def test_plain_function_is_right_for_what_it_takes(kernels, tmp_path, capsys):
     words = ["--cases", "heads-equal,window-int,causal", "--random", "0", "--out", str(tmp_path / "judged")]
-    with pytest.raises(SystemExit) as ended:
-        command_line.main(["judge", f"{kernels}:plain", *words])
+    code = code_of("judge", f"{kernels}:plain", *words)
     told = capsys.readouterr().out
-    assert ended.value.code == 0
+    assert code == 0
     assert re.search(r"^right +yes +for what it takes: all of 1 problems; 2 ask for more; nearest", told, re.MULTILINE)
     assert "what more problems would need\n\n- " in told
     assert "The worst" not in told
@@ -227,10 +225,9 @@ def test_what_jax_itself_cannot_do_here_is_no_fault_of_a_function(kernels, monke
 def test_verdict_is_a_record_and_a_gate(kernels, tmp_path, capsys):
     out = tmp_path / "judged"
     words = ["--cases", "heads-equal", "--random", "0", "--require", "deterministic,isolates", "--badge"]
-    with pytest.raises(SystemExit) as ended:
-        command_line.main(["judge", f"{kernels}:plain", *words, "--out", str(out)])
+    code = code_of("judge", f"{kernels}:plain", *words, "--out", out)
     written = capsys.readouterr()
-    assert ended.value.code == 1
+    assert code == 1
     assert f"{kernels}:plain is not isolates: not applicable." in written.err
     assert "is not deterministic" not in written.err
     assert re.search(r"^deterministic +yes +5 runs; another process; one processor core", written.out, re.MULTILINE)
@@ -263,9 +260,7 @@ def test_required_verdict_that_is_none_is_a_sentence(kernels):
 
 def test_process_that_dies_is_a_result_and_the_next_problem_is_judged(kernels, tmp_path, capsys):
     words = ["--cases", "heads-equal*", "--random", "0", "--out", str(tmp_path / "out")]
-    with pytest.raises(SystemExit) as ended:
-        command_line.main(["judge", f"{kernels}:aborts_once", *words])
-    assert ended.value.code == 1
+    assert code_of("judge", f"{kernels}:aborts_once", *words) == 1
     records, _, _ = parse_records(tmp_path / "out" / RECORDS)
     assert records[0].status == "crashed", capsys.readouterr()
     assert records[0].error.startswith("died by SIGABRT")
@@ -274,9 +269,7 @@ def test_process_that_dies_is_a_result_and_the_next_problem_is_judged(kernels, t
 
 def test_judgement_is_resumed_as_it_was_begun(tmp_path, capsys):
     def command(*words):
-        with pytest.raises(SystemExit) as ended:
-            command_line.main([*words, "--out", str(tmp_path / "out")])
-        return ended.value.code, "".join(capsys.readouterr())
+        return code_of(*words, "--out", tmp_path / "out"), "".join(capsys.readouterr())
 
     assert command("judge", "standard", "chunked", "--cases", "heads-equal", "--random", "0")[0] == 0
     before = (tmp_path / "out" / RECORDS).read_bytes()

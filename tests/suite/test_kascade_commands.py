@@ -7,8 +7,8 @@ import json
 import pytest
 
 from attnsuite.backends.kascade import greedy_by_loss, load_calibration
-from attnsuite.suite.command_line import main
 from attnsuite.suite.kinds.kascade import calibrate
+from command import code_of
 
 SMALL = """
 name = "kascade"
@@ -40,10 +40,8 @@ def test_calibrate_writes_what_was_measured_and_prints_the_schedule(tmp_path, ca
         return greedy_by_loss(calibration, anchors, lambda schedules: [-s.anchors[-1] for s in schedules])
 
     monkeypatch.setattr(calibrate, "schedule_by_loss", by_loss)
-    with pytest.raises(SystemExit) as exit_info:
-        main(["calibrate", "--out", str(out), "--prompts", "2", "--length", "96", "--schedule", "greedy-loss",
-              "--anchors", "3"])  # fmt: skip
-    assert exit_info.value.code == 0
+    words = "calibrate --prompts 2 --length 96 --schedule greedy-loss --anchors 3"
+    assert code_of(*words.split(), "--out", out) == 0
     printed = capsys.readouterr().out
     assert "similarity" in printed
     assert "dense" in printed
@@ -105,9 +103,7 @@ def layers_of(prompt):
             "--length",
             256,
         ]
-        with pytest.raises(SystemExit) as exit_info:
-            main([*map(str, command), "--anchors", "2"])
-        assert exit_info.value.code == 0
+        assert code_of(*command, "--anchors", "2") == 0
         assert "schedule dp, anchors 0, " in capsys.readouterr().out
         assert load_calibration(out).num_layers == 4
 

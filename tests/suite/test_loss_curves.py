@@ -30,6 +30,7 @@ from attnsuite.suite.kinds.loss_curve import (
 )
 from attnsuite.suite.record import Record
 from attnsuite.suite.store import RECORDS, parse_records
+from command import code_of
 
 CONFIG = ModelConfig.from_preset(
     "debug", hidden_size=32, intermediate_size=48, num_layers=1, num_heads=2, num_kv_heads=1, max_length=256
@@ -130,9 +131,7 @@ def write(directory, curves):
 def test_the_page_says_who_is_ready_and_is_a_function_of_the_curves(curves, tmp_path, capsys):
     write(tmp_path, curves)
     assert list(parse_records(tmp_path / RECORDS)[0]) == curves
-    with pytest.raises(SystemExit) as exit_info:
-        main(["report", str(tmp_path)])
-    assert exit_info.value.code == 0
+    assert code_of("report", tmp_path) == 0
     assert str(tmp_path / "report.md") in capsys.readouterr().out
     text = (tmp_path / "report.md").read_text()
     rows = {line.split("|")[1].strip(): line for line in text.splitlines() if line.startswith("|")}

@@ -7,7 +7,6 @@ import dataclasses
 import pytest
 
 from attnsuite import reports
-from attnsuite.suite.command_line import main
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.grid.run import new_request
 from attnsuite.suite.grid.running import Limits
@@ -16,6 +15,7 @@ from attnsuite.suite.kinds.attention import OpCase
 from attnsuite.suite.merge import merge
 from attnsuite.suite.store import MANIFEST, RECORDS, RunManifest, RunStore, TextIdentity
 from attnsuite.suite.suites import Shard, find_suite, parse_shard
+from command import code_of
 
 CASES = tuple(OpCase(kind="op_forward", sequence=length, heads=2, kv_heads=2) for length in (16, 32, 64, 128, 256))
 ROWS = ("standard", "chunked")
@@ -138,8 +138,6 @@ def test_more_shards_than_cases_are_refused(tmp_path):
 
 def test_report_puts_shards_together_in_a_directory_of_their_own(tmp_path, written, capsys):
     one, other = written("one", CASES[:1]), written("other", CASES[1:])
-    with pytest.raises(SystemExit) as ended:
-        main(["report", str(one), str(other), "--out", str(tmp_path / "whole")])
-    assert ended.value.code == 0
+    assert code_of("report", one, other, "--out", tmp_path / "whole") == 0
     assert f"report:  {tmp_path / 'whole' / 'report.md'}" in capsys.readouterr().out
     assert not (one / "report.md").exists()

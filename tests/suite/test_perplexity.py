@@ -11,7 +11,6 @@ from attnsuite.backends.resolve import PRIORITY
 from attnsuite.models import ModelConfig, Transformer, load_shipped, save, write_random
 from attnsuite.models.weights import load, shipped
 from attnsuite.suite import streamed
-from attnsuite.suite.command_line import main
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.kinds import model_program, quality
 from attnsuite.suite.kinds.model import ModelCase
@@ -19,6 +18,7 @@ from attnsuite.suite.kinds.retrieval import RetrievalCase
 from attnsuite.suite.kinds.text import TextCase
 from attnsuite.suite.names import parse_options
 from attnsuite.suite.store import parse_records
+from command import code_of
 
 LENGTH = 128  # tokens of a sequence, of which the last is only predicted
 SIZES = ["--seq-len", str(LENGTH), "--sequences", "2"]
@@ -27,21 +27,18 @@ TILES = "tile_size=16,query_tile=16,min_keys=0,top_k=0.125"
 
 def perplexity(capsys, out, *arguments):
     """Exit code, what was printed, and the record."""
-    with pytest.raises(SystemExit) as exit_info:
-        main(["perplexity", "--out", str(out), *SIZES, *map(str, arguments)])
+    code = code_of("perplexity", "--out", out, *SIZES, *arguments)
     said = capsys.readouterr()
     assert "Traceback" not in said.err
     records = parse_records(out / "records.jsonl")[0] if (out / "records.jsonl").is_file() else [None]
-    return exit_info.value.code, said.out or said.err, records[0]
+    return code, said.out or said.err, records[0]
 
 
 @pytest.fixture(scope="module")
 def calibrated(tmp_path_factory):
     """Of the checkpoint that ships, with tiles of 16."""
     path = tmp_path_factory.mktemp("calibration") / "c.safetensors"
-    with pytest.raises(SystemExit) as exit_info:
-        main(["calibrate", "--out", str(path), "--prompts", "1", "--length", "96", "--top-k", "0.25"])
-    assert exit_info.value.code == 0
+    assert code_of("calibrate", "--out", path, "--prompts", "1", "--length", "96", "--top-k", "0.25") == 0
     return path
 
 
@@ -130,9 +127,7 @@ def test_random_weights_are_calibrated_and_measured_on_random_tokens_and_are_inv
     write_random(ModelConfig.from_preset("qwen3-0.6b", num_layers=2, hidden_size=64, intermediate_size=64,
                                          vocab_size=300), tmp_path / "model", chunked=True)  # fmt: skip
     model, calibration = ["--model", str(tmp_path / "model"), "--random-tokens"], tmp_path / "c.safetensors"
-    with pytest.raises(SystemExit) as exit_info:
-        main(["calibrate", *model, "--out", str(calibration), "--prompts", "1", "--length", "96", "--anchors", "1"])
-    assert exit_info.value.code == 0
+    assert code_of("calibrate", *model, "--out", calibration, "--prompts", "1", "--length", "96", "--anchors", "1") == 0
     words = ["--backend", "kascade", "--calibration", calibration, "--anchors", "1", "--against", "standard"]
     code, said, record = perplexity(capsys, tmp_path / "run", *model, *words)
     assert code == 0

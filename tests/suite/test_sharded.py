@@ -16,11 +16,11 @@ import pytest
 
 from attnsuite import reports
 from attnsuite.suite import sharded_grid
-from attnsuite.suite.command_line import main
 from attnsuite.suite.grid.references import References
 from attnsuite.suite.kinds import make_case
 from attnsuite.suite.sharded_grid import cell_of, rows
 from attnsuite.suite.store import RECORDS, parse_records
+from command import code_of
 
 PUBLISHED = Path(__file__).parents[2] / "reports" / "published" / "sharded"
 DEVICES = 8
@@ -221,9 +221,7 @@ def test_rows_are_kept_as_they_are_computed_and_resumed(tmp_path, monkeypatch, c
         raise KeyboardInterrupt
 
     def command(*words):
-        with pytest.raises(SystemExit) as exit_info:
-            main(["run", "--suite", "sharded", "--out", str(out), *words])
-        return exit_info.value.code, "".join(capsys.readouterr())
+        return code_of("run", "--suite", "sharded", "--out", out, *words), "".join(capsys.readouterr())
 
     with monkeypatch.context() as patch:
         patch.setattr(sharded_grid.ShardedGrid, "compute", interrupted)

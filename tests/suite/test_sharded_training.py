@@ -15,9 +15,9 @@ import pytest
 
 from attnsuite.models.resume import missing
 from attnsuite.models.sharded_training import MeshSizes, place_on
-from attnsuite.suite.command_line import main
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.host_devices import parse_mesh
+from command import code_of
 
 TRAIN = """
 import json, sys, jax
@@ -107,9 +107,7 @@ def test_a_resumed_mesh_goes_on_to_the_same_bits(trained):
 )
 def test_a_mesh_that_cannot_be_made_is_a_sentence(arguments, expected, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr("attnsuite.suite.host_devices.make_host_devices", lambda _: None)
-    with pytest.raises(SystemExit) as exit_info:
-        main(["train", "--model", "debug", "--save-every", "0", "--out", str(tmp_path / "out"), *arguments])
-    assert exit_info.value.code == 2
+    assert code_of("train", "--model", "debug", "--save-every", "0", "--out", tmp_path / "out", *arguments) == 2
     assert expected in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "out").exists()
 

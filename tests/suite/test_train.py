@@ -10,9 +10,9 @@ import pytest
 
 from attnsuite.models import PRESETS, load, load_shipped, lora
 from attnsuite.models.resume import missing
-from attnsuite.suite.command_line import main
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.train import LOSSES, TrainRequest, execute, open_training
+from command import code_of
 
 SIZES = {"num_layers": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "max_length": 64}
 WORDS = {"model": "nano", "steps": 4, "batch": 2, "length": 32, "save_every": 2, "learning_rate": 0.01}
@@ -129,9 +129,7 @@ TILES = "min_keys=0,tile_size=16,query_tile=16"
 
 def trained(out, *words):
     sizes = ("--model", "text", "--steps", "3", "--batch", "2", "--length", "128", "--save-every", "0")
-    with pytest.raises(SystemExit) as ended:
-        main(["train", *sizes, "--out", str(out), *words])
-    assert ended.value.code == 0
+    assert code_of("train", *sizes, "--out", out, *words) == 0
     return losses(out)
 
 

@@ -14,7 +14,6 @@ from attnsuite.backends import FEATURES, Layout, Takes, Target, registry, tuned
 from attnsuite.backends.tunable import KernelBuild
 from attnsuite.reports.pages import tuning as page
 from attnsuite.suite import tuned_table, tuning
-from attnsuite.suite.command_line import main
 from attnsuite.suite.errors import CellFailure, InputError
 from attnsuite.suite.grid.progress import ProgressDisplay
 from attnsuite.suite.grid.running import Limits
@@ -23,6 +22,7 @@ from attnsuite.suite.kinds.attention import OpCase, spec_of, write_reference
 from attnsuite.suite.kinds.tuning import Trial, Trials
 from attnsuite.suite.record import Record
 from attnsuite.suite.store import RECORDS, parse_records
+from command import code_of
 
 CASE = OpCase(kind="op_forward", sequence=192, heads=2, kv_heads=2)
 CHUNKED = registry.get("chunked")
@@ -189,9 +189,7 @@ def test_entry_says_what_a_plan_is_looked_up_by():
 def test_table_is_written_and_read_back(tmp_path, capsys):
     out, words = tmp_path / "out", "tune --backends chunked --cases forward-s512-h8k2-d64-bf16"
     words += " --options block_q=128,block_kv=256"  # which leaves the heads of a tile to be tried
-    with pytest.raises(SystemExit) as exit_info:
-        main([*words.split(), "--out", str(out)])
-    assert exit_info.value.code == 0
+    assert code_of(*words.split(), "--out", out) == 0
     (entry,) = tuned.load(out / "tuned.json")
     assert (entry.backend, entry.dtype, entry.grouped, entry.length) == ("chunked", "bfloat16", True, 512)
     written = json.loads((out / "tuned.json").read_text())
@@ -216,9 +214,7 @@ def test_cells_are_kept_as_they_are_tuned_and_resumed(tmp_path, monkeypatch, cap
         return [{"options": {"n": 0}, "samples": [1.0] * 12, "error": None}]
 
     def command(*words):
-        with pytest.raises(SystemExit) as exit_info:
-            main(["tune", "--backends", "chunked", "--cases", "forward-s512-*-f32", "--out", str(tmp_path), *words])
-        return exit_info.value.code
+        return code_of("tune", "--backends", "chunked", "--cases", "forward-s512-*-f32", "--out", tmp_path, *words)
 
     monkeypatch.setattr(tuning, "_measure", measure)
     assert command() == 130
@@ -230,8 +226,7 @@ def test_cells_are_kept_as_they_are_tuned_and_resumed(tmp_path, monkeypatch, cap
     assert (tmp_path / RECORDS).read_bytes().startswith(before)
     names = ["forward-s512-h8k8-d64-f32", "forward-s512-h8k2-d64-f32"]
     assert begun == [*names, names[1]]
-    with pytest.raises(SystemExit):
-        main(["run", "--resume", "--out", str(tmp_path)])
+    code_of("run", "--resume", "--out", tmp_path)
     assert f"go on with attnsuite tune --resume --out {tmp_path}." in capsys.readouterr().err
     assert [entry["case"] for entry in json.loads((tmp_path / "tuned.json").read_text())["entries"]] == names
 
@@ -315,9 +310,7 @@ def test_what_is_unsupported_costs_no_reference_and_a_budget_ends_before_the_nex
     words = ["tune", "--backends", "kascade", "--options", "tile_size=16,query_tile=16", "--out", str(tmp_path)]
 
     def tuned(*more):
-        with pytest.raises(SystemExit) as ended:
-            main([*words, *more])
-        assert ended.value.code == 0
+        assert code_of(*words, *more) == 0
         return {record.case: record.status for record in parse_records(tmp_path / RECORDS)[0]}
 
     assert tuned("--minutes", "1e-6") == {bidirectional.name: "unsupported", CASE.name: "ok"}

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from attnsuite.backends import Target
-from attnsuite.suite import verdicts
+from attnsuite.suite import compile_request
 from attnsuite.suite.absent import topologies
 from attnsuite.suite.grid.run import RunGrid
 from attnsuite.suite.grid.running import Limits
@@ -19,8 +19,8 @@ from attnsuite.suite.suites import QUICK, parse_shard
 def request_of(monkeypatch, tmp_path):
     """A run of ``quick`` with a backend whose kernels Triton compiles, and one whose kernels XLA does."""
     backends = {"triton": SimpleNamespace(compile_kernels=print), "pallas": SimpleNamespace()}
-    monkeypatch.setattr(verdicts.registry, "get", backends.__getitem__)
-    monkeypatch.setattr(verdicts, "support", lambda _, spec, *__: spec.dtype != "float32")
+    monkeypatch.setattr(compile_request.registry, "get", backends.__getitem__)
+    monkeypatch.setattr(compile_request, "support", lambda _, spec, *__: spec.dtype != "float32")
 
     def of(**changes):
         fields = {"suite": "quick", "cases": QUICK.cases, "backends": tuple(backends), "text": None, "resume": False}
@@ -39,7 +39,7 @@ def interpreted(example_record, *rows):
 
 
 def test_half_precision_cases_of_interpreted_triton_kernels_are_compiled_for_an_h100(request_of, example_record):
-    found = verdicts.verdict_request(request_of(), interpreted(example_record, "triton", "pallas"))
+    found = compile_request.verdict_request(request_of(), interpreted(example_record, "triton", "pallas"))
     assert [case.name for case in found.cases] == [
         "forward-backward-s1024-h8k2-d64-bf16",
         "forward-s1024-h8k2-d64-bf16",
@@ -51,14 +51,14 @@ def test_nothing_is_compiled_for_another_suite_shard_or_version_or_if_nothing_wa
     request_of, example_record
 ):
     records = interpreted(example_record, "triton")
-    assert verdicts.verdict_request(request_of(), records) is not None
-    assert verdicts.verdict_request(request_of(suite="full"), records) is None
-    assert verdicts.verdict_request(request_of(shard=parse_shard("1/2")), records) is None
-    assert verdicts.verdict_request(request_of(), interpreted(example_record, "pallas")) is None
+    assert compile_request.verdict_request(request_of(), records) is not None
+    assert compile_request.verdict_request(request_of(suite="full"), records) is None
+    assert compile_request.verdict_request(request_of(shard=parse_shard("1/2")), records) is None
+    assert compile_request.verdict_request(request_of(), interpreted(example_record, "pallas")) is None
     native = [dataclasses.replace(record, mode="native") for record in records]
-    assert verdicts.verdict_request(request_of(), native) is None
+    assert compile_request.verdict_request(request_of(), native) is None
     elsewhere = [dataclasses.replace(record, environment={"versions": {"jax": "0.0.1"}}) for record in records]
-    assert verdicts.verdict_request(request_of(), elsewhere) is None
+    assert compile_request.verdict_request(request_of(), elsewhere) is None
 
 
 def test_half_of_the_cuda_plugin_is_no_compiler(monkeypatch):

@@ -13,10 +13,10 @@ import pytest
 
 from attnsuite.suite import compile_run, files
 from attnsuite.suite.absent.compilation import NO_COMPILER
-from attnsuite.suite.command_line import main
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.grid import execute
 from attnsuite.suite.store import RunStore
+from command import code_of
 
 
 @pytest.fixture(autouse=True)
@@ -162,7 +162,5 @@ def test_compiling_nothing_for_want_of_a_compiler_is_no_success(
                 store.append([dataclasses.replace(example_record, key=str(number), mode="compile", **status)])
 
     monkeypatch.setattr(compile_run, "compile_all", compile_all)
-    with pytest.raises(SystemExit) as exit_info:
-        main(["compile", "--targets", "v5e", "--out", str(tmp_path / "run")])
-    assert exit_info.value.code == code
+    assert code_of("compile", "--targets", "v5e", "--out", tmp_path / "run") == code
     assert ("nothing was compiled, for want of a compiler" in capsys.readouterr().err) == bool(code)
