@@ -20,7 +20,7 @@ from .fused import FusedSource, pieces_of
 from .huggingface import from_hf
 from .huggingface_keys import CONFIG
 from .meta import MetaSource, is_meta
-from .parameters import Params, checkpoint_names, parameter_shapes
+from .parameters import Params, checkpoint_names, stored_shapes
 from .reading import CheckpointError, is_file, read_json
 from .shards import ShardedSource, is_finite
 
@@ -102,10 +102,7 @@ class Checkpoint:
 
     def _check(self) -> None:
         """Raise CheckpointError where a tensor is missing, of another shape, or has no place."""
-        is_shape = lambda x: isinstance(x, tuple)  # noqa: E731
-        shapes = jax.tree.leaves(parameter_shapes(self.config), is_leaf=is_shape)
-        wanted = dict(zip(jax.tree.leaves(self._names), shapes, strict=True))
-        found = self._source.shapes
+        wanted, found = stored_shapes(self.config), self._source.shapes
         for name, shape in found.items():
             if name == _HEAD and self.config.tie_embeddings:
                 continue

@@ -87,8 +87,8 @@ class ModelConfig:
     router probabilities; see ``models/experts.py``.
 
     >>> config = ModelConfig.from_preset("debug", attention=("global", "sliding"), window_size=16)
-    >>> config.num_parameters, config.attention
-    (115520, ('global', 'sliding'))
+    >>> config.head_dim, config.attention
+    (32, ('global', 'sliding'))
     """
 
     vocab_size: int
@@ -295,36 +295,6 @@ class ModelConfig:
     def chosen_experts(self) -> int:
         """``experts_per_token``, for a model that has experts."""
         return self.experts_per_token  # pyright: ignore[reportReturnType]  (checked in __post_init__)
-
-    @property
-    def num_parameters(self) -> int:
-        """How many numbers the parameters hold; tied embeddings count once."""
-        d, f, q, kv = (
-            self.hidden_size, self.inner_size, self.num_heads * self.dim, self.kv_heads * self.dim
-        )  # fmt: skip
-        norm = d if self.use_rmsnorm else 2 * d
-        attention = 2 * d * (q + kv) + self.qkv_bias * (q + 2 * kv) + self.output_bias * d
-        attention += self.attention_sinks * self.num_heads
-        attention += self.qk_norm * {"head": 2 * self.dim, "projection": q + kv, "rotated": 0}[self.qk_norm_over]
-        latent = self.layer_types.count("latent")
-        attention = (self.num_layers - latent) * attention + (latent * self._latent_parameters if latent else 0)
-        mlp = (3 if self.use_swiglu else 2) * d * f
-        if self.num_experts is not None:
-            mlp = self.num_experts * (mlp + d + self.expert_bias * (1 + 2 * f + d))
-        tables = (1 if self.tie_embeddings else 2) * self.vocab_size + (0 if self.use_rope else self.max_length)
-        norms = (4 if self.norms == "both" else 2) * norm
-        return attention + self.num_layers * (mlp + norms) + norm + tables * d
-
-    @property
-    def _latent_parameters(self) -> int:
-        """Number of attention parameters of one ``latent`` layer."""
-        rank, nope, rope, value = self.latent
-        into, queries = self.hidden_size, self.num_heads * (nope + rope)
-        count = into * queries
-        if self.q_lora_rank is not None:
-            count = self.q_lora_rank * (into + 1 + queries)
-        count += into * (rank + rope) + rank + rank * self.num_heads * (nope + value)
-        return count + self.num_heads * value * into + self.output_bias * into
 
     @staticmethod
     def from_preset(name: str, **overrides: Any) -> ModelConfig:

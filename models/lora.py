@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 from safetensors.flax import save_file
 
 from .config import ModelConfig
-from .parameters import LAYER_NAMES, Params, parameter_shapes
+from .parameters import LAYER, Params, parameter_shapes
 from .reading import CheckpointError, checked, read_json, refuse_other_values, refuse_unknown
 from .shards import SafetensorsFile, check_dtype, is_finite
 
@@ -237,7 +237,7 @@ def _sum(weight: Float[Array, "out in"], adapter: Adapter) -> Float[Array, "out 
 
 
 def _name(layer: int, projection: str, part: str) -> str:
-    module = LAYER_NAMES[projection].removesuffix(".weight")
+    module = LAYER[projection].stored.removesuffix(".weight")
     return f"{_PREFIX}.{layer}.{module}.lora_{part}.weight"
 
 

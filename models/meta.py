@@ -10,16 +10,16 @@ among the presets by the model's sizes.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
 from jaxtyping import Float
 
 from .config import MOST_LAYERS, PRESETS, ModelConfig
+from .parameters import LAYER, TOP, Shape
 from .reading import CheckpointError, checked, is_file, read_json, refuse_unknown
 from .rope_scaling import RopeScaling
 from .shards import check_dtype
@@ -45,31 +45,22 @@ class _Params(msgspec.Struct, kw_only=True):
     ffn_dim_multiplier: Any = None
 
 
-# Hugging Face's name -> Meta's, and the axis along which ranks divide it (None: every rank holds all of it).
-_OUTER = {
-    "model.embed_tokens.weight": ("tok_embeddings.weight", 0),
-    "model.norm.weight": ("norm.weight", None),
-    "lm_head.weight": ("output.weight", 0),
-}
-_LAYER = {
-    "input_layernorm.weight": ("attention_norm.weight", None),
-    "self_attn.q_proj.weight": ("attention.wq.weight", 0),
-    "self_attn.k_proj.weight": ("attention.wk.weight", 0),
-    "self_attn.v_proj.weight": ("attention.wv.weight", 0),
-    "self_attn.o_proj.weight": ("attention.wo.weight", 1),
-    "post_attention_layernorm.weight": ("ffn_norm.weight", None),
-    "mlp.gate_proj.weight": ("feed_forward.w1.weight", 0),
-    "mlp.up_proj.weight": ("feed_forward.w3.weight", 0),
-    "mlp.down_proj.weight": ("feed_forward.w2.weight", 1),
-}
-_TURNED = ("self_attn.q_proj.weight", "self_attn.k_proj.weight")
-_NAMES = {theirs: (ours, axis) for ours, (theirs, axis) in _LAYER.items()}
+_EMBEDDING, _HEAD = TOP["embed_tokens"], TOP["lm_head"]
+_TURNED = (LAYER["q_proj"].stored, LAYER["k_proj"].stored)
 _IGNORED = "rope.freqs"  # Llama 2 carries what params.json says anyway
 
 
 def is_meta(directory: Path) -> bool:
     """Whether ``directory`` holds a checkpoint in Meta's form."""
     return is_file(directory / PARAMS) and any(directory.glob("consolidated.*.pth"))
+
+
+class _Divided(NamedTuple):
+    """A tensor in Meta's files: its name there, the shape of every rank's piece, and the axis that divides it."""
+
+    name: str
+    piece: Shape
+    axis: int | None  # None: every rank holds all of it
 
 
 class MetaSource:
@@ -82,9 +73,11 @@ class MetaSource:
     def __init__(self, directory: Path, rope_scaling: RopeScaling | str | None = "preset") -> None:
         self._ranks = [TorchFile(path) for path in sorted(directory.glob("consolidated.*.pth"))]
         params = _read_params(directory / PARAMS)
-        self._width = params.dim
-        self._pieces = self._piece_shapes()
-        self.shapes = {name: self._whole_shape(name) for name in self._pieces}
+        self._tensors = self._found(params)
+        self.shapes = {
+            name: tuple(size * (len(self._ranks) if i == axis else 1) for i, size in enumerate(piece))
+            for name, (_, piece, axis) in self._tensors.items()
+        }
         self.config = self._config(params, rope_scaling)
 
     def where(self, name: str) -> str:
@@ -94,49 +87,41 @@ class MetaSource:
     def read(self, names: Sequence[str]) -> Iterator[tuple[str, np.ndarray]]:
         """The tensors of these names, each with its own, in the dtype in which they are stored."""
         for name in names:
-            theirs, axis = _meta_name(name), self._axis(name)
+            theirs, _, axis = self._tensors[name]
             pieces = [rank.read(theirs) for rank in (self._ranks[:1] if axis is None else self._ranks)]
             whole = pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis or 0)
             yield name, half_split(whole, self.config.dim) if name.endswith(_TURNED) else whole
 
-    def _piece_shapes(self) -> dict[str, list[tuple[int, ...]]]:
-        """Hugging Face's name of every tensor -> the shape of its piece in each file."""
-        shapes: dict[str, list[tuple[int, ...]]] = {}
+    def _found(self, params: _Params) -> dict[str, _Divided]:
+        """Hugging Face's name of every tensor -> how it lies in the files. Unknown tensors keep their names."""
+        known = _known(params.n_layers)
+        pieces: dict[str, list[Shape]] = {}
         for rank in self._ranks:
             for theirs, (dtype, shape) in rank.tensors.items():
                 if theirs != _IGNORED:
                     check_dtype(theirs, rank, dtype)
-                    shapes.setdefault(_our_name(theirs), []).append(shape)
-        for name, pieces in shapes.items():
-            if len(pieces) != len(self._ranks) or len(set(pieces)) != 1 or not pieces[0]:
-                raise CheckpointError(
-                    f"{_meta_name(name)!r} is not in equal pieces in all of {len(self._ranks)} files."
-                )
-        return shapes
-
-    def _axis(self, name: str) -> int | None:
-        known = _OUTER.get(name) or _LAYER.get(re.sub(r"^model\.layers\.\d+\.", "", name))
-        axis = known[1] if known else None
-        if name == "model.embed_tokens.weight" and self._pieces[name][0][1:] != (self._width,):
-            return 1  # Llama 2 divides the embeddings by columns, Llama 3 by rows
-        return axis
-
-    def _whole_shape(self, name: str) -> tuple[int, ...]:
-        shape, axis = list(self._pieces[name][0]), self._axis(name)
-        if axis is not None and axis < len(shape):
-            shape[axis] *= len(self._ranks)
-        return tuple(shape)
+                    pieces.setdefault(theirs, []).append(shape)
+        found = {}
+        for theirs, shapes in pieces.items():
+            name, axis = known.get(theirs, (theirs, None))
+            if len(shapes) != len(self._ranks) or len(set(shapes)) != 1 or not shapes[0] or name in found:
+                raise CheckpointError(f"{theirs!r} is not in equal pieces in all of {len(self._ranks)} files.")
+            if theirs == _EMBEDDING.meta and shapes[0][1:] != (params.dim,):
+                axis = 1  # Llama 2 divides the embeddings by columns, Llama 3 by rows
+            found[name] = _Divided(theirs, shapes[0], axis)
+        return found
 
     def _config(self, params: _Params, rope_scaling: RopeScaling | str | None) -> ModelConfig:
-        needed = ("model.embed_tokens.weight", "model.norm.weight", "model.layers.0.mlp.gate_proj.weight")
-        missing = [_meta_name(name) for name in needed if name not in self.shapes]
+        table, gate = _EMBEDDING.stored, f"model.layers.0.{LAYER['gate_proj'].stored}"
+        needed = (table, TOP["norm"].stored, gate)
+        missing = [theirs for theirs, (ours, _) in _known(1).items() if ours in needed and ours not in self.shapes]
         if missing:
             raise CheckpointError(f"the checkpoint lacks {', '.join(missing)}; Meta's have it.")
-        stored, _ = self._ranks[0].tensors["tok_embeddings.weight"]
+        stored, _ = self._ranks[0].tensors[self._tensors[table].name]
         sizes: dict[str, Any] = {
-            "vocab_size": self.shapes["model.embed_tokens.weight"][0],
+            "vocab_size": self.shapes[table][0],
             "hidden_size": params.dim,
-            "intermediate_size": self.shapes["model.layers.0.mlp.gate_proj.weight"][0],
+            "intermediate_size": self.shapes[gate][0],
             "num_layers": params.n_layers,
             "num_heads": params.n_heads,
             "num_kv_heads": params.n_kv_heads or params.n_heads,
@@ -160,13 +145,12 @@ class MetaSource:
 
     def _is_tied(self) -> bool:
         """Whether the output projection is missing, or equal to the embeddings (Llama 3.2): compared file by file."""
-        if "lm_head.weight" not in self.shapes:
+        head, table = self._tensors.get(_HEAD.stored), self._tensors[_EMBEDDING.stored]
+        if head is None:
             return True
-        if self._pieces["lm_head.weight"] != self._pieces["model.embed_tokens.weight"]:
+        if head.piece != table.piece:
             return False
-        return all(
-            np.array_equal(rank.read("output.weight"), rank.read("tok_embeddings.weight")) for rank in self._ranks
-        )
+        return all(np.array_equal(rank.read(head.name), rank.read(table.name)) for rank in self._ranks)
 
 
 def _read_params(path: Path) -> _Params:
@@ -199,16 +183,9 @@ def _scaling_of_preset(sizes: dict[str, Any]) -> RopeScaling:
     )
 
 
-def _meta_name(name: str) -> str:
-    if name in _OUTER:
-        return _OUTER[name][0]
-    match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
-    return f"layers.{match[1]}.{_LAYER[match[2]][0]}" if match and match[2] in _LAYER else name
-
-
-def _our_name(theirs: str) -> str:
-    for ours, (name, _) in _OUTER.items():
-        if theirs == name:
-            return ours
-    match = re.fullmatch(r"layers\.(\d+)\.(.+)", theirs)
-    return f"model.layers.{match[1]}.{_NAMES[match[2]][0]}" if match and match[2] in _NAMES else theirs
+def _known(layers: int) -> dict[str, tuple[str, int | None]]:
+    """Meta's name of each tensor -> Hugging Face's, and the axis along which ranks divide it."""
+    known = {row.meta: (row.stored, row.divided) for row in TOP.values() if row.meta}
+    for i in range(layers):
+        known |= {f"layers.{i}.{r.meta}": (f"model.layers.{i}.{r.stored}", r.divided) for r in LAYER.values() if r.meta}
+    return known

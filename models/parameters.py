@@ -1,4 +1,4 @@
-"""The parameters of a model as one plain tree of arrays: their shapes, their names on disk, their initial values.
+"""The parameters of a model as one plain tree of arrays: their shapes, names on disk and initial values.
 
 The tree is ``{"embed_tokens", "layers": [{"q_proj", ...}, ...], "norm", ...}``. Matrices are kept as ``[out, in]``, as
 Hugging Face stores them: loading copies nothing, and the contracted dimension is last on both sides. Initialisation is
@@ -13,61 +13,76 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .config import ModelConfig, NormPlacement
+from .config import AttentionType, ModelConfig, NormPlacement
 
 Params = dict[str, Any]  # a tree of arrays as described above
+Shape = tuple[int, ...]
 
-# Name in the tree -> name in a checkpoint, below "model.layers.{i}." for those of a layer.
-LAYER_NAMES = {
-    "input_layernorm": "input_layernorm.weight",
-    "input_layernorm_bias": "input_layernorm.bias",
-    "q_proj": "self_attn.q_proj.weight",
-    "k_proj": "self_attn.k_proj.weight",
-    "v_proj": "self_attn.v_proj.weight",
-    "o_proj": "self_attn.o_proj.weight",
-    "q_proj_bias": "self_attn.q_proj.bias",
-    "k_proj_bias": "self_attn.k_proj.bias",
-    "v_proj_bias": "self_attn.v_proj.bias",
-    "o_proj_bias": "self_attn.o_proj.bias",
-    "q_a_proj": "self_attn.q_a_proj.weight",
-    "q_a_layernorm": "self_attn.q_a_layernorm.weight",
-    "q_b_proj": "self_attn.q_b_proj.weight",
-    "kv_a_proj_with_mqa": "self_attn.kv_a_proj_with_mqa.weight",
-    "kv_a_layernorm": "self_attn.kv_a_layernorm.weight",
-    "kv_b_proj": "self_attn.kv_b_proj.weight",
-    "q_norm": "self_attn.q_norm.weight",
-    "k_norm": "self_attn.k_norm.weight",
-    "sinks": "self_attn.sinks",
-    "post_attention_layernorm": "post_attention_layernorm.weight",
-    "pre_feedforward_layernorm": "pre_feedforward_layernorm.weight",
-    "post_feedforward_layernorm": "post_feedforward_layernorm.weight",
-    "post_attention_layernorm_bias": "post_attention_layernorm.bias",
-    "gate_proj": "mlp.gate_proj.weight",
-    "up_proj": "mlp.up_proj.weight",
-    "down_proj": "mlp.down_proj.weight",
-    "router": "mlp.router.weight",
-    "router_bias": "mlp.router.bias",
-    "experts_gate_proj": "mlp.experts.gate_proj",
-    "experts_up_proj": "mlp.experts.up_proj",
-    "experts_down_proj": "mlp.experts.down_proj",
-    "experts_gate_proj_bias": "mlp.experts.gate_proj_bias",
-    "experts_up_proj_bias": "mlp.experts.up_proj_bias",
-    "experts_down_proj_bias": "mlp.experts.down_proj_bias",
+
+class Parameter(NamedTuple):
+    """What is known of one array of the tree.
+
+    ``stored`` is its name in a checkpoint, below ``model.layers.{i}.`` for an array of a layer; ``shape`` names its
+    dimensions (``_sizes``), and ``needs`` what a model or layer has that has the array (``_parts``). ``divided`` is the
+    dimension of heads, of the MLP's inner size or of the vocabulary: devices and Meta's ranks divide the array along
+    it. ``meta`` is Meta's name.
+    """
+
+    stored: str
+    shape: str
+    needs: str = "always"
+    divided: int | None = None
+    meta: str | None = None
+
+
+# The names are Hugging Face's: post_attention_layernorm is before the MLP in Llama and after the attention in Gemma.
+TOP = {
+    "embed_tokens": Parameter("model.embed_tokens.weight", "vocab hidden", "always", 0, "tok_embeddings.weight"),
+    "embed_positions": Parameter("model.embed_positions.weight", "positions hidden", "learned positions"),
+    "norm": Parameter("model.norm.weight", "hidden", "always", None, "norm.weight"),
+    "norm_bias": Parameter("model.norm.bias", "hidden", "centred norms"),
+    "lm_head": Parameter("lm_head.weight", "vocab hidden", "head", 0, "output.weight"),
 }
-TOP_NAMES = {
-    "embed_tokens": "model.embed_tokens.weight",
-    "embed_positions": "model.embed_positions.weight",
-    "norm": "model.norm.weight",
-    "norm_bias": "model.norm.bias",
-    "lm_head": "lm_head.weight",
+LAYER = {
+    "input_layernorm": Parameter("input_layernorm.weight", "hidden", "norms before", None, "attention_norm.weight"),
+    "input_layernorm_bias": Parameter("input_layernorm.bias", "hidden", "centred norms"),
+    "q_proj": Parameter("self_attn.q_proj.weight", "query hidden", "queries in one", 0, "attention.wq.weight"),
+    "k_proj": Parameter("self_attn.k_proj.weight", "key hidden", "keys", 0, "attention.wk.weight"),
+    "v_proj": Parameter("self_attn.v_proj.weight", "key hidden", "keys", 0, "attention.wv.weight"),
+    "o_proj": Parameter("self_attn.o_proj.weight", "hidden mixed", "always", 1, "attention.wo.weight"),
+    "q_proj_bias": Parameter("self_attn.q_proj.bias", "query", "qkv_bias"),
+    "k_proj_bias": Parameter("self_attn.k_proj.bias", "key", "qkv_bias"),
+    "v_proj_bias": Parameter("self_attn.v_proj.bias", "key", "qkv_bias"),
+    "o_proj_bias": Parameter("self_attn.o_proj.bias", "hidden", "output_bias"),
+    "q_a_proj": Parameter("self_attn.q_a_proj.weight", "query_rank hidden", "queries in two"),
+    "q_a_layernorm": Parameter("self_attn.q_a_layernorm.weight", "query_rank", "queries in two"),
+    "q_b_proj": Parameter("self_attn.q_b_proj.weight", "query query_rank", "queries in two", 0),
+    "kv_a_proj_with_mqa": Parameter("self_attn.kv_a_proj_with_mqa.weight", "cached hidden", "latents"),
+    "kv_a_layernorm": Parameter("self_attn.kv_a_layernorm.weight", "rank", "latents"),
+    "kv_b_proj": Parameter("self_attn.kv_b_proj.weight", "expanded rank", "latents", 0),
+    "q_norm": Parameter("self_attn.q_norm.weight", "query_norm", "qk_norm"),
+    "k_norm": Parameter("self_attn.k_norm.weight", "key_norm", "qk_norm"),
+    "sinks": Parameter("self_attn.sinks", "heads", "sinks"),
+    "post_attention_layernorm": Parameter("post_attention_layernorm.weight", "hidden", meta="ffn_norm.weight"),
+    "pre_feedforward_layernorm": Parameter("pre_feedforward_layernorm.weight", "hidden", "norms on both sides"),
+    "post_feedforward_layernorm": Parameter("post_feedforward_layernorm.weight", "hidden", "norms after"),
+    "post_attention_layernorm_bias": Parameter("post_attention_layernorm.bias", "hidden", "centred norms"),
+    "gate_proj": Parameter("mlp.gate_proj.weight", "inner hidden", "gate", 0, "feed_forward.w1.weight"),
+    "up_proj": Parameter("mlp.up_proj.weight", "inner hidden", "one MLP", 0, "feed_forward.w3.weight"),
+    "down_proj": Parameter("mlp.down_proj.weight", "hidden inner", "one MLP", 1, "feed_forward.w2.weight"),
+    "router": Parameter("mlp.router.weight", "experts hidden", "experts"),
+    "router_bias": Parameter("mlp.router.bias", "experts", "expert_bias"),
+    "experts_gate_proj": Parameter("mlp.experts.gate_proj", "experts inner hidden", "experts"),
+    "experts_up_proj": Parameter("mlp.experts.up_proj", "experts inner hidden", "experts"),
+    "experts_down_proj": Parameter("mlp.experts.down_proj", "experts hidden inner", "experts"),
+    "experts_gate_proj_bias": Parameter("mlp.experts.gate_proj_bias", "experts inner", "expert_bias"),
+    "experts_up_proj_bias": Parameter("mlp.experts.up_proj_bias", "experts inner", "expert_bias"),
+    "experts_down_proj_bias": Parameter("mlp.experts.down_proj_bias", "experts hidden", "expert_bias"),
 }
 
 
 class LayerNorms(NamedTuple):
-    """The names of a layer's norms by place; None where there is none.
-
-    They are Hugging Face's: ``post_attention_layernorm`` is before the MLP in Llama and after the attention in Gemma.
-    """
+    """The names of a layer's norms by place; None where there is none."""
 
     before_attention: str | None
     after_attention: str | None
@@ -84,83 +99,99 @@ LAYER_NORMS: dict[NormPlacement, LayerNorms] = {
 }
 
 
+def _parts(config: ModelConfig, kind: AttentionType) -> dict[str, bool]:
+    """What a model and its layers of one type have."""
+    latent, compressed, experts = kind == "latent", config.q_lora_rank is not None, config.num_experts is not None
+    return {
+        "always": True,
+        "learned positions": not config.use_rope,
+        "centred norms": not config.use_rmsnorm,
+        "head": not config.tie_embeddings,
+        "norms before": config.norms != "after",
+        "norms on both sides": config.norms == "both",
+        "norms after": config.norms != "before",
+        "queries in one": not (latent and compressed),
+        "queries in two": latent and compressed,
+        "keys": not latent,
+        "latents": latent,
+        "qkv_bias": config.qkv_bias and not latent,
+        "output_bias": config.output_bias,
+        "qk_norm": config.qk_norm and config.qk_norm_over != "rotated" and not latent,
+        "sinks": config.attention_sinks and not latent,
+        "one MLP": not experts,
+        "gate": config.use_swiglu and not experts,
+        "experts": experts,
+        "expert_bias": config.expert_bias,
+    }
+
+
+def _sizes(config: ModelConfig, kind: AttentionType) -> dict[str, int]:
+    """The dimensions by name."""
+    heads, query, key = config.num_heads, config.num_heads * config.dim, config.kv_heads * config.dim
+    by_head = config.qk_norm_over == "head"
+    sizes = {
+        "vocab": config.vocab_size,
+        "positions": config.max_length,
+        "hidden": config.hidden_size,
+        "inner": config.inner_size,
+        "experts": config.num_experts or 0,
+        "heads": heads,
+        "query": query,
+        "key": key,
+        "mixed": query,
+        "query_norm": config.dim if by_head else query,
+        "key_norm": config.dim if by_head else key,
+    }
+    if kind != "latent":
+        return sizes
+    rank, nope, rope, value = config.latent
+    return sizes | {
+        "query": heads * (nope + rope),
+        "mixed": heads * value,
+        "query_rank": config.q_lora_rank or 0,
+        "rank": rank,
+        "cached": rank + rope,
+        "expanded": heads * (nope + value),
+    }
+
+
+def _shapes(table: dict[str, Parameter], config: ModelConfig, kind: AttentionType) -> dict[str, Shape]:
+    parts, sizes = _parts(config, kind), _sizes(config, kind)
+    return {
+        name: tuple(sizes[dimension] for dimension in row.shape.split())
+        for name, row in table.items()
+        if parts[row.needs]
+    }
+
+
 def parameter_shapes(config: ModelConfig) -> Params:
     """The tree with a shape in the place of each array."""
-    d = config.hidden_size
-    layer: dict[str, tuple[int, ...]] = {name: (d,) for name in LAYER_NORMS[config.norms] if name is not None}
-    layer |= _mlp_shapes(config) if config.num_experts is None else _expert_shapes(config, config.num_experts)
-    top: dict[str, tuple[int, ...]] = {"embed_tokens": (config.vocab_size, d), "norm": (d,)}
-    if config.output_bias:
-        layer["o_proj_bias"] = (d,)
-    if not config.use_rmsnorm:
-        layer |= {"input_layernorm_bias": (d,), "post_attention_layernorm_bias": (d,)}
-        top["norm_bias"] = (d,)
-    if not config.use_rope:
-        top["embed_positions"] = (config.max_length, d)
-    if not config.tie_embeddings:
-        top["lm_head"] = (config.vocab_size, d)
-    attention = {
-        kind: _latent_shapes(config) if kind == "latent" else _attention_shapes(config)
-        for kind in config.attention_types
-    }
-    return {**top, "layers": [layer | attention[kind] for kind in config.layer_types]}
-
-
-def _mlp_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    d, f = config.hidden_size, config.inner_size
-    shapes: dict[str, tuple[int, ...]] = {"up_proj": (f, d), "down_proj": (d, f)}
-    return shapes | ({"gate_proj": (f, d)} if config.use_swiglu else {})
-
-
-def _expert_shapes(config: ModelConfig, experts: int) -> dict[str, tuple[int, ...]]:
-    """Of ``models/experts.py``: one array for all experts of a layer."""
-    d, f = config.hidden_size, config.inner_size
-    shapes: dict[str, tuple[int, ...]] = {
-        "router": (experts, d),
-        "experts_gate_proj": (experts, f, d),
-        "experts_up_proj": (experts, f, d),
-        "experts_down_proj": (experts, d, f),
-    }
-    if config.expert_bias:
-        shapes |= {f"{name}_bias": shape[:-1] for name, shape in shapes.items()}
-    return shapes
-
-
-def _attention_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    d, q, kv = config.hidden_size, config.num_heads * config.dim, config.kv_heads * config.dim
-    shapes: dict[str, tuple[int, ...]] = {"q_proj": (q, d), "k_proj": (kv, d), "v_proj": (kv, d), "o_proj": (d, q)}
-    if config.qkv_bias:
-        shapes |= {"q_proj_bias": (q,), "k_proj_bias": (kv,), "v_proj_bias": (kv,)}
-    if config.qk_norm and config.qk_norm_over != "rotated":
-        over = (config.dim, config.dim) if config.qk_norm_over == "head" else (q, kv)
-        shapes |= {"q_norm": over[:1], "k_norm": over[1:]}
-    if config.attention_sinks:
-        shapes["sinks"] = (config.num_heads,)
-    return shapes
-
-
-def _latent_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Of ``models/latent.py``, under the names of DeepSeek's checkpoints."""
-    d, heads, sizes, compressed = config.hidden_size, config.num_heads, config.latent, config.q_lora_rank
-    q = heads * (sizes.nope + sizes.rope)
-    shapes: dict[str, tuple[int, ...]] = {
-        "kv_a_proj_with_mqa": (sizes.rank + sizes.rope, d),
-        "kv_a_layernorm": (sizes.rank,),
-        "kv_b_proj": (heads * (sizes.nope + sizes.value), sizes.rank),
-        "o_proj": (d, heads * sizes.value),
-    }
-    if compressed is None:
-        return shapes | {"q_proj": (q, d)}
-    return shapes | {"q_a_proj": (compressed, d), "q_a_layernorm": (compressed,), "q_b_proj": (q, compressed)}
+    layers = {kind: _shapes(LAYER, config, kind) for kind in config.attention_types}
+    return {**_shapes(TOP, config, "global"), "layers": [dict(layers[kind]) for kind in config.layer_types]}
 
 
 def checkpoint_names(config: ModelConfig) -> Params:
     """The tree with the name that a checkpoint uses (Hugging Face's) in the place of each array."""
     shapes = parameter_shapes(config)
     layers = [
-        {name: f"model.layers.{i}.{LAYER_NAMES[name]}" for name in layer} for i, layer in enumerate(shapes["layers"])
+        {name: f"model.layers.{i}.{LAYER[name].stored}" for name in layer} for i, layer in enumerate(shapes["layers"])
     ]
-    return {**{name: TOP_NAMES[name] for name in shapes if name != "layers"}, "layers": layers}
+    return {**{name: TOP[name].stored for name in shapes if name != "layers"}, "layers": layers}
+
+
+def stored_shapes(config: ModelConfig) -> dict[str, Shape]:
+    """The name that a checkpoint uses -> the shape, of every array."""
+    shapes = jax.tree.leaves(parameter_shapes(config), is_leaf=lambda x: isinstance(x, tuple))
+    return dict(zip(jax.tree.leaves(checkpoint_names(config)), shapes, strict=True))
+
+
+def count_parameters(config: ModelConfig) -> int:
+    """How many numbers the parameters hold; tied embeddings count once.
+
+    >>> count_parameters(ModelConfig.from_preset("debug"))
+    115520
+    """
+    return sum(math.prod(shape) for shape in stored_shapes(config).values())
 
 
 def initialise(config: ModelConfig, key: jax.Array) -> Params:

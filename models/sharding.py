@@ -14,12 +14,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from .parameters import Params
-
-# The dimension of [out, in] that belongs to the heads (or the inner dimension, or the vocabulary).
-_BY_OUTPUT = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj")
-_BY_INPUT = ("o_proj", "down_proj")
-_BY_VOCABULARY = ("embed_tokens", "lm_head")
+from .parameters import LAYER, TOP, Params
 
 
 def parameter_sharding(
@@ -30,16 +25,17 @@ def parameter_sharding(
     ``name`` is its own in the tree of ``models.parameters``. Vectors, unknown names and dimensions that an axis does
     not divide are whole on every device.
     """
-    if len(shape) != 2 or name not in (*_BY_OUTPUT, *_BY_INPUT, *_BY_VOCABULARY):
+    row = TOP.get(name) or LAYER.get(name)
+    if len(shape) != 2 or row is None or row.divided is None:
         return NamedSharding(mesh, PartitionSpec())
-    if name in _BY_VOCABULARY:
+    if name in TOP:
         # Both axes divide the vocabulary. A hidden dimension divided by the axis of the batch would be passed on to the
         # hidden states, which XLA then computes whole on every device to divide them by the batch.
         both = tuple(axis for axis in (heads, rest) if axis is not None)
         while both and shape[0] % math.prod(mesh.shape[axis] for axis in both):
             both = both[:-1]
         return NamedSharding(mesh, PartitionSpec(both or None, None))
-    axes = (heads, rest) if name in _BY_OUTPUT else (rest, heads)
+    axes = (rest, heads) if row.divided else (heads, rest)
     return NamedSharding(mesh, PartitionSpec(*(_if_divided(*each, mesh) for each in zip(shape, axes, strict=True))))
 
 

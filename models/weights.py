@@ -20,7 +20,7 @@ import numpy as np
 from .checkpoint import CONFIG, open_checkpoint
 from .config import PRESETS, ModelConfig
 from .huggingface import to_hf
-from .parameters import Params, checkpoint_names, parameter_shapes
+from .parameters import Params, checkpoint_names, stored_shapes
 from .shards import INDEX, WEIGHTS, write_safetensors
 from .tokenizer import TOKENIZER_FILES
 from .transformer import Transformer
@@ -138,9 +138,7 @@ def write_random(config: ModelConfig, directory: str | Path, *, chunked: bool = 
     _check_empty(directory)
     noise = np.random.default_rng(seed).standard_normal(_NOISE, np.float32) * 0.02
     noise = noise.astype(config.param_dtype)
-    is_shape = lambda x: isinstance(x, tuple)  # noqa: E731
-    names = jax.tree.leaves(checkpoint_names(config))
-    shapes = dict(zip(names, jax.tree.leaves(parameter_shapes(config), is_leaf=is_shape), strict=True))
+    shapes = stored_shapes(config)
 
     def read(wanted: Sequence[str]) -> Iterator[tuple[str, np.ndarray]]:
         for name in wanted:
@@ -159,20 +157,17 @@ def _check_empty(output: Path) -> None:
 
 def _write(directory: Path, config: ModelConfig, read: _ReadTensors, *, chunked: bool) -> None:
     """Files of weights, an index where there are several, and last config.json: with it the checkpoint is whole."""
-    names, shapes = checkpoint_names(config), parameter_shapes(config)
-    outer = {names[name]: shapes[name] for name in names if name != "layers"}
-    layers = [
-        {stored[name]: shape[name] for name in stored}
-        for stored, shape in zip(names["layers"], shapes["layers"], strict=True)
-    ]
+    names, shapes = checkpoint_names(config), stored_shapes(config)
+    layers = [[*layer.values()] for layer in names.pop("layers")]
+    outer = [*names.values()]
     files = {"outer.safetensors": [outer]} | {f"layer-{i:05d}.safetensors": [layer] for i, layer in enumerate(layers)}
     if not chunked:
         files = {WEIGHTS: [outer, *layers]}
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for file, groups in files.items():
-            tensors = {name: shape for group in groups for name, shape in group.items()}
-            values = (value for group in groups for value in read(list(group)))  # a layer at a time is read
+            tensors = {name: shapes[name] for group in groups for name in group}
+            values = (value for group in groups for value in read(group))  # a layer at a time is read
             write_safetensors(directory / file, tensors, config.param_dtype, values)
         if chunked:
             mapping = {name: file for file, (group,) in files.items() for name in group}

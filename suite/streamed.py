@@ -20,6 +20,7 @@ import numpy as np
 from attnsuite.backends import BackendFallbackWarning, BackendUnavailableError, Layout, Target
 from attnsuite.models import Checkpoint, ModelConfig, TextFile, Transformer, load_text, open_checkpoint, streamed_nats
 from attnsuite.models.kascade.calibration import load as load_calibration
+from attnsuite.models.parameters import count_parameters
 from attnsuite.models.planning import Resolutions, freeze_options, resolve_attention
 
 from .cell import Cell, Outcome
@@ -116,7 +117,7 @@ def run(request: StreamRequest) -> Measured:
         raise InputError(f"--out {request.out} cannot be written: {error.strerror}.") from error
     except (ValueError, BackendUnavailableError) as error:
         raise InputError(str(error)) from error
-    size = checkpoint.config.num_parameters * jax.numpy.dtype(checkpoint.config.param_dtype).itemsize
+    size = count_parameters(checkpoint.config) * jax.numpy.dtype(checkpoint.config.param_dtype).itemsize
     cost = (
         f"memory: {used / _GIB:.2f} GiB more than at the start ({baseline.method}), "
         f"for parameters of {size / _GIB:.2f} GiB, read layer by layer"

@@ -33,6 +33,7 @@ class Convert:
 def run(command: Convert) -> int:
     """Write the checkpoint."""
     from attnsuite import models
+    from attnsuite.models.parameters import count_parameters
 
     output = command.output or command.input.resolve().with_name(command.input.resolve().name + "-converted")
     try:
@@ -41,7 +42,7 @@ def run(command: Convert) -> int:
             dtype = {} if command.dtype is None else {"dtype": command.dtype, "param_dtype": command.dtype}
             config = models.ModelConfig.from_preset(str(command.input), **dtype)
             models.write_random(config, output, chunked=command.chunked)
-            print(f"{config.num_parameters:,} random parameters, {config.param_dtype}: {output}")
+            print(f"{count_parameters(config):,} random parameters, {config.param_dtype}: {output}")
             return 0
         overrides = {}
         if command.preset is not None:
@@ -49,5 +50,5 @@ def run(command: Convert) -> int:
         config = models.convert(command.input, output, dtype=command.dtype, chunked=command.chunked, **overrides)
     except ValueError as error:
         raise InputError(str(error)) from error
-    print(f"{config.num_parameters:,} parameters, {config.param_dtype}: {output}")
+    print(f"{count_parameters(config):,} parameters, {config.param_dtype}: {output}")
     return 0

@@ -3,6 +3,7 @@
 import pytest
 
 from attnsuite.models import ModelConfig, write_random
+from attnsuite.models.parameters import count_parameters
 
 # Layers of Llama 3.2 1B, 116 MiB each in bfloat16, and a small vocabulary.
 SHAPE = ModelConfig.from_preset("llama-3.2-1b", vocab_size=512)
@@ -15,5 +16,5 @@ def two_depths(tmp_path_factory):
     folder = tmp_path_factory.mktemp("depths")
     for depth in DEPTHS:
         write_random(SHAPE.replace(num_layers=depth), folder / str(depth))
-    counts = [SHAPE.replace(num_layers=depth).num_parameters for depth in (1, 2)]
+    counts = [count_parameters(SHAPE.replace(num_layers=depth)) for depth in (1, 2)]
     return [folder / str(depth) for depth in DEPTHS], 2 * (counts[1] - counts[0])

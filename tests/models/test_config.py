@@ -6,7 +6,7 @@ import pytest
 
 from attnsuite.models import PRESETS, ModelConfig, RopeScaling
 from attnsuite.models.other_names import _NONE, _OF_THE_CALL, _OURS
-from attnsuite.models.parameters import initialise, parameter_shapes
+from attnsuite.models.parameters import count_parameters, initialise, parameter_shapes
 
 LATENT = {
     "attention": ("latent", "global"),
@@ -36,7 +36,7 @@ LATENT = {
 def test_num_parameters_counts_what_is_initialised(overrides):
     config = ModelConfig.from_preset("debug", **overrides)
     params = jax.eval_shape(lambda key: initialise(config, key), jax.random.key(0))
-    assert sum(x.size for x in jax.tree.leaves(params)) == config.num_parameters
+    assert sum(x.size for x in jax.tree.leaves(params)) == count_parameters(config)
 
 
 @pytest.mark.parametrize("preset", PRESETS)

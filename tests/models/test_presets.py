@@ -4,6 +4,7 @@ import pytest
 
 from attnsuite.models import PRESETS, ModelConfig
 from attnsuite.models.huggingface import from_hf
+from attnsuite.models.parameters import count_parameters
 
 PARAMETERS = {  # from llama-2-7b on: the counts that their publishers give
     "debug": 115_520,
@@ -103,7 +104,7 @@ def test_every_published_preset_is_held_to_its_publisher():
 
 @pytest.mark.parametrize("preset", PARAMETERS)
 def test_preset_has_the_published_number_of_parameters(preset):
-    assert ModelConfig.from_preset(preset).num_parameters == PARAMETERS[preset]
+    assert count_parameters(ModelConfig.from_preset(preset)) == PARAMETERS[preset]
 
 
 @pytest.mark.parametrize("preset", PUBLISHED)
