@@ -6,14 +6,14 @@ norms, Gemma also soft caps and scales; Mixtral, Qwen3-MoE and gpt-oss have expe
 of RoPE are read (``huggingface_rope.py``). A key for something that this transformer does not compute is refused with a
 sentence; ``huggingface_keys.py`` lists the known keys.
 
-A configuration is written under the first type of ``_written_types`` that means exactly it. One that none of them can
-express (an ablation switch, other attention, experts) is written under ``model_type: attention_suite``, so that no
-other program opens it and computes something else.
+A configuration is written under the first type that is read as exactly it. One that no type can express (an ablation
+switch, other attention, experts) is written under ``model_type: attention_suite``, so that no other program opens it
+and computes something else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -21,34 +21,23 @@ import msgspec
 from attnsuite.sentences import given
 
 from .config import DTYPES, Activation, AttentionType, ModelConfig
-from .huggingface_keys import ARCHITECTURES, CONFIG, OWN_TYPE, SHARED, FamilyFields, Fields, OwnFields, read_fields
+from .huggingface_keys import CONFIG, FAMILIES, OWN_TYPE, SHARED, WINDOW_REASONS, Family, Fields, OwnFields, read_fields
 from .huggingface_rope import read_rope, sliding_theta, write_rope
 from .reading import CheckpointError
 
 _LAYER_TYPES: dict[str, AttentionType] = {"full_attention": "global", "sliding_attention": "sliding"}
 _ACTIVATIONS: dict[Activation, str] = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh", "clipped_silu": "silu"}
-_GEMMA: dict[str, Any] = {
-    "norms": "both",
-    "norm_plus_one": True,
-    "scale_embeddings": True,
-    "activation": "gelu_tanh",
-}
-_WITHOUT_CHOICE = ("mistral", "qwen2", "phi3", "mixtral")  # of a bias
-_WITHOUT_WINDOW = ("llama", "olmo2")
-_ALIKE = ("mistral", "phi3", "mixtral")
-_PLAIN = msgspec.structs.asdict(OwnFields())
-_OLMO_2: dict[str, Any] = {"norms": "after", "qk_norm": True, "qk_norm_over": "projection"}
 
 
 def from_hf(config: Mapping[str, Any]) -> ModelConfig:
     """The configuration in the keys of a ``config.json``. Raises CheckpointError for an unknown key or value."""
-    fields, family = read_fields(config)
+    fields = read_fields(config)
     _check_architectures(fields)
     theta, scaling = read_rope(fields)
     stored = fields.dtype or fields.torch_dtype or "float32"
     if stored not in DTYPES:
         raise CheckpointError(f"dtype={given(stored)} in {CONFIG} is not supported; use one of {', '.join(DTYPES)}.")
-    by_type = _by_type(fields, family)
+    by_type = _by_type(fields)
     try:
         shared = {name: getattr(fields, key) for name, key in SHARED.items()}
         rope = {"rope_theta": theta, "rope_scaling": scaling}
@@ -59,9 +48,20 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
     """The fields of a ``config.json``, with RoPE in the spelling that transformers 4 and 5 both read."""
-    model_type, fields_of_type = _type_of(config)
-    fields: dict[str, Any] = {
-        "architectures": [ARCHITECTURES[model_type]] if model_type in ARCHITECTURES else [],
+    if set(config.attention_types) <= {"global", "sliding"}:
+        for model_type, family in FAMILIES.items():
+            if family.is_stored_alike:
+                fields = _fields(config, model_type, _of_family(config, family))
+                if _means(fields, config):
+                    return fields
+    own = {name: getattr(config, name) for name in OwnFields.__struct_fields__}
+    return _fields(config, OWN_TYPE, {OWN_TYPE: own | {"attention": list(config.layer_types)}})
+
+
+def _fields(config: ModelConfig, model_type: str, of_type: dict[str, Any]) -> dict[str, Any]:
+    architecture = FAMILIES[model_type].architecture
+    return {
+        "architectures": [architecture] if architecture else [],
         "model_type": model_type,
         **{key: getattr(config, name) for name, key in SHARED.items()},
         "hidden_act": _ACTIVATIONS[config.activation],
@@ -71,13 +71,43 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
         "torch_dtype": config.param_dtype,
         "bos_token_id": None,
         "eos_token_id": None,
+        **of_type,
     }
-    return fields | fields_of_type
+
+
+def _of_family(config: ModelConfig, family: Family) -> dict[str, Any]:
+    """The keys that only this family has, as it would say them; whether it then means the same is another question."""
+    names = {ours: theirs for theirs, ours in _LAYER_TYPES.items()}
+    scale = config.attention_scale
+    said = {
+        "sliding_window": config.window_size,
+        "layer_types": [names[kind] for kind in config.layer_types],
+        "use_sliding_window": "sliding" in config.attention_types,
+        "query_pre_attn_scalar": None if scale is None else round(scale**-2),
+        "attn_logit_softcapping": config.logits_soft_cap,
+        "final_logit_softcapping": config.final_soft_cap,
+        "rope_local_base_freq": config.sliding_rope_theta,
+    }
+    windows = family.windows if "sliding_window" in family.windows else ()
+    own = {key: value for key, value in said.items() if key in (*windows, *family.keys)}
+    return own | {key: values[0] for key, values in family.only.items() if key == "hidden_activation"}
+
+
+def _means(fields: dict[str, Any], config: ModelConfig) -> bool:
+    """Whether ``fields`` are read as this configuration, but for what they never say, or say of RoPE."""
+    try:
+        read = from_hf(fields)
+    except CheckpointError:
+        return False
+    if fields.get("rope_local_base_freq", 1.0) is None:
+        return False  # null is a base of its own in transformers
+    window = config.window_size if "sliding" in config.attention_types else None
+    return read == config.replace(dtype=config.param_dtype, max_length=read.max_length, window_size=window)
 
 
 def _check_architectures(fields: Fields) -> None:
     """Refuse other class names: another class may compute something else from the same weights."""
-    causal = ARCHITECTURES.get(fields.model_type, "")
+    causal = FAMILIES[fields.model_type].architecture
     for name in fields.architectures or ():
         if name not in (causal, causal.replace("ForCausalLM", "Model")):
             raise CheckpointError(
@@ -86,32 +116,21 @@ def _check_architectures(fields: Fields) -> None:
             )
 
 
-def _by_type(fields: Fields, family: FamilyFields) -> dict[str, Any]:
+def _by_type(fields: Fields) -> dict[str, Any]:
     """The fields in which the model types differ: biases, norms, windows, caps, experts."""
-    model_type, entries = fields.model_type, fields.attention_bias
+    model_type, bias, family = fields.model_type, fields.attention_bias, FAMILIES[fields.model_type]
     if model_type == OWN_TYPE:
         return _own(fields)
     if fields.attention_suite is not None:
         raise CheckpointError(f"{OWN_TYPE} in {CONFIG} is for model_type={OWN_TYPE!r}, not {model_type!r}.")
-    if model_type in _WITHOUT_CHOICE and entries not in (None, model_type == "qwen2"):
+    if bias not in (None, family.fixed.get("qkv_bias", bias)):
         raise CheckpointError(
-            f"attention_bias={given(entries)} in {CONFIG} is not what model_type={model_type!r} means; leave it out."
+            f"attention_bias={given(bias)} in {CONFIG} is not what model_type={model_type!r} means; leave it out."
         )
-    bias = bool(entries)
-    made = _windows(fields, family) | {
-        "qkv_bias": bias or model_type == "qwen2",
-        "output_bias": bias and model_type != "qwen2",
-    }
-    match model_type:
-        case "qwen3":
-            made |= {"qk_norm": True}
-        case "olmo2":
-            made |= _OLMO_2
-        case "gemma2" | "gemma3_text":
-            made |= _gemma(fields, family)
-        case "mixtral" | "qwen3_moe" | "gpt_oss":
-            made |= _with_experts(fields, family)
-    return made
+    made = _windows(fields) | {"qkv_bias": bool(bias), "output_bias": bool(bias)} | family.fixed
+    if "query_pre_attn_scalar" in family.keys:
+        made |= _gemma(fields)
+    return made | _with_experts(fields) if "num_experts" in family.keys else made
 
 
 def _own(fields: Fields) -> dict[str, Any]:
@@ -126,66 +145,48 @@ def _own(fields: Fields) -> dict[str, Any]:
     return own
 
 
-def _gemma(fields: Fields, family: FamilyFields) -> dict[str, Any]:
-    scalar = family.query_pre_attn_scalar
+def _gemma(fields: Fields) -> dict[str, Any]:
+    scalar = fields.query_pre_attn_scalar
     if scalar is None or scalar <= 0:
         raise CheckpointError(f"query_pre_attn_scalar={given(scalar)} in {CONFIG} must be a number above 0.")
-    made = _GEMMA | {
+    return {
         "attention_scale": scalar**-0.5,
-        "logits_soft_cap": family.attn_logit_softcapping,
-        "final_soft_cap": family.final_logit_softcapping,
+        "logits_soft_cap": fields.attn_logit_softcapping,
+        "final_soft_cap": fields.final_logit_softcapping,
+        "sliding_rope_theta": sliding_theta(fields),
     }
-    if fields.model_type == "gemma2":
-        return made
-    return made | {"qk_norm": True, "sliding_rope_theta": sliding_theta(family)}
 
 
-def _with_experts(fields: Fields, family: FamilyFields) -> dict[str, Any]:
-    counts = {family.num_experts, family.num_local_experts} - {None}  # two names of one number in transformers
+def _with_experts(fields: Fields) -> dict[str, Any]:
+    counts = {fields.num_experts, fields.num_local_experts} - {None}  # two names of one number in transformers
     if len(counts) != 1:
         raise CheckpointError(
-            f"num_experts={given(family.num_experts)} and num_local_experts={given(family.num_local_experts)} in "
+            f"num_experts={given(fields.num_experts)} and num_local_experts={given(fields.num_local_experts)} in "
             f"{CONFIG} have to be one number; give one of them."
         )
-    made: dict[str, Any] = {"experts_per_token": family.num_experts_per_tok, "num_experts": counts.pop()}
-    match fields.model_type:
-        case "qwen3_moe":
-            made |= {"qk_norm": True, "normalise_experts": family.norm_topk_prob}
-            made["intermediate_size"] = family.moe_intermediate_size
-        case "gpt_oss":
-            made |= {"attention_sinks": True, "activation": "clipped_silu", "expert_bias": True}
+    made: dict[str, Any] = {"experts_per_token": fields.num_experts_per_tok, "num_experts": counts.pop()}
+    if fields.model_type == "qwen3_moe":
+        made |= {"normalise_experts": fields.norm_topk_prob, "intermediate_size": fields.moe_intermediate_size}
     return made
 
 
 def _window_of(fields: Fields) -> int | None:
     """``sliding_window`` where the type uses it. Raises CheckpointError for keys about windows that it does not use."""
-    window, model_type, refused = fields.sliding_window, fields.model_type, ()
-    if model_type in _WITHOUT_WINDOW:
-        refused = ("sliding_window", "use_sliding_window")
-        reason = "leave it out"
-    elif model_type in _ALIKE:
-        refused = ("layer_types", "use_sliding_window", "max_window_layers")
-        reason = "all of its layers are alike"
-    elif model_type.startswith("qwen"):
-        refused = ("use_sliding_window",) if model_type == "qwen3_moe" else ()
-        reason = "leave it out"
-        window = window if fields.use_sliding_window else None
-    else:
-        refused = ("use_sliding_window", "max_window_layers")
-        reason = "its layer_types say which layers have a window"
-    for name in refused:
+    model_type, windows = fields.model_type, FAMILIES[fields.model_type].windows
+    for name in ("sliding_window", "use_sliding_window", "layer_types", "max_window_layers"):
         value = getattr(fields, name)
-        if value is not None and value is not False:
+        if name not in windows and value is not None and value is not False:
+            reason = WINDOW_REASONS.get(windows, "leave it out")
             raise CheckpointError(f"{name}={given(value)} in {CONFIG} is not supported in a {model_type}; {reason}.")
-    return window
+    return None if model_type.startswith("qwen") and not fields.use_sliding_window else fields.sliding_window
 
 
-def _windows(fields: Fields, family: FamilyFields) -> dict[str, Any]:
+def _windows(fields: Fields) -> dict[str, Any]:
     """The layers that see only the last ``sliding_window`` tokens, itself included; nothing if none does."""
     window, named = _window_of(fields), fields.layer_types
     if named is None:
         layers = range(fields.num_hidden_layers)
-        slides = [window is not None and _slides(fields, family, i) for i in layers]
+        slides = [window is not None and _slides(fields, i) for i in layers]
         named = ["sliding_attention" if here else "full_attention" for here in slides]
     unknown = [kind for kind in named if kind not in _LAYER_TYPES]
     if unknown:
@@ -204,67 +205,11 @@ def _windows(fields: Fields, family: FamilyFields) -> dict[str, Any]:
     return {"attention": types if "global" in types else "sliding", "window_size": window}
 
 
-def _slides(fields: Fields, family: FamilyFields, layer: int) -> bool:
+def _slides(fields: Fields, layer: int) -> bool:
     """Whether a layer sees a window where ``layer_types`` does not say so."""
     match fields.model_type:
         case "gemma2" | "gpt_oss":
             return layer % 2 == 0
         case "gemma3_text":
-            return bool((layer + 1) % (family.sliding_window_pattern or 6))
+            return bool((layer + 1) % (fields.sliding_window_pattern or 6))
     return layer >= (fields.max_window_layers or 0)
-
-
-def _type_of(config: ModelConfig) -> tuple[str, dict[str, Any]]:
-    """The model type under which this configuration is written, and the keys that only this type has."""
-    plain = dict.fromkeys(("attention", "window_size", "qkv_bias", "output_bias"))  # what types choose freely
-    for model_type, fixed, keys in _written_types(config):
-        wanted = {**_PLAIN, **fixed}
-        if all(getattr(config, name) == wanted[name] for name in OwnFields.__struct_fields__ if name not in plain):
-            return model_type, keys
-    own = {name: getattr(config, name) for name in OwnFields.__struct_fields__} | {
-        "attention": list(config.layer_types)
-    }
-    return OWN_TYPE, {OWN_TYPE: own}
-
-
-def _written_types(config: ModelConfig) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
-    """Model types with these windows and biases: the other fields that one fixes, and the keys that only it has."""
-    types, biases = config.attention_types, (config.qkv_bias, config.output_bias)
-    if not set(types) <= {"global", "sliding"}:
-        return
-    names = {ours: theirs for theirs, ours in _LAYER_TYPES.items()}
-    window: dict[str, Any] = {"sliding_window": config.window_size}
-    layers = {**window, "layer_types": [names[kind] for kind in config.layer_types]}
-    chosen = {**layers, "use_sliding_window": "sliding" in types}
-    is_global, is_same_bias = types == ("global",), biases in ((False, False), (True, True))
-    if is_global and is_same_bias:
-        yield "llama", {}, {}
-        yield "olmo2", _OLMO_2, {}
-    if types == ("sliding",) and biases == (False, False):
-        yield "mistral", {}, window
-    if biases == (True, False):
-        yield "qwen2", {}, chosen
-    if not is_same_bias:
-        return
-    yield "qwen3", {"qk_norm": True}, chosen
-    if not config.attention_scale or config.attention_scale > 1:
-        return
-    gemma = _GEMMA | {"attention_scale": config.attention_scale, "final_soft_cap": config.final_soft_cap}
-    scalar = round(config.attention_scale**-2)
-    if scalar**-0.5 != config.attention_scale:
-        return
-    keys: dict[str, Any] = {
-        **layers,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": scalar,
-        "final_logit_softcapping": config.final_soft_cap,
-    }
-    yield (
-        "gemma2",
-        gemma | {"logits_soft_cap": config.logits_soft_cap},
-        keys | {"attn_logit_softcapping": config.logits_soft_cap},
-    )
-    if config.sliding_rope_theta is not None:
-        local = config.sliding_rope_theta
-        fixed = gemma | {"qk_norm": True, "sliding_rope_theta": local}
-        yield "gemma3_text", fixed, keys | {"rope_local_base_freq": local}

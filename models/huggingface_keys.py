@@ -2,17 +2,16 @@
 
 Three kinds of keys are accepted: keys that are used, keys that change nothing, and keys whose only accepted values are
 those that this transformer computes. null stands for a missing key. Every other key is refused, since an unknown key
-may change the computation. ``FAMILY_KEYS`` and ``FAMILY_ONLY`` hold for one model type each: a key that a Gemma uses is
-refused in a Llama. The lists are those of transformers 5 and 4 for the model types in ``DEFAULTS``
-(``configuration_*.py``, ``configuration_utils.py``, ``generation/configuration_utils.py``) and of checkpoints that were
-published with them.
+may change the computation. ``FAMILIES`` has a row for each model type: a key that a Gemma uses is refused in a Llama.
+The lists are those of transformers 5 and 4 for these model types (``configuration_*.py``, ``configuration_utils.py``,
+``generation/configuration_utils.py``) and of checkpoints that were published with them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import msgspec
 
@@ -71,22 +70,6 @@ OwnFields = msgspec.defstruct(
 )
 
 
-class FamilyFields(msgspec.Struct, kw_only=True):
-    """Keys that only the model types in ``FAMILY_KEYS`` use."""
-
-    query_pre_attn_scalar: float | None = None
-    attn_logit_softcapping: float | None = None
-    final_logit_softcapping: float | None = None
-    sliding_window_pattern: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    rope_local_base_freq: float | None = None
-    sliding_rope: RopeFields | None = None  # of Gemma 3's rope_parameters, which has one entry per layer type
-    num_experts_per_tok: int | None = None
-    num_local_experts: int | None = None
-    num_experts: int | None = None
-    moe_intermediate_size: int | None = None
-    norm_topk_prob: bool = False
-
-
 class Fields(msgspec.Struct, kw_only=True):
     """The keys that are used. A missing or null key has the default, which is Hugging Face's."""
 
@@ -113,92 +96,110 @@ class Fields(msgspec.Struct, kw_only=True):
     torch_dtype: str | None = None
     architectures: list[str] | None = None
     attention_suite: OwnFields | None = None  # pyright: ignore[reportInvalidTypeForm]  (made above)
+    # Of some families only (Family.keys), but for the first: a part of Gemma 3's rope_parameters, per layer type.
+    sliding_rope: RopeFields | None = None
+    query_pre_attn_scalar: float | None = None
+    attn_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = None
+    sliding_window_pattern: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    rope_local_base_freq: float | None = None
+    num_experts_per_tok: int | None = None
+    num_local_experts: int | None = None
+    num_experts: int | None = None
+    moe_intermediate_size: int | None = None
+    norm_topk_prob: bool = False
 
 
-_GEMMA: dict[str, Any] = {
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "query_pre_attn_scalar": 256,
-    "tie_word_embeddings": True,
+# The keys about windows that a type has; the others are refused. Llama's layer_types name no window.
+_NO_WINDOW, _ALIKE, _NAMED = (
+    ("layer_types", "max_window_layers"),
+    ("sliding_window",),
+    ("sliding_window", "layer_types"),
+)
+_CHOSEN = ("sliding_window", "use_sliding_window", "layer_types", "max_window_layers")
+WINDOW_REASONS = {
+    _ALIKE: "all of its layers are alike",
+    _NAMED: "its layer_types say which layers have a window",
 }
-# The defaults of a type that differ from those above.
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
-    "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
-    "qwen3": {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28, "head_dim": 128},
-    "phi3": {"rms_norm_eps": 1e-5},
-    "olmo2": {"rms_norm_eps": 1e-5},
-    "gemma2": {
-        **_GEMMA,
-        "sliding_window": 4096,
-        "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0,
-        "max_position_embeddings": 8192,
-    },
-    "gemma3_text": {
-        **_GEMMA,
-        "sliding_window": 4096,
-        "rope_local_base_freq": 10000.0,
-        "sliding_window_pattern": 6,
-        "max_position_embeddings": 131072,
-        "rope_theta": 1000000.0,
-    },
-    "mixtral": {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "num_experts_per_tok": 2}
-    | {"max_position_embeddings": 131072, "rope_theta": 1000000.0},
-    "qwen3_moe": {"num_key_value_heads": 4, "moe_intermediate_size": 768, "num_experts_per_tok": 8}
-    | {"sliding_window": 4096, "max_position_embeddings": 32768},
-    "gpt_oss": {"num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128, "rms_norm_eps": 1e-5}
-    | {"num_experts_per_tok": 4, "attention_bias": True, "rope_theta": 150000.0}
-    | {"max_position_embeddings": 131072},
-    OWN_TYPE: {},
-}
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "phi3": "Phi3ForCausalLM",
-    "olmo2": "Olmo2ForCausalLM",
-    "gemma2": "Gemma2ForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM",
-    "mixtral": "MixtralForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "gpt_oss": "GptOssForCausalLM",
-}
-# The keys of FamilyFields that a model type uses; elsewhere they are refused.
-FAMILY_KEYS: dict[str, tuple[str, ...]] = {
-    "gemma2": ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"),
-    "gemma3_text": (
-        "query_pre_attn_scalar",
-        "final_logit_softcapping",
-        "sliding_window_pattern",
-        "rope_local_base_freq",
-    ),
-    "mixtral": ("num_experts_per_tok", "num_local_experts", "num_experts"),
-    "qwen3_moe": ("num_experts_per_tok", "num_local_experts", "num_experts", "moe_intermediate_size", "norm_topk_prob"),
-    "gpt_oss": ("num_experts_per_tok", "num_local_experts", "num_experts"),
-}
-_GELU = ("gelu_pytorch_tanh",)
+
+
+class Family(NamedTuple):
+    """What one model type means.
+
+    ``fixed`` are the fields of ModelConfig that it decides, ``defaults`` those of its keys that differ from the ones of
+    ``Fields``. Only this type has ``keys`` (of Fields), ``only`` (with the values that are computed here; they replace
+    those of ONLY) and ``harmless``. Models are written under a type whose ``is_stored_alike`` says that its weights are
+    stored under our names.
+    """
+
+    architecture: str  # its class in transformers
+    windows: tuple[str, ...]
+    fixed: Mapping[str, Any] = {}
+    defaults: Mapping[str, Any] = {}
+    keys: tuple[str, ...] = ()
+    only: Mapping[str, tuple[Any, ...]] = {}
+    harmless: tuple[str, ...] = ()
+    is_stored_alike: bool = True
+
+
+_NO_BIAS = {"qkv_bias": False, "output_bias": False}
+_QWEN = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
+_GEMMA = {"norms": "both", "norm_plus_one": True, "scale_embeddings": True, "activation": "gelu_tanh"}
+_GEMMA_KEYS = ("query_pre_attn_scalar", "final_logit_softcapping")
+_GEMMA_2 = {"num_key_value_heads": 4, "head_dim": 256, "query_pre_attn_scalar": 256, "tie_word_embeddings": True} | {
+    "sliding_window": 4096, "max_position_embeddings": 8192
+}  # fmt: skip
+_GELU = {"hidden_act": ("gelu_pytorch_tanh",), "hidden_activation": ("gelu_pytorch_tanh",)}
+_LONG = {"max_position_embeddings": 131072, "rope_theta": 1000000.0}
+_EXPERTS = ("num_experts_per_tok", "num_local_experts", "num_experts")
 _ROUTING = {"output_router_logits": (False,), "router_jitter_noise": (0.0,)}  # the noise is that of training
-# Keys that only these types have, with the values that are computed here; they replace those of ONLY.
-FAMILY_ONLY: dict[str, dict[str, tuple[Any, ...]]] = {
-    "phi3": {"resid_pdrop": (0.0,), "embd_pdrop": (0.0,)},
-    "gemma2": {"hidden_act": _GELU, "hidden_activation": _GELU},
-    "gemma3_text": {"hidden_act": _GELU, "hidden_activation": _GELU},
-    "mixtral": _ROUTING,
-    "qwen3_moe": {**_ROUTING, "decoder_sparse_step": (1,), "mlp_only_layers": ([],)},
-    "gpt_oss": {**_ROUTING, "swiglu_limit": (7.0,), "swiglu_alpha": (1.702,)},
-}
-# Of each type: keys of training, of what is returned beside the logits, and of what other keys say again.
-FAMILY_HARMLESS: dict[str, tuple[str, ...]] = {
-    "phi3": ("original_max_position_embeddings",),  # of longrope alone, which is refused
-    "gemma2": ("cache_implementation",),
-    "gemma3_text": ("cache_implementation", "_sliding_window_pattern"),  # transformers writes the latter, unread
-    "mixtral": ("router_aux_loss_coef",),
-    "qwen3_moe": ("router_aux_loss_coef",),
-    "gpt_oss": ("router_aux_loss_coef", "experts_per_token", "initial_context_length"),
-}
+_LOSS = ("router_aux_loss_coef",)
+FAMILIES = {
+    "llama": Family("LlamaForCausalLM", _NO_WINDOW),
+    "mistral": Family("MistralForCausalLM", _ALIKE, _NO_BIAS, {"num_key_value_heads": 8, "sliding_window": 4096}),
+    "qwen2": Family("Qwen2ForCausalLM", _CHOSEN, {"qkv_bias": True, "output_bias": False}, _QWEN),
+    "qwen3": Family("Qwen3ForCausalLM", _CHOSEN, {"qk_norm": True}, _QWEN | {"head_dim": 128}),
+    "phi3": Family(
+        "Phi3ForCausalLM", _ALIKE, _NO_BIAS, {"rms_norm_eps": 1e-5}, is_stored_alike=False,
+        only={"resid_pdrop": (0.0,), "embd_pdrop": (0.0,)},
+        harmless=("original_max_position_embeddings",),  # of longrope alone, which is refused
+    ),
+    "olmo2": Family(
+        "Olmo2ForCausalLM", _NO_WINDOW, {"norms": "after", "qk_norm": True, "qk_norm_over": "projection"},
+        {"rms_norm_eps": 1e-5},
+    ),
+    "gemma2": Family(
+        "Gemma2ForCausalLM", _NAMED, _GEMMA,
+        _GEMMA_2 | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        (*_GEMMA_KEYS, "attn_logit_softcapping"), _GELU, ("cache_implementation",),
+    ),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM", _NAMED, _GEMMA | {"qk_norm": True},
+        _GEMMA_2 | _LONG | {"rope_local_base_freq": 10000.0, "sliding_window_pattern": 6},
+        (*_GEMMA_KEYS, "sliding_window_pattern", "rope_local_base_freq"), _GELU,
+        ("cache_implementation", "_sliding_window_pattern"),  # transformers writes the latter, unread
+    ),
+    "mixtral": Family(
+        "MixtralForCausalLM", _ALIKE, _NO_BIAS,
+        _LONG | {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "num_experts_per_tok": 2},
+        _EXPERTS, _ROUTING, _LOSS, is_stored_alike=False,
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM", ("sliding_window", "layer_types", "max_window_layers"), {"qk_norm": True},
+        {"num_key_value_heads": 4, "moe_intermediate_size": 768, "num_experts_per_tok": 8}
+        | {"sliding_window": 4096, "max_position_embeddings": 32768},
+        (*_EXPERTS, "moe_intermediate_size", "norm_topk_prob"),
+        _ROUTING | {"decoder_sparse_step": (1,), "mlp_only_layers": ([],)}, _LOSS, is_stored_alike=False,
+    ),
+    "gpt_oss": Family(
+        "GptOssForCausalLM", _NAMED, {"attention_sinks": True, "activation": "clipped_silu", "expert_bias": True},
+        {"num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128, "rms_norm_eps": 1e-5}
+        | {"num_experts_per_tok": 4, "attention_bias": True, "rope_theta": 150000.0, "max_position_embeddings": 131072},
+        _EXPERTS, _ROUTING | {"swiglu_limit": (7.0,), "swiglu_alpha": (1.702,)},
+        (*_LOSS, "experts_per_token", "initial_context_length"), is_stored_alike=False,
+    ),
+    OWN_TYPE: Family("", _NO_WINDOW, is_stored_alike=False),
+}  # fmt: skip
 # A key that changes what is computed -> the values with which this transformer computes it (null beside them).
 ONLY: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
@@ -252,42 +253,47 @@ HARMLESS = frozenset((
 # fmt: on
 
 
-def read_fields(config: Mapping[str, Any]) -> tuple[Fields, FamilyFields]:
+_OF_SOME = {"sliding_rope", *(key for family in FAMILIES.values() for key in family.keys)}
+USED = frozenset({*Fields.__struct_encode_fields__} - _OF_SOME)  # of every family
+_NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+
+
+def read_fields(config: Mapping[str, Any]) -> Fields:
     """The keys of a ``config.json`` that are used. Raises CheckpointError for what the lists above do not hold."""
     model_type = config.get("model_type")
-    if model_type not in [*DEFAULTS]:  # a list, because the value may not be hashable
+    if model_type not in [*FAMILIES]:  # a list, because the value may not be hashable
         raise CheckpointError(
-            f"model_type={given(model_type)} in {CONFIG} is not supported; use one of {', '.join(DEFAULTS)}."
+            f"model_type={given(model_type)} in {CONFIG} is not supported; use one of {', '.join(FAMILIES)}."
         )
-    entries = {key: value for key, value in {**DEFAULTS[model_type], **config}.items() if value is not None}
-    family = {key: entries.pop(key) for key in FAMILY_KEYS.get(model_type, ()) if key in entries}
-    refuse_other_values(entries, {**ONLY, **FAMILY_ONLY.get(model_type, {})}, CONFIG)
+    family = FAMILIES[model_type]
+    entries = {key: value for key, value in {**family.defaults, **config}.items() if value is not None}
+    only = {key: values for key, values in {**ONLY, **family.only}.items() if key not in family.keys}
+    refuse_other_values(entries, only, CONFIG)
     refuse_unknown(entries, known_keys(model_type), CONFIG)
     if model_type == "gemma3_text":
-        _split_rope(entries, family)
-    for key, kind in (("rope_scaling", RopeFields), ("rope_parameters", RopeFields), (OWN_TYPE, OwnFields)):
-        _check_nested(entries, key, kind)
-    _check_nested(family, "sliding_rope", RopeFields)
-    missing = [name for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
-                                 "num_attention_heads") if name not in entries]  # fmt: skip
+        _split_rope(entries)
+    for key in ("rope_scaling", "rope_parameters", "sliding_rope"):
+        _check_nested(entries, key, RopeFields)
+    _check_nested(entries, OWN_TYPE, OwnFields)
+    missing = [name for name in _NEEDED if name not in entries]
     if missing:
         raise CheckpointError(f"{CONFIG} lacks {', '.join(missing)}; a configuration of this type has it.")
-    return checked(entries, Fields, CONFIG), checked(family, FamilyFields, CONFIG)
+    return checked(entries, Fields, CONFIG)
 
 
 def known_keys(model_type: str) -> frozenset[str]:
     """Every key that a ``config.json`` of this type may have."""
-    extra = (*FAMILY_KEYS.get(model_type, ()), *FAMILY_ONLY.get(model_type, {}), *FAMILY_HARMLESS.get(model_type, ()))
-    return frozenset({*Fields.__struct_encode_fields__, *ONLY, *HARMLESS, *extra})
+    family = FAMILIES[model_type]
+    return USED | HARMLESS | {*ONLY, *family.keys, *family.only, *family.harmless}
 
 
-def _split_rope(entries: dict[str, Any], family: dict[str, Any]) -> None:
+def _split_rope(entries: dict[str, Any]) -> None:
     """Make one entry of each part of Gemma 3's ``rope_parameters``, which transformers 5 writes per layer type."""
     rope = entries.get("rope_parameters")
     if isinstance(rope, Mapping) and "full_attention" in rope:
         refuse_unknown(rope, ("full_attention", "sliding_attention"), f"rope_parameters in {CONFIG}")
         entries["rope_parameters"] = rope["full_attention"]
-        family["sliding_rope"] = rope.get("sliding_attention")
+        entries["sliding_rope"] = rope.get("sliding_attention")
 
 
 def _check_nested(entries: dict[str, Any], key: str, kind: type[msgspec.Struct]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from attnsuite.sentences import given
 
 from .config import ModelConfig
-from .huggingface_keys import CONFIG, FamilyFields, Fields, RopeFields
+from .huggingface_keys import CONFIG, Fields, RopeFields
 from .reading import CheckpointError
 from .rope_scaling import AnyScaling, DynamicScaling, LinearScaling, RopeScaling, YarnScaling
 
@@ -55,12 +55,12 @@ def read_rope(fields: Fields) -> tuple[float, AnyScaling | None]:
         raise CheckpointError(f"{CONFIG}: {error}") from error
 
 
-def sliding_theta(family: FamilyFields) -> float | None:
+def sliding_theta(fields: Fields) -> float | None:
     """The base of RoPE in Gemma 3's sliding layers, which are not scaled."""
-    rope = family.sliding_rope or RopeFields()
+    rope = fields.sliding_rope or RopeFields()
     if _kind(rope) != "default" or any(getattr(rope, name) is not None for name in _ALL):
         raise CheckpointError(f"rope_parameters.sliding_attention in {CONFIG} is scaled; only 'default' is supported.")
-    return family.rope_local_base_freq if rope.rope_theta is None else rope.rope_theta
+    return fields.rope_local_base_freq if rope.rope_theta is None else rope.rope_theta
 
 
 def write_rope(config: ModelConfig) -> dict[str, Any]:

@@ -434,7 +434,7 @@ def test_every_key_that_transformers_writes_or_reads_is_known_here(family):
     """What a new release of transformers reads and this package passes over fails here."""
     keys = importlib.import_module("attnsuite.models.huggingface_keys")
     config = getattr(transformers, f"{family}Config")()
-    known = {*keys.Fields.__struct_encode_fields__, *keys.ONLY, *keys.HARMLESS}
+    known = {*keys.USED, *keys.ONLY, *keys.HARMLESS}
     written = config.to_dict()
     assert not set(written) - known
     folder = importlib.import_module(f"transformers.models.{family.lower()}.modeling_{family.lower()}")
@@ -442,7 +442,7 @@ def test_every_key_that_transformers_writes_or_reads_is_known_here(family):
     read = set(re.findall(r"\bconfig\.([a-z_]+)", source))
     read |= set(re.findall(r"""getattr\((?:self\.)?config, "([a-z_]+)\"""", source))
     # An embedding's row for padding is as it was stored; who computes attention is no matter of what is computed.
-    assert not read - {*keys.Fields.__struct_encode_fields__, *keys.ONLY} - {"pad_token_id", "_attn_implementation"}
+    assert not read - {*keys.USED, *keys.ONLY} - {"pad_token_id", "_attn_implementation"}
     assert {"rms_norm_eps", "hidden_act", "rope_parameters"} <= read
     sizes = SIZES | ({"sliding_window": 7} if family == "Mistral" else {})
     from_hf = importlib.import_module("attnsuite.models.huggingface").from_hf
