@@ -6,24 +6,20 @@ Greedy at ``temperature=0``. Else tokens are sampled from the softened distribut
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from attnsuite.backends.contract import Mode
-from attnsuite.backends.policy import AnyPolicy
-from attnsuite.backends.resolve import OnUnavailable
-
 from .cache import KVCache, Slots
 from .config import ModelConfig
 from .forward import forward_cached
 from .padding import left_aligned
 from .parameters import Params
-from .planning import Options, Resolutions, freeze_options, resolve_attention
+from .planning import Call, Options, Resolutions, planned
 from .transformer import Transformer
 
 
@@ -40,11 +36,7 @@ def generate(
     stop_token: int | Collection[int] | None = None,
     cache_dtype: str | None = None,
     page_size: int | None = None,
-    backend: str = "auto",
-    mode: Mode = "native",
-    backend_options: Mapping[str, Any] | None = None,
-    on_unavailable: OnUnavailable = "fallback",
-    policy: AnyPolicy | None = None,
+    **call: Unpack[Call],
 ) -> Int[np.ndarray, "batch max_new_tokens"]:
     """The tokens that follow each prompt ``tokens [batch, length]``, int32.
 
@@ -52,8 +44,8 @@ def generate(
     ``padding_mask [batch, length]`` (True: a token) says where the padding is, on the left or on the right.
     Behind its first ``stop_token`` (one, or any of several) a row repeats that token, and generation ends once every
     row has one. The same seed gives the same tokens. ``cache_dtype`` and ``page_size`` are those of
-    :meth:`attnsuite.models.cache.KVCache.create`. ``policy`` is what ``backend="auto"`` follows. Raises ValueError for
-    arguments out of range.
+    :meth:`attnsuite.models.cache.KVCache.create`. ``call`` are the keywords of
+    :class:`attnsuite.models.planning.Call`. Raises ValueError for arguments out of range.
 
     >>> model = Transformer(ModelConfig.from_preset("debug"))
     >>> generate(model, [[1, 2, 3]], 4).shape
@@ -67,23 +59,12 @@ def generate(
         if lengths is not None:
             raise ValueError("lengths and padding_mask both say where the padding is; give one of them.")
         tokens, lengths = left_aligned(tokens, padding_mask)
-    call: dict[str, Any] = {"backend": backend, "mode": mode, "on_unavailable": on_unavailable, "policy": policy}
     cache = model.new_cache(tokens.shape[0], tokens.shape[1] + max_new_tokens, cache_dtype, page_size=page_size)
-    logits, cache = model.prefill(
-        tokens, cache, lengths=lengths, last_only=True, backend_options=backend_options, **call
-    )
+    logits, cache = model.prefill(tokens, cache, lengths=lengths, last_only=True, **call)
     sampler = (jax.random.key(seed), jnp.float32(max(temperature, 1e-6)), jnp.float32(top_p))
     greedy = temperature == 0.0
     latest = compiled_sample(logits, 0, *sampler, greedy=greedy)
-    resolutions = resolve_attention(
-        model.config,
-        batch=tokens.shape[0],
-        query_length=1,
-        needs_grad=False,
-        options=backend_options,
-        **cache.problem,
-        **call,
-    )
+    found = planned(model.config, call, batch=tokens.shape[0], query_length=1, needs_grad=False, **cache.problem)
     params = model.arrays()
     made, stopped = [latest], np.zeros(tokens.shape[0], bool)
     stops = list(stop_token) if isinstance(stop_token, Collection) else [] if stop_token is None else [stop_token]
@@ -104,8 +85,7 @@ def generate(
             table,
             step,
             *sampler,
-            resolutions=resolutions,
-            options=freeze_options(backend_options),
+            **found,
             greedy=greedy,
         )
         cache = KVCache(keys=keys, values=values, lengths=after, page_table=table)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypedDict
 
 from attnsuite.backends import AttentionSpec, Resolution, Target, masks, resolve, support
 from attnsuite.backends.contract import Mode
@@ -20,6 +20,16 @@ from .config import AttentionType, ModelConfig
 
 Resolutions = tuple[tuple[AttentionType, Resolution], ...]  # a mapping, hashable
 Options = tuple[tuple[str, Any], ...]  # backend options, hashable
+
+
+class Call(TypedDict, total=False):
+    """What computes the attention of a call of a model; see :func:`attnsuite.backends.resolve`."""
+
+    backend: str
+    mode: Mode
+    backend_options: Mapping[str, Any] | None
+    on_unavailable: OnUnavailable
+    policy: AnyPolicy | None  # what backend="auto" follows
 
 
 def attention_spec(
@@ -86,23 +96,15 @@ def attention_spec(
 def resolve_attention(
     config: ModelConfig,
     *,
-    batch: int,
-    query_length: int,
-    key_value_length: int | None = None,
-    packed: bool = False,
-    dtype: str | None = None,
-    kv_dtype: str | None = None,
-    pages: tuple[int, int] | None = None,
-    needs_grad: bool = True,
-    tree: masks.Tree | None = None,
     backend: str = "auto",
     mode: Mode = "native",
     on_unavailable: OnUnavailable = "fallback",
     target: Target | None = None,
     options: Mapping[str, Any] | None = None,
     policy: AnyPolicy | None = None,
+    **problem: Any,
 ) -> Resolutions:
-    """The resolution of each distinct attention type of ``config``; arguments as for :func:`attention_spec`.
+    """The resolution of each distinct attention type of ``config``; ``problem`` as for :func:`attention_spec`.
 
     ``options`` are those for ``backend``, which may refuse some together with the problem. ``policy`` is what
     ``backend="auto"`` follows, as :func:`attnsuite.backends.resolve` says.
@@ -112,30 +114,22 @@ def resolve_attention(
     target = Target.here() if target is None else target
 
     def resolved(kind: AttentionType) -> Resolution:
-        found = resolve(
-            backend,
-            attention_spec(
-                config,
-                kind,
-                batch=batch,
-                query_length=query_length,
-                key_value_length=key_value_length,
-                packed=packed,
-                dtype=dtype,
-                kv_dtype=kv_dtype,
-                pages=pages,
-                needs_grad=needs_grad,
-                tree=tree,
-            ),
-            target,
-            mode=mode,
-            on_unavailable=on_unavailable,
-            options=options,
-            policy=policy,
-        )
-        return _hinted(found, options) if kind == "latent" and key_value_length is not None else found
+        spec = attention_spec(config, kind, **problem)
+        found = resolve(backend, spec, target, mode=mode, on_unavailable=on_unavailable, options=options, policy=policy)
+        is_cached_latent = kind == "latent" and problem.get("key_value_length") is not None
+        return _hinted(found, options) if is_cached_latent else found
 
     return tuple((kind, resolved(kind)) for kind in config.attention_types)
+
+
+def planned(config: ModelConfig, call: Call, **problem: Any) -> dict[str, Any]:
+    """``resolutions`` and ``options`` of a call, which the functions of ``forward.py`` take by these names."""
+    options = call.get("backend_options")
+    how: dict[str, Any] = {name: value for name, value in call.items() if name != "backend_options"}
+    return {
+        "resolutions": resolve_attention(config, options=options, **how, **problem),
+        "options": freeze_options(options),
+    }
 
 
 def _hinted(found: Resolution, options: Mapping[str, Any] | None) -> Resolution:

@@ -11,24 +11,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from attnsuite.backends.contract import Mode
-from attnsuite.backends.policy import AnyPolicy
-from attnsuite.backends.resolve import OnUnavailable
-
 from .cache import KVCache, Slots
 from .checks import require_positive_int
 from .config import ModelConfig
 from .forward import forward_ragged
 from .parameters import Params
-from .planning import Options, Resolutions, freeze_options, resolve_attention
+from .planning import Call, Options, Resolutions, planned
 from .transformer import Transformer
 
 
@@ -110,12 +106,15 @@ class _Running:
         return [*self.request.prompt, *self.made][self.read :]
 
 
-def ragged_resolutions(config: ModelConfig, cache: KVCache, sizes: Sizes, **call: Any) -> Resolutions:
-    """The resolution of each attention type in a step; ``call`` as for ``planning.resolve_attention``."""
-    problem = cache.problem | {"key_value_length": cache.batch * cache.capacity}
-    return resolve_attention(
-        config, batch=1, query_length=sizes.tokens_per_step, packed=True, needs_grad=False, **problem, **call
-    )
+def ragged_problem(cache: KVCache, sizes: Sizes) -> dict[str, Any]:
+    """What ``planning.attention_spec`` has to know of a step."""
+    return cache.problem | {
+        "batch": 1,
+        "query_length": sizes.tokens_per_step,
+        "key_value_length": cache.batch * cache.capacity,
+        "packed": True,
+        "needs_grad": False,
+    }
 
 
 def new_pool(model: Transformer, sizes: Sizes, cache_dtype: str | None = None) -> KVCache:
@@ -131,17 +130,14 @@ def serve(
     sizes: Sizes,
     *,
     cache_dtype: str | None = None,
-    backend: str = "auto",
-    mode: Mode = "native",
-    backend_options: Mapping[str, Any] | None = None,
-    on_unavailable: OnUnavailable = "fallback",
-    policy: AnyPolicy | None = None,
     clock: Callable[[], float] = time.perf_counter,
+    **call: Unpack[Call],
 ) -> list[Served]:
     """What each request gets, first come first served.
 
     Time is that of the steps by ``clock``, which waits for the device; where nothing runs, it jumps to the next
-    arrival. Raises ValueError for a request that the cache could never hold.
+    arrival. ``call`` are the keywords of :class:`attnsuite.models.planning.Call`. Raises ValueError for a request that
+    the cache could never hold.
     """
     cache = new_pool(model, sizes, cache_dtype)
     num_pages, page_size = cache.pages or (0, 1)
@@ -151,17 +147,8 @@ def serve(
                 f"request {number} needs {request.length} slots; a sequence has {cache.capacity}, and all pages "
                 f"together {num_pages * page_size}."
             )
-    found = ragged_resolutions(
-        model.config,
-        cache,
-        sizes,
-        backend=backend,
-        mode=mode,
-        on_unavailable=on_unavailable,
-        options=backend_options,
-        policy=policy,
-    )
-    params, options = model.arrays(), freeze_options(backend_options)
+    found = planned(model.config, call, **ragged_problem(cache, sizes))
+    params = model.arrays()
     waiting = sorted(range(len(requests)), key=lambda i: requests[i].arrives)
     rows: list[_Running | None] = [None] * sizes.sequences
     done: dict[int, Served] = {}
@@ -181,7 +168,7 @@ def serve(
         began = clock()
         latest, keys, values = _step(
             model.config, params, tokens[None], cache.keys, cache.values, lengths=after, query_starts=starts,
-            page_table=table, resolutions=found, options=options,
+            page_table=table, **found,
         )  # fmt: skip
         latest = np.asarray(latest)
         now += clock() - began

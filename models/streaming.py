@@ -11,7 +11,7 @@ import contextlib
 import ctypes
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -19,15 +19,15 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from attnsuite.backends import Layout
-from attnsuite.backends.contract import Carry, Mode
-from attnsuite.backends.resolve import OnUnavailable, Resolution
+from attnsuite.backends.contract import Carry
+from attnsuite.backends.resolve import Resolution
 
 from .checkpoint import Checkpoint
 from .config import AttentionType, ModelConfig
 from .forward import Hidden, embed, layer_forward, logits_of, turns_of, whole_sequence
 from .loss import token_nats
 from .parameters import Params
-from .planning import Options, Resolutions, freeze_options, resolve_attention
+from .planning import Call, Options, Resolutions, freeze_options, planned
 from .transformer import Transformer
 
 
@@ -36,18 +36,15 @@ def streamed_nats(
     tokens: Any,
     *,
     batch: int = 1,
-    backend: str = "auto",
-    mode: Mode = "native",
-    backend_options: dict[str, Any] | None = None,
-    on_unavailable: OnUnavailable = "fallback",
     resolutions: Resolutions | None = None,
+    **call: Unpack[Call],
 ) -> Float[np.ndarray, "sequences targets"]:
     """Cross-entropy in nats of every token of ``tokens [sequences, length]`` but the first of each sequence.
 
     The exponential of the mean is the perplexity. ``batch`` sequences are computed at a time. ``resolutions`` are those
     of :func:`attnsuite.models.planning.resolve_attention` for ``batch`` and ``length - 1``, where the caller has asked
-    already; they take the place of ``backend``, ``mode`` and ``on_unavailable``. Raises ValueError for tokens that do
-    not fit, and CheckpointError as reading does.
+    already; they take the place of those of ``call``, keywords of :class:`attnsuite.models.planning.Call`. Raises
+    ValueError for tokens that do not fit, and CheckpointError as reading does.
     """
     config, tokens = checkpoint.config, np.asarray(tokens)
     if tokens.ndim != 2 or not np.issubdtype(tokens.dtype, np.integer) or tokens.shape[0] < 1 or tokens.shape[1] < 2:
@@ -66,18 +63,9 @@ def streamed_nats(
     padded = np.pad(tokens, ((0, -count % batch), (0, 0)))  # one shape, one compilation
     parts = [jnp.asarray(part, jnp.int32) for part in padded.reshape(-1, batch, length + 1)]
     if resolutions is None:
-        resolutions = resolve_attention(
-            config,
-            batch=batch,
-            query_length=length,
-            needs_grad=False,
-            backend=backend,
-            mode=mode,
-            on_unavailable=on_unavailable,
-            options=backend_options,
-        )
+        resolutions = planned(config, call, batch=batch, query_length=length, needs_grad=False)["resolutions"]
     resolved = dict(resolutions)
-    options = freeze_options(backend_options)
+    options = freeze_options(call.get("backend_options"))
     hidden = embedded(checkpoint, [part[:, :-1] for part in parts])
     carries: list[dict[str, Carry]] = [dict.fromkeys(resolved, ()) for _ in parts]
     for i in range(config.num_layers):

@@ -7,8 +7,8 @@ model, ``jax.jit`` 13). The backends are resolved before every call, outside the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -17,16 +17,13 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from attnsuite.backends import Resolution, masks
-from attnsuite.backends.contract import Mode
-from attnsuite.backends.policy import AnyPolicy
-from attnsuite.backends.resolve import OnUnavailable
 
 from .cache import KVCache, default_dtype
 from .config import AttentionType, ModelConfig
 from .forward import forward, forward_cached
 from .padding import segment_ids_of
 from .parameters import Params, initialise, parameter_shapes
-from .planning import freeze_options, resolve_attention
+from .planning import Call, planned
 
 compiled_forward = jax.jit(forward, static_argnames=("config", "resolutions", "options"))
 compiled_forward_cached = jax.jit(
@@ -83,45 +80,25 @@ class Transformer(nnx.Module):
         capacity: int | None = None,
         packed: bool = False,
         needs_grad: bool = True,
-        backend: str = "auto",
-        mode: Mode = "native",
-        backend_options: Mapping[str, Any] | None = None,
-        on_unavailable: OnUnavailable = "fallback",
-        policy: AnyPolicy | None = None,
+        **call: Unpack[Call],
     ) -> dict[AttentionType, Resolution]:
         """What would compute each attention type of this model, with every rejection and its reason.
 
         ``capacity`` is that of a cache of default dtype that is attended to (decoding: ``length=1``), or None
         for a full pass.
         """
-        found = resolve_attention(
-            self.config,
-            batch=batch,
-            query_length=length,
-            key_value_length=capacity,
-            dtype=None if capacity is None else default_dtype(self.config),
-            packed=packed,
-            needs_grad=needs_grad,
-            backend=backend,
-            mode=mode,
-            on_unavailable=on_unavailable,
-            options=backend_options,
-            policy=policy,
-        )
-        return dict(found)
+        dtype = None if capacity is None else default_dtype(self.config)
+        problem = {"key_value_length": capacity, "dtype": dtype, "packed": packed, "needs_grad": needs_grad}
+        return dict(planned(self.config, call, batch=batch, query_length=length, **problem)["resolutions"])
 
     def __call__(
         self,
         tokens: Any,
         *,
-        backend: str = "auto",
-        mode: Mode = "native",
-        backend_options: Mapping[str, Any] | None = None,
         segment_ids: Any = None,
         padding_mask: Any = None,
         needs_grad: bool = True,
-        on_unavailable: OnUnavailable = "fallback",
-        policy: AnyPolicy | None = None,
+        **call: Unpack[Call],
     ) -> Float[Array, "batch length vocab"]:
         """Logits ``[batch, length, vocab]``, float32, of integer ``tokens [batch, length]``.
 
@@ -129,9 +106,9 @@ class Transformer(nnx.Module):
         only itself, and its positions start at 0; negative ids are padding. ``padding_mask [batch, length]``,
         boolean, is True for the tokens of a row and False for its padding, at the left or at the right end; where both
         are given, it must be True exactly where ``segment_ids`` is not negative. Logits at padding have no meaning.
-        ``needs_grad=False`` admits backends without a backward pass. ``policy`` is what ``backend="auto"`` follows, as
-        :func:`attnsuite.backends.resolve` says. Raises ValueError for shapes that do not fit, and what that function
-        raises.
+        ``needs_grad=False`` admits backends without a backward pass. ``call`` are the keywords of
+        :class:`attnsuite.models.planning.Call`: ``backend``, ``mode``, ``backend_options``, ``on_unavailable`` and
+        ``policy``. Raises ValueError for shapes that do not fit, and what :func:`attnsuite.backends.resolve` raises.
         """
         tokens = _check_tokens(tokens, self.config.vocab_size)
         batch, length = tokens.shape
@@ -146,26 +123,9 @@ class Transformer(nnx.Module):
                 raise ValueError(f"segment_ids has shape {segment_ids.shape}; expected that of tokens, {tokens.shape}.")
         if padding_mask is not None:
             segment_ids = segment_ids_of(padding_mask, tokens.shape, segment_ids)
-        resolutions = resolve_attention(
-            self.config,
-            batch=batch,
-            query_length=length,
-            packed=segment_ids is not None,
-            needs_grad=needs_grad,
-            backend=backend,
-            mode=mode,
-            on_unavailable=on_unavailable,
-            options=backend_options,
-            policy=policy,
-        )
-        return compiled_forward(
-            self.config,
-            self.arrays(),
-            tokens,
-            segment_ids,
-            resolutions=resolutions,
-            options=freeze_options(backend_options),
-        )
+        packed = segment_ids is not None
+        found = planned(self.config, call, batch=batch, query_length=length, packed=packed, needs_grad=needs_grad)
+        return compiled_forward(self.config, self.arrays(), tokens, segment_ids, **found)
 
     def new_cache(
         self,
@@ -187,11 +147,7 @@ class Transformer(nnx.Module):
         lengths: Any = None,
         last_only: bool = False,
         parents: Sequence[int] | None = None,
-        backend: str = "auto",
-        mode: Mode = "native",
-        backend_options: Mapping[str, Any] | None = None,
-        on_unavailable: OnUnavailable = "fallback",
-        policy: AnyPolicy | None = None,
+        **call: Unpack[Call],
     ) -> tuple[Array, KVCache]:
         """Logits of ``tokens [batch, length]`` behind what the cache holds, and the cache with them in it.
 
@@ -199,8 +155,8 @@ class Transformer(nnx.Module):
         Logits are ``[batch, length, vocab]``, or with ``last_only`` the ``[batch, vocab]`` of each row's
         last valid token. ``parents`` says that the tokens are a tree that drafts what follows the cached tokens:
         ``parents[i]`` is the index of the token before token i, or -1 (:class:`attnsuite.backends.masks.Tree`).
-        :func:`attnsuite.models.speculation.keep` then keeps a path. The given cache is donated. Raises ValueError where
-        the tokens do not fit.
+        :func:`attnsuite.models.speculation.keep` then keeps a path. ``call`` are keywords of a call, as above. The
+        given cache is donated. Raises ValueError where the tokens do not fit.
         """
         tokens = _check_tokens(tokens, self.config.vocab_size)
         batch, length = tokens.shape
@@ -213,19 +169,7 @@ class Transformer(nnx.Module):
         after = cache.lengths_after(length, lengths)
         table = cache.table_after(after)
         tree = None if parents is None else _tree(tuple(parents), length, cache, lengths)
-        resolutions = resolve_attention(
-            self.config,
-            batch=batch,
-            query_length=length,
-            needs_grad=False,
-            tree=tree,
-            backend=backend,
-            mode=mode,
-            on_unavailable=on_unavailable,
-            options=backend_options,
-            policy=policy,
-            **({} if cache.is_empty else cache.problem),
-        )
+        problem = {} if cache.is_empty else cache.problem
         logits, keys, values = compiled_forward_cached(
             self.config,
             self.arrays(),
@@ -234,8 +178,7 @@ class Transformer(nnx.Module):
             cache.values,
             cache.lengths,
             after,
-            resolutions=resolutions,
-            options=freeze_options(backend_options),
+            **planned(self.config, call, batch=batch, query_length=length, needs_grad=False, tree=tree, **problem),
             fresh=cache.is_empty,
             last_only=last_only,
             tree=tree,
@@ -243,10 +186,10 @@ class Transformer(nnx.Module):
         )
         return logits, KVCache(keys=keys, values=values, lengths=after, page_table=table)
 
-    def decode(self, tokens: Any, cache: KVCache, **call: Any) -> tuple[Float[Array, "batch vocab"], KVCache]:
+    def decode(self, tokens: Any, cache: KVCache, **call: Unpack[Call]) -> tuple[Float[Array, "batch vocab"], KVCache]:
         """Logits ``[batch, vocab]`` behind one more token per row (``[batch]`` or ``[batch, 1]``), and the cache.
 
-        Keywords are those of :meth:`prefill` but ``lengths``, ``parents`` and ``last_only``. The cache is donated.
+        ``call`` are keywords of a call, as above. The cache is donated.
         """
         tokens = jnp.asarray(tokens)
         tokens = tokens[:, None] if tokens.ndim == 1 else tokens

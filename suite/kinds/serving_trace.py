@@ -10,7 +10,8 @@ import numpy as np
 
 from attnsuite.models import KVCache, ModelConfig, TextFile, Transformer, generate
 from attnsuite.models.cache import default_dtype
-from attnsuite.models.serving import Request, Served, Sizes, ragged_resolutions, serve
+from attnsuite.models.planning import resolve_attention
+from attnsuite.models.serving import Request, Served, Sizes, ragged_problem, serve
 
 from ..cell import Outcome
 from .model_program import model_config, open_model
@@ -31,7 +32,7 @@ def resolutions_of(case: ServingCase, config: ModelConfig, backend: str) -> list
     sizes = sizes_of(case)
     # Shapes alone: a cache of a large model is gigabytes, and this is asked of every backend.
     cache = jax.eval_shape(lambda: KVCache.create(config, sizes.sequences, sizes.capacity, page_size=sizes.page_size))
-    return [found for _, found in ragged_resolutions(config, cache, sizes, backend=backend)]
+    return [found for _, found in resolve_attention(config, backend=backend, **ragged_problem(cache, sizes))]
 
 
 def sizes_of(case: ServingCase) -> Sizes:
