@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from .record import Measured, Mode, Status
 from .typed import Count, Scalar
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from attnsuite.models import TextFile
 
 
+@runtime_checkable
 class Case(Protocol):
     """One problem to measure, of one of the kinds in ``suite.kinds``: a frozen dataclass of JSON scalars."""
 

@@ -36,9 +36,8 @@ import hostile_inputs
 from attnsuite.backends import BackendFallbackWarning
 from attnsuite.models import weights as model_weights
 from attnsuite.suite import command_line, compile_run, doctor, streamed, train, tuning
-from attnsuite.suite.cell import Asked
 from attnsuite.suite.grid import execute, process, run
-from attnsuite.suite.grid.probe import probe
+from attnsuite.suite.grid.probe import find_cells
 from attnsuite.suite.kinds.kascade import calibrate
 from attnsuite.suite.measure import environment
 from hostile_inputs import ENVIRONMENT, TRAIN, Commands, Hand, Valid, make_valid
@@ -173,7 +172,7 @@ def nothing_begins() -> Iterator[None]:
     def probe_here(request: Any) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", BackendFallbackWarning)  # as in the worker
-            probe(Asked(rows=request.backends, cases=request.cases, text=request.text, all_cores=request.all_cores))
+            find_cells(request.backends, request.cases, request.text, request.all_cores)
         return ENVIRONMENT, []
 
     def steps(request: Any, problem: Any, out: Path, **_: Any) -> None:

@@ -26,7 +26,7 @@ from attnsuite.backends.contract import BackendWithRoles
 from attnsuite.backends.dealing import Sharded
 from attnsuite.backends.tunable import CompilesKernels, KernelBuild
 
-from ..cell import Outcome
+from ..cell import Case, Outcome
 from ..kinds.attention import OpCase, spec_of
 from ..kinds.model import ModelCase
 from ..measure import lint
@@ -68,7 +68,7 @@ def backend_and_role(name: str) -> tuple[str, str]:
     return backend, role
 
 
-def compiled(case: OpCase | ModelCase, backend_name: str, target: Target, dump: Path | None) -> Outcome:
+def compiled(case: Case, backend_name: str, target: Target, dump: Path | None) -> Outcome:
     """In a process for ``target``: :func:`compile_cell`, with the schedules that the compiler writes into ``dump``."""
     register_functions([backend_name])
     work = functools.partial(compile_cell, case, backend_name, target)

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attnsuite.backends import Target, registry, support
 
 from .. import kinds, user_function
-from ..cell import Asked, Cell
+from ..cell import Asked, Case, Cell
 from ..errors import InputError
 from ..kinds.attention import OpCase, spec_of
 from ..measure import environment
 from .executors import is_measured
 
+if TYPE_CHECKING:
+    from attnsuite.models import TextFile
 
-def find_cells(asked: Asked) -> dict[str, Any]:
-    """The environment, and every cell of the cases asked for. Raises InputError for a case that cannot be run."""
+
+def find_cells(
+    rows: tuple[str, ...], cases: tuple[Case, ...], text: TextFile | None = None, all_cores: bool = False
+) -> dict[str, Any]:
+    """The environment, and every cell of what is asked (``cell.Asked``). Raises InputError for what cannot run."""
+    asked = Asked(rows=rows, cases=cases, text=text, all_cores=all_cores)
     user_function.register_functions(asked.rows)
     cells = [cell for case in asked.cases for cell in kinds.kind_of(case.kind).cells(case, asked)]
     for reference in filter(user_function.is_reference, asked.rows):

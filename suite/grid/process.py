@@ -8,12 +8,10 @@ with it.
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import functools
 import json
 import os
-import pickle
 import secrets
 import selectors
 import signal
@@ -32,7 +30,7 @@ import psutil
 
 from .. import typed
 from ..errors import CellFailure, InputError
-from . import folders, work
+from . import call, folders, work
 
 _POLL_SECONDS = 0.05
 _STOPPED_SECONDS = 1.0  # a poll that takes longer than this: this process was stopped
@@ -96,9 +94,9 @@ class Worker:
         InputError if the process answers that the user's input cannot be used.
         """
         token = secrets.token_hex(8)
-        call = base64.b64encode(pickle.dumps((function, arguments))).decode()
+        request = {"token": token, **call.described(function, arguments)}
         with contextlib.suppress(BrokenPipeError):  # its end shows when the answer is read
-            self._stdin.write(json.dumps({"token": token, "call": call}).encode() + b"\n")
+            self._stdin.write(json.dumps(request).encode() + b"\n")
             self._stdin.flush()
         reply = self._read_line(seconds)
         try:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from attnsuite.backends import names
 
 from .. import files, typed
-from ..cell import Asked, Case, Cell
+from ..cell import Case, Cell
 from ..errors import CellFailure, InputError, jax_does_not_start
 from ..kinds import kind_of, make_case, problem_of
 from ..kinds.kascade.methods import METHODS, SWEPT
@@ -236,10 +236,11 @@ def _group(cell: Cell) -> tuple[str, str]:
 
 def probe(request: RunGrid) -> tuple[Environment, list[Cell]]:
     """What this machine is, and the cells of the run on it. Raises InputError."""
-    asked = Asked(rows=request.backends, cases=request.cases, text=request.text, all_cores=request.all_cores)
     with Worker(machine_bytes(), code=files_of(request.backends)) as worker:
         try:
-            answer = worker.ask(_PROBE_SECONDS, find_cells, asked)
+            answer = worker.ask(
+                _PROBE_SECONDS, find_cells, request.backends, request.cases, request.text, request.all_cores
+            )
         except CellFailure as failure:
             if failure.status == "timeout":
                 raise InputError(

@@ -1,18 +1,16 @@
 """A process that computes cells: ``python -m attnsuite.suite.grid.worker``, the counterpart of ``process.py``.
 
-A request is a line of JSON that holds a call, pickled: a function and its arguments. The answer is a line of JSON. Only
-the protocol writes to the process's real stdout; output of libraries goes to stderr. When stdin ends, the parent is
-gone. The process then exits at once, even in the middle of a computation, so that a killed run leaves no orphans. A
-forked copy of the process does not reply: the parent would read its reply as the answer to the next request.
+A request is a line of JSON that holds a call (``call.py``), and the answer is a line of JSON. Only the protocol writes
+to the process's real stdout; output of libraries goes to stderr. When stdin ends, the parent is gone. The process then
+exits at once, even in the middle of a computation, so that a killed run leaves no orphans. A forked copy of the process
+does not reply: the parent would read its reply as the answer to the next request.
 """
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 import json
 import os
-import pickle
 import queue
 import signal
 import sys
@@ -24,7 +22,7 @@ from typing import Any, NoReturn, TextIO
 from attnsuite.backends import BackendFallbackWarning
 
 from ..errors import CellFailure, InputError
-from . import work
+from . import call, work
 from .confine import confine, readable_beside
 
 _OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "out of memory", "Out of memory")
@@ -57,8 +55,7 @@ def answer_requests() -> NoReturn:
     asked = os.getpid()
     while True:
         try:
-            function, arguments = pickle.loads(base64.b64decode(requests.get()["call"]))  # noqa: S301 (our parent's)
-            reply = {"ok": function(*arguments)}
+            reply = {"ok": call.made(requests.get())()}
             json.dumps(reply, allow_nan=False, default=dataclasses.asdict)
         except Exception as error:  # noqa: BLE001 (whatever a backend raises becomes this cell's record)
             reply = _failure(error)

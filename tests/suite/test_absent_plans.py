@@ -15,8 +15,7 @@ from attnsuite.backends import Target, names, registry
 from attnsuite.backends.kascade import manual
 from attnsuite.models import load_shipped, save
 from attnsuite.suite import model_suite
-from attnsuite.suite.cell import Asked
-from attnsuite.suite.grid.probe import probe
+from attnsuite.suite.grid.probe import find_cells
 from attnsuite.suite.kinds import model_program
 from attnsuite.suite.kinds.attention import OpCase, op_program
 from attnsuite.suite.kinds.kascade import controls, dense, quality, stack_program
@@ -56,10 +55,10 @@ def planned(cases, rows):
     kinds = {case.name: case.kind for case in cases}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # fallbacks are in the plans
-        cells = probe(Asked(rows=tuple(rows), cases=tuple(cases)))["cells"]
+        cells = find_cells(tuple(rows), tuple(cases))["cells"]
     for cell in cells:
-        what = f"{cell['resolved']} {cell['mode']}" if cell["mode"] else "refused: " + " ".join(cell["reasons"])
-        found[kinds[cell["case"]], cell["row"]].add(what)
+        what = f"{cell.resolved} {cell.mode}" if cell.mode else "refused: " + " ".join(cell.reasons)
+        found[kinds[cell.case], cell.row].add(what)
     return found
 
 

@@ -25,9 +25,8 @@ from attnsuite.models import (
 from attnsuite.models.kascade.calibration import calibrate
 from attnsuite.models.loss import token_nats
 from attnsuite.suite import model_suite
-from attnsuite.suite.cell import Asked
 from attnsuite.suite.errors import InputError
-from attnsuite.suite.grid.probe import probe
+from attnsuite.suite.grid.probe import find_cells
 from attnsuite.suite.kinds import model_program, quality
 from attnsuite.suite.kinds.kascade import calibrate as calibration_verb
 from attnsuite.suite.kinds.kascade import dense
@@ -167,12 +166,12 @@ def test_the_suite_of_a_checkpoint_has_kascades_controls_where_kascade_is_asked_
     assert {"dense", "random_tiles"} <= set(model_suite.rows(["standard", "kascade"]))
     assert model_suite.rows(["standard"]) == ("standard",)
     small = tuple(dataclasses.replace(case, sequence=64) for case in cases)
-    found = probe(Asked(rows=("standard", "kascade", "dense"), cases=small))["cells"]
-    plans = {(cell["case"], cell["row"]): cell for cell in found}
+    found = find_cells(("standard", "kascade", "dense"), small)["cells"]
+    plans = {(cell.case, cell.row): cell for cell in found}
     left = plans[cases[0].name, "kascade"]
-    assert left["mode"] is None
-    assert "beside its controls" in left["reasons"][0]
-    assert plans[cases[1].name, "kascade"]["mode"] == "native"
+    assert left.mode is None
+    assert "beside its controls" in left.reasons[0]
+    assert plans[cases[1].name, "kascade"].mode == "native"
 
 
 def test_kascades_row_of_a_model_runs_the_schedule_that_the_case_says(shipped):

@@ -314,7 +314,7 @@ def test_run_resolves_a_function_as_any_backend(kernels, tiny, new_run):
     row = f"{kernels}:mine"
     request = new_request(str(tiny), f"{row},standard", "first", None, new_run, LIMITS)
     assert request.backends == (row, "standard")
-    cells = find_cells(Asked(rows=request.backends, cases=request.cases))["cells"]
+    cells = find_cells(request.backends, request.cases)["cells"]
     assert [(cell.row, cell.resolved) for cell in cells] == [(row, row), ("standard", "standard")]
 
 

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 
 from attnsuite.suite import peers
-from attnsuite.suite.cell import Asked, Cell
+from attnsuite.suite.cell import Cell
 from attnsuite.suite.grid import executors, running, work
 from attnsuite.suite.grid.probe import find_cells
 from attnsuite.suite.kinds import problem_of
@@ -78,7 +78,7 @@ def test_unthrottled_row_is_refused_where_there_is_no_brake(monkeypatch):
 def test_plans_hold_a_cell_per_peer_of_the_kind_and_one_for_all_cores(monkeypatch):
     monkeypatch.setattr("attnsuite.suite.kinds.attention.usable_cores", lambda: 4)
     rows = ("standard", "chunked", "cudnn", "jax_nn", "transformers")
-    found = find_cells(Asked(rows=rows, cases=(CASES[0],), all_cores=True))
+    found = find_cells(rows, (CASES[0],), all_cores=True)
     cells = [(cell.row, cell.devices, cell.mode) for cell in found["cells"]]
     assert cells == [
         ("standard", 1, "native"),
@@ -91,7 +91,7 @@ def test_plans_hold_a_cell_per_peer_of_the_kind_and_one_for_all_cores(monkeypatc
 
 def test_what_cannot_be_divided_has_no_cell_for_all_cores(monkeypatch):
     monkeypatch.setattr("attnsuite.suite.kinds.attention.usable_cores", lambda: 3)
-    found = find_cells(Asked(rows=("chunked",), cases=(CASES[0],), all_cores=True))
+    found = find_cells(("chunked",), (CASES[0],), all_cores=True)
     assert [cell.devices for cell in found["cells"]] == [1]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
+import json
 import os
 import resource
 import shlex
@@ -18,9 +18,10 @@ from typing import Any
 import psutil
 import pytest
 
+from attnsuite.models import TextFile
 from attnsuite.suite.cell import Cell, Outcome
 from attnsuite.suite.errors import CellFailure
-from attnsuite.suite.grid import executors, work
+from attnsuite.suite.grid import call, executors, work
 from attnsuite.suite.grid.executors import _sample
 from attnsuite.suite.grid.process import Worker
 from attnsuite.suite.grid.running import Limits, RunContext, Running
@@ -166,7 +167,8 @@ def test_end_of_a_worker_is_seen_although_what_it_forked_holds_its_pipe(tmp_path
 
 
 FORKING = """
-import os, time
+import functools, os, time
+from attnsuite.suite.grid import call
 from attnsuite.suite.grid.worker import answer_requests
 
 def answer(number):
@@ -180,18 +182,17 @@ def answer(number):
     return number
 
 if __name__ == "__main__":
+    call.made = lambda request: functools.partial(answer, *request["arguments"])
     answer_requests()
 """
 
 
 def test_what_a_plug_in_forks_does_not_answer_and_ends_with_its_worker(tmp_path, monkeypatch):
     (tmp_path / "answers.py").write_text(FORKING)
-    monkeypatch.syspath_prepend(tmp_path)
-    answer = importlib.import_module("answers").answer
     script = f"#!/bin/sh\nexec {shlex.quote(sys.executable)} {shlex.quote(str(tmp_path / 'answers.py'))}\n"
     monkeypatch.setattr(sys, "executable", str(fake(tmp_path, script)))
     with Worker(2**33) as forking:
-        assert [forking.ask(60, answer, number) for number in range(3)] == [0, 1, 2]
+        assert [forking.ask(60, work.forget, number) for number in range(3)] == [0, 1, 2]
         copies = psutil.Process(forking.pid).children()
         assert len(copies) >= 3
         forking._stdin.close()  # as when the run is killed
@@ -213,3 +214,16 @@ def test_cell_of_a_device_that_is_gone_is_not_computed_on_the_cpu():
     with pytest.raises(CellFailure, match=r"is for cuda:h100, and JAX now finds cpu.*: the device is gone") as failure:
         work.prepare(cell, None, 2**33, None, shared=False)
     assert failure.value.status == "crashed"
+
+
+@pytest.mark.parametrize("name", ["os:system", "attnsuite.suite.grid.call:Path", "attnsuite.suite.grid.call:nothing"])
+def test_worker_calls_functions_of_this_package_alone(name):
+    with pytest.raises(ValueError, match="is no function of this package"):
+        call.made({"function": name, "arguments": []})
+
+
+def test_call_brings_its_arguments_back_as_they_were(tmp_path):
+    case = OpCase(kind="op_forward", sequence=16, heads=1, kv_heads=1)
+    text = TextFile("some.txt")
+    function = call.made(json.loads(json.dumps(call.described(work.write_reference, (case, tmp_path, text, 3)))))
+    assert (function.func, function.args) == (work.write_reference, (case, tmp_path, text, 3))

@@ -1,0 +1,50 @@
+"""A call of a function of this package as JSON: what a worker process is asked for.
+
+The function is named by its module, and its annotations say what the arguments are made into. No other function can be
+named, and no argument is more than data.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import msgspec
+
+from ..cell import Case
+
+_PACKAGE = "attnsuite."
+
+
+def described(function: Callable[..., Any], arguments: Sequence[Any]) -> dict[str, Any]:
+    """The call as JSON has it."""
+    name = f"{function.__module__}:{function.__qualname__}"
+    return {"function": name, "arguments": msgspec.to_builtins(list(arguments), enc_hook=str)}  # of a Path
+
+
+def made(call: Mapping[str, Any]) -> Callable[[], Any]:
+    """What computes a call that :func:`described` wrote. Raises ValueError for what is no function of this package."""
+    module, _, name = call["function"].partition(":")
+    function = getattr(importlib.import_module(module), name, None) if module.startswith(_PACKAGE) else None
+    if not inspect.isfunction(function) or function.__module__ != module:
+        raise ValueError(f"{call['function']} is no function of this package.")
+    from attnsuite.models import TextFile  # noqa: PLC0415 (the command line starts without it)
+
+    hints = get_type_hints(function, localns={"TextFile": TextFile}, include_extras=True)
+    kinds = [hints[name] for name in inspect.signature(function).parameters]
+    given = [_argument(each, kind) for each, kind in zip(call["arguments"], kinds, strict=False)]
+    return functools.partial(function, *given)
+
+
+def _argument(value: Any, kind: Any) -> Any:
+    return msgspec.convert(value, kind, dec_hook=_made_of)
+
+
+def _made_of(kind: type, value: Any) -> Any:
+    from ..kinds import make_case  # noqa: PLC0415 (the process that asks needs no kind)
+
+    return Path(value) if kind is Path else make_case(value) if kind is Case else value
