@@ -7,6 +7,9 @@ cells of a case that share the process.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +18,7 @@ import psutil
 
 from attnsuite.backends import Target
 
+from ..apart import Ask, register_apart
 from ..cell import Case, Cell, Means, Outcome, Prepared
 from ..errors import CellFailure
 from ..kinds import kind_of, make_case
@@ -22,12 +26,13 @@ from ..measure import arrays, machine, memory, placement, speed
 from ..measure.fresh import Draw
 from ..measure.profile import profile
 from ..record import Machine, TensorError
-from ..user_function import is_reference, register_functions
+from ..user_function import files_of, is_reference, register_functions
 
 if TYPE_CHECKING:
     from attnsuite.models import TextFile
 
 UNCONFINED = "this system cannot confine a process: the function could read and write what its user can."
+_APART_SECONDS = 600.0  # the cell's own limit is shorter
 is_confined = False  # set when the process starts
 _PREPARED: dict[str, Prepared] = {}
 
@@ -47,9 +52,13 @@ def prepare(
     is_own = is_reference(cell.row)
     resident = psutil.Process().memory_info().rss if is_own else None
     before = memory.device_statistics() if shared else None
-    register_functions([cell.row])
+    kind = kind_of(cell.kind)
+    if is_own and kind.calls_apart:
+        register_apart(cell.row, functools.partial(_apart, cell.row))
+    else:
+        register_functions([cell.row])
     means = Means(reference=reference, memory_limit=memory_limit, text=text, resident=resident)
-    prepared = _PREPARED[cell.key] = kind_of(cell.kind).prepare(cell, make_case(cell.problem), means)
+    prepared = _PREPARED[cell.key] = kind.prepare(cell, make_case(cell.problem), means)
     outcome = prepared.outcome
     if is_own and not is_confined:
         outcome = dataclasses.replace(outcome, notes=(*outcome.notes, UNCONFINED))
@@ -58,6 +67,29 @@ def prepare(
     if prepared.timed is not None:
         outcome = dataclasses.replace(outcome, pinned_threads=placement.pin_pool())
     return {"outcome": outcome, "named": prepared.named is not None}
+
+
+def _apart(reference: str, threads: int | None) -> tuple[Ask, Callable[[], Path]]:
+    """A process for a function of the user, which ends with this one."""
+    from .process import Worker  # noqa: PLC0415 (it asks for the functions of this module)
+
+    started: list[Worker] = []
+
+    def worker() -> Worker:
+        if not started or started[-1].closed:
+            more = {} if threads is None else {"PJRT_NPROC": str(threads)}  # XLA's CPU client reads it
+            started.append(Worker(memory.machine_bytes(), more, files_of([reference])))
+            if threads is not None:
+                started[-1].ask(_APART_SECONDS, bind, threads)
+        return started[-1]
+
+    return lambda *call: worker().ask(_APART_SECONDS, *call), lambda: worker().folder
+
+
+def bind(processors: int) -> None:
+    """Bind this process to so many processors, where the platform can; before JAX makes its threads."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:processors])
 
 
 def sample(key: str, seed: int, choice: int) -> dict[str, float]:

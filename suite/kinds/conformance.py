@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from attnsuite.backends import Target, registry
 from attnsuite.backends.features import Mode
+from attnsuite.backends.function import FunctionBackend
 from attnsuite.backends.support import takes_of
 
+from ..apart import ApartError, apart_of, in_another_process
 from ..cell import Asked, Cell, Means, Outcome, Prepared
 from ..measure.judge import as_error
 from ..record import Record
 from ..typed import Real, Seed, Whole
-from ..user_function import description, is_reference
 from .kind import Kind, backends_of, check_fields
 from .kind import cell as cell_of
 
@@ -76,6 +77,7 @@ class Conformance(Kind):
     shares_process: ClassVar = True
     cases_share_process: ClassVar = True
     needs_ceilings: ClassVar = False
+    calls_apart: ClassVar = True
 
     def cells(self, case: ConformanceCase, asked: Asked) -> Iterable[Cell]:
         """A cell per backend; whether it takes the problem is found when it is judged."""
@@ -122,7 +124,8 @@ def judged(name: str, case: ConformanceCase, mode: Mode = "native") -> Outcome:
             jax.clear_caches()
     if found.status == "unsupported":
         asks = any(" is not supported by " in reason for reason in found.said)
-        return Outcome(status="unsupported", reasons=found.said, error=_NOT_TAKEN if asks else found.said[0])
+        said = tuple(sentence.replace("ApartError: ", "") for sentence in found.said)
+        return Outcome(status="unsupported", reasons=said, error=_NOT_TAKEN if asks else said[0])
     share = max((random_specs.share(verdict) for verdict in found.verdicts.values()), default=math.inf)
     return Outcome(
         status=found.status,
@@ -143,8 +146,15 @@ def _asked(name: str, verdict: str, subject: Subject) -> Outcome:
 
     from ..elsewhere import elsewhere_of  # noqa: PLC0415 (as above)
 
+    backend = subject.backend
+    elsewhere = elsewhere_of(name, subject.target, subject.mode)
+    if isinstance(backend, FunctionBackend) and apart_of(backend):
+
+        def elsewhere(threads: int | None) -> Mapping[str, verdicts.Arrays]:
+            return verdicts.results(dataclasses.replace(subject, backend=in_another_process(backend, threads)))
+
     try:
-        found = verdicts.ask(verdict, subject, elsewhere_of(name, subject.target, subject.mode))
+        found = verdicts.ask(verdict, subject, elsewhere)
     except Exception as error:  # noqa: BLE001 (whatever a backend raises is a result)
         return _crashed(error)
     if found.answer == "not applicable":
@@ -153,13 +163,17 @@ def _asked(name: str, verdict: str, subject: Subject) -> Outcome:
 
 
 def _crashed(error: Exception) -> Outcome:
-    return Outcome(status="crashed", error=f"{type(error).__name__}: {' '.join(str(error).split())}"[:_LONGEST])
+    name, words = type(error).__name__, " ".join(str(error).split())
+    _, apart, raised = str(error).rpartition("ApartError: ")  # JAX shows how it came to raise in a callback
+    if isinstance(error, ApartError) or apart:
+        return Outcome(status="crashed", error=(raised.partition("\n")[0] if apart else words)[:_LONGEST])
+    return Outcome(status="crashed", error=f"{name}: {words}"[:_LONGEST])
 
 
 def _description(name: str, target: Target, mode: Mode) -> str:
     """What a backend takes, or what was found out of a plain function."""
-    if is_reference(name) and (found := description(name)):
-        return found
+    if (apart := apart_of(registry.get(name))) and apart.description:
+        return apart.description
     takes = takes_of(registry.get(name), target, mode)
     return f"It takes {', '.join(sorted(takes.features))}; in {', '.join(takes.dtypes)}."
 

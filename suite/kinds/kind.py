@@ -43,8 +43,9 @@ class Kind:
     ``shares_process`` the cells of a case run one after the other in one process, since nothing of them is timed or
     weighed; with ``cases_share_process`` so do consecutive cases. A run of kinds that need no ceilings does not measure
     the machine's peak. The cells of a kind that ``judges_apart`` do not see what they are judged by: they give answers
-    (``cell.Prepared``), and :meth:`judge` runs in another process. The methods defined here suit a kind whose rows are
-    backends and whose cells bring their own comparison.
+    (``cell.Prepared``), and :meth:`judge` runs in another process. A kind that ``calls_apart`` judges where its cells
+    are, and calls a function of the user in another process (``apart.py``). The methods defined here suit a kind whose
+    rows are backends and whose cells bring their own comparison.
     """
 
     titles: ClassVar[Mapping[str, str]]
@@ -55,6 +56,7 @@ class Kind:
     needs_ceilings: ClassVar[bool] = True
     judges_apart: ClassVar[bool] = False
     rechecks_all: ClassVar[bool] = False
+    calls_apart: ClassVar[bool] = False
     baseline: ClassVar[str] = "standard"  # the row that times and memory of a case are relative to
 
     def cells(self, case: Any, asked: Asked) -> Iterable[Cell]:

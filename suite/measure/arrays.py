@@ -16,8 +16,8 @@ import ml_dtypes
 import msgspec
 import numpy as np
 
-DTYPES = {name: np.dtype(name) for name in ("float32", "float16", "float64")} | {
-    "bfloat16": np.dtype(ml_dtypes.bfloat16)
+DTYPES = {name: np.dtype(name) for name in ("float32", "float16", "float64", "int32", "int8", "bool")} | {
+    name: np.dtype(getattr(ml_dtypes, name)) for name in ("bfloat16", "float8_e4m3fn")
 }
 _LONGEST = 2**16  # bytes of the first line
 

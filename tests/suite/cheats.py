@@ -20,6 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from attnsuite.backends import Takes, from_function
+
 LENGTH = 512  # of the cases of test_cheats.py: a cheat is honest elsewhere
 
 
@@ -265,10 +267,38 @@ def memory_before_the_baseline(query, key, value):
 
 
 def _approximate():
-    from attnsuite.backends import Takes, from_function
 
     takes = Takes(features=frozenset({"causal", "gradient"}), dtypes=("float32",))
     return from_function(lambda query, key, value: jnp.zeros_like(query), takes=takes, exact=False)
 
 
 zeros_called_approximate = _approximate()
+
+
+def _everything_is_right():
+    """Every function of the judge in this process says that all is well."""
+    from attnsuite.backends import oracle
+    from attnsuite.testing import orders
+
+    right = oracle.Verdict(0.0, 0.0, 0.0, 1.0, True)
+    oracle.judge = lambda *given, **more: right
+    orders.verdicts = lambda problem, results: dict.fromkeys(results, right)
+
+
+@functools.partial(from_function, takes={"causal"})
+def zeros_and_the_judge_replaced(query, key, value):
+    _everything_is_right()
+    return jnp.zeros_like(query) * value.sum()
+
+
+@functools.partial(from_function, takes={"causal"})
+def answer_in_its_frames(query, key, value):
+    """What a frame that called it holds as the expected output, if there is one."""
+    frame = sys._getframe()
+    while frame is not None:
+        for x in frame.f_locals.values():
+            expected = getattr(x, "expected", None)
+            if isinstance(expected, dict) and getattr(expected.get("output"), "shape", None) == query.shape:
+                return jnp.asarray(expected["output"], query.dtype) + 0 * value.sum()
+        frame = frame.f_back
+    return jnp.zeros_like(query) * value.sum()

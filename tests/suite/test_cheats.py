@@ -225,3 +225,27 @@ def test_inputs_are_new_in_every_call_and_the_same_in_every_process():
 def make_inputs_of(count):
     inputs = make_inputs(CASES[0])
     return (inputs.query, inputs.key, inputs.value, inputs.d_out)[:count]
+
+
+@pytest.mark.parametrize("apart", [True, False], ids=["apart", "beside the judge"])
+def test_a_function_cannot_reach_its_judge(tmp_path, apart):
+    """Beside the judge, as it once was, the same functions of zeros are right."""
+    names = ["honest", "answer_in_its_frames", "zeros_and_the_judge_replaced"]
+    script = f"""
+from attnsuite.suite.grid import work
+from attnsuite.suite.kinds.conformance import CONFORMANCE, ConformanceCase, judged
+from attnsuite.suite.kinds import problem_of
+from attnsuite.suite.cell import Cell
+from attnsuite.backends import Target
+type(CONFORMANCE).calls_apart = {apart}
+case = ConformanceCase(name="gqa-1")
+for name in {names}:
+    row = "{FILE}:" + name
+    cell = Cell(case=case.name, problem=problem_of(case), row=row, target=str(Target.here()), resolved=row,
+                mode="native", exact=True)
+    print(name, work.prepare(cell, None, 2**34, None, True)["outcome"].status)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=300)
+    found = dict(map(str.split, done.stdout.splitlines()))
+    expected = "wrong" if apart else "ok"
+    assert found == {name: "ok" if name == "honest" else expected for name in names}, done.stderr

@@ -1,0 +1,205 @@
+"""A user's function in a process of its own, behind the contract: who judges it calls it with arrays alone.
+
+Neither the oracle nor a seed is in its process. An argument is an array, a number, or the words of a mask. Who calls it
+traces a callback in its place, which hands the arrays over as files in the folder of the other process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import msgspec
+
+from attnsuite.backends import Takes, from_function, masks, registry
+from attnsuite.backends.function import FunctionBackend
+from attnsuite.testing import problems
+
+from .errors import CellFailure
+from .measure import arrays
+from .user_function import description, register_functions
+
+Ask = Callable[..., Any]  # (function, *arguments): its result in the other process
+_SCORES = {"leaning": problems.leaning}
+_INPUTS = ("query", "key", "value")
+
+
+class ApartError(Exception):
+    """What the function raised in its process, as ``Type: message``."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Apart:
+    """The function ``reference`` of the process that ``ask`` asks, with ``folder``.
+
+    ``description`` is what was found out of a plain function; empty where it declared what it takes. ``again`` gives
+    the same function in another process, with that number of threads.
+    """
+
+    reference: str
+    ask: Ask
+    folder: Callable[[], Path]
+    description: str
+    again: Callable[[int | None], Apart]
+
+    def __call__(self, query: Any, key: Any, value: Any, **keywords: Any) -> Any:
+        """The output, whose gradients are computed there too."""
+        given = {"query": query, "key": key, **({} if value is None else {"value": value})}
+        given |= {name: x for name, x in keywords.items() if hasattr(x, "dtype")}
+        settings = {name: _words(name, x) for name, x in keywords.items() if name not in given}
+        shapes = {name: (x.shape, str(x.dtype)) for name, x in given.items()}
+        call = jax.custom_vjp(lambda given: self._called(outputs, settings, shapes, given))
+
+        def pulled(given: dict[str, Any], cotangent: Any) -> tuple[dict[str, Any]]:
+            ends = {f"cotangent {i}": x for i, x in enumerate(jax.tree.leaves(cotangent))}
+            found = self._called(gradients, settings, shapes | _shapes(ends), given | ends)
+            return ({name: found.get(name) for name in given},)
+
+        call.defvjp(lambda given: (call(given), given), pulled)
+        return call(given)
+
+    def _called(
+        self, function: Callable[..., Any], settings: dict[str, Any], shapes: Mapping[str, Any], given: dict[str, Any]
+    ) -> Any:
+        call = (function.__name__, self.reference, json.dumps(settings, sort_keys=True))
+        form = self._asked(outline, *call, {name: [list(shape), dtype] for name, (shape, dtype) in shapes.items()})
+
+        def there(given: dict[str, Any]) -> Any:
+            sent, answer = (self.folder() / uuid.uuid4().hex for _ in range(2))
+            arrays.save(sent, given)
+            self._asked(computed, *call, sent, answer)
+            sent.unlink()
+            found = arrays.load(answer)
+            answer.unlink()
+            return found
+
+        leaves = {name: jax.ShapeDtypeStruct(tuple(shape), dtype) for name, (shape, dtype) in form.items()}
+        found = jax.pure_callback(there, leaves, given, vmap_method="sequential")
+        return found if function is gradients else _made(found)
+
+    def _asked(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return self.ask(function, *arguments)
+        except CellFailure as failure:
+            raise ApartError(failure.message) from failure
+
+
+def register_apart(reference: str, start: Callable[[int | None], tuple[Ask, Callable[[], Path]]]) -> None:
+    """Register the function under its name, in a process that ``start`` makes. Raises InputError."""
+
+    def made(threads: int | None = None) -> Apart:
+        ask, folder = start(threads)
+        return Apart(reference, ask, folder, str(ask(found_out, reference)["description"]), made)
+
+    if reference not in registry.names():
+        apart = made()
+        found = msgspec.convert(apart.ask(found_out, reference), _Found)
+        takes = Takes(features=frozenset(found.features), dtypes=found.dtypes, modes=("native", "compile"))  # pyright: ignore[reportArgumentType]
+        registry.register(from_function(apart, takes=takes, name=reference, exact=found.exact))
+
+
+def apart_of(backend: Any) -> Apart | None:
+    """The function in its process; None for a backend of this process."""
+    function = backend.function if isinstance(backend, FunctionBackend) else None
+    return function if isinstance(function, Apart) else None
+
+
+def in_another_process(backend: FunctionBackend, threads: int | None) -> FunctionBackend:
+    """The backend of a function that is apart, with another process behind it."""
+    return dataclasses.replace(backend, function=backend.function.again(threads))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Found:
+    features: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    exact: bool
+    description: str
+
+
+def found_out(reference: str) -> dict[str, Any]:
+    """In the function's process: what it takes."""
+    backend = _loaded(reference)
+    features = tuple(sorted(backend.declared.features))
+    return dataclasses.asdict(_Found(features, backend.declared.dtypes, backend.exact, description(reference)))
+
+
+def outline(name: str, reference: str, settings: str, shapes: Mapping[str, tuple[tuple[int, ...], str]]) -> dict:
+    """In the function's process: shape and dtype of each result by name. What JAX raises for the program is raised."""
+    given = {key: jax.ShapeDtypeStruct(shape, dtype) for key, (shape, dtype) in shapes.items()}
+    return _shapes(_program(name, reference, settings).lower(given).out_info)
+
+
+def computed(name: str, reference: str, settings: str, given: Path, answer: Path) -> None:
+    """In the function's process: write the results for the arrays in a file."""
+    found = _program(name, reference, settings)(jax.device_put(arrays.load(given)))
+    arrays.save(answer, found)
+
+
+def outputs(function: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
+    """The results of a call by name."""
+    rest = {name: x for name, x in given.items() if name not in _INPUTS and not name.startswith("cotangent ")}
+    found = function(*(given.get(name) for name in _INPUTS), **rest)
+    form = "pair" if isinstance(found, tuple | list) else "one"
+    return {f"{form} {i}": x for i, x in enumerate(jax.tree.leaves(found))}
+
+
+def gradients(function: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
+    """The gradients by argument, for the cotangents among the arrays."""
+    floats = {
+        name: x for name, x in given.items()
+        if jnp.issubdtype(x.dtype, jnp.floating) and not name.startswith("cotangent ")
+    }  # fmt: skip
+    found, pull = jax.vjp(lambda floats: list(outputs(function, given | floats).values()), floats)
+    return pull([given[f"cotangent {i}"] for i in range(len(found))])[0]
+
+
+_PROGRAMS = {"outputs": outputs, "gradients": gradients}
+
+
+@functools.cache
+def _program(name: str, reference: str, settings: str) -> Any:
+    words: dict[str, Any] = {key: _setting(key, x) for key, x in json.loads(settings).items()}
+    function = functools.partial(_loaded(reference).function, **words)
+    return jax.jit(functools.partial(_PROGRAMS[name], function))
+
+
+def _loaded(reference: str) -> Any:
+    register_functions([reference])
+    return registry.get(reference)
+
+
+def _made(found: Mapping[str, Any]) -> Any:
+    """The results as the function returned them."""
+    leaves = [found[name] for name in sorted(found)]
+    return tuple(leaves) if any(name.startswith("pair") for name in found) else leaves[0]
+
+
+def _words(name: str, setting: Any) -> Any:
+    """A setting as JSON. Raises ApartError for a function that another process cannot be told."""
+    if name == "mask_function" and (words := masks.words_of(setting)):
+        return words
+    if name == "score_function" and setting in _SCORES.values():
+        return next(word for word, function in _SCORES.items() if function is setting)
+    if callable(setting):
+        raise ApartError(f"ValueError: {name}={setting!r} cannot be told to another process.")
+    return setting
+
+
+def _setting(name: str, word: Any) -> Any:
+    if name == "mask_function":
+        return masks.parse(word)
+    if name == "score_function":
+        return _SCORES[word]
+    return tuple(word) if isinstance(word, list) else word
+
+
+def _shapes(found: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: (x.shape, str(x.dtype)) for name, x in found.items()}
