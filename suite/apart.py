@@ -113,7 +113,8 @@ def apart_of(backend: Any) -> Apart | None:
 
 def in_another_process(backend: FunctionBackend, threads: int | None) -> FunctionBackend:
     """The backend of a function that is apart, with another process behind it."""
-    return dataclasses.replace(backend, function=backend.function.again(threads))
+    apart = apart_of(backend)
+    return backend if apart is None else dataclasses.replace(backend, function=apart.again(threads))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

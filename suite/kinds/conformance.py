@@ -147,12 +147,13 @@ def _asked(name: str, verdict: str, subject: Subject) -> Outcome:
     from ..elsewhere import elsewhere_of  # noqa: PLC0415 (as above)
 
     backend = subject.backend
-    elsewhere = elsewhere_of(name, subject.target, subject.mode)
+    elsewhere: verdicts.Elsewhere | None = elsewhere_of(name, subject.target, subject.mode)
     if isinstance(backend, FunctionBackend) and apart_of(backend):
 
-        def elsewhere(threads: int | None) -> Mapping[str, verdicts.Arrays]:
+        def apart(threads: int | None) -> Mapping[str, verdicts.Arrays]:
             return verdicts.results(dataclasses.replace(subject, backend=in_another_process(backend, threads)))
 
+        elsewhere = apart
     try:
         found = verdicts.ask(verdict, subject, elsewhere)
     except Exception as error:  # noqa: BLE001 (whatever a backend raises is a result)
