@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import secrets
 from pathlib import Path
 from typing import Annotated
 
@@ -26,8 +27,8 @@ class Judge(OnFleet):
     """How many random problems follow the named ones."""
     first: Annotated[int, flag("NUMBER")] = 0
     """Number of the first random problem."""
-    seed: Annotated[int, flag("SEED")] = 0
-    """Seed of the random problems."""
+    seed: Annotated[int | None, flag("SEED", "another each time for a function of yours, else 0")] = None
+    """Seed of the random problems, which the function cannot know before."""
     require: Annotated[str | None, flag("VERDICTS")] = None
     """Verdicts, separated by commas, that have to be yes: deterministic, batch_invariant, isolates, symmetric."""
     interpret: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -51,7 +52,9 @@ def run(command: Judge) -> int:
     from ..user_function import is_reference
 
     random = (_RANDOM if command.backends else 0) if command.random is None else command.random
-    for name, value in (("random", random), ("first", command.first), ("seed", command.seed)):
+    fresh = secrets.randbits(32) if any(map(is_reference, command.backends)) else 0
+    seed = fresh if command.seed is None else command.seed
+    for name, value in (("random", random), ("first", command.first), ("seed", seed)):
         if value < 0:
             raise InputError(f"--{name} {value} must be 0 or more.")
     required = checked_verdicts(command.require or "")
@@ -74,7 +77,7 @@ def run(command: Judge) -> int:
             command.backends,
             command.cases,
             numbers,
-            command.seed,
+            seed,
             out,
             limits,
             required=required,
