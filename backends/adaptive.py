@@ -16,8 +16,8 @@ from jaxtyping import Array, Bool, Float
 
 from . import registry
 from .attention import Scale, attention
-from .contract import AttentionSpec
 from .devices import Target
+from .spec import AttentionSpec
 from .support import support
 
 # Every flash kernel takes this shape, so availability is judged by it.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -19,18 +19,20 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, Num
 
-from .contract import AttentionSpec, Backend, Carry, EitherArray, Layout, Terms
+from .contract import Backend, Carry
 from .derivatives import forward_mode_explained
 from .devices import Target
 from .explicit_mesh import shares
 from .features import Mode
 from .layer_stack import LayerStack, Number, StackedLayer
-from .layout import check_layout, make_spec
+from .layout import Layout, check_layout, make_spec
 from .manual_axes import varying
 from .masks import MaskFunction
+from .operands import EitherArray, TermArrays, Terms
 from .policy import AnyPolicy
 from .resolve import OnUnavailable, resolve
 from .scores import ScoreFunction
+from .spec import AttentionSpec
 from .support import plan_accepted
 
 Scale = float | Num[Array, ""] | Num[np.ndarray, ""] | np.number  # known when the program is compiled
@@ -38,19 +40,7 @@ Scale = float | Num[Array, ""] | Num[np.ndarray, ""] | np.number  # known when t
 _IMPLEMENTATIONS = {"xla": "standard", "cudnn": "cudnn"}  # JAX's names -> backends
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Request:
-    """The backend that is asked for, and what happens if it refuses."""
-
-    backend: str = "auto"
-    mode: Mode = "native"
-    on_unavailable: OnUnavailable = "fallback"
-    options: Mapping[str, Any] | None = None
-    policy: AnyPolicy | None = None
-    isolate: bool = False
-
-
-class _Options(TypedDict, total=False):
+class _Options(TermArrays, total=False):
     """The keywords of :func:`attention` that do not decide what the result is."""
 
     value_head_dim: int | None
@@ -68,12 +58,7 @@ class _Options(TypedDict, total=False):
     key_value_positions: EitherArray | None
     key_value_seq_lengths: EitherArray | None
     page_table: EitherArray | None
-    key_scales: EitherArray | None
-    value_scales: EitherArray | None
     mask: EitherArray | None
-    bias: EitherArray | None
-    sinks: EitherArray | None
-    alibi: EitherArray | None
     backend: str
     mode: Mode
     on_unavailable: OnUnavailable
@@ -126,12 +111,7 @@ def attention(
     key_value_positions: Int[EitherArray, "batch kv_len"] | None = None,
     key_value_seq_lengths: Int[EitherArray, " batch"] | None = None,
     page_table: Int[EitherArray, "batch pages_per_sequence"] | None = None,
-    key_scales: Float[EitherArray, "#rows #slots #kv_heads"] | None = None,
-    value_scales: Float[EitherArray, "#rows #slots #kv_heads"] | None = None,
     mask: Bool[EitherArray, "#batch #heads #q_len #kv_len"] | None = None,
-    bias: Float[EitherArray, "#batch #heads #q_len #kv_len"] | None = None,
-    sinks: Float[EitherArray, " heads"] | None = None,
-    alibi: Float[EitherArray, " heads"] | None = None,
     backend: str = "auto",
     mode: Mode = "native",
     on_unavailable: OnUnavailable = "fallback",
@@ -141,6 +121,7 @@ def attention(
     policy: AnyPolicy | None = None,
     isolate: bool = False,
     layer: LayerStack | StackedLayer | None = None,
+    **terms: Unpack[TermArrays],
 ) -> (
     Float[Array, "batch q_len heads v_dim"]
     | tuple[Float[Array, "batch q_len heads v_dim"], Float[Array, "batch q_len heads"]]
@@ -150,7 +131,8 @@ def attention(
     Inputs share one dtype (float32, bfloat16 or float16), which is also the output's; ``heads`` is a
     multiple of ``kv_heads``. ``mask_function`` decides by positions (:mod:`attnsuite.backends.masks`);
     ``score_function`` changes each score by its head and positions (:mod:`attnsuite.backends.scores`).
-    ``sinks`` and ``alibi`` hold a learned number per query head (:class:`Terms`).
+    ``terms`` are the fields of :class:`Terms`: ``bias`` ``[batch, heads, q_len, kv_len]`` (axes may be 1), and a
+    learned number per query head in ``sinks`` and ``alibi``.
     The result is ``[batch, q_len, heads, v_dim]``. With ``return_log_sum_exp`` it is the pair of this output and the
     log-sum-exp of each row's visible logits, float32 ``[batch, q_len, heads]``, which has a gradient and is ``-inf``
     where a row sees nothing; :func:`merge_parts` puts such pairs together.
@@ -176,6 +158,8 @@ def attention(
     >>> attention(x, x, x, is_causal=True).shape
     (1, 4, 2, 8)
     """
+    if unknown := terms.keys() - TermArrays.__annotations__.keys():
+        raise TypeError(f"attention() got an unexpected keyword argument {min(unknown)!r}.")
     layout = Layout(
         query_segment_ids=_as_array(query_segment_ids),
         key_value_segment_ids=_as_array(key_value_segment_ids),
@@ -185,20 +169,15 @@ def attention(
         page_table=_as_array(page_table),
         mask=_as_array(mask),
     )
-    terms = {
-        "bias": bias,
-        "sinks": sinks,
-        "alibi": alibi,
-        "key_scales": key_scales,
-        "value_scales": value_scales,
-    }
     return _attend(
         query,
         key,
         value,
         layout,
         Terms(**{name: _as_array(x) for name, x in terms.items()}),
-        Request(backend, mode, on_unavailable, backend_options, policy, isolate),
+        backend,
+        {"mode": mode, "on_unavailable": on_unavailable, "options": backend_options, "policy": policy},
+        isolate=isolate,
         layer=layer,
         value_head_dim=value_head_dim,
         kv_layout=kv_layout,
@@ -283,7 +262,9 @@ def dot_product_attention(
     where JAX averages all values; the log-sum-exp of both is ``-inf``. Raises what :func:`attention` raises, and
     ValueError where both ``implementation`` and ``backend`` are given.
     """
-    request = Request(backend) if implementation is None else _request_of(implementation, backend)
+    backend, on_unavailable = (
+        (backend, "fallback") if implementation is None else (_named(implementation, backend), "raise")
+    )
     unbatched = jnp.ndim(query) == 3
     query, key, value = _as_4d("query", query, 3), _as_4d("key", key, 3), _as_4d("value", value, 3)
     visible = None
@@ -296,7 +277,8 @@ def dot_product_attention(
         value,
         Layout(mask=_as_4d("mask", mask), key_value_seq_lengths=_as_array(key_value_seq_lengths)),
         Terms(bias=_as_4d("bias", bias)),
-        request,
+        backend,
+        {"on_unavailable": on_unavailable},
         scale=scale,
         is_causal=is_causal,
         local_window_size=local_window_size,
@@ -320,33 +302,30 @@ def _attend(
     value: Any,
     layout: Layout,
     terms: Terms,
-    request: Request,
+    backend: str,
+    request: Mapping[str, Any],
     *,
     scale: Any,
+    isolate: bool = False,
     layer: LayerStack | StackedLayer | None = None,
     **options: Any,
 ) -> Any:
-    """Spec and resolution of one call, and its program: compiled once, however often and from wherever it is called."""
+    """Spec and resolution of one call, and its program: compiled once, however often and from wherever it is called.
+
+    ``request`` are the other arguments of :func:`resolve`.
+    """
     query, key, value = jnp.asarray(query), jnp.asarray(key), _as_array(value)
     spec = make_spec(query, key, value, layout, terms, scale=_as_float(scale), **options)
-    resolution = resolve(
-        request.backend,
-        spec,
-        mode=request.mode,
-        on_unavailable=request.on_unavailable,
-        options=request.options,
-        policy=request.policy,
-    )
-    mode = "native" if resolution.mode == "fallback" else resolution.mode
-    given = None if resolution.mode == "fallback" else request.options
-    backend = shares(resolution.backend, spec, (resolution.target, mode, given), query, key, value)
+    resolution = resolve(backend, spec, **request)
+    mode, given = resolution.mode_and(request.get("options"))
+    runs = shares(resolution.backend, spec, (resolution.target, mode, given), query, key, value)
     operands = (query, key, value, check_layout(spec, layout), terms)
 
     def call(number: Number | None, carry: Carry) -> tuple[Any, Carry]:
         known, traced = (None, number) if isinstance(number, jax.Array) else (number, None)
         settings = tuple((given or {}).items())
         stacked = None if layer is None else layer.num_layers
-        program = _Program(backend, spec, resolution.target, mode, settings, request.isolate, known, stacked)
+        program = _Program(runs, spec, resolution.target, mode, settings, isolate, known, stacked)
         try:
             hash(program)
         except TypeError:  # an option's value that cannot name a program
@@ -398,7 +377,8 @@ def _compiled(*operands: Any, program: _Program) -> tuple[Any, Carry]:
     return program(*operands)
 
 
-def _request_of(implementation: str, backend: str) -> Request:
+def _named(implementation: str, backend: str) -> str:
+    """The backend that JAX's ``implementation`` names."""
     if backend != "auto":
         raise ValueError(
             f"implementation={implementation!r} and backend={backend!r} both say what is to run; give one of them."
@@ -408,7 +388,7 @@ def _request_of(implementation: str, backend: str) -> Request:
             f"implementation={implementation!r} is not one of JAX's ({', '.join(map(repr, _IMPLEMENTATIONS))} or "
             f"None); a backend of this package is named by backend={implementation!r}."
         )
-    return Request(_IMPLEMENTATIONS[implementation], on_unavailable="raise")
+    return _IMPLEMENTATIONS[implementation]
 
 
 def _leading(shape: tuple[int, ...], lengths: Array) -> Bool[Array, "batch q_len 1"]:

@@ -13,15 +13,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from . import chunked_arrays, masks
-from .contract import AttentionSpec, EitherArray, Layout, positions
+from .contract import positions
+from .layout import Layout
+from .operands import EitherArray
+from .spec import AttentionSpec
 
 SKIP, PARTIAL, FULL = 0, 1, 2
 
@@ -145,52 +148,33 @@ def coarsen(kinds: Int[EitherArray, "batch rows columns"], ratio: int) -> tuple[
     return xp.where(xp.repeat(runs, ratio, axis=-1), SKIP, kinds).astype(np.int32), wide
 
 
-def visible(
-    spec: AttentionSpec,
-    layout: PaddedLayout,
-    batch: Int[EitherArray, ""],
-    query_start: Int[EitherArray, ""],
-    key_start: Int[EitherArray, ""],
-    block_q: int,
-    block_kv: int,
-) -> Bool[EitherArray, "block_q block_kv"]:
+class Place(NamedTuple):
+    """Where one block lies: its batch entry, its first query and first key, and how many there are of each."""
+
+    batch: Int[EitherArray, ""]
+    query: Int[EitherArray, ""]
+    key: Int[EitherArray, ""]
+    rows: int
+    columns: int
+
+
+def visible(spec: AttentionSpec, layout: PaddedLayout, at: Place) -> Bool[EitherArray, "rows columns"]:
     """The pairs of one mixed block that may attend."""
-    slots = key_start + jnp.arange(block_kv, dtype=jnp.int32)
-    q_pos = _part(layout.query_positions, batch, query_start, block_q)[:, None]
-    k_pos = _part(layout.key_value_positions, batch, key_start, block_kv)[None]
-    ok = (slots < jnp.asarray(layout.lengths)[batch])[None]
+    slots = at.key + jnp.arange(at.columns, dtype=jnp.int32)
+    q_pos, k_pos = positions_of(layout, at)
+    ok = (slots < jnp.asarray(layout.lengths)[at.batch])[None]
     if spec.positional_mask is not None:
-        ok = ok & spec.positional_mask(q_pos, k_pos)
+        ok = ok & spec.positional_mask(q_pos[:, None], k_pos[None])
     if layout.query_segment_ids is not None:
-        q_seg = _part(layout.query_segment_ids, batch, query_start, block_q)[:, None]
-        ok = ok & (q_seg == _part(layout.key_value_segment_ids, batch, key_start, block_kv)[None]) & (q_seg >= 0)
-    return jnp.broadcast_to(ok, (block_q, block_kv))
+        q_seg = _part(layout.query_segment_ids, at.batch, at.query, at.rows)[:, None]
+        ok = ok & (q_seg == _part(layout.key_value_segment_ids, at.batch, at.key, at.columns)[None]) & (q_seg >= 0)
+    return jnp.broadcast_to(ok, (at.rows, at.columns))
 
 
-def apart(
-    layout: PaddedLayout,
-    batch: Int[EitherArray, ""],
-    query_start: Int[EitherArray, ""],
-    key_start: Int[EitherArray, ""],
-    block_q: int,
-    block_kv: int,
-) -> Float[Array, "block_q block_kv"]:
-    """How far apart the positions of each pair of one block are."""
-    q_pos, k_pos = places(layout, batch, query_start, key_start, block_q, block_kv)
-    return jnp.abs(q_pos[:, None] - k_pos[None]).astype(jnp.float32)
-
-
-def places(
-    layout: PaddedLayout,
-    batch: Int[EitherArray, ""],
-    query_start: Int[EitherArray, ""],
-    key_start: Int[EitherArray, ""],
-    block_q: int,
-    block_kv: int,
-) -> tuple[Int[Array, " block_q"], Int[Array, " block_kv"]]:
+def positions_of(layout: PaddedLayout, at: Place) -> tuple[Int[Array, " rows"], Int[Array, " columns"]]:
     """Positions of the queries and of the keys of one block."""
-    queries = _part(layout.query_positions, batch, query_start, block_q)
-    return queries, _part(layout.key_value_positions, batch, key_start, block_kv)
+    queries = _part(layout.query_positions, at.batch, at.query, at.rows)
+    return queries, _part(layout.key_value_positions, at.batch, at.key, at.columns)
 
 
 def _part(x: Any, batch: Any, start: Any, size: int) -> Array:

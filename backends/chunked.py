@@ -32,30 +32,18 @@ from . import blocks, chunked_tiles, decode, kv_cache, sinks, standard, tuned
 from . import chunked_passes as passes
 from .blocks import BlockTable, PaddedLayout
 from .chunked_tiles import BlockSizes, Program
-from .contract import (
-    NO_TERMS,
-    NOTHING_SEEN,
-    AttentionSpec,
-    Carry,
-    EitherArray,
-    Layout,
-    Part,
-    Plan,
-    Terms,
-    check_options,
-)
+from .contract import NOTHING_SEEN, Part, Plan, check_options
 from .devices import Target
-from .features import BASIC_FEATURES, KV_LAYOUTS, Feature, Mode, Takes
+from .features import ALL_FEATURES, KV_LAYOUTS, Mode, Takes
 from .kv_layout import turned
+from .layout import Layout
+from .operands import NO_TERMS, EitherArray, Terms
+from .spec import AttentionSpec
 from .tuned import Entry
 
 # The plain formula runs for few query rows (its scores are then linear in the key length), and for a score
 # matrix so small that it stays in the cache (the two cross at about 128 x 128 on a 2-core CPU).
 SMALL_SCORES = 128 * 128
-
-_LATER: frozenset[Feature] = frozenset(
-    {"log_sum_exp", "sinks", "alibi", "mask_function", "score_function", "pages", "kv_dtype", "values_in_keys"}
-)
 
 OPTIONS = {
     "block_q": "query rows per block (a multiple of 8)",
@@ -76,7 +64,7 @@ class Chunked:
     def takes(self, target: Target, mode: Mode) -> Takes:
         """All of the contract, on every platform."""
         return Takes(
-            features=frozenset({*BASIC_FEATURES, *_LATER}),
+            features=ALL_FEATURES,
             modes=("native", "compile"),
             parts=True,
             kv_layouts=KV_LAYOUTS,
@@ -94,31 +82,28 @@ class Chunked:
     ) -> Plan:
         """Sort the blocks once for all layers. Options: see :data:`OPTIONS`; raises ValueError for others."""
         given = check_options(self.name, options, OPTIONS)
-        path = given.pop("tuned", None)
         cached, step = kv_cache.is_cache(spec), decode.takes(spec, target)
         if spec.kv_layout == "HND" and (cached or not step):
             return turned(spec, lambda spec: self.plan(spec, layout, target=target, mode=mode, options=options))
         if cached:
             return kv_cache.unrounded(
-                spec, lambda wide: self._of_cache(wide, layout, self._program(wide, layout, target, path, given))
+                spec, lambda wide: self._of_cache(wide, layout, self._program(wide, layout, target, given))
             )
         if step and spec.needs_grad:
             return decode.differentiated(spec, layout, functools.partial(decode.plan, spec), target)
         if step:
             return decode.plan(spec, layout)
         small = spec.query_length * spec.key_value_length <= SMALL_SCORES
-        if spec.query_length <= decode.SHORT_QUERY or (small and not given):
+        if spec.query_length <= decode.SHORT_QUERY or (small and not given.keys() - {"tuned"}):
             return standard.STANDARD.plan(spec, layout, target=target)
-        program = self._program(spec, layout, target, path, given)
+        program = self._program(spec, layout, target, given)
         differentiable, traced = _differentiable(program, _tables(program, layout))
 
-        def attend(
-            query: Array, key: Array, value: Array | None, layer: int | None, carry: Carry, terms: Terms = NO_TERMS
-        ) -> tuple[Any, Carry]:
+        def attend(query: Array, key: Array, value: Array | None, terms: Terms) -> Any:
             learned = {name: jnp.asarray(getattr(terms, name)) for name in terms.given()}
-            return differentiable(query, key, value, learned, traced), carry
+            return differentiable(query, key, value, learned, traced)
 
-        return Plan(attend)
+        return Plan.stateless(attend)
 
     def part(
         self,
@@ -130,8 +115,7 @@ class Chunked:
         options: Mapping[str, Any] | None = None,
     ) -> Part:
         """As :meth:`plan`, for keys that are one part of all; never by the plain formula."""
-        given = check_options(self.name, options, OPTIONS)
-        program = self._program(spec, layout, target, given.pop("tuned", None), given)
+        program = self._program(spec, layout, target, check_options(self.name, options, OPTIONS))
         program = dataclasses.replace(program, float32_results=True)
         forward_tables, backward_tables = _tables(program, layout)
 
@@ -158,25 +142,21 @@ class Chunked:
         """The plan that reads pages and quantised numbers block by block, and writes no contiguous copy."""
         tables = _tables(program, layout)[0]
 
-        def attend(
-            query: Array, key: Array, value: Array | None, layer: int | None, carry: Carry, terms: Terms = NO_TERMS
-        ) -> tuple[Any, Carry]:
+        def attend(query: Array, key: Array, value: Array | None, terms: Terms) -> Any:
             heads = program.sizes.heads_per_tile
             read = (
                 kv_cache.block_reader(spec, layout, key, terms.key_scales, heads),
                 None if value is None else kv_cache.block_reader(spec, layout, value, terms.value_scales, heads),
             )
-            return _result(program, *passes.forward(program, query, read, terms, *tables)), carry
+            return _result(program, *passes.forward(program, query, read, terms, *tables))
 
-        return Plan(attend)
+        return Plan.stateless(attend)
 
-    def _program(
-        self, spec: AttentionSpec, layout: Layout, target: Target, path: str | None, given: dict[str, Any]
-    ) -> Program:
-        """Sizes by rule, replaced by the shipped table, then by the file at ``path``, then by the given options."""
-        named = {} if path is None else tuned.from_file(path, self.name, target, spec)
+    def _program(self, spec: AttentionSpec, layout: Layout, target: Target, given: dict[str, Any]) -> Program:
+        """Sizes by rule, replaced by the shipped table, then by the file of ``tuned``, then by the other options."""
+        named, _ = tuned.over_table(given, self.name, target, spec)
         sizes = default_sizes(spec, target, tuned.shipped())
-        sizes = _fit(dataclasses.replace(sizes, **_checked({**named, **given})), spec, layout)
+        sizes = _fit(dataclasses.replace(sizes, **_checked(named)), spec, layout)
         return Program(spec, sizes, target.platform == "cpu", *_scales(spec))
 
     def defaults(self, spec: AttentionSpec, target: Target, given: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -14,7 +14,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool
 
-from .contract import AttentionSpec, EitherArray
+from .operands import EitherArray
+from .spec import AttentionSpec
 
 Corner = tuple[Array, Array, Array]  # tile, first query and first key of a block
 

@@ -22,11 +22,11 @@ from jaxtyping import Array, Float
 
 from . import blocks, chunked_arrays
 from . import chunked_tiles as tiles
-from .blocks import BlockTable, PaddedLayout
+from .blocks import BlockTable, PaddedLayout, Place
 from .chunked_arrays import Corner
 from .chunked_tiles import Program
-from .contract import Terms
 from .manual_axes import varying
+from .operands import Terms
 from .scores import derived
 
 # If the log-sum-exp is above a row's largest score by less than this, its key has the whole row up to rounding.
@@ -92,21 +92,13 @@ def _scaled_query(query: Array, program: Program) -> Array:
 
 
 def _logits(
-    program: Program,
-    layout: PaddedLayout,
-    scores: Array,
-    corner: Corner,
-    rows: int,
-    columns: int,
-    *,
-    turned: bool = False,
+    program: Program, layout: PaddedLayout, scores: Array, tile: Array, at: Place, *, turned: bool
 ) -> tuple[Array, Array | None]:
     """What soft cap and score function make of a block of scaled scores, and the derivative; None: neither is there.
 
     The scores are [heads, group * rows, columns], or ``turned`` [heads, columns, group * rows].
     """
     spec, heads, slope = program.spec, program.sizes.heads_per_tile, None
-    tile, first_row, first_key = corner
     if spec.logits_soft_cap is not None:
         scores = spec.logits_soft_cap * jnp.tanh(scores / spec.logits_soft_cap)
         slope = 1.0 - (scores / spec.logits_soft_cap) ** 2
@@ -115,8 +107,7 @@ def _logits(
     kv_heads = tile * heads + jnp.arange(heads, dtype=jnp.int32)[:, None]  # of all batch entries
     head = kv_heads % spec.num_kv_heads * spec.group_size + jnp.arange(spec.group_size, dtype=jnp.int32)[None]
     batch = kv_heads // spec.num_kv_heads
-    entry = batch[0, 0] if layout.batch > 1 else jnp.int32(0)
-    q_pos, k_pos = blocks.places(layout, entry, first_row, first_key, rows, columns)
+    q_pos, k_pos = blocks.positions_of(layout, at)
     indices = batch[..., None, None], head[..., None, None], q_pos[None, None, :, None], k_pos[None, None, None]
     if turned:
         indices = tuple(x.transpose(0, 3, 1, 2) for x in indices)
@@ -173,19 +164,20 @@ def _block(
     spec, heads = program.spec, program.sizes.heads_per_tile
     order = (0, 3, 1, 2) if turned else (0, 1, 2, 3)
     tile, first_row, first_key = corner
-    batch = _entry(program, layout, tile)
-    logits, slope = _logits(program, layout, scores, corner, rows, columns, turned=turned)
+    at = Place(_entry(program, layout, tile), first_row, first_key, rows, columns)
+    logits, slope = _logits(program, layout, scores, tile, at, turned=turned)
     logits = logits.reshape([(heads, spec.group_size, rows, columns)[axis] for axis in order])
     apart = bias = None
     if terms.tilted is not None:
-        apart = blocks.apart(layout, batch, first_row, first_key, rows, columns)[None, None].transpose(order)
+        q_pos, k_pos = blocks.positions_of(layout, at)
+        apart = jnp.abs(q_pos[:, None] - k_pos[None]).astype(jnp.float32)[None, None].transpose(order)
         logits = logits - terms.tilted[tile].transpose(order) * apart
     if terms.biases is not None:
         bias = chunked_arrays.part(terms.biases, spec, heads, corner, rows, columns)
         logits = logits + bias.astype(jnp.float32).transpose(order)
 
     def seen() -> Array:
-        shown = blocks.visible(spec, layout, batch, first_row, first_key, rows, columns)[None, None]
+        shown = blocks.visible(spec, layout, at)[None, None]
         if layout.mask is not None:
             shown = shown & chunked_arrays.part(jnp.asarray(layout.mask), spec, heads, corner, rows, columns)
         if bias is not None:  # -inf hides a key as a mask does

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from .contract import AttentionSpec, EitherArray
+from .operands import EitherArray
+from .spec import AttentionSpec
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

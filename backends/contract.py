@@ -36,214 +36,22 @@ plan in each layer; the words ``plan`` and ``run`` are FlashInfer's (arXiv 2501.
 from __future__ import annotations
 
 import dataclasses
-import functools
-import math
-import operator
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Num
+from jaxtyping import Array, Bool, Float, Num
 
-from . import masks, scores
-from .derivatives import forward_mode_explained
-from .features import DTYPES, KV_DTYPES, KV_LAYOUTS, Feature, Mode, asked
+from .derivatives import forward_mode_explained, forward_only
+from .devices import Target
+from .features import Mode
+from .layout import Layout, check_operands, check_terms
 from .manual_axes import varying
-from .operands import check_operands, check_terms
+from .operands import NO_TERMS, EitherArray, Terms
+from .spec import AttentionSpec
 
-if TYPE_CHECKING:
-    from .devices import Target
-
-EitherArray = Array | np.ndarray  # a JAX or a NumPy array
 Carry = Any  # a pytree threaded from layer to layer: () for every backend that keeps nothing between layers
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionSpec:
-    """One attention problem: everything about it that is known before there is data. Static and hashable.
-
-    ``query [batch, query_length, num_heads, head_dim]``, ``key [batch, key_value_length, num_kv_heads, head_dim]``,
-    ``value [batch, key_value_length, num_kv_heads, value_head_dim]``; query head ``n`` reads KV head
-    ``n // (num_heads // num_kv_heads)``. ``scale=None`` means ``1/sqrt(head_dim)``; ``value_head_dim=None`` means
-    ``head_dim``; ``local_window_size=w`` means ``(w, w)``: a query at position p sees key positions p-left to p+right,
-    both included. The ``has_*`` fields say which arrays a :class:`Layout` brings, and which :class:`Terms` do.
-    With ``return_log_sum_exp`` a plan gives ``(output, log_sum_exp)`` for its output.
-
-    With ``page_size``, key and value are pages ``[num_pages, page_size, num_kv_heads, dim]``, the layout brings a page
-    table, and ``key_value_length`` is ``pages_per_sequence * page_size``. With ``kv_dtype`` ("int8" or "float8_e4m3fn")
-    they are of that dtype, and the terms bring their scales. With ``values_in_keys`` the value is None: the first
-    ``value_head_dim`` numbers of each key are its value. With ``kv_layout="HND"`` keys, values and scales have heads
-    before slots: ``[batch, num_kv_heads, key_value_length, dim]``, ``[num_pages, num_kv_heads, page_size, dim]``.
-    Raises ValueError naming the field, what was given and what is accepted.
-
-    >>> spec = AttentionSpec(batch=1, query_length=8, key_value_length=8, num_heads=4, num_kv_heads=2,
-    ...                      head_dim=64, is_causal=True)
-    >>> spec.group_size, spec.softmax_scale
-    (2, 0.125)
-    """
-
-    batch: int
-    query_length: int
-    key_value_length: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    value_head_dim: int | None = None
-    dtype: str = "float32"
-    scale: float | None = None
-    is_causal: bool = False
-    local_window_size: int | tuple[int, int] | None = None
-    chunk_size: int | None = None
-    mask_function: masks.MaskFunction | None = None
-    score_function: scores.ScoreFunction | None = None
-    logits_soft_cap: float | None = None
-    has_segment_ids: bool = False
-    has_positions: bool = False
-    has_seq_lengths: bool = False
-    has_mask: bool = False
-    has_bias: bool = False
-    has_sinks: bool = False
-    has_alibi: bool = False
-    needs_grad: bool = True
-    return_log_sum_exp: bool = False
-    num_pages: int | None = None
-    page_size: int | None = None
-    kv_dtype: str | None = None
-    values_in_keys: bool = False
-    kv_layout: str = "NHD"
-
-    def __post_init__(self) -> None:
-        if self.value_head_dim is None:
-            object.__setattr__(self, "value_head_dim", self.head_dim)
-        if isinstance(self.local_window_size, int) and not isinstance(self.local_window_size, bool):
-            object.__setattr__(self, "local_window_size", (self.local_window_size, self.local_window_size))
-        for name in (
-            "batch",
-            "query_length",
-            "key_value_length",
-            "num_heads",
-            "num_kv_heads",
-            "head_dim",
-            "value_head_dim",
-        ):
-            _require_positive_int(name, getattr(self, name))
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}; "
-                "each KV head serves the same number of query heads."
-            )
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype={self.dtype!r} is not supported; use one of {', '.join(DTYPES)}.")
-        if self.chunk_size is not None:
-            _require_positive_int("chunk_size", self.chunk_size)
-        if self.local_window_size is not None and not _is_window(self.local_window_size):
-            raise ValueError(
-                f"local_window_size={self.local_window_size!r} must be an int from 0 to 2**30, or a pair (left, right)."
-            )
-        masks.check(self.mask_function)
-        scores.check(self.score_function)
-        for name in ("scale", "logits_soft_cap"):
-            value = getattr(self, name)
-            if value is not None and not (_is_real(value) and math.isfinite(value) and value > 0):
-                raise ValueError(f"{name}={value!r} must be a finite Python float above 0, or None.")
-        _check_keys_and_values(self)
-        for field in dataclasses.fields(self):
-            if field.type == "bool" and not isinstance(getattr(self, field.name), bool):
-                raise ValueError(f"{field.name}={getattr(self, field.name)!r} must be True or False.")
-
-    def features(self) -> frozenset[Feature]:
-        """The features that the spec asks for beyond plain attention, by the names that a backend declares."""
-        return asked(self)
-
-    @property
-    def group_size(self) -> int:
-        """Query heads per KV head (1: multi-head; num_heads: multi-query)."""
-        return self.num_heads // self.num_kv_heads
-
-    @property
-    def softmax_scale(self) -> float:
-        """The factor on the logits."""
-        return self.head_dim**-0.5 if self.scale is None else float(self.scale)
-
-    @property
-    def window(self) -> tuple[int, int] | None:
-        """``local_window_size`` as (left, right)."""
-        return self.local_window_size  # pyright: ignore[reportReturnType]  (normalised in __post_init__)
-
-    @property
-    def positional_mask(self) -> masks.Mask | None:
-        """What restricts positions, as one value: causality, window, chunks and the mask function; None without any."""
-        window, chunk, function = self.window, self.chunk_size, self.mask_function
-        parts = (
-            masks.Causal() if self.is_causal else None,
-            None if window is None else masks.Window(*window),
-            None if chunk is None else masks.Chunk(chunk),
-            function if function is None or isinstance(function, masks.Mask) else masks.Where(function),
-        )
-        return functools.reduce(operator.and_, found) if (found := [x for x in parts if x is not None]) else None
-
-    @property
-    def announced_terms(self) -> frozenset[str]:
-        """The names of the :class:`Terms` that come with each layer."""
-        scales = () if self.kv_dtype is None else ("key_scales", "value_scales")[: 1 if self.values_in_keys else 2]
-        return frozenset({*scales, *(name for name in ("bias", "sinks", "alibi") if getattr(self, f"has_{name}"))})
-
-    @property
-    def masks_anything(self) -> bool:
-        """Whether any query-key pair could be masked."""
-        return bool(self.positional_mask is not None or self.has_segment_ids or self.has_seq_lengths or self.has_mask)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """The arrays that, with the spec, decide which query attends to which key in a batch.
-
-    All int32. A row with a negative segment id is padding. ``None`` positions mean ``arange`` on both sides.
-    ``key_value_seq_lengths`` counts the leading valid slots of each key sequence. ``mask`` (True: may attend)
-    broadcasts to ``[batch, heads, query, key]``; most kernels refuse it. Slot ``s`` of sequence ``b`` in a paged cache
-    is slot ``s % page_size`` of page ``page_table[b, s // page_size]``. Entries whose slots nobody sees may hold
-    anything. ``kv_cache.ragged_layout`` makes the layout of a ragged batch.
-    """
-
-    query_segment_ids: Int[EitherArray, "batch q_len"] | None = None
-    key_value_segment_ids: Int[EitherArray, "batch kv_len"] | None = None
-    query_positions: Int[EitherArray, "batch q_len"] | None = None
-    key_value_positions: Int[EitherArray, "batch kv_len"] | None = None
-    key_value_seq_lengths: Int[EitherArray, " batch"] | None = None
-    mask: Bool[EitherArray, "#batch #heads #q_len #kv_len"] | None = None
-    page_table: Int[EitherArray, "batch pages_per_sequence"] | None = None
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
-    """Operands of one layer beside query, key and value: what is learned, and the scales of a quantised cache.
-
-    ``bias`` is added to the logits, after the scale, the soft cap and the score function. ``sinks`` holds a finite
-    logit per query head (neither scaled nor capped), which enters the softmax of each of its rows as a key with a value
-    of zero would. ``alibi`` holds a slope per query head (ALiBi, arXiv 2108.12409): each logit loses the slope times
-    the distance of its positions. The spec announces a term ``x`` of these by ``has_x``.
-
-    ``key_scales`` and ``value_scales`` are the factors of keys and values with ``kv_dtype``, float32. They broadcast to
-    keys and values without ``head_dim``: per slot and KV head, or with axes of size one per page and head, per head, or
-    one for all.
-    """
-
-    bias: Float[EitherArray, "#batch #heads #q_len #kv_len"] | None = None
-    sinks: Float[EitherArray, " heads"] | None = None
-    alibi: Float[EitherArray, " heads"] | None = None
-    key_scales: Float[EitherArray, "#rows #slots #kv_heads"] | None = None
-    value_scales: Float[EitherArray, "#rows #slots #kv_heads"] | None = None
-
-    def given(self) -> tuple[str, ...]:
-        """The names of the terms that are not None."""
-        return tuple(field.name for field in dataclasses.fields(self) if getattr(self, field.name) is not None)
-
-
-NO_TERMS = Terms()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -273,6 +81,20 @@ class Plan:
     notes: tuple[str, ...] = ()
     spec: AttentionSpec | None = None
     num_layers: int | None = None
+
+    @staticmethod
+    def stateless(run: Callable[..., Any], notes: tuple[str, ...] = (), *, gradient: bool = True) -> Plan:
+        """The plan of layers that are all alike: ``run(query, key, value, terms)`` gives the output of each.
+
+        ``gradient=False``: it raises ValueError where it is differentiated.
+        """
+
+        def attend(
+            query: Any, key: Any, value: Any, layer: Any, carry: Carry, terms: Terms = NO_TERMS
+        ) -> tuple[Any, Carry]:
+            return run(query, key, value, terms), carry
+
+        return Plan(attend if gradient else forward_only(attend), notes)
 
     def run(
         self,
@@ -391,29 +213,13 @@ class PartBackend(Backend, Protocol):
         ...
 
 
-def positions(spec: AttentionSpec, layout: Layout) -> tuple[Array | np.ndarray, Array | np.ndarray]:
+def positions(spec: AttentionSpec, layout: Layout) -> tuple[EitherArray, EitherArray]:
     """Query and key positions ``[batch or 1, length]``, with the default ``arange`` filled in."""
     q, k = layout.query_positions, layout.key_value_positions
     return (
         np.arange(spec.query_length, dtype=np.int32)[None] if q is None else q,
         np.arange(spec.key_value_length, dtype=np.int32)[None] if k is None else k,
     )
-
-
-def modified(spec: AttentionSpec, layout: Layout, logits: Float[Array, "b k g t s"]) -> Float[Array, "b k g t s"]:
-    """What the score function makes of all logits of a call, head ``k * group_size + g``; quadratic, as they are."""
-    if spec.score_function is None:
-        return logits
-    batch, head = (jnp.arange(n, dtype=jnp.int32) for n in (spec.batch, spec.num_heads))
-    batch, head = batch.reshape(-1, 1, 1, 1, 1), head.reshape(1, spec.num_kv_heads, -1, 1, 1)
-    q_pos, k_pos = (jnp.asarray(x)[:, None, None] for x in positions(spec, layout))
-    return spec.score_function(logits, batch, head, q_pos[..., None], k_pos[..., None, :])
-
-
-def distances(spec: AttentionSpec, layout: Layout) -> Int[Array, "#batch q_len kv_len"]:
-    """How far apart each query and key are, by their positions. Quadratic: for references and short input."""
-    q_pos, k_pos = (jnp.asarray(x) for x in positions(spec, layout))
-    return jnp.abs(q_pos[:, :, None] - k_pos[:, None, :])
 
 
 def may_attend(spec: AttentionSpec, layout: Layout) -> Bool[Array, "#batch #heads q_len kv_len"] | None:
@@ -451,52 +257,3 @@ def check_options(
         have = "; ".join(f"{name}: {meaning}" for name, meaning in accepted.items()) or "none"
         raise ValueError(f"{backend} has no option {', '.join(map(repr, unknown))}; its options are: {have}.")
     return given
-
-
-def _check_keys_and_values(spec: AttentionSpec) -> None:
-    """Raise ValueError unless pages and ``kv_dtype`` are of a cache that there can be, and keys can hold values."""
-    if spec.kv_layout not in KV_LAYOUTS:
-        raise ValueError(
-            f"kv_layout={spec.kv_layout!r} is not supported; use 'NHD' ([batch, length, kv_heads, head_dim]) or 'HND' "
-            "([batch, kv_heads, length, head_dim])."
-        )
-    if spec.values_in_keys and (spec.value_head_dim or 0) > spec.head_dim:
-        raise ValueError(
-            f"value_head_dim={spec.value_head_dim} is more than head_dim={spec.head_dim}, and the values are to be the "
-            "first numbers of the keys; give fewer, or an array of values."
-        )
-    if (spec.page_size is None) != (spec.num_pages is None):
-        raise ValueError(f"page_size={spec.page_size!r} and num_pages={spec.num_pages!r} go together; give both.")
-    if spec.page_size is not None:
-        _require_positive_int("page_size", spec.page_size)
-        _require_positive_int("num_pages", spec.num_pages)
-        if spec.key_value_length % spec.page_size:
-            raise ValueError(
-                f"key_value_length={spec.key_value_length} must be a multiple of page_size={spec.page_size}: it is "
-                "pages_per_sequence * page_size; key_value_seq_lengths says how many slots are filled."
-            )
-    if spec.kv_dtype not in (None, *KV_DTYPES):
-        raise ValueError(f"kv_dtype={spec.kv_dtype!r} is not supported; use one of {', '.join(KV_DTYPES)}, or None.")
-    if spec.needs_grad and (spec.page_size is not None or spec.kv_dtype is not None):
-        what = f"page_size={spec.page_size}" if spec.kv_dtype is None else f"kv_dtype={spec.kv_dtype!r}"
-        raise ValueError(
-            f"{what} asks for a cache, which has no gradient; give needs_grad=False, or keys and values that are "
-            "neither paged nor quantised."
-        )
-
-
-def _is_int(x: object) -> bool:
-    return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
-
-
-def _is_real(x: object) -> bool:
-    return isinstance(x, (int, float, np.integer, np.floating)) and not isinstance(x, bool)
-
-
-def _is_window(x: object) -> bool:
-    return isinstance(x, tuple) and len(x) == 2 and all(_is_int(side) and 0 <= side <= 2**30 for side in x)
-
-
-def _require_positive_int(name: str, value: object) -> None:
-    if not _is_int(value) or value < 1:  # pyright: ignore[reportOperatorIssue]
-        raise ValueError(f"{name}={value!r} must be an integer of at least 1.")

@@ -15,12 +15,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from .contract import NO_TERMS, AttentionSpec, Carry, Layout, Plan, Terms, may_attend
+from .contract import Plan, may_attend
 from .devices import Target
-from .features import Mode, Takes
+from .features import INSTEAD, Mode, Takes, refusal
+from .layout import Layout
+from .operands import Terms
+from .spec import AttentionSpec
 from .vendor_kernel import VendorKernel
-
-_INSTEAD = "use backend='chunked'"
 
 
 def _reasons(spec: AttentionSpec, target: Target, mode: Mode, options: Mapping[str, Any]) -> Iterator[str]:
@@ -36,26 +37,21 @@ def _plan(spec: AttentionSpec, layout: Layout, target: Target, mode: Mode, optio
     lengths = layout.key_value_seq_lengths
 
     def attend(
-        query: Float[Array, "b t n h"],
-        key: Float[Array, "b s k h"],
-        value: Float[Array, "b s k h"],
-        layer: int | None,
-        carry: Carry,
-        terms: Terms = NO_TERMS,
-    ) -> tuple[Float[Array, "b t n h"], Carry]:
+        query: Float[Array, "b t n h"], key: Float[Array, "b s k h"], value: Float[Array, "b s k h"], terms: Terms
+    ) -> Float[Array, "b t n h"]:
         arrays, seeing = _arrays(spec, layout, terms)
         if lengths is None:
             out = _call(spec, query, key, value, None, arrays)
-            return out if seeing is None else jnp.where(seeing, out, jnp.zeros_like(out)), carry
+            return out if seeing is None else jnp.where(seeing, out, jnp.zeros_like(out))
         # The library leaves open the gradients of keys beyond the length, and its output where the length is 0.
         # These selects make both zero, forward and backward.
         valid = jnp.arange(spec.key_value_length, dtype=jnp.int32)[None, :] < lengths[:, None]
         key, value = (jnp.where(valid[:, :, None, None], x, jnp.zeros_like(x)) for x in (key, value))
         out = _call(spec, query, key, value, jnp.maximum(lengths, 1).astype(jnp.int32), arrays)
         filled = (lengths > 0)[:, None, None, None]
-        return jnp.where(filled if seeing is None else filled & seeing, out, jnp.zeros_like(out)), carry
+        return jnp.where(filled if seeing is None else filled & seeing, out, jnp.zeros_like(out))
 
-    return Plan(attend)
+    return Plan.stateless(attend)
 
 
 def _arrays(
@@ -111,12 +107,12 @@ def _is_causal(spec: AttentionSpec) -> bool:
 
 def _device_reasons(target: Target, mode: Mode) -> Iterator[str]:
     if target.platform != "cuda":
-        yield f"cuDNN runs on NVIDIA GPUs, not on {target}; {_INSTEAD}, which runs on every platform."
+        yield f"cuDNN runs on NVIDIA GPUs, not on {target}; {INSTEAD}, which runs on every platform."
         return
     if mode == "compile" and not target.present:
         yield (
             f"cuDNN attention cannot be compiled for {target} from here, because JAX asks the present device for its "
-            f"compute capability and the cuDNN version; compile on such a machine, or {_INSTEAD}."
+            f"compute capability and the cuDNN version; compile on such a machine, or {INSTEAD}."
         )
     capability = target.compute_capability
     if capability is None:
@@ -125,9 +121,9 @@ def _device_reasons(target: Target, mode: Mode) -> Iterator[str]:
             "Target('cuda', compute_capability=(9, 0)), or name a known kind such as 'h100'."
         )
     elif capability < (8, 0):
-        yield f"compute capability {_dotted(capability)} is too old for cuDNN (needs 8.0); {_INSTEAD}."
+        yield f"compute capability {_dotted(capability)} is too old for cuDNN (needs 8.0); {INSTEAD}."
     elif capability == (10, 3):
-        yield f"compute capability 10.3 needs cuDNN 9.11 or newer, which is not established here; {_INSTEAD}."
+        yield f"compute capability 10.3 needs cuDNN 9.11 or newer, which is not established here; {INSTEAD}."
 
 
 def _shape_reasons(spec: AttentionSpec, target: Target) -> Iterator[str]:
@@ -137,10 +133,8 @@ def _shape_reasons(spec: AttentionSpec, target: Target) -> Iterator[str]:
     limit = 256 if capability[0] == 9 or (capability[0] > 9 and not spec.needs_grad) else 128
     if limit < spec.head_dim <= 256:
         passes = "forward and backward" if spec.needs_grad else "forward"
-        yield (
-            f"head_dim={spec.head_dim} is not supported by cudnn on compute capability {_dotted(capability)} "
-            f"({passes}: at most {limit}); {_INSTEAD}."
-        )
+        why = f"which has narrower heads on compute capability {_dotted(capability)}"
+        yield refusal("cudnn", f"head_dim={spec.head_dim}", why, f"{passes}: at most {limit}")
 
 
 def _mask_reasons(spec: AttentionSpec) -> Iterator[str]:
@@ -149,27 +143,23 @@ def _mask_reasons(spec: AttentionSpec) -> Iterator[str]:
         yield (
             f"query_length={spec.query_length} with key_value_length={spec.key_value_length} is not supported by cudnn "
             "under a causal mask or window (needs equal lengths): JAX does not say at which end the mask is aligned; "
-            f"{_INSTEAD}."
+            f"{INSTEAD}."
         )
     if window is not None and window[1] > 0 and not spec.is_causal:
-        yield (
-            f"local_window_size={window} without is_causal is not supported by cudnn (needs is_causal=True, or a right "
-            f"side of 0); {_INSTEAD}."
-        )
+        given = f"local_window_size={window} without is_causal"
+        yield refusal("cudnn", given, "", "is_causal=True, or a right side of 0")
     if window is not None and spec.has_seq_lengths:
         yield (
             f"local_window_size={window} together with key_value_seq_lengths is not supported by cudnn here (one of "
-            f"the two): JAX's source does not establish the combination; {_INSTEAD}."
+            f"the two): JAX's source does not establish the combination; {INSTEAD}."
         )
 
 
 def _array_reasons(spec: AttentionSpec) -> Iterator[str]:
     odd = [name for name in ("query_length", "key_value_length") if getattr(spec, name) % 2]
     if odd and spec.needs_grad and (spec.has_mask or spec.has_bias):
-        yield (
-            f"{odd[0]}={getattr(spec, odd[0])} with a mask or bias array and a gradient is not supported by cudnn "
-            f"(accepted: even lengths); pad, or {_INSTEAD}."
-        )
+        given = f"{odd[0]}={getattr(spec, odd[0])} with a mask or bias array and a gradient"
+        yield refusal("cudnn", given, "", "even lengths", f"pad, or {INSTEAD}")
 
 
 def _dotted(capability: tuple[int, int]) -> str:

@@ -27,9 +27,12 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
 from . import ring
-from .contract import NO_TERMS, AttentionSpec, Backend, Carry, EitherArray, Layout, PartBackend, Plan, Terms
+from .contract import Backend, Carry, PartBackend, Plan
 from .devices import Target
 from .features import BASIC_FEATURES, KV_LAYOUTS, Feature, Mode, Takes
+from .layout import Layout
+from .operands import NO_TERMS, OPERANDS, EitherArray, Terms
+from .spec import AttentionSpec
 from .support import plan, support, takes_of
 
 Divided = Literal["heads", "batch"]
@@ -147,8 +150,10 @@ class Sharded:
 
     def takes(self, target: Target, mode: Mode) -> Takes:
         """The features that can be divided (not masks and biases in a ring). The backend judges the share itself."""
-        gathered: frozenset[Feature] = frozenset({*BASIC_FEATURES, "log_sum_exp", "sinks", "alibi", "mask_function"})
-        features = gathered - {"mask", "bias", "log_sum_exp", "alibi"} if self._in_ring else gathered
+        learned = frozenset(operand.name for operand in OPERANDS)
+        features: frozenset[Feature] = BASIC_FEATURES | learned | {"log_sum_exp", "mask_function"}
+        if self._in_ring:  # which adds the sinks itself
+            features -= (learned - {"sinks"}) | {"mask", "log_sum_exp"}
         why = "which passes keys between devices, but not the columns of such an array"
         because = dict.fromkeys(("mask", "bias"), why) | {"log_sum_exp": "which uses it to merge the parts"}
         because |= {"alibi": "whose parts have no slopes", "score_function": "whose shares count heads from zero"}
@@ -206,7 +211,9 @@ class Sharded:
                     of_parts = cast("PartBackend", self.backend)
                     return ring.Ring(of_parts, share, axis, planned).attend(layout, query, key, value, terms), carry
                 if self.axes.context is not None:
-                    layout = self._with_positions(share, layout)
+                    if share.has_positions:
+                        of_query = {"query_positions": share.query_length}
+                        layout = ring.with_positions(layout, self.axes.context, share.batch, of_query)
                     key, value = _gather(self.axes.context, key), _gather(self.axes.context, value)
                 planned_here = plan(self.backend, share, layout, **planned)
                 return planned_here.run(query, key, value, terms=terms, layer=layer, carry=carry)
@@ -286,15 +293,6 @@ class Sharded:
         added = " with positions of its own" if self._share(spec).has_positions and not spec.has_positions else ""
         return f"the share of one device{added}"
 
-    def _with_positions(self, share: AttentionSpec, layout: Layout) -> Layout:
-        """The layout with this device's query positions. By default they follow those of the devices before it."""
-        if not share.has_positions or layout.query_positions is not None:
-            return layout
-        first = jax.lax.axis_index(self.axes.context) * share.query_length
-        row = first.astype(jnp.int32) + jnp.arange(share.query_length, dtype=jnp.int32)
-        row = jnp.broadcast_to(row[None, :], (share.batch, share.query_length))
-        return dataclasses.replace(layout, query_positions=row)
-
     def _rows(self, spec: AttentionSpec, layout: Layout) -> Layout:
         """The specs of a layout's arrays: divided by batch, heads and tokens; keys are whole unless in a ring."""
         data, heads, context = self.axes.data, self.axes.heads, self.axes.context
@@ -311,11 +309,9 @@ class Sharded:
 
     def _columns(self, terms: Terms) -> Terms:
         """The spec of each term."""
-        return Terms(
-            bias=_placed(terms.bias, (self.axes.data, self.axes.heads, self.axes.context, None)),
-            sinks=_placed(terms.sinks, (self.axes.heads,)),
-            alibi=_placed(terms.alibi, (self.axes.heads,)),
-        )
+        at = {"batch": self.axes.data, "heads": self.axes.heads, "query": self.axes.context, "keys": None}
+        places = {x.name: _placed(getattr(terms, x.name), tuple(at[axis] for axis in x.axes)) for x in OPERANDS}
+        return Terms(**places)
 
 
 def _names(axis: MeshAxis) -> tuple[str, ...]:
@@ -361,18 +357,10 @@ def divided(spec: AttentionSpec, devices: int) -> Divided | None:
     return "batch" if spec.batch % devices == 0 else None
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gather(axis: str, x: Array) -> Array:
     """The keys or values of all devices. Its gradient is summed in float32, whatever the dtype."""
-    return _gathered(axis, x)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gathered(axis: str, x: Array) -> Array:
     return jax.lax.all_gather(x, axis, axis=1, tiled=True)
-
-
-def _gather_forward(axis: str, x: Array) -> tuple[Array, None]:
-    return _gathered(axis, x), None
 
 
 def _gather_backward(axis: str, _: None, d_x: Array) -> tuple[Array]:
@@ -380,4 +368,4 @@ def _gather_backward(axis: str, _: None, d_x: Array) -> tuple[Array]:
     return (total.astype(d_x.dtype),)
 
 
-_gathered.defvjp(_gather_forward, _gather_backward)
+_gather.defvjp(lambda axis, x: (_gather(axis, x), None), _gather_backward)

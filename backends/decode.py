@@ -19,10 +19,13 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from . import standard
-from .contract import NO_TERMS, AttentionSpec, Carry, EitherArray, Layout, Plan, Terms, may_attend
+from .contract import Plan, may_attend
 from .devices import Target
 from .kv_layout import turned
+from .layout import Layout
 from .manual_axes import varying
+from .operands import EitherArray, Terms
+from .spec import AttentionSpec
 
 SHORT_QUERY = 16
 _SLOTS = 512  # of a block of values that is copied with zeros where nobody looks, inside a core's cache
@@ -40,7 +43,7 @@ def plan(spec: AttentionSpec, layout: Layout) -> Plan:
     mask, read = may_attend(spec, layout), None
     if mask is not None and (spec.has_segment_ids or spec.has_seq_lengths):
         read = mask.any((1, 2))
-    return Plan(functools.partial(_attend, spec, mask, read))
+    return Plan.stateless(functools.partial(_attend, spec, mask, read))
 
 
 def _attend(
@@ -50,10 +53,8 @@ def _attend(
     query: Float[Array, "b t n h"],
     key: Float[Array, "b _ _ h"],
     value: Float[Array, "b _ _ v"] | None,
-    layer: int | None,
-    carry: Carry,
-    terms: Terms = NO_TERMS,
-) -> tuple[Any, Carry]:
+    terms: Terms,
+) -> Any:
     b, t, n, h = query.shape
     kv_heads, rows = spec.num_kv_heads, spec.group_size * t
     grouped = query.reshape(b, t, kv_heads, -1, h).transpose(0, 2, 3, 1, 4).reshape(b, kv_heads, rows, h)
@@ -68,7 +69,7 @@ def _attend(
     # The outputs are divided, not the weights, because there are fewer of them.
     out = out / total.reshape(b, kv_heads, -1, t, 1)
     out = out.transpose(0, 3, 1, 2, 4).reshape(b, t, n, -1).astype(query.dtype)
-    return ((out, standard.log_sum_exp(total, top)) if spec.return_log_sum_exp else out), carry
+    return (out, standard.log_sum_exp(total, top)) if spec.return_log_sum_exp else out
 
 
 def differentiated(spec: AttentionSpec, layout: Layout, step: Callable[[Layout], Plan], target: Target) -> Plan:
@@ -79,13 +80,13 @@ def differentiated(spec: AttentionSpec, layout: Layout, step: Callable[[Layout],
     def kernel(
         given: list[EitherArray], learned: dict[str, Array], query: Array, key: Array, value: Array | None
     ) -> Any:
-        return _run(step(tree.unflatten(given)).attend, query, key, value, Terms(**learned))
+        return step(tree.unflatten(given)).attend(query, key, value, None, (), Terms(**learned))[0]
 
     def plain(
         given: list[EitherArray], learned: dict[str, Array], query: Array, key: Array, value: Array | None
     ) -> Any:
         made = turned(spec, lambda spec: standard.STANDARD.plan(spec, tree.unflatten(given), target=target))
-        return _run(made.attend, query, key, value, Terms(**learned))
+        return made.attend(query, key, value, None, (), Terms(**learned))[0]
 
     run = jax.custom_vjp(kernel)
     run.defvjp(
@@ -93,17 +94,11 @@ def differentiated(spec: AttentionSpec, layout: Layout, step: Callable[[Layout],
         lambda pull, cotangents: (None, *pull(cotangents)),
     )
 
-    def attend(
-        query: Array, key: Array, value: Array | None, layer: int | None, carry: Carry, terms: Terms = NO_TERMS
-    ) -> tuple[Any, Carry]:
+    def attend(query: Array, key: Array, value: Array | None, terms: Terms) -> Any:
         learned = {name: jnp.asarray(getattr(terms, name)) for name in terms.given()}
-        return run(leaves, learned, query, key, value), carry
+        return run(leaves, learned, query, key, value)
 
-    return Plan(attend, ("gradients of so few queries are those of the plain formula, backend 'standard'.",))
-
-
-def _run(attend: Callable[..., Any], query: Array, key: Array, value: Array | None, terms: Terms) -> Any:
-    return attend(query, key, value, None, (), *((terms,) if terms.given() else ()))[0]
+    return Plan.stateless(attend, ("gradients of so few queries are those of the plain formula, backend 'standard'.",))
 
 
 def scores(

@@ -14,10 +14,11 @@ import jax
 from jax.sharding import AxisType
 from jaxtyping import Array
 
-from .contract import AttentionSpec, Backend
+from .contract import Backend
 from .dealing import MeshAxes, Sharded
 from .devices import Target
 from .features import Mode
+from .spec import AttentionSpec
 from .support import support
 
 _DIMENSIONS = ("batch", "length", "heads", "head_dim")

@@ -1,46 +1,45 @@
 """The features of attention problems: those a spec asks for, those a backend takes, and the refusal of the rest.
 
 Support is an allow-list. A spec names the features that it asks for (:func:`asked`), and a backend declares those that
-it takes (:class:`Takes`). :func:`refusals` writes one sentence for each of the others: the value given, the values
-accepted, and what to use instead. Backends reject new features until they declare them.
+it takes (:class:`Takes`). ``support.py`` writes one sentence for each of the others: the value given, the values
+accepted, and what to use instead. Backends reject new features until they declare them. A spec is untyped here, because
+its own module is above this one.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Literal, get_args
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, get_args
 
-if TYPE_CHECKING:
-    from .contract import AttentionSpec
+from .operands import OPERANDS, Learned
 
 Mode = Literal["native", "interpret", "compile"]
-Feature = Literal[
-    "causal",
-    "bidirectional",
-    "window",
-    "chunk",
-    "soft_cap",
-    "scale",
-    "segments",
-    "positions",
-    "lengths",
-    "mask",
-    "bias",
-    "gradient",
-    "grouped_queries",
-    "cross_length",
-    "value_head_dim",
-    "log_sum_exp",
-    "sinks",
-    "alibi",
-    "mask_function",
-    "score_function",
-    "pages",
-    "kv_dtype",
-    "values_in_keys",
-]
-FEATURES: tuple[Feature, ...] = get_args(Feature)
+Feature = (
+    Learned
+    | Literal[
+        "causal",
+        "bidirectional",
+        "window",
+        "chunk",
+        "soft_cap",
+        "scale",
+        "segments",
+        "positions",
+        "lengths",
+        "mask",
+        "gradient",
+        "grouped_queries",
+        "cross_length",
+        "value_head_dim",
+        "log_sum_exp",
+        "mask_function",
+        "score_function",
+        "pages",
+        "kv_dtype",
+        "values_in_keys",
+    ]
+)
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 KV_LAYOUTS = ("NHD", "HND")  # FlashInfer's words: slots before heads, heads before slots
 KV_DTYPES = ("int8", "float8_e4m3fn")  # of keys and values in a quantised cache
@@ -65,6 +64,15 @@ BASIC_FEATURES: frozenset[Feature] = frozenset({
 })  # fmt: skip
 
 
+# Everything in the contract.
+ALL_FEATURES: frozenset[Feature] = frozenset(
+    {
+        *BASIC_FEATURES,
+        *("log_sum_exp", "sinks", "alibi", "mask_function", "score_function", "pages", "kv_dtype", "values_in_keys"),
+    }
+)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Asked:
     """How a spec asks for a feature.
@@ -75,8 +83,8 @@ class Asked:
     """
 
     fields: tuple[str, ...]
-    of: Callable[[AttentionSpec], bool]
-    given: Callable[[AttentionSpec], str]
+    of: Callable[[Any], bool]
+    given: Callable[[Any], str]
     accepted: str
 
 
@@ -111,7 +119,7 @@ ASKED: Mapping[Feature, Asked] = {
     "positions": _flag("has_positions", "an array of explicit positions", "none, or arange"),
     "lengths": _flag("has_seq_lengths", "an array of key_value_seq_lengths", "none"),
     "mask": _flag("has_mask", "an explicit mask array", "none; is_causal, windows, chunks, segments, lengths say most"),
-    "bias": _flag("has_bias", "an explicit bias array", "none"),
+    **{operand.name: _flag(f"has_{operand.name}", operand.words, "none") for operand in OPERANDS},
     "gradient": _flag("needs_grad", "needs_grad=True", "needs_grad=False only"),
     "grouped_queries": Asked(
         ("num_heads", "num_kv_heads"),
@@ -132,8 +140,6 @@ ASKED: Mapping[Feature, Asked] = {
         "equal head dimensions",
     ),
     "log_sum_exp": _flag("return_log_sum_exp", "return_log_sum_exp=True", "return_log_sum_exp=False only"),
-    "sinks": _flag("has_sinks", "an array of attention sinks", "none"),
-    "alibi": _flag("has_alibi", "an array of ALiBi slopes", "none"),
     "mask_function": _is_set("mask_function"),
     "score_function": _is_set("score_function"),
     "pages": Asked(
@@ -147,9 +153,20 @@ ASKED: Mapping[Feature, Asked] = {
 }
 
 
-def asked(spec: AttentionSpec) -> frozenset[Feature]:
+FEATURES: tuple[Feature, ...] = tuple(ASKED)
+
+
+def asked(spec: Any) -> frozenset[Feature]:
     """The features that ``spec`` asks for."""
-    return frozenset(feature for feature in FEATURES if ASKED[feature].of(spec))
+    return frozenset(feature for feature, asks in ASKED.items() if asks.of(spec))
+
+
+INSTEAD = "use backend='chunked'"
+
+
+def refusal(name: str, given: str, why: str, accepted: str, instead: str = INSTEAD) -> str:
+    """Why the backend ``name`` does not take what is ``given``: a sentence that ends in what to do ``instead``."""
+    return f"{given} is not supported by {name}{why and ', '}{why} (accepted: {accepted}); {instead}."
 
 
 Sizes = range | tuple[int, ...]
@@ -184,51 +201,3 @@ class Takes:
             raise ValueError(f"dtypes {unknown} are not known; the dtypes are {', '.join(DTYPES)}.")
         if "NHD" not in self.kv_layouts or set(self.kv_layouts) - set(KV_LAYOUTS):
             raise ValueError(f"kv_layouts={self.kv_layouts!r} must hold 'NHD', and may hold 'HND'.")
-
-
-def refusals(name: str, takes: Takes, spec: AttentionSpec, mode: Mode) -> Iterator[str]:
-    """One sentence for each thing that ``spec`` asks for and the backend ``name`` does not take."""
-    if mode not in takes.modes:
-        yield _sentence(name, takes, "mode", f"mode={mode!r}", _words(takes.modes), "use mode='native'")
-    if spec.dtype not in takes.dtypes:
-        instead = f"cast the inputs, or {_STANDARD if spec.dtype == 'float64' else _INSTEAD}"
-        yield _sentence(name, takes, "dtype", f"dtype={spec.dtype}", _words(takes.dtypes), instead)
-    wide = takes.head_dims is not None and spec.head_dim not in takes.head_dims
-    pad = f"pad the head dimension and give scale, or {_INSTEAD}"
-    if takes.head_dims is not None and wide:
-        yield _sentence(name, takes, "head_dims", f"head_dim={spec.head_dim}", _words(takes.head_dims), pad)
-    value_dim, taken = spec.value_head_dim, takes.value_head_dims
-    reported = wide and value_dim == spec.head_dim
-    if taken is not None and value_dim not in taken and not reported:
-        yield _sentence(name, takes, "value_head_dims", f"value_head_dim={value_dim}", _words(taken), pad)
-    for field in ("query_length", "key_value_length"):
-        length = getattr(spec, field)
-        if length < takes.least_length:
-            accepted = f"{takes.least_length} or more"
-            yield _sentence(name, takes, "least_length", f"{field}={length}", accepted, _INSTEAD)
-    for feature in FEATURES:
-        if feature in spec.features() and feature not in takes.features:
-            asks = ASKED[feature]
-            instead = _INSTEAD_OF.get(feature, _INSTEAD)
-            yield _sentence(name, takes, feature, asks.given(spec), asks.accepted, instead)
-
-
-_INSTEAD = "use backend='chunked'"
-_STANDARD = "use backend='standard'"
-_INSTEAD_OF: Mapping[Feature, str] = {
-    "gradient": "plan with needs_grad=False, or use backend='chunked'",
-}
-
-
-def _sentence(name: str, takes: Takes, about: str, given: str, accepted: str, instead: str) -> str:
-    why = f", {takes.because[about]}" if about in takes.because else ""
-    return f"{given} is not supported by {name}{why} (accepted: {accepted}); {instead}."
-
-
-def _words(sizes: Sizes | tuple[str, ...]) -> str:
-    """``sizes`` for a reader; a range is given by its ends and its step."""
-    if not isinstance(sizes, range):
-        return ", ".join(map(str, sizes))
-    least, most = sizes[0], sizes[-1]
-    multiple = f"multiples of {sizes.step} " if sizes.step > 1 else ""
-    return f"{multiple}from {least} to {most}"

@@ -18,11 +18,12 @@ from jaxtyping import Array
 
 from .attention import attention
 from .devices import Target
+from .operands import OPERANDS, TermArrays
 
 # Arrays of the call itself, which the layer passes.
 _ARRAYS = {"query", "key", "value", "bias", "mask"}
-_OTHERS = {"backend", "return_log_sum_exp", "value_head_dim", "kv_layout"}  # the layer's own, or its layout
-_OPTIONS = frozenset(inspect.signature(attention).parameters) - _ARRAYS - _OTHERS
+_OTHERS = {"backend", "return_log_sum_exp", "value_head_dim", "kv_layout", "terms"}  # the layer's own, or its layout
+_OPTIONS = (frozenset(inspect.signature(attention).parameters) | {*TermArrays.__annotations__}) - _ARRAYS - _OTHERS
 
 _REFUSED = {
     "module": "the attention weights are never formed, so there are none to sow; leave sow_weights at False.",
@@ -180,7 +181,8 @@ def _check_shapes(query: Array, key: Array, value: Array) -> None:
 def _check_single_query(query: Array, key: Array, options: dict[str, Any]) -> None:
     """Refuse one query under a mask by position: its place in the sequence is not known."""
     by_position = ["is_causal"] if options["is_causal"] else []
-    others = ("local_window_size", "chunk_size", "mask_function", "score_function", "alibi")
+    others = ["local_window_size", "chunk_size", "mask_function", "score_function"]
+    others += [operand.name for operand in OPERANDS if operand.by_position]
     by_position += [name for name in others if options.get(name) is not None]
     if query.shape[-3] == 1 < key.shape[-3] and by_position and options.get("query_positions") is None:
         raise ValueError(

@@ -8,9 +8,12 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from .contract import NO_TERMS, AttentionSpec, Carry, Layout, Plan, Terms, check_options, positions
+from .contract import Plan, check_options, positions
 from .devices import Target
 from .features import Feature, Mode, Takes
+from .layout import Layout
+from .operands import Terms
+from .spec import AttentionSpec
 
 PLAIN: frozenset[Feature] = frozenset({"bidirectional", "gradient"})
 
@@ -41,13 +44,11 @@ class FunctionBackend:
         check_options(self.name, options, {})
         given = _keywords(spec, layout, self.declared)
 
-        def attend(
-            query: Any, key: Any, value: Any, layer: int | None, carry: Carry, terms: Terms = NO_TERMS
-        ) -> tuple[Any, Carry]:
+        def attend(query: Any, key: Any, value: Any, terms: Terms) -> Any:
             learned = {name: getattr(terms, name) for name in terms.given()}
-            return self.function(query, key, value, **given, **learned), carry
+            return self.function(query, key, value, **given, **learned)
 
-        return Plan(attend)
+        return Plan.stateless(attend)
 
 
 def from_function(

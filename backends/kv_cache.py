@@ -19,9 +19,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Num
 
-from .contract import NO_TERMS, AttentionSpec, Carry, EitherArray, Layout, Plan, Terms
-from .layout import unread_slots
-from .operands import key_rows
+from .contract import Carry, Plan
+from .layout import Layout, key_rows, unread_slots
+from .operands import NO_TERMS, EitherArray, Terms
+from .spec import AttentionSpec
 
 # The largest number of each dtype.
 _LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}

@@ -12,8 +12,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from .contract import AttentionSpec, Plan, Terms
+from .contract import Plan
 from .features import Takes
+from .operands import Terms
+from .spec import AttentionSpec
 
 
 def as_read(spec: AttentionSpec, takes: Takes) -> AttentionSpec:

@@ -1,7 +1,8 @@
-"""Match a spec with its arrays: make a spec from arrays, and check a layout against a spec.
+"""The arrays of a call: what a layout says of them, the spec that they make, and whether they match a spec.
 
-A spec says which arrays a layout will have, so that support can be judged before there are any. :func:`fit` compares
-the two; a difference is an error and is never ignored.
+A spec says which arrays will come, so that support can be judged before there are any. :func:`fit` compares it with a
+layout, :func:`check_operands` and :func:`check_terms` with the arrays of a layer; a difference is an error and is never
+ignored.
 """
 
 from __future__ import annotations
@@ -13,11 +14,33 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Bool, Int
 
-from .contract import NO_TERMS, AttentionSpec, Layout, Terms
 from .features import KV_DTYPES
-from .operands import check_broadcast, check_terms
+from .operands import NO_TERMS, EitherArray, Terms
+from .spec import AttentionSpec
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """The arrays that, with the spec, decide which query attends to which key in a batch.
+
+    All int32. A row with a negative segment id is padding. ``None`` positions mean ``arange`` on both sides.
+    ``key_value_seq_lengths`` counts the leading valid slots of each key sequence. ``mask`` (True: may attend)
+    broadcasts to ``[batch, heads, query, key]``; most kernels refuse it. Slot ``s`` of sequence ``b`` in a paged cache
+    is slot ``s % page_size`` of page ``page_table[b, s // page_size]``. Entries whose slots nobody sees may hold
+    anything. ``kv_cache.ragged_layout`` makes the layout of a ragged batch.
+    """
+
+    query_segment_ids: Int[EitherArray, "batch q_len"] | None = None
+    key_value_segment_ids: Int[EitherArray, "batch kv_len"] | None = None
+    query_positions: Int[EitherArray, "batch q_len"] | None = None
+    key_value_positions: Int[EitherArray, "batch kv_len"] | None = None
+    key_value_seq_lengths: Int[EitherArray, " batch"] | None = None
+    mask: Bool[EitherArray, "#batch #heads #q_len #kv_len"] | None = None
+    page_table: Int[EitherArray, "batch pages_per_sequence"] | None = None
+
 
 # Field of the spec -> the arrays that it announces.
 _ANNOUNCED = {
@@ -33,7 +56,7 @@ def make_spec(
     query: Any,
     key: Any,
     value: Any,
-    layout: Layout = Layout(),  # noqa: B008 (a frozen value)
+    layout: Layout = Layout(),
     terms: Terms = NO_TERMS,
     *,
     needs_grad: bool = True,
@@ -160,8 +183,88 @@ def check_layout(spec: AttentionSpec, layout: Layout) -> Layout:
         if not jnp.issubdtype(x.dtype, jnp.integer):
             raise ValueError(f"{name} has dtype {x.dtype}; expected an integer dtype.")
     if layout.mask is not None:
-        check_broadcast("mask", layout.mask, spec, "bool", jnp.bool_)
+        check_array("mask", layout.mask, pair_shape(spec), "bool", broadcasts=True)
     return layout
+
+
+def check_operands(spec: AttentionSpec, query: Any, key: Any, value: Any) -> None:
+    """Raise ValueError if the shape or dtype of an array is not that of ``spec``."""
+    keys, of_keys = key_rows(spec), spec.kv_dtype or spec.dtype
+    expected = {
+        "query": (query, (spec.batch, spec.query_length, spec.num_heads, spec.head_dim), spec.dtype),
+        "key": (key, (*keys, spec.head_dim), of_keys),
+        "value": (value, (*keys, spec.value_head_dim), of_keys),
+    }
+    if spec.values_in_keys != (value is None):
+        given, way = ("no value is", "give one") if value is None else ("a value is", "give None")
+        raise ValueError(f"{given} given, but the spec of this plan says values_in_keys={spec.values_in_keys}; {way}.")
+    if value is None:
+        del expected["value"]
+    for name, (x, shape, dtype) in expected.items():
+        if tuple(x.shape) != shape:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; the spec of this plan says {shape}.")
+        if str(x.dtype) != dtype:
+            raise ValueError(f"{name} is {x.dtype}; the spec of this plan says {dtype}; cast one, or plan anew.")
+
+
+def key_rows(spec: AttentionSpec) -> tuple[int, int, int]:
+    """The shape of keys and values without their last axis: of pages, or of the slots of each sequence."""
+    rows, slots = spec.batch, spec.key_value_length
+    if spec.num_pages is not None and spec.page_size is not None:
+        rows, slots = spec.num_pages, spec.page_size
+    return (rows, spec.num_kv_heads, slots) if spec.kv_layout == "HND" else (rows, slots, spec.num_kv_heads)
+
+
+def check_terms(spec: AttentionSpec | None, terms: Terms) -> tuple[str, ...]:
+    """The names of the given terms. Raises ValueError unless they are those that ``spec`` announces (None: none)."""
+    announced = frozenset() if spec is None else spec.announced_terms
+    for field in dataclasses.fields(terms):
+        name, given = field.name, getattr(terms, field.name) is not None
+        scale = name.endswith("_scales")
+        if name in announced and not given:
+            says = f"kv_dtype={spec.kv_dtype!r}" if scale and spec is not None else f"has_{name}=True"
+            raise ValueError(
+                f"the spec says {says}, but terms.{name} is None; run the plan with terms=Terms({name}=...)."
+            )
+        if given and name not in announced:
+            says, wanted = ("kv_dtype=None", "kv_dtype") if scale else (f"has_{name}=False", f"has_{name}=True")
+            raise ValueError(
+                f"terms.{name} is given, but the spec of this plan says {says}; "
+                f"plan a spec with {wanted} through backends.plan."
+            )
+        if spec is not None and given and scale:
+            check_array(name, getattr(terms, name), key_rows(spec), "float32", broadcasts=True)
+    for operand in () if spec is None else spec.learned:
+        full = dict(zip(("batch", "heads", "query", "keys"), pair_shape(spec), strict=True))
+        shape = tuple(full[axis] for axis in operand.axes)
+        check_array(
+            operand.name, getattr(terms, operand.name), shape, "a floating dtype", broadcasts=operand.broadcasts
+        )
+    return terms.given()
+
+
+def pair_shape(spec: AttentionSpec) -> tuple[int, int, int, int]:
+    """What a mask and a bias broadcast to: [batch, heads, query, key]."""
+    return spec.batch, spec.num_heads, spec.query_length, spec.key_value_length
+
+
+_KINDS = {"bool": jnp.bool_, "a floating dtype": jnp.floating, "float32": jnp.float32}
+
+
+def check_array(name: str, x: Any, shape: tuple[int, ...], dtype: str, *, broadcasts: bool) -> None:
+    """Raise ValueError unless ``x`` has ``shape``, or broadcasts to it, and is of ``dtype`` (a key of ``_KINDS``)."""
+    fits = len(x.shape) == len(shape) and all(
+        have == want or (broadcasts and have == 1) for have, want in zip(x.shape, shape, strict=True)
+    )
+    if not fits:
+        expected = (
+            f"{len(shape)} dimensions that broadcast to {shape}"
+            if broadcasts
+            else f"one number per query head, {shape}"
+        )
+        raise ValueError(f"{name} has shape {tuple(x.shape)}; expected {expected}.")
+    if not jnp.issubdtype(x.dtype, _KINDS[dtype]):
+        raise ValueError(f"{name} has dtype {x.dtype}; expected {dtype}.")
 
 
 def unread_slots(spec: AttentionSpec, layout: Layout) -> Bool[Array, "batch kv_len"] | None:

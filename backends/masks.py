@@ -34,9 +34,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Bool, Int
 
-EitherArray = Array | np.ndarray
+from .operands import EitherArray
+
 MaskFunction = Callable[[Any, Any], Any]  # (query positions, key positions) -> whether the query may attend to the key
 
 

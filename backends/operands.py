@@ -1,91 +1,127 @@
-"""Check the arrays of one call, operands and terms, against the spec that they were planned for."""
+"""The table of learned operands: what each is called, what its axes count, and an example.
+
+A learned operand is one row of :data:`OPERANDS`, one field of :class:`Announced` and of :class:`Terms`, and one keyword
+of :class:`TermArrays`. From the row follow its shape check, its feature, how it is sharded, its case of the conformance
+suite and its row of the support matrix. What is left is its meaning, in ``oracle.py`` and in the kernels that take it.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Literal, TypedDict
 
-import jax.numpy as jnp
+import jax
+import numpy as np
+from jaxtyping import Array, Float
 
-if TYPE_CHECKING:
-    from .contract import AttentionSpec, Terms
-
-
-def check_operands(spec: AttentionSpec, query: Any, key: Any, value: Any) -> None:
-    """Raise ValueError if the shape or dtype of an array is not that of ``spec``."""
-    keys, of_keys = key_rows(spec), spec.kv_dtype or spec.dtype
-    expected = {
-        "query": (query, (spec.batch, spec.query_length, spec.num_heads, spec.head_dim), spec.dtype),
-        "key": (key, (*keys, spec.head_dim), of_keys),
-        "value": (value, (*keys, spec.value_head_dim), of_keys),
-    }
-    if spec.values_in_keys != (value is None):
-        given, way = ("no value is", "give one") if value is None else ("a value is", "give None")
-        raise ValueError(f"{given} given, but the spec of this plan says values_in_keys={spec.values_in_keys}; {way}.")
-    if value is None:
-        del expected["value"]
-    for name, (x, shape, dtype) in expected.items():
-        if tuple(x.shape) != shape:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}; the spec of this plan says {shape}.")
-        if str(x.dtype) != dtype:
-            raise ValueError(f"{name} is {x.dtype}; the spec of this plan says {dtype}; cast one, or plan anew.")
+EitherArray = Array | np.ndarray  # a JAX or a NumPy array
+Learned = Literal["bias", "sinks", "alibi"]
+Example = Callable[[tuple[int, ...], np.random.Generator], np.ndarray]
 
 
-def key_rows(spec: AttentionSpec) -> tuple[int, int, int]:
-    """The shape of keys and values without their last axis: of pages, or of the slots of each sequence."""
-    rows, slots = spec.batch, spec.key_value_length
-    if spec.num_pages is not None and spec.page_size is not None:
-        rows, slots = spec.num_pages, spec.page_size
-    return (rows, spec.num_kv_heads, slots) if spec.kv_layout == "HND" else (rows, slots, spec.num_kv_heads)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Operand:
+    """One learned operand, which a backend declares by its name as a feature.
+
+    Its last axes are those of ``[batch, heads, query, keys]`` that ``axes`` names; with ``broadcasts`` each may be one.
+    ``by_position``: it acts by the distance of positions. ``title`` and ``words`` are for tables and for refusals.
+    ``example(sizes, rng)`` makes one for (batch, query length, key length, heads).
+    """
+
+    name: Learned
+    axes: tuple[Literal["batch", "heads", "query", "keys"], ...]
+    title: str
+    words: str
+    example: Example
+    broadcasts: bool = False
+    by_position: bool = False
 
 
-def check_terms(spec: AttentionSpec | None, terms: Terms) -> tuple[str, ...]:
-    """The names of the given terms. Raises ValueError unless they are those that ``spec`` announces (None: none)."""
-    for field in dataclasses.fields(terms):
-        name, x = field.name, getattr(terms, field.name)
-        announced = spec is not None and name in spec.announced_terms
-        scale = name.endswith("_scales")
-        if announced and x is None:
-            says = f"kv_dtype={spec.kv_dtype!r}" if scale and spec is not None else f"has_{name}=True"
-            raise ValueError(
-                f"the spec says {says}, but terms.{name} is None; run the plan with terms=Terms({name}=...)."
-            )
-        if x is not None and not announced:
-            says, wanted = ("kv_dtype=None", "kv_dtype") if scale else (f"has_{name}=False", f"has_{name}=True")
-            raise ValueError(
-                f"terms.{name} is given, but the spec of this plan says {says}; "
-                f"plan a spec with {wanted} through backends.plan."
-            )
-    if spec is not None and terms.bias is not None:
-        check_broadcast("bias", terms.bias, spec, "a floating dtype", jnp.floating)
-    for name in ("sinks", "alibi"):
-        if spec is not None and getattr(terms, name) is not None:
-            _check_per_head(name, getattr(terms, name), spec)
-    for name in ("key_scales", "value_scales"):
-        if spec is not None and getattr(terms, name) is not None:
-            _check_scales(name, getattr(terms, name), spec)
-    return terms.given()
+OPERANDS = (
+    Operand(
+        name="bias",
+        axes=("batch", "heads", "query", "keys"),
+        title="bias array",
+        words="an explicit bias array",
+        example=lambda sizes, rng: rng.standard_normal((sizes[0], sizes[3], *sizes[1:3])).astype(np.float32),
+        broadcasts=True,
+    ),
+    Operand(
+        name="sinks",
+        axes=("heads",),
+        title="attention sinks",
+        words="an array of attention sinks",
+        # From sinks that take little of a row to sinks that take most of it.
+        example=lambda sizes, _: np.linspace(-2.0, 6.0, sizes[3], dtype=np.float32),
+    ),
+    Operand(
+        name="alibi",
+        axes=("heads",),
+        title="ALiBi slopes",
+        words="an array of ALiBi slopes",
+        example=lambda sizes, _: np.float32(2.0) ** -np.arange(1, sizes[3] + 1, dtype=np.float32),  # the paper's
+        by_position=True,
+    ),
+)
 
 
-def check_broadcast(name: str, x: Any, spec: AttentionSpec, wanted: str, kind: Any) -> None:
-    """Raise ValueError unless ``x`` is of ``kind`` and broadcasts to [batch, heads, query, key]."""
-    full = (spec.batch, spec.num_heads, spec.query_length, spec.key_value_length)
-    if len(x.shape) != 4 or any(have not in (1, want) for have, want in zip(x.shape, full, strict=True)):
-        raise ValueError(f"{name} has shape {tuple(x.shape)}; expected 4 dimensions that broadcast to {full}.")
-    if not jnp.issubdtype(x.dtype, kind):
-        raise ValueError(f"{name} has dtype {x.dtype}; expected {wanted}.")
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Announced:
+    """The fields of a spec that say which :class:`Terms` come with each layer."""
+
+    has_bias: bool = False
+    has_sinks: bool = False
+    has_alibi: bool = False
+    kv_dtype: str | None = None
+    values_in_keys: bool = False
+
+    @property
+    def learned(self) -> tuple[Operand, ...]:
+        """The learned operands that come."""
+        return tuple(operand for operand in OPERANDS if getattr(self, f"has_{operand.name}"))
+
+    @property
+    def announced_terms(self) -> frozenset[str]:
+        """The names of the :class:`Terms` that come."""
+        scales = () if self.kv_dtype is None else ("key_scales", "value_scales")[: 1 if self.values_in_keys else 2]
+        return frozenset({*scales, *(operand.name for operand in self.learned)})
 
 
-def _check_per_head(name: str, x: Any, spec: AttentionSpec) -> None:
-    if tuple(x.shape) != (spec.num_heads,):
-        raise ValueError(f"{name} has shape {tuple(x.shape)}; expected one number per query head, {(spec.num_heads,)}.")
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise ValueError(f"{name} has dtype {x.dtype}; expected a floating dtype.")
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """Operands of one layer beside query, key and value: what is learned, and the scales of a quantised cache.
+
+    ``bias`` is added to the logits, after the scale, the soft cap and the score function. ``sinks`` holds a finite
+    logit per query head (neither scaled nor capped), which enters the softmax of each of its rows as a key with a value
+    of zero would. ``alibi`` holds a slope per query head (ALiBi, arXiv 2108.12409): each logit loses the slope times
+    the distance of its positions. The spec announces a term ``x`` of these by ``has_x``.
+
+    ``key_scales`` and ``value_scales`` are the factors of keys and values with ``kv_dtype``, float32. They broadcast to
+    keys and values without ``head_dim``: per slot and KV head, or with axes of size one per page and head, per head, or
+    one for all.
+    """
+
+    bias: Float[EitherArray, "#batch #heads #q_len #kv_len"] | None = None
+    sinks: Float[EitherArray, " heads"] | None = None
+    alibi: Float[EitherArray, " heads"] | None = None
+    key_scales: Float[EitherArray, "#rows #slots #kv_heads"] | None = None
+    value_scales: Float[EitherArray, "#rows #slots #kv_heads"] | None = None
+
+    def given(self) -> tuple[str, ...]:
+        """The names of the terms that are not None."""
+        return tuple(field.name for field in dataclasses.fields(self) if getattr(self, field.name) is not None)
 
 
-def _check_scales(name: str, x: Any, spec: AttentionSpec) -> None:
-    full = key_rows(spec)
-    if len(x.shape) != 3 or any(have not in (1, want) for have, want in zip(x.shape, full, strict=True)):
-        raise ValueError(f"{name} has shape {tuple(x.shape)}; expected 3 dimensions that broadcast to {full}.")
-    if str(x.dtype) != "float32":
-        raise ValueError(f"{name} has dtype {x.dtype}; expected float32.")
+NO_TERMS = Terms()
+
+
+class TermArrays(TypedDict, total=False):
+    """The fields of :class:`Terms` as keywords of a call."""
+
+    bias: EitherArray | None
+    sinks: EitherArray | None
+    alibi: EitherArray | None
+    key_scales: EitherArray | None
+    value_scales: EitherArray | None

@@ -19,8 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float64, Int64
 
-from .contract import NO_TERMS, AttentionSpec, Layout, Terms
+from .layout import Layout
+from .operands import NO_TERMS, Terms
 from .scores import ScoreFunction, derived
+from .spec import AttentionSpec
 
 Kind = Literal["forward", "gradient"]
 

@@ -21,32 +21,29 @@ from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
-from .contract import AttentionSpec, Carry, Layout, Plan, may_attend
+from .contract import Plan, may_attend
 from .devices import KIB, Target
-from .features import Mode, Takes
+from .features import Mode, Takes, refusal
 from .kv_cache import pages_in_pool
+from .layout import Layout
+from .operands import Terms
+from .spec import AttentionSpec
 from .vendor_kernel import VendorKernel
 
 _MODULE = "jax.experimental.pallas.ops.tpu.paged_attention"
 _PAGES = (128, 64, 32, 16)  # slots per page of a contiguous cache: the first that divides its length
 _SLOTS = 512  # per block, about as many as the block of a contiguous kernel has keys; not tuned on a TPU
 _TABLE_BYTES = 1008 * KIB  # of scalar memory; 16 KiB more do not compile for a v5e and a v6e
-_INSTEAD = "use backend='chunked'"
 OPTIONS = {"pages_per_block": "pages that the kernel copies and computes together, an integer from 1"}
 
 
 def _reasons(spec: AttentionSpec, target: Target, mode: Mode, options: Mapping[str, Any]) -> Iterator[str]:
     if spec.query_length != 1:
-        yield (
-            f"query_length={spec.query_length} is not supported by paged_attention, which decodes (accepted: 1); "
-            f"{_INSTEAD}."
-        )
+        yield refusal("paged_attention", f"query_length={spec.query_length}", "which decodes", "1")
     size = _page_size(spec)
     if size is None:
-        yield (
-            f"key_value_length={spec.key_value_length} is not supported by paged_attention, which reads pages "
-            f"(accepted: a page table, or multiples of {_PAGES[-1]}); {_INSTEAD}."
-        )
+        accepted = f"a page table, or multiples of {_PAGES[-1]}"
+        yield refusal("paged_attention", f"key_value_length={spec.key_value_length}", "which reads pages", accepted)
     elif 4 * spec.batch * spec.num_kv_heads * spec.key_value_length // size > _TABLE_BYTES:
         yield (
             f"batch={spec.batch}, num_kv_heads={spec.num_kv_heads} and key_value_length={spec.key_value_length} in "
@@ -80,15 +77,14 @@ def _plan(spec: AttentionSpec, layout: Layout, target: Target, mode: Mode, optio
         query: Float[Array, "b 1 n h"],
         key: Float[Array, "rows slots k h"],
         value: Float[Array, "rows slots k h"],
-        layer: int | None,
-        carry: Carry,
-    ) -> tuple[Float[Array, "b 1 n h"], Carry]:
+        terms: Terms,
+    ) -> Float[Array, "b 1 n h"]:
         pools = [x.swapaxes(1, 2).reshape(-1, _page_size(spec), spec.head_dim) for x in (key, value)]
         out = decode(spec, lengths, pages, query, *pools)
         finite = readable & jnp.isfinite(out).all()
-        return lax.cond(finite, lambda: out, lambda: _gathered(spec, decode, pages, seen, nowhere, query, pools)), carry
+        return lax.cond(finite, lambda: out, lambda: _gathered(spec, decode, pages, seen, nowhere, query, pools))
 
-    return Plan(attend)
+    return Plan.stateless(attend)
 
 
 def _gathered(

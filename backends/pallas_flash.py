@@ -17,11 +17,13 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from .contract import AttentionSpec, Carry, Layout, Plan
-from .derivatives import forward_only
+from .contract import Plan
 from .devices import Target
-from .features import Mode, Takes
-from .vendor_kernel import VendorKernel
+from .features import Mode, Takes, refusal
+from .layout import Layout
+from .operands import Terms
+from .spec import AttentionSpec
+from .vendor_kernel import VendorKernel, padded, round_up
 
 _MODULE = "jax.experimental.pallas.ops.gpu.attention"
 # Lengths are padded to multiples of this. Blocks of 128 are the kernel's default; at head dim 256 they need more shared
@@ -29,7 +31,6 @@ _MODULE = "jax.experimental.pallas.ops.gpu.attention"
 _BLOCK = 128
 _LARGEST_HEAD_DIM = 256
 _PADDING = -1
-_INSTEAD = "use backend='chunked'"
 
 
 def _plan(spec: AttentionSpec, layout: Layout, target: Target, mode: Mode, options: Mapping[str, Any]) -> Plan:
@@ -40,17 +41,13 @@ def _plan(spec: AttentionSpec, layout: Layout, target: Target, mode: Mode, optio
     run = functools.partial(kernel.mha, sm_scale=spec.softmax_scale, causal=spec.is_causal, block_sizes=sizes)
 
     def attend(
-        query: Float[Array, "b t n h"],
-        key: Float[Array, "b t k h"],
-        value: Float[Array, "b t k h"],
-        layer: int | None,
-        carry: Carry,
-    ) -> tuple[Float[Array, "b t n h"], Carry]:
+        query: Float[Array, "b t n h"], key: Float[Array, "b t k h"], value: Float[Array, "b t k h"], terms: Terms
+    ) -> Float[Array, "b t n h"]:
         key, value = (jnp.repeat(x, spec.group_size, axis=2) for x in (key, value))
-        padded = (jnp.pad(x, ((0, 0), (0, -x.shape[1] % _BLOCK), (0, 0), (0, 0))) for x in (query, key, value))
-        return run(*padded, ids, interpret=mode == "interpret")[:, : spec.query_length], carry
+        operands = (padded(x, round_up(spec.query_length, _BLOCK)) for x in (query, key, value))
+        return run(*operands, ids, interpret=mode == "interpret")[:, : spec.query_length]
 
-    return Plan(forward_only(attend))
+    return Plan.stateless(attend, gradient=False)
 
 
 def _kernel() -> Any:
@@ -62,19 +59,16 @@ def _kernel() -> Any:
 
 def _padding_ids(spec: AttentionSpec) -> Int[Array, "b padded"] | None:
     """Ids that mark padding; None under a causal mask, where no token sees the padding behind it."""
-    behind = -spec.query_length % _BLOCK
-    if not behind or spec.is_causal:
+    if spec.is_causal or spec.query_length % _BLOCK == 0:
         return None
     ids = jnp.zeros((spec.batch, spec.query_length), jnp.int32)
-    return jnp.pad(ids, ((0, 0), (0, behind)), constant_values=_PADDING)
+    return padded(ids, round_up(spec.query_length, _BLOCK), fill=_PADDING)
 
 
 def _position_reasons(spec: AttentionSpec, target: Target, mode: Mode, options: Mapping[str, Any]) -> Iterator[str]:
     if spec.has_positions and spec.is_causal:
-        yield (
-            "an array of explicit positions is not supported by pallas_flash with is_causal=True, which masks by slot "
-            f"(accepted: arange, or is_causal=False); {_INSTEAD}."
-        )
+        given = "an array of explicit positions with is_causal=True"
+        yield refusal("pallas_flash", given, "which masks by slot", "arange, or is_causal=False")
 
 
 PALLAS_FLASH = VendorKernel(

@@ -28,16 +28,18 @@ import msgspec
 from attnsuite.sentences import given, not_accepted
 
 from . import masks
-from .contract import AttentionSpec
 from .devices import Target, usable_cores
+from .spec import AttentionSpec
 
 SCHEMA = 1
 VARIABLE = "ATTNSUITE_POLICY"  # the environment variable that names a policy's file
 
 _Positive = Annotated[float, msgspec.Meta(gt=0, le=1e100)]
 _Bytes = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+_ABSENT = dataclasses.MISSING
 _FREE = frozenset({"batch", "query_length", "key_value_length", "num_heads", "num_kv_heads", "scale"})
-_FIELDS = tuple(field.name for field in dataclasses.fields(AttentionSpec))
+# What every problem has comes first.
+_FIELDS = {f.name: f.default for f in sorted(dataclasses.fields(AttentionSpec), key=lambda f: f.default is not _ABSENT)}
 _AGAIN = "make it again on this machine with attnsuite choose"
 
 
@@ -181,10 +183,9 @@ def decide(policy: Policy, spec: AttentionSpec) -> Decision:
 
 def problem_of(spec: AttentionSpec) -> dict[str, Any]:
     """The fields of a spec that are not at their defaults, for a :class:`PolicyCase`."""
-    fields = {field.name: (getattr(spec, field.name), field.default) for field in dataclasses.fields(spec)}
+    problem = {name: value for name, default in _FIELDS.items() if (value := getattr(spec, name)) != default}
     if spec.value_head_dim == spec.head_dim:
-        del fields["value_head_dim"]
-    problem = {name: value for name, (value, default) in fields.items() if value != default}
+        del problem["value_head_dim"]
     if spec.mask_function is not None:
         problem["mask_function"] = str(spec.mask_function)
     return problem
@@ -207,8 +208,7 @@ def _spec(case: PolicyCase) -> AttentionSpec:
         raise ValueError(
             f"case {given(case.case)} has no field {given(unknown[0])}; its fields are {', '.join(_FIELDS)}"
         )
-    required = [f.name for f in dataclasses.fields(AttentionSpec) if f.default is dataclasses.MISSING]
-    if missing := [name for name in required if name not in case.problem]:
+    if missing := [name for name, default in _FIELDS.items() if default is _ABSENT and name not in case.problem]:
         raise ValueError(f"case {given(case.case)} lacks the field {missing[0]}")
     try:
         words = case.problem.get("mask_function")

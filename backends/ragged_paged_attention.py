@@ -23,15 +23,17 @@ from jaxtyping import Array, Bool, Float, Int
 
 from . import kv_cache, tuned
 from .chunked import CHUNKED
-from .contract import AttentionSpec, Carry, Layout, Plan, positions
+from .contract import Plan, positions
 from .devices import Target
-from .features import Mode, Takes
+from .features import INSTEAD, Mode, Takes, refusal
+from .layout import Layout
+from .operands import Terms
+from .spec import AttentionSpec
 from .vendor_kernel import VendorKernel
 
 _MODULE = "jax.experimental.pallas.ops.tpu.ragged_paged_attention"
 _PAGE, _PAGES, _ROWS = 128, 4, 32  # slots of a page, pages and query tokens of a block; not tuned on a TPU
 _LANES = 128
-_INSTEAD = "use backend='chunked'"
 OPTIONS = {
     "sequences": "sequences of a ragged batch (kv_cache.ragged_layout), an integer that divides its slots",
     "pages_per_block": "pages that the kernel copies and computes together, an integer from 1",
@@ -44,14 +46,13 @@ def _reasons(spec: AttentionSpec, target: Target, mode: Mode, options: Mapping[s
     half = spec.dtype == "bfloat16" and spec.kv_dtype is None  # two numbers in a word
     words, step = spec.num_kv_heads * (1 if half else 2), 8 if half else 4
     if words not in (1, 2, 4, 8) and words % 8:
-        yield (
-            f"num_kv_heads={spec.num_kv_heads} is not supported by ragged_paged_attention, whose slots fill whole "
-            f"tiles (accepted: 1, 2, 4, or multiples of {step} in this dtype); {_INSTEAD}."
-        )
+        accepted = f"1, 2, 4, or multiples of {step} in this dtype"
+        given = f"num_kv_heads={spec.num_kv_heads}"
+        yield refusal("ragged_paged_attention", given, "whose slots fill whole tiles", accepted)
     if spec.has_segment_ids and "sequences" not in options:
         yield (
             "an array of segment ids is not supported by ragged_paged_attention without the number of sequences "
-            f"(accepted: backend_options={{'sequences': n}}); give it, or {_INSTEAD}."
+            f"(accepted: backend_options={{'sequences': n}}); give it, or {INSTEAD}."
         )
 
 
@@ -92,18 +93,16 @@ def _of_sequences(
         query: Float[Array, "b t n h"],
         key: Float[Array, "b s k h"],
         value: Float[Array, "b s k h"],
-        layer: int | None,
-        carry: Carry,
-    ) -> tuple[Float[Array, "b t n h"], Carry]:
-        out = lax.cond(
+        terms: Terms,
+    ) -> Float[Array, "b t n h"]:
+        return lax.cond(
             batch.fits,
             lambda: _attend(spec, batch, sizes, mode == "interpret", query, key, value),
-            lambda: careful.attend(query, key, value, layer, carry)[0],
+            lambda: careful.run(query, key, value)[0],
         )
-        return out, carry
 
     alone = "A batch that is not of sequences with consecutive tokens is computed by chunked."
-    return Plan(attend, (alone, *notes))
+    return Plan.stateless(attend, (alone, *notes))
 
 
 def _found(spec: AttentionSpec, layout: Layout, sequences: int) -> _Batch:
@@ -222,14 +221,11 @@ def _page(slots: int) -> int:
 def _sizes(spec: AttentionSpec, target: Target, given: dict[str, Any]) -> tuple[_Sizes, tuple[str, ...]]:
     """The sizes of the options, over those of the file that ``tuned`` names, and whose they are. Raises ValueError."""
     sizes = {"sequences": 1, "pages_per_block": _PAGES, "queries_per_block": _ROWS}
-    path, notes = given.pop("tuned", None), ()
-    if path is not None:
-        sequences = given.get("sequences", 1)
-        facts = _facts(spec, sequences) if isinstance(sequences, int) and sequences > 0 else {}
-        entries = tuned.entries_for(path, "ragged_paged_attention", target, spec, facts)
-        sizes |= tuned.merged(entries)
-        notes = tuned.whose(entries)
-    for name, value in (sizes := sizes | given).items():
+    sequences, facts = given.get("sequences", 1), {}
+    if "tuned" in given and isinstance(sequences, int) and sequences > 0:
+        facts = _facts(spec, sequences)
+    found, notes = tuned.over_table(given, "ragged_paged_attention", target, spec, facts)
+    for name, value in (sizes := sizes | found).items():
         whole = isinstance(value, int) and not isinstance(value, bool) and value > 0
         if not whole or (name == "sequences" and spec.key_value_length % value):
             raise ValueError(

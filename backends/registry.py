@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
 
-from .contract import AttentionSpec, Backend, Layout, Plan
+from .contract import Backend, Plan
 from .devices import Target
 from .features import DTYPES, FEATURES, Mode, Takes
 
@@ -54,21 +54,11 @@ class BrokenBackend:
         """All; :meth:`refuses` gives the one reason."""
         return Takes(features=frozenset(FEATURES), dtypes=DTYPES)
 
-    def refuses(
-        self, spec: AttentionSpec, target: Target, mode: Mode, options: Mapping[str, Any] | None
-    ) -> tuple[str, ...]:
+    def refuses(self, *_: Any) -> tuple[str, ...]:
         """Refuse, with the error."""
         return (self.error,)
 
-    def plan(
-        self,
-        spec: AttentionSpec,
-        layout: Layout,
-        *,
-        target: Target,
-        mode: Mode = "native",
-        options: Mapping[str, Any] | None = None,
-    ) -> Plan:
+    def plan(self, *_: Any, **__: Any) -> Plan:
         """Raise ImportError with the error."""
         raise ImportError(self.error)
 

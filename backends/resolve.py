@@ -16,10 +16,12 @@ from typing import Any, Literal, get_args
 from attnsuite.sentences import given
 
 from . import registry
-from .contract import AttentionSpec, Backend, Layout, Plan
+from .contract import Backend, Plan
 from .devices import Target
 from .features import Mode
+from .layout import Layout
 from .policy import AnyPolicy, Decision, PolicyNotUsedWarning, decide, policy_of, unusable
+from .spec import AttentionSpec
 from .support import plan_accepted, support
 
 OnUnavailable = Literal["fallback", "raise"]
@@ -83,13 +85,17 @@ class Resolution:
         """Every reason why another backend was not taken, one sentence each, led by the backend's name."""
         return tuple(f"{rejection.backend}: {reason}" for rejection in self.rejections for reason in rejection.reasons)
 
+    def mode_and(self, options: Mapping[str, Any] | None) -> tuple[Mode, Mapping[str, Any] | None]:
+        """The mode to plan in, and the options, which are the requested backend's; a fallback takes none."""
+        return ("native", None) if self.mode == "fallback" else (self.mode, options)
+
     def plan(self, layout: Layout = Layout(), options: Mapping[str, Any] | None = None) -> Plan:  # noqa: B008
-        """Plan one forward pass with the resolved backend. Options are the requested backend's; a fallback takes none.
+        """Plan one forward pass with the resolved backend.
 
         Raises the errors of :func:`attnsuite.backends.plan`: ValueError where ``layout`` and the spec disagree, or for
         options.
         """
-        mode, options = ("native", None) if self.mode == "fallback" else (self.mode, options)
+        mode, options = self.mode_and(options)
         return plan_accepted(self.backend, self.spec, layout, target=self.target, mode=mode, options=options)
 
 

@@ -19,9 +19,12 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from . import sinks as of_sinks
-from .contract import NO_TERMS, NOTHING_SEEN, AttentionSpec, EitherArray, Layout, Part, PartBackend, Terms
+from .contract import NOTHING_SEEN, Part, PartBackend
+from .layout import Layout
 from .masks import Causal
 from .merging import Seen, put_together
+from .operands import NO_TERMS, EitherArray, Terms
+from .spec import AttentionSpec
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,7 +48,7 @@ class _Share:
 
 def by_position(spec: AttentionSpec) -> bool:
     """Whether positions affect the mask or the logits."""
-    return spec.positional_mask is not None or spec.has_alibi
+    return spec.positional_mask is not None or any(operand.by_position for operand in spec.learned)
 
 
 def specs_of_parts(spec: AttentionSpec) -> tuple[AttentionSpec, AttentionSpec]:
@@ -184,17 +187,22 @@ class Ring:
         if not self._own.has_positions:
             return dataclasses.replace(layout, query_positions=None, key_value_positions=None)
 
-        def place(given: EitherArray | None, length: int) -> EitherArray:
-            if given is not None:
-                return given
-            row = (self._here() * length).astype(jnp.int32) + jnp.arange(length, dtype=jnp.int32)
-            return jnp.broadcast_to(row[None, :], (self.spec.batch, length))
+        sides = {"query_positions": self.spec.query_length, "key_value_positions": self.spec.key_value_length}
+        return with_positions(layout, self.axis.name, self.spec.batch, sides)
 
-        return dataclasses.replace(
-            layout,
-            query_positions=place(layout.query_positions, self.spec.query_length),
-            key_value_positions=place(layout.key_value_positions, self.spec.key_value_length),
-        )
+
+def with_positions(layout: Layout, axis: str, batch: int, sides: Mapping[str, int]) -> Layout:
+    """The layout with positions of this device's tokens where it has none: they follow those of the devices before it.
+
+    ``sides`` are the fields of the layout to fill, each with the tokens of one device.
+    """
+    rows = {
+        name: (lax.axis_index(axis) * length).astype(jnp.int32) + jnp.arange(length, dtype=jnp.int32)
+        for name, length in sides.items()
+        if getattr(layout, name) is None
+    }
+    places = {name: jnp.broadcast_to(row[None, :], (batch, row.size)) for name, row in rows.items()}
+    return dataclasses.replace(layout, **places)
 
 
 def _by_slot(spec: AttentionSpec) -> bool:

@@ -2,44 +2,51 @@
 
 The kernel is ``jax.experimental.pallas.ops.tpu.splash_attention``: FlashAttention-2's recurrence (arXiv 2307.08691)
 over a static block mask, so that blocks with nothing visible cost nothing. It runs natively on TPUs, in Pallas'
-interpreter anywhere, and compiles for absent TPUs. This file adds what the kernel leaves to its caller: batch, scale,
-lengths that are no multiple of a block, key lengths and padding (as segment ids), one query token (any mask of one row
-is a segmentation of the keys), and zero output for rows that see nothing. The kernel has attention sinks of its own.
+interpreter anywhere, and compiles for absent TPUs. ``splash_operands.py`` adds what the kernel leaves to its caller:
+batch, scale, lengths that are no multiple of a block, key lengths and padding (as segment ids), one query token (any
+mask of one row is a segmentation of the keys), and zero output for rows that see nothing. The kernel has attention
+sinks of its own.
+
+Making a kernel sorts its mask into blocks. Sorting reads every block, which takes seconds at long lengths. It needs
+concrete numbers, although plans are made while a model is traced. Therefore the tables are NumPy arrays: they belong to
+no device and no trace, and serve every head.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.pallas.ops.tpu import splash_attention as kernel
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as inside
 from jaxtyping import Array
 
-from .contract import AttentionSpec, Layout, Part, Plan
+from .contract import Part
 from .devices import Target
 from .features import Mode, Takes
-from .splash_blocks import TUNED_OPTION, as_options, candidates, checked, crossed, read_options, work_of
-from .splash_kernel import kernel_of, pull_back, with_log_sum_exp
-from .splash_mask import Masking
+from .layout import Layout
+from .spec import AttentionSpec
+from .splash_blocks import TUNED_OPTION, SplashKernel, maker, read_options
+from .splash_mask import Masking, SlotMask, of_nothing
 from .splash_operands import (
     BLOCK_OPTIONS,
     DTYPES,
     FEATURES,
+    Blocks,
     blocks_of,
     default_precision,
     from_kernel,
     no_sinks,
-    plan_of,
-    reasons,
+    reasons_of,
     rows_to_kernel,
     segment_ids,
     to_kernel,
 )
-from .tunable import KernelWork
 
 OPTIONS = {
     **BLOCK_OPTIONS,
@@ -48,66 +55,37 @@ OPTIONS = {
 }
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Splash:
-    """The ``splash`` backend."""
+class _Mask(SlotMask, kernel.Mask):
+    """A mask that the kernel accepts: it asks for the type."""
 
-    name: str = "splash"
-    exact: bool = True
 
-    def takes(self, target: Target, mode: Mode) -> Takes:
-        """Masks that slots and segment ids can express."""
-        linear = "whose memory is linear in the length"
-        return Takes(
-            features=FEATURES,
-            dtypes=DTYPES,
-            parts=True,
-            because={"dtype": "whose kernel computes as TPUs do", "mask": linear, "bias": linear},
-        )
+@functools.lru_cache(maxsize=32)
+def kernel_of(masking: Masking, blocks: Blocks, soft_cap: float | None, interpret: bool) -> Callable[..., Array]:
+    """The kernel for this mask: a function of query, key, value, segment ids and sinks."""
+    if masking.hides_everything:
+        return of_nothing
+    lengths = masking.query_length, masking.key_value_length
+    mask = kernel.FullMask(lengths) if masking.mask is None else _Mask(masking, masking.mask)
+    with jax.ensure_compile_time_eval():  # plans are made inside of jit too
+        made = kernel.make_splash_mha_single_device(
+            kernel.MultiHeadMask([mask]), block_sizes=block_sizes(blocks), attn_logits_soft_cap=soft_cap,
+            interpret=interpret,
+        )  # fmt: skip
+        return jax.tree.map(np.asarray, made)
 
-    def refuses(
-        self, spec: AttentionSpec, target: Target, mode: Mode, options: Mapping[str, Any] | None
-    ) -> tuple[str, ...]:
-        """Devices that are no TPU, positions that affect the mask of several query tokens, and sinks of one token."""
-        return reasons(self.name, spec, target, mode)
 
-    def plan(
-        self,
-        spec: AttentionSpec,
-        layout: Layout,
-        *,
-        target: Target,
-        mode: Mode = "native",
-        options: Mapping[str, Any] | None = None,
-    ) -> Plan:
-        """Make the block masks once for all layers. Options: see :data:`OPTIONS`; raises ValueError for others."""
-        given, notes = read_options(self.name, OPTIONS, spec, target, options)
-        grid = _grid(spec, target, given)
-        masking = Masking.of(spec, *grid.lengths)
-        run = kernel_of(masking, grid.blocks, spec.logits_soft_cap, mode == "interpret")
-        return plan_of(spec, layout, grid.lengths, run, notes)
+def block_sizes(blocks: Blocks) -> kernel.BlockSizes:
+    """The blocks in the kernel's words."""
+    backward: dict[str, Any] = {}
+    if blocks.backward:
+        backward = {"block_q_dkv": blocks.q_backward, "block_kv_dkv": blocks.kv_backward}
+        backward |= {"block_kv_dkv_compute": blocks.kv_backward_compute, "use_fused_bwd_kernel": blocks.fused}
+        backward |= {} if blocks.fused else {"block_q_dq": blocks.q_backward, "block_kv_dq": blocks.kv_backward}
+    return kernel.BlockSizes(block_q=blocks.q, block_kv=blocks.kv, block_kv_compute=blocks.kv_compute, **backward)
 
-    def block_sizes(self, spec: AttentionSpec, target: Target) -> kernel.BlockSizes:
-        """The block sizes of the kernel if none are given."""
-        return _grid(spec, target, {}).blocks
 
-    def defaults(self, spec: AttentionSpec, target: Target, given: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The rule's block sizes, with which ``attnsuite tune`` compares the candidates."""
-        given = checked(self.name, OPTIONS, dict(given))
-        sizes = as_options(spec, blocks_of(self.name, spec, target, given))
-        return sizes | ({"fused_backward": given.get("fused_backward", False)} if spec.needs_grad else {})
-
-    def candidates(
-        self, spec: AttentionSpec, target: Target, given: Mapping[str, Any]
-    ) -> tuple[Mapping[str, Any], ...]:
-        """Block sizes for ``attnsuite tune``: of the backward pass if there is one, else of the forward pass."""
-        tried = candidates(spec)
-        return crossed(tried, "fused_backward", (False, True)) if spec.needs_grad else tried
-
-    def work(self, spec: AttentionSpec, target: Target, options: Mapping[str, Any]) -> KernelWork:
-        """The blocks that the kernels visit, and what they load for them: two of the backward pass unless fused."""
-        given = checked(self.name, OPTIONS, dict(options))
-        return work_of(self.name, spec, target, given, passes=1 if given.get("fused_backward") else 2)
+class Splash(SplashKernel):
+    """The ``splash`` backend, which can attend to a part of the keys."""
 
     def part(
         self,
@@ -123,59 +101,62 @@ class Splash:
         If a row sees one key only, over all devices, this part cannot know it: that key's gradient is zero but for
         rounding.
         """
-        grid = _grid(spec, target, read_options(self.name, OPTIONS, spec, target, options)[0])
-        kernel = kernel_of(Masking.of(spec, *grid.lengths), grid.blocks, spec.logits_soft_cap, mode == "interpret")
-        ids = segment_ids(spec, layout, grid.lengths)
-        axes, sinks = None if ids is None else 0, no_sinks(spec)
-        # Neither of a Part's two functions is differentiated.
-        exactly = contextlib.nullcontext if spec.dtype == "float32" else default_precision
-
-        def forward(query: Array, key: Array, value: Array) -> tuple[Array, Array, Array]:
-            q, k, v = to_kernel(spec, grid.lengths, query, key, value)
-            run = jax.vmap(lambda q, k, v, ids: with_log_sum_exp(kernel, q, k, v, ids, sinks), (0, 0, 0, axes))
-            with exactly():
-                out, lse = run(q, k, v, ids)
-            lse = from_kernel(spec, lse[..., None])[..., 0]
-            return from_kernel(spec, out).astype(jnp.float32), lse, jnp.zeros_like(lse)
-
-        def backward(
-            query: Array, key: Array, value: Array, out: Array, top: Array, rest: Array, d_out: Array
-        ) -> tuple[Array, Array, Array]:
-            q, k, v = to_kernel(spec, grid.lengths, query, key, value)
-            lse = (top + rest)[..., None]
-            out, d_out, lse = (rows_to_kernel(spec, grid.lengths[0], x) for x in (out, d_out, lse))
-            run = jax.vmap(
-                lambda q, k, v, ids, out, lse, d_out: pull_back(kernel, q, k, v, ids, sinks, out, lse, d_out),
-                (0, 0, 0, axes, 0, 0, 0),
-            )
-            with exactly():
-                gradients = run(q, k, v, ids, out, lse[..., 0], d_out)
-            dq, dk, dv = (x.astype(jnp.float32) for x in gradients)
-            length = spec.key_value_length
-            dk, dv = dk[:, :, :length].swapaxes(1, 2), dv[:, :, :length].swapaxes(1, 2)
-            return from_kernel(spec, dq) * spec.softmax_scale, dk, dv
-
-        return Part(forward, backward)
+        given, _ = read_options(self.name, self.options, spec, target, options)
+        return _part(spec, layout, blocks_of(self.name, spec, target, given), mode == "interpret")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Grid:
-    """Block sizes, and the query and key lengths padded to whole blocks."""
+def _part(spec: AttentionSpec, layout: Layout, blocks: Blocks, interpret: bool) -> Part:
+    lengths = blocks.lengths
+    made: Any = kernel_of(Masking.of(spec, *lengths), blocks, spec.logits_soft_cap, interpret)
+    ids, sinks = segment_ids(spec, layout, lengths), no_sinks(spec)
+    axes = None if ids is None else 0
+    # Neither of a Part's two functions is differentiated.
+    exactly = contextlib.nullcontext if spec.dtype == "float32" else default_precision
 
-    blocks: kernel.BlockSizes
-    lengths: tuple[int, int]
+    def forward(query: Array, key: Array, value: Array) -> tuple[Array, Array, Array]:
+        with_sum = type(made)(
+            made.fwd_mask_info, made.dq_mask_info, made.dkv_mask_info, **(made.kwargs | {"save_residuals": True})
+        )
+        run = jax.vmap(lambda q, k, v, ids: with_sum(q, k, v, ids, sinks), (0, 0, 0, axes))
+        with exactly():
+            out, (lse,) = run(*to_kernel(spec, lengths, query, key, value), ids)
+        lse = from_kernel(spec, lse[..., None])[..., 0]
+        return from_kernel(spec, out).astype(jnp.float32), lse, jnp.zeros_like(lse)
+
+    def pull_back(q: Array, k: Array, v: Array, ids: Any, out: Array, lse: Array, d_out: Array) -> Any:
+        # The kernel's public gradient takes only its own output, which does not cover the keys of other devices. Hence
+        # the private name; tests/backends/test_sharding.py fails if it changes.
+        residuals = q, k, v, ids, sinks, out, lse, made.dq_mask_info, made.dkv_mask_info
+        names = ("mask_value", "is_mqa", "block_sizes", "residual_checkpoint_name", "mask_function")
+        static = {name: made.kwargs[name] for name in (*names, "attn_logits_soft_cap", "interpret")}
+        return inside._splash_attention_bwd(save_residuals=False, **static, res=residuals, do=d_out)[3:6]  # noqa: SLF001
+
+    def backward(
+        query: Array, key: Array, value: Array, out: Array, top: Array, rest: Array, d_out: Array
+    ) -> tuple[Array, Array, Array]:
+        operands = to_kernel(spec, lengths, query, key, value)
+        out, d_out, lse = (rows_to_kernel(spec, lengths[0], x) for x in (out, d_out, (top + rest)[..., None]))
+        with exactly():
+            gradients = jax.vmap(pull_back, (0, 0, 0, axes, 0, 0, 0))(*operands, ids, out, lse[..., 0], d_out)
+        dq, dk, dv = (x.astype(jnp.float32) for x in gradients)
+        dk, dv = (x[:, :, : spec.key_value_length].swapaxes(1, 2) for x in (dk, dv))
+        return from_kernel(spec, dq) * spec.softmax_scale, dk, dv
+
+    return Part(forward, backward)
 
 
-def _grid(spec: AttentionSpec, target: Target, given: dict[str, Any]) -> _Grid:
-    found = blocks_of("splash", spec, target, given)
-    fused = given.get("fused_backward", False)
-    backward: dict[str, Any] = {}
-    if spec.needs_grad:
-        backward = {"block_q_dkv": found.q_backward, "block_kv_dkv": found.kv_backward}
-        backward |= {"block_kv_dkv_compute": found.kv_backward_compute, "use_fused_bwd_kernel": fused}
-        backward |= {} if fused else {"block_q_dq": found.q_backward, "block_kv_dq": found.kv_backward}
-    blocks = kernel.BlockSizes(block_q=found.q, block_kv=found.kv, block_kv_compute=found.kv_compute, **backward)
-    return _Grid(blocks, found.lengths)
+_LINEAR = "whose memory is linear in the length"
 
-
-SPLASH = Splash()
+SPLASH = Splash(
+    name="splash",
+    allowed=Takes(
+        features=FEATURES,
+        dtypes=DTYPES,
+        parts=True,
+        because={"dtype": "whose kernel computes as TPUs do", "mask": _LINEAR, "bias": _LINEAR},
+    ),
+    platform="tpu",
+    reasons=reasons_of("splash"),
+    options=OPTIONS,
+    make=maker("splash", OPTIONS, kernel_of),
+)

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Bool
 
 from . import masks
-from .contract import AttentionSpec
+from .spec import AttentionSpec
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -16,11 +16,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from .contract import NO_TERMS, AttentionSpec, Carry, Layout, Plan, Terms, may_attend
-from .derivatives import forward_only
+from .contract import Plan, may_attend
 from .devices import KIB, TPUS, Target
-from .features import BASIC_FEATURES, Feature, Mode
-from .vendor_kernel import device_reasons
+from .features import BASIC_FEATURES, Feature, Mode, refusal
+from .layout import Layout
+from .operands import Terms
+from .spec import AttentionSpec
+from .vendor_kernel import padded, round_up
 
 LANES = 128  # of a TPU's vector unit; every block is a multiple of it
 
@@ -29,7 +31,6 @@ _UNSEEING_QUERY, _UNSEEN_KEY = -1, -2
 # An attention sink (a logit without a value). It is so small that it changes no row that sees a key, and larger than
 # the kernel's mask value (-2.4e38). A row that sees nothing attends to the sink alone: its output and gradients are 0.
 _NO_SINK = -1e30
-_INSTEAD = "use backend='chunked'"
 
 FEATURES: frozenset[Feature] = frozenset({*BASIC_FEATURES - {"mask", "bias"}, "sinks", "mask_function"})
 DTYPES = ("float32", "bfloat16")
@@ -61,6 +62,8 @@ class Blocks:
     kv_backward: int
     kv_backward_compute: int
     lengths: tuple[int, int]
+    backward: bool  # whether there is a backward pass
+    fused: bool  # whether one kernel computes all of it
 
 
 def blocks_of(name: str, spec: AttentionSpec, target: Target, given: Mapping[str, Any]) -> Blocks:
@@ -82,7 +85,8 @@ def blocks_of(name: str, spec: AttentionSpec, target: Target, given: Mapping[str
         )
     step_q, step_kv = (q, kv) if not spec.needs_grad else (math.lcm(q, q_back), math.lcm(kv, kv_back))
     lengths = round_up(rows, step_q), round_up(spec.key_value_length, step_kv)
-    return Blocks(q, kv, compute, q_back, kv_back, compute_back, lengths)
+    fused = given.get("fused_backward", False)
+    return Blocks(q, kv, compute, q_back, kv_back, compute_back, lengths, spec.needs_grad, fused)
 
 
 def is_block(value: object) -> bool:
@@ -103,11 +107,6 @@ def default_block(target: Target) -> int:
 def _even_block(length: int, largest: int) -> int:
     """The block that covers ``length`` in as few blocks as ``largest`` allows, with as little padding."""
     return round_up(-(-length // -(-length // largest)), LANES)
-
-
-def round_up(length: int, step: int) -> int:
-    """``length`` or the next multiple of ``step``."""
-    return -(-length // step) * step
 
 
 def segment_ids(spec: AttentionSpec, layout: Layout, lengths: tuple[int, int]) -> SegmentIds | None:
@@ -167,19 +166,14 @@ def to_kernel(
 ) -> tuple[Float[Array, "b n t h"], Float[Array, "b k s h"], Float[Array, "b k s v"]]:
     """Heads before length, lengths padded, the query scaled. One query token has its group's heads as rows."""
     query = (query.astype(jnp.float32) * spec.softmax_scale).astype(query.dtype)
-    key, value = (_pad_length(x.swapaxes(1, 2), lengths[1]) for x in (key, value))
+    key, value = (padded(x.swapaxes(1, 2), lengths[1], 2) for x in (key, value))
     return rows_to_kernel(spec, lengths[0], query), key, value
 
 
 def rows_to_kernel(spec: AttentionSpec, length: int, x: Float[Array, "b t n d"]) -> Float[Array, "b n padded d"]:
     """Queries, outputs or their gradients as the kernel's rows."""
-    if spec.query_length == 1:
-        return _pad_length(x.reshape(spec.batch, spec.num_kv_heads, spec.group_size, x.shape[-1]), length)
-    return _pad_length(x.swapaxes(1, 2), length)
-
-
-def _pad_length(x: Float[Array, "b n s d"], length: int) -> Float[Array, "b n padded d"]:
-    return jnp.pad(x, ((0, 0), (0, 0), (0, length - x.shape[2]), (0, 0)))
+    by_group = spec.batch, spec.num_kv_heads, spec.group_size, x.shape[-1]
+    return padded(x.reshape(by_group) if spec.query_length == 1 else x.swapaxes(1, 2), length, 2)
 
 
 def from_kernel(spec: AttentionSpec, out: Float[Array, "b n t v"]) -> Float[Array, "b t n v"]:
@@ -245,20 +239,15 @@ def plan_of(
     call = call if spec.dtype == "float32" else in_context(call, default_precision)
 
     def attend(
-        query: Float[Array, "b t n h"],
-        key: Float[Array, "b s k h"],
-        value: Float[Array, "b s k v"],
-        layer: int | None,
-        carry: Carry,
-        terms: Terms = NO_TERMS,
-    ) -> tuple[Float[Array, "b t n v"], Carry]:
+        query: Float[Array, "b t n h"], key: Float[Array, "b s k h"], value: Float[Array, "b s k v"], terms: Terms
+    ) -> Float[Array, "b t n v"]:
         sinks = without if terms.sinks is None else jnp.asarray(terms.sinks)
         if alone is not None:
             query, key = (jnp.where(alone, jax.lax.stop_gradient(x), x) for x in (query, key))
         q, k, v = to_kernel(spec, lengths, query, key, value)
-        return from_kernel(spec, call(q, k, v, ids, sinks)), carry
+        return from_kernel(spec, call(q, k, v, ids, sinks))
 
-    return Plan(attend if spec.needs_grad else forward_only(attend), (*scaling_notes(spec), *notes))
+    return Plan.stateless(attend, (*scaling_notes(spec), *notes), gradient=spec.needs_grad)
 
 
 def scaling_notes(spec: AttentionSpec) -> tuple[str, ...]:
@@ -272,25 +261,17 @@ def scaling_notes(spec: AttentionSpec) -> tuple[str, ...]:
     return (note,)
 
 
-def reasons(name: str, spec: AttentionSpec, target: Target, mode: Mode) -> tuple[str, ...]:
-    """Devices that are no TPU, positions that affect the mask of several query tokens, and sinks of one token."""
-    return (*device_reasons(name, "tpu", target, mode), *_position_reasons(name, spec), *_sink_reasons(name, spec))
+def reasons_of(name: str) -> Callable[[AttentionSpec, Target, Mode, Mapping[str, Any]], Iterator[str]]:
+    """``VendorKernel.reasons`` of a splash kernel: what a mask by slot cannot say, and sinks of one token."""
 
+    def reasons(spec: AttentionSpec, target: Target, mode: Mode, options: Mapping[str, Any]) -> Iterator[str]:
+        if spec.has_positions and spec.positional_mask is not None and spec.query_length > 1:
+            given = f"an array of explicit positions with query_length={spec.query_length}"
+            yield refusal(name, given, "whose mask is by slot", "one query token, or positions that are arange")
+        if spec.has_sinks and spec.query_length == 1 < spec.group_size:
+            heads = f"num_heads={spec.num_heads} on num_kv_heads={spec.num_kv_heads}"
+            given = f"an array of attention sinks with query_length=1 and {heads}"
+            why = "whose rows are then the heads of a group and share one sink"
+            yield refusal(name, given, why, "more query tokens, or as many KV heads as heads")
 
-def _position_reasons(name: str, spec: AttentionSpec) -> Iterator[str]:
-    """Why positions that affect the mask of several query tokens are refused."""
-    if spec.has_positions and spec.positional_mask is not None and spec.query_length > 1:
-        yield (
-            f"an array of explicit positions with query_length={spec.query_length} is not supported by {name}, whose "
-            f"mask is by slot (accepted: one query token, or positions that are arange); {_INSTEAD}."
-        )
-
-
-def _sink_reasons(name: str, spec: AttentionSpec) -> Iterator[str]:
-    """Why sinks of one query token with grouped queries are refused."""
-    if spec.has_sinks and spec.query_length == 1 < spec.group_size:
-        yield (
-            f"an array of attention sinks with query_length=1 and num_heads={spec.num_heads} on "
-            f"num_kv_heads={spec.num_kv_heads} is not supported by {name}, whose rows are then the heads of a group "
-            f"and share one sink (accepted: more query tokens, or as many KV heads as heads); {_INSTEAD}."
-        )
+    return reasons

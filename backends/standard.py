@@ -20,25 +20,12 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from . import kv_cache
-from .contract import (
-    NO_TERMS,
-    AttentionSpec,
-    Carry,
-    Layout,
-    Plan,
-    Terms,
-    check_options,
-    distances,
-    may_attend,
-    modified,
-)
+from .contract import Plan, check_options, may_attend, positions
 from .devices import Target
-from .features import BASIC_FEATURES, DTYPES, Feature, Mode, Takes
-from .layout import unread_slots, unseeing_rows
-
-_LATER: frozenset[Feature] = frozenset(
-    {"log_sum_exp", "sinks", "alibi", "mask_function", "score_function", "pages", "kv_dtype", "values_in_keys"}
-)
+from .features import ALL_FEATURES, DTYPES, Mode, Takes
+from .layout import Layout, unread_slots, unseeing_rows
+from .operands import Terms
+from .spec import AttentionSpec
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,7 +38,7 @@ class Standard:
     def takes(self, target: Target, mode: Mode) -> Takes:
         """Everything in the contract, natively or compiled."""
         return Takes(
-            features=frozenset({*BASIC_FEATURES, *_LATER}),
+            features=ALL_FEATURES,
             dtypes=DTYPES,
             modes=("native", "compile"),
             because={"mode": "which is plain XLA without a kernel to interpret"},
@@ -70,63 +57,49 @@ class Standard:
         check_options(self.name, options, {})
         if kv_cache.is_cache(spec):
             return kv_cache.gathered(spec, layout, functools.partial(self.plan, target=target, mode=mode))
-        return Plan(_Formula.of(spec, layout, target))
+        return Plan.stateless(_formula(spec, layout, target))
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class _Formula:
-    """The ``attend`` of a plan.
+def _formula(spec: AttentionSpec, layout: Layout, target: Target) -> Callable[..., Any]:
+    """A function of query, key, value and terms.
 
     Every product has the axes ``b k g t s``: batch, KV head, query head of its group, query, key. No axis is ever
     merged with another, so that JAX can follow each over a mesh, and only query and output are transposed, never the
     scores. Where ``heads_first`` holds, heads come before lengths in each product: XLA's products for a CPU want that,
     and it cancels the transpose of a cache stored so. For a TPU XLA moves fewer bytes when it may choose.
     """
+    pairs = may_attend(spec, layout)
+    pairs = None if pairs is None else _by_group(spec, pairs)
+    apart = _distances(spec, layout)[:, None, None] if spec.has_alibi else None
+    # For one row XLA's loop on a CPU adds the values one after the other, which loses digits over a long cache, and
+    # takes longer; for two it calls a kernel.
+    doubled = target.platform == "cpu" and spec.query_length * spec.group_size == 1
+    heads_first = target.platform != "tpu"
 
-    spec: AttentionSpec
-    mask: Bool[Array, "#b #k #g #t #s"] | None
-    apart: Int[Array, "#b 1 1 t s"] | None
-    layout: Layout
-    doubled: bool
-    heads_first: bool
-
-    @classmethod
-    def of(cls, spec: AttentionSpec, layout: Layout, target: Target) -> _Formula:
-        mask = may_attend(spec, layout)
-        # For one row XLA's loop on a CPU adds the values one after the other, which loses digits over a long cache, and
-        # takes longer; for two it calls a kernel.
-        doubled = target.platform == "cpu" and spec.query_length * spec.group_size == 1
-        apart = distances(spec, layout)[:, None, None] if spec.has_alibi else None
-        by_group = None if mask is None else _by_group(spec, mask)
-        return cls(spec, by_group, apart, layout, doubled, heads_first=target.platform != "tpu")
-
-    def __call__(
-        self,
+    def attend(
         query: Float[Array, "b t n h"],
         key: Float[Array, "b s k h"],
         value: Float[Array, "b s k v"] | None,
-        layer: int | None,
-        carry: Carry,
-        terms: Terms = NO_TERMS,
-    ) -> tuple[Any, Carry]:
-        spec, mask = self.spec, self.mask
+        terms: Terms,
+    ) -> Any:
+        mask = pairs
         b, t, n, h = query.shape
         wide = jnp.float64 if query.dtype == jnp.float64 else jnp.float32
-        query, key, value, spoilt = without_unread(spec, self.layout, query, key, value)
+        query, key, value, spoilt = without_unread(spec, layout, query, key, value)
         grouped, rows, keys = query.reshape(b, t, spec.num_kv_heads, spec.group_size, h), "btkgh", "bskh"
         # Values that are a part of the keys are not cut out, which would copy them: the fewer outputs are cut.
         value = key if value is None else value
-        if self.heads_first:
+        if heads_first:
             grouped, rows = grouped.transpose(0, 2, 3, 1, 4), "bkgth"
             key, value, keys = key.swapaxes(1, 2), value.swapaxes(1, 2), "bksh"
         logits = jnp.einsum(f"{rows},{keys}->bkgts", grouped, key, preferred_element_type=wide) * spec.softmax_scale
         if spec.logits_soft_cap is not None:
             logits = spec.logits_soft_cap * jnp.tanh(logits / spec.logits_soft_cap)
-        logits = modified(spec, self.layout, logits)
+        logits = _modified(spec, layout, logits)
         if terms.bias is not None:
             logits = logits + _by_group(spec, jnp.asarray(terms.bias)).astype(wide)
-        if terms.alibi is not None and self.apart is not None:
-            logits = logits - _per_head(spec, terms.alibi, wide) * self.apart.astype(wide)
+        if terms.alibi is not None and apart is not None:
+            logits = logits - _per_head(spec, terms.alibi, wide) * apart.astype(wide)
         logits = logits if spoilt is None else logits + spoilt
         if terms.bias is not None or spec.score_function is not None:  # they may hide pairs by -inf
             shown = ~jnp.isneginf(logits)
@@ -140,12 +113,14 @@ class _Formula:
             probs, of_rows = weights / total, log_sum_exp(total, top)
         # A row that sees NaN is NaN, but has no gradient for other documents.
         probs = probs if spoilt is None or mask is None else jnp.where(mask, probs, 0)
-        weighed = _weigh(jnp.concatenate([probs, probs], 3) if self.doubled else probs, value, keys)
+        weighed = _weigh(jnp.concatenate([probs, probs], 3) if doubled else probs, value, keys)
         out = weighed[..., :t, : spec.value_head_dim].astype(query.dtype)
         if mask is not None and _may_hide_rows(spec):
             out = jnp.where(mask.any(-1, keepdims=True), out, 0)
         out = out.transpose(0, 3, 1, 2, 4).reshape(b, t, n, spec.value_head_dim)
-        return ((out, of_rows) if spec.return_log_sum_exp else out), carry
+        return (out, of_rows) if spec.return_log_sum_exp else out
+
+    return attend
 
 
 def _may_hide_rows(spec: AttentionSpec) -> bool:
@@ -164,6 +139,22 @@ def _by_group(spec: AttentionSpec, x: Array) -> Array:
 
 def _per_head(spec: AttentionSpec, x: Any, dtype: Any) -> Float[Array, "1 k g 1 1"]:
     return jnp.asarray(x, dtype).reshape(1, spec.num_kv_heads, spec.group_size, 1, 1)
+
+
+def _modified(spec: AttentionSpec, layout: Layout, logits: Float[Array, "b k g t s"]) -> Float[Array, "b k g t s"]:
+    """What the score function makes of all logits of a call, head ``k * group_size + g``; quadratic, as they are."""
+    if spec.score_function is None:
+        return logits
+    batch, head = (jnp.arange(n, dtype=jnp.int32) for n in (spec.batch, spec.num_heads))
+    batch, head = batch.reshape(-1, 1, 1, 1, 1), head.reshape(1, spec.num_kv_heads, -1, 1, 1)
+    q_pos, k_pos = (jnp.asarray(x)[:, None, None] for x in positions(spec, layout))
+    return spec.score_function(logits, batch, head, q_pos[..., None], k_pos[..., None, :])
+
+
+def _distances(spec: AttentionSpec, layout: Layout) -> Int[Array, "#batch q_len kv_len"]:
+    """How far apart each query and key are, by their positions. Quadratic: for references and short input."""
+    q_pos, k_pos = (jnp.asarray(x) for x in positions(spec, layout))
+    return jnp.abs(q_pos[:, :, None] - k_pos[:, None, :])
 
 
 def without_unread(

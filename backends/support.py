@@ -7,19 +7,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from .contract import AttentionSpec, Backend, Layout, Plan, Support
+from . import features
+from .contract import Backend, Plan, Support
 from .devices import Target
-from .features import Mode, Takes, refusals
+from .features import INSTEAD, Mode, Sizes, Takes, refusal
 from .kv_layout import as_read, swapped
-from .layout import fit, unread_slots
-
-_INSTEAD = "use backend='chunked'"
+from .layout import Layout, fit, unread_slots
+from .spec import AttentionSpec
 
 
 def support(
@@ -38,12 +38,12 @@ def support(
         takes = takes_of(backend, target, mode)
         spec = as_read(spec, takes)
         # The device first: on a wrong device the other reasons do not matter.
-        reasons = (*_own(backend, spec, target, mode, options), *refusals(backend.name, takes, spec, mode))
+        reasons = (*_own(backend, spec, target, mode, options), *_refusals(backend.name, takes, spec, mode))
         if not all(isinstance(reason, str) for reason in reasons):
             raise TypeError(f"its reasons are not all sentences: {reasons!r}")  # noqa: TRY301 (as its other faults)
     except Exception as error:  # noqa: BLE001 (whatever a foreign backend raises is why it cannot be used)
         message = f"{type(error).__name__}: {error}"
-        reasons = (f"{_name(backend)} failed when asked what it takes ({message}), a fault of its own; {_INSTEAD}.",)
+        reasons = (f"{_name(backend)} failed when asked what it takes ({message}), a fault of its own; {INSTEAD}.",)
     return Support(reasons)
 
 
@@ -135,3 +135,42 @@ def _own(
 def _name(backend: Any) -> str:
     name = getattr(backend, "name", None)
     return name if isinstance(name, str) else type(backend).__name__
+
+
+def _refusals(name: str, takes: Takes, spec: AttentionSpec, mode: Mode) -> Iterator[str]:
+    """One sentence for each thing that ``spec`` asks for and the backend ``name`` does not take."""
+
+    def sentence(about: str, given: str, accepted: str, instead: str = INSTEAD) -> str:
+        return refusal(name, given, takes.because.get(about, ""), accepted, instead)
+
+    if mode not in takes.modes:
+        yield sentence("mode", f"mode={mode!r}", _words(takes.modes), "use mode='native'")
+    if spec.dtype not in takes.dtypes:
+        another = "use backend='standard'" if spec.dtype == "float64" else INSTEAD
+        yield sentence("dtype", f"dtype={spec.dtype}", _words(takes.dtypes), f"cast the inputs, or {another}")
+    wide = takes.head_dims is not None and spec.head_dim not in takes.head_dims
+    pad = f"pad the head dimension and give scale, or {INSTEAD}"
+    if takes.head_dims is not None and wide:
+        yield sentence("head_dims", f"head_dim={spec.head_dim}", _words(takes.head_dims), pad)
+    value_dim, taken = spec.value_head_dim, takes.value_head_dims
+    reported = wide and value_dim == spec.head_dim
+    if taken is not None and value_dim not in taken and not reported:
+        yield sentence("value_head_dims", f"value_head_dim={value_dim}", _words(taken), pad)
+    for field in ("query_length", "key_value_length"):
+        length = getattr(spec, field)
+        if length < takes.least_length:
+            accepted = f"{takes.least_length} or more"
+            yield sentence("least_length", f"{field}={length}", accepted)
+    for feature, asks in features.ASKED.items():
+        if asks.of(spec) and feature not in takes.features:
+            instead = f"plan with needs_grad=False, or {INSTEAD}" if feature == "gradient" else INSTEAD
+            yield sentence(feature, asks.given(spec), asks.accepted, instead)
+
+
+def _words(sizes: Sizes | tuple[str, ...]) -> str:
+    """``sizes`` for a reader; a range is given by its ends and its step."""
+    if not isinstance(sizes, range):
+        return ", ".join(map(str, sizes))
+    least, most = sizes[0], sizes[-1]
+    multiple = f"multiples of {sizes.step} " if sizes.step > 1 else ""
+    return f"{multiple}from {least} to {most}"

@@ -21,16 +21,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from . import tokamax_package
-from .contract import AttentionSpec, Carry, Layout, Plan
-from .derivatives import forward_only
+from .contract import Plan
 from .devices import Target
-from .features import Mode, Takes
+from .features import INSTEAD, Mode, Takes, refusal
+from .layout import Layout
+from .operands import Terms
+from .spec import AttentionSpec
 from .splash_operands import scaling_notes
-from .vendor_kernel import VendorKernel
+from .vendor_kernel import VendorKernel, padded, round_up
 
 _FORWARD = "tokamax._src.ops.attention.pallas_triton"
 _BACKWARD = f"{_FORWARD}_vjp"
-_INSTEAD = "use backend='chunked'"
 # tokamax's own sizes where it has not tuned: rows and keys per block of the forward pass, and of the backward pass.
 _BLOCK = 64
 _BACKWARD_BLOCKS = {"block_m1": 32, "block_n1": 64, "block_m2": 64, "block_n2": 32}
@@ -49,18 +50,14 @@ def _plan(spec: AttentionSpec, layout: Layout, target: Target, mode: Mode, optio
     run = jax.vmap(run, (0, 0, 0, None if lengths is None else 0))
 
     def attend(
-        query: Float[Array, "b t n h"],
-        key: Float[Array, "b s k h"],
-        value: Float[Array, "b s k v"],
-        layer: int | None,
-        carry: Carry,
-    ) -> tuple[Float[Array, "b t n v"], Carry]:
+        query: Float[Array, "b t n h"], key: Float[Array, "b s k h"], value: Float[Array, "b s k v"], terms: Terms
+    ) -> Float[Array, "b t n v"]:
         # Scaled here: the kernels of the backward pass scale the query in one place and the key in another, in
         # their own dtype, and would see other scores than the forward pass.
         query = (query.astype(jnp.float32) * spec.softmax_scale).astype(query.dtype)
-        return run(query, key[:, :keys], value[:, :keys], lengths), carry
+        return run(query, key[:, :keys], value[:, :keys], lengths)
 
-    return Plan(attend if spec.needs_grad else forward_only(attend), scaling_notes(spec))
+    return Plan.stateless(attend, scaling_notes(spec), gradient=spec.needs_grad)
 
 
 def _attention(spec: AttentionSpec, interpret: bool) -> Callable[..., Array]:
@@ -161,8 +158,7 @@ def _whole_blocks(x: Array, axis: int = 0, fill: float = 0) -> Array:
     keys, past the last one. tokamax checks bounds only where the length is no multiple of the block that is read, so
     at 160 tokens, say, the kernel reads what lies behind the arrays (docs/upstream/tokamax-issues.md).
     """
-    behind = [(0, -size % _BLOCK if each == axis else 0) for each, size in enumerate(x.shape)]
-    return jnp.pad(x, behind, constant_values=fill)
+    return padded(x, round_up(x.shape[axis], _BLOCK), axis, fill)
 
 
 def _mask(spec: AttentionSpec, length: Int[Array, ""] | None) -> Bool[Array, "1 1 padded"] | None:
@@ -188,23 +184,19 @@ def _kernels(interpret: bool) -> tuple[Any, Any]:
 def _reasons(spec: AttentionSpec, target: Target, mode: Mode, options: Mapping[str, Any]) -> Iterator[str]:
     """GPUs before Ampere, and what the backward pass lacks."""
     if mode != "interpret" and (target.compute_capability or (8, 0)) < (8, 0):
-        yield f"{target} is too old for tokamax_triton, which needs compute capability 8.0; {_INSTEAD}."
+        yield f"{target} is too old for tokamax_triton, which needs compute capability 8.0; {INSTEAD}."
     if not spec.needs_grad:
         return
-    accepted = f"(accepted: needs_grad=False); {_INSTEAD}."
-    if spec.local_window_size is not None:
-        yield (
-            f"local_window_size={spec.local_window_size} with needs_grad=True is not supported by tokamax_triton, "
-            f"whose backward pass reads a window as an array with an entry for every score {accepted}"
-        )
-    if spec.logits_soft_cap is not None:
-        yield (
-            f"logits_soft_cap={spec.logits_soft_cap} with needs_grad=True is not supported by tokamax_triton, whose "
-            f"backward pass has no soft cap {accepted}"
-        )
+    lacking = {
+        "local_window_size": "whose backward pass reads a window as an array with an entry for every score",
+        "logits_soft_cap": "whose backward pass has no soft cap",
+    }
+    for field, why in lacking.items():
+        if (value := getattr(spec, field)) is not None:
+            yield refusal("tokamax_triton", f"{field}={value} with needs_grad=True", why, "needs_grad=False")
 
 
-def missing() -> tuple[str, ...]:
+def missing(_: Mode = "native") -> tuple[str, ...]:
     """Why tokamax cannot be used in this environment; nothing where it can."""
     return tokamax_package.missing("tokamax_triton", _FORWARD)
 

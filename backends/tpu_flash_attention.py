@@ -21,21 +21,14 @@ import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float
 
-from .contract import (
-    NO_TERMS,
-    AttentionSpec,
-    Carry,
-    EitherArray,
-    Layout,
-    Plan,
-    Terms,
-    may_attend,
-)
-from .derivatives import forward_only
+from .contract import Plan, may_attend
 from .devices import Target
-from .features import Mode, Takes
-from .splash_operands import LANES, default_precision, in_context, one_key_is_seen, round_up, rows_that_see, segment_ids
-from .vendor_kernel import VendorKernel
+from .features import Mode, Takes, refusal
+from .layout import Layout
+from .operands import EitherArray, Terms
+from .spec import AttentionSpec
+from .splash_operands import LANES, default_precision, in_context, one_key_is_seen, rows_that_see, segment_ids
+from .vendor_kernel import VendorKernel, padded, round_up
 
 _MODULE = "jax.experimental.pallas.ops.tpu.flash_attention"
 _BLOCKS = (512, 384, 256, 128)  # rows and keys: the first that divides the padded length; not tuned on a TPU
@@ -46,11 +39,8 @@ _LOWEST = -1e30
 
 def _gradient_reasons(spec: AttentionSpec, target: Target, mode: Mode, options: Mapping[str, Any]) -> Iterator[str]:
     if spec.needs_grad and spec.dtype == "bfloat16":
-        yield (
-            "needs_grad=True with dtype=bfloat16 is not supported by tpu_flash_attention, whose backward pass reads "
-            "the output as rounded: dbias, and with large logits dk, fail the judge (accepted: float32); use "
-            "backend='chunked'."
-        )
+        why = "whose backward pass reads the output as rounded: dbias, and with large logits dk, fail the judge"
+        yield refusal("tpu_flash_attention", "needs_grad=True with dtype=bfloat16", why, "float32")
 
 
 def _plan(spec: AttentionSpec, layout: Layout, target: Target, mode: Mode, options: Mapping[str, Any]) -> Plan:
@@ -70,13 +60,8 @@ def _plan(spec: AttentionSpec, layout: Layout, target: Target, mode: Mode, optio
     )
 
     def attend(
-        query: Float[Array, "b t n h"],
-        key: Float[Array, "b s k h"],
-        value: Float[Array, "b s k h"],
-        layer: int | None,
-        carry: Carry,
-        terms: Terms = NO_TERMS,
-    ) -> tuple[Float[Array, "b t n h"], Carry]:
+        query: Float[Array, "b t n h"], key: Float[Array, "b s k h"], value: Float[Array, "b s k h"], terms: Terms
+    ) -> Float[Array, "b t n h"]:
         if alone is not None:
             query, key = (jnp.where(alone, jax.lax.stop_gradient(x), x) for x in (query, key))
         bias, seen = None, jnp.ones((), bool) if rows is None else rows[:, :, None, None]
@@ -86,13 +71,13 @@ def _plan(spec: AttentionSpec, layout: Layout, target: Target, mode: Mode, optio
             seen = ~jnp.isneginf(largest).swapaxes(1, 2)
         key, value = (jnp.repeat(x, spec.group_size, axis=2) for x in (key, value))
         q, k, v = (
-            jnp.pad(x.swapaxes(1, 2), ((0, 0), (0, 0), (0, length - x.shape[1]), (0, 0)))
+            padded(x.swapaxes(1, 2), length, 2)
             for x, length in ((jnp.where(seen, query, 0), lengths[0]), (key, lengths[1]), (value, lengths[1]))
         )
         out = call(q, k, v, ids, bias)[:, :, : spec.query_length].swapaxes(1, 2)
-        return jnp.where(seen, out, 0), carry
+        return jnp.where(seen, out, 0)
 
-    return Plan(attend if spec.needs_grad else forward_only(attend))
+    return Plan.stateless(attend, gradient=spec.needs_grad)
 
 
 def _largest(

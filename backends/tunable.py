@@ -11,8 +11,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
-from .contract import AttentionSpec
 from .devices import Target
+from .spec import AttentionSpec
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,8 +17,8 @@ from typing import Any
 
 import msgspec
 
-from .contract import AttentionSpec
 from .devices import Target
+from .spec import AttentionSpec
 
 SCHEMA = 1
 SHIPPED = "tuned.json"
@@ -67,23 +67,18 @@ def load(path: str | Path) -> tuple[Entry, ...]:
     return _parse(text, str(path))
 
 
-def from_file(path: str | Path, backend: str, target: Target, spec: AttentionSpec) -> dict[str, Any]:
-    """The options of :func:`entries_for`."""
-    return merged(entries_for(path, backend, target, spec))
+def over_table(
+    given: Mapping[str, Any], backend: str, target: Target, spec: AttentionSpec,
+    facts: Mapping[str, Any] | None = None,
+) -> tuple[dict[str, Any], tuple[str, ...]]:  # fmt: skip
+    """The options over those of the file that ``tuned`` names, and a sentence for each source that others measured.
 
-
-def merged(entries: tuple[Entry, ...]) -> dict[str, Any]:
-    """The options of all entries."""
-    return {name: value for entry in entries for name, value in entry.options.items()}
-
-
-def entries_for(
-    path: str | Path, backend: str, target: Target, spec: AttentionSpec, facts: Mapping[str, Any] | None = None
-) -> tuple[Entry, ...]:
-    """The file's entries for ``spec`` on ``target``: forward, and backward if the spec needs gradients.
-
-    Raises ValueError if the file holds no table, or no entry for such a problem on this device.
+    The file's entries for ``spec`` on ``target`` are taken: forward, and backward if the spec needs gradients. Raises
+    ValueError if the file holds no table, or no entry for such a problem on this device.
     """
+    options = dict(given)
+    if (path := options.pop("tuned", None)) is None:
+        return options, ()
     entries, passes = load(path), (False, True) if spec.needs_grad else (False,)
     of_passes = (_entry_for(entries, backend, target, spec, facts or {}, gradient=gradient) for gradient in passes)
     if not (found := tuple(entry for entry in of_passes if entry is not None)):
@@ -91,13 +86,10 @@ def entries_for(
             f"tuned options {str(path)!r} have nothing for {backend} on {target} in {spec.dtype} with "
             f"head_dim={_width(spec)}; add it with attnsuite tune, or leave the option out for the defaults."
         )
-    return found
-
-
-def whose(entries: tuple[Entry, ...]) -> tuple[str, ...]:
-    """A sentence for each source of entries that others measured."""
-    sources = dict.fromkeys(entry.source for entry in entries if entry.source)
-    return tuple(f"Block sizes follow figures that others measured: {source}." for source in sources)
+    sources = dict.fromkeys(entry.source for entry in found if entry.source)
+    notes = tuple(f"Block sizes follow figures that others measured: {source}." for source in sources)
+    of_table = {name: value for entry in found for name, value in entry.options.items()}
+    return of_table | options, notes
 
 
 def options_for(

@@ -7,13 +7,18 @@ that makes a plan.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib import util
 from typing import Any, Literal
 
-from .contract import AttentionSpec, Layout, Plan, check_options
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from .contract import Plan, check_options
 from .devices import Target
 from .features import Mode, Takes
+from .layout import Layout
+from .spec import AttentionSpec
 
 Platform = Literal["tpu", "cuda"]
 _DEVICES: dict[Platform, str] = {"tpu": "TPUs", "cuda": "NVIDIA GPUs"}
@@ -25,9 +30,9 @@ class VendorKernel:
 
     ``make(spec, layout, target, mode, options)`` makes the plan. ``reasons(spec, target, mode, options)`` gives what
     ``allowed`` cannot express. ``platform`` is the only one that the kernel runs on natively; None where ``reasons``
-    judge the device. ``module`` is that of JAX which has the kernel. ``missing()`` says why an optional package cannot
-    be used; it is asked on the present device, and in modes that run on the host. ``options`` are those of a plan, with
-    their meanings.
+    judge the device. ``module`` is that of JAX which has the kernel. ``missing(mode)`` says why an optional package
+    cannot be used; it is asked on the present device, and in modes that run on the host. ``options`` are those of a
+    plan, with their meanings.
     """
 
     name: str
@@ -36,7 +41,7 @@ class VendorKernel:
     reasons: Callable[[AttentionSpec, Target, Mode, Mapping[str, Any]], Iterable[str]] = lambda *_: ()
     platform: Platform | None = None
     module: str | None = None
-    missing: Callable[[], tuple[str, ...]] = tuple
+    missing: Callable[[Mode], tuple[str, ...]] = lambda _: ()
     options: Mapping[str, str] = dataclasses.field(default_factory=dict)
     exact: bool = True
 
@@ -51,10 +56,13 @@ class VendorKernel:
         found = list[str]()
         if self.module is not None and util.find_spec(self.module) is None:
             found += [f"this version of jax no longer has {self.module}, which {self.name} is; use backend='chunked'."]
-        if self.platform is not None:
-            found += device_reasons(self.name, self.platform, target, mode)
+        if self.platform not in (None, target.platform) and mode != "interpret":
+            found.append(
+                f"{self.name} is a kernel for {_DEVICES[self.platform]}, not for {target}; use backend='chunked', "
+                "which runs on every platform, or mode='interpret' to check its numbers."
+            )
         found += self.reasons(spec, target, mode, options or {})
-        return tuple(found) if found or not (target.present or mode != "native") else self.missing()
+        return tuple(found) if found or not (target.present or mode != "native") else self.missing(mode)
 
     def plan(
         self,
@@ -71,15 +79,17 @@ class VendorKernel:
         package cannot be used here.
         """
         given = check_options(self.name, options, self.options)
-        if why_not := self.missing():
+        if why_not := self.missing(mode):
             raise ImportError(" ".join(why_not))
         return self.make(spec, layout, target, mode, given)
 
 
-def device_reasons(name: str, platform: Platform, target: Target, mode: Mode) -> Iterator[str]:
-    """Why the kernel ``name`` of ``platform`` does not run on ``target``."""
-    if mode != "interpret" and target.platform != platform:
-        yield (
-            f"{name} is a kernel for {_DEVICES[platform]}, not for {target}; use backend='chunked', which runs on "
-            "every platform, or mode='interpret' to check its numbers."
-        )
+def round_up(length: int, step: int) -> int:
+    """``length`` or the next multiple of ``step``."""
+    return -(-length // step) * step
+
+
+def padded(x: Array, length: int, axis: int = 1, fill: float = 0) -> Array:
+    """``x`` with ``fill`` behind its end, up to ``length`` along ``axis``."""
+    behind = [(0, length - size if each == axis else 0) for each, size in enumerate(x.shape)]
+    return jnp.pad(x, behind, constant_values=fill)

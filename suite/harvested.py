@@ -9,6 +9,7 @@ from collections import Counter
 from typing import Any
 
 from attnsuite.backends import AttentionSpec, masks
+from attnsuite.backends.operands import OPERANDS
 
 from .errors import InputError
 from .harvest import Call, Harvest, Mark
@@ -17,9 +18,7 @@ from .kinds.attention import OpCase, spec_of
 # How a spec's field is told that no case has, or that has to be set by hand.
 UNSAID = {
     "has_mask": "a mask array (if it is the causal mask, set causal = true)",
-    "has_bias": "a bias",
-    "has_sinks": "attention sinks",
-    "has_alibi": "slopes of ALiBi",
+    **{f"has_{operand.name}": operand.title for operand in OPERANDS},
     "has_segment_ids": "segment ids (set documents to the number of documents in a sequence)",
     "has_positions": "positions that are given",
     "has_seq_lengths": "lengths of the keys (the case attends to all {keys})",

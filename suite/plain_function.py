@@ -15,6 +15,7 @@ import numpy as np
 
 from attnsuite.backends import AttentionSpec, Layout, Terms, oracle
 from attnsuite.backends.features import DTYPES, Feature
+from attnsuite.backends.operands import OPERANDS
 
 LENGTH, HEADS, HEAD_DIM = 128, 4, 64  # small, and of a size that kernels with fixed blocks take
 
@@ -26,15 +27,13 @@ _SHAPES: Mapping[Feature, str] = {
 }
 _KEYWORDS: Mapping[Feature, tuple[str, ...]] = {
     "mask": ("mask",),
-    "bias": ("bias",),
+    **{operand.name: (operand.name,) for operand in OPERANDS},
     "scale": ("scale",),
     "window": ("local_window_size",),
     "chunk": ("chunk_size",),
     "soft_cap": ("logits_soft_cap",),
     "lengths": ("key_value_seq_lengths",),
     "segments": ("query_segment_ids", "key_value_segment_ids"),
-    "sinks": ("sinks",),
-    "alibi": ("alibi",),
 }
 
 
@@ -109,18 +108,17 @@ def _asked(plain: AttentionSpec) -> dict[Feature, tuple[dict[str, Any], Layout |
     rng = np.random.default_rng(1)
     shape = 1, 1, LENGTH, LENGTH
     ids = np.repeat(np.arange(4, dtype=np.int32), LENGTH // 4)[None]
-    mask, bias = rng.random(shape) < 0.5, 4 * rng.standard_normal(shape).astype(np.float32)
+    mask = rng.random(shape) < 0.5
+    learned = {x.name: x.example((1, LENGTH, LENGTH, HEADS), rng) for x in OPERANDS}
     return {
         "mask": ({"has_mask": True}, Layout(mask=mask | np.eye(LENGTH, dtype=bool))),
-        "bias": ({"has_bias": True}, Terms(bias=bias)),
         "scale": ({"scale": 0.7}, None),
         "window": ({"local_window_size": (15, 0 if plain.is_causal else 7)}, None),
         "chunk": ({"chunk_size": 48}, None),
         "soft_cap": ({"logits_soft_cap": 0.5}, None),
         "lengths": ({"has_seq_lengths": True}, Layout(key_value_seq_lengths=np.array([LENGTH // 3], np.int32))),
         "segments": ({"has_segment_ids": True}, Layout(query_segment_ids=ids, key_value_segment_ids=ids)),
-        "sinks": ({"has_sinks": True}, Terms(sinks=np.linspace(-2.0, 6.0, HEADS, dtype=np.float32))),
-        "alibi": ({"has_alibi": True}, Terms(alibi=np.float32(2.0) ** -np.arange(1, HEADS + 1, dtype=np.float32))),
+        **{name: ({f"has_{name}": True}, Terms(**{name: x})) for name, x in learned.items()},
     }
 
 

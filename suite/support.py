@@ -12,6 +12,7 @@ from tabulate import tabulate
 
 from attnsuite.backends import AttentionSpec, Target, registry, support
 from attnsuite.backends.masks import Causal, Prefix
+from attnsuite.backends.operands import OPERANDS
 from attnsuite.models import ModelConfig
 from attnsuite.models.planning import attention_spec
 from attnsuite.testing import checks
@@ -46,11 +47,9 @@ PROBLEMS: dict[str, dict[str, object]] = {
     "positions": {"has_positions": True},
     "key lengths": {"has_seq_lengths": True},
     "mask array": {"has_mask": True},
-    "bias array": {"has_bias": True},
     "values in the keys (latents)": {"values_in_keys": True, "value_head_dim": 48},
     "log-sum-exp": {"return_log_sum_exp": True},
-    "attention sinks": {"has_sinks": True},
-    "ALiBi slopes": {"has_alibi": True},
+    **{operand.title: {f"has_{operand.name}": True} for operand in OPERANDS},
     "paged cache, decode step, head dim 128": {
         "query_length": 1,
         "needs_grad": False,

@@ -337,8 +337,8 @@ def _carried(carry: Carry, tiling: Tiling, spec: AttentionSpec, layer: Any) -> S
 def _settings(spec: AttentionSpec, target: Target, mode: Mode, options: Mapping[str, Any] | None) -> Settings:
     """The settings of the options, over those of the file that ``tuned`` names. Raises ValueError."""
     given = dict(options or {})
-    if isinstance(path := given.get("tuned"), str):
-        given = {**tuned.from_file(path, "kascade", target, spec), **given}
+    if isinstance(given.get("tuned"), str):
+        given = {**tuned.over_table(given, "kascade", target, spec)[0], **given}
     return Settings.of(given, default_kernel(target, mode))
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from importlib import metadata
 
-from ..contract import Mode
+from ..features import Mode
 
 INSTALL = "pip install '.[kvax]'"
 # Package -> lowest version, and the first that is too new. Kvax and jax-triton: private names are adapted, so exactly

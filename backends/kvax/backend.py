@@ -9,90 +9,39 @@ packages.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jax.sharding import Mesh
 
 from .. import tuned
-from ..contract import AttentionSpec, Layout, Plan, check_options
+from ..contract import Plan, check_options
 from ..dealing import MeshAxes
 from ..devices import Target
-from ..features import DTYPES, Mode, Takes
+from ..features import DTYPES, INSTEAD, Mode, Takes
+from ..layout import Layout
+from ..spec import AttentionSpec
 from ..support import support
 from ..tunable import KernelBuild
+from ..vendor_kernel import VendorKernel
 from . import availability
 from . import blocks as block_sizes
 from .blocks import Passes
-from .mesh import OneDevice, OnMesh
-from .planning import plan_with
-
-if TYPE_CHECKING:
-    from .upstream import Upstream
+from .mesh import OneDevice, OnMesh, plan_with
+from .upstream import Upstream
 
 OPTIONS = block_sizes.OPTIONS | {"tuned": "path of a table that attnsuite tune wrote, with entries for the device"}
 HEAD_DIMS = (16, 32, 64, 128, 192, 256)
 VALUE_HEAD_DIMS = (16, 32, 64, 128, 256)
-_INSTEAD = "use backend='chunked'"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Kvax:
+class Kvax(VendorKernel):
     """The ``kvax`` backend, on one device; :meth:`sharded` divides it among several."""
 
-    name: str = "kvax"
-    exact: bool = True
-    devices: OneDevice | OnMesh = dataclasses.field(default_factory=OneDevice)
-
     def takes(self, target: Target, mode: Mode) -> Takes:
-        """Causal or full attention with segments, lengths and positions."""
-        linear = "whose memory is linear in the length"
-        return Takes(
-            features=frozenset({
-                "causal", "bidirectional", "segments", "positions", "lengths", "scale", "gradient", "grouped_queries",
-                "cross_length", "value_head_dim",
-            }),
-            dtypes=("bfloat16", "float16") if mode != "interpret" else DTYPES,
-            head_dims=HEAD_DIMS,
-            value_head_dims=VALUE_HEAD_DIMS,
-            because={
-                "dtype": "whose kernels multiply float32 as TF32 on GPUs, to 10 bits",
-                "chunk": "to which chunks may be given as segment ids",
-                "mask": linear,
-                "bias": linear,
-            },
-        )  # fmt: skip
-
-    def refuses(
-        self, spec: AttentionSpec, target: Target, mode: Mode, options: Mapping[str, Any] | None
-    ) -> tuple[str, ...]:
-        """Refuses devices that are no NVIDIA GPU from Ampere on, and missing packages.
-
-        Packages are checked for the present device, and for modes that run on the host (interpreting and compiling).
-        """
-        reasons = tuple(device_reasons(target, mode))
-        if not reasons and (target.present or mode != "native"):
-            return availability.missing(mode)
-        return reasons
-
-    def plan(
-        self,
-        spec: AttentionSpec,
-        layout: Layout,
-        *,
-        target: Target,
-        mode: Mode = "native",
-        options: Mapping[str, Any] | None = None,
-    ) -> Plan:
-        """Make the block mask once for all layers. Options: see :data:`OPTIONS`; raises ValueError for others.
-
-        Raises ImportError where Kvax cannot be used here, with the reasons.
-        """
-        blocks = _blocks(spec, target, check_options(self.name, options, OPTIONS))
-        # A plan for XLA to compile needs jax-triton, as a native one does; compile_kernels does not.
-        if reasons := availability.missing("native" if mode == "compile" else mode):
-            raise ImportError(" ".join(reasons))
-        return plan_with(upstream_of(mode, target), spec, layout, blocks, self.devices)
+        """The allow-list; float32 in the interpreter only, where products are exact."""
+        return dataclasses.replace(self.allowed, dtypes=DTYPES) if mode == "interpret" else self.allowed
 
     def sharded(self, mesh: Mesh, axes: MeshAxes) -> Kvax | None:
         """The backend with the query length divided in Kvax's own order, beside the other dimensions of ``axes``.
@@ -102,7 +51,7 @@ class Kvax:
         """
         if axes.context is None or axes.exchange != "gather":
             return None
-        return dataclasses.replace(self, devices=OnMesh(mesh, axes))
+        return dataclasses.replace(self, make=functools.partial(_plan, OnMesh(mesh, axes)))
 
     def compile_kernels(
         self, spec: AttentionSpec, target: Target, options: Mapping[str, Any] | None = None
@@ -130,10 +79,20 @@ class Kvax:
         return block_sizes.candidates(backward=spec.needs_grad)
 
 
+def _plan(
+    devices: OneDevice | OnMesh, spec: AttentionSpec, layout: Layout, target: Target, mode: Mode, given: dict[str, Any]
+) -> Plan:
+    """Make the block mask once for all layers. Options: see :data:`OPTIONS`."""
+    blocks = _blocks(spec, target, given)
+    # A plan for XLA to compile needs jax-triton, as a native one does; compile_kernels does not.
+    if mode == "compile" and (reasons := availability.missing("native")):
+        raise ImportError(" ".join(reasons))
+    return plan_with(upstream_of(mode, target), spec, layout, blocks, devices)
+
+
 def _blocks(spec: AttentionSpec, target: Target, given: Mapping[str, Any]) -> Passes:
     """Block sizes by generation, replaced by the file of ``tuned``, then by the options themselves."""
-    found = tuned.from_file(given["tuned"], "kvax", target, spec) if "tuned" in given else {}
-    return block_sizes.choose(spec, target, {**found, **given})
+    return block_sizes.choose(spec, target, tuned.over_table(given, "kvax", target, spec)[0])
 
 
 def upstream_of(mode: Mode, target: Target) -> Upstream:
@@ -148,14 +107,14 @@ def upstream_of(mode: Mode, target: Target) -> Upstream:
 
 
 def device_reasons(target: Target, mode: Mode) -> Iterator[str]:
-    """Why Kvax's kernels do not run in ``mode`` on ``target``, whatever is installed."""
+    """Why Kvax's kernels do not run in ``mode`` on ``target``, whatever is installed: they need Ampere or later."""
     if mode == "interpret":
         if target.platform != "cpu":
             yield f"interpret mode runs Kvax's kernels on a CPU, not on {target}; start with JAX_PLATFORMS=cpu."
         return
     if target.platform != "cuda":
         yield (
-            f"Kvax's kernels run on NVIDIA GPUs, not on {target}; {_INSTEAD}, which runs on every platform, or "
+            f"Kvax's kernels run on NVIDIA GPUs, not on {target}; {INSTEAD}, which runs on every platform, or "
             "mode='interpret' to verify the kernels on a CPU."
         )
     elif target.compute_capability is None:
@@ -166,8 +125,31 @@ def device_reasons(target: Target, mode: Mode) -> Iterator[str]:
     elif target.compute_capability < (8, 0):
         yield (
             f"compute capability {'.'.join(map(str, target.compute_capability))} is too old for Kvax's kernels "
-            f"(8.0 or newer); {_INSTEAD}."
+            f"(8.0 or newer); {INSTEAD}."
         )
 
 
-KVAX = Kvax()
+_LINEAR = "whose memory is linear in the length"
+
+KVAX = Kvax(
+    name="kvax",
+    allowed=Takes(
+        features=frozenset({
+            "causal", "bidirectional", "segments", "positions", "lengths", "scale", "gradient", "grouped_queries",
+            "cross_length", "value_head_dim",
+        }),
+        dtypes=("bfloat16", "float16"),
+        head_dims=HEAD_DIMS,
+        value_head_dims=VALUE_HEAD_DIMS,
+        because={
+            "dtype": "whose kernels multiply float32 as TF32 on GPUs, to 10 bits",
+            "chunk": "to which chunks may be given as segment ids",
+            "mask": _LINEAR,
+            "bias": _LINEAR,
+        },
+    ),
+    reasons=lambda _, target, mode, __: device_reasons(target, mode),
+    missing=availability.missing,
+    options=OPTIONS,
+    make=functools.partial(_plan, OneDevice()),
+)  # fmt: skip

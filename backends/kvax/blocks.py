@@ -10,8 +10,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from ..contract import AttentionSpec
 from ..devices import Target
+from ..spec import AttentionSpec
 
 OPTIONS = {
     "query_block_size": "query rows per block, forward (16, 32, 64, 128 or 256)",

@@ -28,13 +28,13 @@ from triton.backends.nvidia import compiler as nvidia  # pyright: ignore[reportM
 from triton.compiler import ASTSource  # pyright: ignore[reportMissingImports]
 from triton.runtime.jit import JITFunction  # pyright: ignore[reportMissingImports]
 
-from ..contract import AttentionSpec, Layout
 from ..devices import Target
+from ..layout import Layout
+from ..spec import AttentionSpec
 from ..tunable import KernelBuild
 from . import upstream
 from .blocks import Passes
-from .mesh import OneDevice
-from .planning import plan_with
+from .mesh import OneDevice, plan_with
 
 # Shared memory of one thread block, by compute capability (CUDA C programming guide, technical specifications).
 SHARED_LIMITS = {(8, 0): 163 * 1024, (9, 0): 227 * 1024, (10, 0): 227 * 1024}

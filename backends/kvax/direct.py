@@ -11,7 +11,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import jax
 from jax.sharding import Mesh
@@ -20,9 +20,7 @@ from jaxtyping import Array, Float, Int
 from ..devices import Target
 from . import availability
 from .backend import device_reasons, upstream_of
-
-if TYPE_CHECKING:
-    from .upstream import Upstream
+from .upstream import Upstream
 
 PADDING_SEGMENT_ID = -1
 _ROWS = 128  # the backward pass is wrong at lengths that this does not divide

@@ -17,7 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from ..contract import AttentionSpec, EitherArray, Layout, positions
+from ..contract import positions
+from ..layout import Layout
+from ..operands import EitherArray
+from ..spec import AttentionSpec
+from ..vendor_kernel import padded, round_up
 from .blocks import Passes
 
 QUERY_PADDING = -1  # Kvax's padding id. Keys get key_padding() instead: in its kernels padding matches padding.
@@ -46,10 +50,10 @@ def padded_lengths(spec: AttentionSpec, blocks: Passes, shards: int = 1) -> tupl
     Kvax's backward pass computes dq and dk, dv on one grid, which is right for equal lengths only.
     """
     step = blocks.step(spec.needs_grad)
-    query = _up(spec.query_length, step * shards)
-    key = _up(spec.key_value_length, step)
+    query = round_up(spec.query_length, step * shards)
+    key = round_up(spec.key_value_length, step)
     if spec.needs_grad:
-        query = key = _up(max(query, key), step * shards)
+        query = key = round_up(max(query, key), step * shards)
     return query, key
 
 
@@ -91,9 +95,9 @@ def convert(spec: AttentionSpec, layout: Layout, padded_query_length: int, padde
     return KvaxLayout(
         # Padding continues the count of slots, as Kvax's own sequential positions do.
         _extend(q_pos, padded_query_length),
-        _pad(q_ids, padded_query_length, QUERY_PADDING),
+        padded(q_ids, padded_query_length, fill=QUERY_PADDING),
         _extend(k_pos, padded_key_length),
-        _pad(k_ids, padded_key_length, key_padding(padded_key_length)),
+        padded(k_ids, padded_key_length, fill=key_padding(padded_key_length)),
         seen,
         keys_in_order,
         queries_in_order,
@@ -149,14 +153,6 @@ def _sees_a_key(q_ids: Array, q_pos: Array, k_ids: Array, k_pos: Array, k_valid:
         return any_key[q_ids] & (earliest[q_ids] <= q_pos)
 
     return jax.vmap(one)(q_ids, q_pos, k_ids, k_pos, jnp.asarray(k_valid))
-
-
-def _up(length: int, step: int) -> int:
-    return -(-length // step) * step
-
-
-def _pad(x: Array, length: int, value: int) -> Array:
-    return jnp.pad(x, ((0, 0), (0, length - x.shape[1])), constant_values=value)
 
 
 def _extend(x: Array, length: int) -> Array:

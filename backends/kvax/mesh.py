@@ -1,4 +1,4 @@
-"""Kvax's mask and kernel on one device or on a caller's mesh, behind the same two functions.
+"""Plan one forward pass on a copy of Kvax (native, interpreted, or recording its launches), on one device or on a mesh.
 
 Without a mesh the kernels run where the arrays are, inside the caller's ``jit``, ``vmap`` or ``shard_map``. Where
 ``backends.Sharded`` divides the query length, Kvax itself divides it: queries are in Kvax's order (a shard gets an
@@ -12,19 +12,21 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
-from ..contract import AttentionSpec
+from ..contract import Plan
 from ..dealing import MeshAxes
+from ..layout import Layout
+from ..operands import Terms
+from ..spec import AttentionSpec
+from ..vendor_kernel import padded
 from .blocks import Passes
-from .layout import KvaxLayout
-
-if TYPE_CHECKING:
-    from .upstream import Upstream
+from .layout import KvaxLayout, convert, padded_lengths
+from .upstream import Upstream
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -157,3 +159,44 @@ def _kernel_options(kvax: Upstream, spec: AttentionSpec, blocks: Passes) -> dict
         # Kvax then counts slots instead of loading positions.
         "assume_sequential_positions": spec.is_causal and not spec.has_positions,
     }
+
+
+def plan_with(kvax: Upstream, spec: AttentionSpec, layout: Layout, blocks: Passes, devices: OnMesh | OneDevice) -> Plan:
+    """The plan on a given copy of Kvax."""
+    lengths = padded_lengths(spec, blocks, devices.context_size)
+    converted = convert(spec, layout, *lengths)
+    kernel = devices.kernel(kvax, spec, blocks)
+    arrays = devices.prepare(kvax, spec, blocks, converted)
+    run = _in_the_dtype_of_its_input(kernel, spec.needs_grad)
+
+    def attend(
+        query: Float[Array, "b t n h"], key: Float[Array, "b s k h"], value: Float[Array, "b s k v"], terms: Terms
+    ) -> Float[Array, "b t n v"]:
+        out = run(padded(query, lengths[0]), padded(key, lengths[1]), padded(value, lengths[1]), arrays)
+        out = out[:, : spec.query_length]
+        return out if converted.seen is None else jnp.where(converted.seen[:, :, None, None], out, jnp.zeros_like(out))
+
+    return Plan.stateless(attend)
+
+
+def _in_the_dtype_of_its_input(kernel: Callable[..., Array], needs_grad: bool) -> Callable[..., Array]:
+    """``kernel(query, key, value, arrays)`` with gradients in their input's dtype: Kvax's dk, dv are float32."""
+
+    @jax.custom_vjp
+    def run(query: Array, key: Array, value: Array, arrays: Any) -> Array:
+        return kernel(query, key, value, arrays)
+
+    def forward(query: Array, key: Array, value: Array, arrays: Any) -> tuple[Array, Any]:
+        if not needs_grad:
+            raise ValueError("this was planned with needs_grad=False; plan with needs_grad=True to differentiate it.")
+        return jax.vjp(functools.partial(_last, kernel, arrays), query, key, value)
+
+    def backward(pullback: Any, d_out: Array) -> tuple[Any, ...]:
+        return *(x.astype(d_out.dtype) for x in pullback(d_out)), None
+
+    run.defvjp(forward, backward)
+    return run
+
+
+def _last(kernel: Callable[..., Array], arrays: Any, *inputs: Array) -> Array:
+    return kernel(*inputs, arrays)

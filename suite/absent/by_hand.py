@@ -50,14 +50,15 @@ def _jax_nn(spec: AttentionSpec, target: Target) -> Attend | None:
 def _splash(spec: AttentionSpec, target: Target) -> Attend | None:
     from jax.experimental.pallas.ops.tpu import splash_attention as kernel  # noqa: PLC0415 (Pallas)
 
-    from attnsuite.backends.splash import SPLASH  # noqa: PLC0415 (as above)
+    from attnsuite.backends.splash import block_sizes  # noqa: PLC0415 (as above)
+    from attnsuite.backends.splash_operands import blocks_of  # noqa: PLC0415 (as above)
 
     lengths = (spec.query_length, spec.key_value_length)
     if spec.window is not None or spec.chunk_size is not None or any(length % 128 for length in lengths):
         return None
     masks = [kernel.CausalMask(lengths) if spec.is_causal else kernel.FullMask(lengths)] * spec.num_heads
     made = kernel.make_splash_mha_single_device(
-        kernel.MultiHeadMask(masks), block_sizes=SPLASH.block_sizes(spec, target),
+        kernel.MultiHeadMask(masks), block_sizes=block_sizes(blocks_of("splash", spec, target, {})),
         attn_logits_soft_cap=spec.logits_soft_cap,
     )  # fmt: skip
 

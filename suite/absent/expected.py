@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from attnsuite.backends import AttentionSpec
-from attnsuite.backends.splash_operands import round_up
+from attnsuite.backends.vendor_kernel import round_up
 
 TERMS = ("products", "steps", "keys", "arrays", "rows")
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from jaxtyping import Int
 
-from attnsuite.backends.contract import DTYPES
+from attnsuite.backends.features import DTYPES
 
 from .op_case import OpCase, spec_of
 

@@ -68,7 +68,7 @@ def test_blocks_of_a_known_layout_are_those_of_a_traced_one(case):
     made = problems.CASES[case]
     layout, terms, inputs = problems.arrays(made, case)
     spec = problems.spec_of(made, layout, terms, inputs)
-    program = CHUNKED._program(spec, layout, Target("cpu"), None, {})
+    program = CHUNKED._program(spec, layout, Target("cpu"), {})
     known = chunked._tables(program, layout)
     traced = jax.jit(functools.partial(chunked._tables, program))(layout)
     assert jax.tree.structure(known) == jax.tree.structure(traced)

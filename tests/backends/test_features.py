@@ -21,6 +21,7 @@ from attnsuite.backends import (
 )
 from attnsuite.backends.features import ASKED, DTYPES, Asked, Feature, Mode
 from attnsuite.backends.masks import Causal, Prefix
+from attnsuite.backends.operands import OPERANDS
 from declared import LOADING, PLAIN, Declared, home
 
 pytestmark = [pytest.mark.standard, pytest.mark.newest]
@@ -36,14 +37,12 @@ ASKING: dict[Feature, dict[str, Any]] = {
     "positions": {"has_positions": True},
     "lengths": {"has_seq_lengths": True},
     "mask": {"has_mask": True},
-    "bias": {"has_bias": True},
+    **{operand.name: {f"has_{operand.name}": True} for operand in OPERANDS},
     "gradient": {"needs_grad": True},
     "grouped_queries": {"num_kv_heads": 1},
     "cross_length": {"key_value_length": 32},
     "value_head_dim": {"value_head_dim": 32},
     "log_sum_exp": {"return_log_sum_exp": True},
-    "sinks": {"has_sinks": True},
-    "alibi": {"has_alibi": True},
     "mask_function": {"mask_function": Causal() | Prefix(4)},
     "score_function": {"score_function": lambda score, *_: 2 * score},
     "pages": {"page_size": 16, "num_pages": 9},

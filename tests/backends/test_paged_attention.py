@@ -11,7 +11,7 @@ from jax.experimental.pallas.ops.tpu import paged_attention as kernels
 from attnsuite.backends import AttentionSpec, Layout, Target, Terms, paged_attention
 from attnsuite.backends.paged_attention import PAGED_ATTENTION
 from attnsuite.testing import problems
-from attnsuite.testing.checks import check_accuracy, check_unseen_does_not_matter, compiled
+from attnsuite.testing.checks import check_accuracy, compiled
 
 pytestmark = [pytest.mark.splash, pytest.mark.foreign_numerics]  # JAX's kernel promotes dtypes and ranks by itself
 
@@ -40,14 +40,6 @@ INPUTS = tuple(
     for shape in ((4, 1, 16, 128), (14, 16, 2, 128), (14, 16, 2, 128), (4, 1, 16, 128))
 )
 TABLE = RNG.permutation(14)[:12].reshape(4, 3).astype(np.int32)
-
-
-def test_named_problem_passes_the_judge_whatever_stands_in_slots_that_nobody_sees():
-    problem = problems.problem("pages-decode")
-    run = compiled(PAGED_ATTENTION, problem, Target.here(), "interpret")
-    results = run(*problem.inputs)
-    check_accuracy(results, problem)
-    check_unseen_does_not_matter(run, problem, results)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from attnsuite.backends import (
     AttentionSpec,
@@ -99,6 +99,20 @@ def test_what_cannot_be_divided_is_refused_with_the_numbers():
     spec = _spec(batch=3, num_heads=8, num_kv_heads=1)
     with pytest.raises(ValueError, match="num_kv_heads=1 and batch=3 cannot be divided among 2 devices"):
         Sharded.among(registry.get("standard"), spec, Two())
+
+
+@pytest.mark.parametrize(
+    ("axis", "words"),
+    [
+        ("data", "batch=3 cannot be sharded over the 2 devices of data='x'"),
+        ("heads", "num_kv_heads=3 cannot be sharded over the 2 devices of heads='x'"),
+    ],
+)
+@pytest.mark.parametrize("name", ["chunked", "kvax"])
+def test_sizes_that_the_mesh_does_not_divide_are_refused(name, axis, words):
+    sharded = Sharded(registry.get(name), AbstractMesh((2,), ("x",)), MeshAxes(**{axis: "x"}))
+    reasons = support(sharded, _spec(batch=3, num_heads=3, num_kv_heads=3), Target.here(), "interpret").reasons
+    assert reasons[0].startswith(words)
 
 
 def test_mesh_of_two_axes_is_refused():

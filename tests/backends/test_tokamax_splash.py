@@ -5,8 +5,6 @@ import os
 from importlib import metadata
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 import pytest
 
 from attnsuite.backends import (
@@ -23,7 +21,7 @@ from attnsuite.backends.splash import SPLASH
 from attnsuite.backends.tokamax_package import INSTALL, VERSION
 from attnsuite.backends.tokamax_splash import TOKAMAX_SPLASH, missing
 from attnsuite.testing import problems
-from attnsuite.testing.checks import check_accuracy, check_nan_is_let_in, check_unseen_does_not_matter, compiled
+from attnsuite.testing.checks import check_accuracy, compiled
 
 pytestmark = [pytest.mark.splash, pytest.mark.foreign_numerics]  # tokamax promotes dtypes and ranks by itself
 needs_tokamax = pytest.mark.skipif(
@@ -33,28 +31,10 @@ needs_tokamax = pytest.mark.skipif(
 V5E = Target("tpu", "v5e")
 
 
-@needs_tokamax
-@pytest.mark.parametrize(
-    ("case", "options"),
-    [
-        ("combination", None),  # grouped queries, window, soft cap, padding, scale
-        ("sinks-of-nothing", None),
-        ("decode-window", None),
-        ("more-keys", {"block_kv": 256, "block_kv_compute": 128, "block_kv_backward": 128, "block_q_backward": 256}),
-    ],
-)
-def test_output_and_gradients_pass_the_judge(case, options):
-    problem = problems.problem(case)
-    run = compiled(TOKAMAX_SPLASH, problem, Target.here(), "interpret", options)
-    results = run(*problem.inputs)
-    check_accuracy(results, problem)
-    check_unseen_does_not_matter(run, problem, results, finite=True)
-
-
 @pytest.fixture
 def installed(monkeypatch):
     """As if the package were there: what the mask refuses is asked in every environment."""
-    monkeypatch.setattr(tokamax_splash, "missing", tuple)
+    monkeypatch.setattr(tokamax_package, "missing", lambda *_: ())
 
 
 @needs_tokamax
@@ -70,7 +50,7 @@ def test_why_exponentials_are_in_base_e(monkeypatch):
     kernel = importlib.import_module(f"{package}.splash_attention_kernel")
     in_base_e = kernel.SplashConfig
     monkeypatch.setattr(kernel, "SplashConfig", lambda **given: in_base_e(**(given | {"use_base2_exp": True})))
-    monkeypatch.setattr(tokamax_splash, "_kernel_of", tokamax_splash._kernel_of.__wrapped__)
+    tokamax_splash._kernel_of.cache_clear()
     with pytest.raises(AssertionError, match=r"output: .*passed=False"):
         check()
 
@@ -155,14 +135,6 @@ def test_extra_and_probe_ask_for_the_same_version():
     assert f'tokamax = ["tokamax=={VERSION};' in pyproject.read_text(encoding="utf-8")
 
 
-@needs_tokamax
-def test_differentiating_what_was_planned_without_gradients_says_so():
-    made = TOKAMAX_SPLASH.plan(spec_of(needs_grad=False), Layout(), target=Target.here(), mode="interpret")
-    query, key = jnp.ones((1, 256, 2, 128)), jnp.ones((1, 256, 1, 128))
-    with pytest.raises(ValueError, match="needs_grad=True"):
-        jax.grad(lambda q: made.run(q, key, key)[0].sum())(query)
-
-
 def test_asking_about_other_devices_imports_nothing(loaded_by):
     code = (
         "from attnsuite import backends; t = backends.Target('tpu', 'v5e'); "
@@ -170,8 +142,3 @@ def test_asking_about_other_devices_imports_nothing(loaded_by):
         "head_dim=8); assert backends.support(backends.get('tokamax_splash'), spec, t)"
     )
     assert "tokamax" not in loaded_by(code)[1]
-
-
-@needs_tokamax
-def test_nan_behind_the_lengths_reaches_other_rows():
-    check_nan_is_let_in("tokamax_splash")

@@ -10,6 +10,8 @@ from collections.abc import Callable
 
 import numpy as np
 
+from attnsuite.backends.operands import OPERANDS, Operand
+
 TRAILING = -1  # any negative segment id is padding
 
 
@@ -103,14 +105,16 @@ def bias(heads: bool) -> Callable[..., dict[str, np.ndarray]]:
     return build
 
 
-def sinks(sizes: tuple[int, ...], rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """From sinks that take little of a row to sinks that take most of it."""
-    return {"sinks": np.linspace(-2.0, 6.0, sizes[3], dtype=np.float32)}
+def learned(operand: Operand) -> Callable[..., dict[str, np.ndarray]]:
+    """The table's example of an operand."""
+
+    def build(sizes: tuple[int, ...], rng: np.random.Generator) -> dict[str, np.ndarray]:
+        return {operand.name: operand.example(sizes, rng)}
+
+    return build
 
 
-def alibi(sizes: tuple[int, ...], rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """The slopes of the paper: 1/2, 1/4, ..."""
-    return {"alibi": np.float32(2.0) ** -np.arange(1, sizes[3] + 1, dtype=np.float32)}
+sinks, alibi = (learned(operand) for operand in OPERANDS if operand.name in ("sinks", "alibi"))
 
 
 def closing_bias(sizes: tuple[int, ...], rng: np.random.Generator) -> dict[str, np.ndarray]:

@@ -19,6 +19,7 @@ import numpy as np
 from attnsuite.backends import AttentionSpec, Backend, Layout, Target, Terms, make_spec, masks, oracle, plan
 from attnsuite.backends.contract import NO_TERMS
 from attnsuite.backends.features import Mode
+from attnsuite.backends.operands import OPERANDS
 from attnsuite.backends.standard import STANDARD
 
 from . import layouts
@@ -277,7 +278,8 @@ CASES: dict[str, Case] = {
         T=1, S=300, is_causal=True, score_function=leaning, layout=layouts.decoding(300, 90), dtype="bfloat16"
     ),
     # ALiBi
-    "alibi": _case(is_causal=True, layout=layouts.alibi),
+    # each operand with a number per head alone
+    **{x.name: _case(is_causal=True, layout=layouts.learned(x)) for x in OPERANDS if x.axes == ("heads",)},
     "alibi-soft-cap": _case(
         N=8,
         logits_soft_cap=2.0,
@@ -287,7 +289,6 @@ CASES: dict[str, Case] = {
         T=1, S=300, is_causal=True, layout=layouts.together(layouts.decoding(300, 90), layouts.alibi), dtype="bfloat16"
     ),
     # sinks
-    "sinks": _case(is_causal=True, layout=layouts.sinks),
     "sinks-of-nothing": _case(layout=layouts.together(_PADDED, layouts.sinks), logits_soft_cap=5.0, scale=0.5),
     "sinks-decode": _case(
         B=3,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from attnsuite.backends import AttentionSpec, Layout, Target
-from attnsuite.backends.kvax import KVAX, blocks, mesh, planning
+from attnsuite.backends.kvax import KVAX, blocks, mesh
 from attnsuite.backends.kvax import layout as layouts
 from attnsuite.testing import problems
 from attnsuite.testing.checks import check_accuracy, check_unseen_does_not_matter, compiled
@@ -119,7 +119,7 @@ def test_gradients_have_the_dtype_of_their_input(monkeypatch, dtype):
     def as_kvax_gives_them(kernel, needs_grad):
         return kernel
 
-    monkeypatch.setattr(planning, "_in_the_dtype_of_its_input", as_kvax_gives_them)
+    monkeypatch.setattr(mesh, "_in_the_dtype_of_its_input", as_kvax_gives_them)
     with pytest.raises((AssertionError, TypeError), match=r"dk: .*passed=False|dtype"):
         check(case)
 

@@ -80,25 +80,6 @@ except AssertionError as error:
     assert in_four_devices(code).startswith("output: Verdict")
 
 
-def test_shape_that_the_mesh_does_not_divide_is_refused():
-    code = """
-import jax, numpy as np
-from attnsuite.backends import AttentionSpec, MeshAxes, Sharded, Target, plan
-from attnsuite.backends.kvax import KVAX
-
-mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
-spec = AttentionSpec(batch=3, query_length=8, key_value_length=8, num_heads=3, num_kv_heads=3, head_dim=16)
-for axis in ("data", "heads"):
-    try:
-        plan(Sharded(KVAX, mesh, MeshAxes(**{axis: "x"})), spec, target=Target("cpu"), mode="interpret")
-    except ValueError as error:
-        print(error)
-"""
-    lines = in_four_devices(code).splitlines()
-    assert "batch=3 cannot be sharded over the 2 devices of data='x'" in lines[0]
-    assert "num_kv_heads=3 cannot be sharded over the 2 devices of heads='x'" in lines[1]
-
-
 def test_inside_a_callers_own_shard_map():
     """Without a mesh the kernels run where the arrays are, so a caller may deal them himself."""
     code = """

@@ -145,7 +145,8 @@ def test_mesh_that_does_not_fit_is_refused(mesh, axes, word):
 
 
 def test_kvax_deals_the_length_itself_and_nothing_else():
-    assert KVAX.sharded(MESH, MeshAxes(context="data", heads="model")).devices.context_size == 2
+    (devices,) = KVAX.sharded(MESH, MeshAxes(context="data", heads="model")).make.args
+    assert devices.context_size == 2
     assert KVAX.sharded(MESH, MeshAxes(data="data", heads="model")) is None
     assert KVAX.sharded(MESH, MeshAxes(context="data", exchange="ring")) is None
 
