@@ -262,9 +262,9 @@ def dot_product_attention(
     where JAX averages all values; the log-sum-exp of both is ``-inf``. Raises what :func:`attention` raises, and
     ValueError where both ``implementation`` and ``backend`` are given.
     """
-    backend, on_unavailable = (
-        (backend, "fallback") if implementation is None else (_named(implementation, backend), "raise")
-    )
+    request = {}
+    if implementation is not None:
+        backend, request = _named(implementation, backend), {"on_unavailable": "raise"}
     unbatched = jnp.ndim(query) == 3
     query, key, value = _as_4d("query", query, 3), _as_4d("key", key, 3), _as_4d("value", value, 3)
     visible = None
@@ -278,7 +278,7 @@ def dot_product_attention(
         Layout(mask=_as_4d("mask", mask), key_value_seq_lengths=_as_array(key_value_seq_lengths)),
         Terms(bias=_as_4d("bias", bias)),
         backend,
-        {"on_unavailable": on_unavailable},
+        request,
         scale=scale,
         is_causal=is_causal,
         local_window_size=local_window_size,

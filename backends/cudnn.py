@@ -29,7 +29,6 @@ def _reasons(spec: AttentionSpec, target: Target, mode: Mode, options: Mapping[s
     yield from _device_reasons(target, mode)
     yield from _shape_reasons(spec, target)
     yield from _mask_reasons(spec)
-    yield from _array_reasons(spec)
 
 
 def _plan(spec: AttentionSpec, layout: Layout, target: Target, mode: Mode, options: Mapping[str, Any]) -> Plan:
@@ -153,9 +152,6 @@ def _mask_reasons(spec: AttentionSpec) -> Iterator[str]:
             f"local_window_size={window} together with key_value_seq_lengths is not supported by cudnn here (one of "
             f"the two): JAX's source does not establish the combination; {INSTEAD}."
         )
-
-
-def _array_reasons(spec: AttentionSpec) -> Iterator[str]:
     odd = [name for name in ("query_length", "key_value_length") if getattr(spec, name) % 2]
     if odd and spec.needs_grad and (spec.has_mask or spec.has_bias):
         given = f"{odd[0]}={getattr(spec, odd[0])} with a mask or bias array and a gradient"

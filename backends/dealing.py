@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol, cast, get_args, runtime_checkable
 
 import jax
@@ -30,7 +30,7 @@ from . import ring
 from .contract import Backend, Carry, PartBackend, Plan
 from .devices import Target
 from .features import BASIC_FEATURES, KV_LAYOUTS, Feature, Mode, Takes
-from .layout import Layout
+from .layout import ARRAYS, Layout
 from .operands import NO_TERMS, OPERANDS, EitherArray, Terms
 from .spec import AttentionSpec
 from .support import plan, support, takes_of
@@ -295,34 +295,23 @@ class Sharded:
 
     def _rows(self, spec: AttentionSpec, layout: Layout) -> Layout:
         """The specs of a layout's arrays: divided by batch, heads and tokens; keys are whole unless in a ring."""
-        data, heads, context = self.axes.data, self.axes.heads, self.axes.context
-        of_keys = context if self._in_ring else None
-        of_array: dict[str, tuple[MeshAxis | None, ...]] = {
-            "query_segment_ids": (data, context),
-            "query_positions": (data, context),
-            "key_value_segment_ids": (data, of_keys),
-            "key_value_positions": (data, of_keys),
-            "key_value_seq_lengths": (data,),
-            "mask": (data, heads, context, of_keys),
-        }
-        return Layout(**{name: _placed(getattr(layout, name), axes) for name, axes in of_array.items()})
+        return Layout(**{name: self._placed(getattr(layout, name), axes) for name, (_, axes) in ARRAYS.items()})
 
     def _columns(self, terms: Terms) -> Terms:
         """The spec of each term."""
-        at = {"batch": self.axes.data, "heads": self.axes.heads, "query": self.axes.context, "keys": None}
-        places = {x.name: _placed(getattr(terms, x.name), tuple(at[axis] for axis in x.axes)) for x in OPERANDS}
-        return Terms(**places)
+        return Terms(**{x.name: self._placed(getattr(terms, x.name), x.axes) for x in OPERANDS})
+
+    def _placed(self, x: EitherArray | None, axes: Sequence[str]) -> Any:
+        """The PartitionSpec of an array by what its axes count; a dimension of one element is not divided."""
+        if x is None:
+            return None
+        at = {"batch": self.axes.data, "heads": self.axes.heads, "query": self.axes.context}
+        at |= {"keys": self.axes.context if self._in_ring else None}
+        return PartitionSpec(*(None if size == 1 else at[axis] for size, axis in zip(x.shape, axes, strict=True)))
 
 
 def _names(axis: MeshAxis) -> tuple[str, ...]:
     return axis if isinstance(axis, tuple) else (axis,)
-
-
-def _placed(x: EitherArray | None, axes: tuple[MeshAxis | None, ...]) -> Any:
-    """The PartitionSpec of an array over ``axes``; a dimension of one element is not divided."""
-    if x is None:
-        return None
-    return PartitionSpec(*(None if size == 1 else at for size, at in zip(x.shape, axes, strict=True)))
 
 
 def balanced_order(length: int, devices: int) -> Int[np.ndarray, " length"]:

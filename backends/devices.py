@@ -115,14 +115,16 @@ class Target:
         device = getattr(jax.config, "jax_default_device", None) or jax.devices()[0]
         if isinstance(device, str):
             device = jax.devices(device)[0]
-        platform = _platform(device)
+        platform: Any = device.platform
+        if platform == "gpu":
+            platform = "rocm" if "rocm" in device.client.platform_version.lower() else "cuda"
         count = len([d for d in jax.devices() if d.platform == device.platform])
         if platform == "cpu":
             return Target("cpu", cpu_name(), psutil.virtual_memory().total, count, present=True)
         return Target(
             platform,
             _short_kind(device.device_kind),
-            _device_memory(device),
+            (device.memory_stats() or {}).get("bytes_limit"),
             count,
             _compute_capability(device),
             present=True,
@@ -176,12 +178,6 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
 
 
-def _platform(device: Any) -> Any:
-    if device.platform != "gpu":
-        return device.platform
-    return "rocm" if "rocm" in device.client.platform_version.lower() else "cuda"
-
-
 def _short_kind(device_kind: str) -> str:
     """JAX's device_kind as a key of KNOWN_KINDS where it is one, else unchanged."""
     lowered = device_kind.lower()
@@ -190,11 +186,6 @@ def _short_kind(device_kind: str) -> str:
         if kind in lowered:
             return kind
     return next((kind for alias, kind in aliases.items() if alias in lowered), device_kind)
-
-
-def _device_memory(device: Any) -> int | None:
-    stats = device.memory_stats()
-    return None if stats is None else stats.get("bytes_limit")
 
 
 def _compute_capability(device: Any) -> tuple[int, int] | None:

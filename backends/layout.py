@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -42,14 +43,23 @@ class Layout:
     page_table: Int[EitherArray, "batch pages_per_sequence"] | None = None
 
 
-# Field of the spec -> the arrays that it announces.
-_ANNOUNCED = {
-    "has_segment_ids": ("query_segment_ids", "key_value_segment_ids"),
-    "has_positions": ("query_positions", "key_value_positions"),
-    "has_seq_lengths": ("key_value_seq_lengths",),
-    "has_mask": ("mask",),
-    "page_size": ("page_table",),
+# Each array of a layout: the field of the spec that announces it, and what its axes count.
+ARRAYS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "query_segment_ids": ("has_segment_ids", ("batch", "query")),
+    "key_value_segment_ids": ("has_segment_ids", ("batch", "keys")),
+    "query_positions": ("has_positions", ("batch", "query")),
+    "key_value_positions": ("has_positions", ("batch", "keys")),
+    "key_value_seq_lengths": ("has_seq_lengths", ("batch",)),
+    "mask": ("has_mask", ("batch", "heads", "query", "keys")),
+    "page_table": ("page_size", ("batch", "pages")),
 }
+
+
+def shape_of(spec: AttentionSpec, axes: Sequence[str]) -> tuple[int, ...]:
+    """The shape of an array of a layout, or of a learned operand, by what its axes count."""
+    sizes = {"batch": spec.batch, "heads": spec.num_heads, "query": spec.query_length, "keys": spec.key_value_length}
+    sizes["pages"] = spec.key_value_length // (spec.page_size or 1)
+    return tuple(sizes[axis] for axis in axes)
 
 
 def make_spec(
@@ -106,11 +116,7 @@ def make_spec(
             f"query is {query.dtype}, key is {key.dtype} and value is {value.dtype}; cast all three to one dtype."
         )
     layout = _without_plain_positions(layout, (batch, q_len), (batch, kv_len))
-    brought = {
-        field: any(getattr(layout, name) is not None for name in names)
-        for field, names in _ANNOUNCED.items()
-        if field != "page_size"
-    }
+    brought = {field for name, (field, _) in ARRAYS.items() if getattr(layout, name) is not None} - {"page_size"}
     spec = AttentionSpec(
         batch=batch,
         query_length=q_len,
@@ -122,7 +128,7 @@ def make_spec(
         values_in_keys=in_keys,
         kv_layout=kv_layout,
         dtype=dtypes.pop(),
-        **brought,
+        **dict.fromkeys(brought, True),
         **{f"has_{name}": True for name in terms.given() if not name.endswith("_scales")},
         needs_grad=needs_grad,
         **options,
@@ -151,7 +157,8 @@ def check_layout(spec: AttentionSpec, layout: Layout) -> Layout:
     if not spec.has_positions:
         sides = ((spec.batch, spec.query_length), (spec.batch, spec.key_value_length))
         layout = _without_plain_positions(layout, *sides)
-    for field, names in _ANNOUNCED.items():
+    for field in dict.fromkeys(field for field, _ in ARRAYS.values()):
+        names = [name for name, (announced, _) in ARRAYS.items() if announced == field]
         given = [name for name in names if getattr(layout, name) is not None]
         says, yes, no = getattr(spec, field), *((16, None) if field == "page_size" else (True, False))
         if given and not says:
@@ -166,24 +173,17 @@ def check_layout(spec: AttentionSpec, layout: Layout) -> Layout:
             )
     if (layout.query_segment_ids is None) != (layout.key_value_segment_ids is None):
         raise ValueError("query_segment_ids and key_value_segment_ids go together; give both or neither.")
-    expected = {
-        "query_segment_ids": (spec.batch, spec.query_length),
-        "key_value_segment_ids": (spec.batch, spec.key_value_length),
-        "query_positions": (spec.batch, spec.query_length),
-        "key_value_positions": (spec.batch, spec.key_value_length),
-        "key_value_seq_lengths": (spec.batch,),
-        "page_table": (spec.batch, spec.key_value_length // (spec.page_size or 1)),
-    }
-    for name, shape in expected.items():
-        x = getattr(layout, name)
+    for name, (_, axes) in ARRAYS.items():
+        x, shape = getattr(layout, name), shape_of(spec, axes)
         if x is None:
+            continue
+        if name == "mask":
+            check_array(name, x, shape, "bool", broadcasts=True)
             continue
         if tuple(x.shape) != shape:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; expected {shape}.")
         if not jnp.issubdtype(x.dtype, jnp.integer):
             raise ValueError(f"{name} has dtype {x.dtype}; expected an integer dtype.")
-    if layout.mask is not None:
-        check_array("mask", layout.mask, pair_shape(spec), "bool", broadcasts=True)
     return layout
 
 
@@ -235,17 +235,9 @@ def check_terms(spec: AttentionSpec | None, terms: Terms) -> tuple[str, ...]:
         if spec is not None and given and scale:
             check_array(name, getattr(terms, name), key_rows(spec), "float32", broadcasts=True)
     for operand in () if spec is None else spec.learned:
-        full = dict(zip(("batch", "heads", "query", "keys"), pair_shape(spec), strict=True))
-        shape = tuple(full[axis] for axis in operand.axes)
-        check_array(
-            operand.name, getattr(terms, operand.name), shape, "a floating dtype", broadcasts=operand.broadcasts
-        )
+        x, shape = getattr(terms, operand.name), shape_of(spec, operand.axes)
+        check_array(operand.name, x, shape, "a floating dtype", broadcasts=operand.broadcasts)
     return terms.given()
-
-
-def pair_shape(spec: AttentionSpec) -> tuple[int, int, int, int]:
-    """What a mask and a bias broadcast to: [batch, heads, query, key]."""
-    return spec.batch, spec.num_heads, spec.query_length, spec.key_value_length
 
 
 _KINDS = {"bool": jnp.bool_, "a floating dtype": jnp.floating, "float32": jnp.float32}
@@ -257,12 +249,8 @@ def check_array(name: str, x: Any, shape: tuple[int, ...], dtype: str, *, broadc
         have == want or (broadcasts and have == 1) for have, want in zip(x.shape, shape, strict=True)
     )
     if not fits:
-        expected = (
-            f"{len(shape)} dimensions that broadcast to {shape}"
-            if broadcasts
-            else f"one number per query head, {shape}"
-        )
-        raise ValueError(f"{name} has shape {tuple(x.shape)}; expected {expected}.")
+        expected = f"{len(shape)} dimensions that broadcast to" if broadcasts else "one number per query head,"
+        raise ValueError(f"{name} has shape {tuple(x.shape)}; expected {expected} {shape}.")
     if not jnp.issubdtype(x.dtype, _KINDS[dtype]):
         raise ValueError(f"{name} has dtype {x.dtype}; expected {dtype}.")
 

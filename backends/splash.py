@@ -32,7 +32,7 @@ from .features import Mode, Takes
 from .layout import Layout
 from .spec import AttentionSpec
 from .splash_blocks import TUNED_OPTION, SplashKernel, maker, read_options
-from .splash_mask import Masking, SlotMask, of_nothing
+from .splash_mask import Masking, of_nothing
 from .splash_operands import (
     BLOCK_OPTIONS,
     DTYPES,
@@ -55,7 +55,7 @@ OPTIONS = {
 }
 
 
-class _Mask(SlotMask, kernel.Mask):
+class _Mask(Masking, kernel.Mask):
     """A mask that the kernel accepts: it asks for the type."""
 
 
@@ -64,8 +64,8 @@ def kernel_of(masking: Masking, blocks: Blocks, soft_cap: float | None, interpre
     """The kernel for this mask: a function of query, key, value, segment ids and sinks."""
     if masking.hides_everything:
         return of_nothing
-    lengths = masking.query_length, masking.key_value_length
-    mask = kernel.FullMask(lengths) if masking.mask is None else _Mask(masking, masking.mask)
+    full = masking.mask_function is None
+    mask = kernel.FullMask(masking.shape) if full else _Mask(*masking.shape, masking.mask_function)
     with jax.ensure_compile_time_eval():  # plans are made inside of jit too
         made = kernel.make_splash_mha_single_device(
             kernel.MultiHeadMask([mask]), block_sizes=block_sizes(blocks), attn_logits_soft_cap=soft_cap,

@@ -22,7 +22,7 @@ from jaxtyping import Array
 from . import tokamax_package
 from .features import Mode, Takes
 from .splash_blocks import TUNED_OPTION, SplashKernel, maker
-from .splash_mask import Masking, SlotMask, of_nothing
+from .splash_mask import Masking, of_nothing
 from .splash_operands import BLOCK_OPTIONS, DTYPES, FEATURES, Blocks, reasons_of
 
 OPTIONS = BLOCK_OPTIONS | TUNED_OPTION
@@ -56,8 +56,7 @@ def _kernel_of(masking: Masking, blocks: Blocks, soft_cap: float | None, interpr
         use_base2_exp=False,
         interpret=interpret,
     )
-    lengths = masking.query_length, masking.key_value_length
-    mask = masks.FullMask(lengths) if masking.mask is None else SlotMask(masking, masking.mask)
+    mask = masks.FullMask(masking.shape) if masking.mask_function is None else masking
     with jax.ensure_compile_time_eval():  # plans are made inside of jit too
         return jax.tree.map(np.asarray, kernel.make_splash_mha_single_device(mask, config=config))
 

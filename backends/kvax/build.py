@@ -29,7 +29,7 @@ from triton.compiler import ASTSource  # pyright: ignore[reportMissingImports]
 from triton.runtime.jit import JITFunction  # pyright: ignore[reportMissingImports]
 
 from ..devices import Target
-from ..layout import Layout
+from ..layout import ARRAYS, Layout, shape_of
 from ..spec import AttentionSpec
 from ..tunable import KernelBuild
 from . import upstream
@@ -107,15 +107,10 @@ def _record(
 
 def _abstract_arguments(spec: AttentionSpec) -> tuple[Any, ...]:
     B, T, S = spec.batch, spec.query_length, spec.key_value_length
-    shapes_of = {
-        "query_segment_ids": (spec.has_segment_ids, (B, T)),
-        "key_value_segment_ids": (spec.has_segment_ids, (B, S)),
-        "query_positions": (spec.has_positions, (B, T)),
-        "key_value_positions": (spec.has_positions, (B, S)),
-        "key_value_seq_lengths": (spec.has_seq_lengths, (B,)),
-    }
     abstract: dict[str, Any] = {
-        name: jax.ShapeDtypeStruct(shape, jnp.int32) for name, (has, shape) in shapes_of.items() if has
+        name: jax.ShapeDtypeStruct(shape_of(spec, axes), jnp.int32)
+        for name, (announced, axes) in ARRAYS.items()
+        if getattr(spec, announced)
     }
     shapes = (
         (B, T, spec.num_heads, spec.head_dim),

@@ -24,8 +24,9 @@ from ..layout import Layout
 from ..operands import Terms
 from ..spec import AttentionSpec
 from ..vendor_kernel import padded
+from . import layout as layouts
 from .blocks import Passes
-from .layout import KvaxLayout, convert, padded_lengths
+from .layout import KvaxLayout
 from .upstream import Upstream
 
 
@@ -163,8 +164,8 @@ def _kernel_options(kvax: Upstream, spec: AttentionSpec, blocks: Passes) -> dict
 
 def plan_with(kvax: Upstream, spec: AttentionSpec, layout: Layout, blocks: Passes, devices: OnMesh | OneDevice) -> Plan:
     """The plan on a given copy of Kvax."""
-    lengths = padded_lengths(spec, blocks, devices.context_size)
-    converted = convert(spec, layout, *lengths)
+    lengths = layouts.padded_lengths(spec, blocks, devices.context_size)
+    converted = layouts.convert(spec, layout, *lengths)
     kernel = devices.kernel(kvax, spec, blocks)
     arrays = devices.prepare(kvax, spec, blocks, converted)
     run = _in_the_dtype_of_its_input(kernel, spec.needs_grad)

@@ -48,28 +48,25 @@ def test_is_a_drop_in_for_jax(backend: str, options: dict[str, Any]) -> None:
     np.testing.assert_allclose(ours, jax.nn.dot_product_attention(*qkv(), **options), atol=2e-6)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_valid_rows_of_query_seq_lengths_agree_with_jax_and_the_rest_is_zero(backend: str) -> None:
+def test_valid_rows_of_query_seq_lengths_agree_with_jax_and_the_rest_is_zero() -> None:
     options = {"query_seq_lengths": jnp.array([24, 7]), "key_value_seq_lengths": jnp.array([24, 9])}
-    ours = dot_product_attention(*qkv(), **options, backend=backend)
+    ours = dot_product_attention(*qkv(), **options)
     theirs = jax.nn.dot_product_attention(*qkv(), **options)
     np.testing.assert_allclose(ours[0], theirs[0], atol=2e-6)
     np.testing.assert_allclose(ours[1, :7], theirs[1, :7], atol=2e-6)
     assert not np.asarray(ours[1, 7:]).any()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_input_without_a_batch_axis(backend: str) -> None:
+def test_input_without_a_batch_axis() -> None:
     query, key, value = (x[0] for x in qkv())
-    ours = dot_product_attention(query, key, value, is_causal=True, backend=backend)
+    ours = dot_product_attention(query, key, value, is_causal=True)
     np.testing.assert_allclose(ours, jax.nn.dot_product_attention(query, key, value, is_causal=True), atol=2e-6)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_lengths_without_a_batch_axis(backend: str) -> None:
+def test_lengths_without_a_batch_axis() -> None:
     arrays = [x[0] for x in qkv()]
     options = {"query_seq_lengths": jnp.array([7]), "key_value_seq_lengths": jnp.array([9]), "is_causal": True}
-    ours = dot_product_attention(*arrays, **options, backend=backend)
+    ours = dot_product_attention(*arrays, **options)
     assert ours.shape == (24, 4, 16)
     np.testing.assert_allclose(ours, jax.nn.dot_product_attention(*arrays, **options), atol=2e-6)
 
@@ -159,10 +156,9 @@ def test_residual_without_a_batch_axis() -> None:
     np.testing.assert_allclose(ours, theirs, atol=2e-6)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_residual_is_minus_infinity_in_rows_that_see_nothing_and_beyond_the_query(backend: str) -> None:
+def test_residual_is_minus_infinity_in_rows_that_see_nothing_and_beyond_the_query() -> None:
     lengths = {"query_seq_lengths": jnp.array([24, 7]), "key_value_seq_lengths": jnp.array([0, 9])}
-    out, residual = dot_product_attention(*qkv(), **lengths, return_residual=True, backend=backend)
+    out, residual = dot_product_attention(*qkv(), **lengths, return_residual=True)
     seen = np.zeros((2, 24), bool)
     seen[1, :7] = True
     np.testing.assert_array_equal(np.isneginf(residual), np.broadcast_to(~seen[..., None], residual.shape))
@@ -170,13 +166,12 @@ def test_residual_is_minus_infinity_in_rows_that_see_nothing_and_beyond_the_quer
     assert not np.asarray(out)[~seen].any()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_residual_has_no_gradient_as_in_jax(backend: str) -> None:
+def test_residual_has_no_gradient_as_in_jax() -> None:
     def loss(attend: Any, *arrays: jax.Array) -> jax.Array:
         out, residual = attend(*arrays, is_causal=True, return_residual=True)
         return jnp.sin(out).sum() + jnp.sin(residual).sum()
 
-    ours = jax.grad(functools.partial(loss, functools.partial(dot_product_attention, backend=backend)), (0, 1, 2))
+    ours = jax.grad(functools.partial(loss, dot_product_attention), (0, 1, 2))
     theirs = jax.grad(functools.partial(loss, jax.nn.dot_product_attention), (0, 1, 2))
     for one, other in zip(ours(*qkv()), theirs(*qkv()), strict=True):
         np.testing.assert_allclose(one, other, atol=5e-6)

@@ -51,18 +51,37 @@ def masked_by(problem: Problem, mask: jax.Array) -> Attend:
     return lambda q, k, v: plan.run(q, k, v)[0]
 
 
-def causal_mask_missing(problem: Problem) -> Attend:
-    return standard(problem, is_causal=False)
+def changed(**spec: Any) -> Callable[[Problem], Attend]:
+    """A field of the spec is another."""
+    return lambda problem: standard(problem, **spec)
 
 
-def window_off_by_one(problem: Problem) -> Attend:
-    left, right = problem.spec.window
-    return standard(problem, local_window_size=(left + 1, right))
+def without(*arrays: str, **spec: Any) -> Callable[[Problem], Attend]:
+    """These arrays of the layout are ignored."""
+    return lambda problem: standard(problem, dataclasses.replace(problem.layout, **dict.fromkeys(arrays)), **spec)
 
 
-def window_sides_swapped(problem: Problem) -> Attend:
-    left, right = problem.spec.window
-    return standard(problem, local_window_size=(right, left))
+positions_ignored = without("query_positions", "key_value_positions")
+
+
+def window(change: Callable[[int, int], tuple[int, int]]) -> Callable[[Problem], Attend]:
+    """Another window."""
+    return lambda problem: standard(problem, local_window_size=change(*problem.spec.window))
+
+
+def term(name: str, change: Callable[[AttentionSpec, jax.Array], jax.Array]) -> Callable[[Problem], Attend]:
+    """A term changed, and with it its gradient."""
+
+    def wrong(problem: Problem) -> Attend:
+        attend = standard(problem)
+
+        def run(q: jax.Array, k: jax.Array, v: jax.Array, terms: Terms) -> Any:
+            other = change(problem.spec, getattr(terms, name))
+            return attend(q, k, v, dataclasses.replace(terms, **{name: other}))
+
+        return run
+
+    return wrong
 
 
 def padding_matches_padding(problem: Problem) -> Attend:
@@ -76,10 +95,6 @@ def rows_without_keys_averaged(problem: Problem) -> Attend:
     return masked_by(problem, mask | ~mask.any(-1, keepdims=True))
 
 
-def scale_missing(problem: Problem) -> Attend:
-    return standard(problem, scale=1.0)
-
-
 def heads_interleaved(problem: Problem) -> Attend:
     """Query head n reads KV head n % K instead of n // G."""
     attend, K, G = standard(problem), problem.spec.num_kv_heads, problem.spec.group_size
@@ -90,26 +105,6 @@ def heads_interleaved(problem: Problem) -> Attend:
         return out.reshape(b, t, K, G, -1).swapaxes(2, 3).reshape(b, t, n, -1)
 
     return run
-
-
-def soft_cap_ignored(problem: Problem) -> Attend:
-    return standard(problem, logits_soft_cap=None)
-
-
-def positions_ignored(problem: Problem) -> Attend:
-    return standard(problem, dataclasses.replace(problem.layout, query_positions=None, key_value_positions=None))
-
-
-def lengths_ignored(problem: Problem) -> Attend:
-    return standard(problem, dataclasses.replace(problem.layout, key_value_seq_lengths=None), has_seq_lengths=False)
-
-
-def segments_ignored(problem: Problem) -> Attend:
-    return standard(problem, Layout(), has_segment_ids=False)
-
-
-def chunks_ignored(problem: Problem) -> Attend:
-    return standard(problem, chunk_size=None)
 
 
 def group_not_summed(problem: Problem) -> Attend:
@@ -176,30 +171,15 @@ def with_gradient(x: jax.Array, change: Callable[[jax.Array], jax.Array]) -> jax
 with_gradient.defvjp(lambda x, _: (x, None), lambda change, _, cotangent: (change(cotangent),))
 
 
-def bias_gradient(change: Callable[[jax.Array], jax.Array]) -> Callable[[Problem], Attend]:
-    """The gradient of the bias changed, and nothing else."""
-
-    def wrong(problem: Problem) -> Attend:
-        attend = standard(problem)
-        return lambda q, k, v, terms: attend(q, k, v, Terms(bias=with_gradient(terms.bias, change)))
-
-    return wrong
+def term_gradient(name: str, change: Callable[[jax.Array], jax.Array]) -> Callable[[Problem], Attend]:
+    """The gradient of a term changed, and nothing else."""
+    return term(name, lambda _, x: with_gradient(x, change))
 
 
-def bias_gradient_not_summed(problem: Problem) -> Attend:
-    """A bias that all rows share gets the gradient of the first row alone."""
-    attend, rows = standard(problem), problem.spec.query_length
-
-    def run(q: jax.Array, k: jax.Array, v: jax.Array, terms: Terms) -> jax.Array:
-        first = jnp.arange(rows)[:, None] == 0
-        return attend(q, k, v, Terms(bias=jnp.where(first, terms.bias, jax.lax.stop_gradient(terms.bias))))
-
-    return run
-
-
-def bias_ignored(problem: Problem) -> Attend:
-    attend = standard(problem)
-    return lambda q, k, v, terms: attend(q, k, v, Terms(bias=0 * terms.bias))
+def gradient_of_the_first_row(spec: AttentionSpec, bias: jax.Array) -> jax.Array:
+    """A bias that all rows share, with the gradient of the first row alone."""
+    first = jnp.arange(spec.query_length)[:, None] == 0
+    return jnp.where(first, bias, jax.lax.stop_gradient(bias))
 
 
 def log_sum_exp(change: Callable[[jax.Array], jax.Array]) -> Callable[[Problem], Attend]:
@@ -223,26 +203,6 @@ def log_sum_exp_of(**changes: Any) -> Callable[[Problem], Attend]:
     def wrong(problem: Problem) -> Attend:
         right, other = standard(problem), standard(problem, **changes)
         return lambda *operands: (right(*operands)[0], other(*operands)[1])
-
-    return wrong
-
-
-def sinks_changed(change: Callable[[Problem, jax.Array], jax.Array]) -> Callable[[Problem], Attend]:
-    """The sinks changed, and with them their gradient."""
-
-    def wrong(problem: Problem) -> Attend:
-        attend = standard(problem)
-        return lambda q, k, v, terms: attend(q, k, v, Terms(sinks=change(problem, terms.sinks)))
-
-    return wrong
-
-
-def alibi_changed(change: Callable[[jax.Array], jax.Array]) -> Callable[[Problem], Attend]:
-    """The slopes changed, and with them their gradient."""
-
-    def wrong(problem: Problem) -> Attend:
-        attend = standard(problem)
-        return lambda q, k, v, terms: attend(q, k, v, dataclasses.replace(terms, alibi=change(terms.alibi)))
 
     return wrong
 
@@ -286,12 +246,6 @@ def score_after_the_bias(problem: Problem) -> Attend:
     return run
 
 
-def alibi_by_slot(problem: Problem) -> Attend:
-    """The distances are those of slots, not of positions."""
-    layout = dataclasses.replace(problem.layout, query_positions=None, key_value_positions=None)
-    return standard(problem, layout)
-
-
 def log_sum_exp_of_the_keys_alone(problem: Problem) -> Attend:
     right, bare = standard(problem), standard(problem, has_sinks=False)
     return lambda q, k, v, terms: (right(q, k, v, terms)[0], bare(q, k, v)[1])
@@ -310,22 +264,22 @@ def gradient_of_the_values_dropped(problem: Problem) -> Attend:
 
 
 WRONG: dict[str, tuple[Callable[[Problem], Attend], str]] = {
-    "causal mask missing": (causal_mask_missing, "causal"),
-    "window off by one": (window_off_by_one, "window-asymmetric"),
-    "window off by one in 1300": (window_off_by_one, "window-1300"),
-    "window sides swapped": (window_sides_swapped, "window-asymmetric"),
+    "causal mask missing": (changed(is_causal=False), "causal"),
+    "window off by one": (window(lambda left, right: (left + 1, right)), "window-asymmetric"),
+    "window off by one in 1300": (window(lambda left, right: (left + 1, right)), "window-1300"),
+    "window sides swapped": (window(lambda left, right: (right, left)), "window-asymmetric"),
     "padding matches padding": (padding_matches_padding, "padding-both-ends"),
     "rows without keys averaged": (rows_without_keys_averaged, "padding-both-ends"),
     "rows without keys averaged, lengths": (rows_without_keys_averaged, "ragged"),
     "unseen rows leak gradients": (unseen_rows_leak_gradients, "ragged"),
-    "scale missing": (scale_missing, "causal"),
+    "scale missing": (changed(scale=1.0), "causal"),
     "heads interleaved": (heads_interleaved, "gqa-4"),
-    "soft cap ignored": (soft_cap_ignored, "soft-cap"),
+    "soft cap ignored": (changed(logits_soft_cap=None), "soft-cap"),
     "positions ignored": (positions_ignored, "positions-reversed"),
     "positions ignored in decoding": (positions_ignored, "decode-1"),
-    "lengths ignored": (lengths_ignored, "ragged"),
-    "segments ignored": (segments_ignored, "segments"),
-    "chunks ignored": (chunks_ignored, "chunk-causal"),
+    "lengths ignored": (without("key_value_seq_lengths", has_seq_lengths=False), "ragged"),
+    "segments ignored": (without("query_segment_ids", "key_value_segment_ids", has_segment_ids=False), "segments"),
+    "chunks ignored": (changed(chunk_size=None), "chunk-causal"),
     "group not summed": (group_not_summed, "gqa-4"),
     "softmax in bfloat16 for float32": (softmax_in_bfloat16, "causal"),
     "softmax in bfloat16 for bfloat16": (softmax_in_bfloat16, "window-bfloat16"),
@@ -335,27 +289,27 @@ WRONG: dict[str, tuple[Callable[[Problem], Attend], str]] = {
     "dv off by 1%": (one_gradient_off((1.0, 1.0, 1.01)), "segments"),
     "dq off by 2% in bfloat16": (one_gradient_off((1.02, 1.0, 1.0)), "cross-bfloat16"),
     "dk off by 2% in float16": (one_gradient_off((1.0, 1.02, 1.0)), "cross-float16"),
-    "bias ignored": (bias_ignored, "bias-per-head"),
-    "dbias zero": (bias_gradient(jnp.zeros_like), "bias-per-head"),
-    "dbias off by 1%": (bias_gradient(lambda x: 1.01 * x), "bias-per-head"),
-    "dbias off by 1%, with a mask": (bias_gradient(lambda x: 0.99 * x), "mask-and-bias"),
-    "dbias off by 2% in bfloat16": (bias_gradient(lambda x: 1.02 * x), "bias-bfloat16"),
+    "bias ignored": (term("bias", lambda _, x: 0 * x), "bias-per-head"),
+    "dbias zero": (term_gradient("bias", jnp.zeros_like), "bias-per-head"),
+    "dbias off by 1%": (term_gradient("bias", lambda x: 1.01 * x), "bias-per-head"),
+    "dbias off by 1%, with a mask": (term_gradient("bias", lambda x: 0.99 * x), "mask-and-bias"),
+    "dbias off by 2% in bfloat16": (term_gradient("bias", lambda x: 1.02 * x), "bias-bfloat16"),
     "dbias not finite where the bias is not": (
-        bias_gradient(lambda x: jnp.where(x == 0, jnp.nan, x)),
+        term_gradient("bias", lambda x: jnp.where(x == 0, jnp.nan, x)),
         "bias-of-minus-infinity",
     ),
-    "dbias not summed over rows": (bias_gradient_not_summed, "bias-broadcast"),
-    "dbias of a log-sum-exp off by 1%": (bias_gradient(lambda x: 1.01 * x), "log-sum-exp-and-bias"),
-    "sinks ignored": (sinks_changed(lambda _, x: x - 1e4), "sinks"),
-    "sink of another head": (sinks_changed(lambda _, x: jnp.roll(x, 1)), "sinks"),
-    "sink added by each of two devices": (sinks_changed(lambda _, x: x + np.log(2)), "sinks"),
-    "sinks scaled": (sinks_changed(lambda problem, x: x * problem.spec.softmax_scale), "sinks-of-nothing"),
+    "dbias not summed over rows": (term("bias", gradient_of_the_first_row), "bias-broadcast"),
+    "dbias of a log-sum-exp off by 1%": (term_gradient("bias", lambda x: 1.01 * x), "log-sum-exp-and-bias"),
+    "sinks ignored": (term("sinks", lambda _, x: x - 1e4), "sinks"),
+    "sink of another head": (term("sinks", lambda _, x: jnp.roll(x, 1)), "sinks"),
+    "sink added by each of two devices": (term("sinks", lambda _, x: x + np.log(2)), "sinks"),
+    "sinks scaled": (term("sinks", lambda spec, x: x * spec.softmax_scale), "sinks-of-nothing"),
     "sinks capped": (
-        sinks_changed(lambda problem, x: problem.spec.logits_soft_cap * jnp.tanh(x / problem.spec.logits_soft_cap)),
+        term("sinks", lambda spec, x: spec.logits_soft_cap * jnp.tanh(x / spec.logits_soft_cap)),
         "sinks-of-nothing",
     ),
-    "dsinks zero": (sinks_changed(lambda _, x: jax.lax.stop_gradient(x)), "sinks"),
-    "dsinks off by 1%": (sinks_changed(lambda _, x: with_gradient(x, lambda cotangent: 1.01 * cotangent)), "sinks"),
+    "dsinks zero": (term("sinks", lambda _, x: jax.lax.stop_gradient(x)), "sinks"),
+    "dsinks off by 1%": (term_gradient("sinks", lambda x: 1.01 * x), "sinks"),
     "mask function ignored": (mask_function(lambda _: None), "function-dilated"),
     "mask function transposed": (mask_function(lambda sees: masks.Where(lambda q, k: sees(k, q))), "function-prefix"),
     "mask function of slots": (positions_ignored, "function-positions"),
@@ -374,12 +328,12 @@ WRONG: dict[str, tuple[Callable[[Problem], Attend], str]] = {
         "score-soft-cap",
     ),
     "score function after the bias": (score_after_the_bias, "bias-and-score"),
-    "alibi ignored": (alibi_changed(lambda x: 0 * x), "alibi"),
-    "alibi added": (alibi_changed(jnp.negative), "alibi"),
-    "slopes of other heads": (alibi_changed(lambda x: x[::-1]), "alibi"),
-    "alibi by slot": (alibi_by_slot, "alibi-soft-cap"),
-    "dalibi zero": (alibi_changed(jax.lax.stop_gradient), "alibi"),
-    "dalibi off by 1%": (alibi_changed(lambda x: with_gradient(x, lambda cotangent: 1.01 * cotangent)), "alibi"),
+    "alibi ignored": (term("alibi", lambda _, x: 0 * x), "alibi"),
+    "alibi added": (term("alibi", lambda _, x: -x), "alibi"),
+    "slopes of other heads": (term("alibi", lambda _, x: x[::-1]), "alibi"),
+    "alibi by slot": (positions_ignored, "alibi-soft-cap"),
+    "dalibi zero": (term("alibi", lambda _, x: jax.lax.stop_gradient(x)), "alibi"),
+    "dalibi off by 1%": (term_gradient("alibi", lambda x: 1.01 * x), "alibi"),
     "values in the last numbers of the keys": (values_in_the_last_numbers, "values-in-keys"),
     "dk without the part of the values": (gradient_of_the_values_dropped, "values-in-keys"),
     "log-sum-exp without the sink": (log_sum_exp_of_the_keys_alone, "sinks-log-sum-exp"),

@@ -63,20 +63,26 @@ def test_interprets_on_a_cpu_only():
 
 
 @pytest.mark.parametrize("mode", ["interpret", "compile"])
-def test_missing_packages_are_the_reason(monkeypatch, mode):
-    monkeypatch.setattr(availability, "missing", lambda mode: (f"nothing here to {mode} with.",))
+def test_missing_packages_are_the_reason(mode):
+    bare = dataclasses.replace(KVAX, missing=lambda mode: (f"nothing here to {mode} with.",))
     target = Target("cpu") if mode == "interpret" else H100
-    assert support(KVAX, spec(), target, mode).reasons == (f"nothing here to {mode} with.",)
-    with pytest.raises(
-        ImportError, match="nothing here to native" if mode == "compile" else "nothing here to interpret"
-    ):
-        KVAX.plan(spec(), Layout(), target=target, mode=mode)
+    assert support(bare, spec(), target, mode).reasons == (f"nothing here to {mode} with.",)
+    with pytest.raises(ImportError, match=f"nothing here to {mode}"):
+        bare.plan(spec(), Layout(), target=target, mode=mode)
 
 
-def test_packages_matter_natively_only_where_the_device_is(monkeypatch):
-    monkeypatch.setattr(availability, "missing", lambda _: ("no kvax.",))
-    assert support(KVAX, spec(), H100)
-    assert support(KVAX, spec(), dataclasses.replace(H100, present=True)).reasons == ("no kvax.",)
+@pytest.mark.needs_kvax
+def test_a_plan_for_xla_to_compile_needs_what_a_native_one_does(monkeypatch):
+    monkeypatch.setattr(availability, "missing", lambda mode: ("no jax-triton.",) if mode == "native" else ())
+    assert support(KVAX, spec(), H100, "compile")
+    with pytest.raises(ImportError, match="no jax-triton"):
+        KVAX.plan(spec(), Layout(), target=H100, mode="compile")
+
+
+def test_packages_matter_natively_only_where_the_device_is():
+    bare = dataclasses.replace(KVAX, missing=lambda _: ("no kvax.",))
+    assert support(bare, spec(), H100)
+    assert support(bare, spec(), dataclasses.replace(H100, present=True)).reasons == ("no kvax.",)
 
 
 def test_is_asked_for_by_name_on_a_gpu_and_auto_says_that_nothing_was_measured():
