@@ -150,10 +150,10 @@ class Sharded:
 
     def takes(self, target: Target, mode: Mode) -> Takes:
         """The features that can be divided (not masks and biases in a ring). The backend judges the share itself."""
-        learned = frozenset(operand.name for operand in OPERANDS)
-        features: frozenset[Feature] = BASIC_FEATURES | learned | {"log_sum_exp", "mask_function"}
+        learned: frozenset[Feature] = frozenset(operand.name for operand in OPERANDS)
+        features: frozenset[Feature] = frozenset({*BASIC_FEATURES, *learned, "log_sum_exp", "mask_function"})
         if self._in_ring:  # which adds the sinks itself
-            features -= (learned - {"sinks"}) | {"mask", "log_sum_exp"}
+            features = features - (learned - {"sinks"}) - {"mask", "log_sum_exp"}
         why = "which passes keys between devices, but not the columns of such an array"
         because = dict.fromkeys(("mask", "bias"), why) | {"log_sum_exp": "which uses it to merge the parts"}
         because |= {"alibi": "whose parts have no slopes", "score_function": "whose shares count heads from zero"}

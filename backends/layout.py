@@ -234,7 +234,9 @@ def check_terms(spec: AttentionSpec | None, terms: Terms) -> tuple[str, ...]:
             )
         if spec is not None and given and scale:
             check_array(name, getattr(terms, name), key_rows(spec), "float32", broadcasts=True)
-    for operand in () if spec is None else spec.learned:
+    if spec is None:
+        return ()
+    for operand in spec.learned:
         x, shape = getattr(terms, operand.name), shape_of(spec, operand.axes)
         check_array(operand.name, x, shape, "a floating dtype", broadcasts=operand.broadcasts)
     return terms.given()

@@ -109,7 +109,7 @@ def _asked(plain: AttentionSpec) -> dict[Feature, tuple[dict[str, Any], Layout |
     shape = 1, 1, LENGTH, LENGTH
     ids = np.repeat(np.arange(4, dtype=np.int32), LENGTH // 4)[None]
     mask = rng.random(shape) < 0.5
-    learned = {x.name: x.example((1, LENGTH, LENGTH, HEADS), rng) for x in OPERANDS}
+    learned: dict[Feature, np.ndarray] = {x.name: x.example((1, LENGTH, LENGTH, HEADS), rng) for x in OPERANDS}
     return {
         "mask": ({"has_mask": True}, Layout(mask=mask | np.eye(LENGTH, dtype=bool))),
         "scale": ({"scale": 0.7}, None),

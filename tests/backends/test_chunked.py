@@ -121,7 +121,7 @@ def test_temporary_memory_is_at_most_an_eighth_of_the_standards(gradient):
 
 @pytest.mark.parametrize("gradient", [False, True], ids=["forward", "forward+backward"])
 def test_temporary_memory_grows_linearly_with_the_length(gradient):
-    lengths = (2048, 4096, 8192, 16384)
+    lengths = (2048, 4096, 8192)
     sizes = [_temporary_bytes("chunked", length, gradient) for length in lengths]
     slope = np.polyfit(np.log(lengths), np.log(sizes), 1)[0]
     assert slope < 1.1
