@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
@@ -56,16 +56,17 @@ def run(command: Calibrate) -> int:
     from attnsuite.backends.kascade import LOSS_RULE
 
     from ..kinds.kascade import calibrate
+    from ..kinds.kascade.schedules import ScheduleWords
 
-    names = ("tile_size", "top_k", "min_keys", "granularity")
-    settings = {name: getattr(command, name) for name in names} | {"query_tile": command.tile_size}
-    rest = {name: getattr(command, name) for name in ("model", "random_tokens", "out", "prompts", "length",
-                                                      "schedule", "anchors", "threshold",
-                                                      "max_reuse_dist")}  # fmt: skip
+    def of(*names: str) -> dict[str, Any]:
+        return {name: getattr(command, name) for name in names}
+
+    settings = of("tile_size", "top_k", "min_keys", "granularity") | {"query_tile": command.tile_size}
+    words = ScheduleWords(**of("schedule", "anchors", "threshold", "max_reuse_dist"))
+    asked = of("model", "random_tokens", "out", "prompts", "length")
+    request = calibrate.CalibrateRequest(settings=settings, words=words, text=text_of(command), **asked)
     with Console(stderr=True).status("starting") as status:
-        path, calibration, schedule = calibrate.run(
-            calibrate.CalibrateRequest(settings=settings, text=text_of(command), **rest), status.update
-        )
+        path, calibration, schedule = calibrate.run(request, status.update)
     least = calibration.mass.min(axis=(1, 2))
     print(f"schedule {schedule.method}, anchors {', '.join(map(str, schedule.anchors))}\n{schedule.table()}")
     if schedule.method == LOSS_RULE:

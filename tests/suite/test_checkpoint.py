@@ -30,6 +30,7 @@ from attnsuite.suite.grid.probe import find_cells
 from attnsuite.suite.kinds import model_program, quality
 from attnsuite.suite.kinds.kascade import calibrate as calibration_verb
 from attnsuite.suite.kinds.kascade import dense
+from attnsuite.suite.kinds.kascade.schedules import ScheduleWords
 from attnsuite.suite.kinds.kascade.selection import SelectionCase
 from attnsuite.suite.kinds.kascade.words import KascadeWords, applied
 from attnsuite.suite.kinds.model import ModelCase
@@ -91,11 +92,11 @@ def test_calibration_reads_text_with_the_tokenizer_of_the_checkpoint(tokenized):
     path = tokenized / "prose.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in (PROSE.tobytes().decode(), "end " * 9)))
     save(Transformer(ModelConfig.from_preset("debug", vocab_size=512, num_layers=2)), tokenized)
-    words = {"model": str(tokenized), "random_tokens": False, "prompts": 2, "length": 96, "schedule": "manual"}
+    words = {"model": str(tokenized), "random_tokens": False, "prompts": 2, "length": 96}
     settings = {"tile_size": 16, "query_tile": 16, "top_k": 0.25, "min_keys": 0}
     request = calibration_verb.CalibrateRequest(
-        **words, text=TextFile(str(path), "text"), out=tokenized / "c", settings=settings, anchors="0", threshold=0.65,
-        max_reuse_dist=4,
+        **words, text=TextFile(str(path), "text"), out=tokenized / "c", settings=settings,
+        words=ScheduleWords(schedule="manual", anchors="0"),
     )  # fmt: skip
     name, prompts = calibration_verb.prompts_of(request, ModelConfig.from_preset("debug", vocab_size=512))
     whole = by_words(front=()).encode(PROSE.tobytes().decode() + "\n\n" + "end " * 9)

@@ -19,9 +19,8 @@ from attnsuite.suite.errors import InputError
 from attnsuite.suite.kinds import kind_of
 from attnsuite.suite.kinds.kascade import dense, quality, stack_program
 from attnsuite.suite.kinds.kascade.controls import Watched, quest_bound
-from attnsuite.suite.kinds.kascade.methods import CONTROLS, METHODS
+from attnsuite.suite.kinds.kascade.methods import CONTROLS, METHODS, settings_of
 from attnsuite.suite.kinds.kascade.selection import SELECTION, SelectionCase
-from attnsuite.suite.kinds.kascade.settings import settings_of
 from attnsuite.suite.kinds.kascade.shared import SCORES
 from attnsuite.suite.kinds.kascade.stack import StackCase
 from attnsuite.suite.kinds.kascade.words import KascadeWords, applied

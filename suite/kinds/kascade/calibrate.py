@@ -28,10 +28,7 @@ from .schedules import ScheduleWords
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrateRequest:
-    """What to calibrate, checked by :func:`run`.
-
-    The last four fields are those of :class:`attnsuite.suite.kinds.kascade.schedules.ScheduleWords`.
-    """
+    """What to calibrate, checked by :func:`run`; ``words`` are the schedule's."""
 
     model: str
     text: TextFile | None
@@ -40,10 +37,7 @@ class CalibrateRequest:
     prompts: int
     length: int
     settings: dict[str, Any]
-    schedule: str
-    anchors: str
-    threshold: float
-    max_reuse_dist: int
+    words: ScheduleWords
 
 
 def run(request: CalibrateRequest, progress: Callable[[str], None]) -> tuple[Path, Calibration, Schedule]:
@@ -60,14 +54,9 @@ def run(request: CalibrateRequest, progress: Callable[[str], None]) -> tuple[Pat
     try:
         Settings(**request.settings)
         progress("opening the model")
-        words = ScheduleWords(
-            schedule=request.schedule,
-            anchors=request.anchors,
-            threshold=request.threshold,
-            max_reuse_dist=request.max_reuse_dist,
-        )
+        words = request.words
         if is_reference(request.model):
-            return _of_function(request, words, progress)
+            return _of_function(request, progress)
         with checkpoint_of(request.model) as directory:
             model = open_checkpoint(directory)
             # Before the text is read, so that a wrong flag shows before hours of calibration.
@@ -77,7 +66,7 @@ def run(request: CalibrateRequest, progress: Callable[[str], None]) -> tuple[Pat
             calibration = calibrate(model, prompts, request.settings, text=told, progress=progress)
         with files.writing(request.out):
             path = calibration.save(request.out)
-        if request.schedule == LOSS_RULE:
+        if words.schedule == LOSS_RULE:
             number = words.number_of_anchors(calibration.num_layers)
             return path, calibration, schedule_by_loss(model, prompts, calibration, number, progress=progress)
         return path, calibration, words.made(calibration)
@@ -85,11 +74,10 @@ def run(request: CalibrateRequest, progress: Callable[[str], None]) -> tuple[Pat
         raise InputError(str(error)) from error
 
 
-def _of_function(
-    request: CalibrateRequest, words: ScheduleWords, progress: Callable[[str], None]
-) -> tuple[Path, Calibration, Schedule]:
+def _of_function(request: CalibrateRequest, progress: Callable[[str], None]) -> tuple[Path, Calibration, Schedule]:
     """The same for a function of bytes that gives queries and keys of each layer."""
-    if request.schedule == LOSS_RULE:
+    words = request.words
+    if words.schedule == LOSS_RULE:
         raise InputError(
             f"--schedule {LOSS_RULE} needs a model that can be run; give a checkpoint, or another schedule."
         )

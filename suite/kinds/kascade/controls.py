@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from attnsuite.backends import AttentionSpec, Layout, Plan, Takes, Target, plan, support
+from attnsuite.backends import AttentionSpec, Layout, Plan, Target, plan, support
 from attnsuite.backends.contract import Carry, may_attend
 from attnsuite.backends.features import Mode
 from attnsuite.backends.kascade import (
@@ -83,15 +83,7 @@ class Watched:
         """The name of the row."""
         return self.method
 
-    def takes(self, target: Target, mode: Mode) -> Takes:
-        """What Kascade takes."""
-        return KASCADE.takes(target, mode)
-
-    def refuses(
-        self, spec: AttentionSpec, target: Target, mode: Mode, options: Mapping[str, Any] | None
-    ) -> tuple[str, ...]:
-        """What Kascade refuses."""
-        return KASCADE.refuses(spec, target, mode, options)
+    takes, refuses = staticmethod(KASCADE.takes), staticmethod(KASCADE.refuses)
 
     def plan(
         self,

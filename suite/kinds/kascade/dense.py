@@ -10,12 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
+from attnsuite.backends import Resolution, Target, registry
 from attnsuite.backends.kascade import GREEDY_RULES, Calibration, Schedule, dynamic_programming, greedy, manual
 from attnsuite.models import ModelConfig, TextFile, Transformer, load_text, open_checkpoint, retrieval
 from attnsuite.models.kascade.calibration import calibrate, check_plain_logits, load
+from attnsuite.models.optimizer import make_optimizer
+from attnsuite.models.planning import Resolutions, attention_spec
+from attnsuite.models.training import Batch, compiled_step, training_step
 
 from ...errors import InputError
 from ...measure.text import reader_of
@@ -23,12 +28,15 @@ from ...named_model import checkpoint_of
 from ..model_program import model_config, open_model
 from ..quality import read_text
 from ..text import TextCase
-from .finetune import fine_tuned
+from .controls import Watched
+from .methods import settings_of
 from .selection import SelectionCase, anchor_layers
-from .settings import settings_of
 
 PROMPTS = 6  # of a calibration
 AT_ONCE = 4  # sequences of a batch
+# Every row trains from the same weights, on the same batches of training text, by the same updates. The dense model
+# that the rows are compared with is trained so too. Sparse attention has the gradient of the pairs that it kept.
+ROWS_PER_UPDATE, LEARNING_RATE = 4, 1e-3
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -88,7 +96,7 @@ def write_dense(case: SelectionCase, path: Path, text: TextFile | None) -> None:
     """Write dense logits to ``path`` (.npz). Without a calibration of the case's own, write one beside it."""
     model, asked = case_model(case), problem(case, text)
     measured = fine_tuned(case, model, "dense") if case.training_steps else model
-    logits = [np.asarray(measured(part, backend="standard", needs_grad=False)) for part in _batches(asked.tokens)]
+    logits = [np.asarray(measured(part, backend="standard", needs_grad=False)) for part in batches(asked.tokens)]
     np.savez(path, allow_pickle=False, logits=np.concatenate(logits)[: len(asked.tokens)])
     if case.calibration:
         return
@@ -148,16 +156,30 @@ def _gap(case: SelectionCase) -> int:
     return case.sequence // (2 if case.kind == "kascade_gate" else 8)
 
 
-def _batches(tokens: np.ndarray) -> list[np.ndarray]:
-    """Batches of one shape; the last is filled up with its own first rows."""
+def fine_tuned(case: SelectionCase, model: Transformer, method: str, schedule: Schedule | None = None) -> Transformer:
+    """The model after the case's ``training_steps`` with the attention of the row ``method``; float32."""
+    config = dataclasses.replace(model.config, dtype="float32", param_dtype="float32")
+    spec = attention_spec(config, "global", batch=ROWS_PER_UPDATE, query_length=case.sequence)
+    backend = registry.get("standard")
+    if schedule is not None and method != "dense":
+        backend = Watched(method, settings_of(case), schedule, kept=None)
+    resolutions: Resolutions = (("global", Resolution(method, backend, "native", spec, Target.here())),)
+    update = make_optimizer("adamw", steps=case.training_steps, learning_rate=LEARNING_RATE, weight_decay=0.0)
+    params = jax.tree.map(lambda x: jnp.array(x, jnp.float32), model.arrays())
+    state, step = update.init(params), compiled_step(training_step(config, resolutions, update))
+    reader, text = reader_of(case.model, config), load_text().train
+    for number in range(case.training_steps):
+        rng = np.random.default_rng([case.seed, 2, number])
+        rows = reader.drawn(text, case.sequence, ROWS_PER_UPDATE, rng)
+        params, state, _ = step(params, state, Batch(rows[None]), None)
+    return Transformer(config, params)
+
+
+def batches(tokens: np.ndarray) -> list[np.ndarray]:
+    """The tokens in batches of one shape; rows beyond the last sequence repeat the first ones."""
     short = -len(tokens) % AT_ONCE
     filled = np.concatenate([tokens, tokens[:short]]) if short else tokens
     return np.split(filled, len(filled) // AT_ONCE)
-
-
-def batches(tokens: np.ndarray) -> list[jax.Array]:
-    """The tokens in batches of one shape; rows beyond the last sequence repeat the first ones."""
-    return [jax.numpy.asarray(part) for part in _batches(tokens)]
 
 
 def _as_text(case: SelectionCase) -> TextCase:

@@ -7,6 +7,11 @@ kind of a case decides its rows. A row that would repeat another is refused with
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
+
+from attnsuite.backends.kascade import Settings
+
+from ...errors import InputError
 
 _QUALITY: tuple[str, ...] = ("kascade_text", "kascade_retrieval")
 _GATE: tuple[str, ...] = ("kascade_gate",)
@@ -80,3 +85,17 @@ CONTROLS = tuple(method.name for method in METHODS.values() if method.control)
 def rows_of(kind: str) -> tuple[str, ...]:
     """The rows of a kind of case, in the order of the table."""
     return tuple(method.name for method in METHODS.values() if kind in method.kinds)
+
+
+def settings_of(case: Any, **others: Any) -> Settings:
+    """The settings of a selection or stack case, without a schedule; ``others`` replace some. Raises InputError.
+
+    Query tiles are as long as key tiles even where single keys are selected, so that all rows share one own region.
+    """
+    names = ("top_k", "min_keys", "tile_size", "granularity")
+    fields: dict[str, Any] = {name: getattr(case, name) for name in names if hasattr(case, name)}
+    fields["kernel"] = case.kernel or None
+    try:
+        return Settings(**{**fields, "query_tile": case.tile_size, **others})
+    except ValueError as error:
+        raise InputError(f"case {case.name}: {str(error).removeprefix('kascade: ')}") from error

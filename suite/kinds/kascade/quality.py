@@ -28,9 +28,8 @@ from ...errors import CellFailure
 from ...measure.text import bits
 from . import controls, dense
 from .controls import Kept, Watched
-from .finetune import fine_tuned
+from .methods import settings_of
 from .selection import SelectionCase
-from .settings import settings_of
 
 DECODED = 64  # tokens at the end of a text that are decoded
 
@@ -52,7 +51,7 @@ def measure(case: SelectionCase, method: str, reference: Path, text: TextFile | 
     found = dense.schedules(case, model, reference)
     schedule = found["greedy" if method == "kascade_greedy" else "own"]
     if case.training_steps:
-        model = fine_tuned(case, model, method, schedule)
+        model = dense.fine_tuned(case, model, method, schedule)
     run = _program(case, model, method, schedule)
     parts = [run(tokens) for tokens in dense.batches(asked.tokens)]
     ours = np.concatenate([np.asarray(logits) for logits, _ in parts])[: len(asked.tokens)]

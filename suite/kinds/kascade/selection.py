@@ -17,8 +17,7 @@ from ...errors import CellFailure, InputError
 from ...names import is_whole, parts_of
 from ...typed import Count, Seed
 from ..kind import KascadeKernel, Keys, Kind, Layers, Least, Long, Share, cell, check_fields, name_case, refused
-from .methods import FINE_TUNED, METHODS, rows_of
-from .settings import settings_of
+from .methods import FINE_TUNED, METHODS, rows_of, settings_of
 
 if TYPE_CHECKING:
     from attnsuite.models import TextFile

@@ -17,8 +17,7 @@ from ...errors import InputError
 from ...measure import execution, judge
 from ...typed import Count, Seed
 from ..kind import SHORT_DTYPE, Dtype, KascadeKernel, Keys, Kind, Layers, Share, cell, check_fields, name_case, refused
-from .methods import KERNELS, METHODS, rows_of
-from .settings import settings_of
+from .methods import KERNELS, METHODS, rows_of, settings_of
 from .words import timed_words
 
 StackKind = Literal["kascade_prefill", "kascade_decode"]

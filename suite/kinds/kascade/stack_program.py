@@ -23,8 +23,7 @@ from attnsuite.backends.kascade import Selection, Settings, kept_fraction
 from ...measure.judge import as_model_error
 from ...measure.program import Program
 from ...record import TensorError
-from .methods import KERNELS
-from .settings import settings_of
+from .methods import KERNELS, settings_of
 from .stack import StackCase, schedule_of, stack_spec
 
 DISTINCT = 4  # pairs of keys and values
