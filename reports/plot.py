@@ -1,4 +1,4 @@
-"""Pictures as SVG: speed over sequence length against the roofline, maps of winners, and Kascade's quality.
+"""Pictures as SVG: speed over sequence length against the roofline, maps of winners, and panels of lines.
 
 A picture of speed is for one head layout. It has a panel per kind of pass and dtype: FLOP/s of every backend over S,
 and as the roof the matmul rate that this machine reached in that dtype. The same records give the same bytes.

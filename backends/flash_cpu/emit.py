@@ -43,6 +43,20 @@ def aligned(size: Any) -> Any:
     return (size + (CACHE_LINE - 1)) // CACHE_LINE * CACHE_LINE
 
 
+def _binary(floating: str, integer: str) -> Callable[[Value, Any], Value]:
+    """An operator of :class:`Value`, by the names of the builder's functions."""
+
+    def apply(self: Value, other: Any) -> Value:
+        operation = getattr(self.e.builder, floating if self.is_float else integer)
+        return Value(self.e, operation(self.raw, self._operand(other)))
+
+    return apply
+
+
+def _comparison(operator: str) -> Callable[[Value, Any], Value]:
+    return lambda self, other: self.compare(operator, other)
+
+
 class Value:
     """An LLVM value in a function under construction."""
 
@@ -59,44 +73,6 @@ class Value:
     def _operand(self, other: Any) -> Any:
         return other.raw if isinstance(other, Value) else self.e.const(self.type, other).raw
 
-    def _binary(self, other: Any, floating: str, integer: str) -> Value:
-        operation = getattr(self.e.builder, floating if self.is_float else integer)
-        return Value(self.e, operation(self.raw, self._operand(other)))
-
-    def __add__(self, other: Any) -> Value:
-        return self._binary(other, "fadd", "add")
-
-    __radd__ = __add__
-
-    def __sub__(self, other: Any) -> Value:
-        return self._binary(other, "fsub", "sub")
-
-    def __mul__(self, other: Any) -> Value:
-        return self._binary(other, "fmul", "mul")
-
-    __rmul__ = __mul__
-
-    def __truediv__(self, other: Any) -> Value:
-        return self._binary(other, "fdiv", "sdiv")
-
-    def __floordiv__(self, other: Any) -> Value:
-        return self._binary(other, "fdiv", "sdiv")
-
-    def __mod__(self, other: Any) -> Value:
-        return self._binary(other, "frem", "srem")
-
-    def __lshift__(self, other: Any) -> Value:
-        return self._binary(other, "shl", "shl")
-
-    def __rshift__(self, other: Any) -> Value:
-        return self._binary(other, "lshr", "lshr")
-
-    def __or__(self, other: Any) -> Value:
-        return self._binary(other, "or_", "or_")
-
-    def __and__(self, other: Any) -> Value:
-        return self._binary(other, "and_", "and_")
-
     def compare(self, operator: str, other: Any) -> Value:
         """Element by element, signed or ordered (a NaN compares false)."""
         b = self.e.builder
@@ -104,17 +80,16 @@ class Value:
             self.e, (b.fcmp_ordered if self.is_float else b.icmp_signed)(operator, self.raw, self._operand(other))
         )
 
-    def __lt__(self, other: Any) -> Value:
-        return self.compare("<", other)
-
-    def __gt__(self, other: Any) -> Value:
-        return self.compare(">", other)
-
-    def __le__(self, other: Any) -> Value:
-        return self.compare("<=", other)
-
-    def __ge__(self, other: Any) -> Value:
-        return self.compare(">=", other)
+    __add__ = __radd__ = _binary("fadd", "add")
+    __sub__ = _binary("fsub", "sub")
+    __mul__ = __rmul__ = _binary("fmul", "mul")
+    __truediv__ = __floordiv__ = _binary("fdiv", "sdiv")
+    __mod__ = _binary("frem", "srem")
+    __lshift__ = _binary("shl", "shl")
+    __rshift__ = _binary("lshr", "lshr")
+    __or__ = _binary("or_", "or_")
+    __and__ = _binary("and_", "and_")
+    __lt__, __gt__, __le__, __ge__ = (_comparison(operator) for operator in ("<", ">", "<=", ">="))
 
     def equals(self, other: Any) -> Value:
         """Element by element."""

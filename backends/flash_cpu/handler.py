@@ -128,25 +128,17 @@ class State:
 
     def dims(self, state: Value) -> Dims:
         """All sizes of the call."""
-        skip = (*_COUNTERS, "workers", "worker_bytes", "shared", "private")
-        names = [n for n in self.offsets if n not in skip and not n.startswith(("end", "stage", "data:"))]
-        return _Lazy({name: (lambda name=name: self.number(state, name)) for name in names})
+        return _Lazy(self, state)
 
 
-class _Lazy(Mapping):
-    """Sizes that are loaded when they are used."""
+class _Lazy(dict[str, Value]):
+    """Sizes that are loaded each time they are used."""
 
-    def __init__(self, makers: Mapping[str, Callable[[], Value]]) -> None:
-        self._makers = makers
+    def __init__(self, state: State, address: Value) -> None:
+        self._state, self._address = state, address
 
-    def __getitem__(self, name: str) -> Value:
-        return self._makers[name]()
-
-    def __iter__(self) -> Any:
-        return iter(self._makers)
-
-    def __len__(self) -> int:
-        return len(self._makers)
+    def __missing__(self, name: str) -> Value:
+        return self._state.number(self._address, name)
 
 
 def emit(module: ir.Module, signature: Signature, state: State, phases: Sequence[Phase]) -> None:

@@ -8,6 +8,8 @@ share a tile, so that a key is read once for all of them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from llvmlite import ir
 
 from . import elements
@@ -67,28 +69,27 @@ def join(module: ir.Module, isa: Isa, name: str, width: int) -> ir.Function:
 
 def dot(module: ir.Module, isa: Isa, name: str, dtype: str, width: int) -> ir.Function:
     """A function ``(first, second) -> float32``: the product of two rows of ``width`` numbers of ``dtype``."""
-    size, whole = elements.SIZE[dtype], width // isa.lanes * isa.lanes
-    with Function(module, name, [ptr, ptr], f32) as (e, (first, second)):
-        total, rest = e.variable(e.const(vector(f32, isa.lanes), 0.0)), e.variable(e.const(f32, 0.0))
-        for start, stop, sum_, lanes in ((0, whole, total, isa.lanes), (whole, width, rest, None)):
-            with e.loop(start, stop, lanes or 1) as d:
-                x, y = (elements.load(e, row.at(d, size), dtype, lanes) for row in (first, second))
-                sum_.set(e.fma(x, y, sum_()))
-        e.ret(e.add_up(total()) + rest())
+    with Function(module, name, [ptr, ptr], f32) as (e, sources):
+        e.ret(_summed(e, isa, dtype, width, sources, e.fma))
     return e.function
 
 
 def finite(module: ir.Module, isa: Isa, name: str, dtype: str, width: int) -> ir.Function:
     """A function ``(source) -> i1``: whether ``width`` numbers of ``dtype`` are. Others less themselves are NaN."""
-    size, whole = elements.SIZE[dtype], width // isa.lanes * isa.lanes
-    with Function(module, name, [ptr], i1) as (e, (source,)):
-        doubt, rest = e.variable(e.const(vector(f32, isa.lanes), 0.0)), e.variable(e.const(f32, 0.0))
-        for start, stop, sum_, lanes in ((0, whole, doubt, isa.lanes), (whole, width, rest, None)):
-            with e.loop(start, stop, lanes or 1) as d:
-                x = elements.load(e, source.at(d, size), dtype, lanes)
-                sum_.set(sum_() + (x - x))
-        e.ret((e.add_up(doubt()) + rest()).equals(0.0))
+    with Function(module, name, [ptr], i1) as (e, sources):
+        e.ret(_summed(e, isa, dtype, width, sources, lambda x, total: total + (x - x)).equals(0.0))
     return e.function
+
+
+def _summed(e: Function, isa: Isa, dtype: str, width: int, sources: list[Value], add: Callable[..., Value]) -> Value:
+    """``add(*numbers, total)`` over rows of ``width`` numbers: whole vectors, and the rest one by one."""
+    size, whole = elements.SIZE[dtype], width // isa.lanes * isa.lanes
+    total, rest = e.variable(e.const(vector(f32, isa.lanes), 0.0)), e.variable(e.const(f32, 0.0))
+    for start, stop, sum_, lanes in ((0, whole, total, isa.lanes), (whole, width, rest, None)):
+        with e.loop(start, stop, lanes or 1) as d:
+            numbers = [elements.load(e, row.at(d, size), dtype, lanes) for row in sources]
+            sum_.set(add(*numbers, sum_()))
+    return e.add_up(total()) + rest()
 
 
 def write_row(module: ir.Module, isa: Isa, name: str, dtype: str, width: int) -> ir.Function:

@@ -16,10 +16,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
 
+from ..contract import AttentionSpec
 from .block_sizes import TileBlocks
 from .kernels import Kernels
 from .selection import Places
-from .settings import Settings
+from .settings import Settings, Tiling
+from .xla import tiled, untiled
 
 # The value of a hidden score: below every other, and finite, so that no difference of two is NaN.
 HIDDEN = float(jnp.finfo(jnp.float32).min)
@@ -63,7 +65,7 @@ class PallasKernels(Kernels):
     def pooled_mass(self, places: Places, query: Array, key: Array) -> Array:
         """As :meth:`Kernels.pooled_mass`."""
         spec, tiling = self.spec, self.tiling
-        rows, keys, ids = self.rows(query), self.heads(key), self.segment_ids(places)
+        rows, keys, ids = tiled(query, *self._tiles), self.heads(key), self.segment_ids(places)
         mass = self.mass_of_rows(rows, keys, self.firsts(places), self.lengths(places), ids)
         return mass.reshape(spec.batch, spec.num_kv_heads, tiling.query_tiles, -1, tiling.units).sum(3)
 
@@ -74,8 +76,13 @@ class PallasKernels(Kernels):
         tiles = jnp.where(listed < 0, jnp.maximum(listed.max(-1, keepdims=True), 0), listed)
         counts = (listed >= 0).sum(-1, dtype=jnp.int32)
         scalars = self.firsts(places), self.lengths(places)
-        rows, keys, values = self.rows(query), self.heads(key), self.heads(value)
-        return self.queries(self.attend_rows(rows, keys, values, tiles, counts, *scalars, self.segment_ids(places)))
+        rows, keys, values = tiled(query, *self._tiles), self.heads(key), self.heads(value)
+        out = self.attend_rows(rows, keys, values, tiles, counts, *scalars, self.segment_ids(places))
+        return untiled(out, *self._tiles)
+
+    @property
+    def _tiles(self) -> tuple[AttentionSpec, Tiling, int, int]:
+        return self.spec, self.tiling, self.blocks.tile_q, self.row_block
 
     @property
     def tiles(self) -> int:
@@ -90,28 +97,6 @@ class PallasKernels(Kernels):
     def sequence(self, tile: Any) -> Any:
         """The sequence that query tile ``tile`` of the list belongs to."""
         return tile // (self.spec.num_kv_heads * self.tiling.query_tiles)
-
-    def rows(self, query: Float[Array, "b t n h"]) -> Float[Array, "blocks rows h"]:
-        """The blocks of ``row_block`` queries; every query tile is padded with zeros."""
-        tiling, kv_heads, group, block_q = self.tiling, self.spec.num_kv_heads, self.spec.group_size, self.row_block
-        b, t, _, h = query.shape
-        query = jnp.pad(query, ((0, 0), (0, tiling.padded_queries - t), (0, 0), (0, 0)))
-        query = query.reshape(b, tiling.query_tiles, tiling.query_tile, kv_heads, group, h)
-        query = jnp.pad(query, ((0, 0), (0, 0), (0, self.blocks.tile_q - tiling.query_tile), *((0, 0),) * 3))
-        query = query.reshape(b, tiling.query_tiles, -1, block_q, kv_heads, group, h)
-        return query.transpose(0, 4, 1, 2, 5, 3, 6).reshape(-1, group * block_q, h)
-
-    def queries(self, rows: Float[Array, "blocks rows v"]) -> Float[Array, "b t n v"]:
-        """The inverse of :meth:`rows`."""
-        spec, tiling = self.spec, self.tiling
-        out = rows.reshape(
-            spec.batch, spec.num_kv_heads, tiling.query_tiles, -1, spec.group_size, self.row_block, rows.shape[-1]
-        )
-        out = out.transpose(0, 2, 3, 5, 1, 4, 6).reshape(
-            spec.batch, tiling.query_tiles, -1, spec.num_heads, rows.shape[-1]
-        )
-        out = out[:, :, : tiling.query_tile].reshape(spec.batch, -1, spec.num_heads, rows.shape[-1])
-        return out[:, : spec.query_length]
 
     def heads(self, x: Float[Array, "b s k d"]) -> Float[Array, "heads padded d"]:
         """Keys or values of every sequence and KV head, padded with zeros to whole tiles."""

@@ -328,19 +328,33 @@ def heads_and_tiles(spec: AttentionSpec, tiling: Tiling) -> tuple[Int[Array, " t
     return jnp.repeat(jnp.arange(heads, dtype=jnp.int32), tiles), jnp.tile(jnp.arange(tiles, dtype=jnp.int32), heads)
 
 
-def tiled(x: Float[Array, "b t n h"], spec: AttentionSpec, tiling: Tiling) -> Float[Array, "tiles rows h"]:
-    """[B, T, N, H] -> [B * K * query_tiles, group * query_tile, H], T padded with zeros."""
-    x = jnp.pad(x, ((0, 0), (0, tiling.padded_queries - x.shape[1]), (0, 0), (0, 0)))
-    shape = (spec.batch, tiling.query_tiles, tiling.query_tile, spec.num_kv_heads, spec.group_size, x.shape[-1])
-    x = x.reshape(shape).transpose(0, 3, 1, 4, 2, 5)
-    return x.reshape(-1, spec.group_size * tiling.query_tile, x.shape[-1])
+def tiled(
+    x: Float[Array, "b t n h"], spec: AttentionSpec, tiling: Tiling, tile: int = 0, block: int = 0
+) -> Float[Array, "blocks rows h"]:
+    """[B, T, N, H] -> [B * K * query_tiles * (tile / block), group * block, H], T padded with zeros.
+
+    A query tile is padded to ``tile`` queries and cut into blocks of ``block``; by default it is whole.
+    """
+    tile = tile or tiling.query_tile
+    block, kv_heads, group, (b, t, _, h) = block or tile, spec.num_kv_heads, spec.group_size, x.shape
+    x = jnp.pad(x, ((0, 0), (0, tiling.padded_queries - t), (0, 0), (0, 0)))
+    x = x.reshape(b, tiling.query_tiles, tiling.query_tile, kv_heads, group, h)
+    if tile != tiling.query_tile:
+        x = jnp.pad(x, ((0, 0), (0, 0), (0, tile - tiling.query_tile), *((0, 0),) * 3))
+    x = x.reshape(b, tiling.query_tiles, tile // block, block, kv_heads, group, h)
+    return x.transpose(0, 4, 1, 2, 5, 3, 6).reshape(-1, group * block, h)
 
 
-def untiled(x: Float[Array, "tiles rows h"], spec: AttentionSpec, tiling: Tiling) -> Float[Array, "b t n h"]:
+def untiled(
+    x: Float[Array, "blocks rows h"], spec: AttentionSpec, tiling: Tiling, tile: int = 0, block: int = 0
+) -> Float[Array, "b t n h"]:
     """The inverse."""
-    shape = (spec.batch, spec.num_kv_heads, tiling.query_tiles, spec.group_size, tiling.query_tile, x.shape[-1])
-    x = x.reshape(shape).transpose(0, 2, 4, 1, 3, 5)
-    return x.reshape(spec.batch, tiling.padded_queries, spec.num_heads, -1)[:, : spec.query_length]
+    tile = tile or tiling.query_tile
+    block, h = block or tile, x.shape[-1]
+    x = x.reshape(spec.batch, spec.num_kv_heads, tiling.query_tiles, tile // block, spec.group_size, block, h)
+    x = x.transpose(0, 2, 3, 5, 1, 4, 6).reshape(spec.batch, tiling.query_tiles, tile, spec.num_heads, h)
+    x = x[:, :, : tiling.query_tile].reshape(spec.batch, tiling.padded_queries, spec.num_heads, h)
+    return x[:, : spec.query_length]
 
 
 def _rows(x: Float[Array, "b s k d"]) -> Float[Array, "bks d"]:

@@ -27,7 +27,6 @@ Share = Annotated[float, Meta(gt=0, le=1)]
 Least = Annotated[int, Meta(ge=2, le=2**31 - 1)]
 Long = Annotated[int, Meta(ge=64, le=2**31 - 1)]
 Layers = Annotated[int, Meta(ge=1, le=2**16)]
-KascadeKernel = Literal["", "xla", "pallas", "flash_cpu"]  # the backend's option; empty: the target's default
 Keys = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 
 SHORT_DTYPE = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
@@ -85,7 +84,7 @@ class Kind:
         return ()
 
     def told(self, case: Any, words: Mapping[str, Any]) -> Case | None:
-        """The case with the command line's fields for Kascade; None where the case is not about Kascade."""
+        """The case with these fields, given as flags, in place of its own; None where it has none of them."""
         return None
 
     def judged_by(self, case: Any, mode: str | None) -> tuple[Case, ...]:

@@ -25,11 +25,11 @@ from ..measure.fresh import Draw
 from ..measure.judge import as_model_error
 from ..record import TensorError
 from ..typed import Count, Seed
+from .kascade.methods import KascadeKernel
 from .kascade.words import timed_words
 from .kind import (
     SHORT_DTYPE,
     Dtype,
-    KascadeKernel,
     Kind,
     Layers,
     Share,

@@ -16,8 +16,8 @@ from ...cell import Asked, Cell, Means, Outcome, Prepared
 from ...errors import CellFailure, InputError
 from ...names import is_whole, parts_of
 from ...typed import Count, Seed
-from ..kind import KascadeKernel, Keys, Kind, Layers, Least, Long, Share, cell, check_fields, name_case, refused
-from .methods import FINE_TUNED, METHODS, rows_of, settings_of
+from ..kind import Keys, Kind, Layers, Least, Long, Share, cell, check_fields, name_case, refused
+from .methods import FINE_TUNED, METHODS, KascadeKernel, rows_of, settings_of
 
 if TYPE_CHECKING:
     from attnsuite.models import TextFile

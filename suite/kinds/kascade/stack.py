@@ -16,8 +16,8 @@ from ...cell import Asked, Cell, Means, Outcome, Prepared
 from ...errors import InputError
 from ...measure import execution, judge
 from ...typed import Count, Seed
-from ..kind import SHORT_DTYPE, Dtype, KascadeKernel, Keys, Kind, Layers, Share, cell, check_fields, name_case, refused
-from .methods import KERNELS, METHODS, rows_of, settings_of
+from ..kind import SHORT_DTYPE, Dtype, Keys, Kind, Layers, Share, cell, check_fields, name_case, refused
+from .methods import KERNELS, METHODS, KascadeKernel, rows_of, settings_of
 from .words import timed_words
 
 StackKind = Literal["kascade_prefill", "kascade_decode"]

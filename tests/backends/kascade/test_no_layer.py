@@ -23,44 +23,40 @@ KEY, VALUE = (jnp.asarray(RNG.standard_normal((1, 256, 2, 16)), jnp.float32) for
 WORDS = r"names no layer.*plan\.run\(query, key, value, layer=i, carry=carry\)"
 
 
-def planned(**options):
-    spec = make_spec(QUERY, KEY, VALUE, is_causal=True, needs_grad=False)
-    return plan(registry.get("kascade"), spec, target=Target.here(), options={**OPTIONS, **options})
+SPEC = make_spec(QUERY, KEY, VALUE, is_causal=True, needs_grad=False)
+CALL = {"is_causal": True, "needs_grad": False, "backend_options": OPTIONS}
 
 
-@pytest.mark.parametrize("on_unavailable", ["raise", "fallback"])
-def test_a_call_says_what_to_write(on_unavailable):
-    asked = {"backend": "kascade", "backend_options": OPTIONS, "on_unavailable": on_unavailable}
+def planned(backend=None, **options):
+    backend = registry.get("kascade") if backend is None else backend
+    return plan(backend, SPEC, target=Target.here(), options={**OPTIONS, **options})
+
+
+def sharded():
+    return Sharded(registry.get("kascade"), Mesh(np.array(jax.devices()[:1]), ("batch",)), MeshAxes(data="batch"))
+
+
+CALLS = {
+    "call": lambda *x: backends.attention(*x, **CALL, backend="kascade", on_unavailable="raise"),
+    "call with a fallback": lambda *x: backends.attention(*x, **CALL, backend="kascade", on_unavailable="fallback"),
+    "function for flax": backends.attention_fn("kascade", **CALL),
+    "plan": lambda *x: planned().run(*x),
+    "plan that decided to run dense": lambda *x: planned(min_keys=10_000).run(*x),
+    "sharded plan": lambda *x: planned(sharded()).run(*x),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_it_says_what_to_write(call):
     with pytest.raises(ValueError, match=WORDS):
-        backends.attention(QUERY, KEY, VALUE, is_causal=True, needs_grad=False, **asked)
+        CALLS[call](QUERY, KEY, VALUE)
 
 
-def test_a_function_for_flax_says_what_to_write():
-    attend = backends.attention_fn("kascade", is_causal=True, needs_grad=False, backend_options=OPTIONS)
-    with pytest.raises(ValueError, match=WORDS):
-        attend(QUERY, KEY, VALUE)
-
-
-def test_a_plan_says_what_to_write_and_runs_where_a_layer_is_named():
+def test_a_plan_runs_where_a_layer_is_named():
     made = planned()
-    with pytest.raises(ValueError, match=WORDS):
-        made.run(QUERY, KEY, VALUE)
     dense, carry = made.run(QUERY, KEY, VALUE, layer=0)
     sparse, _ = made.run(QUERY, KEY, VALUE, layer=1, carry=carry)
     assert jnp.abs(dense - sparse).max() > 0.1
-
-
-def test_a_plan_that_decided_to_run_dense_is_no_exception():
-    with pytest.raises(ValueError, match=WORDS):
-        planned(min_keys=10_000).run(QUERY, KEY, VALUE)
-
-
-def test_a_sharded_plan_is_no_exception():
-    sharded = Sharded(registry.get("kascade"), Mesh(np.array(jax.devices()[:1]), ("batch",)), MeshAxes(data="batch"))
-    spec = make_spec(QUERY, KEY, VALUE, is_causal=True, needs_grad=False)
-    made = plan(sharded, spec, target=Target.here(), options=OPTIONS)
-    with pytest.raises(ValueError, match=WORDS):
-        made.run(QUERY, KEY, VALUE)
 
 
 def test_without_a_schedule_a_single_call_selects_for_itself():
