@@ -188,11 +188,6 @@ def _smaller(lanes: _Lanes, x: Value, y: Value) -> Value:
     return lanes.intrinsic("minimum", x, y) if x.is_float else lanes.e.min(x, y)
 
 
-def _sign(lanes: _Lanes, x: Value) -> Value:
-    below = lanes.e.select(x < 0, lanes.const(-1), x)
-    return lanes.e.select(x > 0, lanes.const(1), below)
-
-
 def _negative(lanes: _Lanes, x: Value) -> Value:
     return lanes.const(-0.0) - x if x.is_float else lanes.const(0) - x
 
@@ -223,22 +218,6 @@ def _power(lanes: _Lanes, x: Value) -> Value:
     return lanes.const(1) / product if int(lanes.how) < 0 else product
 
 
-def _rounded(lanes: _Lanes, x: Value) -> Value:
-    return lanes.intrinsic("round" if lanes.how == "AWAY_FROM_ZERO" else "roundeven", x)
-
-
-def _logistic(lanes: _Lanes, x: Value) -> Value:
-    return lanes.const(1.0) / (lanes.library("exp", _negative(lanes, x)) + 1.0)
-
-
-def _not(lanes: _Lanes, x: Value) -> Value:
-    return Value(lanes.e, lanes.e.builder.not_(x.raw))
-
-
-def _xor(lanes: _Lanes, x: Value, y: Value) -> Value:
-    return Value(lanes.e, lanes.e.builder.xor(x.raw, y.raw))
-
-
 _LIBRARY = ("sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "asinh", "acosh", "atanh", "exp", "exp2",
             "expm1", "log", "log1p", "cbrt", "pow", "atan2")  # fmt: skip
 _OPERATIONS: Mapping[str, Callable[..., Value]] = {
@@ -250,7 +229,7 @@ _OPERATIONS: Mapping[str, Callable[..., Value]] = {
     "rem": functools.partial(_divided, remainder=True),
     "neg": _negative,
     "abs": lambda lanes, x: lanes.intrinsic("fabs", x) if x.is_float else lanes.e.max(x, _negative(lanes, x)),
-    "sign": _sign,
+    "sign": lambda lanes, x: lanes.e.select(x > 0, lanes.const(1), lanes.e.select(x < 0, lanes.const(-1), x)),
     "max": _larger,
     "min": _smaller,
     "clamp": lambda lanes, low, x, high: _smaller(lanes, _larger(lanes, low, x), high),
@@ -261,9 +240,9 @@ _OPERATIONS: Mapping[str, Callable[..., Value]] = {
     "rsqrt": lambda lanes, x: lanes.const(1.0) / lanes.intrinsic("sqrt", x),
     "floor": lambda lanes, x: lanes.intrinsic("floor", x),
     "ceil": lambda lanes, x: lanes.intrinsic("ceil", x),
-    "round": _rounded,
+    "round": lambda lanes, x: lanes.intrinsic("round" if lanes.how == "AWAY_FROM_ZERO" else "roundeven", x),
     "tanh": lambda lanes, x: elements.tanh(lanes.e, lanes.isa, x),
-    "logistic": _logistic,
+    "logistic": lambda lanes, x: lanes.const(1.0) / (lanes.library("exp", _negative(lanes, x)) + 1.0),
     "eq": lambda _, x, y: x.equals(y),
     "ne": _unequal,
     "lt": lambda _, x, y: x < y,
@@ -272,8 +251,8 @@ _OPERATIONS: Mapping[str, Callable[..., Value]] = {
     "ge": lambda _, x, y: x >= y,
     "and": lambda _, x, y: x & y,
     "or": lambda _, x, y: x | y,
-    "xor": _xor,
-    "not": _not,
+    "xor": lambda lanes, x, y: Value(lanes.e, lanes.e.builder.xor(x.raw, y.raw)),
+    "not": lambda lanes, x: Value(lanes.e, lanes.e.builder.not_(x.raw)),
     "is_finite": lambda _, x: (x - x).equals(0.0),
     "select_n": lambda lanes, which, no, yes: lanes.e.select(which, yes, no),
     "convert_element_type": _converted,

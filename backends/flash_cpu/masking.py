@@ -46,7 +46,9 @@ def key_bounds(e: Function, position: Value, key_id: Value, keys: int, strip: in
             p, key = position.at(j, 4).load(i32), key_id.at(j, 4).load(i32)
             _extend(e, part, (p, key), key.compare("!=", NO_KEY))
         record = records.at(n * RECORD + RECORD)
-        _merge(e, whole, [x() for x in part])
+        found = [x() for x in part]
+        for variable, x, join in zip(whole, found, (e.min, e.max, e.min, e.max, e.min), strict=True):
+            variable.set(join(x, variable()))
         for offset, x in zip((LOW, HIGH, LOW_ID, HIGH_ID, ALL), part, strict=True):
             record.at(offset).store(x())
     for offset, x in zip((LOW, HIGH, LOW_ID, HIGH_ID, ALL), whole, strict=True):
@@ -61,11 +63,6 @@ def _extend(e: Function, bounds: list, key: tuple[Value, Value], exists: Value) 
     low_id.set(e.select(exists, e.min(name, low_id()), low_id()))
     high_id.set(e.select(exists, e.max(name, high_id()), high_id()))
     every.set(e.select(exists, every(), 0))
-
-
-def _merge(e: Function, whole: list, part: list[Value]) -> None:
-    for variable, x, join in zip(whole, part, (e.min, e.max, e.min, e.max, e.min), strict=True):
-        variable.set(join(x, variable()))
 
 
 def query_bounds(e: Function, first: Value, last: Value, query_id: Value, count: Value, record: Value) -> None:

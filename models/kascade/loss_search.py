@@ -14,13 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attnsuite.backends import Resolution
 from attnsuite.backends.contract import Carry
 from attnsuite.backends.kascade import Calibration, LayerRole, Schedule, greedy_by_loss
 from attnsuite.models.checkpoint import Checkpoint
-from attnsuite.models.config import ModelConfig
 from attnsuite.models.forward import Hidden
-from attnsuite.models.planning import Options, freeze_options, resolve_attention
+from attnsuite.models.planning import freeze_options, resolve_attention
 from attnsuite.models.streaming import LAYER_STATICS, embedded, last_nats, outer_of_head, run_layer
 from attnsuite.models.transformer import Transformer
 
@@ -65,7 +63,16 @@ def schedule_losses(
     length = tokens.shape[1] - 1
     (x,) = embedded(model, [tokens[:, :-1]])
     options = freeze_options({**settings, "schedule": _ROLE_BY_ROLE})
-    resolution = _resolution(config, tokens.shape[0], length, options)
+    found = resolve_attention(
+        config,
+        batch=tokens.shape[0],
+        query_length=length,
+        needs_grad=False,
+        backend="kascade",
+        on_unavailable="raise",
+        options=dict(options),
+    )
+    resolution = dict(found)["global"]
     states: dict[tuple[LayerRole, ...], tuple[Hidden, Carry]] = {(): (x, ())}
     for i in range(config.num_layers):
         layer = model.layer(i)
@@ -86,16 +93,3 @@ def schedule_losses(
         float(np.mean([last_nats(config, outer, x[n : n + 1], tokens[n : n + 1, 1:]) for n in range(len(tokens))]))
         for x, _ in (states[schedule.layers] for schedule in schedules)
     ]
-
-
-def _resolution(config: ModelConfig, batch: int, length: int, options: Options) -> Resolution:
-    found = resolve_attention(
-        config,
-        batch=batch,
-        query_length=length,
-        needs_grad=False,
-        backend="kascade",
-        on_unavailable="raise",
-        options=dict(options),
-    )
-    return dict(found)["global"]
