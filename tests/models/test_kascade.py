@@ -1,21 +1,15 @@
-"""Kascade in a whole model: the retrieval gate with its controls, calibration, decoding, and text that stays text."""
+"""Kascade in a whole model: the retrieval gate (its controls: tests/suite/test_kascade.py), calibration, decoding, text."""
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnsuite.backends import Layout, Plan, Registry, Target, registry
+from attnsuite.backends import Target
 from attnsuite.backends.kascade import (
-    KASCADE,
     Calibration,
-    Places,
     Schedule,
-    Selection,
-    Settings,
-    Tiling,
     dynamic_programming,
     greedy,
     layer_similarity,
@@ -112,75 +106,10 @@ def test_calibrated_schedules_pass_too(model, batch, measured):
         assert recall(model, batch, schedule) == 1.0
 
 
-def test_wrong_anchors_fail(model, batch):
-    """Layers 1 and 2 reuse what layer 0 selected, which attends to nothing in particular."""
-    assert recall(model, batch, manual((0,), num_layers=4, kv_heads=2)) < 0.5
-
-
 def test_a_swapped_head_map_fails(model, batch):
     layers = [dataclasses.replace(x, head_map=(1, 0)) if x.role == "reuse" else x for x in GOOD.layers]
     assert 0.1 < recall(model, batch, Schedule(tuple(layers))) < 0.75
     assert recall(model, batch, Schedule(tuple(layers)), ablation="no_remap") == 1.0
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Tampered:
-    """Kascade whose reuse layers are handed another selection than the anchor made."""
-
-    name: str
-    needles: tuple[tuple[int, ...], ...] = ()
-    exact: bool = False
-
-    def takes(self, target, mode):
-        return KASCADE.takes(target, mode)
-
-    def plan(self, spec, layout, *, target, mode="native", options=None):
-        inner = KASCADE.plan(spec, layout, target=target, mode=mode, options=options)
-        settings = Settings(**options)
-        tiling = Tiling.of(spec, settings)
-        first = jnp.asarray(Places.of(spec, Layout(), tiling).first_own)[:, None, :, None]
-
-        def attend(query, key, value, layer, carry):
-            if settings.schedule.layers[layer].role != "reuse":
-                return inner.run(query, key, value, layer=layer, carry=carry)
-            handed = getattr(self, f"_{self.name}")(carry, first)
-            return inner.run(query, key, value, layer=layer, carry=handed)[0], carry
-
-        return Plan(attend)
-
-    def _random(self, carry, first):
-        """As many units, distinct, from anywhere before."""
-        shape = (*carry.selected.shape[:3], LENGTH // TILE)
-        scores = jax.random.uniform(jax.random.key(0), shape)
-        scores = jnp.where(jnp.arange(LENGTH // TILE) < first, scores, -1.0)
-        chosen = jnp.argsort(-scores, axis=-1)[..., : carry.selected.shape[-1]].astype(jnp.int32)
-        kept = jnp.arange(carry.selected.shape[-1]) < carry.count[..., None]
-        return Selection(jnp.where(kept, chosen, -1), carry.count)
-
-    def _window(self, carry, first):
-        """The units just before."""
-        chosen = first - carry.count[..., None] + jnp.arange(carry.selected.shape[-1], dtype=jnp.int32)
-        return Selection(jnp.where(chosen < first, chosen, -1), carry.count)
-
-    def _stale(self, carry, first):
-        """What the query tile before had selected."""
-        return jax.tree.map(lambda x: jnp.pad(x[:, :, :-1], ((0, 0), (0, 0), (1, 0)) + ((0, 0),) * (x.ndim - 3)), carry)
-
-    def _dropped(self, carry, first):
-        """All that was selected but the units that hold a needle."""
-        needles = jnp.asarray(self.needles)[:, None, None, None]
-        kept = ~(carry.selected[..., None] == needles).any(-1) & (carry.selected >= 0)
-        order = jnp.argsort(~kept, axis=-1, stable=True)
-        chosen = jnp.take_along_axis(jnp.where(kept, carry.selected, -1), order, axis=-1)
-        return Selection(chosen, kept.sum(-1).astype(jnp.int32))
-
-
-@pytest.mark.parametrize(("name", "most"), [("random", 0.8), ("window", 0.4), ("stale", 0.75), ("dropped", 0.4)])
-def test_a_selection_that_is_not_the_anchors_fails(model, batch, monkeypatch, name, most):
-    monkeypatch.setattr(registry, "DEFAULT", Registry())
-    needles = tuple(map(tuple, (batch.needle_positions // TILE).tolist())) if name == "dropped" else ()
-    registry.register(Tampered(name, needles))
-    assert 0.1 < recall(model, batch, backend=name) < most
 
 
 def test_calibration_sees_the_circuit(measured):

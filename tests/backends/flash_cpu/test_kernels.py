@@ -17,7 +17,7 @@ from attnsuite.backends.flash_cpu.compiler import Processor, assembly
 from attnsuite.backends.flash_cpu.emit import Function, f32, i64, ptr, vector
 from attnsuite.backends.flash_cpu.forward import Kernel
 from attnsuite.backends.flash_cpu.isa import AMX_BF16, AVX2, AVX512, AVX512_BF16, NEON, available, features_for
-from attnsuite.backends.flash_cpu.visibility import NO_KEY, NO_QUERY, visibility
+from attnsuite.backends.flash_cpu.visibility import NO_KEY, visibility
 from emitted import ISAS, call, compiled
 from emulated_tiles import emulate
 
@@ -406,12 +406,6 @@ def test_blocks_are_empty_mixed_or_full_as_the_block_table_says(isa, name):
                 assert mixed or start >= stop
                 assert not inside[:start].any()
                 assert not inside[stop:].any()
-
-
-def test_ids_of_padding_match_nothing():
-    assert NO_KEY != NO_QUERY
-    assert NO_KEY < 0
-    assert NO_QUERY < 0
 
 
 def test_instruction_set_follows_from_the_features():

@@ -71,12 +71,6 @@ def test_it_follows_every_forward_kernel(kernel):
     check_accuracy(run(problem.selection(), cotangent(problem), *problem.inputs), judged(problem, problem.selection()))
 
 
-def test_soft_cap():
-    problem = sparse(SETTINGS, logits_soft_cap=3.0)
-    results = reuse(problem, {})(problem.selection(), cotangent(problem), *problem.inputs)
-    check_accuracy(results, judged(problem, problem.selection()))
-
-
 def other_heads(selection):
     return Selection(selection.selected[:, ::-1], selection.count[:, ::-1])
 

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh
 
 from attnsuite.backends import (
-    AttentionSpec,
     Layout,
     MeshAxes,
     Sharded,
@@ -324,18 +323,10 @@ def test_key_positions_are_refused_at_the_plan():
 
 def test_memory_is_linear_in_the_length():
     """Compiled temporaries at twice the length: dense scores would be four times as large."""
+    small = sparse(T=8, batch=1, head_dim=32)
 
     def temporaries(length):
-        spec = AttentionSpec(
-            batch=1,
-            query_length=length,
-            key_value_length=length,
-            num_heads=4,
-            num_kv_heads=2,
-            head_dim=32,
-            is_causal=True,
-            needs_grad=False,
-        )
+        spec = dataclasses.replace(small.spec, query_length=length, key_value_length=length)
         plan = KASCADE.plan(spec, Layout(), target=Target("cpu"))
         shapes = [jax.ShapeDtypeStruct((1, length, heads, 32), jnp.float32) for heads in (4, 2, 2)]
         return jax.jit(plan.run).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
@@ -384,12 +375,6 @@ def test_nothing_can_be_differentiated():
     plan = KASCADE.plan(problem.spec, Layout(), target=Target("cpu"))
     with pytest.raises(ValueError, match="needs_grad"):
         jax.grad(lambda q: plan.run(q, *problem.inputs[1:])[0].sum())(problem.query)
-
-
-def test_the_carry_is_the_selection():
-    _, carry = sparse().layer()
-    assert isinstance(carry, Selection)
-    assert carry.selected.dtype == jnp.int32
 
 
 DEVICES = """
