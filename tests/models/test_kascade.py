@@ -1,4 +1,4 @@
-"""Kascade in a whole model: the retrieval gate (its controls: tests/suite/test_kascade.py), calibration, decoding, text."""
+"""Kascade in a whole model: the retrieval gate (controls: tests/suite/test_kascade.py), calibration, decoding, text."""
 
 import dataclasses
 
