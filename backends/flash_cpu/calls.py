@@ -90,7 +90,7 @@ class Calls:
         given = {"numbers": self.numbers, **{name: jnp.asarray(x) for name, x in arrays.items()}}
         for x in signature.operands:
             if x.name not in given:
-                given[x.name] = jnp.zeros((1, sizes[x.dims[1]]), jnp.float32)
+                given[x.name] = jnp.zeros((1, sizes[str(x.dims[1])]), jnp.float32)
         operands = [given[x.name] for x in signature.operands]
         dims: dict[Any, int] = dict(sizes)
         for x, array in zip(signature.operands, operands, strict=True):

@@ -105,7 +105,7 @@ class Walk:
         layout = batch // (dims["B"] // dims["C"]) * dims["S"]
         positions, ids = (self.state.pointer(s, f"data:{x}").at(layout, 4) for x in ("position", "key_id"))
         numbers = self.state.pointer(s, "data:numbers")
-        count = dims["T"] * (dims["N"] // dims["K"])
+        count, width = dims["T"] * (dims["N"] // dims["K"]), e.const(i64, kernel.head_dim * size)
 
         def side(name: str, width: int) -> _Side:
             by_batch, by_head, by_key = _strides(kernel, dims, width)
@@ -139,42 +139,19 @@ class Walk:
                             e.run(self._soften, row, r, partial(h).at(r * buffers.partial, 4), numbers)
                 if kernel.value_head_dim:
                     with e.when(seen() > 0), e.loop(0, heads) as h:
-                        self._add(
-                            e,
-                            w.at(h * own),
-                            partial(h),
-                            values.of(k, h),
-                            e.const(i64, values.by_key),
-                            keys.fetched(after, h),
-                            padded,
-                            n,
-                        )
+                        row, result, block = w.at(h * own), partial(h), values.of(k, h)
+                        step, following, element = e.const(i64, values.by_key), keys.fetched(after, h), size
+                        if self._widen is not None:
+                            e.run(self._widen, row, block, step, n)
+                            block, step, element = row.at(buffers.values), e.const(i64, buffers.value_width * 4), 4
+                        with e.loop(0, n, WEIGHED_KEYS) as some, e.loop(0, padded, kernel.rows_per_tile) as r:
+                            last = e.min(some + WEIGHED_KEYS, n)
+                            for below, column, shape in tiles(buffers):
+                                out = result.at((r + below) * buffers.partial + column, 4)
+                                columns = block.at(column, element), step, following.at(column, size), width
+                                e.run(self._weigh[shape], row, r + below, *columns, out, some, last)
 
         return walk
-
-    def _add(
-        self,
-        e: Function,
-        w: Value,
-        partial: Value,
-        block: Value,
-        step: Value,
-        following: Value,
-        padded: Value,
-        n: Value,
-    ) -> None:
-        """Adds a block's weighted values to the partial result."""
-        buffers, size = self.buffers, elements.SIZE[self.buffers.kernel.dtype]
-        element, tile, ahead = size, buffers.kernel.rows_per_tile, e.const(i64, buffers.kernel.head_dim * size)
-        if self._widen is not None:
-            e.run(self._widen, w, block, step, n)
-            block, step, element = w.at(buffers.values), e.const(i64, buffers.value_width * 4), 4
-        with e.loop(0, n, WEIGHED_KEYS) as first, e.loop(0, padded, tile) as r:
-            last = e.min(first + WEIGHED_KEYS, n)
-            for below, column, shape in tiles(buffers):
-                out = partial.at((r + below) * buffers.partial + column, 4)
-                columns = (block.at(column, element), step, following.at(column, size), ahead)
-                e.run(self._weigh[shape], w, r + below, *columns, out, first, last)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
