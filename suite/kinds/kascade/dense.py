@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from attnsuite.backends import Resolution, Target, registry
-from attnsuite.backends.kascade import GREEDY_RULES, Calibration, Schedule, dynamic_programming, greedy, manual
+from attnsuite.backends.kascade import GREEDY_RULES, Schedule, greedy
 from attnsuite.models import ModelConfig, TextFile, Transformer, load_text, open_checkpoint, retrieval
 from attnsuite.models.kascade.calibration import calibrate, check_plain_logits, load
 from attnsuite.models.optimizer import make_optimizer
@@ -30,6 +30,7 @@ from ..quality import read_text
 from ..text import TextCase
 from .controls import Watched
 from .methods import settings_of
+from .schedules import ScheduleWords
 from .selection import SelectionCase, anchor_layers
 
 PROMPTS = 6  # of a calibration
@@ -116,19 +117,10 @@ def read_dense(path: Path) -> Float[np.ndarray, "sequences length vocab"]:
 def schedules(case: SelectionCase, model: Transformer, path: Path) -> dict[str, Schedule]:
     """The case's own schedule, and the greedy one, from the case's calibration or the one beside ``path``."""
     calibration = load(case.calibration or _calibration_path(path), model)
+    limits: dict[str, Any] = {"threshold": case.threshold, "max_reuse_dist": case.max_reuse_dist}
+    words = ScheduleWords(schedule=case.schedule, anchors=",".join(map(str, anchor_layers(case))), **limits)
     rule = case.schedule if case.schedule in GREEDY_RULES else "greedy"
-    greedy_one = greedy(calibration, threshold=case.threshold, max_reuse_dist=case.max_reuse_dist, rule=rule)
-    return {"own": _own(case, calibration, greedy_one), "greedy": greedy_one}
-
-
-def _own(case: SelectionCase, calibration: Calibration, greedy_one: Schedule) -> Schedule:
-    if case.schedule in GREEDY_RULES:
-        return greedy_one
-    anchors = anchor_layers(case)
-    if case.schedule == "dp":
-        return dynamic_programming(calibration, anchors[0])
-    layers, heads = calibration.num_layers, calibration.kv_heads
-    return manual(anchors, num_layers=layers, kv_heads=heads, calibration=calibration)
+    return {"own": words.made(calibration), "greedy": greedy(calibration, **limits, rule=rule)}
 
 
 def _check_calibration(case: SelectionCase) -> None:
