@@ -4,8 +4,6 @@ import ctypes
 import dataclasses
 import os
 import stat
-import subprocess
-import sys
 import threading
 
 import jax
@@ -29,6 +27,7 @@ from attnsuite.backends.flash_cpu import (
 from attnsuite.backends.flash_cpu.compiler import Processor
 from attnsuite.backends.flash_cpu.visibility import visibility
 from emitted import set_apart
+from script import run
 
 ISA = compiler.Processor.here().isa()
 SPEC = AttentionSpec(
@@ -39,17 +38,6 @@ SPEC = AttentionSpec(
 def _inputs(seed=0):
     rng = np.random.default_rng(seed)
     return tuple(jnp.asarray(rng.standard_normal((1, 70, n, 16)).astype(np.float32)) for n in (2, 1, 1))
-
-
-def _run(script, **environment):
-    return subprocess.run(
-        [sys.executable, "-c", script],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "JAX_PLATFORMS": "cpu"} | environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
 
 
 # What every process below computes, and how it shows it.
@@ -67,7 +55,7 @@ def attend(q, k, v):
 
 
 def test_without_llvmlite_chunked_runs_and_the_reason_names_the_extra():
-    done = _run("""
+    done = run("""
 import sys
 sys.modules["llvmlite"] = None
 import importlib.util
@@ -131,7 +119,7 @@ def test_self_test_that_fails_is_a_reason(monkeypatch, tmp_path, asked_anew):
     ],
 )
 def test_self_test_fails_where_a_kernel_is_wrong(fault, dtype):
-    done = _run(f"""
+    done = run(f"""
 from attnsuite.backends.flash_cpu import softmax
 softmax._LAZY = -1e30
 from attnsuite.backends.flash_cpu import cache, elements
@@ -209,12 +197,12 @@ def test_cache_that_cannot_be_written_is_done_without(monkeypatch, tmp_path):
 
 def test_damaged_files_change_no_result(tmp_path):
     script = PRELUDE + "print(digest(attend(q, k, v)))"
-    first = _run(script, XDG_CACHE_HOME=str(tmp_path))
+    first = run(script, XDG_CACHE_HOME=str(tmp_path))
     files = list(tmp_path.rglob("*.o"))
     assert files, first.stderr
     for file in files:
         file.write_bytes(file.read_bytes()[:100])
-    second = _run(script, XDG_CACHE_HOME=str(tmp_path))
+    second = run(script, XDG_CACHE_HOME=str(tmp_path))
     assert first.stdout == second.stdout != ""
     assert all(len(file.read_bytes()) != 100 for file in files)
 
@@ -223,7 +211,7 @@ def test_several_processes_with_one_empty_cache_agree(tmp_path):
     script = PRELUDE + "print(digest(attend(q, k, v)))"
     results = []
     threads = [
-        threading.Thread(target=lambda: results.append(_run(script, XDG_CACHE_HOME=str(tmp_path)))) for _ in range(2)
+        threading.Thread(target=lambda: results.append(run(script, XDG_CACHE_HOME=str(tmp_path)))) for _ in range(2)
     ]
     for thread in threads:
         thread.start()
@@ -317,12 +305,12 @@ def test_threads_may_call_at_once():
     q, k, v = _inputs()
     spec = make_spec(q, k, v, is_causal=True)
     planned = plan(registry.get("flash_cpu"), spec, target=Target.here())
-    run = jax.jit(lambda q: [planned.run(q + i, k, v)[0] for i in range(4)])
-    expected, wrong = [np.asarray(x) for x in run(q)], []
+    layers = jax.jit(lambda q: [planned.run(q + i, k, v)[0] for i in range(4)])
+    expected, wrong = [np.asarray(x) for x in layers(q)], []
 
     def work():
         for _ in range(20):
-            wrong.extend(not np.array_equal(a, b) for a, b in zip(run(q), expected, strict=True))
+            wrong.extend(not np.array_equal(a, b) for a, b in zip(layers(q), expected, strict=True))
 
     threads = [threading.Thread(target=work) for _ in range(6)]
     for thread in threads:
@@ -412,7 +400,7 @@ def test_scratch_memory_of_a_backward_pass_does_not_grow_with_the_queries():
 
 
 def test_several_devices_and_shard_map_agree_with_one():
-    done = _run(
+    done = run(
         PRELUDE
         + """
 from jax.sharding import Mesh
@@ -437,7 +425,7 @@ for device in jax.devices():
 
 def test_fork_leaves_the_parents_kernels_as_they_were():
     """A child that XLA's threads did not follow into computes nothing; the parent goes on."""
-    done = _run(
+    done = run(
         PRELUDE
         + """
 import os, warnings

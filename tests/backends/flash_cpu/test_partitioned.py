@@ -1,14 +1,13 @@
 """On a mesh with automatic axes each device runs the kernels on its share, and no key or value is gathered."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 
 pytest.importorskip("llvmlite", reason="the kernels are compiled by llvmlite")
+
+from script import run
 
 SCRIPT = """
 import json, re, sys
@@ -83,15 +82,7 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module", params=[2, 8])
 def found(request):
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        env=os.environ
-        | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "JAX_NUM_CPU_DEVICES": f"{request.param}"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = run(SCRIPT, JAX_NUM_CPU_DEVICES=f"{request.param}")
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 

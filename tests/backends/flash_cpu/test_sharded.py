@@ -1,13 +1,12 @@
 """A ring of two devices puts the parts of flash_cpu together: output and gradients are those of one device."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
 pytest.importorskip("llvmlite", reason="the kernels are compiled by llvmlite")
+
+from script import run
 
 SCRIPT = """
 import json
@@ -41,14 +40,7 @@ print(json.dumps(errors))
 
 
 def test_ring_of_parts_agrees_with_one_device():
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "JAX_NUM_CPU_DEVICES": "2"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    done = run(SCRIPT, JAX_NUM_CPU_DEVICES="2")
     assert done.returncode == 0, done.stderr
     errors = json.loads(done.stdout)
     assert {len(of_mask) for of_mask in errors.values()} == {4}

@@ -2,8 +2,6 @@
 
 import dataclasses
 import functools
-import subprocess
-import sys
 
 import hypothesis
 import jax
@@ -42,6 +40,7 @@ from attnsuite.backends.kascade import (
 from attnsuite.backends.resolve import PRIORITY
 from attnsuite.testing import problems
 from attnsuite.testing.checks import check_quantity, check_support
+from script import run
 from sparse_problems import PROBLEMS, cached, inner_jaxprs, packed, settings, sparse
 
 EVERYTHING = {
@@ -306,12 +305,12 @@ def test_option_that_is_not_accepted_is_refused_before_anything_is_traced(option
 def test_a_schedule_for_another_model_is_refused(layer, schedule, word):
     problem = sparse()
 
-    def run():
+    def attended():
         plan = KASCADE.plan(problem.spec, Layout(), target=Target("cpu"), options={"schedule": schedule})
         return plan.run(*problem.inputs, layer=layer)
 
     with pytest.raises(ValueError, match=word):
-        run()
+        attended()
 
 
 def test_key_positions_are_refused_at_the_plan():
@@ -378,9 +377,8 @@ def test_nothing_can_be_differentiated():
 
 
 DEVICES = """
-import sys, jax, numpy as np
+import jax, numpy as np
 jax.config.update("jax_num_cpu_devices", 2)
-sys.path[:0] = sys.argv[1:]
 from sparse_problems import PROBLEMS
 from jax.sharding import Mesh
 from attnsuite.backends import MeshAxes, Sharded, Target
@@ -405,9 +403,8 @@ print("same on", len(mesh.devices), "devices")
 """
 
 
-def test_devices_that_divide_the_heads_compute_the_same(pytestconfig):
-    paths = [str(pytestconfig.rootpath / "tests"), *sys.path]
-    done = subprocess.run([sys.executable, "-c", DEVICES, *paths], capture_output=True, text=True, check=False)
+def test_devices_that_divide_the_heads_compute_the_same():
+    done = run(DEVICES)
     assert done.stdout == "same on 2 devices\n", done.stderr
 
 

@@ -1,0 +1,18 @@
+"""A script in a Python process of its own, which has other environment variables or may end."""
+
+import os
+import subprocess
+import sys
+
+
+def run(script: str, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """What the script wrote, and its exit code; ``words`` are its arguments."""
+    path = os.pathsep.join(filter(None, sys.path))
+    return subprocess.run(
+        [sys.executable, "-c", script, *words],
+        env=os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"} | environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
