@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from . import masking, rows
@@ -49,7 +48,6 @@ def results(kernel: Kernel) -> tuple[Operand, ...]:
     )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
 class Buffers:
     """Where a thread keeps a tile of rows and a block of keys. Offsets and sizes in bytes.
 
@@ -58,69 +56,43 @@ class Buffers:
     from, and of the tile.
     """
 
-    isa: Isa
-    kernel: Kernel
-
-    @property
-    def pack(self) -> int:
-        """Numbers of a term."""
-        return self.isa.pack(self.kernel.dtype)
-
-    @property
-    def width(self) -> int:
-        """Numbers of a row of keys or queries, in whole vectors."""
-        return rows.padded(self.kernel.head_dim, self.isa)
-
-    @property
-    def value_width(self) -> int:
-        """Numbers of a row of values or cotangents, in whole vectors."""
-        return rows.padded(self.kernel.value_head_dim, self.isa)
-
-    @property
-    def key_terms(self) -> int:
-        """Terms of a row of keys along the head dimension."""
-        return rows.padded(self.kernel.head_dim, self.isa, self.pack)
-
-    @property
-    def value_terms(self) -> int:
-        """Terms of a row of values."""
-        return rows.padded(self.kernel.value_head_dim, self.isa, self.pack)
-
-    @property
-    def block(self) -> tuple[dict[str, int], int]:
-        """Of a block of keys, at the start of the workspace."""
-        keys, paired = BLOCK_KEYS, self.pack - 1
-        records = masking.RECORD * (1 + keys // self.isa.strip)
-        return _places(
+    def __init__(self, isa: Isa, kernel: Kernel) -> None:
+        self.isa, self.kernel, self.pack = isa, kernel, isa.pack(kernel.dtype)  # numbers of a term
+        # A row of keys or queries, and one of values or cotangents: its numbers, and its terms, in whole vectors.
+        self.width, self.value_width = (rows.padded(n, isa) for n in (kernel.head_dim, kernel.value_head_dim))
+        self.key_terms, self.value_terms = (
+            rows.padded(n, isa, self.pack) for n in (kernel.head_dim, kernel.value_head_dim)
+        )
+        keys, n, paired, added = BLOCK_KEYS, BLOCK_ROWS, self.pack - 1, kernel.arrays.any
+        # Of a block of keys, at the start of the workspace.
+        self.block = _places(
             key=keys * self.key_terms * 4,
             key_joined=paired * keys // 2 * self.width * 4,
             value=keys * self.value_terms * 4,
-            scores=keys * BLOCK_ROWS * 4,
-            added=keys * BLOCK_ROWS * 4 * self.kernel.arrays.any,
-            d_probs=keys * BLOCK_ROWS * 4,
-            by_key=paired * keys // 2 * BLOCK_ROWS * 4,
+            scores=keys * n * 4,
+            added=keys * n * 4 * added,
+            d_probs=keys * n * 4,
+            by_key=paired * keys // 2 * n * 4,
             position=keys * 4,
             key_id=keys * 4,
-            records=records,
-            query=paired * BLOCK_ROWS * self.key_terms * 4,
-            d_out=paired * BLOCK_ROWS * self.value_terms * 4,
+            records=masking.RECORD * (1 + keys // isa.strip),
+            query=paired * n * self.key_terms * 4,
+            d_out=paired * n * self.value_terms * 4,
         )
-
-    @property
-    def tile(self) -> tuple[dict[str, int], int]:
-        """Of a tile of rows; the tiles of a panel follow each other behind the block."""
-        n = BLOCK_ROWS
-        return _places(
+        # Of a tile of rows; the tiles of a panel follow each other behind the block.
+        self.tile = _places(
             d_query=n * self.width * 4,
             query=n // self.pack * self.width * 4,
             query_turned=n * self.key_terms * 4,
             d_out=n // self.pack * self.value_width * 4,
             d_out_turned=n * self.value_terms * 4,
             numbers=n * (QUERY_ID + 1) * 4,
-            bounds=n // self.isa.group * masking.QUERY_RECORD,
+            bounds=n // isa.group * masking.QUERY_RECORD,
             whole=masking.QUERY_RECORD,
-            added_rows=Added.row_bytes(n) * self.kernel.arrays.any,
+            added_rows=Added.row_bytes(n) * added,
         )
+        # Of the float32 gradients of a block of keys; those of an item follow each other behind the panel.
+        self.gradients = _places(d_key=keys * self.width * 4, d_value=keys * self.value_width * 4)
 
     def tiles(self, dims: Dims) -> Any:
         """Tiles of rows of one KV head."""
@@ -131,11 +103,6 @@ class Buffers:
         count = self.tiles(dims)
         panels = (count + (PANEL_TILES - 1)) // PANEL_TILES
         return (count + (panels - 1)) // panels
-
-    @property
-    def gradients(self) -> tuple[dict[str, int], int]:
-        """Of the float32 gradients of a block of keys; those of an item follow each other behind the panel."""
-        return _places(d_key=BLOCK_KEYS * self.width * 4, d_value=BLOCK_KEYS * self.value_width * 4)
 
     def gradient_bytes(self, dims: Dims) -> Any:
         """One float32 dQ of one head."""

@@ -62,27 +62,23 @@ class DecodeKernel:
         )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
 class Buffers:
-    """A thread's buffers: per row and in all. Sizes in elements of four bytes."""
+    """Where a thread keeps the rows of its KV heads. Widths in numbers of four bytes, everything else in bytes."""
 
-    isa: Isa
-    kernel: DecodeKernel
-
-    @property
-    def width(self) -> int:
-        """Numbers of a row of keys, in whole vectors."""
-        return rows.padded(self.kernel.head_dim, self.isa)
-
-    @property
-    def value_width(self) -> int:
-        """Numbers of a row of values, in whole vectors."""
-        return rows.padded(self.kernel.value_head_dim, self.isa)
-
-    @property
-    def partial(self) -> int:
-        """What a range leaves of a row: output, maximum, sum."""
-        return self.value_width + self.isa.lanes
+    def __init__(self, isa: Isa, kernel: DecodeKernel) -> None:
+        self.isa, self.kernel = isa, kernel
+        self.heads = kernel.side_by_side or 1  # of an item
+        self.width = rows.padded(kernel.head_dim, isa)  # of a row of keys, in whole vectors
+        self.value_width = rows.padded(kernel.value_head_dim, isa)
+        self.partial = self.value_width + isa.lanes  # what a range leaves of a row: output, maximum, sum
+        # Where a row ends inside a vector, a few keys, or a block of values, are copied first.
+        self.widens_keys = self.width != kernel.head_dim
+        self.widens_values = self.value_width != kernel.value_head_dim
+        # One behind the other: copied keys, flags of a block's keys, a copied block of values, the rows.
+        self.flags = aligned(isa.lanes * self.width * 4)
+        self.values = self.flags + aligned(BLOCK_KEYS * 4)
+        self.fixed = self.values + (BLOCK_KEYS * self.value_width * 4 if self.widens_values else 0)
+        self.per_row = (self.width + 2 * BLOCK_KEYS + isa.lanes) * 4  # query, scores, products, interval and id
 
     def padded_rows(self, dims: Dims) -> Any:
         """Rows of a KV head, in whole tiles."""
@@ -90,50 +86,15 @@ class Buffers:
         return (dims["T"] * (dims["N"] // dims["K"]) + (n - 1)) // n * n
 
     def shared_bytes(self, dims: Dims) -> Any:
-        """Bytes of what the ranges leave."""
+        """What the ranges leave."""
         return dims["B"] * dims["K"] * dims["P"] * self.padded_rows(dims) * (self.partial * 4)
 
-    @property
-    def flags(self) -> int:
-        """Byte offset of the flags of a block's keys, behind the widened keys."""
-        return aligned(self.isa.lanes * self.width * 4)
-
-    @property
-    def widens_keys(self) -> bool:
-        """Whether a key ends inside a vector: then a few keys at a time are copied first."""
-        return self.width != self.kernel.head_dim
-
-    @property
-    def widens_values(self) -> bool:
-        """Whether a row of values ends inside a vector: then a block of them is copied first."""
-        return self.value_width != self.kernel.value_head_dim
-
-    @property
-    def values(self) -> int:
-        """Byte offset of the copied block of values."""
-        return self.flags + aligned(BLOCK_KEYS * 4)
-
-    @property
-    def fixed(self) -> int:
-        """Bytes before the rows."""
-        return self.values + (BLOCK_KEYS * self.value_width * 4 if self.widens_values else 0)
-
-    @property
-    def per_row(self) -> int:
-        """Bytes: query, scores, products, interval and id."""
-        return (self.width + 2 * BLOCK_KEYS + self.isa.lanes) * 4
-
     def head_bytes(self, dims: Dims) -> Any:
-        """Bytes of a thread's buffers for one KV head."""
+        """Of a thread, for one KV head."""
         return self.padded_rows(dims) * self.per_row + self.fixed
 
-    @property
-    def heads(self) -> int:
-        """KV heads of an item."""
-        return self.kernel.side_by_side or 1
-
     def worker_bytes(self, dims: Dims) -> Any:
-        """Bytes of a thread's buffers."""
+        """Of a thread."""
         return self.head_bytes(dims) * self.heads
 
 

@@ -16,7 +16,6 @@ values (a head dimension of zero) only keys are packed.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from llvmlite import ir
@@ -28,7 +27,6 @@ from .isa import Isa
 from .visibility import NO_KEY, NO_QUERY
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
 class Blocks:
     """Where packed keys and values lie.
 
@@ -37,48 +35,25 @@ class Blocks:
     groups of ``P`` heads, or for one if that is all (``forward.py``).
     """
 
-    isa: Isa
-    dtype: str
-    keys: int
-    strip: int
-    head_dim: int
-    value_head_dim: int
-    in_stages: bool = False
-
-    @property
-    def pack(self) -> int:
-        """Numbers per term."""
-        return self.isa.pack(self.dtype)
-
-    @property
-    def keys_per_block(self) -> int:
-        """Keys that a block has room for."""
-        return -(-self.keys // self.strip) * self.strip
-
-    @property
-    def key_width(self) -> int:
-        """Hp."""
-        return rows.padded(self.head_dim, self.isa, self.pack)
-
-    @property
-    def value_width(self) -> int:
-        """Vp."""
-        return rows.padded(self.value_head_dim, self.isa)
-
-    @property
-    def key_terms(self) -> int:
-        """Of a block."""
-        return self.keys_per_block * self.key_width
-
-    @property
-    def value_terms(self) -> int:
-        """Of a block."""
-        return self.keys_per_block // self.pack * self.value_width
-
-    @property
-    def record_bytes(self) -> int:
-        """Of one block: the bounds of all its keys and of each strip."""
-        return masking.RECORD * (1 + self.keys_per_block // self.strip)
+    def __init__(
+        self,
+        isa: Isa,
+        dtype: str,
+        keys: int,
+        strip: int,
+        head_dim: int,
+        value_head_dim: int,
+        *,
+        in_stages: bool = False,
+    ) -> None:
+        self.isa, self.keys, self.strip, self.in_stages = isa, keys, strip, in_stages
+        self.head_dim, self.value_head_dim, self.pack = head_dim, value_head_dim, isa.pack(dtype)  # numbers per term
+        self.keys_per_block = -(-keys // strip) * strip
+        self.key_width, self.value_width = rows.padded(head_dim, isa, self.pack), rows.padded(value_head_dim, isa)
+        self.key_terms = self.keys_per_block * self.key_width
+        self.value_terms = self.keys_per_block // self.pack * self.value_width
+        self.record_bytes = masking.RECORD * (1 + self.keys_per_block // strip)  # bounds of all keys, and of each strip
+        self.spoilt_numbers = 1 + self.keys_per_block
 
     def count(self, dims: Dims) -> Any:
         """Blocks of one head."""
@@ -124,11 +99,6 @@ class Blocks:
         """Of the first block of a head."""
         place = head % self.room(dims) * self.count(dims)
         return self.records(shared, dims, dims["C"]).at(place * self.spoilt_numbers, 4)
-
-    @property
-    def spoilt_numbers(self) -> int:
-        """Of one block."""
-        return 1 + self.keys_per_block
 
     def shared_bytes(self, dims: Dims) -> Any:
         """All of it."""
