@@ -71,21 +71,18 @@ def _ldtilecfg(module, name):
         state = e.run(_state(module))
         _clear(e, state.at(64), STATE - 64)
         state.at(64).store(configuration.load(vector(i32, 16), 1))
-        e.ret()
     return e.function
 
 
 def _tilerelease(module, name):
     with Function(module, name, []) as (e, _):
         _clear(e, e.run(_state(module)).at(64), STATE - 64)
-        e.ret()
     return e.function
 
 
 def _tilezero(module, name):
     with Function(module, name, [i64]) as (e, (number,)):
         _clear(e, _Register(e, number).place, BYTES)
-        e.ret()
     return e.function
 
 
@@ -99,7 +96,6 @@ def _move(module, name):
             ends = [place.at(m * stride + n * 4), register.row(m).at(n, 4)]
             source, target = ends if name.endswith("tileloadd64") else ends[::-1]
             target.store(source.load(i32))
-        e.ret()
     return e.function
 
 
@@ -124,7 +120,6 @@ def _tdpbf16ps(module, name):
             total = _flushed(e, _flushed(e, c.row(m).load(LANES)) + total)
             wide = e.splat(fits, 16)
             c.row(m).store(e.select(wide, total, float("nan")))
-        e.ret()
     return e.function
 
 

@@ -149,7 +149,6 @@ class Added:
                     for name, array, place in (("batch", "batch_index", batch), ("head", "head_index", of_batch + h)):
                         number = self.state.pointer(s, f"data:{array}").at(place, 4).load(i32)
                         to.at(self._at[name]).at(i, 4).store(number)
-            e.ret()
         return e.function
 
     def emit_fetch(self, module: ir.Module) -> ir.Function:
@@ -268,7 +267,6 @@ class Added:
                 self._add_distances(e, rows_, g, positions, (start, stop), slopes)
             if self.arrays.bias:
                 self._add_to_bias(e, s, rows_, g, slot, (start, stop), slopes)
-            e.ret()
         return e.function
 
     def _add_distances(

@@ -111,7 +111,6 @@ def _emit_columns(module: ir.Module, buffers: Buffers, state: State, write: ir.F
                 )
                 if write_slopes is not None:
                     e.run(write_slopes, s, tiles.at(i * tile_size + of_tile["added_rows"]), head, n, part)
-        e.ret()
     return _emit_sets(module, state, e.function, alone=not buffers.kernel.arrays.bias)
 
 
@@ -131,7 +130,6 @@ def _emit_sets(module: ir.Module, state: State, columns: ir.Function, *, alone: 
             with e.loop(0, share) as b, e.loop(0, together) as k:
                 head = (of_set // kinds * share + b) * dims["K"] + of_set % kinds + k
                 e.run(columns, s, w, head, part)
-        e.ret()
     return e.function
 
 
@@ -183,7 +181,6 @@ def _emit_step(module: ir.Module, buffers: Buffers, state: State) -> ir.Function
             to_key.emit(e, block["d_probs"], rows_["query"], d_key, keys, all_rows)
             by_key = (block["d_probs"], block["key"]) if pack == 1 else (block["by_key"], block["key_joined"])
             to_query.emit(e, *by_key, rows_["d_query"], all_rows, keys)
-        e.ret()
     return e.function
 
 
@@ -201,5 +198,4 @@ def _emit_add(module: ir.Module, buffers: Buffers, state: State, write: ir.Funct
             place = first.at(d, 4)
             place.store(place.load(type_) + first.at(p * whole).at(d, 4).load(type_))
         e.run(write, s, first, head, n)
-        e.ret()
     return e.function

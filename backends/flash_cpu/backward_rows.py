@@ -72,7 +72,6 @@ def emit_load_tile(module: ir.Module, buffers: Buffers, state: State) -> ir.Func
         first, last, query_id = (per_query.at(x * n, 4) for x in (FIRST, LAST, QUERY_ID))
         e.run(numbers, s, batch, start, count, n, first, last, query_id, tile.at(at["bounds"]))
         masking.query_bounds(e, first, last, query_id, count, tile.at(at["whole"]))
-        e.ret()
     return e.function
 
 
@@ -114,7 +113,6 @@ def emit_load_block(module: ir.Module, buffers: Buffers, state: State) -> ir.Fun
         if join is not None:
             e.run(join, w.at(at["key"]), w.at(at["key_joined"]), BLOCK_KEYS)
         masking.key_bounds(e, w.at(at["position"]), w.at(at["key_id"]), BLOCK_KEYS, isa.strip, w.at(at["records"]))
-        e.ret()
     return e.function
 
 
@@ -138,7 +136,6 @@ def emit_store_block(module: ir.Module, buffers: Buffers, state: State) -> ir.Fu
             for name, depth, width, write in sides:
                 target = state.pointer(s, f"data:{name}").at(place * depth, size)
                 e.run(write, gradients.at(at[name]).at(j * width, 4), target, factors[name])
-        e.ret()
     return e.function
 
 
@@ -156,7 +153,6 @@ def emit_write(module: ir.Module, buffers: Buffers, state: State) -> ir.Function
             place = rows.query_place(e, start + i, head // kv_heads, head % kv_heads, group, dims["T"], heads)
             target = state.pointer(s, "data:d_query").at(place * kernel.head_dim, size)
             e.run(write_row, source.at(i * width, 4), target, scale)
-        e.ret()
     return e.function
 
 
@@ -171,5 +167,4 @@ def emit_write_slopes(module: ir.Module, buffers: Buffers, state: State) -> ir.F
             place = rows.query_place(e, start + i, head // kv_heads, head % kv_heads, group, dims["T"], dims["N"])
             target = state.pointer(s, "data:d_slope").at(place * dims["P"] + part, 4)
             target.store(extra.distances(rows_).at(i, 4).load(f32))
-        e.ret()
     return e.function

@@ -179,7 +179,6 @@ def _emit_item(
     walk = Walk(module, buffers, state)
     with Function(module, "range_item", [ptr, ptr, i64]) as (e, (s, w, index)):
         item(e, walk, s, w, index)
-        e.ret()
     return e.function
 
 
@@ -277,7 +276,6 @@ def _emit_join(module: ir.Module, buffers: Buffers, state: State) -> ir.Function
                 state.pointer(s, "data:top").at(place, 4).store(e.select(unseen, e.const(f32, UNSEEN_TOP), top()))
                 state.pointer(s, "data:total").at(place, 4).store(e.select(unseen, e.const(f32, 1.0), total() + lost))
             e.run(write, row, state.pointer(s, "data:out").at(place * kernel.value_head_dim, size), factor)
-        e.ret()
     return e.function
 
 
@@ -316,5 +314,4 @@ def _emit_pool(module: ir.Module, buffers: Buffers, state: State) -> ir.Function
             with e.loop(0, units) as u:
                 place = mass.at(u, 4)
                 place.store(place.load(f32) + row.at(u * whole + total_at, 4).load(f32) * factor)
-        e.ret()
     return e.function

@@ -37,7 +37,6 @@ def emit_read(module: ir.Module, buffers: Buffers, state: State) -> ir.Function:
             e.run(copy, state.pointer(s, "data:query").at(place * kernel.head_dim, size), row.query(r))
             for n, name in enumerate(("first", "last", "query_id")):
                 row.number(r, n).store(state.pointer(s, f"data:{name}").at(layout + r // group, 4).load(i32))
-        e.ret()
     return e.function
 
 
@@ -109,7 +108,6 @@ def emit_score(module: ir.Module, buffers: Buffers) -> ir.Function:
                             sums[i][j].set(e.fma(x, row.query(r + i).at(d, 4).load(type_), sums[i][j]()))
                 for i in range(tile):
                     row.products(r + i).at(first, 4).store(_across(e, [x() for x in sums[i]]))
-        e.ret()
     return e.function
 
 
@@ -162,7 +160,6 @@ def emit_soften(module: ir.Module, buffers: Buffers) -> ir.Function:
             place.store(place.load(type_) * e.splat(factor, isa.lanes))
         total_at.store(total_at.load(f32) * factor + e.add_up(fresh()))
         top_at.store(new)
-        e.ret()
     return e.function
 
 
@@ -199,7 +196,6 @@ def emit_weigh(module: ir.Module, buffers: Buffers, count: int, vectors: int) ->
         for i in range(count):
             for j in range(vectors):
                 places[i][j].store(places[i][j].load(type_) + sums[i][j]())
-        e.ret()
     return e.function
 
 
@@ -211,5 +207,4 @@ def emit_widen(module: ir.Module, buffers: Buffers) -> ir.Function:
         flags = w.at(buffers.flags)
         with e.loop(0, keys) as k, e.when(flags.at(k, 4).load(i32).equals(1)):
             e.run(copy, values.at(k * step), w.at(buffers.values).at(k * width, 4))
-        e.ret()
     return e.function

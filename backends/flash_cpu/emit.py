@@ -148,7 +148,7 @@ class Variable:
 
 
 class Function:
-    """One function of a module. ``with Function(...) as (e, arguments)`` and ``e.ret()`` at the end of the body."""
+    """One function of a module: ``with Function(...) as (e, arguments)``; one without a result returns at the end."""
 
     def __init__(
         self, module: ir.Module, name: str, arguments: Sequence[Any], returns: Any = void, *, public: bool = False
@@ -167,6 +167,8 @@ class Function:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
+            if not self.builder.block.is_terminated:
+                self.builder.ret_void()
             ir.IRBuilder(self._entry).branch(self.function.blocks[1])
 
     # values
@@ -290,12 +292,9 @@ class Function:
         yield
         self.builder.position_at_end(go_on)
 
-    def ret(self, value: Value | None = None) -> None:
-        """Return."""
-        if value is None:
-            self.builder.ret_void()
-        else:
-            self.builder.ret(value.raw)
+    def ret(self, value: Value) -> None:
+        """Return a result."""
+        self.builder.ret(value.raw)
 
     # calls
 

@@ -149,7 +149,6 @@ def phases(module: ir.Module, isa: Isa, kernel: Kernel, state: State) -> tuple[P
             e.run(tile, s, w, to_compute)
         with e.when((i >= of_stage) & (to_pack < heads * blocks.count(dims))):
             e.run(pack, s, w, to_pack)
-        e.ret()
     return (Phase(items, e.function, lambda dims: head_groups(dims) + 1),)
 
 
@@ -178,7 +177,6 @@ def _emit_tile_item(module: ir.Module, isa: Isa, kernel: Kernel, blocks: Blocks,
         given = [] if extra is None else [s]
         e.run(attend, w, *of_head(blocks, state, s, dims, head), *given, blocks.count(dims))
         e.run(write, s, w, head, start, count)
-        e.ret()
     return e.function
 
 
@@ -227,7 +225,6 @@ def emit_read(
         e.run(fill, w.at(at["out"]), queries * value_width, e.const(f32, 0.0))
         e.run(fill, w.at(at["top"]), queries, e.const(f32, HIDDEN))
         e.run(numbers, s, batch, start, count, queries, *(w.at(at[n]) for n in ("first", "last", "query_id", "bounds")))
-        e.ret()
     return e.function
 
 
@@ -318,7 +315,6 @@ def emit_attend(
                         with e.when(marks.load(i32).compare("!=", 0)):
                             seen_by = (places.first, places.last, places.query_id)
                             e.run(spoil, marks, places.total, *seen_by, *block, *to_add, live.start, live.stop)
-        e.ret()
     return e.function
 
 
@@ -340,20 +336,17 @@ def _emit_spoil(module: ir.Module, isa: Isa, stride: int | None) -> ir.Function:
                     hidden = terms.at(k * (stride or 0) + v * isa.lanes, 4).load(type_) <= HIDDEN / 2
                     seen = seen & hidden.equals(0)
                 place.store(e.select(seen, e.const(type_, math.nan), place.load(type_)))
-        e.ret()
     return e.function
 
 
 def _emit_rescale(module: ir.Module, isa: Isa, width: int) -> ir.Function:
     """``rescale(out, decay)``: every row of a group times its factor."""
     type_ = vector(f32, isa.lanes)
-    with Function(module, "rescale", [ptr, ptr]) as (e, (out, decay)):
-        with e.loop(0, isa.group) as i:
-            factor = e.splat(decay.at(i, 4).load(f32), isa.lanes)
-            with e.loop(0, width, isa.lanes) as d:
-                place = out.at(i * width + d, 4)
-                place.store(place.load(type_) * factor)
-        e.ret()
+    with Function(module, "rescale", [ptr, ptr]) as (e, (out, decay)), e.loop(0, isa.group) as i:
+        factor = e.splat(decay.at(i, 4).load(f32), isa.lanes)
+        with e.loop(0, width, isa.lanes) as d:
+            place = out.at(i * width + d, 4)
+            place.store(place.load(type_) * factor)
     return e.function
 
 
@@ -381,5 +374,4 @@ def emit_write(module: ir.Module, isa: Isa, kernel: Kernel, state: State, at: di
             )
             tops.at(place, 4).store(e.select(unseen, e.const(f32, UNSEEN_TOP), top))
             totals.at(place, 4).store(e.select(unseen, one, total))
-        e.ret()
     return e.function

@@ -169,7 +169,6 @@ def _emit_worker(module: ir.Module, state: State, phases: Sequence[Phase]) -> ir
                 e.atomic_add(state.place(s, "done"), 1)
                 claimed.set(e.atomic_add(state.place(s, "next"), 1))
         e.run(release, s)
-        e.ret()
     return e.function
 
 
@@ -183,16 +182,15 @@ def _emit_wait(module: ir.Module) -> ir.Function:
             spins.set(spins() + 1)
             with e.when((spins() % _SPINS).equals(0)):
                 e.call("sched_yield", i32)
-        e.ret()
     return e.function
 
 
 def _emit_release(module: ir.Module, state: State) -> ir.Function:
     """``release(state)``: the last holder frees it."""
     with Function(module, "release", [ptr]) as (e, (s,)):
-        with e.when(e.atomic_add(state.place(s, "references"), -1).equals(1)):
+        last = e.atomic_add(state.place(s, "references"), -1).equals(1)
+        with e.when(last):
             e.call("free", void, s)
-        e.ret()
     return e.function
 
 

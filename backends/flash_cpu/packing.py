@@ -165,7 +165,6 @@ def emit_pack(module: ir.Module, isa: Isa, dtype: str, blocks: Blocks, state: St
         spoilt.store(any_spoilt())
         with e.when((head % heads).equals(0) & (batch % share).equals(0)):
             e.run(bounds, s, row, n)
-        e.ret()
     return e.function
 
 
@@ -186,7 +185,6 @@ def _emit_layout_block(module: ir.Module, blocks: Blocks, state: State) -> ir.Fu
             ids.at(j, 4).store(e.select(exists, source[1].at(at, 4).load(i32), NO_KEY))
         records = blocks.records(shared, dims, row).at(n * blocks.record_bytes)
         masking.key_bounds(e, positions, ids, keys, blocks.strip, records)
-        e.ret()
     return e.function
 
 
@@ -211,5 +209,4 @@ def emit_row_numbers(module: ir.Module, isa: Isa, state: State) -> ir.Function:
             real = e.min(e.max(count - g, 0), isa.group)
             record = bounds.at(g // isa.group * masking.QUERY_RECORD)
             masking.query_bounds(e, to_first.at(g, 4), to_last.at(g, 4), to_id.at(g, 4), real, record)
-        e.ret()
     return e.function

@@ -53,7 +53,6 @@ def product(module: ir.Module, isa: Isa, name: str, tile: Tile) -> ir.Function:
                 # The old value is added at the end: a sum over thousands of terms is then a sum of short sums.
                 total = sums[r][j]()
                 place(r, j).store(place(r, j).load(type_) + total if tile.accumulate else total)
-        e.ret()
     return e.function
 
 

@@ -34,7 +34,6 @@ def copy_row(module: ir.Module, isa: Isa, name: str, dtype: str, width: int, pac
             target.at(whole, 4).store(e.const(type_, 0.0))
             with e.loop(whole, width) as d:
                 target.at(d, 4).store(elements.load(e, source.at(d, size), dtype, None))
-        e.ret()
     return e.function
 
 
@@ -48,7 +47,6 @@ def _copy_pairs(module: ir.Module, isa: Isa, name: str, width: int) -> ir.Functi
             target.at(whole, 2).store(e.const(vector_, 0))
             with e.loop(whole, width) as d:
                 target.at(d, 2).store(source.at(d, 2).load(i16, 2), 2)
-        e.ret()
     return e.function
 
 
@@ -58,12 +56,14 @@ def join(module: ir.Module, isa: Isa, name: str, width: int) -> ir.Function:
     The rows have ``width`` numbers, padded as :func:`copy_row` does; ``width`` is in whole vectors.
     """
     half, wide, stride = vector(i16, isa.lanes), vector(i32, isa.lanes), padded(width, isa, 2)
-    with Function(module, name, [ptr, ptr, i64]) as (e, (source, target, count)):
-        with e.loop(0, count, 2) as r, e.loop(0, width, isa.lanes) as d:
-            places = (source.at((r + n) * stride, 4).at(d, 2) for n in (0, 1))
-            low, high = (Value(e, e.builder.zext(place.load(half, 2).raw, wide)) for place in places)
-            target.at(r // 2 * width + d, 4).store(low | (high << 16))
-        e.ret()
+    with (
+        Function(module, name, [ptr, ptr, i64]) as (e, (source, target, count)),
+        e.loop(0, count, 2) as r,
+        e.loop(0, width, isa.lanes) as d,
+    ):
+        places = (source.at((r + n) * stride, 4).at(d, 2) for n in (0, 1))
+        low, high = (Value(e, e.builder.zext(place.load(half, 2).raw, wide)) for place in places)
+        target.at(r // 2 * width + d, 4).store(low | (high << 16))
     return e.function
 
 
@@ -102,7 +102,6 @@ def write_row(module: ir.Module, isa: Isa, name: str, dtype: str, width: int) ->
             elements.store(e, target.at(d, size), x, dtype)
         with e.loop(whole, width) as d:
             elements.store(e, target.at(d, size), source.at(d, 4).load(f32) * factor, dtype)
-        e.ret()
     return e.function
 
 
@@ -110,12 +109,14 @@ def transpose(module: ir.Module, isa: Isa, name: str, rows: int, width: int) -> 
     """A function ``(source, target)``: terms ``[rows, width]`` to ``[width, rows]``, both multiples of the lanes."""
     n = isa.lanes
     type_ = vector(f32, n)
-    with Function(module, name, [ptr, ptr]) as (e, (source, target)):
-        with e.loop(0, rows, n) as r, e.loop(0, width, n) as d:
-            square = turned(e, [source.at((r + i) * width + d, 4).load(type_) for i in range(n)])
-            for i in range(n):
-                target.at((d + i) * rows + r, 4).store(square[i])
-        e.ret()
+    with (
+        Function(module, name, [ptr, ptr]) as (e, (source, target)),
+        e.loop(0, rows, n) as r,
+        e.loop(0, width, n) as d,
+    ):
+        square = turned(e, [source.at((r + i) * width + d, 4).load(type_) for i in range(n)])
+        for i in range(n):
+            target.at((d + i) * rows + r, 4).store(square[i])
     return e.function
 
 
@@ -146,7 +147,6 @@ def fill(module: ir.Module, isa: Isa) -> ir.Function:
         wide = e.splat(number, isa.lanes)
         with e.loop(0, count, isa.lanes) as i:
             target.at(i, 4).store(wide)
-        e.ret()
     return e.function
 
 

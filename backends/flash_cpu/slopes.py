@@ -116,5 +116,4 @@ def slopes(
                 if pack == 2:
                     term = pairs(e, *(slope for _, slope in of_keys))
                     by_key.at(k // 2 * queries + v * lanes, 4).store(term)
-        e.ret()
     return e.function

@@ -125,7 +125,6 @@ def _emit_listed_item(module: ir.Module, isa: Isa, this: SparseKernel, state: St
                 number.set(number() + 1)
             e.run(attend, w, *forward.of_head(blocks, state, s, dims, head), names, number())
             e.run(write, s, w, head, start, count)
-        e.ret()
     return e.function
 
 
@@ -152,7 +151,6 @@ def _emit_mass_item(module: ir.Module, isa: Isa, this: SparseKernel, state: Stat
                 e.run(pool, w, sums, tops, mass, count, there)
                 if write is not None:
                     e.run(write, s, w, head, start, there)
-        e.ret()
     return e.function
 
 
@@ -178,5 +176,4 @@ def _emit_pool(module: ir.Module, isa: Isa, at: dict[str, int]) -> ir.Function:
                 pooled.set(e.fma(share, weight.at(r, 4).load(type_), pooled()))
             place = mass.at(n, 4)
             place.store(place.load(f32) + e.add_up(pooled()))
-        e.ret()
     return e.function

@@ -122,5 +122,4 @@ def product(module: ir.Module, name: str, tile: Tile) -> ir.Function:
             multiply(*HALF, rest, HALF_TERMS)
         for j in range(tile.vectors):
             move("tilestored64", j, c.at(16 * j, 4), tile.c_stride)
-        e.ret()
     return e.function

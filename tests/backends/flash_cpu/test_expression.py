@@ -56,7 +56,6 @@ def evaluated(isa, code, arguments):
             for x, place in zip(expression.emit(e, isa, code, *given), places[len(given) :], strict=True):
                 number = x if x.is_float else Value(e, e.builder.uitofp(x.raw, vector(f32, isa.lanes)))
                 place.store(number)
-            e.ret()
         return e.function
 
     compiled(isa, build)(*arguments, *results)

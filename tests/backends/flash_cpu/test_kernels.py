@@ -63,10 +63,11 @@ def _elementwise(isa, function, x):
     out = np.empty_like(x)
 
     def build(module):
-        with Function(module, "elementwise", [ptr, ptr, i64]) as (e, (source, target, count)):
-            with e.loop(0, count, isa.lanes) as i:
-                target.at(i, 4).store(function(e, isa, source.at(i, 4).load(vector(f32, isa.lanes))))
-            e.ret()
+        with (
+            Function(module, "elementwise", [ptr, ptr, i64]) as (e, (source, target, count)),
+            e.loop(0, count, isa.lanes) as i,
+        ):
+            target.at(i, 4).store(function(e, isa, source.at(i, 4).load(vector(f32, isa.lanes))))
         return e.function
 
     call(isa, build, x, out, len(x))
@@ -137,7 +138,6 @@ def test_score_tiles_are_keys_times_queries(isa):
         with Function(module, "all_scores", [ptr] * 3) as (e, (k, q, s)):
             for group in range(0, queries, isa.group):
                 scores.emit(e, k, q.at(group, 4), s.at(group, 4), e.const(i64, isa.strip), e.const(i64, keys))
-            e.ret()
         return e.function
 
     call(isa, build, k, q, out)
@@ -154,10 +154,8 @@ def test_score_tiles_of_pairs_are_keys_times_queries(multiplying):
 
     def build(module):
         scores = products.Scores.of(module, multiplying, "score", depth, k.shape[1], queries, 2)
-        with Function(module, "all_scores", [ptr] * 3) as (e, (k_, q_, s)):
-            with tiles.configured(e):
-                scores.emit(e, k_, q_, s, e.const(i64, 0), e.const(i64, keys))
-            e.ret()
+        with Function(module, "all_scores", [ptr] * 3) as (e, (k_, q_, s)), tiles.configured(e):
+            scores.emit(e, k_, q_, s, e.const(i64, 0), e.const(i64, keys))
         return e.function
 
     call(multiplying, build, k, q, out)
@@ -172,10 +170,8 @@ def test_value_tiles_of_pairs_add_weights_times_values_to_what_is_there(multiply
 
     def build(module):
         weigh = products.Weighted.of(module, multiplying, "value", width, (1, n), 2)
-        with Function(module, "all_values", [ptr] * 3) as (e, (p_, v_, out_)):
-            with tiles.configured(e):
-                weigh.emit(e, p_, v_, out_, (0, n), (16, terms))
-            e.ret()
+        with Function(module, "all_values", [ptr] * 3) as (e, (p_, v_, out_)), tiles.configured(e):
+            weigh.emit(e, p_, v_, out_, (0, n), (16, terms))
         return e.function
 
     call(multiplying, build, p, v, out)
@@ -191,7 +187,6 @@ def test_score_is_a_sum_of_short_sums(isa):
         scores = products.Scores.of(module, isa, "score", depth, depth, queries)
         with Function(module, "all_scores", [ptr] * 3) as (e, (k, q, s)):
             scores.emit(e, k, q, s, e.const(i64, 0), e.const(i64, keys))
-            e.ret()
         return e.function
 
     call(isa, build, k, q, out)
@@ -212,7 +207,6 @@ def test_value_tiles_add_weights_times_values_to_what_is_there(isa, vectors):
         weigh = products.Weighted.of(module, isa, "value", width, (1, n))
         with Function(module, "all_values", [ptr] * 3) as (e, (p, v, out)):
             weigh.emit(e, p, v, out, (0, n), (3, terms))
-            e.ret()
         return e.function
 
     call(isa, build, p, v, out)
@@ -370,7 +364,6 @@ def _classifier(isa, queries, keys):
             out.at(0).store(live.start, 8)
             out.at(8).store(live.stop, 8)
             out.at(16).store(e.select(live.mixed, e.const(i64, 1), 0), 8)
-            e.ret()
         return e.function
 
     return compiled(isa, build)
@@ -466,7 +459,6 @@ def test_a_wrong_tile_would_be_noticed(isa):
         weigh = products.Weighted.of(module, wrong, "value", width, (1, n))
         with Function(module, "all_values", [ptr] * 3) as (e, (p, v, out)):
             weigh.emit(e, p, v, out, (0, n - wrong.value_rows), (0, terms))
-            e.ret()
         return e.function
 
     call(isa, build, p, v, out)
