@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -28,6 +28,17 @@ HIDDEN = float(jnp.finfo(jnp.float32).min)
 _UNSEEING_QUERY, _UNSEEN_KEY = -1, -2  # ids that match nothing
 
 
+class Placed(NamedTuple):
+    """The position of the first query of every query tile of every sequence, the keys of every sequence, and ids.
+
+    Ids of queries are padded as query tiles are, those of keys to whole tiles; () where there are none.
+    """
+
+    firsts: Int[Array, " sequences_and_tiles"]
+    lengths: Int[Array, " sequences"]
+    ids: tuple[()] | tuple[Int[Array, "b tiles_q"], Int[Array, "b padded"]]
+
+
 @dataclasses.dataclass(frozen=True)
 class PallasKernels(Kernels):
     """Attention to listed tiles and the pooled mass, of rows and padded heads; the device's form does the rest."""
@@ -42,31 +53,20 @@ class PallasKernels(Kernels):
         """Queries of a block of rows."""
         raise NotImplementedError
 
-    def mass_of_rows(
-        self, rows: Array, keys: Array, firsts: Array, lengths: Array, ids: tuple[Array, ...]
-    ) -> Float[Array, "..."]:
+    def mass_of_rows(self, rows: Array, keys: Array, placed: Placed) -> Float[Array, "..."]:
         """The pooled mass by query tile, part of it, and unit."""
         raise NotImplementedError
 
     def attend_rows(
-        self,
-        rows: Array,
-        keys: Array,
-        values: Array,
-        tiles: Int[Array, "tiles slots"],
-        counts: Int[Array, " tiles"],
-        firsts: Array,
-        lengths: Array,
-        ids: tuple[Array, ...],
+        self, rows: Array, keys: Array, values: Array, tiles: Array, counts: Array, placed: Placed
     ) -> Float[Array, "blocks rows v"]:
-        """Attention to the first ``counts`` of the listed tiles."""
+        """Attention to the first ``counts [query tiles]`` of the listed ``tiles [query tiles, slots]``."""
         raise NotImplementedError
 
     def pooled_mass(self, places: Places, query: Array, key: Array) -> Array:
         """As :meth:`Kernels.pooled_mass`."""
         spec, tiling = self.spec, self.tiling
-        rows, keys, ids = tiled(query, *self._tiles), self.heads(key), self.segment_ids(places)
-        mass = self.mass_of_rows(rows, keys, self.firsts(places), self.lengths(places), ids)
+        mass = self.mass_of_rows(tiled(query, *self._tiles), self.heads(key), self._placed(places))
         return mass.reshape(spec.batch, spec.num_kv_heads, tiling.query_tiles, -1, tiling.units).sum(3)
 
     def attend(self, places: Places, query: Array, key: Array, value: Array, listed: Array) -> Array:
@@ -75,9 +75,8 @@ class PallasKernels(Kernels):
         # Unused slots (-1, at the end) repeat the last tile.
         tiles = jnp.where(listed < 0, jnp.maximum(listed.max(-1, keepdims=True), 0), listed)
         counts = (listed >= 0).sum(-1, dtype=jnp.int32)
-        scalars = self.firsts(places), self.lengths(places)
         rows, keys, values = tiled(query, *self._tiles), self.heads(key), self.heads(value)
-        out = self.attend_rows(rows, keys, values, tiles, counts, *scalars, self.segment_ids(places))
+        out = self.attend_rows(rows, keys, values, tiles, counts, self._placed(places))
         return untiled(out, *self._tiles)
 
     @property
@@ -104,27 +103,21 @@ class PallasKernels(Kernels):
         x = jnp.pad(x.swapaxes(1, 2), ((0, 0), (0, 0), (0, self.tiling.units * self.tiling.unit - s), (0, 0)))
         return x.reshape(b * k, -1, d)
 
-    def firsts(self, places: Places) -> Int[Array, " sequences_and_tiles"]:
-        """The position of the first query of every query tile of every sequence."""
-        positions = jnp.asarray(places.query_positions)[:, :: self.tiling.query_tile]
-        return jnp.broadcast_to(positions, (self.spec.batch, self.tiling.query_tiles)).reshape(-1)
-
-    def lengths(self, places: Places) -> Int[Array, " sequences"]:
-        """The keys of every sequence."""
-        return jnp.broadcast_to(jnp.asarray(places.lengths), (self.spec.batch,))
-
-    def segment_ids(self, places: Places) -> tuple[()] | tuple[Int[Array, "b tiles_q"], Int[Array, "b padded"]]:
-        """Ids of queries, padded as query tiles are, and of keys, padded to whole tiles; () where there are none."""
-        if places.query_segment_ids is None or places.key_value_segment_ids is None:
-            return ()
+    def _placed(self, places: Places) -> Placed:
         b, tiling = self.spec.batch, self.tiling
+        firsts = jnp.asarray(places.query_positions)[:, :: tiling.query_tile]
+        firsts = jnp.broadcast_to(firsts, (b, tiling.query_tiles)).reshape(-1)
+        lengths = jnp.broadcast_to(jnp.asarray(places.lengths), (b,))
+        if places.query_segment_ids is None or places.key_value_segment_ids is None:
+            return Placed(firsts, lengths, ())
         queries, keys = jnp.asarray(places.query_segment_ids), jnp.asarray(places.key_value_segment_ids)
         queries = jnp.broadcast_to(queries, (b, tiling.padded_queries)).reshape(b, tiling.query_tiles, -1)
         behind = self.blocks.tile_q - tiling.query_tile
         queries = jnp.pad(queries, ((0, 0), (0, 0), (0, behind)), constant_values=_UNSEEING_QUERY).reshape(b, -1)
         behind = tiling.units * tiling.unit - keys.shape[1]
         keys = jnp.pad(jnp.broadcast_to(keys, (b, keys.shape[1])), ((0, 0), (0, behind)), constant_values=_UNSEEN_KEY)
-        return jnp.where(queries < 0, _UNSEEING_QUERY, queries), jnp.where(keys < 0, _UNSEEN_KEY, keys)
+        ids = jnp.where(queries < 0, _UNSEEING_QUERY, queries), jnp.where(keys < 0, _UNSEEN_KEY, keys)
+        return Placed(firsts, lengths, ids)
 
     def queries_of(self, tile: Any, offset: Any, firsts: Any, lengths: Any) -> Queries:
         """The queries of query tile ``tile`` from its ``offset`` on, from the scalars above (inside a kernel)."""

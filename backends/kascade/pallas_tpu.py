@@ -29,7 +29,7 @@ from jaxtyping import Array, Bool, Float
 from ..contract import AttentionSpec
 from ..devices import Target
 from .block_sizes import LANES, TileBlocks, tpu_blocks, tpu_reasons
-from .pallas_rows import HIDDEN, PallasKernels, Queries, block_visible, product, token_reasons, where_needed
+from .pallas_rows import HIDDEN, PallasKernels, Placed, Queries, block_visible, product, token_reasons, where_needed
 from .settings import Settings, Tiling
 
 # The part of the scalar memory (1 MiB in every generation) for the list of one call. A longer list takes several calls.
@@ -65,38 +65,28 @@ class TpuKernels(PallasKernels):
         return self.blocks.block_q
 
     def attend_rows(
-        self,
-        rows: Array,
-        keys: Array,
-        values: Array,
-        tiles: Array,
-        counts: Array,
-        firsts: Array,
-        lengths: Array,
-        ids: tuple[Array, ...],
+        self, rows: Array, keys: Array, values: Array, tiles: Array, counts: Array, placed: Placed
     ) -> Array:
         """As :meth:`PallasKernels.attend_rows`; a long list takes several calls."""
         n_rows, slots, v_dim = rows.shape[1], tiles.shape[-1], values.shape[-1]
         calls = -(-self.tiles * (slots + 1) * 4 // LIST_BYTES)
         per_call = -(-self.tiles // calls)
         out_shape = jax.ShapeDtypeStruct((per_call * self.blocks.blocks_q, n_rows, v_dim), rows.dtype)
-        call = _call(self, slots, out_shape, has_ids=bool(ids))
+        call = _call(self, slots, out_shape, has_ids=bool(placed.ids))
         spare = calls * per_call - self.tiles
         tiles = jnp.pad(tiles, ((0, spare), (0, 0))).reshape(calls, per_call * slots)
         counts = jnp.pad(counts, (0, spare)).reshape(calls, per_call)
-        columns = _as_columns(ids)
+        columns = _as_columns(placed.ids)
 
         def part(of_call: tuple[Array, Array, Array]) -> Array:
             start, tiles, counts = of_call
             # One dimension each: an array of more is padded to 128 lanes in scalar memory.
-            return call(start[None], tiles, counts, firsts, lengths, rows, keys, values, *columns)
+            return call(start[None], tiles, counts, *placed[:2], rows, keys, values, *columns)
 
         out = lax.map(part, (jnp.arange(calls, dtype=jnp.int32) * per_call, tiles, counts))
         return out.reshape(-1, n_rows, v_dim)[: self.tiles * self.blocks.blocks_q]
 
-    def mass_of_rows(
-        self, rows: Array, keys: Array, firsts: Array, lengths: Array, ids: tuple[Array, ...]
-    ) -> Float[Array, "blocks 1 units"]:
+    def mass_of_rows(self, rows: Array, keys: Array, placed: Placed) -> Float[Array, "blocks 1 units"]:
         """As :meth:`PallasKernels.mass_of_rows`."""
         spec, tiling, blocks = self.spec, self.tiling, self.blocks
         parts, n_rows = blocks.blocks_q, rows.shape[1]
@@ -129,7 +119,7 @@ class TpuKernels(PallasKernels):
                 in_specs=[
                     pl.BlockSpec((None, n_rows, spec.head_dim), lambda step, *_: (step, 0, 0)),
                     pl.BlockSpec((None, blocks.block_kv, spec.head_dim), of_keys),
-                    *id_specs[: len(ids)],
+                    *id_specs[: len(placed.ids)],
                 ],
                 out_specs=pl.BlockSpec((None, 1, tiling.units), lambda step, *_: (step, 0, 0)),
                 scratch_shapes=[pltpu.VMEM((n_rows, LANES), jnp.float32), pltpu.VMEM((n_rows, LANES), jnp.float32)],
@@ -138,7 +128,7 @@ class TpuKernels(PallasKernels):
             compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary", "arbitrary")),
             interpret=self.interpret,
             name="kascade_pooled_mass",
-        )(firsts, lengths, rows, keys, *_as_columns(ids))
+        )(*placed[:2], rows, keys, *_as_columns(placed.ids))
 
 
 def _as_columns(ids: tuple[Array, ...]) -> tuple[Array, ...]:

@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float
 from ..contract import AttentionSpec
 from ..devices import Target
 from .block_sizes import TileBlocks, gpu_blocks, gpu_reasons
-from .pallas_rows import HIDDEN, PallasKernels, Queries, product, token_reasons
+from .pallas_rows import HIDDEN, PallasKernels, Placed, Queries, product, token_reasons
 from .settings import Settings, Tiling
 
 
@@ -49,28 +49,18 @@ class TritonKernels(PallasKernels):
         return self.blocks.tile_q
 
     def attend_rows(
-        self,
-        rows: Array,
-        keys: Array,
-        values: Array,
-        tiles: Array,
-        counts: Array,
-        firsts: Array,
-        lengths: Array,
-        ids: tuple[Array, ...],
+        self, rows: Array, keys: Array, values: Array, tiles: Array, counts: Array, placed: Placed
     ) -> Array:
         """As :meth:`PallasKernels.attend_rows`."""
         out = jax.ShapeDtypeStruct((*rows.shape[:2], values.shape[-1]), rows.dtype)
-        operands = rows, keys, values, tiles, counts, firsts, lengths, *ids
+        operands = rows, keys, values, tiles, counts, *placed[:2], *placed.ids
         return self._call("kascade_attend", _attend, operands, out, self._part(out))
 
-    def mass_of_rows(
-        self, rows: Array, keys: Array, firsts: Array, lengths: Array, ids: tuple[Array, ...]
-    ) -> Float[Array, "tiles parts units"]:
+    def mass_of_rows(self, rows: Array, keys: Array, placed: Placed) -> Float[Array, "tiles parts units"]:
         """As :meth:`PallasKernels.mass_of_rows`."""
         parts = rows.shape[1] // self.blocks.block_q
         out = jax.ShapeDtypeStruct((self.tiles, parts, self.tiling.units), jnp.float32)
-        return self._call("kascade_pooled_mass", _sum, (rows, keys, firsts, lengths, *ids), out, pl.no_block_spec)
+        return self._call("kascade_pooled_mass", _sum, (rows, keys, *placed[:2], *placed.ids), out, pl.no_block_spec)
 
     def _part(self, rows: Any) -> pl.BlockSpec:
         """The rows of a program."""
