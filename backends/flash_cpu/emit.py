@@ -167,7 +167,8 @@ class Function:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
-            if not self.builder.block.is_terminated:
+            end: Any = self.builder.block
+            if not end.is_terminated:
                 self.builder.ret_void()
             ir.IRBuilder(self._entry).branch(self.function.blocks[1])
 

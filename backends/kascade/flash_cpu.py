@@ -95,8 +95,8 @@ class FlashCpuKernels(Kernels):
         """The results of one of the kernels for several query tiles."""
         v_dim = arrays["value"].shape[-1] if "value" in arrays else 0
         kernel = SparseKernel(dataclasses.replace(self._calls.kernel, value_head_dim=v_dim), self.tiling.unit, units)
-        sizes = {"Q": self.tiling.query_tile, "I": self.tiling.query_tiles, "W": self.tiling.units}
-        return self._calls.call("sparse", kernel, arrays | self._seen(places).by_name, **sizes)
+        tiling, arrays = self.tiling, arrays | self._seen(places).by_name
+        return self._calls.call("sparse", kernel, arrays, Q=tiling.query_tile, I=tiling.query_tiles, W=tiling.units)
 
     def _seen(self, places: Places) -> Visibility:
         """The mask without the selection: causal over slots, inside length and segment."""

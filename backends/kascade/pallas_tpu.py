@@ -55,7 +55,7 @@ class TpuKernels(PallasKernels):
         return tuple(reasons)
 
     @functools.cached_property
-    def blocks(self) -> TileBlocks:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def blocks(self) -> TileBlocks:  # pyright: ignore[reportIncompatibleMethodOverride]  (kept)
         """How a kernel cuts the problem."""
         return tpu_blocks(self.spec, self.tiling, self.settings)
 

@@ -116,7 +116,7 @@ def _role(role: LayerRole) -> str:
 
 def _program(
     case: SelectionCase, model: Transformer, method: str, schedule: Schedule
-) -> Callable[[jax.Array], tuple[jax.Array, list[Kept]]]:
+) -> Callable[[Any], tuple[jax.Array, list[Kept]]]:
     """Maps tokens to the logits of the phase, and to what each layer kept (in decoding: stacked over the steps)."""
     config, params = model.config, model.arrays()
     settings = settings_of(case)
