@@ -14,8 +14,8 @@ from typing import Any, Literal, NamedTuple, Self, get_args
 
 from .checks import require_positive_int, require_positive_real
 from .other_names import our_name
-from .presets import SIZES
-from .rope_scaling import AnyScaling, DynamicScaling, RopeScaling, YarnScaling
+from .presets import PRESETS as PRESETS
+from .rope_scaling import AnyScaling, DynamicScaling, YarnScaling
 
 AttentionType = Literal["global", "sliding", "chunked", "full", "latent", "nope"]
 NormPlacement = Literal["before", "after", "both"]
@@ -41,7 +41,12 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "activation": get_args(Activation),
     "qk_norm_over": ("head", "projection", "rotated"),
 }
-_OPTIONAL_REALS = ("logits_soft_cap", "final_soft_cap", "attention_scale", "sliding_rope_theta", "attn_scale")
+_OPTIONAL_NUMBERS = dict.fromkeys(
+    ("window_size", "chunk_size", "q_lora_rank", *_LATENT_SIZES, "floor_scale", "experts_per_token"),
+    require_positive_int,
+) | dict.fromkeys(
+    ("logits_soft_cap", "final_soft_cap", "attention_scale", "sliding_rope_theta", "attn_scale"), require_positive_real
+)
 
 
 class LatentSizes(NamedTuple):
@@ -154,9 +159,9 @@ class ModelConfig:
         self._check_heads()
         for name in ("rope_theta", "norm_eps"):
             require_positive_real(name, getattr(self, name))
-        for name in _OPTIONAL_REALS:
+        for name, check in _OPTIONAL_NUMBERS.items():
             if getattr(self, name) is not None:
-                require_positive_real(name, getattr(self, name))
+                check(name, getattr(self, name))
         self._check_scaling()
         for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
@@ -228,13 +233,8 @@ class ModelConfig:
         object.__setattr__(self, "attention", tuple(types))
         needed = [("sliding", "window_size"), ("chunked", "chunk_size"), *(("latent", name) for name in _LATENT_SIZES)]
         for kind, name in needed:
-            value = getattr(self, name)
-            if value is not None:
-                require_positive_int(name, value)
-            elif kind in types:
+            if kind in types and getattr(self, name) is None:
                 raise ValueError(f"attention={kind!r} needs {name}, an integer of at least 1; it is None.")
-        if self.q_lora_rank is not None:
-            require_positive_int("q_lora_rank", self.q_lora_rank)
         if "latent" in types:
             self._check_latent()
         self._check_rotation(types)
@@ -247,10 +247,8 @@ class ModelConfig:
             raise ValueError("qk_norm_over='rotated' needs qk_norm=True.")
         if (self.floor_scale is None) != (self.attn_scale is None):
             raise ValueError(f"floor_scale={self.floor_scale} and attn_scale={self.attn_scale} go together; give both.")
-        if self.floor_scale is not None:
-            require_positive_int("floor_scale", self.floor_scale)
-            if "nope" not in types:
-                raise ValueError("floor_scale and attn_scale are for layers of attention='nope'; there is none.")
+        if self.floor_scale is not None and "nope" not in types:
+            raise ValueError("floor_scale and attn_scale are for layers of attention='nope'; there is none.")
 
     def _check_latent(self) -> None:
         if self.latent.rope % 2:
@@ -329,11 +327,3 @@ def _check_names(overrides: Mapping[str, Any]) -> None:
     raise ValueError(
         "; ".join([f"ModelConfig has no field {', '.join(map(repr, unknown))}", *hints, f"it has {', '.join(names)}."])
     )
-
-
-def _with_scaling(fields: dict[str, Any]) -> dict[str, Any]:
-    scaling = fields.get("rope_scaling")
-    return fields if scaling is None else fields | {"rope_scaling": RopeScaling(**scaling)}
-
-
-PRESETS: dict[str, dict[str, Any]] = {name: _with_scaling(fields) for name, fields in SIZES.items()}

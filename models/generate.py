@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from .cache import KVCache, Slots
+from .checks import require_positive_int
 from .config import ModelConfig
 from .forward import forward_cached
 from .padding import left_aligned
@@ -102,8 +103,7 @@ def _stopped(out: np.ndarray, stops: list[int], length: int) -> Int[np.ndarray, 
 
 
 def _check_numbers(max_new_tokens: Any, temperature: float, top_p: float) -> None:
-    if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens={max_new_tokens!r} must be an integer of at least 1.")
+    require_positive_int("max_new_tokens", max_new_tokens)
     if not temperature >= 0.0:
         raise ValueError(f"temperature={temperature!r} must be at least 0 (0: always the likeliest token).")
     if not 0.0 < top_p <= 1.0:

@@ -127,7 +127,7 @@ def _by_type(fields: Fields) -> dict[str, Any]:
         raise CheckpointError(
             f"attention_bias={given(bias)} in {CONFIG} is not what model_type={model_type!r} means; leave it out."
         )
-    made = _windows(fields) | {"qkv_bias": bool(bias), "output_bias": bool(bias)} | family.fixed
+    made = {**_windows(fields), "qkv_bias": bool(bias), "output_bias": bool(bias), **family.fixed}
     if "query_pre_attn_scalar" in family.keys:
         made |= _gemma(fields)
     return made | _with_experts(fields) if "num_experts" in family.keys else made

@@ -19,6 +19,7 @@ import msgspec
 from jaxtyping import Array, Float
 from safetensors.flax import save_file
 
+from .checks import require_positive_int, require_positive_real
 from .config import ModelConfig
 from .parameters import LAYER, Params, parameter_shapes
 from .reading import CheckpointError, checked, read_json, refuse_other_values, refuse_unknown
@@ -79,10 +80,8 @@ class LoraConfig:
     targets: tuple[str, ...] = ("q_proj", "v_proj")
 
     def __post_init__(self) -> None:
-        if not isinstance(self.rank, int) or isinstance(self.rank, bool) or self.rank < 1:
-            raise ValueError(f"rank={self.rank!r} must be an integer of at least 1.")
-        if not isinstance(self.alpha, int | float) or isinstance(self.alpha, bool) or not 0 < self.alpha < float("inf"):
-            raise ValueError(f"alpha={self.alpha!r} must be a finite number above 0.")
+        require_positive_int("rank", self.rank)
+        require_positive_real("alpha", self.alpha)
         object.__setattr__(self, "targets", tuple(self.targets))
         unknown = [name for name in self.targets if name not in PROJECTIONS]
         if unknown or not self.targets or len(set(self.targets)) < len(self.targets):

@@ -15,6 +15,7 @@ import optax
 import optax.contrib
 from jaxtyping import Array
 
+from .checks import require_positive_real
 from .parameters import Params
 
 OptimizerName = Literal["adamw", "muon"]
@@ -29,8 +30,7 @@ def make_optimizer(
     """
     if name not in get_args(OptimizerName):
         raise ValueError(f"optimizer={name!r} is not known; use one of {', '.join(get_args(OptimizerName))}.")
-    if not (math.isfinite(learning_rate) and learning_rate > 0):
-        raise ValueError(f"learning_rate={learning_rate!r} must be a finite number above 0.")
+    require_positive_real("learning_rate", learning_rate)
     if not (math.isfinite(weight_decay) and weight_decay >= 0):
         raise ValueError(f"weight_decay={weight_decay!r} must be a finite number, at least 0.")
     schedule = optax.schedules.warmup_cosine_decay_schedule(

@@ -3,12 +3,13 @@
 The first five are byte-level: they need no tokenizer and train on any text. The others are published models. Their
 sizes are those of the base model's ``config.json`` at the publisher (Meta's, Mistral AI's, Qwen's, Google's, Ai2's,
 Microsoft's). Each gives the publisher's number of parameters (``tests/models/test_presets.py`` has both).
-``rope_scaling`` has the fields of :class:`~attnsuite.models.rope_scaling.RopeScaling`.
 """
 
 from __future__ import annotations
 
 from typing import Any
+
+from .rope_scaling import RopeScaling
 
 _BYTES = {"vocab_size": 256}
 _BFLOAT16 = {"dtype": "bfloat16", "param_dtype": "bfloat16"}
@@ -33,17 +34,17 @@ def _sized(hidden: int, intermediate: int, layers: int, heads: int, **others: An
     return sizes | others
 
 
-SIZES: dict[str, dict[str, Any]] = {
+PRESETS: dict[str, dict[str, Any]] = {
     "debug": _BYTES | _sized(64, 172, 2, 2),
     "tiny": _BYTES | _sized(192, 512, 4, 8, num_kv_heads=2, head_dim=32),
     "small": _BYTES | _sized(512, 1408, 8, 8, num_kv_heads=4, max_length=8192),
     "medium": _BYTES | _sized(768, 2048, 12, 12, num_kv_heads=4, max_length=8192),
     "large": _BYTES | _sized(1024, 2816, 24, 16, num_kv_heads=8, max_length=8192),
     "llama-2-7b": _BFLOAT16 | _UNTIED | _sized(4096, 11008, 32, 32, vocab_size=32000, max_length=4096),
-    "llama-3.2-1b": _LLAMA_3 | _sized(2048, 8192, 16, 32, rope_scaling={"factor": 32.0}),
-    "llama-3.2-3b": _LLAMA_3 | _sized(3072, 8192, 28, 24, rope_scaling={"factor": 32.0}),
-    "llama-3.1-8b": _LLAMA_3 | _UNTIED | _sized(4096, 14336, 32, 32, rope_scaling={"factor": 8.0}),
-    "llama-3.1-70b": _LLAMA_3 | _UNTIED | _sized(8192, 28672, 80, 64, rope_scaling={"factor": 8.0}),
+    "llama-3.2-1b": _LLAMA_3 | _sized(2048, 8192, 16, 32, rope_scaling=RopeScaling(factor=32.0)),
+    "llama-3.2-3b": _LLAMA_3 | _sized(3072, 8192, 28, 24, rope_scaling=RopeScaling(factor=32.0)),
+    "llama-3.1-8b": _LLAMA_3 | _UNTIED | _sized(4096, 14336, 32, 32, rope_scaling=RopeScaling(factor=8.0)),
+    "llama-3.1-70b": _LLAMA_3 | _UNTIED | _sized(8192, 28672, 80, 64, rope_scaling=RopeScaling(factor=8.0)),
     # Version 0.1, whose layers see a window.
     "mistral-7b": _BFLOAT16
     | _UNTIED

@@ -16,12 +16,13 @@ import dataclasses
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Int
 
 from .config import ModelConfig
-from .parameters import Params
+from .parameters import Params, parameter_shapes
 from .rope_scaling import RopeScaling
 from .transformer import Transformer
 
@@ -84,9 +85,9 @@ def build(
         tie_embeddings=False,
     ).replace(**overrides)
     rng = np.random.default_rng(seed)
-    layers = []
+    layers, silent = [], parameter_shapes(config)["layers"][0]  # attention and MLP of such a layer write nothing
     for i in range(num_layers):
-        layer = _silent_layer(head_dim)
+        layer = {name: np.ones(shape) if len(shape) == 1 else np.zeros(shape) for name, shape in silent.items()}
         if i in (anchor, reuse):
             _wire(layer, head_dim, source=16 if i == anchor else 20, target=24 if i == anchor else 28)
         layers.append(
@@ -97,7 +98,7 @@ def build(
         )
     embedding, head = _tables(rng)
     params: Params = {"embed_tokens": embedding, "norm": np.ones(HIDDEN), "lm_head": head, "layers": layers}
-    return Transformer(config, _as_arrays(params, config.param_dtype))
+    return Transformer(config, jax.tree.map(lambda x: jnp.asarray(x, config.param_dtype), params))
 
 
 def sample(
@@ -162,21 +163,6 @@ def _theta(head_dim: int, context: int) -> float:
     return max(500000.0, (context / 0.3) ** (1.0 / (1.0 - 8.0 / head_dim)))
 
 
-def _silent_layer(head_dim: int) -> dict[str, Float[np.ndarray, ...]]:
-    """A layer whose attention and MLP write nothing."""
-    return {
-        "input_layernorm": np.ones(HIDDEN),
-        "q_proj": np.zeros((HEADS * head_dim, HIDDEN)),
-        "k_proj": np.zeros((KV_HEADS * head_dim, HIDDEN)),
-        "v_proj": np.zeros((KV_HEADS * head_dim, HIDDEN)),
-        "o_proj": np.zeros((HIDDEN, HEADS * head_dim)),
-        "post_attention_layernorm": np.ones(HIDDEN),
-        "gate_proj": np.zeros((2 * HIDDEN, HIDDEN)),
-        "up_proj": np.zeros((2 * HIDDEN, HIDDEN)),
-        "down_proj": np.zeros((HIDDEN, 2 * HIDDEN)),
-    }
-
-
 def _wire(layer: dict[str, Any], head_dim: int, source: int, target: int) -> None:
     """Let each query head find the needle of its type and copy one half of its answer."""
     # Normalised, a needle's type reads 4/sqrt(48/64) and a bare query's 4/sqrt(16/64).
@@ -202,12 +188,3 @@ def _tables(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
                 embedding[needle(kind, a, b), [kind, 16 + a, 20 + b]] = 4.0
                 head[needle(kind, a, b), [8 + kind, 24 + a, 28 + b]] = 4.0
     return embedding, head
-
-
-def _as_arrays(params: Params, dtype: str) -> Params:
-    def convert(x: Any) -> Any:
-        if isinstance(x, dict):
-            return {name: convert(value) for name, value in x.items()}
-        return [convert(value) for value in x] if isinstance(x, list) else jnp.asarray(x, dtype)
-
-    return convert(params)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -27,6 +27,7 @@ class RopeScaling:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_length: int = 8192
+    attention_factor: ClassVar[float] = 1.0
 
     def __post_init__(self) -> None:
         _check(self, "factor", "low_freq_factor", "high_freq_factor")
@@ -36,11 +37,6 @@ class RopeScaling:
                 f"rope_scaling.high_freq_factor={self.high_freq_factor} must be above "
                 f"low_freq_factor={self.low_freq_factor}."
             )
-
-    @property
-    def attention_factor(self) -> float:
-        """1.0."""
-        return 1.0
 
     def stretched(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
         """The frequencies ``[head_dim / 2]`` after stretching; ``theta`` is RoPE's base."""
@@ -58,14 +54,10 @@ class LinearScaling:
     """All frequencies divided by ``factor``: position interpolation (arXiv 2306.15595). Raises ValueError."""
 
     factor: float
+    attention_factor: ClassVar[float] = 1.0
 
     def __post_init__(self) -> None:
         _check(self, "factor")
-
-    @property
-    def attention_factor(self) -> float:
-        """1.0."""
-        return 1.0
 
     def stretched(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
         """The frequencies ``[head_dim / 2]`` after stretching; ``theta`` is RoPE's base."""
@@ -84,15 +76,11 @@ class DynamicScaling:
 
     factor: float
     original_max_length: int
+    attention_factor: ClassVar[float] = 1.0
 
     def __post_init__(self) -> None:
         _check(self, "factor")
         require_positive_int("rope_scaling.original_max_length", self.original_max_length)
-
-    @property
-    def attention_factor(self) -> float:
-        """1.0."""
-        return 1.0
 
     def stretched(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
         """The frequencies of a document that is not longer than ``original_max_length``: unchanged."""

@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from attnsuite.backends import MeshAxes, Sharded, support
 
 from .planning import Resolutions
-from .sharding import leaf_name, parameter_sharding
+from .sharding import shardings
 from .training import Batch, Step, Trained
 
 _ROWS = ("data", "fsdp")
@@ -78,10 +78,8 @@ class Placement:
         return tuple(found)
 
     def shardings(self, tree: Any) -> Any:
-        """Where parameters lie, or what is built like them: gradients, optimizer states. Adapters lie everywhere."""
-        return jax.tree.map_with_path(
-            lambda path, x: parameter_sharding(leaf_name(path), x.shape, self.mesh, heads="heads", rest="fsdp"), tree
-        )
+        """Where parameters lie, or what is built like them (:func:`attnsuite.models.sharding.shardings`)."""
+        return shardings(tree, self.mesh, heads="heads", rest="fsdp")
 
     def put(self, tree: Any) -> Any:
         """The arrays of :meth:`shardings` in their places."""

@@ -39,8 +39,15 @@ def parameter_sharding(
     return NamedSharding(mesh, PartitionSpec(*(_if_divided(*each, mesh) for each in zip(shape, axes, strict=True))))
 
 
+def shardings(tree: Any, mesh: Mesh, *, heads: str | None, rest: str | None = None) -> Any:
+    """Where parameters lie, and what is built like them: gradients, optimizer states. Adapters lie everywhere."""
+    return jax.tree.map_with_path(
+        lambda path, x: parameter_sharding(_leaf_name(path), x.shape, mesh, heads=heads, rest=rest), tree
+    )
+
+
 def shard_parameters(params: Params, mesh: Mesh, *, heads: str | None, rest: str | None = None) -> Params:
-    """The tree of arrays, each where :func:`parameter_sharding` says; for what is built like it too (optimizer states).
+    """The tree of arrays, each where :func:`parameter_sharding` says.
 
     >>> import numpy as np
     >>> from attnsuite.models import Transformer, ModelConfig
@@ -49,13 +56,10 @@ def shard_parameters(params: Params, mesh: Mesh, *, heads: str | None, rest: str
     >>> tuple(params["layers"][0]["q_proj"].sharding.spec)
     ('model', None)
     """
-    return jax.tree.map_with_path(
-        lambda path, x: jax.device_put(x, parameter_sharding(leaf_name(path), x.shape, mesh, heads=heads, rest=rest)),
-        params,
-    )
+    return jax.device_put(params, shardings(params, mesh, heads=heads, rest=rest))
 
 
-def leaf_name(path: tuple[Any, ...]) -> str:
+def _leaf_name(path: tuple[Any, ...]) -> str:
     """The name of a parameter from its path in a tree, or "" for what has none."""
     return str(path[-1].key) if path and isinstance(path[-1], jax.tree_util.DictKey) else ""
 

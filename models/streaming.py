@@ -23,6 +23,7 @@ from attnsuite.backends.contract import Carry
 from attnsuite.backends.resolve import Resolution
 
 from .checkpoint import Checkpoint
+from .checks import require_positive_int
 from .config import AttentionType, ModelConfig
 from .forward import Hidden, embed, layer_forward, logits_of, turns_of, whole_sequence
 from .loss import token_nats
@@ -53,8 +54,7 @@ def streamed_nats(
         raise ValueError(
             f"tokens reach from {tokens.min()} to {tokens.max()}; this model has tokens 0 to {config.vocab_size - 1}."
         )
-    if not isinstance(batch, int) or batch < 1:
-        raise ValueError(f"batch={batch!r} must be an integer of at least 1.")
+    require_positive_int("batch", batch)
     count, length = tokens.shape[0], tokens.shape[1] - 1
     if not config.use_rope and length > config.max_length:
         raise ValueError(
@@ -62,9 +62,9 @@ def streamed_nats(
         )
     padded = np.pad(tokens, ((0, -count % batch), (0, 0)))  # one shape, one compilation
     parts = [jnp.asarray(part, jnp.int32) for part in padded.reshape(-1, batch, length + 1)]
-    if resolutions is None:
-        resolutions = planned(config, call, batch=batch, query_length=length, needs_grad=False)["resolutions"]
-    resolved = dict(resolutions)
+    problem = {"batch": batch, "query_length": length, "needs_grad": False}
+    found: Resolutions = planned(config, call, **problem)["resolutions"] if resolutions is None else resolutions
+    resolved = dict(found)
     options = freeze_options(call.get("backend_options"))
     hidden = embedded(checkpoint, [part[:, :-1] for part in parts])
     carries: list[dict[str, Carry]] = [dict.fromkeys(resolved, ()) for _ in parts]

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from attnsuite.backends import Backend, Target
 from attnsuite.backends.dealing import MeshAxes, Sharded
-from attnsuite.models.sharding import leaf_name, parameter_sharding
+from attnsuite.models.sharding import shardings
 
 from ..kinds.attention import OpCase
 from ..kinds.model import ModelCase
@@ -94,12 +94,8 @@ def placed(program: AbstractProgram, case: OpCase | ModelCase, dealt: Deal) -> A
 
 def _parameters(tree: Any, dealt: Deal) -> Any:
     """Shardings of parameters, and of optimizer states, whose trees have the same shape."""
-
-    def place(path: tuple[Any, ...], x: Any) -> Any:
-        where = parameter_sharding(leaf_name(path), x.shape, dealt.mesh, heads="heads", rest=dealt.rest)
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
-
-    return jax.tree.map_with_path(place, tree)
+    places = shardings(tree, dealt.mesh, heads="heads", rest=dealt.rest)
+    return jax.tree.map(lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), tree, places)
 
 
 def _data(tree: Any, dealt: Deal) -> Any:

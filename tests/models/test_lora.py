@@ -119,7 +119,7 @@ def saved(trained, tmp_path):
         ({"target_modules": "all-linear"}, "target_modules in adapter_config.json is not accepted: expected `array`"),
         ({"target_modules": None}, "adapter_config.json lacks target_modules"),
         ({"lora_alpha": "16"}, "lora_alpha in adapter_config.json is not accepted"),
-        ({"r": 10**15}, "has shape .4, 48.; expected"),
+        ({"r": 10**9}, "has shape .4, 48.; expected"),
         ({"r": 0}, "rank=0 must be an integer of at least 1"),
         ({"r": 5}, "has shape .4, 48.; expected .5, 48."),
         ({"target_modules": ["q_proj"]}, "holds 'base_model.model.model.layers.0.mlp.down_proj"),
