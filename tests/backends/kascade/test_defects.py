@@ -1,7 +1,4 @@
-"""Each defect that the earlier JAX fork of Kascade had, as a claim, and its broken form as the control of that claim.
-
-The numbers are those of the list in docs/kascade.md.
-"""
+"""Each defect of the earlier JAX fork of Kascade as a claim, and its broken form as the control of that claim."""
 
 import contextlib
 import dataclasses
