@@ -6,6 +6,7 @@ no use of is refused.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from attnsuite.sentences import given
@@ -15,18 +16,24 @@ from .huggingface_keys import CONFIG, Fields, RopeFields
 from .reading import CheckpointError
 from .rope_scaling import AnyScaling, DynamicScaling, LinearScaling, RopeScaling, YarnScaling
 
-_LENGTH = "original_max_position_embeddings"
-_LLAMA_3 = ("factor", "low_freq_factor", "high_freq_factor", _LENGTH)
-_YARN = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate")
-_ALL = tuple(dict.fromkeys((*_LLAMA_3, *_YARN)))
-# rope_type -> the keys that it needs, and those that it may have.
-_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "default": ((), ()),
-    "linear": (("factor",), ()),
-    "dynamic": (("factor",), (_LENGTH,)),
-    "llama3": (_LLAMA_3, ()),
-    "yarn": (("factor", _LENGTH), _YARN),
+_LENGTH = "original_max_position_embeddings"  # our original_max_length; the other fields have the same names
+# rope_type -> what it is, and the keys that it needs; it may have the others of its fields.
+_SCALINGS: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "default": (None, ()),
+    "linear": (LinearScaling, ("factor",)),
+    "dynamic": (DynamicScaling, ("factor",)),
+    "llama3": (RopeScaling, ("factor", "low_freq_factor", "high_freq_factor", _LENGTH)),
+    "yarn": (YarnScaling, ("factor", _LENGTH)),
 }
+
+
+def _keys(scaling: Any) -> dict[str, str]:
+    """The keys of a scaling and the names of its fields."""
+    names = [] if scaling is None else [field.name for field in dataclasses.fields(scaling)]
+    return {_LENGTH if name == "original_max_length" else name: name for name in names}
+
+
+_ALL = tuple(dict.fromkeys(key for scaling, _ in _SCALINGS.values() for key in _keys(scaling)))
 
 
 def read_rope(fields: Fields) -> tuple[float, AnyScaling | None]:
@@ -42,15 +49,23 @@ def read_rope(fields: Fields) -> tuple[float, AnyScaling | None]:
     if kind != "default" and fields.model_type == "phi3":
         raise CheckpointError(f"rope_type={given(kind)} in {CONFIG} is not supported in a phi3; only 'default' is.")
     entries = {name: getattr(rope, name) for name in _ALL if getattr(rope, name) is not None}
-    needed, allowed = _KEYS[kind]
-    unused = [name for name in entries if name not in (*needed, *allowed)]
+    scaling, needed = _SCALINGS[kind]
+    unused = [name for name in entries if name not in _keys(scaling)]
     if unused:
         raise CheckpointError(f"rope_type={kind!r} in {CONFIG} makes no use of {', '.join(unused)}; leave them out.")
     missing = [name for name in needed if name not in entries]
     if missing:
         raise CheckpointError(f"rope scaling {kind!r} in {CONFIG} lacks {', '.join(missing)}.")
+    if kind == "dynamic":
+        length = fields.max_position_embeddings
+        if entries.setdefault(_LENGTH, length) != length:
+            raise CheckpointError(
+                f"{CONFIG}: {_LENGTH}={entries[_LENGTH]} is not max_position_embeddings={length}; 'dynamic' takes the "
+                "latter."
+            )
+    named = {ours: entries[key] for key, ours in _keys(scaling).items() if key in entries}
     try:
-        return theta, _scaling(kind, entries, fields.max_position_embeddings)
+        return theta, None if scaling is None else scaling(**named)
     except ValueError as error:
         raise CheckpointError(f"{CONFIG}: {error}") from error
 
@@ -66,21 +81,16 @@ def sliding_theta(fields: Fields) -> float | None:
 def write_rope(config: ModelConfig) -> dict[str, Any]:
     """The keys of RoPE, in the spelling that transformers 4 and 5 both read."""
     length, scaling = config.max_length, config.rope_scaling
-    match scaling:
-        case None:
-            entries = None
-        case RopeScaling():
-            entries = {name: getattr(scaling, name) for name in _LLAMA_3[:3]} | {_LENGTH: scaling.original_max_length}
-            entries = {"rope_type": "llama3", **entries}
-        case LinearScaling():
-            entries = {"rope_type": "linear", "factor": scaling.factor}
-        case DynamicScaling():  # transformers takes the original length from max_position_embeddings
-            entries, length = {"rope_type": "dynamic", "factor": scaling.factor}, scaling.original_max_length
-        case YarnScaling():
-            entries = {name: getattr(scaling, name) for name in ("factor", *_YARN)}
-            entries = {"rope_type": "yarn", **entries, _LENGTH: scaling.original_max_length}
-            entries = {name: value for name, value in entries.items() if value is not None}
-    return {"max_position_embeddings": length, "rope_theta": config.rope_theta, "rope_scaling": entries}
+    kind = next((kind for kind, (made, _) in _SCALINGS.items() if made is not None and isinstance(scaling, made)), None)
+    values = {key: getattr(scaling, name) for key, name in _keys(scaling).items()}
+    if kind == "dynamic":  # transformers takes the original length from max_position_embeddings
+        length = values.pop(_LENGTH)
+    said = {"rope_type": kind} | {key: value for key, value in values.items() if value is not None}
+    return {
+        "max_position_embeddings": length,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": None if scaling is None else said,
+    }
 
 
 def _kind(rope: RopeFields) -> str:
@@ -89,27 +99,9 @@ def _kind(rope: RopeFields) -> str:
             f"partial_rotary_factor={rope.partial_rotary_factor} in {CONFIG} is not supported; only 1.0 is."
         )
     kind = rope.rope_type or rope.kind or "default"
-    if kind not in _KEYS or rope.kind not in (None, kind):
+    if kind not in _SCALINGS or rope.kind not in (None, kind):
         raise CheckpointError(
-            f"rope_type={given(kind)} in {CONFIG} is not supported; use one of {', '.join(map(repr, _KEYS))} (type, "
-            "where it stands too, has to be the same)."
+            f"rope_type={given(kind)} in {CONFIG} is not supported; use one of {', '.join(map(repr, _SCALINGS))} "
+            "(type, where it stands too, has to be the same)."
         )
     return kind
-
-
-def _scaling(kind: str, entries: dict[str, Any], max_length: int) -> AnyScaling | None:
-    length = entries.pop(_LENGTH, None)
-    match kind:
-        case "linear":
-            return LinearScaling(**entries)
-        case "dynamic":
-            if length not in (None, max_length):
-                raise ValueError(
-                    f"{_LENGTH}={length} is not max_position_embeddings={max_length}; 'dynamic' takes the latter."
-                )
-            return DynamicScaling(original_max_length=max_length, **entries)
-        case "llama3":
-            return RopeScaling(original_max_length=length, **entries)
-        case "yarn":
-            return YarnScaling(original_max_length=length, **entries)
-    return None

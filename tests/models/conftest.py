@@ -10,7 +10,7 @@ SHAPE = ModelConfig.from_preset("llama-3.2-1b", vocab_size=512)
 DEPTHS = (2, 5)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def two_depths(tmp_path_factory):
     """Directories of a shallow and a deep checkpoint, and the bytes of a layer."""
     folder = tmp_path_factory.mktemp("depths")

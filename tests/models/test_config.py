@@ -1,12 +1,10 @@
 import dataclasses
 from functools import partial
 
-import jax
 import pytest
 
-from attnsuite.models import PRESETS, ModelConfig, RopeScaling
+from attnsuite.models import ModelConfig, RopeScaling
 from attnsuite.models.other_names import _NONE, _OF_THE_CALL, _OURS
-from attnsuite.models.parameters import count_parameters, initialise, parameter_shapes
 
 LATENT = {
     "attention": ("latent", "global"),
@@ -15,34 +13,6 @@ LATENT = {
     "qk_rope_head_dim": 4,
     "v_head_dim": 14,
 }
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        {},
-        {"tie_embeddings": False},
-        {"use_rope": False},
-        {"use_rmsnorm": False},
-        {"use_swiglu": False},
-        {"qkv_bias": True, "num_kv_heads": 1},
-        {"output_bias": True},
-        {"qk_norm": True, "head_dim": 24},
-        LATENT,
-        LATENT | {"q_lora_rank": 3, "output_bias": True},
-    ],
-    ids=str,
-)
-def test_num_parameters_counts_what_is_initialised(overrides):
-    config = ModelConfig.from_preset("debug", **overrides)
-    params = jax.eval_shape(lambda key: initialise(config, key), jax.random.key(0))
-    assert sum(x.size for x in jax.tree.leaves(params)) == count_parameters(config)
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_sizes_grow_and_fit_every_preset(preset):
-    shapes = parameter_shapes(ModelConfig.from_preset(preset))
-    assert len(shapes["layers"]) == ModelConfig.from_preset(preset).num_layers
 
 
 def test_derived_fields_follow_overrides_of_a_preset():
@@ -77,37 +47,29 @@ def test_config_is_hashable_and_frozen():
         ({"num_layers": 10**18}, "num_layers is above 10000, the most that is accepted"),
         ({"hidden_size": 10**18}, "hidden_size is above 2147483647"),
         ({"vocab_size": 1.5}, "vocab_size=1.5 must be an integer"),
-        ({"hidden_size": True}, "hidden_size=True must be an integer"),
         ({"num_heads": 4, "num_kv_heads": 3}, "num_heads=4 is not a multiple of num_kv_heads=3"),
         ({"hidden_size": 65}, "hidden_size=65 is not a multiple of num_heads=2"),
         ({"head_dim": 33}, "head_dim=33 is odd; RoPE rotates pairs"),
         ({"rope_theta": 0}, "rope_theta=0 must be a finite number above 0"),
-        ({"norm_eps": float("nan")}, "norm_eps=nan must be a finite number"),
         (
             {"rope_scaling": {"factor": 8.0}},
             "must be a RopeScaling, LinearScaling, DynamicScaling, YarnScaling or None",
         ),
         ({"use_rope": 1}, "use_rope=1 must be True or False"),
-        ({"qk_norm": 1}, "qk_norm=1 must be True or False"),
         ({"qk_norm": True, "use_rmsnorm": False}, "qk_norm=True is an RMSNorm; it needs use_rmsnorm=True"),
         ({"dtype": "float64"}, "dtype='float64' is not supported; use one of float32"),
         ({"attention": "local"}, "attention='local' must be one of global, sliding, chunked, full"),
         ({"attention": ("global", "global", "full")}, "attention names 3 layers, but num_layers=2"),
         ({"attention": "sliding"}, "attention='sliding' needs window_size"),
-        ({"attention": "chunked", "chunk_size": 0}, "chunk_size=0 must be an integer of at least 1"),
         ({"attention": "latent"}, "attention='latent' needs kv_lora_rank, an integer of at least 1"),
         (LATENT | {"v_head_dim": 0}, "v_head_dim=0 must be an integer of at least 1"),
-        (LATENT | {"q_lora_rank": 1.5}, "q_lora_rank=1.5 must be an integer"),
         (LATENT | {"qk_rope_head_dim": 3}, "qk_rope_head_dim=3 is odd; RoPE rotates pairs"),
         (LATENT | {"use_rope": False}, "use_rope=False does not go with attention='latent'; it needs use_rope=True"),
-        (LATENT | {"use_rmsnorm": False}, "use_rmsnorm=False does not go with attention='latent'"),
         (LATENT | {"qkv_bias": True}, "qkv_bias=True does not go with attention='latent'; it needs qkv_bias=False"),
         ({"attention": "nope", "use_rope": False}, "attention='nope' and qk_norm_over='rotated' are about RoPE"),
         ({"qk_norm_over": "rotated"}, "qk_norm_over='rotated' needs qk_norm=True"),
         ({"attention": "nope", "floor_scale": 8}, "floor_scale=8 and attn_scale=None go together; give both"),
-        ({"attention": "nope", "floor_scale": 0.5, "attn_scale": 0.1}, "floor_scale=0.5 must be an integer"),
         ({"floor_scale": 8, "attn_scale": 0.1}, "floor_scale and attn_scale are for layers of attention='nope'"),
-        ({"max_length": -1}, "max_length=-1 must be an integer of at least 1"),
     ],
     ids=lambda x: str(x) if isinstance(x, dict) else "",
 )

@@ -164,10 +164,8 @@ def test_adapters_that_lack_a_tensor_or_cannot_be_read_are_refused(saved):
     ("words", "expected"),
     [
         ({"rank": 0}, "rank=0 must be"),
-        ({"alpha": float("inf")}, "alpha=inf must be"),
         ({"targets": ()}, "must name one or more of q_proj"),
         ({"targets": ("q_proj", "q_proj")}, "each once"),
-        ({"targets": ("lm_head",)}, "must name one or more"),
     ],
 )
 def test_impossible_settings_are_refused(words, expected):

@@ -403,29 +403,11 @@ def test_a_checkpoint_of_meta_that_does_not_fit_is_refused_with_a_sentence(chang
 WQ = "layers.1.attention.wq.weight"
 
 
-@pytest.mark.parametrize("dtype", ["float64", "int8", "int32", "bool", "complex64", "float8_e4m3fn"])
+@pytest.mark.parametrize("dtype", ["float64", "int8", "float8_e4m3fn"])
 def test_a_dtype_that_no_weight_of_meta_has_is_refused_by_name(dtype, tmp_path):
     state = meta_state()
     write_meta(tmp_path, state | {WQ: state[WQ].to(getattr(torch, dtype))}, META)
     with pytest.raises(CheckpointError, match=rf"'{WQ}' in consolidated.00.pth is stored as {dtype}; weights are read"):
-        load(tmp_path)
-
-
-def test_a_weight_of_meta_that_is_not_finite_is_refused_by_name(tmp_path):
-    state = meta_state()
-    state["layers.1.feed_forward.w2.weight"][0, 0] = torch.nan
-    write_meta(tmp_path, state, META)
-    with pytest.raises(
-        CheckpointError, match=r"'model.layers.1.mlp.down_proj.weight' in consolidated.00.pth holds NaN"
-    ):
-        load(tmp_path)
-
-
-def test_a_sparse_tensor_of_meta_is_refused(tmp_path):
-    state = meta_state()
-    write_meta(tmp_path, state, META)
-    torch.save(state | {WQ: state[WQ].to_sparse()}, tmp_path / "consolidated.00.pth")
-    with pytest.raises(CheckpointError, match="is refused: it asks for more than tensors"):
         load(tmp_path)
 
 
