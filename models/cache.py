@@ -104,11 +104,7 @@ class KVCache:
             require_positive_int("num_pages", rows)
         elif num_pages is not None:
             raise ValueError(f"num_pages={num_pages!r} is about a paged cache; give page_size too, or leave it out.")
-        if not config.use_rope and capacity > config.max_length:
-            raise ValueError(
-                f"capacity={capacity} is more than the {config.max_length} positions that this model has learned; "
-                f"use at most {config.max_length}."
-            )
+        config.check_length("capacity", capacity)
         dtype = dtype or default_dtype(config)
         if dtype not in CACHE_DTYPES:
             raise ValueError(f"dtype={dtype!r} is not supported; use one of {', '.join(CACHE_DTYPES)}.")

@@ -301,6 +301,14 @@ class ModelConfig:
             raise ValueError(f"preset {name!r} is not known; use one of {', '.join(PRESETS)}.")
         return ModelConfig(**{**PRESETS[name], **overrides})
 
+    def check_length(self, name: str, length: int) -> None:
+        """Raise ValueError for a length beyond the positions that the model has learned; RoPE has no limit."""
+        if not self.use_rope and length > self.max_length:
+            raise ValueError(
+                f"{name}={length} is more than the {self.max_length} positions that this model has learned; use at "
+                f"most {self.max_length}."
+            )
+
     def replace(self, **overrides: Any) -> ModelConfig:
         """A copy with some fields replaced, checked like a new one.
 

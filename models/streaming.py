@@ -29,7 +29,7 @@ from .forward import Hidden, embed, layer_forward, logits_of, turns_of, whole_se
 from .loss import token_nats
 from .parameters import Params
 from .planning import Call, Options, Resolutions, freeze_options, planned
-from .transformer import Transformer
+from .transformer import Transformer, check_tokens
 
 
 def streamed_nats(
@@ -47,19 +47,12 @@ def streamed_nats(
     already; they take the place of those of ``call``, keywords of :class:`attnsuite.models.planning.Call`. Raises
     ValueError for tokens that do not fit, and CheckpointError as reading does.
     """
-    config, tokens = checkpoint.config, np.asarray(tokens)
-    if tokens.ndim != 2 or not np.issubdtype(tokens.dtype, np.integer) or tokens.shape[0] < 1 or tokens.shape[1] < 2:
+    config, tokens = checkpoint.config, np.asarray(check_tokens(np.asarray(tokens), checkpoint.config.vocab_size))
+    if tokens.shape[1] < 2:
         raise ValueError(f"tokens is {tokens.dtype}{list(tokens.shape)}; expected integers [sequences, 2 or more].")
-    if not 0 <= tokens.min() <= tokens.max() < config.vocab_size:
-        raise ValueError(
-            f"tokens reach from {tokens.min()} to {tokens.max()}; this model has tokens 0 to {config.vocab_size - 1}."
-        )
     require_positive_int("batch", batch)
     count, length = tokens.shape[0], tokens.shape[1] - 1
-    if not config.use_rope and length > config.max_length:
-        raise ValueError(
-            f"tokens has {length} inputs per sequence, but this model has learned {config.max_length} positions."
-        )
+    config.check_length("length", length)
     padded = np.pad(tokens, ((0, -count % batch), (0, 0)))  # one shape, one compilation
     parts = [jnp.asarray(part, jnp.int32) for part in padded.reshape(-1, batch, length + 1)]
     problem = {"batch": batch, "query_length": length, "needs_grad": False}

@@ -110,13 +110,9 @@ class Transformer(nnx.Module):
         :class:`attnsuite.models.planning.Call`: ``backend``, ``mode``, ``backend_options``, ``on_unavailable`` and
         ``policy``. Raises ValueError for shapes that do not fit, and what :func:`attnsuite.backends.resolve` raises.
         """
-        tokens = _check_tokens(tokens, self.config.vocab_size)
+        tokens = check_tokens(tokens, self.config.vocab_size)
         batch, length = tokens.shape
-        if not self.config.use_rope and length > self.config.max_length:
-            raise ValueError(
-                f"tokens has length {length}, but this model has learned {self.config.max_length} positions; "
-                f"give at most {self.config.max_length} tokens."
-            )
+        self.config.check_length("length", length)
         if segment_ids is not None:
             segment_ids = jnp.asarray(segment_ids)
             if segment_ids.shape != tokens.shape:
@@ -158,7 +154,7 @@ class Transformer(nnx.Module):
         :func:`attnsuite.models.speculation.keep` then keeps a path. ``call`` are keywords of a call, as above. The
         given cache is donated. Raises ValueError where the tokens do not fit.
         """
-        tokens = _check_tokens(tokens, self.config.vocab_size)
+        tokens = check_tokens(tokens, self.config.vocab_size)
         batch, length = tokens.shape
         if "full" in self.config.attention_types:
             raise ValueError(
@@ -216,7 +212,7 @@ def _tree(parents: tuple[int, ...], length: int, cache: KVCache, lengths: Any) -
     return masks.Tree(parents)
 
 
-def _check_tokens(tokens: Any, vocab_size: int) -> Array:
+def check_tokens(tokens: Any, vocab_size: int) -> Array:
     """The tokens as an array; their range is checked where that needs no wait for a device."""
     on_device = isinstance(tokens, jax.Array)
     tokens = tokens if on_device else np.asarray(tokens)

@@ -13,7 +13,7 @@ import pytest
 
 from attnsuite.backends import AttentionSpec, Layout, Target, Terms, chunked, chunked_passes, make_spec, plan, registry
 from attnsuite.backends.contract import may_attend
-from attnsuite.testing import Conformance, problems
+from attnsuite.testing import Conformance, cases, problems
 from attnsuite.testing.checks import check_accuracy, check_quantity, compiled
 
 pytestmark = pytest.mark.chunked
@@ -77,7 +77,7 @@ def test_blocks_of_a_known_layout_are_those_of_a_traced_one(case):
 
 
 def _peaked(seed, **sizes):
-    case = problems._case(**sizes, H=64, is_causal=True)
+    case = cases.case(**sizes, H=64, is_causal=True)
     layout, _, inputs = problems.arrays(case, seed)
     return problems.solve(make_spec(*inputs[:3], layout, **case.options), layout, inputs)
 
@@ -140,7 +140,7 @@ def test_scores_are_computed_only_for_blocks_in_which_something_is_visible(monke
 def test_another_process_gives_the_same_bits():
     script = """
 import hashlib, jax, numpy as np
-from attnsuite.testing import problems
+from attnsuite.testing import cases, problems
 from attnsuite.testing.checks import compiled
 from attnsuite.backends import Target, registry
 results = compiled(registry.get("chunked"), problems.problem("causal-1000-bfloat16"), Target.here())(
@@ -211,7 +211,7 @@ FORMS = [(1, 1, 1, 100), (2, 1, 1, 100), (2, 1, 72, 100), (1, 4, 72, 100), (2, 4
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_mask_and_bias_of_every_form_are_read_and_differentiated(form):
     rng = np.random.default_rng(form)
-    case = problems._case(T=72, S=100, H=16)
+    case = cases.case(T=72, S=100, H=16)
     _, _, inputs = problems.arrays(case, "forms")
     layout, terms = Layout(mask=jax.device_put(rng.random(form) < 0.3)), Terms()
     if form[-1] > 1:  # a bias that is the same for all keys of a row changes no softmax, and its gradient is zero
@@ -222,7 +222,7 @@ def test_mask_and_bias_of_every_form_are_read_and_differentiated(form):
 
 @pytest.mark.parametrize("lowest", [-np.inf, np.finfo(np.float32).min], ids=str)
 def test_row_whose_bias_hides_every_key_is_zero_and_one_of_finite_numbers_is_not(lowest):
-    case = problems._case(T=72, S=100, H=16)
+    case = cases.case(T=72, S=100, H=16)
     _, _, inputs = problems.arrays(case, "hidden")
     terms = Terms(bias=jnp.zeros((1, 1, 72, 100)).at[:, :, 5].set(lowest))
     problem = problems.solve(make_spec(*inputs[:3], Layout(), terms), Layout(), inputs, terms)

@@ -44,7 +44,7 @@ def test_streamed_layers_give_the_loss_of_the_whole_model(name, batch, tmp_path)
 
 def test_more_tokens_than_learned_positions_are_refused(tmp_path):
     save(Transformer(ModelConfig.from_preset("debug", use_rope=False, max_length=8)), tmp_path)
-    with pytest.raises(ValueError, match="tokens has 16 inputs per sequence, but this model has learned 8 positions"):
+    with pytest.raises(ValueError, match="length=16 is more than the 8 positions that this model has learned"):
         streamed_nats(open_checkpoint(tmp_path), TOKENS)
 
 
@@ -65,7 +65,7 @@ def save_to(directory, model):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ({"tokens": [1, 2]}, r"tokens is int64\[2\]; expected integers \[sequences, 2 or more\]"),
+        ({"tokens": [1, 2]}, r"tokens is int64\[2\]; expected integers \[batch, length\], not empty"),
         ({"tokens": [[1]]}, "expected integers"),
         ({"tokens": [[1, 256]]}, "tokens reach from 1 to 256; this model has tokens 0 to 255"),
         ({"tokens": [[1, 2]], "batch": 0}, "batch=0 must be an integer of at least 1"),

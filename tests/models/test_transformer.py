@@ -151,7 +151,7 @@ def test_wrong_calls_are_refused_with_a_sentence(call, sentence):
 
 def test_more_tokens_than_learned_positions_are_refused():
     model = Transformer(ModelConfig.from_preset("debug", use_rope=False, max_length=8))
-    with pytest.raises(ValueError, match="tokens has length 12, but this model has learned 8 positions"):
+    with pytest.raises(ValueError, match="length=12 is more than the 8 positions that this model has learned"):
         model(TOKENS)
     with pytest.raises(ValueError, match="capacity=9 is more than the 8 positions"):
         model.new_cache(1, 9)

@@ -1,6 +1,6 @@
 """Hold attention backends to the contract: the conformance suite as it is installed.
 
-``Conformance`` is a class of tests to inherit (it needs pytest and hypothesis: the extra ``testing``). ``problems.py``
+``Conformance`` is a class of tests to inherit (it needs pytest and hypothesis: the extra ``testing``). ``cases.py``
 has the named problems, ``random_specs.py`` random ones, and ``judging.py`` judges a backend on one of them;
 these need neither.
 """
