@@ -123,17 +123,9 @@ class Transformer(nnx.Module):
         found = planned(self.config, call, batch=batch, query_length=length, packed=packed, needs_grad=needs_grad)
         return compiled_forward(self.config, self.arrays(), tokens, segment_ids, **found)
 
-    def new_cache(
-        self,
-        batch: int,
-        capacity: int,
-        dtype: str | None = None,
-        *,
-        page_size: int | None = None,
-        num_pages: int | None = None,
-    ) -> KVCache:
-        """An empty cache for this model; see :meth:`attnsuite.models.cache.KVCache.create`."""
-        return KVCache.create(self.config, batch, capacity, dtype, page_size=page_size, num_pages=num_pages)
+    def new_cache(self, batch: int, capacity: int, dtype: str | None = None, **pages: int | None) -> KVCache:
+        """An empty cache for this model; arguments as for :meth:`attnsuite.models.cache.KVCache.create`."""
+        return KVCache.create(self.config, batch, capacity, dtype, **pages)
 
     def prefill(
         self,

@@ -276,7 +276,7 @@ class Conformance:
         if reasons := support(self.implementation, spec, self.device, self.mode, self.options).reasons:
             assert self.is_refused("combination-ragged") or "combination-ragged" not in self.cases, reasons
             pytest.skip(" ".join(reasons))
-        inputs = _inputs(spec, seed=0)
+        inputs = tuple(map(jax.device_put, problems.drawn(spec)))
         run = self.traced(spec)
 
         @hypothesis.settings(_FIXED, max_examples=30)
@@ -295,7 +295,7 @@ class Conformance:
         @hypothesis.given(specs(takes, self.dtype or "float32"))
         def holds(spec: AttentionSpec) -> None:
             hypothesis.assume(support(self.implementation, spec, self.device, self.mode, self.options))
-            problem = problems.solve(spec, Layout(), _inputs(spec, seed=1))
+            problem = problems.solve(spec, Layout(), tuple(map(jax.device_put, problems.drawn(spec, seed=1))))
             check_accuracy(self.run(problem)(*problem.inputs), problem)
 
         holds()
@@ -358,14 +358,6 @@ def specs(draw: st.DrawFn, takes: Takes, dtype: str) -> AttentionSpec:
         local_window_size=maybe("window", st.none() | st.tuples(st.integers(0, 300), st.integers(0, 300)), None),
         chunk_size=maybe("chunk", st.none() | st.integers(1, 300), None),
     )
-
-
-def _inputs(spec: AttentionSpec, seed: int) -> tuple[jax.Array, ...]:
-    rng = np.random.default_rng(seed)
-    B, T, S, N, K = spec.batch, spec.query_length, spec.key_value_length, spec.num_heads, spec.num_kv_heads
-    H, Hv = spec.head_dim, spec.value_head_dim or spec.head_dim
-    shapes = ((B, T, N, H), (B, S, K, H), (B, S, K, Hv), (B, T, N, Hv))
-    return tuple(jax.device_put(rng.standard_normal(shape).astype(jnp.dtype(spec.dtype))) for shape in shapes)
 
 
 _hold(Conformance)

@@ -238,19 +238,17 @@ def planned(
     return lambda q, k, v, terms=NO_TERMS: made.run(q, k, v, terms=terms)[0]
 
 
-@functools.cache
-def traced(
+def planning(
     backend: Backend,
     spec: AttentionSpec,
     target: Target,
     mode: Mode = "native",
-    options: tuple[tuple[str, Any], ...] = (),
+    options: Mapping[str, Any] | None = None,
 ) -> Callable[..., dict[str, jax.Array]]:
-    """A compiled function of (layout, terms, query, key, value, cotangent) that plans while it is traced."""
+    """A function of (layout, terms, query, key, value, cotangent) to all quantities, which plans when it is called."""
 
-    @jax.jit
     def compute(layout: Layout, terms: Terms, *inputs: jax.Array) -> dict[str, jax.Array]:
-        made = plan(backend, spec, layout, target=target, mode=mode, options=dict(options))
+        made = plan(backend, spec, layout, target=target, mode=mode, options=options)
 
         def run(q: jax.Array, k: jax.Array, v: jax.Array, terms: Terms = NO_TERMS) -> Any:
             return made.run(q, k, v, terms=terms)[0]
@@ -260,3 +258,24 @@ def traced(
         return differentiate(run, inputs, terms, log_sum_exp=spec.return_log_sum_exp)
 
     return compute
+
+
+@functools.cache
+def traced(
+    backend: Backend,
+    spec: AttentionSpec,
+    target: Target,
+    mode: Mode = "native",
+    options: tuple[tuple[str, Any], ...] = (),
+) -> Callable[..., dict[str, jax.Array]]:
+    """:func:`planning`, compiled: it plans while it is traced."""
+    return jax.jit(planning(backend, spec, target, mode, dict(options)))
+
+
+def drawn(spec: AttentionSpec, seed: int = 0) -> tuple[np.ndarray, ...]:
+    """(query, key, value, cotangent) of the spec's shapes, standard normal."""
+    rng = np.random.default_rng(seed)
+    B, T, S = spec.batch, spec.query_length, spec.key_value_length
+    N, K, H, Hv = spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.value_head_dim or spec.head_dim
+    shapes = ((B, T, N, H), (B, S, K, H), (B, S, K, Hv), (B, T, N, Hv))
+    return tuple(rng.standard_normal(shape, np.float32).astype(jnp.dtype(spec.dtype)) for shape in shapes)

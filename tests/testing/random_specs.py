@@ -29,7 +29,6 @@ from attnsuite.backends import (
     make_spec,
     masks,
     oracle,
-    plan,
     registry,
     support,
 )
@@ -218,22 +217,11 @@ def _arrays(rng: np.random.Generator, sometimes: Any, B: int, T: int, S: int, N:
 
 def results(drawn: Drawn, problem: Problem, backend: Backend, target: Target, mode: Mode) -> dict[str, jax.Array]:
     """What the backend computes: the output, and the gradients where the spec asks for them."""
-    spec, terms = drawn.spec, drawn.terms
-
-    def compute(layout: Layout, terms: Terms, *inputs: jax.Array) -> dict[str, jax.Array]:
-        made = plan(backend, spec, layout, target=target, mode=mode, options=drawn.options)
-
-        def run(query: jax.Array, key: jax.Array, value: jax.Array, terms: Terms = terms) -> Any:
-            return made.run(query, key, value, terms=terms)[0]
-
-        if spec.needs_grad:
-            return problems.differentiate(run, inputs, terms, log_sum_exp=spec.return_log_sum_exp)
-        return problems.forward_alone(run, inputs, terms)
-
+    compute = problems.planning(backend, drawn.spec, target, mode, drawn.options)
     inputs = _spoilt(drawn, problem)
     if drawn.traced:
-        return jax.jit(compute)(drawn.layout, terms, *inputs)
-    return jax.jit(functools.partial(compute, drawn.layout, terms))(*inputs)
+        return jax.jit(compute)(drawn.layout, drawn.terms, *inputs)
+    return jax.jit(functools.partial(compute, drawn.layout, drawn.terms))(*inputs)
 
 
 def _spoilt(drawn: Drawn, problem: Problem) -> tuple[jax.Array, ...]:

@@ -19,6 +19,7 @@ from attnsuite.backends.contract import NO_TERMS
 from attnsuite.backends.features import DTYPES, Mode
 
 from .. import problems, shapes
+from ..problems import drawn
 
 Arrays = dict[str, np.ndarray]
 _HEADS = ((4, 2), (4, 4))
@@ -93,15 +94,6 @@ class Subject:
             run = problems.planned(self.backend, problem, self.target, self.mode)
             found = problems.compiled(run, problem)(*inputs)
         return {name: np.asarray(found[name]) for name in problems.QUANTITIES if name in found}  # jit sorts its names
-
-
-def drawn(spec: AttentionSpec, seed: int = 0) -> tuple[np.ndarray, ...]:
-    """(query, key, value, cotangent) of the spec's shapes, standard normal."""
-    rng = np.random.default_rng(seed)
-    B, T, S = spec.batch, spec.query_length, spec.key_value_length
-    N, K, H, Hv = spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.value_head_dim or spec.head_dim
-    shapes = ((B, T, N, H), (B, S, K, H), (B, S, K, Hv), (B, T, N, Hv))
-    return tuple(rng.standard_normal(shape, np.float32).astype(jnp.dtype(spec.dtype)) for shape in shapes)
 
 
 def difference(results: Mapping[str, np.ndarray], again: Mapping[str, np.ndarray]) -> str:
