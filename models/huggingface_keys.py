@@ -18,7 +18,7 @@ import msgspec
 from attnsuite.sentences import given
 
 from .config import MOST_LAYERS, ModelConfig
-from .reading import CheckpointError, checked, refuse_other_values, refuse_unknown
+from .reading import CheckpointError, checked, refuse_other_values, refuse_unknown, require_keys
 
 CONFIG = "config.json"
 OWN_TYPE = "attention_suite"
@@ -255,7 +255,6 @@ HARMLESS = frozenset((
 
 _OF_SOME = {"sliding_rope", *(key for family in FAMILIES.values() for key in family.keys)}
 USED = frozenset({*Fields.__struct_encode_fields__} - _OF_SOME)  # of every family
-_NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
 def read_fields(config: Mapping[str, Any]) -> Fields:
@@ -275,9 +274,7 @@ def read_fields(config: Mapping[str, Any]) -> Fields:
     for key in ("rope_scaling", "rope_parameters", "sliding_rope"):
         _check_nested(entries, key, RopeFields)
     _check_nested(entries, OWN_TYPE, OwnFields)
-    missing = [name for name in _NEEDED if name not in entries]
-    if missing:
-        raise CheckpointError(f"{CONFIG} lacks {', '.join(missing)}; a configuration of this type has it.")
+    require_keys(entries, Fields, CONFIG, "a configuration of this type has")
     return checked(entries, Fields, CONFIG)
 
 

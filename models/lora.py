@@ -22,7 +22,7 @@ from safetensors.flax import save_file
 from .checks import require_positive_int, require_positive_real
 from .config import ModelConfig
 from .parameters import LAYER, Params, parameter_shapes
-from .reading import CheckpointError, checked, read_json, refuse_other_values, refuse_unknown
+from .reading import CheckpointError, checked, read_json, refuse_other_values, refuse_unknown, require_keys
 from .shards import SafetensorsFile, check_dtype, is_finite
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -248,9 +248,7 @@ def _read_config(path: Path) -> LoraConfig:
     entries = {key: value for key, value in read_json(path).items() if value is not None}
     refuse_other_values(entries, _ONLY, CONFIG)
     refuse_unknown(entries, {*_Fields.__struct_fields__, *_ONLY, *_HARMLESS}, CONFIG)
-    missing = [name for name in _Fields.__struct_fields__ if name not in entries]
-    if missing:
-        raise CheckpointError(f"{CONFIG} lacks {', '.join(missing)}; that of a LoRA adapter has it.")
+    require_keys(entries, _Fields, CONFIG, "that of a LoRA adapter has")
     fields = checked(entries, _Fields, CONFIG)
     try:
         return LoraConfig(rank=fields.r, alpha=fields.lora_alpha, targets=fields.target_modules)

@@ -20,7 +20,7 @@ from jaxtyping import Float
 
 from .config import MOST_LAYERS, PRESETS, ModelConfig
 from .parameters import LAYER, TOP, Shape
-from .reading import CheckpointError, checked, is_file, read_json, refuse_unknown
+from .reading import CheckpointError, checked, is_file, read_json, refuse_unknown, require_keys
 from .rope_scaling import RopeScaling
 from .shards import check_dtype
 from .torch_file import TorchFile
@@ -156,9 +156,7 @@ class MetaSource:
 def _read_params(path: Path) -> _Params:
     fields = {key: value for key, value in read_json(path).items() if value is not None}
     refuse_unknown(fields, _Params.__struct_fields__, PARAMS)
-    missing = [key for key in ("dim", "n_layers", "n_heads", "norm_eps") if key not in fields]
-    if missing:
-        raise CheckpointError(f"{PARAMS} lacks {', '.join(missing)}; Meta's have it.")
+    require_keys(fields, _Params, PARAMS, "Meta's have")
     return checked(fields, _Params, PARAMS)
 
 

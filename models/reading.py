@@ -55,6 +55,13 @@ def checked(content: Any, kind: type[T], file: str) -> T:
         raise CheckpointError(f"{not_accepted(error, file)}.") from error
 
 
+def require_keys(content: Mapping[str, Any], kind: type[msgspec.Struct], file: str, whose: str) -> None:
+    """Raise CheckpointError for the keys that ``kind`` has no default for and ``content`` lacks."""
+    missing = [field.name for field in msgspec.structs.fields(kind) if field.required and field.name not in content]
+    if missing:
+        raise CheckpointError(f"{file} lacks {', '.join(missing)}; {whose} it.")
+
+
 def refuse_unknown(content: Mapping[str, Any], known: Collection[str], where: str) -> None:
     """Raise CheckpointError for the keys that are not known."""
     unknown = sorted(set(content) - set(known))
