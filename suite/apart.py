@@ -20,14 +20,14 @@ import msgspec
 
 from attnsuite.backends import Takes, from_function, masks, registry
 from attnsuite.backends.function import FunctionBackend
-from attnsuite.testing import problems
+from attnsuite.testing.cases import leaning
 
 from .errors import CellFailure
 from .measure import arrays
 from .user_function import description, register_functions
 
 Ask = Callable[..., Any]  # (function, *arguments): its result in the other process
-_SCORES = {"leaning": problems.leaning}
+_SCORES = {"leaning": leaning}
 _INPUTS = ("query", "key", "value")
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from attnsuite.backends import AttentionSpec, Layout, Terms, masks, oracle
 from attnsuite.testing import problems
+from attnsuite.testing.cases import leaning
 
 pytestmark = [pytest.mark.standard, pytest.mark.newest]
 
@@ -55,7 +56,7 @@ PROBLEMS = {
         num_kv_heads=1,
         head_dim=2,
         logits_soft_cap=1.5,
-        score_function=problems.leaning,
+        score_function=leaning,
         has_positions=True,
         has_bias=True,
         has_alibi=True,

@@ -38,6 +38,7 @@ from attnsuite.backends.support import takes_of
 
 from . import checks, orders, problems
 from .caches import Cache, cached
+from .cases import leaning
 from .problems import Problem
 
 _TRIES = 2000
@@ -148,7 +149,7 @@ def _draw(rng: np.random.Generator, taken: frozenset[Feature], *, has_blocks: bo
         function = masks.Dilated(int(rng.integers(1, 5))) | masks.Neighbourhood(*map(int, rng.integers(2, 12, 2)))
         spec = dataclasses.replace(spec, mask_function=function & ~masks.Prefix(int(rng.integers(0, 20))))
     if "score_function" in taken and sometimes(0.1):
-        spec = dataclasses.replace(spec, score_function=problems.leaning)
+        spec = dataclasses.replace(spec, score_function=leaning)
     if {"pages", "kv_dtype"} <= taken and sometimes(0.2):
         cache = _cache(rng, sometimes, S)
         layout, terms, *kept = cached(cache, layout, terms, arrays[1], arrays[2], rng)

@@ -15,7 +15,7 @@ import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from attnsuite import backends
 from attnsuite.backends import masks
-from attnsuite.testing.problems import leaning
+from attnsuite.testing.cases import leaning
 
 devices = len(jax.devices())
 data, heads = (2, 1) if devices == 2 else (2, 4)
