@@ -87,7 +87,7 @@ def build(
     rng = np.random.default_rng(seed)
     layers, silent = [], parameter_shapes(config)["layers"][0]  # attention and MLP of such a layer write nothing
     for i in range(num_layers):
-        layer = {name: np.ones(shape) if len(shape) == 1 else np.zeros(shape) for name, shape in silent.items()}
+        layer: Any = {name: np.ones(size) if len(size) == 1 else np.zeros(size) for name, size in silent.items()}
         if i in (anchor, reuse):
             _wire(layer, head_dim, source=16 if i == anchor else 20, target=24 if i == anchor else 28)
         layers.append(
