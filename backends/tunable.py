@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Annotated, Any, Protocol, runtime_checkable
+
+from msgspec import Meta
 
 from .devices import Target
 from .spec import AttentionSpec
+
+_Size = Annotated[int, Meta(ge=0, le=2**63 - 1)]  # a record of what was tuned holds them
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,9 +28,9 @@ class KernelWork:
     - ``buffer_bytes``: about the memory of a core that one step holds.
     """
 
-    steps: int
-    loaded_bytes: int
-    buffer_bytes: int
+    steps: _Size
+    loaded_bytes: _Size
+    buffer_bytes: _Size
 
 
 @runtime_checkable

@@ -12,7 +12,7 @@ from pathlib import Path
 from attnsuite.suite import store
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.record import Record
-from attnsuite.suite.store import CompileManifest, GridManifest, RunManifest
+from attnsuite.suite.store import Manifest
 
 
 class ReportError(InputError):
@@ -24,7 +24,7 @@ class Run:
     """The records of one run in the order of the file, its manifest if it has one, and notes about the file."""
 
     records: tuple[Record, ...]
-    manifest: RunManifest | CompileManifest | GridManifest | None = None
+    manifest: Manifest | None = None
     notes: tuple[str, ...] = ()
 
 

@@ -8,8 +8,9 @@ they shared rounds. The problems are calls of attention, and models whose layers
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -31,6 +32,7 @@ from .user_function import is_reference
 # Packages of a run's environment that no backend computes with.
 _UNRELATED = frozenset({"python", "flax", "numpy", "scipy", "optax", "orbax-checkpoint", "torch", "transformers",
                         "tokamax"})  # fmt: skip
+_DEVICE, _CORES = "the device", "the number of cores"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -236,28 +238,18 @@ def _common(origins: Sequence[tuple[Path, Record]]) -> tuple[str, int | None, di
     found = [(directory, _origin(record)) for directory, record in origins]
     first, origin = found[0]
     for directory, other in found:
-        for what, there, here in _apart(origin, other):
-            raise InputError(
-                f"{directory} was measured with {what} {here}, {first} with {there}; a policy is for one device and "
-                "one set of versions: choose from runs that have the same."
-            )
-    return origin
+        for what in dict.fromkeys((*origin, *other)):
+            here, there = (facts.get(what, "absent") for facts in (other, origin))
+            if here != there:
+                raise InputError(
+                    f"{directory} was measured with {what} {here}, {first} with {there}; a policy is for one device "
+                    "and one set of versions: choose from runs that have the same."
+                )
+    return origin.pop(_DEVICE), origin.pop(_CORES), origin
 
 
-def _origin(record: Record) -> tuple[str, int | None, dict[str, str]]:
+def _origin(record: Record) -> dict[str, Any]:
+    """The device, a CPU's cores, and the version of each package, by the name that a sentence gives them."""
     facts = record.environment
     versions = {name: version for name, version in facts.get("versions", {}).items() if name not in _UNRELATED}
-    return record.target, facts.get("cores") if record.target.startswith("cpu") else None, versions
-
-
-def _apart(
-    one: tuple[str, int | None, dict[str, str]], other: tuple[str, int | None, dict[str, str]]
-) -> Iterator[tuple[str, object, object]]:
-    """Each fact that differs: its name, and both values."""
-    if one[0] != other[0]:
-        yield "the device", one[0], other[0]
-    if one[1] != other[1]:
-        yield "the number of cores", one[1], other[1]
-    for name in dict.fromkeys((*one[2], *other[2])):
-        if one[2].get(name) != other[2].get(name):
-            yield name, one[2].get(name, "absent"), other[2].get(name, "absent")
+    return {_DEVICE: record.target, _CORES: facts.get("cores") if record.target.startswith("cpu") else None, **versions}

@@ -36,7 +36,7 @@ from .kinds.model import ModelCase
 from .measure import environment
 from .measure.memory import machine_bytes
 from .record import Environment, Record
-from .store import CompileManifest
+from .store import Manifest
 from .user_function import digests, is_reference
 
 SUITE = "compile"
@@ -83,10 +83,10 @@ class CompileGrid(Grid):
         ]
         return _environment(self.targets[0]), cells
 
-    def manifest(self, environment: Environment, cells: int) -> CompileManifest:
+    def manifest(self, environment: Environment, cells: int) -> Manifest:
         """The identity of the grid."""
-        return CompileManifest(
-            suite=SUITE,
+        return dataclasses.replace(
+            Grid.manifest(self, environment, cells),
             targets=tuple(str(target) for target in self.targets),
             backends=self.backends,
             cases=tuple(problem_of(case) for case in self.cases),

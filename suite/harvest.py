@@ -44,13 +44,14 @@ class Call:
     """One attention call: its problem, and where the user's code makes it.
 
     ``spec`` is None where the contract has no such problem; ``unsaid`` then says why, and otherwise what the call asks
-    for beside the spec, as sentences. ``place`` is ``file:line``.
+    for beside the spec, as sentences. ``place`` is ``file:line``. ``dtype`` is that to compute in; None: the arrays'.
     """
 
     function: str
     place: str
     spec: AttentionSpec | None
     unsaid: tuple[str, ...] = ()
+    dtype: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +80,7 @@ class Harvest:
         """How often each marked call is made."""
         return Counter(self.marks.values()) if self.counts is None else self.counts
 
-    def call(self, read: Callable[..., Read], original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def call(self, read: Callable[..., Call], original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call ``original`` with marked arrays, and remember the call."""
         if self._inside or threading.get_ident() != self._thread:
             return original(*args, **kwargs)
@@ -88,10 +89,9 @@ class Harvest:
         arguments = bound.arguments
         names = [name for name in ("query", "key", "value") if arguments[name] is not None]
         arrays = [jnp.asarray(arguments[name]) for name in names]
-        found = read(arrays, arguments)
-        self.calls.append(_call(found, arrays))
+        self.calls.append(read(arrays, arguments))
         if self.instead is not None:
-            return self._instead(found, arrays, bound, original)
+            return self._instead(arrays, bound, original)
         index = len(self.calls) - 1
         if self.masks is not None and arguments.get("mask") is not None:
             jax.debug.callback(functools.partial(self._saw, index), arguments["mask"])
@@ -103,11 +103,11 @@ class Harvest:
         finally:
             self._inside = False
 
-    def _instead(self, read: Read, arrays: Sequence[Any], bound: inspect.BoundArguments, original: Any) -> Any:
+    def _instead(self, arrays: Sequence[Any], bound: inspect.BoundArguments, original: Any) -> Any:
         assert self.instead is not None  # noqa: S101 (for the type checker)
         self._inside = True
         try:
-            found = self.instead(read, self.calls[-1], arrays, bound.arguments)
+            found = self.instead(self.calls[-1], arrays, bound.arguments)
             return original(*bound.args, **bound.kwargs) if found is NotImplemented else found
         finally:
             self._inside = False
@@ -136,7 +136,7 @@ def harvest(into: Harvest | None = None) -> Iterator[Harvest]:
     from flax import linen, nnx  # noqa: PLC0415 (a second of time, for a harvest alone)
 
     new = into or Harvest()
-    functions: list[tuple[Any, Callable[..., Read]]] = [
+    functions: list[tuple[Any, Callable[..., Call]]] = [
         (jax.nn.dot_product_attention, _read_jax),
         (nnx.dot_product_attention, functools.partial(_read_flax, "flax.nnx.dot_product_attention")),
         (linen.dot_product_attention, functools.partial(_read_flax, "flax.linen.dot_product_attention")),
@@ -287,60 +287,43 @@ def _replaced_run(call: Callable[..., Any]) -> Iterator[None]:
         Plan.run = original  # pyright: ignore[reportAttributeAccessIssue]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Read:
-    """What a call asks for: its function, the fields of its spec beside shapes and dtype, and what no spec has."""
-
-    function: str
-    fields: dict[str, Any] = dataclasses.field(default_factory=dict)
-    unsaid: tuple[str, ...] = ()
-    dtype: Any = None  # None: that of the arrays
-    spec: AttentionSpec | None = None
+def _read_plan(arrays: Sequence[Any], arguments: dict[str, Any]) -> Call:
+    return Call("attnsuite", _place(), arguments["self"].spec)
 
 
-def _read_plan(arrays: Sequence[Any], arguments: dict[str, Any]) -> Read:
-    plan: Plan = arguments["self"]
-    return Read("attnsuite", spec=plan.spec)
+def _read_jax(arrays: Sequence[Any], arguments: dict[str, Any]) -> Call:
+    fields = {
+        "scale": None if arguments["scale"] is None else float(arguments["scale"]),
+        "is_causal": arguments["is_causal"],
+        "local_window_size": arguments["local_window_size"],
+        "has_seq_lengths": arguments["key_value_seq_lengths"] is not None,
+        "has_mask": arguments["mask"] is not None,
+        "has_bias": arguments["bias"] is not None,
+        "return_log_sum_exp": arguments["return_residual"],
+    }
+    unsaid = () if arguments["query_seq_lengths"] is None else ("lengths of the queries",)
+    return _call("jax.nn.dot_product_attention", arrays, fields, unsaid)
 
 
-def _read_jax(arrays: Sequence[Any], arguments: dict[str, Any]) -> Read:
-    return Read(
-        "jax.nn.dot_product_attention",
-        {
-            "scale": None if arguments["scale"] is None else float(arguments["scale"]),
-            "is_causal": arguments["is_causal"],
-            "local_window_size": arguments["local_window_size"],
-            "has_seq_lengths": arguments["key_value_seq_lengths"] is not None,
-            "has_mask": arguments["mask"] is not None,
-            "has_bias": arguments["bias"] is not None,
-            "return_log_sum_exp": arguments["return_residual"],
-        },
-        () if arguments["query_seq_lengths"] is None else ("lengths of the queries",),
-    )
-
-
-def _read_flax(function: str, arrays: Sequence[Any], arguments: dict[str, Any]) -> Read:
+def _read_flax(function: str, arrays: Sequence[Any], arguments: dict[str, Any]) -> Call:
     rate = arguments["dropout_rate"]
     dropout = f"dropout of {rate:g} on the attention weights"
     sown = "attention weights that are sown"
     unsaid = {dropout: rate > 0 and not arguments["deterministic"], sown: arguments["module"] is not None}
-    return Read(
-        function,
-        {
-            "is_causal": arguments.get("is_causal", False),
-            "has_mask": arguments["mask"] is not None,
-            "has_bias": arguments["bias"] is not None,
-        },
-        tuple(sentence for sentence, wanted in unsaid.items() if wanted),
-        dtype=arguments["dtype"],
-    )
+    fields = {
+        "is_causal": arguments.get("is_causal", False),
+        "has_mask": arguments["mask"] is not None,
+        "has_bias": arguments["bias"] is not None,
+    }
+    wanted = tuple(sentence for sentence, is_wanted in unsaid.items() if is_wanted)
+    return _call(function, arrays, fields, wanted, arguments["dtype"])
 
 
-def _call(read: Read, arrays: Sequence[Any]) -> Call:
-    if read.spec is not None:
-        return Call(read.function, _place(), read.spec, read.unsaid)
+def _call(
+    function: str, arrays: Sequence[Any], fields: dict[str, Any], unsaid: tuple[str, ...], dtype: Any = None
+) -> Call:
+    """The call of these arrays; ``fields`` are those of its spec beside shapes and dtype."""
     query, key, value = (x.shape for x in arrays)
-    dtype = jnp.result_type(*arrays) if read.dtype is None else jnp.dtype(read.dtype)
     try:
         spec = AttentionSpec(
             batch=math.prod(query[:-3]),
@@ -350,12 +333,12 @@ def _call(read: Read, arrays: Sequence[Any]) -> Call:
             num_kv_heads=key[-2],
             head_dim=query[-1],
             value_head_dim=value[-1],
-            dtype=str(dtype),
-            **read.fields,
+            dtype=str(jnp.result_type(*arrays) if dtype is None else jnp.dtype(dtype)),
+            **fields,
         )
     except ValueError as error:
-        return Call(read.function, _place(), None, (*read.unsaid, str(error)))
-    return Call(read.function, _place(), spec, read.unsaid)
+        spec, unsaid = None, (*unsaid, str(error))
+    return Call(function, _place(), spec, unsaid, dtype)
 
 
 def _place() -> str:

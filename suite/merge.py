@@ -15,7 +15,7 @@ from typing import Any
 
 from .errors import InputError
 from .record import MACHINE_KIND, Record
-from .store import RunManifest, RunStore, TextIdentity, parse_records, read_manifest, records_path
+from .store import Manifest, RunStore, TextIdentity, parse_records, read_manifest, records_path
 from .suites import Shard, parse_shard
 
 _OWN = ("cases", "shard", "cells", "file", "text")  # what runs that belong together may have of their own
@@ -26,7 +26,7 @@ class Part:
     """One of the runs to merge."""
 
     directory: Path
-    manifest: RunManifest
+    manifest: Manifest
     records: tuple[Record, ...]
 
     @property
@@ -69,7 +69,7 @@ def _read(directory: Path) -> Part:
     """A run with a record of every cell. Raises InputError."""
     path = records_path(directory)
     manifest = read_manifest(directory)
-    if not isinstance(manifest, RunManifest):
+    if manifest.verb != "run":
         raise InputError(f"{directory} was not written by attnsuite run, whose runs alone can be merged.")
     records, _, _ = parse_records(path)
     if manifest.cells is None:

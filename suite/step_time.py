@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from attnsuite.backends import BackendUnavailableError, Target, attention, resolve
 
-from .harvest import Call, Harvest, Read, harvest
+from .harvest import Call, Harvest, harvest
 from .statistics import Interval, median, paired_ratio
 from .summary import format_seconds
 
@@ -48,8 +48,8 @@ def measure(step: Callable[..., Any], args: Sequence[Any]) -> StepTimes | None:
         return None
     unchanged: dict[str, str] = {}
 
-    def with_auto(read: Read, call: Call, arrays: Sequence[Any], arguments: dict[str, Any]) -> Any:
-        return _with_auto(read, call, arrays, arguments, unchanged)
+    def with_auto(call: Call, arrays: Sequence[Any], arguments: dict[str, Any]) -> Any:
+        return _with_auto(call, arrays, arguments, unchanged)
 
     ways = (None, Harvest(_without), Harvest(with_auto))
     samples: tuple[list[float], ...] = ([], [], [])
@@ -119,7 +119,7 @@ def _seconds(step: Callable[..., Any], args: Sequence[Any]) -> float:
     return time.perf_counter() - start
 
 
-def _without(read: Read, call: Call, arrays: Sequence[Any], arguments: dict[str, Any]) -> Any:
+def _without(call: Call, arrays: Sequence[Any], arguments: dict[str, Any]) -> Any:
     if call.spec is None or arguments.get("return_residual") or len(arrays) < 3 or "self" in arguments:
         return NotImplemented
     query, key, value = arrays
@@ -128,9 +128,7 @@ def _without(read: Read, call: Call, arrays: Sequence[Any], arguments: dict[str,
     return (query if same else query[..., :1]) + means[0][..., :1] + means[1]
 
 
-def _with_auto(
-    read: Read, call: Call, arrays: Sequence[Any], arguments: dict[str, Any], unchanged: dict[str, str]
-) -> Any:
+def _with_auto(call: Call, arrays: Sequence[Any], arguments: dict[str, Any], unchanged: dict[str, str]) -> Any:
     if "self" in arguments:
         return NotImplemented
     if call.spec is None or call.unsaid or arguments.get("return_residual"):
@@ -142,8 +140,8 @@ def _with_auto(
     given = {name: arguments[name] for name in _SAME if arguments.get(name) is not None}
     if "mask" in given:
         given["mask"] = given["mask"].astype(bool)
-    if read.dtype is not None:
-        arrays = [x.astype(read.dtype) for x in arrays]
+    if call.dtype is not None:
+        arrays = [x.astype(call.dtype) for x in arrays]
     try:
         return attention(*arrays, **given)
     except (BackendUnavailableError, ValueError, TypeError) as error:

@@ -175,22 +175,26 @@ class TextIdentity:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class RunManifest:
+class Manifest:
     """The identity of a run: it can be resumed only where all fields but ``file`` are the same.
 
-    ``file`` is the path of the suite's file as it was given. ``kascade`` and ``checkpoint`` are the flags that the
-    cases were made with. ``cells`` is the number of cells of all cases. ``shard`` is ``i/n`` where the cases are the
-    i-th of n parts of those that were asked for.
+    ``verb`` is what listed the cells: run, compile, tune, or a suite of ``attnsuite run`` that lists its own. ``asked``
+    holds the flags of the command line that say what is computed. Of ``run``: ``kascade`` and ``checkpoint`` are the
+    flags that the cases were made with, ``file`` is the path of the suite's file as it was given, ``cells`` the number
+    of cells of all cases, and ``shard`` is ``i/n`` where the cases are the i-th of n parts of those that were asked
+    for. Of ``compile``: ``targets``, the cases of ``searches``, and the ``command``.
     """
 
+    verb: str = "run"
     suite: str
-    cases: tuple[dict[str, Scalar], ...]
-    backends: tuple[str, ...]
+    target: str
     versions: dict[str, str]
     source: str
     git_revision: str | None
-    target: str
     flags: dict[str, str]
+    asked: dict[str, Scalar] = dataclasses.field(default_factory=dict)
+    cases: tuple[dict[str, Scalar], ...] = ()
+    backends: tuple[str, ...] = ()
     text: TextIdentity | None = None
     all_cores: bool = False
     kascade: dict[str, Scalar] = dataclasses.field(default_factory=dict)
@@ -198,38 +202,12 @@ class RunManifest:
     file: str | None = None
     shard: str | None = None
     cells: Size | None = None
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class CompileManifest:
-    """What was compiled: cases and searches for backends and targets, and the command."""
-
-    suite: str
-    targets: tuple[str, ...]
-    backends: tuple[str, ...]
-    cases: tuple[dict[str, Scalar], ...]
+    targets: tuple[str, ...] = ()
     searches: tuple[dict[str, Scalar], ...] = ()
     command: tuple[str, ...] = ()
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class GridManifest:
-    """The identity of a grid that lists its own cells: it can be resumed only where all fields are the same.
-
-    ``verb`` is the verb, or the suite of ``attnsuite run``. ``asked`` holds the flags of the command line that say what
-    is computed.
-    """
-
-    verb: str
-    asked: dict[str, Scalar]
-    target: str
-    versions: dict[str, str]
-    source: str
-    git_revision: str | None
-    flags: dict[str, str]
-
-
-Manifest = RunManifest | CompileManifest | GridManifest
+_NO_MACHINE = {"target": "", "versions": {}, "source": "", "git_revision": None, "flags": {}}
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -237,9 +215,11 @@ def read_manifest(directory: Path) -> Manifest:
     path = directory / MANIFEST
     try:
         data = typed.read_json(path)
-        keys = data if isinstance(data, dict) else {}
-        kind = GridManifest if "verb" in keys else CompileManifest if "targets" in keys else RunManifest
-        return typed.convert(data, kind)
+        if isinstance(data, dict) and "verb" not in data and "targets" in data:  # as earlier versions wrote them
+            data = {"verb": "compile", **_NO_MACHINE, **data}
+        elif isinstance(data, dict) and "verb" in data and "suite" not in data:
+            data = {"suite": data["verb"], **data}
+        return typed.convert(data, Manifest)
     except ValueError as error:
         raise InputError(f"{path} is damaged or of another version: {error}.") from error
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+from collections.abc import Callable
+from typing import Any, Self
+
 import pytest
 
 from attnsuite.suite.command_line import main
@@ -12,3 +17,24 @@ def code_of(*words: object) -> object:
     with pytest.raises(SystemExit) as ended:
         main([str(word) for word in words])
     return ended.value.code
+
+
+class WorkerHere:
+    """As :class:`attnsuite.suite.grid.process.Worker`, without a process: answers are as JSON has them."""
+
+    slept = 0.0
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def ask(self, _: float, function: Callable[..., Any], *arguments: Any) -> Any:
+        return json.loads(json.dumps(function(*arguments), default=dataclasses.asdict))

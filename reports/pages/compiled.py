@@ -15,7 +15,6 @@ from attnsuite.suite import kinds
 from attnsuite.suite.absent.occupancy import WARPS, occupancy
 from attnsuite.suite.record import Kernel, Record
 from attnsuite.suite.shown import scheduled_bundles
-from attnsuite.suite.store import CompileManifest
 
 from .. import cases, environment, markdown, programs
 from ..cells import group
@@ -49,7 +48,7 @@ METHOD = (
 
 def is_compiled(run: Run) -> bool:
     """Whether a run is one of ``attnsuite compile``."""
-    return isinstance(run.manifest, CompileManifest)
+    return run.manifest is not None and run.manifest.verb == "compile"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -75,7 +74,7 @@ class Shown:
 def build(run: Run) -> Page:
     """The page of such a run."""
     records = tuple(sorted(run.records, key=cases.order))
-    manifest = run.manifest if isinstance(run.manifest, CompileManifest) else None
+    manifest = run.manifest
     targets = (manifest.targets if manifest else ()) or tuple(sorted({r.target for r in records}))
     shown = Shown(records, targets, _numbers(records), manifest.command if manifest else ())
     versions = [f"{name} {version}" for name, version in environment.versions_of(records).items()]

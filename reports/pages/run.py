@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from attnsuite.suite.record import Record
-from attnsuite.suite.store import RunManifest
+from attnsuite.suite.store import Manifest
 
 from .. import (
     answer,
@@ -73,7 +73,7 @@ class Shown:
     records: tuple[Record, ...]
     every: tuple[Group, ...]
     numbers: Mapping[str, str]
-    manifest: RunManifest | None
+    manifest: Manifest | None
     notes: tuple[str, ...]
 
     @property
@@ -95,7 +95,7 @@ class Shown:
 def _page(device: str, records: tuple[Record, ...], run: Run) -> Page:
     every = group(records)
     numbers = figures.reason_numbers([cell.record for member in every for cell in member.cells])
-    manifest = run.manifest if isinstance(run.manifest, RunManifest) else None
+    manifest = run.manifest if run.manifest is not None and run.manifest.verb == "run" else None
     shown = Shown(device, records, every, numbers, manifest, run.notes)
     versions = [f"{name} {version}" for name, version in environment.versions_of(records).items()]
     subtitle = f"Versions: {', '.join(versions) or 'not recorded'}"
@@ -341,7 +341,7 @@ def reproduce(shown: Shown) -> Iterator[Section]:
     yield Section("reproduce", "Reproduce", (at,), commands=(command,), short=True)
 
 
-def _words(manifest: RunManifest | None, suites: str) -> list[str]:
+def _words(manifest: Manifest | None, suites: str) -> list[str]:
     if manifest is None:
         return ["--suite", suites]
     words = ["--suite", manifest.file or manifest.suite]

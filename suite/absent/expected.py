@@ -17,26 +17,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Protocol
 
 from attnsuite.backends import AttentionSpec
+from attnsuite.backends.tunable import KernelWork
 from attnsuite.backends.vendor_kernel import round_up
 
 TERMS = ("products", "steps", "keys", "arrays", "rows")
-
-
-class Counted(Protocol):
-    """The counts that a backend gives of a kernel's work (``backends.tunable.KernelWork``)."""
-
-    @property
-    def steps(self) -> int:
-        """Steps of the grid that compute something."""
-        ...
-
-    @property
-    def loaded_bytes(self) -> int:
-        """Keys and values that these steps load."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +41,7 @@ class Chip:
     error: float
 
     def terms(
-        self, spec: AttentionSpec, work: Counted, block_q: int, block_kv: int, *, keeps_rows: bool = False
+        self, spec: AttentionSpec, work: KernelWork, block_q: int, block_kv: int, *, keeps_rows: bool = False
     ) -> tuple[float, ...]:
         """The counts of :data:`TERMS`; those that a rate divides are in seconds. ``spec`` is in bfloat16."""
         widths = (spec.head_dim, spec.value_head_dim or spec.head_dim)
@@ -84,7 +70,7 @@ CHIPS: Mapping[str, Chip] = {
 
 
 def expected_seconds(
-    kind: str, spec: AttentionSpec, options: Mapping[str, object], work: Counted | None
+    kind: str, spec: AttentionSpec, options: Mapping[str, object], work: KernelWork | None
 ) -> float | None:
     """The expected seconds of the forward pass on a chip of this ``kind``; None for what the fit does not cover."""
     chip, sizes = CHIPS.get(kind), (options.get("block_q"), options.get("block_kv"))

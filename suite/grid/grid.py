@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from ..cell import Cell
 from ..record import Environment, Record
-from ..store import GridManifest, Manifest
+from ..store import Manifest
 from ..typed import Scalar
 from .running import Limits, RunContext, Watcher
 
@@ -63,8 +63,9 @@ class Grid:
 
     def manifest(self, environment: Environment, cells: int) -> Manifest:
         """The identity of the grid, which has so many cells: the flags, and the machine."""
-        return GridManifest(
+        return Manifest(
             verb=self.suite,
+            suite=self.suite,
             asked=self.asked(),
             target=environment.get("target", ""),
             versions=environment.get("versions", {}),

@@ -11,7 +11,7 @@ import itertools
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from attnsuite.backends import names
 
@@ -28,7 +28,7 @@ from ..model_suite import rows as model_suite_rows
 from ..names import names_of
 from ..peers import PEERS
 from ..record import Environment, Machine, Record
-from ..store import GridManifest, RunManifest, TextIdentity, read_manifest
+from ..store import Manifest, TextIdentity, read_manifest
 from ..suites import SUITES, Shard, Suite, find_suite, parse_shard, select
 from ..user_function import digests, files_of, is_reference, known_row
 from . import work
@@ -69,12 +69,11 @@ class RunGrid(Grid):
         """What this machine is, and the cells of the run on it. Raises InputError."""
         return probe(self)
 
-    def manifest(self, environment: Environment, cells: int) -> RunManifest:
+    def manifest(self, environment: Environment, cells: int) -> Manifest:
         """The identity of this run; that of a resumed run must be equal."""
-        shared = ("versions", "source", "git_revision", "target", "flags")
-        facts: dict[str, Any] = {name: environment.get(name) for name in shared}
-        return RunManifest(
-            suite=self.suite,
+        return dataclasses.replace(
+            Grid.manifest(self, environment, cells),
+            verb="run",
             cases=tuple(problem_of(case) for case in self.cases),
             backends=self.backends,
             all_cores=self.all_cores,
@@ -84,7 +83,6 @@ class RunGrid(Grid):
             file=self.file,
             shard=None if self.shard is None else str(self.shard),
             cells=cells,
-            **facts,
         )
 
     def measured(self, environment: Environment, watcher: Watcher, directory: Path | None) -> Environment:
@@ -154,11 +152,11 @@ def resumed_request(
 ) -> RunGrid:
     """The request of the run in ``out``. Raises InputError where the given flags ask for something else."""
     manifest = read_manifest(out)
-    if isinstance(manifest, GridManifest):
+    if manifest.verb == "compile":
+        raise InputError(f"{out} holds what was compiled, which is not resumed: ask for the same in another --out.")
+    if manifest.verb != "run":
         command = f"attnsuite {manifest.verb if manifest.verb == 'tune' else f'run --suite {manifest.verb}'}"
         raise InputError(f"{out} holds what {command} wrote; go on with {command} --resume --out {out}.")
-    if not isinstance(manifest, RunManifest):
-        raise InputError(f"{out} holds what was compiled, which is not resumed: ask for the same in another --out.")
     if yours := [name for name in manifest.backends if is_reference(name)]:
         raise InputError(
             f"the run in {out} timed code of yours ({', '.join(yours)}), which may have changed since; start a new run."

@@ -5,18 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
+from attnsuite.backends.tunable import KernelWork
+
 from ..record import Kernel, Schedule
-from ..typed import Real, Scalar, Size
+from ..typed import Real, Scalar
 from .kind import Kind
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
-    """The fields of ``backends.tunable.KernelWork``: what a kernel does, counted from its blocks."""
-
-    steps: Size
-    loaded_bytes: Size
-    buffer_bytes: Size
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +22,7 @@ class Trial:
     options: dict[str, Scalar]
     samples: tuple[Real, ...] = ()
     kernels: tuple[Kernel, ...] = ()
-    work: Work | None = None
+    work: KernelWork | None = None
     schedules: tuple[Schedule, ...] = ()
     error: str | None = None
 

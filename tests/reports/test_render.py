@@ -10,7 +10,7 @@ import pytest
 from attnsuite import reports
 from attnsuite.suite.command_line import main
 from attnsuite.suite.record import ProgramText, TensorError
-from attnsuite.suite.store import CompileManifest, RunManifest
+from attnsuite.suite.store import Manifest
 
 SECRET = 0.0123457  # seconds; shows up as 12.3 wherever a speed leaks
 KVAX_REASON = "kvax: needs a CUDA device; this target is cpu."
@@ -185,9 +185,8 @@ def test_several_runs_make_one_page(record, write_run, tmp_path, capsys):
     second = tmp_path / "second"
     second.mkdir()
     shutil.copy(first / "records.jsonl", second)
-    manifest = CompileManifest(
-        suite="compile", targets=("tpu:v5e",), backends=(), cases=(), command=("attnsuite", "compile")
-    )
+    command = ("attnsuite", "compile")
+    manifest = dataclasses.replace(MANIFEST, verb="compile", targets=("tpu:v5e",), command=command)
     (second / "run.json").write_text(json.dumps(dataclasses.asdict(manifest)))
     with pytest.raises(SystemExit, match="0"):
         main(["report", str(first), str(second)])
@@ -224,7 +223,7 @@ def test_approximate_backend_says_so_and_is_not_judged(record, write_run):
     assert [r["verdict"] for r in judged] == ["within", "not judged: approximate"]
 
 
-MANIFEST = RunManifest(
+MANIFEST = Manifest(
     suite="its name",
     file="my  suite.toml",
     cases=({"name": "a"}, {"name": "b"}),

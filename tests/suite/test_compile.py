@@ -34,7 +34,7 @@ from attnsuite.suite.kinds.attention import OpCase, spec_of
 from attnsuite.suite.kinds.attention import op_program as measured_program
 from attnsuite.suite.kinds.model import ModelCase
 from attnsuite.suite.store import RECORDS, parse_records
-from command import code_of
+from command import WorkerHere, code_of
 
 V5E, H100 = Target("tpu", "v5e"), Target("cuda", "h100")
 OP = OpCase(kind="op_forward", sequence=64)
@@ -283,7 +283,7 @@ def test_search_finds_the_longest_that_fits(limit):
 # What a run keeps
 
 
-class FakeWorker:
+class FakeWorker(WorkerHere):
     """Answers as a compiler would whose device holds 5000 tokens."""
 
     asked: list[tuple[str, str, str]]
@@ -307,9 +307,6 @@ class FakeWorker:
             return {"status": "oom", "error": "JaxRuntimeError: exceeds available HBM (15.75G)."}
         sizes = {"compiled_peak": 3 * 2**30, "compiled_argument": 2**30, "compiled_generated_code": None}
         return {"status": "ok", "error": None, "lower_seconds": 0.1, "compile_seconds": 2.0, "memory": sizes}
-
-    def close(self):
-        pass
 
 
 class Silent:

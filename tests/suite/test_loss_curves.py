@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -38,16 +39,11 @@ CONFIG = ModelConfig.from_preset(
 CASE = TrainingCase(preset="nano", setting="interpreted", steps=4, batch=1, length=256)
 
 
-class Silent:
-    def doing(self, *_):
-        pass
-
-
 def trained(case, *rows):
     """The records of these rows, of a small model."""
     environment = {"cpu": "a CPU", "git_revision": "abc", "versions": {"python": "3.11", "jax": "1", "optax": "2"}}
     limits = Limits(math.inf, 2**40)
-    context = RunContext(suite="curves", limits=limits, environment=environment, text=None, watcher=Silent())
+    context = RunContext(suite="curves", limits=limits, environment=environment, text=None, watcher=mock.Mock())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(training, "config_of", lambda _: CONFIG)
         return list(here(LOSS_CURVE.cells(case, Asked(rows=rows, cases=(case,))), context))

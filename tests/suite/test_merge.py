@@ -13,7 +13,7 @@ from attnsuite.suite.grid.running import Limits
 from attnsuite.suite.kinds import problem_of
 from attnsuite.suite.kinds.attention import OpCase
 from attnsuite.suite.merge import merge
-from attnsuite.suite.store import MANIFEST, RECORDS, RunManifest, RunStore, TextIdentity
+from attnsuite.suite.store import MANIFEST, RECORDS, Manifest, RunStore, TextIdentity
 from attnsuite.suite.suites import Shard, find_suite, parse_shard
 from command import code_of
 
@@ -26,7 +26,7 @@ LIMITS = Limits(1, 1)
 def manifest(cases, shard=None, **changes):
     fields = {"suite": "s", "backends": ROWS, "versions": {"jax": "1"}, "source": "a", "git_revision": None}
     fields |= {"target": "cpu", "flags": {}, "cells": len(ROWS) * len(cases), "shard": shard}
-    return RunManifest(cases=tuple(map(problem_of, cases)), **(fields | changes))
+    return Manifest(cases=tuple(map(problem_of, cases)), **(fields | changes))
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from attnsuite.suite.kinds.model import ModelCase
 from attnsuite.suite.measure import judge
 from attnsuite.suite.peers import PEERS, mkl
 from attnsuite.suite.shown import shows_speed
+from command import WorkerHere
 
 # What is compared here is compared on every machine; PyTorch and tokamax where they are installed (extra "peers").
 CASES = [
@@ -99,18 +100,13 @@ def test_what_cannot_be_divided_has_no_cell_for_all_cores(monkeypatch):
 def test_a_peer_outside_the_bound_is_timed_and_a_backend_is_not(row, status):
     """A goal must not be met because a rival was left out."""
 
-    class Outside:
+    class Outside(WorkerHere):
         """A worker whose cell ran with wrong numbers."""
-
-        slept = 0.0
 
         def ask(self, seconds, function, *_):
             if function is work.prepare:
                 return {"outcome": {"status": status, "error": "dq is off", "calls": 1}, "named": True}
             return {"seconds": 0.5, "spent": 0.5}
-
-        def close(self):
-            pass
 
     case = CASES[0]
     cell = Cell(case=case.name, problem=problem_of(case), row=row, target="cpu", resolved=row, mode="native",

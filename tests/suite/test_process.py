@@ -27,6 +27,7 @@ from attnsuite.suite.grid.process import Worker
 from attnsuite.suite.grid.running import Limits, RunContext, Running
 from attnsuite.suite.kinds import problem_of
 from attnsuite.suite.kinds.attention import OpCase
+from command import WorkerHere
 
 
 def test_worker_compiles_although_the_user_has_a_cache_of_programs(tmp_path, monkeypatch):
@@ -94,17 +95,11 @@ def test_time_for_which_the_run_was_stopped_counts_toward_no_limit(tmp_path):
 def test_sample_that_holds_a_stop_is_taken_again():
     times = iter([1e-3, 3600.0, *[1e-3] * 20])
 
-    class Stopped:
-        slept = 0.0
-        outcome = None
-
+    class Stopped(WorkerHere):
         def ask(self, *_):
             taken = next(times)
             self.slept += taken if taken > 1 else 0.0
             return {"seconds": taken, "spent": taken}
-
-        def close(self):
-            pass
 
     cell = Cell(case="c", problem={"kind": "op_forward"}, row="standard", target="cpu", resolved="standard",
                 mode="native", exact=True)  # fmt: skip
@@ -119,21 +114,7 @@ def test_sample_that_holds_a_stop_is_taken_again():
 def test_interpreted_cells_are_judged_at_once_and_before_anything_is_timed(monkeypatch):
     both, asked = threading.Barrier(2), []
 
-    class Answering:
-        slept = 0.0
-
-        def __init__(self, *_, **__):
-            pass
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            pass
-
-        def close(self):
-            pass
-
+    class Answering(WorkerHere):
         def ask(self, seconds, function, cell, *_):
             if function is work.sample:
                 return {"seconds": 1e-3, "spent": 1e-3}

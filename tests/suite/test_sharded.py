@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -47,16 +48,11 @@ REFUSED = {
 }
 
 
-class Silent:
-    def doing(self, *_):
-        pass
-
-
 def compute(*cells):
     """The records of these cells."""
     grid = sharded_grid.ShardedGrid(out=Path())
     with contextlib.closing(References(grid.limits.seconds)) as references:
-        return list(grid.compute(cells, references, grid.context({}, Silent())))
+        return list(grid.compute(cells, references, grid.context({}, mock.Mock())))
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import pytest
 
 from attnsuite.suite import files
 from attnsuite.suite.errors import InputError
-from attnsuite.suite.store import MANIFEST, RECORDS, GridManifest, RunStore, parse_records
+from attnsuite.suite.store import MANIFEST, RECORDS, Manifest, RunStore, parse_records
 
 
 @pytest.fixture
@@ -76,8 +76,15 @@ def test_resuming_where_there_is_no_run_is_refused(tmp_path):
         RunStore(tmp_path, resume=True)
 
 
-IDENTITY = GridManifest(
-    verb="curves", asked={"steps": 2}, target="cpu", versions={"jax": "1"}, source="a", git_revision=None, flags={}
+IDENTITY = Manifest(
+    verb="curves",
+    suite="curves",
+    asked={"steps": 2},
+    target="cpu",
+    versions={"jax": "1"},
+    source="a",
+    git_revision=None,
+    flags={},
 )
 
 

@@ -13,7 +13,7 @@ from attnsuite import reports
 from attnsuite.backends import FEATURES, Layout, Takes, Target, registry, tuned
 from attnsuite.backends.tunable import KernelBuild
 from attnsuite.reports.pages import tuning as page
-from attnsuite.suite import tuned_table, tuning
+from attnsuite.suite import doctor, tuned_table, tuning
 from attnsuite.suite.errors import CellFailure, InputError
 from attnsuite.suite.grid.progress import ProgressDisplay
 from attnsuite.suite.grid.running import Limits
@@ -22,7 +22,7 @@ from attnsuite.suite.kinds.attention import OpCase, spec_of, write_reference
 from attnsuite.suite.kinds.tuning import Trial, Trials
 from attnsuite.suite.record import Record
 from attnsuite.suite.store import RECORDS, parse_records
-from command import code_of
+from command import WorkerHere, code_of
 
 CASE = OpCase(kind="op_forward", sequence=192, heads=2, kv_heads=2)
 CHUNKED = registry.get("chunked")
@@ -96,18 +96,9 @@ def test_candidate_that_ends_the_compiler_has_another_compiler_after_it(monkeypa
     """Splash for a TPU: of the compiled ones the one with the fewest steps wins, whatever comes first."""
     started = []
 
-    class Compiler:
+    class Compiler(WorkerHere):
         def __init__(self, *_):
             started.append(self)
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            self.close()
-
-        def close(self):
-            pass
 
         def ask(self, seconds, function, case, name, target, options, given, dump):
             if options["block_kv"] == 1024:
@@ -217,6 +208,8 @@ def test_cells_are_kept_as_they_are_tuned_and_resumed(tmp_path, monkeypatch, cap
         return code_of("tune", "--backends", "chunked", "--cases", "forward-s512-*-f32", "--out", tmp_path, *words)
 
     monkeypatch.setattr(tuning, "_measure", measure)
+    monkeypatch.setattr(tuning, "Worker", WorkerHere)
+    monkeypatch.setattr(doctor, "Worker", WorkerHere)
     assert command() == 130
     before = (tmp_path / RECORDS).read_bytes()
     assert before.count(b"\n") == 1
@@ -258,6 +251,8 @@ class Compiles(Candidates):
 
 
 def tune_for_h100(monkeypatch, tmp_path, dtype):
+    environment = {"cpu": "a CPU", "target": "cpu:a CPU", "versions": {}, "source": "", "flags": {}}
+    monkeypatch.setattr(tuning, "examine_here", lambda: {"environment": environment})
     backend = Compiles(*({"block_size": size} for size in (32, 64, 128, 256, 512)))
     monkeypatch.setattr(tuning.registry, "get", lambda _: backend)
     request = tuning.TuneGrid(
@@ -306,6 +301,8 @@ def test_what_is_unsupported_costs_no_reference_and_a_budget_ends_before_the_nex
     later = dataclasses.replace(CASE, name="", sequence=128)
     wanted, measured = [], [{"options": {}, "samples": [1.0] * 12, "error": None}]
     monkeypatch.setattr(tuning, "_measure", lambda case, *_: wanted.append(case.name) or measured)  # and its reference
+    monkeypatch.setattr(tuning, "Worker", WorkerHere)
+    monkeypatch.setattr(doctor, "Worker", WorkerHere)
     monkeypatch.setattr("attnsuite.suite.tuning.TUNED", (CASE, bidirectional, later))
     words = ["tune", "--backends", "kascade", "--options", "tile_size=16,query_tile=16", "--out", str(tmp_path)]
 
