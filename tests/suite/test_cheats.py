@@ -40,22 +40,24 @@ GROUPS = {
             "wrong_from_the_fourth_call": TIMED,
             "remembers": DIFFERENT,
             "constant_in_run": DIFFERENT,
+            "draws_the_inputs_again": DIFFERENT,
+            "finds_the_inputs": DIFFERENT,
+            "zeros_called_approximate": "declared approximate",
         },
     ),
-    "constants": (FORWARD, {"draws_the_inputs_again": DIFFERENT, "finds_the_inputs": DIFFERENT}),
     "constant gradients": (GRADIENT, {"constant_gradients": DIFFERENT}),
     "right where the oracle judges": (LONG, {"zeros_at_length": TIMED}),
-    "the reference": (FORWARD, {"reads_the_reference": DIFFERENT, "overwrites_the_reference": DIFFERENT}),
-    "the judge": (
+    "what judges": (
         FORWARD,
         {
+            "reads_the_reference": DIFFERENT,
+            "overwrites_the_reference": DIFFERENT,
             "replaces_the_judge": DIFFERENT,
             "replaces_the_sampler": "its outputs cannot be read",
             "replaces_the_call": DIFFERENT,
             "answers_in_its_name": "wrote an answer in the name",
         },
     ),
-    "a label": (FORWARD, {"zeros_called_approximate": "declared approximate"}),
 }
 
 
