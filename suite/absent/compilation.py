@@ -71,7 +71,7 @@ def backend_and_role(name: str) -> tuple[str, str]:
 def compiled(case: Case, backend_name: str, target: Target, dump: Path | None) -> Outcome:
     """In a process for ``target``: :func:`compile_cell`, with the schedules that the compiler writes into ``dump``."""
     register_functions([backend_name])
-    work = functools.partial(compile_cell, case, backend_name, target)
+    work = functools.partial(compile_cell, case, backend_name, target)  # pyright: ignore[reportArgumentType]  (checked when asked)
     return work() if dump is None else scheduled(dump, work)
 
 
