@@ -18,7 +18,7 @@ from .cells import Cell, Group, group
 from .columns import BASELINE
 from .peers import is_peer
 from .read import Run
-from .table import CASE, MILLI, Column, Table, table
+from .table import MILLI, Column, Table, table
 from .words import TIMES, Value, estimate, number, plural
 
 FASTER = "measurably faster"
@@ -30,7 +30,7 @@ def answer(groups: Sequence[Group]) -> Table | None:
     rows = [_row(member) for member in groups if any(cell.speed for cell in member.cells)]
     baseline = baseline_of(member.kind for member in groups)
     columns = (
-        CASE,
+        Column("case", "case", merge=True),
         Column("use", "use this"),
         Column("time_over_standard", f"time relative to {baseline} [95% interval]"),
         Column("median_ms", "median (ms)"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
 from attnsuite.suite.record import Record
 from attnsuite.suite.shown import STANDARD, Speed, label, speed_of, standard_of, temp_ratio
@@ -19,8 +19,14 @@ class Cell:
     record: Record
     label: str
     case: str
+    standard: Record | None  # the baseline of its case
     speed: Speed | None
     temp_ratio: float | None  # compiled temporary memory relative to the standard backend
+
+    @property
+    def is_baseline(self) -> bool:
+        """Whether times and memory of the case are relative to this cell."""
+        return self.record is self.standard
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,13 +59,23 @@ def group(records: Iterable[Record]) -> tuple[Group, ...]:
     )
 
 
+def cells_of(groups: Iterable[Group]) -> list[Cell]:
+    """The cells of all groups, in their order."""
+    return [cell for group in groups for cell in group.cells]
+
+
+def by_kind(groups: Sequence[Group]) -> Iterator[tuple[str, str, list[Cell]]]:
+    """Each kind of case with the heading of its tables and its cells, in the order of the tables."""
+    for kind, title in cases.titles(group.kind for group in groups):
+        yield kind, title[:1].upper() + title[1:], cells_of(group for group in groups if group.kind == kind)
+
+
 def _group(title: str, members: tuple[Record, ...]) -> Group:
     standard = standard_of(members)
     ordered = sorted(members, key=lambda record: (record.resolved != STANDARD, record.requested != STANDARD,
                                                   label(record), str(record.mode), record.key))  # fmt: skip
-    cells = tuple(_cell(record, title, standard) for record in ordered)
+    cells = tuple(
+        Cell(record, label(record), title, standard, speed_of(record, standard), temp_ratio(record, standard))
+        for record in ordered
+    )
     return Group(members[0].kind, title, cells, standard)
-
-
-def _cell(record: Record, title: str, standard: Record | None) -> Cell:
-    return Cell(record, label(record), title, speed_of(record, standard), temp_ratio(record, standard))

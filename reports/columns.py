@@ -1,4 +1,4 @@
-"""The figures of a measured cell, each declared once: its name, its header and unit, and how it is read.
+"""The columns of a measured cell, each declared once: its name, its header and unit, and how it is read.
 
 Pages, their JSON and the CSV file are made of :data:`FIGURES`. A new figure is one line here and a field of the record.
 """
@@ -9,13 +9,20 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Literal
 
+from attnsuite.suite.kinds import title_of
 from attnsuite.suite.statistics import Interval
 
-from .cells import Cell, Group
+from .cells import Cell
 from .table import MILLI, Column
 from .words import Value
 
 BASELINE = "1 (baseline)"
+CASE = Column("case", "case", lambda cell: cell.case, merge=True)
+# Without the kind, for tables whose heading names it.
+PROBLEM = Column("case", "case", lambda cell: cell.case.removeprefix(f"{title_of(cell.record.kind)}, "), merge=True)
+BACKEND = Column("backend", "backend", lambda cell: cell.label)
+MODE = Column("mode", "mode", lambda cell: cell.record.mode)
+EXACT = Column("exact", "exact", lambda cell: cell.record.exact)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,7 +47,7 @@ class Figure:
 
     def column(self, **words: str) -> Column:
         """The column of a page."""
-        return Column(self.name, self.header.format(**words))
+        return Column(self.name, self.header.format(**words), self.on_page)
 
     def read(self, cell: Cell) -> Value:
         """The value, None where the cell has none."""
@@ -48,9 +55,9 @@ class Figure:
             return None
         return getattr(cell.speed if hasattr(cell.speed, self.field) else cell.record, self.field)
 
-    def on_page(self, group: Group, cell: Cell) -> Value:
+    def on_page(self, cell: Cell) -> Value:
         """What a page shows."""
-        is_baseline = self.relative and cell.speed is not None and cell.record is group.standard
+        is_baseline = self.relative and cell.speed is not None and cell.is_baseline
         return BASELINE if is_baseline else times(self.read(cell), self.scale)
 
     def in_file(self, cell: Cell) -> Iterator[tuple[str, Value]]:

@@ -10,12 +10,13 @@ from typing import Literal
 from attnsuite.suite import statistics
 from attnsuite.suite.record import Record
 from attnsuite.suite.shown import label, same_problem, shows_memory
+from attnsuite.suite.statistics import Interval
 
 from . import cases, environment
 from .markdown import render_table
 from .read import Run, load
 from .regressions import Limits, Regression, against_control, control_of, regressions, timed
-from .table import MILLI, Column, Table, table
+from .table import MILLI, Column, table
 from .words import Value, code, escape, plural, shorten
 
 _ABSENT = "absent"
@@ -62,19 +63,23 @@ def _verdict(worse: Sequence[Regression], limits: Limits, count: int) -> list[st
     held = f"{plural(count, 'shared cell')} held to: {escape(str(limits))}."
     if not worse:
         return [f"**No regression.** {held}"]
-    rows: list[dict[str, Value]] = [{"what": each.what, "cell": each.cell, "told": each.sentence} for each in worse]
-    columns = (Column("what", "what"), Column("cell", "cell"), Column("told", "run B"))
-    return [f"**{plural(len(worse), 'regression')}.** {held}", render_table(Table("worse", "", columns, tuple(rows)))]
+    columns = (
+        Column("what", "what", lambda each: each.what),
+        Column("cell", "cell", lambda each: each.cell),
+        Column("told", "run B", lambda each: each.sentence),
+    )
+    return [f"**{plural(len(worse), 'regression')}.** {held}", render_table(table("worse", "", columns, worse))]
 
 
 def _origins(first: Run, second: Run) -> list[str]:
     """What differs between the runs, the source first; and every fact of both, folded."""
     facts = [_facts(first.records), _facts(second.records)]
     names = list(dict.fromkeys([*facts[0], *facts[1]]))
-    rows: list[dict[str, Value]] = [
-        {"what": name, "a": facts[0].get(name, _ABSENT), "b": facts[1].get(name, _ABSENT)} for name in names
-    ]
-    columns = (Column("what", "what"), Column("a", "run A"), Column("b", "run B"))
+    columns = (
+        Column("what", "what", lambda name: name),
+        Column("a", "run A", lambda name: facts[0].get(name, _ABSENT)),
+        Column("b", "run B", lambda name: facts[1].get(name, _ABSENT)),
+    )
     warned = [_source(*facts)]
     devices = [fact["device"] for fact in facts]
     if devices[0] != devices[1]:
@@ -82,13 +87,13 @@ def _origins(first: Run, second: Run) -> list[str]:
             f"**Different devices:** {escape(devices[0])} (A) and {escape(devices[1])} (B). "
             "The ratios compare machines, not code."
         )
-    apart = [row for row in rows if row["a"] != row["b"] and row["what"] != "date"]
-    if other := [str(row["what"]) for row in apart if row["what"] not in ("device", *_SOURCE)]:
+    apart = [name for name in names if facts[0].get(name) != facts[1].get(name) and name != "date"]
+    if other := [name for name in apart if name not in ("device", *_SOURCE)]:
         warned.append(f"**Different:** {escape(', '.join(other))}. The ratios include the effect of these.")
     notes = [f"**Note on run {name}.** {escape(note)}" for name, run in zip("AB", (first, second), strict=True)
              for note in run.notes]  # fmt: skip
-    differing = [render_table(Table("differing", "", columns, tuple(apart)))] if apart else []
-    every = render_table(Table("origins", "", columns, tuple(rows)))
+    differing = [render_table(table("differing", "", columns, apart))] if apart else []
+    every = render_table(table("origins", "", columns, names))
     folded = ["<details><summary>Source and environment of both runs</summary>", every, "</details>"]
     return [*warned, *notes, *differing, *folded]
 
@@ -139,9 +144,18 @@ def _speeds(before: Mapping[str, Record], after: Mapping[str, Record], shared: S
     both = [key for key in shared if key in speeds]
     if not both:
         return ["## Speed", "No cell has a speed in both runs."]
-    made = _rows(before, after, both)
-    marked = sum(row["reading"] in ("B slower", "B faster") for row in made)
-    intervals = sum(row["reading"] != "too few samples" for row in made)
+
+    def relative(key: str) -> Value:
+        pair = against_control(key, before, after, control_of(key, before, after, both))
+        return None if pair is None else statistics.unpaired_ratio(pair[1], pair[0])
+
+    def temporary(key: str) -> Value:
+        a, b = (r.memory.get("compiled_temp") if shows_memory(r) else None for r in (before[key], after[key]))
+        return b / a if a and b is not None else None
+
+    ratios = {key: statistics.unpaired_ratio(after[key].samples, before[key].samples) for key in both}
+    marked = sum(bool(ratio.excludes(1.0)) for ratio in ratios.values())
+    intervals = sum(ratio.low is not None for ratio in ratios.values())
     sentence = (
         f"{plural(len(both), 'cell')} with a speed in both runs; in {marked} the interval of the ratio excludes 1. "
         f"Of {plural(intervals, '95% interval')}, {intervals * 0.05:.1f} would exclude 1 by chance alone, and the "
@@ -149,55 +163,34 @@ def _speeds(before: Mapping[str, Record], after: Mapping[str, Record], shared: S
         "cell's control: `standard`, or for `standard` the other backends, of the same case and rounds."
     )
     columns = (
-        Column("case", "case", merge=True),
-        Column("backend", "backend"),
-        Column("a_ms", "A median (ms)"),
-        Column("b_ms", "B median (ms)"),
-        Column("ratio", "B time relative to A [95% interval]"),
-        Column("relative", "the same of its time relative to its control [95% interval]"),
-        Column("reading", "reading"),
-        Column("temp", "temporary memory, B relative to A"),
+        Column("case", "case", lambda key: cases.title(before[key]), merge=True),
+        Column("backend", "backend", lambda key: " / ".join(dict.fromkeys((label(before[key]), label(after[key]))))),
+        Column("a_ms", "A median (ms)", lambda key: statistics.median(before[key].samples).value * MILLI),
+        Column("b_ms", "B median (ms)", lambda key: statistics.median(after[key].samples).value * MILLI),
+        Column("ratio", "B time relative to A [95% interval]", ratios.get),
+        Column("relative", "the same of its time relative to its control [95% interval]", relative),
+        Column("reading", "reading", lambda key: _reading(ratios[key])),
+        Column("temp", "temporary memory, B relative to A", temporary),
     )
-    return ["## Speed", sentence, render_table(table("speed", "", columns, made))]
+    return ["## Speed", sentence, render_table(table("speed", "", columns, both))]
 
 
-def _rows(before: Mapping[str, Record], after: Mapping[str, Record], both: Sequence[str]) -> list[dict[str, Value]]:
-    rows: list[dict[str, Value]] = []
-    for key in both:
-        a, b = before[key], after[key]
-        ratio = statistics.unpaired_ratio(b.samples, a.samples)
-        pair = against_control(key, before, after, control_of(key, before, after, both))
-        words = {None: "too few samples", False: "no measurable difference"}
-        apart = "B slower" if ratio.value > 1 else "B faster"
-        temps = [r.memory.get("compiled_temp") if shows_memory(r) else None for r in (a, b)]
-        rows.append({
-            "case": cases.title(a),
-            "backend": label(b) if label(a) == label(b) else f"{label(a)} / {label(b)}",
-            "a_ms": statistics.median(a.samples).value * MILLI,
-            "b_ms": statistics.median(b.samples).value * MILLI,
-            "ratio": ratio,
-            "relative": None if pair is None else statistics.unpaired_ratio(pair[1], pair[0]),
-            "reading": words.get(ratio.excludes(1.0), apart),
-            "temp": temps[1] / temps[0] if temps[0] and temps[1] is not None else None,
-        })  # fmt: skip
-    return rows
+def _reading(ratio: Interval) -> str:
+    words = {None: "too few samples", False: "no measurable difference"}
+    return words.get(ratio.excludes(1.0), "B slower" if ratio.value > 1 else "B faster")
 
 
 def _statuses(before: Mapping[str, Record], after: Mapping[str, Record], shared: Sequence[str]) -> list[str]:
     changed = [key for key in shared if _state(before[key]) != _state(after[key])]
     if not changed:
         return ["## What ran", f"{plural(len(shared), 'shared cell')}: status, mode and what ran are the same in both."]
-    rows: list[dict[str, Value]] = [
-        {
-            "cell": key,
-            "a": _state(before[key]),
-            "b": _state(after[key]),
-            "why": shorten(after[key].error or " ".join(after[key].reasons)) or None,
-        }
-        for key in changed
-    ]
-    columns = (Column("cell", "cell"), Column("a", "run A"), Column("b", "run B"), Column("why", "why (run B)"))
-    return ["## What ran", render_table(table("changed", "", columns, rows))]
+    columns = (
+        Column("cell", "cell", lambda key: key),
+        Column("a", "run A", lambda key: _state(before[key])),
+        Column("b", "run B", lambda key: _state(after[key])),
+        Column("why", "why (run B)", lambda key: shorten(after[key].error or " ".join(after[key].reasons)) or None),
+    )
+    return ["## What ran", render_table(table("changed", "", columns, changed))]
 
 
 def _state(record: Record) -> str:

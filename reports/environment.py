@@ -10,12 +10,12 @@ from typing import Any
 from attnsuite.suite.record import Record
 
 from .table import Column, Table, table
-from .words import TIMES, Value, plural, shorten
+from .words import TIMES, plural, shorten
 
 _SHOWN_VALUES = 3
 _PACKAGES = ("jax", "jaxlib", "python", "numpy", "scipy", "kvax", "triton", "libtpu")
 _STEADY = ("versions", "source", "git_revision", "flags", "platform", "cpu", "cores", "device_kind", "device_count")
-_COLUMNS = (Column("what", "what"), Column("value", "value"))
+_COLUMNS = (Column("what", "what", lambda row: row[0]), Column("value", "value", lambda row: row[1]))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,11 +81,11 @@ def environment_table(records: Sequence[Record]) -> Table:
         for name, value in _flat(record.environment):
             if value not in facts.setdefault(name, []):
                 facts[name].append(value)
-    rows: list[dict[str, Value]] = [
-        {"what": "first cell started", "value": min(record.started for record in records)},
-        {"what": "last cell ended", "value": ended(records)},
+    rows = [
+        ("first cell started", min(record.started for record in records)),
+        ("last cell ended", ended(records)),
+        *((name.replace("_", " "), _several(name, values)) for name, values in facts.items()),
     ]
-    rows.extend({"what": name.replace("_", " "), "value": _several(name, values)} for name, values in facts.items())
     return table("environment", "", _COLUMNS, rows)
 
 

@@ -9,10 +9,9 @@ from attnsuite.suite import kinds
 from attnsuite.suite.record import Record
 from attnsuite.suite.shown import is_trusted, shows_memory
 
-from . import cases
-from .cells import Cell, Group
-from .columns import BASELINE, FIGURES
-from .table import CASE, MIB, MILLI, Column, Table, scaled, table
+from .cells import Cell, Group, by_kind, cells_of
+from .columns import BACKEND, BASELINE, CASE, EXACT, FIGURES, MODE, PROBLEM
+from .table import MIB, MILLI, Column, Table, scaled, table
 from .words import Value, code, escape, plural, shorten
 
 _PHASES = {"model_prefill": "prefill ", "model_decode": "decode "}
@@ -33,22 +32,21 @@ def reason_numbers(records: Iterable[Record]) -> dict[str, str]:
 
 def requested_and_run(groups: Sequence[Group], numbers: Mapping[str, str]) -> Table:
     """The backend asked for, the one that ran, and why: reasons by their number, errors in full."""
-    rows: list[dict[str, Value]] = []
-    for group in groups:
-        for cell in group.cells:
-            record = cell.record
-            why = [", ".join(numbers[reason] for reason in record.reasons), shorten(record.error or "")]
-            rows.append({
-                "case": group.case,
-                "requested": record.requested,
-                "ran": _what_ran(record),
-                "mode": record.mode,
-                "exact": record.exact,
-                "status": record.status,
-                "why": ": ".join(part for part in why if part) or None,
-            })  # fmt: skip
-    columns = [CASE, *(Column(key, key) for key in ("requested", "ran", "mode", "exact", "status", "why"))]
-    return table("requested_and_run", "", columns, rows)
+
+    def why(cell: Cell) -> str | None:
+        reasons = ", ".join(numbers[reason] for reason in cell.record.reasons)
+        return ": ".join(filter(None, (reasons, shorten(cell.record.error or "")))) or None
+
+    columns = (
+        CASE,
+        Column("requested", "requested", lambda cell: cell.record.requested),
+        Column("ran", "ran", lambda cell: _what_ran(cell.record)),
+        MODE,
+        EXACT,
+        Column("status", "status", lambda cell: cell.record.status),
+        Column("why", "why", why),
+    )
+    return table("requested_and_run", "", columns, cells_of(groups))
 
 
 def _what_ran(record: Record) -> str | None:
@@ -59,71 +57,61 @@ def _what_ran(record: Record) -> str | None:
 
 def in_one(groups: Sequence[Group]) -> Table | None:
     """A row for each cell that ran: time, ratio, share of the peak, temporary memory, the error nearest its bound."""
-    rows = [_in_one(group, cell) for group in groups for cell in group.cells if cell.record.status != "unsupported"]
-    baselines = dict.fromkeys(kinds.kind_of(group.kind).baseline for group in groups)
+    baseline = " or ".join(dict.fromkeys(kinds.kind_of(group.kind).baseline for group in groups))
+    figures = ("median", "time_over_standard", "share_of_matmul_peak")
     columns = (
         CASE,
-        Column("backend", "backend"),
-        *(FIGURES[name].column(baseline=" or ".join(baselines)) for name in _IN_ONE),
-        Column("compiled_temp", MEMORY_METHODS["compiled_temp"]),
-        Column("error", "error / allowed"),
-        Column("ran", "ran"),
+        BACKEND,
+        *(FIGURES[name].column(baseline=baseline) for name in figures),
+        _size("compiled_temp", MEMORY_METHODS["compiled_temp"]),
+        Column("error", "error / allowed", lambda cell: _nearest_error(cell.record)),
+        Column("ran", "ran", lambda cell: _otherwise(cell.record)),
     )
-    return table("in_one", "", columns, rows) if rows else None
+    ran = [cell for cell in cells_of(groups) if cell.record.status != "unsupported"]
+    return table("in_one", "", columns, ran) if ran else None
 
 
-_IN_ONE = ("median", "time_over_standard", "share_of_matmul_peak")
+def _size(name: str, header: str) -> Column:
+    return Column(
+        name,
+        header,
+        lambda cell: scaled(cell.record.memory.get(name), 1 / MIB) if shows_memory(cell.record) else None,
+    )
 
 
-def _in_one(group: Group, cell: Cell) -> dict[str, Value]:
-    record = cell.record
+def _nearest_error(record: Record) -> Value:
+    """The error of an exact backend that is nearest to its bound."""
     errors = [error for error in record.accuracy.values() if error.max_error is not None and error.allowed]
-    ran = {"ok": None if record.mode == "native" else record.mode}.get(record.status, record.status)
-    return {
-        "case": group.case,
-        "backend": cell.label,
-        **{name: FIGURES[name].on_page(group, cell) for name in _IN_ONE},
-        "compiled_temp": scaled(record.memory.get("compiled_temp"), 1 / MIB) if shows_memory(record) else None,
-        "error": max(errors, key=lambda error: (error.max_error or 0.0) / (error.allowed or 1.0), default=None)
-        if record.exact
-        else None,
-        "ran": ran,
-    }
+    nearest = max(errors, key=lambda error: (error.max_error or 0.0) / (error.allowed or 1.0), default=None)
+    return nearest if record.exact else None
+
+
+def _otherwise(record: Record) -> str | None:
+    """The status, or the mode of a cell that is ok but not native."""
+    if record.status != "ok":
+        return record.status
+    return None if record.mode == "native" else record.mode
 
 
 def speed(groups: Sequence[Group]) -> tuple[Table, ...]:
     """Two tables for each kind of case that has a speed: times, then rates. One of both is wider than a page."""
-    return tuple(
-        made
-        for kind, title in cases.titles(group.kind for group in groups)
-        for made in _speed_of_kind(kind, title, groups)
-    )
+    timed = ((kind, heading, [cell for cell in cells if cell.speed]) for kind, heading, cells in by_kind(groups))
+    return tuple(made for kind, heading, cells in timed if cells for made in _speed_of_kind(kind, heading, cells))
 
 
-def _speed_of_kind(kind: str, title: str, groups: Sequence[Group]) -> Iterator[Table]:
-    shown = [(group, cell) for group in groups if group.kind == kind for cell in group.cells if cell.speed]
-    if not shown:
-        return
-    rates = [cell.speed.flops_rate or 0.0 for _, cell in shown if cell.speed]
+def _speed_of_kind(kind: str, heading: str, timed: Sequence[Cell]) -> Iterator[Table]:
+    rates = [cell.speed.flops_rate or 0.0 for cell in timed if cell.speed]
     unit, size = ("TFLOP/s", 1e12) if max(rates) >= 1e13 else ("GFLOP/s", 1e9)
     words = {"baseline": kinds.kind_of(kind).baseline, "phase": _PHASES.get(kind, ""), "flops": unit}
-    figures = [
-        dataclasses.replace(figure, scale=1 / size) if figure.name == "flops_per_second" else figure
-        for figure in FIGURES.values()
-    ]
-    rows = [
-        {"case": problem_of(group), "backend": cell.label, "exact": cell.record.exact}
-        | {figure.name: figure.on_page(group, cell) for figure in figures}
-        for group, cell in shown
-    ]
+    figures = FIGURES | {"flops_per_second": dataclasses.replace(FIGURES["flops_per_second"], scale=1 / size)}
     times, others = (
-        [figure.column(**words) for figure in figures if figure.table == part] for part in ("times", "rates")
+        [figure.column(**words) for figure in figures.values() if figure.table == part] for part in ("times", "rates")
     )
-    lead = (CASE, Column("backend", "backend"))
-    heading = _sentence_case(title)
-    yield table(f"speed_{kind}", heading, (*lead, Column("exact", "exact"), *times), rows)
-    if any(row.get(column.key) is not None for row in rows for column in others):
-        yield table(f"rates_{kind}", f"{heading}: rates, and the time to compile", (*lead, *others), rows)
+    lead = (PROBLEM, BACKEND)
+    yield table(f"speed_{kind}", heading, (*lead, EXACT, *times), timed)
+    made = table(f"rates_{kind}", f"{heading}: rates, and the time to compile", (*lead, *others), timed)
+    if len(made.columns) > len(lead):
+        yield made
 
 
 def overview(groups: Sequence[Group]) -> tuple[Table, ...]:
@@ -131,105 +119,83 @@ def overview(groups: Sequence[Group]) -> tuple[Table, ...]:
 
     Fallbacks are left out, because their backend has its own column. More than six backends take a second table.
     """
-    timed = [group for group in groups if _native(group)]
-    names = list(dict.fromkeys(cell.label for group in timed for cell in _native(group)))
-    if len(timed) < 2:
+    medians: dict[str, dict[str, float]] = {}
+    for cell in cells_of(groups):
+        if cell.speed and cell.record.mode == "native":
+            medians.setdefault(cell.case, {})[cell.label] = cell.speed.median.value * MILLI
+    names = list(dict.fromkeys(name for timed in medians.values() for name in timed))
+    if len(medians) < 2:
         return ()
+    lead = Column("case", "case", lambda case: case, merge=True)
+    columns = [Column(name, name, lambda case, name=name: medians[case].get(name)) for name in names]
     made = []
     for start in range(0, len(names), 6):
-        rows: list[dict[str, Value]] = []
-        for group in timed:
-            medians = {cell.label: cell.speed.median.value * MILLI for cell in _native(group) if cell.speed}
-            rows.append({"case": group.case, **medians})
-        columns = [CASE, *(Column(name, name) for name in names[start : start + 6])]
         heading = "All cases: median (ms)" if start == 0 else "All cases: median (ms), continued"
-        made.append(table(f"overview_{start // 6 + 1}", heading, columns, rows))
+        made.append(table(f"overview_{start // 6 + 1}", heading, (lead, *columns[start : start + 6]), medians))
     return tuple(made)
-
-
-def _native(group: Group) -> list[Cell]:
-    return [cell for cell in group.cells if cell.speed and cell.record.mode == "native"]
 
 
 def memory(groups: Sequence[Group]) -> tuple[Table, ...]:
     """One table for each kind of case; every column is named after its method."""
     made = []
-    for kind, title in cases.titles(group.kind for group in groups):
-        rows = [
-            _memory_row(group, cell)
-            for group in groups
-            for cell in group.cells
-            if group.kind == kind and shows_memory(cell.record) and _known_sizes(cell.record)
-        ]
-        if not rows:
+    for kind, heading, cells in by_kind(groups):
+        shown = [cell for cell in cells if shows_memory(cell.record) and _known_sizes(cell.record)]
+        if not shown:
             continue
-        others = sorted({key for row in rows for key in row} - set(MEMORY_METHODS) - {*_MEMORY_LEADS, "temp_ratio"})
-        columns = [
-            CASE,
-            Column("backend", "backend"),
-            Column("mode", "mode"),
-            *(Column(key, header) for key, header in MEMORY_METHODS.items()),
-            Column("temp_ratio", f"temporary relative to {kinds.kind_of(kind).baseline}"),
-            *(Column(key, f"{key.replace('_', ' ')} (MiB)") for key in others),
-        ]
-        made.append(table(f"memory_{kind}", _sentence_case(title), columns, rows))
+        others = sorted({name for cell in shown for name in _known_sizes(cell.record)} - set(MEMORY_METHODS))
+        columns = (
+            PROBLEM,
+            BACKEND,
+            MODE,
+            *(_size(name, header) for name, header in MEMORY_METHODS.items()),
+            Column("temp_ratio", f"temporary relative to {kinds.kind_of(kind).baseline}",
+                   lambda cell: BASELINE if cell.is_baseline else cell.temp_ratio),
+            *(_size(name, f"{name.replace('_', ' ')} (MiB)") for name in others),
+        )  # fmt: skip
+        made.append(table(f"memory_{kind}", heading, columns, shown))
     return tuple(made)
 
 
-_MEMORY_LEADS = ("case", "backend", "mode")
-
-
-def _known_sizes(record: Record) -> dict[str, int]:
-    return {name: size for name, size in record.memory.items() if size is not None}
-
-
-def _memory_row(group: Group, cell: Cell) -> dict[str, Value]:
-    sizes = {name: size / MIB for name, size in _known_sizes(cell.record).items()}
-    ratio = BASELINE if cell.record is group.standard else cell.temp_ratio
-    leads = {"case": problem_of(group), "backend": cell.label, "mode": cell.record.mode}
-    return {**sizes, **leads, "temp_ratio": ratio}
+def _known_sizes(record: Record) -> set[str]:
+    return {name for name, size in record.memory.items() if size is not None}
 
 
 def accuracy(groups: Sequence[Group]) -> tuple[Table, ...]:
     """Each tensor's error against the float64 oracle beside the allowed error, one table for each kind of case."""
     made = []
-    for kind, title in cases.titles(group.kind for group in groups):
-        judged = [(g, cell) for g in groups if g.kind == kind for cell in g.cells if cell.record.accuracy]
-        if not judged:
-            continue
-        tensors = dict.fromkeys(name for _, cell in judged for name in cell.record.accuracy)
-        columns = (
-            CASE,
-            Column("backend", "backend"),
-            Column("mode", "mode"),
-            *(Column(name, f"{name}: max error / allowed") for name in tensors),
-            Column("verdict", "verdict"),
-        )
-        made.append(
-            table(f"accuracy_{kind}", _sentence_case(title), columns, [_accuracy_row(*pair) for pair in judged])
-        )
+    for kind, heading, cells in by_kind(groups):
+        judged = [cell for cell in cells if cell.record.accuracy]
+        tensors = dict.fromkeys(name for cell in judged for name in cell.record.accuracy)
+        errors = [
+            Column(name, f"{name}: max error / allowed", lambda cell, name=name: _error(cell.record, name))
+            for name in tensors
+        ]
+        columns = (PROBLEM, BACKEND, MODE, *errors, Column("verdict", "verdict", lambda cell: _verdict(cell.record)))
+        if judged:
+            made.append(table(f"accuracy_{kind}", heading, columns, judged))
     return tuple(made)
 
 
-def _accuracy_row(group: Group, cell: Cell) -> dict[str, Value]:
-    errors = cell.record.accuracy
-    outside = [name for name, error in errors.items() if not error.passed]
-    verdict = f"OUTSIDE: {', '.join(outside)}" if outside else "within"
-    shown: dict[str, Value] = dict(errors)
-    if cell.record.exact is False:
-        verdict = "not judged: approximate"
-        shown = {name: "not finite" if error.max_error is None else error.max_error for name, error in errors.items()}
-    leads = {"case": problem_of(group), "backend": cell.label, "mode": cell.record.mode}
-    return {**shown, **leads, "verdict": verdict}
+def _error(record: Record, tensor: str) -> Value:
+    error = record.accuracy.get(tensor)
+    if error is None or record.exact is not False:
+        return error
+    return "not finite" if error.max_error is None else error.max_error
+
+
+def _verdict(record: Record) -> str:
+    if record.exact is False:
+        return "not judged: approximate"
+    outside = [name for name, error in record.accuracy.items() if not error.passed]
+    return f"OUTSIDE: {', '.join(outside)}" if outside else "within"
 
 
 def cell_notes(groups: Sequence[Group]) -> tuple[str, ...]:
     """The notes of the records with the cells that they are about, each once, in the order of the cells."""
     found: dict[str, list[str]] = {}
-    for group in groups:
-        for cell in group.cells:
-            for note in cell.record.notes:
-                found.setdefault(note, []).append(f"{code(cell.label)} in {escape(group.case)}")
+    for cell in cells_of(groups):
+        for note in cell.record.notes:
+            found.setdefault(note, []).append(f"{code(cell.label)} in {escape(cell.case)}")
     return tuple(
         f"{noted[0] if len(noted) == 1 else plural(len(noted), 'cell')}: {escape(note)}"
         for note, noted in found.items()
@@ -238,21 +204,11 @@ def cell_notes(groups: Sequence[Group]) -> tuple[str, ...]:
 
 def untimed(groups: Sequence[Group]) -> list[Cell]:
     """Trusted native cells with samples that are no valid times (zero, negative, not finite)."""
-    every = [cell for group in groups for cell in group.cells]
     return [
         cell
-        for cell in every
+        for cell in cells_of(groups)
         if cell.speed is None
         and cell.record.samples
         and is_trusted(cell.record)
         and cell.record.mode in ("native", "fallback")
     ]
-
-
-def problem_of(group: Group) -> str:
-    """The group's title without its kind, for tables whose heading names the kind."""
-    return group.case.removeprefix(f"{kinds.title_of(group.kind)}, ")
-
-
-def _sentence_case(title: str) -> str:
-    return title[:1].upper() + title[1:]

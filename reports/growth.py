@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -10,9 +10,8 @@ from attnsuite.suite.kinds import title_of
 from attnsuite.suite.kinds.op_case import is_plain
 from attnsuite.suite.shown import shows_memory
 
-from .cells import Group
+from .cells import Group, cells_of
 from .table import Column, Table, table
-from .words import Value
 
 _KINDS = ("op_forward", "op_forward_backward")
 _FEWEST = 3
@@ -22,37 +21,26 @@ _SHORTEST = 1024  # below, buffers of constant size distort the fit
 def growth(groups: Sequence[Group]) -> Table | None:
     """One row per kind of pass, shape and backend with at least three lengths; None if there is none."""
     sizes: dict[tuple[str, str, str], dict[int, int]] = {}
-    for group in groups:
-        for cell in group.cells:
-            problem, size = cell.record.problem, cell.record.memory.get("compiled_temp")
-            length = problem.get("sequence")
-            plain = group.kind in _KINDS and is_plain(problem | {"causal": True})
-            if not plain or not size or not shows_memory(cell.record):
-                continue
-            if type(length) is int and length >= _SHORTEST:
-                shape = (f"heads {problem.get('heads')}/{problem.get('kv_heads')}, D {problem.get('head_dim')}, "
-                         f"{problem.get('dtype')}")  # fmt: skip
-                sizes.setdefault((group.kind, shape, cell.label), {})[length] = size
-    rows = [_row(*key, dict(sorted(found.items()))) for key, found in sizes.items() if len(found) >= _FEWEST]
+    for cell in cells_of(groups):
+        kind, problem, size = cell.record.kind, cell.record.problem, cell.record.memory.get("compiled_temp")
+        length = problem.get("sequence")
+        plain = kind in _KINDS and is_plain(problem | {"causal": True})
+        if plain and size and shows_memory(cell.record) and type(length) is int and length >= _SHORTEST:
+            shape = (f"heads {problem.get('heads')}/{problem.get('kv_heads')}, D {problem.get('head_dim')}, "
+                     f"{problem.get('dtype')}")  # fmt: skip
+            sizes.setdefault((kind, shape, cell.label), {})[length] = size
     columns = (
-        Column("kind", "pass", merge=True),
-        Column("shape", "shape", merge=True),
-        Column("backend", "backend"),
-        Column("lengths", "S"),
-        Column("exponent", "temporary memory grows as S to the power"),
-        Column("per_token", "bytes per token at the longest"),
+        Column("kind", "pass", lambda at: title_of(at[0][0]), merge=True),
+        Column("shape", "shape", lambda at: at[0][1], merge=True),
+        Column("backend", "backend", lambda at: at[0][2]),
+        Column("lengths", "S", lambda at: f"{min(at[1])} to {max(at[1])}"),
+        Column("exponent", "temporary memory grows as S to the power", lambda at: _exponent(at[1])),
+        Column("per_token", "bytes per token at the longest", lambda at: at[1][max(at[1])] / max(at[1])),
     )
-    return table("memory_growth", "Growth with the length", columns, rows) if rows else None
+    fitted = [item for item in sizes.items() if len(item[1]) >= _FEWEST]
+    return table("memory_growth", "Growth with the length", columns, fitted) if fitted else None
 
 
-def _row(kind: str, shape: str, backend: str, sizes: dict[int, int]) -> dict[str, Value]:
-    lengths = list(sizes)
-    exponent = np.polyfit(np.log(lengths), np.log(list(sizes.values())), 1)[0]
-    return {
-        "kind": title_of(kind),
-        "shape": shape,
-        "backend": backend,
-        "lengths": f"{lengths[0]} to {lengths[-1]}",
-        "exponent": float(exponent),
-        "per_token": sizes[lengths[-1]] / lengths[-1],
-    }
+def _exponent(sizes: Mapping[int, int]) -> float:
+    lengths = sorted(sizes)
+    return float(np.polyfit(np.log(lengths), np.log([sizes[length] for length in lengths]), 1)[0])

@@ -16,7 +16,7 @@ from attnsuite.suite.model_suite import NAME
 from attnsuite.suite.shown import STANDARD, is_trusted
 
 from . import quality
-from .cells import Cell, Group
+from .cells import Cell, Group, cells_of
 from .columns import FIGURES
 from .kascade import tables as kascade
 from .table import MIB, MILLI, Column, Table, scaled, table
@@ -30,10 +30,9 @@ def model_table(groups: Sequence[Group]) -> Table | None:
     members = [g for g in groups if all(cell.record.suite in (NAME, guide.NAME) for cell in g.cells)]
     names = dict.fromkeys(
         cell.record.requested
-        for member in members
-        if member.kind in ("perplexity", "model_prefill", "model_decode")
-        for cell in member.cells
-        if cell.record.status != "unsupported" or cell.record.requested == KASCADE
+        for cell in cells_of(members)
+        if cell.record.kind in ("perplexity", "model_prefill", "model_decode")
+        and (cell.record.status != "unsupported" or cell.record.requested == KASCADE)
     )
     rows = [row for name in sorted(names, key=lambda name: name != STANDARD) if (row := _row(name, members))]
     columns = (
@@ -76,12 +75,7 @@ def _row(name: str, groups: Sequence[Group]) -> dict[str, Value]:
 def _loss(name: str, groups: Sequence[Group]) -> dict[str, Value]:
     """Figures on text: from Kascade's own case for Kascade's row, else from the perplexity case."""
     texts = [member for member in groups if member.kind == "perplexity"]
-    invalid = any(
-        quality.validity(member, cell) == quality.INVALID
-        for member in texts
-        for cell in member.cells
-        if cell.record.quality
-    )
+    invalid = any(quality.validity(cell) == quality.INVALID for cell in cells_of(texts) if cell.record.quality)
     own = [
         member
         for member in groups
@@ -92,10 +86,9 @@ def _loss(name: str, groups: Sequence[Group]) -> dict[str, Value]:
         if why is not None:
             return {"exact": False, "reading": quality.INVALID if invalid else f"{kascade.WITHHELD}: {why}"}
         texts = own
-    for member in texts:
-        for cell in member.cells:
-            if cell.record.requested == name and is_trusted(cell.record) and cell.record.quality:
-                return _figures(cell, invalid=invalid)
+    for cell in cells_of(texts):
+        if cell.record.requested == name and is_trusted(cell.record) and cell.record.quality:
+            return _figures(cell, invalid=invalid)
     return {}
 
 
@@ -116,8 +109,5 @@ def _figures(cell: Cell, *, invalid: bool) -> dict[str, Value]:
 
 def _cell(name: str, kind: str, groups: Sequence[Group]) -> Cell | None:
     """The cell in which the backend itself ran; a fallback does not count."""
-    for member in groups:
-        for cell in member.cells:
-            if member.kind == kind and cell.record.requested == name and cell.record.mode == "native":
-                return cell
-    return None
+    native = [cell for cell in cells_of(groups) if cell.record.kind == kind and cell.record.mode == "native"]
+    return next((cell for cell in native if cell.record.requested == name), None)

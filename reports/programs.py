@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from attnsuite.suite.record import ProgramText, Record
 
-from .cells import Group
-from .table import CASE, Column, Table, table
-from .words import Value
+from .cells import Cell, Group, cells_of
+from .columns import BACKEND, CASE
+from .table import Column, Table, table
 
 TOLD = (
     "\u201cSame bits\u201d: a second run gave the same bits in the output and in every gradient; nothing stands there "
@@ -26,39 +26,32 @@ _COUNTED = ("fusions", "conditionals")
 
 def programs(groups: Sequence[Group], *, targets: bool = False) -> Table | None:
     """A row per cell whose program was read; None where none was. With ``targets`` a column says the device."""
-    shown = [(group, cell.record, cell.label) for group in groups for cell in group.cells if _is_read(cell.record)]
     columns = (
         CASE,
-        Column("backend", "backend"),
-        *([Column("target", "device")] if targets else []),
-        Column("repeats", "same bits"),
-        Column("products", "products"),
-        Column("score_arrays", "arrays of scores"),
-        Column("copies", "copies of K or V"),
-        *(Column(name, name) for name in _COUNTED),
-        Column("bytes_over_by_hand", "bytes relative to by hand"),
+        BACKEND,
+        *([Column("target", "device", lambda cell: cell.record.target)] if targets else []),
+        Column("repeats", "same bits", lambda cell: cell.record.repeats),
+        Column("products", "products", lambda cell: _products(_read(cell))),
+        Column("score_arrays", "arrays of scores", lambda cell: _read(cell).score_arrays),
+        Column("copies", "copies of K or V", lambda cell: _read(cell).copies),
+        *(Column(name, name, lambda cell, name=name: _beside(_read(cell), name)) for name in _COUNTED),
+        Column("bytes_over_by_hand", "bytes relative to by hand", lambda cell: _bytes_over_by_hand(_read(cell))),
     )
-    rows = [_row(group, record, label) for group, record, label in shown]
-    return table("programs", "", columns, rows) if rows else None
+    shown = [cell for cell in cells_of(groups) if _is_read(cell.record)]
+    return table("programs", "", columns, shown) if shown else None
 
 
 def _is_read(record: Record) -> bool:
     return record.kind.startswith("op_") and (record.program is not None or record.repeats is not None)
 
 
-def _row(group: Group, record: Record, label: str) -> dict[str, Value]:
-    read = record.program or ProgramText(products={})
-    return {
-        "case": group.case,
-        "backend": label,
-        "target": record.target,
-        "repeats": record.repeats,
-        "products": ", ".join(f"{_spaced(dtypes)} ({count})" for dtypes, count in read.products.items()) or None,
-        "score_arrays": read.score_arrays,
-        "copies": read.copies,
-        **{name: _beside(read, name) for name in _COUNTED},
-        "bytes_over_by_hand": _bytes_over_by_hand(read),
-    }
+def _read(cell: Cell) -> ProgramText:
+    return cell.record.program or ProgramText(products={})
+
+
+def _products(read: ProgramText) -> str | None:
+    """The products; spaces in place of the underscores of a kernel's name, since a cell breaks only at spaces."""
+    return ", ".join(f"{dtypes.replace('_', ' ')} ({count})" for dtypes, count in read.products.items()) or None
 
 
 def _beside(read: ProgramText, name: str) -> str | None:
@@ -73,8 +66,3 @@ def _bytes_over_by_hand(read: ProgramText) -> float | None:
     both = [each.bytes_accessed for each in (read.operations, read.by_hand) if each is not None]
     own, other = both if len(both) == 2 else (None, None)
     return own / other if own and other else None
-
-
-def _spaced(dtypes: str) -> str:
-    """Spaces in place of the underscores of a kernel's name: a table cell breaks only at spaces."""
-    return dtypes.replace("_", " ")

@@ -14,11 +14,9 @@ from attnsuite.suite import statistics
 from attnsuite.suite.shown import STANDARD, is_trusted
 from attnsuite.suite.statistics import Interval
 
-from . import cases
-from .cells import Cell, Group
-from .columns import FIGURES
+from .cells import Cell, Group, by_kind, cells_of
+from .columns import BACKEND, CASE, EXACT, FIGURES
 from .table import Column, Table, table
-from .words import Value
 
 INVALID = "INVALID"
 _PER_TABLE = 5
@@ -26,7 +24,7 @@ _PAIRED = "standard_"  # a series of this prefix holds the standard backend's va
 _TIMES = frozenset({"ttft_seconds", "tpot_seconds"})  # of cells that did not take turns: no difference is shown
 _COORDINATES = frozenset({"distance"})  # where a value was taken; not a figure
 _RECOMPUTED = ("nll_difference", "sequences", "queries")  # the table of series shows them from the raw values
-_LEADS = (Column("case", "case", merge=True), Column("backend", "backend"), Column("exact", "exact"))
+_LEADS = (CASE, BACKEND, EXACT)
 
 
 def shows_quality(cell: Cell) -> bool:
@@ -34,9 +32,9 @@ def shows_quality(cell: Cell) -> bool:
     return is_trusted(cell.record) and bool(cell.record.quality or cell.record.series)
 
 
-def validity(group: Group, cell: Cell) -> str | None:
+def validity(cell: Cell) -> str | None:
     """``valid`` if the dense model is better than unigram, ``INVALID`` if not, None if it is not known."""
-    dense = group.standard if group.standard is not None else cell.record if cell.record.exact else None
+    dense = cell.standard if cell.standard is not None else cell.record if cell.record.exact else None
     if dense is None:
         return None
     bits = dense.quality.get("bits_per_byte")
@@ -49,30 +47,21 @@ def validity(group: Group, cell: Cell) -> str | None:
 def figures(groups: Sequence[Group]) -> tuple[Table, ...]:
     """The recorded figures, one table for each kind of case, at most five figures wide."""
     made = []
-    for kind, title in cases.titles(group.kind for group in groups):
-        shown = [(g, cell) for g in groups if g.kind == kind for cell in g.cells if shows_quality(cell)]
+    for kind, heading, cells in by_kind(groups):
+        shown = [cell for cell in cells if shows_quality(cell)]
         names = list(
-            dict.fromkeys(name for _, cell in shown for name in cell.record.quality if not name.startswith(_RECOMPUTED))
+            dict.fromkeys(name for cell in shown for name in cell.record.quality if not name.startswith(_RECOMPUTED))
         )
+        recorded = [
+            Column(name, name.replace("_", " "), lambda cell, name=name: cell.record.quality.get(name))
+            for name in names
+        ]
         for start in range(0, len(names), _PER_TABLE):
-            part = names[start : start + _PER_TABLE]
-            columns = [
-                *_LEADS,
-                *(Column(name, name.replace("_", " ")) for name in part),
-                *([] if start else [FIGURES["kv_bytes_per_token"].column()]),
-                Column("validity", "validity"),
-            ]
-            rows = [_figure_row(g, cell, part) for g, cell in shown]
-            heading = title.capitalize() if start == 0 else f"{title.capitalize()}, continued"
-            made.append(table(f"quality_{kind}_{start // _PER_TABLE + 1}", heading, columns, rows))
+            cache = [] if start else [FIGURES["kv_bytes_per_token"].column()]
+            columns = (*_LEADS, *recorded[start : start + _PER_TABLE], *cache, Column("validity", "validity", validity))
+            title = heading if start == 0 else f"{heading}, continued"
+            made.append(table(f"quality_{kind}_{start // _PER_TABLE + 1}", title, columns, shown))
     return tuple(made)
-
-
-def _figure_row(group: Group, cell: Cell, names: Sequence[str]) -> dict[str, Value]:
-    quality = cell.record.quality
-    row: dict[str, Value] = {name: quality.get(name) for name in names}
-    leads = {"case": group.case, "backend": cell.label, "exact": cell.record.exact}
-    return {**row, **leads, "kv_bytes_per_token": cell.record.kv_bytes_per_token, "validity": validity(group, cell)}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,12 +73,12 @@ class Series:
     difference: Interval | None
 
 
-def series_of(group: Group, cell: Cell) -> list[Series]:
+def series_of(cell: Cell) -> list[Series]:
     """The series of a cell, each paired with ``standard_<name>`` of the same cell, else with the standard cell's."""
     own = cell.record.series
     paired = {name.removeprefix(_PAIRED): values for name, values in own.items() if name.startswith(_PAIRED)}
-    if not paired and group.standard is not None and cell.record is not group.standard:
-        paired = group.standard.series
+    if not paired and cell.standard is not None and not cell.is_baseline:
+        paired = cell.standard.series
     found = []
     for name, values in own.items():
         mean = statistics.mean(values)
@@ -101,35 +90,20 @@ def series_of(group: Group, cell: Cell) -> list[Series]:
 
 def series(groups: Sequence[Group]) -> tuple[Table, ...]:
     """Means with intervals, and mean paired differences against standard, of every series behind a figure."""
-    rows: list[dict[str, Value]] = []
-    for group in groups:
-        for cell in group.cells:
-            if shows_quality(cell):
-                invalid = validity(group, cell) == INVALID
-                rows += [_series_row(group, cell, one, invalid=invalid) for one in series_of(group, cell)]
-    if not rows:
-        return ()
     columns = (
-        *_LEADS,
-        Column("series", "series"),
-        Column("mean", "mean [95% interval]"),
-        Column("difference", "mean difference to standard [95% interval]"),
-        Column("count", "sequences or queries"),
-        Column("reading", "reading"),
+        *(lead.of_first() for lead in _LEADS),
+        Column("series", "series", lambda at: at[1].name),
+        Column("mean", "mean [95% interval]", lambda at: at[1].mean),
+        Column("difference", "mean difference to standard [95% interval]", lambda at: at[1].difference),
+        Column("count", "sequences or queries", lambda at: at[1].mean.count),
+        Column("reading", "reading", lambda at: _reading(*at)),
     )
-    return (table("quality_series", "Means and paired differences", columns, rows),)
+    found = [(cell, one) for cell in cells_of(groups) if shows_quality(cell) for one in series_of(cell)]
+    return (table("quality_series", "Means and paired differences", columns, found),) if found else ()
 
 
-def _series_row(group: Group, cell: Cell, one: Series, *, invalid: bool) -> dict[str, Value]:
+def _reading(cell: Cell, one: Series) -> str | None:
     words = {None: "too few pairs for an interval", False: "no measurable difference", True: "differs"}
-    reading = words[one.difference.excludes(0.0)] if one.difference else None
-    return {
-        "case": group.case,
-        "backend": cell.label,
-        "exact": cell.record.exact,
-        "series": one.name,
-        "mean": one.mean,
-        "difference": one.difference,
-        "count": one.mean.count,
-        "reading": INVALID if invalid else reading,
-    }
+    if validity(cell) == INVALID:
+        return INVALID
+    return words[one.difference.excludes(0.0)] if one.difference else None

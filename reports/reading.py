@@ -9,7 +9,7 @@ from attnsuite.suite.shown import baseline_of
 
 from . import quality
 from .answer import exact_speeds
-from .cells import Cell, Group
+from .cells import Cell, Group, cells_of
 from .words import TIMES, code, escape, estimate, number, plural, shorten
 
 _FAILED = ("wrong", "oom", "timeout", "crashed")
@@ -43,7 +43,7 @@ def headline(groups: Sequence[Group]) -> list[str]:
 
 def refused(groups: Sequence[Group], numbers: Mapping[str, str]) -> list[str]:
     """Every reason once, with the backends that were asked for, the cases that it applies to, and what ran instead."""
-    cells = [cell for group in groups for cell in group.cells]
+    cells = cells_of(groups)
     sentences = []
     for reason, name in numbers.items():
         touched = [cell for cell in cells if reason in cell.record.reasons]
@@ -59,7 +59,7 @@ def ran_nowhere(groups: Sequence[Group]) -> list[str]:
 
     The line ends before the reason's advice; a page holds the whole of it elsewhere.
     """
-    every = [cell.record for group in groups for cell in group.cells]
+    every = [cell.record for cell in cells_of(groups)]
     lines: dict[str, list[str]] = {}
     for name in dict.fromkeys(record.requested for record in every):
         asked = [record for record in every if record.requested == name]
@@ -97,11 +97,10 @@ def failed(groups: Sequence[Group]) -> list[str]:
     """Wrong, out of memory, timed out and crashed cells: each status and error once, with its cells."""
     found: dict[tuple[str, str, str], list[str]] = {}
     for status in _FAILED:
-        for group in groups:
-            for cell in group.cells:
-                if cell.record.status == status:
-                    text = shorten(cell.record.error or "no error was recorded")
-                    found.setdefault((status, cell.label, text), []).append(group.case)
+        for cell in cells_of(groups):
+            if cell.record.status == status:
+                text = shorten(cell.record.error or "no error was recorded")
+                found.setdefault((status, cell.label, text), []).append(cell.case)
     return [
         f"**{status}**, {code(label)} in {escape(named[0]) if len(named) == 1 else plural(len(named), 'case')}: "
         f"{escape(text)}"
@@ -114,26 +113,26 @@ def model_quality(groups: Sequence[Group]) -> list[str]:
     sentences = []
     for group in groups:
         shown = [cell for cell in group.cells if quality.shows_quality(cell)]
-        if any(quality.validity(group, cell) == quality.INVALID for cell in shown):
+        if any(quality.validity(cell) == quality.INVALID for cell in shown):
             sentences.append(
                 f"**{escape(group.case)}**: INVALID, the dense model is no better than unigram frequencies, "
                 "so nothing can be lost here."
             )
             continue
-        sentences += [sentence for cell in shown if cell.record.exact is False for sentence in _loss(group, cell)]
+        sentences += [sentence for cell in shown if cell.record.exact is False for sentence in _loss(cell)]
     return sentences
 
 
-def _loss(group: Group, cell: Cell) -> list[str]:
+def _loss(cell: Cell) -> list[str]:
     sentences = []
-    for one in quality.series_of(group, cell):
+    for one in quality.series_of(cell):
         if one.difference is None:
             continue
         text = f"mean {escape(one.name)} differs from standard by {estimate(one.difference)}"
         if one.difference.excludes(0.0) is False:
             text = f"no measurable difference to standard in mean {escape(one.name)} ({estimate(one.difference)})"
         sentences.append(
-            f"**{escape(group.case)}**: {code(cell.label)} (approximate): {text}, "
+            f"**{escape(cell.case)}**: {code(cell.label)} (approximate): {text}, "
             f"{plural(one.difference.count, 'pair')}."
         )
     return sentences

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from .words import Value
 
@@ -13,16 +14,29 @@ MILLI = 1e3
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Column:
-    """A column: its key in JSON, its header with the unit, and whether equal cells of consecutive rows are merged."""
+    """A column: its key in JSON, its header with the unit, and how its value is read from what a row is about.
+
+    Without ``read`` a row is about a mapping, and the value is that of the key. With ``merge`` a cell that repeats the
+    row above stays empty.
+    """
 
     key: str
     header: str
+    read: Callable[[Any], Value] | None = None
     merge: bool = False
+
+    def value(self, item: Any) -> Value:
+        """The value of the row about ``item``."""
+        return item.get(self.key) if self.read is None else self.read(item)
+
+    def of_first(self) -> Column:
+        """The same column of rows that are about tuples: it reads their first member."""
+        return dataclasses.replace(self, read=lambda item: self.value(item[0]))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of values under named columns. Columns without any value are left out by :func:`table`."""
+    """Rows of values under named columns."""
 
     key: str
     title: str
@@ -30,13 +44,11 @@ class Table:
     rows: tuple[Mapping[str, Value], ...]
 
 
-CASE = Column("case", "case", merge=True)
-
-
-def table(key: str, title: str, columns: Iterable[Column], rows: Iterable[Mapping[str, Value]]) -> Table:
-    """A table of the columns that have a value in at least one row."""
-    kept = tuple(rows)
-    return Table(key, title, tuple(c for c in columns if any(row.get(c.key) is not None for row in kept)), kept)
+def table(key: str, title: str, columns: Iterable[Column], items: Iterable[Any]) -> Table:
+    """A table with a row for each item, of the columns that have a value in at least one row."""
+    columns = tuple(columns)
+    rows = tuple({column.key: column.value(item) for column in columns} for item in items)
+    return Table(key, title, tuple(c for c in columns if any(row[c.key] is not None for row in rows)), rows)
 
 
 def scaled(value: float | None, factor: float) -> float | None:

@@ -23,8 +23,8 @@ from attnsuite.suite.trend import Entry
 from . import cases, environment
 from .markdown import render_table
 from .regressions import against_control
-from .table import MILLI, Column, Table
-from .words import Value, escape, number, plural
+from .table import MILLI, Column, table
+from .words import escape, number, plural
 
 LASTS = 3  # runs that a level lasts at least
 LEAST_NOISE = 0.01  # of a value, between neighbouring runs: few runs can look steadier than a machine is
@@ -122,24 +122,18 @@ def changes(each: Series) -> list[Change]:
 
 
 def _changes(changed: Sequence[Change], runs: Sequence[Entry]) -> str:
-    rows: list[dict[str, Value]] = [
-        {
-            "run": runs[change.run].started[:19],
-            "case": change.series.case,
-            "backend": change.series.backend,
-            "ratio": f"{number(change.ratio)} ({'slower' if change.ratio > 1 else 'faster'})",
-            "what": _differs(runs[change.before], runs[change.run]),
-        }
-        for change in changed
-    ]
     columns = (
-        Column("run", "first run"),
-        Column("case", "case"),
-        Column("backend", "backend"),
-        Column("ratio", "new level over old"),
-        Column("what", "what differs from the run before"),
+        Column("run", "first run", lambda change: runs[change.run].started[:19]),
+        Column("case", "case", lambda change: change.series.case),
+        Column("backend", "backend", lambda change: change.series.backend),
+        Column("ratio", "new level over old", _level),
+        Column("what", "what differs from the run before", lambda x: _differs(runs[x.before], runs[x.run])),
     )
-    return render_table(Table("changes", "", columns, tuple(rows)))
+    return render_table(table("changes", "", columns, changed))
+
+
+def _level(change: Change) -> str:
+    return f"{number(change.ratio)} ({'slower' if change.ratio > 1 else 'faster'})"
 
 
 def _differs(before: Entry, after: Entry) -> str:
@@ -158,26 +152,15 @@ def _differs(before: Entry, after: Entry) -> str:
 
 
 def _cells(found: Sequence[Series]) -> str:
-    rows: list[dict[str, Value]] = [
-        {
-            "case": each.case,
-            "backend": each.backend,
-            "runs": len(each.values),
-            "first": _shown(each, each.values[0]),
-            "last": _shown(each, each.values[-1]),
-            "trend": _trend(each.values),
-        }
-        for each in found
-    ]
     columns = (
-        Column("case", "case", merge=True),
-        Column("backend", "backend"),
-        Column("runs", "runs"),
-        Column("first", "first"),
-        Column("last", "last"),
-        Column("trend", "trend (low is fast)"),
+        Column("case", "case", lambda each: each.case, merge=True),
+        Column("backend", "backend", lambda each: each.backend),
+        Column("runs", "runs", lambda each: len(each.values)),
+        Column("first", "first", lambda each: _shown(each, each.values[0])),
+        Column("last", "last", lambda each: _shown(each, each.values[-1])),
+        Column("trend", "trend (low is fast)", lambda each: _trend(each.values)),
     )
-    return render_table(Table("cells", "", columns, tuple(rows)))
+    return render_table(table("cells", "", columns, found))
 
 
 def _shown(each: Series, value: float) -> str:

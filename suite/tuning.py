@@ -41,8 +41,9 @@ from .grid.process import Restarting, Worker
 from .grid.references import References
 from .grid.running import Limits, RunContext, Running
 from .kinds import problem_of
-from .kinds.attention import OpCase, judge_outputs, judged_case, named_outputs, op_program, spec_of
+from .kinds.attention import OpCase, judged_case, op_program, spec_of
 from .measure import judge, speed
+from .measure.program import named_outputs
 from .names import known_backend
 from .record import Environment, Record
 from .store import Manifest
@@ -325,7 +326,7 @@ def _try(
     except Exception as error:  # noqa: BLE001 (a candidate that cannot be compiled is a result)
         return _Candidate(options, error=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
     if judged_case(case)[0] == case:
-        errors = judge_outputs(named_outputs(outputs), reference, case.dtype)
+        errors = judge.judge_outputs(named_outputs(outputs), reference, case.dtype)
         if wrong := judge.describe_failure(errors):
             return _Candidate(options, error=wrong)
 

@@ -13,14 +13,14 @@ from typing import Any
 
 from attnsuite.suite import kinds
 from attnsuite.suite.absent.occupancy import WARPS, occupancy
-from attnsuite.suite.record import Kernel, Record
+from attnsuite.suite.record import Kernel, Record, Schedule
 from attnsuite.suite.shown import scheduled_bundles
 
 from .. import cases, environment, markdown, programs
 from ..cells import group
 from ..page import Page, Section
 from ..read import Run, load
-from ..table import MIB, Column, Table, table
+from ..table import MIB, Column, Table, scaled, table
 from ..words import DASH, Value, code, command_line, escape, plural
 
 METHOD = (
@@ -44,6 +44,11 @@ METHOD = (
     ),
     "Compile seconds are those of this machine with other compilers at work beside them.",
 )
+
+
+_CASE = Column("case", "case", cases.title, merge=True)
+_BACKEND = Column("backend", "backend", lambda record: record.requested)
+_DEVICE = Column("target", "device", lambda record: record.target)
 
 
 def is_compiled(run: Run) -> bool:
@@ -282,80 +287,58 @@ def _sentences(found: Found, sizes: str) -> Iterator[str]:
         yield f"{escape(what)} on {escape(target)}: fits up to {', '.join(parts)} (of the {sizes} tried)."
 
 
-def kernels(shown: Shown) -> Iterator[Section]:
-    """Kernels of GPUs, with their assembler's figures, and how many of their blocks the device holds at once."""
-    rows: list[dict[str, Value]] = [
-        {
-            "case": cases.title(record),
-            "backend": record.requested,
-            "target": record.target,
-            # Spaces in place of underscores: a table cell breaks only at spaces.
-            "kernel": kernel.name.replace("_", " "),
-            "configuration": ", ".join(
-                f"{name.replace('_', ' ')} {value}" for name, value in kernel.configuration.items()
-            ),
-            "registers": kernel.registers,
-            "spilled": kernel.spilled_bytes,
-            "shared": kernel.shared_bytes,
-            "limit": kernel.shared_limit_bytes,
-            "vector": kernel.vector_loads,
-            "scalar": kernel.scalar_loads,
-            "error": kernel.error,
-            "blocks": kernel.blocks,
-            **_waves(kernel, record.target),
-        }
-        for record in shown.records
-        for kernel in record.kernels
-    ]
-    if not rows:
-        return
-    key = (Column("case", "case", merge=True), Column("target", "device"), Column("kernel", "kernel"))
-    made = (*key, Column("backend", "backend"), Column("configuration", "configuration"),
-            Column("error", "the compiler's reason"))  # fmt: skip
-    headers = {
-        "registers": "registers per thread",
-        "spilled": "spilled (bytes per thread)",
-        "shared": "shared memory (bytes)",
-        "limit": "of (bytes)",
-        "vector": "vector loads",
-        "scalar": "scalar loads",
-    }
-    assembled = [row for row in rows if any(row[name] is not None for name in headers)]
-    paragraphs = (*key, *(Column(name, header) for name, header in headers.items()))
-    found = [table("kernels", "", made, rows)]
-    found += [table("kernel_figures", "What the assembler says of them", paragraphs, assembled)] if assembled else []
-    waves = (*key, *(Column(name, header) for name, header in _WAVES.items()))
-    held = [row for row in rows if "waves" in row]
-    found += [table("kernel_waves", "How many blocks the device holds at once", waves, held)] if held else []
-    yield Section("kernels", "Kernels", (HELD,) if held else (), tables=tuple(found))
-
-
 HELD = (
     "Occupancy is the share of a core's warps that the resident blocks fill; a wave is one filling of the whole device "
     "with blocks. Both follow from the assembler's sizes and the grid. They are no time: a kernel with fewer warps at "
     "once may be faster, and blocks do not take equally long under a causal mask. They do not rank kernels."
 )
-_WAVES = {
-    "blocks": "blocks",
-    "held": "blocks per core (SM)",
-    "limits": "limited by",
-    "occupancy": "occupancy (%)",
-    "waves": "waves",
-    "last": "% of the device in the last",
-}
+_KERNEL = (*(column.of_first() for column in (_CASE, _DEVICE)), Column("kernel", "kernel", lambda x: _name(x[1].name)))
+_CONFIGURED = (
+    _BACKEND.of_first(),
+    Column("configuration", "configuration", lambda x: _configuration(x[1])),
+    Column("error", "the compiler's reason", lambda x: x[1].error),
+)
+_ASSEMBLED = (
+    Column("registers", "registers per thread", lambda x: x[1].registers),
+    Column("spilled", "spilled (bytes per thread)", lambda x: x[1].spilled_bytes),
+    Column("shared", "shared memory (bytes)", lambda x: x[1].shared_bytes),
+    Column("limit", "of (bytes)", lambda x: x[1].shared_limit_bytes),
+    Column("vector", "vector loads", lambda x: x[1].vector_loads),
+    Column("scalar", "scalar loads", lambda x: x[1].scalar_loads),
+)
+_WAVES = (
+    Column("blocks", "blocks", lambda x: x[1].blocks),
+    Column("held", "blocks per core (SM)", lambda x: x[2].blocks_per_core),
+    Column("limits", "limited by", lambda x: ", ".join(x[2].limits)),
+    Column("occupancy", "occupancy (%)", lambda x: 100 * x[2].warps / WARPS),
+    Column("waves", "waves", lambda x: x[2].waves),
+    Column("last", "% of the device in the last", lambda x: 100 * x[2].last_wave),
+)
 
 
-def _waves(kernel: Kernel, target: str) -> dict[str, Value]:
-    found = occupancy(kernel, target)
-    if found is None:
-        return {}
-    return {
-        "held": found.blocks_per_core,
-        "limits": ", ".join(found.limits),
-        "occupancy": 100 * found.warps / WARPS,
-        "waves": found.waves,
-        "last": 100 * found.last_wave,
-    }
+def kernels(shown: Shown) -> Iterator[Section]:
+    """Kernels of GPUs, with their assembler's figures, and how many of their blocks the device holds at once."""
+    rows = [(record, each, occupancy(each, record.target)) for record in shown.records for each in record.kernels]
+    if not rows:
+        return
+    assembled = [row for row in rows if any(column.value(row) is not None for column in _ASSEMBLED)]
+    held = [row for row in rows if row[2] is not None]
+    found = [table("kernels", "", (*_KERNEL, *_CONFIGURED), rows)]
+    if assembled:
+        title = "What the assembler says of them"
+        found.append(table("kernel_figures", title, (*_KERNEL, *_ASSEMBLED), assembled))
+    if held:
+        found.append(table("kernel_waves", "How many blocks the device holds at once", (*_KERNEL, *_WAVES), held))
+    yield Section("kernels", "Kernels", (HELD,) if held else (), tables=tuple(found))
+
+
+def _configuration(kernel: Kernel) -> str:
+    return ", ".join(f"{_name(name)} {value}" for name, value in kernel.configuration.items())
+
+
+def _name(name: str) -> str:
+    """Spaces in place of underscores: a table cell breaks only at spaces."""
+    return name.replace("_", " ")
 
 
 SCHEDULED = (
@@ -365,42 +348,27 @@ SCHEDULED = (
     "product are of one step of the grid. Spills and fills are vector registers; the bytes are those between vector "
     "memory and registers."
 )
+_SCHEDULE = (
+    *(column.of_first() for column in (_CASE, _DEVICE, _BACKEND)),
+    Column("kernel", "kernel", lambda x: _name(x[1].kernel)),
+    Column("bundles", "bundles", lambda x: x[1].step_bundles),
+    Column("steps", "grid steps", lambda x: x[1].grid_steps),
+    Column("product", "bundles x grid steps", lambda x: scheduled_bundles([x[1]])),
+    Column("mxu", "% with the MXU", lambda x: _per_bundle(100 * x[1].mxu_bundles, x[1])),
+    Column("spills", "spills", lambda x: x[1].spills),
+    Column("fills", "fills", lambda x: x[1].fills),
+    Column("bytes", "bytes per bundle", lambda x: _per_bundle(x[1].vector_bytes, x[1])),
+)
 
 
 def schedules(shown: Shown) -> Iterator[Section]:
     """The schedules of Pallas kernels, where they were asked for."""
-    rows: list[dict[str, Value]] = [
-        {
-            "case": cases.title(record),
-            "target": record.target,
-            "backend": record.requested,
-            "kernel": each.kernel.replace("_", " "),
-            "bundles": each.step_bundles,
-            "steps": each.grid_steps,
-            "product": scheduled_bundles([each]),
-            "mxu": 100 * each.mxu_bundles / each.step_bundles if each.step_bundles else None,
-            "spills": each.spills,
-            "fills": each.fills,
-            "bytes": each.vector_bytes / each.step_bundles if each.step_bundles else None,
-        }
-        for record in shown.records
-        for each in record.schedules
-    ]
-    if rows:
-        columns = (
-            Column("case", "case", merge=True),
-            Column("target", "device"),
-            Column("backend", "backend"),
-            Column("kernel", "kernel"),
-            Column("bundles", "bundles"),
-            Column("steps", "grid steps"),
-            Column("product", "bundles x grid steps"),
-            Column("mxu", "% with the MXU"),
-            Column("spills", "spills"),
-            Column("fills", "fills"),
-            Column("bytes", "bytes per bundle"),
-        )
-        yield Section("schedules", "Schedules", (SCHEDULED,), tables=(table("schedules", "", columns, rows),))
+    if rows := [(record, each) for record in shown.records for each in record.schedules]:
+        yield Section("schedules", "Schedules", (SCHEDULED,), tables=(table("schedules", "", _SCHEDULE, rows),))
+
+
+def _per_bundle(count: int, schedule: Schedule) -> float | None:
+    return count / schedule.step_bundles if schedule.step_bundles else None
 
 
 def reasons(shown: Shown) -> Iterator[Section]:
@@ -426,44 +394,33 @@ def method(_: Shown) -> Iterator[Section]:
 
 def _cells(records: Sequence[Record], numbers: Mapping[str, str]) -> tuple[Table, ...]:
     """Verdicts with seconds, and the sizes of the cells that have some: one table of both is wider than a page."""
-    sizes: dict[str, Callable[[Record], Value]] = {
-        name: lambda record, name=name: _mib(record.memory.get(f"compiled_{name}"))
-        for name in ("argument", "output", "temp", "peak", "generated_code")
-    }
-    rows: list[dict[str, Value]] = []
-    for record in records:
-        peak, limit = record.memory.get("compiled_peak"), record.environment.get("target_memory")
-        rows.append({
-            "case": cases.title(record),
-            "backend": record.requested,
-            "target": record.target,
-            "verdict": verdict(record),
-            "why": _why(record, numbers) or None,
-            "lower": record.lower_seconds,
-            "compile": record.compile_seconds,
-            **{name: size(record) for name, size in sizes.items()},
-            "share": 100 * peak / limit if peak is not None and limit else None,
-        })  # fmt: skip
-    key = (Column("case", "case", merge=True), Column("backend", "backend"), Column("target", "device"))
-    sentences = {"verdict": "verdict", "why": "why", "lower": "lower (s)", "compile": "compile (s)"}
-    sizes_told = {
-        "argument": "args (MiB)",
-        "output": "outputs (MiB)",
-        "temp": "temp. (MiB)",
-        "peak": "peak (MiB)",
-        "share": "% of memory",
-        "generated_code": "code (MiB)",
-    }
-    sized = [row for row in rows if any(row[name] is not None for name in sizes_told)]
-    made = [table("cells", "", (*key, *(Column(name, header) for name, header in sentences.items())), rows)]
-    if sized:
-        columns = (*key, *(Column(name, header) for name, header in sizes_told.items()))
-        made.append(table("cell_sizes", "Sizes", columns, sized))
-    return tuple(made)
+    key = (_CASE, _BACKEND, _DEVICE)
+    verdicts = (
+        Column("verdict", "verdict", verdict),
+        Column("why", "why", lambda record: _why(record, numbers) or None),
+        Column("lower", "lower (s)", lambda record: record.lower_seconds),
+        Column("compile", "compile (s)", lambda record: record.compile_seconds),
+    )
+    sizes = (
+        _compiled("argument", "args (MiB)"),
+        _compiled("output", "outputs (MiB)"),
+        _compiled("temp", "temp. (MiB)"),
+        _compiled("peak", "peak (MiB)"),
+        Column("share", "% of memory", _share),
+        _compiled("generated_code", "code (MiB)"),
+    )
+    made = (table("cells", "", (*key, *verdicts), records),)
+    sized = [record for record in records if any(column.value(record) is not None for column in sizes)]
+    return (*made, table("cell_sizes", "Sizes", (*key, *sizes), sized)) if sized else made
 
 
-def _mib(size: int | None) -> float | None:
-    return None if size is None else size / MIB
+def _compiled(name: str, header: str) -> Column:
+    return Column(name, header, lambda record: scaled(record.memory.get(f"compiled_{name}"), 1 / MIB))
+
+
+def _share(record: Record) -> float | None:
+    peak, limit = record.memory.get("compiled_peak"), record.environment.get("target_memory")
+    return 100 * peak / limit if peak is not None and limit else None
 
 
 def reproduce(shown: Shown) -> Iterator[Section]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 from attnsuite.suite.record import Record
 from attnsuite.suite.store import Manifest
@@ -29,6 +30,7 @@ from ..kascade import page as of_kascade
 from ..kascade import tables as kascade
 from ..page import Page, Section
 from ..read import Run
+from ..table import Table
 from ..words import code, command_line, escape, plural
 
 METHOD = (
@@ -138,18 +140,6 @@ def _warnings(shown: Shown, cells: Sequence[Cell]) -> Iterator[str]:
         )
 
 
-def failed(shown: Shown) -> Iterator[Section]:
-    """Cells that ended without a result, or with a wrong one."""
-    if items := reading.failed(shown.every):
-        yield Section("failed", "Failed", items=tuple(items), short=True)
-
-
-def notes(shown: Shown) -> Iterator[Section]:
-    """What cells note on their figures."""
-    if items := figures.cell_notes(shown.every):
-        yield Section("notes", "Notes on cells", items=items)
-
-
 def refused(shown: Shown) -> Iterator[Section]:
     """Every reason, and what ran instead."""
     if items := reading.refused(shown.every, shown.numbers):
@@ -190,24 +180,6 @@ def one_model(shown: Shown) -> Iterator[Section]:
     )
 
 
-def every_cell(shown: Shown) -> Iterator[Section]:
-    """Speed, memory and accuracy in one table; the others have each in full."""
-    if made := figures.in_one(shown.groups):
-        intro = (
-            "Only cells with right numbers show a time. A ratio below 1 is less time than that of the baseline in the "
-            "same rounds; an interval that includes 1 shows no measurable difference. Memory is what the compiled "
-            "program allocates beside arguments and results. The error is the largest one against float64, relative to "
-            "the largest value, beside what is allowed."
-        )
-        yield Section("in_one", "Speed, memory and accuracy", (intro,), tables=(made,), short=True)
-
-
-def without(shown: Shown) -> Iterator[Section]:
-    """One line for each backend that ran nowhere: why, or what would make it run."""
-    if lines := reading.ran_nowhere(shown.every):
-        yield Section("without", "Did not run", items=tuple(lines), short=True)
-
-
 def elsewhere(shown: Shown) -> Iterator[Section]:
     """Where the rest is."""
     intro = (
@@ -235,43 +207,6 @@ def speed(shown: Shown) -> Iterator[Section]:
     yield Section("speed", "Speed", (intro,), tables=(*figures.overview(shown.groups), *made))
 
 
-def against_peers(shown: Shown) -> Iterator[Section]:
-    """Times relative to implementations outside this project."""
-    made = peers.against(shown.groups)
-    if not made:
-        return
-    intro = (
-        "The same, relative to implementations outside this project, measured in the same rounds on the same arrays "
-        "and judged by the same oracle. Unthrottled: with the vendor check of PyTorch's math library lifted, which "
-        "slows it on processors that are not Intel's."
-    )
-    yield Section("peers", "Against peers", (intro,), tables=made, short=True)
-
-
-def over_length(shown: Shown) -> Iterator[Section]:
-    """Pictures of speed over length."""
-    found = plot.pictures(shown.groups)
-    if not found:
-        return
-    intro = (
-        "FLOP/s by formula, of visible pairs only, so that causal attention done in full stays low. The dashed line is "
-        "the matmul rate measured on this machine in the same dtype."
-    )
-    yield Section("over_length", "Speed over length", (intro,), pictures=found, short=True)
-
-
-def map_of_winners(shown: Shown) -> Iterator[Section]:
-    """The fastest backend of each case, where the cases vary in two dimensions."""
-    found = winners.winners(shown.groups)
-    if not found:
-        return
-    intro = (
-        "The first column of \u201cUse this\u201d as a map. A hatched square names two backends: the rounds of this "
-        "run do not tell which of them is faster. A square without a color was not timed."
-    )
-    yield Section("winners", "Map of winners", (intro,), pictures=found, short=True)
-
-
 def memory(shown: Shown) -> Iterator[Section]:
     """Sizes, each with its method."""
     made = figures.memory(shown.every)
@@ -289,42 +224,12 @@ def memory(shown: Shown) -> Iterator[Section]:
     yield Section("memory", "Memory", (intro,), tables=(*((grown,) if grown else ()), *made))
 
 
-def accuracy(shown: Shown) -> Iterator[Section]:
-    """Errors against the oracle."""
-    made = figures.accuracy(shown.groups)
-    if not made:
-        return
-    intro = (
-        "Largest absolute difference from the float64 oracle, divided by the oracle's largest absolute value. "
-        "Exact backends must stay within what is allowed, which follows from standard's own error on the same "
-        "problem in the same dtype (the standard row). Approximate backends are not judged by closeness."
-    )
-    yield Section("accuracy", "Accuracy", (intro,), tables=made)
-
-
 def compiled_programs(shown: Shown) -> Iterator[Section]:
     """What the compiled programs show, and whether a second run gives the same bits; folded."""
     if made := programs.programs(shown.groups):
         yield Section(
             "programs", "Programs", (programs.TOLD,), tables=(made,), folded=plural(len(made.rows), "program")
         )
-
-
-def model_quality(shown: Shown) -> Iterator[Section]:
-    """What a model loses."""
-    made = (*quality.figures(shown.groups), *quality.series(shown.groups))
-    if not made:
-        return
-    intro = (
-        "Differences are taken sequence by sequence against the standard backend on the same tokens. INVALID means "
-        "that the dense model predicts no better than unigram frequencies, so that no loss could show."
-    )
-    yield Section("model_quality", "Model quality", (intro,), tables=made)
-
-
-def where(shown: Shown) -> Iterator[Section]:
-    """Every recorded fact of the environment."""
-    yield Section("environment", "Environment", tables=(environment.environment_table(shown.records),))
 
 
 def method(shown: Shown) -> Iterator[Section]:
@@ -357,34 +262,107 @@ def _words(manifest: Manifest | None, suites: str) -> list[str]:
     return words
 
 
-def _own(section: Callable[[Sequence[Group]], Iterable[Section]]) -> Callable[[Shown], Iterable[Section]]:
+_Sections = Callable[[Shown], Iterable[Section]]
+
+
+def _section(
+    key: str,
+    title: str,
+    content: Literal["tables", "items", "pictures"],
+    made: Callable[[Shown], Any],
+    intro: str = "",
+    *,
+    short: bool = False,
+) -> _Sections:
+    """A section of what ``made`` finds, a table or several things; left out where that is nothing."""
+
+    def section(shown: Shown) -> Iterator[Section]:
+        found = made(shown)
+        several: Any = (found,) if isinstance(found, Table) else tuple(found or ())
+        if several:
+            yield Section(key, title, (intro,) if intro else (), **{content: several}, short=short)
+
+    return section
+
+
+def _own(section: Callable[[Sequence[Group]], Iterable[Section]]) -> _Sections:
     """A section of Kascade's own cases."""
     return lambda shown: section(shown.own)
 
 
-SECTIONS: tuple[Callable[[Shown], Iterable[Section]], ...] = (
+SECTIONS: tuple[_Sections, ...] = (
     use_this,
-    over_length,
-    map_of_winners,
+    _section(
+        "over_length",
+        "Speed over length",
+        "pictures",
+        lambda shown: plot.pictures(shown.groups),
+        "FLOP/s by formula, of visible pairs only, so that causal attention done in full stays low. The dashed line is "
+        "the matmul rate measured on this machine in the same dtype.",
+        short=True,
+    ),
+    _section(
+        "winners",
+        "Map of winners",
+        "pictures",
+        lambda shown: winners.winners(shown.groups),
+        "The first column of \u201cUse this\u201d as a map. A hatched square names two backends: the rounds of this "
+        "run do not tell which of them is faster. A square without a color was not timed.",
+        short=True,
+    ),
     one_model,
     _own(of_kascade.guides),
     in_short,
-    failed,
+    _section("failed", "Failed", "items", lambda shown: reading.failed(shown.every), short=True),
     _own(of_kascade.gate),
     _own(of_kascade.quality),
     _own(of_kascade.speed),
-    every_cell,
-    without,
+    _section(
+        "in_one",
+        "Speed, memory and accuracy",
+        "tables",
+        lambda shown: figures.in_one(shown.groups),
+        "Only cells with right numbers show a time. A ratio below 1 is less time than that of the baseline in the "
+        "same rounds; an interval that includes 1 shows no measurable difference. Memory is what the compiled "
+        "program allocates beside arguments and results. The error is the largest one against float64, relative to "
+        "the largest value, beside what is allowed.",
+        short=True,
+    ),
+    _section("without", "Did not run", "items", lambda shown: reading.ran_nowhere(shown.every), short=True),
     speed,
-    against_peers,
+    _section(
+        "peers",
+        "Against peers",
+        "tables",
+        lambda shown: peers.against(shown.groups),
+        "The same, relative to implementations outside this project, measured in the same rounds on the same arrays "
+        "and judged by the same oracle. Unthrottled: with the vendor check of PyTorch's math library lifted, which "
+        "slows it on processors that are not Intel's.",
+        short=True,
+    ),
     memory,
-    accuracy,
+    _section(
+        "accuracy",
+        "Accuracy",
+        "tables",
+        lambda shown: figures.accuracy(shown.groups),
+        "Largest absolute difference from the float64 oracle, divided by the oracle's largest absolute value. "
+        "Exact backends must stay within what is allowed, which follows from standard's own error on the same "
+        "problem in the same dtype (the standard row). Approximate backends are not judged by closeness.",
+    ),
     compiled_programs,
-    model_quality,
-    notes,
+    _section(
+        "model_quality",
+        "Model quality",
+        "tables",
+        lambda shown: (*quality.figures(shown.groups), *quality.series(shown.groups)),
+        "Differences are taken sequence by sequence against the standard backend on the same tokens. INVALID means "
+        "that the dense model predicts no better than unigram frequencies, so that no loss could show.",
+    ),
+    _section("notes", "Notes on cells", "items", lambda shown: figures.cell_notes(shown.every)),
     refused,
     requested_and_run,
-    where,
+    lambda shown: [Section("environment", "Environment", tables=(environment.environment_table(shown.records),))],
     method,
     reproduce,
     elsewhere,

@@ -13,7 +13,8 @@ import jax
 
 from attnsuite.backends import AttentionSpec, Target, registry
 
-from ..kinds.attention import OpCase, spec_of, with_gradients
+from ..kinds.attention import OpCase, spec_of
+from ..measure.program import with_gradients
 from .programs import AbstractProgram, op_program
 
 Attend = Callable[[Any, Any, Any], Any]

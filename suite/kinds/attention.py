@@ -10,13 +10,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from attnsuite.backends import (
+    AttentionSpec,
     Backend,
     Layout,
     Plan,
@@ -37,14 +38,14 @@ from ..cell import Asked, Cell, Means, Outcome, Prepared
 from ..errors import CellFailure
 from ..measure import execution
 from ..measure.fresh import Draw
-from ..measure.judge import as_error
-from ..measure.program import Program
+from ..measure.judge import as_error, judge_outputs, pass_of, save_reference
+from ..measure.program import Program, named_outputs, with_gradients
 from ..record import TensorError
 from . import parts
 from .formulas import op_bytes, op_flops, op_tokens
 from .inputs import make_inputs
 from .kind import Kind, backends_of, of_backend, of_peers
-from .op_case import OpCase, spec_of, without_window
+from .op_case import Call, OpCase, spec_of, without_window
 
 if TYPE_CHECKING:
     from attnsuite.models import TextFile
@@ -54,13 +55,12 @@ if TYPE_CHECKING:
 ORACLE_ENTRIES = 8 * 4096 * 4096
 # The same for an interpreter: Kvax's kernels, forward and backward, need about 4 s for that, 16 s at 1024.
 INTERPRETED_ENTRIES = 8 * 512 * 512
-_ERROR = "standard_error_"
-GRADIENTS = ("dq", "dk", "dv")
+C = TypeVar("C", bound=Call)
 _BASELINE = "standard"
 INTERPRETED_LENGTH = 1024  # tokens: a longer case would be judged again at the length to which this one is cut
 
 
-def op_function(case: OpCase, plan: Callable[[Layout], Plan]) -> Callable[..., Any]:
+def op_function(case: OpCase | AttentionSpec, plan: Callable[[Layout], Plan]) -> Callable[..., Any]:
     """The function of an attention call: ``(layout, query, key, value) -> output``.
 
     With gradients it also takes ``d_out`` and returns ``(out, dq, dk, dv)``. The function includes planning, as a
@@ -75,16 +75,6 @@ def op_function(case: OpCase, plan: Callable[[Layout], Plan]) -> Callable[..., A
         return with_gradients(lambda q, k, v: forward(layout, q, k, v))(query, key, value, d_out)
 
     return forward_backward if case.needs_grad else forward
-
-
-def with_gradients(attend: Callable[..., Any]) -> Callable[..., Any]:
-    """``(query, key, value, d_out) -> (out, dq, dk, dv)`` of an attention."""
-
-    def forward_backward(query: Any, key: Any, value: Any, d_out: Any) -> Any:
-        out, pull_back = jax.vjp(attend, query, key, value)
-        return out, *pull_back(d_out)
-
-    return forward_backward
 
 
 def op_program(
@@ -115,7 +105,7 @@ def op_program(
     return Program(op_function(case, plan), (layout, *arrays), renewed=tuple(range(1, 1 + len(arrays))))
 
 
-def judged_case(case: OpCase, mode: str | None = "native") -> tuple[OpCase, tuple[str, ...]]:
+def judged_case(case: C, mode: str | None = "native") -> tuple[C, tuple[str, ...]]:
     """The case on which accuracy is judged: ``case`` itself, or a shorter one with a note that says so."""
     slow, entries = "the float64 oracle", ORACLE_ENTRIES
     if mode == "interpret":
@@ -140,33 +130,6 @@ def write_reference(case: OpCase, path: Path, draw: Draw | None = None) -> None:
     save_reference(path, expected, named_outputs(execution.outputs_of(program, draw)), case.dtype)
 
 
-def save_reference(path: Path, expected: Mapping[str, Any], standard: Mapping[str, Any], dtype: str) -> None:
-    """Save the tensors in float64 and the errors of the standard backend's to ``path`` (.npz)."""
-    errors = {}
-    for name, tensor in expected.items():
-        verdict = oracle.judge(standard[name], tensor, None, dtype, kind=_kind(name))
-        errors[_ERROR + name] = np.array([verdict.max_error, verdict.rms_error])
-    np.savez(path, allow_pickle=False, **expected, **errors)
-
-
-def judge_outputs(outputs: Mapping[str, Any], reference: Path, dtype: str) -> dict[str, TensorError]:
-    """Judge each output of a cell: ``out``, and its gradients, by the reference of :func:`save_reference`."""
-    errors = {}
-    with np.load(reference, allow_pickle=False) as arrays:
-        for name, tensor in outputs.items():
-            _check_form(name, tensor, arrays[name], dtype)
-            max_error, rms_error = map(float, arrays[_ERROR + name])
-            standard = oracle.Verdict(max_error, rms_error, None, np.inf, passed=True)
-            errors[name] = as_error(oracle.judge(tensor, arrays[name], standard, dtype, kind=_kind(name)))
-    return errors
-
-
-def _check_form(name: str, tensor: Any, expected: Any, dtype: str) -> None:
-    found, wanted = f"{tensor.dtype}{[*tensor.shape]}", f"{dtype}{[*expected.shape]}"
-    if found != wanted:
-        raise CellFailure("wrong", f"its {name} is {found}, and that of attention is {wanted}.")
-
-
 def _beside_controls(
     case: OpCase, errors: Mapping[str, TensorError], reference: Path, draw: Draw | None
 ) -> dict[str, TensorError]:
@@ -189,16 +152,6 @@ def _beside_controls(
             f"values, are off by {least:.2g}, and it has to be better than half of that.",
         )
     return {name: dataclasses.replace(error, passed=error.max_error is not None) for name, error in errors.items()}
-
-
-def named_outputs(outputs: Any) -> dict[str, Any]:
-    """The outputs of an op program by name."""
-    values = outputs if isinstance(outputs, tuple) else (outputs,)
-    return dict(zip(("out", *GRADIENTS)[: len(values)], values, strict=True))
-
-
-def _kind(name: str) -> oracle.Kind:
-    return "forward" if name == "out" else "gradient"
 
 
 class Attention(Kind):
@@ -252,7 +205,7 @@ class Attention(Kind):
         expected, standard = parts.expected(case, part, draw)
         found = parts.outputs_in(case, part, outputs)
         return {
-            name: as_error(oracle.judge(found[name], expected[name], standard[name], case.dtype, kind=_kind(name)))
+            name: as_error(oracle.judge(found[name], expected[name], standard[name], case.dtype, kind=pass_of(name)))
             for name in expected
         }
 

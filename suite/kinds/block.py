@@ -24,26 +24,26 @@ from attnsuite.backends import Backend, Layout, Plan, Target, oracle, plan, regi
 from ..cell import Asked, Cell, Means, Prepared
 from ..measure import execution
 from ..measure.fresh import Draw, renewed
+from ..measure.judge import save_reference
 from ..measure.program import Program
 from ..record import TensorError
-from ..typed import Count, Real, Seed
-from .attention import judge_outputs, judged_case, save_reference
+from ..typed import Count
+from .attention import judged_case
 from .formulas import ITEM_BYTES, op_flops, op_tokens
 from .inputs import layout_of
-from .kind import Dtype, Kind, backends_of, check_fields, name_case, of_backend
-from .op_case import OpCase, OpKind, spec_of
+from .kind import Kind, backends_of, of_backend
+from .op_case import Call, spec_of, words_of
 
 if TYPE_CHECKING:
     from attnsuite.models import TextFile
 
 BlockKind = Literal["block_forward", "block_forward_backward"]
-_CALLS: dict[BlockKind, OpKind] = {"block_forward": "op_forward", "block_forward_backward": "op_forward_backward"}
 # The outputs of a block; gradients are of the input and of the four projections.
 _OUTPUTS = ("out", "d_x", "d_query_projection", "d_key_projection", "d_value_projection", "d_out_projection")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class BlockCase:
+class BlockCase(Call):
     """An attention call between its projections: ``width`` features of each token become queries, keys and values.
 
     ``width`` is ``heads * head_dim`` if it is not given. The output projection leads back to ``width`` features. With
@@ -52,45 +52,18 @@ class BlockCase:
     """
 
     kind: BlockKind
-    sequence: Count
-    name: str = ""
-    batch: Count = 1
     width: Count | None = None
-    heads: Count = 8
-    kv_heads: Count = 8
-    head_dim: Count = 64
-    value_head_dim: Count | None = None
-    dtype: Dtype = "float32"
-    causal: bool = True
-    window_size: Count | None = None
-    chunk_size: Count | None = None
-    mask: str = ""
-    soft_cap: Real | None = None
-    documents: Count = 1
-    seed: Seed = 0
 
-    def __post_init__(self) -> None:
-        check_fields(self)
+    @property
+    def words(self) -> str:
+        """The fields in short, the width before those of the call."""
         width = [] if self.width is None else [f"w{self.width}"]
-        name_case(self, "-".join(["block", *width, call_of(self).name]))
+        return "-".join(["block", *width, words_of(self)])
 
     @property
     def features(self) -> int:
         """Features of a token before and behind the block."""
         return self.width or self.heads * self.head_dim
-
-    @property
-    def needs_grad(self) -> bool:
-        """Whether gradients are computed."""
-        return self.kind == "block_forward_backward"
-
-
-def call_of(case: BlockCase) -> OpCase:
-    """The attention call inside a block. Raises InputError for fields that do not fit."""
-    fields: dict[str, Any] = {
-        field.name: getattr(case, field.name) for field in dataclasses.fields(OpCase) if field.name != "kv_layout"
-    }
-    return OpCase(**{**fields, "kind": _CALLS[case.kind]})
 
 
 def block_function(case: BlockCase, planned: Callable[[Layout], Plan]) -> Callable[..., Any]:
@@ -117,11 +90,10 @@ def block_function(case: BlockCase, planned: Callable[[Layout], Plan]) -> Callab
 
 def block_program(case: BlockCase, backend: Backend, target: Target) -> Program:
     """The program of a block and its arrays, drawn from the case's seed (initialises JAX)."""
-    call = call_of(case)
-    spec = spec_of(call)
+    spec = spec_of(case)
     function = block_function(case, lambda layout: plan(backend, spec, layout, target=target))
     arrays = _arrays(case)
-    return Program(function, (layout_of(call), *arrays), renewed=tuple(range(1, 1 + len(arrays))))
+    return Program(function, (layout_of(case), *arrays), renewed=tuple(range(1, 1 + len(arrays))))
 
 
 def _arrays(case: BlockCase, draw: Draw | None = None) -> tuple[jax.Array, ...]:
@@ -144,8 +116,7 @@ def _arrays(case: BlockCase, draw: Draw | None = None) -> tuple[jax.Array, ...]:
 
 def _expected(case: BlockCase, draw: Draw | None) -> dict[str, np.ndarray]:
     """The outputs in float64: the oracle between NumPy's products."""
-    call = call_of(case)
-    spec, layout = spec_of(call), layout_of(call)
+    spec, layout = spec_of(case), layout_of(case)
     x, d_out, *projections = (np.asarray(array).astype(np.float64) for array in _arrays(case, draw))
     inner, outer = projections[:3], projections[3]
     query, key, value = (np.einsum("btw,wnh->btnh", x, weight, optimize=True) for weight in inner)
@@ -166,7 +137,7 @@ def block_flops(case: BlockCase) -> float:
     value_dim = case.value_head_dim or case.head_dim
     columns = (case.heads + case.kv_heads) * (case.head_dim + value_dim)
     products = 2.0 * case.batch * case.sequence * case.features * columns
-    return op_flops(call_of(case)) + products * (3 if case.needs_grad else 1)
+    return op_flops(case) + products * (3 if case.needs_grad else 1)
 
 
 def block_bytes(case: BlockCase) -> float:
@@ -187,38 +158,32 @@ class Block(Kind):
 
     def cells(self, case: BlockCase, asked: Asked) -> Iterable[Cell]:
         """A cell per backend."""
-        spec, target = spec_of(call_of(case)), Target.here()
+        spec, target = spec_of(case), Target.here()
         return [of_backend(case, row, lambda row: [resolve(row, spec, target)]) for row in backends_of(asked)]
 
     def judged_by(self, case: BlockCase, mode: str | None) -> tuple[BlockCase, ...]:
         """The case at a length that the oracle takes."""
-        return (_judged(case)[0],)
+        return (judged_case(case)[0],)
 
     def write_reference(self, case: BlockCase, path: Path, text: TextFile | None, draw: Draw | None) -> None:
         """The outputs in float64, and the errors of the standard backend's block."""
         program = block_program(case, registry.get("standard"), Target.here())
         save_reference(path, _expected(case, draw), _named(execution.outputs_of(program, draw)), case.dtype)
 
-    def judge(
-        self, case: BlockCase, outputs: Mapping[str, Any], reference: Path, draw: Draw | None, *, exact: bool
-    ) -> dict[str, TensorError]:
-        """By the oracle between projections; of an approximation nobody says what a block may lose: as exact rows."""
-        return judge_outputs(outputs, reference, case.dtype)
-
     def recheck(
         self, case: BlockCase, outputs: Mapping[str, Any], draw: Draw, choice: int
     ) -> dict[str, TensorError] | None:
         """The whole block, where the oracle takes it."""
-        if _judged(case)[0] != case:
+        if judged_case(case)[0] != case:
             return None
         with tempfile.TemporaryDirectory() as folder:
             self.write_reference(case, path := Path(folder) / "block.npz", None, draw)
-            return judge_outputs(outputs, path, case.dtype)
+            return self.judge(case, outputs, path, draw, exact=True)
 
     def prepare(self, cell: Cell, case: BlockCase, means: Means) -> Prepared:
         """Compile the cell."""
         backend, target = registry.get(str(cell.resolved)), Target.here()
-        judged, notes = _judged(case)
+        judged, notes = judged_case(case)
         _, timed, outcome = execution.execute(block_program(case, backend, target), means)
 
         def answers(seed: int) -> Mapping[str, Any]:
@@ -230,7 +195,7 @@ class Block(Kind):
             outcome,
             flops=block_flops(case),
             bytes_moved=block_bytes(case),
-            tokens=op_tokens(call_of(case)),
+            tokens=op_tokens(case),
             notes=(*outcome.notes, *notes),
         )
         return Prepared(outcome, timed, answers, _named)
@@ -238,14 +203,6 @@ class Block(Kind):
 
 def _named(outputs: tuple[Any, ...]) -> dict[str, Any]:
     return dict(zip(_OUTPUTS, outputs, strict=False))
-
-
-def _judged(case: BlockCase) -> tuple[BlockCase, tuple[str, ...]]:
-    """The case on which accuracy is judged, and a note if the case itself is too long for the oracle."""
-    call, notes = judged_case(call_of(case))
-    if not notes:
-        return case, ()
-    return dataclasses.replace(case, sequence=call.sequence, name=f"{case.name[:190]}-judged"), notes
 
 
 BLOCK = Block()

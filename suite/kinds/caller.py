@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -25,10 +25,9 @@ from ..cell import Asked, Cell, Means, Prepared
 from ..errors import InputError
 from ..measure import execution
 from ..measure.fresh import Draw
-from ..measure.program import Program
-from ..record import TensorError
+from ..measure.judge import save_reference
+from ..measure.program import Program, named_outputs, with_gradients
 from ..typed import Count, Seed
-from .attention import judge_outputs, named_outputs, save_reference, with_gradients
 from .kind import SHORT_DTYPE, Dtype, Kind, backends_of, cell, check_fields, name_case, of_backend
 
 if TYPE_CHECKING:
@@ -313,12 +312,6 @@ class Caller(Kind):
         """The outputs in float64, and the library's errors. The inputs are always the same."""
         outputs = named_outputs(execution.outputs_of(caller_program(case, LIBRARY)))
         save_reference(path, _expected(case), outputs, case.dtype)
-
-    def judge(
-        self, case: CallerCase, outputs: Mapping[str, Any], reference: Path, draw: Draw | None, *, exact: bool
-    ) -> dict[str, TensorError]:
-        """By the oracle."""
-        return judge_outputs(outputs, reference, case.dtype)
 
     def prepare(self, cell: Cell, case: CallerCase, means: Means) -> Prepared:
         """Compile the cell and run it once."""

@@ -12,25 +12,25 @@ from jaxtyping import Int
 
 from attnsuite.backends.features import DTYPES
 
-from .op_case import OpCase, spec_of
+from .op_case import Call, spec_of
 
 ITEM_BYTES = {name: 4 if name == "float32" else 2 for name in DTYPES}
 
 
-def document_ids(case: OpCase) -> Int[np.ndarray, " sequence"]:
+def document_ids(case: Call) -> Int[np.ndarray, " sequence"]:
     """The document of each position: ``case.documents`` contiguous runs of unequal length, from the case's seed."""
     rng = np.random.default_rng([case.seed, 1])
     cuts = np.sort(rng.choice(np.arange(1, case.sequence), case.documents - 1, replace=False))
     return np.searchsorted(cuts, np.arange(case.sequence), side="right").astype(np.int32)
 
 
-def visible_pairs(case: OpCase) -> int:
+def visible_pairs(case: Call) -> int:
     """Query-key pairs of one head of one batch entry that may attend; O(sequence) in memory.
 
     In time too, but for a mask that no interval describes: its pairs are counted.
     """
     positions = np.arange(case.sequence)
-    query = positions[-1:] if case.kind == "op_decode" and case.causal else positions[: case.query_length]
+    query = positions[-1:] if case.is_decode and case.causal else positions[: case.query_length]
     ids = document_ids(case)
     starts = np.searchsorted(ids, ids, side="left")[query]
     stops = np.searchsorted(ids, ids, side="right")[query]
@@ -54,14 +54,14 @@ def attention_flops(pairs: int, heads: int, head_dim: int, value_head_dim: int, 
     return float(pairs * heads * (forward + gradient))
 
 
-def op_flops(case: OpCase) -> float:
+def op_flops(case: Call) -> float:
     """FLOPs of one call of an op case."""
     value_dim = case.value_head_dim or case.head_dim
     pairs = visible_pairs(case) * case.batch
     return attention_flops(pairs, case.heads, case.head_dim, value_dim, backward=case.needs_grad)
 
 
-def op_bytes(case: OpCase) -> float:
+def op_bytes(case: Call) -> float:
     """Bytes that any implementation must move: every input read once, every output written once.
 
     A decode step need not read the keys that its row may not see.
@@ -69,7 +69,7 @@ def op_bytes(case: OpCase) -> float:
     value_dim = case.value_head_dim or case.head_dim
     query = case.query_length * case.heads * case.head_dim
     out = case.query_length * case.heads * value_dim
-    keys = visible_pairs(case) if case.kind == "op_decode" else case.sequence
+    keys = visible_pairs(case) if case.is_decode else case.sequence
     key_value = keys * case.kv_heads * (case.head_dim + value_dim)
     read, written = query + key_value, out
     if case.needs_grad:
@@ -77,6 +77,6 @@ def op_bytes(case: OpCase) -> float:
     return float((read + written) * case.batch * ITEM_BYTES[case.dtype])
 
 
-def op_tokens(case: OpCase) -> int:
+def op_tokens(case: Call) -> int:
     """Query tokens of one call."""
     return case.batch * case.query_length

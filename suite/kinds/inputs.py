@@ -12,7 +12,7 @@ from attnsuite.backends import Layout
 
 from ..measure.fresh import Draw, renewed
 from .formulas import document_ids
-from .op_case import OpCase
+from .op_case import Call, OpCase
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,9 +46,9 @@ def make_inputs(case: OpCase, draw: Draw | None = None) -> Inputs:
     return Inputs(*renewed(arrays, draw), layout=layout_of(case))
 
 
-def layout_of(case: OpCase) -> Layout:
+def layout_of(case: Call) -> Layout:
     """The position of a decode step, or the documents of a packed sequence."""
-    if case.kind == "op_decode":
+    if case.is_decode:
         last = jnp.full((case.batch, 1), case.sequence - 1, jnp.int32)
         return Layout(query_positions=last) if case.causal else Layout()
     if case.documents == 1:

@@ -15,6 +15,7 @@ from attnsuite.backends import BackendUnavailableError, Resolution, Target, regi
 from .. import peers, typed
 from ..cell import Asked, Case, Cell, Means, Prepared
 from ..errors import InputError
+from ..measure.judge import judge_outputs
 
 if TYPE_CHECKING:
     from attnsuite.models import TextFile
@@ -105,10 +106,10 @@ class Kind:
     ) -> dict[str, TensorError]:
         """Judge the outputs of a cell by ``reference``, in a process that has loaded no code of the user.
 
-        A row that is not ``exact`` has to be better than what knows nothing. Raises CellFailure for outputs of another
-        name, shape or dtype. Only of a kind that ``judges_apart``.
+        Here every row is judged as an ``exact`` one, by the reference of ``measure.judge.save_reference``. Raises
+        CellFailure for outputs of another name, shape or dtype. Only of a kind that ``judges_apart``.
         """
-        raise NotImplementedError
+        return judge_outputs(outputs, reference, case.dtype)
 
     def recheck(self, case: Any, outputs: Mapping[str, Any], draw: Draw, choice: int) -> dict[str, TensorError] | None:
         """Judge a part of the outputs of a timed call, chosen by ``choice``; None where a part cannot be judged.

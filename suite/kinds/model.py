@@ -128,13 +128,17 @@ class Model(Kind):
         self, case: ModelCase, outputs: Mapping[str, Any], reference: Path, draw: Draw | None, *, exact: bool
     ) -> dict[str, TensorError]:
         """By the standard backend."""
-        return judge_model(case, outputs, reference)
+        with np.load(reference, allow_pickle=False) as arrays:
+            return {
+                name: as_model_error(tensor, arrays[name], arrays[_STANDARD + name], case.dtype)
+                for name, tensor in outputs.items()
+            }
 
     def recheck(self, case: ModelCase, outputs: Mapping[str, Any], draw: Draw, choice: int) -> dict[str, TensorError]:
         """The logits of a timed call, or its loss, by the standard backend."""
         with tempfile.TemporaryDirectory() as folder:
             _write(case, path := Path(folder) / "model.npz", draw)
-            return judge_model(case, outputs, path)
+            return self.judge(case, outputs, path, draw, exact=True)
 
     def prepare(self, cell: Cell, case: ModelCase, means: Means) -> Prepared:
         """Make the timed program ready. Its outputs answer; of a train step, those of the judged program."""
@@ -175,15 +179,6 @@ def _write(case: ModelCase, path: Path, draw: Draw | None) -> None:
     arrays = {name: np.asarray(tensor, np.float32) for name, tensor in expected.items()}
     arrays |= {_STANDARD + name: np.asarray(tensor, np.float32) for name, tensor in standard.items()}
     np.savez(path, allow_pickle=False, **arrays)
-
-
-def judge_model(case: ModelCase, outputs: Mapping[str, Any], reference: Path) -> dict[str, TensorError]:
-    """Judge the outputs of a model case's judged program."""
-    with np.load(reference, allow_pickle=False) as arrays:
-        return {
-            name: as_model_error(tensor, arrays[name], arrays[_STANDARD + name], case.dtype)
-            for name, tensor in outputs.items()
-        }
 
 
 MODEL = Model()

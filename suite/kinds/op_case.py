@@ -18,20 +18,10 @@ OpKind = Literal["op_forward", "op_forward_backward", "op_decode"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class OpCase:
-    """One attention call. ``op_decode`` is one query token at the end of ``sequence`` keys.
+class Call:
+    """The problem of an attention call, alone or in a block."""
 
-    ``kv_layout`` is how its keys and values lie: ``"NHD"`` ([batch, sequence, kv_heads, head_dim]) or ``"HND"``.
-
-    ``window_size`` counts the token itself, as Hugging Face's ``sliding_window`` does. A causal row sees its own key
-    and the ``window_size - 1`` keys before it; a row that is not causal also sees as many after it. ``documents`` packs
-    that many documents of unequal length into the sequence (segment ids). ``mask`` names a mask
-    (:func:`attnsuite.backends.masks.parse`) that holds beside the others: ``causal = false`` with
-    ``mask = "causal | prefix(64)"`` is a prefix language model. An empty ``name`` is replaced by one made from the
-    fields. Raises InputError for a field that does not fit.
-    """
-
-    kind: OpKind
+    kind: str
     sequence: Count
     name: str = ""
     batch: Count = 1
@@ -46,19 +36,18 @@ class OpCase:
     mask: str = ""
     soft_cap: Real | None = None
     documents: Count = 1
-    kv_layout: Literal["NHD", "HND"] = "NHD"
     seed: Seed = 0
 
     def __post_init__(self) -> None:
         check_fields(self)
-        name_case(self, _name(self))
-        if self.documents > self.sequence or (self.documents > 1 and self.kind == "op_decode"):
+        name_case(self, self.words)
+        if self.documents > self.sequence or (self.documents > 1 and self.is_decode):
             raise InputError(
                 f"case {self.name}: documents={self.documents} does not fit; "
                 f"use 1 to {self.sequence}, and 1 for a decode step."
             )
         is_local = self.window_size is not None or self.chunk_size is not None or self.mask
-        if self.kind == "op_decode" and is_local and not self.causal:
+        if self.is_decode and is_local and not self.causal:
             raise InputError(f"case {self.name}: a decode step with a window or chunks needs causal = true.")
         try:
             spec_of(self)
@@ -66,18 +55,49 @@ class OpCase:
             raise InputError(f"case {self.name}: {error}") from error
 
     @property
+    def words(self) -> str:
+        """The fields in short: the name of a case that has none."""
+        return words_of(self)
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether it is a decode step: one query token at the end of the keys."""
+        return self.kind == "op_decode"
+
+    @property
     def query_length(self) -> int:
         """Query tokens: 1 in a decode step."""
-        return 1 if self.kind == "op_decode" else self.sequence
+        return 1 if self.is_decode else self.sequence
 
     @property
     def needs_grad(self) -> bool:
         """Whether gradients are computed."""
-        return self.kind == "op_forward_backward"
+        return self.kind.endswith("_backward")
 
 
-def spec_of(case: OpCase) -> AttentionSpec:
-    """The attention problem of an op case. Raises ValueError for shapes and dtypes that do not fit."""
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class OpCase(Call):
+    """One attention call. ``op_decode`` is one query token at the end of ``sequence`` keys.
+
+    ``kv_layout`` is how its keys and values lie: ``"NHD"`` ([batch, sequence, kv_heads, head_dim]) or ``"HND"``.
+
+    ``window_size`` counts the token itself, as Hugging Face's ``sliding_window`` does. A causal row sees its own key
+    and the ``window_size - 1`` keys before it; a row that is not causal also sees as many after it. ``documents`` packs
+    that many documents of unequal length into the sequence (segment ids). ``mask`` names a mask
+    (:func:`attnsuite.backends.masks.parse`) that holds beside the others: ``causal = false`` with
+    ``mask = "causal | prefix(64)"`` is a prefix language model. An empty ``name`` is replaced by one made from the
+    fields. Raises InputError for a field that does not fit.
+    """
+
+    kind: OpKind
+    kv_layout: Literal["NHD", "HND"] = "NHD"
+
+
+def spec_of(case: Call) -> AttentionSpec:
+    """The attention problem of a case. Raises ValueError for shapes and dtypes that do not fit."""
+    window = None
+    if case.window_size is not None:  # the contract's counts the keys to the left and to the right of a query's own
+        window = case.window_size - 1, 0 if case.causal else case.window_size - 1
     return AttentionSpec(
         batch=case.batch,
         query_length=case.query_length,
@@ -88,22 +108,15 @@ def spec_of(case: OpCase) -> AttentionSpec:
         value_head_dim=case.value_head_dim,
         dtype=case.dtype,
         is_causal=case.causal,
-        local_window_size=_window(case),
+        local_window_size=window,
         chunk_size=case.chunk_size,
         mask_function=masks.parse(case.mask) if case.mask else None,
         logits_soft_cap=case.soft_cap,
         has_segment_ids=case.documents > 1,
-        has_positions=case.kind == "op_decode" and case.causal,
+        has_positions=case.is_decode and case.causal,
         needs_grad=case.needs_grad,
-        kv_layout=case.kv_layout,
+        kv_layout=case.kv_layout if isinstance(case, OpCase) else "NHD",
     )
-
-
-def _window(case: OpCase) -> tuple[int, int] | None:
-    """The window of the contract: the keys to the left and to the right of a query's own."""
-    if case.window_size is None:
-        return None
-    return case.window_size - 1, 0 if case.causal else case.window_size - 1
 
 
 # What a plain problem may differ in: a causal call of one document, of any size, in the default layout.
@@ -127,8 +140,9 @@ def without_window(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if name != "window"}
 
 
-def _name(case: OpCase) -> str:
-    kind = case.kind.removeprefix("op_").replace("_", "-")
+def words_of(case: Call) -> str:
+    """The fields of a call in short, those that are left out unsaid."""
+    kind = case.kind.partition("_")[2].replace("_", "-")
     parts = [kind, f"s{case.sequence}", f"h{case.heads}k{case.kv_heads}", f"d{case.head_dim}"]
     options = {
         f"v{case.value_head_dim}": case.value_head_dim is not None,
@@ -139,7 +153,7 @@ def _name(case: OpCase) -> str:
         re.sub(r"\W+", "-", case.mask).strip("-"): bool(case.mask),
         f"cap{case.soft_cap}": case.soft_cap is not None,
         f"docs{case.documents}": case.documents > 1,
-        "hnd": case.kv_layout == "HND",
+        "hnd": isinstance(case, OpCase) and case.kv_layout == "HND",
         f"seed{case.seed}": case.seed != 0,
     }
     parts += [text for text, wanted in options.items() if wanted]

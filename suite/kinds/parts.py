@@ -18,6 +18,7 @@ import numpy as np
 from attnsuite.backends import AttentionSpec, Layout, Target, oracle, plan, registry
 
 from ..measure.fresh import Draw
+from ..measure.program import named_outputs, with_gradients
 from .inputs import Inputs, make_inputs
 from .op_case import OpCase, spec_of
 
@@ -58,8 +59,7 @@ def expected(case: OpCase, part: Part, draw: Draw) -> tuple[dict[str, Any], dict
     found: dict[str, Any] = {"out": oracle.forward(spec, layout, query, key, value)}
     if case.needs_grad:
         found |= oracle.gradients(spec, layout, query, key, value, d_out)
-    standard = dict(zip(("out", "dq", "dk", "dv"), _standard(spec, layout, *arrays), strict=False))
-    return _with_whole_keys(found, part), _with_whole_keys(standard, part)
+    return _with_whole_keys(found, part), _with_whole_keys(_standard(spec, layout, *arrays), part)
 
 
 def outputs_in(case: OpCase, part: Part, outputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -122,11 +122,10 @@ def _sees_no_later_key(spec: AttentionSpec, length: int) -> bool:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _standard(spec: AttentionSpec, layout: Layout, query: Any, key: Any, value: Any, d_out: Any) -> tuple[Any, ...]:
+def _standard(spec: AttentionSpec, layout: Layout, query: Any, key: Any, value: Any, d_out: Any) -> dict[str, Any]:
     def attend(query: Any, key: Any, value: Any) -> Any:
         return plan(registry.get("standard"), spec, layout, target=Target.here()).run(query, key, value)[0]
 
     if not spec.needs_grad:
-        return (attend(query, key, value),)
-    out, pull_back = jax.vjp(attend, query, key, value)
-    return out, *pull_back(d_out)
+        return {"out": attend(query, key, value)}
+    return named_outputs(with_gradients(attend)(query, key, value, d_out))

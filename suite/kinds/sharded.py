@@ -27,11 +27,12 @@ from attnsuite.backends.standard import STANDARD
 from .. import typed
 from ..cell import Asked, Cell, Means, Outcome, Prepared
 from ..errors import InputError
-from ..measure.judge import as_error
+from ..measure.judge import as_error, pass_of
+from ..measure.program import named_outputs
 from ..typed import Count, Real, Size
+from .attention import op_function
 from .kind import Kind, backends_of, check_fields, problem_of
 
-QUANTITIES = ("out", "dq", "dk", "dv")
 _AXIS = "(data|heads|context) ([1-9][0-9]{0,3})"
 _MESH = re.compile(f"{_AXIS}( x {_AXIS}){{0,2}}")
 
@@ -183,7 +184,7 @@ def _judged(backend: Sharded, spec: AttentionSpec, problem: str, mode: Any) -> O
     solved = _solved(problem, spec)
     everywhere = NamedSharding(backend.mesh, PartitionSpec())
     inputs = [_dealt(x, backend.sharding()) for x in solved.inputs]
-    results = jax.jit(_forward_and_backward(backend, spec, solved.layout, mode))(*inputs)
+    results = _program(backend, spec, solved.layout, mode)(*inputs)
     out = results["out"]
     whole = jax.jit(lambda x: x, out_shardings=everywhere)(results)
     found = {name: np.asarray(x.addressable_data(0)) for name, x in whole.items()}
@@ -223,9 +224,9 @@ def _solved(name: str, spec: AttentionSpec) -> _Solved:
     expected: dict[str, np.ndarray] = {"out": oracle.forward(spec, layout, inputs[0], inputs[1], inputs[2])}
     if spec.needs_grad:
         expected |= oracle.gradients(spec, layout, *inputs)
-    run = jax.jit(_forward_and_backward(STANDARD, spec, layout, "native"))
+    run = _program(STANDARD, spec, layout, "native")
     results = {name: np.asarray(x) for name, x in run(*inputs).items()}
-    standard = {name: oracle.judge(x, expected[name], None, spec.dtype, _kind(name)) for name, x in results.items()}
+    standard = {name: oracle.judge(x, expected[name], None, spec.dtype, pass_of(name)) for name, x in results.items()}
     rows, keys = oracle.unseen_rows(spec, layout), oracle.unseen_keys(spec, layout)
     return _Solved(layout, inputs, expected, standard, {"out": rows, "dq": rows, "dk": keys, "dv": keys})
 
@@ -234,31 +235,21 @@ def _solved(name: str, spec: AttentionSpec) -> _Solved:
 def _alone(name: str, mode: Any, problem: str, spec: AttentionSpec) -> dict[str, oracle.Verdict]:
     """The same backend on one device."""
     solved = _solved(problem, spec)
-    run = jax.jit(_forward_and_backward(registry.get(name), spec, solved.layout, mode))
+    run = _program(registry.get(name), spec, solved.layout, mode)
     return {name: _verdict(name, np.asarray(x), solved, spec) for name, x in run(*solved.inputs).items()}
 
 
-def _forward_and_backward(
-    backend: Backend, spec: AttentionSpec, layout: Layout, mode: Any
-) -> Callable[..., dict[str, Any]]:
-    def run(query: Any, key: Any, value: Any, d_out: Any) -> dict[str, Any]:
-        planned = plan(backend, spec, layout, target=Target.here(), mode=mode)
-        if not spec.needs_grad:
-            return {"out": planned.run(query, key, value)[0]}
-        out, pullback = jax.vjp(lambda q, k, v: planned.run(q, k, v)[0], query, key, value)
-        return dict(zip(QUANTITIES, (out, *pullback(d_out)), strict=True))
-
-    return run
+def _program(backend: Backend, spec: AttentionSpec, layout: Layout, mode: Any) -> Callable[..., dict[str, Any]]:
+    """The compiled function of the four arrays of a problem."""
+    run = op_function(spec, lambda layout: plan(backend, spec, layout, target=Target.here(), mode=mode))
+    taken = 4 if spec.needs_grad else 3
+    return jax.jit(lambda *inputs: named_outputs(run(layout, *inputs[:taken])))
 
 
 def _verdict(name: str, x: np.ndarray, solved: _Solved, spec: AttentionSpec) -> oracle.Verdict:
     return oracle.judge(
-        x, solved.expected[name], solved.standard[name], spec.dtype, _kind(name), zero=solved.unseen[name]
+        x, solved.expected[name], solved.standard[name], spec.dtype, pass_of(name), zero=solved.unseen[name]
     )
-
-
-def _kind(quantity: str) -> oracle.Kind:
-    return "forward" if quantity == "out" else "gradient"
 
 
 def _spec(problem: str, backend: Backend) -> AttentionSpec:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,10 +17,44 @@ import numpy as np
 from attnsuite.backends import oracle
 
 from ..cell import Outcome
+from ..errors import CellFailure
 from ..record import TensorError
 
+_ERROR = "standard_error_"
 # In units of the dtype's epsilon. float32: ten times what the shipped 4-layer model shows between exact backends.
 MODEL_FLOOR = {"float32": 128.0, "bfloat16": 1.0, "float16": 2.0}
+
+
+def pass_of(name: str) -> oracle.Kind:
+    """The pass that the tensor of this name is of."""
+    return "forward" if name == "out" else "gradient"
+
+
+def save_reference(path: Path, expected: Mapping[str, Any], standard: Mapping[str, Any], dtype: str) -> None:
+    """Save the tensors in float64 and the errors of the standard backend's to ``path`` (.npz)."""
+    errors = {}
+    for name, tensor in expected.items():
+        verdict = oracle.judge(standard[name], tensor, None, dtype, kind=pass_of(name))
+        errors[_ERROR + name] = np.array([verdict.max_error, verdict.rms_error])
+    np.savez(path, allow_pickle=False, **expected, **errors)
+
+
+def judge_outputs(outputs: Mapping[str, Any], reference: Path, dtype: str) -> dict[str, TensorError]:
+    """Judge each output of a cell: ``out``, and its gradients, by the reference of :func:`save_reference`."""
+    errors = {}
+    with np.load(reference, allow_pickle=False) as arrays:
+        for name, tensor in outputs.items():
+            _check_form(name, tensor, arrays[name], dtype)
+            max_error, rms_error = map(float, arrays[_ERROR + name])
+            standard = oracle.Verdict(max_error, rms_error, None, np.inf, passed=True)
+            errors[name] = as_error(oracle.judge(tensor, arrays[name], standard, dtype, kind=pass_of(name)))
+    return errors
+
+
+def _check_form(name: str, tensor: Any, expected: Any, dtype: str) -> None:
+    found, wanted = f"{tensor.dtype}{[*tensor.shape]}", f"{dtype}{[*expected.shape]}"
+    if found != wanted:
+        raise CellFailure("wrong", f"its {name} is {found}, and that of attention is {wanted}.")
 
 
 def as_error(verdict: oracle.Verdict) -> TensorError:

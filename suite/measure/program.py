@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Program:
@@ -20,3 +22,19 @@ class Program:
     arguments: tuple[Any, ...]
     arrays: Callable[[Any], Any] | None = None
     renewed: tuple[int, ...] = ()
+
+
+def with_gradients(attend: Callable[..., Any]) -> Callable[..., Any]:
+    """``(query, key, value, d_out) -> (out, dq, dk, dv)`` of an attention."""
+
+    def forward_backward(query: Any, key: Any, value: Any, d_out: Any) -> Any:
+        out, pull_back = jax.vjp(attend, query, key, value)
+        return out, *pull_back(d_out)
+
+    return forward_backward
+
+
+def named_outputs(outputs: Any) -> dict[str, Any]:
+    """The outputs of an attention call by name."""
+    values = outputs if isinstance(outputs, tuple) else (outputs,)
+    return dict(zip(("out", "dq", "dk", "dv")[: len(values)], values, strict=True))

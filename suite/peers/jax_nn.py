@@ -7,11 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..kinds.attention import OpCase, spec_of, with_gradients
 from ..kinds.formulas import document_ids
 from ..kinds.inputs import make_inputs
+from ..kinds.op_case import OpCase, spec_of
 from ..measure.fresh import Draw
-from ..measure.program import Program
+from ..measure.program import Program, with_gradients
 
 
 def program(case: OpCase, draw: Draw | None = None) -> Program:

@@ -6,10 +6,10 @@ from typing import Any
 
 import tokamax  # pyright: ignore[reportMissingImports]  (extra "peers")
 
-from ..kinds.attention import OpCase, with_gradients
 from ..kinds.inputs import make_inputs
+from ..kinds.op_case import OpCase
 from ..measure.fresh import Draw
-from ..measure.program import Program
+from ..measure.program import Program, with_gradients
 
 
 def program(case: OpCase, draw: Draw | None = None) -> Program:

@@ -13,9 +13,10 @@ from attnsuite.suite.cell import Cell
 from attnsuite.suite.grid import executors, running, work
 from attnsuite.suite.grid.probe import find_cells
 from attnsuite.suite.kinds import problem_of
-from attnsuite.suite.kinds.attention import OpCase, judge_outputs, named_outputs, write_reference
+from attnsuite.suite.kinds.attention import OpCase, write_reference
 from attnsuite.suite.kinds.model import ModelCase
 from attnsuite.suite.measure import judge
+from attnsuite.suite.measure.program import named_outputs
 from attnsuite.suite.peers import PEERS, mkl
 from attnsuite.suite.shown import shows_speed
 from command import WorkerHere
@@ -44,7 +45,7 @@ def test_peer_computes_the_same_problem_or_says_why_not(tmp_path, name, case):
     if program.arrays is not None:
         outputs = program.arrays(outputs)
     write_reference(case, tmp_path / "reference.npz")
-    errors = judge_outputs(named_outputs(outputs), tmp_path / "reference.npz", case.dtype)
+    errors = judge.judge_outputs(named_outputs(outputs), tmp_path / "reference.npz", case.dtype)
     assert judge.describe_failure(errors) is None
 
 
