@@ -14,7 +14,7 @@ from attnsuite.suite.shown import shows_memory
 from attnsuite.suite.statistics import Interval
 
 from . import cases
-from .cells import Cell
+from .cells import Cell, cells_of
 from .columns import FIGURES
 from .page import Page, Section
 from .quality import shows_quality
@@ -32,7 +32,7 @@ def to_json(pages: Sequence[Page]) -> str:
 
 def to_csv(pages: Sequence[Page]) -> str:
     """One row per record in the order of the pages. Seconds and bytes; a missing value is an empty cell."""
-    cells = [(page, cell) for page in pages for group in page.groups for cell in group.cells]
+    cells = [(page, cell) for page in pages for cell in cells_of(page.groups)]
     leading = [_leading(*place) for place in cells]
     further = [_further(cell) for _, cell in cells]
     names = dict.fromkeys(name for row in leading for name in row) | dict.fromkeys(sorted(set().union(*further)))
@@ -116,13 +116,7 @@ def _further(cell: Cell) -> dict[str, object]:
     if shows_memory(record):
         row |= {f"{name}_bytes": size for name, size in record.memory.items()}
     for tensor, error in record.accuracy.items():
-        row |= {
-            f"{tensor}_max_error": error.max_error,
-            f"{tensor}_rms_error": error.rms_error,
-            f"{tensor}_standard_error": error.standard_error,
-            f"{tensor}_allowed": error.allowed,
-            f"{tensor}_passed": error.passed,
-        }
+        row |= {f"{tensor}_{name}": value for name, value in dataclasses.asdict(error).items()}
     if shows_quality(cell):
         row |= {f"quality_{name}": value for name, value in record.quality.items()}
     return row

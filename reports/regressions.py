@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, get_args
 
 import numpy as np
@@ -42,6 +42,7 @@ from attnsuite.suite.shown import (
 
 from .words import estimate, number, plural
 
+Runs = Mapping[str, Record]  # by key
 What = Literal["wrong", "failed", "slower", "memory", "bundles"]
 WITH_SHARE = ("slower", "memory", "bundles")
 _WORD = re.compile(r"(\w+)(?::(\d{1,4}(?:\.\d{1,3})?)%)?")
@@ -87,36 +88,22 @@ def parse_limits(text: str) -> Limits:
     return Limits(allowed)
 
 
-def regressions(before: Mapping[str, Record], after: Mapping[str, Record], limits: Limits) -> tuple[Regression, ...]:
+def regressions(before: Runs, after: Runs, limits: Limits) -> tuple[Regression, ...]:
     """What is worse in ``after``, records by key. Raises InputError where a limit has nothing to be held to."""
     shared = [key for key in before if key in after]
     if not shared:
         raise InputError("--fail-on: the two runs share no cell (a cell is a case, a backend, a device and a mode); "
                          "compare runs of the same suite on the same device.")  # fmt: skip
-    found: list[Regression] = []
-    if "wrong" in limits.allowed:
-        found += [Regression("wrong", key, after[key].error or "a tensor is outside of what is allowed")
-                  for key in shared if _is_wrong(after[key]) and not _is_wrong(before[key])]  # fmt: skip
-    if "failed" in limits.allowed:
-        found += [Regression("failed", key, _failure(after.get(key)))
-                  for key in before if before[key].status == "ok" and _failure(after.get(key))]  # fmt: skip
-    if "slower" in limits.allowed:
-        found += _slower(before, after, limits.allowed["slower"])
-    if "memory" in limits.allowed:
-        found += _larger(before, after, shared, limits.allowed["memory"])
-    if "bundles" in limits.allowed:
-        found += _longer(before, after, shared, limits.allowed["bundles"])
-    return tuple(found)
+    asked = [what for what in get_args(What) if what in limits.allowed]
+    return tuple(each for what in asked for each in _FOUND[what](before, after, shared, limits.allowed[what]))
 
 
-def timed(before: Mapping[str, Record], after: Mapping[str, Record]) -> list[str]:
+def timed(before: Runs, after: Runs) -> list[str]:
     """The keys of the cells that have a speed in both runs."""
     return [key for key in before if key in after and shows_speed(before[key]) and shows_speed(after[key])]
 
 
-def control_of(
-    key: str, before: Mapping[str, Record], after: Mapping[str, Record], both: Sequence[str]
-) -> Sequence[str]:
+def control_of(key: str, before: Runs, after: Runs, both: Sequence[str]) -> Sequence[str]:
     """The controls of a cell, among ``both`` of its case and rounds: ``standard`` if it is there, else all of them."""
     others = [
         other
@@ -130,7 +117,7 @@ def control_of(
 
 
 def against_control(
-    key: str, before: Mapping[str, Record], after: Mapping[str, Record], control: Sequence[str]
+    key: str, before: Runs, after: Runs, control: Sequence[str]
 ) -> tuple[list[float], list[float]] | None:
     """The samples of a cell in A and in B, each divided by its control's of the same round; None without a control."""
     if not control:
@@ -152,7 +139,7 @@ def _together(records: Sequence[Record]) -> list[float]:
     return list(np.exp(np.mean([np.log(each.samples[:rounds]) for each in records], axis=0)))
 
 
-def _slower(before: Mapping[str, Record], after: Mapping[str, Record], share: float) -> list[Regression]:
+def _slower(before: Runs, after: Runs, _: Sequence[str], share: float) -> list[Regression]:
     both = timed(before, after)
     if not both:
         raise InputError("--fail-on slower: no cell has a speed in both runs; leave it out, or run both on the device.")
@@ -193,9 +180,7 @@ def _told(needed: Sequence[tuple[str, tuple[Sequence[float], ...], float]], leve
     return ", ".join(sentence)
 
 
-def _whole(
-    before: Mapping[str, Record], after: Mapping[str, Record], plain: Mapping[str, float], share: float
-) -> list[Regression]:
+def _whole(before: Runs, after: Runs, plain: Mapping[str, float], share: float) -> list[Regression]:
     """The run as a whole, if it is slower and the machine is not: where every cell moves, no control shows it."""
     if len(plain) < 2:
         return []
@@ -218,42 +203,41 @@ def _matmul(run: Mapping[str, Record], keys: Iterable[str]) -> float | None:
     return next((rate for rate in rates if rate), None)
 
 
-def _larger(
-    before: Mapping[str, Record], after: Mapping[str, Record], shared: Sequence[str], share: float
-) -> list[Regression]:
+def _larger(before: Runs, after: Runs, shared: Sequence[str], share: float) -> list[Regression]:
     """The cells whose programs take more memory: arguments, outputs and temporaries together."""
-    known = {
-        key: (a, b)
-        for key in shared
-        if shows_memory(before[key]) and shows_memory(after[key])
-        and (a := program_bytes(before[key])) and (b := program_bytes(after[key])) is not None
-    }  # fmt: skip
-    if not known:
-        raise InputError("--fail-on memory: no cell has its program's sizes in both runs; leave it out.")
-    return [
-        Regression("memory", key, f"its program takes {number(b / 2**20)} MiB, {number(b / a)} of that in A "
-                                  f"(allowed: {number(1 + share)})")
-        for key, (a, b) in known.items() if b > (1 + share) * a
-    ]  # fmt: skip
+    sizes = {key: [program_bytes(r) if shows_memory(r) else None for r in (before[key], after[key])] for key in shared}
+    known = _known(sizes, "--fail-on memory: no cell has its program's sizes in both runs; leave it out.")
+    sentence = "its program takes {} MiB, {} of that in A (allowed: {})"
+    return [Regression("memory", key, sentence.format(number(b / 2**20), number(b / a), number(1 + share)))
+            for key, (a, b) in known.items() if b > (1 + share) * a]  # fmt: skip
 
 
-def _longer(
-    before: Mapping[str, Record], after: Mapping[str, Record], shared: Sequence[str], share: float
-) -> list[Regression]:
+def _longer(before: Runs, after: Runs, shared: Sequence[str], share: float) -> list[Regression]:
     """The cells for whose Pallas kernels a TPU's compiler scheduled more bundles, times the steps of their grids."""
-    known = {
-        key: (a, b)
-        for key in shared
-        if (a := scheduled_bundles(before[key].schedules))
-        and (b := scheduled_bundles(after[key].schedules)) is not None
-    }
+    counts = {key: [scheduled_bundles(r.schedules) for r in (before[key], after[key])] for key in shared}
+    known = _known(counts, "--fail-on bundles: no cell has schedules in both runs; compile both with --schedule.")
+    sentence = "its kernels have {} bundles x grid steps, {} of those in A (allowed: {})"
+    return [Regression("bundles", key, sentence.format(b, number(b / a), number(1 + share)))
+            for key, (a, b) in known.items() if b > (1 + share) * a]  # fmt: skip
+
+
+def _known(counts: Mapping[str, Sequence[int | None]], sentence: str) -> dict[str, tuple[int, int]]:
+    """The cells that have a count in both runs. Raises InputError with the sentence where none has."""
+    known = {key: (a, b) for key, (a, b) in counts.items() if a and b is not None}
     if not known:
-        raise InputError("--fail-on bundles: no cell has schedules in both runs; compile both with --schedule.")
-    return [
-        Regression("bundles", key, f"its kernels have {b} bundles x grid steps, {number(b / a)} of those in A "
-                                   f"(allowed: {number(1 + share)})")
-        for key, (a, b) in known.items() if b > (1 + share) * a
-    ]  # fmt: skip
+        raise InputError(sentence)
+    return known
+
+
+def _wrong(before: Runs, after: Runs, shared: Sequence[str], _: float) -> list[Regression]:
+    sentence = "a tensor is outside of what is allowed"
+    new = [key for key in shared if _is_wrong(after[key]) and not _is_wrong(before[key])]
+    return [Regression("wrong", key, after[key].error or sentence) for key in new]
+
+
+def _failed(before: Runs, after: Runs, *_: object) -> list[Regression]:
+    failures = {key: _failure(after.get(key)) for key in before if before[key].status == "ok"}
+    return [Regression("failed", key, sentence) for key, sentence in failures.items() if sentence]
 
 
 def _is_wrong(record: Record) -> bool:
@@ -267,3 +251,12 @@ def _failure(record: Record | None) -> str:
     if record.status in ("ok", "wrong"):
         return ""
     return f"it ran in A; {record.status}: {record.error or ' '.join(record.reasons)}"
+
+
+_FOUND: Mapping[What, Callable[[Runs, Runs, Sequence[str], float], list[Regression]]] = {
+    "wrong": _wrong,
+    "failed": _failed,
+    "slower": _slower,
+    "memory": _larger,
+    "bundles": _longer,
+}

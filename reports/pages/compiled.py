@@ -115,25 +115,26 @@ def models(shown: Shown) -> Iterator[Section]:
 
 def longest(shown: Shown) -> Iterator[Section]:
     """The longest sequence that fits, and the shortest that does not."""
-    sentences = (
-        "The longest sequence of this page that fits / the shortest that does not; \u201c\u2013\u201d where none was "
-        "found. Between the two nothing was tried."
-    )
-    yield from _bounds_section("longest", "Up to which length", sentences, _lengths(shown.models), shown)
+    words = "longest sequence of this page that fits / the shortest"
+    yield from _bounds_section("longest", "Up to which length", words, _lengths(shown.models), shown)
 
 
 def largest(shown: Shown) -> Iterator[Section]:
     """The largest batch that fits, and the smallest that does not."""
-    sentences = (
-        "The largest batch of this page that fits / the smallest that does not; \u201c\u2013\u201d where none was "
-        "found. Between the two nothing was tried. On a slice the batch is that of all chips."
-    )
-    yield from _bounds_section("largest", "Up to which batch", sentences, _batches(shown.models), shown)
+    words = "largest batch of this page that fits / the smallest"
+    slices = " On a slice the batch is that of all chips."
+    yield from _bounds_section("largest", "Up to which batch", words, _batches(shown.models), shown, slices)
 
 
-def _bounds_section(key: str, title: str, sentences: str, found: Found, shown: Shown) -> Iterator[Section]:
+def _bounds_section(
+    key: str, title: str, words: str, found: Found, shown: Shown, slices: str = ""
+) -> Iterator[Section]:
     if not found:
         return
+    sentences = (
+        f"The {words} that does not; \u201c\u2013\u201d where none was found. Between the two nothing was tried."
+        f"{slices}"
+    )
     rows: dict[tuple[str, str], dict[str, Value]] = {}
     for (what, backend, target), (fit, not_fit) in found.items():
         row = rows.setdefault((what, backend), {"case": what, "backend": backend})

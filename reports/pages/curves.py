@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,64 +39,30 @@ _CONTROLS = (
 Settings = Sequence[tuple[TrainingCase, Sequence[Record]]]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Shown:
-    """The records of the page."""
-
-    settings: Settings
-
-
 def files(records: Sequence[Record], folder: Path) -> dict[str, str]:
     """The page and the picture. Raises ReportError; ``folder`` is their destination."""
     try:
         settings = settings_of(records)
     except ValueError as error:
         raise ReportError(f"{folder}: {error}") from error
-    return {"report.md": page(Shown(settings)), PICTURE: draw(settings)}
+    return {"report.md": page(settings), PICTURE: draw(settings)}
 
 
-def page(shown: Shown) -> str:
-    """The page as Markdown."""
-    return "\n".join(line for section in SECTIONS for line in section(shown))
-
-
-def setup(shown: Shown) -> Iterator[str]:
-    """What was trained, where and when."""
-    records = [record for _, members in shown.settings for record in members]
-    case, environment = shown.settings[0][0], records[0].environment
+def page(settings: Settings) -> str:
+    """The page as Markdown: what was trained, where and when; the rule; the picture; a table per setting."""
+    records = [record for _, members in settings for record in members]
+    case, environment = settings[0][0], records[0].environment
     versions = environment.get("versions", {})
-    yield from ("# Loss curves per backend", "")
-    yield _SETUP.format(
+    setup = _SETUP.format(
         **{name: getattr(case, name) for name in ("preset", "optimizer", "learning_rate")},
         **{name: environment.get(name, DASH) for name in ("cpu", "git_revision")},
         **{name: versions.get(name, DASH) for name in ("python", "jax", "optax")},
         date=date_of(records),
     )
-    yield ""
-
-
-def rule(_: Shown) -> Iterator[str]:
-    """The rule by which a backend is judged."""
-    yield from (_RULE.format(factor=FACTOR), "")
-
-
-def picture(shown: Shown) -> Iterator[str]:
-    """The picture."""
-    yield from (f"![loss, and distance from the standard backend's, per step]({PICTURE})", "")
-
-
-def tables(shown: Shown) -> Iterator[str]:
-    """A table per setting."""
-    for case, records in shown.settings:
-        yield from _table(case, records)
-
-
-def controls(_: Shown) -> Iterator[str]:
-    """How the controls are read."""
-    yield from (_CONTROLS, "")
-
-
-SECTIONS = (setup, rule, picture, tables, controls)
+    picture = f"![loss, and distance from the standard backend's, per step]({PICTURE})"
+    blocks = ["# Loss curves per backend", setup, _RULE.format(factor=FACTOR), picture]
+    tables = ("\n".join(_table(case, members)) for case, members in settings)
+    return "\n\n".join([*blocks, *tables, _CONTROLS]) + "\n"
 
 
 def verdicts(records: Sequence[Record]) -> list[tuple[Record, Verdict]]:
@@ -147,7 +112,6 @@ def _table(case: TrainingCase, records: Sequence[Record]) -> Iterator[str]:
             status = "refused" if record.status == "unsupported" else record.status
             reason = " ".join(record.reasons) if record.status == "unsupported" else record.error or ""
             yield f"| {record.requested} | {status} | | | | {reason} |"
-    yield ""
 
 
 def _row(record: Record, verdict: Verdict, standard: Record) -> str:

@@ -12,7 +12,7 @@ import pytest
 from attnsuite import reports
 from attnsuite.models import ModelConfig, Transformer
 from attnsuite.reports import ReportError
-from attnsuite.reports.pages.curves import Shown, page, verdicts
+from attnsuite.reports.pages.curves import page, verdicts
 from attnsuite.suite.cell import Asked
 from attnsuite.suite.command_line import main
 from attnsuite.suite.errors import InputError
@@ -154,7 +154,7 @@ def test_a_blind_test_and_a_bad_backend_are_called_so():
         curve(case, "backend", "same", (2.0, 1.0)),
         curve(case, "backend", "bad", (2.0, 1.75)),
     ]
-    text = page(Shown(settings_of(curves)))
+    text = page(settings_of(curves))
     assert "**passes: the test is blind**" in text
     assert "| **not ready** |" in text
     assert "| **equals standard in every bit: shows nothing** |" in text
