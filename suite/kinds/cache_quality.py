@@ -17,18 +17,16 @@ from ..measure.text import unigram_bits
 from .cache import CONTROL, DTYPES, CacheCase
 from .model_program import model_config, open_model
 from .quality import HeldOut, compared, figures_of, read_text
-from .text import TextCase
 
 
 def checked(case: CacheCase, text: TextFile | None) -> HeldOut:
     """The text of a case. Raises InputError for an unknown model, and for a text that it cannot read."""
-    asked = _as_text(case)
-    return read_text(asked, model_config(asked), text)
+    return read_text(case, model_config(case), text)
 
 
 def measure(case: CacheCase, row: str, text: TextFile | None) -> Outcome:
     """The figures of a row, from the second half of every sequence."""
-    model, held_out = open_model(_as_text(case)), checked(case, text)
+    model, held_out = open_model(case), checked(case, text)
     series: dict[str, list[float]] = {name: [] for name in ("nll", "standard_nll", "kl", "top1")}
     errors = {}
     half = case.sequence // 2
@@ -68,7 +66,3 @@ def _with_other_scales(slots: Slots, filled: int) -> Slots:
         return slots
     rolled = jnp.roll(slots.scales[:, :, :filled], (1, 1), axis=(1, 2))
     return dataclasses.replace(slots, scales=slots.scales.at[:, :, :filled].set(rolled))
-
-
-def _as_text(case: CacheCase) -> TextCase:
-    return TextCase(name=case.name, model=case.model, sequence=case.sequence, sequences=case.sequences)

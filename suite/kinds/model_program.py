@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,21 +33,21 @@ from .kascade.kept import kept_of
 from .model import ModelCase
 from .op_case import OpCase
 
-if TYPE_CHECKING:
-    from .text import TextCase
-
 LEARNING_RATE = 1e-4
 _TILE = 16
 
 
-def model_config(case: ModelCase | TextCase) -> ModelConfig:
-    """The configuration of a case's model. Raises InputError for an unknown name, listing the known ones."""
-    return config_of(case.model, f"case {case.name}: model", dtype=case.dtype)
+def model_config(case: Any) -> ModelConfig:
+    """The configuration of a case's model, float32 where the case has no dtype.
+
+    Raises InputError for an unknown name, listing the known ones.
+    """
+    return config_of(case.model, f"case {case.name}: model", dtype=getattr(case, "dtype", "float32"))
 
 
-def open_model(case: ModelCase | TextCase) -> Transformer:
+def open_model(case: Any) -> Transformer:
     """The model of a case, with its weights. Raises InputError as :func:`model_config` does."""
-    return model_of(case.model, f"case {case.name}: model", dtype=case.dtype)
+    return model_of(case.model, f"case {case.name}: model", dtype=getattr(case, "dtype", "float32"))
 
 
 def resolutions_of_sequence(config: ModelConfig, length: int, backend: str) -> Resolutions:

@@ -42,11 +42,14 @@ class HeldOut:
     bytes_per_token: float
 
 
-def read_text(case: TextCase, config: ModelConfig, text: TextFile | None) -> HeldOut:
-    """The text of a case as tokens of its model. Raises InputError if it is too short, or the model cannot read it."""
+def read_text(case: Any, config: ModelConfig, text: TextFile | None, windows: int | None = None) -> HeldOut:
+    """The text of a case as tokens of its model, in ``windows`` (default: its ``sequences``).
+
+    Raises InputError if it is too short, or the model cannot read it.
+    """
     try:
         data = load_text().held_out if text is None else load_text(text, held_out=0.0).train
-        return HeldOut(*reader_of(case.model, config).spread(data, case.sequence, case.sequences))
+        return HeldOut(*reader_of(case.model, config).spread(data, case.sequence, windows or case.sequences))
     except ValueError as error:
         raise InputError(f"case {case.name}: {error}") from error
 

@@ -17,13 +17,12 @@ from ..cell import Outcome
 from .model_program import model_config, open_model
 from .quality import read_text
 from .serving import ServingCase
-from .text import TextCase
 
 
 def checked(case: ServingCase, text: TextFile | None) -> ModelConfig:
     """The configuration of a case's model. Raises InputError for an unknown model, and for a text too short."""
-    config = model_config(_as_text(case))
-    read_text(_as_text(case), config, text)
+    config = model_config(case)
+    read_text(case, config, text, case.requests)
     return config
 
 
@@ -50,7 +49,7 @@ def trace_of(case: ServingCase, config: ModelConfig, text: TextFile | None) -> l
     rng = np.random.default_rng([case.seed, 0])
     gaps = rng.exponential(1.0 / case.per_second, case.requests)
     lengths = rng.integers(max(1, case.sequence // 4), case.sequence, case.requests, endpoint=True)
-    rows = read_text(_as_text(case), config, text).rows
+    rows = read_text(case, config, text, case.requests).rows
     return [
         Request(prompt=tuple(row[:length].tolist()), new_tokens=case.new_tokens, arrives=float(at))
         for row, length, at in zip(rows, lengths, np.cumsum(gaps) - gaps[0], strict=True)
@@ -59,7 +58,7 @@ def trace_of(case: ServingCase, config: ModelConfig, text: TextFile | None) -> l
 
 def write_alone(case: ServingCase, path: Path, text: TextFile | None) -> None:
     """Write to ``path`` (.npz) the tokens of each request, generated alone."""
-    model = open_model(_as_text(case))
+    model = open_model(case)
     requests = trace_of(case, model.config, text)
     np.savez(path, allow_pickle=False, tokens=np.stack([_alone(case, model, request) for request in requests]))
 
@@ -72,7 +71,7 @@ def _alone(case: ServingCase, model: Transformer, request: Request) -> np.ndarra
 
 def measure(case: ServingCase, backend: str, reference: Path, text: TextFile | None) -> Outcome:
     """Times of the requests, and whether their tokens are those that they get alone."""
-    model = open_model(_as_text(case))
+    model = open_model(case)
     requests = trace_of(case, model.config, text)
     serve(model, requests[:1], sizes_of(case), backend=backend)
     found = serve(model, requests, sizes_of(case), backend=backend)
@@ -103,7 +102,3 @@ def _figures(requests: list[Request], found: list[Served]) -> dict[str, float]:
 
 def _tpots(found: list[Served]) -> tuple[float, ...]:
     return tuple(one.tpot for one in found if one.tpot is not None)
-
-
-def _as_text(case: ServingCase) -> TextCase:
-    return TextCase(name=case.name, model=case.model, sequence=case.sequence, sequences=case.requests)

@@ -27,7 +27,6 @@ from ...measure.text import reader_of
 from ...named_model import checkpoint_of
 from ..model_program import model_config, open_model
 from ..quality import read_text
-from ..text import TextCase
 from .controls import Watched
 from .methods import settings_of
 from .schedules import ScheduleWords
@@ -54,7 +53,7 @@ class Questions:
 def case_model(case: SelectionCase) -> Transformer:
     """The model: the case's own for text, the constructed checkpoint for retrieval. Raises InputError."""
     if case.kind == "kascade_text":
-        return open_model(_as_text(case))
+        return open_model(case)
     return retrieval.build(context=max(case.sequence, 1024))
 
 
@@ -64,12 +63,12 @@ def checked_config(case: SelectionCase, text: TextFile | None) -> ModelConfig:
     Raises InputError for an unknown model, a text too short, a calibration of another model, or anchors out of range.
     """
     if case.kind == "kascade_text":
-        config = model_config(_as_text(case))
+        config = model_config(case)
         try:
             check_plain_logits(config)
         except ValueError as error:
             raise InputError(f"case {case.name}: {error}") from error
-        read_text(_as_text(case), config, text)
+        read_text(case, config, text)
         if case.calibration:
             _check_calibration(case)
     else:
@@ -86,7 +85,7 @@ def checked_config(case: SelectionCase, text: TextFile | None) -> ModelConfig:
 def problem(case: SelectionCase, text: TextFile | None) -> Questions:
     """The tokens and questions for the model; the same for every row."""
     if case.kind == "kascade_text":
-        held_out = read_text(_as_text(case), model_config(_as_text(case)), text)
+        held_out = read_text(case, model_config(case), text)
         return Questions(held_out.rows, bytes_per_token=held_out.bytes_per_token)
     batch = retrieval.sample(np.random.default_rng([case.seed, 0]), case.sequence, batch=case.sequences, gap=_gap(case))
     at, needles = np.asarray(batch.query_positions), np.asarray(batch.needle_positions)
@@ -172,7 +171,3 @@ def batches(tokens: np.ndarray) -> list[np.ndarray]:
     short = -len(tokens) % AT_ONCE
     filled = np.concatenate([tokens, tokens[:short]]) if short else tokens
     return np.split(filled, len(filled) // AT_ONCE)
-
-
-def _as_text(case: SelectionCase) -> TextCase:
-    return TextCase(name=case.name, model=case.model, sequence=case.sequence, sequences=case.sequences)
