@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from attnsuite.backends import AttentionSpec, Layout, Target, Terms, attention, attention_fn, oracle, resolve
+from attnsuite.backends import AttentionSpec, Layout, Target, Terms, attention, attention_fn, make_spec, oracle, resolve
 from attnsuite.backends.kv_layout import swap
 
 from ..cell import Asked, Cell, Means, Prepared
@@ -125,24 +125,11 @@ def caller_spec(case: CallerCase) -> AttentionSpec:
 
 
 def _exact(query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None, **options: Any) -> Array:
-    """Attention in float64, as a function that flax's layers and :func:`caller_program` can call."""
-    lengths = options.get("key_value_seq_lengths")
-    spec = AttentionSpec(
-        batch=query.shape[0],
-        query_length=query.shape[1],
-        key_value_length=key.shape[1],
-        num_heads=query.shape[2],
-        num_kv_heads=key.shape[2],
-        head_dim=query.shape[3],
-        dtype=str(query.dtype),
-        is_causal=bool(options.get("is_causal")),
-        has_mask=mask is not None,
-        has_bias=bias is not None,
-        has_seq_lengths=lengths is not None,
-    )
-    layout = Layout(mask=None if mask is None else jnp.asarray(mask, bool), key_value_seq_lengths=lengths)
-    out = oracle.forward(spec, layout, query, key, value, Terms(bias=bias))
-    return jnp.asarray(out, jnp.float32)
+    """Attention in float64, as a function that flax's layers can call."""
+    layout, terms = Layout(mask=None if mask is None else jnp.asarray(mask, bool)), Terms(bias=bias)
+    causal = bool(options.get("is_causal"))
+    spec = make_spec(query, key, value, layout, terms, needs_grad=False, is_causal=causal)
+    return jnp.asarray(oracle.forward(spec, layout, query, key, value, terms), jnp.float32)
 
 
 def _attend(case: CallerCase, row: str) -> Callable[..., Any]:
@@ -198,13 +185,14 @@ def caller_program(case: CallerCase, row: str) -> Program:
             query = attend(query, key, value, **operands)
         return query
 
+    compiles_itself = (lambda outputs: outputs) if case.way == "eager" else None
     if not case.gradient:
-        return Program(call, (query, key, value, operands), None if case.way != "eager" else lambda outputs: outputs)
+        return Program(call, (query, key, value, operands), compiles_itself)
 
     def both(query: Any, key: Any, value: Any, operands: Any, d_out: Any) -> Any:
         return with_gradients(lambda q, k, v: call(q, k, v, operands))(query, key, value, d_out)
 
-    return Program(both, (query, key, value, operands, d_out), None if case.way != "eager" else lambda outputs: outputs)
+    return Program(both, (query, key, value, operands, d_out), compiles_itself)
 
 
 def _flax_step(case: CallerCase, attend: Callable[..., Any] | None) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -265,7 +253,7 @@ def _linen_step(case: CallerCase, options: dict[str, Any], keys: Array, values: 
 
 
 def _expected(case: CallerCase) -> dict[str, Any]:
-    """The outputs in float64 where the call is attention alone; flax's layer around attention in float64."""
+    """The outputs in float64 of a single call where it is attention alone; flax's layer around attention in float64."""
     if case.way in _FLAX:
         function, arguments = _flax_step(case, _exact)
         return {"out": np.asarray(function(*arguments)).astype(np.float64)}
@@ -273,13 +261,9 @@ def _expected(case: CallerCase) -> dict[str, Any]:
     spec = dataclasses.replace(caller_spec(case), batch=case.batch)
     layout = Layout(mask=operands.get("mask"), key_value_seq_lengths=operands.get("key_value_seq_lengths"))
     terms = Terms(bias=operands.get("bias"))
-    out, query = None, arrays[0]
-    _, key, value = arrays
-    for _ in range(case.layers):
-        query = out = oracle.forward(spec, layout, query, key, value, terms)
-    found: dict[str, Any] = {"out": out}
+    found = {"out": oracle.forward(spec, layout, *arrays, terms)}
     if case.gradient:
-        slopes = oracle.gradients(spec, layout, arrays[0], key, value, d_out, terms=terms)
+        slopes = oracle.gradients(spec, layout, *arrays, d_out, terms=terms)
         found |= {name: slopes[name] for name in ("dq", "dk", "dv")}
     return found
 
