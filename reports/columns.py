@@ -17,9 +17,15 @@ from .table import MILLI, Column
 from .words import Value
 
 BASELINE = "1 (baseline)"
+
+
+def problem_of(cell: Cell) -> str:
+    """The title of the cell's case without its kind, for tables whose heading names the kind."""
+    return cell.case.removeprefix(f"{title_of(cell.record.kind)}, ")
+
+
 CASE = Column("case", "case", lambda cell: cell.case, merge=True)
-# Without the kind, for tables whose heading names it.
-PROBLEM = Column("case", "case", lambda cell: cell.case.removeprefix(f"{title_of(cell.record.kind)}, "), merge=True)
+PROBLEM = Column("case", "case", problem_of, merge=True)
 BACKEND = Column("backend", "backend", lambda cell: cell.label)
 MODE = Column("mode", "mode", lambda cell: cell.record.mode)
 EXACT = Column("exact", "exact", lambda cell: cell.record.exact)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from attnsuite import reports
 from attnsuite.reports.cells import Cell, Group, group
-from attnsuite.reports.figures import problem_of
+from attnsuite.reports.columns import problem_of
 from attnsuite.reports.kascade import tables as kascade
 from attnsuite.suite import statistics
 from attnsuite.suite.shown import same_rounds, shows_memory
@@ -57,7 +57,7 @@ class Goal:
         rows = [cell for cell in group.cells if cell.record.requested == self.row and cell.speed]
         values = [value for cell in rows if (value := self.figure(group, cell)) is not None]
         if values:
-            yield (max if self.least else min)(values), problem_of(group)
+            yield (max if self.least else min)(values), problem_of(rows[0])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ from ..record import TensorError
 from . import parts
 from .formulas import op_bytes, op_flops, op_tokens
 from .inputs import make_inputs
-from .kind import Kind, backends_of, of_backend, of_peers
+from .kind import Kind, of_backends, of_peers
 from .op_case import Call, OpCase, spec_of, without_window
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ class Attention(Kind):
     def cells(self, case: OpCase, asked: Asked) -> Iterable[Cell]:
         """A cell per backend and peer; with all cores another for each exact backend but the baseline."""
         spec, target = spec_of(case), Target.here()
-        found = [of_backend(case, row, lambda row: [resolve(row, spec, target)]) for row in backends_of(asked)]
+        found = of_backends(case, asked, lambda row: [("attention", resolve(row, spec, target))])
         found = [_or_interpreted(each, case, target) for each in found]
         cores = usable_cores()
         if asked.all_cores and target.platform == "cpu" and cores > 1 and divided(spec, cores) is not None:

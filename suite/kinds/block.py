@@ -31,7 +31,7 @@ from ..typed import Count
 from .attention import judged_case
 from .formulas import ITEM_BYTES, op_flops, op_tokens
 from .inputs import layout_of
-from .kind import Kind, backends_of, of_backend
+from .kind import Kind, of_backends
 from .op_case import Call, spec_of, words_of
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ class Block(Kind):
     def cells(self, case: BlockCase, asked: Asked) -> Iterable[Cell]:
         """A cell per backend."""
         spec, target = spec_of(case), Target.here()
-        return [of_backend(case, row, lambda row: [resolve(row, spec, target)]) for row in backends_of(asked)]
+        return of_backends(case, asked, lambda row: [("attention", resolve(row, spec, target))])
 
     def judged_by(self, case: BlockCase, mode: str | None) -> tuple[BlockCase, ...]:
         """The case at a length that the oracle takes."""

@@ -28,7 +28,7 @@ from ..measure.fresh import Draw
 from ..measure.judge import save_reference
 from ..measure.program import Program, named_outputs, with_gradients
 from ..typed import Count, Seed
-from .kind import SHORT_DTYPE, Dtype, Kind, backends_of, cell, check_fields, name_case, of_backend
+from .kind import SHORT_DTYPE, Dtype, Kind, cell, check_fields, name_case, of_backends
 
 if TYPE_CHECKING:
     from attnsuite.models import TextFile
@@ -283,7 +283,7 @@ class Caller(Kind):
     def cells(self, case: CallerCase, asked: Asked) -> Iterable[Cell]:
         """The library's cell, and one per backend."""
         spec, target = caller_spec(case), Target.here()
-        found = [of_backend(case, row, lambda row: [resolve(row, spec, target)]) for row in backends_of(asked)]
+        found = of_backends(case, asked, lambda row: [("attention", resolve(row, spec, target))])
         if LIBRARY not in asked.rows:
             return found
         return [cell(case, LIBRARY, resolved=LIBRARY, mode="native", exact=True), *found]

@@ -129,10 +129,15 @@ def refused(case: Case, row: str, reasons: Iterable[str]) -> Cell:
     return cell(case, row, resolved=None, mode=None, exact=None, reasons=tuple(reasons))
 
 
-def of_backend(case: Case, row: str, ask: Callable[[str], Iterable[Resolution]]) -> Cell:
-    """The cell of a backend. ``ask(row)`` gives the resolutions of all attention that runs for that row."""
+def of_backends(case: Case, asked: Asked, ask: Callable[[str], Iterable[tuple[str, Resolution]]]) -> list[Cell]:
+    """The cells of all backends that are asked for, see :func:`of_backend`."""
+    return [of_backend(case, row, ask) for row in backends_of(asked)]
+
+
+def of_backend(case: Case, row: str, ask: Callable[[str], Iterable[tuple[str, Resolution]]]) -> Cell:
+    """The cell of a backend. ``ask(row)`` gives each type of attention that runs for that row with its resolution."""
     try:
-        found = list(ask(row))
+        found = [resolution for _, resolution in ask(row)]
     except BackendUnavailableError as error:
         return refused(case, row, (str(error),))
     names = tuple(dict.fromkeys(resolution.backend.name for resolution in found))

@@ -33,11 +33,10 @@ from .kind import (
     Kind,
     Layers,
     Share,
-    backends_of,
     check_fields,
     model_word,
     name_case,
-    of_backend,
+    of_backends,
     of_peers,
 )
 
@@ -106,11 +105,8 @@ class Model(Kind):
         from . import model_program  # noqa: PLC0415
 
         config = model_program.model_config(case)
-
-        def ask(row: str) -> list[Any]:
-            return [resolution for _, resolution in model_program.resolutions_of(case, config, row)]
-
-        return [*(of_backend(case, row, ask) for row in backends_of(asked)), *of_peers(case, asked)]
+        found = of_backends(case, asked, lambda row: model_program.resolutions_of(case, config, row))
+        return [*found, *of_peers(case, asked)]
 
     def told(self, case: ModelCase, words: Mapping[str, Any]) -> ModelCase | None:
         """The case with Kascade's sizes and number of anchors; None where it gives Kascade's row no options."""

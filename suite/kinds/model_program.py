@@ -57,24 +57,16 @@ def resolutions_of_sequence(config: ModelConfig, length: int, backend: str) -> R
 
 def resolutions_of(case: ModelCase, config: ModelConfig, backend: str) -> Resolutions:
     """The resolution of each attention type of ``config`` in ``case``, with ``backend`` asked for."""
-    if case.kind == "model_decode":
-        return resolve_attention(
-            config,
-            batch=case.batch,
-            query_length=1,
-            key_value_length=case.sequence + case.new_tokens,
-            dtype=default_dtype(config),
-            needs_grad=False,
-            backend=backend,
-            options=options_of(case, config, backend),
-        )
+    decode = case.kind == "model_decode"
+    cached = {"key_value_length": case.sequence + case.new_tokens, "dtype": default_dtype(config)} if decode else {}
     return resolve_attention(
         config,
         batch=case.batch,
-        query_length=case.sequence,
+        query_length=1 if decode else case.sequence,
         needs_grad=case.kind == "model_train",
         backend=backend,
         options=options_of(case, config, backend),
+        **cached,
     )
 
 

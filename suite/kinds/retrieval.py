@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from ..cell import Asked, Cell, Means, Prepared
 from ..measure import judge
 from ..typed import Seed
-from .kind import Kind, Least, Long, backends_of, check_fields, name_case, of_backend
+from .kind import Kind, Least, Long, check_fields, name_case, of_backends
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,11 +39,7 @@ class Retrieval(Kind):
         from . import model_program, quality  # noqa: PLC0415
 
         config = quality.retrieval_model(case).config
-
-        def ask(row: str) -> list[Any]:
-            return [found for _, found in model_program.resolutions_of_sequence(config, case.sequence, row)]
-
-        return [of_backend(case, row, ask) for row in backends_of(asked)]
+        return of_backends(case, asked, lambda row: model_program.resolutions_of_sequence(config, case.sequence, row))
 
     def prepare(self, cell: Cell, case: RetrievalCase, means: Means) -> Prepared:
         """Measure everything at once; nothing is timed."""

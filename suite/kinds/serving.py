@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from msgspec import Meta
 
 from ..cell import Asked, Cell, Means, Prepared
 from ..errors import CellFailure, InputError
 from ..typed import Count, Seed
-from .kind import Kind, Least, Long, backends_of, check_fields, model_word, name_case, of_backend
+from .kind import Kind, Least, Long, check_fields, model_word, name_case, of_backends
 
 if TYPE_CHECKING:
     from attnsuite.models import TextFile
@@ -65,11 +65,7 @@ class Serving(Kind):
         from . import serving_trace  # noqa: PLC0415
 
         config = serving_trace.checked(case, asked.text)
-
-        def ask(row: str) -> list[Any]:
-            return serving_trace.resolutions_of(case, config, row)
-
-        return [of_backend(case, row, ask) for row in backends_of(asked)]
+        return of_backends(case, asked, lambda row: serving_trace.resolutions_of(case, config, row))
 
     def judged_by(self, case: ServingCase, mode: str | None) -> tuple[ServingCase, ...]:
         """The case itself."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 
 from attnsuite.models import KVCache, ModelConfig, TextFile, Transformer, generate
 from attnsuite.models.cache import default_dtype
-from attnsuite.models.planning import resolve_attention
+from attnsuite.models.planning import Resolutions, resolve_attention
 from attnsuite.models.serving import Request, Served, Sizes, ragged_problem, serve
 
 from ..cell import Outcome
@@ -26,12 +25,12 @@ def checked(case: ServingCase, text: TextFile | None) -> ModelConfig:
     return config
 
 
-def resolutions_of(case: ServingCase, config: ModelConfig, backend: str) -> list[Any]:
+def resolutions_of(case: ServingCase, config: ModelConfig, backend: str) -> Resolutions:
     """The resolution of each attention type in a step of the server."""
     sizes = sizes_of(case)
     # Shapes alone: a cache of a large model is gigabytes, and this is asked of every backend.
     cache = jax.eval_shape(lambda: KVCache.create(config, sizes.sequences, sizes.capacity, page_size=sizes.page_size))
-    return [found for _, found in resolve_attention(config, backend=backend, **ragged_problem(cache, sizes))]
+    return resolve_attention(config, backend=backend, **ragged_problem(cache, sizes))
 
 
 def sizes_of(case: ServingCase) -> Sizes:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from ..cell import Asked, Cell, Means, Prepared
 from ..measure import judge
@@ -40,10 +41,7 @@ class Text(Kind):
 
         config = model_program.model_config(case)
         quality.read_text(case, config, asked.text)
-
-        def ask(row: str) -> list[Any]:
-            return [found for _, found in model_program.resolutions_of_sequence(config, case.sequence, row)]
-
+        ask = functools.partial(model_program.resolutions_of_sequence, config, case.sequence)
         has_controls = any(other.kind == "kascade_text" and other.model == case.model for other in asked.cases)
         for row in backends_of(asked):
             yield _left_to_controls(case) if row == "kascade" and has_controls else of_backend(case, row, ask)
