@@ -119,7 +119,7 @@ def _facts(records: Sequence[Record]) -> dict[str, str]:
         "source digest": ", ".join(digests),
         "git revision": ", ".join(revisions),
         **{f"digest of {name}": " and ".join(values) for name, values in _named(records, "own").items()},
-        "device": ", ".join(page.device for page in environment.pages(records)),
+        "device": ", ".join(environment.by_device(records)),
         "date": environment.date_of(records),
         "suite": ", ".join(sorted({record.suite for record in records})),
         **environment.versions_of(records),

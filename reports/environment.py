@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import datetime as dt
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,18 +17,10 @@ _STEADY = ("versions", "source", "git_revision", "flags", "platform", "cpu", "co
 _COLUMNS = (Column("what", "what", lambda row: row[0]), Column("value", "value", lambda row: row[1]))
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Page:
-    """The records of one device."""
-
-    device: str
-    records: tuple[Record, ...]
-
-
-def pages(records: Sequence[Record]) -> tuple[Page, ...]:
-    """The records by the device that they were made on, devices in the order of their names."""
+def by_device(records: Sequence[Record]) -> dict[str, tuple[Record, ...]]:
+    """The records of each device that they were made on, devices in the order of their names."""
     names = sorted({device_of(record) for record in records})
-    return tuple(Page(name, tuple(record for record in records if device_of(record) == name)) for name in names)
+    return {name: tuple(record for record in records if device_of(record) == name) for name in names}
 
 
 def device_of(record: Record) -> str:
@@ -76,28 +67,28 @@ def ended(records: Sequence[Record]) -> str | None:
 
 def environment_table(records: Sequence[Record]) -> Table:
     """Every recorded fact. One that differs between cells shows its range, or each of up to three values."""
-    facts: dict[str, list[object]] = {}
-    for record in records:
-        for name, value in _flat(record.environment):
-            if value not in facts.setdefault(name, []):
-                facts[name].append(value)
     rows = [
         ("first cell started", min(record.started for record in records)),
         ("last cell ended", ended(records)),
-        *((name.replace("_", " "), _several(name, values)) for name, values in facts.items()),
+        *((name.replace("_", " "), _several(name, values)) for name, values in _facts(records).items()),
     ]
     return table("environment", "", _COLUMNS, rows)
 
 
 def differing(records: Sequence[Record]) -> tuple[str, ...]:
     """Facts that should be the same in all cells of a page, but are not."""
-    seen: dict[str, set[str]] = {}
+    several = [name for name, values in _facts(records).items() if len(values) > 1]
+    return tuple(name.replace("_", " ") for name in several if name.split(" ")[0] in _STEADY)
+
+
+def _facts(records: Sequence[Record]) -> dict[str, list[object]]:
+    """The distinct values of each fact."""
+    facts: dict[str, list[object]] = {}
     for record in records:
         for name, value in _flat(record.environment):
-            seen.setdefault(name, set()).add(str(value))
-    return tuple(
-        name.replace("_", " ") for name, values in seen.items() if len(values) > 1 and name.split(" ")[0] in _STEADY
-    )
+            if value not in facts.setdefault(name, []):
+                facts[name].append(value)
+    return facts
 
 
 def _flat(facts: Mapping[Any, Any], prefix: str = "") -> list[tuple[str, object]]:

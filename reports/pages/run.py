@@ -60,7 +60,7 @@ PINNED = (
 
 def build(run: Run) -> tuple[Page, ...]:
     """The pages of a run, one per device, devices in the order of their names."""
-    return tuple(_page(page.device, page.records, run) for page in environment.pages(run.records))
+    return tuple(_page(device, records, run) for device, records in environment.by_device(run.records).items())
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -119,17 +119,6 @@ def judged_case(case: C, mode: str | None = "native") -> tuple[C, tuple[str, ...
     return dataclasses.replace(case, sequence=length, name=f"{case.name[:190]}-judged"), (note,)
 
 
-def write_reference(case: OpCase, path: Path, draw: Draw | None = None) -> None:
-    """Compute the oracle's tensors and the standard backend's errors for ``case`` and save them to ``path`` (.npz)."""
-    spec, inputs = spec_of(case), make_inputs(case, draw)
-    arrays = (inputs.query, inputs.key, inputs.value)
-    expected = {"out": oracle.forward(spec, inputs.layout, *arrays)}
-    if case.needs_grad:
-        expected |= oracle.gradients(spec, inputs.layout, *arrays, inputs.d_out)
-    program = op_program(case, registry.get("standard"), "native", Target.here())
-    save_reference(path, expected, named_outputs(execution.outputs_of(program, draw)), case.dtype)
-
-
 def _beside_controls(
     case: OpCase, errors: Mapping[str, TensorError], reference: Path, draw: Draw | None
 ) -> dict[str, TensorError]:
@@ -190,7 +179,13 @@ class Attention(Kind):
 
     def write_reference(self, case: OpCase, path: Path, text: TextFile | None, draw: Draw | None) -> None:
         """The oracle's tensors, and the standard backend's errors."""
-        write_reference(case, path, draw)
+        spec, inputs = spec_of(case), make_inputs(case, draw)
+        arrays = (inputs.query, inputs.key, inputs.value)
+        expected = {"out": oracle.forward(spec, inputs.layout, *arrays)}
+        if case.needs_grad:
+            expected |= oracle.gradients(spec, inputs.layout, *arrays, inputs.d_out)
+        program = op_program(case, registry.get(_BASELINE), "native", Target.here())
+        save_reference(path, expected, named_outputs(execution.outputs_of(program, draw)), case.dtype)
 
     def judge(
         self, case: OpCase, outputs: Mapping[str, Any], reference: Path, draw: Draw | None, *, exact: bool

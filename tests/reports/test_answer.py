@@ -37,15 +37,6 @@ def test_case_with_only_approximate_speeds_says_so(record):
     assert "no exact backend has a speed here" in found["sure"]
 
 
-def test_ratio_is_taken_round_by_round(record):
-    drift = [0.1 * 1.3**i for i in range(10)]  # the machine slows down by a factor of ten during the run
-    standard = record(samples=tuple(drift))
-    chunked = record("chunked", samples=tuple(0.5 * value for value in drift))
-    speed = next(cell.speed for cell in group([standard, chunked])[0].cells if cell.label == "chunked")
-    assert speed.ratio.value == pytest.approx(0.5)
-    assert (speed.ratio.low, speed.ratio.high) == pytest.approx((0.5, 0.5))
-
-
 def test_ratio_uses_the_rounds_that_both_have(record):
     standard = record(samples=tuple(SLOW[:7]))
     chunked = record("chunked", samples=tuple(MIDDLE))

@@ -13,16 +13,15 @@ def scaled(cell, factor):
 
 
 @pytest.mark.parametrize(
-    ("factor", "reading"), [(2.0, "B slower"), (0.5, "B faster"), (1.0, "no measurable difference")]
+    ("factor", "reading", "count"),
+    [
+        *((2.0, "B slower", 10), (0.5, "B faster", 10), (1.0, "no measurable difference", 10)),
+        (9.0, "too few samples", 5),
+    ],
 )
-def test_interval_of_the_ratio_decides_the_reading(record, write_run, factor, reading):
-    told = runs(write_run, [record()], [record(samples=scaled(record(), factor))])
+def test_interval_of_the_ratio_decides_the_reading(record, write_run, factor, reading, count):
+    told = runs(write_run, [record()], [record(samples=scaled(record(), factor)[:count])])
     assert reading in told.split("## Speed")[1]
-
-
-def test_few_samples_give_no_reading(record, write_run):
-    told = runs(write_run, [record(samples=(0.1,) * 5)], [record(samples=(0.9,) * 5)])
-    assert "too few samples" in told
 
 
 def test_other_device_and_versions_are_said_at_the_top(record, write_run):
@@ -80,11 +79,6 @@ def test_cells_of_one_run_only_are_listed(record, write_run):
     told = runs(write_run, [record(), record("chunked")], [record()])
     assert "1 cell of run A not in run B" in told
     assert "chunked" in told.split("## Only in run A")[1]
-
-
-def test_missing_run_is_a_report_error(record, write_run, tmp_path):
-    with pytest.raises(reports.ReportError, match="holds no"):
-        reports.compare(write_run(record()), tmp_path / "nowhere")
 
 
 def test_command_line_compares_two_runs(record, write_run, capsys):

@@ -13,7 +13,7 @@ from attnsuite.suite.cell import Cell
 from attnsuite.suite.grid import executors, running, work
 from attnsuite.suite.grid.probe import find_cells
 from attnsuite.suite.kinds import problem_of
-from attnsuite.suite.kinds.attention import OpCase, write_reference
+from attnsuite.suite.kinds.attention import ATTENTION, OpCase
 from attnsuite.suite.kinds.model import ModelCase
 from attnsuite.suite.measure import judge
 from attnsuite.suite.measure.program import named_outputs
@@ -44,7 +44,7 @@ def test_peer_computes_the_same_problem_or_says_why_not(tmp_path, name, case):
     outputs = program.function(*program.arguments)
     if program.arrays is not None:
         outputs = program.arrays(outputs)
-    write_reference(case, tmp_path / "reference.npz")
+    ATTENTION.write_reference(case, tmp_path / "reference.npz", None, None)
     errors = judge.judge_outputs(named_outputs(outputs), tmp_path / "reference.npz", case.dtype)
     assert judge.describe_failure(errors) is None
 

@@ -18,7 +18,7 @@ from attnsuite.suite.errors import CellFailure, InputError
 from attnsuite.suite.grid.progress import ProgressDisplay
 from attnsuite.suite.grid.running import Limits
 from attnsuite.suite.kinds import checked, problem_of
-from attnsuite.suite.kinds.attention import OpCase, spec_of, write_reference
+from attnsuite.suite.kinds.attention import ATTENTION, OpCase, spec_of
 from attnsuite.suite.kinds.tuning import Trial, Trials
 from attnsuite.suite.record import Record
 from attnsuite.suite.store import RECORDS, parse_records
@@ -54,7 +54,7 @@ class Candidates:
 
 def try_all(monkeypatch, tmp_path, backend):
     monkeypatch.setattr(tuning.registry, "get", lambda _: backend)
-    write_reference(CASE, tmp_path / "reference.npz")
+    ATTENTION.write_reference(CASE, tmp_path / "reference.npz", None, None)
     return tuning.try_candidates(CASE, "chunked", tmp_path / "reference.npz", {})
 
 
@@ -75,7 +75,7 @@ def test_candidate_with_wrong_numbers_is_never_timed(monkeypatch, tmp_path):
 
 def test_approximate_backend_is_judged_where_it_selects_everything(tmp_path):
     """Its own result differs from the oracle by far; its kernels are right."""
-    write_reference(CASE, tmp_path / "reference.npz")
+    ATTENTION.write_reference(CASE, tmp_path / "reference.npz", None, None)
     given = {"tile_size": 16, "query_tile": 16, "min_keys": 0, "top_k": 0.125}
     default, native = tuning.try_candidates(CASE, "kascade", tmp_path / "reference.npz", given)
     assert (default["options"], default["error"]) == ({"kernel": "xla"}, None)
@@ -85,7 +85,7 @@ def test_approximate_backend_is_judged_where_it_selects_everything(tmp_path):
 
 
 def test_option_that_is_given_is_not_tried_and_a_wrong_one_is_refused(tmp_path):
-    write_reference(CASE, tmp_path / "reference.npz")
+    ATTENTION.write_reference(CASE, tmp_path / "reference.npz", None, None)
     (only,) = tuning.try_candidates(CASE, "kascade", tmp_path / "reference.npz", {"kernel": "xla"})
     assert only["options"] == {}
     with pytest.raises(InputError, match="--options: kascade: kernel='mlx' is not accepted"):
