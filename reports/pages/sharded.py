@@ -15,8 +15,12 @@ _TENSORS = ("out", "dq", "dk", "dv")
 _COUNTED = {1: "one process", 2: "two processes"}
 
 
-def title(records: Sequence[Record]) -> Iterator[str]:
-    """What the page shows, and where it was computed."""
+def files(records: Sequence[Record], _: Path) -> dict[str, str]:
+    """The page: what it shows, where it was computed, and the tables."""
+    return {"report.md": "\n".join((*_title(records), *_tables(records))) + "\n"}
+
+
+def _title(records: Sequence[Record]) -> Iterator[str]:
     environment, versions = records[0].environment, versions_of(records)
     packages = ", ".join(f"{name} {versions[name]}" for name in ("jax", "numpy") if versions.get(name))
     revision = environment.get("git_revision")
@@ -33,7 +37,7 @@ def title(records: Sequence[Record]) -> Iterator[str]:
     )
 
 
-def tables(records: Sequence[Record]) -> Iterator[str]:
+def _tables(records: Sequence[Record]) -> Iterator[str]:
     """A table per number of processes, and the refusals below it."""
     for (processes, devices), members in itertools.groupby(sorted(records, key=_start), key=_start):
         ran, refused = [], []
@@ -49,14 +53,6 @@ def tables(records: Sequence[Record]) -> Iterator[str]:
         for record in refused:
             where = f"`{record.requested}`, {record.problem.get('mesh')}, {record.problem.get('exchange') or ''}"
             yield f"- {where}, {record.problem.get('problem')}: {' '.join(record.reasons)}"
-
-
-SECTIONS = (title, tables)
-
-
-def files(records: Sequence[Record], _: Path) -> dict[str, str]:
-    """The page."""
-    return {"report.md": "\n".join(line for section in SECTIONS for line in section(records)) + "\n"}
 
 
 def _start(record: Record) -> tuple[int, int]:

@@ -32,15 +32,16 @@ _COLUMNS = (
 )
 
 
-def title(records: Sequence[Record]) -> Iterator[str]:
-    """The date, the device and the versions."""
+def files(records: Sequence[Record], _: Path) -> dict[str, str]:
+    """The page."""
+    return {"report.md": "\n\n".join(_page(records)) + "\n"}
+
+
+def _page(records: Sequence[Record]) -> Iterator[str]:
+    """The date, the device and the versions; a row per cell; the cells that could not be tuned, and why."""
     yield "# Tuned options"
     versions = ", ".join(f"{name} {version}" for name, version in versions_of(records).items())
     yield escape(f"{date_of(records)}, {device_of(records[0])}. Versions: {versions}")
-
-
-def winners(records: Sequence[Record]) -> Iterator[str]:
-    """A row per cell."""
     rows = []
     for record in records:
         if record.facts is not None:
@@ -62,6 +63,14 @@ def winners(records: Sequence[Record]) -> Iterator[str]:
             })  # fmt: skip
     if rows:
         yield render_table(table("tuned", "", _COLUMNS, rows))
+    lines = [
+        f"- **{record.status}**, {code(record.requested)} in {escape(record.case)}: {escape(record.error or '')}"
+        for record in records
+        if record.facts is None
+    ]
+    if lines:
+        yield "## Not tuned"
+        yield "\n".join(lines)
 
 
 def _expected(record: Record, best: Trial | None) -> str | None:
@@ -89,23 +98,3 @@ def _waves(best: Trial | None, default: Trial, target: str) -> str | None:
     found = [occupancy(trial.kernels[-1], target) if trial and trial.kernels else None for trial in (best, default)]
     paragraphs = [f"{each.waves}, {100 * each.warps / WARPS:.3g}%" for each in found if each]
     return f"{paragraphs[0]} ({paragraphs[1]})" if len(paragraphs) == 2 else None
-
-
-def refused(records: Sequence[Record]) -> Iterator[str]:
-    """The cells that could not be tuned, and why."""
-    lines = [
-        f"- **{record.status}**, {code(record.requested)} in {escape(record.case)}: {escape(record.error or '')}"
-        for record in records
-        if record.facts is None
-    ]
-    if lines:
-        yield "## Not tuned"
-        yield "\n".join(lines)
-
-
-SECTIONS = (title, winners, refused)
-
-
-def files(records: Sequence[Record], _: Path) -> dict[str, str]:
-    """The page."""
-    return {"report.md": "\n\n".join(block for section in SECTIONS for block in section(records)) + "\n"}
