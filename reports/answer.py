@@ -105,13 +105,12 @@ def _row(case: Group) -> dict[str, Value]:
     if not ranked:
         return {"case": case.case, "sure": "no exact backend has a speed here; the approximate ones are under Speed"}
     best = ranked[0]
-    is_baseline = best.record is case.standard
     return {
         "case": case.case,
         "use": best.label,
-        "time_over_standard": BASELINE if is_baseline else _against_standard(best, case),
+        "time_over_standard": BASELINE if best.is_baseline else _against_standard(best, case),
         "median_ms": _seconds(best) * MILLI,
-        "temp_ratio": BASELINE if is_baseline else best.temp_ratio,
+        "temp_ratio": BASELINE if best.is_baseline else best.temp_ratio,
         "sure": _sure(ranked),
         "others": ", ".join(_other(cell, best, whole=cell is ranked[1]) for cell in ranked[1:]) or None,
     }
@@ -124,7 +123,7 @@ def _seconds(cell: Cell) -> float:
 def _against_standard(best: Cell, case: Group) -> Interval | str:
     if best.speed is not None and best.speed.ratio is not None:
         return best.speed.ratio
-    timed = any(cell.record is case.standard and cell.speed for cell in case.cells)
+    timed = any(cell.is_baseline and cell.speed for cell in case.cells)
     return "standard was measured in another session" if timed else "standard has no speed here"
 
 

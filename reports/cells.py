@@ -36,7 +36,6 @@ class Group:
     kind: str
     case: str
     cells: tuple[Cell, ...]
-    standard: Record | None
 
 
 def group(records: Iterable[Record]) -> tuple[Group, ...]:
@@ -78,4 +77,4 @@ def _group(title: str, members: tuple[Record, ...]) -> Group:
         Cell(record, label(record), title, standard, speed_of(record, standard), temp_ratio(record, standard))
         for record in ordered
     )
-    return Group(members[0].kind, title, cells, standard)
+    return Group(members[0].kind, title, cells)
