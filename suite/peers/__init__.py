@@ -34,7 +34,7 @@ _NEUTRAL = {
 }
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Peer:
     """An implementation to compare with. ``module`` (of this package) has ``program(case) -> Program``.
 
@@ -50,30 +50,16 @@ class Peer:
     unthrottled: bool = False
 
 
-PEERS = {
-    peer.name: peer
-    for peer in (
-        Peer(name="jax_nn", module="jax_nn", packages=(), kinds=_OPS, masks=_MASKS),
-        Peer(name="tokamax", module="tokamax_chunked", packages=("tokamax",), kinds=_OPS),
-        Peer(name="torch", module="torch_sdpa", packages=("torch",), kinds=_OPS, masks=_MASKS),
-        Peer(
-            name="torch_unthrottled",
-            module="torch_sdpa",
-            packages=("torch",),
-            kinds=_OPS,
-            masks=_MASKS,
-            unthrottled=True,
-        ),
-        Peer(name="transformers", module="torch_llama", packages=("torch", "transformers"), kinds=_MODELS),
-        Peer(
-            name="transformers_unthrottled",
-            module="torch_llama",
-            packages=("torch", "transformers"),
-            kinds=_MODELS,
-            unthrottled=True,
-        ),
-    )
-}
+_LLAMA = ("torch", "transformers")
+_ALL = (
+    Peer("jax_nn", "jax_nn", (), _OPS, _MASKS),
+    Peer("tokamax", "tokamax_chunked", ("tokamax",), _OPS),
+    Peer("torch", "torch_sdpa", ("torch",), _OPS, _MASKS),
+    Peer("torch_unthrottled", "torch_sdpa", ("torch",), _OPS, _MASKS, unthrottled=True),
+    Peer("transformers", "torch_llama", _LLAMA, _MODELS),
+    Peer("transformers_unthrottled", "torch_llama", _LLAMA, _MODELS, unthrottled=True),
+)
+PEERS = {peer.name: peer for peer in _ALL}
 
 
 def refusals(name: str, case: Case) -> tuple[str, ...]:
