@@ -47,7 +47,7 @@ def model_table(groups: Sequence[Group]) -> Table | None:
         Column("tpot", "TPOT (ms)"),
         Column("decode", "decode tokens/s"),
         Column("memory", "prefill, temporary (MiB)"),
-        FIGURES["kv_bytes_per_token"].column(),
+        Column("kv_bytes_per_token", FIGURES["kv_bytes_per_token"].header),
         Column("reading", "reading"),
     )
     return table("checkpoint", "", columns, rows) if rows else None
