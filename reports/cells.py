@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from attnsuite.suite.record import Record
 from attnsuite.suite.shown import STANDARD, Speed, label, speed_of, standard_of, temp_ratio
@@ -36,6 +37,11 @@ class Group:
     kind: str
     case: str
     cells: tuple[Cell, ...]
+
+    @property
+    def problem(self) -> dict[str, Any]:
+        """The fields of the case."""
+        return self.cells[0].record.problem
 
 
 def group(records: Iterable[Record]) -> tuple[Group, ...]:

@@ -55,7 +55,7 @@ def model_table(groups: Sequence[Group]) -> Table | None:
 
 def title(groups: Sequence[Group]) -> str:
     """The model's name."""
-    return PurePath(str(groups[0].cells[0].record.problem.get("model"))).name
+    return PurePath(str(groups[0].problem.get("model"))).name
 
 
 def _row(name: str, groups: Sequence[Group]) -> dict[str, Value]:
@@ -76,11 +76,7 @@ def _loss(name: str, groups: Sequence[Group]) -> dict[str, Value]:
     """Figures on text: from Kascade's own case for Kascade's row, else from the perplexity case."""
     texts = [member for member in groups if member.kind == "perplexity"]
     invalid = any(quality.validity(cell) == quality.INVALID for cell in cells_of(texts) if cell.record.quality)
-    own = [
-        member
-        for member in groups
-        if member.kind == kascade.TEXT and member.cells[0].record.problem.get("phase") == "prefill"
-    ]
+    own = [member for member in groups if member.kind == kascade.TEXT and member.problem.get("phase") == "prefill"]
     if name == KASCADE and own:
         why = kascade.withheld(own[0], ("random_tiles",))
         if why is not None:

@@ -105,7 +105,7 @@ def pictures(groups: Sequence[Group]) -> tuple[Picture, ...]:
             panel
             for kind in _KINDS
             for dtype in ("float32", "bfloat16", "float16")
-            if (panel := _panel(kind, dtype, [g for g in members if (g.kind, _dtype(g)) == (kind, dtype)]))
+            if (panel := _panel(kind, dtype, [g for g in members if (g.kind, g.problem.get("dtype")) == (kind, dtype)]))
         ]
         if panels:
             title = f"heads {heads}/{kv_heads}, D {dim}, causal"
@@ -246,7 +246,7 @@ def _panel(kind: str, dtype: str, groups: Sequence[Group]) -> Panel | None:
     for group in groups:
         for cell in group.cells:
             if (rate := _flops(cell)) is not None:
-                lines.setdefault(cell.label, []).append((int(_problem(group)["sequence"]), rate / _GIGA))
+                lines.setdefault(cell.label, []).append((int(group.problem["sequence"]), rate / _GIGA))
     kept = tuple((name, tuple(sorted(points))) for name, points in lines.items() if len(points) >= _FEWEST)
     if not kept:
         return None
@@ -258,20 +258,12 @@ def _flops(cell: Cell) -> float | None:
     return cell.speed.flops_rate if cell.speed and cell.record.mode == "native" else None
 
 
-def _problem(group: Group) -> dict[str, Any]:
-    return group.cells[0].record.problem
-
-
-def _dtype(group: Group) -> object:
-    return _problem(group).get("dtype")
-
-
 def _layout(group: Group) -> tuple[int, int, int]:
-    problem = _problem(group)
+    problem = group.problem
     return problem["heads"], problem["kv_heads"], problem["head_dim"]
 
 
 def _is_plain(group: Group) -> bool:
-    problem = _problem(group)
+    problem = group.problem
     ours = all(type(problem.get(name)) is int for name in ("heads", "kv_heads", "head_dim", "sequence"))
     return ours and is_plain(problem)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from . import cases
 from .answer import exact_speeds, told_apart
@@ -66,7 +65,7 @@ def _across(members: Sequence[Group]) -> str | None:
 
 
 def _place(member: Group, across: str, varying: Sequence[str]) -> _Place:
-    problem = _problem(member)
+    problem = member.problem
     shown = {name: problem.get(name) for name in varying}
     if shown.keys() & set(_LAYOUT) and across not in _LAYOUT:
         shown |= {name: problem.get(name) for name in _LAYOUT}
@@ -81,16 +80,12 @@ def _square(column: int, row: int, member: Group) -> Square:
 
 
 def _fields(members: Sequence[Group]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(name for member in members for name in _problem(member) if name not in _NAMES))
+    return tuple(dict.fromkeys(name for member in members for name in member.problem if name not in _NAMES))
 
 
 def _values(members: Sequence[Group], name: str) -> set[str]:
-    return {str(_problem(member).get(name)) for member in members}
+    return {str(member.problem.get(name)) for member in members}
 
 
 def _distinct(texts: Iterator[str]) -> list[str]:
     return sorted(set(texts), key=cases.natural)
-
-
-def _problem(member: Group) -> dict[str, Any]:
-    return member.cells[0].record.problem

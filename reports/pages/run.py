@@ -25,7 +25,7 @@ from .. import (
     reading,
     winners,
 )
-from ..cells import Cell, Group, group
+from ..cells import Cell, Group, cells_of, group
 from ..kascade import page as of_kascade
 from ..kascade import tables as kascade
 from ..page import Page, Section
@@ -96,7 +96,7 @@ class Shown:
 
 def _page(device: str, records: tuple[Record, ...], run: Run) -> Page:
     every = group(records)
-    numbers = figures.reason_numbers([cell.record for member in every for cell in member.cells])
+    numbers = figures.reason_numbers(cell.record for cell in cells_of(every))
     manifest = run.manifest if run.manifest is not None and run.manifest.verb == "run" else None
     shown = Shown(device, records, every, numbers, manifest, run.notes)
     versions = [f"{name} {version}" for name, version in environment.versions_of(records).items()]
@@ -120,7 +120,7 @@ def use_this(shown: Shown) -> Iterator[Section]:
 
 def in_short(shown: Shown) -> Iterator[Section]:
     """The number of cells by status, warnings, and what approximate backends lose."""
-    cells = [cell for member in shown.every for cell in member.cells]
+    cells = cells_of(shown.every)
     sentences = (*reading.model_quality(shown.groups), *kascade.sentences(shown.own))
     opening = (reading.counts(cells), *(f"**Note.** {escape(note)}" for note in _warnings(shown, cells)))
     yield Section("in_short", "In short", opening, sentences, short=True)
