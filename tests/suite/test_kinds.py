@@ -11,6 +11,7 @@ from attnsuite.suite import kinds
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.kinds.kind import Kind
 from attnsuite.suite.store import RECORDS, parse_records
+from command import code_of
 
 PRODUCT = '''
 """Matrix products: the smallest kind of case that is judged and timed."""
@@ -142,12 +143,11 @@ def test_kind_of_another_package_is_measured_recorded_and_reported(package, inst
     assert "product is off by 1" in page
 
 
-def test_case_of_another_package_checks_itself(package, suite_of, new_run, attnsuite):
-    words = ("run", "--suite", suite_of("product", -1), "--out", new_run)
-    code, out, err = attnsuite.finish(attnsuite.start(*words, path=package))
-    assert (code, out) == (2, "")
+def test_case_of_another_package_checks_itself(installed, suite_of, tmp_path, capsys):
+    assert code_of("run", "--suite", suite_of("product", -1), "--out", tmp_path / "run") == 2
+    out, err = capsys.readouterr()
+    assert out == ""
     assert "size = -1 must be an integer from 1" in err
-    assert "Traceback" not in err
 
 
 @pytest.mark.parametrize(
@@ -173,10 +173,9 @@ def test_kind_that_ships_here_cannot_be_taken_by_a_package(installed):
     assert kinds.names().count("op_forward") == 1
 
 
-def test_doctor_says_which_kinds_of_other_packages_cannot_be_used(package, attnsuite):
-    code, out, err = attnsuite.finish(attnsuite.start("doctor", path=package))
-    assert code == 0, err
-    assert "failed to load: AttributeError" in " ".join(out.split())
+def test_doctor_says_which_kinds_of_other_packages_cannot_be_used(installed, capsys):
+    assert code_of("doctor") == 0
+    assert "failed to load: AttributeError" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize("name", kinds.names())
