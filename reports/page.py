@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
 
 from .cells import Group
 from .plot import Picture
@@ -26,6 +28,29 @@ class Section:
     commands: tuple[str, ...] = ()
     folded: str = ""
     short: bool = False
+
+
+def section(
+    key: str,
+    title: str,
+    content: Literal["tables", "items", "pictures"],
+    made: Callable[[Any], Any],
+    intro: str = "",
+    *,
+    short: bool = False,
+) -> Callable[[Any], Iterator[Section]]:
+    """A function of what a page shows: a section of what ``made`` finds there, or none where that is nothing.
+
+    ``made`` gives one table, or several things.
+    """
+
+    def of(shown: Any) -> Iterator[Section]:
+        found = made(shown)
+        several: Any = (found,) if isinstance(found, Table) else tuple(found or ())
+        if several:
+            yield Section(key, title, (intro,) if intro else (), **{content: several}, short=short)
+
+    return of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

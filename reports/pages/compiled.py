@@ -18,7 +18,7 @@ from attnsuite.suite.shown import scheduled_bundles
 
 from .. import cases, environment, markdown, programs
 from ..cells import group
-from ..page import Page, Section
+from ..page import Page, Section, section
 from ..read import Run, load
 from ..table import MIB, Column, Table, scaled, table
 from ..words import DASH, Value, code, command_line, escape, plural
@@ -85,7 +85,7 @@ def build(run: Run) -> Page:
     versions = [f"{name} {version}" for name, version in environment.versions_of(records).items()]
     absent = "that is not here" if len(targets) == 1 else "that are not here"
     title = f"Compiled for {plural(len(targets), 'device')} {absent}, {environment.date_of(records)}"
-    sections = tuple(made for section in SECTIONS for made in section(shown))
+    sections = tuple(made for part in SECTIONS for made in part(shown))
     return Page("compiled", title, f"Versions: {', '.join(versions)}", sections, group(records))
 
 
@@ -101,16 +101,6 @@ def read_programs(shown: Shown) -> Iterator[Section]:
         yield Section(
             "programs", "Programs", (programs.TOLD,), tables=(made,), folded=plural(len(made.rows), "program")
         )
-
-
-def ops(shown: Shown) -> Iterator[Section]:
-    """Attention calls: a row per case and backend, a column per device."""
-    yield from _matrix("ops", "Attention calls", shown.ops, shown)
-
-
-def models(shown: Shown) -> Iterator[Section]:
-    """Whole models, in the same way."""
-    yield from _matrix("models", "Whole models", shown.models, shown)
 
 
 def longest(shown: Shown) -> Iterator[Section]:
@@ -150,9 +140,9 @@ def compiled_overview(run_dir: Path) -> str:
     """
     page = build(load(run_dir))
     shown = [
-        section
-        for section in page.sections
-        if section.key in ("in_short", "ops", "models", "longest", "largest", "schedules", "reasons")
+        part
+        for part in page.sections
+        if part.key in ("in_short", "ops", "models", "longest", "largest", "schedules", "reasons")
     ]
     return markdown.render([Page(page.device, page.title, page.subtitle, tuple(shown), ())])
 
@@ -362,35 +352,17 @@ _SCHEDULE = (
 )
 
 
-def schedules(shown: Shown) -> Iterator[Section]:
-    """The schedules of Pallas kernels, where they were asked for."""
-    if rows := [(record, each) for record in shown.records for each in record.schedules]:
-        yield Section("schedules", "Schedules", (SCHEDULED,), tables=(table("schedules", "", _SCHEDULE, rows),))
+def _scheduled(records: Sequence[Record]) -> Table | None:
+    rows = [(record, each) for record in records for each in record.schedules]
+    return table("schedules", "", _SCHEDULE, rows) if rows else None
 
 
 def _per_bundle(count: int, schedule: Schedule) -> float | None:
     return count / schedule.step_bundles if schedule.step_bundles else None
 
 
-def reasons(shown: Shown) -> Iterator[Section]:
-    """Every reason with its number."""
-    if shown.numbers:
-        yield Section("reasons", "Reasons", items=tuple(f"**{n}** {escape(text)}" for text, n in shown.numbers.items()))
-
-
-def cells(shown: Shown) -> Iterator[Section]:
-    """Every cell with its sizes and seconds."""
-    yield Section("cells", "Every cell", tables=_cells(shown.records, shown.numbers))
-
-
-def where(shown: Shown) -> Iterator[Section]:
-    """Every recorded fact of the environment."""
-    yield Section("environment", "Environment", tables=(environment.environment_table(shown.records),))
-
-
-def method(_: Shown) -> Iterator[Section]:
-    """How the figures are to be read."""
-    yield Section("method", "How this was made", items=METHOD)
+def _reasons(numbers: Mapping[str, str]) -> list[str]:
+    return [f"**{number}** {escape(text)}" for text, number in numbers.items()]
 
 
 def _cells(records: Sequence[Record], numbers: Mapping[str, str]) -> tuple[Table, ...]:
@@ -433,16 +405,16 @@ def reproduce(shown: Shown) -> Iterator[Section]:
 
 SECTIONS: tuple[Callable[[Shown], Iterable[Section]], ...] = (
     in_short,
-    ops,
-    models,
+    lambda shown: _matrix("ops", "Attention calls", shown.ops, shown),
+    lambda shown: _matrix("models", "Whole models", shown.models, shown),
     longest,
     largest,
     kernels,
-    schedules,
+    section("schedules", "Schedules", "tables", lambda shown: _scheduled(shown.records), SCHEDULED),
     read_programs,
-    reasons,
-    cells,
-    where,
-    method,
+    section("reasons", "Reasons", "items", lambda shown: _reasons(shown.numbers)),
+    section("cells", "Every cell", "tables", lambda shown: _cells(shown.records, shown.numbers)),
+    section("environment", "Environment", "tables", lambda shown: environment.environment_table(shown.records)),
+    section("method", "How this was made", "items", lambda _: METHOD),
     reproduce,
 )

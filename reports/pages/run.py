@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
 
 from attnsuite.suite.record import Record
 from attnsuite.suite.store import Manifest
@@ -28,9 +27,8 @@ from .. import (
 from ..cells import Cell, Group, cells_of, group
 from ..kascade import page as of_kascade
 from ..kascade import tables as kascade
-from ..page import Page, Section
+from ..page import Page, Section, section
 from ..read import Run
-from ..table import Table
 from ..words import code, command_line, escape, plural
 
 METHOD = (
@@ -102,7 +100,7 @@ def _page(device: str, records: tuple[Record, ...], run: Run) -> Page:
     versions = [f"{name} {version}" for name, version in environment.versions_of(records).items()]
     subtitle = f"Versions: {', '.join(versions) or 'not recorded'}"
     title = f"Attention on {device}, {environment.date_of(records)}, suite {shown.suites}"
-    return Page(device, title, subtitle, tuple(made for section in SECTIONS for made in section(shown)), every)
+    return Page(device, title, subtitle, tuple(made for part in SECTIONS for made in part(shown)), every)
 
 
 def use_this(shown: Shown) -> Iterator[Section]:
@@ -265,34 +263,14 @@ def _words(manifest: Manifest | None, suites: str) -> list[str]:
 _Sections = Callable[[Shown], Iterable[Section]]
 
 
-def _section(
-    key: str,
-    title: str,
-    content: Literal["tables", "items", "pictures"],
-    made: Callable[[Shown], Any],
-    intro: str = "",
-    *,
-    short: bool = False,
-) -> _Sections:
-    """A section of what ``made`` finds, a table or several things; left out where that is nothing."""
-
-    def section(shown: Shown) -> Iterator[Section]:
-        found = made(shown)
-        several: Any = (found,) if isinstance(found, Table) else tuple(found or ())
-        if several:
-            yield Section(key, title, (intro,) if intro else (), **{content: several}, short=short)
-
-    return section
-
-
-def _own(section: Callable[[Sequence[Group]], Iterable[Section]]) -> _Sections:
+def _own(part: Callable[[Sequence[Group]], Iterable[Section]]) -> _Sections:
     """A section of Kascade's own cases."""
-    return lambda shown: section(shown.own)
+    return lambda shown: part(shown.own)
 
 
 SECTIONS: tuple[_Sections, ...] = (
     use_this,
-    _section(
+    section(
         "over_length",
         "Speed over length",
         "pictures",
@@ -301,7 +279,7 @@ SECTIONS: tuple[_Sections, ...] = (
         "the matmul rate measured on this machine in the same dtype.",
         short=True,
     ),
-    _section(
+    section(
         "winners",
         "Map of winners",
         "pictures",
@@ -313,11 +291,11 @@ SECTIONS: tuple[_Sections, ...] = (
     one_model,
     _own(of_kascade.guides),
     in_short,
-    _section("failed", "Failed", "items", lambda shown: reading.failed(shown.every), short=True),
+    section("failed", "Failed", "items", lambda shown: reading.failed(shown.every), short=True),
     _own(of_kascade.gate),
     _own(of_kascade.quality),
     _own(of_kascade.speed),
-    _section(
+    section(
         "in_one",
         "Speed, memory and accuracy",
         "tables",
@@ -328,9 +306,9 @@ SECTIONS: tuple[_Sections, ...] = (
         "the largest value, beside what is allowed.",
         short=True,
     ),
-    _section("without", "Did not run", "items", lambda shown: reading.ran_nowhere(shown.every), short=True),
+    section("without", "Did not run", "items", lambda shown: reading.ran_nowhere(shown.every), short=True),
     speed,
-    _section(
+    section(
         "peers",
         "Against peers",
         "tables",
@@ -341,7 +319,7 @@ SECTIONS: tuple[_Sections, ...] = (
         short=True,
     ),
     memory,
-    _section(
+    section(
         "accuracy",
         "Accuracy",
         "tables",
@@ -351,7 +329,7 @@ SECTIONS: tuple[_Sections, ...] = (
         "problem in the same dtype (the standard row). Approximate backends are not judged by closeness.",
     ),
     compiled_programs,
-    _section(
+    section(
         "model_quality",
         "Model quality",
         "tables",
@@ -359,10 +337,10 @@ SECTIONS: tuple[_Sections, ...] = (
         "Differences are taken sequence by sequence against the standard backend on the same tokens. INVALID means "
         "that the dense model predicts no better than unigram frequencies, so that no loss could show.",
     ),
-    _section("notes", "Notes on cells", "items", lambda shown: figures.cell_notes(shown.every)),
+    section("notes", "Notes on cells", "items", lambda shown: figures.cell_notes(shown.every)),
     refused,
     requested_and_run,
-    lambda shown: [Section("environment", "Environment", tables=(environment.environment_table(shown.records),))],
+    section("environment", "Environment", "tables", lambda shown: environment.environment_table(shown.records)),
     method,
     reproduce,
     elsewhere,
