@@ -13,7 +13,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -22,16 +22,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from attnsuite.backends import AttentionSpec, Backend, Layout, Target, oracle, plan, registry, support
 from attnsuite.backends.dealing import MeshAxes, Sharded, balanced_order
-from attnsuite.backends.standard import STANDARD
 
 from .. import typed
 from ..cell import Asked, Cell, Means, Outcome, Prepared
 from ..errors import InputError
-from ..measure.judge import as_error, pass_of
+from ..measure.judge import as_error
 from ..measure.program import named_outputs
 from ..typed import Count, Real, Size
 from .attention import op_function
 from .kind import Kind, backends_of, check_fields, problem_of
+
+if TYPE_CHECKING:
+    from attnsuite.testing.problems import Problem
 
 _AXIS = "(data|heads|context) ([1-9][0-9]{0,3})"
 _MESH = re.compile(f"{_AXIS}( x {_AXIS}){{0,2}}")
@@ -189,7 +191,7 @@ def _judged(backend: Sharded, spec: AttentionSpec, problem: str, mode: Any) -> O
     whole = jax.jit(lambda x: x, out_shardings=everywhere)(results)
     found = {name: np.asarray(x.addressable_data(0)) for name, x in whole.items()}
     alone = _alone(backend.backend.name, mode, problem, spec)
-    verdicts = {name: _verdict(name, x, solved, spec) for name, x in found.items()}
+    verdicts = {name: _verdict(name, x, solved) for name, x in found.items()}
     wrong = [name for name, verdict in verdicts.items() if not verdict.passed]
     return Outcome(
         status="wrong" if wrong else "ok",
@@ -202,33 +204,19 @@ def _judged(backend: Sharded, spec: AttentionSpec, problem: str, mode: Any) -> O
     )
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class _Solved:
-    layout: Layout
-    inputs: tuple[np.ndarray, ...]  # query, key, value, cotangent of the output
-    expected: Mapping[str, np.ndarray]
-    standard: Mapping[str, oracle.Verdict]
-    unseen: Mapping[str, np.ndarray]
-
-
 @functools.cache
-def _solved(name: str, spec: AttentionSpec) -> _Solved:
+def _solved(name: str, spec: AttentionSpec) -> Problem:
     """The arrays of a problem, the oracle's results for them, and the standard backend's errors."""
-    layout, rng = _layout(PROBLEMS[name], spec), np.random.default_rng(0)
+    from attnsuite.testing import problems  # noqa: PLC0415 (as in conformance.py)
+
+    rng = np.random.default_rng(0)
     query = (spec.batch, spec.query_length, spec.num_heads, spec.head_dim)
     key = (spec.batch, spec.key_value_length, spec.num_kv_heads, spec.head_dim)
     inputs = tuple(
         rng.standard_normal(shape).astype(np.float32).astype(jnp.dtype(spec.dtype))
         for shape in (query, key, key, query)
     )
-    expected: dict[str, np.ndarray] = {"out": oracle.forward(spec, layout, inputs[0], inputs[1], inputs[2])}
-    if spec.needs_grad:
-        expected |= oracle.gradients(spec, layout, *inputs)
-    run = _program(STANDARD, spec, layout, "native")
-    results = {name: np.asarray(x) for name, x in run(*inputs).items()}
-    standard = {name: oracle.judge(x, expected[name], None, spec.dtype, pass_of(name)) for name, x in results.items()}
-    rows, keys = oracle.unseen_rows(spec, layout), oracle.unseen_keys(spec, layout)
-    return _Solved(layout, inputs, expected, standard, {"out": rows, "dq": rows, "dk": keys, "dv": keys})
+    return problems.solve(spec, _layout(PROBLEMS[name], spec), inputs)
 
 
 @functools.cache
@@ -236,7 +224,7 @@ def _alone(name: str, mode: Any, problem: str, spec: AttentionSpec) -> dict[str,
     """The same backend on one device."""
     solved = _solved(problem, spec)
     run = _program(registry.get(name), spec, solved.layout, mode)
-    return {name: _verdict(name, np.asarray(x), solved, spec) for name, x in run(*solved.inputs).items()}
+    return {name: _verdict(name, np.asarray(x), solved) for name, x in run(*solved.inputs).items()}
 
 
 def _program(backend: Backend, spec: AttentionSpec, layout: Layout, mode: Any) -> Callable[..., dict[str, Any]]:
@@ -246,10 +234,8 @@ def _program(backend: Backend, spec: AttentionSpec, layout: Layout, mode: Any) -
     return jax.jit(lambda *inputs: named_outputs(run(layout, *inputs[:taken])))
 
 
-def _verdict(name: str, x: np.ndarray, solved: _Solved, spec: AttentionSpec) -> oracle.Verdict:
-    return oracle.judge(
-        x, solved.expected[name], solved.standard[name], spec.dtype, pass_of(name), zero=solved.unseen[name]
-    )
+def _verdict(name: str, x: np.ndarray, solved: Problem) -> oracle.Verdict:
+    return solved.verdict("output" if name == "out" else name, x)  # pyright: ignore[reportArgumentType]  (an array)
 
 
 def _spec(problem: str, backend: Backend) -> AttentionSpec:
