@@ -58,7 +58,9 @@ def resolutions_of_sequence(config: ModelConfig, length: int, backend: str) -> R
 def resolutions_of(case: ModelCase, config: ModelConfig, backend: str) -> Resolutions:
     """The resolution of each attention type of ``config`` in ``case``, with ``backend`` asked for."""
     decode = case.kind == "model_decode"
-    cached = {"key_value_length": case.sequence + case.new_tokens, "dtype": default_dtype(config)} if decode else {}
+    cached: dict[str, Any] = (
+        {"key_value_length": case.sequence + case.new_tokens, "dtype": default_dtype(config)} if decode else {}
+    )
     return resolve_attention(
         config,
         batch=case.batch,
